@@ -2,7 +2,7 @@
 
 Four processes save a small Llama with `torch.distributed.checkpoint`. Each saves its part of every
 weight (by row, by column, or replicated). The example mounts the folder of rank shards without
-consolidation. `from_pretrained` reads the mount with its default settings, and finds one
+consolidation, and with the `config.json` of another folder. `from_pretrained` reads the mount with its default settings, and finds one
 `model.safetensors`. The example compares every weight, bit for bit, with the saved model. It
 removes the mount, then all files that it made.
 
@@ -58,9 +58,11 @@ def main():
     with tempfile.TemporaryDirectory(prefix="tensorfs-example-") as work:
         shards = Path(work, "checkpoint")
         mp.spawn(save_rank, args=(str(shards), str(Path(work, "rendezvous"))), nprocs=RANKS)
-        model.config.save_pretrained(shards)
+        # The writer saves weights only. A mount takes the other files from any folder.
+        base = Path(work, "base")
+        model.config.save_pretrained(base)
         show("saved", shards)
-        with mounted(args.tensorfs, shards, Path(work, "mnt")) as mount:
+        with mounted(args.tensorfs, shards, Path(work, "mnt"), f"config={base}") as mount:
             show("mounted", mount)
             check_weights(model, mount)
 

@@ -60,11 +60,12 @@ def small_llama():
 
 
 @contextlib.contextmanager
-def mounted(tensorfs, source, target):
-    """Mounts `source` on the new folder `target` while the block runs."""
+def mounted(tensorfs, source, target, *options):
+    """Mounts `source` on the new folder `target` with `options` while the block runs."""
     target.mkdir()
     # `mount` returns when the mount answers. The daemon runs in the background.
-    if subprocess.run([tensorfs, "mount", source, target]).returncode != 0:
+    words = [word for option in options for word in ("-o", option)]
+    if subprocess.run([tensorfs, "mount", source, target, *words]).returncode != 0:
         sys.exit("not mounted: the line above says why")
     try:
         yield target

@@ -1,71 +1,93 @@
 //! A file that is written under another name, or none, and takes its own name once it is whole.
 
+mod partial;
+
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, AtFlags, Flock, FlockArg};
+use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::libc;
 use nix::unistd::linkat;
+
+pub use partial::{PartialFolder, folder_below, partial_path, rename_new, rename_over};
 
 /// Folder with the names of open files, by which they can be linked.
 const OPEN_FILES: &str = "/proc/self/fd";
 
-/// End of the name of a file or folder that is being written.
-const PARTIAL_SUFFIX: &str = ".tensorfs-partial";
+/// Name of a whole file in a partial folder.
+const WHOLE: &str = "whole";
 
-/// Longest part of a name that `partial_name` keeps: a name has at most 255 bytes.
-const NAME_LEN_MAX: usize = 200;
+/// How long a file that is whole waits for another process that writes the same file.
+const PUBLISH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A file that is being written. It is removed when it is dropped before it was published.
 #[derive(Debug)]
 pub struct TemporaryFile {
     file: File,
-    /// Its temporary name, if it has one.
-    path: Option<PathBuf>,
-    /// Held while the file is written, if its name is that of `partial_name`.
-    _lock: Option<Flock<File>>,
+    place: Place,
+}
+
+/// Where a file is before it is published.
+#[derive(Debug)]
+enum Place {
+    /// It has no name. The folder keeps other writers of the same file out, if it is there already.
+    Nameless(Option<PartialFolder>),
+    /// It has a name that no other writer has.
+    Path(PathBuf),
+    /// It is the file `WHOLE` of this folder.
+    Partial(PartialFolder),
+    /// It has its own name.
+    Published,
 }
 
 impl Drop for TemporaryFile {
     fn drop(&mut self) {
-        if let Some(path) = &self.path {
+        if let Place::Path(path) = &self.place {
             let _ = std::fs::remove_file(path);
         }
     }
 }
 
 impl TemporaryFile {
-    /// Creates the file `path` by `options`, which have to say that it is created.
+    /// Creates the file `path` by `options`, which have to say that it is created. No other writer
+    /// may use that name.
     ///
     /// # Errors
     /// If it cannot be created.
     pub fn create(path: PathBuf, options: &OpenOptions) -> io::Result<TemporaryFile> {
-        Ok(TemporaryFile { file: options.open(&path)?, path: Some(path), _lock: None })
+        Ok(TemporaryFile { file: options.open(&path)?, place: Place::Path(path) })
     }
 
-    /// Creates the file that will be `target`, by `options`: without a name if the file system can
-    /// do that, so that nothing is left even of a process that is killed. Else with the name of
-    /// `partial_name`; one that a killed process has left is removed.
+    /// Creates the file that will be `target`, with the permission bits `mode`, for reading and writing:
+    /// without a name if the file system can do that, so that nothing is left even of a process that
+    /// is killed. Else in a partial folder; one that a killed process has left is removed.
     ///
     /// # Errors
     /// If it cannot be created, or another process is writing it.
-    pub fn create_beside(target: &Path, options: &OpenOptions) -> io::Result<TemporaryFile> {
-        let nameless = options.clone().custom_flags(libc::O_TMPFILE).open(folder_of(target));
-        if let Ok(file) = nameless
-            && name_of_open(&file).exists()
-        {
-            return Ok(TemporaryFile { file, path: None, _lock: None });
+    pub fn create_beside(target: &Path, mode: u32) -> io::Result<TemporaryFile> {
+        if let Some(file) = nameless_in(folder_of(target), mode) {
+            return Ok(TemporaryFile { file, place: Place::Nameless(None) });
         }
-        let path = partial_name(target);
-        remove_unlocked(&path)?;
-        let mut temporary = TemporaryFile::create(path, options.clone().create_new(true))?;
-        temporary._lock = lock(temporary.file.try_clone()?)?;
-        Ok(temporary)
+        TemporaryFile::create_claimed(target, mode)
+    }
+
+    /// `create_beside`, which keeps other writers of `target` out from now on.
+    ///
+    /// # Errors
+    /// The errors of `create_beside`.
+    pub fn create_claimed(target: &Path, mode: u32) -> io::Result<TemporaryFile> {
+        let folder = PartialFolder::claim(&partial_path(target))?;
+        folder.clear()?;
+        if let Some(file) = nameless_in(folder_of(target), mode) {
+            return Ok(TemporaryFile { file, place: Place::Nameless(Some(folder)) });
+        }
+        let file = folder.create(WHOLE.as_ref(), mode)?;
+        Ok(TemporaryFile { file, place: Place::Partial(folder) })
     }
 
     /// The file, for writing.
@@ -76,39 +98,68 @@ impl TemporaryFile {
     /// Gives the file the name `target` in the same folder. `replace`: in place of a file of that
     /// name; else such a file is an error.
     ///
+    /// Where this succeeds, `target` was this file, whatever other processes do.
+    ///
     /// # Errors
     /// If `target` cannot be made. The file is removed when `self` is dropped then.
     pub fn publish(&mut self, target: &Path, replace: bool) -> io::Result<()> {
-        if self.path.is_none() {
-            let open = name_of_open(&self.file);
-            let link =
-                |path: &Path| linkat(AT_FDCWD, &open, AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW);
-            if !replace {
-                return Ok(link(target)?);
+        match &self.place {
+            Place::Nameless(claimed) => {
+                self.publish_nameless(claimed.as_ref(), target, replace)?;
             }
-            let path = partial_name(target);
-            remove_unlocked(&path)?;
-            link(&path)?;
-            self.path = Some(path);
+            Place::Path(path) if replace => std::fs::rename(path, target)?,
+            Place::Path(path) => rename_new(&AT_FDCWD, path, &AT_FDCWD, target)?,
+            Place::Partial(folder) => take_name(folder, &self.file, target, replace)?,
+            Place::Published => {}
         }
-        let Some(path) = &self.path else { return Ok(()) };
-        if !replace {
-            // A link fails if the name is taken. On file systems without links the check comes just
-            // before the new name.
-            match std::fs::hard_link(path, target) {
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(e),
-                Err(_) if std::fs::symlink_metadata(target).is_ok() => {
-                    return Err(io::ErrorKind::AlreadyExists.into());
-                }
-                // Dropping removes the temporary name.
-                Ok(()) => return Ok(()),
-                Err(_) => {}
-            }
-        }
-        std::fs::rename(path, target)?;
-        self.path = None;
+        self.place = Place::Published;
         Ok(())
     }
+
+    fn publish_nameless(
+        &self,
+        claimed: Option<&PartialFolder>,
+        target: &Path,
+        replace: bool,
+    ) -> io::Result<()> {
+        let open = name_of_open(&self.file);
+        match linkat(AT_FDCWD, &open, AT_FDCWD, target, AtFlags::AT_SYMLINK_FOLLOW) {
+            Err(Errno::EEXIST) if replace => {}
+            other => return Ok(other?),
+        }
+        // A link replaces nothing, so the file needs another name for a moment.
+        let own;
+        let folder = match claimed {
+            Some(claimed) => claimed,
+            None => {
+                own = PartialFolder::claim_within(&partial_path(target), PUBLISH_TIMEOUT)?;
+                &own
+            }
+        };
+        folder.clear()?;
+        linkat(AT_FDCWD, &open, folder.folder(), WHOLE, AtFlags::AT_SYMLINK_FOLLOW)?;
+        take_name(folder, &self.file, target, replace)
+    }
+}
+
+/// A file without a name in `folder`, if the file system can do that.
+fn nameless_in(folder: &Path, mode: u32) -> Option<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(mode).custom_flags(libc::O_TMPFILE);
+    let file = options.open(folder).ok()?;
+    name_of_open(&file).exists().then_some(file)
+}
+
+/// Gives `file`, which is the file `WHOLE` of `folder`, the name `target` beside the folder.
+fn take_name(folder: &PartialFolder, file: &File, target: &Path, replace: bool) -> io::Result<()> {
+    let name = Path::new(target.file_name().unwrap_or_default());
+    let there = folder.open(WHOLE.as_ref())?.metadata()?;
+    let ours = file.metadata()?;
+    if (there.dev(), there.ino()) != (ours.dev(), ours.ino()) {
+        return Err(io::Error::other("another process has changed the folder of the new file"));
+    }
+    let publish = if replace { rename_over } else { rename_new };
+    publish(folder.folder(), WHOLE.as_ref(), folder.parent(), name)
 }
 
 /// Makes the names in `folder` survive a loss of power.
@@ -132,46 +183,6 @@ pub fn name_of_open(file: &File) -> PathBuf {
     Path::new(OPEN_FILES).join(file.as_raw_fd().to_string())
 }
 
-/// The name beside `target` of what becomes it. All processes use the same one, so that one removes
-/// what another one that was killed has left.
-pub fn partial_name(target: &Path) -> PathBuf {
-    let name = target.file_name().unwrap_or_default().as_bytes();
-    let name = &name[..name.len().min(NAME_LEN_MAX)];
-    let mut partial = std::ffi::OsString::from(".");
-    partial.push(std::ffi::OsStr::from_bytes(name));
-    partial.push(PARTIAL_SUFFIX);
-    folder_of(target).join(partial)
-}
-
-/// Takes the lock that marks `file`, a file or a folder, as being written. `None` if the file
-/// system has no locks.
-///
-/// # Errors
-/// If another process has it.
-pub fn lock(file: File) -> io::Result<Option<Flock<File>>> {
-    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        Ok(lock) => Ok(Some(lock)),
-        Err((_, Errno::EWOULDBLOCK)) => {
-            let busy = "another process is writing it";
-            Err(io::Error::new(io::ErrorKind::ResourceBusy, busy))
-        }
-        Err(_) => Ok(None),
-    }
-}
-
-/// Removes the file `path` unless a process holds its lock.
-fn remove_unlocked(path: &Path) -> io::Result<()> {
-    let mut options = OpenOptions::new();
-    options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-    match options.open(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Ok(file) => drop(lock(file)?),
-        // A link or a file of another user: if it cannot be removed, that is the error.
-        Err(_) => {}
-    }
-    std::fs::remove_file(path)
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write;
@@ -183,31 +194,65 @@ mod tests {
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
+    /// A file of one of the kinds that will be `target`.
+    fn of_kind(kind: usize, target: &Path) -> TemporaryFile {
+        match kind {
+            0 => TemporaryFile::create_beside(target, 0o600).unwrap(),
+            1 => TemporaryFile::create_claimed(target, 0o600).unwrap(),
+            2 => {
+                let mut options = OpenOptions::new();
+                let named = target.with_file_name("new");
+                TemporaryFile::create(named, options.write(true).create_new(true)).unwrap()
+            }
+            _ => {
+                let folder = PartialFolder::claim(&partial_path(target)).unwrap();
+                let file = folder.create(WHOLE.as_ref(), 0o600).unwrap();
+                TemporaryFile { file, place: Place::Partial(folder) }
+            }
+        }
+    }
+
     #[test]
     fn a_file_has_its_name_once_it_is_published_and_leaves_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
-        let target = folder.path().join("a");
-        let mut options = OpenOptions::new();
-        options.write(true);
-        let named = || {
-            let path = folder.path().join("b");
-            TemporaryFile::create(path, options.clone().create_new(true)).unwrap()
-        };
-        let nameless = || TemporaryFile::create_beside(&target, &options).unwrap();
-        for replace in [false, true] {
-            for make in [&named as &dyn Fn() -> TemporaryFile, &nameless] {
-                drop(make());
-                let mut file = make();
-                file.file().write_all(b"x").unwrap();
-                let taken = target.exists();
+        // The longest name there is.
+        let target = folder.path().join("a".repeat(255));
+        for kind in 0..4 {
+            for (number, replace) in [false, false, true].into_iter().enumerate() {
+                drop(of_kind(kind, &target));
+                let mut file = of_kind(kind, &target);
+                file.file().write_all(&[number as u8]).unwrap();
                 let published = file.publish(&target, replace);
-                assert_eq!(published.is_err(), taken && !replace);
+                let refused = published.err().map(|e| e.kind());
+                let taken = number == 1;
+                assert_eq!(refused, taken.then_some(io::ErrorKind::AlreadyExists));
                 drop(file);
-                assert_eq!(names(folder.path()), ["a"]);
+                assert_eq!(names(folder.path()).len(), 1, "kind {kind}");
+                let found = std::fs::read(&target).unwrap();
+                assert_eq!(found, [if taken { 0 } else { number as u8 }]);
             }
+            std::fs::remove_file(&target).unwrap();
         }
-        let mut file = named();
-        let error = file.publish(&target, false).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn writers_of_one_file_at_the_same_time_all_publish_their_own_bytes() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("out");
+        std::thread::scope(|scope| {
+            for number in 0..4u8 {
+                let target = &target;
+                scope.spawn(move || {
+                    for _ in 0..50 {
+                        let mut file = TemporaryFile::create_beside(target, 0o600).unwrap();
+                        file.file().write_all(&[number; 100]).unwrap();
+                        file.publish(target, true).unwrap();
+                        let found = std::fs::read(target).unwrap();
+                        assert!(found.len() == 100 && found.iter().all(|byte| *byte == found[0]));
+                    }
+                });
+            }
+        });
+        assert_eq!(names(folder.path()), ["out"]);
     }
 }

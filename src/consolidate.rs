@@ -6,21 +6,22 @@
 mod contents;
 mod copy;
 mod folder;
+mod journal;
 mod outline;
 mod source_files;
 mod target;
 mod tensor_writer;
 mod tensorizer;
 
-use std::fs::{File, Metadata, OpenOptions, Permissions};
+use std::fs::{File, Metadata, Permissions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nix::sys::statvfs::statvfs;
 
-pub use contents::{Contents, TensorDigests};
+pub use contents::{Contents, TensorDigests, read_tensor};
 pub use copy::{Copier, OnBytes, Watch};
 pub use outline::{Outline, OutlineContent, OutlineFile, OutlineFolder};
 pub use source_files::SourceFiles;
@@ -76,9 +77,8 @@ impl Copier {
     /// Writes `content` to a new file `target`. `watch.bytes` gets no bytes of a tensorizer file, which is
     /// not written in order.
     ///
-    /// Only users who may read all sources and the replaced file may read the new file. If the file
-    /// system supports it, the file has no name until it is whole, so that nothing is left even if
-    /// the process is killed.
+    /// Only users who may read all sources and the replaced file may read the new file. Where this succeeds,
+    /// `target` was that file, whatever other processes do.
     ///
     /// # Errors
     /// Errors of the sources, of `watch` and of the file system, and `Error::Usage` if `target` exists
@@ -98,9 +98,8 @@ impl Copier {
         if let Some(there) = &there {
             mode.add(there, target);
         }
-        let mut file_options = OpenOptions::new();
-        file_options.read(true).write(true).mode(mode.in_folder(folder));
-        let mut partial = TemporaryFile::create_beside(target, &file_options).map_err(failed)?;
+        let partial = TemporaryFile::create_claimed(target, mode.in_folder(folder));
+        let mut partial = partial.map_err(failed)?;
         mode.narrow(partial.file()).map_err(failed)?;
         self.copy_content(content, (partial.file(), folder, target), options.verify, watch)?;
         for source in content.sources() {
@@ -112,33 +111,13 @@ impl Copier {
             partial.file().sync_all().map_err(failed)?;
         }
         match partial.publish(target, options.replace).and_then(|()| sync_folder(folder)) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(taken(target)),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(made_meanwhile(target)),
             other => other.map_err(failed),
         }
     }
 }
 
 impl Copier {
-    /// Writes `file` to a new file `target`, as `write_file` does.
-    ///
-    /// # Errors
-    /// The errors of `write_file`.
-    pub fn write_one(
-        &self,
-        file: &OutlineFile,
-        target: &Path,
-        options: WriteOptions,
-        watch: &mut Watch<'_>,
-    ) -> Result<()> {
-        let reader = file.content.reader()?;
-        let content = match (&file.content, &reader) {
-            (OutlineContent::Tensorizer(file), _) => NewFile::Tensorizer(file),
-            (_, Some(reader)) => NewFile::Bytes(reader),
-            (_, None) => return Err(Error::internal("weights are text")),
-        };
-        self.write_file(content, target, options, watch)
-    }
-
     /// Writes `content` to `file`, a new file in `folder`. `shown` names it in errors.
     fn copy_content(
         &self,
@@ -148,7 +127,7 @@ impl Copier {
         watch: &mut Watch<'_>,
     ) -> Result<()> {
         match content {
-            NewFile::Bytes(reader) => self.copy(reader, place, verify, watch),
+            NewFile::Bytes(reader) => self.copy(reader, place, verify, watch, None),
             NewFile::Tensorizer(file) => self.copy_tensors(file, place, verify, watch),
         }
     }
@@ -161,14 +140,15 @@ impl Copier {
 /// nor a link that can be replaced.
 fn replaceable(target: &Path, replace: bool) -> Result<Option<Metadata>> {
     let Ok(there) = std::fs::symlink_metadata(target) else { return Ok(None) };
-    if !replace {
+    if !replace && !there.is_dir() {
         return Err(taken(target));
     }
     // A broken link can be replaced. A link to a device may be intended, so it is refused.
     let leads_to_file = || std::fs::metadata(target).ok().is_none_or(|meta| meta.is_file());
     if !(there.is_file() || (there.is_symlink() && leads_to_file())) {
-        let reason = io::Error::other("neither a regular file nor a link is there");
-        return Err(Error::io(target, "write", reason));
+        let what =
+            if there.is_dir() { "is a folder" } else { "is neither a regular file nor a link" };
+        return Err(in_the_way(target, what));
     }
     Ok(Some(there).filter(Metadata::is_file))
 }
@@ -192,10 +172,9 @@ impl MemoryFile {
     /// Errors of the file system, and `Error::Usage` if `target` exists and is not to be replaced.
     pub fn create(target: &Path, replace: bool) -> Result<MemoryFile> {
         let mode = replaceable(target, replace)?.map(|there| there.mode() & 0o7777);
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).mode(mode.unwrap_or(0o666) & 0o777);
         let failed = |e| Error::io(target, "write", e);
-        let partial = TemporaryFile::create_beside(target, &options).map_err(failed)?;
+        let partial = TemporaryFile::create_beside(target, mode.unwrap_or(0o666) & 0o777);
+        let partial = partial.map_err(failed)?;
         let writer = UnalignedTarget::cached(partial.file()).map_err(failed)?;
         Ok(MemoryFile { target: target.to_owned(), replace, partial, writer, mode })
     }
@@ -231,18 +210,32 @@ impl MemoryFile {
         let synced = set.unwrap_or(Ok(())).and_then(|()| partial.file().sync_all());
         let published = synced.and_then(|()| partial.publish(target, *replace));
         match published.and_then(|()| sync_folder(folder_of(target))) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(taken(target)),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(made_meanwhile(target)),
             other => other.map_err(|e| Error::io(target, "write", e)),
         }
     }
 }
 
+/// A file that is not to be replaced.
 fn taken(target: &Path) -> Error {
     let target = shown_path(target);
     Error::usage(format!(
         "{target}: is there already; remove it, or ask to replace it: `--force`, in Python \
          `overwrite=True`"
     ))
+}
+
+/// Something that cannot be replaced whatever is asked for.
+fn in_the_way(target: &Path, what: &str) -> Error {
+    let target = shown_path(target);
+    Error::usage(format!("{target}: {what}; remove it, or write somewhere else"))
+}
+
+/// A file or folder of another program, which took the name after this run looked.
+fn made_meanwhile(target: &Path) -> Error {
+    let target = shown_path(target);
+    let message = "was made by another program while this one wrote; it is as it was made";
+    Error::usage(format!("{target}: {message}"))
 }
 
 /// Refuses to write `len` bytes if the file system of `folder` says that it has not so much space.

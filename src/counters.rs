@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
 /// Number of classes of latency: class `n` counts durations from 2^(n-1) to 2^n microseconds.
 const LATENCY_CLASSES: usize = 32;
@@ -47,13 +47,14 @@ impl Latency {
         self.sum_us.add(micros);
     }
 
-    /// The histogram as JSON: `below_us` has a pair for each class that is not empty, its upper
-    /// bound in microseconds and the number of durations in it.
-    pub fn to_json(&self) -> Value {
+    /// The histogram now.
+    pub fn histogram(&self) -> Histogram {
         let counts = self.classes.iter().map(Counter::get).enumerate();
         let rows = counts.filter(|(_, count)| *count > 0);
-        let rows: Vec<_> = rows.map(|(class, count)| json!([1_u64 << class, count])).collect();
-        json!({ "sum_us": self.sum_us.get(), "below_us": rows })
+        Histogram {
+            sum_us: self.sum_us.get(),
+            below_us: rows.map(|(class, count)| (1_u64 << class, count)).collect(),
+        }
     }
 
     /// The least power of two of microseconds that at least `percent` of the durations stay
@@ -73,6 +74,31 @@ impl Latency {
     }
 }
 
+/// Durations, as `status` reports them.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Histogram {
+    /// Sum of all durations, in microseconds.
+    pub sum_us: u64,
+    /// For each class that is not empty, its upper bound in microseconds and the number of durations
+    /// in it.
+    pub below_us: Vec<(u64, u64)>,
+}
+
+/// The waits of reads, as `status` reports them, in microseconds.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Waits {
+    /// Half of them are shorter.
+    pub p50: u64,
+    /// 99 of 100 are shorter.
+    pub p99: u64,
+    /// All are shorter.
+    pub max: u64,
+    /// All of them.
+    pub histogram: Histogram,
+}
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// The counters of one mount, or of one reader without a mount. Bytes and numbers since
@@ -84,18 +110,27 @@ macro_rules! counters {
             pub wait: Latency,
         }
 
+        /// The values of `Counters` at one moment.
+        #[derive(Clone, Debug, Default, Serialize, Deserialize)]
+        #[serde(default)]
+        pub struct CounterValues {
+            $($(#[$doc])* pub $name: u64,)*
+            /// The times of `wait`.
+            pub wait_us: Waits,
+        }
+
         impl Counters {
-            /// All counters as a JSON object; latencies as percentiles in microseconds.
-            pub fn to_json(&self) -> Value {
-                let mut all = serde_json::Map::new();
-                $(all.insert(stringify!($name).to_owned(), self.$name.get().into());)*
-                all.insert("wait_us".to_owned(), json!({
-                    "p50": self.wait.percentile_us(50),
-                    "p99": self.wait.percentile_us(99),
-                    "max": self.wait.percentile_us(100),
-                    "histogram": self.wait.to_json(),
-                }));
-                Value::Object(all)
+            /// The values now.
+            pub fn values(&self) -> CounterValues {
+                CounterValues {
+                    $($name: self.$name.get(),)*
+                    wait_us: Waits {
+                        p50: self.wait.percentile_us(50),
+                        p99: self.wait.percentile_us(99),
+                        max: self.wait.percentile_us(100),
+                        histogram: self.wait.histogram(),
+                    },
+                }
             }
         }
     };

@@ -93,6 +93,8 @@ pub enum ErrorKind {
     DcpHole,
     /// Pieces cover the same elements.
     DcpOverlap,
+    /// Nothing proves that the last pieces are there, and the caller wants a proof.
+    UnprovenTail,
     /// The bytes of a file do not match a recorded hash.
     HashMismatch,
     /// No checksums are recorded of a file that is to be compared with them.
@@ -151,6 +153,7 @@ impl ErrorKind {
             ErrorKind::DcpDtype => "dcp_dtype",
             ErrorKind::DcpHole => "dcp_hole",
             ErrorKind::DcpOverlap => "dcp_overlap",
+            ErrorKind::UnprovenTail => "unproven_tail",
             ErrorKind::HashMismatch => "hash_mismatch",
             ErrorKind::NotRecorded => "not_recorded",
             ErrorKind::View => "view",

@@ -18,10 +18,6 @@ use crate::format::{OutputFormat, bintensors, safetensors};
 use crate::strided::{OuterBox, RunRange, StridedCopy};
 use crate::view::{FileSpec, TensorOrder};
 
-pub use self::orders::{LayoutOrders, Successors};
-
-mod orders;
-
 /// Tensor data of a virtual safetensors file begins at a multiple of this number of bytes. It is a
 /// page, so that tensors in a mapping of the file are aligned as in a mapping of the data.
 pub const DATA_ALIGN: u64 = 4096;

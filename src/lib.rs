@@ -2,11 +2,13 @@
 // Without `internal` the parts that only the programs use are dead code.
 #![cfg_attr(not(feature = "internal"), allow(dead_code, unreachable_pub, unused_imports))]
 
+mod asked;
 mod atomic_file;
 mod cache;
 mod cast;
 mod catalog;
 mod checkpoint;
+mod clock;
 mod coalesce;
 mod consolidate;
 mod counters;
@@ -22,18 +24,22 @@ mod loader;
 mod mount_origin;
 mod mountinfo;
 mod open_options;
+mod order;
 mod parallel;
 mod plan;
 mod prefetch;
 mod process;
 mod reader;
+mod size;
 mod source;
 mod store;
 mod strided;
+mod sweep;
 mod sync;
+mod system_memory;
 mod verify;
+mod version;
 mod view;
-mod walk;
 mod words;
 mod zeros;
 
@@ -72,5 +78,5 @@ pub mod internal {
     macro_rules! reexport {
         ($($module:ident)*) => { $(pub mod $module { pub use crate::$module::*; })* };
     }
-    reexport! { atomic_file cache cast catalog checkpoint coalesce consolidate counters device dtype error format hash index io layout loader mount_origin mountinfo open_options plan prefetch process reader source store strided sync verify view walk words }
+    reexport! { asked atomic_file cache cast catalog checkpoint clock coalesce consolidate counters device dtype error format hash index io layout loader mount_origin mountinfo open_options order plan prefetch process reader size source store strided sweep sync system_memory verify version view words }
 }

@@ -18,6 +18,19 @@ use crate::view::{Files, View};
 /// Extended attribute of the files and folders of a mount, with the source of each.
 pub const XATTR_SOURCE: &str = "user.tensorfs.source";
 
+/// Extended attribute of what a mount shows by a link to some users only, for a daemon that shows the
+/// mount to others. Only root sees it, and nobody can set it on a mount.
+pub const XATTR_LIMITED: &str = "trusted.tensorfs.limited";
+
+/// Whether a mount shows `path` to some users only, because links lead to it.
+pub fn is_limited(path: &Path) -> bool {
+    let none = [libc::ENODATA, libc::EOPNOTSUPP, libc::EPERM, libc::ENOSYS];
+    match xattr::get(path, XATTR_LIMITED) {
+        Ok(found) => found.is_some(),
+        Err(error) => !error.raw_os_error().is_some_and(|code| none.contains(&code)),
+    }
+}
+
 /// The source behind a path on a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MountOrigin {
@@ -42,15 +55,19 @@ impl MountOrigin {
         if part.is_some() {
             return None;
         }
-        let OpenOptions { expect_shards, reference, index, view, views, hub, secret, .. } =
-            given.clone();
+        let OpenOptions {
+            expect_shards, reference, config, index, view, views, hub, secret, ..
+        } = given.clone();
         let follow = mounted.follow.iter().chain(&given.follow).cloned().collect();
-        let open = OpenOptions { follow, expect_shards, reference, index, secret, ..mounted };
+        let config = config.or_else(|| mounted.config.clone());
+        let of_files = expect_shards.is_some() || reference.is_some();
+        let expect_shards = expect_shards.or(mounted.expect_shards);
+        let open =
+            OpenOptions { follow, expect_shards, reference, config, index, secret, ..mounted };
         if !has_view {
             return Some((path, open));
         }
         let has_own = open.view != View::default() || open.views.is_some() || open.hub;
-        let of_files = open.expect_shards.is_some() || open.reference.is_some();
         let views_of_files =
             views.iter().flat_map(|views| views.iter()).any(|(_, it)| shows_files(it));
         let can_compose = !(has_own || of_files || hub || shows_files(&view) || views_of_files);
@@ -86,6 +103,13 @@ pub fn changed_since_mount(path: &Path) -> Option<String> {
     resolve(path)?.err().flatten()
 }
 
+/// Why the mount shows no checkpoint at `path`, if it has shown one or refuses one for what it knows
+/// itself. `None` for all other paths.
+pub fn missing_on_mount(path: &Path) -> Option<String> {
+    let json = attribute(path)??;
+    json.get("missing").and_then(Value::as_str).map(str::to_owned)
+}
+
 /// The source behind `path` for commands about the bytes of the source, `None` if `path` lies on no
 /// mount. The options have no view but the format, and are there even if the view of the mount
 /// cannot be made again. The error says that the source is not known, or that the caller may not
@@ -99,7 +123,8 @@ pub fn resolve_bytes(path: &Path) -> Option<Result<MountOrigin, &'static str>> {
     Some(origin.ok_or("its mount does not name a source that you may read"))
 }
 
-/// The source behind `path`. `None` if `path` lies on no such mount, or is always read through it.
+/// The source behind `path`. `None` if `path` lies on no such mount, or is always read through it,
+/// or shows no checkpoint there.
 /// The error says what has changed since the mount; it is `None` if the caller may not read the
 /// source.
 fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
@@ -107,9 +132,14 @@ fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
     if json.get("made").is_some() {
         return None;
     }
+    if json.get("missing").is_some() {
+        return None;
+    }
     let source = source_in(&json)?;
     // The mount cuts tensors by the texts that it read, which may have changed since.
-    if !configs_in(&json, &source)?.iter().all(is_unchanged) {
+    let given = json.pointer("/view/config").and_then(Value::as_str).map(Path::new);
+    let is_same = |pair: &(PathBuf, String)| is_unchanged(pair, given);
+    if !configs_in(&json, &source)?.iter().all(is_same) {
         return Some(Err(Some("config.json has changed since the mount".to_owned())));
     }
     let Some(options) = OpenOptions::from_json(json.get("view")?, &mut read_option_file) else {
@@ -162,9 +192,16 @@ fn configs_in(json: &Value, source: &Path) -> Option<Vec<(PathBuf, String)>> {
     Some(configs)
 }
 
-/// Whether the `config.json` of the folder has this hash.
-fn is_unchanged((folder, digest): &(PathBuf, String)) -> bool {
-    let text = read_text(&folder.join("config.json"));
+/// Whether the `config.json` of the folder, or the one that the mount was given, has this hash.
+fn is_unchanged((folder, digest): &(PathBuf, String), given: Option<&Path>) -> bool {
+    let file = match given {
+        Some(given) if given.is_dir() && given.join("config.json").exists() => {
+            given.join("config.json")
+        }
+        Some(given) if given.ends_with("config.json") => given.to_owned(),
+        _ => folder.join("config.json"),
+    };
+    let text = read_text(&file);
     text.is_ok_and(|(_, text)| Digest::of(&text).to_string() == *digest)
 }
 

@@ -50,6 +50,36 @@ pub fn all() -> std::io::Result<Vec<Mount>> {
     Ok(table.split(|&byte| byte == b'\n').filter_map(parse_line).collect())
 }
 
+/// Another place of the tensorfs mount with this device number, whose daemon serves it there: a bind,
+/// or a copy in the mount namespace of a process, with its number. Sees those of which this process may
+/// read the table.
+pub fn copy_of(minor: u32) -> Option<(Option<u32>, PathBuf)> {
+    let found = |table: &[u8]| {
+        let mut mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
+        mounts.find(|mount| mount.is_ours_of(minor)).map(|mount| mount.target)
+    };
+    let in_namespace = |pid: &str| std::fs::read(format!("/proc/{pid}/mountinfo"));
+    if let Some(place) = in_namespace("self").ok().and_then(|table| found(&table)) {
+        return Some((None, place));
+    }
+    let mut seen = vec![std::fs::read_link("/proc/self/ns/mnt").ok()?];
+    for process in std::fs::read_dir("/proc").ok()?.filter_map(Result::ok) {
+        let name = process.file_name();
+        let Some((name, pid)) = name.to_str().and_then(|n| Some((n, n.parse().ok()?))) else {
+            continue;
+        };
+        let Ok(namespace) = std::fs::read_link(process.path().join("ns/mnt")) else { continue };
+        if seen.contains(&namespace) {
+            continue;
+        }
+        seen.push(namespace);
+        if let Some(place) = in_namespace(name).ok().and_then(|table| found(&table)) {
+            return Some((Some(pid), place));
+        }
+    }
+    None
+}
+
 /// All tensorfs mounts.
 ///
 /// # Errors
@@ -74,6 +104,30 @@ pub fn at(target: &Path) -> std::io::Result<Vec<Mount>> {
 /// If the mount table cannot be read.
 pub fn ours_at(target: &Path) -> std::io::Result<Option<Mount>> {
     Ok(at(target)?.pop().filter(|mount| mount.fstype == FSTYPE))
+}
+
+/// The number of the mount that the path of `ours` leads to: its own, unless another one covers it or a
+/// folder above it. Asks no file system.
+pub fn seen_at(ours: &Mount, table: &[Mount]) -> u32 {
+    let with_id = |id: u32| table.iter().find(|mount| mount.id == id);
+    let root = Path::new("/");
+    let mut at = ours.parent;
+    // The first mount of a namespace is its own parent, and the table of a process whose root is a plain
+    // folder lacks the mount of that folder.
+    while let Some(above) = with_id(at)
+        && above.target != root
+        && above.parent != above.id
+    {
+        at = above.parent;
+    }
+    let folders: Vec<&Path> = ours.target.ancestors().filter(|folder| *folder != root).collect();
+    for folder in folders.into_iter().rev() {
+        let is_on = |at: u32| move |mount: &&Mount| mount.parent == at && mount.target == folder;
+        while let Some(mount) = table.iter().rev().find(is_on(at)) {
+            at = mount.id;
+        }
+    }
+    at
 }
 
 /// Whether `file` lies on a trusted tensorfs mount. Any user may mount a file system of this type
@@ -237,6 +291,35 @@ mod tests {
         let optional = b"43 28 0:51 / /mnt ro shared:1 master:2 - fuse.tensorfs x ro";
         assert_eq!(parse_line(optional).unwrap().fstype, "fuse.tensorfs");
         assert_eq!(parse_line(b""), None);
+    }
+
+    #[test]
+    fn a_mount_is_seen_unless_another_one_lies_on_it_or_on_a_folder_above() {
+        let table = |lines: &[(u32, u32, &str)]| -> Vec<Mount> {
+            let mount = |&(id, parent, target): &(u32, u32, &str)| Mount {
+                id,
+                parent,
+                target: target.into(),
+                ..Mount::default()
+            };
+            lines.iter().map(mount).collect()
+        };
+        let plain = [(28, 1, "/"), (30, 28, "/srv"), (43, 30, "/srv/a")];
+        let seen = |more: &[(u32, u32, &str)]| {
+            let table = table(&[&plain[..], more].concat());
+            seen_at(table.iter().find(|mount| mount.id == 43).unwrap(), &table)
+        };
+        assert_eq!(seen(&[]), 43);
+        // Beside it, below it, and on the root of another process.
+        assert_eq!(seen(&[(50, 30, "/srv/b"), (51, 43, "/srv/a/x"), (52, 28, "/")]), 43);
+        assert_eq!(seen(&[(50, 43, "/srv/a")]), 50);
+        assert_eq!(seen(&[(50, 43, "/srv/a"), (51, 50, "/srv/a")]), 51);
+        assert_eq!(seen(&[(50, 30, "/srv")]), 50);
+        // Another mount has the same place on the one that covers the folder.
+        assert_eq!(seen(&[(50, 30, "/srv"), (51, 50, "/srv/a")]), 51);
+        // The root of the process is a plain folder, or a mount that is its own parent.
+        let table = table(&[(30, 1, "/srv"), (43, 30, "/srv/a"), (7, 7, "/"), (8, 7, "/b")]);
+        assert_eq!((seen_at(&table[1], &table), seen_at(&table[3], &table)), (43, 8));
     }
 
     #[test]

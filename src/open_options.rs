@@ -29,7 +29,7 @@ pub enum Prefer {
     Shards,
 }
 
-words!(Prefer { File = "file", Shards = "shards" | "index" });
+words!(Prefer { File = "file", Shards = "shards" });
 
 /// Allowed targets of symbolic links of the source.
 ///
@@ -52,6 +52,10 @@ pub enum Links {
     Inside,
 }
 
+/// The layout of a hub cache, which has several checkpoints, and is no view.
+#[doc(hidden)]
+pub const HUB: &str = "hub";
+
 /// How a checkpoint, or a tree of them, is opened.
 ///
 /// ```
@@ -73,6 +77,10 @@ pub struct OpenOptions {
     pub expect_shards: Option<u64>,
     /// File with the names, dtypes and shapes of all tensors.
     pub reference: Option<PathBuf>,
+    /// A folder whose small files are shown beside the weights of the one checkpoint, or one such
+    /// file: `config.json`, those of the tokenizer and others without weights. They win over files of
+    /// the same name in the source.
+    pub config: Option<PathBuf>,
     /// Folder for indexes. If `None`, every start reads all headers.
     pub index: Option<PathBuf>,
     /// How the sets are presented.
@@ -86,16 +94,23 @@ pub struct OpenOptions {
 }
 
 impl OpenOptions {
-    /// The options as JSON, for programs that find the source behind a mount. Options that only
-    /// one start needs are left out: how a set is proved, and where indexes are kept.
+    /// The options as JSON, for programs that find the source behind a mount. The place of indexes
+    /// is left out, which only one start needs, and so is the reference, which they may not be
+    /// allowed to read.
     #[doc(hidden)]
     pub fn to_json(&self) -> Value {
         let all_ranks = self.views.as_ref().and_then(|views| views.ranks_of());
         let mut json = all_ranks.unwrap_or(&self.view).to_json();
         json.insert("prefer".to_owned(), self.prefer.as_str().into());
         json.insert("follow".to_owned(), json!(self.follow));
+        if let Some(config) = &self.config {
+            json.insert("config".to_owned(), json!(config));
+        }
         if self.hub {
-            json.insert("hub".to_owned(), true.into());
+            json.insert("layout".to_owned(), HUB.into());
+        }
+        if let Some(shards) = self.expect_shards {
+            json.insert("expect-shards".to_owned(), shards.into());
         }
         if let Some((path, digest)) = self.views.as_ref().and_then(|views| views.read_from()) {
             json.insert("views".to_owned(), real_name(path).into());
@@ -132,10 +147,19 @@ impl OpenOptions {
                 Some(Arc::new(views))
             }
         };
+        let hub = json.get("layout").is_some_and(|layout| layout == HUB);
+        let mut of_view = json.clone();
+        if hub {
+            of_view["layout"] = View::default().to_json().remove("layout")?;
+        }
         let mut options = OpenOptions {
-            view: View::from_json(json, read)?,
+            view: View::from_json(&of_view, read)?,
             views,
-            hub: json.get("hub").is_some_and(|hub| *hub == true),
+            config: match json.get("config") {
+                Some(config) => Some(config.as_str()?.into()),
+                None => None,
+            },
+            hub,
             ..OpenOptions::without_view(json)?
         };
         options.show_all_ranks().ok()?;
@@ -159,6 +183,7 @@ impl OpenOptions {
             follow: follow
                 .map(|folder| folder.as_str().map(PathBuf::from))
                 .collect::<Option<_>>()?,
+            expect_shards: json.get("expect-shards").and_then(Value::as_u64),
             // Files that the mount does not show are not part of its source.
             links: Links::Inside,
             ..OpenOptions::default()
@@ -169,6 +194,7 @@ impl OpenOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::OutputFormat;
     use crate::view::{Files, MapPolicy, TensorParallel};
 
     fn none(_: &std::path::Path, _: OptionFile) -> Result<(PathBuf, Vec<u8>), String> {
@@ -182,17 +208,16 @@ mod tests {
             prefer: Prefer::Shards,
             follow: vec!["/a,b".into()],
             links: Links::Inside,
+            expect_shards: Some(3),
             ..OpenOptions::default()
         };
         let mut json = options.to_json();
-        assert_eq!(OpenOptions::from_json(&json, &mut none), Some(options.clone()));
-        // The release before wrote other words.
-        json["prefer"] = "index".into();
-        let map = json.as_object_mut().and_then(|json| json.remove("weight-map")).unwrap();
-        json["index"] = map;
         assert_eq!(OpenOptions::from_json(&json, &mut none), Some(options));
         let plain = OpenOptions { links: Links::Inside, ..OpenOptions::default() };
         assert_eq!(OpenOptions::from_json(&plain.to_json(), &mut none), Some(plain));
+        let view = View { format: OutputFormat::Bintensors, ..View::default() };
+        let hub = OpenOptions { view, hub: true, links: Links::Inside, ..OpenOptions::default() };
+        assert_eq!(OpenOptions::from_json(&hub.to_json(), &mut none), Some(hub));
         json["layout"] = "double".into();
         assert_eq!(OpenOptions::from_json(&json, &mut none), None);
     }

@@ -11,14 +11,13 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use self::given::Given;
-use self::order::{OrderReader, SeenTensor};
+use self::seen::SeenTensor;
 use self::storm::Storms;
 use self::stream::ReadStream;
-
-pub use self::order::{ReadOrder, TensorMap, TensorSpan};
+use crate::order::{Order, ReadLearner, SMALL, TensorMap, TensorSpan};
 
 mod given;
-mod order;
+mod seen;
 mod storm;
 mod stream;
 #[cfg(test)]
@@ -40,9 +39,6 @@ const WINDOW_MAX: u64 = 64 << 20;
 /// Distance from the expected place within which a read continues a stream: reads of the kernel's
 /// readahead arrive in any order.
 const SLACK: u64 = 4 << 20;
-
-/// A read shorter than this says little about the next one.
-const SMALL: u64 = 64 << 10;
 
 /// Consecutive small reads that are needed to count as a stream.
 const SMALL_RUN: u32 = 4;
@@ -114,7 +110,7 @@ pub struct Planner {
     len: u64,
     streams: Vec<ReadStream>,
     /// Readers, with their handle and the number of their last read.
-    readers: Vec<(u64, OrderReader, u64)>,
+    readers: Vec<(u64, ReadLearner, u64)>,
     /// Tensors that were read.
     seen: SeenTensor,
     /// Reads so far.
@@ -420,7 +416,7 @@ impl Planner {
         let index = found.unwrap_or_else(|| {
             let latest = self.readers.iter().max_by_key(|(_, _, last)| *last);
             let reader =
-                latest.map_or_else(OrderReader::default, |(_, reader, _)| reader.follower());
+                latest.map_or_else(ReadLearner::default, |(_, reader, _)| reader.follower());
             if self.readers.len() == READERS_MAX {
                 let last = |index: &usize| self.readers[*index].2;
                 let oldest = (0..READERS_MAX).min_by_key(last).unwrap_or(0);
@@ -557,7 +553,7 @@ impl Planner {
     }
 
     /// Most bytes to read ahead if some lie beyond the current tensor.
-    fn beyond(&self, stream: &ReadStream, reader: &OrderReader) -> u64 {
+    fn beyond(&self, stream: &ReadStream, reader: &ReadLearner) -> u64 {
         match reader.trust() {
             // A reader that has read most of a tensor may go on to the next.
             0 | 1 if !reader.is_mistaken() => {
@@ -582,7 +578,7 @@ impl Planner {
         let passed = |t: &TensorSpan| self.seen.contains(t.place) || self.is_busy(t, index);
         let reader = &self.readers[reader].1;
         let next = reader.next(tensor, tensors, &passed)?;
-        if reader.order() != ReadOrder::File || next.range.end - next.range.start >= SMALL {
+        if reader.order() != Order::File || next.range.end - next.range.start >= SMALL {
             return Some(next);
         }
         // There may be many tiny tensors: in the order of the file they are planned together.

@@ -7,6 +7,10 @@
 use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
 
+// Code that has a model takes these from here too: the model has others in their place.
+pub(crate) use std::sync::atomic::{AtomicBool, Ordering};
+pub(crate) use std::thread;
+
 pub use std::sync::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
 /// A lock for one thread at a time.

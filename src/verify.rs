@@ -10,14 +10,16 @@ mod shard_hashes;
 pub(crate) mod stored;
 
 use std::sync::Arc;
+use std::thread::available_parallelism;
 
 use crate::catalog::{Piece, Tensor};
-use crate::checkpoint::{Checkpoint, IndexedHeads, fingerprint};
+use crate::checkpoint::{Checkpoint, IndexedHeads};
 use crate::error::{ErrorKind, Fault, Result};
 use crate::format::manifest;
 use crate::index::ShardSums;
-use crate::io::{Read, read_all};
+use crate::io::Settings;
 use crate::source::Source;
+use crate::sweep::{RANGE_MAX, Sweep};
 use crate::sync::Mutex;
 
 pub use mismatch::Mismatch;
@@ -25,8 +27,11 @@ pub use recorded::Recorded;
 use shard_hashes::{ShardHashes, read_shard};
 pub use stored::ShardPlace;
 
-/// Bytes read at a time.
-const CHUNK_LEN: u64 = 4 << 20;
+/// Most threads that read and hash a shard.
+const THREADS_MAX: usize = 16;
+
+/// Most of them where another machine or a server answers the reads.
+const THREADS_REMOTE: usize = 2;
 
 /// The work beside reading.
 #[derive(Clone, Copy, Debug, Default)]
@@ -39,6 +44,8 @@ pub struct Task<'a> {
     pub anew: bool,
     /// Whether the sha256 of every shard is wanted.
     pub sha256: bool,
+    /// Settings of the reads, of which only the time limit counts.
+    pub settings: Settings,
 }
 
 /// The results of the comparisons.
@@ -90,9 +97,14 @@ pub fn verify(
     let mut verified = Verified::default();
     let mut sums = Vec::with_capacity(catalog.shards.len());
     let stored = stored::by_shard(catalog);
+    let cores = available_parallelism().map_or(1, |cores| cores.get().min(THREADS_MAX));
+    // A slow server must answer all outstanding reads before the deadline.
+    let is_slow = checkpoint.sources().iter().any(|source| source.may_block());
+    let threads = if is_slow { cores.min(THREADS_REMOTE) } else { cores };
+    let sweep = Sweep::cached(task.settings, threads);
     for ((source, shard), stored) in checkpoint.sources().iter().zip(&catalog.shards).zip(&stored) {
         let known = task.recorded.and_then(|recorded| recorded.of(&shard.name));
-        let seen = read_shard(source, shard, stored, known, task.sha256, &progress)?;
+        let seen = read_shard(&sweep, source, shard, stored, known, task.sha256, &progress)?;
         verified.bytes += shard.file_len;
         let name_of = |index: u32| catalog.tensor_at(index as usize).name.to_owned();
         let named = stored::Named { shard, stored, name_of: &name_of };
@@ -125,7 +137,7 @@ pub fn verify(
     if verified.mismatch.is_none() {
         for tensor in catalog.tensors() {
             for replica in tensor.replicas() {
-                compare_replica(checkpoint, &sums, &tensor, &replica)?;
+                compare_replica(checkpoint, &sweep, &sums, &tensor, &replica)?;
                 verified.replicas += 1;
             }
         }
@@ -143,9 +155,9 @@ fn judge(
 ) {
     let name = &named.shard.name;
     let known = task.recorded.and_then(|recorded| recorded.of(name));
-    let now = fingerprint(&source.identity());
+    let now = source.version().lasting();
     let mismatch = match known {
-        Some(known) if recorded::is_another_file(&known.fingerprint, &now) => {
+        Some(known) if recorded::is_another_file(&known.version, &now) => {
             verified.notes.push(format!(
                 "{name}: is another file than the one whose checksums were recorded on {}; \
                  recorded anew",
@@ -159,9 +171,9 @@ fn judge(
             let mismatch = Mismatch::find(named, known, &now, digests.unwrap_or_default());
             if mismatch.is_none() {
                 verified.compared += known.boundaries.len() as u64;
-                if known.fingerprint != now {
+                if known.version != now {
                     // The file was copied or touched, and its bytes are unchanged.
-                    verified.fresh.push(ShardSums { fingerprint: now, ..(**known).clone() });
+                    verified.fresh.push(ShardSums { version: now, ..(**known).clone() });
                 }
                 return;
             }
@@ -202,6 +214,7 @@ pub fn manifest(checkpoint: &Checkpoint) -> (String, Vec<u8>) {
 /// absent or differ, compares byte by byte, to find where the pieces differ.
 fn compare_replica(
     checkpoint: &Checkpoint,
+    sweep: &Sweep,
     sums: &[Option<ShardSums>],
     tensor: &Tensor<'_>,
     replica: &Piece<'_>,
@@ -221,23 +234,15 @@ fn compare_replica(
     let source = |piece: &Piece<'_>| &checkpoint.sources()[piece.shard.0 as usize];
     let len = used.len();
     let mut offset = 0;
-    let (mut a, mut b) =
-        (vec![0; CHUNK_LEN.min(len) as usize], vec![0; CHUNK_LEN.min(len) as usize]);
     while offset < len {
-        let chunk = CHUNK_LEN.min(len - offset) as usize;
-        read_all(&mut [
-            Read {
-                source: source(&used),
-                offset: used.range.start + offset,
-                target: &mut a[..chunk],
-            },
-            Read {
-                source: source(replica),
-                offset: replica.range.start + offset,
-                target: &mut b[..chunk],
-            },
-        ])?;
-        if let Some(byte) = (0..chunk).find(|&byte| a[byte] != b[byte]) {
+        let chunk = RANGE_MAX.min(len - offset);
+        let begin = |piece: &Piece<'_>| {
+            let start = piece.range.start + offset;
+            sweep.begin(source(piece), start..start + chunk, false)
+        };
+        let (a, b) = (begin(&used)?, begin(replica)?);
+        let (a, b) = (a.wait()?, b.wait()?);
+        if let Some(byte) = a.iter().zip(&*b).position(|(a, b)| a != b) {
             let name = |piece: &Piece<'_>| &checkpoint.source_catalog().shard(piece.shard).name;
             let message = format!(
                 "the box at {:?} of shape {:?} lies in {} and in {}, and its byte {} differs",
@@ -250,7 +255,7 @@ fn compare_replica(
             let fault = Fault::new(ErrorKind::DcpOverlap, message).tensor(tensor.name);
             return Err(checkpoint.refused(fault));
         }
-        offset += chunk as u64;
+        offset += chunk;
     }
     Ok(())
 }

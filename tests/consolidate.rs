@@ -62,19 +62,3 @@ fn a_copy_that_its_caller_ends_leaves_nothing_in_a_new_or_an_existing_folder() {
         assert!(names(&existing).is_empty());
     }
 }
-
-#[test]
-fn files_of_a_run_that_was_killed_while_they_took_their_names_are_replaced() {
-    let folder = tempfile::tempdir().unwrap();
-    let out = folder.path();
-    let partial = out.join(".tensorfs.tensorfs-partial");
-    fs::create_dir(&partial).unwrap();
-    fs::write(partial.join("publishing"), "").unwrap();
-    fs::write(out.join("model.safetensors"), "of the run that was killed").unwrap();
-    write(out, false, &mut |_| Ok(())).unwrap();
-    let mut found = names(out);
-    found.sort();
-    assert_eq!(found, ["model.safetensors", "model.safetensors.index.json"]);
-    // Without the mark of that run it is a file of the user.
-    assert!(write(out, false, &mut |_| Ok(())).is_err());
-}

@@ -163,7 +163,7 @@ fn a_new_name_is_found_harmless_by_every_thread_that_looks_at_once() {
     for round in 0..100 {
         let file = root.path().join(format!("{round}.safetensors"));
         std::fs::write(&file, "weights").unwrap();
-        let source = Store::Local.open(&file).unwrap();
+        let source = Store::LOCAL.open(&file).unwrap();
         std::fs::rename(&file, root.path().join("elsewhere")).unwrap();
         let start = Barrier::new(8);
         std::thread::scope(|scope| {

@@ -40,6 +40,9 @@ static QUEUE: OnceLock<Arc<Queue>> = OnceLock::new();
 /// The mount point, for the lines that machines read.
 static MOUNT: OnceLock<String> = OnceLock::new();
 
+/// Whether only failures are written.
+static QUIET: AtomicBool = AtomicBool::new(false);
+
 /// Whether lines are JSON.
 static JSON: AtomicBool = AtomicBool::new(false);
 
@@ -58,17 +61,29 @@ pub(crate) fn mount() -> Option<&'static str> {
     MOUNT.get().map(String::as_str)
 }
 
+/// Leaves out notes, and warnings on standard error.
+pub(crate) fn be_quiet() {
+    QUIET.store(true, Ordering::Relaxed);
+}
+
+/// Whether `be_quiet` was called.
+pub(crate) fn is_quiet() -> bool {
+    QUIET.load(Ordering::Relaxed)
+}
+
 /// Starts logging to standard error: warnings, more with each `verbose`, or what
-/// `TENSORFS_LOG` says.
+/// `TENSORFS_LOG` says; errors only if this process is to be quiet.
 pub(crate) fn start(verbose: u8) {
     let default = match verbose {
+        _ if is_quiet() => "error",
         // fuser warns of requests that tensorfs does not implement.
         0 => "warn,fuser=error",
         1 => "info,fuser=warn",
         2 => "debug",
         _ => "trace",
     };
-    let filter = EnvFilter::try_from_env(FILTER).unwrap_or_else(|_| EnvFilter::new(default));
+    let chosen = EnvFilter::try_from_env(FILTER).ok().filter(|_| !is_quiet());
+    let filter = chosen.unwrap_or_else(|| EnvFilter::new(default));
     // A second call, as tests make, changes nothing.
     let _ = tracing_subscriber::registry().with(filter).with(Events).try_init();
 }
@@ -221,6 +236,13 @@ pub(crate) fn dropped() -> u64 {
 /// starts one drop the line if standard error accepts nothing for `FLUSH_LIMIT`.
 pub(crate) fn say(message: &str) {
     say_as("tensorfs", message);
+}
+
+/// Writes one line like `say`, which is no failure, unless this process is to be quiet.
+pub(crate) fn note(message: &str) {
+    if !is_quiet() {
+        say(message);
+    }
 }
 
 /// Writes one line like `say`, as the program `name`.

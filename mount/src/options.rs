@@ -1,6 +1,9 @@
 //! Mount options (`-o`): those of tensorfs, and those that mount(8), systemd and SELinux add.
 
 mod access;
+mod help;
+mod nearest;
+mod row;
 mod table;
 
 use std::ffi::OsStr;
@@ -18,9 +21,11 @@ use tensorfs::internal::view::View;
 use tensorfs::words;
 
 pub(crate) use access::AccessRule;
-pub(crate) use table::{Use, help, names_for};
+pub(crate) use help::{Completion, completions, help, names_for};
+pub(crate) use nearest::nearest;
+pub(crate) use row::Use;
 
-use table::OptionRow;
+use nearest::hint;
 
 /// Whether the kernel may serve whole files by passthrough.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -118,10 +123,6 @@ const IO_TIMEOUT: Duration = Duration::from_secs(60);
 /// keep the disk busy with read-ahead.
 pub(crate) const CACHE_DEFAULT: u64 = 128 << 20;
 
-/// Number of requests of the largest size that the cache must hold: each takes memory besides while
-/// it is answered.
-const REQUESTS_MIN: u64 = 32;
-
 /// All options of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
@@ -167,8 +168,6 @@ pub struct Options {
     pub io_timeout: Option<Duration>,
     /// Readahead window of the kernel, in bytes; 0 turns readahead off.
     pub readahead: Option<u64>,
-    /// Largest read request of the kernel, in bytes.
-    pub max_request: Option<u64>,
     /// Folder that hot virtual files are written into as real ones.
     pub assemble: Option<PathBuf>,
     /// Bytes that this folder may hold.
@@ -213,7 +212,6 @@ impl Default for Options {
             direct: DirectIo::default(),
             io_timeout: Some(IO_TIMEOUT),
             readahead: None,
-            max_request: None,
             assemble: None,
             assemble_size: None,
             index_dir: IndexDir::default(),
@@ -307,16 +305,14 @@ impl Options {
         if options.assemble_size.is_some() && options.assemble.is_none() {
             return Err("option assemble-size needs assemble=DIR".to_owned());
         }
-        let cache = options.cache.unwrap_or(CACHE_DEFAULT);
-        let request = options.max_request.unwrap_or(0);
-        if cache / request.max(1) < REQUESTS_MIN {
-            let least = (request * REQUESTS_MIN) >> 20;
-            return Err(format!(
-                "a max_request of {} MiB needs a cache of {least} MiB: give cache={least}M or more",
-                request >> 20
-            ));
-        }
         Ok(options)
+    }
+
+    /// The value of `io-timeout=` in option strings; the default if it is wrong. No file is read.
+    pub(crate) fn io_timeout_in(strings: &[String]) -> Option<Duration> {
+        let mut words: Vec<String> = strings.iter().flat_map(|s| split(s)).collect();
+        words.retain(|option| name_of(option) == "io-timeout");
+        Options::parse(&words, false).unwrap_or_default().io_timeout
     }
 
     /// The option strings `defaults` and `own` as one: an option of `own` replaces the default of
@@ -347,27 +343,34 @@ impl Options {
         if (key, value) == ("remount", None) {
             return Err("a mount cannot be changed; unmount it and mount it again".to_owned());
         }
-        if let Some(row) = OptionRow::find(key, value.is_some()) {
+        if let Some(row) = table::find(key, value.is_some()) {
             if value.is_some() && !row.repeats {
                 if seen.contains(&row.name) {
                     return Err(format!("option {key}= is given twice"));
                 }
                 seen.push(row.name);
             }
-            let set = row.apply(self, value.unwrap_or_default());
-            return set.map_err(|values| format!("option {}: expected {values}", quoted(option)));
+            let value = value.unwrap_or_default();
+            return row.apply(self, value).map_err(|values| {
+                let words = row.values().filter(|it| it.chosen.is_empty()).map(|it| it.text);
+                format!("option {}: expected {values}{}", quoted(option), hint(value, words))
+            });
         }
         let ignored = match value {
-            None if OptionRow::find(key, true).is_some() => {
+            None if table::find(key, true).is_some() => {
                 return Err(format!("option {key} needs a value: {key}=..."));
             }
             None => IGNORED.contains(&key),
+            Some(_) if table::find(key, false).is_some() => {
+                return Err(format!("option {key} takes no value"));
+            }
             Some(_) => false,
         };
         if ignored || sloppy || IGNORED_STARTS.iter().any(|start| option.starts_with(start)) {
             return Ok(());
         }
-        Err(format!("unknown option {}", quoted(option)))
+        let names = table::rows().map(|row| row.name).chain(IGNORED);
+        Err(format!("unknown option {}{}", quoted(option), hint(key, names)))
     }
 
     /// The first of the option strings, which were parsed, that is for none of `uses`, and its own
@@ -378,7 +381,7 @@ impl Options {
                 Some((key, value)) => (key, Some(value)),
                 None => (option.as_str(), None),
             };
-            let row = OptionRow::find(key, value.is_some())?;
+            let row = table::find(key, value.is_some())?;
             row.commands(value.unwrap_or_default())
         };
         let options = strings.iter().flat_map(|string| split(string));
@@ -446,6 +449,18 @@ impl Options {
         json
     }
 
+    /// The options in `json`, which `to_json` wrote, as they are given to `-o`. Other keys are
+    /// left out.
+    pub(crate) fn words(json: &Value) -> Vec<String> {
+        let options = json.as_object().into_iter().flatten();
+        let words = options.flat_map(|(name, value)| {
+            let row = table::find(name, *value != Value::Bool(true));
+            let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+            values.iter().filter_map(move |value| row?.word(value))
+        });
+        words.collect()
+    }
+
     /// Makes the paths among the options absolute: the daemon leaves the working directory, and
     /// keeps no descriptor of its caller that a path may name.
     ///
@@ -474,33 +489,14 @@ impl Options {
             Some(SecretOrigin::KeyCommand(_)) | None => None,
         };
         let paths = self.open.follow.iter_mut().chain(self.open.reference.as_mut());
+        let paths = paths.chain(self.open.config.as_mut());
         paths.chain(self.log.as_mut()).chain(self.assemble.as_mut()).chain(index_dir).chain(secret)
     }
 }
 
-/// Bytes of a size: a whole number, or one with a suffix, where `64M` is `64MiB`.
-pub(crate) fn size(text: &str) -> Option<u64> {
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, suffix) = text.split_at(digits);
-    let suffix = suffix.to_ascii_lowercase();
-    let shift = match suffix.strip_suffix("ib").unwrap_or(&suffix) {
-        "" if suffix.is_empty() => 0,
-        "k" => 10,
-        "m" => 20,
-        "g" => 30,
-        "t" => 40,
-        _ => return None,
-    };
-    number.parse::<u64>().ok()?.checked_mul(1 << shift)
-}
-
-/// The name of an option, in the spelling of now.
+/// The name of an option.
 fn name_of(option: &str) -> &str {
-    let (key, value) = match option.split_once('=') {
-        Some((key, _)) => (key, true),
-        None => (option, false),
-    };
-    OptionRow::find(key, value).map_or(key, |row| row.name)
+    option.split_once('=').map_or(option, |(key, _)| key)
 }
 
 /// Splits at commas. `\,` is a comma inside a value and `\\` a backslash. Commas inside the double
@@ -579,33 +575,30 @@ mod tests {
 
     #[test]
     fn an_unknown_option_is_refused_unless_sloppy() {
-        assert_eq!(parse("ro,laoyut=single").unwrap_err(), "unknown option `laoyut=single`");
+        let error = "unknown option `laoyut=single`; did you mean `layout`?";
+        assert_eq!(parse("ro,laoyut=single").unwrap_err(), error);
         assert!(Options::parse(&["laoyut=single"], true).is_ok());
     }
 
     #[test]
-    fn former_spellings_mean_the_same_for_one_release() {
-        for (former, now) in [("index=hide", "weight-map=hide"), ("prefer=index", "prefer=shards")]
-        {
-            assert_eq!(parse(former).unwrap(), parse(now).unwrap());
-            assert_ne!(parse(now).unwrap(), Options::default());
+    fn an_error_names_the_option_or_the_value_that_was_meant() {
+        for (given, meant) in [
+            ("allow-other", "allow_other"),
+            ("nofial", "nofail"),
+            ("expect_shards=3", "expect-shards"),
+            ("verify=raed", "read"),
+            ("layout=sigle", "single"),
+            ("dtype=fp16", "f16"),
+            ("watch=ioniftu", "inotify"),
+        ] {
+            let error = parse(given).unwrap_err();
+            assert!(error.ends_with(&format!("; did you mean `{meant}`?")), "{error}");
         }
-        let error = parse("index=hide,weight-map=hide").unwrap_err();
-        assert_eq!(error, "option weight-map= is given twice");
-    }
-
-    #[test]
-    fn help_and_parser_know_the_same_options() {
-        let help = help();
-        let terms = help.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next());
-        let names = terms.filter(|term| !term.is_empty()).map(|term| term.split('=').next());
-        let names: Vec<&str> = names.flatten().collect();
-        assert!(names.contains(&"weight-map") && !names.contains(&"index"), "{help}");
-        for name in names {
-            let known = OptionRow::find(name, true).or_else(|| OptionRow::find(name, false));
-            assert!(known.is_some(), "{name}");
+        for nothing in ["zzzzzzzz=1", "verify=zzzzzzzz", "umask=888"] {
+            let error = parse(nothing).unwrap_err();
+            assert!(!error.contains("did you mean"), "{error}");
         }
-        assert!(help.lines().all(|line| line.len() <= 85), "{help}");
+        assert_eq!(parse("allow_other=1").unwrap_err(), "option allow_other takes no value");
     }
 
     #[test]
@@ -624,9 +617,8 @@ mod tests {
 
     #[test]
     fn an_option_replaces_the_default_of_its_name() {
-        let merged = Options::merge("ro,cache=256M,follow=/a,index=hide", "cache=1G,follow=/b");
-        assert_eq!(merged, "ro,index=hide,cache=1G,follow=/b");
-        assert_eq!(Options::merge("index=hide", "weight-map=show"), "weight-map=show");
+        let merged = Options::merge("ro,cache=256M,follow=/a,prefer=file", "cache=1G,follow=/b");
+        assert_eq!(merged, "ro,prefer=file,cache=1G,follow=/b");
         assert_eq!(Options::merge(r"fsname=a\,b", ""), r"fsname=a\,b");
         assert_eq!(Options::merge("", ""), "");
     }
@@ -644,23 +636,33 @@ mod tests {
     fn how_sources_are_read_can_be_said() {
         assert_eq!(parse("verify=read").unwrap().verify, Verify::Read);
         let options = parse(
-            "cache=128M,io=pread,direct=never,io-timeout=5,readahead=1MiB,max_request=4M,\
+            "cache=128M,io=pread,direct=never,io-timeout=5,readahead=1MiB,\
              assemble=/a\\,b,assemble-size=2g",
         );
         let options = options.unwrap();
         assert_eq!(options.cache, Some(128 << 20));
         assert_eq!((options.io, options.direct), (Backend::Pread, DirectIo::Never));
         assert_eq!(options.io_timeout, Some(Duration::from_secs(5)));
-        assert_eq!((options.readahead, options.max_request), (Some(1 << 20), Some(4 << 20)));
+        assert_eq!(options.readahead, Some(1 << 20));
         assert_eq!(options.assemble, Some("/a,b".into()));
         assert_eq!(options.assemble_size, Some(2 << 30));
     }
 
     #[test]
-    fn large_requests_need_a_cache_that_has_room_for_them() {
-        let error = parse("cache=16M,max_request=16M").unwrap_err();
-        assert!(error.contains("cache=512M or more"), "{error}");
-        assert!(parse("max_request=4M").is_ok() && parse("cache=512M,max_request=16M").is_ok());
+    fn options_of_status_are_written_as_they_were_given() {
+        for given in
+            ["cache=256M,io-timeout=5,layout=shards=2,include=a*,include=b,follow=/c", "layout=hub"]
+        {
+            let given: Vec<&str> = given.split(',').collect();
+            let words = Options::words(&Options::parse(&given, false).unwrap().to_json());
+            assert!(given.iter().all(|word| words.iter().any(|it| it == word)), "{words:?}");
+            assert_eq!(words.iter().filter(|word| word.starts_with("layout=")).count(), 1);
+            assert_eq!(Options::words(&Options::parse(&words, false).unwrap().to_json()), words);
+        }
+    }
+
+    #[test]
+    fn ids_and_sizes_have_bounds() {
         assert!(parse("uid=4294967295").is_err() && parse("cache=2T").is_err());
     }
 
@@ -674,18 +676,8 @@ mod tests {
     }
 
     #[test]
-    fn a_size_is_a_number_with_or_without_a_suffix() {
-        for (text, bytes) in [("0", 0), ("17", 17), ("4k", 4096), ("4KiB", 4096), ("2T", 2 << 40)] {
-            assert_eq!(size(text), Some(bytes), "{text}");
-        }
-        for text in ["", "M", "-1", "+1", "1.5G", "4KB", "4 K", "1P", "4ib", "99999999T", "0x10"] {
-            assert_eq!(size(text), None, "{text}");
-        }
-    }
-
-    #[test]
     fn a_size_that_cannot_work_is_refused() {
-        for bad in ["cache=1M", "readahead=2G", "max_request=64K", "max_request=17M", "cache=big"] {
+        for bad in ["cache=1M", "readahead=2G", "cache=big"] {
             assert!(parse(bad).unwrap_err().contains("expected a size"), "{bad}");
         }
         assert_eq!(parse("readahead=0").unwrap().readahead, Some(0));

@@ -5,7 +5,7 @@
 //! when there is nothing to load. No Python object is dropped under the lock, since its drop may
 //! run code of the user.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -16,14 +16,14 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorfs::internal::io::Region;
 use tensorfs::internal::loader as core;
+use tensorfs::internal::order::{Order, Orders, RequestLearner};
 use tensorfs::internal::plan;
 use tensorfs::internal::process::{PerProcess, token};
 use tensorfs::internal::sync::{Condvar, Mutex};
-use tensorfs::internal::walk::{Kind, Orders, Walk};
 
 use crate::checkpoint::Checkpoint;
 use crate::errors::raised;
-use crate::loading::{Loader, Memory, Plan, facts};
+use crate::loading::{Loader, Memory, Plan, facts, run_of};
 use crate::memory::PAGE;
 use crate::waiting::LOOK;
 
@@ -61,9 +61,9 @@ fn held_by_all() -> &'static AtomicU64 {
     HELD.get_or_init(AtomicU64::default)
 }
 
-/// The order that was right last in this process, as 1 + its number; 0 if there is none yet.
-static USUAL: AtomicUsize = AtomicUsize::new(0);
-const KINDS: [Kind; 3] = [Kind::Files, Kind::Names, Kind::Natural];
+/// The order that was right last in this process, by its place in `Order::ALL`; higher if there is
+/// none yet.
+static USUAL: AtomicUsize = AtomicUsize::new(usize::MAX);
 
 /// Tensors that are loaded together.
 struct Job {
@@ -104,10 +104,12 @@ struct Entry {
 
 #[derive(Default)]
 struct State {
-    walk: Option<Walk>,
+    learner: Option<RequestLearner>,
     entries: HashMap<usize, Entry>,
     /// Tensors whose memory is being allocated. A request for one removes it.
     chosen: HashMap<usize, u64>,
+    /// Tensors that are not loaded ahead, because the page cache holds them.
+    mapped: HashSet<usize>,
     queue: VecDeque<Arc<Job>>,
     /// Bytes of all entries.
     held: u64,
@@ -154,32 +156,45 @@ impl State {
     }
 
     /// Returns the tensors to begin now: the next ones that there is memory for, each with the byte
-    /// of a page that it begins at in its file. Small ones only if `small` says so. `stale` gets
-    /// what makes way for them. The tensor at `position` is the one that is asked for now.
+    /// of a page that it begins at in its file. Small ones only if `small` says so, and none that
+    /// `maps` maps from the page cache. `stale` gets what makes way for them. The tensor at
+    /// `position` is the one that is asked for now.
     fn next(
         &mut self,
         checkpoint: &tensorfs::Checkpoint,
         position: usize,
         small: bool,
+        maps: Option<&core::Loader>,
         stale: &mut Vec<Entry>,
     ) -> Vec<(usize, u64)> {
-        let Some(walk) = self.walk.take() else { return Vec::new() };
+        let Some(learner) = self.learner.take() else { return Vec::new() };
         let (mut free, mut wanted) = (self.free(position), Vec::new());
         // Mostly no small ones: they are begun in large batches.
         let small = small && self.small <= SMALL_HELD_MAX / 2;
         let mut left = if small { SMALL_HELD_MAX - self.small } else { 0 };
         let look = if left > 0 { LOOK_AHEAD_SMALL } else { LOOK_AHEAD };
-        for tensor in walk.next().take(look) {
+        for tensor in learner.next().take(look) {
             let found = checkpoint.catalog().tensor_at(tensor);
             let is_small = found.len < SMALL_MAX;
             if found.len == 0 || (is_small && left == 0) {
                 continue;
             }
-            if self.entries.contains_key(&tensor) || self.chosen.contains_key(&tensor) {
+            if self.entries.contains_key(&tensor)
+                || self.chosen.contains_key(&tensor)
+                || self.mapped.contains(&tensor)
+            {
+                continue;
+            }
+            let is_mapped = |loader: &core::Loader| {
+                run_of(checkpoint, tensor)
+                    .is_some_and(|(shard, range)| loader.is_cached(checkpoint, shard, &range))
+            };
+            if maps.is_some_and(is_mapped) {
+                self.mapped.insert(tensor);
                 continue;
             }
             if found.len > free && wanted.is_empty() {
-                let mut kept: Vec<usize> = walk.next().take(LOOK_AHEAD_SMALL).collect();
+                let mut kept: Vec<usize> = learner.next().take(LOOK_AHEAD_SMALL).collect();
                 kept.push(position);
                 stale.extend(self.remove_older(self.requests.saturating_sub(STALE), &kept));
                 free = self.free(position);
@@ -194,7 +209,7 @@ impl State {
             wanted.push((tensor, offset.unwrap_or(0) % PAGE as u64));
             self.chosen.insert(tensor, found.len);
         }
-        self.walk = Some(walk);
+        self.learner = Some(learner);
         wanted
     }
 
@@ -230,13 +245,17 @@ impl Ahead {
 
     /// Notes a request for the tensor at `position`. Returns whether it is being loaded already, so
     /// that `take` returns it, and the tensors to begin now: position and start offset within a
-    /// page of its file.
+    /// page of its file. `maps` is given where tensors in the page cache are mapped: they are not
+    /// begun. Nothing is begun if `begins` is false.
+    #[pyo3(signature = (checkpoint, position, small, maps=None, begins=true))]
     fn ask(
         &self,
         py: Python<'_>,
         checkpoint: &Checkpoint,
         position: usize,
         small: bool,
+        maps: Option<&Loader>,
+        begins: bool,
     ) -> (bool, Vec<(usize, u64)>) {
         if token() != self.process {
             return (false, Vec::new());
@@ -250,27 +269,31 @@ impl Ahead {
             return (false, Vec::new());
         }
         state.requests += 1;
-        if state.walk.is_none() {
+        if state.learner.is_none() {
             // Many handles are opened for one tensor only.
             if state.requests == 1 && checkpoint.catalog().len() > ORDERED_AT_ONCE {
                 return (false, Vec::new());
             }
             drop(state);
-            let orders = py.detach(|| Orders::of(checkpoint.catalog()));
+            let orders = py.detach(|| Orders::of_catalog(checkpoint.catalog()));
             state = self.shared.state.lock();
-            let usual = USUAL.load(Ordering::Relaxed).checked_sub(1).map(|index| KINDS[index]);
-            state.walk.get_or_insert_with(|| Walk::new(orders, usual));
+            let usual = Order::ALL.get(USUAL.load(Ordering::Relaxed)).copied();
+            state.learner.get_or_insert_with(|| RequestLearner::new(orders, usual));
         }
-        let expected = state.walk.as_mut().is_some_and(|walk| walk.ask(position, reader()));
+        let expected =
+            state.learner.as_mut().is_some_and(|learner| learner.ask(position, reader()));
         state.chosen.remove(&position);
         let mut stale = Vec::new();
         let mut wanted = Vec::new();
         if expected {
             state.lost = 0;
-            wanted = state.next(&checkpoint, position, small, &mut stale);
-            let kind = state.walk.as_ref().and_then(Walk::kind);
-            if let Some(index) = KINDS.iter().position(|other| Some(*other) == kind) {
-                USUAL.store(index + 1, Ordering::Relaxed);
+            if begins {
+                let maps = maps.map(Loader::own);
+                wanted = state.next(&checkpoint, position, small, maps.as_deref(), &mut stale);
+            }
+            let order = state.learner.as_ref().and_then(RequestLearner::order);
+            if let Some(index) = Order::ALL.iter().position(|other| Some(*other) == order) {
+                USUAL.store(index, Ordering::Relaxed);
             }
         } else {
             state.lost += 1;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -22,6 +23,7 @@ use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::process::{PerProcess, token};
 use tensorfs::internal::source::{Pin, SecretOrigin, read_option_file};
+use tensorfs::internal::store::{Store, hub_cache};
 use tensorfs::internal::view::{Files, MapPolicy, View};
 use zeroize::Zeroizing;
 
@@ -51,6 +53,7 @@ impl Checkpoint {
     fn opened(
         py: Python<'_>,
         timeout: Option<f64>,
+        path: Option<&Path>,
         secret: Option<SecretWord>,
         open: impl FnOnce(Option<Arc<Secret>>) -> tensorfs::Result<Arc<core::Checkpoint>>
         + Send
@@ -67,7 +70,7 @@ impl Checkpoint {
             Some(Some(secret)) if secret.is_deriving() => Doing::Computing,
             Some(_) => Doing::Waiting("the file system does not answer"),
         };
-        let first = beside_with(py, "tensorfs-open", timeout, "open", &doing, work)?;
+        let first = beside_with(py, "tensorfs-open", timeout, "open", path, &doing, work)?;
         let first = first.map_err(|e| raised(py, &e, None))?;
         Ok(Checkpoint { first, process: token(), again: PerProcess::new(), _pin: None })
     }
@@ -91,30 +94,35 @@ impl Checkpoint {
     /// Opens `path`: a single weight file; a weight map with its shards; the one checkpoint in a
     /// folder; or the source behind any of these on a mount.
     #[staticmethod]
-    #[pyo3(signature = (path, timeout, view = Vec::new(), secret = None))]
+    #[pyo3(signature = (path, timeout, view = Vec::new(), secret = None, demands = (None, None)))]
     fn open(
         py: Python<'_>,
         path: PathBuf,
         timeout: Option<f64>,
         view: ViewWords,
         secret: Option<SecretWord>,
+        demands: Demands,
     ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, secret, move |secret| viewed(&view, || open(&path, secret)))
+        let source = path.clone();
+        Checkpoint::opened(py, timeout, Some(&path), secret, move |secret| {
+            viewed(&view, || open(&source, &demanding(demands, secret)))
+        })
     }
 
     /// Opens these files as one checkpoint.
     #[staticmethod]
-    #[pyo3(signature = (files, timeout, view = Vec::new(), secret = None))]
+    #[pyo3(signature = (files, timeout, view = Vec::new(), secret = None, demands = (None, None)))]
     fn open_files(
         py: Python<'_>,
         files: Vec<PathBuf>,
         timeout: Option<f64>,
         view: ViewWords,
         secret: Option<SecretWord>,
+        demands: Demands,
     ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, secret, move |secret| {
-            let open = || core::Checkpoint::of_files_with(&files, None, secret.as_deref());
-            viewed(&view, open)
+        Checkpoint::opened(py, timeout, None, secret, move |secret| {
+            let options = demanding(demands, secret);
+            viewed(&view, || core::Checkpoint::of_files_with(&files, None, &options))
         })
     }
 
@@ -131,7 +139,8 @@ impl Checkpoint {
         secret: Option<SecretWord>,
         start: u64,
     ) -> PyResult<Checkpoint> {
-        let mut checkpoint = Checkpoint::opened(py, timeout, secret, move |secret| {
+        let path = PathBuf::from(&name);
+        let mut checkpoint = Checkpoint::opened(py, timeout, Some(&path), secret, move |secret| {
             let file = File::open(format!("/proc/self/fd/{descriptor}"));
             let file = file.map_err(|e| tensorfs::Error::io(Path::new(&name), "open", e))?;
             core::Checkpoint::of_open_file(file, &name, start, secret.as_deref())
@@ -143,17 +152,18 @@ impl Checkpoint {
 
     /// Opens the files that hold these tensors.
     #[staticmethod]
-    #[pyo3(signature = (map, timeout, view = Vec::new(), secret = None))]
+    #[pyo3(signature = (map, timeout, view = Vec::new(), secret = None, demands = (None, None)))]
     fn open_map(
         py: Python<'_>,
         map: BTreeMap<String, PathBuf>,
         timeout: Option<f64>,
         view: ViewWords,
         secret: Option<SecretWord>,
+        demands: Demands,
     ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, secret, move |secret| {
-            let open = || core::Checkpoint::of_files_with(&[], Some(&map), secret.as_deref());
-            viewed(&view, open)
+        Checkpoint::opened(py, timeout, None, secret, move |secret| {
+            let options = demanding(demands, secret);
+            viewed(&view, || core::Checkpoint::of_files_with(&[], Some(&map), &options))
         })
     }
 
@@ -243,7 +253,8 @@ impl Checkpoint {
         let checkpoint = self.own();
         let source = checkpoint.sources().get(file).cloned();
         let source = source.ok_or_else(|| PyIndexError::new_err(file))?;
-        let read = beside(py, "tensorfs-read", timeout, "read", move || {
+        let path = source.path().to_owned();
+        let read = beside(py, "tensorfs-read", timeout, "read", Some(&path), move || {
             let read = |&(start, end): &(u64, u64)| {
                 if end > source.len() {
                     return Err(source.ends_before(end));
@@ -261,6 +272,12 @@ impl Checkpoint {
     /// The metadata of the files, merged.
     fn metadata(&self) -> Option<BTreeMap<String, String>> {
         self.first.catalog().metadata.as_deref().cloned()
+    }
+
+    /// The reason if nothing proves its last pieces.
+    #[getter]
+    fn unproven_tail(&self) -> Option<UnprovenTail> {
+        unproven_tail(&self.first)
     }
 
     fn __len__(&self) -> usize {
@@ -301,6 +318,30 @@ pub(crate) fn secret_of(word: Option<SecretWord>) -> tensorfs::Result<Option<Arc
     secret.map(|secret| Some(Arc::new(secret))).map_err(tensorfs::Error::usage)
 }
 
+/// Demands of a caller on a checkpoint: the number of its shards, and a file with its tensors.
+pub(crate) type Demands = (Option<u64>, Option<PathBuf>);
+
+/// The options with these demands, and none else.
+pub(crate) fn demanding(
+    (expect_shards, reference): Demands,
+    secret: Option<Arc<Secret>>,
+) -> OpenOptions {
+    OpenOptions { expect_shards, reference, secret, ..OpenOptions::default() }
+}
+
+/// A checkpoint whose last pieces nothing proves: its path, the message, and a number that is the same
+/// for the same files.
+pub(crate) type UnprovenTail = (String, String, u64);
+
+pub(crate) fn unproven_tail(checkpoint: &core::Checkpoint) -> Option<UnprovenTail> {
+    let error = checkpoint.require_proven_tail().err()?;
+    let mut hasher = DefaultHasher::new();
+    for source in checkpoint.sources() {
+        (source.path(), source.version()).hash(&mut hasher);
+    }
+    Some((real_name(&checkpoint.directory), error.to_string(), hasher.finish()))
+}
+
 /// The view of the options `words`.
 pub(crate) fn view_of(words: &ViewWords) -> tensorfs::Result<View> {
     let words = words.iter().map(|(key, value)| (key.as_str(), value.as_str()));
@@ -317,36 +358,45 @@ fn viewed(
     open()?.viewed(&view)
 }
 
-fn open(path: &Path, secret: Option<Arc<Secret>>) -> tensorfs::Result<Arc<core::Checkpoint>> {
+/// Opens `path`. Only the demands and the secret of `given` count.
+fn open(path: &Path, given: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
+    let path = &hub_cache::resolve(path)?;
     let Some(MountOrigin { path: source, options, part }) = resolve_mount(path) else {
-        return open_source(path, &OpenOptions { secret, ..OpenOptions::default() });
+        return open_source(path, given, given);
     };
-    let options = OpenOptions { secret, ..options };
+    let OpenOptions { expect_shards, reference, secret, .. } = given.clone();
+    // The mount demands it of a set, and not of a file that is opened alone.
+    let expect_shards = expect_shards.or(options.expect_shards);
+    let options = OpenOptions { expect_shards, reference, secret, ..options };
     if let Some(part) = part {
         let index = IndexStore::of_user().map(|store| store.folder().to_owned());
         let all = core::Checkpoint::open_with(&source, &OpenOptions { index, ..options.clone() })?;
         return match all.virtual_files().find(|file| file.spec().name == part) {
             Some(file) => file.as_checkpoint(),
             // The source has changed since it was mounted.
-            None => {
-                core::Checkpoint::of_files_with(&[path.to_owned()], None, options.secret.as_deref())
-            }
+            None => core::Checkpoint::of_files_with(&[path.to_owned()], None, given),
         };
     }
     if options.view.files != Files::Original && source.is_file() {
         // A mount that shows one file shows the set that this file belongs to.
         return open_set(&source, &options);
     }
-    open_source(&source, &options)
+    open_source(&source, &options, given)
 }
 
-fn open_source(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
+/// Opens a set with `options`, or one file with `given`.
+fn open_source(
+    path: &Path,
+    options: &OpenOptions,
+    given: &OpenOptions,
+) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let name = path.file_name().and_then(|name| name.to_str());
     let map = name.and_then(tensorfs::internal::format::names::weight_map_output).is_some();
-    if path.is_dir() || (map && !name.is_some_and(is_weights)) {
+    let there = Store::of(path).version_behind_links(path);
+    if there.is_ok_and(|there| there.is_folder()) || (map && !name.is_some_and(is_weights)) {
         return open_set(path, options);
     }
-    core::Checkpoint::of_files_with(&[path.to_owned()], None, options.secret.as_deref())
+    core::Checkpoint::of_files_with(&[path.to_owned()], None, given)
 }
 
 /// The set at `path`, from the index if that is fresh. It need not fit into one virtual file.

@@ -2,31 +2,40 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use pyo3::prelude::*;
+use tensorfs::Error;
 use tensorfs::internal::checkpoint::{Checkpoint, Tree};
 use tensorfs::internal::consolidate::{Copier, Outline, Watch, WriteOptions};
+use tensorfs::internal::format::{manifest, names};
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::io::Settings;
 use tensorfs::internal::mount_origin::resolve_mount;
 use tensorfs::internal::open_options::{Links, OpenOptions};
+use tensorfs::internal::store::hub_cache;
 use tensorfs::internal::view::View;
-use tensorfs::{Error, Secret};
 
-use crate::checkpoint::{SecretWord, ViewWords, secret_of, view_of};
+use crate::checkpoint::{
+    Demands, SecretWord, ViewWords, demanding, secret_of, unproven_tail, view_of,
+};
 use crate::errors::raised;
 use crate::waiting::beside;
 
+/// Longest wait for the files to be gone after Ctrl-C.
+const CLEANUP_MAX: Duration = Duration::from_secs(5);
+
 /// Writes files that show a checkpoint, or one file if `out` is the name of one and there are no
-/// `numbers`. Returns the number of files and of bytes.
+/// `numbers`. `judge` is called with the checkpoints whose last pieces nothing proves, before anything is
+/// written. Returns the number of files and of bytes.
 ///
 /// `sources` is one path, as a mount takes it; with `numbers` it may be several files of one
-/// checkpoint, and the files are those of torch's consolidation. `view` are options of a view.
+/// checkpoint, and the files are those of torch's consolidation. `view` are options of a view, and `config`
+/// is that of a mount. `timeout` is the deadline of opening and of each read, in seconds.
 #[pyfunction]
-#[pyo3(signature = (sources, out, numbers, view, overwrite, verify, secret = None))]
+#[pyo3(signature = (sources, out, numbers, view, overwrite, verify, secret, demands, config, timeout, judge))]
 #[expect(clippy::too_many_arguments, reason = "Python passes them by position")]
 pub(crate) fn consolidate(
     py: Python<'_>,
@@ -37,41 +46,49 @@ pub(crate) fn consolidate(
     overwrite: bool,
     verify: bool,
     secret: Option<SecretWord>,
+    demands: Demands,
+    config: Option<PathBuf>,
+    timeout: Option<f64>,
+    judge: &Bound<'_, PyAny>,
 ) -> PyResult<(usize, u64)> {
-    let options = WriteOptions { replace: overwrite, verify, beside_others: numbers.is_some() };
-    let stopped = Arc::new(AtomicBool::new(false));
+    let numbered = numbers.is_some();
+    let options = WriteOptions { replace: overwrite, verify, beside_others: numbered };
+    let (to, path) = (out.clone(), sources.first().cloned());
+    let work = move || {
+        let sources = match sources.as_slice() {
+            [one] => match hub_cache::resolve(one)? {
+                folder if numbered && folder.is_dir() => shards_in(folder)?,
+                path => vec![path],
+            },
+            _ => sources,
+        };
+        let given = demanding(demands, secret_of(secret)?);
+        let outline =
+            outline_of(&sources, numbers.as_ref(), &view, OpenOptions { config, ..given })?;
+        let single = match (numbered, sources.as_slice()) {
+            (false, [source]) => outline.file_at(&to, source)?,
+            // Files by number always go into a folder.
+            _ => None,
+        };
+        Ok((outline, single))
+    };
+    let found = beside(py, "tensorfs-open", timeout, "open", path.as_deref(), work)?;
+    let (outline, single) = found.map_err(|error: Error| raised(py, &error, None))?;
+    let unproven: Vec<_> =
+        outline.checkpoints.iter().filter_map(|checkpoint| unproven_tail(checkpoint)).collect();
+    judge.call1((unproven,))?;
+    let timeout = timeout.filter(|&limit| limit > 0.0).map(Duration::from_secs_f64);
+    let copier = Copier::new(Settings { timeout, ..Settings::default() });
+    let stopped = copier.stopped();
     let (ended, wait) = channel::<()>();
     let stop = stopped.clone();
     let work = move || {
         let _ended = ended;
-        let has_view = !view.is_empty();
-        let view = view_of(&view)?;
-        let secret = secret_of(secret)?;
-        let outline = match &numbers {
-            Some(numbers) => {
-                let checkpoint = match sources.as_slice() {
-                    // One file alone would be taken as it is, without its sharding note.
-                    [one] => {
-                        let options = OpenOptions { secret, ..OpenOptions::default() };
-                        Checkpoint::open_with(one, &options)?
-                    }
-                    several => Checkpoint::of_files_with(several, None, secret.as_deref())?,
-                };
-                Outline::numbered(&checkpoint.viewed(&view)?, numbers)?
-            }
-            None => outline(&sources, (view, has_view), secret)?,
-        };
         let mut progress = |_| {
             let is_stopped = stop.load(Ordering::Relaxed);
             if is_stopped { Err(Error::cancelled("interrupted")) } else { Ok(()) }
         };
         let mut watch = Watch { progress: &mut progress, bytes: None };
-        let copier = Copier::new(Settings::default());
-        let single = match (&numbers, sources.as_slice()) {
-            (None, [source]) => outline.file_at(&out, source)?,
-            // Files by number always go into a folder.
-            _ => None,
-        };
         if let Some(file) = single {
             copier.write_one(&file, &out, options, &mut watch)?;
             return Ok((1, file.content.len_bytes()?));
@@ -80,15 +97,63 @@ pub(crate) fn consolidate(
         copier.write_folder(&outline, &out, options, &mut watch)?;
         Ok((outline.files.len(), bytes))
     };
-    match beside(py, "tensorfs-write", None, "write", work) {
+    match beside(py, "tensorfs-write", None, "write", None, work) {
         Ok(written) => written.map_err(|error| raised(py, &error, None)),
         Err(interrupted) => {
-            // The files are gone before the exception is seen.
+            // The files are gone before the exception is seen. If a file system does not answer, they go
+            // once it does.
             stopped.store(true, Ordering::Relaxed);
-            let _ = py.detach(move || wait.recv());
+            let _ = py.detach(move || wait.recv_timeout(CLEANUP_MAX));
             Err(interrupted)
         }
     }
+}
+
+/// The shards in a folder, which may hold its consolidated files beside them; the folder if there are
+/// none.
+fn shards_in(folder: PathBuf) -> tensorfs::Result<Vec<PathBuf>> {
+    let entries = folder.read_dir().map_err(|e| Error::io(&folder, "open", e))?;
+    let found = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let mut found: Vec<String> = found.filter(|name| name.ends_with(".safetensors")).collect();
+    found.sort();
+    let is_written = |name: &String| {
+        let output = names::numbered(name).map(|numbered| numbered.output);
+        name.starts_with("model-") && output.as_deref() == Some("model.safetensors")
+    };
+    if !found.iter().all(is_written) {
+        found.retain(|name| !is_written(name));
+    }
+    let paths: Vec<PathBuf> = found.iter().map(|name| folder.join(name)).collect();
+    Ok(if paths.is_empty() { vec![folder] } else { paths })
+}
+
+/// The files to write.
+fn outline_of(
+    sources: &[PathBuf],
+    numbers: Option<&BTreeMap<String, u64>>,
+    view: &ViewWords,
+    given: OpenOptions,
+) -> tensorfs::Result<Outline> {
+    let has_view = !view.is_empty();
+    let view = view_of(view)?;
+    let Some(numbers) = numbers else { return outline(sources, (view, has_view), given) };
+    let checkpoint = match sources {
+        // One file alone would be taken as it is, without its sharding note.
+        [one] => Checkpoint::open_with(one, &given)?,
+        several => {
+            let reference = given.reference.clone().or_else(|| manifest_beside(several));
+            Checkpoint::of_files_with(several, None, &OpenOptions { reference, ..given })?
+        }
+    };
+    Outline::numbered(&checkpoint.viewed(&view)?, numbers)
+}
+
+/// The manifest of shards that all lie in one folder.
+fn manifest_beside(files: &[PathBuf]) -> Option<PathBuf> {
+    let folder = files.first()?.parent()?;
+    let manifest = folder.join(manifest::file_name(&names::whole("model")));
+    (manifest.is_file() && files.iter().all(|file| file.parent() == Some(folder)))
+        .then_some(manifest)
 }
 
 /// The files that a mount of the source with this view would show. The flag says whether any option
@@ -96,13 +161,13 @@ pub(crate) fn consolidate(
 fn outline(
     sources: &[PathBuf],
     (view, has_view): (View, bool),
-    secret: Option<Arc<Secret>>,
+    given: OpenOptions,
 ) -> tensorfs::Result<Outline> {
     let [source] = sources else {
         return Err(Error::usage("one source is needed"));
     };
     let index = IndexStore::of_user().map(|store| store.folder().to_owned());
-    let given = OpenOptions { links: Links::Inside, view, index, secret, ..OpenOptions::default() };
+    let given = OpenOptions { links: Links::Inside, view, index, ..given };
     let behind = resolve_mount(source).and_then(|origin| origin.open_with(&given, has_view));
     let (path, options) = behind.unwrap_or_else(|| (source.clone(), given));
     Outline::of(&Tree::scan(&path, &options)?)

@@ -32,8 +32,15 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(memory::unwritable, module)?)?;
     module.add_function(wrap_pyfunction!(tensor_writer::derive_key, module)?)?;
     module.add_function(wrap_pyfunction!(loading::can_cast, module)?)?;
+    module.add_function(wrap_pyfunction!(parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(process_token, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
+}
+
+/// The bytes of a size as options take it, like `16M`.
+#[pyfunction]
+fn parse_size(text: &str) -> Option<u64> {
+    tensorfs::internal::size::parse_size(text)
 }
 
 /// A number that differs from that of every process that this one was forked from, even if pids

@@ -1,6 +1,7 @@
 //! Loading: the plans of requests, and the loaders of this process.
 
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 use tensorfs::internal::cast::Cast;
+use tensorfs::internal::catalog::ShardId;
 use tensorfs::internal::device::{DeviceRegion, ForeignStream, Gpu};
 use tensorfs::internal::error::quoted;
 use tensorfs::internal::io::{Backend, DirectIo, Region, Settings};
@@ -146,8 +148,9 @@ impl Loader {
         let checked = if sources.iter().all(|source| !source.may_block()) {
             sources.iter().try_for_each(|source| source.check())
         } else {
+            let path = sources[0].path().to_owned();
             let check = move || sources.iter().try_for_each(|source| source.check());
-            beside(py, "tensorfs-check", self.timeout(), "check", check)?
+            beside(py, "tensorfs-check", self.timeout(), "check", Some(&path), check)?
         };
         checked.map_err(|e| raised(py, &e, Some(name)))
     }
@@ -251,13 +254,23 @@ impl Loader {
         position: usize,
     ) -> PyResult<Option<(u32, u64)>> {
         let checkpoint = checkpoint.own();
-        let tensor = checkpoint.catalog().tensor_at(position);
-        let mut pieces = tensor.pieces();
-        let one = pieces.next().filter(|_| pieces.len() == 0 && tensor.cast().is_none());
-        let is_run = |piece: &Piece<'_>| piece.is_contiguous() && !piece.is_zeros();
-        let Some(piece) = one.filter(is_run) else { return Ok(None) };
+        let Some((shard, range)) = run_of(&checkpoint, position) else { return Ok(None) };
         self.check(py, &checkpoint, position)?;
-        Ok(Some((piece.shard.0, piece.range.start)))
+        Ok(Some((shard.0, range.start)))
+    }
+
+    /// Whether the page cache holds most of `len` bytes from `start` on of this shard, of a local
+    /// file, so that they are better mapped than read.
+    fn is_cached(
+        &self,
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        shard: u32,
+        start: u64,
+        len: u64,
+    ) -> bool {
+        let (loader, checkpoint) = (self.own(), checkpoint.own());
+        py.detach(|| loader.is_cached(&checkpoint, ShardId(shard), &(start..start + len)))
     }
 
     /// Plans a tensor that nobody has asked for yet; None where memory is short.
@@ -385,6 +398,18 @@ impl Loader {
             None => Ok(false),
         }
     }
+}
+
+/// Shard and bytes of a tensor that is stored in one piece, as it is loaded.
+pub(crate) fn run_of(
+    checkpoint: &tensorfs::Checkpoint,
+    position: usize,
+) -> Option<(ShardId, Range<u64>)> {
+    let tensor = checkpoint.catalog().tensor_at(position);
+    let mut pieces = tensor.pieces();
+    let one = pieces.next().filter(|_| pieces.len() == 0 && tensor.cast().is_none());
+    let is_run = |piece: &Piece<'_>| piece.is_contiguous() && !piece.is_zeros();
+    one.filter(is_run).map(|piece| (piece.shard, piece.range.clone()))
 }
 
 /// The regions of a plan, by device.

@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use tensorfs::Dtype;
 use tensorfs::internal::io::Region;
-use tensorfs::internal::source::Source;
+use tensorfs::internal::source::LocalFile;
 
 use crate::checkpoint::Checkpoint;
 use crate::dlpack::{self, CPU};
@@ -144,11 +144,12 @@ impl Area {
         if source.is_encrypted() {
             return Ok(None);
         }
+        let path = source.path().to_owned();
         let map = move || {
-            let Source::Local(local) = &*source;
-            local.file().map(|file| Mapping::of(&file, source.len()))
+            let file = source.local().map(LocalFile::file).transpose()?;
+            Ok::<_, tensorfs::Error>(file.and_then(|file| Mapping::of(&file, source.len())))
         };
-        let mapping = beside(py, "tensorfs-map", timeout, "map", map)?;
+        let mapping = beside(py, "tensorfs-map", timeout, "map", Some(&path), map)?;
         let mapping = mapping.map_err(|e| raised(py, &e, None))?;
         Ok(mapping.map(|mapping| {
             let (start, len) = (mapping.start, mapping.len);

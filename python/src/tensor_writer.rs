@@ -302,7 +302,7 @@ impl TensorizerWriter {
             }
             WriteTarget::Path(file) => {
                 let publish = move || file.publish();
-                beside(py, "tensorfs-write", None, "write", publish)?
+                beside(py, "tensorfs-write", None, "write", None, publish)?
                     .map_err(|error| raised(py, &error, None))?;
             }
         }
@@ -349,7 +349,7 @@ impl TensorizerWriter {
         let (open, is_stopped) = (self.open.clone(), Arc::new(AtomicBool::new(false)));
         let (ended, wait) = channel::<()>();
         let stop = is_stopped.clone();
-        let outcome = beside(py, "tensorfs-write", None, "write", move || {
+        let outcome = beside(py, "tensorfs-write", None, "write", None, move || {
             let _ended = ended;
             let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
             let done = work(open.as_mut()?, &stop);

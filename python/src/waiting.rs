@@ -1,11 +1,14 @@
 //! Waits of the calling thread, which look for Ctrl-C.
 
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::path::Path;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 use nix::libc;
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyTimeoutError};
 use pyo3::prelude::*;
+use tensorfs::internal::asked::Asked;
+use tensorfs::internal::error::real_name;
 
 /// Time between two looks for Ctrl-C.
 pub(crate) const LOOK: Duration = Duration::from_millis(50);
@@ -19,6 +22,7 @@ pub(crate) enum Doing {
 }
 
 /// Runs `work` on another thread, waits for it until the deadline, and checks for Ctrl-C meanwhile.
+/// `path` is the file of the work.
 ///
 /// # Errors
 /// `TimeoutError` past the deadline, and the exception of a signal.
@@ -27,10 +31,11 @@ pub(crate) fn beside<T: Send + 'static>(
     name: &str,
     timeout: Option<f64>,
     action: &str,
+    path: Option<&Path>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> PyResult<T> {
     let doing = || Doing::Waiting("the file system does not answer");
-    beside_with(py, name, timeout, action, &doing, work)
+    beside_with(py, name, timeout, action, path, &doing, work)
 }
 
 /// As `beside`, for work that `doing` tells about.
@@ -42,18 +47,16 @@ pub(crate) fn beside_with<T: Send + 'static>(
     name: &str,
     timeout: Option<f64>,
     action: &str,
+    path: Option<&Path>,
     doing: &dyn Fn() -> Doing,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> PyResult<T> {
-    let (sender, mut done) = channel();
-    let thread = std::thread::Builder::new().name(name.to_owned());
-    thread.spawn(move || drop(sender.send(work()))).map_err(|e| {
+    let mut asked = Asked::on_thread(name, work).map_err(|e| {
         PyOSError::new_err((e.raw_os_error(), format!("cannot {action}: start a thread: {e}")))
     })?;
     let (mut looked, mut waited_for) = (Instant::now(), Duration::ZERO);
     loop {
-        let waited = &mut done;
-        match py.detach(move || waited.recv_timeout(LOOK)) {
+        match py.detach(|| asked.within(LOOK)) {
             Ok(done) => return Ok(done),
             Err(RecvTimeoutError::Timeout) => py.check_signals()?,
             Err(RecvTimeoutError::Disconnected) => {
@@ -64,9 +67,14 @@ pub(crate) fn beside_with<T: Send + 'static>(
         let since = std::mem::replace(&mut looked, Instant::now());
         let Doing::Waiting(reason) = doing() else { continue };
         waited_for += looked - since;
-        if timeout.is_some_and(|limit| limit > 0.0 && waited_for.as_secs_f64() > limit) {
-            let message = format!("cannot {action}: {reason}");
-            return Err(PyTimeoutError::new_err((libc::ETIMEDOUT, message)));
+        let over = |limit: &f64| *limit > 0.0 && waited_for.as_secs_f64() > *limit;
+        if let Some(limit) = timeout.filter(over) {
+            let message = format!("cannot {action}: {reason} within {limit} s (io_timeout)");
+            let facts = (libc::ETIMEDOUT, message);
+            return Err(match path.map(real_name) {
+                Some(path) => PyTimeoutError::new_err((facts.0, facts.1, path)),
+                None => PyTimeoutError::new_err(facts),
+            });
         }
     }
 }

@@ -5,7 +5,7 @@
 TEST_FILE is `test/distributed/checkpoint/test_consolidate_hf_safetensors.py` in a checkout of PyTorch, or
 `tests/unit_tests/checkpoint/test_consolidate_safetensors.py` in one of NeMo AutoModel. Needs an environment with this
 package, torch, safetensors, numpy, pytest and expecttest. Tests that ask for GPUs run on the CPU where there is none.
-docs/from-torch.md has the results.
+docs/guides/consolidate.md has the results.
 """
 
 import os

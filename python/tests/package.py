@@ -6,12 +6,17 @@ import os
 import subprocess
 import sys
 import unittest
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests/python"))
 
+import tensorfs  # noqa: E402
 from mounts import FIXTURES, Mount, TestCase, wait_until  # noqa: E402, F401
+
+# Most checkpoints of tests are rank shards; `test_tails.py` is about the warning.
+warnings.filterwarnings("ignore", category=tensorfs.UnprovenTailWarning)
 
 has_torch = importlib.util.find_spec("torch") is not None
 needs_torch = unittest.skipUnless(has_torch, "needs torch")

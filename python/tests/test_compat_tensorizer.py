@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import gzip
+import importlib.util
 import io
 import os
 import pickle
@@ -51,6 +52,22 @@ NESTED = [
     (("model", "layers", 0, "w"), "F32", (5, 2)), (("model", "layers", 1, "w"), "F32", (5, 2)),
     (("model", "norm"), "U8", (9,)), ("head", "I64", (3,)),
 ]
+
+
+class _Grows:
+    """Has a tensor that it makes of its storage by itself."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __reduce__(self):
+        return _of_storage, (self.tensor.untyped_storage(), self.tensor.shape)
+
+
+def _of_storage(storage, shape):
+    import torch
+
+    return torch.empty(0).set_(storage._untyped_storage, 0, shape)
 
 
 class Case(TestCase):
@@ -644,6 +661,28 @@ class Writing(Case):
         serializer.close()
         self.assertEqual([int(row[3][0]) for row in self.rows()], list(range(10_000)))
 
+    @needs_torch
+    def test_a_tensor_without_its_memory_is_named_and_nothing_is_written(self):
+        import torch
+        from torch._subclasses import FakeTensorMode
+
+        freed, cut = torch.ones(1000), torch.ones(1000)
+        freed.untyped_storage().resize_(0)
+        cut.untyped_storage().resize_(100)
+        with FakeTensorMode():
+            fake = torch.empty(4)
+        for tensor, why in (
+            (freed, "its storage has 0 of the 4000 bytes that it needs"),
+            (cut, "its storage has 100 of the 4000 bytes that it needs"),
+            (fake, "a FakeTensor has no address"),
+            (torch.nn.UninitializedParameter(), "is nested or uninitialized"),
+        ):
+            serializer = TensorSerializer(self.out)
+            with self.assertRaisesRegex(tensorfs.SafetensorError, f"tensor 'bad': .*{why}"):
+                serializer.write_state_dict({"good": torch.ones(3), "bad": tensor})
+            serializer.close()
+            self.assertFalse(os.path.exists(self.out))
+
     def test_batches_end_by_the_bytes_that_only_they_keep(self):
         plain, swapped = np.zeros(100, np.uint16), np.zeros(100, ">u2")
         for tensor, remove_from, lengths in (
@@ -802,6 +841,138 @@ class Tensors(Case):
             torch.save(torch.ones(2), in_memory)
         in_memory.seek(0)
         self.assertEqual(torch.load(in_memory).tolist(), [1, 1])
+
+    def mixed(self, asked, stored, genuine=None):
+        """The path of a file of torch with `asked`, beside the tensorizer file of a save of `stored`."""
+        from tensorfs.compat.tensorizer.torch_compat import tensorizer_saving
+
+        path, other = self.tmp / "asked.pt", self.tmp / "stored.pt"
+        for saved, at in ((asked, path), (stored, other)):
+            with (genuine or tensorizer_saving)():
+                self.torch.save(saved, at)
+        os.replace(f"{other}.tensors", f"{path}.tensors")
+        return path
+
+    def load_mixed(self, *saves):
+        from tensorfs.compat.tensorizer.torch_compat import tensorizer_loading
+
+        path = self.mixed(*saves)
+        with tensorizer_loading(device="cpu"):
+            return self.torch.load(path, weights_only=False)
+
+    def test_a_tensorizer_file_of_another_save_with_fewer_bytes_is_refused(self):
+        torch = self.torch
+        matrix = torch.rand(20, 50)
+        wanted = {
+            "tensor": (matrix, 4000),
+            "parameter": (torch.nn.Parameter(matrix), 4000),
+            "view": (matrix[3:, 5:10], 4000 - 4 * 40),
+            "strides": (matrix.t(), 4000),
+            "offset": (matrix.view(-1)[-1:], 4000),
+            "one more": (torch.rand(11), 44),
+            "wider": (torch.rand(10).double(), 80),
+            "dtype without a storage of its own": (torch.zeros(50, dtype=torch.uint16), 100),
+            "in a module": (torch.nn.Linear(10, 10, bias=False), 400),
+            "without dtype": (matrix.untyped_storage(), None),
+        }
+        for kind, (asked, nbytes) in wanted.items():
+            with self.subTest(kind=kind):
+                if nbytes is None:
+                    # Nothing in a file of torch tells the length of a storage alone.
+                    self.assertEqual(self.load_mixed(asked, torch.ones(10))._untyped_storage.nbytes(), 40)
+                    continue
+                with self.assertRaisesRegex(
+                    tensorfs.MismatchError, f"asked.pt.tensors: tensor `0` has 40 bytes, .* torch needs {nbytes}; "
+                ) as e:
+                    self.load_mixed(asked, torch.ones(10))
+                self.assertEqual((e.exception.path, e.exception.tensor), (f"{self.tmp}/asked.pt.tensors", "0"))
+        self.assertEqual(self.load_mixed(torch.rand(10)[2:4], torch.arange(10.0)).tolist(), [2, 3])
+        self.assertEqual(self.load_mixed(torch.rand(10)[7:7], torch.arange(1.0)).shape, (0,))
+        with self.assertRaisesRegex(tensorfs.MismatchError, "tensor `1` has 8 bytes, .* needs 4000"):
+            self.load_mixed([torch.ones(3), matrix, matrix[2]], [torch.ones(3), torch.ones(2)])
+
+    def test_code_of_saved_objects_makes_no_storage_longer(self):
+        with self.assertRaisesRegex(tensorfs.MismatchError, "tensor `0` has 40 bytes, .* needs 4000"):
+            self.load_mixed(_Grows(self.torch.rand(1000)), self.torch.ones(10))
+
+    def test_a_tensorizer_file_with_other_tensors_than_those_of_the_save_is_refused(self):
+        torch = self.torch
+        with self.assertRaisesRegex(tensorfs.MismatchError, "tensor `1` is not in the file of torch, which has 1 of 2; "):
+            self.load_mixed(torch.ones(3), [torch.ones(3), torch.ones(4)])
+        path = self.mixed(torch.ones(3), torch.ones(3))
+        from tensorfs.compat.tensorizer.torch_compat import tensorizer_loading
+
+        for saved, why in (
+            ({"w": torch.ones(3)}, "tensor `w` has a name; expected a number"),
+            ([torch.ones(3)], "tensor `0` has torch.float32; expected torch.uint8"),
+            ([[torch.ones(3)]], "tensor `0` is a list; expected a tensor"),
+        ):
+            serializer = TensorSerializer(f"{path}.tensors")
+            serializer.write_state_dict(saved)
+            serializer.close()
+            with self.assertRaisesRegex(tensorfs.MismatchError, why), tensorizer_loading(device="cpu"):
+                torch.load(path, weights_only=False)
+
+    def test_a_filter_changes_the_number_of_no_tensor(self):
+        from tensorfs.compat.tensorizer.torch_compat import tensorizer_loading
+
+        path = self.mixed([self.torch.zeros(3), self.torch.ones(3)], [self.torch.zeros(3), self.torch.ones(3)])
+        with tensorizer_loading(device="cpu", filter_func=lambda name: name != (0,)), self.assertRaisesRegex(
+            pickle.UnpicklingError, "tensor 0 is not among the 1"
+        ):
+            self.torch.load(path, weights_only=False)
+
+    def test_tensors_of_another_function_have_their_own_bytes(self):
+        from tensorfs.compat.tensorizer.torch_compat import tensorizer_loading
+
+        torch, whole = self.torch, self.torch.arange(8, dtype=self.torch.uint8)
+        shared = torch.rand(1)
+        path = self.mixed([torch.rand(1), shared, shared], torch.ones(1))
+        with tensorizer_loading(load_func=lambda *_: [whole[:4], whole[4:]], device="cpu"):
+            first, second, third = torch.load(path, weights_only=False)
+        self.assertEqual(bytes(first.view(torch.uint8).tolist()), bytes(range(4)))
+        self.assertEqual(bytes(second.view(torch.uint8).tolist()), bytes(range(4, 8)))
+        self.assertEqual(second.data_ptr(), third.data_ptr())
+
+    def test_mixed_up_files_are_refused_wherever_the_genuine_package_does_so(self):
+        if importlib.util.find_spec("tensorizer") is None:
+            self.skipTest("needs tensorizer")
+        from tensorizer.torch_compat import tensorizer_loading as genuine_loading, tensorizer_saving as genuine_saving
+
+        from tensorfs.compat.tensorizer.torch_compat import tensorizer_loading
+
+        torch, random, outcomes = self.torch, np.random.default_rng(5), set()
+
+        def saved():
+            tensors = []
+            for _ in range(random.integers(1, 4)):
+                base = torch.rand(int(random.integers(1, 5)), int(random.integers(1, 5)))
+                base = base.to([torch.float32, torch.float64, torch.uint8, torch.uint16][random.integers(4)])
+                tensors.append([base, base.t(), base[1:], base[:, :1], base.view(-1)[-1:]][random.integers(5)])
+            return tensors
+
+        def loaded(loading, path):
+            try:
+                with loading(device="cpu"):
+                    return torch.load(path, weights_only=False)
+            except (RuntimeError, IndexError, pickle.UnpicklingError) as e:
+                return e
+
+        for _ in range(60):
+            asked = saved()
+            path = self.mixed(asked, saved(), genuine_saving)
+            theirs, ours = loaded(genuine_loading, path), loaded(tensorizer_loading, path)
+            outcomes.add((type(theirs), type(ours).__name__))
+            if isinstance(theirs, Exception):
+                self.assertIsInstance(ours, Exception)
+            elif isinstance(ours, Exception):
+                # The genuine package loads a file with more tensors than the save.
+                self.assertRegex(str(ours), "is not in the file of torch")
+            else:
+                for tensor, other in zip(theirs, ours, strict=True):
+                    self.assertEqual((tensor.dtype, tensor.shape), (other.dtype, other.shape))
+                    self.assertEqual(*(each.contiguous().view(torch.uint8).tolist() for each in (tensor, other)))
+        self.assertGreaterEqual(len(outcomes), 4)
 
     def assert_equal(self, one, other):
         states = one.state_dict(), other.state_dict()

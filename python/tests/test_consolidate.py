@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import safetensors
+from safetensors.numpy import save_file
 
 import checkpoints
 import oracle
+from faults import FaultFs
 from manifest import GOOD
 from package import ROOT, Mount, TestCase, has_torch, needs_torch, wait_until
 
@@ -284,6 +287,76 @@ class Consolidate(TestCase):
         _, error = process.communicate(timeout=60)
         self.assertIn(b"KeyboardInterrupt", error)
         self.assertEqual(sorted(os.listdir(self.tmp)), ["large.safetensors", "src"])
+
+    def test_config_gives_the_small_files_that_a_mount_with_it_shows(self):
+        base = self.tmp / "base"
+        base.mkdir()
+        (base / "config.json").write_text('{"model_type": "llama"}')
+        (base / "tokenizer.json").write_text("{}")
+        (base / "pytorch_model.bin").write_bytes(b"x")
+        for config, names in ((base, ["config.json", "tokenizer.json"]), (base / "tokenizer.json", ["tokenizer.json"])):
+            with self.subTest(config):
+                self.assert_like_mount(self.source, config=config)
+                tensorfs.consolidate(self.source, self.out, config=str(config), overwrite=True)
+                self.assertEqual(sorted(os.listdir(self.out)), sorted([*names, "model.safetensors", "model.safetensors.index.json"]))
+                shutil.rmtree(self.out)
+        for how, cls, said in (
+            ({"config": self.tmp / "none"}, FileNotFoundError, "none"),
+            ({"config": self.source}, tensorfs.SafetensorError, "no small file there, like config.json"),
+            ({"config": base, "numbers": {"a": 1, "b": 1}}, tensorfs.SafetensorError, "give no config"),
+        ):
+            with self.subTest(how), self.assertRaisesRegex(cls, said):
+                tensorfs.consolidate(self.source, self.out, **how)
+        self.assertFalse(self.out.exists())
+
+    def test_a_source_that_does_not_answer_is_a_timeout_and_nothing_is_left(self):
+        numbers = {"a": 1, "b": 1}
+        # The folder is listed for the list of numbers, within the deadline too.
+        for request, how in (("", {}), ("-lookup", {}), ("-open", {}), ("-getattr", {"numbers": numbers}), ("-readdir", {"numbers": numbers})):
+            with self.subTest(request, **how), FaultFs(self.source) as source, source.lifted():
+                source.tell(f"stall{request}", "*")
+                with self.assertRaisesRegex(TimeoutError, f"cannot open: the file system does not answer within 0.5 s \\(io_timeout\\): '{source.path}'"):
+                    tensorfs.consolidate(source.path, self.out, io_timeout=0.5, **how)
+        self.assertEqual(os.listdir(self.tmp), ["src"])
+
+    def in_a_stall(self, action, seconds):
+        """The output of a copy whose source stalls in the middle of it, after `action`: two lines."""
+        code = """
+import os, sys, tensorfs
+try:
+    tensorfs.consolidate(sys.argv[1], sys.argv[2], io_timeout=float(sys.argv[3]))
+except BaseException as e:
+    print(type(e).__name__, e, flush=True)
+print(os.listdir(os.path.dirname(sys.argv[2])), flush=True)
+os._exit(0)
+"""
+        large = self.tmp / "large"
+        large.mkdir()
+        save_file({str(at): np.full(1 << 20, at, np.uint8) for at in range(64)}, large / "model.safetensors")
+        place = self.tmp / "place"
+        place.mkdir()
+        with FaultFs(large) as source, source.lifted():
+            source.tell("delay", "*.safetensors", 20)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            words = [sys.executable, "-c", code, source.path, place / "out", str(seconds)]
+            with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+                wait_until((place / ".out.tensorfs-partial").exists, 30, "the partial file")
+                source.tell("stall", "*.safetensors")
+                wait_until(source.parked, 30, "a read that stalls")
+                action(process)
+                said = [process.stdout.readline() for _ in "12"]
+                # It cannot end before.
+                source.tell("ok")
+        return said
+
+    def test_a_copy_whose_source_stalls_ends_at_the_deadline(self):
+        said, left = self.in_a_stall(lambda process: None, 2)
+        self.assertRegex(said, "TimeoutError .*did not come within 2 s.*model.safetensors")
+        self.assertEqual(left, "[]\n")
+
+    def test_a_copy_whose_source_stalls_ends_with_ctrl_c(self):
+        said, left = self.in_a_stall(lambda process: process.send_signal(signal.SIGINT), 600)
+        self.assertEqual((said.split()[0], left), ("KeyboardInterrupt", "[]\n"))
 
     def test_torch_and_the_drop_in_write_the_same_tensors_where_torch_is_right(self):
         if not has_torch:

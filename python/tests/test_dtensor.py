@@ -6,7 +6,7 @@ import sys
 import tempfile
 import unittest
 
-from package import TestCase, has_torch
+from package import TestCase, has_torch, python
 
 WORLD = 4
 
@@ -89,6 +89,39 @@ refused(DTensor.from_local(local.double(), mesh, [Shard(0)], run_check=False), "
 cast = DTensor.from_local(local.bfloat16(), mesh, [Shard(0)], run_check=False)
 tensorfs.load_into({"w": cast}, file, cast=True)
 assert torch.equal(cast.to_local(), whole[2 * rank : 2 * rank + 2].bfloat16())
+"""
+
+WRITTEN = """
+def error_of(call):
+    try:
+        call()
+    except Exception as e:
+        return e
+
+mesh, whole = init_device_mesh("cpu", (world,)), torch.randn(8, 8)
+save_file({"w": whole}, file)
+for placement in (Shard(0), Shard(1), Replicate()):
+    for fails in (False, True):
+        into = empty_like(distribute_tensor(whole, mesh, [placement], src_data_rank=None))
+        x = distribute_tensor(torch.ones(8, 8), mesh, [Replicate()], src_data_rank=None).requires_grad_()
+        local = torch.ones_like(into.to_local(), requires_grad=True)
+        y, z = (x * into), (local * into.to_local())
+        genuine = _into.open_checkpoint
+        if fails:
+            def opened_and_cut(*arguments):
+                opened = genuine(*arguments)
+                with open(file, "r+b") as f:
+                    f.truncate(100)
+                return opened
+            _into.open_checkpoint = opened_and_cut
+        error = error_of(lambda: tensorfs.load_into({"w": into}, file))
+        _into.open_checkpoint = genuine
+        assert bool(error) == fails, error
+        ones = distribute_tensor(torch.ones(8, 8), mesh, [Replicate()], src_data_rank=None).redistribute(mesh, y.placements)
+        for backward in (lambda: y.backward(ones), lambda: z.sum().backward()):
+            error = error_of(backward)
+            assert "modified by an inplace operation" in str(error), (placement, fails, error)
+        save_file({"w": whole}, file)
 """
 
 PART = """
@@ -266,6 +299,12 @@ class Distributed(TestCase):
 
     def test_no_more_is_read_than_the_part_of_a_rank_and_nothing_for_an_empty_one(self):
         self.run_in_all(PART)
+
+    def test_a_backward_pass_that_needs_the_shards_of_before_is_refused(self):
+        # One process is enough: ranks do not wait for each other.
+        ended = "\ndist.destroy_process_group()\nprint('done')"
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+        self.assertEqual(python(SETUP + WRITTEN + ended, 0, 1, self.tmp, **environment)[-5:], "done\n")
 
     def test_models_of_fsdp2_and_tensor_parallelism_are_filled(self):
         self.run_in_all(MODELS)

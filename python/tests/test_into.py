@@ -261,6 +261,97 @@ class OfTorch(TestCase):
         self.assertEqual(python(f"{SETUP}{code}\nprint('done')", self.file), "done\n")
 
     @needs_torch
+    def test_a_backward_pass_that_needs_the_weights_of_before_is_refused_as_after_load_state_dict(self):
+        self.run_torch("""
+file = sys.argv[1]
+linear = torch.nn.Linear(17, 33, bias=False)
+base, tied, lone = torch.ones(33, 17), torch.ones(33, 17), torch.ones(33, 17)
+separate = base.data
+mappings = {
+    "state dict": (linear.weight, linear.state_dict()),
+    "parameter": (linear.weight, dict(linear.named_parameters())),
+    "view": (base, {"weight": base.view(-1).view(33, 17)}),
+    "base": (base[:], {"weight": base}),
+    "data of a tensor": (separate, {"weight": separate}),
+    "two names": (tied.data, {"weight": tied, "other": None}),
+    "a name that the checkpoint lacks": (lone.data, {"weight": lone, "again": None}),
+}
+mappings["two names"][1]["other"] = mappings["two names"][0]
+mappings["a name that the checkpoint lacks"][1]["again"] = mappings["a name that the checkpoint lacks"][0]
+
+def backward_is_refused(used, load, fails=None):
+    x = torch.ones(2, 17, requires_grad=True)
+    y = (x @ used.t()).sum()
+    try:
+        load()
+    except Exception as e:
+        assert fails is not None and fails in str(e), e
+    else:
+        assert fails is None
+    try:
+        y.backward()
+    except RuntimeError as e:
+        return "modified by an inplace operation" in str(e)
+    return False
+
+def check():
+    for kind, (used, mapping) in mappings.items():
+        strict = kind != "two names"
+        source = file if strict else both
+        assert backward_is_refused(used, lambda: tensorfs.load_into(mapping, source, strict=strict)), kind
+        if "other" in mapping or "again" in mapping:
+            continue
+        truncated = sys.argv[1] + ".again.safetensors"
+        save_file({"weight": torch.ones(33, 17)}, truncated)
+        def fail():
+            genuine = tensorfs._into.open_checkpoint
+            def opened_and_cut(*arguments):
+                opened = genuine(*arguments)
+                os.truncate(truncated, 1000)
+                return opened
+            tensorfs._into.open_checkpoint = opened_and_cut
+            try:
+                tensorfs.load_into(mapping, truncated)
+            finally:
+                tensorfs._into.open_checkpoint = genuine
+        assert backward_is_refused(used, fail, truncated), kind
+    # Nothing is written, and nothing counted, if a target does not fit.
+    for wrong in ({"weight": torch.ones(3)}, {"weight": torch.ones(33, 17), "more": torch.ones(1)}):
+        before = [t._version for t in wrong.values()]
+        try:
+            tensorfs.load_into(wrong, file)
+        except tensorfs.MismatchError:
+            assert [t._version for t in wrong.values()] == before
+        else:
+            raise AssertionError
+    with torch.inference_mode():
+        inference = torch.zeros(33, 17)
+        tensorfs.load_into({"weight": inference}, file)
+        tensorfs.load_into({"weight": base}, file)
+    tensorfs.load_into({"weight": inference}, file)
+    assert (inference == 1).all() and inference.is_inference()
+    for dtype in (torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16, torch.bfloat16):
+        for shape in ((), (3,), (0, 2)):
+            small = torch.zeros(shape, dtype=dtype)
+            save_file({"s": small}, sys.argv[1] + ".s.safetensors")
+            before = small._version
+            tensorfs.load_into({"s": small}, sys.argv[1] + ".s.safetensors")
+            assert small._version > before, (dtype, shape)
+
+import os
+import tensorfs._into
+from safetensors.torch import save_file
+save_file({"weight": torch.ones(33, 17)}, file)
+both = file + ".both.safetensors"
+save_file({"weight": torch.ones(33, 17), "other": torch.ones(33, 17)}, both)
+assert backward_is_refused(linear.weight, lambda: linear.load_state_dict({"weight": torch.ones(33, 17)}))
+check()
+# Older versions of torch lack it.
+torch.autograd.graph.__dict__.pop("increment_version")
+check()
+""")
+
+    @needs_torch
     def test_tensors_without_memory_of_their_own_are_refused(self):
         self.run_torch("""
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -38,9 +38,9 @@ class Patched(TestCase):
         with tensorfs.patched(copy=False):
             self.assertFalse(owns())
             np.testing.assert_array_equal(safetensors.numpy.load_file(self.file)["a"], self.tensors["a"])
-            with tensorfs.patched():
+            with tensorfs.patched(copy=True):
                 self.assertTrue(owns())
-            self.assertFalse(owns())
+            self.assertIs(owns(), False)
 
     def test_names_bound_anywhere_are_ours_within_the_block_only(self):
         genuine = safetensors.safe_open
@@ -56,6 +56,33 @@ class Patched(TestCase):
         self.assertIs(safetensors.safe_open, genuine)
         self.assertIs(safetensors.numpy.safe_open, genuine)
         self.assertIs(bound_by_name, genuine)
+
+    def test_only_modules_that_changed_are_searched_again(self):
+        with tensorfs.patched():
+            pass
+        late = types.ModuleType("late")
+        kind = tensorfs._patch._Searched
+        counted = mock.patch.object(kind, "search", autospec=True, side_effect=kind.search)
+        with mock.patch.dict(sys.modules, late=late), counted as searched:
+            with tensorfs.patched():
+                late.name = safetensors.safe_open
+                self.assertTrue(self.is_ours(late.name))
+            self.assertFalse(self.is_ours(late.name))
+            self.assertIs(late.name, safetensors.safe_open)
+            with tensorfs.patched():
+                self.assertTrue(self.is_ours(late.name))
+            self.assertLess(searched.call_count, 10)
+
+    def test_a_module_that_imports_it_later_in_place_of_none_is_ours_too(self):
+        late = types.ModuleType("late")
+        late.safe_open = None
+        with mock.patch.dict(sys.modules, late=late):
+            with tensorfs.patched():
+                pass
+            late.safe_open = safetensors.safe_open
+            with tensorfs.patched():
+                self.assertTrue(self.is_ours(late.safe_open))
+            self.assertIs(late.safe_open, safetensors.safe_open)
 
     def test_load_file_takes_what_only_we_can_open(self):
         folder = hf_set(self.tmp / "hf")

@@ -117,6 +117,12 @@ class Prefetch(TestCase):
         self.assertEqual(names, self.opened.offset_keys())
         self.assertEqual(len(loaded), batches)
 
+    def test_the_first_batch_is_small_and_batches_grow(self):
+        info = tensorfs._reader.Info("t", 0, "U8", [4 << 20], 4 << 20)
+        tensorfs._open._BATCH_MAX = 64 << 20
+        lengths = [4 * len(batch) for batch in tensorfs._open._batches([(info, None)] * 60)]
+        self.assertEqual(lengths, [16, 32, 64, 64, 64])
+
     def test_an_iterator_that_is_left_ends_its_thread(self):
         tensors = self.opened.tensors()
         next(tensors)

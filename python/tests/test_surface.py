@@ -2,6 +2,7 @@
 
 import os
 import random
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -215,6 +216,122 @@ class SingleFile(TestCase):
                     self.assertEqual(outcome(lambda: f.get_slice("b.matrix")[index])[1], refused)
             np.testing.assert_array_equal(f.get_slice("b.matrix")[[]], g.get_slice("b.matrix")[[]])
 
+    def test_odd_indices_are_taken_or_refused_alike(self):
+        class Fails:
+            def __index__(self):
+                raise RuntimeError("no index")
+
+        class One:
+            def __index__(self):
+                return 1
+
+        odd = [True, False, (True, 1), (..., True), One(), Fails(), np.int64(1), np.array(1), np.array([1]), 1 << 70, -(1 << 70)]
+        odd += [slice(bound, None) for bound in ("a", 1.5, True, One(), Fails(), 1 << 70, -(1 << 70), np.array([1, 2]))]
+        odd += [slice(None, None, step) for step in ("a", 0, -1, 1 << 70, True)]
+        ours, genuine = self.both()
+        with ours as f, genuine as g:
+            for name in ("b.matrix", "scalar"):
+                for index in odd:
+                    with self.subTest(name=name, index=index):
+                        array, refused = outcome(lambda: g.get_slice(name)[index])
+                        got, why = outcome(lambda: f.get_slice(name)[index])
+                        self.assertEqual(got is None, array is None)
+                        if array is None:
+                            # The interpreter has several texts for a number that is too large.
+                            words = 1 if refused[0] is OverflowError else 2
+                            self.assertEqual(why[:words], refused[:words])
+                        else:
+                            np.testing.assert_array_equal(got, array)
+
+    @needs_torch
+    def test_what_torch_says_to_an_odd_index_is_said_alike(self):
+        import torch
+        import safetensors.torch
+
+        class Fails:
+            def __index__(self):
+                raise KeyError("no index")
+
+        masks = [np.array(flag) for flag in (True, False)] + [np.array([1, 0, 1, 0], bool), [True, False, True, False], np.bool_(True)]
+        masks += [torch.tensor(True), torch.tensor([True, False, True, True]), torch.tensor(1, dtype=torch.uint8), np.array(1, np.uint8)]
+        masks += [np.array([0, 1, 0, 0], np.uint8), (np.array(True), 0), (0, np.ones(6, bool)), (True, 0), True, None, (..., None)]
+        floats = [1.5, np.float32(1), np.array(1.5), np.array([1.5]), torch.tensor(1.5), (torch.tensor(1.5), 0), torch.tensor([0.5]), torch.tensor(1j)]
+        others = ["a", b"a", (0, "a"), {}, object(), Fails(), torch, np.array("a"), np.array(None), ["a"], range(2), slice("a"), slice(1.0, 2)]
+        outside = [9, -9, 10**20, np.int64(9), torch.tensor(9), torch.tensor([9]), [9], (0, 0, 0, 0), (..., ...), ([0, 1], [1, 2, 3]), (0,) * 65]
+        steps = [slice(None, None, step) for step in (0, -1, 2, 1.5, 10**30)] + [slice(torch.tensor(1), None), slice(Fails(), None)]
+        numbers = [0, -1, np.int32(-1), np.array(1), np.uint8(1), torch.tensor(1), [0, 1], [], ([0, 1], 0), torch.tensor([0, 2]), slice(-3, -1), ..., ()]
+        tensors = {
+            "matrix": torch.arange(24.0).reshape(4, 6),
+            "cube": torch.arange(24).reshape(2, 3, 4),
+            "vector": torch.arange(4),
+            "scalar": torch.tensor(2.5),
+            "empty": torch.zeros(0, 3),
+            "halves": torch.arange(24, dtype=torch.bfloat16).reshape(4, 6),
+        }
+        safetensors.torch.save_file(tensors, self.file)
+        for copy in (True, False):
+            with warnings.catch_warnings(), tensorfs.safe_open(self.file, "pt", copy=copy) as f, safetensors.safe_open(self.file, "pt") as g:
+                # Torch warns of masks of bytes, and of lists of lists.
+                warnings.simplefilter("ignore")
+                for name in tensors:
+                    ours, genuine = f.get_slice(name), g.get_slice(name)
+                    for index in masks + floats + others + outside + steps + numbers:
+                        with self.subTest(name=name, index=index, copy=copy):
+                            try:
+                                right, refused = genuine[index], None
+                            except Exception as e:
+                                refused = type(e)
+                            if refused is None:
+                                self.assertTrue(torch.equal(ours[index], right))
+                                continue
+                            with self.assertRaises(Exception) as caught:
+                                ours[index]
+                            self.assertIs(type(caught.exception), refused)
+
+    def test_names_that_are_no_text_are_refused_as_that(self):
+        with tensorfs.safe_open(self.file, "np") as f:
+            for names, found in ((b"scalar", "names: expected .* not bytes"), ([b"scalar"], "is a str, not bytes"), ([1], "is a str, not int")):
+                for load in (f.get_tensors, f.tensors, f.nbytes, lambda names: tensorfs.load_file(self.file, "np", names=names)):
+                    with self.subTest(names=names), self.assertRaisesRegex(TypeError, found):
+                        load(names)
+            with self.assertRaisesRegex(TypeError, "is a str, not bytes"):
+                f.prefetch({b"scalar": None})
+        with self.assertRaisesRegex(TypeError, "include: expected a glob or a list of them, not bytes"):
+            tensorfs.safe_open(self.file, "np", include=b"scalar")
+
+    def test_a_tensor_that_the_framework_cannot_have_is_named(self):
+        for shape in ([1] * 65, [0, 1 << 62], [0, 1 << 63]):
+            file = self.tmp / "odd.safetensors"
+            write_shard(file, [("odd", "F32", shape, bytes(0 if 0 in shape else 4))])
+            with tensorfs.safe_open(file, "np") as f:
+                for load in (lambda: f.get_tensor("odd"), f.get_tensors, lambda: f.get_slice("odd")[...]):
+                    with self.assertRaisesRegex(tensorfs.SafetensorError, "tensor `odd`: numpy has no tensor of shape"):
+                        load()
+
+    def test_a_gpu_number_that_no_machine_has_is_refused_by_name(self):
+        for device in ("cuda:" + "9" * 30, 10**30, "9" * 5000, 1 << 63):
+            with self.assertRaisesRegex(tensorfs.SafetensorError, "is invalid: no GPU has a number of more than 9 digits"):
+                tensorfs.safe_open(self.file, "pt", device)
+
+    def test_a_handle_and_its_slices_are_pickled_as_its_arguments_and_open_again(self):
+        import pickle
+
+        with tensorfs.safe_open(self.file, "np", include=["b.*", "s*"], chunk="1M") as f:
+            with pickle.loads(pickle.dumps(f)) as again:
+                self.assertEqual(again.keys(), f.keys())
+                np.testing.assert_array_equal(again.get_tensor("b.matrix"), self.tensors["b.matrix"])
+            part = f.get_slice("b.matrix")
+            again, both = pickle.loads(pickle.dumps([part, f.get_slice("scalar")])), part[1:3]
+            np.testing.assert_array_equal(again[0][1:3], both)
+            self.assertIs(again[0]._opened, again[1]._opened)
+        for handle in (f, part):
+            with self.assertRaisesRegex(tensorfs.SafetensorError, "File is closed"):
+                pickle.dumps(handle)
+        # A plain file takes no key.
+        f._open, f._arguments["key"] = f, bytes(32)
+        with self.assertRaisesRegex(TypeError, "give key_file="):
+            pickle.dumps(f)
+
     def test_what_is_wrong_with_a_call_is_said_in_the_same_words(self):
         def opened(cls, *arguments, **how):
             return lambda: cls(self.file, *arguments, **how) and 0
@@ -263,7 +380,10 @@ class SingleFile(TestCase):
             self.assertEqual(set(f.get_tensors(re.compile("^e|a.c"))), {"empty", "a.cube"})
             self.assertEqual(set(f.get_tensors(["scalar"])), {"scalar"})
             self.assertEqual([name for name, _ in f.tensors("*a*")], [n for n in f.offset_keys() if "a" in n])
-            self.assertEqual(f.get_tensors("nothing*"), {})
+            for nothing in ("nothing*", re.compile("nothing")):
+                with self.assertRaisesRegex(tensorfs.SafetensorError, r"names='nothing.*' matches none of the \d tensors: a.cube"):
+                    f.get_tensors(nothing)
+            self.assertEqual(f.get_tensors([]), {})
             with self.assertRaisesRegex(tensorfs.SafetensorError, "absent"):
                 f.get_tensors(["scalar", "absent"])
         self.assertEqual(set(tensorfs.load_file(self.file, "np", names="f*")), {"flags"})

@@ -9,8 +9,9 @@ use crate::store::Store;
 use crate::store::resolve::{LinkBounds, Unusable};
 use crate::view::ReadConfig;
 
-use super::load::read_text;
-use super::tree::Folder;
+use super::folder::Folder;
+use super::load::{FilePlace, read_text};
+use super::small_files::small_file;
 
 /// Name of the file.
 pub(super) const CONFIG: &str = "config.json";
@@ -24,12 +25,14 @@ pub(super) fn with_config_of<T>(
     options: &OpenOptions,
     act: impl FnOnce(ReadConfig<'_>) -> T,
 ) -> T {
-    match folder.file(CONFIG) {
-        Some(file) => act(&|| read(&file.path).map(Some)),
+    let given = small_file(options, CONFIG.as_ref());
+    match given.as_ref().or_else(|| folder.file(CONFIG)) {
+        Some(file) => act(&|| read((&file.store, &file.path)).map(Some)),
         // The folder of a single file lists no others.
         None => {
-            let real = options.follow.iter().filter_map(|path| Store::Local.real_path(path).ok());
-            let bounds = LinkBounds::new(folder.path.clone(), real.collect(), options.links);
+            let real = options.follow.iter().filter_map(|path| folder.store.real_path(path).ok());
+            let (store, root) = (folder.store.clone(), folder.path.clone());
+            let bounds = LinkBounds::new(store, root, real.collect(), options.links);
             act(&|| read_within(&folder.path, &bounds))
         }
     }
@@ -37,7 +40,8 @@ pub(super) fn with_config_of<T>(
 
 /// Calls `act` with a function that reads the file in the folder at `directory`.
 pub(super) fn with_config_beside<T>(directory: &Path, act: impl FnOnce(ReadConfig<'_>) -> T) -> T {
-    let bounds = LinkBounds::new(directory.to_owned(), Vec::new(), Links::Anywhere);
+    let (store, root) = (Store::of(directory), directory.to_owned());
+    let bounds = LinkBounds::new(store, root, Vec::new(), Links::Anywhere);
     act(&|| read_within(directory, &bounds))
 }
 
@@ -45,20 +49,20 @@ pub(super) fn with_config_beside<T>(directory: &Path, act: impl FnOnce(ReadConfi
 /// nothing has that name.
 fn read_within(directory: &Path, bounds: &LinkBounds) -> Result<Option<Vec<u8>>, String> {
     let path = directory.join(CONFIG);
-    match Store::Local.version(&path) {
+    match bounds.store().version(&path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         _ => {}
     }
     let fail = |why: Unusable| format!("{} is {}; {}", shown_path(&path), why.text(), why.advice());
     match bounds.resolve(&path).map_err(fail)? {
-        (real, identity) if identity.is_file() => read(&real).map(Some),
-        (_, identity) if identity.is_folder() => {
+        (real, version) if version.is_file() => read((bounds.store(), &real)).map(Some),
+        (_, version) if version.is_folder() => {
             Err(format!("{} is a folder; put a regular file there", shown_path(&path)))
         }
         _ => Err(fail(Unusable::Special)),
     }
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, String> {
-    read_text(path, LEN_MAX).map_err(|error| error.to_string())
+fn read(file: FilePlace<'_>) -> Result<Vec<u8>, String> {
+    read_text(file, LEN_MAX).map_err(|error| error.to_string())
 }

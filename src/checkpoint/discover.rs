@@ -13,11 +13,12 @@ use crate::format::{InputFormat, OutputFormat};
 use crate::open_options::Prefer;
 use crate::store::resolve::Unusable;
 use crate::sync::Mutex;
+use crate::version::FileId;
 
+use super::folder::{File, Folder};
 use super::header_memory::{Reserved, admitted, folder_max, too_many};
-use super::load::{OpenShard, Unread, named_in, open_links, read_text};
+use super::load::{FilePlace, OpenShard, Unread, named_in, open_links, read_text};
 use super::openers::map_files;
-use super::tree::{File, Folder};
 
 /// The reason why the files of a set belong together, in the order of precedence.
 ///
@@ -161,21 +162,20 @@ fn open_headers(
     max: u64,
     secret: Option<&Secret>,
 ) -> (Weights, Reserved) {
-    // Names and paths of each inode.
-    let mut links: Vec<Vec<(&str, &Path)>> = Vec::new();
-    let mut by_inode: HashMap<(u64, u64), usize> = HashMap::new();
+    // Names and places of each file.
+    let mut links: Vec<Vec<(&str, FilePlace<'_>)>> = Vec::new();
+    let mut by_inode: HashMap<FileId, usize> = HashMap::new();
     for (name, file) in files {
-        let inode = (file.identity.dev, file.identity.ino);
-        let index = *by_inode.entry(inode).or_insert(links.len());
+        let index = *by_inode.entry(file.version.file()).or_insert(links.len());
         if index == links.len() {
             links.push(Vec::new());
         }
-        links[index].push((name, &file.path));
+        links[index].push((name, (&file.store, &file.path)));
     }
     let numbers: Vec<usize> = (0..links.len()).collect();
     let open = |&index: &usize| {
-        let (name, path) = links[index][0];
-        (index, Unread::open(name, path).map_err(|error| named_in(folder, name, error)))
+        let (name, file) = links[index][0];
+        (index, Unread::open(name, file).map_err(|error| named_in(folder, name, error)))
     };
     let mut opened = map_files(&numbers, open);
     // The files are sorted by name, so that every run refuses the same ones.
@@ -328,7 +328,7 @@ fn read_maps(folder: &Folder) -> Vec<MapFile> {
     let maps = named.filter_map(|(name, file)| {
         let output = names::weight_map_output(name)?;
         let mut names = BTreeSet::new();
-        let parsed = read_text(&file.path, WEIGHT_MAP_LEN_MAX).and_then(|text| {
+        let parsed = read_text((&file.store, &file.path), WEIGHT_MAP_LEN_MAX).and_then(|text| {
             let parsed = WeightMap::parse(&text);
             names = match &parsed {
                 Ok(map) => map.shard_of.files().iter().cloned().collect(),
@@ -394,7 +394,9 @@ fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) 
     let misfit = folder.misfits.iter().find(|misfit| misfit.name == shard);
     let state = match misfit.map(|misfit| misfit.why) {
         Some(why) => format!("is {}; {}", why.text(), why.advice()),
-        None if folder.path.join(shard).exists() => "is not a regular file".to_owned(),
+        None if folder.store.version(&folder.path.join(shard)).is_ok() => {
+            "is not a regular file".to_owned()
+        }
         None => "is not there".to_owned(),
     };
     let tensors = map.shard_of.iter().filter(|(_, file)| *file == shard).count();
@@ -520,7 +522,7 @@ fn described(set: &Candidate) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::Identity;
+    use crate::store::Store;
 
     fn weight_file(folder: &Path, name: &str, tensor: &str) -> File {
         let header =
@@ -534,8 +536,8 @@ mod tests {
 
     fn look_at(folder: &Path, name: &str) -> File {
         let path = folder.join(name);
-        let identity = Identity::of(&std::fs::metadata(&path).unwrap());
-        File { name: name.into(), path, identity }
+        let version = Store::LOCAL.version(&path).unwrap();
+        File { name: name.into(), store: Store::LOCAL, path, version }
     }
 
     #[test]

@@ -14,8 +14,9 @@ use crate::format::{OutputFormat, names};
 use crate::source::Source;
 use crate::view::{Files, MapPolicy};
 
+use super::folder::{File, Folder, FolderId};
 use super::set::Proved;
-use super::tree::{File, Folder, FolderId, Tree};
+use super::tree::Tree;
 use super::{Checkpoint, SetKind, VirtualFile};
 
 /// Name of the file that says why a set is not shown.
@@ -79,6 +80,9 @@ impl Tree {
             name: name.clone(),
             content: Content::Text(text.clone()),
         }));
+        let given = self.config_files(&folder, proved);
+        shown.retain(|entry| !given.iter().any(|file| file.name == entry.name));
+        shown.extend(given.iter().map(|file| whole(file, None)));
         if let Some(text) = error_text(proved, &folder.lacks) {
             let content = Content::Text(text.into_bytes().into());
             shown.retain(|file| file.name != ERROR_FILE);

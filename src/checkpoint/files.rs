@@ -10,6 +10,7 @@ use crate::error::{Error, Fault, Result, shown_path};
 use crate::format::names;
 use crate::format::tensorizer::keys::Secret;
 use crate::format::weight_map::WeightMap;
+use crate::open_options::OpenOptions;
 use crate::source::Source;
 use crate::store::Store;
 use crate::view::{ReadConfig, View};
@@ -19,8 +20,9 @@ use super::discover::{SetKind, is_noted};
 use super::load::{OpenShard, open_shard, open_source};
 use super::openers::map_files;
 use super::prove::refuse_plain;
-use super::virtual_file::{ArrangedFile, Presented, present};
-use super::{Checkpoint, Tail};
+use super::set::check_demands;
+use super::virtual_file::{ArrangedFile, present};
+use super::{Checkpoint, ProvedSet, Tail};
 
 impl Checkpoint {
     /// Opens `files` as one checkpoint. A single file is opened as it is, even if it holds pieces
@@ -29,11 +31,11 @@ impl Checkpoint {
     /// # Errors
     /// The reason of a refusal, with file and tensor.
     pub fn of_files(files: &[PathBuf]) -> Result<Arc<Checkpoint>> {
-        open_files(files, None, None)
+        open_files(files, None, &OpenOptions::default())
     }
 
-    /// Opens `files`, or those of `map` if it is there, like `of_files` and `of_map`. `secret` opens
-    /// encrypted ones.
+    /// Opens `files`, or those of `map` if it is there, like `of_files` and `of_map`. Only the
+    /// number of shards, the reference and the secret of `options` count.
     ///
     /// # Errors
     /// The reason of a refusal, with file and tensor.
@@ -41,11 +43,11 @@ impl Checkpoint {
     pub fn of_files_with(
         files: &[PathBuf],
         map: Option<&BTreeMap<String, PathBuf>>,
-        secret: Option<&Secret>,
+        options: &OpenOptions,
     ) -> Result<Arc<Checkpoint>> {
         match map {
-            None => open_files(files, None, secret),
-            Some(map) => open_files(&files_of(map), Some(map), secret),
+            None => open_files(files, None, options),
+            Some(map) => open_files(&files_of(map), Some(map), options),
         }
     }
 
@@ -68,7 +70,8 @@ impl Checkpoint {
             open_source(&Arc::new(Heads::default()), folder, name, (source, start), secret)?;
         check_fit(folder, secret, &shard)?;
         // No folder is known that could hold a config.json.
-        of_shards(folder.to_owned(), &[shard], None, name.to_owned(), &|| Ok(None))
+        let (folder, options) = (folder.to_owned(), OpenOptions::default());
+        of_shards(folder, &[shard], None, name.to_owned(), &options, &|| Ok(None))
     }
 
     /// Opens the files of `map`, which assigns a file to each tensor.
@@ -76,7 +79,7 @@ impl Checkpoint {
     /// # Errors
     /// The reason of a refusal, with file and tensor.
     pub fn of_map(map: &BTreeMap<String, PathBuf>) -> Result<Arc<Checkpoint>> {
-        open_files(&files_of(map), Some(map), None)
+        open_files(&files_of(map), Some(map), &OpenOptions::default())
     }
 
     /// The same checkpoint with closed files, for a child process made by fork(2). Threads that the
@@ -85,19 +88,9 @@ impl Checkpoint {
     pub fn renewed(&self) -> Arc<Checkpoint> {
         let sources = self.sources.iter().map(|source| source.renewed());
         Arc::new(Checkpoint {
-            name: self.name.clone(),
-            kind: self.kind,
-            format: self.format,
-            directory: self.directory.clone(),
-            tail: self.tail,
-            proved: self.proved.clone(),
-            catalog: self.catalog.clone(),
-            is_whole_file: self.is_whole_file,
             sources: sources.collect(),
             files: self.files.iter().map(|file| ArrangedFile::new(file.spec.clone())).collect(),
-            map: self.map.clone(),
-            manifest: self.manifest,
-            config: self.config,
+            ..self.clone()
         })
     }
 }
@@ -110,8 +103,9 @@ fn files_of(map: &BTreeMap<String, PathBuf>) -> Vec<PathBuf> {
 fn open_files(
     files: &[PathBuf],
     map: Option<&BTreeMap<String, PathBuf>>,
-    secret: Option<&Secret>,
+    options: &OpenOptions,
 ) -> Result<Arc<Checkpoint>> {
+    let secret = options.secret.as_deref();
     let Some(first) = files.first() else {
         return Err(Error::usage("no files: name at least one"));
     };
@@ -125,7 +119,10 @@ fn open_files(
     }
     let named: Vec<(String, PathBuf)> = named.into_iter().collect();
     let heads = Arc::new(Heads::default());
-    let open = |(name, path): &(String, PathBuf)| open_shard(&heads, &folder, name, path, secret);
+    let store = Store::of(&folder);
+    let open = |(name, path): &(String, PathBuf)| {
+        open_shard(&heads, &folder, name, (&store, path), secret)
+    };
     let loaded = map_files(&named, open).into_iter().collect::<Result<Vec<OpenShard>>>()?;
     if let [one] = loaded.as_slice() {
         check_fit(&folder, secret, one)?;
@@ -133,7 +130,9 @@ fn open_files(
     refuse_plain(&loaded).map_err(|fault| Error::refused(&folder, fault))?;
     let map = map.map(|map| weight_map(&folder, map)).transpose()?;
     let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
-    with_config_beside(&folder, |config| of_shards(folder.clone(), &loaded, map, output, config))
+    with_config_beside(&folder, |config| {
+        of_shards(folder.clone(), &loaded, map, output, options, config)
+    })
 }
 
 /// Refuses a secret for a file that is not encrypted.
@@ -150,10 +149,16 @@ fn of_shards(
     loaded: &[OpenShard],
     map: Option<WeightMap>,
     output: String,
+    options: &OpenOptions,
     read_config: ReadConfig<'_>,
 ) -> Result<Arc<Checkpoint>> {
     let (kind, catalog) =
         catalog_of(loaded, map.as_ref()).map_err(|fault: Fault| Error::refused(&folder, fault))?;
+    // The caller requested exactly these files. Only DCP shards without recorded shapes may lack last
+    // pieces.
+    let proven = check_demands(&folder, &catalog, options)?
+        || kind != SetKind::Dcp
+        || catalog.shapes_recorded;
     let source = |name: &str| loaded.iter().find(|file| file.shard.name == name);
     let sources =
         catalog.shards.iter().filter_map(|shard| Some(source(&shard.name)?.source.clone()));
@@ -161,28 +166,17 @@ fn of_shards(
     let view = View::default();
     let presented = present(catalog, kind, &output, &view, read_config)
         .map_err(|fault| Error::refused(&folder, fault))?;
-    let Presented { proved, catalog, files, is_whole_file, config } = presented;
-    Ok(Arc::new(Checkpoint {
+    let set = ProvedSet {
         name: output,
         kind,
         format: view.format,
         directory: folder,
-        // The caller requested exactly these files. Only DCP shards without recorded shapes may
-        // lack last pieces.
-        tail: if kind == SetKind::Dcp && !catalog.shapes_recorded {
-            Tail::Unproven
-        } else {
-            Tail::Proven
-        },
-        proved,
-        catalog,
-        is_whole_file,
+        tail: if proven { Tail::Proven } else { Tail::Unproven },
         sources,
-        files,
         map: map.map(|map| (names::weight_map(&names::whole("model")), map.metadata)),
         manifest: None,
-        config,
-    }))
+    };
+    Ok(Arc::new(Checkpoint::new(set, presented)))
 }
 
 fn catalog_of(
@@ -208,13 +202,13 @@ fn folder_of(file: &Path) -> Result<PathBuf> {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    Store::Local.real_path(folder).map_err(|e| Error::io(file, "open", e))
+    Store::of(folder).real_path(folder).map_err(|e| Error::io(file, "open", e))
 }
 
 /// The name of `file` in a checkpoint in `folder`, and its real path. The name of a file in another
 /// folder is its whole path.
 fn name_in(folder: &Path, file: &Path) -> Result<(String, PathBuf)> {
-    let real = Store::Local.real_path(file).map_err(|e| Error::io(file, "open", e))?;
+    let real = Store::of(file).real_path(file).map_err(|e| Error::io(file, "open", e))?;
     let own = folder_of(file)?;
     let name = file.file_name().and_then(|name| name.to_str());
     let name = match name {

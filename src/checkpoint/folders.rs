@@ -5,8 +5,24 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::scan::ScanLimits;
-use super::tree::{Folder, FolderId};
+use super::folder::{Folder, FolderId};
+
+/// Limits for the scan of one source.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ScanLimits {
+    /// Maximum depth of a folder that is entered, because links could make an endless tree.
+    pub(super) depth: usize,
+    /// Maximum number of files and folders in one source.
+    pub(super) entries: usize,
+    /// Maximum number of folders behind links. A few links to each other's folders make many paths.
+    pub(super) linked: usize,
+    /// Maximum number of files and folders in folders behind links.
+    pub(super) linked_entries: usize,
+}
+
+/// The limits of every source.
+pub(super) const LIMITS: ScanLimits =
+    ScanLimits { depth: 40, entries: 4_000_000, linked: 20_000, linked_entries: 1_000_000 };
 
 /// The folders of a tree. A number is never used again, so that a late result about a folder that
 /// is gone finds nothing.

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::sync::{Condvar, Mutex};
+use crate::system_memory;
 
 /// Bytes of headers of one folder that are read on every machine.
 const FOLDER_MIN: u64 = 512 << 20;
@@ -77,10 +78,8 @@ impl Drop for Reserved {
 pub(super) fn folder_max() -> u64 {
     static MAX: OnceLock<u64> = OnceLock::new();
     *MAX.get_or_init(|| {
-        let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        let total = info.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-        let total = total.and_then(|kib| kib.trim().trim_end_matches(" kB").parse::<u64>().ok());
-        (total.unwrap_or(0) * 1024 / FOLDER_SHARE).max(FOLDER_MIN)
+        let total = system_memory::of_machine("MemTotal").unwrap_or(0);
+        (total / FOLDER_SHARE).max(FOLDER_MIN)
     })
 }
 

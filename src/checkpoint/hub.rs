@@ -9,14 +9,11 @@ use crate::error::shown_path;
 use crate::format::names;
 use crate::hash::Digest;
 
-use super::tree::{Folder, is_twin};
+use super::folder::{Folder, is_twin};
 
 /// Files that programs look for in the folder of a model.
 const MODEL_FILES: [&str; 4] =
     ["config.json", "model_index.json", "adapter_config.json", "model.safetensors"];
-
-/// Longest name of a model or of its organization.
-const NAME_LEN_MAX: usize = 96;
 
 /// The folders of a cache in which each model of `scanned` is one snapshot. `scanned` is a whole
 /// source, parents before children, whose folders refer to each other by position; so does the
@@ -137,8 +134,9 @@ impl Hub<'_> {
     /// Adds a folder `name` with no entries of its own, which stands for `of`.
     fn make(&mut self, parent: Option<usize>, name: &OsStr, of: &Folder) -> usize {
         let made = Folder {
+            store: of.store.clone(),
             path: of.path.clone(),
-            identity: of.identity,
+            version: of.version,
             listed: of.listed,
             made: true,
             ..Folder::default()
@@ -186,12 +184,12 @@ impl Hub<'_> {
 
     fn add_model(&mut self, root: usize, id: &[&str], index: usize) {
         let source = &self.scanned[index];
-        if !id.iter().all(|name| is_name(name)) {
+        if !id.iter().all(|name| names::is_hub_name(name)) {
             let path = shown_path(&source.path);
             tracing::warn!("{path}: not shown: the hub has no models of such a name");
             return;
         }
-        let name = format!("models--{}", id.join("--"));
+        let name = names::hub_model(id);
         if !self.take_name(&name, source) {
             return;
         }
@@ -221,19 +219,6 @@ impl Hub<'_> {
         self.models.insert(name.to_owned(), source.path.clone());
         true
     }
-}
-
-/// Whether the hub may have a model or an organization of this name.
-fn is_name(name: &str) -> bool {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    let at_end = |end: char| name.starts_with(end) || name.ends_with(end);
-    name.len() <= NAME_LEN_MAX
-        && name.chars().all(is_plain)
-        && !name.contains("--")
-        && !name.contains("..")
-        && !name.ends_with(".git")
-        && !at_end('-')
-        && !at_end('.')
 }
 
 /// The revision of a model, in the form of a commit: the same for the same path.

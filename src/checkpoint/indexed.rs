@@ -10,21 +10,20 @@ use crate::error::{Error, shown_path};
 use crate::format::{OutputFormat, manifest, names};
 use crate::hash::Digest;
 use crate::index::{
-    EXTENSION, FileRecord, Fingerprint, Index, IndexStore, PresentedRecord, SETTLED, SetRecord,
+    EXTENSION, FileRecord, Index, IndexStore, PresentedRecord, SETTLED, SetRecord,
     VirtualFileRecord, file_name, now,
 };
 use crate::open_options::{OpenOptions, Prefer};
-use crate::source::{Identity, Source};
-use crate::store::Store;
+use crate::version::Version;
 
-use super::Checkpoint;
 use super::config::with_config_of;
 use super::discover::{SetKind, Weights, is_noted};
+use super::folder::{File, Folder, FolderId};
 use super::openers::map_files;
 use super::set::{IndexState, Origin, Proved, Set, TailEvidence, check_completeness};
-use super::tree::{File, Folder, FolderId, Tree};
-use super::view_records::presented_as_recorded;
-use super::virtual_file::{FileSummary, Presented, VirtualFile, present};
+use super::tree::Tree;
+use super::virtual_file::{FileSummary, VirtualFile, present, presented_as_recorded};
+use super::{Checkpoint, ProvedSet};
 
 /// Maximum bytes of headers for which an index is kept, because it is built in memory.
 const HEADERS_MAX: u64 = 512 << 20;
@@ -49,16 +48,16 @@ pub struct IndexedHeads {
 
 impl IndexedHeads {
     /// The record of the file `name`, `None` if the file may have changed since. `now` is its
-    /// current fingerprint.
-    pub(crate) fn head(&self, name: &str, now: &Fingerprint) -> Option<&FileRecord> {
+    /// current version.
+    pub(crate) fn head(&self, name: &str, now: &Version) -> Option<&FileRecord> {
         let record = self.files.iter().find(|record| record.name == name)?;
-        (record.fingerprint == *now && is_settled(now, self.made)).then_some(record)
+        (record.version == *now && is_settled(now, self.made)).then_some(record)
     }
 }
 
-/// The fingerprint, length and hash of each text file of a folder, or why it could not be read.
+/// The version, length and hash of each text file of a folder, or why it could not be read.
 /// They are taken before the text is parsed, so that a change in between does not match.
-pub(super) type TextHashes = BTreeMap<String, Result<(Fingerprint, Digest), String>>;
+pub(super) type TextHashes = BTreeMap<String, Result<(Version, Digest), String>>;
 
 impl Tree {
     /// The records of the headers in the index of `folder`, which may be out of date. `None` if
@@ -159,7 +158,7 @@ impl<'a> FolderIndex<'a> {
         Some(why)
     }
 
-    /// Compares the files of the folder with `index` by their fingerprints. If a fingerprint leaves
+    /// Compares the files of the folder with `index` by their versions. If a version leaves
     /// a doubt, it compares the first bytes of the file. Returns true if a new index would remove
     /// that doubt for the next start.
     fn compare(&self, index: &Index) -> Result<bool, String> {
@@ -177,17 +176,17 @@ impl<'a> FolderIndex<'a> {
         let mut doubtful = Vec::new();
         let mut renew = false;
         for (record, (_, file)) in index.files.iter().zip(files) {
-            let now = fingerprint(&file.identity);
-            if now == record.fingerprint && is_settled(&now, index.made) {
+            let now = file.version.lasting();
+            if now == record.version && is_settled(&now, index.made) {
                 continue;
             }
             // A catalog depends only on the length of each shard and the bytes before its data.
             let end = record.described.last().map_or(0, |range| range.end);
-            if now.len != record.fingerprint.len || end > now.len {
+            if now.len != record.version.len || end > now.len {
                 return Err(not_as_it_is(record));
             }
             doubtful.push((record, file));
-            renew |= now != record.fingerprint || is_settled(&now, self.started);
+            renew |= now != record.version || is_settled(&now, self.started);
         }
         let compared = map_files(&doubtful, |(record, file)| (has_head(file, record), *record));
         let others = compared.into_iter().filter(|(same, _)| !same).map(|(_, record)| record);
@@ -263,10 +262,10 @@ impl<'a> FolderIndex<'a> {
         let mut sources = Vec::with_capacity(catalog.shards.len());
         for shard in &catalog.shards {
             let file = self.folder.file(&shard.name).ok_or("lists a shard that does not exist")?;
-            if file.identity.len != shard.file_len {
+            if file.version.len != shard.file_len {
                 return Err("lists a shard whose length differs".to_owned());
             }
-            let source = Source::closed(&file.path, file.identity);
+            let source = file.source();
             let index = files.binary_search_by(|record| record.name.as_str().cmp(&shard.name));
             let record = &files[index.map_err(|_| "does not list one of its shards")?];
             source.set_described(record.described.clone(), record.hash);
@@ -303,22 +302,17 @@ impl<'a> FolderIndex<'a> {
             Ok(presented) => presented,
             Err(fault) => return Ok(Err(Error::refused(&self.folder.path, fault))),
         };
-        let Presented { proved, catalog, files, is_whole_file, config } = presented;
-        let checkpoint = Checkpoint {
+        let set = ProvedSet {
             name: record.name,
             kind,
             format: options.view.format,
             directory: self.folder.path.clone(),
             tail,
-            proved,
-            catalog,
-            is_whole_file,
             sources,
-            files,
             map,
             manifest,
-            config,
         };
+        let checkpoint = Checkpoint::new(set, presented);
         Ok(checkpoint.summarize(&record.virtual_files).map(|()| checkpoint))
     }
 
@@ -328,10 +322,10 @@ impl<'a> FolderIndex<'a> {
             names::weight_map_output(name).is_some() || name.ends_with(manifest::SUFFIX)
         });
         let look = |file: &File| {
-            let source = Store::Local.open(&file.path)?;
+            let source = file.store.open(&file.path)?;
             let hash = source.hash_ranges(std::slice::from_ref(&(0..source.len())))?;
             source.check()?;
-            Ok((fingerprint(&source.identity()), hash))
+            Ok((source.version().lasting(), hash))
         };
         let look = |file| look(file).map_err(|e: crate::Error| e.to_string());
         files.map(|(name, file)| (name.to_owned(), look(file))).collect()
@@ -402,7 +396,7 @@ impl<'a> FolderIndex<'a> {
                         return Err(format!("{name} is encrypted"));
                     }
                     let described = loaded.shard.header.described.clone();
-                    (fingerprint(&loaded.source.identity()), described, loaded.hash)
+                    (loaded.source.version().lasting(), described, loaded.hash)
                 }
                 (None, Some(text)) => {
                     let (found, hash) = text.clone()?;
@@ -410,11 +404,11 @@ impl<'a> FolderIndex<'a> {
                 }
                 (None, None) => return Err(format!("{name} was not looked at")),
             };
-            let fingerprint = fingerprint(&file.identity);
-            if fingerprint != found {
+            let version = file.version.lasting();
+            if version != found {
                 return Err(format!("{name} has changed since the folder was looked at"));
             }
-            files.push(FileRecord { name: name.to_owned(), fingerprint, described, hash });
+            files.push(FileRecord { name: name.to_owned(), version, described, hash });
         }
         let sets = proved.sets.iter().map(|set| self.set_record(set, weights));
         let sets: Option<_> = sets.collect();
@@ -461,7 +455,7 @@ impl<'a> FolderIndex<'a> {
 
     fn record_anew(&self, record: &FileRecord) -> Option<FileRecord> {
         let file = self.folder.file(&record.name)?;
-        Some(FileRecord { fingerprint: fingerprint(&file.identity), ..record.clone() })
+        Some(FileRecord { version: file.version.lasting(), ..record.clone() })
     }
 }
 
@@ -479,8 +473,8 @@ fn not_as_it_is(record: &FileRecord) -> String {
 /// Whether the file is unchanged since the scan and has the first bytes of its record.
 fn has_head(file: &File, record: &FileRecord) -> bool {
     let head = || {
-        let source = Store::Local.open(&file.path).ok()?;
-        let same = source.identity() == file.identity;
+        let source = file.store.open(&file.path).ok()?;
+        let same = source.version() == file.version;
         let hash = source.hash_ranges(&record.described).ok()?;
         source.check().ok()?;
         same.then_some(hash)
@@ -489,16 +483,6 @@ fn has_head(file: &File, record: &FileRecord) -> bool {
 }
 
 /// Whether the file had been unchanged for more than `SETTLED` seconds at `made`.
-fn is_settled(file: &Fingerprint, made: i64) -> bool {
-    file.mtime.0.max(file.ctime.0) < made.saturating_sub(SETTLED)
-}
-
-/// The part of an identity that an index records.
-pub(crate) fn fingerprint(identity: &Identity) -> Fingerprint {
-    Fingerprint {
-        ino: identity.ino,
-        len: identity.len,
-        mtime: identity.mtime,
-        ctime: identity.ctime(),
-    }
+fn is_settled(file: &Version, made: i64) -> bool {
+    file.changed().is_none_or(|(seconds, _)| seconds < made.saturating_sub(SETTLED))
 }

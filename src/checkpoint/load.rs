@@ -1,5 +1,6 @@
 //! Reads the description of a checkpoint: headers, weight maps, references.
 
+use std::ffi::OsStr;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,6 +10,7 @@ use zeroize::Zeroizing;
 
 use crate::catalog::{Head, Heads, ShardHeader};
 use crate::error::{Error, ErrorKind, Fault, Result, shown_path};
+use crate::format::foreign::{Evidence, FIRST_LEN};
 use crate::format::manifest::{MANIFEST_LEN_MAX, Reference};
 use crate::format::safetensors::Header;
 use crate::format::tensorizer::decryptor::{Decryptor, EncryptedTensor};
@@ -28,6 +30,9 @@ const TEXT_SNIFF_LEN: u64 = 4096;
 
 /// Key derivations that take this long are logged.
 const DERIVATION_SHOWN_MIN: Duration = Duration::from_secs(1);
+
+/// The store and the path of a file.
+pub(super) type FilePlace<'a> = (&'a Store, &'a Path);
 
 /// An open shard and its header.
 #[derive(Clone, Debug)]
@@ -63,9 +68,9 @@ pub(super) struct Unread {
 }
 
 impl Unread {
-    /// Opens the weight file at `path`, called `name` in its checkpoint.
-    pub(super) fn open(name: &str, path: &Path) -> Result<Unread> {
-        Unread::of(name, Store::Local.open(path)?, 0)
+    /// Opens a weight file that is called `name` in its checkpoint.
+    pub(super) fn open(name: &str, (store, path): FilePlace<'_>) -> Result<Unread> {
+        Unread::of(name, store.open(path)?, 0)
     }
 
     /// The weight file that begins at byte `start` of `source`.
@@ -80,8 +85,14 @@ impl Unread {
         self.detected.as_ref().map_or(0, |detected| detected.description_len)
     }
 
-    /// Reads the header. Its tensors are added to `heads`. `secret` opens an encrypted file.
-    fn parse(&self, heads: &Arc<Heads>, secret: Option<&Secret>) -> Result<Parsed> {
+    /// Why it is no weight file, by its first bytes.
+    pub(super) fn fault(&self) -> Option<&Fault> {
+        self.detected.as_ref().err()
+    }
+
+    /// Reads the header of the file called `name`. Its tensors are added to `heads`. `secret` opens an
+    /// encrypted file.
+    fn parse(&self, name: &str, heads: &Arc<Heads>, secret: Option<&Secret>) -> Result<Parsed> {
         let detected = match &self.detected {
             Ok(detected) => detected,
             Err(fault) => return Ok(Err(fault.clone())),
@@ -90,7 +101,7 @@ impl Unread {
         if detected.is_encrypted && secret.is_none() {
             return Ok(Err(key_required()));
         }
-        let parsed = parse(SourceReader::at(&self.source, self.start), detected)?;
+        let parsed = parse(name, SourceReader::at(&self.source, self.start), detected)?;
         self.source.check()?;
         let (mut description, hash) = match parsed {
             Ok(parsed) => parsed,
@@ -114,19 +125,19 @@ impl Unread {
     }
 }
 
-/// Opens the weight file at `path`, called `name` in its checkpoint in `folder`.
+/// Opens a weight file that is called `name` in its checkpoint in `folder`.
 pub(super) fn open_shard(
     heads: &Arc<Heads>,
     folder: &Path,
     name: &str,
-    path: &Path,
+    file: FilePlace<'_>,
     secret: Option<&Secret>,
 ) -> Result<OpenShard> {
     let named = |error| named_in(folder, name, error);
     let mut tries = 0;
     loop {
-        let read = Unread::open(name, path);
-        let read = read.and_then(|unread| Ok((unread.parse(heads, secret)?, unread)));
+        let read = Unread::open(name, file);
+        let read = read.and_then(|unread| Ok((unread.parse(name, heads, secret)?, unread)));
         match read {
             // New attributes also count as a change here, so the read is tried again.
             Err(Error::Changed { .. }) if tries < READ_TRIES => tries += 1,
@@ -146,40 +157,39 @@ pub(super) fn open_source(
     secret: Option<&Secret>,
 ) -> Result<OpenShard> {
     let unread = Unread::of(name, source, start)?;
-    loaded(folder, name, unread.source.clone(), unread.parse(heads, secret)?)
+    loaded(folder, name, unread.source.clone(), unread.parse(name, heads, secret)?)
 }
 
 /// Opens weight files that are links to one inode, and reads their header once. `links` are their
-/// names and paths, `unread` is the first of them.
+/// names and places, `unread` is the first of them.
 pub(super) fn open_links(
     heads: &Arc<Heads>,
     folder: &Path,
-    links: &[(&str, &Path)],
+    links: &[(&str, FilePlace<'_>)],
     unread: Unread,
     secret: Option<&Secret>,
 ) -> Vec<(String, Result<OpenShard>)> {
     let mut all = Vec::with_capacity(links.len());
     let Some(((first, _), others)) = links.split_first() else { return all };
-    let parsed = match unread.parse(heads, secret) {
+    let parsed = match unread.parse(first, heads, secret) {
         Ok(parsed) => parsed,
         Err(_) => {
-            let open = |name, path| open_shard(heads, folder, name, path, secret);
-            all.extend(links.iter().map(|(name, path)| ((*name).to_owned(), open(name, path))));
+            let open = |name, file| open_shard(heads, folder, name, file, secret);
+            all.extend(links.iter().map(|(name, file)| ((*name).to_owned(), open(name, *file))));
             return all;
         }
     };
-    let identity = unread.source.identity();
-    let link = |name: &str, path: &Path| {
-        let source = Store::Local.open(path).map_err(|error| named_in(folder, name, error))?;
+    let version = unread.source.version();
+    let link = |name: &str, (store, path): FilePlace<'_>| {
+        let source = store.open(path).map_err(|error| named_in(folder, name, error))?;
         // The link leads to another file by now, or its name means another format.
-        if source.identity() != identity
-            || InputFormat::of_name(name) != InputFormat::of_name(first)
+        if source.version() != version || InputFormat::of_name(name) != InputFormat::of_name(first)
         {
-            return open_shard(heads, folder, name, path, secret);
+            return open_shard(heads, folder, name, (store, path), secret);
         }
         loaded(folder, name, source, parsed.clone())
     };
-    let others = others.iter().map(|(name, path)| ((*name).to_owned(), link(name, path)));
+    let others = others.iter().map(|(name, file)| ((*name).to_owned(), link(name, *file)));
     let others: Vec<_> = others.collect();
     all.push(((*first).to_owned(), loaded(folder, first, unread.source, parsed)));
     all.extend(others);
@@ -241,16 +251,17 @@ pub(super) fn named_in(folder: &Path, name: &str, error: Error) -> Error {
     }
 }
 
-/// Parses the header of a source, and hashes the bytes that it consists of.
+/// Parses the header of a source that is called `name`, and hashes the bytes that it consists of.
 ///
 /// # Errors
 /// The outer error is a failed read, the inner one a fault of the header.
 fn parse(
+    name: &str,
     mut reader: SourceReader<'_>,
     detected: &Detected,
 ) -> Result<std::result::Result<(ShardDescription, Digest), Fault>> {
     let source = reader.source;
-    let description = match reader.run(|reader| detected.parse(reader))? {
+    let description = match reader.run(|reader| detected.parse(name, reader))? {
         Ok(description) => description,
         Err(fault) => return Ok(Err(fault)),
     };
@@ -322,8 +333,8 @@ impl RangeReader for SourceReader<'_> {
 }
 
 /// Reads a whole text file of at most `max` bytes.
-pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
-    let source = Store::Local.open(path)?;
+pub(super) fn read_text((store, path): FilePlace<'_>, max: u64) -> Result<Vec<u8>> {
+    let source = store.open(path)?;
     if source.len() > max {
         let len = source.len();
         let message = format!("has {len} bytes, more than the {max} that such a file may have");
@@ -335,7 +346,12 @@ pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
     // mark may stand before it.
     let begin = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&text).trim_ascii_start();
     if !begin.is_empty() && !begin.starts_with(b"{") {
-        let fault = Fault::new(ErrorKind::WeightMap, "expected a JSON object");
+        let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+        let first = &text[..text.len().min(FIRST_LEN as usize)];
+        let evidence = Evidence { name, first, last: &[], len: source.len() };
+        let found = evidence.foreign().map(|found| format!("; it {}", found.message(&evidence)));
+        let message = format!("expected a JSON object{}", found.unwrap_or_default());
+        let fault = Fault::new(ErrorKind::WeightMap, message);
         return Err(Error::refused(path, fault));
     }
     let sniffed = text.len();
@@ -348,11 +364,12 @@ pub(super) fn read_text(path: &Path, max: u64) -> Result<Vec<u8>> {
 /// Reads the file with the expected tensors of a checkpoint: a weight file, a weight map or a
 /// manifest.
 pub(super) fn read_reference(path: &Path) -> Result<Reference> {
-    let real = Store::Local.real_path(path).map_err(|e| Error::io(path, "open", e))?;
+    let store = Store::of(path);
+    let real = store.real_path(path).map_err(|e| Error::io(path, "open", e))?;
     let refused = |fault: Fault| Error::refused(path, fault);
     let name = path.to_str().unwrap_or_default();
     if InputFormat::of_name(name).is_some() {
-        let unread = Unread::open(name, &real)?;
+        let unread = Unread::open(name, (&store, &real))?;
         let (source, detected) = (&unread.source, unread.detected.map_err(refused)?);
         let only_describes = source.len() == detected.description_len;
         if detected.format == InputFormat::Safetensors && only_describes {
@@ -361,9 +378,10 @@ pub(super) fn read_reference(path: &Path) -> Result<Reference> {
             let header = Header::of_description(&bytes).map_err(refused)?;
             return Ok(Reference::from_description(&header.into()));
         }
-        let (description, _) = parse(SourceReader::at(source, 0), &detected)?.map_err(refused)?;
+        let (description, _) =
+            parse(name, SourceReader::at(source, 0), &detected)?.map_err(refused)?;
         return Ok(Reference::from_description(&description));
     }
-    let text = read_text(&real, MANIFEST_LEN_MAX.max(WEIGHT_MAP_LEN_MAX))?;
+    let text = read_text((&store, &real), MANIFEST_LEN_MAX.max(WEIGHT_MAP_LEN_MAX))?;
     Reference::parse_json(&text).map_err(refused)
 }

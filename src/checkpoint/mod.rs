@@ -1,20 +1,24 @@
 //! Opens checkpoints: finds the files of a folder that belong together, proves that they are whole,
 //! and holds them open.
 
+mod away;
 mod config;
 mod discover;
 mod entries;
 mod files;
+mod folder;
 mod folders;
 mod header_memory;
 mod hub;
 mod indexed;
 mod load;
+mod nothing;
 mod openers;
 mod prove;
 mod saved;
 mod scan;
 mod set;
+mod small_files;
 mod tree;
 mod update;
 mod view_records;
@@ -26,32 +30,44 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use crate::catalog::{Catalog, Shard};
-use crate::error::{Error, Fault, Result, shown_path};
+use crate::error::{Error, ErrorKind, Fault, Result, shown_path};
 use crate::format::{InputFormat, OutputFormat};
 use crate::index::ConfigRecord;
 use crate::open_options::OpenOptions;
 use crate::source::Source;
 
+pub use away::FolderVersion;
 pub use discover::SetKind;
 pub use entries::{Content, ERROR_FILE, MountEntry};
+pub use folder::{File, Folder, FolderId, Misfit};
 pub use indexed::IndexedHeads;
-pub(crate) use indexed::fingerprint;
 pub(crate) use load::header_hashes;
 pub use scan::LeftOut;
 pub use set::{IndexState, Origin, Proved, Set};
-pub use tree::{File, Folder, FolderId, Misfit, Tree};
+pub use tree::Tree;
 pub use update::{FolderChange, TreeChange};
-use virtual_file::ArrangedFile;
+use virtual_file::{ArrangedFile, Presented};
 pub use virtual_file::{FileSummary, VirtualFile};
 
 /// Whether it is proved that the last pieces are not missing.
 ///
 /// ```
-/// use tensorfs::{Checkpoint, Tail};
+/// use tensorfs::{Checkpoint, ErrorKind, OpenOptions, Tail};
 ///
 /// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
 /// // The weight map names every tensor, so none can be missing.
 /// assert_eq!(checkpoint.tail, Tail::Proven);
+///
+/// // Rank shards do not say how many there are.
+/// let shards = "tests/fixtures/dcp/col_wise/shards".as_ref();
+/// let checkpoint = Checkpoint::open(shards)?;
+/// assert_eq!(checkpoint.tail, Tail::Unproven);
+/// let error = checkpoint.require_proven_tail().unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::UnprovenTail);
+///
+/// // Their number proves it, or a reference.
+/// let options = OpenOptions { expect_shards: Some(4), ..OpenOptions::default() };
+/// Checkpoint::open_with(shards, &options)?.require_proven_tail()?;
 /// # Ok::<(), tensorfs::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +97,7 @@ impl Tail {
 /// println!("{} has {} tensors", checkpoint.name, checkpoint.catalog().len());
 /// # Ok::<(), tensorfs::Error>(())
 /// ```
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Checkpoint {
     /// Name of the set, which is the name of the file with all its tensors.
     pub name: String,
@@ -110,7 +126,39 @@ pub struct Checkpoint {
     config: ConfigRecord,
 }
 
+/// A set that was proved, however a view presents it.
+struct ProvedSet {
+    name: String,
+    kind: SetKind,
+    format: OutputFormat,
+    directory: PathBuf,
+    tail: Tail,
+    sources: Vec<Arc<Source>>,
+    map: Option<(String, Map<String, Value>)>,
+    manifest: Option<bool>,
+}
+
 impl Checkpoint {
+    fn new(set: ProvedSet, presented: Presented) -> Checkpoint {
+        let ProvedSet { name, kind, format, directory, tail, sources, map, manifest } = set;
+        let Presented { proved, catalog, files, is_whole_file, config } = presented;
+        Checkpoint {
+            name,
+            kind,
+            format,
+            directory,
+            tail,
+            proved,
+            catalog,
+            is_whole_file,
+            sources,
+            files,
+            map,
+            manifest,
+            config,
+        }
+    }
+
     /// Opens the one checkpoint at `path`: a folder, or a file of the set. Links to files are
     /// followed wherever they lead, with the rights of the caller.
     ///
@@ -195,6 +243,28 @@ impl Checkpoint {
     /// The weight map that names its shards: file name, and the metadata in it.
     pub fn weight_map(&self) -> Option<(&str, &Map<String, Value>)> {
         self.map.as_ref().map(|(name, metadata)| (name.as_str(), metadata))
+    }
+
+    /// Refuses it if a lost last piece would not be noticed.
+    ///
+    /// # Errors
+    /// `unproven_tail`, with what to do.
+    pub fn require_proven_tail(&self) -> Result<()> {
+        match self.tail {
+            Tail::Proven => Ok(()),
+            Tail::Unproven => {
+                let count = self.proved.shards.len();
+                let shards = if count == 1 { "shard" } else { "shards" };
+                Err(self.refused(Fault::new(
+                    ErrorKind::UnprovenTail,
+                    format!(
+                        "tail: unproven: {count} {shards} found, and nothing tells whether there were \
+                         more: a lost last one would only make tensors smaller; give expect_shards= \
+                         or reference=, or a manifest (tensorfs verify --write-manifest)"
+                    ),
+                )))
+            }
+        }
     }
 
     /// `fault` found in this checkpoint, as an error, which names its one file or the folder.

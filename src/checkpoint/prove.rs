@@ -9,14 +9,15 @@ use crate::format::names;
 use crate::open_options::OpenOptions;
 use crate::source::Source;
 
-use super::Checkpoint;
 use super::config::with_config_of;
 use super::discover::{Candidate, Discovered, SetKind, Weights, discover, is_noted, open_weights};
+use super::folder::{Folder, FolderId};
 use super::indexed::FolderIndex;
 use super::load::OpenShard;
 use super::set::{Proved, Set, TailEvidence, check_completeness};
-use super::tree::{Folder, FolderId, Tree};
-use super::virtual_file::{Presented, present};
+use super::tree::Tree;
+use super::virtual_file::present;
+use super::{Checkpoint, ProvedSet};
 
 impl Tree {
     /// Proves the sets of the family of folders whose top is `head`.
@@ -254,22 +255,17 @@ fn prove_set(
     let presented =
         with_config_of(folder, options, |config| present(catalog, kind, &name, view, config));
     let presented = presented.map_err(refused)?;
-    let Presented { proved, catalog, files, is_whole_file, config } = presented;
-    Ok(Checkpoint {
+    let set = ProvedSet {
         name,
         kind,
         format: view.format,
         directory: folder.path.clone(),
         tail,
-        proved,
-        catalog,
-        is_whole_file,
         sources,
-        files,
         map: candidate.map.map(|(name, map)| (name, map.metadata)),
         manifest,
-        config,
-    })
+    };
+    Ok(Checkpoint::new(set, presented))
 }
 
 /// Refuses a plain file among encrypted ones: a person who can write to the folder may have put it

@@ -8,9 +8,9 @@ use serde_json::Value;
 
 use super::config::with_config_beside;
 use super::discover::SetKind;
-use super::view_records::{presented_as_recorded, record_of};
-use super::virtual_file::{ArrangedFile, Presented, present};
-use super::{Checkpoint, Tail};
+use super::view_records::record_of;
+use super::virtual_file::{ArrangedFile, present, presented_as_recorded};
+use super::{Checkpoint, ProvedSet, Tail};
 use crate::hash::Digest;
 use crate::index::{Index, SetRecord, ViewRecord};
 use crate::source::Source;
@@ -78,30 +78,24 @@ impl Checkpoint {
             Some((name, metadata)) => Some((name, serde_json::from_str(&metadata).ok()?)),
             None => None,
         };
-        let presented = match viewed {
+        let mut presented = match viewed {
             Some(viewed) => presented_as_recorded(&record.catalog, viewed, view)?,
             None => with_config_beside(directory, |config| {
                 present(record.catalog, kind, &record.name, view, config).ok()
             })?,
         };
-        let Presented { proved, catalog, files, is_whole_file, config } = presented;
         // This process lays the files out itself: the caller compares the result with that of the other.
-        let files = files.iter().map(|file| ArrangedFile::new(file.spec.clone())).collect();
-        let checkpoint = Checkpoint {
+        presented.files.iter_mut().for_each(|file| *file = ArrangedFile::new(file.spec.clone()));
+        let set = ProvedSet {
             name: record.name,
             kind,
             format: view.format,
             directory: directory.to_owned(),
             tail: if record.noted { Tail::Proven } else { Tail::Unproven },
-            proved,
-            catalog,
-            is_whole_file,
             sources,
-            files,
             map,
             manifest: record.manifest,
-            config,
         };
-        Some(Arc::new(checkpoint))
+        Some(Arc::new(Checkpoint::new(set, presented)))
     }
 }

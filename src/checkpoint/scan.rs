@@ -12,29 +12,12 @@ use std::sync::Arc;
 use crate::error::{Error, Result, shown_path};
 use crate::format::names;
 use crate::index::now;
-use crate::source::{Identity, Version};
 use crate::store::Store;
-use crate::store::folder::OpenFolder;
 use crate::store::resolve::{LinkBounds, Unusable};
+use crate::version::{FileId, Version};
 
-use super::tree::{File, Folder, FolderId, Misfit};
-
-/// Limits for the scan of one source.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ScanLimits {
-    /// Maximum depth of a folder that is entered, because links could make an endless tree.
-    pub(super) depth: usize,
-    /// Maximum number of files and folders in one source.
-    pub(super) entries: usize,
-    /// Maximum number of folders behind links. A few links to each other's folders make many paths.
-    pub(super) linked: usize,
-    /// Maximum number of files and folders in folders behind links.
-    pub(super) linked_entries: usize,
-}
-
-/// The limits of every source.
-pub(super) const LIMITS: ScanLimits =
-    ScanLimits { depth: 40, entries: 4_000_000, linked: 20_000, linked_entries: 1_000_000 };
+use super::folder::{File, Folder, FolderId, Misfit};
+use super::folders::ScanLimits;
 
 /// Maximum number of lines about names that are left out for one reason.
 const LINES_MAX: usize = 10;
@@ -82,7 +65,8 @@ impl LeftOut {
 
 /// The entries of a folder, which all paths to it share.
 pub(super) struct Listing {
-    pub(super) identity: Identity,
+    pub(super) store: Store,
+    pub(super) version: Version,
     pub(super) files: Arc<[File]>,
     pub(super) misfits: Arc<[Misfit]>,
     pub(super) folders: Vec<Arc<Subfolder>>,
@@ -90,6 +74,8 @@ pub(super) struct Listing {
     pub(super) targets: Arc<[PathBuf]>,
     /// Time at which the listing began, in seconds since 1970.
     pub(super) begun: i64,
+    /// Whether names are left out that could not be looked at.
+    pub(super) partial: bool,
     /// Number of entries.
     pub(super) len: usize,
 }
@@ -98,14 +84,8 @@ pub(super) struct Listing {
 pub(super) struct Subfolder {
     pub(super) name: OsString,
     pub(super) real: PathBuf,
-    pub(super) identity: Identity,
+    pub(super) version: Version,
     pub(super) is_link: bool,
-}
-
-impl Subfolder {
-    fn inode(&self) -> (u64, u64) {
-        (self.identity.dev, self.identity.ino)
-    }
 }
 
 /// The place of a scan in a tree.
@@ -113,8 +93,8 @@ impl Subfolder {
 pub(super) struct Graft {
     /// Path of the scanned folder below the source.
     pub(super) relative: PathBuf,
-    /// The inodes of the folders above it.
-    pub(super) above: Vec<(u64, u64)>,
+    /// The folders above it.
+    pub(super) above: Vec<FileId>,
     /// Whether a link leads to it, or to a folder that it lies in.
     pub(super) linked: bool,
 }
@@ -185,9 +165,9 @@ impl<'a> Scan<'a> {
     /// # Errors
     /// Fails if the source itself cannot be read, or holds too many files of its own.
     pub(super) fn run(mut self, root: PathBuf, graft: Graft) -> Result<(Vec<Folder>, LeftOut)> {
-        let version = Store::Local.version_behind_links(&root);
-        let Version::Inode(identity) = version.map_err(|e| Error::io(&root, "read", e))?;
-        let root = Subfolder { name: OsString::new(), real: root, identity, is_link: false };
+        let version = self.bounds.store().version_behind_links(&root);
+        let version = version.map_err(|e| Error::io(&root, "read", e))?;
+        let root = Subfolder { name: OsString::new(), real: root, version, is_link: false };
         self.graft = graft;
         self.linked = usize::from(self.graft.linked);
         self.places.push(ScanPlace {
@@ -248,7 +228,7 @@ impl<'a> Scan<'a> {
         *(if linked { &mut self.linked_entries } else { &mut self.entries }) += listing.len;
         let deep = self.deep;
         for folder in listing.folders.iter().filter(|_| deep) {
-            let why = if above.contains(&folder.inode()) {
+            let why = if above.contains(&folder.version.file()) {
                 Unusable::Above
             } else if depth >= self.limits.depth {
                 Unusable::TooDeep
@@ -278,10 +258,10 @@ impl<'a> Scan<'a> {
         Ok(())
     }
 
-    /// The inodes of the folder at `index` and of all folders above it.
-    fn above(&self, index: usize) -> Vec<(u64, u64)> {
+    /// The folder at `index` and all folders above it.
+    fn above(&self, index: usize) -> Vec<FileId> {
         let parents = std::iter::successors(Some(index), |&index| self.places[index].parent);
-        let scanned = parents.map(|index| self.places[index].folder.inode());
+        let scanned = parents.map(|index| self.places[index].folder.version.file());
         scanned.chain(self.graft.above.iter().copied()).collect()
     }
 
@@ -349,7 +329,7 @@ impl<'a> Scan<'a> {
             if of_children * 2 < weights[index] {
                 // The files of the folder itself are too many.
                 if index == 0 {
-                    let root = shown_path(self.bounds.root());
+                    let root = shown_path(&self.bounds.root());
                     let message = format!("{root}: {}; {}", why.text(), why.advice());
                     return Err(Error::usage(message));
                 }
@@ -467,8 +447,9 @@ impl<'a> Scan<'a> {
         let shown = match (&place.listing, place.closed) {
             (Some(listing), _) => listing.folder(),
             (None, Some(_)) => {
-                let Version::Inode(identity) = Store::Local.version(&place.folder.real).ok()?;
-                Folder { identity: Some(identity), ..Folder::default() }
+                let version = self.bounds.store().version(&place.folder.real).ok()?;
+                let store = self.bounds.store().clone();
+                Folder { version: Some(version), store, ..Folder::default() }
             }
             (None, None) => return None,
         };
@@ -506,11 +487,13 @@ impl Listing {
     /// A folder with these entries, without a place in the tree.
     pub(super) fn folder(&self) -> Folder {
         Folder {
-            identity: Some(self.identity),
+            store: self.store.clone(),
+            version: Some(self.version),
             files: self.files.clone(),
             misfits: self.misfits.clone(),
             targets: self.targets.clone(),
             listed: self.begun,
+            partial: self.partial,
             ..Folder::default()
         }
     }
@@ -526,28 +509,24 @@ impl ScanPlace {
 /// Reads the folder at `path`.
 pub(super) fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
     let read_error = |e| Error::io(path, "read", e);
-    let store = Store::Local;
-    let begun = now();
-    let folder = OpenFolder::open(bounds.base_of(path), path).map_err(read_error)?;
-    let identity = folder.identity().map_err(read_error)?;
-    let names = folder.list().map_err(read_error)?;
+    let (store, begun) = (bounds.store(), now());
+    let listing = store.list(&bounds.base_of(path), path).map_err(read_error)?;
     let (mut files, mut misfits, mut folders) = (Vec::new(), Vec::new(), Vec::new());
     let mut targets = BTreeSet::new();
-    let len = names.len();
-    for name in names {
+    let len = listing.entries.len();
+    for (name, version) in listing.entries {
         let here = path.join(&name);
-        let Ok(identity) = folder.identity_of(&name) else { continue };
-        let is_link = identity.is_link();
+        let is_link = version.is_link();
         let found = if is_link {
             let found = bounds.resolve(&here);
             let real = found.as_ref().ok().map(|(real, _)| real.as_path());
             targets.extend(store.folders_on_the_way(&here, real));
             found
         } else {
-            Ok((here, identity))
+            Ok((here, version))
         };
-        let (real, identity) = match found {
-            Ok((_, identity)) if bounds.leaves_out(&identity) => {
+        let (real, version) = match found {
+            Ok((_, version)) if bounds.leaves_out(&version) => {
                 misfits.push(Misfit { name, why: Unusable::Mount });
                 continue;
             }
@@ -557,24 +536,26 @@ pub(super) fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
                 continue;
             }
         };
-        if identity.is_file() && name.to_str().is_none() && is_weight_file(&name) {
+        if version.is_file() && name.to_str().is_none() && is_weight_file(&name) {
             misfits.push(Misfit { name, why: Unusable::NotUtf8 });
-        } else if identity.is_file() {
-            files.push(File { name, path: real, identity });
-        } else if identity.is_folder() {
-            folders.push(Arc::new(Subfolder { name, real, identity, is_link }));
+        } else if version.is_file() {
+            files.push(File { name, store: store.clone(), path: real, version });
+        } else if version.is_folder() {
+            folders.push(Arc::new(Subfolder { name, real, version, is_link }));
         } else {
             misfits.push(Misfit { name, why: Unusable::Special });
         }
     }
     targets.remove(path);
     Ok(Listing {
-        identity,
+        store: store.clone(),
+        version: listing.version,
         files: files.into(),
         misfits: misfits.into(),
         folders,
         targets: targets.into_iter().collect(),
         begun,
+        partial: listing.partial,
         len,
     })
 }
@@ -601,7 +582,7 @@ mod tests {
 
     fn scan(root: &Path) -> Result<(Vec<Folder>, LeftOut)> {
         let root = std::fs::canonicalize(root).unwrap();
-        let bounds = LinkBounds::new(root.clone(), Vec::new(), Links::Inside);
+        let bounds = LinkBounds::new(Store::LOCAL, root.clone(), Vec::new(), Links::Inside);
         Scan::new(&bounds, LIMITS, true).run(root, Graft::default())
     }
 

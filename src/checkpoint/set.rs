@@ -10,8 +10,8 @@ use crate::format::manifest::{self, Reference};
 use crate::open_options::OpenOptions;
 
 use super::discover::SetKind;
+use super::folder::Folder;
 use super::load::read_reference;
-use super::tree::Folder;
 use super::{Checkpoint, Tail};
 
 /// One set of a folder.
@@ -98,35 +98,53 @@ pub(super) fn check_completeness(
     options: &OpenOptions,
     set: &TailEvidence<'_>,
 ) -> Result<(Tail, Option<bool>)> {
-    let refused = |fault: Fault| Error::refused(&folder.path, fault);
     // Files with a sharding note may be pieces whose following pieces are missing, even if all of
     // them begin at 0.
     let total_fits = || set.total_size.is_some_and(|total| total == catalog.data_len());
     let mut proven =
         !set.noted || catalog.shapes_recorded || (set.kind == SetKind::WeightMap && total_fits());
-    let compare = |path: &Path, hint: &str| -> Result<bool> {
-        let known = read_reference(path)?;
-        check_reference(catalog, &known, path, hint).map_err(refused)?;
-        // Names alone do not show that a tensor has lost its end.
-        Ok(known.total_size.is_some() || known.tensors.values().all(Option::is_some))
-    };
     let mut manifest = None;
-    if let Some(path) = options.reference.as_deref().filter(|_| set.judged) {
-        proven |= compare(path, "")?;
-    } else if let Some(file) = folder.file(&manifest::file_name(set.name)) {
+    let has_reference = set.judged && options.reference.is_some();
+    if let Some(file) = folder.file(&manifest::file_name(set.name)).filter(|_| !has_reference) {
         let hint = "; if the checkpoint was saved anew, remove the manifest and write a new one";
         let knows_all = match set.manifest {
             Some(known) => known,
-            None => compare(&file.path, hint)?,
+            None => compare(&folder.path, catalog, &file.path, hint)?,
         };
         manifest = Some(knows_all);
         proven |= knows_all;
     }
-    if let Some(expected) = options.expect_shards.filter(|_| set.judged) {
-        catalog.check_shards(expected).map_err(refused)?;
-        proven = true;
+    if set.judged {
+        proven |= check_demands(&folder.path, catalog, options)?;
     }
     Ok((if proven { Tail::Proven } else { Tail::Unproven }, manifest))
+}
+
+/// Compares the catalog of a set in `folder` with the reference and the number of shards that
+/// `options` demand. Returns whether they prove its last pieces.
+pub(super) fn check_demands(
+    folder: &Path,
+    catalog: &Catalog,
+    options: &OpenOptions,
+) -> Result<bool> {
+    let mut proven = match &options.reference {
+        Some(path) => compare(folder, catalog, path, "")?,
+        None => false,
+    };
+    if let Some(expected) = options.expect_shards {
+        catalog.check_shards(expected).map_err(|fault| Error::refused(folder, fault))?;
+        proven = true;
+    }
+    Ok(proven)
+}
+
+/// Compares the catalog of a set in `folder` with a reference. Returns whether it proves the last
+/// pieces.
+fn compare(folder: &Path, catalog: &Catalog, path: &Path, hint: &str) -> Result<bool> {
+    let known = read_reference(path)?;
+    check_reference(catalog, &known, path, hint).map_err(|fault| Error::refused(folder, fault))?;
+    // Names alone do not show that a tensor has lost its end.
+    Ok(known.total_size.is_some() || known.tensors.values().all(Option::is_some))
 }
 
 fn check_reference(

@@ -7,78 +7,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::{Error, Result, shown_path};
-use crate::format::names;
 use crate::open_options::{Links, OpenOptions};
-use crate::source::{Identity, Version};
 use crate::store::Store;
-use crate::store::resolve::{LinkBounds, Unusable};
+use crate::store::resolve::LinkBounds;
 use crate::sync::RwLock;
+use crate::version::{FileId, Version};
 use crate::view::View;
 
-use super::folders::{Folders, Weight};
+use super::folder::{File, Folder, FolderId, is_twin};
+use super::folders::{Folders, LIMITS, Weight};
 use super::hub;
-use super::scan::{Graft, LIMITS, LeftOut, Scan};
-
-/// Names of subfolders that hold the checkpoint of their parent in another form.
-const TWIN_FOLDERS: [&str; 2] = ["sharded", "consolidated"];
-
-/// Number of a folder in its tree. It is never used again for another folder.
-pub type FolderId = usize;
-
-/// A regular file of the source.
-#[derive(Clone, Debug)]
-pub struct File {
-    /// Name in its folder.
-    pub name: OsString,
-    /// Its real path, with symbolic links resolved.
-    pub path: PathBuf,
-    /// Its identity when it was last examined.
-    pub identity: Identity,
-}
-
-/// A name in a folder that leads to no file that may be read.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Misfit {
-    /// Name in its folder.
-    pub name: OsString,
-    /// The fault in it.
-    pub why: Unusable,
-}
-
-/// A folder of the source.
-#[derive(Clone, Debug, Default)]
-pub struct Folder {
-    /// Path below the source, empty for the source itself.
-    pub relative: PathBuf,
-    /// Its real path.
-    pub path: PathBuf,
-    /// Its identity when it was last examined, `None` if it is gone.
-    pub identity: Option<Identity>,
-    /// Its parent folder.
-    pub parent: Option<FolderId>,
-    /// Folders in it, by name.
-    pub children: Vec<(OsString, FolderId)>,
-    /// Files in it, by name.
-    pub files: Arc<[File]>,
-    /// Names that lead to no file that may be read: broken links, devices.
-    pub misfits: Arc<[Misfit]>,
-    /// The parts of it that are left out because they exceed a limit, one line each.
-    pub lacks: Vec<String>,
-    /// Names of files that existed at the scan and are missing now.
-    pub(super) gone: Vec<OsString>,
-    /// Whether a link leads to it, or to a folder that it lies in.
-    pub(super) linked: bool,
-    /// Real paths of other folders whose entries decide where its links lead.
-    pub(super) targets: Arc<[PathBuf]>,
-    /// Time of its listing in seconds since 1970.
-    pub(super) listed: i64,
-    /// Position of the view that presents its sets. `None` if the source has one view.
-    pub(super) view: Option<usize>,
-    /// Whether the tree has made it: no folder of the source has its entries.
-    pub(super) made: bool,
-    /// Files that the tree has made: names and texts.
-    pub(super) texts: Arc<[(OsString, Arc<[u8]>)]>,
-}
+use super::scan::{Graft, LeftOut, Scan};
 
 /// A scanned source. Contents are proved folder by folder. Names stay as they were scanned, until
 /// `look_again` is called for a folder.
@@ -110,13 +49,13 @@ impl Tree {
     /// Scans `source`: a folder, a tree of them, or one file.
     pub fn scan(source: &Path, options: &OpenOptions) -> Result<Tree> {
         let open_error = |e| Error::io(source, "open", e);
-        let root = Store::Local.real_path(source).map_err(open_error)?;
-        let version = Store::Local.version_behind_links(&root);
-        let Version::Inode(identity) = version.map_err(open_error)?;
+        let store = Store::of(source);
+        let root = store.real_path(source).map_err(open_error)?;
+        let version = store.version_behind_links(&root).map_err(open_error)?;
         let follow = options
             .follow
             .iter()
-            .map(|folder| Store::Local.real_path(folder).map_err(|e| Error::io(folder, "open", e)));
+            .map(|folder| store.real_path(folder).map_err(|e| Error::io(folder, "open", e)));
         let follow = follow.collect::<Result<Vec<_>>>()?;
         let mut tree = Tree {
             source: root.clone(),
@@ -126,31 +65,19 @@ impl Tree {
             left_out: LeftOut::default(),
             folders: RwLock::default(),
             nothing: Arc::default(),
-            bounds: LinkBounds::new(root.clone(), follow, options.links),
+            bounds: LinkBounds::new(store, root.clone(), follow, options.links),
             views: views_of(options),
         };
-        if identity.is_folder() {
+        if version.is_folder() {
             tree.scan_folders(root)?;
-        } else if identity.is_file() {
+        } else if version.is_file() {
             tree.scan_one_file(source)?;
         } else {
             let source = shown_path(source);
             return Err(Error::usage(format!("{source}: neither a folder nor a regular file")));
         }
+        tree.check_config()?;
         Ok(tree)
-    }
-
-    /// The source that the path of the user leads to now, if that is another one than at the scan: a
-    /// link on the way was switched. Accesses the file system.
-    pub fn leads_elsewhere(&self) -> Option<PathBuf> {
-        let now = match &self.only {
-            None => Store::Local.real_path(&self.given),
-            // A link that is the file itself is one of the links of its folder.
-            Some(name) => {
-                Store::Local.real_path(self.given.parent()?).map(|folder| folder.join(name))
-            }
-        };
-        now.ok().filter(|now| *now != self.source)
     }
 
     /// Scans the folder of one file, which keeps the name that the user gave: in a hub cache
@@ -167,7 +94,7 @@ impl Tree {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
-        let folder = Store::Local.real_path(folder).map_err(|e| Error::io(folder, "open", e))?;
+        let folder = self.store().real_path(folder).map_err(|e| Error::io(folder, "open", e))?;
         self.source = folder.join(name);
         self.only = Some(name.to_owned());
         self.bounds.set_root(folder.clone());
@@ -210,8 +137,9 @@ impl Tree {
     fn graft_views(&self, scanned: Vec<Folder>) -> Result<()> {
         let Some(source) = scanned.first() else { return Ok(()) };
         let root = Folder {
+            store: source.store.clone(),
             path: source.path.clone(),
-            identity: source.identity,
+            version: source.version,
             listed: source.listed,
             made: true,
             ..Folder::default()
@@ -244,6 +172,11 @@ impl Tree {
         Ok(())
     }
 
+    /// The store of the source.
+    pub fn store(&self) -> &Store {
+        self.bounds.store()
+    }
+
     /// Number of views that each show all folders, 0 if there is only the one of the options.
     pub(super) fn view_count(&self) -> usize {
         if self.options.hub { 0 } else { self.views.len() }
@@ -258,6 +191,30 @@ impl Tree {
     pub fn options_at(&self, path: &Path) -> &OpenOptions {
         let view = self.views.iter().find(|(folder, _)| path.starts_with(folder));
         view.map_or(&self.options, |(_, own)| own)
+    }
+
+    /// The folder in the tree of the view that presents `folder`. `None` if the source has one view.
+    pub fn view_folder(&self, folder: &Folder) -> Option<&Path> {
+        let view = folder.view.and_then(|view| self.views.get(view));
+        view.map(|(path, _)| path.as_path()).filter(|path| !path.as_os_str().is_empty())
+    }
+
+    /// The folder of the user that the real path `path` lies in: the source, or one that links may lead
+    /// into.
+    pub fn base_of(&self, path: &Path) -> PathBuf {
+        self.bounds.base_of(path)
+    }
+
+    /// The real path of the folder that the root shows.
+    pub fn root(&self) -> PathBuf {
+        self.bounds.root()
+    }
+
+    /// The folders of the tree that show the folder at the real path `path`, but for those behind links.
+    pub fn shown_without_links(&self, path: &Path) -> Vec<Arc<Folder>> {
+        let folders = self.folders.read();
+        let found = folders.at(path).iter().filter_map(|&id| folders.get(id));
+        found.filter(|folder| !folder.linked && !folder.made).cloned().collect()
     }
 
     /// Whether `folder` shows the source itself.
@@ -283,16 +240,6 @@ impl Tree {
         self.folders.read().get(id).unwrap_or(&self.nothing).clone()
     }
 
-    /// The message that the source holds no checkpoint, with a summary of the skipped names.
-    pub fn nothing_found(&self) -> String {
-        let skipped = self.left_out.summary().map(|summary| format!("; {summary}"));
-        format!(
-            "{}: no safetensors, bintensors or tensorizer files here or below{}",
-            shown_path(&self.source),
-            skipped.unwrap_or_default()
-        )
-    }
-
     /// Examines the files of the family of `head` again. Names stay as they were scanned: a missing
     /// file is remembered, and may return. Other threads continue meanwhile. A caller that holds a
     /// folder of the family keeps its previous state.
@@ -307,8 +254,11 @@ impl Tree {
     fn rescan_folder(&self, id: FolderId) -> bool {
         let before = self.folder(id);
         let mut folder = Folder::clone(&before);
-        if let Ok(Version::Inode(now)) = Store::Local.version_behind_links(&folder.path) {
-            folder.identity = Some(now);
+        if let Ok(now) = self.store().version_behind_links(&folder.path)
+            && folder.version.replace(now) != Some(now)
+        {
+            // Its names are older than these times.
+            folder.listed = 0;
         }
         let names = before.files.iter().map(|file| &file.name);
         let mut names: Vec<&OsString> = names.chain(&before.gone).collect();
@@ -317,8 +267,13 @@ impl Tree {
         folder.gone.clear();
         for name in names {
             match look_at(&self.bounds, &folder.path.join(name)) {
-                Some((path, identity)) => {
-                    files.push(File { name: name.clone(), path, identity });
+                Some((path, version)) => {
+                    files.push(File {
+                        name: name.clone(),
+                        store: self.store().clone(),
+                        path,
+                        version,
+                    });
                 }
                 None => folder.gone.push(name.clone()),
             }
@@ -333,12 +288,6 @@ impl Tree {
         same
     }
 
-    /// The file `name` of `folder` as it is now, `None` if it is not a file that may be read.
-    pub fn file_now(&self, folder: FolderId, name: &OsStr) -> Option<File> {
-        let (path, identity) = look_at(&self.bounds, &self.folder(folder).path.join(name))?;
-        Some(File { name: name.to_owned(), path, identity })
-    }
-
     /// Whether a file of the family of `folder` has changed: it is missing, has returned, or is
     /// another file.
     pub fn is_stale(&self, folder: FolderId) -> bool {
@@ -348,16 +297,16 @@ impl Tree {
             let now = |name: &OsStr| look_at(&self.bounds, &folder.path.join(name));
             folder.gone.iter().any(|name| now(name).is_some())
                 || folder.files.iter().any(|file| {
-                    !now(&file.name).is_some_and(|(_, id)| id.same_bytes(&file.identity))
+                    !now(&file.name).is_some_and(|(_, id)| id.content() == file.version.content())
                 })
         })
     }
 
-    /// Whether anything in the tree lies at or below `path`, or is the folder `inode`.
-    pub fn reaches(&self, path: &Path, inode: (u64, u64)) -> bool {
+    /// Whether anything in the tree lies at or below `path`, or is the folder `id`.
+    pub fn reaches(&self, path: &Path, id: FileId) -> bool {
         let folders = self.folders.read();
         folders.all().any(|folder| {
-            folder.identity.is_some_and(|identity| (identity.dev, identity.ino) == inode)
+            folder.version.is_some_and(|version| version.file() == id)
                 || folder.path.starts_with(path)
                 || folder.files.iter().any(|file| file.path.starts_with(path))
         })
@@ -366,7 +315,8 @@ impl Tree {
     /// The top folders of all families with weight files. A family is a folder with its `sharded/`
     /// or `consolidated/` child. Its folders are proved together.
     pub fn families(&self) -> Vec<FolderId> {
-        let with_weights = self.ids().into_iter().filter(|&id| self.folder(id).has_weights(self));
+        let only = self.only.as_deref();
+        let with_weights = self.ids().into_iter().filter(|&id| self.folder(id).has_weights(only));
         let heads: BTreeSet<FolderId> = with_weights.map(|id| self.family_of(id)).collect();
         heads.into_iter().collect()
     }
@@ -397,9 +347,9 @@ impl Tree {
 }
 
 /// The regular file at `path` or where its links lead, if that is allowed.
-fn look_at(bounds: &LinkBounds, path: &Path) -> Option<(PathBuf, Identity)> {
+pub(super) fn look_at(bounds: &LinkBounds, path: &Path) -> Option<(PathBuf, Version)> {
     let (real, _) = bounds.resolve(path).ok()?;
-    let Version::Inode(now) = Store::Local.fresh_version(&real).ok()?;
+    let now = bounds.store().fresh_version(&real).ok()?;
     now.is_file().then_some((real, now))
 }
 
@@ -430,40 +380,6 @@ fn graft_child(
 }
 
 /// `relative` in `folder`. Joining an empty path would add a slash.
-fn in_folder(folder: &Path, relative: &Path) -> PathBuf {
+pub(super) fn in_folder(folder: &Path, relative: &Path) -> PathBuf {
     if relative.as_os_str().is_empty() { folder.to_owned() } else { folder.join(relative) }
-}
-
-pub(super) fn is_twin(name: &OsStr) -> bool {
-    TWIN_FOLDERS.iter().any(|twin| name == *twin)
-}
-
-impl Folder {
-    /// Whether it stands for no folder of the source: one between the root and the models of
-    /// `OpenOptions::hub`. The root stands for the source.
-    pub fn is_made_below_root(&self) -> bool {
-        self.made && self.parent.is_some()
-    }
-
-    /// The file of this name.
-    pub fn file(&self, name: &str) -> Option<&File> {
-        let index = self.files.binary_search_by(|file| file.name.as_os_str().cmp(OsStr::new(name)));
-        index.ok().map(|index| &self.files[index])
-    }
-
-    /// The latest modification time of the folder and its files.
-    pub fn newest(&self) -> (i64, i64) {
-        let times = self.files.iter().map(|file| file.identity.mtime);
-        times.chain(self.identity.map(|identity| identity.mtime)).max().unwrap_or_default()
-    }
-
-    fn has_weights(&self, tree: &Tree) -> bool {
-        let files = self.files.iter().map(|file| &file.name);
-        let names = files.chain(self.misfits.iter().map(|misfit| &misfit.name));
-        names.filter_map(|name| name.to_str()).any(|name| {
-            names::is_weights(name)
-                || names::weight_map_output(name).is_some()
-                || tree.only.as_deref() == Some(name)
-        })
-    }
 }

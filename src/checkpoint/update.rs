@@ -10,15 +10,15 @@ use nix::libc;
 
 use crate::error::{Error, Result, shown_path};
 use crate::format::{manifest, names};
-use crate::index::SETTLED;
-use crate::source::{Identity, Version};
-use crate::store::Store;
 use crate::store::resolve::Unusable;
+use crate::version::{FileId, QueueKey};
 
+use super::away::FolderVersion;
 use super::config::CONFIG;
-use super::folders::Weight;
-use super::scan::{Graft, LIMITS, Listing, Scan, ScanLimits, Subfolder, left_out, read};
-use super::tree::{File, Folder, FolderId, Tree};
+use super::folder::{File, Folder, FolderId};
+use super::folders::{LIMITS, ScanLimits, Weight};
+use super::scan::{Graft, Listing, Scan, Subfolder, left_out, read};
+use super::tree::Tree;
 
 /// The difference that a look at a folder has found, at all places of the folder in the tree.
 #[derive(Debug, Default)]
@@ -77,54 +77,54 @@ impl Tree {
     }
 
     /// The device of the folder at the real path `path`, `None` if it is not in the tree.
-    pub fn device(&self, path: &Path) -> Option<u64> {
+    pub fn device(&self, path: &Path) -> Option<QueueKey> {
         let folders = self.folders.read();
         let folder = folders.at(path).first().and_then(|&id| folders.get(id))?;
-        folder.identity.map(|identity| identity.dev)
+        folder.version.map(|version| version.queue_key())
     }
 
     /// The devices that a look at the folder at the real path `path` asks: its own, and those of the
     /// files and folders that its links lead to, as far as the tree knows them.
-    pub fn devices(&self, path: &Path) -> BTreeSet<u64> {
+    pub fn devices(&self, path: &Path) -> BTreeSet<QueueKey> {
         let folders = self.folders.read();
         let all = |path: &Path| -> Vec<Arc<Folder>> {
             let places = folders.at(path).iter();
             places.filter_map(|&id| folders.get(id).cloned()).collect()
         };
         let places = all(path);
-        let own = places.iter().filter_map(|folder| folder.identity);
+        let own = places.iter().filter_map(|folder| folder.version);
         let children = places.iter().flat_map(|folder| folder.children.iter());
-        let children = children.filter_map(|(_, child)| folders.get(*child)?.identity);
+        let children = children.filter_map(|(_, child)| folders.get(*child)?.version);
         // A folder outside of the tree has the files that links lead to.
         let leading = folders.leading_into(path);
         let leading: Vec<_> = leading.iter().flat_map(|path| all(path)).collect();
         let behind = leading.iter().flat_map(|folder| folder.files.iter());
         let behind = behind.filter(|file| file.path.parent() == Some(path));
         let files = places.iter().flat_map(|folder| folder.files.iter()).chain(behind);
-        let files = files.map(|file| file.identity);
-        own.chain(children).chain(files).map(|identity| identity.dev).collect()
+        let files = files.map(|file| file.version);
+        own.chain(children).chain(files).map(|version| version.queue_key()).collect()
     }
 
-    /// Leaves out all folders and files on the device `dev` from now on: those of the mount itself,
-    /// which would contain itself.
-    pub fn leave_out_device(&self, dev: u64) {
-        self.bounds.leave_out_device(dev);
+    /// Leaves out all folders and files of `queue` from now on: those of the mount itself, which
+    /// would contain itself.
+    pub fn leave_out(&self, queue: QueueKey) {
+        self.bounds.leave_out(queue);
     }
 
     /// Whether the folder at the real path `path` may have other names than it had when it was
     /// listed. Asks the source. A change so shortly before the listing that a later one may have
-    /// the same time counts as one.
+    /// the same time counts as one, and so does a name that is away: it may come back with the times
+    /// of the folder, as from a folder above that was moved.
     pub fn may_have_changed(&self, path: &Path) -> bool {
         let folders = self.folders.read();
         let Some(known) = folders.at(path).first().and_then(|&id| folders.get(id)).cloned() else {
             return true;
         };
         drop(folders);
-        let Ok(Version::Inode(now)) = Store::Local.fresh_version(path) else { return true };
-        let Some(then) = known.identity else { return true };
-        let changed = now.mtime.0.max(now.ctime().0);
-        (now.mtime, now.ctime(), now.ino, now.dev) != (then.mtime, then.ctime(), then.ino, then.dev)
-            || changed >= known.listed.saturating_sub(SETTLED)
+        let then = FolderVersion { version: known.version, asked: known.listed };
+        known.partial
+            || !known.gone.is_empty()
+            || !then.is_settled_as(&FolderVersion::at(self.store(), path))
     }
 
     /// Lists the folder at the real path `path` again, and the folders in it that are new.
@@ -222,8 +222,9 @@ impl Tree {
         }
         let (kept, new) = self.compare_children(before, subfolders);
         let mut grafts = Vec::new();
+        let above = if new.is_empty() { Vec::new() } else { self.folders_to(before) };
         for child in new {
-            match self.scan_child(before, child) {
+            match self.scan_child(before, child, above.clone()) {
                 Ok(found) => grafts.push((child.name.clone(), found)),
                 Err(Some(lack)) => folder.lacks.push(lack),
                 Err(None) => {}
@@ -301,7 +302,7 @@ impl Tree {
         for subfolder in now.iter().filter(|_| self.only.is_none()) {
             let child = known.get(subfolder.name.as_os_str()).map(|id| self.folder(*id));
             let same = |child: &Folder| {
-                let inode = child.identity.is_some_and(|id| id.same_inode(&subfolder.identity));
+                let inode = child.version.is_some_and(|id| id.file() == subfolder.version.file());
                 inode && child.path == subfolder.real
             };
             if child.is_some_and(|child| same(&child)) {
@@ -313,18 +314,17 @@ impl Tree {
         (kept, new)
     }
 
-    /// Scans a folder that is new in `parent`. The error is the line that says why it is left out,
+    /// Scans a folder that is new in `parent`; `above` are the folders down to that. The error is the line that says why it is left out,
     /// if there is one.
     fn scan_child(
         &self,
         parent: &Folder,
         child: &Subfolder,
+        above: Vec<FileId>,
     ) -> std::result::Result<Vec<Folder>, Option<String>> {
-        let above = self.inodes_to(parent);
         let relative = parent.relative.join(&child.name);
         let shown = shown_path(&relative);
-        if above.contains(&(child.identity.dev, child.identity.ino)) || above.len() >= LIMITS.depth
-        {
+        if above.contains(&child.version.file()) || above.len() >= LIMITS.depth {
             let is_above = above.len() < LIMITS.depth;
             let why = if is_above { Unusable::Above } else { Unusable::TooDeep };
             tracing::debug!("{shown}: not shown: {}; {}", why.text(), why.advice());
@@ -364,17 +364,18 @@ impl Tree {
         }
     }
 
-    /// The inodes of `folder` and of all folders above it.
-    fn inodes_to(&self, folder: &Folder) -> Vec<(u64, u64)> {
-        let inode = |identity: Identity| (identity.dev, identity.ino);
-        let mut inodes: Vec<_> = folder.identity.map(inode).into_iter().collect();
+    /// `folder` and all folders above it. Asks the source: a new folder may have the
+    /// number of one that was there before.
+    fn folders_to(&self, folder: &Folder) -> Vec<FileId> {
+        let mut paths = vec![folder.path.clone()];
         let mut next = folder.parent;
         while let Some(id) = next {
             let folder = self.folder(id);
-            inodes.extend(folder.identity.map(inode));
+            paths.push(folder.path.clone());
             next = folder.parent;
         }
-        inodes
+        let found = paths.iter().filter_map(|path| FolderVersion::at(self.store(), path).version);
+        found.map(|version| version.file()).collect()
     }
 }
 
@@ -405,7 +406,7 @@ fn compare(before: &Folder, now: &Folder, only: Option<&str>) -> FolderChange {
         match known.get(file.name.as_os_str()) {
             Some(known) => {
                 left -= 1;
-                if known.path != file.path || !known.identity.same_bytes(&file.identity) {
+                if known.path != file.path || known.version.content() != file.version.content() {
                     changed(&file.name);
                 }
             }
@@ -615,6 +616,17 @@ mod tests {
         store.write("moved/a/y");
         assert_eq!(tree.look_again(&store.path("root/a")).unwrap().changed[0].plain, ["y"]);
         assert!(tree.look_again(&store.path("root")).unwrap().changed.is_empty());
+    }
+
+    #[test]
+    fn a_source_that_moves_into_the_folder_in_its_place_is_found_there() {
+        let (store, tree) = Store::new(&["root/x"]);
+        drop(tree);
+        let tree = Tree::scan(&store.path("root"), &OpenOptions::default()).unwrap();
+        std::fs::rename(store.path("root"), store.path("moved")).unwrap();
+        std::fs::create_dir(store.path("root")).unwrap();
+        std::fs::rename(store.path("moved"), store.path("root/sub")).unwrap();
+        assert_eq!(tree.look_again(&store.path("root")).unwrap().added.len(), 1);
     }
 
     #[test]

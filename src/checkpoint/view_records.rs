@@ -2,19 +2,18 @@
 
 use std::sync::Arc;
 
-use crate::catalog::Catalog;
 use crate::error::shown_path;
 use crate::hash::Digest;
 use crate::index::{
     ConfigRecord, IndexStore, PresentedFile, PresentedRecord, SetRecord, ViewRecord,
     VirtualFileRecord,
 };
-use crate::view::{FileSpec, Files, ReadConfig, View};
+use crate::view::{FileSpec, Files, ReadConfig};
 
 use super::config::with_config_of;
 use super::indexed::FolderIndex;
 use super::set::Proved;
-use super::virtual_file::{ArrangedFile, FileSummary, Presented};
+use super::virtual_file::FileSummary;
 use super::{Checkpoint, VirtualFile};
 
 impl FolderIndex<'_> {
@@ -92,26 +91,4 @@ fn is_config(config: ConfigRecord, read: ReadConfig<'_>) -> bool {
             matches!(read(), Ok(Some(text)) if Digest::of(&text) == digest)
         }
     }
-}
-
-/// The set with the catalog `proved` as `view` shows it, by its record. `None` if the record is
-/// about files that the view does not show.
-pub(super) fn presented_as_recorded(
-    proved: &Catalog,
-    record: PresentedRecord,
-    view: &View,
-) -> Option<Presented> {
-    let file = |file: PresentedFile| {
-        let PresentedFile { name, tensors, file: VirtualFileRecord { spec, len, header } } = file;
-        let own =
-            FileSpec { tensors: tensors.map(Into::into), ..FileSpec::single(&name, view.format) };
-        (own.digest() == spec).then(|| ArrangedFile::summarized(own, FileSummary { len, header }))
-    };
-    Some(Presented {
-        files: record.files.into_iter().map(file).collect::<Option<_>>()?,
-        catalog: record.catalog.unwrap_or_else(|| proved.clone()),
-        proved: proved.clone(),
-        is_whole_file: false,
-        config: record.config,
-    })
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use crate::catalog::{Catalog, Projected, ProjectedFrom, Tensor};
 use crate::error::{Fault, Result};
 use crate::hash::{Digest, Hasher};
-use crate::index::{ConfigRecord, VirtualFileRecord};
+use crate::index::{ConfigRecord, PresentedFile, PresentedRecord, VirtualFileRecord};
 use crate::layout::Layout;
 use crate::source::Source;
 use crate::view::{FileSpec, ReadConfig, View, arrange};
@@ -169,18 +169,12 @@ impl VirtualFile {
         let catalog = all.catalog.project(tensors).map_err(|fault| all.refused(fault))?;
         Ok(Arc::new(Checkpoint {
             name: self.spec().name.clone(),
-            kind: all.kind,
-            format: all.format,
-            directory: all.directory.clone(),
-            tail: all.tail,
-            proved: all.proved.clone(),
             catalog,
             is_whole_file: false,
-            sources: all.sources.clone(),
             files: Vec::new(),
             map: None,
             manifest: None,
-            config: all.config,
+            ..Checkpoint::clone(all)
         }))
     }
 
@@ -239,19 +233,11 @@ impl Checkpoint {
             with_config_beside(&self.directory, |config| view.project(&self.catalog, config));
         let catalog = catalog.map_err(|fault| self.refused(fault))?;
         Ok(Arc::new(Checkpoint {
-            name: self.name.clone(),
-            kind: self.kind,
-            format: self.format,
-            directory: self.directory.clone(),
-            tail: self.tail,
-            proved: self.proved.clone(),
             catalog,
             is_whole_file: false,
-            sources: self.sources.clone(),
             files: Vec::new(),
             map: None,
-            manifest: self.manifest,
-            config: self.config,
+            ..Checkpoint::clone(self)
         }))
     }
 
@@ -316,4 +302,26 @@ impl Checkpoint {
         }
         Ok(())
     }
+}
+
+/// The set with the catalog `proved` as `view` shows it, by its record. `None` if the record is
+/// about files that the view does not show.
+pub(super) fn presented_as_recorded(
+    proved: &Catalog,
+    record: PresentedRecord,
+    view: &View,
+) -> Option<Presented> {
+    let file = |file: PresentedFile| {
+        let PresentedFile { name, tensors, file: VirtualFileRecord { spec, len, header } } = file;
+        let own =
+            FileSpec { tensors: tensors.map(Into::into), ..FileSpec::single(&name, view.format) };
+        (own.digest() == spec).then(|| ArrangedFile::summarized(own, FileSummary { len, header }))
+    };
+    Some(Presented {
+        files: record.files.into_iter().map(file).collect::<Option<_>>()?,
+        catalog: record.catalog.unwrap_or_else(|| proved.clone()),
+        proved: proved.clone(),
+        is_whole_file: false,
+        config: record.config,
+    })
 }

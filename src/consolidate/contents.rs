@@ -4,24 +4,19 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::copy::Copier;
 use crate::catalog::Tensor;
 use crate::checkpoint::{Checkpoint, VirtualFile};
 use crate::error::Result;
 use crate::format::OutputFormat;
 use crate::hash::Digest;
 use crate::index::CHUNK_LEN;
-use crate::parallel::in_parallel;
 use crate::reader::Reader;
+use crate::sweep::{RANGE_MAX, Sweep};
 use crate::verify::Recorded;
 use crate::view::FileSpec;
 
 /// Bytes that a thread reads at a time, unless one tensor is longer.
-const STEP_LEN: u64 = 4 << 20;
-
-/// Threads that read, and steps that are read and not yet passed on.
-const THREADS: usize = 4;
-const AHEAD: u64 = 8;
+const STEP_LEN: u64 = RANGE_MAX;
 
 /// The hash of each `CHUNK_LEN` of a tensor.
 pub type TensorDigests = Vec<Digest>;
@@ -86,7 +81,7 @@ impl Contents {
     /// Errors of the sources and of `progress`.
     pub fn read(
         &self,
-        copier: &Copier,
+        sweep: &Sweep,
         positions: &[usize],
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<Vec<TensorDigests>> {
@@ -103,7 +98,7 @@ impl Contents {
         let steps = steps(positions.iter().map(|&position| range_of(position)));
         let read = |number| {
             let step: &ReadStep = &steps[number as usize];
-            let bytes = copier.read(&reader, &step.range)?;
+            let bytes = sweep.read(&reader, &step.range)?;
             let part = |(index, range): &(usize, Range<u64>)| {
                 let within = |byte: u64| (byte - step.range.start) as usize;
                 let bytes = &bytes[within(range.start)..within(range.end)];
@@ -112,7 +107,7 @@ impl Contents {
             let found: Vec<_> = step.parts.iter().map(part).collect();
             Ok((step.range.end - step.range.start, found))
         };
-        in_parallel(steps.len() as u64, THREADS, AHEAD, &read, &mut |(len, found)| {
+        sweep.in_order(steps.len() as u64, &read, &mut |(len, found)| {
             found.into_iter().for_each(|(index, part)| digests[index].extend(part));
             progress(len)
         })?;
@@ -121,6 +116,32 @@ impl Contents {
         }
         Ok(digests)
     }
+}
+
+/// Reads the tensor at `position` of the catalog of `checkpoint`, and passes its bytes on in order, in
+/// bounded memory. An error of `pass` ends the work.
+///
+/// # Errors
+/// Errors of the sources and of `pass`. A shard that has changed meanwhile is one too, after all bytes
+/// were passed on.
+pub fn read_tensor(
+    checkpoint: &Arc<Checkpoint>,
+    sweep: &Sweep,
+    position: usize,
+    pass: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let spec = FileSpec {
+        tensors: Some(Arc::new([position as u32])),
+        ..FileSpec::single(&checkpoint.name, OutputFormat::Safetensors)
+    };
+    let file = VirtualFile::new(checkpoint, spec);
+    let (reader, layout) = (Reader::open(&file)?, file.layout()?);
+    let start = layout.tensors().next().map_or(0, |(_, offset)| offset);
+    let range = start..start + checkpoint.catalog().tensor_at(position).len;
+    let steps = steps(std::iter::once(range));
+    let read = |number| sweep.read(&reader, &steps[number as usize].range);
+    sweep.in_order(steps.len() as u64, &read, &mut |bytes| pass(&bytes))?;
+    reader.sources().iter().try_for_each(|source| source.check())
 }
 
 /// The reads for tensors that lie at `ranges` of a file: neighbours together, long ones in parts,

@@ -3,36 +3,25 @@
 
 use std::fs::File;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::channel;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use super::target::Target;
-use super::tensor_writer;
-use crate::counters::Counters;
+use super::journal::RecordedPart;
+use super::target::{ALIGN, Target, read_back};
+use super::tensor_writer::{self, WrittenRange};
 use crate::error::{Error, Result};
 use crate::hash::Digest;
-use crate::io::{Budget, Buffer, Engine, Priority, Settings};
-use crate::parallel::in_parallel;
+use crate::io::{Buffer, Settings};
 use crate::reader::Reader;
+use crate::sweep::{RANGE_MAX, Sweep};
 
 /// Bytes that a thread reads and writes at a time, if the page cache takes the writes.
 const CACHED_WINDOW_LEN: u64 = 512 << 10;
 
 /// Bytes that a thread reads and writes at a time past the page cache.
-const DIRECT_WINDOW_LEN: u64 = 4 << 20;
-
-/// Threads that copy windows.
-const THREADS: usize = 4;
-
-/// Windows that are read and not yet passed on.
-const AHEAD: u64 = 8;
-
-/// Most memory that the reads of a window may take; windows that need more are read in parts.
-const PLAN_MAX: u64 = 24 << 20;
-
-/// Shortest part that the engine reads.
-const PART_MIN: usize = 4096;
+const DIRECT_WINDOW_LEN: u64 = RANGE_MAX;
 
 /// Gets all bytes of a file in order.
 pub type OnBytes<'a> = &'a mut dyn FnMut(&[u8]);
@@ -46,33 +35,45 @@ pub struct Watch<'a> {
     pub bytes: Option<OnBytes<'a>>,
 }
 
-/// Copies files. Its reads share one engine and one bound of memory.
+/// Copies files.
 pub struct Copier {
-    engine: Engine,
-    budget: Budget,
+    pub(super) sweep: Sweep,
+    reused: AtomicU64,
 }
 
 /// A window that was written.
 struct Window {
     /// Its bytes, if they are passed on.
     bytes: Option<Buffer>,
-    len: u64,
-    /// The hash of its bytes, if they are read back.
+    range: Range<u64>,
+    /// The hash of its bytes, if they are read back or recorded.
     digest: Option<Digest>,
 }
 
 impl Copier {
     /// A copier that reads by `settings`.
     pub fn new(settings: Settings) -> Copier {
-        let counters: Arc<Counters> = Arc::default();
-        let threads = THREADS.max(tensor_writer::THREADS) as u64;
-        let limit = AHEAD * DIRECT_WINDOW_LEN + threads * PLAN_MAX;
-        let budget = Budget::new(limit, counters.clone());
-        Copier { engine: Engine::start(settings, counters), budget }
+        let sweep = Sweep::for_readers(settings, tensor_writer::THREADS);
+        Copier { sweep, reused: AtomicU64::new(0) }
     }
 
-    /// Writes all bytes of `reader` to `file`, a new file in `folder`, and waits until the disk has
-    /// them. `verify`: reads them back and compares. `shown` names the file in errors.
+    /// Ends waits for a source once it is set. The progress of a copy has to fail then as well.
+    pub fn stopped(&self) -> Arc<AtomicBool> {
+        self.sweep.stopped()
+    }
+
+    /// Bytes that a killed run had written, and that were there still.
+    pub fn reused(&self) -> u64 {
+        self.reused.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn add_reused(&self, len: u64) {
+        self.reused.fetch_add(len, Ordering::Relaxed);
+    }
+
+    /// Writes all bytes of `reader` to `file`, a file in `folder`, and waits until the disk has
+    /// them. `verify`: reads them back and compares. `shown` names the file in errors. With `part` it goes on
+    /// where a killed run stopped, and keeps the journal.
     ///
     /// # Errors
     /// Errors of the sources, of the file system and of `watch`, and an I/O error if other bytes
@@ -83,29 +84,42 @@ impl Copier {
         (file, folder, shown): (&File, &Path, &Path),
         verify: bool,
         watch: &mut Watch<'_>,
+        mut part: Option<RecordedPart<'_>>,
     ) -> Result<()> {
         let failed = |e| Error::io(shown, "write", e);
+        let mut written = Vec::new();
+        if let Some(part) = &part {
+            written = self.still_there(part.written(), (file, reader.len()), watch)?;
+        }
+        let start = written.last().map_or(0, |last| last.range.end);
+        self.add_reused(start);
         let target = Target::new(file, folder, reader.len()).map_err(failed)?;
         // Each encrypted piece is decrypted for every window that has a part of it.
         let is_long = target.is_direct() || reader.is_encrypted();
         let len = if is_long { DIRECT_WINDOW_LEN } else { CACHED_WINDOW_LEN };
-        let windows = Windows { len, file_len: reader.len() };
+        let windows = Windows { start, len, file_len: reader.len() };
         let keep = watch.bytes.is_some();
-        let mut digests = Vec::new();
+        let has_digests = verify || part.is_some();
         let write = |number| {
             let range = windows.range(number);
-            let bytes = self.read(reader, &range)?;
+            let bytes = self.sweep.read(reader, &range)?;
             target.write(&bytes, range.start).map_err(failed)?;
-            let digest = verify.then(|| Digest::of(&bytes));
-            let len = bytes.len() as u64;
-            Ok(Window { bytes: keep.then_some(bytes), len, digest })
+            let digest = has_digests.then(|| Digest::of(&bytes));
+            Ok(Window { bytes: keep.then_some(bytes), range, digest })
         };
-        in_parallel(windows.count(), THREADS, AHEAD, &write, &mut |window: Window| {
+        self.sweep.in_order(windows.count(), &write, &mut |window: Window| {
             if let (Some(bytes), Some(each)) = (&window.bytes, &mut watch.bytes) {
                 each(bytes);
             }
-            digests.extend(window.digest);
-            (watch.progress)(window.len)
+            let len = window.range.end - window.range.start;
+            if let Some(digest) = window.digest {
+                let range = WrittenRange { range: window.range, digest };
+                if let Some(part) = &mut part {
+                    part.add(file, range.clone()).map_err(failed)?;
+                }
+                written.push(range);
+            }
+            (watch.progress)(len)
         })?;
         target.finish().map_err(failed)?;
         if !verify {
@@ -113,79 +127,71 @@ impl Copier {
         }
         target.read_back();
         let compare = |number| {
-            let range = windows.range(number);
-            let mut bytes = self.buffer(&range)?;
+            let WrittenRange { range, digest } = &written[number as usize];
+            let mut bytes = self.sweep.buffer(range)?;
             target.read(&mut bytes, range.start).map_err(|e| Error::io(shown, "read", e))?;
-            if Digest::of(&bytes) == digests[number as usize] {
+            if Digest::of(&bytes) == *digest {
                 return Ok(range.end - range.start);
             }
             let message =
                 format!("bytes {}..{} read back differ from those written", range.start, range.end);
             Err(Error::io(shown, "verify", std::io::Error::other(message)))
         };
-        in_parallel(windows.count(), THREADS, AHEAD, &compare, &mut |len| (watch.progress)(len))
+        self.sweep.in_order(written.len() as u64, &compare, &mut |len| (watch.progress)(len))
     }
 
-    /// Reads bytes of `reader`, as many as a window of `copy` has at most.
-    pub(super) fn read(&self, reader: &Reader, range: &Range<u64>) -> Result<Buffer> {
-        let mut bytes = self.buffer(range)?;
-        self.fill(reader, range.start, &mut bytes)?;
-        Ok(bytes)
-    }
-
-    fn buffer(&self, range: &Range<u64>) -> Result<Buffer> {
-        let reserved = self.budget.try_reserve(Buffer::len_for(range));
-        let reserved = reserved.ok_or_else(|| Error::internal("the copy ran out of its memory"))?;
-        Ok(Buffer::new((range.end - range.start) as usize, reserved))
-    }
-
-    /// Reads the bytes of `reader` from `start` on into `target`: on this thread if they are in memory
-    /// or in the page cache, else by the engine, which has a deadline for each read.
-    pub(super) fn fill(&self, reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
-        let range = start..start + target.len() as u64;
-        let in_memory = reader.sources().iter().all(|source| source.is_in_memory());
-        if in_memory || reader.is_scattered(&range) {
-            return reader.read_at(start, target).map(drop);
-        }
-        let mut plan = reader.plan_block(range);
-        if plan.read_cached(&self.engine, target)? {
-            return Ok(());
-        }
-        let memory = plan.memory();
-        if memory > PLAN_MAX {
-            // Thousands of small tensors, each with its own read.
-            if target.len() <= PART_MIN {
-                return reader.read_at(start, target).map(drop);
+    /// The first of the ranges `recorded` that `file` has as they were written. `len` is the length that it will have.
+    fn still_there(
+        &self,
+        mut recorded: Vec<WrittenRange>,
+        (file, len): (&File, u64),
+        watch: &mut Watch<'_>,
+    ) -> Result<Vec<WrittenRange>> {
+        let is_window = |range: &Range<u64>| {
+            let ends_well =
+                range.end == len || (range.end < len && range.end.is_multiple_of(ALIGN as u64));
+            ends_well && range.end - range.start <= DIRECT_WINDOW_LEN
+        };
+        let fitting = recorded.iter().take_while(|written| is_window(&written.range)).count();
+        recorded.truncate(fitting);
+        let compare = |number| {
+            let WrittenRange { range, digest } = &recorded[number as usize];
+            let mut bytes = self.sweep.buffer(range)?;
+            let read = file.read_exact_at(&mut bytes, range.start);
+            let is_same = read.is_ok() && Digest::of(&bytes) == *digest;
+            Ok(is_same.then_some(range.end - range.start))
+        };
+        let (mut kept, mut is_whole) = (0, true);
+        self.sweep.in_order(fitting as u64, &compare, &mut |same| match same {
+            Some(len) if is_whole => {
+                kept += 1;
+                (watch.progress)(len)
             }
-            let (first, second) = target.split_at_mut(target.len() / 2);
-            self.fill(reader, start, first)?;
-            return self.fill(reader, start + first.len() as u64, second);
-        }
-        let reserved = self.budget.try_reserve(memory);
-        let reserved = reserved.ok_or_else(|| Error::internal("the copy ran out of its memory"))?;
-        let (sender, outcome) = channel();
-        let done = Box::new(move |block| drop(sender.send(block)));
-        plan.fetch(&self.engine, Priority::Demand, reserved, done);
-        let block =
-            outcome.recv().map_err(|_| Error::internal("a read ended without an answer"))?;
-        target.copy_from_slice(&block?);
-        Ok(())
+            _ => {
+                is_whole = false;
+                Ok(())
+            }
+        })?;
+        recorded.truncate(kept);
+        read_back(file);
+        Ok(recorded)
     }
 }
 
-/// How a file is cut into windows.
+/// How the rest of a file is cut into windows.
 struct Windows {
+    start: u64,
     len: u64,
     file_len: u64,
 }
 
 impl Windows {
     fn count(&self) -> u64 {
-        self.file_len.div_ceil(self.len)
+        (self.file_len - self.start).div_ceil(self.len)
     }
 
     fn range(&self, number: u64) -> Range<u64> {
-        let start = number * self.len;
+        let start = self.start + number * self.len;
         start..(start + self.len).min(self.file_len)
     }
 }

@@ -1,34 +1,39 @@
 //! Writes a tree of files into a folder.
 //!
 //! All files are written into a partial folder first. A new folder takes its name whole. The files of
-//! a folder that exists take their names one by one, once all of them are whole.
+//! a folder that exists take their names one by one, once all of them are whole. A run that was killed
+//! leaves the partial folder, in which the next one goes on.
 
 use std::collections::HashSet;
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{File, Metadata};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, Flock, RenameFlags, renameat2};
-use nix::libc;
+use nix::sys::stat::{Mode, mkdirat};
+use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use super::copy::{Copier, Watch};
-use super::outline::{Outline, OutlineContent, OutlineFile, is_weights};
-use super::{NewFile, WriteOptions, check_space, taken};
-use crate::atomic_file::{folder_of, lock, partial_name, sync_folder};
+use super::journal::{Journal, RecordedPart};
+use super::outline::{Outline, OutlineContent, OutlineFile};
+use super::{
+    STAT_BLOCK_LEN, WriteOptions, check_space, in_the_way, made_meanwhile, replaceable, taken,
+};
+use crate::atomic_file::{
+    PartialFolder, folder_below, folder_of, partial_path, rename_new, rename_over,
+};
 use crate::error::{Error, Result, shown_path};
+use crate::format::names::is_of_weights;
+use crate::hash::Digest;
 use crate::source::CopyMode;
 
 /// Name of the partial folder in a folder that exists.
 const INNER: &str = "tensorfs";
 
 /// Names in a partial folder: the files while they are written, by number, so that nobody takes them
-/// for whole ones; the folders and files under their names; the mark that files begin to take their
-/// names in a folder that exists.
+/// for whole ones; the folders and files under their names.
 const PARTS: &str = "parts";
 const TREE: &str = "tree";
-const PUBLISHING: &str = "publishing";
 
 impl Copier {
     /// Writes all folders and files of `outline` to the folder `out`, which is created if it does not
@@ -47,80 +52,216 @@ impl Copier {
     ) -> Result<()> {
         let exists = match std::fs::metadata(out) {
             Ok(meta) if meta.is_dir() => true,
-            Ok(_) => return Err(taken(out)),
-            // A broken link.
-            Err(_) if std::fs::symlink_metadata(out).is_ok() => return Err(taken(out)),
+            Ok(_) => return Err(in_the_way(out, "is no folder")),
+            Err(_) if std::fs::symlink_metadata(out).is_ok() => {
+                return Err(in_the_way(out, "is a link that leads nowhere"));
+            }
             Err(_) => false,
         };
-        let place = if exists { partial_name(&out.join(INNER)) } else { partial_name(out) };
-        let failed = |e| Error::io(out, "write", e);
-        let beside = partial_name(out);
+        let job = outline.job()?;
+        let beside = partial_path(out);
+        let mut left = None;
         if exists && std::fs::symlink_metadata(&beside).is_ok() {
-            // A process was killed after the folder took its name.
-            drop(PartialFolder::claim(beside).map_err(failed)?);
+            // A process was killed: before the folder was made by another one, or after it took its name.
+            let failed = |e| Error::io(out, "write", e);
+            let partial = PartialFolder::claim(&beside).map_err(failed)?;
+            if Journal::is_of(&partial, job) {
+                let parts = Parts::of(partial, job).map_err(failed)?;
+                let is_named = |(number, file): (usize, &OutlineFile)| {
+                    parts.journal.is_named(number, &out.join(&file.path))
+                };
+                let are_named = outline.files.iter().enumerate().all(is_named);
+                if are_named && !options.verify && !outline.files.is_empty() {
+                    return self.all_reused(outline.len_bytes()?, watch);
+                }
+                left = Some(parts.partial);
+            } else {
+                left = Some(partial);
+            }
         }
-        let partial = PartialFolder::claim(place).map_err(failed)?;
-        let replace = options.replace || partial.interrupted;
+        let place = if exists { partial_path(&out.join(INNER)) } else { beside };
+        let done = self.write_at(outline, &place, job, (out, exists), options, watch);
+        // The user may remove the folder that was made meanwhile, and go on.
+        if let (Err(_), Some(left)) = (&done, &mut left) {
+            left.keep();
+        }
+        done
+    }
+
+    /// Writes the files by the partial folder at `place`.
+    fn write_at(
+        &self,
+        outline: &Outline,
+        place: &Path,
+        job: Digest,
+        (out, exists): (&Path, bool),
+        options: WriteOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<()> {
+        if std::fs::symlink_metadata(place).is_err() {
+            check_space(folder_of(place), out, outline.len_bytes()?)?;
+        }
+        let mut parts = Parts::open(place, job).map_err(|e| Error::io(out, "write", e))?;
+        let done = self.write_parts(outline, &mut parts, (out, exists), options, watch);
+        done.map_err(|error| parts.kept_after(error))
+    }
+
+    fn write_parts(
+        &self,
+        outline: &Outline,
+        parts: &mut Parts,
+        (out, exists): (&Path, bool),
+        options: WriteOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<()> {
+        let failed = |e| Error::io(out, "write", e);
         if exists {
-            check_names(outline, out, WriteOptions { replace, ..options })?;
+            check_names(outline, out, options, &parts.journal)?;
         }
-        check_space(folder_of(&partial.path), out, outline.len_bytes()?)?;
-        partial.empty().map_err(failed)?;
+        parts.take_back(outline).map_err(failed)?;
+        let len = outline.len_bytes()?.saturating_sub(parts.space(outline.files.len()));
+        check_space(folder_of(parts.partial.path()), out, len)?;
         for (number, file) in outline.files.iter().enumerate() {
-            self.write_part(file, &partial.part(number), &out.join(&file.path), options, watch)?;
+            let shown = out.join(&file.path);
+            if exists && !options.verify && parts.is_done(number, &shown) {
+                self.all_reused(file.content.len_bytes()?, watch)?;
+                continue;
+            }
+            self.write_part(file, (parts, number), (&shown, None), options, watch)?;
         }
         for source in outline.files.iter().flat_map(|file| file.content.sources()) {
             source.check()?;
         }
+        parts.note_whole(outline.files.len()).map_err(failed)?;
         if exists {
-            partial.publish_files(outline, out, replace)
+            parts.publish_files(outline, out, options.replace)
         } else {
-            partial.publish_whole(outline, out)
+            parts.publish_whole(outline, out)
         }
     }
 
-    /// Writes one file to `place` in the partial folder. `shown` is its later name.
-    fn write_part(
+    fn all_reused(&self, len: u64, watch: &mut Watch<'_>) -> Result<()> {
+        self.add_reused(len);
+        (watch.progress)(len)
+    }
+
+    /// Writes `file` to a new file `target`, as `write_file` does. Goes on where a killed run of the same
+    /// job stopped.
+    ///
+    /// # Errors
+    /// The errors of `write_file`. After a full disk the part that is written stays.
+    pub fn write_one(
         &self,
         file: &OutlineFile,
-        place: &Path,
-        shown: &Path,
+        target: &Path,
         options: WriteOptions,
         watch: &mut Watch<'_>,
     ) -> Result<()> {
+        if std::fs::symlink_metadata(partial_path(target)).is_err() {
+            replaceable(target, options.replace)?;
+            check_space(folder_of(target), target, file.content.len_bytes()?)?;
+        }
+        let job = Outline { files: vec![file.clone()], ..Outline::default() }.job()?;
+        let parts = Parts::open(&partial_path(target), job);
+        let mut parts = parts.map_err(|e| Error::io(target, "write", e))?;
+        if parts.is_done(0, target) && !options.verify {
+            return self.all_reused(file.content.len_bytes()?, watch);
+        }
+        let done = self.write_alone(file, &mut parts, target, options, watch);
+        done.map_err(|error| parts.kept_after(error))
+    }
+
+    fn write_alone(
+        &self,
+        file: &OutlineFile,
+        parts: &mut Parts,
+        target: &Path,
+        options: WriteOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<()> {
+        let failed = |e| Error::io(target, "write", e);
+        let replace = options.replace || parts.has_made(target);
+        let there = replaceable(target, replace)?;
+        let len = file.content.len_bytes()?.saturating_sub(parts.space(1));
+        check_space(folder_of(target), target, len)?;
+        let new = self.write_part(file, (parts, 0), (target, there.as_ref()), options, watch)?;
+        for source in file.content.sources() {
+            source.check()?;
+        }
+        if let Some(there) = there {
+            // The replaced file had this mode, whatever the umask is now.
+            let mut mode = CopyMode::of(file.content.sources())?;
+            mode.add(&there, target);
+            mode.set(&new, there.mode()).map_err(failed)?;
+            new.sync_all().map_err(failed)?;
+        }
+        parts.note_whole(1).map_err(failed)?;
+        let publish = if replace { rename_over } else { rename_new };
+        let (ours, parent) = (parts.partial.folder(), parts.partial.parent());
+        let published = publish(ours, &part(0), parent, name_of(target));
+        match published.and_then(|()| parent.sync_all()) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(made_meanwhile(target)),
+            other => other.map_err(failed),
+        }
+    }
+
+    /// Writes one file to its place among `parts`. `shown` is its later name, `there` the file that it
+    /// replaces.
+    fn write_part(
+        &self,
+        file: &OutlineFile,
+        (parts, number): (&mut Parts, usize),
+        (shown, there): (&Path, Option<&Metadata>),
+        options: WriteOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<File> {
         let failed = |e| Error::io(shown, "write", e);
-        let folder = folder_of(place);
-        let mut file_options = OpenOptions::new();
-        file_options.read(true).write(true).create_new(true);
+        let sources = match &file.content {
+            OutlineContent::Text(_, made_of) => made_of,
+            content => content.sources(),
+        };
+        let mut mode = CopyMode::of(sources)?;
+        if let Some(there) = there {
+            mode.add(there, shown);
+        }
+        let Parts { partial, journal } = parts;
+        let folder = partial.path().to_owned();
+        let mut part = RecordedPart { partial, journal, number };
+        let mut new = part.begin(&self::part(number), mode.in_folder(&folder)).map_err(failed)?;
+        mode.narrow(&new).map_err(failed)?;
+        let place = (&new, folder.as_path(), shown);
         let reader = file.content.reader()?;
-        let content = match (&file.content, &reader) {
-            (_, Some(reader)) => NewFile::Bytes(reader),
-            (OutlineContent::Tensorizer(tensors), None) => NewFile::Tensorizer(tensors),
-            (OutlineContent::Text(text), None) => {
-                let mut new = file_options.open(place).map_err(failed)?;
+        let copied = match (&file.content, &reader) {
+            (_, Some(reader)) => self.copy(reader, place, options.verify, watch, Some(part)),
+            (OutlineContent::Tensorizer(tensors), None) => {
+                self.copy_tensors(tensors, place, options.verify, watch)
+            }
+            (OutlineContent::Text(text, _), None) => {
                 new.write_all(text).and_then(|()| new.sync_all()).map_err(failed)?;
-                return (watch.progress)(text.len() as u64);
+                (watch.progress)(text.len() as u64)
             }
             (_, None) => return Err(Error::internal("a file to write has no reader")),
         };
-        let mode = CopyMode::of(content.sources())?;
-        let new = file_options.mode(mode.in_folder(folder)).open(place).map_err(failed)?;
-        mode.narrow(&new).map_err(failed)?;
-        let copied = self.copy_content(content, (&new, folder, shown), options.verify, watch);
         // A tree may have more files than a process may have open.
-        content.sources().iter().for_each(|source| source.release());
-        copied
+        sources.iter().for_each(|source| source.release());
+        copied.map(|()| new)
     }
 }
 
 /// Refuses to write into `out` if files there would be lost, or would be mixed with the new ones.
-fn check_names(outline: &Outline, out: &Path, options: WriteOptions) -> Result<()> {
+/// Those that a killed run has made, and nobody has changed since, may be replaced.
+fn check_names(
+    outline: &Outline,
+    out: &Path,
+    options: WriteOptions,
+    journal: &Journal,
+) -> Result<()> {
     // They may have to be scanned, and are mostly not needed.
     let mut source_files = None;
     for folder in outline.folders.iter().filter(|folder| folder.path != Path::new("")) {
         let there = out.join(&folder.path);
         if std::fs::symlink_metadata(&there).is_ok_and(|meta| !meta.is_dir()) {
-            return Err(taken(&there));
+            return Err(in_the_way(&there, "is no folder"));
         }
     }
     let mut new: HashSet<PathBuf> = HashSet::new();
@@ -137,7 +278,10 @@ fn check_names(outline: &Outline, out: &Path, options: WriteOptions) -> Result<(
                 let message = "is a file of the source; write somewhere else";
                 return Err(Error::usage(format!("{there}: {message}")));
             }
-            if meta.is_dir() || !options.replace {
+            if meta.is_dir() {
+                return Err(in_the_way(&there, "is a folder"));
+            }
+            if !options.replace && !journal.is_ours(&meta) {
                 return Err(taken(&there));
             }
         }
@@ -149,7 +293,7 @@ fn check_names(outline: &Outline, out: &Path, options: WriteOptions) -> Result<(
     for folder in folders {
         let Ok(entries) = std::fs::read_dir(&folder) else { continue };
         let mut others = entries.filter_map(|entry| Some(entry.ok()?.path()));
-        if let Some(other) = others.find(|path| is_weights(path) && !new.contains(path)) {
+        if let Some(other) = others.find(|path| is_of_weights(path) && !new.contains(path)) {
             return Err(Error::usage(format!(
                 "{}: other weights are there already, and would be read with the new ones; remove \
                  them, or write to another folder",
@@ -160,139 +304,187 @@ fn check_names(outline: &Outline, out: &Path, options: WriteOptions) -> Result<(
     Ok(())
 }
 
-/// The folder that files are written into before they take their names. It is removed when it is
-/// dropped.
-struct PartialFolder {
-    path: PathBuf,
-    /// Whether an earlier process was killed while files took their names.
-    interrupted: bool,
-    _lock: Option<Flock<File>>,
+/// The place of file `number` in the partial folder.
+fn part(number: usize) -> PathBuf {
+    Path::new(PARTS).join(number.to_string())
 }
 
-impl Drop for PartialFolder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.path);
+/// The files in a partial folder before they take their names.
+struct Parts {
+    partial: PartialFolder,
+    journal: Journal,
+}
+
+impl Parts {
+    /// The parts of `job` in the folder `path`: those that a killed run left, or none.
+    fn open(path: &Path, job: Digest) -> io::Result<Parts> {
+        Parts::of(PartialFolder::claim(path)?, job)
     }
-}
 
-impl PartialFolder {
-    /// Makes the folder `path`, empty, or takes over the one that a killed process left.
-    fn claim(path: PathBuf) -> io::Result<PartialFolder> {
-        loop {
-            match DirBuilder::new().mode(0o700).create(&path) {
-                Ok(()) => {}
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(e) => return Err(e),
-            }
-            let mut options = OpenOptions::new();
-            options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_DIRECTORY);
-            let folder = match options.open(&path) {
-                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-                other => other?,
-            };
-            let held = folder.metadata()?;
-            let lock = lock(folder)?;
-            // The process that had the lock may have renamed the folder meanwhile.
-            let now = std::fs::symlink_metadata(&path);
-            if now.is_ok_and(|now| (now.dev(), now.ino()) == (held.dev(), held.ino())) {
-                let interrupted = path.join(PUBLISHING).exists();
-                return Ok(PartialFolder { path, interrupted, _lock: lock });
-            }
+    fn of(partial: PartialFolder, job: Digest) -> io::Result<Parts> {
+        let journal = Journal::open(&partial, job)?;
+        match partial.make_folder(PARTS.as_ref(), 0o700) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(e),
+            _ => Ok(Parts { partial, journal }),
         }
     }
 
-    /// Removes what a killed process left, but for the mark, which stays until its files are
-    /// replaced.
-    fn empty(&self) -> io::Result<()> {
-        for name in [PARTS, TREE] {
-            match std::fs::remove_dir_all(self.path.join(name)) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-                _ => {}
-            }
+    /// Takes files back that a killed run had put under their names in a new folder.
+    fn take_back(&self, outline: &Outline) -> io::Result<()> {
+        let (ours, tree) = (self.partial.folder(), Path::new(TREE));
+        if folder_below(ours, tree).is_err() {
+            return Ok(());
         }
-        std::fs::create_dir(self.path.join(PARTS))
+        for (number, file) in outline.files.iter().enumerate() {
+            let _ = rename_new(ours, &tree.join(&file.path), ours, &part(number));
+        }
+        self.partial.remove(tree)
     }
 
-    /// The place of file `number` while it is written.
-    fn part(&self, number: usize) -> PathBuf {
-        self.path.join(PARTS).join(number.to_string())
+    /// Bytes that the first `count` parts take on the disk.
+    fn space(&self, count: usize) -> u64 {
+        let metas = (0..count).filter_map(|number| self.meta(number).ok());
+        metas.map(|meta| (meta.blocks() * STAT_BLOCK_LEN).min(meta.len())).sum()
+    }
+
+    fn meta(&self, number: usize) -> io::Result<Metadata> {
+        self.partial.open(&part(number))?.metadata()
+    }
+
+    /// Whether a killed run of this job has given the part its name, `path`.
+    fn is_done(&self, number: usize, path: &Path) -> bool {
+        self.journal.is_named(number, path) && self.meta(number).is_err()
+    }
+
+    /// Whether a killed run has made the file `path`, and nobody has changed it since.
+    fn has_made(&self, path: &Path) -> bool {
+        std::fs::symlink_metadata(path).is_ok_and(|meta| self.journal.is_ours(&meta))
+    }
+
+    /// Notes the first `count` parts as whole, before they take their names.
+    fn note_whole(&mut self, count: usize) -> io::Result<()> {
+        for number in 0..count {
+            // The parts that are missing have their names.
+            if let Ok(meta) = self.meta(number) {
+                self.journal.add_whole(number, &meta);
+            }
+        }
+        self.journal.sync(&self.partial)
+    }
+
+    /// Leaves the parts to a later run after a full disk, and says so; also those of a killed run after a
+    /// refusal.
+    fn kept_after(&mut self, error: Error) -> Error {
+        let kind = match &error {
+            Error::Io { source, .. } => source.kind(),
+            Error::Usage { .. } if self.journal.is_continued => {
+                self.partial.keep();
+                return error;
+            }
+            _ => return error,
+        };
+        let is_full = matches!(kind, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
+        if !is_full || !self.journal.has_progress() {
+            return error;
+        }
+        self.partial.keep();
+        let Error::Io { uri, action, source } = error else { return error };
+        let partial = shown_path(self.partial.path());
+        let message = format!(
+            "{source}; {partial} keeps what is written: once there is space, the same command goes on \
+             from there; or remove it"
+        );
+        Error::Io { uri, action, source: io::Error::new(kind, message) }
     }
 
     /// Gives all files their names in a new folder, and that the name `out`, which no file has.
-    fn publish_whole(self, outline: &Outline, out: &Path) -> Result<()> {
-        let failed = |e| Error::io(out, "write", e);
-        let tree = self.path.join(TREE);
+    fn publish_whole(&self, outline: &Outline, out: &Path) -> Result<()> {
+        let failed = |e: io::Error| Error::io(out, "write", e);
+        let (ours, tree) = (self.partial.folder(), Path::new(TREE));
         for folder in &outline.folders {
-            let mode = folder.mode | 0o700;
-            DirBuilder::new().mode(mode).create(in_tree(&tree, &folder.path)).map_err(failed)?;
+            let made = self.partial.make_folder(&in_tree(tree, &folder.path), folder.mode | 0o700);
+            made.map_err(failed)?;
         }
         for (number, file) in outline.files.iter().enumerate() {
-            std::fs::rename(self.part(number), tree.join(&file.path)).map_err(failed)?;
+            rename_new(ours, &part(number), ours, &tree.join(&file.path)).map_err(failed)?;
         }
         for folder in outline.folders.iter().rev() {
-            sync_folder(&tree.join(&folder.path)).map_err(failed)?;
+            let folder = folder_below(ours, &tree.join(&folder.path));
+            folder.and_then(|folder| folder.sync_all()).map_err(failed)?;
         }
-        match rename_new(&tree, out) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(taken(out)),
+        let name = Path::new(out.file_name().unwrap_or_default());
+        match rename_new(ours, tree, self.partial.parent(), name) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(made_meanwhile(out)),
             other => other.map_err(failed)?,
         }
-        sync_folder(folder_of(out)).map_err(failed)
+        self.partial.parent().sync_all().map_err(failed)
     }
 
     /// Moves all files to the folder `out`: weights last, so that
     /// a program that finds the weights finds the other files too.
-    fn publish_files(self, outline: &Outline, out: &Path, replace: bool) -> Result<()> {
-        let failed = |e| Error::io(out, "write", e);
-        let mark = File::create(self.path.join(PUBLISHING));
-        mark.and_then(|mark| mark.sync_all()).map_err(failed)?;
-        sync_folder(&self.path).map_err(failed)?;
+    fn publish_files(&self, outline: &Outline, out: &Path, replace: bool) -> Result<()> {
         let mut made = Vec::new();
         let published = self.move_files(outline, out, replace, &mut made);
         if published.is_err() {
             // Replaced files cannot come back; new ones are removed.
-            for path in made.iter().rev() {
-                let _ = std::fs::remove_file(path).or_else(|_| std::fs::remove_dir(path));
+            for (path, kind) in made.into_iter().rev() {
+                let folder = folder_below(self.partial.parent(), folder_of(path));
+                let _ = folder.map(|folder| unlinkat(&folder, name_of(path), kind));
             }
         }
         published
     }
 
-    fn move_files(
+    fn move_files<'a>(
         &self,
-        outline: &Outline,
+        outline: &'a Outline,
         out: &Path,
         replace: bool,
-        made: &mut Vec<PathBuf>,
+        made: &mut Vec<(&'a Path, UnlinkatFlags)>,
     ) -> Result<()> {
+        // Each folder is found from here without links, which another user may put there.
+        let root = self.partial.parent();
+        let ours = self.partial.folder();
         for folder in outline.folders.iter().filter(|folder| folder.path != Path::new("")) {
-            let there = out.join(&folder.path);
-            match DirBuilder::new().mode(folder.mode | 0o700).create(&there) {
-                Ok(()) => made.push(there),
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists && there.is_dir() => {}
-                Err(e) => return Err(Error::io(&there, "write", e)),
+            let failed = |e| Error::io(out.join(&folder.path), "write", e);
+            let above = folder_below(root, folder_of(&folder.path)).map_err(failed)?;
+            let mode = Mode::from_bits_retain(folder.mode | 0o700);
+            match mkdirat(&above, name_of(&folder.path), mode).map_err(io::Error::from) {
+                Ok(()) => made.push((&folder.path, UnlinkatFlags::RemoveDir)),
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(failed(e)),
             }
+            folder_below(&above, name_of(&folder.path)).map_err(failed)?;
         }
         let mut files: Vec<(usize, &OutlineFile)> = outline.files.iter().enumerate().collect();
         files.sort_by_key(|(_, file)| file.is_weights());
         for (number, file) in files {
-            let (from, to) = (self.part(number), out.join(&file.path));
+            let to = out.join(&file.path);
+            let failed = |e| Error::io(&to, "write", e);
+            if self.is_done(number, &to) {
+                continue;
+            }
+            let folder = folder_below(root, folder_of(&file.path)).map_err(failed)?;
+            let replace = replace || self.has_made(&to);
             let is_new = std::fs::symlink_metadata(&to).is_err();
             let moved = if replace && !is_new {
-                std::fs::rename(from, &to)
+                rename_over(ours, &part(number), &folder, name_of(&file.path))
             } else {
-                rename_new(&from, &to)
+                rename_new(ours, &part(number), &folder, name_of(&file.path))
             };
             match moved {
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(taken(&to)),
-                other => other.map_err(|e| Error::io(&to, "write", e))?,
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                    return Err(made_meanwhile(&to));
+                }
+                other => other.map_err(failed)?,
             }
             if is_new {
-                made.push(to);
+                made.push((&file.path, UnlinkatFlags::NoRemoveDir));
             }
         }
         for folder in outline.folders.iter().rev() {
-            let folder = out.join(&folder.path);
-            sync_folder(&folder).map_err(|e| Error::io(&folder, "write", e))?;
+            let there = folder_below(root, &folder.path).and_then(|there| there.sync_all());
+            there.map_err(|e| Error::io(out.join(&folder.path), "write", e))?;
         }
         Ok(())
     }
@@ -303,16 +495,152 @@ fn in_tree(root: &Path, path: &Path) -> PathBuf {
     if path.as_os_str().is_empty() { root.to_owned() } else { root.join(path) }
 }
 
-/// Renames a file or folder to a name that must be free.
-fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
-    match renameat2(AT_FDCWD, from, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
-        // The file system has no such rename: the check comes just before.
-        Err(Errno::EINVAL | Errno::ENOSYS) => {
-            if std::fs::symlink_metadata(to).is_ok() {
-                return Err(io::ErrorKind::AlreadyExists.into());
-            }
-            std::fs::rename(from, to)
+fn name_of(path: &Path) -> &Path {
+    Path::new(path.file_name().unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::Tree;
+    use crate::io::Settings;
+    use crate::open_options::OpenOptions;
+
+    fn outline() -> Outline {
+        let source = Path::new("tests/fixtures/hf/three_shards");
+        Outline::of(&Tree::scan(source, &OpenOptions::default()).unwrap()).unwrap()
+    }
+
+    /// Leaves the parts of a run that was killed after the first `count` files had their names in `out`.
+    fn kill_after(
+        count: usize,
+        copier: &Copier,
+        outline: &Outline,
+        out: &Path,
+        progress: Progress,
+    ) {
+        let place = partial_path(&out.join(INNER));
+        let mut parts = Parts::open(&place, outline.job().unwrap()).unwrap();
+        let mut watch = Watch { progress, bytes: None };
+        for (number, file) in outline.files.iter().enumerate() {
+            let shown = out.join(&file.path);
+            let place = (&mut parts, number);
+            let options = WriteOptions::default();
+            copier.write_part(file, place, (&shown, None), options, &mut watch).unwrap();
         }
-        other => Ok(other?),
+        parts.note_whole(outline.files.len()).unwrap();
+        for (number, file) in outline.files.iter().enumerate().take(count) {
+            let (ours, root) = (parts.partial.folder(), parts.partial.parent());
+            rename_new(ours, &part(number), root, &file.path).unwrap();
+        }
+        parts.partial.keep();
+    }
+
+    type Progress<'a> = &'a mut dyn FnMut(u64) -> Result<()>;
+
+    #[test]
+    fn a_publication_that_was_killed_is_finished_and_files_that_the_user_made_since_stay() {
+        let copier = Copier::new(Settings::default());
+        let outline = outline();
+        assert!(outline.files.len() > 1);
+        let write = |out: &Path, outline: &Outline| {
+            let mut watch = Watch { progress: &mut |_| Ok(()), bytes: None };
+            copier.write_folder(outline, out, WriteOptions::default(), &mut watch)
+        };
+        let home = tempfile::tempdir().unwrap();
+        let good = home.path().join("good");
+        write(&good, &outline).unwrap();
+        for count in 0..=outline.files.len() {
+            let out = home.path().join(count.to_string());
+            std::fs::create_dir(&out).unwrap();
+            kill_after(count, &copier, &outline, &out, &mut |_| Ok(()));
+            // The user changes a file that has its name already, or makes one that has it not.
+            let mine = out.join(&outline.files[count.saturating_sub(1)].path);
+            let theirs = std::fs::read(&mine).ok();
+            std::fs::write(&mine, "mine").unwrap();
+            for _ in 0..2 {
+                let refused = write(&out, &outline).unwrap_err().to_string();
+                assert!(refused.contains("is there already"), "{refused}");
+                assert_eq!(std::fs::read(&mine).unwrap(), b"mine");
+            }
+            std::fs::remove_file(&mine).unwrap();
+            assert_eq!(theirs.is_some(), count > 0);
+            let before = copier.reused();
+            write(&out, &outline).unwrap();
+            assert!(count > 0 || copier.reused() > before);
+            for file in &outline.files {
+                let bytes = |folder: &Path| std::fs::read(folder.join(&file.path)).unwrap();
+                assert!(bytes(&out) == bytes(&good), "{count}: {}", file.path.display());
+            }
+            assert!(!partial_path(&out.join(INNER)).exists());
+            // Without the journal of that run they are files of the user.
+            assert!(write(&out, &outline).is_err());
+        }
+    }
+
+    #[test]
+    fn files_that_a_killed_run_of_another_job_has_named_are_replaced_without_being_asked() {
+        let copier = Copier::new(Settings::default());
+        let outline = outline();
+        let home = tempfile::tempdir().unwrap();
+        kill_after(1, &copier, &outline, home.path(), &mut |_| Ok(()));
+        let mut other = outline.clone();
+        other.folders.clear();
+        let mut watch = Watch { progress: &mut |_| Ok(()), bytes: None };
+        let written = copier.write_folder(&other, home.path(), WriteOptions::default(), &mut watch);
+        written.unwrap();
+        assert_eq!(copier.reused(), 0);
+        assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), outline.files.len());
+    }
+
+    #[test]
+    fn what_a_killed_run_wrote_outlives_a_refusal_of_a_folder_that_was_made_since() {
+        let copier = Copier::new(Settings::default());
+        let outline = outline();
+        let home = tempfile::tempdir().unwrap();
+        let out = home.path().join("out");
+        let mut watch = Watch { progress: &mut |_| Ok(()), bytes: None };
+        let mut parts = Parts::open(&partial_path(&out), outline.job().unwrap()).unwrap();
+        let (place, options) = ((&mut parts, 0), WriteOptions::default());
+        copier.write_part(&outline.files[0], place, (&out, None), options, &mut watch).unwrap();
+        parts.partial.keep();
+        drop(parts);
+        let mut other = outline.clone();
+        other.folders.clear();
+        for job in [&outline, &other] {
+            std::fs::create_dir(&out).unwrap();
+            std::fs::write(out.join("other.safetensors"), "mine").unwrap();
+            let refused = copier.write_folder(job, &out, options, &mut watch).unwrap_err();
+            assert!(refused.to_string().contains("other weights are there already"), "{refused}");
+            std::fs::remove_dir_all(&out).unwrap();
+        }
+        copier.write_folder(&outline, &out, options, &mut watch).unwrap();
+        assert!(copier.reused() > 0 && !partial_path(&out).exists());
+        // A folder that takes the files removes what is left of the run.
+        let mut parts = Parts::open(&partial_path(&out), outline.job().unwrap()).unwrap();
+        parts.partial.keep();
+        drop(parts);
+        std::fs::remove_dir_all(&out).unwrap();
+        std::fs::create_dir(&out).unwrap();
+        copier.write_folder(&outline, &out, options, &mut watch).unwrap();
+        assert!(!partial_path(&out).exists());
+    }
+
+    #[test]
+    fn a_new_folder_that_took_its_name_before_the_kill_is_done() {
+        let copier = Copier::new(Settings::default());
+        let outline = outline();
+        let home = tempfile::tempdir().unwrap();
+        let out = home.path().join("out");
+        let mut watch = Watch { progress: &mut |_| Ok(()), bytes: None };
+        let job = outline.job().unwrap();
+        let mut parts = Parts::open(&partial_path(&out), job).unwrap();
+        let options = WriteOptions::default();
+        copier.write_parts(&outline, &mut parts, (&out, false), options, &mut watch).unwrap();
+        parts.partial.keep();
+        drop(parts);
+        copier.write_folder(&outline, &out, options, &mut watch).unwrap();
+        assert!(copier.reused() > 0 && !partial_path(&out).exists());
+        assert!(copier.write_folder(&outline, &out, options, &mut watch).is_err());
     }
 }

@@ -1,6 +1,7 @@
 //! The folders and files that a mount of a source shows.
 
 use std::collections::{BTreeMap, HashSet};
+use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,13 +9,14 @@ use std::sync::Arc;
 use super::source_files::SourceFiles;
 use super::tensorizer::TensorizerFile;
 use crate::checkpoint::{
-    Checkpoint, Content, ERROR_FILE, File, FolderId, Proved, Tree, VirtualFile,
+    Checkpoint, Content, ERROR_FILE, File, Folder, FolderId, Proved, Tree, VirtualFile,
 };
 use crate::error::{Error, ErrorKind, Fault, Result, quoted, shown, shown_path};
 use crate::format::{InputFormat, OutputFormat, manifest, names};
-use crate::hash::Digest;
+use crate::hash::{Digest, Hasher};
 use crate::reader::Reader;
-use crate::source::{FileSystem, Identity, Source, read_text};
+use crate::source::{Source, read_text};
+use crate::version::Version;
 use crate::view::FileSpec;
 
 /// The bytes of a file.
@@ -26,8 +28,8 @@ pub enum OutlineContent {
     Tensorizer(TensorizerFile),
     /// A file of the source as it is.
     Whole(Arc<Source>),
-    /// Text made for the view.
-    Text(Arc<[u8]>),
+    /// Text made for the view, and the sources that it is made of.
+    Text(Arc<[u8]>, Arc<[Arc<Source>]>),
 }
 
 impl OutlineContent {
@@ -40,7 +42,7 @@ impl OutlineContent {
             OutlineContent::Virtual(file) => file.summary()?.len,
             OutlineContent::Tensorizer(file) => file.len(),
             OutlineContent::Whole(source) => source.len(),
-            OutlineContent::Text(text) => text.len() as u64,
+            OutlineContent::Text(text, _) => text.len() as u64,
         })
     }
 
@@ -53,7 +55,7 @@ impl OutlineContent {
         Ok(match self {
             OutlineContent::Virtual(file) => Some(Reader::open(file)?),
             OutlineContent::Whole(source) => Some(Reader::whole(source.clone())),
-            OutlineContent::Tensorizer(_) | OutlineContent::Text(_) => None,
+            OutlineContent::Tensorizer(_) | OutlineContent::Text(..) => None,
         })
     }
 
@@ -63,7 +65,7 @@ impl OutlineContent {
             OutlineContent::Virtual(file) => file.sources(),
             OutlineContent::Tensorizer(file) => file.sources(),
             OutlineContent::Whole(source) => std::slice::from_ref(source),
-            OutlineContent::Text(_) => &[],
+            OutlineContent::Text(..) => &[],
         }
     }
 }
@@ -80,14 +82,8 @@ pub struct OutlineFile {
 impl OutlineFile {
     /// Whether it holds weights, or says which file does.
     pub fn is_weights(&self) -> bool {
-        matches!(self.content, OutlineContent::Virtual(_)) || is_weights(&self.path)
+        matches!(self.content, OutlineContent::Virtual(_)) || names::is_of_weights(&self.path)
     }
-}
-
-/// Whether the name is one of a file that holds weights, or says which file does.
-pub(super) fn is_weights(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    names::is_weights(name) || names::weight_map_output(name).is_some()
 }
 
 /// A folder that a mount shows.
@@ -115,6 +111,41 @@ pub struct Outline {
 }
 
 impl Outline {
+    /// Names the job of writing it: equal only if every byte is.
+    ///
+    /// # Errors
+    /// The errors of `VirtualFile::summary`.
+    pub(super) fn job(&self) -> Result<Digest> {
+        let mut hasher = Hasher::new();
+        let mut add = |bytes: &[u8]| {
+            hasher.update(&(bytes.len() as u64).to_le_bytes());
+            hasher.update(bytes);
+        };
+        add(env!("CARGO_PKG_VERSION").as_bytes());
+        for folder in &self.folders {
+            add(folder.path.as_os_str().as_encoded_bytes());
+        }
+        for OutlineFile { path, content } in &self.files {
+            add(path.as_os_str().as_encoded_bytes());
+            match content {
+                OutlineContent::Virtual(file) => {
+                    let summary = file.summary()?;
+                    add(file.spec().format.as_str().as_bytes());
+                    add(&summary.len.to_le_bytes());
+                    add(&summary.header.0);
+                }
+                OutlineContent::Tensorizer(file) => add(&file.len().to_le_bytes()),
+                OutlineContent::Whole(_) => add(b"whole"),
+                OutlineContent::Text(text, _) => add(text),
+            }
+            for source in content.sources() {
+                let words = source.version().to_words();
+                words.iter().for_each(|word| add(&word.to_le_bytes()));
+            }
+        }
+        Ok(hasher.finish())
+    }
+
     /// Proves everything in `tree`.
     ///
     /// # Errors
@@ -196,7 +227,8 @@ impl Outline {
             "metadata": { "total_size": catalog.data_len() },
             "weight_map": map,
         });
-        let content = OutlineContent::Text(format!("{map:#}\n").into_bytes().into());
+        let text = format!("{map:#}\n").into_bytes().into();
+        let content = OutlineContent::Text(text, checkpoint.sources().into());
         outline
             .files
             .push(OutlineFile { path: names::weight_map("model.safetensors").into(), content });
@@ -228,14 +260,16 @@ impl Outline {
             let content = match entry.content {
                 Content::Virtual(file) => OutlineContent::Virtual(file),
                 Content::Text(_) if entry.name == ERROR_FILE => continue,
-                Content::Text(text) => OutlineContent::Text(text),
+                Content::Text(text) => {
+                    OutlineContent::Text(text, map_sources(&folder, proved, &entry.name))
+                }
                 Content::Whole { proved: Some(source), .. } => OutlineContent::Whole(source),
                 Content::Whole { file, proved: None } => {
-                    let identity = identity_of(&file);
-                    if identity != file.identity && file.name == "config.json" {
+                    let version = version_of(&file);
+                    if version != file.version && file.name == "config.json" {
                         check_config(&file.path, &configs)?;
                     }
-                    OutlineContent::Whole(Source::closed(&file.path, identity))
+                    OutlineContent::Whole(file.store.closed(&file.path, version))
                 }
             };
             self.files.push(OutlineFile { path: folder.relative.join(entry.name), content });
@@ -374,23 +408,39 @@ impl Outline {
                 let is_source = |other: &Arc<Source>| Arc::ptr_eq(other, source);
                 self.checkpoints.iter().any(|checkpoint| checkpoint.sources().iter().any(is_source))
             }
-            OutlineContent::Text(_) => false,
+            OutlineContent::Text(..) => false,
         }
     }
 }
 
-/// The identity of a file that the scan has found. Attributes of a file system that is not local may
+/// The shards and the weight map that the weight map `name` of `folder` is made of.
+fn map_sources(folder: &Folder, proved: &Proved, name: &OsStr) -> Arc<[Arc<Source>]> {
+    let mut sources = Vec::new();
+    for set in &proved.sets {
+        let Ok(checkpoint) = &set.outcome else { continue };
+        let map = checkpoint.weight_map().map(|(map, _)| map.to_owned());
+        if name == map.unwrap_or_else(|| names::weight_map(&checkpoint.name)).as_str() {
+            let maps = set.files.iter().filter(|file| names::weight_map_output(file).is_some());
+            let maps = maps.filter_map(|file| folder.file(file));
+            sources.extend(maps.map(File::source));
+            sources.extend_from_slice(checkpoint.sources());
+        }
+    }
+    sources.into()
+}
+
+/// The version of a file that the scan has found. Attributes of a file system that is not local may
 /// come from the kernel's cache and be older than the file, so a file that no proof reads is looked at
 /// anew.
-fn identity_of(file: &File) -> Identity {
+fn version_of(file: &File) -> Version {
     // A link may lead to a file of any name.
     let name = Path::new(&file.name);
-    let is_proved =
-        is_weights(name) || name.to_str().is_some_and(|it| it.ends_with(manifest::SUFFIX));
-    if is_proved || FileSystem::at(&file.path).is_local() {
-        return file.identity;
+    let is_proved = names::is_of_weights(name)
+        || name.to_str().is_some_and(|it| it.ends_with(manifest::SUFFIX));
+    if is_proved || !file.source().may_block() {
+        return file.version;
     }
-    Identity::now(&file.path).ok().filter(Identity::is_file).unwrap_or(file.identity)
+    file.version_now().ok().filter(Version::is_file).unwrap_or(file.version)
 }
 
 /// Compares the `config.json` at `path` with those that decided how the weights beside it are cut.

@@ -2,16 +2,14 @@
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::outline::is_weights;
 use crate::checkpoint::Tree;
 use crate::error::{Error, ErrorKind, Fault, Result};
+use crate::format::names;
 use crate::mount_origin::{MountOrigin, resolve_bytes};
-
-/// Device and inode number.
-type Inode = (u64, u64);
+use crate::store::Store;
+use crate::version::FileId;
 
 /// Most mounts of which each is the source of the next.
 const MOUNTS_MAX: usize = 8;
@@ -20,7 +18,7 @@ const MOUNTS_MAX: usize = 8;
 /// mount.
 #[derive(Clone, Debug, Default)]
 pub struct SourceFiles {
-    inodes: HashSet<Inode>,
+    ids: HashSet<FileId>,
     /// The path that was scanned.
     path: PathBuf,
 }
@@ -36,22 +34,24 @@ impl SourceFiles {
     pub fn and_beside(tree: &Tree) -> SourceFiles {
         SourceFiles::named(tree, &|name| {
             let is_other = |only| name != only && name != "config.json";
-            !tree.only.as_deref().is_some_and(is_other) || is_weights(Path::new(name))
+            !tree.only.as_deref().is_some_and(is_other) || names::is_of_weights(Path::new(name))
         })
     }
 
     /// The files of `tree` with the names that count.
     fn named(tree: &Tree, counts: &dyn Fn(&OsStr) -> bool) -> SourceFiles {
-        let mut inodes = HashSet::new();
+        let mut ids = HashSet::new();
         for id in tree.ids() {
             let folder = tree.folder(id);
             let files = folder.files.iter().filter(|file| counts(&file.name));
-            inodes.extend(files.map(|file| (file.identity.dev, file.identity.ino)));
+            ids.extend(files.map(|file| file.version.file()));
             // Files whose names no checkpoint has are files of the source all the same.
             let misfits = folder.misfits.iter().filter(|misfit| counts(&misfit.name));
-            inodes.extend(misfits.filter_map(|misfit| inode(&folder.path.join(&misfit.name))));
+            ids.extend(misfits.filter_map(|misfit| id_of(&folder.path.join(&misfit.name))));
         }
-        SourceFiles { inodes, path: tree.source.clone() }
+        let given = tree.all_config_files();
+        ids.extend(given.iter().map(|file| file.version.file()));
+        SourceFiles { ids, path: tree.source.clone() }
     }
 
     /// The files behind the mount that `path` may lie on; none if it does not.
@@ -78,7 +78,7 @@ impl SourceFiles {
                 }
             };
             let behind = SourceFiles::and_beside(&Tree::scan(&path, &options)?);
-            all.inodes.extend(behind.inodes);
+            all.ids.extend(behind.ids);
             // A mount may hide its own source.
             if std::mem::replace(&mut all.path, behind.path) == all.path {
                 break;
@@ -90,13 +90,13 @@ impl SourceFiles {
     /// With the files at `paths`.
     #[must_use]
     pub fn with<'a>(mut self, paths: impl IntoIterator<Item = &'a Path>) -> SourceFiles {
-        self.inodes.extend(paths.into_iter().filter_map(inode));
+        self.ids.extend(paths.into_iter().filter_map(id_of));
         self
     }
 
     /// Whether `path` leads to one of the files.
     pub fn contains(&self, path: &Path) -> bool {
-        inode(path).is_some_and(|inode| self.inodes.contains(&inode))
+        id_of(path).is_some_and(|id| self.ids.contains(&id))
     }
 
     /// Refuses to replace `target` if it is one of the files.
@@ -112,6 +112,6 @@ impl SourceFiles {
     }
 }
 
-fn inode(path: &Path) -> Option<Inode> {
-    std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok()
+fn id_of(path: &Path) -> Option<FileId> {
+    Store::of(path).version_behind_links(path).map(|version| version.file()).ok()
 }

@@ -15,6 +15,7 @@ use crate::hash::Hasher;
 use crate::parallel::{JobProgress, in_any_order};
 use crate::reader::Reader;
 use crate::source::Source;
+use crate::sweep::Sweep;
 use crate::view::FileSpec;
 
 /// Bytes that are read back at a time.
@@ -114,7 +115,7 @@ impl TensorizerFile {
 
 /// The tensors of a reader.
 struct ReaderTensors<'a> {
-    copier: &'a Copier,
+    sweep: &'a Sweep,
     reader: Reader,
     offsets: &'a [u64],
 }
@@ -125,7 +126,7 @@ impl TensorBytes for ReaderTensors<'_> {
         if target.is_empty() {
             return Ok(());
         }
-        self.copier.fill(&self.reader, self.offsets[index] + offset, target)
+        self.sweep.fill(&self.reader, self.offsets[index] + offset, target)
     }
 }
 
@@ -149,7 +150,7 @@ impl Copier {
         let mut writer = file.writer().keeping_digests(verify);
         let headers = writer.describe(&file.tensors, shown)?;
         let reader = Reader::open(&file.file)?;
-        let bytes = ReaderTensors { copier: self, reader, offsets: &file.offsets };
+        let bytes = ReaderTensors { sweep: &self.sweep, reader, offsets: &file.offsets };
         writer.write(&headers, &bytes, (&unaligned, shown), watch.progress)?;
         writer.finish(&unaligned, shown)?;
         let described = headers.first().map_or(0, |first| first.start);

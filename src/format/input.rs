@@ -8,28 +8,13 @@ use crate::error::{ErrorKind, Fault};
 use crate::words;
 
 use super::description::ShardDescription;
-use super::safetensors::{Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN, header_len, refuse_others};
+use super::foreign::{Evidence, FIRST_LEN, LAST_LEN};
+use super::range_reader::RangeReader;
+use super::safetensors::{Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN, header_len};
 use super::{OutputFormat, bintensors, flat, names, tensorizer};
 
 /// Bytes per read of a header that is parsed while it is read.
 const CHUNK_LEN: usize = 256 << 10;
-
-/// A file that is read by ranges.
-pub trait RangeReader {
-    /// Length of the file in bytes.
-    fn file_len(&self) -> u64;
-
-    /// First byte of the shard in the file. Only a tensorizer file may have bytes in front of it.
-    fn start(&self) -> u64 {
-        0
-    }
-
-    /// Fills `buf` with the bytes of the file from `offset` on.
-    ///
-    /// # Errors
-    /// A failed read, also past the end of the file.
-    fn read_exact_at(&mut self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
-}
 
 /// A format that shards are read in, in the order of precedence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -93,15 +78,36 @@ impl InputFormat {
         let sniff_len = (SNIFF_LEN as u64).max(tensorizer::HEAD_LEN);
         let mut sniff = vec![0; sniff_len.min(file.end.saturating_sub(file.start)) as usize];
         reader.read_exact_at(file.start, &mut sniff)?;
-        Ok(detect(InputFormat::of_name(name), &sniff, &file))
+        match detect(InputFormat::of_name(name), &sniff, &file) {
+            Err(fault) => Ok(Err(explained(name, reader, fault)?)),
+            detected => Ok(detected),
+        }
     }
+}
+
+/// The fault of the file called `name`, with what the file is if that is known.
+fn explained(name: &str, reader: &mut dyn RangeReader, fault: Fault) -> io::Result<Fault> {
+    let (start, len) = (reader.start(), reader.file_len());
+    if start > 0 {
+        return Ok(fault);
+    }
+    let mut read = |range: Range<u64>| {
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        reader.read_exact_at(range.start, &mut bytes).map(|()| bytes)
+    };
+    let first = read(0..FIRST_LEN.min(len))?;
+    let last = read(len.saturating_sub(LAST_LEN)..len)?;
+    let evidence = Evidence { name, first: &first, last: &last, len };
+    Ok(match evidence.foreign() {
+        Some(foreign) => foreign.fault(&evidence, fault),
+        None => fault,
+    })
 }
 
 /// The format of the shard in the bytes `file` of a file, by the one that its name stands for, and by
 /// its first bytes.
 fn detect(named: Option<InputFormat>, sniff: &[u8], file: &Range<u64>) -> Result<Detected, Fault> {
     let file_len = file.end;
-    refuse_others(sniff, file_len)?;
     let is_tensorizer = tensorizer::is_tensorizer(sniff);
     let format = match named {
         Some(InputFormat::Safetensors | InputFormat::Bintensors) if is_tensorizer => {
@@ -130,11 +136,18 @@ fn detect(named: Option<InputFormat>, sniff: &[u8], file: &Range<u64>) -> Result
 }
 
 impl Detected {
-    /// Parses the file that was detected.
+    /// Parses the file that was detected, which is called `name`.
     ///
     /// # Errors
     /// The outer error is a failed read, the inner one is the fault of the file.
-    pub fn parse(&self, reader: &mut dyn RangeReader) -> ParseResult<ShardDescription> {
+    pub fn parse(&self, name: &str, reader: &mut dyn RangeReader) -> ParseResult<ShardDescription> {
+        match self.parse_valid(reader)? {
+            Err(fault) => Ok(Err(explained(name, reader, fault)?)),
+            parsed => Ok(parsed),
+        }
+    }
+
+    fn parse_valid(&self, reader: &mut dyn RangeReader) -> ParseResult<ShardDescription> {
         let is_safetensors = match self.format {
             InputFormat::Safetensors => true,
             InputFormat::Bintensors => false,

@@ -1,6 +1,7 @@
 //! File names of sharded checkpoints: the set that a file belongs to, by its name.
 
 use std::cmp::Ordering;
+use std::path::Path;
 
 use super::OutputFormat;
 
@@ -13,6 +14,10 @@ pub const BINTENSORS_SUFFIXES: [&str; 2] = [".bt", ".bintensors"];
 
 /// Suffix of tensorizer files.
 pub const TENSORIZER_SUFFIX: &str = ".tensors";
+
+/// Ends of the names of files and folders that programs write and have not finished.
+pub const UNFINISHED: [&str; 8] =
+    [".incomplete", ".tmp", ".temp", ".part", ".partial", ".crdownload", ".download", ".aria2"];
 
 /// Minimum number of digits of a shard number. Savers write five, and more when needed.
 const DIGITS_MIN: usize = 5;
@@ -75,9 +80,60 @@ pub fn is_shard(name: &str) -> bool {
     is_dcp_shard(name) || numbered(name).is_some() || numbered_tensorizer(name).is_some()
 }
 
+/// How the folder of a model of a hub cache begins.
+const HUB_MODEL: &str = "models--";
+
+/// Longest name of a model of the hub or of its organization.
+const HUB_NAME_LEN_MAX: usize = 96;
+
 /// Whether a folder of this name is a model of a hub cache, with `blobs` and `snapshots` in it.
 pub fn is_hub_model(name: &str) -> bool {
-    name.starts_with("models--")
+    name.starts_with(HUB_MODEL)
+}
+
+/// Name of the folder of the model with this organization and name in a hub cache.
+pub fn hub_model(id: &[&str]) -> String {
+    format!("{HUB_MODEL}{}", id.join("--"))
+}
+
+/// Whether the hub may have a model or an organization of this name.
+pub fn is_hub_name(name: &str) -> bool {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    let at_end = |end: char| name.starts_with(end) || name.ends_with(end);
+    name.len() <= HUB_NAME_LEN_MAX
+        && name.chars().all(is_plain)
+        && !name.contains("--")
+        && !name.contains("..")
+        && !name.ends_with(".git")
+        && !at_end('-')
+        && !at_end('.')
+}
+
+/// A model of the hub, as users write it: `ORG/NAME`, or `ORG/NAME@REVISION`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HubId<'a> {
+    /// Organization and name.
+    pub id: [&'a str; 2],
+    /// The name of a branch or a tag, or a whole commit hash.
+    pub revision: Option<&'a str>,
+}
+
+impl HubId<'_> {
+    /// The model that `text` means, `None` if it has another form.
+    pub fn parse(text: &str) -> Option<HubId<'_>> {
+        let (id, revision) = match text.split_once('@') {
+            Some((id, revision)) => (id, Some(revision)),
+            None => (text, None),
+        };
+        let (organization, name) = id.split_once('/')?;
+        let id = [organization, name];
+        // The name of a branch may have slashes, but leads nowhere else.
+        let is_part = |part: &str| !part.is_empty() && !matches!(part, "." | "..");
+        let is_revision =
+            |revision: &str| revision.split('/').all(is_part) && !revision.contains('\0');
+        let is_valid = id.iter().all(|name| !name.is_empty() && is_hub_name(name));
+        (is_valid && revision.is_none_or(is_revision)).then_some(HubId { id, revision })
+    }
 }
 
 /// Name of the whole file of a weight map, `None` if `name` is not that of a weight map:
@@ -158,6 +214,12 @@ pub fn numbered_name(name: &str, number: u64, total: u64, format: OutputFormat) 
 pub fn is_weights(name: &str) -> bool {
     let is_named = is_safetensors(name) || bintensors_output(name).is_some() || is_tensorizer(name);
     is_named && !is_hidden(name)
+}
+
+/// Whether the file at `path` holds weights, or says which file does, by its name.
+pub fn is_of_weights(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    is_weights(name) || weight_map_output(name).is_some()
 }
 
 /// Compares names with the numbers in them as numbers: shard 2 is before shard 10.
@@ -302,6 +364,39 @@ mod tests {
     }
 
     #[test]
+    fn a_model_of_the_hub_is_organization_and_name_and_maybe_a_revision() {
+        let parsed = |text| HubId::parse(text).map(|found| (found.id, found.revision));
+        assert_eq!(parsed("Qwen/Qwen3-8B"), Some((["Qwen", "Qwen3-8B"], None)));
+        let id = ["a", "b.c_d"];
+        assert_eq!(parsed("a/b.c_d@main"), Some((id, Some("main"))));
+        assert_eq!(parsed("a/b.c_d@refs/pr/1"), Some((id, Some("refs/pr/1"))));
+        assert_eq!(hub_model(&id), "models--a--b.c_d");
+        for text in [
+            "a",
+            "/a/b",
+            "./a",
+            "../a",
+            "a/",
+            "/a",
+            "a/b/",
+            "a/b/c",
+            "a/..",
+            "a/b@",
+            "a/b@../x",
+            "a/b@x/../y",
+            "a/b@/x",
+            "a/b@x//y",
+            "a b/c",
+            "a--b/c",
+            "a/b.git",
+            "",
+            "a/b@x\0",
+        ] {
+            assert_eq!(parsed(text), None, "{text}");
+        }
+    }
+
+    #[test]
     fn dcp_shards_are_known_by_name() {
         assert!(is_dcp_shard("shard-00001-model-00001-of-00001.safetensors"));
         assert!(is_dcp_shard("shard-123456-a-b-00002-of-00003.safetensors"));
@@ -315,5 +410,9 @@ mod tests {
         let mut names = ["s-10", "s-9", "s-009", "s-1-b", "s-1-a", "s"];
         names.sort_by(|a, b| natural_cmp(a, b));
         assert_eq!(names, ["s", "s-1-a", "s-1-b", "s-009", "s-9", "s-10"]);
+        // Numbers count wherever they stand, and come before letters.
+        let mut names = ["l.h10x", "l.x", "l.h2x", "l.10.a", "l.h.w", "l.9.w", "l.9", "l.9.a"];
+        names.sort_by(|a, b| natural_cmp(a, b));
+        assert_eq!(names, ["l.9", "l.9.a", "l.9.w", "l.10.a", "l.h.w", "l.h2x", "l.h10x", "l.x"]);
     }
 }

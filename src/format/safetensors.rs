@@ -23,8 +23,8 @@ pub const HEADER_LEN_MAX: u64 = 100_000_000;
 /// Bytes before the header, which hold its length.
 pub const PREFIX_LEN: u64 = 8;
 
-/// Number of first bytes of a file that `header_len` needs: enough to recognise a git-lfs pointer.
-pub const SNIFF_LEN: usize = 48;
+/// Number of first bytes of a file that `header_len` needs.
+pub const SNIFF_LEN: usize = PREFIX_LEN as usize;
 
 /// Headers up to this length are parsed from memory. Longer ones are parsed while they are read, so
 /// that a huge header that is refused does not take its size in memory.
@@ -68,8 +68,7 @@ impl Header {
         self.tensors.last().map_or(0, |last| last.data_offsets.end)
     }
 
-    /// Parses a whole file that is already in memory.
-    pub fn of_file(bytes: &[u8]) -> Result<Header, Fault> {
+    pub(super) fn of_valid_file(bytes: &[u8]) -> Result<Header, Fault> {
         let file_len = bytes.len() as u64;
         let len = header_len(&bytes[..bytes.len().min(SNIFF_LEN)], file_len)?;
         // In range: `header_len` compared it with the length of `bytes`.
@@ -129,31 +128,9 @@ impl Header {
     }
 }
 
-/// Refuses a file whose first bytes are those of a git-lfs pointer or of a zip archive.
-pub(super) fn refuse_others(sniff: &[u8], file_len: u64) -> Result<(), Fault> {
-    if sniff.starts_with(b"version https://git-lfs.github.com/spec/") {
-        return Err(Fault::new(
-            ErrorKind::LfsPointer,
-            format!(
-                "this is a git-lfs pointer of {file_len} bytes, not the weights; fetch them \
-                 with `git lfs pull`"
-            ),
-        ));
-    }
-    if sniff.starts_with(b"PK\x03\x04") {
-        return Err(Fault::new(
-            ErrorKind::ZipPrefix,
-            "starts with a zip archive: torch writes entries that are no tensors in front of \
-             the header; save the checkpoint without them",
-        ));
-    }
-    Ok(())
-}
-
 /// Length of the header, from the first bytes of a file: `SNIFF_LEN` of them, or the whole file if
 /// it is shorter.
 pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
-    refuse_others(sniff, file_len)?;
     let Some(prefix) = sniff.first_chunk::<8>() else {
         return Err(Fault::new(
             ErrorKind::TooShort,

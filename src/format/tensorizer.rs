@@ -11,6 +11,7 @@ pub mod decryptor;
 pub mod encode;
 mod entries;
 mod fields;
+mod header;
 pub mod keys;
 mod names;
 mod salsa;
@@ -26,9 +27,9 @@ use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START};
 use self::crypt::{Encryption, SECTIONS_LEN_MAX};
 use self::decryptor::EncryptedTensor;
 use self::entries::ListedTensor;
-use self::fields::HeaderExtras;
+use self::header::HeaderExtras;
 use super::description::ShardDescription;
-use super::input::RangeReader;
+use super::range_reader::RangeReader;
 
 /// First bytes of a file.
 const MAGIC: &[u8; 5] = b"|TZR|";
@@ -459,11 +460,11 @@ fn header_len(
     let len = data_start.saturating_sub(header_start);
     let encryption = if head.encrypted { Encryption::section_len_max(data_len) } else { 0 };
     let most = TENSOR_HEADER_LEN_MAX.saturating_add(encryption);
-    if !(fields::TENSOR_HEADER_LEN_MIN..=most).contains(&len) {
+    if !(header::TENSOR_HEADER_LEN_MIN..=most).contains(&len) {
         let message = format!(
             "its header begins at byte {header_start} and its data at byte {data_start}, {} to \
              {most} bytes expected between them; save the checkpoint again",
-            fields::TENSOR_HEADER_LEN_MIN
+            header::TENSOR_HEADER_LEN_MIN
         );
         return Err(Fault::new(ErrorKind::HeaderDecode, message));
     }
@@ -473,7 +474,7 @@ fn header_len(
 /// The tensor of `entry`, whose header has the bytes `header`.
 fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<StoredTensor, Fault> {
     let HeaderExtras { hashes, encryption, encryption_bytes } =
-        fields::compare(&entry, header, head.encrypted)?;
+        header::compare(&entry, header, head.encrypted)?;
     let (dtype, shape) = entries::element_type(&entry)?;
     let Some(bits) = dtype.bits_of(&shape) else {
         let message =

@@ -1,9 +1,9 @@
 //! The index: the content of the headers of a folder in one small file, which the next start reads
 //! instead of every shard.
 //!
-//! An index belongs to one folder and holds its sets as they were proved, with a fingerprint of
+//! An index belongs to one folder and holds its sets as they were proved, with the version of
 //! every file that they were made from. It is only a copy. If there is a doubt about it (another
-//! version, a wrong checksum, a file with another fingerprint and other header bytes), the headers
+//! version, a wrong checksum, a file with another version and other header bytes), the headers
 //! are read again and it is written anew. It never causes an error.
 
 mod columns;
@@ -15,10 +15,12 @@ mod view_record;
 use std::ops::Range;
 use std::sync::Arc;
 
-use bincode::{BorrowDecode, Decode, Encode};
+use bincode::{BorrowDecode, Encode};
 
 use crate::catalog::{Catalog, Shard};
+use crate::clock::unix_now;
 use crate::hash::Digest;
+use crate::version::Version;
 
 use columns::Columns;
 use frame::{FileKind, List};
@@ -34,28 +36,15 @@ pub const EXTENSION: &str = "index";
 
 /// The version increases with every change of the content, of the proof, and of the layout of a
 /// file, because an index holds the results of the version that made it.
-const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 4 };
-
-/// The numbers that tell one state of a file from another, without reading it.
-#[derive(Clone, Copy, Debug, Decode, Encode, PartialEq, Eq)]
-pub struct Fingerprint {
-    /// Inode number.
-    pub ino: u64,
-    /// Length in bytes.
-    pub len: u64,
-    /// Time of the last change of the bytes, in seconds and nanoseconds.
-    pub mtime: (i64, i64),
-    /// Time of the last change of bytes or attributes, in seconds and nanoseconds.
-    pub ctime: (i64, i64),
-}
+const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 5 };
 
 /// A file that the sets of a folder were made from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileRecord {
     /// Its name in the folder.
     pub name: String,
-    /// Its fingerprint.
-    pub fingerprint: Fingerprint,
+    /// The lasting part of its version.
+    pub version: Version,
     /// The bytes that the sets follow from: of a shard its description, of a text file all.
     pub described: Vec<Range<u64>>,
     /// Hash of these bytes.
@@ -119,7 +108,7 @@ pub(crate) const SETTLED: i64 = 2;
 
 /// Seconds since 1970, as indexes and checksums record them.
 pub(crate) fn now() -> i64 {
-    std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64)
+    unix_now() as i64
 }
 
 /// An index as it is written. Strings and lists are borrowed, or a `List`: no memory is reserved
@@ -138,7 +127,7 @@ struct IndexContent<'a> {
 #[derive(BorrowDecode, Encode)]
 struct FileContent<'a> {
     name: &'a str,
-    fingerprint: Fingerprint,
+    version: [u64; 14],
     described: Ranges,
     hash: [u8; 16],
 }
@@ -163,15 +152,16 @@ struct SetContent<'a> {
 
 impl<'a> FileContent<'a> {
     fn of(file: &'a FileRecord) -> FileContent<'a> {
-        let FileRecord { name, fingerprint, described, hash } = file;
+        let FileRecord { name, version, described, hash } = file;
         let described = encode_ranges(described);
-        FileContent { name, fingerprint: *fingerprint, described, hash: hash.0 }
+        FileContent { name, version: version.to_words(), described, hash: hash.0 }
     }
 
     fn into_record(self) -> Result<FileRecord, &'static str> {
-        let FileContent { name, fingerprint, described, hash } = self;
+        let FileContent { name, version, described, hash } = self;
         let described = decode_ranges(&described)?;
-        Ok(FileRecord { name: name.to_owned(), fingerprint, described, hash: Digest(hash) })
+        let (name, version) = (name.to_owned(), Version::from_words(&version));
+        Ok(FileRecord { name, version, described, hash: Digest(hash) })
     }
 }
 

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use bincode::{Decode, Encode};
 
 use crate::hash::{Digest, Hasher};
+use crate::version::Version;
 
-use super::Fingerprint;
 use super::frame::{self, FileKind};
 
 /// Extension of files of checksums.
@@ -22,7 +22,7 @@ pub const SUMS_EXTENSION: &str = "sums";
 /// Maximum number of bytes per hash.
 pub const CHUNK_LEN: u64 = 1 << 20;
 
-const KIND: FileKind = FileKind { magic: b"TFS-SUMS", version: 1 };
+const KIND: FileKind = FileKind { magic: b"TFS-SUMS", version: 2 };
 
 /// The cut of a file into parts without gaps, and of the parts into chunks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -38,8 +38,8 @@ pub struct BlockBoundaries {
 pub struct ShardSums {
     /// Its name in the folder.
     pub name: String,
-    /// Its fingerprint.
-    pub fingerprint: Fingerprint,
+    /// The lasting part of its version.
+    pub version: Version,
     /// Time at which they were recorded, in seconds since 1970.
     pub recorded: i64,
     /// Its parts. The first one is the bytes before the data.
@@ -76,7 +76,7 @@ struct SumsContent {
 #[derive(Decode, Encode)]
 struct ShardContent {
     name: String,
-    fingerprint: Fingerprint,
+    version: [u64; 14],
     recorded: i64,
     /// Length of each part.
     lens: Vec<u64>,
@@ -255,7 +255,7 @@ impl Sums {
     pub fn encode(&self) -> Option<Vec<u8>> {
         let shards = self.shards.iter().map(|shard| ShardContent {
             name: shard.name.clone(),
-            fingerprint: shard.fingerprint,
+            version: shard.version.to_words(),
             recorded: shard.recorded,
             lens: (0..shard.boundaries.len())
                 .map(|index| shard.boundaries.part(index))
@@ -289,12 +289,13 @@ impl Sums {
 
 impl ShardSums {
     fn of_content(content: ShardContent) -> Result<Arc<ShardSums>, &'static str> {
-        let ShardContent { name, fingerprint, recorded, lens, digests } = content;
+        let ShardContent { name, version, recorded, lens, digests } = content;
+        let version = Version::from_words(&version);
         if lens.contains(&0) {
             return Err("has an empty part");
         }
         let boundaries = BlockBoundaries::new(lens).ok_or("has parts that do not end")?;
-        if boundaries.file_len() != fingerprint.len {
+        if boundaries.file_len() != version.len {
             return Err("has parts that are not the file");
         }
         let (digests, rest) = digests.as_chunks::<16>();
@@ -304,7 +305,7 @@ impl ShardSums {
         let digests = digests.iter().map(|&digest| Digest(digest)).collect();
         Ok(Arc::new(ShardSums {
             name,
-            fingerprint,
+            version,
             recorded,
             boundaries: Arc::new(boundaries),
             digests,

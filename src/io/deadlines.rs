@@ -1,11 +1,10 @@
 //! Deadlines of those who wait, kept by one thread for each owner.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, thread};
 
 /// When the thread looks for overdue work again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +54,7 @@ impl Deadlines {
         let mut state = self.0.state.lock();
         if !state.running {
             let clock = self.0.clone();
-            let thread = std::thread::Builder::new().name(name.to_owned());
+            let thread = thread::Builder::new().name(name.to_owned());
             thread.spawn(move || clock.run(expire))?;
             state.running = true;
         }
@@ -119,38 +118,5 @@ impl Clock {
             }
             state.called = false;
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::mpsc::channel;
-
-    use super::*;
-
-    #[test]
-    fn the_thread_looks_at_due_times_and_when_it_is_called_until_its_owner_is_gone() {
-        let (deadlines, owner) = (Deadlines::default(), Arc::new(()));
-        let (weak, mut looks) = (Arc::downgrade(&owner), 0);
-        let (send, receive) = channel();
-        let expire = move || {
-            looks += 1;
-            let is_gone = weak.upgrade().is_none();
-            send.send(looks).unwrap();
-            match looks {
-                _ if is_gone => NextLook::Never,
-                1 | 2 => NextLook::At(Instant::now() + Duration::from_millis(1)),
-                _ => NextLook::WhenCalled,
-            }
-        };
-        deadlines.start("deadlines", expire).unwrap();
-        deadlines.start("deadlines", || unreachable!("it runs already")).unwrap();
-        assert_eq!(receive.iter().take(3).collect::<Vec<_>>(), [1, 2, 3]);
-        deadlines.call();
-        assert_eq!(receive.recv(), Ok(4));
-        drop(owner);
-        deadlines.call();
-        // The end drops the sender.
-        assert_eq!(receive.iter().collect::<Vec<_>>(), [5]);
     }
 }

@@ -11,15 +11,16 @@ use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
 use super::queue::{Failed, FetchQueue, ReadJob};
-use super::transfer::{Next, Transfer};
+use super::transfer::{AGAIN_PAUSE, Next, Transfer};
 use super::{Backend, Deadlines, Fetch, FetchCallback, ReadBuffer, Settings};
 use crate::counters::Counters;
 use crate::error::{Error, Result, shown_path};
-use crate::source::{FileSystem, QueueKey, Source};
+use crate::source::{FileSystem, LocalFile, Source};
 use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::version::QueueKey;
 
 /// Idle time after which a thread ends.
 const IDLE_MAX: Duration = Duration::from_secs(10);
@@ -31,6 +32,34 @@ const ANSWERED_HERE_MAX: usize = 64 << 10;
 /// Bounds of the number of threads that answer reads of a ring; in between it is the number of
 /// processors. The lower bound is two, so that one blocked callback does not block all answers.
 const ANSWERING: (usize, usize) = (2, 8);
+
+/// The reads of one disk or network mount, as `status` reports them.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct QueueStatus {
+    /// The device.
+    pub device: String,
+    /// Its file system.
+    pub file_system: Option<String>,
+    /// Whether that waits for no other machine or program.
+    pub local: bool,
+    /// `io_uring`, `pread` or `not started`.
+    pub backend: String,
+    /// Why it is `pread`.
+    pub why: Option<String>,
+    /// The setting of O_DIRECT.
+    pub direct: String,
+    /// Whether the file system refuses O_DIRECT.
+    pub direct_refused: bool,
+    /// Its threads.
+    pub threads: usize,
+    /// Reads that wait for their turn.
+    pub queued: usize,
+    /// Reads under way.
+    pub in_flight: usize,
+    /// Reads past their deadline that the kernel has not returned.
+    pub stuck: usize,
+}
 
 /// Sets up a ring on the calling thread and carries out the reads of a queue there, until it is
 /// closed. Fails where there is no ring, or none any more.
@@ -62,7 +91,8 @@ impl Waker {
 /// The reads of one device.
 pub(super) struct DeviceQueue {
     key: QueueKey,
-    file_system: FileSystem,
+    /// The file system of local files.
+    file_system: Option<FileSystem>,
     pub(super) settings: Settings,
     pub(super) counters: Arc<Counters>,
     deadlines: Deadlines,
@@ -144,14 +174,13 @@ impl DeviceQueue {
         deadlines: Deadlines,
         driver: RingDriver,
     ) -> DeviceQueue {
-        let Source::Local(local) = source;
         let mut state = State::default();
         if !source.may_block() && settings.backend != Backend::Pread {
             state.ring = RingState::Wanted;
         }
         DeviceQueue {
             key: source.queue_key(),
-            file_system: local.file_system(),
+            file_system: source.local().map(LocalFile::file_system),
             settings,
             counters,
             deadlines,
@@ -243,7 +272,8 @@ impl DeviceQueue {
     }
 
     /// Hands a read of the ring's thread to the pool. A read through the page cache waits and
-    /// copies, and the ring's thread serves all reads of the queue.
+    /// copies, one that the kernel puts off waits as well, and the ring's thread serves all reads
+    /// of the queue.
     pub(super) fn hand_over(self: &Arc<Self>, id: u64, transfer: Transfer) {
         self.state.lock().handed.push_back((id, transfer));
         if !self.call_pool() {
@@ -287,11 +317,21 @@ impl DeviceQueue {
             return transfer.finish();
         }
         loop {
-            let (file, offset, target) = transfer.next();
+            let Some((file, offset, target)) = transfer.next() else {
+                let result = transfer.read_stored();
+                self.counters.source_reads.add(1);
+                self.counters.source_bytes.add(if result.is_ok() {
+                    transfer.len() as u64
+                } else {
+                    0
+                });
+                return result.and_then(|()| transfer.finish());
+            };
             let result = file.read_at(target, offset);
             self.count_read(&transfer, &result);
             match transfer.advance(result) {
                 Next::Read => {}
+                Next::ReadLater => std::thread::sleep(AGAIN_PAUSE),
                 Next::End(result) => return result.and_then(|()| transfer.finish()),
             }
         }
@@ -543,7 +583,7 @@ impl DeviceQueue {
     }
 
     /// State and settings of the queue, for people.
-    pub(super) fn describe(&self) -> Value {
+    pub(super) fn status(&self) -> QueueStatus {
         let state = self.state.lock();
         let (backend, why) = match &state.ring {
             RingState::On { .. } => ("io_uring", None),
@@ -554,20 +594,19 @@ impl DeviceQueue {
             }
             RingState::Never => ("pread", Some("the file system may wait for others".to_owned())),
         };
-        let threads = state.threads;
-        json!({
-            "device": self.key.to_string(),
-            "file_system": self.file_system.name(),
-            "local": self.file_system.is_local(),
-            "backend": backend,
-            "why": why,
-            "direct": self.settings.direct.as_str(),
-            "direct_refused": self.direct_refused.load(Ordering::Relaxed),
-            "threads": threads,
-            "queued": state.queue.queued(),
-            "in_flight": state.queue.in_flight(),
-            "stuck": state.queue.stuck(),
-        })
+        QueueStatus {
+            device: self.key.to_string(),
+            file_system: self.file_system.map(FileSystem::name),
+            local: self.file_system.is_some_and(FileSystem::is_local),
+            backend: backend.to_owned(),
+            why,
+            direct: self.settings.direct.to_string(),
+            direct_refused: self.direct_refused.load(Ordering::Relaxed),
+            threads: state.threads,
+            queued: state.queue.queued(),
+            in_flight: state.queue.in_flight(),
+            stuck: state.queue.stuck(),
+        }
     }
 }
 

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
 pub use deadlines::{Deadlines, NextLook};
@@ -36,10 +36,12 @@ pub(crate) use uring::tests::refuse;
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};
-use crate::source::{QueueKey, Source};
+use crate::source::{LocalFile, Source};
 use crate::sync::Mutex;
+use crate::version::QueueKey;
 use crate::words;
 use device_queue::DeviceQueue;
+pub use device_queue::QueueStatus;
 
 /// Default time limit of a read.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -219,6 +221,16 @@ impl fmt::Debug for Ticket {
     }
 }
 
+/// The facts about an engine, for `status`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct EngineStatus {
+    /// Time limit of a read, in seconds.
+    pub timeout_s: Option<f64>,
+    /// One for each disk and network mount that was read.
+    pub device_queues: Vec<QueueStatus>,
+}
+
 /// Carries out reads. Clones are handles of one engine, which ends with the last of them.
 #[derive(Clone)]
 pub struct Engine(Arc<EngineInner>);
@@ -309,8 +321,9 @@ impl Engine {
         let mut files = Vec::with_capacity(reads.len());
         for Read { source, offset, target } in reads.iter_mut() {
             source.check_known()?;
-            let Source::Local(local) = &***source;
-            let Some(file) = local.open_file() else { return Ok(false) };
+            let Some(file) = source.local().and_then(LocalFile::open_file) else {
+                return Ok(false);
+            };
             if !page_cache::copy_cached(&file, *offset, target) {
                 return Ok(false);
             }
@@ -319,8 +332,7 @@ impl Engine {
         let mut last: Option<&Arc<Source>> = None;
         for (read, file) in reads.iter().zip(&files) {
             if !last.is_some_and(|last| Arc::ptr_eq(last, read.source)) {
-                let Source::Local(local) = &**read.source;
-                local.check_open(file)?;
+                read.source.local().map_or(Ok(()), |local| local.check_open(file))?;
                 last = Some(read.source);
             }
         }
@@ -341,7 +353,7 @@ impl Engine {
         copy: impl FnOnce(&dyn Fn(u64, &mut [u8]) -> bool) -> bool,
     ) -> Result<bool> {
         source.check_known()?;
-        let Source::Local(local) = &**source;
+        let Some(local) = source.local() else { return Ok(false) };
         let file = if self.is_cached(source, range) { local.open_file() } else { None };
         let Some(file) = file else { return Ok(false) };
         if !copy(&|offset, target| page_cache::copy_cached(&file, offset, target)) {
@@ -366,8 +378,7 @@ impl Engine {
         if is_always_direct || source.may_block() || source.is_encrypted() {
             return None;
         }
-        let Source::Local(local) = &**source;
-        page_cache::cached_pages(&*local.open_file()?, range)
+        page_cache::cached_pages(&*source.local()?.open_file()?, range)
     }
 
     /// Queues a fetch. Never waits for a source. `done` is called exactly once, also if the engine
@@ -395,13 +406,12 @@ impl Engine {
         }
     }
 
-    /// The backends in use, for people.
-    pub fn describe(&self) -> Value {
-        let queues = self.0.queues.all();
-        json!({
-            "timeout_s": self.0.settings.timeout.map(|timeout| timeout.as_secs_f64()),
-            "lanes": queues.iter().map(|queue| queue.describe()).collect::<Vec<_>>(),
-        })
+    /// The facts for `status`.
+    pub fn status(&self) -> EngineStatus {
+        EngineStatus {
+            timeout_s: self.0.settings.timeout.map(|timeout| timeout.as_secs_f64()),
+            device_queues: self.0.queues.all().iter().map(|queue| queue.status()).collect(),
+        }
     }
 
     fn queue_of(&self, source: &Arc<Source>) -> Arc<DeviceQueue> {

@@ -67,13 +67,16 @@ impl CachedPages {
     }
 
     /// Whether it holds so much of the range that a read past it is not worth it.
-    pub(super) fn is_most(self) -> bool {
+    pub fn is_most(self) -> bool {
         self.all.saturating_sub(self.cached) * CACHED_PARTS <= self.all
     }
 }
 
-/// How much of `range` the page cache holds. `None` if the kernel does not tell, as for files that
-/// the caller neither owns nor may write.
+/// Pages that are looked at where the kernel does not report numbers.
+const SAMPLES: u64 = 16;
+
+/// How much of `range` the page cache holds: for files that the caller neither owns nor may write by
+/// a sample. `None` if the kernel does not tell.
 pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<CachedPages> {
     let page = page_len();
     if are_zeros(range.start) {
@@ -87,12 +90,16 @@ pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<CachedPages> {
         return Some(CachedPages { cached: 0, all: 0 });
     }
     let pages = around.start / page..around.end.div_ceil(page);
-    let cached = if NO_CACHESTAT.load(Ordering::Relaxed) {
+    let counted = if NO_CACHESTAT.load(Ordering::Relaxed) {
         mincore_pages(file, &pages)
     } else {
         cachestat_pages(file, &around).or_else(|| mincore_pages(file, &pages))
     };
-    cached.map(|cached| CachedPages { cached, all: pages.end - pages.start })
+    let all = pages.end - pages.start;
+    match counted {
+        Some(cached) => Some(CachedPages { cached, all }),
+        None => sampled_pages(file, &pages),
+    }
 }
 
 /// The number that cachestat(2) reports.
@@ -151,6 +158,27 @@ fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
     (rc == 0).then(|| found.iter().map(|page| u64::from(page & 1)).sum())
 }
 
+/// How many of some of the pages the page cache holds, found by reads of one byte that do not wait.
+fn sampled_pages(file: &File, pages: &Range<u64>) -> Option<CachedPages> {
+    // Such a read of an absent page starts the kernel's readahead, which this descriptor is spared.
+    let file = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+    let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_RANDOM;
+    nix::fcntl::posix_fadvise(&file, 0, 0, advice).ok()?;
+    let n_pages = pages.end - pages.start;
+    let all = n_pages.min(SAMPLES);
+    let mut found = CachedPages { cached: all, all };
+    for number in 0..all {
+        let page = pages.start + (2 * number + 1) * n_pages / (2 * all);
+        if !copy_cached(&file, page * page_len(), &mut [0]) {
+            found.cached -= 1;
+        }
+        if !found.is_most() {
+            return Some(CachedPages { cached: 0, all });
+        }
+    }
+    Some(found)
+}
+
 /// Copies the cached bytes at `offset` to `target` without waiting. Returns whether `target` is
 /// filled.
 pub(super) fn copy_cached(file: &File, offset: u64, target: &mut [u8]) -> bool {
@@ -201,5 +229,26 @@ mod tests {
         assert_eq!(mincore_pages(&file, &(0..10)), Some(cached));
         file.read_exact_at(&mut [0; 100], 0).unwrap();
         assert_eq!(mincore_pages(&file, &(0..10)), cachestat_pages(&file, &(0..40_960)));
+    }
+
+    #[test]
+    fn a_sample_finds_what_is_cached_and_reads_nothing_ahead() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        File::create(&path).unwrap().write_all(&[1; 1 << 20]).unwrap();
+        let file = File::open(&path).unwrap();
+        let sample = |pages| sampled_pages(&file, &pages).unwrap();
+        assert_eq!(sample(0..256), CachedPages { cached: 16, all: 16 });
+        assert_eq!(sample(3..5), CachedPages { cached: 2, all: 2 });
+        file.sync_all().unwrap();
+        let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+        nix::fcntl::posix_fadvise(&file, 0, 0, advice).unwrap();
+        let Some(0) = mincore_pages(&file, &(0..256)) else {
+            eprintln!("skipped: the file system keeps everything cached");
+            return;
+        };
+        assert_eq!(sample(0..256), CachedPages { cached: 0, all: 16 });
+        let read = mincore_pages(&file, &(0..256)).unwrap();
+        assert!(read <= 3, "readahead was started: {read} pages");
     }
 }

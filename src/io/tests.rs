@@ -14,6 +14,7 @@ use super::queue::{FetchQueue, SENT_MAX, SENT_MAX_OF_ONE, STUCK_MAX_OF_ONE};
 use super::*;
 
 mod answers;
+mod deadlines;
 
 /// Longest wait for anything that must happen.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -410,9 +411,9 @@ fn an_error_of_the_disk_keeps_its_number_and_file_and_o_direct_is_not_insisted_o
     static BYTES: [u8; 5] = *b"right";
     let address = BYTES.as_ptr() as u64;
     assert_eq!(*get(&engine, &source, address..address + 5).unwrap(), BYTES);
-    let lane = &engine.describe()["lanes"][0];
-    assert_eq!((lane["backend"].as_str(), lane["local"].as_bool()), (Some("pread"), Some(false)));
-    assert_eq!(lane["direct_refused"], true);
+    let queue = &engine.status().device_queues[0];
+    assert_eq!((queue.backend.as_str(), queue.local), ("pread", false));
+    assert!(queue.direct_refused);
     assert_eq!(counters.source_reads_direct.get(), 0);
 }
 

@@ -14,18 +14,21 @@ use super::memory::{ALIGN, Buffer, GivenMemory, ReadBuffer, pages_around};
 use super::queue::ReadJob;
 use super::{CachedPages, DirectIo, page_cache};
 use crate::error::{Error, Result, shown_path};
-use crate::source::Source;
+use crate::source::{LocalFile, Source};
 use crate::zeros::are_zeros;
 
-/// Most EAGAIN results that are retried, and the pause after each but the first.
+/// Most EAGAIN results that are retried.
 const AGAIN_MAX: u32 = 100;
-const AGAIN_PAUSE: Duration = Duration::from_millis(1);
+
+/// The pause before a read that follows a second EAGAIN.
+pub(super) const AGAIN_PAUSE: Duration = Duration::from_millis(1);
 
 /// A fetch that is being read.
 pub(super) struct Transfer {
     source: Arc<Source>,
-    /// Stays open even if the source is closed.
-    file: Arc<File>,
+    /// The open file, which stays open even if the source is closed. `None` if the source is no local
+    /// file.
+    file: Option<Arc<File>>,
     /// Descriptor for O_DIRECT. `None` if the bytes are read through the page cache.
     direct: Option<Arc<File>>,
     buffer: Buffer,
@@ -53,6 +56,8 @@ pub(super) struct Transfer {
 pub(super) enum Next {
     /// Another read.
     Read,
+    /// Another read after `AGAIN_PAUSE`.
+    ReadLater,
     /// The end: all bytes have been read, or the read failed.
     End(Result<()>),
 }
@@ -67,19 +72,20 @@ impl Transfer {
         let span = trace_span!("fetch", shard = %source.uri(), offset = range.start, len);
         let entered = span.clone().entered();
         source.check_known()?;
-        let Source::Local(local) = &*source;
-        let file = local.file()?;
-        let past_cache = match direct {
+        let file = source.local().map(LocalFile::file).transpose()?;
+        let past_cache = match (direct, &file) {
+            (_, None) => false,
             _ if are_zeros(range.start) => false,
-            DirectIo::Never => false,
-            DirectIo::Always => true,
-            DirectIo::Auto if source.may_block() => false,
-            DirectIo::Auto => {
-                let cached = cached.or_else(|| page_cache::cached_pages(&file, &needed));
+            (DirectIo::Never, _) => false,
+            (DirectIo::Always, _) => true,
+            (DirectIo::Auto, _) if source.may_block() => false,
+            (DirectIo::Auto, Some(file)) => {
+                let cached = cached.or_else(|| page_cache::cached_pages(file, &needed));
                 !cached.is_some_and(CachedPages::is_most)
             }
         };
-        let direct = if past_cache { local.direct_file(&file) } else { None };
+        let opened = source.local().zip(file.as_ref()).filter(|_| past_cache);
+        let direct = opened.and_then(|(local, file)| local.direct_file(file));
         let refused = past_cache && direct.is_none();
         let mut target = target;
         let (mut buffer, place, start) = match (target.take_unaligned(), &direct) {
@@ -152,11 +158,17 @@ impl Transfer {
         self.refused
     }
 
-    /// File, offset and memory of the next read.
-    pub(super) fn next(&mut self) -> (&File, u64, &mut [u8]) {
+    /// File, offset and memory of the next read. `None` if the source is no local file.
+    pub(super) fn next(&mut self) -> Option<(&File, u64, &mut [u8])> {
         let end = if self.direct.is_some() { self.buffer.len() } else { self.needed.end };
-        let file = self.direct.as_ref().unwrap_or(&self.file);
-        (file, self.start + self.have as u64, &mut self.buffer[self.have..end])
+        let file = self.direct.as_ref().or(self.file.as_ref())?;
+        Some((file, self.start + self.have as u64, &mut self.buffer[self.have..end]))
+    }
+
+    /// Reads all bytes of a source that is no local file.
+    pub(super) fn read_stored(&mut self) -> Result<()> {
+        let offset = self.start + self.needed.start as u64;
+        self.source.read_exact_at(&mut self.buffer[self.needed.clone()], offset)
     }
 
     /// Takes the result of the read.
@@ -179,15 +191,13 @@ impl Transfer {
             Err(e) => match e.raw_os_error() {
                 Some(libc::EINTR) => Next::Read,
                 Some(libc::EAGAIN) if self.again < AGAIN_MAX => {
-                    if self.again > 0 {
-                        std::thread::sleep(AGAIN_PAUSE);
-                    }
                     self.again += 1;
-                    Next::Read
+                    if self.again == 1 { Next::Read } else { Next::ReadLater }
                 }
                 Some(libc::EINVAL | libc::EOPNOTSUPP) if self.direct.is_some() => {
-                    let Source::Local(local) = &*self.source;
-                    local.refuse_direct();
+                    if let Some(local) = self.source.local() {
+                        local.refuse_direct();
+                    }
                     self.direct = None;
                     self.refused = true;
                     self.have = self.have.max(self.needed.start);
@@ -207,8 +217,11 @@ impl Transfer {
     /// copied to, that has them too.
     pub(super) fn finish(mut self) -> Result<ReadBuffer> {
         let _entered = self.span.clone().entered();
-        let Source::Local(local) = &*self.source;
-        local.check_open(&self.file)?;
+        match (self.source.local(), &self.file) {
+            (Some(local), Some(file)) => local.check_open(file)?,
+            // A store answers for the version that the read names.
+            _ => self.source.check_known()?,
+        }
         if self.decrypts {
             let start = self.start + self.needed.start as u64;
             self.source.decrypt(start, &mut self.buffer[self.needed.clone()])?;

@@ -95,7 +95,9 @@ impl UringDriver {
             return Ok(());
         };
         let on_worker = slot.on_worker;
-        let (file, offset, target) = slot.transfer.next();
+        let Some((file, offset, target)) = slot.transfer.next() else {
+            return Ok(());
+        };
         let len = u32::try_from(target.len()).unwrap_or(READ_MAX).min(READ_MAX);
         let entry = opcode::Read::new(types::Fd(file.as_raw_fd()), target.as_mut_ptr(), len)
             .offset(offset)
@@ -253,7 +255,7 @@ fn came_back(
     if let Some(UringSlot { id, transfer, .. }) = ring.slots[index].take() {
         ring.free.push(index);
         match next {
-            Next::Read => queue.hand_over(id, transfer),
+            Next::Read | Next::ReadLater => queue.hand_over(id, transfer),
             Next::End(result) => queue.over(id, transfer, result),
         }
     }
@@ -264,20 +266,27 @@ fn came_back(
 pub(super) mod tests {
     use std::fs::File;
     use std::io::Write;
+    use std::os::unix::fs::MetadataExt;
     use std::path::Path;
-    use std::sync::mpsc::channel;
+    use std::sync::mpsc::{Receiver, channel};
 
     use super::*;
     use crate::counters::Counters;
-    use crate::io::{Backend, Budget, Buffer, Effort, Engine, Fetch, Priority, Settings};
+    use crate::io::{
+        Backend, Budget, Buffer, Deadlines, DirectIo, Effort, Engine, Fetch, Priority, Settings,
+    };
     use crate::source::Source;
 
     /// Makes a system call fail with EPERM on this thread and those that it starts.
     pub(crate) fn refuse(call: libc::c_long) {
+        fail(call, libc::EPERM);
+    }
+
+    fn fail(call: libc::c_long, errno: i32) {
         let code = |code: u32, k: u32, jt, jf| libc::sock_filter { code: code as u16, jt, jf, k };
         let (load, equal) =
             (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, libc::BPF_JMP | libc::BPF_JEQ);
-        let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+        let refused = libc::SECCOMP_RET_ERRNO | errno as u32;
         let mut filter = [
             code(load, 0, 0, 0),
             code(equal | libc::BPF_K, call as u32, 0, 1),
@@ -298,8 +307,8 @@ pub(super) mod tests {
         Engine::start(settings, Arc::default())
     }
 
-    /// The bytes of a file in `folder` as the engine gets them.
-    fn read_in(folder: &Path, engine: &Engine) -> Result<Vec<u8>, String> {
+    /// A fetch of bytes of a file in `folder`, and what it is answered.
+    fn fetch_in(folder: &Path) -> (Fetch, Receiver<Result<Vec<u8>, String>>) {
         let path = folder.canonicalize().unwrap().join("a");
         File::create(&path).unwrap().write_all(b"right bytes").unwrap();
         let (source, range) = (Source::open(&path).unwrap(), 6..11);
@@ -310,17 +319,64 @@ pub(super) mod tests {
             sender.send(result.map(|b| b.to_vec()).map_err(|e| e.to_string())).unwrap();
         });
         let (priority, effort) = (Priority::Demand, Effort::AsAwaited);
-        engine.submit(Fetch {
-            source,
-            range,
-            cached: None,
-            priority,
-            effort,
-            stored: false,
-            target,
-            done,
-        });
-        receiver.recv_timeout(Duration::from_secs(30)).unwrap()
+        let (cached, stored) = (None, false);
+        (Fetch { source, range, cached, priority, effort, stored, target, done }, receiver)
+    }
+
+    /// The bytes of a file in `folder` as the engine gets them.
+    fn read_in(folder: &Path, engine: &Engine) -> Result<Vec<u8>, String> {
+        let (fetch, answer) = fetch_in(folder);
+        engine.submit(fetch);
+        answer.recv_timeout(Duration::from_secs(30)).unwrap()
+    }
+
+    /// A ring whose first read the kernel puts off, as pread(2) does.
+    fn drive_putting_off(queue: &Arc<DeviceQueue>) -> io::Result<()> {
+        fail(libc::SYS_pread64, libc::EAGAIN);
+        let mut ring = UringDriver::new()?;
+        queue.ring_begins(ring.waker.clone());
+        let NextWork::ReadJob(job) = queue.next_for_ring(true) else {
+            panic!("the first fetch is there")
+        };
+        take(queue, &mut ring, job)?;
+        for sent in [1, 0] {
+            let Some(index) = ring.slots.iter().position(Option::is_some) else { break };
+            let is_back = |ring: &mut UringDriver| {
+                ring.uring.completion().any(|entry| entry.user_data() == index as u64)
+            };
+            while !is_back(&mut ring) {
+                ring.submit_and_wait()?;
+            }
+            came_back(queue, &mut ring, index, -libc::EAGAIN)?;
+            assert_eq!(ring.sent, sent, "the ring waits for a read that is put off");
+        }
+        assert_eq!(ring.free.len(), SENT_MAX);
+        serve(queue, &mut ring)?;
+        queue.ring_ends();
+        Ok(())
+    }
+
+    #[test]
+    fn a_read_that_the_kernel_puts_off_leaves_the_ring_to_the_others() {
+        let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let [(put_off, first), (other, second)] = folders.each_ref().map(|f| fetch_in(f.path()));
+        let settings = Settings { direct: DirectIo::Always, ..Settings::default() };
+        let (counters, deadlines) = (Arc::default(), Deadlines::default());
+        let source = put_off.source.clone();
+        let queue = DeviceQueue::new(&source, settings, counters, deadlines, drive_putting_off);
+        let queue = Arc::new(queue);
+        queue.submit(put_off);
+        let first = first.recv_timeout(Duration::from_secs(30)).unwrap();
+        assert!(first.unwrap_err().contains("temporarily unavailable"));
+        let status = queue.status();
+        if status.backend != "io_uring" || status.direct_refused {
+            eprintln!("skipped: no ring, or no O_DIRECT here: {status:?}");
+            return;
+        }
+        queue.submit(other);
+        let second = second.recv_timeout(Duration::from_secs(30)).unwrap();
+        assert_eq!(second.as_deref(), Ok(b"bytes".as_slice()));
+        queue.close();
     }
 
     #[test]
@@ -335,18 +391,22 @@ pub(super) mod tests {
             thread.join().unwrap()
         });
         assert_eq!(refused.as_deref(), Ok(b"bytes".as_slice()));
-        let queue = &engine.describe()["lanes"][0];
-        assert_eq!(queue["backend"], "pread");
-        assert!(queue["why"].as_str().unwrap().contains("not permitted"), "{queue}");
+        let queue = &engine.status().device_queues[0];
+        assert_eq!(queue.backend, "pread");
+        assert!(queue.why.as_deref().unwrap().contains("not permitted"), "{queue:?}");
     }
 
     #[test]
     fn where_no_thread_can_be_started_the_fetch_fails_at_once_and_later_ones_need_not() {
         let folder = tempfile::tempdir().unwrap();
+        let device = |path: &Path| std::fs::metadata(path).map(|meta| meta.dev()).ok();
+        // In a bare root it is a folder of the same disk, whose queue must not run.
+        let is_other =
+            device(Path::new("/dev/shm")).is_some_and(|shm| Some(shm) != device(folder.path()));
         // The second time the thread that keeps deadlines runs already.
         for watched in [false, true] {
             let engine = engine();
-            if watched && Path::new("/dev/shm").is_dir() {
+            if watched && is_other {
                 read_in(tempfile::tempdir_in("/dev/shm").unwrap().path(), &engine).unwrap();
             }
             let refused = std::thread::scope(|scope| {

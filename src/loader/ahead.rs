@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::time::{ClockId, clock_gettime};
 
 use super::choice::{Choice, LastChoice};
-use super::run::LoadMessage;
+use super::message::LoadMessage;
 use super::{Loader, MemoryStats, PageSize};
 use crate::io::Region;
 use crate::plan::Plan;

@@ -12,7 +12,8 @@ use std::thread::Builder;
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-use super::run::{ASK, Times};
+use super::message::Times;
+use super::run::ASK;
 use super::{Loader, Progress, ReadEvent, stopped};
 use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
@@ -95,7 +96,8 @@ impl CuFileJob {
         let Beginning { checkpoint, plan, .. } = beginning;
         let source = &checkpoint.sources()[chunk.shard.0 as usize];
         // cuFile would read encrypted bytes as they are stored.
-        if source.may_block() || source.is_encrypted() || are_zeros(chunk.range.start) {
+        let is_local = source.local().is_some() && !source.may_block();
+        if !is_local || source.is_encrypted() || are_zeros(chunk.range.start) {
             return None;
         }
         let Chunk { shard, range, target } = chunk;
@@ -430,8 +432,7 @@ impl CuFileWork {
                 Ok(true) => {
                     let file = current.as_ref().map(|(_, opened)| &opened.file);
                     let checked = file.map_or(Ok(()), |file| {
-                        let Source::Local(local) = &*job.source;
-                        local.check_open(file)
+                        job.source.local().map_or(Ok(()), |local| local.check_open(file))
                     });
                     let times = Times { began, came: Instant::now(), moved: None };
                     checked.map_or_else(CuFileReport::Failed, |()| CuFileReport::Read {
@@ -482,7 +483,7 @@ impl CuFileWork {
     }
 
     fn register(&self, source: &Arc<Source>) -> std::result::Result<Opened, String> {
-        let Source::Local(local) = &**source;
+        let local = source.local().ok_or("it is no local file")?;
         let file = local.file().map_err(|e| e.to_string())?;
         let direct = local.direct_file(&file).ok_or("it cannot be read past the page cache")?;
         // Each load needs a descriptor of its own: two loads cannot register the same one.

@@ -14,7 +14,8 @@ use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
 use super::cufile::{Beginning, CuFileCell};
-use super::run::{Landing, Load, LoadMessage, MoveJob, StopMovers, Times, memory_of};
+use super::message::{LoadMessage, Times};
+use super::run::{Landing, Load, MoveJob, StopMovers, memory_of};
 use super::{DeviceStats, Loader, Progress, ReadEvent, Report, Stats, span_of};
 use crate::cast::Cast;
 use crate::checkpoint::Checkpoint;

@@ -7,7 +7,7 @@ mod choice;
 mod cufile;
 #[cfg(feature = "cuda")]
 mod device;
-mod memory_limit;
+mod message;
 mod page_cache_copy;
 mod run;
 
@@ -24,6 +24,7 @@ use crate::error::{Error, Result, shown_path};
 use crate::io::{Engine, LoadedBytes, Region, Settings};
 use crate::plan::{self, Plan, PlanLimits, TensorPlacement, TensorRequest};
 use crate::sync::{Mutex, MutexGuard};
+use crate::system_memory;
 
 use choice::LastChoice;
 #[cfg(feature = "cuda")]
@@ -400,7 +401,7 @@ impl Loader {
     /// An error with the needed and the available bytes.
     pub fn check_memory(&self, checkpoint: &Checkpoint, needed: u64) -> Result<()> {
         let available =
-            if needed < MEMORY_CHECK_MIN_BYTES { None } else { memory_limit::available() };
+            if needed < MEMORY_CHECK_MIN_BYTES { None } else { system_memory::available() };
         match available.filter(|available| *available < needed) {
             None => Ok(()),
             Some(available) => Err(Error::OutOfMemory {

@@ -7,6 +7,7 @@ use super::Loader;
 use crate::catalog::{ShardId, Tensor};
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
+use crate::io::CachedPages;
 use crate::strided::{OuterBox, StridedCopy};
 
 /// Longest run that is copied this way. Several threads copy a longer one faster.
@@ -68,6 +69,14 @@ impl Loader {
             Some(part) => self.copy_part(checkpoint, &part, into),
             None => Ok(false),
         }
+    }
+
+    /// Whether the kernel reports that its page cache holds most of `range` of a shard, so that a
+    /// mapping costs less than a read past the cache. False where access to the shard may wait, or
+    /// its bytes are not stored as they are loaded. Never waits.
+    pub fn is_cached(&self, checkpoint: &Checkpoint, shard: ShardId, range: &Range<u64>) -> bool {
+        let cached = self.engine.cached_pages(&checkpoint.sources()[shard.0 as usize], range);
+        cached.is_some_and(CachedPages::is_most)
     }
 
     /// Copies a part of this checkpoint, as `copy_from_page_cache` does.

@@ -3,7 +3,6 @@
 //! memory in which reads land, and the threads that move bytes, differ between the host and a GPU.
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -11,8 +10,8 @@ use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use super::ahead::Populator;
+use super::message::{LoadMessage, Times};
 use super::{Loader, Progress, ReadEvent, Report, Stats, span_of, stopped};
-use crate::catalog::ShardId;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::io::{
@@ -27,43 +26,6 @@ const MOVERS_MAX: usize = 8;
 
 /// Interval at which a load asks whether it may continue.
 pub(super) const ASK: Duration = Duration::from_millis(50);
-
-/// Messages to the thread that loads.
-pub(super) enum LoadMessage {
-    /// A read has ended: its bytes are in their place, or it has failed.
-    Read { chunk: usize, outcome: Result<Times> },
-    /// There is more memory for reads to land in, or its allocation has failed.
-    More(Result<()>),
-}
-
-/// Begin of a read, arrival of its bytes, and begin and end of their move.
-pub(super) struct Times {
-    pub(super) began: Instant,
-    pub(super) came: Instant,
-    pub(super) moved: Option<Range<Instant>>,
-}
-
-impl Times {
-    pub(super) fn event(
-        self,
-        shard: ShardId,
-        range: &Range<u64>,
-        slot: usize,
-        sent: Instant,
-        started: Instant,
-    ) -> ReadEvent {
-        let since = |instant: Instant| instant.saturating_duration_since(started);
-        ReadEvent {
-            shard,
-            range: range.clone(),
-            slot,
-            sent: since(sent),
-            began: since(self.began),
-            came: since(self.came),
-            moved: self.moved.map(|moved| since(moved.start)..since(moved.end)),
-        }
-    }
-}
 
 /// Bytes to move: number of their chunk, time of their arrival, and the bytes. `None` ends the
 /// work.

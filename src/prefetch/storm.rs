@@ -4,7 +4,8 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::{Request, TensorMap};
+use super::Request;
+use crate::order::TensorMap;
 
 /// A storm of page faults: `STORM_READS` reads of a few pages in one tensor within `STORM_TIME`.
 const STORM_READS: u32 = 32;

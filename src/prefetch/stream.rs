@@ -3,7 +3,8 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::{SLACK, StreamId, TensorSpan, WINDOW_MIN, strike};
+use super::{SLACK, StreamId, WINDOW_MIN, strike};
+use crate::order::TensorSpan;
 
 /// Reads that move forward through the file.
 #[derive(Clone, Debug)]

@@ -13,7 +13,7 @@ impl TensorMap for Even {
         TensorSpan { place: (range.start / (64 * MIB)) as u32 + 1, range }
     }
 
-    fn after(&self, place: u32, _: ReadOrder) -> Option<TensorSpan> {
+    fn after(&self, place: u32, _: Order) -> Option<TensorSpan> {
         (place < 40).then(|| self.at(u64::from(place) * 64 * MIB))
     }
 }
@@ -248,7 +248,7 @@ impl TensorMap for Tiny {
         TensorSpan { place: (offset / self.each) as u32 + 1, range: start..start + self.each }
     }
 
-    fn after(&self, place: u32, _: ReadOrder) -> Option<TensorSpan> {
+    fn after(&self, place: u32, _: Order) -> Option<TensorSpan> {
         self.steps.set(self.steps.get() + 1);
         let start = u64::from(place) * self.each;
         (start < 1 << 30).then(|| self.at(start))
@@ -281,7 +281,7 @@ impl TensorMap for Whole {
         TensorSpan { place: 1, range: 0..WHOLE }
     }
 
-    fn after(&self, _: u32, _: ReadOrder) -> Option<TensorSpan> {
+    fn after(&self, _: u32, _: Order) -> Option<TensorSpan> {
         None
     }
 }
@@ -445,7 +445,7 @@ fn a_storm_of_page_faults_in_a_long_tensor_is_answered_with_the_gibibyte_that_ha
 /// A model of 311 tensors in 28 layers, as `save_pretrained` writes it.
 struct Model {
     ranges: Vec<Range<u64>>,
-    /// By `ReadOrder`: for each place the next one.
+    /// By `Order`: for each place the next one.
     after: [Vec<Option<usize>>; 4],
 }
 
@@ -493,9 +493,9 @@ impl TensorMap for Model {
         }
     }
 
-    fn after(&self, place: u32, order: ReadOrder) -> Option<TensorSpan> {
+    fn after(&self, place: u32, order: Order) -> Option<TensorSpan> {
         let Some(index) = (place as usize).checked_sub(1) else { return Some(self.tensor(0)) };
-        let order = ReadOrder::ALL.iter().position(|other| *other == order).unwrap();
+        let order = Order::ALL.iter().position(|other| *other == order).unwrap();
         self.after[order][index].map(|next| self.tensor(next))
     }
 }

@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use crate::checkpoint::VirtualFile;
 use crate::error::Result;
 use crate::io::{read_all, read_all_stored};
-use crate::layout::{Extent, Layout, LayoutOrders, PlainRun};
-use crate::prefetch::{ReadOrder, TensorMap, TensorSpan};
+use crate::layout::{Extent, Layout, PlainRun};
+use crate::order::{Order, Orders, TensorMap, TensorSpan};
 use crate::source::Source;
 use crate::zeros::are_zeros;
 
@@ -50,7 +50,7 @@ pub struct Reader {
     /// whole file.
     file: Option<VirtualFile>,
     /// Set once the tensors are sorted.
-    orders: Arc<OnceLock<LayoutOrders>>,
+    orders: Arc<OnceLock<Orders>>,
     /// Whether a thread is sorting the orders or has sorted them.
     sorting: Arc<AtomicBool>,
 }
@@ -147,7 +147,9 @@ impl Reader {
     pub fn sort_orders(&self) {
         let (Some(layout), Some(file)) = (&self.layout, &self.file) else { return };
         if !self.sorting.swap(true, Ordering::Relaxed) {
-            let _ = self.orders.set(layout.orders(file.catalog()));
+            let positions: Vec<u32> =
+                layout.tensors().map(|(position, _)| position as u32).collect();
+            let _ = self.orders.set(Orders::of_file(file.catalog(), &positions));
         }
     }
 
@@ -238,19 +240,18 @@ impl TensorMap for Reader {
         TensorSpan { place: place.map_or(0, |place| place + 1), range }
     }
 
-    fn after(&self, place: u32, order: ReadOrder) -> Option<TensorSpan> {
+    fn after(&self, mut place: u32, order: Order) -> Option<TensorSpan> {
         let layout = self.layout.as_ref()?;
-        let mut next = match (order, place.checked_sub(1)) {
-            (ReadOrder::File, _) | (_, None) => place,
-            (ReadOrder::Name, Some(place)) => self.orders.get()?.by_name.after(place)?,
-            (ReadOrder::Natural, Some(place)) => self.orders.get()?.by_number.after(place)?,
-            (ReadOrder::Shard, Some(place)) => self.orders.get()?.by_shard.after(place)?,
-        };
-        let mut range = layout.bytes_at(next)?;
-        while range.is_empty() {
-            next += 1;
-            range = layout.bytes_at(next)?;
+        loop {
+            let next = match (order, place.checked_sub(1)) {
+                (Order::File, _) | (_, None) => place,
+                (_, Some(before)) => self.orders.get()?.after(before, order)?,
+            };
+            let range = layout.bytes_at(next)?;
+            place = next + 1;
+            if !range.is_empty() {
+                return Some(TensorSpan { place, range });
+            }
         }
-        Some(TensorSpan { place: next + 1, range })
     }
 }

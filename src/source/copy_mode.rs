@@ -13,10 +13,8 @@ use nix::libc;
 use nix::unistd::getegid;
 
 use super::Source;
+use super::permissions::ACL;
 use crate::error::{Error, Result};
-
-/// Extended attribute that holds the ACL of a file which has one.
-const ACL: &str = "system.posix_acl_access";
 
 /// The rights of the owner of a copy, who has read the sources to make it.
 const OWNER: u32 = 0o600;
@@ -41,7 +39,11 @@ impl CopyMode {
     pub fn of(sources: &[Arc<Source>]) -> Result<CopyMode> {
         let mut all = CopyMode::default();
         for source in sources {
-            let Source::Local(local) = &**source;
+            let Some(local) = source.local() else {
+                // Nothing says who may read it.
+                all.0.push(Of { mode: OWNER, gid: 0, has_acl: false });
+                continue;
+            };
             let file = local.file()?;
             let meta = file.metadata().map_err(|e| Error::io(source.uri(), "look at", e))?;
             all.add(&meta, source.path());

@@ -15,13 +15,14 @@ use nix::libc;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::file_system::FileSystem;
-use super::identity::{Identity, stat_now, stat_path};
+use super::stat::{local_version, stat_now, stat_path};
 use super::without_proc::{
     OPEN_TRIES, leads_elsewhere, not_regular, open_regular as open_without_proc,
 };
 use crate::error::{Error, Result, shown_path};
 use crate::process::PerProcess;
 use crate::sync::{Mutex, MutexGuard, RwLock};
+use crate::version::Version;
 
 /// Descriptors left for other uses, among them reads under way, which keep the file of an evicted
 /// shard open.
@@ -60,8 +61,8 @@ struct Descriptors {
 #[derive(Debug)]
 pub(super) struct ReopenableFile {
     pub(super) path: PathBuf,
-    /// Its identity when it was opened first.
-    pub(super) first: Identity,
+    /// Its version when it was opened first.
+    pub(super) first: Version,
     pub(super) file_system: FileSystem,
     descriptors: RwLock<Descriptors>,
     /// Whether the file system is known to refuse O_DIRECT.
@@ -75,36 +76,32 @@ pub(super) struct ReopenableFile {
 impl ReopenableFile {
     /// Opens the regular file at `path`.
     pub(super) fn open(path: &Path) -> Result<Arc<ReopenableFile>> {
-        let (file, identity) = open_regular(path)?;
+        let (file, version) = open_regular(path)?;
         let file_system = FileSystem::of(&file, path);
-        Ok(ReopenableFile::opened(path, identity, file_system, Arc::new(file)))
+        Ok(ReopenableFile::opened(path, version, file_system, Arc::new(file)))
     }
 
     /// The file at `path`, which is open as `file`.
     pub(super) fn opened(
         path: &Path,
-        identity: Identity,
+        version: Version,
         file_system: FileSystem,
         file: Arc<File>,
     ) -> Arc<ReopenableFile> {
         let descriptors = Descriptors { file: Some(file), ..Descriptors::default() };
-        let file = Arc::new(ReopenableFile::new(path, identity, file_system, descriptors));
+        let file = Arc::new(ReopenableFile::new(path, version, file_system, descriptors));
         opened(&file);
         file
     }
 
     /// The file at `path`, which is not open.
-    pub(super) fn closed(
-        path: &Path,
-        identity: Identity,
-        file_system: FileSystem,
-    ) -> ReopenableFile {
-        ReopenableFile::new(path, identity, file_system, Descriptors::default())
+    pub(super) fn closed(path: &Path, version: Version, file_system: FileSystem) -> ReopenableFile {
+        ReopenableFile::new(path, version, file_system, Descriptors::default())
     }
 
     fn new(
         path: &Path,
-        first: Identity,
+        first: Version,
         file_system: FileSystem,
         descriptors: Descriptors,
     ) -> ReopenableFile {
@@ -129,8 +126,8 @@ impl ReopenableFile {
         if let Some(file) = self.open_file() {
             return Ok(file);
         }
-        let (file, identity) = open_regular(&self.path)?;
-        if !identity.same_inode(&self.first) {
+        let (file, version) = open_regular(&self.path)?;
+        if version.file() != self.first.file() {
             // The source is not marked as changed: the old file may be intact but unreachable.
             if !self.descriptors.read().evicted {
                 return Err(Error::changed(&self.path, "was replaced before it was opened"));
@@ -190,7 +187,7 @@ impl ReopenableFile {
     /// Opens the path again with O_DIRECT, if it still leads to `file`.
     fn direct_without_proc(&self, file: &File) -> io::Result<File> {
         let (direct, meta) = open_without_proc(&self.path, OFlag::O_DIRECT)?;
-        let same = Identity::of(&meta).same_inode(&Identity::of(&file.metadata()?));
+        let same = local_version(&meta).file() == local_version(&file.metadata()?).file();
         if same { Ok(direct) } else { Err(leads_elsewhere()) }
     }
 
@@ -243,14 +240,14 @@ impl ReopenableFile {
     /// Whether the path still leads to this file.
     pub(super) fn is_at_path(&self) -> bool {
         let there = stat_path(&self.path, self.file_system);
-        there.is_ok_and(|now| now.same_inode(&self.first))
+        there.is_ok_and(|now| now.file() == self.first.file())
     }
 
     /// Keeps the file open until the pin is dropped: the old bytes stay with the holder, even if
     /// the file is deleted or replaced meanwhile.
     pub(super) fn pin(self: &Arc<Self>) -> Result<Pin> {
         self.pins.fetch_add(1, Ordering::SeqCst);
-        let pin = Pin(self.clone());
+        let pin = Pin(Some(self.clone()));
         self.file()?;
         Ok(pin)
     }
@@ -261,14 +258,15 @@ impl ReopenableFile {
     }
 }
 
-/// Keeps a source open.
-#[derive(Debug)]
-pub struct Pin(Arc<ReopenableFile>);
+/// Keeps a local file open.
+#[derive(Debug, Default)]
+pub struct Pin(Option<Arc<ReopenableFile>>);
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        if self.0.pins.fetch_sub(1, Ordering::SeqCst) == 1 {
-            self.0.release();
+        let last = |file: &&Arc<ReopenableFile>| file.pins.fetch_sub(1, Ordering::SeqCst) == 1;
+        if let Some(file) = self.0.as_ref().filter(last) {
+            file.release();
         }
     }
 }
@@ -390,7 +388,7 @@ fn make_room(newest: &Arc<ReopenableFile>) {
 
 /// Opens a regular file and nothing else: a FIFO, a device or a symbolic link that stands
 /// there now is refused without being opened for reading, which could block or have effects.
-fn open_regular(path: &Path) -> Result<(File, Identity)> {
+fn open_regular(path: &Path) -> Result<(File, Version)> {
     let open_error = |e| Error::io(path, "open", e);
     for _ in 0..OPEN_TRIES {
         let handle = std::fs::OpenOptions::new()
@@ -398,8 +396,8 @@ fn open_regular(path: &Path) -> Result<(File, Identity)> {
             .custom_flags(libc::O_PATH | libc::O_NOFOLLOW | libc::O_CLOEXEC)
             .open(path)
             .map_err(open_error)?;
-        let identity = stat_now(&handle).map_err(open_error)?;
-        if !identity.is_file() {
+        let version = stat_now(&handle).map_err(open_error)?;
+        if !version.is_file() {
             return Err(open_error(not_regular()));
         }
         let link = format!("/proc/self/fd/{}", handle.as_raw_fd());
@@ -407,11 +405,11 @@ fn open_regular(path: &Path) -> Result<(File, Identity)> {
         // allowed; or the file was replaced this very moment, and the next try meets the new one.
         let Ok(leads_to) = std::fs::read_link(&link) else {
             let (file, meta) = open_without_proc(path, OFlag::empty()).map_err(open_error)?;
-            return Ok((file, Identity::of(&meta)));
+            return Ok((file, local_version(&meta)));
         };
         if leads_to == path {
             let file = File::open(&link).map_err(open_error)?;
-            return Ok((file, identity));
+            return Ok((file, version));
         }
     }
     Err(open_error(leads_elsewhere()))

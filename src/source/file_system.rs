@@ -67,6 +67,23 @@ const REMOTE: &[(u64, &str)] = &[
     (0x564c, "ncp"),
 ];
 
+/// File systems whose files are questions to the kernel, and hold no bytes.
+const MADE_BY_KERNEL: &[(u64, &str)] = &[
+    (0x9fa0, "proc"),
+    (0x6265_6572, "sysfs"),
+    (0x0027_e0eb, "cgroup"),
+    (0x6367_7270, "cgroup2"),
+    (0x6462_6720, "debugfs"),
+    (0x7472_6163, "tracefs"),
+    (0x7363_6673, "securityfs"),
+    (0x6265_6570, "configfs"),
+    (0xf97c_ff8c, "selinuxfs"),
+    (0x1cd1, "devpts"),
+    (0x6165_676c, "pstore"),
+    (0xde5e_81e4, "efivarfs"),
+    (0xcafe_4a11, "bpf"),
+];
+
 impl FileSystem {
     /// The file system of an open file, which lies at `path`.
     pub(super) fn of(file: &File, path: &Path) -> FileSystem {
@@ -107,6 +124,11 @@ impl FileSystem {
         self.magic != 0
     }
 
+    /// Whether its files are questions to the kernel, as those of procfs.
+    pub fn is_made_by_kernel(self) -> bool {
+        MADE_BY_KERNEL.iter().any(|(magic, _)| *magic == self.magic)
+    }
+
     /// Whether its files lie in memory alone.
     pub fn is_in_memory(self) -> bool {
         [TMPFS, RAMFS].contains(&self.magic)
@@ -119,7 +141,11 @@ impl FileSystem {
 
     /// Its usual name, else the number.
     pub fn name(self) -> String {
-        let named = LOCAL.iter().chain(REMOTE).find(|(magic, _)| *magic == self.magic);
+        let named = LOCAL
+            .iter()
+            .chain(REMOTE)
+            .chain(MADE_BY_KERNEL)
+            .find(|(magic, _)| *magic == self.magic);
         named.map_or_else(|| format!("{:#x}", self.magic), |(_, name)| (*name).to_owned())
     }
 }

@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io;
-use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,15 +9,12 @@ use std::sync::{Arc, OnceLock};
 
 use super::descriptors::{Pin, ReopenableFile};
 use super::file_system::FileSystem;
-use super::identity::{Identity, stat_file, stat_path};
+use super::hash_of;
+use super::notes::Notes;
+use super::stat::{stat_file, stat_path};
 use crate::error::{Error, Result};
-use crate::format::tensorizer::decryptor::Decryptor;
-use crate::hash::{Digest, Hasher};
 use crate::sync::Mutex;
-use crate::zeros::are_zeros;
-
-/// Bytes hashed at a time.
-const HASH_CHUNK_LEN: usize = 256 << 10;
+use crate::version::{Time, Version};
 
 /// Most attempts to settle a file that keeps changing.
 const SETTLE_TRIES: usize = 10;
@@ -33,23 +29,14 @@ pub trait WriteWitness: Send + Sync + std::fmt::Debug {
 #[derive(Debug)]
 pub struct LocalFile {
     file: Arc<ReopenableFile>,
-    /// Whether its reads exceed their time limit.
-    stalled: AtomicBool,
-    identity: Mutex<Identity>,
+    version: Mutex<Version>,
     /// A rename may change ctime once without invalidating the file.
-    moved: OnceLock<(i64, i64)>,
+    moved: OnceLock<Option<Time>>,
     /// Tells a write from a change of attributes, while the file is watched.
     witness: Mutex<Option<Arc<dyn WriteWitness>>>,
     /// Whether a new change time was explained by new attributes or a new name, without a witness.
     guessed: AtomicBool,
-    /// Number and hash of the bytes before the data, once they were read.
-    described: OnceLock<(Vec<Range<u64>>, Digest)>,
-    /// Decrypts its bytes, if they are encrypted.
-    decryptor: OnceLock<Arc<Decryptor>>,
-    /// Whether changes are expected, so that they are logged at debug level only.
-    followed: AtomicBool,
-    /// Set once the file is known to have changed: this version of it is never read again.
-    changed: OnceLock<String>,
+    pub(super) notes: Notes,
 }
 
 impl LocalFile {
@@ -58,18 +45,18 @@ impl LocalFile {
         ReopenableFile::open(path).map(LocalFile::new)
     }
 
-    /// The regular file at `path`, which was `identity` when it was looked at; not opened before
+    /// The regular file at `path`, which was `version` when it was looked at; not opened before
     /// it is read.
-    pub(super) fn closed(path: &Path, identity: Identity) -> LocalFile {
-        let file = ReopenableFile::closed(path, identity, FileSystem::at(path));
+    pub(super) fn closed(path: &Path, version: Version) -> LocalFile {
+        let file = ReopenableFile::closed(path, version, FileSystem::at(path));
         LocalFile::new(Arc::new(file))
     }
 
     /// The regular file that was open as `file` at `path` in another process, and that was
-    /// `identity` there. The path may lead to another file by now.
-    pub(super) fn adopted(path: &Path, identity: Identity, file: File) -> LocalFile {
+    /// `version` there. The path may lead to another file by now.
+    pub(super) fn adopted(path: &Path, version: Version, file: File) -> LocalFile {
         let file_system = FileSystem::of(&file, path);
-        LocalFile::new(ReopenableFile::opened(path, identity, file_system, Arc::new(file)))
+        LocalFile::new(ReopenableFile::opened(path, version, file_system, Arc::new(file)))
     }
 
     /// The regular file that is open as `file`. The path need not lead to it.
@@ -87,54 +74,35 @@ impl LocalFile {
         Ok(LocalFile::adopted(path, stated, file))
     }
 
-    /// Sets the known identity back to an earlier one of the same inode, so that the next check
+    /// Sets the known version back to an earlier one of the same inode, so that the next check
     /// judges all changes since.
-    pub(super) fn set_known(&self, earlier: Identity) {
-        if earlier.same_inode(&self.file.first) {
-            *self.identity.lock() = earlier;
+    pub(super) fn set_known(&self, earlier: Version) {
+        if earlier.file() == self.first().file() {
+            *self.version.lock() = earlier;
         }
     }
 
     fn new(file: Arc<ReopenableFile>) -> LocalFile {
         LocalFile {
-            stalled: AtomicBool::new(false),
-            identity: Mutex::new(file.first),
+            version: Mutex::new(file.first),
             moved: OnceLock::new(),
             witness: Mutex::default(),
             guessed: AtomicBool::new(false),
-            described: OnceLock::new(),
-            decryptor: OnceLock::new(),
-            followed: AtomicBool::new(false),
-            changed: OnceLock::new(),
+            notes: Notes::default(),
             file,
         }
     }
 
     pub(super) fn as_it_is_now(&self) -> Result<LocalFile> {
-        let identity = self.look()?;
+        let version = self.look()?;
         let (path, file_system) = (self.path(), self.file.file_system);
-        let file = ReopenableFile::opened(path, identity, file_system, self.file()?);
+        let file = ReopenableFile::opened(path, version, file_system, self.file()?);
         Ok(LocalFile::new(file))
     }
 
     pub(super) fn renewed(&self) -> LocalFile {
         let (path, file_system) = (self.path(), self.file.file_system);
-        let file = Arc::new(ReopenableFile::closed(path, self.file.first, file_system));
-        LocalFile { decryptor: self.decryptor.clone(), ..LocalFile::new(file) }
-    }
-
-    /// From now on the bytes of tensors are decrypted when they are read.
-    pub(super) fn set_decryptor(&self, decryptor: Arc<Decryptor>) {
-        let _ = self.decryptor.set(decryptor);
-    }
-
-    pub(super) fn decryptor(&self) -> Option<&Arc<Decryptor>> {
-        self.decryptor.get()
-    }
-
-    pub(super) fn decrypt(&self, start: u64, bytes: &mut [u8]) -> Result<()> {
-        let Some(decryptor) = self.decryptor.get() else { return Ok(()) };
-        decryptor.decrypt(start, bytes).map_err(|fault| Error::refused(self.path(), fault))
+        LocalFile::new(Arc::new(ReopenableFile::closed(path, self.file.first, file_system)))
     }
 
     /// The path that was opened.
@@ -142,10 +110,15 @@ impl LocalFile {
         &self.file.path
     }
 
-    /// The identity when it was opened, updated after changes of attributes that leave the bytes
+    /// The version when it was opened, updated after changes of attributes that leave the bytes
     /// alone.
-    pub fn identity(&self) -> Identity {
-        *self.identity.lock()
+    pub(super) fn version(&self) -> Version {
+        *self.version.lock()
+    }
+
+    /// The version when it was opened first.
+    pub(super) fn first(&self) -> &Version {
+        &self.file.first
     }
 
     /// The file system that it lies on.
@@ -177,13 +150,6 @@ impl LocalFile {
         self.file.refuse_direct();
     }
 
-    /// Sets whether its reads exceed their time limit; returns the previous value.
-    pub(super) fn set_stalled(&self, stalled: bool) -> bool {
-        // The value rarely changes, and a load does not take the cache line from other threads.
-        let before = self.stalled.load(Ordering::Relaxed);
-        if before == stalled { before } else { self.stalled.swap(stalled, Ordering::Relaxed) }
-    }
-
     pub(super) fn pin(&self) -> Result<Pin> {
         self.file.pin()
     }
@@ -203,10 +169,6 @@ impl LocalFile {
     /// `Error::Changed` if the file ends before, `Error::Io` if the read fails.
     pub(super) fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
         self.check_known()?;
-        if are_zeros(offset) {
-            buf.fill(0);
-            return Ok(());
-        }
         self.file()?.read_exact_at(buf, offset).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => self.ends_before(offset + buf.len() as u64),
             _ => Error::io(self.path(), "read", e),
@@ -215,13 +177,12 @@ impl LocalFile {
 
     /// Marks the file as changed because it ends before byte `end`.
     pub(super) fn ends_before(&self, end: u64) -> Error {
-        let len = self.identity().len;
+        let len = self.first().len;
         self.set_changed(format!("ends before byte {end}, it had {len} bytes when it was opened"))
     }
 
-    /// Fails if the file is known to have changed; does not look at it.
-    pub(super) fn check_known(&self) -> Result<()> {
-        self.changed.get().map_or(Ok(()), |detail| Err(self.changed_error(detail)))
+    fn check_known(&self) -> Result<()> {
+        self.notes.check_known(self.path())
     }
 
     /// Confirms that the file is still the one that was opened.
@@ -252,23 +213,18 @@ impl LocalFile {
     pub(super) fn is_current(&self) -> bool {
         let look = || stat_path(self.path(), self.file.file_system);
         let Ok(now) = look() else { return false };
-        let known = self.identity();
-        if !now.same_inode(&self.file.first) {
+        let known = self.version();
+        if now.file() != self.first().file() {
             return false;
         }
         let same = if known == now {
-            !self.is_changed()
-        } else if known.same_bytes(&now) && self.witness().is_none() {
+            !self.notes.is_changed()
+        } else if known.content() == now.content() && self.witness().is_none() {
             false
         } else {
             self.check_by(&look, self.open_file().as_deref()).is_ok()
         };
         same && !self.guessed.load(Ordering::SeqCst)
-    }
-
-    /// Takes note of the hash of the bytes that describe the others.
-    pub(super) fn set_described(&self, described: Vec<Range<u64>>, hash: Digest) {
-        let _ = self.described.set((described, hash));
     }
 
     /// Like `check`, for a source whose bytes are not in use yet. If length and modification time
@@ -279,77 +235,52 @@ impl LocalFile {
     pub(super) fn settle(&self) -> Result<()> {
         for _ in 0..SETTLE_TRIES {
             self.check_known()?;
-            let known = self.identity();
+            let known = self.version();
             let now = self.look()?;
             if known == now {
                 return Ok(());
             }
-            let described = self.described.get().filter(|_| known.same_bytes(&now));
+            let described = self.notes.described.get().filter(|_| known.content() == now.content());
             let Some((described, hash)) = described else { return self.check() };
-            if self.hash_ranges(described)? != *hash {
+            if hash_of(described, |buf, offset| self.read_exact_at(buf, offset))? != *hash {
                 return Err(self.set_changed("has another header than it had".to_owned()));
             }
-            let mut identity = self.identity.lock();
-            if *identity == known {
-                *identity = now;
+            let mut version = self.version.lock();
+            if *version == known {
+                *version = now;
             }
         }
-        Err(self.changed_error("is changed all the time"))
-    }
-
-    /// The hash of the bytes in `ranges`, one after another.
-    ///
-    /// # Errors
-    /// The errors of `read_exact_at`.
-    pub(super) fn hash_ranges(&self, ranges: &[Range<u64>]) -> Result<Digest> {
-        let mut hasher = Hasher::new();
-        let longest = ranges.iter().map(|range| range.end - range.start).max().unwrap_or(0);
-        let mut buf = vec![0; HASH_CHUNK_LEN.min(longest as usize)];
-        for range in ranges {
-            let mut offset = range.start;
-            while offset < range.end {
-                let chunk = &mut buf[..HASH_CHUNK_LEN.min((range.end - offset) as usize)];
-                self.read_exact_at(chunk, offset)?;
-                hasher.update(chunk);
-                offset += chunk.len() as u64;
-            }
-        }
-        Ok(hasher.finish())
-    }
-
-    /// Notes that changes of the file are expected, so that they are logged at debug level only.
-    pub(super) fn set_followed(&self) {
-        self.followed.store(true, Ordering::Relaxed);
+        Err(Error::changed(self.path(), "is changed all the time"))
     }
 
     fn witness(&self) -> Option<Arc<dyn WriteWitness>> {
         self.witness.lock().clone()
     }
 
-    /// The identity of the open file now, whether or not it has changed.
+    /// The version of the open file now, whether or not it has changed.
     ///
     /// # Errors
     /// The errors of `file`, and `Error::Io` where it cannot be looked at.
-    pub fn look(&self) -> Result<Identity> {
+    pub fn look(&self) -> Result<Version> {
         let file = self.file()?;
         stat_file(&file, self.file.file_system).map_err(|e| Error::io(self.path(), "stat", e))
     }
 
-    /// Compares the identity that `look` finds with the known one, until both agree. `file` is an
+    /// Compares the version that `look` finds with the known one, until both agree. `file` is an
     /// open descriptor of the file, if there is one.
-    fn check_by(&self, look: &dyn Fn() -> io::Result<Identity>, file: Option<&File>) -> Result<()> {
+    fn check_by(&self, look: &dyn Fn() -> io::Result<Version>, file: Option<&File>) -> Result<()> {
         loop {
             self.check_known()?;
-            // The known identity is read first, so that the found one is never older.
-            let known = self.identity();
+            // The known version is read first, so that the found one is never older.
+            let known = self.version();
             let now = look().map_err(|e| Error::io(self.path(), "stat", e))?;
             if known == now {
                 return Ok(());
             }
             self.judge(&known, &now, file).map_err(|detail| self.set_changed(detail))?;
-            let mut identity = self.identity.lock();
-            if *identity == known {
-                *identity = now;
+            let mut version = self.version.lock();
+            if *version == known {
+                *version = now;
                 return Ok(());
             }
         }
@@ -358,14 +289,14 @@ impl LocalFile {
     /// Decides whether the bytes are the same in both states.
     fn judge(
         &self,
-        known: &Identity,
-        now: &Identity,
+        known: &Version,
+        now: &Version,
         file: Option<&File>,
     ) -> std::result::Result<(), String> {
         if known.len != now.len {
             return Err(format!("has {} bytes, it had {} when it was opened", now.len, known.len));
         }
-        if known.mtime != now.mtime {
+        if known.modified != now.modified {
             return Err("was written to while it was in use".to_owned());
         }
         let witness = self.witness();
@@ -385,10 +316,10 @@ impl LocalFile {
     /// Whether a new change time with old size and modification time has a cause that leaves
     /// the bytes alone: links, mode, owner, or a new name. Otherwise the modification time may
     /// have been set back after a write.
-    fn explains_ctime(&self, known: &Identity, now: &Identity) -> bool {
+    fn explains_ctime(&self, known: &Version, now: &Version) -> bool {
         // Several threads may judge the same change at once.
-        known.differs_in_attributes(now)
-            || (!self.is_at_path() && *self.moved.get_or_init(|| now.ctime()) == now.ctime())
+        known.attributes != now.attributes
+            || (!self.is_at_path() && *self.moved.get_or_init(|| now.changed) == now.changed)
     }
 
     /// Lets `witness` decide from now on whether a new change time comes from a write. It must have
@@ -402,36 +333,15 @@ impl LocalFile {
         self.file.is_at_path()
     }
 
-    /// Marks this version of the file as changed, and logs that before it returns.
     fn set_changed(&self, detail: String) -> Error {
-        let error = self.changed_error(&detail);
-        if self.changed.set(detail).is_err() {
-            return self.check_known().err().unwrap_or(error);
-        }
-        if self.followed.load(Ordering::Relaxed) {
-            tracing::debug!("{error}");
-        } else if self.file.is_pinned() {
-            tracing::error!("{error}; what has it open gets errors, a new open proves it again");
-        } else {
-            tracing::info!("{error}; the next open proves it again");
-        }
-        error
-    }
-
-    fn changed_error(&self, detail: &str) -> Error {
-        Error::changed(self.path(), detail)
+        self.notes.set_changed(self.path(), detail, self.file.is_pinned())
     }
 
     /// Whether the file is known to have changed, or a check on a local file system finds a change.
     /// Never waits.
     pub(super) fn is_changed_now(&self) -> bool {
         let changed = |file: Arc<File>| self.check_open(&file).is_err();
-        self.is_changed()
+        self.notes.is_changed()
             || (self.file.file_system.is_local() && self.open_file().is_some_and(changed))
-    }
-
-    /// Whether the file is known to have changed.
-    pub(super) fn is_changed(&self) -> bool {
-        self.changed.get().is_some()
     }
 }

@@ -1,58 +1,51 @@
-//! Sources of bytes: something with a version and ranged reads. Today each is a local file.
+//! Sources of bytes: something with a version and ranged reads. Each is a local file, or a file of a
+//! store of another kind.
 
 mod copy_mode;
 mod descriptors;
 mod file_system;
-mod identity;
 mod local;
+mod notes;
 mod option_files;
+mod permissions;
 mod secret;
+mod stat;
+mod store_file;
 mod without_proc;
 
-use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 pub use copy_mode::CopyMode;
 pub use descriptors::{Pin, raise_limit};
 pub use file_system::FileSystem;
-pub use identity::Identity;
-pub(crate) use identity::lacks_statx;
 pub use local::{LocalFile, WriteWitness};
 pub use option_files::{read_option_file, read_text};
+pub use permissions::PathPermissions;
 pub use secret::SecretOrigin;
+pub use stat::local_version;
+pub(crate) use stat::{lacks_statx, version_in_folder, version_now};
+pub use store_file::{StoreFile, StoreKind, StoreListing};
 
 use crate::error::{Error, Result, SourceUri};
 use crate::format::tensorizer::decryptor::Decryptor;
-use crate::hash::Digest;
+use crate::hash::{Digest, Hasher};
+use crate::version::{QueueKey, Version};
+use crate::zeros::are_zeros;
+use notes::Notes;
+
+/// Bytes hashed at a time.
+const HASH_CHUNK_LEN: usize = 256 << 10;
 
 /// A source of bytes that must stay what it was when it was opened.
 #[derive(Debug)]
 pub enum Source {
     /// A regular file.
     Local(LocalFile),
-}
-
-/// Tells one state of a source from another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Version {
-    /// The identity of a local file.
-    Inode(Identity),
-}
-
-/// The device or service that answers reads: those of one share a queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum QueueKey {
-    /// The device, or network mount, of local files.
-    Device(u64),
-}
-
-impl fmt::Display for QueueKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let QueueKey::Device(dev) = *self;
-        write!(f, "{}:{}", nix::sys::stat::major(dev), nix::sys::stat::minor(dev))
-    }
+    /// A file of a store that is not the local file system.
+    Stored(StoreFile),
 }
 
 impl Source {
@@ -64,16 +57,21 @@ impl Source {
         LocalFile::open(path).map(|file| Arc::new(Source::Local(file)))
     }
 
-    /// The regular file at `path`, which was `identity` when it was looked at; not opened before
+    /// The regular file at `path`, which was `version` when it was looked at; not opened before
     /// it is read. Its bytes count only if `check` then finds that same file.
-    pub fn closed(path: &Path, identity: Identity) -> Arc<Source> {
-        Arc::new(Source::Local(LocalFile::closed(path, identity)))
+    pub(crate) fn closed(path: &Path, version: Version) -> Arc<Source> {
+        Arc::new(Source::Local(LocalFile::closed(path, version)))
+    }
+
+    /// The file at `path` of `store`, which was `version` when it was looked at.
+    pub(crate) fn stored(store: &Arc<dyn StoreKind>, path: &Path, version: Version) -> Arc<Source> {
+        Arc::new(Source::Stored(StoreFile::new(store, path, version)))
     }
 
     /// The regular file that was open as `file` at `path` in another process, and that was
-    /// `identity` there. The path may lead to another file by now.
-    pub fn adopted(path: &Path, identity: Identity, file: std::fs::File) -> Arc<Source> {
-        Arc::new(Source::Local(LocalFile::adopted(path, identity, file)))
+    /// `version` there. The path may lead to another file by now.
+    pub fn adopted(path: &Path, version: Version, file: std::fs::File) -> Arc<Source> {
+        Arc::new(Source::Local(LocalFile::adopted(path, version, file)))
     }
 
     /// The regular file that is open as `file`, called `path`, which need not lead to it. A pin keeps
@@ -85,70 +83,95 @@ impl Source {
         LocalFile::of_open_file(path, file).map(|file| Arc::new(Source::Local(file)))
     }
 
-    /// Sets the known identity back to an earlier one of the same inode, so that the next check
+    /// Sets the known version back to an earlier one of the same file, so that the next check
     /// judges all changes since.
-    pub fn set_known(&self, earlier: Identity) {
-        let Source::Local(file) = self;
-        file.set_known(earlier);
+    pub fn set_known(&self, earlier: Version) {
+        match self {
+            Source::Local(file) => file.set_known(earlier),
+            Source::Stored(file) if file.version().content() != earlier.content() => {
+                file.set_replaced();
+            }
+            Source::Stored(_) => {}
+        }
     }
 
-    /// A new source for the file as it is now, which shares the descriptor.
+    /// A new source for the file as it is now, which shares the descriptor of a local file.
     ///
     /// # Errors
     /// `Error::Io` where it cannot be looked at.
     pub fn as_it_is_now(&self) -> Result<Arc<Source>> {
-        let Source::Local(file) = self;
-        file.as_it_is_now().map(|file| Arc::new(Source::Local(file)))
+        Ok(Arc::new(match self {
+            Source::Local(file) => Source::Local(file.as_it_is_now()?),
+            Source::Stored(file) => Source::Stored(file.in_version(file.look()?)),
+        }))
     }
 
     /// The same source, closed. Takes no lock, so that a child made by fork(2) can call it
     /// whatever threads of the parent were doing.
     pub(crate) fn renewed(&self) -> Arc<Source> {
-        let Source::Local(file) = self;
-        Arc::new(Source::Local(file.renewed()))
+        let renewed = match self {
+            Source::Local(file) => Source::Local(file.renewed()),
+            Source::Stored(file) => Source::Stored(file.in_version(*file.version())),
+        };
+        if let Some(decryptor) = self.decryptor() {
+            renewed.set_decryptor(decryptor.clone());
+        }
+        Arc::new(renewed)
     }
 
-    /// The local file, where the source is one.
+    /// The local file, where the source is one. Callers that need a descriptor, a path of this machine or
+    /// its page cache ask for it, and cope without.
     pub fn local(&self) -> Option<&LocalFile> {
-        let Source::Local(file) = self;
-        Some(file)
+        match self {
+            Source::Local(file) => Some(file),
+            Source::Stored(_) => None,
+        }
+    }
+
+    fn notes(&self) -> &Notes {
+        match self {
+            Source::Local(file) => &file.notes,
+            Source::Stored(file) => &file.notes,
+        }
     }
 
     /// Where it lies, for errors.
     pub fn uri(&self) -> SourceUri {
-        let Source::Local(file) = self;
-        file.path().into()
+        self.path().into()
     }
 
-    /// The path that was opened.
+    /// The path that was opened, in its store.
     pub fn path(&self) -> &Path {
-        let Source::Local(file) = self;
-        file.path()
+        match self {
+            Source::Local(file) => file.path(),
+            Source::Stored(file) => file.path(),
+        }
     }
 
-    /// The identity of a local file when it was opened; metadata changes that leave the bytes
-    /// alone follow.
-    pub fn identity(&self) -> Identity {
-        let Source::Local(file) = self;
-        file.identity()
-    }
-
-    /// The version that was opened.
+    /// The version that was opened; changes of attributes that leave the bytes alone follow.
     pub fn version(&self) -> Version {
-        let Source::Local(file) = self;
-        Version::Inode(file.identity())
+        match self {
+            Source::Local(file) => file.version(),
+            Source::Stored(file) => *file.version(),
+        }
+    }
+
+    /// The version that was opened first, which has the same bytes.
+    fn first(&self) -> &Version {
+        match self {
+            Source::Local(file) => file.first(),
+            Source::Stored(file) => file.version(),
+        }
     }
 
     /// The queue that its reads belong to.
     pub fn queue_key(&self) -> QueueKey {
-        let Source::Local(file) = self;
-        QueueKey::Device(file.identity().dev)
+        self.first().queue_key()
     }
 
     /// Length in bytes.
     pub fn len(&self) -> u64 {
-        let Source::Local(file) = self;
-        file.identity().len
+        self.first().len
     }
 
     /// Whether it has no bytes.
@@ -158,36 +181,39 @@ impl Source {
 
     /// Whether a read or a look may wait for another machine or a server, perhaps for ever.
     pub fn may_block(&self) -> bool {
-        let Source::Local(file) = self;
-        !file.file_system().is_local()
+        match self {
+            Source::Local(file) => !file.file_system().is_local(),
+            Source::Stored(file) => file.may_block(),
+        }
     }
 
     /// Whether its bytes lie in memory alone, so that a read of them waits for nothing.
     pub fn is_in_memory(&self) -> bool {
-        let Source::Local(file) = self;
-        file.file_system().is_in_memory()
+        self.local().is_some_and(|file| file.file_system().is_in_memory())
     }
 
     /// Notes whether reads of it come back in time; returns what was noted before.
     pub fn set_stalled(&self, stalled: bool) -> bool {
-        let Source::Local(file) = self;
-        file.set_stalled(stalled)
+        self.notes().set_stalled(stalled)
     }
 
-    /// Keeps the source open until the pin is dropped: the old bytes stay with the holder, even if
+    /// Keeps a local file open until the pin is dropped: the old bytes stay with the holder, even if
     /// the file is deleted or replaced meanwhile.
     ///
     /// # Errors
     /// `Error::Io` where it cannot be opened, `Error::Changed` where another file stands there.
     pub fn pin(&self) -> Result<Pin> {
-        let Source::Local(file) = self;
-        file.pin()
+        match self {
+            Source::Local(file) => file.pin(),
+            Source::Stored(_) => Ok(Pin::default()),
+        }
     }
 
-    /// Closes the source unless it is pinned; a later read opens it again.
+    /// Closes a local file unless it is pinned; a later read opens it again.
     pub fn release(&self) {
-        let Source::Local(file) = self;
-        file.release();
+        if let Some(file) = self.local() {
+            file.release();
+        }
     }
 
     /// Reads exactly `buf.len()` bytes at `offset`, as they are stored. The bytes count only once `check` has confirmed
@@ -196,21 +222,26 @@ impl Source {
     /// # Errors
     /// `Error::Changed` where the source ends before, `Error::Io` where the read fails.
     pub fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
-        let Source::Local(file) = self;
-        file.read_exact_at(buf, offset)
+        if are_zeros(offset) {
+            self.check_known()?;
+            buf.fill(0);
+            return Ok(());
+        }
+        match self {
+            Source::Local(file) => file.read_exact_at(buf, offset),
+            Source::Stored(file) => file.read_exact_at(buf, offset),
+        }
     }
 
     /// From now on engines and `read_all` decrypt the tensors in its bytes. Called before the first
     /// of these reads.
     pub(crate) fn set_decryptor(&self, decryptor: Arc<Decryptor>) {
-        let Source::Local(file) = self;
-        file.set_decryptor(decryptor);
+        let _ = self.notes().decryptor.set(decryptor);
     }
 
     /// The decryptor of its tensors. `None` if they are not encrypted.
     pub fn decryptor(&self) -> Option<&Arc<Decryptor>> {
-        let Source::Local(file) = self;
-        file.decryptor()
+        self.notes().decryptor.get()
     }
 
     /// Whether its tensors are encrypted. Then its stored bytes must not be handed out in place of
@@ -230,14 +261,16 @@ impl Source {
     /// # Errors
     /// `decrypt_failed`. The content of `bytes` is then undefined.
     pub(crate) fn decrypt(&self, start: u64, bytes: &mut [u8]) -> Result<()> {
-        let Source::Local(file) = self;
-        file.decrypt(start, bytes)
+        let Some(decryptor) = self.decryptor() else { return Ok(()) };
+        decryptor.decrypt(start, bytes).map_err(|fault| Error::refused(self.path(), fault))
     }
 
     /// Marks the source as changed because it ends before byte `end`.
     pub fn ends_before(&self, end: u64) -> Error {
-        let Source::Local(file) = self;
-        file.ends_before(end)
+        match self {
+            Source::Local(file) => file.ends_before(end),
+            Source::Stored(file) => file.ends_before(end),
+        }
     }
 
     /// Fails if the source is known to have changed; does not look at it.
@@ -245,8 +278,7 @@ impl Source {
     /// # Errors
     /// `Error::Changed`.
     pub fn check_known(&self) -> Result<()> {
-        let Source::Local(file) = self;
-        file.check_known()
+        self.notes().check_known(self.path())
     }
 
     /// Confirms that the source is still the one that was opened.
@@ -257,8 +289,10 @@ impl Source {
     /// # Errors
     /// `Error::Changed` where its bytes may have changed, `Error::Io` where it cannot be looked at.
     pub fn check(&self) -> Result<()> {
-        let Source::Local(file) = self;
-        file.check()
+        match self {
+            Source::Local(file) => file.check(),
+            Source::Stored(file) => file.check(),
+        }
     }
 
     /// Like `check`, for a source of which nobody has any bytes yet: after a change of nothing but
@@ -267,8 +301,31 @@ impl Source {
     /// # Errors
     /// The errors of `check`, and `Error::Io` where it cannot be opened.
     pub fn settle(&self) -> Result<()> {
-        let Source::Local(file) = self;
-        file.settle()
+        match self {
+            Source::Local(file) => file.settle(),
+            Source::Stored(file) => file.check(),
+        }
+    }
+
+    /// The version now, whether or not it has changed: that of the open file where it is a local one.
+    ///
+    /// # Errors
+    /// `Error::Io` where it cannot be looked at.
+    pub fn look(&self) -> Result<Version> {
+        match self {
+            Source::Local(file) => file.look(),
+            Source::Stored(file) => file.look(),
+        }
+    }
+
+    /// Whether the path still leads to this file, in whatever version.
+    pub fn is_at_path(&self) -> bool {
+        match self {
+            Source::Local(file) => file.is_at_path(),
+            Source::Stored(file) => {
+                file.look().is_ok_and(|now| now.file() == file.version().file())
+            }
+        }
     }
 
     /// Whether the path still leads to this version, and its bytes are surely what they were.
@@ -276,26 +333,28 @@ impl Source {
     ///
     /// A new change time needs a witness: the next open may find pages of old bytes.
     pub fn is_current(&self) -> bool {
-        let Source::Local(file) = self;
-        file.is_current()
+        match self {
+            Source::Local(file) => file.is_current(),
+            Source::Stored(file) => file.check().is_ok(),
+        }
     }
 
     /// Whether the source is known to have changed, or is seen to have if a look cannot block.
     pub fn is_changed_now(&self) -> bool {
-        let Source::Local(file) = self;
-        file.is_changed_now()
+        match self {
+            Source::Local(file) => file.is_changed_now(),
+            Source::Stored(_) => self.is_changed(),
+        }
     }
 
     /// Whether the source is known to have changed.
     pub fn is_changed(&self) -> bool {
-        let Source::Local(file) = self;
-        file.is_changed()
+        self.notes().is_changed()
     }
 
     /// Notes the hash of the bytes that describe the others.
     pub(crate) fn set_described(&self, described: Vec<Range<u64>>, hash: Digest) {
-        let Source::Local(file) = self;
-        file.set_described(described, hash);
+        let _ = self.notes().described.set((described, hash));
     }
 
     /// The hash of the bytes in `ranges`, one after another.
@@ -303,21 +362,30 @@ impl Source {
     /// # Errors
     /// The errors of `read_exact_at`.
     pub(crate) fn hash_ranges(&self, ranges: &[Range<u64>]) -> Result<Digest> {
-        let Source::Local(file) = self;
-        file.hash_ranges(ranges)
+        hash_of(ranges, |buf, offset| self.read_exact_at(buf, offset))
     }
 
     /// From now on the source is expected to change, and no change of it is logged as an error.
     pub fn set_followed(&self) {
-        let Source::Local(file) = self;
-        file.set_followed();
+        self.notes().followed.store(true, Ordering::Relaxed);
     }
+}
 
-    /// Whether it is open now, without a pin.
-    fn is_open_unpinned(&self) -> bool {
-        let Source::Local(file) = self;
-        file.is_open_unpinned()
+/// The hash of the bytes that `read` reads of `ranges`, one after another.
+fn hash_of(ranges: &[Range<u64>], read: impl Fn(&mut [u8], u64) -> Result<()>) -> Result<Digest> {
+    let mut hasher = Hasher::new();
+    let longest = ranges.iter().map(|range| range.end - range.start).max().unwrap_or(0);
+    let mut buf = vec![0; HASH_CHUNK_LEN.min(longest as usize)];
+    for range in ranges {
+        let mut offset = range.start;
+        while offset < range.end {
+            let chunk = &mut buf[..HASH_CHUNK_LEN.min((range.end - offset) as usize)];
+            read(chunk, offset)?;
+            hasher.update(chunk);
+            offset += chunk.len() as u64;
+        }
     }
+    Ok(hasher.finish())
 }
 
 /// Runs `close`, which closes `sources`: on a thread of its own where that may have to wait,
@@ -333,7 +401,8 @@ pub fn close_apart(sources: &[Arc<Source>], close: impl FnOnce() + Send + 'stati
 
 /// Closes the open but unpinned ones of `sources`, without waiting.
 pub fn release_unpinned(sources: &[Arc<Source>]) {
-    let left = sources.iter().filter(|source| source.is_open_unpinned());
+    let left =
+        sources.iter().filter(|source| source.local().is_some_and(LocalFile::is_open_unpinned));
     let left: Vec<Arc<Source>> = left.cloned().collect();
     let closed = left.clone();
     close_apart(&left, move || closed.iter().for_each(|source| source.release()));

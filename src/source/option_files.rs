@@ -106,7 +106,7 @@ impl Dtypes {
         let fail = |why: String| format!("{}: {why}", shown_path(path));
         let system = |error: io::Error| failed(path, &error);
         let detected = InputFormat::detect(&name, &mut reader).map_err(system)?;
-        let parsed = detected.map_err(|fault| fail(fault.to_string()))?.parse(&mut reader);
+        let parsed = detected.map_err(|fault| fail(fault.to_string()))?.parse(&name, &mut reader);
         let description = parsed.map_err(system)?.map_err(|fault| fail(fault.to_string()))?;
         for tensor in description.tensors().filter(|tensor| wanted(tensor.name)) {
             let known = self.0.entry(tensor.name.to_owned()).or_insert(tensor.dtype);

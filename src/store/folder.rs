@@ -13,7 +13,8 @@ use nix::fcntl::{self, OFlag, OpenHow, ResolveFlag};
 use nix::libc;
 use nix::sys::stat::Mode;
 
-use crate::source::{Identity, lacks_statx};
+use crate::source::{StoreListing, lacks_statx, local_version, version_in_folder};
+use crate::version::Version;
 
 /// A folder that is open.
 #[derive(Debug)]
@@ -65,19 +66,19 @@ impl OpenFolder {
     /// there it is the path that the folder was opened by.
     fn here(&self) -> PathBuf {
         let here = PathBuf::from(format!("/proc/self/fd/{}", self.folder.as_raw_fd()));
-        let inode = |meta: fs::Metadata| Identity::of(&meta);
-        let same = fs::metadata(&here).map(inode).is_ok_and(|there| {
-            self.folder.metadata().map(inode).is_ok_and(|own| own.same_inode(&there))
-        });
+        let inode = |meta: fs::Metadata| local_version(&meta).file();
+        let same = fs::metadata(&here)
+            .map(inode)
+            .is_ok_and(|there| self.folder.metadata().map(inode).is_ok_and(|own| own == there));
         if same { here } else { self.path.clone() }
     }
 
-    /// The identity of the folder.
+    /// The version of the folder.
     ///
     /// # Errors
     /// The errors of fstat(2).
-    pub fn identity(&self) -> io::Result<Identity> {
-        self.folder.metadata().map(|meta| Identity::of(&meta))
+    pub fn version(&self) -> io::Result<Version> {
+        self.folder.metadata().map(|meta| local_version(&meta))
     }
 
     /// The names in the folder, sorted.
@@ -99,14 +100,31 @@ impl OpenFolder {
         Ok(names)
     }
 
-    /// The identity of the file or folder of this name, or of the link of this name.
+    /// The version of the folder, and its entries by name. Names that are gone meanwhile or cannot be
+    /// looked at are left out.
+    ///
+    /// # Errors
+    /// Where the folder cannot be read.
+    pub fn entries(&self) -> io::Result<StoreListing> {
+        let (version, names) = (self.version()?, self.list()?);
+        let (mut entries, mut partial) = (Vec::with_capacity(names.len()), false);
+        for name in names {
+            match self.version_of_name(&name) {
+                Ok(version) => entries.push((name, version)),
+                Err(error) => partial |= error.kind() != io::ErrorKind::NotFound,
+            }
+        }
+        Ok(StoreListing { version, entries, partial })
+    }
+
+    /// The version of the file or folder of this name, or of the link of this name.
     ///
     /// # Errors
     /// Where nothing has this name.
-    pub fn identity_of(&self, name: &OsStr) -> io::Result<Identity> {
-        match Identity::in_folder(&self.folder, name) {
+    pub fn version_of_name(&self, name: &OsStr) -> io::Result<Version> {
+        match version_in_folder(&self.folder, name) {
             Err(e) if lacks_statx(&e) => {
-                fs::symlink_metadata(self.here().join(name)).map(|meta| Identity::of(&meta))
+                fs::symlink_metadata(self.here().join(name)).map(|meta| local_version(&meta))
             }
             outcome => outcome,
         }
@@ -150,7 +168,7 @@ mod tests {
         fs::rename(root.join("a"), root.join("b")).unwrap();
         std::os::unix::fs::symlink("/", root.join("a")).unwrap();
         assert_eq!(folder.list().unwrap(), ["file"]);
-        assert!(folder.identity_of("file".as_ref()).unwrap().is_file());
-        folder.identity_of("proc".as_ref()).unwrap_err();
+        assert!(folder.version_of_name("file".as_ref()).unwrap().is_file());
+        folder.version_of_name("proc".as_ref()).unwrap_err();
     }
 }

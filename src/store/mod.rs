@@ -1,7 +1,8 @@
-//! Where sources lie: a store lists folders, finds versions and opens sources. Today each is the
-//! local file system.
+//! Where sources lie: a store lists folders, finds versions and opens sources. It is the local file
+//! system, or a store of another kind.
 
 pub mod folder;
+pub mod hub_cache;
 pub mod resolve;
 
 use std::ffi::OsString;
@@ -10,54 +11,105 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::Result;
-use crate::source::{Identity, Source, Version};
+use crate::error::{Error, Result};
+use crate::source::{FileSystem, Source, StoreKind, StoreListing, local_version, version_now};
+use crate::sync::RwLock;
+use crate::version::Version;
 
 use folder::OpenFolder;
 
-/// A place that holds sources.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Store {
-    /// The file systems of this machine.
-    #[default]
-    Local,
-}
+/// A place that holds sources. Clones are handles of the same one.
+#[derive(Clone, Debug, Default)]
+pub struct Store(Option<Arc<dyn StoreKind>>);
+
+/// The stores of other kinds, by the path that those of their files begin with.
+static OTHERS: RwLock<Vec<(PathBuf, Store)>> = RwLock::new(Vec::new());
 
 impl Store {
+    /// The file systems of this machine.
+    pub const LOCAL: Store = Store(None);
+
+    /// From now on paths that begin with `root`, which is absolute, are those of files of `kind`.
+    pub fn add(root: &Path, kind: Arc<dyn StoreKind>) {
+        OTHERS.write().push((root.to_owned(), Store(Some(kind))));
+    }
+
+    /// The store of the file or folder at `path`.
+    pub fn of(path: &Path) -> Store {
+        let others = OTHERS.read();
+        let mut found = others.iter().filter(|(root, _)| path.starts_with(root));
+        found.next().map_or(Store::LOCAL, |(_, store)| store.clone())
+    }
+
+    /// Whether it is the file systems of this machine, so that paths in it are paths of this machine.
+    pub fn is_local(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Whether a look at `folder` may wait for another machine, perhaps for ever.
+    pub fn may_block(&self, folder: &Path) -> bool {
+        match &self.0 {
+            None => !FileSystem::of_folder(folder).is_local(),
+            Some(kind) => kind.may_block(),
+        }
+    }
+
     /// `path`, absolute and without links.
     ///
     /// # Errors
     /// Where nothing is there, or a folder on the way cannot be read.
-    pub fn real_path(self, path: &Path) -> io::Result<PathBuf> {
-        let Store::Local = self;
-        fs::canonicalize(path)
+    pub fn real_path(&self, path: &Path) -> io::Result<PathBuf> {
+        match &self.0 {
+            None => fs::canonicalize(path),
+            Some(kind) => kind.version(path).map(|_| path.components().collect()),
+        }
     }
 
     /// The names in a folder, sorted.
     ///
     /// # Errors
     /// Where there is no such folder, or it cannot be read.
-    pub fn list(self, folder: &Path) -> io::Result<Vec<OsString>> {
-        let Store::Local = self;
-        OpenFolder::open(folder, folder)?.list()
+    pub fn names(&self, folder: &Path) -> io::Result<Vec<OsString>> {
+        match &self.0 {
+            None => OpenFolder::open(folder, folder)?.list(),
+            Some(_) => {
+                let entries = self.list(folder, folder)?.entries;
+                Ok(entries.into_iter().map(|(name, _)| name).collect())
+            }
+        }
+    }
+
+    /// The entries of a folder, by name. It lies in the folder `base` without a link in between.
+    ///
+    /// # Errors
+    /// Where there is no such folder, or it cannot be read.
+    pub fn list(&self, base: &Path, folder: &Path) -> io::Result<StoreListing> {
+        let Some(kind) = &self.0 else { return OpenFolder::open(base, folder)?.entries() };
+        let mut listing = kind.list(folder)?;
+        listing.entries.sort_by(|(a, _), (b, _)| a.cmp(b));
+        Ok(listing)
     }
 
     /// The version of the file or folder at `path`, or of the link there.
     ///
     /// # Errors
     /// Where nothing is there, or a folder on the way cannot be read.
-    pub fn version(self, path: &Path) -> io::Result<Version> {
-        let Store::Local = self;
-        fs::symlink_metadata(path).map(|meta| Version::Inode(Identity::of(&meta)))
+    pub fn version(&self, path: &Path) -> io::Result<Version> {
+        match &self.0 {
+            None => fs::symlink_metadata(path).map(|meta| local_version(&meta)),
+            Some(kind) => kind.version(path),
+        }
     }
 
     /// The version of the file or folder that `path` leads to, through links.
     ///
     /// # Errors
     /// Where nothing is there, or a folder on the way cannot be read.
-    pub fn version_behind_links(self, path: &Path) -> io::Result<Version> {
-        let Store::Local = self;
-        fs::metadata(path).map(|meta| Version::Inode(Identity::of(&meta)))
+    pub fn version_behind_links(&self, path: &Path) -> io::Result<Version> {
+        match &self.0 {
+            None => fs::metadata(path).map(|meta| local_version(&meta)),
+            Some(kind) => kind.version(path),
+        }
     }
 
     /// The version of the file or folder at `path`, or of the link there, as its server has it
@@ -65,17 +117,34 @@ impl Store {
     ///
     /// # Errors
     /// Where nothing is there, or a folder on the way cannot be read.
-    pub fn fresh_version(self, path: &Path) -> io::Result<Version> {
-        let Store::Local = self;
-        Identity::now(path).map(Version::Inode)
+    pub fn fresh_version(&self, path: &Path) -> io::Result<Version> {
+        match &self.0 {
+            None => version_now(path),
+            Some(kind) => kind.version(path),
+        }
     }
 
     /// Opens the source at `path`, which is absolute and without links.
     ///
     /// # Errors
     /// `Error::Io` where it cannot be opened, or is no regular file.
-    pub fn open(self, path: &Path) -> Result<Arc<Source>> {
-        let Store::Local = self;
-        Source::open(path)
+    pub fn open(&self, path: &Path) -> Result<Arc<Source>> {
+        let Some(kind) = &self.0 else { return Source::open(path) };
+        let failed = |e| Error::io(path, "open", e);
+        let version = kind.version(path).map_err(failed)?;
+        if !version.is_file() {
+            let why = io::Error::new(io::ErrorKind::InvalidInput, "is no regular file");
+            return Err(failed(why));
+        }
+        Ok(Source::stored(kind, path, version))
+    }
+
+    /// The source at `path`, which was `version` when it was looked at; not opened before it is
+    /// read. Its bytes count only if `check` then finds that same file.
+    pub fn closed(&self, path: &Path, version: Version) -> Arc<Source> {
+        match &self.0 {
+            None => Source::closed(path, version),
+            Some(kind) => Source::stored(kind, path, version),
+        }
     }
 }

@@ -4,25 +4,27 @@
 use std::ffi::OsString;
 use std::io;
 use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use nix::libc;
 
 use crate::format::names;
 use crate::open_options::Links;
-use crate::source::{Identity, Version};
+use crate::sync::RwLock;
+use crate::version::{QueueKey, Version};
 
 use super::Store;
 
 /// The folders into which links of one source may lead.
 #[derive(Clone, Debug)]
 pub struct LinkBounds {
-    root: PathBuf,
+    store: Store,
+    /// Clones share it: the source may move.
+    root: Arc<RwLock<PathBuf>>,
     follow: Vec<PathBuf>,
     links: Links,
-    /// The device of the mount of this source, 0 if there is none.
-    own: Arc<AtomicU64>,
+    /// The queue of the mount of this source, if there is one.
+    own: Arc<OnceLock<QueueKey>>,
 }
 
 /// Why a name is left out.
@@ -136,59 +138,63 @@ impl Unusable {
 }
 
 impl LinkBounds {
-    /// LinkBounds of the source at `root`; both it and `follow` are absolute and without links.
-    pub fn new(root: PathBuf, follow: Vec<PathBuf>, links: Links) -> LinkBounds {
-        LinkBounds { root, follow, links, own: Arc::default() }
+    /// LinkBounds of the source at `root` of `store`; both it and `follow` are absolute and without links.
+    pub fn new(store: Store, root: PathBuf, follow: Vec<PathBuf>, links: Links) -> LinkBounds {
+        LinkBounds { store, root: Arc::new(RwLock::new(root)), follow, links, own: Arc::default() }
+    }
+
+    /// The store of the source.
+    pub fn store(&self) -> &Store {
+        &self.store
     }
 
     /// Root folder of the source.
-    pub fn root(&self) -> &Path {
-        &self.root
+    pub fn root(&self) -> PathBuf {
+        self.root.read().clone()
     }
 
     /// The folder of the user that `path` lies in: the links on the way to it are the user's own.
-    pub fn base_of(&self, path: &Path) -> &Path {
-        let bases = [&self.root].into_iter().chain(&self.follow);
-        bases.map(PathBuf::as_path).find(|base| path.starts_with(base)).unwrap_or(Path::new("/"))
+    pub fn base_of(&self, path: &Path) -> PathBuf {
+        let mut bases = [self.root()].into_iter().chain(self.follow.iter().cloned());
+        bases.find(|base| path.starts_with(base)).unwrap_or_else(|| PathBuf::from("/"))
     }
 
-    /// Leaves out everything on the device `dev`.
-    pub fn leave_out_device(&self, dev: u64) {
-        self.own.store(dev, Ordering::Relaxed);
+    /// Leaves out everything whose reads belong to `queue`.
+    pub fn leave_out(&self, queue: QueueKey) {
+        let _ = self.own.set(queue);
     }
 
-    /// Whether the file or folder lies on the device that is left out.
-    pub fn leaves_out(&self, identity: &Identity) -> bool {
-        identity.dev != 0 && identity.dev == self.own.load(Ordering::Relaxed)
+    /// Whether the file or folder is left out by its queue.
+    pub fn leaves_out(&self, version: &Version) -> bool {
+        self.own.get() == Some(&version.queue_key())
     }
 
     /// Moves the bounds to another source.
-    pub fn set_root(&mut self, root: PathBuf) {
-        self.root = root;
+    pub fn set_root(&self, root: PathBuf) {
+        *self.root.write() = root;
     }
 
     /// Resolves `path`, which lies in the source, to its real path and metadata.
     ///
     /// # Errors
     /// The reason why the target may not be read.
-    pub fn resolve(&self, path: &Path) -> Result<(PathBuf, Identity), Unusable> {
-        let real = Store::Local.real_path(path).map_err(|e| reason(&e))?;
-        let version = Store::Local.version(&real);
-        let Version::Inode(identity) = version.map_err(|e| reason(&e))?;
-        if self.allows(path, &real) || (self.links == Links::Anywhere && identity.is_file()) {
-            return Ok((real, identity));
+    pub fn resolve(&self, path: &Path) -> Result<(PathBuf, Version), Unusable> {
+        let real = self.store.real_path(path).map_err(|e| reason(&e))?;
+        let version = self.store.version(&real).map_err(|e| reason(&e))?;
+        if self.allows(path, &real) || (self.links == Links::Anywhere && version.is_file()) {
+            return Ok((real, version));
         }
         Err(match self.links {
             Links::Inside => Unusable::Outside,
-            Links::Anywhere if identity.is_folder() => Unusable::FolderOutside,
+            Links::Anywhere if version.is_folder() => Unusable::FolderOutside,
             Links::Anywhere => Unusable::Special,
         })
     }
 
     fn allows(&self, link: &Path, real: &Path) -> bool {
-        let inside = real.starts_with(&self.root)
+        let inside = real.starts_with(&*self.root.read())
             || self.follow.iter().any(|folder| real.starts_with(folder));
-        inside || is_own_blob(link, real)
+        inside || self.store.is_own_blob(link, real)
     }
 }
 
@@ -198,43 +204,71 @@ const LINKS_MAX: usize = 40;
 impl Store {
     /// The real paths of the folders whose entries decide where the link at `link` leads. `real` is
     /// the path that it leads to. The folder of `link`, which is a real path, may be among them.
-    pub fn folders_on_the_way(self, link: &Path, real: Option<&Path>) -> Vec<PathBuf> {
-        let Store::Local = self;
-        let Some(folder) = link.parent() else { return Vec::new() };
+    pub fn folders_on_the_way(&self, link: &Path, real: Option<&Path>) -> Vec<PathBuf> {
+        let Some(folder) = link.parent().filter(|_| self.is_local()) else { return Vec::new() };
         let Ok(target) = std::fs::read_link(link) else { return Vec::new() };
         // Most links lead straight to their target.
         if let Some(real) = real.filter(|real| without_dots(&folder.join(&target)) == **real) {
             return real.parent().map(Path::to_owned).into_iter().collect();
         }
-        let mut folders = Vec::new();
-        let mut here = folder.to_owned();
-        let mut left: Vec<OsString> = names_of(&target);
-        let mut links = 0;
-        while let Some(name) = left.pop() {
-            if name == "/" {
-                here = PathBuf::from("/");
-            } else if name == ".." {
-                here.pop();
-            } else {
-                let next = here.join(&name);
-                let found = std::fs::symlink_metadata(&next).ok();
-                if found.as_ref().is_some_and(std::fs::Metadata::is_symlink) && links < LINKS_MAX {
-                    links += 1;
-                    folders.push(here.clone());
-                    left.extend(
-                        std::fs::read_link(&next).iter().flat_map(|target| names_of(target)),
-                    );
-                    continue;
-                }
-                if left.is_empty() || found.is_none() {
-                    folders.push(here);
-                    break;
-                }
-                here = next;
-            }
-        }
-        folders
+        let Steps { links, last } = steps(folder, &target);
+        let folders = links.iter().filter_map(|link| link.parent().map(Path::to_owned));
+        folders.chain(last).collect()
     }
+
+    /// The real paths of the further links on the way of the link at `link`, which is a real path.
+    pub fn links_on_the_way(&self, link: &Path) -> Vec<PathBuf> {
+        let target = std::fs::read_link(link).ok().filter(|_| self.is_local());
+        let steps = link.parent().zip(target).map(|(folder, target)| steps(folder, &target));
+        steps.map_or_else(Vec::new, |steps| steps.links)
+    }
+
+    /// Whether `real` lies in `blobs/` of the `models--*` hub folder that `link` lies in.
+    pub fn is_own_blob(&self, link: &Path, real: &Path) -> bool {
+        let Some(folder) = hub_folder(link) else { return false };
+        let Ok(folder) = self.real_path(folder) else { return false };
+        real.strip_prefix(folder).is_ok_and(|rest| {
+            matches!(rest.components().next(), Some(Component::Normal(first)) if first == "blobs")
+        })
+    }
+}
+
+/// The way of a link.
+struct Steps {
+    /// The real paths of the further links.
+    links: Vec<PathBuf>,
+    /// The real path of the folder in which it ends, if it ends.
+    last: Option<PathBuf>,
+}
+
+/// The way of a link in `folder`, a real path, to `target`.
+fn steps(folder: &Path, target: &Path) -> Steps {
+    let mut steps = Steps { links: Vec::new(), last: None };
+    let mut here = folder.to_owned();
+    let mut left: Vec<OsString> = names_of(target);
+    while let Some(name) = left.pop() {
+        if name == "/" {
+            here = PathBuf::from("/");
+        } else if name == ".." {
+            here.pop();
+        } else {
+            let next = here.join(&name);
+            let found = std::fs::symlink_metadata(&next).ok();
+            if found.as_ref().is_some_and(std::fs::Metadata::is_symlink)
+                && steps.links.len() < LINKS_MAX
+            {
+                left.extend(std::fs::read_link(&next).iter().flat_map(|target| names_of(target)));
+                steps.links.push(next);
+                continue;
+            }
+            if left.is_empty() || found.is_none() {
+                steps.last = Some(here);
+                break;
+            }
+            here = next;
+        }
+    }
+    steps
 }
 
 /// The names of a path, the last one first.
@@ -262,15 +296,6 @@ fn reason(error: &io::Error) -> Unusable {
         Some(libc::EACCES | libc::EPERM) => Unusable::Denied,
         _ => Unusable::Nowhere,
     }
-}
-
-/// Whether `real` lies in `blobs/` of the `models--*` hub folder that `link` lies in.
-fn is_own_blob(link: &Path, real: &Path) -> bool {
-    let Some(folder) = hub_folder(link) else { return false };
-    let Ok(folder) = Store::Local.real_path(folder) else { return false };
-    real.strip_prefix(folder).is_ok_and(|rest| {
-        matches!(rest.components().next(), Some(Component::Normal(first)) if first == "blobs")
-    })
 }
 
 /// The nearest ancestor named `models--*`.

@@ -4,6 +4,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::error::{ErrorKind, Fault};
 use crate::format::tensorizer::{HashKind, HashedTensor};
+use crate::hash::hex;
 
 /// Hashes zeros in place of the value of a hash. No value is longer.
 const ZEROS: [u8; 32] = [0; 32];
@@ -120,10 +121,6 @@ impl<'a> HeaderHashCheck<'a> {
         }
         self.next += 1;
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -5,7 +5,8 @@ use std::ops::Range;
 use crate::catalog::Shard;
 use crate::error::{ErrorKind, Fault};
 use crate::hash::Digest;
-use crate::index::{FileRecord, Fingerprint, ShardSums};
+use crate::index::{FileRecord, ShardSums};
+use crate::version::Version;
 
 use super::stored::{Named, ShardPlace};
 
@@ -36,7 +37,7 @@ impl Mismatch {
     /// The mismatch of bytes `range` of a shard, which has the record `known` and is `now`.
     pub(crate) fn new(
         known: &ShardSums,
-        now: &Fingerprint,
+        now: &Version,
         place: ShardPlace,
         range: Range<u64>,
         digests: Option<(Digest, Digest)>,
@@ -46,9 +47,9 @@ impl Mismatch {
             place,
             range,
             digests,
-            lens: (known.fingerprint.len, now.len),
+            lens: (known.version.len, now.len),
             recorded: known.recorded,
-            same_mtime: known.fingerprint.mtime == now.mtime,
+            same_mtime: known.version.modified() == now.modified(),
             others: 0,
             more_bytes: 0,
         }
@@ -58,10 +59,10 @@ impl Mismatch {
     pub(super) fn find(
         named: &Named<'_>,
         known: &ShardSums,
-        now: &Fingerprint,
+        now: &Version,
         digests: &[Digest],
     ) -> Option<Mismatch> {
-        if known.fingerprint.len != now.len {
+        if known.version.len != now.len {
             return Some(Mismatch::new(known, now, ShardPlace::Header, 0..now.len, None));
         }
         let chunks = 0..known.digests.len();
@@ -176,6 +177,7 @@ pub(super) fn shown_time(seconds: i64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::version::tests::version;
 
     fn described(end: u64) -> Vec<Range<u64>> {
         std::iter::once(0..end).collect()
@@ -184,9 +186,9 @@ mod tests {
     #[test]
     fn a_header_that_is_not_what_an_index_was_made_of_is_named() {
         let shard = Shard { name: "a".to_owned(), file_len: 90, described: described(40) };
-        let fingerprint = Fingerprint { ino: 1, len: 90, mtime: (5, 0), ctime: (5, 0) };
+        let version = version(1, 90, 5, 5);
         let (hash, name) = (Digest([7; 16]), "a".to_owned());
-        let record = FileRecord { name, fingerprint, described: described(40), hash };
+        let record = FileRecord { name, version, described: described(40), hash };
         assert_eq!(Mismatch::find_in_head(&shard, &record, 0, hash), None);
         let mismatch = Mismatch::find_in_head(&shard, &record, 0, Digest([8; 16])).unwrap();
         assert_eq!((mismatch.tensor(), mismatch.range.clone()), (None, 0..40));

@@ -5,11 +5,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, fingerprint};
+use crate::checkpoint::Checkpoint;
 use crate::error::{ErrorKind, Fault, Result, shown_path};
 use crate::hash::Digest;
-use crate::index::{Fingerprint, IndexStore, SUMS_EXTENSION, ShardSums, Sums, file_name};
+use crate::index::{IndexStore, SUMS_EXTENSION, ShardSums, Sums, file_name};
 use crate::io::{Read, read_all_stored};
+use crate::store::Store;
+use crate::version::Version;
 
 use super::mismatch::Mismatch;
 use super::stored::ShardPlace;
@@ -68,10 +70,10 @@ impl Recorded {
         let mut bytes = Vec::new();
         for (source, shard) in checkpoint.sources().iter().zip(&checkpoint.source_catalog().shards)
         {
-            let now = fingerprint(&source.identity());
+            let now = source.version().lasting();
             let known = self.of(&shard.name);
-            let known = known.filter(|known| !is_another_file(&known.fingerprint, &now));
-            let Some(known) = known.filter(|known| known.fingerprint.len == shard.file_len) else {
+            let known = known.filter(|known| !is_another_file(&known.version, &now));
+            let Some(known) = known.filter(|known| known.version.len == shard.file_len) else {
                 let message = self.how_to(checkpoint);
                 return refused(ErrorKind::NotRecorded, &shard.name, message);
             };
@@ -160,8 +162,9 @@ impl Recorded {
                     ));
                 }
             }
+            let folder_store = Store::of(&self.folder);
             let gone = |name: &str| {
-                let there = std::fs::symlink_metadata(self.folder.join(name));
+                let there = folder_store.version(&self.folder.join(name));
                 there.is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
             };
             sums.shards.retain(|shard| !gone(&shard.name));
@@ -180,21 +183,22 @@ impl Recorded {
 
 /// Whether a file that was `before` was saved anew: it has a new modification time, and a new inode
 /// or length. A file that keeps its time, or is only written to, must keep its bytes.
-pub(super) fn is_another_file(before: &Fingerprint, now: &Fingerprint) -> bool {
-    before.mtime != now.mtime && (before.ino != now.ino || before.len != now.len)
+pub(super) fn is_another_file(before: &Version, now: &Version) -> bool {
+    before.modified() != now.modified() && (before.file() != now.file() || before.len != now.len)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::index::BlockBoundaries;
+    use crate::version::tests::version;
 
     fn sums(folder: &Path, name: &str, digest: u8) -> ShardSums {
         std::fs::write(folder.join(name), b"").unwrap();
-        let fingerprint = Fingerprint { ino: 1, len: 9, mtime: (5, 0), ctime: (5, 0) };
+        let version = version(1, 9, 5, 5);
         let boundaries = Arc::new(BlockBoundaries::new([9]).unwrap());
         let digests = vec![Digest([digest; 16])];
-        ShardSums { name: name.to_owned(), fingerprint, recorded: 0, boundaries, digests }
+        ShardSums { name: name.to_owned(), version, recorded: 0, boundaries, digests }
     }
 
     #[test]
@@ -248,8 +252,8 @@ mod tests {
 
     #[test]
     fn a_file_counts_as_saved_anew_by_time_and_inode_or_length() {
-        let before = Fingerprint { ino: 1, len: 9, mtime: (5, 0), ctime: (5, 0) };
-        let now = |ino, len, mtime| Fingerprint { ino, len, mtime: (mtime, 0), ctime: (8, 0) };
+        let before = version(1, 9, 5, 5);
+        let now = |ino, len, modified| version(ino, len, modified, 8);
         assert!(is_another_file(&before, &now(2, 9, 6)) && is_another_file(&before, &now(1, 8, 6)));
         for same in [now(1, 9, 5), now(2, 9, 5), now(1, 9, 6), now(1, 8, 5)] {
             assert!(!is_another_file(&before, &same));

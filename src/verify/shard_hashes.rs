@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread::available_parallelism;
 
 use sha2::{Digest as _, Sha256};
 
@@ -11,23 +10,19 @@ use super::blob_hash;
 use super::header_hashes::HeaderHashCheck;
 use super::stored::{self, StoredPiece};
 use crate::catalog::Shard;
-use crate::checkpoint::{fingerprint, header_hashes};
+use crate::checkpoint::header_hashes;
 use crate::error::{Fault, Result};
 use crate::format::tensorizer::HashedTensor;
 use crate::hash::{Digest, Hasher};
 use crate::index::{BlockBoundaries, ChunkHasher, ShardSums, now};
-use crate::io::{Read, read_all_stored};
-use crate::parallel::in_parallel;
 use crate::source::Source;
+use crate::sweep::{RANGE_MAX, Sweep};
 
 /// Bytes that a thread reads at a time.
-const READ_LEN: u64 = 4 << 20;
+const READ_LEN: u64 = RANGE_MAX;
 
 /// Shortest step in bytes, but for the last one.
 const STEP_LEN: u64 = 16 << 20;
-
-/// Most threads that read and hash a shard.
-const THREADS_MAX: usize = 16;
 
 /// Called with numbers of bytes, as they are read.
 pub(super) type ReadProgress<'a> = &'a (dyn Fn(u64) + Sync);
@@ -70,6 +65,7 @@ struct StepHashes {
 
 /// A shard that is read, and the hashes that are wanted of it.
 struct ShardRead<'a> {
+    sweep: &'a Sweep,
     source: &'a Arc<Source>,
     shard: &'a Shard,
     boundaries: Option<Arc<BlockBoundaries>>,
@@ -81,6 +77,7 @@ struct ShardRead<'a> {
 
 /// Reads each byte of a shard once.
 pub(super) fn read_shard(
+    sweep: &Sweep,
     source: &Arc<Source>,
     shard: &Shard,
     stored: &[StoredPiece],
@@ -96,13 +93,12 @@ pub(super) fn read_shard(
     let recorded = known.filter(other).map(|known| known.boundaries.clone());
     let tensors = header_hashes(source)?;
     let sha256 = sha256 || blob_hash(source).is_some();
-    let read = ShardRead { source, shard, boundaries, recorded, tensors, sha256, progress };
+    let read = ShardRead { sweep, source, shard, boundaries, recorded, tensors, sha256, progress };
     let steps = read.steps();
-    let threads = available_parallelism().map_or(1, |cores| cores.get().min(THREADS_MAX));
     let (mut digests, mut as_recorded, mut whole) = (Vec::new(), None, None);
     let (mut head, mut hashed, mut differs) = (Hasher::new(), 0, None);
     let work = |number: u64| read.hash(&steps[number as usize]);
-    in_parallel(steps.len() as u64, threads, 2 * threads as u64, &work, &mut |step| {
+    sweep.in_order(steps.len() as u64, &work, &mut |step| {
         digests.extend(step.digests.unwrap_or_default());
         head.update(&step.described);
         hashed += step.hashed;
@@ -113,7 +109,7 @@ pub(super) fn read_shard(
     })?;
     let sums = read.boundaries.map(|boundaries| ShardSums {
         name: shard.name.clone(),
-        fingerprint: fingerprint(&source.identity()),
+        version: source.version().lasting(),
         recorded: now(),
         boundaries,
         digests,
@@ -142,16 +138,23 @@ impl ShardRead<'_> {
         let mut whole = self.sha256.then(Sha256::new);
         let mut described = Vec::new();
         let mut hashed = HeaderHashCheck::new(&self.tensors[tensors.clone()]);
-        let mut buf = Vec::new();
-        let mut offset = bytes.start;
-        while offset < bytes.end {
+        let begin = |offset: u64| {
+            if offset >= bytes.end {
+                return Ok(None);
+            }
             let mut end = offset + READ_LEN.min(bytes.end - offset);
             if let Some(decryptor) = self.source.decryptor() {
                 end = decryptor.good_end(&(offset..end));
             }
-            buf.resize((end - offset) as usize, 0);
-            let chunk = buf.as_mut_slice();
-            read_all_stored(&mut [Read { source: self.source, offset, target: chunk }])?;
+            self.sweep.begin(self.source, offset..end, true).map(Some)
+        };
+        let mut pending = begin(bytes.start)?;
+        while let Some(read) = pending {
+            let Range { start: offset, end } = read.range();
+            let mut chunk = read.wait()?;
+            // They come while these are hashed.
+            pending = begin(end)?;
+            let chunk = &mut *chunk;
             own.as_mut().into_iter().chain(&mut recorded).for_each(|hasher| hasher.update(chunk));
             let first = self.shard.described.partition_point(|range| range.end <= offset);
             let here = self.shard.described[first..].iter();
@@ -160,12 +163,11 @@ impl ShardRead<'_> {
                 described.extend_from_slice(&chunk[within(range.start)..within(range.end)]);
             }
             if let Some(hash) = &mut whole {
-                hash.update(&chunk);
+                hash.update(&*chunk);
             }
             // The hashes in headers are those of the plain bytes, all others those of the stored ones.
             self.source.decrypt(offset, chunk)?;
             hashed.update(chunk, offset);
-            offset = end;
             (self.progress)(chunk.len() as u64);
         }
         Ok(StepHashes {

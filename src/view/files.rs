@@ -12,6 +12,7 @@ use crate::catalog::{Catalog, named_some};
 use crate::error::{ErrorKind, Fault, quoted, real_name, shown_path};
 use crate::format::json::{UniqueMap, object};
 use crate::hash::Digest;
+use crate::size::parse_size;
 
 /// How the tensors of a set become files.
 ///
@@ -62,22 +63,6 @@ pub struct FileMap {
     digest: Digest,
     numbers: BTreeMap<String, u64>,
 }
-
-/// Bytes of a unit of the hub, by its letter.
-const DECIMAL: [(&str, u64); 5] =
-    [("kb", 1_000), ("mb", 1_000_000), ("gb", 1_000_000_000), ("tb", 1_000_000_000_000), ("b", 1)];
-
-/// Bytes of a binary unit.
-const BINARY: [(&str, u64); 8] = [
-    ("kib", 1 << 10),
-    ("mib", 1 << 20),
-    ("gib", 1 << 30),
-    ("tib", 1 << 40),
-    ("k", 1 << 10),
-    ("m", 1 << 20),
-    ("g", 1 << 30),
-    ("t", 1 << 40),
-];
 
 /// The values of `layout=`, for errors.
 pub const LAYOUTS: &str = "single, original, shards=N, shards=SIZE like 5GB, or map=FILE";
@@ -245,15 +230,9 @@ impl FileMap {
 
 /// A number of files, or a size of each.
 fn shards(text: &str) -> Option<Files> {
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let number = number.parse::<u64>().ok().filter(|number| *number > 0)?;
-    if unit.is_empty() {
-        return Some(Files::ShardCount(number));
-    }
-    let unit = unit.to_ascii_lowercase();
-    let (_, bytes) = DECIMAL.iter().chain(&BINARY).find(|(known, _)| *known == unit)?;
-    number.checked_mul(*bytes).map(Files::ShardSize)
+    let number = parse_size(text).filter(|number| *number > 0)?;
+    let is_count = text.ends_with(|c: char| c.is_ascii_digit());
+    Some(if is_count { Files::ShardCount(number) } else { Files::ShardSize(number) })
 }
 
 /// Positions of all tensors in the order of their first bytes on disk, and their lengths.

@@ -26,9 +26,19 @@ pub enum OptionFile {
 /// it cannot.
 pub type ReadFile<'a> = &'a mut dyn FnMut(&Path, OptionFile) -> Result<(PathBuf, Vec<u8>), String>;
 
-/// The names of all options of views, for errors.
-const OPTIONS: &str = "layout, format, weight-map, include, exclude, tp, rank, tp-rules, rename, dtype \
-                       or keep";
+/// All options of views.
+const OPTIONS: [&str; 11] = [
+    "layout", "format", WEIGHT_MAP, INCLUDE, EXCLUDE, "tp", "rank", "tp-rules", "rename", "dtype",
+    KEEP,
+];
+
+/// The option that changes no tensor and no virtual file.
+const WEIGHT_MAP: &str = "weight-map";
+
+/// Options that may be given more than once.
+const INCLUDE: &str = "include";
+const EXCLUDE: &str = "exclude";
+const KEEP: &str = "keep";
 
 fn word<T: FromStr<Err = UnknownWord>>(value: &str) -> Result<T, String> {
     value.parse().map_err(|known: UnknownWord| known.to_string())
@@ -37,6 +47,20 @@ fn word<T: FromStr<Err = UnknownWord>>(value: &str) -> Result<T, String> {
 fn number(value: &str) -> Result<u32, String> {
     let number = value.parse().ok().filter(|&number| number <= RANKS_MAX);
     number.ok_or_else(|| format!("a number up to {RANKS_MAX}"))
+}
+
+/// The rules in the file at `path`.
+fn rules<T>(
+    path: &str,
+    read: ReadFile<'_>,
+    parse: fn(&Path, &[u8]) -> Result<T, String>,
+) -> Result<Arc<T>, String> {
+    if path.is_empty() {
+        return Err("a file with rules".to_owned());
+    }
+    let text = read(Path::new(path), OptionFile::Text);
+    let rules = text.and_then(|(path, text)| parse(&path, &text));
+    rules.map(Arc::new).map_err(|why| format!("a file of rules; {why}"))
 }
 
 impl View {
@@ -54,29 +78,44 @@ impl View {
         let set = match key {
             "layout" => Files::parse(value, read).map(|files| self.files = files),
             "format" => word(value).map(|format| self.format = format),
-            "weight-map" => word(value).map(|map| self.map = map),
-            "include" => NameGlob::new(value).map(|glob| self.include.push(glob)),
-            "exclude" => NameGlob::new(value).map(|glob| self.exclude.push(glob)),
-            "keep" => NameGlob::new(value).map(|glob| self.keep.push(glob)),
+            WEIGHT_MAP => word(value).map(|map| self.map = map),
+            INCLUDE => NameGlob::new(value).map(|glob| self.include.push(glob)),
+            EXCLUDE => NameGlob::new(value).map(|glob| self.exclude.push(glob)),
+            KEEP => NameGlob::new(value).map(|glob| self.keep.push(glob)),
             "dtype" => DtypeCast::parse(value, read).map(|dtype| self.dtype = Some(dtype)),
             "tp" if value.trim_start_matches('0').is_empty() => {
                 Err(format!("a number from 1 to {RANKS_MAX}"))
             }
             "tp" => number(value).map(|ranks| self.shard_mut().ranks = ranks),
             "rank" => number(value).map(|rank| self.shard_mut().rank = Some(rank)),
-            "tp-rules" if value.is_empty() => Err("a file with rules".to_owned()),
-            "tp-rules" => read(Path::new(value), OptionFile::Text)
-                .and_then(|(path, text)| CutRules::parse(&path, &text))
-                .map(|rules| self.shard_mut().rules = Some(Arc::new(rules)))
-                .map_err(|why| format!("a file of rules; {why}")),
-            "rename" if value.is_empty() => Err("a file with rules".to_owned()),
-            "rename" => read(Path::new(value), OptionFile::Text)
-                .and_then(|(path, text)| RenameRules::parse(&path, &text))
-                .map(|rules| self.rename = Some(Arc::new(rules)))
-                .map_err(|why| format!("a file of rules; {why}")),
+            "tp-rules" => rules(value, read, CutRules::parse)
+                .map(|rules| self.shard_mut().rules = Some(rules)),
+            "rename" => {
+                rules(value, read, RenameRules::parse).map(|rules| self.rename = Some(rules))
+            }
             _ => return None,
         };
         Some(set)
+    }
+
+    /// The values that `set` takes for the option `key` as it is. Empty if it is not given.
+    fn get(&self, key: &str) -> Vec<String> {
+        let globs = |globs: &[NameGlob]| globs.iter().map(ToString::to_string).collect();
+        let shard = self.shard.as_ref();
+        let value = match key {
+            "layout" => Some(self.files.to_string()),
+            "format" => Some(self.format.to_string()),
+            WEIGHT_MAP => Some(self.map.to_string()),
+            INCLUDE => return globs(&self.include),
+            EXCLUDE => return globs(&self.exclude),
+            KEEP => return globs(&self.keep),
+            "tp" => shard.map(|shard| shard.ranks.to_string()),
+            "rank" => shard.and_then(|shard| Some(shard.rank?.to_string())),
+            "tp-rules" => shard.and_then(|shard| Some(real_name(shard.rules.as_ref()?.path()?))),
+            "rename" => self.rename.as_ref().map(|rules| real_name(rules.path())),
+            _ => self.dtype.as_ref().map(ToString::to_string),
+        };
+        value.into_iter().collect()
     }
 
     /// The rank whose options are being set. It has 0 ranks until their number is set.
@@ -100,8 +139,10 @@ impl View {
         let mut view = View::default();
         for (key, value) in words {
             let set = view.set(key, value, read);
-            set.unwrap_or_else(|| Err(format!("{OPTIONS} as the name of an option")))
-                .map_err(|why| format!("{key}={}: expected {why}", quoted(value)))?;
+            set.unwrap_or_else(|| {
+                Err(format!("{} as the name of an option", UnknownWord(&OPTIONS)))
+            })
+            .map_err(|why| format!("{key}={}: expected {why}", quoted(value)))?;
         }
         view.check()?;
         Ok(view)
@@ -153,71 +194,40 @@ impl View {
     /// A hash of all that decides which tensors and files it makes of a catalog, with the text of each
     /// file that it was read from.
     pub fn digest(&self) -> Digest {
-        // Whether the weight map is shown changes no tensor and no virtual file.
-        let View { files, format, map: _, include, exclude, shard, rename, dtype, keep } = self;
         let mut hasher = Hasher::new();
         let mut add = |text: &[u8]| {
             hasher.update(&(text.len() as u64).to_le_bytes());
             hasher.update(text);
         };
-        add(format.as_str().as_bytes());
-        add(files.to_string().as_bytes());
-        add(&files.read_from().map_or([0; 16], |(_, digest)| digest.0));
-        for globs in [include, exclude, keep] {
-            add(&(globs.len() as u64).to_le_bytes());
-            globs.iter().for_each(|glob| add(glob.to_string().as_bytes()));
+        for key in OPTIONS.iter().filter(|key| **key != WEIGHT_MAP) {
+            let values = self.get(key);
+            add(&(values.len() as u64).to_le_bytes());
+            values.iter().for_each(|value| add(value.as_bytes()));
         }
-        add(&[u8::from(shard.is_some())]);
-        if let Some(TensorParallel { ranks, rank, rules }) = shard {
-            add(&ranks.to_le_bytes());
-            add(&[u8::from(rank.is_some())]);
-            add(&rank.unwrap_or_default().to_le_bytes());
-            add(&rules.as_ref().map_or([0; 16], |rules| rules.digest().0));
-        }
-        add(&rename.as_ref().map_or([0; 16], |rules| rules.digest().0));
-        add(&[u8::from(dtype.is_some())]);
-        if let Some(dtype) = dtype {
-            add(dtype.to_string().as_bytes());
-            add(&dtype.read_from().map_or([0; 16], |(_, digest)| digest.0));
-        }
+        self.files_read().for_each(|(_, digest)| add(&digest.0));
+        // Rules of ranks may come from no file.
+        let cuts = self.shard.iter().filter_map(|shard| shard.rules.as_ref());
+        cuts.for_each(|rules| add(&rules.digest().0));
         hasher.finish()
     }
 
     /// The options as JSON, for programs that find the source behind a mount.
     pub(crate) fn to_json(&self) -> Map<String, Value> {
         let mut json = Map::new();
-        let mut add = |key: &str, value: Value| drop(json.insert(key.to_owned(), value));
-        add("layout", self.files.to_string().into());
-        add("weight-map", self.map.as_str().into());
-        add("format", self.format.as_str().into());
-        let globs = |globs: &[NameGlob]| globs.iter().map(ToString::to_string).collect::<Vec<_>>();
-        let given = [("include", &self.include), ("exclude", &self.exclude), ("keep", &self.keep)];
-        for (key, given) in given {
-            if !given.is_empty() {
-                add(key, globs(given).into());
+        for key in OPTIONS {
+            let mut values = self.get(key);
+            if [INCLUDE, EXCLUDE, KEEP].contains(&key) && !values.is_empty() {
+                json.insert(key.to_owned(), values.into());
+            } else if let Some(value) = values.pop() {
+                json.insert(key.to_owned(), value.into());
             }
-        }
-        if let Some(TensorParallel { ranks, rank, rules }) = &self.shard {
-            add("tp", ranks.to_string().into());
-            if let Some(rank) = rank {
-                add("rank", rank.to_string().into());
-            }
-            if let Some(path) = rules.as_ref().and_then(|rules| rules.path()) {
-                add("tp-rules", real_name(path).into());
-            }
-        }
-        if let Some(rules) = &self.rename {
-            add("rename", real_name(rules.path()).into());
-        }
-        if let Some(dtype) = &self.dtype {
-            add("dtype", dtype.to_string().into());
         }
         let files: Map<String, Value> = self
             .files_read()
             .map(|(path, digest)| (real_name(path), digest.to_string().into()))
             .collect();
         if !files.is_empty() {
-            add("files", files.into());
+            json.insert("files".to_owned(), files.into());
         }
         json
     }
@@ -236,15 +246,13 @@ impl View {
     /// here, or if a file that the view was read from has changed since.
     pub(crate) fn from_json(json: &Value, read: ReadFile<'_>) -> Option<View> {
         let mut view = View::default();
-        for key in ["layout", "weight-map", "format"] {
-            let former = if key == "weight-map" { json.get("index") } else { None };
-            let value = json.get(key).or(former)?.as_str()?;
-            view.set(key, value, read)?.ok()?;
-        }
-        for key in ["include", "exclude", "tp", "rank", "tp-rules", "rename", "dtype", "keep"] {
-            let Some(value) = json.get(key) else { continue };
-            let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
-            for value in values {
+        for key in OPTIONS {
+            let Some(value) = json.get(key) else {
+                // Another version wrote no value where there always is one.
+                view.get(key).is_empty().then_some(())?;
+                continue;
+            };
+            for value in value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice) {
                 view.set(key, value.as_str()?, read)?.ok()?;
             }
         }

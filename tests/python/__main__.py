@@ -14,7 +14,8 @@ import unittest
 from pathlib import Path
 
 NUMBER = struct.Struct("I")
-# More at once would make tests wait for each other, and some have deadlines of seconds.
+# Most tests wait more than they compute. More at once than this would make them wait for each other, and some have
+# deadlines of seconds.
 MAX_JOBS = 4
 # As in linux/sched.h and linux/mount.h.
 CLONE_NEWNS = 0x20000
@@ -49,7 +50,7 @@ class Result(unittest.TextTestResult):
         return {"passed": self.passed, "failed": len(bad), "skipped": len(self.skipped)}
 
 
-def main(folder=str(Path(__file__).parent), jobs=min(os.cpu_count(), MAX_JOBS)):
+def main(folder=str(Path(__file__).parent), jobs=min(2 * os.cpu_count(), MAX_JOBS)):
     # A shell that starts this in the background has it ignored, and tests send it to their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = arguments(folder, jobs)

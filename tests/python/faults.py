@@ -18,6 +18,7 @@ import time
 import unittest
 from pathlib import Path
 
+from confinement import load_filter
 from mounts import BIN, Child, Mount, detach, run, tensorfs, wait_until
 
 FAULTFS = Path(os.environ.get("TENSORFS_FAULTFS", BIN.with_name("faultfs"))).resolve()
@@ -194,6 +195,10 @@ class FaultFs:
         finally:
             if self.running():
                 self.tell("ok")
+
+    @property
+    def pid(self):
+        return self._process.pid
 
     def running(self):
         return self._process is not None and self._process.poll() is None
@@ -449,12 +454,7 @@ def _refuse(call):
         (give, 0, 0, 0x0005_0000 | 1),
         (give, 0, 0, 0x7FFF_0000),
     ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
-    filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
-    libc = ctypes.CDLL(None, use_errno=True)
-    no_new_privileges, set_seccomp, mode_filter = 38, 22, 2
-    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(set_seccomp, mode_filter, filters, 0, 0):
-        raise OSError(ctypes.get_errno(), "seccomp")
+    load_filter(b"".join(struct.pack("HBBI", *step) for step in program))
 
 
 def io_uring_works():

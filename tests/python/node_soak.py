@@ -1,12 +1,14 @@
 """A day of a node's life in minutes: models come, change and go, workers are killed and stopped, the service is
-restarted, upgraded, killed and reloaded, and a disk fills, while readers map and read and compare every byte.
+restarted, upgraded, killed and reloaded, a disk fills, and a source stalls under restarts and upgrades, while readers
+map and read and compare every byte.
 
     python tests/python/node_soak.py --seconds 1200
     python tests/python/node_soak.py --seconds 60 --readers 4
 
 The name of each tensor says which bytes it has, so a reader can check a file of which it knows nothing. Ends non-zero
 on a wrong byte, a reader that hangs, an error in a quiet time, a model that does not come, or a service that does not
-come back. Needs root.
+come back. No reader may wait for a source that stalls longer than the bound. Needs root, and gives the service the
+capabilities and the system calls of its unit.
 """
 
 import argparse
@@ -27,7 +29,8 @@ import time
 from pathlib import Path
 
 from checkpoints import FORMAT, write_weight_map
-from mounts import BIN, detach, mount_table, process_gone, wait_until
+from faults import FaultFs
+from mounts import BIN, detach, mount_table, process_gone, run, wait_until
 from services import Service, mount_config
 from soak import blocks, pattern, write_header
 
@@ -40,6 +43,10 @@ HANG_SECONDS = 90
 # How long a model or the service may take to come, on a loaded machine.
 COME_SECONDS = 60
 WATCHDOG = 4
+# Longest wait for a source that stalls: docs/operate/node.md.
+STALL_SECONDS = 45
+# Requests that a source may leave without an answer, beside reads.
+METADATA = ["stall-lookup", "stall-getattr", "stall-readdir", "stall-open", "stall-statfs"]
 # Errors that a reader may get while a worker or a source is changed under it.
 LOST = {"ENOTCONN", "ECONNABORTED", "ENODEV"}
 EXPECTED = {errno.EIO, errno.ENOTCONN, errno.ECONNABORTED, errno.ENOENT, errno.ESTALE, errno.ENODEV}
@@ -152,10 +159,11 @@ class Reader:
 
 
 class Readers:
-    """Reader processes, replaced when a SIGBUS ends one, and their figures."""
+    """Reader processes, replaced when a SIGBUS ends one, and their figures. One that says nothing for `hang` s hangs."""
 
-    def __init__(self, targets, n):
+    def __init__(self, targets, n, hang=HANG_SECONDS):
         self.targets = targets
+        self.hang = hang
         self.figures = collections.Counter()
         self.errors = collections.Counter()
         self.wrong = []
@@ -181,7 +189,7 @@ class Readers:
             for stream in ready:
                 self._take(streams[stream], stream)
             for seed, (process, heard, _) in list(self.processes.items()):
-                if time.monotonic() - heard > HANG_SECONDS:
+                if time.monotonic() - heard > self.hang:
                     self.hung.append(f"reader {seed}: {stack_of(process.pid)}")
                     process.kill()
                     self._start(seed)
@@ -235,8 +243,13 @@ class Life:
         self.random = random.Random(options.seed)
         self.store, self.other = folder / "store", folder / "other"
         self.disk = folder / "disk"
-        for path in (self.store, self.other, self.disk, folder / "srv/store", folder / "srv/other"):
+        targets = (folder / "srv" / name for name in ("store", "other", "far"))
+        for path in (self.store, self.other, self.disk, folder / "behind", *targets):
             path.mkdir(parents=True)
+        # A source of its own, which stalls, with readers of its own.
+        self.faults = FaultFs(folder / "behind", options.seconds + 3600)
+        self.far = folder / "srv/far"
+        self.far_readers = None
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", self.disk], check=True)
         self.version = 0
         self.umask = 0o022
@@ -252,6 +265,7 @@ class Life:
             self.new_model(self.store)
         for _ in range(2):
             self.new_model(self.other)
+            self.new_model(folder / "behind")
         self.readers = None
 
     def config(self):
@@ -261,6 +275,7 @@ class Life:
             f'[service]\nwatchdog = {WATCHDOG}\n[defaults]\noptions = "{disk}"\n'
             + mount_config("store", self.store, self.folder / "srv/store")
             + mount_config("other", self.other, self.folder / "srv/other", other)
+            + mount_config("far", self.faults.path, self.far, "io-timeout=3")
         )
 
     def targets(self):
@@ -288,13 +303,18 @@ class Life:
             self.service.__exit__()
             self.service = None
 
+    def collect(self, seconds):
+        """Takes what all readers say for so long."""
+        self.far_readers.collect(0)
+        self.readers.collect(seconds)
+
     def wait_for(self, what, condition):
         """Waits until `condition` holds, while readers read; notes how long it took."""
         begin = time.monotonic()
         while not condition():
-            self.readers.collect(0.02)
+            self.collect(0.02)
             if time.monotonic() - begin > COME_SECONDS:
-                self.failures.append(f"not within {COME_SECONDS} s: {what}")
+                self.failures.append(f"not within {COME_SECONDS} s: {what}; status: {self.service.manager.status()}")
                 return
         self.longest[what] = max(self.longest[what], time.monotonic() - begin)
 
@@ -331,7 +351,7 @@ class Life:
             with open(path, "rb") as source, open(place / f"{path.name}.incomplete", "wb") as copy:
                 while data := source.read(1 << 18):
                     copy.write(data)
-                    self.readers.collect(0.01)
+                    self.collect(0.01)
             (place / f"{path.name}.incomplete").rename(place / path.name)
         shutil.rmtree(whole)
         self.wait_for("a downloaded model is shown", lambda: self.is_shown(place))
@@ -378,11 +398,11 @@ class Life:
         """In this time no reader may lose its files."""
         self.wait_for("all mounts serve", self.all_serve)
         # Files that were opened before the last kill still fail.
-        self.readers.collect(1)
+        self.collect(1)
         before = self.lost()
         yield
         self.wait_for(f"new opens work after {what}", self.all_serve)
-        self.readers.collect(1)
+        self.collect(1)
         if lost := self.lost() - before:
             self.failures.append(f"{what}: {lost} readers lost their files: {dict(self.readers.errors)}")
 
@@ -451,12 +471,77 @@ class Life:
         with contextlib.suppress(OSError), open(self.disk / "filler", "wb", buffering=0) as file:
             while file.write(bytes(1 << 16)):
                 pass
-        self.readers.collect(0.5)
+        self.collect(0.5)
         self.model_comes()
         self.worker_is_killed()
         (self.disk / "filler").unlink()
 
+    # A source that stalls.
+
+    def stall(self, words):
+        """Stalls these requests, or everything: then not even a file is closed."""
+        if not words:
+            os.kill(self.faults.pid, signal.SIGSTOP)
+        for word in words:
+            self.faults.tell(word, "*")
+        # The source is read again, and not the page cache.
+        if words:
+            Path("/proc/sys/vm/drop_caches").write_text("1")
+
+    def answer_again(self):
+        os.kill(self.faults.pid, signal.SIGCONT)
+        self.faults.tell("ok")
+
+    def stalled_source(self, words, replace):
+        """`replace` while the source stalls: no reader of it hangs, others lose nothing, and it comes back by itself."""
+        self.wait_for("the source that stalls serves", lambda: self.serves(self.far))
+        self.counts["stalls of " + ("everything" if not words else "reads" if words == ["stall"] else "requests")] += 1
+        if self.options.verbose:
+            print(f"      {words}", flush=True)
+        self.stall(words)
+        try:
+            # Some of its readers wait before, and others while nobody serves.
+            self.collect(self.random.uniform(0, 1.5))
+            replace(self)
+            begin = time.monotonic()
+            look = subprocess.Popen(["ls", self.far], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            self.wait_for("ls of a source that stalls ends", lambda: look.poll() is not None)
+            if time.monotonic() - begin > STALL_SECONDS:
+                self.failures.append(f"ls of a source that stalls took longer than {STALL_SECONDS} s")
+            # Programs that look at the whole node, where mounts of others may be dead.
+            run(self.binary, "status")
+            outcome = run(self.binary, "serve", "--check", "--config", self.service.file)
+            if outcome.code:
+                self.failures.append(f"serve --check while a source stalls: {outcome.stderr}")
+            self.collect(self.random.uniform(0, 6))
+        finally:
+            self.answer_again()
+        self.wait_for("a source that stalled serves again", lambda: self.serves(self.far))
+
+    def some_requests(self):
+        return self.random.sample([*METADATA, "stall"], self.random.randrange(1, len(METADATA) + 2))
+
+    def source_stops_at_a_restart(self):
+        self.stalled_source([], Life.service_restarts)
+
+    def source_stops_at_an_upgrade(self):
+        self.stalled_source([], Life.service_is_upgraded)
+
+    def source_stalls_at_a_restart(self):
+        self.stalled_source(self.some_requests(), Life.service_restarts)
+
+    def source_stalls_at_an_upgrade(self):
+        self.stalled_source(self.some_requests(), Life.service_is_upgraded)
+
+    def reads_stall_at_a_restart(self):
+        self.stalled_source(["stall"], Life.service_restarts)
+
+    def reads_stall_at_an_upgrade(self):
+        self.stalled_source(["stall"], Life.service_is_upgraded)
+
     EVENTS = {
+        source_stops_at_a_restart: 1, source_stops_at_an_upgrade: 1, source_stalls_at_a_restart: 1,
+        source_stalls_at_an_upgrade: 1, reads_stall_at_a_restart: 1, reads_stall_at_an_upgrade: 1,
         model_comes: 6, model_is_downloaded: 3, model_changes: 6, model_goes: 6, worker_is_killed: 4,
         worker_is_stopped: 1, service_restarts: 3, service_is_upgraded: 2, service_stops_and_starts: 1,
         service_is_killed: 1, service_reloads: 2, config_is_wrong: 1, disk_fills: 1,
@@ -472,14 +557,16 @@ class Life:
                 self.peak[name] = max(self.peak[name], kilobytes // 1024)
 
     def run(self):
+        self.faults.start()
         self.start()
         self.readers = Readers(self.targets(), self.options.readers)
+        self.far_readers = Readers([self.far], 3, STALL_SECONDS)
         begin = time.monotonic()
         interval = self.options.seconds / max(self.options.events, 1)
         # Each kind once, and then by weight.
         order = self.random.sample(list(self.EVENTS), len(self.EVENTS))
         while (elapsed := time.monotonic() - begin) < self.options.seconds and not self.failures:
-            self.readers.collect(self.random.uniform(0.2, 1.8) * interval)
+            self.collect(self.random.uniform(0.2, 1.8) * interval)
             if not order:
                 order = self.random.choices(list(self.EVENTS), self.EVENTS.values(), k=1)
             event = order.pop()
@@ -493,12 +580,14 @@ class Life:
 
     def quiet(self):
         """A time in which nothing happens: every read must succeed."""
-        self.wait_for("all mounts serve in the end", self.all_serve)
+        self.wait_for("all mounts serve in the end", lambda: self.all_serve() and self.serves(self.far))
         # Files that readers opened before may still fail.
-        self.readers.collect(3)
+        self.collect(3)
         self.readers.stop()
+        self.far_readers.collect(0)
+        self.far_readers.stop()
         wrong = self.readers.wrong
-        last = Readers(self.targets(), self.options.readers)
+        last = Readers([*self.targets(), self.far], self.options.readers)
         last.collect(3)
         last.stop()
         if last.errors:
@@ -510,9 +599,12 @@ class Life:
             self.failures.append("the service ended badly")
 
     def clean_up(self):
-        if self.readers:
-            self.readers.stop()
+        if self.faults.running():
+            self.answer_again()
+        for readers in filter(None, (self.readers, self.far_readers)):
+            readers.stop()
         self.end()
+        self.faults.stop()
         for entry in reversed(mount_table()):
             if entry.path.startswith(f"{self.folder}/"):
                 detach(entry.path)
@@ -523,13 +615,22 @@ class Life:
         print(f"{figures['reads']} reads compared, {figures['bytes'] / 1e9:.2f} GB, wrong: {len(self.readers.wrong)}")
         print(f"hung readers: {len(self.readers.hung)}, longest time for one file: {self.readers.longest:.2f} s")
         print(f"errors that readers met: {dict(self.readers.errors)}, ended by SIGBUS: {figures['ended by SIGBUS']}")
+        far = self.far_readers
+        print(
+            f"source that stalls: {far.figures['reads']} reads compared, wrong: {len(far.wrong)}, hung readers: {len(far.hung)}, "
+            f"longest time for one file: {far.longest:.2f} s, errors: {dict(far.errors)}, "
+            f"ended by SIGBUS: {far.figures['ended by SIGBUS']}"
+        )
         print("events: " + ", ".join(f"{n} x {name}" for name, n in sorted(self.counts.items())))
         for what, seconds in sorted(self.longest.items()):
             print(f"longest time until {what}: {seconds:.2f} s")
         print("peak memory: " + ", ".join(f"{name} {megabytes} MB" for name, megabytes in sorted(self.peak.items())))
-        for problem in [*self.failures, *self.readers.wrong[:10], *self.readers.hung[:10]]:
+        problems = [*self.failures]
+        for readers in (self.readers, far):
+            problems += [*readers.wrong[:10], *readers.hung[:10]]
+        for problem in problems:
             print(f"FAILED: {problem}")
-        return 1 if self.failures or self.readers.wrong or self.readers.hung else 0
+        return 1 if problems else 0
 
 
 def main():

@@ -11,7 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mounts import BIN, HANGS, TestCase, detach, find_mount, mount_table, process_gone, wait_until
+from confinement import confined_by
+from mounts import BIN, HANGS, TestCase, detach, find_mount, is_root, mount_table, process_gone, wait_until
 
 # A loaded machine starts many processes slowly.
 PATIENCE = 60
@@ -116,6 +117,8 @@ class SystemCtl:
 class Service:
     """`with Service(folder, config) as service:` runs the service until the block ends.
 
+    A service of root has the capabilities and the system calls of its unit, without `confined=False`.
+
     The watchdog of `mounts.Mount` is not needed: the end of the block kills the workers, which ends what hangs.
     """
 
@@ -128,6 +131,8 @@ class Service:
         path = f"{self.folder}/bin:{os.environ['PATH']}"
         self.env = {"TENSORFS_UNIT": UNIT, "PATH": path, **popen.pop("env", {})}
         self.binary = popen.pop("binary", BIN)
+        if popen.pop("confined", is_root and "user" not in popen):
+            popen.setdefault("preexec_fn", confined_by("tensorfs.service"))
         self.popen = popen
         self.process = None
         self.targets = set()

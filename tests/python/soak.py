@@ -5,7 +5,8 @@
 
 Builds a Hugging Face set and a column-sharded DCP set whose bytes follow from their place, so that no second copy is
 needed to check them. Ends non-zero on a wrong byte, an error that nothing explains, a reader that hangs, or a daemon
-that holds more descriptors or threads after the load than before it, or more memory than it may.
+that holds more descriptors or threads after the load than before it, or more memory than it may. As root the daemon has
+the capabilities and the system calls of its unit.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import numpy as np
 
 import oracle
 from checkpoints import FORMAT, dcp_name, write_weight_map
+from confinement import confined_by
 from faults import FaultyMount, Held, status_of
 from mounts import Mount, is_root, pread_all
 
@@ -373,7 +375,7 @@ class Samples(threading.Thread):
 
 
 class Soak:
-    def __init__(self, home, seconds, n_threads, n_bytes, options=(), faults=False, storm_threads=0):
+    def __init__(self, home, seconds, n_threads, n_bytes, options=(), faults=False, storm_threads=0, unit=None):
         self.home = Path(home)
         self.seconds = seconds
         self.n_threads = n_threads
@@ -381,6 +383,7 @@ class Soak:
         self.options = options
         self.faults = faults
         self.storm_threads = storm_threads
+        self.popen = {"preexec_fn": confined_by(unit)} if unit else {}
         self.problems = []
         self.shared = Shared.of(n_threads)
         self.readers = []
@@ -399,14 +402,14 @@ class Soak:
             self.read_then_kill(m)
             place = m.path
             self.expect(m.umount().code == 0, "umount of the dead mount failed")
-            with Mount(source, *self.options, at=place) as again:
+            with Mount(source, *self.options, at=place, **self.popen) as again:
                 self.check_sequentially(again, "after the kill")
         return not self.problems
 
     def mount(self, source, watchdog):
         if self.faults:
-            return FaultyMount(source, *self.options, watchdog=watchdog)
-        return Mount(source, *self.options, watchdog=watchdog)
+            return FaultyMount(source, *self.options, watchdog=watchdog, **self.popen)
+        return Mount(source, *self.options, watchdog=watchdog, **self.popen)
 
     def option(self, name):
         """The value of a mount option, or None."""
@@ -589,10 +592,13 @@ def main():
     parser.add_argument("--options", default="", help="options of the mount, like cache=64M,io-timeout=2")
     parser.add_argument("--faults", action="store_true", help="let the source stall and fail, and kill readers")
     parser.add_argument("--storm", type=int, default=0, metavar="THREADS", help="page faults beside the readers, at first")
+    unit = "tensorfs@.service" if is_root else None
+    parser.add_argument("--full-root", dest="unit", action="store_const", const=None, default=unit,
+                        help="give the daemon all of root's rights, not only those of its unit")
     given = parser.parse_args()
     options = [option for option in given.options.split(",") if option]
     size = int(given.gb * 1e9)
-    good = soak(given.folder, given.seconds, given.threads, size, options, given.faults, given.storm)
+    good = soak(given.folder, given.seconds, given.threads, size, options, given.faults, given.storm, given.unit)
     print("nothing wrong" if good else "FAILED")
     return 0 if good else 1
 

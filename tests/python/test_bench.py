@@ -8,7 +8,7 @@ import signal
 import subprocess
 import unittest
 
-from mounts import BIN, FIXTURES, TestCase, daemon_of, mount_table, process_gone, run, wait_until
+from mounts import BIN, FIXTURES, TestCase, daemon_of, detach, mount_table, process_gone, run, wait_until
 
 CASES = "read,read4,direct,mmap,mmap-shuffled,mmap-sorted,random4k,source-cached,reread,mmap:warm,mmap-sorted:warm"
 
@@ -178,7 +178,7 @@ class Bench(TestCase):
         wait_until(self.daemon, 20, "the bench mounts")
         bench.send_signal(signal.SIGINT)
         self.assertEqual(bench.communicate(timeout=20)[1].strip(), "tensorfs: stopped")
-        self.assertEqual(bench.returncode, 1)
+        self.assertEqual(bench.returncode, -signal.SIGINT)
         self.assert_nothing_left()
 
     def test_a_daemon_that_hangs_is_ended_and_does_not_hold_up_the_bench(self):
@@ -187,8 +187,25 @@ class Bench(TestCase):
         wait_until(lambda: process_gone(pid), 40, "the bench ends the daemon that hangs")
         # Where no reader waited for it, the bench goes on.
         bench.send_signal(signal.SIGINT)
-        self.assertEqual(bench.wait(30), 1)
+        self.assertEqual(bench.wait(30), -signal.SIGINT)
         self.assert_nothing_left()
+
+    def test_a_second_signal_ends_the_bench_at_once(self):
+        bench = self.start("--cases=read")
+        pid = wait_until(self.stopped_daemon, 20, "the bench mounts")
+        try:
+            bench.send_signal(signal.SIGINT)
+            # It waits for the daemon.
+            with self.assertRaises(subprocess.TimeoutExpired):
+                bench.wait(0.3)
+            bench.send_signal(signal.SIGTERM)
+            self.assertEqual(bench.wait(2), -signal.SIGTERM)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            for mount in mount_table():
+                if mount.path.startswith(f"{self.temporary}/"):
+                    detach(mount.path)
 
 
 if __name__ == "__main__":

@@ -484,8 +484,8 @@ class RemoteSources(TestCase):
                     for source in (overlay, above):
                         with Mount(source) as m:
                             self.assertEqual((m.path / FILE).read_bytes(), self.whole)
-                            lanes = status_of(m)[0]["engine"]["lanes"]
-                            self.assertEqual([lane["local"] for lane in lanes], [local], source)
+                            queues = status_of(m)[0]["engine"]["device_queues"]
+                            self.assertEqual([queue["local"] for queue in queues], [local], source)
 
 
 class PlainFiles(TestCase):

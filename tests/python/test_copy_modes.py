@@ -79,6 +79,45 @@ class CopyModes(TestCase):
             self.assertEqual(oct(mode_of(manifest)), oct(expected))
             manifest.unlink()
 
+    def test_a_weight_map_of_consolidate_is_as_readable_as_the_shards_and_the_map_that_it_is_made_of(self):
+        numbered = checkpoints.numbered_set(self.tmp / "numbered", 1)
+        for number, (source, shards, of_map, umask, expected) in enumerate((
+            (self.source, 0o600, 0o644, 0o022, 0o600),
+            (self.source, 0o644, 0o644, 0o027, 0o640),
+            (numbered, 0o640, 0o644, 0o022, 0o640),
+            (numbered, 0o644, 0o600, 0o022, 0o600),
+            (numbered, 0o644, 0o644, 0o022, 0o644),
+        )):
+            with self.subTest(source.name, shards=oct(shards), map=oct(of_map), umask=oct(umask)):
+                for file in source.iterdir():
+                    file.chmod(of_map if file.suffix == ".json" else shards)
+                out = self.tmp / f"written-{number}"
+                self.assert_done(tensorfs("consolidate", source, out, umask=umask))
+                (written,) = out.glob("*.index.json")
+                self.assertEqual(oct(mode_of(written)), oct(expected))
+
+    def test_a_report_is_as_readable_as_the_shards_that_it_describes(self):
+        page = self.tmp / "page.html"
+        for shards, there, expected in ((0o600, None, 0o600), (0o644, None, 0o644), (0o640, 0o600, 0o600)):
+            with self.subTest(shards=oct(shards), there=there):
+                self.set_modes(0o644, shards)
+                page.unlink(missing_ok=True)
+                if there:
+                    self.assert_done(tensorfs("report", self.source, "--html", page))
+                    page.chmod(there)
+                self.assert_done(tensorfs("report", self.source, "--html", page, umask=0o022))
+                self.assertEqual(oct(mode_of(page)), oct(expected))
+
+    def test_a_report_of_a_refused_set_is_no_more_readable_than_its_shards(self):
+        folder = self.tmp / "tree"
+        self.copy(self.source, "tree/good")
+        broken = self.copy(self.source, "tree/broken")
+        for shard in broken.glob("*.safetensors"):
+            shard.chmod(0o600)
+        next(broken.glob("*.safetensors")).unlink()
+        tensorfs("report", folder, "--html", self.tmp / "page.html", umask=0o022)
+        self.assertEqual(oct(mode_of(self.tmp / "page.html")), oct(0o600))
+
     @needs_root
     def test_the_group_of_the_file_gets_in_only_if_it_is_that_of_the_shards(self):
         self.set_modes(0o640)

@@ -401,10 +401,17 @@ class Inherited(DaemonCase):
         self.assert_done(run(*self.mount_words(), preexec_fn=block))
         self.assert_serves()
         blocked = numbers_in(self.daemon(), "SigBlk")
-        self.assertEqual(blocked, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+        self.assertEqual(blocked, {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP})
         self.assert_ends_at_sigterm()
         with Mount(SOURCE, preexec_fn=block) as m:
             m.kill(signal.SIGTERM)
+            m.wait_for_exit(HANGS)
+            self.assert_not_mounted(m.path)
+
+    # It left a dead mount.
+    def test_a_mount_that_ctrl_backslash_ends_is_taken_off(self):
+        with Mount(SOURCE) as m:
+            m.kill(signal.SIGQUIT)
             m.wait_for_exit(HANGS)
             self.assert_not_mounted(m.path)
 
@@ -570,6 +577,32 @@ class Ends(DaemonCase):
         self.assertNotIn("cannot unmount", outcome.stdout)
         lines = outcome.stdout.splitlines()
         self.assertEqual((lines[0], lines[-1]), ("0", "0"), outcome.stdout)
+
+    # The daemon went on, and nothing said why.
+    def test_umount_names_the_bind_or_the_namespace_that_keeps_the_daemon(self):
+        second = self.tmp / "second"
+        second.mkdir()
+        m = self.serve(self.place)
+        self.assert_done(run("mount", "--bind", self.place, second))
+        self.addCleanup(detach, second)
+        outcome = tensorfs("umount", self.place)
+        self.assert_done(outcome)
+        said = f"tensorfs: {self.place}: unmounted; its daemon goes on, because it serves {second}"
+        self.assertEqual(outcome.stderr, f"{said}\n")
+        self.assert_serves(second)
+        words = ["unshare", "-m", "--propagation", "private", "sh", "-c", "echo in; read line; cat $1 | wc -c", "sh"]
+        with subprocess.Popen([*words, str(second / FILE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
+            self.assertEqual(held.stdout.readline(), b"in\n")
+            outcome = tensorfs("umount", second)
+            self.assert_done(outcome)
+            said = f"it serves {second} in the mount namespace of process {held.pid}, until that one ends"
+            self.assertIn(said, outcome.stderr)
+            self.assertTrue(m.alive())
+            # It is served there.
+            out, _ = held.communicate(b"\n", timeout=HANGS)
+            self.assertGreater(int(out), 0)
+        m.wait_for_exit()
+        self.assertEqual(self.mounts_below(), [])
 
     def test_a_mount_that_was_moved_or_is_seen_in_two_places_is_taken_off(self):
         moved, second = self.tmp / "moved", self.tmp / "second"

@@ -12,10 +12,10 @@ from pathlib import Path
 from checkpoints import hf_set, hub_cache, row_wise
 from mounts import BIN, ROOT, TestCase, detach, mount_table, run
 
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 # Pages with tables of messages.
-ERROR_PAGES = [ROOT / "docs/errors.md", ROOT / "docs/troubleshooting.md"]
+ERROR_PAGES = [ROOT / "docs/reference/errors.md", ROOT / "docs/operate/troubleshooting.md"]
 
 # Folders of the pages that lie in the temporary folder of a test instead.
 MOVED = re.compile(r"(?<![\w.~/-])/(data|mnt|scratch|tmp|var)(?=[/\s]|$)")
@@ -121,9 +121,14 @@ class Text(unittest.TestCase):
     def test_the_readme_is_short(self):
         self.assertLessEqual(len((ROOT / "README.md").read_text().splitlines()), 200)
 
-    def test_the_readme_links_to_every_page(self):
-        links = set(re.findall(r"\]\(\./docs/([\w-]+\.md)", (ROOT / "README.md").read_text()))
-        self.assertEqual(links, {page.name for page in ROOT.glob("docs/*.md")})
+    def test_the_index_links_to_every_page_and_the_readme_to_every_shelf(self):
+        index = ROOT / "docs/README.md"
+        links = set(re.findall(r"\]\(\./([\w-]+/[\w-]+\.md)\)", index.read_text()))
+        shelves = {page.relative_to(index.parent).as_posix() for page in ROOT.glob("docs/*/*.md")}
+        self.assertEqual(links, shelves)
+        self.assertEqual([*ROOT.glob("docs/*.md")], [index])
+        links = set(re.findall(r"\]\(\./docs/README\.md#([\w-]+)\)", (ROOT / "README.md").read_text()))
+        self.assertEqual(links, {page.partition("/")[0] for page in shelves})
 
     def test_every_link_leads_to_a_page_and_a_heading_of_it(self):
         for page in PAGES:
@@ -173,6 +178,11 @@ class Text(unittest.TestCase):
         self.assertFalse(is_counted("shards not kept", program))
         text = "| message | x |\n|---|---|\n| ``a `b` c``, or `d` in e | `f` |\n\n| class | x |\n|---|---|\n| `g` | |\n"
         self.assertEqual(shown_messages(text), ["a `b` c", "d"])
+
+    def test_the_chart_is_made_of_the_figures_beside_it(self):
+        figures = ROOT / "docs/img/speed.json"
+        made = run(sys.executable, ROOT / "tests/bench/chart.py", figures)
+        self.assertEqual(made.stdout, figures.with_suffix(".svg").read_text())
 
     def test_every_python_example_is_python(self):
         for page in PAGES:

@@ -235,6 +235,54 @@ class Warm(TestCase):
             self.assertLess(outcome.json()["bytes"], (m.path / FILE).stat().st_size)
             self.assertIn(name, {row["name"] for row in file_of(heat_of(m.path))["tensors"]})
 
+    # The whole of a large tensor was read, although the kernel's read-ahead had touched its beginning only.
+    def test_of_a_large_tensor_only_the_parts_that_were_read_are_read_again(self):
+        length, small = 256 << 20, 1 << 20
+        sources = {}
+        for name, parts in (("one", 1), ("rows", 2)):
+            sources[name] = self.tmp / name
+            sources[name].mkdir()
+            for rank in range(parts):
+                shape = [64 // parts, length // 64]
+                path = sources[name] / (FILE if parts == 1 else f"shard-0000{rank + 1}-model-00001-of-00001.safetensors")
+                info = {"large": {"saved_offsets": [rank * shape[0], 0]}, "small": {"saved_offsets": [0]}}
+                metadata = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"}} if parts > 1 else {}
+                large = {"dtype": "U8", "shape": shape, "data_offsets": [small, small + length // parts]}
+                text = json.dumps({**metadata, "small": {"dtype": "U8", "shape": [small], "data_offsets": [0, small]}, "large": large})
+                path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+                os.truncate(path, path.stat().st_size + small + length // parts)
+        part = length // 64
+        file = self.tmp / "heat.json"
+        with Mount(sources["rows"]) as m:
+            start, _ = places(m.path / FILE)["large"]
+            with open(m.path / FILE, "rb", buffering=0) as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+                for at in (0, length // 2 + part):
+                    os.pread(opened.fileno(), 4096, start + at)
+            file.write_text(tensorfs("heat", m.path, "--json").stdout)
+            (row,) = (row for row in file_of(json.loads(file.read_text()))["tensors"] if row["name"] == "large")
+            ranges = row["ranges"]
+            self.assertTrue(all(0 <= a < b <= length for a, b in ranges) and len(ranges) >= 2, ranges)
+            self.assertTrue(all(any(a <= at < b for a, b in ranges) for at in (0, length // 2 + part)), ranges)
+            total = sum(b - a for a, b in ranges)
+            self.assertLess(total, length // 8)
+            outcome = tensorfs("warm", m.path, "--heat", file, "--json")
+            self.assert_done(outcome)
+            self.assertTrue(total <= outcome.json()["bytes"] <= total + small + 65536, outcome.json())
+        for name, options in (("one", ()), ("rows", ()), ("one", ("-o", "include=*"))):
+            outcome = tensorfs("warm", sources[name], "--heat", file, "--json", *options)
+            self.assert_done(outcome)
+            self.assertTrue(total <= outcome.json()["bytes"] <= total + small + 65536, (name, outcome.json()))
+        # The whole tensor is read if the list has no parts of it, or another length.
+        heat = json.loads(file.read_text())
+        for change in (lambda row: row.update(len=row["len"] + 1), lambda row: row.pop("ranges", None)):
+            for row in file_of(heat)["tensors"]:
+                change(row)
+            file.write_text(json.dumps(heat))
+            outcome = tensorfs("warm", sources["one"], "--heat", file, "--json")
+            self.assert_done(outcome)
+            self.assertGreaterEqual(outcome.json()["bytes"], length)
+
     # The exit status was 0, and nothing was named.
     def test_a_checkpoint_that_a_mount_refuses_is_told_and_fails(self):
         tree = self.tmp / "tree"
@@ -283,7 +331,10 @@ class Warm(TestCase):
         self.assertIn("1 tensor of the heat", outcome.stderr)
 
     def test_a_file_that_is_no_heat_is_refused_in_one_line(self):
-        for text in ("", "{}", "[1]", '{"files": 3}', '{"files": []}', '{"files": [{"path": 3}]}'):
+        for text in (
+            "", "{}", "[1]", '{"files": 3}', '{"files": []}', '{"files": [{"path": 3}]}',
+            '{"files": [{"path": "a", "bytes": 1, "tensors": [{"name": "t", "len": 9, "ranges": [[1]]}]}]}',
+        ):
             with self.subTest(text):
                 (self.tmp / "heat.json").write_text(text)
                 outcome = tensorfs("warm", self.source, "--heat", self.tmp / "heat.json")

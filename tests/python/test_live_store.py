@@ -246,6 +246,17 @@ class OnItsWay(Store):
                 file.flush()
                 time.sleep(pause)
 
+    # The mount said that there are no files of weights.
+    def test_a_view_that_refuses_every_checkpoint_is_told_with_its_reason(self):
+        for name in ("a", "b", "c"):
+            checkpoints.hf_set(self.store / name, megabytes=1)
+        log = self.tmp / "log"
+        with Mount(self.store, "watch=auto", "include=nope*", f"log={log}"):
+            (line,) = (line for line in log.read_text().splitlines() if "the source is watched" in line)
+        self.assertIn(f"{self.store / 'a'}: include=`nope*` matches none of the", line)
+        self.assertIn("; and 2 more checkpoints are refused; the source is watched", line)
+        self.assertNotIn("here or below", line)
+
     def test_a_checkpoint_that_is_copied_file_by_file_is_shown_once_it_is_whole(self):
         for order in (1, -1):
             folder, whole = self.made(f"model{order}", seed=order + 5)
@@ -384,7 +395,7 @@ class Links(Store):
             (self.tmp / "next").symlink_to(target)
             (self.tmp / "next").rename(link)
             if target == other:
-                m.wait_for_log(f"{link}: leads to {other} now; the mount shows {folder} until it is made again")
+                m.wait_for_log(f"{link}: leads to {other} now; the mount shows {folder} as long as it is there")
         self.assertEqual((m.path / "model.safetensors").read_bytes(), whole)
 
     def test_a_link_whose_target_comes_later_is_shown_then(self):

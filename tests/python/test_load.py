@@ -75,6 +75,28 @@ class Load(TestCase):
             self.assert_done(outcome)
             self.assertEqual("MB" in outcome.stderr, drawn, outcome.stderr)
 
+    def test_progress_needs_no_value_before_and_after_a_source(self):
+        folder = self.tmp / "hf"
+        hf_set(folder, megabytes=1)
+        out = self.tmp / "out"
+        for words in (
+            ["load"],
+            ["verify"],
+            ["warm"],
+            ["convert"],
+            ["consolidate"],
+            ["diff"],
+        ):
+            operands = [folder, folder] if words == ["diff"] else [folder]
+            if words[0] in ("convert", "consolidate"):
+                operands = [folder, out / f"{words[0]}.safetensors"]
+                out.mkdir(exist_ok=True)
+            for place in (["--progress", *operands], [*operands, "--progress"], [*operands, "--progress=never"]):
+                for path in out.glob("*"):
+                    path.unlink()
+                outcome = tensorfs(*words, *place)
+                self.assertEqual(outcome.code, 0, (words, outcome.stderr))
+
     def test_a_path_on_a_mount_is_loaded_past_it(self):
         folder = self.tmp / "hf"
         hf_set(folder)

@@ -2,15 +2,18 @@
 
 import json
 import os
+import signal
 import sys
 import unittest
 
 from checkpoints import hf_set
 from faults import FaultFs
-from mounts import BIN, Mount, TestCase, needs_root, run, tensorfs, wait_until
+from manifest import by_id
+from mounts import BIN, HANGS, Mount, TestCase, needs_root, run, tensorfs, wait_until
 from services import PATIENCE, ServiceCase, mount_config
 
 FILE = "model.safetensors"
+SOURCE = by_id("hf_three_shards").source
 # Reads a number of pages and counts the failures.
 FAIL = """
 import os, sys
@@ -95,6 +98,31 @@ class Forms(LogCase):
         self.assertEqual(outcome.code, 1)
         (line,) = outcome.stderr.splitlines()
         self.assertIn("gone", json.loads(line)["message"])
+
+    def test_the_start_and_the_end_of_a_mount_are_told_at_info(self):
+        for end, reason in ((lambda m: m.umount(), "it was unmounted"), (lambda m: m.kill(signal.SIGTERM), "a signal")):
+            with Mount(SOURCE, "cache=64M", env={**os.environ, "TENSORFS_LOG": "info"}) as m:
+                m.wait_for_log(f"mounted on {m.path}, pid {m.pid}, options cache=64M")
+                end(m)
+                m.wait_for_exit()
+                self.assertIn(f"no longer served on {m.path}, pid {m.pid}: {reason}", m.log())
+
+    @needs_root
+    def test_a_folder_that_a_mount_hides_is_told_and_so_is_what_lies_on_top_of_a_mount(self):
+        target = self.mount_point()
+        (target / "file").touch()
+        with Mount(SOURCE, at=target) as m:
+            m.wait_for_log(f"{target}: is not empty; the mount hides what is there")
+            self.assert_done(run("mount", "-t", "tmpfs", "tmpfs", target))
+            outcome = tensorfs("mount", SOURCE, target)
+            self.assert_refused(outcome)
+            self.assertIn("a tensorfs mount is already there, below a mount of tmpfs", outcome.stderr)
+            self.assert_done(run("umount", target))
+
+    def test_a_mount_inside_its_source_is_refused_before_the_source_is_listed(self):
+        outcome = tensorfs("mount", "/", self.mount_point(), timeout=HANGS)
+        self.assert_refused(outcome)
+        self.assertIn("lies inside the source /", outcome.stderr)
 
     def test_a_format_that_is_not_known_is_a_usage_error_that_lists_the_others(self):
         for words in (("--log-format", "xml"), ("-o", "log-format=xml")):

@@ -72,6 +72,14 @@ class LostTail(Sets):
             self.assertEqual((found["ok"], found["tail"]), (True, "unproven"))
             self.assertEqual(self.verify(source, "--strict")[0].code, 1)
 
+    def test_cat_and_load_say_that_the_tail_is_unproven(self):
+        name = tensorfs("ls", self.cut, "--json").json()["sets"][0]["tensors"][0]["name"]
+        for words in (["cat", self.cut, name], ["load", self.cut]):
+            outcome = tensorfs(*words)
+            self.assertEqual((outcome.stdout + outcome.stderr).count("tail: unproven"), 1)
+            outcome = tensorfs(*words, "-o", f"expect-shards={len(list(self.cut.iterdir()))}")
+            self.assertEqual((outcome.code, (outcome.stdout + outcome.stderr).count("tail")), (0, 0))
+
     def test_the_number_of_shards_proves_the_tail(self):
         self.assert_proven("--expect-shards", str(RANKS))
         self.assert_lost("--expect-shards", str(RANKS))
@@ -267,3 +275,11 @@ class References(Sets):
             self.assert_same((m.path / "model.safetensors").read_bytes(), whole)
         with self.assertRaises(MountFailed), Mount(self.cut, f"reference={path}"):
             pass
+
+
+class Demo(TestCase):
+    def test_the_demo_does_not_warn_about_its_own_checkpoints(self):
+        outcome = tensorfs("demo")
+        self.assert_done(outcome)
+        self.assertEqual(outcome.stderr, "")
+        self.assertEqual(outcome.stdout.count("all equal"), 4)

@@ -37,6 +37,14 @@ class HelperCase(TestCase):
         wait_until(lambda: daemon_of(self.place) is None, 20, "the daemon ends")
 
 
+class Words(TestCase):
+    def test_help_and_version_are_told(self):
+        for word in ("-h", "--help"):
+            self.assertIn("Usage: mount.tensorfs SOURCE TARGET", run(HELPER, word).stdout)
+        for word in ("-V", "--version"):
+            self.assertRegex(run(HELPER, word).stdout, r"\Amount\.tensorfs \d+\.\d+\.\d+\n\Z")
+
+
 @needs_root
 class Helper(HelperCase):
     def test_the_helper_mounts_with_everything_that_fstab_may_hold(self):

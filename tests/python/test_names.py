@@ -37,6 +37,8 @@ class Names(TestCase):
         os.mkfifo(self.tree / f"fifo {EVIL}")
 
     def assert_plain(self, text, what):
+        # The lines of a table have a tab between two of their six columns, and none in a name.
+        text = "\n".join(" ".join(line.split("\t")) if line.count("\t") == 5 else line for line in text.split("\n"))
         raw = {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp")}
         self.assertFalse(raw, f"{what}: {text!r}")
         forged = [line for line in text.split("\n") if line.startswith("FORGED")]

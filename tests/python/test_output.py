@@ -36,6 +36,11 @@ class Answers(TestCase):
             for path, fault in ((self.tmp / "missing", None), (empty, None), (refused, "shard_missing")):
                 with self.subTest(command=command, path=path.name):
                     self.assert_no_in_json(fault, command, path)
+        for command in ("heat", "bench"):
+            with self.subTest(command=command):
+                self.assert_no_in_json(None, command, "no-such-organisation/no-such-model")
+        with self.subTest("no mount"):
+            self.assert_no_in_json(None, "heat", empty)
         with self.subTest("an unknown tensor"):
             self.assert_no_in_json(None, "inspect", good, "unknown")
 
@@ -132,6 +137,26 @@ class Streams(TestCase):
         source = numbered_set(self.tmp / "model", 1)
         json_too = [[command, source, "--json"] for command in ("verify", "ls")]
         return [["verify", source], ["completions", "bash"], ["man"], *json_too]
+
+    def test_quiet_leaves_only_failures_on_standard_error(self):
+        source, place = numbered_set(self.tmp / "model", 1), self.mount_point()
+        (source / "passwd").symlink_to("/etc/passwd")
+        for words in (["ls", source], ["mount", source, place], ["run", source, "--", "true"]):
+            with self.subTest(words=words):
+                self.assertNotEqual(tensorfs(*words).stderr, "")
+                if words[0] == "mount":
+                    self.assert_done(tensorfs("umount", place))
+                for quiet in (["-q", *words], [words[0], "--quiet", *words[1:]]):
+                    outcome = tensorfs(*quiet)
+                    self.assert_done(outcome)
+                    self.assertEqual(outcome.stderr, "")
+                    if words[0] == "mount":
+                        self.assert_done(tensorfs("umount", place))
+        for words in (["ls", self.tmp / "gone"], ["mount", self.tmp / "gone", place], ["run", source, "--", self.tmp / "gone"]):
+            with self.subTest(words=words):
+                outcome = tensorfs("-q", *words)
+                self.assertNotEqual(outcome.code, 0)
+                self.assert_one_line(outcome)
 
     # Output was lost on a full disk, and the exit code was 0, or 101 with a panic.
     # A script that redirects verify must notice.

@@ -63,14 +63,14 @@ class ReadOnly(Semantics):
 
     def test_modes_are_read_only(self):
         path = self.mounted().path
-        self.assertEqual(stat.S_IMODE(path.stat().st_mode), 0o555)
+        self.assertEqual(stat.S_IMODE(path.stat().st_mode), 0o755)
         for name in (FILE, MAP, "config.json"):
             self.assertTrue(is_regular(path / name))
             self.assertEqual(stat.S_IMODE((path / name).stat().st_mode), 0o444, name)
 
     def test_umask_narrows_the_modes(self):
         path = self.mounted("umask=077").path
-        self.assertEqual(stat.S_IMODE(path.stat().st_mode), 0o500)
+        self.assertEqual(stat.S_IMODE(path.stat().st_mode), 0o700)
         self.assertEqual(stat.S_IMODE((path / FILE).stat().st_mode), 0o400)
 
     def test_files_belong_to_the_user_who_mounts(self):
@@ -319,9 +319,9 @@ class Refusals(Semantics):
             self.assertIn("Usage", outcome.stdout)
 
     def test_the_help_of_a_command_names_the_options_that_it_takes(self):
-        source = {"prefer", "follow", "expect-shards", "reference", "key-file", "passphrase-file", "key-command", "index-dir"}
+        source = {"prefer", "follow", "expect-shards", "reference", "key-file", "passphrase-file", "key-command", "index-dir", "io-timeout"}
         view = {"include", "exclude", "tp", "rank", "tp-rules", "rename", "dtype", "keep"}
-        reads, files = {"io", "direct", "io-timeout"}, {"layout", "format", "weight-map", "views"}
+        reads, files = {"io", "direct"}, {"layout", "format", "weight-map", "config", "views"}
         expected = {
             "ls": source | view | {"format", "layout=hub", "views"}, "inspect": source | view | {"format", "layout=hub", "views"},
             "load": source | view | reads, "diff": source | view | reads, "warm": source | view | {"format", "layout"},
@@ -341,8 +341,8 @@ class Refusals(Semantics):
             "io-timeout=5", "direct=never", "verify=read", "cache=1G", "uid=0", "watch=off", "allow_other",
             f"assemble={self.tmp}", "log=x", "ro", "nofail", "noexec", "x-systemd.automount", "context=a", "index-dir=none",
         )
-        own = {"index-dir=none"}
-        view, reads, layout = {"include=*", "dtype=f32"}, {"io-timeout=5", "direct=never"}, {"layout=shards=1"}
+        own = {"index-dir=none", "io-timeout=5"}
+        view, reads, layout = {"include=*", "dtype=f32"}, {"direct=never"}, {"layout=shards=1"}
         listed = own | view | {"format=bintensors", "layout=hub"}
         out = self.tmp / "out"
         commands = (

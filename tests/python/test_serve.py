@@ -11,7 +11,7 @@ from pathlib import Path
 import checkpoints
 from faults import FaultFs, Reading
 from manifest import by_id
-from mounts import BIN, ROOT, Mount, find_mount, needs_root, process_gone, tensorfs, wait_until
+from mounts import BIN, ROOT, Mount, find_mount, needs_root, process_gone, run, tensorfs, wait_until
 from services import PATIENCE, Service, ServiceCase, mount_config
 
 FILE = "model.safetensors"
@@ -119,6 +119,22 @@ class Serving(ServiceCase):
         self.assertEqual(service.manager.count("READY=1"), 0)
         self.assertIn("a failed: ", service.manager.status())
         self.assertIn("no mount of ", service.log())
+
+    # The next process ended, because no mount had been handed to it.
+    def test_a_service_none_of_whose_mounts_serves_goes_on_over_restarts_and_mounts_once_it_can(self):
+        source = self.copy(SOURCE, "source")
+        service = self.serve(mount_config("a", source, self.a, "watch=off"))
+        service.wait_until_ready()
+        self.assert_done(run("umount", "-l", self.a))
+        service.wait_for_status("a unmounted")
+        source.rename(self.tmp / "away")
+        for number in (2, 3):
+            service.restart()
+            service.wait_until_ready(number)
+            service.wait_for_status("serving 0 of 1 mount; a failed: ")
+        (self.tmp / "away").rename(source)
+        service.wait_for_status("serving 1 of 1")
+        self.assert_serves(self.a)
 
     def test_a_service_without_mounts_waits_for_a_reload(self):
         service = self.serve("# nothing yet\n")
@@ -443,6 +459,39 @@ class Checks(ServiceCase):
         file = self.tmp / "config.toml"
         file.write_text(config)
         return tensorfs("serve", "--check", "--config", file)
+
+    def test_places_that_a_mount_would_refuse_are_found(self):
+        (self.tmp / "models/in").mkdir(parents=True)
+        (self.tmp / "srv").mkdir()
+        (self.tmp / "link").symlink_to("srv")
+        models, srv, link, file = (self.tmp / name for name in ("models", "srv", "link", "file"))
+        file.touch()
+        for config, why in (
+            (mount_config("a", models, models), f"its target {models} lies inside its source {models}"),
+            (mount_config("a", "/", srv), f"its target {srv} lies inside its source /"),
+            (mount_config("a", models / "in", models), f"its source {models}/in lies on its target {models}"),
+            (mount_config("b", models, srv) + mount_config("a", models, link), f"{srv} is the target of mount b too"),
+            (mount_config("a", models, file), f"its target {file} is no folder"),
+            (mount_config("a", models, srv, f"config={link}"), f"config={link}: lies in the mount {srv}"),
+            (mount_config("a", models, srv, f"config={srv}/x.json"), f"config={srv}/x.json: lies in the mount {srv}"),
+            (mount_config("a", models, srv, f"config={models}/none"), f"config={models}/none: No such file or directory"),
+        ):
+            outcome = self.check(config)
+            self.assert_refused(outcome, 2)
+            self.assertIn(f"mount a: {why}", outcome.stderr)
+            self.assert_one_line(outcome)
+
+    def test_the_place_of_a_model_of_the_hub_cache_is_compared_with_the_target(self):
+        hub, place = self.tmp / "hub", self.tmp / "hub/models--ORG--NAME"
+        snapshot = checkpoints.hub_cache(place, checkpoints.hf_set(self.tmp / "checkpoint", megabytes=1))
+        (snapshot / "in").mkdir()
+        file = self.tmp / "config.toml"
+        file.write_text(mount_config("a", "ORG/NAME", snapshot / "in"))
+        outcome = tensorfs("serve", "--check", "--config", file, env={**os.environ, "HF_HUB_CACHE": str(hub)})
+        self.assert_refused(outcome, 2)
+        self.assertIn(f"mount a: its target {snapshot}/in lies inside its source {snapshot}", outcome.stderr)
+        # The cache of the service may have it.
+        self.assert_done(tensorfs("serve", "--check", "--config", file, env={**os.environ, "HF_HUB_CACHE": "/nowhere"}))
 
     def test_a_correct_config_is_told_with_its_mounts(self):
         outcome = self.check(mount_config("a", "/data", "/srv/a") + mount_config("b", "/data", "/srv/b", "cache=1G"))

@@ -165,6 +165,20 @@ class Stalls(Survival):
             self.assert_whole(m)
             self.assert_status(m, "source_stuck_now", lambda values: max(values) == 0)
 
+    def test_a_whole_file_on_a_file_system_that_stalls_has_the_deadline_too(self):
+        folder = self.tmp / "one"
+        folder.mkdir()
+        whole_file = folder / "model.safetensors"
+        whole_file.write_bytes(whole("a"))
+        with FaultyMount(folder, "io-timeout=1") as m:
+            path = m.path / "model.safetensors"
+            self.assertEqual(path.read_bytes(), whole("a"))
+            m.faults.tell("stall", "*")
+            Path("/proc/sys/vm/drop_caches").write_text("1")
+            self.assert_timed_out(read_ranges(path, [[1 << 20, 4096]], "direct", 15), 1)
+            m.faults.tell("resume")
+            self.assertEqual(path.read_bytes(), whole("a"))
+
     def test_a_mapping_of_a_stalled_file_gets_sigbus_and_not_for_ever(self):
         with FaultyMount(tree(), "io-timeout=1") as m:
             m.faults.tell("stall", STALLED)
@@ -416,13 +430,28 @@ class Errors(Survival):
             m.faults.tell("ok")
             self.assert_right(m.path / "a" / FILE, inside(2), how="mmap")
 
+    def settled_tree(self):
+        """`tree`, which last changed so long ago that a look at its folders alone says that they have the same names."""
+        wait_until(lambda: time.time() - (tree() / "a").stat().st_ctime > 5, 20, "the source is settled")
+        return tree()
+
     def test_a_source_that_cannot_be_opened_or_looked_at_for_a_while_is_shown_again(self):
         for request in ("open", "getattr", "lookup"):
-            with self.subTest(request=request), FaultyMount(tree()) as m:
+            with self.subTest(request=request), FaultyMount(self.settled_tree()) as m:
                 path = m.path / "a" / FILE
                 m.faults.tell(f"eio-{request}", STALLED)
                 (got,) = read_ranges(path, inside(2))
                 self.assertIn(got.errno, (0, errno.EIO, errno.ESTALE, errno.ENOENT))
+                m.faults.tell("ok")
+                wait_until(path.exists, 20, "the file is shown")
+                self.assert_right(path, inside(2, n=2))
+
+    def test_a_file_that_could_not_be_looked_at_while_its_folder_was_listed_is_shown_again(self):
+        for request in ("getattr", "lookup"):
+            with self.subTest(request=request), FaultyMount(self.settled_tree()) as m:
+                path = m.path / "a" / FILE
+                m.faults.tell(f"eio-{request}", STALLED)
+                wait_until(lambda: not path.exists(), 20, "the file is not shown")
                 m.faults.tell("ok")
                 wait_until(path.exists, 20, "the file is shown")
                 self.assert_right(path, inside(2, n=2))

@@ -42,6 +42,10 @@ class Units(TestCase):
                     outcome = run("systemd-analyze", "security", "--offline=yes", limit, self.installed(unit))
                     self.assert_done(outcome)
 
+    def test_a_restart_does_not_wait_for_a_worker_that_waits_for_its_source(self):
+        # With other settings systemd kills all processes of the service before it starts it again, and waits for them.
+        self.assertIn("\nKillMode=process\n", (ROOT / "systemd/tensorfs.service").read_text())
+
     def installed(self, unit):
         """A copy that names the binary under test, as an instance when the unit is a template."""
         name = unit.name.replace("@.", "@test.")

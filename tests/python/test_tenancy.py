@@ -47,7 +47,7 @@ class Access(TenancyCase):
                         self.assertEqual(self.may("cat", m.path / name / FILE, who=who), name in allowed)
                         self.assertEqual(self.may("stat", m.path / name / FILE, who=who), name in allowed)
             found = os.stat(m.path / "team-a")
-            self.assertEqual((found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)), (0, TEAM, 0o550))
+            self.assertEqual((found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)), (0, TEAM, 0o750))
             found = os.stat(m.path / "team-a" / FILE)
             self.assertEqual((found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)), (0, TEAM, 0o440))
             found = os.stat(m.path / "open" / FILE)

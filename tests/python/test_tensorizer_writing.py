@@ -229,7 +229,9 @@ class Written(TestCase):
                     # It was too late for the signal.
                     self.assert_same(self.out.read_bytes(), expected_file(in_disk_order(tensors)))
                     self.out.unlink()
-                self.assertEqual(visible_files(self.out.parent), [])
+                # A killed run leaves its lock, which the next one takes over.
+                locks = [".m.tensors.tensorfs-partial/lock"] if number == signal.SIGKILL else []
+                self.assertIn(visible_files(self.out.parent), ([], locks))
         self.assert_written(source)
         self.assertEqual(os.listdir(self.out.parent), ["m.tensors"])
 

@@ -28,7 +28,7 @@ OTHERS = ["io-timeout=30", "direct=never"]
 
 # Views of a mount of several checkpoints, and options of mounts of what it shows.
 LOWERS = ["", "prefer=shards", "layout=original", "layout=original,prefer=shards", "layout=shards=2", "format=bintensors",
-          "weight-map=hide", "exclude=*norm*"]
+          "weight-map=hide", "exclude=*norm*", "layout=hub,format=bintensors"]
 UPPERS = ["layout=original", "layout=single,prefer=shards", "layout=shards=3", "format=bintensors", "weight-map=hide",
           "include=*mlp*", "tp=2", "tp=2,rank=1", "layout=single,expect-shards=2", "layout=hub,watch=off"]
 

@@ -87,7 +87,7 @@ fn imports_that_hide_their_module_are_flagged() {
         assert_eq!(ranks_of("src/dtype.rs", text).len(), 1, "not flagged: {text}");
     }
     let found = ranks_of("src/catalog.rs", "use crate::verify;");
-    assert!(found[0].contains("imports `verify` (rank 6)"), "{found:?}");
+    assert!(found[0].contains("imports `verify` (rank 8)"), "{found:?}");
 }
 
 #[test]
@@ -132,15 +132,41 @@ fn modules_of_the_python_package_import_lower_ranks_only() {
 #[test]
 fn circle_of_sibling_files_is_flagged() {
     let circle = |texts: [&str; 3]| {
-        let paths = ["mount/src/fs/a.rs", "mount/src/fs/b.rs", "mount/src/fs/c/mod.rs"];
-        let files = [0, 1, 2].map(|index| sample(paths[index], texts[index]));
-        circles::circle_violations(&files, &["mount/src/"])
+        let found = ["mount/src/", "src/"].map(|folder| {
+            let paths = ["fs/a.rs", "fs/b.rs", "fs/c/mod.rs"].map(|path| format!("{folder}{path}"));
+            let files = [0, 1, 2].map(|index| sample(&paths[index], texts[index]));
+            circles::circle_violations(&files, ONE_WAY)
+        });
+        assert_eq!(found[0].len(), found[1].len());
+        found.concat().split_off(found[0].len())
     };
     assert_eq!(circle(["use super::b::B;", "use crate::fs::a::A;", ""]).len(), 2);
     assert_eq!(circle(["use super::{b};", "fn f() { super::c::C }", "use super::a;"]).len(), 3);
     assert_none(&circle(["use super::b::B;", "use super::c;", ""]));
     assert_none(&circle(["use super::b;", "#[cfg(test)] mod tests { use crate::fs::a; }", ""]));
     assert_none(&circle(["", "", "use super::super::fs; mod d { use super::super::c; }"]));
+}
+
+#[test]
+fn files_of_this_machine_above_the_byte_seam_are_flagged() {
+    let found = |path: &str, text: &str| seam::seam_violations(&[sample(path, text)]).len();
+    for text in [
+        "use std::fs;",
+        "fn f() { std::fs::metadata(path) }",
+        "use std::os::unix::fs::MetadataExt;",
+        "use nix::sys::stat::stat;",
+        "use crate::source::{LocalFile, Source};",
+        "fn f() { tensorfs::internal::source::FileSystem::at(path) }",
+    ] {
+        assert_eq!(found("src/checkpoint/tree.rs", text), 1, "{text}");
+        assert_eq!(found("mount/src/fs/live.rs", text), 1, "{text}");
+        assert_eq!(found("src/source/mod.rs", text), 0, "{text}");
+        assert_eq!(found("src/loader/cufile.rs", text), 0, "{text}");
+    }
+    let tested = "#[cfg(test)] mod tests { use std::fs; }";
+    assert_eq!(found("src/checkpoint/tree.rs", tested), 0);
+    assert_eq!(found("src/checkpoint/tree.rs", "use crate::source::Source; use crate::fs;"), 0);
+    assert_eq!(found("src/loader/cufile.rs", "//! x"), 1, "no exception any more");
 }
 
 #[test]

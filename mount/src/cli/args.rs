@@ -19,6 +19,9 @@ use crate::options::{self, Use};
                   logged."
 )]
 pub(crate) struct Cli {
+    /// Write only failures to standard error: no notes, warnings or progress
+    #[arg(short, long, global = true)]
+    pub quiet: bool,
     /// The command.
     #[command(subcommand)]
     pub command: Command,
@@ -35,6 +38,16 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Mount a checkpoint, or a tree of them
     Mount(MountArgs),
+    /// Mount for one command, and unmount when it ends
+    #[command(
+        override_usage = "tensorfs run [-o OPTIONS] SOURCE -- COMMAND [ARGS]...",
+        after_help = "{} in COMMAND and ARGS stands for the mount, as does $TENSORFS_MOUNT in its \
+                      environment.\n\
+                      Exit status: that of the command; 1 nothing was mounted, 2 usage, 126 the \
+                      command cannot be run, 127 there is none. A signal that ends the command \
+                      ends tensorfs too."
+    )]
+    Run(RunArgs),
     /// Take a mount off
     Umount(UmountArgs),
     /// Serve all mounts of a config file, as a service
@@ -51,6 +64,8 @@ pub(crate) enum Command {
     Ls(LsArgs),
     /// Show where the data of tensors lies
     Inspect(InspectArgs),
+    /// Write the bytes of a tensor to standard output
+    Cat(CatArgs),
     /// Load tensors into memory, past any mount, and say how fast it went
     Load(LoadArgs),
     /// Show or make the index, from which the next start need not read all headers
@@ -81,7 +96,8 @@ pub(crate) enum Command {
 /// The source of a command, and how it is read.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct SourceArgs {
-    /// Checkpoint folder, tree of them, or one file of a checkpoint
+    /// Checkpoint folder, tree of them, or one file of a checkpoint; or ORG/NAME, a model of the hub
+    /// cache
     pub source: PathBuf,
     /// Options as for mount
     #[arg(short = 'o', value_name = "OPTIONS")]
@@ -115,6 +131,7 @@ pub(crate) const LS: SourceCommand =
     SourceCommand { name: "ls", uses: &[Source, View, Format, Hub, Views] };
 pub(crate) const INSPECT: SourceCommand =
     SourceCommand { name: "inspect", uses: &[Source, View, Format, Hub, Views] };
+pub(crate) const CAT: SourceCommand = SourceCommand { name: "cat", uses: &[Source, View, Reads] };
 pub(crate) const INDEX: SourceCommand = SourceCommand { name: "index", uses: &[Source, Format] };
 pub(crate) const LOAD: SourceCommand = SourceCommand { name: "load", uses: &[Source, View, Reads] };
 pub(crate) const VERIFY: SourceCommand = SourceCommand { name: "verify", uses: &[Source] };
@@ -127,6 +144,10 @@ pub(crate) const CONVERT: SourceCommand =
 pub(crate) const DIFF: SourceCommand = SourceCommand { name: "diff", uses: &[Source, View, Reads] };
 pub(crate) const REPORT: SourceCommand =
     SourceCommand { name: "report", uses: &[Source, View, Format, Layout] };
+
+/// All commands that have a source. Completion offers each its own options.
+pub(crate) const SOURCE_COMMANDS: [&SourceCommand; 11] =
+    [&CAT, &WARM, &LS, &INSPECT, &INDEX, &LOAD, &VERIFY, &CONSOLIDATE, &CONVERT, &DIFF, &REPORT];
 
 /// Names the options of a command in its help.
 fn takes(command: &'static SourceCommand) -> impl FnOnce(Arg) -> Arg {
@@ -153,7 +174,8 @@ pub(crate) struct DoctorArgs {
 #[derive(Debug, Args)]
 #[command(after_long_help = options::help())]
 pub(crate) struct MountArgs {
-    /// Checkpoint folder, tree of them, or one file of a checkpoint
+    /// Checkpoint folder, tree of them, or one file of a checkpoint; or ORG/NAME, a model of the hub
+    /// cache
     pub source: PathBuf,
     /// Folder to mount on
     pub target: PathBuf,
@@ -175,6 +197,26 @@ pub(crate) struct MountArgs {
     /// Say more; twice for debugging
     #[arg(short, action = clap::ArgAction::Count)]
     pub verbose: u8,
+}
+
+/// Arguments of `run`.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Checkpoint folder, tree of them, or one file of a checkpoint; or ORG/NAME, a model of the hub
+    /// cache
+    pub source: PathBuf,
+    /// Options as for mount, separated by commas
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    pub options: Vec<String>,
+    /// Folder of indexes and checksums; `none` for none
+    #[arg(long, value_name = "DIR")]
+    pub index_dir: Option<OsString>,
+    /// Say more; twice for debugging
+    #[arg(short, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+    /// The command, whose {} stand for the mount
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub command: Vec<OsString>,
 }
 
 /// Arguments of `umount`.
@@ -224,6 +266,9 @@ pub(crate) struct StatusArgs {
     /// Only the mounts on these folders
     #[arg(value_name = "MNT")]
     pub targets: Vec<PathBuf>,
+    /// One line a mount: a table on a terminal, and tabs and bytes elsewhere
+    #[arg(short, long, conflicts_with = "json")]
+    pub short: bool,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -232,6 +277,9 @@ pub(crate) struct StatusArgs {
 /// Arguments of `top`.
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
+    /// Only the mounts on these folders
+    #[arg(value_name = "MNT")]
+    pub targets: Vec<PathBuf>,
     /// Time between two updates
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
     pub interval: Duration,
@@ -270,7 +318,7 @@ pub(crate) struct WarmArgs {
     #[arg(long, value_name = "FILE")]
     pub heat: Option<PathBuf>,
     /// Whether to draw a progress bar
-    #[arg(long, value_enum, default_value_t = When::Auto)]
+    #[arg(long, value_enum, default_value_t = When::Auto, default_missing_value = "always", num_args = 0..=1, require_equals = true)]
     pub progress: When,
 }
 
@@ -281,6 +329,13 @@ pub(crate) struct LsArgs {
     /// The source.
     #[command(flatten)]
     pub source: SourceArgs,
+    /// One line a checkpoint, which is the default for several: a table on a terminal, and tabs and
+    /// bytes elsewhere
+    #[arg(short, long, conflicts_with = "json")]
+    pub short: bool,
+    /// All tensors, which is the default for one checkpoint
+    #[arg(short, long, conflicts_with_all = ["json", "short"])]
+    pub long: bool,
 }
 
 /// Arguments of `inspect`.
@@ -292,6 +347,28 @@ pub(crate) struct InspectArgs {
     pub source: SourceArgs,
     /// Only this tensor
     pub tensor: Option<String>,
+}
+
+/// Arguments of `cat`.
+#[derive(Debug, Args)]
+#[command(
+    mut_arg("options", takes(&CAT)),
+    mut_arg("json", |arg| arg.hide(true)),
+    after_help = "The bytes are those of a safetensors file: row by row, each element with its lowest \
+                  byte first."
+)]
+pub(crate) struct CatArgs {
+    /// The source.
+    #[command(flatten)]
+    pub source: SourceArgs,
+    /// Name of the tensor
+    pub tensor: String,
+    /// Write a file of numpy, as numpy.save does
+    #[arg(long)]
+    pub npy: bool,
+    /// Write to a terminal, too
+    #[arg(short, long)]
+    pub force: bool,
 }
 
 /// Arguments of `index`.
@@ -323,7 +400,7 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// Whether to draw a progress bar
-    #[arg(long, value_enum, default_value_t = When::Auto)]
+    #[arg(long, value_enum, default_value_t = When::Auto, default_missing_value = "always", num_args = 0..=1, require_equals = true)]
     pub progress: When,
 }
 
@@ -371,7 +448,7 @@ pub(crate) struct VerifyArgs {
     #[arg(long)]
     pub strict: bool,
     /// Whether to draw a progress bar
-    #[arg(long, value_enum, default_value_t = When::Auto)]
+    #[arg(long, value_enum, default_value_t = When::Auto, default_missing_value = "always", num_args = 0..=1, require_equals = true)]
     pub progress: When,
 }
 
@@ -420,7 +497,7 @@ pub(crate) struct ConvertArgs {
     #[arg(short, long)]
     pub force: bool,
     /// Whether to draw a progress bar
-    #[arg(long, value_enum, default_value_t = When::Auto)]
+    #[arg(long, value_enum, default_value_t = When::Auto, default_missing_value = "always", num_args = 0..=1, require_equals = true)]
     pub progress: When,
 }
 

@@ -27,10 +27,12 @@ use tensorfs::internal::error::{real_name, shown, shown_path};
 use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::mount_origin::resolve_mount;
 use tensorfs::internal::open_options::OpenOptions;
+use tensorfs::internal::size::shown_size;
 use tensorfs::internal::view::Files;
 
-use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::output::{Failure, Outcome, print_json, print_text};
 use super::sources::prove_all;
+use super::stopping::{clean_up_on_signals, take_signals};
 use crate::log;
 use crate::options::Options;
 use args::BenchArgs;
@@ -79,7 +81,11 @@ pub(super) fn run(args: &BenchArgs) -> Outcome {
     if let Ok(job) = std::env::var(job::JOB) {
         return if job::run(&job, args) { Ok(()) } else { Err(Failure::Told) };
     }
-    let outcome = bench(args);
+    in_json(args, bench(args))
+}
+
+/// If JSON was requested and nothing is printed yet, prints the failure as JSON too.
+pub(super) fn in_json(args: &BenchArgs, outcome: Outcome) -> Outcome {
     match &outcome {
         Err(failure) if args.json && !matches!(failure, Failure::Told) => {
             // The failure goes to standard error even if this cannot be printed.
@@ -115,7 +121,8 @@ fn bench(args: &BenchArgs) -> Outcome {
         return Err(Failure::Usage("the bench reads safetensors; leave format= out".to_owned()));
     }
     let method = Method::choose(args.evict)?;
-    worker::stop_on_signals();
+    take_signals();
+    clean_up_on_signals();
     let mut made = None;
     let source = match (&args.source, args.make) {
         (Some(source), _) => source.clone(),
@@ -134,7 +141,7 @@ fn bench(args: &BenchArgs) -> Outcome {
     if args.keep {
         let kept = made.iter().chain(&written).map(|scratch| shown_path(scratch.path()));
         for path in kept {
-            log::say(&format!("left in {path}"));
+            log::note(&format!("left in {path}"));
         }
     }
     outcome
@@ -185,7 +192,7 @@ fn make_checkpoint(args: &BenchArgs) -> Result<Scratch, Failure> {
     let size = args.size.to_string();
     let words = ["--make", name, "--size", &size, "--dir"].map(OsStr::new);
     let words = [&words[..], &[scratch.path().as_os_str()]].concat();
-    progress(&format!("making a checkpoint of {}", human(args.size)));
+    progress(&format!("making a checkpoint of {}", shown_size(args.size)));
     worker::run("make", &words, limit(args, args.size))?;
     Ok(scratch)
 }
@@ -345,7 +352,7 @@ fn title(facts: &Value) -> String {
         text(&facts["tensorfs"]),
         text(&facts["machine"]["kernel"]),
         facts["machine"]["cores"],
-        human(facts["machine"]["memory_bytes"].as_u64().unwrap_or(0)),
+        shown_size(facts["machine"]["memory_bytes"].as_u64().unwrap_or(0)),
         shown(&text(&source["file"])),
         shown(&text(&source["path"])),
         text(&source["kind"]),
@@ -354,7 +361,7 @@ fn title(facts: &Value) -> String {
         text(&facts["mount"]["readahead_kib"]),
         shown(&text(&against["path"])),
         on(&against["on"]),
-        human(facts["bytes"].as_u64().unwrap_or(0)),
+        shown_size(facts["bytes"].as_u64().unwrap_or(0)),
         facts["runs"],
         text(&evict["method"]),
     )
@@ -396,7 +403,7 @@ fn notes(measured: &[Measured]) -> Vec<String> {
 /// Shows progress on a terminal, on a line that the next message replaces.
 fn progress(what: &str) {
     let mut error = std::io::stderr();
-    if error.is_terminal() {
+    if error.is_terminal() && !log::is_quiet() {
         let _ = write!(error, "\r\x1b[K{what}");
         let _ = error.flush();
     }

@@ -7,15 +7,16 @@ use tensorfs::Error;
 use tensorfs::internal::checkpoint::Tail;
 use tensorfs::internal::consolidate::{Copier, Outline, Watch, WriteOptions};
 use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::size::shown_size;
 
 use super::args;
-use super::output::{Failure, Outcome, UNPROVEN_TAIL, human, print_json, print_text};
+use super::output::{Failure, Outcome, UNPROVEN_TAIL, print_json, print_text, reported, speed};
 use super::sources::{open_source_with_views, query_options};
-use super::stopping::{check_stopped, stop_on_signals};
+use super::stopping::{check_stopped, clean_up_on_signals};
 use super::verify::bar;
+use crate::daemon::stalled::elsewhere;
 
 pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
-    stop_on_signals();
     let started = Instant::now();
     let options = query_options(&args.source, &args::CONSOLIDATE)?;
     let settings = options.settings();
@@ -36,11 +37,13 @@ pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
         bar.inc(bytes);
         check_stopped()
     };
+    clean_up_on_signals();
     let mut watch = Watch { progress: &mut progress, bytes: None };
-    match &single {
-        Some(file) => copier.write_one(file, &args.out, write, &mut watch)?,
-        None => copier.write_folder(&outline, &args.out, write, &mut watch)?,
-    }
+    // Each read of the source has a deadline of its own.
+    elsewhere(|| match &single {
+        Some(file) => copier.write_one(file, &args.out, write, &mut watch),
+        None => copier.write_folder(&outline, &args.out, write, &mut watch),
+    })?;
     bar.finish_and_clear();
     let seconds = started.elapsed().as_secs_f64();
     let rate = (bytes as f64 / seconds.max(1e-9)) as u64;
@@ -48,7 +51,7 @@ pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
     let unproven = outline.checkpoints.iter().filter(|set| set.tail == Tail::Unproven);
     notes.extend(unproven.map(|set| format!("{}: {UNPROVEN_TAIL}", set.name)));
     if args.source.json {
-        return print_json(&json!({
+        let report = json!({
             "source": real_name(&args.source.source),
             "ok": true,
             "class": Value::Null,
@@ -59,17 +62,23 @@ pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
             "seconds": seconds,
             "bytes_per_second": rate,
             "verified": args.verify,
+            "reused": copier.reused(),
             "notes": notes,
-        }));
+        });
+        return reported(&args.out, print_json(&report));
     }
     let count = if files == 1 { "1 file".to_owned() } else { format!("{files} files") };
     let verified = if args.verify { ", read back and compared" } else { "" };
+    let reused = match copier.reused() {
+        0 => String::new(),
+        bytes => format!(", {} reused from a run that was killed", shown_size(bytes)),
+    };
     let mut text = format!(
-        "{}: {count}, {} in {seconds:.1} s, {}/s{verified}\n",
+        "{}: {count}, {} in {seconds:.1} s, {}{reused}{verified}\n",
         shown_path(&args.out),
-        human(bytes),
-        human(rate)
+        shown_size(bytes),
+        speed(bytes, seconds)
     );
     text.extend(notes.iter().map(|note| format!("  note: {}\n", shown(note))));
-    print_text(&text)
+    reported(&args.out, print_text(&text))
 }

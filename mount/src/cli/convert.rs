@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
-use tensorfs::internal::checkpoint::{Checkpoint, Tail, VirtualFile};
+use tensorfs::internal::checkpoint::{Checkpoint, VirtualFile};
 use tensorfs::internal::consolidate::{
     Copier, NewFile, OnBytes, Outline, OutlineContent, OutlineFile, OutlineFolder, SourceFiles,
     TensorizerFile, Watch, WriteKey, WriteOptions,
@@ -14,17 +14,18 @@ use tensorfs::internal::consolidate::{
 use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::format::{OutputFormat, names};
 use tensorfs::internal::reader::Reader;
+use tensorfs::internal::size::shown_size;
 use tensorfs::internal::source::SecretOrigin;
 use tensorfs::internal::view::{FileSpec, Files, View, arrange};
 
 use super::args::{self, ConvertArgs, To};
-use super::output::{Failure, Outcome, UNPROVEN_TAIL, human, print_json, print_text};
+use super::output::{Failure, Outcome, print_json, print_text, reported};
 use super::sources::{one_checkpoint, query_options};
-use super::stopping::{check_stopped, stop_on_signals};
+use super::stopping::{check_stopped, clean_up_on_signals};
 use super::verify::bar;
+use crate::daemon::stalled::elsewhere;
 
 pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
-    stop_on_signals();
     let to = format(args)?;
     let options = query_options(&args.source, &args::CONVERT)?;
     check_view(to, &options.open.view)?;
@@ -164,7 +165,9 @@ impl Conversion<'_> {
             check_stopped()
         };
         let mut each = |bytes: &[u8]| hash(bytes);
-        write(&mut Watch { progress: &mut progress, bytes: Some(&mut each) })?;
+        clean_up_on_signals();
+        // Each read of the source has a deadline of its own.
+        elsewhere(|| write(&mut Watch { progress: &mut progress, bytes: Some(&mut each) }))?;
         bar.finish_and_clear();
         Ok(())
     }
@@ -273,13 +276,10 @@ impl Conversion<'_> {
         Ok(())
     }
 
-    fn report(mut self, target: &Path, written: &WrittenFiles) -> Outcome {
+    fn report(self, target: &Path, written: &WrittenFiles) -> Outcome {
         let WrittenFiles { files, bytes, digest } = written;
         let catalog = self.checkpoint.catalog();
         let tensors = catalog.len();
-        if self.checkpoint.tail == Tail::Unproven {
-            self.notes.push(UNPROVEN_TAIL.to_owned());
-        }
         if self.args.source.json {
             let mut report = json!({
                 "source": real_name(&self.args.source.source),
@@ -303,7 +303,7 @@ impl Conversion<'_> {
             if let Some((algorithm, digest)) = digest {
                 report[*algorithm] = digest.as_str().into();
             }
-            return print_json(&report);
+            return reported(target, print_json(&report));
         }
         let digest = digest.as_ref();
         let digest = digest.map_or(String::new(), |(name, digest)| format!(", {name} {digest}"));
@@ -313,10 +313,10 @@ impl Conversion<'_> {
             "{}: {count}{}, {}{digest}{verified}\n",
             shown_path(target),
             counted(tensors, "tensor"),
-            human(*bytes)
+            shown_size(*bytes)
         );
         text.extend(self.notes.iter().map(|note| format!("  note: {}\n", shown(note))));
-        print_text(&text)
+        reported(target, print_text(&text))
     }
 }
 

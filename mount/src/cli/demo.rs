@@ -6,40 +6,49 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use nix::sys::wait::{WaitPidFlag, waitpid};
 use serde_json::{Value, json};
 use tensorfs::Dtype;
 use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::mountinfo;
+use tensorfs::internal::size::shown_size;
 
 use super::args;
-use super::output::{Failure, Outcome, human};
+use super::output::{Failure, Outcome, print_text, speed};
 use super::saved::{Cut, Tensor, byte_of, write_checkpoint};
+use super::stopping::{clean_up_on_signals, is_stopped, take_signals};
 use crate::daemon::attach::{Detach, detach};
 use crate::daemon::background;
 use crate::log;
 
-/// Prints a line. A closed pipe is no failure.
+/// How long the daemon may take to end once its mount is off.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Prints a line, unless the command was told to stop.
 macro_rules! tell {
-    ($($line:tt)*) => {{
-        let _ = writeln!(io::stdout(), $($line)*);
-    }};
+    ($($line:tt)*) => {
+        check_stopped().and_then(|()| print_text(&format!("{}\n", format_args!($($line)*))))
+    };
 }
 
 /// Name, dtype and shape of the tensors of each checkpoint.
-const TENSORS: [(&str, Dtype, &[u64]); 6] = [
+const TENSORS: [(&str, Dtype, &[u64]); 8] = [
     ("model.embed_tokens.weight", Dtype::Bf16, &[2048, 512]),
+    ("model.layers.0.input_layernorm.weight", Dtype::Bf16, &[512]),
     ("model.layers.0.mlp.down_proj.weight", Dtype::Bf16, &[512, 1408]),
     ("model.layers.0.mlp.experts.weight", Dtype::F32, &[8, 96, 256]),
+    ("model.layers.0.self_attn.k_norm.weight", Dtype::Bf16, &[64]),
     ("model.layers.0.self_attn.q_proj.weight", Dtype::F8E4M3, &[512, 512]),
     ("model.layers.0.self_attn.q_proj.scale", Dtype::F32, &[512]),
     ("model.norm.weight", Dtype::Bf16, &[512]),
 ];
 
 const CHECKPOINTS: [(&str, Cut, &str); 4] = [
-    ("hf", Cut::HuggingFace(3), "3 shards and a weight map, as transformers saves"),
+    ("hf", Cut::HuggingFace(4), "4 shards and a weight map, as transformers saves"),
     ("dcp-rows", Cut::Dcp(4, 1), "4 rank shards cut by rows, as FSDP saves with torch DCP"),
     ("dcp-columns", Cut::Dcp(1, 4), "4 rank shards cut by columns, as tensor parallelism does"),
     ("dcp-grid", Cut::Dcp(2, 2), "4 rank shards, a 2 x 2 grid"),
@@ -47,40 +56,68 @@ const CHECKPOINTS: [(&str, Cut, &str); 4] = [
 
 pub(super) fn run(args: &args::DemoArgs) -> Outcome {
     log::start(0);
+    take_signals();
+    clean_up_on_signals();
     let template = std::env::temp_dir().join("tensorfs-demo-XXXXXX");
     let root = nix::unistd::mkdtemp(&template)
         .map_err(|e| Failure::Failed(format!("{}: {e}", shown_path(&template))))?;
+    // The mount table has no links in its paths.
+    let root = fs::canonicalize(&root).unwrap_or(root);
     let outcome = demo(&root);
-    if args.keep {
-        tell!("\nThe checkpoints stay in {}", shown_path(&root));
+    let mount = root.join("mnt");
+    if let Err(e) = take_off(&mount) {
+        // Removing the folder would reach into the mount.
+        log::say(&format!("{}: {e}", shown_path(&mount)));
+    } else if args.keep {
+        let _ = print_text(&format!("\nThe checkpoints stay in {}\n", shown_path(&root)));
     } else if let Err(e) = fs::remove_dir_all(&root) {
         log::say(&format!("{}: {e}", shown_path(&root)));
     }
     outcome
 }
 
+/// Takes the mount off if it is there still, and waits for the daemon.
+fn take_off(mount: &Path) -> io::Result<()> {
+    if !mountinfo::at(mount)?.is_empty() {
+        unmount(mount)?;
+    }
+    let started = Instant::now();
+    while waitpid(None, Some(WaitPidFlag::WNOHANG)).is_ok() && started.elapsed() < END_TIMEOUT {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+fn check_stopped() -> Outcome {
+    if is_stopped() { Err(Failure::Failed("stopped".to_owned())) } else { Ok(()) }
+}
+
 fn demo(root: &Path) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(root)));
     let (models, mount) = (root.join("models"), root.join("mnt"));
     fs::create_dir(&mount).map_err(failed)?;
-    tell!("Four small checkpoints in {}:", shown_path(&models));
+    tell!("Four small checkpoints in {}:", shown_path(&models))?;
     let tensors = tensors();
     for (name, cut, what) in CHECKPOINTS {
         let folder = models.join(name);
         fs::create_dir_all(&folder).map_err(failed)?;
         write_checkpoint(&folder, &tensors, cut).map_err(failed)?;
-        tell!("  {name:<12} {what}");
+        tell!("  {name:<12} {what}")?;
     }
-    tell!("\n$ tensorfs mount {} {}", shown_path(&models), shown_path(&mount));
+    // Rank shards alone do not say how many they are.
+    let shards = "expect-shards=4";
+    tell!("\n$ tensorfs mount {} {} -o {shards}", shown_path(&models), shown_path(&mount))?;
     let log = format!("log={}", crate::options::escape(&real_name(&root.join("log"))));
     // A temporary checkpoint needs no index in the cache of the user.
-    let options = [log, "index-dir=none".to_owned()];
+    let options = [log, "index-dir=none".to_owned(), shards.to_owned()];
     background::run_in_background(&models, &mount, &options, false, 0).map_err(Failure::Failed)?;
     let compared = CHECKPOINTS.iter().try_for_each(|(name, ..)| show(&mount.join(name)));
-    tell!("\n$ tensorfs umount {}", shown_path(&mount));
+    if compared.is_ok() {
+        tell!("\n$ tensorfs umount {}", shown_path(&mount))?;
+    }
     unmount(&mount).map_err(failed)?;
     compared?;
-    tell!("\nEvery byte read through the mount is right, and nothing was copied.");
+    tell!("\nEvery byte read through the mount is right, and nothing was copied.")?;
     Ok(())
 }
 
@@ -96,21 +133,18 @@ fn tensors() -> Vec<Tensor> {
 /// Prints what `folder` of the mount shows and compares its weights.
 fn show(folder: &Path) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(folder)));
-    tell!("\n$ ls -l {}", shown_path(folder));
+    tell!("\n$ ls -l {}", shown_path(folder))?;
     for entry in fs::read_dir(folder).map_err(failed)? {
         let entry = entry.map_err(failed)?;
         let len = entry.metadata().map_err(failed)?.len();
-        tell!("  {len:>10}  {}", shown_path(entry.file_name().as_ref()));
+        tell!("  {len:>10}  {}", shown_path(entry.file_name().as_ref()))?;
     }
     let file = folder.join("model.safetensors");
     let started = Instant::now();
     let (tensors, bytes) = compare(&file)?;
-    let speed = bytes as f64 / started.elapsed().as_secs_f64().max(1e-9);
-    tell!(
-        "  {tensors} tensors, {} read at {}/s and compared: all equal",
-        human(bytes),
-        human(speed as u64)
-    );
+    let speed = speed(bytes, started.elapsed().as_secs_f64());
+    let size = shown_size(bytes);
+    tell!("  {tensors} tensors, {size} read at {speed} and compared: all equal")?;
     Ok(())
 }
 

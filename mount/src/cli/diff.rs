@@ -1,6 +1,6 @@
 //! `tensorfs diff`: the tensors in which two checkpoints differ.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 use tensorfs::Dtype;
 use tensorfs::internal::catalog::Tensor;
 use tensorfs::internal::checkpoint::Checkpoint;
-use tensorfs::internal::consolidate::{Contents, Copier, TensorDigests};
+use tensorfs::internal::consolidate::{Contents, TensorDigests};
 use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::sweep::Sweep;
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, printable};
 use super::sources::{one_checkpoint, query_options};
-use super::stopping::{check_reading_stopped, stop_on_signals};
 use super::verify::bar;
 
 /// One of the two checkpoints.
@@ -58,7 +58,6 @@ struct Difference {
 }
 
 pub(super) fn run(args: &args::DiffArgs) -> Outcome {
-    stop_on_signals();
     let mut options = query_options(&args.source, &args::DIFF)?;
     options.keep_secret().map_err(Failure::Failed)?;
     let (settings, store) = (options.settings(), options.index_dir.folder());
@@ -72,7 +71,7 @@ pub(super) fn run(args: &args::DiffArgs) -> Outcome {
     let mut second = side(&args.other, options)?;
     let mut found = by_name(&first, &second);
     if !args.headers {
-        compare_bytes(&mut first, &mut second, &mut found, &Copier::new(settings), args.progress)?;
+        compare_bytes(&mut first, &mut second, &mut found, &Sweep::new(settings), args.progress)?;
     }
     let differs = found.pairs.iter().any(Pair::differs)
         || !found.gone.is_empty()
@@ -118,7 +117,7 @@ fn compare_bytes(
     first: &mut DiffSide,
     second: &mut DiffSide,
     found: &mut Difference,
-    copier: &Copier,
+    sweep: &Sweep,
     progress: args::When,
 ) -> Result<(), Failure> {
     let is_known_same = |pair: &Pair| {
@@ -142,7 +141,7 @@ fn compare_bytes(
     };
     let (gone_forms, added_forms) = (forms(first, &found.gone), forms(second, &found.added));
     let fitting = |positions: &[usize], forms: &[Form], others: &[Form]| -> Vec<usize> {
-        let others: std::collections::HashSet<&Form> = others.iter().collect();
+        let others: HashSet<&Form> = others.iter().collect();
         let fits = positions.iter().zip(forms).filter(|(_, form)| others.contains(form));
         fits.map(|(&position, _)| position).collect()
     };
@@ -153,10 +152,10 @@ fn compare_bytes(
     let bar = bar(progress, first.unknown(&old_wanted) + second.unknown(&new_wanted));
     let mut advance = |bytes| {
         bar.inc(bytes);
-        check_reading_stopped()
+        Ok(())
     };
-    found.read = first.hash(copier, &old_wanted, &mut advance)?;
-    found.read += second.hash(copier, &new_wanted, &mut advance)?;
+    found.read = first.hash(sweep, &old_wanted, &mut advance)?;
+    found.read += second.hash(sweep, &new_wanted, &mut advance)?;
     bar.finish_and_clear();
     for pair in found.pairs.iter_mut().filter(|pair| pair.same_bytes.is_none()) {
         if let Some(old) = first.digests.get(&pair.first) {
@@ -177,9 +176,9 @@ fn zeros_of(tensor: &Tensor<'_>) -> Option<Dtype> {
 fn is_stored_once(old: (&Checkpoint, &Tensor<'_>), new: (&Checkpoint, &Tensor<'_>)) -> bool {
     let places = |(checkpoint, tensor): (&Checkpoint, &Tensor<'_>)| -> Vec<_> {
         let place = |piece: tensorfs::Piece<'_>| {
-            let identity = checkpoint.sources()[piece.shard.0 as usize].identity();
+            let version = checkpoint.sources()[piece.shard.0 as usize].version();
             let lists = [piece.offset, piece.shape, piece.stored_shape].map(<[u64]>::to_vec);
-            (identity.dev, identity.ino, piece.range, lists)
+            (version.file(), piece.range, lists)
         };
         tensor.pieces().map(place).collect()
     };
@@ -198,7 +197,7 @@ impl DiffSide {
     /// bytes that it read.
     fn hash(
         &mut self,
-        copier: &Copier,
+        sweep: &Sweep,
         positions: &[usize],
         progress: &mut dyn FnMut(u64) -> tensorfs::Result<()>,
     ) -> Result<u64, Failure> {
@@ -209,7 +208,7 @@ impl DiffSide {
                 None => unknown.push(position),
             }
         }
-        let read = self.contents.read(copier, &unknown, progress)?;
+        let read = self.contents.read(sweep, &unknown, progress)?;
         let len = |&position: &usize| self.checkpoint.catalog().tensor_at(position).len;
         let bytes = unknown.iter().map(len).sum();
         self.digests.extend(unknown.into_iter().zip(read));
@@ -254,8 +253,9 @@ impl Difference {
             let same = old_key(position).and_then(|key| by_content.get_mut(&key)?.pop());
             self.renamed.extend(same.map(|same| (position, same)));
         }
-        self.gone.retain(|position| self.renamed.iter().all(|(old, _)| old != position));
-        self.added.retain(|position| self.renamed.iter().all(|(_, new)| new != position));
+        let (old, new): (HashSet<usize>, HashSet<usize>) = self.renamed.iter().copied().unzip();
+        self.gone.retain(|position| !old.contains(position));
+        self.added.retain(|position| !new.contains(position));
     }
 }
 

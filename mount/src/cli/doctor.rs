@@ -15,6 +15,7 @@ use tensorfs::internal::error::shown;
 
 use super::args;
 use super::output::{Failure, Outcome, print_bytes, print_json, print_text};
+use super::stopping::{clean_up_on_signals, take_signals};
 
 /// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,6 +89,8 @@ impl Health {
 }
 
 pub(super) fn run(args: &args::DoctorArgs) -> Outcome {
+    take_signals();
+    clean_up_on_signals();
     let trial = mounting::trial();
     let mut checks = mounting::checks(&trial);
     checks.extend(machine::checks());

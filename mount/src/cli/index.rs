@@ -2,12 +2,14 @@
 
 use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::{FolderId, IndexState, Origin, Proved, Tree};
+use tensorfs::internal::clock::unix_now;
 use tensorfs::internal::error::{counted, real_name, shown, shown_path};
+use tensorfs::internal::size::shown_size;
 use tensorfs::internal::verify::Recorded;
 use tensorfs::internal::view::Files;
 
 use super::args;
-use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::output::{Failure, Outcome, print_json, print_text};
 use super::sources::{open_bytes, query_options};
 use crate::log;
 
@@ -100,7 +102,7 @@ fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<
 
 impl IndexReport {
     fn age(&self) -> Option<u64> {
-        let now = std::time::UNIX_EPOCH.elapsed().ok()?.as_secs();
+        let now = unix_now();
         Some(now.saturating_sub(u64::try_from(self.index.made).ok()?))
     }
 
@@ -143,7 +145,7 @@ impl IndexReport {
         if let (Some(len), Some(age)) = (self.index.len, self.age()) {
             let path = shown_path(&self.index.path);
             let age = indicatif::HumanDuration(std::time::Duration::from_secs(age));
-            text.push_str(&format!("\n  {path}, {}, {age} old", human(len)));
+            text.push_str(&format!("\n  {path}, {}, {age} old", shown_size(len)));
         }
         if let Some((shards, _)) = self.checksums {
             text.push_str(&format!("\n  checksums of {} are recorded", counted(shards, "shard")));

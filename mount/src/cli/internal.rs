@@ -12,7 +12,7 @@ use clap::{Parser, Subcommand};
 use nix::sys::prctl::set_name;
 use tensorfs::internal::error::shown;
 
-use super::{args, mount, serve, status};
+use super::{args, mount, run, seen, serve, umount};
 use crate::daemon::{background, handover, session, stalled};
 use crate::serve::heat::PROBE_NAME;
 
@@ -29,10 +29,17 @@ struct InternalCli {
 enum InternalCommand {
     /// Serve a mount, and report on standard output once it answers
     Daemon(args::MountArgs),
+    /// Serve the mount of a command of `run`, until standard input ends
+    RunDaemon(args::MountArgs),
     /// Serve one mount of a config for the supervisor on standard input
     Worker(args::WorkerArgs),
     /// Look at a path, with a byte on standard output for each answer
-    ProbePath { path: PathBuf },
+    ProbePath {
+        path: PathBuf,
+        /// Number of files to read from
+        #[arg(long)]
+        reads: usize,
+    },
     /// Look at the root of a mount
     ProbeMount { target: PathBuf },
     /// Read from a file of a mount, if there is one
@@ -41,6 +48,8 @@ enum InternalCommand {
     StateVersion,
     /// Tell by the exit status whether a mount is dead
     ProbeDead { target: PathBuf },
+    /// End the connection of a mount and take it off, if there is one
+    AbortMount { target: PathBuf, minor: Option<u32> },
 }
 
 /// Runs the command in `args`, which begin with `WORD`.
@@ -55,7 +64,9 @@ pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     };
     // The kernel names a process after the file that it was started from: `exe` in `/proc/self/`.
     let name = match &command {
-        InternalCommand::Daemon(_) | InternalCommand::Worker(_) => c"tensorfs",
+        InternalCommand::Daemon(_) | InternalCommand::RunDaemon(_) | InternalCommand::Worker(_) => {
+            c"tensorfs"
+        }
         _ => PROBE_NAME,
     };
     let _ = set_name(name);
@@ -63,9 +74,12 @@ pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
         InternalCommand::Daemon(args) => super::finish(mount::daemon(&args), |message| {
             let _ = background::report(message);
         }),
+        InternalCommand::RunDaemon(args) => super::finish(run::daemon(&args), |message| {
+            let _ = background::report(message);
+        }),
         InternalCommand::Worker(args) => super::finish(serve::work(&args), |_| {}),
-        InternalCommand::ProbePath { path } => {
-            stalled::answer_probe(&path);
+        InternalCommand::ProbePath { path, reads } => {
+            stalled::answer_probe(&path, reads);
             ExitCode::SUCCESS
         }
         InternalCommand::ProbeMount { target } if session::answers(&target) => ExitCode::SUCCESS,
@@ -77,6 +91,9 @@ pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
             let version = handover::state_version();
             super::finish(super::output::print_text(&format!("{version}\n")), |_| {})
         }
-        InternalCommand::ProbeDead { target } => status::answer_probe(&target),
+        InternalCommand::ProbeDead { target } => seen::answer_probe(&target),
+        InternalCommand::AbortMount { target, minor } => {
+            super::finish(umount::abort(&target, minor), |_| {})
+        }
     }
 }

@@ -14,9 +14,10 @@ use tensorfs::internal::loader::{
     CUFILE_MODULE, DeviceStats, Loader, LoaderConfig, MemoryStats, Progress, Report,
 };
 use tensorfs::internal::plan::TensorRequest;
+use tensorfs::internal::size::shown_size;
 
 use super::args;
-use super::output::{Failure, Outcome, human, print_json, print_text};
+use super::output::{Failure, Outcome, print_json, print_text, speed};
 use super::sources::{one_checkpoint, query_options};
 use super::verify::bar;
 
@@ -105,13 +106,13 @@ fn to_text(load: &FinishedLoad<'_>) -> String {
     let seconds = |time: Duration| format!("{:.3} s", time.as_secs_f64());
     let total = load.total();
     let mut text = format!(
-        "{}: {}, {} in {}, loaded in {} at {}/s\n",
+        "{}: {}, {} in {}, loaded in {} at {}\n",
         shown_path(&checkpoint.directory.join(&checkpoint.name)),
         counted(catalog.len(), "tensor"),
-        human(stats.wanted),
+        shown_size(stats.wanted),
         counted(catalog.shards.len(), "shard"),
         seconds(total),
-        human(rate(stats.wanted, total)),
+        speed(stats.wanted, total.as_secs_f64()),
     );
     let mut line = |label: &str, said: String| {
         let _ = writeln!(text, "  {label:<8} {said}");
@@ -125,15 +126,15 @@ fn to_text(load: &FinishedLoad<'_>) -> String {
     line(
         "read",
         format!(
-            "{}, {} at {}/s, {direct}",
+            "{}, {} at {}, {direct}",
             seconds(stats.load),
-            human(stats.read),
-            human(rate(stats.read, stats.load))
+            shown_size(stats.read),
+            speed(stats.read, stats.load.as_secs_f64())
         ),
     );
     match &stats.device {
         Some(device) => {
-            let how = format!("{} pinned in {}", human(device.pinned), seconds(device.pin));
+            let how = format!("{} pinned in {}", shown_size(device.pinned), seconds(device.pin));
             line("allocate", seconds(device.allocate));
             line("pin", format!("{how}, {}", device.pinning));
             line("copy", format!("{} in {} copies", seconds(device.copy), device.copies));
@@ -146,11 +147,11 @@ fn to_text(load: &FinishedLoad<'_>) -> String {
             format!(
                 "{} of all threads; {} read to their place",
                 seconds(stats.moving),
-                human(stats.placed)
+                shown_size(stats.placed)
             ),
         ),
     }
-    line("staging", format!("{} at its peak", human(stats.staging_peak)));
+    line("staging", format!("{} at its peak", shown_size(stats.staging_peak)));
     if stats.memory != MemoryStats::default() {
         line("memory", memory_of(&stats.memory));
     }
@@ -159,10 +160,11 @@ fn to_text(load: &FinishedLoad<'_>) -> String {
 
 /// Describes how memory was populated ahead of the reads.
 fn memory_of(memory: &MemoryStats) -> String {
-    let of = |bytes, time, pages| match bytes {
+    let of = |bytes, time: Duration, pages| match bytes {
         0 => format!("none in {pages} pages"),
         _ => {
-            format!("{} in {pages} pages at {}/s a thread", human(bytes), human(rate(bytes, time)))
+            let speed = speed(bytes, time.as_secs_f64());
+            format!("{} in {pages} pages at {speed} a thread", shown_size(bytes))
         }
     };
     let small = of(memory.small, memory.small_time, "small");
@@ -173,7 +175,7 @@ fn memory_of(memory: &MemoryStats) -> String {
 fn cufile_of(device: &DeviceStats) -> Option<String> {
     match &device.cufile_unused {
         Some(why) => Some(format!("not used: {why}")),
-        None => (device.cufile > 0).then(|| human(device.cufile)),
+        None => (device.cufile > 0).then(|| shown_size(device.cufile)),
     }
 }
 

@@ -2,6 +2,9 @@
 
 mod args;
 mod bench;
+mod cat;
+mod columns;
+mod completion;
 mod consolidate;
 mod convert;
 mod demo;
@@ -12,12 +15,15 @@ mod heat;
 mod index;
 pub(crate) mod internal;
 mod load;
+mod man;
 mod mount;
 pub(crate) mod mount_helper;
 mod output;
 mod query;
 mod report;
+mod run;
 mod saved;
+mod seen;
 mod serve;
 mod sources;
 mod status;
@@ -27,44 +33,113 @@ mod umount;
 mod verify;
 mod warm;
 
+use std::ffi::OsString;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser};
-use tensorfs::internal::error::{real_name, shown};
+use clap::{CommandFactory, Parser, ValueEnum};
+use tensorfs::internal::error::{real_name, shown, shown_path};
 
+use crate::daemon::stalled::{READ_ONE, probe_path, unless_stalled};
 use crate::log;
+use crate::options::Options;
 use args::{Cli, Command};
-use output::{Failure, Outcome, print_bytes, print_json};
+use output::{Failure, Outcome, print_bytes, print_clap, print_json};
+
+/// The arguments of the process. `--progress` alone takes no value, so that a path may follow; a word
+/// of its own that is one is joined to it.
+fn arguments() -> Vec<OsString> {
+    let mut joined: Vec<OsString> = Vec::new();
+    for arg in std::env::args_os() {
+        let value = arg.to_str().filter(|value| args::When::from_str(value, false).is_ok());
+        match (joined.last_mut(), value) {
+            (Some(last), Some(value)) if *last == "--progress" => last.push(format!("={value}")),
+            _ => joined.push(arg),
+        }
+    }
+    joined
+}
 
 /// Prints help, the version, or the error in the arguments. Arguments are shown escaped, since they
 /// may be names of files.
 fn usage(error: clap::Error) -> ExitCode {
-    let args = std::env::args_os().map(|arg| shown(&arg.to_string_lossy()));
+    let args = arguments().into_iter().map(|arg| shown(&arg.to_string_lossy()));
     print_usage(&Cli::try_parse_from(args).err().unwrap_or(error))
 }
 
 fn print_usage(error: &clap::Error) -> ExitCode {
-    let _ = error.print();
+    if let Err(failure) = print_clap(error) {
+        return finish(Err(failure), log::say);
+    }
     u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
 pub(crate) fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let mut cli = match Cli::try_parse_from(arguments()) {
         Ok(cli) => cli,
         Err(error) => return usage(error),
     };
-    let outcome = match cli.command {
+    if cli.quiet {
+        log::be_quiet();
+    }
+    let status = match source_of(&mut cli.command).cloned() {
+        Some(source) => in_time(cli.command, &source),
+        None => carry_out(cli.command),
+    };
+    stopping::end_if_stopped();
+    status
+}
+
+/// Carries out a command that reads `source`. It fails if the source does not answer within
+/// `io-timeout=`.
+fn in_time(command: Command, source: &args::SourceArgs) -> ExitCode {
+    if matches!(command, Command::Consolidate(_) | Command::Convert(_)) {
+        stopping::take_signals();
+    }
+    let limit = Options::io_timeout_in(&source.options);
+    let mut paths = vec![source.source.clone()];
+    let is_diff = match &command {
+        Command::Diff(args) => {
+            paths.push(args.other.clone());
+            true
+        }
+        _ => false,
+    };
+    // A probe that waits for a file system does not keep this process.
+    let probe = |path: &PathBuf| {
+        probe_path(path, READ_ONE, limit).map_err(|why| format!("{}: {why}", shown_path(path)))
+    };
+    let probed = if limit.is_some() { paths.iter().try_for_each(probe) } else { Ok(()) };
+    let done = probed.and_then(|()| {
+        let done = unless_stalled(limit, move || carry_out(command));
+        let named: Vec<String> = paths.iter().map(|path| shown_path(path)).collect();
+        done.map_err(|why| format!("{}: {why}", named.join(" or ")))
+    });
+    done.unwrap_or_else(|why| {
+        let failed = in_json(source, Err(Failure::Failed(why)));
+        finish(if is_diff { as_trouble(failed) } else { failed }, log::say)
+    })
+}
+
+fn carry_out(mut command: Command) -> ExitCode {
+    if let Err(failure) = resolve_sources(&mut command) {
+        return finish(Err(failure), log::say);
+    }
+    let outcome = match command {
         Command::Bench(args) => bench::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Mount(args) => mount::run(&args),
+        Command::Run(args) => match run::run(&args) {
+            Ok(status) => return status,
+            Err(failure) => Err(failure),
+        },
         Command::Umount(args) => umount::run(&args),
         Command::Serve(args) => serve::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Top(args) => top::run(&args),
-        Command::Heat(args) => heat::run(&args),
+        Command::Heat(args) => told_in_json(args.json, &args.target, heat::run(&args)),
         Command::Warm(args) => in_json(&args.source, warm::run(&args)),
         Command::Ls(args) => in_json(&args.source, query::ls(&args)),
         Command::Inspect(args) => in_json(&args.source, query::inspect(&args)),
@@ -73,12 +148,51 @@ pub(crate) fn main() -> ExitCode {
         Command::Verify(args) => in_json(&args.source, verify::run(&args)),
         Command::Consolidate(args) => in_json(&args.source, consolidate::run(&args)),
         Command::Convert(args) => in_json(&args.source, convert::run(&args)),
+        Command::Cat(args) => cat::run(&args),
         Command::Diff(args) => as_trouble(in_json(&args.source, diff::run(&args))),
         Command::Report(args) => in_json(&args.source, report::run(&args)),
-        Command::Completions { shell } => completions(shell),
+        Command::Completions { shell } => completion::run(shell),
         Command::Man { folder } => man(folder.as_deref()),
     };
     finish(outcome, log::say)
+}
+
+/// The source of a command, and how it is read. A mount has deadlines of its own.
+fn source_of(command: &mut Command) -> Option<&mut args::SourceArgs> {
+    Some(match command {
+        Command::Cat(args) => &mut args.source,
+        Command::Consolidate(args) => &mut args.source,
+        Command::Convert(args) => &mut args.source,
+        Command::Diff(args) => &mut args.source,
+        Command::Index(args) => &mut args.source,
+        Command::Inspect(args) => &mut args.source,
+        Command::Load(args) => &mut args.source,
+        Command::Ls(args) => &mut args.source,
+        Command::Report(args) => &mut args.source,
+        Command::Verify(args) => &mut args.source,
+        Command::Warm(args) => &mut args.source,
+        _ => return None,
+    })
+}
+
+/// Makes the sources of a command the paths that they mean. A mount does so itself, by its deadline.
+fn resolve_sources(command: &mut Command) -> Outcome {
+    match command {
+        Command::Bench(args) => {
+            let found = args.source.iter_mut().try_for_each(sources::resolve);
+            return bench::in_json(args, found);
+        }
+        Command::Diff(args) => {
+            let first = sources::resolve(&mut args.source.source);
+            let found = first.and_then(|()| sources::resolve(&mut args.other));
+            return as_trouble(in_json(&args.source, found));
+        }
+        Command::Run(args) => return sources::resolve(&mut args.source),
+        _ => {}
+    }
+    let Some(source) = source_of(command) else { return Ok(()) };
+    let found = sources::resolve(&mut source.source);
+    in_json(source, found)
 }
 
 /// The exit status of a command that ended so; `complain` gets one line about a failure.
@@ -96,10 +210,15 @@ fn finish(outcome: Outcome, complain: impl FnOnce(&str)) -> ExitCode {
 
 /// If JSON was requested and nothing is printed yet, prints the failure as JSON too.
 fn in_json(args: &args::SourceArgs, outcome: Outcome) -> Outcome {
+    told_in_json(args.json, &args.source, outcome)
+}
+
+/// `in_json` for any command; `source` is what it was asked about.
+fn told_in_json(json: bool, source: &Path, outcome: Outcome) -> Outcome {
     match &outcome {
-        Err(failure) if args.json && !matches!(failure, Failure::Told) => {
+        Err(failure) if json && !matches!(failure, Failure::Told) => {
             let json = serde_json::json!({
-                "source": real_name(&args.source),
+                "source": real_name(source),
                 "ok": false,
                 "class": failure.kind().as_str(),
                 "error": failure.message(),
@@ -122,20 +241,10 @@ fn as_trouble(outcome: Outcome) -> Outcome {
     })
 }
 
-fn completions(shell: clap_complete::Shell) -> Outcome {
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "tensorfs", &mut script);
-    print_bytes(&script)
-}
-
 fn man(folder: Option<&Path>) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(format!("cannot write the manual: {e}"));
     match folder {
-        Some(folder) => clap_mangen::generate_to(Cli::command(), folder).map_err(failed),
-        None => {
-            let mut page = Vec::new();
-            clap_mangen::Man::new(Cli::command()).render(&mut page).map_err(failed)?;
-            print_bytes(&page)
-        }
+        Some(folder) => man::write_pages(Cli::command(), folder).map_err(failed),
+        None => print_bytes(&man::page(Cli::command()).map_err(failed)?),
     }
 }

@@ -14,7 +14,7 @@ pub(super) fn run(args: &args::MountArgs) -> Outcome {
             .map_err(Failure::Failed);
     }
     if options.rw {
-        log::say("mounted read-only; there is no writing through a mount");
+        log::note("mounted read-only; there is no writing through a mount");
     }
     background::run_in_background(&args.source, &args.target, &words, args.sloppy, args.verbose)
         .map_err(Failure::Failed)

@@ -7,9 +7,24 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
 
+use super::output::print_text;
 use crate::daemon::{background, session};
 use crate::log;
 use crate::options::Options;
+
+const HELP: &str = "\
+Usage: mount.tensorfs SOURCE TARGET [-sfnv] [-o OPTIONS]
+
+The helper of mount(8) for the type tensorfs: `mount -t tensorfs SOURCE TARGET`, and lines of /etc/fstab.
+
+  -o OPTIONS  mount options, separated by commas: `tensorfs mount --help` lists them
+  -s          ignore unknown options
+  -f          check everything, but do not mount
+  -n          accepted: there is no mtab
+  -v          log more
+  -h, --help     print this
+  -V, --version  print the version
+";
 
 const USAGE: u8 = 1;
 const FAILURE: u8 = 32;
@@ -22,6 +37,8 @@ struct Call {
     fake: bool,
     sloppy: bool,
     verbose: u8,
+    /// Text that was asked for in place of a mount.
+    text: Option<String>,
 }
 
 pub(crate) fn main() -> ExitCode {
@@ -38,6 +55,9 @@ fn run(args: impl Iterator<Item = OsString>) -> Result<(), (u8, String)> {
     let usage = |message: String| (USAGE, message);
     log::never_wait().map_err(|e| (FAILURE, format!("cannot start a thread: {e}")))?;
     let call = parse(args).map_err(usage)?;
+    if let Some(text) = call.text {
+        return print_text(&text).map_err(|e| (FAILURE, e.message().to_owned()));
+    }
     let [source, target] = call.operands.as_slice() else {
         let usage = "usage: mount.tensorfs SOURCE TARGET [-sfnv] [-o OPTIONS]";
         return Err((USAGE, usage.to_owned()));
@@ -70,6 +90,14 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
         if flags == "-" {
             operands_only = true;
             continue;
+        }
+        call.text = match flags {
+            "h" | "-help" => Some(HELP.to_owned()),
+            "V" | "-version" => Some(format!("mount.tensorfs {}\n", env!("CARGO_PKG_VERSION"))),
+            _ => None,
+        };
+        if call.text.is_some() {
+            break;
         }
         let mut flags = flags.chars();
         while let Some(flag) = flags.next() {

@@ -1,12 +1,17 @@
 //! How a command ends, and what it prints on standard output.
 
 use std::collections::HashSet;
-use std::io::{self, Write};
+use std::fs::File;
+use std::io::{self, IsTerminal, Write};
+use std::os::fd::AsFd;
+use std::path::Path;
 
 use serde_json::Value;
 use tensorfs::ErrorKind;
-use tensorfs::internal::error::{is_hidden, quoted, shown_lines};
+use tensorfs::internal::error::{is_hidden, quoted, shown_lines, shown_path};
 
+use crate::daemon::inherited::is_output_closed;
+use crate::daemon::stalled::elsewhere;
 use crate::log;
 
 /// The note on a checkpoint that may lack its last pieces.
@@ -66,17 +71,9 @@ pub(super) fn tell_refusals<'a>(refused: impl Iterator<Item = &'a tensorfs::Erro
 
 /// Prints `value` on one line or, for a terminal, indented.
 pub(super) fn print_json(value: &Value) -> Outcome {
-    use std::io::IsTerminal;
-    let mut output = io::stdout().lock();
-    let text = if output.is_terminal() { format!("{value:#}") } else { value.to_string() };
-    let printed = writeln!(output, "{}", plain_json(&text));
-    // A closed pipe is no failure.
-    match printed {
-        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::Failed(format!("cannot write: {e}")))
-        }
-        _ => Ok(()),
-    }
+    let is_terminal = io::stdout().is_terminal();
+    let text = if is_terminal { format!("{value:#}\n") } else { format!("{value}\n") };
+    print_bytes(plain_json(&text).as_bytes())
 }
 
 /// Escapes all characters that a terminal would not show as themselves: serde_json escapes only the
@@ -103,17 +100,85 @@ pub(super) fn print_text(text: &str) -> Outcome {
 
 /// Prints bytes unchanged, for programs. A closed pipe is no failure.
 pub(super) fn print_bytes(bytes: &[u8]) -> Outcome {
-    match io::stdout().lock().write_all(bytes) {
+    check_output()?;
+    let mut output = io::stdout().lock();
+    // The process would not see what a later flush says.
+    printed(elsewhere(|| output.write_all(bytes).and_then(|()| output.flush())))
+}
+
+/// Fails if there is no standard output.
+fn check_output() -> Outcome {
+    if is_output_closed() {
+        let message = "cannot write to standard output: it is closed";
+        return Err(Failure::Failed(message.to_owned()));
+    }
+    Ok(())
+}
+
+/// Prints help or the version, or on standard error what is wrong with the arguments.
+pub(super) fn print_clap(message: &clap::Error) -> Outcome {
+    let written = message.print().and_then(|()| io::stdout().flush());
+    // Nothing can be said where standard error takes nothing.
+    if message.use_stderr() { Ok(()) } else { check_output().and_then(|()| printed(written)) }
+}
+
+/// The outcome of a command that has written to standard output. A closed pipe is no failure.
+fn printed(written: io::Result<()>) -> Outcome {
+    match written {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::Failed(format!("cannot write: {e}")))
+            Err(Failure::Failed(format!("cannot write to standard output: {e}")))
         }
         _ => Ok(()),
     }
 }
 
-/// `bytes` with a unit, for people.
-pub(super) fn human(bytes: u64) -> String {
-    indicatif::DecimalBytes(bytes).to_string()
+/// The outcome of a report that `printed` about the file or folder `out`, which is written.
+pub(super) fn reported(out: &Path, printed: Outcome) -> Outcome {
+    let of_output = |failure: Failure| {
+        let message = failure.message();
+        Failure::Failed(format!("{}: is written, but not its report: {message}", shown_path(out)))
+    };
+    printed.map_err(of_output)
+}
+
+/// The width of the terminal on standard output. `None` if that is none.
+pub(super) fn terminal_width() -> Option<usize> {
+    io::stdout().is_terminal().then(|| console::Term::stdout().size().1.max(1).into())
+}
+
+/// Standard output for many bytes, for programs.
+pub(super) struct RawOutput {
+    file: File,
+}
+
+impl RawOutput {
+    /// # Errors
+    /// If it is a terminal, unless `force`.
+    pub(super) fn open(force: bool) -> Result<RawOutput, Failure> {
+        check_output()?;
+        if !force && io::stdout().is_terminal() {
+            let why = "standard output is a terminal: write to a file with `>`, or give --force";
+            return Err(Failure::Usage(why.to_owned()));
+        }
+        // Without the buffer of `stdout`, which looks for ends of lines.
+        let copy = io::stdout().as_fd().try_clone_to_owned();
+        let copy = copy.map_err(|e| Failure::Failed(format!("standard output: {e}")))?;
+        Ok(RawOutput { file: copy.into() })
+    }
+
+    /// Writes `bytes`. Returns false if the pipe is closed, which is no failure.
+    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<bool, Failure> {
+        match elsewhere(|| self.file.write_all(bytes)) {
+            Ok(()) => Ok(true),
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+            Err(e) => Err(Failure::Failed(format!("standard output: cannot write: {e}"))),
+        }
+    }
+}
+
+/// How fast `bytes` were moved, in the decimal units of disks and networks.
+pub(super) fn speed(bytes: u64, seconds: f64) -> String {
+    format!("{}/s", indicatif::DecimalBytes((bytes as f64 / seconds.max(1e-9)) as u64))
 }
 
 /// A name fit for one line.

@@ -8,10 +8,12 @@ use tensorfs::Error;
 use tensorfs::internal::catalog::{Piece, Tensor};
 use tensorfs::internal::checkpoint::Checkpoint;
 use tensorfs::internal::error::{counted, real_name, shown, shown_path};
+use tensorfs::internal::size::shown_size;
 use tensorfs::internal::strided::{OuterBox, StridedCopy};
 
 use super::args;
-use super::output::{Failure, Outcome, human, print_json, print_text, printable, tell_refusals};
+use super::columns::{Column, ColumnKind, TableRow, TextTable, bytes_cell};
+use super::output::{Failure, Outcome, print_json, print_text, printable, tell_refusals};
 use super::sources::{FoundSet, open_source_with_views, prove_all, query_options};
 
 /// A tensor and its place in the file that shows it.
@@ -37,6 +39,8 @@ pub(super) fn ls(args: &args::LsArgs) -> Outcome {
     if args.source.json {
         let sets: Vec<Value> = shown.iter().map(|set| set.json(&|p| set.tensor_json(p))).collect();
         print_answer(&args.source, sets, notes, &refused)?;
+    } else if args.short || (!args.long && shown.len() + refused.len() > 1) {
+        short(&shown, &refused).print()?;
     } else {
         let mut text = String::new();
         for set in &shown {
@@ -48,13 +52,62 @@ pub(super) fn ls(args: &args::LsArgs) -> Outcome {
                     text,
                     "  {:<11} {shape:<20} {:>10}  {name}",
                     tensor.dtype.name(),
-                    human(tensor.len)
+                    shown_size(tensor.len)
                 );
             }
         }
         print_text(&text)?;
     }
     tell_refusals(refused.iter().map(|(_, _, error)| error))
+}
+
+/// One line a checkpoint.
+fn short(shown: &[Shown], refused: &[(String, String, Error)]) -> TextTable {
+    use ColumnKind::{Name, Number, Word};
+    let column = |title, rank, kind| Column { title, min: 0, rank, kind };
+    let of_set = |set: &Shown| {
+        let catalog = set.checkpoint.catalog();
+        let mut dtypes = Vec::new();
+        for tensor in catalog.tensors() {
+            if !dtypes.contains(&tensor.dtype) {
+                dtypes.push(tensor.dtype);
+            }
+        }
+        let dtypes: Vec<_> = dtypes.iter().map(|dtype| dtype.name()).collect();
+        vec![
+            path_of(&set.directory, &set.checkpoint.name),
+            catalog.len().to_string(),
+            bytes_cell(catalog.data_len()),
+            dtypes.join(","),
+            catalog.shards.len().to_string(),
+            set.checkpoint.tail.as_str().to_owned(),
+        ]
+    };
+    let of_refused = |(directory, name, _): &(String, String, Error)| {
+        let unknown = std::iter::repeat_n("-".to_owned(), 4);
+        let path = path_of(directory, name);
+        std::iter::once(path).chain(unknown).chain(["refused".to_owned()]).collect()
+    };
+    let rows = shown.iter().map(of_set).chain(refused.iter().map(of_refused));
+    let mut rows: Vec<Vec<String>> = rows.collect();
+    rows.sort();
+    TextTable {
+        columns: vec![
+            column("CHECKPOINT", 0, Name),
+            column("TENSORS", 3, Number),
+            column("BYTES", 1, Number),
+            column("DTYPES", 4, Name),
+            column("SHARDS", 5, Number),
+            column("TAIL", 2, Word),
+        ],
+        rows: rows.into_iter().map(TableRow::Cells).collect(),
+    }
+}
+
+/// The path of a checkpoint below the source, for people.
+fn path_of(directory: &str, name: &str) -> String {
+    let slash = if directory.is_empty() { "" } else { "/" };
+    format!("{}{slash}{}", shown(directory), shown(name))
 }
 
 pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
@@ -233,14 +286,12 @@ impl Shown {
 
     fn write_title(&self, text: &mut String) {
         let catalog = self.checkpoint.catalog();
-        let slash = if self.directory.is_empty() { "" } else { "/" };
         let _ = writeln!(
             text,
-            "{}{slash}{}: {}, {} in {} ({}), tail {}",
-            shown(&self.directory),
-            shown(&self.checkpoint.name),
+            "{}: {}, {} in {} ({}), tail {}",
+            path_of(&self.directory, &self.checkpoint.name),
             counted(catalog.len(), "tensor"),
-            human(catalog.data_len()),
+            shown_size(catalog.data_len()),
             counted(catalog.shards.len(), "shard"),
             self.checkpoint.kind.as_str(),
             self.checkpoint.tail.as_str(),

@@ -1,9 +1,7 @@
 //! `tensorfs report`: a page that shows where the tensors of a checkpoint lie.
 
 use std::collections::HashMap;
-use std::fs::OpenOptions as FileOptions;
 use std::io::{Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,14 +9,15 @@ use serde_json::{Value, json};
 use tensorfs::Error;
 use tensorfs::internal::atomic_file::TemporaryFile;
 use tensorfs::internal::catalog::{Shard, Tensor};
-use tensorfs::internal::checkpoint::{Checkpoint, Tree};
+use tensorfs::internal::checkpoint::{Checkpoint, Set, Tree};
 use tensorfs::internal::consolidate::{Contents, SourceFiles};
 use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::open_options::OpenOptions;
+use tensorfs::internal::source::CopyMode;
 use tensorfs::internal::view::View;
 
 use super::args;
-use super::output::{Failure, Outcome, print_json, print_text, tell_refusals};
+use super::output::{Failure, Outcome, print_json, print_text, reported, tell_refusals};
 use super::sources::{FoundSet, open_source, prove_all, query_options, refuse_several_views};
 
 /// The page, with marks for its parts.
@@ -42,7 +41,9 @@ pub(super) fn run(args: &args::ReportArgs) -> Outcome {
     }
     let (found, mut notes) = prove_all(&tree)?;
     let (mut sets, mut refused) = (Vec::new(), Vec::new());
+    let mut mode = CopyMode::default();
     for FoundSet { directory, set } in found {
+        add_files(&mut mode, &tree, &directory, &set);
         let described = set.outcome.and_then(|checkpoint| {
             let stored = stored_form(&tree, &directory, &checkpoint)?;
             describe(&tree, &directory, &checkpoint, stored.as_deref())
@@ -65,9 +66,9 @@ pub(super) fn run(args: &args::ReportArgs) -> Outcome {
         "notes": notes,
     });
     let page = page(&report);
-    write(&args.html, page.as_bytes())
+    write(&args.html, page.as_bytes(), mode)
         .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", shown_path(&args.html))))?;
-    if args.source.json {
+    let printed = if args.source.json {
         print_json(&json!({
             "source": real_name(&args.source.source),
             "ok": refused.is_empty(),
@@ -78,10 +79,11 @@ pub(super) fn run(args: &args::ReportArgs) -> Outcome {
             "tensors": tensors,
             "bytes": page.len(),
             "notes": notes,
-        }))?;
+        }))
     } else {
-        print_text(&format!("{}: {tensors} tensors\n", shown_path(&args.html)))?;
-    }
+        print_text(&format!("{}: {tensors} tensors\n", shown_path(&args.html)))
+    };
+    reported(&args.html, printed)?;
     tell_refusals(refused.iter())
 }
 
@@ -133,10 +135,27 @@ fn keep_named(named: &[PathBuf], target: &Path) -> Result<(), Failure> {
     Err(Failure::Failed(format!("{}: {message}", shown_path(target))))
 }
 
-fn write(path: &Path, page: &[u8]) -> std::io::Result<()> {
-    let mut options = FileOptions::new();
-    options.read(true).write(true).mode(0o666);
-    let mut file = TemporaryFile::create_beside(path, &options)?;
+/// Adds the files of a set, whose names and tensors the page tells.
+fn add_files(mode: &mut CopyMode, tree: &Tree, directory: &Path, set: &Set) {
+    let ids = tree.ids().into_iter().map(|id| tree.folder(id));
+    for folder in ids.filter(|folder| folder.relative == directory) {
+        for file in set.files.iter().filter_map(|name| folder.file(name)) {
+            if let Ok(meta) = std::fs::metadata(&file.path) {
+                mode.add(&meta, &file.path);
+            }
+        }
+    }
+}
+
+/// Writes the page for users who may read all that it is made of, and the page that it replaces.
+fn write(path: &Path, page: &[u8], mut mode: CopyMode) -> std::io::Result<()> {
+    if let Ok(there) = std::fs::metadata(path) {
+        mode.add(&there, path);
+    }
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let bits = mode.in_folder(folder.unwrap_or(Path::new(".")));
+    let mut file = TemporaryFile::create_beside(path, bits)?;
+    mode.narrow(file.file())?;
     file.file().write_all(page)?;
     file.publish(path, true)
 }

@@ -1,14 +1,25 @@
 //! `tensorfs serve`: all mounts of a config, each in a process of its own.
 
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tensorfs::internal::checkpoint::Tree;
 use tensorfs::internal::error::{counted, shown_path};
+use tensorfs::internal::store::hub_cache;
 
 use super::args;
 use super::output::{Failure, Outcome, print_text};
-use crate::daemon::{background, inherited};
+use crate::daemon::stalled::{READ_NONE, probe_path, unless_stalled};
+use crate::daemon::{background, inherited, place};
+use crate::fs::sharing::{Sharing, idle_rule};
 use crate::log;
-use crate::node::config::{Config, ConfigError};
+use crate::node::config::{Config, ConfigError, MountConfig};
 use crate::node::supervisor::{Supervisor, take_signals};
 use crate::node::worker;
+use crate::options::Options;
+
+/// How long `--check` waits for each path.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
 pub(super) fn run(args: &args::ServeArgs) -> Outcome {
     let config = Config::read(&args.config).map_err(|error| match error {
@@ -17,6 +28,8 @@ pub(super) fn run(args: &args::ServeArgs) -> Outcome {
     })?;
     if args.check {
         let file = shown_path(&args.config);
+        check_places(&config).map_err(|why| Failure::Usage(format!("{file}: {why}")))?;
+        config.mounts.iter().for_each(warn_of_idle_rules);
         return print_text(&format!(
             "{file}: correct, {}\n",
             counted(config.mounts.len(), "mount")
@@ -32,6 +45,80 @@ pub(super) fn run(args: &args::ServeArgs) -> Outcome {
     log::start(args.verbose.saturating_add(1));
     background::log_in(config.service.log_format, false).map_err(Failure::Failed)?;
     Supervisor::new(&file, config, args.verbose).run(&signals).map_err(Failure::Failed)
+}
+
+/// Refuses mounts that their sources contain or lie on, and two mounts on one folder by different
+/// paths. A service makes the others; those that fail are tried again.
+fn check_places(config: &Config) -> Result<(), String> {
+    // The mount itself says what is wrong with a path that leads nowhere, or does not answer.
+    let real = |path: &Path| {
+        let answers = probe_path(path, READ_NONE, Some(ANSWER_LIMIT)).is_ok();
+        let real = answers.then(|| std::fs::canonicalize(path).ok());
+        real.flatten().unwrap_or_else(|| path.to_owned())
+    };
+    let mut targets: Vec<(PathBuf, &str)> = Vec::new();
+    for mount in &config.mounts {
+        let (name, source) = (&mount.name, mount.source.clone());
+        // The service may have another hub cache than this user.
+        let meant = unless_stalled(Some(ANSWER_LIMIT), move || hub_cache::resolve(&source));
+        let source = meant.ok().and_then(Result::ok).unwrap_or_else(|| mount.source.clone());
+        let (source, target) = (real(&source), real(&mount.target));
+        let place = shown_path(&target);
+        check_kinds(mount, &target).map_err(|why| format!("mount {name}: {why}"))?;
+        if target.starts_with(&source) {
+            let source = shown_path(&source);
+            return Err(format!(
+                "mount {name}: its target {place} lies inside its source {source}"
+            ));
+        }
+        if source.starts_with(&target) {
+            let source = shown_path(&source);
+            return Err(format!("mount {name}: its source {source} lies on its target {place}"));
+        }
+        if let Some((_, other)) = targets.iter().find(|(other, _)| *other == target) {
+            return Err(format!("mount {name}: {place} is the target of mount {other} too"));
+        }
+        targets.push((target, name));
+    }
+    Ok(())
+}
+
+/// Refuses a target that is no folder, and a path of `config=` that leads nowhere or into the mount.
+fn check_kinds(mount: &MountConfig, target: &Path) -> Result<(), String> {
+    let Ok(options) = Options::parse(&[&mount.options], false) else { return Ok(()) };
+    let found = |path: &Path| {
+        let answers = probe_path(path, READ_NONE, Some(ANSWER_LIMIT)).is_ok();
+        answers.then(|| std::fs::metadata(path))
+    };
+    if let Some(Ok(found)) = found(target)
+        && !found.is_dir()
+    {
+        return Err(format!("its target {} is no folder", shown_path(target)));
+    }
+    if let Some(config) = &options.open.config
+        && let Some(found) = found(config)
+    {
+        place::check_config(&options.open, target)?;
+        found.map_err(|e| format!("config={}: {e}", shown_path(config)))?;
+    }
+    Ok(())
+}
+
+/// Tells of rules of `access=` that are about nothing in the source. A source that is not there yet, or
+/// does not answer, says nothing about them.
+fn warn_of_idle_rules(mount: &MountConfig) {
+    let Ok(options) = Options::parse(&[&mount.options], false) else { return };
+    let (limit, source) = (options.io_timeout, mount.source.clone());
+    if options.access.is_empty() || probe_path(&source, READ_NONE, limit).is_err() {
+        return;
+    }
+    let idle = move || {
+        let tree = Tree::scan(&source, &options.open).ok()?;
+        Some(Sharing::new(&options, (0, 0)).idle_rules(&tree))
+    };
+    for glob in unless_stalled(limit, idle).ok().flatten().unwrap_or_default() {
+        log::say(&format!("mount {}: {}", mount.name, idle_rule(&glob)));
+    }
 }
 
 /// Serves one mount for a supervisor, which has its errors.

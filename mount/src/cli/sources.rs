@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Set, Tree};
+use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Set, Tail, Tree};
 use tensorfs::internal::consolidate::SourceFiles;
 use tensorfs::internal::error::{shown, shown_path};
 use tensorfs::internal::format::OutputFormat;
@@ -12,10 +12,11 @@ use tensorfs::internal::mount_origin::{
     MountOrigin, changed_since_mount, resolve_bytes, resolve_mount,
 };
 use tensorfs::internal::open_options::{OpenOptions, Prefer};
+use tensorfs::internal::store::hub_cache;
 use tensorfs::internal::view::{Files, View};
 
 use super::args;
-use super::output::Failure;
+use super::output::{Failure, Outcome, UNPROVEN_TAIL};
 use crate::log;
 use crate::options::{Options, Use, escape};
 
@@ -25,6 +26,12 @@ const SEVERAL: &str = "only mount, serve, ls, inspect and consolidate";
 /// `--index-dir` as a mount option.
 pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
     folder.map(|folder| format!("index-dir={}", escape(&folder.to_string_lossy())))
+}
+
+/// Makes `source` the path that it means, if it names a model of the hub cache.
+pub(super) fn resolve(source: &mut PathBuf) -> Outcome {
+    *source = hub_cache::resolve(source)?;
+    Ok(())
 }
 
 /// Scans the source of a query that is about one view. For a path on a mount, `-o` is about what the
@@ -104,7 +111,7 @@ fn scan_source(
     }
     if let Some(why) = changed_since_mount(&args.source) {
         let path = shown_path(&args.source);
-        log::say(&format!("{path}: read as it is mounted, not from its source: {why}"));
+        log::note(&format!("{path}: read as it is mounted, not from its source: {why}"));
     }
     scan_tree(&path, &OpenOptions { index, ..open })
 }
@@ -114,7 +121,7 @@ fn scan_tree(path: &Path, options: &OpenOptions) -> Result<Tree, Failure> {
     let tree = Tree::scan(path, options)?;
     // A source without any checkpoint is refused with the same summary.
     if let Some(summary) = tree.left_out.summary().filter(|_| !tree.families().is_empty()) {
-        log::say(&format!("{}: {summary}", shown_path(&tree.source)));
+        log::note(&format!("{}: {summary}", shown_path(&tree.source)));
     }
     Ok(tree)
 }
@@ -202,9 +209,15 @@ pub(super) fn one_checkpoint(
     options.has_view = !options.open.view.keeps_tensors();
     refuse_several_views(args)?;
     let tree = open_source(args, options)?;
-    let (found, notes) = prove_all(&tree)?;
+    let (found, mut notes) = prove_all(&tree)?;
     match <[FoundSet; 1]>::try_from(found) {
-        Ok([FoundSet { set, .. }]) => Ok((set.outcome?, notes, SourceFiles::of(&tree))),
+        Ok([FoundSet { set, .. }]) => {
+            let checkpoint = set.outcome?;
+            if checkpoint.tail == Tail::Unproven {
+                notes.push(UNPROVEN_TAIL.to_owned());
+            }
+            Ok((checkpoint, notes, SourceFiles::of(&tree)))
+        }
         Err(found) => {
             let name = |found: &FoundSet| {
                 // The name of a file identifies the set, even if the set is shown under another

@@ -5,24 +5,45 @@ use std::io::{self, IsTerminal, Write as _};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use console::{Term, truncate_str};
+use console::Term;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
-use serde_json::Value;
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::mountinfo;
+use tensorfs::internal::size::short_size;
 
 use super::args;
-use super::output::{Failure, Outcome, print_text};
-use super::status::{self, LIMIT, MountState, Seen};
+use super::columns::{Column, ColumnKind, TableRow, TextTable, end_of, percent};
+use super::output::{Failure, Outcome, print_text, terminal_width};
+use super::seen::{self, LIMIT, MountState, Seen};
+use super::status::duration;
+use crate::daemon::status::CounterOf;
+use crate::serve::service::CacheStatus;
 
 /// Most files that are listed.
 const FILES_MAX: usize = 10;
 
-const TITLE: &str = "    GB/s SRC GB/s   HIT  WASTE FLIGHT QUEUED STUCK ERRORS      P50      P99         \
-                     CACHE    RSS  MOUNT";
+/// Fewest lines of the list of files: an empty one, the title, a file, and the number of the others.
+const FILES_MIN: usize = 4;
+
+/// The columns after the mount, and how long each stays where not all fit: that with the largest
+/// number goes first.
+const COLUMNS: [(&str, usize, u8); 12] = [
+    ("GB/s", 6, 1),
+    ("SRC GB/s", 6, 5),
+    ("HIT", 4, 6),
+    ("WASTE", 4, 12),
+    ("FLIGHT", 3, 4),
+    ("QUEUED", 3, 9),
+    ("STUCK", 3, 3),
+    ("ERRORS", 3, 2),
+    ("P50", 7, 10),
+    ("P99", 7, 8),
+    ("CACHE", 13, 11),
+    ("RSS", 6, 7),
+];
 
 /// Keys that end it: q, Ctrl-C and Ctrl-D.
 const ENDING_KEYS: [u8; 4] = [b'q', b'Q', 3, 4];
@@ -31,13 +52,13 @@ pub(super) fn run(args: &args::TopArgs) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(e.to_string());
     let dumb = std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb");
     if !args.once && !dumb && io::stdout().is_terminal() && io::stdin().is_terminal() {
-        return live(args.interval).map_err(failed);
+        return live(args).map_err(failed);
     }
     let start = Instant::now();
-    let before = look(short_limit(args.interval)).map_err(failed)?;
+    let before = look(args, short_limit(args.interval)).map_err(failed)?;
     std::thread::sleep(args.interval.saturating_sub(start.elapsed()));
-    let now = look(LIMIT).map_err(failed)?;
-    let mut text = table(&before, &now).join("\n");
+    let now = look(args, LIMIT).map_err(failed)?;
+    let mut text = page(&before, &now, terminal_width(), None).join("\n");
     text.push('\n');
     print_text(&text)
 }
@@ -48,18 +69,23 @@ fn short_limit(interval: Duration) -> Duration {
     interval.clamp(Duration::from_millis(250), Duration::from_secs(1))
 }
 
-/// All mounts, each once even if it is mounted in several places.
-fn look(limit: Duration) -> io::Result<Vec<Seen>> {
+/// The mounts, each once even if it is mounted in several places.
+fn look(args: &args::TopArgs, limit: Duration) -> io::Result<Vec<Seen>> {
     let mut mounts = mountinfo::ours()?;
+    if !args.targets.is_empty() {
+        let chosen = args.targets.iter().filter_map(|path| seen::find(&mounts, path)).collect();
+        return Ok(seen::ask(chosen, limit, false));
+    }
     mounts.sort_by_key(|mount| mount.minor);
     mounts.dedup_by_key(|mount| mount.minor);
-    let mut seen = status::look(mounts, limit, false);
+    let mut seen = seen::look(mounts, limit, false);
     seen.sort_by(|a, b| a.target.cmp(&b.target));
     Ok(seen)
 }
 
 /// Shows tables until a key or a signal ends it.
-fn live(interval: Duration) -> io::Result<()> {
+fn live(args: &args::TopArgs) -> io::Result<()> {
+    let interval = args.interval;
     let ending = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
     let mut signals = SigSet::from_iter(ending);
     // The terminal has another size: the last table is drawn again.
@@ -68,8 +94,8 @@ fn live(interval: Duration) -> io::Result<()> {
     let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
     let screen = Screen::open()?;
     let limit = short_limit(interval);
-    let mut before = look(limit)?;
-    screen.draw(&table(&[], &before))?;
+    let mut before = look(args, limit)?;
+    screen.draw(&[], &before)?;
     let mut now = Vec::new();
     loop {
         let next = Instant::now() + interval;
@@ -82,14 +108,14 @@ fn live(interval: Duration) -> io::Result<()> {
                 if signal.ssi_signo != Signal::SIGWINCH as u32 {
                     return Ok(());
                 }
-                screen.draw(&table(&before, shown))?;
+                screen.draw(&before, shown)?;
             }
         }
         if !now.is_empty() {
             before = now;
         }
-        now = look(limit)?;
-        screen.draw(&table(&before, &now))?;
+        now = look(args, limit)?;
+        screen.draw(&before, &now)?;
     }
 }
 
@@ -126,12 +152,13 @@ impl Screen {
         Ok(screen)
     }
 
-    fn draw(&self, lines: &[String]) -> io::Result<()> {
+    fn draw(&self, before: &[Seen], now: &[Seen]) -> io::Result<()> {
         let (rows, columns) = Term::stdout().size();
+        let lines = page(before, now, Some(columns.into()), Some(rows.into()));
         let mut frame = String::from("\x1b[H");
         for (row, line) in lines.iter().take(rows.into()).enumerate() {
             let start = if row == 0 { "" } else { "\r\n" };
-            let _ = write!(frame, "{start}{}\x1b[K", truncate_str(line, columns.into(), ""));
+            let _ = write!(frame, "{start}{line}\x1b[K");
         }
         frame.push_str("\x1b[J");
         write_all(&frame)
@@ -151,102 +178,136 @@ fn write_all(text: &str) -> io::Result<()> {
     output.flush()
 }
 
-/// The table of the activity between two readings: one line for each mount of the second, then the
-/// busiest files.
-fn table(before: &[Seen], now: &[Seen]) -> Vec<String> {
+/// The activity between two readings: one line for each mount of the second, the busiest first, then
+/// the busiest files. Fits into `width` columns and `height` lines; what does not fit is counted.
+fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usize>) -> Vec<String> {
     if now.is_empty() {
         return vec!["no tensorfs mounts".to_owned()];
     }
-    let mut lines = vec![TITLE.to_owned()];
-    let mut files = Vec::new();
-    for seen in now {
-        let old = before.iter().find(|old| is_same(old, seen));
-        lines.push(line(old, seen));
-        files.extend(busy_files(old, seen));
-    }
+    let mut mounts: Vec<_> = now
+        .iter()
+        .map(|seen| (before.iter().find(|old| is_same(old, seen)), seen))
+        .map(|(old, seen)| (old, seen, per_second(old, seen, |c| c.bytes_served)))
+        .collect();
+    // Trouble is shown in any case. Then as in top(1).
+    let is_fine = |seen: &Seen| !matches!(seen.state, MountState::Dead | MountState::NoAnswer);
+    mounts.sort_by(|(_, a, a_rate), (_, b, b_rate)| {
+        let rate = |rate: &Option<f64>| rate.unwrap_or(-1.0);
+        let order = is_fine(a).cmp(&is_fine(b)).then(rate(b_rate).total_cmp(&rate(a_rate)));
+        order.then_with(|| a.target.cmp(&b.target))
+    });
+    let mut files: Vec<File> =
+        mounts.iter().flat_map(|(old, seen, _)| busy_files(*old, seen)).collect();
     files.sort_by(|a, b| b.rate.total_cmp(&a.rate).then_with(|| a.path.cmp(&b.path)));
-    files.truncate(FILES_MAX);
+    let mut of_files = Vec::new();
     if !files.is_empty() {
-        lines.push(String::new());
-        lines.push("    GB/s   OPEN  FILE".to_owned());
+        of_files = vec![String::new(), "    GB/s   OPEN  FILE".to_owned()];
+        for File { rate, open, path } in &files {
+            let start = format!("{:>8} {open:>6}  ", gigabytes(Some(*rate)));
+            let room = width.map_or(usize::MAX, |width| width.saturating_sub(start.len()));
+            of_files.push(format!("{start}{}", end_of(path, room)));
+        }
     }
-    for File { rate, open, path } in files {
-        lines.push(format!("{:>8} {open:>6}  {path}", gigabytes(Some(rate))));
+    let name = Column { title: "MOUNT", min: 0, rank: 0, kind: ColumnKind::Name };
+    let others =
+        COLUMNS.map(|(title, min, rank)| Column { title, min, rank, kind: ColumnKind::Number });
+    let rows = mounts.iter().map(|(old, seen, _)| row(*old, seen)).collect();
+    let table = TextTable { columns: [vec![name], others.to_vec()].concat(), rows };
+    let mut lines = table.lines(width);
+    // The files get what the mounts leave, and a third in any case, if that has room for one.
+    let most = of_files.len().min(FILES_MAX + 2);
+    let least = most.min(height.map_or(most, |height| height / 3));
+    if least >= most.min(FILES_MIN) {
+        fit(&mut lines, height.map(|height| height - least));
+        let rest = height.map_or(usize::MAX, |height| height - lines.len());
+        fit(&mut of_files, Some(rest.min(FILES_MAX + 2)));
+        lines.extend(of_files);
+    } else {
+        fit(&mut lines, height);
     }
     lines
 }
 
+/// Cuts `lines` to `height`; the last one then counts those that are not shown.
+fn fit(lines: &mut Vec<String>, height: Option<usize>) {
+    let Some(height) = height.filter(|height| lines.len() > *height) else { return };
+    let shown = height.saturating_sub(1);
+    let more = lines.len() - shown;
+    lines.truncate(shown);
+    lines.push(format!("{more} more"));
+}
+
 /// Whether two looks saw the same daemon.
 fn is_same(old: &Seen, new: &Seen) -> bool {
-    old.minor == new.minor && old.facts.get("pid") == new.facts.get("pid")
+    old.minor == new.minor && old.pid == new.pid
 }
 
-fn line(old: Option<&Seen>, new: &Seen) -> String {
+fn row(old: Option<&Seen>, new: &Seen) -> TableRow {
     let target = shown_path(&new.target);
     if !matches!(new.state, MountState::Running | MountState::Detached) {
-        return format!("{target}: {}", new.state.text());
+        return TableRow::Remark(target, new.state.text().to_owned());
     }
-    let count = |key: &str| new.number(&format!("/counters/{key}"));
-    let number = |key: &str| count(key).map_or_else(|| "-".to_owned(), |n| n.to_string());
-    let time = |key: &str| count(key).filter(|us| *us > 0).map_or("-".to_owned(), status::duration);
-    let size = |pointer: &str| new.number(pointer).map(short);
-    let grown = |key: &str| grown(old, new, &format!("/counters/{key}"));
-    let rate = |key: &str| gigabytes(per_second(old, new, &format!("/counters/{key}")));
-    let cache = match (size("/cache/used"), size("/cache/budget")) {
-        (Some(used), Some(budget)) => format!("{used}/{budget}"),
-        _ => "-".to_owned(),
+    let counters = new.counters();
+    let number =
+        |count: CounterOf| counters.map_or_else(|| "-".to_owned(), |c| count(c).to_string());
+    let time = |count: CounterOf| {
+        counters.map(count).filter(|us| *us > 0).map_or_else(|| "-".to_owned(), duration)
     };
+    let grown = |count| grown(old, new, count);
+    let rate = |count| gigabytes(per_second(old, new, count));
+    let cache = new.status.as_ref().map(|status| {
+        let CacheStatus { used, budget } = status.service.cache;
+        format!("{}/{}", short_size(used), short_size(budget))
+    });
+    let resident = new.memory.and_then(|memory| memory.rss).map(short_size);
     let mark = if new.state == MountState::Detached { " (detached)" } else { "" };
-    format!(
-        "{:>8} {:>8} {:>5} {:>6} {:>6} {:>6} {:>5} {:>6} {:>8} {:>8} {cache:>13} {:>6}  {target}{mark}",
-        rate("bytes_served"),
-        rate("source_bytes"),
-        percent(grown("hits"), grown("misses")),
-        percent(grown("prefetch_wasted_bytes"), grown("prefetch_used_bytes")),
-        number("source_reads_now"),
-        number("reads_queued_now"),
-        number("source_stuck_now"),
-        number("read_errors"),
-        time("wait_us/p50"),
-        time("wait_us/p99"),
-        size("/memory/rss").unwrap_or_else(|| "-".to_owned()),
-    )
+    TableRow::Cells(vec![
+        format!("{target}{mark}"),
+        rate(|c| c.bytes_served),
+        rate(|c| c.source_bytes),
+        percent(grown(|c| c.hits), grown(|c| c.misses)),
+        percent(grown(|c| c.prefetch_wasted_bytes), grown(|c| c.prefetch_used_bytes)),
+        number(|c| c.source_reads_now),
+        number(|c| c.reads_queued_now),
+        number(|c| c.source_stuck_now),
+        number(|c| c.read_errors),
+        time(|c| c.wait_us.p50),
+        time(|c| c.wait_us.p99),
+        cache.unwrap_or_else(|| "-".to_owned()),
+        resident.unwrap_or_else(|| "-".to_owned()),
+    ])
 }
 
-/// By how much the number at `pointer` has grown.
-fn grown(old: Option<&Seen>, new: &Seen, pointer: &str) -> Option<u64> {
-    Some(new.number(pointer)?.saturating_sub(old?.number(pointer)?))
+/// By how much a counter has grown.
+fn grown(old: Option<&Seen>, new: &Seen, count: CounterOf) -> Option<u64> {
+    Some(count(new.counters()?).saturating_sub(count(old?.counters()?)))
 }
 
-fn per_second(old: Option<&Seen>, new: &Seen, pointer: &str) -> Option<f64> {
+fn per_second(old: Option<&Seen>, new: &Seen, count: CounterOf) -> Option<f64> {
     let seconds = new.asked.saturating_duration_since(old?.asked).as_secs_f64();
-    Some(grown(old, new, pointer)? as f64 / seconds.max(0.001))
+    Some(grown(old, new, count)? as f64 / seconds.max(0.001))
 }
 
 /// A file that was read.
 struct File {
     /// Bytes per second.
     rate: f64,
-    open: u64,
+    open: usize,
     path: String,
 }
 
 /// The files of a mount that were read between two looks.
 fn busy_files(old: Option<&Seen>, new: &Seen) -> Vec<File> {
-    let list = |seen: &'_ Seen| seen.facts.get("files").and_then(Value::as_array).cloned();
-    let number = |file: &Value, key: &str| file.get(key).and_then(Value::as_u64).unwrap_or(0);
+    let files = |seen: &'_ Seen| seen.status.clone().unwrap_or_default().service.files;
     let Some(old) = old else { return Vec::new() };
-    let earlier = list(old).unwrap_or_default();
+    let earlier = files(old);
     let seconds = new.asked.saturating_duration_since(old.asked).as_secs_f64().max(0.001);
-    let files = list(new).unwrap_or_default();
-    let busy = files.iter().filter_map(|file| {
-        let path = file.get("path").and_then(Value::as_str)?;
-        let before =
-            earlier.iter().find(|old| old.get("path").and_then(Value::as_str) == Some(path));
-        let before = before.map_or(0, |old| number(old, "bytes_served"));
-        let rate = number(file, "bytes_served").saturating_sub(before) as f64 / seconds;
-        let path = shown_path(&new.target.join(path.trim_start_matches('/')));
-        (rate > 0.0).then(|| File { rate, open: number(file, "open"), path })
+    let busy = files(new).into_iter().filter_map(|file| {
+        let before = earlier.iter().find(|old| old.path == file.path);
+        let before = before.map_or(0, |old| old.bytes_served);
+        let rate = file.bytes_served.saturating_sub(before) as f64 / seconds;
+        let path = shown_path(&new.target.join(file.path.trim_start_matches('/')));
+        (rate > 0.0).then_some(File { rate, open: file.open, path })
     });
     busy.collect()
 }
@@ -255,63 +316,93 @@ fn gigabytes(rate: Option<f64>) -> String {
     rate.map_or_else(|| "-".to_owned(), |rate| format!("{:.3}", rate / 1e9))
 }
 
-/// The share of `part` in the sum of both.
-fn percent(part: Option<u64>, other: Option<u64>) -> String {
-    match (part, other) {
-        (Some(part), Some(other)) if part + other > 0 => {
-            format!("{:.0}%", 100.0 * part as f64 / (part + other) as f64)
-        }
-        _ => "-".to_owned(),
-    }
-}
-
-/// Bytes in few columns: `64.0M`.
-fn short(bytes: u64) -> String {
-    let mut value = bytes as f64;
-    for unit in ["", "k", "M", "G"] {
-        if value < 1000.0 {
-            return if unit.is_empty() { format!("{value}") } else { format!("{value:.1}{unit}") };
-        }
-        value /= 1000.0;
-    }
-    format!("{value:.1}T")
-}
-
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use tensorfs::internal::counters::CounterValues;
+    use tensorfs::internal::mountinfo::Mount;
 
     use super::*;
+    use crate::cli::seen::Memory;
+    use crate::daemon::status::{Status, Told};
+    use crate::serve::service::{FileStatus, ServiceStatus};
 
-    fn seen(asked: Instant, served: u64, hits: u64, facts: Value) -> Seen {
-        let mut facts = facts;
-        facts["counters"] = json!({ "bytes_served": served, "hits": hits, "misses": 1 });
-        Seen { minor: 51, target: "/mnt/a".into(), state: MountState::Running, facts, asked }
+    fn seen(asked: Instant, served: u64, hits: u64, files: &[&str]) -> Seen {
+        let counters =
+            CounterValues { bytes_served: served, hits, misses: 1, ..CounterValues::default() };
+        let file = |path: &&str| FileStatus {
+            path: (*path).to_owned(),
+            open: 3,
+            bytes_served: served / 2,
+        };
+        let files = files.iter().map(file).collect();
+        let service = ServiceStatus { counters, files, ..ServiceStatus::default() };
+        let told = Told { facts: Status { service, ..Status::default() }, ..Told::default() };
+        let mount = Mount { minor: 51, target: "/mnt/a".into(), ..Mount::default() };
+        Seen { asked, ..Seen::told(mount, MountState::Running, 0, told) }
     }
 
     #[test]
     fn the_table_shows_what_happened_between_two_looks() {
         let start = Instant::now();
-        let files = |served: u64| json!([{ "path": "/m", "open": 3, "bytes_served": served }]);
-        let old = seen(start, 1_000_000_000, 5, json!({ "files": files(0) }));
-        let facts = json!({ "files": files(1_000_000_000), "memory": { "rss": 64_000_000 } });
-        let new = seen(start + Duration::from_secs(2), 3_000_000_000, 9, facts);
-        let lines = table(&[old], &[new]);
+        let old = seen(start, 1_000_000_000, 5, &["/m"]);
+        let mut new = seen(start + Duration::from_secs(2), 3_000_000_000, 9, &["/m"]);
+        new.memory = Some(Memory { rss: Some(64 << 20), peak: None });
+        let lines = page(&[old], &[new], None, None);
         let words: Vec<_> = lines[1].split_whitespace().collect();
         assert_eq!(
             words,
-            ["1.000", "-", "100%", "-", "-", "-", "-", "-", "-", "-", "-", "64.0M", "/mnt/a"]
+            ["/mnt/a", "1.000", "0.000", "100%", "-", "0", "0", "0", "0", "-", "-", "0/0", "64M"]
         );
         assert_eq!(lines[3..], ["    GB/s   OPEN  FILE", "   0.500      3  /mnt/a/m"]);
-        assert_eq!(lines[0].split("  MOUNT").next().map(str::len), lines[1].find("  /mnt"));
     }
 
     #[test]
     fn a_first_look_and_another_daemon_have_no_rates() {
         let now = Instant::now();
-        let old = seen(now, 9, 9, json!({ "pid": 1 }));
-        let new = || seen(now, 5, 5, json!({ "pid": 2 }));
-        assert!(table(&[], &[new()])[1].trim_start().starts_with("- "));
-        assert!(table(&[old], &[new()])[1].trim_start().starts_with("- "));
+        let old = Seen { pid: Some(1), ..seen(now, 9, 9, &[]) };
+        let new = || Seen { pid: Some(2), ..seen(now, 5, 5, &[]) };
+        let rate = |before: &[Seen]| {
+            let lines = page(before, &[new()], None, None);
+            lines[1].split_whitespace().nth(1).map(str::to_owned)
+        };
+        assert_eq!(rate(&[]).as_deref(), Some("-"));
+        assert_eq!(rate(&[old]).as_deref(), Some("-"));
+    }
+
+    #[test]
+    fn a_page_fits_the_terminal_names_mounts_and_counts_what_is_left_out() {
+        let start = Instant::now();
+        let mounts = |served: fn(u32) -> u64, at: Instant| -> Vec<Seen> {
+            let mount = |number: u32| {
+                let mut seen = seen(at, served(number), 0, &["f0", "f1", "f2"]);
+                seen.minor = number;
+                seen.target = format!("/srv/mounts/of/the/node/{number}").into();
+                seen
+            };
+            (0..30).map(mount).collect()
+        };
+        let old = mounts(|_| 0, start);
+        let mut new =
+            mounts(|number| u64::from(number) * 1_000_000_000, start + Duration::from_secs(1));
+        new[7].state = MountState::Dead;
+        for (width, height) in [(80, 24), (40, 10), (200, 50), (20, 4), (1, 1)] {
+            let lines = page(&old, &new, Some(width), Some(height));
+            assert!(lines.len() <= height, "{lines:#?}");
+            assert!(lines.iter().all(|line| line.chars().count() <= width.max(8)), "{lines:#?}");
+            if height < 10 {
+                continue;
+            }
+            assert!(lines[0].starts_with("MOUNT ") && lines[0].contains("GB/s"), "{lines:#?}");
+            assert!(lines[1].contains("/7 ") && lines[1].contains("dead: its"), "{lines:#?}");
+            // The busiest first.
+            assert!(lines[2].contains("/29 ") && lines[2].contains("29.000"), "{lines:#?}");
+            assert!(lines[3].contains("/28 "), "{lines:#?}");
+            let mounts = lines.iter().position(String::is_empty).unwrap_or(lines.len());
+            let more = lines[mounts - 1].strip_suffix(" more").and_then(|more| more.parse().ok());
+            let shown = mounts - 1 - usize::from(more.is_some());
+            assert_eq!(shown + more.unwrap_or(0), 30, "{lines:#?}");
+            let has_files = lines.iter().any(|line| line.ends_with("/29/f0"));
+            assert_eq!(has_files, height > 10, "{lines:#?}");
+        }
     }
 }

@@ -10,8 +10,10 @@ use tensorfs::internal::mountinfo;
 
 use super::args;
 use super::output::{Failure, Outcome};
-use super::status;
-use crate::daemon::attach::{Detach, detach};
+use super::seen;
+use crate::daemon::attach::{Detach, abort_connection, detach};
+use crate::daemon::client;
+use crate::log;
 use crate::node::handover;
 
 /// How long a mount may take to show that it is dead. The kernel answers for a dead one at once.
@@ -39,15 +41,50 @@ fn unmount(target: &Path, how: Detach) -> Result<(), String> {
     let shown = shown_path(target);
     let failed = |e: io::Error| format!("{shown}: {e}");
     let target = mountinfo::absolute_target(target).map_err(failed)?;
-    if mountinfo::ours_at(&target).map_err(failed)?.is_none() {
+    let Some(ours) = mountinfo::ours_at(&target).map_err(failed)? else {
         return Err(format!("{shown}: not a tensorfs mount"));
-    }
+    };
     detach(&target, how).map_err(|e| match e.raw_os_error() {
         Some(libc::EBUSY) => {
             format!("{shown}: target is busy; close what is open there, or use --lazy")
         }
         _ => failed(e),
-    })
+    })?;
+    let copy = mountinfo::copy_of(ours.minor).filter(|_| how != Detach::Force);
+    if let Some((process, place)) = copy {
+        let place = shown_path(&place);
+        let of = process.map_or(String::new(), |pid| {
+            format!(" in the mount namespace of process {pid}, until that one ends or unmounts it")
+        });
+        log::say(&format!("{shown}: unmounted; its daemon goes on, because it serves {place}{of}"));
+    }
+    Ok(())
+}
+
+/// Ends the connection of the mount on `target`, so that its readers get errors, and takes it off. With
+/// `minor` it is the mount of that device, wherever it is. Without a mount there is nothing to do.
+pub(super) fn abort(target: &Path, minor: Option<u32>) -> Outcome {
+    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(target)));
+    let mut mounts = mountinfo::ours().map_err(failed)?;
+    match minor {
+        Some(minor) => {
+            abort_connection(minor);
+            mounts.retain(|mount| mount.minor == minor);
+        }
+        None => {
+            let place = mountinfo::absolute_target(target).map_err(failed)?;
+            let on_top = mounts.into_iter().rfind(|mount| mount.target == place);
+            mounts = on_top.into_iter().collect();
+        }
+    }
+    for mount in mounts.iter().rev() {
+        // A mount that covers it belongs to others.
+        let on_top = mountinfo::ours_at(&mount.target).map_err(failed)?;
+        if on_top.is_some_and(|on_top| on_top.id == mount.id) {
+            detach(&mount.target, Detach::Force).map_err(failed)?;
+        }
+    }
+    Ok(())
 }
 
 /// Takes off the dead mounts on `targets`; without targets, all that this user may take off. Other
@@ -73,11 +110,13 @@ fn remove_dead(targets: &[PathBuf]) -> Outcome {
     }
     let mut failures = Vec::new();
     // The mount on top of a place comes last in the table.
-    for mount in status::dead(mounts, PROBE_TIMEOUT).iter().rev() {
+    for mount in seen::dead(mounts, PROBE_TIMEOUT).iter().rev() {
         // Another process may have put a new mount there meanwhile.
         let on_top = mountinfo::ours_at(&mount.target).ok().flatten();
+        let waits = client::is_killed_but_waits(mount.owner.unwrap_or_default(), mount.minor);
+        let how = if waits { Detach::Force } else { Detach::Lazy };
         if on_top.is_some_and(|on_top| on_top.id == mount.id)
-            && let Err(e) = detach(&mount.target, Detach::Lazy)
+            && let Err(e) = detach(&mount.target, how)
         {
             failures.push(format!("{}: {e}", shown_path(&mount.target)));
         }

@@ -1,16 +1,17 @@
 //! `tensorfs verify`: the proof, then every byte.
 
-use std::fs::File;
 use std::io::{IsTerminal, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
+use tensorfs::internal::atomic_file::TemporaryFile;
 use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Tail, Tree};
 use tensorfs::internal::error::{counted, real_name, shown, shown_lines, shown_path};
+use tensorfs::internal::io::Settings;
+use tensorfs::internal::size::shown_size;
 use tensorfs::internal::source::CopyMode;
 use tensorfs::internal::verify::{
     Recorded, ShardPlace, Task, Verified, bytes_to_read, manifest, verify,
@@ -19,7 +20,7 @@ use tensorfs::internal::view::View;
 use tensorfs::{Error, ErrorKind};
 
 use super::args::{self, When};
-use super::output::{Failure, Outcome, human, print_bytes, print_json, print_text};
+use super::output::{Failure, Outcome, print_bytes, print_json, print_text, speed};
 use super::sources::{FoundSet, open_bytes, prove_family, query_options, skipped_notes};
 use crate::log;
 
@@ -32,6 +33,7 @@ pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
         return Err(Failure::Usage("--expect-shards and -o expect-shards= are both given".into()));
     }
     options.open.expect_shards = args.expect_shards.or(options.open.expect_shards);
+    let settings = options.settings();
     let mut tree = open_bytes("verify", &args.source, options)?;
     tree.options.view = View::default();
     let mut notes = skipped_notes(&tree);
@@ -47,7 +49,7 @@ pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
         notes.extend(more);
         bar.inc_length(len_of(&found));
         for found in found {
-            notes.extend(report.verify(args, &tree, found, &bar)?);
+            notes.extend(report.verify(args, settings, &tree, found, &bar)?);
         }
     }
     bar.finish_and_clear();
@@ -71,6 +73,7 @@ impl VerifyReport {
     fn verify(
         &mut self,
         args: &args::VerifyArgs,
+        settings: Settings,
         tree: &Tree,
         FoundSet { directory, set }: FoundSet,
         bar: &ProgressBar,
@@ -83,7 +86,7 @@ impl VerifyReport {
         });
         let judged = set.outcome.and_then(|checkpoint| {
             let id = tree.ids().into_iter().find(|&id| tree.folder(id).relative == directory);
-            judge(args, tree, id, checkpoint, &mut |bytes| bar.inc(bytes))
+            judge(args, settings, tree, id, checkpoint, &mut |bytes| bar.inc(bytes))
         });
         let mut notes = Vec::new();
         match judged {
@@ -200,6 +203,7 @@ struct Judged {
 /// Reads a set and records its checksums if nothing differs.
 fn judge(
     args: &args::VerifyArgs,
+    settings: Settings,
     tree: &Tree,
     folder: Option<FolderId>,
     checkpoint: Arc<Checkpoint>,
@@ -212,6 +216,7 @@ fn judge(
         heads: heads.as_ref(),
         anew: args.record,
         sha256: args.sha256,
+        settings,
     };
     let mut verified = verify(&checkpoint, &task, progress)?;
     let fresh = std::mem::take(&mut verified.fresh);
@@ -293,13 +298,12 @@ impl Judged {
     fn told(&self, started: Instant) -> String {
         let (checkpoint, verified) = (&self.checkpoint, &self.verified);
         let catalog = checkpoint.source_catalog();
-        let seconds = started.elapsed().as_secs_f64();
-        let speed = human((verified.bytes as f64 / seconds.max(1e-9)) as u64);
+        let speed = speed(verified.bytes, started.elapsed().as_secs_f64());
         let mut text = format!(
-            "{}: ok: {}, {} in {}, read at {speed}/s",
+            "{}: ok: {}, {} in {}, read at {speed}",
             shown_path(&checkpoint.directory.join(&checkpoint.name)),
             counted(catalog.len(), "tensor"),
-            human(catalog.data_len()),
+            shown_size(catalog.data_len()),
             counted(catalog.shards.len(), "shard"),
         );
         if verified.blobs > 0 {
@@ -377,12 +381,12 @@ pub(super) fn bar(progress: When, total: u64) -> ProgressBar {
     let drawn = match progress {
         When::Always => true,
         When::Never => false,
-        When::Auto => std::io::stderr().is_terminal(),
+        When::Auto => std::io::stderr().is_terminal() && !log::is_quiet(),
     };
     if !drawn {
         return ProgressBar::hidden();
     }
-    let template = "{bar:30} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} {eta}";
+    let template = "{bar:30} {binary_bytes}/{binary_total_bytes} {decimal_bytes_per_sec} {eta}";
     let style =
         ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::new(total).with_style(style);
@@ -409,22 +413,12 @@ fn write_manifest_if_asked(
 
 /// Writes a file atomically, with the permissions of `mode`.
 fn write_whole(path: &Path, text: &[u8], mode: &CopyMode) -> std::io::Result<()> {
-    let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
-    let temporary = path.with_extension(format!("{}-{nanos}.tmp", std::process::id()));
-    // Fails if the path exists, even as a link that another user left there.
     let bits = mode.in_folder(path.parent().unwrap_or(Path::new(".")));
-    let created = File::options().write(true).create_new(true).mode(bits).open(&temporary);
-    let written = created.and_then(|mut file| {
-        mode.narrow(&file)?;
-        file.write_all(text)?;
-        file.sync_all()?;
-        std::fs::rename(&temporary, path)
-    });
-    let taken = written.as_ref().is_err_and(|e| e.kind() == std::io::ErrorKind::AlreadyExists);
-    if written.is_err() && !taken {
-        let _ = std::fs::remove_file(&temporary);
-    }
-    written
+    let mut new = TemporaryFile::create_beside(path, bits)?;
+    mode.narrow(new.file())?;
+    new.file().write_all(text)?;
+    new.file().sync_all()?;
+    new.publish(path, true)
 }
 
 /// Progress without a terminal: a line at a time on standard error.

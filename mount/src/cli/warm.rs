@@ -11,21 +11,24 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use indicatif::ProgressBar;
-use serde_json::{Value, json};
+use serde_json::json;
 use tensorfs::internal::checkpoint::ERROR_FILE;
 use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::format::{InputFormat, RangeReader};
 use tensorfs::internal::mount_origin::is_made;
 use tensorfs::internal::mountinfo;
+use tensorfs::internal::size::shown_size;
 use tensorfs::internal::strided::{OuterBox, StridedCopy};
 use tensorfs::internal::sync::Mutex;
+use tensorfs::internal::system_memory;
 use tensorfs::{Error, Tensor};
 
 use super::args;
-use super::output::{Failure, Outcome, human, print_json, print_text, tell_refusals};
+use super::output::{Failure, Outcome, print_json, print_text, speed, tell_refusals};
 use super::sources::{FoundSet, open_source, prove_all, query_options};
 use super::verify::bar;
 use crate::log;
+use crate::serve::heat::{HeatReport, TensorRow};
 
 /// Bytes that a thread reads before it takes the next part.
 const PART_LEN: u64 = 8 << 20;
@@ -84,20 +87,20 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
         return tell_lines(&not_shown);
     }
     if missing > 0 {
-        log::say(&format!(
+        log::note(&format!(
             "not in {}: {} of the heat",
             shown_path(path),
             counted(missing, "tensor")
         ));
     }
     let total: u64 = files.iter().flat_map(|file| &file.ranges).map(len_of).sum();
-    let available = available_memory();
+    let available = system_memory::of_machine("MemAvailable");
     if available.is_some_and(|available| total > available) {
-        log::say(&format!(
+        log::note(&format!(
             "{} to read, but only {} of memory are free for the page cache: the first bytes will \
              be dropped again",
-            human(total),
-            human(available.unwrap_or_default())
+            shown_size(total),
+            shown_size(available.unwrap_or_default())
         ));
     }
     let bar = bar(args.progress, total);
@@ -125,8 +128,8 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
         1 => "1 file".to_owned(),
         count => format!("{count} files"),
     };
-    let rate = human((total as f64 / seconds.max(1e-9)) as u64);
-    print_text(&format!("warmed {} of {count} in {seconds:.3} s at {rate}/s\n", human(total)))?;
+    let (size, speed) = (shown_size(total), speed(total, seconds));
+    print_text(&format!("warmed {size} of {count} in {seconds:.3} s at {speed}\n"))?;
     tell_lines(&not_shown)?;
     tell_refusals(refused.iter())
 }
@@ -194,7 +197,7 @@ fn of_source(
             }
             None => {
                 let mut tensors = catalog.tensors();
-                tensors.try_for_each(|tensor| add_tensor(&tensor, &mut ranges))?;
+                tensors.try_for_each(|tensor| add_tensor(&tensor, None, &mut ranges))?;
                 // Every reader of a shard reads its header.
                 for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
                     if !ranges.is_empty() {
@@ -206,9 +209,9 @@ fn of_source(
                 let shown = checkpoint.virtual_files().map(|file| file.spec().name.clone());
                 let names: BTreeSet<String> = shown.chain([set.name.clone()]).collect();
                 for name in names {
-                    for tensor in heat.tensors_of(&directory.join(name)) {
-                        match catalog.tensor(tensor) {
-                            Some(tensor) => add_tensor(&tensor, &mut ranges)?,
+                    for hot in heat.tensors_of(&directory.join(name)) {
+                        match catalog.tensor(&hot.name) {
+                            Some(tensor) => add_tensor(&tensor, Some(hot), &mut ranges)?,
                             None => *missing += 1,
                         }
                     }
@@ -228,27 +231,41 @@ fn of_source(
     Ok(files)
 }
 
-/// Adds the bytes of `tensor` to the ranges of its shards. Rows with short gaps between them are
-/// read with the gaps.
-fn add_tensor(tensor: &Tensor<'_>, ranges: &mut [Vec<Range<u64>>]) -> Result<(), Failure> {
+/// Adds the bytes of `tensor`, or those of them that `hot` lists, to the ranges of its shards. Rows
+/// with short gaps between them are read with the gaps.
+fn add_tensor(
+    tensor: &Tensor<'_>,
+    hot: Option<&TensorRow>,
+    ranges: &mut [Vec<Range<u64>>],
+) -> Result<(), Failure> {
+    let shown = hot
+        .map_or_else(|| std::iter::once(0..tensor.len).collect(), |hot| ranges_in(hot, tensor.len));
+    let stored = |range: Range<u64>| match tensor.cast() {
+        Some(cast) => cast.elements_before(&range),
+        None => range,
+    };
+    let wanted: Vec<Range<u64>> = shown.into_iter().map(stored).collect();
     for piece in tensor.pieces().filter(|piece| !piece.is_empty() && !piece.is_zeros()) {
         let ranges = &mut ranges[piece.shard.0 as usize];
-        if piece.is_contiguous() {
-            ranges.push(piece.range);
-            continue;
-        }
         let to = OuterBox { shape: tensor.shape, offset: piece.offset };
         let bits = tensor.stored.bits();
         let rows = StridedCopy::of_piece(piece.stored_shape, to, piece.shape, bits);
         let rows = rows.map_err(|fault| Failure::Failed(format!("{}: {fault}", tensor.name)))?;
-        for row in 0..rows.count() {
-            let start = piece.range.start + rows.run(row).0;
-            let end = start + rows.run_len();
-            match ranges.last_mut() {
-                Some(last) if (last.start..=last.end.saturating_add(GAP)).contains(&start) => {
-                    last.end = last.end.max(end);
+        for part in wanted.iter().filter_map(|wanted| rows.inside(wanted)) {
+            if piece.is_contiguous() {
+                let start = piece.range.start;
+                ranges.push(start + part.bytes.start..start + part.bytes.end);
+                continue;
+            }
+            for row in part.runs {
+                let start = piece.range.start + rows.run(row).0;
+                let end = start + rows.run_len();
+                match ranges.last_mut() {
+                    Some(last) if (last.start..=last.end.saturating_add(GAP)).contains(&start) => {
+                        last.end = last.end.max(end);
+                    }
+                    _ => ranges.push(start..end),
                 }
-                _ => ranges.push(start..end),
             }
         }
     }
@@ -275,7 +292,19 @@ impl WarmFile {
 
 /// The output of `tensorfs heat --json`: the tensors that were read, by file of the mount. Files
 /// without tensors were read as a whole.
-struct HeatFile(BTreeMap<PathBuf, Vec<String>>);
+struct HeatFile(BTreeMap<PathBuf, Vec<TensorRow>>);
+
+/// The bytes to read of a tensor of a list, which has `len` bytes here: all if it had another length
+/// when it was read.
+fn ranges_in(hot: &TensorRow, len: u64) -> Vec<Range<u64>> {
+    match &hot.ranges {
+        Some(ranges) if hot.len == len => {
+            let inside = ranges.iter().map(|(start, end)| *start.min(&len)..*end.min(&len));
+            inside.filter(|range| !range.is_empty()).collect()
+        }
+        _ => std::iter::once(0..len).collect(),
+    }
+}
 
 impl HeatFile {
     fn read(path: &Path) -> Result<HeatFile, Failure> {
@@ -285,36 +314,23 @@ impl HeatFile {
             let message = format!("has {len} bytes; expected at most {HEAT_MAX}");
             return Err(Failure::Failed(format!("{}: {message}", shown_path(path))));
         }
-        let read: Result<Value, _> = serde_json::from_reader(io::BufReader::new(file));
-        let heat = read.ok().and_then(|json| HeatFile::of_json(&json)).ok_or_else(|| {
+        let read: Result<HeatReport, _> = serde_json::from_reader(io::BufReader::new(file));
+        let report = read.map_err(|_| {
             let message = "expected the output of `tensorfs heat MNT --json`";
             Failure::Failed(format!("{}: {message}", shown_path(path)))
         })?;
+        let read = report.files.into_iter().filter(|file| file.bytes > 0);
+        let tensors_known = read.filter(|file| file.tensors.as_ref().is_none_or(|t| !t.is_empty()));
+        let files = tensors_known.map(|f| (f.path.into(), f.tensors.unwrap_or_default()));
+        let heat = HeatFile(files.collect());
         if heat.0.is_empty() {
             return Err(Failure::Failed(format!("{}: lists no file", shown_path(path))));
         }
         Ok(heat)
     }
 
-    fn of_json(json: &Value) -> Option<HeatFile> {
-        let mut files = BTreeMap::new();
-        for file in json.get("files")?.as_array()? {
-            let name = PathBuf::from(file.get("path")?.as_str()?);
-            let tensors = file.get("tensors").map(|tensors| {
-                let names = tensors.as_array()?.iter();
-                names.map(|row| row.get("name")?.as_str().map(str::to_owned)).collect()
-            });
-            let tensors: Vec<String> = tensors.unwrap_or(Some(Vec::new()))?;
-            let was_read = file.get("bytes")?.as_u64()? > 0;
-            if was_read && (file.get("tensors").is_none() || !tensors.is_empty()) {
-                files.insert(name, tensors);
-            }
-        }
-        Some(HeatFile(files))
-    }
-
-    fn tensors_of(&self, file: &Path) -> impl Iterator<Item = &str> {
-        self.0.get(file).into_iter().flatten().map(String::as_str)
+    fn tensors_of(&self, file: &Path) -> impl Iterator<Item = &TensorRow> {
+        self.0.get(file).into_iter().flatten()
     }
 
     fn is_read_whole(&self, file: &Path) -> bool {
@@ -364,14 +380,14 @@ fn ranges_of(
     path: &Path,
     file: File,
     len: u64,
-    tensors: &[String],
+    tensors: &[TensorRow],
     missing: &mut usize,
 ) -> Result<Vec<Range<u64>>, String> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let mut reader = OpenWeights { file, len };
     let detected = InputFormat::detect(&name, &mut reader).map_err(|e| e.to_string())?;
     let detected = detected.map_err(|fault| fault.to_string())?;
-    let parsed = detected.parse(&mut reader).map_err(|e| e.to_string())?;
+    let parsed = detected.parse(&name, &mut reader).map_err(|e| e.to_string())?;
     let description = parsed.map_err(|fault| fault.to_string())?;
     let mut places: BTreeMap<&str, Range<u64>> = BTreeMap::new();
     let mut all: Vec<_> = description.tensors().map(|tensor| (tensor.start, tensor.name)).collect();
@@ -383,8 +399,11 @@ fn ranges_of(
     }
     let mut ranges = description.described.clone();
     for tensor in tensors {
-        match places.get(tensor.as_str()) {
-            Some(range) => ranges.push(range.clone()),
+        match places.get(tensor.name.as_str()) {
+            Some(place) => {
+                let parts = ranges_in(tensor, place.end - place.start);
+                ranges.extend(parts.iter().map(|p| place.start + p.start..place.start + p.end));
+            }
             None => *missing += 1,
         }
     }
@@ -469,11 +488,4 @@ fn read_part<'a>(
         }
     }
     Ok(())
-}
-
-/// Memory that the page cache may take, in bytes.
-fn available_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().trim_end_matches(" kB").parse::<u64>().ok()? * 1024)
 }

@@ -5,8 +5,8 @@
 //! `/dev/fuse` cannot be opened, and may unmount a folder twice.
 
 use std::fs::File;
-use std::io::{self, IoSliceMut};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -15,10 +15,11 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::libc;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::{getegid, geteuid};
 use tensorfs::internal::error::shown_path;
+use tensorfs::internal::mountinfo;
 
+use super::descriptors;
 use crate::options::{Options, escape};
 
 /// The device of FUSE.
@@ -137,21 +138,9 @@ fn attach_by_fusermount(target: &Path, fsname: &str, options: &Options) -> Resul
 
 /// Takes the descriptor that fusermount3 sent.
 fn receive_fd(socket: &UnixStream) -> io::Result<OwnedFd> {
-    let mut byte = [0u8];
-    let mut iov = [IoSliceMut::new(&mut byte)];
-    let mut space = nix::cmsg_space!(RawFd);
-    let message =
-        recvmsg::<()>(socket.as_raw_fd(), &mut iov, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
-    for control in message.cmsgs()? {
-        if let ControlMessageOwned::ScmRights(fds) = control
-            && let Some(&fd) = fds.first()
-        {
-            // SAFETY: the kernel made this descriptor for the message just received, and nothing
-            // else owns it.
-            return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
-        }
-    }
-    Err(io::Error::other(format!("{FUSERMOUNT} sent no descriptor")))
+    let (_, fds) = descriptors::receive(socket, &mut [0], true)?;
+    let first = fds.into_iter().next();
+    first.ok_or_else(|| io::Error::other(format!("{FUSERMOUNT} sent no descriptor")))
 }
 
 /// The way to unmount.
@@ -175,11 +164,22 @@ pub(crate) fn detach(target: &Path, how: Detach) -> io::Result<()> {
         Detach::Lazy => MntFlags::MNT_DETACH,
         Detach::Force => MntFlags::MNT_FORCE | MntFlags::MNT_DETACH,
     } | MntFlags::UMOUNT_NOFOLLOW;
+    if how == Detach::Force
+        && let Ok(Some(mount)) = mountinfo::ours_at(target)
+    {
+        abort_connection(mount.minor);
+    }
     match umount2(target, flags) {
         Ok(()) => Ok(()),
         Err(Errno::EPERM) => detach_by_fusermount(target, how),
         Err(e) => Err(e.into()),
     }
+}
+
+/// Ends the connection of the device `minor`, if the file system for that is mounted. MNT_FORCE does so too,
+/// but for root only, and needs a path to the mount.
+pub(crate) fn abort_connection(minor: u32) {
+    let _ = std::fs::write(format!("/sys/fs/fuse/connections/{minor}/abort"), "1");
 }
 
 fn detach_by_fusermount(target: &Path, how: Detach) -> io::Result<()> {

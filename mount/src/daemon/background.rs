@@ -2,7 +2,7 @@
 //! once the mount answers.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, PipeReader, Write};
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::unistd::setsid;
-use tensorfs::internal::error::shown_path;
+use tensorfs::internal::error::{shown, shown_path};
 
 use super::handover::{Giver, Handed, Received};
 use super::stalled::unless_stalled;
@@ -22,6 +22,9 @@ use crate::options::{LogFormat, Options};
 /// Arguments that make a process the child: it serves and reports on its standard output, which is
 /// a pipe to the parent.
 const CHILD: [&str; 2] = ["internal", "daemon"];
+
+/// The same for a child that ends with its parent.
+const CHILD_OF_RUN: [&str; 2] = ["internal", "run-daemon"];
 
 /// The line by which the child reports that the mount answers.
 const READY: &str = "ready";
@@ -43,19 +46,47 @@ pub(crate) fn run_in_background(
     sloppy: bool,
     verbose: u8,
 ) -> Result<(), String> {
+    let sloppy = sloppy.then_some("--sloppy");
+    let words = CHILD.into_iter().chain(sloppy);
+    start(words, source, target, options, verbose, Stdio::null())
+}
+
+/// As `run_in_background`, until `lifeline` ends.
+///
+/// # Errors
+/// The error of the child. Nothing stays mounted.
+pub(crate) fn run_while(
+    source: &Path,
+    target: &Path,
+    options: &[String],
+    verbose: u8,
+    lifeline: PipeReader,
+) -> Result<(), String> {
+    start(CHILD_OF_RUN.into_iter(), source, target, options, verbose, lifeline.into())
+}
+
+fn start(
+    words: impl Iterator<Item = &'static str>,
+    source: &Path,
+    target: &Path,
+    options: &[String],
+    verbose: u8,
+    input: Stdio,
+) -> Result<(), String> {
     let fail = |e: std::io::Error| format!("cannot start the daemon: {e}");
     let program = std::env::current_exe().map_err(fail)?;
     let mut child = Command::new(program);
-    child.arg0("tensorfs").args(CHILD);
+    child.arg0("tensorfs").args(words);
     child.args((0..verbose).map(|_| "-v"));
-    if sloppy {
-        child.arg("--sloppy");
-    }
     for option in options {
         child.arg("-o").arg(option);
     }
     let child = child.arg("--").arg(source).arg(target);
-    let mut child = child.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(fail)?;
+    // It reports failures on standard output, and logs warnings.
+    if log::is_quiet() {
+        child.stderr(Stdio::null());
+    }
+    let mut child = child.stdin(input).stdout(Stdio::piped()).spawn().map_err(fail)?;
     let mut report = String::new();
     if let Some(output) = child.stdout.take() {
         BufReader::new(output).read_line(&mut report).map_err(fail)?;
@@ -123,6 +154,8 @@ pub(crate) struct LiveMount {
     pub source: PathBuf,
     /// The mount point, as in the mount table.
     pub target: PathBuf,
+    /// Minor number of its device.
+    pub minor: Option<u32>,
     /// Warnings for the user, one a line. The log has them already.
     warnings: Vec<String>,
     /// Hands it over to another process.
@@ -144,7 +177,7 @@ pub(crate) fn serve(
 ) -> Result<(), String> {
     tensorfs::internal::source::raise_limit();
     options.make_absolute().map_err(|e| format!("the working directory is gone: {e}"))?;
-    let log_file = options.log.clone();
+    let (log_file, given) = (options.log.clone(), words_of(&options));
     if let Some(file) = &log_file {
         let opened = file.clone();
         unless_stalled(options.io_timeout, move || log::to_file(&opened))
@@ -171,12 +204,32 @@ pub(crate) fn serve(
         Some(received) => session::take_over(plan, received)?,
         None => session::start(plan)?,
     };
-    let giver = running.giver();
-    if let Err(e) = tell(&LiveMount { source, target, warnings, giver }) {
+    let (minor, giver) = (running.minor, running.giver());
+    let mount = LiveMount { source, target, minor, warnings, giver };
+    let (source, target) = (shown_path(&mount.source), shown_path(&mount.target));
+    if let Err(e) = tell(&mount) {
         running.take_off();
         return Err(e);
     }
-    running.serve()
+    let pid = std::process::id();
+    tracing::info!("{source}: mounted on {target}, pid {pid}, options {given}");
+    let ended = running.serve();
+    let why = match &ended {
+        Err(why) => why,
+        Ok(()) if ending::was_signalled() => "a signal",
+        Ok(()) => "it was unmounted, or given to another process",
+    };
+    tracing::info!("{source}: no longer served on {target}, pid {pid}: {why}");
+    ended
+}
+
+/// The options that differ from the defaults, as words for the log.
+fn words_of(options: &Options) -> String {
+    let (given, defaults) = (options.to_json(), Options::default().to_json());
+    let defaults = Options::words(&defaults);
+    let words = Options::words(&given).into_iter().filter(|word| !defaults.contains(word));
+    let words: Vec<String> = words.map(|word| shown(&word)).collect();
+    if words.is_empty() { "ro".to_owned() } else { words.join(",") }
 }
 
 /// Chooses the form of further log lines.

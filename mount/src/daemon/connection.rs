@@ -31,6 +31,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::fs::adapter::TensorFs;
 
+/// Name of the device of FUSE in its folder.
+const DEVICE_NAME: &str = "fuse";
+
 /// Longest message of the handshake, in bytes.
 const INIT_MAX: usize = 64 << 10;
 
@@ -133,13 +136,32 @@ fn read_message(file: &mut File) -> io::Result<Vec<u8>> {
     Ok(message)
 }
 
-/// Makes `number` a descriptor of `file`.
+/// Makes `number`, which is open, a descriptor of `file`.
 fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
-    // SAFETY: the session owns this number and keeps it open while it serves; `ManuallyDrop` leaves
-    // it to the session.
+    // SAFETY: `ManuallyDrop` leaves the number to its owner, which keeps it open while it serves.
     let mut place = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
     dup3(file, &mut place, OFlag::O_CLOEXEC)?;
     Ok(())
+}
+
+/// Closes every connection of this process. With the last process that has it open a connection ends,
+/// and its readers get errors.
+///
+/// The end of the process would close them too, but not before the last of its threads has ended, and
+/// one that waits for a source ends with the answer.
+pub(crate) fn let_go() {
+    let Ok(nothing) = File::open("/dev/null") else { return };
+    let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().filter_map(Result::ok);
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<RawFd>().ok());
+    // Before the first one is closed: the folder itself is among them.
+    let numbers: Vec<RawFd> = numbers.collect();
+    for number in numbers {
+        let path = std::fs::read_link(format!("/proc/self/fd/{number}"));
+        if path.is_ok_and(|path| path.ends_with(DEVICE_NAME)) {
+            // Its number stays taken, for another thread may use it.
+            let _ = put_in_place(nothing.as_fd(), number);
+        }
+    }
 }
 
 impl Attended {

@@ -1,31 +1,31 @@
-//! The control socket of a mount, both ends: its daemon answers one line of JSON to one line of
-//! JSON, for the mount's owner and for root.
-//!
-//! A socket is named by the mount's device and the daemon's pid (`51-1234.sock`), so that the mount
-//! table of any namespace leads to it.
+//! The control socket of a mount, the daemon's end: it answers one line of JSON to one line of JSON,
+//! for the mount's owner and for root.
 
 use std::fs::{DirBuilder, Permissions};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
-use tensorfs::internal::error::{real_name, shown_path};
-use tensorfs::internal::sync::Mutex;
-use tensorfs::{UnknownWord, words};
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::sockopt::{PeerCredentials, ReceiveTimeout, SendTimeout};
-use nix::sys::socket::{
-    AddressFamily, Shutdown, SockFlag, SockType, UnixAddr, UnixCredentials, connect, getsockopt,
-    setsockopt, shutdown, socket,
-};
-use nix::sys::time::TimeVal;
-use nix::unistd::geteuid;
+use nix::sys::socket::sockopt::PeerCredentials;
+use nix::sys::socket::{Shutdown, getsockopt, shutdown};
 use serde_json::{Value, json};
+use tensorfs::UnknownWord;
+use tensorfs::internal::clock::unix_now;
+use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::sync::Mutex;
+
+use super::client::{
+    Question, RequestRefusal, euid, folders, is_private, remove_if_stale, sockets,
+};
+use super::connection;
+use super::status::Told;
+use crate::fs::access::further_groups;
 
 /// How long a client may take over one request.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -39,23 +39,6 @@ const OTHERS_MAX: usize = 8;
 /// Longest request, in bytes.
 const REQUEST_MAX: usize = 4096;
 
-/// Longest reply that a client accepts, in bytes: the peer may be another user's program.
-const REPLY_MAX: usize = 16 << 20;
-
-/// Age from which a socket that refuses connections is stale: a younger one may not listen yet.
-const MAKING_TIME: Duration = Duration::from_secs(1);
-
-/// The word of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Question {
-    /// The report of the mount.
-    Status,
-    /// The tensors that are read.
-    Heat,
-}
-
-words!(Question { Status = "status", Heat = "heat" });
-
 /// The user at the other end of a connection.
 #[derive(Clone, Debug)]
 pub(crate) struct ControlPeer {
@@ -68,16 +51,7 @@ impl ControlPeer {
     fn of(stream: &UnixStream) -> nix::Result<ControlPeer> {
         let peer = getsockopt(stream, PeerCredentials)?;
         let mut gids = vec![peer.gid()];
-        // Further groups stand in /proc only, and count if the process is still that of the user.
-        let status = std::fs::read_to_string(format!("/proc/{}/status", peer.pid()));
-        let status = status.unwrap_or_default();
-        let numbers = |key: &str| -> Vec<u32> {
-            let line = status.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_default();
-            line.split_whitespace().filter_map(|number| number.parse().ok()).collect()
-        };
-        if numbers("Uid:").get(1) == Some(&peer.uid()) {
-            gids.extend(numbers("Groups:"));
-        }
+        gids.extend(further_groups(peer.pid(), peer.uid()));
         Ok(ControlPeer { uid: peer.uid(), gids })
     }
 
@@ -118,8 +92,9 @@ impl Drop for Control {
     }
 }
 
-/// Removes the sockets and ends the process with success.
+/// Closes the connections, removes the sockets and ends the process with success.
 pub(crate) fn exit() -> ! {
+    connection::let_go();
     for path in OPEN.lock().drain(..) {
         let _ = std::fs::remove_file(path);
     }
@@ -137,7 +112,7 @@ pub(crate) fn serve(
     reply: impl Fn(Question, &ControlPeer) -> Value + Send + Sync + 'static,
 ) -> io::Result<Control> {
     let mut failure = io::ErrorKind::NotFound.into();
-    for folder in folders(geteuid().as_raw()) {
+    for folder in folders(euid()) {
         // Others can reach sockets of root only.
         let is_public = mount.is_public && euid() == 0;
         let made = make_folder(&folder, is_public);
@@ -147,24 +122,6 @@ pub(crate) fn serve(
         }
     }
     Err(failure)
-}
-
-/// Folders for the sockets of user `uid`, the best one first.
-fn folders(uid: u32) -> Vec<PathBuf> {
-    if uid == 0 {
-        return vec!["/run/tensorfs".into()];
-    }
-    let mut bases = Vec::new();
-    if uid == geteuid().as_raw() {
-        bases.extend(std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from));
-    }
-    bases.push(format!("/run/user/{uid}").into());
-    // Folders that others may write to, or that another user owns, are not used.
-    bases.retain(|base| base.is_absolute() && is_private(base, uid).is_ok());
-    bases.dedup();
-    let mut folders: Vec<_> = bases.into_iter().map(|base| base.join("tensorfs")).collect();
-    folders.push(format!("/tmp/tensorfs-{uid}").into());
-    folders
 }
 
 fn make_folder(folder: &Path, is_public: bool) -> io::Result<()> {
@@ -177,20 +134,6 @@ fn make_folder(folder: &Path, is_public: bool) -> io::Result<()> {
         std::fs::set_permissions(folder, Permissions::from_mode(0o755))?;
     }
     Ok(())
-}
-
-/// Whether `folder` is a folder, not a link to one, where only user `uid` gets in. Others may enter
-/// that of root, and change nothing.
-fn is_private(folder: &Path, uid: u32) -> io::Result<()> {
-    let meta = std::fs::symlink_metadata(folder)?;
-    let problem = match () {
-        () if !meta.is_dir() => "not a folder",
-        () if meta.uid() != uid => "belongs to another user",
-        () if uid == 0 && meta.mode() & 0o022 == 0 => return Ok(()),
-        () if meta.mode() & 0o077 != 0 => "open to other users; its mode should be 0700",
-        () => return Ok(()),
-    };
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, problem))
 }
 
 fn listen(folder: &Path, minor: u32, is_public: bool) -> io::Result<(PathBuf, UnixListener)> {
@@ -216,37 +159,6 @@ fn sweep(folder: &Path) {
     }
 }
 
-/// Removes a socket of this user if its daemon is gone.
-fn remove_if_stale(path: &Path) {
-    let age = |meta: std::fs::Metadata| {
-        SystemTime::now()
-            .duration_since(meta.modified().ok()?)
-            .ok()
-            .filter(|_| meta.uid() == euid())
-    };
-    let old = std::fs::symlink_metadata(path).ok().and_then(age).is_some_and(|a| a > MAKING_TIME);
-    // A refusal comes at once, so the time limit is short.
-    if old && matches!(reach(path, Duration::from_millis(1)), Err(Errno::ECONNREFUSED)) {
-        let _ = std::fs::remove_file(path);
-    }
-}
-
-fn euid() -> u32 {
-    geteuid().as_raw()
-}
-
-/// The sockets in `folder`, each with the minor number of its mount.
-fn sockets(folder: &Path) -> Vec<(u32, PathBuf)> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
-    let sockets = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()));
-    let named = sockets.filter_map(|entry| {
-        let name = entry.file_name();
-        let (minor, _) = name.to_str()?.strip_suffix(".sock")?.split_once('-')?;
-        Some((minor.parse().ok()?, entry.path()))
-    });
-    named.collect()
-}
-
 fn start(
     mount: MountFacts,
     reply: impl Fn(Question, &ControlPeer) -> Value + Send + Sync + 'static,
@@ -257,14 +169,23 @@ fn start(
     let control = Control { path, listener: Arc::new(listener) };
     let listener = control.listener.clone();
     let is_public = mount.is_public;
-    let since = (SystemTime::now(), Instant::now());
+    let (started, started_unix) = (Instant::now(), unix_now());
     let answer = move |request: &[u8], peer: &ControlPeer| {
         let request: Value = serde_json::from_slice(request).unwrap_or_default();
         let question = request.get("do").and_then(Value::as_str).unwrap_or_default();
         match question.parse() {
-            Ok(question) if peer.is_trusted() => with_facts(&mount, since, reply(question, peer)),
+            Ok(question) if peer.is_trusted() => json!(Told {
+                target: real_name(&mount.target),
+                source: real_name(&mount.source),
+                pid: std::process::id(),
+                started_unix,
+                uptime_s: started.elapsed().as_secs(),
+                facts: reply(question, peer),
+            }),
             Ok(question) => reply(question, peer),
-            Err(UnknownWord(_)) => json!({ "error": "expected {\"do\":\"status\"}" }),
+            Err(UnknownWord(_)) => {
+                json!(RequestRefusal { error: "expected {\"do\":\"status\"}".into() })
+            }
         }
     };
     let thread = std::thread::Builder::new().name("control".to_owned());
@@ -272,22 +193,6 @@ fn start(
         Server { listener, clients: Vec::new(), is_public, answer: Box::new(answer) }.run()
     })?;
     Ok(control)
-}
-
-/// Adds the facts that the reply leaves out.
-fn with_facts(mount: &MountFacts, since: (SystemTime, Instant), mut reply: Value) -> Value {
-    let Some(object) = reply.as_object_mut() else { return reply };
-    let started = since.0.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-    for (key, value) in [
-        ("target", json!(real_name(&mount.target))),
-        ("source", json!(real_name(&mount.source))),
-        ("pid", json!(std::process::id())),
-        ("started_unix", json!(started)),
-        ("uptime_s", json!(since.1.elapsed().as_secs())),
-    ] {
-        object.entry(key).or_insert(value);
-    }
-    reply
 }
 
 /// Makes the reply to a request.
@@ -421,115 +326,10 @@ impl Client {
     }
 }
 
-/// The result of asking at the socket of a mount.
-#[derive(Debug)]
-pub(crate) enum Reply {
-    /// The pid and the answer of the daemon. The pid is 0 if it is not in this namespace.
-    Status(i32, Value),
-    /// The daemon of that pid does not answer in time.
-    Silence(i32),
-    /// Only the socket: its daemon was killed.
-    Leftover,
-    /// No socket.
-    Nothing,
-}
-
-/// All sockets of user `owner`, each with the minor number of its mount.
-pub(crate) fn sockets_of(owner: u32) -> Vec<(u32, PathBuf)> {
-    let folders = folders(owner).into_iter();
-    folders.filter(|folder| is_private(folder, owner).is_ok()).flat_map(|f| sockets(&f)).collect()
-}
-
-/// Puts `question` to a mount of user `owner` at the sockets `paths`, until `deadline`.
-/// Removes sockets of this user that killed daemons have left.
-pub(crate) fn ask(owner: u32, paths: &[PathBuf], question: Question, deadline: Instant) -> Reply {
-    let mut found = Reply::Nothing;
-    for path in paths {
-        match ask_at(path, owner, question, deadline) {
-            Reply::Status(pid, status) => return Reply::Status(pid, status),
-            Reply::Silence(pid) => found = Reply::Silence(pid),
-            Reply::Leftover => {
-                remove_if_stale(path);
-                if matches!(found, Reply::Nothing) {
-                    found = Reply::Leftover;
-                }
-            }
-            Reply::Nothing => {}
-        }
-    }
-    found
-}
-
-fn ask_at(path: &Path, owner: u32, question: Question, deadline: Instant) -> Reply {
-    loop {
-        let (stream, peer) = match reach(path, rest_until(deadline)) {
-            Ok(reached) => reached,
-            Err(Errno::ECONNREFUSED) => return Reply::Leftover,
-            Err(Errno::EAGAIN) => return Reply::Silence(0),
-            Err(_) => return Reply::Nothing,
-        };
-        // The owner of the folder can put any socket there, but cannot pose as another user.
-        if peer.uid() != owner {
-            return Reply::Nothing;
-        }
-        match converse(stream, question, deadline) {
-            Ok(status) => return Reply::Status(peer.pid(), status),
-            // Too many clients, or the daemon is ending: another attempt decides.
-            Err(e) if is_hung_up(&e) && Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            Err(_) => return Reply::Silence(peer.pid()),
-        }
-    }
-}
-
-fn is_hung_up(e: &io::Error) -> bool {
-    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
-    matches!(e.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
-}
-
-/// The time until `deadline`, at least 1 ms: a timeout of 0 would mean no limit.
-fn rest_until(deadline: Instant) -> Duration {
-    deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
-}
-
-fn converse(mut stream: UnixStream, question: Question, deadline: Instant) -> io::Result<Value> {
-    stream.write_all(format!("{{\"do\":\"{question}\"}}\n").as_bytes())?;
-    let mut reply = Vec::new();
-    let mut piece = vec![0; 64 << 10];
-    while reply.last() != Some(&b'\n') {
-        if Instant::now() >= deadline || reply.len() > REPLY_MAX {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        stream.set_read_timeout(Some(rest_until(deadline)))?;
-        match stream.read(&mut piece) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(len) => reply.extend_from_slice(&piece[..len]),
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
-    // A reply that is not JSON counts as no answer.
-    serde_json::from_slice(&reply).map_err(|_| io::ErrorKind::InvalidData.into())
-}
-
-/// Connects within `limit`: a stopped daemon accepts no connection, and connecting blocks once its
-/// backlog is full.
-fn reach(path: &Path, limit: Duration) -> nix::Result<(UnixStream, UnixCredentials)> {
-    let flags = SockFlag::SOCK_CLOEXEC;
-    let stream = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-    let limit = i64::try_from(limit.as_micros()).unwrap_or(i64::MAX);
-    let time = TimeVal::new(limit / 1_000_000, limit % 1_000_000);
-    setsockopt(&stream, SendTimeout, &time)?;
-    setsockopt(&stream, ReceiveTimeout, &time)?;
-    connect(stream.as_raw_fd(), &UnixAddr::new(path)?)?;
-    let peer = getsockopt(&stream, PeerCredentials)?;
-    Ok((UnixStream::from(stream), peer))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::daemon::client::{MAKING_TIME, Reply, ask};
 
     fn serve_in(folder: &Path, minor: u32) -> Control {
         let (path, listener) = listen(folder, minor, false).unwrap();
@@ -538,7 +338,7 @@ mod tests {
         start(facts, |_, _| json!({ "counters": { "reads": 7 } }), path, listener).unwrap()
     }
 
-    fn ask_in(folder: &Path) -> Reply {
+    fn ask_in(folder: &Path) -> Reply<Told<Value>> {
         let paths: Vec<_> = sockets(folder).into_iter().map(|(_, path)| path).collect();
         ask(euid(), &paths, Question::Status, Instant::now() + CLIENT_TIMEOUT)
     }
@@ -553,11 +353,11 @@ mod tests {
     fn a_status_is_told_with_what_the_mount_is() {
         let folder = tempfile::tempdir().unwrap();
         let _control = serve_in(folder.path(), 51);
-        let Reply::Status(pid, status) = ask_in(folder.path()) else { panic!() };
+        let Reply::Answer(pid, told) = ask_in(folder.path()) else { panic!() };
         assert_eq!(pid, std::process::id() as i32);
-        assert_eq!(status["counters"]["reads"], 7);
-        assert_eq!((&status["target"], &status["source"]), (&json!("/mnt/a"), &json!("/data")));
-        assert!(status["started_unix"].as_u64().unwrap() > 0);
+        assert_eq!(told.facts["counters"]["reads"], 7);
+        assert_eq!((told.target.as_str(), told.source.as_str()), ("/mnt/a", "/data"));
+        assert!(told.started_unix > 0);
     }
 
     #[test]
@@ -566,7 +366,7 @@ mod tests {
         let control = serve_in(folder.path(), 51);
         let silent: Vec<_> = (0..50).map(|_| UnixStream::connect(&control.path).unwrap()).collect();
         let started = Instant::now();
-        assert!(matches!(ask_in(folder.path()), Reply::Status(..)));
+        assert!(matches!(ask_in(folder.path()), Reply::Answer(..)));
         assert!(started.elapsed() < CLIENT_TIMEOUT / 2);
         // Each connection is closed in the end.
         for mut stream in silent {

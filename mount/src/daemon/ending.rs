@@ -40,7 +40,7 @@ pub(crate) fn block_signals() {
 /// The signals that end a command. A signal that was ignored when the program started, as SIGHUP is
 /// by nohup, is left out: the kernel would deliver it to `wait` all the same.
 pub(crate) fn ending_signals() -> SigSet {
-    let ending = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
+    let ending = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGHUP];
     SigSet::from_iter(ending.into_iter().filter(|&signal| !is_ignored(signal)))
 }
 

@@ -1,7 +1,7 @@
 //! The state of a mount, for the process that takes it over.
 //!
 //! The state is a sealed file in memory: a header, facts as JSON, then bytes that the facts point
-//! to. Its descriptor goes along with the connection and the open files of the source.
+//! to. Its descriptor goes along with the connection and a parcel of the source's open files.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use tensorfs::internal::error::shown_path;
 
 use super::connection::Handshake;
+use super::descriptors::Parcel;
 use super::read_path::ReadPath;
 use super::server::KernelServer;
 use crate::fs::adapter::handover::{Carried, CarriedFs};
@@ -29,7 +30,7 @@ const MAGIC: &[u8; 8] = b"TFSSTATE";
 const HEADER: usize = 24;
 
 /// Version of the state. It increases with every change of its content.
-const VERSION: u64 = 3;
+const VERSION: u64 = 5;
 
 /// Longest state, in bytes.
 const STATE_MAX: u64 = 1 << 30;
@@ -49,7 +50,7 @@ pub(crate) struct Handed {
     /// The state.
     pub(crate) state: OwnedFd,
     /// Open files of the source, in the order of the state.
-    pub(crate) files: Vec<OwnedFd>,
+    pub(crate) files: Parcel,
 }
 
 /// A mount as it was ordered: only a mount of the same order is taken over.
@@ -93,7 +94,9 @@ pub(crate) struct Received {
     pub(crate) by_fusermount: bool,
     pub(crate) minor: Option<u32>,
     pub(crate) handshake: Handshake,
-    pub(crate) carried: Carried,
+    fs: CarriedFs,
+    contents: Vec<u8>,
+    files: Parcel,
 }
 
 /// Hands over a mount that this process serves. Clones are about the same mount.
@@ -133,7 +136,8 @@ impl Giver {
     pub(crate) fn stop(&self) -> io::Result<Handed> {
         self.server.stop()?;
         let handed = self.write(self.server.fs().carry()).and_then(|(state, files)| {
-            Ok(Handed { connection: self.server.connection().try_clone()?, state, files })
+            let connection = self.server.connection().try_clone()?;
+            Ok(Handed { connection, state, files: Parcel::pack(files)? })
         });
         if handed.is_err() {
             self.server.resume()?;
@@ -201,9 +205,28 @@ impl Received {
                 "it was a mount of {source} on {target} with other options or paths"
             ));
         }
-        let carried = Carried { facts: fs, contents, files };
         let target = place.into();
-        Ok(Received { connection, read, target, by_fusermount, minor, handshake, carried })
+        Ok(Received {
+            connection,
+            read,
+            target,
+            by_fusermount,
+            minor,
+            handshake,
+            fs,
+            contents,
+            files,
+        })
+    }
+
+    /// Takes the state of its file system out, with the open files. From now on the end of this process
+    /// may wait for their file systems, and so may that of every program that it starts.
+    ///
+    /// # Errors
+    /// If no descriptor is free.
+    pub(super) fn unpack(self) -> io::Result<(OwnedFd, Handshake, Carried)> {
+        let Received { connection, handshake, fs, contents, files, .. } = self;
+        Ok((connection, handshake, Carried { facts: fs, contents, files: files.unpack()? }))
     }
 }
 
@@ -241,19 +264,17 @@ fn parse(state: &File) -> Result<(Facts, Vec<u8>), String> {
 }
 
 impl Handed {
-    /// All descriptors: connection, state, files.
-    pub(crate) fn into_descriptors(self) -> Vec<OwnedFd> {
-        let mut all = vec![self.connection, self.state];
-        all.extend(self.files);
-        all
+    /// All descriptors: connection, state, and the files in a parcel.
+    pub(crate) fn into_descriptors(self) -> [OwnedFd; 4] {
+        let [read, write] = self.files.into_descriptors();
+        [self.connection, self.state, read, write]
     }
 
-    /// The descriptors of `into_descriptors`. `None` if there are too few.
+    /// The descriptors of `into_descriptors`. `None` if their number is another one.
     pub(crate) fn from_descriptors(all: Vec<OwnedFd>) -> Option<Handed> {
-        let mut all = all.into_iter();
-        let (connection, state) = (all.next()?, all.next()?);
+        let [connection, state, read, write] = all.try_into().ok()?;
         // fuser does not accept the numbers of the standard streams.
         debug_assert!(connection.as_raw_fd() > 2);
-        Some(Handed { connection, state, files: all.collect() })
+        Some(Handed { connection, state, files: Parcel::from_descriptors([read, write]) })
     }
 }

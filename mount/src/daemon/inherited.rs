@@ -3,8 +3,12 @@
 
 use std::fs::File;
 use std::os::fd::{BorrowedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::libc;
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 use nix::unistd::{dup2_stderr, dup2_stdin, dup2_stdout};
 use tensorfs::internal::sync::Mutex;
@@ -28,6 +32,26 @@ const IGNORABLE: [Signal; 8] = [
 /// Descriptors of the caller that are still open.
 static DESCRIPTORS: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 
+/// Whether standard output was closed when the process started.
+static OUTPUT_CLOSED: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn note_output() {
+    // SAFETY: the call takes two numbers, and fails if there is no such descriptor.
+    let flags = unsafe { libc::fcntl(libc::STDOUT_FILENO, libc::F_GETFD) };
+    OUTPUT_CLOSED.store(flags == -1, Ordering::Relaxed);
+}
+
+// The runtime of Rust puts `/dev/null` in the place of a closed standard output before `main`.
+// SAFETY: the loader calls the functions of this section, and this one needs nothing of the runtime.
+#[unsafe(link_section = ".init_array")]
+#[used]
+static NOTE_OUTPUT: extern "C" fn() = note_output;
+
+/// Whether there is no standard output: what is written there would be lost.
+pub(crate) fn is_output_closed() -> bool {
+    OUTPUT_CLOSED.load(Ordering::Relaxed)
+}
+
 /// Unblocks all signals, and restores the action of SIGCHLD: while that is ignored, waiting for a
 /// child fails. Call it before the first thread starts.
 pub(crate) fn restore_signals() {
@@ -44,7 +68,8 @@ pub(crate) fn restore_ignored() {
     IGNORABLE.into_iter().for_each(restore);
 }
 
-fn restore(signal: Signal) {
+/// Restores the default action of `signal`.
+pub(crate) fn restore(signal: Signal) {
     let default = SigAction::new(SigHandler::SigDfl, SaFlags::empty(), SigSet::empty());
     // SAFETY: no handler of this process is replaced, for it installs none for these signals.
     let _ = unsafe { sigaction(signal, &default) };
@@ -82,4 +107,11 @@ pub(crate) fn let_go() -> std::io::Result<()> {
         let _ = nix::unistd::close(descriptor);
     }
     Ok(())
+}
+
+/// Lets `command` begin without blocked signals, though this process blocks some.
+pub(crate) fn unblock_signals_of(command: &mut Command) -> &mut Command {
+    let unblock = || Ok(SigSet::empty().thread_set_mask()?);
+    // SAFETY: the closure makes one system call, and takes no lock and no memory.
+    unsafe { command.pre_exec(unblock) }
 }

@@ -1,5 +1,5 @@
 //! Unmounts a mount wherever it is by now: a folder of its path may have been renamed, and another
-//! mount may cover it or a folder of its path.
+//! mount may cover it or a folder of its path. Also says which folders lie in a mount.
 //!
 //! The mount table tells where it is. A descriptor of the mount, or of its parent folder, would be
 //! simpler, but would keep others from unmounting that file system.
@@ -15,8 +15,10 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::mountinfo::{self, Mount};
+use tensorfs::internal::open_options::OpenOptions;
 
 use super::attach::{self, Detach};
+use crate::options::Options;
 
 /// Most mounts that are moved aside, as a bound.
 const COVERS_MAX: usize = 1000;
@@ -208,4 +210,30 @@ fn open_path(folder: &Path) -> io::Result<File> {
     let mut options = File::options();
     let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_NOFOLLOW;
     options.read(true).custom_flags(flags).open(folder)
+}
+
+/// The folder of indexes. It must not lie in the mount itself, whose daemon would wait for itself.
+pub(super) fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
+    let folder = options.index_dir.folder()?;
+    if lies_in(&folder, target) {
+        tracing::warn!("{}: lies in the mount; no index is kept", shown_path(&folder));
+        return None;
+    }
+    Some(folder)
+}
+
+/// Refuses a folder of `config=` in the mount itself.
+pub(crate) fn check_config(open: &OpenOptions, target: &Path) -> Result<(), String> {
+    let Some(config) = open.config.as_ref().filter(|config| lies_in(config, target)) else {
+        return Ok(());
+    };
+    let (config, target) = (shown_path(config), shown_path(target));
+    Err(format!("config={config}: lies in the mount {target}: name a folder elsewhere"))
+}
+
+/// Whether `path`, of which the end need not exist, lies in the mount on `target`.
+fn lies_in(path: &Path, target: &Path) -> bool {
+    let there = || path.ancestors().find_map(|path| std::fs::canonicalize(path).ok());
+    // The name comes first: the mount may not answer now.
+    path.starts_with(target) || there().is_some_and(|there| there.starts_with(target))
 }

@@ -3,6 +3,7 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -10,7 +11,9 @@ use tensorfs::internal::error::shown_path;
 use tensorfs::internal::mount_origin::{is_on_mount, resolve_mount};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::source::read_option_file;
+use tensorfs::internal::store::hub_cache;
 
+use super::stalled::unless_stalled;
 use crate::options::Options;
 
 /// The path that a mount reads. The process that makes the mount chooses it, and those that take the
@@ -23,20 +26,52 @@ pub(super) enum ReadPath {
     Mount,
     /// The source behind that mount, and the JSON of the options that open it.
     Behind(OsString, Value),
+    /// The snapshot of a model of the hub cache that the source named, and whether it lies on such a
+    /// mount. Another download may move the name to another snapshot.
+    Snapshot(OsString, bool),
 }
 
 impl ReadPath {
-    /// The choice for a new mount of `source`, and the path and the options that open it.
-    pub(super) fn find(source: &Path, options: &Options) -> (ReadPath, (PathBuf, OpenOptions)) {
+    /// The choice for a new mount of `source`, and the path and the options that open it. `given` is
+    /// the source as it was ordered: a path, or the name of a model in the hub cache.
+    pub(super) fn find(
+        given: &Path,
+        source: &Path,
+        options: &Options,
+    ) -> (ReadPath, (PathBuf, OpenOptions)) {
         let behind = resolve_mount(source);
         match behind.and_then(|origin| origin.open_with(&options.open, options.has_view)) {
             Some((path, open)) => {
                 (ReadPath::Behind(path.clone().into(), open.to_json()), (path, open))
             }
             None => {
-                let read = if is_on_mount(source) { ReadPath::Mount } else { ReadPath::Source };
+                let read = match is_on_mount(source) {
+                    on_mount if source != given => ReadPath::Snapshot(source.into(), on_mount),
+                    true => ReadPath::Mount,
+                    false => ReadPath::Source,
+                };
                 (read, (source.to_owned(), options.open.clone()))
             }
+        }
+    }
+
+    /// The path that a mount of `source` reads: what it has read `before`, or what the source means.
+    ///
+    /// # Errors
+    /// The outer error says that the file system did not answer within `limit`, the inner one that
+    /// `source` names no model.
+    pub(super) fn meant(
+        before: Option<&ReadPath>,
+        source: &Path,
+        limit: Option<Duration>,
+    ) -> Result<tensorfs::Result<PathBuf>, String> {
+        let source = source.to_owned();
+        match before {
+            Some(read) => Ok(Ok(read.path(&source).to_owned())),
+            None if hub_cache::has_form(&source) => {
+                unless_stalled(limit, move || hub_cache::resolve(&source))
+            }
+            None => Ok(Ok(source)),
         }
     }
 
@@ -44,7 +79,7 @@ impl ReadPath {
     pub(super) fn path<'a>(&'a self, source: &'a Path) -> &'a Path {
         match self {
             ReadPath::Source | ReadPath::Mount => source,
-            ReadPath::Behind(path, _) => Path::new(path),
+            ReadPath::Behind(path, _) | ReadPath::Snapshot(path, _) => Path::new(path),
         }
     }
 
@@ -60,9 +95,11 @@ impl ReadPath {
     ) -> Result<(PathBuf, OpenOptions), String> {
         let shown = || shown_path(source);
         let open = match self {
-            ReadPath::Source => options.open.clone(),
-            ReadPath::Mount if is_on_mount(source) => options.open.clone(),
-            ReadPath::Mount => {
+            ReadPath::Source | ReadPath::Snapshot(_, false) => options.open.clone(),
+            ReadPath::Mount | ReadPath::Snapshot(_, true) if is_on_mount(self.path(source)) => {
+                options.open.clone()
+            }
+            ReadPath::Mount | ReadPath::Snapshot(..) => {
                 return Err(format!("{}: the mount that it lay on is gone", shown()));
             }
             ReadPath::Behind(_, json) => {
@@ -72,6 +109,7 @@ impl ReadPath {
                     })?;
                 let OpenOptions { expect_shards, reference, index, secret, .. } =
                     options.open.clone();
+                let expect_shards = expect_shards.or(open.expect_shards);
                 OpenOptions { expect_shards, reference, index, secret, ..open }
             }
         };

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tensorfs::internal::sync::{Condvar, Mutex};
 
-use super::connection::{Attended, Handshake, StoppedReads, allow_wake_up, attend};
+use super::connection::{self, Attended, Handshake, StoppedReads, allow_wake_up, attend};
 use crate::fs::adapter::TensorFs;
 use crate::serve::in_flight::InFlight;
 
@@ -189,6 +189,7 @@ impl KernelServer {
         }
         // The other process goes on with the registrations of passthrough, which a drop would close.
         std::mem::forget(shared.fs.clone());
+        connection::let_go();
         tell();
         shared.state.lock().phase = ServerPhase::Given;
         shared.changed.notify_all();

@@ -2,7 +2,6 @@
 
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -10,31 +9,35 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nix::libc;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{getegid, geteuid};
-use serde_json::{Value, json};
+use serde_json::json;
 use tensorfs::Error;
 use tensorfs::internal::checkpoint::Tree;
-use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::internal::error::{counted, real_name, shown_path};
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::sync::Mutex;
+use tensorfs::internal::version::QueueKey;
 
 use super::attach::{self, Attached, Detach};
+use super::client::{Question, RequestRefusal};
 use super::connection::{Handshake, Notifications, attend};
-use super::control::{self, Control, ControlPeer, Question};
+use super::control::{self, Control, ControlPeer};
 use super::ending::Ending;
 use super::handover::{Giver, MountIdentity, Received};
 use super::place;
 use super::read_path::ReadPath;
 use super::server::KernelServer;
-use super::stalled::{probe_path, unless_stalled};
+use super::stalled::{READ_MANY, READ_NONE, probe_path, unless_stalled};
+use super::status::{Listable, Status};
+use super::target::{check_links, check_nesting, check_target, warn_of_content};
 use crate::fs::adapter::TensorFs;
 use crate::fs::adapter::handover::{Carried, Takeover};
-use crate::fs::attributes::Common;
-use crate::fs::inodes::{Nodes, OutOfDate, TellKernel};
+use crate::fs::attributes::{Common, models_of};
+use crate::fs::inodes::{Nodes, OutOfDate, SetOutcome, TellKernel};
 use crate::fs::live::Live;
+use crate::fs::sharing::Sharing;
 use crate::options::{IndexDir, Options, Passthrough, Verify, Watch};
 use crate::serve::assemble::Assembler;
 use crate::serve::change_watcher::{Forget, Watcher};
@@ -125,14 +128,14 @@ impl MountPlan {
 
     /// Warnings for the user, one a line. The log has them already.
     pub(crate) fn warnings(&self) -> Vec<String> {
-        self.nodes.tails().warnings(&self.nodes.tree())
+        self.nodes.warnings()
     }
 }
 
 /// A mount that answers.
 pub(crate) struct Running {
     target: PathBuf,
-    minor: Option<u32>,
+    pub minor: Option<u32>,
     service: Arc<Service>,
     control: Option<Control>,
     giver: Giver,
@@ -174,29 +177,32 @@ fn plan_on(
 ) -> Result<MountPlan, String> {
     let identity = MountIdentity::of(source, target, &options);
     let (limit, wanted) = (options.io_timeout, source.to_owned());
-    let source = before.as_ref().map_or(source, |read| read.path(&wanted));
     let stalls = |path: &Path, why: String| format!("{}: {why}; not mounted", shown_path(path));
-    probe_path(source, limit).map_err(|why| stalls(source, why))?;
-    probe_options(&mut options)?;
-    let asked = source.to_owned();
-    let plan = move || plan_source(&wanted, (identity, place), options, before);
+    let found = ReadPath::meant(before.as_ref(), source, limit);
+    let source = found.map_err(|why| stalls(source, why))?.map_err(|e| e.to_string())?;
+    let reads = if before.is_none() { READ_MANY } else { READ_NONE };
+    probe_path(&source, reads, limit).map_err(|why| stalls(&source, why))?;
+    probe_options(&mut options, reads)?;
+    let asked = source.clone();
+    let plan = move || plan_source((&wanted, &source), (identity, place), options, before);
     let planned = unless_stalled(limit, plan);
     planned.map_err(|why| stalls(&asked, why))?
 }
 
 /// Probes the folders and files that `options` name. An index folder that does not answer is not
-/// used; any other one that does not is an error.
-fn probe_options(options: &mut Options) -> Result<(), String> {
+/// used; any other one that does not is an error. `reads` files in each have to answer too.
+fn probe_options(options: &mut Options, reads: usize) -> Result<(), String> {
     let limit = options.io_timeout;
     let follow = options.open.follow.iter().map(|folder| ("follow", folder));
     let reference = options.open.reference.iter().map(|file| ("reference", file));
     let assemble = options.assemble.iter().map(|folder| ("assemble", folder));
-    for (option, path) in follow.chain(reference).chain(assemble) {
+    let config = options.open.config.iter().map(|path| ("config", path));
+    for (option, path) in follow.chain(reference).chain(config).chain(assemble) {
         let stalls = |why| format!("{option}={}: {why}; not mounted", shown_path(path));
-        probe_path(path, limit).map_err(stalls)?;
+        probe_path(path, reads, limit).map_err(stalls)?;
     }
     if let Some(folder) = options.index_dir.folder()
-        && let Err(why) = probe_path(&folder, limit)
+        && let Err(why) = probe_path(&folder, READ_MANY, limit)
     {
         let why = format!("{}: {why}", shown_path(&folder));
         if options.verify == Verify::Read {
@@ -217,16 +223,17 @@ fn refuse_core_dumps() {
     }
 }
 
+/// `given` is the source as it was ordered, `source` the path that it means.
 fn plan_source(
-    source: &Path,
+    (given, source): (&Path, &Path),
     (identity, target): (MountIdentity, PathBuf),
     mut options: Options,
     before: Option<ReadPath>,
 ) -> Result<MountPlan, String> {
     let fresh = before.is_none();
     let (read, (path, open)) = match before {
-        None => ReadPath::find(source, &options),
-        Some(read) => (read.clone(), read.open(source, &options)?),
+        None => ReadPath::find(given, source, &options),
+        Some(read) => (read.clone(), read.open(given, &options)?),
     };
     options.open = open;
     if options.open.hub && options.watch() != Watch::Off {
@@ -235,20 +242,24 @@ fn plan_source(
         return Err(format!("{}: {why}", shown_path(source)));
     }
     let (source, identity) = (path, (identity, read));
-    let index = index_folder(&options, &target);
+    let index = place::index_folder(&options, &target);
     let open = OpenOptions { index, ..options.open_with_secret()? };
     if open.secret.is_some() {
         refuse_core_dumps();
     }
+    place::check_config(&open, &target)?;
     let checked = options.verify == Verify::Read;
     if checked && open.index.is_none() {
         let message =
             "verify=read: there is no folder of checksums: give index-dir=DIR, or set HOME";
         return Err(message.to_owned());
     }
+    if fresh {
+        check_nesting(&source, &target)?;
+    }
     let tree = Tree::scan(&source, &open).map_err(|e| e.to_string())?;
     if fresh {
-        check_nesting(&tree, &target)?;
+        check_links(&tree, &target)?;
     }
     for line in &tree.left_out.lines {
         tracing::warn!("{line}");
@@ -257,7 +268,9 @@ fn plan_source(
         tracing::warn!("{summary}");
     }
     let live = options.watch() != Watch::Off;
-    let nodes = Arc::new(Nodes::new(tree, checked, live.then_some(options.watch_grace)));
+    let own = (geteuid().as_raw(), getegid().as_raw());
+    let sharing = Sharing::new(&options, own);
+    let nodes = Arc::new(Nodes::new(tree, checked, live.then_some(options.watch_grace), sharing));
     // A mount that is there stays, even if all its checkpoints are refused now.
     if fresh {
         match prove_enough(&nodes) {
@@ -267,18 +280,6 @@ fn plan_source(
         }
     }
     Ok(MountPlan { source, target, identity, nodes, assembler: None, options })
-}
-
-/// The folder of indexes. It must not lie in the mount itself, whose daemon would wait for itself.
-fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
-    let folder = options.index_dir.folder()?;
-    let there = || folder.ancestors().find_map(|path| std::fs::canonicalize(path).ok());
-    // The name comes first: the mount may not answer now.
-    if folder.starts_with(target) || there().is_some_and(|there| there.starts_with(target)) {
-        tracing::warn!("{}: lies in the mount; no index is kept", shown_path(&folder));
-        return None;
-    }
-    Some(folder)
 }
 
 /// Proves checkpoints until one succeeds. Fails if all are refused.
@@ -291,27 +292,26 @@ fn prove_enough(nodes: &Nodes) -> Result<(), String> {
     prove_until_one(families, &|| tree.nothing_found())
 }
 
-/// Names and outcomes of the sets of a family.
-type Outcomes = Vec<(String, tensorfs::Result<()>)>;
-
 /// As `prove_enough`, for families with the paths of their folders. A panic is about its family
 /// only: it is a refusal, and reads of the folder try again.
 fn prove_until_one(
-    families: impl Iterator<Item = (String, impl FnOnce() -> Outcomes)>,
+    families: impl Iterator<Item = (String, impl FnOnce() -> Vec<SetOutcome>)>,
     nothing_found: &dyn Fn() -> String,
 ) -> Result<(), String> {
     let mut refusals = Vec::new();
     for (place, prove) in families {
         let outcomes = catch_unwind(AssertUnwindSafe(prove)).unwrap_or_else(|_| {
             let why = format!("{place}: an error in tensorfs: see the log for the panic");
-            vec![(place, Err(Error::internal(why)))]
+            let outcome = Err(Error::internal(why));
+            vec![SetOutcome { name: place, outcome, on_its_way: false }]
         });
-        let found = outcomes.iter().any(|(_, outcome)| outcome.is_ok());
-        let refused =
-            outcomes.into_iter().filter_map(|(name, outcome)| Some((name, outcome.err()?)));
+        let found = outcomes.iter().any(|one| one.outcome.is_ok());
+        let refused = outcomes
+            .into_iter()
+            .filter_map(|one| Some((one.name, one.outcome.err()?, one.on_its_way)));
         refusals.extend(refused);
         if found {
-            for (name, error) in refusals {
+            for (name, error, _) in refusals.iter().filter(|(.., on_its_way)| !on_its_way) {
                 tracing::error!("{name} is not shown: {error}");
             }
             return Ok(());
@@ -319,70 +319,13 @@ fn prove_until_one(
     }
     match refusals.as_slice() {
         [] => Err(nothing_found()),
-        [(_, error)] => Err(error.to_string()),
-        [(_, error), more @ ..] => {
-            Err(format!("{error}; and {} more checkpoints are refused", more.len()))
+        [(_, error, _)] => Err(error.to_string()),
+        [(_, error, _), more @ ..] => {
+            let are = if more.len() == 1 { "is" } else { "are" };
+            let more = counted(more.len(), "more checkpoint");
+            Err(format!("{error}; and {more} {are} refused"))
         }
     }
-}
-
-/// The folder to mount on. Unmounts a tensorfs mount there whose daemon is dead.
-fn check_target(target: &Path) -> Result<PathBuf, String> {
-    let fail = |e: io::Error| format!("{}: {e}", shown_path(target));
-    let path = mountinfo::absolute_target(target).map_err(fail)?;
-    if mountinfo::ours_at(&path).map_err(fail)?.is_some() {
-        if !is_dead(&path) {
-            return Err(format!("{}: a tensorfs mount is already there", shown_path(&path)));
-        }
-        tracing::info!("{}: taking off a dead mount", shown_path(&path));
-        attach::detach(&path, Detach::Lazy).map_err(fail)?;
-    }
-    let meta = std::fs::metadata(&path).map_err(fail)?;
-    if !meta.is_dir() {
-        return Err(format!("{}: not a folder", shown_path(target)));
-    }
-    Ok(path)
-}
-
-/// Whether the daemon of the mount on `path` is gone.
-///
-/// Calls statvfs, which always reaches the daemon; the kernel may answer stat(2) from its cache for
-/// a second. A daemon that lives but does not answer is not dead.
-fn is_dead(path: &Path) -> bool {
-    let path = path.to_owned();
-    let asked = in_time(move || nix::sys::statvfs::statvfs(&path).map(|_| ()).map_err(Into::into));
-    let dead = [libc::ENOTCONN, libc::ECONNABORTED];
-    asked.is_err_and(|e| e.raw_os_error().is_some_and(|errno| dead.contains(&errno)))
-}
-
-/// The outcome of `ask`, or a timeout if it hangs.
-fn in_time(ask: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<()> {
-    let (send, receive) = std::sync::mpsc::channel();
-    std::thread::spawn(move || send.send(ask()));
-    let timeout = || io::Error::from(io::ErrorKind::TimedOut);
-    receive.recv_timeout(ANSWER_TIMEOUT).unwrap_or_else(|_| Err(timeout()))
-}
-
-/// Refuses a mount inside its own source, which would contain itself, and a mount above its source,
-/// which would hide it. Compares inodes, so that other paths to the same folders count too.
-fn check_nesting(tree: &Tree, target: &Path) -> Result<(), String> {
-    let source = tree.source.as_path();
-    let inode = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-    let (source_inode, target_inode) = (inode(source), inode(target));
-    if target.ancestors().any(|above| inode(above) == source_inode) {
-        let (target, source) = (shown_path(target), shown_path(source));
-        return Err(format!("{target}: lies inside the source {source}; mount somewhere else"));
-    }
-    if source.ancestors().any(|above| inode(above) == target_inode) {
-        let (target, source) = (shown_path(target), shown_path(source));
-        return Err(format!("{source}: lies on {target}, which the mount would hide"));
-    }
-    // Links of the source may lead to the mount point.
-    if target_inode.is_some_and(|inode| tree.reaches(target, inode)) {
-        let (target, source) = (shown_path(target), shown_path(source));
-        return Err(format!("{source}: has links into {target}, where it is to be mounted"));
-    }
-    Ok(())
 }
 
 /// Mounts, starts to serve, and returns once the mount answers.
@@ -393,15 +336,16 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
     let (target, options) = (plan.target.clone(), plan.options.clone());
     let service =
         Service::start(&options, plan.assembler, plan.nodes.tree().options.secret.clone())?;
-    let request = kernel::before_mount(&options);
+    let request = kernel::before_mount();
     let source = plan.nodes.tree().source.clone();
     let fsname = options.fsname.clone().unwrap_or_else(|| real_name(&source));
+    warn_of_content(&target);
     let Attached { fd, by_fusermount } = attach::attach(&target, &fsname, &options)?;
     let ours = mountinfo::at(&target).unwrap_or_default();
     if ours.iter().filter(|mount| mount.fstype == mountinfo::FSTYPE).count() > 1 {
         let _ = attach::detach(&target, Detach::Lazy);
         return Err(format!(
-            "{}: another tensorfs was mounted at the same time",
+            "{}: another tensorfs mount was made there at the same time",
             shown_path(&target)
         ));
     }
@@ -410,7 +354,7 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
         format!("{}: {e}", shown_path(&target))
     };
     let fresh = Connected { by_fusermount, connection: Arc::new(fd), received: None };
-    let (server, common, live) = serve(&plan.nodes, &options, fresh, &service).map_err(undo)?;
+    let (server, live) = serve(&plan.nodes, &options, fresh, &service).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
     let giver = Giver::new(server, plan.identity, &target, by_fusermount, minor);
     let mut running = Running { target, minor, service, control: None, giver };
@@ -418,7 +362,7 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
         running.take_off();
         return Err(format!("{}: the mount does not answer: {e}", shown_path(&running.target)));
     }
-    running.finish(plan.nodes, &options, (&common, live), request);
+    running.finish(plan.nodes, &options, live, request);
     Ok(running)
 }
 
@@ -432,15 +376,16 @@ pub(crate) fn take_over(plan: MountPlan, received: Received) -> Result<Running, 
     let (target, options) = (plan.target.clone(), plan.options.clone());
     let service =
         Service::start(&options, plan.assembler, plan.nodes.tree().options.secret.clone())?;
-    let request = kernel::before_mount(&options);
-    let Received { connection, by_fusermount, minor, handshake, carried, .. } = received;
+    let request = kernel::before_mount();
+    let fail = |e: io::Error| format!("{}: cannot be taken over: {e}", shown_path(&target));
+    let (by_fusermount, minor) = (received.by_fusermount, received.minor);
+    let (connection, handshake, carried) = received.unpack().map_err(fail)?;
     let received = Some((handshake, carried));
     let connected = Connected { by_fusermount, connection: Arc::new(connection), received };
-    let (server, common, live) = serve(&plan.nodes, &options, connected, &service)
-        .map_err(|e| format!("{}: cannot be taken over: {e}", shown_path(&target)))?;
+    let (server, live) = serve(&plan.nodes, &options, connected, &service).map_err(fail)?;
     let giver = Giver::new(server, plan.identity, &target, by_fusermount, minor);
     let mut running = Running { target, minor, service, control: None, giver };
-    running.finish(plan.nodes, &options, (&common, live), request);
+    running.finish(plan.nodes, &options, live, request);
     Ok(running)
 }
 
@@ -458,17 +403,14 @@ fn serve(
     options: &Options,
     connected: Connected,
     service: &Arc<Service>,
-) -> io::Result<(KernelServer, Arc<Common>, Option<Arc<Live>>)> {
+) -> io::Result<(KernelServer, Option<Arc<Live>>)> {
     let Connected { by_fusermount, connection, received } = connected;
     let watcher = Watcher::new();
     let common = Common {
-        uid: options.uid.unwrap_or_else(|| geteuid().as_raw()),
-        gid: options.gid.unwrap_or_else(|| getegid().as_raw()),
-        umask: options.umask,
-        access: options.access.clone(),
+        sharing: nodes.sharing().clone(),
         passthrough: options.passthrough == Passthrough::Auto,
+        has_deadline: options.io_timeout.is_some(),
         is_root: !by_fusermount,
-        max_request: options.max_request.unwrap_or(kernel::MAX_REQUEST) as u32,
         source: nodes.tree().folder(0).path.clone(),
     };
     let (store_queue, store_worker) = page_cache_store::store_queue();
@@ -519,7 +461,7 @@ fn serve(
         tracing::error!("changes of the source are not followed: {e}");
         None
     });
-    Ok((server, common, live))
+    Ok((server, live))
 }
 
 /// Starts the thread that tells the kernel which names and attributes are out of date. It may wait
@@ -546,32 +488,36 @@ fn kernel_teller(kernel: Notifications) -> io::Result<TellKernel> {
 fn control(
     running: &Running,
     minor: u32,
-    common: &Arc<Common>,
     nodes: Arc<Nodes>,
     (is_public, live): (bool, Option<Arc<Live>>),
 ) -> Option<Control> {
     let (target, source) = (running.target.clone(), nodes.tree().source.clone());
     let facts = control::MountFacts { target, source, minor, is_public };
-    let (service, common) = (running.service.clone(), common.clone());
+    let service = running.service.clone();
     let reply = move |question, peer: &ControlPeer| match question {
         // Others learn the names of the models that they may list.
         Question::Status if !peer.is_trusted() => {
-            let models = common.models_of(&nodes.tree(), peer.uid, &peer.gids);
+            let models = models_of(&nodes, peer.uid, &peer.gids);
             let name = |path: &PathBuf| match path.as_os_str().is_empty() {
                 true => ".".to_owned(),
                 false => real_name(path),
             };
-            json!({ "models": models.iter().map(name).collect::<Vec<_>>() })
+            json!(Listable { models: models.iter().map(name).collect() })
         }
-        Question::Status => {
-            let mut status = service.status(nodes.index_status(), nodes.tails().status());
-            status["watch"] = live.as_ref().map_or(Value::Null, |live| live.status());
-            status
-        }
+        Question::Status => json!(Status {
+            service: service.status(),
+            index: nodes.index_status(),
+            tail: nodes.tails().status(),
+            checkpoints: nodes.sets_status(),
+            idle_rules: nodes.sharing().idle_rules(&nodes.tree()),
+            watch: live.as_ref().map(|live| live.status()),
+        }),
         Question::Heat if !peer.is_trusted() => {
-            json!({ "error": "only the owner of the mount and root may ask" })
+            json!(RequestRefusal {
+                error: "only the owner of the mount and root may ask".to_owned()
+            })
         }
-        Question::Heat => service.heat.to_json(),
+        Question::Heat => json!(service.heat.report()),
     };
     control::serve(facts, reply)
         .map_err(|e| tracing::warn!("no control socket, so `tensorfs status` sees less: {e}"))
@@ -584,22 +530,22 @@ impl Running {
         &mut self,
         nodes: Arc<Nodes>,
         options: &Options,
-        (common, live): (&Arc<Common>, Option<Arc<Live>>),
+        live: Option<Arc<Live>>,
         request: Knob,
     ) {
         if let Some(init) = self.service.init.get() {
             let report = kernel::after_init(self.minor, options, init, request);
             report.log();
-            self.service.report(&report);
+            self.service.report(report);
         }
         nodes.index_rest();
         if let Some(minor) = self.minor {
             // File systems without a disk have the major number 0.
-            nodes.tree().leave_out_device(nix::sys::stat::makedev(0, u64::from(minor)));
+            let own = nix::sys::stat::makedev(0, u64::from(minor));
+            nodes.tree().leave_out(QueueKey::Device(own));
         }
-        self.control = self
-            .minor
-            .and_then(|minor| control(self, minor, common, nodes, (options.allow_other, live)));
+        self.control =
+            self.minor.and_then(|minor| control(self, minor, nodes, (options.allow_other, live)));
     }
 
     /// Hands the mount over to another process.
@@ -681,7 +627,9 @@ mod tests {
     fn a_panic_in_the_proof_of_one_folder_leaves_the_others() {
         let one = |name: &str, outcome: fn() -> tensorfs::Result<()>| {
             let set = name.to_owned();
-            (name.to_owned(), move || vec![(set, outcome())])
+            let prove =
+                move || vec![SetOutcome { name: set, outcome: outcome(), on_its_way: false }];
+            (name.to_owned(), prove)
         };
         let nothing = || "nothing".to_owned();
         let all = [one("a", || panic!("on purpose")), one("b", || Ok(()))];
@@ -690,9 +638,9 @@ mod tests {
         let why = prove_until_one(all.into_iter(), &nothing).unwrap_err();
         assert!(
             why.starts_with("a: an error in tensorfs")
-                && why.ends_with("1 more checkpoints are refused")
+                && why.ends_with("1 more checkpoint is refused")
         );
-        let none = std::iter::empty::<(String, fn() -> Outcomes)>();
+        let none = std::iter::empty::<(String, fn() -> Vec<SetOutcome>)>();
         assert_eq!(prove_until_one(none, &nothing), Err("nothing".to_owned()));
     }
 }

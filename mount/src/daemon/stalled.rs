@@ -1,64 +1,70 @@
-//! Time limits for work at the start of a mount, whose file systems may never answer.
+//! Time limits for work on file systems that may never answer: at the start of a mount, and in commands.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::resource::{Usage, UsageWho, getrusage};
 use nix::sys::signal::{SigSet, SigmaskHow};
+use tensorfs::internal::asked::Asked;
 use tensorfs::internal::format::names::is_weights;
 
-/// Arguments that make a process the probe of the path that comes after them.
-const PROBE: [&str; 3] = ["internal", "probe-path", "--"];
+/// Number of files that a probe reads from.
+pub(crate) const READ_MANY: usize = 64;
+pub(crate) const READ_NONE: usize = 0;
+pub(crate) const READ_ONE: usize = 1;
 
-/// Most files that a probe reads from.
-const PROBED_MAX: usize = 64;
+/// Time between two looks whether a process has ended.
+const PROCESS_LOOK: Duration = Duration::from_millis(1);
 
-/// Stack size of the worker thread, as for the first thread of a process.
-const STACK: usize = 8 << 20;
+/// Number of threads that wait for something else than a source.
+static ELSEWHERE: AtomicUsize = AtomicUsize::new(0);
 
-/// Least CPU time that counts as progress, in microseconds: the error of the two readings is
-/// smaller.
-const CPU_MIN: i64 = 1000;
+/// Does `work`, which may wait for something else than a source: a reader of standard output, or a disk
+/// that takes what is written. `unless_stalled` does not count that time.
+pub(crate) fn elsewhere<T>(work: impl FnOnce() -> T) -> T {
+    ELSEWHERE.fetch_add(1, Ordering::SeqCst);
+    let done = work();
+    ELSEWHERE.fetch_sub(1, Ordering::SeqCst);
+    done
+}
 
 /// Runs `work` on its own thread and returns its result. Without `limit` it waits for ever.
 ///
 /// A file system that is slow but keeps answering is no error.
 ///
 /// # Errors
-/// Part of a sentence with the reason: for as long as `limit` no other thread of this process ran,
-/// so each waits for an answer. The thread is then left running.
+/// Part of a sentence with the reason: for as long as `limit` neither that thread ran nor one that was
+/// started after it, so each waits for an answer. The thread is then left running.
 pub(crate) fn unless_stalled<T: Send + 'static>(
     limit: Option<Duration>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, String> {
-    let (send, receive) = channel();
-    let thread = std::thread::Builder::new().name("start".to_owned()).stack_size(STACK);
     // The thread may be left behind, and must not receive the signals that end the mount.
+    // Threads that are there already do other work, such as to answer the supervisor.
+    let others = activity(&Activity::new());
     let blocked = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK);
-    let thread = thread.spawn(move || drop(send.send(work())));
+    let asked = Asked::on_thread("start", work);
     let _ = blocked.map(|before| before.thread_set_mask());
-    let thread = thread.map_err(|e| format!("cannot start a thread: {e}"))?;
+    let mut asked = asked.map_err(|e| format!("cannot start a thread: {e}"))?;
     let tick = limit.map_or(Duration::MAX, |limit| limit / 20);
     let mut idle = Duration::ZERO;
-    let mut before = Activity::of_others();
+    let mut before = activity(&others);
     loop {
-        match receive.recv_timeout(tick) {
-            Ok(done) => {
-                let _ = thread.join();
-                return Ok(done);
-            }
+        match asked.within(tick) {
+            Ok(done) => return Ok(done),
             Err(RecvTimeoutError::Disconnected) => return Err("failed by a bug".to_owned()),
             Err(RecvTimeoutError::Timeout) => {}
         }
-        let now = Activity::of_others();
-        if now.is_progress_since(&before) {
+        let now = activity(&others);
+        if now != before || ELSEWHERE.load(Ordering::SeqCst) > 0 {
             (before, idle) = (now, Duration::ZERO);
             continue;
         }
@@ -76,12 +82,15 @@ fn no_answer(limit: Duration) -> String {
 
 /// Probes `path`, a file or folder that need not exist, from another process, because a process
 /// cannot end while one of its threads waits for a file system. Fails only if there is no answer.
+/// `reads` files in it have to answer too.
 ///
 /// # Errors
 /// Part of a sentence: an answer took longer than `limit`.
-pub(crate) fn probe_path(path: &Path, limit: Option<Duration>) -> Result<(), String> {
+pub(crate) fn probe_path(path: &Path, reads: usize, limit: Option<Duration>) -> Result<(), String> {
     let mut command = Command::new("/proc/self/exe");
-    let command = command.arg0("tensorfs").args(PROBE).arg(path);
+    let reads = format!("--reads={reads}");
+    let words = ["internal", "probe-path", &reads, "--"];
+    let command = command.arg0("tensorfs").args(words).arg(path);
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let failed = |e: io::Error| format!("cannot be accessed: {e}");
     let mut probe = command.spawn().map_err(failed)?;
@@ -103,13 +112,33 @@ pub(crate) fn probe_path(path: &Path, limit: Option<Duration>) -> Result<(), Str
     }
 }
 
+/// Runs `command` to its end, and kills it at `deadline`. Its status and its output, which has to fit
+/// into a pipe; `None` if it was killed.
+///
+/// # Errors
+/// If it cannot be started.
+pub(crate) fn run_until(mut command: Command, deadline: Instant) -> io::Result<Option<Output>> {
+    let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn()?;
+    while child.try_wait()?.is_none() {
+        if Instant::now() > deadline {
+            let _ = child.kill();
+            // A process that waits for a file system ends once that answers.
+            let _ = Asked::on_thread("reap", move || child.wait());
+            return Ok(None);
+        }
+        std::thread::sleep(PROCESS_LOOK);
+    }
+    child.wait_with_output().map(Some)
+}
+
 /// The work of the probe: looks at `probed`, and writes a byte after each answer. It does so for each
 /// entry of a folder, because a long folder takes many answers.
-pub(crate) fn answer_probe(probed: &Path) {
+pub(crate) fn answer_probe(probed: &Path, reads: usize) {
     let answered = || drop(io::stdout().write_all(b".").and_then(|()| io::stdout().flush()));
     let read_from = |path: &Path| {
         // Opening a FIFO of such a name would block.
-        if path.is_file() {
+        if path.is_file() && reads > 0 {
             answered();
             let _ = File::open(path).and_then(|mut file| file.read(&mut [0]));
             answered();
@@ -120,31 +149,78 @@ pub(crate) fn answer_probe(probed: &Path) {
     let entries = std::fs::read_dir(probed).into_iter().inspect(|_| answered()).flatten();
     let entries = entries.inspect(|_| answered()).filter_map(Result::ok);
     let weights = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_weights));
-    weights.take(PROBED_MAX).for_each(|entry| read_from(&entry.path()));
+    weights.take(reads).for_each(|entry| read_from(&entry.path()));
 }
 
-/// Activity of all threads of this process except the calling one.
-struct Activity {
-    /// Number of times that one of them began to wait.
-    waits: i64,
-    /// CPU time in microseconds.
-    cpu: i64,
+/// The threads of a process, and what they have done: how often each began to wait, and its CPU time in
+/// ticks of the clock.
+type Activity = BTreeMap<String, [u64; 3]>;
+
+/// The activity of all threads of this process but `others`.
+fn activity(others: &Activity) -> Activity {
+    let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let threads = threads.filter_map(|thread| {
+        let name = thread.file_name().into_string().ok()?;
+        // It may have ended meanwhile.
+        let read =
+            |file: &str| std::fs::read_to_string(thread.path().join(file)).unwrap_or_default();
+        let (status, stat) = (read("status"), read("stat"));
+        let waits = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        // The name of the thread, in parentheses, comes before the numbered fields.
+        let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+        let mut fields = fields.split_whitespace().skip(11);
+        let words = [waits, fields.next(), fields.next()];
+        let numbers = words.map(|word| word.and_then(|word| word.trim().parse().ok()).unwrap_or(0));
+        Some((name, numbers))
+    });
+    threads.filter(|(name, _)| !others.contains_key(name)).collect()
 }
 
-impl Activity {
-    fn of_others() -> Activity {
-        let waits = |usage: &Usage| usage.voluntary_context_switches();
-        let cpu = |usage: &Usage| {
-            let (user, system) = (usage.user_time(), usage.system_time());
-            (user.tv_sec() + system.tv_sec()) * 1_000_000 + user.tv_usec() + system.tv_usec()
-        };
-        let all = getrusage(UsageWho::RUSAGE_SELF);
-        let own = getrusage(UsageWho::RUSAGE_THREAD);
-        let (Ok(all), Ok(own)) = (all, own) else { return Activity { waits: 0, cpu: 0 } };
-        Activity { waits: waits(&all) - waits(&own), cpu: cpu(&all) - cpu(&own) }
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_millis(400);
+
+    /// Runs `work` while another thread, which was there before, wakes up all the time.
+    fn beside_a_busy_thread<T: Send + 'static>(
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, String> {
+        let over = AtomicBool::new(false);
+        let (begun, is_there) = channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                begun.send(()).unwrap();
+                while !over.load(Ordering::Relaxed) {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            });
+            is_there.recv().unwrap();
+            let done = unless_stalled(Some(LIMIT), work);
+            over.store(true, Ordering::Relaxed);
+            done
+        })
     }
 
-    fn is_progress_since(&self, before: &Activity) -> bool {
-        self.waits != before.waits || (self.cpu - before.cpu).abs() >= CPU_MIN
+    #[test]
+    fn work_that_waits_for_ever_fails_although_other_threads_of_the_process_run() {
+        let (held, wait) = channel::<()>();
+        let started = Instant::now();
+        let failed = beside_a_busy_thread(move || wait.recv());
+        assert_eq!(failed.unwrap_err(), no_answer(LIMIT));
+        assert!(started.elapsed() >= LIMIT);
+        drop(held);
+    }
+
+    #[test]
+    fn work_that_goes_on_in_threads_of_its_own_is_waited_for() {
+        let work = || {
+            let steps = || (0..60).for_each(|_| std::thread::sleep(LIMIT / 30));
+            std::thread::spawn(steps).join().is_ok()
+        };
+        assert_eq!(beside_a_busy_thread(work), Ok(true));
     }
 }

@@ -1,7 +1,57 @@
-//! Whether a user may read a path of the source, by its permission bits.
+//! The user behind a request, and whether a user may read a path of the source by its permission bits.
 
+use std::cell::OnceCell;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+
+use super::sharing::NodeAccess;
+
+/// The user behind a request of the kernel.
+#[derive(Clone)]
+pub(crate) struct Caller {
+    pub uid: u32,
+    pub gid: u32,
+    pub pid: u32,
+    further: OnceCell<Vec<u32>>,
+}
+
+impl Caller {
+    pub(crate) fn new(uid: u32, gid: u32, pid: u32) -> Caller {
+        Caller { uid, gid, pid, further: OnceCell::new() }
+    }
+
+    /// Whether `access` lets the caller in.
+    pub(crate) fn may_see(&self, access: &NodeAccess) -> bool {
+        access.allows(self.uid, &mut |gid| self.is_in(gid))
+    }
+
+    /// Whether `access` lets the caller list a folder.
+    pub(crate) fn may_list(&self, access: &NodeAccess) -> bool {
+        access.allows_list(self.uid, &mut |gid| self.is_in(gid))
+    }
+
+    fn is_in(&self, gid: u32) -> bool {
+        let further = || further_groups(self.pid as i32, self.uid);
+        gid == self.gid || self.further.get_or_init(further).contains(&gid)
+    }
+}
+
+/// The further groups of a process, which stand in /proc only. They count if the process is still that
+/// of user `uid`.
+pub(crate) fn further_groups(pid: i32, uid: u32) -> Vec<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let numbers = |key: &str| -> Vec<u32> {
+        let line = status.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_default();
+        line.split_whitespace().filter_map(|number| number.parse().ok()).collect()
+    };
+    // Effective, and that of file systems.
+    let uids = numbers("Uid:");
+    if [1, 3].iter().any(|nth| uids.get(*nth) == Some(&uid)) {
+        numbers("Groups:")
+    } else {
+        Vec::new()
+    }
+}
 
 /// Whether user `uid` of group `gid` may list the folder `path` and pass all folders above it.
 ///

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use fuser::{
     Errno, FileHandle, Filesystem, Generation, INodeNo, InitFlags, IoctlFlags, KernelConfig,
@@ -19,10 +19,12 @@ use fuser::{
     ReplyEntry, ReplyIoctl, ReplyOpen, ReplyStatfs, ReplyXattr, Request,
 };
 use tensorfs::Error;
-use tensorfs::internal::source::Identity;
+use tensorfs::internal::mount_origin::XATTR_LIMITED;
 use tensorfs::internal::sync::{Mutex, RwLock};
+use tensorfs::internal::version::Version;
 use tracing::{Span, trace_span};
 
+use super::access::Caller;
 use super::attributes::{self, Common};
 use super::backing::Backing;
 use super::entries::entries;
@@ -30,11 +32,13 @@ use super::inodes::{NameEntry, Nodes};
 use super::node::Node;
 use super::open_file::{OpenContent, OpenFile};
 use super::open_mode::OpenModes;
-use super::replies::{KnownAttr, TTL, Timed, attr_of, logged, logged_as_eio, reply_xattr};
-use crate::serve::blocking::{current_span, guarded, offload};
+use super::replies::{
+    KnownAnswer, KnownAttr, TTL, Timed, attr_of, logged, logged_as_eio, reply_xattr,
+};
+use crate::serve::blocking::{Fail, PendingReply, current_span, guarded, offload};
 use crate::serve::change_watcher::Watcher;
 use crate::serve::heat::HandleHeat;
-use crate::serve::kernel::{Feature, Init};
+use crate::serve::kernel::{Feature, Init, MAX_REQUEST};
 use crate::serve::page_cache_store::StoreQueue;
 use crate::serve::requests::Operation;
 use crate::serve::service::Service;
@@ -265,21 +269,53 @@ impl FsState {
         }
     }
 
-    /// The current identity of a file that follows its source: that of the open file, or of the
+    /// The current version of a file that follows its source: that of the open file, or of the
     /// file at its path.
-    fn look(&self, node: &Node, fh: Option<FileHandle>) -> Option<Identity> {
+    fn look(&self, node: &Node, fh: Option<FileHandle>) -> Option<Version> {
         let handles = self.handles.read();
         let handle = fh.and_then(|fh| handles.get(&fh.0)).cloned();
         drop(handles);
         let opened = handle.map(|handle| handle.opened.clone()).or_else(|| node.opened());
         match opened {
-            Some(opened) => opened.current().file.sources().first()?.local()?.look().ok(),
+            Some(opened) => opened.current().file.sources().first()?.look().ok(),
             None => node.look(),
         }
     }
 
-    fn reply_entry(&self, node: Option<&Node>, reply: Timed<ReplyEntry>) {
-        match node {
+    /// Calls `answer` once the folder `node` is listed, after a look at it for a reader that begins.
+    fn answer_listed<R>(
+        self: Arc<Self>,
+        node: Arc<Node>,
+        offset: u64,
+        reply: Timed<R>,
+        answer: impl FnOnce(Timed<R>) + Send + 'static,
+    ) where
+        Timed<R>: Fail,
+    {
+        let (folder, nodes) = (node.folder(), self.nodes.clone());
+        let known = KnownAnswer::new(reply, move |reply: Timed<R>, late| {
+            if late && nodes.listing(folder).is_none() { reply.fail() } else { answer(reply) }
+        });
+        let pool = self.service.blocking.clone();
+        let pending = pool.pending(&node.path, known);
+        self.nodes.clone().when_listed(&pool.clone(), folder, move |_| {
+            let give = |pending: PendingReply<KnownAnswer<Timed<R>>>| {
+                pending.take().into_iter().for_each(KnownAnswer::give);
+            };
+            // Stalled folders must not take all threads, so beyond the limit the known names are the
+            // answer.
+            let looking = if offset == 0 { Looking::begin(&self) } else { None };
+            let Some(looking) = looking else { return give(pending) };
+            pool.spawn(pending, move |pending| {
+                self.nodes.look(folder);
+                drop(looking);
+                give(pending);
+            });
+        });
+    }
+
+    fn reply_entry(&self, node: Option<&Node>, caller: &Caller, reply: Timed<ReplyEntry>) {
+        match node.filter(|node| self.may_see(node, caller)) {
             Some(node) => {
                 let frozen = self.frozen.read();
                 if *frozen {
@@ -287,10 +323,23 @@ impl FsState {
                     return reply.error(Errno::ESTALE);
                 }
                 self.nodes.looked_up(node);
-                reply.ok().entry(&TTL, &attr_of(&self.common, node), Generation(0));
+                reply.ok().entry(&ttl_of(node), &attr_of(&self.common, node), Generation(0));
             }
             None => reply.error(Errno::ENOENT),
         }
+    }
+
+    /// Whether the caller may see `node`. The kernel has checked owner, group and mode of its own place.
+    /// Does not ask the source.
+    fn may_see(&self, node: &Node, caller: &Caller) -> bool {
+        let access = node.access();
+        access.map_or(!self.nodes.lacks_access(node), |access| caller.may_see(&access))
+    }
+
+    /// As `may_see`, for all that a folder shows.
+    fn may_list(&self, node: &Node, caller: &Caller) -> bool {
+        let access = node.access();
+        access.map_or(!self.nodes.lacks_access(node), |access| caller.may_list(&access))
     }
 
     /// Calls `then` with the extended attributes that the caller may see.
@@ -302,14 +351,17 @@ impl FsState {
         then: impl FnOnce(&[(&'static str, String)], Timed<ReplyXattr>) + Send + 'static,
     ) {
         let reply = self.timed(Operation::Xattr, reply);
-        let caller = (req.uid(), req.gid());
+        let caller = caller_of(req);
         let ask = move |shared: Arc<FsState>, reply: Timed<ReplyXattr>| {
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             let pool = shared.service.blocking.clone();
             let pending = pool.pending(&node.path, reply);
             pool.spawn(pending, move |pending| {
-                let mut found = attributes::of(&shared.nodes, &node, caller);
-                found.extend(attributes::tail_of(&shared.nodes, &node));
+                shared.nodes.look(node.folder());
+                let mut found = attributes::of(&shared.nodes, &node, &caller);
+                if shared.may_see(&node, &caller) {
+                    found.extend(attributes::tail_of(&shared.nodes, &node));
+                }
                 if let Some(reply) = pending.take() {
                     then(&found, reply);
                 }
@@ -332,7 +384,7 @@ impl Filesystem for TensorFs {
         let _ = config.set_max_background(MAX_BACKGROUND);
         let _ = config.set_congestion_threshold(CONGESTION);
         // Largest request; reads and writes share the limit, and the system may allow more.
-        let _ = config.set_max_write(self.0.common.max_request);
+        let _ = config.set_max_write(MAX_REQUEST);
         let passthrough = self.0.passthrough(config);
         self.0.passthrough.store(passthrough == Feature::On, Ordering::Relaxed);
         let too_old = || Feature::Refused("the kernel is too old".to_owned());
@@ -346,23 +398,30 @@ impl Filesystem for TensorFs {
         Ok(())
     }
 
-    fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+    fn lookup(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let reply = self.0.timed(Operation::Lookup, reply);
         traced(trace_span!("lookup", parent = parent.0, ?name), || {
             let shared = self.0.clone();
             let Some(node) = shared.nodes.node(parent.0) else { return reply.error(Errno::ESTALE) };
-            let (folder, name) = (node.folder(), name.to_owned());
+            let (folder, name, caller) = (node.folder(), name.to_owned(), caller_of(req));
             let pool = shared.service.blocking.clone();
-            let pending = pool.pending(&node.path.join(&name), reply);
+            let (known, wanted, asker) = (shared.clone(), name.clone(), caller.clone());
+            // A source that does not answer takes no folder and makes no name.
+            let known = KnownAnswer::new(reply, move |reply: Timed<ReplyEntry>, _late| match known
+                .nodes
+                .listed_entry(folder, &wanted)
+            {
+                Some(NameEntry::Found(node)) => known.reply_entry(Some(&node), &asker, reply),
+                Some(_) => known.reply_entry(None, &asker, reply),
+                None => reply.error(Errno::EIO),
+            });
+            let pending = pool.pending(&node.path.join(&name), known);
             self.0.nodes.when_listed(&self.0.service.blocking, folder, move |_| {
                 pool.spawn(pending, move |pending| {
-                    let node = match shared.nodes.entry(folder, &name) {
-                        NameEntry::Found(node) => Some(node),
-                        NameEntry::Absent => None,
-                        NameEntry::Stale => shared.nodes.fresh_entry(folder, &name),
-                    };
+                    let node = shared.nodes.current_entry(folder, &name);
+                    node.iter().for_each(|node| drop(shared.nodes.access_of(node)));
                     if let Some(reply) = pending.take() {
-                        shared.reply_entry(node.as_deref(), reply);
+                        shared.reply_entry(node.as_deref(), &caller, reply.into_reply());
                     }
                 });
             });
@@ -379,7 +438,7 @@ impl Filesystem for TensorFs {
         let reply = self.0.timed(Operation::Getattr, reply);
         let get = move |shared: Arc<FsState>, reply: Timed<ReplyAttr>| {
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            if !node.follows() {
+            if !node.follows() && !shared.nodes.lacks_access(&node) {
                 return reply.ok().attr(&TTL, &attr_of(&shared.common, &node));
             }
             let known = attr_of(&shared.common, &node);
@@ -391,7 +450,8 @@ impl Filesystem for TensorFs {
             let pool = shared.service.blocking.clone();
             let pending = pool.pending(&node.path, KnownAttr { reply, known });
             pool.spawn(pending, move |pending| {
-                let now = shared.look(&node, fh);
+                let now = node.follows().then(|| shared.look(&node, fh)).flatten();
+                shared.nodes.access_of(&node);
                 drop(looking);
                 if let Some(now) = now {
                     node.set_attributes(&now);
@@ -406,12 +466,19 @@ impl Filesystem for TensorFs {
 
     fn open(&self, req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         let reply = self.0.timed(Operation::Open, reply);
-        let caller = (req.uid(), req.pid());
+        let caller = caller_of(req);
         let open = move |shared: Arc<FsState>, reply: Timed<ReplyOpen>| {
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
             let pool = shared.service.blocking.clone();
             let pending = pool.pending(&node.path, reply);
-            pool.spawn(pending, move |pending| shared.reply_open(node, caller, pending));
+            pool.spawn(pending, move |pending| {
+                shared.nodes.access_of(&node);
+                if shared.may_see(&node, &caller) {
+                    shared.reply_open(node, (caller.uid, caller.pid), pending);
+                } else if let Some(reply) = pending.take() {
+                    reply.error(Errno::EACCES);
+                }
+            });
         };
         traced(trace_span!("open", ino = ino.0), || self.0.when_adopted(ino.0, reply, open));
     }
@@ -495,7 +562,7 @@ impl Filesystem for TensorFs {
 
     fn readdir(
         &self,
-        _req: &Request,
+        req: &Request,
         ino: INodeNo,
         _fh: FileHandle,
         offset: u64,
@@ -503,12 +570,17 @@ impl Filesystem for TensorFs {
     ) {
         let reply = self.0.timed(Operation::Readdir, reply);
         traced(trace_span!("readdir", ino = ino.0, offset), || {
-            let shared = self.0.clone();
+            let (shared, caller) = (self.0.clone(), caller_of(req));
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let pending = self.0.service.blocking.pending(&node.path, reply);
-            self.0.nodes.when_listed(&self.0.service.blocking, node.folder(), move |nodes| {
-                let Some(mut reply) = pending.take() else { return };
-                for (next, name, node) in entries(nodes, &node, offset) {
+            shared.clone().answer_listed(node.clone(), offset, reply, move |reply| {
+                let mut reply = reply;
+                if !shared.may_list(&node, &caller) {
+                    return reply.error(Errno::EACCES);
+                }
+                for (next, name, node) in entries(&shared.nodes, &node, offset) {
+                    if next > 2 && !shared.may_see(&node, &caller) {
+                        continue;
+                    }
                     let kind = attr_of(&shared.common, &node).kind;
                     if reply.reply.add(INodeNo(node.ino), next, kind, name) {
                         break;
@@ -521,7 +593,7 @@ impl Filesystem for TensorFs {
 
     fn readdirplus(
         &self,
-        _req: &Request,
+        req: &Request,
         ino: INodeNo,
         _fh: FileHandle,
         offset: u64,
@@ -529,22 +601,27 @@ impl Filesystem for TensorFs {
     ) {
         let reply = self.0.timed(Operation::Readdirplus, reply);
         traced(trace_span!("readdirplus", ino = ino.0, offset), || {
-            let shared = self.0.clone();
+            let (shared, caller) = (self.0.clone(), caller_of(req));
             let Some(node) = shared.nodes.node(ino.0) else { return reply.error(Errno::ESTALE) };
-            let pending = self.0.service.blocking.pending(&node.path, reply);
-            self.0.nodes.when_listed(&self.0.service.blocking, node.folder(), move |nodes| {
-                let Some(mut reply) = pending.take() else { return };
+            shared.clone().answer_listed(node.clone(), offset, reply, move |reply| {
+                let mut reply = reply;
+                if !shared.may_list(&node, &caller) {
+                    return reply.error(Errno::EACCES);
+                }
                 // A process that takes over does not know the lookups of a late answer. It keeps the
                 // files that a folder shows without them. Anything else would reach the program: an
                 // error, or names without numbers, which C libraries leave out.
-                for (next, name, node) in entries(nodes, &node, offset) {
-                    let attr = attr_of(&shared.common, &node);
-                    if reply.reply.add(attr.ino, next, name, &TTL, &attr, Generation(0)) {
+                for (next, name, node) in entries(&shared.nodes, &node, offset) {
+                    if next > 2 && !shared.may_see(&node, &caller) {
+                        continue;
+                    }
+                    let (attr, ttl) = (attr_of(&shared.common, &node), ttl_of(&node));
+                    if reply.reply.add(attr.ino, next, name, &ttl, &attr, Generation(0)) {
                         break;
                     }
                     // The kernel counts a lookup for every entry but `.` and `..`.
                     if next > 2 {
-                        nodes.looked_up(&node);
+                        shared.nodes.looked_up(&node);
                     }
                 }
                 reply.ok().ok();
@@ -591,10 +668,22 @@ impl Filesystem for TensorFs {
 
     fn listxattr(&self, req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
         self.0.ask_xattrs(req, ino, reply, move |found, reply| {
-            let names: String = found.iter().map(|(key, _)| format!("{key}\0")).collect();
+            // Copies of a file do not need the one for other mounts.
+            let listed = found.iter().filter(|(key, _)| *key != XATTR_LIMITED);
+            let names: String = listed.map(|(key, _)| format!("{key}\0")).collect();
             reply_xattr(Some(names.as_bytes()), size, reply);
         });
     }
+}
+
+/// The user behind a request.
+fn caller_of(req: &Request) -> Caller {
+    Caller::new(req.uid(), req.gid(), req.pid())
+}
+
+/// How long the kernel may use a name of `node`. It must ask for each user if not all may see it.
+fn ttl_of(node: &Node) -> Duration {
+    if node.access().is_some_and(|access| access.is_limited()) { Duration::ZERO } else { TTL }
 }
 
 /// Runs the handler of a request in its span.

@@ -5,17 +5,16 @@
 //! kernel does not tell who writes, a pause without a change stands for the end of the writing.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use tensorfs::Error;
 use tensorfs::internal::checkpoint::{
-    Content, File, Folder, FolderId, MountEntry, Set, Tail, Tree,
+    Checkpoint, Content, File, Folder, FolderId, MountEntry, Set, Tail, Tree,
 };
 use tensorfs::internal::format::names;
-use tensorfs::internal::source::{FileSystem, Identity};
+use tensorfs::internal::version::Version;
 
-use crate::serve::file_events::is_written;
+use crate::serve::file_events::{Writer, writer_of};
 
 /// Time until the next look at files that a process writes. The end of the writing also makes an
 /// event.
@@ -24,16 +23,19 @@ const WRITTEN: Duration = Duration::from_secs(1);
 /// How long a file must be unreadable: it may have been moved during the proof.
 const UNSETTLED: Duration = Duration::from_secs(2);
 
-/// How long files must be unchanged if nobody knows whether they are written.
+/// How long files must be unchanged, at least, if nobody knows whether they are written.
 const UNSURE: Duration = Duration::from_secs(1);
+
+/// The part of the grace for which files of local file systems must be unchanged, if the kernel does
+/// not tell this user whether they are written.
+const REFUSED_PART: u32 = 6;
 
 /// Least and longest time for which a set must be unchanged if it does not say what belongs to it.
 const TAIL_MIN: Duration = Duration::from_millis(1500);
 const TAIL_MAX: Duration = Duration::from_secs(10);
 
-/// Ends of names that programs give to files until they are whole.
-const UNFINISHED: [&str; 8] =
-    [".incomplete", ".tmp", ".temp", ".part", ".partial", ".crdownload", ".download", ".aria2"];
+/// The grace of a mount that is not watched, for files of which nobody knows who writes them.
+const ARRIVAL_GRACE: Duration = Duration::from_secs(30);
 
 /// A set at the last look at it.
 #[derive(Clone, Debug)]
@@ -72,13 +74,22 @@ impl Arrivals {
     }
 }
 
+/// Whether a process writes one of some files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Writing {
+    GoesOn,
+    /// It has ended if the files stay unchanged for this time; zero if the kernel says so.
+    EndsAfter(Duration),
+}
+
 /// The facts about a set that decide.
 #[derive(Clone, Copy, Debug)]
 struct SetFacts {
     /// Its tail; `None` if it is refused.
     proved: Option<Tail>,
-    /// Whether a process writes one of its files, `None` if this is not known.
-    written: Option<bool>,
+    /// Whether a process writes one of its files, or how long they must be unchanged to count as
+    /// written.
+    writing: Writing,
     /// Whether a download beside it goes on.
     downloading: bool,
     /// Time since its last change.
@@ -96,9 +107,7 @@ struct SetFacts {
 /// broken after `grace` without a change.
 fn held_for(facts: &SetFacts, grace: Duration) -> Option<Duration> {
     let waits = |needed: Duration| needed.checked_sub(facts.quiet).filter(|left| !left.is_zero());
-    if facts.written == Some(true) {
-        return Some(WRITTEN);
-    }
+    let Writing::EndsAfter(unsure) = facts.writing else { return Some(WRITTEN) };
     if let Some(left) = facts.unsettled.and_then(|since| UNSETTLED.checked_sub(since)) {
         return Some(left.max(Duration::from_millis(1)));
     }
@@ -112,7 +121,6 @@ fn held_for(facts: &SetFacts, grace: Duration) -> Option<Duration> {
         Some(Tail::Unproven) => TAIL_MAX,
         Some(Tail::Proven) => Duration::ZERO,
     };
-    let unsure = if facts.written.is_none() { UNSURE } else { Duration::ZERO };
     waits(sure.max(unsure))
 }
 
@@ -126,7 +134,7 @@ pub(super) fn judge(
 ) -> Arrivals {
     let folder = tree.folder(id);
     let mut arrivals = Arrivals::default();
-    let local = FileSystem::of_folder(&folder.path).is_local();
+    let local = !folder.store.may_block(&folder.path);
     let mut downloading = None;
     for set in sets.iter().filter(|set| set.shown_at_parent.is_none()) {
         let files: Vec<&File> = set.files.iter().filter_map(|name| folder.file(name)).collect();
@@ -139,7 +147,7 @@ pub(super) fn judge(
             let asks = proved != Some(Tail::Proven);
             let facts = SetFacts {
                 proved,
-                written: written(&files, local),
+                writing: writing(&files, local, grace),
                 downloading: asks
                     && *downloading.get_or_insert_with(|| is_downloading(tree, id, grace)),
                 quiet: quiet(&folder, &files, proved.is_none()).max(since.elapsed()),
@@ -158,27 +166,55 @@ pub(super) fn judge(
     arrivals
 }
 
+/// Why a set that has come to a mount which is not watched may not be whole yet. `is_known`: the
+/// mount has shown as many shards of it before.
+pub(super) fn is_arriving(
+    folder: &Folder,
+    set: &Set,
+    checkpoint: &Checkpoint,
+    is_known: bool,
+) -> Option<&'static str> {
+    let files: Vec<&File> = set.files.iter().filter_map(|name| folder.file(name)).collect();
+    let local = !folder.store.may_block(&folder.path);
+    let facts = SetFacts {
+        proved: Some(if is_known { Tail::Proven } else { checkpoint.tail }),
+        writing: writing(&files, local, ARRIVAL_GRACE),
+        downloading: false,
+        quiet: quiet(folder, &files, false),
+        pause: longest_pause(&files),
+        files: files.len(),
+        unsettled: None,
+    };
+    held_for(&facts, Duration::ZERO)?;
+    Some(match facts.writing {
+        Writing::GoesOn => "is still being written; it is shown once no program writes it",
+        Writing::EndsAfter(_) => {
+            "has just changed, and nothing says that it is whole; it is shown once it is left alone \
+             for some seconds"
+        }
+    })
+}
+
 /// Whether a plain file that no listing had before is held back, and for how long: a process writes
 /// it, or has just written it.
 pub(super) fn plain_held_for(entry: &MountEntry, grace: Duration) -> Option<Duration> {
     let Content::Whole { file, proved: None } = &entry.content else { return None };
-    let quiet = since(changed_at(&file.identity));
+    let quiet = since(changed_at(&file.version));
     // Nobody asks about the many files that have been there for long.
     if quiet >= grace {
         return None;
     }
-    let local = file.path.parent().is_some_and(|parent| FileSystem::of_folder(parent).is_local());
-    match written(&[file], local) {
-        Some(true) => Some(WRITTEN),
-        Some(false) => None,
-        None => UNSURE.checked_sub(quiet).filter(|left| !left.is_zero()),
+    let local = file.path.parent().is_some_and(|parent| !file.store.may_block(parent));
+    match writing(&[file], local, grace) {
+        Writing::GoesOn => Some(WRITTEN),
+        Writing::EndsAfter(time) => time.checked_sub(quiet).filter(|left| !left.is_zero()),
     }
 }
 
 /// Whether the name says that the file is not whole yet.
 pub(super) fn is_unfinished(name: &std::ffi::OsStr) -> bool {
     let name = name.to_string_lossy();
-    UNFINISHED.iter().any(|end| name.ends_with(end))
+    names::UNFINISHED.iter().any(|end| name.ends_with(end))
 }
 
 /// Whether a file of the set changed or could not be read during the proof.
@@ -191,49 +227,53 @@ fn state_of(set: &Set, files: &[&File]) -> u64 {
     let mut hash = DefaultHasher::new();
     (set.outcome.is_ok(), set.kind.as_str()).hash(&mut hash);
     for file in files {
-        let Identity { dev, ino, len, mtime, .. } = file.identity;
-        (&file.name, &file.path, dev, ino, len, mtime, file.identity.born()).hash(&mut hash);
+        (&file.name, &file.path, file.version.content()).hash(&mut hash);
     }
     hash.finish()
 }
 
-/// Whether a process writes one of `files`.
-fn written(files: &[&File], local: bool) -> Option<bool> {
-    if !local {
-        return None;
-    }
-    let mut sure = true;
+/// Whether a process writes one of `files`. A file with a hole is mostly one that is being filled.
+fn writing(files: &[&File], local: bool, grace: Duration) -> Writing {
+    let unsure = if local { (grace / REFUSED_PART).max(UNSURE) } else { UNSURE };
+    let mut time = Duration::ZERO;
     for file in files {
-        match is_written(&file.path) {
-            Some(true) => return Some(true),
-            Some(false) => {}
-            None => sure = false,
+        match writer_of_file(file, local) {
+            Writer::Present => return Writing::GoesOn,
+            Writer::Absent => {}
+            Writer::Unknown { sparse: true } => time = time.max(grace),
+            Writer::Unknown { sparse: false } => time = time.max(unsure),
         }
     }
-    sure.then_some(false)
+    Writing::EndsAfter(time)
+}
+
+/// Whether a process writes the file. The kernel knows those of this machine.
+fn writer_of_file(file: &File, ask: bool) -> Writer {
+    if !file.store.is_local() {
+        return Writer::Unknown { sparse: false };
+    }
+    writer_of(&file.path, ask)
 }
 
 /// Time since the last change of `files`, and of the names in `folder` if `names`.
 fn quiet(folder: &Folder, files: &[&File], names: bool) -> Duration {
-    let times = files.iter().map(|file| changed_at(&file.identity));
-    let names = folder.identity.filter(|_| names || files.is_empty());
-    let last = times.chain(names.map(|identity| changed_at(&identity))).max();
+    let times = files.iter().map(|file| changed_at(&file.version));
+    let names = folder.version.filter(|_| names || files.is_empty());
+    let last = times.chain(names.map(|version| changed_at(&version))).max();
     last.map_or(Duration::MAX, since)
 }
 
 /// Longest time between the changes of two of `files`.
 fn longest_pause(files: &[&File]) -> Duration {
-    let mut times: Vec<Duration> = files.iter().map(|file| changed_at(&file.identity)).collect();
+    let mut times: Vec<Duration> = files.iter().map(|file| changed_at(&file.version)).collect();
     times.sort();
     times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default()
 }
 
 /// Time of the last change, since 1970.
-fn changed_at(identity: &Identity) -> Duration {
-    let time = |(seconds, nanoseconds): (i64, i64)| {
-        Duration::new(seconds.try_into().unwrap_or(0), nanoseconds.try_into().unwrap_or(0))
-    };
-    time(identity.mtime).max(time(identity.ctime()))
+fn changed_at(version: &Version) -> Duration {
+    let (seconds, nanoseconds) = version.changed().unwrap_or_default();
+    Duration::new(seconds.try_into().unwrap_or(0), nanoseconds.try_into().unwrap_or(0))
 }
 
 /// Time since `then`, zero if it lies in the future.
@@ -260,14 +300,14 @@ fn is_downloading(tree: &Tree, id: FolderId, grace: Duration) -> bool {
     folders.into_iter().flatten().any(|id| {
         let folder = tree.folder(id);
         let mut files = folder.files.iter().filter(|file| is_unfinished(&file.name));
-        files.any(|file| is_active(&file.path, grace))
+        files.any(|file| is_active(file, grace))
     })
 }
 
 /// Whether a process writes the file, or has done so within `grace`.
-fn is_active(path: &Path, grace: Duration) -> bool {
-    let Ok(meta) = std::fs::metadata(path) else { return false };
-    since(changed_at(&Identity::of(&meta))) < grace || is_written(path) == Some(true)
+fn is_active(file: &File, grace: Duration) -> bool {
+    let Ok(now) = file.version_now() else { return false };
+    since(changed_at(&now)) < grace || writer_of_file(file, true) == Writer::Present
 }
 
 /// The hub model that folder `id` is part of.
@@ -286,9 +326,9 @@ mod tests {
     const GRACE: Duration = Duration::from_secs(30);
 
     fn facts(proved: Option<Tail>) -> SetFacts {
-        let (written, quiet) = (Some(false), Duration::from_millis(10));
+        let (writing, quiet) = (Writing::EndsAfter(Duration::ZERO), Duration::from_millis(10));
         let (downloading, unsettled) = (false, None);
-        SetFacts { proved, written, downloading, quiet, pause: quiet, files: 4, unsettled }
+        SetFacts { proved, writing, downloading, quiet, pause: quiet, files: 4, unsettled }
     }
 
     #[test]
@@ -303,7 +343,7 @@ mod tests {
     fn a_set_that_is_written_is_held_back_also_if_it_looks_whole() {
         for proved in [None, Some(Tail::Proven), Some(Tail::Unproven)] {
             let quiet = Duration::from_secs(1000);
-            let written = SetFacts { written: Some(true), quiet, ..facts(proved) };
+            let written = SetFacts { writing: Writing::GoesOn, quiet, ..facts(proved) };
             assert_eq!(held_for(&written, GRACE), Some(WRITTEN));
         }
     }
@@ -342,8 +382,8 @@ mod tests {
     }
 
     #[test]
-    fn where_nobody_knows_who_writes_a_second_without_a_change_is_asked_for() {
-        let unsure = SetFacts { written: None, ..facts(Some(Tail::Proven)) };
+    fn where_nobody_knows_who_writes_a_time_without_a_change_is_asked_for() {
+        let unsure = SetFacts { writing: Writing::EndsAfter(UNSURE), ..facts(Some(Tail::Proven)) };
         assert_eq!(held_for(&unsure, GRACE), Some(UNSURE - unsure.quiet));
         assert_eq!(held_for(&SetFacts { quiet: UNSURE, ..unsure }, GRACE), None);
     }

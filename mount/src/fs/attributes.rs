@@ -3,21 +3,28 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use tensorfs::internal::checkpoint::{Content, File, FolderId, Tree};
 use tensorfs::internal::format::{InputFormat, names};
-use tensorfs::internal::mount_origin::XATTR_SOURCE;
+use tensorfs::internal::mount_origin::{XATTR_LIMITED, XATTR_SOURCE};
 
-use super::access;
+use super::access::{Caller, may_read_file, may_read_folder};
 use super::inodes::Nodes;
 use super::node::{Node, NodeKind};
-use crate::options::AccessRule;
+use super::sharing::{Limit, PASS, READ, Sharing, is_super, names_of_folder};
 
 /// Most folders whose `config.json` the attribute of a folder above them names.
 const CONFIGS_MAX: usize = 100;
 
 /// Most folders that another user is told of.
 const MODELS_MAX: usize = 10_000;
+
+/// The reason why a checkpoint is not shown, for those who may not know which one it is.
+const MISSING: &str = "a checkpoint of the mount is not shown";
+
+/// The file that decides how tensors are cut.
+const CONFIG: &str = "config.json";
 
 /// Extended attribute with the version of a file's content.
 pub(crate) const XATTR_VERSION: &str = "user.tensorfs.version";
@@ -38,98 +45,120 @@ pub(crate) fn tail_of(nodes: &Nodes, node: &Node) -> Option<(&'static str, Strin
     Some((XATTR_TAIL, tail.as_str().to_owned()))
 }
 
-/// Attributes that all files of a mount share.
+/// Facts that all files of a mount share.
 #[derive(Clone, Debug)]
 pub(crate) struct Common {
-    /// Owner.
-    pub uid: u32,
-    /// Group.
-    pub gid: u32,
-    /// Permission bits taken away.
-    pub umask: u32,
-    /// Rules that give parts of the mount to users and groups.
-    pub access: Vec<AccessRule>,
+    /// The users of the mount, and their rights.
+    pub sharing: Arc<Sharing>,
     /// Whether the kernel may serve whole files by passthrough.
     pub passthrough: bool,
+    /// Whether reads of the source have a deadline.
+    pub has_deadline: bool,
     /// Whether it was mounted as root, which passthrough requires.
     pub is_root: bool,
-    /// Largest request in bytes.
-    pub max_request: u32,
     /// The source.
     pub source: PathBuf,
 }
 
-/// Owner, group and permission bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Rights {
-    pub uid: u32,
-    pub gid: u32,
-    pub mode: u32,
+/// The folders of checkpoints that a user of these groups may list. Those that links lead to count once
+/// somebody has looked at them.
+pub(crate) fn models_of(nodes: &Nodes, uid: u32, gids: &[u32]) -> Vec<PathBuf> {
+    let tree = &nodes.tree();
+    let heads = tree.families().into_iter().filter(|head| tree.contains(*head));
+    let readable = heads.filter(|head| may_list(nodes, *head, uid, &mut |gid| gids.contains(&gid)));
+    readable.take(MODELS_MAX).map(|head| tree.folder(head).relative.clone()).collect()
 }
 
-impl Common {
-    /// The rights of the file or folder at `path` in the mount.
-    pub(crate) fn rights(&self, path: &Path, is_folder: bool) -> Rights {
-        // Nothing can be written.
-        let bits = if is_folder { 0o555 } else { 0o444 };
-        let rule = self.access.iter().find(|rule| rule.matches(path));
-        let mode = rule.and_then(|rule| rule.mode).unwrap_or(!self.umask);
-        Rights {
-            uid: rule.and_then(|rule| rule.owner).unwrap_or(self.uid),
-            gid: rule.and_then(|rule| rule.group).unwrap_or(self.gid),
-            mode: mode & bits,
-        }
-    }
-
-    /// The folders of checkpoints that a user of these groups may list.
-    pub(crate) fn models_of(&self, tree: &Tree, uid: u32, gids: &[u32]) -> Vec<PathBuf> {
-        let may = |path: &Path, wanted: u32| {
-            let rights = self.rights(path, true);
-            let shift = match () {
-                () if rights.uid == uid => 6,
-                () if gids.contains(&rights.gid) => 3,
-                () => 0,
-            };
-            rights.mode >> shift & wanted == wanted
+/// Whether user `uid` may list the folder `id` and pass all folders above it. Does not ask the source.
+fn may_list(nodes: &Nodes, id: FolderId, uid: u32, is_in: &mut dyn FnMut(u32) -> bool) -> bool {
+    let (tree, sharing) = (&nodes.tree(), nodes.sharing());
+    let mut next = Some(id);
+    while let Some(at) = next {
+        let folder = tree.folder(at);
+        let (rights, is_let_in) = match nodes.known_access(at) {
+            Some(access) if at == id => (access.rights, access.allows_list(uid, is_in)),
+            Some(access) => (access.rights, access.allows(uid, is_in)),
+            None => {
+                let is_known = !(folder.is_linked() && sharing.has_rules());
+                (sharing.rights(&names_of_folder(tree, &folder), true), is_known)
+            }
         };
-        let heads = tree.families().into_iter().filter(|head| tree.contains(*head));
-        let folders = heads.map(|head| tree.folder(head).relative.clone());
-        let readable = folders
-            .filter(|path| may(path, 0o5) && path.ancestors().skip(1).all(|above| may(above, 0o1)));
-        readable.take(MODELS_MAX).collect()
+        let wanted = if at == id { PASS | READ } else { PASS };
+        if !is_let_in || !Limit::of(rights, wanted).allows(uid, is_in) {
+            return false;
+        }
+        next = folder.parent;
     }
+    true
 }
 
 /// The extended attributes of `node` that the caller may see.
-pub(crate) fn of(
-    nodes: &Nodes,
-    node: &Node,
-    (uid, gid): (u32, u32),
-) -> Vec<(&'static str, String)> {
+pub(crate) fn of(nodes: &Nodes, node: &Node, caller: &Caller) -> Vec<(&'static str, String)> {
+    let (uid, gid) = (caller.uid, caller.gid);
     let tree = &nodes.tree();
     let mut found = Vec::new();
+    let access = nodes.access_of(node);
+    if access.as_ref().is_some_and(|access| !caller.may_see(access)) {
+        return found;
+    }
+    // Only root sees an attribute of this name.
+    if access.is_some_and(|access| access.is_limited()) {
+        found.push((XATTR_LIMITED, "1".to_owned()));
+    }
     let folder = tree.folder(node.folder()).path.clone();
     let may_read_files = || match &node.kind {
         NodeKind::File { content: Content::Virtual(file), .. } => {
             let mut sources = file.sources().iter();
-            sources.all(|source| access::may_read_file(source.path(), uid, gid))
+            sources.all(|source| may_read_file(source.path(), uid, gid))
         }
         NodeKind::File { content: Content::Whole { file, .. }, .. } => {
-            access::may_read_file(&file.path, uid, gid)
+            may_read_file(&file.path, uid, gid)
         }
         _ => true,
     };
-    if access::may_read_folder(&folder, uid, gid) && may_read_files() {
+    if may_read_folder(&folder, uid, gid) && may_read_files() {
+        // A hash tells of its text.
+        let may_read_config = |folder: &Path| {
+            let real = std::fs::canonicalize(folder.join(CONFIG));
+            real.is_ok_and(|config| may_read_file(&config, uid, gid))
+        };
         let config = nodes.tails().config_of(node.folder()).map(|digest| digest.to_string());
         let below = match &node.kind {
             NodeKind::Folder => nodes.tails().configs_below(tree, &node.path),
             _ => BTreeMap::new(),
         };
-        let source = source_of(tree, node, config, &below);
+        let is_hidden = config.is_some() && !may_read_config(&folder)
+            || below.iter().any(|(path, (id, _))| {
+                !(may_list(nodes, *id, uid, &mut |group| group == gid)
+                    && may_read_folder(path, uid, gid)
+                    && may_read_config(path))
+            });
+        // The mount is read itself if the caller may not know of a model. It is read too if links lead
+        // elsewhere: another mount of this folder alone does not know the rules there.
+        let has_rules = nodes.sharing().has_rules();
+        let is_part = tree.only.is_none() && folder != tree.source_now();
+        let through_mount = is_hidden || (has_rules && is_part && leads_out(tree, node.folder()));
+        let below: BTreeMap<_, _> =
+            below.into_iter().map(|(path, (_, hash))| (path, hash)).collect();
+        let follows = is_part && !has_rules;
+        let source = source_of(tree, node, (config, &below), (through_mount, follows));
+        let missing = node.is_folder().then(|| nodes.missing(&node.path)).flatten();
+        // The reason names the checkpoint.
+        let is_told = !has_rules || is_super(uid);
+        let missing = missing.map(|why| if is_told { why } else { MISSING.to_owned() });
+        let source = source.map(|source| with_missing(source, missing));
         found.extend(source.map(|source| (XATTR_SOURCE, source)));
     }
     found.extend(node.version().map(|version| (XATTR_VERSION, version)));
     found
+}
+
+/// The value of `XATTR_SOURCE`, with the reason why no checkpoint is shown.
+fn with_missing(source: String, missing: Option<String>) -> String {
+    let Some(missing) = missing else { return source };
+    let Ok(mut json) = serde_json::from_str::<serde_json::Value>(&source) else { return source };
+    json["missing"] = missing.into();
+    json.to_string()
 }
 
 /// Whether a file that is shown in a folder or below it may be a tensorizer file.
@@ -144,18 +173,36 @@ fn may_hold_tensorizer(tree: &Tree, id: FolderId) -> bool {
         || folder.children.iter().any(|(_, child)| may_hold_tensorizer(tree, *child))
 }
 
+/// Whether links in the folder `id`, or below it, lead out of it.
+fn leads_out(tree: &Tree, id: FolderId) -> bool {
+    let top = tree.folder(id).path.clone();
+    let mut left = vec![id];
+    while let Some(folder) = left.pop().map(|id| tree.folder(id)) {
+        let is_out = |file: &File| {
+            !file.path.starts_with(&top)
+                && !file.store.is_own_blob(&folder.path.join(&file.name), &file.path)
+        };
+        if !folder.path.starts_with(&top) || folder.files.iter().any(is_out) {
+            return true;
+        }
+        left.extend(folder.children.iter().map(|(_, child)| *child));
+    }
+    false
+}
+
 /// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read,
 /// `below` the folders below it with such a text.
 ///
 /// The folders between the root and the folders of ranks have the source of the root, marked as
 /// made. Folders of a hub cache that stand for none of the source have none. Both are read through
-/// the mount. So are texts that the mount has made, which have the source of their folder, marked as
-/// made; and encrypted weights, and in a mount that has a key all that may hold some, which have none.
+/// the mount, as with `through_mount`. So are texts that the mount has made, which have the source of
+/// their folder, marked as made; files of `config=`, which have none; and encrypted weights, and in a
+/// mount that has a key all that may hold some, which have none.
 fn source_of(
     tree: &Tree,
     node: &Node,
-    config: Option<String>,
-    below: &BTreeMap<PathBuf, String>,
+    (config, below): (Option<String>, &BTreeMap<PathBuf, String>),
+    (through_mount, follows): (bool, bool),
 ) -> Option<String> {
     let found = tree.folder(node.folder());
     let is_made = found.is_made_below_root();
@@ -171,7 +218,10 @@ fn source_of(
             _ => may_hold_tensorizer(tree, node.folder()),
         };
     let is_text = matches!(&node.kind, NodeKind::File { content: Content::Text(_), .. });
-    if (is_made && tree.options.hub) || may_be_encrypted {
+    let is_given = matches!(&node.kind,
+        NodeKind::File { content: Content::Whole { file, proved: None }, .. }
+            if tree.is_config_file(file));
+    if (is_made && tree.options.hub) || may_be_encrypted || is_given {
         return None;
     }
     let (mut view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());
@@ -179,7 +229,7 @@ fn source_of(
     match &node.kind {
         NodeKind::Folder => {
             if tree.only.is_some() {
-                folder = tree.source.clone();
+                folder = tree.source_now();
             }
         }
         NodeKind::File { content: Content::Virtual(file), .. } => {
@@ -193,9 +243,9 @@ fn source_of(
         NodeKind::File { content: Content::Text(_), .. } => {}
     }
     // The mount shows what links in the folder lead to elsewhere in its source.
-    if tree.only.is_none()
-        && folder != tree.source
-        && let (Some(follow), Some(root)) = (view["follow"].as_array_mut(), tree.source.to_str())
+    if follows
+        && let (Some(follow), Some(root)) =
+            (view["follow"].as_array_mut(), tree.source_now().to_str())
     {
         follow.push(root.into());
     }
@@ -204,6 +254,10 @@ fn source_of(
     let mut json = serde_json::json!({ "source": folder, "file": member, "view": view });
     if let Some(part) = part {
         json["part"] = part.into();
+    }
+    if through_mount {
+        json["made"] = true.into();
+        return Some(json.to_string());
     }
     if let Some(config) = config {
         json["config"] = config.into();

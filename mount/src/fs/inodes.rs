@@ -5,29 +5,35 @@
 //! that have the old one open keep it.
 
 mod changes;
+mod history;
+mod looks;
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tensorfs::internal::checkpoint::{
-    Content, ERROR_FILE, FolderId, MountEntry, Proved, Set, Tail, Tree,
-};
-use tensorfs::internal::error::{real_name, shown_path};
+use tensorfs::Error;
+use tensorfs::internal::checkpoint::{Content, ERROR_FILE, FolderId, MountEntry, Set, Tree};
+use tensorfs::internal::error::shown_path;
 use tensorfs::internal::sync::{Mutex, RwLock};
-use tensorfs::{Error, ErrorKind, Fault, Result};
 
 pub(crate) use changes::{OutOfDate, TellKernel};
+pub(crate) use history::IndexStatus;
 
 use super::arrival::{Arrivals, Mark, is_unfinished};
 use super::node::{Node, file_node, folder_node, renumbered, reversioned, same_file, same_place};
+pub(crate) use super::sets::SetOutcome;
+use super::sets::SetStates;
+use super::sharing::Sharing;
 use super::tails::Tails;
 use super::verify_policy::{self, ChecksumGates};
 use crate::serve::blocking::{BlockingPool, guarded};
 use carried::FileMarks;
 
+mod access;
 pub(super) mod carried;
 
 /// The entries of a folder, by name.
@@ -46,6 +52,8 @@ struct Listed {
     refused: Option<Refusal>,
     /// Time of the last check whether a refused set has become whole.
     asked: Instant,
+    /// Names of the sets that are shown.
+    shown: Arc<BTreeSet<String>>,
     /// Names that are only shown as part of a set.
     weights: Arc<BTreeSet<String>>,
     /// The sets at the last look, and the names of those that are on their way.
@@ -136,20 +144,27 @@ pub(crate) struct Nodes {
     by_ino: RwLock<HashMap<u64, Arc<Node>>>,
     /// The folders that were asked for.
     folders: RwLock<HashMap<FolderId, FolderState>>,
-    /// Number of shards of each set with an unproven tail or recorded shapes, by folder and name.
-    shards_proved: Mutex<HashMap<FolderId, HashMap<String, usize>>>,
+    /// Number of shards of each set with an unproven tail or recorded shapes, by the path of its
+    /// folder, which may come back, and by name.
+    shards_proved: Mutex<HashMap<PathBuf, HashMap<String, usize>>>,
     /// Whether the last pieces of the sets that are shown are proved.
     tails: Tails,
+    /// The state of each set.
+    sets: SetStates,
     /// Progress of each proof, by the top folder of a family.
     progress: Mutex<HashMap<FolderId, Progress>>,
     /// Sets that came from an index, and sets whose headers were read.
     indexed: [AtomicU64; 2],
     /// Whether weights are compared with checksums as they are read.
     checked: bool,
+    /// The users of the mount, and their rights.
+    sharing: Arc<Sharing>,
     /// Facts about files that another process served before.
     marks: FileMarks,
     /// If changes of the source are followed.
     watched: Option<changes::SourceWatch>,
+    /// The looks at a source that is not watched.
+    looks: looks::Looks,
 }
 
 /// Least time between two checks whether a refused set has become whole.
@@ -159,7 +174,13 @@ impl Nodes {
     /// The nodes of `tree`, with nothing proved yet. `checked`: weights are compared with checksums
     /// as they are read. `grace`: changes of the source are followed, and this is the time after
     /// which a set that is not whole counts as broken.
-    pub(crate) fn new(tree: Tree, checked: bool, grace: Option<Duration>) -> Nodes {
+    pub(crate) fn new(
+        tree: Tree,
+        checked: bool,
+        grace: Option<Duration>,
+        sharing: Sharing,
+    ) -> Nodes {
+        let looks = looks::Looks::of(&tree);
         let nodes = Nodes {
             tree: Arc::new(tree),
             refresh: Mutex::default(),
@@ -167,12 +188,16 @@ impl Nodes {
             folders: RwLock::default(),
             shards_proved: Mutex::default(),
             tails: Tails::default(),
+            sets: SetStates::default(),
             progress: Mutex::new(HashMap::new()),
             indexed: Default::default(),
             checked,
+            sharing: Arc::new(sharing),
             marks: FileMarks::default(),
             watched: grace.map(changes::SourceWatch::new),
+            looks,
         };
+        nodes.log_idle_rules();
         // The kernel knows the root without a lookup.
         nodes.folder(0);
         nodes
@@ -258,30 +283,34 @@ impl Nodes {
         }
     }
 
-    /// Proves a family and lists its folders, then calls all waiters. Returns the name and the
-    /// outcome of each set.
-    pub(crate) fn prove(&self, head: FolderId) -> Vec<(String, Result<()>)> {
+    /// Proves a family and lists its folders, then calls all waiters. Returns the outcome
+    /// of each set.
+    pub(crate) fn prove(&self, head: FolderId) -> Vec<SetOutcome> {
         let tree = self.tree();
         let _span = tracing::debug_span!("prove", folder = ?tree.folder(head).relative).entered();
         let mut outcomes = Vec::new();
         let mut family = Vec::new();
         for (id, mut folder) in tree.prove(head) {
-            folder.sets.iter_mut().for_each(|set| self.refuse_fewer_shards(&tree, id, set));
+            let before = self.listed(id);
+            let held = self.refuse_by_history(&tree, id, before.as_ref(), &mut folder.sets);
             for note in &folder.notes {
                 tracing::warn!("{}: {note}", shown_path(&tree.folder(id).path));
             }
             let origin = &self.indexed[usize::from(!folder.from_index())];
             origin.fetch_add(folder.sets.len() as u64, Ordering::Relaxed);
-            let before = self.listed(id);
             let mut arrivals = Arrivals::default();
             let was_shown =
                 |entry: &MountEntry| self.marks.has(|| file_node(&tree, id, None, entry.clone()));
             if let Some(watched) = &self.watched {
-                self.forget_shards(id, &folder);
+                self.forget_shards(&tree, id, &folder);
                 let before = before.as_ref();
-                arrivals = watched.hold_back(&tree, id, &mut folder, before, &was_shown);
+                let held;
+                (arrivals, held) = watched.hold_back(&tree, id, &mut folder, before, &was_shown);
+                let path = &tree.folder(id).path;
+                outcomes.extend(held.into_iter().map(|set| SetOutcome::held(path, set)));
             }
             let gates = self.checked.then(|| verify_policy::admit(&tree, id, &mut folder));
+            self.sets.note(&tree.folder(id).relative, &folder.sets, &held);
             let mut shown = tree.entries(id, &folder);
             if let Some(watched) = &self.watched {
                 let plain = watched.hold_back_plain(&mut shown, before.as_ref(), &was_shown);
@@ -299,6 +328,7 @@ impl Nodes {
                 positions: Arc::default(),
                 refused: Refusal::of(&folder.sets),
                 asked: Instant::now(),
+                shown: Arc::new(names_of_shown(&folder.sets)),
                 weights: Arc::new(folder.weights),
                 marks: arrivals.marks.into(),
                 held: arrivals.held.into(),
@@ -306,7 +336,7 @@ impl Nodes {
             self.list(&tree, id, (shown, gates.as_ref()), &emptied, listed);
             for set in folder.sets {
                 let outcome = set.outcome.map(|checkpoint| checkpoint.release_files());
-                outcomes.push((set.name, outcome));
+                outcomes.push(SetOutcome { name: set.name, outcome, on_its_way: false });
             }
         }
         if let Some(watched) = &self.watched {
@@ -357,49 +387,9 @@ impl Nodes {
         }
     }
 
-    /// How many sets came from an index, for `tensorfs status`.
-    pub(crate) fn index_status(&self) -> serde_json::Value {
-        let [index, headers] = &self.indexed;
-        serde_json::json!({
-            "folder": self.tree().options.index.as_deref().map(real_name),
-            "sets_from_index": index.load(Ordering::Relaxed),
-            "sets_from_headers": headers.load(Ordering::Relaxed),
-        })
-    }
-
     /// Whether the last pieces of the sets that are shown are proved.
     pub(crate) fn tails(&self) -> &Tails {
         &self.tails
-    }
-
-    /// Refuses a set that has fewer shards than this mount has proved before, if the shards
-    /// themselves cannot show that one is missing.
-    fn refuse_fewer_shards(&self, tree: &Tree, folder: FolderId, set: &mut Set) {
-        let Ok(checkpoint) = &set.outcome else { return };
-        // Recorded shapes reveal lost pieces, but not a tensor that was lost whole.
-        if checkpoint.tail != Tail::Unproven && !checkpoint.catalog().shapes_recorded {
-            return;
-        }
-        let now = checkpoint.catalog().shards.len();
-        let mut proved = self.shards_proved.lock();
-        let before = proved.entry(folder).or_default().entry(set.name.clone()).or_insert(now);
-        if now >= *before {
-            *before = now;
-            return;
-        }
-        let message = format!(
-            "has {now} shard files, it had {before} before: whether the rest is the whole \
-             checkpoint cannot be seen; put the others back, or mount again"
-        );
-        let fault = Fault::new(ErrorKind::ShardMissing, message);
-        set.outcome = Err(Error::refused(&tree.folder(folder).path, fault));
-    }
-
-    /// Forgets how many shards sets had that are gone from the folder as a whole.
-    fn forget_shards(&self, id: FolderId, folder: &Proved) {
-        if let Some(sets) = self.shards_proved.lock().get_mut(&id) {
-            sets.retain(|name, _| folder.sets.iter().any(|set| set.name == *name));
-        }
     }
 
     /// Makes the nodes of the entries of `folder`, without the folders that are `emptied`. Nodes of
@@ -427,6 +417,9 @@ impl Nodes {
         for (name, child) in children.filter(|(_, child)| !emptied.contains(child)) {
             listing.extend(self.folder(*child).map(|node| (name.clone(), node)));
         }
+        listing.iter().filter(|(_, node)| node.is_folder()).for_each(|(_, node)| {
+            self.access_of(node);
+        });
         listing.sort_by(|a, b| a.0.cmp(&b.0));
         let mut hidden = Vec::new();
         listing.dedup_by(|a, b| {
@@ -481,10 +474,17 @@ impl Nodes {
         }
         drop(progress);
         self.refresh.lock().remove(&id);
-        self.shards_proved.lock().remove(&id);
         self.tails.forget(id);
+        self.looks.forget(id);
         self.watched.iter().for_each(|watched| watched.forget(id));
         let Some(FolderState { node, listed }) = state else { return };
+        // Another folder may have taken its place.
+        if node.folder() == id {
+            self.sets.take_out(&node.path);
+            if self.watched.is_some() {
+                self.shards_proved.lock().remove(&node.path);
+            }
+        }
         self.unlist(listed.iter().flat_map(|listed| listed.entries.iter()));
         node.listings.fetch_sub(1, Ordering::Relaxed);
         self.drop_if_unused(&node);
@@ -581,9 +581,7 @@ impl Nodes {
             self.listed(folder).is_some_and(|listed| listed.refused == Some(Refusal::Unsettled));
         let outdated = find(&listing, name).is_some_and(outdated);
         if outdated || unsettled || self.tree().is_stale(folder) {
-            self.tree.rescan(head);
-            tracing::info!("files have changed in the source; proving them again");
-            log_refusals(self.prove(head));
+            self.prove_rescanned(head);
         }
         let listing = self.listing(folder)?;
         find(&listing, name)
@@ -617,6 +615,7 @@ impl Nodes {
     /// Registers the node of a folder. Returns the known node of its path, which the kernel may
     /// know, if there is one: then it stands for the new folder.
     fn registered_folder(&self, mut node: Node) -> Arc<Node> {
+        let access = self.access_without_source(&node);
         let mut by_ino = self.by_ino.write();
         let node = loop {
             match by_ino.get(&node.ino) {
@@ -628,6 +627,7 @@ impl Nodes {
                 Some(_) => node = renumbered(&node),
             }
         };
+        node.set_access(access);
         node.listings.fetch_add(1, Ordering::Relaxed);
         by_ino.insert(node.ino, node.clone());
         node
@@ -637,6 +637,7 @@ impl Nodes {
     /// same version. Takes the next free number if another file has this one, and a new version if
     /// the known one was found outdated.
     fn registered(&self, mut node: Arc<Node>) -> Arc<Node> {
+        let access = self.look_at_access(&node);
         let mut by_ino = self.by_ino.write();
         loop {
             node = match by_ino.get(&node.ino) {
@@ -655,14 +656,20 @@ impl Nodes {
                 }
             }
         }
+        node.set_access(access);
         node.listings.fetch_add(1, Ordering::Relaxed);
         by_ino.insert(node.ino, node.clone());
         node
     }
 }
 
-fn log_refusals(outcomes: Vec<(String, Result<()>)>) {
-    for (name, outcome) in outcomes {
+fn names_of_shown(sets: &[Set]) -> BTreeSet<String> {
+    let shown = sets.iter().filter(|set| set.outcome.is_ok());
+    shown.map(|set| set.name.clone()).collect()
+}
+
+fn log_refusals(outcomes: Vec<SetOutcome>) {
+    for SetOutcome { name, outcome, .. } in outcomes.into_iter().filter(|one| !one.on_its_way) {
         if let Err(error) = outcome {
             tracing::error!(model = name, "{name} is not shown: {error}");
         }

@@ -14,15 +14,16 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::PollTimeout;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use tensorfs::internal::checkpoint::{FolderId, TreeChange};
 use tensorfs::internal::error::shown_path;
-use tensorfs::internal::source::{FileSystem, Identity};
 use tensorfs::internal::sync::Mutex;
+use tensorfs::internal::version::{QueueKey, Version};
 
 use super::inodes::{Nodes, TellKernel};
 use crate::options::{Options, Watch};
 use crate::serve::blocking::guarded;
+use crate::serve::file_events::writers_are_known;
 use crate::serve::folder_events::FolderEvents;
 
 /// Least and longest time from one look at a folder to the next one. In between it is as long as
@@ -44,6 +45,24 @@ const ROUND: Duration = Duration::from_secs(30);
 /// Longest sleep of the thread.
 const SLEEP_MAX: Duration = Duration::from_secs(30);
 
+/// The part that follows the source, for `status`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct WatchStatus {
+    /// The word of `watch=`.
+    pub mode: String,
+    pub folders_with_events: usize,
+    pub folders_polled: usize,
+    /// Number of changes that were seen.
+    pub changes: u64,
+    /// How often events were lost.
+    pub overflows: u64,
+    /// Sets that may not be whole yet.
+    pub on_their_way: Vec<String>,
+    /// Whether the kernel says who writes a file.
+    pub writers_known: bool,
+}
+
 /// Something to look at.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum StoreLook {
@@ -59,7 +78,7 @@ enum StoreLook {
 struct RunningLook {
     look: StoreLook,
     /// The file systems that it may wait for.
-    devices: BTreeSet<u64>,
+    devices: BTreeSet<QueueKey>,
     since: Instant,
 }
 
@@ -71,11 +90,11 @@ struct State {
     not_before: HashMap<StoreLook, Instant>,
     looking: Vec<RunningLook>,
     /// Devices of local file systems: a look that waits does not wait for them.
-    local: HashSet<u64>,
+    local: HashSet<QueueKey>,
     /// Folders without events.
     polled: BTreeSet<PathBuf>,
     /// States of folders outside the tree, into which links of the tree lead.
-    outside: HashMap<PathBuf, Identity>,
+    outside: HashMap<PathBuf, Version>,
     /// Folders whose last look failed.
     failing: BTreeSet<PathBuf>,
     /// Where the path that the user gave led at the last look, if it is not the source.
@@ -104,7 +123,7 @@ impl State {
 
     /// Notes that the caller takes this look, which asks `devices`. Returns whether its folder has
     /// certainly changed, and `None` if the look may not begin.
-    fn take(&mut self, look: &StoreLook, mut devices: BTreeSet<u64>) -> Option<bool> {
+    fn take(&mut self, look: &StoreLook, mut devices: BTreeSet<QueueKey>) -> Option<bool> {
         devices.retain(|device| !self.local.contains(device));
         let (looking, since) = (&self.looking, Instant::now());
         let is_held_up = looking.len() >= STUCK_MAX && is_held_up(&devices, looking);
@@ -168,17 +187,18 @@ impl Live {
     }
 
     /// The facts for `tensorfs status`.
-    pub(crate) fn status(&self) -> Value {
-        let with_events = self.events.len();
+    pub(crate) fn status(&self) -> WatchStatus {
+        let folders_with_events = self.events.len();
         let state = self.state.lock();
-        json!({
-            "mode": self.watch.as_str(),
-            "folders_with_events": with_events,
-            "folders_polled": state.polled.len(),
-            "changes": self.changes.load(Ordering::Relaxed),
-            "overflows": self.overflows.load(Ordering::Relaxed),
-            "on_their_way": self.nodes.on_their_way(),
-        })
+        WatchStatus {
+            mode: self.watch.to_string(),
+            folders_with_events,
+            folders_polled: state.polled.len(),
+            changes: self.changes.load(Ordering::Relaxed),
+            overflows: self.overflows.load(Ordering::Relaxed),
+            on_their_way: self.nodes.on_their_way(),
+            writers_known: writers_are_known(),
+        }
     }
 
     fn run(self: &Arc<Self>) {
@@ -294,7 +314,7 @@ impl Live {
     }
 
     /// The devices that a look asks.
-    fn devices(&self, look: &StoreLook) -> BTreeSet<u64> {
+    fn devices(&self, look: &StoreLook) -> BTreeSet<QueueKey> {
         let tree = self.nodes.tree();
         match look {
             StoreLook::Folder(path) => tree.devices(path),
@@ -339,15 +359,22 @@ impl Live {
             return self.leave(path);
         }
         self.watch(path);
-        if !changed && !self.may_have_changed(path) {
+        let failed = self.state.lock().failing.contains(path);
+        if !changed && !failed && !self.may_have_changed(path) {
             return;
         }
         match tree.look_again(path) {
             Ok(change) => {
                 self.state.lock().failing.remove(path);
+                if *path == tree.folder(0).path {
+                    self.nodes.note_source(0, None);
+                }
                 self.took(path, &change);
             }
             Err(error) => {
+                if *path == tree.folder(0).path {
+                    self.nodes.note_source(0, Some(&error));
+                }
                 let mut state = self.state.lock();
                 let first = state.failing.insert(path.to_owned());
                 // No event tells when it can be read again.
@@ -374,18 +401,22 @@ impl Live {
         }
     }
 
-    /// Says so once if a link on the way to the source was switched. The mount does not follow it.
+    /// If a link on the way to the source was switched, follows it once the source is gone, and else
+    /// says so once.
     fn look_at_given_path(&self) {
         let tree = self.nodes.tree();
+        if self.nodes.follow_given() {
+            self.state.lock().add(StoreLook::Folder(tree.folder(0).path.clone()), true);
+        }
         let now = tree.leads_elsewhere();
         let before = std::mem::replace(&mut self.state.lock().elsewhere, now.clone());
         if let Some(now) = now
             && before.as_ref() != Some(&now)
         {
             let [given, now, source] =
-                [&tree.given, &now, &tree.source].map(|path| shown_path(path));
+                [&tree.given, &now, &tree.source_now()].map(|path| shown_path(path));
             tracing::warn!(
-                "{given}: leads to {now} now; the mount shows {source} until it is made again"
+                "{given}: leads to {now} now; the mount shows {source} as long as it is there"
             );
         }
     }
@@ -414,14 +445,17 @@ impl Live {
 
     /// Watches the folder, or notes that it must be polled.
     fn watch(&self, path: &Path) {
-        let is_local = FileSystem::of_folder(path).is_local();
+        let tree = self.nodes.tree();
+        let is_local = !tree.store().may_block(path);
         let sees = match self.watch {
+            // The kernel tells of changes of its own file systems.
+            _ if !tree.store().is_local() => false,
             Watch::Inotify => true,
             Watch::Auto => is_local,
             Watch::Poll | Watch::Off => false,
         };
         let watched = self.events.is_on() && sees && self.watch_events(path);
-        let device = self.nodes.tree().device(path);
+        let device = tree.device(path);
         let mut state = self.state.lock();
         if is_local {
             state.local.extend(device);
@@ -464,7 +498,7 @@ impl Live {
             return tree.may_have_changed(path);
         }
         // The tree remembers only its own folders.
-        let Ok(now) = Identity::now(path) else {
+        let Ok(now) = tree.store().fresh_version(path) else {
             return self.state.lock().outside.remove(path).is_some();
         };
         self.state.lock().outside.insert(path.to_owned(), now) != Some(now)
@@ -472,7 +506,7 @@ impl Live {
 }
 
 /// Whether as many of the looks `running` as may wait already wait for one of `devices`.
-fn is_held_up(devices: &BTreeSet<u64>, running: &[RunningLook]) -> bool {
+fn is_held_up(devices: &BTreeSet<QueueKey>, running: &[RunningLook]) -> bool {
     let waiting = |device| running.iter().filter(|look| look.devices.contains(device)).count();
     devices.iter().any(|device| waiting(device) >= STUCK_MAX)
 }
@@ -507,7 +541,7 @@ mod tests {
         // Each thread asks a file system of its own, and has found its look before any other thread
         // took one.
         let take = |state: &mut State, index: usize| {
-            state.take(&folder(index), BTreeSet::from([index as u64]))
+            state.take(&folder(index), BTreeSet::from([QueueKey::Device(index as u64)]))
         };
         assert_eq!(take(&mut state, 0), Some(true));
         assert_eq!(take(&mut state, 0), None, "another thread takes it");
@@ -524,13 +558,14 @@ mod tests {
     fn two_looks_that_wait_hold_up_only_those_that_ask_the_same_file_system() {
         let running = |path: &str, devices: &[u64]| RunningLook {
             look: StoreLook::Folder(path.into()),
-            devices: devices.iter().copied().collect(),
+            devices: devices.iter().copied().map(QueueKey::Device).collect(),
             since: Instant::now(),
         };
         // Two folders with links into file system 7, and one with links into 8.
         let looks = [running("/a", &[7]), running("/b", &[7]), running("/c", &[8])];
-        let is_held_up =
-            |devices: &[u64]| super::is_held_up(&devices.iter().copied().collect(), &looks);
+        let is_held_up = |devices: &[u64]| {
+            super::is_held_up(&devices.iter().copied().map(QueueKey::Device).collect(), &looks)
+        };
         assert!(is_held_up(&[7]));
         assert!(is_held_up(&[7, 8]));
         assert!(!is_held_up(&[8]));

@@ -11,12 +11,15 @@ use tensorfs::internal::cache::verify_on_read::ChecksumGate;
 use tensorfs::internal::checkpoint::{Content, FolderId, MountEntry, Tree};
 use tensorfs::internal::error::real_name;
 use tensorfs::internal::format::{manifest, names};
+use tensorfs::internal::hash::hex;
 use tensorfs::internal::reader::Reader;
-use tensorfs::internal::source::{Identity, LocalFile, Source};
-use tensorfs::internal::sync::Mutex;
+use tensorfs::internal::source::Source;
+use tensorfs::internal::sync::{Mutex, RwLock};
+use tensorfs::internal::version::{Time, Version};
 use tensorfs::{Error, Result};
 
 use super::open_file::{Current, OpenContent, OpenFile, open_file};
+use super::sharing::NodeAccess;
 use crate::serve::change_watcher::Watcher;
 use crate::serve::heat::{HandleHeat, Heat};
 use crate::serve::service::Service;
@@ -48,6 +51,8 @@ pub(crate) struct Node {
     /// Number of listings that have it, 1 for a folder of the tree. Without one it lives only while
     /// it is open or the kernel knows it.
     pub(crate) listings: AtomicUsize,
+    /// The users who may see it, if there are rules and it is known.
+    access: RwLock<Option<Arc<NodeAccess>>>,
 }
 
 /// The kind of a node.
@@ -64,8 +69,8 @@ pub(crate) enum NodeKind {
         version: String,
         /// The open file, while a process has it open.
         open: Mutex<Weak<OpenFile>>,
-        /// Identity of its source at the last open.
-        last: Mutex<Option<Identity>>,
+        /// Version of its source at the last open.
+        last: Mutex<Option<Version>>,
         /// The gate that compares its bytes with checksums, if `verify=read` is given.
         gate: Option<Arc<ChecksumGate>>,
     },
@@ -77,7 +82,7 @@ impl Node {
         folder: FolderId,
         path: PathBuf,
         len: u64,
-        mtime: (i64, i64),
+        mtime: Time,
         kind: NodeKind,
     ) -> Node {
         Node {
@@ -90,7 +95,17 @@ impl Node {
             was_opened: AtomicBool::new(false),
             outdated: AtomicBool::new(false),
             listings: AtomicUsize::new(0),
+            access: RwLock::default(),
         }
+    }
+
+    /// The users who may see it, if there are rules and it is known.
+    pub(crate) fn access(&self) -> Option<Arc<NodeAccess>> {
+        self.access.read().clone()
+    }
+
+    pub(crate) fn set_access(&self, access: Option<Arc<NodeAccess>>) {
+        *self.access.write() = access;
     }
 
     /// Folder of the source that it is, or lies in.
@@ -149,13 +164,13 @@ impl Node {
         self.attributes.lock().1
     }
 
-    pub(crate) fn set_mtime(&self, mtime: (i64, i64)) {
+    pub(crate) fn set_mtime(&self, mtime: Time) {
         self.attributes.lock().1 = system_time(mtime);
     }
 
     /// Takes length and time of a file that follows its source from `now`.
-    pub(crate) fn set_attributes(&self, now: &Identity) {
-        *self.attributes.lock() = (now.len, system_time(now.mtime));
+    pub(crate) fn set_attributes(&self, now: &Version) {
+        *self.attributes.lock() = (now.len, system_time(now.modified().unwrap_or_default()));
     }
 
     /// Whether it is an unproved file of the source, which always shows its current content.
@@ -168,15 +183,15 @@ impl Node {
         matches!(&self.kind, NodeKind::File { content, .. } if is_plain(content))
     }
 
-    /// Current identity of the file at its path. `None` if it does not follow its source or was
+    /// Current version of the file at its path. `None` if it does not follow its source or was
     /// replaced.
-    pub(crate) fn look(&self) -> Option<Identity> {
+    pub(crate) fn look(&self) -> Option<Version> {
         let NodeKind::File { content: Content::Whole { file, proved: None }, .. } = &self.kind
         else {
             return None;
         };
-        let now = Identity::now(&file.path).ok()?;
-        now.same_inode(&file.identity).then_some(now)
+        let now = file.version_now().ok()?;
+        (now.file() == file.version.file()).then_some(now)
     }
 
     /// Whether it was never opened, so that no reader has any of its bytes.
@@ -195,8 +210,7 @@ impl Node {
         let NodeKind::File { content, .. } = &self.kind else { return false };
         let is_current = |source: &Arc<Source>| {
             let settles = || {
-                let settled =
-                    source.local().is_some_and(LocalFile::is_at_path) && source.settle().is_ok();
+                let settled = source.is_at_path() && source.settle().is_ok();
                 source.release();
                 settled
             };
@@ -208,7 +222,9 @@ impl Node {
             Content::Whole { file, proved: None } => {
                 let now = self.look();
                 now.inspect(|now| self.set_attributes(now));
-                return !now.is_some_and(|now| is_plain(content) || now.same_bytes(&file.identity));
+                return !now.is_some_and(|now| {
+                    is_plain(content) || now.content() == file.version.content()
+                });
             }
             Content::Text(_) => false,
         };
@@ -262,7 +278,7 @@ impl Node {
             return Err(Error::changed(&self.path, detail));
         }
         if let OpenContent::Whole(file) = &current.file {
-            let now = file.reader().sources()[0].identity();
+            let now = file.reader().sources()[0].version();
             let mut last = last.lock();
             unchanged &= last.replace(now).is_none_or(|before| before == now);
         }
@@ -296,7 +312,7 @@ impl Node {
         }
         let source = file.reader().sources()[0].as_it_is_now()?;
         source.set_followed();
-        self.set_attributes(&source.identity());
+        self.set_attributes(&source.version());
         let file = OpenContent::Whole(service.cache.open(Reader::whole(source), None));
         let current = self.hold(file, watcher, service)?;
         opened.set_current(current);
@@ -374,36 +390,30 @@ pub(crate) fn file_node(
     let path = tree.folder(folder).relative.join(&shown.name);
     hash.update(b"file");
     hash.update(path.as_os_str().as_encoded_bytes());
-    let mut newest = (0, 0);
+    let mut newest = None;
     let plain = is_plain(&shown.content);
-    let mut add = |identity: &Identity| {
-        newest = newest.max(identity.mtime);
-        let (seconds, nanoseconds) = identity.mtime;
-        let state = [identity.len, identity.ino, seconds as u64, nanoseconds as u64];
+    let mut add = |version: Version| {
+        newest = newest.max(version.modified());
+        let (file, content) = (version.file_words(), version.content_words());
         // A plain file stays the same one when it is written to.
-        let state = if plain { &[identity.ino][..] } else { &state };
-        for number in state {
-            hash.update(number.to_le_bytes());
-        }
-        // A new file may get the inode number and the time of a deleted one; its birth time
-        // differs.
-        hash.update(identity.born().unwrap_or_default().to_le_bytes());
+        let words = if plain { &file[..] } else { &content[..] };
+        words.iter().for_each(|word| hash.update(word.to_le_bytes()));
     };
     let len = match &shown.content {
         Content::Virtual(file) => {
-            file.sources().iter().for_each(|source| add(&source.identity()));
+            file.sources().iter().for_each(|source| add(source.version()));
             // A checkpoint without a layout is refused, so it has one.
             let summary = file.summary().ok();
             summary.inspect(|summary| hash.update(summary.header.0));
             summary.map_or(0, |summary| summary.len)
         }
         Content::Whole { file, proved } => {
-            let identity = proved.as_ref().map_or(file.identity, |source| source.identity());
-            add(&identity);
-            identity.len
+            let version = proved.as_ref().map_or(file.version, |source| source.version());
+            add(version);
+            version.len
         }
         Content::Text(text) => {
-            newest = tree.folder(folder).newest();
+            newest = Some(tree.folder(folder).newest());
             hash.update(text);
             text.len() as u64
         }
@@ -417,7 +427,7 @@ pub(crate) fn file_node(
         last: Mutex::default(),
         gate,
     };
-    Arc::new(Node::new(ino_of(&digest), folder, path, len, newest, kind))
+    Arc::new(Node::new(ino_of(&digest), folder, path, len, newest.unwrap_or_default(), kind))
 }
 
 /// Whether both are the same file in the same version. The version covers path and content.
@@ -468,9 +478,9 @@ pub(crate) fn reversioned(node: &Node) -> Node {
             Content::Text(_) => &[],
         };
         for source in sources {
-            let (seconds, nanoseconds) = source.identity().ctime();
-            hash.update(seconds.to_le_bytes());
-            hash.update(nanoseconds.to_le_bytes());
+            for word in source.version().lasting().to_words() {
+                hash.update(word.to_le_bytes());
+            }
         }
     }
     let digest = hash.finalize();
@@ -496,7 +506,7 @@ fn numbered(node: &Node, ino: u64, version: String) -> Node {
 
 /// The part of a digest that is the version, in hexadecimal.
 fn version_of(digest: &[u8]) -> String {
-    digest[8..24].iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&digest[8..24])
 }
 
 fn ino_of(digest: &[u8]) -> u64 {
@@ -504,7 +514,7 @@ fn ino_of(digest: &[u8]) -> u64 {
     u64::from_le_bytes(bytes).max(ROOT + 1)
 }
 
-fn system_time((seconds, nanoseconds): (i64, i64)) -> SystemTime {
+fn system_time((seconds, nanoseconds): Time) -> SystemTime {
     let nanoseconds = Duration::from_nanos(nanoseconds.unsigned_abs());
     let seconds_of = |s: i64| Duration::from_secs(s.unsigned_abs());
     let base = if seconds >= 0 {

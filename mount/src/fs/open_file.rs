@@ -10,7 +10,6 @@ use tensorfs::internal::cache::{Cache, CachedFile, OnStorm};
 use tensorfs::internal::checkpoint::Content;
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::source::{Pin, Source};
-use tensorfs::internal::store::Store;
 use tensorfs::internal::sync::RwLock;
 use tensorfs::{Error, Result};
 
@@ -103,7 +102,12 @@ impl Current {
     /// Errors of the source.
     pub(crate) fn read_now(&self, range: &Range<u64>) -> Result<Vec<u8>> {
         let Some(source) = self.file.sources().first() else { return Ok(Vec::new()) };
-        let Source::Local(local) = &**source;
+        let Some(local) = source.local() else {
+            let now = source.as_it_is_now()?;
+            let mut bytes = vec![0; range.end.min(now.len()).saturating_sub(range.start) as usize];
+            now.read_exact_at(&mut bytes, range.start)?;
+            return Ok(bytes);
+        };
         let file = local.file()?;
         let mut bytes = vec![0; (range.end - range.start) as usize];
         let mut have = 0;
@@ -171,8 +175,8 @@ pub(super) fn open_file(
         }
         Content::Whole { proved: Some(source), .. } => whole(source.clone()),
         Content::Whole { file, proved: None } => {
-            let source = Store::Local.open(&file.path)?;
-            if !source.identity().same_inode(&file.identity) {
+            let source = file.store.open(&file.path)?;
+            if source.version().file() != file.version.file() {
                 let detail = "was replaced since it was looked at".to_owned();
                 return Err(Error::changed(&file.path, detail));
             }

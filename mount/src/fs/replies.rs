@@ -83,13 +83,43 @@ impl Fail for KnownAttr {
     }
 }
 
+/// A reply with a known answer if the source does not answer: what was listed before.
+pub(super) struct KnownAnswer<R> {
+    reply: R,
+    /// Gives the answer, or fails if there is none. The second argument says whether the source has
+    /// not answered in time.
+    answer: Box<dyn FnOnce(R, bool) + Send>,
+}
+
+impl<R> KnownAnswer<R> {
+    pub(super) fn new(reply: R, answer: impl FnOnce(R, bool) + Send + 'static) -> KnownAnswer<R> {
+        KnownAnswer { reply, answer: Box::new(answer) }
+    }
+
+    /// The reply, for an answer of the source.
+    pub(super) fn into_reply(self) -> R {
+        self.reply
+    }
+
+    /// Gives the answer.
+    pub(super) fn give(self) {
+        (self.answer)(self.reply, false);
+    }
+}
+
+impl<R: Send + 'static> Fail for KnownAnswer<R> {
+    fn fail(self) {
+        (self.answer)(self.reply, true);
+    }
+}
+
 /// The attributes of `node`.
 pub(super) fn attr_of(common: &Common, node: &Node) -> FileAttr {
     let kind = match node.kind {
         NodeKind::Folder => FileType::Directory,
         NodeKind::File { .. } => FileType::RegularFile,
     };
-    let rights = common.rights(&node.path, kind == FileType::Directory);
+    let rights = common.sharing.rights_of(node.access().as_deref(), node.is_folder());
     let mtime = node.mtime();
     FileAttr {
         ino: INodeNo(node.ino),

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use tensorfs::internal::checkpoint::{FolderId, Proved, Tail, Tree};
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::hash::Digest;
@@ -16,6 +16,18 @@ const NAMED_MAX: usize = 20;
 /// The remedy for an unproven tail.
 pub(crate) const REMEDY: &str =
     "settle it with -o expect-shards=N or reference=FILE, or a manifest (verify --write-manifest)";
+
+/// The last pieces of the sets that are shown, for `status`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct TailStatus {
+    /// Number of sets whose last pieces are proved.
+    pub proven: usize,
+    /// Number of the others.
+    pub unproven: usize,
+    /// The files of the others.
+    pub files: Vec<String>,
+}
 
 /// The tail of each set that is shown.
 #[derive(Default)]
@@ -97,25 +109,28 @@ impl Tails {
 
     /// The folders of the source whose `config.json` decides how tensors below `path` in the mount are
     /// cut, `path` itself left out, and the hash of each text.
-    pub(crate) fn configs_below(&self, tree: &Tree, path: &Path) -> BTreeMap<PathBuf, String> {
+    pub(crate) fn configs_below(
+        &self,
+        tree: &Tree,
+        path: &Path,
+    ) -> BTreeMap<PathBuf, (FolderId, String)> {
         let folders = self.0.lock();
         let below =
             folders.iter().filter(|(_, own)| own.path != path && own.path.starts_with(path));
         let configs = below.filter_map(|(id, own)| Some((*id, own.config?)));
         let there = configs.filter(|(id, _)| tree.contains(*id));
-        there.map(|(id, digest)| (tree.folder(id).path.clone(), digest.to_string())).collect()
+        there.map(|(id, digest)| (tree.folder(id).path.clone(), (id, digest.to_string()))).collect()
     }
 
-    /// The facts for `tensorfs status`: number of sets of each kind, and the unproven sets.
-    pub(crate) fn status(&self) -> Value {
+    /// The facts for `tensorfs status`.
+    pub(crate) fn status(&self) -> TailStatus {
         let folders = self.0.lock();
         let unproven: usize = folders.values().map(|folder| folder.unproven.len()).sum();
         let proven: usize = folders.values().map(|folder| folder.proven).sum();
         let named = folders.values().flat_map(|folder| {
             folder.unproven.iter().map(|name| shown_path(&folder.path.join(name)))
         });
-        let named: Vec<String> = named.take(NAMED_MAX).collect();
-        json!({ "proven": proven, "unproven": unproven, "files": named })
+        TailStatus { proven, unproven, files: named.take(NAMED_MAX).collect() }
     }
 }
 

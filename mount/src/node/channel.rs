@@ -2,24 +2,19 @@
 //! descriptors.
 
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
-use nix::errno::Errno;
-use nix::sys::socket::{
-    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg,
-    sendmsg, socketpair,
-};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use nix::unistd::dup2_stdin;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::daemon::descriptors;
+
 /// Longest message, in bytes. Less than the default size of the buffer of a socket.
 const MESSAGE_MAX: usize = 128 << 10;
-
-/// Most descriptors in one message: the limit of the kernel.
-const FDS_MAX: usize = 253;
 
 /// From the supervisor to a worker.
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
@@ -45,8 +40,8 @@ pub(super) enum Order {
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 #[serde(tag = "is", rename_all = "kebab-case")]
 pub(super) enum Report {
-    /// The mount answers. `target` is as in the mount table.
-    Ready { target: PathBuf },
+    /// The mount answers. `target` is as in the mount table, and `minor` is the number of its device.
+    Ready { target: PathBuf, minor: Option<u32> },
     /// Another process has unmounted it. The worker ends.
     Unmounted,
     /// The worker ends, for this reason.
@@ -101,13 +96,7 @@ impl Channel {
             let reason = format!("a message of {} bytes; at most {MESSAGE_MAX}", bytes.len());
             return Err(io::Error::other(reason));
         }
-        let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
-        let rights = [ControlMessage::ScmRights(&fds)];
-        let rights = if fds.is_empty() { &[] } else { &rights[..] };
-        let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
-        let data = [IoSlice::new(&bytes)];
-        sendmsg::<()>(self.socket.as_raw_fd(), &data, rights, flags, None)?;
-        Ok(())
+        descriptors::send(&self.socket, &bytes, fds)
     }
 
     /// The next message and its descriptors. `None`: the peer has ended. Without `wait` it fails with
@@ -120,28 +109,9 @@ impl Channel {
         wait: bool,
     ) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
         let mut bytes = vec![0; MESSAGE_MAX];
-        let mut flags = MsgFlags::MSG_CMSG_CLOEXEC;
-        flags.set(MsgFlags::MSG_DONTWAIT, !wait);
-        let mut space = nix::cmsg_space!([RawFd; FDS_MAX]);
-        let (len, fds) = loop {
-            let mut data = [IoSliceMut::new(&mut bytes)];
-            match recvmsg::<()>(self.socket.as_raw_fd(), &mut data, Some(&mut space), flags) {
-                Ok(message) => {
-                    let mut fds = Vec::new();
-                    for control in message.cmsgs()? {
-                        if let ControlMessageOwned::ScmRights(numbers) = control {
-                            // SAFETY: the kernel made these descriptors for the message just
-                            // received, and nothing else owns them.
-                            let own = |fd| unsafe { OwnedFd::from_raw_fd(fd) };
-                            fds.extend(numbers.into_iter().map(own));
-                        }
-                    }
-                    break (message.bytes, fds);
-                }
-                Err(Errno::EINTR) => {}
-                Err(Errno::ECONNRESET) => return Ok(None),
-                Err(e) => return Err(e.into()),
-            }
+        let (len, fds) = match descriptors::receive(&self.socket, &mut bytes, wait) {
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+            received => received?,
         };
         if len == 0 {
             return Ok(None);
@@ -158,6 +128,7 @@ impl AsFd for Channel {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::io::{Read, Seek, Write};
 
     use super::*;

@@ -12,10 +12,11 @@ use std::time::Duration;
 use nix::libc;
 use tensorfs::UnknownWord;
 use tensorfs::internal::error::{quoted, shown_path};
+use tensorfs::internal::store::hub_cache;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::options::{LogFormat, Options, escape};
+use crate::options::{LogFormat, Options, escape, nearest};
 
 /// Longest config file, in bytes.
 const LEN_MAX: u64 = 4 << 20;
@@ -72,7 +73,7 @@ pub(crate) struct ServiceConfig {
 pub(crate) struct MountConfig {
     /// Its name in messages.
     pub name: String,
-    /// Absolute path of the source.
+    /// Absolute path of the source, or the name of a model in the hub cache.
     pub source: PathBuf,
     /// Absolute path of the mount point.
     pub target: PathBuf,
@@ -261,11 +262,7 @@ impl<'a> Section<'a> {
         let unknown = self.table.keys().filter(|key| !known.contains(&key.get_ref().as_ref()));
         let Some(key) = unknown.min_by_key(|key| key.span().start) else { return Ok(()) };
         let word = key.get_ref().as_ref();
-        let near = known.iter().min_by_key(|name| strsim::damerau_levenshtein(word, name));
-        let near = near.filter(|name| {
-            strsim::damerau_levenshtein(word, name) <= name.len().min(word.len()).div_ceil(2)
-        });
-        let hint = match near {
+        let hint = match nearest(word, known.iter().copied()) {
             Some(name) => format!("did you mean `{name}`?"),
             None => format!("expected {}", list(known)),
         };
@@ -323,6 +320,20 @@ impl<'a> Section<'a> {
             return Ok(path.components().collect());
         };
         Err(self.wrong(key, span, &format!("{}: {problem}", shown_path(path))))
+    }
+
+    /// The source of a mount: a path, or the name of a model in the hub cache.
+    fn source(&self) -> Result<PathBuf, String> {
+        let (text, span) = self.required("source")?;
+        let path = Path::new(&text);
+        if hub_cache::has_form(path) {
+            return Ok(text.into());
+        }
+        if path.is_relative() {
+            let problem = "expected an absolute path, or ORG/NAME of a model in the hub cache";
+            return Err(self.wrong("source", span, &format!("{}: {problem}", shown_path(path))));
+        }
+        self.path("source")
     }
 
     fn table(&self, key: &'static str) -> Result<Option<Section<'a>>, String> {
@@ -449,7 +460,7 @@ impl<'a> Section<'a> {
             );
             return Err(self.wrong("name", span, &message));
         }
-        let (source, target) = (self.path("source")?, self.path("target")?);
+        let (source, target) = (self.source()?, self.path("target")?);
         let (own, span) = self.string("options")?.unwrap_or((String::new(), self.span.clone()));
         // The mount table shows the device name to all users, so it is not the source.
         let defaults = Options::merge(&format!("fsname={name}"), defaults);
@@ -555,7 +566,10 @@ mod tests {
             ("name = 'a b'", "expected a letter or digit, then up to 63 letters"),
             ("name = ''", "expected a letter or digit"),
             ("name = '-v'", "expected a letter or digit"),
-            ("options = 'laoyut=x'", "mount.options: unknown option `laoyut=x`"),
+            (
+                "options = 'laoyut=x'",
+                "mount.options: unknown option `laoyut=x`; did you mean `layout`?",
+            ),
             ("options = 'log=x.log'", "x.log: expected an absolute path"),
         ] {
             let key = line.split(' ').next().unwrap_or_default();

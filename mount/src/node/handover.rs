@@ -8,13 +8,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, IoSlice, Read};
+use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
@@ -29,9 +29,10 @@ use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 use tensorfs::internal::error::{counted, shown_path};
 
-use super::worker_process::{End, WorkerProcess, start_umount};
+use super::worker_process::{End, WorkerProcess};
 use crate::daemon::handover::state_version;
 use crate::daemon::inherited::HANDED_OVER;
+use crate::daemon::stalled::run_until;
 
 /// Ticks that a worker has to prepare, while all mounts are served, and then to stop and to end.
 const GIVING_TICKS: u32 = 6;
@@ -42,6 +43,10 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest time for the answer of a program. All mounts are served meanwhile, and the service manager
 /// of a busy machine may need long.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Stands for the service itself among the names of mounts, none of which has no letters. Its descriptor
+/// tells the next process that it goes on with a service, also if no mount is handed over.
+pub(super) const SERVICE: &str = "";
 
 /// The descriptors of mounts without a worker, by name of the mount.
 #[derive(Debug, Default)]
@@ -275,26 +280,9 @@ pub(super) fn can_continue(program: &Path) -> Result<(), String> {
 }
 
 /// The output of `command`. `None` if it fails, or does not end in time.
-fn output_in_time(mut command: Command) -> Option<String> {
-    let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child: Child = command.spawn().ok()?;
-    let mut output = File::from(OwnedFd::from(child.stdout.take()?));
-    let started = Instant::now();
-    // The output of these programs fits into a pipe.
-    let status = loop {
-        match child.try_wait().ok()? {
-            Some(status) => break status,
-            None if started.elapsed() > PROGRAM_TIMEOUT => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return None;
-            }
-            None => std::thread::sleep(Duration::from_millis(1)),
-        }
-    };
-    let mut text = String::new();
-    output.read_to_string(&mut text).ok()?;
-    status.success().then_some(text)
+fn output_in_time(command: Command) -> Option<String> {
+    let output = run_until(command, Instant::now() + PROGRAM_TIMEOUT).ok()??;
+    output.status.success().then(|| String::from_utf8(output.stdout).ok()).flatten()
 }
 
 /// The reason why all workers hand over their mounts.
@@ -360,10 +348,7 @@ impl Suspension {
                     giving.name,
                     giving.worker.pid()
                 );
-                giving.worker.signal(Signal::SIGKILL);
-                // A thread of it that waits for the source would keep the connection open.
-                let target = std::slice::from_ref(&giving.worker.target);
-                if let Err(e) = start_umount(target, "--force") {
+                if let Err(e) = giving.worker.abort() {
                     tracing::error!("{}: cannot unmount: {e}", shown_path(&giving.worker.target));
                 }
             }
@@ -425,7 +410,10 @@ impl Suspension {
 
     /// Leaves the mounts to the next process. Returns only if this process is to end (`None`), or to
     /// go on with the mounts itself.
-    pub(super) fn finish(self) -> Option<Stored> {
+    pub(super) fn finish(mut self) -> Option<Stored> {
+        if let Ok(nothing) = File::open("/dev/null") {
+            self.stored.insert(SERVICE.to_owned(), vec![nothing.into()]);
+        }
         if let (Purpose::Upgrade(_), Some(signal)) = (&self.purpose, self.signal) {
             // This process takes it once more, and now obeys it.
             let _ = kill(Pid::this(), signal);
@@ -433,7 +421,8 @@ impl Suspension {
         }
         match &self.purpose {
             Purpose::Restart => {
-                let mounts = counted(self.stored.0.len(), "mount");
+                let mounts =
+                    counted(self.stored.names().filter(|name| *name != SERVICE).count(), "mount");
                 match self.stored.store() {
                     Ok(()) => tracing::info!("{mounts} kept for the next start"),
                     Err(e) => tracing::error!("{mounts} not handed over: {e}"),

@@ -12,11 +12,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::unistd::geteuid;
-use serde_json::Value;
 use tensorfs::internal::sync::Mutex;
 
 use super::config::MetricsAddress;
-use crate::daemon::control::{self, Question, Reply};
+use crate::daemon::client::{self, Question, Reply};
+use crate::daemon::status::{Status, Told};
 use http::{HttpReply, HttpServer};
 
 /// How long the workers have for their answers. Prometheus waits for ten seconds.
@@ -145,13 +145,13 @@ impl Pages {
 }
 
 /// The answers of all workers, in the order of `mounts`.
-fn ask_all(mounts: &[PostedMount]) -> Vec<Option<Value>> {
+fn ask_all(mounts: &[PostedMount]) -> Vec<Option<Told<Status>>> {
     let owner = geteuid().as_raw();
     let deadline = Instant::now() + LIMIT;
     let sockets: Vec<PathBuf> =
-        control::sockets_of(owner).into_iter().map(|(_, path)| path).collect();
+        client::sockets_of(owner).into_iter().map(|(_, path)| path).collect();
     let next = std::sync::atomic::AtomicUsize::new(0);
-    let answers: Mutex<Vec<Option<Value>>> = Mutex::new(vec![None; mounts.len()]);
+    let answers: Mutex<Vec<Option<Told<Status>>>> = Mutex::new(vec![None; mounts.len()]);
     let work = || loop {
         let index = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let Some(mount) = mounts.get(index) else { return };
@@ -159,9 +159,8 @@ fn ask_all(mounts: &[PostedMount]) -> Vec<Option<Value>> {
         let ending = format!("-{pid}.sock");
         let of_pid = |path: &&PathBuf| path.to_str().is_some_and(|path| path.ends_with(&ending));
         let paths: Vec<PathBuf> = sockets.iter().filter(of_pid).cloned().collect();
-        let reply = control::ask(owner, &paths, Question::Status, deadline);
-        if let Reply::Status(_, status) = reply {
-            answers.lock()[index] = Some(status);
+        if let Reply::Answer(_, told) = client::ask(owner, &paths, Question::Status, deadline) {
+            answers.lock()[index] = Some(told);
         }
     };
     std::thread::scope(|scope| {

@@ -5,11 +5,12 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use tensorfs::internal::error::shown_path;
+use tensorfs::internal::error::{shown, shown_path};
+use tensorfs::internal::mountinfo::Mount;
 
 use super::config::MountConfig;
 use super::metrics::PostedMount;
-use super::worker_process::{End, WorkerProcess};
+use super::worker_process::{End, Sight, WorkerProcess};
 use crate::options::Options;
 
 /// Time before the second start after a failure. It doubles with each further one.
@@ -25,6 +26,10 @@ const STABLE: Duration = Duration::from_secs(60);
 /// wait meanwhile.
 const TAKEOVER_MIN: u32 = 10;
 const TAKEOVER_MAX: u32 = 30;
+
+/// Words for mounts that serve, but not on their targets.
+const COVERED: &str = "covered";
+const MOVED: &str = "moved";
 
 /// The present state of a mount.
 enum Phase {
@@ -56,6 +61,10 @@ pub(super) struct ServiceMount {
     is_takeover: bool,
     /// Ticks since its worker began to take over a mount.
     takeover_ticks: u32,
+    /// If it serves, but not on its target: a word for it, and the reason.
+    hidden: Option<(&'static str, String)>,
+    /// Whether its last worker has failed to take over, so that nobody serves the mount that is there.
+    is_abandoned: bool,
     /// Whether it has served, or failed, since it was configured.
     pub has_outcome: bool,
 }
@@ -74,6 +83,8 @@ impl ServiceMount {
             handed: Vec::new(),
             is_takeover: false,
             takeover_ticks: 0,
+            hidden: None,
+            is_abandoned: false,
             has_outcome: false,
         }
     }
@@ -111,13 +122,19 @@ impl ServiceMount {
         }
     }
 
+    /// Whether it serves on its target.
     pub(super) fn is_serving(&self) -> bool {
-        matches!(self.phase, Phase::Serving(..))
+        matches!(self.phase, Phase::Serving(..)) && self.hidden.is_none()
+    }
+
+    /// Whether it serves where its folder was renamed to.
+    pub(super) fn has_moved(&self) -> bool {
+        self.hidden.as_ref().is_some_and(|(word, _)| *word == MOVED)
     }
 
     /// Whether programs may read from it: a worker that takes over has the readers of the last one.
     pub(super) fn may_have_readers(&self) -> bool {
-        self.is_serving() || self.worker().is_some_and(|it| self.is_takeover || it.is_mounted)
+        self.worker().is_some_and(WorkerProcess::has_mount)
     }
 
     /// Whether another worker has left it, and its own one is to take it over.
@@ -149,7 +166,6 @@ impl ServiceMount {
 
     /// Starts the worker.
     pub(super) fn start(&mut self, verbose: u8) {
-        // If that worker fails, the connection closes with it, and the next one mounts anew.
         let handed = std::mem::take(&mut self.handed);
         (self.is_takeover, self.takeover_ticks) = (!handed.is_empty(), 0);
         match WorkerProcess::start(&self.config, verbose, &handed) {
@@ -163,23 +179,60 @@ impl ServiceMount {
         let Some(worker) = self.worker_mut() else { return };
         worker.receive();
         match worker.ended() {
-            Some(End::Unmounted) => {
-                tracing::warn!(
-                    "mount {}: {} was unmounted; it stays off until a reload",
-                    self.config.name,
-                    shown_path(&self.config.target)
-                );
-                (self.phase, self.has_outcome) = (Phase::Unmounted, true);
-            }
-            Some(End::Stopped) => self.fail("a signal stopped the worker".to_owned()),
-            Some(End::Failed(reason)) => self.fail(reason),
+            Some(end) => self.end(end),
             None => {
                 let answers = worker.has_answered();
-                if answers && !self.is_serving() {
+                if answers && matches!(self.phase, Phase::Starting(_)) {
                     self.serve();
                 }
             }
         }
+    }
+
+    /// Notes that its worker has ended.
+    fn end(&mut self, end: End) {
+        match end {
+            End::Unmounted => drop(self.unmounted()),
+            End::Stopped => self.fail("a signal stopped the worker".to_owned()),
+            End::Failed(reason) => self.fail(reason),
+        }
+    }
+
+    /// Notes that somebody took it off. Returns its worker.
+    fn unmounted(&mut self) -> Option<WorkerProcess> {
+        let (name, target) = (&self.config.name, shown_path(&self.config.target));
+        tracing::warn!("mount {name}: {target} was unmounted; it stays off until a reload");
+        (self.hidden, self.has_outcome) = (None, true);
+        self.take_worker()
+    }
+
+    /// Compares the mount table with what it serves. Returns its worker if the mount was taken off: it
+    /// serves the files that are open, and another one may serve the target.
+    pub(super) fn look(&mut self, table: &[Mount]) -> Option<WorkerProcess> {
+        let Phase::Serving(worker, _) = &self.phase else { return None };
+        let target = shown_path(&worker.target);
+        let hidden = match worker.sight(table) {
+            Sight::There => None,
+            Sight::Covered(cover) => {
+                let (kind, place) = (shown(&cover.fstype), shown_path(&cover.target));
+                Some((COVERED, format!("{kind} is mounted on {place}, on top of it")))
+            }
+            Sight::Moved(place) => {
+                let place = shown_path(&place);
+                let todo = format!("rename it back, or reload to mount {target} anew");
+                Some((MOVED, format!("its folder was renamed to {place}; {todo}")))
+            }
+            Sight::Off => return self.unmounted(),
+        };
+        if self.hidden != hidden {
+            let name = &self.config.name;
+            match &hidden {
+                Some((_, reason)) => tracing::error!("mount {name}: not on {target}: {reason}"),
+                None => tracing::info!("mount {name}: on {target} again"),
+            }
+            self.hidden = hidden;
+        }
+        None
     }
 
     fn serve(&mut self) {
@@ -192,7 +245,7 @@ impl ServiceMount {
             self.target = worker.target.clone();
             self.phase = Phase::Serving(worker, Instant::now());
         }
-        (self.has_outcome, self.is_takeover) = (true, false);
+        (self.has_outcome, self.is_takeover, self.hidden) = (true, false, None);
         (self.failures, self.failure) = (0, None);
     }
 
@@ -213,6 +266,7 @@ impl ServiceMount {
             tracing::error!(
                 "mount {name}: {reason}; its readers get errors, and it is mounted anew"
             );
+            (self.is_abandoned, self.failure) = (true, Some(reason));
             self.phase = Phase::Waiting(Instant::now());
             return;
         }
@@ -225,7 +279,7 @@ impl ServiceMount {
         let name = &self.config.name;
         let line = format!("mount {name}: {reason}; next try in {} s", wait.as_secs_f64());
         // One line for a reason that stays.
-        if self.failure.as_ref() == Some(&reason) {
+        if self.failures > 1 && self.failure.as_ref() == Some(&reason) {
             tracing::debug!("{line}");
         } else {
             tracing::error!("{line}");
@@ -234,12 +288,22 @@ impl ServiceMount {
         self.phase = Phase::Waiting(Instant::now() + wait);
     }
 
-    /// Counts a second. Returns the worker if it or its mount has been silent for `limit` seconds, or
-    /// if it takes too long to take over the mount.
+    /// Whether its worker has failed to take over the mount, since the last call.
+    pub(super) fn take_abandoned(&mut self) -> bool {
+        std::mem::take(&mut self.is_abandoned)
+    }
+
+    /// Counts a second. Returns the worker if it or its mount has been silent for `limit` seconds, if it
+    /// takes too long to take over the mount, or if it waits for its source although it has ended.
     pub(super) fn tick(&mut self, limit: u32) -> Option<WorkerProcess> {
         self.takeover_ticks = self.takeover_ticks.saturating_add(1);
         let (is_takeover, ticks) = (self.is_takeover, self.takeover_ticks);
         let worker = self.worker_mut()?;
+        if let Some(end) = worker.stuck_end() {
+            let stuck = self.take_worker();
+            self.end(end);
+            return stuck;
+        }
         if is_takeover && !worker.is_mounted && ticks >= TAKEOVER_MIN {
             let pid = worker.pid();
             let limit = takeover_limit(&self.config.options);
@@ -275,7 +339,10 @@ impl ServiceMount {
     /// Its state in a word, and the reason of its last failure.
     pub(super) fn state(&self) -> (&'static str, Option<&str>) {
         match &self.phase {
-            Phase::Serving(..) => ("serving", None),
+            Phase::Serving(..) => match &self.hidden {
+                Some((word, reason)) => (word, Some(reason)),
+                None => ("serving", None),
+            },
             Phase::Unmounted => ("unmounted", None),
             Phase::Waiting(_) | Phase::Starting(_) => match self.failure.as_deref() {
                 Some(reason) => ("failed", Some(reason)),

@@ -26,7 +26,7 @@ use super::handover::{self, Purpose, Stored, Suspension};
 use super::metrics::{Board, Exporter};
 use super::mounts::ServiceMount;
 use super::notifier::Notifier;
-use super::worker_process::{WorkerProcess, start_umount};
+use super::worker_process::{WorkerProcess, start_abort, start_cleaning};
 use crate::daemon::background;
 use crate::daemon::ending::{ending_signals, ends_with_terminal, has_terminal};
 
@@ -39,13 +39,10 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Ticks that a worker has to unmount and to serve open files. It needs up to 11.
 const LEAVING_TICKS: u32 = 13;
 
-/// Ticks after which the mount of a killed worker that still exists is aborted.
-const KILLED_TICKS: u32 = 2;
-
 /// Ticks after which a killed worker is left to itself: it waits for a file system.
 const STUCK_TICKS: u32 = 5;
 
-/// Ticks that programs which take mounts off have at the end.
+/// Ticks that programs which take mounts off have at the end of the service, and before a worker starts.
 const HELPER_TICKS: u32 = 5;
 
 /// Ticks after which the service is ready although mounts are still starting.
@@ -58,6 +55,18 @@ struct Leaving {
     /// Ticks since it was told to.
     ticks: u32,
     is_killed: bool,
+}
+
+/// A worker whose mount was taken off while programs have files of it open. It ends with them.
+type Detached = (String, WorkerProcess);
+/// A program that takes mounts off. It may wait for their file systems.
+struct Helper {
+    child: Child,
+    /// The mount point as in the config, if it ends a connection: no worker starts there before.
+    place: Option<PathBuf>,
+    ticks: u32,
+    /// Whether the end of the service waits for it.
+    is_awaited: bool,
 }
 
 /// A config that a thread reads.
@@ -78,8 +87,8 @@ pub(crate) struct Supervisor {
     terminal: bool,
     mounts: Vec<ServiceMount>,
     leaving: Vec<Leaving>,
-    /// Programs that take dead mounts off, and whether the end of the service waits for them.
-    helpers: Vec<(Child, bool)>,
+    detached: Vec<Detached>,
+    helpers: Vec<Helper>,
     /// Children of the program that ran in this process before, until they have ended.
     earlier: Vec<Pid>,
     reading: Option<Reading>,
@@ -125,6 +134,8 @@ impl Supervisor {
         for mount in &mut mounts {
             mount.go_on_with(stored.take(&mount.config.name));
         }
+        // A service that goes on does not end because no mount can be made now.
+        let is_first = stored.take(handover::SERVICE).is_empty();
         for name in stored.names() {
             tracing::info!("mount {name}: not in the config any more; its readers get errors");
         }
@@ -135,6 +146,7 @@ impl Supervisor {
             terminal: ends_with_terminal(),
             mounts,
             leaving: Vec::new(),
+            detached: Vec::new(),
             helpers: Vec::new(),
             earlier: children(),
             reading: None,
@@ -144,7 +156,7 @@ impl Supervisor {
             refusal: None,
             ticks: 0,
             is_ready: false,
-            is_first: true,
+            is_first,
             stopping: None,
             suspension: None,
         }
@@ -170,7 +182,7 @@ impl Supervisor {
                 return Ok(());
             }
             if self.stopping.is_some() {
-                if self.leaving.is_empty() && !self.helpers.iter().any(|(_, awaited)| *awaited) {
+                if self.leaving.is_empty() && !self.helpers.iter().any(|helper| helper.is_awaited) {
                     return Ok(());
                 }
             } else if self.suspension.is_some() {
@@ -203,16 +215,39 @@ impl Supervisor {
         let there = mountinfo::ours().unwrap_or_default().into_iter().map(|mount| mount.target);
         let others: Vec<PathBuf> = there.filter(|target| !is_config(target)).collect();
         if !others.is_empty() {
-            self.help("--dead", &others, false);
+            self.help(start_cleaning(&others), None, false);
         }
     }
 
-    /// Takes mounts off by a program, which may wait for their file systems. The end of the service
-    /// waits for it if it is `awaited`.
-    fn help(&mut self, how: &str, targets: &[PathBuf], awaited: bool) {
-        match start_umount(targets, how) {
-            Ok(helper) => self.helpers.push((helper, awaited)),
+    /// Notes a program that takes mounts off.
+    fn help(&mut self, started: io::Result<Child>, place: Option<PathBuf>, is_awaited: bool) {
+        match started {
+            Ok(child) => self.helpers.push(Helper { child, place, ticks: 0, is_awaited }),
             Err(e) => tracing::warn!("cannot start a program that unmounts: {e}"),
+        }
+    }
+
+    /// Kills a worker, and ends the connection of its mount.
+    fn kill(&mut self, worker: WorkerProcess, name: String) {
+        let is_at = |mount: &ServiceMount| mount.config.target == worker.place;
+        let has_successor = self.mounts.iter().any(|it| is_at(it) && it.worker().is_some());
+        // A successor starts once this mount is off, and may have its device number.
+        if worker.has_mount() && !has_successor {
+            self.help(worker.abort(), Some(worker.place.clone()), true);
+        } else {
+            worker.signal(Signal::SIGKILL);
+        }
+        self.leaving.push(Leaving { worker, name, ticks: 0, is_killed: true });
+    }
+
+    /// Ends the connections of mounts that no worker could take over.
+    fn abort_abandoned(&mut self) {
+        for index in 0..self.mounts.len() {
+            let place = self.mounts[index].config.target.clone();
+            let is_ended = |helper: &Helper| helper.place.as_ref() == Some(&place);
+            if self.mounts[index].take_abandoned() && !self.helpers.iter().any(is_ended) {
+                self.help(start_abort(&place, None), Some(place), true);
+            }
         }
     }
 
@@ -247,7 +282,9 @@ impl Supervisor {
                     self.stop(signal);
                 }
                 Ok(Ok(Signal::SIGHUP)) => self.reload(),
-                Ok(Ok(signal @ (Signal::SIGTERM | Signal::SIGINT))) => self.stop(signal),
+                Ok(Ok(signal @ (Signal::SIGTERM | Signal::SIGINT | Signal::SIGQUIT))) => {
+                    self.stop(signal);
+                }
                 // A child has ended; `advance` finds it.
                 _ => {}
             }
@@ -272,6 +309,9 @@ impl Supervisor {
         self.stopping = Some(0);
         self.notifier.stopping();
         self.notifier.status("stopping".to_owned());
+        for (name, worker) in std::mem::take(&mut self.detached) {
+            self.end_worker(name, worker);
+        }
         for mut mount in std::mem::take(&mut self.mounts) {
             self.end_mount(&mut mount);
         }
@@ -280,12 +320,18 @@ impl Supervisor {
     /// Orders the workers to hand over their mounts.
     fn begin_suspension(&mut self, purpose: Purpose) {
         self.notifier.status("handing over".to_owned());
+        self.look_at_mounts();
         let (mut workers, mut stored) = (Vec::new(), Stored::default());
         for mut mount in std::mem::take(&mut self.mounts) {
-            let (name, has_readers) = (mount.config.name.clone(), mount.may_have_readers());
+            // One that has moved is made anew on its target.
+            let has_moved = mount.has_moved();
+            let is_handed = mount.may_have_readers() && !has_moved;
+            let name = mount.config.name.clone();
             let handed = mount.take_handed();
             match mount.take_worker() {
-                Some(worker) if has_readers => workers.push((name, worker)),
+                Some(worker) if is_handed => workers.push((name, worker)),
+                // Its readers have some seconds more.
+                Some(worker) if has_moved => worker.stop(),
                 // Nobody reads this mount yet.
                 Some(worker) => worker.signal(Signal::SIGKILL),
                 None if !handed.is_empty() => stored.insert(name, handed),
@@ -334,10 +380,7 @@ impl Supervisor {
     fn end_mount(&mut self, mount: &mut ServiceMount) {
         let name = mount.config.name.clone();
         match mount.take_worker() {
-            Some(worker) => {
-                worker.stop();
-                self.leaving.push(Leaving { worker, name, ticks: 0, is_killed: false });
-            }
+            Some(worker) => self.end_worker(name, worker),
             // A worker that crashed may have left a dead mount. Without these descriptors, one that
             // waited for its next worker is dead too.
             None => {
@@ -347,10 +390,26 @@ impl Supervisor {
         }
     }
 
+    fn end_worker(&mut self, name: String, worker: WorkerProcess) {
+        worker.stop();
+        self.leaving.push(Leaving { worker, name, ticks: 0, is_killed: false });
+    }
+
+    /// Looks whether the mounts are on their targets.
+    fn look_at_mounts(&mut self) {
+        // Without the table nothing is known to have changed.
+        let Ok(table) = mountinfo::all() else { return };
+        for mount in &mut self.mounts {
+            if let Some(worker) = mount.look(&table) {
+                self.detached.push((mount.config.name.clone(), worker));
+            }
+        }
+    }
+
     /// Takes a dead mount off `target`, if there is one.
     fn remove_rest_of(&mut self, target: &Path) {
         if mountinfo::ours_at(target).is_ok_and(|mount| mount.is_some()) {
-            self.help("--dead", &[target.to_owned()], true);
+            self.help(start_cleaning(&[target.to_owned()]), None, true);
         }
     }
 
@@ -432,6 +491,9 @@ impl Supervisor {
                 Some(mut mount) => {
                     kept += 1;
                     mount.worker().into_iter().for_each(WorkerProcess::reopen_log);
+                    if mount.has_moved() {
+                        self.end_mount(&mut mount);
+                    }
                     mount.retry();
                     mounts.push(mount);
                 }
@@ -458,28 +520,30 @@ impl Supervisor {
             .service
             .watchdog
             .map_or(u32::MAX, |limit| u32::try_from(limit.as_secs()).unwrap_or(u32::MAX));
-        for mount in &mut self.mounts {
-            if let Some(worker) = mount.tick(limit) {
-                worker.signal(Signal::SIGKILL);
-                let name = mount.config.name.clone();
-                self.leaving.push(Leaving { worker, name, ticks: 0, is_killed: true });
+        self.look_at_mounts();
+        let silent: Vec<_> = self
+            .mounts
+            .iter_mut()
+            .filter_map(|mount| Some((mount.tick(limit)?, mount.config.name.clone())))
+            .collect();
+        for leaving in &mut self.leaving {
+            leaving.ticks += 1;
+            if leaving.worker.stuck_end().is_some() {
+                (leaving.is_killed, leaving.ticks) = (true, STUCK_TICKS);
             }
         }
-        let mut aborted = Vec::new();
-        for Leaving { worker, name, ticks, is_killed } in &mut self.leaving {
-            *ticks += 1;
-            if *is_killed && *ticks == KILLED_TICKS {
-                aborted.push(worker.target.clone());
-            }
-            if !*is_killed && *ticks >= LEAVING_TICKS {
-                tracing::error!("mount {name}: worker {} does not end; killed", worker.pid());
-                worker.signal(Signal::SIGKILL);
-                (*ticks, *is_killed) = (0, true);
-            }
+        let is_late = |it: &mut Leaving| !it.is_killed && it.ticks >= LEAVING_TICKS;
+        let late: Vec<_> = self.leaving.extract_if(.., is_late).collect();
+        for Leaving { worker, name, .. } in &late {
+            tracing::error!("mount {name}: worker {} does not end; killed", worker.pid());
         }
-        for target in aborted {
-            if mountinfo::ours_at(&target).is_ok_and(|mount| mount.is_some()) {
-                self.help("--force", &[target], true);
+        let late = late.into_iter().map(|leaving| (leaving.worker, leaving.name));
+        silent.into_iter().chain(late).for_each(|(worker, name)| self.kill(worker, name));
+        for helper in &mut self.helpers {
+            helper.ticks += 1;
+            if helper.place.is_some() && helper.ticks > HELPER_TICKS {
+                let _ = helper.child.kill();
+                (helper.place, helper.is_awaited) = (None, false);
             }
         }
         if let Some(ticks) = &mut self.stopping {
@@ -490,16 +554,21 @@ impl Supervisor {
     /// Takes the messages and the ends of all children, and starts the workers that are due.
     fn advance(&mut self) {
         self.mounts.iter_mut().for_each(ServiceMount::advance);
+        self.detached.retain_mut(|(_, worker)| {
+            worker.receive();
+            worker.ended().is_none()
+        });
+        self.abort_abandoned();
         let mut ended = Vec::new();
         self.leaving.retain_mut(|Leaving { worker, name, ticks, is_killed }| {
             worker.receive();
-            let is_stuck = *is_killed && *ticks >= STUCK_TICKS;
+            let has_ended = worker.ended().is_some();
+            let is_stuck = !has_ended && *is_killed && *ticks >= STUCK_TICKS;
             if is_stuck {
                 let pid = worker.pid();
                 tracing::error!("mount {name}: killed worker {pid} waits for a file system");
             }
-            let has_ended = worker.ended().is_some();
-            if has_ended {
+            if has_ended || is_stuck {
                 ended.push((worker.place.clone(), worker.target.clone()));
             }
             !has_ended && !is_stuck
@@ -513,12 +582,12 @@ impl Supervisor {
             && self
                 .stopping
                 .is_some_and(|ticks| ticks > LEAVING_TICKS + STUCK_TICKS + HELPER_TICKS);
-        self.helpers.retain_mut(|(helper, _)| {
+        self.helpers.retain_mut(|helper| {
             if out_of_time {
-                let _ = helper.kill();
+                let _ = helper.child.kill();
                 return false;
             }
-            matches!(helper.try_wait(), Ok(None))
+            matches!(helper.child.try_wait(), Ok(None))
         });
         let is_running = |pid: &Pid| {
             matches!(waitpid(*pid, Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
@@ -551,6 +620,9 @@ impl Supervisor {
 
     /// Whether no worker that has to end still has its mount on `place`.
     fn is_free(&self, place: &Path) -> bool {
+        if self.helpers.iter().any(|helper| helper.place.as_deref() == Some(place)) {
+            return false;
+        }
         let mut there = self.leaving.iter().map(|leaving| &leaving.worker);
         there.all(|worker| {
             let is_off = || mountinfo::ours_at(&worker.target).is_ok_and(|mount| mount.is_none());

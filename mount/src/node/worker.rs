@@ -12,7 +12,7 @@ use nix::unistd::{Pid, setsid};
 
 use super::channel::{Channel, Order, Report};
 use crate::daemon::handover::{Giver, Handed};
-use crate::daemon::{background, ending, inherited};
+use crate::daemon::{background, connection, ending, inherited};
 use crate::log;
 use crate::options::{Options, Watch};
 
@@ -38,6 +38,7 @@ pub(crate) fn run() -> Result<(), String> {
             listening.map_err(|e| format!("cannot start a thread: {e}"))?;
             let mount = (source.as_path(), target.as_path(), options.as_str());
             let ended = serve(&channel, mount, Handed::from_descriptors(fds), &giver);
+            connection::let_go();
             let report = match &ended {
                 Err(message) => Some(Report::Failed { message: message.clone() }),
                 Ok(()) => (!ending::was_signalled()).then_some(Report::Unmounted),
@@ -64,7 +65,7 @@ fn serve(
     background::serve(source, target, options, handed, |mounted| {
         log::flush();
         let _ = giver.set(mounted.giver.clone());
-        let ready = Report::Ready { target: mounted.target.clone() };
+        let ready = Report::Ready { target: mounted.target.clone(), minor: mounted.minor };
         channel.send(&ready, &[]).map_err(|e| format!("the supervisor is gone: {e}"))
     })
 }
@@ -79,7 +80,7 @@ fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> 
             match order {
                 Order::Ping => drop(channel.send(&Report::Pong, &[])),
                 Order::ReopenLog => log::reopen(),
-                Order::Stop => end(),
+                Order::Stop => end(giver.get()),
                 Order::Prepare => prepare(&channel, giver.get()),
                 Order::HandOver => hand_over(&channel, giver.get()),
                 Order::Give => {
@@ -98,7 +99,7 @@ fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> 
         }
         // A worker without a supervisor would serve a mount that nobody can reload or stop.
         tracing::debug!("the supervisor is gone");
-        end();
+        end(giver.get());
     });
     let _ = before.thread_set_mask();
     started.map(|_| ())
@@ -130,7 +131,11 @@ fn hand_over(channel: &Channel, giver: Option<&Giver>) {
     }
 }
 
-/// Ends this process as SIGTERM does: by unmounting, if it has mounted.
-fn end() {
+/// Ends this process as SIGTERM does: by unmounting, if it has mounted. Otherwise it may have a mount that
+/// it was to take over.
+fn end(giver: Option<&Giver>) {
+    if giver.is_none() {
+        connection::let_go();
+    }
     let _ = kill(Pid::this(), Signal::SIGTERM);
 }

@@ -3,19 +3,24 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use tensorfs::internal::mountinfo::{self, Mount};
 
 use super::channel::{Channel, Order, Report};
 use super::config::MountConfig;
 use super::notifier::VARIABLES;
+use crate::daemon::client::is_exiting;
 use crate::daemon::inherited::HANDED_OVER;
 
 /// Ticks between two pings of a worker.
 const PING_TICKS: u32 = 5;
+
+/// Ticks that a process may take to end.
+const EXIT_TICKS: u32 = 2;
 
 /// Ticks between two questions to its mount, each by a process.
 const PROBE_TICKS: u32 = 30;
@@ -30,8 +35,14 @@ pub(super) struct WorkerProcess {
     pub place: PathBuf,
     /// The mount point: as in the mount table once the mount is there.
     pub target: PathBuf,
-    /// Whether it has mounted.
+    /// Minor number of the device of the mount, once the mount is there.
+    minor: Option<u32>,
+    /// The number of its mount on the target, which a bind of it elsewhere does not have.
+    mount_id: Option<u32>,
+    /// Whether it has mounted, and nobody has unmounted it.
     pub is_mounted: bool,
+    /// Whether it was started to take over a mount.
+    is_takeover: bool,
     /// The reason for its end, if it has told one.
     end: Option<End>,
     /// Whether it can hand over its mount without a wait for the source.
@@ -42,6 +53,8 @@ pub(super) struct WorkerProcess {
     pub has_given: bool,
     /// Ticks since the last check began, and those of them that do not count.
     ticks: Silence,
+    /// Ticks since it began to end.
+    exiting: u32,
     /// Ticks since a program last asked the mount.
     unprobed: u32,
     /// Whether a ping waits for its answer.
@@ -80,6 +93,18 @@ fn has_thread_to_run(pid: u32) -> bool {
         let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
         stat.rsplit_once(')').is_some_and(|(_, rest)| rest.starts_with(" R"))
     })
+}
+
+/// Where the mount of a worker is.
+pub(super) enum Sight {
+    /// It is on its mount point.
+    There,
+    /// Another mount covers it.
+    Covered(Mount),
+    /// It is at another path: its folder, or one above, was renamed.
+    Moved(PathBuf),
+    /// It is in no folder any more. Programs may still have files of it open.
+    Off,
 }
 
 /// How a worker ended.
@@ -128,12 +153,16 @@ impl WorkerProcess {
             is_open: true,
             place: target.clone(),
             target,
+            minor: None,
+            mount_id: None,
             is_mounted: false,
+            is_takeover: !handed.is_empty(),
             end: None,
             is_prepared: false,
             state: None,
             has_given: false,
             ticks: Silence::default(),
+            exiting: 0,
             unprobed: 0,
             pinged: false,
             probe: None,
@@ -141,8 +170,38 @@ impl WorkerProcess {
         })
     }
 
+    /// Where its mount is, by the mount table.
+    pub(super) fn sight(&self, table: &[Mount]) -> Sight {
+        let Some(minor) = self.minor else { return Sight::There };
+        let ours: Vec<&Mount> = table.iter().filter(|mount| mount.is_ours_of(minor)).collect();
+        let Some(there) = ours.iter().rev().find(|mount| mount.target == self.target) else {
+            let is_it = |mount: &&&Mount| self.mount_id.is_none_or(|id| id == mount.id);
+            let moved = ours.iter().find(is_it);
+            return moved.map_or(Sight::Off, |mount| Sight::Moved(mount.target.clone()));
+        };
+        let seen = mountinfo::seen_at(there, table);
+        match table.iter().find(|mount| mount.id == seen) {
+            Some(cover) if seen != there.id => Sight::Covered(cover.clone()),
+            _ => Sight::There,
+        }
+    }
+
     pub(super) fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Whether it has a mount: its own, or the one that it is to take over.
+    pub(super) fn has_mount(&self) -> bool {
+        self.is_mounted || self.is_takeover
+    }
+
+    /// Kills it, and starts a program that ends the connection of its mount.
+    ///
+    /// # Errors
+    /// If no process can be started.
+    pub(super) fn abort(&self) -> io::Result<Child> {
+        self.signal(Signal::SIGKILL);
+        start_abort(&self.target, self.minor)
     }
 
     /// The channel, while messages may come.
@@ -154,11 +213,16 @@ impl WorkerProcess {
     pub(super) fn receive(&mut self) {
         while self.is_open {
             match self.channel.receive::<Report>(false) {
-                Ok(Some((Report::Ready { target }, _))) => {
-                    (self.target, self.is_mounted) = (target, true);
+                Ok(Some((Report::Ready { target, minor }, _))) => {
+                    let at = mountinfo::ours_at(&target).ok().flatten();
+                    self.mount_id = at.map(|mount| mount.id);
+                    (self.target, self.minor, self.is_mounted) = (target, minor, true);
                 }
                 Ok(Some((Report::Failed { message }, _))) => self.end = Some(End::Failed(message)),
-                Ok(Some((Report::Unmounted, _))) => self.end = Some(End::Unmounted),
+                Ok(Some((Report::Unmounted, _))) => {
+                    self.end = Some(End::Unmounted);
+                    (self.is_mounted, self.is_takeover) = (false, false);
+                }
                 Ok(Some((Report::Pong, _))) => self.pinged = false,
                 Ok(Some((Report::Prepared, _))) => self.is_prepared = true,
                 Ok(Some((Report::Given, _))) => self.has_given = true,
@@ -239,6 +303,19 @@ impl WorkerProcess {
         })
     }
 
+    /// Counts a second, before `tick`. Returns how it ended if it cannot: a thread of it waits for a file
+    /// system.
+    pub(super) fn stuck_end(&mut self) -> Option<End> {
+        self.exiting = if is_exiting(self.pid()) { self.exiting + 1 } else { 0 };
+        if self.exiting < EXIT_TICKS {
+            return None;
+        }
+        let pid = self.pid();
+        let why = || format!("worker {pid} has ended, but a thread of it waits for a file system");
+        self.receive();
+        Some(self.end.take().unwrap_or_else(|| End::Failed(why())))
+    }
+
     /// Orders it to unmount and to end.
     pub(super) fn stop(&self) {
         if self.channel.send(&Order::Stop, &[]).is_err() {
@@ -305,12 +382,23 @@ fn how(status: ExitStatus) -> String {
     }
 }
 
-/// Starts `tensorfs umount` on `targets`, with `how`.
+/// Starts a program that takes the dead ones of the mounts on `targets` off.
 ///
 /// # Errors
 /// If no process can be started.
-pub(super) fn start_umount(targets: &[PathBuf], how: &str) -> io::Result<Child> {
-    program(&["umount", how, "--"]).args(targets).spawn()
+pub(super) fn start_cleaning(targets: &[PathBuf]) -> io::Result<Child> {
+    program(&["umount", "--dead", "--"]).args(targets).spawn()
+}
+
+/// Starts a program that ends the connection of the mount on `target`, so that its readers get errors. The
+/// end of the process that serves it is not enough: as long as a thread of it waits for a source, the
+/// kernel keeps its connection open. With `minor` it is the mount of that device, wherever it is.
+///
+/// # Errors
+/// If no process can be started.
+pub(super) fn start_abort(target: &Path, minor: Option<u32>) -> io::Result<Child> {
+    let mut command = program(&["internal", "abort-mount", "--"]);
+    command.arg(target).args(minor.map(|minor| minor.to_string())).spawn()
 }
 
 #[cfg(test)]

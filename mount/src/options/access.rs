@@ -4,6 +4,7 @@ use std::path::Path;
 
 use glob::{MatchOptions, Pattern};
 use nix::unistd::{Group, User};
+use tensorfs::internal::format::names;
 
 /// The values of the option, for its errors.
 const EXPECTED: &str = "GLOB:OWNER:GROUP:MODE, as in team-a/**:root:team-a:0750";
@@ -19,6 +20,8 @@ const MATCH: MatchOptions = MatchOptions {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct AccessRule {
     pattern: Pattern,
+    /// The folder that `DIR/**` is about as well.
+    folder: Option<Pattern>,
     /// Owner, if it is not the one of the mount.
     pub owner: Option<u32>,
     /// Group, if it is not the one of the mount.
@@ -40,7 +43,8 @@ impl AccessRule {
             id_of(owner, "a user", |name| Ok(User::from_name(name)?.map(|u| u.uid.as_raw())));
         let group =
             id_of(group, "a group", |name| Ok(Group::from_name(name)?.map(|g| g.gid.as_raw())));
-        Ok(AccessRule { pattern: pattern_of(glob)?, owner: owner?, group: group?, mode })
+        let folder = glob.strip_suffix("/**").and_then(|folder| Pattern::new(folder).ok());
+        Ok(AccessRule { pattern: pattern_of(glob)?, folder, owner: owner?, group: group?, mode })
     }
 
     /// Whether it is about `path` in the mount. `DIR/**` is about DIR too. Only `.` is about the
@@ -50,11 +54,21 @@ impl AccessRule {
         if path.as_os_str().is_empty() || pattern == "." {
             return path.as_os_str().is_empty() && pattern == ".";
         }
-        let below = || pattern.strip_suffix("/**").and_then(|folder| Pattern::new(folder).ok());
         // A name that is not UTF-8 matches by the rest of its path.
         let text = path.to_string_lossy();
-        self.pattern.matches_with(&text, MATCH)
-            || below().is_some_and(|folder| folder.matches_with(&text, MATCH))
+        let patterns = [Some(&self.pattern), self.folder.as_ref()];
+        patterns.into_iter().flatten().any(|pattern| pattern.matches_with(&text, MATCH))
+    }
+
+    /// Whether it names files of weights, which are merged into others.
+    pub(crate) fn is_about_weights(&self) -> bool {
+        let name = self.glob().rsplit('/').next().unwrap_or_default();
+        names::is_weights(name) || names::weight_map_output(name).is_some()
+    }
+
+    /// Its glob.
+    pub(crate) fn glob(&self) -> &str {
+        self.pattern.as_str()
     }
 }
 

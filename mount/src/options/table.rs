@@ -1,20 +1,23 @@
-//! The options of a mount, one row each: name, parser, value for `status`, and help.
+//! The options of a mount, one row each, in groups.
 
 use std::ffi::OsStr;
 use std::ops::RangeInclusive;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use tensorfs::internal::cache::BUDGET_MIN;
+use tensorfs::internal::open_options::HUB;
+use tensorfs::internal::size::parse_size;
 use tensorfs::internal::source::{SecretOrigin, read_option_file, read_text};
 use tensorfs::internal::view::{LAYOUTS, NamedViews};
 use tensorfs::internal::words::UnknownWord;
 
 use super::access::AccessRule;
-use super::{CACHE_DEFAULT, IndexDir, Options, Watch, size};
+use super::row::{OptionGroup, OptionRow, Use, set_view};
+use super::{CACHE_DEFAULT, IndexDir, Options};
 
 /// Largest cache: a larger value is a typing error.
 const CACHE_MAX: u64 = 1 << 40;
@@ -22,181 +25,19 @@ const CACHE_MAX: u64 = 1 << 40;
 /// Largest readahead window: one fault may read half of it before the requested byte.
 const READAHEAD_MAX: u64 = 1 << 30;
 
-/// Sizes of a request: the kernel takes no smaller one, and fuser no larger one.
-const REQUEST_SIZES: RangeInclusive<u64> = 128 << 10..=16 << 20;
-
-/// The layout of a hub cache, which has several checkpoints.
-const HUB: &str = "hub";
-
-/// Column of the explanations in the help, and width of its lines.
-const COLUMN: usize = 21;
-const WIDTH: usize = 84;
-
-/// The use of an option for commands other than `mount`. Each command has some of these uses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
-    /// How the source is found and proved.
-    Source,
-    /// The tensors of a view.
-    View,
-    /// The format of its files.
-    Format,
-    /// Its number of files.
-    Layout,
-    /// The files beside those with tensors.
-    Files,
-    /// Several views.
-    Views,
-    /// `layout=hub`.
-    Hub,
-    /// How tensors are read.
-    Reads,
+/// All rows.
+pub(super) fn rows() -> impl Iterator<Item = &'static OptionRow> {
+    GROUPS.iter().flat_map(|group| group.rows)
 }
 
-/// Stores the value of an option; the error says which values there are.
-type SetValue = fn(&mut Options, &str) -> Result<(), String>;
-
-/// The effect of an option.
-enum Effect {
-    /// It takes a value.
-    Value(SetValue),
-    /// It takes none.
-    Flag(fn(&mut Options)),
-}
-
-/// One option.
-pub(super) struct OptionRow {
-    pub(super) name: &'static str,
-    /// Its name until this release, which is still accepted.
-    pub(super) former: Option<&'static str>,
-    /// Whether it may be given more than once.
-    pub(super) repeats: bool,
-    /// The commands that take it too.
-    commands: Option<Use>,
-    effect: Effect,
-    /// Its value in `tensorfs status`, if it is shown there.
-    shown: Option<fn(&Options) -> Value>,
-    /// Syntax and explanation of its values.
-    help: &'static [(&'static str, &'static str)],
-}
-
-impl OptionRow {
-    const fn value(
-        name: &'static str,
-        set: SetValue,
-        help: &'static [(&'static str, &'static str)],
-    ) -> OptionRow {
-        let effect = Effect::Value(set);
-        OptionRow { name, former: None, repeats: false, commands: None, effect, shown: None, help }
-    }
-
-    const fn flag(
-        name: &'static str,
-        set: fn(&mut Options),
-        help: &'static [(&'static str, &'static str)],
-    ) -> OptionRow {
-        OptionRow { effect: Effect::Flag(set), ..OptionRow::value(name, |_, _| Ok(()), help) }
-    }
-
-    const fn formerly(mut self, name: &'static str) -> OptionRow {
-        self.former = Some(name);
-        self
-    }
-
-    const fn repeats(mut self) -> OptionRow {
-        self.repeats = true;
-        self
-    }
-
-    const fn for_commands(mut self, commands: Use) -> OptionRow {
-        self.commands = Some(commands);
-        self
-    }
-
-    const fn shown(mut self, value: fn(&Options) -> Value) -> OptionRow {
-        self.shown = Some(value);
-        self
-    }
-
-    /// The row of the option `name`, given with a value or without.
-    pub(super) fn find(name: &str, with_value: bool) -> Option<&'static OptionRow> {
-        let is_named = |row: &&OptionRow| row.name == name || row.former == Some(name);
-        let fits = |row: &&OptionRow| matches!(row.effect, Effect::Value(_)) == with_value;
-        TABLE.iter().filter(is_named).find(fits)
-    }
-
-    /// The use of the option with this value for commands other than `mount`.
-    pub(super) fn commands(&self, value: &str) -> Option<Use> {
-        match self.commands {
-            Some(Use::Layout) if value == HUB => Some(Use::Hub),
-            commands => commands,
-        }
-    }
-
-    /// Applies the option, with its value if it takes one.
-    pub(super) fn apply(&self, options: &mut Options, value: &str) -> Result<(), String> {
-        match self.effect {
-            Effect::Value(set) => set(options, value),
-            Effect::Flag(set) => {
-                set(options);
-                Ok(())
-            }
-        }
-    }
+/// The row of the option `name`, given with a value or without.
+pub(super) fn find(name: &str, with_value: bool) -> Option<&'static OptionRow> {
+    rows().find(|row| row.name == name && row.takes_value() == with_value)
 }
 
 /// The options that `tensorfs status` shows, apart from those of `OpenOptions`.
 pub(super) fn shown(options: &Options) -> impl Iterator<Item = (&'static str, Value)> + '_ {
-    TABLE.iter().filter_map(|row| Some((row.name, row.shown?(options))))
-}
-
-/// The names of the options for these uses.
-pub(crate) fn names_for(uses: &[Use]) -> String {
-    let name = |row: &OptionRow| {
-        let commands = row.commands?;
-        if uses.contains(&commands) {
-            return Some(format!("{}=", row.name));
-        }
-        let takes_hub = commands == Use::Layout && uses.contains(&Use::Hub);
-        takes_hub.then(|| format!("{}={HUB}", row.name))
-    };
-    TABLE.iter().filter_map(name).collect::<Vec<_>>().join(", ")
-}
-
-/// The help on all options.
-pub(crate) fn help() -> String {
-    let mut text = String::from("Mount options:\n");
-    for row in TABLE {
-        for (syntax, explanation) in row.help {
-            let term = match row.effect {
-                Effect::Value(_) => format!("  {}={syntax}", row.name),
-                Effect::Flag(_) => format!("  {}", row.name),
-            };
-            let mut line = format!("{term:<COLUMN$}");
-            if term.len() >= COLUMN {
-                text.push_str(&term);
-                text.push('\n');
-                line = " ".repeat(COLUMN);
-            }
-            for word in explanation.split(' ') {
-                if line.len() + word.len() > WIDTH {
-                    text.push_str(line.trim_end());
-                    text.push('\n');
-                    line = " ".repeat(COLUMN);
-                }
-                line.push_str(word);
-                line.push(' ');
-            }
-            text.push_str(line.trim_end());
-            text.push('\n');
-        }
-    }
-    text.push_str(
-        "Sizes are bytes, or a number with K, M, G or T.\n\
-         Options of mount(8), systemd and SELinux (ro, nofail, _netdev, x-*, context=...)\n\
-         are accepted. A comma in a value is written `\\,`.",
-    );
-    text
+    rows().filter_map(|row| Some((row.name, row.shown?(options))))
 }
 
 fn word<T: FromStr<Err = UnknownWord>>(slot: &mut T, value: &str) -> Result<(), String> {
@@ -204,15 +45,21 @@ fn word<T: FromStr<Err = UnknownWord>>(slot: &mut T, value: &str) -> Result<(), 
     Ok(())
 }
 
-/// Sets an option of the view.
-fn view(options: &mut Options, key: &str, value: &str) -> Result<(), String> {
-    options.has_view = true;
-    let set = options.open.view.set(key, value, &mut read_option_file);
-    set.unwrap_or_else(|| Err("another option".to_owned()))
+fn set<T>(slot: &mut T, value: Result<T, String>) -> Result<(), String> {
+    *slot = value?;
+    Ok(())
 }
 
 fn text(value: &str) -> Result<String, String> {
     if value.is_empty() { Err("a name".to_owned()) } else { Ok(value.to_owned()) }
+}
+
+fn path(value: &str) -> Result<Option<PathBuf>, String> {
+    text(value).map(|path| Some(path.into()))
+}
+
+fn folder(value: &str) -> Result<PathBuf, String> {
+    if value.is_empty() { Err("a folder".to_owned()) } else { Ok(value.into()) }
 }
 
 fn id(value: &str) -> Result<Option<u32>, String> {
@@ -227,12 +74,23 @@ fn seconds(value: &str) -> Result<Duration, String> {
 }
 
 fn size_in(sizes: RangeInclusive<u64>, expected: &str, value: &str) -> Result<Option<u64>, String> {
-    let size = size(value).filter(|size| sizes.contains(size));
+    let size = parse_size(value).filter(|size| sizes.contains(size));
     size.map(Some).ok_or_else(|| expected.to_owned())
 }
 
 /// All mount options of tensorfs, in the order of the help.
-const TABLE: &[OptionRow] = &[
+pub(super) const GROUPS: &[OptionGroup] = &[
+    OptionGroup { title: "Files", rows: FILES },
+    OptionGroup { title: "Tensors", rows: TENSORS },
+    OptionGroup { title: "Source", rows: SOURCE },
+    OptionGroup { title: "Changes of the source", rows: CHANGES },
+    OptionGroup { title: "Users and permissions", rows: USERS },
+    OptionGroup { title: "Reading", rows: READING },
+    OptionGroup { title: "Mount table and log", rows: PLACE },
+];
+
+/// The files of a checkpoint.
+const FILES: &[OptionRow] = &[
     OptionRow::value(
         "layout",
         |options, value| {
@@ -240,8 +98,9 @@ const TABLE: &[OptionRow] = &[
                 (options.open.hub, options.has_view) = (true, true);
                 return Ok(());
             }
-            let expected = |why: String| if why == LAYOUTS { format!("{why}, or hub") } else { why };
-            view(options, "layout", value).map_err(expected)
+            let expected =
+                |why: String| if why == LAYOUTS { format!("{why}, or hub") } else { why };
+            set_view(options, "layout", value).map_err(expected)
         },
         &[
             ("single", "one virtual file per checkpoint (default)"),
@@ -252,88 +111,40 @@ const TABLE: &[OptionRow] = &[
             (HUB, "a folder of models as a cache of the Hugging Face hub, for HF_HUB_CACHE"),
         ],
     )
-    .for_commands(Use::Layout),
-    OptionRow::value(
+    .for_commands(Use::Layout)
+    .page("Views", "guides/views.md"),
+    OptionRow::view(
         "format",
-        |options, value| view(options, "format", value),
         &[
             ("safetensors", "the virtual file is a safetensors file (default)"),
             ("bintensors", "it is NAME.bt, as the bintensors package would write it"),
         ],
     )
-    .for_commands(Use::Format),
-    OptionRow::value(
+    .for_commands(Use::Format)
+    .page("Bintensors", "formats/checkpoints.md#bintensors"),
+    OptionRow::view(
         "weight-map",
-        |options, value| view(options, "weight-map", value),
         &[
-            ("rewrite", "the weight map sends every tensor to the virtual file (default)"),
+            (
+                "rewrite",
+                "a weight map, for rank shards too, sends every tensor to the virtual file \
+                 (default)",
+            ),
             ("hide", "no weight map"),
         ],
     )
-    .for_commands(Use::Files)
-    .formerly("index"),
+    .for_commands(Use::Files),
     OptionRow::value(
-        "include",
-        |options, value| view(options, "include", value),
-        &[("GLOB", "only tensors whose names match; may be given more than once")],
-    )
-    .repeats()
-    .for_commands(Use::View),
-    OptionRow::value(
-        "exclude",
-        |options, value| view(options, "exclude", value),
-        &[("GLOB", "no tensors whose names match; may be given more than once")],
-    )
-    .repeats()
-    .for_commands(Use::View),
-    OptionRow::value(
-        "tp",
-        |options, value| view(options, "tp", value),
+        "config",
+        |options, value| set(&mut options.open.config, path(value)),
         &[(
-            "N",
-            "the slices of N tensor-parallel ranks, each as a folder tp-N/rank-R; with rank=, those of \
-             one",
+            "DIR|FILE",
+            "also show the small files of DIR, or FILE: config.json, those of the tokenizer and others \
+             without weights; they win over those of the source",
         )],
     )
-    .for_commands(Use::View),
-    OptionRow::value(
-        "rank",
-        |options, value| view(options, "rank", value),
-        &[("R", "with tp=N, the rank, from 0 to N-1")],
-    )
-    .for_commands(Use::View),
-    OptionRow::value(
-        "tp-rules",
-        |options, value| view(options, "tp-rules", value),
-        &[("FILE", "with tp=N, how tensors are cut; the default is by the model's config.json")],
-    )
-    .for_commands(Use::View),
-    OptionRow::value(
-        "rename",
-        |options, value| view(options, "rename", value),
-        &[("FILE", "other names for tensors, and tensors split or joined, by the rules in FILE")],
-    )
-    .for_commands(Use::View),
-    OptionRow::value(
-        "dtype",
-        |options, value| view(options, "dtype", value),
-        &[
-            (
-                "bf16|f16|f32",
-                "cast floating point tensors, but for quantized ones and their scales",
-            ),
-            ("map=FILE", "cast as FILE says: {\"TENSOR\": \"BF16\", ...} in JSON"),
-            ("like:FILE", "cast to the dtypes that the tensors have in the checkpoint FILE"),
-        ],
-    )
-    .for_commands(Use::View),
-    OptionRow::value(
-        "keep",
-        |options, value| view(options, "keep", value),
-        &[("GLOB", "with dtype=, tensors that stay as they are; may be given more than once")],
-    )
-    .repeats()
-    .for_commands(Use::View),
+    .for_commands(Use::Files)
+    .page("Mounting", "guides/mounting.md#config-of-another-folder"),
     OptionRow::value(
         "views",
         |options, value| {
@@ -344,30 +155,101 @@ const TABLE: &[OptionRow] = &[
         },
         &[(
             "FILE",
-            "several views, each as a folder: a [view.NAME] table in TOML for each, with the options \
-             above as keys",
+            "several views, each as a folder: a [view.NAME] table in TOML for each, with the \
+             options about files and tensors as keys",
         )],
     )
-    .for_commands(Use::Views),
+    .for_commands(Use::Views)
+    .page("Views", "guides/views.md#several-views-in-one-mount"),
+];
+
+/// The tensors in them.
+const TENSORS: &[OptionRow] = &[
+    OptionRow::view(
+        "include",
+        &[("GLOB", "only tensors whose names match; may be given more than once")],
+    )
+    .repeats()
+    .for_commands(Use::View),
+    OptionRow::view(
+        "exclude",
+        &[("GLOB", "no tensors whose names match; may be given more than once")],
+    )
+    .repeats()
+    .for_commands(Use::View)
+    .page("Views", "guides/views.md#some-of-the-tensors"),
+    OptionRow::view(
+        "rename",
+        &[("FILE", "other names for tensors, and tensors split or joined, by the rules in FILE")],
+    )
+    .for_commands(Use::View)
+    .page("Views", "guides/views.md#other-names"),
+    OptionRow::view(
+        "tp",
+        &[(
+            "N",
+            "the slices of N tensor-parallel ranks, each as a folder tp-N/rank-R; with rank=, those of \
+             one",
+        )],
+    )
+    .for_commands(Use::View)
+    .page("Views", "guides/views.md#the-slices-of-one-rank"),
+    OptionRow::view(
+        "rank",
+        &[("R", "with tp=N, the rank, from 0 to N-1")],
+    )
+    .for_commands(Use::View),
+    OptionRow::view(
+        "tp-rules",
+        &[("FILE", "with tp=N, how tensors are cut; the default is by the model's config.json")],
+    )
+    .for_commands(Use::View),
+    OptionRow::view(
+        "dtype",
+        &[
+            (
+                "bf16|f16|f32",
+                "cast floating point tensors, but for quantized ones and their scales",
+            ),
+            ("map=FILE", "cast as FILE says: {\"TENSOR\": \"BF16\", ...} in JSON"),
+            ("like:FILE", "cast to the dtypes that the tensors have in the checkpoint FILE"),
+        ],
+    )
+    .for_commands(Use::View)
+    .page("Views", "guides/views.md#another-dtype"),
+    OptionRow::view(
+        "keep",
+        &[("GLOB", "with dtype=, tensors that stay as they are; may be given more than once")],
+    )
+    .repeats()
+    .for_commands(Use::View),
+];
+
+/// How the source is found, proved and opened.
+const SOURCE: &[OptionRow] = &[
     OptionRow::value(
         "prefer",
         |options, value| word(&mut options.open.prefer, value),
         &[
-            ("file", "a whole file wins over a sharded set of its name (default)"),
-            ("shards", "the sharded set wins"),
+            (
+                "file",
+                "of a whole file and a sharded set of one name show the file, as transformers \
+                 does (default)",
+            ),
+            ("shards", "show the sharded set, as diffusers does"),
         ],
     )
     .for_commands(Use::Source),
     OptionRow::value(
         "follow",
         |options, value| {
-            if value.is_empty() {
-                return Err("a folder".to_owned());
-            }
-            options.open.follow.push(value.into());
+            options.open.follow.push(folder(value)?);
             Ok(())
         },
-        &[("DIR", "symbolic links may lead into DIR; may be given more than once")],
+        &[(
+            "DIR",
+            "also show the targets of links that lead into DIR; may be given more than once",
+        )],
     )
     .repeats()
     .for_commands(Use::Source),
@@ -383,14 +265,11 @@ const TABLE: &[OptionRow] = &[
     .for_commands(Use::Source),
     OptionRow::value(
         "reference",
-        |options, value| {
-            options.open.reference = Some(text(value)?.into());
-            Ok(())
-        },
+        |options, value| set(&mut options.open.reference, path(value)),
         &[(
             "FILE",
-            "refuse a checkpoint that does not hold what FILE lists: a safetensors file, a weight \
-             map or a manifest of `verify`",
+            "refuse a checkpoint that differs in names, dtypes or shapes from FILE: a safetensors \
+             file, a manifest of `verify`, or a weight map (names only)",
         )],
     )
     .for_commands(Use::Source),
@@ -418,36 +297,64 @@ const TABLE: &[OptionRow] = &[
             "a command for sh that writes the key, as in a key file; default: $TENSORFS_KEY_COMMAND",
         )],
     )
-    .for_commands(Use::Source),
+    .for_commands(Use::Source)
+    .page("Tensorizer", "formats/tensorizer.md#encryption"),
     OptionRow::value(
-        "uid",
+        "index-dir",
         |options, value| {
-            options.uid = id(value)?;
-            Ok(())
+            let dir = text(value).map(|dir| IndexDir::parse(OsStr::new(&dir)));
+            set(&mut options.index_dir, dir)
         },
-        &[("N", "owner of all files (default: the user who mounts)")],
+        &[(
+            "DIR",
+            "where indexes are kept, so that the next start need not read all headers, and \
+             checksums (default: $XDG_CACHE_HOME/tensorfs or ~/.cache/tensorfs, for root \
+             /var/cache/tensorfs); none: nowhere; $TENSORFS_INDEX_DIR is the same for all commands",
+        )],
+    )
+    .for_commands(Use::Source)
+    .page("Index", "formats/index.md"),
+];
+
+/// How changes of the source are found.
+const CHANGES: &[OptionRow] = &[
+    OptionRow::value(
+        "watch",
+        |options, value| {
+            let watch = value.parse().map_err(|known: UnknownWord| known.to_string());
+            set(&mut options.watch, watch.map(Some))
+        },
+        &[(
+            "auto|inotify|poll|off",
+            "how new, changed and removed checkpoints are found while the source is mounted (auto: \
+             by inotify, and by polling on network file systems; default: off, for mounts of \
+             `serve` auto)",
+        )],
+    )
+    .shown(|options| json!(options.watch().as_str()))
+    .page("A store that changes", "reference/semantics.md#a-store-that-changes"),
+    OptionRow::value(
+        "watch-interval",
+        |options, value| set(&mut options.watch_interval, seconds(value)),
+        &[("SECONDS", "time between two polls of folders without events (default: 1)")],
     ),
     OptionRow::value(
-        "gid",
-        |options, value| {
-            options.gid = id(value)?;
-            Ok(())
-        },
-        &[("N", "group of all files (default: that of the user who mounts)")],
+        "watch-grace",
+        |options, value| set(&mut options.watch_grace, seconds(value)),
+        &[(
+            "SECONDS",
+            "a checkpoint that is not whole counts as on its way until it was left alone for so \
+             long (default: 30); then a TENSORFS-ERROR.txt is shown",
+        )],
     ),
-    OptionRow::value(
-        "umask",
-        |options, value| {
-            let mask = u32::from_str_radix(value, 8).ok().filter(|mask| *mask <= 0o777);
-            options.umask = mask.ok_or("an octal number up to 777")?;
-            Ok(())
-        },
-        &[("OCTAL", "permission bits taken away")],
-    ),
+];
+
+/// Owners and permissions.
+const USERS: &[OptionRow] = &[
     OptionRow::flag(
         "allow_other",
         |options| options.allow_other = true,
-        &[("", "let other users in")],
+        &[("", "let every user in; without it only the user who mounted gets in")],
     ),
     OptionRow::value(
         "access",
@@ -461,68 +368,70 @@ const TABLE: &[OptionRow] = &[
              given more than once, the first that matches counts; needs allow_other",
         )],
     )
-    .repeats(),
+    .repeats()
+    .page("Tenants", "operate/security.md#tenants"),
     OptionRow::value(
-        "fsname",
+        "uid",
+        |options, value| set(&mut options.uid, id(value)),
+        &[("N", "owner of all files (default: the user who mounts)")],
+    ),
+    OptionRow::value(
+        "gid",
+        |options, value| set(&mut options.gid, id(value)),
+        &[("N", "group of all files (default: that of the user who mounts)")],
+    ),
+    OptionRow::value(
+        "umask",
         |options, value| {
-            options.fsname = Some(text(value)?);
+            let mask = u32::from_str_radix(value, 8).ok().filter(|mask| *mask <= 0o777);
+            options.umask = mask.ok_or("an octal number up to 777")?;
             Ok(())
         },
-        &[("NAME", "device name in the mount table (default: the source)")],
+        &[("OCTAL", "remove bits from the modes, which are 0444 for files and 0755 for folders")],
     ),
-    OptionRow::value(
-        "log",
-        |options, value| {
-            options.log = Some(text(value)?.into());
-            Ok(())
-        },
-        &[("FILE", "where the daemon logs (default: the system log); SIGHUP opens it anew")],
-    ),
-    OptionRow::value(
-        "log-format",
-        |options, value| word(&mut options.log_format, value),
-        &[(
-            "auto|human|json|journal",
-            "form of log lines: fields for the journal where it is reached and text elsewhere \
-             (auto), text, a JSON object a line, or the journal and nothing else",
-        )],
-    ),
-    OptionRow::value(
-        "passthrough",
-        |options, value| word(&mut options.passthrough, value),
-        &[("auto|never", "whether the kernel may serve whole files by itself")],
-    ),
+];
+
+/// How bytes are read.
+const READING: &[OptionRow] = &[
     OptionRow::value(
         "cache",
         |options, value| {
-            options.cache =
-                size_in(BUDGET_MIN..=CACHE_MAX, "a size from 16M to 1T, like 256M", value)?;
-            Ok(())
-        },
-        &[("SIZE", "memory for what is read from the source (default: 128M)")],
-    )
-    .shown(|options| json!(options.cache.unwrap_or(CACHE_DEFAULT))),
-    OptionRow::value(
-        "readahead",
-        |options, value| {
-            let expected = "a size up to 1G, like 4M, or 0";
-            options.readahead = size_in(0..=READAHEAD_MAX, expected, value)?;
-            Ok(())
-        },
-        &[("SIZE", "how far the kernel reads ahead (default: 2M); needs root")],
-    ),
-    OptionRow::value(
-        "max_request",
-        |options, value| {
-            options.max_request = size_in(REQUEST_SIZES, "a size from 128K to 16M", value)?;
-            Ok(())
+            let expected = "a size from 16M to 1T, like 256M";
+            set(&mut options.cache, size_in(BUDGET_MIN..=CACHE_MAX, expected, value))
         },
         &[(
             "SIZE",
-            "largest read that the kernel asks for, up to 16M (default: 1M); above 1M it raises a \
-             limit of the whole system, as root",
+            "memory for bytes that are read from the source, from 16M: a hard bound (default: \
+             128M)",
         )],
-    ),
+    )
+    .shown(|options| json!(options.cache.unwrap_or(CACHE_DEFAULT))),
+    OptionRow::value(
+        "io-timeout",
+        |options, value| {
+            let seconds = value.parse::<u32>().map_err(|_| "seconds, or 0 for none")?;
+            options.io_timeout = (seconds > 0).then(|| Duration::from_secs(seconds.into()));
+            Ok(())
+        },
+        &[(
+            "SECONDS",
+            "fail what the source takes longer to answer, mounting included (default: 60); 0 waits \
+             for ever",
+        )],
+    )
+    .for_commands(Use::Source)
+    .shown(|options| json!(options.io_timeout.map(|timeout| timeout.as_secs_f64()))),
+    OptionRow::value(
+        "verify",
+        |options, value| word(&mut options.verify, value),
+        &[(
+            "none|read",
+            "whether each tensor is compared with the checksums that `tensorfs verify` has \
+             recorded before its first bytes are handed out (default: none)",
+        )],
+    )
+    .shown(|options| json!(options.verify.as_str()))
+    .page("Verify", "guides/verify.md#verifyread"),
     OptionRow::value(
         "io",
         |options, value| word(&mut options.io, value),
@@ -539,105 +448,76 @@ const TABLE: &[OptionRow] = &[
         |options, value| word(&mut options.direct, value),
         &[(
             "auto|always|never",
-            "whether the source is read past the page cache (auto: what is not in it)",
+            "whether the source is read past the page cache (auto: bytes that are not in it)",
         )],
     )
     .for_commands(Use::Reads)
     .shown(|options| json!(options.direct.as_str())),
     OptionRow::value(
-        "verify",
-        |options, value| word(&mut options.verify, value),
-        &[(
-            "none|read",
-            "whether each tensor is compared with the checksums that `tensorfs verify` has \
-             recorded before its first bytes are handed out (default: none)",
-        )],
-    )
-    .shown(|options| json!(options.verify.as_str())),
-    OptionRow::value(
-        "io-timeout",
+        "readahead",
         |options, value| {
-            let seconds = value.parse::<u32>().map_err(|_| "seconds, or 0 for none")?;
-            options.io_timeout = (seconds > 0).then(|| Duration::from_secs(seconds.into()));
-            Ok(())
+            let expected = "a size up to 1G, like 4M, or 0";
+            set(&mut options.readahead, size_in(0..=READAHEAD_MAX, expected, value))
         },
         &[(
-            "SECONDS",
-            "fail what the source takes longer to answer, mounting included (default: 60); 0 waits \
-             for ever",
+            "SIZE",
+            "how far the kernel reads ahead, up to 1G (default: 2M); 0 turns it off; needs \
+             root, other mounts stay at 128 KiB",
         )],
-    )
-    .for_commands(Use::Reads)
-    .shown(|options| json!(options.io_timeout.map(|timeout| timeout.as_secs_f64()))),
+    ),
+    OptionRow::value(
+        "passthrough",
+        |options, value| word(&mut options.passthrough, value),
+        &[(
+            "auto|never",
+            "whether the kernel may serve whole files by itself (auto: those on local file systems; with `io-timeout=0` all)",
+        )],
+    ),
     OptionRow::value(
         "assemble",
-        |options, value| {
-            if value.is_empty() {
-                return Err("a folder".to_owned());
-            }
-            options.assemble = Some(value.into());
-            Ok(())
-        },
-        &[("DIR", "write files that are read often into DIR, and serve those")],
-    ),
+        |options, value| set(&mut options.assemble, folder(value).map(Some)),
+        &[(
+            "DIR",
+            "write virtual files that are read often into DIR, and let the kernel serve \
+             those; needs root",
+        )],
+    )
+    .page("Assembled copies", "operate/performance.md#assembled-copies"),
     OptionRow::value(
         "assemble-size",
         |options, value| {
-            options.assemble_size = size_in(1..=u64::MAX, "a size, like 100G", value)?;
-            Ok(())
-        },
-        &[("SIZE", "how much DIR may hold")],
-    ),
-    OptionRow::value(
-        "index-dir",
-        |options, value| {
-            options.index_dir = IndexDir::parse(OsStr::new(&text(value)?));
-            Ok(())
+            set(&mut options.assemble_size, size_in(1..=u64::MAX, "a size, like 100G", value))
         },
         &[(
-            "DIR",
-            "where indexes are kept, so that the next start need not read all headers, and \
-             checksums (default: $XDG_CACHE_HOME/tensorfs or ~/.cache/tensorfs, for root \
-             /var/cache/tensorfs); none: nowhere; $TENSORFS_INDEX_DIR is the same for all commands",
+            "SIZE",
+            "how much the copies in DIR may take (default: leaves 10 % of its file system \
+             free, at least 1 GiB)",
+        )],
+    ),
+];
+
+/// The mount table, the flags of mount(2), and the log.
+const PLACE: &[OptionRow] = &[
+    OptionRow::value(
+        "fsname",
+        |options, value| set(&mut options.fsname, text(value).map(Some)),
+        &[("NAME", "device name in the mount table (default: the source)")],
+    ),
+    OptionRow::value(
+        "log",
+        |options, value| set(&mut options.log, path(value)),
+        &[("FILE", "where the daemon logs (default: the system log); SIGHUP opens it anew")],
+    ),
+    OptionRow::value(
+        "log-format",
+        |options, value| word(&mut options.log_format, value),
+        &[(
+            "auto|human|json|journal",
+            "form of log lines: fields for the journal where it is reached and text elsewhere \
+             (auto), text, a JSON object a line, or the journal and nothing else",
         )],
     )
-    .for_commands(Use::Source),
-    OptionRow::value(
-        "watch",
-        |options, value| {
-            let mut watch = Watch::Off;
-            word(&mut watch, value)?;
-            options.watch = Some(watch);
-            Ok(())
-        },
-        &[(
-            "auto|inotify|poll|off",
-            "how new, changed and removed checkpoints are found while the source is mounted (auto: \
-             by inotify, and by polling on network file systems; default: off, for mounts of \
-             `serve` auto)",
-        )],
-    )
-    .shown(|options| json!(options.watch().as_str())),
-    OptionRow::value(
-        "watch-interval",
-        |options, value| {
-            options.watch_interval = seconds(value)?;
-            Ok(())
-        },
-        &[("SECONDS", "time between two polls of the source (default: 1)")],
-    ),
-    OptionRow::value(
-        "watch-grace",
-        |options, value| {
-            options.watch_grace = seconds(value)?;
-            Ok(())
-        },
-        &[(
-            "SECONDS",
-            "a checkpoint that is not whole counts as on its way until it was left alone for so \
-             long (default: 30); then a TENSORFS-ERROR.txt is shown",
-        )],
-    ),
+    .page("Commands", "reference/commands.md#the-log"),
     OptionRow::flag("rw", |options| options.rw = true, &[]),
     OptionRow::flag("noexec", |options| options.noexec = true, &[]),
     OptionRow::flag("exec", |options| options.noexec = false, &[]),

@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 
 use nix::poll::PollTimeout;
 use tensorfs::internal::error::shown_path;
-use tensorfs::internal::source::{QueueKey, Source};
+use tensorfs::internal::source::Source;
 use tensorfs::internal::sync::Mutex;
+use tensorfs::internal::version::QueueKey;
 
 use super::blocking::offload;
 use super::file_events::{self, FileEvents, FileWatch};
@@ -156,7 +157,7 @@ impl Watcher {
 
     /// Watches `source` with inotify, and makes the watch its witness of writes.
     fn events_of(&self, source: &Arc<Source>, unread: bool) -> Option<Arc<FileWatch>> {
-        let Source::Local(file_source) = &**source;
+        let file_source = source.local()?;
         let file = file_source.open_file()?;
         let local = !source.may_block();
         if local {
@@ -303,10 +304,10 @@ impl Watcher {
 /// Checks a source and returns whether it has changed. If all its times are the same, tells
 /// `events` that no process has written through a mapping.
 fn has_changed(source: &Arc<Source>, events: Option<&FileWatch>) -> bool {
-    let Source::Local(local) = &**source;
-    let (closes, before) = (events.map(FileWatch::closes), source.identity());
+    let (closes, before) = (events.map(FileWatch::closes), source.version());
     let changed = source.check().is_err() && source.is_changed();
-    let same = !changed && source.identity() == before && local.file_system().notes_stores();
+    let notes_stores = source.local().is_some_and(|local| local.file_system().notes_stores());
+    let same = !changed && source.version() == before && notes_stores;
     if let (Some(events), Some(closes), true) = (events, closes, same) {
         events.confirm(closes);
     }

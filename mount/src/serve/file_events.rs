@@ -15,6 +15,8 @@ use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+use nix::unistd::{Whence, lseek};
+use tensorfs::internal::error::shown_path;
 use tensorfs::internal::source::WriteWitness;
 use tensorfs::internal::sync::Mutex;
 
@@ -208,7 +210,7 @@ impl WriteWitness for FileWatch {
         }
         let unsure = self.closes.load(Ordering::SeqCst) > self.confirmed.load(Ordering::SeqCst);
         let blind = unsure || self.blind.load(Ordering::SeqCst);
-        (!blind && writer == Some(false)).then_some(false)
+        (!blind && writer == Ok(false)).then_some(false)
     }
 }
 
@@ -216,23 +218,71 @@ impl WriteWitness for FileWatch {
 /// such stores: the kernel changes the time only at the first store to a clean page. May wait for
 /// the disk.
 pub(crate) fn note_stores(file: &File) {
-    if has_writer(file) != Some(false) {
+    if has_writer(file) != Ok(false) {
         let _ = file.sync_data();
     }
 }
 
-/// Whether any process has the file at `path` open for writing. `None` if the kernel does not tell.
-pub(crate) fn is_written(path: &Path) -> Option<bool> {
-    let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
-    let file = File::options().read(true).custom_flags(flags).open(path).ok()?;
-    has_writer(&file)
+/// Whether a process writes a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Writer {
+    /// A process has it open for writing.
+    Present,
+    /// No process has it open for writing.
+    Absent,
+    /// The kernel does not tell. `sparse`: the file has ranges that nobody has written, as one that was
+    /// given its length first.
+    Unknown { sparse: bool },
 }
 
-/// Whether any process has the inode of `file` open for writing. `None` if the kernel does not
-/// tell, for example if this user does not own it.
+/// Whether the kernel has refused to tell this process who writes a file.
+static IS_REFUSED: AtomicBool = AtomicBool::new(false);
+
+/// Whether it was known who writes each file that was asked about.
+pub(crate) fn writers_are_known() -> bool {
+    !IS_REFUSED.load(Ordering::Relaxed)
+}
+
+/// Whether any process has the file at `path` open for writing. `ask`: whether the kernel may know.
+pub(crate) fn writer_of(path: &Path, ask: bool) -> Writer {
+    let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
+    let Ok(file) = File::options().read(true).custom_flags(flags).open(path) else {
+        return Writer::Unknown { sparse: false };
+    };
+    if ask {
+        match has_writer(&file) {
+            Ok(true) => return Writer::Present,
+            Ok(false) => return Writer::Absent,
+            Err(e) if !IS_REFUSED.swap(true, Ordering::Relaxed) => {
+                let lacks = if e == Errno::EACCES { ", and CAP_LEASE is missing" } else { "" };
+                tracing::warn!(
+                    "{}: the kernel does not tell who writes it ({}{lacks}); such checkpoints are shown \
+                     after a pause of their writer",
+                    shown_path(path),
+                    e.desc()
+                );
+            }
+            Err(_) => {}
+        }
+    }
+    Writer::Unknown { sparse: is_sparse(&file) }
+}
+
+/// Whether the file has a hole, also one that has its place on the disk.
+fn is_sparse(file: &File) -> bool {
+    let Ok(len) = file.metadata().map(|meta| meta.len()) else { return false };
+    let end = lseek(file, 0, Whence::SeekHole);
+    end.is_ok_and(|end| u64::try_from(end).is_ok_and(|end| end < len))
+}
+
+/// Whether any process has the inode of `file` open for writing.
 ///
 /// The kernel grants a read lease only if there is no writer. The lease is released at once.
-fn has_writer(file: &File) -> Option<bool> {
+///
+/// # Errors
+/// `EACCES` if the file belongs to another user and this process lacks CAP_LEASE. Other errors if the
+/// file system does not know.
+fn has_writer(file: &File) -> nix::Result<bool> {
     let fd = file.as_raw_fd();
     let set = |command, argument: libc::c_int| {
         // SAFETY: `fd` is open while `file` is borrowed, and the commands take an int.
@@ -240,14 +290,14 @@ fn has_writer(file: &File) -> Option<bool> {
     };
     // If another process opens the file during the lease, the kernel sends this signal. It is
     // ignored by default; SIGIO would end the process.
-    set(F_SETSIG, libc::SIGURG).ok()?;
+    set(F_SETSIG, libc::SIGURG)?;
     match set(libc::F_SETLEASE, libc::F_RDLCK as libc::c_int) {
         Ok(_) => {
             let _ = set(libc::F_SETLEASE, libc::F_UNLCK as libc::c_int);
-            Some(false)
+            Ok(false)
         }
-        Err(Errno::EAGAIN) => Some(true),
-        Err(_) => None,
+        Err(Errno::EAGAIN) => Ok(true),
+        Err(e) => Err(e),
     }
 }
 

@@ -10,18 +10,18 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::unistd::{Pid, getppid};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use tensorfs::Checkpoint;
 use tensorfs::internal::checkpoint::VirtualFile;
+use tensorfs::internal::clock::unix_now;
 use tensorfs::internal::counters::Counter;
 use tensorfs::internal::error::real_name;
 use tensorfs::internal::layout::Layout;
 use tensorfs::internal::sync::Mutex;
 
-/// Most tensors that are counted; each takes 24 bytes. Files that were read longest ago make room.
+/// Most tensors that are counted; each takes 32 bytes. Files that were read longest ago make room.
 const TENSORS_MAX: usize = 1 << 20;
 
 /// Most files that are counted.
@@ -36,8 +36,75 @@ pub(crate) const PROBE_NAME: &CStr = c"tensorfs-probe";
 /// Most bytes of names in an answer.
 const ANSWER_MAX: usize = 4 << 20;
 
+/// Parts of a tensor that are told apart, one bit each, and the least length of one: what the kernel
+/// reads ahead touches a part or two of the tensors beside the one that is read.
+const PARTS_MAX: u64 = 64;
+const PART_LEN_MIN: u64 = 2 << 20;
+
+/// Bytes of a range in an answer.
+const RANGE_TEXT_LEN: usize = 24;
+
 /// Most tensors in an answer, those with most bytes of each file first.
 const TENSORS_SHOWN: usize = 60_000;
+
+/// The report of `tensorfs heat`, which `warm --heat` reads.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct HeatReport {
+    pub readers: Vec<ReaderRow>,
+    /// Those with most bytes first.
+    pub files: Vec<FileRow>,
+    /// Files without counters, because there was no memory for them.
+    pub files_left_out: u64,
+    /// Whether more tensors were read than are here.
+    pub cut: bool,
+}
+
+/// A program of a user. Readers beyond the limit are one row without both.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct ReaderRow {
+    pub uid: Option<u32>,
+    /// `None` if the kernel names no process, or it was gone.
+    pub program: Option<String>,
+    pub opens: u64,
+    pub bytes: u64,
+}
+
+/// A file. Only virtual files have tensors.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct FileRow {
+    pub path: String,
+    pub version: String,
+    pub bytes: u64,
+    pub reads: u64,
+    pub opens: u64,
+    pub opened_unix: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tensors_total: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tensors_read: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tensors: Option<Vec<TensorRow>>,
+}
+
+/// A tensor that was read.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct TensorRow {
+    pub name: String,
+    /// Its first byte in the file.
+    pub offset: u64,
+    pub len: u64,
+    pub bytes: u64,
+    pub reads: u64,
+    /// Its readers, as indices.
+    pub by: Vec<usize>,
+    /// First and last byte of the parts that were read. `None` stands for all of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ranges: Option<Vec<(u64, u64)>>,
+}
 
 /// The heat of one mount.
 #[derive(Default)]
@@ -86,6 +153,43 @@ struct TensorHeat {
     reads: Counter,
     /// One bit for each reader.
     readers: AtomicU64,
+    /// One bit for each part of which something was read.
+    parts: AtomicU64,
+}
+
+/// Length of the parts of a tensor of `len` bytes.
+fn part_len(len: u64) -> u64 {
+    len.div_ceil(PARTS_MAX).max(PART_LEN_MIN)
+}
+
+impl TensorHeat {
+    /// Notes that bytes `read` of a tensor of `len` bytes were handed out. They are not empty.
+    fn read(&self, read: Range<u64>, len: u64, reader: u64) {
+        self.bytes.add(read.end - read.start);
+        self.reads.add(1);
+        let part_len = part_len(len);
+        let (first, last) = (read.start / part_len, (read.end - 1) / part_len);
+        let parts = (u64::MAX << first) & (u64::MAX >> (PARTS_MAX - 1 - last));
+        for (bits, new) in [(&self.readers, reader), (&self.parts, parts)] {
+            if bits.load(Ordering::Relaxed) & new != new {
+                bits.fetch_or(new, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// The parts of a tensor of `len` bytes of which something was read, joined.
+    fn ranges(&self, len: u64) -> Vec<Range<u64>> {
+        let (parts, part_len) = (self.parts.load(Ordering::Relaxed), part_len(len));
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for part in (0..PARTS_MAX).filter(|part| parts >> part & 1 == 1) {
+            let range = part * part_len..len.min((part + 1) * part_len);
+            match ranges.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => ranges.push(range),
+            }
+        }
+        ranges
+    }
 }
 
 /// Notes the reads of one open handle.
@@ -115,11 +219,8 @@ impl HandleHeat {
             }
             let (start, end) = (tensor.start.max(range.start), tensor.end.min(range.end));
             if let (Some(heat), true) = (tensors.counters.get(place as usize), start < end) {
-                heat.bytes.add(end - start);
-                heat.reads.add(1);
-                if heat.readers.load(Ordering::Relaxed) & self.bit == 0 {
-                    heat.readers.fetch_or(self.bit, Ordering::Relaxed);
-                }
+                let len = tensor.end - tensor.start;
+                heat.read(start - tensor.start..end - tensor.start, len, self.bit);
             }
         }
     }
@@ -151,26 +252,24 @@ impl Heat {
         drop(state);
         reader.opens.add(1);
         file.opens.add(1);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        file.opened_unix.store(now.as_secs(), Ordering::Relaxed);
+        file.opened_unix.store(unix_now(), Ordering::Relaxed);
         Some(HandleHeat { file, layout, reader, bit })
     }
 
     /// The answer to `tensorfs heat`.
-    pub(crate) fn to_json(&self) -> Value {
+    pub(crate) fn report(&self) -> HeatReport {
         let state = self.0.lock();
         let (readers, left_out) = (state.readers.clone(), state.left_out);
         let mut files: Vec<_> = state.files.values().cloned().collect();
         drop(state);
         files.sort_by_key(|file| Reverse(file.bytes.get()));
         let mut room = Room { tensors: TENSORS_SHOWN, bytes: ANSWER_MAX, cut: false };
-        let files: Vec<Value> = files.iter().filter_map(|file| file.to_json(&mut room)).collect();
-        json!({
-            "readers": readers.iter().map(|reader| reader.to_json()).collect::<Vec<_>>(),
-            "files": files,
-            "files_left_out": left_out,
-            "cut": room.cut,
-        })
+        HeatReport {
+            readers: readers.iter().map(|reader| reader.row()).collect(),
+            files: files.iter().filter_map(|file| file.row(&mut room)).collect(),
+            files_left_out: left_out,
+            cut: room.cut,
+        }
     }
 }
 
@@ -257,20 +356,21 @@ impl FileHeat {
     }
 
     /// `None` if the mount no longer has the file.
-    fn to_json(&self, room: &mut Room) -> Option<Value> {
-        let mut json = json!({
-            "path": real_name(&self.path),
-            "version": self.version,
-            "bytes": self.bytes.get(),
-            "reads": self.reads.get(),
-            "opens": self.opens.get(),
-            "opened_unix": self.opened_unix.load(Ordering::Relaxed),
-        });
+    fn row(&self, room: &mut Room) -> Option<FileRow> {
+        let mut row = FileRow {
+            path: real_name(&self.path),
+            version: self.version.clone(),
+            bytes: self.bytes.get(),
+            reads: self.reads.get(),
+            opens: self.opens.get(),
+            opened_unix: self.opened_unix.load(Ordering::Relaxed),
+            ..FileRow::default()
+        };
         if let Some(tensors) = &self.tensors {
-            json["tensors_total"] = tensors.counters.len().into();
-            tensors.add_to(&mut json, room)?;
+            row.tensors_total = Some(tensors.counters.len());
+            tensors.add_to(&mut row, room)?;
         }
-        Some(json)
+        Some(row)
     }
 }
 
@@ -288,12 +388,12 @@ impl TensorsHeat {
         }
     }
 
-    fn add_to(&self, json: &mut Value, room: &mut Room) -> Option<()> {
+    fn add_to(&self, file: &mut FileRow, room: &mut Room) -> Option<()> {
         let (checkpoint, layout) = self.described()?;
         let read = self.counters.iter().map(|heat| heat.bytes.get()).zip(0..);
         let mut rows: Vec<(u64, u32)> = read.filter(|(bytes, _)| *bytes > 0).collect();
         rows.sort_by_key(|(bytes, _)| Reverse(*bytes));
-        json["tensors_read"] = rows.len().into();
+        file.tensors_read = Some(rows.len());
         let mut shown = Vec::new();
         for (bytes, place) in rows {
             let (heat, range) = (self.counters.get(place as usize)?, layout.bytes_at(place)?);
@@ -307,33 +407,40 @@ impl TensorsHeat {
             room.bytes -= name.len();
             let readers = heat.readers.load(Ordering::Relaxed);
             let by: Vec<usize> = (0..READERS_MAX).filter(|bit| readers >> bit & 1 == 1).collect();
-            shown.push(json!({
-                "name": name,
-                "offset": range.start,
-                "len": range.end - range.start,
-                "bytes": bytes,
-                "reads": heat.reads.get(),
-                "by": by,
-            }));
+            let len = range.end - range.start;
+            let mut row = TensorRow {
+                name: name.to_owned(),
+                offset: range.start,
+                len,
+                bytes,
+                reads: heat.reads.get(),
+                by,
+                ranges: None,
+            };
+            let ranges = heat.ranges(len);
+            // Without them the row stands for the whole tensor.
+            if ranges != std::slice::from_ref(&(0..len))
+                && let Some(rest) = room.bytes.checked_sub(ranges.len() * RANGE_TEXT_LEN)
+            {
+                room.bytes = rest;
+                row.ranges = Some(ranges.iter().map(|range| (range.start, range.end)).collect());
+            }
+            shown.push(row);
         }
-        json["tensors"] = shown.into();
+        file.tensors = Some(shown);
         Some(())
     }
 }
 
 impl HeatReader {
-    fn to_json(&self) -> Value {
-        let (uid, program) = match &self.who {
-            Some((uid, program)) => (Some(*uid), Some(program.as_str())),
-            None => (None, None),
-        };
-        let program = program.filter(|program| !program.is_empty());
-        json!({
-            "uid": uid,
-            "program": program,
-            "opens": self.opens.get(),
-            "bytes": self.bytes.get(),
-        })
+    fn row(&self) -> ReaderRow {
+        let (uid, program) = self.who.clone().unzip();
+        ReaderRow {
+            uid,
+            program: program.filter(|program| !program.is_empty()),
+            opens: self.opens.get(),
+            bytes: self.bytes.get(),
+        }
     }
 }
 
@@ -375,11 +482,28 @@ mod tests {
         assert_eq!((state.files.len(), state.readers.len()), (FILES_MAX, READERS_MAX));
         assert!(state.files.contains_key(&0));
         drop(state);
-        let all = heat.to_json();
-        assert_eq!((&all["files"][0]["bytes"], &all["files_left_out"]), (&json!(10), &json!(0)));
-        let others = &all["readers"][READERS_MAX - 1];
-        assert_eq!(others["uid"], Value::Null);
-        assert_eq!(others["opens"], json!(FILES_MAX - (READERS_MAX - 1)));
+        let all = heat.report();
+        assert_eq!((all.files[0].bytes, all.files_left_out), (10, 0));
+        let others = &all.readers[READERS_MAX - 1];
+        assert_eq!((others.uid, others.opens), (None, (FILES_MAX - (READERS_MAX - 1)) as u64));
+    }
+
+    #[test]
+    fn parts_of_a_tensor_that_were_read_are_ranges_that_cover_it_once() {
+        let len = (64 * PART_LEN_MIN) + 1;
+        let part = part_len(len);
+        assert_eq!(part, PART_LEN_MIN + 1);
+        let heat = TensorHeat::default();
+        for read in [part - 1..part + 1, 5 * part..5 * part + 1, len - 1..len] {
+            heat.read(read, len, 1);
+        }
+        let last = len / part * part;
+        assert_eq!(heat.ranges(len), [0..2 * part, 5 * part..6 * part, last..len]);
+        heat.read(0..len, len, 1);
+        assert_eq!(heat.ranges(len), vec![0..len]);
+        let small = TensorHeat::default();
+        small.read(3..4, 5, 1);
+        assert_eq!(small.ranges(5), vec![0..5]);
     }
 
     #[test]
@@ -388,6 +512,6 @@ mod tests {
         let open: Vec<_> = (0..FILES_MAX as u64).map(|ino| opened(&heat, ino, 0)).collect();
         assert!(open.iter().all(Option::is_some));
         assert!(opened(&heat, FILES_MAX as u64, 0).is_none());
-        assert_eq!(heat.to_json()["files_left_out"], 1);
+        assert_eq!(heat.report().files_left_out, 1);
     }
 }

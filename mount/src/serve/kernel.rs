@@ -7,9 +7,11 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use nix::unistd::{SysconfVar, sysconf};
+use nix::unistd::{SysconfVar, geteuid, sysconf};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tensorfs::internal::error::shown_path;
+use tensorfs::internal::size::shown_size;
 
 use crate::options::Options;
 
@@ -17,8 +19,8 @@ use crate::options::Options;
 /// beside the daemon's own read-ahead, and makes random page faults slower.
 pub(crate) const READAHEAD: u64 = 2 << 20;
 
-/// Default of `max_request=`, in bytes: the kernel's default limit.
-pub(crate) const MAX_REQUEST: u64 = 1 << 20;
+/// Largest read that the kernel is asked for, in bytes: its default limit.
+pub(crate) const MAX_REQUEST: u32 = 1 << 20;
 
 /// Largest request in pages, for kernels without an adjustable limit.
 const PAGES_FIXED: u64 = 256;
@@ -50,10 +52,11 @@ pub(crate) struct Init {
 }
 
 /// One setting: the requested and the granted value.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub(crate) struct Knob {
     /// Its name; the name of its option if it has one.
-    pub name: &'static str,
+    pub name: String,
     /// The requested value: bytes, a number or a flag.
     pub wanted: Value,
     /// The value in force; null if it is unknown.
@@ -61,7 +64,7 @@ pub(crate) struct Knob {
     /// Why the value differs from the wanted one, or why it is unknown.
     pub why_not: Option<String>,
     /// The consequence, if there is one.
-    pub cost: Option<&'static str>,
+    pub cost: Option<String>,
 }
 
 /// All knobs of a mount.
@@ -83,11 +86,10 @@ impl Places {
     }
 }
 
-/// Raises the kernel's limit on the size of requests if `max_request=` requires it. Comes before
-/// mount(2), because a connection keeps the limit of its creation. The limit applies to the whole
-/// system, so it is never lowered.
-pub(crate) fn before_mount(options: &Options) -> Knob {
-    request_size(&Places::real(), options.max_request)
+/// The size of requests that the kernel allows. Comes before mount(2), because a connection keeps the
+/// limit of its creation.
+pub(crate) fn before_mount() -> Knob {
+    request_size(&Places::real())
 }
 
 /// Sets the other settings and reports all. Comes once the mount answers, because INIT resets the
@@ -133,23 +135,15 @@ fn report(
     }
 }
 
-fn request_size(places: &Places, asked: Option<u64>) -> Knob {
-    let wanted = asked.unwrap_or(MAX_REQUEST);
+fn request_size(places: &Places) -> Knob {
+    let wanted = u64::from(MAX_REQUEST);
     let path = places.sysctl.join("fs/fuse/max_pages_limit");
     let pages = wanted.div_ceil(page());
     let (limit, why) = match read(&path) {
-        Ok(limit) if limit < pages && asked.is_some() => {
-            let written = write(&path, pages);
-            let limit = read(&path).unwrap_or(limit);
-            let why = written
-                .err()
-                .map_or("the kernel does not raise it further".to_owned(), |e| reason(&e));
-            (limit, format!("{}: {why}", shown_path(&path)))
-        }
         Ok(limit) => (limit, format!("{} is {limit} pages", shown_path(&path))),
         // Kernels before 6.13.
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            (PAGES_FIXED, format!("{}: there is no such limit to raise", shown_path(&path)))
+            (PAGES_FIXED, format!("{}: there is no such limit", shown_path(&path)))
         }
         Err(e) => (PAGES_FIXED, format!("{}: {}", shown_path(&path), reason(&e))),
     };
@@ -185,7 +179,7 @@ fn readahead(places: &Places, minor: Option<u32>, wanted: u64) -> Knob {
 
 /// A limit that INIT requested, read from the control file system of FUSE if that is mounted. The
 /// kernel may grant an ordinary user less.
-fn background(places: &Places, minor: Option<u32>, name: &'static str, asked: u16) -> Knob {
+fn background(places: &Places, minor: Option<u32>, name: &str, asked: u16) -> Knob {
     let knob = Knob::new(name, json!(asked), Value::Null);
     let Some(minor) = minor else {
         return knob.because("the mount is not in the mount table".to_owned());
@@ -204,21 +198,26 @@ fn background(places: &Places, minor: Option<u32>, name: &'static str, asked: u1
 }
 
 impl Knob {
-    fn new(name: &'static str, wanted: Value, got: Value) -> Knob {
-        Knob { name, wanted, got, why_not: None, cost: None }
+    fn new(name: &str, wanted: Value, got: Value) -> Knob {
+        Knob { name: name.to_owned(), wanted, got, why_not: None, cost: None }
     }
 
     fn because(self, why: String) -> Knob {
         Knob { why_not: Some(why), ..self }
     }
 
-    fn costs(self, cost: &'static str) -> Knob {
-        Knob { cost: Some(cost), ..self }
+    fn costs(self, cost: &str) -> Knob {
+        Knob { cost: Some(cost.to_owned()), ..self }
     }
 
     /// The settings that are worse than requested, for people.
     pub(crate) fn degraded(&self) -> Option<String> {
-        let (cost, why) = (self.cost?, self.why_not.as_deref()?);
+        Some(format!("{}: {}", self.shortfall()?, self.cost.as_ref()?))
+    }
+
+    /// As `degraded`, without the cost.
+    fn shortfall(&self) -> Option<String> {
+        let (_, why) = (self.cost.as_ref()?, self.why_not.as_deref()?);
         let is = match (self.got.as_u64(), self.wanted.as_u64()) {
             (Some(got), Some(wanted)) if self.is_size() => {
                 format!("is {}, not {}", shown_size(got), shown_size(wanted))
@@ -227,48 +226,32 @@ impl Knob {
             (None, Some(_)) => "cannot be set".to_owned(),
             _ => "is off".to_owned(),
         };
-        Some(format!("{} {is} ({why}): {cost}", self.name))
+        Some(format!("{} {is} ({why})", self.name))
     }
 
-    fn is_size(&self) -> bool {
-        matches!(self.name, "readahead" | "max_request")
+    /// Whether its values are bytes.
+    pub(crate) fn is_size(&self) -> bool {
+        matches!(self.name.as_str(), "readahead" | "max_request")
     }
 }
 
 impl KernelReport {
-    /// Name, requested value, granted value and reason, for each setting.
-    pub(crate) fn to_json(&self) -> Value {
-        let knobs = self.knobs.iter().map(|knob| {
-            json!({
-                "name": knob.name,
-                "wanted": knob.wanted,
-                "got": knob.got,
-                "why_not": knob.why_not,
-                "cost": knob.cost,
-            })
-        });
-        knobs.collect()
-    }
-
     /// All drawbacks, on one line.
     pub(crate) fn degraded(&self) -> Option<String> {
         let lines: Vec<_> = self.knobs.iter().filter_map(Knob::degraded).collect();
         (!lines.is_empty()).then(|| format!("slower than it could be: {}", lines.join("; ")))
     }
 
-    /// Logs one warning with all drawbacks, if there are any.
+    /// Logs one warning with all drawbacks, if there are any. Users other than root cannot mend them, so
+    /// their line leaves the costs out.
     pub(crate) fn log(&self) {
-        if let Some(line) = self.degraded() {
-            tracing::warn!("{line}");
+        let Some(mut line) = self.degraded() else { return };
+        if !geteuid().is_root() && !tracing::enabled!(tracing::Level::INFO) {
+            let short: Vec<_> = self.knobs.iter().filter_map(Knob::shortfall).collect();
+            line = format!("slower than it could be without root: {}", short.join("; "));
         }
+        tracing::warn!("{line}");
     }
-}
-
-/// `bytes` in the largest unit that is exact.
-pub(crate) fn shown_size(bytes: u64) -> String {
-    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-    let exact = units.iter().find(|(shift, _)| bytes >> shift << shift == bytes && bytes > 0);
-    exact.map_or(format!("{bytes} B"), |(shift, unit)| format!("{} {unit}", bytes >> shift))
 }
 
 /// The number in a file of the kernel.
@@ -333,7 +316,7 @@ mod tests {
         }
 
         fn report(&self, minor: Option<u32>, options: &Options) -> KernelReport {
-            let request = request_size(&self.places, options.max_request);
+            let request = request_size(&self.places);
             report(&self.places, minor, options, &init(), request)
         }
     }
@@ -388,43 +371,23 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_of_requests_is_raised_where_asked_and_never_lowered() {
+    fn requests_are_as_large_as_the_limit_of_the_system_and_the_limit_stays() {
         let kernel = kernel();
-        let limit = || kernel.get("ctl/fs/fuse/max_pages_limit");
-        assert_eq!(request_size(&kernel.places, None).got, json!(1 << 20));
-        assert_eq!(limit(), "256");
-        let knob = request_size(&kernel.places, Some(4 << 20));
-        assert_eq!((knob.got, knob.why_not), (json!(4 << 20), None));
-        assert_eq!(limit(), (4 * 1024 * 1024 / page()).to_string());
-        request_size(&kernel.places, Some(2 << 20));
-        request_size(&kernel.places, None);
-        assert_eq!(limit(), (4 * 1024 * 1024 / page()).to_string());
-    }
-
-    #[test]
-    fn a_kernel_without_a_limit_to_raise_has_its_fixed_one() {
-        let kernel = kernel();
-        std::fs::remove_file(kernel.places.sysctl.join("fs/fuse/max_pages_limit")).unwrap();
-        assert_eq!(request_size(&kernel.places, None).degraded(), None);
-        let knob = request_size(&kernel.places, Some(16 << 20));
-        assert_eq!(knob.got, json!(PAGES_FIXED * page()));
-        assert!(knob.degraded().unwrap().contains("no such limit to raise"));
-    }
-
-    #[test]
-    fn a_limit_that_was_lowered_is_only_raised_on_demand() {
-        let kernel = kernel();
+        assert_eq!(request_size(&kernel.places).got, json!(1 << 20));
         kernel.put("ctl/fs/fuse/max_pages_limit", "32\n");
-        assert_eq!(request_size(&kernel.places, None).got, json!(32 * page()));
+        let knob = request_size(&kernel.places);
+        assert_eq!(knob.got, json!(32 * page()));
+        assert!(knob.degraded().unwrap().contains("max_pages_limit is 32 pages"));
         assert_eq!(kernel.get("ctl/fs/fuse/max_pages_limit"), "32");
-        assert_eq!(request_size(&kernel.places, Some(1 << 20)).got, json!(1 << 20));
+        std::fs::remove_file(kernel.places.sysctl.join("fs/fuse/max_pages_limit")).unwrap();
+        assert_eq!(request_size(&kernel.places).degraded(), None);
     }
 
     #[test]
     fn what_cannot_be_seen_is_not_claimed_and_not_called_slow() {
         let kernel = kernel();
         let report = kernel.report(Some(51), &options(""));
-        assert_eq!((&report.knobs[2].got, report.knobs[2].cost), (&Value::Null, None));
+        assert_eq!((&report.knobs[2].got, &report.knobs[2].cost), (&Value::Null, &None));
         assert!(report.knobs[2].why_not.as_deref().unwrap().contains("fusectl"));
         kernel.put("sys/fs/fuse/connections/51/max_background", "12\n");
         kernel.put("sys/fs/fuse/connections/51/congestion_threshold", "96\n");
@@ -437,23 +400,13 @@ mod tests {
     fn a_refused_feature_is_reported_with_its_reason() {
         let kernel = kernel();
         let init = Init { passthrough: Feature::Refused("not root".into()), ..init() };
-        let request = request_size(&kernel.places, None);
+        let request = request_size(&kernel.places);
         let report = report(&kernel.places, Some(51), &options(""), &init, request);
         let line = report.degraded().unwrap();
         assert!(line.contains("passthrough is off (not root): whole files"), "{line}");
-        let json = report.to_json();
-        assert_eq!(json[6]["wanted"], json!(true));
-        assert_eq!(json[6]["got"], json!(false));
-        assert_eq!(json[6]["why_not"], json!("not root"));
-        assert_eq!(json[0]["name"], json!("readahead"));
-    }
-
-    #[test]
-    fn a_size_is_shown_in_its_largest_exact_unit() {
-        for (bytes, shown) in
-            [(0, "0 B"), (1023, "1023 B"), (1 << 17, "128 KiB"), (6 << 30, "6 GiB")]
-        {
-            assert_eq!(shown_size(bytes), shown);
-        }
+        let refused = &report.knobs[6];
+        assert_eq!((&refused.wanted, &refused.got), (&json!(true), &json!(false)));
+        assert_eq!(refused.why_not.as_deref(), Some("not root"));
+        assert_eq!(report.knobs[0].name, "readahead");
     }
 }

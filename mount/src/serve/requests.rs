@@ -1,10 +1,11 @@
 //! Requests of the kernel, counted and timed by operation. No lock is taken.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use serde_json::{Map, Value, json};
-use tensorfs::internal::counters::{Counter, Latency};
+use serde::{Deserialize, Serialize};
+use tensorfs::internal::counters::{Counter, Histogram, Latency};
 use tensorfs::words;
 
 /// A request of the kernel that has an answer. Others (forget, release, flush) are not counted.
@@ -60,6 +61,15 @@ struct OperationCounters {
     time: Latency,
 }
 
+/// The requests of one operation, as `status` reports them.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct RequestCounts {
+    pub ok: u64,
+    pub errors: u64,
+    pub time: Histogram,
+}
+
 /// The requests of a mount.
 #[derive(Debug, Default)]
 pub(crate) struct Requests([OperationCounters; ALL.len()]);
@@ -70,14 +80,13 @@ impl Requests {
         RequestTimer { requests: self.clone(), operation, since: Instant::now(), ok: false }
     }
 
-    /// All numbers, by operation. Times are microseconds.
-    pub(crate) fn to_json(&self) -> Value {
+    /// The counts now, by operation.
+    pub(crate) fn counts(&self) -> BTreeMap<String, RequestCounts> {
         let rows = ALL.iter().zip(&self.0).map(|(operation, counters)| {
-            let mut row = json!({ "ok": counters.ok.get(), "errors": counters.errors.get() });
-            row["time"] = counters.time.to_json();
-            (operation.as_str().to_owned(), row)
+            let (ok, errors) = (counters.ok.get(), counters.errors.get());
+            (operation.to_string(), RequestCounts { ok, errors, time: counters.time.histogram() })
         });
-        Value::Object(Map::from_iter(rows))
+        rows.collect()
     }
 }
 
@@ -114,11 +123,9 @@ mod tests {
         let requests = Arc::new(Requests::default());
         requests.asked(Operation::Read).succeeded();
         drop(requests.asked(Operation::Read));
-        let all = requests.to_json();
-        assert_eq!((&all["read"]["ok"], &all["read"]["errors"]), (&json!(1), &json!(1)));
-        let counts = all["read"]["time"]["below_us"].as_array().unwrap();
-        let counted: u64 = counts.iter().map(|row| row[1].as_u64().unwrap()).sum();
-        assert_eq!(counted, 2);
-        assert_eq!(all["open"]["ok"], 0);
+        let all = requests.counts();
+        assert_eq!((all["read"].ok, all["read"].errors), (1, 1));
+        assert_eq!(all["read"].time.below_us.iter().map(|(_, count)| count).sum::<u64>(), 2);
+        assert_eq!(all["open"].ok, 0);
     }
 }

@@ -9,25 +9,68 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock, Weak};
 
 use nix::unistd::geteuid;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tensorfs::Secret;
-use tensorfs::internal::cache::verify_on_read::{Checker, ChecksumGate};
+use tensorfs::internal::cache::verify_on_read::{Checker, CheckerStatus, ChecksumGate};
 use tensorfs::internal::cache::{Answer, BUDGET_MIN, Cache, CachedFile};
-use tensorfs::internal::counters::Counters;
+use tensorfs::internal::counters::{CounterValues, Counters};
 use tensorfs::internal::error::real_name;
-use tensorfs::internal::io::{Budget, DirectIo, Engine, Settings};
+use tensorfs::internal::io::{Budget, DirectIo, Engine, EngineStatus, Settings};
 use tensorfs::internal::sync::Mutex;
 
-use super::assemble::Assembler;
+use super::assemble::{AssembleStatus, Assembler};
 use super::blocking::BlockingPool;
 use super::heat::Heat;
-use super::kernel::{Init, KernelReport};
-use super::requests::Requests;
+use super::kernel::{Init, KernelReport, Knob};
+use super::requests::{RequestCounts, Requests};
 use crate::log;
 use crate::options::{CACHE_DEFAULT, Options, Passthrough, Verify};
 
 /// Most files that `status` names, the most read first.
 const FILES_SHOWN: usize = 20;
+
+/// The facts about a service, for `status`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct ServiceStatus {
+    /// The options in force, in the words of `-o`.
+    pub options: Value,
+    pub counters: CounterValues,
+    /// By operation of the kernel.
+    pub requests: BTreeMap<String, RequestCounts>,
+    pub cache: CacheStatus,
+    /// The settings of the kernel, once the mount answers.
+    pub kernel: Option<Vec<Knob>>,
+    pub engine: EngineStatus,
+    /// The part that compares checksums.
+    pub checksums: Option<CheckerStatus>,
+    pub assemble: Option<AssembleStatus>,
+    pub log_lines_dropped: u64,
+    pub log_lines_limited: u64,
+    /// Number of handles.
+    pub open_files: usize,
+    /// Those with most bytes read.
+    pub files: Vec<FileStatus>,
+}
+
+/// The memory of the cache and of reads, in bytes.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct CacheStatus {
+    pub budget: u64,
+    pub used: u64,
+}
+
+/// A file that is open or was read.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct FileStatus {
+    pub path: String,
+    /// Number of handles.
+    pub open: usize,
+    pub bytes_served: u64,
+}
 
 /// The parts that serve the reads of one mount.
 pub(crate) struct Service {
@@ -48,7 +91,7 @@ pub(crate) struct Service {
     options: Value,
     /// Result of the INIT handshake.
     pub(crate) init: OnceLock<Init>,
-    kernel: OnceLock<Value>,
+    kernel: OnceLock<Vec<Knob>>,
     files: Mutex<FileUses>,
 }
 
@@ -125,7 +168,7 @@ pub(crate) fn assembler(options: &Options, places: &[&Path]) -> Result<Option<As
         tracing::warn!("nothing is assembled: only root's mounts use copies");
         return Ok(None);
     }
-    Assembler::open(folder, options.assemble_size, places).map(Some)
+    Assembler::open(folder, options.assemble_size, options.settings(), places).map(Some)
 }
 
 impl Service {
@@ -205,8 +248,8 @@ impl Service {
     }
 
     /// Notes the settings that the kernel has granted.
-    pub(crate) fn report(&self, report: &KernelReport) {
-        let _ = self.kernel.set(report.to_json());
+    pub(crate) fn report(&self, report: KernelReport) {
+        let _ = self.kernel.set(report.knobs);
     }
 
     /// The assembled copy of a virtual file in this version, if there is one.
@@ -260,36 +303,35 @@ impl Service {
         }
     }
 
-    /// The facts for `tensorfs status`; `index` is the part about indexes, `tail` the part about
-    /// the last pieces of checkpoints. Never waits for the source.
-    pub(crate) fn status(&self, index: Value, tail: Value) -> Value {
+    /// The facts for `tensorfs status`. Never waits for the source.
+    pub(crate) fn status(&self) -> ServiceStatus {
         let (budget, used) = self.cache.memory();
         let files = self.files.lock();
-        let open: usize = files.open.values().map(|used| used.open).sum();
+        let open_files = files.open.values().map(|used| used.open).sum();
         let all = files.open.values().chain(files.closed.values());
         let mut shown: Vec<_> =
             all.map(|used| (used.bytes_served(), used.open, &used.path)).collect();
         shown.sort_by(|a, b| b.cmp(a));
-        let shown = shown.iter().take(FILES_SHOWN);
-        let shown = shown.map(
-            |(bytes, open, path)| json!({ "path": path, "open": open, "bytes_served": bytes }),
-        );
-        json!({
-            "options": self.options,
-            "counters": self.counters.to_json(),
-            "requests": self.requests.to_json(),
-            "cache": { "budget": budget, "used": used },
-            "kernel": self.kernel.get(),
-            "engine": self.engine.describe(),
-            "checksums": self.checker.as_ref().map(Checker::describe),
-            "index": index,
-            "tail": tail,
-            "assemble": self.assembler.as_ref().map(Assembler::status),
-            "log_lines_dropped": log::dropped(),
-            "log_lines_limited": log::limited(),
-            "open_files": open,
-            "files": shown.collect::<Vec<_>>(),
-        })
+        let shown = shown.into_iter().take(FILES_SHOWN);
+        let files = shown.map(|(bytes_served, open, path)| FileStatus {
+            path: path.clone(),
+            open,
+            bytes_served,
+        });
+        ServiceStatus {
+            options: self.options.clone(),
+            counters: self.counters.values(),
+            requests: self.requests.counts(),
+            cache: CacheStatus { budget, used },
+            kernel: self.kernel.get().cloned(),
+            engine: self.engine.status(),
+            checksums: self.checker.as_ref().map(Checker::status),
+            assemble: self.assembler.as_ref().map(Assembler::status),
+            log_lines_dropped: log::dropped(),
+            log_lines_limited: log::limited(),
+            open_files,
+            files: files.collect(),
+        }
     }
 }
 

@@ -15,10 +15,12 @@ from ._consolidate import Consolidated, consolidate
 from ._errors import DtypeError, MismatchError, SafetensorError
 from ._genuine import named
 from ._into import Loaded, load_into
+from ._mount import mount
 from ._names import Names
 from ._open import Slice, Source, TensorMetadata, safe_open
 from ._patch import patched
 from ._prefetch import PrefetchLoader
+from ._tails import UnprovenTailWarning
 from ._tensorfs import Tensor, __version__, release_pinned
 
 PySafeSlice = Slice
@@ -39,11 +41,13 @@ __all__ = [
     "Tensor",
     "TensorMeta",
     "TensorMetadata",
+    "UnprovenTailWarning",
     "__version__",
     "consolidate",
     "deserialize",
     "load_file",
     "load_into",
+    "mount",
     "patched",
     "release_pinned",
     "safe_open",

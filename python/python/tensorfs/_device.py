@@ -10,6 +10,9 @@ from ._errors import error
 # The names that safetensors knows; torch judges the number.
 _KNOWN = re.compile(r"cpu|mps(:0)?|(cuda|musa|npu|xpu|xla|mlu|hpu)(:\d+)?|\d+", re.ASCII)
 
+_DIGITS_MAX = 9
+"""Most digits of a number that torch and the driver take."""
+
 
 def parse(device: object) -> int | None:
     """The GPU that a word, a number or a `torch.device` means; None for the CPU."""
@@ -22,6 +25,8 @@ def parse(device: object) -> int | None:
         raise error(f"device {text} is invalid")
     if text == "cpu":
         return None
+    if len(text.rpartition(":")[2]) > _DIGITS_MAX and text[-1].isdigit():
+        raise error(f"device {text[:20]}... is invalid: no GPU has a number of more than {_DIGITS_MAX} digits")
     if text == "cuda":
         return _current()
     kind, _, number = text.rpartition(":")

@@ -86,7 +86,10 @@ class Torch:
 
     def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
         wanted = self.dtype(dtype, name)
-        made = self._torch.empty(_packed(dtype, shape, name), dtype=wanted, device=self._device)
+        try:
+            made = self._torch.empty(_packed(dtype, shape, name), dtype=wanted, device=self._device)
+        except TypeError:
+            raise _too_large("torch", shape, name, "a size from 2^63 on") from None
         return made, self._address(made, wanted)
 
     def maker(self, dtype: str) -> Any:
@@ -187,7 +190,8 @@ class Torch:
 
     def refuse(self, index: Any, shape: Sequence[int]) -> None:
         """Raises the exception of torch for an index that does not fit."""
-        self._torch.empty(tuple(shape), dtype=self._torch.uint8, device="meta")[index]
+        # One byte stands for all elements. A tensor on meta cannot be asked with a mask.
+        self._torch.zeros((), dtype=self._torch.uint8, device=self._device).expand(tuple(shape))[index]
 
 
 class Numpy:
@@ -247,7 +251,11 @@ class Numpy:
         return next((name for name, word in words.items() if dtype.name == word), None)
 
     def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
-        made = self._numpy.empty(tuple(shape), dtype=self.dtype(dtype, name))
+        wanted = self.dtype(dtype, name)
+        try:
+            made = self._numpy.empty(tuple(shape), dtype=wanted)
+        except ValueError as e:
+            raise _too_large("numpy", shape, name, e) from None
         return made, made.__array_interface__["data"][0]
 
     def maker(self, dtype: str) -> None:
@@ -264,7 +272,11 @@ class Numpy:
                 tensors[name] = self.empty(dtype, shape, name)[0]
                 continue
             area, address = areas[region]
-            tensors[name] = self._numpy.ndarray(shape, self.dtype(dtype, name), area, -address % PAGE + offset)
+            wanted = self.dtype(dtype, name)
+            try:
+                tensors[name] = self._numpy.ndarray(shape, wanted, area, -address % PAGE + offset)
+            except ValueError as e:
+                raise _too_large("numpy", shape, name, e) from None
         return tensors
 
     def of_bytes(self, data: bytearray, dtype: str, shape: Sequence[int], name: str) -> Any:
@@ -391,6 +403,10 @@ def _packed(dtype: str, shape: Sequence[int], name: str) -> tuple[int, ...]:
             tensor=name,
         )
     return (*shape[:-1], shape[-1] // 2)
+
+
+def _too_large(where: str, shape: Sequence[int], name: str, why: object) -> Exception:
+    return error(f'tensor `{name}`: {where} has no tensor of shape {list(shape)}: {why}; open with framework="dlpack"', tensor=name)
 
 
 def _unknown(dtype: str, name: str, where: str) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple, Sequence
 
 from ._errors import error
@@ -43,7 +44,7 @@ def plain(index: Any, shape: Sequence[int]) -> list[tuple[int, int]] | None:
 
 def simple(index: Any, shape: Sequence[int]) -> list[Cut] | None:
     """Reads an index as torch does. None if only torch can interpret or refuse it."""
-    items = _items(index)
+    items = [_scalar(item) for item in _items(index)]
     if any(item is not Ellipsis and type(item) not in (int, slice) for item in items) or items.count(Ellipsis) > 1:
         return None
     items = _expanded(items, shape)
@@ -110,24 +111,42 @@ def _expanded(items: list[Any], shape: Sequence[int]) -> list[Any]:
 
 def _parsed(item: Any, dimension: int, size: int) -> Cut:
     if isinstance(item, slice):
-        step = 1 if item.step is None else item.step.__index__()
+        step = 1 if item.step is None else _i64(item.step)
         if step < 1:
             raise error(f"Slice step must be a positive integer, got {step}")
-        start, stop = (None if bound is None else bound.__index__() for bound in (item.start, item.stop))
+        start, stop = (None if bound is None else _i64(bound) for bound in (item.start, item.stop))
         start = 0 if start is None else start + size if start < 0 else start
         stop = size if stop is None else stop + size if stop < 0 else stop
         return Cut(max(start, 0), max(stop, 0), step, False)
-    if isinstance(item, bool) or not hasattr(item, "__index__"):
-        raise error(f"Unsupported slice index at position {dimension}: expected slice, int, or ellipsis")
-    number = item.__index__()
+    try:
+        number = _i64(item)
+    except Exception:
+        raise error(f"Unsupported slice index at position {dimension}: expected slice, int, or ellipsis") from None
     if number < -size:
         raise error(f"Invalid index {number} for dimension {dimension} of size {size}")
     number = number + size if number < 0 else number
     return Cut(number, number + 1, 1, True)
 
 
+def _scalar(item: Any) -> Any:
+    """The int that an array or tensor without dimensions holds. Any other item as it is: a bool or a byte is a mask."""
+    if getattr(item, "shape", None) == () and not str(getattr(item, "dtype", "")).endswith(("bool", "uint8")):
+        try:
+            return operator.index(item)
+        except TypeError:
+            pass
+    return item
+
+
+def _i64(number: Any) -> int:
+    value = operator.index(number)
+    if not -(1 << 63) <= value < 1 << 63:
+        raise OverflowError(f"{value} does not fit 64 bits")
+    return int(value)
+
+
 def _shown(item: Any, cut: Cut) -> str:
     if cut.single:
         return str(cut.start)
-    start, stop = ("" if bound is None else str(bound) for bound in (item.start, item.stop))
-    return f"{start}:{stop}" + ("" if item.step in (None, 1) else f":{item.step}")
+    start, stop = ("" if bound is None else str(_i64(bound)) for bound in (item.start, item.stop))
+    return f"{start}:{stop}" + ("" if cut.step == 1 else f":{cut.step}")

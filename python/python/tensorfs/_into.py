@@ -9,9 +9,9 @@ from typing import Any, Hashable, Iterator, Mapping, NamedTuple
 from . import _frameworks, _settings
 from ._dtensor import Box
 from ._errors import MismatchError, SafetensorError, error
-from ._open import Source, StrPath, open_checkpoint, secret_of
+from ._open import Source, StrPath, open_checkpoint, proof_of, secret_of
 from ._reader import Info, Part
-from ._targets import Target, target_of
+from ._targets import Target, count_write, target_of
 from ._tensorfs import Checkpoint, Loader, can_cast, unwritable
 
 _COMPARED_MAX = 64 << 20
@@ -51,6 +51,9 @@ def load_into(
     passphrase: str | bytes | None = None,
     key_file: StrPath | None = None,
     passphrase_file: StrPath | None = None,
+    expect_shards: int | None = None,
+    reference: StrPath | None = None,
+    unproven_tail: str | None = None,
     **how: Any,
 ) -> Loaded:
     """Loads a checkpoint into what `mapping` has by the same names: tensors of torch on the CPU or on GPUs, arrays of
@@ -59,8 +62,8 @@ def load_into(
 
     With `strict` the names must be the same; otherwise the common ones are loaded. With `cast` floating point elements
     are cast to the target's F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless all
-    tensors fit. `key`, `passphrase`, `key_file` and `passphrase_file` are those of `safe_open`, and `how` are its arguments
-    about reading.
+    tensors fit. `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference` and `unproven_tail` are
+    those of `safe_open`, and `how` are its arguments about reading.
 
     Several names may share the same memory, as tied weights do. One of them in the checkpoint is enough; if it has
     several, their bytes must be equal.
@@ -73,10 +76,13 @@ def load_into(
         raise TypeError(f"expected a mapping from names to memory{hint}, not {type(mapping).__name__}")
     loader = _settings.loader(**how)
     secret = secret_of(key, passphrase, key_file, passphrase_file)
-    checkpoint = open_checkpoint(filename, loader, (), secret)
+    proof = proof_of(expect_shards, reference, unproven_tail)
+    checkpoint = open_checkpoint(filename, loader, (), secret, proof)
     every = {facts[0]: Info(*facts) for facts in checkpoint.tensors()}
     targets = {name: target_of(into, name) for name, into in mapping.items() if name in every}
-    missing = _without_aliases([name for name in mapping if name not in every], mapping, targets)
+    absent = [name for name in mapping if name not in every]
+    aliases = _aliases(absent, mapping, targets)
+    missing = [name for name in absent if name not in aliases]
     result = Loaded(missing, [name for name in every if name not in mapping])
     if strict and (result.missing_keys or result.unexpected_keys):
         raise _differing_names(filename, result)
@@ -93,9 +99,15 @@ def load_into(
         to = loader if gpu is None else _settings.loader(**how, gpu=gpu)
         mine = [request for several in found.values() for request in several]
         planned.append((gpu, to, mine, to.plan(checkpoint, [request.native(request.address) for request in mine])))
-    for gpu, to, mine, plan in planned:
-        memory = [(request.address, request.nbytes, request.owner) for request in mine]
-        to.fill(checkpoint, plan, memory, None, None if gpu is None else _frameworks.find("pt", gpu).stream())
+    written = [target.owner for target in (*targets.values(), *aliases.values())]
+    # Before, because nothing may come between a failure and it; and after, for what was computed meanwhile.
+    count_write(written)
+    try:
+        for gpu, to, mine, plan in planned:
+            memory = [(request.address, request.nbytes, request.owner) for request in mine]
+            to.fill(checkpoint, plan, memory, None, None if gpu is None else _frameworks.find("pt", gpu).stream())
+    finally:
+        count_write(written)
     return result
 
 
@@ -109,21 +121,22 @@ def _differing_names(filename: Source, names: Loaded) -> SafetensorError:
     return error(f"{filename}: the names differ{missing}{unexpected}", cls=MismatchError, path=str(filename))
 
 
-def _without_aliases(missing: list[str], mapping: Mapping[str, Any], targets: dict[str, Target]) -> list[str]:
-    """The names in `missing` whose memory no other name fills."""
+def _aliases(absent: list[str], mapping: Mapping[str, Any], targets: dict[str, Target]) -> dict[str, Target]:
+    """The names in `absent` whose memory another name fills, with that memory."""
     filled: dict[Hashable, list[Target]] = {}
     for target in targets.values():
         filled.setdefault(target.identity, []).append(target)
 
-    def is_filled(name: str) -> bool:
+    aliases = {}
+    for name in absent:
         try:
             target = target_of(mapping[name], name)
         except Exception:
             # Memory of another kind is left as it is.
-            return False
-        return any(map(target.is_alias_of, filled.get(target.identity, [])))
-
-    return [name for name in missing if not is_filled(name)]
+            continue
+        if any(map(target.is_alias_of, filled.get(target.identity, []))):
+            aliases[name] = target
+    return aliases
 
 
 def _requests(info: Info, target: Target, cast: bool) -> list[_TensorRequest]:

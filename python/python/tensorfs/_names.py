@@ -13,15 +13,27 @@ Names = Union[str, "re.Pattern[str]", Iterable[str], None]
 
 
 def select(names: Names, every: list[str]) -> list[str]:
-    """The names of `every` that are meant, in its order; exact names have to be there."""
+    """The names of `every` that are meant, in its order. Raises if a glob or an expression matches none, and if an exact
+    name is not there."""
     if names is None:
         return every
-    if isinstance(names, str):
-        matches = re.compile(fnmatch.translate(names)).match
-        return [name for name in every if matches(name)]
-    if isinstance(names, re.Pattern):
-        return [name for name in every if names.search(name)]
+    if isinstance(names, (str, re.Pattern)):
+        matches = re.compile(fnmatch.translate(names)).match if isinstance(names, str) else names.search
+        found = [name for name in every if matches(name)]
+        if not found:
+            shown = names if isinstance(names, str) else names.pattern
+            raise error(f"names={shown!r} matches none of the {len(every)} tensors{_such_as(every)}")
+        return found
+    if isinstance(names, (bytes, bytearray)):
+        raise TypeError(f"names: expected a glob, a compiled expression or a list of names, all of str, not {type(names).__name__}")
     wanted = set(names)
+    for name in wanted:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a tensor is a str, not {type(name).__name__}")
     for name in wanted.difference(every):
         raise error(f"File does not contain tensor {name}", tensor=str(name))
     return [name for name in every if name in wanted]
+
+
+def _such_as(every: list[str]) -> str:
+    return f": {', '.join(every[:3])}{', ...' if len(every) > 3 else ''}" if every else ""

@@ -8,11 +8,12 @@ import operator
 import os
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence, Union
 
-from . import _device, _frameworks, _indexing, _settings
+from . import _device, _frameworks, _indexing, _settings, _tails
 from ._errors import SafetensorError, error, not_found, shown
 from ._names import Names, select
 from ._prefetch import PrefetchLoader
 from ._reader import Info, Part, Reader
+from ._tails import Proof
 from ._tensorfs import Cancel, Checkpoint, Loader, load_indexed
 
 StrPath = Union[str, "os.PathLike[str]"]
@@ -21,6 +22,9 @@ Source = Union[StrPath, Sequence[StrPath], Mapping[str, StrPath]]
 
 _BATCH_MAX = 512 << 20
 """Most bytes that `tensors` and `prefetch` load at a time. A longer tensor is loaded alone."""
+
+_BATCH_FIRST = 16 << 20
+"""Most bytes of the first batch, so that the first tensor is there soon. Each batch may be twice the one before."""
 
 
 class TensorMetadata(NamedTuple):
@@ -39,38 +43,31 @@ Globs = Union[str, Sequence[str], None]
 """A glob for names of tensors, or several of them."""
 
 
-def view_words(
-    include: Globs,
-    exclude: Globs,
-    rename: StrPath | None,
-    dtype: str | None,
-    keep: Globs,
-    tp: int | None = None,
-    rank: int | None = None,
-    tp_rules: StrPath | None = None,
-) -> list[tuple[str, str]]:
-    """The options of a view, as `mount -o` takes them."""
+def view_words(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The options of a view among the arguments of a function, as `mount -o` takes them."""
     words = []
-    if keep and dtype is None:
+    if arguments["keep"] and arguments["dtype"] is None:
         raise error("keep needs dtype")
-    for key, globs in (("include", include), ("exclude", exclude), ("keep", keep)):
-        globs = [globs] if isinstance(globs, str) else list(globs or ())
+    for key in ("include", "exclude", "keep"):
+        given = arguments[key]
+        globs = [given] if isinstance(given, (str, bytes)) else list(given or ())
         for glob in globs:
             if not isinstance(glob, str):
                 raise TypeError(f"{key}: expected a glob or a list of them, not {type(glob).__name__}")
             words.append((key, glob))
-    for key, number in (("tp", tp), ("rank", rank)):
-        if number is not None:
-            words.append((key, str(operator.index(number))))
-    if tp_rules is not None:
-        words.append(("tp-rules", _path(tp_rules)))
-    if rename is not None:
-        words.append(("rename", _path(rename)))
-    if dtype is not None:
-        # torch.bfloat16 is written as bf16, too.
-        word = str(dtype).removeprefix("torch.")
-        words.append(("dtype", {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(word, word)))
-    return words
+    to_word = {"tp": _number, "rank": _number, "tp_rules": _path, "rename": _path, "dtype": dtype_word}
+    others = [(key, word) for key, word in to_word.items() if arguments[key] is not None]
+    return words + [(key.replace("_", "-"), word(arguments[key])) for key, word in others]
+
+
+def _number(number: Any) -> str:
+    return str(operator.index(number))
+
+
+def dtype_word(dtype: Any) -> str:
+    """The dtype of a view as an option: torch.bfloat16 is bf16."""
+    word = str(dtype).removeprefix("torch.")
+    return {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(word, word)
 
 
 Secret = Union[tuple[str, bytes], None]
@@ -104,21 +101,47 @@ def secret_of(
     return given[0] if given else None
 
 
+def proof_of(
+    expect_shards: int | None = None, reference: StrPath | None = None, unproven_tail: str | None = None
+) -> Proof:
+    """The arguments about the last pieces of a checkpoint."""
+    if expect_shards is not None:
+        number = -1 if isinstance(expect_shards, bool) else operator.index(expect_shards)
+        if not 1 <= number < 1 << 64:
+            raise ValueError(f"expect_shards={expect_shards}: expected a number from 1 on")
+        expect_shards = number
+    reference = None if reference is None else _path(reference)
+    return Proof((expect_shards, reference), _settings.unproven_tail(unproven_tail))
+
+
 def open_checkpoint(
-    source: Source, loader: Loader, view: Sequence[tuple[str, str]] = (), secret: Secret = None
+    source: Source,
+    loader: Loader,
+    view: Sequence[tuple[str, str]] = (),
+    secret: Secret = None,
+    proof: Proof | None = None,
 ) -> Checkpoint:
     """Opens `source`, of any of its types, within the deadline of `loader`, and presents it as `view` says. `secret`
-    opens encrypted files."""
-    words = list(view)
+    opens encrypted files. Warns if neither the files nor `proof` prove that the last pieces are there."""
+    proof = proof_of() if proof is None else proof
+    checkpoint = _open_checkpoint(source, loader, list(view), secret, proof)
+    if checkpoint.unproven_tail is not None:
+        _tails.judge([checkpoint.unproven_tail], proof)
+    return checkpoint
+
+
+def _open_checkpoint(
+    source: Source, loader: Loader, words: list[tuple[str, str]], secret: Secret, proof: Proof
+) -> Checkpoint:
     # This thread does not access the file system, which might not answer.
     try:
         if isinstance(source, (str, os.PathLike)):
-            return Checkpoint.open(_path(source), loader.timeout, words, secret)
+            return Checkpoint.open(_path(source), loader.timeout, words, secret, proof.demands)
         if isinstance(source, Mapping):
             files = {name: _path(path) for name, path in source.items()}
-            return Checkpoint.open_map(files, loader.timeout, words, secret)
+            return Checkpoint.open_map(files, loader.timeout, words, secret, proof.demands)
         if isinstance(source, (list, tuple)):
-            return Checkpoint.open_files([_path(path) for path in source], loader.timeout, words, secret)
+            return Checkpoint.open_files([_path(path) for path in source], loader.timeout, words, secret, proof.demands)
     except FileNotFoundError as e:
         if os.strerror(errno.ENOENT) in str(e):
             raise not_found(e.filename) from None
@@ -141,7 +164,8 @@ class safe_open:
     `framework` is "pt", "np", or "dlpack" for objects that every other framework accepts.
 
     Tensors own their memory. With `copy=False` they share the memory of the mapped files, if they lie there in one
-    piece: writing to one changes no file, but a process that reads it ends if the file is truncated later.
+    piece: writing to one changes no file, but a process that reads it ends if the file is truncated later. With
+    `copy=None` they do so if the page cache holds them when they are requested.
 
     `include` and `exclude` are globs for the names of the tensors that it has, and `rename` is a file with rules for
     other names, and for tensors that are split or joined, as the options of mounts. `dtype` is "bf16", "f16", "f32" or
@@ -157,6 +181,11 @@ class safe_open:
     `passphrase`, or a `passphrase_file`. One of them is given, or set as TENSORFS_KEY_FILE, TENSORFS_PASSPHRASE_FILE or
     TENSORFS_KEY_COMMAND.
 
+    `expect_shards` is the number of shard files, and `reference` is a file with the names, dtypes and shapes of all
+    tensors: a safetensors file, a manifest, or a weight map. A checkpoint that differs is refused. They prove that no
+    last shard is lost. Without a proof there is an `UnprovenTailWarning`, once for a checkpoint; with
+    `unproven_tail="error"`, or TENSORFS_UNPROVEN_TAIL=error, an error.
+
     The other arguments control reading, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
     TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
     """
@@ -168,7 +197,7 @@ class safe_open:
         device: Any = "cpu",
         *,
         backend: str = "mmap",
-        copy: bool = True,
+        copy: bool | None = True,
         include: Globs = None,
         exclude: Globs = None,
         rename: StrPath | None = None,
@@ -181,6 +210,9 @@ class safe_open:
         passphrase: str | bytes | None = None,
         key_file: StrPath | None = None,
         passphrase_file: StrPath | None = None,
+        expect_shards: int | None = None,
+        reference: StrPath | None = None,
+        unproven_tail: str | None = None,
         chunk: int | str | None = None,
         io_depth: int | None = None,
         pinned_max: int | str | None = None,
@@ -188,17 +220,21 @@ class safe_open:
         engine: str | None = None,
         io_timeout: float | None = None,
     ) -> None:
+        # All of them, to open it again where it is unpickled.
+        arguments = {word: value for word, value in locals().items() if word != "self"}
         if backend not in ("mmap", "pread"):
             raise error(f'backend {json.dumps(backend)} is invalid (expected one of: "mmap", "pread")')
         self._filename, self._framework, self._gpu = filename, framework, _device.parse(device)
-        self._how = (chunk, io_depth, pinned_max, source, engine, io_timeout)
+        self._how = {word: arguments[word] for word in _settings.WORDS}
         found = _frameworks.find(framework, self._gpu)
-        loader = _settings.loader(*self._how, self._gpu)
+        loader = _settings.loader(**self._how, gpu=self._gpu)
         strict = backend == "pread" or not found.indexes_itself
-        view = view_words(include, exclude, rename, dtype, keep, tp, rank, tp_rules)
+        view = view_words(arguments)
         secret = secret_of(key, passphrase, key_file, passphrase_file)
-        checkpoint = open_checkpoint(filename, loader, view, secret)
+        proof = proof_of(expect_shards, reference, unproven_tail)
+        checkpoint = open_checkpoint(filename, loader, view, secret, proof)
         self._open: Reader | None = Reader(checkpoint, found, loader, strict, copy)
+        self._arguments = arguments
 
     def __enter__(self) -> safe_open:
         return self
@@ -207,6 +243,14 @@ class safe_open:
         opened, self._open = self._open, None
         if opened is not None:
             opened.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the arguments: whoever unpickles it opens the checkpoint again, as it is there and then."""
+        self._reader()
+        for word in ("key", "passphrase"):
+            if self._arguments[word] is not None:
+                raise TypeError(f"a safe_open with {word}= is not pickled, since the pickle would hold it: give {word}_file=")
+        return _opened_again, (type(self), self._arguments)
 
     def __repr__(self) -> str:
         state = "closed" if self._open is None else f"{len(self._open.checkpoint)} tensors"
@@ -251,7 +295,7 @@ class safe_open:
 
     def get_slice(self, name: str) -> Slice:
         """The tensor of this name, for indexing: only the bytes of the requested part are read."""
-        return Slice(self._reader(), self._info(name))
+        return Slice(self, self._info(name))
 
     def tensors(self, names: Names = None) -> Iterator[tuple[str, Any]]:
         """Pairs of name and tensor in file order. The next tensors are loaded meanwhile, in bounded memory."""
@@ -275,7 +319,7 @@ class safe_open:
         reader = self._reader()
         gpu = self._gpu if device is None else _device.parse(device)
         if gpu != self._gpu:
-            framework, loader = _frameworks.find(self._framework, gpu), _settings.loader(*self._how, gpu)
+            framework, loader = _frameworks.find(self._framework, gpu), _settings.loader(**self._how, gpu=gpu)
             reader = Reader(reader.checkpoint, framework, loader, reader.strict)
         if threads < 1:
             raise error(f"threads has to be 1 or more, got {threads}")
@@ -321,13 +365,21 @@ class safe_open:
         return [info for info in ordered if info.name in meant]
 
 
+def _opened_again(cls: type[safe_open], arguments: dict[str, Any]) -> safe_open:
+    return cls(**arguments)
+
+
 class Slice:
     """A tensor for indexing."""
 
-    def __init__(self, reader: Reader, info: Info) -> None:
-        self._reader, self._info = reader, info
+    def __init__(self, opened: safe_open, info: Info) -> None:
+        reader = opened._reader()
+        self._opened, self._reader, self._info = opened, reader, info
         # Makes a tensor of a shape, if parts are copied from the page cache.
         self._make: Any = reader.framework.maker(info.dtype) if reader.copy and reader.loader.on_cpu else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return safe_open.get_slice, (self._opened, self._info.name)
 
     def get_shape(self) -> list[int]:
         """The shape of the whole tensor."""
@@ -412,12 +464,12 @@ def _one_by_one(reader: Reader, wanted: list[tuple[Info, Part]]) -> Iterator[tup
 def _batches(wanted: list[tuple[Info, Part]]) -> list[list[tuple[Info, Part]]]:
     """Splits `wanted` into batches that are loaded together."""
     batches: list[list[tuple[Info, Part]]] = []
-    length = 0
+    length, limit = 0, _BATCH_FIRST // 2
     for entry in wanted:
         nbytes = entry[0].nbytes
-        if not batches or length + nbytes > _BATCH_MAX:
+        if not batches or length + nbytes > limit:
             batches.append([])
-            length = 0
+            length, limit = 0, min(limit * 2, _BATCH_MAX)
         batches[-1].append(entry)
         length += nbytes
     return batches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import os
 import sys
 import threading
@@ -18,22 +19,55 @@ from ._open import safe_open
 class _Block:
     """A block that was entered. A task that took over its context may outlive it."""
 
-    def __init__(self, around: _Block | None, copy: bool) -> None:
+    def __init__(self, around: _Block | None, copy: bool | None) -> None:
         self.around, self.copy, self.ended = around, copy, False
 
 
 _innermost: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("tensorfs.patched", default=None)
 _lock = threading.Lock()
+
+
+class _Searched:
+    """A module, and the names that were bound to `safe_open`, to the genuine one or to ours, when it had `count` names."""
+
+    __slots__ = ("module", "names", "is_ours", "count", "bindings")
+
+    def __init__(self, module: ModuleType, names: dict[str, Any]) -> None:
+        self.module, self.names, self.count = module, names, -1
+        self.is_ours = str(names.get("__name__")).partition(".")[0] == "tensorfs"
+        self.bindings: list[str] = []
+
+    def search(self, count: int) -> None:
+        self.count = count
+        either = {id(_stand_in), id(_stand_in.genuine)}
+        # Most modules have none, which this finds fastest.
+        if self.is_ours or either.isdisjoint(map(id, list(self.names.values()))):
+            self.bindings = []
+        else:
+            self.bindings = [name for name, value in list(self.names.items()) if id(value) in either]
+
+
+_NAME = "safe_open"
+"""The name that most modules give it."""
+
+_searched: dict[str, _Searched] = {}
+_known: dict[str, Any] = {}
+"""The modules of `_searched`."""
+_names: list[dict[str, Any]] = []
+"""Their names, and how many these are: thousands of modules are compared at once."""
+_counts: list[int] = []
+_bound: list[_Searched] = []
+"""Those with bindings."""
 _users = 0
 _stand_in: Any = None
 
 
 @contextlib.contextmanager
-def patched(*, copy: bool = True) -> Iterator[None]:
+def patched(*, copy: bool | None = None) -> Iterator[None]:
     """Replaces `safetensors.safe_open` within the block, in this thread and async task alone, also where it was imported
     before. The `load_file` and `load_model` of `safetensors`, which use it, load by tensorfs too. safetensors still
-    loads tensors for other frameworks and devices. With `copy=False` tensors share the mapped files, as the tensors of
-    safetensors do: see `safe_open`.
+    loads tensors for other frameworks and devices. By default tensors that the page cache holds share the mapped files,
+    as all tensors of safetensors do; with `copy=False` all of them do, with `copy=True` none: see `safe_open`.
     """
     _install()
     block = _Block(_innermost.get(), copy)
@@ -85,18 +119,39 @@ def _uninstall() -> None:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Replaces `old` by `new` in every module, since most import it by name."""
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType):
-            continue
-        # `vars` is used because getting attributes may import more modules, and setting them may be
-        # forbidden.
-        names = vars(module)
-        if str(names.get("__name__")).partition(".")[0] == "tensorfs":
-            continue
-        for name, value in list(names.items()):
-            if value is old:
-                names[name] = new
+    """Replaces `old` by `new` in every module, since most import it by name.
+
+    Only modules with other names than at the last time are searched: there may be thousands.
+    """
+    global _known, _counts, _bound
+    modules = sys.modules.copy()
+    if modules != _known:
+        _known = modules
+        for key in _searched.keys() - modules.keys():
+            del _searched[key]
+        for key, module in modules.items():
+            found = _searched.get(key)
+            if isinstance(module, ModuleType) and (found is None or found.module is not module):
+                # `vars` is used because getting attributes may import more modules, and setting them may be
+                # forbidden.
+                _searched[key] = _Searched(module, vars(module))
+        _names[:] = [each.names for each in _searched.values()]
+    counts = list(map(len, _names))
+    if counts != _counts:
+        _counts = counts
+        for each, count in zip(_searched.values(), counts):
+            if each.count != count:
+                each.search(count)
+        _bound = [each for each in _searched.values() if each.bindings]
+    # A name may be bound to it later, in place of None.
+    if id(old) in map(id, map(dict.get, _names, itertools.repeat(_NAME))):
+        for each in _searched.values():
+            if each.names.get(_NAME) is old and not each.is_ours:
+                each.names[_NAME] = new
+    for each in _bound:
+        for name in each.bindings:
+            if each.names.get(name) is old:
+                each.names[name] = new
 
 
 def _make_stand_in(real: type) -> type:

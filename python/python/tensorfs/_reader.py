@@ -36,11 +36,11 @@ class Reader:
     """The state that an open checkpoint, its slices and its background loads share."""
 
     def __init__(
-        self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool = True
+        self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool | None = True
     ) -> None:
         self.checkpoint, self.framework, self.loader, self.strict = checkpoint, framework, loader, strict
-        # Whether every tensor gets its own memory.
-        self.copy = copy or not loader.on_cpu
+        # Whether every tensor gets its own memory. None: those that the page cache does not hold.
+        self.copy = copy if loader.on_cpu else True
         # Mapped shards: the base object for views, and its address; None if a shard cannot be mapped.
         self._mapped: dict[int, tuple[Any, int] | None] = {}
         # The cost of all loads, summed up.
@@ -49,6 +49,9 @@ class Reader:
         self._ahead = Ahead() if loader.on_cpu else None
         # Whether the last small tensor that was requested was missing in the page cache.
         self._is_cold = False
+        # With `copy=None`: what maps the tensors in the page cache, and whether a tensor was missing there.
+        self._maps = loader if self.copy is None else None
+        self._misses = False
 
     def close(self) -> None:
         """Lets go of what was loaded ahead. Later requests load their own tensors."""
@@ -78,6 +81,8 @@ class Reader:
             offset, nbytes = offset + first * row, (end - first) * row
         if offset % WIDTHS.get(info.dtype, 1):
             return None
+        if self.copy is None and not self.loader.is_cached(self.checkpoint, shard, offset, nbytes):
+            return None
         self.framework.check(info.dtype, shape, info.name)
         if shard not in self._mapped:
             area = Area.of_shard(self.checkpoint, shard, self.loader.timeout)
@@ -102,9 +107,13 @@ class Reader:
         if not self.copy:
             made = self.shared(info, None, info.shape)
             if made is not None:
+                if self._misses and self._ahead is not None:
+                    # Else the next tensor that is missing would not be expected.
+                    self._ahead.ask(self.checkpoint, info.position, False, begins=False)
                 return made
+            self._misses = True
         if self._ahead is not None:
-            is_there, wanted = self._ahead.ask(self.checkpoint, info.position, self._is_cold)
+            is_there, wanted = self._ahead.ask(self.checkpoint, info.position, self._is_cold, self._maps)
             if wanted:
                 self._begin(self._ahead, wanted)
             if is_there:

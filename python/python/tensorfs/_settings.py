@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import lru_cache
 
-from ._tensorfs import Loader
+from ._tensorfs import Loader, parse_size
 
-_SIZE = re.compile(r"(\d+)(?:([kmgt])(?:ib)?)?", re.IGNORECASE | re.ASCII)
-_SHIFTS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+WORDS = ("chunk", "io_depth", "pinned_max", "source", "engine", "io_timeout")
+"""The settings of a loader, as arguments."""
 
 
 def loader(
@@ -23,20 +22,26 @@ def loader(
 ) -> Loader:
     """The loader for these settings, to the CPU or a GPU. Equal settings share one loader."""
 
-    def chosen(name: str, given: object) -> tuple[str, object]:
-        variable = f"TENSORFS_{name.upper()}"
-        # An empty variable counts as unset.
-        return (name, given) if given is not None else (variable, os.environ.get(variable) or None)
-
     return _loader(
-        _size(*chosen("chunk", chunk), 4096, 1 << 30),
-        _number(*chosen("io_depth", io_depth), 1, 4096),
-        _size(*chosen("pinned_max", pinned_max), 1 << 20, 1 << 40),
-        _word(*chosen("source", source), ("auto", "direct", "buffered")),
-        _word(*chosen("engine", engine), ("auto", "uring", "threads", "cufile")),
-        _seconds(*chosen("io_timeout", io_timeout)),
+        _size(*_chosen("chunk", chunk), 4096, 1 << 30),
+        _number(*_chosen("io_depth", io_depth), 1, 4096),
+        _size(*_chosen("pinned_max", pinned_max), 1 << 20, 1 << 40),
+        _word(*_chosen("source", source), ("auto", "direct", "buffered")),
+        _word(*_chosen("engine", engine), ("auto", "uring", "threads", "cufile")),
+        _seconds(*_chosen("io_timeout", io_timeout)),
         gpu,
     )
+
+
+def unproven_tail(given: str | None = None) -> str:
+    """The consequence of an unproven tail: "warn" or "error"."""
+    return _word(*_chosen("unproven_tail", given), ("warn", "error"))
+
+
+def _chosen(name: str, given: object) -> tuple[str, object]:
+    variable = f"TENSORFS_{name.upper()}"
+    # An empty variable counts as unset.
+    return (name, given) if given is not None else (variable, os.environ.get(variable) or None)
 
 
 @lru_cache(maxsize=64)
@@ -55,9 +60,8 @@ def _loader(
 def _size(name: str, value: object, least: int, most: int) -> int | None:
     if value is None:
         return None
-    found = _SIZE.fullmatch(str(value))
-    size = int(found[1]) << _SHIFTS[(found[2] or "").lower()] if found else -1
-    if not least <= size <= most:
+    size = parse_size(str(value))
+    if size is None or not least <= size <= most:
         raise ValueError(f"{name}={value}: expected a size from {least} to {most} bytes, like 16M")
     return size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable, Hashable, NamedTuple
+from typing import Any, Callable, Hashable, Iterable, NamedTuple
 
 from . import _dtensor, _frameworks
 from ._dtensor import Box
@@ -66,6 +66,26 @@ def target_of(into: Any, name: str) -> Target:
         identity = (None, address, nbytes) if nbytes else None
         return Target(address, nbytes, dtype, list(shape), owner, identity=identity)
     return _of_buffer(into, refused)
+
+
+def count_write(owners: Iterable[Any]) -> None:
+    """Has torch count a write to the tensors among the owners of targets: a backward pass that needs what they held
+    before is refused then."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    increment = getattr(torch.autograd.graph, "increment_version", None)
+    with torch._C.DisableTorchFunctionSubclass():
+        for owner in owners:
+            # A DTensor has a counter of its own beside that of its local shard.
+            for tensor in owner if isinstance(owner, tuple) else (owner,):
+                if not isinstance(tensor, torch.Tensor) or torch.Tensor.is_inference(tensor):
+                    continue
+                if increment is not None:
+                    increment(tensor)
+                elif not _dtensor.is_dtensor(tensor):
+                    # In older versions of torch a write of no bytes counts as well, and views share the counter.
+                    torch.Tensor.detach(tensor).view(-1)[:0].view(torch.uint8).zero_()
 
 
 def _of_array(numpy: Any, into: Any, refused: Refused) -> Target:

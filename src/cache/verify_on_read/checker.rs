@@ -7,13 +7,13 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde::{Deserialize, Serialize};
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};
 use crate::io::{
-    Budget, Buffer, Deadlines, Effort, Engine, Fetch, PerSourceLimiter, Priority, ReadBuffer,
-    SourceKey,
+    Budget, Buffer, Deadlines, Effort, Engine, EngineStatus, Fetch, PerSourceLimiter, Priority,
+    ReadBuffer, SourceKey,
 };
 use crate::source::{Source, release_unpinned};
 use crate::sync::Mutex;
@@ -38,6 +38,17 @@ pub const MEMORY: u64 = STEPS_MAX as u64 * STEP_MEMORY;
 
 /// Time between two checks for overdue jobs.
 const TICK: Duration = Duration::from_millis(250);
+
+/// The facts about a checker, for `status`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CheckerStatus {
+    /// Its reads.
+    #[serde(flatten)]
+    pub engine: EngineStatus,
+    /// Number of jobs under way.
+    pub jobs: usize,
+}
 
 /// Reads the bytes that gates compare. Clones share the work.
 #[derive(Clone)]
@@ -103,12 +114,9 @@ impl Checker {
         Ok(Checker(inner))
     }
 
-    /// Describes the reads under way like `Engine::describe`, with the number of jobs.
-    pub fn describe(&self) -> Value {
-        let jobs = self.0.state.lock().jobs.len();
-        let mut described = self.0.engine.describe();
-        described["jobs"] = jobs.into();
-        described
+    /// The facts for `status`.
+    pub fn status(&self) -> CheckerStatus {
+        CheckerStatus { engine: self.0.engine.status(), jobs: self.0.state.lock().jobs.len() }
     }
 
     /// Queues a job. Never waits.

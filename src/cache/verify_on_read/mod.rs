@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use crate::catalog::{Piece, ShardId};
-use crate::checkpoint::{Checkpoint, VirtualFile, fingerprint};
+use crate::checkpoint::{Checkpoint, VirtualFile};
 use crate::error::{Error, Result};
 use crate::hash::Digest;
 use crate::index::{ChecksumChunk, ShardSums};
@@ -24,7 +24,7 @@ use crate::sync::Mutex;
 use crate::verify::stored::{self, Named};
 use crate::verify::{Mismatch, Recorded};
 
-pub use checker::{Checker, MEMORY};
+pub use checker::{Checker, CheckerStatus, MEMORY};
 use job::ChecksumJob;
 
 /// Called once, with whether bytes may be served.
@@ -218,7 +218,7 @@ impl ChecksumGate {
             stored: &stored[shard as usize],
             name_of: &name_of,
         };
-        let now = fingerprint(&self.source(shard).identity());
+        let now = self.source(shard).version().lasting();
         let digests = Some((known.digests[chunk.number], found));
         let place = named.place(&chunk.range);
         let mismatch = Mismatch::new(known, &now, place, chunk.range.clone(), digests);

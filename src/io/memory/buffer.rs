@@ -445,3 +445,9 @@ impl Deref for ReadBuffer {
         &self.buffer[self.bytes.clone()]
     }
 }
+
+impl DerefMut for ReadBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.buffer[self.bytes.clone()]
+    }
+}

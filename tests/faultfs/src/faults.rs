@@ -51,6 +51,8 @@ struct Rule {
     request: Request,
     glob: String,
     fault: Fault,
+    /// Reads in front of it are as they should be.
+    from: u64,
 }
 
 /// Answers one request. Dropped without being called, it answers with EIO.
@@ -98,8 +100,17 @@ impl Faults {
 
     /// Answers a request at once, or holds it back. Never blocks.
     pub(crate) fn meet(&self, request: Request, path: &Path, job: Job) {
+        self.meet_at(request, path, 0, job);
+    }
+
+    /// As `meet`, for a read from `offset` on.
+    pub(crate) fn meet_read(&self, path: &Path, offset: u64, job: Job) {
+        self.meet_at(Request::Read, path, offset, job);
+    }
+
+    fn meet_at(&self, request: Request, path: &Path, offset: u64, job: Job) {
         let mut state = self.lock();
-        let fault = state.fault(request, path, |fault| fault != Fault::NoDirect);
+        let fault = state.fault(request, path, offset, |fault| fault != Fault::NoDirect);
         let counts = state.counts.entry(path.to_owned()).or_default();
         match request {
             Request::Lookup => counts.lookups += 1,
@@ -140,7 +151,7 @@ impl Faults {
     pub(crate) fn refuses_direct(&self, path: &Path) -> bool {
         let mut state = self.lock();
         state.counts.entry(path.to_owned()).or_default().direct_opens += 1;
-        state.fault(Request::Open, path, |fault| fault == Fault::NoDirect).is_some()
+        state.fault(Request::Open, path, 0, |fault| fault == Fault::NoDirect).is_some()
     }
 
     /// Answers what was held back when its time has come; returns after `end`.
@@ -190,9 +201,11 @@ impl Faults {
             ["counts", glob] => return Ok(self.counts(glob).to_string()),
             ["ranges", glob] => return Ok(self.ranges(glob).to_string()),
             [name, glob, arguments @ ..] => {
-                let (request, fault) = fault_named(name, arguments)?;
+                let (request, fault, from) = fault_named(name, arguments)?;
                 // The last one holds.
-                self.lock().rules.insert(0, Rule { request, glob: (*glob).to_owned(), fault });
+                self.lock()
+                    .rules
+                    .insert(0, Rule { request, glob: (*glob).to_owned(), fault, from });
             }
             _ => return Err(format!("unknown command: {line}")),
         }
@@ -236,12 +249,17 @@ impl Faults {
 }
 
 impl State {
-    fn fault(&self, request: Request, path: &Path, of: impl Fn(Fault) -> bool) -> Option<Fault> {
-        let found = self
-            .rules
-            .iter()
-            .find(|rule| rule.request == request && of(rule.fault) && matches(&rule.glob, path));
-        found.map(|rule| rule.fault)
+    fn fault(
+        &self,
+        request: Request,
+        path: &Path,
+        offset: u64,
+        of: impl Fn(Fault) -> bool,
+    ) -> Option<Fault> {
+        let concerns = |rule: &&Rule| {
+            rule.request == request && rule.from <= offset && matches(&rule.glob, path)
+        };
+        self.rules.iter().filter(concerns).map(|rule| rule.fault).find(|fault| of(*fault))
     }
 }
 
@@ -251,8 +269,9 @@ fn now(state: MutexGuard<'_, State>, job: Job, answer: Answer) {
     job(answer);
 }
 
-/// The fault of a command like `stall`, `eio-open` or `delay-getattr GLOB 100`.
-fn fault_named(name: &str, arguments: &[&str]) -> Result<(Request, Fault), String> {
+/// The fault of a command like `stall`, `eio-open` or `delay-getattr GLOB 100`, and the offset from which on it holds.
+fn fault_named(name: &str, arguments: &[&str]) -> Result<(Request, Fault, u64), String> {
+    let number = |text: &str| text.parse().map_err(|_| format!("not a number: {text}"));
     let (fault, request) = match name {
         "no-direct" => ("no-direct", Request::Open),
         _ => match name.split_once('-') {
@@ -266,18 +285,20 @@ fn fault_named(name: &str, arguments: &[&str]) -> Result<(Request, Fault), Strin
             Some(_) => return Err(format!("unknown request in {name}")),
         },
     };
+    let mut from = 0;
     let fault = match (fault, arguments) {
         ("stall", []) => Fault::Stall,
+        ("stall", [offset]) if request == Request::Read => {
+            from = number(offset)?;
+            Fault::Stall
+        }
         ("eio", []) => Fault::Eio,
         ("short", []) if request == Request::Read => Fault::Short,
         ("no-direct", []) => Fault::NoDirect,
-        ("delay", [millis]) => {
-            let millis = millis.parse().map_err(|_| format!("not a number: {millis}"))?;
-            Fault::Delay(Duration::from_millis(millis))
-        }
+        ("delay", [millis]) => Fault::Delay(Duration::from_millis(number(millis)?)),
         _ => return Err(format!("unknown command, or wrong arguments: {name}")),
     };
-    Ok((request, fault))
+    Ok((request, fault, from))
 }
 
 /// Whether `glob`, in which `*` stands for any text, is all of `path`.
@@ -357,10 +378,27 @@ mod tests {
     }
 
     #[test]
+    fn a_stall_from_an_offset_on_holds_back_no_read_in_front_of_it() {
+        let faults = Faults::default();
+        faults.command("stall a 100").expect("a command");
+        faults.meet_read(Path::new("a"), 99, Box::new(|_| ()));
+        assert_eq!(faults.command("parked *").expect("a command"), "0");
+        faults.meet_read(Path::new("a"), 100, Box::new(|_| ()));
+        assert_eq!(faults.command("parked *").expect("a command"), "1");
+    }
+
+    #[test]
     fn commands_that_mean_nothing_are_refused() {
-        for line in
-            ["", "stall", "stall a 3", "delay a", "delay a x", "short-open a", "eio-write a"]
-        {
+        for line in [
+            "",
+            "stall",
+            "stall a x",
+            "stall-open a 3",
+            "delay a",
+            "delay a x",
+            "short-open a",
+            "eio-write a",
+        ] {
             assert!(Faults::default().command(line).is_err(), "{line}");
         }
     }

@@ -5,6 +5,7 @@
 //! line on stdout:
 //!
 //! - `stall GLOB`: reads of files whose path below SRC matches are answered after `resume`;
+//!   `stall GLOB OFFSET`: those from this offset on;
 //! - `eio GLOB`: they fail; `delay GLOB MS`: they are answered later; `short GLOB`: they get less
 //!   than they asked for;
 //! - `stall-open`, `eio-getattr`, `delay-lookup` and so on: the same for other requests;

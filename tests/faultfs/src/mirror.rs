@@ -204,7 +204,7 @@ impl Filesystem for Mirror {
             Ok(data) => reply.data(&data),
             Err(e) => reply.error(errno(&e)),
         };
-        self.0.faults.meet(faults::Request::Read, &path, Box::new(job));
+        self.0.faults.meet_read(&path, offset, Box::new(job));
     }
 
     fn flush(

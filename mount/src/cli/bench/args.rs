@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::ValueEnum;
+use tensorfs::internal::size::parse_size;
 
 /// Arguments of `bench`.
 #[derive(Debug, clap::Args)]
@@ -10,7 +11,7 @@ use clap::ValueEnum;
 pub(crate) struct BenchArgs {
     /// Checkpoint folder, tree of them (the largest is measured), or one file of a checkpoint
     #[arg(required_unless_present = "make", conflicts_with = "make")]
-    pub(super) source: Option<PathBuf>,
+    pub(crate) source: Option<PathBuf>,
     /// The real file to measure against; without it one is written, and removed afterwards
     #[arg(long, value_name = "FILE")]
     pub(super) against: Option<PathBuf>,
@@ -26,7 +27,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_enum)]
     pub(super) make: Option<Made>,
     /// Size of the checkpoint to make
-    #[arg(long, requires = "make", default_value = "4G", value_parser = parse_size)]
+    #[arg(long, requires = "make", default_value = "4G", value_parser = size)]
     pub(super) size: u64,
     /// Mount options, as for `mount`
     #[arg(short = 'o', value_name = "OPTIONS")]
@@ -209,8 +210,8 @@ impl CacheState {
     }
 }
 
-fn parse_size(text: &str) -> Result<u64, String> {
-    let size = crate::options::size(text).filter(|size| *size > 0);
+fn size(text: &str) -> Result<u64, String> {
+    let size = parse_size(text).filter(|size| *size > 0);
     size.ok_or_else(|| "expected a size like 512M or 4G".to_owned())
 }
 

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use nix::sys::stat::{major, minor};
 use serde_json::{Value, json};
+use tensorfs::internal::system_memory::of_machine;
 
 /// Kernel, cores and memory.
 pub(super) fn describe() -> Value {
@@ -14,20 +15,8 @@ pub(super) fn describe() -> Value {
     json!({
         "kernel": kernel.trim(),
         "cores": std::thread::available_parallelism().map_or(1, |n| n.get()),
-        "memory_bytes": memory("MemTotal:"),
+        "memory_bytes": of_machine("MemTotal"),
     })
-}
-
-/// Memory that is available without swapping, in bytes.
-pub(super) fn memory_available() -> Option<u64> {
-    memory("MemAvailable:")
-}
-
-fn memory(key: &str) -> Option<u64> {
-    let table = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = table.lines().find_map(|line| line.strip_prefix(key))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
 }
 
 /// File system and device below `path`, with the readahead window of the device.

@@ -13,11 +13,13 @@ use std::time::{Duration, Instant};
 use nix::libc;
 use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
+use serde_json::json;
 use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::mountinfo;
+use tensorfs::internal::system_memory::of_process;
 
 use super::worker::{Trouble, check_stopped, wait};
-use crate::cli::status;
+use crate::cli::seen;
 use crate::daemon::attach::{Detach, detach};
 use crate::options::escape;
 
@@ -104,10 +106,7 @@ impl Mounted {
 
     /// Peak resident memory since `reset_peak`, in bytes.
     pub(super) fn peak(&self) -> Option<u64> {
-        let status = fs::read_to_string(self.proc("status")).ok()?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-        Some(kib * 1024)
+        of_process(self.daemon.id(), "VmHWM")
     }
 
     /// The daemon.
@@ -118,9 +117,10 @@ impl Mounted {
     /// The read-ahead counters of the daemon, by name. Empty where it does not say.
     pub(super) fn read_ahead(&self) -> BTreeMap<String, u64> {
         let Ok(Some(mount)) = mountinfo::ours_at(&self.target) else { return BTreeMap::new() };
-        let seen = status::ask(vec![mount], status::LIMIT, false);
-        let counters = seen.first().and_then(|one| one.facts.get("counters")?.as_object());
-        let ahead = counters.into_iter().flatten().filter(|(name, _)| name.starts_with("prefetch"));
+        let seen = seen::ask(vec![mount], seen::LIMIT, false);
+        let counters = json!(seen.first().and_then(|one| one.counters()));
+        let counters = counters.as_object().into_iter().flatten();
+        let ahead = counters.filter(|(name, _)| name.starts_with("prefetch"));
         ahead.filter_map(|(name, count)| Some((name.clone(), count.as_u64()?))).collect()
     }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use nix::unistd::{geteuid, sync};
 use tensorfs::internal::io::cached_pages;
+use tensorfs::internal::system_memory::of_machine;
 
 use super::args::Evict;
 use super::job;
@@ -66,10 +67,7 @@ impl Method {
 /// Allocates, touches and frees `len` bytes. Hosts take free memory away from virtual machines, and
 /// its first use is slower than the disk: without this the first run would pay for it.
 fn touch_memory(len: u64) {
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let available = available.and_then(|text| text.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-    let len = len.min(available.unwrap_or(0) * 1024 / 2);
+    let len = len.min(of_machine("MemAvailable").unwrap_or(0) / 2);
     std::hint::black_box(vec![1_u8; len as usize]);
 }
 

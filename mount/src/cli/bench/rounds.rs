@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use nix::unistd::geteuid;
 use tensorfs::internal::error::real_name;
+use tensorfs::internal::size::shown_size;
+use tensorfs::internal::system_memory::of_machine;
 
 use super::args::{CacheState, Case};
 use super::mounted::Mounted;
@@ -14,7 +16,7 @@ use super::report::{Measured, Run, Side};
 use super::scratch::Scratch;
 use super::threads::Threads;
 use super::worker::{self, Trouble, Worker};
-use super::{Subject, machine, page_cache, progress};
+use super::{Subject, page_cache, progress};
 use crate::options::{Options, escape};
 
 /// Most processor seconds for each GB that a daemon takes while the kernel serves the file without
@@ -54,8 +56,8 @@ fn rounds(
     if case.pattern.keeps_all() {
         // The tensors are in memory all at once.
         let wanted = subject.bytes + subject.bytes / 4;
-        if machine::memory_available().is_some_and(|free| free < wanted) {
-            let wanted = crate::cli::output::human(wanted);
+        if of_machine("MemAvailable").is_some_and(|free| free < wanted) {
+            let wanted = shown_size(wanted);
             return Err(Trouble::Skip(format!("needs {wanted} of memory")));
         }
     }

@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use tensorfs::internal::error::shown_path;
+use tensorfs::internal::size::shown_size;
 
 use super::space_free;
 use super::worker::Trouble;
@@ -28,8 +29,8 @@ impl Scratch {
             return Err(Trouble::Failed(format!(
                 "{}: {} are free and {} are needed; give another folder with --dir",
                 shown_path(dir),
-                crate::cli::output::human(free),
-                crate::cli::output::human(bytes + SPARE)
+                shown_size(free),
+                shown_size(bytes + SPARE)
             )));
         }
         let path = nix::unistd::mkdtemp(&dir.join("tensorfs-bench-XXXXXX"));

@@ -5,7 +5,6 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -14,7 +13,7 @@ use tensorfs::internal::error::shown_path;
 
 use super::args::Pattern;
 use super::{job, python};
-use crate::daemon::ending;
+use crate::cli::stopping::is_stopped;
 
 /// Interval between checks whether the bench was told to stop.
 const LOOK: Duration = Duration::from_millis(50);
@@ -39,21 +38,9 @@ impl From<io::Error> for Trouble {
     }
 }
 
-static STOPPED: AtomicBool = AtomicBool::new(false);
-
-/// Makes a signal that would end the process stop the bench instead, which then cleans up.
-pub(super) fn stop_on_signals() {
-    ending::block_signals();
-    std::thread::spawn(|| {
-        if ending::ending_signals().wait().is_ok() {
-            STOPPED.store(true, Ordering::Relaxed);
-        }
-    });
-}
-
 /// Fails once the bench was told to stop.
 pub(super) fn check_stopped() -> Result<(), Trouble> {
-    if STOPPED.load(Ordering::Relaxed) { Err(Trouble::Stopped) } else { Ok(()) }
+    if is_stopped() { Err(Trouble::Stopped) } else { Ok(()) }
 }
 
 /// A child that does a job.

@@ -2,12 +2,13 @@
 //! init system.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use indicatif::BinaryBytes;
 use nix::errno::Errno;
 use nix::sys::inotify::{InitFlags, Inotify};
 use nix::sys::resource::{Resource, getrlimit};
+use tensorfs::internal::size::shown_size;
+use tensorfs::internal::system_memory;
 
 use super::Check;
 use crate::serve::kernel;
@@ -17,6 +18,10 @@ const FILES_ENOUGH: u64 = 4096;
 
 /// Memory below which read-ahead is reduced.
 const MEMORY_ENOUGH: u64 = 512 << 20;
+
+/// Numbers of capabilities, as in linux/capability.h.
+const CAP_SYS_ADMIN: u32 = 21;
+const CAP_LEASE: u32 = 28;
 
 pub(super) fn checks() -> Vec<Check> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
@@ -30,6 +35,7 @@ pub(super) fn checks() -> Vec<Check> {
         open_files(),
         locked_memory(),
         inotify(),
+        leases(),
         systemd(),
         container(),
     ]
@@ -37,7 +43,7 @@ pub(super) fn checks() -> Vec<Check> {
 
 /// Whether this process has CAP_SYS_ADMIN over the whole machine.
 pub(super) fn is_admin() -> bool {
-    ProcStatus::of_this_process().is_admin() && !in_user_namespace()
+    ProcStatus::of_this_process().has(CAP_SYS_ADMIN) && !in_user_namespace()
 }
 
 fn in_user_namespace() -> bool {
@@ -58,10 +64,10 @@ impl ProcStatus {
         lines.find(|(key, _)| *key == name).map(|(_, value)| value.trim())
     }
 
-    /// CAP_SYS_ADMIN, in the namespace of this process.
-    fn is_admin(&self) -> bool {
+    /// Whether it has the capability with this number, in its own namespace.
+    fn has(&self, capability: u32) -> bool {
         let set = self.field("CapEff").and_then(|set| u64::from_str_radix(set, 16).ok());
-        set.is_some_and(|set| set >> 21 & 1 == 1)
+        set.is_some_and(|set| set >> capability & 1 == 1)
     }
 }
 
@@ -112,48 +118,21 @@ fn huge_pages() -> Check {
 
 fn memory() -> Check {
     let name = "memory";
-    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let field = |key: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(key));
-        let kib = line.and_then(|line| line.split_whitespace().next())?.parse::<u64>().ok()?;
-        Some(kib << 10)
-    };
-    let (Some(total), Some(available)) = (field("MemTotal:"), field("MemAvailable:")) else {
+    let field = system_memory::of_machine;
+    let (Some(total), Some(available)) = (field("MemTotal"), field("MemAvailable")) else {
         return Check::unknown(name, "/proc/meminfo does not tell");
     };
-    let cgroup = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let limit = cgroup_limit(Path::new("/sys/fs/cgroup"), &cgroup).filter(|limit| *limit < total);
-    let mut found = format!("{} of {} available", BinaryBytes(available), BinaryBytes(total));
+    let limit = system_memory::limit().filter(|limit| *limit < total);
+    let mut found = format!("{} of {} available", shown_size(available), shown_size(total));
     match limit {
         Some(limit) => found
-            .push_str(&format!("; the cgroup allows {}, page cache included", BinaryBytes(limit))),
+            .push_str(&format!("; the cgroup allows {}, page cache included", shown_size(limit))),
         None => found.push_str("; no cgroup limit seen"),
     }
     if limit.unwrap_or(u64::MAX).min(available) < MEMORY_ENOUGH {
         return Check::degraded(name, found, "more memory lets more be read ahead");
     }
     Check::ok(name, found)
-}
-
-/// The lowest memory limit of the cgroups that `cgroup`, the text of `/proc/self/cgroup`, names,
-/// and of those above them.
-fn cgroup_limit(root: &Path, cgroup: &str) -> Option<u64> {
-    let limits = cgroup.lines().flat_map(|line| {
-        let mut fields = line.splitn(3, ':').skip(1);
-        let controllers = fields.next().unwrap_or_default();
-        let path = fields.next().unwrap_or_default().trim_start_matches('/').to_owned();
-        let (root, file) = if controllers.is_empty() {
-            (root.to_owned(), "memory.max")
-        } else if controllers.split(',').any(|controller| controller == "memory") {
-            (root.join("memory"), "memory.limit_in_bytes")
-        } else {
-            return Vec::new();
-        };
-        // In a container the path may be the host's, which does not exist there; only its top does.
-        let folders = Path::new(&path).ancestors().map(|above| root.join(above));
-        folders.filter_map(|folder: PathBuf| kernel::read(&folder.join(file)).ok()).collect()
-    });
-    limits.min()
 }
 
 fn open_files() -> Check {
@@ -174,7 +153,7 @@ fn locked_memory() -> Check {
     let name = "locked memory";
     match getrlimit(Resource::RLIMIT_MEMLOCK) {
         Ok((soft, _)) => {
-            let most = limit(soft, |bytes| BinaryBytes(*bytes).to_string());
+            let most = limit(soft, |bytes| shown_size(*bytes));
             Check::ok(name, format!("at most {most}; only rings before Linux 5.12 count"))
         }
         Err(e) => Check::unknown(name, e.desc()),
@@ -205,6 +184,22 @@ fn inotify() -> Check {
     }
 }
 
+/// A read lease tells whether a process writes a file.
+fn leases() -> Check {
+    let name = "leases";
+    let shown = "with watch= the others are shown after a pause of their writer, whole or not";
+    if kernel::read(Path::new("/proc/sys/fs/leases-enable")).is_ok_and(|on| on == 0) {
+        let found = format!("turned off: nobody knows who writes a file: {shown}");
+        return Check::missing(name, found, "sysctl fs.leases-enable=1, as root");
+    }
+    if ProcStatus::of_this_process().has(CAP_LEASE) && !in_user_namespace() {
+        return Check::ok(name, "the kernel tells who writes a file, also one of another user");
+    }
+    let found = format!("of your own files only, without CAP_LEASE: {shown}");
+    let advice = "mount as root; give a unit CAP_LEASE, or a container --cap-add LEASE";
+    Check::degraded(name, found, advice)
+}
+
 fn systemd() -> Check {
     // sd_booted(3) looks at this folder.
     if Path::new("/run/systemd/system").is_dir() {
@@ -226,28 +221,5 @@ fn container() -> Check {
             let found = "inside one, a mount is seen outside only if its folder is shared";
             Check::ok(name, format!("{sign} is a sign of one; {found}"))
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_lowest_limit_of_all_cgroups_above_counts() {
-        let folder = tempfile::tempdir().unwrap();
-        let put = |path: &str, text: &str| {
-            let path = folder.path().join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        };
-        put("a/b/memory.max", "max\n");
-        put("a/memory.max", "5000000\n");
-        put("memory/x/memory.limit_in_bytes", "9223372036854771712\n");
-        put("memory/memory.limit_in_bytes", "700\n");
-        assert_eq!(cgroup_limit(folder.path(), "0::/a/b\n"), Some(5_000_000));
-        assert_eq!(cgroup_limit(folder.path(), "4:memory:/x\n0::/\n"), Some(700));
-        assert_eq!(cgroup_limit(folder.path(), "4:cpu,memory:/host/only\n"), Some(700));
-        assert_eq!(cgroup_limit(folder.path(), "3:cpuset:/\n0::/\n"), None);
     }
 }

@@ -10,11 +10,12 @@ use std::process::{Command, Stdio};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::mountinfo;
+use tensorfs::internal::size::shown_size;
 
 use super::Check;
 use crate::daemon::attach::{self, Attached, Detach};
 use crate::options::Options;
-use crate::serve::kernel::{self, Knob, READAHEAD, reason, shown_size};
+use crate::serve::kernel::{self, Knob, READAHEAD, reason};
 
 /// How long the kernel may take to send the first request of a connection.
 const OFFER_TIMEOUT_MS: u16 = 2000;
@@ -277,17 +278,13 @@ fn request_limit() -> Check {
     let limit = match kernel::read(path) {
         Ok(limit) => limit,
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Check::unknown(name, "this kernel does not tell: requests cannot be enlarged");
+            return Check::unknown(name, "this kernel does not tell");
         }
         Err(e) => return Check::unknown(name, format!("{}: {}", shown_path(path), reason(&e))),
     };
     let size = limit.saturating_mul(kernel::page());
-    let may_raise = match File::options().write(true).open(path) {
-        Ok(_) => "-o max_request= can raise it".to_owned(),
-        Err(e) => format!("it cannot be raised here: {}", reason(&e)),
-    };
-    let found = format!("requests of up to {}; {may_raise}", shown_size(size));
-    if size < kernel::MAX_REQUEST {
+    let found = format!("requests of up to {}", shown_size(size));
+    if size < kernel::MAX_REQUEST.into() {
         let advice = "sysctl fs.fuse.max_pages_limit=256, as root";
         return Check::degraded(name, found, advice);
     }

@@ -12,9 +12,9 @@ const make = (tag, text, cls) => {
   return node;
 };
 const human = (n) => {
-  const units = ["B", "kB", "MB", "GB", "TB", "PB"];
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let at = 0;
-  while (n >= 1000 && at < units.length - 1) { n /= 1000; at += 1; }
+  while (n >= 1000 && at < units.length - 1) { n /= 1024; at += 1; }
   return `${at ? n.toPrecision(n < 10 ? 3 : 4).replace(/\.?0+$/, "") : n} ${units[at]}`;
 };
 const count = (n) => n.toLocaleString("en");

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use tensorfs::internal::io::PerSourceLimiter;
 use tensorfs::internal::sync::Mutex;
+use tensorfs::internal::version::QueueKey;
 
 use crate::serve::blocking::guarded;
 
@@ -15,7 +16,7 @@ use crate::serve::blocking::guarded;
 const EACH_MAX: u64 = 8;
 
 /// Numbers of the devices that a proof asks.
-pub(super) type Devices = BTreeSet<u64>;
+pub(super) type Devices = BTreeSet<QueueKey>;
 
 /// Begins a proof, without a wait. The proof ends with its turn.
 type Begin = Box<dyn FnOnce(Turn) + Send>;
@@ -97,7 +98,7 @@ mod tests {
     use super::*;
 
     fn on(devices: &[u64]) -> Devices {
-        devices.iter().copied().collect()
+        devices.iter().copied().map(QueueKey::Device).collect()
     }
 
     /// Adds `count` proofs on `devices`. Each sends its turn, which ends with the drop of it.

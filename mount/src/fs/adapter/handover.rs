@@ -21,8 +21,10 @@ use tensorfs::internal::checkpoint::{Checkpoint, Content, FolderId};
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::reader::Reader;
-use tensorfs::internal::source::{Identity, LocalFile, Source};
+use tensorfs::internal::source::Source;
+use tensorfs::internal::store::Store;
 use tensorfs::internal::sync::Mutex;
+use tensorfs::internal::version::{QueueKey, Version};
 
 use super::super::backing::Backing;
 use super::super::inodes::carried::FileMark;
@@ -143,15 +145,15 @@ struct Packer {
     sources: HashMap<usize, usize>,
     /// Places of the saved checkpoints; `None` for one that cannot be saved.
     checkpoints: HashMap<usize, Option<(usize, usize)>>,
-    /// Device numbers of the tensorfs mounts.
-    mounts: HashSet<u64>,
+    /// The queues of the tensorfs mounts.
+    mounts: HashSet<QueueKey>,
 }
 
 impl Packer {
     fn source(&mut self, source: &Arc<Source>) -> usize {
         let (carried, seen) = (&mut self.carried, self.sources.len());
         *self.sources.entry(Arc::as_ptr(source) as usize).or_insert_with(|| {
-            let (path, known) = (source.path().into(), source.identity().to_words());
+            let (path, known) = (source.path().into(), source.version().to_words());
             carried.facts.sources.push(CarriedSource { path, known, file: None });
             seen
         })
@@ -164,8 +166,8 @@ impl Packer {
         let index = self.source(source);
         let slot = &mut self.carried.facts.sources[index].file;
         if slot.is_none() && self.carried.files.len() < FILES_MAX {
-            let is_stored = |local: &&LocalFile| !self.mounts.contains(&local.identity().dev);
-            let open = source.local().filter(is_stored).and_then(|local| local.open_file());
+            let is_stored = !self.mounts.contains(&source.queue_key());
+            let open = source.local().filter(|_| is_stored).and_then(|local| local.open_file());
             if let Some(file) = open.and_then(|file| file.try_clone().ok()) {
                 *slot = Some(self.carried.files.len());
                 self.carried.files.push(file.into());
@@ -232,9 +234,7 @@ impl Packer {
 
 /// Whether a new process may not find the content of this open file by its path.
 fn may_be_gone(node: &Node, opened: &OpenFile) -> bool {
-    let moved = |source: &Arc<Source>| {
-        !source.may_block() && source.local().is_some_and(|local| !local.is_at_path())
-    };
+    let moved = |source: &Arc<Source>| !source.may_block() && !source.is_at_path();
     node.listings.load(Ordering::Relaxed) == 0
         || node.is_known_to_be_outdated()
         || opened.current().file.sources().iter().any(moved)
@@ -251,7 +251,7 @@ impl TensorFs {
     pub(crate) fn carry(&self) -> Carried {
         let shared = &self.0;
         let mounts = mountinfo::ours().unwrap_or_default().into_iter();
-        let mounts = mounts.map(|mount| makedev(0, mount.minor.into())).collect();
+        let mounts = mounts.map(|mount| QueueKey::Device(makedev(0, mount.minor.into()))).collect();
         let mut packer = Packer { mounts, ..Packer::default() };
         let handles: Vec<(u64, Arc<Handle>)> =
             shared.handles.read().iter().map(|(fh, handle)| (*fh, handle.clone())).collect();
@@ -309,7 +309,7 @@ impl TensorFs {
             version: node.listed_version().to_owned(),
             opened: !node.is_unread(),
             outdated: node.is_known_to_be_outdated(),
-            last: node.last().map(|identity| identity.to_words()),
+            last: node.last().map(|last| last.to_words()),
             sources: sources.iter().map(|source| packer.source(source)).collect(),
             content: open.and_then(|_| packer.describe(node)),
         }
@@ -506,8 +506,8 @@ fn mark_of(facts: &CarriedFs, carried: &CarriedNode) -> FileMark {
         lookups: carried.lookups,
         opened: carried.opened,
         outdated: carried.outdated,
-        last: carried.last.map(|last| Identity::from_words(&last)),
-        known: known.map(|source| Identity::from_words(&source.known)).collect(),
+        last: carried.last.map(|last| Version::from_words(&last)),
+        known: known.map(|source| Version::from_words(&source.known)).collect(),
     }
 }
 
@@ -548,7 +548,7 @@ impl Taking {
     fn devices(&self, adopted: &Adopted) -> Devices {
         let carried = self.facts.nodes[adopted.index].sources.iter();
         let known = carried.filter_map(|index| self.facts.sources.get(*index));
-        known.map(|source| Identity::from_words(&source.known).dev).collect()
+        known.map(|source| Version::from_words(&source.known).queue_key()).collect()
     }
 
     /// The source with this number in the state. Accesses it.
@@ -623,8 +623,9 @@ impl Taking {
                 }
                 let file = tensorfs::internal::checkpoint::File {
                     name: path.file_name()?.to_owned(),
+                    store: Store::of(source.path()),
                     path: source.path().to_owned(),
-                    identity: source.identity(),
+                    version: source.version(),
                 };
                 let open = OpenContent::Whole(cached(Reader::whole(source.clone()), None));
                 (Content::Whole { file, proved: proved.then_some(source) }, open)
@@ -681,9 +682,9 @@ impl Taking {
 
 /// The source that another process had open, with its descriptor if that was handed over.
 fn adopt_source(carried: &CarriedSource, file: Option<File>) -> Arc<Source> {
-    let (path, known) = (Path::new(&carried.path), Identity::from_words(&carried.known));
+    let (path, known) = (Path::new(&carried.path), Version::from_words(&carried.known));
     match file {
         Some(file) => Source::adopted(path, known, file),
-        None => Source::closed(path, known),
+        None => Store::of(path).closed(path, known),
     }
 }

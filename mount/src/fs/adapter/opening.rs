@@ -69,7 +69,9 @@ impl FsState {
             // not do.
             OpenContent::Whole(file) if !file.reader().is_empty() => {
                 let source = &file.reader().sources()[0];
-                (!source.is_changed()).then(|| source.local()?.file().ok()).flatten()
+                // The kernel would wait for another machine without a deadline.
+                let hangs = source.may_block() && self.common.has_deadline;
+                (!source.is_changed() && !hangs).then(|| source.local()?.file().ok()).flatten()
             }
             OpenContent::Virtual(file) if unchanged && in_use => {
                 let copy = self.service.copy_in_use(node.listed_version(), file);

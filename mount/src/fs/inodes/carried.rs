@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use tensorfs::internal::checkpoint::{Content, FolderId};
-use tensorfs::internal::source::Identity;
 use tensorfs::internal::sync::Mutex;
+use tensorfs::internal::version::Version;
 
 use super::super::node::{Node, NodeKind};
 use super::Nodes;
@@ -22,10 +22,10 @@ pub(crate) struct FileMark {
     pub(crate) opened: bool,
     /// Whether its source was found changed: this version must not come back.
     pub(crate) outdated: bool,
-    /// Identity of its source at the last open.
-    pub(crate) last: Option<Identity>,
-    /// Identities of its sources.
-    pub(crate) known: Vec<Identity>,
+    /// Version of its source at the last open.
+    pub(crate) last: Option<Version>,
+    /// Versions of its sources.
+    pub(crate) known: Vec<Version>,
 }
 
 /// The marks by inode number.

@@ -69,8 +69,8 @@ impl SourceWatch {
         self.due.lock().remove(&head);
     }
 
-    /// Takes out of a folder what is on its way. `before` is its listing until now. If there is none,
-    /// what another process showed (`was_shown`) stays.
+    /// Takes the sets that are on their way out of a folder, and returns them. `before` is its listing
+    /// until now. If there is none, what another process showed (`was_shown`) stays.
     pub(super) fn hold_back(
         &self,
         tree: &Tree,
@@ -78,7 +78,7 @@ impl SourceWatch {
         proved: &mut Proved,
         before: Option<&Listed>,
         was_shown: &dyn Fn(&MountEntry) -> bool,
-    ) -> Arrivals {
+    ) -> (Arrivals, Vec<Set>) {
         let marks = before.map_or(&[][..], |before| &before.marks);
         let mut arrivals = arrival::judge(tree, id, &proved.sets, marks, self.grace);
         if before.is_none() && !arrivals.held.is_empty() {
@@ -98,8 +98,8 @@ impl SourceWatch {
                 tracing::info!("{path}: on its way; it is shown once it is whole");
             }
         }
-        proved.sets.retain(|set| !arrivals.held.contains(&set.name));
-        arrivals
+        let held = proved.sets.extract_if(.., |set| arrivals.held.contains(&set.name)).collect();
+        (arrivals, held)
     }
 
     /// Removes plain files that are on their way from `shown`. Returns the time until the next look.
@@ -153,7 +153,7 @@ fn is_of_set(tree: &Tree, id: FolderId, set: &Set, entry: &MountEntry) -> bool {
         Content::Text(_) => &[],
     };
     let mut files = set.files.iter().filter_map(|name| folder.file(name));
-    files.any(|file| sources.iter().any(|source| source.identity() == file.identity))
+    files.any(|file| sources.iter().any(|source| source.version() == file.version))
 }
 
 /// The names of `before` that stand for something else in `now`, or for nothing.
@@ -298,7 +298,6 @@ impl Nodes {
         id: FolderId,
         names: &[OsString],
     ) -> bool {
-        let Some(watched) = &self.watched else { return true };
         let tree = self.tree();
         let folder = tree.folder(id);
         let is_plain =
@@ -311,7 +310,9 @@ impl Nodes {
                 content: Content::Whole { file: file.clone(), proved: None },
             })
             .collect();
-        if let Some(again) = watched.hold_back_plain(&mut shown, Some(listed), &|_| false) {
+        if let Some(watched) = &self.watched
+            && let Some(again) = watched.hold_back_plain(&mut shown, Some(listed), &|_| false)
+        {
             watched.set_due(head, Some(again));
         }
         let mut entries: BTreeMap<OsString, Arc<Node>> = listed.entries.iter().cloned().collect();
@@ -325,13 +326,13 @@ impl Nodes {
             if entries.contains_key(&entry.name) {
                 continue;
             }
-            let identity = match &entry.content {
-                Content::Whole { file, .. } => Some(file.identity),
+            let version = match &entry.content {
+                Content::Whole { file, .. } => Some(file.version),
                 _ => None,
             };
             let name = entry.name.clone();
             let node = self.registered(file_node(&tree, id, None, entry));
-            identity.inspect(|now| node.set_attributes(now));
+            version.inspect(|now| node.set_attributes(now));
             added.push((name.clone(), node.clone()));
             entries.insert(name, node);
         }
@@ -352,7 +353,9 @@ impl Nodes {
             return false;
         };
         self.unlist(&old);
-        watched.tell_kernel(&node, &listed.entries, &entries);
+        if let Some(watched) = &self.watched {
+            watched.tell_kernel(&node, &listed.entries, &entries);
+        }
         true
     }
 }

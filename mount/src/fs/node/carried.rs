@@ -7,8 +7,8 @@ use std::time::UNIX_EPOCH;
 
 use tensorfs::Result;
 use tensorfs::internal::checkpoint::{Content, FolderId};
-use tensorfs::internal::source::Identity;
 use tensorfs::internal::sync::Mutex;
+use tensorfs::internal::version::{Time, Version};
 
 use super::super::open_file::{OpenContent, OpenFile};
 use super::{Node, NodeKind};
@@ -22,7 +22,7 @@ impl Node {
         ino: u64,
         folder: FolderId,
         path: PathBuf,
-        (len, mtime): (u64, (i64, i64)),
+        (len, mtime): (u64, Time),
         version: String,
         content: Content,
     ) -> Node {
@@ -44,23 +44,23 @@ impl Node {
     }
 
     /// Time of the last change in seconds and nanoseconds.
-    pub(crate) fn mtime_parts(&self) -> (i64, i64) {
+    pub(crate) fn mtime_parts(&self) -> Time {
         match self.mtime().duration_since(UNIX_EPOCH) {
             Ok(since) => (since.as_secs() as i64, i64::from(since.subsec_nanos())),
             Err(before) => (-(before.duration().as_secs() as i64), 0),
         }
     }
 
-    /// Identity of its source at the last open.
-    pub(crate) fn last(&self) -> Option<Identity> {
+    /// Version of its source at the last open.
+    pub(crate) fn last(&self) -> Option<Version> {
         let NodeKind::File { last, .. } = &self.kind else { return None };
         *last.lock()
     }
 
-    /// Sets the identity of its source at the last open.
-    pub(crate) fn set_last(&self, identity: Identity) {
+    /// Sets the version of its source at the last open.
+    pub(crate) fn set_last(&self, last_version: Version) {
         if let NodeKind::File { last, .. } = &self.kind {
-            *last.lock() = Some(identity);
+            *last.lock() = Some(last_version);
         }
     }
 

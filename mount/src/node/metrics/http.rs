@@ -2,9 +2,10 @@
 //! requests: the oldest makes room for a new one.
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::net::TcpListener;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -15,6 +16,9 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow};
+use nix::sys::socket::sockopt::{ReceiveTimeout, SendTimeout};
+use nix::sys::socket::{Shutdown, setsockopt, shutdown};
+use nix::sys::time::{TimeVal, TimeValLike};
 use tensorfs::internal::sync::Mutex;
 
 use crate::node::config::MetricsAddress;
@@ -95,11 +99,8 @@ enum HttpListener {
     Unix(UnixListener),
 }
 
-/// A connection. Reads and writes wait for a bounded time.
-enum HttpStream {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-}
+/// A connection of either kind. Reads and writes wait for a bounded time.
+struct HttpStream(File);
 
 type Answer = Arc<dyn Fn(&str) -> HttpReply + Send + Sync>;
 
@@ -190,7 +191,7 @@ fn serve(mut stream: HttpStream, answer: &Answer) -> io::Result<()> {
             return stream.send(&reply.to_bytes(true), deadline);
         }
         stream.set_timeout(deadline)?;
-        match stream.read(&mut piece)? {
+        match stream.0.read(&mut piece)? {
             0 => return Ok(()),
             len => request.extend_from_slice(&piece[..len]),
         }
@@ -226,63 +227,41 @@ impl HttpListener {
     }
 
     fn accept(&self) -> io::Result<HttpStream> {
-        Ok(match self {
-            HttpListener::Tcp(listener) => HttpStream::Tcp(listener.accept()?.0),
-            HttpListener::Unix(listener) => HttpStream::Unix(listener.accept()?.0),
-        })
+        let socket: OwnedFd = match self {
+            HttpListener::Tcp(listener) => listener.accept()?.0.into(),
+            HttpListener::Unix(listener) => listener.accept()?.0.into(),
+        };
+        Ok(HttpStream(socket.into()))
     }
 }
 
 impl HttpStream {
     /// This stream, and another handle of it.
     fn twice(self) -> io::Result<(HttpStream, HttpStream)> {
-        let other = match &self {
-            HttpStream::Tcp(stream) => HttpStream::Tcp(stream.try_clone()?),
-            HttpStream::Unix(stream) => HttpStream::Unix(stream.try_clone()?),
-        };
+        let other = HttpStream(self.0.try_clone()?);
         Ok((self, other))
     }
 
     /// Ends the connection; reads and writes of its other handle fail.
     fn end(&self) {
-        let _ = match self {
-            HttpStream::Tcp(stream) => stream.shutdown(Shutdown::Both),
-            HttpStream::Unix(stream) => stream.shutdown(Shutdown::Both),
-        };
+        let _ = shutdown(self.0.as_raw_fd(), Shutdown::Both);
     }
 
     /// Makes the next read and write fail at `deadline`.
     fn set_timeout(&self, deadline: Instant) -> io::Result<()> {
         let rest = deadline.saturating_duration_since(Instant::now());
-        if rest.is_zero() {
+        if rest < Duration::from_millis(1) {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        match self {
-            HttpStream::Tcp(stream) => {
-                stream.set_read_timeout(Some(rest))?;
-                stream.set_write_timeout(Some(rest))
-            }
-            HttpStream::Unix(stream) => {
-                stream.set_read_timeout(Some(rest))?;
-                stream.set_write_timeout(Some(rest))
-            }
-        }
-    }
-
-    fn read(&mut self, piece: &mut [u8]) -> io::Result<usize> {
-        match self {
-            HttpStream::Tcp(stream) => stream.read(piece),
-            HttpStream::Unix(stream) => stream.read(piece),
-        }
+        let time = TimeVal::milliseconds(rest.as_millis() as i64);
+        setsockopt(&self.0, ReceiveTimeout, &time)?;
+        Ok(setsockopt(&self.0, SendTimeout, &time)?)
     }
 
     fn send(&mut self, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
         while !bytes.is_empty() {
             self.set_timeout(deadline)?;
-            let sent = match self {
-                HttpStream::Tcp(stream) => stream.write(bytes)?,
-                HttpStream::Unix(stream) => stream.write(bytes)?,
-            };
+            let sent = self.0.write(bytes)?;
             bytes = &bytes[sent..];
         }
         Ok(())

@@ -2,9 +2,11 @@
 
 use std::fmt::Write;
 
-use serde_json::Value;
+use tensorfs::internal::counters::{CounterValues, Histogram};
+use tensorfs::internal::system_memory::of_process;
 
 use super::PostedMount;
+use crate::daemon::status::{CounterOf, Status, Told};
 
 /// The content type of the page.
 pub(super) const TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -12,95 +14,87 @@ pub(super) const TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// Upper bounds of the classes of a histogram, as powers of two of microseconds: 16 us to 67 s.
 const BOUNDS: [u32; 12] = [4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26];
 
-/// A value of a mount: name, type, help, and where the worker's answer has it.
-type Row = (&'static str, &'static str, &'static str, &'static str);
+/// A value of a mount: name, type, help, and its place in the worker's answer.
+type Row = (&'static str, &'static str, &'static str, fn(&Told<Status>) -> u64);
 
 /// Metrics with one value for each mount.
 const ROWS: &[Row] = &[
-    (
-        "cache_hits_total",
-        "counter",
-        "Reads that found all their bytes in memory.",
-        "/counters/hits",
-    ),
-    ("cache_misses_total", "counter", "Reads that waited for the source.", "/counters/misses"),
-    ("cache_bytes", "gauge", "Memory in use by the cache and by reads.", "/cache/used"),
-    ("cache_limit_bytes", "gauge", "Memory that the cache may use.", "/cache/budget"),
-    ("source_bytes_total", "counter", "Bytes read from the source.", "/counters/source_bytes"),
+    ("cache_hits_total", "counter", "Reads that found all their bytes in memory.", |told| {
+        told.facts.service.counters.hits
+    }),
+    ("cache_misses_total", "counter", "Reads that waited for the source.", |told| {
+        told.facts.service.counters.misses
+    }),
+    ("cache_bytes", "gauge", "Memory in use by the cache and by reads.", |told| {
+        told.facts.service.cache.used
+    }),
+    ("cache_limit_bytes", "gauge", "Memory that the cache may use.", |told| {
+        told.facts.service.cache.budget
+    }),
+    ("source_bytes_total", "counter", "Bytes read from the source.", |told| {
+        told.facts.service.counters.source_bytes
+    }),
     (
         "source_timeouts_total",
         "counter",
         "Requests to the source without an answer in time.",
-        "/counters/source_timeouts",
+        |told| told.facts.service.counters.source_timeouts,
     ),
-    (
-        "source_requests_in_flight",
-        "gauge",
-        "Reads of the source under way.",
-        "/counters/source_reads_now",
-    ),
+    ("source_requests_in_flight", "gauge", "Reads of the source under way.", |told| {
+        told.facts.service.counters.source_reads_now
+    }),
     (
         "source_requests_stuck",
         "gauge",
         "Reads of the source past their deadline that the kernel has not returned.",
-        "/counters/source_stuck_now",
+        |told| told.facts.service.counters.source_stuck_now,
     ),
-    (
-        "prefetch_bytes_total",
-        "counter",
-        "Bytes read ahead of the readers.",
-        "/counters/prefetched_bytes",
-    ),
+    ("prefetch_bytes_total", "counter", "Bytes read ahead of the readers.", |told| {
+        told.facts.service.counters.prefetched_bytes
+    }),
     (
         "prefetch_useful_bytes_total",
         "counter",
         "Bytes read ahead that were requested later.",
-        "/counters/prefetch_used_bytes",
+        |told| told.facts.service.counters.prefetch_used_bytes,
     ),
     (
         "prefetch_wasted_bytes_total",
         "counter",
         "Bytes read ahead that were dropped unread.",
-        "/counters/prefetch_wasted_bytes",
+        |told| told.facts.service.counters.prefetch_wasted_bytes,
     ),
-    ("reads_queued", "gauge", "Reads that wait for memory.", "/counters/reads_queued_now"),
+    ("reads_queued", "gauge", "Reads that wait for memory.", |told| {
+        told.facts.service.counters.reads_queued_now
+    }),
     (
         "checksum_mismatches_total",
         "counter",
         "Tensors and headers that differ from their checksums.",
-        "/counters/checksum_mismatches",
+        |told| told.facts.service.counters.checksum_mismatches,
     ),
-    (
-        "checked_bytes_total",
-        "counter",
-        "Bytes that were compared with their checksums.",
-        "/counters/checked_bytes",
-    ),
-    (
-        "log_lines_dropped_total",
-        "counter",
-        "Lines that a blocked or full log has lost.",
-        "/log_lines_dropped",
-    ),
+    ("checked_bytes_total", "counter", "Bytes that were compared with their checksums.", |told| {
+        told.facts.service.counters.checked_bytes
+    }),
+    ("log_lines_dropped_total", "counter", "Lines that a blocked or full log has lost.", |told| {
+        told.facts.service.log_lines_dropped
+    }),
     (
         "log_lines_limited_total",
         "counter",
         "Errors of requests that were too many for the log.",
-        "/log_lines_limited",
+        |told| told.facts.service.log_lines_limited,
     ),
-    ("open_files", "gauge", "Open handles of files.", "/open_files"),
-    (
-        "worker_start_time_seconds",
-        "gauge",
-        "Start of the worker, in seconds since 1970.",
-        "/started_unix",
-    ),
+    ("open_files", "gauge", "Open handles of files.", |told| told.facts.service.open_files as u64),
+    ("worker_start_time_seconds", "gauge", "Start of the worker, in seconds since 1970.", |told| {
+        told.started_unix
+    }),
 ];
 
 /// The page. `answers` are those of the workers of `mounts`; a worker that did not answer has none.
 pub(super) fn write(
     mounts: &[PostedMount],
-    answers: &[Option<Value>],
+    answers: &[Option<Told<Status>>],
     is_config_good: bool,
 ) -> String {
     let mut page = Page(String::new());
@@ -121,40 +115,37 @@ pub(super) fn write(
         let labels = [("mount", mount.name.as_str())];
         page.sample("worker_failed_starts", &labels, f64::from(mount.failures));
     }
-    let answered: Vec<(&str, &Value)> = rows
+    let answered: Vec<(&str, &Told<Status>)> = rows
         .iter()
         .filter_map(|(mount, answer)| Some((mount.name.as_str(), answer.as_ref()?)))
         .collect();
     page.memory(&rows);
-    for (name, kind, help, pointer) in ROWS {
+    for (name, kind, help, value) in ROWS {
         page.head(name, kind, help);
         for (mount, answer) in &answered {
-            if let Some(value) = answer.pointer(pointer).and_then(Value::as_f64) {
-                page.sample(name, &[("mount", mount)], value);
-            }
+            page.sample(name, &[("mount", mount)], value(answer) as f64);
         }
     }
     page.labelled(
         &answered,
         ("read_bytes_total", "Bytes of answers, by where they came from.", "via"),
         &[
-            ("page_cache", "/counters/bytes_from_page_cache"),
-            ("source", "/counters/bytes_from_source"),
-            ("cache", "/counters/bytes_from_cache"),
+            ("page_cache", |c| c.bytes_from_page_cache),
+            ("source", |c| c.bytes_from_source),
+            ("cache", |c| c.bytes_from_cache),
         ],
     );
     page.labelled(
         &answered,
         ("opens_total", "Opens of files, by who serves their reads.", "via"),
-        &[("daemon", "/counters/opens"), ("passthrough", "/counters/opens_passthrough")],
+        &[("daemon", |c| c.opens), ("passthrough", |c| c.opens_passthrough)],
     );
     page.sources(&answered);
     page.requests(&answered);
     page.head("read_wait_seconds", "histogram", "Time of reads that waited for the source.");
     for (mount, answer) in &answered {
-        if let Some(histogram) = answer.pointer("/counters/wait_us/histogram") {
-            page.histogram("read_wait_seconds", &[("mount", mount)], histogram);
-        }
+        let histogram = &answer.facts.service.counters.wait_us.histogram;
+        page.histogram("read_wait_seconds", &[("mount", mount)], histogram);
     }
     page.0
 }
@@ -175,28 +166,27 @@ impl Page {
         let _ = writeln!(self.0, "{} {value}", if labels.is_empty() { "" } else { "}" });
     }
 
-    /// A counter with one label, whose values stand at several places.
+    /// Counters of which each is a value of one label.
     fn labelled(
         &mut self,
-        answered: &[(&str, &Value)],
+        answered: &[(&str, &Told<Status>)],
         (name, help, label): (&str, &str, &str),
-        places: &[(&str, &str)],
+        counts: &[(&str, CounterOf)],
     ) {
         self.head(name, "counter", help);
         for (mount, answer) in answered {
-            for (word, pointer) in places {
-                if let Some(value) = answer.pointer(pointer).and_then(Value::as_f64) {
-                    self.sample(name, &[("mount", mount), (label, word)], value);
-                }
+            for (word, count) in counts {
+                let value = count(&answer.facts.service.counters) as f64;
+                self.sample(name, &[("mount", mount), (label, word)], value);
             }
         }
     }
 
-    fn memory(&mut self, rows: &[(&PostedMount, &Option<Value>)]) {
+    fn memory(&mut self, rows: &[(&PostedMount, &Option<Told<Status>>)]) {
         let name = "worker_resident_memory_bytes";
         self.head(name, "gauge", "Resident memory of the worker.");
         for (mount, _) in rows {
-            if let Some(bytes) = mount.pid.and_then(resident_memory) {
+            if let Some(bytes) = mount.pid.and_then(|pid| of_process(pid, "VmRSS")) {
                 self.sample(name, &[("mount", &mount.name)], bytes as f64);
             }
         }
@@ -205,57 +195,49 @@ impl Page {
             "gauge",
             "Resident memory of the supervisor.",
         );
-        if let Some(bytes) = resident_memory(std::process::id()) {
+        if let Some(bytes) = of_process(std::process::id(), "VmRSS") {
             self.sample("supervisor_resident_memory_bytes", &[], bytes as f64);
         }
     }
 
-    fn sources(&mut self, answered: &[(&str, &Value)]) {
+    fn sources(&mut self, answered: &[(&str, &Told<Status>)]) {
         let name = "source_requests_total";
         self.head(name, "counter", "Reads of the source, by their outcome.");
         for (mount, answer) in answered {
-            let count = |pointer: &str| answer.pointer(pointer).and_then(Value::as_u64);
-            let all = count("/counters/source_reads").unwrap_or_default();
-            let errors = count("/counters/source_errors").unwrap_or_default();
-            for (code, value) in [("ok", all.saturating_sub(errors)), ("error", errors)] {
+            let CounterValues { source_reads, source_errors, .. } = answer.facts.service.counters;
+            let ok = source_reads.saturating_sub(source_errors);
+            for (code, value) in [("ok", ok), ("error", source_errors)] {
                 let labels = [("mount", *mount), ("scheme", "file"), ("code", code)];
                 self.sample(name, &labels, value as f64);
             }
         }
     }
 
-    fn requests(&mut self, answered: &[(&str, &Value)]) {
-        let operations = |answer: &Value| {
-            answer.get("requests").and_then(Value::as_object).cloned().unwrap_or_default()
-        };
+    fn requests(&mut self, answered: &[(&str, &Told<Status>)]) {
         let name = "fuse_requests_total";
         self.head(name, "counter", "Requests of the kernel, by operation and result.");
         for (mount, answer) in answered {
-            for (op, row) in &operations(answer) {
-                for (result, key) in [("ok", "ok"), ("error", "errors")] {
+            for (op, row) in &answer.facts.service.requests {
+                for (result, count) in [("ok", row.ok), ("error", row.errors)] {
                     let labels = [("mount", *mount), ("op", op), ("result", result)];
-                    self.sample(name, &labels, row[key].as_f64().unwrap_or_default());
+                    self.sample(name, &labels, count as f64);
                 }
             }
         }
         let name = "fuse_request_duration_seconds";
         self.head(name, "histogram", "Time from a request of the kernel to its answer.");
         for (mount, answer) in answered {
-            for (op, row) in &operations(answer) {
-                self.histogram(name, &[("mount", mount), ("op", op)], &row["time"]);
+            for (op, row) in &answer.facts.service.requests {
+                self.histogram(name, &[("mount", mount), ("op", op)], &row.time);
             }
         }
     }
 
     /// A histogram of a worker: its classes in microseconds, not cumulated.
-    fn histogram(&mut self, name: &str, labels: &[(&str, &str)], histogram: &Value) {
-        let pairs = histogram["below_us"].as_array().cloned().unwrap_or_default();
-        let classes: Vec<(u64, u64)> = pairs
-            .iter()
-            .filter_map(|pair| Some((pair.get(0)?.as_u64()?, pair.get(1)?.as_u64()?)))
-            .collect();
+    fn histogram(&mut self, name: &str, labels: &[(&str, &str)], histogram: &Histogram) {
         let below = |bound: u64| -> u64 {
-            classes.iter().filter(|(class, _)| *class <= bound).map(|(_, count)| count).sum()
+            let classes = histogram.below_us.iter().filter(|(class, _)| *class <= bound);
+            classes.map(|(_, count)| count).sum()
         };
         let total = below(u64::MAX) as f64;
         for power in BOUNDS {
@@ -266,24 +248,15 @@ impl Page {
         }
         let infinite: Vec<_> = labels.iter().copied().chain([("le", "+Inf")]).collect();
         self.sample(&format!("{name}_bucket"), &infinite, total);
-        let sum = histogram["sum_us"].as_f64().unwrap_or_default() / 1e6;
-        self.sample(&format!("{name}_sum"), labels, sum);
+        self.sample(&format!("{name}_sum"), labels, histogram.sum_us as f64 / 1e6);
         self.sample(&format!("{name}_count"), labels, total);
     }
 }
 
-/// Resident memory of a process, in bytes.
-fn resident_memory(pid: u32) -> Option<u64> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
-    Some(line.trim().trim_end_matches(" kB").parse::<u64>().ok()? * 1024)
-}
-
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
+    use crate::serve::requests::RequestCounts;
 
     fn mount(name: &str) -> PostedMount {
         let name = name.to_owned();
@@ -292,11 +265,11 @@ mod tests {
 
     #[test]
     fn classes_are_cumulated_and_a_worker_without_an_answer_is_down() {
-        let time = json!({ "sum_us": 3_000_000, "below_us": [[64, 2], [1 << 30, 1]] });
-        let answer = json!({
-            "requests": { "read": { "ok": 2, "errors": 1, "time": time } },
-            "counters": { "hits": 7 },
-        });
+        let time = Histogram { sum_us: 3_000_000, below_us: vec![(64, 2), (1 << 30, 1)] };
+        let mut answer = Told::<Status>::default();
+        answer.facts.service.requests =
+            [("read".to_owned(), RequestCounts { ok: 2, errors: 1, time })].into();
+        answer.facts.service.counters.hits = 7;
         let page = write(&[mount("a"), mount("b\"\\")], &[Some(answer), None], false);
         for line in [
             "tensorfs_mount_up{mount=\"a\"} 1",

@@ -1,19 +1,20 @@
 //! Writing the bytes of a virtual file into a copy, and reading a copy back.
 
 use std::fs::File;
-use std::io;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use sha2::{Digest, Sha256};
+use tensorfs::Error;
+use tensorfs::internal::hash::hex;
 use tensorfs::internal::reader::Reader;
+use tensorfs::internal::sweep::{RANGE_MAX, Sweep};
 
 use super::entry::CopyFailure;
 use super::folder::Partial;
-use super::record::hex;
 
-/// Bytes read and written at a time.
+/// Bytes of a copy that are read back at a time.
 const STEP: usize = 8 << 20;
 
 /// Dirty bytes before a flush to the disk: more would make other writers wait, and evict pages of
@@ -27,24 +28,22 @@ pub(super) type Pace<'a> = &'a dyn Fn(u64, Duration) -> Result<(), CopyFailure>;
 /// Writes all bytes of `reader` into `partial`. Returns their checksum.
 pub(super) fn fill(
     partial: &Partial,
-    reader: &Reader,
+    (reader, sweep): (&Reader, &Sweep),
     pace: Pace<'_>,
 ) -> Result<String, CopyFailure> {
     let fail = |e| CopyFailure::Folder("write to", e);
     let mut hash = Sha256::new();
-    let mut buffer = vec![0; STEP];
     let (mut offset, mut flushed) = (0, 0);
     while offset < partial.len {
         let started = Instant::now();
-        let wanted = (partial.len - offset).min(STEP as u64) as usize;
-        let len = reader.read_at(offset, &mut buffer[..wanted]).map_err(CopyFailure::Source)?;
-        if len == 0 {
-            let why = format!("the file ends at {offset} of {} bytes", partial.len);
-            return Err(fail(io::Error::other(why)));
-        }
-        hash.update(&buffer[..len]);
-        partial.file().write_all_at(&buffer[..len], offset).map_err(fail)?;
-        offset += len as u64;
+        let end = partial.len.min(offset + RANGE_MAX);
+        let bytes = sweep.read(reader, &(offset..end)).map_err(|error| match error {
+            Error::Cancelled { .. } => CopyFailure::Stopped,
+            error => CopyFailure::Source(error),
+        })?;
+        hash.update(&bytes[..]);
+        partial.file().write_all_at(&bytes, offset).map_err(fail)?;
+        offset = end;
         if offset - flushed >= FLUSH {
             partial.file().sync_data().map_err(fail)?;
             forget_cached(partial.file());

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Weak;
 use std::time::Instant;
 
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use tensorfs::Error;
 
 use super::record::Record;
@@ -57,7 +57,23 @@ impl std::fmt::Display for CopyFailure {
     }
 }
 
+/// The copy of a file, as `status` reports it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct CopyStatus {
+    /// The version of the file.
+    pub version: String,
+    pub len: u64,
+    pub state: String,
+    /// The part that is done, up to 1.
+    pub progress: f64,
+    /// Why there is no copy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
 /// The stage of the copy of a file.
+#[expect(clippy::large_enum_variant, reason = "most files that are counted become copies")]
 pub(super) enum Stage {
     /// There is no copy.
     Absent,
@@ -69,7 +85,7 @@ pub(super) enum Stage {
     Verifying,
     /// It may be used.
     Ready {
-        /// Identity of the copy when it was verified.
+        /// Version of the copy when it was verified.
         record: Record,
         /// The open copy, while it is in use.
         open: Weak<File>,
@@ -119,8 +135,8 @@ impl CopyEntry {
         }
     }
 
-    /// The report for `status`. `None` if there is no copy.
-    pub(super) fn to_json(&self, version: &str) -> Option<Value> {
+    /// The facts for `status`. `None` if there is no copy.
+    pub(super) fn status(&self, version: &str) -> Option<CopyStatus> {
         let state = match self.stage {
             Stage::Absent => return None,
             Stage::Queued => "queued",
@@ -133,11 +149,13 @@ impl CopyEntry {
             Stage::Ready { .. } => 1.0,
             _ => self.done as f64 / self.len.max(1) as f64,
         };
-        let mut file =
-            json!({ "version": version, "len": self.len, "state": state, "progress": progress });
-        if matches!(self.stage, Stage::Failed { .. }) {
-            file["error"] = json!(self.failure);
-        }
-        Some(file)
+        let failed = matches!(self.stage, Stage::Failed { .. });
+        Some(CopyStatus {
+            version: version.to_owned(),
+            len: self.len,
+            state: state.to_owned(),
+            progress,
+            error: failed.then(|| self.failure.clone()),
+        })
     }
 }

@@ -16,10 +16,11 @@ use nix::fcntl::{FallocateFlags, FlockArg};
 use nix::libc;
 use tensorfs::internal::atomic_file::{TemporaryFile, sync_folder};
 use tensorfs::internal::error::shown_path;
-use tensorfs::internal::source::FileSystem;
+use tensorfs::internal::source::{FileSystem, local_version};
+use tensorfs::internal::version::Version;
 
 use super::entry::CopyFailure;
-use super::record::{Record, Stamp};
+use super::record::Record;
 
 /// Marks a folder as one for copies, so that other files are never treated as copies. Its lock is
 /// the lock of the folder.
@@ -186,8 +187,8 @@ impl CopyFolder {
     }
 
     /// Opens the copy of `version`, and keeps it from being evicted while it is open. Also returns
-    /// its stamp.
-    pub(super) fn open_copy(&self, version: &str) -> io::Result<(File, Stamp)> {
+    /// its copy.
+    pub(super) fn open_copy(&self, version: &str) -> io::Result<(File, Version)> {
         let mut options = OpenOptions::new();
         options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
         let file = options.open(self.copy_path(version))?;
@@ -198,7 +199,7 @@ impl CopyFolder {
         if !meta.is_file() {
             return Err(io::Error::other("not a regular file"));
         }
-        Ok((file, Stamp::of(&meta)))
+        Ok((file, local_version(&meta)))
     }
 
     /// Notes the time of an open of the copy of `version`, so that the least recently opened copy
@@ -349,7 +350,7 @@ impl Locked<'_> {
     pub(super) fn publish(
         &self,
         mut partial: Partial,
-        record: impl FnOnce(Stamp) -> Record,
+        record: impl FnOnce(Version) -> Record,
     ) -> io::Result<Record> {
         partial.file().set_permissions(PermissionsExt::from_mode(0o400))?;
         partial.file().sync_all()?;
@@ -358,7 +359,7 @@ impl Locked<'_> {
         remove_if_there(&self.folder.record_path(&version))?;
         partial.temporary.publish(&self.folder.copy_path(&version), true)?;
         let written = (|| {
-            let record = record(Stamp::of(&partial.file().metadata()?));
+            let record = record(local_version(&partial.file().metadata()?));
             self.write_record(&record)?;
             Ok(record)
         })();

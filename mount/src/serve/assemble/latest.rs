@@ -1,67 +1,71 @@
 //! The last value of a query that a file system may never answer.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Duration;
 
-use tensorfs::internal::sync::{Condvar, Mutex};
+use tensorfs::internal::asked::Asked;
+use tensorfs::internal::sync::Mutex;
 
 /// A query that runs on its own thread.
-pub(super) struct Latest<T> {
-    state: Mutex<State<T>>,
-    answered: Condvar,
-}
+pub(super) struct Latest<T>(Mutex<State<T>>);
 
 struct State<T> {
     value: Option<T>,
-    /// Whether a query is running.
-    asking: bool,
-    /// Whether the running query has exceeded the time limit of a caller.
+    /// The running query.
+    asked: Option<Asked<Option<T>>>,
+    /// Whether it has exceeded the time limit of a caller.
     late: bool,
 }
 
-impl<T: Copy + Send + 'static> Latest<T> {
-    /// A query that has no value yet.
-    pub(super) fn new() -> Arc<Latest<T>> {
-        let state = Mutex::new(State { value: None, asking: false, late: false });
-        Arc::new(Latest { state, answered: Condvar::new() })
+impl<T> Default for Latest<T> {
+    fn default() -> Latest<T> {
+        Latest(Mutex::new(State { value: None, asked: None, late: false }))
     }
+}
 
+impl<T: Copy + Send + 'static> Latest<T> {
     /// The value of `ask`, or the last one if it does not come within `limit`. Also returns whether
     /// it came. While a query is late, calls neither start another nor wait.
     pub(super) fn get(
-        self: &Arc<Self>,
+        &self,
         limit: Duration,
         ask: impl FnOnce() -> Option<T> + Send + 'static,
     ) -> (Option<T>, bool) {
-        let mut state = self.state.lock();
-        if !state.asking {
-            let latest = self.clone();
-            let answer = move || {
-                let value = ask();
-                let mut state = latest.state.lock();
-                *state = State { value, asking: false, late: false };
-                latest.answered.notify_all();
-            };
-            let thread = std::thread::Builder::new().name("usage".to_owned());
-            state.asking = thread.spawn(answer).is_ok();
+        let mut state = self.0.lock();
+        if state.late {
+            state.wait(Duration::ZERO);
         }
-        let deadline = Instant::now() + limit;
-        while state.asking && !state.late {
-            let left = deadline.saturating_duration_since(Instant::now());
-            state.late = left.is_zero();
-            state = self.answered.wait_timeout(state, left);
+        if state.asked.is_none() {
+            state.asked = Asked::on_thread("usage", ask).ok();
+            state.wait(limit);
         }
-        (state.value, !state.asking)
+        (state.value, state.asked.is_none())
+    }
+}
+
+impl<T: Send + 'static> State<T> {
+    /// Waits for the answer of the running query.
+    fn wait(&mut self, limit: Duration) {
+        let Some(asked) = &mut self.asked else { return };
+        let answer = asked.within(limit);
+        self.late = matches!(answer, Err(RecvTimeoutError::Timeout));
+        if !self.late {
+            self.asked = None;
+            self.value = answer.unwrap_or_default();
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::time::Instant;
+
     use super::*;
 
     #[test]
     fn a_question_without_an_answer_is_asked_once_and_the_last_answer_stands() {
-        let latest = Latest::new();
+        let latest = Latest::default();
         let long = Duration::from_secs(30);
         assert_eq!(latest.get(long, || Some(1)), (Some(1), true));
         let held = Arc::new(Mutex::new(()));
@@ -77,10 +81,9 @@ mod tests {
         }
         drop(guard);
         let started = Instant::now();
-        while latest.state.lock().asking {
+        while latest.get(long, || Some(3)) != (Some(3), true) {
             assert!(started.elapsed() < long);
             std::thread::yield_now();
         }
-        assert_eq!(latest.get(long, || Some(3)), (Some(3), true));
     }
 }

@@ -16,23 +16,26 @@ mod tests;
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use tensorfs::Error;
+use tensorfs::internal::clock::unix_now;
 use tensorfs::internal::error::shown_path;
+use tensorfs::internal::io::Settings;
 use tensorfs::internal::reader::Reader;
+use tensorfs::internal::source::local_version;
+use tensorfs::internal::sweep::Sweep;
 use tensorfs::internal::sync::{Condvar, Mutex};
 
-use entry::{CopyEntry, CopyFailure, Stage};
+use entry::{CopyEntry, CopyFailure, CopyStatus, Stage};
 use folder::{CopyFolder, Partial};
 use latest::Latest;
-use record::{Record, Stamp, fingerprint, now};
+use record::{Record, state_of};
 
 /// Time until the next attempt after an error, such as a full disk or a source error.
 const BACK_OFF: Duration = Duration::from_secs(5 * 60);
@@ -94,17 +97,33 @@ impl State {
     }
 }
 
+/// The folder of copies, for `status`. Sizes are in bytes.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct AssembleStatus {
+    pub dir: String,
+    pub budget: Option<u64>,
+    pub used: Option<u64>,
+    /// Whether the folder does not answer, and `used` may be out of date.
+    pub stalled: bool,
+    /// Time for which the folder is not used, after an error.
+    pub resting_s: u64,
+    pub files: Vec<CopyStatus>,
+}
+
 /// Assembles hot files, and keeps track of the copies.
 pub(crate) struct Assembler {
     shared: Arc<AssemblerState>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Bytes that the folder may hold, and bytes that it holds.
-    usage: Arc<Latest<(u64, u64)>>,
+    usage: Latest<(u64, u64)>,
 }
 
 /// State that callers share with the thread.
 struct AssemblerState {
     folder: CopyFolder,
+    /// Reads the sources.
+    sweep: Sweep,
     started: Instant,
     /// Time of the last answer to a reader, in milliseconds after `started`; 0 if there was none.
     last_served: AtomicU64,
@@ -114,7 +133,8 @@ struct AssemblerState {
 
 impl Assembler {
     /// Opens `dir` for copies of up to `limit` bytes. The folder is made if it does not exist. It
-    /// must neither lie in nor contain the folders `apart`: the source and the mount.
+    /// must neither lie in nor contain the folders `apart`: the source and the mount. Sources are read
+    /// by `settings`.
     ///
     /// Copies of earlier runs are used if they are unchanged since their verification; others are
     /// verified again in the background first.
@@ -124,19 +144,21 @@ impl Assembler {
     pub(crate) fn open(
         dir: &Path,
         limit: Option<u64>,
+        settings: Settings,
         apart: &[&Path],
     ) -> Result<Assembler, String> {
         let folder = CopyFolder::open(dir, limit, apart)?;
         let fail = |why: &dyn std::fmt::Display| format!("assemble={}: {why}", shown_path(dir));
         let shared = Arc::new(AssemblerState {
             folder,
+            sweep: Sweep::new(settings),
             started: Instant::now(),
             last_served: AtomicU64::new(0),
             state: Mutex::default(),
             wake: Condvar::new(),
         });
         shared.take_over().map_err(|failure| fail(&failure))?;
-        Ok(Assembler { shared, thread: Mutex::default(), usage: Latest::new() })
+        Ok(Assembler { shared, thread: Mutex::default(), usage: Latest::default() })
     }
 
     /// Begins to assemble.
@@ -201,7 +223,7 @@ impl Assembler {
 
     /// The facts for `status`. Hardly waits for the folder: where that does not answer, its usage
     /// is what it was before.
-    pub(crate) fn status(&self) -> Value {
+    pub(crate) fn status(&self) -> AssembleStatus {
         let shared = self.shared.clone();
         let usage = self.usage.get(STATUS_TIMEOUT, move || shared.folder.usage().ok());
         self.shared.status(usage)
@@ -210,6 +232,7 @@ impl Assembler {
     /// Ends the current work and removes its partial file, within about a second.
     pub(crate) fn stop(&self) {
         self.shared.state.lock().stopping = true;
+        self.shared.sweep.stopped().store(true, Ordering::Relaxed);
         self.shared.wake.notify_all();
         // The lock is held to the end. A second caller waits for it, and may then end the process.
         let mut held = self.thread.lock();
@@ -240,11 +263,11 @@ impl AssemblerState {
         drop(locked);
         let mut state = self.state.lock();
         for record in records {
-            let known = self.folder.open_copy(&record.version).map(|(_, stamp)| stamp);
-            let mut entry = CopyEntry::new(record.stamp.len);
+            let known = self.folder.open_copy(&record.version).map(|(_, copy)| copy);
+            let mut entry = CopyEntry::new(record.copy.len);
             let version = record.version.clone();
             match known {
-                Ok(stamp) if stamp == record.stamp => {
+                Ok(copy) if copy == record.copy => {
                     entry.stage = Stage::Ready { record, open: Weak::new(), touched: None };
                 }
                 _ => {
@@ -280,7 +303,7 @@ impl AssemblerState {
             Some(known) => known,
             None => (self.folder.record(version).ok_or("the copy is gone")?, None),
         };
-        match fingerprint(reader) {
+        match state_of(reader) {
             Ok(sources) if sources == record.sources => {}
             Ok(_) => {
                 // Its sources were changed since, and then everything that the version covers was
@@ -291,11 +314,11 @@ impl AssemblerState {
             Err(e) => return Err(format!("the source cannot be compared with the copy: {e}")),
         }
         let found = match open {
-            Some(file) => file.metadata().map(|meta| (file, Stamp::of(&meta))),
-            None => self.folder.open_copy(version).map(|(file, stamp)| (Arc::new(file), stamp)),
+            Some(file) => file.metadata().map(|meta| (file, local_version(&meta))),
+            None => self.folder.open_copy(version).map(|(file, copy)| (Arc::new(file), copy)),
         };
         match found {
-            Ok((file, stamp)) if stamp == record.stamp => {
+            Ok((file, copy)) if copy == record.copy => {
                 self.opened_copy(version, record, &file);
                 Ok(file)
             }
@@ -330,7 +353,7 @@ impl AssemblerState {
         let mut state = self.state.lock();
         let state = &mut *state;
         let entry = state.entries.entry(version.to_owned());
-        let entry = entry.or_insert_with(|| CopyEntry::new(record.stamp.len));
+        let entry = entry.or_insert_with(|| CopyEntry::new(record.copy.len));
         let before = match &entry.stage {
             Stage::Ready { touched, .. } => *touched,
             Stage::Absent | Stage::Failed { .. } => None,
@@ -421,9 +444,9 @@ impl AssemblerState {
     }
 
     fn say_written(&self, record: &Record, took: Duration) {
-        let Record { source, stamp, .. } = record;
+        let Record { source, copy, .. } = record;
         let (dir, seconds) = (shown_path(self.folder.path()), took.as_secs_f64());
-        let bytes = stamp.len;
+        let bytes = copy.len;
         tracing::info!("{source}: assembled in {dir}: {bytes} bytes in {seconds:.1} s");
     }
 
@@ -433,23 +456,23 @@ impl AssemblerState {
         let pins: tensorfs::Result<Vec<_>> =
             reader.sources().iter().map(|source| source.pin()).collect();
         let _pins = pins.map_err(CopyFailure::Source)?;
-        let sources = fingerprint(reader).map_err(CopyFailure::Source)?;
+        let sources = state_of(reader).map_err(CopyFailure::Source)?;
         self.settle(reader)?;
         if let Some(record) = self.folder.record(version)
             && record.sources == sources
-            && self.folder.open_copy(version).is_ok_and(|(_, stamp)| stamp == record.stamp)
+            && self.folder.open_copy(version).is_ok_and(|(_, copy)| copy == record.copy)
         {
             return Ok(record);
         }
         let partial = self.begin(version, reader.len())?;
         self.set_stage(version, Stage::Writing);
         let pace = |done, took| self.pace(version, done, took);
-        let sha256 = copy::fill(&partial, reader, &pace)?;
+        let sha256 = copy::fill(&partial, (reader, &self.sweep), &pace)?;
         self.set_stage(version, Stage::Verifying);
         if copy::checksum(partial.file(), partial.len, &pace)? != sha256 {
             return Err(CopyFailure::Differs);
         }
-        if fingerprint(reader).map_err(CopyFailure::Source)? != sources {
+        if state_of(reader).map_err(CopyFailure::Source)? != sources {
             let path = reader.sources().first().map(|source| source.path().to_owned());
             let detail = "was touched while it was assembled";
             return Err(CopyFailure::Source(Error::changed(path.unwrap_or_default(), detail)));
@@ -457,13 +480,13 @@ impl AssemblerState {
         let source = reader.sources().first().and_then(|source| source.path().parent());
         let source = source.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
         let locked = self.folder.lock()?;
-        let record = locked.publish(partial, |stamp| Record {
+        let record = locked.publish(partial, |copy| Record {
             version: version.to_owned(),
             sha256,
             sources,
             source,
-            stamp,
-            written: now(),
+            copy,
+            written: unix_now(),
         });
         record.map_err(|e| CopyFailure::Folder("write to", e))
     }
@@ -504,17 +527,17 @@ impl AssemblerState {
             io::ErrorKind::NotFound | io::ErrorKind::WouldBlock => CopyFailure::Gone,
             _ => fail(e),
         });
-        let (file, stamp) = opened?;
+        let (file, copy) = opened?;
         let pace = |done, took| self.pace(&record.version, done, took);
-        let same = stamp.len == record.stamp.len
-            && copy::checksum(&file, stamp.len, &pace)? == record.sha256
-            && Stamp::of(&file.metadata().map_err(fail)?) == stamp;
+        let same = copy.len == record.copy.len
+            && copy::checksum(&file, copy.len, &pace)? == record.sha256
+            && local_version(&file.metadata().map_err(fail)?) == copy;
         let locked = self.folder.lock()?;
         if !same {
             locked.remove(&record.version).map_err(fail)?;
             return Err(CopyFailure::Differs);
         }
-        let record = Record { stamp, ..record };
+        let record = Record { copy, ..record };
         locked.write_record(&record).map_err(fail)?;
         Ok(record)
     }
@@ -522,9 +545,9 @@ impl AssemblerState {
     /// Waits until the last change of the sources is `SETTLED` ago.
     fn settle(&self, reader: &Reader) -> Result<(), CopyFailure> {
         let ages = reader.sources().iter().filter_map(|source| {
-            let meta = source.local()?.file().ok()?.metadata().ok()?;
-            let seconds = Duration::from_secs(u64::try_from(meta.ctime()).ok()?);
-            let nanos = Duration::from_nanos(u64::try_from(meta.ctime_nsec()).ok()?);
+            let (seconds, nanos) = source.version().attributes_changed()?;
+            let seconds = Duration::from_secs(u64::try_from(seconds).ok()?);
+            let nanos = Duration::from_nanos(u64::try_from(nanos).ok()?);
             // A time in the future does not count.
             (SystemTime::UNIX_EPOCH + seconds + nanos).elapsed().ok()
         });
@@ -605,22 +628,22 @@ impl AssemblerState {
         }
     }
 
-    fn status(&self, (usage, answered): (Option<(u64, u64)>, bool)) -> Value {
+    fn status(&self, (usage, answered): (Option<(u64, u64)>, bool)) -> AssembleStatus {
         let state = self.state.lock();
         let known = state.entries.iter();
-        let mut files: Vec<Value> =
-            known.filter_map(|(version, entry)| entry.to_json(version)).collect();
-        files.sort_by(|a, b| a["version"].as_str().cmp(&b["version"].as_str()));
+        let mut files: Vec<CopyStatus> =
+            known.filter_map(|(version, entry)| entry.status(version)).collect();
+        files.sort_by(|a, b| a.version.cmp(&b.version));
         let (budget, used) = usage.unzip();
         let resting = state.resting.map(|until| until.saturating_duration_since(Instant::now()));
-        json!({
-            "dir": self.folder.path().to_string_lossy(),
-            "budget": budget,
-            "used": used,
-            "stalled": !answered,
-            "resting_s": resting.map_or(0, |rest| rest.as_secs()),
-            "files": files,
-        })
+        AssembleStatus {
+            dir: self.folder.path().to_string_lossy().into_owned(),
+            budget,
+            used,
+            stalled: !answered,
+            resting_s: resting.map_or(0, |rest| rest.as_secs()),
+            files,
+        }
     }
 }
 

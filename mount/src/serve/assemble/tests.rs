@@ -52,8 +52,15 @@ impl Place {
         Reader::open(&Checkpoint::open(&self.source()).unwrap().single_file()).unwrap()
     }
 
-    fn start(&self, limit: Option<u64>) -> Assembler {
-        let assembler = Assembler::open(&self.dir(), limit, &[&self.source()]).unwrap();
+    fn start(&self) -> Assembler {
+        // Without a limit nothing is assembled on a disk of which nine tenths are full.
+        self.start_limited(1 << 30)
+    }
+
+    fn start_limited(&self, limit: u64) -> Assembler {
+        let assembler =
+            Assembler::open(&self.dir(), Some(limit), Settings::default(), &[&self.source()])
+                .unwrap();
         assembler.start().unwrap();
         assembler
     }
@@ -109,9 +116,8 @@ fn assembled(assembler: &Assembler, version: &str, reader: &Reader) -> Arc<File>
 
 fn state(assembler: &Assembler, version: &str) -> Option<String> {
     let status = assembler.status();
-    let files = status["files"].as_array().unwrap();
-    let file = files.iter().find(|file| file["version"] == version)?;
-    Some(file["state"].as_str().unwrap().to_owned())
+    let file = status.files.into_iter().find(|file| file.version == version)?;
+    Some(file.state)
 }
 
 fn wait_for_state(assembler: &Assembler, version: &str, wanted: &str) {
@@ -121,7 +127,7 @@ fn wait_for_state(assembler: &Assembler, version: &str, wanted: &str) {
 #[test]
 fn a_hot_file_becomes_one_real_file_with_the_same_bytes() {
     let place = Place::new();
-    let (assembler, reader) = (place.start(None), place.reader());
+    let (assembler, reader) = (place.start(), place.reader());
     assert!(assembler.ready(VERSION, &reader).is_none());
     let file = assembled(&assembler, VERSION, &reader);
     assert!(content(&file) == whole(&reader));
@@ -129,14 +135,14 @@ fn a_hot_file_becomes_one_real_file_with_the_same_bytes() {
     assert_eq!(place.names(), [format!("{VERSION}.json"), format!("{VERSION}.safetensors")]);
     assert_eq!(fs::metadata(place.dir()).unwrap().permissions().mode() & 0o7777, 0o700);
     let status = assembler.status();
-    assert_eq!(status["used"].as_u64().unwrap() / TENSOR_LEN, 2);
-    assert_eq!(status["files"][0]["progress"], 1.0);
+    assert_eq!(status.used.unwrap() / TENSOR_LEN, 2);
+    assert_eq!(status.files[0].progress.to_string(), "1");
 }
 
 #[test]
 fn a_file_is_hot_once_it_was_opened_twice_and_half_of_it_was_read() {
     let place = Place::new();
-    let (assembler, reader) = (place.start(None), place.reader());
+    let (assembler, reader) = (place.start(), place.reader());
     let len = reader.len();
     assembler.opened(VERSION, &reader);
     assembler.served(VERSION, &reader, 5 * len);
@@ -154,17 +160,17 @@ fn a_file_is_hot_once_it_was_opened_twice_and_half_of_it_was_read() {
 fn a_restart_uses_what_was_assembled_before_without_writing() {
     let place = Place::new();
     let reader = place.reader();
-    drop(assembled(&place.start(None), VERSION, &reader));
-    let before = Stamp::of(&fs::metadata(place.copy()).unwrap());
-    let assembler = place.start(None);
+    drop(assembled(&place.start(), VERSION, &reader));
+    let before = local_version(&fs::metadata(place.copy()).unwrap());
+    let assembler = place.start();
     let file = assembler.ready(VERSION, &reader).unwrap();
-    assert_eq!(Stamp::of(&file.metadata().unwrap()), before);
+    assert_eq!(local_version(&file.metadata().unwrap()), before);
 }
 
 #[test]
 fn a_copy_with_a_flipped_byte_is_not_used_and_dropped() {
     let place = Place::new();
-    let (assembler, reader) = (place.start(None), place.reader());
+    let (assembler, reader) = (place.start(), place.reader());
     drop(assembled(&assembler, VERSION, &reader));
     fs::set_permissions(place.copy(), fs::Permissions::from_mode(0o600)).unwrap();
     let copy = fs::OpenOptions::new().write(true).open(place.copy()).unwrap();
@@ -173,13 +179,13 @@ fn a_copy_with_a_flipped_byte_is_not_used_and_dropped() {
     wait_for_state(&assembler, VERSION, "failed");
     assert!(place.names().is_empty());
     // The daemon that starts after it refuses a damaged copy too.
-    let assembler = place.start(None);
+    let assembler = place.start();
     drop(assembled(&assembler, VERSION, &reader));
     assembler.stop();
     fs::set_permissions(place.copy(), fs::Permissions::from_mode(0o600)).unwrap();
     let copy = fs::OpenOptions::new().write(true).open(place.copy()).unwrap();
     copy.write_all_at(b"\xff\x00\xff", 10_000_000).unwrap();
-    let assembler = place.start(None);
+    let assembler = place.start();
     assert!(assembler.ready(VERSION, &reader).is_none());
     wait_for_state(&assembler, VERSION, "failed");
     assert!(place.names().is_empty());
@@ -188,12 +194,15 @@ fn a_copy_with_a_flipped_byte_is_not_used_and_dropped() {
 #[test]
 fn a_copy_that_the_kernel_serves_is_used_after_it_refused_another_one() {
     let place = Place::new();
-    let (assembler, reader) = (place.start(None), place.reader());
+    let (assembler, reader) = (place.start(), place.reader());
     let served = assembled(&assembler, VERSION, &reader);
     assembler.give_up(&io::ErrorKind::PermissionDenied.into());
     assert!(assembler.ready(VERSION, &reader).is_none());
     let same = assembler.in_use(VERSION, &reader).unwrap();
-    assert_eq!(Stamp::of(&same.metadata().unwrap()), Stamp::of(&served.metadata().unwrap()));
+    assert_eq!(
+        local_version(&same.metadata().unwrap()),
+        local_version(&served.metadata().unwrap())
+    );
     // It is still compared.
     fs::set_permissions(place.copy(), fs::Permissions::from_mode(0o600)).unwrap();
     let why = assembler.in_use(VERSION, &reader).unwrap_err();
@@ -203,7 +212,7 @@ fn a_copy_that_the_kernel_serves_is_used_after_it_refused_another_one() {
 #[test]
 fn a_copy_that_cannot_be_used_now_has_a_reason_and_is_not_forgotten() {
     let place = Place::new();
-    let (assembler, reader) = (place.start(None), place.reader());
+    let (assembler, reader) = (place.start(), place.reader());
     drop(assembled(&assembler, VERSION, &reader));
     let another = File::open(place.copy()).unwrap();
     let another = Flock::lock(another, FlockArg::LockExclusiveNonblock).unwrap();
@@ -222,7 +231,7 @@ fn a_copy_that_cannot_be_used_now_has_a_reason_and_is_not_forgotten() {
 #[test]
 fn a_copy_that_was_only_touched_is_used_again_once_it_was_verified() {
     let place = Place::new();
-    let (assembler, reader) = (place.start(None), place.reader());
+    let (assembler, reader) = (place.start(), place.reader());
     let held = assembled(&assembler, VERSION, &reader);
     // A restored backup has another inode and other times.
     let bytes = fs::read(place.copy()).unwrap();
@@ -233,13 +242,13 @@ fn a_copy_that_was_only_touched_is_used_again_once_it_was_verified() {
     let file = wait("the copy", || assembler.ready(VERSION, &reader));
     assert!(content(&file) == bytes);
     assembler.stop();
-    assert!(place.start(None).ready(VERSION, &reader).is_some());
+    assert!(place.start().ready(VERSION, &reader).is_some());
 }
 
 #[test]
 fn a_copy_that_was_deleted_by_hand_is_made_again() {
     let place = Place::new();
-    let (assembler, reader) = (place.start(None), place.reader());
+    let (assembler, reader) = (place.start(), place.reader());
     drop(assembled(&assembler, VERSION, &reader));
     fs::remove_file(place.copy()).unwrap();
     assert!(assembler.ready(VERSION, &reader).is_none());
@@ -249,13 +258,13 @@ fn a_copy_that_was_deleted_by_hand_is_made_again() {
 #[test]
 fn a_source_written_to_with_its_times_set_back_does_not_get_the_old_copy() {
     let place = Place::new();
-    drop(assembled(&place.start(None), VERSION, &place.reader()));
+    drop(assembled(&place.start(), VERSION, &place.reader()));
     let path = place.source().join("model-00002-of-00002.safetensors");
     let mtime = fs::metadata(&path).unwrap().modified().unwrap();
     let shard = fs::OpenOptions::new().write(true).open(&path).unwrap();
     shard.write_all_at(b"new", TENSOR_LEN / 2).unwrap();
     shard.set_modified(mtime).unwrap();
-    let (assembler, reader) = (place.start(None), place.reader());
+    let (assembler, reader) = (place.start(), place.reader());
     assert!(assembler.ready(VERSION, &reader).is_none());
     assert!(content(&assembled(&assembler, VERSION, &reader)) == whole(&reader));
 }
@@ -263,7 +272,7 @@ fn a_source_written_to_with_its_times_set_back_does_not_get_the_old_copy() {
 #[test]
 fn a_source_that_changes_while_it_is_assembled_leaves_nothing() {
     let place = Place::new();
-    let (assembler, reader) = (place.start(None), place.reader());
+    let (assembler, reader) = (place.start(), place.reader());
     shard(&place.source(), 2, 3);
     heat(&assembler, VERSION, &reader);
     wait_for_state(&assembler, VERSION, "failed");
@@ -276,7 +285,7 @@ fn the_copy_opened_longest_ago_makes_room_and_one_that_is_open_does_not() {
     let place = Place::new();
     let reader = place.reader();
     let len = reader.len();
-    let assembler = place.start(Some(2 * len));
+    let assembler = place.start_limited(2 * len);
     let third = "33333333333333333333333333333333";
     drop(assembled(&assembler, VERSION, &reader));
     drop(assembled(&assembler, OTHER, &reader));
@@ -286,7 +295,7 @@ fn the_copy_opened_longest_ago_makes_room_and_one_that_is_open_does_not() {
         record.set_modified(opened).unwrap();
     };
     // The other assembler plays another daemon, which has the older copy open.
-    let another = place.start(Some(2 * len));
+    let another = place.start_limited(2 * len);
     let held = another.ready(VERSION, &reader).unwrap();
     // Its touch of the record must not come after the age is set.
     another.stop();
@@ -301,7 +310,7 @@ fn the_copy_opened_longest_ago_makes_room_and_one_that_is_open_does_not() {
     let still = assembler.ready(third, &reader);
     heat(&assembler, OTHER, &reader);
     wait_for_state(&assembler, OTHER, "failed");
-    assert!(assembler.status()["files"].to_string().contains("no room"));
+    assert!(format!("{:?}", assembler.status().files).contains("no room"));
     drop((kernels, still));
     assembler.shared.state.lock().entries.remove(OTHER);
     drop(assembled(&assembler, OTHER, &reader));
@@ -310,7 +319,7 @@ fn the_copy_opened_longest_ago_makes_room_and_one_that_is_open_does_not() {
 #[test]
 fn a_file_larger_than_the_budget_is_never_begun() {
     let place = Place::new();
-    let (assembler, reader) = (place.start(Some(1 << 20)), place.reader());
+    let (assembler, reader) = (place.start_limited(1 << 20), place.reader());
     heat(&assembler, VERSION, &reader);
     wait_for_state(&assembler, VERSION, "failed");
     heat(&assembler, VERSION, &reader);
@@ -322,13 +331,13 @@ fn a_file_larger_than_the_budget_is_never_begun() {
 #[test]
 fn two_daemons_in_one_folder_write_a_file_once_and_both_use_it() {
     let place = Place::new();
-    let (first, second) = (place.start(None), place.start(None));
+    let (first, second) = (place.start(), place.start());
     let (one, two) = (place.reader(), place.reader());
     heat(&first, VERSION, &one);
     heat(&second, VERSION, &two);
     let from_first = wait("the copy", || first.ready(VERSION, &one));
     let from_second = wait("the copy", || second.ready(VERSION, &two));
-    let stamp = |file: &File| Stamp::of(&file.metadata().unwrap());
+    let stamp = |file: &File| local_version(&file.metadata().unwrap());
     assert_eq!(stamp(&from_first), stamp(&from_second));
     wait("no partial file", || (place.names().len() == 2).then_some(()));
 }
@@ -337,7 +346,7 @@ fn two_daemons_in_one_folder_write_a_file_once_and_both_use_it() {
 fn what_a_killed_daemon_left_is_removed_and_what_a_living_one_writes_is_not() {
     let place = Place::new();
     let reader = place.reader();
-    drop(place.start(None));
+    drop(place.start());
     let orphan = place.dir().join(format!("{VERSION}.partial-1"));
     fs::write(&orphan, "half").unwrap();
     // Killed between renaming the copy and writing its record, and between writing the record and
@@ -347,7 +356,7 @@ fn what_a_killed_daemon_left_is_removed_and_what_a_living_one_writes_is_not() {
     fs::write(place.dir().join("3333333333333333.json"), "{}").unwrap();
     let folder = CopyFolder::open(&place.dir(), None, &[]).unwrap();
     let partial = folder.lock().unwrap().begin(OTHER, 100).unwrap();
-    let assembler = place.start(None);
+    let assembler = place.start();
     let left = format!("{OTHER}.partial-{}", std::process::id());
     assert_eq!(place.names(), [left]);
     drop(partial);
@@ -357,7 +366,7 @@ fn what_a_killed_daemon_left_is_removed_and_what_a_living_one_writes_is_not() {
 #[test]
 fn a_stop_in_the_middle_leaves_nothing_behind() {
     let place = Place::new();
-    let (assembler, reader) = (place.start(None), place.reader());
+    let (assembler, reader) = (place.start(), place.reader());
     heat(&assembler, VERSION, &reader);
     wait("the file", || (!place.names().is_empty()).then_some(()));
     assembler.stop();
@@ -368,7 +377,9 @@ fn a_stop_in_the_middle_leaves_nothing_behind() {
 #[test]
 fn a_folder_that_is_no_place_for_copies_is_refused() {
     let place = Place::new();
-    let start = |dir: &Path| Assembler::open(dir, None, &[&place.source()]).err().unwrap();
+    let start = |dir: &Path| {
+        Assembler::open(dir, None, Settings::default(), &[&place.source()]).err().unwrap()
+    };
     let inside = place.source().join("copies");
     assert!(start(&inside).contains("lies in"));
     assert!(!inside.exists());
@@ -403,7 +414,7 @@ fn a_full_disk_leaves_nothing_and_is_left_alone_for_a_while() {
 
 fn fill_a_disk(place: &Place) {
     let reader = place.reader();
-    let assembler = place.start(Some(1 << 30));
+    let assembler = place.start_limited(1 << 30);
     fs::write(place.dir().join("fill"), vec![0; 20 << 20]).unwrap();
     heat(&assembler, VERSION, &reader);
     wait_for_state(&assembler, VERSION, "failed");
@@ -415,7 +426,7 @@ fn fill_a_disk(place: &Place) {
     assembler.shared.finish(VERSION, Err(failure));
     heat(&assembler, VERSION, &reader);
     assert_eq!(state(&assembler, VERSION).as_deref(), Some("failed"));
-    assert!(assembler.status()["resting_s"].as_u64().unwrap() > 60);
+    assert!(assembler.status().resting_s > 60);
     fs::remove_file(place.dir().join("fill")).unwrap();
     {
         let mut state = assembler.shared.state.lock();

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._errors import DtypeError, error
+from ..._errors import DtypeError, MismatchError, SafetensorError, error
 from ..._tensorfs import TensorizerWriter, process_token
 from ._secrets import EncryptionParams, key_of
 from ._stored import Path, TensorType, shown_name
@@ -287,6 +287,8 @@ def _described(one: _ToWrite) -> _Memory:
     tensor, torch, numpy = one.tensor, sys.modules.get("torch"), sys.modules.get("numpy")
     name = shown_name(one.path)
     if torch is not None and isinstance(tensor, torch.Tensor):
+        if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
+            raise error(f"tensor {name!r}: is nested or uninitialized, so it has no shape", tensor=str(name))
         code = _code(str(tensor.dtype).removeprefix("torch."), one)
         if tensor.layout != torch.strided:
             raise error(f"tensor {name!r}: has the layout {tensor.layout}; write tensor.to_dense()", tensor=str(name))
@@ -310,9 +312,34 @@ def _memory_of(one: _ToWrite) -> _Memory:
         return described._replace(address=address, length=array.nbytes, owner=array, is_copy=address != before)
     if tensor.is_meta:
         return _without_zeros(described, tensor.nbytes)
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    address, is_copy = plain.data_ptr(), plain.device != tensor.device or plain.data_ptr() != tensor.data_ptr()
+    try:
+        _check_storage(one)
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        address = plain.data_ptr()
+    except SafetensorError:
+        raise
+    except (RuntimeError, TypeError, NotImplementedError) as e:
+        raise _no_memory(one, str(e).splitlines()[0]) from e
+    if address == 0 and plain.nbytes:
+        raise _no_memory(one, f"a {type(plain).__name__} has no address")
+    is_copy = plain.device != tensor.device or address != tensor.data_ptr()
     return described._replace(address=address, length=plain.nbytes, owner=plain, is_copy=is_copy)
+
+
+def _check_storage(one: _ToWrite) -> None:
+    """Refuses a tensor whose storage was cut or freed under it: it would be read past its end."""
+    tensor = one.tensor
+    if not tensor.numel():
+        return
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    wanted, found = (last + 1) * tensor.itemsize, tensor.untyped_storage().nbytes()
+    if found < wanted:
+        raise _no_memory(one, f"its storage has {found} of the {wanted} bytes that it needs")
+
+
+def _no_memory(one: _ToWrite, why: str) -> SafetensorError:
+    name = shown_name(one.path)
+    return error(f"tensor {name!r}: has no memory to write: {why}", cls=MismatchError, tensor=str(name))
 
 
 def _without_zeros(described: _Memory, length: int) -> _Memory:

@@ -22,6 +22,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 
+from ..._errors import MismatchError, SafetensorError, error
 from .serialization import TensorDeserializer, TensorSerializer
 
 __all__ = ("tensorizer_loading", "tensorizer_saving")
@@ -50,6 +51,18 @@ class _Call(NamedTuple):
 
     block: _Block
     file_obj: Any
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether every tensor of the file belongs to the file of torch."""
+        return self.block.replaces is None and self.block.arguments.get("filter_func") is None
+
+    def refused(self, tensor: object, why: str) -> SafetensorError:
+        """The error about a tensor of the tensorizer file."""
+        file = getattr(self.file_obj, "name", self.file_obj)
+        name = os.fsdecode(file) if isinstance(file, (str, bytes, os.PathLike)) else f"<{type(self.file_obj).__name__}>"
+        message = f"{name}: tensor `{tensor}` {why}; the two files are not of one save"
+        return error(message, "size_mismatch", cls=MismatchError, path=name, tensor=str(tensor))
 
 
 _saving: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("tensorfs.saving", default=None)
@@ -113,7 +126,10 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, *args: Any, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
         self._call = _call.get()
-        self._tensors: list[Any] | None = None
+        self._tensors: dict[Any, Any] | None = None
+        # The storages that were taken, by number, with their lengths in bytes; and their numbers by address in torch.
+        self._taken: dict[int, tuple[Any, int]] = {}
+        self._numbers: dict[int, int] = {}
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -135,20 +151,76 @@ class _Unpickler(pickle.Unpickler):
         number, dtype = pid[3:]
         if self._tensors is None:
             self._tensors = self._load(self._call)
-        if not isinstance(number, int) or not 0 <= number < len(self._tensors):
+        if not isinstance(number, int) or number not in self._tensors:
             message = f"tensor {number} is not among the {len(self._tensors)} of the tensorizer file; is it another save's?"
             raise pickle.UnpicklingError(message)
-        storage = self._tensors[number].untyped_storage()
+        if number not in self._taken:
+            storage = self._storage(self._call, number, self._tensors[number])
+            self._taken[number] = storage, storage.nbytes()
+            self._numbers[storage._cdata] = number
+        storage, _ = self._taken[number]
         # torch wants a storage without a dtype as one of bytes.
         return torch.TypedStorage(wrap_storage=storage, dtype=dtype or torch.uint8, _internal=True)
 
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module == "torch._utils" and name.startswith("_rebuild_tensor"):
+            return functools.partial(self._rebuild, found)
+        return found
+
+    def _rebuild(self, rebuild: Any, storage: Any, offset: int, size: Any, stride: Any, *others: Any) -> Any:
+        """Makes a tensor on a storage. Refuses one that lies beyond its end: torch would lengthen the storage by memory
+        that nobody has filled."""
+        number = self._numbers.get(getattr(getattr(storage, "_untyped_storage", storage), "_cdata", 0))
+        if number is not None and 0 not in size:
+            dtype = next((other for other in others if isinstance(other, torch.dtype)), storage.dtype)
+            end = offset + sum((count - 1) * step for count, step in zip(size, stride)) + 1
+            self._check_length(number, end * dtype.itemsize)
+        return rebuild(storage, offset, size, stride, *others)
+
+    def load(self) -> Any:
+        loaded = super().load()
+        # Code of the saved objects may make tensors in other ways.
+        for number, (storage, _) in self._taken.items():
+            self._check_length(number, storage.nbytes())
+        if self._call is not None and self._tensors is not None and self._call.takes_all:
+            for number in self._tensors.keys() - self._taken.keys():
+                count = f"{len(self._taken)} of {len(self._tensors)}"
+                raise self._call.refused(number, f"is not in the file of torch, which has {count}")
+        return loaded
+
+    def _check_length(self, number: int, wanted: int) -> None:
+        found = self._taken[number][1]
+        if wanted > found and self._call is not None:
+            raise self._call.refused(number, f"has {found} bytes, and the file of torch needs {wanted}")
+
     @staticmethod
-    def _load(call: _Call) -> list[Any]:
+    def _storage(call: _Call, number: int, tensor: Any) -> Any:
+        """The bytes of a tensor as a storage."""
+        if not isinstance(tensor, torch.Tensor):
+            raise call.refused(number, f"is a {type(tensor).__name__}; expected a tensor")
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == tensor.nbytes and tensor.is_contiguous():
+            return storage
+        # A loader may return views of longer memory.
+        return tensor.clone(memory_format=torch.contiguous_format).untyped_storage()
+
+    @staticmethod
+    def _load(call: _Call) -> dict[Any, Any]:
         block, file_obj = call
         if block.replaces is not None:
-            return list(block.replaces(file_obj, block.arguments))
+            return dict(enumerate(block.replaces(file_obj, block.arguments)))
         with TensorDeserializer(file_obj, **block.arguments) as deserializer:
-            return list(deserializer.tree())
+            tensors = deserializer.tree(default=[])
+            if not isinstance(tensors, list):
+                raise call.refused(next(iter(tensors)), "has a name; expected a number")
+            # A filter leaves numbers out.
+            found = dict(zip(sorted(deserializer), tensors))
+        for number, tensor in found.items():
+            if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.uint8:
+                raise call.refused(number, f"has {tensor.dtype}; expected {torch.uint8}")
+        return found
 
 
 _pickle = types.ModuleType("tensorfs_pickle")

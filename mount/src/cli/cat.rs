@@ -1,0 +1,144 @@
+//! `tensorfs cat`: the bytes of one tensor, raw or as a file of numpy.
+
+use tensorfs::Dtype;
+use tensorfs::internal::catalog::{Catalog, Tensor};
+use tensorfs::internal::consolidate::read_tensor;
+use tensorfs::internal::error::{quoted, shown_path};
+use tensorfs::internal::sweep::Sweep;
+
+use super::args;
+use super::output::{Failure, Outcome, RawOutput};
+use super::sources::{one_checkpoint, query_options};
+
+/// First bytes of a file of numpy, and its version.
+const NPY_MAGIC: &[u8] = b"\x93NUMPY\x01\x00";
+
+/// Bytes in front of the header text: those, and the length of the text.
+const NPY_PREFIX_LEN: usize = NPY_MAGIC.len() + 2;
+
+/// The data of a file of numpy begins at a multiple of this.
+const NPY_ALIGN: usize = 64;
+
+/// Most dimensions of an array of numpy.
+const NPY_DIMENSIONS_MAX: usize = 64;
+
+/// Names that are suggested for one that is not there, and how near they have to be, from 0 to 1.
+const SUGGESTED_MAX: usize = 3;
+const NEAR_MIN: f64 = 0.7;
+
+pub(super) fn run(args: &args::CatArgs) -> Outcome {
+    if args.source.json {
+        return Err(Failure::Usage("cat writes bytes, no JSON; leave --json out".to_owned()));
+    }
+    let mut output = RawOutput::open(args.force)?;
+    let options = query_options(&args.source, &args::CAT)?;
+    let settings = options.settings();
+    let (checkpoint, notes, _) = one_checkpoint(&args.source, options)?;
+    for note in &notes {
+        tracing::warn!("{}: {note}", shown_path(&args.source.source));
+    }
+    let catalog = checkpoint.catalog();
+    let Some(tensor) = catalog.tensor(&args.tensor) else {
+        let near = match suggested(catalog, &args.tensor) {
+            near if near.is_empty() => "`tensorfs ls` lists all".to_owned(),
+            near => format!("did you mean {}?", near.join(" or ")),
+        };
+        return Err(Failure::Failed(format!(
+            "{}: has no tensor {}; {near}",
+            shown_path(&checkpoint.path()),
+            quoted(&args.tensor)
+        )));
+    };
+    let header = if args.npy { npy_header(&tensor)? } else { Vec::new() };
+    if !output.write(&header)? {
+        return Ok(());
+    }
+    let mut failed = None;
+    let read = read_tensor(&checkpoint, &Sweep::new(settings), tensor.position(), &mut |bytes| {
+        match output.write(bytes) {
+            Ok(true) => Ok(()),
+            // Nobody reads any more.
+            Ok(false) => Err(tensorfs::Error::cancelled("the reader has gone")),
+            Err(failure) => {
+                failed = Some(failure);
+                Err(tensorfs::Error::cancelled("standard output cannot be written"))
+            }
+        }
+    });
+    match (read, failed) {
+        (_, Some(failure)) => Err(failure),
+        (Err(tensorfs::Error::Cancelled { .. }), None) => Ok(()),
+        (outcome, None) => Ok(outcome?),
+    }
+}
+
+/// Names of `catalog` that are like `name`, in quotes, the nearest first. Parts that lead to a name may
+/// be left out, as in `wte.weight` for `transformer.wte.weight`.
+fn suggested(catalog: &Catalog, name: &str) -> Vec<String> {
+    let dots = name.matches('.').count();
+    let rated = catalog.tensors().filter_map(|tensor| {
+        let whole = strsim::normalized_damerau_levenshtein(name, tensor.name);
+        let end = tensor.name.rmatch_indices('.').nth(dots).map_or(0.0, |(dot, _)| {
+            strsim::normalized_damerau_levenshtein(name, &tensor.name[dot + 1..])
+        });
+        let near = whole.max(end);
+        (near >= NEAR_MIN).then_some((near, tensor.name))
+    });
+    let mut rated: Vec<(f64, &str)> = rated.collect();
+    rated.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| a.1.cmp(b.1)));
+    rated.iter().take(SUGGESTED_MAX).map(|(_, name)| quoted(name)).collect()
+}
+
+/// The header of a file of numpy with this tensor, as `numpy.save` writes it.
+fn npy_header(tensor: &Tensor<'_>) -> Result<Vec<u8>, Failure> {
+    let refused = |why: String| Failure::Failed(format!("tensor {}: {why}", quoted(tensor.name)));
+    let Some(descr) = npy_descr(tensor.dtype) else {
+        let dtype = tensor.dtype;
+        let cast = if dtype == Dtype::Bf16 { ", or cast it with -o dtype=f32" } else { "" };
+        return Err(refused(format!(
+            "numpy has no {dtype}; leave --npy out for the raw bytes{cast}"
+        )));
+    };
+    if tensor.shape.len() > NPY_DIMENSIONS_MAX {
+        return Err(refused(format!(
+            "has {} dimensions, numpy has at most {NPY_DIMENSIONS_MAX}; leave --npy out",
+            tensor.shape.len()
+        )));
+    }
+    let sizes: Vec<String> = tensor.shape.iter().map(u64::to_string).collect();
+    // A tuple of one has a comma at its end.
+    let comma = if sizes.len() == 1 { "," } else { "" };
+    let shape = sizes.join(", ");
+    let mut text =
+        format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({shape}{comma}), }}");
+    // numpy leaves room for a first dimension that grows.
+    let growth = tensor.shape.first().map_or(0, |size| 21 - size.to_string().len());
+    text.push_str(&" ".repeat(growth));
+    // A whole `NPY_ALIGN` of spaces where none is needed, as numpy does.
+    let end = (NPY_PREFIX_LEN + text.len() + 2).next_multiple_of(NPY_ALIGN);
+    text.push_str(&" ".repeat(end - NPY_PREFIX_LEN - text.len() - 1));
+    text.push('\n');
+    // At most 64 numbers of 20 digits.
+    let len = text.len() as u16;
+    Ok([NPY_MAGIC, &len.to_le_bytes(), text.as_bytes()].concat())
+}
+
+/// The word of numpy for a type, `None` if it has none.
+fn npy_descr(dtype: Dtype) -> Option<&'static str> {
+    Some(match dtype {
+        Dtype::Bool => "|b1",
+        Dtype::U8 => "|u1",
+        Dtype::I8 => "|i1",
+        Dtype::I16 => "<i2",
+        Dtype::U16 => "<u2",
+        Dtype::F16 => "<f2",
+        Dtype::I32 => "<i4",
+        Dtype::U32 => "<u4",
+        Dtype::F32 => "<f4",
+        Dtype::C64 => "<c8",
+        Dtype::F64 => "<f8",
+        Dtype::I64 => "<i8",
+        Dtype::U64 => "<u8",
+        _ => return None,
+    })
+}

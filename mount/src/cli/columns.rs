@@ -1,0 +1,210 @@
+//! Tables: aligned and fit to a terminal, or with tabs for programs.
+
+use console::{Alignment, measure_text_width, pad_str, truncate_str};
+
+use tensorfs::internal::size::shown_size;
+
+use super::output::{Outcome, print_bytes, print_text, terminal_width};
+
+/// Between two columns.
+const GAP: usize = 2;
+
+/// Least width of a column with names, if it has longer ones.
+const NAME_MIN: usize = 16;
+
+/// A column.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Column {
+    pub title: &'static str,
+    /// Least width, so that columns of a table that is drawn again keep their places.
+    pub min: usize,
+    /// How long it stays where not all columns fit: that with the largest number goes first.
+    pub rank: u8,
+    pub kind: ColumnKind,
+}
+
+/// The content of a column.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ColumnKind {
+    /// Numbers, to the right.
+    Number,
+    /// Words, to the left.
+    Word,
+    /// Names, which are cut in front where there is no room.
+    Name,
+}
+
+/// A row.
+#[derive(Clone, Debug)]
+pub(super) enum TableRow {
+    /// A cell for each column.
+    Cells(Vec<String>),
+    /// The first cell, and a remark in place of all others.
+    Remark(String, String),
+}
+
+/// A table. Its first column always stays.
+pub(super) struct TextTable {
+    pub columns: Vec<Column>,
+    pub rows: Vec<TableRow>,
+}
+
+impl TextTable {
+    /// Prints it: aligned on a terminal, and cut to its width; with tabs elsewhere.
+    pub(super) fn print(&self) -> Outcome {
+        match terminal_width() {
+            Some(width) => print_text(&(self.lines(Some(width)).join("\n") + "\n")),
+            // Tabs pass; the cells are escaped.
+            None => print_bytes((self.tabbed().join("\n") + "\n").as_bytes()),
+        }
+    }
+
+    /// All cells with a tab between them, below the titles.
+    fn tabbed(&self) -> Vec<String> {
+        let titles = self.columns.iter().map(|column| column.title).collect::<Vec<_>>().join("\t");
+        let row = |row: &TableRow| match row {
+            TableRow::Cells(cells) => cells.join("\t"),
+            TableRow::Remark(name, remark) => format!("{name}\t{remark}"),
+        };
+        std::iter::once(titles).chain(self.rows.iter().map(row)).collect()
+    }
+
+    /// Aligned lines, the titles first. With a width, columns are left out and names are cut until it
+    /// is kept.
+    pub(super) fn lines(&self, width: Option<usize>) -> Vec<String> {
+        let widths = self.widths(width);
+        let line = |row: &TableRow| match row {
+            TableRow::Cells(cells) => self.line(&widths, |index| &cells[index]),
+            TableRow::Remark(name, remark) => {
+                format!("{}{:GAP$}{remark}", pad(name, widths[0].unwrap_or(0), Alignment::Left), "")
+            }
+        };
+        let titles = self.line(&widths, |index| self.columns[index].title);
+        let lines = std::iter::once(titles).chain(self.rows.iter().map(line));
+        let cut = |line: String| match width {
+            Some(width) => truncate_str(line.trim_end(), width, "").into_owned(),
+            None => line.trim_end().to_owned(),
+        };
+        lines.map(cut).collect()
+    }
+
+    fn line<'a>(&self, widths: &[Option<usize>], cell: impl Fn(usize) -> &'a str) -> String {
+        let kept = widths.iter().zip(&self.columns).enumerate();
+        let cells = kept.filter_map(|(index, (width, column))| {
+            let side = match column.kind {
+                ColumnKind::Number => Alignment::Right,
+                _ => Alignment::Left,
+            };
+            Some(pad(cell(index), (*width)?, side))
+        });
+        cells.collect::<Vec<_>>().join(&" ".repeat(GAP))
+    }
+
+    /// The width of each column; `None` for those that are left out.
+    fn widths(&self, width: Option<usize>) -> Vec<Option<usize>> {
+        let wanted: Vec<usize> = (0..self.columns.len()).map(|index| self.wanted(index)).collect();
+        let Some(width) = width else { return wanted.into_iter().map(Some).collect() };
+        let least = |index: usize| match self.columns[index].kind {
+            ColumnKind::Name => wanted[index].min(NAME_MIN.max(width / 3)),
+            _ => wanted[index],
+        };
+        let mut kept: Vec<usize> = (0..self.columns.len()).collect();
+        let sum = |kept: &[usize]| {
+            kept.iter().map(|&index| least(index)).sum::<usize>() + GAP * (kept.len() - 1)
+        };
+        while sum(&kept) > width && kept.len() > 1 {
+            let last = (1..kept.len()).max_by_key(|&place| self.columns[kept[place]].rank);
+            kept.remove(last.unwrap_or(1));
+        }
+        let mut spare = width.saturating_sub(sum(&kept));
+        let mut widths = vec![None; self.columns.len()];
+        for index in kept {
+            let more = spare.min(wanted[index] - least(index));
+            spare -= more;
+            widths[index] = Some((least(index) + more).min(width));
+        }
+        widths
+    }
+
+    /// The width that shows the whole column.
+    fn wanted(&self, index: usize) -> usize {
+        let Column { title, min, .. } = self.columns[index];
+        let cells = self.rows.iter().filter_map(|row| match row {
+            TableRow::Cells(cells) => Some(&cells[index]),
+            TableRow::Remark(name, _) => (index == 0).then_some(name),
+        });
+        let widest = cells.map(|cell| measure_text_width(cell)).max().unwrap_or(0);
+        widest.max(title.len()).max(min)
+    }
+}
+
+/// `text` in `width` columns of a terminal, cut in front if it is longer: the end of a path tells more.
+fn pad(text: &str, width: usize, side: Alignment) -> String {
+    pad_str(&end_of(text, width), width, side, None).into_owned()
+}
+
+/// The end of `text` that fits into `width` columns of a terminal.
+pub(super) fn end_of(text: &str, width: usize) -> String {
+    if measure_text_width(text) <= width {
+        return text.to_owned();
+    }
+    let starts = text.char_indices().map(|(start, _)| start);
+    let mut ends = starts.map(|start| &text[start..]);
+    let end = ends.find(|end| measure_text_width(end) + 2 <= width).unwrap_or_default();
+    format!("..{end}")
+}
+
+/// A cell with a number of bytes: with a unit on a terminal, and all digits for programs.
+pub(super) fn bytes_cell(bytes: u64) -> String {
+    if terminal_width().is_some() { shown_size(bytes) } else { bytes.to_string() }
+}
+
+/// The share of `part` in the sum of both.
+pub(super) fn percent(part: Option<u64>, other: Option<u64>) -> String {
+    match (part, other) {
+        (Some(part), Some(other)) if part + other > 0 => {
+            format!("{:.0}%", 100.0 * part as f64 / (part + other) as f64)
+        }
+        _ => "-".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table() -> TextTable {
+        let number = |title, rank| Column { title, min: 0, rank, kind: ColumnKind::Number };
+        let name = |title, rank| Column { title, min: 0, rank, kind: ColumnKind::Name };
+        TextTable {
+            columns: vec![name("MOUNT", 0), number("A", 1), number("LARGE", 3), number("B", 2)],
+            rows: vec![
+                TableRow::Cells(
+                    ["/srv/models/llama-7b-instruct", "1", "2", "3"].map(str::to_owned).into(),
+                ),
+                TableRow::Remark("/srv/b".to_owned(), "dead: its daemon is gone".to_owned()),
+            ],
+        }
+    }
+
+    #[test]
+    fn columns_go_by_rank_and_names_are_cut_in_front_until_the_lines_fit() {
+        let wide = table().lines(None);
+        assert_eq!(wide[0], "MOUNT                          A  LARGE  B");
+        assert_eq!(wide[1], "/srv/models/llama-7b-instruct  1      2  3");
+        assert_eq!(wide[2], "/srv/b                         dead: its daemon is gone");
+        assert_eq!(table().lines(Some(100)), wide);
+        let narrow = table().lines(Some(27));
+        assert_eq!(narrow[0], "MOUNT                  A  B");
+        assert_eq!(narrow[1], "..s/llama-7b-instruct  1  3");
+        for width in 1..60 {
+            let lines = table().lines(Some(width));
+            assert!(lines.iter().all(|line| measure_text_width(line) <= width), "{lines:?}");
+        }
+    }
+
+    #[test]
+    fn programs_get_tabs() {
+        assert_eq!(table().tabbed()[1], "/srv/models/llama-7b-instruct\t1\t2\t3");
+    }
+}

@@ -1,0 +1,136 @@
+//! Open descriptors in messages from one process to another.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg,
+    sendmsg, socketpair,
+};
+
+/// Most descriptors in one message: the limit of the kernel.
+const FDS_MAX: usize = 253;
+
+/// Sends a message with `fds`. Never waits.
+///
+/// # Errors
+/// If the peer has ended, or takes no message now.
+pub(crate) fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
+    let rights = [ControlMessage::ScmRights(&fds)];
+    let rights = if fds.is_empty() { &[] } else { &rights[..] };
+    let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
+    let data = [IoSlice::new(bytes)];
+    sendmsg::<()>(socket.as_fd().as_raw_fd(), &data, rights, flags, None)?;
+    Ok(())
+}
+
+/// The length of the next message, and its descriptors. Without `wait` it fails with `WouldBlock` if
+/// there is none.
+///
+/// # Errors
+/// If there is no message.
+pub(crate) fn receive(
+    socket: impl AsFd,
+    bytes: &mut [u8],
+    wait: bool,
+) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut flags = MsgFlags::MSG_CMSG_CLOEXEC;
+    flags.set(MsgFlags::MSG_DONTWAIT, !wait);
+    let mut space = nix::cmsg_space!([RawFd; FDS_MAX]);
+    let mut data = [IoSliceMut::new(bytes)];
+    let number = socket.as_fd().as_raw_fd();
+    let message = loop {
+        match recvmsg::<()>(number, &mut data, Some(&mut space), flags) {
+            Err(Errno::EINTR) => {}
+            received => break received?,
+        }
+    };
+    let mut fds = Vec::new();
+    for control in message.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(numbers) = control {
+            // SAFETY: the kernel made these descriptors for the message just received, and nothing
+            // else owns them.
+            let own = |fd| unsafe { OwnedFd::from_raw_fd(fd) };
+            fds.extend(numbers.into_iter().map(own));
+        }
+    }
+    Ok((message.bytes, fds))
+}
+
+/// Open files on their way through processes that must not wait for their file systems.
+///
+/// A process that closes a file, also by its end or at the start of a program, waits for the answer
+/// of a file system that does not answer, if that one is a FUSE file system. So the files lie in the
+/// queue of a socket: no process has them open, and the kernel lets go of them without a wait.
+#[derive(Debug)]
+pub(crate) struct Parcel {
+    read: OwnedFd,
+    /// Held open: a service manager drops sockets whose other end is closed.
+    write: OwnedFd,
+}
+
+impl Parcel {
+    /// # Errors
+    /// If the system refuses the sockets, or takes no more files in messages.
+    pub(crate) fn pack(files: Vec<OwnedFd>) -> io::Result<Parcel> {
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let (read, write) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
+        let fds: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        let sent = fds.chunks(FDS_MAX).try_for_each(|fds| send(&write, b".", fds));
+        // The caller must not wait for it.
+        std::thread::Builder::new().name("close".to_owned()).spawn(move || drop(files))?;
+        sent.map(|()| Parcel { read, write })
+    }
+
+    /// # Errors
+    /// If no descriptor is free.
+    pub(crate) fn unpack(self) -> io::Result<Vec<OwnedFd>> {
+        let mut files = Vec::new();
+        loop {
+            match receive(&self.read, &mut [0], false) {
+                Ok((_, fds)) => files.extend(fds),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(files),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    pub(crate) fn into_descriptors(self) -> [OwnedFd; 2] {
+        [self.read, self.write]
+    }
+
+    pub(crate) fn from_descriptors([read, write]: [OwnedFd; 2]) -> Parcel {
+        Parcel { read, write }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{Read, Seek, Write};
+
+    use super::*;
+
+    #[test]
+    fn a_parcel_has_its_files_in_their_order_also_more_than_a_message_takes() {
+        let file = |number: usize| {
+            let mut file = tempfile::tempfile().unwrap();
+            write!(file, "{number}").unwrap();
+            OwnedFd::from(file)
+        };
+        for count in [0, 1, FDS_MAX + 2] {
+            let parcel = Parcel::pack((0..count).map(file).collect()).unwrap();
+            let parcel = Parcel::from_descriptors(parcel.into_descriptors());
+            let files = parcel.unpack().unwrap();
+            assert_eq!(files.len(), count);
+            for (number, file) in files.into_iter().enumerate() {
+                let (mut file, mut text) = (File::from(file), String::new());
+                file.rewind().unwrap();
+                file.read_to_string(&mut text).unwrap();
+                assert_eq!(text, number.to_string());
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! The checkpoints that a mount shows, refuses or has lost, for `status` and for commands that would
+//! read the source behind the mount.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use tensorfs::Error;
+use tensorfs::internal::checkpoint::Set;
+use tensorfs::internal::error::shown_path;
+use tensorfs::internal::sync::Mutex;
+
+/// Most checkpoints of one state that `status` names.
+const NAMED_MAX: usize = 20;
+
+/// Most checkpoints that are remembered after they have gone.
+const ABSENT_MAX: usize = 100;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum SetState {
+    Shown,
+    /// The reason, and whether it lies in what the mount knows, not in the files of the source.
+    Refused(String, bool),
+    Absent,
+}
+
+/// The outcome of the proof of a set.
+pub(crate) struct SetOutcome {
+    pub name: String,
+    pub outcome: Result<(), Error>,
+    /// Whether it is not shown yet, nor its error, because it may not be whole.
+    pub on_its_way: bool,
+}
+
+impl SetOutcome {
+    /// The outcome of `set`, in the folder at `path`, which is on its way.
+    pub(super) fn held(path: &Path, set: Set) -> SetOutcome {
+        let why = "is on its way; it is shown once it is whole";
+        let error = set.outcome.err().unwrap_or_else(|| Error::changed(path.join(&set.name), why));
+        SetOutcome { name: set.name, outcome: Err(error), on_its_way: true }
+    }
+}
+
+/// The checkpoints of the folders that were visited, for `status`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct SetsStatus {
+    /// Number of those that are shown.
+    pub shown: usize,
+    pub refused: Vec<NamedSet>,
+    /// Those that are gone from the source.
+    pub absent: Vec<NamedSet>,
+    /// Why the source could not be read at the last look.
+    pub source: Option<String>,
+    /// Listings of folders of a source that is not watched.
+    pub looks: u64,
+}
+
+/// A checkpoint that is not shown.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct NamedSet {
+    pub name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
+}
+
+/// The checkpoints of the folders that were visited, by their paths in the mount.
+#[derive(Default)]
+pub(crate) struct SetStates {
+    by_path: Mutex<BTreeMap<PathBuf, SetState>>,
+    /// Why the source could not be read at the last look.
+    source_error: Mutex<Option<String>>,
+}
+
+impl SetStates {
+    /// Takes the sets of `folder`, a path in the mount. Those in `held` are refused by the mount.
+    pub(super) fn note(&self, folder: &Path, sets: &[Set], held: &BTreeSet<String>) {
+        let mut states = self.by_path.lock();
+        for (path, state) in states.iter_mut() {
+            if path.parent() == Some(folder) {
+                *state = SetState::Absent;
+            }
+        }
+        for set in sets.iter().filter(|set| set.shown_at_parent.is_none()) {
+            let state = match &set.outcome {
+                Ok(_) => SetState::Shown,
+                Err(error) => SetState::Refused(error.to_string(), held.contains(&set.name)),
+            };
+            states.insert(folder.join(&set.name), state);
+        }
+        forget_most(&mut states);
+    }
+
+    /// Notes that a folder, a path in the mount, is gone.
+    pub(super) fn take_out(&self, folder: &Path) {
+        let mut states = self.by_path.lock();
+        let below = states.iter_mut().filter(|(path, _)| path.starts_with(folder));
+        below.for_each(|(_, state)| *state = SetState::Absent);
+        forget_most(&mut states);
+    }
+
+    /// Takes the outcome of a look at the source itself. Returns whether it could be read before, and
+    /// cannot now.
+    pub(super) fn note_source(&self, error: Option<&Error>) -> bool {
+        let now = error.map(Error::to_string);
+        let before = std::mem::replace(&mut *self.source_error.lock(), now);
+        before.is_none() && error.is_some()
+    }
+
+    fn source_error(&self) -> Option<String> {
+        self.source_error.lock().clone()
+    }
+
+    /// The facts for `tensorfs status`.
+    pub(super) fn status(&self) -> SetsStatus {
+        let states = self.by_path.lock();
+        let named = |path: &PathBuf, why| NamedSet { name: shown_path(path), why };
+        let shown = states.values().filter(|state| **state == SetState::Shown).count();
+        let refused = states.iter().filter_map(|(path, state)| match state {
+            SetState::Refused(why, _) => Some(named(path, Some(why.clone()))),
+            _ => None,
+        });
+        let absent = states.iter().filter(|(_, state)| **state == SetState::Absent);
+        SetsStatus {
+            shown,
+            refused: refused.take(NAMED_MAX).collect(),
+            absent: absent.map(|(path, _)| named(path, None)).take(NAMED_MAX).collect(),
+            source: self.source_error(),
+            looks: 0,
+        }
+    }
+
+    /// If no checkpoint at or below `path` is shown: why one is not that a reader of the source
+    /// alone might see otherwise.
+    pub(super) fn missing(&self, path: &Path) -> Option<String> {
+        let states = self.by_path.lock();
+        let mut below = states.iter().filter(|(set, _)| set.starts_with(path));
+        if below.clone().any(|(_, state)| *state == SetState::Shown) {
+            return None;
+        }
+        below.find_map(|(set, state)| match state {
+            SetState::Refused(why, true) => Some(why.clone()),
+            SetState::Absent => Some(format!("{} is not in the source any more", shown_path(set))),
+            _ => None,
+        })
+    }
+}
+
+/// Forgets sets that are gone beyond the number that is remembered.
+fn forget_most(states: &mut BTreeMap<PathBuf, SetState>) {
+    let absent = states.values().filter(|state| **state == SetState::Absent).count();
+    let mut left = absent.saturating_sub(ABSENT_MAX);
+    states.retain(|_, state| {
+        let goes = left > 0 && *state == SetState::Absent;
+        left -= usize::from(goes);
+        !goes
+    });
+}

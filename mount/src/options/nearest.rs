@@ -1,0 +1,13 @@
+//! The word that the user may have meant.
+
+/// The word of `known` that is most like `word`, if it is like it at all.
+pub(crate) fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let distance = |name: &str| strsim::damerau_levenshtein(word, name);
+    let near = known.into_iter().min_by_key(|name| distance(name))?;
+    (distance(near) <= near.len().min(word.len()).div_ceil(2)).then_some(near)
+}
+
+/// ``; did you mean `X`?``, or nothing.
+pub(crate) fn hint<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> String {
+    nearest(word, known).map_or_else(String::new, |near| format!("; did you mean `{near}`?"))
+}

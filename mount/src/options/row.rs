@@ -1,0 +1,183 @@
+//! One mount option: name, parser, value for `status`, help and docs page.
+
+use serde_json::Value;
+use tensorfs::internal::open_options::HUB;
+use tensorfs::internal::size::option_size;
+use tensorfs::internal::source::read_option_file;
+
+use super::Options;
+
+/// The use of an option for commands other than `mount`. Each command has some of these uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// How the source is found and proved.
+    Source,
+    /// The tensors of a view.
+    View,
+    /// The format of its files.
+    Format,
+    /// Its number of files.
+    Layout,
+    /// The files beside those with tensors.
+    Files,
+    /// Several views.
+    Views,
+    /// `layout=hub`.
+    Hub,
+    /// How tensors are read.
+    Reads,
+}
+
+/// Stores the value of an option; the error says which values there are.
+type SetValue = fn(&mut Options, &str) -> Result<(), String>;
+
+/// Sets the option `key` of the view.
+pub(super) fn set_view(options: &mut Options, key: &str, value: &str) -> Result<(), String> {
+    options.has_view = true;
+    let set = options.open.view.set(key, value, &mut read_option_file);
+    set.unwrap_or_else(|| Err("another option".to_owned()))
+}
+
+/// The effect of an option.
+enum Effect {
+    /// It takes a value.
+    Value(SetValue),
+    /// It takes a value, and is one of the view.
+    View,
+    /// It takes none.
+    Flag(fn(&mut Options)),
+}
+
+/// Options about one subject.
+pub(super) struct OptionGroup {
+    pub(super) title: &'static str,
+    pub(super) rows: &'static [OptionRow],
+}
+
+/// One option.
+pub(super) struct OptionRow {
+    pub(super) name: &'static str,
+    /// Whether it may be given more than once.
+    pub(super) repeats: bool,
+    /// The commands that take it too.
+    commands: Option<Use>,
+    effect: Effect,
+    /// Its value in `tensorfs status`, if it is shown there.
+    pub(super) shown: Option<fn(&Options) -> Value>,
+    /// Syntax and explanation of its values.
+    pub(super) help: &'static [(&'static str, &'static str)],
+    /// Title of the page that says more, and its place in `docs/`.
+    #[cfg_attr(not(test), allow(dead_code, reason = "a test compares docs/reference/options.md"))]
+    pub(super) page: Option<(&'static str, &'static str)>,
+}
+
+impl OptionRow {
+    pub(super) const fn value(
+        name: &'static str,
+        set: SetValue,
+        help: &'static [(&'static str, &'static str)],
+    ) -> OptionRow {
+        let effect = Effect::Value(set);
+        OptionRow { name, repeats: false, commands: None, effect, shown: None, help, page: None }
+    }
+
+    /// An option of the view, which has its parser and its value.
+    pub(super) const fn view(
+        name: &'static str,
+        help: &'static [(&'static str, &'static str)],
+    ) -> OptionRow {
+        OptionRow { effect: Effect::View, ..OptionRow::value(name, |_, _| Ok(()), help) }
+    }
+
+    pub(super) const fn flag(
+        name: &'static str,
+        set: fn(&mut Options),
+        help: &'static [(&'static str, &'static str)],
+    ) -> OptionRow {
+        OptionRow { effect: Effect::Flag(set), ..OptionRow::value(name, |_, _| Ok(()), help) }
+    }
+
+    pub(super) const fn repeats(mut self) -> OptionRow {
+        self.repeats = true;
+        self
+    }
+
+    pub(super) const fn for_commands(mut self, commands: Use) -> OptionRow {
+        self.commands = Some(commands);
+        self
+    }
+
+    pub(super) const fn shown(mut self, value: fn(&Options) -> Value) -> OptionRow {
+        self.shown = Some(value);
+        self
+    }
+
+    pub(super) const fn page(mut self, title: &'static str, place: &'static str) -> OptionRow {
+        self.page = Some((title, place));
+        self
+    }
+
+    /// The option with this value, which `shown` returned. `None` if it is not given.
+    pub(super) fn word(&self, value: &Value) -> Option<String> {
+        let text = match (value, value.as_u64().filter(|_| self.help[0].0 == "SIZE")) {
+            (Value::Null | Value::Bool(false), _) => return None,
+            (Value::Bool(true), _) => return Some(self.name.to_owned()),
+            (_, Some(bytes)) => option_size(bytes),
+            (Value::String(text), _) => text.clone(),
+            (value, _) => value.as_f64().map_or(value.to_string(), |number| number.to_string()),
+        };
+        Some(format!("{}={text}", self.name))
+    }
+
+    pub(super) fn takes_value(&self) -> bool {
+        !matches!(self.effect, Effect::Flag(_))
+    }
+
+    /// The use of the option with this value for commands other than `mount`.
+    pub(super) fn commands(&self, value: &str) -> Option<Use> {
+        match self.commands {
+            Some(Use::Layout) if value == HUB => Some(Use::Hub),
+            commands => commands,
+        }
+    }
+
+    /// Whether a command with these uses takes the option with this value.
+    pub(super) fn is_for(&self, uses: &[Use], value: &str) -> bool {
+        self.commands(value).is_some_and(|own| uses.contains(&own))
+    }
+
+    /// Applies the option, with its value if it takes one.
+    pub(super) fn apply(&self, options: &mut Options, value: &str) -> Result<(), String> {
+        match self.effect {
+            Effect::Value(set) => set(options, value),
+            Effect::View => set_view(options, self.name, value),
+            Effect::Flag(set) => {
+                set(options);
+                Ok(())
+            }
+        }
+    }
+
+    /// Its values: the words, and of others the part up to what the user chooses, as `map=` of
+    /// `map=FILE`.
+    pub(super) fn values(&self) -> impl Iterator<Item = ValueSyntax> {
+        self.help.iter().flat_map(|&(syntax, explanation)| {
+            let explanation = if syntax.contains('|') { "" } else { explanation };
+            syntax.split('|').map(move |syntax| {
+                let chosen = syntax.find(|c: char| c.is_ascii_uppercase()).unwrap_or(syntax.len());
+                let (text, chosen) = syntax.split_at(chosen);
+                ValueSyntax { text, chosen, explanation }
+            })
+        })
+    }
+}
+
+/// One form of the value of an option.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ValueSyntax {
+    /// The part that every value of this form begins with.
+    pub(super) text: &'static str,
+    /// The part that the user chooses, as `FILE`; empty if the value is a word.
+    pub(super) chosen: &'static str,
+    pub(super) explanation: &'static str,
+}

@@ -1,0 +1,146 @@
+//! A folder of a tree, and its files.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::format::names;
+use crate::source::Source;
+use crate::store::Store;
+use crate::store::resolve::Unusable;
+use crate::version::{Time, Version};
+
+/// Names of subfolders that hold the checkpoint of their parent in another form.
+const TWIN_FOLDERS: [&str; 2] = ["sharded", "consolidated"];
+
+/// Number of a folder in its tree. It is never used again for another folder.
+pub type FolderId = usize;
+
+/// A regular file of the source.
+#[derive(Clone, Debug)]
+pub struct File {
+    /// Name in its folder.
+    pub name: OsString,
+    /// The store that it lies in.
+    pub store: Store,
+    /// Its real path, with symbolic links resolved.
+    pub path: PathBuf,
+    /// Its version when it was last examined.
+    pub version: Version,
+}
+
+/// A name in a folder that leads to no file that may be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Misfit {
+    /// Name in its folder.
+    pub name: OsString,
+    /// The fault in it.
+    pub why: Unusable,
+}
+
+/// A folder of the source.
+#[derive(Clone, Debug, Default)]
+pub struct Folder {
+    /// Path below the source, empty for the source itself.
+    pub relative: PathBuf,
+    /// The store that it lies in.
+    pub store: Store,
+    /// Its real path.
+    pub path: PathBuf,
+    /// Its version when it was last examined, `None` if it is gone.
+    pub version: Option<Version>,
+    /// Its parent folder.
+    pub parent: Option<FolderId>,
+    /// Folders in it, by name.
+    pub children: Vec<(OsString, FolderId)>,
+    /// Files in it, by name.
+    pub files: Arc<[File]>,
+    /// Names that lead to no file that may be read: broken links, devices.
+    pub misfits: Arc<[Misfit]>,
+    /// The parts of it that are left out because they exceed a limit, one line each.
+    pub lacks: Vec<String>,
+    /// Names of files that existed at the scan and are missing now.
+    pub(super) gone: Vec<OsString>,
+    /// Whether a link leads to it, or to a folder that it lies in.
+    pub(super) linked: bool,
+    /// Real paths of other folders whose entries decide where its links lead.
+    pub(super) targets: Arc<[PathBuf]>,
+    /// Time of its listing in seconds since 1970.
+    pub(super) listed: i64,
+    /// Whether that left out names that could not be looked at.
+    pub partial: bool,
+    /// Position of the view that presents its sets. `None` if the source has one view.
+    pub(super) view: Option<usize>,
+    /// Whether the tree has made it: no folder of the source has its entries.
+    pub(super) made: bool,
+    /// Files that the tree has made: names and texts.
+    pub(super) texts: Arc<[(OsString, Arc<[u8]>)]>,
+}
+
+pub(super) fn is_twin(name: &OsStr) -> bool {
+    TWIN_FOLDERS.iter().any(|twin| name == *twin)
+}
+
+impl File {
+    /// The file in the version that was examined last; not opened before it is read.
+    pub fn source(&self) -> Arc<Source> {
+        self.store.closed(&self.path, self.version)
+    }
+
+    /// Its version now, as its server has it.
+    ///
+    /// # Errors
+    /// It fails where nothing is there.
+    pub fn version_now(&self) -> io::Result<Version> {
+        self.store.fresh_version(&self.path)
+    }
+}
+
+impl Folder {
+    /// Whether it stands for no folder of the source: one between the root and the models of
+    /// `OpenOptions::hub`. The root stands for the source.
+    pub fn is_made_below_root(&self) -> bool {
+        self.made && self.parent.is_some()
+    }
+
+    /// Whether the tree has made it: no folder of the source has its entries.
+    pub fn is_made(&self) -> bool {
+        self.made
+    }
+
+    /// Whether a link leads to it, or to a folder that it lies in.
+    pub fn is_linked(&self) -> bool {
+        self.linked
+    }
+
+    /// The file of this name.
+    pub fn file(&self, name: &str) -> Option<&File> {
+        let index = self.files.binary_search_by(|file| file.name.as_os_str().cmp(OsStr::new(name)));
+        index.ok().map(|index| &self.files[index])
+    }
+
+    /// The latest modification time of the folder and its files.
+    pub fn newest(&self) -> Time {
+        let versions = self.files.iter().map(|file| &file.version).chain(&self.version);
+        versions.filter_map(Version::modified).max().unwrap_or_default()
+    }
+
+    /// Whether a link leads to a file of it.
+    pub fn has_links(&self) -> bool {
+        self.files.iter().any(|file| {
+            file.path.parent() != Some(&self.path) || file.path.file_name() != Some(&file.name)
+        })
+    }
+
+    /// Whether it has names that can be part of a set. `only` is the name of the source if that is one file.
+    pub(super) fn has_weights(&self, only: Option<&str>) -> bool {
+        let files = self.files.iter().map(|file| &file.name);
+        let names = files.chain(self.misfits.iter().map(|misfit| &misfit.name));
+        names.filter_map(|name| name.to_str()).any(|name| {
+            names::is_weights(name)
+                || names::weight_map_output(name).is_some()
+                || only == Some(name)
+        })
+    }
+}

@@ -1,0 +1,213 @@
+//! `OpenOptions::config`: small files that a checkpoint shows beside its weights, from another folder.
+
+use std::collections::HashSet;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result, shown_path};
+use crate::format::{manifest, names};
+use crate::open_options::OpenOptions;
+use crate::source::FileSystem;
+use crate::store::Store;
+use crate::store::resolve::LinkBounds;
+use crate::version::Version;
+
+use super::folder::{File, Folder, FolderId};
+use super::set::Proved;
+use super::tree::{Tree, look_at};
+
+/// Most bytes of such a file. The largest tokenizers have some 40 MB.
+const LEN_MAX: u64 = 64 << 20;
+
+/// Most such files.
+const FILES_MAX: usize = 1000;
+
+/// Ends of the names of files with weights in other formats.
+const OTHER_WEIGHTS: [&str; 14] = [
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".distcp",
+    ".gguf",
+    ".ggml",
+    ".h5",
+    ".msgpack",
+    ".npy",
+    ".npz",
+    ".onnx",
+    ".pkl",
+    ".onnx_data",
+];
+
+/// The small files of the folder at `options.config`, or the one file there, by name. None without
+/// that option, and where nothing can be read.
+pub(super) fn small_files(options: &OpenOptions) -> Vec<File> {
+    let Some(path) = &options.config else { return Vec::new() };
+    let store = Store::of(path);
+    let Ok(real) = store.real_path(path) else { return Vec::new() };
+    if is_folder(&store, &real) {
+        let names = store.names(&real).unwrap_or_default();
+        let files = names.iter().filter_map(|name| file_in(&real, name, options));
+        return files.take(FILES_MAX).collect();
+    }
+    let Some((folder, name)) = path.parent().zip(path.file_name()) else { return Vec::new() };
+    let Ok(folder) = store.real_path(folder) else { return Vec::new() };
+    file_in(&folder, name, options).into_iter().collect()
+}
+
+/// The small file `name` of `options.config`, as it is now.
+pub(super) fn small_file(options: &OpenOptions, name: &OsStr) -> Option<File> {
+    let path = options.config.as_ref()?;
+    let store = Store::of(path);
+    let real = store.real_path(path).ok()?;
+    if is_folder(&store, &real) {
+        return file_in(&real, name, options);
+    }
+    let folder = path.parent().filter(|_| path.file_name() == Some(name))?;
+    file_in(&store.real_path(folder).ok()?, name, options)
+}
+
+/// The file `name` of `folder`, if it is small, holds no weights, and its links stay where those of the
+/// source may lead.
+fn file_in(folder: &Path, name: &OsStr, options: &OpenOptions) -> Option<File> {
+    let text = name.to_str().filter(|name| is_small_name(name))?;
+    let follow = options.follow.iter().filter_map(|path| Store::of(path).real_path(path).ok());
+    let store = Store::of(folder);
+    let bounds = LinkBounds::new(store.clone(), folder.to_owned(), follow.collect(), options.links);
+    let (path, _) = bounds.resolve(&folder.join(text)).ok()?;
+    let version = store.fresh_version(&path).ok()?;
+    let is_small = |version: &Version| version.is_file() && version.len <= LEN_MAX;
+    is_small(&version).then(|| File { name: name.to_owned(), store, path, version })
+}
+
+fn is_folder(store: &Store, real: &Path) -> bool {
+    store.version(real).is_ok_and(|version| version.is_folder())
+}
+
+/// Whether a file of this name holds no weights, and does not say which files do.
+fn is_small_name(name: &str) -> bool {
+    let other = OTHER_WEIGHTS.iter().any(|end| name.to_ascii_lowercase().ends_with(end));
+    !(name.starts_with('.')
+        || names::is_weights(name)
+        || name.ends_with(".index.json")
+        || names::weight_map_output(name).is_some()
+        || name.ends_with(manifest::SUFFIX)
+        || other)
+}
+
+impl Tree {
+    /// The file `name` of `folder` as it is now, `None` if it is not a file that may be read.
+    pub fn file_now(&self, folder: FolderId, name: &OsStr) -> Option<File> {
+        if let Some(file) = small_file(&self.options, name) {
+            return Some(file);
+        }
+        let (path, version) = look_at(&self.bounds, &self.folder(folder).path.join(name))?;
+        Some(File { name: name.to_owned(), store: self.store().clone(), path, version })
+    }
+
+    /// Refuses `OpenOptions::config` if it shows nothing, or if there are several checkpoints.
+    pub(super) fn check_config(&self) -> Result<()> {
+        let Some(path) = &self.options.config else { return Ok(()) };
+        let shown = shown_path(path);
+        if self.options.hub {
+            return Err(Error::usage("config= is for one checkpoint, layout=hub shows several"));
+        }
+        let real = Store::of(path).real_path(path).map_err(|e| Error::io(path, "open", e))?;
+        let found = FileSystem::of_folder(&real);
+        if found.is_made_by_kernel() {
+            return Err(Error::usage(format!(
+                "config={shown}: lies on {}, which holds no files: expected a folder with files like \
+                 config.json or tokenizer.json",
+                found.name()
+            )));
+        }
+        if small_files(&self.options).is_empty() {
+            return Err(Error::usage(format!(
+                "config={shown}: no small file there, like config.json or tokenizer.json: expected \
+                 files of at most {} MiB that hold no weights",
+                LEN_MAX >> 20
+            )));
+        }
+        match self.config_folders().len() {
+            0 | 1 => Ok(()),
+            count => Err(Error::usage(format!(
+                "config={shown}: is for one checkpoint, and {} has {count} folders with \
+                 checkpoints: name one of them",
+                shown_path(&self.source)
+            ))),
+        }
+    }
+
+    /// The real paths of the folders with checkpoints.
+    fn config_folders(&self) -> HashSet<PathBuf> {
+        self.families().into_iter().map(|head| self.folder(head).path.clone()).collect()
+    }
+
+    /// The files that `folder`, with the sets `proved`, shows by `OpenOptions::config`.
+    pub(super) fn config_files(&self, folder: &Folder, proved: &Proved) -> Vec<File> {
+        let mut sets = proved.sets.iter().filter(|set| set.shown_at_parent.is_none());
+        if self.options.config.is_none() || !sets.any(|set| set.outcome.is_ok()) {
+            return Vec::new();
+        }
+        // Another checkpoint may have come since the start.
+        if self.config_folders().len() > 1 {
+            let path = shown_path(&folder.path);
+            tracing::warn!("{path}: config= is for one checkpoint, so its files are not shown");
+            return Vec::new();
+        }
+        small_files(&self.options)
+    }
+
+    /// Whether the file is one of `OpenOptions::config`.
+    pub fn is_config_file(&self, file: &File) -> bool {
+        let small = small_file(&self.options, &file.name);
+        small.is_some_and(|small| small.path == file.path)
+    }
+
+    /// The files of `OpenOptions::config`, as they are now.
+    pub fn all_config_files(&self) -> Vec<File> {
+        small_files(&self.options)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+    use crate::open_options::Links;
+
+    #[test]
+    fn small_files_are_those_without_weights_and_links_stay_inside() {
+        let temporary = tempfile::tempdir().unwrap();
+        let base = temporary.path().join("base");
+        fs::create_dir_all(base.join("folder")).unwrap();
+        let weights = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"];
+        let small = ["chat_template.jinja", "config.json", "merges.txt", "tokenizer.model"];
+        for name in weights.iter().chain(&small).chain(&[".gitattributes"]) {
+            fs::write(base.join(name), "x").unwrap();
+        }
+        fs::File::create(base.join("large.json")).unwrap().set_len(LEN_MAX + 1).unwrap();
+        fs::write(temporary.path().join("secret"), "x").unwrap();
+        symlink("../secret", base.join("link.json")).unwrap();
+        symlink("config.json", base.join("same.json")).unwrap();
+        let options = |config: PathBuf| OpenOptions {
+            config: Some(config),
+            links: Links::Inside,
+            ..OpenOptions::default()
+        };
+        let names = |config: PathBuf| -> Vec<String> {
+            let files = small_files(&options(config));
+            files.iter().map(|file| file.name.to_str().unwrap().to_owned()).collect()
+        };
+        let expected =
+            ["chat_template.jinja", "config.json", "merges.txt", "same.json", "tokenizer.model"];
+        assert_eq!(names(base.clone()), expected);
+        assert_eq!(names(base.join("config.json")), ["config.json"]);
+        assert!(names(base.join("model.safetensors")).is_empty());
+        assert!(small_file(&options(base.clone()), "merges.txt".as_ref()).is_some());
+        assert!(small_file(&options(base), "link.json".as_ref()).is_none());
+    }
+}

@@ -1,0 +1,45 @@
+//! Messages to the thread that loads.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use super::ReadEvent;
+use crate::catalog::ShardId;
+use crate::error::Result;
+
+/// Messages to the thread that loads.
+pub(super) enum LoadMessage {
+    /// A read has ended: its bytes are in their place, or it has failed.
+    Read { chunk: usize, outcome: Result<Times> },
+    /// There is more memory for reads to land in, or its allocation has failed.
+    More(Result<()>),
+}
+
+/// Begin of a read, arrival of its bytes, and begin and end of their move.
+pub(super) struct Times {
+    pub(super) began: Instant,
+    pub(super) came: Instant,
+    pub(super) moved: Option<Range<Instant>>,
+}
+
+impl Times {
+    pub(super) fn event(
+        self,
+        shard: ShardId,
+        range: &Range<u64>,
+        slot: usize,
+        sent: Instant,
+        started: Instant,
+    ) -> ReadEvent {
+        let since = |instant: Instant| instant.saturating_duration_since(started);
+        ReadEvent {
+            shard,
+            range: range.clone(),
+            slot,
+            sent: since(sent),
+            began: since(self.began),
+            came: since(self.came),
+            moved: self.moved.map(|moved| since(moved.start)..since(moved.end)),
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! The order in which a reader takes tensors, learned from the tensors that it has begun.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use super::Order;
+
+/// A read shorter than this says little about the next one.
+pub const SMALL: u64 = 64 << 10;
+
+/// A tensor, or the header, of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpan {
+    /// Its place in the file: 0 for the header, 1 for the first tensor.
+    pub place: u32,
+    /// Its bytes.
+    pub range: Range<u64>,
+}
+
+/// The tensors of a file.
+pub trait TensorMap {
+    /// The tensor, or the header, that `offset` lies in.
+    fn at(&self, offset: u64) -> TensorSpan;
+
+    /// The next tensor that is not empty after the one at `place` in `order`.
+    fn after(&self, place: u32, order: Order) -> Option<TensorSpan>;
+}
+
+/// Best and worst score of an order.
+const SCORE_MAX: i8 = 8;
+const SCORE_MIN: i8 = -8;
+
+/// Most trust in the order that has proved itself best.
+const TRUST_MAX: u8 = 8;
+
+/// Most misses that are counted for a reader.
+const MISSES_MAX: u8 = 8;
+
+/// Number of tensors begun last that the next one may follow, because several threads take turns.
+const RECENT: usize = 8;
+
+/// Most tensors in a row that are passed over because they were already read.
+const STEPS_MAX: usize = 16;
+
+/// The order learned from one reader's tensors.
+#[derive(Clone, Debug, Default)]
+pub struct ReadLearner {
+    /// Scores, by order; only tensors on which the orders differ count.
+    scores: [i8; Order::ALL.len()],
+    trust: u8,
+    /// Number of tensors that no order predicted; each predicted tensor halves it.
+    misses: u8,
+    /// Tensors begun last, newest first.
+    recent: VecDeque<TensorSpan>,
+}
+
+impl ReadLearner {
+    /// Another reader, which is expected to use the same order.
+    pub(crate) fn follower(&self) -> ReadLearner {
+        ReadLearner { recent: VecDeque::new(), trust: self.trust.min(2), misses: 0, ..self.clone() }
+    }
+
+    /// Trust in the best order, which grows with each tensor that it predicts.
+    pub(crate) fn trust(&self) -> u8 {
+        self.trust
+    }
+
+    /// Whether no order predicted the tensors begun last.
+    pub(crate) fn is_mistaken(&self) -> bool {
+        self.misses > 1
+    }
+
+    fn best(&self) -> usize {
+        let index = (0..Order::ALL.len()).rev().max_by_key(|&index| self.scores[index]);
+        index.unwrap_or(0)
+    }
+
+    /// The order that the reader probably follows.
+    pub(crate) fn order(&self) -> Order {
+        Order::ALL[self.best()]
+    }
+
+    /// Notes that the reader begins `tensor`. `passed` says which tensors it would pass over,
+    /// because they were read or are being read.
+    pub(crate) fn begins(
+        &mut self,
+        tensor: &TensorSpan,
+        tensors: &dyn TensorMap,
+        passed: &dyn Fn(&TensorSpan) -> bool,
+    ) {
+        if tensor.place == 0 || self.recent.iter().any(|recent| recent.place == tensor.place) {
+            return;
+        }
+        if !self.recent.is_empty() {
+            let foretold = Order::ALL.map(|order| self.leads_to(tensor, order, tensors, passed));
+            self.learn(foretold);
+        }
+        self.remember(tensor);
+    }
+
+    /// Notes that the reader has moved from `before` into `tensor` without a gap.
+    pub(crate) fn goes_on(
+        &mut self,
+        before: &TensorSpan,
+        tensor: &TensorSpan,
+        tensors: &dyn TensorMap,
+    ) {
+        let next = tensors.after(before.place, self.order());
+        // One read may hold several small tensors.
+        let follows = |next: TensorSpan| match self.order() {
+            Order::File => next.place <= tensor.place,
+            _ => next.place == tensor.place,
+        };
+        if before.place != 0 && next.is_some_and(follows) {
+            self.trust = (self.trust + 1).min(TRUST_MAX);
+            self.misses /= 2;
+        }
+        self.remember(tensor);
+    }
+
+    fn remember(&mut self, tensor: &TensorSpan) {
+        self.recent.truncate(RECENT - 1);
+        self.recent.push_front(tensor.clone());
+    }
+
+    /// Whether `order` leads from one of the tensors begun last to `tensor`.
+    fn leads_to(
+        &self,
+        tensor: &TensorSpan,
+        order: Order,
+        tensors: &dyn TensorMap,
+        passed: &dyn Fn(&TensorSpan) -> bool,
+    ) -> bool {
+        self.recent.iter().any(|recent| {
+            let mut place = recent.place;
+            for _ in 0..STEPS_MAX {
+                let Some(next) = tensors.after(place, order) else { return false };
+                if next.place == tensor.place {
+                    return true;
+                }
+                // Small tensors are read along with others.
+                if next.range.end - next.range.start >= SMALL && !passed(&next) {
+                    return false;
+                }
+                place = next.place;
+            }
+            false
+        })
+    }
+
+    fn learn(&mut self, foretold: [bool; Order::ALL.len()]) {
+        let best = self.best();
+        let hits = foretold.iter().filter(|&&hit| hit).count();
+        if hits > 0 && hits < foretold.len() {
+            for (score, hit) in self.scores.iter_mut().zip(foretold) {
+                *score = (*score + if hit { 1 } else { -2 }).clamp(SCORE_MIN, SCORE_MAX);
+            }
+        }
+        if foretold[best] {
+            self.trust = (self.trust + 1).min(TRUST_MAX);
+            self.misses /= 2;
+        } else if hits > 0 {
+            // Another order takes over if it keeps predicting.
+            self.trust = (self.trust / 2).max(1);
+            self.misses /= 2;
+        } else {
+            self.trust = self.trust.saturating_sub(4);
+            self.misses = (self.misses + 1).min(MISSES_MAX);
+        }
+    }
+
+    /// The tensor that the reader is likely to begin after `tensor`, without those that are
+    /// `passed`.
+    pub(crate) fn next(
+        &self,
+        tensor: &TensorSpan,
+        tensors: &dyn TensorMap,
+        passed: &dyn Fn(&TensorSpan) -> bool,
+    ) -> Option<TensorSpan> {
+        let mut place = tensor.place;
+        for _ in 0..STEPS_MAX {
+            let next = tensors.after(place, self.order())?;
+            if !passed(&next) {
+                return Some(next);
+            }
+            place = next.place;
+        }
+        None
+    }
+}

@@ -3,7 +3,8 @@
 
     python tests/bench/patched.py --dir /scratch
 
-Needs torch, transformers and tensorfs (`pip install ./python`). Each run is a process of its own. The time with the
+Needs torch, transformers and tensorfs (`pip install ./python`); the models `accelerate`, `diffusers` and `peft` need the
+packages of these names, and load with them in place of `AutoModel.from_pretrained`. Each run is a process of its own. The time with the
 touch counts a look at one byte of every page after the load: mapped tensors are read then. Processor time and page
 faults count both. The sums of all bytes are compared. `cached` files are in the page cache, `cold` ones are not, of
 `half` ones every other tensor is. `touched` memory was in use a moment ago; `untouched` memory was not for a while,
@@ -63,34 +64,95 @@ def make_llama(folder, size):
     (made / "config.json").rename(folder / "config.json")
 
 
-# 5,000 tensors of 0.5 MiB; and 60,000 of 4 KiB.
+def make_unet(folder, size):
+    """A UNet of diffusers of 1.7 GB."""
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    unet = UNet2DConditionModel(block_out_channels=(320, 640, 1280, 1280), cross_attention_dim=768)
+    unet.to(torch.bfloat16).save_pretrained(folder)
+
+
+def base_of_adapter():
+    import torch
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16}
+    with torch.device("meta"):
+        return LlamaModel(LlamaConfig(vocab_size=4096, num_key_value_heads=16, **sizes)).to(torch.bfloat16)
+
+
+def make_adapter(folder, size):
+    """An adapter of peft of 1.1 GB, of rank 512."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(base_of_adapter().to_empty(device="cpu"), LoraConfig(r=512, target_modules=targets))
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def by_transformers(folder):
+    import torch
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(str(folder), dtype=torch.bfloat16)
+
+
+def by_accelerate(folder):
+    import torch
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(folder)), dtype=torch.bfloat16)
+    model.tie_weights()
+    return load_checkpoint_and_dispatch(model, str(folder), device_map={"": "cpu"}, dtype=torch.bfloat16)
+
+
+def by_diffusers(folder):
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel.from_pretrained(str(folder), torch_dtype=torch.bfloat16, low_cpu_mem_usage=True)
+
+
+def by_peft(folder):
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(base_of_adapter(), str(folder), low_cpu_mem_usage=True)
+    return {name: tensor for name, tensor in model.named_parameters() if "lora" in name}
+
+
+# The folder of each model, what makes it, and what loads it. 5,000 tensors of 0.5 MiB; and 60,000 of 4 KiB.
 MODELS = {
-    "llama": make_llama,
-    "experts": lambda folder, size: make_experts(folder, 16, 102, 1024, 256),
-    "tiny": lambda folder, size: make_experts(folder, 10, 2000, 64, 32),
+    "llama": ("llama", make_llama, by_transformers),
+    "experts": ("experts", lambda folder, size: make_experts(folder, 16, 102, 1024, 256), by_transformers),
+    "tiny": ("tiny", lambda folder, size: make_experts(folder, 10, 2000, 64, 32), by_transformers),
+    "accelerate": ("llama", make_llama, by_accelerate),
+    "diffusers": ("diffusers", make_unet, by_diffusers),
+    "peft": ("peft", make_adapter, by_peft),
 }
 
 
-def pretrained(block):
-    def load(folder):
+def program(block):
+    def load(folder, by_program):
         import tensorfs
-        import torch
-        from transformers import AutoModel
 
         with block(tensorfs):
-            model = AutoModel.from_pretrained(str(folder), dtype=torch.bfloat16)
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+            model = by_program(folder)
+        return model if isinstance(model, dict) else dict(model.named_parameters())
 
     return load
 
 
-def load_file(folder):
+def load_file(folder, _):
     import tensorfs
 
     return tensorfs.load_file(str(folder))
 
 
-def loop(folder):
+def loop(folder, _):
     import tensorfs
 
     with tensorfs.safe_open(str(folder), "pt") as file:
@@ -100,10 +162,10 @@ def loop(folder):
 WAYS = {
     "load_file": load_file,
     "loop of get_tensor": loop,
-    "from_pretrained": pretrained(lambda tensorfs: contextlib.nullcontext()),
-    "patched()": pretrained(lambda tensorfs: tensorfs.patched()),
-    "patched(copy=True)": pretrained(lambda tensorfs: tensorfs.patched(copy=True)),
-    "patched(copy=False)": pretrained(lambda tensorfs: tensorfs.patched(copy=False)),
+    "plain": program(lambda tensorfs: contextlib.nullcontext()),
+    "patched()": program(lambda tensorfs: tensorfs.patched()),
+    "patched(copy=True)": program(lambda tensorfs: tensorfs.patched(copy=True)),
+    "patched(copy=False)": program(lambda tensorfs: tensorfs.patched(copy=False)),
 }
 
 
@@ -132,10 +194,10 @@ def one_run(task):
         loaders.touch_memory(2e9 + 2 * length)
     before, read_before = resource.getrusage(resource.RUSAGE_SELF), loaders.bytes_read()
     start = time.perf_counter()
-    tensors = WAYS[task["way"]](folder)
+    tensors = WAYS[task["way"]](folder, MODELS[task["model"]][2])
     loaded = time.perf_counter()
     for tensor in tensors.values():
-        tensor.reshape(-1).view(torch.uint8)[::4096].sum()
+        tensor.detach().reshape(-1).view(torch.uint8)[::4096].sum()
     touched = time.perf_counter()
     after = resource.getrusage(resource.RUSAGE_SELF)
     facts = {
@@ -144,7 +206,7 @@ def one_run(task):
         "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "faults": after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt,
         "read": loaders.bytes_read() - read_before,
-        "sum": loaders.total_of(tensors),
+        "sum": loaders.total_of({name: tensor.detach() for name, tensor in tensors.items()}),
     }
     return facts
 
@@ -166,15 +228,15 @@ def prepare(folder, state):
                     file.read(end - first)
 
 
-def run_in_child(task):
-    """Runs in a process of its own, which has imported everything, and has no threads yet."""
+def in_child(work, *arguments):
+    """What `work` gives in a process of its own, which has imported everything, and has no threads yet."""
     output, input = os.pipe()
     child = os.fork()
     if child == 0:
         status = 1
         try:
             with os.fdopen(input, "w") as pipe:
-                json.dump(one_run(task), pipe)
+                json.dump(work(*arguments), pipe)
             status = 0
         finally:
             traceback.print_exc() if status else None
@@ -183,7 +245,7 @@ def run_in_child(task):
     with os.fdopen(output) as pipe:
         text = pipe.read()
     if os.waitpid(child, 0)[1]:
-        raise SystemExit(f"{task} failed")
+        raise SystemExit(f"{work.__name__}{arguments} failed")
     return json.loads(text)
 
 
@@ -193,7 +255,7 @@ def spread(values, form):
 
 
 def table(results):
-    plain = results.get("from_pretrained")
+    plain = results.get("plain")
     total = lambda run: run["load"] + run["touch"]
     lines = ["| way | s | with touch | of plain | user + sys, s | page faults | MB read |", "|---|---|---|---|---|---|---|"]
     for way, runs in results.items():
@@ -211,7 +273,7 @@ def main():
     parser.add_argument("--dir", help="folder for the models; kept and used again where it has them")
     parser.add_argument("--size", type=float, default=4.5e9, help="bytes of the llama (default 4.5e9)")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default="llama,experts,tiny", help=f"of {','.join(MODELS)}")
     parser.add_argument("--states", default="cached,cold", help="of cached,cold,half")
     parser.add_argument("--memory", default="touched,untouched")
     parser.add_argument("--workers", default="2,4", help="loader threads of transformers")
@@ -223,10 +285,11 @@ def main():
     import_all()
     ways, everything = options.ways.split(";"), {}
     for model in options.models.split(","):
-        folder, sums = Path(options.dir, model), {}
+        name, make, _ = MODELS[model]
+        folder, sums = Path(options.dir, name), {}
         if not (folder / "made").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            MODELS[model](folder, options.size)
+            in_child(make, folder, options.size)
             (folder / "made").touch()
         for case in [
             (state, memory, int(workers))
@@ -238,8 +301,8 @@ def main():
             for number in range(options.runs):
                 for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                     prepare(folder, case[0])
-                    task = {"folder": str(folder), "way": way, "memory": case[1], "workers": case[2]}
-                    run = run_in_child(task)
+                    task = {"folder": str(folder), "model": model, "way": way, "memory": case[1], "workers": case[2]}
+                    run = in_child(one_run, task)
                     results[way].append(run)
                     is_whole = way in ("load_file", "loop of get_tensor")
                     if sums.setdefault(is_whole, run["sum"]) != run["sum"]:

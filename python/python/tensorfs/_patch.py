@@ -30,18 +30,19 @@ _lock = threading.Lock()
 class _Searched:
     """A module, and the names that were bound to `safe_open`, to the genuine one or to ours, when it had `count` names."""
 
-    __slots__ = ("module", "names", "is_ours", "count", "bindings")
+    __slots__ = ("module", "names", "is_ours", "is_large", "count", "bindings")
 
     def __init__(self, module: ModuleType, names: dict[str, Any]) -> None:
         self.module, self.names, self.count = module, names, -1
-        self.is_ours = str(names.get("__name__")).partition(".")[0] == "tensorfs"
+        package = str(names.get("__name__")).partition(".")[0]
+        self.is_ours, self.is_large = package == "tensorfs", package in _LARGE
         self.bindings: list[str] = []
 
     def search(self, count: int) -> None:
         self.count = count
         either = {id(_stand_in), id(_stand_in.genuine)}
         # Most modules have none, which this finds fastest.
-        if self.is_ours or either.isdisjoint(map(id, list(self.names.values()))):
+        if self.is_ours or self.is_large or either.isdisjoint(map(id, list(self.names.values()))):
             self.bindings = []
         else:
             self.bindings = [name for name, value in list(self.names.items()) if id(value) in either]
@@ -49,6 +50,9 @@ class _Searched:
 
 _NAME = "safe_open"
 """The name that most modules give it."""
+
+_LARGE = sys.stdlib_module_names | {"cuda", "mpmath", "numpy", "pandas", "scipy", "sympy", "torch", "triton"}
+"""Packages with most of the names of a process, which bind it to no other name than `_NAME`."""
 
 _searched: dict[str, _Searched] = {}
 _known: dict[str, Any] = {}

@@ -170,7 +170,7 @@ WAYS = {
 
 
 def import_all():
-    """Imports what the runs need, once: it takes longer than most of them."""
+    """Imports what the runs need, which takes longer than most of them."""
     import torch
     import transformers.core_model_loading
     import transformers.models.llama.modeling_llama
@@ -182,6 +182,7 @@ def import_all():
 
 
 def one_run(task):
+    import_all()
     import torch
     import transformers
 
@@ -229,7 +230,8 @@ def prepare(folder, state):
 
 
 def in_child(work, *arguments):
-    """What `work` gives in a process of its own, which has imported everything, and has no threads yet."""
+    """What `work` gives in a process of its own. It shares no memory with others, as it would if they had imported
+    something: each look at an object would copy a page then."""
     output, input = os.pipe()
     child = os.fork()
     if child == 0:
@@ -282,7 +284,6 @@ def main():
     options = parser.parse_args()
     if not options.dir:
         parser.error("--dir is missing")
-    import_all()
     ways, everything = options.ways.split(";"), {}
     for model in options.models.split(","):
         name, make, _ = MODELS[model]

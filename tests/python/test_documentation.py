@@ -35,6 +35,7 @@ NOT_RUN = {
     "python python/tests/tensorizer_suite.py ": "takes torch, and the tests of tensorizer",
     "sudo ": "changes this machine",
     "tensorfs load /data/models/llama --device cuda:0": "takes a GPU",
+    "tests/changed": "runs tests, maybe this one",
     "tests/run": "is what runs this test",
     "tests/gpu/run": "takes a GPU",
     "vllm ": "takes vLLM and a GPU",

@@ -185,9 +185,9 @@ class Bench(TestCase):
         bench = self.start("--cases=read", "--time-limit=2")
         pid = wait_until(self.stopped_daemon, 20, "the bench mounts")
         wait_until(lambda: process_gone(pid), 40, "the bench ends the daemon that hangs")
-        # Where no reader waited for it, the bench goes on.
+        # Where no reader waited for it, the bench goes on; else its only case has failed, and it may be over.
         bench.send_signal(signal.SIGINT)
-        self.assertEqual(bench.wait(30), -signal.SIGINT)
+        self.assertIn(bench.wait(30), (-signal.SIGINT, 1))
         self.assert_nothing_left()
 
     def test_a_second_signal_ends_the_bench_at_once(self):

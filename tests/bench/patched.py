@@ -107,6 +107,7 @@ def by_accelerate(folder):
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(folder)), dtype=torch.bfloat16)
     model.tie_weights()
+    model.model.norm.to_empty(device="cpu").weight.data.fill_(1)  # which the files lack
     return load_checkpoint_and_dispatch(model, str(folder), device_map={"": "cpu"}, dtype=torch.bfloat16)
 
 

@@ -410,8 +410,7 @@ impl<'a> FolderIndex<'a> {
             }
             files.push(FileRecord { name: name.to_owned(), version, described, hash });
         }
-        let sets = proved.sets.iter().map(|set| self.set_record(set, weights));
-        let sets: Option<_> = sets.collect();
+        let sets: Option<_> = proved.sets.iter().map(|set| self.set_record(set, weights)).collect();
         Ok(Index {
             folder: self.folder.path.as_os_str().as_bytes().to_vec(),
             made: self.started,

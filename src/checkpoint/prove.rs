@@ -216,7 +216,7 @@ fn prove_set(
     refuse_plain(loaded.iter().copied()).map_err(refused)?;
     let headers: Vec<&ShardHeader> = loaded.iter().map(|file| &file.shard).collect();
     let map = candidate.map.as_ref().map(|(_, map)| map);
-    let catalog = match (candidate.kind, &linked) {
+    let mut catalog = match (candidate.kind, &linked) {
         (_, Some(linked)) => Ok(linked.proved.of_link(headers[0])),
         (SetKind::Dcp, None) => Catalog::of_dcp_shards(&headers, map),
         (
@@ -227,8 +227,8 @@ fn prove_set(
             | SetKind::Tensorizer,
             None,
         ) => Catalog::of_whole_tensors(&headers, map),
-    };
-    let mut catalog = catalog.map_err(refused)?;
+    }
+    .map_err(refused)?;
     let bintensors = candidate.kind == SetKind::Bintensors;
     if bintensors && linked.is_none() {
         // No saver writes pieces in this format, so such keys are the user's own.
@@ -248,8 +248,7 @@ fn prove_set(
     let by_name: HashMap<&str, &Arc<Source>> =
         loaded.iter().map(|file| (file.shard.name.as_str(), &file.source)).collect();
     // The catalog has the shards of `loaded`, sorted.
-    let sources = catalog.shards.iter().map(|shard| by_name[shard.name.as_str()].clone());
-    let sources = sources.collect();
+    let sources = catalog.shards.iter().map(|shard| by_name[shard.name.as_str()].clone()).collect();
     let (kind, view) = (candidate.kind, &options.view);
     let name = names::in_format(&candidate.output, view.format);
     let presented =

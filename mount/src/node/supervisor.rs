@@ -261,9 +261,9 @@ impl Supervisor {
         let mut polled: Vec<_> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         let now = Instant::now();
         let can_start = |mount: &&ServiceMount| self.awaited(mount).is_none();
-        let starts = self.mounts.iter().filter(can_start).filter_map(ServiceMount::starts_at);
+        let due = self.mounts.iter().filter(can_start).filter_map(ServiceMount::starts_at);
         // A mount that is due has no free target.
-        let starts = starts.map(|at| if at <= now { now + LOOK } else { at });
+        let starts = due.map(|at| if at <= now { now + LOOK } else { at });
         let next = starts.chain([tick]).min().unwrap_or(tick);
         let rest = next.saturating_duration_since(now) + Duration::from_millis(1);
         let timeout = PollTimeout::try_from(rest).unwrap_or(PollTimeout::ZERO);

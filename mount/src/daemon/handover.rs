@@ -20,7 +20,7 @@ use super::connection::Handshake;
 use super::descriptors::Parcel;
 use super::read_path::ReadPath;
 use super::server::KernelServer;
-use crate::fs::adapter::handover::{Carried, CarriedFs};
+use crate::fs::adapter::takeover::{Carried, CarriedFs};
 use crate::options::Options;
 
 /// First bytes of a state.

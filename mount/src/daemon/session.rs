@@ -33,7 +33,7 @@ use super::stalled::{READ_MANY, READ_NONE, probe_path, unless_stalled};
 use super::status::{Listable, Status};
 use super::target::{check_links, check_nesting, check_target, warn_of_content};
 use crate::fs::adapter::TensorFs;
-use crate::fs::adapter::handover::{Carried, Takeover};
+use crate::fs::adapter::takeover::{Carried, Takeover};
 use crate::fs::attributes::{Common, models_of};
 use crate::fs::inodes::{Nodes, OutOfDate, SetOutcome, TellKernel};
 use crate::fs::live::Live;

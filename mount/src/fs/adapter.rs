@@ -54,9 +54,9 @@ const CONGESTION: u16 = 96;
 
 mod adopting;
 mod adoption_queue;
-pub(crate) mod handover;
 mod opening;
 mod passthrough;
+pub(crate) mod takeover;
 
 use adopting::Adoptions;
 

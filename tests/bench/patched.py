@@ -4,11 +4,11 @@
     python tests/bench/patched.py --dir /scratch
 
 Needs torch, transformers and tensorfs (`pip install ./python`); the models `accelerate`, `diffusers` and `peft` need the
-packages of these names, and load with them in place of `AutoModel.from_pretrained`. Each run is a process of its own. The time with the
-touch counts a look at one byte of every page after the load: mapped tensors are read then. Processor time and page
-faults count both. The sums of all bytes are compared. `cached` files are in the page cache, `cold` ones are not, of
-`half` ones every other tensor is. `touched` memory was in use a moment ago; `untouched` memory was not for a while,
-which costs more on virtual machines.
+packages of these names, and load with them in place of `AutoModel.from_pretrained`. Each run is a process of its own.
+The time with the touch counts a look at one byte of every page after the load: mapped tensors are read then. Processor
+time and page faults count both. The sums of all bytes are compared. `cached` files are in the page cache, `cold` ones
+are not, of `half` ones every other tensor is. `touched` memory was in use a moment ago; `untouched` memory was not for
+a while, which costs more on virtual machines.
 """
 
 import argparse

@@ -230,7 +230,7 @@ def prepare(folder, state):
 
 
 def in_child(work, *arguments):
-    """What `work` gives in a process of its own. It shares no memory with others, as it would if they had imported
+    """The result of `work`, which runs in a process of its own. It shares no memory with others, as it would if they had imported
     something: each look at an object would copy a page then."""
     output, input = os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""What people and programs read, word for word: help, status, metrics, doctor and the messages of refusals.
+"""Texts that people and programs read, word for word: help, status, metrics, doctor and the messages of refusals.
 
     TENSORFS_WRITE_SNAPSHOTS=1 target/test-venv/bin/python tests/python -k test_snapshots.
 
@@ -105,7 +105,7 @@ class Snapshots(ServiceCase):
             text = tensorfs("status", m.path).stdout
             for path, word in [(m.path, "TARGET"), (self.tmp, "TMP"), (INDEX_DIR, "INDEX")]:
                 text = text.replace(str(path), word)
-            # What the kernel allows differs from machine to machine.
+            # Limits of the kernel differ from machine to machine.
             text = re.sub(r"(?m)^(  kernel +\w+:).*", r"\1", text)
             self.compare("status.txt", NUMBER.sub("N", text))
             self.compare("status.json.txt", "\n".join(shape(tensorfs("status", "--json", m.path).json())))

@@ -226,7 +226,7 @@ impl HandleHeat {
     }
 }
 
-/// Who opens a file.
+/// The process that opens a file, and its user.
 #[derive(Clone, Copy)]
 pub(crate) struct Opener {
     pub uid: u32,

@@ -115,7 +115,7 @@ impl Unread {
             },
         };
         let add = |description| match detected.format {
-            InputFormat::Bintensors | InputFormat::Tensorizer => {
+            InputFormat::Bintensors | InputFormat::Tensorizer | InputFormat::Torch => {
                 heads.add_without_note(description)
             }
             InputFormat::Safetensors => heads.add(description),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::catalog::{Catalog, Head, ShardHeader, Tensor};
 use crate::error::{Error, ErrorKind, Fault, Result, quoted};
-use crate::format::names;
+use crate::format::{InputFormat, names};
 use crate::open_options::OpenOptions;
 use crate::source::Source;
 
@@ -45,7 +45,10 @@ impl Tree {
         // An index does not tell whether the file that the secret is for is encrypted.
         let secret = self.options.secret.as_deref();
         let one_secret = secret.filter(|secret| self.only.is_some() && !secret.is_optional());
-        let index = FolderIndex::of(self, folder).filter(FolderIndex::has_files);
+        let only = self.only.as_deref();
+        // No index of files of torch is kept: their headers are few and large.
+        let is_kept = |index: &FolderIndex<'_>| index.has_files() && !folder.has_torch(only);
+        let index = FolderIndex::of(self, folder).filter(is_kept);
         let usable = index.as_ref().filter(|_| one_secret.is_none());
         let doubt = match usable.map(FolderIndex::load) {
             Some(Ok(proved)) => return proved,
@@ -53,7 +56,6 @@ impl Tree {
             None => None,
         };
         let texts = index.as_ref().map(FolderIndex::texts).unwrap_or_default();
-        let only = self.only.as_deref();
         let (mut weights, _headers) = open_weights(folder, only, secret);
         if let (Some(secret), Some(only)) = (secret, only)
             && let Some(Ok(shard)) = weights.get(only)
@@ -63,7 +65,7 @@ impl Tree {
             weights.insert(only.to_owned(), Err(refused));
         }
         let Discovered { mut winners, losers, notes } =
-            discover(folder, &weights, self.options.prefer);
+            discover(folder, only, &weights, self.options.prefer);
         let mut proved = Proved { notes, ..Proved::default() };
         let names = winners.iter().chain(&losers).flat_map(Candidate::files);
         proved.weights = names.chain(weights.keys()).cloned().collect();
@@ -83,6 +85,7 @@ impl Tree {
             let files = candidate.files().cloned().collect();
             let name = names::in_format(&candidate.output, options.view.format);
             let kind = candidate.kind;
+            let is_torch = candidate.format() == InputFormat::Torch;
             let header = header_of(&weights, &candidate).map(Arc::as_ptr);
             let link = header.and_then(|header| links.get(&header)).copied();
             let linked = link.and_then(|position| judged[position].outcome.as_ref().ok());
@@ -93,6 +96,11 @@ impl Tree {
                 options,
                 alone || !kind.is_one_file(),
             );
+            if is_torch && outcome.is_err() {
+                // Nobody takes its files for a model, so they are shown as they are.
+                let files: &BTreeSet<String> = &files;
+                proved.weights.retain(|name| !files.contains(name));
+            }
             if let (Some(header), Ok(_)) = (header, &outcome) {
                 links.entry(header).or_insert(judged.len());
             }
@@ -224,7 +232,8 @@ fn prove_set(
             | SetKind::Numbered
             | SetKind::Single
             | SetKind::Bintensors
-            | SetKind::Tensorizer,
+            | SetKind::Tensorizer
+            | SetKind::Torch,
             None,
         ) => Catalog::of_whole_tensors(&headers, map),
     }

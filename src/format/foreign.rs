@@ -421,9 +421,9 @@ impl Foreign {
     /// The message about a file of torch.
     fn message_of_torch(&self) -> Option<String> {
         Some(match self {
-            Foreign::TorchZip => {
-                format!("is a file of torch.save, a pickle in a zip archive; {FROM_TORCH}")
-            }
+            Foreign::TorchZip => "is a file of torch.save by its first bytes, a pickle in a zip \
+                                  archive; call it `*.pt` or `*.bin`"
+                .to_owned(),
             Foreign::TorchLegacy => {
                 format!("is a file of torch.save in its form before torch 1.6; {FROM_TORCH}")
             }

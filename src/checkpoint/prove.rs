@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::catalog::{Catalog, Head, ShardHeader, Tensor};
 use crate::error::{Error, ErrorKind, Fault, Result, quoted};
+use crate::format::tensorizer::keys::Secret;
 use crate::format::{InputFormat, names};
 use crate::open_options::OpenOptions;
 use crate::source::Source;
@@ -46,9 +47,7 @@ impl Tree {
         let secret = self.options.secret.as_deref();
         let one_secret = secret.filter(|secret| self.only.is_some() && !secret.is_optional());
         let only = self.only.as_deref();
-        // No index of files of torch is kept: their headers are few and large.
-        let is_kept = |index: &FolderIndex<'_>| index.has_files() && !folder.has_torch(only);
-        let index = FolderIndex::of(self, folder).filter(is_kept);
+        let index = FolderIndex::of(self, folder).filter(FolderIndex::has_files);
         let usable = index.as_ref().filter(|_| one_secret.is_none());
         let doubt = match usable.map(FolderIndex::load) {
             Some(Ok(proved)) => return proved,
@@ -57,12 +56,8 @@ impl Tree {
         };
         let texts = index.as_ref().map(FolderIndex::texts).unwrap_or_default();
         let (mut weights, _headers) = open_weights(folder, only, secret);
-        if let (Some(secret), Some(only)) = (secret, only)
-            && let Some(Ok(shard)) = weights.get(only)
-            && let Some(fault) = secret.misfit(shard.source.is_encrypted())
-        {
-            let refused = Error::refused(&folder.path, fault.in_file(only));
-            weights.insert(only.to_owned(), Err(refused));
+        if let (Some(secret), Some(only)) = (secret, only) {
+            refuse_misfit(folder, &mut weights, only, secret);
         }
         let Discovered { mut winners, losers, notes } =
             discover(folder, only, &weights, self.options.prefer);
@@ -132,6 +127,16 @@ impl Tree {
         }
         proved.index = index.map(|index| index.keep(doubt, &texts, &weights, &proved));
         proved
+    }
+}
+
+/// Refuses the file `only` if `secret` is not for it.
+fn refuse_misfit(folder: &Folder, weights: &mut Weights, only: &str, secret: &Secret) {
+    if let Some(Ok(shard)) = weights.get(only)
+        && let Some(fault) = secret.misfit(shard.source.is_encrypted())
+    {
+        let refused = Error::refused(&folder.path, fault.in_file(only));
+        weights.insert(only.to_owned(), Err(refused));
     }
 }
 

@@ -316,6 +316,14 @@ impl Machine<'_> {
             b'B' => self.bytes(4, false)?,
             b'C' => self.bytes(1, false)?,
             0x8e | 0x96 => self.bytes(8, false)?,
+            _ => return self.container(opcode),
+        }
+        Ok(())
+    }
+
+    /// The opcodes of marks and containers.
+    fn container(&mut self, opcode: u8) -> Result<(), Fault> {
+        match opcode {
             b'(' => self.stack.push(NONE),
             b']' => self.push(Node::List(EMPTY)).map(drop)?,
             b'}' => self.push(Node::Dict(EMPTY)).map(drop)?,
@@ -356,6 +364,14 @@ impl Machine<'_> {
                 self.add(target, key, value)?;
             }
             b'e' | 0x90 | b'u' => self.add_many(opcode == b'u')?,
+            _ => return self.reference(opcode),
+        }
+        Ok(())
+    }
+
+    /// The opcodes of the memo, of names and calls, and of the stack.
+    fn reference(&mut self, opcode: u8) -> Result<(), Fault> {
+        match opcode {
             b'q' => {
                 let index = self.number(1)?;
                 self.put(index as u32)?;

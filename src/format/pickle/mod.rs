@@ -182,3 +182,7 @@ fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<(
     };
     Err(Fault::new(ErrorKind::HeaderDecode, message).into())
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+mod tests;

@@ -104,7 +104,7 @@ impl NamedTensors {
             }
             walk.collect(String::new(), model.value, true)?;
         } else {
-            for Pair { key, value, .. } in rest {
+            for &Pair { key, value, .. } in &rest {
                 match key {
                     Key::Text(key) => walk.collect(key.to_owned(), value, false)?,
                     Key::Int(number) => walk.collect(number.to_string(), value, false)?,
@@ -126,6 +126,15 @@ impl NamedTensors {
             })?;
             dims_left = dims_left.checked_sub(place.shape.len()).ok_or_else(too_many)?;
             tensors.push(NamedTensor { name, place });
+        }
+        let is_deepspeed = |pair: &Pair<'_>| pair.key.text().is_some_and(|key| key == "ds_version");
+        if hidden.iter().chain(&rest).any(is_deepspeed)
+            && let Some(NamedTensor { name, .. }) =
+                tensors.iter().find(|tensor| tensor.place.shape == [0])
+        {
+            let message = "has no elements: the weights of DeepSpeed ZeRO-3 lie in the files of all \
+                           ranks; make one file of them with zero_to_fp32.py";
+            return Err(Fault::new(ErrorKind::TensorMissing, message).tensor(name).into());
         }
         check_names(&tensors)?;
         tensors.sort_by(|a, b| (a.place.start, &a.name).cmp(&(b.place.start, &b.name)));

@@ -74,7 +74,7 @@ pub struct Head {
     pub described: Vec<Range<u64>>,
     /// First byte of another shard that follows in the same file, and is not shown.
     pub next_file: Option<u64>,
-    /// What the file holds besides and is not shown.
+    /// A note on the values of the file that are not shown.
     pub left_out: Option<String>,
     note: Option<Result<Note, Fault>>,
 }

@@ -18,7 +18,7 @@ pub struct ShardDescription {
     pub encrypted: Option<Vec<EncryptedTensor>>,
     /// First byte of another shard that follows in the same file, and is not described.
     pub next_file: Option<u64>,
-    /// What the file holds besides and is not shown, for a note.
+    /// A note on the values of the file that are not shown.
     pub left_out: Option<String>,
     names: String,
     tensors: Vec<DescriptionRow>,

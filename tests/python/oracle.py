@@ -252,16 +252,23 @@ def from_torch(paths):
         data = path.read_bytes()
         archive = zipfile.ZipFile(io.BytesIO(data))
         (pkl,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        root = _TorchUnpickler(io.BytesIO(archive.read(pkl))).load()
+        # Not by `read`: torch may write 0 in place of each CRC.
+        begin, length = _stored_at(data, archive.getinfo(pkl)), archive.getinfo(pkl).file_size
+        root = _TorchUnpickler(io.BytesIO(data[begin : begin + length])).load()
         folder = pkl.removesuffix("data.pkl")
         for name, (storage, offset, shape, dtype) in _torch_names(root).items():
-            header = archive.getinfo(f"{folder}data/{storage[1]}").header_offset
-            lengths = [int.from_bytes(data[header + at : header + at + 2], "little") for at in (26, 28)]
             size = BITS[dtype] // 8
-            start = header + 30 + sum(lengths) + (offset * size if math.prod(shape) else 0)
+            start = _stored_at(data, archive.getinfo(f"{folder}data/{storage[1]}"))
+            start += offset * size if math.prod(shape) else 0
             content = data[start : start + math.prod(shape) * size]
             tensors.append(Tensor(name, dtype, list(shape), content, (numeric(path.name), start)))
     return write(tensors, {"format": "pt"})
+
+
+def _stored_at(data, info):
+    """Where the bytes of a stored entry begin."""
+    header = info.header_offset
+    return header + 30 + sum(int.from_bytes(data[header + at : header + at + 2], "little") for at in (26, 28))
 
 
 TORCH_DTYPES = {

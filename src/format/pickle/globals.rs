@@ -88,7 +88,7 @@ pub(super) fn denied(module: &str, name: &str) -> bool {
         || name.split('.').next().is_some_and(|first| first != name && DENIED_MODULES.contains(&first))
 }
 
-/// What the elements of a storage are.
+/// The elements of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StorageType {
     /// Elements of a type.
@@ -167,7 +167,7 @@ pub(super) fn dtype(module: &str, name: &str) -> Option<Dtype> {
 pub(super) enum Rebuild {
     /// A storage, offset, size and stride; from `Tensor` on, more that says nothing of the bytes.
     Tensor,
-    /// The same with a dtype as the seventh argument, on a storage of bytes.
+    /// Its arguments are those of `Tensor` with a dtype as the seventh argument, on a storage of bytes.
     TensorOfDtype,
     /// A tensor, which is the first argument.
     Parameter,

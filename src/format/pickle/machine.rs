@@ -59,7 +59,7 @@ pub(super) enum Node {
     Set(Cells),
     /// A call: the callable, and the number of its other parts.
     Object(NodeId, u32),
-    /// What a persistent id stands for.
+    /// The value that a persistent id stands for.
     Persistent(NodeId),
 }
 
@@ -189,7 +189,7 @@ impl<'a> Values<'a> {
         items.try_into().ok()
     }
 
-    /// What was put into a list, a tuple, a set, a dict or an object, without its arguments.
+    /// The parts of a list, a tuple, a set, a dict or an object, without its arguments.
     pub(super) fn parts(&self, id: NodeId) -> impl Iterator<Item = Part> {
         let cells = match self.node(id) {
             Node::Tuple(cells) | Node::List(cells) | Node::Dict(cells) | Node::Set(cells) => cells,

@@ -16,7 +16,7 @@ use std::ops::Range;
 use crate::error::{ErrorKind, Fault};
 
 use self::machine::PICKLE_LEN_MAX;
-use self::state_dict::NamedTensors;
+use self::state_dict::ModelTensors;
 use self::tensors::{Records, StorageData};
 use self::zip::{Archive, LOCAL_MAGIC};
 use super::description::ShardDescription;
@@ -34,23 +34,23 @@ const TORCHSCRIPT: &str = "constants.pkl";
 const MEMORY_OF_BYTE: u64 = 4;
 
 /// Why reading ends early.
-enum Stop {
+enum ReadStop {
     Read(io::Error),
     Fault(Fault),
 }
 
-impl From<Fault> for Stop {
-    fn from(fault: Fault) -> Stop {
-        Stop::Fault(fault)
+impl From<Fault> for ReadStop {
+    fn from(fault: Fault) -> ReadStop {
+        ReadStop::Fault(fault)
     }
 }
 
 /// A result whose outer error is a failed read.
-fn told<T>(result: Result<T, Stop>) -> io::Result<Result<T, Fault>> {
+fn told<T>(result: Result<T, ReadStop>) -> io::Result<Result<T, Fault>> {
     match result {
         Ok(value) => Ok(Ok(value)),
-        Err(Stop::Fault(fault)) => Ok(Err(fault)),
-        Err(Stop::Read(error)) => Err(error),
+        Err(ReadStop::Fault(fault)) => Ok(Err(fault)),
+        Err(ReadStop::Read(error)) => Err(error),
     }
 }
 
@@ -104,9 +104,9 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
 }
 
 /// The archive in the bytes `range` of a file, and the length of its pickle.
-fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64), Stop> {
+fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64), ReadStop> {
     let archive = Archive::read(reader, range)?;
-    let wrong = |message: String| Stop::from(Fault::new(ErrorKind::HeaderDecode, message));
+    let wrong = |message: String| ReadStop::from(Fault::new(ErrorKind::HeaderDecode, message));
     if archive.has(TORCHSCRIPT) {
         return Err(wrong(
             "is an archive of TorchScript, which holds a program; save the state_dict of the model \
@@ -124,7 +124,10 @@ fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64
     Ok((archive, len))
 }
 
-fn parse_range(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<ShardDescription, Stop> {
+fn parse_range(
+    reader: &mut dyn RangeReader,
+    range: Range<u64>,
+) -> Result<ShardDescription, ReadStop> {
     let (archive, len) = open(reader, range.clone())?;
     check_byte_order(reader, &archive)?;
     let place = archive.data(reader, PICKLE)?.unwrap_or(0..0);
@@ -132,7 +135,7 @@ fn parse_range(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<ShardD
     reader.read_exact_at(place.start, &mut pickle)?;
     let values = machine::run(&pickle)?;
     let mut records = Records::new(reader, &archive);
-    let named = NamedTensors::of(&values, &mut records)?;
+    let named = ModelTensors::of(&values, &mut records)?;
     let used = records.used();
     let names_len = named.tensors.iter().map(|tensor| tensor.name.len()).sum();
     let mut description = ShardDescription::with_room(0, named.tensors.len(), names_len);
@@ -144,7 +147,7 @@ fn parse_range(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<ShardD
         description.push(&tensor.name, tensor.place.dtype, shape, tensor.place.start);
     }
     description.set_numbers(numbers);
-    // What torch has saved, readers of the virtual file may load as such.
+    // Programs ask a safetensors file for its framework.
     let format = ("format".to_owned(), "pt".to_owned());
     description.metadata = Some([format].into());
     description.described = described(&range, &used);
@@ -167,7 +170,7 @@ fn described(range: &Range<u64>, used: &[StorageData]) -> Vec<Range<u64>> {
     described
 }
 
-fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<(), Stop> {
+fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<(), ReadStop> {
     // Absent before torch 2.1.
     let Some(place) = archive.data(reader, BYTE_ORDER)? else { return Ok(()) };
     let mut order = vec![0; (place.end - place.start).min(16) as usize];

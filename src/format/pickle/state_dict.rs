@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::Stop;
+use super::ReadStop;
 use super::globals::is_dict;
 use super::machine::{Node, NodeId, Part, Values};
 use super::tensors::{Records, TensorPlace, tensor_call};
@@ -44,16 +44,16 @@ const STATES: [&str; 16] = [
 
 /// A tensor with its name.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct NamedTensor {
+pub(super) struct ModelTensor {
     pub(super) name: String,
     pub(super) place: TensorPlace,
 }
 
 /// The tensors of a model in the order of their bytes.
 #[derive(Debug)]
-pub(super) struct NamedTensors {
-    pub(super) tensors: Vec<NamedTensor>,
-    /// What the pickle holds besides, as a note.
+pub(super) struct ModelTensors {
+    pub(super) tensors: Vec<ModelTensor>,
+    /// A note on the other values of the pickle.
     pub(super) left_out: Option<String>,
 }
 
@@ -62,12 +62,12 @@ fn is_state(key: &str) -> bool {
     key == "optim" || key == "loops" || STATES.iter().any(|state| key.starts_with(state))
 }
 
-impl NamedTensors {
+impl ModelTensors {
     /// The tensors of the model that the pickle holds.
     pub(super) fn of(
         values: &Values<'_>,
         records: &mut Records<'_, '_>,
-    ) -> Result<NamedTensors, Stop> {
+    ) -> Result<ModelTensors, ReadStop> {
         let root = values.root;
         let mut walk = Walk {
             values,
@@ -104,7 +104,7 @@ impl NamedTensors {
             }
             walk.collect(String::new(), model.value, true)?;
         } else {
-            for &Pair { key, value, .. } in &rest {
+            for &DictPair { key, value, .. } in &rest {
                 match key {
                     Key::Text(key) => walk.collect(key.to_owned(), value, false)?,
                     Key::Int(number) => walk.collect(number.to_string(), value, false)?,
@@ -121,20 +121,15 @@ impl NamedTensors {
             let call =
                 call.ok_or_else(|| Fault::new(ErrorKind::Internal, "no call of a tensor"))?;
             let place = call.place(values, records).map_err(|stop| match stop {
-                Stop::Fault(fault) => Stop::Fault(fault.tensor(&name)),
+                ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(&name)),
                 other => other,
             })?;
             dims_left = dims_left.checked_sub(place.shape.len()).ok_or_else(too_many)?;
-            tensors.push(NamedTensor { name, place });
+            tensors.push(ModelTensor { name, place });
         }
-        let is_deepspeed = |pair: &Pair<'_>| pair.key.text().is_some_and(|key| key == "ds_version");
-        if hidden.iter().chain(&rest).any(is_deepspeed)
-            && let Some(NamedTensor { name, .. }) =
-                tensors.iter().find(|tensor| tensor.place.shape == [0])
-        {
-            let message = "has no elements: the weights of DeepSpeed ZeRO-3 lie in the files of all \
-                           ranks; make one file of them with zero_to_fp32.py";
-            return Err(Fault::new(ErrorKind::TensorMissing, message).tensor(name).into());
+        let mut all = hidden.iter().chain(&rest);
+        if all.any(|pair| pair.key.text() == Some("ds_version")) {
+            check_deepspeed(&tensors)?;
         }
         check_names(&tensors)?;
         tensors.sort_by(|a, b| (a.place.start, &a.name).cmp(&(b.place.start, &b.name)));
@@ -149,7 +144,7 @@ impl NamedTensors {
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
             format!("{}{more} of the file are not shown", left_out.join(", "))
         });
-        Ok(NamedTensors { tensors, left_out })
+        Ok(ModelTensors { tensors, left_out })
     }
 }
 
@@ -165,9 +160,19 @@ fn not_a_dict(values: &Values<'_>, root: NodeId) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
-fn check_names(tensors: &[NamedTensor]) -> Result<(), Fault> {
+/// Refuses the placeholders of DeepSpeed ZeRO-3.
+fn check_deepspeed(tensors: &[ModelTensor]) -> Result<(), Fault> {
+    let Some(empty) = tensors.iter().find(|tensor| tensor.place.shape == [0]) else {
+        return Ok(());
+    };
+    let message = "has no elements: the weights of DeepSpeed ZeRO-3 lie in the files of all ranks; \
+                   make one file of them with zero_to_fp32.py";
+    Err(Fault::new(ErrorKind::TensorMissing, message).tensor(&empty.name))
+}
+
+fn check_names(tensors: &[ModelTensor]) -> Result<(), Fault> {
     let mut names: HashSet<&str> = HashSet::with_capacity(tensors.len());
-    for NamedTensor { name, .. } in tensors {
+    for ModelTensor { name, .. } in tensors {
         if name == METADATA {
             let message = "has the name that safetensors has for metadata; give it another one";
             return Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(name));
@@ -213,7 +218,7 @@ impl<'v> Key<'v> {
 
 /// A pair of a dict: the key, its number, and the value.
 #[derive(Clone, Copy)]
-struct Pair<'v> {
+struct DictPair<'v> {
     key: Key<'v>,
     node: NodeId,
     value: NodeId,
@@ -249,9 +254,9 @@ struct Walk<'a, 'v> {
     found: Vec<(String, NodeId)>,
 }
 
-/// What leads from a container to a part of it: a position, or the number of a key.
+/// The way from a container to a part of it: a position, or the number of a key.
 #[derive(Clone, Copy)]
-enum Step {
+enum PathStep {
     Position(u32),
     Key(NodeId),
 }
@@ -260,7 +265,7 @@ enum Step {
 struct Level {
     id: NodeId,
     name_len: usize,
-    left: Vec<(Step, NodeId)>,
+    left: Vec<(PathStep, NodeId)>,
 }
 
 impl<'v> Walk<'_, 'v> {
@@ -280,11 +285,11 @@ impl<'v> Walk<'_, 'v> {
     }
 
     /// The pairs of a dict, each key once with its last value. `None` if the value is no dict.
-    fn pairs(&mut self, id: NodeId) -> Result<Option<Vec<Pair<'v>>>, Fault> {
+    fn pairs(&mut self, id: NodeId) -> Result<Option<Vec<DictPair<'v>>>, Fault> {
         if !self.is_dict_value(id) {
             return Ok(None);
         }
-        let mut pairs: Vec<Pair<'v>> = Vec::new();
+        let mut pairs: Vec<DictPair<'v>> = Vec::new();
         let mut places: HashMap<Key<'v>, u32> = HashMap::new();
         for part in self.values.parts(id) {
             let Part::Pair(node, value) = part else { continue };
@@ -295,7 +300,7 @@ impl<'v> Walk<'_, 'v> {
                 Some(&place) => pairs[place as usize].value = value,
                 None => {
                     places.insert(key, pairs.len() as u32);
-                    pairs.push(Pair { key, node, value });
+                    pairs.push(DictPair { key, node, value });
                 }
             }
         }
@@ -317,7 +322,7 @@ impl<'v> Walk<'_, 'v> {
                     | Node::Global(..)
             )
         };
-        let mut left: Vec<(Step, NodeId)> = Vec::new();
+        let mut left: Vec<(PathStep, NodeId)> = Vec::new();
         match values.node(id) {
             Node::List(_) | Node::Tuple(_) | Node::Set(_) => {
                 for (position, part) in values.parts(id).enumerate() {
@@ -325,14 +330,14 @@ impl<'v> Walk<'_, 'v> {
                     if let Part::Item(item) = part
                         && is_inner(item)
                     {
-                        left.push((Step::Position(position as u32), item));
+                        left.push((PathStep::Position(position as u32), item));
                     }
                 }
             }
             _ => {
                 let Some(pairs) = self.pairs(id)? else { return Ok(None) };
                 let inner = pairs.iter().filter(|pair| is_inner(pair.value));
-                left.extend(inner.map(|pair| (Step::Key(pair.node), pair.value)));
+                left.extend(inner.map(|pair| (PathStep::Key(pair.node), pair.value)));
             }
         }
         left.reverse();
@@ -356,8 +361,8 @@ impl<'v> Walk<'_, 'v> {
                 name.push('.');
             }
             match step {
-                Step::Position(position) => name.push_str(&position.to_string()),
-                Step::Key(key) => match key_of(self.values, key)? {
+                PathStep::Position(position) => name.push_str(&position.to_string()),
+                PathStep::Key(key) => match key_of(self.values, key)? {
                     Key::Text(text) => name.push_str(text),
                     Key::Int(number) => name.push_str(&number.to_string()),
                     Key::Other(_) => {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::Stop;
+use super::ReadStop;
 use super::globals::{Rebuild, StorageType, dtype};
 use super::machine::{Node, NodeId, Values};
 use super::zip::Archive;
@@ -51,7 +51,7 @@ impl<'a, 'r> Records<'a, 'r> {
         self.known.into_values().collect()
     }
 
-    fn get(&mut self, key: &str, kind: StorageType, numel: u64) -> Result<StorageData, Stop> {
+    fn get(&mut self, key: &str, kind: StorageType, numel: u64) -> Result<StorageData, ReadStop> {
         if let Some(known) = self.known.get(key) {
             if known.kind != kind || known.numel != numel {
                 return Err(wrong(format!("the storage {} has two types", quoted(key))).into());
@@ -85,7 +85,7 @@ fn wrong(message: String) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
-/// What makes a tensor: the function, and the numbers of its arguments.
+/// The call that makes a tensor: the function, and the numbers of its arguments.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorCall {
     rebuild: Rebuild,
@@ -108,7 +108,7 @@ impl TensorCall {
         mut self,
         values: &Values<'_>,
         records: &mut Records<'_, '_>,
-    ) -> Result<TensorPlace, Stop> {
+    ) -> Result<TensorPlace, ReadStop> {
         for _ in 0..WRAPS_MAX {
             if self.is_changed {
                 let message = "its pickle changes it after it is made".to_owned();
@@ -174,7 +174,7 @@ impl TensorCall {
         &self,
         values: &Values<'_>,
         records: &mut Records<'_, '_>,
-    ) -> Result<TensorPlace, Stop> {
+    ) -> Result<TensorPlace, ReadStop> {
         let args: Vec<NodeId> = values.tuple(self.args).into_iter().flatten().take(10).collect();
         let of_dtype = self.rebuild == Rebuild::TensorOfDtype;
         let (dtype_at, metadata_at) = if of_dtype { (Some(6), 7) } else { (None, 6) };
@@ -213,7 +213,7 @@ impl TensorCall {
             _ => None,
         };
         let dtype = dtype.ok_or_else(|| self.unread(values))?;
-        place(&data, dtype, offset, &sizes, &strides).map_err(Stop::from)
+        place(&data, dtype, offset, &sizes, &strides).map_err(ReadStop::from)
     }
 }
 
@@ -249,7 +249,7 @@ fn storage_of(
     values: &Values<'_>,
     records: &mut Records<'_, '_>,
     id: NodeId,
-) -> Result<StorageData, Stop> {
+) -> Result<StorageData, ReadStop> {
     let Node::Persistent(key) = values.node(id) else {
         return Err(wrong("has no storage".to_owned()).into());
     };

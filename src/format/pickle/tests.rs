@@ -1,3 +1,5 @@
+//! Tests of archives, pickles, and the names and places of tensors.
+
 use proptest::prelude::*;
 
 use super::*;

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 
-use super::{Stop, le};
+use super::{ReadStop, le};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::range_reader::RangeReader;
 
@@ -62,7 +62,7 @@ struct ZipEntry {
     flags: u16,
 }
 
-fn bad(what: impl std::fmt::Display) -> Stop {
+fn bad(what: impl std::fmt::Display) -> ReadStop {
     let message = format!("is a zip archive that is not valid: {what}; save or fetch it again");
     Fault::new(ErrorKind::HeaderDecode, message).into()
 }
@@ -77,7 +77,10 @@ struct End {
 
 impl Archive {
     /// Reads the directory of the archive that is the bytes `range` of the file.
-    pub(super) fn read(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<Archive, Stop> {
+    pub(super) fn read(
+        reader: &mut dyn RangeReader,
+        range: Range<u64>,
+    ) -> Result<Archive, ReadStop> {
         let (end, directory_end) = read_end(reader, &range)?;
         let directory = range.start.checked_add(end.offset);
         let directory = directory
@@ -108,7 +111,7 @@ impl Archive {
         Ok(archive)
     }
 
-    fn add_entries(&mut self, bytes: &[u8], count: u64) -> Result<(), Stop> {
+    fn add_entries(&mut self, bytes: &[u8], count: u64) -> Result<(), ReadStop> {
         let mut rest = bytes;
         for number in 0..count {
             let short = || bad("the central directory ends within an entry");
@@ -151,7 +154,7 @@ impl Archive {
         Ok(())
     }
 
-    fn entry(&self, name: &str, fixed: &[u8], extra: &[u8]) -> Result<ZipEntry, Stop> {
+    fn entry(&self, name: &str, fixed: &[u8], extra: &[u8]) -> Result<ZipEntry, ReadStop> {
         let flags = le(&fixed[8..10]) as u16;
         if flags & ENCRYPTED != 0 {
             return Err(bad(format_args!("the entry {} is encrypted", quoted(name))));
@@ -194,7 +197,7 @@ impl Archive {
     }
 
     /// Bounds every entry by the header of the next one.
-    fn limit_entries(&mut self) -> Result<(), Stop> {
+    fn limit_entries(&mut self) -> Result<(), ReadStop> {
         let mut order: Vec<u32> = (0..self.entries.len() as u32).collect();
         order.sort_unstable_by_key(|&index| self.entries[index as usize].header);
         if order.first().is_none_or(|&first| self.entries[first as usize].header != self.start) {
@@ -234,7 +237,7 @@ impl Archive {
         &self,
         reader: &mut dyn RangeReader,
         name: &str,
-    ) -> Result<Option<Range<u64>>, Stop> {
+    ) -> Result<Option<Range<u64>>, ReadStop> {
         let Some(&index) = self.by_name.get(name) else { return Ok(None) };
         let entry = &self.entries[index as usize];
         let differs = |what: &str| {
@@ -308,11 +311,11 @@ fn long_numbers(numbers: &mut [u64], extra: &[u8]) -> Option<()> {
 }
 
 /// The end record of the archive in the bytes `range`, and the first byte behind its directory.
-fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> Result<(End, u64), Stop> {
+fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> Result<(End, u64), ReadStop> {
     let missing = || {
         let message = "is a zip archive whose end is missing or has a comment: the download or copy \
                        may be incomplete; save or fetch it again";
-        Stop::from(Fault::new(ErrorKind::DataTruncated, message))
+        ReadStop::from(Fault::new(ErrorKind::DataTruncated, message))
     };
     let mut at = range.end.checked_sub(END_LEN).ok_or_else(missing)?;
     if at < range.start {
@@ -368,8 +371,8 @@ fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> Result<(End, u6
     Ok((End { count, len, offset }, place))
 }
 
-impl From<io::Error> for Stop {
-    fn from(error: io::Error) -> Stop {
-        Stop::Read(error)
+impl From<io::Error> for ReadStop {
+    fn from(error: io::Error) -> ReadStop {
+        ReadStop::Read(error)
     }
 }

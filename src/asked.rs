@@ -22,8 +22,10 @@ impl<T: Send + 'static> Asked<T> {
     /// If the thread cannot be started.
     pub fn on_thread(name: &str, ask: impl FnOnce() -> T + Send + 'static) -> io::Result<Asked<T>> {
         let (send, answer) = channel();
-        let thread = Builder::new().name(name.to_owned()).stack_size(STACK);
-        let thread = thread.spawn(move || drop(send.send(ask())))?;
+        let thread = Builder::new()
+            .name(name.to_owned())
+            .stack_size(STACK)
+            .spawn(move || drop(send.send(ask())))?;
         Ok(Asked { answer, thread: Some(thread) })
     }
 

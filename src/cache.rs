@@ -558,11 +558,11 @@ impl CacheInner {
     /// Evicts the least recently requested block. Returns whether there was one.
     fn evict(&self, state: &mut State) -> bool {
         let Some(key) = state.idle.peek_lru().map(|(key, _)| *key) else { return false };
-        self.evict_block(state, key);
+        self.evict_block(state, key.0, key.1);
         true
     }
 
-    fn evict_block(&self, state: &mut State, (id, start): (u64, u64)) {
+    fn evict_block(&self, state: &mut State, id: u64, start: u64) {
         state.idle.pop(&(id, start));
         let Some(file) = state.files.get_mut(&id) else { return };
         if let Some(block) = file.blocks.remove(&start) {
@@ -582,7 +582,7 @@ impl CacheInner {
         };
         let stale = idle.iter().rev().take(LOOKED_AT_MAX).find(|&entry| is_stale(entry));
         let Some(key) = stale.map(|(key, _)| *key) else { return false };
-        self.evict_block(state, key);
+        self.evict_block(state, key.0, key.1);
         true
     }
 

@@ -98,8 +98,8 @@ impl Copier {
         if let Some(there) = &there {
             mode.add(there, target);
         }
-        let partial = TemporaryFile::create_claimed(target, mode.in_folder(folder));
-        let mut partial = partial.map_err(failed)?;
+        let mut partial =
+            TemporaryFile::create_claimed(target, mode.in_folder(folder)).map_err(failed)?;
         mode.narrow(partial.file()).map_err(failed)?;
         self.copy_content(content, (partial.file(), folder, target), options.verify, watch)?;
         for source in content.sources() {
@@ -173,8 +173,8 @@ impl MemoryFile {
     pub fn create(target: &Path, replace: bool) -> Result<MemoryFile> {
         let mode = replaceable(target, replace)?.map(|there| there.mode() & 0o7777);
         let failed = |e| Error::io(target, "write", e);
-        let partial = TemporaryFile::create_beside(target, mode.unwrap_or(0o666) & 0o777);
-        let partial = partial.map_err(failed)?;
+        let partial =
+            TemporaryFile::create_beside(target, mode.unwrap_or(0o666) & 0o777).map_err(failed)?;
         let writer = UnalignedTarget::cached(partial.file()).map_err(failed)?;
         Ok(MemoryFile { target: target.to_owned(), replace, partial, writer, mode })
     }

@@ -138,7 +138,7 @@ fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
     let source = source_in(&json)?;
     // The mount cuts tensors by the texts that it read, which may have changed since.
     let given = json.pointer("/view/config").and_then(Value::as_str).map(Path::new);
-    let is_same = |pair: &(PathBuf, String)| is_unchanged(pair, given);
+    let is_same = |pair: &(PathBuf, String)| is_unchanged(&pair.0, &pair.1, given);
     if !configs_in(&json, &source)?.iter().all(is_same) {
         return Some(Err(Some("config.json has changed since the mount".to_owned())));
     }
@@ -193,7 +193,7 @@ fn configs_in(json: &Value, source: &Path) -> Option<Vec<(PathBuf, String)>> {
 }
 
 /// Whether the `config.json` of the folder, or the one that the mount was given, has this hash.
-fn is_unchanged((folder, digest): &(PathBuf, String), given: Option<&Path>) -> bool {
+fn is_unchanged(folder: &Path, digest: &str, given: Option<&Path>) -> bool {
     let file = match given {
         Some(given) if given.is_dir() && given.join("config.json").exists() => {
             given.join("config.json")
@@ -202,7 +202,7 @@ fn is_unchanged((folder, digest): &(PathBuf, String), given: Option<&Path>) -> b
         _ => folder.join("config.json"),
     };
     let text = read_text(&file);
-    text.is_ok_and(|(_, text)| Digest::of(&text).to_string() == *digest)
+    text.is_ok_and(|(_, text)| Digest::of(&text).to_string() == digest)
 }
 
 /// Whether the caller may read the weights at `source`: the file, or all in the folder.

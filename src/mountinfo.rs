@@ -148,8 +148,11 @@ pub fn is_on_ours(file: &File) -> bool {
 /// Whether the file system `minor` is a trusted tensorfs mount. The table has one line for each of
 /// its mount points, and all of them must agree.
 fn is_ours_in(table: &[u8], minor: u64, user: Option<u32>) -> bool {
-    let mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
-    let mut mounts = mounts.filter(|mount| u64::from(mount.minor) == minor).peekable();
+    let mut mounts = table
+        .split(|&byte| byte == b'\n')
+        .filter_map(parse_line)
+        .filter(|mount| u64::from(mount.minor) == minor)
+        .peekable();
     mounts.peek().is_some() && mounts.all(|mount| mount.fstype == FSTYPE && mount.is_trusted(user))
 }
 
@@ -216,8 +219,8 @@ fn parse_line(line: &[u8]) -> Option<Mount> {
     let fstype = String::from_utf8_lossy(fields.nth(1)?).into_owned();
     let source = unescape(fields.next()?).to_string_lossy().into_owned();
     let mut flags = fields.next().unwrap_or_default().split(|&byte| byte == b',');
-    let owner = flags.find_map(|flag| flag.strip_prefix(b"user_id="));
-    let owner = owner.and_then(|owner| std::str::from_utf8(owner).ok()?.parse().ok());
+    let user_id = flags.find_map(|flag| flag.strip_prefix(b"user_id="));
+    let owner = user_id.and_then(|owner| std::str::from_utf8(owner).ok()?.parse().ok());
     Some(Mount { id, parent, minor, target, fstype, source, owner })
 }
 
@@ -227,8 +230,10 @@ fn unescape(field: &[u8]) -> OsString {
     let mut rest = field;
     while let Some((&byte, after)) = rest.split_first() {
         rest = after;
-        let octal = after.get(..3).filter(|_| byte == b'\\');
-        let octal = octal.and_then(|digits| std::str::from_utf8(digits).ok());
+        let octal = after
+            .get(..3)
+            .filter(|_| byte == b'\\')
+            .and_then(|digits| std::str::from_utf8(digits).ok());
         match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
             Some(escaped) => {
                 bytes.push(escaped);
@@ -248,9 +253,8 @@ fn unescape(field: &[u8]) -> OsString {
 pub fn absolute_target(path: &Path) -> std::io::Result<PathBuf> {
     match std::fs::canonicalize(path) {
         Err(e) if e.raw_os_error() == Some(nix::libc::ENOTCONN) => {
-            let path = std::path::absolute(path)?;
             // A trailing slash would make the last part empty.
-            let path = PathBuf::from_iter(path.components());
+            let path = PathBuf::from_iter(std::path::absolute(path)?.components());
             match (path.parent(), path.file_name()) {
                 (Some(parent), Some(name)) => Ok(std::fs::canonicalize(parent)?.join(name)),
                 _ => Ok(path),

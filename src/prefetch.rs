@@ -191,8 +191,11 @@ impl Planner {
     /// The parts of `range` that are planned and not read yet.
     fn planned_in(&self, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
         let Range { start, end } = *range;
-        let planned = self.streams.iter().flat_map(|stream| &stream.path);
-        let planned = planned.chain(self.passed.iter().map(|(range, _)| range));
+        let planned = self
+            .streams
+            .iter()
+            .flat_map(|stream| &stream.path)
+            .chain(self.passed.iter().map(|(range, _)| range));
         planned.map(move |part| part.start.max(start)..part.end.min(end)).filter(|p| !p.is_empty())
     }
 
@@ -255,8 +258,9 @@ impl Planner {
             true => LEFT_READS_FORETOLD,
             false => self.patience(),
         };
-        let left = |s: &ReadStream| s.id != stream && s.last + patience < self.reads;
-        let left = self.streams.iter().enumerate().filter(|(_, s)| !s.path.is_empty() && left(s));
+        let is_left = |s: &ReadStream| s.id != stream && s.last + patience < self.reads;
+        let streams = self.streams.iter().enumerate();
+        let left = streams.filter(|(_, s)| !s.path.is_empty() && is_left(s));
         let (index, _) = left.min_by_key(|(_, s)| s.last)?;
         let left: Vec<Range<u64>> = self.streams.swap_remove(index).path.into();
         left.iter().for_each(|range| self.given.remove(range));

@@ -53,7 +53,7 @@ impl Sweep {
 
     /// As `new`, where up to `readers` threads read.
     pub(crate) fn for_readers(settings: Settings, readers: usize) -> Sweep {
-        Sweep::with(settings, (THREADS, AHEAD), AHEAD * RANGE_MAX + readers as u64 * PLAN_MAX)
+        Sweep::with(settings, THREADS, AHEAD, AHEAD * RANGE_MAX + readers as u64 * PLAN_MAX)
     }
 
     /// A sweep on `threads` threads that reads through the page cache, where the next reader finds the
@@ -62,10 +62,10 @@ impl Sweep {
         let settings = Settings { backend: Backend::Pread, direct: DirectIo::Never, ..settings };
         let ahead = 2 * threads as u64;
         // A piece that is encrypted is read as a whole.
-        Sweep::with(settings, (threads, ahead), (ahead + 2) * PLAN_MAX)
+        Sweep::with(settings, threads, ahead, (ahead + 2) * PLAN_MAX)
     }
 
-    fn with(settings: Settings, (threads, ahead): (usize, u64), limit: u64) -> Sweep {
+    fn with(settings: Settings, threads: usize, ahead: u64, limit: u64) -> Sweep {
         let counters: Arc<Counters> = Arc::default();
         let budget = Budget::new(limit, counters.clone());
         let engine = Engine::start(settings, counters);

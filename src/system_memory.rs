@@ -75,16 +75,16 @@ impl Group {
 
     fn left_v2(&self, swap: u64) -> Option<u64> {
         let memory = self.rest("memory.max", "memory.current")?;
-        let own_swap = self.rest("memory.swap.max", "memory.swap.current");
-        let own_swap = own_swap.map_or(swap, |left| left.min(swap));
+        let own_swap =
+            self.rest("memory.swap.max", "memory.swap.current").map_or(swap, |left| left.min(swap));
         let cached = self.cached(["inactive_file", "active_file", "slab_reclaimable"]);
         Some(memory.saturating_add(own_swap).saturating_add(cached))
     }
 
     /// Version 1 has one limit for memory, and another one for memory and swap together.
     fn left_v1(&self, swap: u64) -> Option<u64> {
-        let memory = self.rest("memory.limit_in_bytes", "memory.usage_in_bytes")?;
-        let memory = memory.saturating_add(swap);
+        let memory =
+            self.rest("memory.limit_in_bytes", "memory.usage_in_bytes")?.saturating_add(swap);
         let both = self.rest("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes");
         let cached = self.cached(["total_inactive_file", "total_active_file"]);
         Some(memory.min(both.unwrap_or(u64::MAX)).saturating_add(cached))

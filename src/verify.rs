@@ -92,8 +92,8 @@ pub fn verify(
     progress: &mut (dyn FnMut(u64) + Send),
 ) -> Result<Verified> {
     let catalog = checkpoint.source_catalog();
-    let progress = Mutex::new(progress);
-    let progress = |bytes| progress.lock()(bytes);
+    let shared = Mutex::new(progress);
+    let progress = |bytes| shared.lock()(bytes);
     let mut verified = Verified::default();
     let mut sums = Vec::with_capacity(catalog.shards.len());
     let stored = stored::by_shard(catalog);
@@ -166,8 +166,10 @@ fn judge(
             None
         }
         Some(known) => {
-            let digests = seen.as_recorded.as_deref();
-            let digests = digests.or(seen.sums.as_ref().map(|sums| sums.digests.as_slice()));
+            let digests = seen
+                .as_recorded
+                .as_deref()
+                .or(seen.sums.as_ref().map(|sums| sums.digests.as_slice()));
             let mismatch = Mismatch::find(named, known, &now, digests.unwrap_or_default());
             if mismatch.is_none() {
                 verified.compared += known.boundaries.len() as u64;

@@ -58,13 +58,13 @@ const METADATA: &[u8] =
 
 /// Each kind of file, with a name, a word of its message, and the class of its error.
 fn samples() -> Vec<(&'static str, Vec<u8>, &'static str, ErrorKind)> {
-    use ErrorKind::{HeaderJson, HeaderTooLarge, LfsPointer, TooShort, ZipPrefix};
+    use ErrorKind::{HeaderDecode, HeaderJson, HeaderTooLarge, LfsPointer, TooShort, ZipPrefix};
     let html = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head>";
     let lfs = b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 3\n";
     let large = HeaderTooLarge;
     let latin_1 = b"<html><head><title>Acc\xe8s refus\xe9</title></head><body>\xe9</body></html>";
     vec![
-        ("pytorch_model.bin", zip("pytorch_model/data.pkl"), "a file of torch.save", ZipPrefix),
+        ("pytorch_model.bin", zip("pytorch_model/data.pkl"), "a zip archive", HeaderDecode),
         ("model.safetensors", zip("model/data.pkl"), "a file of torch.save", ZipPrefix),
         ("model.tensors", zip("archive/data.pkl"), "a file of torch.save", ZipPrefix),
         ("old.pth", padded(LEGACY), "before torch 1.6", large),
@@ -80,7 +80,7 @@ fn samples() -> Vec<(&'static str, Vec<u8>, &'static str, ErrorKind)> {
         ("ggml-model.bin", padded(b"lmgg\x01\0\0\0"), "GGML", large),
         ("config.json", b"{\n  \"hidden_size\": 8\n}".to_vec(), "name the folder", large),
         ("model.safetensors", b"{\"error\":\"no access\"}".to_vec(), "{\"error\":", large),
-        ("x.bin.index.json", b"{\"weight_map\": {}, \"a\": 1}".to_vec(), "weight map", large),
+        ("x.h5.index.json", b"{\"weight_map\": {}, \"a\": 1}".to_vec(), "weight map", large),
         ("model.safetensors", html.to_vec(), "the title `Sign in`", large),
         ("model.safetensors", b"<?xml version=\"1.0\"?><Error/>".to_vec(), "is XML", large),
         ("model.safetensors", b"Entry not found".to_vec(), "`Entry not found`", large),
@@ -167,7 +167,13 @@ fn a_folder_of_other_weights_names_one_of_them_and_how_many_there_are() {
         ("optimizer.pt", torch.clone()),
         ("config.json", b"{}".to_vec()),
     ]);
-    let words = ["no safetensors", &model(1), "(and 2 other such files)", "torch.save"];
+    // Files of torch.save are read, so the damaged ones are a set that is refused.
+    let first = model(1);
+    let words = [first.as_str(), "a zip archive that is not valid"];
+    assert!(words.iter().all(|word| text.contains(word)), "{text}");
+    let llama = |name| (name, padded(b"GGUF\x03\0\0\0"));
+    let text = message(&[llama("a.gguf"), llama("b.gguf"), ("config.json", b"{}".to_vec())]);
+    let words = ["no safetensors", "a.gguf", "(and 1 other such file)", "llama.cpp"];
     assert!(words.iter().all(|word| text.contains(word)), "{text}");
     let items = zip("archive/data.pkl");
     let text = message(&[("step-4/__0_0.distcp", items), ("step-4/.metadata", padded(METADATA))]);

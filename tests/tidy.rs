@@ -181,7 +181,7 @@ const UNSAFE_FILES: &[&str] = &[
     "mount/src/daemon/place.rs",
     "mount/src/cli/bench/map.rs",
     "mount/src/fs/backing.rs",
-    "mount/src/node/handover.rs",
+    "mount/src/node/suspension.rs",
     "mount/src/serve/file_events.rs",
     "python/src/ahead.rs",
     "python/src/dlpack.rs",

@@ -385,11 +385,11 @@ impl Options {
             row.commands(value.unwrap_or_default())
         };
         let options = strings.iter().flat_map(|string| split(string));
-        let mut options = options.filter(|option| !option.is_empty()).map(|option| {
+        let mut with_uses = options.filter(|option| !option.is_empty()).map(|option| {
             let own = of_command(&option);
             (option, own)
         });
-        options.find(|(_, own)| own.is_none_or(|own| !uses.contains(&own)))
+        with_uses.find(|(_, own)| own.is_none_or(|own| !uses.contains(&own)))
     }
 
     /// How an engine reads by these options.
@@ -488,9 +488,9 @@ impl Options {
             Some(SecretOrigin::KeyFile(path) | SecretOrigin::PassphraseFile(path)) => Some(path),
             Some(SecretOrigin::KeyCommand(_)) | None => None,
         };
-        let paths = self.open.follow.iter_mut().chain(self.open.reference.as_mut());
-        let paths = paths.chain(self.open.config.as_mut());
-        paths.chain(self.log.as_mut()).chain(self.assemble.as_mut()).chain(index_dir).chain(secret)
+        let opened = self.open.follow.iter_mut().chain(self.open.reference.as_mut());
+        let own = self.log.iter_mut().chain(self.assemble.as_mut());
+        opened.chain(self.open.config.as_mut()).chain(own).chain(index_dir).chain(secret)
     }
 }
 

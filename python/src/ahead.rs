@@ -413,8 +413,8 @@ impl Ahead {
                 // It may have been loaded long ago.
                 loader.check(py, &entry.job.checkpoint, position)?;
                 let stats = entry.job.stats.lock().take();
-                let stats = stats.map(|stats| facts(py, &stats)).transpose()?;
-                return Ok(Some((entry.payload, stats)));
+                let told = stats.map(|stats| facts(py, &stats)).transpose()?;
+                return Ok(Some((entry.payload, told)));
             }
             drop(state);
             py.detach(|| {

@@ -16,7 +16,7 @@ use tensorfs::internal::catalog::Tensor;
 use tensorfs::internal::checkpoint as core;
 use tensorfs::internal::error::real_name;
 use tensorfs::internal::format::OutputFormat;
-use tensorfs::internal::format::names::is_weights;
+use tensorfs::internal::format::names::{is_weights, torch_map_output, weight_map_output};
 use tensorfs::internal::format::safetensors::Header;
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
@@ -70,8 +70,8 @@ impl Checkpoint {
             Some(Some(secret)) if secret.is_deriving() => Doing::Computing,
             Some(_) => Doing::Waiting("the file system does not answer"),
         };
-        let first = beside_with(py, "tensorfs-open", timeout, "open", path, &doing, work)?;
-        let first = first.map_err(|e| raised(py, &e, None))?;
+        let first = beside_with(py, "tensorfs-open", timeout, "open", path, &doing, work)?
+            .map_err(|e| raised(py, &e, None))?;
         Ok(Checkpoint { first, process: token(), again: PerProcess::new(), _pin: None })
     }
 
@@ -141,8 +141,8 @@ impl Checkpoint {
     ) -> PyResult<Checkpoint> {
         let path = PathBuf::from(&name);
         let mut checkpoint = Checkpoint::opened(py, timeout, Some(&path), secret, move |secret| {
-            let file = File::open(format!("/proc/self/fd/{descriptor}"));
-            let file = file.map_err(|e| tensorfs::Error::io(Path::new(&name), "open", e))?;
+            let file = File::open(format!("/proc/self/fd/{descriptor}"))
+                .map_err(|e| tensorfs::Error::io(Path::new(&name), "open", e))?;
             core::Checkpoint::of_open_file(file, &name, start, secret.as_deref())
         })?;
         let pin = checkpoint.first.sources().first().map(|source| source.pin()).transpose();
@@ -251,8 +251,8 @@ impl Checkpoint {
         timeout: Option<f64>,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let checkpoint = self.own();
-        let source = checkpoint.sources().get(file).cloned();
-        let source = source.ok_or_else(|| PyIndexError::new_err(file))?;
+        let source =
+            checkpoint.sources().get(file).cloned().ok_or_else(|| PyIndexError::new_err(file))?;
         let path = source.path().to_owned();
         let read = beside(py, "tensorfs-read", timeout, "read", Some(&path), move || {
             let read = |&(start, end): &(u64, u64)| {
@@ -391,7 +391,8 @@ fn open_source(
     given: &OpenOptions,
 ) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let name = path.file_name().and_then(|name| name.to_str());
-    let map = name.and_then(tensorfs::internal::format::names::weight_map_output).is_some();
+    let map = name
+        .is_some_and(|name| weight_map_output(name).or_else(|| torch_map_output(name)).is_some());
     let there = Store::of(path).version_behind_links(path);
     if there.is_ok_and(|there| there.is_folder()) || (map && !name.is_some_and(is_weights)) {
         return open_set(path, options);
@@ -425,8 +426,8 @@ pub(crate) fn describe(py: Python<'_>, data: &[u8]) -> PyResult<Vec<Described>> 
     let start = header.data_start() as usize;
     let described = header.tensors.into_iter().map(|entry| {
         let range = entry.data_offsets;
-        let range = (start + range.start as usize, start + range.end as usize);
-        (entry.name, entry.dtype.name(), entry.shape, range.0, range.1)
+        let (first, end) = (start + range.start as usize, start + range.end as usize);
+        (entry.name, entry.dtype.name(), entry.shape, first, end)
     });
     Ok(described.collect())
 }

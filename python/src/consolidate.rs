@@ -113,8 +113,8 @@ pub(crate) fn consolidate(
 /// none.
 fn shards_in(folder: PathBuf) -> tensorfs::Result<Vec<PathBuf>> {
     let entries = folder.read_dir().map_err(|e| Error::io(&folder, "open", e))?;
-    let found = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let mut found: Vec<String> = found.filter(|name| name.ends_with(".safetensors")).collect();
+    let files = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let mut found: Vec<String> = files.filter(|name| name.ends_with(".safetensors")).collect();
     found.sort();
     let is_written = |name: &String| {
         let output = names::numbered(name).map(|numbered| numbered.output);
@@ -131,12 +131,13 @@ fn shards_in(folder: PathBuf) -> tensorfs::Result<Vec<PathBuf>> {
 fn outline_of(
     sources: &[PathBuf],
     numbers: Option<&BTreeMap<String, u64>>,
-    view: &ViewWords,
+    words: &ViewWords,
     given: OpenOptions,
 ) -> tensorfs::Result<Outline> {
-    let has_view = !view.is_empty();
-    let view = view_of(view)?;
-    let Some(numbers) = numbers else { return outline(sources, (view, has_view), given) };
+    let view = view_of(words)?;
+    let Some(numbers) = numbers else {
+        return outline(sources, view, !words.is_empty(), given);
+    };
     let checkpoint = match sources {
         // One file alone would be taken as it is, without its sharding note.
         [one] => Checkpoint::open_with(one, &given)?,
@@ -156,11 +157,12 @@ fn manifest_beside(files: &[PathBuf]) -> Option<PathBuf> {
         .then_some(manifest)
 }
 
-/// The files that a mount of the source with this view would show. The flag says whether any option
+/// The files that a mount of the source with this view would show. `has_view` says whether any option
 /// of the view was given.
 fn outline(
     sources: &[PathBuf],
-    (view, has_view): (View, bool),
+    view: View,
+    has_view: bool,
     given: OpenOptions,
 ) -> tensorfs::Result<Outline> {
     let [source] = sources else {

@@ -142,9 +142,8 @@ impl Loader {
     ) -> PyResult<()> {
         let tensor = checkpoint.catalog().tensor_at(position);
         let name = tensor.name;
-        let sources: Vec<_> = tensor.pieces().map(|piece| piece.shard.0 as usize).collect();
-        let sources = sources.into_iter().map(|shard| checkpoint.sources()[shard].clone());
-        let sources: Vec<_> = sources.collect();
+        let source_of = |piece: Piece<'_>| checkpoint.sources()[piece.shard.0 as usize].clone();
+        let sources: Vec<_> = tensor.pieces().map(source_of).collect();
         let checked = if sources.iter().all(|source| !source.may_block()) {
             sources.iter().try_for_each(|source| source.check())
         } else {
@@ -163,7 +162,8 @@ impl Loader {
         checkpoint: &tensorfs::Checkpoint,
         position: usize,
         part: &CachedPart,
-        (address, len): (usize, usize),
+        address: usize,
+        len: usize,
     ) -> PyResult<bool> {
         let loader = self.own();
         // SAFETY: the Python caller owns these bytes, and no other code uses them until this
@@ -394,7 +394,7 @@ impl Loader {
         let part = part.map(|part| part.into_iter().map(|(from, to)| from..to).collect::<Vec<_>>());
         let checkpoint = checkpoint.own();
         match CachedPart::of(&checkpoint, position, part.as_deref()) {
-            Some(part) => self.copy_part(py, &checkpoint, position, &part, (address, len)),
+            Some(part) => self.copy_part(py, &checkpoint, position, &part, address, len),
             None => Ok(false),
         }
     }

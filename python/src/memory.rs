@@ -80,11 +80,12 @@ pub(crate) fn start_of(address: usize, len: usize) -> PyResult<Option<NonNull<u8
 #[pyfunction]
 pub(crate) fn unwritable(regions: Vec<(usize, usize)>) -> PyResult<Option<usize>> {
     let failed = |e: io::Error| PyOSError::new_err((e.raw_os_error(), format!("a pipe: {e}")));
-    let pipe = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).map_err(|e| failed(e.into()))?;
+    let (output, input) =
+        pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).map_err(|e| failed(e.into()))?;
     for (position, &(start, len)) in regions.iter().enumerate() {
         let Some(last) = len.checked_sub(1) else { continue };
         for address in [start, start.wrapping_add(last)] {
-            if !is_writable(&pipe, address).map_err(failed)? {
+            if !is_writable(&output, &input, address).map_err(failed)? {
                 return Ok(Some(position));
             }
         }
@@ -93,7 +94,7 @@ pub(crate) fn unwritable(regions: Vec<(usize, usize)>) -> PyResult<Option<usize>
 }
 
 /// Whether the byte at `address` is writable: writes it to an empty pipe and reads it back.
-fn is_writable((output, input): &(OwnedFd, OwnedFd), address: usize) -> io::Result<bool> {
+fn is_writable(output: &OwnedFd, input: &OwnedFd, address: usize) -> io::Result<bool> {
     let byte = address as *mut c_void;
     // SAFETY: the kernel checks the address and answers EFAULT if the byte is not readable.
     let sent = retried(|| unsafe { libc::write(input.as_raw_fd(), byte, 1) })?;
@@ -149,8 +150,8 @@ impl Area {
             let file = source.local().map(LocalFile::file).transpose()?;
             Ok::<_, tensorfs::Error>(file.and_then(|file| Mapping::of(&file, source.len())))
         };
-        let mapping = beside(py, "tensorfs-map", timeout, "map", Some(&path), map)?;
-        let mapping = mapping.map_err(|e| raised(py, &e, None))?;
+        let mapping = beside(py, "tensorfs-map", timeout, "map", Some(&path), map)?
+            .map_err(|e| raised(py, &e, None))?;
         Ok(mapping.map(|mapping| {
             let (start, len) = (mapping.start, mapping.len);
             // SAFETY: the pages live as long as the mapping, and no load gets this region.

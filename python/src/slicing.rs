@@ -50,8 +50,8 @@ pub(crate) fn load_indexed<'py>(
     let made = make.call1((PyTuple::new(py, shape)?,))?;
     // The tensor has this part's dtype and shape, and nobody else has it yet.
     let (made, address): (Bound<'py, PyAny>, usize) = made.extract()?;
-    let into = (address, (bits / 8) as usize);
-    let copied = loader.copy_part(py, &checkpoint, position, &part, into)?;
+    let len = (bits / 8) as usize;
+    let copied = loader.copy_part(py, &checkpoint, position, &part, address, len)?;
     Ok(copied.then_some(made))
 }
 

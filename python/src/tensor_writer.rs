@@ -64,8 +64,8 @@ impl PythonFile {
         let file = self.file.bind(py);
         file.call_method1("seek", (offset,))?;
         while !bytes.is_empty() {
-            let taken = file.call_method1("write", (PyBytes::new(py, bytes),))?;
-            let taken = taken.extract::<usize>().unwrap_or(0);
+            let answer = file.call_method1("write", (PyBytes::new(py, bytes),))?;
+            let taken = answer.extract::<usize>().unwrap_or(0);
             match bytes.get(taken..) {
                 Some(rest) if taken > 0 => bytes = rest,
                 _ => return Err(PyOSError::new_err("the file took no bytes")),
@@ -399,8 +399,9 @@ pub(crate) fn derive_key(
     salt: Vec<u8>,
 ) -> PyResult<Py<PyBytes>> {
     let derivation = derivation_of(ops_limit, mem_limit, &salt)?;
-    let key = py.detach(|| derivation.derive(&passphrase));
-    let key = key.map_err(|fault| PyValueError::new_err(fault.message))?;
+    let key = py
+        .detach(|| derivation.derive(&passphrase))
+        .map_err(|fault| PyValueError::new_err(fault.message))?;
     Ok(PyBytes::new(py, key.bytes()).unbind())
 }
 

@@ -89,8 +89,11 @@ impl FileBlocks {
 
     /// End of the first block that holds bytes of `range`, if one does.
     pub(super) fn end_of_overlap(&self, range: &Range<u64>) -> Option<u64> {
-        let before = self.blocks.range(..=range.start).next_back();
-        let before = before.filter(|(_, block)| block.end > range.start);
+        let before = self
+            .blocks
+            .range(..=range.start)
+            .next_back()
+            .filter(|(_, block)| block.end > range.start);
         let found = before.or_else(|| self.blocks.range(range.clone()).next());
         found.map(|(_, block)| block.end)
     }

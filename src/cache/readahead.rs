@@ -98,8 +98,10 @@ impl Readahead<'_> {
             // If enough of the source is under way, memory is not the limit.
             let is_put_off = state.loading.refusing(&plan, cache.ahead_max()).is_some();
             let may = state.queue.is_empty() && !is_put_off;
-            let reservation = may.then(|| self.reserve(&mut state, stream, need)).flatten();
-            let reservation = reservation.ok_or(Refused { from: offset, is_put_off })?;
+            let reservation = may
+                .then(|| self.reserve(&mut state, stream, need))
+                .flatten()
+                .ok_or(Refused { from: offset, is_put_off })?;
             let data = Data::Loading { waiters: Vec::new(), tickets: Vec::new() };
             let block = CachedBlock { end, asked: 0, ahead: true, left: false, data };
             state.of(file).blocks.insert(offset, block);

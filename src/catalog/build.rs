@@ -287,6 +287,9 @@ fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
                 )
             });
         }
+        if let Some(left_out) = &shard.header.left_out {
+            note(&mut notes, || format!("{}: {left_out}", shard.name));
+        }
         if shard.header.metadata.as_ref().is_some_and(BTreeMap::is_empty) {
             metadata.get_or_insert_default();
         }

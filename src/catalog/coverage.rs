@@ -208,8 +208,8 @@ fn overlap<'a>(
     let (Some(a), Some(b)) = (holders.next(), holders.next()) else {
         return Fault::new(ErrorKind::DcpOverlap, format!("pieces of shape {shape:?} overlap"));
     };
-    let both = bounds(a).into_iter().zip(bounds(b));
-    let both: BoxBounds = both.map(|(a, b)| (a.0.max(b.0), a.1.min(b.1))).collect();
+    let both: BoxBounds =
+        bounds(a).into_iter().zip(bounds(b)).map(|(a, b)| (a.0.max(b.0), a.1.min(b.1))).collect();
     let message = format!(
         "elements {} of shape {shape:?} lie in {} (box {}) and in {} (box {})",
         shown(&both),
@@ -239,9 +239,8 @@ fn hole<'a>(
         None => "some elements lie in no shard".to_owned(),
     };
     let elements = |shape: &[u64]| shape.iter().product::<u64>();
-    let held = pieces.iter().map(|piece| elements(&piece.shape));
     // Pieces may also overlap, so that their sum exceeds the whole.
-    let held = held.fold(0, u64::saturating_add);
+    let held = pieces.iter().map(|piece| elements(&piece.shape)).fold(0, u64::saturating_add);
     let count = match elements(shape).checked_sub(held).filter(|missing| *missing > 0) {
         Some(missing) => format!("{missing} elements of shape {shape:?} missing"),
         None => format!("of shape {shape:?}"),

@@ -74,6 +74,8 @@ pub struct Head {
     pub described: Vec<Range<u64>>,
     /// First byte of another shard that follows in the same file, and is not shown.
     pub next_file: Option<u64>,
+    /// A note on the values of the file that are not shown.
+    pub left_out: Option<String>,
     note: Option<Result<Note, Fault>>,
 }
 
@@ -191,8 +193,8 @@ impl Heads {
                 first_place: columns.push_places(&places),
             })
         });
-        let ShardDescription { metadata, described, next_file, .. } = shard;
-        Head { heads: self.clone(), tensors, metadata, described, next_file, note }
+        let ShardDescription { metadata, described, next_file, left_out, .. } = shard;
+        Head { heads: self.clone(), tensors, metadata, described, next_file, left_out, note }
     }
 
     fn columns(&self) -> &HeadColumns {
@@ -300,6 +302,7 @@ impl Head {
             metadata,
             described: self.described.clone(),
             next_file: self.next_file,
+            left_out: None,
             note: None,
         }
     }

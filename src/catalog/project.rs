@@ -171,8 +171,9 @@ impl PartPlace<'_> {
             );
             return Err(Fault::new(ErrorKind::Misaligned, message));
         }
-        let stored_shape = (!is_one_run(&shape, piece.stored_shape)).then_some(piece.stored_shape);
-        let stored_shape = stored_shape.map(<[u64]>::to_vec);
+        let stored_shape = (!is_one_run(&shape, piece.stored_shape))
+            .then_some(piece.stored_shape)
+            .map(<[u64]>::to_vec);
         // Columns keep the first byte; the last one follows from the shapes.
         let range = piece.range.start + skipped / 8..piece.range.end;
         Ok(Some(BoxSlice { shard: piece.shard, range, offset, shape, stored_shape }))

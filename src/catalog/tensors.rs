@@ -187,8 +187,11 @@ impl TensorColumns {
         let counts: Vec<u64> = (0..self.lists.len())
             .map(|id| self.lists.get(id as ListId).iter().fold(1, product))
             .collect();
-        let lens = self.dtypes.iter().zip(&self.shapes);
-        let lens = lens.map(|(dtype, &shape)| counts[shape as usize] * dtype.bits() / 8);
+        let lens = self
+            .dtypes
+            .iter()
+            .zip(&self.shapes)
+            .map(|(dtype, &shape)| counts[shape as usize] * dtype.bits() / 8);
         lens.fold(0, u64::saturating_add)
     }
 
@@ -285,8 +288,8 @@ pub(crate) fn span(dtype: Dtype, shape: &[u64], stored_shape: &[u64]) -> u64 {
     if shape.contains(&0) {
         return 0;
     }
-    let last = shape.iter().zip(stored_shape);
-    let last = last.fold(0, |last, (size, stored_size)| last * stored_size + (size - 1));
+    let sizes = shape.iter().zip(stored_shape);
+    let last = sizes.fold(0, |last, (size, stored_size)| last * stored_size + (size - 1));
     (last + 1) * dtype.bits() / 8
 }
 

@@ -94,8 +94,8 @@ impl Boxes<'_> {
             return None;
         }
         let count = u32::try_from(self.boxes.len()).ok()?;
-        let most = CORNERS_PER_BOX_MAX.saturating_mul(self.boxes.len()) + CORNERS_MIN;
-        let most = most.min(CORNERS_MAX);
+        let wanted = CORNERS_PER_BOX_MAX.saturating_mul(self.boxes.len()) + CORNERS_MIN;
+        let most = wanted.min(CORNERS_MAX);
         let mut corners: Vec<Corner> =
             (0..count).map(|of| Corner { of, ends: 0, weight: 1 }).collect();
         corners.push(Corner { of: count, ends: 0, weight: -1 });
@@ -104,8 +104,8 @@ impl Boxes<'_> {
             if corners.len() > most / 2 {
                 return None;
             }
-            let ends = corners.clone().into_iter();
-            let ends = ends.map(|c| Corner { ends: c.ends | 1 << nth, weight: -c.weight, ..c });
+            let starts = corners.clone().into_iter();
+            let ends = starts.map(|c| Corner { ends: c.ends | 1 << nth, weight: -c.weight, ..c });
             corners.extend(ends);
             self.cancel(&mut corners, nth + 1, steps);
         }

@@ -78,8 +78,8 @@ impl Tree {
         if self.store().fresh_version(&before).is_ok() {
             return None;
         }
-        let now = self.leads_elsewhere()?;
-        let now = if self.only.is_some() { now.parent()?.to_owned() } else { now };
+        let target = self.leads_elsewhere()?;
+        let now = if self.only.is_some() { target.parent()?.to_owned() } else { target };
         let version = self.store().fresh_version(&now).ok()?;
         if !version.is_folder() || self.bounds.leaves_out(&version) {
             return None;

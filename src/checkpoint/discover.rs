@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::format::names::{self, Numbered};
 use crate::format::tensorizer::keys::Secret;
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
-use crate::format::{InputFormat, OutputFormat};
+use crate::format::{InputFormat, OutputFormat, pickle};
 use crate::open_options::Prefer;
 use crate::store::resolve::Unusable;
 use crate::sync::Mutex;
@@ -43,6 +43,8 @@ pub enum SetKind {
     Bintensors,
     /// One file in the tensorizer format.
     Tensorizer,
+    /// One file of `torch.save`.
+    Torch,
 }
 
 impl SetKind {
@@ -55,6 +57,7 @@ impl SetKind {
             SetKind::Single,
             SetKind::Bintensors,
             SetKind::Tensorizer,
+            SetKind::Torch,
         ];
         kinds.into_iter().find(|kind| kind.as_str() == word)
     }
@@ -68,6 +71,7 @@ impl SetKind {
             SetKind::Single => "single",
             SetKind::Bintensors => "bintensors",
             SetKind::Tensorizer => "tensorizer",
+            SetKind::Torch => "torch",
         }
     }
 
@@ -77,6 +81,7 @@ impl SetKind {
             InputFormat::Safetensors => SetKind::Single,
             InputFormat::Bintensors => SetKind::Bintensors,
             InputFormat::Tensorizer => SetKind::Tensorizer,
+            InputFormat::Torch => SetKind::Torch,
         }
     }
 
@@ -87,7 +92,7 @@ impl SetKind {
 
     /// Whether it is one file of a format that is shown as another one by default.
     pub(super) fn is_converted(self) -> bool {
-        matches!(self, SetKind::Bintensors | SetKind::Tensorizer)
+        matches!(self, SetKind::Bintensors | SetKind::Tensorizer | SetKind::Torch)
     }
 
     /// Whether a set of this kind, shown as `format`, is a file that is served unchanged.
@@ -138,10 +143,13 @@ pub(super) fn open_weights(
     secret: Option<&Secret>,
 ) -> (Weights, Reserved) {
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
+    let reads_torch = folder.reads_torch(only);
     let files: Vec<(&str, &File)> = named
-        .filter(|(name, _)| {
-            let map = names::weight_map_output(name).is_some();
-            names::is_weights(name) || (only == Some(*name) && !map)
+        .filter(|(name, file)| {
+            let map = names::weight_map_output(name).or_else(|| names::torch_map_output(name));
+            names::is_weights(name)
+                || (only == Some(*name) && map.is_none())
+                || (reads_torch && names::is_torch(name) && is_torch_file(name, file))
         })
         .collect();
     let (mut weights, reserved) = open_headers(&folder.path, &files, folder_max(), secret);
@@ -152,6 +160,17 @@ pub(super) fn open_weights(
     });
     weights.extend(misfits);
     (weights, reserved)
+}
+
+/// Whether a file with a name of `torch.save` is one, or has to be: many programs write other files with
+/// such names.
+fn is_torch_file(name: &str, file: &File) -> bool {
+    if names::numbered_torch(name).is_some() {
+        return true;
+    }
+    let mut first = [0; 4];
+    let source = file.store.open(&file.path);
+    source.is_ok_and(|source| source.read_exact_at(&mut first, 0).is_ok() && pickle::is_zip(&first))
 }
 
 /// Opens weight files and reads their headers: one header per inode, and at most `max` bytes in
@@ -224,9 +243,14 @@ fn weight_misfits(folder: &Folder) -> impl Iterator<Item = (&str, Unusable)> {
 }
 
 /// Finds the sets of `folder`, whose weight files are `weights`.
-pub(super) fn discover(folder: &Folder, weights: &Weights, prefer: Prefer) -> Discovered {
+pub(super) fn discover(
+    folder: &Folder,
+    only: Option<&str>,
+    weights: &Weights,
+    prefer: Prefer,
+) -> Discovered {
     let mut found = Vec::new();
-    let mut maps = read_maps(folder);
+    let mut maps = read_maps(folder, only);
     let dcp_members = dcp_members(weights, &maps);
     if !dcp_members.is_empty() {
         found.push(dcp_set(folder, dcp_members, &mut maps));
@@ -254,11 +278,14 @@ pub(super) fn discover(folder: &Folder, weights: &Weights, prefer: Prefer) -> Di
 /// of its name.
 fn single_set(name: &str, weights: &Weights) -> Candidate {
     let read = weights.get(name).and_then(|loaded| Some(loaded.as_ref().ok()?.format));
-    let format = read.or(InputFormat::of_name(name)).unwrap_or(InputFormat::Safetensors);
+    let torch = names::is_torch(name).then_some(InputFormat::Torch);
+    let format = read.or(InputFormat::of_name(name)).or(torch);
+    let format = format.unwrap_or(InputFormat::Safetensors);
     let output = match format {
         InputFormat::Safetensors => None,
         InputFormat::Bintensors => names::bintensors_output(name),
         InputFormat::Tensorizer => Some(names::tensorizer_output(name)),
+        InputFormat::Torch => Some(names::torch_output(name)),
     };
     Candidate::new(output.unwrap_or_else(|| name.to_owned()), SetKind::of_file(format))
 }
@@ -270,8 +297,11 @@ impl Candidate {
     }
 
     /// The format of its files.
-    fn format(&self) -> InputFormat {
+    pub(super) fn format(&self) -> InputFormat {
+        let is_torch = || self.members.first().is_some_and(|name| names::is_torch(name));
         match self.kind {
+            SetKind::Torch => InputFormat::Torch,
+            SetKind::WeightMap | SetKind::Numbered if is_torch() => InputFormat::Torch,
             SetKind::Bintensors => InputFormat::Bintensors,
             SetKind::Tensorizer => InputFormat::Tensorizer,
             SetKind::Numbered
@@ -323,13 +353,22 @@ struct MapFile {
     parsed: Result<WeightMap>,
 }
 
-fn read_maps(folder: &Folder) -> Vec<MapFile> {
+fn read_maps(folder: &Folder, only: Option<&str>) -> Vec<MapFile> {
+    let reads_torch = folder.reads_torch(only);
+    let output_of = |name: &str| {
+        let torch = || names::torch_map_output(name).filter(|_| reads_torch);
+        names::weight_map_output(name).or_else(torch)
+    };
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
     let maps = named.filter_map(|(name, file)| {
-        let output = names::weight_map_output(name)?;
+        let output = output_of(name)?;
+        let suffixes: &[&str] = match names::weight_map_output(name) {
+            Some(_) => &[names::SUFFIX],
+            None => &names::TORCH_SUFFIXES,
+        };
         let mut names = BTreeSet::new();
         let parsed = read_text((&file.store, &file.path), WEIGHT_MAP_LEN_MAX).and_then(|text| {
-            let parsed = WeightMap::parse(&text);
+            let parsed = WeightMap::parse_of(&text, suffixes);
             names = match &parsed {
                 Ok(map) => map.shard_of.files().iter().cloned().collect(),
                 Err(_) => WeightMap::names_in(&text),
@@ -341,7 +380,7 @@ fn read_maps(folder: &Folder) -> Vec<MapFile> {
     // A weight map that cannot be read counts as an invalid one, not as none.
     let unusable = folder.misfits.iter().filter_map(|misfit| {
         let name = misfit.name.to_str()?;
-        let output = names::weight_map_output(name)?;
+        let output = output_of(name)?;
         let message = format!("is {}; {}", misfit.why.text(), misfit.why.advice());
         let fault = Fault::new(ErrorKind::WeightMap, message).in_file(name);
         let parsed = Err(Error::refused(&folder.path, fault));
@@ -404,30 +443,32 @@ fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) 
     Error::refused(&folder.path, Fault::new(ErrorKind::ShardMissing, message).in_file(shard))
 }
 
-/// The facts that group numbered names: the file that the set is shown as, whether the names are
-/// those of tensorizer files, and the number of files.
-type NumberedGroup = (String, bool, u64);
+/// The facts that group numbered names: the file that the set is shown as, the format of the names, and
+/// the number of files.
+type NumberedGroup = (String, InputFormat, u64);
 
-/// A numbered name, and whether it is one of a tensorizer file.
-fn numbered(name: &str) -> Option<(Numbered, bool)> {
-    let safetensors = names::numbered(name).map(|numbered| (numbered, false));
-    safetensors.or_else(|| Some((names::numbered_tensorizer(name)?, true)))
+/// A numbered name, and the format that it stands for.
+fn numbered(name: &str) -> Option<(Numbered, InputFormat)> {
+    let safetensors = names::numbered(name).map(|numbered| (numbered, InputFormat::Safetensors));
+    let tensorizer = || Some((names::numbered_tensorizer(name)?, InputFormat::Tensorizer));
+    let torch = || Some((names::numbered_torch(name)?, InputFormat::Torch));
+    safetensors.or_else(tensorizer).or_else(torch)
 }
 
 /// Sets of numbered shards without a weight map. An incomplete set is refused.
 fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) -> Vec<Candidate> {
     let mut groups: BTreeMap<NumberedGroup, Vec<(u64, &str)>> = BTreeMap::new();
     for name in free {
-        if let Some((Numbered { output, number, total }, is_tensorizer)) = numbered(name) {
-            groups.entry((output, is_tensorizer, total)).or_default().push((number, name));
+        if let Some((Numbered { output, number, total }, format)) = numbered(name) {
+            groups.entry((output, format, total)).or_default().push((number, name));
         }
     }
-    let mut totals: BTreeMap<(&str, bool), u32> = BTreeMap::new();
-    for (output, is_tensorizer, _) in groups.keys() {
-        *totals.entry((output, *is_tensorizer)).or_default() += 1;
+    let mut totals: BTreeMap<(&str, InputFormat), u32> = BTreeMap::new();
+    for (output, format, _) in groups.keys() {
+        *totals.entry((output, *format)).or_default() += 1;
     }
-    let sets = groups.iter().map(|((output, is_tensorizer, total), shards)| {
-        let fault = if totals[&(output.as_str(), *is_tensorizer)] > 1 {
+    let sets = groups.iter().map(|((output, format, total), shards)| {
+        let fault = if totals[&(output.as_str(), *format)] > 1 {
             let message = "shards of two numbered sets of this name, with different totals; \
                            remove the old ones";
             Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(shards[0].1))
@@ -509,7 +550,9 @@ fn described(set: &Candidate) -> String {
     let shards = set.members.len();
     match (set.kind, set.claims.first()) {
         (SetKind::Single, _) => "the whole file".to_owned(),
-        (SetKind::Bintensors | SetKind::Tensorizer, _) => set.members.iter().cloned().collect(),
+        (SetKind::Bintensors | SetKind::Tensorizer | SetKind::Torch, _) => {
+            set.members.iter().cloned().collect()
+        }
         (SetKind::Dcp, _) => format!("the set of {shards} DCP shards"),
         (SetKind::Numbered, _) if set.format() == InputFormat::Tensorizer => {
             format!("the set of {shards} numbered tensorizer files")

@@ -168,7 +168,12 @@ fn show_virtual(map: MapPolicy, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<Mo
             if checkpoint.has_other_tensors() {
                 metadata.remove("total_parameters");
             }
-            (name.to_owned(), metadata)
+            // The map of files of torch.save has a name that programs do not look for beside safetensors.
+            let name = match names::torch_map_output(name) {
+                Some(_) => names::weight_map(&checkpoint.name),
+                None => name.to_owned(),
+            };
+            (name, metadata)
         }
         // The consolidation of rank shards writes a weight map beside its file, and some
         // readers of such files need it. Without it the number in the name of a file tells of others.

@@ -66,8 +66,7 @@ impl Checkpoint {
     ) -> Result<Arc<Checkpoint>> {
         let folder = Path::new("");
         let source = Source::of_open_file(Path::new(name), file)?;
-        let shard =
-            open_source(&Arc::new(Heads::default()), folder, name, (source, start), secret)?;
+        let shard = open_source(&Arc::new(Heads::default()), folder, name, source, start, secret)?;
         check_fit(folder, secret, &shard)?;
         // No folder is known that could hold a config.json.
         let (folder, options) = (folder.to_owned(), OpenOptions::default());
@@ -210,14 +209,12 @@ fn folder_of(file: &Path) -> Result<PathBuf> {
 fn name_in(folder: &Path, file: &Path) -> Result<(String, PathBuf)> {
     let real = Store::of(file).real_path(file).map_err(|e| Error::io(file, "open", e))?;
     let own = folder_of(file)?;
-    let name = file.file_name().and_then(|name| name.to_str());
-    let name = match name {
+    let name = match file.file_name().and_then(|name| name.to_str()) {
         Some(name) if own == folder => Some(name.to_owned()),
         Some(name) => own.join(name).to_str().map(str::to_owned),
         None => None,
-    };
-    let name =
-        name.ok_or_else(|| Error::usage(format!("{}: the name is not UTF-8", shown_path(file))))?;
+    }
+    .ok_or_else(|| Error::usage(format!("{}: the name is not UTF-8", shown_path(file))))?;
     Ok((name, real))
 }
 

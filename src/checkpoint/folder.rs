@@ -133,6 +133,25 @@ impl Folder {
         })
     }
 
+    /// Whether files of `torch.save` count as weights: where there are no others, or `only` is one.
+    pub(super) fn reads_torch(&self, only: Option<&str>) -> bool {
+        if let Some(only) = only {
+            return names::is_torch(only) || names::torch_map_output(only).is_some();
+        }
+        let files = self.files.iter().map(|file| &file.name);
+        let names = files.chain(self.misfits.iter().map(|misfit| &misfit.name));
+        !names
+            .filter_map(|name| name.to_str())
+            .any(|name| names::is_weights(name) || names::weight_map_output(name).is_some())
+    }
+
+    /// Whether it has files of `torch.save` that count as weights, by their names.
+    pub(super) fn has_torch(&self, only: Option<&str>) -> bool {
+        let mut names = self.files.iter().filter_map(|file| file.name.to_str());
+        names.any(|name| names::is_torch(name) || names::torch_map_output(name).is_some())
+            && self.reads_torch(only)
+    }
+
     /// Whether it has names that can be part of a set. `only` is the name of the source if that is one file.
     pub(super) fn has_weights(&self, only: Option<&str>) -> bool {
         let files = self.files.iter().map(|file| &file.name);
@@ -141,6 +160,6 @@ impl Folder {
             names::is_weights(name)
                 || names::weight_map_output(name).is_some()
                 || only == Some(name)
-        })
+        }) || self.has_torch(only)
     }
 }

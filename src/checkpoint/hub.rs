@@ -35,8 +35,8 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
         return hub.folders;
     }
     warn_of_weights(source);
-    let contents = named(source).map(|(name, index)| (name, index, hub.content(name, index)));
-    let contents: Vec<_> = contents.collect();
+    let contents: Vec<_> =
+        named(source).map(|(name, index)| (name, index, hub.content(name, index))).collect();
     // A model of a cache is shown, rather than a folder of the same model.
     for (name, index, _) in contents.iter().filter(|(.., of)| *of == Some(Holding::Cached)) {
         hub.add_cached(root, name, *index);

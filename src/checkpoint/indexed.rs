@@ -196,7 +196,9 @@ impl<'a> FolderIndex<'a> {
 
     /// Whether the folder has any name that can be part of a set, or cause its refusal.
     pub(super) fn has_files(&self) -> bool {
-        !self.files().is_empty() || self.unusable().next().is_some()
+        // No index of files of torch is kept.
+        !self.folder.has_torch(self.tree.only.as_deref())
+            && (!self.files().is_empty() || self.unusable().next().is_some())
     }
 
     /// The files that can be part of a set, by name.
@@ -410,8 +412,7 @@ impl<'a> FolderIndex<'a> {
             }
             files.push(FileRecord { name: name.to_owned(), version, described, hash });
         }
-        let sets = proved.sets.iter().map(|set| self.set_record(set, weights));
-        let sets: Option<_> = sets.collect();
+        let sets: Option<_> = proved.sets.iter().map(|set| self.set_record(set, weights)).collect();
         Ok(Index {
             folder: self.folder.path.as_os_str().as_bytes().to_vec(),
             made: self.started,

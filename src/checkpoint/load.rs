@@ -115,7 +115,7 @@ impl Unread {
             },
         };
         let add = |description| match detected.format {
-            InputFormat::Bintensors | InputFormat::Tensorizer => {
+            InputFormat::Bintensors | InputFormat::Tensorizer | InputFormat::Torch => {
                 heads.add_without_note(description)
             }
             InputFormat::Safetensors => heads.add(description),
@@ -136,8 +136,8 @@ pub(super) fn open_shard(
     let named = |error| named_in(folder, name, error);
     let mut tries = 0;
     loop {
-        let read = Unread::open(name, file);
-        let read = read.and_then(|unread| Ok((unread.parse(name, heads, secret)?, unread)));
+        let read = Unread::open(name, file)
+            .and_then(|unread| Ok((unread.parse(name, heads, secret)?, unread)));
         match read {
             // New attributes also count as a change here, so the read is tried again.
             Err(Error::Changed { .. }) if tries < READ_TRIES => tries += 1,
@@ -153,7 +153,8 @@ pub(super) fn open_source(
     heads: &Arc<Heads>,
     folder: &Path,
     name: &str,
-    (source, start): (Arc<Source>, u64),
+    source: Arc<Source>,
+    start: u64,
     secret: Option<&Secret>,
 ) -> Result<OpenShard> {
     let unread = Unread::of(name, source, start)?;
@@ -189,8 +190,8 @@ pub(super) fn open_links(
         }
         loaded(folder, name, source, parsed.clone())
     };
-    let others = others.iter().map(|(name, file)| ((*name).to_owned(), link(name, *file)));
-    let others: Vec<_> = others.collect();
+    let others: Vec<_> =
+        others.iter().map(|(name, file)| ((*name).to_owned(), link(name, *file))).collect();
     all.push(((*first).to_owned(), loaded(folder, first, unread.source, parsed)));
     all.extend(others);
     all

@@ -31,7 +31,7 @@ use serde_json::{Map, Value};
 
 use crate::catalog::{Catalog, Shard};
 use crate::error::{Error, ErrorKind, Fault, Result, shown_path};
-use crate::format::{InputFormat, OutputFormat};
+use crate::format::{InputFormat, OutputFormat, names};
 use crate::index::ConfigRecord;
 use crate::open_options::OpenOptions;
 use crate::source::Source;
@@ -234,8 +234,13 @@ impl Checkpoint {
             SetKind::Single => InputFormat::Safetensors,
             SetKind::Bintensors => InputFormat::Bintensors,
             SetKind::Tensorizer => InputFormat::Tensorizer,
+            SetKind::Torch => InputFormat::Torch,
             SetKind::Dcp | SetKind::WeightMap | SetKind::Numbered => {
-                InputFormat::of_name(&shard.name).unwrap_or(InputFormat::Safetensors)
+                match InputFormat::of_name(&shard.name) {
+                    Some(format) => format,
+                    None if names::is_torch(&shard.name) => InputFormat::Torch,
+                    None => InputFormat::Safetensors,
+                }
             }
         }
     }

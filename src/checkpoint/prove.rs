@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use crate::catalog::{Catalog, Head, ShardHeader, Tensor};
 use crate::error::{Error, ErrorKind, Fault, Result, quoted};
-use crate::format::names;
+use crate::format::tensorizer::keys::Secret;
+use crate::format::{InputFormat, names};
 use crate::open_options::OpenOptions;
 use crate::source::Source;
 
@@ -45,6 +46,7 @@ impl Tree {
         // An index does not tell whether the file that the secret is for is encrypted.
         let secret = self.options.secret.as_deref();
         let one_secret = secret.filter(|secret| self.only.is_some() && !secret.is_optional());
+        let only = self.only.as_deref();
         let index = FolderIndex::of(self, folder).filter(FolderIndex::has_files);
         let usable = index.as_ref().filter(|_| one_secret.is_none());
         let doubt = match usable.map(FolderIndex::load) {
@@ -53,17 +55,12 @@ impl Tree {
             None => None,
         };
         let texts = index.as_ref().map(FolderIndex::texts).unwrap_or_default();
-        let only = self.only.as_deref();
         let (mut weights, _headers) = open_weights(folder, only, secret);
-        if let (Some(secret), Some(only)) = (secret, only)
-            && let Some(Ok(shard)) = weights.get(only)
-            && let Some(fault) = secret.misfit(shard.source.is_encrypted())
-        {
-            let refused = Error::refused(&folder.path, fault.in_file(only));
-            weights.insert(only.to_owned(), Err(refused));
+        if let (Some(secret), Some(only)) = (secret, only) {
+            refuse_misfit(folder, &mut weights, only, secret);
         }
         let Discovered { mut winners, losers, notes } =
-            discover(folder, &weights, self.options.prefer);
+            discover(folder, only, &weights, self.options.prefer);
         let mut proved = Proved { notes, ..Proved::default() };
         let names = winners.iter().chain(&losers).flat_map(Candidate::files);
         proved.weights = names.chain(weights.keys()).cloned().collect();
@@ -83,6 +80,7 @@ impl Tree {
             let files = candidate.files().cloned().collect();
             let name = names::in_format(&candidate.output, options.view.format);
             let kind = candidate.kind;
+            let is_torch = candidate.format() == InputFormat::Torch;
             let header = header_of(&weights, &candidate).map(Arc::as_ptr);
             let link = header.and_then(|header| links.get(&header)).copied();
             let linked = link.and_then(|position| judged[position].outcome.as_ref().ok());
@@ -93,6 +91,11 @@ impl Tree {
                 options,
                 alone || !kind.is_one_file(),
             );
+            if is_torch && outcome.is_err() {
+                // Nobody takes its files for a model, so they are shown as they are.
+                let files: &BTreeSet<String> = &files;
+                proved.weights.retain(|name| !files.contains(name));
+            }
             if let (Some(header), Ok(_)) = (header, &outcome) {
                 links.entry(header).or_insert(judged.len());
             }
@@ -124,6 +127,16 @@ impl Tree {
         }
         proved.index = index.map(|index| index.keep(doubt, &texts, &weights, &proved));
         proved
+    }
+}
+
+/// Refuses the file `only` if `secret` is not for it.
+fn refuse_misfit(folder: &Folder, weights: &mut Weights, only: &str, secret: &Secret) {
+    if let Some(Ok(shard)) = weights.get(only)
+        && let Some(fault) = secret.misfit(shard.source.is_encrypted())
+    {
+        let refused = Error::refused(&folder.path, fault.in_file(only));
+        weights.insert(only.to_owned(), Err(refused));
     }
 }
 
@@ -216,7 +229,7 @@ fn prove_set(
     refuse_plain(loaded.iter().copied()).map_err(refused)?;
     let headers: Vec<&ShardHeader> = loaded.iter().map(|file| &file.shard).collect();
     let map = candidate.map.as_ref().map(|(_, map)| map);
-    let catalog = match (candidate.kind, &linked) {
+    let mut catalog = match (candidate.kind, &linked) {
         (_, Some(linked)) => Ok(linked.proved.of_link(headers[0])),
         (SetKind::Dcp, None) => Catalog::of_dcp_shards(&headers, map),
         (
@@ -224,11 +237,12 @@ fn prove_set(
             | SetKind::Numbered
             | SetKind::Single
             | SetKind::Bintensors
-            | SetKind::Tensorizer,
+            | SetKind::Tensorizer
+            | SetKind::Torch,
             None,
         ) => Catalog::of_whole_tensors(&headers, map),
-    };
-    let mut catalog = catalog.map_err(refused)?;
+    }
+    .map_err(refused)?;
     let bintensors = candidate.kind == SetKind::Bintensors;
     if bintensors && linked.is_none() {
         // No saver writes pieces in this format, so such keys are the user's own.
@@ -248,8 +262,7 @@ fn prove_set(
     let by_name: HashMap<&str, &Arc<Source>> =
         loaded.iter().map(|file| (file.shard.name.as_str(), &file.source)).collect();
     // The catalog has the shards of `loaded`, sorted.
-    let sources = catalog.shards.iter().map(|shard| by_name[shard.name.as_str()].clone());
-    let sources = sources.collect();
+    let sources = catalog.shards.iter().map(|shard| by_name[shard.name.as_str()].clone()).collect();
     let (kind, view) = (candidate.kind, &options.view);
     let name = names::in_format(&candidate.output, view.format);
     let presented =

@@ -42,8 +42,8 @@ impl LeftOut {
         if count == 0 {
             return None;
         }
-        let reasons = self.counts.iter();
-        let reasons = reasons.map(|(why, n)| format!("{} ({})", why.counted(*n), why.advice()));
+        let reasons =
+            self.counts.iter().map(|(why, n)| format!("{} ({})", why.counted(*n), why.advice()));
         let names = if count == 1 { "name is" } else { "names are" };
         Some(format!("{count} {names} skipped: {}", reasons.collect::<Vec<_>>().join(", ")))
     }
@@ -165,8 +165,11 @@ impl<'a> Scan<'a> {
     /// # Errors
     /// Fails if the source itself cannot be read, or holds too many files of its own.
     pub(super) fn run(mut self, root: PathBuf, graft: Graft) -> Result<(Vec<Folder>, LeftOut)> {
-        let version = self.bounds.store().version_behind_links(&root);
-        let version = version.map_err(|e| Error::io(&root, "read", e))?;
+        let version = self
+            .bounds
+            .store()
+            .version_behind_links(&root)
+            .map_err(|e| Error::io(&root, "read", e))?;
         let root = Subfolder { name: OsString::new(), real: root, version, is_link: false };
         self.graft = graft;
         self.linked = usize::from(self.graft.linked);
@@ -268,8 +271,10 @@ impl<'a> Scan<'a> {
     /// Path of the folder at `index` below the source.
     fn relative(&self, index: usize) -> PathBuf {
         let parents = std::iter::successors(Some(index), |&index| self.places[index].parent);
-        let names = parents.map(|index| self.places[index].folder.name.as_os_str());
-        let mut names: Vec<&OsStr> = names.filter(|name| !name.is_empty()).collect();
+        let mut names: Vec<&OsStr> = parents
+            .map(|index| self.places[index].folder.name.as_os_str())
+            .filter(|name| !name.is_empty())
+            .collect();
         names.push(self.graft.relative.as_os_str());
         names.iter().rev().collect()
     }
@@ -460,8 +465,12 @@ impl<'a> Scan<'a> {
             lacks
                 .push(format!("links here lead to too many folders, some are not shown; {advice}"));
         }
-        let closed = place.children.iter().map(|&child| &self.places[child]);
-        let closed: Vec<_> = closed.filter_map(|p| Some((&p.folder.name, p.closed?))).collect();
+        let closed: Vec<_> = place
+            .children
+            .iter()
+            .map(|&child| &self.places[child])
+            .filter_map(|p| Some((&p.folder.name, p.closed?)))
+            .collect();
         let lines = closed.iter().take(NAMED_MAX);
         lacks.extend(lines.map(|(name, why)| is(&shown_path(name.as_ref()), *why)));
         if closed.len() > NAMED_MAX {
@@ -561,8 +570,8 @@ pub(super) fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
 }
 
 fn is_weight_file(name: &OsStr) -> bool {
-    let suffixes = [names::SUFFIX, names::TENSORIZER_SUFFIX];
-    let suffixes = suffixes.into_iter().chain(names::BINTENSORS_SUFFIXES);
+    let suffixes =
+        [names::SUFFIX, names::TENSORIZER_SUFFIX].into_iter().chain(names::BINTENSORS_SUFFIXES);
     let name = name.as_encoded_bytes();
     !name.starts_with(b".") && suffixes.into_iter().any(|suffix| name.ends_with(suffix.as_bytes()))
 }

@@ -55,8 +55,8 @@ impl Tree {
         let follow = options
             .follow
             .iter()
-            .map(|folder| store.real_path(folder).map_err(|e| Error::io(folder, "open", e)));
-        let follow = follow.collect::<Result<Vec<_>>>()?;
+            .map(|folder| store.real_path(folder).map_err(|e| Error::io(folder, "open", e)))
+            .collect::<Result<Vec<_>>>()?;
         let mut tree = Tree {
             source: root.clone(),
             given: std::path::absolute(source).map_err(open_error)?,
@@ -87,14 +87,15 @@ impl Tree {
         if self.options.hub {
             return Err(Error::usage(format!("{shown}: layout=hub needs a folder of models")));
         }
-        let name = file.file_name().and_then(OsStr::to_str);
-        let name =
-            name.ok_or_else(|| Error::usage(format!("{shown}: the file name is not UTF-8")))?;
-        let folder = match file.parent() {
+        let name = file
+            .file_name()
+            .and_then(OsStr::to_str)
+            .ok_or_else(|| Error::usage(format!("{shown}: the file name is not UTF-8")))?;
+        let parent = match file.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
-        let folder = self.store().real_path(folder).map_err(|e| Error::io(folder, "open", e))?;
+        let folder = self.store().real_path(parent).map_err(|e| Error::io(parent, "open", e))?;
         self.source = folder.join(name);
         self.only = Some(name.to_owned());
         self.bounds.set_root(folder.clone());
@@ -260,8 +261,8 @@ impl Tree {
             // Its names are older than these times.
             folder.listed = 0;
         }
-        let names = before.files.iter().map(|file| &file.name);
-        let mut names: Vec<&OsString> = names.chain(&before.gone).collect();
+        let mut names: Vec<&OsString> =
+            before.files.iter().map(|file| &file.name).chain(&before.gone).collect();
         names.sort();
         let mut files = Vec::with_capacity(names.len());
         folder.gone.clear();

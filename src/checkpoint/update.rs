@@ -93,15 +93,22 @@ impl Tree {
         };
         let places = all(path);
         let own = places.iter().filter_map(|folder| folder.version);
-        let children = places.iter().flat_map(|folder| folder.children.iter());
-        let children = children.filter_map(|(_, child)| folders.get(*child)?.version);
+        let children = places
+            .iter()
+            .flat_map(|folder| folder.children.iter())
+            .filter_map(|(_, child)| folders.get(*child)?.version);
         // A folder outside of the tree has the files that links lead to.
-        let leading = folders.leading_into(path);
-        let leading: Vec<_> = leading.iter().flat_map(|path| all(path)).collect();
-        let behind = leading.iter().flat_map(|folder| folder.files.iter());
-        let behind = behind.filter(|file| file.path.parent() == Some(path));
-        let files = places.iter().flat_map(|folder| folder.files.iter()).chain(behind);
-        let files = files.map(|file| file.version);
+        let leading: Vec<_> =
+            folders.leading_into(path).iter().flat_map(|path| all(path)).collect();
+        let behind = leading
+            .iter()
+            .flat_map(|folder| folder.files.iter())
+            .filter(|file| file.path.parent() == Some(path));
+        let files = places
+            .iter()
+            .flat_map(|folder| folder.files.iter())
+            .chain(behind)
+            .map(|file| file.version);
         own.chain(children).chain(files).map(|version| version.queue_key()).collect()
     }
 
@@ -426,6 +433,8 @@ fn is_of_sets(name: &OsStr, only: Option<&str>) -> bool {
     let Some(name) = name.to_str() else { return false };
     names::is_weights(name)
         || names::weight_map_output(name).is_some()
+        || names::is_torch(name)
+        || names::torch_map_output(name).is_some()
         || name.ends_with(manifest::SUFFIX)
         || only == Some(name)
 }

@@ -57,8 +57,8 @@ impl ArrangedFile {
         if let Some(layout) = self.layout.get() {
             return Ok(layout);
         }
-        let layout = Layout::of(&checkpoint.catalog, &self.spec);
-        let layout = layout.map_err(|fault| checkpoint.refused(fault))?;
+        let layout = Layout::of(&checkpoint.catalog, &self.spec)
+            .map_err(|fault| checkpoint.refused(fault))?;
         Ok(self.layout.get_or_init(|| Arc::new(layout)))
     }
 }
@@ -207,8 +207,8 @@ impl VirtualFile {
                 for piece in tensor.pieces() {
                     places.extend_from_slice(&piece.shard.0.to_le_bytes());
                     places.extend_from_slice(&piece.range.start.to_le_bytes());
-                    let numbers = [piece.offset, piece.shape, piece.stored_shape];
-                    let numbers = numbers.into_iter().flatten();
+                    let numbers =
+                        [piece.offset, piece.shape, piece.stored_shape].into_iter().flatten();
                     numbers.for_each(|number| places.extend_from_slice(&number.to_le_bytes()));
                 }
                 header.update(&places);

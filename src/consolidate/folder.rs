@@ -162,8 +162,8 @@ impl Copier {
             check_space(folder_of(target), target, file.content.len_bytes()?)?;
         }
         let job = Outline { files: vec![file.clone()], ..Outline::default() }.job()?;
-        let parts = Parts::open(&partial_path(target), job);
-        let mut parts = parts.map_err(|e| Error::io(target, "write", e))?;
+        let mut parts =
+            Parts::open(&partial_path(target), job).map_err(|e| Error::io(target, "write", e))?;
         if parts.is_done(0, target) && !options.verify {
             return self.all_reused(file.content.len_bytes()?, watch);
         }

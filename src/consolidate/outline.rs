@@ -207,8 +207,8 @@ impl Outline {
         }
         let mut groups: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
         for tensor in catalog.tensors() {
-            let number = numbers.get(tensor.name);
-            let number = number.ok_or_else(|| wrong(tensor.name, "is not in the list"))?;
+            let number =
+                numbers.get(tensor.name).ok_or_else(|| wrong(tensor.name, "is not in the list"))?;
             groups.entry(*number).or_default().push(tensor.position() as u32);
         }
         let last = groups.keys().last().copied().unwrap_or(0);
@@ -366,8 +366,9 @@ impl Outline {
             return Ok((format, format));
         }
         let (checkpoint, number) = self.shard_of(file)?;
-        let shard = checkpoint.catalog().shards.get(number);
-        let shard = shard.ok_or_else(|| Error::internal("a file of weights is no shard"))?;
+        let shards = &checkpoint.catalog().shards;
+        let shard =
+            shards.get(number).ok_or_else(|| Error::internal("a file of weights is no shard"))?;
         Ok((checkpoint.format_of(shard), checkpoint.format.into()))
     }
 
@@ -420,8 +421,11 @@ fn map_sources(folder: &Folder, proved: &Proved, name: &OsStr) -> Arc<[Arc<Sourc
         let Ok(checkpoint) = &set.outcome else { continue };
         let map = checkpoint.weight_map().map(|(map, _)| map.to_owned());
         if name == map.unwrap_or_else(|| names::weight_map(&checkpoint.name)).as_str() {
-            let maps = set.files.iter().filter(|file| names::weight_map_output(file).is_some());
-            let maps = maps.filter_map(|file| folder.file(file));
+            let maps = set
+                .files
+                .iter()
+                .filter(|file| names::weight_map_output(file).is_some())
+                .filter_map(|file| folder.file(file));
             sources.extend(maps.map(File::source));
             sources.extend_from_slice(checkpoint.sources());
         }

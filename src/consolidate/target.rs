@@ -38,8 +38,8 @@ impl<'a> Target<'a> {
     /// The errors of the file system.
     pub(super) fn new(file: &'a File, folder: &Path, len: u64) -> io::Result<Target<'a>> {
         let file_system = reserve_space(file, folder, len)?;
-        let direct = len >= DIRECT_MIN && file_system.is_local() && !file_system.is_in_memory();
-        let direct = direct && set_direct(file, true);
+        let may = len >= DIRECT_MIN && file_system.is_local() && !file_system.is_in_memory();
+        let direct = may && set_direct(file, true);
         Ok(Target { file, direct: AtomicBool::new(direct), tail: Mutex::default() })
     }
 

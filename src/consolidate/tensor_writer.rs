@@ -111,8 +111,7 @@ impl WriteKey {
         }
         let derivation =
             KeyDerivation { ops_limit: OPS_LIMIT, mem_limit: MEM_LIMIT, salt: random()? };
-        let key = secret.key_of(Some(&derivation));
-        let key = key.map_err(|fault| Error::usage(fault.message))?;
+        let key = secret.key_of(Some(&derivation)).map_err(|fault| Error::usage(fault.message))?;
         Ok(WriteKey { key, derivation: Some(derivation) })
     }
 }
@@ -374,8 +373,8 @@ impl WriteCall<'_> {
         if !self.keep_digests {
             return Ok(Vec::new());
         }
-        let data = header.data_start()..header.end();
-        let data = WrittenRange { range: data, digest: hasher.finish() };
+        let range = header.data_start()..header.end();
+        let data = WrittenRange { range, digest: hasher.finish() };
         Ok(vec![written(header.start, header.bytes()), data])
     }
 

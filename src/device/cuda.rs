@@ -99,8 +99,10 @@ impl Driver {
     /// The driver, loaded and initialised. An error names GPU `ordinal`.
     fn get(ordinal: Option<u32>) -> Result<&'static Driver> {
         static DRIVER: OnceLock<std::result::Result<Driver, String>> = OnceLock::new();
-        let driver = DRIVER.get_or_init(Driver::load);
-        let driver = driver.as_ref().map_err(|why| failed(ordinal, why.clone(), None))?;
+        let driver = DRIVER
+            .get_or_init(Driver::load)
+            .as_ref()
+            .map_err(|why| failed(ordinal, why.clone(), None))?;
         // SAFETY: it takes a number only. After the first time it does nothing.
         driver.check(ordinal, "cuInit", unsafe { (driver.cuInit)(0) })?;
         Ok(driver)

@@ -68,8 +68,9 @@ macro_rules! library {
                     // SAFETY: its initialisers run, as in every program that uses it.
                     unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) }
                 });
-                let library = libraries.find(|library| !library.is_null());
-                let library = library.ok_or("libcufile.so.0 cannot be loaded")?;
+                let library = libraries
+                    .find(|library| !library.is_null())
+                    .ok_or("libcufile.so.0 cannot be loaded")?;
                 let find = |name: &CStr| {
                     // SAFETY: the library is loaded and stays so.
                     let found = unsafe { libc::dlsym(library, name.as_ptr()) };

@@ -71,8 +71,11 @@ impl PoolInner {
 impl State {
     /// Removes and returns the steps that are entirely free.
     fn take_unused(&mut self) -> Vec<Arc<Pinned>> {
-        let unused = self.steps.extract_if(.., |(pinned, free)| free.is_whole(pinned.len()));
-        let unused: Vec<_> = unused.map(|(pinned, _)| pinned).collect();
+        let unused: Vec<_> = self
+            .steps
+            .extract_if(.., |(pinned, free)| free.is_whole(pinned.len()))
+            .map(|(pinned, _)| pinned)
+            .collect();
         self.pinned -= unused.iter().map(|pinned| pinned.len() as u64).sum::<u64>();
         self.full = false;
         unused

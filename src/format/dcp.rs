@@ -237,9 +237,8 @@ fn numbers(entry: &TensorDescription<'_>, key: &str, value: &Value) -> Result<Ve
     if list.len() != entry.shape.len() {
         return Err(bad("one number per dimension expected"));
     }
-    let numbers = list.iter().map(|number| number.as_u64());
-    let numbers: Option<Vec<u64>> = numbers.collect();
-    let mut numbers = numbers.ok_or_else(|| bad("integers from 0 to 2^64 - 1 expected"))?;
+    let all: Option<Vec<u64>> = list.iter().map(|number| number.as_u64()).collect();
+    let mut numbers = all.ok_or_else(|| bad("integers from 0 to 2^64 - 1 expected"))?;
     // torch counts pairs of F4 elements in the last dimension, the header counts single elements.
     if let (Dtype::F4, Some(last)) = (entry.dtype, numbers.last_mut()) {
         *last = last.checked_mul(2).ok_or_else(|| bad("passes 2^64"))?;

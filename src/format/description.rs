@@ -18,6 +18,8 @@ pub struct ShardDescription {
     pub encrypted: Option<Vec<EncryptedTensor>>,
     /// First byte of another shard that follows in the same file, and is not described.
     pub next_file: Option<u64>,
+    /// A note on the values of the file that are not shown.
+    pub left_out: Option<String>,
     names: String,
     tensors: Vec<DescriptionRow>,
     /// The extents of all tensors; equal shapes may share theirs.
@@ -54,6 +56,7 @@ impl ShardDescription {
             described: std::iter::once(0..data_start).collect(),
             encrypted: None,
             next_file: None,
+            left_out: None,
             names: String::with_capacity(names_len),
             tensors: Vec::with_capacity(tensors),
             numbers: Vec::new(),

@@ -183,9 +183,11 @@ impl Evidence<'_> {
         }
         let prefix = first.first_chunk::<8>().map(|prefix| u64::from_le_bytes(*prefix));
         let header = prefix.filter(|&len| len <= HEADER_LEN_MAX);
-        let magic = MAGIC.iter().find(|(magic, _)| first.starts_with(magic));
         // A header of safetensors begins with a brace. The first bytes of gzip may be its length too.
-        let magic = magic.filter(|_| first.get(PREFIX_LEN as usize) != Some(&b'{'));
+        let magic = MAGIC
+            .iter()
+            .find(|(magic, _)| first.starts_with(magic))
+            .filter(|_| first.get(PREFIX_LEN as usize) != Some(&b'{'));
         // A header that lies in the file may be a valid one.
         let is_inside = |len| len > 0 && PREFIX_LEN + len <= self.len;
         if magic.is_none() && header.is_some_and(is_inside) {
@@ -282,8 +284,8 @@ impl Evidence<'_> {
 
     /// Formats of text.
     fn text(&self) -> Option<Foreign> {
-        let text = printable(self.first, self.first.len() as u64 == self.len)?;
-        let text = text.trim_start_matches('\u{feff}').trim();
+        let shown = printable(self.first, self.first.len() as u64 == self.len)?;
+        let text = shown.trim_start_matches('\u{feff}').trim();
         let mut begin = text.chars().take(16).collect::<String>();
         begin.make_ascii_lowercase();
         if ["<!doctype html", "<html", "<head", "<body"].iter().any(|tag| begin.starts_with(tag)) {
@@ -419,9 +421,9 @@ impl Foreign {
     /// The message about a file of torch.
     fn message_of_torch(&self) -> Option<String> {
         Some(match self {
-            Foreign::TorchZip => {
-                format!("is a file of torch.save, a pickle in a zip archive; {FROM_TORCH}")
-            }
+            Foreign::TorchZip => "is a file of torch.save by its first bytes, a pickle in a zip \
+                                  archive; call it `*.pt` or `*.bin`"
+                .to_owned(),
             Foreign::TorchLegacy => {
                 format!("is a file of torch.save in its form before torch 1.6; {FROM_TORCH}")
             }

@@ -11,7 +11,7 @@ use super::description::ShardDescription;
 use super::foreign::{Evidence, FIRST_LEN, LAST_LEN};
 use super::range_reader::RangeReader;
 use super::safetensors::{Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN, header_len};
-use super::{OutputFormat, bintensors, flat, names, tensorizer};
+use super::{OutputFormat, bintensors, flat, names, pickle, tensorizer};
 
 /// Bytes per read of a header that is parsed while it is read.
 const CHUNK_LEN: usize = 256 << 10;
@@ -25,12 +25,15 @@ pub enum InputFormat {
     Bintensors,
     /// Binary header, and one more in front of each tensor.
     Tensorizer,
+    /// A zip archive of `torch.save` with a pickle.
+    Torch,
 }
 
 words!(InputFormat {
     Safetensors = "safetensors",
     Bintensors = "bintensors",
-    Tensorizer = "tensorizer"
+    Tensorizer = "tensorizer",
+    Torch = "torch"
 });
 
 impl From<OutputFormat> for InputFormat {
@@ -78,11 +81,31 @@ impl InputFormat {
         let sniff_len = (SNIFF_LEN as u64).max(tensorizer::HEAD_LEN);
         let mut sniff = vec![0; sniff_len.min(file.end.saturating_sub(file.start)) as usize];
         reader.read_exact_at(file.start, &mut sniff)?;
+        if is_torch(name, &sniff, reader)? {
+            let len = pickle::description_len(reader)?;
+            return Ok(len.map(|description_len| Detected {
+                format: InputFormat::Torch,
+                description_len,
+                is_encrypted: false,
+            }));
+        }
         match detect(InputFormat::of_name(name), &sniff, &file) {
             Err(fault) => Ok(Err(explained(name, reader, fault)?)),
             detected => Ok(detected),
         }
     }
+}
+
+/// Whether the file called `name`, which begins with `sniff`, is read as one of `torch.save`: if no other
+/// format has this name, and the pickle is its first entry or the name says so.
+fn is_torch(name: &str, sniff: &[u8], reader: &mut dyn RangeReader) -> io::Result<bool> {
+    let is_free = InputFormat::of_name(name).is_none() && !name.ends_with(".distcp");
+    if !is_free || reader.start() > 0 || !pickle::is_zip(sniff) {
+        return Ok(false);
+    }
+    let mut first = vec![0; FIRST_LEN.min(reader.file_len()) as usize];
+    reader.read_exact_at(0, &mut first)?;
+    Ok(pickle::is_torch_zip(&first) || name.ends_with(".pt") || name.ends_with(".pth"))
 }
 
 /// The fault of the file called `name`, with what the file is if that is known.
@@ -129,7 +152,7 @@ fn detect(named: Option<InputFormat>, sniff: &[u8], file: &Range<u64>) -> Result
         InputFormat::Safetensors | InputFormat::Bintensors => {
             PREFIX_LEN + header_len(sniff, file_len)?
         }
-        InputFormat::Tensorizer => tensorizer::description_len(sniff, file)?,
+        InputFormat::Tensorizer | InputFormat::Torch => tensorizer::description_len(sniff, file)?,
     };
     let is_encrypted = format == InputFormat::Tensorizer && tensorizer::is_encrypted(sniff, file);
     Ok(Detected { format, description_len, is_encrypted })
@@ -142,6 +165,8 @@ impl Detected {
     /// The outer error is a failed read, the inner one is the fault of the file.
     pub fn parse(&self, name: &str, reader: &mut dyn RangeReader) -> ParseResult<ShardDescription> {
         match self.parse_valid(reader)? {
+            // Its format is known by its content.
+            Err(fault) if self.format == InputFormat::Torch => Ok(Err(fault)),
             Err(fault) => Ok(Err(explained(name, reader, fault)?)),
             parsed => Ok(parsed),
         }
@@ -152,6 +177,7 @@ impl Detected {
             InputFormat::Safetensors => true,
             InputFormat::Bintensors => false,
             InputFormat::Tensorizer => return tensorizer::parse(reader),
+            InputFormat::Torch => return pickle::parse(reader),
         };
         let (end, file_len) = (self.description_len, reader.file_len());
         let header_len = end - PREFIX_LEN;

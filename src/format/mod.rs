@@ -12,6 +12,7 @@ pub mod json;
 pub mod manifest;
 pub mod names;
 mod output;
+pub mod pickle;
 mod plain;
 mod range_reader;
 pub mod safetensors;

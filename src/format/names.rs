@@ -15,6 +15,27 @@ pub const BINTENSORS_SUFFIXES: [&str; 2] = [".bt", ".bintensors"];
 /// Suffix of tensorizer files.
 pub const TENSORIZER_SUFFIX: &str = ".tensors";
 
+/// Suffixes of files of `torch.save`.
+pub const TORCH_SUFFIXES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
+
+/// Beginnings of the names of files of `torch.save` with the state of a training.
+const TORCH_STATES: [&str; 14] = [
+    "optimizer",
+    "optim",
+    "scheduler",
+    "lr_scheduler",
+    "rng_state",
+    "random_states",
+    "scaler",
+    "training_args",
+    "trainer_state",
+    "sampler",
+    "dataloader",
+    "extra_state",
+    "zero_pp_rank",
+    "bf16_zero_pp_rank",
+];
+
 /// Ends of the names of files and folders that programs write and have not finished.
 pub const UNFINISHED: [&str; 8] =
     [".incomplete", ".tmp", ".temp", ".part", ".partial", ".crdownload", ".download", ".aria2"];
@@ -73,6 +94,50 @@ pub fn numbered_tensorizer(name: &str) -> Option<Numbered> {
     let (stem, number, (total, rest)) = split_of(name.strip_suffix(TENSORIZER_SUFFIX)?)?;
     let known = rest.is_empty() && !stem.is_empty() && !is_hidden(name);
     known.then(|| Numbered { output: whole(stem), number, total })
+}
+
+/// Reads `<stem>-00001-of-00003.bin`, with a variant in the places where `numbered` has it.
+pub fn numbered_torch(name: &str) -> Option<Numbered> {
+    let (stem, number, (total, variant)) = split_of(torch_stem(name)?)?;
+    (!stem.is_empty()).then(|| Numbered {
+        output: torch_whole(&format!("{stem}{variant}")),
+        number,
+        total,
+    })
+}
+
+/// Whether the name is one that files of `torch.save` with weights have.
+pub fn is_torch(name: &str) -> bool {
+    torch_stem(name).is_some()
+}
+
+fn torch_stem(name: &str) -> Option<&str> {
+    let stem = TORCH_SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix))?;
+    let is_state = TORCH_STATES.iter().any(|state| stem.starts_with(state));
+    (!stem.is_empty() && !is_state && !is_hidden(name)).then_some(stem)
+}
+
+/// Name of the whole file that a file of `torch.save` of this name stands for.
+pub fn torch_output(name: &str) -> String {
+    let stem = TORCH_SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix));
+    torch_whole(stem.filter(|stem| !stem.is_empty()).unwrap_or(name))
+}
+
+/// Programs that look for `pytorch_model.bin` look for safetensors in `model.safetensors`.
+fn torch_whole(stem: &str) -> String {
+    match stem.strip_prefix("pytorch_model") {
+        Some(rest) => whole(&format!("model{rest}")),
+        None => whole(stem),
+    }
+}
+
+/// Name of the whole file of a weight map of files of `torch.save`: `<stem>.bin.index.json`, or
+/// `.index.<variant>.json`.
+pub fn torch_map_output(name: &str) -> Option<String> {
+    let (stem, rest) = name.strip_suffix(".json")?.rsplit_once(".bin.index")?;
+    let is_variant = rest.is_empty() || (rest.starts_with('.') && rest.len() > 1);
+    let known = is_variant && !stem.is_empty() && !is_hidden(name);
+    known.then(|| torch_whole(&format!("{stem}{rest}")))
 }
 
 /// Whether `name` is the name of one of several shards of a set.

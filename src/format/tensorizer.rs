@@ -269,13 +269,13 @@ pub fn hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<HashedTenso
         Err(ParseStop::Read(error)) => return Err(error),
         Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
     };
-    let hashed = tensors.into_iter().filter(|tensor| !tensor.hashes.is_empty());
-    let hashed = hashed.map(|tensor| HashedTensor {
-        name: tensor.name,
-        range: tensor.header.start..tensor.data.end,
-        left_out: tensor.encryption_bytes,
-        hashes: tensor.hashes,
-    });
+    let hashed =
+        tensors.into_iter().filter(|tensor| !tensor.hashes.is_empty()).map(|tensor| HashedTensor {
+            name: tensor.name,
+            range: tensor.header.start..tensor.data.end,
+            left_out: tensor.encryption_bytes,
+            hashes: tensor.hashes,
+        });
     Ok(Ok(hashed.collect()))
 }
 

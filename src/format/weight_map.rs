@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::json::{UniqueMap, object};
+use crate::format::names::SUFFIX;
 
 /// Largest weight map read, in bytes: two million tensors with names of usual length.
 pub const WEIGHT_MAP_LEN_MAX: u64 = 256 << 20;
@@ -191,6 +192,11 @@ struct WeightMapJson<T> {
 impl WeightMap {
     /// Parses the text of a weight map.
     pub fn parse(text: &[u8]) -> Result<WeightMap, Fault> {
+        WeightMap::parse_of(text, &[SUFFIX])
+    }
+
+    /// Parses the text of a weight map of files whose names end in one of `suffixes`.
+    pub fn parse_of(text: &[u8], suffixes: &[&str]) -> Result<WeightMap, Fault> {
         // The text is read directly into columns. If that fails, the strict map decides and words
         // the error.
         let json: WeightMapJson<ShardOf> = match object(text, ErrorKind::WeightMap) {
@@ -212,9 +218,9 @@ impl WeightMap {
         if shard_of.is_empty() {
             return Err(Fault::new(ErrorKind::WeightMap, "`weight_map` names no tensor"));
         }
-        if shard_of.files.iter().any(|file| check_shard_name(file).is_err()) {
+        if shard_of.files.iter().any(|file| check_shard_name(file, suffixes).is_err()) {
             for (tensor, file) in shard_of.iter() {
-                check_shard_name(file).map_err(|fault| fault.tensor(tensor))?;
+                check_shard_name(file, suffixes).map_err(|fault| fault.tensor(tensor))?;
             }
         }
         Ok(WeightMap { metadata, shard_of })
@@ -272,14 +278,19 @@ impl<'a, I: Iterator<Item = (&'a str, &'a str)> + Clone> Serialize for FileOfTen
 }
 
 /// Accepts only a plain file name, because other paths could leave the checkpoint.
-fn check_shard_name(name: &str) -> Result<(), Fault> {
-    let plain = !name.contains(['/', '\\', '\0']) && name.ends_with(".safetensors");
+fn check_shard_name(name: &str, suffixes: &[&str]) -> Result<(), Fault> {
+    let known = suffixes.iter().any(|suffix| name.ends_with(suffix));
+    let plain = !name.contains(['/', '\\', '\0']) && known;
     if plain {
         return Ok(());
     }
     Err(Fault::new(
         ErrorKind::UnsafePath,
-        format!("the weight map sends it to {}, not a plain *.safetensors file name", quoted(name)),
+        format!(
+            "the weight map sends it to {}, not a plain *{} file name",
+            quoted(name),
+            suffixes.first().unwrap_or(&"")
+        ),
     ))
 }
 

@@ -270,8 +270,8 @@ fn decode_stored(view: &ViewColumns<'_>, tensors: &TensorColumns) -> Result<Vec<
 
 /// The combinations of dtype and shape, each with the length of such a tensor.
 fn decode_kinds(columns: &Columns<'_>, lists: &Lists) -> Result<Vec<KindOf>, Doubt> {
-    let dtypes: Option<Vec<Dtype>> = columns.dtypes.iter().map(|d| Dtype::from_name(d)).collect();
-    let dtypes = dtypes.ok_or("has a dtype that is not known")?;
+    let known: Option<Vec<Dtype>> = columns.dtypes.iter().map(|d| Dtype::from_name(d)).collect();
+    let dtypes = known.ok_or("has a dtype that is not known")?;
     let kind = |&(dtype, shape): &(u32, u32)| {
         let dtype = *dtypes.get(dtype as usize)?;
         let list = ((shape as usize) < lists.len()).then(|| lists.get(shape))?;

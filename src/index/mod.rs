@@ -286,8 +286,12 @@ impl Index {
 
     fn of_content(content: IndexContent<'_>) -> Result<Index, &'static str> {
         let files = content.files.0.into_iter().map(FileContent::into_record);
-        let sets = content.sets.0.into_iter().map(SetContent::into_record);
-        let sets = sets.collect::<Result<Vec<SetRecord>, _>>()?;
+        let sets = content
+            .sets
+            .0
+            .into_iter()
+            .map(SetContent::into_record)
+            .collect::<Result<Vec<SetRecord>, _>>()?;
         if !sets.iter().all(|set| is_file_name(&set.name)) {
             return Err("has a set whose name is no file name");
         }

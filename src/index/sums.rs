@@ -281,8 +281,11 @@ impl Sums {
         if !ordered {
             return Err("has shards out of order");
         }
-        let shards = content.shards.into_iter().map(ShardSums::of_content);
-        let shards = shards.collect::<Result<_, &'static str>>()?;
+        let shards = content
+            .shards
+            .into_iter()
+            .map(ShardSums::of_content)
+            .collect::<Result<_, &'static str>>()?;
         Ok(Sums { folder: content.folder, shards })
     }
 }

@@ -189,8 +189,12 @@ impl<'a> PresentedContent<'a> {
         });
         let catalog = catalog.transpose()?;
         let count = catalog.as_ref().unwrap_or(proved).len();
-        let files = self.files.0.into_iter().map(|content| file_of(content, count));
-        let files = files.collect::<Result<Vec<_>, _>>()?;
+        let files = self
+            .files
+            .0
+            .into_iter()
+            .map(|content| file_of(content, count))
+            .collect::<Result<Vec<_>, _>>()?;
         check_files(&files, count)?;
         Ok(PresentedRecord {
             files,

@@ -96,8 +96,8 @@ impl Transfer {
             (place, _) => {
                 let around = pages_around(&needed);
                 let len = (around.end - around.start) as usize;
-                let buffer = Buffer::try_new(len, target);
-                let buffer = buffer.map_err(|e| Error::io(source.uri(), "read", e))?;
+                let buffer =
+                    Buffer::try_new(len, target).map_err(|e| Error::io(source.uri(), "read", e))?;
                 (buffer, place, around.start)
             }
         };

@@ -363,8 +363,8 @@ pub(super) mod tests {
         let settings = Settings { direct: DirectIo::Always, ..Settings::default() };
         let (counters, deadlines) = (Arc::default(), Deadlines::default());
         let source = put_off.source.clone();
-        let queue = DeviceQueue::new(&source, settings, counters, deadlines, drive_putting_off);
-        let queue = Arc::new(queue);
+        let queue =
+            Arc::new(DeviceQueue::new(&source, settings, counters, deadlines, drive_putting_off));
         queue.submit(put_off);
         let first = first.recv_timeout(Duration::from_secs(30)).unwrap();
         assert!(first.unwrap_err().contains("temporarily unavailable"));

@@ -471,8 +471,7 @@ impl CuFileWork {
         }
         if current.as_ref().is_none_or(|(shard, _)| *shard != job.shard) {
             *current = None;
-            let opened = shards.open.get(&job.shard).and_then(Weak::upgrade);
-            let opened = match opened {
+            let opened = match shards.open.get(&job.shard).and_then(Weak::upgrade) {
                 Some(opened) => opened,
                 None => Arc::new(self.register(&job.source)?),
             };
@@ -485,9 +484,12 @@ impl CuFileWork {
     fn register(&self, source: &Arc<Source>) -> std::result::Result<Opened, String> {
         let local = source.local().ok_or("it is no local file")?;
         let file = local.file().map_err(|e| e.to_string())?;
-        let direct = local.direct_file(&file).ok_or("it cannot be read past the page cache")?;
         // Each load needs a descriptor of its own: two loads cannot register the same one.
-        let direct = direct.try_clone().map_err(|e| e.to_string())?;
+        let direct = local
+            .direct_file(&file)
+            .ok_or("it cannot be read past the page cache")?
+            .try_clone()
+            .map_err(|e| e.to_string())?;
         let handle = FileHandle::register(self.library, direct)?;
         Ok(Opened { handle, file })
     }

@@ -276,8 +276,8 @@ impl Loader {
                 }
             }
             let returns = back.clone();
-            let copier = Builder::new().name("tensorfs-copy".to_owned());
-            let copier = copier
+            let copier = Builder::new()
+                .name("tensorfs-copy".to_owned())
                 .spawn_scoped(scope, move || copies.work(regions, &todo, &sent, &returns))
                 .map_err(no_thread)?;
             let returns = back.clone();
@@ -413,8 +413,8 @@ impl Line {
             if let Some(after) = after {
                 stream.wait_for(after)?;
             }
-            let scratch = room.zip(kernels.clone());
-            let scratch = scratch.map(|(room, kernels)| Ok((gpu.allocate(room)?, kernels)));
+            let scratch =
+                room.zip(kernels.clone()).map(|(room, kernels)| Ok((gpu.allocate(room)?, kernels)));
             Ok(Line { stream, scratch: scratch.transpose()? })
         };
         (0..if room.is_some() { 2 } else { 1 }).map(line).collect()

@@ -434,13 +434,16 @@ impl Loader {
         assert!(!plan.given.contains(&true), "requests with a destination are for `fill`");
         self.check_memory(checkpoint, plan.needed())?;
         let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
-        let regions = plan.regions.iter().map(|&len| Region::new(len).map_err(no_memory));
-        let regions = regions.collect::<Result<Vec<_>>>()?;
+        let regions = plan
+            .regions
+            .iter()
+            .map(|&len| Region::new(len).map_err(no_memory))
+            .collect::<Result<Vec<_>>>()?;
         let mut report = run::run(self, checkpoint, &plan, &regions, progress)?;
         report.stats.plan = planned;
-        let memories: Option<Vec<LoadedBytes>> = regions.into_iter().map(Region::finish).collect();
+        let finished: Option<Vec<LoadedBytes>> = regions.into_iter().map(Region::finish).collect();
         let memories =
-            memories.ok_or_else(|| Error::internal("a read still writes to loaded memory"))?;
+            finished.ok_or_else(|| Error::internal("a read still writes to loaded memory"))?;
         Ok(LoadedTensors { memories, placements: plan.placements, report })
     }
 

@@ -378,7 +378,7 @@ impl Plan {
         }
         let pages = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
         let place = (region, offset + (pages.start - range.start));
-        self.read_to(one.shard, pages.clone(), place);
+        self.read_to(one.shard, pages.clone(), place.0, place.1);
         let (shard, request, step) = (one.shard, one.request, one.step.clone());
         extents.truncate(before);
         for part in [range.start..pages.start, pages.end..range.end] {
@@ -516,11 +516,11 @@ impl Plan {
             let placement = &mut self.placements[one.request as usize];
             (placement.region, placement.offset) = (region, one.range.start - page);
         }
-        self.read_to(run[0].shard, range.clone(), (region, range.start - page));
+        self.read_to(run[0].shard, range.clone(), region, range.start - page);
     }
 
     /// Adds reads of `range` to byte `offset` of a region, where it has the same offset within a page.
-    fn read_to(&mut self, shard: ShardId, range: Range<u64>, (region, offset): (u32, u64)) {
+    fn read_to(&mut self, shard: ShardId, range: Range<u64>, region: u32, offset: u64) {
         let mut start = range.start;
         while start < range.end {
             let end = (start.saturating_add(self.limits.chunk) / PAGE * PAGE).min(range.end);

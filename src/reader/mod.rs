@@ -130,8 +130,9 @@ impl Reader {
         };
         let piece_at = |offset: u64| {
             let PlainRun { bytes, shard, source } = layout.plain_run_at(offset)?;
-            let piece = self.sources[shard.0 as usize].decryptor()?;
-            let piece = piece.piece_at(source + (offset - bytes.start))?;
+            let piece = self.sources[shard.0 as usize]
+                .decryptor()?
+                .piece_at(source + (offset - bytes.start))?;
             let place = |byte: u64| (bytes.start + byte.saturating_sub(source)).min(bytes.end);
             Some(place(piece.start)..place(piece.end))
         };

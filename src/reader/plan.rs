@@ -120,8 +120,10 @@ impl BlockPlan {
         });
         wanted.sort_by_key(|(shard, wanted)| (*shard, wanted.range.start));
         let same_shard = |first: &(usize, BlockUse), next: &(usize, BlockUse)| first.0 == next.0;
-        let reads = coalesce(&wanted, |one| &one.1.range, same_shard, GAP_MAX, MERGED_LEN_MAX);
-        let reads: Vec<_> = reads.map(|(range, group)| (group[0].0, range, group.len())).collect();
+        let reads: Vec<_> =
+            coalesce(&wanted, |one| &one.1.range, same_shard, GAP_MAX, MERGED_LEN_MAX)
+                .map(|(range, group)| (group[0].0, range, group.len()))
+                .collect();
         let mut wanted = wanted.into_iter().map(|(_, wanted)| wanted);
         for (shard, range, count) in reads {
             let mut uses = Vec::new();

@@ -157,16 +157,16 @@ impl ReopenableFile {
         if let Some(direct) = &self.descriptors.read().direct {
             return Some(direct.clone());
         }
-        let direct = std::fs::OpenOptions::new()
+        let reopened = std::fs::OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_DIRECT | libc::O_CLOEXEC)
             .open(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        let direct = match direct {
+        let direct_file = match reopened {
             Err(e) if e.kind() == io::ErrorKind::NotFound => self.direct_without_proc(file),
             other => other,
         };
-        let direct = match direct {
-            Ok(direct) => Arc::new(direct),
+        let direct = match direct_file {
+            Ok(file) => Arc::new(file),
             Err(e) => {
                 if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) {
                     self.refuse_direct();

@@ -173,9 +173,8 @@ fn has_local_layers(folder: &Path) -> bool {
         return *local;
     }
     // The lock is not held, because a layer may take long to answer.
-    let layers = mountinfo::overlay_layers(meta.dev());
-    let layers = layers.iter().filter(|layer| layer.exists());
-    let local = layers.map(|layer| FileSystem::of_folder(layer)).all(FileSystem::is_local);
+    let layers = mountinfo::overlay_layers(meta.dev()).into_iter().filter(|layer| layer.exists());
+    let local = layers.map(|layer| FileSystem::of_folder(&layer)).all(FileSystem::is_local);
     let mut known = lock();
     // Folders come and go.
     if known.len() >= KNOWN_MAX {

@@ -52,8 +52,11 @@ pub fn read_text(path: &Path) -> Result<(PathBuf, Vec<u8>), String> {
 fn open_regular(path: &Path) -> Result<(File, Metadata), String> {
     // A FIFO of this name must not block.
     let nonblock = nix::libc::O_NONBLOCK;
-    let file = std::fs::OpenOptions::new().read(true).custom_flags(nonblock).open(path);
-    let file = file.map_err(|e| failed(path, &e))?;
+    let file = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(nonblock)
+        .open(path)
+        .map_err(|e| failed(path, &e))?;
     let meta = file.metadata().map_err(|e| failed(path, &e))?;
     match meta.is_file() {
         true => Ok((file, meta)),

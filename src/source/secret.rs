@@ -79,12 +79,13 @@ impl SecretOrigin {
     /// Two of them are set, or the error of `read`, in one line.
     pub fn of_environment() -> Result<Option<Secret>, String> {
         let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
-        let named = [
+        let mut named = [
             set("TENSORFS_KEY_FILE").map(|path| SecretOrigin::KeyFile(path.into())),
             set("TENSORFS_PASSPHRASE_FILE").map(|path| SecretOrigin::PassphraseFile(path.into())),
             set("TENSORFS_KEY_COMMAND").map(SecretOrigin::KeyCommand),
-        ];
-        let mut named = named.into_iter().flatten();
+        ]
+        .into_iter()
+        .flatten();
         match (named.next(), named.next()) {
             (None, _) => Ok(None),
             (Some(origin), None) => origin.read().map(|secret| Some(secret.optional())),
@@ -104,8 +105,11 @@ fn in_file(path: &Path, why: &str) -> String {
 /// All bytes of a file, which may be a pipe. A FIFO without a writer is waited for, up to `limit`.
 fn read_file(path: &Path, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String> {
     let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
-    let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
-    let mut file = file.map_err(|e| in_file(path, &e.to_string()))?;
+    let mut file = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(path)
+        .map_err(|e| in_file(path, &e.to_string()))?;
     let mut output = Output::new();
     let since = Instant::now();
     loop {
@@ -198,8 +202,8 @@ fn run(command: &OsString, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String
     let mut output = Output::new();
     let since = Instant::now();
     loop {
-        let status = shell.child.try_wait();
-        let status = status.map_err(|e| format!("the command cannot be waited for: {e}"))?;
+        let status =
+            shell.child.try_wait().map_err(|e| format!("the command cannot be waited for: {e}"))?;
         shell.ended = status.is_some();
         if let Some(status) = status.filter(|status| !status.success()) {
             return Err(format!("the command failed: {status}"));

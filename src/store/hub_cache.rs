@@ -83,12 +83,12 @@ fn in_cache(source: &Path, id: HubId<'_>, cache: &Option<PathBuf>) -> Result<Pat
         return Ok(snapshot);
     }
     let (model, revision) = (shown_path(&model), shown(revision));
-    let others = revisions(&cache.join(hub_model(&id.id)));
-    let others = match others.as_slice() {
+    let revisions = revisions(&cache.join(hub_model(&id.id)));
+    let others = match revisions.as_slice() {
         [] => "it has none".to_owned(),
         [..] => {
-            let more = if others.len() > NAMED_MAX { ", ..." } else { "" };
-            let first = &others[..others.len().min(NAMED_MAX)];
+            let more = if revisions.len() > NAMED_MAX { ", ..." } else { "" };
+            let first = &revisions[..revisions.len().min(NAMED_MAX)];
             format!("it has {}{more}: add one as @REVISION", shown(&first.join(", ")))
         }
     };

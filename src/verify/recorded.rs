@@ -71,9 +71,10 @@ impl Recorded {
         for (source, shard) in checkpoint.sources().iter().zip(&checkpoint.source_catalog().shards)
         {
             let now = source.version().lasting();
-            let known = self.of(&shard.name);
-            let known = known.filter(|known| !is_another_file(&known.version, &now));
-            let Some(known) = known.filter(|known| known.version.len == shard.file_len) else {
+            let of_file = |known: &&Arc<ShardSums>| {
+                !is_another_file(&known.version, &now) && known.version.len == shard.file_len
+            };
+            let Some(known) = self.of(&shard.name).filter(of_file) else {
                 let message = self.how_to(checkpoint);
                 return refused(ErrorKind::NotRecorded, &shard.name, message);
             };

@@ -107,14 +107,14 @@ pub(super) fn read_shard(
         (as_recorded, whole) = (step.as_recorded, step.sha256);
         Ok(())
     })?;
-    let sums = read.boundaries.map(|boundaries| ShardSums {
+    let found = read.boundaries.map(|boundaries| ShardSums {
         name: shard.name.clone(),
         version: source.version().lasting(),
         recorded: now(),
         boundaries,
         digests,
     });
-    let sums = sums.filter(|sums| sums.digests.len() == sums.boundaries.chunks_len());
+    let sums = found.filter(|sums| sums.digests.len() == sums.boundaries.chunks_len());
     Ok(ShardHashes { sums, as_recorded, head: head.finish(), sha256: whole, hashed, differs })
 }
 
@@ -132,8 +132,8 @@ impl ShardRead<'_> {
     }
 
     fn hash(&self, HashStep { bytes, parts, tensors }: &HashStep) -> Result<StepHashes> {
-        let own = |boundaries| ChunkHasher::of_parts(boundaries, parts.clone());
-        let mut own = self.boundaries.clone().map(own);
+        let of_parts = |boundaries| ChunkHasher::of_parts(boundaries, parts.clone());
+        let mut own = self.boundaries.clone().map(of_parts);
         let mut recorded = self.recorded.clone().map(ChunkHasher::new);
         let mut whole = self.sha256.then(Sha256::new);
         let mut described = Vec::new();

@@ -95,8 +95,8 @@ impl DtypeCast {
         }
         if let Some(path) = path_after("like:") {
             let map = read(Path::new(path), OptionFile::Dtypes)
-                .and_then(|(path, text)| DtypeMap::parse(&path, &text));
-            let map = map.map_err(|why| format!("a checkpoint with dtypes; {why}"))?;
+                .and_then(|(path, text)| DtypeMap::parse(&path, &text))
+                .map_err(|why| format!("a checkpoint with dtypes; {why}"))?;
             return Ok(DtypeCast::Like(Arc::new(map)));
         }
         Err("bf16, f16, f32, map=FILE or like:FILE".to_owned())

@@ -184,7 +184,7 @@ fn view_of(table: &Table, read: ReadFile<'_>) -> Result<View, String> {
     for (key, value) in table {
         let is_list = LISTS.contains(&key.as_str());
         let text = |value: &Value| value.as_str().map(str::to_owned);
-        let strings: Option<Vec<String>> = match value {
+        let given: Option<Vec<String>> = match value {
             Value::String(value) => Some(vec![value.clone()]),
             Value::Integer(value) if NUMBERS.contains(&key.as_str()) => {
                 Some(vec![value.to_string()])
@@ -192,7 +192,7 @@ fn view_of(table: &Table, read: ReadFile<'_>) -> Result<View, String> {
             Value::Array(values) if is_list => values.iter().map(text).collect(),
             _ => None,
         };
-        let strings = strings.ok_or_else(|| {
+        let strings = given.ok_or_else(|| {
             let or_list = if is_list { " or a list of strings" } else { "" };
             format!("{key}: expected a string{or_list}, found {}", value.type_str())
         })?;

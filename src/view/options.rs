@@ -237,8 +237,11 @@ impl View {
     pub fn files_read(&self) -> impl Iterator<Item = (&Path, Digest)> {
         let dtypes = self.dtype.as_ref().and_then(DtypeCast::read_from);
         let rules = self.rename.iter().map(|rules| (rules.path(), rules.digest()));
-        let cuts = self.shard.iter().filter_map(|shard| shard.rules.as_ref());
-        let cuts = cuts.filter_map(|rules| Some((rules.path()?, rules.digest())));
+        let cuts = self
+            .shard
+            .iter()
+            .filter_map(|shard| shard.rules.as_ref())
+            .filter_map(|rules| Some((rules.path()?, rules.digest())));
         self.files.read_from().into_iter().chain(rules).chain(dtypes).chain(cuts)
     }
 

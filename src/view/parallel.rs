@@ -177,7 +177,10 @@ impl OneRank {
         let size = tensor.shape[dim];
         let position = tensor.position() as u32;
         let ranges = match &cut.units {
-            Some(units) => vec![self.unit_range(config.units(units)?, cut.replicate, size, dim)?],
+            Some(units) => {
+                let (units, name) = config.units(units)?;
+                vec![self.unit_range(units, &name, cut.replicate, size, dim)?]
+            }
             None => self.part_ranges(&cut.parts, size, dim)?,
         };
         let parts = ranges.into_iter().map(|range| (position, range)).collect();
@@ -187,7 +190,8 @@ impl OneRank {
     /// The indices of the rank in a dimension of `units` equal units.
     fn unit_range(
         &self,
-        (units, name): (u64, String),
+        units: u64,
+        name: &str,
         replicate: bool,
         size: u64,
         dim: usize,

@@ -168,8 +168,8 @@ impl RenameRules {
                      checkpoint first, with tensorfs consolidate"
                 )));
             }
-            let sizes = part_sizes(rule.sizes.as_deref(), rule.to.len() as u64, tensor.shape[dim]);
-            let sizes = sizes.map_err(|why| fail(&format!("{why} in dimension {dim}")))?;
+            let sizes = part_sizes(rule.sizes.as_deref(), rule.to.len() as u64, tensor.shape[dim])
+                .map_err(|why| fail(&format!("{why} in dimension {dim}")))?;
             let mut start = 0;
             for (to, size) in rule.to.iter().zip(sizes) {
                 let name = found.renamed(tensor.name, to);
@@ -261,9 +261,8 @@ impl RenameRules {
         }
         let positions: Vec<u32> = operands.iter().flatten().copied().collect();
         let first = catalog.tensor_at(positions[0] as usize);
-        let dim = join.map_or(0, |(_, dim)| dim);
-        let dim =
-            dim_of(dim, &first).map_err(|why| fail(format!("{} {why}", quoted(first.name))))?;
+        let dim = dim_of(join.map_or(0, |(_, dim)| dim), &first)
+            .map_err(|why| fail(format!("{} {why}", quoted(first.name))))?;
         if let Some(other) = there().find(|other| !may_join(&first, other, dim)) {
             return Err(fail(format!(
                 "{} is {} {:?} and {} is {} {:?}; tensors that are joined in dimension {dim} have \
@@ -281,8 +280,8 @@ impl RenameRules {
         if total.is_none() {
             return Err(fail(format!("the sizes in dimension {dim} pass 2^64")));
         }
-        let parts = positions.iter().map(|&position| (position, 0..size(position))).collect();
-        let parts = Some(Box::new(TensorParts { dim, parts }));
+        let whole = positions.iter().map(|&position| (position, 0..size(position))).collect();
+        let parts = Some(Box::new(TensorParts { dim, parts: whole }));
         Ok(NamedTensor { name, position: positions[0], parts, rule: Some(rule) })
     }
 

@@ -225,10 +225,12 @@ impl<R> RuleTable<R> {
             NamePattern::Exact(_) => "from",
             NamePattern::Regex(_) => "regex",
         };
-        let names = given.iter().map(|one| match one {
-            NamePattern::Exact(text) | NamePattern::Regex(text) => quoted(text),
-        });
-        let names: Vec<String> = names.collect();
+        let names: Vec<String> = given
+            .iter()
+            .map(|one| match one {
+                NamePattern::Exact(text) | NamePattern::Regex(text) => quoted(text),
+            })
+            .collect();
         self.labels.push(format!("{number}, {word} = {}", names.join(", ")));
         for (operand, one) in given.iter().enumerate() {
             match one {

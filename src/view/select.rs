@@ -36,8 +36,8 @@ impl NameGlob {
         if text.is_empty() || text.len() > GLOB_LEN_MAX {
             return Err(format!("a glob of 1 to {GLOB_LEN_MAX} bytes, like model.layers.0.*"));
         }
-        let glob = GlobBuilder::new(text).literal_separator(false).build();
-        let glob = glob.map_err(|e| format!("a glob; {}", e.kind()))?;
+        let built = GlobBuilder::new(text).literal_separator(false).build();
+        let glob = built.map_err(|e| format!("a glob; {}", e.kind()))?;
         Ok(NameGlob { text: text.to_owned(), matcher: glob.compile_matcher() })
     }
 
@@ -90,8 +90,10 @@ pub(super) fn select(
             selected.push(tensor.position() as u32);
         }
     }
-    let words = include.iter().map(|glob| ("include", glob));
-    let mut words = words.chain(exclude.iter().map(|glob| ("exclude", glob)));
+    let mut words = include
+        .iter()
+        .map(|glob| ("include", glob))
+        .chain(exclude.iter().map(|glob| ("exclude", glob)));
     if let Some(unused) = used.iter().position(|used| !used)
         && let Some((word, glob)) = words.nth(unused)
     {

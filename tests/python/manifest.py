@@ -8,7 +8,7 @@ from pathlib import Path
 import oracle
 from mounts import FIXTURES
 
-KINDS = {"safetensors", "hf_single", "hf_sharded", "hf_shards_without_index", "dcp", "bintensors", "tensorizer"}
+KINDS = {"safetensors", "hf_single", "hf_sharded", "hf_shards_without_index", "dcp", "bintensors", "tensorizer", "torch"}
 
 
 class Entry:
@@ -33,6 +33,8 @@ class Entry:
         if self.kind == "safetensors":
             return self.source.name
         if self.kind in ("bintensors", "tensorizer"):
+            return f"{self.source.stem}.safetensors"
+        if self.kind == "torch" and self.source.is_file():
             return f"{self.source.stem}.safetensors"
         if self.kind == "hf_single":
             return self.fields["single"]
@@ -65,6 +67,9 @@ class Entry:
             return oracle.from_bintensors(self.source, older=self.fields["layout"].startswith("legacy"))
         if self.kind == "tensorizer":
             return oracle.from_tensorizer(self.source)
+        if self.kind == "torch":
+            paths = [self.source] if self.source.is_file() else list(self.source.glob("*.bin"))
+            return oracle.from_torch(paths)
         return (self.source / self.shown if self.source.is_dir() else self.source).read_bytes()
 
 

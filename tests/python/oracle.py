@@ -4,11 +4,15 @@ Shares nothing with tensorfs: it reads the shards, places the pieces and writes 
 that a mounted file can be compared with it byte for byte.
 """
 
+import collections
 import dataclasses
 import hashlib
+import io
 import json
 import math
+import pickle
 import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -239,6 +243,89 @@ def from_tensorizer(path):
             zeros += len(content)
         tensors.append(Tensor(name, dtype, shape, content, (0, start)))
     return write(tensors, {})
+
+
+def from_torch(paths):
+    """The virtual file of files of torch.save, by Python's own unpickler and zip reader."""
+    tensors = []
+    for path in sorted(paths, key=lambda p: numeric(p.name)):
+        data = path.read_bytes()
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        (pkl,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        # Not by `read`: torch may write 0 in place of each CRC.
+        begin, length = _stored_at(data, archive.getinfo(pkl)), archive.getinfo(pkl).file_size
+        root = _TorchUnpickler(io.BytesIO(data[begin : begin + length])).load()
+        folder = pkl.removesuffix("data.pkl")
+        for name, (storage, offset, shape, dtype) in _torch_names(root).items():
+            size = BITS[dtype] // 8
+            start = _stored_at(data, archive.getinfo(f"{folder}data/{storage[1]}"))
+            start += offset * size if math.prod(shape) else 0
+            content = data[start : start + math.prod(shape) * size]
+            tensors.append(Tensor(name, dtype, list(shape), content, (numeric(path.name), start)))
+    return write(tensors, {"format": "pt"})
+
+
+def _stored_at(data, info):
+    """Where the bytes of a stored entry begin."""
+    header = info.header_offset
+    return header + 30 + sum(int.from_bytes(data[header + at : header + at + 2], "little") for at in (26, 28))
+
+
+TORCH_DTYPES = {
+    "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
+    "Char": "I8", "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
+}
+
+
+class _TorchTensor(tuple):
+    """Storage, offset, shape and dtype."""
+
+
+class _Unknown(dict):
+    def __init__(self, *args):
+        super().__init__()
+
+    def __setstate__(self, state):
+        pass
+
+
+class _TorchUnpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        if name.endswith("Storage"):
+            return TORCH_DTYPES.get(name.removesuffix("Storage"))
+        if name in ("_rebuild_tensor", "_rebuild_tensor_v2"):
+            return lambda storage, offset, shape, *_: _TorchTensor((storage, offset, shape, storage[0]))
+        if name == "_rebuild_tensor_v3":
+            return lambda storage, offset, shape, stride, grad, hooks, dtype, *_: _TorchTensor(
+                (storage, offset, shape, dtype)
+            )
+        if name.startswith("_rebuild_parameter"):
+            return lambda tensor, *_: tensor
+        if name == "_rebuild_from_type_v2":
+            return lambda function, kind, args, state: function(*args)
+        if module == "torch" and name in TORCH_DTYPES:
+            return TORCH_DTYPES[name]
+        return collections.OrderedDict if name == "OrderedDict" else _Unknown
+
+    def persistent_load(self, key):
+        return key[1:3]
+
+
+def _torch_names(root):
+    """The tensors of the root, or of the one dict of a model in it, by name."""
+    models = [key for key in ("state_dict", "model", "module") if isinstance(root.get(key), dict)]
+    return dict(_torch_paths(root[models[0]] if models else root))
+
+
+def _torch_paths(value):
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in pairs:
+        if isinstance(inner, _TorchTensor):
+            yield str(key), inner
+        elif isinstance(inner, (dict, list, tuple)):
+            yield from ((f"{key}.{name}", tensor) for name, tensor in _torch_paths(inner))
 
 
 def _merge(metadata, more):

@@ -41,7 +41,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("src/consolidate/tensorizer.rs", "writes to this machine"),
     ("src/loader/cufile.rs", "cuFile reads descriptors; asks local()"),
     ("mount/src/fs/access.rs", "permission bits; nobody may read another store by them"),
-    ("mount/src/fs/adapter/handover.rs", "passes descriptors on; asks local()"),
+    ("mount/src/fs/adapter/takeover.rs", "passes descriptors on; asks local()"),
     ("mount/src/fs/adapter/opening.rs", "the kernel serves descriptors; asks local()"),
     ("mount/src/fs/adapter/passthrough.rs", "the kernel serves descriptors"),
     ("mount/src/fs/attributes.rs", "permission bits; nobody may read another store by them"),

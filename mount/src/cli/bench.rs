@@ -124,12 +124,12 @@ fn bench(args: &BenchArgs) -> Outcome {
     take_signals();
     clean_up_on_signals();
     let mut made = None;
-    let source = match (&args.source, args.make) {
+    let named = match (&args.source, args.make) {
         (Some(source), _) => source.clone(),
         (None, Some(_)) => made.insert(make_checkpoint(args)?).path().to_owned(),
         (None, None) => return Err(Failure::Usage("no source".to_owned())),
     };
-    let source = std::path::absolute(&source)
+    let source = std::path::absolute(named)
         .map_err(|e| Failure::Failed(format!("the working directory is gone: {e}")))?;
     let open =
         OpenOptions { secret: options.open_with_secret().map_err(Failure::Failed)?.secret, ..open };
@@ -190,10 +190,10 @@ fn make_checkpoint(args: &BenchArgs) -> Result<Scratch, Failure> {
     let made = args.make.as_ref().and_then(ValueEnum::to_possible_value);
     let name = made.as_ref().map_or("", |value| value.get_name());
     let size = args.size.to_string();
+    let scratch_path = scratch.path().as_os_str();
     let words = ["--make", name, "--size", &size, "--dir"].map(OsStr::new);
-    let words = [&words[..], &[scratch.path().as_os_str()]].concat();
     progress(&format!("making a checkpoint of {}", shown_size(args.size)));
-    worker::run("make", &words, limit(args, args.size))?;
+    worker::run("make", &[&words[..], &[scratch_path]].concat(), limit(args, args.size))?;
     Ok(scratch)
 }
 
@@ -340,9 +340,9 @@ fn title(facts: &Value) -> String {
         format!("{kind} on {device}, readahead {} KiB", text(&on["readahead_kib"]))
     };
     let (source, against, evict) = (&facts["source"], &facts["against"], &facts["evict"]);
-    let options = facts["mount"]["options"].as_array().into_iter().flatten();
-    let options: Vec<&str> = options.filter_map(Value::as_str).collect();
-    let options = if options.is_empty() { "none".to_owned() } else { shown(&options.join(",")) };
+    let given = facts["mount"]["options"].as_array().into_iter().flatten();
+    let words: Vec<&str> = given.filter_map(Value::as_str).collect();
+    let options = if words.is_empty() { "none".to_owned() } else { shown(&words.join(",")) };
     let checked = if evict["checked"] == true { "checked" } else { "not checked" };
     format!(
         "tensorfs {}, Linux {}, {} cores, {} of memory\n\

@@ -60,8 +60,8 @@ fn commands_with_mounts() -> Vec<String> {
 fn flags_with_values(commands: &[String]) -> Vec<String> {
     let cli = Cli::command();
     let commands = commands.iter().filter_map(|name| cli.find_subcommand(name));
-    let flags = commands.flat_map(|command| command.get_opts());
-    let mut flags: Vec<String> = flags
+    let mut flags: Vec<String> = commands
+        .flat_map(|command| command.get_opts())
         .filter(|flag| flag.get_action().takes_values())
         .flat_map(|flag| {
             let long = flag.get_long().map(|long| format!("--{long}"));
@@ -108,8 +108,8 @@ fn zsh(script: &str) -> String {
                 [] => ":value: ".to_owned(),
                 words => format!(":value:({})", words.join(" ")),
             };
-            let about = if row.len() == 1 { first.explanation } else { "" };
-            let about = about.replace('\'', "").replace(['[', ']', ':'], " ");
+            let explanation = if row.len() == 1 { first.explanation } else { "" };
+            let about = explanation.replace('\'', "").replace(['[', ']', ':'], " ");
             let name = key.trim_end_matches('=');
             let _ = writeln!(options, "            '*{name}[{about}]{action}' \\");
         }

@@ -208,8 +208,8 @@ impl Conversion<'_> {
         let target_name = target.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let stem = target_name.strip_suffix(self.to.suffix()).unwrap_or(target_name);
         let view = View { files, ..View::default() };
-        let specs = arrange(stem, checkpoint.catalog(), &view);
-        let specs = specs.map_err(|fault| checkpoint.refused(fault))?;
+        let specs = arrange(stem, checkpoint.catalog(), &view)
+            .map_err(|fault| checkpoint.refused(fault))?;
         if specs.len() > 1 && (stem.is_empty() || stem.starts_with('.')) {
             return Err(Failure::Usage(format!(
                 "{}: begins with a dot, and several files with hidden names are no checkpoint; give \
@@ -221,8 +221,10 @@ impl Conversion<'_> {
             [] | [_] => vec![FileSpec::saved(stem, OutputFormat::default())],
             _ => specs,
         };
-        let files = specs.iter().map(|spec| TensorizerFile::new(&checkpoint, spec, key));
-        let files = files.collect::<tensorfs::Result<Vec<TensorizerFile>>>()?;
+        let files = specs
+            .iter()
+            .map(|spec| TensorizerFile::new(&checkpoint, spec, key))
+            .collect::<tensorfs::Result<Vec<TensorizerFile>>>()?;
         let bytes = files.iter().map(TensorizerFile::len).fold(0, u64::saturating_add);
         let written = WrittenFiles { files: files.len(), bytes, digest: None };
         let options = self.write_options();
@@ -240,8 +242,8 @@ impl Conversion<'_> {
             path: file.name().into(),
             content: OutlineContent::Tensorizer(file),
         }));
-        let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new("."));
+        let parent = target.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = parent.unwrap_or(Path::new("."));
         self.watched(bytes, &mut |_| (), |watch| {
             copier.write_folder(&outline, folder, options, watch)
         })?;
@@ -305,8 +307,8 @@ impl Conversion<'_> {
             }
             return reported(target, print_json(&report));
         }
-        let digest = digest.as_ref();
-        let digest = digest.map_or(String::new(), |(name, digest)| format!(", {name} {digest}"));
+        let digest =
+            digest.as_ref().map_or(String::new(), |(name, digest)| format!(", {name} {digest}"));
         let verified = if self.args.verify { ", read back and compared" } else { "" };
         let count = if *files == 1 { String::new() } else { format!("{files} files, ") };
         let mut text = format!(

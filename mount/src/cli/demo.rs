@@ -59,10 +59,10 @@ pub(super) fn run(args: &args::DemoArgs) -> Outcome {
     take_signals();
     clean_up_on_signals();
     let template = std::env::temp_dir().join("tensorfs-demo-XXXXXX");
-    let root = nix::unistd::mkdtemp(&template)
+    let made = nix::unistd::mkdtemp(&template)
         .map_err(|e| Failure::Failed(format!("{}: {e}", shown_path(&template))))?;
     // The mount table has no links in its paths.
-    let root = fs::canonicalize(&root).unwrap_or(root);
+    let root = fs::canonicalize(&made).unwrap_or(made);
     let outcome = demo(&root);
     let mount = root.join("mnt");
     if let Err(e) = take_off(&mount) {
@@ -156,9 +156,9 @@ fn compare(file: &Path) -> Result<(usize, u64), Failure> {
     File::open(file).and_then(|mut f| f.read_to_end(&mut content)).map_err(failed)?;
     let prefix = content.first_chunk().ok_or_else(|| wrong("shorter than 8 bytes".into()))?;
     let start = 8 + u64::from_le_bytes(*prefix) as usize;
-    let header = content.get(8..start).ok_or_else(|| wrong("no header".into()))?;
+    let json = content.get(8..start).ok_or_else(|| wrong("no header".into()))?;
     let header: BTreeMap<String, Value> =
-        serde_json::from_slice(header).map_err(|e| wrong(format!("bad header: {e}")))?;
+        serde_json::from_slice(json).map_err(|e| wrong(format!("bad header: {e}")))?;
     for (number, tensor) in tensors().iter().enumerate() {
         let Tensor { name, dtype, shape } = tensor;
         let entry = header.get(name).ok_or_else(|| wrong(format!("no tensor {name}")))?;

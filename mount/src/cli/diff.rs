@@ -78,9 +78,9 @@ pub(super) fn run(args: &args::DiffArgs) -> Outcome {
         || !found.added.is_empty()
         || !found.renamed.is_empty();
     if args.source.json {
-        print_json(&to_json(args, (&first, &second), &found, differs))?;
+        print_json(&to_json(args, &first, &second, &found, differs))?;
     } else if differs {
-        print_text(&to_text(args, (&first, &second), &found))?;
+        print_text(&to_text(args, &first, &second, &found))?;
     }
     if differs { Err(Failure::Told) } else { Ok(()) }
 }
@@ -124,7 +124,7 @@ fn compare_bytes(
         let old = first.checkpoint.catalog().tensor_at(pair.first);
         let new = second.checkpoint.catalog().tensor_at(pair.second);
         let are_zeros = zeros_of(&old).is_some_and(|zeros| zeros_of(&new) == Some(zeros));
-        are_zeros || is_stored_once((&first.checkpoint, &old), (&second.checkpoint, &new))
+        are_zeros || places(&first.checkpoint, &old) == places(&second.checkpoint, &new)
     };
     let (mut old_wanted, mut new_wanted) = (Vec::new(), Vec::new());
     for pair in found.pairs.iter_mut().filter(|pair| pair.same_shape && pair.same_dtype) {
@@ -172,17 +172,14 @@ fn zeros_of(tensor: &Tensor<'_>) -> Option<Dtype> {
     (tensor.len > 0 && tensor.is_stored_zeros()).then_some(tensor.stored)
 }
 
-/// Whether both tensors are the same bytes of the same files, as hard links and links are.
-fn is_stored_once(old: (&Checkpoint, &Tensor<'_>), new: (&Checkpoint, &Tensor<'_>)) -> bool {
-    let places = |(checkpoint, tensor): (&Checkpoint, &Tensor<'_>)| -> Vec<_> {
-        let place = |piece: tensorfs::Piece<'_>| {
-            let version = checkpoint.sources()[piece.shard.0 as usize].version();
-            let lists = [piece.offset, piece.shape, piece.stored_shape].map(<[u64]>::to_vec);
-            (version.file(), piece.range, lists)
-        };
-        tensor.pieces().map(place).collect()
+/// Where the pieces of a tensor lie, the same for hard links and links to one file.
+fn places(checkpoint: &Checkpoint, tensor: &Tensor<'_>) -> Vec<impl PartialEq + use<>> {
+    let place = |piece: tensorfs::Piece<'_>| {
+        let version = checkpoint.sources()[piece.shard.0 as usize].version();
+        let lists = [piece.offset, piece.shape, piece.stored_shape].map(<[u64]>::to_vec);
+        (version.file(), piece.range, lists)
     };
-    places(old) == places(new)
+    tensor.pieces().map(place).collect()
 }
 
 impl DiffSide {
@@ -265,7 +262,8 @@ fn described(tensor: &Tensor<'_>) -> String {
 
 fn to_text(
     args: &args::DiffArgs,
-    (first, second): (&DiffSide, &DiffSide),
+    first: &DiffSide,
+    second: &DiffSide,
     found: &Difference,
 ) -> String {
     let (old, new) = (first.checkpoint.catalog(), second.checkpoint.catalog());
@@ -309,7 +307,8 @@ fn to_text(
 
 fn to_json(
     args: &args::DiffArgs,
-    (first, second): (&DiffSide, &DiffSide),
+    first: &DiffSide,
+    second: &DiffSide,
     found: &Difference,
     differs: bool,
 ) -> Value {

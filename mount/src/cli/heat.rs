@@ -83,8 +83,8 @@ fn to_text(told: &Told<HeatReport>, lines: usize) -> String {
         }
         for TensorRow { name, len, bytes, reads, by, .. } in tensors.iter().take(lines) {
             let times = *bytes as f64 / (*len).max(1) as f64;
-            let by = by.iter().filter_map(|index| heat.readers.get(*index));
-            let by: Vec<String> = by.map(reader_text).collect();
+            let readers = by.iter().filter_map(|index| heat.readers.get(*index));
+            let by: Vec<String> = readers.map(reader_text).collect();
             let _ = writeln!(
                 text,
                 "    {:>11} {times:>6.1} {reads:>7}  {}  ({})",

@@ -75,8 +75,8 @@ pub(super) fn run(args: &args::IndexArgs) -> Outcome {
 }
 
 fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<IndexReport> {
-    let refused = proved.sets.iter().filter_map(|set| set.outcome.as_ref().err());
-    let refused: Vec<String> = refused.map(ToString::to_string).collect();
+    let errors = proved.sets.iter().filter_map(|set| set.outcome.as_ref().err());
+    let refused: Vec<String> = errors.map(ToString::to_string).collect();
     let whole = || proved.sets.iter().filter_map(|set| set.outcome.as_ref().ok());
     let index = proved.index?;
     let folder = tree.folder(id);

@@ -33,9 +33,8 @@ pub(super) fn run(args: &args::LoadArgs) -> Outcome {
     let started = Instant::now();
     let gpu = match args.device {
         args::Device::Cpu => None,
-        args::Device::Cuda(ordinal) => Some(Gpu::open(ordinal)?),
+        args::Device::Cuda(ordinal) => Some((Gpu::open(ordinal)?, started.elapsed())),
     };
-    let gpu = gpu.map(|gpu| (gpu, started.elapsed()));
     let started = Instant::now();
     let (checkpoint, notes, _) = one_checkpoint(&args.source, options)?;
     let opened = started.elapsed();

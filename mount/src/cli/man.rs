@@ -28,8 +28,10 @@ fn write_page(command: &Command, folder: &Path) -> io::Result<()> {
 
 /// The page of `command`.
 pub(super) fn page(command: Command) -> io::Result<Vec<u8>> {
-    let after = command.get_after_long_help().or(command.get_after_help());
-    let after = after.map(|text| notes(&text.to_string()));
+    let after = command
+        .get_after_long_help()
+        .or(command.get_after_help())
+        .map(|text| notes(&text.to_string()));
     let has_subcommands = command.get_subcommands().any(|subcommand| !subcommand.is_hide_set());
     let has_version = command.get_version().is_some();
     let man = Man::new(command);
@@ -53,12 +55,11 @@ pub(super) fn page(command: Command) -> io::Result<Vec<u8>> {
 fn breakable(page: &str) -> String {
     let mut text = String::with_capacity(page.len());
     for line in page.lines() {
-        let words = line.split(' ').map(|word| match word.len() {
+        let broken = line.split(' ').map(|word| match word.len() {
             len if len > WORD_MAX => word.replace(',', ",\\:"),
             _ => word.to_owned(),
         });
-        let words: Vec<String> = words.collect();
-        text.push_str(&words.join(" "));
+        text.push_str(&broken.collect::<Vec<_>>().join(" "));
         text.push('\n');
     }
     text

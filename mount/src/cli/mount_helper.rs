@@ -109,12 +109,12 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
                 'v' => call.verbose += 1,
                 'o' | 't' | 'N' => {
                     let attached: String = flags.by_ref().collect();
-                    let value = if attached.is_empty() {
+                    let given = if attached.is_empty() {
                         args.next().and_then(|next| next.into_string().ok())
                     } else {
                         Some(attached)
                     };
-                    let value = value.ok_or_else(|| format!("-{flag} needs a value"))?;
+                    let value = given.ok_or_else(|| format!("-{flag} needs a value"))?;
                     match flag {
                         'o' => call.options.push(value),
                         'N' => {

@@ -161,8 +161,10 @@ impl RawOutput {
             return Err(Failure::Usage(why.to_owned()));
         }
         // Without the buffer of `stdout`, which looks for ends of lines.
-        let copy = io::stdout().as_fd().try_clone_to_owned();
-        let copy = copy.map_err(|e| Failure::Failed(format!("standard output: {e}")))?;
+        let copy = io::stdout()
+            .as_fd()
+            .try_clone_to_owned()
+            .map_err(|e| Failure::Failed(format!("standard output: {e}")))?;
         Ok(RawOutput { file: copy.into() })
     }
 

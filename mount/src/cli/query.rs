@@ -88,8 +88,8 @@ fn short(shown: &[Shown], refused: &[(String, String, Error)]) -> TextTable {
         let path = path_of(directory, name);
         std::iter::once(path).chain(unknown).chain(["refused".to_owned()]).collect()
     };
-    let rows = shown.iter().map(of_set).chain(refused.iter().map(of_refused));
-    let mut rows: Vec<Vec<String>> = rows.collect();
+    let mut rows: Vec<Vec<String>> =
+        shown.iter().map(of_set).chain(refused.iter().map(of_refused)).collect();
     rows.sort();
     TextTable {
         columns: vec![
@@ -127,8 +127,9 @@ pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
     }
     if args.source.json {
         let all = args.tensor.is_none();
-        let sets = shown.iter().filter(|set| all || set.tensors().any(|placed| wanted(&placed)));
-        let sets: Vec<Value> = sets
+        let sets: Vec<Value> = shown
+            .iter()
+            .filter(|set| all || set.tensors().any(|placed| wanted(&placed)))
             .map(|set| {
                 let mut json = set.json(&|placed| set.inspected_json(placed));
                 if let Some(Value::Array(tensors)) = json.get_mut("tensors") {

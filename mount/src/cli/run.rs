@@ -70,8 +70,8 @@ pub(super) fn run(args: &args::RunArgs) -> Result<ExitCode, Failure> {
         .thread_block()
         .and_then(|()| SignalFd::with_flags(&taken, SfdFlags::SFD_CLOEXEC))
         .map_err(|e| failed("cannot take signals", e.into()))?;
-    let template = std::path::absolute(std::env::temp_dir().join("tensorfs-run-XXXXXX"));
-    let template = template.map_err(|e| failed("the working directory is gone", e))?;
+    let template = std::path::absolute(std::env::temp_dir().join("tensorfs-run-XXXXXX"))
+        .map_err(|e| failed("the working directory is gone", e))?;
     let target = nix::unistd::mkdtemp(&template)
         .map_err(|e| failed(&shown_path(&template), io::Error::from(e)))?;
     let end = RunMount::new(args, &words, target).and_then(|mount| serve(args, &mount, &signals));

@@ -55,9 +55,9 @@ pub(super) fn write_checkpoint(folder: &Path, tensors: &[Tensor], cut: Cut) -> i
         Cut::HuggingFace(shards) => write_hugging_face(folder, tensors, shards),
         Cut::Dcp(rows, columns) => {
             for rank in 0..rows * columns {
-                let cell = (rank / columns, rank % columns);
+                let cell = [rank / columns, rank % columns];
                 let parts = tensors.iter().enumerate().filter_map(|(number, tensor)| {
-                    dcp_part(number, &tensor.shape, (rows, columns), cell)
+                    dcp_part(number, &tensor.shape, [rows, columns], cell)
                 });
                 write_dcp_shard(folder, tensors, rank, &parts.collect::<Vec<_>>())?;
             }
@@ -121,21 +121,15 @@ fn write_hugging_face(folder: &Path, tensors: &[Tensor], shards: u64) -> io::Res
 
 /// The part of a tensor that the rank at `cell` of a grid saves. A tensor with one dimension
 /// is whole on the first rank, as replicated ones are.
-fn dcp_part(
-    number: usize,
-    shape: &[u64],
-    (rows, columns): (u64, u64),
-    (row, column): (u64, u64),
-) -> Option<Part> {
+fn dcp_part(number: usize, shape: &[u64], grid: [u64; 2], cell: [u64; 2]) -> Option<Part> {
     let mut part = Part { number, offset: vec![0; shape.len()], shape: shape.to_vec() };
     if shape.len() == 1 {
-        return ((row, column) == (0, 0)).then_some(part);
+        return (cell == [0, 0]).then_some(part);
     }
-    let last = shape.len() - 1;
-    part.shape[0] /= rows;
-    part.offset[0] = row * part.shape[0];
-    part.shape[last] /= columns;
-    part.offset[last] = column * part.shape[last];
+    for (dim, (parts, place)) in [0, shape.len() - 1].into_iter().zip(grid.into_iter().zip(cell)) {
+        part.shape[dim] /= parts;
+        part.offset[dim] = place * part.shape[dim];
+    }
     Some(part)
 }
 

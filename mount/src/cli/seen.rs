@@ -184,8 +184,8 @@ pub(super) fn find(mounts: &[Mount], path: &Path) -> Option<Mount> {
 pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
     let owner = geteuid().as_raw();
     let is_known = |minor: u32| mounts.iter().any(|mount| mount.minor == minor);
-    let sockets = client::sockets_of(owner).into_iter().filter(|(minor, _)| !is_known(*minor));
-    let sockets: Vec<_> = sockets.collect();
+    let mut sockets = client::sockets_of(owner);
+    sockets.retain(|(minor, _)| !is_known(*minor));
     let mut seen = ask(mounts, limit, probe);
     let deadline = Instant::now() + limit;
     for (minor, path) in sockets {
@@ -220,10 +220,10 @@ fn ask_each(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
     owners.sort_unstable();
     owners.dedup();
     let deadline = Instant::now() + limit;
-    let sockets = owners.into_iter().flat_map(|owner| {
+    let of_owner = |owner: u32| {
         client::sockets_of(owner).into_iter().map(move |(minor, path)| (owner, minor, path))
-    });
-    let sockets: Vec<_> = sockets.collect();
+    };
+    let sockets: Vec<_> = owners.into_iter().flat_map(of_owner).collect();
     let ask_one = |mount: Mount| {
         let ours = |(owner, minor, _): &&(u32, u32, PathBuf)| {
             mount.owner == Some(*owner) && mount.minor == *minor

@@ -114,7 +114,7 @@ fn warn_of_idle_rules(mount: &MountConfig) {
     }
     let idle = move || {
         let tree = Tree::scan(&source, &options.open).ok()?;
-        Some(Sharing::new(&options, (0, 0)).idle_rules(&tree))
+        Some(Sharing::new(&options, 0, 0).idle_rules(&tree))
     };
     for glob in unless_stalled(limit, idle).ok().flatten().unwrap_or_default() {
         log::say(&format!("mount {}: {}", mount.name, idle_rule(&glob)));

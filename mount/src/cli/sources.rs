@@ -103,8 +103,8 @@ fn scan_source(
 ) -> Result<Tree, Failure> {
     let index = options.index_dir.folder();
     let given = options.open_with_secret().map_err(Failure::Failed)?;
-    let behind = resolve_mount(&args.source);
-    let behind = behind.and_then(|origin| origin.open_with(&given, options.has_view));
+    let behind =
+        resolve_mount(&args.source).and_then(|origin| origin.open_with(&given, options.has_view));
     let (path, mut open) = behind.unwrap_or_else(|| (args.source.clone(), given));
     if !with_views {
         (open.views, open.hub) = (None, false);

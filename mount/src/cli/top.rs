@@ -123,8 +123,7 @@ fn live(args: &args::TopArgs) -> io::Result<()> {
 /// ends the program.
 fn wait(signals: &SignalFd, end: Instant) -> io::Result<bool> {
     let stdin = io::stdin();
-    let fds = [stdin.as_fd(), signals.as_fd()];
-    let mut fds = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+    let mut fds = [stdin.as_fd(), signals.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
     let rest = end.saturating_duration_since(Instant::now()).as_millis() + 1;
     poll(&mut fds, PollTimeout::try_from(rest).unwrap_or(PollTimeout::MAX))?;
     if !fds[0].any().unwrap_or(true) {
@@ -304,8 +303,8 @@ fn busy_files(old: Option<&Seen>, new: &Seen) -> Vec<File> {
     let seconds = new.asked.saturating_duration_since(old.asked).as_secs_f64().max(0.001);
     let busy = files(new).into_iter().filter_map(|file| {
         let before = earlier.iter().find(|old| old.path == file.path);
-        let before = before.map_or(0, |old| old.bytes_served);
-        let rate = file.bytes_served.saturating_sub(before) as f64 / seconds;
+        let served_before = before.map_or(0, |old| old.bytes_served);
+        let rate = file.bytes_served.saturating_sub(served_before) as f64 / seconds;
         let path = shown_path(&new.target.join(file.path.trim_start_matches('/')));
         (rate > 0.0).then_some(File { rate, open: file.open, path })
     });

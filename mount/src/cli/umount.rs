@@ -14,7 +14,7 @@ use super::seen;
 use crate::daemon::attach::{Detach, abort_connection, detach};
 use crate::daemon::client;
 use crate::log;
-use crate::node::handover;
+use crate::node::suspension;
 
 /// How long a mount may take to show that it is dead. The kernel answers for a dead one at once.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -92,7 +92,7 @@ pub(super) fn abort(target: &Path, minor: Option<u32>) -> Outcome {
 fn remove_dead(targets: &[PathBuf]) -> Outcome {
     // Nobody serves the mounts of a service that is being restarted, so a probe would wait. The next
     // start removes those that are dead.
-    if handover::is_restart() {
+    if suspension::is_restart() {
         return Ok(());
     }
     let failed = |e: io::Error| Failure::Failed(format!("cannot read the mount table: {e}"));

@@ -131,9 +131,9 @@ impl VerifyReport {
         let strict = args.strict && self.unproven;
         let source = shown_path(&tree.source);
         // Parts of the tree that the scan left out are not verified. `open_bytes` has warned of them.
-        let partial = tree.left_out.summary().filter(|_| tree.left_out.is_partial());
+        let left_out = tree.left_out.summary().filter(|_| tree.left_out.is_partial());
         let partial =
-            partial.map(|why| (json!(ErrorKind::Usage.as_str()), format!("{source}: {why}")));
+            left_out.map(|why| (json!(ErrorKind::Usage.as_str()), format!("{source}: {why}")));
         let refusal = self.first_refusal.as_ref().or(partial.as_ref());
         let ok = refusal.is_none() && !strict;
         if args.source.json {
@@ -289,8 +289,8 @@ impl Judged {
     }
 
     fn notes(&self, directory: &Path) -> Vec<String> {
-        let place = shown_path(directory);
-        let place = if place.is_empty() { place } else { format!("{place}: ") };
+        let folder = shown_path(directory);
+        let place = if folder.is_empty() { folder } else { format!("{folder}: ") };
         let notes = self.verified.notes.iter().map(|note| format!("{place}{note}"));
         notes.chain(self.doubt.clone()).collect()
     }
@@ -340,8 +340,8 @@ impl Judged {
     fn sha256_lines(&self, folder: &Path) -> Vec<u8> {
         let mut lines = Vec::new();
         for (name, sum) in &self.verified.sha256 {
-            let path = folder.join(name);
-            let path = path.as_os_str().as_encoded_bytes();
+            let joined = folder.join(name);
+            let path = joined.as_os_str().as_encoded_bytes();
             let special = |byte: &u8| matches!(byte, b'\\' | b'\n' | b'\r');
             if path.iter().any(special) {
                 lines.push(b'\\');

@@ -249,8 +249,8 @@ fn add_tensor(
         let ranges = &mut ranges[piece.shard.0 as usize];
         let to = OuterBox { shape: tensor.shape, offset: piece.offset };
         let bits = tensor.stored.bits();
-        let rows = StridedCopy::of_piece(piece.stored_shape, to, piece.shape, bits);
-        let rows = rows.map_err(|fault| Failure::Failed(format!("{}: {fault}", tensor.name)))?;
+        let rows = StridedCopy::of_piece(piece.stored_shape, to, piece.shape, bits)
+            .map_err(|fault| Failure::Failed(format!("{}: {fault}", tensor.name)))?;
         for part in wanted.iter().filter_map(|wanted| rows.inside(wanted)) {
             if piece.is_contiguous() {
                 let start = piece.range.start;
@@ -386,8 +386,8 @@ fn ranges_of(
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let mut reader = OpenWeights { file, len };
     let detected = InputFormat::detect(&name, &mut reader).map_err(|e| e.to_string())?;
-    let detected = detected.map_err(|fault| fault.to_string())?;
-    let parsed = detected.parse(&name, &mut reader).map_err(|e| e.to_string())?;
+    let format = detected.map_err(|fault| fault.to_string())?;
+    let parsed = format.parse(&name, &mut reader).map_err(|e| e.to_string())?;
     let description = parsed.map_err(|fault| fault.to_string())?;
     let mut places: BTreeMap<&str, Range<u64>> = BTreeMap::new();
     let mut all: Vec<_> = description.tensors().map(|tensor| (tensor.start, tensor.name)).collect();

@@ -66,8 +66,11 @@ pub(crate) fn attach(target: &Path, fsname: &str, options: &Options) -> Result<A
 }
 
 fn attach_directly(target: &Path, fsname: &str, options: &Options) -> nix::Result<OwnedFd> {
-    let device = File::options().read(true).write(true).open(DEVICE);
-    let device = device.map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO)))?;
+    let device = File::options()
+        .read(true)
+        .write(true)
+        .open(DEVICE)
+        .map_err(|e| Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO)))?;
     let mut flags = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     flags.set(MsFlags::MS_NOEXEC, options.noexec);
     flags.set(MsFlags::MS_NOATIME, options.noatime);
@@ -122,8 +125,8 @@ fn attach_by_fusermount(target: &Path, fsname: &str, options: &Options) -> Resul
         _ => fail(e),
     })?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        let said = said.lines().last().unwrap_or("no reason given").trim();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let said = errors.lines().last().unwrap_or("no reason given").trim();
         let hint = if said.contains("user_allow_other") {
             "; add `user_allow_other` to /etc/fuse.conf or leave out -o allow_other"
         } else if said.contains("open /dev/fuse: Permission denied") {

@@ -186,8 +186,10 @@ pub(crate) fn serve(
     }
     log_in(options.log_format, log_file.is_some())?;
     log::set_mount(target);
-    let received = handed.map(|handed| Received::read(handed, source, target, &options));
-    let received = received.transpose().map_err(|why| format!("cannot be taken over: {why}"))?;
+    let received = handed
+        .map(|handed| Received::read(handed, source, target, &options))
+        .transpose()
+        .map_err(|why| format!("cannot be taken over: {why}"))?;
     let mut plan = match &received {
         Some(received) => session::plan_takeover(source, target, received, options)?,
         None => session::plan(source, target, options)?,
@@ -227,8 +229,11 @@ pub(crate) fn serve(
 fn words_of(options: &Options) -> String {
     let (given, defaults) = (options.to_json(), Options::default().to_json());
     let defaults = Options::words(&defaults);
-    let words = Options::words(&given).into_iter().filter(|word| !defaults.contains(word));
-    let words: Vec<String> = words.map(|word| shown(&word)).collect();
+    let words: Vec<String> = Options::words(&given)
+        .into_iter()
+        .filter(|word| !defaults.contains(word))
+        .map(|word| shown(&word))
+        .collect();
     if words.is_empty() { "ro".to_owned() } else { words.join(",") }
 }
 

@@ -152,9 +152,9 @@ fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
 pub(crate) fn let_go() {
     let Ok(nothing) = File::open("/dev/null") else { return };
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().filter_map(Result::ok);
-    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<RawFd>().ok());
-    // Before the first one is closed: the folder itself is among them.
-    let numbers: Vec<RawFd> = numbers.collect();
+    // Collected before the first one is closed: the folder itself is among them.
+    let numbers: Vec<RawFd> =
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
     for number in numbers {
         let path = std::fs::read_link(format!("/proc/self/fd/{number}"));
         if path.is_ok_and(|path| path.ends_with(DEVICE_NAME)) {

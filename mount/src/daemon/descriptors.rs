@@ -18,8 +18,8 @@ const FDS_MAX: usize = 253;
 /// If the peer has ended, or takes no message now.
 pub(crate) fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
-    let rights = [ControlMessage::ScmRights(&fds)];
-    let rights = if fds.is_empty() { &[] } else { &rights[..] };
+    let with_fds = [ControlMessage::ScmRights(&fds)];
+    let rights = if fds.is_empty() { &[] } else { &with_fds[..] };
     let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
     let data = [IoSlice::new(bytes)];
     sendmsg::<()>(socket.as_fd().as_raw_fd(), &data, rights, flags, None)?;

@@ -20,7 +20,7 @@ use super::connection::Handshake;
 use super::descriptors::Parcel;
 use super::read_path::ReadPath;
 use super::server::KernelServer;
-use crate::fs::adapter::handover::{Carried, CarriedFs};
+use crate::fs::adapter::takeover::{Carried, CarriedFs};
 use crate::options::Options;
 
 /// First bytes of a state.
@@ -114,7 +114,8 @@ impl Giver {
     /// Hands over what `server` serves on `target`. `mount` is what was ordered, and what it reads.
     pub(super) fn new(
         server: KernelServer,
-        (mount, read): (MountIdentity, ReadPath),
+        mount: MountIdentity,
+        read: ReadPath,
         target: &Path,
         by_fusermount: bool,
         minor: Option<u32>,
@@ -160,17 +161,16 @@ impl Giver {
     }
 
     fn write(&self, carried: Carried) -> io::Result<(OwnedFd, Vec<OwnedFd>)> {
-        let Carried { facts, contents, files } = carried;
-        let facts = Facts {
+        let Carried { facts: fs, contents, files } = carried;
+        let facts = serde_json::to_vec(&Facts {
             mount: self.mount.clone(),
             read: self.read.clone(),
             target: self.target.clone().into(),
             by_fusermount: self.by_fusermount,
             minor: self.minor,
             handshake: self.server.handshake().clone(),
-            fs: facts,
-        };
-        let facts = serde_json::to_vec(&facts)?;
+            fs,
+        })?;
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let mut state = File::from(memfd_create(c"tensorfs-state", flags)?);
         state.write_all(MAGIC)?;
@@ -255,10 +255,12 @@ fn parse(state: &File) -> Result<(Facts, Vec<u8>), String> {
         ));
     }
     let facts_len = word(2);
-    let facts = HEADER.checked_add(facts_len as usize).and_then(|end| bytes.get(HEADER..end));
-    let facts = facts.ok_or_else(|| format!("the state has no {facts_len} bytes of facts"))?;
-    let facts_end = HEADER + facts.len();
-    let facts = serde_json::from_slice(facts).map_err(|e| format!("the state is wrong: {e}"))?;
+    let end = HEADER.checked_add(facts_len as usize);
+    let text = end
+        .and_then(|end| bytes.get(HEADER..end))
+        .ok_or_else(|| format!("the state has no {facts_len} bytes of facts"))?;
+    let facts_end = HEADER + text.len();
+    let facts = serde_json::from_slice(text).map_err(|e| format!("the state is wrong: {e}"))?;
     bytes.drain(..facts_end);
     Ok((facts, bytes))
 }

@@ -201,8 +201,8 @@ fn mount_at(path: &Path) -> io::Result<u32> {
 /// The number of the mount that `file`, opened by `open_path`, lies on.
 fn mount_of(file: &File) -> io::Result<u32> {
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
-    let number = info.lines().find_map(|line| line.strip_prefix("mnt_id:"));
-    let number = number.and_then(|number| number.trim().parse().ok());
+    let text = info.lines().find_map(|line| line.strip_prefix("mnt_id:"));
+    let number = text.and_then(|text| text.trim().parse().ok());
     number.ok_or_else(|| io::Error::other("the kernel tells no number of the mount"))
 }
 

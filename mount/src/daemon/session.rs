@@ -33,7 +33,7 @@ use super::stalled::{READ_MANY, READ_NONE, probe_path, unless_stalled};
 use super::status::{Listable, Status};
 use super::target::{check_links, check_nesting, check_target, warn_of_content};
 use crate::fs::adapter::TensorFs;
-use crate::fs::adapter::handover::{Carried, Takeover};
+use crate::fs::adapter::takeover::{Carried, Takeover};
 use crate::fs::attributes::{Common, models_of};
 use crate::fs::inodes::{Nodes, OutOfDate, SetOutcome, TellKernel};
 use crate::fs::live::Live;
@@ -150,7 +150,7 @@ pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Mou
     let stalls = |why: String| format!("{}: {why}; not mounted", shown_path(target));
     let checked = unless_stalled(options.io_timeout, move || check_target(&place));
     let place = checked.map_err(stalls)??;
-    plan_on(source, (target, place), options, None)
+    plan_on(source, target, place, options, None)
 }
 
 /// As `plan`, for a mount that nobody serves now: nothing asks the mount. It reads what it has read.
@@ -164,14 +164,15 @@ pub(crate) fn plan_takeover(
     options: Options,
 ) -> Result<MountPlan, String> {
     let place = received.target.clone();
-    plan_on(source, (target, place), options, Some(received.read.clone()))
+    plan_on(source, target, place, options, Some(received.read.clone()))
 }
 
 /// `target` and `place` are the mount point as it was given and the absolute one. `before`: what the
 /// mount has read, if it is there already.
 fn plan_on(
     source: &Path,
-    (target, place): (&Path, PathBuf),
+    target: &Path,
+    place: PathBuf,
     mut options: Options,
     before: Option<ReadPath>,
 ) -> Result<MountPlan, String> {
@@ -184,7 +185,7 @@ fn plan_on(
     probe_path(&source, reads, limit).map_err(|why| stalls(&source, why))?;
     probe_options(&mut options, reads)?;
     let asked = source.clone();
-    let plan = move || plan_source((&wanted, &source), (identity, place), options, before);
+    let plan = move || plan_source(&wanted, &source, identity, place, options, before);
     let planned = unless_stalled(limit, plan);
     planned.map_err(|why| stalls(&asked, why))?
 }
@@ -225,8 +226,10 @@ fn refuse_core_dumps() {
 
 /// `given` is the source as it was ordered, `source` the path that it means.
 fn plan_source(
-    (given, source): (&Path, &Path),
-    (identity, target): (MountIdentity, PathBuf),
+    given: &Path,
+    source: &Path,
+    identity: MountIdentity,
+    target: PathBuf,
     mut options: Options,
     before: Option<ReadPath>,
 ) -> Result<MountPlan, String> {
@@ -268,8 +271,7 @@ fn plan_source(
         tracing::warn!("{summary}");
     }
     let live = options.watch() != Watch::Off;
-    let own = (geteuid().as_raw(), getegid().as_raw());
-    let sharing = Sharing::new(&options, own);
+    let sharing = Sharing::new(&options, geteuid().as_raw(), getegid().as_raw());
     let nodes = Arc::new(Nodes::new(tree, checked, live.then_some(options.watch_grace), sharing));
     // A mount that is there stays, even if all its checkpoints are refused now.
     if fresh {
@@ -356,7 +358,8 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
     let fresh = Connected { by_fusermount, connection: Arc::new(fd), received: None };
     let (server, live) = serve(&plan.nodes, &options, fresh, &service).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
-    let giver = Giver::new(server, plan.identity, &target, by_fusermount, minor);
+    let (mount, read) = plan.identity;
+    let giver = Giver::new(server, mount, read, &target, by_fusermount, minor);
     let mut running = Running { target, minor, service, control: None, giver };
     if let Err(e) = running.wait_for_answer() {
         running.take_off();
@@ -383,7 +386,8 @@ pub(crate) fn take_over(plan: MountPlan, received: Received) -> Result<Running, 
     let received = Some((handshake, carried));
     let connected = Connected { by_fusermount, connection: Arc::new(connection), received };
     let (server, live) = serve(&plan.nodes, &options, connected, &service).map_err(fail)?;
-    let giver = Giver::new(server, plan.identity, &target, by_fusermount, minor);
+    let (mount, read) = plan.identity;
+    let giver = Giver::new(server, mount, read, &target, by_fusermount, minor);
     let mut running = Running { target, minor, service, control: None, giver };
     running.finish(plan.nodes, &options, live, request);
     Ok(running)
@@ -456,11 +460,11 @@ fn serve(
     watcher.start(forget)?;
     takeover.into_iter().for_each(Takeover::begin);
     let live = kernel_teller(notifications)
-        .and_then(|tell_kernel| Live::start(nodes.clone(), options, tell_kernel));
-    let live = live.unwrap_or_else(|e| {
-        tracing::error!("changes of the source are not followed: {e}");
-        None
-    });
+        .and_then(|tell_kernel| Live::start(nodes.clone(), options, tell_kernel))
+        .unwrap_or_else(|e| {
+            tracing::error!("changes of the source are not followed: {e}");
+            None
+        });
     Ok((server, live))
 }
 
@@ -489,7 +493,8 @@ fn control(
     running: &Running,
     minor: u32,
     nodes: Arc<Nodes>,
-    (is_public, live): (bool, Option<Arc<Live>>),
+    is_public: bool,
+    live: Option<Arc<Live>>,
 ) -> Option<Control> {
     let (target, source) = (running.target.clone(), nodes.tree().source.clone());
     let facts = control::MountFacts { target, source, minor, is_public };
@@ -545,7 +550,7 @@ impl Running {
             nodes.tree().leave_out(QueueKey::Device(own));
         }
         self.control =
-            self.minor.and_then(|minor| control(self, minor, nodes, (options.allow_other, live)));
+            self.minor.and_then(|minor| control(self, minor, nodes, options.allow_other, live));
     }
 
     /// Hands the mount over to another process.

@@ -90,13 +90,18 @@ pub(crate) fn probe_path(path: &Path, reads: usize, limit: Option<Duration>) -> 
     let mut command = Command::new("/proc/self/exe");
     let reads = format!("--reads={reads}");
     let words = ["internal", "probe-path", &reads, "--"];
-    let command = command.arg0("tensorfs").args(words).arg(path);
-    let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let command = command
+        .arg0("tensorfs")
+        .args(words)
+        .arg(path)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null());
     let failed = |e: io::Error| format!("cannot be accessed: {e}");
     let mut probe = command.spawn().map_err(failed)?;
     let Some(mut answers) = probe.stdout.take() else { return Ok(()) };
-    let timeout = limit.map_or(Ok(PollTimeout::NONE), PollTimeout::try_from);
-    let timeout = timeout.unwrap_or(PollTimeout::MAX);
+    let timeout =
+        limit.map_or(Ok(PollTimeout::NONE), PollTimeout::try_from).unwrap_or(PollTimeout::MAX);
     let mut answer = [0; 64];
     loop {
         let polled = poll(&mut [PollFd::new(answers.as_fd(), PollFlags::POLLIN)], timeout);
@@ -146,8 +151,12 @@ pub(crate) fn answer_probe(probed: &Path, reads: usize) {
     };
     read_from(probed);
     answered();
-    let entries = std::fs::read_dir(probed).into_iter().inspect(|_| answered()).flatten();
-    let entries = entries.inspect(|_| answered()).filter_map(Result::ok);
+    let entries = std::fs::read_dir(probed)
+        .into_iter()
+        .inspect(|_| answered())
+        .flatten()
+        .inspect(|_| answered())
+        .filter_map(Result::ok);
     let weights = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_weights));
     weights.take(reads).for_each(|entry| read_from(&entry.path()));
 }
@@ -158,8 +167,8 @@ type Activity = BTreeMap<String, [u64; 3]>;
 
 /// The activity of all threads of this process but `others`.
 fn activity(others: &Activity) -> Activity {
-    let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-    let threads = threads.filter_map(|thread| {
+    let entries = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let threads = entries.filter_map(|thread| {
         let name = thread.file_name().into_string().ok()?;
         // It may have ended meanwhile.
         let read =
@@ -167,8 +176,8 @@ fn activity(others: &Activity) -> Activity {
         let (status, stat) = (read("status"), read("stat"));
         let waits = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
         // The name of the thread, in parentheses, comes before the numbered fields.
-        let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
-        let mut fields = fields.split_whitespace().skip(11);
+        let numbered = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+        let mut fields = numbered.split_whitespace().skip(11);
         let words = [waits, fields.next(), fields.next()];
         let numbers = words.map(|word| word.and_then(|word| word.trim().parse().ok()).unwrap_or(0));
         Some((name, numbers))

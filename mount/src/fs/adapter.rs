@@ -37,7 +37,7 @@ use super::replies::{
 };
 use crate::serve::blocking::{Fail, PendingReply, current_span, guarded, offload};
 use crate::serve::change_watcher::Watcher;
-use crate::serve::heat::HandleHeat;
+use crate::serve::heat::{HandleHeat, Opener};
 use crate::serve::kernel::{Feature, Init, MAX_REQUEST};
 use crate::serve::page_cache_store::StoreQueue;
 use crate::serve::requests::Operation;
@@ -54,9 +54,9 @@ const CONGESTION: u16 = 96;
 
 mod adopting;
 mod adoption_queue;
-pub(crate) mod handover;
 mod opening;
 mod passthrough;
+pub(crate) mod takeover;
 
 use adopting::Adoptions;
 
@@ -151,11 +151,11 @@ impl FsState {
         node: Arc<Node>,
         opened: Arc<OpenFile>,
         backing: Option<Arc<Backing>>,
-        caller: (u32, u32),
+        opener: Opener,
     ) -> FileHandle {
         self.service.opened(node.ino, &node.path, opened.current().file.cached());
         let fh = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        let (heat, counters) = (node.heat(&self.service.heat, caller), &self.service.counters);
+        let (heat, counters) = (node.heat(&self.service.heat, opener), &self.service.counters);
         if backing.is_some() { &counters.opens_passthrough } else { &counters.opens }.add(1);
         let handle = Arc::new(Handle { node, opened, backing, heat });
         self.handles.write().insert(fh, handle);
@@ -164,7 +164,8 @@ impl FsState {
 
     fn read_file(
         self: &Arc<Self>,
-        (ino, fh): (u64, u64),
+        ino: u64,
+        fh: u64,
         offset: u64,
         size: u32,
         reply: Timed<ReplyData>,
@@ -474,7 +475,7 @@ impl Filesystem for TensorFs {
             pool.spawn(pending, move |pending| {
                 shared.nodes.access_of(&node);
                 if shared.may_see(&node, &caller) {
-                    shared.reply_open(node, (caller.uid, caller.pid), pending);
+                    shared.reply_open(node, Opener { uid: caller.uid, pid: caller.pid }, pending);
                 } else if let Some(reply) = pending.take() {
                     reply.error(Errno::EACCES);
                 }
@@ -497,7 +498,7 @@ impl Filesystem for TensorFs {
         traced(trace_span!("read", ino = ino.0, offset, len = size), || {
             let reply = self.0.timed(Operation::Read, reply);
             self.0.when_adopted(ino.0, reply, move |shared, reply| {
-                shared.read_file((ino.0, fh.0), offset, size, reply);
+                shared.read_file(ino.0, fh.0, offset, size, reply);
             });
         });
     }

@@ -141,7 +141,7 @@ pub(crate) fn of(nodes: &Nodes, node: &Node, caller: &Caller) -> Vec<(&'static s
         let below: BTreeMap<_, _> =
             below.into_iter().map(|(path, (_, hash))| (path, hash)).collect();
         let follows = is_part && !has_rules;
-        let source = source_of(tree, node, (config, &below), (through_mount, follows));
+        let source = source_of(tree, node, config, &below, through_mount, follows);
         let missing = node.is_folder().then(|| nodes.missing(&node.path)).flatten();
         // The reason names the checkpoint.
         let is_told = !has_rules || is_super(uid);
@@ -201,8 +201,10 @@ fn leads_out(tree: &Tree, id: FolderId) -> bool {
 fn source_of(
     tree: &Tree,
     node: &Node,
-    (config, below): (Option<String>, &BTreeMap<PathBuf, String>),
-    (through_mount, follows): (bool, bool),
+    config: Option<String>,
+    below: &BTreeMap<PathBuf, String>,
+    through_mount: bool,
+    follows: bool,
 ) -> Option<String> {
     let found = tree.folder(node.folder());
     let is_made = found.is_made_below_root();

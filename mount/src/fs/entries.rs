@@ -14,10 +14,11 @@ pub(super) fn entries(
 ) -> impl Iterator<Item = (u64, OsString, Arc<Node>)> {
     let (listing, positions) = nodes.positions(folder.folder()).unwrap_or_default();
     let tree = nodes.tree();
-    let parent = tree.folder(folder.folder()).parent.unwrap_or_default();
-    let parent = nodes.folder(parent).unwrap_or_else(|| folder.clone());
-    let dots = [(1, OsString::from("."), folder.clone()), (2, "..".into(), parent)];
-    let dots = dots.into_iter().filter(move |(position, ..)| *position > offset);
+    let above = tree.folder(folder.folder()).parent.unwrap_or_default();
+    let parent = nodes.folder(above).unwrap_or_else(|| folder.clone());
+    let dots = [(1, OsString::from("."), folder.clone()), (2, "..".into(), parent)]
+        .into_iter()
+        .filter(move |(position, ..)| *position > offset);
     let first = positions.partition_point(|(position, _)| position + 2 <= offset);
     let entries = (first..positions.len()).map(move |nth| {
         let (position, index) = positions[nth];

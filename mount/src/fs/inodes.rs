@@ -333,7 +333,7 @@ impl Nodes {
                 marks: arrivals.marks.into(),
                 held: arrivals.held.into(),
             };
-            self.list(&tree, id, (shown, gates.as_ref()), &emptied, listed);
+            self.list(&tree, id, shown, gates.as_ref(), &emptied, listed);
             for set in folder.sets {
                 let outcome = set.outcome.map(|checkpoint| checkpoint.release_files());
                 outcomes.push(SetOutcome { name: set.name, outcome, on_its_way: false });
@@ -398,7 +398,8 @@ impl Nodes {
         &self,
         tree: &Tree,
         folder: FolderId,
-        (shown, gates): (Vec<MountEntry>, Option<&ChecksumGates>),
+        shown: Vec<MountEntry>,
+        gates: Option<&ChecksumGates>,
         emptied: &HashSet<FolderId>,
         listed: Listed,
     ) {
@@ -595,8 +596,7 @@ impl Nodes {
         let file = tree.file_now(folder, name)?;
         let content = Content::Whole { file, proved: None };
         let shown = MountEntry { name: name.to_owned(), content };
-        let node = file_node(&tree, folder, None, shown);
-        let node = self.registered(node);
+        let node = self.registered(file_node(&tree, folder, None, shown));
         let entry = (name.to_owned(), node.clone());
         let replaced = |folders: &mut HashMap<FolderId, FolderState>| {
             let listed = folders.get_mut(&folder)?.listed.as_mut()?;

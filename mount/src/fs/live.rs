@@ -249,8 +249,13 @@ impl Live {
         drop(state);
         let times = [next, self.nodes.next_due(), Some(poll)];
         let now = Instant::now();
-        let time = times.into_iter().flatten().min().unwrap_or(now);
-        let time = time.saturating_duration_since(now).clamp(Duration::from_millis(5), SLEEP_MAX);
+        let time = times
+            .into_iter()
+            .flatten()
+            .min()
+            .unwrap_or(now)
+            .saturating_duration_since(now)
+            .clamp(Duration::from_millis(5), SLEEP_MAX);
         self.events.wait(PollTimeout::try_from(time.as_millis()).unwrap_or(PollTimeout::MAX));
     }
 
@@ -281,11 +286,11 @@ impl Live {
                 return;
             }
             drop(state);
-            let Some(next) = self.begin() else { return };
+            let Some((look, changed)) = self.begin() else { return };
             let live = self.clone();
             let thread = std::thread::Builder::new().name("look".to_owned());
-            let failed = next.0.clone();
-            if let Err(e) = thread.spawn(move || live.look(next)) {
+            let failed = look.clone();
+            if let Err(e) = thread.spawn(move || live.look(look, changed)) {
                 tracing::error!("cannot start a thread: {e}");
                 self.end(&failed, true, Duration::ZERO);
                 self.state.lock().add(failed, true);
@@ -328,8 +333,8 @@ impl Live {
     }
 
     /// Body of a thread: looks at one thing after the other.
-    fn look(self: &Arc<Self>, first: (StoreLook, bool)) {
-        let mut next = Some(first);
+    fn look(self: &Arc<Self>, look: StoreLook, changed: bool) {
+        let mut next = Some((look, changed));
         while let Some((look, changed)) = next {
             let begun = Instant::now();
             guarded(|| match &look {

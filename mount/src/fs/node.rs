@@ -21,7 +21,7 @@ use tensorfs::{Error, Result};
 use super::open_file::{Current, OpenContent, OpenFile, open_file};
 use super::sharing::NodeAccess;
 use crate::serve::change_watcher::Watcher;
-use crate::serve::heat::{HandleHeat, Heat};
+use crate::serve::heat::{HandleHeat, Heat, Opener};
 use crate::serve::service::Service;
 
 mod carried;
@@ -339,14 +339,14 @@ impl Node {
 
     /// Notes an open by process and user `caller`, and returns what notes the reads. `None` for
     /// files that no checkpoint depends on, and text.
-    pub(crate) fn heat(&self, heat: &Heat, caller: (u32, u32)) -> Option<HandleHeat> {
+    pub(crate) fn heat(&self, heat: &Heat, opener: Opener) -> Option<HandleHeat> {
         let NodeKind::File { content, version, .. } = &self.kind else { return None };
         let file = match content {
             Content::Virtual(file) => Some(file),
             Content::Whole { proved: Some(_), .. } => None,
             Content::Whole { proved: None, .. } | Content::Text(_) => return None,
         };
-        heat.opened(self.ino, (&self.path, version), file, caller)
+        heat.opened(self.ino, &self.path, version, file, opener)
     }
 
     /// The open file, if a program has it open.

@@ -182,11 +182,11 @@ pub(crate) struct Sharing {
 }
 
 impl Sharing {
-    /// As the options say; `own` are user and group of this process.
-    pub(crate) fn new(options: &Options, own: (u32, u32)) -> Sharing {
+    /// As the options say; `uid` and `gid` are those of this process.
+    pub(crate) fn new(options: &Options, uid: u32, gid: u32) -> Sharing {
         Sharing {
-            uid: options.uid.unwrap_or(own.0),
-            gid: options.gid.unwrap_or(own.1),
+            uid: options.uid.unwrap_or(uid),
+            gid: options.gid.unwrap_or(gid),
             umask: options.umask,
             rules: options.access.clone().into(),
         }

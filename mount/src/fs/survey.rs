@@ -111,7 +111,7 @@ impl Survey<'_> {
             }
             Content::Whole { file, proved } => {
                 let version = proved.as_ref().map_or(file.version, |source| source.version());
-                self.file((&folder, &file.name), (&file.path, version.file()), own);
+                self.file(&folder, &file.name, &file.path, version.file(), own);
             }
             Content::Virtual(file) => {
                 let checkpoint = file.checkpoint();
@@ -121,7 +121,7 @@ impl Survey<'_> {
                 let Some(member) = member.map(|member| self.tree.folder(member)) else { return };
                 for (shard, source) in shards {
                     let name = OsStr::new(&shard.name);
-                    self.file((&member, name), (source.path(), source.version().file()), own);
+                    self.file(&member, name, source.path(), source.version().file(), own);
                     let mut all = own.to_vec();
                     all.extend(names(self.tree, &member, &member.relative.join(name)));
                     let of_shard = self.sharing.rule_of(&all);
@@ -139,7 +139,7 @@ impl Survey<'_> {
                         !member.is_linked() && member.path.join(&file.name) == file.path
                     };
                     for file in member.files.iter().filter(|file| !is_plain(file)) {
-                        self.file((&member, &file.name), (&file.path, file.version.file()), own);
+                        self.file(&member, &file.name, &file.path, file.version.file(), own);
                     }
                 }
             }
@@ -172,12 +172,7 @@ impl Survey<'_> {
     }
 
     /// The file that has a name in a folder, at its real path.
-    fn file(
-        &mut self,
-        (folder, name): (&Folder, &OsStr),
-        (path, id): (&Path, FileId),
-        own: &[PathBuf],
-    ) {
+    fn file(&mut self, folder: &Folder, name: &OsStr, path: &Path, id: FileId, own: &[PathBuf]) {
         // Another mount has found that it is not for all.
         self.changed |= !self.is_at(path, id) || is_limited(path);
         let place = folder.path.join(name);

@@ -71,8 +71,8 @@ impl Tails {
         let new = {
             let mut folders = self.0.lock();
             let before = folders.get(&id).map_or(&[][..], |before| &before.unproven);
-            let new = folder.unproven.iter().filter(|name| !before.contains(name));
-            let new: Vec<String> = new.cloned().collect();
+            let new: Vec<String> =
+                folder.unproven.iter().filter(|name| !before.contains(name)).cloned().collect();
             folders.insert(id, folder);
             new
         };

@@ -120,16 +120,20 @@ fn open_private(folder: &Path, home: Option<&Path>) -> io::Result<File> {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
         _ => {}
     }
-    let mut options = File::options();
-    let options = options.read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW);
-    let folder = options.open(folder)?;
+    let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW;
+    let folder = File::options().read(true).custom_flags(flags).open(folder)?;
     let meta = folder.metadata()?;
     if home.is_some() && is_of_user(&meta, 0).is_ok() && meta.mode() & 0o022 != 0 {
         folder.set_permissions(Permissions::from_mode(0o700))?;
     }
     is_of_user(&folder.metadata()?, 0o022)?;
-    let flags = OFlag::O_WRONLY | OFlag::O_APPEND | OFlag::O_CREAT | OFlag::O_NOFOLLOW;
-    let flags = flags | OFlag::O_CLOEXEC | OFlag::O_NOCTTY | OFlag::O_NONBLOCK;
+    let flags = OFlag::O_WRONLY
+        | OFlag::O_APPEND
+        | OFlag::O_CREAT
+        | OFlag::O_NOFOLLOW
+        | OFlag::O_CLOEXEC
+        | OFlag::O_NOCTTY
+        | OFlag::O_NONBLOCK;
     let file = File::from(openat(&folder, FILE_NAME, flags, Mode::from_bits_truncate(0o600))?);
     let meta = file.metadata()?;
     if !meta.is_file() || meta.uid() != geteuid().as_raw() {
@@ -200,15 +204,15 @@ impl Output {
             Output::SystemLog(socket) => {
                 let json = as_json(line);
                 let text = json.as_ref().unwrap_or(&line.text);
-                let text = format!("<{}>tensorfs[{pid}]: {text}", FACILITY | line.severity);
+                let message = format!("<{}>tensorfs[{pid}]: {text}", FACILITY | line.severity);
                 if let Some(open) = socket
-                    && open.send(text.as_bytes()).is_ok()
+                    && open.send(message.as_bytes()).is_ok()
                 {
                     return Ok(());
                 }
                 // A restarted system log listens on a new socket.
                 *socket = None;
-                socket.insert(connect()?).send(text.as_bytes()).map(|_| ())
+                socket.insert(connect()?).send(message.as_bytes()).map(|_| ())
             }
             Output::Journal(socket) => {
                 let message = for_journal(line);

@@ -196,8 +196,11 @@ impl MountConfig {
 /// The text of a regular file. Any other file could block.
 fn read_file(file: &Path) -> Result<String, String> {
     let mut options = std::fs::File::options();
-    let opened = options.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(file);
-    let opened = opened.map_err(|e| e.to_string())?;
+    let opened = options
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(file)
+        .map_err(|e| e.to_string())?;
     if !opened.metadata().map_err(|e| e.to_string())?.is_file() {
         return Err("not a regular file".to_owned());
     }

@@ -83,8 +83,8 @@ impl Exporter {
     /// One line with the reason.
     pub(super) fn start(address: &MetricsAddress, board: Arc<Board>) -> Result<Exporter, String> {
         let pages = Pages { board, last: Mutex::default() };
-        let server = HttpServer::start(address, move |path| pages.answer(path));
-        let server = server.map_err(|e| format!("service.metrics: {address}: {e}"))?;
+        let server = HttpServer::start(address, move |path| pages.answer(path))
+            .map_err(|e| format!("service.metrics: {address}: {e}"))?;
         tracing::info!("metrics at {address}");
         Ok(Exporter { address: address.clone(), _server: server })
     }

@@ -2,10 +2,10 @@
 
 mod channel;
 pub(crate) mod config;
-pub(crate) mod handover;
 mod metrics;
 mod mounts;
 pub(crate) mod notifier;
 pub(crate) mod supervisor;
+pub(crate) mod suspension;
 pub(crate) mod worker;
 mod worker_process;

@@ -22,10 +22,10 @@ use tensorfs::internal::error::{counted, shown_path};
 use tensorfs::internal::mountinfo;
 
 use super::config::{Config, ConfigError, MountConfig};
-use super::handover::{self, Purpose, Stored, Suspension};
 use super::metrics::{Board, Exporter};
 use super::mounts::ServiceMount;
 use super::notifier::Notifier;
+use super::suspension::{self, Purpose, Stored, Suspension};
 use super::worker_process::{WorkerProcess, start_abort, start_cleaning};
 use crate::daemon::background;
 use crate::daemon::ending::{ending_signals, ends_with_terminal, has_terminal};
@@ -135,7 +135,7 @@ impl Supervisor {
             mount.go_on_with(stored.take(&mount.config.name));
         }
         // A service that goes on does not end because no mount can be made now.
-        let is_first = stored.take(handover::SERVICE).is_empty();
+        let is_first = stored.take(suspension::SERVICE).is_empty();
         for name in stored.names() {
             tracing::info!("mount {name}: not in the config any more; its readers get errors");
         }
@@ -261,9 +261,9 @@ impl Supervisor {
         let mut polled: Vec<_> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         let now = Instant::now();
         let can_start = |mount: &&ServiceMount| self.awaited(mount).is_none();
-        let starts = self.mounts.iter().filter(can_start).filter_map(ServiceMount::starts_at);
+        let due = self.mounts.iter().filter(can_start).filter_map(ServiceMount::starts_at);
         // A mount that is due has no free target.
-        let starts = starts.map(|at| if at <= now { now + LOOK } else { at });
+        let starts = due.map(|at| if at <= now { now + LOOK } else { at });
         let next = starts.chain([tick]).min().unwrap_or(tick);
         let rest = next.saturating_duration_since(now) + Duration::from_millis(1);
         let timeout = PollTimeout::try_from(rest).unwrap_or(PollTimeout::ZERO);
@@ -297,7 +297,7 @@ impl Supervisor {
             suspension.signal = Some(signal);
             return;
         }
-        if self.stopping.is_none() && handover::is_restart() {
+        if self.stopping.is_none() && suspension::is_restart() {
             tracing::info!("{signal}: handing over {}", counted(self.mounts.len(), "mount"));
             return self.begin_suspension(Purpose::Restart);
         }
@@ -362,8 +362,8 @@ impl Supervisor {
     /// Lets another version of the program take over, if it has replaced the file of this one.
     /// Returns whether it does.
     fn upgrade(&mut self) -> bool {
-        let Some(program) = handover::replaced_program() else { return false };
-        match handover::can_continue(&program) {
+        let Some(program) = suspension::replaced_program() else { return false };
+        match suspension::can_continue(&program) {
             Ok(()) => {
                 tracing::info!("{}: handing over to this version", shown_path(&program));
                 self.begin_suspension(Purpose::Upgrade(program));

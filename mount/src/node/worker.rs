@@ -36,8 +36,8 @@ pub(crate) fn run() -> Result<(), String> {
             let giver = Arc::new(OnceLock::new());
             let listening = listen(channel.clone(), giver.clone());
             listening.map_err(|e| format!("cannot start a thread: {e}"))?;
-            let mount = (source.as_path(), target.as_path(), options.as_str());
-            let ended = serve(&channel, mount, Handed::from_descriptors(fds), &giver);
+            let handed = Handed::from_descriptors(fds);
+            let ended = serve(&channel, &source, &target, &options, handed, &giver);
             connection::let_go();
             let report = match &ended {
                 Err(message) => Some(Report::Failed { message: message.clone() }),
@@ -55,7 +55,9 @@ pub(crate) fn run() -> Result<(), String> {
 
 fn serve(
     channel: &Channel,
-    (source, target, options): (&Path, &Path, &str),
+    source: &Path,
+    target: &Path,
+    options: &str,
     handed: Option<Handed>,
     giver: &OnceLock<Giver>,
 ) -> Result<(), String> {
@@ -117,8 +119,8 @@ fn prepare(channel: &Channel, giver: Option<&Giver>) {
 fn hand_over(channel: &Channel, giver: Option<&Giver>) {
     let not_yet = || io::Error::other("the mount does not answer yet");
     let sent = giver.ok_or_else(not_yet).and_then(|giver| {
-        let fds = giver.stop()?.into_descriptors();
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let state = giver.stop()?.into_descriptors();
+        let fds: Vec<_> = state.iter().map(AsFd::as_fd).collect();
         let sent = channel.send(&Report::State, &fds);
         if sent.is_err() {
             giver.resume()?;

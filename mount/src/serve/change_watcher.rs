@@ -110,8 +110,14 @@ pub(crate) struct Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        let ended = self.watcher.state.lock().open.remove(&self.number);
-        let ended = ended.into_iter().flat_map(|(_, sources)| sources);
+        let ended = self
+            .watcher
+            .state
+            .lock()
+            .open
+            .remove(&self.number)
+            .into_iter()
+            .flat_map(|(_, sources)| sources);
         ended.filter_map(|watching| watching.events).for_each(|events| events.end());
     }
 }
@@ -142,11 +148,13 @@ impl Watcher {
         sources: &[Arc<Source>],
         unread: bool,
     ) -> Watched {
-        let watching = sources.iter().map(|source| Watching {
-            source: Arc::downgrade(source),
-            events: self.events_of(source, unread),
-        });
-        let watching = watching.collect();
+        let watching = sources
+            .iter()
+            .map(|source| Watching {
+                source: Arc::downgrade(source),
+                events: self.events_of(source, unread),
+            })
+            .collect();
         let mut state = self.state.lock();
         state.next += 1;
         let number = state.next;

@@ -226,15 +226,23 @@ impl HandleHeat {
     }
 }
 
+/// The process that opens a file, and its user.
+#[derive(Clone, Copy)]
+pub(crate) struct Opener {
+    pub uid: u32,
+    pub pid: u32,
+}
+
 impl Heat {
-    /// Notes an open by process `pid` of user `uid`, and returns what notes its reads. `None` if
+    /// Notes an open by `opener`, and returns what notes its reads. `None` if
     /// there is no memory for counters, or if the process is a probe of the service of this mount.
     pub(crate) fn opened(
         &self,
         ino: u64,
-        (path, version): (&Path, &str),
+        path: &Path,
+        version: &str,
         file: Option<&VirtualFile>,
-        (uid, pid): (u32, u32),
+        Opener { uid, pid }: Opener,
     ) -> Option<HandleHeat> {
         let program = program_of(pid);
         if program.as_bytes() == PROBE_NAME.to_bytes() && parent_of(pid) == Some(getppid()) {
@@ -298,8 +306,8 @@ impl HeatState {
         described: Option<(&Arc<Checkpoint>, &Arc<Layout>)>,
     ) -> Option<Arc<FileHeat>> {
         if let Some(known) = self.files.get(&ino) {
-            if let (Some(tensors), Some(described)) = (&known.tensors, described) {
-                tensors.describe(described);
+            if let (Some(tensors), Some((checkpoint, layout))) = (&known.tensors, described) {
+                tensors.describe(checkpoint, layout);
             }
             return Some(known.clone());
         }
@@ -382,7 +390,7 @@ impl TensorsHeat {
     }
 
     /// Takes a file of the same version, and so with the same tensors, for one that is gone.
-    fn describe(&self, (checkpoint, layout): (&Arc<Checkpoint>, &Arc<Layout>)) {
+    fn describe(&self, checkpoint: &Arc<Checkpoint>, layout: &Arc<Layout>) {
         if self.described().is_none() && layout.tensors().count() == self.counters.len() {
             *self.described.lock() = (Arc::downgrade(checkpoint), Arc::downgrade(layout));
         }
@@ -467,7 +475,7 @@ mod tests {
     use super::*;
 
     fn opened(heat: &Heat, ino: u64, uid: u32) -> Option<HandleHeat> {
-        heat.opened(ino, (Path::new("a"), "v"), None, (uid, 0))
+        heat.opened(ino, Path::new("a"), "v", None, Opener { uid, pid: 0 })
     }
 
     #[test]

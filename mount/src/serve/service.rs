@@ -205,8 +205,8 @@ impl Service {
             }
             Verify::None => None,
         };
-        let blocking = BlockingPool::start(options.io_timeout, counters.clone(), secret);
-        let blocking = blocking.map_err(no_thread)?;
+        let blocking =
+            BlockingPool::start(options.io_timeout, counters.clone(), secret).map_err(no_thread)?;
         Ok(Arc::new(Service {
             counters,
             requests: Arc::default(),

@@ -148,7 +148,7 @@ impl CheckerInner {
                 return;
             };
             let (this, of, range) = (self.clone(), source.clone(), step.range.clone());
-            let done = move |outcome| this.step_done(&job, &step, (&of, begun), outcome);
+            let done = move |outcome| this.step_done(&job, &step, &of, begun, outcome);
             let target = reservation.into();
             let (priority, effort, done) = (Priority::Demand, Effort::Long, Box::new(done));
             self.engine.submit(Fetch {
@@ -169,7 +169,8 @@ impl CheckerInner {
         self: &Arc<Self>,
         job: &Arc<ChecksumJob>,
         step: &Step,
-        (source, begun): (&Arc<Source>, Instant),
+        source: &Arc<Source>,
+        begun: Instant,
         outcome: Result<ReadBuffer>,
     ) {
         let failed = match outcome {

@@ -259,8 +259,11 @@ fn read_pieces(part: &mut Fields<'_>, data_len: u64) -> Result<Encryption, Fault
         return Err(part.bad(&what));
     }
     let macs_len = usize::try_from(count).ok().and_then(|count| count.checked_mul(MAC_LEN));
-    let macs = part.take(macs_len.unwrap_or(usize::MAX), "the list of MACs")?;
-    let macs = macs.as_chunks::<MAC_LEN>().0.into();
+    let macs = part
+        .take(macs_len.unwrap_or(usize::MAX), "the list of MACs")?
+        .as_chunks::<MAC_LEN>()
+        .0
+        .into();
     Ok(Encryption { derivation: None, data_len, piece_len, nonce, macs, one_piece: false })
 }
 

@@ -62,8 +62,9 @@ impl Decryptor {
                 );
                 return Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(name));
             }
-            let key = secret.key_of(encryption.derivation.as_ref());
-            let key = key.map_err(|fault| fault.tensor(name))?;
+            let key = secret
+                .key_of(encryption.derivation.as_ref())
+                .map_err(|fault| fault.tensor(name))?;
             Ok((tensor, key))
         });
         Ok(Decryptor { tensors: unlocked.collect::<Result<_, _>>()? })

@@ -509,8 +509,10 @@ impl FileEncoder {
         let header = TensorHeader::new(tensor, self.end, &crypt);
         let overflow = || named(Fault::new(ErrorKind::Overflow, "the file would pass 2^63 bytes"));
         let len = (header.bytes.len() as u64).checked_add(header.data_len);
-        let end = len.and_then(|len| self.end.checked_add(len)).filter(|&end| end < 1 << 63);
-        let end = end.ok_or_else(overflow)?;
+        let end = len
+            .and_then(|len| self.end.checked_add(len))
+            .filter(|&end| end < 1 << 63)
+            .ok_or_else(overflow)?;
         let is_versioned = self.is_versioned || tensor.is_long();
         let versions = if is_versioned { 4 * (self.ends.len() as u64 + 1) } else { 0 };
         let needed = self.entries.len() as u64 + tensor.entry_len() + versions;

@@ -83,9 +83,8 @@ impl<'a> Fields<'a> {
 
     /// The fields in the bytes after their length in 64 bits.
     pub(super) fn section_64(&mut self, what: &str) -> Result<Fields<'a>, Fault> {
-        let len = self.u64(what)?;
         // More than the memory of the machine is more than is left.
-        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        let len = usize::try_from(self.u64(what)?).unwrap_or(usize::MAX);
         let start = self.offset();
         self.take(len, what).map(|bytes| Fields::new(bytes, start))
     }

@@ -298,8 +298,8 @@ impl AlignedPages {
             return Ok(AlignedPages { start, len, wiped: false, home });
         }
         // SAFETY: the layout's size is not zero.
-        let start = unsafe { alloc_zeroed(AlignedPages::layout(len)) };
-        let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
+        let address = unsafe { alloc_zeroed(AlignedPages::layout(len)) };
+        let start = NonNull::new(address).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(AlignedPages { start, len, wiped: false, home: PageOwner::Heap })
     }
 }

@@ -39,8 +39,11 @@ impl Region {
     /// If the system refuses the memory.
     pub fn new(len: u64) -> io::Result<Arc<Region>> {
         let no_memory = || io::Error::from(io::ErrorKind::OutOfMemory);
-        let len = usize::try_from(len).map_err(|_| no_memory())?.max(1);
-        let len = len.checked_next_multiple_of(ALIGN as usize).ok_or_else(no_memory)?;
+        let len = usize::try_from(len)
+            .map_err(|_| no_memory())?
+            .max(1)
+            .checked_next_multiple_of(ALIGN as usize)
+            .ok_or_else(no_memory)?;
         let mapping = Mapping::new(len)?;
         if len >= HUGE {
             mapping.advise(MmapAdvise::MADV_HUGEPAGE);

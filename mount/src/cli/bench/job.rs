@@ -224,8 +224,8 @@ fn read_in_parts(path: &Path) -> io::Result<ContentDigest> {
 }
 
 fn read_direct(path: &Path, buffer: &mut [u8]) -> io::Result<ContentDigest> {
-    let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path);
-    let file = file.map_err(|e| match e.raw_os_error() {
+    let opened = File::options().read(true).custom_flags(libc::O_DIRECT).open(path);
+    let file = opened.map_err(|e| match e.raw_os_error() {
         Some(libc::EINVAL) => io::Error::new(io::ErrorKind::Unsupported, "O_DIRECT is refused"),
         _ => e,
     })?;

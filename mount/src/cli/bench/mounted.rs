@@ -47,9 +47,9 @@ impl Mounted {
         limit: Duration,
     ) -> Result<Mounted, Trouble> {
         let template = std::env::temp_dir().join("tensorfs-bench-XXXXXX");
-        let home = nix::unistd::mkdtemp(&template).map_err(|e| failed(&template, e.into()))?;
+        let made = nix::unistd::mkdtemp(&template).map_err(|e| failed(&template, e.into()))?;
         // The mount table has no links in its paths.
-        let home = fs::canonicalize(&home).map_err(|e| failed(&home, e))?;
+        let home = fs::canonicalize(&made).map_err(|e| failed(&made, e))?;
         match spawn(&home, source, options) {
             Ok((daemon, ready)) => {
                 let pid = Pid::from_raw(daemon.id() as libc::pid_t);
@@ -78,8 +78,8 @@ impl Mounted {
             if let Some(status) = self.daemon.try_wait()? {
                 let said = fs::read_to_string(self.home.join("stderr")).unwrap_or_default();
                 let last = said.trim_end().lines().last().map(str::to_owned);
-                let reason = last.unwrap_or_else(|| format!("the daemon ended ({status})"));
-                let reason = reason.strip_prefix("tensorfs: ").unwrap_or(&reason);
+                let line = last.unwrap_or_else(|| format!("the daemon ended ({status})"));
+                let reason = line.strip_prefix("tensorfs: ").unwrap_or(&line);
                 return Err(Trouble::Failed(reason.to_owned()));
             }
             if Instant::now() > deadline {
@@ -119,8 +119,8 @@ impl Mounted {
         let Ok(Some(mount)) = mountinfo::ours_at(&self.target) else { return BTreeMap::new() };
         let seen = seen::ask(vec![mount], seen::LIMIT, false);
         let counters = json!(seen.first().and_then(|one| one.counters()));
-        let counters = counters.as_object().into_iter().flatten();
-        let ahead = counters.filter(|(name, _)| name.starts_with("prefetch"));
+        let named = counters.as_object().into_iter().flatten();
+        let ahead = named.filter(|(name, _)| name.starts_with("prefetch"));
         ahead.filter_map(|(name, count)| Some((name.clone(), count.as_u64()?))).collect()
     }
 

@@ -184,8 +184,8 @@ impl Measured {
 
     /// The median of each counter of the daemon's reading ahead.
     fn read_ahead(&self) -> BTreeMap<&str, f64> {
-        let names = self.on(Side::Mount).flat_map(|run| run.read_ahead.keys());
-        let names: BTreeSet<&String> = names.collect();
+        let names: BTreeSet<&String> =
+            self.on(Side::Mount).flat_map(|run| run.read_ahead.keys()).collect();
         let median = |name: &'_ String| {
             let runs = self.on(Side::Mount).filter_map(|run| run.read_ahead.get(name));
             Spread::of(runs.map(|&count| count as f64)).map(|spread| spread.median)

@@ -1,7 +1,6 @@
 //! The rounds of a case: one run on each side; the side that goes first alternates.
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -254,10 +253,9 @@ impl Assembled {
     /// Reads the file once and checks that the daemon took almost no processor time.
     fn is_served_by_the_kernel(&self, subject: &Subject) -> Result<bool, Trouble> {
         let shown = self.mounted.path().join(&subject.shown);
-        let shown: &OsStr = shown.as_os_str();
-        worker::run("evict", &[shown], subject.limit)?;
+        worker::run("evict", &[shown.as_os_str()], subject.limit)?;
         let before = self.mounted.cpu();
-        worker::warm(Path::new(shown), subject.limit)?;
+        worker::warm(&shown, subject.limit)?;
         let taken = self.mounted.cpu().zip(before).map(|(after, before)| after - before);
         let allowed = IDLE_CPU_PER_GB * subject.bytes as f64 / 1e9 + 0.005;
         Ok(taken.is_some_and(|taken| taken.as_secs_f64() < allowed))

@@ -76,8 +76,8 @@ fn family(name: &str) -> &str {
 /// Processor time of a thread, in nanoseconds.
 fn taken(task: &Path) -> Option<u64> {
     let precise = fs::read_to_string(task.join("schedstat")).ok();
-    let precise = precise.and_then(|text| text.split(' ').next()?.parse().ok());
-    precise.or_else(|| in_ticks(&fs::read_to_string(task.join("stat")).ok()?))
+    let nanoseconds = precise.and_then(|text| text.split(' ').next()?.parse().ok());
+    nanoseconds.or_else(|| in_ticks(&fs::read_to_string(task.join("stat")).ok()?))
 }
 
 /// User and system time from the line of `stat`, for kernels without `schedstat`.

@@ -25,9 +25,8 @@ const CAP_LEASE: u32 = 28;
 
 pub(super) fn checks() -> Vec<Check> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let release = release.trim();
     vec![
-        Check::ok("kernel", format!("Linux {release}")),
+        Check::ok("kernel", format!("Linux {}", release.trim())),
         io_uring(),
         cachestat(),
         huge_pages(),
@@ -98,8 +97,8 @@ fn cachestat() -> Check {
 
 fn huge_pages() -> Check {
     let name = "huge pages";
-    let modes = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
-    let modes = modes.unwrap_or_default();
+    let modes =
+        fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     let chosen = modes.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
     match chosen.map(|(mode, _)| mode) {
         Some(mode @ ("always" | "madvise")) => Check::ok(name, format!("transparent: {mode}")),

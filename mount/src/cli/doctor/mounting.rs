@@ -159,10 +159,10 @@ fn fusermount() -> Check {
             "install the package fuse3",
         );
     };
-    let said = Command::new(&path).arg("--version").stdin(Stdio::null()).output();
-    let said = said.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
-    let version = said.ok().and_then(|said| said.split_whitespace().last().map(str::to_owned));
-    let version = version.unwrap_or_else(|| "of unknown version".to_owned());
+    let asked = Command::new(&path).arg("--version").stdin(Stdio::null()).output();
+    let said = asked.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+    let last = said.ok().and_then(|said| said.split_whitespace().last().map(str::to_owned));
+    let version = last.unwrap_or_else(|| "of unknown version".to_owned());
     let place = shown_path(&path);
     if meta.uid() == 0 && meta.mode() & 0o4000 != 0 {
         Check::ok(name, format!("{version}, {place}, setuid root: mounts for users"))

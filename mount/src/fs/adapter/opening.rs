@@ -12,6 +12,7 @@ use super::super::open_file::{Current, OpenContent, OpenFile};
 use super::super::replies::{Timed, logged};
 use super::FsState;
 use crate::serve::blocking::PendingReply;
+use crate::serve::heat::Opener;
 use crate::serve::requests::Operation;
 
 /// Most times that a file is opened for one request.
@@ -88,7 +89,7 @@ impl FsState {
     pub(super) fn reply_open(
         &self,
         node: Arc<Node>,
-        caller: (u32, u32),
+        opener: Opener,
         pending: PendingReply<Timed<ReplyOpen>>,
     ) {
         let ino = node.ino;
@@ -128,7 +129,7 @@ impl FsState {
         match by_kernel {
             Some(backing) => {
                 serving.opened_by_kernel(ino, &backing);
-                let fh = self.handle(node, opened, Some(backing.clone()), caller);
+                let fh = self.handle(node, opened, Some(backing.clone()), opener);
                 backing.reply(reply.ok(), fh);
             }
             None => {
@@ -136,7 +137,7 @@ impl FsState {
                 if let OpenContent::Virtual(file) = &current.file {
                     self.service.read_by_us(node.listed_version(), file, None);
                 }
-                let fh = self.handle(node, opened, None, caller);
+                let fh = self.handle(node, opened, None, opener);
                 let mut flags = FopenFlags::FOPEN_NOFLUSH;
                 // Without this flag the kernel drops its cached pages.
                 flags.set(FopenFlags::FOPEN_KEEP_CACHE, unchanged);

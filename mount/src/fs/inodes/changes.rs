@@ -243,9 +243,9 @@ impl Nodes {
             let id = changed.id;
             // The blobs of a hub model show what its snapshots do not.
             let model = arrival::hub_model(&tree, id).map(|model| tree.folder(model));
-            let blobs = model.iter().flat_map(|model| &model.children);
-            let blobs = blobs.filter(|(name, _)| name == "blobs").map(|&(_, blobs)| blobs);
-            let blobs: Vec<FolderId> = blobs.collect();
+            let children = model.iter().flat_map(|model| &model.children);
+            let blobs: Vec<FolderId> =
+                children.filter(|(name, _)| name == "blobs").map(|&(_, blobs)| blobs).collect();
             if changed.folders || changed.weights || blobs.contains(&id) {
                 heads.insert(tree.family_of(id));
                 heads.extend(blobs);

@@ -22,7 +22,8 @@ impl Node {
         ino: u64,
         folder: FolderId,
         path: PathBuf,
-        (len, mtime): (u64, Time),
+        len: u64,
+        mtime: Time,
         version: String,
         content: Content,
     ) -> Node {

@@ -123,8 +123,9 @@ impl HttpServer {
         let ends = Arc::new(AtomicBool::new(false));
         let (answer, ending): (Answer, _) = (Arc::new(answer), ends.clone());
         let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
-        let thread = std::thread::Builder::new().name("metrics".to_owned());
-        let thread = thread.spawn(move || accept(&listener, &answer, &ending));
+        let thread = std::thread::Builder::new()
+            .name("metrics".to_owned())
+            .spawn(move || accept(&listener, &answer, &ending));
         let _ = before.thread_set_mask();
         Ok(HttpServer { ends, thread: Some(thread?), file })
     }

@@ -128,7 +128,9 @@ pub(super) fn write(
     }
     page.labelled(
         &answered,
-        ("read_bytes_total", "Bytes of answers, by where they came from.", "via"),
+        "read_bytes_total",
+        "Bytes of answers, by where they came from.",
+        "via",
         &[
             ("page_cache", |c| c.bytes_from_page_cache),
             ("source", |c| c.bytes_from_source),
@@ -137,7 +139,9 @@ pub(super) fn write(
     );
     page.labelled(
         &answered,
-        ("opens_total", "Opens of files, by who serves their reads.", "via"),
+        "opens_total",
+        "Opens of files, by who serves their reads.",
+        "via",
         &[("daemon", |c| c.opens), ("passthrough", |c| c.opens_passthrough)],
     );
     page.sources(&answered);
@@ -170,7 +174,9 @@ impl Page {
     fn labelled(
         &mut self,
         answered: &[(&str, &Told<Status>)],
-        (name, help, label): (&str, &str, &str),
+        name: &str,
+        help: &str,
+        label: &str,
         counts: &[(&str, CounterOf)],
     ) {
         self.head(name, "counter", help);

@@ -28,7 +28,8 @@ pub(super) type Pace<'a> = &'a dyn Fn(u64, Duration) -> Result<(), CopyFailure>;
 /// Writes all bytes of `reader` into `partial`. Returns their checksum.
 pub(super) fn fill(
     partial: &Partial,
-    (reader, sweep): (&Reader, &Sweep),
+    reader: &Reader,
+    sweep: &Sweep,
     pace: Pace<'_>,
 ) -> Result<String, CopyFailure> {
     let fail = |e| CopyFailure::Folder("write to", e);

@@ -167,9 +167,10 @@ impl Assembler {
     /// If no thread can be started.
     pub(crate) fn start(&self) -> Result<(), String> {
         let worker = self.shared.clone();
-        let thread = std::thread::Builder::new().name("assemble".to_owned());
-        let thread = thread.spawn(move || worker.work());
-        let thread = thread.map_err(|e| format!("cannot start a thread: {e}"))?;
+        let thread = std::thread::Builder::new()
+            .name("assemble".to_owned())
+            .spawn(move || worker.work())
+            .map_err(|e| format!("cannot start a thread: {e}"))?;
         *self.thread.lock() = Some(thread);
         Ok(())
     }
@@ -225,8 +226,8 @@ impl Assembler {
     /// is what it was before.
     pub(crate) fn status(&self) -> AssembleStatus {
         let shared = self.shared.clone();
-        let usage = self.usage.get(STATUS_TIMEOUT, move || shared.folder.usage().ok());
-        self.shared.status(usage)
+        let (usage, answered) = self.usage.get(STATUS_TIMEOUT, move || shared.folder.usage().ok());
+        self.shared.status(usage, answered)
     }
 
     /// Ends the current work and removes its partial file, within about a second.
@@ -350,10 +351,12 @@ impl AssemblerState {
 
     /// Notes an open of the copy.
     fn opened_copy(&self, version: &str, record: Record, file: &Arc<File>) {
-        let mut state = self.state.lock();
-        let state = &mut *state;
-        let entry = state.entries.entry(version.to_owned());
-        let entry = entry.or_insert_with(|| CopyEntry::new(record.copy.len));
+        let mut locked = self.state.lock();
+        let state = &mut *locked;
+        let entry = state
+            .entries
+            .entry(version.to_owned())
+            .or_insert_with(|| CopyEntry::new(record.copy.len));
         let before = match &entry.stage {
             Stage::Ready { touched, .. } => *touched,
             Stage::Absent | Stage::Failed { .. } => None,
@@ -391,8 +394,8 @@ impl AssemblerState {
 
     /// Counts, and queues the file for writing once it is hot.
     fn count(&self, version: &str, reader: &Reader, opens: u64, served: u64) {
-        let mut state = self.state.lock();
-        let state = &mut *state;
+        let mut locked = self.state.lock();
+        let state = &mut *locked;
         if !state.entries.contains_key(version) {
             state.entries.insert(version.to_owned(), CopyEntry::new(reader.len()));
         }
@@ -467,7 +470,7 @@ impl AssemblerState {
         let partial = self.begin(version, reader.len())?;
         self.set_stage(version, Stage::Writing);
         let pace = |done, took| self.pace(version, done, took);
-        let sha256 = copy::fill(&partial, (reader, &self.sweep), &pace)?;
+        let sha256 = copy::fill(&partial, reader, &self.sweep, &pace)?;
         self.set_stage(version, Stage::Verifying);
         if copy::checksum(partial.file(), partial.len, &pace)? != sha256 {
             return Err(CopyFailure::Differs);
@@ -477,8 +480,12 @@ impl AssemblerState {
             let detail = "was touched while it was assembled";
             return Err(CopyFailure::Source(Error::changed(path.unwrap_or_default(), detail)));
         }
-        let source = reader.sources().first().and_then(|source| source.path().parent());
-        let source = source.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
+        let source = reader
+            .sources()
+            .first()
+            .and_then(|source| source.path().parent())
+            .map(|path| path.to_string_lossy().into_owned())
+            .unwrap_or_default();
         let locked = self.folder.lock()?;
         let record = locked.publish(partial, |copy| Record {
             version: version.to_owned(),
@@ -592,8 +599,8 @@ impl AssemblerState {
 
     /// Notes the outcome of the work on `version`.
     fn finish(&self, version: &str, outcome: Result<Record, CopyFailure>) {
-        let mut state = self.state.lock();
-        let state = &mut *state;
+        let mut locked = self.state.lock();
+        let state = &mut *locked;
         state.partial = None;
         let Some(entry) = state.entries.get_mut(version) else { return };
         let failure = match outcome {
@@ -628,7 +635,7 @@ impl AssemblerState {
         }
     }
 
-    fn status(&self, (usage, answered): (Option<(u64, u64)>, bool)) -> AssembleStatus {
+    fn status(&self, usage: Option<(u64, u64)>, answered: bool) -> AssembleStatus {
         let state = self.state.lock();
         let known = state.entries.iter();
         let mut files: Vec<CopyStatus> =

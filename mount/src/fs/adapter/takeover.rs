@@ -250,8 +250,11 @@ impl TensorFs {
     /// The state that the next process needs.
     pub(crate) fn carry(&self) -> Carried {
         let shared = &self.0;
-        let mounts = mountinfo::ours().unwrap_or_default().into_iter();
-        let mounts = mounts.map(|mount| QueueKey::Device(makedev(0, mount.minor.into()))).collect();
+        let mounts = mountinfo::ours()
+            .unwrap_or_default()
+            .into_iter()
+            .map(|mount| QueueKey::Device(makedev(0, mount.minor.into())))
+            .collect();
         let mut packer = Packer { mounts, ..Packer::default() };
         let handles: Vec<(u64, Arc<Handle>)> =
             shared.handles.read().iter().map(|(fh, handle)| (*fh, handle.clone())).collect();
@@ -595,13 +598,18 @@ impl Taking {
                 let sources: Option<Vec<_>> =
                     carried.sources.iter().map(|index| self.source(*index)).collect();
                 let sources = sources?;
-                let directory = sources.first().and_then(|source| source.path().parent());
-                let directory = directory.unwrap_or(Path::new("/")).to_owned();
+                let directory = sources
+                    .first()
+                    .and_then(|source| source.path().parent())
+                    .unwrap_or(Path::new("/"))
+                    .to_owned();
                 let tree = shared.nodes.tree();
                 let view = &tree.options_at(&path).view;
                 let checkpoint = Checkpoint::restore(text(*place)?, &directory, sources, view)?;
-                let file = checkpoint.virtual_files().find(|file| file.spec().name == *name);
-                let file = file.unwrap_or_else(|| checkpoint.single_file());
+                let file = checkpoint
+                    .virtual_files()
+                    .find(|file| file.spec().name == *name)
+                    .unwrap_or_else(|| checkpoint.single_file());
                 let reader = Reader::open(&file).ok()?;
                 // Another version of the program may lay out the same checkpoint in another way.
                 let found = file.summary().ok()?.header.to_string();
@@ -632,14 +640,13 @@ impl Taking {
             }
         };
         let folder = folder.unwrap_or_default();
-        let attributes = (carried.len, carried.mtime);
         let version = carried.version.clone();
-        let node = Node::carried(carried.ino, folder, path, attributes, version, content);
-        let node = Arc::new(node);
-        let opened = node.open_with(open, &shared.watcher, &shared.service);
-        let opened =
-            opened.map_err(|error| tracing::error!("{error}; what has it open gets errors"));
-        let opened = opened.ok()?;
+        let (ino, len, mtime) = (carried.ino, carried.len, carried.mtime);
+        let node = Arc::new(Node::carried(ino, folder, path, len, mtime, version, content));
+        let opened = node
+            .open_with(open, &shared.watcher, &shared.service)
+            .map_err(|error| tracing::error!("{error}; what has it open gets errors"))
+            .ok()?;
         shared.nodes.insert_carried(node.clone());
         Some((node, opened))
     }

@@ -68,8 +68,8 @@ impl Stored {
                 tracing::error!("the service manager keeps old descriptors: {e}");
             }
         }
-        let handed = std::env::var(HANDED_OVER).unwrap_or_default();
-        let handed = handed.split(' ').filter_map(|pair| pair.split_once('='));
+        let variable = std::env::var(HANDED_OVER).unwrap_or_default();
+        let handed = variable.split(' ').filter_map(|pair| pair.split_once('='));
         found.extend(handed.filter_map(|(name, fd)| Some((name.to_owned(), fd.parse().ok()?))));
         let own = |(name, fd): (String, RawFd)| {
             // SAFETY: the number is used for this call only, which fails if it is not open.
@@ -222,8 +222,8 @@ impl ServiceManager {
 
     fn send(&self, text: &str, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let fds: Vec<RawFd> = fd.iter().map(AsRawFd::as_raw_fd).collect();
-        let rights = [ControlMessage::ScmRights(&fds)];
-        let rights = if fds.is_empty() { &[][..] } else { &rights };
+        let with_fds = [ControlMessage::ScmRights(&fds)];
+        let rights = if fds.is_empty() { &[][..] } else { &with_fds };
         let data = [IoSlice::new(text.as_bytes())];
         let (socket, flags) = (self.socket.as_raw_fd(), MsgFlags::MSG_NOSIGNAL);
         sendmsg(socket, &data, rights, flags, Some(&self.address))?;
@@ -250,8 +250,8 @@ pub(crate) fn is_restart() -> bool {
 pub(super) fn replaced_program() -> Option<PathBuf> {
     let running = std::fs::metadata("/proc/self/exe").ok()?;
     let link = std::fs::read_link("/proc/self/exe").ok()?;
-    let name = link.as_os_str().as_bytes();
-    let name = name.strip_suffix(b" (deleted)").unwrap_or(name);
+    let linked = link.as_os_str().as_bytes();
+    let name = linked.strip_suffix(b" (deleted)").unwrap_or(linked);
     let path = PathBuf::from(std::ffi::OsStr::from_bytes(name));
     let now = std::fs::metadata(&path).ok()?;
     ((running.dev(), running.ino()) != (now.dev(), now.ino())).then_some(path)
@@ -265,8 +265,8 @@ pub(super) fn can_continue(program: &Path) -> Result<(), String> {
     let mut command = Command::new(program);
     command.arg0("tensorfs").args(["internal", "state-version"]);
     let (shown, ours) = (shown_path(program), state_version());
-    let said = output_in_time(command).unwrap_or_default();
-    let said = said.trim();
+    let output = output_in_time(command).unwrap_or_default();
+    let said = output.trim();
     if said == ours.to_string() {
         return Ok(());
     }
@@ -325,13 +325,10 @@ impl Suspension {
         workers: Vec<(String, WorkerProcess)>,
         stored: Stored,
     ) -> Suspension {
-        let giving = workers.into_iter().map(|(name, worker)| Giving {
-            name,
-            worker,
-            is_told: false,
-            fds: Vec::new(),
-        });
-        let giving = giving.collect();
+        let giving = workers
+            .into_iter()
+            .map(|(name, worker)| Giving { name, worker, is_told: false, fds: Vec::new() })
+            .collect();
         Suspension { purpose, giving, stored, are_ordered: false, ticks: 0, signal: None }
     }
 

@@ -1,0 +1,200 @@
+//! The names that pickles of torch use, and what each of them means here. Nothing is imported.
+
+use crate::dtype::Dtype;
+
+/// Modules whose functions run code, open files or find such functions.
+const DENIED_MODULES: [&str; 31] = [
+    "os",
+    "posix",
+    "nt",
+    "sys",
+    "subprocess",
+    "runpy",
+    "importlib",
+    "pty",
+    "socket",
+    "shutil",
+    "webbrowser",
+    "operator",
+    "ctypes",
+    "marshal",
+    "pickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "code",
+    "codeop",
+    "multiprocessing",
+    "asyncio",
+    "pdb",
+    "bdb",
+    "timeit",
+    "commands",
+    "pip",
+    "imp",
+    "types",
+    "threading",
+    "signal",
+];
+
+/// Functions of other modules that do.
+const DENIED: [(&str, &str); 6] = [
+    ("torch", "load"),
+    ("torch", "compile"),
+    ("torch.serialization", "load"),
+    ("functools", "partial"),
+    ("functools", "reduce"),
+    ("numpy.testing._private.utils", "runstring"),
+];
+
+/// Prefixes of modules that do.
+const DENIED_PREFIXES: [&str; 4] =
+    ["torch.hub", "torch.jit", "torch.utils.cpp_extension", "numpy.f2py"];
+
+/// The names of `builtins` that only make values.
+const HARMLESS_BUILTINS: [&str; 18] = [
+    "set",
+    "frozenset",
+    "bytearray",
+    "bytes",
+    "complex",
+    "slice",
+    "range",
+    "int",
+    "float",
+    "bool",
+    "str",
+    "list",
+    "dict",
+    "tuple",
+    "object",
+    "type",
+    "Ellipsis",
+    "NotImplemented",
+];
+
+/// Whether a pickle that uses this name is hostile: the name runs code when the pickle is loaded.
+pub(super) fn denied(module: &str, name: &str) -> bool {
+    let top = module.split('.').next().unwrap_or_default();
+    if module == "builtins" {
+        return !HARMLESS_BUILTINS.contains(&name);
+    }
+    DENIED_MODULES.contains(&top)
+        || DENIED.contains(&(module, name))
+        || DENIED_PREFIXES.iter().any(|prefix| {
+            module.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        })
+        // A dotted name leads from the module to another one.
+        || name.split('.').next().is_some_and(|first| first != name && DENIED_MODULES.contains(&first))
+}
+
+/// The elements of a storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StorageType {
+    /// Elements of a type.
+    Typed(Dtype),
+    /// Bytes, whose type the tensor tells.
+    Untyped,
+}
+
+impl StorageType {
+    /// The storage of this global, `None` if it has elements that safetensors does not have.
+    pub(super) fn of(module: &str, name: &str) -> Option<StorageType> {
+        if (module, name) == ("torch.storage", "UntypedStorage") {
+            return Some(StorageType::Untyped);
+        }
+        if module != "torch" && module != "torch.cuda" {
+            return None;
+        }
+        Some(StorageType::Typed(match name {
+            "DoubleStorage" => Dtype::F64,
+            "FloatStorage" => Dtype::F32,
+            "HalfStorage" => Dtype::F16,
+            "BFloat16Storage" => Dtype::Bf16,
+            "LongStorage" => Dtype::I64,
+            "IntStorage" => Dtype::I32,
+            "ShortStorage" => Dtype::I16,
+            "CharStorage" => Dtype::I8,
+            "ByteStorage" => Dtype::U8,
+            "BoolStorage" => Dtype::Bool,
+            "ComplexFloatStorage" => Dtype::C64,
+            _ => return None,
+        }))
+    }
+
+    /// Bytes of an element.
+    pub(super) fn item_len(self) -> u64 {
+        match self {
+            StorageType::Typed(dtype) => dtype.bits() / 8,
+            StorageType::Untyped => 1,
+        }
+    }
+}
+
+/// The dtype of torch with this name.
+pub(super) fn dtype(module: &str, name: &str) -> Option<Dtype> {
+    if module != "torch" {
+        return None;
+    }
+    Some(match name {
+        "float64" | "double" => Dtype::F64,
+        "float32" | "float" => Dtype::F32,
+        "float16" | "half" => Dtype::F16,
+        "bfloat16" => Dtype::Bf16,
+        "int64" | "long" => Dtype::I64,
+        "int32" | "int" => Dtype::I32,
+        "int16" | "short" => Dtype::I16,
+        "int8" => Dtype::I8,
+        "uint8" => Dtype::U8,
+        "uint16" => Dtype::U16,
+        "uint32" => Dtype::U32,
+        "uint64" => Dtype::U64,
+        "bool" => Dtype::Bool,
+        "complex64" | "cfloat" => Dtype::C64,
+        "float8_e4m3fn" => Dtype::F8E4M3,
+        "float8_e5m2" => Dtype::F8E5M2,
+        "float8_e4m3fnuz" => Dtype::F8E4M3Fnuz,
+        "float8_e5m2fnuz" => Dtype::F8E5M2Fnuz,
+        "float8_e8m0fnu" => Dtype::F8E8M0,
+        // Two elements a byte.
+        "float4_e2m1fn_x2" => Dtype::F4,
+        _ => return None,
+    })
+}
+
+/// The functions that make tensors, of which this module knows the arguments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rebuild {
+    /// A storage, offset, size and stride; from `Tensor` on, more that says nothing of the bytes.
+    Tensor,
+    /// Its arguments are those of `Tensor` with a dtype as the seventh argument, on a storage of bytes.
+    TensorOfDtype,
+    /// A tensor, which is the first argument.
+    Parameter,
+    /// Another of these functions, a type, its arguments, and a state.
+    FromType,
+    /// A tensor of a kind that is not read.
+    Other,
+}
+
+impl Rebuild {
+    /// The function of this name.
+    pub(super) fn of(module: &str, name: &str) -> Option<Rebuild> {
+        if !["torch._utils", "torch._tensor", "torch.tensor"].contains(&module) {
+            return None;
+        }
+        Some(match name {
+            "_rebuild_tensor" | "_rebuild_tensor_v2" => Rebuild::Tensor,
+            "_rebuild_tensor_v3" => Rebuild::TensorOfDtype,
+            "_rebuild_parameter" | "_rebuild_parameter_with_state" => Rebuild::Parameter,
+            "_rebuild_from_type_v2" => Rebuild::FromType,
+            _ if name.starts_with("_rebuild") => Rebuild::Other,
+            _ => return None,
+        })
+    }
+}
+
+/// Whether a global is a class of dicts that a pickle fills by pairs.
+pub(super) fn is_dict((module, name): (&str, &str)) -> bool {
+    module == "collections" && ["OrderedDict", "defaultdict", "Counter"].contains(&name)
+}

@@ -1,0 +1,683 @@
+//! A pickle as values: the opcodes are carried out on names and numbers, and nothing is imported or
+//! called. A call is a node with its callable and its arguments, which readers of the values interpret.
+//!
+//! Memory is bounded by the length of the pickle: each opcode makes at most one node and a few cells of
+//! fixed size. Nothing here recurses.
+
+use std::collections::HashMap;
+
+use super::globals::denied;
+use super::le;
+use crate::error::{ErrorKind, Fault, quoted};
+
+/// Longest pickle, in bytes.
+pub(super) const PICKLE_LEN_MAX: u64 = 100_000_000;
+
+/// Most nodes of a pickle. Torch needs about fifty for a tensor.
+const NODES_MAX: usize = 20_000_000;
+
+/// Longest line of a name of a module or a class, in bytes.
+const GLOBAL_LEN_MAX: usize = 512;
+
+/// Longest integer in bytes that has a length of 32 bits.
+const LONG_LEN_MAX: usize = 1 << 20;
+
+/// A value, by its number.
+pub(super) type NodeId = u32;
+
+/// Marks the end of a list of cells, and the place of a mark on the stack.
+const NONE: u32 = u32::MAX;
+
+/// Instead of the key of a cell: an item of a list or a set, and the state of an object.
+const ITEM: u32 = u32::MAX - 1;
+const STATE: u32 = u32::MAX - 2;
+
+/// A value of a pickle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Node {
+    /// `None`.
+    Null,
+    /// `True` or `False`.
+    Bool(bool),
+    /// An integer that fits.
+    Int(i64),
+    /// A number that does not, or is no integer.
+    Number,
+    /// Bytes of the pickle that are text, from the first to the one behind the last.
+    Text(u32, u32),
+    /// Bytes of the pickle.
+    Bytes,
+    /// A class or a function: its module and its name.
+    Global(NodeId, NodeId),
+    /// Items.
+    Tuple(Cells),
+    /// Items that may still be added to.
+    List(Cells),
+    /// Pairs that may still be added to.
+    Dict(Cells),
+    /// Items of a set.
+    Set(Cells),
+    /// A call: the callable, and the number of its other parts.
+    Object(NodeId, u32),
+    /// The value that a persistent id stands for.
+    Persistent(NodeId),
+}
+
+/// A list of cells: the first and the last one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Cells {
+    first: u32,
+    last: u32,
+}
+
+const EMPTY: Cells = Cells { first: NONE, last: NONE };
+
+#[derive(Clone, Copy, Debug)]
+struct Cell {
+    key: u32,
+    value: NodeId,
+    next: u32,
+}
+
+/// The parts of an object besides its callable.
+#[derive(Clone, Copy, Debug)]
+struct ObjectParts {
+    args: NodeId,
+    /// Items, pairs and states, in the order in which they were given.
+    cells: Cells,
+}
+
+/// A part of a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// An item of a list, a tuple or a set, or an argument.
+    Item(NodeId),
+    /// A value of a dict with its key.
+    Pair(NodeId, NodeId),
+    /// The state of an object.
+    State(NodeId),
+}
+
+/// A pickle that was carried out.
+#[derive(Debug)]
+pub(super) struct Values<'a> {
+    bytes: &'a [u8],
+    nodes: Vec<Node>,
+    cells: Vec<Cell>,
+    objects: Vec<ObjectParts>,
+    /// The value of the pickle.
+    pub(super) root: NodeId,
+}
+
+impl<'a> Values<'a> {
+    /// The node of a value.
+    pub(super) fn node(&self, id: NodeId) -> Node {
+        self.nodes[id as usize]
+    }
+
+    /// Number of nodes.
+    pub(super) fn node_count(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Length of the pickle in bytes.
+    pub(super) fn pickle_len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// The numbers of all objects.
+    pub(super) fn objects(&self) -> impl Iterator<Item = NodeId> {
+        let numbers = 0..self.nodes.len() as u32;
+        numbers.filter(|&id| matches!(self.node(id), Node::Object(..)))
+    }
+
+    /// The text of a value that is text in UTF-8.
+    pub(super) fn text(&self, id: NodeId) -> Option<&'a str> {
+        let Node::Text(start, end) = self.node(id) else { return None };
+        std::str::from_utf8(&self.bytes[start as usize..end as usize]).ok()
+    }
+
+    /// An integer.
+    pub(super) fn int(&self, id: NodeId) -> Option<i64> {
+        match self.node(id) {
+            Node::Int(number) => Some(number),
+            _ => None,
+        }
+    }
+
+    /// Module and name of a global, as Python 3 calls them.
+    pub(super) fn global(&self, id: NodeId) -> Option<(&'a str, &'a str)> {
+        let Node::Global(module, name) = self.node(id) else { return None };
+        let module = match self.text(module)? {
+            "__builtin__" => "builtins",
+            "copy_reg" => "copyreg",
+            module => module,
+        };
+        Some((module, self.text(name)?))
+    }
+
+    /// Module and name of a global, for messages.
+    pub(super) fn global_name(&self, id: NodeId) -> String {
+        match self.global(id) {
+            Some((module, name)) => quoted(&format!("{module}.{name}")),
+            None => "a value".to_owned(),
+        }
+    }
+
+    /// The callable and the arguments of an object.
+    pub(super) fn call(&self, id: NodeId) -> Option<(NodeId, NodeId)> {
+        match self.node(id) {
+            Node::Object(callable, parts) => Some((callable, self.objects[parts as usize].args)),
+            _ => None,
+        }
+    }
+
+    /// The items of a tuple.
+    pub(super) fn tuple(&self, id: NodeId) -> Option<impl Iterator<Item = NodeId>> {
+        match self.node(id) {
+            Node::Tuple(cells) => Some(self.parts_of(cells).filter_map(|part| match part {
+                Part::Item(item) => Some(item),
+                _ => None,
+            })),
+            _ => None,
+        }
+    }
+
+    /// The items of a tuple, as an array.
+    pub(super) fn array<const N: usize>(&self, id: NodeId) -> Option<[NodeId; N]> {
+        let items: Vec<NodeId> = self.tuple(id)?.take(N + 1).collect();
+        items.try_into().ok()
+    }
+
+    /// The parts of a list, a tuple, a set, a dict or an object, without its arguments.
+    pub(super) fn parts(&self, id: NodeId) -> impl Iterator<Item = Part> {
+        let cells = match self.node(id) {
+            Node::Tuple(cells) | Node::List(cells) | Node::Dict(cells) | Node::Set(cells) => cells,
+            Node::Object(_, parts) => self.objects[parts as usize].cells,
+            _ => EMPTY,
+        };
+        self.parts_of(cells)
+    }
+
+    fn parts_of(&self, cells: Cells) -> impl Iterator<Item = Part> {
+        let mut next = cells.first;
+        std::iter::from_fn(move || {
+            let cell = self.cells.get(next as usize)?;
+            next = cell.next;
+            Some(match cell.key {
+                ITEM => Part::Item(cell.value),
+                STATE => Part::State(cell.value),
+                key => Part::Pair(key, cell.value),
+            })
+        })
+    }
+}
+
+fn bad(what: impl std::fmt::Display) -> Fault {
+    let message = format!("its pickle is not one that torch.save writes: {what}");
+    Fault::new(ErrorKind::HeaderDecode, message)
+}
+
+/// Carries out the pickle that is all of `bytes`.
+///
+/// # Errors
+/// Why it is refused.
+pub(super) fn run(bytes: &[u8]) -> Result<Values<'_>, Fault> {
+    let values = Values {
+        bytes,
+        nodes: vec![Node::Null, Node::Bool(false), Node::Bool(true), Node::Tuple(EMPTY)],
+        cells: Vec::new(),
+        objects: Vec::new(),
+        root: 0,
+    };
+    let mut machine = Machine {
+        values,
+        at: 0,
+        stack: Vec::new(),
+        dense: Vec::new(),
+        sparse: HashMap::new(),
+        memo_len: 0,
+        copies_left: bytes.len(),
+    };
+    machine.run()?;
+    if machine.at != bytes.len() {
+        return Err(bad(format_args!("{} bytes follow its end", bytes.len() - machine.at)));
+    }
+    Ok(machine.values)
+}
+
+/// Nodes of which there is one each.
+const NULL: NodeId = 0;
+const FALSE: NodeId = 1;
+const TRUE: NodeId = 2;
+const EMPTY_TUPLE: NodeId = 3;
+
+struct Machine<'a> {
+    values: Values<'a>,
+    at: usize,
+    /// Values, and `NONE` for a mark.
+    stack: Vec<u32>,
+    /// The memo from 0 on without a gap, and the rest of it.
+    dense: Vec<NodeId>,
+    sparse: HashMap<u32, NodeId>,
+    /// Number of values in the memo.
+    memo_len: u32,
+    /// Pairs that may still be copied from lists into dicts: a list may be copied many times.
+    copies_left: usize,
+}
+
+impl Machine<'_> {
+    fn run(&mut self) -> Result<(), Fault> {
+        let [proto, version] = self.take::<2>()?;
+        if proto != 0x80 || !(2..=5).contains(&version) {
+            return Err(bad("it does not begin with a protocol from 2 to 5"));
+        }
+        loop {
+            let opcode = self.take::<1>()?[0];
+            if opcode == b'.' {
+                break;
+            }
+            self.step(opcode)?;
+        }
+        match self.stack.as_slice() {
+            [root] if *root != NONE => self.values.root = *root,
+            _ => return Err(bad("it ends with other than one value")),
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, opcode: u8) -> Result<(), Fault> {
+        match opcode {
+            0x95 => {
+                let len = self.number(8)?;
+                self.bounded(len)?;
+            }
+            b'N' => self.stack.push(NULL),
+            0x88 => self.stack.push(TRUE),
+            0x89 => self.stack.push(FALSE),
+            b')' => self.stack.push(EMPTY_TUPLE),
+            b'K' => self.uint(1)?,
+            b'M' => self.uint(2)?,
+            b'J' => {
+                let number = i32::from_le_bytes(self.take()?);
+                self.push(Node::Int(number.into()))?;
+            }
+            0x8a | 0x8b => self.long(opcode == 0x8a)?,
+            b'G' => {
+                self.take::<8>()?;
+                self.push(Node::Number)?;
+            }
+            b'X' => self.bytes(4, true)?,
+            0x8c => self.bytes(1, true)?,
+            0x8d => self.bytes(8, true)?,
+            // Strings of Python 2.
+            b'U' => self.bytes(1, true)?,
+            b'T' => self.bytes(4, true)?,
+            b'B' => self.bytes(4, false)?,
+            b'C' => self.bytes(1, false)?,
+            0x8e | 0x96 => self.bytes(8, false)?,
+            _ => return self.container(opcode),
+        }
+        Ok(())
+    }
+
+    /// The opcodes of marks and containers.
+    fn container(&mut self, opcode: u8) -> Result<(), Fault> {
+        match opcode {
+            b'(' => self.stack.push(NONE),
+            b']' => self.push(Node::List(EMPTY)).map(drop)?,
+            b'}' => self.push(Node::Dict(EMPTY)).map(drop)?,
+            0x8f => self.push(Node::Set(EMPTY)).map(drop)?,
+            0x85..=0x87 => {
+                let count = usize::from(opcode - 0x84);
+                let begin = self.stack.len().saturating_sub(count);
+                if self.stack.len() < count || self.stack[begin..].contains(&NONE) {
+                    return Err(bad("its stack is too short for a tuple"));
+                }
+                let cells = self.cells(begin, false)?;
+                self.push(Node::Tuple(cells))?;
+            }
+            b't' | b'l' | 0x91 => {
+                let begin = self.mark()?;
+                let cells = self.cells(begin + 1, false)?;
+                self.stack.pop();
+                self.push(match opcode {
+                    b't' => Node::Tuple(cells),
+                    b'l' => Node::List(cells),
+                    _ => Node::Set(cells),
+                })?;
+            }
+            b'd' => {
+                let begin = self.mark()?;
+                let cells = self.cells(begin + 1, true)?;
+                self.stack.pop();
+                self.push(Node::Dict(cells))?;
+            }
+            b'a' => {
+                let item = self.pop()?;
+                let target = self.top()?;
+                self.add(target, ITEM, item)?;
+            }
+            b's' => {
+                let (value, key) = (self.pop()?, self.pop()?);
+                let target = self.top()?;
+                self.add(target, key, value)?;
+            }
+            b'e' | 0x90 | b'u' => self.add_many(opcode == b'u')?,
+            _ => return self.reference(opcode),
+        }
+        Ok(())
+    }
+
+    /// The opcodes of the memo, of names and calls, and of the stack.
+    fn reference(&mut self, opcode: u8) -> Result<(), Fault> {
+        match opcode {
+            b'q' => {
+                let index = self.number(1)?;
+                self.put(index as u32)?;
+            }
+            b'r' => {
+                let index = self.number(4)?;
+                self.put(index as u32)?;
+            }
+            0x94 => self.put(self.memo_len)?,
+            b'h' => self.get(1)?,
+            b'j' => self.get(4)?,
+            b'c' => self.global_lines()?,
+            0x93 => {
+                let (name, module) = (self.pop()?, self.pop()?);
+                self.global(module, name)?;
+            }
+            b'R' | 0x81 => {
+                let (args, callable) = (self.pop()?, self.pop()?);
+                self.object(callable, args)?;
+            }
+            0x92 => {
+                let (named, args, callable) = (self.pop()?, self.pop()?, self.pop()?);
+                let object = self.object(callable, args)?;
+                self.add(object, ITEM, named)?;
+            }
+            b'b' => {
+                let state = self.pop()?;
+                let target = self.top()?;
+                if !matches!(self.values.node(target), Node::Object(..)) {
+                    return Err(bad("a state is given to a value that has none"));
+                }
+                self.add(target, STATE, state)?;
+            }
+            b'Q' => {
+                let id = self.pop()?;
+                self.push(Node::Persistent(id))?;
+            }
+            b'0' => {
+                self.stack.pop().ok_or_else(|| bad("its stack is empty"))?;
+            }
+            b'1' => {
+                let begin = self.mark()?;
+                self.stack.truncate(begin);
+            }
+            b'2' => self.stack.push(self.top()?),
+            _ => {
+                let at = self.at - 1;
+                return Err(bad(format_args!("it has the opcode {opcode:#04x} at byte {at}")));
+            }
+        }
+        Ok(())
+    }
+
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], Fault> {
+        let bytes = self.values.bytes.get(self.at..).and_then(|rest| rest.first_chunk::<N>());
+        self.at += N;
+        bytes.copied().ok_or_else(|| bad("it ends within an opcode"))
+    }
+
+    fn number(&mut self, width: u64) -> Result<u64, Fault> {
+        self.bounded(width)?;
+        let start = self.at;
+        self.at += width as usize;
+        Ok(le(&self.values.bytes[start..self.at]))
+    }
+
+    /// Checks that `len` bytes follow.
+    fn bounded(&self, len: u64) -> Result<usize, Fault> {
+        let left = self.values.bytes.len().saturating_sub(self.at) as u64;
+        if len > left {
+            return Err(bad(format_args!("{len} bytes announced, {left} are left")));
+        }
+        Ok(len as usize)
+    }
+
+    fn push(&mut self, node: Node) -> Result<NodeId, Fault> {
+        if self.values.nodes.len() >= NODES_MAX {
+            let message = format!("its pickle has more than {NODES_MAX} values");
+            return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+        }
+        let id = self.values.nodes.len() as u32;
+        self.values.nodes.push(node);
+        self.stack.push(id);
+        Ok(id)
+    }
+
+    fn pop(&mut self) -> Result<NodeId, Fault> {
+        let top = self.top()?;
+        self.stack.pop();
+        Ok(top)
+    }
+
+    fn top(&self) -> Result<NodeId, Fault> {
+        let top = self.stack.last().copied().filter(|&top| top != NONE);
+        top.ok_or_else(|| bad("its stack has too few values"))
+    }
+
+    /// Place of the last mark on the stack.
+    fn mark(&self) -> Result<usize, Fault> {
+        self.stack.iter().rposition(|&id| id == NONE).ok_or_else(|| bad("a mark is missing"))
+    }
+
+    fn uint(&mut self, width: u64) -> Result<(), Fault> {
+        let number = self.number(width)?;
+        self.push(Node::Int(number as i64)).map(drop)
+    }
+
+    fn long(&mut self, short: bool) -> Result<(), Fault> {
+        let len = self.number(if short { 1 } else { 4 })?;
+        let len = self.bounded(len)?;
+        if len > LONG_LEN_MAX {
+            return Err(bad(format_args!("an integer of {len} bytes")));
+        }
+        let digits = &self.values.bytes[self.at..self.at + len];
+        self.at += len;
+        let negative = digits.last().is_some_and(|last| last & 0x80 != 0);
+        let mut all = [if negative { 0xff } else { 0 }; 8];
+        let node = match all.get_mut(..len) {
+            Some(low) => {
+                low.copy_from_slice(digits);
+                Node::Int(i64::from_le_bytes(all))
+            }
+            None => Node::Number,
+        };
+        self.push(node).map(drop)
+    }
+
+    fn bytes(&mut self, width: u64, text: bool) -> Result<(), Fault> {
+        let len = self.number(width)?;
+        let len = self.bounded(len)?;
+        let start = self.at;
+        self.at += len;
+        let node = if text { Node::Text(start as u32, self.at as u32) } else { Node::Bytes };
+        self.push(node).map(drop)
+    }
+
+    /// The values of the stack from `begin` on, as items or as pairs. They are taken off.
+    fn cells(&mut self, begin: usize, pairs: bool) -> Result<Cells, Fault> {
+        let mut cells = EMPTY;
+        let width = if pairs { 2 } else { 1 };
+        if !(self.stack.len() - begin).is_multiple_of(width) {
+            return Err(bad("a dict has a key without a value"));
+        }
+        for at in (begin..self.stack.len()).step_by(width) {
+            let key = if pairs { self.stack[at] } else { ITEM };
+            self.append(&mut cells, key, self.stack[at + width - 1]);
+        }
+        self.stack.truncate(begin);
+        Ok(cells)
+    }
+
+    fn append(&mut self, cells: &mut Cells, key: u32, value: NodeId) {
+        let number = self.values.cells.len() as u32;
+        self.values.cells.push(Cell { key, value, next: NONE });
+        match self.values.cells.get_mut(cells.last as usize) {
+            Some(last) => last.next = number,
+            None => cells.first = number,
+        }
+        cells.last = number;
+    }
+
+    /// Adds an item, a pair or a state to `target`.
+    fn add(&mut self, target: NodeId, key: u32, value: NodeId) -> Result<(), Fault> {
+        let mut node = self.values.node(target);
+        match &mut node {
+            Node::List(cells) | Node::Set(cells) if key == ITEM => {
+                self.append(cells, key, value);
+            }
+            Node::Dict(cells) if key < STATE => self.append(cells, key, value),
+            Node::Object(_, parts) => {
+                let index = *parts as usize;
+                let mut cells = self.values.objects[index].cells;
+                self.append(&mut cells, key, value);
+                self.values.objects[index].cells = cells;
+            }
+            _ => return Err(bad("something is put into a value that holds nothing")),
+        }
+        self.values.nodes[target as usize] = node;
+        Ok(())
+    }
+
+    fn add_many(&mut self, pairs: bool) -> Result<(), Fault> {
+        let begin = self.mark()?;
+        let target = self.stack[..begin].last().copied().filter(|&id| id != NONE);
+        let target = target.ok_or_else(|| bad("its stack has too few values"))?;
+        let values = self.stack.split_off(begin);
+        let width = if pairs { 2 } else { 1 };
+        let groups = values[1..].chunks_exact(width);
+        if !groups.remainder().is_empty() {
+            return Err(bad("a dict gets a key without a value"));
+        }
+        for group in groups {
+            let key = if pairs { group[0] } else { ITEM };
+            self.add(target, key, group[width - 1])?;
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, index: u32) -> Result<(), Fault> {
+        let value = self.top()?;
+        let place = index as usize;
+        if place < self.dense.len() {
+            self.dense[place] = value;
+            return Ok(());
+        }
+        // A sparse index may be reached by the dense part later.
+        let before = if place == self.dense.len() {
+            self.dense.push(value);
+            self.sparse.remove(&index)
+        } else {
+            self.sparse.insert(index, value)
+        };
+        self.memo_len += u32::from(before.is_none());
+        Ok(())
+    }
+
+    fn get(&mut self, width: u64) -> Result<(), Fault> {
+        let index = self.number(width)? as u32;
+        let value = self.dense.get(index as usize).or_else(|| self.sparse.get(&index));
+        let value =
+            value.ok_or_else(|| bad(format_args!("it has no value {index} to use again")))?;
+        self.stack.push(*value);
+        Ok(())
+    }
+
+    fn line(&mut self) -> Result<NodeId, Fault> {
+        let rest = self.values.bytes.get(self.at..).unwrap_or_default();
+        let end = rest.iter().take(GLOBAL_LEN_MAX + 1).position(|&byte| byte == b'\n');
+        let end = end.ok_or_else(|| bad("the name of a class has no end"))?;
+        let start = self.at;
+        self.at += end + 1;
+        let id = self.push(Node::Text(start as u32, (start + end) as u32))?;
+        self.stack.pop();
+        Ok(id)
+    }
+
+    fn global_lines(&mut self) -> Result<(), Fault> {
+        let module = self.line()?;
+        let name = self.line()?;
+        self.global(module, name)
+    }
+
+    fn global(&mut self, module: NodeId, name: NodeId) -> Result<(), Fault> {
+        let id = self.push(Node::Global(module, name))?;
+        let fits = [module, name]
+            .iter()
+            .all(|&part| self.values.text(part).is_some_and(|text| text.len() <= GLOBAL_LEN_MAX));
+        match self.values.global(id).filter(|_| fits) {
+            None => Err(bad("the name of a class is not text")),
+            Some((module, name)) if denied(module, name) => {
+                let message = format!(
+                    "its pickle asks for {}, which runs code when the file is loaded; no weights \
+                     need that: do not load this file, and fetch it from where you trust it",
+                    self.values.global_name(id)
+                );
+                Err(Fault::new(ErrorKind::HeaderDecode, message))
+            }
+            Some(_) => Ok(()),
+        }
+    }
+
+    fn object(&mut self, callable: NodeId, args: NodeId) -> Result<NodeId, Fault> {
+        if !matches!(self.values.node(callable), Node::Global(..)) {
+            return Err(bad("it calls a value that is no name"));
+        }
+        if !matches!(self.values.node(args), Node::Tuple(_)) {
+            return Err(bad(format_args!(
+                "{} is called without a tuple",
+                self.values.global_name(callable)
+            )));
+        }
+        let parts = self.values.objects.len() as u32;
+        // A dict made of a list has the pairs that the list holds now.
+        let mut cells = EMPTY;
+        if self.values.global(callable) == Some(("collections", "OrderedDict"))
+            && let Some([list]) = self.values.array::<1>(args)
+        {
+            let pairs: Option<Vec<[NodeId; 2]>> = match self.values.node(list) {
+                Node::List(_) | Node::Tuple(_) => self.pairs_of(list),
+                _ => None,
+            };
+            let pairs = pairs.ok_or_else(|| bad("an OrderedDict is made of no list of pairs"))?;
+            let left = self.copies_left.checked_sub(pairs.len());
+            self.copies_left = left.ok_or_else(|| bad("it copies its lists too often"))?;
+            for [key, value] in pairs {
+                self.append(&mut cells, key, value);
+            }
+        }
+        self.values.objects.push(ObjectParts { args, cells });
+        self.push(Node::Object(callable, parts))
+    }
+
+    /// The pairs that are the items of `list`.
+    fn pairs_of(&self, list: NodeId) -> Option<Vec<[NodeId; 2]>> {
+        let values = &self.values;
+        let pair = |part| {
+            let Part::Item(item) = part else { return None };
+            let parts: Vec<Part> = values.parts(item).take(3).collect();
+            match (values.node(item), parts.as_slice()) {
+                (Node::Tuple(_) | Node::List(_), [Part::Item(key), Part::Item(value)]) => {
+                    Some([*key, *value])
+                }
+                _ => None,
+            }
+        };
+        // One more than may be copied is enough to refuse them.
+        values.parts(list).take(self.copies_left + 1).map(pair).collect()
+    }
+}

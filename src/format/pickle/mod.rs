@@ -1,0 +1,191 @@
+//! Files of `torch.save`: a zip archive with a pickle, which names tensors, and their data as it is.
+//!
+//! `zip` reads the archive, `machine` carries the pickle out as values and runs nothing, `globals` says
+//! what names mean, `tensors` finds the bytes of a tensor, and `state_dict` names the tensors of a
+//! model. Other files of torch are made of the same parts.
+
+mod globals;
+mod machine;
+mod state_dict;
+mod tensors;
+mod zip;
+
+use std::io;
+use std::ops::Range;
+
+use crate::error::{ErrorKind, Fault};
+
+use self::machine::PICKLE_LEN_MAX;
+use self::state_dict::ModelTensors;
+use self::tensors::{Records, StorageData};
+use self::zip::{Archive, LOCAL_MAGIC};
+use super::description::ShardDescription;
+use super::range_reader::RangeReader;
+
+/// Name of the pickle in an archive.
+const PICKLE: &str = "data.pkl";
+
+/// Name of the entry that tells the order of bytes, and of the one that every archive of TorchScript
+/// has.
+const BYTE_ORDER: &str = "byteorder";
+const TORCHSCRIPT: &str = "constants.pkl";
+
+/// Bytes of memory that a byte of a pickle may take, for the bound on headers in memory.
+const MEMORY_OF_BYTE: u64 = 4;
+
+/// Why reading ends early.
+enum ReadStop {
+    Read(io::Error),
+    Fault(Fault),
+}
+
+impl From<Fault> for ReadStop {
+    fn from(fault: Fault) -> ReadStop {
+        ReadStop::Fault(fault)
+    }
+}
+
+/// A result whose outer error is a failed read.
+fn told<T>(result: Result<T, ReadStop>) -> io::Result<Result<T, Fault>> {
+    match result {
+        Ok(value) => Ok(Ok(value)),
+        Err(ReadStop::Fault(fault)) => Ok(Err(fault)),
+        Err(ReadStop::Read(error)) => Err(error),
+    }
+}
+
+/// A number of up to 8 bytes, little-endian.
+fn le(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
+}
+
+/// Whether a file that begins with `first` is a zip archive.
+pub fn is_zip(first: &[u8]) -> bool {
+    first.starts_with(LOCAL_MAGIC)
+}
+
+/// Whether a file that begins with `first` is a zip archive whose first entry is the pickle of
+/// `torch.save`.
+pub fn is_torch_zip(first: &[u8]) -> bool {
+    let name = || {
+        let len = le(first.get(26..28)?) as usize;
+        first.get(30..30 + len)
+    };
+    is_zip(first) && name().is_some_and(|name| name.ends_with(b"/data.pkl"))
+}
+
+/// Bytes of memory that the description of the file may take.
+///
+/// # Errors
+/// The outer error is a failed read, the inner one the fault of the archive.
+pub fn description_len(reader: &mut dyn RangeReader) -> io::Result<Result<u64, Fault>> {
+    let whole = reader.start()..reader.file_len();
+    told(open(reader, whole).map(|(archive, len)| {
+        len * MEMORY_OF_BYTE + (reader.file_len() - archive.directory_start())
+    }))
+}
+
+/// Parses a whole file that is already in memory.
+///
+/// # Errors
+/// The fault of the file.
+pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
+    // A read from memory that passes the end is a fault of the parser, not of the file.
+    parse(&mut &*bytes).unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
+}
+
+/// Parses a file: its directory, its pickle, and the header in front of the data of each storage.
+///
+/// # Errors
+/// The outer error is a failed read, the inner one is the fault of the file.
+pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription, Fault>> {
+    let whole = reader.start()..reader.file_len();
+    told(parse_range(reader, whole))
+}
+
+/// The archive in the bytes `range` of a file, and the length of its pickle.
+fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64), ReadStop> {
+    let archive = Archive::read(reader, range)?;
+    let wrong = |message: String| ReadStop::from(Fault::new(ErrorKind::HeaderDecode, message));
+    if archive.has(TORCHSCRIPT) {
+        return Err(wrong(
+            "is an archive of TorchScript, which holds a program; save the state_dict of the model \
+             with torch.save"
+                .to_owned(),
+        ));
+    }
+    let Some(len) = archive.len_of(PICKLE) else {
+        return Err(wrong(format!("is a zip archive without {PICKLE}, as torch.save writes it")));
+    };
+    if len > PICKLE_LEN_MAX {
+        let message = format!("its pickle has {len} bytes, tensorfs reads up to {PICKLE_LEN_MAX}");
+        return Err(Fault::new(ErrorKind::HeaderTooLarge, message).into());
+    }
+    Ok((archive, len))
+}
+
+fn parse_range(
+    reader: &mut dyn RangeReader,
+    range: Range<u64>,
+) -> Result<ShardDescription, ReadStop> {
+    let (archive, len) = open(reader, range.clone())?;
+    check_byte_order(reader, &archive)?;
+    let place = archive.data(reader, PICKLE)?.unwrap_or(0..0);
+    let mut pickle = vec![0; len as usize];
+    reader.read_exact_at(place.start, &mut pickle)?;
+    let values = machine::run(&pickle)?;
+    let mut records = Records::new(reader, &archive);
+    let named = ModelTensors::of(&values, &mut records)?;
+    let used = records.used();
+    let names_len = named.tensors.iter().map(|tensor| tensor.name.len()).sum();
+    let mut description = ShardDescription::with_room(0, named.tensors.len(), names_len);
+    let mut numbers: Vec<u64> = Vec::new();
+    for tensor in &named.tensors {
+        let begin = numbers.len() as u32;
+        numbers.extend_from_slice(&tensor.place.shape);
+        let shape = (begin, numbers.len() as u32);
+        description.push(&tensor.name, tensor.place.dtype, shape, tensor.place.start);
+    }
+    description.set_numbers(numbers);
+    // Programs ask a safetensors file for its framework.
+    let format = ("format".to_owned(), "pt".to_owned());
+    description.metadata = Some([format].into());
+    description.described = described(&range, &used);
+    description.left_out = named.left_out;
+    Ok(description)
+}
+
+/// The bytes of the archive in `range` that are not the data of `used` storages.
+fn described(range: &Range<u64>, used: &[StorageData]) -> Vec<Range<u64>> {
+    let mut data: Vec<&Range<u64>> = used.iter().map(|storage| &storage.range).collect();
+    data.retain(|range| !range.is_empty());
+    data.sort_unstable_by_key(|range| range.start);
+    let mut at = range.start;
+    let mut described = Vec::with_capacity(data.len() + 1);
+    for range in data {
+        described.push(at..range.start);
+        at = range.end;
+    }
+    described.push(at..range.end);
+    described
+}
+
+fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<(), ReadStop> {
+    // Absent before torch 2.1.
+    let Some(place) = archive.data(reader, BYTE_ORDER)? else { return Ok(()) };
+    let mut order = vec![0; (place.end - place.start).min(16) as usize];
+    reader.read_exact_at(place.start, &mut order)?;
+    if order == b"little" {
+        return Ok(());
+    }
+    let message = if order == b"big" {
+        "was saved by a big-endian machine; load it with torch and save it again on another one"
+    } else {
+        "does not say whether its bytes are little-endian; save it again"
+    };
+    Err(Fault::new(ErrorKind::HeaderDecode, message).into())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+mod tests;

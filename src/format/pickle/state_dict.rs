@@ -1,0 +1,494 @@
+//! Which values of a pickle are the tensors of a model, and their names.
+
+use std::collections::{HashMap, HashSet};
+
+use super::ReadStop;
+use super::globals::is_dict;
+use super::machine::{Node, NodeId, Part, Values};
+use super::tensors::{Records, TensorPlace, tensor_call};
+use crate::error::{ErrorKind, Fault, quoted};
+use crate::format::safetensors::METADATA;
+
+/// Longest name of a tensor in bytes.
+const NAME_LEN_MAX: usize = 64 << 10;
+
+/// Deepest container that may hold a tensor.
+const DEPTH_MAX: usize = 1000;
+
+/// Steps and bytes of names that a byte of the pickle may cost: a value may have many names.
+const STEPS_OF_BYTE: usize = 16;
+
+/// Names of dicts that hold a model, in files with more than a model.
+const MODELS: [&str; 8] =
+    ["state_dict", "model", "module", "model_state_dict", "ema", "ema_state_dict", "net", "params"];
+
+/// Beginnings of the keys of values that are the state of a training, and no weights.
+const STATES: [&str; 16] = [
+    "optimizer",
+    "optim_",
+    "optim.",
+    "optimizers",
+    "lr_scheduler",
+    "scheduler",
+    "scaler",
+    "grad_scaler",
+    "rng",
+    "random_rng",
+    "cuda_rng",
+    "torch_rng",
+    "numpy_rng",
+    "dataloader",
+    "train_state",
+    "callbacks",
+];
+
+/// A tensor with its name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ModelTensor {
+    pub(super) name: String,
+    pub(super) place: TensorPlace,
+}
+
+/// The tensors of a model in the order of their bytes.
+#[derive(Debug)]
+pub(super) struct ModelTensors {
+    pub(super) tensors: Vec<ModelTensor>,
+    /// A note on the other values of the pickle.
+    pub(super) left_out: Option<String>,
+}
+
+/// Whether the value `id`, with the key `key` of the root, is the state of a training.
+fn is_state(key: &str) -> bool {
+    key == "optim" || key == "loops" || STATES.iter().any(|state| key.starts_with(state))
+}
+
+impl ModelTensors {
+    /// The tensors of the model that the pickle holds.
+    pub(super) fn of(
+        values: &Values<'_>,
+        records: &mut Records<'_, '_>,
+    ) -> Result<ModelTensors, ReadStop> {
+        let root = values.root;
+        let mut walk = Walk {
+            values,
+            steps_left: values.pickle_len().saturating_mul(STEPS_OF_BYTE) + 4096,
+            on_path: vec![false; values.node_count()],
+            shown: vec![false; values.node_count()],
+            opaque: Vec::new(),
+            found: Vec::new(),
+        };
+        let Some(pairs) = walk.pairs(root)? else {
+            return Err(not_a_dict(values, root).into());
+        };
+        let (hidden, rest): (Vec<_>, Vec<_>) = pairs.into_iter().partition(|pair| {
+            // A tensor of a state_dict has a dotted name, which may begin with any word.
+            let is_weight = |key: &str| key.contains('.') && is_tensor(values, pair.value);
+            pair.key.text().is_some_and(|key| is_state(key) && !is_weight(key))
+        });
+        let mut left_out: Vec<String> = hidden.iter().map(|pair| pair.key.shown()).collect();
+        let mut models = Vec::new();
+        if !rest.iter().any(|pair| is_tensor(values, pair.value)) {
+            for pair in &rest {
+                let is_model = pair.key.text().is_some_and(|key| MODELS.contains(&key));
+                if is_model && walk.is_dict_value(pair.value) && walk.holds_tensor(pair.value)? {
+                    models.push(pair);
+                }
+            }
+        }
+        walk.shown[root as usize] = true;
+        if let [model] = models.as_slice() {
+            for pair in &rest {
+                if pair.key != model.key && walk.holds_tensor(pair.value)? {
+                    left_out.push(pair.key.shown());
+                }
+            }
+            walk.collect(String::new(), model.value, true)?;
+        } else {
+            for &DictPair { key, value, .. } in &rest {
+                match key {
+                    Key::Text(key) => walk.collect(key.to_owned(), value, false)?,
+                    Key::Int(number) => walk.collect(number.to_string(), value, false)?,
+                    Key::Other(_) => walk.refuse_tensors(value)?,
+                }
+            }
+        }
+        walk.check_opaque()?;
+        let found = std::mem::take(&mut walk.found);
+        let mut tensors = Vec::with_capacity(found.len());
+        let mut dims_left = values.pickle_len();
+        for (name, id) in found {
+            let call = tensor_call(values, id);
+            let call =
+                call.ok_or_else(|| Fault::new(ErrorKind::Internal, "no call of a tensor"))?;
+            let place = call.place(values, records).map_err(|stop| match stop {
+                ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(&name)),
+                other => other,
+            })?;
+            dims_left = dims_left.checked_sub(place.shape.len()).ok_or_else(too_many)?;
+            tensors.push(ModelTensor { name, place });
+        }
+        let mut all = hidden.iter().chain(&rest);
+        if all.any(|pair| pair.key.text() == Some("ds_version")) {
+            check_deepspeed(&tensors)?;
+        }
+        check_names(&tensors)?;
+        tensors.sort_by(|a, b| (a.place.start, &a.name).cmp(&(b.place.start, &b.name)));
+        if tensors.is_empty() {
+            let message = "is a file of torch.save without tensors of a model; name the file of the \
+                           weights";
+            return Err(Fault::new(ErrorKind::TensorMissing, message).into());
+        }
+        let left_out = (!left_out.is_empty()).then(|| {
+            let more = left_out.len().saturating_sub(5);
+            left_out.truncate(5);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            format!("{}{more} of the file are not shown", left_out.join(", "))
+        });
+        Ok(ModelTensors { tensors, left_out })
+    }
+}
+
+fn not_a_dict(values: &Values<'_>, root: NodeId) -> Fault {
+    let message = match (tensor_call(values, root), values.call(root)) {
+        (Some(_), _) => "holds one tensor without a name; save a dict of tensors".to_owned(),
+        (None, Some((class, _))) => format!(
+            "holds an object of the class {}, not a dict of tensors; save the state_dict of the model",
+            values.global_name(class)
+        ),
+        _ => "holds no dict of tensors; save the state_dict of the model".to_owned(),
+    };
+    Fault::new(ErrorKind::HeaderDecode, message)
+}
+
+/// Refuses the placeholders of DeepSpeed ZeRO-3.
+fn check_deepspeed(tensors: &[ModelTensor]) -> Result<(), Fault> {
+    let Some(empty) = tensors.iter().find(|tensor| tensor.place.shape == [0]) else {
+        return Ok(());
+    };
+    let message = "has no elements: the weights of DeepSpeed ZeRO-3 lie in the files of all ranks; \
+                   make one file of them with zero_to_fp32.py";
+    Err(Fault::new(ErrorKind::TensorMissing, message).tensor(&empty.name))
+}
+
+fn check_names(tensors: &[ModelTensor]) -> Result<(), Fault> {
+    let mut names: HashSet<&str> = HashSet::with_capacity(tensors.len());
+    for ModelTensor { name, .. } in tensors {
+        if name == METADATA {
+            let message = "has the name that safetensors has for metadata; give it another one";
+            return Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(name));
+        }
+        if !names.insert(name) {
+            let message = "stands twice in the file: the keys on two paths make the same name";
+            return Err(Fault::new(ErrorKind::DuplicateTensor, message).tensor(name));
+        }
+    }
+    Ok(())
+}
+
+fn is_tensor(values: &Values<'_>, id: NodeId) -> bool {
+    tensor_call(values, id).is_some()
+}
+
+/// A key of a dict.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Key<'v> {
+    Text(&'v str),
+    Int(i64),
+    /// Another value, by its number.
+    Other(NodeId),
+}
+
+impl<'v> Key<'v> {
+    /// The part of a name that it makes.
+    fn text(&self) -> Option<&'v str> {
+        match self {
+            Key::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    fn shown(&self) -> String {
+        match self {
+            Key::Text(text) => quoted(text),
+            Key::Int(number) => number.to_string(),
+            Key::Other(_) => "a key that is no text".to_owned(),
+        }
+    }
+}
+
+/// A pair of a dict: the key, its number, and the value.
+#[derive(Clone, Copy)]
+struct DictPair<'v> {
+    key: Key<'v>,
+    node: NodeId,
+    value: NodeId,
+}
+
+/// The key that a value makes.
+fn key_of<'v>(values: &Values<'v>, id: NodeId) -> Result<Key<'v>, Fault> {
+    Ok(match values.node(id) {
+        Node::Text(..) => Key::Text(values.text(id).ok_or_else(|| {
+            Fault::new(ErrorKind::HeaderUtf8, "a key of its pickle is not UTF-8")
+        })?),
+        Node::Int(number) => Key::Int(number),
+        _ => Key::Other(id),
+    })
+}
+
+fn too_many() -> Fault {
+    let message = "its pickle has too many names for the same values";
+    Fault::new(ErrorKind::HeaderTooLarge, message)
+}
+
+/// A walk through the values of a pickle.
+struct Walk<'a, 'v> {
+    values: &'a Values<'v>,
+    steps_left: usize,
+    /// Containers that the walk is in.
+    on_path: Vec<bool>,
+    /// Containers and tensors that are shown.
+    shown: Vec<bool>,
+    /// Objects of unknown classes beside shown tensors.
+    opaque: Vec<NodeId>,
+    /// Names and calls of tensors.
+    found: Vec<(String, NodeId)>,
+}
+
+/// The way from a container to a part of it: a position, or the number of a key.
+#[derive(Clone, Copy)]
+enum PathStep {
+    Position(u32),
+    Key(NodeId),
+}
+
+/// A container on the way, with its parts that are not visited yet, last first.
+struct Level {
+    id: NodeId,
+    name_len: usize,
+    left: Vec<(PathStep, NodeId)>,
+}
+
+impl<'v> Walk<'_, 'v> {
+    fn spend(&mut self, steps: usize) -> Result<(), Fault> {
+        let left = self.steps_left.checked_sub(steps);
+        self.steps_left = left.ok_or_else(too_many)?;
+        Ok(())
+    }
+
+    /// Whether the value is a dict.
+    fn is_dict_value(&self, id: NodeId) -> bool {
+        match self.values.node(id) {
+            Node::Dict(_) => true,
+            Node::Object(class, _) => self.values.global(class).is_some_and(is_dict),
+            _ => false,
+        }
+    }
+
+    /// The pairs of a dict, each key once with its last value. `None` if the value is no dict.
+    fn pairs(&mut self, id: NodeId) -> Result<Option<Vec<DictPair<'v>>>, Fault> {
+        if !self.is_dict_value(id) {
+            return Ok(None);
+        }
+        let mut pairs: Vec<DictPair<'v>> = Vec::new();
+        let mut places: HashMap<Key<'v>, u32> = HashMap::new();
+        for part in self.values.parts(id) {
+            let Part::Pair(node, value) = part else { continue };
+            let key = key_of(self.values, node)?;
+            let left = self.steps_left.checked_sub(1);
+            self.steps_left = left.ok_or_else(too_many)?;
+            match places.get(&key) {
+                Some(&place) => pairs[place as usize].value = value,
+                None => {
+                    places.insert(key, pairs.len() as u32);
+                    pairs.push(DictPair { key, node, value });
+                }
+            }
+        }
+        Ok(Some(pairs))
+    }
+
+    /// The parts of a container that may hold tensors. `None` stands for a value that is no container.
+    fn level(&mut self, id: NodeId, name_len: usize) -> Result<Option<Level>, Fault> {
+        let values = self.values;
+        let is_inner = |id: NodeId| {
+            !matches!(
+                values.node(id),
+                Node::Null
+                    | Node::Bool(_)
+                    | Node::Int(_)
+                    | Node::Number
+                    | Node::Text(..)
+                    | Node::Bytes
+                    | Node::Global(..)
+            )
+        };
+        let mut left: Vec<(PathStep, NodeId)> = Vec::new();
+        match values.node(id) {
+            Node::List(_) | Node::Tuple(_) | Node::Set(_) => {
+                for (position, part) in values.parts(id).enumerate() {
+                    self.spend(1)?;
+                    if let Part::Item(item) = part
+                        && is_inner(item)
+                    {
+                        left.push((PathStep::Position(position as u32), item));
+                    }
+                }
+            }
+            _ => {
+                let Some(pairs) = self.pairs(id)? else { return Ok(None) };
+                let inner = pairs.iter().filter(|pair| is_inner(pair.value));
+                left.extend(inner.map(|pair| (PathStep::Key(pair.node), pair.value)));
+            }
+        }
+        left.reverse();
+        Ok(Some(Level { id, name_len, left }))
+    }
+
+    /// Collects the tensors in the value `id`, whose names begin with `prefix`. A `bare` prefix adds
+    /// nothing to them.
+    fn collect(&mut self, prefix: String, id: NodeId, bare: bool) -> Result<(), Fault> {
+        let mut name = prefix;
+        let mut levels: Vec<Level> = Vec::new();
+        self.visit(&name, id, &mut levels)?;
+        while let Some(level) = levels.last_mut() {
+            let Some((step, value)) = level.left.pop() else {
+                self.on_path[level.id as usize] = false;
+                levels.pop();
+                continue;
+            };
+            name.truncate(level.name_len);
+            if !(bare && levels.len() == 1) {
+                name.push('.');
+            }
+            match step {
+                PathStep::Position(position) => name.push_str(&position.to_string()),
+                PathStep::Key(key) => match key_of(self.values, key)? {
+                    Key::Text(text) => name.push_str(text),
+                    Key::Int(number) => name.push_str(&number.to_string()),
+                    Key::Other(_) => {
+                        self.refuse_tensors(value)?;
+                        continue;
+                    }
+                },
+            }
+            self.visit(&name, value, &mut levels)?;
+        }
+        Ok(())
+    }
+
+    fn visit(&mut self, name: &str, id: NodeId, levels: &mut Vec<Level>) -> Result<(), Fault> {
+        self.spend(1)?;
+        if is_tensor(self.values, id) {
+            self.spend(name.len())?;
+            if name.len() > NAME_LEN_MAX {
+                let message = format!("a name of {} bytes, at most {NAME_LEN_MAX}", name.len());
+                return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+            }
+            // A tensor takes many more bytes of a pickle, unless it has many names.
+            if self.found.len() > 64 + self.values.pickle_len() / 8 {
+                return Err(too_many());
+            }
+            self.shown[id as usize] = true;
+            self.found.push((name.to_owned(), id));
+            return Ok(());
+        }
+        match self.values.node(id) {
+            Node::Persistent(_) => {
+                let message = "is a storage without a tensor; save tensors";
+                Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(name))
+            }
+            Node::List(_) | Node::Tuple(_) | Node::Set(_) | Node::Dict(_) | Node::Object(..) => {
+                let Some(level) = self.level(id, name.len())? else {
+                    self.opaque.push(id);
+                    return Ok(());
+                };
+                if levels.len() >= DEPTH_MAX {
+                    let message =
+                        format!("its pickle has more than {DEPTH_MAX} values in each other");
+                    return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+                }
+                if std::mem::replace(&mut self.on_path[id as usize], true) {
+                    let message = "its pickle has a dict or a list that holds itself";
+                    return Err(Fault::new(ErrorKind::HeaderDecode, message));
+                }
+                self.shown[id as usize] = true;
+                levels.push(level);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a tensor is in the value `id`, however deep.
+    fn holds_tensor(&mut self, id: NodeId) -> Result<bool, Fault> {
+        let mut seen = HashSet::from([id]);
+        let mut left = vec![id];
+        while let Some(id) = left.pop() {
+            self.spend(1)?;
+            if is_tensor(self.values, id) {
+                return Ok(true);
+            }
+            left.extend(reached(self.values, id).filter(|&part| seen.insert(part)));
+        }
+        Ok(false)
+    }
+
+    /// Refuses tensors behind a key that makes no name.
+    fn refuse_tensors(&mut self, id: NodeId) -> Result<(), Fault> {
+        if self.holds_tensor(id)? {
+            let message = "a tensor of its pickle has a key that is neither text nor an integer";
+            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        }
+        Ok(())
+    }
+
+    /// Refuses objects of unknown classes that hold tensors which have no name, or parts of what is
+    /// shown: the code of such a class may change what it gets.
+    fn check_opaque(&mut self) -> Result<(), Fault> {
+        let values = self.values;
+        let mut seen = vec![false; values.node_count()];
+        let beside: Vec<NodeId> = std::mem::take(&mut self.opaque);
+        let others = values
+            .objects()
+            .filter(|&id| tensor_call(values, id).is_none() && !self.is_dict_value(id));
+        let all: Vec<(NodeId, bool)> =
+            beside.iter().map(|&id| (id, true)).chain(others.map(|id| (id, false))).collect();
+        for (object, is_beside) in all {
+            let mut left = vec![object];
+            while let Some(id) = left.pop() {
+                self.spend(1)?;
+                let is_tensor = tensor_call(values, id).is_some();
+                if self.shown[id as usize] || (is_beside && is_tensor) {
+                    let class = values.call(object).map_or(object, |(class, _)| class);
+                    let what = if is_tensor { "a tensor" } else { "a part of the model" };
+                    let message = format!(
+                        "its pickle gives {what} to the class {}, which tensorfs does not know; save \
+                         the state_dict of the model",
+                        values.global_name(class)
+                    );
+                    return Err(Fault::new(ErrorKind::HeaderDecode, message));
+                }
+                for part in reached(values, id) {
+                    if !std::mem::replace(&mut seen[part as usize], true) {
+                        left.push(part);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The values that a value is made of.
+fn reached<'a>(values: &'a Values<'_>, id: NodeId) -> impl Iterator<Item = NodeId> + 'a {
+    let args = values.call(id).map(|(_, args)| args);
+    let persistent = match values.node(id) {
+        Node::Persistent(key) => Some(key),
+        _ => None,
+    };
+    let parts = values.parts(id).flat_map(|part| match part {
+        Part::Item(item) | Part::State(item) => [Some(item), None],
+        Part::Pair(key, value) => [Some(value), Some(key)],
+    });
+    args.into_iter().chain(persistent).chain(parts.flatten())
+}

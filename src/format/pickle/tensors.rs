@@ -1,0 +1,339 @@
+//! The bytes of a tensor, by the calls that make it in a pickle.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use super::ReadStop;
+use super::globals::{Rebuild, StorageType, dtype};
+use super::machine::{Node, NodeId, Values};
+use super::zip::Archive;
+use crate::dtype::Dtype;
+use crate::error::{ErrorKind, Fault, quoted};
+use crate::format::range_reader::RangeReader;
+
+/// Most dimensions of a tensor: those of torch.
+const DIMS_MAX: usize = 64;
+
+/// Calls that may wrap a tensor, one in another.
+const WRAPS_MAX: usize = 8;
+
+/// A tensor with its place in the file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct TensorPlace {
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<u64>,
+    /// First byte in the file.
+    pub(super) start: u64,
+}
+
+/// The data of a storage.
+#[derive(Clone, Debug)]
+pub(super) struct StorageData {
+    pub(super) range: Range<u64>,
+    kind: StorageType,
+    numel: u64,
+}
+
+/// The data of storages, read from an archive when they are asked for.
+pub(super) struct Records<'a, 'r> {
+    reader: &'r mut dyn RangeReader,
+    archive: &'a Archive,
+    known: HashMap<String, StorageData>,
+}
+
+impl<'a, 'r> Records<'a, 'r> {
+    pub(super) fn new(reader: &'r mut dyn RangeReader, archive: &'a Archive) -> Records<'a, 'r> {
+        Records { reader, archive, known: HashMap::new() }
+    }
+
+    /// The storages that were asked for.
+    pub(super) fn used(self) -> Vec<StorageData> {
+        self.known.into_values().collect()
+    }
+
+    fn get(&mut self, key: &str, kind: StorageType, numel: u64) -> Result<StorageData, ReadStop> {
+        if let Some(known) = self.known.get(key) {
+            if known.kind != kind || known.numel != numel {
+                return Err(wrong(format!("the storage {} has two types", quoted(key))).into());
+            }
+            return Ok(known.clone());
+        }
+        if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+            let message = format!("its storage is called {}, which is no number", quoted(key));
+            return Err(wrong(message).into());
+        }
+        let name = format!("data/{key}");
+        let Some(range) = self.archive.data(self.reader, &name)? else {
+            let message = format!("its data, the entry {name}, is missing from the archive");
+            return Err(Fault::new(ErrorKind::TensorMissing, message).into());
+        };
+        let len = range.end - range.start;
+        if numel.checked_mul(kind.item_len()) != Some(len) {
+            let message = format!(
+                "its storage has {numel} elements of {} bytes, its data has {len} bytes",
+                kind.item_len()
+            );
+            return Err(Fault::new(ErrorKind::SizeMismatch, message).into());
+        }
+        let data = StorageData { range, kind, numel };
+        self.known.insert(key.to_owned(), data.clone());
+        Ok(data)
+    }
+}
+
+fn wrong(message: String) -> Fault {
+    Fault::new(ErrorKind::HeaderDecode, message)
+}
+
+/// The call that makes a tensor: the function, and the numbers of its arguments.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TensorCall {
+    rebuild: Rebuild,
+    function: NodeId,
+    args: NodeId,
+    is_changed: bool,
+}
+
+/// The call that makes the tensor `id`, `None` if it is none.
+pub(super) fn tensor_call(values: &Values<'_>, id: NodeId) -> Option<TensorCall> {
+    let (function, args) = values.call(id)?;
+    let (module, name) = values.global(function)?;
+    let rebuild = Rebuild::of(module, name)?;
+    Some(TensorCall { rebuild, function, args, is_changed: values.parts(id).next().is_some() })
+}
+
+impl TensorCall {
+    /// The place of the tensor.
+    pub(super) fn place(
+        mut self,
+        values: &Values<'_>,
+        records: &mut Records<'_, '_>,
+    ) -> Result<TensorPlace, ReadStop> {
+        for _ in 0..WRAPS_MAX {
+            if self.is_changed {
+                let message = "its pickle changes it after it is made".to_owned();
+                return Err(wrong(message).into());
+            }
+            match self.rebuild {
+                Rebuild::Tensor | Rebuild::TensorOfDtype => return self.stored(values, records),
+                Rebuild::Other => return Err(self.unread(values).into()),
+                Rebuild::Parameter => {
+                    let mut args = values.tuple(self.args).into_iter().flatten();
+                    let inner = args.next().and_then(|inner| tensor_call(values, inner));
+                    self = inner.ok_or_else(|| self.unread(values))?;
+                }
+                Rebuild::FromType => self = self.of_type(values)?,
+            }
+        }
+        Err(wrong("is made by too many calls".to_owned()).into())
+    }
+
+    fn unread(&self, values: &Values<'_>) -> Fault {
+        let message = format!(
+            "is made by {}, which tensorfs does not read; make it an ordinary tensor and save it \
+             again",
+            values.global_name(self.function)
+        );
+        wrong(message)
+    }
+
+    fn of_type(&self, values: &Values<'_>) -> Result<TensorCall, Fault> {
+        let Some([function, kind, args, state]) = values.array::<4>(self.args) else {
+            return Err(self.unread(values));
+        };
+        let known = [
+            ("torch", "Tensor"),
+            ("torch._tensor", "Tensor"),
+            ("torch.nn.parameter", "Parameter"),
+            ("torch.nn", "Parameter"),
+        ];
+        if !values.global(kind).is_some_and(|kind| known.contains(&kind)) {
+            let message = format!(
+                "is of the class {}, which tensorfs does not read; make it an ordinary tensor and \
+                 save it again",
+                values.global_name(kind)
+            );
+            return Err(wrong(message));
+        }
+        if is_placeholder(values, state) {
+            let message = "is a placeholder of DeepSpeed ZeRO-3, whose weights lie in the files of \
+                           all ranks; make one file of them with zero_to_fp32.py";
+            return Err(wrong(message.to_owned()));
+        }
+        let named = values.global(function);
+        let rebuild = named.and_then(|(module, name)| Rebuild::of(module, name));
+        let rebuild = rebuild.ok_or_else(|| self.unread(values))?;
+        if !matches!(values.node(args), Node::Tuple(_)) {
+            return Err(self.unread(values));
+        }
+        Ok(TensorCall { rebuild, function, args, is_changed: false })
+    }
+
+    /// The tensor of a storage.
+    fn stored(
+        &self,
+        values: &Values<'_>,
+        records: &mut Records<'_, '_>,
+    ) -> Result<TensorPlace, ReadStop> {
+        let args: Vec<NodeId> = values.tuple(self.args).into_iter().flatten().take(10).collect();
+        let of_dtype = self.rebuild == Rebuild::TensorOfDtype;
+        let (dtype_at, metadata_at) = if of_dtype { (Some(6), 7) } else { (None, 6) };
+        let shape = |at: usize| args.get(at).and_then(|&id| numbers(values, id));
+        let offset = args.get(1).and_then(|&id| values.int(id));
+        let (Some(&storage), Some(offset), Some(sizes), Some(strides)) =
+            (args.first(), offset, shape(2), shape(3))
+        else {
+            return Err(self.unread(values).into());
+        };
+        let metadata = args.get(metadata_at).copied();
+        let is_plain = metadata.is_none_or(|id| {
+            values.node(id) == Node::Null
+                || matches!(values.node(id), Node::Dict(_)) && values.parts(id).next().is_none()
+        });
+        if args.len() > metadata_at + 1 || !is_plain {
+            let message = "has marks, such as that it is to be conjugated or negated when it is \
+                           read; save `tensor.resolve_conj().resolve_neg()`";
+            return Err(wrong(message.to_owned()).into());
+        }
+        let data = storage_of(values, records, storage)?;
+        let dtype = match (data.kind, dtype_at.map(|at| args.get(at).copied())) {
+            (StorageType::Typed(dtype), None) => Some(dtype),
+            (StorageType::Untyped, Some(Some(id))) => {
+                let named = values.global(id);
+                let found = named.and_then(|(module, name)| dtype(module, name));
+                if found.is_none() {
+                    let message = format!(
+                        "has the dtype {}, which safetensors does not have",
+                        values.global_name(id)
+                    );
+                    return Err(Fault::new(ErrorKind::UnknownDtype, message).into());
+                }
+                found
+            }
+            _ => None,
+        };
+        let dtype = dtype.ok_or_else(|| self.unread(values))?;
+        place(&data, dtype, offset, &sizes, &strides).map_err(ReadStop::from)
+    }
+}
+
+/// Whether the state of a tensor says that its data is elsewhere.
+fn is_placeholder(values: &Values<'_>, state: NodeId) -> bool {
+    use super::machine::Part;
+    let is_mark = |part| matches!(part, Part::Pair(key, _) if values.text(key) == Some("ds_id"));
+    values.parts(state).any(is_mark)
+}
+
+/// The integers of a tuple.
+fn numbers(values: &Values<'_>, id: NodeId) -> Option<Vec<i64>> {
+    // A `torch.Size` is one of a tuple.
+    let tuple = match values.call(id) {
+        Some((class, args)) if values.global(class) == Some(("torch", "Size")) => {
+            let [inner] = values.array::<1>(args)?;
+            inner
+        }
+        _ => id,
+    };
+    let mut all = Vec::new();
+    for item in values.tuple(tuple)? {
+        if all.len() == DIMS_MAX {
+            return None;
+        }
+        all.push(values.int(item)?);
+    }
+    Some(all)
+}
+
+/// The storage that the persistent id `id` names.
+fn storage_of(
+    values: &Values<'_>,
+    records: &mut Records<'_, '_>,
+    id: NodeId,
+) -> Result<StorageData, ReadStop> {
+    let Node::Persistent(key) = values.node(id) else {
+        return Err(wrong("has no storage".to_owned()).into());
+    };
+    let parts = values.array::<5>(key).filter(|parts| values.text(parts[0]) == Some("storage"));
+    let Some([_, class, key, location, numel]) = parts else {
+        return Err(wrong("has a storage of an unknown form".to_owned()).into());
+    };
+    if values.text(location) == Some("meta") {
+        let message = "was on the device `meta` and has no data; save the model after its weights are \
+                       loaded";
+        return Err(wrong(message.to_owned()).into());
+    }
+    let kind = values.global(class).and_then(|(module, name)| StorageType::of(module, name));
+    let Some(kind) = kind else {
+        let message = format!(
+            "has a storage {}, whose elements safetensors does not have",
+            values.global_name(class)
+        );
+        return Err(Fault::new(ErrorKind::UnknownDtype, message).into());
+    };
+    let numel = values.int(numel).and_then(|numel| u64::try_from(numel).ok());
+    let (Some(key), Some(numel), Some(_)) = (values.text(key), numel, values.text(location)) else {
+        return Err(wrong("has a storage of an unknown form".to_owned()).into());
+    };
+    records.get(key, kind, numel)
+}
+
+/// The place of a tensor in the data of its storage.
+fn place(
+    data: &StorageData,
+    dtype: Dtype,
+    offset: i64,
+    sizes: &[i64],
+    strides: &[i64],
+) -> Result<TensorPlace, Fault> {
+    if sizes.len() != strides.len() {
+        let message = format!("has {} sizes and {} strides", sizes.len(), strides.len());
+        return Err(wrong(message));
+    }
+    let natural = |numbers: &[i64]| -> Option<Vec<u64>> {
+        numbers.iter().map(|&number| u64::try_from(number).ok()).collect()
+    };
+    let (Some(shape), Some(strides), Ok(offset)) =
+        (natural(sizes), natural(strides), u64::try_from(offset))
+    else {
+        return Err(wrong("has a negative size, stride or offset".to_owned()));
+    };
+    // Two elements of this dtype are one item.
+    let item_len = if dtype == Dtype::F4 { 1 } else { dtype.bits() / 8 };
+    let items = (data.range.end - data.range.start) / item_len;
+    let overflow = || Fault::new(ErrorKind::Overflow, "has 2^64 elements or more");
+    let count = shape.iter().try_fold(1_u64, |count, &size| count.checked_mul(size));
+    let count = count.ok_or_else(overflow)?;
+    let mut extent = 0_u128;
+    // The strides of rows one after another.
+    let (mut row, mut contiguous) = (1_u64, true);
+    for (&size, &stride) in shape.iter().zip(&strides).rev() {
+        if size > 1 {
+            contiguous &= stride == row;
+            let last = u128::from(size - 1) * u128::from(stride);
+            extent = extent.checked_add(last).ok_or_else(overflow)?;
+        }
+        row = row.saturating_mul(size);
+    }
+    let end = u128::from(offset) + extent + 1;
+    if count > 0 && end > u128::from(items) {
+        let message = format!("ends at item {end} of its storage, which has {items}");
+        return Err(Fault::new(ErrorKind::DataTruncated, message));
+    }
+    if count > 0 && !contiguous {
+        let message = format!(
+            "is not contiguous, its strides are {strides:?} for the shape {shape:?}, which tensorfs \
+             does not read yet; save `tensor.contiguous()`"
+        );
+        return Err(wrong(message));
+    }
+    let mut shape = shape;
+    if dtype == Dtype::F4 {
+        let last =
+            shape.last_mut().ok_or_else(|| wrong("is packed and has no dimension".to_owned()))?;
+        *last = last.checked_mul(2).ok_or_else(overflow)?;
+    }
+    dtype.bits_of(&shape).ok_or_else(overflow)?;
+    // A tensor without elements may begin anywhere.
+    let start = data.range.start + if count > 0 { offset * item_len } else { 0 };
+    Ok(TensorPlace { dtype, shape, start })
+}

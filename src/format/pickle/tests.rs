@@ -1,0 +1,319 @@
+//! Tests of archives, pickles, and the names and places of tensors.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::dtype::Dtype;
+
+/// A stored zip archive, as other programs write it, and the first byte of each entry's data.
+fn zip(entries: &[(&str, &[u8])]) -> (Vec<u8>, Vec<usize>) {
+    let (mut bytes, mut central, mut places) = (Vec::new(), Vec::new(), Vec::new());
+    for (name, data) in entries {
+        let offset = bytes.len() as u32;
+        let mut fixed = vec![20, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        for number in [data.len() as u32, data.len() as u32] {
+            fixed.extend(number.to_le_bytes());
+        }
+        fixed.extend((name.len() as u16).to_le_bytes());
+        fixed.extend([0, 0]);
+        bytes.extend(b"PK\x03\x04");
+        bytes.extend(&fixed);
+        bytes.extend(name.as_bytes());
+        places.push(bytes.len());
+        bytes.extend(*data);
+        central.extend(b"PK\x01\x02\x14\0");
+        central.extend(&fixed);
+        central.extend([0; 10]);
+        central.extend(offset.to_le_bytes());
+        central.extend(name.as_bytes());
+    }
+    let offset = bytes.len() as u32;
+    let (count, len) = (entries.len() as u16, central.len() as u32);
+    bytes.extend(central);
+    bytes.extend(b"PK\x05\x06\0\0\0\0");
+    bytes.extend([count.to_le_bytes(), count.to_le_bytes()].concat());
+    bytes.extend([len.to_le_bytes(), offset.to_le_bytes()].concat());
+    bytes.extend([0, 0]);
+    (bytes, places)
+}
+
+fn text(out: &mut Vec<u8>, text: &str) {
+    out.push(b'X');
+    out.extend((text.len() as u32).to_le_bytes());
+    out.extend(text.as_bytes());
+}
+
+/// The opcodes of a tensor of F32 in the storage `key` of `numel` elements.
+fn tensor(key: &str, numel: u8, offset: u8, shape: &[u8], strides: &[u8]) -> Vec<u8> {
+    let mut out = b"ctorch._utils\n_rebuild_tensor_v2\n((".to_vec();
+    text(&mut out, "storage");
+    out.extend(b"ctorch\nFloatStorage\n");
+    text(&mut out, key);
+    text(&mut out, "cpu");
+    out.extend([b'K', numel, b't', b'Q', b'K', offset]);
+    for numbers in [shape, strides] {
+        out.push(b'(');
+        numbers.iter().for_each(|&number| out.extend([b'K', number]));
+        out.push(b't');
+    }
+    out.extend(b"\x89ccollections\nOrderedDict\n)RtR");
+    out
+}
+
+/// A pickle of a dict with these values, which are opcodes.
+fn dict(pairs: &[(&str, Vec<u8>)]) -> Vec<u8> {
+    let mut out = b"\x80\x02".to_vec();
+    out.extend(inner(pairs));
+    out.push(b'.');
+    out
+}
+
+fn inner(pairs: &[(&str, Vec<u8>)]) -> Vec<u8> {
+    let mut out = b"}(".to_vec();
+    for (key, value) in pairs {
+        text(&mut out, key);
+        out.extend(value);
+    }
+    out.push(b'u');
+    out
+}
+
+/// A file with the pickle and two storages of 4 and 2 elements.
+fn file(pickle: &[u8]) -> Vec<u8> {
+    let entries: [(&str, &[u8]); 4] = [
+        ("m/data.pkl", pickle),
+        ("m/byteorder", b"little"),
+        ("m/data/0", &[1; 16]),
+        ("m/data/1", &[2; 8]),
+    ];
+    zip(&entries).0
+}
+
+fn plain() -> Vec<u8> {
+    let pairs = [
+        ("a", tensor("0", 4, 0, &[2, 2], &[2, 1])),
+        ("b", tensor("1", 2, 1, &[], &[])),
+        ("c", tensor("0", 4, 2, &[2], &[1])),
+    ];
+    file(&dict(&pairs))
+}
+
+fn names(bytes: &[u8]) -> Vec<String> {
+    let description = parse_file(bytes).unwrap();
+    let mut names: Vec<String> = description.tensors().map(|t| t.name.to_owned()).collect();
+    names.sort();
+    names
+}
+
+fn refusal(pickle: &[u8]) -> String {
+    parse_file(&file(pickle)).unwrap_err().message
+}
+
+#[test]
+fn tensors_are_ranges_of_the_entries_of_their_storages() {
+    let bytes = plain();
+    let description = parse_file(&bytes).unwrap();
+    let found: Vec<(&str, Dtype, &[u64])> =
+        description.tensors().map(|t| (t.name, t.dtype, t.shape)).collect();
+    let shapes: [&[u64]; 3] = [&[2, 2], &[2], &[]];
+    assert_eq!(
+        found,
+        [("a", Dtype::F32, shapes[0]), ("c", Dtype::F32, shapes[1]), ("b", Dtype::F32, shapes[2])]
+    );
+    let starts: Vec<usize> = description.tensors().map(|t| t.start as usize).collect();
+    assert_eq!(bytes[starts[0]..starts[0] + 16], [1; 16]);
+    assert_eq!(starts[1], starts[0] + 8);
+    assert_eq!(bytes[starts[2]..starts[2] + 4], [2; 4]);
+    // All bytes that are not the data of a storage describe it.
+    let described: u64 = description.described.iter().map(|range| range.end - range.start).sum();
+    assert_eq!(described, bytes.len() as u64 - 16 - 8);
+    assert!(is_torch_zip(&bytes));
+}
+
+#[test]
+fn the_only_model_of_a_file_is_shown_without_its_key_and_the_state_of_a_training_is_not_shown() {
+    let weight = || tensor("0", 4, 0, &[4], &[1]);
+    let model =
+        inner(&[("w", weight()), ("l", [b"](".to_vec(), weight(), b"e".to_vec()].concat())]);
+    let pairs = [
+        ("model", model.clone()),
+        ("optimizer", inner(&[("m", weight())])),
+        ("rng_state", weight()),
+        ("extra", inner(&[("x", weight())])),
+    ];
+    let bytes = file(&dict(&pairs));
+    assert_eq!(names(&bytes), ["l.0", "w"]);
+    let left_out = parse_file(&bytes).unwrap().left_out.unwrap();
+    assert_eq!(left_out, "`optimizer`, `rng_state`, `extra` of the file are not shown");
+    let two = dict(&[("model", model.clone()), ("ema", model.clone())]);
+    assert_eq!(names(&file(&two)), ["ema.l.0", "ema.w", "model.l.0", "model.w"]);
+    let direct = dict(&[("model", model), ("w", weight()), ("optimizer.x", weight())]);
+    assert_eq!(names(&file(&direct)), ["model.l.0", "model.w", "optimizer.x", "w"]);
+}
+
+#[test]
+fn names_that_run_code_and_tensors_in_unknown_classes_are_refused_by_name() {
+    let weight = || tensor("0", 4, 0, &[4], &[1]);
+    for (module, name) in [("posix", "system"), ("__builtin__", "eval"), ("os.path", "join")] {
+        let call = format!("c{module}\n{name}\n)R").into_bytes();
+        let message = refusal(&dict(&[("a", weight()), ("b", call)]));
+        assert!(message.contains("runs code when the file is loaded"), "{message}");
+    }
+    let boxed = [b"cpkg\nBox\n(".to_vec(), weight(), b"tR".to_vec()].concat();
+    let message = refusal(&dict(&[("a", weight()), ("b", boxed)]));
+    assert!(message.contains("a tensor to the class `pkg.Box`"), "{message}");
+    // An unknown class that gets nothing of the model is harmless.
+    let alone = b"cpkg\nConfig\n)R}X\x01\0\0\0aK\x01sb".to_vec();
+    assert_eq!(names(&file(&dict(&[("a", weight()), ("b", alone)]))), ["a"]);
+    let root = b"\x80\x02cpkg\nModel\n)R.";
+    assert!(refusal(root).contains("an object of the class `pkg.Model`"));
+}
+
+#[test]
+fn a_part_of_the_model_that_an_unknown_class_gets_is_refused_even_if_it_is_thrown_away() {
+    let mut pickle = b"\x80\x02}q\x00X\x01\0\0\0a".to_vec();
+    pickle.extend(tensor("0", 4, 0, &[4], &[1]));
+    // `Evil(root)`, dropped from the stack.
+    pickle.extend(b"scpkg\nEvil\nh\x00\x85R0.");
+    let message = refusal(&pickle);
+    assert!(message.contains("a part of the model to the class `pkg.Evil`"), "{message}");
+}
+
+#[test]
+fn a_tensor_that_leaves_its_storage_or_has_gaps_is_refused_by_name() {
+    for (call, word) in [
+        (tensor("0", 4, 1, &[4], &[1]), "ends at item 5 of its storage, which has 4"),
+        (tensor("0", 4, 0, &[2, 2], &[1, 2]), "is not contiguous"),
+        (tensor("0", 4, 0, &[4], &[0]), "is not contiguous"),
+        (tensor("0", 4, 0, &[2, 2], &[1]), "2 sizes and 1 strides"),
+        (tensor("0", 5, 0, &[4], &[1]), "5 elements of 4 bytes, its data has 16 bytes"),
+        (tensor("7", 4, 0, &[4], &[1]), "the entry data/7, is missing"),
+        (tensor("../x", 4, 0, &[4], &[1]), "which is no number"),
+    ] {
+        let fault = parse_file(&file(&dict(&[("w", call)]))).unwrap_err();
+        assert!(fault.message.contains(word), "{fault}");
+        assert_eq!(fault.tensor.as_deref(), Some("w"));
+    }
+    // Strides of axes with one item say nothing, and empty tensors have no bytes.
+    let odd = [
+        ("a", tensor("0", 4, 0, &[1, 4, 1], &[9, 1, 7])),
+        ("e", tensor("0", 4, 9, &[0, 3], &[5, 5])),
+    ];
+    assert_eq!(names(&file(&dict(&odd))), ["a", "e"]);
+}
+
+#[test]
+fn shared_values_have_many_names_but_never_more_than_the_pickle_has_bytes() {
+    let mut bomb = b"\x80\x02}X\x01\0\0\0m](".to_vec();
+    bomb.extend(tensor("0", 4, 0, &[4], &[1]));
+    bomb.push(b'e');
+    for level in 0..60_u8 {
+        bomb.extend([b'q', level, b'0', b']', b'(', b'h', level, b'h', level, b'e']);
+    }
+    bomb.extend(b"s.");
+    assert!(refusal(&bomb).contains("too many names"), "{}", refusal(&bomb));
+    let mut deep = b"\x80\x02}X\x01\0\0\0m".to_vec();
+    deep.extend(vec![b']'; 100_000]);
+    deep.extend(vec![b'a'; 99_999]);
+    deep.extend(b"s.");
+    assert!(refusal(&deep).contains("in each other"));
+}
+
+#[test]
+fn pickles_that_torch_does_not_write_are_refused_where_they_are_wrong() {
+    let long = |opcode: u8| [b"\x80\x04".to_vec(), vec![opcode], vec![0xff; 8]].concat();
+    for (pickle, word) in [
+        (b"\x80\x06}.".to_vec(), "a protocol from 2 to 5"),
+        (b"}.".to_vec(), "a protocol"),
+        (b"\x80\x02}".to_vec(), "ends within an opcode"),
+        (b"\x80\x02}}.".to_vec(), "other than one value"),
+        (b"\x80\x02}.x".to_vec(), "1 bytes follow its end"),
+        (b"\x80\x02s.".to_vec(), "too few values"),
+        (b"\x80\x02h\x05.".to_vec(), "no value 5"),
+        (b"\x80\x02u.".to_vec(), "a mark is missing"),
+        (b"\x80\x02(iposix\nsystem\n.".to_vec(), "the opcode 0x69"),
+        (b"\x80\x02}(Nu.".to_vec(), "without a value"),
+        (long(0x8e), "bytes announced"),
+        (long(0x95), "bytes announced"),
+        (b"\x80\x02K\x01b.".to_vec(), "too few values"),
+        (b"\x80\x02K\x01Nb.".to_vec(), "a state is given"),
+        (b"\x80\x02K\x01)R.".to_vec(), "no name"),
+    ] {
+        let message = refusal(&pickle);
+        assert!(message.contains(word), "{message}");
+    }
+}
+
+#[test]
+fn an_archive_that_can_be_read_in_two_ways_is_refused() {
+    let pickle = dict(&[("w", tensor("0", 4, 0, &[4], &[1]))]);
+    let data: &[u8] = &[1; 16];
+    let refused = |entries: &[(&str, &[u8])]| parse_file(&zip(entries).0).unwrap_err().message;
+    let twice: [(&str, &[u8]); 3] =
+        [("m/data.pkl", &pickle), ("m/data/0", data), ("m/data/0", data)];
+    assert!(refused(&twice).contains("two entries are called"));
+    let two: [(&str, &[u8]); 3] =
+        [("m/data.pkl", &pickle), ("m/data/0", data), ("n/data.pkl", &pickle)];
+    assert!(refused(&two).contains("not in the folder of the first"));
+    let script: [(&str, &[u8]); 2] = [("m/data.pkl", &pickle), ("m/constants.pkl", data)];
+    assert!(refused(&script).contains("TorchScript"));
+    let big: [(&str, &[u8]); 3] =
+        [("m/data.pkl", &pickle), ("m/byteorder", b"big"), ("m/data/0", data)];
+    assert!(refused(&big).contains("big-endian"));
+    let (good, places) = zip(&[("m/data.pkl", &pickle), ("m/data/0", data)]);
+    assert_eq!(names(&good), ["w"]);
+    // The name, the size and the method in front of the data.
+    for (at, word) in [(1, "name"), (8 + 4 + 4, "size"), (8 + 22, "method")] {
+        let mut changed = good.clone();
+        changed[places[1] - at] ^= 1;
+        let message = parse_file(&changed).unwrap_err().message;
+        assert!(message.contains(&format!("has another {word}")), "{message}");
+    }
+    for changed in [[good.as_slice(), b"x"].concat(), good[..good.len() - 1].to_vec()] {
+        assert_eq!(parse_file(&changed).unwrap_err().kind, ErrorKind::DataTruncated);
+    }
+}
+
+/// Checks that no tensor leaves the file.
+fn is_bounded(bytes: &[u8]) -> bool {
+    let Ok(description) = parse_file(bytes) else { return true };
+    description.tensors().all(|tensor| {
+        let len = tensor.dtype.bits_of(tensor.shape).unwrap() / 8;
+        tensor.start.checked_add(len).is_some_and(|end| end <= bytes.len() as u64)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4000))]
+
+    #[test]
+    fn a_file_with_any_bytes_changed_is_refused_or_its_tensors_lie_in_it(
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..5),
+        cut in prop::option::of(any::<prop::sample::Index>()),
+    ) {
+        let mut bytes = plain();
+        for (at, byte) in changes {
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+        }
+        if let Some(cut) = cut {
+            bytes.truncate(cut.index(bytes.len()));
+        }
+        prop_assert!(is_bounded(&bytes));
+    }
+
+    #[test]
+    fn any_pickle_is_refused_or_its_tensors_lie_in_the_file(
+        opcodes in prop::collection::vec(
+            prop::sample::select(b"]}(())NuesatlqhKRQb\x81\x85\x86\x87\x94201c\x88".to_vec()), 0..60),
+        middle in any::<bool>(),
+    ) {
+        let mut pickle = b"\x80\x02}X\x01\0\0\0a".to_vec();
+        if middle {
+            pickle.extend(tensor("0", 4, 0, &[4], &[1]));
+        }
+        pickle.extend(opcodes);
+        pickle.extend(b"s.");
+        prop_assert!(is_bounded(&file(&pickle)));
+    }
+}

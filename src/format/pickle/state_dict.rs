@@ -256,7 +256,7 @@ struct Walk<'a, 'v> {
 
 /// The way from a container to a part of it: a position, or the number of a key.
 #[derive(Clone, Copy)]
-enum PathStep {
+enum PartKey {
     Position(u32),
     Key(NodeId),
 }
@@ -265,7 +265,7 @@ enum PathStep {
 struct Level {
     id: NodeId,
     name_len: usize,
-    left: Vec<(PathStep, NodeId)>,
+    left: Vec<(PartKey, NodeId)>,
 }
 
 impl<'v> Walk<'_, 'v> {
@@ -322,7 +322,7 @@ impl<'v> Walk<'_, 'v> {
                     | Node::Global(..)
             )
         };
-        let mut left: Vec<(PathStep, NodeId)> = Vec::new();
+        let mut left: Vec<(PartKey, NodeId)> = Vec::new();
         match values.node(id) {
             Node::List(_) | Node::Tuple(_) | Node::Set(_) => {
                 for (position, part) in values.parts(id).enumerate() {
@@ -330,14 +330,14 @@ impl<'v> Walk<'_, 'v> {
                     if let Part::Item(item) = part
                         && is_inner(item)
                     {
-                        left.push((PathStep::Position(position as u32), item));
+                        left.push((PartKey::Position(position as u32), item));
                     }
                 }
             }
             _ => {
                 let Some(pairs) = self.pairs(id)? else { return Ok(None) };
                 let inner = pairs.iter().filter(|pair| is_inner(pair.value));
-                left.extend(inner.map(|pair| (PathStep::Key(pair.node), pair.value)));
+                left.extend(inner.map(|pair| (PartKey::Key(pair.node), pair.value)));
             }
         }
         left.reverse();
@@ -361,8 +361,8 @@ impl<'v> Walk<'_, 'v> {
                 name.push('.');
             }
             match step {
-                PathStep::Position(position) => name.push_str(&position.to_string()),
-                PathStep::Key(key) => match key_of(self.values, key)? {
+                PartKey::Position(position) => name.push_str(&position.to_string()),
+                PartKey::Key(key) => match key_of(self.values, key)? {
                     Key::Text(text) => name.push_str(text),
                     Key::Int(number) => name.push_str(&number.to_string()),
                     Key::Other(_) => {

@@ -1,6 +1,6 @@
 //! Builds the catalog of a set from the headers of its shards.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use super::coverage::{self, Covered, FoundPiece};
@@ -10,7 +10,7 @@ use super::tensors::{BoxSlice, Builder, ROWS_MAX};
 use super::{Catalog, Shard, ShardHeader, ShardId, named_some};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::dcp;
-use crate::format::names::natural_cmp;
+use crate::format::names::{self, natural_cmp};
 use crate::format::weight_map::{ShardOf, WeightMap};
 
 /// Lines of one kind kept in the notes of a catalog.
@@ -21,6 +21,15 @@ pub(super) fn of_whole_tensors(
     map: Option<&WeightMap>,
 ) -> Result<Catalog, Fault> {
     let shards = sorted(shards);
+    let part = shards.iter().find(|shard| shard.header.rank.is_some() && !shard.header.is_whole());
+    if let Some((shard, of)) = part.and_then(|shard| Some((shard, shard.header.rank?))) {
+        let message = format!(
+            "holds parts of tensors, as rank {} of {}; name the files of all ranks \
+             NAME_world_size_N_rank_R.pt in one folder, and name that",
+            of.rank, of.ranks
+        );
+        return Err(Fault::new(ErrorKind::ShardMissing, message).in_file(&shard.name));
+    }
     let mut catalog = empty_catalog(&shards)?;
     let tensors: Vec<HeadTensors<'_>> = shards.iter().map(|shard| shard.header.tensors()).collect();
     let name = |one: &Ref| tensors[one.shard as usize].name(one.index as usize);
@@ -85,6 +94,58 @@ pub(super) fn of_dcp_shards(
     catalog.columns = Arc::new(columns.finish());
     catalog.shapes_recorded = shapes_recorded;
     Ok(catalog)
+}
+
+pub(super) fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
+    if let [alone] = shards
+        && alone.header.rank.is_none()
+    {
+        return of_whole_tensors(shards, None);
+    }
+    for shard in shards {
+        check_rank(shard).map_err(|fault| fault.in_file(&shard.name))?;
+    }
+    let shards = sorted(shards);
+    let first = names_in(shards[0]);
+    for shard in &shards[1..] {
+        let own = names_in(shard);
+        if let Some(name) = first.symmetric_difference(&own).next() {
+            let (there, missing) =
+                if own.contains(name) { (*shard, shards[0]) } else { (shards[0], *shard) };
+            let message = format!("is in {}, but not in {}", there.name, missing.name);
+            let fault = Fault::new(ErrorKind::TensorMissing, message);
+            return Err(fault.tensor(name).in_file(&missing.name));
+        }
+    }
+    of_dcp_shards(&shards, None)
+}
+
+/// The names of the tensors of a shard.
+fn names_in(shard: &ShardHeader) -> BTreeSet<&str> {
+    let tensors = shard.header.tensors();
+    (0..tensors.len()).map(|index| tensors.name(index)).collect()
+}
+
+/// Compares the rank of a file by its name with the one by its content.
+fn check_rank(shard: &ShardHeader) -> Result<(), Fault> {
+    let named = names::rank_file(&shard.name);
+    let Some(found) = shard.header.rank else {
+        let message = "has no tensor of several ranks, so that nothing tells which part of its tensors \
+                       it holds; make one file of the ranks' files with the tools of the framework that \
+                       saved them";
+        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+    };
+    let fits = named
+        .as_ref()
+        .is_some_and(|named| named.number == found.rank && named.total.is_multiple_of(found.ranks));
+    if fits {
+        return Ok(());
+    }
+    let message = format!(
+        "is of rank {} of {} by its tensors, not by its name; restore the files of this checkpoint",
+        found.rank, found.ranks
+    );
+    Err(Fault::new(ErrorKind::ShardMissing, message))
 }
 
 /// All tensors or pieces of the shards, by name, then in the order of shards and files.

@@ -7,8 +7,9 @@ use std::sync::{Arc, OnceLock};
 
 use crate::dtype::Dtype;
 use crate::error::Fault;
-use crate::format::dcp::{self, NotePlacement};
+use crate::format::dcp;
 use crate::format::safetensors::Header;
+use crate::format::{FileRank, PiecePlace};
 use crate::format::{ShardDescription, TensorDescription};
 use crate::sync::Mutex;
 
@@ -76,6 +77,8 @@ pub struct Head {
     pub next_file: Option<u64>,
     /// A note on the values of the file that are not shown.
     pub left_out: Option<String>,
+    /// The rank that has saved the file, if it says so.
+    pub rank: Option<FileRank>,
     note: Option<Result<Note, Fault>>,
 }
 
@@ -158,8 +161,9 @@ impl Heads {
 
     /// Adds the description of a shard whose format has no sharding notes: a key of that name is
     /// the user's own.
-    pub fn add_without_note(self: &Arc<Self>, shard: ShardDescription) -> Head {
-        self.push(shard, None)
+    pub fn add_without_note(self: &Arc<Self>, mut shard: ShardDescription) -> Head {
+        let places = shard.places.take();
+        self.push(shard, places.map(Ok))
     }
 
     /// Adds the description of a shard.
@@ -177,7 +181,7 @@ impl Heads {
     fn push(
         self: &Arc<Self>,
         shard: ShardDescription,
-        placed: Option<Result<Vec<NotePlacement>, Fault>>,
+        placed: Option<Result<Vec<PiecePlace>, Fault>>,
     ) -> Head {
         let mut filling = self.filling.lock();
         let Some(columns) = filling.as_mut() else {
@@ -193,8 +197,8 @@ impl Heads {
                 first_place: columns.push_places(&places),
             })
         });
-        let ShardDescription { metadata, described, next_file, left_out, .. } = shard;
-        Head { heads: self.clone(), tensors, metadata, described, next_file, left_out, note }
+        let ShardDescription { metadata, described, next_file, left_out, rank, .. } = shard;
+        Head { heads: self.clone(), tensors, metadata, described, next_file, left_out, rank, note }
     }
 
     fn columns(&self) -> &HeadColumns {
@@ -233,9 +237,9 @@ impl HeadColumns {
         first..self.starts.len()
     }
 
-    fn push_places(&mut self, places: &[NotePlacement]) -> usize {
+    fn push_places(&mut self, places: &[PiecePlace]) -> usize {
         let first = self.places.len();
-        for NotePlacement { logical_name, offset, whole_shape } in places {
+        for PiecePlace { logical_name, offset, whole_shape } in places {
             let logical_name = logical_name.as_ref().map_or(NONE, |name| {
                 self.logical_names.push(name);
                 self.logical_names.ends.len() as u32 - 1
@@ -303,6 +307,7 @@ impl Head {
             described: self.described.clone(),
             next_file: self.next_file,
             left_out: None,
+            rank: self.rank,
             note: None,
         }
     }

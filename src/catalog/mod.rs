@@ -142,6 +142,15 @@ impl Catalog {
         build::of_dcp_shards(shards, map)
     }
 
+    /// Catalog of the files of all ranks of a training, each tensor merged from the parts of the ranks.
+    ///
+    /// A file is refused that says to be of another rank than its name, lacks a tensor of the others, or
+    /// does not say which part of its tensors it holds.
+    #[doc(hidden)]
+    pub fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
+        build::of_rank_files(shards)
+    }
+
     /// The catalog of a file that is another link to the only shard of this catalog.
     pub(crate) fn of_link(&self, shard: &ShardHeader) -> Catalog {
         let shards = vec![Shard::of(shard)];

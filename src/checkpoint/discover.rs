@@ -45,6 +45,8 @@ pub enum SetKind {
     Tensorizer,
     /// One file of `torch.save`.
     Torch,
+    /// The files that the ranks of a training have saved with `torch.save`.
+    Ranks,
 }
 
 impl SetKind {
@@ -58,6 +60,7 @@ impl SetKind {
             SetKind::Bintensors,
             SetKind::Tensorizer,
             SetKind::Torch,
+            SetKind::Ranks,
         ];
         kinds.into_iter().find(|kind| kind.as_str() == word)
     }
@@ -72,6 +75,7 @@ impl SetKind {
             SetKind::Bintensors => "bintensors",
             SetKind::Tensorizer => "tensorizer",
             SetKind::Torch => "torch",
+            SetKind::Ranks => "ranks",
         }
     }
 
@@ -165,12 +169,14 @@ pub(super) fn open_weights(
 /// Whether a file with a name of `torch.save` is one, or has to be: many programs write other files with
 /// such names.
 fn is_torch_file(name: &str, file: &File) -> bool {
-    if names::numbered_torch(name).is_some() {
+    if names::numbered_torch(name).is_some() || names::rank_file(name).is_some() {
         return true;
     }
-    let mut first = [0; 4];
+    let mut first = [0; pickle::FIRST_LEN];
     let source = file.store.open(&file.path);
-    source.is_ok_and(|source| source.read_exact_at(&mut first, 0).is_ok() && pickle::is_zip(&first))
+    source.is_ok_and(|source| {
+        source.read_exact_at(&mut first, 0).is_ok() && pickle::may_be_torch(&first)
+    })
 }
 
 /// Opens weight files and reads their headers: one header per inode, and at most `max` bytes in
@@ -300,7 +306,7 @@ impl Candidate {
     pub(super) fn format(&self) -> InputFormat {
         let is_torch = || self.members.first().is_some_and(|name| names::is_torch(name));
         match self.kind {
-            SetKind::Torch => InputFormat::Torch,
+            SetKind::Torch | SetKind::Ranks => InputFormat::Torch,
             SetKind::WeightMap | SetKind::Numbered if is_torch() => InputFormat::Torch,
             SetKind::Bintensors => InputFormat::Bintensors,
             SetKind::Tensorizer => InputFormat::Tensorizer,
@@ -443,48 +449,51 @@ fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) 
     Error::refused(&folder.path, Fault::new(ErrorKind::ShardMissing, message).in_file(shard))
 }
 
-/// The facts that group numbered names: the file that the set is shown as, the format of the names, and
-/// the number of files.
-type NumberedGroup = (String, InputFormat, u64);
+/// The facts that group numbered names: the file that the set is shown as, the format and the kind of the
+/// names, and the number of files.
+type NumberedGroup = (String, InputFormat, SetKind, u64);
 
-/// A numbered name, and the format that it stands for.
-fn numbered(name: &str) -> Option<(Numbered, InputFormat)> {
-    let safetensors = names::numbered(name).map(|numbered| (numbered, InputFormat::Safetensors));
-    let tensorizer = || Some((names::numbered_tensorizer(name)?, InputFormat::Tensorizer));
-    let torch = || Some((names::numbered_torch(name)?, InputFormat::Torch));
-    safetensors.or_else(tensorizer).or_else(torch)
+/// A numbered name, and the format and the kind of set that it stands for.
+fn numbered(name: &str) -> Option<(Numbered, InputFormat, SetKind)> {
+    use InputFormat::{Safetensors, Tensorizer, Torch};
+    let safetensors = names::numbered(name).map(|found| (found, Safetensors, SetKind::Numbered));
+    let tensorizer = || Some((names::numbered_tensorizer(name)?, Tensorizer, SetKind::Numbered));
+    let torch = || Some((names::numbered_torch(name)?, Torch, SetKind::Numbered));
+    let ranks = || Some((names::rank_file(name)?, Torch, SetKind::Ranks));
+    safetensors.or_else(tensorizer).or_else(torch).or_else(ranks)
 }
 
 /// Sets of numbered shards without a weight map. An incomplete set is refused.
 fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) -> Vec<Candidate> {
     let mut groups: BTreeMap<NumberedGroup, Vec<(u64, &str)>> = BTreeMap::new();
     for name in free {
-        if let Some((Numbered { output, number, total }, format)) = numbered(name) {
-            groups.entry((output, format, total)).or_default().push((number, name));
+        if let Some((Numbered { output, number, total }, format, kind)) = numbered(name) {
+            groups.entry((output, format, kind, total)).or_default().push((number, name));
         }
     }
-    let mut totals: BTreeMap<(&str, InputFormat), u32> = BTreeMap::new();
-    for (output, format, _) in groups.keys() {
-        *totals.entry((output, *format)).or_default() += 1;
+    let mut totals: BTreeMap<(&str, InputFormat, SetKind), u32> = BTreeMap::new();
+    for (output, format, kind, _) in groups.keys() {
+        *totals.entry((output, *format, *kind)).or_default() += 1;
     }
-    let sets = groups.iter().map(|((output, format, total), shards)| {
-        let fault = if totals[&(output.as_str(), *format)] > 1 {
+    let sets = groups.iter().map(|((output, format, kind, total), shards)| {
+        let fault = if totals[&(output.as_str(), *format, *kind)] > 1 {
             let message = "shards of two numbered sets of this name, with different totals; \
                            remove the old ones";
             Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(shards[0].1))
         } else {
-            numbering_fault(*total, shards)
+            numbering_fault(u64::from(*kind != SetKind::Ranks), *total, shards)
         };
         Candidate {
             members: shards.iter().map(|(_, name)| (*name).to_owned()).collect(),
             refused: fault.map(|fault| Error::refused(&folder.path, fault)),
-            ..Candidate::new(output.clone(), SetKind::Numbered)
+            ..Candidate::new(output.clone(), *kind)
         }
     });
     sets.collect()
 }
 
-fn numbering_fault(total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
+/// Why the numbers of `shards` are not `first` and the following ones, `total` in all.
+fn numbering_fault(first: u64, total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
     let mut shards = shards.to_vec();
     shards.sort_unstable();
     if let Some(pair) = shards.windows(2).find(|pair| pair[0].0 == pair[1].0) {
@@ -492,13 +501,15 @@ fn numbering_fault(total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
         return Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(pair[0].1));
     }
     let numbers = shards.iter().map(|(number, _)| *number);
-    if let Some((number, name)) = shards.iter().find(|(number, _)| *number == 0 || *number > total)
+    let last = total.saturating_add(first) - 1;
+    if let Some((number, name)) = shards.iter().find(|(number, _)| !(first..=last).contains(number))
     {
-        let message = format!("number {number} is not one of 1 to {total}");
+        let message = format!("number {number} is not one of {first} to {last}");
         return Some(Fault::new(ErrorKind::ShardMissing, message).in_file(name));
     }
-    let missing =
-        (1..=total).zip(numbers.chain(std::iter::repeat(0))).find(|(want, got)| want != got);
+    let missing = (first..=last)
+        .zip(numbers.map(Some).chain(std::iter::repeat(None)))
+        .find(|(want, got)| Some(*want) != *got);
     let (want, _) = missing?;
     let message = format!(
         "{} of {total} shards found, number {want} is missing; the download may be incomplete",
@@ -554,6 +565,7 @@ fn described(set: &Candidate) -> String {
             set.members.iter().cloned().collect()
         }
         (SetKind::Dcp, _) => format!("the set of {shards} DCP shards"),
+        (SetKind::Ranks, _) => format!("the files of {shards} ranks"),
         (SetKind::Numbered, _) if set.format() == InputFormat::Tensorizer => {
             format!("the set of {shards} numbered tensorizer files")
         }

@@ -188,6 +188,9 @@ fn catalog_of(
         catalog.metadata = one.header.metadata.clone().map(Arc::new);
         return Ok((SetKind::of_file(loaded[0].format), catalog));
     }
+    if loaded.iter().any(|file| file.shard.header.rank.is_some()) {
+        return Ok((SetKind::Ranks, Catalog::of_rank_files(&headers)?));
+    }
     if loaded.iter().any(|file| is_noted(file) && !file.shard.header.is_whole()) {
         return Ok((SetKind::Dcp, Catalog::of_dcp_shards(&headers, map)?));
     }

@@ -234,7 +234,7 @@ impl Checkpoint {
             SetKind::Single => InputFormat::Safetensors,
             SetKind::Bintensors => InputFormat::Bintensors,
             SetKind::Tensorizer => InputFormat::Tensorizer,
-            SetKind::Torch => InputFormat::Torch,
+            SetKind::Torch | SetKind::Ranks => InputFormat::Torch,
             SetKind::Dcp | SetKind::WeightMap | SetKind::Numbered => {
                 match InputFormat::of_name(&shard.name) {
                     Some(format) => format,

@@ -232,6 +232,7 @@ fn prove_set(
     let mut catalog = match (candidate.kind, &linked) {
         (_, Some(linked)) => Ok(linked.proved.of_link(headers[0])),
         (SetKind::Dcp, None) => Catalog::of_dcp_shards(&headers, map),
+        (SetKind::Ranks, None) => Catalog::of_rank_files(&headers),
         (
             SetKind::WeightMap
             | SetKind::Numbered

@@ -12,10 +12,10 @@ use serde_json::Value;
 
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
+use crate::format::description::{PiecePlace, ShardDescription, TensorDescription};
 use crate::format::json::{UniqueMap, object};
 use crate::format::plain::JsonCursor;
 use crate::format::safetensors::METADATA;
-use crate::format::{ShardDescription, TensorDescription};
 
 /// Metadata key that makes a file a DCP shard.
 pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
@@ -32,17 +32,6 @@ const LOGICAL_FQN: &str = "logical_fqn";
 /// Key of the note: the shape of the whole tensor.
 const GLOBAL_SHAPE: &str = "global_shape";
 
-/// The place of one entry of a shard, by the note.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct NotePlacement {
-    /// Name of the tensor, if the note has it. Otherwise the entry has the name of the tensor.
-    pub logical_name: Option<String>,
-    /// First index of the piece in each dimension of the tensor, in elements.
-    pub offset: Vec<u64>,
-    /// Extent of the whole tensor in each dimension, in elements, if the note has it.
-    pub whole_shape: Option<Vec<u64>>,
-}
-
 /// Whether a file's metadata makes it a DCP shard.
 pub fn is_shard(metadata: Option<&BTreeMap<String, String>>) -> bool {
     metadata.is_some_and(|map| map.contains_key(SHARDING_INFO))
@@ -51,7 +40,7 @@ pub fn is_shard(metadata: Option<&BTreeMap<String, String>>) -> bool {
 /// Whether a file with a sharding note holds only whole tensors under their own names, according to
 /// the note. `places` are the entries of the note, `tensors` the names and shapes of the tensors.
 pub(crate) fn are_whole<'a>(
-    places: &[NotePlacement],
+    places: &[PiecePlace],
     mut tensors: impl Iterator<Item = (&'a str, &'a [u64])>,
 ) -> bool {
     places.iter().all(|place| {
@@ -74,7 +63,7 @@ pub(crate) fn no_note() -> Fault {
 /// # Errors
 /// `dcp_info` if the note is missing or malformed, or has an unknown key or version; `dcp_offsets`
 /// if an offset or a shape does not fit the entry.
-pub fn placements(shard: &ShardDescription) -> Result<Vec<NotePlacement>, Fault> {
+pub fn placements(shard: &ShardDescription) -> Result<Vec<PiecePlace>, Fault> {
     let metadata = shard.metadata.as_ref();
     let Some(text) = metadata.and_then(|map| map.get(SHARDING_INFO)) else {
         return Err(no_note());
@@ -112,12 +101,12 @@ pub fn placements(shard: &ShardDescription) -> Result<Vec<NotePlacement>, Fault>
 
 /// The notes of the tensors of a header, read by the fast parser. `None` if it cannot read them and
 /// `placements` must decide.
-pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<NotePlacement>> {
+pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<PiecePlace>> {
     let metadata = shard.metadata.as_ref()?;
     let mut version =
         metadata.get(VERSION).into_iter().flat_map(|version| version.split('.').next());
     version.all(|version| version == "1").then_some(())?;
-    let mut notes: Vec<(&str, NotePlacement)> = Vec::with_capacity(shard.len());
+    let mut notes: Vec<(&str, PiecePlace)> = Vec::with_capacity(shard.len());
     let mut cursor = JsonCursor::new(metadata.get(SHARDING_INFO)?);
     cursor.items(b'{', b'}', |cursor| {
         let name = cursor.string()?;
@@ -155,7 +144,7 @@ pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<NotePlace
 }
 
 /// The place of one entry by a plain note.
-fn plain_note(cursor: &mut JsonCursor<'_>) -> Option<NotePlacement> {
+fn plain_note(cursor: &mut JsonCursor<'_>) -> Option<PiecePlace> {
     let (mut name, mut offset, mut shape) = (None, None, None);
     cursor.items(b'{', b'}', |cursor| {
         let key = cursor.string()?;
@@ -174,14 +163,14 @@ fn plain_note(cursor: &mut JsonCursor<'_>) -> Option<NotePlacement> {
     })?;
     (name != Some(METADATA)).then_some(())?;
     let logical_name = name.map(str::to_owned);
-    Some(NotePlacement { logical_name, offset: offset?, whole_shape: shape })
+    Some(PiecePlace { logical_name, offset: offset?, whole_shape: shape })
 }
 
 /// The place of `entry` by `note`.
 fn placement(
     entry: &TensorDescription<'_>,
     mut note: BTreeMap<String, Value>,
-) -> Result<NotePlacement, Fault> {
+) -> Result<PiecePlace, Fault> {
     let Some(saved) = note.remove(SAVED_OFFSETS) else {
         let message = format!("{SHARDING_INFO} has no {SAVED_OFFSETS} for it");
         return Err(Fault::new(ErrorKind::DcpInfo, message));
@@ -201,11 +190,7 @@ fn placement(
         return Err(unfit(entry, SAVED_OFFSETS, &saved, "offset + size passes 2^64"));
     }
     let Some(whole) = whole else {
-        return Ok(NotePlacement {
-            logical_name: logical_name(logical)?,
-            offset,
-            whole_shape: None,
-        });
+        return Ok(PiecePlace { logical_name: logical_name(logical)?, offset, whole_shape: None });
     };
     let shape = numbers(entry, GLOBAL_SHAPE, &whole)?;
     let mut ends = offset.iter().zip(entry.shape).map(|(offset, size)| offset + size);
@@ -213,7 +198,7 @@ fn placement(
         let what = format!("the piece, which begins at {offset:?}, passes it");
         return Err(unfit(entry, GLOBAL_SHAPE, &whole, &what));
     }
-    Ok(NotePlacement { logical_name: logical_name(logical)?, offset, whole_shape: Some(shape) })
+    Ok(PiecePlace { logical_name: logical_name(logical)?, offset, whole_shape: Some(shape) })
 }
 
 fn logical_name(value: Option<Value>) -> Result<Option<String>, Fault> {
@@ -265,7 +250,7 @@ mod tests {
         Header { metadata: Some(metadata), tensors: vec![entry], header_len: 0 }.into()
     }
 
-    fn place(dtype: Dtype, shape: &[u64], note: &Value) -> Result<NotePlacement, Fault> {
+    fn place(dtype: Dtype, shape: &[u64], note: &Value) -> Result<PiecePlace, Fault> {
         placements(&shard(dtype, shape, note)).map(|mut places| places.remove(0))
     }
 
@@ -286,7 +271,7 @@ mod tests {
     }
 
     /// The places that the reader of plain notes finds: those of the strict reader, or none.
-    fn plain(note: &str) -> Option<Vec<NotePlacement>> {
+    fn plain(note: &str) -> Option<Vec<PiecePlace>> {
         let entry = |name: &str, data_offsets| Entry {
             name: name.into(),
             dtype: Dtype::U8,

@@ -7,6 +7,26 @@ use crate::dtype::Dtype;
 use crate::format::safetensors::Header;
 use crate::format::tensorizer::decryptor::EncryptedTensor;
 
+/// The place of a piece in its tensor.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PiecePlace {
+    /// Name of the tensor, if the file has it. Otherwise the entry has the name of the tensor.
+    pub logical_name: Option<String>,
+    /// First index of the piece in each dimension of the tensor, in elements.
+    pub offset: Vec<u64>,
+    /// Extent of the whole tensor in each dimension, in elements, if the file has it.
+    pub whole_shape: Option<Vec<u64>>,
+}
+
+/// The rank that has saved a file, by the content of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileRank {
+    /// Its number.
+    pub rank: u64,
+    /// Number of the ranks that share the tensors; all ranks are a multiple of it.
+    pub ranks: u64,
+}
+
 /// The tensors of one valid shard, in the order of the file, in a few large vectors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShardDescription {
@@ -20,6 +40,10 @@ pub struct ShardDescription {
     pub next_file: Option<u64>,
     /// A note on the values of the file that are not shown.
     pub left_out: Option<String>,
+    /// The places of its tensors, in their order, if the format tells that they are pieces.
+    pub places: Option<Vec<PiecePlace>>,
+    /// The rank that has saved it, if it is the file of one.
+    pub rank: Option<FileRank>,
     names: String,
     tensors: Vec<DescriptionRow>,
     /// The extents of all tensors; equal shapes may share theirs.
@@ -57,6 +81,8 @@ impl ShardDescription {
             encrypted: None,
             next_file: None,
             left_out: None,
+            places: None,
+            rank: None,
             names: String::with_capacity(names_len),
             tensors: Vec::with_capacity(tensors),
             numbers: Vec::new(),

@@ -100,12 +100,12 @@ impl InputFormat {
 /// format has this name, and the pickle is its first entry or the name says so.
 fn is_torch(name: &str, sniff: &[u8], reader: &mut dyn RangeReader) -> io::Result<bool> {
     let is_free = InputFormat::of_name(name).is_none() && !name.ends_with(".distcp");
-    if !is_free || reader.start() > 0 || !pickle::is_zip(sniff) {
+    if !is_free || reader.start() > 0 || !pickle::may_be_torch(sniff) {
         return Ok(false);
     }
     let mut first = vec![0; FIRST_LEN.min(reader.file_len()) as usize];
     reader.read_exact_at(0, &mut first)?;
-    Ok(pickle::is_torch_zip(&first) || name.ends_with(".pt") || name.ends_with(".pth"))
+    Ok(pickle::is_torch(&first) || name.ends_with(".pt") || name.ends_with(".pth"))
 }
 
 /// The fault of the file called `name`, with what the file is if that is known.

@@ -19,7 +19,7 @@ pub mod safetensors;
 pub mod tensorizer;
 pub mod weight_map;
 
-pub use description::{ShardDescription, TensorDescription};
+pub use description::{FileRank, PiecePlace, ShardDescription, TensorDescription};
 pub use input::{Detected, InputFormat};
 pub use output::OutputFormat;
 pub use range_reader::RangeReader;

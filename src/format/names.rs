@@ -16,7 +16,7 @@ pub const BINTENSORS_SUFFIXES: [&str; 2] = [".bt", ".bintensors"];
 pub const TENSORIZER_SUFFIX: &str = ".tensors";
 
 /// Suffixes of files of `torch.save`.
-pub const TORCH_SUFFIXES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
+pub const TORCH_SUFFIXES: [&str; 5] = [".bin", ".pt", ".pth", ".ckpt", ".pth.tar"];
 
 /// Beginnings of the names of files of `torch.save` with the state of a training.
 const TORCH_STATES: [&str; 14] = [
@@ -115,6 +115,15 @@ fn torch_stem(name: &str) -> Option<&str> {
     let stem = TORCH_SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix))?;
     let is_state = TORCH_STATES.iter().any(|state| stem.starts_with(state));
     (!stem.is_empty() && !is_state && !is_hidden(name)).then_some(stem)
+}
+
+/// Reads `<stem>_world_size_4_rank_0.pt`: the files of the ranks of a training. Their numbers begin at 0.
+pub fn rank_file(name: &str) -> Option<Numbered> {
+    let (front, rank) = torch_stem(name)?.rsplit_once("_rank_")?;
+    let (stem, total) = front.rsplit_once("_world_size_")?;
+    let number = |text: &str| text.parse().ok().filter(|number: &u64| number.to_string() == text);
+    let (number, total) = (number(rank)?, number(total)?);
+    (!stem.is_empty() && total > 0).then(|| Numbered { output: torch_whole(stem), number, total })
 }
 
 /// Name of the whole file that a file of `torch.save` of this name stands for.
@@ -345,6 +354,36 @@ mod tests {
 
     fn set(name: &str) -> Option<(String, u64, u64)> {
         numbered(name).map(|found| (found.output, found.number, found.total))
+    }
+
+    #[test]
+    fn files_with_the_state_of_a_training_are_no_weights_of_torch() {
+        for name in ["pytorch_model.bin", "model_world_size_1_rank_0.pt", "old.pth.tar", "a.ckpt"] {
+            assert!(is_torch(name), "{name}");
+        }
+        let states = ["optim_world_size_4_rank_0.pt", "extra_state_world_size_4_rank_0.pt"];
+        for name in ["optimizer.pt", ".bin", "a.safetensors"].into_iter().chain(states) {
+            assert!(!is_torch(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_names_of_rank_files_tell_the_rank_and_the_number_of_ranks() {
+        let found = |name| rank_file(name).map(|found| (found.output, found.number, found.total));
+        assert_eq!(
+            found("model_world_size_16_rank_3.pt"),
+            Some(("model.safetensors".to_owned(), 3, 16))
+        );
+        for name in [
+            "model_world_size_4_rank_01.pt",
+            "model_world_size_4_rank_.pt",
+            "model_world_size_0_rank_0.pt",
+            "model_rank_0.pt",
+            "_world_size_4_rank_0.pt",
+            "optim_world_size_4_rank_0.pt",
+        ] {
+            assert_eq!(found(name), None, "{name}");
+        }
     }
 
     #[test]

@@ -68,7 +68,9 @@ class Entry:
         if self.kind == "tensorizer":
             return oracle.from_tensorizer(self.source)
         if self.kind == "torch":
-            paths = [self.source] if self.source.is_file() else list(self.source.glob("*.bin"))
+            paths = [self.source] if self.source.is_file() else [
+                path for pattern in ("*.bin", "model_world_size_*.pt") for path in self.source.glob(pattern)
+            ]
             return oracle.from_torch(paths)
         return (self.source / self.shown if self.source.is_dir() else self.source).read_bytes()
 

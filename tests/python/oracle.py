@@ -247,22 +247,59 @@ def from_tensorizer(path):
 
 def from_torch(paths):
     """The virtual file of files of torch.save, by Python's own unpickler and zip reader."""
-    tensors = []
+    tensors, pieces = [], {}
     for path in sorted(paths, key=lambda p: numeric(p.name)):
         data = path.read_bytes()
-        archive = zipfile.ZipFile(io.BytesIO(data))
-        (pkl,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        # Not by `read`: torch may write 0 in place of each CRC.
-        begin, length = _stored_at(data, archive.getinfo(pkl)), archive.getinfo(pkl).file_size
-        root = _TorchUnpickler(io.BytesIO(data[begin : begin + length])).load()
-        folder = pkl.removesuffix("data.pkl")
-        for name, (storage, offset, shape, dtype) in _torch_names(root).items():
+        root, starts = _legacy_torch(data) if data.startswith(LEGACY_TORCH) else _zipped_torch(data)
+        def stored(tensor):
+            storage, offset, shape, dtype = tensor
             size = BITS[dtype] // 8
-            start = _stored_at(data, archive.getinfo(f"{folder}data/{storage[1]}"))
-            start += offset * size if math.prod(shape) else 0
-            content = data[start : start + math.prod(shape) * size]
-            tensors.append(Tensor(name, dtype, list(shape), content, (numeric(path.name), start)))
+            start = starts[storage[1]] + (offset * size if math.prod(shape) else 0)
+            return start, data[start : start + math.prod(shape) * size]
+
+        named = _torch_names(root)
+        of_rank = any(isinstance(value, _OfRanks) for value in named.values())
+        for name, value in named.items():
+            if not of_rank:
+                start, content = stored(value)
+                tensors.append(Tensor(name, value[3], list(value[2]), content, (numeric(path.name), start)))
+                continue
+            held = value.parts() if isinstance(value, _OfRanks) else [(value, [0] * len(value[2]))]
+            for tensor, offset in held:
+                start, content = stored(tensor)
+                piece = Piece(path.name, start, content, (offset, list(tensor[2])))
+                pieces.setdefault((name, tensor[3]), []).append(piece)
+    tensors += [_assemble(name, dtype, found) for (name, dtype), found in pieces.items()]
     return write(tensors, {"format": "pt"})
+
+
+# The first pickle of a file of torch before 1.6.
+LEGACY_TORCH = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+
+
+def _zipped_torch(data):
+    """The root of the pickle, and where the data of each storage begins."""
+    archive = zipfile.ZipFile(io.BytesIO(data))
+    (pkl,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    # Not by `read`: torch may write 0 in place of each CRC.
+    begin, length = _stored_at(data, archive.getinfo(pkl)), archive.getinfo(pkl).file_size
+    root = _TorchUnpickler(io.BytesIO(data[begin : begin + length])).load()
+    folder = pkl.removesuffix("data.pkl") + "data/"
+    entries = [info for info in archive.infolist() if info.filename.startswith(folder)]
+    return root, {info.filename.removeprefix(folder): _stored_at(data, info) for info in entries}
+
+
+def _legacy_torch(data):
+    """As `_zipped_torch`. The data of each storage stands behind its number of elements."""
+    file = io.BytesIO(data)
+    unpicklers = [_TorchUnpickler(file) for _ in range(5)]
+    *_, root, keys = [unpickler.load() for unpickler in unpicklers]
+    kinds, starts, at = unpicklers[3].kinds, {}, file.tell()
+    for key in keys:
+        starts[key] = at + 8
+        at += 8 + int.from_bytes(data[at : at + 8], "little") * BITS[kinds[key]] // 8
+    assert at == len(data), (at, len(data))
+    return root, starts
 
 
 def _stored_at(data, info):
@@ -284,11 +321,47 @@ class _TorchTensor(tuple):
 
 
 class _Unknown(dict):
+    """An object with its attributes."""
+
     def __init__(self, *args):
         super().__init__()
 
     def __setstate__(self, state):
-        pass
+        state = state[1] if isinstance(state, tuple) and len(state) == 2 else state
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+class _OfRanks:
+    """A DTensor or a ShardedTensor."""
+
+    def __init__(self, args, state):
+        self.whole, self.state = list(args[2]), state
+
+    def parts(self):
+        """The tensors of this file, each with its offset."""
+        if isinstance(self.state[0], list):
+            return [(shard.tensor, list(shard.metadata.shard_offsets)) for shard in self.state[0]]
+        local, spec = self.state[1]["_local_tensor"], self.state[1]["_spec"]
+        mesh = spec.mesh.__dict__
+        sizes = [axis.shape[0] for axis in mesh["_layout"].axes] if "_layout" in mesh else mesh["mesh"][2]
+        indices = [np.arange(size) for size in self.whole]
+        for placement, size, at in zip(spec.placements, sizes, mesh["_coordinate_on_dim"]):
+            kind = type(placement).__name__
+            if kind != "Replicate":
+                own = [indices[placement.dim]]
+                if kind == "_StridedShard":
+                    own = _chunks(own[0], placement.split_factor)
+                indices[placement.dim] = np.concatenate([_chunks(part, size)[at] for part in own])
+        for index, size in zip(indices, local[2]):
+            assert len(index) == size and (np.diff(index) == 1).all(), (indices, local)
+        return [(local, [int(index[0]) if len(index) else 0 for index in indices])]
+
+
+def _chunks(indices, count):
+    """The parts of torch.chunk, with empty ones behind them."""
+    length = -(-len(indices) // count)
+    return [indices[at * length : (at + 1) * length] for at in range(count)]
 
 
 class _TorchUnpickler(pickle.Unpickler):
@@ -304,12 +377,23 @@ class _TorchUnpickler(pickle.Unpickler):
         if name.startswith("_rebuild_parameter"):
             return lambda tensor, *_: tensor
         if name == "_rebuild_from_type_v2":
-            return lambda function, kind, args, state: function(*args)
+            return lambda function, kind, args, state: _OfRanks(args, state) if function is None else function(*args)
+        if name == "_rebuild_wrapper_subclass":
+            return None
+        if name == "getattr":
+            return lambda outer, inner: type(inner, (_Unknown,), {})
+        if module == "torch" and name == "Size":
+            return tuple
         if module == "torch" and name in TORCH_DTYPES:
             return TORCH_DTYPES[name]
-        return collections.OrderedDict if name == "OrderedDict" else _Unknown
+        return collections.OrderedDict if name == "OrderedDict" else type(name, (_Unknown,), {})
+
+    def __init__(self, file):
+        super().__init__(file)
+        self.kinds = {}
 
     def persistent_load(self, key):
+        self.kinds[key[2]] = key[1]
         return key[1:3]
 
 
@@ -322,7 +406,7 @@ def _torch_names(root):
 def _torch_paths(value):
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in pairs:
-        if isinstance(inner, _TorchTensor):
+        if isinstance(inner, (_TorchTensor, _OfRanks)):
             yield str(key), inner
         elif isinstance(inner, (dict, list, tuple)):
             yield from ((f"{key}.{name}", tensor) for name, tensor in _torch_paths(inner))

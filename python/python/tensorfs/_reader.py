@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 from ._errors import SafetensorError
-from ._frameworks import PAGE, WIDTHS
+from ._frameworks import WIDTHS
 from ._tensorfs import Ahead, Area, Cancel, Checkpoint, Loader, Plan
 
 Part = Optional[List[Tuple[int, int]]]
@@ -19,7 +19,10 @@ _PLACE_MIN = 1 << 20
 
 
 _OWN_MIN = 4 << 20
-"""Tensors from this length on are loaded ahead alone; shorter ones in batches of about this length."""
+"""Tensors from this length on are loaded ahead alone; shorter ones in batches."""
+
+_BATCH = 8 << 20
+"""Length of a batch. A tensor keeps the memory of its batch."""
 
 
 class Info(NamedTuple):
@@ -144,9 +147,9 @@ class Reader:
     def _begin(self, ahead: Ahead, wanted: list[tuple[int, int]]) -> None:
         """Begins to load tensors ahead of requests. Each comes with its start offset within a page."""
         try:
-            together: list[tuple[Info, int]] = []
+            together: list[Info] = []
             length = 0
-            for position, offset in wanted:
+            for position, _ in wanted:
                 info = Info(*self.checkpoint.tensor_at(position))
                 try:
                     self.framework.check(info.dtype, info.shape, info.name)
@@ -158,9 +161,9 @@ class Reader:
                         break
                     self._begin_one(ahead, info, plan)
                     continue
-                together.append((info, offset))
+                together.append(info)
                 length += info.nbytes
-                if length >= _OWN_MIN:
+                if length >= _BATCH:
                     self._begin_some(ahead, together)
                     together, length = [], 0
             if together:
@@ -180,29 +183,16 @@ class Reader:
         payload = (framework.mode(), [area[:2] for area in areas], plan.placed(self.checkpoint))
         ahead.begin(self.loader, self.checkpoint, plan, memory, [(info.position, info.nbytes, payload)])
 
-    def _begin_some(self, ahead: Ahead, wanted: list[tuple[Info, int]]) -> None:
-        """Begins to load tensors together, each into its own memory."""
-        framework, mode = self.framework, self.framework.mode()
-        requests: list[Any] = []
-        memory: list[Any] = []
-        tensors: list[Any] = []
-        for info, offset in wanted:
-            payload: Any
-            area, start, length = (None, 0, 0) if info.nbytes < _PLACE_MIN else framework.area(info.nbytes + 2 * PAGE)
-            if start == 0:
-                area, address = framework.empty(info.dtype, info.shape, info.name)
-                length, payload = info.nbytes, (mode, None, area)
-            else:
-                # The disk can write here directly.
-                begin = offset if offset % WIDTHS.get(info.dtype, 1) == 0 else 0
-                skipped = -start % PAGE + begin
-                address, length = start + skipped, length - skipped
-                place = (info.name, 0, begin, info.nbytes, info.dtype, tuple(info.shape))
-                payload = (mode, [(area, start)], [place])
-            requests.append((info.position, None, None, address))
-            memory.append((address, length, area))
-            tensors.append((info.position, info.nbytes, payload))
-        ahead.begin(self.loader, self.checkpoint, self.loader.plan(self.checkpoint, requests), memory, tensors)
+    def _begin_some(self, ahead: Ahead, wanted: list[Info]) -> None:
+        """Begins to load tensors together, into memory that they share: most of it lies on huge pages then."""
+        framework = self.framework
+        plan = self.loader.plan(self.checkpoint, [(info.position, None, None, None) for info in wanted])
+        areas = [framework.area(room) for room in plan.rooms]
+        memory = [area[0] if area[1] == 0 else (area[1], area[2], area[0]) for area in areas]
+        mode, bases = framework.mode(), [area[:2] for area in areas]
+        placed = {place[0]: place for place in plan.placed(self.checkpoint)}
+        tensors = [(info.position, info.nbytes, (mode, bases, [placed[info.name]])) for info in wanted]
+        ahead.begin(self.loader, self.checkpoint, plan, memory, tensors)
 
     def _take(self, ahead: Ahead, info: Info) -> Any:
         """A tensor that was loaded ahead. None if the caller has to load it."""

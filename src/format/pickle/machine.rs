@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use super::globals::denied;
+use super::globals::{denied, holds_class};
 use super::le;
 use crate::error::{ErrorKind, Fault, quoted};
 
@@ -24,6 +24,10 @@ const LONG_LEN_MAX: usize = 1 << 20;
 
 /// A value, by its number.
 pub(super) type NodeId = u32;
+
+/// The function that finds an inner class, and why it is refused elsewhere.
+const GETATTR: (&str, &str) = ("builtins", "getattr");
+const ATTRIBUTE: &str = "it asks for an attribute of a value, as only code does";
 
 /// Marks the end of a list of cells, and the place of a mark on the stack.
 const NONE: u32 = u32::MAX;
@@ -125,10 +129,14 @@ impl<'a> Values<'a> {
         self.bytes.len()
     }
 
+    /// The numbers of all values.
+    pub(super) fn ids(&self) -> impl Iterator<Item = NodeId> {
+        0..self.nodes.len() as u32
+    }
+
     /// The numbers of all objects.
     pub(super) fn objects(&self) -> impl Iterator<Item = NodeId> {
-        let numbers = 0..self.nodes.len() as u32;
-        numbers.filter(|&id| matches!(self.node(id), Node::Object(..)))
+        self.ids().filter(|&id| matches!(self.node(id), Node::Object(..)))
     }
 
     /// The text of a value that is text in UTF-8.
@@ -223,6 +231,18 @@ fn bad(what: impl std::fmt::Display) -> Fault {
 /// # Errors
 /// Why it is refused.
 pub(super) fn run(bytes: &[u8]) -> Result<Values<'_>, Fault> {
+    let values = run_first(bytes)?;
+    match bytes.len() - values.pickle_len() {
+        0 => Ok(values),
+        more => Err(bad(format_args!("{more} bytes follow its end"))),
+    }
+}
+
+/// Carries out the pickle that `bytes` begin with.
+///
+/// # Errors
+/// Why it is refused.
+pub(super) fn run_first(bytes: &[u8]) -> Result<Values<'_>, Fault> {
     let values = Values {
         bytes,
         nodes: vec![Node::Null, Node::Bool(false), Node::Bool(true), Node::Tuple(EMPTY)],
@@ -240,9 +260,7 @@ pub(super) fn run(bytes: &[u8]) -> Result<Values<'_>, Fault> {
         copies_left: bytes.len(),
     };
     machine.run()?;
-    if machine.at != bytes.len() {
-        return Err(bad(format_args!("{} bytes follow its end", bytes.len() - machine.at)));
-    }
+    machine.values.bytes = &bytes[..machine.at];
     Ok(machine.values)
 }
 
@@ -390,7 +408,11 @@ impl Machine<'_> {
             }
             b'R' | 0x81 => {
                 let (args, callable) = (self.pop()?, self.pop()?);
-                self.object(callable, args)?;
+                if opcode == b'R' && self.values.global(callable) == Some(GETATTR) {
+                    self.inner_class(args)?;
+                } else {
+                    self.object(callable, args)?;
+                }
             }
             0x92 => {
                 let (named, args, callable) = (self.pop()?, self.pop()?, self.pop()?);
@@ -633,9 +655,26 @@ impl Machine<'_> {
         }
     }
 
+    /// The class that `getattr` finds in another one: protocol 2 has no other way to name it.
+    fn inner_class(&mut self, args: NodeId) -> Result<(), Fault> {
+        let known = self.values.array::<2>(args).and_then(|[class, name]| {
+            let (module, outer) = self.values.global(class)?;
+            holds_class(module, outer, self.values.text(name)?).then_some([class, name])
+        });
+        match known.map(|[class, name]| (self.values.node(class), name)) {
+            Some((Node::Global(module, _), name)) => {
+                self.push(Node::Global(module, name)).map(drop)
+            }
+            _ => Err(bad(ATTRIBUTE)),
+        }
+    }
+
     fn object(&mut self, callable: NodeId, args: NodeId) -> Result<NodeId, Fault> {
         if !matches!(self.values.node(callable), Node::Global(..)) {
             return Err(bad("it calls a value that is no name"));
+        }
+        if self.values.global(callable) == Some(GETATTR) {
+            return Err(bad(ATTRIBUTE));
         }
         if !matches!(self.values.node(args), Node::Tuple(_)) {
             return Err(bad(format_args!(

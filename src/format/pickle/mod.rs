@@ -2,10 +2,13 @@
 //!
 //! `zip` reads the archive, `machine` carries the pickle out as values and runs nothing, `globals` says
 //! what names mean, `tensors` finds the bytes of a tensor, and `state_dict` names the tensors of a
-//! model. Other files of torch are made of the same parts.
+//! model, `parts` those of which a rank has a part. `legacy` reads the files of torch before 1.6, which are no archives. Other files of torch are
+//! made of the same parts.
 
 mod globals;
+mod legacy;
 mod machine;
+mod parts;
 mod state_dict;
 mod tensors;
 mod zip;
@@ -15,11 +18,11 @@ use std::ops::Range;
 
 use crate::error::{ErrorKind, Fault};
 
-use self::machine::PICKLE_LEN_MAX;
-use self::state_dict::ModelTensors;
-use self::tensors::{Records, StorageData};
+use self::machine::{PICKLE_LEN_MAX, Values};
+use self::state_dict::{ModelTensor, ModelTensors};
+use self::tensors::{StorageData, Storages};
 use self::zip::{Archive, LOCAL_MAGIC};
-use super::description::ShardDescription;
+use super::description::{PiecePlace, ShardDescription};
 use super::range_reader::RangeReader;
 
 /// Name of the pickle in an archive.
@@ -60,13 +63,13 @@ fn le(bytes: &[u8]) -> u64 {
 }
 
 /// Whether a file that begins with `first` is a zip archive.
-pub fn is_zip(first: &[u8]) -> bool {
+fn is_zip(first: &[u8]) -> bool {
     first.starts_with(LOCAL_MAGIC)
 }
 
 /// Whether a file that begins with `first` is a zip archive whose first entry is the pickle of
 /// `torch.save`.
-pub fn is_torch_zip(first: &[u8]) -> bool {
+fn is_torch_zip(first: &[u8]) -> bool {
     let name = || {
         let len = le(first.get(26..28)?) as usize;
         first.get(30..30 + len)
@@ -74,11 +77,36 @@ pub fn is_torch_zip(first: &[u8]) -> bool {
     is_zip(first) && name().is_some_and(|name| name.ends_with(b"/data.pkl"))
 }
 
+/// Whether a file that begins with `first` is one of `torch.save` for sure.
+pub fn is_torch(first: &[u8]) -> bool {
+    legacy::is_legacy(first) || is_torch_zip(first)
+}
+
+/// Bytes that `may_be_torch` needs.
+pub const FIRST_LEN: usize = legacy::MAGIC.len();
+
+/// Whether a file that begins with `first` may be one of `torch.save`: an archive, or the older form.
+pub fn may_be_torch(first: &[u8]) -> bool {
+    legacy::is_legacy(first) || is_zip(first)
+}
+
+/// Whether `reader` begins with the older form.
+fn reads_legacy(reader: &mut dyn RangeReader) -> io::Result<bool> {
+    let mut first = [0; legacy::MAGIC.len()];
+    let len = reader.file_len().min(first.len() as u64) as usize;
+    reader.read_exact_at(0, &mut first[..len])?;
+    Ok(legacy::is_legacy(&first))
+}
+
 /// Bytes of memory that the description of the file may take.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one the fault of the archive.
+/// The outer error is a failed read, the inner one the fault of the file.
 pub fn description_len(reader: &mut dyn RangeReader) -> io::Result<Result<u64, Fault>> {
+    if reads_legacy(reader)? {
+        let pickles = told(legacy::read_pickles(reader))?;
+        return Ok(pickles.map(|bytes| bytes.len() as u64 * MEMORY_OF_BYTE));
+    }
     let whole = reader.start()..reader.file_len();
     told(open(reader, whole).map(|(archive, len)| {
         len * MEMORY_OF_BYTE + (reader.file_len() - archive.directory_start())
@@ -99,6 +127,9 @@ pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
 /// # Errors
 /// The outer error is a failed read, the inner one is the fault of the file.
 pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription, Fault>> {
+    if reads_legacy(reader)? {
+        return told(legacy::parse(reader));
+    }
     let whole = reader.start()..reader.file_len();
     told(parse_range(reader, whole))
 }
@@ -134,9 +165,18 @@ fn parse_range(
     let mut pickle = vec![0; len as usize];
     reader.read_exact_at(place.start, &mut pickle)?;
     let values = machine::run(&pickle)?;
-    let mut records = Records::new(reader, &archive);
-    let named = ModelTensors::of(&values, &mut records)?;
-    let used = records.used();
+    describe(&values, StorageData::Entries { reader, archive: &archive }, &range)
+}
+
+/// The tensors of the model that the pickle holds. `range` is what describes them and their data.
+fn describe(
+    values: &Values<'_>,
+    data: StorageData<'_, '_>,
+    range: &Range<u64>,
+) -> Result<ShardDescription, ReadStop> {
+    let mut storages = Storages::new(data);
+    let named = ModelTensors::of(values, &mut storages)?;
+    let used = storages.used();
     let names_len = named.tensors.iter().map(|tensor| tensor.name.len()).sum();
     let mut description = ShardDescription::with_room(0, named.tensors.len(), names_len);
     let mut numbers: Vec<u64> = Vec::new();
@@ -150,14 +190,24 @@ fn parse_range(
     // Programs ask a safetensors file for its framework.
     let format = ("format".to_owned(), "pt".to_owned());
     description.metadata = Some([format].into());
-    description.described = described(&range, &used);
+    description.described = described(range, used);
     description.left_out = named.left_out;
+    description.rank = named.rank;
+    if named.rank.is_some() {
+        description.places = Some(named.tensors.into_iter().map(place_of).collect());
+    }
     Ok(description)
 }
 
-/// The bytes of the archive in `range` that are not the data of `used` storages.
-fn described(range: &Range<u64>, used: &[StorageData]) -> Vec<Range<u64>> {
-    let mut data: Vec<&Range<u64>> = used.iter().map(|storage| &storage.range).collect();
+/// The place of a tensor, or a part of one, in a file with parts.
+fn place_of(tensor: ModelTensor) -> PiecePlace {
+    let shape = tensor.place.shape;
+    let [offset, whole] = tensor.part_of.unwrap_or_else(|| [vec![0; shape.len()], shape]);
+    PiecePlace { logical_name: None, offset, whole_shape: Some(whole) }
+}
+
+/// The bytes of `range` that are not the `data` of storages.
+fn described(range: &Range<u64>, mut data: Vec<Range<u64>>) -> Vec<Range<u64>> {
     data.retain(|range| !range.is_empty());
     data.sort_unstable_by_key(|range| range.start);
     let mut at = range.start;

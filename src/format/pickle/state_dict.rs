@@ -5,8 +5,10 @@ use std::collections::{HashMap, HashSet};
 use super::ReadStop;
 use super::globals::is_dict;
 use super::machine::{Node, NodeId, Part, Values};
-use super::tensors::{Records, TensorPlace, tensor_call};
+use super::parts::{Parts, TensorPart};
+use super::tensors::{Storages, TensorPlace, tensor_call};
 use crate::error::{ErrorKind, Fault, quoted};
+use crate::format::description::FileRank;
 use crate::format::safetensors::METADATA;
 
 /// Longest name of a tensor in bytes.
@@ -42,11 +44,17 @@ const STATES: [&str; 16] = [
     "callbacks",
 ];
 
+/// Numbers of ranks that share the tensors or the layers of a model.
+const SLICES: [&str; 3] =
+    ["mp_world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"];
+
 /// A tensor with its name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ModelTensor {
     pub(super) name: String,
     pub(super) place: TensorPlace,
+    /// Offset and extent of the tensor that it is a part of, in each dimension. `None` if it is whole.
+    pub(super) part_of: Option<[Vec<u64>; 2]>,
 }
 
 /// The tensors of a model in the order of their bytes.
@@ -55,6 +63,8 @@ pub(super) struct ModelTensors {
     pub(super) tensors: Vec<ModelTensor>,
     /// A note on the other values of the pickle.
     pub(super) left_out: Option<String>,
+    /// The rank that has saved the file, if a tensor is a part.
+    pub(super) rank: Option<FileRank>,
 }
 
 /// Whether the value `id`, with the key `key` of the root, is the state of a training.
@@ -66,7 +76,7 @@ impl ModelTensors {
     /// The tensors of the model that the pickle holds.
     pub(super) fn of(
         values: &Values<'_>,
-        records: &mut Records<'_, '_>,
+        storages: &mut Storages<'_, '_>,
     ) -> Result<ModelTensors, ReadStop> {
         let root = values.root;
         let mut walk = Walk {
@@ -114,24 +124,36 @@ impl ModelTensors {
         }
         walk.check_opaque()?;
         let found = std::mem::take(&mut walk.found);
+        check_names(&found)?;
         let mut tensors = Vec::with_capacity(found.len());
+        let mut parts = Parts::new(values);
         let mut dims_left = values.pickle_len();
+        let named = |name: &str, stop: ReadStop| match stop {
+            ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
+            other => other,
+        };
         for (name, id) in found {
+            let of_ranks = parts.of(storages, id).map_err(|stop| named(&name, stop))?;
+            if let Some(of_ranks) = of_ranks {
+                for TensorPart { place, offset, whole } in of_ranks {
+                    dims_left = dims_left.checked_sub(3 * whole.len()).ok_or_else(too_many)?;
+                    let (name, part_of) = (name.clone(), Some([offset, whole]));
+                    tensors.push(ModelTensor { name, place, part_of });
+                }
+                continue;
+            }
             let call = tensor_call(values, id);
             let call =
                 call.ok_or_else(|| Fault::new(ErrorKind::Internal, "no call of a tensor"))?;
-            let place = call.place(values, records).map_err(|stop| match stop {
-                ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(&name)),
-                other => other,
-            })?;
+            let place = call.place(values, storages).map_err(|stop| named(&name, stop))?;
             dims_left = dims_left.checked_sub(place.shape.len()).ok_or_else(too_many)?;
-            tensors.push(ModelTensor { name, place });
+            tensors.push(ModelTensor { name, place, part_of: None });
         }
-        let mut all = hidden.iter().chain(&rest);
-        if all.any(|pair| pair.key.text() == Some("ds_version")) {
+        let all: Vec<&DictPair<'_>> = hidden.iter().chain(&rest).collect();
+        check_whole(values, &all)?;
+        if all.iter().any(|pair| pair.key.text() == Some("ds_version")) {
             check_deepspeed(&tensors)?;
         }
-        check_names(&tensors)?;
         tensors.sort_by(|a, b| (a.place.start, &a.name).cmp(&(b.place.start, &b.name)));
         if tensors.is_empty() {
             let message = "is a file of torch.save without tensors of a model; name the file of the \
@@ -144,7 +166,7 @@ impl ModelTensors {
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
             format!("{}{more} of the file are not shown", left_out.join(", "))
         });
-        Ok(ModelTensors { tensors, left_out })
+        Ok(ModelTensors { tensors, left_out, rank: parts.rank() })
     }
 }
 
@@ -160,6 +182,33 @@ fn not_a_dict(values: &Values<'_>, root: NodeId) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
+/// Refuses the file of one rank of a model that is parallel in its tensors or layers, by what DeepSpeed
+/// and Megatron say in the root.
+fn check_whole(values: &Values<'_>, root: &[&DictPair<'_>]) -> Result<(), Fault> {
+    let of_root = root.iter().filter_map(|pair| Some((pair.key.text()?, pair.value)));
+    let args = of_root.clone().filter(|(key, _)| *key == "args").map(|(_, args)| args);
+    let states = args.flat_map(|args| values.parts(args)).filter_map(|part| match part {
+        Part::State(state) => Some(state),
+        _ => None,
+    });
+    let of_args = states.flat_map(|state| values.parts(state)).filter_map(|part| match part {
+        Part::Pair(key, value) => Some((values.text(key)?, value)),
+        _ => None,
+    });
+    for (key, value) in of_root.chain(of_args) {
+        let count = values.int(value).filter(|&count| count > 1 && SLICES.contains(&key));
+        if let Some(count) = count {
+            let message = format!(
+                "is the file of one of {count} ranks, each with a part of the model ({key}), which \
+                 tensorfs does not join; make one file of them with the tools of the framework that \
+                 saved them"
+            );
+            return Err(Fault::new(ErrorKind::TensorMissing, message));
+        }
+    }
+    Ok(())
+}
+
 /// Refuses the placeholders of DeepSpeed ZeRO-3.
 fn check_deepspeed(tensors: &[ModelTensor]) -> Result<(), Fault> {
     let Some(empty) = tensors.iter().find(|tensor| tensor.place.shape == [0]) else {
@@ -170,9 +219,9 @@ fn check_deepspeed(tensors: &[ModelTensor]) -> Result<(), Fault> {
     Err(Fault::new(ErrorKind::TensorMissing, message).tensor(&empty.name))
 }
 
-fn check_names(tensors: &[ModelTensor]) -> Result<(), Fault> {
-    let mut names: HashSet<&str> = HashSet::with_capacity(tensors.len());
-    for ModelTensor { name, .. } in tensors {
+fn check_names(found: &[(String, NodeId)]) -> Result<(), Fault> {
+    let mut names: HashSet<&str> = HashSet::with_capacity(found.len());
+    for (name, _) in found {
         if name == METADATA {
             let message = "has the name that safetensors has for metadata; give it another one";
             return Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(name));

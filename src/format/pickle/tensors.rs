@@ -17,6 +17,11 @@ const DIMS_MAX: usize = 64;
 /// Calls that may wrap a tensor, one in another.
 const WRAPS_MAX: usize = 8;
 
+/// Number of parts of an id that names a storage: the last one of a listed storage is `None`, and tells
+/// of views before torch 0.4.
+pub(super) const ENTRY_ID_LEN: usize = 5;
+pub(super) const LISTED_ID_LEN: usize = 6;
+
 /// A tensor with its place in the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct TensorPlace {
@@ -26,58 +31,98 @@ pub(super) struct TensorPlace {
     pub(super) start: u64,
 }
 
-/// The data of a storage.
-#[derive(Clone, Debug)]
-pub(super) struct StorageData {
-    pub(super) range: Range<u64>,
-    kind: StorageType,
-    numel: u64,
+/// What a pickle says of a storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct StorageId<'v> {
+    pub(super) key: &'v str,
+    pub(super) kind: StorageType,
+    pub(super) numel: u64,
 }
 
-/// The data of storages, read from an archive when they are asked for.
-pub(super) struct Records<'a, 'r> {
-    reader: &'r mut dyn RangeReader,
-    archive: &'a Archive,
-    known: HashMap<String, StorageData>,
+impl StorageId<'_> {
+    /// Length of its data in bytes, `None` if it is 2^64 or more.
+    pub(super) fn data_len(&self) -> Option<u64> {
+        self.numel.checked_mul(self.kind.item_len())
+    }
 }
 
-impl<'a, 'r> Records<'a, 'r> {
-    pub(super) fn new(reader: &'r mut dyn RangeReader, archive: &'a Archive) -> Records<'a, 'r> {
-        Records { reader, archive, known: HashMap::new() }
+/// Where the data of storages lies.
+pub(super) enum StorageData<'a, 'r> {
+    /// In entries of an archive, whose headers are read when they are asked for.
+    Entries { reader: &'r mut dyn RangeReader, archive: &'a Archive },
+    /// Behind the pickles of a file, by the keys of the storages.
+    Listed(HashMap<String, Range<u64>>),
+}
+
+/// The storages that tensors use.
+pub(super) struct Storages<'a, 'r> {
+    data: StorageData<'a, 'r>,
+    used: HashMap<String, (StorageType, Range<u64>)>,
+}
+
+impl<'a, 'r> Storages<'a, 'r> {
+    pub(super) fn new(data: StorageData<'a, 'r>) -> Storages<'a, 'r> {
+        Storages { data, used: HashMap::new() }
     }
 
-    /// The storages that were asked for.
-    pub(super) fn used(self) -> Vec<StorageData> {
-        self.known.into_values().collect()
+    /// The data of the storages that were asked for.
+    pub(super) fn used(self) -> Vec<Range<u64>> {
+        self.used.into_values().map(|(_, range)| range).collect()
     }
 
-    fn get(&mut self, key: &str, kind: StorageType, numel: u64) -> Result<StorageData, ReadStop> {
-        if let Some(known) = self.known.get(key) {
-            if known.kind != kind || known.numel != numel {
+    /// Fills `buf` with the bytes of the file from `start` on.
+    pub(super) fn read(&mut self, start: u64, buf: &mut [u8]) -> Result<(), ReadStop> {
+        match &mut self.data {
+            StorageData::Entries { reader, .. } => Ok(reader.read_exact_at(start, buf)?),
+            StorageData::Listed(_) => {
+                let message = "is a part of a tensor in a file of torch before 1.6, which had none";
+                Err(wrong(message.to_owned()).into())
+            }
+        }
+    }
+
+    /// Number of parts of an id that names a storage.
+    fn id_len(&self) -> usize {
+        match self.data {
+            StorageData::Entries { .. } => ENTRY_ID_LEN,
+            StorageData::Listed(_) => LISTED_ID_LEN,
+        }
+    }
+
+    fn get(&mut self, id: StorageId<'_>) -> Result<Range<u64>, ReadStop> {
+        let StorageId { key, kind, numel } = id;
+        if let Some((known, range)) = self.used.get(key) {
+            if *known != kind || id.data_len() != Some(range.end - range.start) {
                 return Err(wrong(format!("the storage {} has two types", quoted(key))).into());
             }
-            return Ok(known.clone());
+            return Ok(range.clone());
         }
-        if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
-            let message = format!("its storage is called {}, which is no number", quoted(key));
-            return Err(wrong(message).into());
-        }
-        let name = format!("data/{key}");
-        let Some(range) = self.archive.data(self.reader, &name)? else {
-            let message = format!("its data, the entry {name}, is missing from the archive");
+        let range = match &mut self.data {
+            StorageData::Listed(ranges) => ranges.get(key).cloned(),
+            StorageData::Entries { reader, archive } => {
+                if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+                    let message =
+                        format!("its storage is called {}, which is no number", quoted(key));
+                    return Err(wrong(message).into());
+                }
+                archive.data(*reader, &format!("data/{key}"))?
+            }
+        };
+        let Some(range) = range else {
+            let message =
+                format!("its data, the storage {}, is missing from the file", quoted(key));
             return Err(Fault::new(ErrorKind::TensorMissing, message).into());
         };
         let len = range.end - range.start;
-        if numel.checked_mul(kind.item_len()) != Some(len) {
+        if id.data_len() != Some(len) {
             let message = format!(
                 "its storage has {numel} elements of {} bytes, its data has {len} bytes",
                 kind.item_len()
             );
             return Err(Fault::new(ErrorKind::SizeMismatch, message).into());
         }
-        let data = StorageData { range, kind, numel };
-        self.known.insert(key.to_owned(), data.clone());
-        Ok(data)
+        self.used.insert(key.to_owned(), (kind, range.clone()));
+        Ok(range)
     }
 }
 
@@ -102,12 +147,19 @@ pub(super) fn tensor_call(values: &Values<'_>, id: NodeId) -> Option<TensorCall>
     Some(TensorCall { rebuild, function, args, is_changed: values.parts(id).next().is_some() })
 }
 
+/// Function, class, arguments and state of the tensor `id`, if its call names its class.
+pub(super) fn typed_call(values: &Values<'_>, id: NodeId) -> Option<[NodeId; 4]> {
+    let call = tensor_call(values, id)?;
+    let is_typed = call.rebuild == Rebuild::FromType && !call.is_changed;
+    values.array::<4>(call.args).filter(|_| is_typed)
+}
+
 impl TensorCall {
     /// The place of the tensor.
     pub(super) fn place(
         mut self,
         values: &Values<'_>,
-        records: &mut Records<'_, '_>,
+        storages: &mut Storages<'_, '_>,
     ) -> Result<TensorPlace, ReadStop> {
         for _ in 0..WRAPS_MAX {
             if self.is_changed {
@@ -115,7 +167,7 @@ impl TensorCall {
                 return Err(wrong(message).into());
             }
             match self.rebuild {
-                Rebuild::Tensor | Rebuild::TensorOfDtype => return self.stored(values, records),
+                Rebuild::Tensor | Rebuild::TensorOfDtype => return self.stored(values, storages),
                 Rebuild::Other => return Err(self.unread(values).into()),
                 Rebuild::Parameter => {
                     let mut args = values.tuple(self.args).into_iter().flatten();
@@ -173,7 +225,7 @@ impl TensorCall {
     fn stored(
         &self,
         values: &Values<'_>,
-        records: &mut Records<'_, '_>,
+        storages: &mut Storages<'_, '_>,
     ) -> Result<TensorPlace, ReadStop> {
         let args: Vec<NodeId> = values.tuple(self.args).into_iter().flatten().take(10).collect();
         let of_dtype = self.rebuild == Rebuild::TensorOfDtype;
@@ -195,8 +247,9 @@ impl TensorCall {
                            read; save `tensor.resolve_conj().resolve_neg()`";
             return Err(wrong(message.to_owned()).into());
         }
-        let data = storage_of(values, records, storage)?;
-        let dtype = match (data.kind, dtype_at.map(|at| args.get(at).copied())) {
+        let id = storage_id(values, storage, storages.id_len())?;
+        let data = storages.get(id)?;
+        let dtype = match (id.kind, dtype_at.map(|at| args.get(at).copied())) {
             (StorageType::Typed(dtype), None) => Some(dtype),
             (StorageType::Untyped, Some(Some(id))) => {
                 let named = values.global(id);
@@ -244,42 +297,49 @@ fn numbers(values: &Values<'_>, id: NodeId) -> Option<Vec<i64>> {
     Some(all)
 }
 
-/// The storage that the persistent id `id` names.
-fn storage_of(
-    values: &Values<'_>,
-    records: &mut Records<'_, '_>,
+/// The storage that the persistent id `id` of `len` parts names.
+pub(super) fn storage_id<'v>(
+    values: &Values<'v>,
     id: NodeId,
-) -> Result<StorageData, ReadStop> {
+    len: usize,
+) -> Result<StorageId<'v>, Fault> {
     let Node::Persistent(key) = values.node(id) else {
-        return Err(wrong("has no storage".to_owned()).into());
+        return Err(wrong("has no storage".to_owned()));
     };
-    let parts = values.array::<5>(key).filter(|parts| values.text(parts[0]) == Some("storage"));
-    let Some([_, class, key, location, numel]) = parts else {
-        return Err(wrong("has a storage of an unknown form".to_owned()).into());
+    let unknown = || wrong("has a storage of an unknown form".to_owned());
+    let parts: Vec<NodeId> = values.tuple(key).into_iter().flatten().take(len + 1).collect();
+    let [tag, class, key, location, numel, rest @ ..] = parts.as_slice() else {
+        return Err(unknown());
     };
-    if values.text(location) == Some("meta") {
+    let is_known = parts.len() == len
+        && values.text(*tag) == Some("storage")
+        && rest.iter().all(|&view| values.node(view) == Node::Null);
+    if !is_known {
+        return Err(unknown());
+    }
+    if values.text(*location) == Some("meta") {
         let message = "was on the device `meta` and has no data; save the model after its weights are \
                        loaded";
-        return Err(wrong(message.to_owned()).into());
+        return Err(wrong(message.to_owned()));
     }
-    let kind = values.global(class).and_then(|(module, name)| StorageType::of(module, name));
+    let kind = values.global(*class).and_then(|(module, name)| StorageType::of(module, name));
     let Some(kind) = kind else {
         let message = format!(
             "has a storage {}, whose elements safetensors does not have",
-            values.global_name(class)
+            values.global_name(*class)
         );
-        return Err(Fault::new(ErrorKind::UnknownDtype, message).into());
+        return Err(Fault::new(ErrorKind::UnknownDtype, message));
     };
-    let numel = values.int(numel).and_then(|numel| u64::try_from(numel).ok());
-    let (Some(key), Some(numel), Some(_)) = (values.text(key), numel, values.text(location)) else {
-        return Err(wrong("has a storage of an unknown form".to_owned()).into());
-    };
-    records.get(key, kind, numel)
+    let numel = values.int(*numel).and_then(|numel| u64::try_from(numel).ok());
+    match (values.text(*key), numel, values.text(*location)) {
+        (Some(key), Some(numel), Some(_)) => Ok(StorageId { key, kind, numel }),
+        _ => Err(unknown()),
+    }
 }
 
 /// The place of a tensor in the data of its storage.
 fn place(
-    data: &StorageData,
+    data: &Range<u64>,
     dtype: Dtype,
     offset: i64,
     sizes: &[i64],
@@ -299,7 +359,7 @@ fn place(
     };
     // Two elements of this dtype are one item.
     let item_len = if dtype == Dtype::F4 { 1 } else { dtype.bits() / 8 };
-    let items = (data.range.end - data.range.start) / item_len;
+    let items = (data.end - data.start) / item_len;
     let overflow = || Fault::new(ErrorKind::Overflow, "has 2^64 elements or more");
     let count = shape.iter().try_fold(1_u64, |count, &size| count.checked_mul(size));
     let count = count.ok_or_else(overflow)?;
@@ -334,6 +394,6 @@ fn place(
     }
     dtype.bits_of(&shape).ok_or_else(overflow)?;
     // A tensor without elements may begin anywhere.
-    let start = data.range.start + if count > 0 { offset * item_len } else { 0 };
+    let start = data.start + if count > 0 { offset * item_len } else { 0 };
     Ok(TensorPlace { dtype, shape, start })
 }

@@ -45,13 +45,21 @@ fn text(out: &mut Vec<u8>, text: &str) {
 
 /// The opcodes of a tensor of F32 in the storage `key` of `numel` elements.
 fn tensor(key: &str, numel: u8, offset: u8, shape: &[u8], strides: &[u8]) -> Vec<u8> {
+    tensor_of((key, numel), b"", offset, [shape, strides])
+}
+
+/// As `tensor`, with more parts of the storage's id.
+fn tensor_of(storage: (&str, u8), more: &[u8], offset: u8, layout: [&[u8]; 2]) -> Vec<u8> {
+    let (key, numel) = storage;
     let mut out = b"ctorch._utils\n_rebuild_tensor_v2\n((".to_vec();
     text(&mut out, "storage");
     out.extend(b"ctorch\nFloatStorage\n");
     text(&mut out, key);
     text(&mut out, "cpu");
-    out.extend([b'K', numel, b't', b'Q', b'K', offset]);
-    for numbers in [shape, strides] {
+    out.extend([b'K', numel]);
+    out.extend(more);
+    out.extend([b't', b'Q', b'K', offset]);
+    for numbers in layout {
         out.push(b'(');
         numbers.iter().for_each(|&number| out.extend([b'K', number]));
         out.push(b't');
@@ -187,7 +195,7 @@ fn a_tensor_that_leaves_its_storage_or_has_gaps_is_refused_by_name() {
         (tensor("0", 4, 0, &[4], &[0]), "is not contiguous"),
         (tensor("0", 4, 0, &[2, 2], &[1]), "2 sizes and 1 strides"),
         (tensor("0", 5, 0, &[4], &[1]), "5 elements of 4 bytes, its data has 16 bytes"),
-        (tensor("7", 4, 0, &[4], &[1]), "the entry data/7, is missing"),
+        (tensor("7", 4, 0, &[4], &[1]), "the storage `7`, is missing"),
         (tensor("../x", 4, 0, &[4], &[1]), "which is no number"),
     ] {
         let fault = parse_file(&file(&dict(&[("w", call)]))).unwrap_err();
@@ -274,6 +282,61 @@ fn an_archive_that_can_be_read_in_two_ways_is_refused() {
     }
 }
 
+/// A file of torch before 1.6 with a tensor of two elements in a storage of four.
+fn legacy(little_endian: u8, numel: u64, id_end: &[u8]) -> Vec<u8> {
+    let mut bytes = legacy::MAGIC.to_vec();
+    bytes.extend(b"\x80\x02M\xe9\x03.");
+    bytes.extend(dict(&[("little_endian", vec![little_endian])]));
+    bytes.extend(dict(&[("w", tensor_of(("94", 4), id_end, 1, [&[2], &[1]]))]));
+    bytes.extend(b"\x80\x02](");
+    text(&mut bytes, "94");
+    bytes.extend(b"e.");
+    bytes.extend(numel.to_le_bytes());
+    bytes.extend([7; 16]);
+    bytes
+}
+
+#[test]
+fn files_of_torch_before_1_6_have_their_data_behind_the_pickles() {
+    let good = legacy(0x88, 4, b"N");
+    assert!(is_torch(&good));
+    let description = parse_file(&good).unwrap();
+    let starts: Vec<u64> = description.tensors().map(|tensor| tensor.start).collect();
+    assert_eq!(starts, [good.len() as u64 - 12]);
+    let described = [0..good.len() as u64 - 16, good.len() as u64..good.len() as u64];
+    assert_eq!(description.described, described);
+    let mut other_protocol = good.clone();
+    other_protocol[legacy::MAGIC.len() + 3] ^= 1;
+    for (bytes, kind, word) in [
+        (legacy(0x89, 4, b"N"), ErrorKind::HeaderDecode, "big-endian"),
+        (legacy(b'N', 4, b"N"), ErrorKind::HeaderDecode, "little-endian"),
+        (legacy(0x88, 3, b"N"), ErrorKind::SizeMismatch, "4 elements by its pickle and 3"),
+        (legacy(0x88, 4, b""), ErrorKind::HeaderDecode, "an unknown form"),
+        (legacy(0x88, 4, b"K\x01"), ErrorKind::HeaderDecode, "an unknown form"),
+        (good[..good.len() - 1].to_vec(), ErrorKind::DataTruncated, "within the storage `94`"),
+        ([good.as_slice(), b"x"].concat(), ErrorKind::DataTrailing, "1 bytes behind"),
+        (good[..90].to_vec(), ErrorKind::HeaderDecode, "ends within an opcode"),
+        (other_protocol, ErrorKind::HeaderDecode, "second pickle"),
+    ] {
+        let fault = parse_file(&bytes).unwrap_err();
+        assert!(fault.kind == kind && fault.message.contains(word), "{fault:?}");
+    }
+}
+
+#[test]
+fn the_file_of_one_rank_of_a_parallel_model_is_refused() {
+    let weights = || ("model", inner(&[("w", tensor("0", 4, 0, &[4], &[1]))]));
+    let deepspeed = dict(&[weights(), ("mp_world_size", b"K\x02".to_vec())]);
+    assert!(refusal(&deepspeed).contains("one of 2 ranks"), "{}", refusal(&deepspeed));
+    assert_eq!(names(&file(&dict(&[weights(), ("mp_world_size", b"K\x01".to_vec())]))), ["w"]);
+    let args = |count| {
+        let state = inner(&[("pipeline_model_parallel_size", vec![b'K', count])]);
+        [b"cargparse\nNamespace\n)\x81".as_slice(), &state, b"b"].concat()
+    };
+    assert!(refusal(&dict(&[("args", args(4)), weights()])).contains("one of 4 ranks"));
+    assert_eq!(names(&file(&dict(&[("args", args(1)), weights()]))), ["w"]);
+}
+
 /// Checks that no tensor leaves the file.
 fn is_bounded(bytes: &[u8]) -> bool {
     let Ok(description) = parse_file(bytes) else { return true };
@@ -290,8 +353,9 @@ proptest! {
     fn a_file_with_any_bytes_changed_is_refused_or_its_tensors_lie_in_it(
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..5),
         cut in prop::option::of(any::<prop::sample::Index>()),
+        old in any::<bool>(),
     ) {
-        let mut bytes = plain();
+        let mut bytes = if old { legacy(0x88, 4, b"N") } else { plain() };
         for (at, byte) in changes {
             let at = at.index(bytes.len());
             bytes[at] = byte;

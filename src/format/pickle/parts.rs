@@ -1,0 +1,678 @@
+//! Tensors of which the file of a rank holds a part: DTensors, and ShardedTensors of older versions of
+//! torch.
+//!
+//! The file of a DTensor does not tell where its part begins. It follows from the mesh of ranks, the
+//! place of this rank in it, and how the tensor is placed on each axis of the mesh.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::rc::Rc;
+
+use super::ReadStop;
+use super::globals::dtype;
+use super::machine::{Node, NodeId, Part, Values};
+use super::tensors::{Storages, TensorPlace, tensor_call, typed_call};
+use crate::dtype::Dtype;
+use crate::error::{ErrorKind, Fault};
+use crate::format::description::FileRank;
+
+/// Most ranks of a mesh, most axes of one, and most ranges of indices while a part is found.
+const RANKS_MAX: u64 = 1 << 20;
+const AXES_MAX: usize = 64;
+const RUNS_MAX: usize = 1 << 16;
+
+/// Attributes that are looked at for each byte of the pickle: an object may be in many tensors.
+const STEPS_OF_BYTE: usize = 16;
+
+/// A part of a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct TensorPart {
+    pub(super) place: TensorPlace,
+    /// First index in each dimension.
+    pub(super) offset: Vec<u64>,
+    /// Extent of the tensor in each dimension.
+    pub(super) whole: Vec<u64>,
+}
+
+/// Ranks in a grid, and the place of one of them.
+#[derive(Debug)]
+struct Mesh {
+    sizes: Vec<u64>,
+    at: Vec<u64>,
+    rank: u64,
+}
+
+/// How a tensor is placed on an axis of a mesh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Placement {
+    Replicate,
+    /// Cut in a dimension.
+    Shard(usize),
+    /// Cut in a dimension, in each of so many pieces.
+    StridedShard(usize, u64),
+}
+
+/// Finds the parts of the tensors of one file.
+pub(super) struct Parts<'a, 'v> {
+    values: &'a Values<'v>,
+    rank: Option<FileRank>,
+    meshes: HashMap<NodeId, Rc<Mesh>>,
+    steps_left: usize,
+}
+
+fn wrong(message: String) -> Fault {
+    Fault::new(ErrorKind::HeaderDecode, message)
+}
+
+fn unknown(what: &str) -> Fault {
+    wrong(format!(
+        "its {what} has a form that tensorfs does not know; make one file of the ranks' files with the \
+         tools of the framework that saved them"
+    ))
+}
+
+impl<'a, 'v> Parts<'a, 'v> {
+    pub(super) fn new(values: &'a Values<'v>) -> Parts<'a, 'v> {
+        let steps_left = values.pickle_len().saturating_mul(STEPS_OF_BYTE) + 4096;
+        Parts { values, rank: None, meshes: HashMap::new(), steps_left }
+    }
+
+    /// The rank that has saved the file, if a tensor tells.
+    pub(super) fn rank(&self) -> Option<FileRank> {
+        self.rank
+    }
+
+    /// The parts of the tensor `id` in this file, `None` if it is no tensor of several ranks.
+    pub(super) fn of(
+        &mut self,
+        storages: &mut Storages<'_, '_>,
+        id: NodeId,
+    ) -> Result<Option<Vec<TensorPart>>, ReadStop> {
+        let values = self.values;
+        let Some([function, class, args, state]) = typed_call(values, id) else { return Ok(None) };
+        let is_sharded = match values.global(class) {
+            Some(("torch.distributed.tensor" | "torch.distributed._tensor.api", "DTensor")) => {
+                false
+            }
+            Some(("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")) => true,
+            _ => return Ok(None),
+        };
+        let args: Vec<NodeId> = values.tuple(args).into_iter().flatten().take(4).collect();
+        let [same_class, element, size, _] = args.as_slice() else {
+            return Err(unknown("call").into());
+        };
+        let is_wrapper =
+            values.global(function) == Some(("torch._utils", "_rebuild_wrapper_subclass"));
+        let whole = self.integers(*size)?;
+        let (true, true, Some(whole)) =
+            (is_wrapper, values.global(*same_class) == values.global(class), whole)
+        else {
+            return Err(unknown("call").into());
+        };
+        let named = values.global(*element).and_then(|(module, name)| dtype(module, name));
+        let Some(element) = named.filter(|&element| element != Dtype::F4) else {
+            let name = values.global_name(*element);
+            let message = format!("has the dtype {name}, of which tensorfs joins no parts");
+            return Err(Fault::new(ErrorKind::UnknownDtype, message).into());
+        };
+        let parts = if is_sharded {
+            self.sharded(storages, state, element, &whole)?
+        } else {
+            vec![self.dtensor(storages, state, element, &whole)?]
+        };
+        Ok(Some(parts))
+    }
+
+    fn spend(&mut self, steps: usize) -> Result<(), Fault> {
+        let left = self.steps_left.checked_sub(steps);
+        let message = "its pickle has too many tensors for the same values";
+        self.steps_left = left.ok_or_else(|| Fault::new(ErrorKind::HeaderTooLarge, message))?;
+        Ok(())
+    }
+
+    /// The natural numbers of a tuple, a list or a `torch.Size`. `None` if it is none of them.
+    fn integers(&mut self, id: NodeId) -> Result<Option<Vec<u64>>, Fault> {
+        let values = self.values;
+        let list = match values.call(id) {
+            Some((class, args)) if values.global(class) == Some(("torch", "Size")) => {
+                values.array::<1>(args).map_or(id, |[list]| list)
+            }
+            _ => id,
+        };
+        if !matches!(values.node(list), Node::Tuple(_) | Node::List(_)) {
+            return Ok(None);
+        }
+        let mut numbers = Vec::new();
+        for part in values.parts(list) {
+            self.spend(1)?;
+            let Part::Item(item) = part else { return Ok(None) };
+            let Some(number) = values.int(item).and_then(|number| u64::try_from(number).ok())
+            else {
+                return Ok(None);
+            };
+            numbers.push(number);
+        }
+        Ok(Some(numbers))
+    }
+
+    /// An attribute of an object: what its states set last. Objects with slots have a tuple of `None`
+    /// and their attributes for a state.
+    fn attribute(&mut self, object: NodeId, name: &str) -> Result<Option<NodeId>, Fault> {
+        let values = self.values;
+        let mut found = None;
+        for part in values.parts(object) {
+            self.spend(1)?;
+            let Part::State(state) = part else { continue };
+            let pairs = values.array::<2>(state).map_or(state, |[_, slots]| slots);
+            for pair in values.parts(pairs) {
+                self.spend(1)?;
+                if let Part::Pair(key, value) = pair
+                    && values.text(key) == Some(name)
+                {
+                    found = Some(value);
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    fn needed(&mut self, object: NodeId, name: &str) -> Result<NodeId, Fault> {
+        let found = self.attribute(object, name)?;
+        found.ok_or_else(|| unknown(&format!("`{name}`")))
+    }
+
+    /// Whether `id` is an object of this class of `torch.distributed`.
+    fn is_object(&self, id: NodeId, class: &str) -> bool {
+        let named = self.values.call(id).and_then(|(callable, _)| self.values.global(callable));
+        named.is_some_and(|(module, name)| {
+            name == class && module.split('.').take(2).eq(["torch", "distributed"])
+        })
+    }
+
+    /// The local tensor `id`, of the dtype of the whole one.
+    fn local(
+        &mut self,
+        storages: &mut Storages<'_, '_>,
+        id: NodeId,
+        element: Dtype,
+    ) -> Result<TensorPlace, ReadStop> {
+        let call = tensor_call(self.values, id).ok_or_else(|| unknown("local tensor"))?;
+        let place = call.place(self.values, storages)?;
+        if place.dtype != element {
+            let message = format!("has the dtype {element}, its part in this file {}", place.dtype);
+            return Err(Fault::new(ErrorKind::DcpDtype, message).into());
+        }
+        Ok(place)
+    }
+
+    fn dtensor(
+        &mut self,
+        storages: &mut Storages<'_, '_>,
+        state: NodeId,
+        element: Dtype,
+        whole: &[u64],
+    ) -> Result<TensorPart, ReadStop> {
+        let values = self.values;
+        let mut attributes = [None; 2];
+        let pairs = values.array::<2>(state).map_or(state, |[_, slots]| slots);
+        for pair in values.parts(pairs) {
+            self.spend(1)?;
+            if let Part::Pair(key, value) = pair {
+                match values.text(key) {
+                    Some("_local_tensor") => attributes[0] = Some(value),
+                    Some("_spec") => attributes[1] = Some(value),
+                    _ => {}
+                }
+            }
+        }
+        let [Some(local), Some(spec)] = attributes else { return Err(unknown("state").into()) };
+        if !self.is_object(spec, "DTensorSpec") {
+            return Err(unknown("`_spec`").into());
+        }
+        let mesh = self.needed(spec, "mesh")?;
+        let mesh = self.mesh(storages, mesh)?;
+        let placements = self.placements(spec, whole.len())?;
+        if placements.len() != mesh.sizes.len() {
+            let message = format!(
+                "has {} placements on a mesh of {} axes",
+                placements.len(),
+                mesh.sizes.len()
+            );
+            return Err(wrong(message).into());
+        }
+        self.check_order(spec)?;
+        let ranks = mesh.sizes.iter().product();
+        self.note_rank(FileRank { rank: mesh.rank, ranks })?;
+        let place = self.local(storages, local, element)?;
+        let (offset, shape) = box_of(&mesh, &placements, whole)?;
+        if place.shape != shape {
+            let message = format!(
+                "its part has the shape {:?}, and {shape:?} by the mesh and the placements of rank {}",
+                place.shape, mesh.rank
+            );
+            return Err(Fault::new(ErrorKind::DcpOffsets, message).into());
+        }
+        Ok(TensorPart { place, offset, whole: whole.to_vec() })
+    }
+
+    fn note_rank(&mut self, found: FileRank) -> Result<(), Fault> {
+        match self.rank {
+            Some(known) if known.rank != found.rank => {
+                let (one, other) = (known.rank, found.rank);
+                Err(wrong(format!("is of rank {other}, and others in this file are of rank {one}")))
+            }
+            Some(known) => {
+                let ranks = known.ranks.max(found.ranks);
+                self.rank = Some(FileRank { ranks, ..known });
+                Ok(())
+            }
+            None => {
+                self.rank = Some(found);
+                Ok(())
+            }
+        }
+    }
+
+    fn placements(&mut self, spec: NodeId, dims: usize) -> Result<Vec<Placement>, Fault> {
+        let list = self.needed(spec, "placements")?;
+        let mut placements = Vec::new();
+        for item in self.values.tuple(list).ok_or_else(|| unknown("`placements`"))? {
+            self.spend(1)?;
+            if placements.len() == AXES_MAX {
+                return Err(unknown("`placements`"));
+            }
+            placements.push(self.placement(item, dims)?);
+        }
+        Ok(placements)
+    }
+
+    fn placement(&mut self, id: NodeId, dims: usize) -> Result<Placement, Fault> {
+        if self.is_object(id, "Replicate") {
+            return Ok(Placement::Replicate);
+        }
+        let is_strided = self.is_object(id, "_StridedShard");
+        if !is_strided && !self.is_object(id, "Shard") {
+            let class = self.values.call(id).map_or(id, |(class, _)| class);
+            return Err(wrong(format!(
+                "has the placement {}, of which no rank holds a plain part",
+                self.values.global_name(class)
+            )));
+        }
+        let number = |values: &Values<'_>, id: NodeId| values.int(id);
+        let dim = self.needed(id, "dim")?;
+        let dim = number(self.values, dim).and_then(|dim| usize::try_from(dim).ok());
+        let Some(dim) = dim.filter(|&dim| dim < dims) else {
+            return Err(wrong(format!(
+                "is cut in a dimension that it does not have; it has {dims}"
+            )));
+        };
+        if !is_strided {
+            return Ok(Placement::Shard(dim));
+        }
+        let factor = self.needed(id, "split_factor")?;
+        let factor = number(self.values, factor).and_then(|factor| u64::try_from(factor).ok());
+        match factor.filter(|factor| (1..=RUNS_MAX as u64).contains(factor)) {
+            Some(factor) => Ok(Placement::StridedShard(dim, factor)),
+            None => Err(unknown("`split_factor`")),
+        }
+    }
+
+    /// Refuses an order in which the axes of the mesh cut a dimension that is not that of the axes.
+    fn check_order(&mut self, spec: NodeId) -> Result<(), Fault> {
+        let Some(order) = self.attribute(spec, "shard_order")? else { return Ok(()) };
+        if self.values.node(order) == Node::Null {
+            return Ok(());
+        }
+        for entry in self.values.tuple(order).ok_or_else(|| unknown("`shard_order`"))? {
+            self.spend(1)?;
+            let call = self.values.call(entry).filter(|_| self.is_object(entry, "ShardOrderEntry"));
+            let args = call.and_then(|(_, args)| self.values.array::<2>(args));
+            let [_, axes] = args.ok_or_else(|| unknown("`shard_order`"))?;
+            let axes = self.integers(axes)?.ok_or_else(|| unknown("`shard_order`"))?;
+            if !axes.is_sorted() {
+                return Err(wrong(format!(
+                    "is cut by the axes {axes:?} of the mesh in this order, which tensorfs does not \
+                     read; make one file of the ranks' files with the tools of the framework that \
+                     saved them"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn mesh(&mut self, storages: &mut Storages<'_, '_>, id: NodeId) -> Result<Rc<Mesh>, ReadStop> {
+        if let Some(known) = self.meshes.get(&id) {
+            return Ok(known.clone());
+        }
+        if !self.is_object(id, "DeviceMesh") {
+            return Err(unknown("mesh").into());
+        }
+        // Since torch 2.10 a list of ranks, with the axes apart; before, a grid of ranks.
+        let list = self.attribute(id, "_rank_map")?;
+        let (ranks, axes) = match list {
+            Some(list) => {
+                let layout = self.needed(id, "_layout")?;
+                (self.ranks(storages, list)?.0, self.axes(layout)?)
+            }
+            None => {
+                let grid = self.needed(id, "mesh")?;
+                let (ranks, sizes) = self.ranks(storages, grid)?;
+                let mut stride = ranks.len() as u64;
+                let mut axes = Vec::with_capacity(sizes.len());
+                for size in sizes {
+                    stride /= size.max(1);
+                    axes.push(vec![(size, stride)]);
+                }
+                (ranks, axes)
+            }
+        };
+        let at = self.needed(id, "_coordinate_on_dim")?;
+        let Some(at) = self.integers(at)? else {
+            return Err(wrong("was saved by a rank that is not in its mesh".to_owned()).into());
+        };
+        let sizes: Option<Vec<u64>> = axes
+            .iter()
+            .map(|axis| axis.iter().try_fold(1_u64, |all, &(size, _)| all.checked_mul(size)))
+            .collect();
+        let count = sizes
+            .as_ref()
+            .and_then(|sizes| sizes.iter().try_fold(1_u64, |all, &size| all.checked_mul(size)));
+        let (Some(sizes), Some(1..=RANKS_MAX)) = (sizes, count) else {
+            return Err(unknown("mesh").into());
+        };
+        if at.len() != sizes.len() || at.iter().zip(&sizes).any(|(at, size)| at >= size) {
+            let message = format!("its mesh of {sizes:?} ranks has no place {at:?}");
+            return Err(wrong(message).into());
+        }
+        let index = axes.iter().zip(&at).try_fold(0_u64, |index, (axis, &at)| {
+            let mut left = at;
+            axis.iter().rev().try_fold(index, |index, &(size, stride)| {
+                let own = (left % size).checked_mul(stride)?;
+                left /= size;
+                index.checked_add(own)
+            })
+        });
+        let rank = index.and_then(|index| ranks.get(usize::try_from(index).ok()?).copied());
+        let rank = rank.ok_or_else(|| unknown("mesh"))?;
+        let own = self.attribute(id, "_rank")?.and_then(|own| self.values.int(own));
+        if own.is_some_and(|own| u64::try_from(own) != Ok(rank)) {
+            let own = own.unwrap_or_default();
+            let message = format!("is of rank {own}, and of rank {rank} by its place in the mesh");
+            return Err(wrong(message).into());
+        }
+        let mesh = Rc::new(Mesh { sizes, at, rank });
+        self.meshes.insert(id, mesh.clone());
+        Ok(mesh)
+    }
+
+    /// The numbers of a tensor of ranks, and its shape.
+    fn ranks(
+        &mut self,
+        storages: &mut Storages<'_, '_>,
+        id: NodeId,
+    ) -> Result<(Vec<u64>, Vec<u64>), ReadStop> {
+        let call = tensor_call(self.values, id).ok_or_else(|| unknown("mesh"))?;
+        let TensorPlace { dtype, shape, start } = call.place(self.values, storages)?;
+        let width = match dtype {
+            Dtype::I32 => 4,
+            Dtype::I64 => 8,
+            _ => return Err(unknown("mesh").into()),
+        };
+        let count = shape.iter().try_fold(1_u64, |count, &size| count.checked_mul(size));
+        let Some(count @ 1..=RANKS_MAX) = count else { return Err(unknown("mesh").into()) };
+        let mut bytes = vec![0; count as usize * width];
+        storages.read(start, &mut bytes)?;
+        Ok((bytes.chunks_exact(width).map(super::le).collect(), shape))
+    }
+
+    /// The axes of a mesh by its layout: sizes and strides, several for an axis that was made of others.
+    fn axes(&mut self, layout: NodeId) -> Result<Vec<Vec<(u64, u64)>>, Fault> {
+        if !self.is_object(layout, "_MeshLayout") {
+            return Err(unknown("mesh"));
+        }
+        let mut axes = Vec::new();
+        if let Some(list) = self.attribute(layout, "axes")? {
+            for axis in self.values.tuple(list).ok_or_else(|| unknown("mesh"))?.take(AXES_MAX + 1) {
+                let sizes = self.needed(axis, "shape")?;
+                let strides = self.needed(axis, "stride")?;
+                axes.push(self.axis(sizes, strides)?);
+            }
+        } else {
+            let sizes = self.needed(layout, "shape")?;
+            let strides = self.needed(layout, "stride")?;
+            let values = self.values;
+            let [sizes, strides] = [sizes, strides].map(|list| values.tuple(list));
+            let (Some(sizes), Some(strides)) = (sizes, strides) else {
+                return Err(unknown("mesh"));
+            };
+            for (size, stride) in sizes.zip(strides).take(AXES_MAX + 1) {
+                axes.push(self.axis(size, stride)?);
+            }
+        }
+        if axes.len() > AXES_MAX {
+            return Err(unknown("mesh"));
+        }
+        Ok(axes)
+    }
+
+    /// The sizes and strides of an axis: numbers, or tuples of them.
+    fn axis(&mut self, sizes: NodeId, strides: NodeId) -> Result<Vec<(u64, u64)>, Fault> {
+        let mut both = [Vec::new(), Vec::new()];
+        for (list, id) in both.iter_mut().zip([sizes, strides]) {
+            let alone = self.values.int(id).and_then(|number| u64::try_from(number).ok());
+            let numbers = match alone {
+                Some(number) => Some(vec![number]),
+                None => self.integers(id)?,
+            };
+            *list = numbers.ok_or_else(|| unknown("mesh"))?;
+        }
+        let [sizes, strides] = both;
+        if sizes.len() != strides.len() || sizes.contains(&0) {
+            return Err(unknown("mesh"));
+        }
+        Ok(sizes.into_iter().zip(strides).collect())
+    }
+
+    fn sharded(
+        &mut self,
+        storages: &mut Storages<'_, '_>,
+        state: NodeId,
+        element: Dtype,
+        whole: &[u64],
+    ) -> Result<Vec<TensorPart>, ReadStop> {
+        let values = self.values;
+        let parts: Vec<NodeId> = values.tuple(state).into_iter().flatten().take(4).collect();
+        let [shards, metadata, group, _] = parts.as_slice() else {
+            return Err(unknown("state").into());
+        };
+        let size = self.needed(*metadata, "size")?;
+        let is_known = self.is_object(*metadata, "ShardedTensorMetadata")
+            && self.is_object(*group, "ProcessGroupState")
+            && matches!(values.node(*shards), Node::List(_));
+        if !is_known || self.integers(size)?.as_deref() != Some(whole) {
+            return Err(unknown("state").into());
+        }
+        let mut rank = [0; 2];
+        for (number, name) in rank.iter_mut().zip(["global_rank", "global_world_size"]) {
+            let value = self.needed(*group, name)?;
+            let value = values.int(value).and_then(|value| u64::try_from(value).ok());
+            *number = value.ok_or_else(|| unknown("process group"))?;
+        }
+        self.note_rank(FileRank { rank: rank[0], ranks: rank[1].max(1) })?;
+        let mut found = Vec::new();
+        for shard in values.parts(*shards) {
+            self.spend(1)?;
+            let Part::Item(shard) = shard else { return Err(unknown("state").into()) };
+            if !self.is_object(shard, "Shard") {
+                return Err(unknown("shard").into());
+            }
+            let tensor = self.needed(shard, "tensor")?;
+            let metadata = self.needed(shard, "metadata")?;
+            let offset = self.needed(metadata, "shard_offsets")?;
+            let offset = self.integers(offset)?.ok_or_else(|| unknown("`shard_offsets`"))?;
+            let sizes = self.needed(metadata, "shard_sizes")?;
+            let sizes = self.integers(sizes)?.ok_or_else(|| unknown("`shard_sizes`"))?;
+            let place = self.local(storages, tensor, element)?;
+            let ends = offset.iter().zip(&sizes).map(|(first, size)| first.checked_add(*size));
+            let inside = ends.zip(whole).all(|(end, size)| end.is_some_and(|end| end <= *size));
+            if place.shape != sizes || offset.len() != whole.len() || !inside {
+                let message = format!(
+                    "its part at {offset:?} has the shape {:?}, {sizes:?} in its list of parts, of \
+                     {whole:?}",
+                    place.shape
+                );
+                return Err(Fault::new(ErrorKind::DcpOffsets, message).into());
+            }
+            found.push(TensorPart { place, offset, whole: whole.to_vec() });
+        }
+        if found.is_empty() {
+            // The rank knows the tensor and has no part of it.
+            let mut shape = whole.to_vec();
+            let first = shape.first_mut().ok_or_else(|| unknown("shape"))?;
+            *first = 0;
+            let place = TensorPlace { dtype: element, shape, start: 0 };
+            found.push(TensorPart { place, offset: vec![0; whole.len()], whole: whole.to_vec() });
+        }
+        Ok(found)
+    }
+}
+
+/// The offset and the shape of the part of a rank.
+fn box_of(
+    mesh: &Mesh,
+    placements: &[Placement],
+    whole: &[u64],
+) -> Result<(Vec<u64>, Vec<u64>), Fault> {
+    let mut runs: Vec<Vec<Range<u64>>> = whole.iter().map(|&size| vec![0..size]).collect();
+    for ((placement, &ranks), &at) in placements.iter().zip(&mesh.sizes).zip(&mesh.at) {
+        match *placement {
+            Placement::Replicate => {}
+            Placement::Shard(dim) => runs[dim] = cut(&runs[dim], ranks, at),
+            Placement::StridedShard(dim, factor) => {
+                let own = &runs[dim];
+                let pieces = (0..factor).map(|piece| cut(&cut(own, factor, piece), ranks, at));
+                runs[dim] = joined(pieces.flatten());
+            }
+        }
+        if runs.iter().any(|runs| runs.len() > RUNS_MAX) {
+            return Err(wrong("is cut in too many pieces".to_owned()));
+        }
+    }
+    let mut offset = Vec::with_capacity(whole.len());
+    let mut shape = Vec::with_capacity(whole.len());
+    for runs in &runs {
+        let run = match runs.as_slice() {
+            [] => 0..0,
+            [run] => run.clone(),
+            _ => {
+                let message = format!(
+                    "its part is not one block: the indices {runs:?} of a dimension; tensorfs does not \
+                     read such parts"
+                );
+                return Err(wrong(message));
+            }
+        };
+        offset.push(run.start);
+        shape.push(run.end - run.start);
+    }
+    Ok((offset, shape))
+}
+
+/// The part `at` of `count` of the indices in `runs`, as torch.chunk cuts: each but the last ones has the
+/// same length, rounded up.
+fn cut(runs: &[Range<u64>], count: u64, at: u64) -> Vec<Range<u64>> {
+    let total: u64 = runs.iter().map(|run| run.end - run.start).sum();
+    let each = total.div_ceil(count);
+    let first = at.saturating_mul(each).min(total);
+    let end = first.saturating_add(each).min(total);
+    let mut before = 0;
+    let own = runs.iter().map(|run| {
+        let begin = before;
+        before += run.end - run.start;
+        let inside = first.clamp(begin, before) - begin..end.clamp(begin, before) - begin;
+        run.start + inside.start..run.start + inside.end
+    });
+    joined(own)
+}
+
+/// The runs without empty ones; those that follow each other are one.
+fn joined(runs: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
+    let mut all: Vec<Range<u64>> = Vec::new();
+    for run in runs.filter(|run| !run.is_empty()) {
+        match all.last_mut() {
+            Some(last) if last.end == run.start => last.end = run.end,
+            _ => all.push(run),
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The offset and length of the parts of a dimension of `size`, for all ranks of a mesh.
+    fn parts(size: u64, sizes: &[u64], placements: &[Placement]) -> Vec<(u64, u64)> {
+        let count: u64 = sizes.iter().product();
+        let part = |rank: u64| {
+            let mut left = rank;
+            let mut at: Vec<u64> = sizes
+                .iter()
+                .rev()
+                .map(|size| {
+                    let own = left % size;
+                    left /= size;
+                    own
+                })
+                .collect();
+            at.reverse();
+            let mesh = Mesh { sizes: sizes.to_vec(), at, rank };
+            let (offset, shape) = box_of(&mesh, placements, &[size]).unwrap();
+            (offset[0], shape[0])
+        };
+        (0..count).map(part).collect()
+    }
+
+    #[test]
+    fn a_dimension_is_cut_as_torch_chunk_cuts_it() {
+        let shard = [Placement::Shard(0)];
+        assert_eq!(parts(7, &[4], &shard), [(0, 2), (2, 2), (4, 2), (6, 1)]);
+        assert_eq!(parts(5, &[4], &shard), [(0, 2), (2, 2), (4, 1), (0, 0)]);
+        assert_eq!(parts(0, &[2], &shard), [(0, 0), (0, 0)]);
+        let replicated = [Placement::Replicate, Placement::Shard(0)];
+        assert_eq!(parts(7, &[2, 2], &replicated), [(0, 4), (4, 3), (0, 4), (4, 3)]);
+    }
+
+    #[test]
+    fn a_strided_shard_is_cut_by_the_later_axis_first() {
+        let placements = [Placement::StridedShard(0, 2), Placement::Shard(0)];
+        assert_eq!(parts(8, &[2, 2], &placements), [(0, 2), (4, 2), (2, 2), (6, 2)]);
+        // Without the later axis the part is not one block.
+        let mesh = Mesh { sizes: vec![2], at: vec![0], rank: 0 };
+        let fault = box_of(&mesh, &[Placement::StridedShard(0, 2)], &[8]).unwrap_err();
+        assert!(fault.message.contains("[0..2, 4..6]"), "{fault}");
+    }
+
+    proptest! {
+        #[test]
+        fn the_parts_of_all_ranks_are_the_dimension(
+            size in 0_u64..200,
+            first in 1_u64..6,
+            second in 1_u64..6,
+        ) {
+            let placements = [Placement::Shard(0), Placement::Shard(0)];
+            let mut found = parts(size, &[first, second], &placements);
+            found.retain(|(_, len)| *len > 0);
+            found.sort_unstable();
+            let mut end = 0;
+            for (offset, len) in found {
+                prop_assert_eq!(offset, end);
+                end += len;
+            }
+            prop_assert_eq!(end, size);
+        }
+    }
+}

@@ -290,7 +290,7 @@ def _zipped_torch(data):
 
 
 def _legacy_torch(data):
-    """As `_zipped_torch`. The data of each storage stands behind its number of elements."""
+    """The root of the pickle, and where the data of each storage begins: behind its number of elements."""
     file = io.BytesIO(data)
     unpicklers = [_TorchUnpickler(file) for _ in range(5)]
     *_, root, keys = [unpickler.load() for unpickler in unpicklers]

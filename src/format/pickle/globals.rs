@@ -77,7 +77,7 @@ const HARMLESS_BUILTINS: [&str; 18] = [
 pub(super) fn denied(module: &str, name: &str) -> bool {
     let top = module.split('.').next().unwrap_or_default();
     if module == "builtins" {
-        // What it is called with decides.
+        // It is harmless with some arguments, which `holds_class` knows.
         return name != "getattr" && !HARMLESS_BUILTINS.contains(&name);
     }
     DENIED_MODULES.contains(&top)

@@ -4,8 +4,9 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::machine::{Node, PICKLE_LEN_MAX, Part, Values, run_first};
+use super::machine::{PICKLE_LEN_MAX, run_first};
 use super::tensors::{LISTED_ID_LEN, StorageData, StorageId, storage_id};
+use super::values::{Node, Part, Values};
 use super::{ReadStop, describe, le};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::description::ShardDescription;

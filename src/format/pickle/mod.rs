@@ -11,6 +11,7 @@ mod machine;
 mod parts;
 mod state_dict;
 mod tensors;
+mod values;
 mod zip;
 
 use std::io;
@@ -18,9 +19,10 @@ use std::ops::Range;
 
 use crate::error::{ErrorKind, Fault};
 
-use self::machine::{PICKLE_LEN_MAX, Values};
+use self::machine::PICKLE_LEN_MAX;
 use self::state_dict::{ModelTensor, ModelTensors};
 use self::tensors::{StorageData, Storages};
+use self::values::Values;
 use self::zip::{Archive, LOCAL_MAGIC};
 use super::description::{PiecePlace, ShardDescription};
 use super::range_reader::RangeReader;

@@ -10,8 +10,8 @@ use std::rc::Rc;
 
 use super::ReadStop;
 use super::globals::dtype;
-use super::machine::{Node, NodeId, Part, Values};
 use super::tensors::{Storages, TensorPlace, tensor_call, typed_call};
+use super::values::{Node, NodeId, Part, Values};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::format::description::FileRank;
@@ -48,12 +48,12 @@ enum Placement {
     Replicate,
     /// Cut in a dimension.
     Shard(usize),
-    /// Cut in a dimension, in each of so many pieces.
+    /// Cut in a dimension: each of the pieces, whose number this is.
     StridedShard(usize, u64),
 }
 
 /// Finds the parts of the tensors of one file.
-pub(super) struct Parts<'a, 'v> {
+pub(super) struct RankParts<'a, 'v> {
     values: &'a Values<'v>,
     rank: Option<FileRank>,
     meshes: HashMap<NodeId, Rc<Mesh>>,
@@ -71,10 +71,10 @@ fn unknown(what: &str) -> Fault {
     ))
 }
 
-impl<'a, 'v> Parts<'a, 'v> {
-    pub(super) fn new(values: &'a Values<'v>) -> Parts<'a, 'v> {
+impl<'a, 'v> RankParts<'a, 'v> {
+    pub(super) fn new(values: &'a Values<'v>) -> RankParts<'a, 'v> {
         let steps_left = values.pickle_len().saturating_mul(STEPS_OF_BYTE) + 4096;
-        Parts { values, rank: None, meshes: HashMap::new(), steps_left }
+        RankParts { values, rank: None, meshes: HashMap::new(), steps_left }
     }
 
     /// The rank that has saved the file, if a tensor tells.
@@ -543,7 +543,8 @@ fn box_of(
     placements: &[Placement],
     whole: &[u64],
 ) -> Result<(Vec<u64>, Vec<u64>), Fault> {
-    let mut runs: Vec<Vec<Range<u64>>> = whole.iter().map(|&size| vec![0..size]).collect();
+    let mut runs: Vec<Vec<Range<u64>>> =
+        whole.iter().map(|&size| joined(std::iter::once(0..size))).collect();
     for ((placement, &ranks), &at) in placements.iter().zip(&mesh.sizes).zip(&mesh.at) {
         match *placement {
             Placement::Replicate => {}

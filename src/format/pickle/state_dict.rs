@@ -4,9 +4,9 @@ use std::collections::{HashMap, HashSet};
 
 use super::ReadStop;
 use super::globals::is_dict;
-use super::machine::{Node, NodeId, Part, Values};
-use super::parts::{Parts, TensorPart};
+use super::parts::{RankParts, TensorPart};
 use super::tensors::{Storages, TensorPlace, tensor_call};
+use super::values::{Node, NodeId, Part, Values};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::description::FileRank;
 use crate::format::safetensors::METADATA;
@@ -125,30 +125,7 @@ impl ModelTensors {
         walk.check_opaque()?;
         let found = std::mem::take(&mut walk.found);
         check_names(&found)?;
-        let mut tensors = Vec::with_capacity(found.len());
-        let mut parts = Parts::new(values);
-        let mut dims_left = values.pickle_len();
-        let named = |name: &str, stop: ReadStop| match stop {
-            ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
-            other => other,
-        };
-        for (name, id) in found {
-            let of_ranks = parts.of(storages, id).map_err(|stop| named(&name, stop))?;
-            if let Some(of_ranks) = of_ranks {
-                for TensorPart { place, offset, whole } in of_ranks {
-                    dims_left = dims_left.checked_sub(3 * whole.len()).ok_or_else(too_many)?;
-                    let (name, part_of) = (name.clone(), Some([offset, whole]));
-                    tensors.push(ModelTensor { name, place, part_of });
-                }
-                continue;
-            }
-            let call = tensor_call(values, id);
-            let call =
-                call.ok_or_else(|| Fault::new(ErrorKind::Internal, "no call of a tensor"))?;
-            let place = call.place(values, storages).map_err(|stop| named(&name, stop))?;
-            dims_left = dims_left.checked_sub(place.shape.len()).ok_or_else(too_many)?;
-            tensors.push(ModelTensor { name, place, part_of: None });
-        }
+        let (mut tensors, rank) = places(values, storages, found)?;
         let all: Vec<&DictPair<'_>> = hidden.iter().chain(&rest).collect();
         check_whole(values, &all)?;
         if all.iter().any(|pair| pair.key.text() == Some("ds_version")) {
@@ -166,8 +143,40 @@ impl ModelTensors {
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
             format!("{}{more} of the file are not shown", left_out.join(", "))
         });
-        Ok(ModelTensors { tensors, left_out, rank: parts.rank() })
+        Ok(ModelTensors { tensors, left_out, rank })
     }
+}
+
+/// The places of named tensors, and the rank that has saved the file if one of them is a part.
+fn places(
+    values: &Values<'_>,
+    storages: &mut Storages<'_, '_>,
+    found: Vec<(String, NodeId)>,
+) -> Result<(Vec<ModelTensor>, Option<FileRank>), ReadStop> {
+    let mut tensors = Vec::with_capacity(found.len());
+    let mut parts = RankParts::new(values);
+    let mut dims_left = values.pickle_len();
+    let named = |name: &str, stop: ReadStop| match stop {
+        ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
+        other => other,
+    };
+    for (name, id) in found {
+        let of_ranks = parts.of(storages, id).map_err(|stop| named(&name, stop))?;
+        if let Some(of_ranks) = of_ranks {
+            for TensorPart { place, offset, whole } in of_ranks {
+                dims_left = dims_left.checked_sub(3 * whole.len()).ok_or_else(too_many)?;
+                let (name, part_of) = (name.clone(), Some([offset, whole]));
+                tensors.push(ModelTensor { name, place, part_of });
+            }
+            continue;
+        }
+        let call = tensor_call(values, id);
+        let call = call.ok_or_else(|| Fault::new(ErrorKind::Internal, "no call of a tensor"))?;
+        let place = call.place(values, storages).map_err(|stop| named(&name, stop))?;
+        dims_left = dims_left.checked_sub(place.shape.len()).ok_or_else(too_many)?;
+        tensors.push(ModelTensor { name, place, part_of: None });
+    }
+    Ok((tensors, parts.rank()))
 }
 
 fn not_a_dict(values: &Values<'_>, root: NodeId) -> Fault {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::ReadStop;
 use super::globals::{Rebuild, StorageType, dtype};
-use super::machine::{Node, NodeId, Values};
+use super::values::{Node, NodeId, Values};
 use super::zip::Archive;
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
@@ -31,7 +31,7 @@ pub(super) struct TensorPlace {
     pub(super) start: u64,
 }
 
-/// What a pickle says of a storage.
+/// A storage as a pickle names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StorageId<'v> {
     pub(super) key: &'v str,
@@ -272,7 +272,7 @@ impl TensorCall {
 
 /// Whether the state of a tensor says that its data is elsewhere.
 fn is_placeholder(values: &Values<'_>, state: NodeId) -> bool {
-    use super::machine::Part;
+    use super::values::Part;
     let is_mark = |part| matches!(part, Part::Pair(key, _) if values.text(key) == Some("ds_id"));
     values.parts(state).any(is_mark)
 }

@@ -1,0 +1,198 @@
+//! The values of a pickle: nodes in one vector, which refer to each other by number.
+
+use crate::error::quoted;
+
+/// A value, by its number.
+pub(super) type NodeId = u32;
+
+/// Marks the end of a list of cells, and the place of a mark on the stack.
+pub(super) const NONE: u32 = u32::MAX;
+
+/// Instead of the key of a cell: an item of a list or a set, and the state of an object.
+pub(super) const ITEM: u32 = u32::MAX - 1;
+pub(super) const STATE: u32 = u32::MAX - 2;
+
+/// A value of a pickle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Node {
+    /// `None`.
+    Null,
+    /// `True` or `False`.
+    Bool(bool),
+    /// An integer that fits.
+    Int(i64),
+    /// A number that does not, or is no integer.
+    Number,
+    /// Bytes of the pickle that are text, from the first to the one behind the last.
+    Text(u32, u32),
+    /// Bytes of the pickle.
+    Bytes,
+    /// A class or a function: its module and its name.
+    Global(NodeId, NodeId),
+    /// Items.
+    Tuple(Cells),
+    /// Items that may still be added to.
+    List(Cells),
+    /// Pairs that may still be added to.
+    Dict(Cells),
+    /// Items of a set.
+    Set(Cells),
+    /// A call: the callable, and the number of its other parts.
+    Object(NodeId, u32),
+    /// The value that a persistent id stands for.
+    Persistent(NodeId),
+}
+
+/// A list of cells: the first and the last one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Cells {
+    pub(super) first: u32,
+    pub(super) last: u32,
+}
+
+pub(super) const EMPTY: Cells = Cells { first: NONE, last: NONE };
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cell {
+    pub(super) key: u32,
+    pub(super) value: NodeId,
+    pub(super) next: u32,
+}
+
+/// The parts of an object besides its callable.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ObjectParts {
+    pub(super) args: NodeId,
+    /// Items, pairs and states, in the order in which they were given.
+    pub(super) cells: Cells,
+}
+
+/// A part of a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// An item of a list, a tuple or a set, or an argument.
+    Item(NodeId),
+    /// A value of a dict with its key.
+    Pair(NodeId, NodeId),
+    /// The state of an object.
+    State(NodeId),
+}
+
+/// A pickle that was carried out.
+#[derive(Debug)]
+pub(super) struct Values<'a> {
+    pub(super) bytes: &'a [u8],
+    pub(super) nodes: Vec<Node>,
+    pub(super) cells: Vec<Cell>,
+    pub(super) objects: Vec<ObjectParts>,
+    /// The value of the pickle.
+    pub(super) root: NodeId,
+}
+
+impl<'a> Values<'a> {
+    /// The node of a value.
+    pub(super) fn node(&self, id: NodeId) -> Node {
+        self.nodes[id as usize]
+    }
+
+    /// Number of nodes.
+    pub(super) fn node_count(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Length of the pickle in bytes.
+    pub(super) fn pickle_len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// The numbers of all values.
+    pub(super) fn ids(&self) -> impl Iterator<Item = NodeId> {
+        0..self.nodes.len() as u32
+    }
+
+    /// The numbers of all objects.
+    pub(super) fn objects(&self) -> impl Iterator<Item = NodeId> {
+        self.ids().filter(|&id| matches!(self.node(id), Node::Object(..)))
+    }
+
+    /// The text of a value that is text in UTF-8.
+    pub(super) fn text(&self, id: NodeId) -> Option<&'a str> {
+        let Node::Text(start, end) = self.node(id) else { return None };
+        std::str::from_utf8(&self.bytes[start as usize..end as usize]).ok()
+    }
+
+    /// An integer.
+    pub(super) fn int(&self, id: NodeId) -> Option<i64> {
+        match self.node(id) {
+            Node::Int(number) => Some(number),
+            _ => None,
+        }
+    }
+
+    /// Module and name of a global, as Python 3 calls them.
+    pub(super) fn global(&self, id: NodeId) -> Option<(&'a str, &'a str)> {
+        let Node::Global(module, name) = self.node(id) else { return None };
+        let module = match self.text(module)? {
+            "__builtin__" => "builtins",
+            "copy_reg" => "copyreg",
+            module => module,
+        };
+        Some((module, self.text(name)?))
+    }
+
+    /// Module and name of a global, for messages.
+    pub(super) fn global_name(&self, id: NodeId) -> String {
+        match self.global(id) {
+            Some((module, name)) => quoted(&format!("{module}.{name}")),
+            None => "a value".to_owned(),
+        }
+    }
+
+    /// The callable and the arguments of an object.
+    pub(super) fn call(&self, id: NodeId) -> Option<(NodeId, NodeId)> {
+        match self.node(id) {
+            Node::Object(callable, parts) => Some((callable, self.objects[parts as usize].args)),
+            _ => None,
+        }
+    }
+
+    /// The items of a tuple.
+    pub(super) fn tuple(&self, id: NodeId) -> Option<impl Iterator<Item = NodeId>> {
+        match self.node(id) {
+            Node::Tuple(cells) => Some(self.parts_of(cells).filter_map(|part| match part {
+                Part::Item(item) => Some(item),
+                _ => None,
+            })),
+            _ => None,
+        }
+    }
+
+    /// The items of a tuple, as an array.
+    pub(super) fn array<const N: usize>(&self, id: NodeId) -> Option<[NodeId; N]> {
+        let items: Vec<NodeId> = self.tuple(id)?.take(N + 1).collect();
+        items.try_into().ok()
+    }
+
+    /// The parts of a list, a tuple, a set, a dict or an object, without its arguments.
+    pub(super) fn parts(&self, id: NodeId) -> impl Iterator<Item = Part> {
+        let cells = match self.node(id) {
+            Node::Tuple(cells) | Node::List(cells) | Node::Dict(cells) | Node::Set(cells) => cells,
+            Node::Object(_, parts) => self.objects[parts as usize].cells,
+            _ => EMPTY,
+        };
+        self.parts_of(cells)
+    }
+
+    fn parts_of(&self, cells: Cells) -> impl Iterator<Item = Part> {
+        let mut next = cells.first;
+        std::iter::from_fn(move || {
+            let cell = self.cells.get(next as usize)?;
+            next = cell.next;
+            Some(match cell.key {
+                ITEM => Part::Item(cell.value),
+                STATE => Part::State(cell.value),
+                key => Part::Pair(key, cell.value),
+            })
+        })
+    }
+}

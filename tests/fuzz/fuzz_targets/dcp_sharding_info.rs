@@ -9,9 +9,8 @@ use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
 use tensorfs::Dtype;
 use tensorfs::internal::error::ErrorKind;
-use tensorfs::internal::format::dcp::{
-    NotePlacement, SHARDING_INFO, VERSION, is_shard, placements,
-};
+use tensorfs::internal::format::PiecePlace;
+use tensorfs::internal::format::dcp::{SHARDING_INFO, VERSION, is_shard, placements};
 use tensorfs::internal::format::safetensors::{Entry, Header};
 
 fuzz_target!(|data: &[u8]| {
@@ -55,10 +54,10 @@ fn header_for(note: &str, notes: &serde_json::Map<String, Value>, choice: [u8; 4
     Header { metadata: Some(metadata), tensors: tensors.collect(), header_len: 0 }
 }
 
-fn check(header: &Header, notes: &serde_json::Map<String, Value>, places: &[NotePlacement]) {
+fn check(header: &Header, notes: &serde_json::Map<String, Value>, places: &[PiecePlace]) {
     assert_eq!(places.len(), header.tensors.len());
     for (entry, place) in header.tensors.iter().zip(places) {
-        let NotePlacement { logical_name, offset, whole_shape } = place;
+        let PiecePlace { logical_name, offset, whole_shape } = place;
         assert_eq!(offset.len(), entry.shape.len(), "{entry:?}");
         for (start, size) in offset.iter().zip(&entry.shape) {
             assert!(start.checked_add(*size).is_some(), "{entry:?} at {offset:?}");

@@ -66,7 +66,10 @@ class Foreign(TestCase):
             self.assertIn(word, outcome.stderr)
 
     def test_a_file_that_is_named_is_told_for_what_it_is_by_every_command(self):
-        self.assert_says(self.write("model.bin", torch_save()), "model.bin: is a file of torch.save without tensors", "name the file")
+        empty = self.write("model.bin", torch_save())
+        # `index` keeps none of such files.
+        self.assert_says(empty, "model.bin", "name the file")
+        self.assertIn("model.bin: is a file of torch.save without tensors", tensorfs("ls", empty).stderr)
         self.assert_says(self.write("web/model.safetensors", HTML), "an HTML page", "`Sign in`", "again")
 
     def test_each_format_is_told_and_keeps_its_class(self):

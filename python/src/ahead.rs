@@ -24,7 +24,6 @@ use tensorfs::internal::sync::{Condvar, Mutex};
 use crate::checkpoint::Checkpoint;
 use crate::errors::raised;
 use crate::loading::{Loader, Memory, Plan, facts, run_of};
-use crate::memory::PAGE;
 use crate::waiting::LOOK;
 
 /// Most bytes loaded ahead by one handle, and by all handles together.
@@ -68,7 +67,7 @@ static USUAL: AtomicUsize = AtomicUsize::new(usize::MAX);
 /// Tensors that are loaded together.
 struct Job {
     plan: Arc<plan::Plan>,
-    /// Memory of the load, until it is done. From then on each tensor keeps its own memory.
+    /// Memory of the load, until it is done. From then on its tensors keep it.
     regions: Mutex<Vec<Arc<Region>>>,
     checkpoint: Arc<tensorfs::Checkpoint>,
     loader: Arc<core::Loader>,
@@ -155,9 +154,8 @@ impl State {
         removed
     }
 
-    /// Returns the tensors to begin now: the next ones that there is memory for, each with the byte
-    /// of a page that it begins at in its file. Small ones only if `small` says so, and none that
-    /// `maps` maps from the page cache. `stale` gets what makes way for them. The tensor at
+    /// Returns the tensors to begin now: the next ones that there is memory for. Small ones only if
+    /// `small` says so, and none that `maps` maps from the page cache. `stale` gets what makes way for them. The tensor at
     /// `position` is the one that is asked for now.
     fn next(
         &mut self,
@@ -166,7 +164,7 @@ impl State {
         small: bool,
         maps: Option<&core::Loader>,
         stale: &mut Vec<Entry>,
-    ) -> Vec<(usize, u64)> {
+    ) -> Vec<usize> {
         let Some(learner) = self.learner.take() else { return Vec::new() };
         let (mut free, mut wanted) = (self.free(position), Vec::new());
         // Mostly no small ones: they are begun in large batches.
@@ -204,9 +202,7 @@ impl State {
             }
             left -= usize::from(is_small);
             free -= found.len;
-            let mut pieces = found.pieces();
-            let offset = pieces.next().filter(|_| pieces.len() == 0).map(|one| one.range.start);
-            wanted.push((tensor, offset.unwrap_or(0) % PAGE as u64));
+            wanted.push(tensor);
             self.chosen.insert(tensor, found.len);
         }
         self.learner = Some(learner);
@@ -244,8 +240,7 @@ impl Ahead {
     }
 
     /// Notes a request for the tensor at `position`. Returns whether it is being loaded already, so
-    /// that `take` returns it, and the tensors to begin now: position and start offset within a
-    /// page of its file. `maps` is given where tensors in the page cache are mapped: they are not
+    /// that `take` returns it, and the positions of the tensors to begin now. `maps` is given where tensors in the page cache are mapped: they are not
     /// begun. Nothing is begun if `begins` is false.
     #[pyo3(signature = (checkpoint, position, small, maps=None, begins=true))]
     fn ask(
@@ -256,7 +251,7 @@ impl Ahead {
         small: bool,
         maps: Option<&Loader>,
         begins: bool,
-    ) -> (bool, Vec<(usize, u64)>) {
+    ) -> (bool, Vec<usize>) {
         if token() != self.process {
             return (false, Vec::new());
         }

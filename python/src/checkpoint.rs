@@ -16,7 +16,7 @@ use tensorfs::internal::catalog::Tensor;
 use tensorfs::internal::checkpoint as core;
 use tensorfs::internal::error::real_name;
 use tensorfs::internal::format::OutputFormat;
-use tensorfs::internal::format::names::{is_weights, torch_map_output, weight_map_output};
+use tensorfs::internal::format::names::{is_weight_map, is_weights};
 use tensorfs::internal::format::safetensors::Header;
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
@@ -391,8 +391,7 @@ fn open_source(
     given: &OpenOptions,
 ) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let name = path.file_name().and_then(|name| name.to_str());
-    let map = name
-        .is_some_and(|name| weight_map_output(name).or_else(|| torch_map_output(name)).is_some());
+    let map = name.is_some_and(is_weight_map);
     let there = Store::of(path).version_behind_links(path);
     if there.is_ok_and(|there| there.is_folder()) || (map && !name.is_some_and(is_weights)) {
         return open_set(path, options);

@@ -21,14 +21,8 @@ pub(super) fn of_whole_tensors(
     map: Option<&WeightMap>,
 ) -> Result<Catalog, Fault> {
     let shards = sorted(shards);
-    let part = shards.iter().find(|shard| shard.header.rank.is_some() && !shard.header.is_whole());
-    if let Some((shard, of)) = part.and_then(|shard| Some((shard, shard.header.rank?))) {
-        let message = format!(
-            "holds parts of tensors, as rank {} of {}; name the files of all ranks \
-             NAME_world_size_N_rank_R.pt in one folder, and name that",
-            of.rank, of.ranks
-        );
-        return Err(Fault::new(ErrorKind::ShardMissing, message).in_file(&shard.name));
+    for shard in &shards {
+        check_whole(shard).map_err(|fault| fault.in_file(&shard.name))?;
     }
     let mut catalog = empty_catalog(&shards)?;
     let tensors: Vec<HeadTensors<'_>> = shards.iter().map(|shard| shard.header.tensors()).collect();
@@ -118,6 +112,17 @@ pub(super) fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         }
     }
     of_dcp_shards(&shards, None)
+}
+
+/// Refuses the file of a rank that has parts of tensors.
+fn check_whole(shard: &ShardHeader) -> Result<(), Fault> {
+    let Some(of) = shard.header.rank.filter(|_| !shard.header.is_whole()) else { return Ok(()) };
+    let message = format!(
+        "holds parts of tensors, as rank {} of {}; name the files of all ranks \
+         NAME_world_size_N_rank_R.pt in one folder, and name that",
+        of.rank, of.ranks
+    );
+    Err(Fault::new(ErrorKind::ShardMissing, message))
 }
 
 /// The names of the tensors of a shard.

@@ -9,8 +9,7 @@ use crate::dtype::Dtype;
 use crate::error::Fault;
 use crate::format::dcp;
 use crate::format::safetensors::Header;
-use crate::format::{FileRank, PiecePlace};
-use crate::format::{ShardDescription, TensorDescription};
+use crate::format::{FileRank, PiecePlace, ShardDescription, TensorDescription};
 use crate::sync::Mutex;
 
 /// Marks a field that a note does not have.
@@ -160,7 +159,7 @@ impl Heads {
     }
 
     /// Adds the description of a shard whose format has no sharding notes: a key of that name is
-    /// the user's own.
+    /// the user's own. The description itself says which of its tensors are pieces.
     pub fn add_without_note(self: &Arc<Self>, mut shard: ShardDescription) -> Head {
         let places = shard.places.take();
         self.push(shard, places.map(Ok))

@@ -150,9 +150,8 @@ pub(super) fn open_weights(
     let reads_torch = folder.reads_torch(only);
     let files: Vec<(&str, &File)> = named
         .filter(|(name, file)| {
-            let map = names::weight_map_output(name).or_else(|| names::torch_map_output(name));
             names::is_weights(name)
-                || (only == Some(*name) && map.is_none())
+                || (only == Some(*name) && !names::is_weight_map(name))
                 || (reads_torch && names::is_torch(name) && is_torch_file(name, file))
         })
         .collect();
@@ -284,9 +283,7 @@ pub(super) fn discover(
 /// of its name.
 fn single_set(name: &str, weights: &Weights) -> Candidate {
     let read = weights.get(name).and_then(|loaded| Some(loaded.as_ref().ok()?.format));
-    let torch = names::is_torch(name).then_some(InputFormat::Torch);
-    let format = read.or(InputFormat::of_name(name)).or(torch);
-    let format = format.unwrap_or(InputFormat::Safetensors);
+    let format = read.unwrap_or_else(|| InputFormat::of_weights(name));
     let output = match format {
         InputFormat::Safetensors => None,
         InputFormat::Bintensors => names::bintensors_output(name),

@@ -136,7 +136,7 @@ impl Folder {
     /// Whether files of `torch.save` count as weights: where there are no others, or `only` is one.
     pub(super) fn reads_torch(&self, only: Option<&str>) -> bool {
         if let Some(only) = only {
-            return names::is_torch(only) || names::torch_map_output(only).is_some();
+            return names::is_of_torch(only);
         }
         let files = self.files.iter().map(|file| &file.name);
         let names = files.chain(self.misfits.iter().map(|misfit| &misfit.name));
@@ -148,8 +148,7 @@ impl Folder {
     /// Whether it has files of `torch.save` that count as weights, by their names.
     pub(super) fn has_torch(&self, only: Option<&str>) -> bool {
         let mut names = self.files.iter().filter_map(|file| file.name.to_str());
-        names.any(|name| names::is_torch(name) || names::torch_map_output(name).is_some())
-            && self.reads_torch(only)
+        names.any(names::is_of_torch) && self.reads_torch(only)
     }
 
     /// Whether it has names that can be part of a set. `only` is the name of the source if that is one file.

@@ -31,7 +31,7 @@ use serde_json::{Map, Value};
 
 use crate::catalog::{Catalog, Shard};
 use crate::error::{Error, ErrorKind, Fault, Result, shown_path};
-use crate::format::{InputFormat, OutputFormat, names};
+use crate::format::{InputFormat, OutputFormat};
 use crate::index::ConfigRecord;
 use crate::open_options::OpenOptions;
 use crate::source::Source;
@@ -236,11 +236,7 @@ impl Checkpoint {
             SetKind::Tensorizer => InputFormat::Tensorizer,
             SetKind::Torch | SetKind::Ranks => InputFormat::Torch,
             SetKind::Dcp | SetKind::WeightMap | SetKind::Numbered => {
-                match InputFormat::of_name(&shard.name) {
-                    Some(format) => format,
-                    None if names::is_torch(&shard.name) => InputFormat::Torch,
-                    None => InputFormat::Safetensors,
-                }
+                InputFormat::of_weights(&shard.name)
             }
         }
     }

@@ -433,8 +433,7 @@ fn is_of_sets(name: &OsStr, only: Option<&str>) -> bool {
     let Some(name) = name.to_str() else { return false };
     names::is_weights(name)
         || names::weight_map_output(name).is_some()
-        || names::is_torch(name)
-        || names::torch_map_output(name).is_some()
+        || names::is_of_torch(name)
         || name.ends_with(manifest::SUFFIX)
         || only == Some(name)
 }

@@ -23,7 +23,7 @@ pub struct PiecePlace {
 pub struct FileRank {
     /// Its number.
     pub rank: u64,
-    /// Number of the ranks that share the tensors; all ranks are a multiple of it.
+    /// Number of the ranks among which a tensor is split. The number of all ranks is a multiple of it.
     pub ranks: u64,
 }
 

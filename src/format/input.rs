@@ -25,7 +25,7 @@ pub enum InputFormat {
     Bintensors,
     /// Binary header, and one more in front of each tensor.
     Tensorizer,
-    /// A zip archive of `torch.save` with a pickle.
+    /// A pickle of `torch.save`, in a zip archive or in the form before torch 1.6.
     Torch,
 }
 
@@ -70,6 +70,12 @@ impl InputFormat {
             return Some(InputFormat::Tensorizer);
         }
         names::is_safetensors(name).then_some(InputFormat::Safetensors)
+    }
+
+    /// The format that the name of a file of weights stands for, safetensors if it tells none.
+    pub fn of_weights(name: &str) -> InputFormat {
+        let torch = names::is_torch(name).then_some(InputFormat::Torch);
+        InputFormat::of_name(name).or(torch).unwrap_or(InputFormat::Safetensors)
     }
 
     /// The format of the file called `name`, by its name and its first bytes.

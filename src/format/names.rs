@@ -19,8 +19,7 @@ pub const TENSORIZER_SUFFIX: &str = ".tensors";
 pub const TORCH_SUFFIXES: [&str; 5] = [".bin", ".pt", ".pth", ".ckpt", ".pth.tar"];
 
 /// Beginnings of the names of files of `torch.save` with the state of a training.
-const TORCH_STATES: [&str; 14] = [
-    "optimizer",
+const TORCH_STATES: [&str; 13] = [
     "optim",
     "scheduler",
     "lr_scheduler",
@@ -106,6 +105,11 @@ pub fn numbered_torch(name: &str) -> Option<Numbered> {
     })
 }
 
+/// Whether a file of this name is one of a set of files of `torch.save`: its weights or its weight map.
+pub fn is_of_torch(name: &str) -> bool {
+    is_torch(name) || torch_map_output(name).is_some()
+}
+
 /// Whether the name is one that files of `torch.save` with weights have.
 pub fn is_torch(name: &str) -> bool {
     torch_stem(name).is_some()
@@ -138,6 +142,11 @@ fn torch_whole(stem: &str) -> String {
         Some(rest) => whole(&format!("model{rest}")),
         None => whole(stem),
     }
+}
+
+/// Whether the name is one of a weight map, of files of any format.
+pub fn is_weight_map(name: &str) -> bool {
+    weight_map_output(name).is_some() || torch_map_output(name).is_some()
 }
 
 /// Name of the whole file of a weight map of files of `torch.save`: `<stem>.bin.index.json`, or

@@ -10,7 +10,7 @@ import zipfile
 import numpy as np
 
 import checkpoints
-from mounts import BIN, TestCase, tensorfs
+from mounts import BIN, FIXTURES, TestCase, tensorfs
 
 HTML = b"<!doctype html>\n<html><head><title>Sign in</title></head><body></body></html>\n"
 
@@ -66,11 +66,13 @@ class Foreign(TestCase):
             self.assertIn(word, outcome.stderr)
 
     def test_a_file_that_is_named_is_told_for_what_it_is_by_every_command(self):
-        empty = self.write("model.bin", torch_save())
-        # `index` keeps none of such files.
-        self.assert_says(empty, "model.bin", "name the file")
-        self.assertIn("model.bin: is a file of torch.save without tensors", tensorfs("ls", empty).stderr)
+        self.assert_says(self.write("model.bin", torch_save()), "model.bin: is a file of torch.save without tensors", "name the file")
         self.assert_says(self.write("web/model.safetensors", HTML), "an HTML page", "`Sign in`", "again")
+
+    def test_index_says_that_it_keeps_none_of_files_of_torch_save(self):
+        outcome = tensorfs("index", FIXTURES / "torch/bin_index")
+        self.assertEqual(outcome.code, 1, outcome)
+        self.assertIn("bin_index: no index is kept of files of torch.save", outcome.stderr)
 
     def test_each_format_is_told_and_keeps_its_class(self):
         for name, content, words, kind in (

@@ -41,17 +41,25 @@ pub(super) fn run(args: &args::IndexArgs) -> Outcome {
         return Err(Failure::Failed(message.to_owned()));
     }
     let mut reports = Vec::new();
+    // Why no index is kept of sets that were found.
+    let mut unkept: Option<String> = None;
     for head in tree.families() {
         let forget = |id: &FolderId| args.rebuild && tree.forget_index(*id);
         let forgotten: Vec<FolderId> = tree.family(head).into_iter().filter(forget).collect();
         for (id, proved) in tree.prove(head) {
-            if !proved.sets.is_empty() {
-                reports.extend(report(&tree, id, proved, forgotten.contains(&id)));
+            if proved.sets.is_empty() {
+                continue;
+            }
+            let refusal = proved.sets.iter().find_map(|set| set.outcome.as_ref().err());
+            let why = refusal.map_or_else(|| unkept_torch(&tree), ToString::to_string);
+            match report(&tree, id, proved, forgotten.contains(&id)) {
+                Some(report) => reports.push(report),
+                None => unkept = Some(why),
             }
         }
     }
     if reports.is_empty() {
-        return Err(Failure::Failed(tree.nothing_found()));
+        return Err(Failure::Failed(unkept.unwrap_or_else(|| tree.nothing_found())));
     }
     let ok = reports.iter().all(|report| report.refused.is_empty() && report.state != "not_kept");
     if args.source.json {
@@ -72,6 +80,13 @@ pub(super) fn run(args: &args::IndexArgs) -> Outcome {
         }
     }
     if ok { Ok(()) } else { Err(Failure::Told) }
+}
+
+fn unkept_torch(tree: &Tree) -> String {
+    let source = shown_path(&tree.source);
+    format!(
+        "{source}: no index is kept of files of torch.save; their pickles are read at each start"
+    )
 }
 
 fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<IndexReport> {

@@ -22,7 +22,7 @@ _OWN_MIN = 4 << 20
 """Tensors from this length on are loaded ahead alone; shorter ones in batches."""
 
 _BATCH = 8 << 20
-"""Length of a batch. A tensor keeps the memory of its batch."""
+"""A batch ends with the tensor that brings it to this length. Its tensors share memory, which each of them keeps."""
 
 
 class Info(NamedTuple):
@@ -144,12 +144,12 @@ class Reader:
                 return self._load_to(info, None, tensor, address)
         return self.load([(info, None)])[info.name]
 
-    def _begin(self, ahead: Ahead, wanted: list[tuple[int, int]]) -> None:
-        """Begins to load tensors ahead of requests. Each comes with its start offset within a page."""
+    def _begin(self, ahead: Ahead, wanted: list[int]) -> None:
+        """Begins to load the tensors at these positions ahead of requests."""
         try:
             together: list[Info] = []
             length = 0
-            for position, _ in wanted:
+            for position in wanted:
                 info = Info(*self.checkpoint.tensor_at(position))
                 try:
                     self.framework.check(info.dtype, info.shape, info.name)
@@ -159,53 +159,52 @@ class Reader:
                     plan = self.loader.plan_ahead(self.checkpoint, position)
                     if plan is None:
                         break
-                    self._begin_one(ahead, info, plan)
+                    self._begin_plan(ahead, [info], plan)
                     continue
                 together.append(info)
                 length += info.nbytes
                 if length >= _BATCH:
-                    self._begin_some(ahead, together)
+                    self._begin_plan(ahead, together, self._plan(together))
                     together, length = [], 0
             if together:
-                self._begin_some(ahead, together)
+                self._begin_plan(ahead, together, self._plan(together))
         except MemoryError:
             pass
         except Exception:
             # If the request itself fails later, its error gives the reason.
             ahead.close()
         finally:
-            ahead.unchoose([position for position, _ in wanted])
+            ahead.unchoose(wanted)
 
-    def _begin_one(self, ahead: Ahead, info: Info, plan: Plan) -> None:
-        framework = self.framework
-        areas = [framework.area(room) for room in plan.rooms]
-        memory = [area[0] if area[1] == 0 else (area[1], area[2], area[0]) for area in areas]
-        payload = (framework.mode(), [area[:2] for area in areas], plan.placed(self.checkpoint))
-        ahead.begin(self.loader, self.checkpoint, plan, memory, [(info.position, info.nbytes, payload)])
+    def _plan(self, infos: Sequence[Info]) -> Plan:
+        return self.loader.plan(self.checkpoint, [(info.position, None, None, None) for info in infos])
 
-    def _begin_some(self, ahead: Ahead, wanted: list[Info]) -> None:
-        """Begins to load tensors together, into memory that they share: most of it lies on huge pages then."""
-        framework = self.framework
-        plan = self.loader.plan(self.checkpoint, [(info.position, None, None, None) for info in wanted])
-        areas = [framework.area(room) for room in plan.rooms]
-        memory = [area[0] if area[1] == 0 else (area[1], area[2], area[0]) for area in areas]
-        mode, bases = framework.mode(), [area[:2] for area in areas]
+    def _begin_plan(self, ahead: Ahead, infos: list[Info], plan: Plan) -> None:
+        """Begins to load tensors into memory that they share: most of it lies on huge pages then."""
+        areas, memory = self._memory_of(plan)
+        mode = self.framework.mode()
         placed = {place[0]: place for place in plan.placed(self.checkpoint)}
-        tensors = [(info.position, info.nbytes, (mode, bases, [placed[info.name]])) for info in wanted]
+        tensors = [(info.position, info.nbytes, (mode, areas, placed[info.name])) for info in infos]
         ahead.begin(self.loader, self.checkpoint, plan, memory, tensors)
+
+    def _memory_of(self, plan: Plan) -> tuple[list[tuple[Any, int]], list[Any]]:
+        """New memory for a plan: as `views` takes it, and as loads do."""
+        areas = [self.framework.area(room) for room in plan.rooms]
+        memory = [area[0] if area[1] == 0 else (area[1], area[2], area[0]) for area in areas]
+        return [area[:2] for area in areas], memory
 
     def _take(self, ahead: Ahead, info: Info) -> Any:
         """A tensor that was loaded ahead. None if the caller has to load it."""
         found = ahead.take(self.loader, info.position)
         if found is None:
             return None
-        (mode, areas, made), took = found
+        (mode, areas, place), took = found
         if took is not None:
             self._count(took)
         # Torch makes other tensors within some blocks than outside of them.
         if mode != self.framework.mode():
             return None
-        return made if areas is None else self.framework.views(areas, made)[info.name]
+        return self.framework.views(areas, [place])[info.name]
 
     def part(self, info: Info, part: list[tuple[int, int]], shape: list[int]) -> Any:
         """The indices `part` of a tensor, as a tensor of this shape."""
@@ -255,8 +254,6 @@ class Reader:
         return self._carry_out(self.loader.plan_all(self.checkpoint), None)
 
     def _carry_out(self, plan: Plan, cancel: Cancel | None) -> dict[str, Any]:
-        framework = self.framework
-        areas = [framework.area(room) for room in plan.rooms]
-        memory = [area[0] if area[1] == 0 else (area[1], area[2], area[0]) for area in areas]
+        areas, memory = self._memory_of(plan)
         self._fill(plan, memory, cancel)
-        return framework.views([area[:2] for area in areas], plan.placed(self.checkpoint))
+        return self.framework.views(areas, plan.placed(self.checkpoint))

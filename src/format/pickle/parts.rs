@@ -146,31 +146,36 @@ impl<'a, 'v> RankParts<'a, 'v> {
         for part in values.parts(list) {
             self.spend(1)?;
             let Part::Item(item) = part else { return Ok(None) };
-            let Some(number) = values.int(item).and_then(|number| u64::try_from(number).ok())
-            else {
-                return Ok(None);
-            };
+            let Some(number) = values.natural(item) else { return Ok(None) };
             numbers.push(number);
         }
         Ok(Some(numbers))
     }
 
-    /// An attribute of an object: what its states set last. Objects with slots have a tuple of `None`
-    /// and their attributes for a state.
+    /// An attribute of an object: what its states set last.
     fn attribute(&mut self, object: NodeId, name: &str) -> Result<Option<NodeId>, Fault> {
-        let values = self.values;
         let mut found = None;
-        for part in values.parts(object) {
+        for part in self.values.parts(object) {
             self.spend(1)?;
-            let Part::State(state) = part else { continue };
-            let pairs = values.array::<2>(state).map_or(state, |[_, slots]| slots);
-            for pair in values.parts(pairs) {
-                self.spend(1)?;
-                if let Part::Pair(key, value) = pair
-                    && values.text(key) == Some(name)
-                {
-                    found = Some(value);
-                }
+            if let Part::State(state) = part {
+                found = self.attribute_in(state, name)?.or(found);
+            }
+        }
+        Ok(found)
+    }
+
+    /// An attribute in the state of an object. Objects with slots have a tuple of `None` and their
+    /// attributes for a state.
+    fn attribute_in(&mut self, state: NodeId, name: &str) -> Result<Option<NodeId>, Fault> {
+        let values = self.values;
+        let pairs = values.array::<2>(state).map_or(state, |[_, slots]| slots);
+        let mut found = None;
+        for pair in values.parts(pairs) {
+            self.spend(1)?;
+            if let Part::Pair(key, value) = pair
+                && values.text(key) == Some(name)
+            {
+                found = Some(value);
             }
         }
         Ok(found)
@@ -212,20 +217,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
         element: Dtype,
         whole: &[u64],
     ) -> Result<TensorPart, ReadStop> {
-        let values = self.values;
-        let mut attributes = [None; 2];
-        let pairs = values.array::<2>(state).map_or(state, |[_, slots]| slots);
-        for pair in values.parts(pairs) {
-            self.spend(1)?;
-            if let Part::Pair(key, value) = pair {
-                match values.text(key) {
-                    Some("_local_tensor") => attributes[0] = Some(value),
-                    Some("_spec") => attributes[1] = Some(value),
-                    _ => {}
-                }
-            }
-        }
-        let [Some(local), Some(spec)] = attributes else { return Err(unknown("state").into()) };
+        let local = self.attribute_in(state, "_local_tensor")?.ok_or_else(|| unknown("state"))?;
+        let spec = self.attribute_in(state, "_spec")?.ok_or_else(|| unknown("state"))?;
         if !self.is_object(spec, "DTensorSpec") {
             return Err(unknown("`_spec`").into());
         }
@@ -298,10 +291,9 @@ impl<'a, 'v> RankParts<'a, 'v> {
                 self.values.global_name(class)
             )));
         }
-        let number = |values: &Values<'_>, id: NodeId| values.int(id);
         let dim = self.needed(id, "dim")?;
-        let dim = number(self.values, dim).and_then(|dim| usize::try_from(dim).ok());
-        let Some(dim) = dim.filter(|&dim| dim < dims) else {
+        let within = self.values.natural(dim).filter(|&dim| dim < dims as u64);
+        let Some(dim) = within.and_then(|dim| usize::try_from(dim).ok()) else {
             return Err(wrong(format!(
                 "is cut in a dimension that it does not have; it has {dims}"
             )));
@@ -310,8 +302,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
             return Ok(Placement::Shard(dim));
         }
         let factor = self.needed(id, "split_factor")?;
-        let factor = number(self.values, factor).and_then(|factor| u64::try_from(factor).ok());
-        match factor.filter(|factor| (1..=RUNS_MAX as u64).contains(factor)) {
+        match self.values.natural(factor).filter(|factor| (1..=RUNS_MAX as u64).contains(factor)) {
             Some(factor) => Ok(Placement::StridedShard(dim, factor)),
             None => Err(unknown("`split_factor`")),
         }
@@ -459,8 +450,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
     fn axis(&mut self, sizes: NodeId, strides: NodeId) -> Result<Vec<(u64, u64)>, Fault> {
         let mut both = [Vec::new(), Vec::new()];
         for (list, id) in both.iter_mut().zip([sizes, strides]) {
-            let alone = self.values.int(id).and_then(|number| u64::try_from(number).ok());
-            let numbers = match alone {
+            let numbers = match self.values.natural(id) {
                 Some(number) => Some(vec![number]),
                 None => self.integers(id)?,
             };
@@ -495,10 +485,9 @@ impl<'a, 'v> RankParts<'a, 'v> {
         let mut rank = [0; 2];
         for (number, name) in rank.iter_mut().zip(["global_rank", "global_world_size"]) {
             let value = self.needed(*group, name)?;
-            let value = values.int(value).and_then(|value| u64::try_from(value).ok());
-            *number = value.ok_or_else(|| unknown("process group"))?;
+            *number = values.natural(value).ok_or_else(|| unknown("process group"))?;
         }
-        self.note_rank(FileRank { rank: rank[0], ranks: rank[1].max(1) })?;
+        self.note_rank(FileRank { rank: rank[0], ranks: rank[1] })?;
         let mut found = Vec::new();
         for shard in values.parts(*shards) {
             self.spend(1)?;

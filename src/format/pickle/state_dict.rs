@@ -25,11 +25,10 @@ const MODELS: [&str; 8] =
     ["state_dict", "model", "module", "model_state_dict", "ema", "ema_state_dict", "net", "params"];
 
 /// Beginnings of the keys of values that are the state of a training, and no weights.
-const STATES: [&str; 16] = [
+const STATES: [&str; 15] = [
     "optimizer",
     "optim_",
     "optim.",
-    "optimizers",
     "lr_scheduler",
     "scheduler",
     "scaler",
@@ -67,7 +66,7 @@ pub(super) struct ModelTensors {
     pub(super) rank: Option<FileRank>,
 }
 
-/// Whether the value `id`, with the key `key` of the root, is the state of a training.
+/// Whether the value with this key of the root is the state of a training.
 fn is_state(key: &str) -> bool {
     key == "optim" || key == "loops" || STATES.iter().any(|state| key.starts_with(state))
 }

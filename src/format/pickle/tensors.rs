@@ -19,7 +19,7 @@ const WRAPS_MAX: usize = 8;
 
 /// Number of parts of an id that names a storage: the last one of a listed storage is `None`, and tells
 /// of views before torch 0.4.
-pub(super) const ENTRY_ID_LEN: usize = 5;
+const ENTRY_ID_LEN: usize = 5;
 pub(super) const LISTED_ID_LEN: usize = 6;
 
 /// A tensor with its place in the file.
@@ -330,8 +330,7 @@ pub(super) fn storage_id<'v>(
         );
         return Err(Fault::new(ErrorKind::UnknownDtype, message));
     };
-    let numel = values.int(*numel).and_then(|numel| u64::try_from(numel).ok());
-    match (values.text(*key), numel, values.text(*location)) {
+    match (values.text(*key), values.natural(*numel), values.text(*location)) {
         (Some(key), Some(numel), Some(_)) => Ok(StorageId { key, kind, numel }),
         _ => Err(unknown()),
     }

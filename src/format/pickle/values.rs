@@ -129,6 +129,11 @@ impl<'a> Values<'a> {
         }
     }
 
+    /// An integer that is not negative.
+    pub(super) fn natural(&self, id: NodeId) -> Option<u64> {
+        u64::try_from(self.int(id)?).ok()
+    }
+
     /// Module and name of a global, as Python 3 calls them.
     pub(super) fn global(&self, id: NodeId) -> Option<(&'a str, &'a str)> {
         let Node::Global(module, name) = self.node(id) else { return None };

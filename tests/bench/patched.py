@@ -121,7 +121,7 @@ def by_diffusers(folder):
 def by_peft(folder):
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(base_of_adapter(), str(folder), low_cpu_mem_usage=True)
+    model = PeftModel.from_pretrained(base_of_adapter().to_empty(device="cpu"), str(folder), low_cpu_mem_usage=True)
     return {name: tensor for name, tensor in model.named_parameters() if "lora" in name}
 
 

@@ -33,7 +33,9 @@ impl Folder {
     pub(super) fn reads_distcp(&self, only: Option<&str>) -> bool {
         let has_data = || self.names().any(names::is_distcp);
         match only {
-            Some(only) if names::is_distcp(only) => self.names().any(|name| name == DISTCP_METADATA),
+            Some(only) if names::is_distcp(only) => {
+                self.names().any(|name| name == DISTCP_METADATA)
+            }
             Some(only) => only == DISTCP_METADATA && has_data(),
             None => has_data() && !self.names().any(names::is_weights_or_map),
         }

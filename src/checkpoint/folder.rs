@@ -144,7 +144,9 @@ impl Folder {
     pub(super) fn reads_torch(&self, only: Option<&str>) -> bool {
         match only {
             Some(only) => names::is_of_torch(only),
-            None => !self.names().any(|name| names::is_weights_or_map(name) || names::is_distcp(name)),
+            None => {
+                !self.names().any(|name| names::is_weights_or_map(name) || names::is_distcp(name))
+            }
         }
     }
 

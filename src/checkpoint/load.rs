@@ -304,11 +304,7 @@ pub(super) fn named_in(folder: &Path, name: &str, error: Error) -> Error {
 ///
 /// # Errors
 /// The outer error is a failed read, the inner one a fault of the header.
-fn parse(
-    name: &str,
-    mut reader: SourceReader<'_>,
-    detected: &Detected,
-) -> Result<Described> {
+fn parse(name: &str, mut reader: SourceReader<'_>, detected: &Detected) -> Result<Described> {
     let source = reader.source;
     let description = match reader.run(|reader| detected.parse(name, reader))? {
         Ok(description) => description,

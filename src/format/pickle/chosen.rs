@@ -147,9 +147,8 @@ impl<'v> Chosen<'v> {
             shown.retain(|value| value.container(0) == Some(model));
             cut = model.len() + 1;
         } else if !shown.is_empty() && shown.iter().all(|value| value.container(0) == Some(APP)) {
-            let inner = of_model(1);
-            if let Some(model) = model_in(&inner, 1) {
-                shown = inner;
+            shown = of_model(1);
+            if let Some(model) = model_in(&shown, 1) {
                 shown.retain(|value| value.container(1) == Some(model));
                 cut = APP.len() + model.len() + 2;
             }

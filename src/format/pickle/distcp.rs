@@ -152,7 +152,8 @@ impl<'v> Reader<'_, 'v> {
                     );
                     return Err(Fault::new(ErrorKind::DcpHole, message).tensor(&tensor.name));
                 };
-                let chunk = StoredChunk { tensor: tensor.clone(), offset, shape, item: (start, len) };
+                let chunk =
+                    StoredChunk { tensor: tensor.clone(), offset, shape, item: (start, len) };
                 match files.get_mut(file) {
                     Some(chunks) => chunks.push(chunk),
                     None => drop(files.insert(file.to_owned(), vec![chunk])),
@@ -233,8 +234,10 @@ impl<'v> Reader<'_, 'v> {
         if text.split('.').next() == Some(VERSION) {
             return Ok(());
         }
-        let message =
-            format!("has the version {}, tensorfs reads version {VERSION}; update it", quoted(text));
+        let message = format!(
+            "has the version {}, tensorfs reads version {VERSION}; update it",
+            quoted(text)
+        );
         Err(wrong(message))
     }
 
@@ -273,7 +276,9 @@ impl<'v> Reader<'_, 'v> {
         let pairs = planner.and_then(|planner| self.pairs(planner)).unwrap_or_default();
         let mut paths = HashMap::with_capacity(pairs.len());
         for (key, value) in pairs {
-            let (Some(fqn), Some(items)) = (values.text(key), values.tuple(value)) else { continue };
+            let (Some(fqn), Some(items)) = (values.text(key), values.tuple(value)) else {
+                continue;
+            };
             let mut path = KeyPath::new(fqn);
             for item in items {
                 self.spend(1)?;
@@ -369,8 +374,7 @@ impl<'v> Reader<'_, 'v> {
         let mut planned = Vec::new();
         for part in self.values.parts(chunks) {
             let Part::Item(chunk) = part else { return Err(unknown("`chunks`")) };
-            let found =
-                self.attributes(chunk, &["ChunkStorageMetadata"], ["offsets", "sizes"])?;
+            let found = self.attributes(chunk, &["ChunkStorageMetadata"], ["offsets", "sizes"])?;
             let [Some(offsets), Some(sizes)] = found else {
                 return Err(unknown("`ChunkStorageMetadata`"));
             };
@@ -389,7 +393,8 @@ impl<'v> Reader<'_, 'v> {
         });
         let twice = planned.windows(2).find(|pair| pair[0].offset == pair[1].offset);
         if let Some([first, _]) = twice {
-            let message = format!("has two chunks at {:?}; save the checkpoint again", first.offset);
+            let message =
+                format!("has two chunks at {:?}; save the checkpoint again", first.offset);
             return Err(Fault::new(ErrorKind::DcpOverlap, message));
         }
         if planned.is_empty() {
@@ -437,8 +442,7 @@ impl<'v> Reader<'_, 'v> {
             planned.iter_mut().map(|tensor| (tensor.fqn, tensor)).collect();
         let mut named = BTreeSet::new();
         for (key, value) in self.pairs(storage).ok_or_else(|| unknown("`storage_data`"))? {
-            let [fqn, offset] =
-                self.attributes(key, &["MetadataIndex"], ["fqn", "offset"])?;
+            let [fqn, offset] = self.attributes(key, &["MetadataIndex"], ["fqn", "offset"])?;
             let Some(fqn) = fqn.and_then(|fqn| self.values.text(fqn)) else {
                 return Err(unknown("`MetadataIndex`"));
             };
@@ -512,7 +516,8 @@ impl<'v> Reader<'_, 'v> {
             natural.ok_or_else(|| {
                 let shown = id.and_then(|id| values.int(id)).map(|number| number.to_string());
                 let shown = shown.unwrap_or_else(|| "no integer of 64 bits".to_owned());
-                let message = format!("its {what} in {file} is {shown}, a number from 0 on expected");
+                let message =
+                    format!("its {what} in {file} is {shown}, a number from 0 on expected");
                 Fault::new(ErrorKind::DcpOffsets, message)
             })
         };
@@ -532,9 +537,8 @@ fn check_chunk(whole: &[u64], offset: &[u64], shape: &[u64]) -> Result<(), Fault
         return Err(Fault::new(ErrorKind::DcpRank, message));
     }
     let mut ends = offset.iter().zip(shape).zip(whole);
-    let inside = ends.all(|((offset, size), whole)| {
-        offset.checked_add(*size).is_some_and(|end| end <= *whole)
-    });
+    let inside = ends
+        .all(|((offset, size), whole)| offset.checked_add(*size).is_some_and(|end| end <= *whole));
     if inside {
         return Ok(());
     }
@@ -544,3 +548,7 @@ fn check_chunk(whole: &[u64], offset: &[u64], shape: &[u64]) -> Result<(), Fault
     );
     Err(Fault::new(ErrorKind::DcpOffsets, message))
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+mod tests;

@@ -15,7 +15,7 @@ use crate::store::resolve::Unusable;
 use crate::sync::Mutex;
 use crate::version::FileId;
 
-use super::distcp::{distcp_set, open_distributed};
+use super::distcp::open_distributed;
 use super::folder::{File, Folder};
 use super::header_memory::{Reserved, admitted, folder_max, too_many};
 use super::load::{FilePlace, OpenShard, Unread, named_in, open_links, read_text};
@@ -156,7 +156,7 @@ pub(super) fn open_weights(
     // The files of a distributed checkpoint are read by its `.metadata`.
     let is_distributed = folder.reads_distcp(only);
     let is_read_alone =
-        |name: &str| !names::is_weight_map(name) && !(is_distributed && names::is_of_distcp(name));
+        |name: &str| !(names::is_weight_map(name) || is_distributed && names::is_of_distcp(name));
     let files: Vec<(&str, &File)> = named
         .filter(|(name, file)| {
             names::is_weights(name)
@@ -167,7 +167,7 @@ pub(super) fn open_weights(
     let (mut weights, mut reserved) = open_headers(&folder.path, &files, folder_max(), secret);
     if folder.reads_distcp(only) {
         let distributed = open_distributed(folder);
-        weights.extend(distributed.weights);
+        weights.extend(distributed.files);
         reserved.add(distributed.reserved);
     }
     let misfits = weight_misfits(folder).map(|(name, why)| {
@@ -309,7 +309,7 @@ fn single_set(name: &str, weights: &Weights) -> Candidate {
 }
 
 impl Candidate {
-    pub(super) fn new(output: String, kind: SetKind) -> Candidate {
+    fn new(output: String, kind: SetKind) -> Candidate {
         let (members, claims) = (BTreeSet::new(), BTreeSet::new());
         Candidate { output, kind, members, claims, map: None, refused: None }
     }
@@ -430,6 +430,23 @@ fn dcp_set(folder: &Folder, members: BTreeSet<String>, maps: &mut Vec<MapFile>) 
         set.refused = Some(Error::refused(&folder.path, fault));
     }
     set
+}
+
+/// The set of the distributed checkpoint whose files are among `weights`. `None` if there is none.
+fn distcp_set(folder: &Folder, weights: &Weights) -> Option<Candidate> {
+    let members: BTreeSet<String> =
+        weights.keys().filter(|name| names::is_distcp(name)).cloned().collect();
+    let refused = match weights.get(names::DISTCP_METADATA) {
+        Some(Err(error)) => Some(error.copied()),
+        _ => None,
+    };
+    if members.is_empty() && refused.is_none() {
+        return None;
+    }
+    let mut set = Candidate::new(names::whole("model"), SetKind::Distributed);
+    let own = folder.names().filter(|name| names::is_of_distcp(name));
+    set.claims = own.map(str::to_owned).chain([names::DISTCP_METADATA.to_owned()]).collect();
+    Some(Candidate { members, refused, ..set })
 }
 
 fn map_set(folder: &Folder, map: MapFile) -> Candidate {

@@ -1,6 +1,6 @@
 //! Distributed checkpoints of torch in a folder: `.metadata`, and the `.distcp` files that it names.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::catalog::{Heads, named_some};
@@ -8,21 +8,23 @@ use crate::error::{Error, ErrorKind, Fault, Result, counted};
 use crate::format::names::{self, DISTCP_METADATA};
 use crate::format::pickle::{DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
 
-use super::discover::{Candidate, SetKind, Weights};
 use super::folder::{File, Folder};
 use super::header_memory::{Reserved, folder_max};
-use super::load::open_items;
+use super::load::{OpenShard, open_items};
 use super::openers::map_files;
 
 /// Bytes of memory that a byte of a `.metadata` may take.
 const MEMORY_OF_BYTE: u64 = 8;
 
-/// What a folder has of a distributed checkpoint.
+/// The files of a checkpoint: each open, or the reason why it cannot be opened.
+type OpenedFiles = BTreeMap<String, Result<OpenShard>>;
+
+/// The distributed checkpoint of a folder.
 #[derive(Default)]
 pub(super) struct Distributed {
     /// Its files with shown tensors, each open, or the reason why it cannot be read. An error of
     /// `.metadata` stands under that name.
-    pub(super) weights: Weights,
+    pub(super) files: OpenedFiles,
     /// The reservation for `.metadata` in memory.
     pub(super) reserved: Reserved,
 }
@@ -44,15 +46,13 @@ impl Folder {
 
 /// Opens the distributed checkpoint of `folder`.
 pub(super) fn open_distributed(folder: &Folder) -> Distributed {
-    let refused = |error| Weights::from([(DISTCP_METADATA.to_owned(), Err(error))]);
+    let refused = |error| OpenedFiles::from([(DISTCP_METADATA.to_owned(), Err(error))]);
     let Some(file) = folder.file(DISTCP_METADATA) else {
-        return Distributed { weights: refused(no_metadata(folder)), ..Distributed::default() };
+        return Distributed { files: refused(no_metadata(folder)), ..Distributed::default() };
     };
     match read_metadata(folder, file) {
-        Err(error) => Distributed { weights: refused(error), ..Distributed::default() },
-        Ok((metadata, reserved)) => {
-            Distributed { weights: open_files(folder, &metadata), reserved }
-        }
+        Err(error) => Distributed { files: refused(error), ..Distributed::default() },
+        Ok((metadata, reserved)) => Distributed { files: open_files(folder, &metadata), reserved },
     }
 }
 
@@ -93,7 +93,7 @@ fn read_metadata(folder: &Folder, file: &File) -> Result<(DistcpMetadata, Reserv
 }
 
 /// Opens the files of a `.metadata` with shown tensors.
-fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> Weights {
+fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
     let heads = Arc::new(Heads::without_notes());
     let note = note_of(folder, metadata);
     let files: Vec<(&String, &Vec<StoredChunk>)> = metadata.files.iter().collect();
@@ -131,21 +131,4 @@ fn missing(folder: &Folder, name: &str, chunks: usize) -> Error {
     let chunks = counted(chunks, "chunk");
     let message = format!("`{DISTCP_METADATA}` places {chunks} in this file, which {state}");
     Error::refused(&folder.path, Fault::new(ErrorKind::ShardMissing, message).in_file(name))
-}
-
-/// The set of the distributed checkpoint whose files are among `weights`. `None` if there is none.
-pub(super) fn distcp_set(folder: &Folder, weights: &Weights) -> Option<Candidate> {
-    let members: BTreeSet<String> =
-        weights.keys().filter(|name| names::is_distcp(name)).cloned().collect();
-    let refused = match weights.get(DISTCP_METADATA) {
-        Some(Err(error)) => Some(error.copied()),
-        _ => None,
-    };
-    if members.is_empty() && refused.is_none() {
-        return None;
-    }
-    let mut set = Candidate::new(names::whole("model"), SetKind::Distributed);
-    let own = folder.names().filter(|name| names::is_of_distcp(name));
-    set.claims = own.map(str::to_owned).chain([DISTCP_METADATA.to_owned()]).collect();
-    Some(Candidate { members, refused, ..set })
 }

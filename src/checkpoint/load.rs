@@ -48,7 +48,7 @@ pub(super) struct OpenShard {
 }
 
 /// A description and the hash of its bytes, or what is wrong with it.
-type Described = std::result::Result<(ShardDescription, Digest), Fault>;
+type HashedDescription = std::result::Result<(ShardDescription, Digest), Fault>;
 
 /// A header, or what is wrong with it.
 type Parsed = std::result::Result<ParsedHead, Fault>;
@@ -181,7 +181,7 @@ pub(super) fn open_items(
 }
 
 /// Opens a `.distcp` file and parses its items with these chunks.
-fn read_items(file: &File, chunks: &[StoredChunk]) -> Result<(Arc<Source>, Described)> {
+fn read_items(file: &File, chunks: &[StoredChunk]) -> Result<(Arc<Source>, HashedDescription)> {
     let source = file.store.open(&file.path)?;
     let mut reader = SourceReader::at(&source, 0);
     let parsed = match reader.run(|reader| parse_items(reader, chunks))? {
@@ -304,7 +304,11 @@ pub(super) fn named_in(folder: &Path, name: &str, error: Error) -> Error {
 ///
 /// # Errors
 /// The outer error is a failed read, the inner one a fault of the header.
-fn parse(name: &str, mut reader: SourceReader<'_>, detected: &Detected) -> Result<Described> {
+fn parse(
+    name: &str,
+    mut reader: SourceReader<'_>,
+    detected: &Detected,
+) -> Result<HashedDescription> {
     let source = reader.source;
     let description = match reader.run(|reader| detected.parse(name, reader))? {
         Ok(description) => description,

@@ -81,7 +81,7 @@ impl DistcpMetadata {
         let values_max = (bytes.len() as f64 * VALUES_OF_BYTE) as usize + 1024;
         let values = run_of(bytes, values_max)?;
         let steps_left = bytes.len().saturating_mul(STEPS_OF_BYTE) + 4096;
-        Reader { values: &values, steps_left }.read()
+        MetadataReader { values: &values, steps_left }.read()
     }
 }
 
@@ -98,32 +98,32 @@ fn unknown(what: &str) -> Fault {
 }
 
 /// A tensor before its chunks are found in files.
-struct Planned<'v> {
+struct MappedTensor<'v> {
     tensor: Arc<ChunkedTensor>,
     fqn: &'v str,
-    chunks: Vec<PlannedChunk<'v>>,
+    chunks: Vec<MappedChunk<'v>>,
 }
 
-struct PlannedChunk<'v> {
+struct MappedChunk<'v> {
     offset: Vec<u64>,
     shape: Vec<u64>,
-    stored: Option<Stored<'v>>,
+    stored: Option<ItemPlace<'v>>,
 }
 
 /// The place of an item by a `.metadata`.
 #[derive(Clone, Copy)]
-struct Stored<'v> {
+struct ItemPlace<'v> {
     file: &'v str,
     offset: u64,
     len: u64,
 }
 
-struct Reader<'a, 'v> {
+struct MetadataReader<'a, 'v> {
     values: &'a Values<'v>,
     steps_left: usize,
 }
 
-impl<'v> Reader<'_, 'v> {
+impl<'v> MetadataReader<'_, 'v> {
     fn read(mut self) -> Result<DistcpMetadata, Fault> {
         let values = self.values;
         let root = ["Metadata", "MCoreMetadata"];
@@ -143,9 +143,9 @@ impl<'v> Reader<'_, 'v> {
         }
         let named = self.find_items(storage, &mut planned, &chosen)?;
         let mut files: BTreeMap<String, Vec<StoredChunk>> = BTreeMap::new();
-        for Planned { tensor, chunks, .. } in planned {
-            for PlannedChunk { offset, shape, stored } in chunks {
-                let Some(Stored { file, offset: start, len }) = stored else {
+        for MappedTensor { tensor, chunks, .. } in planned {
+            for MappedChunk { offset, shape, stored } in chunks {
+                let Some(ItemPlace { file, offset: start, len }) = stored else {
                     let message = format!(
                         "its chunk at {offset:?} of shape {shape:?} has no place in a file: \
                          `storage_data` lacks it; save the checkpoint again"
@@ -352,7 +352,7 @@ impl<'v> Reader<'_, 'v> {
     }
 
     /// A tensor with its chunks.
-    fn planned(&mut self, shown: &ShownTensor<'v>) -> Result<Planned<'v>, Fault> {
+    fn planned(&mut self, shown: &ShownTensor<'v>) -> Result<MappedTensor<'v>, Fault> {
         let &ShownTensor { fqn, name, node: id } = shown;
         let named = ["properties", "size", "chunks"];
         let found = self.attributes(id, &["TensorStorageMetadata"], named)?;
@@ -384,7 +384,7 @@ impl<'v> Reader<'_, 'v> {
             pack(&mut sizes)?;
             self.spend(name.len() + shape.len())?;
             check_chunk(&shape, &offset, &sizes)?;
-            planned.push(PlannedChunk { offset, shape: sizes, stored: None });
+            planned.push(MappedChunk { offset, shape: sizes, stored: None });
         }
         planned.sort_by(|a, b| a.offset.cmp(&b.offset));
         // Ranks without elements may all be at the end of the tensor.
@@ -402,7 +402,7 @@ impl<'v> Reader<'_, 'v> {
             return Err(Fault::new(ErrorKind::DcpHole, message));
         }
         let tensor = ChunkedTensor { name: name.to_owned(), dtype: element, shape };
-        Ok(Planned { tensor: Arc::new(tensor), fqn, chunks: planned })
+        Ok(MappedTensor { tensor: Arc::new(tensor), fqn, chunks: planned })
     }
 
     /// The element type of tensors with these properties.
@@ -435,10 +435,10 @@ impl<'v> Reader<'_, 'v> {
     fn find_items(
         &mut self,
         storage: NodeId,
-        planned: &mut [Planned<'v>],
+        planned: &mut [MappedTensor<'v>],
         chosen: &Chosen<'v>,
     ) -> Result<BTreeSet<String>, Fault> {
-        let mut by_name: HashMap<&str, &mut Planned<'v>> =
+        let mut by_name: HashMap<&str, &mut MappedTensor<'v>> =
             planned.iter_mut().map(|tensor| (tensor.fqn, tensor)).collect();
         let mut named = BTreeSet::new();
         for (key, value) in self.pairs(storage).ok_or_else(|| unknown("`storage_data`"))? {
@@ -487,7 +487,7 @@ impl<'v> Reader<'_, 'v> {
     }
 
     /// The place of an item by the attributes of a `_StorageInfo`.
-    fn stored(&self, found: [Option<NodeId>; 4]) -> Result<Stored<'v>, Fault> {
+    fn stored(&self, found: [Option<NodeId>; 4]) -> Result<ItemPlace<'v>, Fault> {
         let values = self.values;
         let [path, offset, len, transforms] = found;
         let file = path.and_then(|path| values.text(path)).ok_or_else(|| unknown("place"))?;
@@ -521,7 +521,7 @@ impl<'v> Reader<'_, 'v> {
                 Fault::new(ErrorKind::DcpOffsets, message)
             })
         };
-        Ok(Stored { file, offset: number(offset, "offset")?, len: number(len, "length")? })
+        Ok(ItemPlace { file, offset: number(offset, "offset")?, len: number(len, "length")? })
     }
 }
 

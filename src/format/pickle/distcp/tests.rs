@@ -1,3 +1,5 @@
+//! Tests of `.metadata` and of the items that it names.
+
 use super::*;
 use crate::format::pickle::chosen::ShownTensor;
 use crate::format::pickle::parse_items;

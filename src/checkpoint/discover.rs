@@ -15,6 +15,7 @@ use crate::store::resolve::Unusable;
 use crate::sync::Mutex;
 use crate::version::FileId;
 
+use super::distcp::open_distributed;
 use super::folder::{File, Folder};
 use super::header_memory::{Reserved, admitted, folder_max, too_many};
 use super::load::{FilePlace, OpenShard, Unread, named_in, open_links, read_text};
@@ -47,6 +48,8 @@ pub enum SetKind {
     Torch,
     /// The files that the ranks of a training have saved with `torch.save`.
     Ranks,
+    /// The `.distcp` files that the `.metadata` of a distributed checkpoint of torch names.
+    Distributed,
 }
 
 impl SetKind {
@@ -61,6 +64,7 @@ impl SetKind {
             SetKind::Tensorizer,
             SetKind::Torch,
             SetKind::Ranks,
+            SetKind::Distributed,
         ];
         kinds.into_iter().find(|kind| kind.as_str() == word)
     }
@@ -76,6 +80,7 @@ impl SetKind {
             SetKind::Tensorizer => "tensorizer",
             SetKind::Torch => "torch",
             SetKind::Ranks => "ranks",
+            SetKind::Distributed => "distributed",
         }
     }
 
@@ -148,14 +153,23 @@ pub(super) fn open_weights(
 ) -> (Weights, Reserved) {
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
     let reads_torch = folder.reads_torch(only);
+    // The files of a distributed checkpoint are read by its `.metadata`.
+    let is_distributed = folder.reads_distcp(only);
+    let is_read_alone =
+        |name: &str| !(names::is_weight_map(name) || is_distributed && names::is_of_distcp(name));
     let files: Vec<(&str, &File)> = named
         .filter(|(name, file)| {
             names::is_weights(name)
-                || (only == Some(*name) && !names::is_weight_map(name))
+                || (only == Some(*name) && is_read_alone(name))
                 || (reads_torch && names::is_torch(name) && is_torch_file(name, file))
         })
         .collect();
-    let (mut weights, reserved) = open_headers(&folder.path, &files, folder_max(), secret);
+    let (mut weights, mut reserved) = open_headers(&folder.path, &files, folder_max(), secret);
+    if folder.reads_distcp(only) {
+        let distributed = open_distributed(folder);
+        weights.extend(distributed.files);
+        reserved.add(distributed.reserved);
+    }
     let misfits = weight_misfits(folder).map(|(name, why)| {
         let message = format!("is {}; {}", why.text(), why.advice());
         let fault = Fault::new(ErrorKind::ShardMissing, message).in_file(name);
@@ -260,6 +274,7 @@ pub(super) fn discover(
     if !dcp_members.is_empty() {
         found.push(dcp_set(folder, dcp_members, &mut maps));
     }
+    found.extend(distcp_set(folder, weights));
     found.extend(maps.into_iter().map(|map| map_set(folder, map)));
     let claimed: BTreeSet<String> =
         found.iter().flat_map(|set| set.members.iter().chain(&set.claims).cloned()).collect();
@@ -303,7 +318,7 @@ impl Candidate {
     pub(super) fn format(&self) -> InputFormat {
         let is_torch = || self.members.first().is_some_and(|name| names::is_torch(name));
         match self.kind {
-            SetKind::Torch | SetKind::Ranks => InputFormat::Torch,
+            SetKind::Torch | SetKind::Ranks | SetKind::Distributed => InputFormat::Torch,
             SetKind::WeightMap | SetKind::Numbered if is_torch() => InputFormat::Torch,
             SetKind::Bintensors => InputFormat::Bintensors,
             SetKind::Tensorizer => InputFormat::Tensorizer,
@@ -415,6 +430,23 @@ fn dcp_set(folder: &Folder, members: BTreeSet<String>, maps: &mut Vec<MapFile>) 
         set.refused = Some(Error::refused(&folder.path, fault));
     }
     set
+}
+
+/// The set of the distributed checkpoint whose files are among `weights`. `None` if there is none.
+fn distcp_set(folder: &Folder, weights: &Weights) -> Option<Candidate> {
+    let members: BTreeSet<String> =
+        weights.keys().filter(|name| names::is_distcp(name)).cloned().collect();
+    let refused = match weights.get(names::DISTCP_METADATA) {
+        Some(Err(error)) => Some(error.copied()),
+        _ => None,
+    };
+    if members.is_empty() && refused.is_none() {
+        return None;
+    }
+    let mut set = Candidate::new(names::whole("model"), SetKind::Distributed);
+    let own = folder.names().filter(|name| names::is_of_distcp(name));
+    set.claims = own.map(str::to_owned).chain([names::DISTCP_METADATA.to_owned()]).collect();
+    Some(Candidate { members, refused, ..set })
 }
 
 fn map_set(folder: &Folder, map: MapFile) -> Candidate {
@@ -563,6 +595,7 @@ fn described(set: &Candidate) -> String {
         }
         (SetKind::Dcp, _) => format!("the set of {shards} DCP shards"),
         (SetKind::Ranks, _) => format!("the files of {shards} ranks"),
+        (SetKind::Distributed, _) => format!("the distributed checkpoint of {shards} files"),
         (SetKind::Numbered, _) if set.format() == InputFormat::Tensorizer => {
             format!("the set of {shards} numbered tensorizer files")
         }

@@ -120,6 +120,13 @@ impl Folder {
         index.ok().map(|index| &self.files[index])
     }
 
+    /// The names in it, also those that lead to no file, if they are UTF-8.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        let files = self.files.iter().map(|file| &file.name);
+        let names = files.chain(self.misfits.iter().map(|misfit| &misfit.name));
+        names.filter_map(|name| name.to_str())
+    }
+
     /// The latest modification time of the folder and its files.
     pub fn newest(&self) -> Time {
         let versions = self.files.iter().map(|file| &file.version).chain(&self.version);
@@ -135,30 +142,23 @@ impl Folder {
 
     /// Whether files of `torch.save` count as weights: where there are no others, or `only` is one.
     pub(super) fn reads_torch(&self, only: Option<&str>) -> bool {
-        if let Some(only) = only {
-            return names::is_of_torch(only);
+        match only {
+            Some(only) => names::is_of_torch(only),
+            None => {
+                !self.names().any(|name| names::is_weights_or_map(name) || names::is_distcp(name))
+            }
         }
-        let files = self.files.iter().map(|file| &file.name);
-        let names = files.chain(self.misfits.iter().map(|misfit| &misfit.name));
-        !names
-            .filter_map(|name| name.to_str())
-            .any(|name| names::is_weights(name) || names::weight_map_output(name).is_some())
     }
 
-    /// Whether it has files of `torch.save` that count as weights, by their names.
-    pub(super) fn has_torch(&self, only: Option<&str>) -> bool {
+    /// Whether it has files of torch with pickles that count as weights, by their names.
+    pub(super) fn has_pickles(&self, only: Option<&str>) -> bool {
         let mut names = self.files.iter().filter_map(|file| file.name.to_str());
-        names.any(names::is_of_torch) && self.reads_torch(only)
+        (names.any(names::is_of_torch) && self.reads_torch(only)) || self.reads_distcp(only)
     }
 
     /// Whether it has names that can be part of a set. `only` is the name of the source if that is one file.
     pub(super) fn has_weights(&self, only: Option<&str>) -> bool {
-        let files = self.files.iter().map(|file| &file.name);
-        let names = files.chain(self.misfits.iter().map(|misfit| &misfit.name));
-        names.filter_map(|name| name.to_str()).any(|name| {
-            names::is_weights(name)
-                || names::weight_map_output(name).is_some()
-                || only == Some(name)
-        }) || self.has_torch(only)
+        self.names().any(|name| names::is_weights_or_map(name) || only == Some(name))
+            || self.has_pickles(only)
     }
 }

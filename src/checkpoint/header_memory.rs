@@ -67,6 +67,13 @@ impl Reserved {
     }
 }
 
+impl Reserved {
+    /// Adds another reservation to this one.
+    pub(super) fn add(&mut self, mut other: Reserved) {
+        self.0 += std::mem::take(&mut other.0);
+    }
+}
+
 impl Drop for Reserved {
     fn drop(&mut self) {
         *IN_USE.lock() -= self.0;

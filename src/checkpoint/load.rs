@@ -12,6 +12,7 @@ use crate::catalog::{Head, Heads, ShardHeader};
 use crate::error::{Error, ErrorKind, Fault, Result, shown_path};
 use crate::format::foreign::{Evidence, FIRST_LEN};
 use crate::format::manifest::{MANIFEST_LEN_MAX, Reference};
+use crate::format::pickle::{StoredChunk, parse_items};
 use crate::format::safetensors::Header;
 use crate::format::tensorizer::decryptor::{Decryptor, EncryptedTensor};
 use crate::format::tensorizer::keys::Secret;
@@ -21,6 +22,8 @@ use crate::format::{Detected, InputFormat, RangeReader, ShardDescription};
 use crate::hash::Digest;
 use crate::source::Source;
 use crate::store::Store;
+
+use super::folder::{File, Folder};
 
 /// Maximum number of retries for a file that changes while its header is read.
 const READ_TRIES: usize = 10;
@@ -43,6 +46,9 @@ pub(super) struct OpenShard {
     pub(super) hash: Digest,
     pub(super) format: InputFormat,
 }
+
+/// A description and the hash of its bytes, or what is wrong with it.
+type HashedDescription = std::result::Result<(ShardDescription, Digest), Fault>;
 
 /// A header, or what is wrong with it.
 type Parsed = std::result::Result<ParsedHead, Fault>;
@@ -145,6 +151,48 @@ pub(super) fn open_shard(
             Ok((parsed, unread)) => return loaded(folder, name, unread.source, parsed),
         }
     }
+}
+
+/// Opens a `.distcp` file of the checkpoint in `folder`, and reads its items with these chunks. `note` is
+/// about what is not shown.
+pub(super) fn open_items(
+    heads: &Arc<Heads>,
+    folder: &Folder,
+    file: &File,
+    chunks: &[StoredChunk],
+    note: Option<&str>,
+) -> Result<OpenShard> {
+    let name = file.name.to_str().unwrap_or_default();
+    let mut tries = 0;
+    loop {
+        match read_items(file, chunks) {
+            Err(Error::Changed { .. }) if tries < READ_TRIES => tries += 1,
+            Err(error) => return Err(named_in(&folder.path, name, error)),
+            Ok((source, parsed)) => {
+                let parsed = parsed.map(|(mut description, hash)| {
+                    description.left_out = note.map(str::to_owned);
+                    let head = Arc::new(heads.add_without_note(description));
+                    ParsedHead { head, hash, format: InputFormat::Torch, decryptor: None }
+                });
+                return loaded(&folder.path, name, source, parsed);
+            }
+        }
+    }
+}
+
+/// Opens a `.distcp` file and parses its items with these chunks.
+fn read_items(file: &File, chunks: &[StoredChunk]) -> Result<(Arc<Source>, HashedDescription)> {
+    let source = file.store.open(&file.path)?;
+    let mut reader = SourceReader::at(&source, 0);
+    let parsed = match reader.run(|reader| parse_items(reader, chunks))? {
+        Ok(description) => {
+            let hash = source.hash_ranges(&description.described)?;
+            Ok((description, hash))
+        }
+        Err(fault) => Err(fault),
+    };
+    source.check()?;
+    Ok((source, parsed))
 }
 
 /// Reads the header of the weight file that begins at byte `start` of `source`, which stays open,
@@ -260,7 +308,7 @@ fn parse(
     name: &str,
     mut reader: SourceReader<'_>,
     detected: &Detected,
-) -> Result<std::result::Result<(ShardDescription, Digest), Fault>> {
+) -> Result<HashedDescription> {
     let source = reader.source;
     let description = match reader.run(|reader| detected.parse(name, reader))? {
         Ok(description) => description,

@@ -4,6 +4,7 @@
 mod away;
 mod config;
 mod discover;
+mod distcp;
 mod entries;
 mod files;
 mod folder;
@@ -234,7 +235,7 @@ impl Checkpoint {
             SetKind::Single => InputFormat::Safetensors,
             SetKind::Bintensors => InputFormat::Bintensors,
             SetKind::Tensorizer => InputFormat::Tensorizer,
-            SetKind::Torch | SetKind::Ranks => InputFormat::Torch,
+            SetKind::Torch | SetKind::Ranks | SetKind::Distributed => InputFormat::Torch,
             SetKind::Dcp | SetKind::WeightMap | SetKind::Numbered => {
                 InputFormat::of_weights(&shard.name)
             }

@@ -231,7 +231,7 @@ fn prove_set(
     let map = candidate.map.as_ref().map(|(_, map)| map);
     let mut catalog = match (candidate.kind, &linked) {
         (_, Some(linked)) => Ok(linked.proved.of_link(headers[0])),
-        (SetKind::Dcp, None) => Catalog::of_dcp_shards(&headers, map),
+        (SetKind::Dcp | SetKind::Distributed, None) => Catalog::of_dcp_shards(&headers, map),
         (SetKind::Ranks, None) => Catalog::of_rank_files(&headers),
         (
             SetKind::WeightMap

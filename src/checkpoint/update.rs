@@ -431,9 +431,9 @@ fn compare(before: &Folder, now: &Folder, only: Option<&str>) -> FolderChange {
 /// Whether a file of this name can be part of a set, or decides about one.
 fn is_of_sets(name: &OsStr, only: Option<&str>) -> bool {
     let Some(name) = name.to_str() else { return false };
-    names::is_weights(name)
-        || names::weight_map_output(name).is_some()
+    names::is_weights_or_map(name)
         || names::is_of_torch(name)
+        || names::is_of_distcp(name)
         || name.ends_with(manifest::SUFFIX)
         || only == Some(name)
 }

@@ -352,11 +352,6 @@ fn title(text: &str) -> Option<String> {
 const FROM_TORCH: &str = "write its tensors as safetensors: `save_pretrained` of transformers, or \
                           `safetensors.torch.save_file(torch.load(FILE, weights_only=True), OUT)`";
 
-/// How to make safetensors of what `torch.distributed.checkpoint` has saved.
-const FROM_DISTCP: &str = "save with its HuggingFaceStorageWriter, or make one file of torch.save of \
-                           the folder with `python -m torch.distributed.checkpoint.format_utils \
-                           dcp_to_torch FOLDER OUT`, and write its tensors as safetensors";
-
 /// Advice where a server has answered with something else.
 const AGAIN: &str = "fetch the weights again, logged in where that is needed";
 
@@ -432,12 +427,15 @@ impl Foreign {
                                      them"
                 .to_owned(),
             Foreign::Distcp => {
-                format!("holds pieces of torch.distributed.checkpoint as pickles; {FROM_DISTCP}")
+                "holds pieces of torch.distributed.checkpoint, which `.metadata` puts \
+                                together; name the folder that has both"
+                    .to_owned()
             }
-            Foreign::DistcpMetadata => format!(
-                "is the metadata of torch.distributed.checkpoint, whose tensors lie in `*.distcp` \
-                 files as pickles; {FROM_DISTCP}"
-            ),
+            Foreign::DistcpMetadata => {
+                "is the metadata of torch.distributed.checkpoint, whose tensors \
+                                        lie in `*.distcp` files; name the folder that has both"
+                    .to_owned()
+            }
             Foreign::Pickle => {
                 format!("is a pickle of Python; if it holds tensors of torch, {FROM_TORCH}")
             }

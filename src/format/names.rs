@@ -121,6 +121,22 @@ fn torch_stem(name: &str) -> Option<&str> {
     (!stem.is_empty() && !is_state && !is_hidden(name)).then_some(stem)
 }
 
+/// The file of a distributed checkpoint of torch that tells where its tensors lie. It is written last.
+pub const DISTCP_METADATA: &str = ".metadata";
+
+/// Suffix of the files of a distributed checkpoint of torch with its data.
+pub const DISTCP_SUFFIX: &str = ".distcp";
+
+/// Whether the name is one of a file with the data of a distributed checkpoint of torch.
+pub fn is_distcp(name: &str) -> bool {
+    name.len() > DISTCP_SUFFIX.len() && name.ends_with(DISTCP_SUFFIX) && !is_hidden(name)
+}
+
+/// Whether a file of this name is one of a distributed checkpoint of torch.
+pub fn is_of_distcp(name: &str) -> bool {
+    is_distcp(name) || name == DISTCP_METADATA
+}
+
 /// Reads `<stem>_world_size_4_rank_0.pt`: the files of the ranks of a training. Their numbers begin at 0.
 pub fn rank_file(name: &str) -> Option<Numbered> {
     let (front, rank) = torch_stem(name)?.rsplit_once("_rank_")?;
@@ -299,10 +315,15 @@ pub fn is_weights(name: &str) -> bool {
     is_named && !is_hidden(name)
 }
 
+/// Whether the name is that of a weight file or of a weight map. Files of torch with pickles are none.
+pub fn is_weights_or_map(name: &str) -> bool {
+    is_weights(name) || weight_map_output(name).is_some()
+}
+
 /// Whether the file at `path` holds weights, or says which file does, by its name.
 pub fn is_of_weights(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    is_weights(name) || weight_map_output(name).is_some()
+    is_weights_or_map(name)
 }
 
 /// Compares names with the numbers in them as numbers: shard 2 is before shard 10.

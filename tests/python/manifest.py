@@ -34,7 +34,7 @@ class Entry:
             return self.source.name
         if self.kind in ("bintensors", "tensorizer"):
             return f"{self.source.stem}.safetensors"
-        if self.kind == "torch" and self.source.is_file():
+        if self.kind == "torch" and self.fields["path"] and self.source.is_file():
             return f"{self.source.stem}.safetensors"
         if self.kind == "hf_single":
             return self.fields["single"]
@@ -67,6 +67,8 @@ class Entry:
             return oracle.from_bintensors(self.source, older=self.fields["layout"].startswith("legacy"))
         if self.kind == "tensorizer":
             return oracle.from_tensorizer(self.source)
+        if (self.source / ".metadata").exists():
+            return oracle.from_distcp(self.source)
         if self.kind == "torch":
             paths = [self.source] if self.source.is_file() else [
                 path for pattern in ("*.bin", "model_world_size_*.pt") for path in self.source.glob(pattern)
@@ -99,7 +101,7 @@ class BadEntry(Entry):
         """Names that a message may give: the files of the case and the shards that its weight map names."""
         if source.is_file():
             return {source.name}
-        names = {path.name for path in source.iterdir()}
+        names = {path.name for path in source.iterdir()} | {step["remove"] for step in self.fields.get("setup", []) if "remove" in step}
         for path in source.glob("*.index.json"):
             names |= _names_in_weight_map(path)
         return names
@@ -114,11 +116,17 @@ def split_index_name(name):
 
 def _build_step(step, target):
     if "copy" in step:
-        shutil.copytree(FIXTURES / step["copy"], target, symlinks=True)
+        shutil.copytree(FIXTURES / step["copy"], target, symlinks=True, copy_function=shutil.copyfile)
     elif "symlink" in step:
         os.symlink(step["target"], target / step["symlink"])
     elif "fifo" in step:
         os.mkfifo(target / step["fifo"])
+    elif "write" in step:
+        shutil.copyfile(FIXTURES / step["of"], target / step["write"])
+    elif "remove" in step:
+        (target / step["remove"]).unlink()
+    elif "truncate" in step:
+        os.truncate(target / step["truncate"], step["length"])
     else:
         raise ValueError(f"unknown step {step}")
 

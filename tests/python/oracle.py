@@ -397,6 +397,45 @@ class _TorchUnpickler(pickle.Unpickler):
         return key[1:3]
 
 
+class _Attributes:
+    """An object of a class of torch with its attributes."""
+
+    def __init__(self, *args):
+        pass
+
+    def __setstate__(self, state):
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class _DistcpUnpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        return tuple if name == "Size" else type(name, (_Attributes,), {})
+
+
+def from_distcp(folder):
+    """The virtual file of a distributed checkpoint of torch: of its model, if a container holds one."""
+    with open(folder / ".metadata", "rb") as file:
+        plan = _DistcpUnpickler(file).load()
+    metadata, pieces = plan.state_dict_metadata, {}
+    paths = {fqn: path for fqn, path in (plan.planner_data or {}).items() if hasattr(metadata[fqn], "chunks")}
+    models = {path[0] for path in paths.values() if len(path) > 1} & {"model", "state_dict"}
+    for index, place in plan.storage_data.items():
+        path = paths.get(index.fqn)
+        if path is None or (models and path[0] not in models):
+            continue
+        name = index.fqn.split(".", 1)[1] if models else index.fqn
+        data = (folder / place.relative_path).read_bytes()
+        tensor, starts = _zipped_torch(data[place.offset : place.offset + place.length])
+        storage, offset, shape, dtype = tensor
+        start = place.offset + starts[storage[1]] + offset * BITS[dtype] // 8
+        content = data[start : start + math.prod(shape) * BITS[dtype] // 8]
+        chunks = [(chunk.offsets, chunk.sizes) for chunk in metadata[index.fqn].chunks]
+        assert (index.offset, tuple(shape)) in chunks, (index.fqn, index.offset, shape, chunks)
+        piece = Piece(place.relative_path, start, content, (list(index.offset), list(shape)))
+        pieces.setdefault((name, dtype), []).append(piece)
+    return write([_assemble(name, dtype, found) for (name, dtype), found in pieces.items()], {"format": "pt"})
+
+
 def _torch_names(root):
     """The tensors of the root, or of the one dict of a model in it, by name."""
     models = [key for key in ("state_dict", "model", "module") if isinstance(root.get(key), dict)]

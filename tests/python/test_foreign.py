@@ -72,11 +72,11 @@ class Foreign(TestCase):
     def test_index_says_that_it_keeps_none_of_files_of_torch_save(self):
         outcome = tensorfs("index", FIXTURES / "torch/bin_index")
         self.assertEqual(outcome.code, 1, outcome)
-        self.assertIn("bin_index: no index is kept of files of torch.save", outcome.stderr)
+        self.assertIn("bin_index: no index is kept of pickles of torch", outcome.stderr)
 
     def test_each_format_is_told_and_keeps_its_class(self):
         for name, content, words, kind in (
-            ("__0_0.distcp", torch_save(), "dcp_to_torch", "zip_prefix"),
+            ("__0_0.distcp", torch_save(), "name the folder that has both", "zip_prefix"),
             ("model.safetensors", torch_save("model"), "a file of torch.save", "zip_prefix"),
             ("state.pkl", pickle.dumps({"a": 1}), "a pickle of Python", "header_too_large"),
             ("a.npy", numpy_file(np.save, np.zeros(3)), "one array of numpy", "header_too_large"),
@@ -104,9 +104,9 @@ class Foreign(TestCase):
         self.assert_says(self.tmp / "model", "no safetensors", "config.json is there without weights; fetch or save them too")
 
     def test_a_folder_of_such_files_is_told_for_what_it_holds_by_every_command(self):
-        self.write("step/__0_0.distcp", torch_save())
+        self.write("step/a.gguf", b"GGUF\3" + bytes(range(1, 90)))
         self.write("step/.metadata", pickle.dumps({"torch.distributed.checkpoint.metadata": 1}))
-        self.assert_says(self.tmp / "step", "no safetensors", ".metadata (and 1 other such file)", "dcp_to_torch")
+        self.assert_says(self.tmp / "step", "no safetensors", ".metadata (and 1 other such file)", "name the folder that has both")
 
     def test_a_download_that_did_not_end_is_told_though_its_header_is_whole(self):
         shard = checkpoints.hf_set(self.tmp / "set", 1, 1) / "model-00001-of-00001.safetensors"

@@ -84,9 +84,7 @@ pub(super) fn run(args: &args::IndexArgs) -> Outcome {
 
 fn unkept_torch(tree: &Tree) -> String {
     let source = shown_path(&tree.source);
-    format!(
-        "{source}: no index is kept of files of torch.save; their pickles are read at each start"
-    )
+    format!("{source}: no index is kept of pickles of torch; they are read at each start")
 }
 
 fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<IndexReport> {

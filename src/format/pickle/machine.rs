@@ -39,7 +39,15 @@ fn bad(what: impl std::fmt::Display) -> Fault {
 /// # Errors
 /// Why it is refused.
 pub(super) fn run(bytes: &[u8]) -> Result<Values<'_>, Fault> {
-    let values = run_first(bytes)?;
+    run_of(bytes, NODES_MAX)
+}
+
+/// Carries out the pickle that is all of `bytes`, if it has at most `nodes_max` values.
+///
+/// # Errors
+/// Why it is refused.
+pub(super) fn run_of(bytes: &[u8], nodes_max: usize) -> Result<Values<'_>, Fault> {
+    let values = run_first_of(bytes, nodes_max)?;
     match bytes.len() - values.pickle_len() {
         0 => Ok(values),
         more => Err(bad(format_args!("{more} bytes follow its end"))),
@@ -51,6 +59,10 @@ pub(super) fn run(bytes: &[u8]) -> Result<Values<'_>, Fault> {
 /// # Errors
 /// Why it is refused.
 pub(super) fn run_first(bytes: &[u8]) -> Result<Values<'_>, Fault> {
+    run_first_of(bytes, NODES_MAX)
+}
+
+fn run_first_of(bytes: &[u8], nodes_max: usize) -> Result<Values<'_>, Fault> {
     let values = Values {
         bytes,
         nodes: vec![Node::Null, Node::Bool(false), Node::Bool(true), Node::Tuple(EMPTY)],
@@ -66,6 +78,7 @@ pub(super) fn run_first(bytes: &[u8]) -> Result<Values<'_>, Fault> {
         sparse: HashMap::new(),
         memo_len: 0,
         copies_left: bytes.len(),
+        nodes_max,
     };
     machine.run()?;
     machine.values.bytes = &bytes[..machine.at];
@@ -90,6 +103,7 @@ struct Machine<'a> {
     memo_len: u32,
     /// Pairs that may still be copied from lists into dicts: a list may be copied many times.
     copies_left: usize,
+    nodes_max: usize,
 }
 
 impl Machine<'_> {
@@ -278,8 +292,8 @@ impl Machine<'_> {
     }
 
     fn push(&mut self, node: Node) -> Result<NodeId, Fault> {
-        if self.values.nodes.len() >= NODES_MAX {
-            let message = format!("its pickle has more than {NODES_MAX} values");
+        if self.values.nodes.len() >= self.nodes_max {
+            let message = format!("its pickle has more than {} values", self.nodes_max);
             return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
         }
         let id = self.values.nodes.len() as u32;

@@ -2,10 +2,14 @@
 //!
 //! `zip` reads the archive, `machine` carries the pickle out as values and runs nothing, `globals` says
 //! what names mean, `tensors` finds the bytes of a tensor, and `state_dict` names the tensors of a
-//! model, `parts` those of which a rank has a part. `legacy` reads the files of torch before 1.6, which are no archives. Other files of torch are
-//! made of the same parts.
+//! model, `parts` those of which a rank has a part. `legacy` reads the files of torch before 1.6, which
+//! are no archives. Distributed checkpoints are made of the same parts: `distcp` reads their
+//! `.metadata`, `chosen` names the tensors of a model in it, and `items` reads the `.distcp` files.
 
+mod chosen;
+mod distcp;
 mod globals;
+mod items;
 mod legacy;
 mod machine;
 mod parts;
@@ -26,6 +30,9 @@ use self::values::Values;
 use self::zip::{Archive, LOCAL_MAGIC};
 use super::description::{PiecePlace, ShardDescription};
 use super::range_reader::RangeReader;
+
+pub use self::distcp::{ChunkedTensor, DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
+pub use self::items::parse_items;
 
 /// Name of the pickle in an archive.
 const PICKLE: &str = "data.pkl";

@@ -21,7 +21,7 @@ const DEPTH_MAX: usize = 1000;
 const STEPS_OF_BYTE: usize = 16;
 
 /// Names of dicts that hold a model, in files with more than a model.
-const MODELS: [&str; 8] =
+pub(super) const MODELS: [&str; 8] =
     ["state_dict", "model", "module", "model_state_dict", "ema", "ema_state_dict", "net", "params"];
 
 /// Beginnings of the keys of values that are the state of a training, and no weights.
@@ -67,7 +67,7 @@ pub(super) struct ModelTensors {
 }
 
 /// Whether the value with this key of the root is the state of a training.
-fn is_state(key: &str) -> bool {
+pub(super) fn is_state(key: &str) -> bool {
     key == "optim" || key == "loops" || STATES.iter().any(|state| key.starts_with(state))
 }
 

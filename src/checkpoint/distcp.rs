@@ -1,0 +1,134 @@
+//! Distributed checkpoints of torch in a folder: `.metadata`, and the `.distcp` files that it names.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::catalog::{Heads, named_some};
+use crate::error::{Error, ErrorKind, Fault, Result, counted};
+use crate::format::names::{self, DISTCP_METADATA};
+use crate::format::pickle::{DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
+
+use super::folder::{File, Folder};
+use super::header_memory::{Reserved, folder_max};
+use super::load::{OpenShard, open_items};
+use super::openers::map_files;
+
+/// Bytes of memory that a byte of a `.metadata` may take.
+const MEMORY_OF_BYTE: u64 = 8;
+
+/// The files of a checkpoint: each open, or the reason why it cannot be opened.
+type OpenedFiles = BTreeMap<String, Result<OpenShard>>;
+
+/// The distributed checkpoint of a folder.
+#[derive(Default)]
+pub(super) struct Distributed {
+    /// Its files with shown tensors, each open, or the reason why it cannot be read. An error of
+    /// `.metadata` stands under that name.
+    pub(super) files: OpenedFiles,
+    /// The reservation for `.metadata` in memory.
+    pub(super) reserved: Reserved,
+}
+
+impl Folder {
+    /// Whether `.distcp` files count as weights: where there are no safetensors or the like, or `only`
+    /// is one of them.
+    pub(super) fn reads_distcp(&self, only: Option<&str>) -> bool {
+        let has_data = || self.names().any(names::is_distcp);
+        match only {
+            Some(only) if names::is_distcp(only) => {
+                self.names().any(|name| name == DISTCP_METADATA)
+            }
+            Some(only) => only == DISTCP_METADATA && has_data(),
+            None => has_data() && !self.names().any(names::is_weights_or_map),
+        }
+    }
+}
+
+/// Opens the distributed checkpoint of `folder`.
+pub(super) fn open_distributed(folder: &Folder) -> Distributed {
+    let refused = |error| OpenedFiles::from([(DISTCP_METADATA.to_owned(), Err(error))]);
+    let Some(file) = folder.file(DISTCP_METADATA) else {
+        return Distributed { files: refused(no_metadata(folder)), ..Distributed::default() };
+    };
+    match read_metadata(folder, file) {
+        Err(error) => Distributed { files: refused(error), ..Distributed::default() },
+        Ok((metadata, reserved)) => Distributed { files: open_files(folder, &metadata), reserved },
+    }
+}
+
+/// The error of a folder of `.distcp` files without `.metadata`.
+fn no_metadata(folder: &Folder) -> Error {
+    let count = folder.names().filter(|name| names::is_distcp(name)).count();
+    let is_there = |test: &dyn Fn(&str) -> bool| folder.names().any(test);
+    let why = if is_there(&|name| name == ".metadata.tmp") {
+        "the save did not end, because only `.metadata.tmp` is there; take another checkpoint"
+    } else if is_there(&|name| name.starts_with("__") && name.ends_with(".metadata")) {
+        "each rank has saved its own (`__R.metadata`), which tensorfs does not join; save with \
+         `use_collectives=True`"
+    } else {
+        "it is written last, so the save did not end, or it lies where rank 0 saved; copy it to the \
+         others"
+    };
+    let files = counted(count, "`.distcp` file");
+    let message = format!("is missing beside {files} of torch.distributed.checkpoint: {why}");
+    let fault = Fault::new(ErrorKind::ShardMissing, message).in_file(DISTCP_METADATA);
+    Error::refused(&folder.path, fault)
+}
+
+/// Reads the `.metadata` of `folder`.
+fn read_metadata(folder: &Folder, file: &File) -> Result<(DistcpMetadata, Reserved)> {
+    let refused = |fault: Fault| Error::refused(&folder.path, fault.in_file(DISTCP_METADATA));
+    let source = file.store.open(&file.path)?;
+    let max = METADATA_LEN_MAX.min(folder_max() / MEMORY_OF_BYTE);
+    let len = source.len();
+    if len > max {
+        let message = format!("has {len} bytes, {max} are read on a machine of this memory");
+        return Err(refused(Fault::new(ErrorKind::HeaderTooLarge, message)));
+    }
+    let reserved = Reserved::wait(&folder.path, len * MEMORY_OF_BYTE)?;
+    let mut bytes = vec![0; len as usize];
+    source.read_exact_at(&mut bytes, 0)?;
+    source.check()?;
+    Ok((DistcpMetadata::parse(&bytes).map_err(refused)?, reserved))
+}
+
+/// Opens the files of a `.metadata` with shown tensors.
+fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
+    let heads = Arc::new(Heads::without_notes());
+    let note = note_of(folder, metadata);
+    let files: Vec<(&String, &Vec<StoredChunk>)> = metadata.files.iter().collect();
+    let first = metadata.files.keys().next();
+    let open = |(name, chunks): &(&String, &Vec<StoredChunk>)| {
+        // One file has the note about all of them.
+        let own_note = note.as_deref().filter(|_| Some(*name) == first);
+        let opened = match folder.file(name) {
+            Some(file) => open_items(&heads, folder, file, chunks, own_note),
+            None => Err(missing(folder, name, chunks.len())),
+        };
+        ((*name).clone(), opened)
+    };
+    map_files(&files, open).into_iter().collect()
+}
+
+/// The note about what is not shown: values of the checkpoint, and files of another save.
+fn note_of(folder: &Folder, metadata: &DistcpMetadata) -> Option<String> {
+    let is_other = |name: &&str| names::is_distcp(name) && !metadata.named.contains(*name);
+    let others: Vec<&str> = folder.names().filter(is_other).collect();
+    let files = (!others.is_empty()).then(|| {
+        let named = named_some(others.into_iter());
+        format!("{named} is not of this save by `{DISTCP_METADATA}` and not shown")
+    });
+    let notes: Vec<String> = metadata.left_out.iter().cloned().chain(files).collect();
+    (!notes.is_empty()).then(|| notes.join("; "))
+}
+
+fn missing(folder: &Folder, name: &str, chunks: usize) -> Error {
+    let misfit = folder.misfits.iter().find(|misfit| misfit.name == name);
+    let state = match misfit.map(|misfit| misfit.why) {
+        Some(why) => format!("is {}; {}", why.text(), why.advice()),
+        None => "is not there; bring the files of all machines to one folder".to_owned(),
+    };
+    let chunks = counted(chunks, "chunk");
+    let message = format!("`{DISTCP_METADATA}` places {chunks} in this file, which {state}");
+    Error::refused(&folder.path, Fault::new(ErrorKind::ShardMissing, message).in_file(name))
+}

@@ -1,0 +1,202 @@
+//! Which values of a distributed checkpoint are the tensors of a model, and their names.
+
+use std::collections::{BTreeSet, HashSet};
+
+use super::state_dict::{MODELS, is_state};
+use super::values::NodeId;
+use crate::error::quoted;
+
+/// Values that a note names.
+const NAMED_MAX: usize = 5;
+
+/// The container that the guides of torch put an application in, with its model and its optimizer.
+const APP: &str = "app";
+
+/// The containers that a value lay in before torch flattened them to one dict: names that are joined
+/// with dots. Which dots join two names is not to be seen in a name.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KeyPath<'v> {
+    /// The part of the name that no part of the path has told yet, `None` if they differ.
+    rest: Option<&'v str>,
+    /// Number of parts, and the first two of them.
+    len: usize,
+    first: [&'v str; 2],
+}
+
+impl<'v> KeyPath<'v> {
+    /// A path without parts of the name `fqn`.
+    pub(super) fn new(fqn: &'v str) -> KeyPath<'v> {
+        KeyPath { rest: Some(fqn), len: 0, first: [""; 2] }
+    }
+
+    /// Adds a part: a text or a number.
+    pub(super) fn push(&mut self, text: Option<&'v str>, number: Option<i64>) {
+        if let (Some(first), Some(text)) = (self.first.get_mut(self.len), text) {
+            *first = text;
+        }
+        let before = self.rest.filter(|_| self.len > 0).map(|rest| rest.strip_prefix('.'));
+        let rest = before.unwrap_or(self.rest);
+        self.len += 1;
+        self.rest = match (text, number) {
+            (Some(text), _) => rest.and_then(|rest| rest.strip_prefix(text)),
+            (None, Some(number)) => rest.and_then(|rest| rest.strip_prefix(&number.to_string())),
+            (None, None) => None,
+        };
+    }
+
+    /// Whether its parts, joined, are the name.
+    pub(super) fn is_whole(&self) -> bool {
+        self.rest == Some("") && self.len > 0
+    }
+
+    /// The container at `depth`, `None` if the value itself is there.
+    fn container(&self, depth: usize) -> Option<&'v str> {
+        self.first.get(depth).copied().filter(|_| depth + 1 < self.len)
+    }
+}
+
+/// A tensor that is shown.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ShownTensor<'v> {
+    /// Its name in the checkpoint.
+    pub(super) fqn: &'v str,
+    /// The name that it is shown under: the end of `fqn`.
+    pub(super) name: &'v str,
+    /// Its metadata.
+    pub(super) node: NodeId,
+}
+
+/// A value of the checkpoint.
+#[derive(Clone, Copy, Debug)]
+struct KeyedValue<'v> {
+    fqn: &'v str,
+    path: Option<KeyPath<'v>>,
+    /// Its metadata, if it is a tensor.
+    node: Option<NodeId>,
+}
+
+/// The values of a checkpoint, and those that are shown.
+#[derive(Debug, Default)]
+pub(super) struct Chosen<'v> {
+    all: Vec<KeyedValue<'v>>,
+    known: HashSet<&'v str>,
+    pub(super) shown: Vec<ShownTensor<'v>>,
+    /// A note on the others.
+    pub(super) left_out: Option<String>,
+}
+
+impl<'v> KeyedValue<'v> {
+    fn container(&self, depth: usize) -> Option<&'v str> {
+        self.path.and_then(|path| path.container(depth))
+    }
+
+    /// The first name of the value if it is flat.
+    fn first_name(&self) -> &'v str {
+        self.fqn.split('.').next().unwrap_or(self.fqn)
+    }
+
+    /// Whether it is of the state of a training, by the container at `depth` or by its name.
+    fn is_state(&self, depth: usize) -> bool {
+        match self.container(depth) {
+            Some(container) => is_state(container),
+            // A tensor of a state_dict has a dotted name, which may begin with nearly any word.
+            None if self.fqn.contains('.') => {
+                let first = self.first_name();
+                depth == 0 && (first == "optimizer" || first.starts_with("chained_"))
+            }
+            None => is_state(self.fqn),
+        }
+    }
+}
+
+/// The one container at `depth` that holds a model, if all of `tensors` are in containers.
+fn model_in<'v>(tensors: &[KeyedValue<'v>], depth: usize) -> Option<&'v str> {
+    let containers: Option<BTreeSet<&str>> =
+        tensors.iter().map(|tensor| tensor.container(depth)).collect();
+    let containers = containers?;
+    let mut models = containers.into_iter().filter(|name| MODELS.contains(name));
+    models.next().filter(|_| models.next().is_none())
+}
+
+impl<'v> Chosen<'v> {
+    /// Adds a value. `node` is its metadata if it is a tensor. Returns whether the name is new.
+    pub(super) fn add(
+        &mut self,
+        fqn: &'v str,
+        path: Option<KeyPath<'v>>,
+        node: Option<NodeId>,
+    ) -> bool {
+        self.all.push(KeyedValue { fqn, path, node });
+        self.known.insert(fqn)
+    }
+
+    /// Whether the checkpoint has a value of this name.
+    pub(super) fn is_known(&self, fqn: &str) -> bool {
+        self.known.contains(fqn)
+    }
+
+    /// Chooses the tensors that are shown.
+    pub(super) fn settle(&mut self) {
+        let tensors: Vec<KeyedValue<'v>> =
+            self.all.iter().copied().filter(|value| value.node.is_some()).collect();
+        let of_model = |depth: usize| -> Vec<KeyedValue<'v>> {
+            tensors.iter().copied().filter(|value| !value.is_state(depth)).collect()
+        };
+        let (mut shown, mut cut) = (of_model(0), 0);
+        if let Some(model) = model_in(&shown, 0) {
+            shown.retain(|value| value.container(0) == Some(model));
+            cut = model.len() + 1;
+        } else if !shown.is_empty() && shown.iter().all(|value| value.container(0) == Some(APP)) {
+            shown = of_model(1);
+            if let Some(model) = model_in(&shown, 1) {
+                shown.retain(|value| value.container(1) == Some(model));
+                cut = APP.len() + model.len() + 2;
+            }
+        }
+        if shown.is_empty() {
+            // A checkpoint of an optimizer alone.
+            shown = tensors;
+        }
+        self.left_out = self.note(&shown);
+        let shown = shown.into_iter().filter_map(|KeyedValue { fqn, node, .. }| {
+            Some(ShownTensor { fqn, name: fqn.get(cut..)?, node: node? })
+        });
+        self.shown = shown.collect();
+    }
+
+    /// A note on the values that are not in `shown`.
+    fn note(&self, shown: &[KeyedValue<'v>]) -> Option<String> {
+        let names: HashSet<&str> = shown.iter().map(|value| value.fqn).collect();
+        let containers: HashSet<[Option<&str>; 2]> = shown
+            .iter()
+            .flat_map(|value| {
+                let first = value.container(0);
+                [[first, None], [first, value.container(1)]]
+            })
+            .collect();
+        let mut labels: Vec<String> = Vec::new();
+        let mut known: HashSet<String> = HashSet::new();
+        for value in self.all.iter().filter(|value| !names.contains(value.fqn)) {
+            let label = match (value.container(0), value.container(1)) {
+                (None, _) if value.is_state(0) => value.first_name().to_owned(),
+                (Some(first), _) if !containers.contains(&[Some(first), None]) => first.to_owned(),
+                (Some(first), Some(second))
+                    if !containers.contains(&[Some(first), Some(second)]) =>
+                {
+                    format!("{first}.{second}")
+                }
+                _ => value.fqn.to_owned(),
+            };
+            if known.insert(label.clone()) {
+                labels.push(quoted(&label));
+            }
+        }
+        if labels.is_empty() {
+            return None;
+        }
+        let more = labels.len().saturating_sub(NAMED_MAX);
+        labels.truncate(NAMED_MAX);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        Some(format!("{}{more} of the checkpoint are not shown", labels.join(", ")))
+    }
+}

@@ -1,0 +1,183 @@
+//! Tests of `.metadata` and of the items that it names.
+
+use super::*;
+use crate::format::pickle::chosen::ShownTensor;
+use crate::format::pickle::parse_items;
+
+const SMALL: &[u8] = include_bytes!("../../../../tests/fixtures/torch/dcp_small/.metadata");
+const FILE: &[u8] = include_bytes!("../../../../tests/fixtures/torch/dcp_small/__0_0.distcp");
+
+/// `SMALL` with each `from` as `to`, of the same length.
+fn changed(from: &[u8], to: &[u8]) -> Result<DistcpMetadata, Fault> {
+    assert_eq!(from.len(), to.len());
+    let mut bytes = SMALL.to_vec();
+    let mut count = 0;
+    for at in 0..=bytes.len() - from.len() {
+        if bytes[at..].starts_with(from) {
+            bytes[at..at + from.len()].copy_from_slice(to);
+            count += 1;
+        }
+    }
+    assert!(count > 0, "{from:?}");
+    DistcpMetadata::parse(&bytes)
+}
+
+#[test]
+fn the_chunks_of_a_checkpoint_are_found_by_file_in_the_order_of_their_bytes() {
+    let metadata = DistcpMetadata::parse(SMALL).unwrap();
+    let names: Vec<&str> = metadata.files.keys().map(String::as_str).collect();
+    assert_eq!(names, ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]);
+    assert_eq!(metadata.named.len(), 3);
+    assert_eq!(metadata.left_out, None);
+    let chunks = &metadata.files["__1_0.distcp"];
+    let found: Vec<_> = chunks
+        .iter()
+        .map(|chunk| (chunk.tensor.name.as_str(), chunk.offset.clone(), chunk.shape.clone()))
+        .collect();
+    assert_eq!(found[0], ("layers.0.weight", vec![3, 0], vec![3, 5]));
+    assert_eq!(
+        (chunks[0].tensor.dtype, chunks[0].tensor.shape.as_slice()),
+        (Dtype::F32, &[7, 5][..])
+    );
+    assert!(chunks.windows(2).all(|pair| pair[0].item.0 + pair[0].item.1 <= pair[1].item.0));
+}
+
+#[test]
+fn a_value_of_another_form_is_refused_with_what_it_is() {
+    for (from, to, kind, word) in [
+        (&b"1.0.0"[..], &b"2.0.0"[..], ErrorKind::HeaderDecode, "the version `2.0.0`"),
+        (b"Metadata\x94", b"Metadatb\x94", ErrorKind::HeaderDecode, "in place of a `Metadata`"),
+        (b"float32", b"float33", ErrorKind::UnknownDtype, "`torch.float33`"),
+        (b"torch.strided", b"torch.sparse_", ErrorKind::HeaderDecode, "`torch.sparse_`"),
+        (b"__1_0.distcp", b"../0.distcp_", ErrorKind::UnsafePath, "`../0.distcp_`"),
+        (b"__1_0.distcp", b"__1_0.distcx", ErrorKind::UnsafePath, "`__1_0.distcx`"),
+        (b"storage_data", b"storage_dato", ErrorKind::HeaderDecode, "`storage_data`"),
+        (b"relative_path", b"relative_pat_", ErrorKind::HeaderDecode, "its place"),
+    ] {
+        let fault = changed(from, to).unwrap_err();
+        assert_eq!(fault.kind, kind, "{fault}");
+        assert!(fault.message.contains(word), "{fault}");
+    }
+}
+
+#[test]
+fn paths_that_do_not_make_the_names_leave_the_names_as_they_are() {
+    let metadata = changed(b"planner_data", b"planner_dato").unwrap();
+    let names: BTreeSet<&str> =
+        metadata.files.values().flatten().map(|chunk| chunk.tensor.name.as_str()).collect();
+    assert_eq!(names, BTreeSet::from(["model.layers.0.bias", "model.layers.0.weight"]));
+}
+
+#[test]
+fn the_beginnings_of_a_metadata_and_changed_bytes_are_judged_without_a_panic() {
+    for len in 0..SMALL.len() {
+        assert!(DistcpMetadata::parse(&SMALL[..len]).is_err(), "{len}");
+    }
+    for at in 0..SMALL.len() {
+        for byte in [0, b'.', b'(', 0x80, 0xff] {
+            let mut bytes = SMALL.to_vec();
+            bytes[at] = byte;
+            let _ = DistcpMetadata::parse(&bytes);
+        }
+    }
+}
+
+#[test]
+fn an_item_is_compared_with_its_chunk_and_no_item_shares_bytes_with_another() {
+    let metadata = DistcpMetadata::parse(SMALL).unwrap();
+    let chunks = &metadata.files["__0_0.distcp"];
+    let parse = |chunks: &[StoredChunk]| parse_items(&mut &*FILE, chunks).unwrap();
+    let description = parse(chunks).unwrap();
+    assert_eq!(description.len(), chunks.len());
+    let places = description.places.as_ref().unwrap();
+    assert_eq!(places[0].whole_shape.as_deref(), Some(&[7, 5][..]));
+    // All but the data describes it.
+    let data: u64 =
+        description.tensors().map(|tensor| tensor.shape.iter().product::<u64>() * 4).sum();
+    let described: u64 = description.described.iter().map(|range| range.end - range.start).sum();
+    assert_eq!(described + data, FILE.len() as u64);
+    let refused = |change: &dyn Fn(&mut Vec<StoredChunk>)| {
+        let mut chunks = chunks.clone();
+        change(&mut chunks);
+        parse(&chunks).unwrap_err()
+    };
+    let fault = refused(&|chunks| chunks[0].shape = vec![5, 3]);
+    assert_eq!(
+        (fault.kind, fault.tensor.as_deref()),
+        (ErrorKind::DcpOffsets, Some("layers.0.weight"))
+    );
+    let fault = refused(&|chunks| {
+        let tensor = ChunkedTensor { dtype: Dtype::I32, ..(*chunks[0].tensor).clone() };
+        chunks[0].tensor = Arc::new(tensor);
+    });
+    assert_eq!(fault.kind, ErrorKind::DcpDtype);
+    let fault = refused(&|chunks| chunks[1].item = chunks[0].item);
+    assert_eq!(fault.kind, ErrorKind::OffsetOverlap);
+    for item in [(u64::MAX, 1), (0, u64::MAX), (FILE.len() as u64, 1)] {
+        let fault = refused(&|chunks| chunks[0].item = item);
+        assert_eq!(fault.kind, ErrorKind::DataTruncated);
+    }
+    for item in [(0, 0), (0, 21), (0, 1576), (1, 1576)] {
+        let fault = refused(&|chunks| chunks[0].item = item);
+        assert!(
+            [ErrorKind::DataTruncated, ErrorKind::HeaderDecode].contains(&fault.kind),
+            "{fault}"
+        );
+    }
+}
+
+/// The names that are shown of tensors with these paths, and the note on the others. A path is a name
+/// whose containers are set apart by slashes, one without planner data begins with `=`.
+fn shown(paths: &[&str]) -> (Vec<String>, Option<String>) {
+    let names: Vec<String> =
+        paths.iter().map(|path| path.trim_start_matches('=').replace('/', ".")).collect();
+    let mut chosen = Chosen::default();
+    for (name, path) in names.iter().zip(paths) {
+        let mut key_path = KeyPath::new(name);
+        path.split('/').for_each(|part| match part.parse() {
+            Ok(number) => key_path.push(None, Some(number)),
+            Err(_) => key_path.push(Some(part), None),
+        });
+        let key_path = Some(key_path).filter(|key_path| key_path.is_whole());
+        assert_eq!(key_path.is_none(), path.starts_with('='), "{path}");
+        assert!(chosen.add(name, key_path, Some(0)));
+    }
+    chosen.settle();
+    let shown = chosen.shown.iter().map(|ShownTensor { name, .. }| (*name).to_owned());
+    (shown.collect(), chosen.left_out)
+}
+
+#[test]
+fn the_names_are_those_of_the_model_in_the_layouts_of_frameworks() {
+    for (paths, names, note) in [
+        // accelerate, Lightning
+        (&["model/a.w", "optimizer_0/a.w.exp_avg"][..], &["a.w"][..], "`optimizer_0`"),
+        (&["state_dict/a.w"], &["a.w"], ""),
+        (&["model/a.w", "model/b/c", "list/0"], &["a.w", "b.c"], "`list`"),
+        // the guides of torch
+        (&["app/model/a.w", "app/optim/state/a.w"], &["a.w"], "`app.optim`"),
+        (&["app/other/a.w", "app/optim/state/a.w"], &["app.other.a.w"], "`app.optim`"),
+        // torchtitan
+        (
+            &["a.w", "scaler.w", "optimizer/x", "train_state/step"],
+            &["a.w", "scaler.w"],
+            "`train_state`",
+        ),
+        (&["model.a.w", "head.w"], &["model.a.w", "head.w"], ""),
+        // Megatron
+        (
+            &["=decoder.w", "=optimizer.state.w", "=chained_0.optimizer.w"],
+            &["decoder.w"],
+            "`chained_0`",
+        ),
+        (&["=model.a.w", "=lm_head.w"], &["model.a.w", "lm_head.w"], ""),
+        // two models, and none
+        (&["model/a.w", "ema/a.w"], &["model.a.w", "ema.a.w"], ""),
+        (&["optimizer/state/a.w"], &["optimizer.state.a.w"], ""),
+    ] {
+        let (found, left_out) = shown(paths);
+        assert_eq!(found, names, "{paths:?}");
+        assert!(left_out.clone().unwrap_or_default().contains(note), "{left_out:?}");
+        assert_eq!(left_out.is_none(), note.is_empty(), "{paths:?}");
+    }
+}

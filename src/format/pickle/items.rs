@@ -1,0 +1,203 @@
+//! The items of a `.distcp` file: each is an archive of `torch.save` with one tensor, a chunk of a larger
+//! one.
+
+use std::io;
+use std::ops::Range;
+
+use super::distcp::StoredChunk;
+use super::tensors::{StorageData, Storages, TensorPlace, tensor_call};
+use super::{PICKLE, ReadStop, check_byte_order, described, machine, open, told};
+use crate::coalesce::coalesce;
+use crate::error::{ErrorKind, Fault};
+use crate::format::description::{PiecePlace, ShardDescription};
+use crate::format::range_reader::RangeReader;
+
+/// Bytes at the beginning and the end of an item that are read ahead. torch writes 640 in front of the
+/// data and 940 behind it.
+const HEAD_LEN: u64 = 1024;
+const TAIL_LEN: u64 = 1280;
+
+/// Bytes between two such stretches that are read with them, and longest read.
+const GAP_LEN: u64 = 16 << 10;
+const READ_LEN_MAX: u64 = 256 << 10;
+
+/// Parses the items with these chunks of one file, in the order of their bytes. Other items of the file
+/// are not looked at.
+///
+/// # Errors
+/// The outer error is a failed read, the inner one is the fault of the file.
+pub fn parse_items(
+    reader: &mut dyn RangeReader,
+    chunks: &[StoredChunk],
+) -> io::Result<Result<ShardDescription, Fault>> {
+    told(parse(reader, chunks))
+}
+
+fn parse(
+    reader: &mut dyn RangeReader,
+    chunks: &[StoredChunk],
+) -> Result<ShardDescription, ReadStop> {
+    let ranges = item_ranges(reader.file_len(), chunks)?;
+    let mut window = WindowReader::new(reader, &ranges);
+    let names_len = chunks.iter().map(|chunk| chunk.tensor.name.len()).sum();
+    let mut description = ShardDescription::with_room(0, chunks.len(), names_len);
+    description.described.clear();
+    let mut numbers: Vec<u64> = Vec::new();
+    let mut places = Vec::with_capacity(chunks.len());
+    for (chunk, range) in chunks.iter().zip(ranges) {
+        let name = &chunk.tensor.name;
+        let item = parse_item(&mut window, chunk, &range).map_err(|stop| match stop {
+            ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
+            read => read,
+        })?;
+        let begin = numbers.len() as u32;
+        numbers.extend_from_slice(&item.place.shape);
+        let shape = (begin, numbers.len() as u32);
+        description.push(name, item.place.dtype, shape, item.place.start);
+        for part in described(&range, item.data) {
+            match description.described.last_mut() {
+                Some(last) if last.end == part.start => last.end = part.end,
+                _ => description.described.push(part),
+            }
+        }
+        places.push(PiecePlace {
+            logical_name: None,
+            offset: chunk.offset.clone(),
+            whole_shape: Some(chunk.tensor.shape.clone()),
+        });
+    }
+    description.set_numbers(numbers);
+    // Programs ask a safetensors file for its framework.
+    let format = ("format".to_owned(), "pt".to_owned());
+    description.metadata = Some([format].into());
+    description.places = Some(places);
+    Ok(description)
+}
+
+/// The bytes of the items, which follow each other in the file.
+fn item_ranges(file_len: u64, chunks: &[StoredChunk]) -> Result<Vec<Range<u64>>, Fault> {
+    let mut ranges: Vec<Range<u64>> = Vec::with_capacity(chunks.len());
+    for chunk in chunks {
+        let (start, len) = chunk.item;
+        let fault = |kind, message| Err(Fault::new(kind, message).tensor(&chunk.tensor.name));
+        let Some(end) = start.checked_add(len).filter(|&end| end <= file_len) else {
+            let message = format!(
+                "its item of {len} bytes at byte {start} passes the end of the file, which has \
+                 {file_len} bytes; fetch or copy the file again"
+            );
+            return fault(ErrorKind::DataTruncated, message);
+        };
+        if let Some(before) = ranges.last().filter(|before| before.end > start) {
+            let message = format!(
+                "its item at byte {start} begins within the one before, which ends at byte {}; save \
+                 the checkpoint again",
+                before.end
+            );
+            return fault(ErrorKind::OffsetOverlap, message);
+        }
+        ranges.push(start..end);
+    }
+    Ok(ranges)
+}
+
+/// A tensor, and the data of its storage.
+struct ParsedItem {
+    place: TensorPlace,
+    data: Vec<Range<u64>>,
+}
+
+fn parse_item(
+    window: &mut WindowReader<'_>,
+    chunk: &StoredChunk,
+    range: &Range<u64>,
+) -> Result<ParsedItem, ReadStop> {
+    window.begin(range)?;
+    let (archive, len) = open(window, range.clone())?;
+    check_byte_order(window, &archive)?;
+    let place = archive.data(window, PICKLE)?.unwrap_or(0..0);
+    let mut pickle = vec![0; len as usize];
+    window.read_exact_at(place.start, &mut pickle)?;
+    let values = machine::run(&pickle)?;
+    let Some(call) = tensor_call(&values, values.root) else {
+        let message = "its item holds no tensor; save the checkpoint again";
+        return Err(Fault::new(ErrorKind::TensorMissing, message).into());
+    };
+    let mut storages = Storages::new(StorageData::Entries { reader: window, archive: &archive });
+    let place = call.place(&values, &mut storages)?;
+    if place.dtype != chunk.tensor.dtype {
+        let message = format!(
+            "has the dtype {} by `.metadata`, and {} in this file; save the checkpoint again",
+            chunk.tensor.dtype, place.dtype
+        );
+        return Err(Fault::new(ErrorKind::DcpDtype, message).into());
+    }
+    if place.shape != chunk.shape {
+        let message = format!(
+            "its chunk at {:?} has the shape {:?} by `.metadata`, and {:?} in this file; save the \
+             checkpoint again",
+            chunk.offset, chunk.shape, place.shape
+        );
+        return Err(Fault::new(ErrorKind::DcpOffsets, message).into());
+    }
+    Ok(ParsedItem { place, data: storages.used() })
+}
+
+/// Reads a file of items by few reads: the end of an item lies in front of the next one.
+struct WindowReader<'r> {
+    reader: &'r mut dyn RangeReader,
+    /// The reads that are worth it, ascending, and the first one that is not done.
+    reads: Vec<Range<u64>>,
+    next: usize,
+    /// The last two of them: first byte and bytes.
+    windows: [(u64, Vec<u8>); 2],
+}
+
+impl<'r> WindowReader<'r> {
+    fn new(reader: &'r mut dyn RangeReader, items: &[Range<u64>]) -> WindowReader<'r> {
+        let mut ends: Vec<Range<u64>> = Vec::with_capacity(2 * items.len());
+        for item in items {
+            if item.end - item.start <= HEAD_LEN + TAIL_LEN + GAP_LEN {
+                ends.push(item.clone());
+            } else {
+                ends.push(item.start..item.start + HEAD_LEN);
+                ends.push(item.end - TAIL_LEN..item.end);
+            }
+        }
+        let groups = coalesce(&ends, |range| range, |_, _| true, GAP_LEN, READ_LEN_MAX);
+        let reads = groups.map(|(range, _)| range).collect();
+        WindowReader { reader, reads, next: 0, windows: Default::default() }
+    }
+
+    /// Reads what is worth it for the item `range`, which is the next one.
+    fn begin(&mut self, range: &Range<u64>) -> io::Result<()> {
+        while let Some(read) = self.reads.get(self.next).filter(|read| read.start < range.end) {
+            self.windows.swap(0, 1);
+            let (start, bytes) = &mut self.windows[1];
+            *start = read.start;
+            bytes.resize((read.end - read.start) as usize, 0);
+            self.reader.read_exact_at(read.start, bytes)?;
+            self.next += 1;
+        }
+        Ok(())
+    }
+}
+
+impl RangeReader for WindowReader<'_> {
+    fn file_len(&self) -> u64 {
+        self.reader.file_len()
+    }
+
+    fn read_exact_at(&mut self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        for (start, bytes) in &self.windows {
+            let begin = offset.checked_sub(*start).and_then(|begin| usize::try_from(begin).ok());
+            let end = begin.and_then(|begin| begin.checked_add(buf.len()));
+            if let (Some(begin), Some(end)) = (begin, end)
+                && let Some(found) = bytes.get(begin..end)
+            {
+                buf.copy_from_slice(found);
+                return Ok(());
+            }
+        }
+        self.reader.read_exact_at(offset, buf)
+    }
+}

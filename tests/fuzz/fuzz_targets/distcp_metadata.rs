@@ -1,0 +1,39 @@
+//! Any bytes as the `.metadata` of a distributed checkpoint, and as a file with its items: chunks lie in
+//! their tensors, files in the folder, and accepted items in their file.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use tensorfs::internal::format::pickle::{DistcpMetadata, StoredChunk, parse_items};
+
+fuzz_target!(|data: &[u8]| {
+    let (metadata, file) = data.split_at(data.len() / 2);
+    for bytes in [data, metadata] {
+        let Ok(metadata) = DistcpMetadata::parse(bytes) else { continue };
+        for (name, chunks) in &metadata.files {
+            assert!(name.ends_with(".distcp") && !name.contains('/'), "{name}");
+            chunks.iter().for_each(check_chunk);
+            check_items(file, chunks);
+        }
+    }
+});
+
+fn check_chunk(chunk: &StoredChunk) {
+    assert_eq!(chunk.shape.len(), chunk.tensor.shape.len());
+    for ((first, size), whole) in chunk.offset.iter().zip(&chunk.shape).zip(&chunk.tensor.shape) {
+        assert!(first.checked_add(*size).is_some_and(|end| end <= *whole));
+    }
+}
+
+fn check_items(file: &[u8], chunks: &[StoredChunk]) {
+    let mut reader = file;
+    let Ok(description) = parse_items(&mut reader, chunks).expect("memory can be read") else {
+        return;
+    };
+    assert_eq!(description.len(), chunks.len());
+    for tensor in description.tensors() {
+        let bits = tensor.dtype.bits_of(tensor.shape).expect("it was checked");
+        let end = tensor.start.checked_add(bits / 8).expect("it was checked");
+        assert!(end <= file.len() as u64);
+    }
+}

@@ -1,0 +1,103 @@
+"""Distributed checkpoints of torch: what of them is shown, by which names, and how they change."""
+
+import json
+import shutil
+
+import oracle
+from manifest import by_id
+from mounts import FIXTURES, Mount, TestCase, tensorfs, wait_until
+
+SMALL = FIXTURES / "torch/dcp_small"
+
+
+class Distributed(TestCase):
+    def copied(self, name="small"):
+        return self.copy(FIXTURES / f"torch/dcp_{name}", "step")
+
+    def test_the_optimizer_is_left_out_and_a_note_says_so(self):
+        outcome = tensorfs("ls", FIXTURES / "torch/dcp_torch22", "--json")
+        self.assert_done(outcome)
+        (found,) = outcome.json()["sets"]
+        self.assertEqual(found["kind"], "distributed")
+        self.assertEqual([t["name"] for t in found["tensors"]], sorted(by_id("torch_dcp_torch22").tensors))
+        (note,) = outcome.json()["notes"]
+        self.assertIn("`optimizer`", note)
+        self.assertIn("`list`, `epoch` of the checkpoint are not shown", note)
+
+    def test_its_metadata_or_one_of_its_files_names_the_set(self):
+        whole = tensorfs("ls", SMALL, "--json").json()["sets"]
+        for name in (".metadata", "__1_0.distcp"):
+            outcome = tensorfs("ls", SMALL / name, "--json")
+            self.assert_done(outcome)
+            self.assertEqual(outcome.json()["sets"], whole)
+
+    def test_a_mount_shows_the_model_and_the_files_beside_it(self):
+        step = self.copied()
+        (step / "config.json").write_text("{}")
+        shutil.copy(FIXTURES / "torch/zip_tied.bin", step / "common.pt")
+        with Mount(step) as m:
+            self.assertEqual(sorted(p.name for p in m.path.iterdir()), ["common.pt", "config.json", "model.safetensors"])
+            self.assertEqual((m.path / "model.safetensors").read_bytes(), oracle.from_distcp(SMALL))
+
+    def test_a_file_of_another_save_is_not_shown_and_named(self):
+        step = self.copied()
+        shutil.copy(step / "__0_0.distcp", step / "__9_0.distcp")
+        outcome = tensorfs("verify", step, "--json")
+        self.assert_done(outcome)
+        self.assertIn("__9_0.distcp is not of this save by `.metadata` and not shown", json.dumps(outcome.json()["notes"]))
+        with Mount(step) as m:
+            self.assertEqual([p.name for p in m.path.iterdir()], ["model.safetensors"])
+
+    def test_beside_safetensors_it_is_shown_as_it_is_and_read_if_it_is_named(self):
+        step = self.copied()
+        whole = oracle.from_distcp(SMALL)
+        (step / "other.safetensors").write_bytes(whole)
+        with Mount(step) as m:
+            self.assertEqual((m.path / ".metadata").read_bytes(), (SMALL / ".metadata").read_bytes())
+            self.assertFalse((m.path / "model.safetensors").exists())
+        outcome = tensorfs("ls", step / ".metadata", "--json")
+        self.assert_done(outcome)
+        self.assertEqual(outcome.json()["sets"][0]["name"], "model.safetensors")
+
+    def test_consolidate_and_convert_write_what_a_mount_shows(self):
+        entry = by_id("torch_dcp_fsdp_tp_ws4")
+        whole = oracle.from_distcp(entry.source)
+        self.assert_done(tensorfs("consolidate", entry.source, self.tmp / "out"))
+        self.assert_done(tensorfs("convert", entry.source, self.tmp / "one.safetensors", "--verify"))
+        expected = oracle.read_header(whole).tensors
+        for path in (self.tmp / "out/model.safetensors", self.tmp / "one.safetensors"):
+            found = oracle.tensor_bytes(path)
+            self.assertEqual(set(found), set(expected))
+            for name, (dtype, shape, data) in found.items():
+                known = entry.tensors[name]
+                self.assertEqual((dtype, shape, oracle.sha256(data)), (known["dtype"], known["shape"], known["sha256"]))
+
+    def test_views_cut_and_cast_its_tensors(self):
+        with Mount(FIXTURES / "torch/dcp_fsdp_tp_ws4", "include=*weight", "dtype=bf16") as m:
+            found = oracle.tensor_bytes(m.path / "model.safetensors")
+        self.assertEqual({name: dtype for name, (dtype, *_) in found.items()}, {"0.weight": "BF16", "1.weight": "BF16"})
+
+    def test_a_save_appears_under_a_mount_once_its_metadata_is_there(self):
+        store = self.tmp / "store"
+        (store / "step").mkdir(parents=True)
+        with Mount(store, "watch=auto") as m:
+            for path in sorted(SMALL.glob("*.distcp")):
+                shutil.copy(path, store / "step")
+            shown = m.path / "step/model.safetensors"
+            self.assertFalse(shown.exists())
+            shutil.copy(SMALL / ".metadata", store / "step/.metadata.tmp")
+            (store / "step/.metadata.tmp").rename(store / "step/.metadata")
+            wait_until(shown.exists, 60, "the checkpoint is shown")
+            self.assertEqual(shown.read_bytes(), oracle.from_distcp(SMALL))
+
+    def test_index_says_that_it_keeps_none(self):
+        outcome = tensorfs("index", SMALL)
+        self.assertEqual(outcome.code, 1, outcome)
+        self.assertIn("dcp_small: no index is kept of pickles of torch", outcome.stderr)
+
+    def test_one_part_of_a_checkpoint_that_several_machines_have_saved_is_refused_by_name(self):
+        step = self.copied()
+        (step / "__2_0.distcp").unlink()
+        outcome = tensorfs("mount", step, self.mount_point())
+        self.assert_refused(outcome)
+        self.assertIn("step/__2_0.distcp: `.metadata` places 2 chunks in this file, which is not there", outcome.stderr)

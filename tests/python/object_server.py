@@ -4,6 +4,7 @@ on command. Runs in a thread of a test, or by itself: `object_server.py` prints 
     PUT, DELETE /BUCKET/KEY   change the objects
     POST /-/faults            a JSON list of faults, which take the place of those before
     POST /-/public            a JSON list of buckets that need no signature
+    POST /-/delay             seconds that each answer takes; -1: there is none
     GET /-/requests           what was asked so far, as JSON
 """
 
@@ -178,6 +179,8 @@ class Handler(BaseHTTPRequestHandler):
         data = json.loads(self.body())
         if self.path == "/-/faults":
             self.store.faults = data
+        elif self.path == "/-/delay":
+            self.store.delay = data
         else:
             self.store.public = set(data)
         self.answer(200)
@@ -193,8 +196,9 @@ class Handler(BaseHTTPRequestHandler):
         is_signed = "Authorization" in self.headers
         line = {"method": self.command, "path": self.path, "signed": is_signed, **asked}
         self.store.requests.append(line)
-        if self.store.delay:
-            time.sleep(self.store.delay)
+        while self.store.delay < 0 and not self.store.over.wait(0.05):
+            pass
+        time.sleep(max(self.store.delay, 0))
         fault = self.store.fault(self.command, self.path)
         if fault and self.disturb(fault):
             return None

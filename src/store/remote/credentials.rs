@@ -1,13 +1,19 @@
 //! Credentials for S3: the chain of AWS, asked when they are first needed and again before they end.
 
+use std::collections::HashMap;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use reqsign_aws_core::{Credential, DefaultCredentialProvider};
+use reqsign_aws_core::{
+    AssumeRoleWithWebIdentityCredentialProvider, Credential, ECSCredentialProvider,
+    EnvCredentialProvider, IMDSv2CredentialProvider, ProcessCredentialProvider,
+    ProfileCredentialProvider, SSOCredentialProvider,
+};
 use reqsign_core::time::Timestamp;
 use reqsign_core::{
-    CommandExecute, CommandOutput, Context, Error, FileRead, HttpSend, OsEnv, ProvideCredential,
-    Result, SigningCredential,
+    CommandExecute, CommandOutput, Context, Env, Error, FileRead, HttpSend, OsEnv,
+    ProvideCredentialDyn, Result, SigningCredential,
 };
 
 /// Time limit of the whole chain.
@@ -22,9 +28,25 @@ const SERVICE_LIMIT: Duration = Duration::from_secs(10);
 /// How long it counts that there are none.
 const NONE_FOR: Duration = Duration::from_secs(60);
 
+/// A way to credentials.
+type Provider = Box<dyn ProvideCredentialDyn<Credential = Credential>>;
+
+/// The ways to credentials, in the order of AWS, with names for the log.
+fn providers() -> Vec<(&'static str, Provider)> {
+    vec![
+        ("the environment", Box::new(EnvCredentialProvider::new())),
+        ("a profile", Box::new(ProfileCredentialProvider::default())),
+        ("SSO", Box::new(SSOCredentialProvider::default())),
+        ("a web identity", Box::new(AssumeRoleWithWebIdentityCredentialProvider::default())),
+        ("a program of a profile", Box::new(ProcessCredentialProvider::default())),
+        ("the container", Box::new(ECSCredentialProvider::default())),
+        ("the machine", Box::new(IMDSv2CredentialProvider::default())),
+    ]
+}
+
 /// The credentials of this process.
 pub(super) struct CredentialChain {
-    provider: DefaultCredentialProvider,
+    providers: Vec<(&'static str, Provider)>,
     context: Context,
     /// What was found last, and when. Never printed.
     held: tokio::sync::Mutex<Option<(Option<Credential>, Instant)>>,
@@ -34,12 +56,11 @@ impl CredentialChain {
     /// The chain, which asks services by `client`.
     pub(super) fn new(client: reqwest::Client, of_host: reqwest::Client) -> CredentialChain {
         let context = Context::new()
-            .with_env(OsEnv)
+            .with_env(Variables)
             .with_file_read(LocalFiles)
             .with_command_execute(LocalCommands)
             .with_http_send(Services { client, of_host });
-        let (provider, held) = (DefaultCredentialProvider::new(), tokio::sync::Mutex::default());
-        CredentialChain { provider, context, held }
+        CredentialChain { providers: providers(), context, held: tokio::sync::Mutex::default() }
     }
 
     /// The credentials, `None` where there are none: then requests are not signed.
@@ -52,20 +73,52 @@ impl CredentialChain {
             Some((None, since)) if since.elapsed() < NONE_FOR => return None,
             _ => {}
         }
-        let asked = self.provider.provide_credential(&self.context);
-        let found = match tokio::time::timeout(CHAIN_LIMIT, asked).await {
-            // A variable may be set to nothing.
-            Ok(Ok(found)) => found.filter(|found| found.is_valid_at(Timestamp::now())),
-            // The details may have secrets.
-            Ok(Err(_)) | Err(_) => None,
-        };
+        let found = tokio::time::timeout(CHAIN_LIMIT, self.ask()).await.unwrap_or_default();
         *held = Some((found.clone(), Instant::now()));
         found
+    }
+
+    /// The first credentials that a provider gives. What a provider says of its failure may have
+    /// secrets, and is not logged.
+    async fn ask(&self) -> Option<Credential> {
+        for (name, provider) in &self.providers {
+            match provider.provide_credential_dyn(&self.context).await {
+                Ok(Some(found)) if found.is_valid_at(Timestamp::now()) => {
+                    tracing::debug!("credentials come from {name}");
+                    return Some(found);
+                }
+                Ok(_) => {}
+                Err(e) => tracing::debug!("no credentials from {name}: {:?}", e.kind()),
+            }
+        }
+        None
     }
 
     /// The server says that these have ended: the next request asks anew.
     pub(super) async fn forget(&self) {
         *self.held.lock().await = None;
+    }
+}
+
+/// The variables of this process. One that is set to nothing counts as not set.
+#[derive(Debug)]
+struct Variables;
+
+impl Env for Variables {
+    fn var(&self, name: &str) -> Option<String> {
+        OsEnv.var(name).filter(|value| !value.is_empty())
+    }
+
+    fn vars(&self) -> HashMap<String, String> {
+        let known = std::env::vars_os().filter(|(_, value)| !value.is_empty());
+        let as_text = known.filter_map(|(name, value)| {
+            Some((name.into_string().ok()?, value.into_string().ok()?))
+        });
+        as_text.collect()
+    }
+
+    fn home_dir(&self) -> Option<PathBuf> {
+        OsEnv.home_dir()
     }
 }
 

@@ -9,6 +9,10 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause that no server asked for.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
+/// Longest wait for the next byte of the first try, and shortest of any.
+const STALL_FIRST: Duration = Duration::from_secs(3);
+const STALL_MIN: Duration = Duration::from_millis(200);
+
 /// Most tries in a row that fail with no answer at all, of requests that nobody's read waits for.
 const UNREACHABLE_MAX: u32 = 4;
 
@@ -53,11 +57,11 @@ impl Patience {
         Patience { began, deadline, waits_for_server, tries, failures, unreachable, broken }
     }
 
-    /// The longest wait for the next byte of one try: part of what is left, so that there is time for
-    /// another try.
+    /// The longest wait for the next byte of one try: a part of the time, so that there is some for
+    /// another try. It grows, because a server may be slow.
     pub(super) fn stall_limit(&self) -> Duration {
-        let left = self.deadline.saturating_duration_since(self.began);
-        (left / 4).clamp(Duration::from_millis(200), Duration::from_secs(15))
+        let first = STALL_FIRST.min(self.deadline.saturating_duration_since(self.began) / 4);
+        first.saturating_mul(1 << self.failures.min(10)).max(STALL_MIN)
     }
 
     /// Bytes have come: the pauses begin anew.
@@ -124,6 +128,18 @@ fn shortened(pause: Duration) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_try_waits_longer_than_the_one_before_and_leaves_time_for_another() {
+        let mut patience = Patience::until(Instant::now() + Duration::from_secs(60), true);
+        assert_eq!(patience.stall_limit(), STALL_FIRST);
+        patience.failures = 2;
+        assert_eq!(patience.stall_limit(), STALL_FIRST * 4);
+        let short = Patience::until(Instant::now() + Duration::from_secs(4), true);
+        assert!(short.stall_limit() <= Duration::from_secs(1));
+        let over = Patience::until(Instant::now(), true);
+        assert_eq!(over.stall_limit(), STALL_MIN);
+    }
 
     #[test]
     fn pauses_grow_up_to_a_limit_and_differ() {

@@ -44,7 +44,9 @@ const MAP_LEN_MAX: usize = 256 << 20;
 
 /// Whether a URL that ends in `name` means a file.
 pub(super) fn is_file_name(name: &str) -> bool {
-    names::is_weights(name) || names::is_of_torch(name) || OF_FILES.iter().any(|end| name.ends_with(end))
+    names::is_weights(name)
+        || names::is_of_torch(name)
+        || OF_FILES.iter().any(|end| name.ends_with(end))
 }
 
 /// The part of a URL for the name `name` of the folder `key`.

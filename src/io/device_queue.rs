@@ -91,7 +91,7 @@ impl Waker {
 /// The reads of one device.
 pub(super) struct DeviceQueue {
     key: QueueKey,
-    /// What answers reads of other sources.
+    /// Name of the store of sources that are no local files.
     store: Option<String>,
     /// The file system of local files.
     file_system: Option<FileSystem>,

@@ -129,7 +129,7 @@ impl Source {
         }
     }
 
-    /// What answers its reads, for people, where the source is no local file.
+    /// Name of its store, for people, where the source is no local file.
     pub(crate) fn store_name(&self) -> Option<String> {
         match self {
             Source::Local(_) => None,
@@ -234,7 +234,7 @@ impl Source {
         self.read_until(buf, offset, None)
     }
 
-    /// As `read_exact_at`. After `until` nobody waits for the bytes, so that a store stops trying.
+    /// Reads like `read_exact_at`. After `until` nobody waits for the bytes, so that a store stops trying.
     ///
     /// # Errors
     /// The errors of `read_exact_at`.
@@ -317,7 +317,7 @@ impl Source {
         }
     }
 
-    /// As `check`, right after reads of it. A store answers each read for the version that it names,
+    /// Confirms the source like `check`, right after reads of it. A store answers each read for the version that it names,
     /// so that it need not be asked again.
     ///
     /// # Errors

@@ -32,7 +32,7 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
     /// `NotFound` where no folder is there.
     fn list(&self, path: &Path) -> io::Result<StoreListing>;
 
-    /// What answers its reads, for people: a protocol and a host.
+    /// Its name for people: a protocol and a host.
     fn name(&self) -> Option<String> {
         None
     }

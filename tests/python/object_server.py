@@ -45,7 +45,7 @@ class ObjectServer:
         self.public = set()
         self.page = page
         self.number = 0
-        # What is sent as ETag: "quoted", "bare", "weak" or "none".
+        # The form of ETags: "quoted", "bare", "weak" or "none".
         self.tags = "quoted"
         # The least time that an answer takes.
         self.delay = 0

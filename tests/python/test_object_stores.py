@@ -129,7 +129,7 @@ class Commands(RemoteCase):
         self.assertTrue(ranged and all(request["If-Match"] for request in ranged))
 
     def test_names_with_any_characters_are_read(self):
-        prefix = "a b/ü+%20&=?#'(~)/d.e"
+        prefix = "a b/\u00fc+%20&=?#'(~)/d.e"
         self.server.put_folder("bucket", prefix, self.source)
         self.assert_whole(f"s3://bucket/{prefix}")
 
@@ -297,7 +297,7 @@ class Mounts(RemoteCase):
             self.assertIn(f'"{URL}"', status)
             self.assertIn(f"s3 at 127.0.0.1:{self.server.port}", status)
             self.assertIn(f'"source":"{URL}"', os.getxattr(mount.path / FILE, "user.tensorfs.source").decode())
-            # What the mount shows is a source of its own.
+            # The mount is a source too.
             self.assert_done(self.tensorfs("verify", mount.path / FILE))
             self.assert_done(tensorfs("load", mount.path))
 

@@ -48,7 +48,7 @@ fn providers() -> Vec<(&'static str, Provider)> {
 pub(super) struct CredentialChain {
     providers: Vec<(&'static str, Provider)>,
     context: Context,
-    /// What was found last, and when. Never printed.
+    /// The last result, and its time. Never printed.
     held: tokio::sync::Mutex<Option<(Option<Credential>, Instant)>>,
 }
 
@@ -78,8 +78,8 @@ impl CredentialChain {
         found
     }
 
-    /// The first credentials that a provider gives. What a provider says of its failure may have
-    /// secrets, and is not logged.
+    /// The first credentials that a provider gives. The message of a failure may have secrets, and is
+    /// not logged.
     async fn ask(&self) -> Option<Credential> {
         for (name, provider) in &self.providers {
             match provider.provide_credential_dyn(&self.context).await {

@@ -41,7 +41,7 @@ pub(super) struct S3Signing {
 
 /// A server.
 pub(super) struct Endpoint {
-    /// What comes before the name of an object in a URL.
+    /// The URL up to the name of an object.
     base: String,
     /// The host, for people.
     pub(super) host: String,
@@ -159,7 +159,7 @@ impl Endpoint {
         Trouble::Passing { why, after: None }
     }
 
-    /// What an answer that is no success means.
+    /// The meaning of an answer that is no success.
     async fn refusal(&self, answer: Response, is_signed: bool) -> Trouble {
         let (status, headers) = (answer.status(), answer.headers().clone());
         let code = code_of(answer).await;
@@ -391,7 +391,7 @@ impl Endpoint {
         Ok(state)
     }
 
-    /// One try to read `range` to `buf` from `have` on. What has come stays when it fails.
+    /// One try to read `range` to `buf` from `have` on. Bytes that have come stay when it fails.
     async fn fill(
         &self,
         wanted: &Wanted,

@@ -2,7 +2,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
-/// What a store speaks.
+/// The protocol of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Protocol {
     /// S3, with listings and signatures.

@@ -55,7 +55,7 @@ pub(super) fn store_of(url: &Path) -> Arc<dyn StoreKind> {
 /// A bucket, or an HTTP server.
 struct RemoteStore {
     location: Location,
-    /// What a child of a fork makes anew.
+    /// The server. A child of a fork makes it anew.
     own: PerProcess<Result<Arc<Endpoint>, (ErrorKind, String)>>,
     /// States that were seen last, by the numbers of their objects.
     known: PerProcess<Mutex<HashMap<u64, ObjectState>>>,

@@ -1,5 +1,5 @@
-//! What all remote stores of a process share: the threads that drive connections, the HTTP clients, the
-//! credentials, and how many requests each server gets at a time.
+//! State that all remote stores of a process share: the threads that drive connections, the HTTP
+//! clients, the credentials, and how many requests each server gets at a time.
 
 use std::collections::HashMap;
 use std::io;
@@ -32,7 +32,7 @@ const CA_BUNDLE: &str = "AWS_CA_BUNDLE";
 /// A child of a fork has none of the threads, and makes its own.
 static OF_PROCESS: PerProcess<Result<RemoteProcess, String>> = PerProcess::new();
 
-/// What the stores of this process share.
+/// State that the stores of this process share.
 pub(super) struct RemoteProcess {
     pub(super) runtime: Runtime,
     /// Follows redirects.
@@ -44,7 +44,7 @@ pub(super) struct RemoteProcess {
 }
 
 impl RemoteProcess {
-    /// That of this process, made at the first use.
+    /// The state of this process, made at the first use.
     ///
     /// # Errors
     /// If threads or clients cannot be made.

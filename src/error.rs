@@ -238,26 +238,55 @@ impl fmt::Display for Fault {
 pub enum SourceUri {
     /// A file or folder of this machine.
     Path(PathBuf),
+    /// An object of a remote store, or a folder of them.
+    Url(String),
 }
 
 impl SourceUri {
-    /// The path, where it is one.
+    /// The path, or the URL as a path, as the functions of this crate take it.
     pub fn path(&self) -> Option<&Path> {
-        let SourceUri::Path(path) = self;
-        Some(path)
+        match self {
+            SourceUri::Path(path) => Some(path),
+            SourceUri::Url(url) => Some(Path::new(url)),
+        }
     }
 }
 
 impl<P: AsRef<Path>> From<P> for SourceUri {
     fn from(path: P) -> SourceUri {
-        SourceUri::Path(path.as_ref().to_owned())
+        let path = path.as_ref();
+        if is_url(path) {
+            SourceUri::Url(real_name(path))
+        } else {
+            SourceUri::Path(path.to_owned())
+        }
     }
 }
 
 impl fmt::Display for SourceUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let SourceUri::Path(path) = self;
-        f.write_str(&shown_path(path))
+        match self {
+            SourceUri::Path(path) => f.write_str(&shown_path(path)),
+            SourceUri::Url(url) => f.write_str(&shown(url)),
+        }
+    }
+}
+
+/// Whether `path` is a URL of a remote store.
+pub fn is_url(path: &Path) -> bool {
+    let bytes = path.as_os_str().as_encoded_bytes();
+    ["s3://", "http://", "https://"].iter().any(|start| bytes.starts_with(start.as_bytes()))
+}
+
+/// A URL without what may be secret in it: the user before the host, and what follows a `?` of HTTP.
+fn without_secrets(url: &str) -> String {
+    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let host =
+        authority.rsplit_once('@').map_or(authority.to_owned(), |(_, host)| format!("***@{host}"));
+    match path.find('?').filter(|_| scheme != "s3") {
+        Some(end) => format!("{scheme}://{host}{}?***", &path[..end]),
+        None => format!("{scheme}://{host}{path}"),
     }
 }
 
@@ -479,7 +508,8 @@ pub fn shown_path(path: &Path) -> String {
 
 /// `path` as it is, for programs: JSON, options. Text for people goes through `shown_path`.
 pub fn real_name(path: &Path) -> String {
-    path.to_string_lossy().into_owned()
+    let name = path.to_string_lossy();
+    if is_url(path) { without_secrets(&name) } else { name.into_owned() }
 }
 
 /// `text` fit for one line of a terminal or a log: characters that could end the line, move the
@@ -521,6 +551,23 @@ fn shortened(text: &str, max: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn secrets_of_a_url_are_never_shown() {
+        for (url, expected) in [
+            ("https://u:hunter2@h/a?sig=hunter2", "https://***@h/a?***"),
+            ("http://h/a?hunter2#x", "http://h/a?***"),
+            ("s3://b/a?b", "s3://b/a?b"),
+            ("s3://u:hunter2@b/a@b", "s3://***@b/a@b"),
+        ] {
+            let path = Path::new(url);
+            assert_eq!(
+                (real_name(path), shown_path(path)),
+                (expected.to_owned(), expected.to_owned())
+            );
+            assert_eq!(SourceUri::from(path).to_string(), expected);
+        }
+    }
 
     #[test]
     fn no_part_of_an_error_reaches_a_terminal_raw() {

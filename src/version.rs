@@ -87,6 +87,11 @@ impl Version {
         self.modified
     }
 
+    /// The time that a file of it shows: that of its bytes, where the store has that.
+    pub fn shown_time(&self) -> Option<Time> {
+        self.modified.or(self.changed)
+    }
+
     /// Time of the last change of bytes or attributes, if the store has it.
     pub fn changed(&self) -> Option<Time> {
         self.modified.max(self.changed)
@@ -126,6 +131,17 @@ impl Version {
         let kind = if is_folder { EntryKind::Folder } else { EntryKind::File };
         let (file, changed) = (FileId { queue, number }, modified);
         Version { len, file, kind, modified, changed, attributes: [0; 2] }
+    }
+
+    /// As `of_object`, of a file whose `number` tells all of its bytes, as an ETag does. `changed` is
+    /// for people: two versions with different times may have the same bytes.
+    pub(crate) fn of_tagged_object(
+        queue: QueueKey,
+        number: [u64; 2],
+        len: u64,
+        changed: Option<Time>,
+    ) -> Version {
+        Version { modified: None, ..Version::of_object(queue, number, false, len, changed) }
     }
 
     /// It without its queue, which has another number after each mount of a file system.

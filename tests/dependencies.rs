@@ -31,13 +31,16 @@ const LICENSES: &[&str] = &[
 ];
 
 /// Further licences for one package each, as (package, licence, why).
-const LICENSE_EXCEPTIONS: &[(&str, &str, &str)] =
-    &[("libfuzzer-sys", "NCSA", "links into the fuzz targets only, which are never shipped")];
+const LICENSE_EXCEPTIONS: &[(&str, &str, &str)] = &[
+    ("libfuzzer-sys", "NCSA", "links into the fuzz targets only, which are never shipped"),
+    ("webpki-root-certs", "CDLA-Permissive-2.0", "is built for Android and Windows only"),
+];
 
 /// Packages that must not come in by any way, with the reason.
 const BANNED: &[(&str, &str)] = &[
     ("openssl-sys", "needs a C library of the right version on every machine: use rustls"),
     ("native-tls", "is openssl on Linux: use rustls"),
+    ("aws-lc-sys", "is a large build of C: use ring"),
 ];
 
 /// Packages held at one version, as (package, version, why).
@@ -48,11 +51,11 @@ const PINNED: &[(&str, &str, &str)] = &[(
 )];
 
 /// Packages that the library must build without: FUSE, Python and a command line are for the
-/// packages around it, CUDA is for builds with the feature of that name.
-const CORE_REACHES_NO: &[&str] = &["fuser", "cudarc", "pyo3", "clap"];
+/// packages around it, CUDA and HTTP are for builds with the features for them.
+const CORE_REACHES_NO: &[&str] = &["fuser", "cudarc", "pyo3", "clap", "reqwest"];
 
 /// Features of the core that reach something of these, as (feature, package).
-const CORE_REACHES_BY_FEATURE: &[(&str, &str)] = &[("cuda", "cudarc")];
+const CORE_REACHES_BY_FEATURE: &[(&str, &str)] = &[("cuda", "cudarc"), ("remote", "reqwest")];
 
 /// Packages that only the fuzz targets may reach.
 const FUZZ_ONLY: &[&str] = &["libfuzzer-sys"];

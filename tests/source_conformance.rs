@@ -6,13 +6,20 @@
 #[allow(dead_code, reason = "other tests use the rest")]
 mod memory_store;
 
+#[path = "common/object_server.rs"]
+#[allow(dead_code, reason = "other tests use the rest")]
+mod object_server;
+
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 
 use memory_store::MemoryStore;
+use object_server::ObjectServer;
 use tempfile::TempDir;
 use tensorfs::Error;
 use tensorfs::internal::io::{
@@ -35,6 +42,10 @@ trait StoreKind {
     fn remove(&self, name: &str);
     /// Whether a pin keeps the bytes of what is removed.
     fn pins_keep_bytes(&self) -> bool;
+    /// Whether it lists whatever lies in a folder.
+    fn lists_all(&self) -> bool {
+        true
+    }
 }
 
 /// The local file system.
@@ -102,6 +113,84 @@ impl StoreKind for MemoryKind {
     }
 }
 
+/// A server of objects, by S3 or as a plain HTTP server.
+struct RemoteKind {
+    server: Arc<ObjectServer>,
+    bucket: String,
+    /// The URL of its buckets.
+    root: String,
+}
+
+impl RemoteKind {
+    /// A new bucket.
+    fn new(server: &Arc<ObjectServer>, root: &str) -> RemoteKind {
+        static LAST: AtomicU32 = AtomicU32::new(0);
+        let bucket = format!("bucket-{}", LAST.fetch_add(1, Ordering::Relaxed));
+        server.put(&format!("{bucket}/beside"), b"");
+        server.order("public", &format!("[{bucket:?}]"));
+        RemoteKind { server: server.clone(), bucket, root: root.to_owned() }
+    }
+
+    fn path(&self, name: &str) -> String {
+        format!("{}/folder/{name}", self.bucket)
+    }
+}
+
+impl StoreKind for RemoteKind {
+    fn store(&self) -> Store {
+        Store::of(&self.folder())
+    }
+
+    fn folder(&self) -> PathBuf {
+        format!("{}{}/folder", self.root, self.bucket).into()
+    }
+
+    fn replace(&self, name: &str, bytes: &[u8]) {
+        self.server.put(&self.path(name), bytes);
+    }
+
+    fn overwrite(&self, name: &str, bytes: &[u8]) {
+        self.replace(name, bytes);
+    }
+
+    fn remove(&self, name: &str) {
+        self.server.remove(&self.path(name));
+    }
+
+    fn pins_keep_bytes(&self) -> bool {
+        false
+    }
+
+    fn lists_all(&self) -> bool {
+        self.root == S3
+    }
+}
+
+const S3: &str = "s3://";
+
+#[test]
+fn an_s3_store_conforms() {
+    // The server is named by the environment of a process.
+    const SERVED: &str = "TENSORFS_TEST_S3";
+    let Ok(port) = std::env::var(SERVED) else {
+        let server = ObjectServer::start();
+        let mut own = Command::new(std::env::current_exe().unwrap());
+        own.args(["--exact", "an_s3_store_conforms"]).envs(server.environment());
+        let done = own.env(SERVED, server.port().to_string()).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
+        return;
+    };
+    let server = Arc::new(ObjectServer::of_port(port.parse().unwrap()));
+    conforms(&|| RemoteKind::new(&server, S3));
+}
+
+#[test]
+fn an_http_server_conforms() {
+    let server = Arc::new(ObjectServer::start());
+    let root = format!("{}/", server.url());
+    conforms(&|| RemoteKind::new(&server, &root));
+}
+
 #[test]
 fn a_store_in_memory_conforms() {
     conforms(&|| MemoryKind(MemoryStore::add()));
@@ -136,6 +225,9 @@ fn open(kind: &impl StoreKind, bytes: &[u8]) -> Arc<Source> {
 }
 
 fn names_are_listed_sorted(kind: &impl StoreKind) {
+    if !kind.lists_all() {
+        return;
+    }
     for name in ["b", "a", "c"] {
         kind.replace(name, b"x");
     }

@@ -125,6 +125,14 @@ const CRATE_HOMES: &[(&str, &[&str])] = &[
     ("salsa20", &["src/format/tensorizer/salsa.rs"]),
     ("argon2", &["src/format/tensorizer/keys.rs"]),
     ("lru", &["src/cache.rs", "python/src/loading.rs"]),
+    ("bytes", &["src/store/remote/"]),
+    ("quick_xml", &["src/store/remote/"]),
+    ("reqsign_aws_core", &["src/store/remote/"]),
+    ("reqsign_aws_v4", &["src/store/remote/"]),
+    ("reqsign_core", &["src/store/remote/"]),
+    ("reqwest", &["src/store/remote/"]),
+    ("rustls", &["src/store/remote/"]),
+    ("tokio", &["src/store/remote/"]),
 ];
 
 /// Crates that belong to the packages around the core, never to the core itself.

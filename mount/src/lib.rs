@@ -12,6 +12,8 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::process::ExitCode;
 
+use tensorfs::internal::error::is_url;
+
 pub use options::Options;
 
 /// Runs the command that the process was started as.
@@ -23,7 +25,8 @@ pub fn main() -> ExitCode {
     let name = name.as_deref().map(Path::new).and_then(Path::file_name);
     let first = args.next();
     // `mount -t fuse.tensorfs` runs `tensorfs SOURCE TARGET -o ...`.
-    let called_with_source = first.as_ref().is_some_and(|arg| Path::new(arg).is_absolute());
+    let called_with_source =
+        first.as_ref().is_some_and(|arg| Path::new(arg).is_absolute() || is_url(Path::new(arg)));
     let status = if name == Some(OsStr::new(cli::generator::NAME)) {
         cli::generator::main(std::env::args_os().skip(1))
     } else if name == Some(OsStr::new("mount.tensorfs")) || called_with_source {

@@ -1,13 +1,18 @@
-//! The programs on a store that is not the local file system: one in memory, from a listing to a mount.
+//! The programs on stores that are not the local file system, from a listing to a mount: one in memory,
+//! and a bucket of S3.
 //!
 //! The test program is both the tests and, in processes of its own, the `tensorfs` command with a
-//! store in memory. No shipped program has that store.
+//! store in memory. No shipped program has that store. The bucket is read by the shipped program.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 
 #[path = "../../tests/common/memory_store.rs"]
 #[allow(dead_code, reason = "other tests use the rest")]
 mod memory_store;
+
+#[path = "../../tests/common/object_server.rs"]
+#[allow(dead_code, reason = "other tests use the rest")]
+mod object_server;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -18,6 +23,7 @@ use std::time::{Duration, Instant};
 
 use memory_store::MemoryStore;
 use nix::sys::stat::Mode;
+use object_server::ObjectServer;
 use tempfile::TempDir;
 
 /// Names the folder whose files the store of a process begins with.
@@ -37,11 +43,14 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 type Test = (&'static str, fn());
 
-const TESTS: [Test; 4] = [
+const TESTS: [Test; 7] = [
     ("commands_say_and_write_the_same", commands_say_and_write_the_same),
     ("files_that_are_short_or_gone_fail", files_that_are_short_or_gone_fail),
     ("a_mount_shows_the_bytes_and_follows_changes", a_mount_shows_the_bytes_and_follows_changes),
     ("reads_of_a_store_that_stalls_fail", reads_of_a_store_that_stalls_fail),
+    ("commands_on_a_bucket", || say_and_write_the_same(Place::of_bucket())),
+    ("a_mount_of_a_bucket", || show_the_bytes_and_follow_changes(Place::of_bucket())),
+    ("reads_of_a_bucket_that_stalls_fail", || stall(Place::of_bucket())),
 ];
 
 fn main() -> ExitCode {
@@ -97,12 +106,31 @@ fn obey(store: &Arc<MemoryStore>, line: &str) {
     }
 }
 
-/// A model in a folder, of which a store in memory has a copy.
-struct Place(TempDir);
+/// Does to a bucket what `obey` does to a store in memory.
+fn obey_remotely(server: &ObjectServer, line: &str) {
+    let words: Vec<&str> = line.split(' ').collect();
+    match words.as_slice() {
+        ["put", name, file] => server.put(&format!("bucket/{name}"), &fs::read(file).unwrap()),
+        ["remove", name] => server.remove(&format!("bucket/{name}")),
+        ["slow", milliseconds] => {
+            let seconds = milliseconds.parse::<f64>().unwrap() / 1000.0;
+            server.order("delay", &seconds.to_string());
+        }
+        ["stall"] => server.order("delay", "-1"),
+        ["answer"] => server.order("delay", "0"),
+        _ => panic!("{line}"),
+    }
+}
+
+/// A model in a folder, of which a store in memory or a bucket has a copy.
+struct Place {
+    folder: TempDir,
+    server: Option<ObjectServer>,
+}
 
 impl Place {
     fn new() -> Place {
-        let place = Place(tempfile::tempdir().unwrap());
+        let place = Place { folder: tempfile::tempdir().unwrap(), server: None };
         let from = Path::new("../tests/fixtures/hf/gpt2_tiny");
         fs::create_dir_all(place.path("store/model")).unwrap();
         for file in fs::read_dir(from).unwrap().map(Result::unwrap) {
@@ -111,14 +139,33 @@ impl Place {
         place
     }
 
+    fn of_bucket() -> Place {
+        let (place, server) = (Place::new(), ObjectServer::start());
+        server.put_folder("bucket/model", &place.path("store/model"));
+        Place { server: Some(server), ..place }
+    }
+
     fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
+        self.folder.path().join(name)
+    }
+
+    /// The copy of the model.
+    fn source(&self) -> String {
+        let root = if self.server.is_some() { "s3://bucket" } else { ROOT };
+        format!("{root}/model")
     }
 
     /// The command with these words.
     fn command(&self, words: &[&str]) -> Command {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(words).env(FOLDER, self.path("store")).env("TENSORFS_INDEX_DIR", "none");
+        let mut command = match &self.server {
+            None => Command::new(std::env::current_exe().unwrap()),
+            Some(_) => Command::new(env!("CARGO_BIN_EXE_tensorfs")),
+        };
+        match &self.server {
+            None => command.env(FOLDER, self.path("store")),
+            Some(server) => command.envs(server.environment()),
+        };
+        command.args(words).env("TENSORFS_INDEX_DIR", "none");
         command
     }
 
@@ -144,25 +191,28 @@ impl Place {
             (out, text)
         };
         let folder = self.path("store/model").canonicalize().unwrap();
-        let (memory, said) = on(&format!("{ROOT}/model"), "of-memory.safetensors");
+        let (copy, said) = on(&self.source(), "of-copy.safetensors");
         let (local, said_of_local) = on(folder.to_str().unwrap(), "of-folder.safetensors");
         if !["load", "verify", "consolidate"].contains(&words[0]) {
             assert_eq!(said, said_of_local, "{words:?}");
         }
-        [memory, local]
+        [copy, local]
     }
 }
 
 fn commands_say_and_write_the_same() {
-    let place = Place::new();
+    say_and_write_the_same(Place::new());
+}
+
+fn say_and_write_the_same(place: Place) {
     place.run_both(&["ls", "SOURCE"]);
     place.run_both(&["ls", "--json", "SOURCE"]);
     place.run_both(&["inspect", "SOURCE"]);
     place.run_both(&["verify", "SOURCE"]);
     place.run_both(&["load", "SOURCE"]);
     for view in ["prefer=shards", "dtype=f32", "exclude=*bias*"] {
-        let [memory, local] = place.run_both(&["consolidate", "-o", view, "SOURCE", "OUT"]);
-        let bytes = fs::read(memory).unwrap();
+        let [copy, local] = place.run_both(&["consolidate", "-o", view, "SOURCE", "OUT"]);
+        let bytes = fs::read(copy).unwrap();
         assert!(bytes == fs::read(local).unwrap() && bytes.len() > 1000, "{view}");
     }
     let indexed = place.path("index");
@@ -180,7 +230,7 @@ fn files_that_are_short_or_gone_fail() {
         .map(|file| file.unwrap().file_name().into_string().unwrap())
         .find(|name| name.contains("-00002-of-"))
         .unwrap();
-    let source = format!("{ROOT}/model");
+    let source = place.source();
     let fails = |first: String, words: &[&str], why: &str| {
         let done = place.command(words).env(FIRST, &first).output().unwrap();
         let said = String::from_utf8_lossy(&done.stderr).into_owned();
@@ -196,8 +246,9 @@ fn files_that_are_short_or_gone_fail() {
     fails(stalled, &["ls", "-o", "io-timeout=1", &source], "no answer within 1 seconds");
 }
 
-/// A mount of the store of its process.
-struct Mount {
+/// A mount of the store of its process, or of a bucket.
+struct Mount<'a> {
+    place: &'a Place,
     process: Child,
     target: PathBuf,
     commands: File,
@@ -205,9 +256,9 @@ struct Mount {
     done: PathBuf,
 }
 
-impl Mount {
+impl Mount<'_> {
     /// Mounts `model` of the store, `None` where there is no FUSE.
-    fn new(place: &Place, options: &str) -> Option<Mount> {
+    fn new<'a>(place: &'a Place, options: &str) -> Option<Mount<'a>> {
         if !Path::new("/dev/fuse").exists() {
             eprintln!("skipped: no /dev/fuse");
             return None;
@@ -216,10 +267,10 @@ impl Mount {
         fs::create_dir(&target).unwrap();
         nix::unistd::mkfifo(&fifo, Mode::S_IRWXU).unwrap();
         let commands = OpenOptions::new().read(true).write(true).open(&fifo).unwrap();
-        let words = ["mount", "-f", "-o", options, &format!("{ROOT}/model")];
+        let words = ["mount", "-f", "-o", options, &place.source()];
         let process = place.command(&words).arg(&target).env(COMMANDS, &fifo).spawn().unwrap();
         let done = fifo.with_extension("done");
-        let mount = Mount { process, target, commands, done };
+        let mount = Mount { place, process, target, commands, done };
         mount.wait_for("the mount", || mount.target.join("model.safetensors").exists());
         Some(mount)
     }
@@ -233,15 +284,21 @@ impl Mount {
     }
 
     fn order(&mut self, line: &str) {
+        if let Some(server) = &self.place.server {
+            return obey_remotely(server, line);
+        }
         let _ = fs::remove_file(&self.done);
         self.commands.write_all(format!("{line}\n").as_bytes()).unwrap();
         self.wait_for(line, || fs::read(&self.done).is_ok_and(|done| done == line.as_bytes()));
     }
 }
 
-impl Drop for Mount {
+impl Drop for Mount<'_> {
     fn drop(&mut self) {
-        let _ = self.commands.write_all(b"answer\nslow 0\n");
+        match &self.place.server {
+            None => drop(self.commands.write_all(b"answer\nslow 0\n")),
+            Some(server) => server.order("delay", "0"),
+        }
         let _ = nix::mount::umount2(&self.target, nix::mount::MntFlags::MNT_DETACH);
         let _ = Command::new("fusermount3").args(["-u", "-z"]).arg(&self.target).output();
         let _ = self.process.wait();
@@ -249,7 +306,10 @@ impl Drop for Mount {
 }
 
 fn a_mount_shows_the_bytes_and_follows_changes() {
-    let place = Place::new();
+    show_the_bytes_and_follow_changes(Place::new());
+}
+
+fn show_the_bytes_and_follow_changes(place: Place) {
     let [_, local] = place.run_both(&["consolidate", "SOURCE", "OUT"]);
     let expected = fs::read(local).unwrap();
     let options = "watch=poll,watch-interval=1,watch-grace=1";
@@ -299,7 +359,10 @@ fn model_file(place: &Place) -> PathBuf {
 }
 
 fn reads_of_a_store_that_stalls_fail() {
-    let place = Place::new();
+    stall(Place::new());
+}
+
+fn stall(place: Place) {
     let Some(mut mount) = Mount::new(&place, "watch=off,io-timeout=1") else { return };
     let model = mount.target.join("model.safetensors");
     mount.order("stall");

@@ -28,6 +28,7 @@ pub(crate) fn raised(py: Python<'_>, error: &Error, loaded: Option<&str>) -> PyE
 fn errno(error: &io::Error) -> i32 {
     error.raw_os_error().unwrap_or(match error.kind() {
         io::ErrorKind::NotFound => libc::ENOENT,
+        io::ErrorKind::PermissionDenied => libc::EACCES,
         io::ErrorKind::TimedOut => libc::ETIMEDOUT,
         io::ErrorKind::OutOfMemory => libc::ENOMEM,
         io::ErrorKind::StorageFull => libc::ENOSPC,

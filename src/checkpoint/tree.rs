@@ -59,7 +59,7 @@ impl Tree {
             .collect::<Result<Vec<_>>>()?;
         let mut tree = Tree {
             source: root.clone(),
-            given: std::path::absolute(source).map_err(open_error)?,
+            given: store.absolute(source).map_err(open_error)?,
             options: options.clone(),
             only: None,
             left_out: LeftOut::default(),

@@ -91,6 +91,8 @@ impl Waker {
 /// The reads of one device.
 pub(super) struct DeviceQueue {
     key: QueueKey,
+    /// Name of the store of sources that are no local files.
+    store: Option<String>,
     /// The file system of local files.
     file_system: Option<FileSystem>,
     pub(super) settings: Settings,
@@ -180,6 +182,7 @@ impl DeviceQueue {
         }
         DeviceQueue {
             key: source.queue_key(),
+            store: source.store_name(),
             file_system: source.local().map(LocalFile::file_system),
             settings,
             counters,
@@ -318,7 +321,7 @@ impl DeviceQueue {
         }
         loop {
             let Some((file, offset, target)) = transfer.next() else {
-                let result = transfer.read_stored();
+                let result = transfer.read_stored(self.settings.timeout);
                 self.counters.source_reads.add(1);
                 self.counters.source_bytes.add(if result.is_ok() {
                     transfer.len() as u64
@@ -595,7 +598,7 @@ impl DeviceQueue {
             RingState::Never => ("pread", Some("the file system may wait for others".to_owned())),
         };
         QueueStatus {
-            device: self.key.to_string(),
+            device: self.store.clone().unwrap_or_else(|| self.key.to_string()),
             file_system: self.file_system.map(FileSystem::name),
             local: self.file_system.is_some_and(FileSystem::is_local),
             backend: backend.to_owned(),

@@ -91,7 +91,7 @@ pub fn read_all_stored(reads: &mut [Read<'_>]) -> Result<()> {
 }
 
 fn check_all(reads: &[Read<'_>]) -> Result<()> {
-    distinct(reads).try_for_each(|source| source.check())
+    distinct(reads).try_for_each(|source| source.check_after_read())
 }
 
 /// The sources of `reads`; reads of one source mostly follow each other.

@@ -30,6 +30,8 @@ pub(super) struct ReadJob {
     pub(super) id: u64,
     pub(super) source: Arc<Source>,
     pub(super) range: Range<u64>,
+    /// The start of its deadline.
+    pub(super) since: Instant,
     /// Whether encrypted bytes stay as they are stored.
     pub(super) stored: bool,
     pub(super) target: ReadTarget,
@@ -159,6 +161,7 @@ impl FetchQueue {
         if priority == Priority::Prefetch {
             flight.since = now;
         }
+        let since = flight.since;
         let of_source = self.sources.entry(key).or_default();
         of_source.queued[priority as usize].remove(&id);
         self.sent.take(key, 1);
@@ -170,7 +173,7 @@ impl FetchQueue {
             return None;
         };
         self.refresh(key);
-        Some(ReadJob { id, source, range, stored, target, cached })
+        Some(ReadJob { id, source, range, since, stored, target, cached })
     }
 
     /// Whether the answer to a fetch has `Effort::Long`.

@@ -48,6 +48,8 @@ pub(super) struct Transfer {
     refused: bool,
     /// Number of EAGAIN results so far.
     again: u32,
+    /// The start of its deadline.
+    since: Instant,
     began: Instant,
     span: Span,
 }
@@ -65,7 +67,7 @@ pub(super) enum Next {
 impl Transfer {
     /// Opens what is needed and decides how to read. May wait for the file system.
     pub(super) fn begin(job: ReadJob, direct: DirectIo) -> Result<Transfer> {
-        let ReadJob { source, range, stored, target, cached, .. } = job;
+        let ReadJob { source, range, since, stored, target, cached, .. } = job;
         let decrypts = !stored && source.is_encrypted();
         let needed = if decrypts { source.cover(&range) } else { range.clone() };
         let len = range.end - range.start;
@@ -124,6 +126,7 @@ impl Transfer {
             decrypts,
             refused,
             again,
+            since,
             began,
             span,
         })
@@ -165,10 +168,11 @@ impl Transfer {
         Some((file, self.start + self.have as u64, &mut self.buffer[self.have..end]))
     }
 
-    /// Reads all bytes of a source that is no local file.
-    pub(super) fn read_stored(&mut self) -> Result<()> {
+    /// Reads all bytes of a source that is no local file, within the time limit of a read.
+    pub(super) fn read_stored(&mut self, timeout: Option<Duration>) -> Result<()> {
         let offset = self.start + self.needed.start as u64;
-        self.source.read_exact_at(&mut self.buffer[self.needed.clone()], offset)
+        let until = timeout.and_then(|timeout| self.since.checked_add(timeout));
+        self.source.read_until(&mut self.buffer[self.needed.clone()], offset, until)
     }
 
     /// Takes the result of the read.

@@ -17,6 +17,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 pub use copy_mode::CopyMode;
 pub use descriptors::{Pin, raise_limit};
@@ -128,6 +129,14 @@ impl Source {
         }
     }
 
+    /// Name of its store, for people, where the source is no local file.
+    pub(crate) fn store_name(&self) -> Option<String> {
+        match self {
+            Source::Local(_) => None,
+            Source::Stored(file) => file.store_name(),
+        }
+    }
+
     fn notes(&self) -> &Notes {
         match self {
             Source::Local(file) => &file.notes,
@@ -222,6 +231,19 @@ impl Source {
     /// # Errors
     /// `Error::Changed` where the source ends before, `Error::Io` where the read fails.
     pub fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
+        self.read_until(buf, offset, None)
+    }
+
+    /// Reads like `read_exact_at`. After `until` nobody waits for the bytes, so that a store stops trying.
+    ///
+    /// # Errors
+    /// The errors of `read_exact_at`.
+    pub(crate) fn read_until(
+        &self,
+        buf: &mut [u8],
+        offset: u64,
+        until: Option<Instant>,
+    ) -> Result<()> {
         if are_zeros(offset) {
             self.check_known()?;
             buf.fill(0);
@@ -229,7 +251,7 @@ impl Source {
         }
         match self {
             Source::Local(file) => file.read_exact_at(buf, offset),
-            Source::Stored(file) => file.read_exact_at(buf, offset),
+            Source::Stored(file) => file.read_exact_at(buf, offset, until),
         }
     }
 
@@ -292,6 +314,18 @@ impl Source {
         match self {
             Source::Local(file) => file.check(),
             Source::Stored(file) => file.check(),
+        }
+    }
+
+    /// Confirms the source like `check`, right after reads of it. A store answers each read for the version that it names,
+    /// so that it need not be asked again.
+    ///
+    /// # Errors
+    /// The errors of `check`.
+    pub(crate) fn check_after_read(&self) -> Result<()> {
+        match self {
+            Source::Local(file) => file.check(),
+            Source::Stored(_) => self.check_known(),
         }
     }
 

@@ -5,6 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::notes::Notes;
 use crate::error::{Error, Result};
@@ -31,12 +32,24 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
     /// `NotFound` where no folder is there.
     fn list(&self, path: &Path) -> io::Result<StoreListing>;
 
-    /// Fills `buf` with the bytes at `offset` of the file at `path`.
+    /// Its name for people: a protocol and a host.
+    fn name(&self) -> Option<String> {
+        None
+    }
+
+    /// Fills `buf` with the bytes at `offset` of the file at `path`. After `until` nobody waits for them.
     ///
     /// # Errors
     /// `StaleNetworkFileHandle` if the file is not there in this `version`, `UnexpectedEof` if it ends
     /// before.
-    fn read(&self, path: &Path, version: &Version, offset: u64, buf: &mut [u8]) -> io::Result<()>;
+    fn read(
+        &self,
+        path: &Path,
+        version: &Version,
+        offset: u64,
+        buf: &mut [u8],
+        until: Option<Instant>,
+    ) -> io::Result<()>;
 }
 
 /// A folder of a store.
@@ -77,6 +90,10 @@ impl StoreFile {
         self.store.may_block()
     }
 
+    pub(super) fn store_name(&self) -> Option<String> {
+        self.store.name()
+    }
+
     /// The version at its path now.
     pub(super) fn look(&self) -> Result<Version> {
         self.store.version(&self.path).map_err(|e| Error::io(&self.path, "look at", e))
@@ -87,10 +104,15 @@ impl StoreFile {
         StoreFile::new(&self.store, &self.path, version)
     }
 
-    pub(super) fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
+    pub(super) fn read_exact_at(
+        &self,
+        buf: &mut [u8],
+        offset: u64,
+        until: Option<Instant>,
+    ) -> Result<()> {
         self.notes.check_known(&self.path)?;
         let end = offset + buf.len() as u64;
-        self.store.read(&self.path, &self.version, offset, buf).map_err(|e| match e.kind() {
+        self.store.read(&self.path, &self.version, offset, buf, until).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => self.ends_before(end),
             io::ErrorKind::StaleNetworkFileHandle => self.set_replaced(),
             _ => Error::io(&self.path, "read", e),

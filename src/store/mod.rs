@@ -3,6 +3,8 @@
 
 pub mod folder;
 pub mod hub_cache;
+#[cfg(feature = "remote")]
+mod remote;
 pub mod resolve;
 
 use std::ffi::OsString;
@@ -11,7 +13,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, is_url};
 use crate::source::{FileSystem, Source, StoreKind, StoreListing, local_version, version_now};
 use crate::sync::RwLock;
 use crate::version::Version;
@@ -36,6 +38,10 @@ impl Store {
 
     /// The store of the file or folder at `path`.
     pub fn of(path: &Path) -> Store {
+        #[cfg(feature = "remote")]
+        if is_url(path) {
+            return Store(Some(remote::store_of(path)));
+        }
         let others = OTHERS.read();
         let mut found = others.iter().filter(|(root, _)| path.starts_with(root));
         found.next().map_or(Store::LOCAL, |(_, store)| store.clone())
@@ -60,9 +66,21 @@ impl Store {
     /// Where nothing is there, or a folder on the way cannot be read.
     pub fn real_path(&self, path: &Path) -> io::Result<PathBuf> {
         match &self.0 {
+            None if is_url(path) => Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "this build has no remote sources: cargo feature `remote`",
+            )),
             None => fs::canonicalize(path),
-            Some(kind) => kind.version(path).map(|_| path.components().collect()),
+            Some(kind) => kind.version(path).map(|_| plain(path)),
         }
+    }
+
+    /// `path`, absolute, perhaps with links. Nothing need be there.
+    ///
+    /// # Errors
+    /// Where the working directory is gone.
+    pub fn absolute(&self, path: &Path) -> io::Result<PathBuf> {
+        if self.is_local() && !is_url(path) { std::path::absolute(path) } else { Ok(plain(path)) }
     }
 
     /// The names in a folder, sorted.
@@ -145,6 +163,19 @@ impl Store {
         match &self.0 {
             None => Source::closed(path, version),
             Some(kind) => Source::stored(kind, path, version),
+        }
+    }
+}
+
+/// A path of another store without superfluous slashes. The two of a URL stay.
+fn plain(path: &Path) -> PathBuf {
+    let url = path.to_str().filter(|_| is_url(path)).and_then(|url| url.split_once("://"));
+    match url {
+        None => path.components().collect(),
+        Some((scheme, rest)) => {
+            let parts: Vec<&str> =
+                rest.split('/').filter(|part| !["", "."].contains(part)).collect();
+            format!("{scheme}://{}", parts.join("/")).into()
         }
     }
 }

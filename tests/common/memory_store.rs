@@ -6,7 +6,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorfs::internal::source::{StoreKind, StoreListing};
 use tensorfs::internal::store::Store;
@@ -193,7 +193,14 @@ impl StoreKind for MemoryStore {
         Ok(StoreListing { version: self.folder_version(path), entries, partial: false })
     }
 
-    fn read(&self, path: &Path, version: &Version, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+    fn read(
+        &self,
+        path: &Path,
+        version: &Version,
+        offset: u64,
+        buf: &mut [u8],
+        _: Option<Instant>,
+    ) -> io::Result<()> {
         let state = self.answer(2);
         let object = state.objects.get(path).ok_or_else(not_found)?.clone();
         drop(state);

@@ -226,7 +226,8 @@ class Mount:
     """
 
     def __init__(self, source, *options, at=None, background=False, binary=BIN, watchdog=WATCHDOG_SECONDS, **popen):
-        self.source = Path(source)
+        # A path has no two slashes, a URL has.
+        self.source = source if "://" in str(source) else Path(source)
         self.options = options
         self.background = background
         self.binary = binary

@@ -149,4 +149,4 @@ class Service(Cache, ServiceCase):
             config.write_text(mount_config("a", source, self.tmp / "t"))
             outcome = tensorfs("serve", "--check", "--config", config)
             self.assertNotEqual(outcome.code, 0, source)
-            self.assertIn("expected an absolute path, or ORG/NAME", outcome.stderr)
+            self.assertIn("expected an absolute path, a URL, or ORG/NAME", outcome.stderr)

@@ -170,7 +170,7 @@ impl Node {
 
     /// Takes length and time of a file that follows its source from `now`.
     pub(crate) fn set_attributes(&self, now: &Version) {
-        *self.attributes.lock() = (now.len, system_time(now.modified().unwrap_or_default()));
+        *self.attributes.lock() = (now.len, system_time(now.shown_time().unwrap_or_default()));
     }
 
     /// Whether it is an unproved file of the source, which always shows its current content.
@@ -393,7 +393,7 @@ pub(crate) fn file_node(
     let mut newest = None;
     let plain = is_plain(&shown.content);
     let mut add = |version: Version| {
-        newest = newest.max(version.modified());
+        newest = newest.max(version.shown_time());
         let (file, content) = (version.file_words(), version.content_words());
         // A plain file stays the same one when it is written to.
         let words = if plain { &file[..] } else { &content[..] };

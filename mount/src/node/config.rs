@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use nix::libc;
 use tensorfs::UnknownWord;
-use tensorfs::internal::error::{quoted, shown_path};
+use tensorfs::internal::error::{is_url, quoted, shown_path};
 use tensorfs::internal::store::hub_cache;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -73,7 +73,7 @@ pub(crate) struct ServiceConfig {
 pub(crate) struct MountConfig {
     /// Its name in messages.
     pub name: String,
-    /// Absolute path of the source, or the name of a model in the hub cache.
+    /// Absolute path or URL of the source, or the name of a model in the hub cache.
     pub source: PathBuf,
     /// Absolute path of the mount point.
     pub target: PathBuf,
@@ -325,15 +325,16 @@ impl<'a> Section<'a> {
         Err(self.wrong(key, span, &format!("{}: {problem}", shown_path(path))))
     }
 
-    /// The source of a mount: a path, or the name of a model in the hub cache.
+    /// The source of a mount: a path, a URL, or the name of a model in the hub cache.
     fn source(&self) -> Result<PathBuf, String> {
         let (text, span) = self.required("source")?;
         let path = Path::new(&text);
-        if hub_cache::has_form(path) {
+        if hub_cache::has_form(path) || is_url(path) {
             return Ok(text.into());
         }
         if path.is_relative() {
-            let problem = "expected an absolute path, or ORG/NAME of a model in the hub cache";
+            let problem =
+                "expected an absolute path, a URL, or ORG/NAME of a model in the hub cache";
             return Err(self.wrong("source", span, &format!("{}: {problem}", shown_path(path))));
         }
         self.path("source")

@@ -1,0 +1,97 @@
+"""Checkpoints in object stores, by URL. The server has the promises of `tests/python/test_object_stores.py`."""
+
+import numpy as np
+import safetensors.numpy
+
+import tensorfs
+from manifest import by_id
+from object_server import ObjectServer
+from package import TestCase, environment, python, threads
+
+URL = "s3://bucket/models/tiny"
+
+# The parent has connections and threads of its own before it forks.
+IN_A_CHILD = """
+import os, sys
+import tensorfs
+
+url, fds = sys.argv[1], os.pipe()
+first = tensorfs.load_file(url, framework="np")
+child = os.fork()
+if child == 0:
+    again = tensorfs.load_file(url, framework="np")
+    same = all((again[name] == tensor).all() for name, tensor in first.items())
+    os.write(fds[1], b"same" if same and len(again) == len(first) else b"other")
+    os._exit(0)
+os.waitpid(child, 0)
+print(os.read(fds[0], 10).decode())
+"""
+
+
+class ObjectStores(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = by_id("hf_three_shards").source
+        self.server = ObjectServer().start()
+        self.addCleanup(self.server.stop)
+        self.server.put_folder("bucket", "models/tiny", self.source)
+        variables = environment(**self.server.environment(), HOME=str(self.tmp))
+        variables.__enter__()
+        self.addCleanup(variables.__exit__, None, None, None)
+        self.expected = tensorfs.load_file(self.source, framework="np")
+
+    def assert_same(self, tensors):
+        self.assertEqual(tensors.keys(), self.expected.keys())
+        for name, tensor in self.expected.items():
+            np.testing.assert_array_equal(tensors[name], tensor)
+
+    def test_the_first_remote_source_starts_the_threads_for_them_and_a_child_has_its_own(self):
+        self.assertNotIn("tensorfs-remote", threads())
+        variables = self.server.environment()
+        self.assertEqual(python(IN_A_CHILD, URL, **variables).strip(), "same")
+
+    def test_tensors_of_a_url_are_those_of_the_folder(self):
+        # The server of an S3 URL is chosen once in a process.
+        code = """
+import sys
+import numpy as np
+import tensorfs
+
+url, folder = sys.argv[1:3]
+local = tensorfs.load_file(folder, framework="np")
+remote = tensorfs.load_file(url, framework="np")
+assert local.keys() == remote.keys()
+with tensorfs.safe_open(url, framework="np") as file:
+    for name, tensor in local.items():
+        assert (remote[name] == tensor).all() and (file.get_tensor(name) == tensor).all()
+    part = max(local, key=lambda name: local[name].ndim)
+    assert (file.get_slice(part)[1:3] == local[part][1:3]).all()
+tensorfs.consolidate(url, sys.argv[3])
+for url, error in ((url + "/none", FileNotFoundError), ("s3://none/x", FileNotFoundError)):
+    try:
+        tensorfs.load_file(url, framework="np")
+    except error as e:
+        assert e.filename == url, e.filename
+    else:
+        raise AssertionError(url)
+"""
+        out = self.tmp / "whole.safetensors"
+        python(code, URL, self.source, out, **self.server.environment())
+        self.assert_same(safetensors.numpy.load_file(out))
+
+    def test_a_url_of_a_plain_server_is_loaded_and_a_refusal_has_its_exception(self):
+        self.server.public.add("bucket")
+        url = f"{self.server.url}/bucket/models/tiny"
+        self.assert_same(tensorfs.load_file(url, framework="np"))
+        self.server.public.clear()
+        with self.assertRaises(PermissionError) as raised:
+            tensorfs.load_file(url, framework="np")
+        self.assertIn("it is not public", str(raised.exception))
+        self.assertEqual(raised.exception.filename, url)
+
+    def test_a_server_that_is_gone_is_an_error_of_the_system(self):
+        url = f"{self.server.url}/bucket/models/tiny"
+        self.server.stop()
+        with self.assertRaises(OSError) as raised:
+            tensorfs.load_file(url, framework="np")
+        self.assertIn("no connection to 127.0.0.1", str(raised.exception))

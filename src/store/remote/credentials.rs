@@ -1,0 +1,181 @@
+//! Credentials for S3: the chain of AWS, asked when they are first needed and again before they end.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use reqsign_aws_core::{
+    AssumeRoleWithWebIdentityCredentialProvider, Credential, ECSCredentialProvider,
+    EnvCredentialProvider, IMDSv2CredentialProvider, ProcessCredentialProvider,
+    ProfileCredentialProvider, SSOCredentialProvider,
+};
+use reqsign_core::time::Timestamp;
+use reqsign_core::{
+    CommandExecute, CommandOutput, Context, Env, Error, FileRead, HttpSend, OsEnv,
+    ProvideCredentialDyn, Result, SigningCredential,
+};
+
+/// Time limit of the whole chain.
+const CHAIN_LIMIT: Duration = Duration::from_secs(20);
+
+/// Time limit of a question to a service on this machine or its host, which may not be there.
+const HOST_LIMIT: Duration = Duration::from_secs(1);
+
+/// Time limit of a question to a service in the network.
+const SERVICE_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long it counts that there are none.
+const NONE_FOR: Duration = Duration::from_secs(60);
+
+/// A way to credentials.
+type Provider = Box<dyn ProvideCredentialDyn<Credential = Credential>>;
+
+/// The ways to credentials, in the order of AWS, with names for the log.
+fn providers() -> Vec<(&'static str, Provider)> {
+    vec![
+        ("the environment", Box::new(EnvCredentialProvider::new())),
+        ("a profile", Box::new(ProfileCredentialProvider::default())),
+        ("SSO", Box::new(SSOCredentialProvider::default())),
+        ("a web identity", Box::new(AssumeRoleWithWebIdentityCredentialProvider::default())),
+        ("a program of a profile", Box::new(ProcessCredentialProvider::default())),
+        ("the container", Box::new(ECSCredentialProvider::default())),
+        ("the machine", Box::new(IMDSv2CredentialProvider::default())),
+    ]
+}
+
+/// The credentials of this process.
+pub(super) struct CredentialChain {
+    providers: Vec<(&'static str, Provider)>,
+    context: Context,
+    /// The last result, and its time. Never printed.
+    held: tokio::sync::Mutex<Option<(Option<Credential>, Instant)>>,
+}
+
+impl CredentialChain {
+    /// The chain, which asks services by `client`.
+    pub(super) fn new(client: reqwest::Client, of_host: reqwest::Client) -> CredentialChain {
+        let context = Context::new()
+            .with_env(Variables)
+            .with_file_read(LocalFiles)
+            .with_command_execute(LocalCommands)
+            .with_http_send(Services { client, of_host });
+        CredentialChain { providers: providers(), context, held: tokio::sync::Mutex::default() }
+    }
+
+    /// The credentials, `None` where there are none: then requests are not signed.
+    pub(super) async fn get(&self) -> Option<Credential> {
+        let mut held = self.held.lock().await;
+        match &*held {
+            Some((Some(credential), _)) if credential.is_valid() => {
+                return Some(credential.clone());
+            }
+            Some((None, since)) if since.elapsed() < NONE_FOR => return None,
+            _ => {}
+        }
+        let found = tokio::time::timeout(CHAIN_LIMIT, self.ask()).await.unwrap_or_default();
+        *held = Some((found.clone(), Instant::now()));
+        found
+    }
+
+    /// The first credentials that a provider gives. The message of a failure may have secrets, and is
+    /// not logged.
+    async fn ask(&self) -> Option<Credential> {
+        for (name, provider) in &self.providers {
+            match provider.provide_credential_dyn(&self.context).await {
+                Ok(Some(found)) if found.is_valid_at(Timestamp::now()) => {
+                    tracing::debug!("credentials come from {name}");
+                    return Some(found);
+                }
+                Ok(_) => {}
+                Err(e) => tracing::debug!("no credentials from {name}: {:?}", e.kind()),
+            }
+        }
+        None
+    }
+
+    /// The server says that these have ended: the next request asks anew.
+    pub(super) async fn forget(&self) {
+        *self.held.lock().await = None;
+    }
+}
+
+/// The variables of this process. One that is set to nothing counts as not set.
+#[derive(Debug)]
+struct Variables;
+
+impl Env for Variables {
+    fn var(&self, name: &str) -> Option<String> {
+        OsEnv.var(name).filter(|value| !value.is_empty())
+    }
+
+    fn vars(&self) -> HashMap<String, String> {
+        let known = std::env::vars_os().filter(|(_, value)| !value.is_empty());
+        let as_text = known.filter_map(|(name, value)| {
+            Some((name.into_string().ok()?, value.into_string().ok()?))
+        });
+        as_text.collect()
+    }
+
+    fn home_dir(&self) -> Option<PathBuf> {
+        OsEnv.home_dir()
+    }
+}
+
+/// Files of the user: `~/.aws/config` and the like.
+#[derive(Debug)]
+struct LocalFiles;
+
+impl FileRead for LocalFiles {
+    async fn file_read(&self, path: &str) -> Result<Vec<u8>> {
+        std::fs::read(path).map_err(|e| Error::config_invalid(format!("cannot be read: {e}")))
+    }
+}
+
+/// Programs that a profile names as `credential_process`.
+#[derive(Debug)]
+struct LocalCommands;
+
+impl CommandExecute for LocalCommands {
+    async fn command_execute<'a>(
+        &'a self,
+        program: &'a str,
+        args: &'a [&'a str],
+    ) -> Result<CommandOutput> {
+        let mut command = std::process::Command::new(program);
+        command.args(args).stdin(std::process::Stdio::null());
+        let run = tokio::task::spawn_blocking(move || command.output()).await;
+        let failed = |e: String| Error::config_invalid(format!("credential_process: {e}"));
+        let output = run.map_err(|e| failed(e.to_string()))?.map_err(|e| failed(e.to_string()))?;
+        let status = output.status.code().unwrap_or(-1);
+        Ok(CommandOutput { status, stdout: output.stdout, stderr: output.stderr })
+    }
+}
+
+/// Services that give credentials. Plain HTTP is for those of this machine and its host, which no
+/// proxy leads to.
+#[derive(Debug)]
+struct Services {
+    client: reqwest::Client,
+    of_host: reqwest::Client,
+}
+
+impl HttpSend for Services {
+    async fn http_send(&self, request: http::Request<Bytes>) -> Result<http::Response<Bytes>> {
+        let is_host = request.uri().scheme_str() == Some("http");
+        let (client, limit) =
+            if is_host { (&self.of_host, HOST_LIMIT) } else { (&self.client, SERVICE_LIMIT) };
+        let failed = |e: reqwest::Error| Error::unexpected(e.without_url().to_string());
+        let answered = async {
+            let request = reqwest::Request::try_from(request).map_err(failed)?;
+            let answer = client.execute(request).await.map_err(failed)?;
+            let (status, headers) = (answer.status(), answer.headers().clone());
+            let mut whole = http::Response::new(answer.bytes().await.map_err(failed)?);
+            *whole.status_mut() = status;
+            *whole.headers_mut() = headers;
+            Ok(whole)
+        };
+        let late = |_| Error::unexpected("no answer in time");
+        tokio::time::timeout(limit, answered).await.map_err(late)?
+    }
+}

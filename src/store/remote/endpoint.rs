@@ -1,0 +1,465 @@
+//! One server as a store sees it: requests to it, signed where it is S3, and what its refusals mean.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use reqsign_aws_v4::RequestSigner;
+use reqsign_core::{Context, SignRequest};
+use reqwest::header::{self, HeaderMap, HeaderName, HeaderValue};
+use reqwest::{Method, Response, StatusCode};
+use tokio::sync::Semaphore;
+
+use super::patience::{Patience, Trouble};
+use super::shared::RemoteProcess;
+use super::state::{
+    ObjectState, check_answer, content_range, len_of, replaced, retry_after, text_of,
+};
+use crate::sync::Mutex;
+use crate::version::Version;
+
+/// The hash of no bytes, which is what all requests here send.
+const NO_BYTES_SHA256: &str = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+
+/// Most bytes of an error that are looked at.
+const ERROR_LEN_MAX: usize = 64 << 10;
+
+/// The header by which S3 names the region of a bucket.
+const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region");
+
+/// How requests to S3 are signed.
+#[derive(Debug)]
+pub(super) struct S3Signing {
+    /// The region, which the server may correct.
+    pub(super) region: Mutex<String>,
+    /// Whether requests are signed at all.
+    pub(super) is_wanted: bool,
+    /// The URL of the bucket with `{region}` in it, if the server depends on the region.
+    pub(super) by_region: Option<String>,
+}
+
+/// A server.
+pub(super) struct Endpoint {
+    /// The URL up to the name of an object.
+    base: String,
+    /// The host, for people.
+    pub(super) host: String,
+    pub(super) signing: Option<S3Signing>,
+    slots: Arc<Semaphore>,
+}
+
+/// A request.
+#[derive(Clone, Debug)]
+pub(super) struct Wanted {
+    pub(super) method: Method,
+    /// The escaped name of the object, and the query.
+    pub(super) target: String,
+    pub(super) headers: Vec<(HeaderName, String)>,
+}
+
+impl Wanted {
+    pub(super) fn new(method: Method, target: impl Into<String>) -> Wanted {
+        Wanted { method, target: target.into(), headers: Vec::new() }
+    }
+}
+
+impl Endpoint {
+    pub(super) fn new(base: String, signing: Option<S3Signing>) -> io::Result<Endpoint> {
+        let url: reqwest::Url = base
+            .replace("{region}", "region")
+            .parse()
+            .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "is no usable URL"))?;
+        let host = match (url.host_str(), url.port()) {
+            (Some(host), Some(port)) => format!("{host}:{port}"),
+            (host, _) => host.unwrap_or_default().to_owned(),
+        };
+        let slots = RemoteProcess::get()?.slots_of(&host);
+        Ok(Endpoint { base, host, signing, slots })
+    }
+
+    fn base(&self) -> String {
+        match &self.signing {
+            Some(S3Signing { by_region: Some(base), region, .. }) => {
+                base.replace("{region}", &region.lock())
+            }
+            _ => self.base.clone(),
+        }
+    }
+
+    /// One try of a request, up to the headers of its answer, which is a success.
+    pub(super) async fn send(&self, wanted: &Wanted, limit: Duration) -> Result<Response, Trouble> {
+        let process = RemoteProcess::get().map_err(Trouble::Final)?;
+        let (request, is_signed) = self.request(process, wanted).await?;
+        let client = if self.signing.is_some() { &process.direct } else { &process.following };
+        let answer = match tokio::time::timeout(limit, client.execute(request)).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(e)) => return Err(self.lost(e)),
+            Err(_) => return Err(self.late(limit)),
+        };
+        if answer.status().is_success() {
+            Ok(answer)
+        } else {
+            Err(self.refusal(answer, is_signed).await)
+        }
+    }
+
+    /// The request, and whether it is signed.
+    async fn request(
+        &self,
+        process: &RemoteProcess,
+        wanted: &Wanted,
+    ) -> Result<(reqwest::Request, bool), Trouble> {
+        let unusable =
+            |why: &str| Trouble::Final(io::Error::new(io::ErrorKind::InvalidInput, why.to_owned()));
+        let url = format!("{}{}", self.base(), wanted.target);
+        let url: reqwest::Url = url.parse().map_err(|_| unusable("is no usable URL"))?;
+        let mut builder = http::Request::builder().method(wanted.method.clone()).uri(url.as_str());
+        builder = builder.header(header::ACCEPT_ENCODING, "identity");
+        for (name, value) in &wanted.headers {
+            builder = builder.header(name, value);
+        }
+        let (mut parts, ()) =
+            builder.body(()).map_err(|_| unusable("is no usable URL"))?.into_parts();
+        let mut is_signed = false;
+        if let Some(signing) = self.signing.as_ref().filter(|signing| signing.is_wanted)
+            && let Some(credential) = process.credentials.get().await
+        {
+            let hash = HeaderValue::from_static(NO_BYTES_SHA256);
+            parts.headers.insert("x-amz-content-sha256", hash);
+            let signer = RequestSigner::new("s3", &signing.region.lock().clone());
+            let nothing = Context::new();
+            let signed = signer.sign_request(&nothing, &mut parts, Some(&credential), None);
+            // The details may have secrets.
+            signed.await.map_err(|_| unusable("the credentials cannot sign a request"))?;
+            is_signed = true;
+        }
+        let mut request = reqwest::Request::new(parts.method, url);
+        *request.headers_mut() = parts.headers;
+        Ok((request, is_signed))
+    }
+
+    /// The trouble of a connection that was lost, or never there.
+    fn lost(&self, e: reqwest::Error) -> Trouble {
+        let host = &self.host;
+        let is_connect = e.is_connect();
+        let why = root_cause(&e.without_url());
+        if is_connect {
+            Trouble::Unreachable(format!("no connection to {host}: {why}"))
+        } else {
+            Trouble::Passing {
+                why: format!("the connection to {host} was lost: {why}"),
+                after: None,
+            }
+        }
+    }
+
+    fn late(&self, limit: Duration) -> Trouble {
+        let why = format!("no answer from {} within {:.1} s", self.host, limit.as_secs_f64());
+        Trouble::Passing { why, after: None }
+    }
+
+    /// The meaning of an answer that is no success.
+    async fn refusal(&self, answer: Response, is_signed: bool) -> Trouble {
+        let (status, headers) = (answer.status(), answer.headers().clone());
+        let code = code_of(answer).await;
+        if let Some(trouble) = self.other_region(&headers, &code) {
+            return trouble;
+        }
+        let number = status.as_u16();
+        let said = if code.is_empty() { number.to_string() } else { format!("{number} {code}") };
+        let said = format!("{} answers {said}", self.host);
+        let refused = |kind, why: String| Trouble::Final(io::Error::new(kind, why));
+        if code == "ExpiredToken" || code == "TokenRefreshRequired" {
+            if let Ok(process) = RemoteProcess::get() {
+                process.credentials.forget().await;
+            }
+            return Trouble::Broken(format!("{said}: the credentials have ended"));
+        }
+        match status {
+            StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE => replaced(),
+            StatusCode::NOT_FOUND | StatusCode::GONE => {
+                let why = if code == "NoSuchBucket" {
+                    "there is no such bucket"
+                } else {
+                    "nothing is there"
+                };
+                refused(io::ErrorKind::NotFound, format!("{said}: {why}"))
+            }
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+                let why = self.why_denied(status, &code, is_signed);
+                refused(io::ErrorKind::PermissionDenied, format!("{said}: {why}"))
+            }
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT => {
+                Trouble::Passing { why: said, after: retry_after(&headers) }
+            }
+            status if status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED => {
+                Trouble::Passing { why: said, after: retry_after(&headers) }
+            }
+            _ if code == "RequestTimeout" => Trouble::Passing { why: said, after: None },
+            StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => {
+                refused(io::ErrorKind::Unsupported, said)
+            }
+            _ => refused(io::ErrorKind::Other, said),
+        }
+    }
+
+    fn why_denied(&self, status: StatusCode, code: &str, is_signed: bool) -> &'static str {
+        match (&self.signing, code) {
+            (_, "SignatureDoesNotMatch") => "the secret key is wrong",
+            (_, "InvalidAccessKeyId") => "the access key is unknown there",
+            (_, "RequestTimeTooSkewed") => "the clock of this machine is wrong",
+            (Some(_), _) if is_signed => "the credentials do not allow it",
+            (Some(signing), _) if signing.is_wanted => {
+                "no credentials were found, and it is not public: set AWS_ACCESS_KEY_ID and \
+                 AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            }
+            (Some(_), _) => "AWS_SKIP_SIGNATURE is set, and it is not public",
+            (None, _) if status == StatusCode::UNAUTHORIZED => {
+                "it asks for a login, which is not supported"
+            }
+            (None, _) => "it is not public",
+        }
+    }
+
+    /// Takes the region that the server names, if that is another one, so that the next try goes there.
+    fn other_region(&self, headers: &HeaderMap, code: &str) -> Option<Trouble> {
+        let signing = self.signing.as_ref()?;
+        let region = text_of(headers, BUCKET_REGION)?.to_owned();
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
+        if region.is_empty() || !region.chars().all(is_plain) || *signing.region.lock() == region {
+            return None;
+        }
+        let why = format!("the bucket is in the region {region} ({code})");
+        *signing.region.lock() = region;
+        Some(Trouble::Broken(why))
+    }
+
+    /// A place among the requests to the server.
+    async fn slot(&self, deadline: Instant) -> io::Result<tokio::sync::SemaphorePermit<'_>> {
+        let late = |_| io::Error::from(io::ErrorKind::TimedOut);
+        let slot = tokio::time::timeout_at(deadline.into(), self.slots.acquire()).await;
+        slot.map_err(late)?.map_err(io::Error::other)
+    }
+
+    /// The headers of the answer to a request whose bytes do not matter.
+    ///
+    /// # Errors
+    /// The refusal of the server, or no answer in time.
+    pub(super) async fn headers(
+        &self,
+        wanted: &Wanted,
+        deadline: Instant,
+    ) -> io::Result<(StatusCode, HeaderMap)> {
+        let _slot = self.slot(deadline).await?;
+        let mut patience = Patience::until(deadline, false);
+        loop {
+            match self.send(wanted, patience.stall_limit()).await {
+                Ok(answer) => return Ok((answer.status(), answer.headers().clone())),
+                Err(trouble) => patience.bear(trouble).await?,
+            }
+        }
+    }
+
+    /// The whole answer to a request, of at most `len_max` bytes.
+    ///
+    /// # Errors
+    /// The refusal of the server, or no answer in time.
+    pub(super) async fn whole(
+        &self,
+        wanted: &Wanted,
+        len_max: usize,
+        deadline: Instant,
+    ) -> io::Result<Vec<u8>> {
+        let _slot = self.slot(deadline).await?;
+        let mut patience = Patience::until(deadline, false);
+        loop {
+            let limit = patience.stall_limit();
+            let trouble = match self.send(wanted, limit).await {
+                Ok(answer) => match self.body(answer, len_max, limit).await {
+                    Ok(body) => return Ok(body),
+                    Err(trouble) => trouble,
+                },
+                Err(trouble) => trouble,
+            };
+            patience.bear(trouble).await?;
+        }
+    }
+
+    async fn body(
+        &self,
+        mut answer: Response,
+        len_max: usize,
+        limit: Duration,
+    ) -> Result<Vec<u8>, Trouble> {
+        let promised = len_of(answer.headers());
+        let mut body = Vec::new();
+        while let Some(frame) = self.frame(&mut answer, limit).await? {
+            if body.len() + frame.len() > len_max {
+                return Err(Trouble::Broken(format!("the answer has more than {len_max} bytes")));
+            }
+            body.extend_from_slice(&frame);
+        }
+        match promised {
+            Some(len) if len != body.len() as u64 => Err(self.short(body.len() as u64, len)),
+            _ => Ok(body),
+        }
+    }
+
+    async fn frame(
+        &self,
+        answer: &mut Response,
+        limit: Duration,
+    ) -> Result<Option<bytes::Bytes>, Trouble> {
+        match tokio::time::timeout(limit, answer.chunk()).await {
+            Ok(frame) => frame.map_err(|e| self.lost(e)),
+            Err(_) => Err(self.late(limit)),
+        }
+    }
+
+    fn short(&self, found: u64, wanted: u64) -> Trouble {
+        let why = format!("{} ended its answer after {found} of {wanted} bytes", self.host);
+        Trouble::Passing { why, after: None }
+    }
+
+    /// The state of the object at `target`.
+    ///
+    /// # Errors
+    /// `NotFound` where nothing is there, or another refusal of the server, or no answer in time.
+    pub(super) async fn look(&self, target: &str, deadline: Instant) -> io::Result<ObjectState> {
+        let asked = self.headers(&Wanted::new(Method::HEAD, target), deadline).await;
+        match asked {
+            Ok((_, headers)) => {
+                if let Some(len) = len_of(&headers) {
+                    return Ok(ObjectState::of_headers(&headers, len));
+                }
+            }
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
+            Err(e) => return Err(e),
+        }
+        // A server that has no HEAD, or no length in it, tells the length with a range.
+        let mut wanted = Wanted::new(Method::GET, target);
+        wanted.headers.push((header::RANGE, "bytes=0-0".to_owned()));
+        let (status, headers) = self.headers(&wanted, deadline).await?;
+        let range = text_of(&headers, header::CONTENT_RANGE).and_then(content_range);
+        match (status, range) {
+            (StatusCode::PARTIAL_CONTENT, Some((_, Some(len)))) => {
+                Ok(ObjectState::of_headers(&headers, len))
+            }
+            _ => {
+                let why = format!("{} tells no length: it has to serve ranges", self.host);
+                Err(io::Error::new(io::ErrorKind::InvalidData, why))
+            }
+        }
+    }
+
+    /// Fills `buf` with the bytes at `offset` of the object at `target`, if that is in `version`.
+    /// `known` is its state as it was seen last. Returns the state that the server tells.
+    ///
+    /// # Errors
+    /// `StaleNetworkFileHandle` if the object was replaced, another refusal of the server, or no answer
+    /// in time.
+    pub(super) async fn read(
+        &self,
+        target: &str,
+        version: &Version,
+        known: Option<&ObjectState>,
+        offset: u64,
+        buf: &mut [u8],
+        deadline: Instant,
+    ) -> io::Result<Option<ObjectState>> {
+        let _slot = self.slot(deadline).await?;
+        let mut patience = Patience::until(deadline, true);
+        let condition = known.and_then(ObjectState::condition);
+        let (mut have, mut state) = (0, None);
+        while have < buf.len() {
+            let range = offset + have as u64..offset + buf.len() as u64;
+            let mut wanted = Wanted::new(Method::GET, target);
+            let bytes = format!("bytes={}-{}", range.start, range.end - 1);
+            wanted.headers.push((header::RANGE, bytes));
+            wanted.headers.extend(condition.clone());
+            let (before, limit) = (have, patience.stall_limit());
+            let tried = self.fill(&wanted, version, range, buf, &mut have, limit).await;
+            if have > before {
+                patience.progressed();
+            }
+            match tried {
+                Ok(seen) => state = Some(seen),
+                Err(trouble) => patience.bear(trouble).await?,
+            }
+        }
+        Ok(state)
+    }
+
+    /// One try to read `range` to `buf` from `have` on. Bytes that have come stay when it fails.
+    async fn fill(
+        &self,
+        wanted: &Wanted,
+        version: &Version,
+        range: Range<u64>,
+        buf: &mut [u8],
+        have: &mut usize,
+        limit: Duration,
+    ) -> Result<ObjectState, Trouble> {
+        let mut answer = self.send(wanted, limit).await?;
+        let state = check_answer(answer.status(), answer.headers(), &range, version)?;
+        let before = *have;
+        while let Some(frame) = self.frame(&mut answer, limit).await? {
+            let Some(place) = buf.get_mut(*have..*have + frame.len()) else {
+                *have = before;
+                return Err(Trouble::Broken(
+                    "the server sends more bytes than it announces".to_owned(),
+                ));
+            };
+            place.copy_from_slice(&frame);
+            *have += frame.len();
+        }
+        if *have == buf.len() {
+            Ok(state)
+        } else {
+            Err(self.short((*have - before) as u64, range.end - range.start))
+        }
+    }
+}
+
+/// The code in an error of S3, empty if there is none.
+async fn code_of(mut answer: Response) -> String {
+    let mut text = Vec::new();
+    let limit = Duration::from_secs(2);
+    while let Ok(Ok(Some(frame))) = tokio::time::timeout(limit, answer.chunk()).await {
+        text.extend_from_slice(&frame);
+        if text.len() > ERROR_LEN_MAX {
+            break;
+        }
+    }
+    code_in(&String::from_utf8_lossy(&text))
+}
+
+fn code_in(text: &str) -> String {
+    let code = text.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>"));
+    let code = code.map_or("", |(code, _)| code.trim());
+    let is_plain = code.len() < 64 && code.chars().all(|c| c.is_ascii_alphanumeric() || c == '.');
+    if is_plain { code.to_owned() } else { String::new() }
+}
+
+/// The innermost reason of an error, which says most.
+fn root_cause(error: &dyn std::error::Error) -> String {
+    let mut inner = error;
+    while let Some(next) = inner.source() {
+        inner = next;
+    }
+    inner.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_code_of_an_error_is_a_word() {
+        assert_eq!(code_in("<Error><Code>SlowDown</Code><Message>x</Message></Error>"), "SlowDown");
+        for text in ["", "<html>", "<Code>", "<Code>a b</Code>", "<Code>\u{1b}[2J</Code>"] {
+            assert_eq!(code_in(text), "", "{text}");
+        }
+    }
+}

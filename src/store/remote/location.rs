@@ -1,0 +1,142 @@
+//! Locations of stores, and the names of objects in them, by the URLs that users write.
+
+use std::path::{Component, Path, PathBuf};
+
+/// The protocol of a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Protocol {
+    /// S3, with listings and signatures.
+    S3,
+    /// Plain files of an HTTP server.
+    Http,
+}
+
+/// A bucket, or an HTTP server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Location {
+    pub(super) protocol: Protocol,
+    /// `s3://BUCKET`, `http://HOST` or `https://HOST`.
+    pub(super) root: String,
+    /// The bucket, or the host with its port.
+    pub(super) authority: String,
+}
+
+impl Location {
+    /// The location of the object or folder at `path`, a URL.
+    ///
+    /// # Errors
+    /// Why it is not a URL of the supported form. The message shows no part of it that may be secret.
+    pub(super) fn of(path: &Path) -> Result<Location, String> {
+        let url = path.to_str().ok_or("the URL is not UTF-8")?;
+        let (scheme, rest) = url.split_once("://").ok_or("is not a URL")?;
+        let authority = rest.split('/').next().unwrap_or_default();
+        let is_s3 = scheme.eq_ignore_ascii_case("s3");
+        if authority.contains('@') {
+            let why = "user names and passwords do not belong into a URL, where others see them";
+            return Err(why.to_owned());
+        }
+        if !is_s3 && rest.contains(['?', '#']) {
+            let why = "URLs with `?` or `#` are not supported: name the file or folder itself";
+            return Err(why.to_owned());
+        }
+        if authority.is_empty() {
+            return Err(if is_s3 { "names no bucket" } else { "names no host" }.to_owned());
+        }
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+        if is_s3 && !authority.chars().all(is_plain) {
+            return Err("is no name of a bucket: expected s3://BUCKET/PREFIX".to_owned());
+        }
+        if path.components().any(|part| part == Component::ParentDir) {
+            return Err("a URL with `..` is not supported".to_owned());
+        }
+        let protocol = if is_s3 { Protocol::S3 } else { Protocol::Http };
+        let root = format!("{scheme}://{authority}");
+        Ok(Location { protocol, root, authority: authority.to_owned() })
+    }
+
+    /// The name of the object at `path`, which lies in this location: without slashes at its ends.
+    pub(super) fn key(&self, path: &Path) -> Option<String> {
+        let rest = path.strip_prefix(&self.root).ok()?;
+        let parts: Option<Vec<&str>> =
+            rest.components().map(|part| part.as_os_str().to_str()).collect();
+        Some(parts?.join("/"))
+    }
+
+    /// The path of the object `key`.
+    pub(super) fn path(&self, key: &str) -> PathBuf {
+        if key.is_empty() {
+            self.root.clone().into()
+        } else {
+            format!("{}/{key}", self.root).into()
+        }
+    }
+}
+
+/// `key` for the path of a URL: every byte is escaped but those that mean themselves everywhere.
+pub(super) fn escaped_key(key: &str) -> String {
+    escaped_with(key, "/")
+}
+
+/// `value` for the query of a URL.
+pub(super) fn escaped_value(value: &str) -> String {
+    escaped_with(value, "")
+}
+
+fn escaped_with(text: &str, plain: &str) -> String {
+    use std::fmt::Write as _;
+    let mut escaped = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        let c = char::from(byte);
+        if c.is_ascii_alphanumeric() || "-._~".contains(c) || plain.contains(c) {
+            escaped.push(c);
+        } else {
+            let _ = write!(escaped, "%{byte:02X}");
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_url_has_a_store_and_a_key() {
+        for (url, root, key) in [
+            ("s3://bucket", "s3://bucket", ""),
+            ("s3://bucket/", "s3://bucket", ""),
+            ("s3://my.bucket/a/b c/%20?#/", "s3://my.bucket", "a/b c/%20?#"),
+            ("s3://bucket//a///b", "s3://bucket", "a/b"),
+            ("https://host:8443/a%20b/c", "https://host:8443", "a%20b/c"),
+            ("http://[::1]:80/x", "http://[::1]:80", "x"),
+        ] {
+            let location = Location::of(Path::new(url)).unwrap();
+            assert_eq!(location.root, root, "{url}");
+            assert_eq!(location.key(Path::new(url)).unwrap(), key, "{url}");
+            assert_eq!(location.key(&location.path(key)).unwrap(), key, "{url}");
+        }
+    }
+
+    #[test]
+    fn a_url_of_another_form_is_refused_without_its_secrets() {
+        for url in [
+            "s3://",
+            "s3:///key",
+            "s3://a b/key",
+            "s3://bucket/../x",
+            "http:///x",
+            "https://user:hunter2@host/x",
+            "https://host/x?signature=hunter2",
+            "https://host/x#hunter2",
+        ] {
+            let why = Location::of(Path::new(url)).unwrap_err();
+            assert!(!why.contains("hunter2"), "{url}: {why}");
+        }
+    }
+
+    #[test]
+    fn keys_are_escaped_byte_by_byte() {
+        assert_eq!(escaped_key("a/b c+%\u{e9}~"), "a/b%20c%2B%25%C3%A9~");
+        assert_eq!(escaped_value("a/b="), "a%2Fb%3D");
+    }
+}

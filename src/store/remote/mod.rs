@@ -1,0 +1,306 @@
+//! Object stores and HTTP servers as stores, by URL: `s3://BUCKET/PREFIX`, `https://HOST/FOLDER`.
+//!
+//! Only this folder knows HTTP. Its calls block the calling thread; connections are driven by two
+//! threads of the process, which start with the first remote source.
+
+mod credentials;
+mod endpoint;
+mod location;
+mod patience;
+mod s3;
+mod shared;
+mod state;
+mod web;
+
+use std::collections::{BTreeSet, HashMap};
+use std::ffi::OsString;
+use std::fmt;
+use std::future::Future;
+use std::io::{self, ErrorKind};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::process::PerProcess;
+use crate::source::{StoreKind, StoreListing};
+use crate::sync::Mutex;
+use crate::version::{QueueKey, Version};
+
+use endpoint::Endpoint;
+use location::{Location, Protocol, escaped_key};
+use s3::S3Entry;
+use shared::RemoteProcess;
+use state::{ObjectState, hash_of};
+
+/// Time limit of a call that nobody gave one.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// How much earlier than its reader a read gives up, so that its reason arrives: a part of its time.
+const REASON_PART: u32 = 20;
+
+/// The stores of this process, by what their URLs begin with.
+static STORES: PerProcess<Mutex<HashMap<String, Arc<dyn StoreKind>>>> = PerProcess::new();
+
+/// The store of the object or folder at `url`. One of a URL that is not usable says so in each call.
+pub(super) fn store_of(url: &Path) -> Arc<dyn StoreKind> {
+    let location = match Location::of(url) {
+        Ok(location) => location,
+        Err(why) => return Arc::new(RefusedUrl(why)),
+    };
+    let mut stores = STORES.get_or_init(Mutex::default).lock();
+    let root = location.root.clone();
+    stores.entry(root).or_insert_with(|| Arc::new(RemoteStore::new(location))).clone()
+}
+
+/// A bucket, or an HTTP server.
+struct RemoteStore {
+    location: Location,
+    /// The server. A child of a fork makes it anew.
+    own: PerProcess<Result<Arc<Endpoint>, (ErrorKind, String)>>,
+    /// States that were seen last, by the numbers of their objects.
+    known: PerProcess<Mutex<HashMap<u64, ObjectState>>>,
+    /// Names of files that were asked for and are there, by the keys of their folders: HTTP servers
+    /// list nothing.
+    asked: PerProcess<Mutex<HashMap<String, BTreeSet<String>>>>,
+}
+
+impl fmt::Debug for RemoteStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RemoteStore({})", self.location.root)
+    }
+}
+
+impl RemoteStore {
+    fn new(location: Location) -> RemoteStore {
+        let (own, known, asked) = (PerProcess::new(), PerProcess::new(), PerProcess::new());
+        RemoteStore { location, own, known, asked }
+    }
+
+    fn endpoint(&self) -> io::Result<&Arc<Endpoint>> {
+        let own = self.own.get_or_init(|| {
+            let made = match self.location.protocol {
+                Protocol::S3 => {
+                    s3::endpoint_of(&self.location.authority, &|name| std::env::var(name).ok())
+                }
+                Protocol::Http => Endpoint::new(self.location.root.clone(), None),
+            };
+            made.map(Arc::new).map_err(|e| (e.kind(), e.to_string()))
+        });
+        own.as_ref().map_err(|(kind, why)| io::Error::new(*kind, why.clone()))
+    }
+
+    /// Runs `work` on this thread, until `deadline` at the latest.
+    fn run<T>(
+        &self,
+        deadline: Instant,
+        work: impl Future<Output = io::Result<T>>,
+    ) -> io::Result<T> {
+        RemoteProcess::get()?.runtime.block_on(async {
+            let late = |_| io::Error::new(ErrorKind::TimedOut, "no answer in time");
+            tokio::time::timeout_at(deadline.into(), work).await.map_err(late)?
+        })
+    }
+
+    fn key(&self, path: &Path) -> io::Result<String> {
+        self.location.key(path).ok_or_else(|| ErrorKind::NotFound.into())
+    }
+
+    /// The escaped name of the object `key` in a URL.
+    fn target(&self, key: &str) -> String {
+        match self.location.protocol {
+            Protocol::S3 => format!("/{}", escaped_key(key)),
+            // It is escaped already.
+            Protocol::Http => web::target(key, ""),
+        }
+    }
+
+    fn queue(&self) -> io::Result<QueueKey> {
+        Ok(QueueKey::Store(hash_of(self.endpoint()?.host.as_bytes())))
+    }
+
+    /// The number of the object `key`.
+    fn number(&self, key: &str) -> u64 {
+        hash_of(self.location.path(key).as_os_str().as_encoded_bytes())
+    }
+
+    fn folder_version(&self, key: &str) -> io::Result<Version> {
+        Ok(Version::of_object(self.queue()?, [self.number(key), 0], true, 0, None))
+    }
+
+    /// The version of the object `key`, whose state is kept.
+    fn object_version(&self, key: &str, state: ObjectState) -> io::Result<Version> {
+        let number = self.number(key);
+        let version = state.version(self.queue()?, number);
+        self.known.get_or_init(Mutex::default).lock().insert(number, state);
+        Ok(version)
+    }
+
+    /// The state of the object `key`, `None` if it is a folder.
+    async fn look(&self, key: &str, deadline: Instant) -> io::Result<Option<ObjectState>> {
+        let endpoint = self.endpoint()?;
+        let name = key.rsplit('/').next().unwrap_or_default();
+        let file_first = web::is_file_name(name);
+        if file_first {
+            match endpoint.look(&self.target(key), deadline).await {
+                Err(e) if e.kind() == ErrorKind::NotFound => {}
+                found => return found.map(Some),
+            }
+        }
+        if self.is_folder(key, deadline).await? {
+            return Ok(None);
+        }
+        if file_first {
+            return Err(ErrorKind::NotFound.into());
+        }
+        endpoint.look(&self.target(key), deadline).await.map(Some)
+    }
+
+    async fn is_folder(&self, key: &str, deadline: Instant) -> io::Result<bool> {
+        let endpoint = self.endpoint()?;
+        match self.location.protocol {
+            Protocol::S3 => Ok(!s3::list(endpoint, key, Some(2), deadline).await?.is_empty()),
+            Protocol::Http if self.asked_in(key).is_empty() => {
+                web::is_folder(endpoint, key, deadline).await
+            }
+            Protocol::Http => Ok(true),
+        }
+    }
+
+    fn asked_in(&self, key: &str) -> BTreeSet<String> {
+        self.asked.get_or_init(Mutex::default).lock().get(key).cloned().unwrap_or_default()
+    }
+
+    fn note_asked(&self, key: &str) {
+        if self.location.protocol == Protocol::Http {
+            let (folder, name) = key.rsplit_once('/').unwrap_or(("", key));
+            let mut asked = self.asked.get_or_init(Mutex::default).lock();
+            asked.entry(folder.to_owned()).or_default().insert(name.to_owned());
+        }
+    }
+}
+
+fn deadline_of(until: Option<Instant>) -> Instant {
+    let now = Instant::now();
+    let until = until.unwrap_or(now + LIMIT);
+    until - until.saturating_duration_since(now) / REASON_PART
+}
+
+/// Names with their versions.
+type VersionedNames = Vec<(OsString, Version)>;
+
+impl StoreKind for RemoteStore {
+    fn name(&self) -> Option<String> {
+        let scheme = self.location.root.split(':').next().unwrap_or_default();
+        Some(format!("{scheme} at {}", self.endpoint().ok()?.host))
+    }
+
+    fn version(&self, path: &Path) -> io::Result<Version> {
+        let key = self.key(path)?;
+        if key.is_empty() {
+            return self.folder_version(&key);
+        }
+        let deadline = deadline_of(None);
+        match self.run(deadline, self.look(&key, deadline))? {
+            None => self.folder_version(&key),
+            Some(state) => {
+                self.note_asked(&key);
+                self.object_version(&key, state)
+            }
+        }
+    }
+
+    fn list(&self, path: &Path) -> io::Result<StoreListing> {
+        let (key, deadline) = (self.key(path)?, deadline_of(None));
+        let endpoint = self.endpoint()?;
+        let below =
+            |name: &str| if key.is_empty() { name.to_owned() } else { format!("{key}/{name}") };
+        let entries: io::Result<VersionedNames> = match self.location.protocol {
+            Protocol::S3 => {
+                let found = self.run(deadline, s3::list(endpoint, &key, None, deadline))?;
+                let version = |(name, entry): (String, S3Entry)| {
+                    let key = below(&name);
+                    let version = match entry {
+                        S3Entry::Prefix => self.folder_version(&key)?,
+                        S3Entry::Object(state) => self.object_version(&key, state)?,
+                    };
+                    Ok((name.into(), version))
+                };
+                found.into_iter().map(version).collect()
+            }
+            Protocol::Http => {
+                let asked = self.asked_in(&key);
+                let found = self.run(deadline, web::list(endpoint, &key, asked, deadline))?;
+                let version = |(name, state): (String, ObjectState)| {
+                    let version = self.object_version(&below(&name), state)?;
+                    Ok((name.into(), version))
+                };
+                found.into_iter().map(version).collect()
+            }
+        };
+        let entries = entries?;
+        if entries.is_empty() && !key.is_empty() {
+            return Err(ErrorKind::NotFound.into());
+        }
+        Ok(StoreListing { version: self.folder_version(&key)?, entries, partial: false })
+    }
+
+    fn read(
+        &self,
+        path: &Path,
+        version: &Version,
+        offset: u64,
+        buf: &mut [u8],
+        until: Option<Instant>,
+    ) -> io::Result<()> {
+        let end = offset.checked_add(buf.len() as u64).ok_or(ErrorKind::UnexpectedEof)?;
+        if end > version.len {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
+        let (key, deadline) = (self.key(path)?, deadline_of(until));
+        let (target, number) = (self.target(&key), self.number(&key));
+        let known = self.known.get_or_init(Mutex::default);
+        let before = known.lock().get(&number).filter(|state| state.is_of(version)).cloned();
+        let endpoint = self.endpoint()?;
+        let read = endpoint.read(&target, version, before.as_ref(), offset, buf, deadline);
+        let seen = self.run(deadline, read)?;
+        if let Some(seen) = seen.filter(|_| before.is_none()) {
+            known.lock().insert(number, seen);
+        }
+        Ok(())
+    }
+}
+
+/// A URL that no store can have.
+#[derive(Debug)]
+struct RefusedUrl(String);
+
+impl RefusedUrl {
+    fn refuse<T>(&self) -> io::Result<T> {
+        Err(io::Error::new(ErrorKind::InvalidInput, self.0.clone()))
+    }
+}
+
+impl StoreKind for RefusedUrl {
+    fn may_block(&self) -> bool {
+        false
+    }
+
+    fn version(&self, _: &Path) -> io::Result<Version> {
+        self.refuse()
+    }
+
+    fn list(&self, _: &Path) -> io::Result<StoreListing> {
+        self.refuse()
+    }
+
+    fn read(
+        &self,
+        _: &Path,
+        _: &Version,
+        _: u64,
+        _: &mut [u8],
+        _: Option<Instant>,
+    ) -> io::Result<()> {
+        self.refuse()
+    }
+}

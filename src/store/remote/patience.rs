@@ -1,0 +1,153 @@
+//! How often and how long a request is tried: with pauses that grow, never past the deadline.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+/// The first pause, before it is shortened by chance.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// The longest pause that no server asked for.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+
+/// Longest wait for the next byte of the first try, and shortest of any.
+const STALL_FIRST: Duration = Duration::from_secs(3);
+const STALL_MIN: Duration = Duration::from_millis(200);
+
+/// Most tries in a row that fail with no answer at all, of requests that nobody's read waits for.
+const UNREACHABLE_MAX: u32 = 4;
+
+/// Most answers in a row that break the protocol. More would not be better.
+const BROKEN_MAX: u32 = 4;
+
+/// Why a try has failed.
+#[derive(Debug)]
+pub(super) enum Trouble {
+    /// The server is busy, or the connection was lost: the next try may succeed.
+    Passing {
+        /// The reason, for people.
+        why: String,
+        /// How long the server asks to wait.
+        after: Option<Duration>,
+    },
+    /// There is no connection to the server.
+    Unreachable(String),
+    /// The server answers what it must not.
+    Broken(String),
+    /// No other try is better.
+    Final(io::Error),
+}
+
+/// The tries of one request.
+pub(super) struct Patience {
+    began: Instant,
+    deadline: Instant,
+    /// Whether the server may be out of reach for as long as the deadline allows.
+    waits_for_server: bool,
+    tries: u32,
+    /// Failures since the last progress.
+    failures: u32,
+    unreachable: u32,
+    broken: u32,
+}
+
+impl Patience {
+    pub(super) fn until(deadline: Instant, waits_for_server: bool) -> Patience {
+        let (tries, failures, unreachable, broken) = (0, 0, 0, 0);
+        let began = Instant::now();
+        Patience { began, deadline, waits_for_server, tries, failures, unreachable, broken }
+    }
+
+    /// The longest wait for the next byte of one try: a part of the time, so that there is some for
+    /// another try. It grows, because a server may be slow.
+    pub(super) fn stall_limit(&self) -> Duration {
+        let first = STALL_FIRST.min(self.deadline.saturating_duration_since(self.began) / 4);
+        first.saturating_mul(1 << self.failures.min(10)).max(STALL_MIN)
+    }
+
+    /// Bytes have come: the pauses begin anew.
+    pub(super) fn progressed(&mut self) {
+        (self.failures, self.unreachable, self.broken) = (0, 0, 0);
+    }
+
+    /// Waits until it is time for another try.
+    ///
+    /// # Errors
+    /// The trouble, if there is no time for another try or no use in it.
+    pub(super) async fn bear(&mut self, trouble: Trouble) -> io::Result<()> {
+        self.tries += 1;
+        self.failures += 1;
+        let (why, after) = match trouble {
+            Trouble::Final(e) => return Err(e),
+            Trouble::Passing { why, after } => (why, after),
+            Trouble::Unreachable(why) => {
+                self.unreachable += 1;
+                if !self.waits_for_server && self.unreachable >= UNREACHABLE_MAX {
+                    return Err(io::Error::new(io::ErrorKind::NotConnected, self.given_up(&why)));
+                }
+                (why, None)
+            }
+            Trouble::Broken(why) => {
+                self.broken += 1;
+                if self.broken >= BROKEN_MAX {
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, self.given_up(&why)));
+                }
+                (why, None)
+            }
+        };
+        let pause = after.unwrap_or_else(|| shortened(grown(self.failures)));
+        if Instant::now() + pause >= self.deadline {
+            let why = match after {
+                Some(after) => format!("{why}, and asks to wait {} s", after.as_secs()),
+                None => why,
+            };
+            return Err(io::Error::new(io::ErrorKind::TimedOut, self.given_up(&why)));
+        }
+        tracing::debug!(?pause, tries = self.tries, "trying again: {why}");
+        tokio::time::sleep(pause).await;
+        Ok(())
+    }
+
+    fn given_up(&self, why: &str) -> String {
+        let (tries, seconds) = (self.tries, self.began.elapsed().as_secs_f64());
+        let tries = if tries == 1 { "1 try".to_owned() } else { format!("{tries} tries") };
+        format!("{why}; given up after {tries} in {seconds:.1} s")
+    }
+}
+
+/// The pause after this many failures.
+fn grown(failures: u32) -> Duration {
+    PAUSE.saturating_mul(1 << failures.saturating_sub(1).min(10)).min(PAUSE_MAX)
+}
+
+/// `pause`, shortened by chance down to half, so that many readers do not come back at once.
+fn shortened(pause: Duration) -> Duration {
+    let chance = getrandom::u32().unwrap_or_default();
+    pause.mul_f64(0.5 + f64::from(chance) / f64::from(u32::MAX) / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_try_waits_longer_than_the_one_before_and_leaves_time_for_another() {
+        let mut patience = Patience::until(Instant::now() + Duration::from_secs(60), true);
+        assert_eq!(patience.stall_limit(), STALL_FIRST);
+        patience.failures = 2;
+        assert_eq!(patience.stall_limit(), STALL_FIRST * 4);
+        let short = Patience::until(Instant::now() + Duration::from_secs(4), true);
+        assert!(short.stall_limit() <= Duration::from_secs(1));
+        let over = Patience::until(Instant::now(), true);
+        assert_eq!(over.stall_limit(), STALL_MIN);
+    }
+
+    #[test]
+    fn pauses_grow_up_to_a_limit_and_differ() {
+        assert_eq!(grown(1), PAUSE);
+        assert_eq!(grown(2), PAUSE * 2);
+        assert_eq!(grown(100), PAUSE_MAX);
+        let pauses: Vec<Duration> = (0..50).map(|_| shortened(PAUSE)).collect();
+        assert!(pauses.iter().all(|pause| (PAUSE / 2..=PAUSE).contains(pause)));
+        assert!(pauses.iter().any(|pause| *pause != pauses[0]));
+    }
+}

@@ -1,0 +1,249 @@
+//! S3: where a bucket is, and what lies in a folder of it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::Instant;
+
+use reqsign_core::time::Timestamp;
+use reqwest::Method;
+use serde::Deserialize;
+
+use super::endpoint::{Endpoint, S3Signing, Wanted};
+use super::location::escaped_value;
+use super::state::ObjectState;
+use crate::sync::Mutex;
+
+/// Most bytes of one page of a listing, which has 1000 keys of at most 1024 bytes.
+const PAGE_LEN_MAX: usize = 16 << 20;
+
+/// Most pages of a listing: a million keys in one folder are no checkpoint.
+const PAGES_MAX: usize = 1000;
+
+/// The region of a bucket of which nothing else is known. Its server names another one.
+const REGION: &str = "us-east-1";
+
+/// An entry of a folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum S3Entry {
+    /// An object.
+    Object(ObjectState),
+    /// The first part of the names of objects.
+    Prefix,
+}
+
+/// The server of a bucket, by the variables of the environment.
+///
+/// # Errors
+/// If the URL of the server is not usable.
+pub(super) fn endpoint_of(
+    bucket: &str,
+    variable: &dyn Fn(&str) -> Option<String>,
+) -> io::Result<Endpoint> {
+    let given = |names: [&str; 2]| {
+        let mut found = names.into_iter().filter_map(variable);
+        found.find(|value| !value.is_empty())
+    };
+    let is_on = |name| {
+        let word = variable(name).unwrap_or_default().to_lowercase();
+        ["1", "true", "yes", "on"].contains(&word.as_str())
+    };
+    let region = given(["AWS_REGION", "AWS_DEFAULT_REGION"]).unwrap_or_else(|| REGION.to_owned());
+    let own = given(["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"]);
+    let (base, by_region) = match own {
+        Some(server) => {
+            (own_base(&server, bucket, is_on("AWS_VIRTUAL_HOSTED_STYLE_REQUEST"))?, None)
+        }
+        // The certificates of AWS are for names without further dots.
+        None if bucket.contains('.') => {
+            let base = format!("https://s3.{{region}}.amazonaws.com/{bucket}");
+            (base.clone(), Some(base))
+        }
+        None => {
+            let base = format!("https://{bucket}.s3.{{region}}.amazonaws.com");
+            (base.clone(), Some(base))
+        }
+    };
+    let is_wanted = !is_on("AWS_SKIP_SIGNATURE");
+    Endpoint::new(base, Some(S3Signing { region: Mutex::new(region), is_wanted, by_region }))
+}
+
+/// The URL of a bucket of a server that is not AWS.
+fn own_base(server: &str, bucket: &str, in_host: bool) -> io::Result<String> {
+    let unusable = |why: &str| {
+        let why = format!("AWS_ENDPOINT_URL {why}: expected http(s)://HOST[:PORT]");
+        io::Error::new(io::ErrorKind::InvalidInput, why)
+    };
+    let server = server.trim_end_matches('/');
+    let (scheme, host) = server.split_once("://").ok_or_else(|| unusable("is no URL"))?;
+    if !["http", "https"].contains(&scheme) || host.is_empty() {
+        return Err(unusable("is no URL"));
+    }
+    if host.contains(['@', '?', '#']) {
+        return Err(unusable("has more than a host and a path"));
+    }
+    Ok(if in_host { format!("{scheme}://{bucket}.{host}") } else { format!("{server}/{bucket}") })
+}
+
+/// The entries of the folder `key` by name, which may be the whole bucket. `most` bounds how many are
+/// asked for: the caller then wants to know only whether there are any.
+///
+/// # Errors
+/// The refusal of the server, or no answer in time.
+pub(super) async fn list(
+    endpoint: &Endpoint,
+    key: &str,
+    most: Option<u32>,
+    deadline: Instant,
+) -> io::Result<BTreeMap<String, S3Entry>> {
+    let prefix = if key.is_empty() { String::new() } else { format!("{key}/") };
+    let mut entries = BTreeMap::new();
+    let mut token: Option<String> = None;
+    for _ in 0..PAGES_MAX {
+        let mut target = String::from("?list-type=2&delimiter=%2F");
+        if let Some(most) = most {
+            target.push_str(&format!("&max-keys={most}"));
+        }
+        if let Some(token) = &token {
+            target.push_str(&format!("&continuation-token={}", escaped_value(token)));
+        }
+        target.push_str(&format!("&prefix={}", escaped_value(&prefix)));
+        let wanted = Wanted::new(Method::GET, format!("/{target}"));
+        let text = endpoint.whole(&wanted, PAGE_LEN_MAX, deadline).await?;
+        let page = S3Page::parse(&text)?;
+        token = page.next_token();
+        page.take(&prefix, &mut entries)?;
+        if token.is_none() || most.is_some() {
+            return Ok(entries);
+        }
+    }
+    let why = format!("more than {PAGES_MAX} pages of names in one folder");
+    Err(io::Error::new(io::ErrorKind::InvalidData, why))
+}
+
+/// One page of a listing.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct S3Page {
+    #[serde(default)]
+    contents: Vec<S3Object>,
+    #[serde(default)]
+    common_prefixes: Vec<S3Prefix>,
+    next_continuation_token: Option<String>,
+    is_truncated: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct S3Object {
+    key: String,
+    size: u64,
+    last_modified: Option<String>,
+    #[serde(rename = "ETag")]
+    tag: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct S3Prefix {
+    prefix: String,
+}
+
+impl S3Page {
+    fn parse(text: &[u8]) -> io::Result<S3Page> {
+        let bad = |why: String| {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("the listing is not that of S3: {why}"),
+            )
+        };
+        let text = std::str::from_utf8(text).map_err(|e| bad(e.to_string()))?;
+        if !text.contains("<ListBucketResult") {
+            return Err(bad("no ListBucketResult".to_owned()));
+        }
+        quick_xml::de::from_str(text).map_err(|e| bad(e.to_string()))
+    }
+
+    /// The token for the next page.
+    fn next_token(&self) -> Option<String> {
+        let is_last = self.is_truncated.as_deref().is_some_and(|text| text.trim() == "false");
+        self.next_continuation_token.clone().filter(|token| !is_last && !token.is_empty())
+    }
+
+    /// Adds the entries below `prefix`. Names that no folder can have are left out.
+    fn take(self, prefix: &str, entries: &mut BTreeMap<String, S3Entry>) -> io::Result<()> {
+        if self.is_truncated.as_deref().is_some_and(|text| text.trim() == "true")
+            && self.next_token().is_none()
+        {
+            let why = "the listing is cut off, and has no token for the rest";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        }
+        let is_name = |name: &str| !["", ".", ".."].contains(&name) && !name.contains(['/', '\0']);
+        for object in self.contents {
+            let Some(name) = object.key.strip_prefix(prefix).filter(|name| is_name(name)) else {
+                continue;
+            };
+            let time = object.last_modified.as_deref();
+            let modified = time.and_then(|time| time.trim().parse().ok()).map(Timestamp::as_second);
+            let tag = object.tag.as_deref().unwrap_or_default();
+            let state = ObjectState::new(object.size, tag, modified);
+            entries.insert(name.to_owned(), S3Entry::Object(state));
+        }
+        for S3Prefix { prefix: found } in self.common_prefixes {
+            let name = found.strip_prefix(prefix).and_then(|name| name.strip_suffix('/'));
+            if let Some(name) = name.filter(|name| is_name(name)) {
+                // An object and a folder may have one name: the object counts.
+                entries.entry(name.to_owned()).or_insert(S3Entry::Prefix);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_has_objects_folders_and_a_token() {
+        let text = r#"<?xml version="1.0" encoding="UTF-8"?>
+            <ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>b</Name>
+            <Prefix>a/</Prefix><KeyCount>3</KeyCount><IsTruncated>true</IsTruncated>
+            <NextContinuationToken>t=1</NextContinuationToken>
+            <Contents><Key>a/</Key><Size>0</Size><ETag>x</ETag></Contents>
+            <Contents><Key>a/x &amp; y</Key><LastModified>2015-10-21T07:28:00.123Z</LastModified>
+            <ETag>&quot;e-1&quot;</ETag><Size>7</Size><StorageClass>STANDARD</StorageClass></Contents>
+            <CommonPrefixes><Prefix>a/sub/</Prefix></CommonPrefixes>
+            <Contents><Key>a/..</Key><Size>1</Size></Contents>
+            <CommonPrefixes><Prefix>a//</Prefix></CommonPrefixes></ListBucketResult>"#;
+        let page = S3Page::parse(text.as_bytes()).unwrap();
+        assert_eq!(page.next_token().as_deref(), Some("t=1"));
+        let mut entries = BTreeMap::new();
+        page.take("a/", &mut entries).unwrap();
+        let state = ObjectState::new(7, "e-1", Some(1_445_412_480));
+        let expected =
+            [("sub".to_owned(), S3Entry::Prefix), ("x & y".to_owned(), S3Entry::Object(state))];
+        assert_eq!(entries, expected.into());
+    }
+
+    #[test]
+    fn a_listing_that_is_cut_off_or_none_is_refused() {
+        let page = S3Page::parse(b"<ListBucketResult></ListBucketResult>").unwrap();
+        assert_eq!(page.next_token(), None);
+        let cut = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>";
+        S3Page::parse(cut).unwrap().take("", &mut BTreeMap::new()).unwrap_err();
+        S3Page::parse(b"<html></html>").unwrap_err();
+        S3Page::parse(b"<ListBucketResult><Contents>").unwrap_err();
+    }
+
+    #[test]
+    fn the_server_of_a_bucket_is_that_of_the_environment() {
+        let base = |server: &str, in_host| own_base(server, "b", in_host);
+        assert_eq!(base("http://127.0.0.1:9000/", false).unwrap(), "http://127.0.0.1:9000/b");
+        assert_eq!(base("https://host/s3", false).unwrap(), "https://host/s3/b");
+        assert_eq!(base("https://host", true).unwrap(), "https://b.host");
+        for server in ["host:9000", "ftp://host", "http://", "http://u:hunter2@host"] {
+            let error = base(server, false).unwrap_err().to_string();
+            assert!(!error.contains("hunter2"), "{error}");
+        }
+    }
+}

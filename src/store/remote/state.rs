@@ -1,0 +1,239 @@
+//! The state of an object, as headers and listings tell it, and the checks of an answer against it.
+
+use std::io;
+use std::ops::Range;
+use std::time::Duration;
+
+use reqsign_core::time::Timestamp;
+use reqwest::StatusCode;
+use reqwest::header::{self, HeaderMap, HeaderName};
+
+use super::patience::Trouble;
+use crate::hash::Digest;
+use crate::version::{QueueKey, Version};
+
+/// Which bytes an object has, as far as its server tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ObjectState {
+    pub(super) len: u64,
+    /// The ETag without quotes. Empty if there is none.
+    pub(super) tag: String,
+    /// Whether the server says that the same ETag may mean other bytes.
+    pub(super) is_weak: bool,
+    /// Seconds since 1970 of the last change.
+    pub(super) modified: Option<i64>,
+}
+
+impl ObjectState {
+    /// The state of an object of `len` bytes in the headers of an answer.
+    pub(super) fn of_headers(headers: &HeaderMap, len: u64) -> ObjectState {
+        let modified = text_of(headers, header::LAST_MODIFIED).and_then(seconds_of_http_date);
+        let tag = text_of(headers, header::ETAG).unwrap_or_default();
+        ObjectState::new(len, tag, modified)
+    }
+
+    /// The state with this ETag, with quotes or without.
+    pub(super) fn new(len: u64, tag: &str, modified: Option<i64>) -> ObjectState {
+        let tag = tag.trim();
+        let (is_weak, tag) = match tag.strip_prefix("W/") {
+            Some(tag) => (true, tag),
+            None => (false, tag),
+        };
+        let tag = tag.trim_matches('"').to_owned();
+        ObjectState { len, tag, is_weak, modified }
+    }
+
+    /// A number that tells these bytes from others, but for their length: that of the ETag, else of
+    /// the time.
+    fn number(&self) -> u64 {
+        match (self.tag.as_str(), self.modified) {
+            ("", None) => 0,
+            ("", Some(modified)) => hash_of(format!("modified {modified}").as_bytes()),
+            (tag, _) => hash_of(format!("tag {tag}").as_bytes()),
+        }
+    }
+
+    /// The version of the object with the number `object`.
+    pub(super) fn version(&self, queue: QueueKey, object: u64) -> Version {
+        let changed = self.modified.map(|seconds| (seconds, 0));
+        Version::of_tagged_object(queue, [object, self.number()], self.len, changed)
+    }
+
+    /// Whether `version` is of these bytes.
+    pub(super) fn is_of(&self, version: &Version) -> bool {
+        version.file_words()[1] == self.number() && version.len == self.len
+    }
+
+    /// The header by which a server answers for this state only, where it has one.
+    pub(super) fn condition(&self) -> Option<(HeaderName, String)> {
+        if !self.tag.is_empty() && !self.is_weak {
+            return Some((header::IF_MATCH, format!("\"{}\"", self.tag)));
+        }
+        let date = Timestamp::from_second(self.modified?).ok()?.format_http_date();
+        Some((header::IF_UNMODIFIED_SINCE, date))
+    }
+}
+
+/// The error of an object that was replaced.
+pub(super) fn replaced() -> Trouble {
+    Trouble::Final(io::ErrorKind::StaleNetworkFileHandle.into())
+}
+
+/// Checks that an answer has the bytes of `range` of the object in `version`, whatever the server was
+/// asked. Returns the state that it tells.
+///
+/// # Errors
+/// `replaced` if the object is not in this version any more.
+pub(super) fn check_answer(
+    status: StatusCode,
+    headers: &HeaderMap,
+    range: &Range<u64>,
+    version: &Version,
+) -> Result<ObjectState, Trouble> {
+    let broken = |why: String| Err(Trouble::Broken(why));
+    if let Some(encoding) = text_of(headers, header::CONTENT_ENCODING)
+        && !encoding.eq_ignore_ascii_case("identity")
+    {
+        return broken(format!("the server sends the bytes as {encoding:?}, not as they are"));
+    }
+    let content_len = len_of(headers);
+    let total = match status {
+        StatusCode::PARTIAL_CONTENT => {
+            let text = text_of(headers, header::CONTENT_RANGE).unwrap_or_default();
+            let Some((found, total)) = content_range(text) else {
+                return broken(format!("the server names no bytes of its answer: {text:?}"));
+            };
+            if found != *range {
+                let (start, last) = (range.start, range.end - 1);
+                let why = format!("the server answers {text:?} to bytes {start}-{last}");
+                return broken(why);
+            }
+            total
+        }
+        // A server may answer with the whole object if that is what was asked for.
+        StatusCode::OK if *range == (0..version.len) => content_len,
+        _ => {
+            let why = format!(
+                "the server answers {} to a range: it has to serve ranges",
+                status.as_u16()
+            );
+            return broken(why);
+        }
+    };
+    if content_len.is_some_and(|len| len != range.end - range.start) {
+        let (found, wanted) = (content_len.unwrap_or_default(), range.end - range.start);
+        return broken(format!("the server announces {found} bytes of {wanted}"));
+    }
+    let state = ObjectState::of_headers(headers, total.unwrap_or(version.len));
+    if state.is_of(version) { Ok(state) } else { Err(replaced()) }
+}
+
+/// The range and the length of the whole object in a `Content-Range` header.
+pub(super) fn content_range(text: &str) -> Option<(Range<u64>, Option<u64>)> {
+    let (range, total) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
+    let (start, last) = range.split_once('-')?;
+    let (start, last): (u64, u64) = (start.parse().ok()?, last.parse().ok()?);
+    let total = if total == "*" { None } else { Some(total.parse().ok()?) };
+    (start <= last).then_some((start..last.checked_add(1)?, total))
+}
+
+/// The length in the headers of an answer.
+pub(super) fn len_of(headers: &HeaderMap) -> Option<u64> {
+    text_of(headers, header::CONTENT_LENGTH)?.parse().ok()
+}
+
+/// How long the server asks to wait.
+pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+    let text = text_of(headers, header::RETRY_AFTER)?.trim();
+    if let Ok(seconds) = text.parse() {
+        return Some(Duration::from_secs(seconds));
+    }
+    let seconds = seconds_of_http_date(text)? - Timestamp::now().as_second();
+    Some(Duration::from_secs(seconds.max(0) as u64))
+}
+
+pub(super) fn text_of(headers: &HeaderMap, name: HeaderName) -> Option<&str> {
+    headers.get(name)?.to_str().ok()
+}
+
+fn seconds_of_http_date(text: &str) -> Option<i64> {
+    Timestamp::parse_rfc2822(text).ok().map(Timestamp::as_second)
+}
+
+/// A number that stands for `bytes`.
+pub(super) fn hash_of(bytes: &[u8]) -> u64 {
+    let Digest(digest) = Digest::of(bytes);
+    digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+        pairs
+            .iter()
+            .map(|(name, value)| (HeaderName::from_static(name), value.parse().unwrap()))
+            .collect()
+    }
+
+    const DATE: &str = "Wed, 21 Oct 2015 07:28:00 GMT";
+
+    fn check(status: u16, pairs: &[(&'static str, &str)]) -> Result<ObjectState, Trouble> {
+        let version = ObjectState::new(100, "\"a\"", None).version(QueueKey::Store(1), 2);
+        let status = StatusCode::from_u16(status).unwrap();
+        check_answer(status, &headers(pairs), &(10..20), &version)
+    }
+
+    #[test]
+    fn an_answer_counts_only_for_the_range_and_the_version() {
+        let good =
+            [("content-range", "bytes 10-19/100"), ("etag", "\"a\""), ("content-length", "10")];
+        assert!(check(206, &good).is_ok());
+        assert!(check(206, &[("content-range", "bytes 10-19/*"), ("etag", "a")]).is_ok());
+        let broken = |status, pairs: &[(&'static str, &str)]| {
+            assert!(matches!(check(status, pairs), Err(Trouble::Broken(_))), "{pairs:?}");
+        };
+        broken(200, &good);
+        broken(206, &[("etag", "\"a\"")]);
+        broken(206, &[("content-range", "bytes 10-18/100"), ("etag", "\"a\"")]);
+        broken(206, &[("content-range", "bytes 0-9/100"), ("etag", "\"a\"")]);
+        broken(206, &[good[0], good[1], ("content-length", "9")]);
+        broken(206, &[good[0], good[1], ("content-encoding", "gzip")]);
+        let gone = |pairs: &[(&'static str, &str)]| {
+            assert!(matches!(check(206, pairs), Err(Trouble::Final(_))), "{pairs:?}");
+        };
+        gone(&[good[0], ("etag", "\"b\"")]);
+        gone(&[good[0]]);
+        gone(&[("content-range", "bytes 10-19/101"), good[1]]);
+    }
+
+    #[test]
+    fn without_an_etag_the_time_tells_versions_apart() {
+        let state = ObjectState::of_headers(&headers(&[("last-modified", DATE)]), 5);
+        assert_eq!(state.modified, Some(1_445_412_480));
+        let condition = state.condition().unwrap();
+        assert_eq!(condition, (header::IF_UNMODIFIED_SINCE, DATE.to_owned()));
+        let version = state.version(QueueKey::Store(1), 2);
+        assert!(state.is_of(&version));
+        assert!(!ObjectState { modified: Some(1), ..state }.is_of(&version));
+    }
+
+    #[test]
+    fn an_etag_is_the_same_with_quotes_and_without_and_tells_more_than_the_time() {
+        let quoted = ObjectState::new(5, "\"a-1\"", Some(1));
+        let version = ObjectState::new(5, "a-1", Some(2)).version(QueueKey::Store(1), 2);
+        assert!(quoted.is_of(&version));
+        assert_eq!(quoted.condition().unwrap(), (header::IF_MATCH, "\"a-1\"".to_owned()));
+        let weak = ObjectState::new(5, "W/\"a-1\"", Some(1));
+        assert_eq!(weak.condition().unwrap().0, header::IF_UNMODIFIED_SINCE);
+    }
+
+    #[test]
+    fn a_server_asks_to_wait_by_seconds_or_by_a_date() {
+        let after = |text| retry_after(&headers(&[("retry-after", text)]));
+        assert_eq!(after("7"), Some(Duration::from_secs(7)));
+        assert_eq!(after(DATE), Some(Duration::ZERO));
+        assert_eq!(after("soon"), None);
+    }
+}

@@ -1,0 +1,143 @@
+//! Folders of HTTP servers, which list nothing: a weight map names their shards, and well-known names
+//! are tried.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+use reqwest::Method;
+use tokio::task::JoinSet;
+
+use super::endpoint::{Endpoint, Wanted};
+use super::state::ObjectState;
+use crate::format::names;
+use crate::format::weight_map::WeightMap;
+
+/// The weight map that makes a URL a folder.
+const WEIGHT_MAP: &str = "model.safetensors.index.json";
+
+/// The file that makes a URL a folder without a weight map.
+const WHOLE: &str = "model.safetensors";
+
+/// Files beside weights that are shown where they are there.
+const BESIDE: [&str; 12] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "README.md",
+];
+
+/// Ends of names of files that are no folders.
+const OF_FILES: [&str; 6] = [".json", ".txt", ".md", ".jinja", ".model", ".py"];
+
+/// Most bytes of a weight map.
+const MAP_LEN_MAX: usize = 256 << 20;
+
+/// Whether a URL that ends in `name` means a file.
+pub(super) fn is_file_name(name: &str) -> bool {
+    names::is_weights(name)
+        || names::is_of_torch(name)
+        || OF_FILES.iter().any(|end| name.ends_with(end))
+}
+
+/// The part of a URL for the name `name` of the folder `key`.
+pub(super) fn target(key: &str, name: &str) -> String {
+    let slash = if key.is_empty() || name.is_empty() { "" } else { "/" };
+    format!("/{key}{slash}{name}")
+}
+
+/// Whether a weight map or a whole model makes `key` a folder.
+///
+/// # Errors
+/// A refusal of the server, or no answer in time.
+pub(super) async fn is_folder(
+    endpoint: &Endpoint,
+    key: &str,
+    deadline: Instant,
+) -> io::Result<bool> {
+    for name in [WEIGHT_MAP, WHOLE] {
+        match endpoint.look(&target(key, name), deadline).await {
+            Ok(_) => return Ok(true),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(false)
+}
+
+/// The files of the folder `key`: those that its weight map names, well-known ones, and `asked`, which
+/// somebody has named.
+///
+/// # Errors
+/// A refusal of the server, or no answer in time.
+pub(super) async fn list(
+    endpoint: &Arc<Endpoint>,
+    key: &str,
+    asked: BTreeSet<String>,
+    deadline: Instant,
+) -> io::Result<BTreeMap<String, ObjectState>> {
+    let mut wanted = asked;
+    wanted.extend([WEIGHT_MAP, WHOLE].into_iter().chain(BESIDE).map(str::to_owned));
+    let map = Wanted::new(Method::GET, target(key, WEIGHT_MAP));
+    match endpoint.whole(&map, MAP_LEN_MAX, deadline).await {
+        Ok(text) => {
+            let shards = WeightMap::names_in(&text).into_iter();
+            // Such names would mean something else in a URL.
+            wanted.extend(shards.filter(|name| !name.contains(['%', '?', '#', '/'])));
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => return Err(e),
+    }
+    let mut looks = JoinSet::new();
+    for name in wanted {
+        let (endpoint, target) = (endpoint.clone(), target(key, &name));
+        let is_beside = BESIDE.contains(&name.as_str());
+        looks.spawn(async move {
+            let state = endpoint.look(&target, deadline).await;
+            (name, is_beside, state)
+        });
+    }
+    let mut found = BTreeMap::new();
+    while let Some(look) = looks.join_next().await {
+        let (name, is_beside, state) = look.map_err(io::Error::other)?;
+        match state {
+            Ok(state) => drop(found.insert(name, state)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            // Some servers refuse what they do not have.
+            Err(e) if is_beside && e.kind() == io::ErrorKind::PermissionDenied => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_models_are_folders_although_they_have_dots() {
+        for name in ["model.safetensors", "a.tensors", "config.json", "pytorch_model.bin"] {
+            assert!(is_file_name(name), "{name}");
+        }
+        for name in ["", "models", "Llama-3.1-8B", "v1.0"] {
+            assert!(!is_file_name(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_target_begins_with_one_slash() {
+        assert_eq!(target("", "a"), "/a");
+        assert_eq!(target("b/c", "a"), "/b/c/a");
+        assert_eq!(target("b", ""), "/b");
+    }
+}

@@ -317,7 +317,13 @@ TORCH_DTYPES = {
 
 
 class _TorchTensor(tuple):
-    """Storage, offset, shape and dtype."""
+    """Storage, offset, shape and dtype, with the strides beside them."""
+
+
+def _torch_tensor(storage, offset, shape, stride, dtype):
+    tensor = _TorchTensor((storage, offset, shape, dtype))
+    tensor.stride = stride
+    return tensor
 
 
 class _Unknown(dict):
@@ -369,10 +375,10 @@ class _TorchUnpickler(pickle.Unpickler):
         if name.endswith("Storage"):
             return TORCH_DTYPES.get(name.removesuffix("Storage"))
         if name in ("_rebuild_tensor", "_rebuild_tensor_v2"):
-            return lambda storage, offset, shape, *_: _TorchTensor((storage, offset, shape, storage[0]))
+            return lambda storage, offset, shape, stride, *_: _torch_tensor(storage, offset, shape, stride, storage[0])
         if name == "_rebuild_tensor_v3":
-            return lambda storage, offset, shape, stride, grad, hooks, dtype, *_: _TorchTensor(
-                (storage, offset, shape, dtype)
+            return lambda storage, offset, shape, stride, grad, hooks, dtype, *_: _torch_tensor(
+                storage, offset, shape, stride, dtype
             )
         if name.startswith("_rebuild_parameter"):
             return lambda tensor, *_: tensor
@@ -427,13 +433,22 @@ def from_distcp(folder):
         data = (folder / place.relative_path).read_bytes()
         tensor, starts = _zipped_torch(data[place.offset : place.offset + place.length])
         storage, offset, shape, dtype = tensor
-        start = place.offset + starts[storage[1]] + offset * BITS[dtype] // 8
-        content = data[start : start + math.prod(shape) * BITS[dtype] // 8]
+        start = place.offset + starts[storage[1]] + (offset * BITS[dtype] // 8 if math.prod(shape) else 0)
+        content = _gathered(data[start : place.offset + place.length], tensor, BITS[dtype] // 8)
         chunks = [(chunk.offsets, chunk.sizes) for chunk in metadata[index.fqn].chunks]
         assert (index.offset, tuple(shape)) in chunks, (index.fqn, index.offset, shape, chunks)
         piece = Piece(place.relative_path, start, content, (list(index.offset), list(shape)))
         pieces.setdefault((name, dtype), []).append(piece)
     return write([_assemble(name, dtype, found) for (name, dtype), found in pieces.items()], {"format": "pt"})
+
+
+def _gathered(data, tensor, size):
+    """The bytes of a tensor whose first element `data` begins with, in row-major order."""
+    _, _, shape, _ = tensor
+    items = sum(np.arange(length).reshape([-1] + [1] * (len(shape) - dim - 1)) * stride
+                for dim, (length, stride) in enumerate(zip(shape, tensor.stride)))
+    items = np.broadcast_to(items, shape).reshape(-1)
+    return np.frombuffer(data[: len(data) // size * size], np.uint8).reshape(-1, size)[items].tobytes()
 
 
 def _torch_names(root):

@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 
 use super::distcp::StoredChunk;
-use super::tensors::{StorageData, Storages, TensorPlace, tensor_call};
+use super::tensors::{BoxedTensor, StorageData, Storages, TensorBox, tensor_call};
 use super::{PICKLE, ReadStop, check_byte_order, described, machine, open, told};
 use crate::coalesce::coalesce;
 use crate::error::{ErrorKind, Fault};
@@ -20,6 +20,10 @@ const TAIL_LEN: u64 = 1280;
 /// Bytes between two such stretches that are read with them, and longest read.
 const GAP_LEN: u64 = 16 << 10;
 const READ_LEN_MAX: u64 = 256 << 10;
+
+/// Most boxes of an item whose tensor is not contiguous, and most bytes of memory for those of a file.
+const BOXES_MAX: usize = 1 << 14;
+const BOXES_LEN_MAX: usize = 16 << 20;
 
 /// Parses the items with these chunks of one file, in the order of their bytes. Other items of the file
 /// are not looked at.
@@ -44,27 +48,35 @@ fn parse(
     description.described.clear();
     let mut numbers: Vec<u64> = Vec::new();
     let mut places = Vec::with_capacity(chunks.len());
+    let mut boxes_left = BOXES_LEN_MAX;
     for (chunk, range) in chunks.iter().zip(ranges) {
         let name = &chunk.tensor.name;
-        let item = parse_item(&mut window, chunk, &range).map_err(|stop| match stop {
-            ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
-            read => read,
-        })?;
-        let begin = numbers.len() as u32;
-        numbers.extend_from_slice(&item.place.shape);
-        let shape = (begin, numbers.len() as u32);
-        description.push(name, item.place.dtype, shape, item.place.start);
+        let box_len = name.len() + 64 + 24 * chunk.shape.len();
+        let boxes_max = BOXES_MAX.min(boxes_left / box_len).max(1);
+        let item =
+            parse_item(&mut window, chunk, &range, boxes_max).map_err(|stop| match stop {
+                ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
+                read => read,
+            })?;
+        boxes_left = boxes_left.saturating_sub(box_len * (item.tensor.boxes.len() - 1));
+        for TensorBox { offset, shape, start } in item.tensor.boxes {
+            let begin = numbers.len() as u32;
+            numbers.extend_from_slice(&shape);
+            let shape = (begin, numbers.len() as u32);
+            description.push(name, item.tensor.dtype, shape, start);
+            let inner = chunk.offset.iter().zip(offset);
+            places.push(PiecePlace {
+                logical_name: None,
+                offset: inner.map(|(chunk, offset)| chunk + offset).collect(),
+                whole_shape: Some(chunk.tensor.shape.clone()),
+            });
+        }
         for part in described(&range, item.data) {
             match description.described.last_mut() {
                 Some(last) if last.end == part.start => last.end = part.end,
                 _ => description.described.push(part),
             }
         }
-        places.push(PiecePlace {
-            logical_name: None,
-            offset: chunk.offset.clone(),
-            whole_shape: Some(chunk.tensor.shape.clone()),
-        });
     }
     description.set_numbers(numbers);
     // Programs ask a safetensors file for its framework.
@@ -102,7 +114,7 @@ fn item_ranges(file_len: u64, chunks: &[StoredChunk]) -> Result<Vec<Range<u64>>,
 
 /// A tensor, and the data of its storage.
 struct ParsedItem {
-    place: TensorPlace,
+    tensor: BoxedTensor,
     data: Vec<Range<u64>>,
 }
 
@@ -110,6 +122,7 @@ fn parse_item(
     window: &mut WindowReader<'_>,
     chunk: &StoredChunk,
     range: &Range<u64>,
+    boxes_max: usize,
 ) -> Result<ParsedItem, ReadStop> {
     window.begin(range)?;
     let (archive, len) = open(window, range.clone())?;
@@ -123,23 +136,23 @@ fn parse_item(
         return Err(Fault::new(ErrorKind::TensorMissing, message).into());
     };
     let mut storages = Storages::new(StorageData::Entries { reader: window, archive: &archive });
-    let place = call.place(&values, &mut storages)?;
-    if place.dtype != chunk.tensor.dtype {
+    let tensor = call.boxes(&values, &mut storages, boxes_max)?;
+    if tensor.dtype != chunk.tensor.dtype {
         let message = format!(
             "has the dtype {} by `.metadata`, and {} in this file; save the checkpoint again",
-            chunk.tensor.dtype, place.dtype
+            chunk.tensor.dtype, tensor.dtype
         );
         return Err(Fault::new(ErrorKind::DcpDtype, message).into());
     }
-    if place.shape != chunk.shape {
+    if tensor.shape != chunk.shape {
         let message = format!(
             "its chunk at {:?} has the shape {:?} by `.metadata`, and {:?} in this file; save the \
              checkpoint again",
-            chunk.offset, chunk.shape, place.shape
+            chunk.offset, chunk.shape, tensor.shape
         );
         return Err(Fault::new(ErrorKind::DcpOffsets, message).into());
     }
-    Ok(ParsedItem { place, data: storages.used() })
+    Ok(ParsedItem { tensor, data: storages.used() })
 }
 
 /// Reads a file of items by few reads: the end of an item lies in front of the next one.

@@ -22,7 +22,7 @@ use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::process::{PerProcess, token};
-use tensorfs::internal::source::{Pin, SecretOrigin, read_option_file};
+use tensorfs::internal::source::{Pin, SecretOrigin, Source, read_option_file};
 use tensorfs::internal::store::{Store, hub_cache};
 use tensorfs::internal::view::{Files, MapPolicy, View};
 use zeroize::Zeroizing;
@@ -43,6 +43,9 @@ pub(crate) struct Checkpoint {
 
 /// Name, position, dtype, shape and length in bytes.
 type Facts = (String, usize, &'static str, Vec<u64>, u64);
+
+/// Name of a file, its length, seconds and nanoseconds of its last change, and its version as text.
+type FileState = (String, u64, Option<i64>, i64, String);
 
 /// Options of a view, as pairs of name and value.
 pub(crate) type ViewWords = Vec<(String, String)>;
@@ -272,6 +275,27 @@ impl Checkpoint {
     /// The metadata of the files, merged.
     fn metadata(&self) -> Option<BTreeMap<String, String>> {
         self.first.catalog().metadata.as_deref().cloned()
+    }
+
+    /// What tells this state of it from others: a hash of what its headers and the view say, and of
+    /// each file its name, its length, seconds and nanoseconds of its last change, and its version,
+    /// which other hosts call otherwise.
+    fn state(&self) -> (u64, Vec<FileState>) {
+        let checkpoint = &self.first;
+        let mut hasher = DefaultHasher::new();
+        env!("CARGO_PKG_VERSION").hash(&mut hasher);
+        for tensor in checkpoint.catalog().tensors() {
+            let pieces: Vec<_> = tensor.pieces().collect();
+            let facts = (tensor.name, tensor.dtype, tensor.shape, tensor.cast(), pieces);
+            format!("{facts:?}").hash(&mut hasher);
+        }
+        let file = |source: &Arc<Source>| {
+            let (path, version) = (source.path(), source.version());
+            let name = path.file_name().map_or_else(|| real_name(path), |name| real_name(name.as_ref()));
+            let (seconds, nanoseconds) = version.modified().unzip();
+            (name, version.len, seconds, nanoseconds.unwrap_or(0), format!("{version:?}"))
+        };
+        (hasher.finish(), checkpoint.sources().iter().map(file).collect())
     }
 
     /// The reason if nothing proves its last pieces.

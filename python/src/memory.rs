@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -159,6 +159,25 @@ impl Area {
         }))
     }
 
+    /// `len` bytes from `start` on of a file of shared memory: as all processes see them, or
+    /// privately, so that writes copy its pages.
+    ///
+    /// # Errors
+    /// `OSError` if the system does not map it.
+    #[staticmethod]
+    fn of_shared(descriptor: i32, start: u64, len: u64, private: bool) -> PyResult<Area> {
+        // SAFETY: the Python caller keeps the descriptor open meanwhile.
+        let file = unsafe { BorrowedFd::borrow_raw(descriptor) };
+        let flags = if private { libc::MAP_PRIVATE | libc::MAP_NORESERVE } else { libc::MAP_SHARED };
+        let mapping = Mapping::with(file, start, len, flags).ok_or_else(|| {
+            let e = io::Error::last_os_error();
+            PyOSError::new_err((e.raw_os_error(), format!("{len} bytes of shared memory: {e}")))
+        })?;
+        let (start, len) = (mapping.start, mapping.len);
+        // SAFETY: the pages live as long as the mapping. Ranks of a group write to different bytes.
+        Ok(Area { region: unsafe { Region::foreign(start, len, Box::new(mapping)) } })
+    }
+
     /// Address of its first byte.
     #[getter]
     fn address(&self) -> usize {
@@ -191,13 +210,18 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn of(file: &File, len: u64) -> Option<Mapping> {
+        // Only written pages take memory.
+        Mapping::with(file.as_fd(), 0, len, libc::MAP_PRIVATE | libc::MAP_NORESERVE)
+    }
+
+    fn with(file: BorrowedFd<'_>, first: u64, len: u64, flags: i32) -> Option<Mapping> {
+        let first = i64::try_from(first).ok()?;
         let len = usize::try_from(len).ok()?.checked_next_multiple_of(PAGE)?.max(PAGE);
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // Only written pages take memory.
-        let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE;
         // SAFETY: the kernel chooses the address, so the mapping replaces no memory in use.
-        let address =
-            unsafe { libc::mmap(ptr::null_mut(), len, protection, flags, file.as_raw_fd(), 0) };
+        let address = unsafe {
+            libc::mmap(ptr::null_mut(), len, protection, flags, file.as_raw_fd(), first)
+        };
         if address == libc::MAP_FAILED {
             return None;
         }

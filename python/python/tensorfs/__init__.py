@@ -14,6 +14,7 @@ from ._bytes import deserialize
 from ._consolidate import Consolidated, consolidate
 from ._errors import DtypeError, MismatchError, SafetensorError
 from ._genuine import named
+from ._group import GroupError
 from ._into import Loaded, load_into
 from ._mount import mount
 from ._names import Names
@@ -32,6 +33,7 @@ TensorMeta = TensorMetadata
 __all__ = [
     "Consolidated",
     "DtypeError",
+    "GroupError",
     "Loaded",
     "MismatchError",
     "PrefetchLoader",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from typing import Any, Hashable, Iterator, Mapping, NamedTuple
+from typing import Any, Callable, Hashable, Iterator, Mapping, NamedTuple
 
 from . import _frameworks, _settings
 from ._dtensor import Box
 from ._errors import MismatchError, SafetensorError, error
 from ._open import Source, StrPath, open_checkpoint, proof_of, secret_of
 from ._reader import Info, Part
+from ._share import Place, Team, want_of
 from ._targets import Target, count_write, target_of
 from ._tensorfs import Checkpoint, Loader, can_cast, unwritable
 
@@ -54,6 +56,8 @@ def load_into(
     expect_shards: int | None = None,
     reference: StrPath | None = None,
     unproven_tail: str | None = None,
+    process_group: Any = None,
+    share: str | None = None,
     **how: Any,
 ) -> Loaded:
     """Loads a checkpoint into what `mapping` has by the same names: tensors of torch on the CPU or on GPUs, arrays of
@@ -68,16 +72,42 @@ def load_into(
     Several names may share the same memory, as tied weights do. One of them in the checkpoint is enough; if it has
     several, their bytes must be equal.
 
+    With a `process_group` all its ranks call it, each with its own mapping, and each byte is read once: see `safe_open`.
+
     After a failure, for example by Ctrl-C, the memory holds old and new bytes. If a disk did not answer in time, it may
     still write to the memory later: do not use that memory again.
     """
     if not hasattr(mapping, "items"):
         hint = ", such as its state_dict()" if hasattr(mapping, "state_dict") else ""
         raise TypeError(f"expected a mapping from names to memory{hint}, not {type(mapping).__name__}")
-    loader = _settings.loader(**how)
     secret = secret_of(key, passphrase, key_file, passphrase_file)
     proof = proof_of(expect_shards, reference, unproven_tail)
-    checkpoint = open_checkpoint(filename, loader, (), secret, proof)
+
+    def job() -> _Job:
+        loader = _settings.loader(**how)
+        return _job(mapping, filename, open_checkpoint(filename, loader, (), secret, proof), loader, strict, cast)
+
+    if process_group is None:
+        return _carried_out(job(), how)
+    with Team(process_group, share, how) as team:
+        return _carried_out_by(team, job)
+
+
+class _Job(NamedTuple):
+    """A load that fits."""
+
+    checkpoint: Checkpoint
+    by_gpu: dict[int | None, list[_TensorRequest]]
+    """None is the CPU."""
+    written: list[Any]
+    """The owners of all memory that is written."""
+    result: Loaded
+
+
+def _job(
+    mapping: Mapping[str, Any], filename: Source, checkpoint: Checkpoint, loader: Loader, strict: bool, cast: bool
+) -> _Job:
+    """Refuses what does not fit, before anything is written."""
     every = {facts[0]: Info(*facts) for facts in checkpoint.tensors()}
     targets = {name: target_of(into, name) for name, into in mapping.items() if name in every}
     absent = [name for name in mapping if name not in every]
@@ -94,21 +124,46 @@ def load_into(
         if target.nbytes:
             # One of several names that share memory is enough.
             by_device.setdefault(target.gpu, {})[target.address] = requests[name]
+    by_gpu = {gpu: [request for several in found.values() for request in several] for gpu, found in by_device.items()}
+    return _Job(checkpoint, by_gpu, [target.owner for target in (*targets.values(), *aliases.values())], result)
+
+
+def _carried_out(job: _Job, how: dict[str, Any]) -> Loaded:
     planned = []
-    for gpu, found in by_device.items():
-        to = loader if gpu is None else _settings.loader(**how, gpu=gpu)
-        mine = [request for several in found.values() for request in several]
-        planned.append((gpu, to, mine, to.plan(checkpoint, [request.native(request.address) for request in mine])))
-    written = [target.owner for target in (*targets.values(), *aliases.values())]
+    for gpu, mine in job.by_gpu.items():
+        to = _settings.loader(**how, gpu=gpu)
+        plan = to.plan(job.checkpoint, [request.native(request.address) for request in mine])
+        planned.append((gpu, to, mine, plan))
+    with _counted(job.written):
+        for gpu, to, mine, plan in planned:
+            memory = [(request.address, request.nbytes, request.owner) for request in mine]
+            to.fill(job.checkpoint, plan, memory, None, None if gpu is None else _frameworks.find("pt", gpu).stream())
+    return job.result
+
+
+def _carried_out_by(team: Team, make: Callable[[], _Job]) -> Loaded:
+    """Carries out the loads of all ranks of a process group together."""
+    with team.group.operation() as operation:
+        job = make()
+        team.group.agree(operation, job.checkpoint)
+        places = [
+            Place(want_of(one.info, one.part, one.cast, one.nbytes), one.address, one.nbytes, one.owner, gpu)
+            for gpu, several in job.by_gpu.items()
+            for one in several
+        ]
+        with _counted(job.written):
+            team.fill(operation, job.checkpoint, places)
+    return job.result
+
+
+@contextlib.contextmanager
+def _counted(written: list[Any]) -> Iterator[None]:
     # Before, because nothing may come between a failure and it; and after, for what was computed meanwhile.
     count_write(written)
     try:
-        for gpu, to, mine, plan in planned:
-            memory = [(request.address, request.nbytes, request.owner) for request in mine]
-            to.fill(checkpoint, plan, memory, None, None if gpu is None else _frameworks.find("pt", gpu).stream())
+        yield
     finally:
         count_write(written)
-    return result
 
 
 def _differing_names(filename: Source, names: Loaded) -> SafetensorError:

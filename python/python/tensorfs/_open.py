@@ -13,6 +13,8 @@ from ._errors import SafetensorError, error, not_found, shown
 from ._names import Names, select
 from ._prefetch import PrefetchLoader
 from ._reader import Info, Part, Reader
+from ._requests import chunk_of
+from ._share import Team
 from ._tails import Proof
 from ._tensorfs import Cancel, Checkpoint, Loader, load_indexed
 
@@ -186,6 +188,11 @@ class safe_open:
     last shard is lost. Without a proof there is an `UnprovenTailWarning`, once for a checkpoint; with
     `unproven_tail="error"`, or TENSORFS_UNPROVEN_TAIL=error, an error.
 
+    With a `process_group` of torch.distributed all its ranks open the same files, and `get_tensors`, `tensors`,
+    `get_sharded` and `push_tensor` are collective: all ranks call them, each for what it wants, and each byte is read
+    once. Ranks of one host share their reads with `share="host"`, the default if there is one host, and all ranks
+    exchange bytes by gloo with `share="network"`. All other methods load for this rank alone.
+
     The other arguments control reading, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
     TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
     """
@@ -219,22 +226,43 @@ class safe_open:
         source: str | None = None,
         engine: str | None = None,
         io_timeout: float | None = None,
+        process_group: Any = None,
+        share: str | None = None,
     ) -> None:
         # All of them, to open it again where it is unpickled.
         arguments = {word: value for word, value in locals().items() if word != "self"}
-        if backend not in ("mmap", "pread"):
-            raise error(f'backend {json.dumps(backend)} is invalid (expected one of: "mmap", "pread")')
         self._filename, self._framework, self._gpu = filename, framework, _device.parse(device)
         self._how = {word: arguments[word] for word in _settings.WORDS}
+        self._open: Reader | None = None
+        self._team = None if process_group is None else Team(process_group, share, self._how)
+        self._arguments = arguments
+        if self._team is None:
+            self._begin()
+            return
+        try:
+            with self._team.group.operation() as operation:
+                self._team.group.agree(operation, self._begin().checkpoint)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _begin(self) -> Reader:
+        """Opens it, for this rank alone."""
+        given = self._arguments
+        framework, backend, copy = (given[word] for word in ("framework", "backend", "copy"))
+        if backend not in ("mmap", "pread"):
+            raise error(f'backend {json.dumps(backend)} is invalid (expected one of: "mmap", "pread")')
+        if self._team is not None and copy is not True:
+            raise error("with a process group tensors own their memory: give no copy=")
         found = _frameworks.find(framework, self._gpu)
         loader = _settings.loader(**self._how, gpu=self._gpu)
         strict = backend == "pread" or not found.indexes_itself
-        view = view_words(arguments)
-        secret = secret_of(key, passphrase, key_file, passphrase_file)
-        proof = proof_of(expect_shards, reference, unproven_tail)
-        checkpoint = open_checkpoint(filename, loader, view, secret, proof)
-        self._open: Reader | None = Reader(checkpoint, found, loader, strict, copy)
-        self._arguments = arguments
+        view = view_words(given)
+        secret = secret_of(*(given[word] for word in ("key", "passphrase", "key_file", "passphrase_file")))
+        proof = proof_of(*(given[word] for word in ("expect_shards", "reference", "unproven_tail")))
+        checkpoint = open_checkpoint(self._filename, loader, view, secret, proof)
+        self._open = Reader(checkpoint, found, loader, strict, copy)
+        return self._open
 
     def __enter__(self) -> safe_open:
         return self
@@ -243,10 +271,14 @@ class safe_open:
         opened, self._open = self._open, None
         if opened is not None:
             opened.close()
+        if self._team is not None:
+            self._team.group.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the arguments: whoever unpickles it opens the checkpoint again, as it is there and then."""
         self._reader()
+        if self._team is not None:
+            raise TypeError("a safe_open of a process group is not pickled: other processes are not in the group")
         for word in ("key", "passphrase"):
             if self._arguments[word] is not None:
                 raise TypeError(f"a safe_open with {word}= is not pickled, since the pickle would hold it: give {word}_file=")
@@ -286,7 +318,10 @@ class safe_open:
         return self._reader().whole(self._info(name))
 
     def get_tensors(self, names: Names = None) -> dict[str, Any]:
-        """All tensors, or the selected ones, by name in file order. They are read together."""
+        """All tensors, or the selected ones, by name in file order. They are read together. In a process group all ranks
+        call it, each with its own `names`."""
+        if self._team is not None:
+            return self._team.load(self._reader(), self._gpu, [(info, None) for info in self._infos(names)])
         if not self._reader().copy:
             return self._reader().all_shared(self._infos(names))
         if names is None:
@@ -297,8 +332,44 @@ class safe_open:
         """The tensor of this name, for indexing: only the bytes of the requested part are read."""
         return Slice(self, self._info(name))
 
-    def tensors(self, names: Names = None) -> Iterator[tuple[str, Any]]:
-        """Pairs of name and tensor in file order. The next tensors are loaded meanwhile, in bounded memory."""
+    def get_sharded(self, name: str, dim: int) -> Any:
+        """The part of a tensor of this rank of the process group: the dimension is cut as `torch.chunk` cuts it, so that
+        last ranks may have less than others, or nothing. All ranks call it."""
+        info = self._info(name)
+        return self._group().load(self._reader(), self._gpu, [(info, self._shard(info, dim))])[name]
+
+    def push_tensor(self, name: str, rank: int) -> Any:
+        """The tensor on this rank of the process group, None on all others. All ranks call it."""
+        team, info = self._group(), self._info(name)
+        if not 0 <= operator.index(rank) < team.group.size:
+            raise error(f"rank {rank} is invalid: the process group has {team.group.size}")
+        wanted: list[tuple[Info, Part]] = [(info, None)] if rank == team.group.rank else []
+        return team.load(self._reader(), self._gpu, wanted).get(name)
+
+    def _group(self) -> Team:
+        if self._team is None:
+            raise error("this needs a process group: open with process_group=")
+        return self._team
+
+    def _shard(self, info: Info, dim: int) -> Part:
+        """The part of a tensor that this rank holds."""
+        group, dims = self._group().group, len(info.shape)
+        if not -dims <= operator.index(dim) < dims:
+            raise error(f"tensor `{info.name}` of shape {info.shape} has no dimension {dim}", tensor=info.name)
+        part = [(0, size) for size in info.shape]
+        part[dim] = chunk_of(info.shape[dim], group.size, group.rank)
+        return part
+
+    def tensors(
+        self, names: Names = None, *, shard: int | Mapping[str, int] | None = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Pairs of name and tensor in file order. The next tensors are loaded meanwhile, in bounded memory.
+
+        In a process group all ranks iterate, each with its own `names`. With `shard` each gets its part, as of
+        `get_sharded`: the dimension of all tensors that have it, or of those in a mapping. Others come whole.
+        """
+        if shard is not None or self._team is not None:
+            return self._group().iterate(self._reader(), self._gpu, self._sharded(names, shard), _batches)
         wanted: list[tuple[Info, Part]] = [(info, None) for info in self._infos(names)]
         _refuse_unfit(self._reader(), wanted)
         if not self._reader().copy:
@@ -307,6 +378,14 @@ class safe_open:
         if len(batches) > 1:
             return _stream(self._reader(), batches)
         return iter(list(self._reader().load(wanted).items()))
+
+    def _sharded(self, names: Names, shard: int | Mapping[str, int] | None) -> list[tuple[Info, Part]]:
+        wanted: list[tuple[Info, Part]] = []
+        for info in self._infos(names):
+            dim = shard.get(info.name) if isinstance(shard, Mapping) else shard
+            is_whole = dim is None or (not isinstance(shard, Mapping) and not -len(info.shape) <= dim < len(info.shape))
+            wanted.append((info, None if is_whole else self._shard(info, dim)))
+        return wanted
 
     def prefetch(
         self, plan: Mapping[str, slice | None] | None = None, *, device: Any = None, threads: int = 8

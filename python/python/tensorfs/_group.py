@@ -1,0 +1,392 @@
+"""A process group: its ranks prove the same checkpoint, and a load ends with the same result on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections import Counter
+from typing import Any, Callable, Iterator, Protocol
+
+from . import _errors
+from ._errors import SafetensorError
+from ._tensorfs import Cancel, Checkpoint, process_token
+
+_LOOKS = (0.0002, 0.01)
+"""Least and greatest time between two looks into the mailbox, in seconds."""
+
+_BEAT_MAX = 1.0
+"""Greatest time between two signs of life of a rank, in seconds."""
+
+
+_GOOD = "{}"
+"""The outcome of an operation that no rank failed."""
+
+_ENDED = "its process has ended"
+
+_STORE_LOST = "the store of the process group does not answer"
+
+
+class GroupError(SafetensorError):
+    """A rank died, does not answer, or sees other files. All ranks raise the same error."""
+
+    rank: int | None = None
+    """The rank at fault."""
+
+
+class Mailbox(Protocol):
+    """What the ranks of a group write to each other through. A rank uses one for each of its threads."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes | None:
+        """The value of a key, None without one. Does not wait."""
+
+    def claim(self, key: str, value: str) -> str:
+        """Sets a key unless it is set, and returns its value."""
+
+    def delete(self, key: str) -> None: ...
+
+    def clone(self) -> Mailbox: ...
+
+
+class Group:
+    """The ranks of a group, as a handle or a load uses them. Its operations come in the same order on all ranks."""
+
+    def __init__(self, rank: int, size: int, mailbox: Mailbox, wire: Any = None, timeout: float | None = 60.0) -> None:
+        self.rank, self.size, self.mailbox, self.timeout = rank, size, mailbox, timeout
+        # For the thread that watches the others.
+        self.beside = mailbox.clone()
+        # Makes the collectives, at the first use, from a word that is the same on all ranks.
+        self._make_wire, self._wire = wire, None
+        self.hosts: list[str] = []
+        self._pids: dict[int, int] = {}
+        self._number = 0
+        self._closed = False
+        self._process = process_token()
+        self._lock = threading.Lock()
+        # Descriptors that tell when the process of a rank of this host ends.
+        self._watched: dict[int, int] = {}
+        # Messages of the last operation, which no rank reads any more once all have begun the next one.
+        self.old: list[str] = []
+
+    @property
+    def mates(self) -> list[int]:
+        """The ranks of this host, with this one."""
+        return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+
+    def pid(self, rank: int) -> int:
+        """The process number of a rank of this host."""
+        return self._pids[rank]
+
+    def wire_of(self, word: str) -> Any:
+        """The collectives of the group."""
+        if self._make_wire is None:
+            raise _errors.error("this process group has no collectives", cls=GroupError)
+        if self._wire is None:
+            self._wire = self._make_wire(word)
+        return self._wire
+
+    @contextlib.contextmanager
+    def operation(self) -> Iterator[Operation]:
+        """A block that all ranks enter. If it fails on one of them, it fails on all of them with the same error; if it
+        does not, it ends when all have come to its end."""
+        if process_token() != self._process:
+            raise _errors.error("this process group belongs to the process that opened it", cls=GroupError)
+        with self._lock:
+            if self._closed:
+                raise _errors.error("File is closed")
+            self._number += 1
+            operation = Operation(self, f"{self._number}")
+            try:
+                yield operation
+                operation.finish()
+            except BaseException as failed:
+                # Collectives that failed may be under way for ever.
+                self._wire = None
+                common = operation.common(failed)
+                if common is failed:
+                    raise
+                raise common from None
+            finally:
+                operation.end()
+
+    def agree(self, operation: Operation, checkpoint: Checkpoint) -> None:
+        """Compares the files that each rank has opened. Raises the same error on all ranks if they differ."""
+        catalog, files = checkpoint.state()
+        mine = {"host": _host(), "pid": os.getpid(), "catalog": catalog, "files": files}
+        every = [json.loads(said) for said in operation.exchange(json.dumps(mine).encode())]
+        self.hosts = [one["host"] for one in every]
+        self._pids = {rank: every[rank]["pid"] for rank in self.mates}
+        for rank, pid in self._pids.items():
+            if rank != self.rank and hasattr(os, "pidfd_open"):
+                with contextlib.suppress(OSError):
+                    self._watched[rank] = os.pidfd_open(pid)
+        differing = _differing(every)
+        if differing is not None:
+            raise _of_rank(*differing)
+
+    def __del__(self) -> None:
+        for descriptor in self._watched.values():
+            os.close(descriptor)
+
+    def ended(self, seconds: float, wake: int) -> int | None:
+        """Waits until `wake` is readable, and returns a rank of this host whose process has ended meanwhile."""
+        poll = select.poll()
+        for descriptor in (wake, *self._watched.values()):
+            poll.register(descriptor, select.POLLIN)
+        found = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
+        return min((rank for rank, descriptor in self._watched.items() if descriptor in found), default=None)
+
+    def close(self) -> None:
+        """Lets go of what watches the other ranks. Waits for nobody."""
+        with self._lock:
+            watched, self._watched = self._watched, {}
+            for descriptor in watched.values():
+                os.close(descriptor)
+            self._wire, self._closed = None, True
+
+
+class Operation:
+    """One operation of a group."""
+
+    def __init__(self, group: Group, name: str) -> None:
+        self._group, self.name, self._mailbox = group, name, group.mailbox
+        self._said = 0
+        self._outcome: str | None = None
+        self._posted = [self._key("outcome")] if group.rank == 0 else []
+        self._over = False
+        self._wake = os.eventfd(0)
+        self._lost: BaseException | None = None
+        self._looked = time.monotonic()
+        self._watcher = threading.Thread(target=self._watch, name="tensorfs-group", daemon=True)
+        self.cancel = Cancel()
+        """Ends the loads of this rank when another one fails."""
+        self._watcher.start()
+
+    def exchange(self, message: bytes, ranks: list[int] | None = None) -> list[bytes]:
+        """Sends a message to all ranks, and returns those of all, or of `ranks`."""
+        self.post(str(self._said), message)
+        said = [self.wait(str(self._said), rank) for rank in ranks or range(self._group.size)]
+        self._said += 1
+        if ranks is None:
+            old, self._group.old = self._group.old, []
+            for key in old:
+                self._mailbox.delete(key)
+        return said
+
+    def post(self, word: str, message: bytes = b"1") -> None:
+        """Leaves a message that other ranks may wait for."""
+        key = self._key(f"{word}/{self._group.rank}")
+        self._posted.append(key)
+        self._mailbox.set(key, message)
+
+    def wait(self, word: str, rank: int) -> bytes:
+        """Waits for the message of a rank, as long as that one lives."""
+        key = self._key(f"{word}/{rank}")
+        found: list[bytes] = []
+
+        def is_there() -> bool:
+            message = self._mailbox.get(key)
+            found.extend([] if message is None else [message])
+            return bool(found)
+
+        self.until(is_there)
+        return found[0]
+
+    def until(self, is_done: Callable[[], bool]) -> None:
+        """Waits for a condition. Raises the error of the operation as soon as it has failed on any rank."""
+        pause = _LOOKS[0]
+        while not is_done():
+            self.check()
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LOOKS[1])
+
+    def check(self) -> None:
+        """Raises the error of the operation if it has failed on any rank."""
+        if self._lost is not None:
+            raise self._lost
+        if self._outcome not in (None, _GOOD):
+            raise _exception(self._outcome)
+        limit = self._group.timeout
+        if limit and time.monotonic() - self._looked > 2 * limit:
+            raise _errors.error(_STORE_LOST, "group", cls=GroupError)
+
+    def finish(self) -> None:
+        """Waits until all ranks have come here. Then no rank can fail any more."""
+        self.exchange(b"")
+        outcome = self._mailbox.claim(self._key("outcome"), _GOOD)
+        if outcome != _GOOD:
+            raise _exception(outcome)
+
+    def common(self, failed: BaseException) -> BaseException:
+        """The error of all ranks, after this one has failed with `failed`."""
+        if isinstance(failed, _Common):
+            return failed.error
+        try:
+            outcome = self._mailbox.claim(self._key("outcome"), _told(failed, self._group.rank))
+        except Exception as lost:
+            return self._store_lost(lost)
+        return failed if outcome == _GOOD or not isinstance(failed, Exception) else _exception(outcome).error
+
+    def end(self) -> None:
+        """Ends the watch. Leaves only the last messages in the mailbox."""
+        self._over = True
+        os.eventfd_write(self._wake, 1)
+        self._watcher.join()
+        os.close(self._wake)
+        self._group.old = [*self._posted, self._key(f"beat/{self._group.rank}")]
+
+    def _key(self, word: str) -> str:
+        return f"{self.name}/{word}"
+
+    def _watch(self) -> None:
+        """Body of the thread that shows that this rank lives, and looks whether the others do."""
+        try:
+            self._watch_with(self._group.beside)
+        except Exception as failed:
+            self._lost = _Common(self._store_lost(failed))
+        if self._lost or self._outcome not in (None, _GOOD):
+            self.cancel.cancel()
+
+    def _store_lost(self, failed: Exception) -> Exception:
+        # One of the ranks may hold the store: that it ended may be seen a moment later.
+        ended = self._group.ended(0.5, self._wake)
+        if ended is not None:
+            return _of_rank(ended, _ENDED).error
+        return _errors.error(f"{_STORE_LOST}: {_first_line(failed)}", "group", cls=GroupError)
+
+    def _watch_with(self, mailbox: Mailbox) -> None:
+        group, beat, next_look = self._group, 0, 0.0
+        # Of each other rank its last sign of life, and when that changed.
+        seen = dict.fromkeys(set(range(group.size)) - {group.rank}, (b"", time.monotonic()))
+        pause = min((group.timeout or 60.0) / 20, _BEAT_MAX)
+        while not self._over:
+            beat += 1
+            mailbox.set(self._key(f"beat/{group.rank}"), str(beat).encode())
+            if time.monotonic() >= next_look and group.timeout:
+                self._refuse_silent(mailbox, seen, group.timeout)
+                # The store answers all ranks, one after the other.
+                next_look = time.monotonic() + pause + group.size * 0.01
+            ended = group.ended(pause, self._wake)
+            if ended is not None:
+                mailbox.claim(self._key("outcome"), _fault(ended, _ENDED))
+            outcome = mailbox.get(self._key("outcome"))
+            if outcome is not None:
+                self._outcome = outcome.decode()
+                return
+            self._looked = time.monotonic()
+
+    def _refuse_silent(self, mailbox: Mailbox, seen: dict[int, tuple[bytes, float]], limit: float) -> None:
+        """Ends the operation if a rank has shown no life for most of the deadline."""
+        for rank, (before, since) in seen.items():
+            now, beat = time.monotonic(), mailbox.get(self._key(f"beat/{rank}"))
+            if beat is not None and beat != before:
+                seen[rank] = beat, now
+            elif now - since > 0.8 * limit:
+                what = "does not answer" if before else "did not come to this load"
+                mailbox.claim(self._key("outcome"), _fault(rank, f"it {what} within {limit:g} s (io_timeout)"))
+
+
+class _Common(Exception):
+    """Carries an error that all ranks know."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _fault(rank: int, why: str) -> str:
+    return json.dumps({"rank": rank, "class": "GroupError", "message": why, "kind": "group"})
+
+
+def _of_rank(rank: int, why: str) -> _Common:
+    return _exception(_fault(rank, why))
+
+
+_CLASSES: dict[str, type[Exception]] = {
+    cls.__name__: cls for cls in (ValueError, TypeError, KeyError, IndexError, MemoryError, RuntimeError)
+}
+
+
+def _told(failed: BaseException, rank: int) -> str:
+    """An error of this rank as a message to the others."""
+    if isinstance(failed, OSError):
+        return json.dumps(
+            {"rank": rank, "class": "OSError", "errno": failed.errno or errno.EIO, "message": failed.strerror or str(failed), "path": failed.filename}
+        )
+    if isinstance(failed, SafetensorError):
+        cls = next(one.__name__ for one in (_errors.DtypeError, _errors.MismatchError, GroupError, SafetensorError) if isinstance(failed, one))
+        return json.dumps(
+            {"rank": rank, "class": cls, "message": str(failed), "kind": failed.kind, "path": failed.path, "tensor": failed.tensor}
+        )
+    name = next((name for name, cls in _CLASSES.items() if isinstance(failed, cls)), "RuntimeError")
+    message = str(failed) if name == type(failed).__name__ and str(failed) else f"{type(failed).__name__}: {failed}"
+    return json.dumps({"rank": rank, "class": name, "message": message})
+
+
+def _exception(outcome: str) -> _Common:
+    """The error of a message."""
+    told = json.loads(outcome)
+    message = f"rank {told['rank']}: {told['message']}"
+    if told["class"] == "OSError":
+        return _Common(OSError(told["errno"], message, told["path"]))
+    if told["class"] in _CLASSES:
+        return _Common(_CLASSES[told["class"]](message))
+    cls = {"DtypeError": _errors.DtypeError, "MismatchError": _errors.MismatchError, "GroupError": GroupError}
+    made = _errors.error(
+        message, told["kind"], cls=cls.get(told["class"], SafetensorError), path=told.get("path"), tensor=told.get("tensor")
+    )
+    if isinstance(made, GroupError):
+        made.rank = told["rank"]
+    return _Common(made)
+
+
+def _differing(every: list[dict[str, Any]]) -> tuple[int, str] | None:
+    """A rank that sees other files than most, and in what they differ."""
+
+    def state(one: dict[str, Any]) -> str:
+        # Another host has its own numbers for the same file.
+        return json.dumps([one["catalog"], [file[:4] for file in one["files"]]])
+
+    states = [state(one) for one in every]
+    most = max(states, key=Counter(states).__getitem__)
+    hosts: dict[str, list[Any]] = {}
+    for rank, one in enumerate(every):
+        right = hosts.setdefault(one["host"], one["files"]) if states[rank] == most else every[states.index(most)]["files"]
+        for mine, file in zip(one["files"], right):
+            if mine[:4] != file[:4]:
+                return rank, f"it sees {_shown(mine)}, other ranks see {_shown(file)}"
+            if one["host"] == every[0]["host"] and mine != file and hosts.get(one["host"]) is right:
+                return rank, f"its {_shown(mine)} is another file than that of other ranks of its host"
+        if len(one["files"]) != len(right):
+            return rank, f"it sees {len(one['files'])} files, other ranks see {len(right)}"
+        if states[rank] != most:
+            return rank, "it sees other tensors in the same files: a view, or another version of tensorfs"
+    return None
+
+
+def _shown(file: list[Any]) -> str:
+    name, length, seconds, nanoseconds, _ = file
+    when = "at an unknown time" if seconds is None else time.strftime("%F %T", time.gmtime(seconds)) + f".{nanoseconds:09}"
+    return f"{name} of {length} bytes, changed {when}"
+
+
+def _host() -> str:
+    """The same for processes that share a kernel, process numbers and a network name."""
+    words = [socket.gethostname()]
+    for path, read in (("/proc/sys/kernel/random/boot_id", lambda p: open(p).read().strip()), ("/proc/self/ns/pid", os.readlink)):
+        try:
+            words.append(read(path))
+        except OSError:
+            words.append(f"{os.getpid()}")
+    return " ".join(words)
+
+
+def _first_line(failed: BaseException) -> str:
+    return (str(failed).splitlines() or [type(failed).__name__])[0]

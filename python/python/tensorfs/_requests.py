@@ -1,0 +1,188 @@
+"""What the ranks of a group ask for, and which rank reads which part of it. Pure: equal requests give equal schedules."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from typing import Callable, Iterator, NamedTuple, Sequence
+
+Box = tuple[tuple[int, int], ...]
+"""First index and end in each dimension of the whole tensor."""
+
+_ROW_MIN = 1 << 20
+"""From this length of an index on, the parts of it that different ranks ask for are read one by one."""
+
+
+class Want(NamedTuple):
+    """A part of a tensor that a rank asks for."""
+
+    position: int
+    box: Box
+    cast: str | None
+    bits: int
+    """Of an element as it is handed out."""
+
+    @property
+    def nbytes(self) -> int:
+        return _elements(self.box) * self.bits // 8
+
+
+class Segment(NamedTuple):
+    """A part of a want whose bytes follow each other in the memory of that want."""
+
+    want: Want
+    box: Box
+    ranks: tuple[int, ...]
+    """Those that ask for it."""
+
+    @property
+    def nbytes(self) -> int:
+        return _elements(self.box) * self.want.bits // 8
+
+    @property
+    def offset(self) -> int:
+        """Its first byte in the memory of the want."""
+        first, stride = 0, 1
+        for (start, _), (low, high) in reversed(list(zip(self.box, self.want.box))):
+            first += (start - low) * stride
+            stride *= high - low
+        return first * self.want.bits // 8
+
+
+class Piece(NamedTuple):
+    """Segments of one tensor that one rank reads."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({rank for segment in self.segments for rank in segment.ranks})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+    def weight(self, size: int) -> int:
+        """Bytes that its reader sends in a group of this size: once to all, or to each rank by itself."""
+        return sum(one.nbytes * (1 if len(one.ranks) == size else len(one.ranks)) for one in self.segments)
+
+
+Round = dict[int, list[Piece]]
+"""Pieces by the rank that reads them."""
+
+
+class Schedule(NamedTuple):
+    """Which rank reads what."""
+
+    alone: dict[int, list[Piece]]
+    """Pieces of each rank that no other rank asks for."""
+    shared: dict[int, list[Piece]]
+    """Pieces that each rank reads for several."""
+
+    def rounds(self, limit: int, size: int) -> list[Round]:
+        """The shared pieces in rounds: in each of them a rank sends at most `limit` bytes. Pieces for all ranks and
+        pieces for some of them are in different rounds."""
+        rounds: list[Round] = []
+        for is_for_all in (True, False):
+            first = len(rounds)
+            for rank, pieces in self.shared.items():
+                number, length = first, 0
+                for piece in pieces:
+                    if all(len(one.ranks) == size for one in piece.segments) != is_for_all:
+                        continue
+                    if length and length + piece.weight(size) > limit:
+                        number, length = number + 1, 0
+                    length += piece.weight(size)
+                    rounds.extend({} for _ in range(number + 1 - len(rounds)))
+                    rounds[number].setdefault(rank, []).append(piece)
+        return rounds
+
+
+def encoded(wants: Sequence[Want]) -> bytes:
+    """The message with the requests of a rank."""
+    return json.dumps(wants, separators=(",", ":")).encode()
+
+
+def decoded(message: bytes) -> list[Want]:
+    """The requests of a message."""
+    return [
+        Want(position, tuple((start, stop) for start, stop in box), cast, bits)
+        for position, box, cast, bits in json.loads(message)
+    ]
+
+
+def schedule(wants: dict[int, list[Want]], shape_of: Callable[[int], Sequence[int]], limit: int, size: int) -> Schedule:
+    """Divides the requests of each rank among the ranks: whoever asks for a part may read it, and all read about the
+    same number of bytes. A shared piece weighs at most `limit` bytes, if its dtype can be cut."""
+    by_tensor: dict[int, dict[Want, list[int]]] = {}
+    for rank, several in sorted(wants.items()):
+        for want in dict.fromkeys(several):
+            if want.nbytes:
+                by_tensor.setdefault(want.position, {}).setdefault(want, []).append(rank)
+    pieces: list[Piece] = []
+    for position, found in by_tensor.items():
+        segments = [Segment(want, want.box, tuple(ranks)) for want, ranks in found.items()]
+        pieces.extend(_pieces(segments, shape_of(position), limit, size))
+    made = Schedule({rank: [] for rank in sorted(wants)}, {rank: [] for rank in sorted(wants)})
+    read = dict.fromkeys(sorted(wants), 0)
+    # Those that only one rank may read come first, so that the others can make up for them.
+    for piece in sorted(pieces, key=lambda piece: len(piece.ranks) > 1):
+        ranks = piece.ranks
+        reader = min(ranks, key=lambda rank: read[rank])
+        read[reader] += piece.nbytes
+        (made.alone if len(ranks) == 1 else made.shared)[reader].append(piece)
+    return made
+
+
+def chunk_of(size: int, count: int, number: int) -> tuple[int, int]:
+    """First index and end of chunk `number` of `count`, as `torch.chunk` and `Shard` cut a dimension: of equal length
+    except the last ones, which may be empty."""
+    length = -(-size // count)
+    return min(number * length, size), min((number + 1) * length, size)
+
+
+def _pieces(segments: list[Segment], shape: Sequence[int], limit: int, size: int) -> Iterator[Piece]:
+    if any(segment.want.bits % 8 for segment in segments):
+        # A cut between elements shorter than a byte may lie within a byte. Each rank reads one that is too long.
+        for segment in segments:
+            fits = Piece((segment,)).weight(size) <= limit
+            yield from [Piece((segment,))] if fits else [Piece((segment._replace(ranks=(rank,)),)) for rank in segment.ranks]
+        return
+    yield from _cut(segments, shape, 0, limit, size)
+
+
+def _cut(segments: list[Segment], shape: Sequence[int], dim: int, limit: int, size: int) -> Iterator[Piece]:
+    """Cuts segments that agree in the dimensions before `dim`, where they have one index."""
+    whole = Piece(tuple(segments))
+    if dim == len(shape) or len(whole.ranks) == 1:
+        yield whole
+        return
+    bounds = sorted({bound for segment in segments for bound in segment.box[dim]})
+    for low, high in itertools.pairwise(bounds):
+        inside = [one for one in segments if one.box[dim][0] <= low and high <= one.box[dim][1]]
+        if not inside:
+            continue
+        piece = Piece(tuple(_narrowed(one, dim, low, high) for one in inside))
+        if len(piece.ranks) == 1:
+            yield piece
+            continue
+        weight = piece.weight(size)
+        differ = len({one.box for one in piece.segments}) > 1
+        row = math.prod(shape[dim + 1 :]) * inside[0].want.bits // 8
+        step = max(limit * (high - low) // weight, 0)
+        if step == 0 or (differ and row >= _ROW_MIN):
+            for index in range(low, high):
+                yield from _cut([_narrowed(one, dim, index, index + 1) for one in inside], shape, dim + 1, limit, size)
+            continue
+        for start in range(low, high, step):
+            stop = min(start + step, high)
+            yield Piece(tuple(_narrowed(one, dim, start, stop) for one in inside))
+
+
+def _narrowed(segment: Segment, dim: int, low: int, high: int) -> Segment:
+    return segment._replace(box=(*segment.box[:dim], (low, high), *segment.box[dim + 1 :]))
+
+
+def _elements(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)

@@ -1,0 +1,422 @@
+"""Group loads: each rank reads a part, and what others need reaches them by memory of the host, by its page cache, or by
+collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
+
+from . import _errors, _frameworks, _requests, _settings, _torch_group
+from ._group import Group, GroupError, Operation
+from ._reader import Info, Part, Reader
+from ._requests import Box, Piece, Round, Schedule, Segment, Want
+from ._tensorfs import Area, Checkpoint, Loader
+
+_WIRE = 64 << 20
+"""Bytes of all buffers of collectives in one rank."""
+
+_ROUND = 64 << 20
+"""Bytes that a rank reads into the page cache before the others copy them."""
+
+_FILES_MAX = 128
+"""Most files of shared memory of a load."""
+
+SHARES = (None, "host", "network")
+
+
+class Place(NamedTuple):
+    """Memory that a want is loaded into."""
+
+    want: Want
+    address: int
+    nbytes: int
+    owner: Any
+    gpu: int | None = None
+    """Number of its GPU. None for the CPU."""
+
+
+class Team:
+    """The group of a handle or a load, and how its ranks share what they read."""
+
+    def __init__(self, process_group: Any, share: str | None, how: dict[str, Any]) -> None:
+        if share not in SHARES:
+            raise ValueError(f"share={share!r}: expected host or network")
+        self._share, self._how = share, how
+        self.group: Group = _torch_group.group_of(process_group, self.loader().timeout)
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.group.close()
+
+    def loader(self, gpu: int | None = None, **other: Any) -> Loader:
+        """The loader of the settings of the handle, to the CPU or a GPU."""
+        return _settings.loader(**{**self._how, **other}, gpu=gpu)
+
+    @property
+    def by_host(self) -> bool:
+        """Whether ranks of one host share their reads, and hosts exchange nothing. Unless it is given, they do if there
+        is one host only."""
+        return self._share == "host" or (self._share is None and len(self.group.mates) == self.group.size)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that share reads with this one."""
+        return self.group.mates if self.by_host else list(range(self.group.size))
+
+    def plan(self, operation: Operation, checkpoint: Checkpoint, wants: Sequence[Want], limit: int) -> Schedule:
+        """Tells the others what this rank asks for, and divides the reads."""
+        ranks = self.ranks
+        every = operation.exchange(_requests.encoded(wants))
+        asked = {rank: _requests.decoded(every[rank]) for rank in ranks}
+        return _requests.schedule(asked, lambda position: checkpoint.tensor_at(position)[3], limit, len(ranks))
+
+    def load(self, reader: Reader, gpu: int | None, wanted: Sequence[tuple[Info, Part]]) -> dict[str, Any]:
+        """Loads tensors, or parts of them, into new memory. Each rank may ask for others."""
+        with self.group.operation() as operation:
+            for info, _ in wanted:
+                reader.framework.check(info.dtype, info.shape, info.name)
+            wants = [want_of(info, part) for info, part in wanted]
+            if self.by_host and reader.loader.on_cpu:
+                make = self._load_shared(operation, reader, wanted, wants)
+            else:
+                plan = reader.loader.plan(reader.checkpoint, [_native(want, None) for want in wants])
+                areas, _ = reader._memory_of(plan)
+                placed = plan.placed(reader.checkpoint)
+                self.fill(operation, reader.checkpoint, _places(wants, areas, placed, gpu), reader._count)
+
+                def make() -> dict[str, Any]:
+                    return reader.framework.views(areas, placed)
+
+        return make()
+
+    def iterate(
+        self,
+        reader: Reader,
+        gpu: int | None,
+        wanted: Sequence[tuple[Info, Part]],
+        cut: Callable[[list[tuple[Info, Part]]], list[list[tuple[Info, Part]]]],
+    ) -> Iterator[tuple[str, Any]]:
+        """Loads batch after batch, all ranks the same tensors at the same time."""
+        mine = {info.position: (info, part) for info, part in wanted}
+        with self.group.operation() as operation:
+            every = operation.exchange(json.dumps(list(mine)).encode())
+        asked = {position for said in every for position in json.loads(said)}
+        order = [position for position in reader.checkpoint.file_order() if position in asked]
+        batches = cut([(Info(*reader.checkpoint.tensor_at(position)), None) for position in order])
+        is_over = False
+        try:
+            for batch in batches:
+                found = [mine[info.position] for info, _ in batch if info.position in mine]
+                tensors = self.load(reader, gpu, found)
+                while tensors:
+                    yield (name := next(iter(tensors))), tensors.pop(name)
+            is_over = True
+        except GeneratorExit:
+            if not is_over:
+                self.leave("it left the loop over tensors()")
+            raise
+
+    def leave(self, why: str) -> None:
+        """Ends the operation that the other ranks are in, or begin next."""
+        with contextlib.suppress(Exception), self.group.operation():
+            raise _errors.error(why, "group", cls=GroupError)
+
+    def fill(
+        self,
+        operation: Operation,
+        checkpoint: Checkpoint,
+        places: Sequence[Place],
+        count: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        """Loads into memory that is there already."""
+        by_want: dict[Want, list[Place]] = {}
+        for place in places:
+            by_want.setdefault(place.want, []).append(place)
+        exchange = _PageCache if self.by_host else _Collectives
+        exchange(self, operation, checkpoint, by_want, count).run()
+
+    def _load_shared(
+        self, operation: Operation, reader: Reader, wanted: Sequence[tuple[Info, Part]], wants: list[Want]
+    ) -> Callable[[], dict[str, Any]]:
+        """Loads wants of several ranks of a host into memory that they share, each rank a part of it. In the end each
+        maps it privately: what it writes there is its own. Other wants get memory of their own."""
+        checkpoint, loader, me = reader.checkpoint, reader.loader, self.group.rank
+        schedule = self.plan(operation, checkpoint, wants, _ROUND)
+        several = [piece for pieces in schedule.shared.values() for piece in pieces]
+        shared = sorted({one.want for piece in several for one in piece.segments}, key=str)
+        blocks = _Blocks(self.group, operation, loader.plan(checkpoint, [_native(want, None) for want in shared]), shared)
+        mine = [piece for piece in (*schedule.alone[me], *schedule.shared[me])]
+        segments = [one for piece in mine for one in piece.segments if one.want in blocks]
+        requests, memory = [], []
+        for one in segments:
+            area, address = blocks.place(one)
+            requests.append(_native(one.want, address, one.box))
+            memory.append((address, one.nbytes, area))
+        own = [(info, part, want) for (info, part), want in zip(wanted, wants) if want not in blocks]
+        own_plan = loader.plan(checkpoint, [_native(want, None) for _, _, want in own])
+        areas, own_memory = reader._memory_of(own_plan)
+        for plan, into in ((loader.plan(checkpoint, requests), memory), (own_plan, own_memory)):
+            reader._count(loader.fill(checkpoint, plan, into, operation.cancel, None))
+        tensors = blocks.mapped(reader.framework, {info.name: want for (info, _), want in zip(wanted, wants) if want in blocks})
+
+        def make() -> dict[str, Any]:
+            found = {**reader.framework.views(areas, own_plan.placed(checkpoint)), **tensors()}
+            return {info.name: found[info.name] for info, _ in wanted}
+
+        return make
+
+
+class _Blocks:
+    """Memory that ranks of a host share: regions of a plan that all of them have made alike, in files without names."""
+
+    def __init__(self, group: Group, operation: Operation, plan: Any, wants: list[Want]) -> None:
+        self._placements = {want: place for want, place in zip(wants, plan.placements)}
+        lengths = [length - _frameworks.PAGE for length in plan.rooms]
+        # A file for several regions if there are many.
+        each = -(-len(lengths) // _FILES_MAX) or 1
+        starts = [sum(lengths[number // each * each : number]) for number in range(len(lengths))]
+        self._regions = [(number // each, starts[number], length) for number, length in enumerate(lengths)]
+        self._files: list[int] = []
+        self._maps: dict[tuple[int, bool], Area] = {}
+        leader, total = group.mates[0], len(lengths)
+        try:
+            if total and group.rank == leader:
+                for first in range(0, total, each):
+                    descriptor = os.memfd_create("tensorfs", os.MFD_CLOEXEC)
+                    self._files.append(descriptor)
+                    os.ftruncate(descriptor, sum(lengths[first : first + each]))
+                operation.post("memory", json.dumps(self._files).encode())
+            elif total:
+                for descriptor in json.loads(operation.wait("memory", leader)):
+                    self._files.append(os.open(f"/proc/{group.pid(leader)}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+            if total:
+                # The files of the leader are there until all have opened them.
+                operation.post("opened")
+                for rank in group.mates if group.rank == leader else ():
+                    operation.wait("opened", rank)
+            for region in sorted({place[0] for place in plan.placements}):
+                for private in (False, True):
+                    file, start, length = self._regions[region]
+                    self._maps[region, private] = Area.of_shared(self._files[file], start, length, private)
+        finally:
+            for descriptor in self._files:
+                os.close(descriptor)
+
+    def __contains__(self, want: Want) -> bool:
+        return want in self._placements
+
+    def place(self, segment: Segment) -> tuple[Area, int]:
+        """Where the bytes of a segment go."""
+        region, offset, *_ = self._placements[segment.want]
+        area = self._maps[region, False]
+        return area, area.address + offset + segment.offset
+
+    def mapped(self, framework: Any, names: dict[str, Want]) -> Callable[[], dict[str, Any]]:
+        """Makes the tensors of these wants, once all ranks have read."""
+        placed = []
+        for name, want in names.items():
+            region, offset, nbytes, dtype, shape = self._placements[want]
+            placed.append((name, region, offset, nbytes, dtype, tuple(shape)))
+        used = {region for _, region, *_ in placed}
+        areas = {region: self._maps[region, True] for region in used}
+        self._maps.clear()
+
+        def make() -> dict[str, Any]:
+            over = {region: (framework.over(area), area.address) for region, area in areas.items()}
+            return framework.views(over, placed)
+
+        return make
+
+
+class _Exchange:
+    """A load into memory that each rank has."""
+
+    limit = _ROUND
+
+    def __init__(
+        self,
+        team: Team,
+        operation: Operation,
+        checkpoint: Checkpoint,
+        places: dict[Want, list[Place]],
+        count: Callable[[Any], None],
+    ) -> None:
+        self._team, self.group, self.operation, self.checkpoint = team, team.group, operation, checkpoint
+        self.ranks, self.places, self._count = team.ranks, places, count
+        self.schedule = team.plan(operation, checkpoint, list(places), self.limit)
+
+    def read(self, pieces: Sequence[Piece], **other: str) -> None:
+        """Reads the segments of this rank in these pieces to their places, with `other` settings."""
+        by_gpu: dict[int | None, list[tuple[Segment, Place]]] = {}
+        for piece in pieces:
+            for one in piece.segments:
+                for place in self.places.get(one.want, ()):
+                    by_gpu.setdefault(place.gpu, []).append((one, place))
+        for gpu, found in by_gpu.items():
+            loader = self._team.loader(gpu, **other)
+            requests = [_native(one.want, place.address + one.offset, one.box) for one, place in found]
+            memory = [(place.address + one.offset, one.nbytes, place.owner) for one, place in found]
+            plan = loader.plan(self.checkpoint, requests)
+            self._count(loader.fill(self.checkpoint, plan, memory, self.operation.cancel, _stream(gpu)))
+
+
+class _PageCache(_Exchange):
+    """Ranks of a host take turns: each part is read by one of them, and the others copy it from the page cache."""
+
+    def run(self) -> None:
+        me = self.group.rank
+        rounds = self.schedule.rounds(self.limit, len(self.ranks))
+        for number, by_rank in enumerate([*rounds, {}]):
+            if number < len(rounds):
+                self.read(by_rank.get(me, ()), source="buffered")
+                self.operation.post(f"read{number}")
+            if number > 0:
+                before = rounds[number - 1]
+                for rank in before:
+                    self.operation.wait(f"read{number - 1}", rank)
+                self.read([piece for rank, several in before.items() if rank != me for piece in several], source="buffered")
+        self.read(self.schedule.alone[me])
+
+
+class _Collectives(_Exchange):
+    """Each part is read by one rank, which sends it to the others, while it reads the next."""
+
+    def __init__(self, team: Team, *rest: Any) -> None:
+        # Two buffers to send, and those of all ranks to receive.
+        self.limit = max(_WIRE // (team.group.size + 2) // 4096 * 4096, 64 << 10)
+        super().__init__(team, *rest)
+        self._wire: Any = None
+
+    def run(self) -> None:
+        rounds = self.schedule.rounds(self.limit, len(self.ranks))
+        if rounds:
+            with ThreadPoolExecutor(1, "tensorfs-group") as beside:
+                try:
+                    self._run_rounds(rounds, beside)
+                except BaseException:
+                    # The end of the block waits for what is read.
+                    self.operation.cancel.cancel()
+                    raise
+        self.read(self.schedule.alone[self.group.rank])
+
+    def _run_rounds(self, rounds: list[Round], beside: ThreadPoolExecutor) -> None:
+        made = beside.submit(self.group.wire_of, self.operation.name)
+        self.operation.until(made.done)
+        self._wire = made.result()
+        ahead = beside.submit(self._staged, rounds[0])
+        for number, by_rank in enumerate(rounds):
+            self.operation.until(ahead.done)
+            sent = ahead.result()
+            if number + 1 < len(rounds):
+                ahead = beside.submit(self._staged, rounds[number + 1])
+            self._exchange(by_rank, *sent)
+
+    def _is_for_all(self, by_rank: Round) -> bool:
+        size = len(self.ranks)
+        return all(len(one.ranks) == size for several in by_rank.values() for piece in several for one in piece.segments)
+
+    def _sent(self, by_rank: Round, reader: int, to: int) -> list[Segment]:
+        """What a rank sends to another one in a round, in this order."""
+        return [one for piece in by_rank.get(reader, ()) for one in piece.segments if to in one.ranks]
+
+    def _staged(self, by_rank: Round) -> tuple[Any, int]:
+        """Reads the pieces of this rank into a buffer, as they are sent."""
+        me = self.group.rank
+        if self._is_for_all(by_rank):
+            segments = self._sent(by_rank, me, me)
+            length = max(_length(self._sent(by_rank, rank, rank)) for rank in self.ranks)
+        else:
+            segments = [one for to in self.ranks for one in self._sent(by_rank, me, to)]
+            length = _length(segments)
+        buffer, address = self._wire.buffer(length)
+        ends = itertools.accumulate((one.nbytes for one in segments), initial=address)
+        first: dict[Segment, int] = {}
+        again: list[tuple[int, Segment]] = []
+        for one, at in zip(segments, ends):
+            if first.setdefault(one, at) != at:
+                again.append((at, one))
+        loader = self._team.loader()
+        plan = loader.plan(self.checkpoint, [_native(one.want, at, one.box) for one, at in first.items()])
+        memory = [(at, one.nbytes, buffer) for one, at in first.items()]
+        self._count(loader.fill(self.checkpoint, plan, memory, self.operation.cancel, None))
+        for at, one in again:
+            ctypes.memmove(at, first[one], one.nbytes)
+        return buffer, address
+
+    def _exchange(self, by_rank: Round, buffer: Any, address: int) -> None:
+        """Sends and receives a round, by the collective that its pieces need, and puts the bytes into place."""
+        me, length = self.group.rank, len(buffer)
+        received = {rank: self._sent(by_rank, rank, me) for rank in self.ranks}
+        if not self._is_for_all(by_rank):
+            sizes_out = [_length(self._sent(by_rank, me, to)) for to in self.ranks]
+            sizes_in = [_length(received[rank]) for rank in self.ranks]
+            into, start = self._wire.buffer(sum(sizes_in))
+            done = self._wire.scatter(into, buffer, sizes_in, sizes_out)
+            starts = [start + before for before in itertools.accumulate(sizes_in, initial=0)]
+        elif len(by_rank) == 1:
+            into, start = buffer, address
+            done = self._wire.broadcast(buffer, next(iter(by_rank)))
+            starts = [start] * len(self.ranks)
+        else:
+            into, start = self._wire.buffer(length * len(self.ranks))
+            done = self._wire.all_gather(into, buffer)
+            starts = [start + number * length for number in range(len(self.ranks))]
+        self.operation.until(done)
+        for rank, at in zip(self.ranks, starts):
+            for one in received[rank]:
+                self._put(one, into, at - start, at)
+                at += one.nbytes
+
+    def _put(self, segment: Segment, buffer: Any, first: int, address: int) -> None:
+        for place in self.places.get(segment.want, ()):
+            to = place.address + segment.offset
+            if place.gpu is None:
+                ctypes.memmove(to, address, segment.nbytes)
+                continue
+            owner = place.owner[1] if isinstance(place.owner, tuple) else place.owner
+            flat = owner.detach().reshape(-1).view(buffer.dtype)
+            start = to - flat.data_ptr()
+            flat[start : start + segment.nbytes].copy_(buffer[first : first + segment.nbytes])
+
+
+def want_of(info: Info, part: Part, cast: str | None = None, nbytes: int = 0) -> Want:
+    """The request for a tensor or a part of it; with a cast, of this length."""
+    whole = tuple((0, size) for size in info.shape)
+    box = whole if part is None else tuple(part)
+    elements, length = (_elements(whole), info.nbytes) if cast is None else (_elements(box), nbytes)
+    return Want(info.position, box, cast, length * 8 // elements if elements else 8)
+
+
+def _elements(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _native(want: Want, address: int | None, box: Box | None = None) -> tuple[int, Part, str | None, int | None]:
+    return want.position, list(want.box if box is None else box), want.cast, address
+
+
+def _places(wants: Sequence[Want], areas: Sequence[tuple[Any, int]], placed: Sequence[Any], gpu: int | None) -> list[Place]:
+    places = []
+    for want, (_, region, offset, nbytes, *_) in zip(wants, placed):
+        if nbytes:
+            area, address = areas[region]
+            if gpu is None:
+                address = area.address if isinstance(area, Area) else address + -address % _frameworks.PAGE
+            places.append(Place(want, address + offset, nbytes, area, gpu))
+    return places
+
+
+def _stream(gpu: int | None) -> int | None:
+    return None if gpu is None else _frameworks.find("pt", gpu).stream()
+
+
+def _length(segments: Sequence[Segment]) -> int:
+    return sum(one.nbytes for one in segments)

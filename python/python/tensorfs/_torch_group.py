@@ -1,0 +1,111 @@
+"""Process groups of torch: their store as a mailbox, and collectives."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from datetime import timedelta
+from typing import Any, Callable, Sequence
+
+from ._errors import error
+from ._group import Group
+
+_opened: Counter[str] = Counter()
+"""How many handles and loads have used each group of torch, by its name. It is the same on all ranks."""
+
+
+def group_of(process_group: Any, timeout: float | None) -> Group:
+    """The group that `process_group` means: one of `torch.distributed`, or one of this package."""
+    if isinstance(process_group, Group):
+        return process_group
+    dist = sys.modules.get("torch.distributed")
+    kind = getattr(dist, "ProcessGroup", None)
+    if dist is None or kind is None or not isinstance(process_group, kind):
+        what = type(process_group).__name__
+        raise TypeError(f"process_group: expected a group of torch.distributed that this process is in, not {what}")
+    rank, size = process_group.rank(), process_group.size()
+    name = process_group.group_name
+    _opened[name] += 1
+    store = dist.PrefixStore(f"tensorfs/{_opened[name]}", _store_of(dist, process_group))
+
+    def wire(word: str) -> Wire:
+        return Wire(dist.PrefixStore(f"wire{word}", store.clone()), rank, size, timeout)
+
+    return Group(rank, size, Mailbox(store.clone(), timeout), wire, timeout)
+
+
+def _store_of(dist: Any, process_group: Any) -> Any:
+    try:
+        return process_group.get_group_store()
+    except AttributeError:
+        # Before torch 2.6.
+        return dist.distributed_c10d._world.pg_map[process_group][1]
+
+
+class Mailbox:
+    """The store of a group."""
+
+    def __init__(self, store: Any, timeout: float | None) -> None:
+        self._store, self._timeout = store, timeout
+        store.set_timeout(timedelta(seconds=timeout or 1e6))
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def claim(self, key: str, value: str) -> str:
+        return self._store.compare_set(key, "", value).decode()
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def clone(self) -> Mailbox:
+        return Mailbox(self._store.clone(), self._timeout)
+
+
+class Wire:
+    """Collectives over gloo, in a group of their own: what fails in there does not break the group of the caller."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float | None) -> None:
+        import torch
+        from torch.distributed import ProcessGroupGloo
+
+        self._torch, self._rank, self._size = torch, rank, size
+        limit = timedelta(seconds=timeout or 1e6)
+        self._group = ProcessGroupGloo(store, rank, size, timeout=limit)
+
+    def buffer(self, nbytes: int) -> tuple[Any, int]:
+        """Memory that collectives take, and its address."""
+        made = self._torch.empty(nbytes, dtype=self._torch.uint8)
+        return made, made.data_ptr()
+
+    def all_gather(self, into: Any, of: Any) -> Callable[[], bool]:
+        """Begins to send `of` to all ranks. The result tells whether it is done, and raises if it failed."""
+        return _done(self._group._allgather_base(into, of))
+
+    def broadcast(self, of: Any, root: int) -> Callable[[], bool]:
+        """Begins to send the bytes of one rank to all."""
+        options = self._torch.distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return _done(self._group.broadcast([of], options))
+
+    def scatter(self, into: Any, of: Any, sizes_in: Sequence[int], sizes_out: Sequence[int]) -> Callable[[], bool]:
+        """Begins to send to each rank its own bytes."""
+        return _done(self._group.alltoall_base(into, of, list(sizes_in), list(sizes_out)))
+
+
+def _done(work: Any) -> Callable[[], bool]:
+    def is_done() -> bool:
+        if not work.is_completed():
+            return False
+        try:
+            work.wait()
+        except RuntimeError as e:
+            raise error(f"a collective of the process group failed: {str(e).splitlines()[0]}", "group") from None
+        return True
+
+    return is_done
+
+

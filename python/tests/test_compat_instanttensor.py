@@ -61,7 +61,7 @@ class TestWithoutTorch(WithFiles):
 
         refused = [
             ({"tensor_filter": ["w"], "process_group": object()}, ValueError, "tensor_filter: not with a process_group"),
-            ({"process_group": Two()}, ValueError, "process_group of 2: expected None or a group of one"),
+            ({"process_group": Two()}, TypeError, "process_group: expected a group of torch.distributed"),
             ({"tensor_filter": "w"}, TypeError, "tensor_filter: expected a list of str"),
             ({"tensor_filter": ["("], "tensor_name_match_mode": "regex"}, ValueError, "is no regular expression"),
             ({"tensor_name_match_mode": "no"}, ValueError, "tensor_name_match_mode='no': expected 'exact', 'glob' or 'regex'"),

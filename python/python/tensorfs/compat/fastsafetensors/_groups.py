@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from ..._errors import error
@@ -12,18 +13,13 @@ _FRAMEWORKS = ("pt", "pytorch", "torch")
 
 
 def group_of(pg: Any) -> Any:
-    """The group that an argument means: an object with `size` and `rank`.
-
-    Raises `TypeError` for what is no group, and `ValueError` for a group of several processes.
-    """
+    """The group that an argument means: an object with `size` and `rank`. Raises `TypeError` for what is no group."""
     if pg is None:
         return SingleGroup()
-    if not (callable(getattr(pg, "size", None)) and callable(getattr(pg, "rank", None))):
+    is_group = callable(getattr(pg, "size", None)) and callable(getattr(pg, "rank", None))
+    kind = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
+    if not is_group or (pg.size() > 1 and (kind is None or not isinstance(pg, kind))):
         raise TypeError(f"pg: expected a process group of torch, a SingleGroup or None, not {type(pg).__name__}")
-    if pg.size() > 1:
-        raise ValueError(
-            f"pg has {pg.size()} processes: expected one; with SingleGroup() each process loads the files itself"
-        )
     return pg
 
 

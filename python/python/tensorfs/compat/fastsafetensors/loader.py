@@ -7,10 +7,11 @@ from typing import Any, Callable, Mapping, Sequence, Union
 
 from ..._errors import error
 from .._files import FileSet
+from .._in_group import GroupLoads
 from ..._reader import Info
 from ._groups import check_framework, device_of, gpu_of, group_of
 from .common import SafeTensorsMetadata, TensorFrame
-from .file_buffer import FilesBufferOnDevice, Kept
+from .file_buffer import FilesBufferOnDevice, Kept, Local, Shared
 from .frameworks import TensorBase, wrapped
 from .st_types import DTYPE_SIZES, DType
 
@@ -19,10 +20,10 @@ StrPath = Union[str, "os.PathLike[str]"]
 
 
 class SafeTensorsFileLoader:
-    """Loads all tensors of files into the memory of a device.
+    """Loads the tensors of files into the memory of a device.
 
-    `pg` is a `SingleGroup`, or None. `device` is the CPU or a GPU. The other arguments exist because the package has
-    them, and have no effect.
+    `pg` is a process group of torch, a `SingleGroup`, or None. `device` is the CPU or a GPU. The other arguments exist
+    because the package has them, and have no effect.
     """
 
     def __init__(
@@ -94,22 +95,28 @@ class SafeTensorsFileLoader:
         allow_inflight: bool = False,
         borrowed_tensors: bool = False,
     ) -> FilesBufferOnDevice:
-        """Loads the tensors. `dtype` casts them to a dtype that is not longer than their own."""
+        """Loads the tensors; in a group of several processes it only opens the files, on all ranks. `dtype` casts tensors
+        to a dtype that is not longer than their own."""
         if self._closed:
             raise error("the loader is closed: make another one")
+        if borrowed_tensors and self.pg.size() > 1:
+            raise ValueError(f"borrowed_tensors: expected a group of one process, not of {self.pg.size()}")
         dtype = DType(dtype)
         infos = self._infos()
         if self._files is None:
-            return FilesBufferOnDevice({}, {}, self.pg, borrowed_tensors)
+            return FilesBufferOnDevice({}, Local({}), self.pg, borrowed_tensors)
         for info in infos:
             if dtype != DType.AUTO and DTYPE_SIZES[dtype] > DTYPE_SIZES[DType(info.dtype)]:
                 raise error(f"tensor `{info.name}`: {info.dtype} is shorter than {dtype.value}; cast it after loading")
         kept = self._kept(self._files, infos)
+        if self.pg.size() > 1:
+            loads = GroupLoads(self._files.paths, gpu_of(self.device), self.pg)
+            return FilesBufferOnDevice(kept, Shared(loads, kept, dtype), self.pg)
         loaded = self._files.load(infos)
         tensors: dict[str, TensorBase] = {}
         for info in infos:
             tensors[info.name] = wrapped(loaded.pop(info.name), info.dtype).to(dtype=dtype)
-        return FilesBufferOnDevice(kept, tensors, self.pg, borrowed_tensors)
+        return FilesBufferOnDevice(kept, Local(tensors), self.pg, borrowed_tensors)
 
     def reset(self) -> None:
         """Forgets the files. Buffers stay as they are."""
@@ -135,7 +142,7 @@ class SafeTensorsFileLoader:
             path = files.paths[files.file_of(info)]
             if path not in places:
                 raise ValueError(f"{path}: is of rank {self._ranks[path]}, and the group has {self.pg.size()}")
-            found[info.name] = Kept(*places[path], path, info.shape)
+            found[info.name] = Kept(*places[path], path, info.shape, info.dtype)
         return dict(sorted(found.items(), key=lambda item: item[1][:2]))
 
 

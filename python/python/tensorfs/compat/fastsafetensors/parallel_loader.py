@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from typing import Any, Callable, Generator, Iterable, Iterator, Sequence
 
 from ..._reader import Info
 from .._files import FileSet
+from .._in_group import GroupLoads
 from ._groups import gpu_of, group_of
 from .common import SingleGroup
 from .loader import Filter, SafeTensorsFileLoader, StrPath
@@ -19,6 +21,8 @@ class BudgetInfeasibleError(ValueError):
 
 class PipelineParallel:
     """The tensors of files one after the other, while the next are loaded by a thread.
+
+    In a group of several processes all ranks iterate, and each byte is read by one of them. Nothing is loaded ahead there.
 
     `queue_size` is how many batches of tensors are loaded before they are requested, besides the next one; with -1
     nothing is loaded ahead. `max_batch_bytes` is the most bytes of a batch. `device_memory_budget` limits the batches
@@ -56,6 +60,12 @@ class PipelineParallel:
         )
         _check(resident_tensor is None or accumulate_resident, "resident_tensor: not with accumulate_resident=False")
         _check(not borrowed_tensors or not accumulate_resident, "borrowed_tensors: needs accumulate_resident=False")
+        is_single = self.pg.size() == loader.pg.size() == 1
+        _check(is_single or not borrowed_tensors, "borrowed_tensors: needs a group of one, or all_local=True")
+        _check(
+            is_single or tensor_filter is None,
+            "tensor_filter: needs a group of one, or all_local=True, since all ranks get the same tensors",
+        )
         _check(
             broadcast_run_bytes >= 0 and broadcast_run_tensors >= 0,
             f"broadcast_run_bytes={broadcast_run_bytes}, broadcast_run_tensors={broadcast_run_tensors}: expected 0 or more",
@@ -75,13 +85,10 @@ class PipelineParallel:
         """Pairs of name and tensor, file by file, and within a file as they lie there. Tensors own their memory."""
         if not self.hf_weights_files:
             return
-        files = self._open()
-        infos = self._wanted(files)
-        most, ahead = self._limits(infos)
         # Tensors share the memory of their batch, which one that stays would keep.
         stays = self._resident if self.device_memory_budget is not None else None
-        with files.stream(infos, ahead, most) as weights:
-            for name, tensor in _with_bar(files, infos, weights, self.use_tqdm_on_load):
+        with self._begun() as weights:
+            for name, tensor in weights:
                 if stays is not None and stays(name):
                     tensor = tensor.clone()
                 yield name, tensor
@@ -92,8 +99,28 @@ class PipelineParallel:
         """Closes the loader. Tensors that were returned stay."""
         self.loader.close()
 
+    @contextlib.contextmanager
+    def _begun(self) -> Iterator[Iterable[tuple[str, Any]]]:
+        """The load, which ends with the block."""
+        with contextlib.ExitStack() as ends:
+            # The group first: what one rank cannot open is an error on all of them.
+            loads = None if self.pg.size() == 1 else GroupLoads(self._paths(), gpu_of(self.loader.device), self.pg)
+            if loads is not None:
+                ends.callback(loads.close)
+            files = self._open()
+            infos = self._wanted(files)
+            most, ahead = self._limits(infos)
+            if loads is None:
+                weights: Iterable[tuple[str, Any]] = ends.enter_context(files.stream(infos, ahead, most))
+            else:
+                weights = ends.enter_context(contextlib.closing(loads.stream([info.name for info in infos], most)))
+            yield ends.enter_context(contextlib.closing(_with_bar(files, infos, weights, self.use_tqdm_on_load)))
+
+    def _paths(self) -> list[str]:
+        return [str(path) for path in self.hf_weights_files]
+
     def _open(self) -> FileSet:
-        return FileSet([str(path) for path in self.hf_weights_files], gpu_of(self.loader.device))
+        return FileSet(self._paths(), gpu_of(self.loader.device))
 
     def _wanted(self, files: FileSet) -> list[Info]:
         keep = self.loader._filter
@@ -195,7 +222,7 @@ def _check(holds: bool, message: str) -> None:
 
 def _with_bar(
     files: FileSet, infos: Sequence[Info], weights: Iterable[tuple[str, Any]], is_wanted: bool
-) -> Iterator[tuple[str, Any]]:
+) -> Generator[tuple[str, Any], None, None]:
     """The same pairs, with a bar of tqdm that counts files."""
     bar = _bar(len(files.paths)) if is_wanted and _is_first_rank() else None
     if bar is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
@@ -9,8 +10,10 @@ from typing import Any, Callable, Iterator, Literal, Union
 
 from ... import _device, _frameworks
 from ..._errors import DtypeError
+from ..._prefetch import PrefetchLoader
 from ..._reader import Info
 from .._files import FileSet
+from .._in_group import GroupLoads
 from ._settings import Candidate, Reading, reading_of
 
 _AHEAD = 1
@@ -25,6 +28,9 @@ class safe_open:
     `io_depth` are the `chunk` and the `io_depth` of tensorfs; a `backend` that reads through the page cache is
     `source="buffered"`. `max_free_mem_usage` limits what is loaded at a time to a share of the free memory of the GPU.
     `concurrency` is checked, and has no effect. With `copy=False` tensors own their memory too.
+
+    All ranks of a `process_group` open the same files and iterate. Each byte is read by one of them, and the load begins
+    with the loop.
 
     With `load_now=False` the load begins when the context is entered. `tensor_filter` is a list of patterns, of which
     one has to match the whole name: globs, names (`tensor_name_match_mode="exact"`) or regular expressions ("regex").
@@ -49,6 +55,7 @@ class safe_open:
         tensor_name_match_mode: Literal["exact", "glob", "regex"] = "glob",
     ) -> None:
         self._weights: Any = None
+        self._loads: GroupLoads | None = None
         self._begun = self._iterated = self._closed = False
         if tensor_filter is not None and process_group is not None:
             raise ValueError("tensor_filter: not with a process_group, all of whose ranks need the same tensors")
@@ -57,10 +64,13 @@ class safe_open:
         gpu = _gpu_of(device)
         if framework != "pt":
             raise ValueError(f'framework={framework!r}: expected "pt"')
-        _refuse_group(process_group)
-        reading = reading_of(buffer_size, chunk_size, concurrency, io_depth, max_free_mem_usage, backend, 1)
+        size = 1 if process_group is None else int(process_group.size())
+        reading = reading_of(buffer_size, chunk_size, concurrency, io_depth, max_free_mem_usage, backend, size)
         self.filename, self.framework, self.device = paths, framework, device
         self.process_group, self.copy = process_group, copy
+        if size > 1 and paths:
+            # The group first: what one rank cannot open is an error on all of them.
+            self._loads = GroupLoads(paths, gpu, process_group, **reading.how)
         self._files = FileSet(paths, gpu, **reading.how) if paths else None
         self._infos = [] if self._files is None else [info for info in self._files.infos if matches(info.name)]
         self._by_name = {info.name: info for info in self._infos}
@@ -121,11 +131,16 @@ class safe_open:
         if self._files is not None and self._infos:
             for info in self._infos:
                 _torch_dtype(info)
-            self._weights = self._files.stream(self._infos, _AHEAD, self._most)
+            if self._loads is None:
+                self._weights = self._files.stream(self._infos, _AHEAD, self._most)
+            else:
+                self._weights = contextlib.closing(self._loads.stream(self.keys(), self._most))
 
     def _end(self) -> None:
-        if self._weights is not None:
+        if isinstance(self._weights, PrefetchLoader):
             self._weights.close()
+        if self._loads is not None:
+            self._loads.close()
 
     def _check_format(self) -> None:
         for file in () if self._files is None else self._files.files:
@@ -168,13 +183,6 @@ def _gpu_of(device: Any) -> int | None:
     if not (isinstance(device, int) or kind in ("cpu", "cuda")):
         raise ValueError(f"device={device}: expected a GPU, or cpu")
     return _device.parse(device)
-
-
-def _refuse_group(group: Any) -> None:
-    if group is not None and int(group.size()) > 1:
-        raise ValueError(
-            f"process_group of {group.size()}: expected None or a group of one, with which each rank reads the files itself"
-        )
 
 
 def _most(reading: Reading, gpu: int | None) -> int | None:

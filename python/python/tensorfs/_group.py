@@ -112,7 +112,11 @@ class Group:
                 common = operation.common(failed)
                 if common is failed:
                     raise
-                raise common from None
+                try:
+                    raise common from None
+                finally:
+                    # Else this frame and the error would refer to each other.
+                    del common
             finally:
                 operation.end()
 
@@ -162,7 +166,7 @@ class Operation:
         self._posted = [self._key("outcome")] if group.rank == 0 else []
         self._over = False
         self._wake = os.eventfd(0)
-        self._lost: BaseException | None = None
+        self._lost: Exception | None = None
         self._looked = time.monotonic()
         self._watcher = threading.Thread(target=self._watch, name="tensorfs-group", daemon=True)
         self.cancel = Cancel()
@@ -210,7 +214,7 @@ class Operation:
     def check(self) -> None:
         """Raises the error of the operation if it has failed on any rank."""
         if self._lost is not None:
-            raise self._lost
+            raise _Common(self._lost)
         if self._outcome not in (None, _GOOD):
             raise _exception(self._outcome)
         limit = self._group.timeout
@@ -227,7 +231,7 @@ class Operation:
     def common(self, failed: BaseException) -> BaseException:
         """The error of all ranks, after this one has failed with `failed`."""
         if isinstance(failed, _Common):
-            return failed.error
+            return failed.taken()
         try:
             outcome = self._mailbox.claim(self._key("outcome"), _told(failed, self._group.rank))
         except Exception as lost:
@@ -250,7 +254,7 @@ class Operation:
         try:
             self._watch_with(self._group.beside)
         except Exception as failed:
-            self._lost = _Common(self._store_lost(failed))
+            self._lost = self._store_lost(failed)
         if self._lost or self._outcome not in (None, _GOOD):
             self.cancel.cancel()
 
@@ -297,8 +301,14 @@ class _Common(Exception):
     """Carries an error that all ranks know."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(error)
+        super().__init__()
         self.error = error
+
+    def taken(self) -> Exception:
+        """The error, which has this as its context when it is raised: they must not refer to each other."""
+        error = self.error
+        del self.error
+        return error
 
 
 def _fault(rank: int, why: str) -> str:

@@ -321,7 +321,7 @@ class safe_open:
         """All tensors, or the selected ones, by name in file order. They are read together. In a process group all ranks
         call it, each with its own `names`."""
         if self._team is not None:
-            return self._team.load(self._reader(), self._gpu, [(info, None) for info in self._infos(names)])
+            return self._team.load(self._reader(), self._gpu, lambda: [(info, None) for info in self._infos(names)])
         if not self._reader().copy:
             return self._reader().all_shared(self._infos(names))
         if names is None:
@@ -335,15 +335,18 @@ class safe_open:
     def get_sharded(self, name: str, dim: int) -> Any:
         """The part of a tensor of this rank of the process group: the dimension is cut as `torch.chunk` cuts it, so that
         last ranks may have less than others, or nothing. All ranks call it."""
-        info = self._info(name)
-        return self._group().load(self._reader(), self._gpu, [(info, self._shard(info, dim))])[name]
+        return self._group().load(self._reader(), self._gpu, lambda: [self._shard(self._info(name), dim)])[name]
 
     def push_tensor(self, name: str, rank: int) -> Any:
         """The tensor on this rank of the process group, None on all others. All ranks call it."""
-        team, info = self._group(), self._info(name)
-        if not 0 <= operator.index(rank) < team.group.size:
-            raise error(f"rank {rank} is invalid: the process group has {team.group.size}")
-        wanted: list[tuple[Info, Part]] = [(info, None)] if rank == team.group.rank else []
+        team = self._group()
+
+        def wanted() -> list[tuple[Info, Part]]:
+            info = self._info(name)
+            if not 0 <= operator.index(rank) < team.group.size:
+                raise error(f"rank {rank} is invalid: the process group has {team.group.size}")
+            return [(info, None)] if rank == team.group.rank else []
+
         return team.load(self._reader(), self._gpu, wanted).get(name)
 
     def _group(self) -> Team:
@@ -351,14 +354,14 @@ class safe_open:
             raise error("this needs a process group: open with process_group=")
         return self._team
 
-    def _shard(self, info: Info, dim: int) -> Part:
+    def _shard(self, info: Info, dim: int) -> tuple[Info, Part]:
         """The part of a tensor that this rank holds."""
         group, dims = self._group().group, len(info.shape)
         if not -dims <= operator.index(dim) < dims:
             raise error(f"tensor `{info.name}` of shape {info.shape} has no dimension {dim}", tensor=info.name)
         part = [(0, size) for size in info.shape]
         part[dim] = chunk_of(info.shape[dim], group.size, group.rank)
-        return part
+        return info, part
 
     def tensors(
         self, names: Names = None, *, shard: int | Mapping[str, int] | None = None
@@ -369,7 +372,7 @@ class safe_open:
         `get_sharded`: the dimension of all tensors that have it, or of those in a mapping. Others come whole.
         """
         if shard is not None or self._team is not None:
-            return self._group().iterate(self._reader(), self._gpu, self._sharded(names, shard), _batches)
+            return self._group().iterate(self._reader(), self._gpu, lambda: self._sharded(names, shard), _batches)
         wanted: list[tuple[Info, Part]] = [(info, None) for info in self._infos(names)]
         _refuse_unfit(self._reader(), wanted)
         if not self._reader().copy:
@@ -384,7 +387,7 @@ class safe_open:
         for info in self._infos(names):
             dim = shard.get(info.name) if isinstance(shard, Mapping) else shard
             is_whole = dim is None or (not isinstance(shard, Mapping) and not -len(info.shape) <= dim < len(info.shape))
-            wanted.append((info, None if is_whole else self._shard(info, dim)))
+            wanted.append((info, None) if is_whole else self._shard(info, dim))
         return wanted
 
     def prefetch(

@@ -30,6 +30,10 @@ _FILES_MAX = 128
 SHARES = (None, "host", "network")
 
 
+Find = Callable[[], "list[tuple[Info, Part]]"]
+"""Tells what a rank asks for. If it raises, it does so within the operation, so that all ranks know."""
+
+
 class Place(NamedTuple):
     """Memory that a want is loaded into."""
 
@@ -78,9 +82,10 @@ class Team:
         asked = {rank: _requests.decoded(every[rank]) for rank in ranks}
         return _requests.schedule(asked, lambda position: checkpoint.tensor_at(position)[3], limit, len(ranks))
 
-    def load(self, reader: Reader, gpu: int | None, wanted: Sequence[tuple[Info, Part]]) -> dict[str, Any]:
+    def load(self, reader: Reader, gpu: int | None, find: Find) -> dict[str, Any]:
         """Loads tensors, or parts of them, into new memory. Each rank may ask for others."""
         with self.group.operation() as operation:
+            wanted = find()
             for info, _ in wanted:
                 reader.framework.check(info.dtype, info.shape, info.name)
             wants = [want_of(info, part) for info, part in wanted]
@@ -101,12 +106,12 @@ class Team:
         self,
         reader: Reader,
         gpu: int | None,
-        wanted: Sequence[tuple[Info, Part]],
+        find: Find,
         cut: Callable[[list[tuple[Info, Part]]], list[list[tuple[Info, Part]]]],
     ) -> Iterator[tuple[str, Any]]:
         """Loads batch after batch, all ranks the same tensors at the same time."""
-        mine = {info.position: (info, part) for info, part in wanted}
         with self.group.operation() as operation:
+            mine = {info.position: (info, part) for info, part in find()}
             every = operation.exchange(json.dumps(list(mine)).encode())
         asked = {position for said in every for position in json.loads(said)}
         order = [position for position in reader.checkpoint.file_order() if position in asked]
@@ -115,7 +120,7 @@ class Team:
         try:
             for batch in batches:
                 found = [mine[info.position] for info, _ in batch if info.position in mine]
-                tensors = self.load(reader, gpu, found)
+                tensors = self.load(reader, gpu, lambda: found)
                 while tensors:
                     yield (name := next(iter(tensors))), tensors.pop(name)
             is_over = True

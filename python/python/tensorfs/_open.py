@@ -543,15 +543,16 @@ def _one_by_one(reader: Reader, wanted: list[tuple[Info, Part]]) -> Iterator[tup
         yield info.name, reader.whole(info)
 
 
-def _batches(wanted: list[tuple[Info, Part]]) -> list[list[tuple[Info, Part]]]:
-    """Splits `wanted` into batches that are loaded together."""
+def _batches(wanted: list[tuple[Info, Part]], most: int | None = None) -> list[list[tuple[Info, Part]]]:
+    """Splits `wanted` into batches that are loaded together, of at most `most` bytes or one tensor."""
     batches: list[list[tuple[Info, Part]]] = []
-    length, limit = 0, _BATCH_FIRST // 2
+    longest = _BATCH_MAX if most is None else most
+    length, limit = 0, min(_BATCH_FIRST // 2, longest)
     for entry in wanted:
         nbytes = entry[0].nbytes
         if not batches or length + nbytes > limit:
             batches.append([])
-            length, limit = 0, min(limit * 2, _BATCH_MAX)
+            length, limit = 0, min(limit * 2, longest)
         batches[-1].append(entry)
         length += nbytes
     return batches

@@ -1,0 +1,49 @@
+"""Files that the ranks of a process group load together."""
+
+from __future__ import annotations
+
+from typing import Any, Generator, Mapping, Sequence
+
+from .._open import _batches, safe_open
+from .._reader import Info, Part
+
+
+class GroupLoads:
+    """Loads of a process group. All ranks make the same calls in the same order: each byte is read by one of them, and
+    an error of one is an error of all."""
+
+    def __init__(self, paths: Sequence[str], gpu: int | None, process_group: Any, **how: Any) -> None:
+        self._gpu = gpu
+        device = "cpu" if gpu is None else f"cuda:{gpu}"
+        self._opened = safe_open(list(paths), "pt", device, process_group=process_group, **how)
+
+    def load(self, dims: Mapping[str, int | None]) -> dict[str, Any]:
+        """Tensors by name: the part of this rank in a dimension, or the whole tensor where that is None."""
+        wanted: list[tuple[Info, Part]] = []
+        for name, dim in dims.items():
+            info = self._opened._info(name)
+            wanted.append((info, None if dim is None else self._opened._shard(info, dim)))
+        return self._opened._group().load(self._opened._reader(), self._gpu, wanted)
+
+    def push(self, name: str, rank: int) -> Any:
+        """A tensor on one rank, None on the others."""
+        return self._opened.push_tensor(name, rank)
+
+    def stream(self, names: Sequence[str], most: int | None) -> Generator[tuple[str, Any], None, None]:
+        """Pairs of name and tensor in this order, batch by batch of at most `most` bytes. An iterator that is left early
+        is an error on the other ranks."""
+        batches = _batches([(self._opened._info(name), None) for name in names], most)
+        is_over = False
+        try:
+            for batch in batches:
+                tensors = self._opened._group().load(self._opened._reader(), self._gpu, batch)
+                for info, _ in batch:
+                    yield info.name, tensors.pop(info.name)
+            is_over = True
+        finally:
+            if not is_over:
+                self._opened._group().leave("it left the loop over the tensors")
+
+    def close(self) -> None:
+        """Closes the files. Waits for no other rank."""
+        self._opened.__exit__()

@@ -52,8 +52,7 @@ class ObjectServer:
         self.session_token = None
         self.lock = threading.Lock()
         self.over = threading.Event()
-        self.httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.httpd.daemon_threads = True
+        self.httpd = Listener(("127.0.0.1", 0), Handler)
         self.httpd.store = self
         self.port = self.httpd.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -130,6 +129,16 @@ def signature(store, request, secret=SECRET_KEY):
     for word in [date, region, service, last, text]:
         secret = hmac.new(secret, word.encode(), hashlib.sha256).digest()
     return key, parts["Signature"], secret.hex()
+
+
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request, client_address):
+        # A client may close its connection at any time.
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):

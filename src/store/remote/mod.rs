@@ -118,18 +118,19 @@ impl RemoteStore {
         Ok(QueueKey::Store(hash_of(self.endpoint()?.host.as_bytes())))
     }
 
-    /// The number of the object `key`.
-    fn number(&self, key: &str) -> u64 {
-        hash_of(self.location.path(key).as_os_str().as_encoded_bytes())
+    /// The number of the object `key`: one of this name on another server has another.
+    fn number(&self, key: &str) -> io::Result<u64> {
+        let url = self.location.path(key);
+        Ok(hash_of(format!("{} {}", self.endpoint()?.host, url.display()).as_bytes()))
     }
 
     fn folder_version(&self, key: &str) -> io::Result<Version> {
-        Ok(Version::of_object(self.queue()?, [self.number(key), 0], true, 0, None))
+        Ok(Version::of_object(self.queue()?, [self.number(key)?, 0], true, 0, None))
     }
 
     /// The version of the object `key`, whose state is kept.
     fn object_version(&self, key: &str, state: ObjectState) -> io::Result<Version> {
-        let number = self.number(key);
+        let number = self.number(key)?;
         let version = state.version(self.queue()?, number);
         self.known.get_or_init(Mutex::default).lock().insert(number, state);
         Ok(version)
@@ -257,7 +258,7 @@ impl StoreKind for RemoteStore {
             return Err(ErrorKind::UnexpectedEof.into());
         }
         let (key, deadline) = (self.key(path)?, deadline_of(until));
-        let (target, number) = (self.target(&key), self.number(&key));
+        let (target, number) = (self.target(&key), self.number(&key)?);
         let known = self.known.get_or_init(Mutex::default);
         let before = known.lock().get(&number).filter(|state| state.is_of(version)).cloned();
         let endpoint = self.endpoint()?;

@@ -2,13 +2,14 @@
 //!
 //! `zip` reads the archive, `machine` carries the pickle out as values and runs nothing, `globals` says
 //! what names mean, `tensors` finds the bytes of a tensor, and `state_dict` names the tensors of a
-//! model, `parts` those of which a rank has a part. `legacy` reads the files of torch before 1.6, which are no archives. Other files of torch are
+//! model, `scan` lists the names that a pickle asks for, `parts` those of which a rank has a part. `legacy` reads the files of torch before 1.6, which are no archives. Other files of torch are
 //! made of the same parts.
 
 mod globals;
 mod legacy;
 mod machine;
 mod parts;
+mod scan;
 mod state_dict;
 mod tensors;
 mod values;
@@ -16,6 +17,9 @@ mod zip;
 
 use std::io;
 use std::ops::Range;
+
+pub use self::globals::NameRisk;
+pub use self::scan::{PickleForm, PickleScan, scan};
 
 use crate::error::{ErrorKind, Fault};
 

@@ -537,7 +537,7 @@ impl<'v> Walk<'_, 'v> {
 }
 
 /// The values that a value is made of.
-fn reached<'a>(values: &'a Values<'_>, id: NodeId) -> impl Iterator<Item = NodeId> + 'a {
+pub(super) fn reached<'a>(values: &'a Values<'_>, id: NodeId) -> impl Iterator<Item = NodeId> + 'a {
     let args = values.call(id).map(|(_, args)| args);
     let persistent = match values.node(id) {
         Node::Persistent(key) => Some(key),

@@ -3,6 +3,7 @@
 
 mod away;
 mod config;
+mod deepspeed;
 mod discover;
 mod entries;
 mod files;
@@ -16,6 +17,7 @@ mod nothing;
 mod openers;
 mod pickles;
 mod prove;
+mod runs;
 mod saved;
 mod scan;
 mod set;
@@ -236,7 +238,7 @@ impl Checkpoint {
             SetKind::Single => InputFormat::Safetensors,
             SetKind::Bintensors => InputFormat::Bintensors,
             SetKind::Tensorizer => InputFormat::Tensorizer,
-            SetKind::Torch | SetKind::Ranks => InputFormat::Torch,
+            SetKind::Torch | SetKind::Ranks | SetKind::DeepSpeed => InputFormat::Torch,
             SetKind::Dcp | SetKind::WeightMap | SetKind::Numbered => {
                 InputFormat::of_weights(&shard.name)
             }

@@ -149,7 +149,7 @@ const VALUES: [(&str, &str); 25] = [
 /// Functions of numpy that make arrays and numbers, in modules that were renamed.
 const ARRAYS: [&str; 3] = ["_reconstruct", "scalar", "_frombuffer"];
 
-/// What a name means for somebody who loads the pickle with Python.
+/// The meaning of a name for somebody who loads the pickle with Python.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum NameRisk {
     /// It only makes values.

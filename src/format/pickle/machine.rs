@@ -59,7 +59,7 @@ pub(super) fn run_first(bytes: &[u8]) -> Result<Values<'_>, Fault> {
     Ok(machine.values)
 }
 
-/// What a scan has found in a pickle.
+/// The result of a scan of a pickle.
 pub(super) struct Scanned<'a> {
     pub(super) values: Values<'a>,
     /// Uses of names that the values do not show: each as text.

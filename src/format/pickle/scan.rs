@@ -28,7 +28,7 @@ const KEYS_MAX: usize = 8;
 /// Ends of the names of pickles in archives.
 const PICKLE_SUFFIXES: [&str; 3] = [".pkl", ".pickle", ".debug_pkl"];
 
-/// What a file with pickles is.
+/// The kind of a file with pickles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PickleForm {
     /// An archive of `torch.save`.
@@ -54,7 +54,7 @@ words!(PickleForm {
 /// The result of a scan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PickleScan {
-    /// What the file is.
+    /// The kind of the file.
     pub form: PickleForm,
     /// The value of its pickle, in a few words. `None` if that could not be told.
     pub holds: Option<String>,
@@ -198,7 +198,7 @@ fn scan_archive(reader: &mut dyn RangeReader, scan: &mut PickleScan) -> Result<(
     }
     let is_pickle = |name: &&str| PICKLE_SUFFIXES.iter().any(|suffix| name.ends_with(suffix));
     let mut names: Vec<&str> = archive.names().filter(is_pickle).collect();
-    // That of torch first.
+    // The one of torch comes first.
     names.sort_unstable_by_key(|name| (*name != PICKLE, *name));
     if names.len() > PICKLES_MAX {
         scan.stop(format!("it has {} pickles, of which {PICKLES_MAX} are scanned", names.len()));

@@ -29,6 +29,8 @@ pub(super) struct TensorPlace {
     pub(super) shape: Vec<u64>,
     /// First byte in the file.
     pub(super) start: u64,
+    /// Whether it has no elements and stands for a tensor that lies in the files of all ranks.
+    pub(super) is_placeholder: bool,
 }
 
 /// A storage as a pickle names it.
@@ -137,6 +139,8 @@ pub(super) struct TensorCall {
     function: NodeId,
     args: NodeId,
     is_changed: bool,
+    /// Whether a state says that the tensor is one of DeepSpeed ZeRO-3.
+    is_of_zero: bool,
 }
 
 /// The call that makes the tensor `id`, `None` if it is none.
@@ -144,7 +148,8 @@ pub(super) fn tensor_call(values: &Values<'_>, id: NodeId) -> Option<TensorCall>
     let (function, args) = values.call(id)?;
     let (module, name) = values.global(function)?;
     let rebuild = Rebuild::of(module, name)?;
-    Some(TensorCall { rebuild, function, args, is_changed: values.parts(id).next().is_some() })
+    let is_changed = values.parts(id).next().is_some();
+    Some(TensorCall { rebuild, function, args, is_changed, is_of_zero: false })
 }
 
 /// Function, class, arguments and state of the tensor `id`, if its call names its class.
@@ -167,7 +172,11 @@ impl TensorCall {
                 return Err(wrong(message).into());
             }
             match self.rebuild {
-                Rebuild::Tensor | Rebuild::TensorOfDtype => return self.stored(values, storages),
+                Rebuild::Tensor | Rebuild::TensorOfDtype => {
+                    let place = self.stored(values, storages)?;
+                    let is_placeholder = self.is_of_zero && place.shape.contains(&0);
+                    return Ok(TensorPlace { is_placeholder, ..place });
+                }
                 Rebuild::Other => return Err(self.unread(values).into()),
                 Rebuild::Parameter => {
                     let mut args = values.tuple(self.args).into_iter().flatten();
@@ -207,18 +216,14 @@ impl TensorCall {
             );
             return Err(wrong(message));
         }
-        if is_placeholder(values, state) {
-            let message = "is a placeholder of DeepSpeed ZeRO-3, whose weights lie in the files of \
-                           all ranks; make one file of them with zero_to_fp32.py";
-            return Err(wrong(message.to_owned()));
-        }
         let named = values.global(function);
         let rebuild = named.and_then(|(module, name)| Rebuild::of(module, name));
         let rebuild = rebuild.ok_or_else(|| self.unread(values))?;
         if !matches!(values.node(args), Node::Tuple(_)) {
             return Err(self.unread(values));
         }
-        Ok(TensorCall { rebuild, function, args, is_changed: false })
+        let is_of_zero = self.is_of_zero || has_zero_id(values, state);
+        Ok(TensorCall { rebuild, function, args, is_changed: false, is_of_zero })
     }
 
     /// The tensor of a storage.
@@ -270,15 +275,15 @@ impl TensorCall {
     }
 }
 
-/// Whether the state of a tensor says that its data is elsewhere.
-fn is_placeholder(values: &Values<'_>, state: NodeId) -> bool {
+/// Whether the state of a tensor says that it is one of DeepSpeed ZeRO-3.
+fn has_zero_id(values: &Values<'_>, state: NodeId) -> bool {
     use super::values::Part;
     let is_mark = |part| matches!(part, Part::Pair(key, _) if values.text(key) == Some("ds_id"));
     values.parts(state).any(is_mark)
 }
 
 /// The integers of a tuple.
-fn numbers(values: &Values<'_>, id: NodeId) -> Option<Vec<i64>> {
+pub(super) fn numbers(values: &Values<'_>, id: NodeId) -> Option<Vec<i64>> {
     // A `torch.Size` is one of a tuple.
     let tuple = match values.call(id) {
         Some((class, args)) if values.global(class) == Some(("torch", "Size")) => {
@@ -394,5 +399,5 @@ fn place(
     dtype.bits_of(&shape).ok_or_else(overflow)?;
     // A tensor without elements may begin anywhere.
     let start = data.start + if count > 0 { offset * item_len } else { 0 };
-    Ok(TensorPlace { dtype, shape, start })
+    Ok(TensorPlace { dtype, shape, start, is_placeholder: false })
 }

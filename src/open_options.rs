@@ -31,6 +31,29 @@ pub enum Prefer {
 
 words!(Prefer { File = "file", Shards = "shards" });
 
+/// The weights that are shown of a checkpoint of DeepSpeed ZeRO-1 or ZeRO-2. A checkpoint of
+/// ZeRO-3 always shows the weights of the optimizer, because it has no others.
+///
+/// ```
+/// use tensorfs::{Checkpoint, Dtype, OpenOptions, ZeroWeights};
+///
+/// let folder = "tests/fixtures/torch/deepspeed_zero2".as_ref();
+/// let options = OpenOptions { zero: ZeroWeights::Fp32, ..OpenOptions::default() };
+/// let checkpoint = Checkpoint::open_with(folder, &options)?;
+/// assert_eq!(checkpoint.catalog().tensor("a.weight").map(|t| t.dtype), Some(Dtype::F32));
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ZeroWeights {
+    /// The weights of the model, mostly of 16 bits.
+    #[default]
+    Module,
+    /// The weights of the optimizer in F32, joined from the files of all ranks.
+    Fp32,
+}
+
+words!(ZeroWeights { Module = "module", Fp32 = "fp32" });
+
 /// Allowed targets of symbolic links of the source.
 ///
 /// ```
@@ -69,6 +92,8 @@ pub const HUB: &str = "hub";
 pub struct OpenOptions {
     /// Choice between a whole file and a sharded set.
     pub prefer: Prefer,
+    /// The weights of checkpoints of DeepSpeed.
+    pub zero: ZeroWeights,
     /// Allowed targets of symbolic links.
     pub links: Links,
     /// Folders outside the source into which symbolic links may lead.
@@ -102,6 +127,9 @@ impl OpenOptions {
         let all_ranks = self.views.as_ref().and_then(|views| views.ranks_of());
         let mut json = all_ranks.unwrap_or(&self.view).to_json();
         json.insert("prefer".to_owned(), self.prefer.as_str().into());
+        if self.zero != ZeroWeights::default() {
+            json.insert("zero".to_owned(), self.zero.as_str().into());
+        }
         json.insert("follow".to_owned(), json!(self.follow));
         if let Some(config) = &self.config {
             json.insert("config".to_owned(), json!(config));
@@ -180,6 +208,10 @@ impl OpenOptions {
         let follow = json.get("follow")?.as_array()?.iter();
         Some(OpenOptions {
             prefer: json.get("prefer")?.as_str()?.parse().ok()?,
+            zero: match json.get("zero") {
+                Some(word) => word.as_str()?.parse().ok()?,
+                None => ZeroWeights::default(),
+            },
             follow: follow
                 .map(|folder| folder.as_str().map(PathBuf::from))
                 .collect::<Option<_>>()?,
@@ -206,6 +238,7 @@ mod tests {
         let options = OpenOptions {
             view: View { files: Files::Original, map: MapPolicy::Hide, ..View::default() },
             prefer: Prefer::Shards,
+            zero: ZeroWeights::Fp32,
             follow: vec!["/a,b".into()],
             links: Links::Inside,
             expect_shards: Some(3),

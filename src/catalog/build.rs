@@ -114,8 +114,13 @@ pub(super) fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     of_dcp_shards(&shards, None)
 }
 
-/// Refuses the file of a rank that has parts of tensors.
+/// Refuses the file of a rank that has parts of tensors, or ranges of them.
 fn check_whole(shard: &ShardHeader) -> Result<(), Fault> {
+    if shard.header.is_zero_part() {
+        let message = "is one of the files of DeepSpeed ZeRO, of which each has ranges of the weights of \
+                       the model; name the folder of all files";
+        return Err(Fault::new(ErrorKind::TensorMissing, message));
+    }
     let Some(of) = shard.header.rank.filter(|_| !shard.header.is_whole()) else { return Ok(()) };
     let message = format!(
         "holds parts of tensors, as rank {} of {}; name the files of all ranks \
@@ -325,14 +330,14 @@ impl<'a> Listed<'a> {
     }
 }
 
-fn sorted<'a>(shards: &[&'a ShardHeader]) -> Vec<&'a ShardHeader> {
+pub(super) fn sorted<'a>(shards: &[&'a ShardHeader]) -> Vec<&'a ShardHeader> {
     let mut shards = shards.to_vec();
     shards.sort_by(|a, b| natural_cmp(&a.name, &b.name));
     shards
 }
 
 /// A catalog with the shards and merged metadata, but no tensors yet.
-fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
+pub(super) fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     let tensors = || shards.iter().map(|shard| shard.header.tensors());
     let numbers = tensors()
         .map(|t| (0..t.len()).map(|index| 1 + 2 * t.rank(index)).sum::<usize>())

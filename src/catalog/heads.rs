@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use crate::dtype::Dtype;
 use crate::error::Fault;
 use crate::format::dcp;
+use crate::format::deepspeed::ZeroPart;
 use crate::format::safetensors::Header;
 use crate::format::{FileRank, PiecePlace, ShardDescription, TensorDescription};
 use crate::sync::Mutex;
@@ -78,6 +79,8 @@ pub struct Head {
     pub left_out: Option<String>,
     /// The rank that has saved the file, if it says so.
     pub rank: Option<FileRank>,
+    /// Its facts about ranges of tensors, if it is a file of DeepSpeed.
+    pub zero: Option<Arc<ZeroPart>>,
     note: Option<Result<Note, Fault>>,
 }
 
@@ -196,8 +199,9 @@ impl Heads {
                 first_place: columns.push_places(&places),
             })
         });
-        let ShardDescription { metadata, described, next_file, left_out, rank, .. } = shard;
-        Head { heads: self.clone(), tensors, metadata, described, next_file, left_out, rank, note }
+        let ShardDescription { metadata, described, next_file, left_out, rank, zero, .. } = shard;
+        let heads = self.clone();
+        Head { heads, tensors, metadata, described, next_file, left_out, rank, zero, note }
     }
 
     fn columns(&self) -> &HeadColumns {
@@ -295,6 +299,15 @@ impl Head {
         matches!(&self.note, Some(Ok(note)) if note.records_shapes)
     }
 
+    /// Whether tensors of it, or all, are ranges of elements that other files tell of.
+    pub fn is_zero_part(&self) -> bool {
+        match self.zero.as_deref() {
+            Some(ZeroPart::Model(model)) => !model.placeholders.is_empty(),
+            Some(ZeroPart::Partition(_)) => true,
+            None => false,
+        }
+    }
+
     /// A copy without tensors and note, which a proved checkpoint no longer needs.
     pub fn without_tensors(&self) -> Head {
         let mut metadata = self.metadata.clone();
@@ -307,6 +320,7 @@ impl Head {
             next_file: self.next_file,
             left_out: None,
             rank: self.rank,
+            zero: None,
             note: None,
         }
     }

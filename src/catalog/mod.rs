@@ -6,6 +6,8 @@
 
 mod build;
 mod coverage;
+mod deepspeed;
+mod flat_range;
 mod heads;
 mod name_order;
 mod project;
@@ -149,6 +151,15 @@ impl Catalog {
     #[doc(hidden)]
     pub fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         build::of_rank_files(shards)
+    }
+
+    /// Catalog of a checkpoint of DeepSpeed: the tensors of one file of model states, or tensors joined
+    /// from the ranges of elements that the optimizer states of all ranks hold.
+    ///
+    /// A file is refused that tells of other ranks, shapes or ranges than the others and its name.
+    #[doc(hidden)]
+    pub fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
+        deepspeed::of_deepspeed(shards)
     }
 
     /// The catalog of a file that is another link to the only shard of this catalog.

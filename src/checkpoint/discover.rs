@@ -10,11 +10,12 @@ use crate::format::names::{self, Numbered};
 use crate::format::tensorizer::keys::Secret;
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
 use crate::format::{InputFormat, OutputFormat, pickle};
-use crate::open_options::Prefer;
+use crate::open_options::{OpenOptions, Prefer, ZeroWeights};
 use crate::store::resolve::Unusable;
 use crate::sync::Mutex;
 use crate::version::FileId;
 
+use super::deepspeed::{self, StateFiles};
 use super::distcp::open_distributed;
 use super::folder::{File, Folder};
 use super::header_memory::{Reserved, admitted, folder_max, too_many};
@@ -50,6 +51,8 @@ pub enum SetKind {
     Ranks,
     /// The `.distcp` files that the `.metadata` of a distributed checkpoint of torch names.
     Distributed,
+    /// A checkpoint of DeepSpeed.
+    DeepSpeed,
 }
 
 impl SetKind {
@@ -65,6 +68,7 @@ impl SetKind {
             SetKind::Torch,
             SetKind::Ranks,
             SetKind::Distributed,
+            SetKind::DeepSpeed,
         ];
         kinds.into_iter().find(|kind| kind.as_str() == word)
     }
@@ -81,6 +85,7 @@ impl SetKind {
             SetKind::Torch => "torch",
             SetKind::Ranks => "ranks",
             SetKind::Distributed => "distributed",
+            SetKind::DeepSpeed => "deepspeed",
         }
     }
 
@@ -149,8 +154,10 @@ pub(super) struct Discovered {
 pub(super) fn open_weights(
     folder: &Folder,
     only: Option<&str>,
-    secret: Option<&Secret>,
+    (secret, zero): (Option<&Secret>, ZeroWeights),
 ) -> (Weights, Reserved) {
+    let states = only.is_none().then(|| folder.state_files()).flatten();
+    let states = states.map(|states| states.members(zero)).unwrap_or_default();
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
     let reads_torch = folder.reads_torch(only);
     // The files of a distributed checkpoint are read by its `.metadata`.
@@ -161,7 +168,9 @@ pub(super) fn open_weights(
         .filter(|(name, file)| {
             names::is_weights(name)
                 || (only == Some(*name) && is_read_alone(name))
-                || (reads_torch && names::is_torch(name) && is_torch_file(name, file))
+                || (reads_torch
+                    && (states.contains(*name)
+                        || (names::is_torch(name) && is_torch_file(name, file))))
         })
         .collect();
     let (mut weights, mut reserved) = open_headers(&folder.path, &files, folder_max(), secret);
@@ -266,9 +275,11 @@ pub(super) fn discover(
     folder: &Folder,
     only: Option<&str>,
     weights: &Weights,
-    prefer: Prefer,
+    options: &OpenOptions,
 ) -> Discovered {
     let mut found = Vec::new();
+    let states = folder.state_files().filter(|_| only.is_none() && folder.reads_torch(None));
+    found.extend(states.map(|states| deepspeed_set(folder, &states, options.zero)));
     let mut maps = read_maps(folder, only);
     let dcp_members = dcp_members(weights, &maps);
     if !dcp_members.is_empty() {
@@ -291,7 +302,15 @@ pub(super) fn discover(
         members: BTreeSet::from([name.clone()]),
         ..single_set(name, weights)
     }));
-    settle_names(found, prefer)
+    settle_names(found, options.prefer)
+}
+
+/// The set of a checkpoint of DeepSpeed.
+fn deepspeed_set(folder: &Folder, states: &StateFiles<'_>, zero: ZeroWeights) -> Candidate {
+    let refused = states.fault(zero).map(|fault| Error::refused(&folder.path, fault));
+    let (members, claims) = (states.members(zero), states.others());
+    let output = names::whole(deepspeed::STEM);
+    Candidate { members, claims, refused, ..Candidate::new(output, SetKind::DeepSpeed) }
 }
 
 /// The set of the file called `name`, without the file. A file that cannot be read has the format
@@ -318,7 +337,9 @@ impl Candidate {
     pub(super) fn format(&self) -> InputFormat {
         let is_torch = || self.members.first().is_some_and(|name| names::is_torch(name));
         match self.kind {
-            SetKind::Torch | SetKind::Ranks | SetKind::Distributed => InputFormat::Torch,
+            SetKind::Torch | SetKind::Ranks | SetKind::Distributed | SetKind::DeepSpeed => {
+                InputFormat::Torch
+            }
             SetKind::WeightMap | SetKind::Numbered if is_torch() => InputFormat::Torch,
             SetKind::Bintensors => InputFormat::Bintensors,
             SetKind::Tensorizer => InputFormat::Tensorizer,
@@ -596,6 +617,7 @@ fn described(set: &Candidate) -> String {
         (SetKind::Dcp, _) => format!("the set of {shards} DCP shards"),
         (SetKind::Ranks, _) => format!("the files of {shards} ranks"),
         (SetKind::Distributed, _) => format!("the distributed checkpoint of {shards} files"),
+        (SetKind::DeepSpeed, _) => format!("the checkpoint of DeepSpeed in {shards} files"),
         (SetKind::Numbered, _) if set.format() == InputFormat::Tensorizer => {
             format!("the set of {shards} numbered tensorizer files")
         }

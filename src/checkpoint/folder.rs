@@ -5,11 +5,14 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::format::deepspeed::LATEST;
 use crate::format::names;
 use crate::source::Source;
 use crate::store::Store;
 use crate::store::resolve::Unusable;
 use crate::version::{Time, Version};
+
+use super::deepspeed::StateFiles;
 
 /// Names of subfolders that hold the checkpoint of their parent in another form.
 const TWIN_FOLDERS: [&str; 2] = ["sharded", "consolidated"];
@@ -140,6 +143,16 @@ impl Folder {
         })
     }
 
+    /// The files of a checkpoint of DeepSpeed in it, if it has any.
+    pub(super) fn state_files(&self) -> Option<StateFiles<'_>> {
+        StateFiles::of(self.files.iter().filter_map(|file| file.name.to_str()))
+    }
+
+    /// Whether it is the folder of a checkpoint of the run of DeepSpeed in `run`.
+    pub(super) fn is_of_run(&self, run: &Folder) -> bool {
+        run.file(LATEST).is_some() && self.state_files().is_some()
+    }
+
     /// Whether files of `torch.save` count as weights: where there are no others, or `only` is one.
     pub(super) fn reads_torch(&self, only: Option<&str>) -> bool {
         match only {
@@ -160,5 +173,6 @@ impl Folder {
     pub(super) fn has_weights(&self, only: Option<&str>) -> bool {
         self.names().any(|name| names::is_weights_or_map(name) || only == Some(name))
             || self.has_pickles(only)
+            || (only.is_none() && self.state_files().is_some())
     }
 }

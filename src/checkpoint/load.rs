@@ -336,7 +336,7 @@ pub(crate) fn header_hashes(source: &Arc<Source>) -> Result<Vec<HashedTensor>> {
 }
 
 /// A source as parsers read it.
-struct SourceReader<'a> {
+pub(super) struct SourceReader<'a> {
     source: &'a Arc<Source>,
     /// First byte of the shard in the source.
     start: u64,
@@ -346,12 +346,15 @@ struct SourceReader<'a> {
 }
 
 impl<'a> SourceReader<'a> {
-    fn at(source: &'a Arc<Source>, start: u64) -> SourceReader<'a> {
+    pub(super) fn at(source: &'a Arc<Source>, start: u64) -> SourceReader<'a> {
         SourceReader { source, start, first: None, failed: None }
     }
 
     /// Runs a parser. A read that fails is the outer error.
-    fn run<T>(&mut self, work: impl FnOnce(&mut dyn RangeReader) -> io::Result<T>) -> Result<T> {
+    pub(super) fn run<T>(
+        &mut self,
+        work: impl FnOnce(&mut dyn RangeReader) -> io::Result<T>,
+    ) -> Result<T> {
         work(self).map_err(|error| {
             let failed = self.failed.take();
             failed.unwrap_or_else(|| Error::io(self.source.uri(), "read", error))

@@ -3,6 +3,7 @@
 
 mod away;
 mod config;
+mod deepspeed;
 mod discover;
 mod distcp;
 mod entries;
@@ -15,7 +16,9 @@ mod indexed;
 mod load;
 mod nothing;
 mod openers;
+mod pickles;
 mod prove;
+mod runs;
 mod saved;
 mod scan;
 mod set;
@@ -43,6 +46,7 @@ pub use entries::{Content, ERROR_FILE, MountEntry};
 pub use folder::{File, Folder, FolderId, Misfit};
 pub use indexed::IndexedHeads;
 pub(crate) use load::header_hashes;
+pub use pickles::scan_pickles;
 pub use scan::LeftOut;
 pub use set::{IndexState, Origin, Proved, Set};
 pub use tree::Tree;
@@ -235,7 +239,9 @@ impl Checkpoint {
             SetKind::Single => InputFormat::Safetensors,
             SetKind::Bintensors => InputFormat::Bintensors,
             SetKind::Tensorizer => InputFormat::Tensorizer,
-            SetKind::Torch | SetKind::Ranks | SetKind::Distributed => InputFormat::Torch,
+            SetKind::Torch | SetKind::Ranks | SetKind::Distributed | SetKind::DeepSpeed => {
+                InputFormat::Torch
+            }
             SetKind::Dcp | SetKind::WeightMap | SetKind::Numbered => {
                 InputFormat::of_weights(&shard.name)
             }

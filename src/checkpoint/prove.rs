@@ -15,6 +15,7 @@ use super::discover::{Candidate, Discovered, SetKind, Weights, discover, is_note
 use super::folder::{Folder, FolderId};
 use super::indexed::FolderIndex;
 use super::load::OpenShard;
+use super::runs::{Latest, passed_over, refuse_run};
 use super::set::{Proved, Set, TailEvidence, check_completeness};
 use super::tree::Tree;
 use super::virtual_file::present;
@@ -24,8 +25,25 @@ impl Tree {
     /// Proves the sets of the family of folders whose top is `head`.
     pub fn prove(&self, head: FolderId) -> Vec<(FolderId, Proved)> {
         let members = self.family(head);
+        // The checkpoint that each run of DeepSpeed shows.
+        let latest: HashMap<FolderId, Latest> = members
+            .iter()
+            .filter_map(|&id| Some((id, self.latest_of(&self.folder(id))?)))
+            .collect();
+        let proved = |id: FolderId| match self.folder(id).parent.and_then(|run| latest.get(&run)) {
+            Some(Ok(named)) if *named != id && self.folder(id).state_files().is_some() => {
+                passed_over(&self.folder(id))
+            }
+            Some(Err(_)) if self.folder(id).state_files().is_some() => Proved::default(),
+            _ => self.prove_folder(id),
+        };
         let mut family: Vec<(FolderId, Proved)> =
-            members.into_iter().map(|id| (id, self.prove_folder(id))).collect();
+            members.into_iter().map(|id| (id, proved(id))).collect();
+        for (id, run) in &mut family {
+            if let Some(Err(error)) = latest.get(id) {
+                refuse_run(run, error);
+            }
+        }
         for position in 1..family.len() {
             let parent = self.folder(family[position].0).parent;
             let Some(above) = family.iter().position(|(id, _)| Some(*id) == parent) else {
@@ -33,7 +51,10 @@ impl Tree {
             };
             let (before, after) = family.split_at_mut(position);
             hide_twins(&before[above].1, &mut after[0].1);
-            if self.options.hub {
+            let (run, child) = (before[above].0, after[0].0);
+            let is_latest =
+                latest.get(&run).is_some_and(|latest| matches!(latest, Ok(id) if *id == child));
+            if self.options.hub || is_latest {
                 show_at_parent(&mut before[above].1, &mut after[0].1);
             }
         }
@@ -55,12 +76,12 @@ impl Tree {
             None => None,
         };
         let texts = index.as_ref().map(FolderIndex::texts).unwrap_or_default();
-        let (mut weights, _headers) = open_weights(folder, only, secret);
+        let (mut weights, _headers) = open_weights(folder, only, (secret, self.options.zero));
         if let (Some(secret), Some(only)) = (secret, only) {
             refuse_misfit(folder, &mut weights, only, secret);
         }
         let Discovered { mut winners, losers, notes } =
-            discover(folder, only, &weights, self.options.prefer);
+            discover(folder, only, &weights, &self.options);
         let mut proved = Proved { notes, ..Proved::default() };
         let names = winners.iter().chain(&losers).flat_map(Candidate::files);
         proved.weights = names.chain(weights.keys()).cloned().collect();
@@ -233,6 +254,7 @@ fn prove_set(
         (_, Some(linked)) => Ok(linked.proved.of_link(headers[0])),
         (SetKind::Dcp | SetKind::Distributed, None) => Catalog::of_dcp_shards(&headers, map),
         (SetKind::Ranks, None) => Catalog::of_rank_files(&headers),
+        (SetKind::DeepSpeed, None) => deepspeed_catalog(folder, &headers),
         (
             SetKind::WeightMap
             | SetKind::Numbered
@@ -280,6 +302,18 @@ fn prove_set(
         manifest,
     };
     Ok(Checkpoint::new(set, presented))
+}
+
+/// The catalog of a checkpoint of DeepSpeed, with a note on the weights that are not shown.
+fn deepspeed_catalog(
+    folder: &Folder,
+    headers: &[&ShardHeader],
+) -> std::result::Result<Catalog, Fault> {
+    let mut catalog = Catalog::of_deepspeed(headers)?;
+    if let ([model], Some(states)) = (headers, folder.state_files()) {
+        catalog.notes.push(states.note(model.header.zero.as_deref()));
+    }
+    Ok(catalog)
 }
 
 /// Refuses a plain file among encrypted ones: a person who can write to the folder may have put it

@@ -314,7 +314,8 @@ impl Tree {
     }
 
     /// The top folders of all families with weight files. A family is a folder with its `sharded/`
-    /// or `consolidated/` child. Its folders are proved together.
+    /// or `consolidated/` child, or the folder of a run of DeepSpeed with those of its checkpoints. Its
+    /// folders are proved together.
     pub fn families(&self) -> Vec<FolderId> {
         let only = self.only.as_deref();
         let with_weights = self.ids().into_iter().filter(|&id| self.folder(id).has_weights(only));
@@ -326,7 +327,11 @@ impl Tree {
     pub fn family_of(&self, mut folder: FolderId) -> FolderId {
         loop {
             let now = self.folder(folder);
-            match now.parent.filter(|_| now.relative.file_name().is_some_and(is_twin)) {
+            let is_of = |parent: &FolderId| {
+                now.relative.file_name().is_some_and(is_twin)
+                    || now.is_of_run(&self.folder(*parent))
+            };
+            match now.parent.filter(is_of) {
                 Some(parent) => folder = parent,
                 None => return folder,
             }
@@ -339,8 +344,10 @@ impl Tree {
         let mut next = 0;
         while let Some(&id) = members.get(next) {
             let folder = self.folder(id);
-            let twins = folder.children.iter().filter(|(name, _)| is_twin(name));
-            members.extend(twins.map(|&(_, child)| child));
+            let is_of = |(name, child): &&(OsString, FolderId)| {
+                is_twin(name) || self.folder(*child).is_of_run(&folder)
+            };
+            members.extend(folder.children.iter().filter(is_of).map(|&(_, child)| child));
             next += 1;
         }
         members

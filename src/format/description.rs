@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::dtype::Dtype;
+use crate::format::deepspeed::ZeroPart;
 use crate::format::safetensors::Header;
 use crate::format::tensorizer::decryptor::EncryptedTensor;
 
@@ -44,6 +46,8 @@ pub struct ShardDescription {
     pub places: Option<Vec<PiecePlace>>,
     /// The rank that has saved it, if it is the file of one.
     pub rank: Option<FileRank>,
+    /// Its facts about ranges of tensors, if it is a file of DeepSpeed.
+    pub zero: Option<Arc<ZeroPart>>,
     names: String,
     tensors: Vec<DescriptionRow>,
     /// The extents of all tensors; equal shapes may share theirs.
@@ -83,6 +87,7 @@ impl ShardDescription {
             left_out: None,
             places: None,
             rank: None,
+            zero: None,
             names: String::with_capacity(names_len),
             tensors: Vec::with_capacity(tensors),
             numbers: Vec::new(),

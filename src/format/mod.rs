@@ -4,6 +4,7 @@
 
 pub mod bintensors;
 pub mod dcp;
+pub mod deepspeed;
 mod description;
 pub mod flat;
 pub mod foreign;

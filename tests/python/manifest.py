@@ -53,7 +53,7 @@ class Entry:
         """`single_and_index` is two entries for one folder: `prefer` says which of them is meant."""
         if self.fields["path"].endswith("single_and_index"):
             return ["prefer=shards" if self.kind == "hf_sharded" else "prefer=file"]
-        return []
+        return self.fields.get("options", [])
 
     def whole_file(self):
         """The bytes that must be shown: made from what is stored, or the file itself where it is one already."""
@@ -69,6 +69,8 @@ class Entry:
             return oracle.from_tensorizer(self.source)
         if (self.source / ".metadata").exists():
             return oracle.from_distcp(self.source)
+        if self.kind == "torch" and (self.source / "latest").is_file():
+            return oracle.from_deepspeed(self.source, "zero=fp32" in self.options)
         if self.kind == "torch":
             paths = [self.source] if self.source.is_file() else [
                 path for pattern in ("*.bin", "model_world_size_*.pt") for path in self.source.glob(pattern)

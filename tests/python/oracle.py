@@ -273,6 +273,71 @@ def from_torch(paths):
     return write(tensors, {"format": "pt"})
 
 
+def from_deepspeed(run, fp32):
+    """The virtual file of the last checkpoint of a run of DeepSpeed: the weights of `module`, or those of `fp32`."""
+    folder = run / (run / "latest").read_text().strip()
+    paths = sorted(folder.glob("*_states.pt"), key=lambda p: numeric(p.name))
+    models = [path for path in paths if path.name.endswith("model_states.pt")]
+    if not fp32 and len(models) == 1:
+        return from_torch(models)
+    roots = {path.name: (path.read_bytes(), *_zipped_torch(path.read_bytes())) for path in paths}
+
+    def run_of(name, tensor):
+        """Elements that follow each other in a file: file, first byte, bytes of an element, bytes."""
+        data, _, starts = roots[name]
+        (kind, key), offset, shape, dtype = tensor
+        size = BITS[dtype] // 8
+        start = starts[key] + offset * size
+        return name, start, size, data[start : start + math.prod(shape) * size]
+
+    def joined(name, dtype, shape, parts):
+        """A tensor of parts: runs, first element, number of elements."""
+        data, places = b"", []
+        for runs, at, count in parts:
+            for file, start, size, content in runs:
+                length = len(content) // size
+                first, end = min(at, length), min(at + count, length)
+                if first < end:
+                    places.append((numeric(file), start + first * size))
+                    data += content[first * size : end * size]
+                at, count = max(at - length, 0), count - (end - first)
+            assert count == 0, name
+        return Tensor(name, dtype, list(shape), data, min(places))
+
+    states = [(path.name, roots[path.name][1]["optimizer_state_dict"]) for path in paths if path not in models]
+    model = roots[models[0].name][1]
+    tensors = {}
+    for name, tensor in model["module"].items():
+        if len(models) == 1 or tensor[2] != (0,):
+            file, start, _, content = run_of(models[0].name, tensor)
+            tensors[name] = Tensor(name, tensor[3], list(tensor[2]), content, (numeric(file), start))
+    at, ranks = 0, len(states)
+    for number, group in enumerate(model["param_shapes"]):
+        at = 0 if len(models) == 1 else at
+        for name, shape in group.items():
+            count = math.prod(shape)
+            if len(models) == 1:
+                runs = [run_of(file, state["single_partition_of_fp32_groups"][number]) for file, state in states]
+                parts, step = [(runs, at, count)], count
+            else:
+                step, parts = -(-count // ranks), []
+                for rank, (file, state) in enumerate(states):
+                    runs = [run_of(file, tensor) for tensor in state["fp32_flat_groups"]]
+                    parts.append((runs, at, max(min(step, count - rank * step), 0)))
+            tensors[name] = joined(name, "F32", shape, parts)
+            at += step
+    for name, shape in (model.get("frozen_param_shapes") or {}).items() if len(models) > 1 else ():
+        count, step = math.prod(shape), -(-math.prod(shape) // ranks)
+        fragments = [(path.name, roots[path.name][1]["frozen_param_fragments"][name]) for path in models]
+        parts = [
+            ([run_of(*fragment)], 0, max(min(step, count - rank * step), 0)) for rank, fragment in enumerate(fragments)
+        ]
+        tensors[name] = joined(name, fragments[0][1][3], shape, parts)
+    for name, source in model["shared_params"].items():
+        tensors[name] = dataclasses.replace(tensors[source], name=name)
+    return write(list(tensors.values()), {"format": "pt"})
+
+
 # The first pickle of a file of torch before 1.6.
 LEGACY_TORCH = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 

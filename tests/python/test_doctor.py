@@ -1,13 +1,15 @@
-"""`tensorfs doctor`: what it finds on this machine, and on one where something is missing."""
+"""`tensorfs doctor`: what it finds on this machine, on one where something is missing, and in files with pickles."""
 
+import json
 import os
+import pickle
 import pwd
 import shutil
 import unittest
 
 from confinement import without_capability
 from faults import without_cachestat
-from mounts import BIN, TestCase, mount_table, needs_root, run, tensorfs
+from mounts import BIN, FIXTURES, TestCase, mount_table, needs_root, run, tensorfs
 
 STATES = {"ok", "degraded", "missing", "unknown"}
 CLOSED = "Permission denied"
@@ -149,8 +151,8 @@ class Doctor(TestCase):
         self.assert_refused(outcome)
         self.assertIn("TMPDIR", outcome.stderr)
 
-    def test_it_takes_no_operand(self):
-        self.assertEqual(tensorfs("doctor", "more").code, 2)
+    def test_it_takes_one_file(self):
+        self.assertEqual(tensorfs("doctor", "one", "more").code, 2)
         self.assertIn("Usage", tensorfs("doctor", "--help").stdout)
 
     @needs_root
@@ -163,6 +165,86 @@ class Doctor(TestCase):
         self.assertIn("\x1b[32m", on_terminal())
         self.assertNotIn("\x1b", on_terminal(NO_COLOR="1"))
         self.assertNotIn("\x1b", on_terminal(TERM="dumb"))
+
+
+class Pickles(TestCase):
+    """`tensorfs doctor FILE`."""
+
+    def doctor(self, path):
+        outcome = tensorfs("doctor", path, "--json")
+        return outcome, json.loads(outcome.stdout)
+
+    def test_a_file_of_torch_is_told_with_its_names_and_that_it_is_shown(self):
+        outcome, found = self.doctor(FIXTURES / "torch/ckpt_lightning.ckpt")
+        self.assert_done(outcome)
+        self.assertEqual((found["ok"], found["form"], found["stopped"]), (True, "torch_zip", None))
+        self.assertIn("torch._utils._rebuild_tensor_v2", found["names"]["safe"])
+        self.assertEqual(found["names"]["hostile"], [])
+        self.assertIn("`state_dict`", found["holds"])
+        self.assertEqual((found["shown"]["tensors"], found["refused"]), (3, None))
+        self.assertIn("of the file are not shown", found["shown"]["notes"][0])
+
+    def test_the_lines_for_people_say_the_same(self):
+        outcome = tensorfs("doctor", FIXTURES / "torch/legacy_dtypes.pth")
+        self.assert_done(outcome)
+        words = [line.split()[0] for line in outcome.stdout.splitlines()[1:]]
+        self.assertEqual(words, ["holds", "safe", "unknown", "hostile", "shown"])
+        self.assertIn("in its form before torch 1.6", outcome.stdout)
+
+    def test_a_name_of_a_package_that_is_not_known_is_told_apart(self):
+        outcome, found = self.doctor(FIXTURES / "torch/dsmodule_zero2_ws2_bf16.pt")
+        self.assert_done(outcome)
+        self.assertEqual(found["names"]["hostile"], [])
+        outcome, found = self.doctor(FIXTURES / "bad/torch/tensor_in_unknown.pt")
+        self.assert_done(outcome)
+        self.assertEqual(found["names"]["unknown"], ["mypkg.Box"])
+        self.assertEqual(found["shown"], None)
+        self.assertIn(found["names"]["unknown"][0], found["refused"]["error"])
+
+    def test_hostile_files_fail_with_their_names(self):
+        for fixture, name in [
+            ("os_system.pt", "os.system"), ("builtins_eval.pt", "builtins.eval"),
+            ("py2_builtin_exec.pt", "builtins.exec"), ("getattr_chain.pt", "builtins.getattr"),
+            ("legacy_os_system.bin", "os.system"), ("stack_global.pt", "os.system"),
+        ]:
+            with self.subTest(fixture):
+                outcome, found = self.doctor(FIXTURES / "bad/torch" / fixture)
+                self.assert_refused(outcome)
+                self.assertEqual(len(outcome.stderr.splitlines()), 1)
+                self.assertEqual((found["ok"], found["class"]), (False, "header_decode"))
+                named = [own for own in found["names"]["hostile"] if own == name or own.endswith("." + name.split(".")[1])]
+                self.assertTrue(named, found)
+
+    def test_a_file_that_runs_code_when_python_loads_it_is_only_read(self):
+        mark = self.tmp / "mark"
+
+        class Hostile:
+            def __reduce__(self):
+                return os.system, (f"touch {mark}",)
+
+        for protocol in range(6):
+            path = self.tmp / f"{protocol}.pkl"
+            path.write_bytes(pickle.dumps({"weights": Hostile()}, protocol=protocol))
+            outcome, found = self.doctor(path)
+            self.assert_refused(outcome)
+            self.assertEqual((found["form"], found["names"]["hostile"]), ("pickle", ["posix.system"]), protocol)
+        self.assertFalse(mark.exists())
+
+    def test_every_file_is_told_about_in_bounded_time(self):
+        for path in sorted((FIXTURES / "bad/torch").glob("*.*")):
+            if path.is_file():
+                with self.subTest(path.name):
+                    outcome, found = self.doctor(path)
+                    self.assertIn(outcome.code, (0, 1))
+                    self.assertEqual(found["ok"], outcome.code == 0)
+                    self.assertLessEqual(len(outcome.stderr.splitlines()), 1)
+
+    def test_files_without_pickles_are_told_apart(self):
+        outcome, found = self.doctor(FIXTURES / "hf/gpt2_tiny/model-00001-of-00003.safetensors")
+        self.assert_done(outcome)
+        self.assertEqual((found["form"], found["names"]["hostile"]), (None, []))
+        outcome = tensorfs("doctor", FIXTURES)
+        self.assertIn("not a regular file", outcome.stderr)
 
 
 if __name__ == "__main__":

@@ -165,6 +165,9 @@ pub(crate) struct DemoArgs {
 /// Arguments of `doctor`.
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArgs {
+    /// A file with pickles: say what it is, which names its pickles ask for, and whether it is shown.
+    /// Nothing of it is run
+    pub file: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

@@ -1,10 +1,12 @@
-//! `tensorfs doctor`: what this machine has for mounting and reading, and what it lacks.
+//! `tensorfs doctor`: what this machine has for mounting and reading, and what it lacks; with a file, what
+//! its pickles ask for.
 //!
 //! Every line comes from a test that ran just now. A result that could not be determined is called
 //! unknown.
 
 mod machine;
 mod mounting;
+mod pickles;
 
 use std::fmt::Write;
 use std::io::IsTerminal;
@@ -89,6 +91,9 @@ impl Health {
 }
 
 pub(super) fn run(args: &args::DoctorArgs) -> Outcome {
+    if let Some(file) = &args.file {
+        return pickles::run(file, args.json);
+    }
     take_signals();
     clean_up_on_signals();
     let trial = mounting::trial();

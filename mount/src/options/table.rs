@@ -241,6 +241,16 @@ const SOURCE: &[OptionRow] = &[
     )
     .for_commands(Use::Source),
     OptionRow::value(
+        "zero",
+        |options, value| word(&mut options.open.zero, value),
+        &[
+            ("module", "of DeepSpeed ZeRO-1 and ZeRO-2 show the weights of the model (default)"),
+            ("fp32", "show those of the optimizer in F32, as zero_to_fp32.py writes them"),
+        ],
+    )
+    .for_commands(Use::Source)
+    .page("Frameworks", "formats/frameworks.md#deepspeed"),
+    OptionRow::value(
         "follow",
         |options, value| {
             options.open.follow.push(folder(value)?);

@@ -1,6 +1,7 @@
 //! The names that pickles of torch use, and what each of them means here. Nothing is imported.
 
 use crate::dtype::Dtype;
+use crate::words;
 
 /// Modules whose functions run code, open files or find such functions.
 const DENIED_MODULES: [&str; 31] = [
@@ -101,6 +102,90 @@ pub(super) fn holds_class(module: &str, outer: &str, name: &str) -> bool {
             "MEM_FORMAT_ENCODING" | "_MEM_FORMAT_ENCODING",
         ) => name.starts_with("TORCH_"),
         _ => false,
+    }
+}
+
+/// Modules of torch whose classes describe how tensors are placed, without functions that a pickle
+/// could call to harm.
+const PLACEMENT_MODULES: [&str; 7] = [
+    "torch.distributed.tensor",
+    "torch.distributed._tensor",
+    "torch.distributed.device_mesh",
+    "torch.distributed._mesh_layout",
+    "torch.distributed._shard",
+    "torch.distributed.remote_device",
+    "torch.distributed.checkpoint.metadata",
+];
+
+/// Other names that only make values.
+const VALUES: [(&str, &str); 25] = [
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch", "Tensor"),
+    ("torch", "strided"),
+    ("torch._tensor", "Tensor"),
+    ("torch.nn", "Parameter"),
+    ("torch.nn.parameter", "Parameter"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.storage", "TypedStorage"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("_codecs", "encode"),
+    ("argparse", "Namespace"),
+    ("datetime", "date"),
+    ("datetime", "datetime"),
+    ("datetime", "timedelta"),
+    ("datetime", "timezone"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy.dtypes", "Float64DType"),
+    ("decimal", "Decimal"),
+];
+
+/// Functions of numpy that make arrays and numbers, in modules that were renamed.
+const ARRAYS: [&str; 3] = ["_reconstruct", "scalar", "_frombuffer"];
+
+/// The meaning of a name for somebody who loads the pickle with Python.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum NameRisk {
+    /// It only makes values.
+    Safe,
+    /// It is of a package that is not known here: loading the pickle imports it.
+    Unknown,
+    /// It runs code.
+    Hostile,
+}
+
+words!(NameRisk { Safe = "safe", Unknown = "unknown", Hostile = "hostile" });
+
+impl NameRisk {
+    /// The risk of a name of a pickle.
+    pub(super) fn of(module: &str, name: &str) -> NameRisk {
+        if denied(module, name) {
+            return NameRisk::Hostile;
+        }
+        let is_torch = module == "torch" || module == "torch.cuda";
+        let is_value = module == "builtins"
+            || is_dict((module, name))
+            || dtype(module, name).is_some()
+            || StorageType::of(module, name).is_some()
+            || (is_torch && name.ends_with("Storage") && !name.contains('.'))
+            || Rebuild::of(module, name).is_some()
+            || VALUES.contains(&(module, name));
+        let of_placement = PLACEMENT_MODULES.iter().any(|known| {
+            module.strip_prefix(known).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        });
+        // Names of functions begin with a small letter.
+        let is_class = name.trim_start_matches('_').starts_with(|c: char| c.is_ascii_uppercase());
+        let is_array = module.split('.').next() == Some("numpy") && ARRAYS.contains(&name);
+        if is_value || is_array || (of_placement && is_class && !name.contains('.')) {
+            return NameRisk::Safe;
+        }
+        NameRisk::Unknown
     }
 }
 

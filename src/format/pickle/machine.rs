@@ -4,7 +4,9 @@
 //! Memory is bounded by the length of the pickle: each opcode makes at most one node and a few cells of
 //! fixed size. Nothing here recurses.
 
-use std::collections::HashMap;
+mod old_opcodes;
+
+use std::collections::{BTreeSet, HashMap};
 
 use super::globals::{denied, holds_class};
 use super::le;
@@ -63,26 +65,29 @@ pub(super) fn run_first(bytes: &[u8]) -> Result<Values<'_>, Fault> {
 }
 
 fn run_first_of(bytes: &[u8], nodes_max: usize) -> Result<Values<'_>, Fault> {
-    let values = Values {
-        bytes,
-        nodes: vec![Node::Null, Node::Bool(false), Node::Bool(true), Node::Tuple(EMPTY)],
-        cells: Vec::new(),
-        objects: Vec::new(),
-        root: 0,
-    };
-    let mut machine = Machine {
-        values,
-        at: 0,
-        stack: Vec::new(),
-        dense: Vec::new(),
-        sparse: HashMap::new(),
-        memo_len: 0,
-        copies_left: bytes.len(),
-        nodes_max,
-    };
+    let mut machine = Machine::new(bytes, nodes_max);
     machine.run()?;
     machine.values.bytes = &bytes[..machine.at];
     Ok(machine.values)
+}
+
+/// The result of a scan of a pickle.
+pub(super) struct Scanned<'a> {
+    pub(super) values: Values<'a>,
+    /// Uses of names that the values do not show: each as text.
+    pub(super) hidden: BTreeSet<String>,
+    /// Why it was not carried out to its end.
+    pub(super) flaw: Option<Fault>,
+}
+
+/// Carries out the pickle that `bytes` begin with, as far as that goes. No name is refused, and the
+/// opcodes that torch never writes are carried out too.
+pub(super) fn scan_first(bytes: &[u8]) -> Scanned<'_> {
+    let mut machine = Machine::new(bytes, NODES_MAX);
+    machine.hidden = Some(BTreeSet::new());
+    let flaw = machine.run().err();
+    machine.values.bytes = &bytes[..machine.at.min(bytes.len())];
+    Scanned { values: machine.values, hidden: machine.hidden.unwrap_or_default(), flaw }
 }
 
 /// Nodes of which there is one each.
@@ -104,13 +109,44 @@ struct Machine<'a> {
     /// Pairs that may still be copied from lists into dicts: a list may be copied many times.
     copies_left: usize,
     nodes_max: usize,
+    /// Uses of names that the values do not show. `None` if the pickle is not scanned, but read.
+    hidden: Option<BTreeSet<String>>,
+}
+
+impl<'a> Machine<'a> {
+    fn new(bytes: &'a [u8], nodes_max: usize) -> Machine<'a> {
+        let values = Values {
+            bytes,
+            nodes: vec![Node::Null, Node::Bool(false), Node::Bool(true), Node::Tuple(EMPTY)],
+            cells: Vec::new(),
+            objects: Vec::new(),
+            root: 0,
+        };
+        Machine {
+            values,
+            at: 0,
+            stack: Vec::new(),
+            dense: Vec::new(),
+            sparse: HashMap::new(),
+            memo_len: 0,
+            copies_left: bytes.len(),
+            nodes_max,
+            hidden: None,
+        }
+    }
+
+    fn is_scan(&self) -> bool {
+        self.hidden.is_some()
+    }
 }
 
 impl Machine<'_> {
     fn run(&mut self) -> Result<(), Fault> {
-        let [proto, version] = self.take::<2>()?;
-        if proto != 0x80 || !(2..=5).contains(&version) {
-            return Err(bad("it does not begin with a protocol from 2 to 5"));
+        if self.values.bytes.first() == Some(&0x80) || !self.is_scan() {
+            let [proto, version] = self.take::<2>()?;
+            if proto != 0x80 || !(2..=5).contains(&version) && !self.is_scan() {
+                return Err(bad("it does not begin with a protocol from 2 to 5"));
+            }
         }
         loop {
             let opcode = self.take::<1>()?[0];
@@ -244,7 +280,11 @@ impl Machine<'_> {
             b'b' => {
                 let state = self.pop()?;
                 let target = self.top()?;
-                if !matches!(self.values.node(target), Node::Object(..)) {
+                let has_state = matches!(self.values.node(target), Node::Object(..));
+                if !has_state && self.is_scan() {
+                    return Ok(());
+                }
+                if !has_state {
                     return Err(bad("a state is given to a value that has none"));
                 }
                 self.add(target, STATE, state)?;
@@ -261,6 +301,7 @@ impl Machine<'_> {
                 self.stack.truncate(begin);
             }
             b'2' => self.stack.push(self.top()?),
+            _ if self.is_scan() => return self.old_opcode(opcode),
             _ => {
                 let at = self.at - 1;
                 return Err(bad(format_args!("it has the opcode {opcode:#04x} at byte {at}")));
@@ -391,6 +432,7 @@ impl Machine<'_> {
                 self.append(&mut cells, key, value);
                 self.values.objects[index].cells = cells;
             }
+            _ if self.is_scan() => {}
             _ => return Err(bad("something is put into a value that holds nothing")),
         }
         self.values.nodes[target as usize] = node;
@@ -434,6 +476,10 @@ impl Machine<'_> {
 
     fn get(&mut self, width: u64) -> Result<(), Fault> {
         let index = self.number(width)? as u32;
+        self.get_value(index)
+    }
+
+    fn get_value(&mut self, index: u32) -> Result<(), Fault> {
         let value = self.dense.get(index as usize).or_else(|| self.sparse.get(&index));
         let value =
             value.ok_or_else(|| bad(format_args!("it has no value {index} to use again")))?;
@@ -464,6 +510,7 @@ impl Machine<'_> {
             .iter()
             .all(|&part| self.values.text(part).is_some_and(|text| text.len() <= GLOBAL_LEN_MAX));
         match self.values.global(id).filter(|_| fits) {
+            _ if self.is_scan() => Ok(()),
             None => Err(bad("the name of a class is not text")),
             Some((module, name)) if denied(module, name) => {
                 let message = format!(
@@ -487,11 +534,23 @@ impl Machine<'_> {
             Some((Node::Global(module, _), name)) => {
                 self.push(Node::Global(module, name)).map(drop)
             }
+            _ if self.is_scan() => {
+                self.note_hidden("builtins.getattr".to_owned());
+                self.push(Node::Null).map(drop)
+            }
             _ => Err(bad(ATTRIBUTE)),
         }
     }
 
     fn object(&mut self, callable: NodeId, args: NodeId) -> Result<NodeId, Fault> {
+        if self.is_scan() {
+            if self.values.global(callable) == Some(GETATTR) {
+                self.note_hidden("builtins.getattr".to_owned());
+            }
+            let parts = self.values.objects.len() as u32;
+            self.values.objects.push(ObjectParts { args, cells: EMPTY });
+            return self.push(Node::Object(callable, parts));
+        }
         if !matches!(self.values.node(callable), Node::Global(..)) {
             return Err(bad("it calls a value that is no name"));
         }

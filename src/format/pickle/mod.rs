@@ -2,7 +2,8 @@
 //!
 //! `zip` reads the archive, `machine` carries the pickle out as values and runs nothing, `globals` says
 //! what names mean, `tensors` finds the bytes of a tensor, and `state_dict` names the tensors of a
-//! model, `parts` those of which a rank has a part. `legacy` reads the files of torch before 1.6, which
+//! model, `scan` lists the names that a pickle asks for, `zero` finds the ranges of DeepSpeed's ranks,
+//! `parts` those of which a rank has a part. `legacy` reads the files of torch before 1.6, which
 //! are no archives. Distributed checkpoints are made of the same parts: `distcp` reads their
 //! `.metadata`, `chosen` names the tensors of a model in it, and `items` reads the `.distcp` files.
 
@@ -13,13 +14,19 @@ mod items;
 mod legacy;
 mod machine;
 mod parts;
+mod scan;
 mod state_dict;
 mod tensors;
 mod values;
+mod zero;
 mod zip;
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
+
+pub use self::globals::NameRisk;
+pub use self::scan::{PickleForm, PickleScan, scan};
 
 use crate::error::{ErrorKind, Fault};
 
@@ -28,6 +35,7 @@ use self::state_dict::{ModelTensor, ModelTensors};
 use self::tensors::{StorageData, Storages};
 use self::values::Values;
 use self::zip::{Archive, LOCAL_MAGIC};
+use super::deepspeed::{ZeroModel, ZeroPart};
 use super::description::{PiecePlace, ShardDescription};
 use super::range_reader::RangeReader;
 
@@ -184,7 +192,15 @@ fn describe(
     range: &Range<u64>,
 ) -> Result<ShardDescription, ReadStop> {
     let mut storages = Storages::new(data);
-    let named = ModelTensors::of(values, &mut storages)?;
+    if let Some(partition) = zero::partition_of(values, &mut storages)? {
+        let mut description = ShardDescription::with_room(0, 0, 0);
+        description.described = described(range, storages.used());
+        description.zero = Some(Arc::new(ZeroPart::Partition(partition)));
+        return Ok(description);
+    }
+    let zero = zero::model_of(values, &mut storages)?;
+    let mut named = ModelTensors::of(values, &mut storages, zero.as_ref())?;
+    let placeholders = std::mem::take(&mut named.placeholders);
     let used = storages.used();
     let names_len = named.tensors.iter().map(|tensor| tensor.name.len()).sum();
     let mut description = ShardDescription::with_room(0, named.tensors.len(), names_len);
@@ -202,6 +218,8 @@ fn describe(
     description.described = described(range, used);
     description.left_out = named.left_out;
     description.rank = named.rank;
+    description.zero =
+        zero.map(|zero| Arc::new(ZeroPart::Model(ZeroModel { placeholders, ..zero })));
     if named.rank.is_some() {
         description.places = Some(named.tensors.into_iter().map(place_of).collect());
     }

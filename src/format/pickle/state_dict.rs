@@ -8,6 +8,7 @@ use super::parts::{RankParts, TensorPart};
 use super::tensors::{Storages, TensorPlace, tensor_call};
 use super::values::{Node, NodeId, Part, Values};
 use crate::error::{ErrorKind, Fault, quoted};
+use crate::format::deepspeed::ZeroModel;
 use crate::format::description::FileRank;
 use crate::format::safetensors::METADATA;
 
@@ -64,6 +65,8 @@ pub(super) struct ModelTensors {
     pub(super) left_out: Option<String>,
     /// The rank that has saved the file, if a tensor is a part.
     pub(super) rank: Option<FileRank>,
+    /// Names of tensors of the model whose elements lie in the files of all ranks.
+    pub(super) placeholders: Vec<String>,
 }
 
 /// Whether the value with this key of the root is the state of a training.
@@ -72,10 +75,12 @@ pub(super) fn is_state(key: &str) -> bool {
 }
 
 impl ModelTensors {
-    /// The tensors of the model that the pickle holds.
+    /// The tensors of the model that the pickle holds. The ones that `zero` tells of may be
+    /// placeholders.
     pub(super) fn of(
         values: &Values<'_>,
         storages: &mut Storages<'_, '_>,
+        zero: Option<&ZeroModel>,
     ) -> Result<ModelTensors, ReadStop> {
         let root = values.root;
         let mut walk = Walk {
@@ -127,11 +132,22 @@ impl ModelTensors {
         let (mut tensors, rank) = places(values, storages, found)?;
         let all: Vec<&DictPair<'_>> = hidden.iter().chain(&rest).collect();
         check_whole(values, &all)?;
-        if all.iter().any(|pair| pair.key.text() == Some("ds_version")) {
-            check_deepspeed(&tensors)?;
+        let is_deepspeed = all.iter().any(|pair| pair.key.text() == Some("ds_version"));
+        let elsewhere = zero.map(ZeroModel::names_elsewhere).unwrap_or_default();
+        let is_empty = |tensor: &mut ModelTensor| {
+            tensor.place.shape == [0] && elsewhere.contains(tensor.name.as_str())
+        };
+        let placeholders: Vec<String> =
+            tensors.extract_if(.., is_empty).map(|tensor| tensor.name).collect();
+        let no_data = |tensor: &&ModelTensor| {
+            tensor.place.is_placeholder
+                || (is_deepspeed && zero.is_none() && tensor.place.shape == [0])
+        };
+        if let Some(tensor) = tensors.iter().find(no_data) {
+            return Err(not_here().tensor(&tensor.name).into());
         }
         tensors.sort_by(|a, b| (a.place.start, &a.name).cmp(&(b.place.start, &b.name)));
-        if tensors.is_empty() {
+        if tensors.is_empty() && placeholders.is_empty() {
             let message = "is a file of torch.save without tensors of a model; name the file of the \
                            weights";
             return Err(Fault::new(ErrorKind::TensorMissing, message).into());
@@ -142,7 +158,7 @@ impl ModelTensors {
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
             format!("{}{more} of the file are not shown", left_out.join(", "))
         });
-        Ok(ModelTensors { tensors, left_out, rank })
+        Ok(ModelTensors { tensors, left_out, rank, placeholders })
     }
 }
 
@@ -217,14 +233,11 @@ fn check_whole(values: &Values<'_>, root: &[&DictPair<'_>]) -> Result<(), Fault>
     Ok(())
 }
 
-/// Refuses the placeholders of DeepSpeed ZeRO-3.
-fn check_deepspeed(tensors: &[ModelTensor]) -> Result<(), Fault> {
-    let Some(empty) = tensors.iter().find(|tensor| tensor.place.shape == [0]) else {
-        return Ok(());
-    };
-    let message = "has no elements: the weights of DeepSpeed ZeRO-3 lie in the files of all ranks; \
-                   make one file of them with zero_to_fp32.py";
-    Err(Fault::new(ErrorKind::TensorMissing, message).tensor(&empty.name))
+/// The fault of a placeholder of DeepSpeed ZeRO-3 in a file by itself.
+fn not_here() -> Fault {
+    let message = "has no elements: the weights of DeepSpeed ZeRO-3 lie in the files of all ranks; name \
+                   the folder of the checkpoint of DeepSpeed, as global_step100";
+    Fault::new(ErrorKind::TensorMissing, message)
 }
 
 fn check_names(found: &[(String, NodeId)]) -> Result<(), Fault> {
@@ -537,7 +550,7 @@ impl<'v> Walk<'_, 'v> {
 }
 
 /// The values that a value is made of.
-fn reached<'a>(values: &'a Values<'_>, id: NodeId) -> impl Iterator<Item = NodeId> + 'a {
+pub(super) fn reached<'a>(values: &'a Values<'_>, id: NodeId) -> impl Iterator<Item = NodeId> + 'a {
     let args = values.call(id).map(|(_, args)| args);
     let persistent = match values.node(id) {
         Node::Persistent(key) => Some(key),

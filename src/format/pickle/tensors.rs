@@ -29,6 +29,8 @@ pub(super) struct TensorPlace {
     pub(super) shape: Vec<u64>,
     /// First byte in the file.
     pub(super) start: u64,
+    /// Whether it has no elements and stands for a tensor that lies in the files of all ranks.
+    pub(super) is_placeholder: bool,
 }
 
 /// A tensor as boxes of it, each of which has its elements one after another in the file.
@@ -155,6 +157,8 @@ pub(super) struct TensorCall {
     function: NodeId,
     args: NodeId,
     is_changed: bool,
+    /// Whether a state says that the tensor is one of DeepSpeed ZeRO-3.
+    is_of_zero: bool,
 }
 
 /// The call that makes the tensor `id`, `None` if it is none.
@@ -162,7 +166,8 @@ pub(super) fn tensor_call(values: &Values<'_>, id: NodeId) -> Option<TensorCall>
     let (function, args) = values.call(id)?;
     let (module, name) = values.global(function)?;
     let rebuild = Rebuild::of(module, name)?;
-    Some(TensorCall { rebuild, function, args, is_changed: values.parts(id).next().is_some() })
+    let is_changed = values.parts(id).next().is_some();
+    Some(TensorCall { rebuild, function, args, is_changed, is_of_zero: false })
 }
 
 /// Function, class, arguments and state of the tensor `id`, if its call names its class.
@@ -203,7 +208,11 @@ impl TensorCall {
                 return Err(wrong(message).into());
             }
             match self.rebuild {
-                Rebuild::Tensor | Rebuild::TensorOfDtype => return self.stored(values, storages),
+                Rebuild::Tensor | Rebuild::TensorOfDtype => {
+                    let tensor = self.stored(values, storages)?;
+                    let is_placeholder = self.is_of_zero && tensor.shape.contains(&0);
+                    return Ok(StridedTensor { is_placeholder, ..tensor });
+                }
                 Rebuild::Other => return Err(self.unread(values).into()),
                 Rebuild::Parameter => {
                     let mut args = values.tuple(self.args).into_iter().flatten();
@@ -243,18 +252,14 @@ impl TensorCall {
             );
             return Err(wrong(message));
         }
-        if is_placeholder(values, state) {
-            let message = "is a placeholder of DeepSpeed ZeRO-3, whose weights lie in the files of \
-                           all ranks; make one file of them with zero_to_fp32.py";
-            return Err(wrong(message.to_owned()));
-        }
         let named = values.global(function);
         let rebuild = named.and_then(|(module, name)| Rebuild::of(module, name));
         let rebuild = rebuild.ok_or_else(|| self.unread(values))?;
         if !matches!(values.node(args), Node::Tuple(_)) {
             return Err(self.unread(values));
         }
-        Ok(TensorCall { rebuild, function, args, is_changed: false })
+        let is_of_zero = self.is_of_zero || has_zero_id(values, state);
+        Ok(TensorCall { rebuild, function, args, is_changed: false, is_of_zero })
     }
 
     /// The tensor of a storage.
@@ -306,15 +311,15 @@ impl TensorCall {
     }
 }
 
-/// Whether the state of a tensor says that its data is elsewhere.
-fn is_placeholder(values: &Values<'_>, state: NodeId) -> bool {
+/// Whether the state of a tensor says that it is one of DeepSpeed ZeRO-3.
+fn has_zero_id(values: &Values<'_>, state: NodeId) -> bool {
     use super::values::Part;
     let is_mark = |part| matches!(part, Part::Pair(key, _) if values.text(key) == Some("ds_id"));
     values.parts(state).any(is_mark)
 }
 
 /// The integers of a tuple.
-fn numbers(values: &Values<'_>, id: NodeId) -> Option<Vec<i64>> {
+pub(super) fn numbers(values: &Values<'_>, id: NodeId) -> Option<Vec<i64>> {
     // A `torch.Size` is one of a tuple.
     let tuple = match values.call(id) {
         Some((class, args)) if values.global(class) == Some(("torch", "Size")) => {
@@ -383,6 +388,8 @@ struct StridedTensor {
     item_len: u64,
     /// Whether its items lie one after another.
     is_contiguous: bool,
+    /// Whether it has no elements and stands for a tensor that lies in the files of all ranks.
+    is_placeholder: bool,
 }
 
 impl StridedTensor {
@@ -429,7 +436,15 @@ impl StridedTensor {
         // A tensor without elements may begin anywhere.
         let start = data.start + if count > 0 { offset * item_len } else { 0 };
         let is_contiguous = contiguous || count == 0;
-        let tensor = StridedTensor { dtype, shape, strides, start, item_len, is_contiguous };
+        let tensor = StridedTensor {
+            dtype,
+            shape,
+            strides,
+            start,
+            item_len,
+            is_contiguous,
+            is_placeholder: false,
+        };
         dtype.bits_of(&tensor.elements()?).ok_or_else(overflow)?;
         Ok(tensor)
     }
@@ -457,7 +472,12 @@ impl StridedTensor {
         if !self.is_contiguous {
             return Err(self.not_contiguous());
         }
-        Ok(TensorPlace { dtype: self.dtype, shape: self.elements()?, start: self.start })
+        Ok(TensorPlace {
+            dtype: self.dtype,
+            shape: self.elements()?,
+            start: self.start,
+            is_placeholder: self.is_placeholder,
+        })
     }
 
     /// The tensor as at most `max` boxes whose items lie one after another.

@@ -225,6 +225,11 @@ impl Archive {
         self.by_name.contains_key(name)
     }
 
+    /// The names of its entries.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.by_name.keys().map(String::as_str)
+    }
+
     /// Length of the entry called `name`, without reading its header. `None` if there is none.
     pub(super) fn len_of(&self, name: &str) -> Option<u64> {
         let index = *self.by_name.get(name)?;

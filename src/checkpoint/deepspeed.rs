@@ -1,0 +1,137 @@
+//! The files of a checkpoint of DeepSpeed in its folder, by their names.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::error::{ErrorKind, Fault};
+use crate::format::deepspeed::{StateFile, ZeroModel, ZeroPart};
+use crate::open_options::ZeroWeights;
+
+/// Stem of the file that a checkpoint is shown as.
+pub(super) const STEM: &str = "model";
+
+/// The files of a checkpoint in a folder, by their names.
+#[derive(Debug, Default)]
+pub(super) struct StateFiles<'a> {
+    model: Option<&'a str>,
+    /// Model states and optimizer states, by rank.
+    models: BTreeMap<u64, &'a str>,
+    optimizers: BTreeMap<u64, &'a str>,
+    /// Files of a model that is cut in layers or tensors, or has experts.
+    others: Vec<(StateFile, &'a str)>,
+    /// Two files of one rank, if there are any.
+    double: Option<[&'a str; 2]>,
+}
+
+impl<'a> StateFiles<'a> {
+    /// The files of a checkpoint in a folder with files of these names, `None` if it has none.
+    pub(super) fn of(names: impl Iterator<Item = &'a str>) -> Option<StateFiles<'a>> {
+        let mut found = StateFiles::default();
+        for name in names {
+            let before = match StateFile::of(name) {
+                Some(StateFile::Model { slice: 0 }) => found.model.replace(name),
+                Some(StateFile::ModelOfRank { rank, slice: 0 }) => found.models.insert(rank, name),
+                Some(StateFile::Optimizer { rank, slice: 0 }) => {
+                    found.optimizers.insert(rank, name)
+                }
+                Some(other) => {
+                    found.others.push((other, name));
+                    None
+                }
+                None => None,
+            };
+            found.double = found.double.or(before.map(|before| [before, name]));
+        }
+        let is_empty = found.model.is_none()
+            && found.others.is_empty()
+            && found.models.is_empty()
+            && found.optimizers.is_empty();
+        (!is_empty).then_some(found)
+    }
+
+    /// The files with the weights, and no others.
+    pub(super) fn members(&self, zero: ZeroWeights) -> BTreeSet<String> {
+        let mut members: BTreeSet<&str> = self.model.into_iter().collect();
+        if zero == ZeroWeights::Fp32 || !self.models.is_empty() {
+            members.extend(self.models.values().chain(self.optimizers.values()));
+        }
+        if members.is_empty() {
+            members
+                .extend(self.optimizers.values().chain(self.others.iter().map(|(_, name)| name)));
+        }
+        members.into_iter().map(str::to_owned).collect()
+    }
+
+    /// The reason why the files are no checkpoint that can be read, by their names.
+    pub(super) fn fault(&self, zero: ZeroWeights) -> Option<Fault> {
+        let fault =
+            |name: &str, kind, message: String| Some(Fault::new(kind, message).in_file(name));
+        let merge = "make one file of the checkpoint with the tools of DeepSpeed";
+        if let Some((other, name)) = self.others.first() {
+            let what = match other {
+                StateFile::Layer => "one layer of a model that is cut in layers (pipeline)",
+                StateFile::Expert => "one expert of a model",
+                _ => "a part of a model that is cut in tensors",
+            };
+            let message = format!("holds {what}, which tensorfs does not join; {merge}");
+            return fault(name, ErrorKind::TensorMissing, message);
+        }
+        if let Some([first, second]) = self.double {
+            let message =
+                format!("is of the same rank as {first}; remove the files of the other run");
+            return fault(second, ErrorKind::DuplicateTensor, message);
+        }
+        let first = self.optimizers.values().next().copied();
+        if self.models.is_empty() {
+            if let (None, Some(name)) = (self.model, first) {
+                let message = "the optimizer states are here, but no mp_rank_00_model_states.pt; fetch \
+                               or copy it too";
+                return fault(name, ErrorKind::ShardMissing, message.to_owned());
+            }
+            if let (Some(model), None, ZeroWeights::Fp32) = (self.model, first, zero) {
+                let message = "no optimizer states are beside it, which hold the weights in F32; leave \
+                               zero=fp32 out for those of the model";
+                return fault(model, ErrorKind::ShardMissing, message.to_owned());
+            }
+            return None;
+        }
+        if let Some(model) = self.model {
+            let message = "lies beside model states of ZeRO-3, which are of another run; remove the old \
+                           files";
+            return fault(model, ErrorKind::DuplicateTensor, message.to_owned());
+        }
+        let last = self.models.keys().chain(self.optimizers.keys()).max().copied().unwrap_or(0);
+        let name = self.models.values().next().copied().unwrap_or_default();
+        for (files, what) in [(&self.models, "model"), (&self.optimizers, "optimizer")] {
+            let missing = (0..=last).zip(files.keys().map(Some).chain(std::iter::repeat(None)));
+            if let Some((rank, _)) = { missing }.find(|(rank, found)| Some(rank) != *found) {
+                let message = format!(
+                    "{} {what} states found, those of rank {rank} are missing; the ranks may have saved \
+                     them on other machines: copy all into one folder",
+                    files.len()
+                );
+                return fault(name, ErrorKind::ShardMissing, message);
+            }
+        }
+        None
+    }
+
+    /// The files of a model that is cut in layers or tensors, or has experts: none of them is a checkpoint.
+    pub(super) fn others(&self) -> BTreeSet<String> {
+        self.others.iter().map(|(_, name)| (*name).to_owned()).collect()
+    }
+
+    /// A note for a set of the model states alone, of which `zero` are the facts.
+    pub(super) fn note(&self, zero: Option<&ZeroPart>) -> String {
+        let shown = "the weights of `module` are shown";
+        let found = self.optimizers.len() as u64;
+        match zero {
+            Some(ZeroPart::Model(ZeroModel { ranks: Some(ranks), .. })) if *ranks != found => {
+                format!(
+                    "{shown}; they are of {ranks} ranks, and optimizer states of {found} are here, \
+                     which zero=fp32 would refuse"
+                )
+            }
+            _ => format!("{shown}; zero=fp32 shows those of the optimizer states"),
+        }
+    }
+}

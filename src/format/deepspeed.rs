@@ -1,0 +1,224 @@
+//! Checkpoints of DeepSpeed: the names of their files, and what these tell of tensors of which each rank
+//! has a range of elements.
+
+use std::collections::HashSet;
+
+use crate::dtype::Dtype;
+
+/// Name of the file of a run that names the folder of its last checkpoint.
+pub const LATEST: &str = "latest";
+
+/// Longest content of that file, in bytes.
+pub const LATEST_LEN_MAX: u64 = 4096;
+
+/// Longest name of a folder.
+const FOLDER_LEN_MAX: usize = 255;
+
+/// A file of a checkpoint, by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum StateFile {
+    /// The model states of a tensor-parallel rank: the whole model, if there is one such rank.
+    Model {
+        /// Number of the tensor-parallel rank.
+        slice: u64,
+    },
+    /// The model states of a rank of ZeRO-3.
+    ModelOfRank {
+        /// Number of the data-parallel rank.
+        rank: u64,
+        /// Number of the tensor-parallel rank.
+        slice: u64,
+    },
+    /// The optimizer states of a rank.
+    Optimizer {
+        /// Number of the data-parallel rank.
+        rank: u64,
+        /// Number of the tensor-parallel rank.
+        slice: u64,
+    },
+    /// One layer of a model that is cut into layers.
+    Layer,
+    /// An expert of a model.
+    Expert,
+}
+
+impl StateFile {
+    /// The file of this name.
+    pub fn of(name: &str) -> Option<StateFile> {
+        let stem = name.strip_suffix(".pt")?;
+        if let Some(stem) = stem.strip_suffix("_model_states") {
+            if stem.starts_with("layer_") && stem.contains("_expert_") {
+                return Some(StateFile::Expert);
+            }
+            if let Some(slice) = stem.strip_prefix("mp_rank_") {
+                return Some(StateFile::Model { slice: number(slice)? });
+            }
+            let (rank, slice) = ranks(stem.strip_prefix("zero_pp_rank_")?)?;
+            return Some(StateFile::ModelOfRank { rank, slice });
+        }
+        if stem.ends_with("-model_states") && stem.starts_with("layer_") {
+            return Some(StateFile::Layer);
+        }
+        let stem = stem.strip_suffix("_optim_states")?;
+        if stem.starts_with("expert_") {
+            return Some(StateFile::Expert);
+        }
+        let stem =
+            ["bf16_", "fp16_"].iter().find_map(|dtype| stem.strip_prefix(dtype)).unwrap_or(stem);
+        let (rank, slice) = ranks(stem.strip_prefix("zero_pp_rank_")?)?;
+        Some(StateFile::Optimizer { rank, slice })
+    }
+}
+
+/// Reads `3_mp_rank_00`: the two ranks.
+fn ranks(text: &str) -> Option<(u64, u64)> {
+    let (rank, slice) = text.split_once("_mp_rank_")?;
+    Some((number(rank)?, number(slice)?))
+}
+
+fn number(text: &str) -> Option<u64> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
+}
+
+/// The folder that the content of `latest` names, which lies beside it.
+///
+/// # Errors
+/// Why it names none.
+pub fn latest_folder(text: &[u8]) -> Result<&str, String> {
+    let text = std::str::from_utf8(text).map_err(|_| "is not UTF-8".to_owned())?;
+    let name = text.trim();
+    if name.is_empty() {
+        return Err("is empty".to_owned());
+    }
+    let is_folder = name.len() <= FOLDER_LEN_MAX
+        && !matches!(name, "." | "..")
+        && !name.contains(|c: char| c == '/' || c == '\\' || c.is_control());
+    if is_folder {
+        Ok(name)
+    } else {
+        let shown: String = name.chars().take(60).collect();
+        Err(format!("names {}, which is no folder beside it", crate::error::quoted(&shown)))
+    }
+}
+
+/// The facts in a file about tensors of which its rank has a range.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ZeroPart {
+    /// A file of model states.
+    Model(ZeroModel),
+    /// A file of optimizer states.
+    Partition(ZeroPartition),
+}
+
+/// A tensor of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ZeroParam {
+    /// Name.
+    pub name: String,
+    /// Extent of each dimension.
+    pub shape: Vec<u64>,
+}
+
+/// Elements that follow each other in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FlatRun {
+    /// Element type.
+    pub dtype: Dtype,
+    /// First byte in the file.
+    pub start: u64,
+    /// Number of elements.
+    pub numel: u64,
+}
+
+/// The part of a tensor in a flat group, as the rank that has it tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ZeroSlice {
+    /// Name of the tensor.
+    pub name: String,
+    /// First element in the partition of the rank.
+    pub start: u64,
+    /// Number of elements.
+    pub numel: u64,
+}
+
+/// The facts in model states.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ZeroModel {
+    /// The trained tensors of each group, in the order of their elements.
+    pub groups: Vec<Vec<ZeroParam>>,
+    /// Tensors that are not trained, with the range of this rank.
+    pub frozen: Vec<(ZeroParam, Option<FlatRun>)>,
+    /// Names of tensors that are others by another name, and these.
+    pub shared: Vec<(String, String)>,
+    /// Tensors of the model of which this file has no elements.
+    pub placeholders: Vec<String>,
+    /// Number of data-parallel ranks, if it is told.
+    pub ranks: Option<u64>,
+}
+
+impl ZeroModel {
+    /// The names of tensors whose elements may lie in the files of all ranks.
+    pub fn names_elsewhere(&self) -> HashSet<&str> {
+        let trained = self.groups.iter().flatten();
+        let params = trained.chain(self.frozen.iter().map(|(param, _)| param));
+        let with_elements = params.filter(|param| !param.shape.contains(&0));
+        let shared = self.shared.iter().map(|(name, _)| name.as_str());
+        with_elements.map(|param| param.name.as_str()).chain(shared).collect()
+    }
+}
+
+/// The facts in optimizer states.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ZeroPartition {
+    /// The stage of ZeRO.
+    pub stage: u64,
+    /// Number of ranks.
+    pub ranks: u64,
+    /// The elements of this rank in each group.
+    pub groups: Vec<FlatRun>,
+    /// The tensors of which this rank has elements, for each group, if they are told.
+    pub slices: Option<Vec<Vec<ZeroSlice>>>,
+    /// Elements behind each tensor of each group that are no part of it; empty if there are none.
+    pub paddings: Vec<Vec<u64>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_known_by_their_names() {
+        for (name, file) in [
+            ("mp_rank_00_model_states.pt", Some(StateFile::Model { slice: 0 })),
+            (
+                "zero_pp_rank_12_mp_rank_03_model_states.pt",
+                Some(StateFile::ModelOfRank { rank: 12, slice: 3 }),
+            ),
+            (
+                "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+                Some(StateFile::Optimizer { rank: 1, slice: 0 }),
+            ),
+            (
+                "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+                Some(StateFile::Optimizer { rank: 1, slice: 0 }),
+            ),
+            ("layer_01-model_00-model_states.pt", Some(StateFile::Layer)),
+            ("layer_0_expert_1_mp_rank_00_model_states.pt", Some(StateFile::Expert)),
+            ("expert_1_mp_rank_00_optim_states.pt", Some(StateFile::Expert)),
+            ("mp_rank_0x_model_states.pt", None),
+            ("model_states.pt", None),
+            ("pytorch_model.bin", None),
+        ] {
+            assert_eq!(StateFile::of(name), file, "{name}");
+        }
+    }
+
+    #[test]
+    fn latest_names_a_folder_beside_it_or_nothing() {
+        assert_eq!(latest_folder(b"global_step10\n"), Ok("global_step10"));
+        for text in ["", " \n", "..", ".", "../../x", "/etc", "a/b", "a\0b", "a\\b"] {
+            assert!(latest_folder(text.as_bytes()).is_err(), "{text:?}");
+        }
+        assert!(latest_folder(&[b'a'; 300]).is_err() && latest_folder(b"\xff").is_err());
+    }
+}

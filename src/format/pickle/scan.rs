@@ -1,0 +1,354 @@
+//! A scan of a file with pickles: what the file is, and which names its pickles ask for. Nothing is
+//! imported or called, and pickles that are refused as weights are scanned all the same.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use super::globals::NameRisk;
+use super::machine::{PICKLE_LEN_MAX, scan_first};
+use super::state_dict::reached;
+use super::tensors::tensor_call;
+use super::values::{Node, NodeId, Part, Values};
+use super::zip::Archive;
+use super::{PICKLE, ReadStop, TORCHSCRIPT, is_torch_zip, is_zip, legacy, told};
+use crate::error::quoted;
+use crate::format::range_reader::RangeReader;
+use crate::words;
+
+/// First bytes of a file that tell whether it has pickles.
+const SNIFF_LEN: u64 = 1024;
+
+/// Most pickles of an archive that are scanned.
+const PICKLES_MAX: usize = 64;
+
+/// Most names that are kept, and most keys of a dict that are told.
+const NAMES_MAX: usize = 4096;
+const KEYS_MAX: usize = 8;
+
+/// Ends of the names of pickles in archives.
+const PICKLE_SUFFIXES: [&str; 3] = [".pkl", ".pickle", ".debug_pkl"];
+
+/// The kind of a file with pickles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PickleForm {
+    /// An archive of `torch.save`.
+    Zip,
+    /// An archive of TorchScript, which also holds a program.
+    TorchScript,
+    /// The form of `torch.save` before torch 1.6.
+    Legacy,
+    /// Another zip archive.
+    OtherZip,
+    /// A pickle by itself.
+    Plain,
+}
+
+words!(PickleForm {
+    Zip = "torch_zip",
+    TorchScript = "torchscript",
+    Legacy = "torch_legacy",
+    OtherZip = "zip",
+    Plain = "pickle"
+});
+
+/// The result of a scan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PickleScan {
+    /// The kind of the file.
+    pub form: PickleForm,
+    /// The value of its pickle, in a few words. `None` if that could not be told.
+    pub holds: Option<String>,
+    /// Number of its pickles.
+    pub pickles: usize,
+    /// The names that they ask for.
+    pub names: BTreeMap<String, NameRisk>,
+    /// Why the scan has ended early, so that there may be more names.
+    pub flaw: Option<String>,
+}
+
+impl PickleScan {
+    fn new(form: PickleForm) -> PickleScan {
+        PickleScan { form, holds: None, pickles: 0, names: BTreeMap::new(), flaw: None }
+    }
+
+    /// The names of this risk.
+    pub fn names_of(&self, risk: NameRisk) -> impl Iterator<Item = &str> {
+        let of_risk = self.names.iter().filter(move |(_, own)| **own == risk);
+        of_risk.map(|(name, _)| name.as_str())
+    }
+
+    fn stop(&mut self, why: String) {
+        self.flaw.get_or_insert(why);
+    }
+
+    fn name(&mut self, name: String, risk: NameRisk) {
+        if self.names.len() >= NAMES_MAX {
+            return self.stop(format!("it asks for more than {NAMES_MAX} names"));
+        }
+        self.names.insert(name, risk);
+    }
+
+    /// Scans the pickle that `bytes` begin with. Returns its length, `None` if it has no end.
+    fn pickle(&mut self, bytes: &[u8]) -> Option<usize> {
+        let scanned = scan_first(bytes);
+        let values = &scanned.values;
+        self.pickles += 1;
+        for id in values.ids().filter(|&id| matches!(values.node(id), Node::Global(..))) {
+            match values.global(id) {
+                // Python decodes a text with escapes, so that it may be any name.
+                Some((module, name)) if module.contains('\\') || name.contains('\\') => {
+                    self.name(format!("{module}.{name}, with escapes"), NameRisk::Hostile);
+                }
+                Some((module, name)) => {
+                    self.name(format!("{module}.{name}"), NameRisk::of(module, name));
+                }
+                None => self.name("a name that is no text".to_owned(), NameRisk::Hostile),
+            }
+        }
+        for hidden in &scanned.hidden {
+            self.name(hidden.clone(), NameRisk::Hostile);
+        }
+        if let Some(fault) = scanned.flaw {
+            self.stop(fault.message);
+            return None;
+        }
+        let len = values.pickle_len();
+        if self.holds.is_none() || self.form == PickleForm::Legacy {
+            self.holds = Some(holds(values));
+        }
+        Some(len)
+    }
+}
+
+/// Scans a file. `None` if it has no pickle by its first bytes.
+///
+/// # Errors
+/// A failed read.
+pub fn scan(reader: &mut dyn RangeReader) -> io::Result<Option<PickleScan>> {
+    let mut first = vec![0; SNIFF_LEN.min(reader.file_len()) as usize];
+    reader.read_exact_at(0, &mut first)?;
+    if is_zip(&first) {
+        let form = if is_torch_zip(&first) { PickleForm::Zip } else { PickleForm::OtherZip };
+        let mut scan = PickleScan::new(form);
+        if let Err(fault) = told(scan_archive(reader, &mut scan))? {
+            scan.stop(fault.message);
+        }
+        return Ok(Some(scan));
+    }
+    let is_legacy = legacy::is_legacy(&first);
+    if !is_legacy && !may_be_pickle(&first) {
+        return Ok(None);
+    }
+    let len = reader.file_len().min(PICKLE_LEN_MAX);
+    let mut bytes = vec![0; len as usize];
+    reader.read_exact_at(0, &mut bytes)?;
+    let mut scan = PickleScan::new(if is_legacy { PickleForm::Legacy } else { PickleForm::Plain });
+    scan_row(&bytes, &mut scan);
+    // A text may begin with the same letters.
+    let is_text = scan.form == PickleForm::Plain && scan.flaw.is_some() && scan.names.is_empty();
+    if is_text && first.first() != Some(&0x80) {
+        return Ok(None);
+    }
+    if scan.flaw.is_some() && len < reader.file_len() {
+        scan.flaw = Some(format!("its pickles do not end in its first {len} bytes"));
+    }
+    Ok(Some(scan))
+}
+
+/// Whether a file that begins with `first` may be a pickle: a protocol, or an opcode that pickles of the
+/// first protocols begin with.
+fn may_be_pickle(first: &[u8]) -> bool {
+    match first {
+        [0x80, 2..=5, ..] => true,
+        [begin, ..] => b"(c]})ilSVXUI".contains(begin),
+        [] => false,
+    }
+}
+
+/// Scans the pickles at the beginning of a file, one after another.
+fn scan_row(bytes: &[u8], scan: &mut PickleScan) {
+    // Behind the fifth pickle lies data.
+    let most = if scan.form == PickleForm::Legacy { 5 } else { usize::MAX };
+    let mut rest = bytes;
+    for number in 0..most {
+        let follows = matches!(rest, [0x80, 2..=5, ..]);
+        if number > 0 && !follows {
+            break;
+        }
+        let holds = scan.holds.take();
+        match scan.pickle(rest) {
+            Some(len) => rest = &rest[len..],
+            None => break,
+        }
+        // The fourth pickle of torch before 1.6 is the object, the first one elsewhere.
+        let is_object = if scan.form == PickleForm::Legacy { number == 3 } else { number == 0 };
+        if !is_object && holds.is_some() {
+            scan.holds = holds;
+        }
+    }
+}
+
+fn scan_archive(reader: &mut dyn RangeReader, scan: &mut PickleScan) -> Result<(), ReadStop> {
+    let whole = 0..reader.file_len();
+    let archive = Archive::read(reader, whole)?;
+    if archive.has(TORCHSCRIPT) {
+        scan.form = PickleForm::TorchScript;
+    } else if archive.has(PICKLE) {
+        scan.form = PickleForm::Zip;
+    }
+    let is_pickle = |name: &&str| PICKLE_SUFFIXES.iter().any(|suffix| name.ends_with(suffix));
+    let mut names: Vec<&str> = archive.names().filter(is_pickle).collect();
+    // The one of torch comes first.
+    names.sort_unstable_by_key(|name| (*name != PICKLE, *name));
+    if names.len() > PICKLES_MAX {
+        scan.stop(format!("it has {} pickles, of which {PICKLES_MAX} are scanned", names.len()));
+    }
+    for name in names.into_iter().take(PICKLES_MAX) {
+        let Some(place) = archive.data(reader, name)? else { continue };
+        let len = place.end - place.start;
+        if len > PICKLE_LEN_MAX {
+            scan.stop(format!("{} has {len} bytes, up to {PICKLE_LEN_MAX} are read", quoted(name)));
+            continue;
+        }
+        let mut bytes = vec![0; len as usize];
+        reader.read_exact_at(place.start, &mut bytes)?;
+        if let Some(read) = scan.pickle(&bytes)
+            && read < bytes.len()
+        {
+            scan.stop(format!(
+                "{} bytes follow the pickle in {}",
+                bytes.len() - read,
+                quoted(name)
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The value of a pickle, in a few words.
+fn holds(values: &Values<'_>) -> String {
+    let root = values.root;
+    if tensor_call(values, root).is_some() {
+        return "one tensor".to_owned();
+    }
+    let class = values.call(root).map(|(class, _)| class);
+    let keys: Vec<NodeId> = values
+        .parts(root)
+        .filter_map(|part| match part {
+            Part::Pair(key, _) => Some(key),
+            _ => None,
+        })
+        .collect();
+    let is_dict =
+        class.is_none_or(|class| values.global(class).is_some_and(super::globals::is_dict));
+    match (values.node(root), class) {
+        (Node::Dict(_) | Node::Object(..), _) if is_dict => {
+            let shown = keys.iter().take(KEYS_MAX).map(|&key| match values.node(key) {
+                Node::Text(..) => values.text(key).map_or_else(|| "a text".to_owned(), quoted),
+                Node::Int(number) => number.to_string(),
+                _ => "another key".to_owned(),
+            });
+            let mut text = shown.collect::<Vec<_>>().join(", ");
+            if keys.len() > KEYS_MAX {
+                text.push_str(", ...");
+            }
+            match keys.len() {
+                0 => "an empty dict".to_owned(),
+                1 => format!("a dict with the key {text}"),
+                count => format!("a dict with {count} keys: {text}"),
+            }
+        }
+        (_, Some(class)) => format!("an object made by {}", values.global_name(class)),
+        (Node::List(_) | Node::Tuple(_), _) => {
+            format!("a list of {} values", reached(values, root).count())
+        }
+        _ => "one value".to_owned(),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn scanned(bytes: &[u8]) -> PickleScan {
+        scan(&mut &*bytes).unwrap().unwrap()
+    }
+
+    fn risk(bytes: &[u8], name: &str) -> Option<NameRisk> {
+        scanned(bytes).names.get(name).copied()
+    }
+
+    #[test]
+    fn names_are_sorted_by_what_loading_them_does() {
+        let pickle =
+            b"\x80\x02}(X\x01\0\0\0aceval_me\nNet\n)RX\x01\0\0\0bccollections\nOrderedDict\n)R\
+            X\x01\0\0\0ccos\nsystem\nu.";
+        let found = scanned(pickle);
+        let names = |risk| found.names_of(risk).collect::<Vec<_>>();
+        assert_eq!(names(NameRisk::Safe), ["collections.OrderedDict"]);
+        assert_eq!(names(NameRisk::Unknown), ["eval_me.Net"]);
+        assert_eq!(names(NameRisk::Hostile), ["os.system"]);
+        assert_eq!((found.form, found.flaw), (PickleForm::Plain, None));
+        assert_eq!(found.holds.as_deref(), Some("a dict with 3 keys: `a`, `b`, `c`"));
+    }
+
+    #[test]
+    fn names_of_the_first_protocols_are_found() {
+        for (pickle, name) in [
+            (&b"cposix\nsystem\n(S'ls'\ntR."[..], "posix.system"),
+            (b"(S'ls'\nios\nsystem\n.", "os.system"),
+            (b"(cbuiltins\nexec\nS'x'\no.", "builtins.exec"),
+            (b"\x80\x02Vos\np0\n0g0\nVsystem\n\x93.", "os.system"),
+        ] {
+            assert_eq!(risk(pickle, name), Some(NameRisk::Hostile), "{name}");
+            assert_eq!(scanned(pickle).flaw, None);
+        }
+    }
+
+    #[test]
+    fn names_that_are_hidden_count_as_hostile() {
+        for (pickle, name) in [
+            // With escapes, computed, of the registry of extensions, and an attribute of a value.
+            (&b"\x80\x04V\\u006fs\nVsystem\n\x93."[..], "\\u006fs.system, with escapes"),
+            (b"\x80\x04NN\x93.", "a name that is no text"),
+            (b"\x80\x02\x82\x05.", "the extension 5 of copyreg"),
+            (b"\x80\x02cbuiltins\ngetattr\nN\x85R.", "builtins.getattr"),
+        ] {
+            assert_eq!(risk(pickle, name), Some(NameRisk::Hostile), "{name}");
+        }
+    }
+
+    #[test]
+    fn names_before_the_place_where_a_scan_stops_are_told_and_that_it_stops() {
+        let found = scanned(b"\x80\x02cos\nsystem\n\xff.");
+        assert_eq!(found.names.get("os.system"), Some(&NameRisk::Hostile));
+        assert!(found.flaw.unwrap().contains("the opcode 0xff at byte 13"));
+    }
+
+    #[test]
+    fn a_pickle_behind_another_one_is_scanned_too() {
+        let found = scanned(b"\x80\x02}.\x80\x02cos\nsystem\n.data");
+        assert_eq!((found.pickles, found.holds.as_deref()), (2, Some("an empty dict")));
+        assert_eq!(found.names_of(NameRisk::Hostile).collect::<Vec<_>>(), ["os.system"]);
+    }
+
+    #[test]
+    fn text_and_weights_are_no_pickles() {
+        for bytes in
+            [&b""[..], b"(a text\n", b"{\"a\": 1}", b"cat\n", &[8, 0, 0, 0, 0, 0, 0, 0, b'{']]
+        {
+            assert_eq!(scan(&mut &*bytes).unwrap(), None, "{bytes:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_scan_of_any_bytes_ends(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            let pickle = [b"\x80\x02", &bytes[..]].concat();
+            prop_assert!(scanned(&pickle).pickles >= 1);
+        }
+    }
+}

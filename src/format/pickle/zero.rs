@@ -1,0 +1,264 @@
+//! The parts of DeepSpeed's files that tell where the elements of tensors lie: shapes in model states,
+//! flat groups in optimizer states.
+
+use std::collections::HashMap;
+
+use super::ReadStop;
+use super::tensors::{Storages, numbers, tensor_call};
+use super::values::{Node, NodeId, Part, Values};
+use crate::error::{ErrorKind, Fault, quoted};
+use crate::format::deepspeed::{FlatRun, ZeroModel, ZeroParam, ZeroPartition, ZeroSlice};
+
+/// Values that are looked at for each byte of the pickle: a value may be in many others.
+const STEPS_OF_BYTE: usize = 4;
+
+/// Reads the values of one file.
+struct Reading<'a, 'v> {
+    values: &'a Values<'v>,
+    steps_left: usize,
+}
+
+fn unknown(what: &str) -> Fault {
+    let message = format!(
+        "its `{what}` has a form that tensorfs does not know; make one file of the checkpoint with \
+         zero_to_fp32.py"
+    );
+    Fault::new(ErrorKind::HeaderDecode, message)
+}
+
+/// The facts in model states. `None` if the pickle holds none of DeepSpeed.
+pub(super) fn model_of(
+    values: &Values<'_>,
+    storages: &mut Storages<'_, '_>,
+) -> Result<Option<ZeroModel>, ReadStop> {
+    let mut reading = Reading::new(values);
+    let root = values.root;
+    if reading.value(root, "ds_version")?.is_none() {
+        return Ok(None);
+    }
+    let Some(shapes) = reading.value(root, "param_shapes")?.filter(|&id| !reading.is_none(id))
+    else {
+        return Ok(None);
+    };
+    let mut model = ZeroModel { groups: reading.groups(shapes)?, ..ZeroModel::default() };
+    if let Some(shapes) =
+        reading.value(root, "frozen_param_shapes")?.filter(|&id| !reading.is_none(id))
+    {
+        let fragments = match reading.value(root, "frozen_param_fragments")? {
+            Some(id) => reading.pairs(id)?,
+            None => Vec::new(),
+        };
+        let fragments: HashMap<&str, NodeId> = fragments.into_iter().collect();
+        for param in reading.params(shapes)? {
+            let run = match fragments.get(param.name.as_str()) {
+                Some(&id) => Some(reading.run(storages, id, "frozen_param_fragments")?),
+                None => None,
+            };
+            model.frozen.push((param, run));
+        }
+    }
+    if let Some(shared) = reading.value(root, "shared_params")?.filter(|&id| !reading.is_none(id)) {
+        for (name, of) in reading.pairs(shared)? {
+            let of = values.text(of).ok_or_else(|| unknown("shared_params"))?;
+            model.shared.push((name.to_owned(), of.to_owned()));
+        }
+    }
+    let ranks = reading.value(root, "dp_world_size")?;
+    model.ranks = ranks.and_then(|id| values.natural(id));
+    Ok(Some(model))
+}
+
+/// The facts in optimizer states. `None` if the pickle holds none of ZeRO.
+pub(super) fn partition_of(
+    values: &Values<'_>,
+    storages: &mut Storages<'_, '_>,
+) -> Result<Option<ZeroPartition>, ReadStop> {
+    let mut reading = Reading::new(values);
+    let Some(state) = reading.value(values.root, "optimizer_state_dict")? else { return Ok(None) };
+    let Some(stage) = reading.value(state, "zero_stage")? else { return Ok(None) };
+    let stage = reading.stage(stage).ok_or_else(|| unknown("zero_stage"))?;
+    let count = reading.value(state, "partition_count")?;
+    let ranks = match count {
+        Some(id) => reading.largest(id)?,
+        None => None,
+    };
+    let ranks = ranks.ok_or_else(|| unknown("partition_count"))?;
+    let key = if stage == 3 { "fp32_flat_groups" } else { "single_partition_of_fp32_groups" };
+    let groups = reading.value(state, key)?.ok_or_else(|| unknown(key))?;
+    let mut partition = ZeroPartition { stage, ranks, ..ZeroPartition::default() };
+    for group in reading.items(groups, key)? {
+        partition.groups.push(reading.run(storages, group, key)?);
+    }
+    let key = "param_slice_mappings";
+    if let Some(mappings) = reading.value(state, key)?.filter(|&id| !reading.is_none(id)) {
+        let mut all = Vec::new();
+        for mapping in reading.items(mappings, key)? {
+            let mut slices = Vec::new();
+            for (name, address) in reading.pairs(mapping)? {
+                let start = reading.attribute(address, "start")?;
+                let numel = reading.attribute(address, "numel")?;
+                let (Some(start), Some(numel)) = (start, numel) else {
+                    return Err(unknown(key).into());
+                };
+                slices.push(ZeroSlice { name: name.to_owned(), start, numel });
+            }
+            all.push(slices);
+        }
+        partition.slices = Some(all);
+    }
+    let key = "param_alignment_paddings";
+    if let Some(paddings) = reading.value(state, key)?.filter(|&id| !reading.is_none(id)) {
+        for group in reading.items(paddings, key)? {
+            let group = reading.items(group, key)?;
+            let numbers =
+                group.into_iter().map(|id| values.natural(id)).collect::<Option<Vec<u64>>>();
+            partition.paddings.push(numbers.ok_or_else(|| unknown(key))?);
+        }
+    }
+    Ok(Some(partition))
+}
+
+impl<'a, 'v> Reading<'a, 'v> {
+    fn new(values: &'a Values<'v>) -> Reading<'a, 'v> {
+        let steps_left = values.pickle_len().saturating_mul(STEPS_OF_BYTE) + 4096;
+        Reading { values, steps_left }
+    }
+
+    fn spend(&mut self, steps: usize) -> Result<(), Fault> {
+        let left = self.steps_left.checked_sub(steps);
+        let message = "its pickle has too many names for the same values";
+        self.steps_left = left.ok_or_else(|| Fault::new(ErrorKind::HeaderTooLarge, message))?;
+        Ok(())
+    }
+
+    fn is_none(&self, id: NodeId) -> bool {
+        self.values.node(id) == Node::Null
+    }
+
+    /// The value of a dict with this key, the last one if there are several.
+    fn value(&mut self, dict: NodeId, key: &str) -> Result<Option<NodeId>, Fault> {
+        let values = self.values;
+        let mut found = None;
+        for part in values.parts(dict) {
+            self.spend(1)?;
+            if let Part::Pair(own, value) = part
+                && values.text(own) == Some(key)
+            {
+                found = Some(value);
+            }
+        }
+        Ok(found)
+    }
+
+    /// The pairs of a dict whose keys are all text.
+    fn pairs(&mut self, dict: NodeId) -> Result<Vec<(&'v str, NodeId)>, Fault> {
+        let values = self.values;
+        let mut pairs = Vec::new();
+        for part in values.parts(dict) {
+            let Part::Pair(key, value) = part else { continue };
+            let key = values.text(key).ok_or_else(|| unknown("dict"))?;
+            self.spend(1 + key.len())?;
+            pairs.push((key, value));
+        }
+        Ok(pairs)
+    }
+
+    /// The items of a list or a tuple.
+    fn items(&mut self, list: NodeId, what: &str) -> Result<Vec<NodeId>, Fault> {
+        let values = self.values;
+        if !matches!(values.node(list), Node::List(_) | Node::Tuple(_)) {
+            return Err(unknown(what));
+        }
+        let mut items = Vec::new();
+        for part in values.parts(list) {
+            self.spend(1)?;
+            if let Part::Item(item) = part {
+                items.push(item);
+            }
+        }
+        Ok(items)
+    }
+
+    /// Names and shapes of each group. Older versions have a dict in place of a list of them.
+    fn groups(&mut self, id: NodeId) -> Result<Vec<Vec<ZeroParam>>, Fault> {
+        if !matches!(self.values.node(id), Node::List(_) | Node::Tuple(_)) {
+            return Ok(vec![self.params(id)?]);
+        }
+        let mut groups = Vec::new();
+        for group in self.items(id, "param_shapes")? {
+            groups.push(self.params(group)?);
+        }
+        Ok(groups)
+    }
+
+    fn params(&mut self, dict: NodeId) -> Result<Vec<ZeroParam>, Fault> {
+        let mut params = Vec::new();
+        for (name, size) in self.pairs(dict)? {
+            let sizes = numbers(self.values, size).ok_or_else(|| unknown("param_shapes"))?;
+            self.spend(sizes.len())?;
+            let shape = sizes.into_iter().map(|size| u64::try_from(size).ok()).collect();
+            let shape: Option<Vec<u64>> = shape;
+            let shape = shape.ok_or_else(|| unknown("param_shapes"))?;
+            params.push(ZeroParam { name: name.to_owned(), shape });
+        }
+        Ok(params)
+    }
+
+    /// The elements of a flat tensor.
+    fn run(
+        &mut self,
+        storages: &mut Storages<'_, '_>,
+        id: NodeId,
+        what: &str,
+    ) -> Result<FlatRun, ReadStop> {
+        self.spend(8)?;
+        let call = tensor_call(self.values, id).ok_or_else(|| unknown(what))?;
+        let place = call.place(self.values, storages).map_err(|stop| match stop {
+            ReadStop::Fault(fault) => {
+                let message = format!("a tensor of its {} {}", quoted(what), fault.message);
+                ReadStop::Fault(Fault { message, ..fault })
+            }
+            other => other,
+        })?;
+        // The place of a tensor was checked against its storage, so that the product has room.
+        let numel = place.shape.iter().product();
+        Ok(FlatRun { dtype: place.dtype, start: place.start, numel })
+    }
+
+    /// The stage: a number, or an enum of one.
+    fn stage(&self, id: NodeId) -> Option<u64> {
+        let number = match self.values.call(id) {
+            Some((_, args)) => {
+                let [number] = self.values.array::<1>(args)?;
+                number
+            }
+            None => id,
+        };
+        self.values.natural(number)
+    }
+
+    /// A number, or the largest one of a list.
+    fn largest(&mut self, id: NodeId) -> Result<Option<u64>, Fault> {
+        if let Some(number) = self.values.natural(id) {
+            return Ok(Some(number));
+        }
+        let items = self.items(id, "partition_count")?;
+        let numbers: Option<Vec<u64>> =
+            items.into_iter().map(|id| self.values.natural(id)).collect();
+        Ok(numbers.and_then(|numbers| numbers.into_iter().max()))
+    }
+
+    /// A number among the attributes of an object, or among the fields of a named tuple.
+    fn attribute(&mut self, object: NodeId, name: &str) -> Result<Option<u64>, Fault> {
+        let values = self.values;
+        for part in values.parts(object) {
+            self.spend(1)?;
+            if let Part::State(state) = part
+                && let Some(id) = self.value(state, name)?
+            {
+                return Ok(values.natural(id));
+            }
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,106 @@
+"""Files of torch.save without torch: tensors of numpy arrays in stored zip archives."""
+
+import collections
+import contextlib
+import pickle
+import sys
+import types
+import zipfile
+
+import numpy as np
+
+STORAGES = {"F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage", "I64": "LongStorage", "U8": "ByteStorage"}
+
+
+class Tensor:
+    """A tensor in a storage, an array of one dimension. Strides and offset are in elements."""
+
+    def __init__(self, storage, shape=None, dtype="F32", offset=0, strides=None):
+        self.storage, self.dtype, self.offset = storage, dtype, offset
+        self.shape = tuple(np.shape(storage) if shape is None else shape)
+        self.strides = tuple(rows(self.shape) if strides is None else strides)
+
+
+class Object:
+    """An object of a class of another package, with its attributes."""
+
+    def __init__(self, module, name, state=None, args=None):
+        self.module, self.name, self.state, self.args = module, name, state, args
+
+
+def rows(shape):
+    """The strides of rows that follow each other."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return reversed(strides)
+
+
+def save(path, root, protocol=2, folder="archive"):
+    """Writes `root` as torch.save does, with `Tensor` and `Object` in place of tensors and objects."""
+    with _modules() as modules, zipfile.ZipFile(path, "w") as archive:
+        storages = []
+        with archive.open(f"{folder}/data.pkl", "w") as file:
+            _Pickler(file, protocol, modules, storages).dump(root)
+        archive.writestr(f"{folder}/byteorder", "little")
+        for number, storage in enumerate(storages):
+            archive.writestr(f"{folder}/data/{number}", np.ascontiguousarray(storage).tobytes())
+        archive.writestr(f"{folder}/version", "3\n")
+
+
+@contextlib.contextmanager
+def _modules():
+    """Makes modules whose names pickles can ask for, as long as the context lasts."""
+    before = dict(sys.modules)
+    try:
+        yield _named
+    finally:
+        for name in set(sys.modules) - set(before):
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _named(module, name, kind):
+    """A class or a function of this name, in a module of this name."""
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+    if not hasattr(sys.modules[module], name):
+        made = type(name, (), {}) if kind == "class" else types.FunctionType((lambda: None).__code__, {}, name)
+        made.__module__, made.__qualname__ = module, name
+        setattr(sys.modules[module], name, made)
+    return getattr(sys.modules[module], name)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file, protocol, named, storages):
+        super().__init__(file, protocol)
+        self.named, self.storages, self.numbers = named, storages, {}
+
+    def persistent_id(self, value):
+        if not isinstance(value, _Storage):
+            return None
+        if id(value.array) not in self.numbers:
+            self.numbers[id(value.array)] = len(self.storages)
+            self.storages.append(value.array)
+        kind = self.named("torch", STORAGES[value.dtype], "class")
+        return ("storage", kind, str(self.numbers[id(value.array)]), "cpu", value.array.size)
+
+    def reducer_override(self, value):
+        if isinstance(value, Tensor):
+            rebuild = self.named("torch._utils", "_rebuild_tensor_v2", "function")
+            hooks = collections.OrderedDict()
+            storage = _Storage(value.storage, value.dtype)
+            return rebuild, (storage, value.offset, value.shape, value.strides, False, hooks)
+        if isinstance(value, Object):
+            kind = self.named(value.module, value.name, "class")
+            if value.args is not None:
+                return kind, value.args
+            return kind, (), value.state
+        return NotImplemented
+
+
+class _Storage:
+    def __init__(self, array, dtype):
+        self.array, self.dtype = array, dtype

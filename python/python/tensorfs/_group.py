@@ -40,7 +40,7 @@ class GroupError(SafetensorError):
 
 
 class Mailbox(Protocol):
-    """What the ranks of a group write to each other through."""
+    """A place where the ranks of a group leave messages for each other."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -278,7 +278,7 @@ class Operation:
 
     def _watch_with(self, mailbox: Mailbox) -> None:
         group, beat, next_look = self._group, 0, 0.0
-        # Of each other rank its last sign of life, and when that changed.
+        # The last sign of life of each other rank, and when it changed.
         seen = dict.fromkeys(set(range(group.size)) - {group.rank}, (b"", time.monotonic()))
         pause = min((group.timeout or 60.0) / 20, _BEAT_MAX)
         while not self._over:

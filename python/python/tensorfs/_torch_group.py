@@ -69,7 +69,7 @@ def _store_of(dist: Any, process_group: Any) -> Any:
     try:
         return process_group.get_group_store()
     except AttributeError:
-        # Before torch 2.6.
+        # Older versions of torch have no such method.
         return dist.distributed_c10d._world.pg_map[process_group][1]
 
 

@@ -75,7 +75,8 @@ class Piece(NamedTuple):
         """Each segment with a part of it, as a rank reads them: few rows at a time if the segments are parts of rows, so
         that no byte is read twice."""
         dim = next((dim for dim, (low, high) in enumerate(self.segments[0].box) if high - low > 1), None)
-        if dim is None or len({one.box for one in self.segments}) == 1:
+        same_rows = dim is not None and len({one.box[: dim + 1] for one in self.segments}) == 1
+        if dim is None or not same_rows or len({one.box for one in self.segments}) == 1:
             yield from ((one, one) for one in self.segments)
             return
         row = math.prod(shape[dim + 1 :]) * self.segments[0].want.bits // 8

@@ -222,6 +222,17 @@ class Operation:
             time.sleep(pause)
             pause = min(pause * 1.5, _LOOKS[1])
 
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """A block that waits for collectives. They fail because a rank is gone: its end, or its silence, is the error."""
+        try:
+            yield
+        except RuntimeError as failed:
+            over = time.monotonic() + (self._group.timeout or 0.0)
+            self.until(lambda: time.monotonic() > over)
+            message = f"a collective of the process group failed: {_first_line(failed)}"
+            raise _errors.error(message, "group", cls=GroupError) from None
+
     def check(self) -> None:
         """Raises the error of the operation if it has failed on any rank."""
         if self._lost is not None:

@@ -318,15 +318,17 @@ class _Collectives(_Exchange):
 
     def _run_rounds(self, rounds: list[Round], beside: ThreadPoolExecutor) -> None:
         made = beside.submit(self.group.wire_of, self.operation.name)
-        self.operation.until(made.done)
-        self._wire = made.result()
+        with self.operation.collective():
+            self.operation.until(made.done)
+            self._wire = made.result()
         ahead = beside.submit(self._staged, rounds[0])
         for number, by_rank in enumerate(rounds):
             self.operation.until(ahead.done)
             sent = ahead.result()
             if number + 1 < len(rounds):
                 ahead = beside.submit(self._staged, rounds[number + 1])
-            self._exchange(by_rank, *sent)
+            with self.operation.collective():
+                self._exchange(by_rank, *sent)
 
     def _is_for_all(self, by_rank: Round) -> bool:
         size = len(self.ranks)

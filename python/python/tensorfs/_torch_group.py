@@ -132,10 +132,7 @@ def _done(work: Any) -> Callable[[], bool]:
     def is_done() -> bool:
         if not work.is_completed():
             return False
-        try:
-            work.wait()
-        except RuntimeError as e:
-            raise error(f"a collective of the process group failed: {str(e).splitlines()[0]}", "group") from None
+        work.wait()
         return True
 
     return is_done

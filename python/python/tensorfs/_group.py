@@ -132,10 +132,13 @@ class Group:
         every = [json.loads(said) for said in operation.exchange(json.dumps(mine).encode())]
         self.hosts = [one["host"] for one in every]
         self._pids = {rank: every[rank]["pid"] for rank in self.mates}
+        watched = {}
         for rank, pid in self._pids.items():
             if rank != self.rank and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(OSError):
-                    self._watched[rank] = os.pidfd_open(pid)
+                    watched[rank] = os.pidfd_open(pid)
+        # At once, since the thread that watches uses it.
+        self._watched = watched
         differing = _differing(every)
         if differing is not None:
             raise _of_rank(*differing)

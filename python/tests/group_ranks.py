@@ -78,8 +78,6 @@ class FolderMailbox:
     def delete(self, key):
         self._path(key).unlink(missing_ok=True)
 
-    def clone(self):
-        return self
 
 
 class FolderWire:
@@ -87,6 +85,9 @@ class FolderWire:
 
     def __init__(self, folder, rank, size):
         self._mailbox, self._rank, self._size, self._number = FolderMailbox(folder), rank, size, 0
+
+    def drop(self):
+        pass
 
     def buffer(self, nbytes):
         made = np.empty(nbytes, np.uint8)
@@ -144,7 +145,8 @@ def group(folder, rank, size, number, timeout, wire):
     def make(word):
         return FolderWire(f"{folder}/wire{number}-{word}", rank, size)
 
-    return Group(rank, size, FolderMailbox(f"{folder}/mail{number}"), make if wire else None, timeout)
+    mailbox = FolderMailbox(f"{folder}/mail{number}")
+    return Group(rank, size, mailbox, mailbox, make if wire else None, timeout)
 
 
 class Ranks:

@@ -29,7 +29,7 @@ _GOOD = "{}"
 
 _ENDED = "its process has ended"
 
-_STORE_LOST = "the store of the process group does not answer"
+STORE_LOST = "the store of the process group does not answer"
 
 
 class GroupError(SafetensorError):
@@ -40,7 +40,7 @@ class GroupError(SafetensorError):
 
 
 class Mailbox(Protocol):
-    """What the ranks of a group write to each other through. A rank uses one for each of its threads."""
+    """What the ranks of a group write to each other through."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -52,16 +52,22 @@ class Mailbox(Protocol):
 
     def delete(self, key: str) -> None: ...
 
-    def clone(self) -> Mailbox: ...
-
 
 class Group:
     """The ranks of a group, as a handle or a load uses them. Its operations come in the same order on all ranks."""
 
-    def __init__(self, rank: int, size: int, mailbox: Mailbox, wire: Any = None, timeout: float | None = 60.0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        mailbox: Mailbox,
+        beside: Mailbox,
+        wire: Callable[[str], Any] | None = None,
+        timeout: float | None = 60.0,
+    ) -> None:
         self.rank, self.size, self.mailbox, self.timeout = rank, size, mailbox, timeout
-        # For the thread that watches the others.
-        self.beside = mailbox.clone()
+        # For the thread that watches the others: a mailbox of a store answers one call at a time.
+        self.beside = beside
         # Makes the collectives, at the first use, from a word that is the same on all ranks.
         self._make_wire, self._wire = wire, None
         self.hosts: list[str] = []
@@ -107,8 +113,7 @@ class Group:
                 yield operation
                 operation.finish()
             except BaseException as failed:
-                # Collectives that failed may be under way for ever.
-                self._wire = None
+                self._drop_wire()
                 common = operation.common(failed)
                 if common is failed:
                     raise
@@ -147,13 +152,19 @@ class Group:
         found = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
         return min((rank for rank, descriptor in self._watched.items() if descriptor in found), default=None)
 
+    def _drop_wire(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.drop()
+
     def close(self) -> None:
         """Lets go of what watches the other ranks. Waits for nobody."""
         with self._lock:
             watched, self._watched = self._watched, {}
             for descriptor in watched.values():
                 os.close(descriptor)
-            self._wire, self._closed = None, True
+            self._drop_wire()
+            self._closed = True
 
 
 class Operation:
@@ -219,7 +230,7 @@ class Operation:
             raise _exception(self._outcome)
         limit = self._group.timeout
         if limit and time.monotonic() - self._looked > 2 * limit:
-            raise _errors.error(_STORE_LOST, "group", cls=GroupError)
+            raise _errors.error(STORE_LOST, "group", cls=GroupError)
 
     def finish(self) -> None:
         """Waits until all ranks have come here. Then no rank can fail any more."""
@@ -263,7 +274,7 @@ class Operation:
         ended = self._group.ended(0.5, self._wake)
         if ended is not None:
             return _of_rank(ended, _ENDED).error
-        return _errors.error(f"{_STORE_LOST}: {_first_line(failed)}", "group", cls=GroupError)
+        return _errors.error(f"{STORE_LOST}: {_first_line(failed)}", "group", cls=GroupError)
 
     def _watch_with(self, mailbox: Mailbox) -> None:
         group, beat, next_look = self._group, 0, 0.0

@@ -303,13 +303,15 @@ class _Collectives(_Exchange):
     def run(self) -> None:
         rounds = self.schedule.rounds(self.limit, len(self.ranks))
         if rounds:
-            with ThreadPoolExecutor(1, "tensorfs-group") as beside:
-                try:
-                    self._run_rounds(rounds, beside)
-                except BaseException:
-                    # The end of the block waits for what is read.
-                    self.operation.cancel.cancel()
-                    raise
+            beside = ThreadPoolExecutor(1, "tensorfs-group")
+            try:
+                self._run_rounds(rounds, beside)
+            except BaseException:
+                self.operation.cancel.cancel()
+                raise
+            finally:
+                # What is under way keeps its own memory, and ends within the deadline.
+                beside.shutdown(wait=False, cancel_futures=True)
         self.read(self.schedule.alone[self.group.rank])
 
     def _run_rounds(self, rounds: list[Round], beside: ThreadPoolExecutor) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections import Counter
 from datetime import timedelta
 from typing import Any, Callable, Sequence
 
 from ._errors import error
-from ._group import Group
+from ._group import STORE_LOST, Group, GroupError
 
 _opened: Counter[str] = Counter()
 """How many handles and loads have used each group of torch, by its name. It is the same on all ranks."""
+
+_stores: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""Connections to the store of each group: for the thread of a load, for the one that watches, and for collectives."""
 
 
 def group_of(process_group: Any, timeout: float | None) -> Group:
@@ -24,14 +29,40 @@ def group_of(process_group: Any, timeout: float | None) -> Group:
         what = type(process_group).__name__
         raise TypeError(f"process_group: expected a group of torch.distributed that this process is in, not {what}")
     rank, size = process_group.rank(), process_group.size()
-    name = process_group.group_name
-    _opened[name] += 1
-    store = dist.PrefixStore(f"tensorfs/{_opened[name]}", _store_of(dist, process_group))
+    _opened[process_group.group_name] += 1
+    number = _opened[process_group.group_name]
+    if process_group not in _stores:
+        store = _store_of(dist, process_group)
+        _stores[process_group] = _within(timeout, lambda: [store.clone() for _ in range(3)])
+    for store in _stores[process_group]:
+        store.set_timeout(timedelta(seconds=timeout or 1e6))
+    main, beside, spare = (dist.PrefixStore(f"tensorfs/{number}", store) for store in _stores[process_group])
 
     def wire(word: str) -> Wire:
-        return Wire(dist.PrefixStore(f"wire{word}", store.clone()), rank, size, timeout)
+        return Wire(dist.PrefixStore(f"wire{word}", spare), rank, size, timeout)
 
-    return Group(rank, size, Mailbox(store.clone(), timeout), wire, timeout)
+    return Group(rank, size, Mailbox(main), Mailbox(beside), wire, timeout)
+
+
+def _within(timeout: float | None, work: Callable[[], Any]) -> Any:
+    """Does what may wait for a store that is gone, on a thread that nobody waits for."""
+    done: list[Any] = []
+
+    def run() -> None:
+        try:
+            done.append((work(), None))
+        except Exception as failed:
+            done.append((None, failed))
+
+    beside = threading.Thread(target=run, name="tensorfs-group", daemon=True)
+    beside.start()
+    beside.join(timeout or None)
+    if not done:
+        raise error(f"{STORE_LOST} within {timeout:g} s (io_timeout)", "group", cls=GroupError)
+    result, failed = done[0]
+    if failed is not None:
+        raise error(f"{STORE_LOST}: {str(failed).splitlines()[0]}", "group", cls=GroupError) from None
+    return result
 
 
 def _store_of(dist: Any, process_group: Any) -> Any:
@@ -45,9 +76,8 @@ def _store_of(dist: Any, process_group: Any) -> Any:
 class Mailbox:
     """The store of a group."""
 
-    def __init__(self, store: Any, timeout: float | None) -> None:
-        self._store, self._timeout = store, timeout
-        store.set_timeout(timedelta(seconds=timeout or 1e6))
+    def __init__(self, store: Any) -> None:
+        self._store = store
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, value)
@@ -61,9 +91,6 @@ class Mailbox:
     def delete(self, key: str) -> None:
         self._store.delete_key(key)
 
-    def clone(self) -> Mailbox:
-        return Mailbox(self._store.clone(), self._timeout)
-
 
 class Wire:
     """Collectives over gloo, in a group of their own: what fails in there does not break the group of the caller."""
@@ -75,6 +102,11 @@ class Wire:
         self._torch, self._rank, self._size = torch, rank, size
         limit = timedelta(seconds=timeout or 1e6)
         self._group = ProcessGroupGloo(store, rank, size, timeout=limit)
+
+    def drop(self) -> None:
+        """Lets go of it, without a wait for collectives that never end."""
+        group, self._group = [self._group], None
+        threading.Thread(target=group.clear, name="tensorfs-group", daemon=True).start()
 
     def buffer(self, nbytes: int) -> tuple[Any, int]:
         """Memory that collectives take, and its address."""

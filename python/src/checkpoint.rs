@@ -277,9 +277,9 @@ impl Checkpoint {
         self.first.catalog().metadata.as_deref().cloned()
     }
 
-    /// What tells this state of it from others: a hash of what its headers and the view say, and of
-    /// each file its name, its length, seconds and nanoseconds of its last change, and its version,
-    /// which other hosts call otherwise.
+    /// The facts that differ between states of it: a hash of its headers and the view, and for each
+    /// file its name, its length, seconds and nanoseconds of its last change, and its version, which
+    /// other hosts call otherwise.
     fn state(&self) -> (u64, Vec<FileState>) {
         let checkpoint = &self.first;
         let mut hasher = DefaultHasher::new();
@@ -291,7 +291,8 @@ impl Checkpoint {
         }
         let file = |source: &Arc<Source>| {
             let (path, version) = (source.path(), source.version());
-            let name = path.file_name().map_or_else(|| real_name(path), |name| real_name(name.as_ref()));
+            let name =
+                path.file_name().map_or_else(|| real_name(path), |name| real_name(name.as_ref()));
             let (seconds, nanoseconds) = version.modified().unzip();
             (name, version.len, seconds, nanoseconds.unwrap_or(0), format!("{version:?}"))
         };

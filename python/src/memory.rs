@@ -168,7 +168,8 @@ impl Area {
     fn of_shared(descriptor: i32, start: u64, len: u64, private: bool) -> PyResult<Area> {
         // SAFETY: the Python caller keeps the descriptor open meanwhile.
         let file = unsafe { BorrowedFd::borrow_raw(descriptor) };
-        let flags = if private { libc::MAP_PRIVATE | libc::MAP_NORESERVE } else { libc::MAP_SHARED };
+        let flags =
+            if private { libc::MAP_PRIVATE | libc::MAP_NORESERVE } else { libc::MAP_SHARED };
         let mapping = Mapping::with(file, start, len, flags).ok_or_else(|| {
             let e = io::Error::last_os_error();
             PyOSError::new_err((e.raw_os_error(), format!("{len} bytes of shared memory: {e}")))
@@ -219,9 +220,8 @@ impl Mapping {
         let len = usize::try_from(len).ok()?.checked_next_multiple_of(PAGE)?.max(PAGE);
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: the kernel chooses the address, so the mapping replaces no memory in use.
-        let address = unsafe {
-            libc::mmap(ptr::null_mut(), len, protection, flags, file.as_raw_fd(), first)
-        };
+        let address =
+            unsafe { libc::mmap(ptr::null_mut(), len, protection, flags, file.as_raw_fd(), first) };
         if address == libc::MAP_FAILED {
             return None;
         }

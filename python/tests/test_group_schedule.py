@@ -48,9 +48,10 @@ class Schedules(unittest.TestCase):
                     for piece in pieces:
                         self.assertIn(reader, piece.ranks)
                         self.assertEqual(by_rank is made.alone, piece.ranks == [reader])
-                        for one in piece.segments:
+                        for one, part in piece.reads(shapes[piece.position]):
+                            self.assertTrue(one.offset <= part.offset <= part.offset + part.nbytes <= one.offset + one.nbytes)
                             for rank in one.ranks:
-                                filled[rank, one.want][one.offset : one.offset + one.nbytes] += 1
+                                filled[rank, one.want][part.offset : part.offset + part.nbytes] += 1
             for key, counts in filled.items():
                 self.assertTrue((counts == 1).all(), (key, counts))
 

@@ -214,7 +214,7 @@ os._exit(0)
             ranks[victim].kill()
             answers = self.finish([one for rank, one in enumerate(ranks) if rank != victim], 40)
             self.assertEqual(answers[0], answers[1])
-            self.assertRegex(answers[0], f"GroupError.*rank {victim}: its process has ended" if victim else "GroupError")
+            self.assertRegex(answers[0], f"GroupError.*rank {victim}: " if victim else "GroupError")
 
     def test_a_group_that_is_none_is_refused(self):
         code = """

@@ -6,7 +6,8 @@ four ranks that want a quarter each, beside the group loads of fastsafetensors, 
 
 `--dir` is a folder of safetensors shards. Needs torch, tensorfs, and root for a cold page cache. Each run is in new
 processes. It counts from a barrier until the last rank has its tensors. `disk` is what all ranks read from the disk,
-`memory` the greatest growth of the peak of a rank, with memory that it shares.
+`beside` the growth of the peak of a rank without its own tensors (less than none if some are mapped and not yet touched),
+and `touch` the time to touch each page of the tensors afterwards.
 """
 
 import argparse
@@ -123,9 +124,12 @@ def child(case, folder, rank, size, port):
     memory, read, before = status("VmRSS"), disk(), time.monotonic()
     found = load(folder, dist.group.WORLD, rank, size)
     seconds = time.monotonic() - before
+    memory = status("VmHWM") - memory
     held = found[0] if isinstance(found, tuple) else found
     own = sum(t.numel() * t.element_size() for t in held.values())
-    print(json.dumps([seconds, disk() - read, status("VmHWM") - memory, own]), flush=True)
+    read, before = disk() - read, time.monotonic()
+    total = sum(int(t.contiguous().view(-1).view(torch.uint8)[:: 4096].sum()) for t in held.values() if t.numel())
+    print(json.dumps([seconds, read, memory, own, time.monotonic() - before, total]), flush=True)
     dist.barrier()
     os._exit(0)
 
@@ -153,8 +157,8 @@ def measured(case, folder, ranks, cold):
             if one.poll() is None:
                 one.kill()
             one.wait()
-    seconds, read, _, _ = zip(*answers)
-    return max(seconds), sum(read), max(memory - own for _, _, memory, own in answers)
+    seconds, read, memory, own, use, _ = zip(*answers)
+    return max(seconds), sum(read), max(map(int.__sub__, memory, own)), max(use)
 
 
 def main():
@@ -175,18 +179,18 @@ def main():
         for case, several in found.items():
             several.append(measured(case, given.dir, given.ranks, not given.warm))
     print(f"{total / 1e9:.2f} GB, {given.ranks} ranks, medians of {given.runs} with the least and the greatest, MiB")
-    print(f"{'':30} {'s':>6} {'':15} {'of alone':>8} {'disk':>7} {'beside its tensors':>20}")
+    print(f"{'':30} {'s':>6} {'':15} {'of alone':>8} {'disk':>7} {'beside':>7} {'touch':>6}")
     single = None
     for case, several in found.items():
         done = [one for one in several if one is not None]
         if not done:
             print(f"{case:30} failed")
             continue
-        seconds, read, memory = (statistics.median(column) for column in zip(*done))
+        seconds, read, memory, use = (statistics.median(column) for column in zip(*done))
         spread = f"{min(one[0] for one in done):.2f} to {max(one[0] for one in done):.2f}"
         single = seconds if case == "alone" else single
         ratio = f"{seconds / single:.2f}" if single else ""
-        print(f"{case:30} {seconds:6.2f} {spread:>15} {ratio:>8} {read / total:6.2f}x {memory / 2**20:20.0f}", flush=True)
+        print(f"{case:30} {seconds:6.2f} {spread:>15} {ratio:>8} {read / total:6.2f}x {memory / 2**20:7.0f} {use:6.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class GroupError(SafetensorError):
 
 
 class Mailbox(Protocol):
-    """What the ranks of a group write to each other through."""
+    """A place where the ranks of a group leave messages for each other."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -222,6 +222,17 @@ class Operation:
             time.sleep(pause)
             pause = min(pause * 1.5, _LOOKS[1])
 
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """A block that waits for collectives. They fail because a rank is gone: its end, or its silence, is the error."""
+        try:
+            yield
+        except RuntimeError as failed:
+            over = time.monotonic() + (self._group.timeout or 0.0)
+            self.until(lambda: time.monotonic() > over)
+            message = f"a collective of the process group failed: {_first_line(failed)}"
+            raise _errors.error(message, "group", cls=GroupError) from None
+
     def check(self) -> None:
         """Raises the error of the operation if it has failed on any rank."""
         if self._lost is not None:
@@ -278,7 +289,7 @@ class Operation:
 
     def _watch_with(self, mailbox: Mailbox) -> None:
         group, beat, next_look = self._group, 0, 0.0
-        # Of each other rank its last sign of life, and when that changed.
+        # The last sign of life of each other rank, and when it changed.
         seen = dict.fromkeys(set(range(group.size)) - {group.rank}, (b"", time.monotonic()))
         pause = min((group.timeout or 60.0) / 20, _BEAT_MAX)
         while not self._over:

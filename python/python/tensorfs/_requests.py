@@ -1,4 +1,4 @@
-"""What the ranks of a group ask for, and which rank reads which part of it. Pure: equal requests give equal schedules."""
+"""The requests of the ranks of a group, and which rank reads which part. Pure: equal requests give equal schedules."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Callable, Iterator, NamedTuple, Sequence
 
 Box = tuple[tuple[int, int], ...]
 """First index and end in each dimension of the whole tensor."""
+
+_READ_MAX = 1 << 20
+"""The loader reads at most as many bytes at a time where it has to spread them. Requests for parts of the same rows are
+read together only if the rows are no longer."""
 
 _ROW_MIN = 1 << 20
 """From this length of an index on, the parts of it that different ranks ask for are read one by one."""
@@ -21,7 +25,7 @@ class Want(NamedTuple):
     box: Box
     cast: str | None
     bits: int
-    """Of an element as it is handed out."""
+    """The length of an element as it is handed out."""
 
     @property
     def nbytes(self) -> int:
@@ -56,12 +60,31 @@ class Piece(NamedTuple):
     segments: tuple[Segment, ...]
 
     @property
+    def position(self) -> int:
+        return self.segments[0].want.position
+
+    @property
     def ranks(self) -> list[int]:
         return sorted({rank for segment in self.segments for rank in segment.ranks})
 
     @property
     def nbytes(self) -> int:
         return sum(segment.nbytes for segment in self.segments)
+
+    def reads(self, shape: Sequence[int]) -> Iterator[tuple[Segment, Segment]]:
+        """Each segment with a part of it, as a rank reads them: few rows at a time if the segments are parts of rows, so
+        that no byte is read twice."""
+        dim = next((dim for dim, (low, high) in enumerate(self.segments[0].box) if high - low > 1), None)
+        same_rows = dim is not None and len({one.box[: dim + 1] for one in self.segments}) == 1
+        if dim is None or not same_rows or len({one.box for one in self.segments}) == 1:
+            yield from ((one, one) for one in self.segments)
+            return
+        row = math.prod(shape[dim + 1 :]) * self.segments[0].want.bits // 8
+        step = max(_READ_MAX // max(row, 1), 1)
+        low, high = self.segments[0].box[dim]
+        for start in range(low, high, step):
+            for one in self.segments:
+                yield one, _narrowed(one, dim, start, min(start + step, high))
 
     def weight(self, size: int) -> int:
         """Bytes that its reader sends in a group of this size: once to all, or to each rank by itself."""

@@ -80,7 +80,7 @@ class Team:
         ranks = self.ranks
         every = operation.exchange(_requests.encoded(wants))
         asked = {rank: _requests.decoded(every[rank]) for rank in ranks}
-        return _requests.schedule(asked, lambda position: checkpoint.tensor_at(position)[3], limit, len(ranks))
+        return _requests.schedule(asked, _shapes(checkpoint), limit, len(ranks))
 
     def load(self, reader: Reader, gpu: int | None, find: Find) -> dict[str, Any]:
         """Loads tensors, or parts of them, into new memory. Each rank may ask for others."""
@@ -159,7 +159,8 @@ class Team:
         shared = sorted({one.want for piece in several for one in piece.segments}, key=str)
         blocks = _Blocks(self.group, operation, loader.plan(checkpoint, [_native(want, None) for want in shared]), shared)
         mine = [piece for piece in (*schedule.alone[me], *schedule.shared[me])]
-        segments = [one for piece in mine for one in piece.segments if one.want in blocks]
+        shape_of = _shapes(checkpoint)
+        segments = [part for piece in mine for one, part in piece.reads(shape_of(piece.position)) if one.want in blocks]
         requests, memory = [], []
         for one in segments:
             area, address = blocks.place(one)
@@ -299,6 +300,7 @@ class _Collectives(_Exchange):
         self.limit = max(_WIRE // (team.group.size + 2) // 4096 * 4096, 64 << 10)
         super().__init__(team, *rest)
         self._wire: Any = None
+        self._shape_of = _shapes(self.checkpoint)
 
     def run(self) -> None:
         rounds = self.schedule.rounds(self.limit, len(self.ranks))
@@ -310,28 +312,30 @@ class _Collectives(_Exchange):
                 self.operation.cancel.cancel()
                 raise
             finally:
-                # What is under way keeps its own memory, and ends within the deadline.
+                # A read that is under way keeps its own memory, and ends within the deadline.
                 beside.shutdown(wait=False, cancel_futures=True)
         self.read(self.schedule.alone[self.group.rank])
 
     def _run_rounds(self, rounds: list[Round], beside: ThreadPoolExecutor) -> None:
         made = beside.submit(self.group.wire_of, self.operation.name)
-        self.operation.until(made.done)
-        self._wire = made.result()
+        with self.operation.collective():
+            self.operation.until(made.done)
+            self._wire = made.result()
         ahead = beside.submit(self._staged, rounds[0])
         for number, by_rank in enumerate(rounds):
             self.operation.until(ahead.done)
             sent = ahead.result()
             if number + 1 < len(rounds):
                 ahead = beside.submit(self._staged, rounds[number + 1])
-            self._exchange(by_rank, *sent)
+            with self.operation.collective():
+                self._exchange(by_rank, *sent)
 
     def _is_for_all(self, by_rank: Round) -> bool:
         size = len(self.ranks)
         return all(len(one.ranks) == size for several in by_rank.values() for piece in several for one in piece.segments)
 
     def _sent(self, by_rank: Round, reader: int, to: int) -> list[Segment]:
-        """What a rank sends to another one in a round, in this order."""
+        """The segments that a rank sends to another one in a round, in this order."""
         return [one for piece in by_rank.get(reader, ()) for one in piece.segments if to in one.ranks]
 
     def _staged(self, by_rank: Round) -> tuple[Any, int]:
@@ -350,9 +354,14 @@ class _Collectives(_Exchange):
         for one, at in zip(segments, ends):
             if first.setdefault(one, at) != at:
                 again.append((at, one))
+        requests, memory = [], []
+        for piece in by_rank.get(me, ()):
+            for one, part in piece.reads(self._shape_of(piece.position)):
+                at = first[one] + part.offset - one.offset
+                requests.append(_native(part.want, at, part.box))
+                memory.append((at, part.nbytes, buffer))
         loader = self._team.loader()
-        plan = loader.plan(self.checkpoint, [_native(one.want, at, one.box) for one, at in first.items()])
-        memory = [(at, one.nbytes, buffer) for one, at in first.items()]
+        plan = loader.plan(self.checkpoint, requests)
         self._count(loader.fill(self.checkpoint, plan, memory, self.operation.cancel, None))
         for at, one in again:
             ctypes.memmove(at, first[one], one.nbytes)
@@ -419,6 +428,11 @@ def _places(wants: Sequence[Want], areas: Sequence[tuple[Any, int]], placed: Seq
                 address = area.address if isinstance(area, Area) else address + -address % _frameworks.PAGE
             places.append(Place(want, address + offset, nbytes, area, gpu))
     return places
+
+
+def _shapes(checkpoint: Checkpoint) -> Callable[[int], Sequence[int]]:
+    """The shape of the tensor at a position."""
+    return lambda position: checkpoint.tensor_at(position)[3]
 
 
 def _stream(gpu: int | None) -> int | None:

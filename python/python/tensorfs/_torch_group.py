@@ -69,7 +69,7 @@ def _store_of(dist: Any, process_group: Any) -> Any:
     try:
         return process_group.get_group_store()
     except AttributeError:
-        # Before torch 2.6.
+        # Older versions of torch have no such method.
         return dist.distributed_c10d._world.pg_map[process_group][1]
 
 
@@ -132,10 +132,7 @@ def _done(work: Any) -> Callable[[], bool]:
     def is_done() -> bool:
         if not work.is_completed():
             return False
-        try:
-            work.wait()
-        except RuntimeError as e:
-            raise error(f"a collective of the process group failed: {str(e).splitlines()[0]}", "group") from None
+        work.wait()
         return True
 
     return is_done

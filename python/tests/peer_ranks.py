@@ -110,6 +110,15 @@ class Calls:
             return f.keys(), list(f.tensors())
 
 
+    def held(self, files):
+        """Rank 0 ends the context, and keeps the iterator."""
+        opened = importlib.import_module("tensorfs.compat.instanttensor").safe_open
+        with opened(files, "pt", "cpu", self.pg, chunk_size=4096, buffer_size=8192) as f:
+            tensors = f.tensors()
+            names = [next(tensors)[0]] if self.pg.rank() == 0 else [name for name, _ in tensors]
+        return names + [name for name, _ in tensors]
+
+
 def main(word, rank, size, store, out, calls):
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size), timeout=timedelta(seconds=20)

@@ -153,8 +153,13 @@ class TestOurs(WithGroups):
 
     def test_an_error_of_one_rank_is_an_error_of_all(self):
         files = [self.x, self.a]
-        calls = [{"do": "missing", "files": files}, {"do": "leave", "files": files}, {"do": "weights", "files": [self.x]}]
-        for rank, (missing, left, after) in enumerate(self.ranks("ours", 2, calls)):
+        long = [write(self.tmp / f"{number}.safetensors", [(f"t{number}", "U8", (9000,))]) for number in range(3)]
+        calls = [
+            {"do": "missing", "files": files}, {"do": "leave", "files": files}, {"do": "held", "files": long},
+            {"do": "weights", "files": [self.x]},
+        ]
+        for rank, (missing, left, held, after) in enumerate(self.ranks("ours", 2, calls)):
+            self.assertIn("GroupError" if rank else "RuntimeError", held[1], held)
             self.assertIn("FileNotFoundError", missing[1], missing[2])
             if rank:
                 self.assertIn("GroupError", left[1], left[2])

@@ -66,6 +66,7 @@ class FileSet:
         infos = [Info(*facts[position]) for position in self._checkpoint.file_order()]
         self.infos = sorted(infos, key=self.file_of)
         """The tensors, file by file in the order of the paths, and within a file as they lie there."""
+        self.by_name = {info.name: info for info in self.infos}
         self._reader: Reader | None = None
 
     def _open_each(self) -> list[OneFile]:

@@ -19,11 +19,12 @@ class GroupLoads:
 
     def load(self, dims: Mapping[str, int | None]) -> dict[str, Any]:
         """Tensors by name: the part of this rank in a dimension, or the whole tensor where that is None."""
-        wanted: list[tuple[Info, Part]] = []
-        for name, dim in dims.items():
-            info = self._opened._info(name)
-            wanted.append((info, None if dim is None else self._opened._shard(info, dim)))
-        return self._opened._group().load(self._opened._reader(), self._gpu, wanted)
+        cut = {name: dim for name, dim in dims.items() if dim is not None}
+        if not cut:
+            return self._opened.get_tensors(list(dims))
+        if len(dims) == 1:
+            return {name: self._opened.get_sharded(name, dim) for name, dim in cut.items()}
+        return dict(self._opened.tensors(list(dims), shard=cut))
 
     def push(self, name: str, rank: int) -> Any:
         """A tensor on one rank, None on the others."""
@@ -36,13 +37,14 @@ class GroupLoads:
         is_over = False
         try:
             for batch in batches:
-                tensors = self._opened._group().load(self._opened._reader(), self._gpu, batch)
+                tensors = self._opened._group().load(self._opened._reader(), self._gpu, lambda: batch)
                 for info, _ in batch:
                     yield info.name, tensors.pop(info.name)
             is_over = True
-        finally:
+        except GeneratorExit:
             if not is_over:
                 self._opened._group().leave("it left the loop over the tensors")
+            raise
 
     def close(self) -> None:
         """Closes the files. Waits for no other rank."""

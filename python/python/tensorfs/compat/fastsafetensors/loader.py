@@ -45,6 +45,8 @@ class SafeTensorsFileLoader:
         self.device = device_of(device)
         self._ranks: dict[str, int] = {}
         self._files: FileSet | None = None
+        self._meta: dict[str, tuple[SafeTensorsMetadata, int]] | None = None
+        self._frames: dict[str, TensorFrame] | None = None
         self._filter: Filter | None = None
         self._closed = False
 
@@ -61,7 +63,7 @@ class SafeTensorsFileLoader:
         if ranks:
             files = FileSet(list(ranks), gpu_of(self.device))
             _refuse_unknown(files)
-            self._ranks, self._files = ranks, files
+            self._set(ranks, files)
 
     def get_keys(self) -> list[str]:
         """The names of the tensors that the filter keeps, file by file."""
@@ -71,21 +73,25 @@ class SafeTensorsFileLoader:
         """The shape of a tensor. Raises `ValueError` for one that the filter leaves out."""
         if self._filter is not None and not self._filter(tensor_name):
             raise ValueError(f"the filter leaves the tensor {tensor_name!r} out")
-        for info in () if self._files is None else self._files.infos:
-            if info.name == tensor_name:
-                return list(info.shape)
-        raise KeyError(tensor_name)
+        if self._files is None:
+            raise KeyError(tensor_name)
+        return list(self._files.by_name[tensor_name].shape)
 
     @property
     def meta(self) -> dict[str, tuple[SafeTensorsMetadata, int]]:
         """The header and the rank of each file."""
-        files = () if self._files is None else self._files.files
-        return {file.path: (SafeTensorsMetadata(file), self._ranks[file.path]) for file in files}
+        if self._meta is None:
+            files = () if self._files is None else self._files.files
+            self._meta = {file.path: (SafeTensorsMetadata(file), self._ranks[file.path]) for file in files}
+        return self._meta
 
     @property
     def frames(self) -> dict[str, TensorFrame]:
         """The facts about all tensors, as the headers state them."""
-        return {name: frame for header, _ in self.meta.values() for name, frame in header.tensors.items()}
+        if self._frames is None:
+            headers = [header for header, _ in self.meta.values()]
+            self._frames = {name: frame for header in headers for name, frame in header.tensors.items()}
+        return self._frames
 
     def copy_files_to_device(
         self,
@@ -120,12 +126,16 @@ class SafeTensorsFileLoader:
 
     def reset(self) -> None:
         """Forgets the files. Buffers stay as they are."""
-        self._ranks, self._files = {}, None
+        self._set({}, None)
 
     def close(self) -> None:
         """Forgets the files, and loads nothing more. Buffers stay as they are."""
         self.reset()
         self._closed = True
+
+    def _set(self, ranks: dict[str, int], files: FileSet | None) -> None:
+        self._ranks, self._files = ranks, files
+        self._meta = self._frames = None
 
     def _infos(self) -> list[Info]:
         infos = [] if self._files is None else self._files.infos

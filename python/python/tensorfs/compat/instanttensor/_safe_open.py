@@ -10,7 +10,6 @@ from typing import Any, Callable, Iterator, Literal, Union
 
 from ... import _device, _frameworks
 from ..._errors import DtypeError
-from ..._prefetch import PrefetchLoader
 from ..._reader import Info
 from .._files import FileSet
 from .._in_group import GroupLoads
@@ -120,8 +119,10 @@ class safe_open:
         self._begin()
         self._iterated = True
         if self._weights is not None:
-            with self._weights as weights:
+            with contextlib.closing(self._weights) as weights:
                 yield from weights
+            if self._closed:
+                raise RuntimeError("tensors() after the end of the context")
 
     def _begin(self) -> None:
         """Begins to load, once."""
@@ -134,10 +135,10 @@ class safe_open:
             if self._loads is None:
                 self._weights = self._files.stream(self._infos, _AHEAD, self._most)
             else:
-                self._weights = contextlib.closing(self._loads.stream(self.keys(), self._most))
+                self._weights = self._loads.stream(self.keys(), self._most)
 
     def _end(self) -> None:
-        if isinstance(self._weights, PrefetchLoader):
+        if self._weights is not None:
             self._weights.close()
         if self._loads is not None:
             self._loads.close()

@@ -28,6 +28,7 @@ use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::mount_origin::resolve_mount;
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::size::shown_size;
+use tensorfs::internal::store::Store;
 use tensorfs::internal::view::Files;
 
 use super::output::{Failure, Outcome, print_json, print_text};
@@ -129,7 +130,8 @@ fn bench(args: &BenchArgs) -> Outcome {
         (None, Some(_)) => made.insert(make_checkpoint(args)?).path().to_owned(),
         (None, None) => return Err(Failure::Usage("no source".to_owned())),
     };
-    let source = std::path::absolute(named)
+    let source = Store::of(&named)
+        .absolute(&named)
         .map_err(|e| Failure::Failed(format!("the working directory is gone: {e}")))?;
     let open =
         OpenOptions { secret: options.open_with_secret().map_err(Failure::Failed)?.secret, ..open };

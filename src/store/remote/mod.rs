@@ -121,7 +121,8 @@ impl RemoteStore {
     /// The number of the object `key`: one of this name on another server has another.
     fn number(&self, key: &str) -> io::Result<u64> {
         let url = self.location.path(key);
-        Ok(hash_of(format!("{} {}", self.endpoint()?.host, url.display()).as_bytes()))
+        let url = url.as_os_str().as_encoded_bytes();
+        Ok(hash_of(&[self.endpoint()?.host.as_bytes(), url].join(&b' ')))
     }
 
     fn folder_version(&self, key: &str) -> io::Result<Version> {

@@ -15,7 +15,7 @@ use std::thread::available_parallelism;
 use crate::catalog::{Piece, Tensor};
 use crate::checkpoint::{Checkpoint, IndexedHeads};
 use crate::error::{ErrorKind, Fault, Result};
-use crate::format::manifest;
+use crate::format::{InputFormat, manifest};
 use crate::index::ShardSums;
 use crate::io::Settings;
 use crate::source::Source;
@@ -57,6 +57,8 @@ pub struct Verified {
     pub blobs: u64,
     /// Tensors whose bytes match the hashes in their headers.
     pub hashed: u64,
+    /// Entries of archives whose bytes match their CRC.
+    pub entries: u64,
     /// Replicas that hold the bytes of the piece that is used.
     pub replicas: u64,
     /// Number of headers and stored pieces that match their record.
@@ -110,7 +112,8 @@ pub fn verify(
         let named = stored::Named { shard, stored, name_of: &name_of };
         let mismatched = verified.mismatch.is_some();
         judge(&mut verified, task, &named, source, &seen);
-        verified.hashed += seen.hashed;
+        let is_archive = checkpoint.format_of(shard) == InputFormat::Torch;
+        *(if is_archive { &mut verified.entries } else { &mut verified.hashed }) += seen.hashed;
         // `--record` does not mend a tensor that differs from the hash in its header.
         if let Some(fault) = seen.differs {
             return Err(checkpoint.refused(fault.in_file(&shard.name)));

@@ -18,7 +18,7 @@ use crate::format::tensorizer::decryptor::{Decryptor, EncryptedTensor};
 use crate::format::tensorizer::keys::Secret;
 use crate::format::tensorizer::{self, HashedTensor};
 use crate::format::weight_map::WEIGHT_MAP_LEN_MAX;
-use crate::format::{Detected, InputFormat, RangeReader, ShardDescription};
+use crate::format::{Detected, InputFormat, RangeReader, ShardDescription, pickle};
 use crate::hash::Digest;
 use crate::source::Source;
 use crate::store::Store;
@@ -321,7 +321,7 @@ fn parse(
     Ok(Ok((description, hash)))
 }
 
-/// The hashes that the shard `source` holds of its tensors, if its format has any.
+/// The hashes that the shard `source` holds of its tensors or entries, if its format has any.
 ///
 /// # Errors
 /// A failed read, or a fault of a header that has changed since it was proved.
@@ -329,7 +329,7 @@ pub(crate) fn header_hashes(source: &Arc<Source>) -> Result<Vec<HashedTensor>> {
     let mut sniff = vec![0; tensorizer::HEAD_LEN.min(source.len()) as usize];
     source.read_exact_at(&mut sniff, 0)?;
     if !tensorizer::is_tensorizer(&sniff) {
-        return Ok(Vec::new());
+        return SourceReader::at(source, 0).run(|reader| pickle::entry_hashes(reader));
     }
     let hashes = SourceReader::at(source, 0).run(|reader| tensorizer::hashes(reader))?;
     hashes.map_err(|fault| Error::refused(source.path(), fault))

@@ -110,6 +110,8 @@ pub struct HashedTensor {
     pub left_out: Range<u64>,
     /// The hashes.
     pub hashes: KeptHashes,
+    /// Whether it is an entry of an archive, which has its own hash.
+    pub is_entry: bool,
 }
 
 /// The hashes in the header of a tensor, with one value of each kind: a header may repeat a hash up
@@ -127,6 +129,11 @@ pub struct KeptHashes {
 }
 
 impl KeptHashes {
+    /// A CRC32 that does not lie in the bytes that it is of.
+    pub fn of_crc32(crc32: u32) -> KeptHashes {
+        KeptHashes { crc32: Some(crc32.to_le_bytes()), ..KeptHashes::default() }
+    }
+
     /// The bytes of the file that hold the values of all hashes, in their order.
     pub fn places(&self) -> impl Iterator<Item = Range<u64>> {
         let mut end = self.start;
@@ -275,6 +282,7 @@ pub fn hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<HashedTenso
             range: tensor.header.start..tensor.data.end,
             left_out: tensor.encryption_bytes,
             hashes: tensor.hashes,
+            is_entry: false,
         });
     Ok(Ok(hashed.collect()))
 }

@@ -2,7 +2,7 @@
 
 use sha2::{Digest as _, Sha256};
 
-use crate::error::{ErrorKind, Fault};
+use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::tensorizer::{HashKind, HashedTensor};
 use crate::hash::hex;
 
@@ -97,7 +97,7 @@ impl<'a> HeaderHashCheck<'a> {
 
     /// Compares the hashes of the tensor whose last byte was hashed.
     fn compare(&mut self) {
-        let HashedTensor { name, hashes, .. } = &self.tensors[self.next];
+        let HashedTensor { name, hashes, is_entry, .. } = &self.tensors[self.next];
         let differs = self.hashers.drain(..).map(TensorHasher::finish).find_map(|(kind, found)| {
             let expected: &[u8] = match kind {
                 HashKind::Crc32 => hashes.crc32.as_ref()?,
@@ -107,6 +107,19 @@ impl<'a> HeaderHashCheck<'a> {
         });
         match differs {
             None => self.matched += 1,
+            Some((kind, found, expected)) if *is_entry => {
+                // The bytes of a CRC in an archive are the other way round.
+                let number = |bytes: &[u8]| hex(&bytes.iter().rev().copied().collect::<Vec<u8>>());
+                let message = format!(
+                    "the bytes of its entry {} have the {} {}, its directory says {}; restore the file \
+                     from a good copy",
+                    quoted(name),
+                    kind.name(),
+                    number(&found),
+                    number(expected)
+                );
+                self.mismatch.get_or_insert(Fault::new(ErrorKind::HashMismatch, message));
+            }
             Some((kind, found, expected)) => {
                 let message = format!(
                     "its header and its bytes have the {} {}, its header says {}; restore the \
@@ -126,7 +139,7 @@ impl<'a> HeaderHashCheck<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::tensorizer::hashes;
+    use crate::format::tensorizer::{KeptHashes, hashes};
 
     fn file(name: &str) -> (Vec<u8>, Vec<HashedTensor>) {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
@@ -182,6 +195,23 @@ mod tests {
                 assert_eq!(check.matched, 2);
             }
         }
+    }
+
+    #[test]
+    fn an_entry_of_an_archive_is_compared_and_named_with_its_number() {
+        let entry = |crc32| HashedTensor {
+            name: "m/data/0".to_owned(),
+            range: 3..12,
+            left_out: 0..0,
+            hashes: KeptHashes::of_crc32(crc32),
+            is_entry: true,
+        };
+        // The check value of CRC-32.
+        let (bytes, good) = (b"...123456789..", [entry(0xcbf4_3926)]);
+        assert_eq!(check(bytes, &good, 4).matched, 1);
+        let fault = check(bytes, &[entry(1)], 4).mismatch.unwrap();
+        assert!(fault.message.contains("`m/data/0` have the CRC32 cbf43926"), "{}", fault.message);
+        assert!(fault.message.contains("says 00000001"), "{}", fault.message);
     }
 
     #[test]

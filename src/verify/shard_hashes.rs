@@ -36,7 +36,7 @@ pub(super) struct ShardHashes {
     /// The hash of its description.
     pub(super) head: Digest,
     pub(super) sha256: Option<String>,
-    /// Number of tensors whose bytes match the hashes in their headers.
+    /// Number of tensors whose bytes match the hashes in their headers, or of entries of an archive.
     pub(super) hashed: u64,
     /// The first hash in a header that does not match.
     pub(super) differs: Option<Fault>,
@@ -226,7 +226,8 @@ mod tests {
                 if *is_hashed {
                     let range = boundaries.part(part).start + 7..boundaries.part(last).end;
                     let (name, hashes) = (String::new(), KeptHashes::default());
-                    tensors.push(HashedTensor { name, range, left_out: 0..0, hashes });
+                    let left_out = 0..0;
+                    tensors.push(HashedTensor { name, range, left_out, hashes, is_entry: false });
                 }
                 part = last + 1;
             }

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import os
 import shutil
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 import oracle
 import torch_files
 from mounts import FIXTURES, Mount, TestCase, tensorfs
+from test_live_store import Store
 from torch_files import Object, Tensor
 
 FILE = "model.safetensors"
@@ -253,3 +255,25 @@ class DeepSpeed(TestCase):
             self.assert_same((m.path / FILE).read_bytes(), (run / FILE).read_bytes())
             self.assert_same((m.path / STEP / FILE).read_bytes(), oracle.from_deepspeed(run, False))
 
+
+
+class LiveRuns(Store):
+    """A run that goes on while it is mounted with `watch=`."""
+
+    def test_the_next_checkpoint_is_shown_once_latest_names_it(self):
+        run = self.store / "run"
+        fixture(run, 2)
+        self.mounted()
+        path = f"run/{FILE}"
+        self.assert_same(self.shown(path), oracle.from_deepspeed(run, False))
+        step = self.tmp / "next"
+        write_zero(step, 2, 3, SHAPES, name="global_step2")
+        (step / "global_step2").rename(run / "global_step2")
+        (run / "latest.new").write_text("global_step2")
+        (run / "latest.new").rename(run / "latest")
+        self.wait_for(path, oracle.from_deepspeed(run, False))
+        # The files of the checkpoint before are shown as they are.
+        self.assertIn("mp_rank_00_model_states.pt", os.listdir(self.mount / "run" / STEP))
+        (run / "latest.new").write_text(STEP)
+        (run / "latest.new").rename(run / "latest")
+        self.wait_for(path, oracle.from_deepspeed(run, False))

@@ -251,6 +251,7 @@ impl Judged {
         line["bytes_read"] = json!(verified.bytes);
         line["sha256_compared"] = json!(verified.blobs);
         line["header_hashes_compared"] = json!(verified.hashed);
+        line["archive_entries_compared"] = json!(verified.entries);
         line["replicas_compared"] = json!(verified.replicas);
         line["checksums"] = json!(self.checksums);
         line["checksums_compared"] = json!(verified.compared);
@@ -308,6 +309,9 @@ impl Judged {
         );
         if verified.blobs > 0 {
             text.push_str(&format!("; {} blobs match their sha256", verified.blobs));
+        }
+        if verified.entries > 0 {
+            text.push_str(&format!("; {} entries match their CRC-32", verified.entries));
         }
         if verified.hashed > 0 {
             text.push_str(&format!("; {} tensors match their hashes", verified.hashed));

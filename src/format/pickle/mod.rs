@@ -38,6 +38,7 @@ use self::zip::{Archive, LOCAL_MAGIC};
 use super::deepspeed::{ZeroModel, ZeroPart};
 use super::description::{PiecePlace, ShardDescription};
 use super::range_reader::RangeReader;
+use super::tensorizer::{HashedTensor, KeptHashes};
 
 pub use self::distcp::{ChunkedTensor, DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
 pub use self::items::parse_items;
@@ -149,6 +150,42 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
     }
     let whole = reader.start()..reader.file_len();
     told(parse_range(reader, whole))
+}
+
+/// The entries of an archive that have a CRC, in the order of their bytes; none for other files.
+///
+/// # Errors
+/// A failed read.
+pub fn entry_hashes(reader: &mut dyn RangeReader) -> io::Result<Vec<HashedTensor>> {
+    let mut first = [0; FIRST_LEN];
+    let len = reader.file_len().min(FIRST_LEN as u64) as usize;
+    reader.read_exact_at(0, &mut first[..len])?;
+    if !is_zip(&first) {
+        return Ok(Vec::new());
+    }
+    // Files with archives inside are no archives.
+    Ok(told(hashed_entries(reader))?.unwrap_or_default())
+}
+
+fn hashed_entries(reader: &mut dyn RangeReader) -> Result<Vec<HashedTensor>, ReadStop> {
+    let whole = 0..reader.file_len();
+    let archive = Archive::read(reader, whole)?;
+    let mut hashed = Vec::new();
+    for name in archive.names() {
+        let Some(crc) = archive.crc_of(name) else { continue };
+        let Some(range) = archive.data(reader, name)?.filter(|range| !range.is_empty()) else {
+            continue;
+        };
+        hashed.push(HashedTensor {
+            name: archive.whole_name(name),
+            range,
+            left_out: 0..0,
+            hashes: KeptHashes::of_crc32(crc),
+            is_entry: true,
+        });
+    }
+    hashed.sort_unstable_by_key(|entry| entry.range.start);
+    Ok(hashed)
 }
 
 /// The archive in the bytes `range` of a file, and the length of its pickle.

@@ -381,3 +381,76 @@ proptest! {
         prop_assert!(is_bounded(&file(&pickle)));
     }
 }
+
+/// A dict of DeepSpeed's model states, with a tensor `w` in the module that has these sizes.
+fn states(shape: &[u8], more: Vec<(&str, Vec<u8>)>) -> Vec<u8> {
+    let sizes = b"ctorch\nSize\n(K\x02K\x02t\x85R".to_vec();
+    let strides: Vec<u8> = shape.iter().map(|_| 1).collect();
+    let module = [("w", tensor("0", 4, 0, shape, &strides))];
+    let mut pairs = vec![
+        ("module", inner(&module)),
+        ("param_shapes", [b"](".to_vec(), inner(&[("w", sizes)]), b"e".to_vec()].concat()),
+        ("dp_world_size", b"K\x02".to_vec()),
+        ("ds_version", b"N".to_vec()),
+    ];
+    pairs.extend(more);
+    dict(&pairs)
+}
+
+#[test]
+fn model_states_tell_shapes_and_which_tensors_they_hold_no_elements_of() {
+    let zero = |pickle: &[u8]| match parse_file(&file(pickle)).unwrap().zero.as_deref() {
+        Some(ZeroPart::Model(model)) => model.clone(),
+        other => panic!("{other:?}"),
+    };
+    let held = zero(&states(&[4], Vec::new()));
+    assert_eq!((held.groups.len(), held.ranks, held.placeholders.len()), (1, Some(2), 0));
+    assert_eq!((held.groups[0][0].name.as_str(), &held.groups[0][0].shape[..]), ("w", &[2, 2][..]));
+    assert_eq!(zero(&states(&[0], Vec::new())).placeholders, ["w"]);
+    // Without shapes nothing tells where the elements are.
+    let pairs =
+        [("module", inner(&[("w", tensor("0", 4, 0, &[0], &[1]))])), ("ds_version", b"N".to_vec())];
+    let fault = parse_file(&file(&dict(&pairs))).unwrap_err();
+    assert!(fault.message.contains("ZeRO-3"), "{fault}");
+}
+
+#[test]
+fn optimizer_states_tell_the_ranges_of_their_rank() {
+    let group = [b"](".to_vec(), tensor("0", 4, 1, &[3], &[1]), b"e".to_vec()].concat();
+    let state = |stage: u8, groups: &str| {
+        let pairs = [
+            ("zero_stage", vec![b'K', stage]),
+            ("partition_count", b"](K\x01K\x02e".to_vec()),
+            (groups, group.clone()),
+        ];
+        file(&dict(&[("optimizer_state_dict", inner(&pairs))]))
+    };
+    let bytes = state(2, "single_partition_of_fp32_groups");
+    let found = parse_file(&bytes).unwrap();
+    let Some(ZeroPart::Partition(partition)) = found.zero.as_deref() else { panic!("{found:?}") };
+    assert_eq!((partition.stage, partition.ranks, found.len()), (2, 2, 0));
+    assert_eq!((partition.groups[0].dtype, partition.groups[0].numel), (Dtype::F32, 3));
+    assert!(bytes[partition.groups[0].start as usize..].starts_with(&[1; 12]));
+    assert!(parse_file(&state(3, "fp32_flat_groups")).is_ok());
+    let fault = parse_file(&state(3, "single_partition_of_fp32_groups")).unwrap_err();
+    assert!(fault.message.contains("`fp32_flat_groups`"), "{fault}");
+}
+
+#[test]
+fn entries_with_a_crc_are_listed_in_the_order_of_their_bytes() {
+    let mut bytes = plain();
+    assert_eq!(entry_hashes(&mut bytes.as_slice()).unwrap(), []);
+    assert_eq!(entry_hashes(&mut &b"PK\x03\x04 is no archive"[..]).unwrap(), []);
+    // The CRC of the last entry, in front of it and in the directory.
+    for magic in [b"PK\x03\x04", b"PK\x01\x02"] {
+        let at = bytes.windows(4).rposition(|four| four == magic).unwrap();
+        let crc = at + if magic[2] == 3 { 14 } else { 16 };
+        bytes[crc] = 7;
+    }
+    let found = entry_hashes(&mut bytes.as_slice()).unwrap();
+    let names: Vec<&str> = found.iter().map(|entry| entry.name.as_str()).collect();
+    assert_eq!(
+        (names, &bytes[found[0].range.start as usize..][..8]),
+        (vec!["m/data/1"], &[2; 8][..])
+    );
+}

@@ -230,6 +230,17 @@ impl Archive {
         self.by_name.keys().map(String::as_str)
     }
 
+    /// The CRC of the entry called `name`. `None` if it has none: torch writes 0 on request.
+    pub(super) fn crc_of(&self, name: &str) -> Option<u32> {
+        let index = *self.by_name.get(name)?;
+        Some(self.entries[index as usize].crc).filter(|&crc| crc != 0)
+    }
+
+    /// The name of an entry with that of the folder.
+    pub(super) fn whole_name(&self, name: &str) -> String {
+        format!("{}{name}", self.folder)
+    }
+
     /// Length of the entry called `name`, without reading its header. `None` if there is none.
     pub(super) fn len_of(&self, name: &str) -> Option<u64> {
         let index = *self.by_name.get(name)?;

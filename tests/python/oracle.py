@@ -496,6 +496,14 @@ def from_distcp(folder):
             continue
         name = index.fqn.split(".", 1)[1] if models else index.fqn
         data = (folder / place.relative_path).read_bytes()
+        if not data.startswith(b"PK"):
+            # Saved as safetensors.
+            header = read_header(data)
+            entry = header.tensors[index.fqn]
+            start = header.data_start + entry["data_offsets"][0]
+            piece = Piece(place.relative_path, start, _slice(data, header, entry), (list(index.offset), entry["shape"]))
+            pieces.setdefault((name, entry["dtype"]), []).append(piece)
+            continue
         tensor, starts = _zipped_torch(data[place.offset : place.offset + place.length])
         storage, offset, shape, dtype = tensor
         start = place.offset + starts[storage[1]] + (offset * BITS[dtype] // 8 if math.prod(shape) else 0)

@@ -53,6 +53,8 @@ pub struct StoredChunk {
 /// A tensor of a `.metadata`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChunkedTensor {
+    /// Its name in the checkpoint.
+    pub fqn: String,
     /// The name that it is shown under.
     pub name: String,
     /// Element type.
@@ -401,7 +403,8 @@ impl<'v> MetadataReader<'_, 'v> {
             let message = "has no chunks; save the checkpoint again";
             return Err(Fault::new(ErrorKind::DcpHole, message));
         }
-        let tensor = ChunkedTensor { name: name.to_owned(), dtype: element, shape };
+        let (fqn_text, name) = (fqn.to_owned(), name.to_owned());
+        let tensor = ChunkedTensor { fqn: fqn_text, name, dtype: element, shape };
         Ok(MappedTensor { tensor: Arc::new(tensor), fqn, chunks: planned })
     }
 

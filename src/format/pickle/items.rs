@@ -1,16 +1,19 @@
 //! The items of a `.distcp` file: each is an archive of `torch.save` with one tensor, a chunk of a larger
 //! one.
 
+use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 
 use super::distcp::StoredChunk;
 use super::tensors::{BoxedTensor, StorageData, Storages, TensorBox, tensor_call};
-use super::{PICKLE, ReadStop, check_byte_order, described, machine, open, told};
+use super::{PICKLE, ReadStop, check_byte_order, described, is_zip, machine, open, told};
 use crate::coalesce::coalesce;
 use crate::error::{ErrorKind, Fault};
-use crate::format::description::{PiecePlace, ShardDescription};
+use crate::format::dcp;
+use crate::format::description::{PiecePlace, ShardDescription, TensorDescription};
 use crate::format::range_reader::RangeReader;
+use crate::format::safetensors::{Header, PREFIX_LEN, SNIFF_LEN, header_len};
 
 /// Bytes at the beginning and the end of an item that are read ahead. torch writes 640 in front of the
 /// data and 940 behind it.
@@ -41,6 +44,9 @@ fn parse(
     reader: &mut dyn RangeReader,
     chunks: &[StoredChunk],
 ) -> Result<ShardDescription, ReadStop> {
+    if let Some(header) = safetensors_header(reader, chunks)? {
+        return described_by_header(header, chunks).map_err(ReadStop::from);
+    }
     let ranges = item_ranges(reader.file_len(), chunks)?;
     let mut window = WindowReader::new(reader, &ranges);
     let names_len = chunks.iter().map(|chunk| chunk.tensor.name.len()).sum();
@@ -65,11 +71,8 @@ fn parse(
             let shape = (begin, numbers.len() as u32);
             description.push(name, item.tensor.dtype, shape, start);
             let inner = chunk.offset.iter().zip(offset);
-            places.push(PiecePlace {
-                logical_name: None,
-                offset: inner.map(|(chunk, offset)| chunk + offset).collect(),
-                whole_shape: Some(chunk.tensor.shape.clone()),
-            });
+            let offset = inner.map(|(chunk, offset)| chunk + offset).collect();
+            places.push(place_of(chunk, offset));
         }
         for part in described(&range, item.data) {
             match description.described.last_mut() {
@@ -78,12 +81,92 @@ fn parse(
             }
         }
     }
+    Ok(finished(description, numbers, places))
+}
+
+/// The header of a file whose items torch has saved as safetensors: a file of that format, in which each
+/// item begins at byte 0 by `.metadata`. `None` if it is none.
+fn safetensors_header(
+    reader: &mut dyn RangeReader,
+    chunks: &[StoredChunk],
+) -> Result<Option<Header>, ReadStop> {
+    let mut sniff = [0; SNIFF_LEN + 1];
+    if chunks.iter().any(|chunk| chunk.item.0 > 0) || reader.file_len() < sniff.len() as u64 {
+        return Ok(None);
+    }
+    reader.read_exact_at(0, &mut sniff)?;
+    if is_zip(&sniff) || sniff[SNIFF_LEN] != b'{' {
+        return Ok(None);
+    }
+    let file_len = reader.file_len();
+    let mut text = vec![0; header_len(&sniff, file_len)? as usize];
+    reader.read_exact_at(PREFIX_LEN, &mut text)?;
+    Ok(Some(Header::parse(&text, file_len)?))
+}
+
+/// The description of a file with this header, which has to have these chunks.
+fn described_by_header(header: Header, chunks: &[StoredChunk]) -> Result<ShardDescription, Fault> {
+    let data_start = header.data_start();
+    let held = ShardDescription::from(header);
+    let placed = dcp::placements(&held)?;
+    let mut by_name: HashMap<&str, (TensorDescription<'_>, &PiecePlace)> =
+        held.tensors().zip(&placed).map(|(tensor, place)| (tensor.name, (tensor, place))).collect();
+    let mut found = Vec::with_capacity(chunks.len());
+    for chunk in chunks {
+        let tensor = &chunk.tensor;
+        let fault = |kind, message| Err(Fault::new(kind, message).tensor(&tensor.name));
+        let Some((held, place)) = by_name.remove(tensor.fqn.as_str()) else {
+            let message = "`.metadata` places a chunk of it in this file, which does not hold it: torch \
+                           keeps one chunk of a tensor in such a file; save without \
+                           `serialization_format`";
+            return fault(ErrorKind::TensorMissing, message.to_owned());
+        };
+        let PiecePlace { logical_name, offset, whole_shape } = place;
+        let is_same = held.shape == chunk.shape
+            && *offset == chunk.offset
+            && logical_name.is_none()
+            && whole_shape.as_ref().is_none_or(|whole| *whole == tensor.shape);
+        if held.dtype != tensor.dtype || !is_same {
+            let message = format!(
+                "its chunk at {:?} is {} of shape {:?} by `.metadata`, and {} of shape {:?} at \
+                 {offset:?} in this file; save the checkpoint again",
+                chunk.offset, tensor.dtype, chunk.shape, held.dtype, held.shape
+            );
+            return fault(ErrorKind::DcpOffsets, message);
+        }
+        found.push((held.start, chunk));
+    }
+    found.sort_by_key(|(start, _)| *start);
+    let mut description = ShardDescription::with_room(data_start, chunks.len(), 0);
+    let (mut numbers, mut places) = (Vec::new(), Vec::with_capacity(chunks.len()));
+    for (start, chunk) in found {
+        let begin = numbers.len() as u32;
+        numbers.extend_from_slice(&chunk.shape);
+        let shape = (begin, numbers.len() as u32);
+        description.push(&chunk.tensor.name, chunk.tensor.dtype, shape, start);
+        places.push(place_of(chunk, chunk.offset.clone()));
+    }
+    Ok(finished(description, numbers, places))
+}
+
+/// The description with its shapes, places and metadata.
+fn finished(
+    mut description: ShardDescription,
+    numbers: Vec<u64>,
+    places: Vec<PiecePlace>,
+) -> ShardDescription {
     description.set_numbers(numbers);
     // Programs ask a safetensors file for its framework.
     let format = ("format".to_owned(), "pt".to_owned());
     description.metadata = Some([format].into());
     description.places = Some(places);
-    Ok(description)
+    description
+}
+
+/// The place of a part of `chunk` that begins at `offset`.
+fn place_of(chunk: &StoredChunk, offset: Vec<u64>) -> PiecePlace {
+    let whole_shape = Some(chunk.tensor.shape.clone());
+    PiecePlace { logical_name: None, offset, whole_shape }
 }
 
 /// The bytes of the items, which follow each other in the file.

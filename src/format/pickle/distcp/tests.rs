@@ -126,6 +126,30 @@ fn an_item_is_compared_with_its_chunk_and_no_item_shares_bytes_with_another() {
     }
 }
 
+#[test]
+fn a_file_of_safetensors_has_the_chunks_that_the_metadata_places_in_it() {
+    let metadata = include_bytes!("../../../../tests/fixtures/torch/dcp_safetensors/.metadata");
+    let file: &[u8] =
+        include_bytes!("../../../../tests/fixtures/torch/dcp_safetensors/__0_0.distcp");
+    let chunks = &DistcpMetadata::parse(metadata).unwrap().files["__0_0.distcp"];
+    let parse = |chunks: &[StoredChunk]| parse_items(&mut &*file, chunks).unwrap();
+    let names = |chunks: &[StoredChunk]| -> Vec<String> {
+        parse(chunks).unwrap().tensors().map(|tensor| tensor.name.to_owned()).collect()
+    };
+    assert_eq!(names(chunks), ["a", "b"]);
+    assert_eq!(names(&chunks[1..]).len(), 1);
+    let refused = |change: &dyn Fn(&mut StoredChunk)| {
+        let mut chunks = chunks.clone();
+        change(&mut chunks[1]);
+        parse(&chunks).unwrap_err().kind
+    };
+    assert_eq!(refused(&|chunk| chunk.shape[0] += 1), ErrorKind::DcpOffsets);
+    assert_eq!(refused(&|chunk| chunk.offset[0] += 1), ErrorKind::DcpOffsets);
+    // Another chunk of the tensor that the file has once.
+    let first = chunks[0].clone();
+    assert_eq!(refused(&|chunk| *chunk = first.clone()), ErrorKind::TensorMissing);
+}
+
 /// The names that are shown of tensors with these paths, and the note on the others. A path is a name
 /// whose containers are set apart by slashes, one without planner data begins with `=`.
 fn shown(paths: &[&str]) -> (Vec<String>, Option<String>) {

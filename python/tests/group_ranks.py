@@ -86,7 +86,7 @@ class FolderWire:
     def __init__(self, folder, rank, size):
         self._mailbox, self._rank, self._size, self._number = FolderMailbox(folder), rank, size, 0
 
-    def drop(self):
+    def drop(self, failed):
         pass
 
     def buffer(self, nbytes):

@@ -29,7 +29,8 @@ _GOOD = "{}"
 
 _ENDED = "its process has ended"
 
-STORE_LOST = "the store of the process group does not answer"
+STORE_LOST = "the store of the process group does not answer: rank 0, or the launcher that holds it, has ended or hangs"
+"""Without the store the ranks cannot tell each other more, so that all raise this."""
 
 
 class GroupError(SafetensorError):
@@ -113,7 +114,7 @@ class Group:
                 yield operation
                 operation.finish()
             except BaseException as failed:
-                self._drop_wire()
+                self._drop_wire(True)
                 common = operation.common(failed)
                 if common is failed:
                     raise
@@ -155,10 +156,10 @@ class Group:
         found = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
         return min((rank for rank, descriptor in self._watched.items() if descriptor in found), default=None)
 
-    def _drop_wire(self) -> None:
+    def _drop_wire(self, failed: bool) -> None:
         wire, self._wire = self._wire, None
         if wire is not None:
-            wire.drop()
+            wire.drop(failed)
 
     def close(self) -> None:
         """Lets go of what watches the other ranks. Waits for nobody."""
@@ -166,7 +167,7 @@ class Group:
             watched, self._watched = self._watched, {}
             for descriptor in watched.values():
                 os.close(descriptor)
-            self._drop_wire()
+            self._drop_wire(False)
             self._closed = True
 
 
@@ -259,8 +260,8 @@ class Operation:
             return failed.taken()
         try:
             outcome = self._mailbox.claim(self._key("outcome"), _told(failed, self._group.rank))
-        except Exception as lost:
-            return self._store_lost(lost)
+        except Exception:
+            return _errors.error(STORE_LOST, "group", cls=GroupError)
         return failed if outcome == _GOOD or not isinstance(failed, Exception) else _exception(outcome).error
 
     def end(self) -> None:
@@ -278,17 +279,10 @@ class Operation:
         """Body of the thread that shows that this rank lives, and looks whether the others do."""
         try:
             self._watch_with(self._group.beside)
-        except Exception as failed:
-            self._lost = self._store_lost(failed)
+        except Exception:
+            self._lost = _errors.error(STORE_LOST, "group", cls=GroupError)
         if self._lost or self._outcome not in (None, _GOOD):
             self.cancel.cancel()
-
-    def _store_lost(self, failed: Exception) -> Exception:
-        # One of the ranks may hold the store: that it ended may be seen a moment later.
-        ended = self._group.ended(0.5, self._wake)
-        if ended is not None:
-            return _of_rank(ended, _ENDED).error
-        return _errors.error(f"{STORE_LOST}: {_first_line(failed)}", "group", cls=GroupError)
 
     def _watch_with(self, mailbox: Mailbox) -> None:
         group, beat, next_look = self._group, 0, 0.0

@@ -57,12 +57,9 @@ def _within(timeout: float | None, work: Callable[[], Any]) -> Any:
     beside = threading.Thread(target=run, name="tensorfs-group", daemon=True)
     beside.start()
     beside.join(timeout or None)
-    if not done:
-        raise error(f"{STORE_LOST} within {timeout:g} s (io_timeout)", "group", cls=GroupError)
-    result, failed = done[0]
-    if failed is not None:
-        raise error(f"{STORE_LOST}: {str(failed).splitlines()[0]}", "group", cls=GroupError) from None
-    return result
+    if not done or done[0][1] is not None:
+        raise error(STORE_LOST, "group", cls=GroupError)
+    return done[0][0]
 
 
 def _store_of(dist: Any, process_group: Any) -> Any:
@@ -103,10 +100,12 @@ class Wire:
         limit = timedelta(seconds=timeout or 1e6)
         self._group = ProcessGroupGloo(store, rank, size, timeout=limit)
 
-    def drop(self) -> None:
-        """Lets go of it, without a wait for collectives that never end."""
+    def drop(self, failed: bool) -> None:
+        """Lets go of it; after a failure without a wait for collectives that end at their deadline only."""
         group, self._group = [self._group], None
-        threading.Thread(target=group.clear, name="tensorfs-group", daemon=True).start()
+        if failed:
+            # The end of the interpreter waits for this thread, and may not stop it.
+            threading.Thread(target=group.clear, name="tensorfs-group").start()
 
     def buffer(self, nbytes: int) -> tuple[Any, int]:
         """Memory that collectives take, and its address."""

@@ -135,7 +135,7 @@ impl Version {
 
     /// As `of_object`, of a file whose `number` tells all of its bytes, as an ETag does. `changed` is
     /// for people: two versions with different times may have the same bytes.
-    pub(crate) fn of_tagged_object(
+    pub fn of_tagged_object(
         queue: QueueKey,
         number: [u64; 2],
         len: u64,

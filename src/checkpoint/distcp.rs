@@ -112,11 +112,16 @@ fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
 
 /// The note about what is not shown: values of the checkpoint, and files of another save.
 fn note_of(folder: &Folder, metadata: &DistcpMetadata) -> Option<String> {
-    let is_other = |name: &&str| names::is_distcp(name) && !metadata.named.contains(*name);
+    let is_other = |name: &&str| {
+        // torch makes files without bytes for ranks and threads that have nothing to write.
+        let is_empty = folder.file(name).is_some_and(|file| file.version.len == 0);
+        names::is_distcp(name) && !metadata.named.contains(*name) && !is_empty
+    };
     let others: Vec<&str> = folder.names().filter(is_other).collect();
     let files = (!others.is_empty()).then(|| {
+        let are = if others.len() == 1 { "is" } else { "are" };
         let named = named_some(others.into_iter());
-        format!("{named} is not of this save by `{DISTCP_METADATA}` and not shown")
+        format!("{named} {are} not of this save by `{DISTCP_METADATA}` and not shown")
     });
     let notes: Vec<String> = metadata.left_out.iter().cloned().chain(files).collect();
     (!notes.is_empty()).then(|| notes.join("; "))

@@ -66,13 +66,21 @@ pub(super) struct ShownTensor<'v> {
     pub(super) node: NodeId,
 }
 
+/// A value of the checkpoint that is a tensor.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KeyedTensor {
+    /// Its metadata.
+    pub(super) node: NodeId,
+    /// Whether it has no dimensions and lies in no container.
+    pub(super) is_scalar: bool,
+}
+
 /// A value of the checkpoint.
 #[derive(Clone, Copy, Debug)]
 struct KeyedValue<'v> {
     fqn: &'v str,
     path: Option<KeyPath<'v>>,
-    /// Its metadata, if it is a tensor.
-    node: Option<NodeId>,
+    tensor: Option<KeyedTensor>,
 }
 
 /// The values of a checkpoint, and those that are shown.
@@ -109,24 +117,25 @@ impl<'v> KeyedValue<'v> {
     }
 }
 
-/// The one container at `depth` that holds a model, if all of `tensors` are in containers.
+/// The one container at `depth` that holds a model, if all of `tensors` are in containers, but for
+/// scalars: a training keeps its step beside the model.
 fn model_in<'v>(tensors: &[KeyedValue<'v>], depth: usize) -> Option<&'v str> {
-    let containers: Option<BTreeSet<&str>> =
-        tensors.iter().map(|tensor| tensor.container(depth)).collect();
+    let large = tensors.iter().filter(|value| !value.tensor.is_some_and(|it| it.is_scalar));
+    let containers: Option<BTreeSet<&str>> = large.map(|value| value.container(depth)).collect();
     let containers = containers?;
     let mut models = containers.into_iter().filter(|name| MODELS.contains(name));
     models.next().filter(|_| models.next().is_none())
 }
 
 impl<'v> Chosen<'v> {
-    /// Adds a value. `node` is its metadata if it is a tensor. Returns whether the name is new.
+    /// Adds a value. Returns whether the name is new.
     pub(super) fn add(
         &mut self,
         fqn: &'v str,
         path: Option<KeyPath<'v>>,
-        node: Option<NodeId>,
+        tensor: Option<KeyedTensor>,
     ) -> bool {
-        self.all.push(KeyedValue { fqn, path, node });
+        self.all.push(KeyedValue { fqn, path, tensor });
         self.known.insert(fqn)
     }
 
@@ -138,7 +147,7 @@ impl<'v> Chosen<'v> {
     /// Chooses the tensors that are shown.
     pub(super) fn settle(&mut self) {
         let tensors: Vec<KeyedValue<'v>> =
-            self.all.iter().copied().filter(|value| value.node.is_some()).collect();
+            self.all.iter().copied().filter(|value| value.tensor.is_some()).collect();
         let of_model = |depth: usize| -> Vec<KeyedValue<'v>> {
             tensors.iter().copied().filter(|value| !value.is_state(depth)).collect()
         };
@@ -158,8 +167,8 @@ impl<'v> Chosen<'v> {
             shown = tensors;
         }
         self.left_out = self.note(&shown);
-        let shown = shown.into_iter().filter_map(|KeyedValue { fqn, node, .. }| {
-            Some(ShownTensor { fqn, name: fqn.get(cut..)?, node: node? })
+        let shown = shown.into_iter().filter_map(|KeyedValue { fqn, tensor, .. }| {
+            Some(ShownTensor { fqn, name: fqn.get(cut..)?, node: tensor?.node })
         });
         self.shown = shown.collect();
     }

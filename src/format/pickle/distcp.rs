@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use super::chosen::{Chosen, KeyPath, ShownTensor};
+use super::chosen::{Chosen, KeyPath, KeyedTensor, ShownTensor};
 use super::globals::dtype;
 use super::machine::run_of;
 use super::values::{Node, NodeId, Part, Values};
@@ -25,6 +25,12 @@ const DIMS_MAX: usize = 64;
 
 /// Steps that a byte of the pickle may cost: a value may be in many others.
 const STEPS_OF_BYTE: usize = 16;
+
+/// Least bytes of pickle for a chunk, for a value, and for a path of a value. torch writes 240 for all
+/// three. A pickle may refer to one object many times, by two bytes each.
+const CHUNK_LEN: usize = 64;
+const VALUE_LEN: usize = 32;
+const PATH_LEN: usize = 16;
 
 /// First number of the version that is read.
 const VERSION: &str = "1";
@@ -168,7 +174,7 @@ impl<'v> MetadataReader<'_, 'v> {
 
     fn spend(&mut self, steps: usize) -> Result<(), Fault> {
         let left = self.steps_left.checked_sub(steps);
-        let message = "its pickle has too many names for the same values";
+        let message = "its pickle uses the same values too often";
         self.steps_left = left.ok_or_else(|| Fault::new(ErrorKind::HeaderTooLarge, message))?;
         Ok(())
     }
@@ -276,8 +282,9 @@ impl<'v> MetadataReader<'_, 'v> {
     fn paths(&mut self, planner: Option<NodeId>) -> Result<HashMap<&'v str, KeyPath<'v>>, Fault> {
         let values = self.values;
         let pairs = planner.and_then(|planner| self.pairs(planner)).unwrap_or_default();
-        let mut paths = HashMap::with_capacity(pairs.len());
+        let mut paths = HashMap::new();
         for (key, value) in pairs {
+            self.spend(STEPS_OF_BYTE * PATH_LEN)?;
             let (Some(fqn), Some(items)) = (values.text(key), values.tuple(value)) else {
                 continue;
             };
@@ -305,7 +312,7 @@ impl<'v> MetadataReader<'_, 'v> {
             let fqn = self.values.text(key).ok_or_else(|| {
                 Fault::new(ErrorKind::HeaderUtf8, "has a name that is no text in UTF-8")
             })?;
-            self.spend(fqn.len())?;
+            self.spend(fqn.len() + STEPS_OF_BYTE * VALUE_LEN)?;
             let is_tensor = self.is_of(value, &["TensorStorageMetadata"]);
             if !is_tensor && !self.is_of(value, &["BytesStorageMetadata"]) {
                 let class = self.values.call(value).map_or(value, |(class, _)| class);
@@ -313,7 +320,11 @@ impl<'v> MetadataReader<'_, 'v> {
                     format!("has {} in place of metadata", self.values.global_name(class));
                 return Err(wrong(message).tensor(fqn));
             }
-            if !chosen.add(fqn, paths.get(fqn).copied(), is_tensor.then_some(value)) {
+            let tensor = match is_tensor {
+                true => Some(KeyedTensor { node: value, is_scalar: self.is_scalar(fqn, value)? }),
+                false => None,
+            };
+            if !chosen.add(fqn, paths.get(fqn).copied(), tensor) {
                 let message = "stands twice in `state_dict_metadata`";
                 return Err(Fault::new(ErrorKind::DuplicateTensor, message).tensor(fqn));
             }
@@ -332,6 +343,18 @@ impl<'v> MetadataReader<'_, 'v> {
             return Err(Fault::new(ErrorKind::TensorMissing, message));
         }
         Ok(chosen)
+    }
+
+    /// Whether the tensor has no dimensions and a name without a container, as a step number has.
+    fn is_scalar(&mut self, fqn: &str, id: NodeId) -> Result<bool, Fault> {
+        if fqn.contains('.') {
+            return Ok(false);
+        }
+        let [size] = self.attributes(id, &["TensorStorageMetadata"], ["size"])?;
+        match size {
+            Some(size) => Ok(self.natural(size, "size")?.is_empty()),
+            None => Ok(false),
+        }
     }
 
     /// Refuses shown tensors that Megatron has saved in another shape.
@@ -376,6 +399,7 @@ impl<'v> MetadataReader<'_, 'v> {
         let mut planned = Vec::new();
         for part in self.values.parts(chunks) {
             let Part::Item(chunk) = part else { return Err(unknown("`chunks`")) };
+            self.spend(STEPS_OF_BYTE * CHUNK_LEN)?;
             let found = self.attributes(chunk, &["ChunkStorageMetadata"], ["offsets", "sizes"])?;
             let [Some(offsets), Some(sizes)] = found else {
                 return Err(unknown("`ChunkStorageMetadata`"));
@@ -418,12 +442,15 @@ impl<'v> MetadataReader<'_, 'v> {
         let state = self.state(properties).ok_or_else(form)?;
         let fields: Vec<NodeId> = values.tuple(state).ok_or_else(form)?.take(2).collect();
         let [element, layout] = fields.as_slice() else { return Err(form()) };
-        if let Some((function, args)) = values.call(*layout)
-            && values.global(function) == Some(("torch.serialization", "_get_layout"))
-            && let Some(name) = values.array::<1>(args).and_then(|[name]| values.text(name))
-            && name != "torch.strided"
-        {
-            let message = format!("has the layout {}, which has no plain form", quoted(name));
+        let call = values.call(*layout);
+        let args = call
+            .filter(|(function, _)| {
+                values.global(*function) == Some(("torch.serialization", "_get_layout"))
+            })
+            .and_then(|(_, args)| values.array::<1>(args));
+        let layout = args.and_then(|[name]| values.text(name)).ok_or_else(form)?;
+        if layout != "torch.strided" {
+            let message = format!("has the layout {}, which has no plain form", quoted(layout));
             return Err(wrong(message));
         }
         let named = values.global(*element).and_then(|(module, name)| dtype(module, name));

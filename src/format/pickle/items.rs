@@ -229,8 +229,8 @@ fn parse_item(
     }
     if tensor.shape != chunk.shape {
         let message = format!(
-            "its chunk at {:?} has the shape {:?} by `.metadata`, and {:?} in this file; save the \
-             checkpoint again",
+            "its chunk at {:?} has the shape {:?} by `.metadata`, and {:?} in this file, so that torch \
+             cannot load it either; save it as a whole tensor (`full_tensor()`), or on another mesh",
             chunk.offset, chunk.shape, tensor.shape
         );
         return Err(Fault::new(ErrorKind::DcpOffsets, message).into());

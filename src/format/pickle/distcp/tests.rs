@@ -49,6 +49,7 @@ fn a_value_of_another_form_is_refused_with_what_it_is() {
         (b"Metadata\x94", b"Metadatb\x94", ErrorKind::HeaderDecode, "in place of a `Metadata`"),
         (b"float32", b"float33", ErrorKind::UnknownDtype, "`torch.float33`"),
         (b"torch.strided", b"torch.sparse_", ErrorKind::HeaderDecode, "`torch.sparse_`"),
+        (b"_get_layout", b"_gut_layout", ErrorKind::HeaderDecode, "`TensorProperties`"),
         (b"__1_0.distcp", b"../0.distcp_", ErrorKind::UnsafePath, "`../0.distcp_`"),
         (b"__1_0.distcp", b"__1_0.distcx", ErrorKind::UnsafePath, "`__1_0.distcx`"),
         (b"storage_data", b"storage_dato", ErrorKind::HeaderDecode, "`storage_data`"),
@@ -151,20 +152,22 @@ fn a_file_of_safetensors_has_the_chunks_that_the_metadata_places_in_it() {
 }
 
 /// The names that are shown of tensors with these paths, and the note on the others. A path is a name
-/// whose containers are set apart by slashes, one without planner data begins with `=`.
+/// whose containers are set apart by slashes, one without planner data begins with `=`. A scalar begins
+/// with `#`.
 fn shown(paths: &[&str]) -> (Vec<String>, Option<String>) {
     let names: Vec<String> =
-        paths.iter().map(|path| path.trim_start_matches('=').replace('/', ".")).collect();
+        paths.iter().map(|path| path.trim_start_matches(['=', '#']).replace('/', ".")).collect();
     let mut chosen = Chosen::default();
     for (name, path) in names.iter().zip(paths) {
         let mut key_path = KeyPath::new(name);
-        path.split('/').for_each(|part| match part.parse() {
+        path.trim_start_matches('#').split('/').for_each(|part| match part.parse() {
             Ok(number) => key_path.push(None, Some(number)),
             Err(_) => key_path.push(Some(part), None),
         });
         let key_path = Some(key_path).filter(|key_path| key_path.is_whole());
         assert_eq!(key_path.is_none(), path.starts_with('='), "{path}");
-        assert!(chosen.add(name, key_path, Some(0)));
+        let tensor = KeyedTensor { node: 0, is_scalar: path.starts_with('#') };
+        assert!(chosen.add(name, key_path, Some(tensor)));
     }
     chosen.settle();
     let shown = chosen.shown.iter().map(|ShownTensor { name, .. }| (*name).to_owned());
@@ -195,6 +198,9 @@ fn the_names_are_those_of_the_model_in_the_layouts_of_frameworks() {
             "`chained_0`",
         ),
         (&["=model.a.w", "=lm_head.w"], &["model.a.w", "lm_head.w"], ""),
+        // a step beside the model
+        (&["model/a.w", "#step"], &["a.w"], "`step`"),
+        (&["a.w", "#logit_scale"], &["a.w", "logit_scale"], ""),
         // two models, and none
         (&["model/a.w", "ema/a.w"], &["model.a.w", "ema.a.w"], ""),
         (&["optimizer/state/a.w"], &["optimizer.state.a.w"], ""),

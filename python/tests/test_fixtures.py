@@ -66,7 +66,8 @@ class Bad(TestCase):
 
 
 def for_each_fixture():
-    for entry in GOOD:
+    # The package has no option for the weights of DeepSpeed's optimizer.
+    for entry in (entry for entry in GOOD if "zero=fp32" not in entry.options):
         setattr(Good, f"test_{entry.id}_loads_byte_for_byte", lambda self, e=entry: self.loads(e))
     for entry in BAD:
         if entry.expect == "error":

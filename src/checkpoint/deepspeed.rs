@@ -102,8 +102,7 @@ impl<'a> StateFiles<'a> {
         let last = self.models.keys().chain(self.optimizers.keys()).max().copied().unwrap_or(0);
         let name = self.models.values().next().copied().unwrap_or_default();
         for (files, what) in [(&self.models, "model"), (&self.optimizers, "optimizer")] {
-            let missing = (0..=last).zip(files.keys().map(Some).chain(std::iter::repeat(None)));
-            if let Some((rank, _)) = { missing }.find(|(rank, found)| Some(rank) != *found) {
+            if let Some(rank) = (0..=last).find(|rank| !files.contains_key(rank)) {
                 let message = format!(
                     "{} {what} states found, those of rank {rank} are missing; the ranks may have saved \
                      them on other machines: copy all into one folder",

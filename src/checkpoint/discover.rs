@@ -154,7 +154,8 @@ pub(super) struct Discovered {
 pub(super) fn open_weights(
     folder: &Folder,
     only: Option<&str>,
-    (secret, zero): (Option<&Secret>, ZeroWeights),
+    secret: Option<&Secret>,
+    zero: ZeroWeights,
 ) -> (Weights, Reserved) {
     let states = only.is_none().then(|| folder.state_files()).flatten();
     let states = states.map(|states| states.members(zero)).unwrap_or_default();
@@ -174,7 +175,7 @@ pub(super) fn open_weights(
         })
         .collect();
     let (mut weights, mut reserved) = open_headers(&folder.path, &files, folder_max(), secret);
-    if folder.reads_distcp(only) {
+    if is_distributed {
         let distributed = open_distributed(folder);
         weights.extend(distributed.files);
         reserved.add(distributed.reserved);

@@ -166,13 +166,14 @@ impl Folder {
     /// Whether it has files of torch with pickles that count as weights, by their names.
     pub(super) fn has_pickles(&self, only: Option<&str>) -> bool {
         let mut names = self.files.iter().filter_map(|file| file.name.to_str());
-        (names.any(names::is_of_torch) && self.reads_torch(only)) || self.reads_distcp(only)
+        (names.any(names::is_of_torch) && self.reads_torch(only))
+            || self.reads_distcp(only)
+            || (only.is_none() && self.state_files().is_some())
     }
 
     /// Whether it has names that can be part of a set. `only` is the name of the source if that is one file.
     pub(super) fn has_weights(&self, only: Option<&str>) -> bool {
         self.names().any(|name| names::is_weights_or_map(name) || only == Some(name))
             || self.has_pickles(only)
-            || (only.is_none() && self.state_files().is_some())
     }
 }

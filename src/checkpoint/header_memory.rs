@@ -65,9 +65,7 @@ impl Reserved {
         *in_use += len;
         Ok(Reserved(len))
     }
-}
 
-impl Reserved {
     /// Adds another reservation to this one.
     pub(super) fn add(&mut self, mut other: Reserved) {
         self.0 += std::mem::take(&mut other.0);

@@ -197,9 +197,7 @@ impl<'a> FolderIndex<'a> {
     /// Whether the folder has any name that can be part of a set, or cause its refusal.
     pub(super) fn has_files(&self) -> bool {
         // No index of files of torch is kept.
-        let only = self.tree.only.as_deref();
-        !self.folder.has_pickles(only)
-            && (only.is_some() || self.folder.state_files().is_none())
+        !self.folder.has_pickles(self.tree.only.as_deref())
             && (!self.files().is_empty() || self.unusable().next().is_some())
     }
 

@@ -358,7 +358,7 @@ def main():
     server = ObjectServer(page=int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
     server.start()
     print(server.port, flush=True)
-    # It ends with whoever started it.
+    # The end of the input is the end of the program that started this one.
     sys.stdin.read()
 
 

@@ -29,7 +29,7 @@ class Want(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return _elements(self.box) * self.bits // 8
+        return elements_of(self.box) * self.bits // 8
 
 
 class Segment(NamedTuple):
@@ -42,7 +42,7 @@ class Segment(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return _elements(self.box) * self.want.bits // 8
+        return elements_of(self.box) * self.want.bits // 8
 
     @property
     def offset(self) -> int:
@@ -207,5 +207,6 @@ def _narrowed(segment: Segment, dim: int, low: int, high: int) -> Segment:
     return segment._replace(box=(*segment.box[:dim], (low, high), *segment.box[dim + 1 :]))
 
 
-def _elements(box: Box) -> int:
+def elements_of(box: Box) -> int:
+    """The number of elements of a box."""
     return math.prod(stop - start for start, stop in box)

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import itertools
 import json
-import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
@@ -158,7 +157,7 @@ class Team:
         several = [piece for pieces in schedule.shared.values() for piece in pieces]
         shared = sorted({one.want for piece in several for one in piece.segments}, key=str)
         blocks = _Blocks(self.group, operation, loader.plan(checkpoint, [_native(want, None) for want in shared]), shared)
-        mine = [piece for piece in (*schedule.alone[me], *schedule.shared[me])]
+        mine = (*schedule.alone[me], *schedule.shared[me])
         shape_of = _shapes(checkpoint)
         segments = [part for piece in mine for one, part in piece.reads(shape_of(piece.position)) if one.want in blocks]
         requests, memory = [], []
@@ -407,12 +406,9 @@ def want_of(info: Info, part: Part, cast: str | None = None, nbytes: int = 0) ->
     """The request for a tensor or a part of it; with a cast, of this length."""
     whole = tuple((0, size) for size in info.shape)
     box = whole if part is None else tuple(part)
-    elements, length = (_elements(whole), info.nbytes) if cast is None else (_elements(box), nbytes)
+    elements = _requests.elements_of(whole if cast is None else box)
+    length = info.nbytes if cast is None else nbytes
     return Want(info.position, box, cast, length * 8 // elements if elements else 8)
-
-
-def _elements(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
 
 
 def _native(want: Want, address: int | None, box: Box | None = None) -> tuple[int, Part, str | None, int | None]:

@@ -30,7 +30,7 @@ impl Location {
         let url = path.to_str().ok_or("the URL is not UTF-8")?;
         let (scheme, rest) = url.split_once("://").ok_or("is not a URL")?;
         let authority = rest.split('/').next().unwrap_or_default();
-        let is_s3 = scheme.eq_ignore_ascii_case("s3");
+        let is_s3 = scheme == "s3";
         if authority.contains('@') {
             let why = "user names and passwords do not belong into a URL, where others see them";
             return Err(why.to_owned());

@@ -34,16 +34,13 @@ class GroupLoads:
         """Pairs of name and tensor in this order, batch by batch of at most `most` bytes. An iterator that is left early
         is an error on the other ranks."""
         batches = _batches([(self._opened._info(name), None) for name in names], most)
-        is_over = False
         try:
             for batch in batches:
                 tensors = self._opened._group().load(self._opened._reader(), self._gpu, lambda: batch)
                 for info, _ in batch:
                     yield info.name, tensors.pop(info.name)
-            is_over = True
         except GeneratorExit:
-            if not is_over:
-                self._opened._group().leave("it left the loop over the tensors")
+            self._opened._group().leave("it left the loop over the tensors")
             raise
 
     def close(self) -> None:

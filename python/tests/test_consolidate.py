@@ -275,18 +275,24 @@ class Consolidate(TestCase):
         self.assertFalse(self.out.exists())
 
     def test_an_interrupted_copy_leaves_nothing(self):
-        large = self.tmp / "large.safetensors"
+        source, place = self.tmp / "slow", self.tmp / "place"
+        for folder in (source, place):
+            folder.mkdir()
+        large = source / "large.safetensors"
         header = json.dumps({"t": {"dtype": "U8", "shape": [10**9], "data_offsets": [0, 10**9]}}).encode()
         large.write_bytes(len(header).to_bytes(8, "little") + header)
         os.truncate(large, 8 + len(header) + 10**9)
         code = "import sys, tensorfs; tensorfs.consolidate(sys.argv[1], sys.argv[2])"
-        process = subprocess.Popen([sys.executable, "-c", code, large, self.out], stderr=subprocess.PIPE)
-        partial = self.tmp / ".out.tensorfs-partial/parts/0"
-        wait_until(partial.exists, 30, "the partial file")
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        with FaultFs(source) as slow, slow.lifted():
+            # Slow enough that it cannot end before the signal.
+            slow.tell("delay", "*.safetensors", 300)
+            words = [sys.executable, "-c", code, slow.path / large.name, place / "out"]
+            with subprocess.Popen(words, stderr=subprocess.PIPE) as process:
+                wait_until((place / ".out.tensorfs-partial/parts/0").exists, 30, "the partial file")
+                process.send_signal(signal.SIGINT)
+                _, error = process.communicate(timeout=60)
         self.assertIn(b"KeyboardInterrupt", error)
-        self.assertEqual(sorted(os.listdir(self.tmp)), ["large.safetensors", "src"])
+        self.assertEqual(os.listdir(place), [])
 
     def test_config_gives_the_small_files_that_a_mount_with_it_shows(self):
         base = self.tmp / "base"
@@ -336,13 +342,12 @@ os._exit(0)
         place = self.tmp / "place"
         place.mkdir()
         with FaultFs(large) as source, source.lifted():
-            source.tell("delay", "*.safetensors", 20)
+            source.tell("stall", "*.safetensors", 32 << 20)
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
             words = [sys.executable, "-c", code, source.path, place / "out", str(seconds)]
             with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
-                wait_until((place / ".out.tensorfs-partial").exists, 30, "the partial file")
-                source.tell("stall", "*.safetensors")
                 wait_until(source.parked, 30, "a read that stalls")
+                self.assertTrue((place / ".out.tensorfs-partial").exists())
                 action(process)
                 said = [process.stdout.readline() for _ in "12"]
                 # It cannot end before.

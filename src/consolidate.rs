@@ -13,7 +13,7 @@ mod target;
 mod tensor_writer;
 mod tensorizer;
 
-use std::fs::{File, Metadata, Permissions};
+use std::fs::{Metadata, Permissions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -28,6 +28,7 @@ pub use source_files::SourceFiles;
 pub use tensor_writer::{TensorBytes, TensorWriter, WriteAt, WriteKey};
 pub use tensorizer::TensorizerFile;
 
+use self::copy::NewPlace;
 use self::target::UnalignedTarget;
 use crate::atomic_file::{TemporaryFile, folder_of, sync_folder};
 use crate::error::{Error, Result, shown_path};
@@ -101,7 +102,8 @@ impl Copier {
         let mut partial =
             TemporaryFile::create_claimed(target, mode.in_folder(folder)).map_err(failed)?;
         mode.narrow(partial.file()).map_err(failed)?;
-        self.copy_content(content, (partial.file(), folder, target), options.verify, watch)?;
+        let place = NewPlace { file: partial.file(), folder, shown: target };
+        self.copy_content(content, place, options.verify, watch)?;
         for source in content.sources() {
             source.check()?;
         }
@@ -118,11 +120,11 @@ impl Copier {
 }
 
 impl Copier {
-    /// Writes `content` to `file`, a new file in `folder`. `shown` names it in errors.
+    /// Writes `content` to the new file at `place`.
     fn copy_content(
         &self,
         content: NewFile<'_>,
-        place: (&File, &Path, &Path),
+        place: NewPlace<'_>,
         verify: bool,
         watch: &mut Watch<'_>,
     ) -> Result<()> {

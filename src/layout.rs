@@ -367,12 +367,12 @@ impl Layout {
         bytes: &Range<u64>,
         range: &Range<u64>,
     ) -> (Range<u64>, &[PlacedPiece]) {
-        let wanted = range.start.max(bytes.start) - bytes.start
+        let shown = range.start.max(bytes.start) - bytes.start
             ..range.end.min(bytes.end).saturating_sub(bytes.start);
         let start = if index == 0 { 0 } else { self.tensors[index - 1].pieces_end };
         let pieces = &self.pieces[start as usize..self.tensors[index].pieces_end as usize];
         let cast = self.casts.get(index).copied().flatten();
-        let wanted = cast.map_or(wanted.clone(), |cast| cast.elements_before(&wanted));
+        let wanted = cast.map_or(shown.clone(), |cast| cast.elements_before(&shown));
         let first = pieces.partition_point(|piece| piece.reach <= wanted.start);
         (wanted, &pieces[first..])
     }
@@ -476,7 +476,7 @@ fn located(catalog: &Catalog, fault: Fault) -> Fault {
 
 /// Adds the pieces of `tensor` to `placed`, none for an empty tensor.
 fn place(tensor: &Tensor<'_>, placed: &mut Vec<PlacedPiece>) -> Result<(), Fault> {
-    let own = placed.len();
+    let first_own = placed.len();
     let stored_len = tensor.cast().map_or(tensor.len, |cast| cast.len_before(tensor.len));
     for piece in tensor.pieces().filter(|_| tensor.len > 0) {
         let (runs, reach) = if piece.shape == tensor.shape && piece.is_contiguous() {
@@ -490,7 +490,7 @@ fn place(tensor: &Tensor<'_>, placed: &mut Vec<PlacedPiece>) -> Result<(), Fault
         };
         placed.push(PlacedPiece { shard: piece.shard, source: piece.range.start, reach, runs });
     }
-    let own = &mut placed[own..];
+    let own = &mut placed[first_own..];
     own.sort_by_key(|piece| piece.runs.as_ref().map_or(0, |runs| runs.target_span().start));
     let mut furthest = 0;
     for piece in own {

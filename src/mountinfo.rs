@@ -209,16 +209,16 @@ fn split_layers(value: &[u8]) -> Vec<Vec<u8>> {
 
 /// `36 35 98:0 /root /target opts... - type source superopts`
 fn parse_line(line: &[u8]) -> Option<Mount> {
-    let mut fields = line.split(|&byte| byte == b' ');
-    let mut number = || std::str::from_utf8(fields.next()?).ok()?.parse().ok();
+    let mut of_mount = line.split(|&byte| byte == b' ');
+    let mut number = || std::str::from_utf8(of_mount.next()?).ok()?.parse().ok();
     let (id, parent) = (number()?, number()?);
-    let device = std::str::from_utf8(fields.next()?).ok()?;
+    let device = std::str::from_utf8(of_mount.next()?).ok()?;
     let minor = device.split_once(':')?.1.parse().ok()?;
-    let target = PathBuf::from(unescape(fields.nth(1)?));
-    let mut fields = fields.skip_while(|field| *field != b"-");
-    let fstype = String::from_utf8_lossy(fields.nth(1)?).into_owned();
-    let source = unescape(fields.next()?).to_string_lossy().into_owned();
-    let mut flags = fields.next().unwrap_or_default().split(|&byte| byte == b',');
+    let target = PathBuf::from(unescape(of_mount.nth(1)?));
+    let mut of_file_system = of_mount.skip_while(|field| *field != b"-");
+    let fstype = String::from_utf8_lossy(of_file_system.nth(1)?).into_owned();
+    let source = unescape(of_file_system.next()?).to_string_lossy().into_owned();
+    let mut flags = of_file_system.next().unwrap_or_default().split(|&byte| byte == b',');
     let user_id = flags.find_map(|flag| flag.strip_prefix(b"user_id="));
     let owner = user_id.and_then(|owner| std::str::from_utf8(owner).ok()?.parse().ok());
     Some(Mount { id, parent, minor, target, fstype, source, owner })
@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn a_mount_is_seen_unless_another_one_lies_on_it_or_on_a_folder_above() {
-        let table = |lines: &[(u32, u32, &str)]| -> Vec<Mount> {
+        let table_of = |lines: &[(u32, u32, &str)]| -> Vec<Mount> {
             let mount = |&(id, parent, target): &(u32, u32, &str)| Mount {
                 id,
                 parent,
@@ -310,7 +310,7 @@ mod tests {
         };
         let plain = [(28, 1, "/"), (30, 28, "/srv"), (43, 30, "/srv/a")];
         let seen = |more: &[(u32, u32, &str)]| {
-            let table = table(&[&plain[..], more].concat());
+            let table = table_of(&[&plain[..], more].concat());
             seen_at(table.iter().find(|mount| mount.id == 43).unwrap(), &table)
         };
         assert_eq!(seen(&[]), 43);
@@ -322,7 +322,7 @@ mod tests {
         // Another mount has the same place on the one that covers the folder.
         assert_eq!(seen(&[(50, 30, "/srv"), (51, 50, "/srv/a")]), 51);
         // The root of the process is a plain folder, or a mount that is its own parent.
-        let table = table(&[(30, 1, "/srv"), (43, 30, "/srv/a"), (7, 7, "/"), (8, 7, "/b")]);
+        let table = table_of(&[(30, 1, "/srv"), (43, 30, "/srv/a"), (7, 7, "/"), (8, 7, "/b")]);
         assert_eq!((seen_at(&table[1], &table), seen_at(&table[3], &table)), (43, 8));
     }
 

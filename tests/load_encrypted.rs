@@ -59,7 +59,7 @@ fn written(folder: &Path, dtype: Dtype, data: &[Vec<u8>]) -> Arc<Checkpoint> {
     let writer = TensorWriter::new(0, ENTRIES_LEN);
     let mut writer = writer.encrypted(&WriteKey::new(DataKey::new(&KEY), None));
     let headers = writer.describe(&tensors, &path).expect("it works");
-    writer.write(&headers, &InMemory(data), (&file, &path), &mut |_| Ok(())).expect("it works");
+    writer.write(&headers, &InMemory(data), &file, &path, &mut |_| Ok(())).expect("it works");
     writer.finish(&file, &path).expect("it works");
     let secret = Some(Arc::new(Secret::key(&KEY).expect("it works")));
     Checkpoint::open_with(folder, &OpenOptions { secret, ..OpenOptions::default() })

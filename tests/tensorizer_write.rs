@@ -53,7 +53,7 @@ fn written(tensors: &[NewTensor], data: &[Vec<u8>], calls: &[usize], is_seen: bo
         let headers = writer.describe(&tensors[first..first + count], &path).expect("it works");
         let bytes = InMemory { data: &data[first..first + count], is_seen };
         let mut progress = |_| Ok(());
-        writer.write(&headers, &bytes, (&file, &path), &mut progress).expect("it works");
+        writer.write(&headers, &bytes, &file, &path, &mut progress).expect("it works");
         writer.finish(&file, &path).expect("it works");
         first += count;
     }
@@ -165,7 +165,7 @@ fn encrypted_tensors_open_piece_by_piece_and_have_the_hash_of_their_plain_data()
         let mut writer = writer.encrypted(&WriteKey::new(DataKey::new(&[9; 32]), derivation));
         let headers = writer.describe(&tensors, &path).unwrap();
         let bytes = InMemory { data: &data, is_seen: true };
-        writer.write(&headers, &bytes, (&file, &path), &mut |_| Ok(())).unwrap();
+        writer.write(&headers, &bytes, &file, &path, &mut |_| Ok(())).unwrap();
         writer.finish(&file, &path).unwrap();
         let file = std::fs::read(&path).unwrap();
         assert_eq!((file[5], file[9], file.len() as u64), (3, 0, writer.end()));
@@ -220,8 +220,7 @@ fn a_long_file_has_the_same_bytes_if_its_space_is_reserved_before_each_call() {
             let headers = writer.describe(&tensors[part.clone()], &path).unwrap();
             file.reserve(writer.end()).unwrap();
             let bytes = InMemory { data: &data[part], is_seen };
-            let target = (file.writer(), &*path);
-            writer.write(&headers, &bytes, target, &mut |_| Ok(())).unwrap();
+            writer.write(&headers, &bytes, file.writer(), &path, &mut |_| Ok(())).unwrap();
             writer.finish(file.writer(), &path).unwrap();
         }
         file.publish().unwrap();

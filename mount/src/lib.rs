@@ -21,8 +21,8 @@ pub fn main() -> ExitCode {
     daemon::inherited::restore_signals();
     daemon::allocator::keep_small();
     let mut args = std::env::args_os();
-    let name = args.next();
-    let name = name.as_deref().map(Path::new).and_then(Path::file_name);
+    let program = args.next();
+    let name = program.as_deref().map(Path::new).and_then(Path::file_name);
     let first = args.next();
     // `mount -t fuse.tensorfs` runs `tensorfs SOURCE TARGET -o ...`.
     let called_with_source =

@@ -347,10 +347,8 @@ pub(crate) fn secret_of(word: Option<SecretWord>) -> tensorfs::Result<Option<Arc
 pub(crate) type Demands = (Option<u64>, Option<PathBuf>);
 
 /// The options with these demands, and none else.
-pub(crate) fn demanding(
-    (expect_shards, reference): Demands,
-    secret: Option<Arc<Secret>>,
-) -> OpenOptions {
+pub(crate) fn demanding(demands: Demands, secret: Option<Arc<Secret>>) -> OpenOptions {
+    let (expect_shards, reference) = demands;
     OpenOptions { expect_shards, reference, secret, ..OpenOptions::default() }
 }
 

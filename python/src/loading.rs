@@ -101,7 +101,7 @@ impl Loader {
         checkpoint: &tensorfs::Checkpoint,
         requests: Vec<TensorRequest>,
     ) -> PyResult<Plan> {
-        let planned = py.detach(|| {
+        let outcome = py.detach(|| {
             let check = |needed| match self.0.gpu {
                 None => loader.check_memory(checkpoint, needed),
                 Some(ordinal) => room_of_gpu(ordinal, needed),
@@ -110,7 +110,7 @@ impl Loader {
             let plan = loader.plan(checkpoint, &requests);
             check(plan.as_ref().map_or(0, plan::Plan::needed)).map(|()| plan)
         });
-        let planned = planned.map_err(|e: tensorfs::Error| match self.0.gpu {
+        let planned = outcome.map_err(|e: tensorfs::Error| match self.0.gpu {
             None => PyMemoryError::new_err(e.to_string()),
             Some(_) => raised(py, &e, None),
         })?;

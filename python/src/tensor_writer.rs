@@ -155,7 +155,7 @@ impl OpenWriter {
             true => Err(Error::cancelled("interrupted")),
             false => Ok(()),
         };
-        writer.write(&headers, bytes, (target.writer(), target.shown()), &mut progress)
+        writer.write(&headers, bytes, target.writer(), target.shown(), &mut progress)
     }
 
     fn sync(&mut self) -> tensorfs::Result<()> {
@@ -274,11 +274,11 @@ impl TensorizerWriter {
 
     /// Makes the list long enough for these tensors.
     fn reserve(&self, py: Python<'_>, tensors: Vec<GivenTensor>) -> PyResult<()> {
-        let new = tensors.into_iter().map(|(name, kind, module, dtype, shape, _, len)| {
+        let announced = tensors.into_iter().map(|(name, kind, module, dtype, shape, _, len)| {
             let data_len = len.map(|len| len as u64);
             NewTensor { name, kind, module, dtype, shape, data_len }
         });
-        let new: Vec<NewTensor> = new.collect();
+        let new: Vec<NewTensor> = announced.collect();
         self.run(py, move |open, _| open.reserve(&new))
     }
 

@@ -43,7 +43,7 @@ pub(super) fn of_whole_tensors(
     for one in &refs {
         let Stored { name, dtype, shape, start } =
             tensors[one.shard as usize].get(one.index as usize);
-        columns.push_whole(name, dtype, shape, (ShardId(one.shard), start));
+        columns.push_whole(name, dtype, shape, ShardId(one.shard), start);
     }
     catalog.columns = Arc::new(columns.finish());
     catalog.shapes_recorded = shards.iter().all(|shard| shard.header.records_shapes());
@@ -73,8 +73,8 @@ pub(super) fn of_dcp_shards(
     let mut shapes_recorded = !refs.is_empty();
     for same in by_tensor() {
         if let Some((whole, recorded)) = alone(same, &pieces) {
-            let place = (ShardId(same[0].shard), whole.start);
-            columns.push_whole(name(&same[0]), whole.dtype, whole.shape, place);
+            let shard = ShardId(same[0].shard);
+            columns.push_whole(name(&same[0]), whole.dtype, whole.shape, shard, whole.start);
             shapes_recorded &= recorded;
             continue;
         }
@@ -382,8 +382,13 @@ pub(super) fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         }
     }
     let shards = shards.iter().map(|shard| Shard::of(shard)).collect();
-    let metadata = metadata.map(Arc::new);
-    Ok(Catalog { shards, columns: Arc::default(), metadata, shapes_recorded: false, notes })
+    Ok(Catalog {
+        shards,
+        columns: Arc::default(),
+        metadata: metadata.map(Arc::new),
+        shapes_recorded: false,
+        notes,
+    })
 }
 
 fn note(notes: &mut Vec<String>, line: impl FnOnce() -> String) {

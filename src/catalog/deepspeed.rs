@@ -102,7 +102,7 @@ pub(super) fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     for (name, source) in &names {
         match &sources[*source] {
             ModelSource::Whole { dtype, shape, shard, start } => {
-                columns.push_whole(name, *dtype, shape, (*shard, *start));
+                columns.push_whole(name, *dtype, shape, *shard, *start);
             }
             ModelSource::Flat(tensor) => {
                 let found = tensor.found();
@@ -447,14 +447,15 @@ impl<'a> ZeroFiles<'a> {
             let numel = numel_of(param)?;
             let each = numel.div_ceil(ranks);
             let mut pieces = Vec::new();
-            let mut dtype = None;
+            let mut first_dtype = None;
             for (rank, ((id, _), frozen)) in (0..).zip(self.models.iter().zip(&others)) {
                 let found = frozen.get(param.name.as_str());
-                let run =
-                    found.filter(|found| found.0.shape == param.shape).and_then(|found| found.1);
-                let run = run.filter(|run| {
-                    run.numel == each && *dtype.get_or_insert(run.dtype) == run.dtype
-                });
+                let run = found
+                    .filter(|found| found.0.shape == param.shape)
+                    .and_then(|found| found.1)
+                    .filter(|run| {
+                        run.numel == each && *first_dtype.get_or_insert(run.dtype) == run.dtype
+                    });
                 let Some(run) = run else {
                     let message = format!(
                         "rank {rank} does not have its {each} elements of {:?}, as a tensor that is not \
@@ -467,7 +468,7 @@ impl<'a> ZeroFiles<'a> {
                 let first = (rank * each).min(numel);
                 pieces.extend(pieces_in(&[(*id, run)], 0, first..(first + each).min(numel)));
             }
-            let dtype = dtype.unwrap_or(Dtype::F32);
+            let dtype = first_dtype.unwrap_or(Dtype::F32);
             all.push((param.name.clone(), flat_tensor(dtype, param, pieces)));
         }
         Ok(all)

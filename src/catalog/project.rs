@@ -78,7 +78,7 @@ impl Catalog {
             }
             if joined.pieces.is_empty() {
                 let first = tensor.first_piece();
-                columns.push_whole(name, dtype, &joined.shape, (first.shard, first.range.start));
+                columns.push_whole(name, dtype, &joined.shape, first.shard, first.range.start);
             } else {
                 columns.push(name, dtype, &joined.shape, &joined.pieces, &joined.replicas);
             }
@@ -195,7 +195,7 @@ fn push_whole(columns: &mut Builder, name: &str, dtype: Dtype, tensor: &Tensor<'
         (1, Some(one))
             if one.shape == tensor.shape && one.is_contiguous() && replicas.peek().is_none() =>
         {
-            columns.push_whole(name, dtype, tensor.shape, (one.shard, one.range.start));
+            columns.push_whole(name, dtype, tensor.shape, one.shard, one.range.start);
         }
         _ => {
             let pieces: Vec<BoxSlice> = tensor.pieces().map(slice).collect();
@@ -371,8 +371,8 @@ mod tests {
                 catalog = joined;
             }
             // A step that changes nothing keeps boxes inside larger ones.
-            let same = Projected { name: "same", from: ProjectedFrom::Whole(0), dtype: Dtype::Bf16 };
-            let same = catalog.project([same].into_iter()).unwrap();
+            let one = Projected { name: "same", from: ProjectedFrom::Whole(0), dtype: Dtype::Bf16 };
+            let same = catalog.project([one].into_iter()).unwrap();
             prop_assert_eq!(places(&same.tensor_at(0)), places(&catalog.tensor_at(0)));
         }
     }

@@ -375,7 +375,8 @@ impl Builder {
         name: &str,
         dtype: Dtype,
         shape: &[u64],
-        (shard, start): (ShardId, u64),
+        shard: ShardId,
+        start: u64,
     ) {
         self.columns.pieces.push(PieceRow { shard, box_id: WHOLE, start });
         self.push_head(name, dtype, shape);

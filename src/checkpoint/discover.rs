@@ -157,8 +157,12 @@ pub(super) fn open_weights(
     secret: Option<&Secret>,
     zero: ZeroWeights,
 ) -> (Weights, Reserved) {
-    let states = only.is_none().then(|| folder.state_files()).flatten();
-    let states = states.map(|states| states.members(zero)).unwrap_or_default();
+    let states = only
+        .is_none()
+        .then(|| folder.state_files())
+        .flatten()
+        .map(|states| states.members(zero))
+        .unwrap_or_default();
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
     let reads_torch = folder.reads_torch(only);
     // The files of a distributed checkpoint are read by its `.metadata`.
@@ -246,7 +250,7 @@ fn open_headers(
     });
     let mut weights: Weights = refused.collect();
     // The thread that reads a header takes the file out of its lock.
-    let opened: Vec<_> =
+    let to_read: Vec<_> =
         opened.into_iter().map(|(index, unread)| (index, Mutex::new(Some(unread)))).collect();
     let heads = Arc::new(Heads::without_notes());
     let read = |(index, unread): &(usize, Mutex<Option<Result<Unread>>>)| {
@@ -260,7 +264,7 @@ fn open_headers(
             None => Vec::new(),
         }
     };
-    weights.extend(map_files(&opened, read).into_iter().flatten());
+    weights.extend(map_files(&to_read, read).into_iter().flatten());
     (weights, reserved)
 }
 
@@ -650,8 +654,8 @@ mod tests {
 
     #[test]
     fn links_to_one_file_share_its_header_and_others_do_not() {
-        let folder = tempfile::tempdir().unwrap();
-        let folder = folder.path();
+        let temp = tempfile::tempdir().unwrap();
+        let folder = temp.path();
         let first = weight_file(folder, "a.safetensors", "x");
         std::fs::hard_link(&first.path, folder.join("b.safetensors")).unwrap();
         let files = [
@@ -670,8 +674,8 @@ mod tests {
 
     #[test]
     fn headers_that_are_too_many_for_a_folder_are_refused_by_name_and_the_first_are_read() {
-        let folder = tempfile::tempdir().unwrap();
-        let folder = folder.path();
+        let temp = tempfile::tempdir().unwrap();
+        let folder = temp.path();
         let names = ["a.safetensors", "b.safetensors", "c.safetensors"];
         let files = names.map(|name| weight_file(folder, name, "x"));
         let named: Vec<(&str, &File)> = names.into_iter().zip(&files).collect();

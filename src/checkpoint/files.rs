@@ -109,14 +109,14 @@ fn open_files(
         return Err(Error::usage("no files: name at least one"));
     };
     let folder = folder_of(first)?;
-    let mut named = BTreeMap::new();
+    let mut by_name = BTreeMap::new();
     for file in files {
         let (name, path) = name_in(&folder, file)?;
-        if named.insert(name.clone(), path).is_some() && map.is_none() {
+        if by_name.insert(name.clone(), path).is_some() && map.is_none() {
             return Err(Error::usage(format!("{}: is named twice", shown_path(file))));
         }
     }
-    let named: Vec<(String, PathBuf)> = named.into_iter().collect();
+    let named: Vec<(String, PathBuf)> = by_name.into_iter().collect();
     let heads = Arc::new(Heads::default());
     let store = Store::of(&folder);
     let open = |(name, path): &(String, PathBuf)| {
@@ -159,9 +159,11 @@ fn of_shards(
         || kind != SetKind::Dcp
         || catalog.shapes_recorded;
     let source = |name: &str| loaded.iter().find(|file| file.shard.name == name);
-    let sources =
-        catalog.shards.iter().filter_map(|shard| Some(source(&shard.name)?.source.clone()));
-    let sources: Vec<Arc<Source>> = sources.collect();
+    let sources: Vec<Arc<Source>> = catalog
+        .shards
+        .iter()
+        .filter_map(|shard| Some(source(&shard.name)?.source.clone()))
+        .collect();
     let view = View::default();
     let presented = present(catalog, kind, &output, &view, read_config)
         .map_err(|fault| Error::refused(&folder, fault))?;

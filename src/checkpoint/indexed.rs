@@ -239,7 +239,7 @@ impl<'a> FolderIndex<'a> {
             let kind = SetKind::from_word(&record.kind).ok_or("has a set of an unknown kind")?;
             let (name, files) = (record.name.clone(), std::mem::take(&mut record.files));
             let judged = alone || !kind.is_one_file();
-            let outcome = self.checkpoint(record, presented, (kind, judged), &index.files)?;
+            let outcome = self.checkpoint(record, presented, kind, judged, &index.files)?;
             proved.sets.push(Set {
                 name,
                 kind,
@@ -257,7 +257,8 @@ impl<'a> FolderIndex<'a> {
         &self,
         record: SetRecord,
         presented: Option<PresentedRecord>,
-        (kind, judged): (SetKind, bool),
+        kind: SetKind,
+        judged: bool,
         files: &[FileRecord],
     ) -> Result<crate::Result<Checkpoint>, String> {
         let (catalog, options) = (record.catalog, self.options());
@@ -295,12 +296,12 @@ impl<'a> FolderIndex<'a> {
             Ok(proved) => proved,
             Err(error) => return Ok(Err(error)),
         };
-        let presented = with_config_of(self.folder, options, |config| {
+        let outcome = with_config_of(self.folder, options, |config| {
             let view = &options.view;
             let recorded = presented.and_then(|set| presented_as_recorded(&catalog, set, view));
             recorded.map_or_else(|| present(catalog, kind, &record.name, view, config), Ok)
         });
-        let presented = match presented {
+        let presented = match outcome {
             Ok(presented) => presented,
             Err(fault) => return Ok(Err(Error::refused(&self.folder.path, fault))),
         };
@@ -323,14 +324,15 @@ impl<'a> FolderIndex<'a> {
         let files = self.files().into_iter().filter(|(name, _)| {
             names::weight_map_output(name).is_some() || name.ends_with(manifest::SUFFIX)
         });
-        let look = |file: &File| {
+        let look = |file: &File| -> crate::Result<_> {
             let source = file.store.open(&file.path)?;
             let hash = source.hash_ranges(std::slice::from_ref(&(0..source.len())))?;
             source.check()?;
             Ok((source.version().lasting(), hash))
         };
-        let look = |file| look(file).map_err(|e: crate::Error| e.to_string());
-        files.map(|(name, file)| (name.to_owned(), look(file))).collect()
+        files
+            .map(|(name, file)| (name.to_owned(), look(file).map_err(|error| error.to_string())))
+            .collect()
     }
 
     /// Writes the index if all sets are proved. `before` is the reason why the previous index was

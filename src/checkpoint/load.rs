@@ -75,7 +75,8 @@ pub(super) struct Unread {
 
 impl Unread {
     /// Opens a weight file that is called `name` in its checkpoint.
-    pub(super) fn open(name: &str, (store, path): FilePlace<'_>) -> Result<Unread> {
+    pub(super) fn open(name: &str, place: FilePlace<'_>) -> Result<Unread> {
+        let (store, path) = place;
         Unread::of(name, store.open(path)?, 0)
     }
 
@@ -385,7 +386,8 @@ impl RangeReader for SourceReader<'_> {
 }
 
 /// Reads a whole text file of at most `max` bytes.
-pub(super) fn read_text((store, path): FilePlace<'_>, max: u64) -> Result<Vec<u8>> {
+pub(super) fn read_text(place: FilePlace<'_>, max: u64) -> Result<Vec<u8>> {
+    let (store, path) = place;
     let source = store.open(path)?;
     if source.len() > max {
         let len = source.len();

@@ -105,13 +105,8 @@ impl Tree {
             let header = header_of(&weights, &candidate).map(Arc::as_ptr);
             let link = header.and_then(|header| links.get(&header)).copied();
             let linked = link.and_then(|position| judged[position].outcome.as_ref().ok());
-            let outcome = prove_set(
-                folder,
-                &weights,
-                (candidate, linked),
-                options,
-                alone || !kind.is_one_file(),
-            );
+            let is_judged = alone || !kind.is_one_file();
+            let outcome = prove_set(folder, &weights, candidate, linked, options, is_judged);
             if is_torch && outcome.is_err() {
                 // Nobody takes its files for a model, so they are shown as they are.
                 let files: &BTreeSet<String> = &files;
@@ -221,7 +216,8 @@ fn show_at_parent(parent: &mut Proved, child: &mut Proved) {
 fn prove_set(
     folder: &Folder,
     weights: &Weights,
-    (candidate, linked): (Candidate, Option<&Checkpoint>),
+    candidate: Candidate,
+    linked: Option<&Checkpoint>,
     options: &OpenOptions,
     judged: bool,
 ) -> Result<Checkpoint> {
@@ -289,8 +285,8 @@ fn prove_set(
     let (kind, view) = (candidate.kind, &options.view);
     let name = names::in_format(&candidate.output, view.format);
     let presented =
-        with_config_of(folder, options, |config| present(catalog, kind, &name, view, config));
-    let presented = presented.map_err(refused)?;
+        with_config_of(folder, options, |config| present(catalog, kind, &name, view, config))
+            .map_err(refused)?;
     let set = ProvedSet {
         name,
         kind,

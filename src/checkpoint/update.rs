@@ -480,8 +480,8 @@ mod tests {
             .into_iter()
             .map(|id| {
                 let folder = tree.folder(id);
-                let names = folder.files.iter().map(|file| file.name.to_str().unwrap());
-                let names: Vec<&str> = names.collect();
+                let names: Vec<&str> =
+                    folder.files.iter().map(|file| file.name.to_str().unwrap()).collect();
                 format!("{}: {}", folder.relative.display(), names.join(" "))
             })
             .collect();

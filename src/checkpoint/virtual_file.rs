@@ -230,8 +230,8 @@ impl Checkpoint {
             return Ok(self.clone());
         }
         let catalog =
-            with_config_beside(&self.directory, |config| view.project(&self.catalog, config));
-        let catalog = catalog.map_err(|fault| self.refused(fault))?;
+            with_config_beside(&self.directory, |config| view.project(&self.catalog, config))
+                .map_err(|fault| self.refused(fault))?;
         Ok(Arc::new(Checkpoint {
             catalog,
             is_whole_file: false,

@@ -43,8 +43,7 @@ impl Contents {
         let recorded = Recorded::load(store, &checkpoint.directory);
         let is_plain = !checkpoint.sources().iter().any(|source| source.is_encrypted());
         let admitted = is_plain && recorded.admit(checkpoint).is_ok();
-        let recorded = admitted.then_some(recorded);
-        Contents { checkpoint: checkpoint.clone(), recorded }
+        Contents { checkpoint: checkpoint.clone(), recorded: admitted.then_some(recorded) }
     }
 
     /// Whether checksums of the tensors of all shards are recorded.

@@ -41,6 +41,16 @@ pub struct Copier {
     reused: AtomicU64,
 }
 
+/// Where a new file is written.
+#[derive(Clone, Copy)]
+pub(super) struct NewPlace<'a> {
+    pub(super) file: &'a File,
+    /// The folder that has the file.
+    pub(super) folder: &'a Path,
+    /// The name of the file in errors.
+    pub(super) shown: &'a Path,
+}
+
 /// A window that was written.
 struct Window {
     /// Its bytes, if they are passed on.
@@ -71,9 +81,9 @@ impl Copier {
         self.reused.fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Writes all bytes of `reader` to `file`, a file in `folder`, and waits until the disk has
-    /// them. `verify`: reads them back and compares. `shown` names the file in errors. With `part` it goes on
-    /// where a killed run stopped, and keeps the journal.
+    /// Writes all bytes of `reader` to the file at `place`, and waits until the disk has them. `verify`:
+    /// reads them back and compares. With `part` it goes on where a killed run stopped, and keeps the
+    /// journal.
     ///
     /// # Errors
     /// Errors of the sources, of the file system and of `watch`, and an I/O error if other bytes
@@ -81,15 +91,16 @@ impl Copier {
     pub(super) fn copy(
         &self,
         reader: &Reader,
-        (file, folder, shown): (&File, &Path, &Path),
+        place: NewPlace<'_>,
         verify: bool,
         watch: &mut Watch<'_>,
         mut part: Option<RecordedPart<'_>>,
     ) -> Result<()> {
+        let NewPlace { file, folder, shown } = place;
         let failed = |e| Error::io(shown, "write", e);
         let mut written = Vec::new();
         if let Some(part) = &part {
-            written = self.still_there(part.written(), (file, reader.len()), watch)?;
+            written = self.still_there(part.written(), file, reader.len(), watch)?;
         }
         let start = written.last().map_or(0, |last| last.range.end);
         self.add_reused(start);
@@ -144,7 +155,8 @@ impl Copier {
     fn still_there(
         &self,
         mut recorded: Vec<WrittenRange>,
-        (file, len): (&File, u64),
+        file: &File,
+        len: u64,
         watch: &mut Watch<'_>,
     ) -> Result<Vec<WrittenRange>> {
         let is_window = |range: &Range<u64>| {

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
-use super::copy::{Copier, Watch};
+use super::copy::{Copier, NewPlace, Watch};
 use super::journal::{Journal, RecordedPart};
 use super::outline::{Outline, OutlineContent, OutlineFile};
 use super::{
@@ -34,6 +34,25 @@ const INNER: &str = "tensorfs";
 /// for whole ones; the folders and files under their names.
 const PARTS: &str = "parts";
 const TREE: &str = "tree";
+
+/// The folder to write to.
+#[derive(Clone, Copy)]
+struct TargetFolder<'a> {
+    out: &'a Path,
+    /// Whether it was there before.
+    exists: bool,
+}
+
+/// A file to write among the parts.
+struct NewPart<'a> {
+    file: &'a OutlineFile,
+    /// Its number among the parts.
+    number: usize,
+    /// Its later name.
+    shown: &'a Path,
+    /// The file that it replaces.
+    replaced: Option<&'a Metadata>,
+}
 
 impl Copier {
     /// Writes all folders and files of `outline` to the folder `out`, which is created if it does not
@@ -80,7 +99,8 @@ impl Copier {
             }
         }
         let place = if exists { partial_path(&out.join(INNER)) } else { beside };
-        let done = self.write_at(outline, &place, job, (out, exists), options, watch);
+        let target = TargetFolder { out, exists };
+        let done = self.write_at(outline, &place, job, target, options, watch);
         // The user may remove the folder that was made meanwhile, and go on.
         if let (Err(_), Some(left)) = (&done, &mut left) {
             left.keep();
@@ -94,15 +114,15 @@ impl Copier {
         outline: &Outline,
         place: &Path,
         job: Digest,
-        (out, exists): (&Path, bool),
+        target: TargetFolder<'_>,
         options: WriteOptions,
         watch: &mut Watch<'_>,
     ) -> Result<()> {
         if std::fs::symlink_metadata(place).is_err() {
-            check_space(folder_of(place), out, outline.len_bytes()?)?;
+            check_space(folder_of(place), target.out, outline.len_bytes()?)?;
         }
-        let mut parts = Parts::open(place, job).map_err(|e| Error::io(out, "write", e))?;
-        let done = self.write_parts(outline, &mut parts, (out, exists), options, watch);
+        let mut parts = Parts::open(place, job).map_err(|e| Error::io(target.out, "write", e))?;
+        let done = self.write_parts(outline, &mut parts, target, options, watch);
         done.map_err(|error| parts.kept_after(error))
     }
 
@@ -110,10 +130,11 @@ impl Copier {
         &self,
         outline: &Outline,
         parts: &mut Parts,
-        (out, exists): (&Path, bool),
+        target: TargetFolder<'_>,
         options: WriteOptions,
         watch: &mut Watch<'_>,
     ) -> Result<()> {
+        let TargetFolder { out, exists } = target;
         let failed = |e| Error::io(out, "write", e);
         if exists {
             check_names(outline, out, options, &parts.journal)?;
@@ -127,7 +148,8 @@ impl Copier {
                 self.all_reused(file.content.len_bytes()?, watch)?;
                 continue;
             }
-            self.write_part(file, (parts, number), (&shown, None), options, watch)?;
+            let new_part = NewPart { file, number, shown: &shown, replaced: None };
+            self.write_part(new_part, parts, options, watch)?;
         }
         for source in outline.files.iter().flat_map(|file| file.content.sources()) {
             source.check()?;
@@ -184,7 +206,8 @@ impl Copier {
         let there = replaceable(target, replace)?;
         let len = file.content.len_bytes()?.saturating_sub(parts.space(1));
         check_space(folder_of(target), target, len)?;
-        let new = self.write_part(file, (parts, 0), (target, there.as_ref()), options, watch)?;
+        let new_part = NewPart { file, number: 0, shown: target, replaced: there.as_ref() };
+        let new = self.write_part(new_part, parts, options, watch)?;
         for source in file.content.sources() {
             source.check()?;
         }
@@ -205,31 +228,30 @@ impl Copier {
         }
     }
 
-    /// Writes one file to its place among `parts`. `shown` is its later name, `there` the file that it
-    /// replaces.
+    /// Writes one file to its place among `parts`.
     fn write_part(
         &self,
-        file: &OutlineFile,
-        (parts, number): (&mut Parts, usize),
-        (shown, there): (&Path, Option<&Metadata>),
+        new_part: NewPart<'_>,
+        parts: &mut Parts,
         options: WriteOptions,
         watch: &mut Watch<'_>,
     ) -> Result<File> {
+        let NewPart { file, number, shown, replaced } = new_part;
         let failed = |e| Error::io(shown, "write", e);
         let sources = match &file.content {
             OutlineContent::Text(_, made_of) => made_of,
             content => content.sources(),
         };
         let mut mode = CopyMode::of(sources)?;
-        if let Some(there) = there {
-            mode.add(there, shown);
+        if let Some(replaced) = replaced {
+            mode.add(replaced, shown);
         }
         let Parts { partial, journal } = parts;
         let folder = partial.path().to_owned();
         let mut part = RecordedPart { partial, journal, number };
         let mut new = part.begin(&self::part(number), mode.in_folder(&folder)).map_err(failed)?;
         mode.narrow(&new).map_err(failed)?;
-        let place = (&new, folder.as_path(), shown);
+        let place = NewPlace { file: &new, folder: &folder, shown };
         let reader = file.content.reader()?;
         let copied = match (&file.content, &reader) {
             (_, Some(reader)) => self.copy(reader, place, options.verify, watch, Some(part)),
@@ -524,9 +546,8 @@ mod tests {
         let mut watch = Watch { progress, bytes: None };
         for (number, file) in outline.files.iter().enumerate() {
             let shown = out.join(&file.path);
-            let place = (&mut parts, number);
-            let options = WriteOptions::default();
-            copier.write_part(file, place, (&shown, None), options, &mut watch).unwrap();
+            let new_part = NewPart { file, number, shown: &shown, replaced: None };
+            copier.write_part(new_part, &mut parts, WriteOptions::default(), &mut watch).unwrap();
         }
         parts.note_whole(outline.files.len()).unwrap();
         for (number, file) in outline.files.iter().enumerate().take(count) {
@@ -601,8 +622,9 @@ mod tests {
         let out = home.path().join("out");
         let mut watch = Watch { progress: &mut |_| Ok(()), bytes: None };
         let mut parts = Parts::open(&partial_path(&out), outline.job().unwrap()).unwrap();
-        let (place, options) = ((&mut parts, 0), WriteOptions::default());
-        copier.write_part(&outline.files[0], place, (&out, None), options, &mut watch).unwrap();
+        let options = WriteOptions::default();
+        let new_part = NewPart { file: &outline.files[0], number: 0, shown: &out, replaced: None };
+        copier.write_part(new_part, &mut parts, options, &mut watch).unwrap();
         parts.partial.keep();
         drop(parts);
         let mut other = outline.clone();
@@ -636,7 +658,8 @@ mod tests {
         let job = outline.job().unwrap();
         let mut parts = Parts::open(&partial_path(&out), job).unwrap();
         let options = WriteOptions::default();
-        copier.write_parts(&outline, &mut parts, (&out, false), options, &mut watch).unwrap();
+        let target = TargetFolder { out: &out, exists: false };
+        copier.write_parts(&outline, &mut parts, target, options, &mut watch).unwrap();
         parts.partial.keep();
         drop(parts);
         copier.write_folder(&outline, &out, options, &mut watch).unwrap();

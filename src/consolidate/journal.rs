@@ -158,9 +158,9 @@ impl Journal {
 
     /// Takes one line. `None` if it is damaged.
     fn read_line(&mut self, line: &str) -> Option<()> {
-        let mut words = line.split(' ');
-        let kind = words.next()?;
-        let words: Vec<&str> = words.collect();
+        let mut parts = line.split(' ');
+        let kind = parts.next()?;
+        let words: Vec<&str> = parts.collect();
         let stamp = |words: &[&str]| -> Option<Stamp> {
             let numbers: Option<Vec<u64>> = words.iter().map(|word| word.parse().ok()).collect();
             numbers?.try_into().ok()

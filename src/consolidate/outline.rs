@@ -221,11 +221,11 @@ impl Outline {
             let content = OutlineContent::Virtual(VirtualFile::new(checkpoint, spec));
             outline.files.push(OutlineFile { path: name(number).into(), content });
         }
-        let map: BTreeMap<&str, String> =
+        let files: BTreeMap<&str, String> =
             numbers.iter().map(|(tensor, &number)| (tensor.as_str(), name(number))).collect();
         let map = serde_json::json!({
             "metadata": { "total_size": catalog.data_len() },
-            "weight_map": map,
+            "weight_map": files,
         });
         let text = format!("{map:#}\n").into_bytes().into();
         let content = OutlineContent::Text(text, checkpoint.sources().into());
@@ -330,8 +330,8 @@ impl Outline {
         if out.as_os_str().as_encoded_bytes().ends_with(b"/") {
             return Err(wrong("the name is one of a file, not of a folder".to_owned()));
         }
-        let file = self.single(source)?;
-        let (found, virtual_format) = self.formats_of(file)?;
+        let shown = self.single(source)?;
+        let (found, virtual_format) = self.formats_of(shown)?;
         // A tensorizer file takes the place of the file that is shown without an option.
         let is_made = named == InputFormat::Tensorizer && found == InputFormat::Safetensors;
         if found != named && !is_made {
@@ -351,7 +351,7 @@ impl Outline {
         if std::fs::metadata(out).is_ok() {
             self.files_to_keep()?.keep(out)?;
         }
-        let mut file = file.clone();
+        let mut file = shown.clone();
         if is_made {
             file.content = OutlineContent::Tensorizer(self.tensorizer_file(&file)?);
         }

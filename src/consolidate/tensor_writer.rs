@@ -254,7 +254,8 @@ impl TensorWriter {
         &mut self,
         headers: &[TensorHeader],
         bytes: &dyn TensorBytes,
-        (target, shown): (&dyn WriteAt, &Path),
+        target: &dyn WriteAt,
+        shown: &Path,
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
         let (key, keep_digests) = (self.key.as_deref(), self.keep_digests);

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::copy::{Copier, Watch};
+use super::copy::{Copier, NewPlace, Watch};
 use super::target::{UnalignedTarget, read_back};
 use super::tensor_writer::{THREADS, TensorBytes, TensorWriter, WriteKey, WrittenRange};
 use crate::checkpoint::{Checkpoint, VirtualFile};
@@ -131,8 +131,8 @@ impl TensorBytes for ReaderTensors<'_> {
 }
 
 impl Copier {
-    /// Writes `file` to `target`, a new file in `folder`, and waits until the disk has it. `verify`:
-    /// reads it back and compares. `shown` names the target in errors.
+    /// Writes `file` to the new file at `place`, and waits until the disk has it. `verify`: reads it back
+    /// and compares.
     ///
     /// # Errors
     /// Errors of the sources, of the file system and of `watch`, and an I/O error if other bytes
@@ -140,10 +140,11 @@ impl Copier {
     pub(super) fn copy_tensors(
         &self,
         file: &TensorizerFile,
-        (target, folder, shown): (&File, &Path, &Path),
+        place: NewPlace<'_>,
         verify: bool,
         watch: &mut Watch<'_>,
     ) -> Result<()> {
+        let NewPlace { file: target, folder, shown } = place;
         let failed = |e| Error::io(shown, "write", e);
         let mut unaligned = UnalignedTarget::cached(target).map_err(failed)?;
         unaligned.reserve(folder, file.len).map_err(failed)?;
@@ -151,7 +152,7 @@ impl Copier {
         let headers = writer.describe(&file.tensors, shown)?;
         let reader = Reader::open(&file.file)?;
         let bytes = ReaderTensors { sweep: &self.sweep, reader, offsets: &file.offsets };
-        writer.write(&headers, &bytes, (&unaligned, shown), watch.progress)?;
+        writer.write(&headers, &bytes, &unaligned, shown, watch.progress)?;
         writer.finish(&unaligned, shown)?;
         let described = headers.first().map_or(0, |first| first.start);
         (watch.progress)(described)?;

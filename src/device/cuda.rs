@@ -248,16 +248,16 @@ impl Gpu {
         let mut device = 0;
         // SAFETY: the pointer is written to.
         check("cuDeviceGet", unsafe { (driver.cuDeviceGet)(&mut device, ordinal as c_int) })?;
-        let mut name = [0u8; 256];
-        let (start, len) = (name.as_mut_ptr().cast(), name.len() as c_int);
+        let mut text = [0u8; 256];
+        let (start, len) = (text.as_mut_ptr().cast(), text.len() as c_int);
         // SAFETY: at most `len` bytes are written there, the text with its zero.
         check("cuDeviceGetName", unsafe { (driver.cuDeviceGetName)(start, len, device) })?;
-        let name = CStr::from_bytes_until_nul(&name).map_or("".into(), CStr::to_string_lossy);
         let mut raw = null_mut();
         // SAFETY: the pointer is written to; `Context` releases the device's context.
         let code = unsafe { (driver.cuDevicePrimaryCtxRetain)(&mut raw, device) };
         check("cuDevicePrimaryCtxRetain", code)?;
-        let name = name.into_owned();
+        let name =
+            CStr::from_bytes_until_nul(&text).map_or("".into(), CStr::to_string_lossy).into_owned();
         Ok(Gpu(Arc::new(Context { driver, ordinal, device, raw, name })))
     }
 

@@ -59,13 +59,13 @@ impl StateFile {
         if stem.ends_with("-model_states") && stem.starts_with("layer_") {
             return Some(StateFile::Layer);
         }
-        let stem = stem.strip_suffix("_optim_states")?;
-        if stem.starts_with("expert_") {
+        let place = stem.strip_suffix("_optim_states")?;
+        if place.starts_with("expert_") {
             return Some(StateFile::Expert);
         }
-        let stem =
-            ["bf16_", "fp16_"].iter().find_map(|dtype| stem.strip_prefix(dtype)).unwrap_or(stem);
-        let (rank, slice) = ranks(stem.strip_prefix("zero_pp_rank_")?)?;
+        let without_dtype =
+            ["bf16_", "fp16_"].iter().find_map(|dtype| place.strip_prefix(dtype)).unwrap_or(place);
+        let (rank, slice) = ranks(without_dtype.strip_prefix("zero_pp_rank_")?)?;
         Some(StateFile::Optimizer { rank, slice })
     }
 }

@@ -119,7 +119,8 @@ fn read_tensor<'a>(
 
 /// The place of the shape at the end of `numbers`. If the shape before it is equal, the last one is
 /// removed and the place of the one before is returned.
-fn same_before(numbers: &mut Vec<u64>, (begin, end): (u32, u32)) -> (u32, u32) {
+fn same_before(numbers: &mut Vec<u64>, shape: (u32, u32)) -> (u32, u32) {
+    let (begin, end) = shape;
     let len = end - begin;
     if begin < len || numbers[(begin - len) as usize..begin as usize] != numbers[begin as usize..] {
         return (begin, end);

@@ -228,8 +228,7 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
             let data_offsets = Range { start: data_offsets.0, end: data_offsets.1 };
             tensors.push(Entry { name, dtype, shape, data_offsets });
         }
-        let metadata = metadata.flatten().map(|map| map.0);
-        Ok(Raw { metadata, tensors })
+        Ok(Raw { metadata: metadata.flatten().map(|map| map.0), tensors })
     }
 }
 

@@ -244,13 +244,13 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
         append(&mut described, &end_mark);
     }
     if encrypted {
-        let tensors =
+        let with_encryption =
             tensors.into_iter().filter_map(|StoredTensor { name, data, encryption, .. }| {
                 Some(EncryptedTensor { name, range: data, encryption: encryption? })
             });
         // A tensor without data has nothing to decrypt, and no piece to try a key with.
-        let tensors = tensors.filter(|tensor| !tensor.range.is_empty());
-        description.encrypted = Some(tensors.collect());
+        let with_data = with_encryption.filter(|tensor| !tensor.range.is_empty());
+        description.encrypted = Some(with_data.collect());
     }
     description.set_numbers(numbers);
     description.described = described;
@@ -556,8 +556,8 @@ fn read_end_mark(
     end: u64,
     file_len: u64,
 ) -> Result<(Range<u64>, Option<u64>), ParseStop> {
-    let mut mark = [0; END_MARK_LEN as usize];
-    let mark = &mut mark[..END_MARK_LEN.min(file_len - end) as usize];
+    let mut room = [0; END_MARK_LEN as usize];
+    let mark = &mut room[..END_MARK_LEN.min(file_len - end) as usize];
     reader.read_exact_at(end, mark)?;
     if mark.iter().all(|&byte| byte == 0) {
         return Ok((end..end + mark.len() as u64, None));

@@ -104,7 +104,7 @@ pub(super) fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'stat
     let mut dtypes: Vec<Dtype> = Vec::new();
     let mut known: HashMap<(Dtype, u32), u64> = HashMap::new();
     let mut kinds = Vec::new();
-    let mut kind_of = |(&dtype, &shape): (&Dtype, &u32)| {
+    let mut number_of = |(&dtype, &shape): (&Dtype, &u32)| {
         let index = dtypes.iter().position(|other| *other == dtype).unwrap_or_else(|| {
             dtypes.push(dtype);
             dtypes.len() - 1
@@ -114,7 +114,7 @@ pub(super) fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'stat
             kinds.len() as u64 - 1
         })
     };
-    let kind_of = tensors.dtypes.iter().zip(&tensors.shapes).map(&mut kind_of).collect();
+    let kind_of = tensors.dtypes.iter().zip(&tensors.shapes).map(&mut number_of).collect();
     let (shared, text) = encode_names(tensors);
     let lists = &tensors.lists;
     let counts = || differences(&tensors.piece_ends);
@@ -256,15 +256,23 @@ fn decode_stored(view: &ViewColumns<'_>, tensors: &TensorColumns) -> Result<Vec<
     if view.stored.is_empty() {
         return Ok(Vec::new());
     }
-    let known: Option<Vec<Dtype>> =
-        view.stored_dtypes.iter().map(|d| Dtype::from_name(d)).collect();
-    let known = known.ok_or("has a dtype that is not known")?;
+    let known = view
+        .stored_dtypes
+        .iter()
+        .map(|d| Dtype::from_name(d))
+        .collect::<Option<Vec<Dtype>>>()
+        .ok_or("has a dtype that is not known")?;
     let mut stored_of = view.stored.reader();
-    let stored = tensors.dtypes.iter().map(|&dtype| {
+    let next = |&dtype: &Dtype| {
         let stored = *known.get(stored_of.next_u32()? as usize)?;
         (stored == dtype || Cast::new(stored, dtype).is_some()).then_some(stored)
-    });
-    let stored: Vec<Dtype> = stored.collect::<Option<_>>().ok_or("has a cast that is not known")?;
+    };
+    let stored: Vec<Dtype> = tensors
+        .dtypes
+        .iter()
+        .map(next)
+        .collect::<Option<_>>()
+        .ok_or("has a cast that is not known")?;
     if stored_of.is_done() { Ok(stored) } else { Err("has casts without a tensor") }
 }
 
@@ -460,9 +468,9 @@ fn decode_names(columns: &Columns<'_>, len: usize) -> Result<(String, Vec<u64>),
     if names.len() != total || !(text.is_empty() && shared_of.is_done() && own_of.is_done()) {
         return Err("has names of another length");
     }
-    let names = String::from_utf8(names).map_err(|_| "has a name that is no text")?;
-    if ends.iter().all(|&end| names.is_char_boundary(end as usize)) {
-        Ok((names, ends))
+    let joined = String::from_utf8(names).map_err(|_| "has a name that is no text")?;
+    if ends.iter().all(|&end| joined.is_char_boundary(end as usize)) {
+        Ok((joined, ends))
     } else {
         Err("has a name that is no text")
     }
@@ -470,11 +478,12 @@ fn decode_names(columns: &Columns<'_>, len: usize) -> Result<(String, Vec<u64>),
 
 fn decode_lists(columns: &Columns<'_>) -> Result<Lists, Doubt> {
     let mut end = 0u32;
-    let ends = columns.list_lens.iter().map(|len| {
+    let next = |len: &u32| {
         end = end.checked_add(*len)?;
         Some(end)
-    });
-    let ends: Vec<u32> = ends.collect::<Option<_>>().ok_or("has lists too long")?;
+    };
+    let ends: Vec<u32> =
+        columns.list_lens.iter().map(next).collect::<Option<_>>().ok_or("has lists too long")?;
     if end as usize != columns.numbers.len() {
         return Err("has lists of another length");
     }
@@ -489,12 +498,13 @@ fn decode_ends(columns: &Columns<'_>, len: usize) -> Result<Vec<u32>, Doubt> {
     }
     let mut counts = columns.piece_counts.reader();
     let mut end = 0u32;
-    let ends = (0..len).map(|_| {
+    let next = |_| {
         let count = counts.next_u32().filter(|&count| count > 0)?;
         end = end.checked_add(count)?;
         Some(end)
-    });
-    let ends: Vec<u32> = ends.collect::<Option<_>>().ok_or("has a tensor without pieces")?;
+    };
+    let ends: Vec<u32> =
+        (0..len).map(next).collect::<Option<_>>().ok_or("has a tensor without pieces")?;
     if end != total || !counts.is_done() {
         return Err("has pieces without a tensor");
     }

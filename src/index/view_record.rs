@@ -183,11 +183,11 @@ impl<'a> PresentedContent<'a> {
     }
 
     fn into_record(self, proved: &Catalog) -> Result<PresentedRecord, &'static str> {
-        let catalog = self.columns.map(|columns| {
+        let decode = |columns| {
             let columns = columns::decode_view(columns, &proved.shards)?;
             Ok::<_, &'static str>(Catalog { columns: columns.into(), ..proved.clone() })
-        });
-        let catalog = catalog.transpose()?;
+        };
+        let catalog = self.columns.map(decode).transpose()?;
         let count = catalog.as_ref().unwrap_or(proved).len();
         let files = self
             .files

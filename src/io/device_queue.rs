@@ -535,9 +535,9 @@ impl DeviceQueue {
         let timeout = self.settings.timeout?;
         let (overdue, oldest) = {
             let mut state = self.state.lock();
-            let stuck = state.queue.stuck();
+            let stuck_before = state.queue.stuck();
             let overdue = state.queue.expire(now, timeout);
-            let stuck = (state.queue.stuck() - stuck) as u64;
+            let stuck = (state.queue.stuck() - stuck_before) as u64;
             self.counters.source_stuck_now.add(stuck);
             self.counters.source_reads_now.sub(stuck);
             (overdue, state.queue.oldest())

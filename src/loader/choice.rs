@@ -200,9 +200,9 @@ mod tests {
 
     #[test]
     fn the_next_load_begins_with_the_choice_and_tries_huge_pages_again_at_once() {
-        let mut choice = Choice::default();
-        take(&mut choice, 1 << 30, &mut costs(2500, 320));
-        let mut choice = choice.next();
+        let mut first = Choice::default();
+        take(&mut first, 1 << 30, &mut costs(2500, 320));
+        let mut choice = first.next();
         assert_eq!(choice.now(), PageSize::Small);
         let huge = take(&mut choice, 256 << 20, &mut costs(45, 320));
         assert!((256 << 20) - huge <= 24 << 20, "{huge}");

@@ -395,8 +395,7 @@ impl CuFileWork {
                 // Without registration reads take a little longer.
                 if wanted { Registered::new(library, memory).ok() } else { None }
             });
-            let registered = registered.clone();
-            Destination { region, registered }
+            Destination { registered: registered.clone(), region }
         };
         let regions = regions.into_iter().map(register).collect();
         drop(entered);

@@ -285,7 +285,7 @@ impl Loader {
             waiter
                 .spawn_scoped(scope, move || copies.finish(&waiting, &returns))
                 .map_err(no_thread)?;
-            let landing = PinnedLanding::new(self, (checkpoint, copies.plan), pool, scope, &back);
+            let landing = PinnedLanding::new(self, checkpoint, copies.plan, pool, scope, &back);
             let engine = &self.engine;
             let load = Load {
                 plan: copies.plan,
@@ -298,10 +298,10 @@ impl Loader {
             let done = load.go(&returned, self.config.depth.max(1), started, progress);
             copies.over.store(true, Ordering::Relaxed);
             drop(end);
-            let regions = copier.join();
+            let joined = copier.join();
             let events = done?;
             let lost = |_| Error::internal("a thread of the load ended");
-            let mut regions = regions.map_err(lost)?;
+            let mut regions = joined.map_err(lost)?;
             // Regions without a read may still be pending.
             if let Some(last) = copies.plan.regions.len().checked_sub(1) {
                 regions.get(last as u32)?;
@@ -347,7 +347,8 @@ struct PinnedLanding<'scope, 'env> {
 impl<'scope, 'env> PinnedLanding<'scope, 'env> {
     fn new(
         loader: &Loader,
-        (checkpoint, plan): (&'env Checkpoint, &Plan),
+        checkpoint: &'env Checkpoint,
+        plan: &Plan,
         pool: &'env PinnedPool,
         scope: &'scope Scope<'scope, 'env>,
         back: &Sender<LoadMessage>,
@@ -402,11 +403,11 @@ struct Line {
 
 impl Line {
     fn all(gpu: &Gpu, plan: &Plan, kept: &Kept, after: Option<ForeignStream>) -> Result<Vec<Line>> {
-        let room = plan.moves.iter().filter(|one| one.cast.is_some()).map(|one| {
+        let rooms = plan.moves.iter().filter(|one| one.cast.is_some()).map(|one| {
             let after = if one.runs > 1 { one.runs * one.placed_len() } else { 0 };
             (one.runs * one.run_len).next_multiple_of(ALIGN) + after
         });
-        let room = room.max();
+        let room = rooms.max();
         let kernels = room.map(|_| kept.kernels(gpu)).transpose()?;
         let line = |_| {
             let stream = CudaStream::new(gpu)?;
@@ -502,12 +503,12 @@ impl<'a> Copies<'a> {
         let _bound = self.bound();
         let mut last: Option<Instant> = None;
         for UnderWay { chunk, began, came, started, sent } in waiting {
-            let outcome = sent.wait();
+            let waited = sent.wait();
             let ended = Instant::now();
             let alone_since = last.map_or(started, |last| last.max(started));
             self.copying.fetch_add(nanos(ended - alone_since), Ordering::Relaxed);
             last = Some(ended);
-            let outcome = outcome.map(|()| Times { began, came, moved: Some(started..ended) });
+            let outcome = waited.map(|()| Times { began, came, moved: Some(started..ended) });
             let _ = back.send(LoadMessage::Read { chunk, outcome });
         }
     }

@@ -215,10 +215,11 @@ mod tests {
         }) {
             for bits in [4, 16] {
                 let part = [x.clone(), y.clone(), z.clone()];
-                let right = bits_of(&part, &shape, bits);
-                let is_run = right.windows(2).all(|pair| pair[1] == pair[0] + 1);
-                let is_whole = right[0].is_multiple_of(8) && right.len().is_multiple_of(8);
-                let right = (right[0] / 8, right.len() as u64 / 8);
+                let bits_in_order = bits_of(&part, &shape, bits);
+                let is_run = bits_in_order.windows(2).all(|pair| pair[1] == pair[0] + 1);
+                let first = bits_in_order[0];
+                let is_whole = first.is_multiple_of(8) && bits_in_order.len().is_multiple_of(8);
+                let right = (first / 8, bits_in_order.len() as u64 / 8);
                 let found = only_run(&part, &shape, bits);
                 assert_eq!(found, (is_run && is_whole).then_some(right), "{part:?} {bits}");
                 runs += u32::from(found.is_some());

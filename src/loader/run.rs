@@ -103,9 +103,9 @@ pub(super) fn run(
     // The longest read must fit, or it would wait forever.
     let is_moved = |chunk: &&Chunk| place_of(plan, checkpoint, chunk).is_none();
     let moved: Vec<&Chunk> = plan.chunks.iter().filter(is_moved).collect();
-    let staged =
+    let is_staged =
         |chunk: &&Chunk| matches!(chunk.target, ChunkTarget::Unaligned { .. }) || is_moved(chunk);
-    let staged = plan.chunks.iter().filter(staged);
+    let staged = plan.chunks.iter().filter(is_staged);
     let longest = staged.map(|chunk| memory_of(checkpoint, chunk)).max();
     let staging = loader.config.staging.max(longest.unwrap_or(0));
     let budget = Budget::new(staging, Arc::default());
@@ -372,7 +372,7 @@ impl HostLoad<'_> {
         let spread = chunks.iter().filter(|chunk| matches!(chunk.target, ChunkTarget::Spread(_)));
         staging.extend(spread.map(|chunk| vec![0; len(chunk)]));
         let mut staged = staging.iter_mut();
-        let reads = chunks.iter().filter_map(|chunk| {
+        let read_of = |chunk: &Chunk| {
             let target = match chunk.target {
                 ChunkTarget::Place { region, offset }
                 | ChunkTarget::Unaligned { region, offset } => {
@@ -385,8 +385,8 @@ impl HostLoad<'_> {
             };
             let source = &checkpoint.sources()[chunk.shard.0 as usize];
             Some(Read { source, offset: chunk.range.start, target })
-        });
-        let mut reads: Vec<Read<'_>> = reads.collect();
+        };
+        let mut reads: Vec<Read<'_>> = chunks.iter().filter_map(read_of).collect();
         if !loader.engine.read_cached(&mut reads)? {
             return Ok(None);
         }

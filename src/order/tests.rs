@@ -91,8 +91,8 @@ fn four_threads_that_share_one_order_overtake_each_other() {
 fn threads_with_a_part_each_have_cursors_of_their_own_and_none_runs_into_the_next_part() {
     let (mut walk, _) = model();
     let order = in_order(&walk, Order::Shard);
-    let requests: Vec<usize> = (0..9).flat_map(|n| (0..4).map(move |part| part * 9 + n)).collect();
-    let requests: Vec<usize> = requests.into_iter().map(|rank| order[rank]).collect();
+    let ranks = (0..9).flat_map(|n| (0..4).map(move |part| part * 9 + n));
+    let requests: Vec<usize> = ranks.map(|rank: usize| order[rank]).collect();
     for (number, &tensor) in requests.iter().enumerate() {
         let expected = walk.ask(tensor, number as u64 % 4);
         assert!(expected || number < 16, "request {number}");

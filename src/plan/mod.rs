@@ -446,7 +446,7 @@ impl Plan {
             let from = OuterBox { shape: piece.stored_shape, offset: &from_offset };
             let to = OuterBox { shape, offset: &to_offset };
             let copy = StridedCopy::new(from, to, &size, bits_each)?;
-            self.cut(copy, piece.shard, piece.range.start, (number, cast), extents);
+            self.cut(copy, piece.shard, piece.range.start, number, cast, extents);
         }
         Ok((placement, cast))
     }
@@ -457,7 +457,8 @@ impl Plan {
         copy: StridedCopy,
         shard: ShardId,
         base: u64,
-        (request, cast): (u32, Option<Cast>),
+        request: u32,
+        cast: Option<Cast>,
         extents: &mut Vec<Stretch>,
     ) {
         let (run_len, total) = (copy.run_len(), copy.count());

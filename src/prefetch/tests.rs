@@ -459,7 +459,7 @@ impl Model {
             })
             .collect();
         let ranges = tensors.iter().map(|(_, start, len)| *start..start + len).collect();
-        let after = |mut order: Vec<usize>, by: &dyn Fn(&usize, &usize) -> std::cmp::Ordering| {
+        let next_in = |mut order: Vec<usize>, by: &dyn Fn(&usize, &usize) -> std::cmp::Ordering| {
             order.sort_by(by);
             let mut after = vec![None; order.len()];
             order.windows(2).for_each(|pair| after[pair[0]] = Some(pair[1]));
@@ -468,10 +468,10 @@ impl Model {
         let all = || (0..tensors.len()).collect::<Vec<usize>>();
         let natural = crate::format::names::natural_cmp;
         let after = [
-            after(all(), &|a, b| a.cmp(b)),
-            after(all(), &|a, b| tensors[*a].0.cmp(tensors[*b].0)),
-            after(all(), &|a, b| natural(tensors[*a].0, tensors[*b].0)),
-            after(all(), &|a, b| a.cmp(b)),
+            next_in(all(), &|a, b| a.cmp(b)),
+            next_in(all(), &|a, b| tensors[*a].0.cmp(tensors[*b].0)),
+            next_in(all(), &|a, b| natural(tensors[*a].0, tensors[*b].0)),
+            next_in(all(), &|a, b| a.cmp(b)),
         ];
         Model { ranges, after }
     }

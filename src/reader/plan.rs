@@ -124,10 +124,10 @@ impl BlockPlan {
             coalesce(&wanted, |one| &one.1.range, same_shard, GAP_MAX, MERGED_LEN_MAX)
                 .map(|(range, group)| (group[0].0, range, group.len()))
                 .collect();
-        let mut wanted = wanted.into_iter().map(|(_, wanted)| wanted);
+        let mut all_uses = wanted.into_iter().map(|(_, wanted)| wanted);
         for (shard, range, count) in reads {
             let mut uses = Vec::new();
-            wanted.by_ref().take(count).for_each(|wanted| add_use(&mut uses, wanted));
+            all_uses.by_ref().take(count).for_each(|wanted| add_use(&mut uses, wanted));
             let source = sources[shard].clone();
             plan.fetches.push(Planned { source, range, cached: None, uses });
         }

@@ -435,9 +435,11 @@ pub fn close_apart(sources: &[Arc<Source>], close: impl FnOnce() + Send + 'stati
 
 /// Closes the open but unpinned ones of `sources`, without waiting.
 pub fn release_unpinned(sources: &[Arc<Source>]) {
-    let left =
-        sources.iter().filter(|source| source.local().is_some_and(LocalFile::is_open_unpinned));
-    let left: Vec<Arc<Source>> = left.cloned().collect();
+    let left: Vec<Arc<Source>> = sources
+        .iter()
+        .filter(|source| source.local().is_some_and(LocalFile::is_open_unpinned))
+        .cloned()
+        .collect();
     let closed = left.clone();
     close_apart(&left, move || closed.iter().for_each(|source| source.release()));
 }

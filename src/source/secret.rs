@@ -299,11 +299,11 @@ mod tests {
     fn a_command_past_its_limit_is_killed_with_its_processes() {
         let (_folder, fifo) = fifo();
         let mut opening = std::fs::OpenOptions::new();
-        let reader = opening.read(true).custom_flags(libc::O_NONBLOCK).open(&fifo);
+        let opened = opening.read(true).custom_flags(libc::O_NONBLOCK).open(&fifo);
         let command = format!("exec 3>'{}'; (sleep 20; echo late >&3) & wait", fifo.display());
         let error = run(&command.into(), Duration::from_millis(500)).expect_err("it takes longer");
         assert!(error.contains("took more than 500ms"), "{error}");
-        let mut reader = reader.expect("it is opened");
+        let mut reader = opened.expect("it is opened");
         fcntl(&reader, FcntlArg::F_SETFL(OFlag::empty())).expect("reads wait");
         let mut written = String::new();
         reader.read_to_string(&mut written).expect("its writers have ended");

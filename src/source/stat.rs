@@ -19,39 +19,58 @@ use crate::version::{EntryKind, FileId, QueueKey, Time, Version};
 pub fn local_version(meta: &std::fs::Metadata) -> Version {
     let born =
         meta.created().ok().and_then(|born| born.duration_since(SystemTime::UNIX_EPOCH).ok());
-    of_local_file(
-        (meta.dev(), meta.ino(), born),
-        meta.size(),
-        (meta.mtime(), meta.mtime_nsec()),
-        (meta.ctime(), meta.ctime_nsec()),
-        (meta.nlink(), meta.mode(), meta.uid(), meta.gid()),
-    )
+    let stat = LocalStat {
+        dev: meta.dev(),
+        ino: meta.ino(),
+        born,
+        len: meta.size(),
+        modified: (meta.mtime(), meta.mtime_nsec()),
+        changed: (meta.ctime(), meta.ctime_nsec()),
+        nlink: meta.nlink(),
+        mode: meta.mode(),
+        uid: meta.uid(),
+        gid: meta.gid(),
+    };
+    stat.version()
 }
 
-/// The version of a local file with this inode, length, times of the last change of bytes and of
-/// attributes, and attributes.
-fn of_local_file(
-    (dev, ino, born): (u64, u64, Option<Duration>),
+/// The facts of a local file that a system call reports.
+struct LocalStat {
+    dev: u64,
+    ino: u64,
+    /// Its creation, since 1970, if the file system records it.
+    born: Option<Duration>,
     len: u64,
+    /// Last change of the bytes.
     modified: Time,
+    /// Last change of the attributes.
     changed: Time,
-    (nlink, mode, uid, gid): (u64, u32, u32, u32),
-) -> Version {
-    // A new file may get the number of a deleted one, but not its creation time.
-    let born = born.map_or(0, |born| born.as_nanos() as u64);
-    let kind = match mode & libc::S_IFMT {
-        libc::S_IFREG => EntryKind::File,
-        libc::S_IFDIR => EntryKind::Folder,
-        libc::S_IFLNK => EntryKind::Link,
-        _ => EntryKind::Special,
-    };
-    Version {
-        len,
-        file: FileId { queue: QueueKey::Device(dev), number: [ino, born] },
-        kind,
-        modified: Some(modified),
-        changed: Some(changed),
-        attributes: [nlink << 32 | u64::from(mode), u64::from(uid) << 32 | u64::from(gid)],
+    nlink: u64,
+    mode: u32,
+    uid: u32,
+    gid: u32,
+}
+
+impl LocalStat {
+    fn version(&self) -> Version {
+        // A new file may get the number of a deleted one, but not its creation time.
+        let born = self.born.map_or(0, |born| born.as_nanos() as u64);
+        let kind = match self.mode & libc::S_IFMT {
+            libc::S_IFREG => EntryKind::File,
+            libc::S_IFDIR => EntryKind::Folder,
+            libc::S_IFLNK => EntryKind::Link,
+            _ => EntryKind::Special,
+        };
+        let mode = self.nlink << 32 | u64::from(self.mode);
+        let owner = u64::from(self.uid) << 32 | u64::from(self.gid);
+        Version {
+            len: self.len,
+            file: FileId { queue: QueueKey::Device(self.dev), number: [self.ino, born] },
+            kind,
+            modified: Some(self.modified),
+            changed: Some(self.changed),
+            attributes: [mode, owner],
+        }
     }
 }
 
@@ -85,14 +104,19 @@ fn of_statx(stat: &libc::statx) -> Version {
     let birth = stat.stx_btime;
     let born = (stat.stx_mask & libc::STATX_BTIME != 0 && birth.tv_sec >= 0)
         .then(|| Duration::new(birth.tv_sec as u64, birth.tv_nsec));
-    let dev = nix::sys::stat::makedev(stat.stx_dev_major.into(), stat.stx_dev_minor.into());
-    of_local_file(
-        (dev, stat.stx_ino, born),
-        stat.stx_size,
-        time(stat.stx_mtime),
-        time(stat.stx_ctime),
-        (stat.stx_nlink.into(), stat.stx_mode.into(), stat.stx_uid, stat.stx_gid),
-    )
+    let local = LocalStat {
+        dev: nix::sys::stat::makedev(stat.stx_dev_major.into(), stat.stx_dev_minor.into()),
+        ino: stat.stx_ino,
+        born,
+        len: stat.stx_size,
+        modified: time(stat.stx_mtime),
+        changed: time(stat.stx_ctime),
+        nlink: stat.stx_nlink.into(),
+        mode: stat.stx_mode.into(),
+        uid: stat.stx_uid,
+        gid: stat.stx_gid,
+    };
+    local.version()
 }
 
 /// The version of an open file, not from the cache of a remote file system's client.

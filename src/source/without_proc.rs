@@ -86,8 +86,8 @@ mod tests {
 
     #[test]
     fn a_file_is_opened_by_its_path_and_nothing_else_is() {
-        let root = tempfile::tempdir().unwrap();
-        let root = root.path().canonicalize().unwrap();
+        let temp = tempfile::tempdir().unwrap();
+        let root = temp.path().canonicalize().unwrap();
         let folder = root.join("a/b");
         std::fs::create_dir_all(&folder).unwrap();
         let file = folder.join("model.safetensors");

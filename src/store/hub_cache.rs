@@ -195,8 +195,8 @@ mod tests {
             assert!(find(text).unwrap_err().contains("has no revision"), "{text}");
         }
         let error = find("a/c").unwrap_err();
-        let cache = cache.path().to_str().unwrap();
-        assert!(error.contains("No such file or directory") && error.contains(cache), "{error}");
+        let path = cache.path().to_str().unwrap();
+        assert!(error.contains("No such file or directory") && error.contains(path), "{error}");
         let error = in_cache(Path::new("a/b"), HubId::parse("a/b").unwrap(), &None).unwrap_err();
         assert!(error.to_string().contains("set HOME or HF_HUB_CACHE"), "{error}");
     }

@@ -160,17 +160,17 @@ impl Mismatch {
 
 /// Seconds since 1970 as a date and a time.
 pub(super) fn shown_time(seconds: i64) -> String {
-    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+    let (days_since_1970, time) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
     // Years that begin in March have their odd day at the end: 146,097 days in 400 of them.
-    let days = days + 719_468;
-    let (era, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let day = day - (153 * month + 2) / 5 + 1;
-    let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
-    let year = year + era * 400 + next;
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    let days = days_since_1970 + 719_468;
+    let (era, era_day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
+    let era_year = (era_day - era_day / 1460 + era_day / 36_524 - era_day / 146_096) / 365;
+    let year_day = era_day - (365 * era_year + era_year / 4 - era_year / 100);
+    let march_month = (5 * year_day + 2) / 153;
+    let day = year_day - (153 * march_month + 2) / 5 + 1;
+    let (month, next) = if march_month < 10 { (march_month + 3, 0) } else { (march_month - 9, 1) };
+    let year = era_year + era * 400 + next;
+    let (hour, minute, second) = (time / 3600, time / 60 % 60, time % 60);
     format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
 }
 

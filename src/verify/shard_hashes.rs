@@ -151,10 +151,10 @@ impl ShardRead<'_> {
         let mut pending = begin(bytes.start)?;
         while let Some(read) = pending {
             let Range { start: offset, end } = read.range();
-            let mut chunk = read.wait()?;
+            let mut buffer = read.wait()?;
             // They come while these are hashed.
             pending = begin(end)?;
-            let chunk = &mut *chunk;
+            let chunk = &mut *buffer;
             own.as_mut().into_iter().chain(&mut recorded).for_each(|hasher| hasher.update(chunk));
             let first = self.shard.described.partition_point(|range| range.end <= offset);
             let here = self.shard.described[first..].iter();

@@ -95,8 +95,8 @@ impl NamedViews {
                 let (path, bytes) = read(&folder.join(path), of)?;
                 digests.push_str(&Digest::of(&bytes).to_string());
                 Ok((path, bytes))
-            });
-            let view = view.map_err(|why| fail(format!("view {}: {why}", quoted(&name))))?;
+            })
+            .map_err(|why| fail(format!("view {}: {why}", quoted(&name))))?;
             views.insert(name, view);
         }
         let origin = ViewsOrigin::File(path.to_owned(), Digest::of(digests.as_bytes()));
@@ -224,8 +224,9 @@ mod tests {
         assert_eq!(found[1].1.files.to_string(), "map=/conf/m.json");
         assert_eq!(found[1].1.exclude.len(), 2);
         assert_eq!(found[2].1.files, Files::ShardCount(2));
-        let ranks = parse("[view.r0]\ntp = 2\nrank = 0\n[view.r1]\ntp = '2'\nrank = '1'").unwrap();
-        let ranks: Vec<_> = ranks.iter().filter_map(|(_, view)| view.shard.as_ref()).collect();
+        let of_ranks =
+            parse("[view.r0]\ntp = 2\nrank = 0\n[view.r1]\ntp = '2'\nrank = '1'").unwrap();
+        let ranks: Vec<_> = of_ranks.iter().filter_map(|(_, view)| view.shard.as_ref()).collect();
         assert_eq!(
             ranks.iter().map(|one| (one.ranks, one.rank)).collect::<Vec<_>>(),
             [(2, Some(0)), (2, Some(1))]
@@ -259,9 +260,9 @@ mod tests {
         let view = |ranks| View { shard: shard(ranks, None), ..View::default() };
         let views = NamedViews::of_ranks(&view(3)).unwrap();
         let found: Vec<_> = views.iter().map(|(name, view)| (name, view.shard.clone())).collect();
-        let expected = ["tp-3/rank-0", "tp-3/rank-1", "tp-3/rank-2"];
+        let names = ["tp-3/rank-0", "tp-3/rank-1", "tp-3/rank-2"];
         let expected: Vec<_> =
-            expected.into_iter().zip((0..3).map(|rank| shard(3, Some(rank)))).collect();
+            names.into_iter().zip((0..3).map(|rank| shard(3, Some(rank)))).collect();
         assert_eq!(found, expected);
         assert_eq!(views.ranks_of(), Some(&view(3)));
         assert!(NamedViews::of_ranks(&view(257)).unwrap_err().contains("at most 256 ranks"));

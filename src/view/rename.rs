@@ -195,7 +195,7 @@ impl RenameRules {
         let names = &self.rules.names;
         let mut used = vec![false; names.rules.len()];
         let mut named = Vec::with_capacity(positions.len());
-        let mut joins: HashMap<(usize, String), Operands> = HashMap::new();
+        let mut found_joins: HashMap<(usize, String), Operands> = HashMap::new();
         for &position in positions {
             let tensor = catalog.tensor_at(position as usize);
             let Some(found) = names.find(tensor.name) else {
@@ -214,7 +214,8 @@ impl RenameRules {
                 named.push(NamedTensor { name, position, parts: None, rule });
                 continue;
             };
-            let operands = joins.entry((found.rule, name)).or_insert_with(|| vec![None; count]);
+            let operands =
+                found_joins.entry((found.rule, name)).or_insert_with(|| vec![None; count]);
             if let Some(before) = operands[found.operand].replace(position) {
                 let why = format!(
                     "would join {} and {} in the same place",
@@ -230,7 +231,7 @@ impl RenameRules {
             return Err(self.fault(names.label(rule), &why));
         }
         // Errors name the first tensor, whatever the order of the map.
-        let mut joins: Vec<_> = joins.into_iter().collect();
+        let mut joins: Vec<_> = found_joins.into_iter().collect();
         joins.sort_unstable();
         for ((rule, name), operands) in joins {
             named.push(self.joined(catalog, rule, name, &operands)?);

@@ -375,9 +375,9 @@ fn notes(measured: &[Measured]) -> Vec<String> {
     for measured in measured {
         let cold =
             matches!(measured.case.state, args::CacheState::Cold | args::CacheState::Assembled);
-        let wrong = |part: f64| if cold { part > 0.01 } else { part < 0.99 };
+        let is_wrong = |part: f64| if cold { part > 0.01 } else { part < 0.99 };
         let parts = measured.runs.iter().filter_map(|run| run.cached);
-        let wrong: Vec<f64> = parts.filter(|&part| wrong(part)).collect();
+        let wrong: Vec<f64> = parts.filter(|&part| is_wrong(part)).collect();
         if !wrong.is_empty() {
             let least = wrong.iter().copied().fold(f64::INFINITY, f64::min);
             let most = wrong.iter().copied().fold(0.0, f64::max);

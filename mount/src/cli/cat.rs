@@ -76,7 +76,7 @@ pub(super) fn run(args: &args::CatArgs) -> Outcome {
 /// be left out, as in `wte.weight` for `transformer.wte.weight`.
 fn suggested(catalog: &Catalog, name: &str) -> Vec<String> {
     let dots = name.matches('.').count();
-    let rated = catalog.tensors().filter_map(|tensor| {
+    let near_names = catalog.tensors().filter_map(|tensor| {
         let whole = strsim::normalized_damerau_levenshtein(name, tensor.name);
         let end = tensor.name.rmatch_indices('.').nth(dots).map_or(0.0, |(dot, _)| {
             strsim::normalized_damerau_levenshtein(name, &tensor.name[dot + 1..])
@@ -84,7 +84,7 @@ fn suggested(catalog: &Catalog, name: &str) -> Vec<String> {
         let near = whole.max(end);
         (near >= NEAR_MIN).then_some((near, tensor.name))
     });
-    let mut rated: Vec<(f64, &str)> = rated.collect();
+    let mut rated: Vec<(f64, &str)> = near_names.collect();
     rated.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| a.1.cmp(b.1)));
     rated.iter().take(SUGGESTED_MAX).map(|(_, name)| quoted(name)).collect()
 }

@@ -22,9 +22,9 @@ const MOUNT_POINT: &str = "MNT";
 const WARM: &str = "warm";
 
 pub(super) fn run(shell: Shell) -> Outcome {
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "tensorfs", &mut script);
-    let mut script = String::from_utf8_lossy(&script).into_owned();
+    let mut generated = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "tensorfs", &mut generated);
+    let mut script = String::from_utf8_lossy(&generated).into_owned();
     match shell {
         Shell::Bash => script.push_str(&bash()),
         Shell::Fish => script.push_str(&fish()),
@@ -80,8 +80,8 @@ fn bash() -> String {
             let mark = if one.is_path { "@" } else { "" };
             format!("{}{mark}", one.text)
         });
-        let texts = texts.collect::<Vec<_>>().join(" ");
-        let _ = writeln!(options, "        {command}) echo '{texts}' ;;");
+        let words = texts.collect::<Vec<_>>().join(" ");
+        let _ = writeln!(options, "        {command}) echo '{words}' ;;");
     }
     let mounts = [commands_with_mounts(), vec![WARM.to_owned()]].concat();
     let flags = format!("@({})", flags_with_values(&mounts).join("|"));

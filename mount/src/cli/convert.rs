@@ -208,18 +208,18 @@ impl Conversion<'_> {
         let target_name = target.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let stem = target_name.strip_suffix(self.to.suffix()).unwrap_or(target_name);
         let view = View { files, ..View::default() };
-        let specs = arrange(stem, checkpoint.catalog(), &view)
+        let arranged = arrange(stem, checkpoint.catalog(), &view)
             .map_err(|fault| checkpoint.refused(fault))?;
-        if specs.len() > 1 && (stem.is_empty() || stem.starts_with('.')) {
+        if arranged.len() > 1 && (stem.is_empty() || stem.starts_with('.')) {
             return Err(Failure::Usage(format!(
                 "{}: begins with a dot, and several files with hidden names are no checkpoint; give \
                  another name",
                 shown_path(target)
             )));
         }
-        let specs = match specs.as_slice() {
+        let specs = match arranged.as_slice() {
             [] | [_] => vec![FileSpec::saved(stem, OutputFormat::default())],
-            _ => specs,
+            _ => arranged,
         };
         let files = specs
             .iter()

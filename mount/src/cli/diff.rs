@@ -326,7 +326,7 @@ fn to_json(
         json["new_name"] = json!(new.tensor_at(after).name);
         json
     });
-    let changed = found.pairs.iter().filter(|pair| pair.differs()).map(|pair| {
+    let changes = found.pairs.iter().filter(|pair| pair.differs()).map(|pair| {
         let (before, after) =
             (tensor(old.tensor_at(pair.first)), tensor(new.tensor_at(pair.second)));
         json!({
@@ -336,7 +336,7 @@ fn to_json(
             "bytes_differ": pair.same_bytes.map(|same| !same),
         })
     });
-    let changed: Vec<Value> = changed.collect();
+    let changed: Vec<Value> = changes.collect();
     json!({
         "source": real_name(&args.source.source),
         "other": real_name(&args.other),

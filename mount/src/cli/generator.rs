@@ -116,11 +116,11 @@ fn paths_of_instance(text: &str) -> Vec<MountPaths> {
     let mut paths = MountPaths::default();
     for line in text.lines() {
         let Some((key, value)) = line.split_once('=') else { continue };
-        let value = value.trim();
+        let trimmed = value.trim();
         let unquoted = ['"', '\''].iter().find_map(|&quote| {
-            value.strip_prefix(quote).and_then(|value| value.strip_suffix(quote))
+            trimmed.strip_prefix(quote).and_then(|text| text.strip_suffix(quote))
         });
-        let value = Some(unquoted.unwrap_or(value).to_owned()).filter(|v| !v.contains('\\'));
+        let value = Some(unquoted.unwrap_or(trimmed).to_owned()).filter(|v| !v.contains('\\'));
         match key.trim() {
             "SOURCE" => paths.source = value,
             "TARGET" => paths.target = value,

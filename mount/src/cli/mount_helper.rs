@@ -99,8 +99,8 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
         if call.text.is_some() {
             break;
         }
-        let mut flags = flags.chars();
-        while let Some(flag) = flags.next() {
+        let mut letters = flags.chars();
+        while let Some(flag) = letters.next() {
             match flag {
                 's' => call.sloppy = true,
                 'f' => call.fake = true,
@@ -108,7 +108,7 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
                 'n' => {}
                 'v' => call.verbose += 1,
                 'o' | 't' | 'N' => {
-                    let attached: String = flags.by_ref().collect();
+                    let attached: String = letters.by_ref().collect();
                     let given = if attached.is_empty() {
                         args.next().and_then(|next| next.into_string().ok())
                     } else {

@@ -82,8 +82,8 @@ fn plain_json(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     for c in text.chars() {
         if is_hidden(c) && c != '\n' {
-            let mut units = [0; 2];
-            let units = c.encode_utf16(&mut units).iter();
+            let mut room = [0; 2];
+            let units = c.encode_utf16(&mut room).iter();
             plain.extend(units.map(|unit| format!("\\u{unit:04x}")));
         } else {
             plain.push(c);

@@ -73,12 +73,12 @@ fn short(shown: &[Shown], refused: &[(String, String, Error)]) -> TextTable {
                 dtypes.push(tensor.dtype);
             }
         }
-        let dtypes: Vec<_> = dtypes.iter().map(|dtype| dtype.name()).collect();
+        let dtype_names: Vec<_> = dtypes.iter().map(|dtype| dtype.name()).collect();
         vec![
             path_of(&set.directory, &set.checkpoint.name),
             catalog.len().to_string(),
             bytes_cell(catalog.data_len()),
-            dtypes.join(","),
+            dtype_names.join(","),
             catalog.shards.len().to_string(),
             set.checkpoint.tail.as_str().to_owned(),
         ]

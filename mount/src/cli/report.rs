@@ -328,14 +328,14 @@ fn describe(
 
 /// Groups of tensors with the same recorded bytes, the largest first.
 fn duplicates(checkpoint: &Checkpoint, contents: &Contents) -> Vec<Vec<usize>> {
-    let mut groups: HashMap<_, Vec<usize>> = HashMap::new();
+    let mut by_content: HashMap<_, Vec<usize>> = HashMap::new();
     for tensor in checkpoint.catalog().tensors().filter(|tensor| tensor.len > 0) {
         if let Some(digests) = contents.recorded(&tensor) {
-            groups.entry((tensor.len, digests)).or_default().push(tensor.position());
+            by_content.entry((tensor.len, digests)).or_default().push(tensor.position());
         }
     }
     let mut groups: Vec<(u64, Vec<usize>)> =
-        groups.into_iter().map(|((len, _), group)| (len, group)).collect();
+        by_content.into_iter().map(|((len, _), group)| (len, group)).collect();
     groups.retain(|(_, group)| group.len() > 1);
     groups.sort_by_key(|(len, group)| (std::cmp::Reverse(len * group.len() as u64), group[0]));
     groups.into_iter().map(|(_, group)| group).collect()

@@ -87,11 +87,11 @@ fn look(args: &args::TopArgs, limit: Duration) -> io::Result<Vec<Seen>> {
 fn live(args: &args::TopArgs) -> io::Result<()> {
     let interval = args.interval;
     let ending = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
-    let mut signals = SigSet::from_iter(ending);
+    let mut awaited = SigSet::from_iter(ending);
     // The terminal has another size: the last table is drawn again.
-    signals.add(Signal::SIGWINCH);
-    signals.thread_block()?;
-    let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
+    awaited.add(Signal::SIGWINCH);
+    awaited.thread_block()?;
+    let signals = SignalFd::with_flags(&awaited, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
     let screen = Screen::open()?;
     let limit = short_limit(interval);
     let mut before = look(args, limit)?;

@@ -456,8 +456,8 @@ fn read_all(files: &[WarmFile], bar: &ProgressBar) -> Outcome {
             scope.spawn(work);
         }
     });
-    let failure = failure.lock().take();
-    failure.map_or(Ok(()), Err)
+    let first_failure = failure.lock().take();
+    first_failure.map_or(Ok(()), Err)
 }
 
 fn read_part<'a>(

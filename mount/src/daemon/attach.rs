@@ -110,14 +110,14 @@ fn attach_by_fusermount(target: &Path, fsname: &str, options: &Options) -> Resul
             list.push_str(name);
         }
     }
-    let output = Command::new(FUSERMOUNT)
+    let run = Command::new(FUSERMOUNT)
         .args(["-o", &list, "--"])
         .arg(target)
         .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string())
         .stdin(Stdio::null())
         .output();
     drop(theirs);
-    let output = output.map_err(|e| match e.kind() {
+    let output = run.map_err(|e| match e.kind() {
         io::ErrorKind::NotFound => format!(
             "{FUSERMOUNT} is not installed, and only root can mount without it; install the \
              package fuse3"

@@ -75,18 +75,18 @@ fn start(
 ) -> Result<(), String> {
     let fail = |e: std::io::Error| format!("cannot start the daemon: {e}");
     let program = std::env::current_exe().map_err(fail)?;
-    let mut child = Command::new(program);
-    child.arg0("tensorfs").args(words);
-    child.args((0..verbose).map(|_| "-v"));
+    let mut command = Command::new(program);
+    command.arg0("tensorfs").args(words);
+    command.args((0..verbose).map(|_| "-v"));
     for option in options {
-        child.arg("-o").arg(option);
+        command.arg("-o").arg(option);
     }
-    let child = child.arg("--").arg(source).arg(target);
-    // It reports failures on standard output, and logs warnings.
+    command.arg("--").arg(source).arg(target);
+    // The child reports failures on standard output, and logs warnings.
     if log::is_quiet() {
-        child.stderr(Stdio::null());
+        command.stderr(Stdio::null());
     }
-    let mut child = child.stdin(input).stdout(Stdio::piped()).spawn().map_err(fail)?;
+    let mut child = command.stdin(input).stdout(Stdio::piped()).spawn().map_err(fail)?;
     let mut report = String::new();
     if let Some(output) = child.stdout.take() {
         BufReader::new(output).read_line(&mut report).map_err(fail)?;
@@ -133,8 +133,8 @@ pub(crate) fn run(
     }
     let limit = options.io_timeout.map_or(LOG_LIMIT, |limit| limit.min(LOG_LIMIT));
     let format = options.log_format;
-    let limit = (options.log.is_none() && format != LogFormat::Journal).then_some(limit);
-    let log = limit.map(|limit| (limit, format == LogFormat::Auto));
+    let to_system = options.log.is_none() && format != LogFormat::Journal;
+    let log = to_system.then_some((limit, format == LogFormat::Auto));
     serve(source, target, options, None, |plan| {
         if is_child {
             detach_from_parent(log, &plan.warnings)

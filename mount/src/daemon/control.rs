@@ -383,12 +383,12 @@ mod tests {
         let answer: StatusSource = Box::new(|_, _| json!(7));
         let mut server =
             Server { listener: Arc::new(listener), clients: Vec::new(), is_public: false, answer };
-        let asking = (0..3 * CLIENTS_MAX).map(|_| {
+        let connect = |_| {
             let mut stream = UnixStream::connect(&path).unwrap();
             stream.write_all(b"{\"do\":\"status\"}\n").unwrap();
             stream
-        });
-        let asking: Vec<_> = asking.collect();
+        };
+        let asking: Vec<_> = (0..3 * CLIENTS_MAX).map(connect).collect();
         server.accept().unwrap();
         assert_eq!(server.clients.len(), CLIENTS_MAX);
         server.clients.iter_mut().for_each(|client| client.advance(&server.answer).unwrap());

@@ -121,9 +121,9 @@ mod tests {
             OwnedFd::from(file)
         };
         for count in [0, 1, FDS_MAX + 2] {
-            let parcel = Parcel::pack((0..count).map(file).collect()).unwrap();
-            let parcel = Parcel::from_descriptors(parcel.into_descriptors());
-            let files = parcel.unpack().unwrap();
+            let sent = Parcel::pack((0..count).map(file).collect()).unwrap();
+            let received = Parcel::from_descriptors(sent.into_descriptors());
+            let files = received.unpack().unwrap();
             assert_eq!(files.len(), count);
             for (number, file) in files.into_iter().enumerate() {
                 let (mut file, mut text) = (File::from(file), String::new());

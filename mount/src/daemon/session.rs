@@ -410,15 +410,14 @@ fn serve(
 ) -> io::Result<(KernelServer, Option<Arc<Live>>)> {
     let Connected { by_fusermount, connection, received } = connected;
     let watcher = Watcher::new();
-    let common = Common {
+    let common = Arc::new(Common {
         sharing: nodes.sharing().clone(),
         passthrough: options.passthrough == Passthrough::Auto,
         has_deadline: options.io_timeout.is_some(),
         is_root: !by_fusermount,
         source: nodes.tree().folder(0).path.clone(),
-    };
+    });
     let (store_queue, store_worker) = page_cache_store::store_queue();
-    let common = Arc::new(common);
     let (service, watched) = (service.clone(), watcher.clone());
     let fs = TensorFs::new(
         nodes.clone(),

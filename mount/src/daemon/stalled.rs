@@ -51,9 +51,9 @@ pub(crate) fn unless_stalled<T: Send + 'static>(
     // Threads that are there already do other work, such as to answer the supervisor.
     let others = activity(&Activity::new());
     let blocked = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK);
-    let asked = Asked::on_thread("start", work);
+    let started = Asked::on_thread("start", work);
     let _ = blocked.map(|before| before.thread_set_mask());
-    let mut asked = asked.map_err(|e| format!("cannot start a thread: {e}"))?;
+    let mut asked = started.map_err(|e| format!("cannot start a thread: {e}"))?;
     let tick = limit.map_or(Duration::MAX, |limit| limit / 20);
     let mut idle = Duration::ZERO;
     let mut before = activity(&others);
@@ -90,7 +90,7 @@ pub(crate) fn probe_path(path: &Path, reads: usize, limit: Option<Duration>) -> 
     let mut command = Command::new("/proc/self/exe");
     let reads = format!("--reads={reads}");
     let words = ["internal", "probe-path", &reads, "--"];
-    let command = command
+    command
         .arg0("tensorfs")
         .args(words)
         .arg(path)

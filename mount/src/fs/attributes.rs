@@ -138,16 +138,18 @@ pub(crate) fn of(nodes: &Nodes, node: &Node, caller: &Caller) -> Vec<(&'static s
         let has_rules = nodes.sharing().has_rules();
         let is_part = tree.only.is_none() && folder != tree.source_now();
         let through_mount = is_hidden || (has_rules && is_part && leads_out(tree, node.folder()));
-        let below: BTreeMap<_, _> =
+        let hashes_below: BTreeMap<_, _> =
             below.into_iter().map(|(path, (_, hash))| (path, hash)).collect();
         let follows = is_part && !has_rules;
-        let source = source_of(tree, node, config, &below, through_mount, follows);
-        let missing = node.is_folder().then(|| nodes.missing(&node.path)).flatten();
+        let source = source_of(tree, node, config, &hashes_below, through_mount, follows);
         // The reason names the checkpoint.
         let is_told = !has_rules || is_super(uid);
-        let missing = missing.map(|why| if is_told { why } else { MISSING.to_owned() });
-        let source = source.map(|source| with_missing(source, missing));
-        found.extend(source.map(|source| (XATTR_SOURCE, source)));
+        let missing = node
+            .is_folder()
+            .then(|| nodes.missing(&node.path))
+            .flatten()
+            .map(|why| if is_told { why } else { MISSING.to_owned() });
+        found.extend(source.map(|source| (XATTR_SOURCE, with_missing(source, missing))));
     }
     found.extend(node.version().map(|version| (XATTR_VERSION, version)));
     found

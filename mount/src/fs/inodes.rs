@@ -412,10 +412,9 @@ impl Nodes {
         let mut listing: Listing =
             made.into_iter().map(|(name, node)| (name, self.registered(node))).collect();
         let found = tree.folder(folder);
-        let children = found.children.iter();
         let unfinished = |name: &OsStr| self.watched.is_some() && is_unfinished(name);
-        let children = children.filter(|(name, _)| !unfinished(name));
-        for (name, child) in children.filter(|(_, child)| !emptied.contains(child)) {
+        let finished = found.children.iter().filter(|(name, _)| !unfinished(name));
+        for (name, child) in finished.filter(|(_, child)| !emptied.contains(child)) {
             listing.extend(self.folder(*child).map(|node| (name.clone(), node)));
         }
         listing.iter().filter(|(_, node)| node.is_folder()).for_each(|(_, node)| {
@@ -573,14 +572,14 @@ impl Nodes {
         let lock = self.family_lock(head);
         let _one_at_a_time = lock.lock();
         let listing = self.listing(folder)?;
-        let outdated = |node: Arc<Node>| {
+        let is_outdated = |node: Arc<Node>| {
             node.is_outdated()
                 || (node.is_text()
                     && listing.iter().any(|(_, n)| n.is_virtual() && n.is_outdated()))
         };
         let unsettled =
             self.listed(folder).is_some_and(|listed| listed.refused == Some(Refusal::Unsettled));
-        let outdated = find(&listing, name).is_some_and(outdated);
+        let outdated = find(&listing, name).is_some_and(is_outdated);
         if outdated || unsettled || self.tree().is_stale(folder) {
             self.prove_rescanned(head);
         }

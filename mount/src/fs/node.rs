@@ -514,13 +514,13 @@ fn ino_of(digest: &[u8]) -> u64 {
     u64::from_le_bytes(bytes).max(ROOT + 1)
 }
 
-fn system_time((seconds, nanoseconds): Time) -> SystemTime {
-    let nanoseconds = Duration::from_nanos(nanoseconds.unsigned_abs());
+fn system_time(time: Time) -> SystemTime {
+    let (seconds, nanoseconds) = time;
     let seconds_of = |s: i64| Duration::from_secs(s.unsigned_abs());
     let base = if seconds >= 0 {
         UNIX_EPOCH + seconds_of(seconds)
     } else {
         UNIX_EPOCH - seconds_of(seconds)
     };
-    base + nanoseconds
+    base + Duration::from_nanos(nanoseconds.unsigned_abs())
 }

@@ -335,9 +335,9 @@ mod tests {
         nix::unistd::mkfifo(&folder.join(FILE_NAME), Mode::S_IRWXU).unwrap();
         assert!(open_private(&folder, None).is_err());
         // With a reader it could be opened.
-        let mut reader = File::options();
-        let reader = reader.read(true).custom_flags(libc::O_NONBLOCK);
-        let _reader = reader.open(folder.join(FILE_NAME)).unwrap();
+        let mut options = File::options();
+        options.read(true).custom_flags(libc::O_NONBLOCK);
+        let _reader = options.open(folder.join(FILE_NAME)).unwrap();
         assert!(open_private(&folder, None).is_err());
     }
 

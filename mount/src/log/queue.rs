@@ -364,8 +364,8 @@ mod tests {
         queue.flush(LONG);
         let text = std::fs::read_to_string(path).unwrap();
         let lines: Vec<&str> = text.lines().collect();
-        let note = lines.iter().position(|line| line.contains("lines of the log were dropped"));
-        let note = note.unwrap();
+        let is_note = |line: &&str| line.contains("lines of the log were dropped");
+        let note = lines.iter().position(is_note).unwrap();
         assert!(lines[note].contains(": 100 lines"), "{}", lines[note]);
         assert!(lines[note - 1].ends_with("line 1023"), "{}", lines[note - 1]);
         assert!(lines[note + 1].ends_with("after it"), "{}", lines[note + 1]);

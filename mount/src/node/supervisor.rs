@@ -537,8 +537,8 @@ impl Supervisor {
         for Leaving { worker, name, .. } in &late {
             tracing::error!("mount {name}: worker {} does not end; killed", worker.pid());
         }
-        let late = late.into_iter().map(|leaving| (leaving.worker, leaving.name));
-        silent.into_iter().chain(late).for_each(|(worker, name)| self.kill(worker, name));
+        let overdue = late.into_iter().map(|leaving| (leaving.worker, leaving.name));
+        silent.into_iter().chain(overdue).for_each(|(worker, name)| self.kill(worker, name));
         for helper in &mut self.helpers {
             helper.ticks += 1;
             if helper.place.is_some() && helper.ticks > HELPER_TICKS {

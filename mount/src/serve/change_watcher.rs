@@ -171,10 +171,14 @@ impl Watcher {
         if local {
             file_events::note_stores(&file);
         }
-        let watch = self.events.as_ref()?.watch(&file, local).map_err(|e| {
-            tracing::debug!("{}: not watched: inotify: {e}", shown_path(source.path()));
-        });
-        let watch = watch.ok()?;
+        let watch = self
+            .events
+            .as_ref()?
+            .watch(&file, local)
+            .inspect_err(|e| {
+                tracing::debug!("{}: not watched: inotify: {e}", shown_path(source.path()));
+            })
+            .ok()?;
         // The kernel knows only the changes that this machine makes to a remote file system.
         if local {
             let confirmed = if unread { source.settle() } else { source.check() };

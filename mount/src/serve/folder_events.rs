@@ -49,12 +49,12 @@ impl FolderEvents {
     pub(crate) fn new(wanted: bool) -> nix::Result<FolderEvents> {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let flags = InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK;
-        let inotify = wanted.then(|| {
+        let init = || {
             Inotify::init(flags).inspect_err(|e| {
                 tracing::warn!("inotify is unavailable: {e}; the source is polled for changes");
             })
-        });
-        let inotify = inotify.and_then(Result::ok);
+        };
+        let inotify = if wanted { init().ok() } else { None };
         Ok(FolderEvents { inotify, wake, state: Mutex::default() })
     }
 

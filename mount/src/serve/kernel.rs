@@ -168,13 +168,13 @@ fn readahead(places: &Places, minor: Option<u32>, wanted: u64) -> Knob {
             return knob.because(format!("{}: {}", shown_path(&path), reason(&e))).costs(cost);
         }
     };
-    let knob = Knob { got: json!(got), ..knob };
+    let known = Knob { got: json!(got), ..knob };
     if got == kib << 10 {
-        return knob;
+        return known;
     }
     let why = written.err().map_or("the kernel took another value".to_owned(), |e| reason(&e));
-    let knob = knob.because(format!("{}: {why}", shown_path(&path)));
-    knob.costs(if got < wanted { cost } else { "more is read than requested" })
+    let effect = if got < wanted { cost } else { "more is read than requested" };
+    known.because(format!("{}: {why}", shown_path(&path))).costs(effect)
 }
 
 /// A limit that INIT requested, read from the control file system of FUSE if that is mounted. The

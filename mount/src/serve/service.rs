@@ -190,9 +190,9 @@ impl Service {
         let limit = options.cache.unwrap_or(CACHE_DEFAULT).max(BUDGET_MIN);
         let engine = Engine::start(settings, counters.clone());
         let budget = Budget::new(limit, counters.clone());
-        let cache = Cache::start(engine.clone(), budget, counters.clone(), options.io_timeout);
         let no_thread = |e| format!("cannot start a thread: {e}");
-        let cache = cache.map_err(no_thread)?;
+        let cache = Cache::start(engine.clone(), budget, counters.clone(), options.io_timeout)
+            .map_err(no_thread)?;
         let checker = match options.verify {
             Verify::Read => {
                 // The checker reads through the page cache, so that readers find the compared bytes
@@ -309,10 +309,10 @@ impl Service {
         let files = self.files.lock();
         let open_files = files.open.values().map(|used| used.open).sum();
         let all = files.open.values().chain(files.closed.values());
-        let mut shown: Vec<_> =
+        let mut used_files: Vec<_> =
             all.map(|used| (used.bytes_served(), used.open, &used.path)).collect();
-        shown.sort_by(|a, b| b.cmp(a));
-        let shown = shown.into_iter().take(FILES_SHOWN);
+        used_files.sort_by(|a, b| b.cmp(a));
+        let shown = used_files.into_iter().take(FILES_SHOWN);
         let files = shown.map(|(bytes_served, open, path)| FileStatus {
             path: path.clone(),
             open,

@@ -104,11 +104,12 @@ impl ChecksumGate {
         recorded: &Recorded,
     ) -> Option<ChecksumGate> {
         let shards = checkpoint.catalog().shards.iter();
-        let sums = shards.map(|shard| {
-            let known = recorded.of(&shard.name)?;
-            (known.boundaries.file_len() == shard.file_len).then(|| known.clone())
-        });
-        let sums = sums.collect::<Option<Vec<_>>>()?;
+        let sums = shards
+            .map(|shard| {
+                let known = recorded.of(&shard.name)?;
+                (known.boundaries.file_len() == shard.file_len).then(|| known.clone())
+            })
+            .collect::<Option<Vec<_>>>()?;
         let units = match &guarded {
             Guarded::Virtual(file) => file.catalog().len(),
             Guarded::Shard(id) => sums[id.0 as usize].boundaries.len(),

@@ -367,10 +367,10 @@ impl TakenNames {
             });
         }
         // Keys are sorted, so those that begin with a key follow it at once.
-        let above = self.keys.range::<String, _>(..&key).next_back();
-        let below = self.keys.range::<String, _>(&key..).next();
-        let above = above.filter(|above| key.starts_with(above.as_str()));
-        if let Some(other) = above.or(below.filter(|below| below.starts_with(&key))) {
+        let before = self.keys.range::<String, _>(..&key).next_back();
+        let after = self.keys.range::<String, _>(&key..).next();
+        let above = before.filter(|before| key.starts_with(before.as_str()));
+        if let Some(other) = above.or(after.filter(|after| after.starts_with(&key))) {
             let other = quoted(&format!("[{}]", other.trim_end_matches(',')));
             return Err(format!(
                 "one of its path and the path {other} leads through the other; give them other \

@@ -225,9 +225,9 @@ impl Secret {
             return Ok(Arc::clone(key));
         }
         self.deriving.store(true, Ordering::Relaxed);
-        let key = derivation.derive(passphrase);
+        let outcome = derivation.derive(passphrase);
         self.deriving.store(false, Ordering::Relaxed);
-        let key = Arc::new(key?);
+        let key = Arc::new(outcome?);
         if derived.len() == KEPT_MAX {
             derived.remove(0);
         }

@@ -244,8 +244,8 @@ mod tests {
             let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
             let mut here = false;
             maps.lines().find_map(|line| {
-                let range = line.split(' ').next()?.split_once('-');
-                let range = range.map(|(a, b)| [a, b].map(|n| usize::from_str_radix(n, 16)));
+                let ends = line.split(' ').next()?.split_once('-');
+                let range = ends.map(|(a, b)| [a, b].map(|n| usize::from_str_radix(n, 16)));
                 if let Some([Ok(start), Ok(end)]) = range {
                     here = (start..end).contains(&address);
                 }

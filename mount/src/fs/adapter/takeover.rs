@@ -271,11 +271,11 @@ impl TensorFs {
         facts.next_handle = shared.next_handle.load(Ordering::Relaxed);
         facts.backings.sort_unstable();
         facts.backings.dedup();
-        let mut nodes: HashMap<u64, Arc<Node>> =
+        let mut known: HashMap<u64, Arc<Node>> =
             shared.nodes.known().into_iter().map(|node| (node.ino, node)).collect();
-        nodes.extend(open.values().map(|handle| (handle.node.ino, handle.node.clone())));
+        known.extend(open.values().map(|handle| (handle.node.ino, handle.node.clone())));
         // The descriptors of files that may be gone come first: their number is limited.
-        let mut nodes: Vec<_> = nodes.into_values().collect();
+        let mut nodes: Vec<_> = known.into_values().collect();
         let is_there = |node: &Arc<Node>| {
             open.get(&node.ino).is_none_or(|handle| !may_be_gone(node, &handle.opened))
         };
@@ -595,9 +595,11 @@ impl Taking {
             }
             _ if unchecked => return None,
             CarriedContent::Virtual(place, name, header) => {
-                let sources: Option<Vec<_>> =
-                    carried.sources.iter().map(|index| self.source(*index)).collect();
-                let sources = sources?;
+                let sources = carried
+                    .sources
+                    .iter()
+                    .map(|index| self.source(*index))
+                    .collect::<Option<Vec<_>>>()?;
                 let directory = sources
                     .first()
                     .and_then(|source| source.path().parent())

@@ -315,15 +315,15 @@ impl Nodes {
         {
             watched.set_due(head, Some(again));
         }
-        let mut entries: BTreeMap<OsString, Arc<Node>> = listed.entries.iter().cloned().collect();
+        let mut by_name: BTreeMap<OsString, Arc<Node>> = listed.entries.iter().cloned().collect();
         let (mut old, mut added) = (Vec::new(), Vec::new());
         for name in names {
-            if entries.get(name).is_some_and(|node| node.follows()) {
-                old.extend(entries.remove_entry(name));
+            if by_name.get(name).is_some_and(|node| node.follows()) {
+                old.extend(by_name.remove_entry(name));
             }
         }
         for entry in shown {
-            if entries.contains_key(&entry.name) {
+            if by_name.contains_key(&entry.name) {
                 continue;
             }
             let version = match &entry.content {
@@ -334,9 +334,9 @@ impl Nodes {
             let node = self.registered(file_node(&tree, id, None, entry));
             version.inspect(|now| node.set_attributes(now));
             added.push((name.clone(), node.clone()));
-            entries.insert(name, node);
+            by_name.insert(name, node);
         }
-        let entries: Arc<Listing> = Arc::new(entries.into_iter().collect());
+        let entries: Arc<Listing> = Arc::new(by_name.into_iter().collect());
         let taken = |state: &mut FolderState| {
             let now = state.listed.as_mut()?;
             if !Arc::ptr_eq(&now.entries, &listed.entries) {

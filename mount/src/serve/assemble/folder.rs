@@ -371,10 +371,10 @@ impl Locked<'_> {
 
     /// Writes a record atomically, also with respect to a loss of power.
     pub(super) fn write_record(&self, record: &Record) -> io::Result<()> {
-        let new = self.folder.path.join(format!("{}.record-new", record.version));
+        let path = self.folder.path.join(format!("{}.record-new", record.version));
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(true).mode(0o600);
-        let mut new = TemporaryFile::create(new, &options)?;
+        let mut new = TemporaryFile::create(path, &options)?;
         let mut text = format!("{:#}", record.to_json());
         text.push('\n');
         new.file().write_all(text.as_bytes())?;

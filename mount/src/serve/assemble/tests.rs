@@ -214,8 +214,8 @@ fn a_copy_that_cannot_be_used_now_has_a_reason_and_is_not_forgotten() {
     let place = Place::new();
     let (assembler, reader) = (place.start(), place.reader());
     drop(assembled(&assembler, VERSION, &reader));
-    let another = File::open(place.copy()).unwrap();
-    let another = Flock::lock(another, FlockArg::LockExclusiveNonblock).unwrap();
+    let copy = File::open(place.copy()).unwrap();
+    let another = Flock::lock(copy, FlockArg::LockExclusiveNonblock).unwrap();
     let why = assembler.in_use(VERSION, &reader).unwrap_err();
     assert_eq!(why, "another process has locked the copy");
     drop(another);

@@ -12,8 +12,8 @@ const KEY: [u8; KEY_LEN] = [3; KEY_LEN];
 type Made = (u64, u64, u64);
 
 fn made() -> impl Strategy<Value = Vec<Made>> {
-    let tensor = (0..300_u64, 1..6000_u64, 0..40_u64);
-    let tensor = tensor.prop_map(|(before, len, steps)| (before, len, 1024 + 64 * steps));
+    let tensor = (0..300_u64, 1..6000_u64, 0..40_u64)
+        .prop_map(|(before, len, steps)| (before, len, 1024 + 64 * steps));
     proptest::collection::vec(tensor, 1..6)
 }
 
@@ -35,8 +35,8 @@ fn file(tensors: &[Made]) -> (Vec<u8>, Vec<u8>, Decryptor) {
             section.extend(key.seal(&nonce.of_piece(index as u64), piece));
         }
         stored.extend(data);
-        let part = [&2_u16.to_le_bytes()[..], &section].concat();
-        let part = [&(part.len() as u64).to_le_bytes()[..], &part].concat();
+        let tagged = [&2_u16.to_le_bytes()[..], &section].concat();
+        let part = [&(tagged.len() as u64).to_le_bytes()[..], &tagged].concat();
         let body = [&1_u16.to_le_bytes()[..], &part].concat();
         let section = [&(body.len() as u64).to_le_bytes()[..], &body].concat();
         let encryption = Encryption::parse(&section, len).expect("it is right").expect("encrypted");

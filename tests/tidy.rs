@@ -16,6 +16,8 @@ use scan::{
 
 #[path = "tidy/api.rs"]
 mod api;
+#[path = "tidy/bindings.rs"]
+mod bindings;
 #[path = "tidy/circles.rs"]
 mod circles;
 #[path = "tidy/names.rs"]
@@ -303,6 +305,11 @@ fn every_public_type_has_an_example() {
 #[test]
 fn each_type_name_stands_once_in_a_crate() {
     assert_none(&names::doubled_name_violations(&repository()));
+}
+
+#[test]
+fn a_name_has_one_value_in_a_block_and_a_parameter_is_no_tuple() {
+    assert_none(&bindings::binding_violations(&repository(), bindings::UNMENDED));
 }
 
 #[test]

@@ -395,3 +395,58 @@ fn public_types_without_an_example_are_flagged() {
     assert_eq!(missing("/// ```\n/// y();\n/// ```\nfn f() {}\npub struct Read;"), 1);
     assert_eq!(missing(""), 1);
 }
+
+#[test]
+fn names_that_are_bound_anew_from_their_own_value_are_flagged() {
+    let faults = |text: &str| {
+        let file = sample("src/io/mod.rs", &format!("fn f() {{ {text} }}"));
+        bindings::binding_violations(&[file], &[]).len()
+    };
+    for text in [
+        "let x = a(); let x = x?;",
+        "let mut x = a();\nx.push(1);\nlet x: Vec<_> = b(|y| {\n y + x.len() });",
+        "let x = a(); let x = x?; let y = 1;",
+        "let x: [u8; 2] = a(); if b { c() } let x = 0..x;",
+        "let x = A { b }; let x = A { b, ..x };",
+        "let a = || { let x = 1; let x = x + 1; x };",
+        "let x = a(); let x = if b { x } else { c };",
+    ] {
+        assert_eq!(faults(text), 1, "not flagged: {text}");
+    }
+    assert_eq!(faults("let x = a(); let x = b(x); let x = c(x);"), 2);
+    for text in [
+        "let x = a(); let x = b();",
+        "let x = a(); let x = b.x; let x = c.x(); let x = x::d(); let x = A { x: 1 };",
+        "let x = a(); { let x = x.clone(); b(move || x) }",
+        "let a = { let x = 1; x }; let b = { let x = 2; x };",
+        "if a { let x = 1; } let x = b(x);",
+        "let x = a(); let Some(x) = x else { return }; let (x, y) = (x.b, x.c);",
+        "let x = a(); // let x = x?;\nb(\"let x = x;\");",
+    ] {
+        assert_eq!(faults(text), 0, "flagged: {text}");
+    }
+}
+
+#[test]
+fn tuples_as_parameters_of_functions_are_flagged() {
+    let faults = |path: &str, text: &str| {
+        bindings::binding_violations(&[sample(path, text)], &["src/io/"]).len()
+    };
+    for text in [
+        "fn f((a, b): (u8, u8)) {}",
+        "impl A { fn f(&self, a: u8, (b, c): &(u8, u8)) -> u8 { b } }",
+        "fn f<T, F: Fn(T) -> (u8, u8)>(a: T,\n    (b, c): Pair,\n) {}",
+        "fn f(&(a, b): &(u8, u8)) {}",
+    ] {
+        assert_eq!(faults("src/cache.rs", text), 1, "not flagged: {text}");
+        assert_eq!(faults("src/io/mod.rs", text), 0, "the file is listed");
+    }
+    for text in [
+        "fn f(a: (u8, u8), b: fn((u8, u8)) -> u8, c: HashMap<u8, (u8, u8)>) {}",
+        "fn f(a: &[(u8, u8)]) { let g = |(b, c): (u8, u8)| b + c; }",
+        "proptest! { fn f((a, b) in pairs(), c in 0..2) {} }",
+        "fn f(Range { start, end }: Range<u64>) {}",
+    ] {
+        assert_eq!(faults("src/cache.rs", text), 0, "flagged: {text}");
+    }
+}

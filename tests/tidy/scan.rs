@@ -126,7 +126,7 @@ fn block_comment_len(rest: &str) -> usize {
 }
 
 /// The index after the bracket that closes the one at `open`.
-fn after_group(tokens: &[Token<'_>], open: usize) -> usize {
+pub(crate) fn after_group(tokens: &[Token<'_>], open: usize) -> usize {
     let mut depth = 0_usize;
     for (at, token) in tokens.iter().enumerate().skip(open) {
         match token.text {

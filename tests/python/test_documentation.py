@@ -33,10 +33,12 @@ NOT_RUN = {
     "python python/tests/safetensors_suite.py ": "takes the source of safetensors",
     "python python/tests/consolidation_suite.py ": "takes the tests of torch or NeMo",
     "python python/tests/tensorizer_suite.py ": "takes torch, and the tests of tensorizer",
+    "sglang ": "takes SGLang and a GPU",
     "sudo ": "changes this machine",
     "tensorfs load /data/models/llama --device cuda:0": "takes a GPU",
     "tests/changed": "runs tests, maybe this one",
     "tests/run": "is what runs this test",
+    "tests/engines/run": "takes vLLM and SGLang",
     "tests/gpu/run": "takes a GPU",
     "vllm ": "takes vLLM and a GPU",
 }

@@ -1,0 +1,218 @@
+"""Tensors of torch that are read when they are used, and only the part that is used."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from .. import _frameworks
+from .._open import TensorMetadata, safe_open
+
+_aten = torch.ops.aten
+
+
+class Part(NamedTuple):
+    """A part of a stored tensor, as a tensor of its own."""
+
+    box: tuple[tuple[int, int], ...]
+    """First index and end in each dimension of the stored tensor."""
+    dims: tuple[int, ...]
+    """The dimension of the stored tensor behind each one of this tensor. Others have one index only."""
+
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.box[dim][1] - self.box[dim][0] for dim in self.dims)
+
+    def narrowed(self, dim: int, start: int, stop: int) -> Part:
+        stored = self.dims[dim]
+        low = self.box[stored][0]
+        return self._replace(box=(*self.box[:stored], (low + start, low + stop), *self.box[stored + 1 :]))
+
+    def selected(self, dim: int, index: int) -> Part:
+        part = self.narrowed(dim, index, index + 1)
+        return part._replace(dims=part.dims[:dim] + part.dims[dim + 1 :])
+
+    def permuted(self, order: list[int]) -> Part:
+        return self._replace(dims=tuple(self.dims[dim] for dim in order))
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor of a checkpoint that is read when something asks for its values. Its parts and views are lazy too, and
+    none of them can be written to: so a part that is read later has the bytes of the checkpoint."""
+
+    _found: Any
+    """The stored tensor, for indexing."""
+    _part: Part | None
+    """None for views that are no parts of it: they have their values from the beginning."""
+    _value: torch.Tensor | None
+
+    @staticmethod
+    def _of_part(found: Any, part: Part, strides: tuple[int, ...], dtype: torch.dtype, device: str) -> LazyTensor:
+        made = _wrapper(part.shape(), tuple(strides[dim] for dim in part.dims), dtype, device)
+        made._found, made._part, made._value = found, part, None
+        made._how = (strides, dtype, device)
+        return made
+
+    @staticmethod
+    def _of_value(value: torch.Tensor) -> LazyTensor:
+        made = _wrapper(tuple(value.shape), value.stride(), value.dtype, str(value.device))
+        made._part, made._value = None, value
+        return made
+
+    def value(self) -> torch.Tensor:
+        """An ordinary tensor with the values. They are read once."""
+        if self._value is None:
+            assert self._part is not None
+            box, dims = self._part
+            read = self._found[tuple(slice(low, high) for low, high in box)]
+            for dim in sorted(set(range(len(box))) - set(dims), reverse=True):
+                read = read.select(dim, 0)
+            kept = sorted(dims)
+            self._value = read.permute([kept.index(dim) for dim in dims])
+        return self._value
+
+    def part(self, part: Part) -> LazyTensor:
+        """Another part of the same stored tensor."""
+        return LazyTensor._of_part(self._found, part, *self._how)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0]._on
+        kwargs = kwargs or {}
+        slicing = _SLICING.get(func)
+        if slicing is not None and args[0]._part is not None:
+            found = slicing(*args, **kwargs)
+            if found is not None:
+                return found
+        for number, argument in enumerate(func._schema.arguments):
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write and _has_lazy(value):
+                raise RuntimeError(f"tensorfs: {func} writes to a weight of the checkpoint: load without the option lazy")
+        plain_args, plain_kwargs = tree_map_only(LazyTensor, LazyTensor.value, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        if any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns):
+            return tree_map_only(torch.Tensor, LazyTensor._of_value, result)
+        return result
+
+    # These do not pass through the dispatcher.
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        # A copy, since an array can be written to.
+        return self.value().clone().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.value().tolist()
+
+    def data_ptr(self) -> int:
+        return self.value().data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.value().untyped_storage()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value().clone().__array__(*args, **kwargs)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value().clone().__dlpack__(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.value().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.value().clone()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _wrapper(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str) -> LazyTensor:
+    # Below it is on no device, so that torch refuses `parameter.data = lazy`, which would leave a parameter without memory.
+    made: LazyTensor = torch.Tensor._make_wrapper_subclass(
+        LazyTensor, shape, strides=strides, dtype=dtype, device="meta", dispatch_device=True
+    )
+    made._on = torch.device(device)
+    return made
+
+
+def _has_lazy(value: Any) -> bool:
+    several = value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(one, LazyTensor) for one in several)
+
+
+def lazy_tensor(opened: safe_open, name: str, facts: TensorMetadata, device: str) -> LazyTensor | None:
+    """A tensor that is read later. None if its elements are no elements of torch."""
+    dtype = _frameworks._TORCH.get(facts.dtype)
+    if facts.dtype == _frameworks.PACKED or dtype is None or not hasattr(torch, dtype):
+        return None
+    strides, stride = [], 1
+    for size in reversed(facts.shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    part = Part(tuple((0, size) for size in facts.shape), tuple(range(len(facts.shape))))
+    return LazyTensor._of_part(opened.get_slice(name), part, tuple(reversed(strides)), getattr(torch, dtype), device)
+
+
+def _slice(of: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if step != 1:
+        return None
+    size = of.shape[dim]
+    low, high, _ = slice(start, end).indices(size)
+    return of.part(of._part.narrowed(dim % of.dim(), low, max(low, high)))
+
+
+def _select(of: LazyTensor, dim: int, index: int) -> Any:
+    if not -of.shape[dim] <= index < of.shape[dim]:
+        return None
+    return of.part(of._part.selected(dim % of.dim(), index % of.shape[dim]))
+
+
+def _split(of: LazyTensor, length: int, dim: int = 0) -> Any:
+    if length < 1:
+        return None
+    size = of.shape[dim]
+    bounds = [(low, min(low + length, size)) for low in range(0, size, length)] or [(0, 0)]
+    return [of.part(of._part.narrowed(dim % of.dim(), low, high)) for low, high in bounds]
+
+
+def _split_sizes(of: LazyTensor, lengths: list[int], dim: int = 0) -> Any:
+    if sum(lengths) != of.shape[dim]:
+        return None
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    return [of.part(of._part.narrowed(dim % of.dim(), low, low + length)) for low, length in zip(starts, lengths)]
+
+
+def _unbind(of: LazyTensor, dim: int = 0) -> Any:
+    return [_select(of, dim, index) for index in range(of.shape[dim])]
+
+
+def _transpose(of: LazyTensor, one: int, other: int) -> Any:
+    order = list(range(of.dim()))
+    order[one], order[other] = order[other], order[one]
+    return of.part(of._part.permuted(order))
+
+
+def _permute(of: LazyTensor, order: list[int]) -> Any:
+    return of.part(of._part.permuted([dim % of.dim() for dim in order]))
+
+
+def _same(of: LazyTensor) -> Any:
+    return of.part(of._part) if of._value is None else None
+
+
+_SLICING: dict[Any, Callable[..., Any]] = {
+    _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split_sizes,
+    _aten.unbind.int: _unbind,
+    _aten.transpose.int: _transpose,
+    _aten.t.default: lambda of: _transpose(of, 0, 1) if of.dim() == 2 else None,
+    _aten.permute.default: _permute,
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+}
+"""Operations whose result is another part of the same tensor. None as a result: it is not, or torch judges it."""

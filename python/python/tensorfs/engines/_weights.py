@@ -1,0 +1,87 @@
+"""The tensors of a checkpoint, as engines iterate over them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Callable, Iterator, Sequence
+
+from .._open import Source, safe_open
+from ._lazy import lazy_tensor
+from ._options import Options
+
+_LAZY_MIN = 1 << 20
+"""Tensors from this length on are read when they are used. Shorter ones are read at once, with those after them."""
+
+Wanted = Callable[[str], bool]
+
+
+def weights(
+    source: Source,
+    device: str,
+    options: Options,
+    *,
+    is_model: bool = True,
+    wanted: Wanted | None = None,
+    process_group: Any = None,
+    bar: Callable[[int], Any] | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Pairs of name and tensor of a checkpoint. `wanted` tells by its name whether a tensor is loaded. In a process
+    group all ranks iterate, and each may want others. `bar` makes a progress bar for a number of bytes."""
+    how = options.arguments(is_model)
+    if options.lazy:
+        how.pop("share", None)
+        yield from _counted(_lazy(safe_open(source, "pt", device, **how), device, wanted), 0, bar)
+        return
+    if process_group is None:
+        how.pop("share", None)
+    with safe_open(source, "pt", device, process_group=process_group, **how) as opened:
+        names = _names(opened, wanted)
+        total = 0 if bar is None else sum(opened.get_tensor_metadata(name).nbytes for name in names)
+        yield from _counted(opened.tensors(names), total, bar)
+
+
+def _names(opened: safe_open, wanted: Wanted | None) -> list[str]:
+    return [name for name in opened.offset_keys() if wanted is None or wanted(name)]
+
+
+def _lazy(opened: safe_open, device: str, wanted: Wanted | None) -> Iterator[tuple[str, Any]]:
+    # Nothing closes it: tensors that are read later hold it.
+    for name in _names(opened, wanted):
+        facts = opened.get_tensor_metadata(name)
+        made = lazy_tensor(opened, name, facts, device) if facts.nbytes >= _LAZY_MIN else None
+        yield name, opened.get_tensor(name) if made is None else made
+
+
+def _counted(pairs: Iterator[tuple[str, Any]], total: int, bar: Callable[[int], Any] | None) -> Iterator[tuple[str, Any]]:
+    if bar is None or not total:
+        yield from pairs
+        return
+    with bar(total) as shown:
+        for name, tensor in pairs:
+            shown.update(tensor.nbytes)
+            yield name, tensor
+
+
+def device_of(word: str | None = None) -> str:
+    """The device that tensors are loaded to: the current NVIDIA GPU of torch, or the CPU; with "cpu", the CPU."""
+    import torch
+
+    if word == "cpu" or torch.version.hip is not None or not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def group_of(coordinator: Any) -> Any:
+    """The group of torch that ranks agree in, of a group coordinator of an engine. None for a single rank."""
+    from torch.distributed import ProcessGroup
+
+    if coordinator is None or coordinator.world_size < 2:
+        return None
+    group = coordinator.cpu_group
+    # Groups that change while they run are of classes of their own.
+    return group if isinstance(group, ProcessGroup) else None
+
+
+def sorted_files(files: Sequence[str]) -> list[str]:
+    """The files in an order that is the same on all ranks."""
+    return sorted(files, key=lambda file: (os.path.basename(file), file))

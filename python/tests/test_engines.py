@@ -1,0 +1,221 @@
+"""The load format of inference engines, as far as that needs no engine. `tests/engines` has the rest."""
+
+import logging
+import sys
+from importlib.metadata import entry_points
+from unittest import mock
+
+import numpy as np
+from safetensors.numpy import save_file
+
+import tensorfs
+from package import TestCase, needs_torch, python
+from tensorfs.engines import sglang, vllm
+from tensorfs.engines._options import WORDS, options_of
+
+GROUPS = {"vllm.general_plugins": vllm, "sglang.srt.plugins": sglang}
+
+REFUSED = {
+    "there is no option 'pth'; expected one of path, process_group, lazy, ": {"pth": "x"},
+    "expected a JSON object, not str": "path=x",
+    "path: expected text, not 5": {"path": 5},
+    "path: expected a folder, a file or a URL, not nothing": {"path": ""},
+    "lazy: expected true or false, not 1": {"lazy": 1},
+    "io_depth: expected a number, not True": {"io_depth": True},
+    "io_depth=0: expected a number from 1 to 4096": {"io_depth": 0},
+    "chunk=7: expected a size from 4096 to 1073741824 bytes, like 16M": {"chunk": 7},
+    "engine=gpu: expected auto, uring, threads or cufile": {"engine": "gpu"},
+    "share: expected host or network, not 'nfs'": {"share": "nfs"},
+    "include: expected text or a list, not 3": {"include": 3},
+    "keep needs dtype": {"keep": "*.norm"},
+    "unproven_tail=no: expected warn or error": {"unproven_tail": "no"},
+    "lazy and process_group exclude each other": {"lazy": True, "process_group": True},
+    "share is about a process group": {"lazy": True, "share": "host"},
+}
+
+# In an interpreter that has none of the engines, and no torch.
+WITHOUT = """
+import importlib.abc, logging, sys
+
+class Nothing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("vllm", "sglang", "torch"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Nothing())
+logging.basicConfig(stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
+from tensorfs.engines import sglang, vllm
+before = set(sys.modules)
+for module in (vllm, sglang):
+    module.register()
+    module.register()
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+class EntryPoints(TestCase):
+    def test_the_engines_find_the_load_format(self):
+        for group, module in GROUPS.items():
+            with self.subTest(group):
+                found = [one for one in entry_points(group=group) if one.name == "tensorfs"]
+                self.assertEqual({one.load() for one in found}, {module.register})
+
+    def test_without_the_engines_nothing_is_raised_or_imported(self):
+        *said, imported = python(WITHOUT).splitlines()
+        self.assertEqual(imported, "")
+        for engine in ("vllm", "sglang"):
+            ours = [line for line in said if line.startswith(f"{engine}.tensorfs WARNING load format tensorfs is not available: ")]
+            self.assertEqual((len(ours), [line for line in ours if "No module named" not in line]), (2, []))
+        self.assertEqual(len(said), 4)
+
+    def test_an_engine_that_fails_in_any_way_is_not_disturbed(self):
+        class Broken:
+            def __getattr__(self, name):
+                raise RuntimeError("this engine is odd")
+
+        for module, names in (
+            (vllm, ("vllm", "vllm.model_executor")),
+            (sglang, ("sglang", "sglang.srt", "sglang.srt.arg_groups")),
+        ):
+            with self.subTest(module.__name__), mock.patch.dict(sys.modules, {name: Broken() for name in names}):
+                with self.assertLogs(level=logging.WARNING) as caught:
+                    module.register()
+                self.assertEqual(len(caught.output), 1)
+
+    def test_only_its_own_name_is_the_load_format(self):
+        self.assertEqual([word for word in ("tensorfs", "TensorFS", "auto", None, dict) if sglang.is_ours(word)], ["tensorfs", "TensorFS"])
+
+
+class OptionsOfTheEngine(TestCase):
+    def test_options_are_sorted_by_what_they_are_for(self):
+        given = {"path": "s3://b/k", "chunk": "8M", "include": "model.*", "share": "network", "enable_weights_track": False}
+        options, of_engine = options_of(given, ("enable_weights_track",))
+        self.assertEqual(of_engine, {"enable_weights_track": False})
+        self.assertEqual((options.path, options.process_group, options.lazy), ("s3://b/k", True, False))
+        self.assertEqual(options.arguments(False), {"chunk": "8M", "share": "network"})
+        self.assertEqual(options.arguments(True), {"chunk": "8M", "share": "network", "include": "model.*"})
+        for nothing in (None, {}):
+            self.assertEqual(options_of(nothing)[0], (None, True, False, {}, {}))
+        self.assertFalse(options_of({"lazy": True})[0].process_group)
+
+    def test_every_mistake_is_one_line_that_names_it(self):
+        for message, given in REFUSED.items():
+            with self.subTest(given), self.assertRaises(ValueError) as caught:
+                options_of(given)
+            self.assertTrue(str(caught.exception).startswith(f"load format tensorfs, model_loader_extra_config: {message}"), caught.exception)
+            self.assertNotIn("\n", str(caught.exception))
+
+    def test_the_page_has_every_option(self):
+        from package import ROOT
+
+        page = (ROOT / "docs/guides/engines.md").read_text()
+        self.assertEqual([word for word in WORDS if f"`{word}`" not in page], [])
+
+
+@needs_torch
+class Weights(TestCase):
+    def setUp(self):
+        super().setUp()
+        rng = np.random.default_rng(4)
+        self.tensors = {
+            "layers.0.weight": rng.standard_normal((512, 700)).astype(np.float32),
+            "layers.0.experts": rng.integers(-9, 9, (4, 300, 256)).astype(np.int32),
+            "norm": rng.standard_normal(64).astype(np.float16),
+            "scalar": np.array(2.5),
+        }
+        self.file = self.tmp / "model.safetensors"
+        save_file(self.tensors, self.file, metadata={"format": "pt"})
+
+    def iterate(self, given=None, **how):
+        from tensorfs.engines._weights import weights
+
+        return dict(weights(str(self.file), "cpu", options_of(given)[0], **how))
+
+    def lazily(self):
+        return self.iterate({"lazy": True})
+
+    def test_tensors_are_those_of_the_checkpoint(self):
+        for given in (None, {"lazy": True}, {"io_depth": 2, "chunk": "64K"}):
+            with self.subTest(given):
+                found = self.iterate(given)
+                self.assertEqual(found.keys(), self.tensors.keys())
+                for name, right in self.tensors.items():
+                    self.assertEqual(tuple(found[name].shape), right.shape)
+                    np.testing.assert_array_equal(found[name].numpy(), right)
+
+    def test_unwanted_tensors_are_left_out(self):
+        for given in (None, {"lazy": True}):
+            found = self.iterate(given, wanted=lambda name: "experts" not in name)
+            self.assertEqual(found.keys(), self.tensors.keys() - {"layers.0.experts"})
+
+    def test_options_for_the_model_hold_for_no_other_checkpoint(self):
+        given = {"include": "layers.*"}
+        self.assertEqual(len(self.iterate(given)), 2)
+        self.assertEqual(len(self.iterate(given, is_model=False)), 4)
+
+    def test_lazy_tensors_read_the_parts_that_are_used(self):
+        import torch
+
+        parts = [
+            lambda x: x.narrow(0, 100, 50),
+            lambda x: x.narrow(1, 200, 50).contiguous(),
+            lambda x: x.chunk(4, 1)[3],
+            lambda x: x.split([100, 412])[1].narrow(1, 5, 6),
+            lambda x: x.t()[7:9],
+            lambda x: x[-3, 5:],
+            lambda x: x.view(700, 512)[3],
+            lambda x: x.transpose(0, 1).unbind(0)[2],
+            lambda x: x[::3].float(),
+            lambda x: x[[1, 5]],
+            lambda x: x.view(torch.int32).narrow(0, 1, 2),
+            lambda x: torch.cat([x, x])[513],
+            lambda x: x.data.unsqueeze(0).expand(2, -1, -1)[1, 2:4],
+        ]
+        whole = torch.from_numpy(self.tensors["layers.0.weight"])
+        for number, part in enumerate(parts):
+            with self.subTest(number):
+                right = part(whole)
+                found = torch.empty_like(right).copy_(part(self.lazily()["layers.0.weight"]))
+                self.assertTrue(torch.equal(found, right))
+        experts = self.lazily()["layers.0.experts"]
+        self.assertEqual(experts[2].narrow(0, 10, 5).tolist(), self.tensors["layers.0.experts"][2, 10:15].tolist())
+
+    def test_the_rest_of_a_lazy_tensor_is_not_read(self):
+        from tensorfs.engines._lazy import lazy_tensor
+
+        with tensorfs.safe_open(self.file, "pt") as opened:
+            facts = opened.get_tensor_metadata("layers.0.weight")
+            asked = []
+
+            class Recorded:
+                def __getitem__(self, index):
+                    asked.append(index)
+                    return opened.get_slice("layers.0.weight")[index]
+
+            opened_too = mock.Mock(get_slice=lambda name: Recorded())
+            made = lazy_tensor(opened_too, "layers.0.weight", facts, "cpu")
+            half = made.narrow(1, 350, 350).narrow(0, 8, 4)
+            self.assertEqual(asked, [])
+            half.clone()
+            self.assertEqual(asked, [(slice(8, 12), slice(350, 700))])
+
+    def test_nothing_writes_to_a_lazy_tensor_or_its_views(self):
+        import torch
+
+        made = self.lazily()["layers.0.weight"]
+        out = torch.zeros(512, 700)
+        for write in (
+            lambda: made.add_(1),
+            lambda: made.narrow(0, 1, 2).zero_(),
+            lambda: made.view(-1).mul_(2),
+            lambda: made.__setitem__(0, 1),
+            lambda: torch.add(out, 1, out=made),
+            lambda: setattr(torch.nn.Parameter(out), "data", made),
+        ):
+            with self.assertRaises(RuntimeError):
+                write()
+        made.numpy()[:] = 0
+        np.testing.assert_array_equal(made.numpy(), self.tensors["layers.0.weight"])
+        parameter = torch.nn.Parameter(out)
+        parameter.data.copy_(made)
+        np.testing.assert_array_equal(parameter.detach().numpy(), self.tensors["layers.0.weight"])

@@ -275,7 +275,8 @@ impl fmt::Display for SourceUri {
 /// Whether `path` is a URL of a remote store.
 pub fn is_url(path: &Path) -> bool {
     let bytes = path.as_os_str().as_encoded_bytes();
-    ["s3://", "http://", "https://"].iter().any(|start| bytes.starts_with(start.as_bytes()))
+    let starts = ["s3://", "http://", "https://", "hf://"];
+    starts.iter().any(|start| bytes.starts_with(start.as_bytes()))
 }
 
 /// A URL without what may be secret in it: the user before the host, and what follows a `?` of HTTP.
@@ -284,7 +285,7 @@ fn without_secrets(url: &str) -> String {
     let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
     let host =
         authority.rsplit_once('@').map_or(authority.to_owned(), |(_, host)| format!("***@{host}"));
-    match path.find('?').filter(|_| scheme != "s3") {
+    match path.find('?').filter(|_| !["s3", "hf"].contains(&scheme)) {
         Some(end) => format!("{scheme}://{host}{}?***", &path[..end]),
         None => format!("{scheme}://{host}{path}"),
     }

@@ -125,9 +125,11 @@ pub fn verify(
             if found == expected {
                 verified.blobs += 1;
             } else if no_closer_place {
-                let message = format!(
-                    "its bytes have the sha256 {found}, the blob is named {expected}; download it again"
-                );
+                let named = match source.local() {
+                    Some(_) => format!("the blob is named {expected}; download it again"),
+                    None => format!("its store has listed {expected}"),
+                };
+                let message = format!("its bytes have the sha256 {found}, {named}");
                 let fault = Fault::new(ErrorKind::HashMismatch, message).in_file(&shard.name);
                 return Err(checkpoint.refused(fault));
             }
@@ -265,8 +267,11 @@ fn compare_replica(
     Ok(())
 }
 
-/// The sha256 that a hub blob has as its name.
+/// The sha256 that a hub blob has as its name, or that the store of `source` knows.
 fn blob_hash(source: &Arc<Source>) -> Option<String> {
+    if let Some(stored) = source.stored_sha256() {
+        return Some(stored);
+    }
     let path = source.path();
     let name = path.file_name()?.to_str()?;
     let in_blobs = path.parent()?.file_name()? == "blobs";

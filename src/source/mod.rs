@@ -137,6 +137,14 @@ impl Source {
         }
     }
 
+    /// Its sha256 in hexadecimal, if its store knows it.
+    pub(crate) fn stored_sha256(&self) -> Option<String> {
+        match self {
+            Source::Local(_) => None,
+            Source::Stored(file) => file.sha256(),
+        }
+    }
+
     fn notes(&self) -> &Notes {
         match self {
             Source::Local(file) => &file.notes,

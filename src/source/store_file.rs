@@ -37,6 +37,13 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         None
     }
 
+    /// The sha256 of the file at `path` in this `version`, in hexadecimal, if the store knows it without
+    /// reading the file. It asks nobody.
+    fn sha256(&self, path: &Path, version: &Version) -> Option<String> {
+        let _ = (path, version);
+        None
+    }
+
     /// Fills `buf` with the bytes at `offset` of the file at `path`. After `until` nobody waits for them.
     ///
     /// # Errors
@@ -92,6 +99,10 @@ impl StoreFile {
 
     pub(super) fn store_name(&self) -> Option<String> {
         self.store.name()
+    }
+
+    pub(super) fn sha256(&self) -> Option<String> {
+        self.store.sha256(&self.path, &self.version)
     }
 
     /// The version at its path now.

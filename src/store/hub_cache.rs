@@ -40,7 +40,7 @@ pub fn resolve(source: &Path) -> Result<PathBuf> {
 }
 
 /// The folder of the hub cache, by the variables of the environment, as huggingface_hub finds it.
-fn cache_of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+pub(super) fn cache_of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     let variable = |name| variable(name).filter(|value| !value.as_os_str().is_empty());
     let home = || variable("HOME");
     let expanded = |path: PathBuf| match path.strip_prefix("~") {
@@ -102,7 +102,7 @@ fn in_cache(source: &Path, id: HubId<'_>, cache: &Option<PathBuf>) -> Result<Pat
 }
 
 /// The commit in a file of references.
-fn read_ref(path: &Path) -> Option<String> {
+pub(super) fn read_ref(path: &Path) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let commit = text.trim();
     let is_name = !commit.is_empty() && !commit.contains(['/', '\0']) && !commit.starts_with('.');

@@ -38,7 +38,7 @@ class ObjectServer:
     """Objects by bucket and key. `faults` is a list of dicts: `kind`, `count` (default 1), and optionally `match` (part
     of the path), `method`, `seconds`. Each request takes the first fault that fits."""
 
-    def __init__(self, page=1000):
+    def __init__(self, page=1000, handler=None):
         self.objects = {}
         self.faults = []
         self.requests = []
@@ -52,7 +52,7 @@ class ObjectServer:
         self.session_token = None
         self.lock = threading.Lock()
         self.over = threading.Event()
-        self.httpd = Listener(("127.0.0.1", 0), Handler)
+        self.httpd = Listener(("127.0.0.1", 0), handler or Handler)
         self.httpd.store = self
         self.port = self.httpd.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"

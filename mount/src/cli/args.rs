@@ -96,8 +96,8 @@ pub(crate) enum Command {
 /// The source of a command, and how it is read.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct SourceArgs {
-    /// Checkpoint folder, tree of them, or one file of a checkpoint; a URL, s3://BUCKET/PREFIX or
-    /// https://HOST/FOLDER; or ORG/NAME, a model of the hub cache
+    /// Checkpoint folder, tree of them, or one file of a checkpoint; a URL, s3://BUCKET/PREFIX,
+    /// https://HOST/FOLDER or hf://ORG/NAME; or ORG/NAME, a model of the hub cache
     pub source: PathBuf,
     /// Options as for mount
     #[arg(short = 'o', value_name = "OPTIONS")]
@@ -177,8 +177,8 @@ pub(crate) struct DoctorArgs {
 #[derive(Debug, Args)]
 #[command(after_long_help = options::help())]
 pub(crate) struct MountArgs {
-    /// Checkpoint folder, tree of them, or one file of a checkpoint; a URL, s3://BUCKET/PREFIX or
-    /// https://HOST/FOLDER; or ORG/NAME, a model of the hub cache
+    /// Checkpoint folder, tree of them, or one file of a checkpoint; a URL, s3://BUCKET/PREFIX,
+    /// https://HOST/FOLDER or hf://ORG/NAME; or ORG/NAME, a model of the hub cache
     pub source: PathBuf,
     /// Folder to mount on
     pub target: PathBuf,
@@ -205,8 +205,8 @@ pub(crate) struct MountArgs {
 /// Arguments of `run`.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// Checkpoint folder, tree of them, or one file of a checkpoint; a URL, s3://BUCKET/PREFIX or
-    /// https://HOST/FOLDER; or ORG/NAME, a model of the hub cache
+    /// Checkpoint folder, tree of them, or one file of a checkpoint; a URL, s3://BUCKET/PREFIX,
+    /// https://HOST/FOLDER or hf://ORG/NAME; or ORG/NAME, a model of the hub cache
     pub source: PathBuf,
     /// Options as for mount, separated by commas
     #[arg(short = 'o', value_name = "OPTIONS")]

@@ -5,22 +5,18 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use reqsign_aws_v4::RequestSigner;
-use reqsign_core::{Context, SignRequest};
-use reqwest::header::{self, HeaderMap, HeaderName, HeaderValue};
+use reqwest::header::{self, HeaderMap, HeaderName};
 use reqwest::{Method, Response, StatusCode};
 use tokio::sync::Semaphore;
 
-use super::patience::{Patience, Trouble};
+use super::access::{Access, S3Signing};
+use super::patience::{Patience, Trouble, lost_connection, no_answer, unusable};
+use super::request::Wanted;
 use super::shared::RemoteProcess;
 use super::state::{
     ObjectState, check_answer, content_range, len_of, replaced, retry_after, text_of,
 };
-use crate::sync::Mutex;
 use crate::version::Version;
-
-/// The hash of no bytes, which is what all requests here send.
-const NO_BYTES_SHA256: &str = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
 
 /// Most bytes of an error that are looked at.
 const ERROR_LEN_MAX: usize = 64 << 10;
@@ -28,44 +24,18 @@ const ERROR_LEN_MAX: usize = 64 << 10;
 /// The header by which S3 names the region of a bucket.
 const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region");
 
-/// How requests to S3 are signed.
-#[derive(Debug)]
-pub(super) struct S3Signing {
-    /// The region, which the server may correct.
-    pub(super) region: Mutex<String>,
-    /// Whether requests are signed at all.
-    pub(super) is_wanted: bool,
-    /// The URL of the bucket with `{region}` in it, if the server depends on the region.
-    pub(super) by_region: Option<String>,
-}
-
 /// A server.
 pub(super) struct Endpoint {
     /// The URL up to the name of an object.
     base: String,
     /// The host, for people.
     pub(super) host: String,
-    pub(super) signing: Option<S3Signing>,
+    pub(super) access: Access,
     slots: Arc<Semaphore>,
 }
 
-/// A request.
-#[derive(Clone, Debug)]
-pub(super) struct Wanted {
-    pub(super) method: Method,
-    /// The escaped name of the object, and the query.
-    pub(super) target: String,
-    pub(super) headers: Vec<(HeaderName, String)>,
-}
-
-impl Wanted {
-    pub(super) fn new(method: Method, target: impl Into<String>) -> Wanted {
-        Wanted { method, target: target.into(), headers: Vec::new() }
-    }
-}
-
 impl Endpoint {
-    pub(super) fn new(base: String, signing: Option<S3Signing>) -> io::Result<Endpoint> {
+    pub(super) fn new(base: String, access: Access) -> io::Result<Endpoint> {
         let url: reqwest::Url = base
             .replace("{region}", "region")
             .parse()
@@ -75,11 +45,11 @@ impl Endpoint {
             (host, _) => host.unwrap_or_default().to_owned(),
         };
         let slots = RemoteProcess::get()?.slots_of(&host);
-        Ok(Endpoint { base, host, signing, slots })
+        Ok(Endpoint { base, host, access, slots })
     }
 
     fn base(&self) -> String {
-        match &self.signing {
+        match self.access.s3() {
             Some(S3Signing { by_region: Some(base), region, .. }) => {
                 base.replace("{region}", &region.lock())
             }
@@ -90,8 +60,12 @@ impl Endpoint {
     /// One try of a request, up to the headers of its answer, which is a success.
     pub(super) async fn send(&self, wanted: &Wanted, limit: Duration) -> Result<Response, Trouble> {
         let process = RemoteProcess::get().map_err(Trouble::Final)?;
+        if let Access::Hub(hub) = &self.access {
+            return hub.send(process, wanted, limit).await;
+        }
         let (request, is_signed) = self.request(process, wanted).await?;
-        let client = if self.signing.is_some() { &process.direct } else { &process.following };
+        let is_open = matches!(self.access, Access::Open);
+        let client = if is_open { &process.following } else { &process.direct };
         let answer = match tokio::time::timeout(limit, client.execute(request)).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(e)) => return Err(self.lost(e)),
@@ -110,8 +84,6 @@ impl Endpoint {
         process: &RemoteProcess,
         wanted: &Wanted,
     ) -> Result<(reqwest::Request, bool), Trouble> {
-        let unusable =
-            |why: &str| Trouble::Final(io::Error::new(io::ErrorKind::InvalidInput, why.to_owned()));
         let url = format!("{}{}", self.base(), wanted.target);
         let url: reqwest::Url = url.parse().map_err(|_| unusable("is no usable URL"))?;
         let mut builder = http::Request::builder().method(wanted.method.clone()).uri(url.as_str());
@@ -121,42 +93,18 @@ impl Endpoint {
         }
         let (mut parts, ()) =
             builder.body(()).map_err(|_| unusable("is no usable URL"))?.into_parts();
-        let mut is_signed = false;
-        if let Some(signing) = self.signing.as_ref().filter(|signing| signing.is_wanted)
-            && let Some(credential) = process.credentials.get().await
-        {
-            let hash = HeaderValue::from_static(NO_BYTES_SHA256);
-            parts.headers.insert("x-amz-content-sha256", hash);
-            let signer = RequestSigner::new("s3", &signing.region.lock().clone());
-            let nothing = Context::new();
-            let signed = signer.sign_request(&nothing, &mut parts, Some(&credential), None);
-            // The details may have secrets.
-            signed.await.map_err(|_| unusable("the credentials cannot sign a request"))?;
-            is_signed = true;
-        }
+        let is_signed = self.access.sign(process, &mut parts).await?;
         let mut request = reqwest::Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;
         Ok((request, is_signed))
     }
 
-    /// The trouble of a connection that was lost, or never there.
     fn lost(&self, e: reqwest::Error) -> Trouble {
-        let host = &self.host;
-        let is_connect = e.is_connect();
-        let why = root_cause(&e.without_url());
-        if is_connect {
-            Trouble::Unreachable(format!("no connection to {host}: {why}"))
-        } else {
-            Trouble::Passing {
-                why: format!("the connection to {host} was lost: {why}"),
-                after: None,
-            }
-        }
+        lost_connection(&self.host, e)
     }
 
     fn late(&self, limit: Duration) -> Trouble {
-        let why = format!("no answer from {} within {:.1} s", self.host, limit.as_secs_f64());
-        Trouble::Passing { why, after: None }
+        no_answer(&self.host, limit)
     }
 
     /// The meaning of an answer that is no success.
@@ -187,7 +135,7 @@ impl Endpoint {
                 refused(io::ErrorKind::NotFound, format!("{said}: {why}"))
             }
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
-                let why = self.why_denied(status, &code, is_signed);
+                let why = self.access.why_denied(status, &code, is_signed);
                 refused(io::ErrorKind::PermissionDenied, format!("{said}: {why}"))
             }
             StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT => {
@@ -204,27 +152,9 @@ impl Endpoint {
         }
     }
 
-    fn why_denied(&self, status: StatusCode, code: &str, is_signed: bool) -> &'static str {
-        match (&self.signing, code) {
-            (_, "SignatureDoesNotMatch") => "the secret key is wrong",
-            (_, "InvalidAccessKeyId") => "the access key is unknown there",
-            (_, "RequestTimeTooSkewed") => "the clock of this machine is wrong",
-            (Some(_), _) if is_signed => "the credentials do not allow it",
-            (Some(signing), _) if signing.is_wanted => {
-                "no credentials were found, and it is not public: set AWS_ACCESS_KEY_ID and \
-                 AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            }
-            (Some(_), _) => "AWS_SKIP_SIGNATURE is set, and it is not public",
-            (None, _) if status == StatusCode::UNAUTHORIZED => {
-                "it asks for a login, which is not supported"
-            }
-            (None, _) => "it is not public",
-        }
-    }
-
     /// Takes the region that the server names, if that is another one, so that the next try goes there.
     fn other_region(&self, headers: &HeaderMap, code: &str) -> Option<Trouble> {
-        let signing = self.signing.as_ref()?;
+        let signing = self.access.s3()?;
         let region = text_of(headers, BUCKET_REGION)?.to_owned();
         let is_plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
         if region.is_empty() || !region.chars().all(is_plain) || *signing.region.lock() == region {
@@ -271,15 +201,31 @@ impl Endpoint {
         len_max: usize,
         deadline: Instant,
     ) -> io::Result<Vec<u8>> {
+        self.answer(wanted, len_max, deadline).await.map(|(_, body)| body)
+    }
+
+    /// As `whole`, with the headers of the answer.
+    ///
+    /// # Errors
+    /// The errors of `whole`.
+    pub(super) async fn answer(
+        &self,
+        wanted: &Wanted,
+        len_max: usize,
+        deadline: Instant,
+    ) -> io::Result<(HeaderMap, Vec<u8>)> {
         let _slot = self.slot(deadline).await?;
         let mut patience = Patience::until(deadline, false);
         loop {
             let limit = patience.stall_limit();
             let trouble = match self.send(wanted, limit).await {
-                Ok(answer) => match self.body(answer, len_max, limit).await {
-                    Ok(body) => return Ok(body),
-                    Err(trouble) => trouble,
-                },
+                Ok(answer) => {
+                    let headers = answer.headers().clone();
+                    match self.body(answer, len_max, limit).await {
+                        Ok(body) => return Ok((headers, body)),
+                        Err(trouble) => trouble,
+                    }
+                }
                 Err(trouble) => trouble,
             };
             patience.bear(trouble).await?;
@@ -440,15 +386,6 @@ fn code_in(text: &str) -> String {
     let code = code.map_or("", |(code, _)| code.trim());
     let is_plain = code.len() < 64 && code.chars().all(|c| c.is_ascii_alphanumeric() || c == '.');
     if is_plain { code.to_owned() } else { String::new() }
-}
-
-/// The innermost reason of an error, which says most.
-fn root_cause(error: &dyn std::error::Error) -> String {
-    let mut inner = error;
-    while let Some(next) = inner.source() {
-        inner = next;
-    }
-    inner.to_string()
 }
 
 #[cfg(test)]

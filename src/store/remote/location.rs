@@ -2,6 +2,8 @@
 
 use std::path::{Component, Path, PathBuf};
 
+use super::hub::HubRepository;
+
 /// The protocol of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Protocol {
@@ -9,15 +11,17 @@ pub(super) enum Protocol {
     S3,
     /// Plain files of an HTTP server.
     Http,
+    /// The hub of Hugging Face.
+    Hub,
 }
 
-/// A bucket, or an HTTP server.
+/// A bucket, an HTTP server, or a repository of the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Location {
     pub(super) protocol: Protocol,
-    /// `s3://BUCKET`, `http://HOST` or `https://HOST`.
+    /// `s3://BUCKET`, `http://HOST`, `https://HOST`, or `hf://ORG/NAME@REVISION`.
     pub(super) root: String,
-    /// The bucket, or the host with its port.
+    /// The bucket, the host with its port, or the repository.
     pub(super) authority: String,
 }
 
@@ -29,6 +33,14 @@ impl Location {
     pub(super) fn of(path: &Path) -> Result<Location, String> {
         let url = path.to_str().ok_or("the URL is not UTF-8")?;
         let (scheme, rest) = url.split_once("://").ok_or("is not a URL")?;
+        if path.components().any(|part| part == Component::ParentDir) {
+            return Err("a URL with `..` is not supported".to_owned());
+        }
+        if scheme == "hf" {
+            let (_, authority) = HubRepository::parse(rest)?;
+            let root = format!("{scheme}://{authority}");
+            return Ok(Location { protocol: Protocol::Hub, root, authority });
+        }
         let authority = rest.split('/').next().unwrap_or_default();
         let is_s3 = scheme == "s3";
         if authority.contains('@') {
@@ -45,9 +57,6 @@ impl Location {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
         if is_s3 && !authority.chars().all(is_plain) {
             return Err("is no name of a bucket: expected s3://BUCKET/PREFIX".to_owned());
-        }
-        if path.components().any(|part| part == Component::ParentDir) {
-            return Err("a URL with `..` is not supported".to_owned());
         }
         let protocol = if is_s3 { Protocol::S3 } else { Protocol::Http };
         let root = format!("{scheme}://{authority}");
@@ -109,6 +118,8 @@ mod tests {
             ("s3://bucket//a///b", "s3://bucket", "a/b"),
             ("https://host:8443/a%20b/c", "https://host:8443", "a%20b/c"),
             ("http://[::1]:80/x", "http://[::1]:80", "x"),
+            ("hf://a/b@refs/pr/1/x/y", "hf://a/b@refs/pr/1", "x/y"),
+            ("hf://models//a/b/", "hf://models/a/b", ""),
         ] {
             let location = Location::of(Path::new(url)).unwrap();
             assert_eq!(location.root, root, "{url}");
@@ -124,6 +135,8 @@ mod tests {
             "s3:///key",
             "s3://a b/key",
             "s3://bucket/../x",
+            "hf://a/b/../x",
+            "hf://user:hunter2@a/b",
             "http:///x",
             "https://user:hunter2@host/x",
             "https://host/x?signature=hunter2",

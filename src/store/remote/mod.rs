@@ -1,12 +1,17 @@
-//! Object stores and HTTP servers as stores, by URL: `s3://BUCKET/PREFIX`, `https://HOST/FOLDER`.
+//! Object stores and HTTP servers as stores, by URL: `s3://BUCKET/PREFIX`, `https://HOST/FOLDER`,
+//! `hf://ORG/NAME`.
 //!
 //! Only this folder knows HTTP. Its calls block the calling thread; connections are driven by two
 //! threads of the process, which start with the first remote source.
 
+mod access;
 mod credentials;
 mod endpoint;
+mod hub;
+mod listing;
 mod location;
 mod patience;
+mod request;
 mod s3;
 mod shared;
 mod state;
@@ -17,18 +22,21 @@ use std::ffi::OsString;
 use std::fmt;
 use std::future::Future;
 use std::io::{self, ErrorKind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::process::PerProcess;
 use crate::source::{StoreKind, StoreListing};
+use crate::store::hub_cache;
 use crate::sync::Mutex;
 use crate::version::{QueueKey, Version};
 
+use access::Access;
 use endpoint::Endpoint;
+use hub::{HubAccess, HubRepository, tree};
+use listing::StoreEntry;
 use location::{Location, Protocol, escaped_key};
-use s3::S3Entry;
 use shared::RemoteProcess;
 use state::{ObjectState, hash_of};
 
@@ -52,7 +60,7 @@ pub(super) fn store_of(url: &Path) -> Arc<dyn StoreKind> {
     stores.entry(root).or_insert_with(|| Arc::new(RemoteStore::new(location))).clone()
 }
 
-/// A bucket, or an HTTP server.
+/// A bucket, an HTTP server, or a repository of the hub.
 struct RemoteStore {
     location: Location,
     /// The server. A child of a fork makes it anew.
@@ -62,6 +70,8 @@ struct RemoteStore {
     /// Names of files that were asked for and are there, by the keys of their folders: HTTP servers
     /// list nothing.
     asked: PerProcess<Mutex<HashMap<String, BTreeSet<String>>>>,
+    /// The commit of a repository, which a child of a fork keeps.
+    pinned: Arc<Mutex<Option<String>>>,
 }
 
 impl fmt::Debug for RemoteStore {
@@ -73,20 +83,28 @@ impl fmt::Debug for RemoteStore {
 impl RemoteStore {
     fn new(location: Location) -> RemoteStore {
         let (own, known, asked) = (PerProcess::new(), PerProcess::new(), PerProcess::new());
-        RemoteStore { location, own, known, asked }
+        RemoteStore { location, own, known, asked, pinned: Arc::default() }
     }
 
     fn endpoint(&self) -> io::Result<&Arc<Endpoint>> {
         let own = self.own.get_or_init(|| {
+            let variable = |name: &str| std::env::var(name).ok();
             let made = match self.location.protocol {
-                Protocol::S3 => {
-                    s3::endpoint_of(&self.location.authority, &|name| std::env::var(name).ok())
-                }
-                Protocol::Http => Endpoint::new(self.location.root.clone(), None),
+                Protocol::S3 => s3::endpoint_of(&self.location.authority, &variable),
+                Protocol::Http => Endpoint::new(self.location.root.clone(), Access::Open),
+                Protocol::Hub => self.hub_endpoint(&variable),
             };
             made.map(Arc::new).map_err(|e| (e.kind(), e.to_string()))
         });
         own.as_ref().map_err(|(kind, why)| io::Error::new(*kind, why.clone()))
+    }
+
+    fn hub_endpoint(&self, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<Endpoint> {
+        let invalid = |why| io::Error::new(ErrorKind::InvalidInput, why);
+        let (repository, _) = HubRepository::parse(&self.location.authority).map_err(invalid)?;
+        let cache = hub_cache::cache_of(&|name| std::env::var_os(name).map(PathBuf::from));
+        let (access, base) = HubAccess::new(repository, variable, cache, self.pinned.clone())?;
+        Endpoint::new(base, Access::Hub(Box::new(access)))
     }
 
     /// Runs `work` on this thread, until `deadline` at the latest.
@@ -108,7 +126,7 @@ impl RemoteStore {
     /// The escaped name of the object `key` in a URL.
     fn target(&self, key: &str) -> String {
         match self.location.protocol {
-            Protocol::S3 => format!("/{}", escaped_key(key)),
+            Protocol::S3 | Protocol::Hub => format!("/{}", escaped_key(key)),
             // It is escaped already.
             Protocol::Http => web::target(key, ""),
         }
@@ -140,6 +158,9 @@ impl RemoteStore {
     /// The state of the object `key`, `None` if it is a folder.
     async fn look(&self, key: &str, deadline: Instant) -> io::Result<Option<ObjectState>> {
         let endpoint = self.endpoint()?;
+        if self.location.protocol == Protocol::Hub {
+            return tree::look(endpoint, key, deadline).await;
+        }
         let name = key.rsplit('/').next().unwrap_or_default();
         let file_first = web::is_file_name(name);
         if file_first {
@@ -161,6 +182,7 @@ impl RemoteStore {
         let endpoint = self.endpoint()?;
         match self.location.protocol {
             Protocol::S3 => Ok(!s3::list(endpoint, key, Some(2), deadline).await?.is_empty()),
+            Protocol::Hub => Ok(tree::look(endpoint, key, deadline).await?.is_none()),
             Protocol::Http if self.asked_in(key).is_empty() => {
                 web::is_folder(endpoint, key, deadline).await
             }
@@ -216,34 +238,31 @@ impl StoreKind for RemoteStore {
         let endpoint = self.endpoint()?;
         let below =
             |name: &str| if key.is_empty() { name.to_owned() } else { format!("{key}/{name}") };
-        let entries: io::Result<VersionedNames> = match self.location.protocol {
-            Protocol::S3 => {
-                let found = self.run(deadline, s3::list(endpoint, &key, None, deadline))?;
-                let version = |(name, entry): (String, S3Entry)| {
-                    let key = below(&name);
-                    let version = match entry {
-                        S3Entry::Prefix => self.folder_version(&key)?,
-                        S3Entry::Object(state) => self.object_version(&key, state)?,
-                    };
-                    Ok((name.into(), version))
-                };
-                found.into_iter().map(version).collect()
+        let found = self.run(deadline, async {
+            match self.location.protocol {
+                Protocol::S3 => s3::list(endpoint, &key, None, deadline).await,
+                Protocol::Http => web::list(endpoint, &key, self.asked_in(&key), deadline).await,
+                Protocol::Hub => tree::list(endpoint, &key, deadline).await,
             }
-            Protocol::Http => {
-                let asked = self.asked_in(&key);
-                let found = self.run(deadline, web::list(endpoint, &key, asked, deadline))?;
-                let version = |(name, state): (String, ObjectState)| {
-                    let version = self.object_version(&below(&name), state)?;
-                    Ok((name.into(), version))
-                };
-                found.into_iter().map(version).collect()
-            }
+        })?;
+        let version = |(name, entry): (String, StoreEntry)| {
+            let version = match entry {
+                StoreEntry::Folder => self.folder_version(&below(&name))?,
+                StoreEntry::Object(state) => self.object_version(&below(&name), state)?,
+            };
+            Ok((name.into(), version))
         };
+        let entries: io::Result<VersionedNames> = found.into_iter().map(version).collect();
         let entries = entries?;
         if entries.is_empty() && !key.is_empty() {
             return Err(ErrorKind::NotFound.into());
         }
         Ok(StoreListing { version: self.folder_version(&key)?, entries, partial: false })
+    }
+
+    fn sha256(&self, path: &Path, version: &Version) -> Option<String> {
+        let (state, sha256) = tree::sha256_of(self.endpoint().ok()?, &self.key(path).ok()?)?;
+        state.is_of(version).then_some(sha256)
     }
 
     fn read(
@@ -263,8 +282,14 @@ impl StoreKind for RemoteStore {
         let known = self.known.get_or_init(Mutex::default);
         let before = known.lock().get(&number).filter(|state| state.is_of(version)).cloned();
         let endpoint = self.endpoint()?;
-        let read = endpoint.read(&target, version, before.as_ref(), offset, buf, deadline);
-        let seen = self.run(deadline, read)?;
+        let seen = self.run(deadline, async {
+            if self.location.protocol == Protocol::Hub
+                && tree::read_cached(endpoint, &key, version, offset, buf, deadline).await?
+            {
+                return Ok(None);
+            }
+            endpoint.read(&target, version, before.as_ref(), offset, buf, deadline).await
+        })?;
         if let Some(seen) = seen.filter(|_| before.is_none()) {
             known.lock().insert(number, seen);
         }

@@ -37,6 +37,37 @@ pub(super) enum Trouble {
     Final(io::Error),
 }
 
+/// The trouble of a request that cannot be made.
+pub(super) fn unusable(why: &str) -> Trouble {
+    Trouble::Final(io::Error::new(io::ErrorKind::InvalidInput, why.to_owned()))
+}
+
+/// The trouble of a connection to `host` that was lost, or never there.
+pub(super) fn lost_connection(host: &str, e: reqwest::Error) -> Trouble {
+    let is_connect = e.is_connect();
+    let why = root_cause(&e.without_url());
+    if is_connect {
+        Trouble::Unreachable(format!("no connection to {host}: {why}"))
+    } else {
+        Trouble::Passing { why: format!("the connection to {host} was lost: {why}"), after: None }
+    }
+}
+
+/// The trouble of a server that sends nothing for as long as `limit`.
+pub(super) fn no_answer(host: &str, limit: Duration) -> Trouble {
+    let why = format!("no answer from {host} within {:.1} s", limit.as_secs_f64());
+    Trouble::Passing { why, after: None }
+}
+
+/// The innermost reason of an error, which says most.
+fn root_cause(error: &dyn std::error::Error) -> String {
+    let mut inner = error;
+    while let Some(next) = inner.source() {
+        inner = next;
+    }
+    inner.to_string()
+}
+
 /// The tries of one request.
 pub(super) struct Patience {
     began: Instant,

@@ -8,8 +8,11 @@ use reqsign_core::time::Timestamp;
 use reqwest::Method;
 use serde::Deserialize;
 
-use super::endpoint::{Endpoint, S3Signing, Wanted};
+use super::access::{Access, S3Signing};
+use super::endpoint::Endpoint;
+use super::listing::StoreEntry;
 use super::location::escaped_value;
+use super::request::Wanted;
 use super::state::ObjectState;
 use crate::sync::Mutex;
 
@@ -21,15 +24,6 @@ const PAGES_MAX: usize = 1000;
 
 /// The region of a bucket of which nothing else is known. Its server names another one.
 const REGION: &str = "us-east-1";
-
-/// An entry of a folder.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum S3Entry {
-    /// An object.
-    Object(ObjectState),
-    /// The first part of the names of objects.
-    Prefix,
-}
 
 /// The server of a bucket, by the variables of the environment.
 ///
@@ -64,7 +58,8 @@ pub(super) fn endpoint_of(
         }
     };
     let is_wanted = !is_on("AWS_SKIP_SIGNATURE");
-    Endpoint::new(base, Some(S3Signing { region: Mutex::new(region), is_wanted, by_region }))
+    let region = Mutex::new(region);
+    Endpoint::new(base, Access::S3(S3Signing { region, is_wanted, by_region }))
 }
 
 /// The URL of a bucket of a server that is not AWS.
@@ -94,7 +89,7 @@ pub(super) async fn list(
     key: &str,
     most: Option<u32>,
     deadline: Instant,
-) -> io::Result<BTreeMap<String, S3Entry>> {
+) -> io::Result<BTreeMap<String, StoreEntry>> {
     let prefix = if key.is_empty() { String::new() } else { format!("{key}/") };
     let mut entries = BTreeMap::new();
     let mut token: Option<String> = None;
@@ -170,7 +165,7 @@ impl S3Page {
     }
 
     /// Adds the entries below `prefix`. Names that no folder can have are left out.
-    fn take(self, prefix: &str, entries: &mut BTreeMap<String, S3Entry>) -> io::Result<()> {
+    fn take(self, prefix: &str, entries: &mut BTreeMap<String, StoreEntry>) -> io::Result<()> {
         if self.is_truncated.as_deref().is_some_and(|text| text.trim() == "true")
             && self.next_token().is_none()
         {
@@ -186,13 +181,13 @@ impl S3Page {
             let modified = time.and_then(|time| time.trim().parse().ok()).map(Timestamp::as_second);
             let tag = object.tag.as_deref().unwrap_or_default();
             let state = ObjectState::new(object.size, tag, modified);
-            entries.insert(name.to_owned(), S3Entry::Object(state));
+            entries.insert(name.to_owned(), StoreEntry::Object(state));
         }
         for S3Prefix { prefix: found } in self.common_prefixes {
             let name = found.strip_prefix(prefix).and_then(|name| name.strip_suffix('/'));
             if let Some(name) = name.filter(|name| is_name(name)) {
                 // An object and a folder may have one name: the object counts.
-                entries.entry(name.to_owned()).or_insert(S3Entry::Prefix);
+                entries.entry(name.to_owned()).or_insert(StoreEntry::Folder);
             }
         }
         Ok(())
@@ -220,8 +215,10 @@ mod tests {
         let mut entries = BTreeMap::new();
         page.take("a/", &mut entries).unwrap();
         let state = ObjectState::new(7, "e-1", Some(1_445_412_480));
-        let expected =
-            [("sub".to_owned(), S3Entry::Prefix), ("x & y".to_owned(), S3Entry::Object(state))];
+        let expected = [
+            ("sub".to_owned(), StoreEntry::Folder),
+            ("x & y".to_owned(), StoreEntry::Object(state)),
+        ];
         assert_eq!(entries, expected.into());
     }
 

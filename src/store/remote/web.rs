@@ -9,8 +9,9 @@ use std::time::Instant;
 use reqwest::Method;
 use tokio::task::JoinSet;
 
-use super::endpoint::{Endpoint, Wanted};
-use super::state::ObjectState;
+use super::endpoint::Endpoint;
+use super::listing::StoreEntry;
+use super::request::Wanted;
 use crate::format::names;
 use crate::format::weight_map::WeightMap;
 
@@ -84,7 +85,7 @@ pub(super) async fn list(
     key: &str,
     asked: BTreeSet<String>,
     deadline: Instant,
-) -> io::Result<BTreeMap<String, ObjectState>> {
+) -> io::Result<BTreeMap<String, StoreEntry>> {
     let mut wanted = asked;
     wanted.extend([WEIGHT_MAP, WHOLE].into_iter().chain(BESIDE).map(str::to_owned));
     let map = Wanted::new(Method::GET, target(key, WEIGHT_MAP));
@@ -110,7 +111,7 @@ pub(super) async fn list(
     while let Some(look) = looks.join_next().await {
         let (name, is_beside, state) = look.map_err(io::Error::other)?;
         match state {
-            Ok(state) => drop(found.insert(name, state)),
+            Ok(state) => drop(found.insert(name, StoreEntry::Object(state))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             // Some servers refuse what they do not have.
             Err(e) if is_beside && e.kind() == io::ErrorKind::PermissionDenied => {}

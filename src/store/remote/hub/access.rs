@@ -1,0 +1,543 @@
+//! Requests to the hub: its token, its links to other hosts, and what its refusals mean.
+//!
+//! The hub answers a request for a large file with a link to another host, which is signed and ends
+//! after about an hour. One request for the link serves all reads of that time. The token goes to the
+//! hub alone.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use reqwest::header::{self, HeaderMap, HeaderName, HeaderValue};
+use reqwest::{Method, Response, StatusCode, Url};
+use tokio::sync::OnceCell;
+
+use super::super::patience::{Trouble, lost_connection, no_answer, unusable};
+use super::super::request::Wanted;
+use super::super::shared::RemoteProcess;
+use super::super::state::{len_of, replaced, retry_after, text_of};
+use super::{GIT_DIGITS, HubFile, HubRepository, HubTree, SHA256_DIGITS, is_hash};
+use crate::sync::Mutex;
+
+/// The hub itself.
+const HUB: &str = "https://huggingface.co";
+
+/// Variables that forbid requests to the hub.
+const OFFLINE: [&str; 2] = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"];
+
+/// How long a link is used. The hub signs them for an hour.
+const LINK_FOR: Duration = Duration::from_secs(50 * 60);
+
+/// Most redirects from one name of the hub to another.
+const REDIRECTS_MAX: usize = 5;
+
+/// Longest file of which a server may send the whole for a part: those of Git are shorter.
+const WHOLE_LEN_MAX: u64 = 64 << 20;
+
+const ERROR_CODE: HeaderName = HeaderName::from_static("x-error-code");
+const ERROR_MESSAGE: HeaderName = HeaderName::from_static("x-error-message");
+const REPO_COMMIT: HeaderName = HeaderName::from_static("x-repo-commit");
+const LINKED_TAG: HeaderName = HeaderName::from_static("x-linked-etag");
+const LINKED_LEN: HeaderName = HeaderName::from_static("x-linked-size");
+const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
+
+/// A repository as requests see it.
+pub(in crate::store::remote) struct HubAccess {
+    pub(super) repository: HubRepository,
+    /// The URL of the hub, without a slash at its end.
+    base: Url,
+    /// The token as a header. Never printed.
+    token: Option<HeaderValue>,
+    /// The variable that forbids requests.
+    pub(super) offline: Option<&'static str>,
+    /// The hub cache of this user.
+    pub(super) cache: Option<PathBuf>,
+    /// The commit that was found first, also by the parent of this process.
+    pub(super) pinned: Arc<Mutex<Option<String>>>,
+    pub(super) tree: OnceCell<HubTree>,
+}
+
+/// The answer of the hub to a request for a file.
+enum HubAnswer {
+    /// The file.
+    Here(Response),
+    /// A link to another host.
+    Elsewhere(Url),
+}
+
+impl HubAccess {
+    /// The access to `repository` by the variables of the environment, and the URL of the hub.
+    ///
+    /// # Errors
+    /// If a variable has no usable value.
+    pub(in crate::store::remote) fn new(
+        repository: HubRepository,
+        variable: &dyn Fn(&str) -> Option<String>,
+        cache: Option<PathBuf>,
+        pinned: Arc<Mutex<Option<String>>>,
+    ) -> io::Result<(HubAccess, String)> {
+        let bad = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why.to_owned());
+        let given = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let hub = given("HF_ENDPOINT").unwrap_or_else(|| HUB.to_owned());
+        let hub = hub.trim_end_matches('/').to_owned();
+        let base: Url = hub.parse().map_err(|_| bad("HF_ENDPOINT is no URL"))?;
+        let is_plain = base.username().is_empty() && !hub.contains(['?', '#', '@']);
+        if !["http", "https"].contains(&base.scheme()) || base.host_str().is_none() || !is_plain {
+            return Err(bad("HF_ENDPOINT is no URL: expected http(s)://HOST[:PORT]"));
+        }
+        let token = match token_of(&given) {
+            None => None,
+            Some(token) => {
+                let header = HeaderValue::try_from(format!("Bearer {token}"));
+                let mut header = header.map_err(|_| bad("the token of the hub is no token"))?;
+                header.set_sensitive(true);
+                Some(header)
+            }
+        };
+        let offline = OFFLINE.into_iter().find(|name| is_on(&given, name));
+        let tree = OnceCell::new();
+        Ok((HubAccess { repository, base, token, offline, cache, pinned, tree }, hub))
+    }
+
+    /// One try of a request, up to the headers of its answer, which is a success. A target that begins
+    /// with a slash is a file; others are of the API.
+    pub(in crate::store::remote) async fn send(
+        &self,
+        process: &RemoteProcess,
+        wanted: &Wanted,
+        limit: Duration,
+    ) -> Result<Response, Trouble> {
+        if let Some(name) = self.offline {
+            let why = format!("{name} is set, and the hub cache does not have it");
+            return Err(Trouble::Final(io::Error::new(io::ErrorKind::NotConnected, why)));
+        }
+        if wanted.target.starts_with('/') {
+            return self.file(process, wanted, limit).await;
+        }
+        let url = self.url(&wanted.target)?;
+        match self.ask(process, url, wanted, None, limit).await? {
+            HubAnswer::Here(answer) => Ok(answer),
+            HubAnswer::Elsewhere(_) => Err(Trouble::Broken("the hub names another hub".to_owned())),
+        }
+    }
+
+    fn url(&self, target: &str) -> Result<Url, Trouble> {
+        let url = format!("{}/{target}", self.base.as_str().trim_end_matches('/'));
+        url.parse().map_err(|_| unusable("is no usable URL"))
+    }
+
+    /// The answer with bytes of a file, wherever it lies.
+    async fn file(
+        &self,
+        process: &RemoteProcess,
+        wanted: &Wanted,
+        limit: Duration,
+    ) -> Result<Response, Trouble> {
+        let known = self.tree.get().and_then(|tree| Some((tree, tree.files.get(&wanted.target)?)));
+        let Some((tree, file)) = known else {
+            return Err(Trouble::Final(io::ErrorKind::NotFound.into()));
+        };
+        // Reads that come together ask for the link once: the others wait for it here.
+        let mut link = file.link.lock().await;
+        if let Some((url, _)) = link.as_ref().filter(|(_, since)| since.elapsed() < LINK_FOR) {
+            let url = url.clone();
+            drop(link);
+            return self.fetch(process, url, wanted, file, limit).await;
+        }
+        let page = self.repository.page();
+        let url = self.url(&format!("{page}/resolve/{}{}", tree.commit, wanted.target))?;
+        match self.ask(process, url, wanted, Some((tree, file)), limit).await? {
+            HubAnswer::Here(answer) => {
+                drop(link);
+                part_of(answer, wanted, file, self.host(), limit).await
+            }
+            HubAnswer::Elsewhere(url) => {
+                *link = Some((url.clone(), Instant::now()));
+                drop(link);
+                self.fetch(process, url, wanted, file, limit).await
+            }
+        }
+    }
+
+    /// Asks the hub, and follows its redirects to its own names. `of` is the file that is meant.
+    async fn ask(
+        &self,
+        process: &RemoteProcess,
+        url: Url,
+        wanted: &Wanted,
+        of: Option<(&HubTree, &HubFile)>,
+        limit: Duration,
+    ) -> Result<HubAnswer, Trouble> {
+        let mut place = url;
+        for _ in 0..=REDIRECTS_MAX {
+            let mut request = request(wanted.method.clone(), place.clone(), wanted);
+            if let Some(token) = &self.token {
+                request.headers_mut().insert(header::AUTHORIZATION, token.clone());
+            }
+            let answer = answer_of(&process.direct, request, self.host(), limit).await?;
+            if let Some((tree, file)) = of {
+                check_named(answer.headers(), tree, file)?;
+            }
+            if answer.status().is_success() {
+                return Ok(HubAnswer::Here(answer));
+            }
+            if !answer.status().is_redirection() {
+                return Err(self.refusal(answer.status(), answer.headers()));
+            }
+            let next = text_of(answer.headers(), header::LOCATION);
+            let next = next.and_then(|next| place.join(next).ok());
+            let next = next.filter(|next| ["http", "https"].contains(&next.scheme()));
+            let Some(next) = next else {
+                return Err(Trouble::Broken("the hub redirects to no URL".to_owned()));
+            };
+            if self.base.scheme() == "https" && next.scheme() != "https" {
+                return Err(Trouble::Broken("the hub redirects to an insecure URL".to_owned()));
+            }
+            if next.origin() != self.base.origin() {
+                return Ok(HubAnswer::Elsewhere(next));
+            }
+            place = next;
+        }
+        Err(Trouble::Broken(format!("the hub redirects more than {REDIRECTS_MAX} times")))
+    }
+
+    /// The answer behind a link. Another host gets no token, and names the bytes as it likes: that they
+    /// are those of `file` says the hub, which gave the link for its hash.
+    async fn fetch(
+        &self,
+        process: &RemoteProcess,
+        url: Url,
+        wanted: &Wanted,
+        file: &HubFile,
+        limit: Duration,
+    ) -> Result<Response, Trouble> {
+        let host = url.host_str().unwrap_or_default().to_owned();
+        let request = request(wanted.method.clone(), url.clone(), wanted);
+        let mut answer = answer_of(&process.direct, request, &host, limit).await?;
+        let (status, headers) = (answer.status(), answer.headers());
+        let said = format!("{host} answers {} to a link of the hub", status.as_u16());
+        if status.is_success() {
+            set_tag(answer.headers_mut(), file);
+            return Ok(answer);
+        }
+        match status {
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT => {
+                Err(Trouble::Passing { why: said, after: wait_of(headers) })
+            }
+            status if status.is_server_error() => {
+                Err(Trouble::Passing { why: said, after: wait_of(headers) })
+            }
+            StatusCode::RANGE_NOT_SATISFIABLE => Err(replaced()),
+            _ => {
+                let mut link = file.link.lock().await;
+                if link.as_ref().is_some_and(|(known, _)| *known == url) {
+                    *link = None;
+                }
+                Err(Trouble::Broken(said))
+            }
+        }
+    }
+
+    fn host(&self) -> &str {
+        self.base.host_str().unwrap_or_default()
+    }
+
+    /// The meaning of an answer of the hub that is no success.
+    fn refusal(&self, status: StatusCode, headers: &HeaderMap) -> Trouble {
+        let code = text_of(headers, ERROR_CODE).filter(|code| is_word(code)).unwrap_or_default();
+        let number = status.as_u16();
+        let said = if code.is_empty() { number.to_string() } else { format!("{number} {code}") };
+        let said = format!("{} answers {said}", self.host());
+        if status == StatusCode::TOO_MANY_REQUESTS || status.is_server_error() {
+            return Trouble::Passing { why: said, after: wait_of(headers) };
+        }
+        let message = text_of(headers, ERROR_MESSAGE).unwrap_or_default().to_lowercase();
+        let (kind, why) = self.why_refused(status, code, &message);
+        Trouble::Final(io::Error::new(kind, format!("{said}: {why}")))
+    }
+
+    fn why_refused(
+        &self,
+        status: StatusCode,
+        code: &str,
+        message: &str,
+    ) -> (io::ErrorKind, String) {
+        let (denied, missing) = (io::ErrorKind::PermissionDenied, io::ErrorKind::NotFound);
+        let (id, has_token) = (self.repository.id(), self.token.is_some());
+        let is_denied = status == StatusCode::UNAUTHORIZED || status == StatusCode::FORBIDDEN;
+        let is_bad_token = message.contains("invalid") && has_token;
+        match code {
+            "GatedRepo" if has_token => {
+                let page = format!(
+                    "{}/{}",
+                    self.base.as_str().trim_end_matches('/'),
+                    self.repository.page()
+                );
+                (
+                    denied,
+                    format!(
+                        "{id} is gated, and the account of the token has no access yet: ask for it on {page}"
+                    ),
+                )
+            }
+            "GatedRepo" => {
+                let why = "is gated: set HF_TOKEN to a token of an account that has access";
+                (denied, format!("{id} {why}"))
+            }
+            "RevisionNotFound" => {
+                (missing, format!("{id} has no revision {:?}", self.repository.revision()))
+            }
+            "EntryNotFound" => (missing, "nothing is there".to_owned()),
+            "DisabledRepo" => (denied, format!("{id} is disabled")),
+            _ if status == StatusCode::UNAUTHORIZED && is_bad_token => {
+                (denied, "the token of the hub is not valid".to_owned())
+            }
+            "RepoNotFound" if has_token => {
+                (missing, format!("there is no {id}, or the token does not allow to see it"))
+            }
+            // The hub does not tell the two apart for those who have no token.
+            _ if is_denied && !has_token => {
+                let why = "or it is private: then set HF_TOKEN";
+                (missing, format!("there is no {id}, {why}"))
+            }
+            "RepoNotFound" => {
+                (missing, format!("there is no {id}, or it is private: then set HF_TOKEN"))
+            }
+            _ if is_denied => (denied, "the token of the hub does not allow it".to_owned()),
+            _ if status == StatusCode::NOT_FOUND => (missing, "nothing is there".to_owned()),
+            _ => (io::ErrorKind::Other, "the request is refused".to_owned()),
+        }
+    }
+}
+
+/// A request with the headers of `wanted`, but for its conditions: a commit never changes, and other
+/// hosts have ETags of their own.
+fn request(method: Method, url: Url, wanted: &Wanted) -> reqwest::Request {
+    let mut request = reqwest::Request::new(method, url);
+    let headers = request.headers_mut();
+    headers.insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+    for (name, value) in &wanted.headers {
+        let is_condition = [header::IF_MATCH, header::IF_UNMODIFIED_SINCE].contains(name);
+        if let Some(value) = HeaderValue::from_str(value).ok().filter(|_| !is_condition) {
+            headers.insert(name.clone(), value);
+        }
+    }
+    request
+}
+
+async fn answer_of(
+    client: &reqwest::Client,
+    request: reqwest::Request,
+    host: &str,
+    limit: Duration,
+) -> Result<Response, Trouble> {
+    match tokio::time::timeout(limit, client.execute(request)).await {
+        Ok(answer) => answer.map_err(|e| lost_connection(host, e)),
+        Err(_) => Err(no_answer(host, limit)),
+    }
+}
+
+/// Checks that the hub means `file` of the commit, as far as its headers tell.
+fn check_named(headers: &HeaderMap, tree: &HubTree, file: &HubFile) -> Result<(), Trouble> {
+    let commit = text_of(headers, REPO_COMMIT);
+    let len: Option<u64> = text_of(headers, LINKED_LEN).and_then(|len| len.parse().ok());
+    let tag = text_of(headers, LINKED_TAG).or_else(|| text_of(headers, header::ETAG));
+    let tag = tag.map(|tag| tag.trim_start_matches("W/").trim_matches('"'));
+    // Servers between the hub and this machine may have ETags of another form.
+    let tag = tag.filter(|tag| is_hash(tag, GIT_DIGITS) || is_hash(tag, SHA256_DIGITS));
+    let is_other = commit.is_some_and(|commit| commit != tree.commit)
+        || len.is_some_and(|len| len != file.state.len)
+        || tag.is_some_and(|tag| !tag.eq_ignore_ascii_case(&file.state.tag));
+    if is_other { Err(replaced()) } else { Ok(()) }
+}
+
+/// The answer of the hub itself with the bytes of a file. It may send the whole of a small one instead of a
+/// part.
+async fn part_of(
+    mut answer: Response,
+    wanted: &Wanted,
+    file: &HubFile,
+    host: &str,
+    limit: Duration,
+) -> Result<Response, Trouble> {
+    let len = file.state.len;
+    let part = wanted.range().and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));
+    let part = part.and_then(|(start, last)| Some((start.parse().ok()?, last.parse().ok()?)));
+    let whole = part.is_none_or(|(start, last): (u64, u64)| start == 0 && last + 1 == len);
+    let is_encoded = answer.headers().contains_key(header::CONTENT_ENCODING);
+    if answer.status() != StatusCode::OK || whole || is_encoded || len > WHOLE_LEN_MAX {
+        set_tag(answer.headers_mut(), file);
+        return Ok(answer);
+    }
+    if len_of(answer.headers()).is_some_and(|found| found != len) {
+        return Err(replaced());
+    }
+    let mut bytes = Vec::with_capacity(len as usize);
+    loop {
+        match tokio::time::timeout(limit, answer.chunk()).await {
+            Ok(Ok(None)) => break,
+            Ok(Ok(Some(frame))) if bytes.len() + frame.len() <= len as usize => {
+                bytes.extend_from_slice(&frame);
+            }
+            Ok(Ok(Some(_))) => return Err(replaced()),
+            Ok(Err(e)) => return Err(lost_connection(host, e)),
+            Err(_) => return Err(no_answer(host, limit)),
+        }
+    }
+    let (start, last) = part.unwrap_or_default();
+    let taken = bytes.get(start as usize..=last as usize).map(<[u8]>::to_vec);
+    let taken = taken.filter(|_| bytes.len() as u64 == len);
+    let why = format!("{host} ended its answer after {} of {len} bytes", bytes.len());
+    let taken = taken.ok_or(Trouble::Passing { why, after: None })?;
+    let made = http::Response::builder()
+        .status(StatusCode::PARTIAL_CONTENT)
+        .header(header::CONTENT_RANGE, format!("bytes {start}-{last}/{len}"))
+        .body(taken)
+        .map_err(|_| unusable("has no usable name"))?;
+    let mut made = Response::from(made);
+    set_tag(made.headers_mut(), file);
+    Ok(made)
+}
+
+/// Names the bytes of an answer as the listing does.
+fn set_tag(headers: &mut HeaderMap, file: &HubFile) {
+    if let Ok(tag) = HeaderValue::from_str(&format!("\"{}\"", file.state.tag)) {
+        headers.insert(header::ETAG, tag);
+    }
+}
+
+/// How long the hub asks to wait: `ratelimit: "api";r=0;t=55` has seconds.
+fn wait_of(headers: &HeaderMap) -> Option<Duration> {
+    let of_limit = || {
+        let limit = text_of(headers, RATE_LIMIT)?;
+        let seconds = limit.split(';').find_map(|part| part.trim().strip_prefix("t="))?;
+        seconds.parse().ok().map(Duration::from_secs)
+    };
+    retry_after(headers).or_else(of_limit)
+}
+
+fn is_word(text: &str) -> bool {
+    text.len() < 64 && text.chars().all(|c| c.is_ascii_alphanumeric())
+}
+
+fn is_on(given: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
+    let word = given(name).unwrap_or_default().to_lowercase();
+    ["1", "true", "yes", "on"].contains(&word.as_str())
+}
+
+/// The token of this user, where huggingface_hub has it.
+fn token_of(given: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+    if is_on(given, "HF_HUB_DISABLE_IMPLICIT_TOKEN") {
+        return None;
+    }
+    let trimmed = |token: String| Some(token.trim().to_owned()).filter(|token| !token.is_empty());
+    let of_variable = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"].into_iter().find_map(given);
+    if let Some(token) = of_variable.and_then(trimmed) {
+        return Some(token);
+    }
+    let of_home = || Some(PathBuf::from(given("HOME")?).join(".cache/huggingface/token"));
+    let of_xdg = || Some(PathBuf::from(given("XDG_CACHE_HOME")?).join("huggingface/token"));
+    let of_hub = || Some(PathBuf::from(given("HF_HOME")?).join("token"));
+    let own = given("HF_TOKEN_PATH").map(PathBuf::from);
+    let path = own.or_else(of_hub).or_else(of_xdg).or_else(of_home)?;
+    let path = match path.strip_prefix("~") {
+        Ok(rest) => PathBuf::from(given("HOME")?).join(rest),
+        Err(_) => path,
+    };
+    match std::fs::read_to_string(&path) {
+        Ok(text) => trimmed(text),
+        Err(e) => {
+            tracing::debug!("no token of the hub in {}: {e}", crate::error::shown_path(&path));
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn access(variables: &[(&str, &str)]) -> io::Result<HubAccess> {
+        let (repository, _) = HubRepository::parse("a/b").unwrap();
+        let variable = |name: &str| {
+            let found = variables.iter().find(|(known, _)| *known == name);
+            found.map(|(_, value)| (*value).to_owned())
+        };
+        HubAccess::new(repository, &variable, None, Arc::default()).map(|(access, _)| access)
+    }
+
+    #[test]
+    fn the_token_is_that_of_huggingface_hub() {
+        let home = tempfile::tempdir().unwrap();
+        let at = |name: &str, token: &str| {
+            let path = home.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(&path, token).unwrap();
+            path.to_str().unwrap().to_owned()
+        };
+        let root = home.path().to_str().unwrap().to_owned();
+        let own = at("own", "hf_own\n");
+        at("hub/token", "hf_hub");
+        at(".cache/huggingface/token", "hf_home");
+        let all = [
+            ("HF_TOKEN", " hf_variable "),
+            ("HF_TOKEN_PATH", &own),
+            ("HF_HOME", &format!("{root}/hub")),
+            ("HOME", &root),
+        ];
+        for (first, expected) in ["hf_variable", "hf_own", "hf_hub", "hf_home"].iter().enumerate() {
+            let token = access(&all[first..]).unwrap().token.unwrap();
+            assert_eq!(token.to_str().unwrap(), format!("Bearer {expected}"));
+            assert!(!format!("{token:?}").contains("hf_"));
+        }
+        let mut none = all.to_vec();
+        none.push(("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"));
+        assert!(access(&none).unwrap().token.is_none());
+        assert!(access(&[("HF_TOKEN", "a\nb")]).is_err());
+    }
+
+    #[test]
+    fn a_refusal_says_what_to_do() {
+        let refusal =
+            |variables: &[(&str, &str)], status: u16, headers: &[(&'static str, &str)]| {
+                let headers: HeaderMap = headers
+                    .iter()
+                    .map(|(name, value)| (HeaderName::from_static(name), value.parse().unwrap()))
+                    .collect();
+                access(variables).unwrap().refusal(StatusCode::from_u16(status).unwrap(), &headers)
+            };
+        let token = [("HF_TOKEN", "hf_x")];
+        let why = |trouble| match trouble {
+            Trouble::Final(e) => e.to_string(),
+            other => panic!("{other:?}"),
+        };
+        for (variables, status, code, text) in [
+            (&token[..], 403, "GatedRepo", "ask for it on https://huggingface.co/a/b"),
+            (&[][..], 401, "GatedRepo", "is gated: set HF_TOKEN"),
+            (&[][..], 401, "RepoNotFound", "there is no a/b, or it is private"),
+            (&token[..], 404, "RepoNotFound", "the token does not allow to see it"),
+            (&token[..], 404, "RevisionNotFound", "no revision \"main\""),
+            (&token[..], 403, "", "the token of the hub does not allow it"),
+            (&token[..], 404, "EntryNotFound", "nothing is there"),
+        ] {
+            let found = why(refusal(variables, status, &[("x-error-code", code)]));
+            assert!(found.contains(text), "{found}");
+        }
+        let invalid = [("x-error-message", "Invalid credentials in Authorization header")];
+        assert!(why(refusal(&token, 401, &invalid)).contains("is not valid"));
+        let busy = refusal(&[], 429, &[("ratelimit", "\"resolvers\";r=0;t=55")]);
+        let wait = Some(Duration::from_secs(55));
+        assert!(matches!(busy, Trouble::Passing { after, .. } if after == wait));
+    }
+
+    #[test]
+    fn an_endpoint_is_a_url_without_more() {
+        for bad in ["hub", "ftp://hub", "https://u:hunter2@hub", "https://hub/?x"] {
+            let error = access(&[("HF_ENDPOINT", bad)]).err().unwrap().to_string();
+            assert!(error.contains("HF_ENDPOINT") && !error.contains("hunter2"), "{error}");
+        }
+        let mirror = access(&[("HF_ENDPOINT", "http://127.0.0.1:80/hub/")]).unwrap();
+        assert_eq!(mirror.url("api/x").unwrap().as_str(), "http://127.0.0.1/hub/api/x");
+    }
+}

@@ -1,0 +1,12 @@
+//! The entries of a folder, as listings of all kinds of servers tell them.
+
+use super::state::ObjectState;
+
+/// An entry of a folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum StoreEntry {
+    /// An object.
+    Object(ObjectState),
+    /// A folder: the first part of the names of objects.
+    Folder,
+}

@@ -1,0 +1,25 @@
+//! A request to a server, before anybody signs it.
+
+use reqwest::Method;
+use reqwest::header::{self, HeaderName};
+
+/// A request.
+#[derive(Clone, Debug)]
+pub(super) struct Wanted {
+    pub(super) method: Method,
+    /// The escaped name of the object, and the query.
+    pub(super) target: String,
+    pub(super) headers: Vec<(HeaderName, String)>,
+}
+
+impl Wanted {
+    pub(super) fn new(method: Method, target: impl Into<String>) -> Wanted {
+        Wanted { method, target: target.into(), headers: Vec::new() }
+    }
+
+    /// The range of bytes that it asks for, as its header names it.
+    pub(super) fn range(&self) -> Option<&str> {
+        let range = self.headers.iter().find(|(name, _)| *name == header::RANGE);
+        range.map(|(_, value)| value.as_str())
+    }
+}

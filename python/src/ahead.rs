@@ -35,11 +35,11 @@ const HELD_MAX_ALL: u64 = 512 << 20;
 const SMALL_MAX: u64 = 1 << 20;
 
 /// Most small tensors loaded ahead. More are loaded when half of them are taken.
-const SMALL_HELD_MAX: usize = 256;
+const SMALL_HELD_MAX: usize = 2048;
 
 /// Number of next tensors that are considered for loading, without and with small ones.
 const LOOK_AHEAD: usize = 32;
-const LOOK_AHEAD_SMALL: usize = 320;
+const LOOK_AHEAD_SMALL: usize = 2560;
 
 /// Threads of one handle that load ahead: while one finishes a tensor, the other keeps the disk
 /// busy.
@@ -71,6 +71,8 @@ struct Job {
     regions: Mutex<Vec<Arc<Region>>>,
     checkpoint: Arc<tensorfs::Checkpoint>,
     loader: Arc<core::Loader>,
+    /// Number of its tensors that are not taken yet. Changes under the lock of the state.
+    left: AtomicUsize,
     cancelled: AtomicBool,
     stats: Mutex<Option<core::Stats>>,
     /// The timeout error of a load, so that no caller waits for the same source twice.
@@ -107,7 +109,7 @@ struct State {
     entries: HashMap<usize, Entry>,
     /// Tensors whose memory is being allocated. A request for one removes it.
     chosen: HashMap<usize, u64>,
-    /// Tensors that are not loaded ahead, because the page cache holds them.
+    /// Tensors that are not loaded ahead, because they are mapped.
     mapped: HashSet<usize>,
     queue: VecDeque<Arc<Job>>,
     /// Bytes of all entries.
@@ -135,7 +137,7 @@ impl State {
         self.held -= entry.len;
         held_by_all().fetch_sub(entry.len, Ordering::Relaxed);
         self.small -= usize::from(entry.len < SMALL_MAX);
-        if !self.entries.values().any(|other| Arc::ptr_eq(&other.job, &entry.job)) {
+        if entry.job.left.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.queue.retain(|job| !Arc::ptr_eq(job, &entry.job));
             entry.job.cancelled.store(true, Ordering::Relaxed);
         }
@@ -155,8 +157,8 @@ impl State {
     }
 
     /// Returns the tensors to begin now: the next ones that there is memory for. Small ones only if
-    /// `small` says so, and none that `maps` maps from the page cache. `stale` gets what makes way for them. The tensor at
-    /// `position` is the one that is asked for now.
+    /// `small` says so, and none that `maps` maps. `stale` gets what makes way for them. The tensor
+    /// at `position` is the one that is asked for now.
     fn next(
         &mut self,
         checkpoint: &tensorfs::Checkpoint,
@@ -184,8 +186,9 @@ impl State {
                 continue;
             }
             let is_mapped = |loader: &core::Loader| {
-                run_of(checkpoint, tensor)
-                    .is_some_and(|(shard, range)| loader.is_cached(checkpoint, shard, &range))
+                run_of(checkpoint, tensor).is_some_and(|(shard, range)| {
+                    loader.is_better_mapped(checkpoint, shard, &range)
+                })
             };
             if maps.is_some_and(is_mapped) {
                 self.mapped.insert(tensor);
@@ -240,8 +243,8 @@ impl Ahead {
     }
 
     /// Notes a request for the tensor at `position`. Returns whether it is being loaded already, so
-    /// that `take` returns it, and the positions of the tensors to begin now. `maps` is given where tensors in the page cache are mapped: they are not
-    /// begun. Nothing is begun if `begins` is false.
+    /// that `take` returns it, and the positions of the tensors to begin now. With `maps`, tensors
+    /// that are better mapped are not begun. Nothing is begun if `begins` is false.
     #[pyo3(signature = (checkpoint, position, small, maps=None, begins=true))]
     fn ask(
         &self,
@@ -320,6 +323,7 @@ impl Ahead {
             regions: Mutex::new(plan.regions(memory)?),
             checkpoint: checkpoint.own(),
             loader: loader.own(),
+            left: AtomicUsize::new(0),
             cancelled: AtomicBool::new(false),
             stats: Mutex::default(),
             overdue: Mutex::default(),
@@ -339,12 +343,13 @@ impl Ahead {
             state.held += len;
             state.small += usize::from(len < SMALL_MAX);
             held_by_all().fetch_add(len, Ordering::Relaxed);
+            job.left.fetch_add(1, Ordering::Relaxed);
             let (job, progress) = (job.clone(), Progress::Waiting);
             state
                 .entries
                 .insert(position, Entry { job, progress, len, is_with_others, born, payload });
         }
-        if Arc::strong_count(&job) == 1 {
+        if job.left.load(Ordering::Relaxed) == 0 {
             // All its tensors were requested meanwhile.
             drop(state);
             return Ok(());

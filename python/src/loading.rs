@@ -259,9 +259,9 @@ impl Loader {
         Ok(Some((shard.0, range.start)))
     }
 
-    /// Whether the page cache holds most of `len` bytes from `start` on of this shard, of a local
-    /// file, so that they are better mapped than read.
-    fn is_cached(
+    /// Whether `len` bytes from `start` on of this shard are better mapped than read: it is a local
+    /// file, and the page cache holds most of them or the tensors are small on average.
+    fn is_better_mapped(
         &self,
         py: Python<'_>,
         checkpoint: &Checkpoint,
@@ -270,7 +270,7 @@ impl Loader {
         len: u64,
     ) -> bool {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
-        py.detach(|| loader.is_cached(&checkpoint, ShardId(shard), &(start..start + len)))
+        py.detach(|| loader.is_better_mapped(&checkpoint, ShardId(shard), &(start..start + len)))
     }
 
     /// Plans a tensor that nobody has asked for yet; None where memory is short.

@@ -7,7 +7,6 @@ use super::Loader;
 use crate::catalog::{ShardId, Tensor};
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
-use crate::io::CachedPages;
 use crate::strided::{OuterBox, StridedCopy};
 
 /// Longest run that is copied this way. Several threads copy a longer one faster.
@@ -23,6 +22,10 @@ const SPAN_MAX: u64 = 512 << 20;
 /// Minimum length of a gap between two runs that is skipped. A shorter gap is copied, because a
 /// system call costs as much.
 const SKIP_MIN: u64 = 8 << 10;
+
+/// Largest average length of tensors that are mapped whether or not the page cache holds them. The
+/// kernel's read-ahead brings many of them at once.
+const MAPPED_MEAN_MAX: u64 = 64 << 10;
 
 /// Length of the buffer for runs that are copied together. It stays in a core's cache.
 const SCRATCH_LEN: u64 = 128 << 10;
@@ -71,12 +74,23 @@ impl Loader {
         }
     }
 
-    /// Whether the kernel reports that its page cache holds most of `range` of a shard, so that a
-    /// mapping costs less than a read past the cache. False where access to the shard may wait, or
-    /// its bytes are not stored as they are loaded. Never waits.
-    pub fn is_cached(&self, checkpoint: &Checkpoint, shard: ShardId, range: &Range<u64>) -> bool {
-        let cached = self.engine.cached_pages(&checkpoint.sources()[shard.0 as usize], range);
-        cached.is_some_and(CachedPages::is_most)
+    /// Whether a mapping of `range` of a shard costs less than a read past the page cache: the
+    /// kernel reports that the cache holds most of it, or the tensors are so small on average that
+    /// own memory for each takes longer than their reads. False where access to the shard may wait,
+    /// or its bytes are not stored as they are loaded. Never waits.
+    pub fn is_better_mapped(
+        &self,
+        checkpoint: &Checkpoint,
+        shard: ShardId,
+        range: &Range<u64>,
+    ) -> bool {
+        let sources = checkpoint.sources();
+        let source = &sources[shard.0 as usize];
+        // As if all shards were of one length: a sum takes too long for each request.
+        let len = source.len().saturating_mul(sources.len() as u64);
+        let are_small = len <= checkpoint.catalog().len() as u64 * MAPPED_MEAN_MAX;
+        let cached = self.engine.cached_pages(source, range);
+        cached.is_some_and(|cached| are_small || cached.is_most())
     }
 
     /// Copies a part of this checkpoint, as `copy_from_page_cache` does.

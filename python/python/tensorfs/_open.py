@@ -167,7 +167,7 @@ class safe_open:
 
     Tensors own their memory. With `copy=False` they share the memory of the mapped files, if they lie there in one
     piece: writing to one changes no file, but a process that reads it ends if the file is truncated later. With
-    `copy=None` they do so if the page cache holds them when they are requested.
+    `copy=None` they do so if the page cache holds them when they are requested, or if the checkpoint has only small ones.
 
     `include` and `exclude` are globs for the names of the tensors that it has, and `rename` is a file with rules for
     other names, and for tensors that are split or joined, as the options of mounts. `dtype` is "bf16", "f16", "f32" or

@@ -42,7 +42,7 @@ class Reader:
         self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool | None = True
     ) -> None:
         self.checkpoint, self.framework, self.loader, self.strict = checkpoint, framework, loader, strict
-        # Whether every tensor gets its own memory. None: those that the page cache does not hold.
+        # Whether every tensor gets its own memory. None: those that are not better mapped.
         self.copy = copy if loader.on_cpu else True
         # Mapped shards: the base object for views, and its address; None if a shard cannot be mapped.
         self._mapped: dict[int, tuple[Any, int] | None] = {}
@@ -52,7 +52,7 @@ class Reader:
         self._ahead = Ahead() if loader.on_cpu else None
         # Whether the last small tensor that was requested was missing in the page cache.
         self._is_cold = False
-        # With `copy=None`: what maps the tensors in the page cache, and whether a tensor was missing there.
+        # With `copy=None`: what tells which tensors are better mapped, and whether one was not.
         self._maps = loader if self.copy is None else None
         self._misses = False
 
@@ -84,7 +84,7 @@ class Reader:
             offset, nbytes = offset + first * row, (end - first) * row
         if offset % WIDTHS.get(info.dtype, 1):
             return None
-        if self.copy is None and not self.loader.is_cached(self.checkpoint, shard, offset, nbytes):
+        if self.copy is None and not self.loader.is_better_mapped(self.checkpoint, shard, offset, nbytes):
             return None
         self.framework.check(info.dtype, shape, info.name)
         if shard not in self._mapped:

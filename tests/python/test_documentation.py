@@ -33,6 +33,7 @@ NOT_RUN = {
     "python python/tests/safetensors_suite.py ": "takes the source of safetensors",
     "python python/tests/consolidation_suite.py ": "takes the tests of torch or NeMo",
     "python python/tests/tensorizer_suite.py ": "takes torch, and the tests of tensorizer",
+    "python tests/consumers": "takes other programs",
     "sglang ": "takes SGLang and a GPU",
     "sudo ": "changes this machine",
     "tensorfs load /data/models/llama --device cuda:0": "takes a GPU",

@@ -1,0 +1,123 @@
+"""Parts that the rows share: a small model in shards, a mount of it, and the same as one real file."""
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import unittest
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from checkpoints import FORMAT, write_weight_map
+from mounts import Mount, TestCase, run, tensorfs
+
+HIDDEN, LAYERS, VOCAB = 64, 3, 288
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama_tensors(seed=1):
+    """The tensors of a small Llama, as numpy arrays."""
+    rng = np.random.default_rng(seed)
+    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        for word, shape in {
+            "self_attn.q_proj": (HIDDEN, HIDDEN),
+            "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
+            "self_attn.v_proj": (HIDDEN // 2, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HIDDEN),
+            "mlp.gate_proj": (96, HIDDEN),
+            "mlp.up_proj": (96, HIDDEN),
+            "mlp.down_proj": (HIDDEN, 96),
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+        }.items():
+            shapes[f"{prefix}.{word}.weight"] = shape
+    return {name: rng.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+
+
+def write_shards(folder, tensors, count=3, stem="model"):
+    """A set of the Hugging Face kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names, shards = list(tensors), {}
+    for number in range(count):
+        file = f"{stem}-{number + 1:05}-of-{count:05}.safetensors"
+        shards[file] = names[number * len(names) // count : (number + 1) * len(names) // count]
+        save_file({name: tensors[name] for name in shards[file]}, folder / file, metadata=FORMAT)
+        (folder / file).chmod(0o644)
+    write_weight_map(folder, shards, stem)
+
+
+@cache
+def version_of(package):
+    return importlib.metadata.version(package)
+
+
+def needs(*modules):
+    """Skips a row whose packages are not installed."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    return unittest.skipIf(missing, f"not installed: {', '.join(missing)}")
+
+
+class Row(TestCase):
+    """One program. `self.real` is a folder with one real file, `self.mnt` the mount of shards of the same tensors."""
+
+    options = ()
+
+    def setUp(self):
+        super().setUp()
+        self.tensors = llama_tensors()
+        self.shards, self.real = self.tmp / "shards", self.tmp / "real"
+        write_shards(self.shards, self.tensors)
+        self.real.mkdir()
+        for folder in (self.shards, self.real):
+            (folder / "config.json").write_text(json.dumps(CONFIG))
+        self.mnt = self.enter(Mount(self.shards, *self.options)).path
+        # An independent merge: the genuine writer.
+        save_file(self.tensors, self.real / "model.safetensors", metadata=FORMAT)
+
+    def used(self, name, version):
+        """Says which program the row was tried with."""
+        print(f"ROW {name} {version}", file=sys.stderr)
+
+    def assert_same_tensors(self, found, right):
+        self.assertEqual(found.keys(), right.keys())
+        for name in right:
+            one, other = (np.asarray(t.detach().float() if hasattr(t, "detach") else t) for t in (found[name], right[name]))
+            np.testing.assert_array_equal(one, other, name)
+
+    def output(self, *command, **how):
+        """The output of a command, which has to succeed."""
+        outcome = run(*command, timeout=300, **how)
+        self.assert_done(outcome)
+        return outcome.stdout
+
+
+def first_line(*command):
+    """The first line that a program prints, as that about its version."""
+    outcome = run(*command)
+    return (outcome.stdout or outcome.stderr).splitlines()[0]
+
+
+__all__ = ["Row", "Mount", "Path", "first_line", "llama_tensors", "load_file", "needs", "tensorfs", "version_of", "write_shards"]

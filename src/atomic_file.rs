@@ -95,6 +95,11 @@ impl TemporaryFile {
         &self.file
     }
 
+    /// Leaves the file under the name that it was created with.
+    pub fn keep(mut self) {
+        self.place = Place::Published;
+    }
+
     /// Gives the file the name `target` in the same folder. `replace`: in place of a file of that
     /// name; else such a file is an error.
     ///

@@ -57,14 +57,31 @@ impl MountOrigin {
             return None;
         }
         let OpenOptions {
-            expect_shards, reference, config, index, view, views, hub, secret, ..
+            expect_shards,
+            reference,
+            config,
+            index,
+            disk_cache,
+            view,
+            views,
+            hub,
+            secret,
+            ..
         } = given.clone();
         let follow = mounted.follow.iter().chain(&given.follow).cloned().collect();
         let config = config.or_else(|| mounted.config.clone());
         let of_files = expect_shards.is_some() || reference.is_some();
         let expect_shards = expect_shards.or(mounted.expect_shards);
-        let open =
-            OpenOptions { follow, expect_shards, reference, config, index, secret, ..mounted };
+        let open = OpenOptions {
+            follow,
+            expect_shards,
+            reference,
+            config,
+            index,
+            disk_cache,
+            secret,
+            ..mounted
+        };
         if !has_view {
             return Some((path, open));
         }

@@ -75,6 +75,22 @@ pub enum Links {
     Inside,
 }
 
+/// A folder of this machine that keeps what was read from remote sources.
+///
+/// ```
+/// use tensorfs::{DiskCachePlace, OpenOptions};
+///
+/// let place = DiskCachePlace { folder: "/var/cache/tensorfs/remote".into(), size: Some(100 << 30) };
+/// let options = OpenOptions { disk_cache: Some(place), ..OpenOptions::default() };
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DiskCachePlace {
+    /// The folder, an absolute path.
+    pub folder: PathBuf,
+    /// Bytes that it may take. If `None`, a tenth of its file system stays free, and at least 1 GiB.
+    pub size: Option<u64>,
+}
+
 /// The layout of a hub cache, which has several checkpoints, and is no view.
 #[doc(hidden)]
 pub const HUB: &str = "hub";
@@ -108,6 +124,8 @@ pub struct OpenOptions {
     pub config: Option<PathBuf>,
     /// Folder for indexes. If `None`, every start reads all headers.
     pub index: Option<PathBuf>,
+    /// The place of blocks of remote sources. If `None`, no blocks are kept.
+    pub disk_cache: Option<DiskCachePlace>,
     /// How the sets are presented.
     pub view: View,
     /// Several views, each of which a mount shows as a folder. Then `view` is the default.
@@ -119,8 +137,8 @@ pub struct OpenOptions {
 }
 
 impl OpenOptions {
-    /// The options as JSON, for programs that find the source behind a mount. The place of indexes
-    /// is left out, which only one start needs, and so is the reference, which they may not be
+    /// The options as JSON, for programs that find the source behind a mount. The places of indexes and
+    /// of the disk cache are left out, which other users may not use, and so is the reference, which they may not be
     /// allowed to read.
     #[doc(hidden)]
     pub fn to_json(&self) -> Value {

@@ -1,6 +1,7 @@
 //! Mount options (`-o`): those of tensorfs, and those that mount(8), systemd and SELinux add.
 
 mod access;
+mod disk_cache;
 mod help;
 mod nearest;
 mod row;
@@ -21,6 +22,7 @@ use tensorfs::internal::view::View;
 use tensorfs::words;
 
 pub(crate) use access::AccessRule;
+pub(crate) use disk_cache::DiskCacheOptions;
 pub(crate) use help::{Completion, completions, help, names_for};
 pub(crate) use nearest::nearest;
 pub(crate) use row::Use;
@@ -174,6 +176,8 @@ pub struct Options {
     pub assemble_size: Option<u64>,
     /// The place of the indexes.
     pub index_dir: IndexDir,
+    /// Where blocks of remote sources are kept.
+    pub(crate) disk_cache: DiskCacheOptions,
     /// Where the key or the passphrase of encrypted files comes from.
     pub(crate) secret: Option<SecretOrigin>,
     /// When weights are compared with their checksums.
@@ -215,6 +219,7 @@ impl Default for Options {
             assemble: None,
             assemble_size: None,
             index_dir: IndexDir::default(),
+            disk_cache: DiskCacheOptions::default(),
             secret: None,
             verify: Verify::default(),
             watch: None,
@@ -403,14 +408,15 @@ impl Options {
     /// # Errors
     /// One line that says why there is no secret.
     pub(crate) fn open_with_secret(&self) -> Result<OpenOptions, String> {
-        if self.open.secret.is_some() {
-            return Ok(self.open.clone());
+        let open = OpenOptions { disk_cache: self.disk_cache.place(), ..self.open.clone() };
+        if open.secret.is_some() {
+            return Ok(open);
         }
         let secret = match &self.secret {
             Some(origin) => Some(origin.read()?),
             None => SecretOrigin::of_environment()?,
         };
-        Ok(OpenOptions { secret: secret.map(Arc::new), ..self.open.clone() })
+        Ok(OpenOptions { secret: secret.map(Arc::new), ..open })
     }
 
     /// Reads the secret once, for several sources, some of which may not be encrypted.
@@ -489,7 +495,7 @@ impl Options {
             Some(SecretOrigin::KeyCommand(_)) | None => None,
         };
         let opened = self.open.follow.iter_mut().chain(self.open.reference.as_mut());
-        let own = self.log.iter_mut().chain(self.assemble.as_mut());
+        let own = self.log.iter_mut().chain(self.assemble.as_mut()).chain(self.disk_cache.path());
         opened.chain(self.open.config.as_mut()).chain(own).chain(index_dir).chain(secret)
     }
 }

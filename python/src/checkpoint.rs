@@ -20,7 +20,7 @@ use tensorfs::internal::format::names::{is_weight_map, is_weights};
 use tensorfs::internal::format::safetensors::Header;
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::mount_origin::{MountOrigin, resolve_mount};
-use tensorfs::internal::open_options::OpenOptions;
+use tensorfs::internal::open_options::{DiskCachePlace, OpenOptions};
 use tensorfs::internal::process::{PerProcess, token};
 use tensorfs::internal::source::{Pin, SecretOrigin, Source, read_option_file};
 use tensorfs::internal::store::{Store, hub_cache};
@@ -97,7 +97,7 @@ impl Checkpoint {
     /// Opens `path`: a single weight file; a weight map with its shards; the one checkpoint in a
     /// folder; or the source behind any of these on a mount.
     #[staticmethod]
-    #[pyo3(signature = (path, timeout, view = Vec::new(), secret = None, demands = (None, None)))]
+    #[pyo3(signature = (path, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None)))]
     fn open(
         py: Python<'_>,
         path: PathBuf,
@@ -114,7 +114,7 @@ impl Checkpoint {
 
     /// Opens these files as one checkpoint.
     #[staticmethod]
-    #[pyo3(signature = (files, timeout, view = Vec::new(), secret = None, demands = (None, None)))]
+    #[pyo3(signature = (files, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None)))]
     fn open_files(
         py: Python<'_>,
         files: Vec<PathBuf>,
@@ -155,7 +155,7 @@ impl Checkpoint {
 
     /// Opens the files that hold these tensors.
     #[staticmethod]
-    #[pyo3(signature = (map, timeout, view = Vec::new(), secret = None, demands = (None, None)))]
+    #[pyo3(signature = (map, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None)))]
     fn open_map(
         py: Python<'_>,
         map: BTreeMap<String, PathBuf>,
@@ -343,13 +343,15 @@ pub(crate) fn secret_of(word: Option<SecretWord>) -> tensorfs::Result<Option<Arc
     secret.map(|secret| Some(Arc::new(secret))).map_err(tensorfs::Error::usage)
 }
 
-/// Demands of a caller on a checkpoint: the number of its shards, and a file with its tensors.
-pub(crate) type Demands = (Option<u64>, Option<PathBuf>);
+/// Demands of a caller on a checkpoint: the number of its shards, a file with its tensors, and the folder
+/// of the disk cache with its size.
+pub(crate) type Demands = (Option<u64>, Option<PathBuf>, Option<PathBuf>, Option<u64>);
 
 /// The options with these demands, and none else.
 pub(crate) fn demanding(demands: Demands, secret: Option<Arc<Secret>>) -> OpenOptions {
-    let (expect_shards, reference) = demands;
-    OpenOptions { expect_shards, reference, secret, ..OpenOptions::default() }
+    let (expect_shards, reference, folder, size) = demands;
+    let disk_cache = folder.map(|folder| DiskCachePlace { folder, size });
+    OpenOptions { expect_shards, reference, disk_cache, secret, ..OpenOptions::default() }
 }
 
 /// A checkpoint whose last pieces nothing proves: its path, the message, and a number that is the same
@@ -387,10 +389,10 @@ fn open(path: &Path, given: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoi
     let Some(MountOrigin { path: source, options, part }) = resolve_mount(path) else {
         return open_source(path, given, given);
     };
-    let OpenOptions { expect_shards, reference, secret, .. } = given.clone();
+    let OpenOptions { expect_shards, reference, disk_cache, secret, .. } = given.clone();
     // The mount demands it of a set, and not of a file that is opened alone.
     let expect_shards = expect_shards.or(options.expect_shards);
-    let options = OpenOptions { expect_shards, reference, secret, ..options };
+    let options = OpenOptions { expect_shards, reference, disk_cache, secret, ..options };
     if let Some(part) = part {
         let index = IndexStore::of_user().map(|store| store.folder().to_owned());
         let all = core::Checkpoint::open_with(&source, &OpenOptions { index, ..options.clone() })?;

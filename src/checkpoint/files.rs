@@ -118,7 +118,7 @@ fn open_files(
     }
     let named: Vec<(String, PathBuf)> = by_name.into_iter().collect();
     let heads = Arc::new(Heads::default());
-    let store = Store::of(&folder);
+    let store = Store::of(&folder).cached(options.disk_cache.as_ref());
     let open = |(name, path): &(String, PathBuf)| {
         open_shard(&heads, &folder, name, (&store, path), secret)
     };

@@ -24,8 +24,8 @@ use crate::version::Version;
 
 use columns::Columns;
 use frame::{FileKind, List};
-pub(crate) use store::file_name;
-pub use store::{IndexStore, STORE_VARIABLE};
+pub use store::{IndexStore, STORE_VARIABLE, folder_of_user};
+pub(crate) use store::{check_folder, file_name, is_private};
 pub use sums::{
     BlockBoundaries, CHUNK_LEN, ChecksumChunk, ChunkHasher, SUMS_EXTENSION, ShardSums, Sums,
 };

@@ -5,7 +5,7 @@
 //! processes write them at once. Only files that no other user could have written are read, no file
 //! is written where other users could replace it, and only files with a tensorfs name are removed.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -69,15 +69,7 @@ impl IndexStore {
             // A daemon changes the working directory, so the path must be absolute.
             return std::path::absolute(folder).ok().map(IndexStore::new);
         }
-        // The XDG specification says that relative paths are ignored.
-        let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        if let Some(cache) = absolute("XDG_CACHE_HOME") {
-            return Some(IndexStore::new(cache.join("tensorfs")));
-        }
-        if nix::unistd::geteuid().is_root() {
-            return Some(IndexStore::new("/var/cache/tensorfs".into()));
-        }
-        absolute("HOME").map(|home| IndexStore::new(home.join(".cache/tensorfs")))
+        folder_of_user().map(IndexStore::new)
     }
 
     /// The folder.
@@ -95,13 +87,13 @@ impl IndexStore {
     /// # Errors
     /// The reason why it is not used, `NotFound` if it does not exist.
     pub fn read(&self, name: &str) -> io::Result<Vec<u8>> {
-        self.check_folder()?;
+        check_folder(&self.folder)?;
         let mut file = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
             .open(self.path(name))?;
         let meta = file.metadata()?;
-        if !meta.is_file() || !is_trusted(meta.uid()) || others_write(meta.mode()) {
+        if !meta.is_file() || !is_private(&meta) {
             return Err(io::Error::other("others may have written it"));
         }
         if meta.len() > FILE_LEN_MAX {
@@ -156,7 +148,7 @@ impl IndexStore {
 
     fn make_folder(&self) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.folder)?;
-        self.check_folder()
+        check_folder(&self.folder)
     }
 
     /// Writes a file. If `synced`, it is on the disk before it gets its name.
@@ -189,16 +181,6 @@ impl IndexStore {
         for name in names.filter(|name| is_view(name) && name.starts_with(stem)) {
             let _ = std::fs::remove_file(self.path(&name));
         }
-    }
-
-    /// Refuses a folder in which other users could replace our files.
-    fn check_folder(&self) -> io::Result<()> {
-        let meta = std::fs::metadata(&self.folder)?;
-        let sticky = meta.mode() & libc::S_ISVTX != 0;
-        if !is_trusted(meta.uid()) || (others_write(meta.mode()) && !sticky) {
-            return Err(io::Error::other("others may write to its folder"));
-        }
-        Ok(())
     }
 
     /// Removes the oldest files if there are too many, and temporary files that killed writers
@@ -249,6 +231,39 @@ impl IndexStore {
 /// The name of the file for `parts`, which must not hold a zero byte, because it separates them.
 pub(crate) fn file_name(parts: &[&[u8]], extension: &str) -> String {
     format!("{}.{extension}", Digest::of(&parts.join(&0)))
+}
+
+/// The folder of tensorfs among the caches of this user: `$XDG_CACHE_HOME/tensorfs`,
+/// `/var/cache/tensorfs` for root, `~/.cache/tensorfs`. `None` if there is no such place.
+pub fn folder_of_user() -> Option<PathBuf> {
+    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+    // The XDG specification says that relative paths are ignored.
+    let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    if let Some(cache) = absolute("XDG_CACHE_HOME") {
+        return Some(cache.join("tensorfs"));
+    }
+    if nix::unistd::geteuid().is_root() {
+        return Some("/var/cache/tensorfs".into());
+    }
+    absolute("HOME").map(|home| home.join(".cache/tensorfs"))
+}
+
+/// Refuses a folder in which other users could replace our files.
+///
+/// # Errors
+/// If they could, or if there is no such folder.
+pub(crate) fn check_folder(folder: &Path) -> io::Result<()> {
+    let meta = std::fs::metadata(folder)?;
+    let sticky = meta.mode() & libc::S_ISVTX != 0;
+    if !is_trusted(meta.uid()) || (others_write(meta.mode()) && !sticky) {
+        return Err(io::Error::other("others may write to its folder"));
+    }
+    Ok(())
+}
+
+/// Whether only this user or root could have written the file.
+pub(crate) fn is_private(meta: &Metadata) -> bool {
+    is_trusted(meta.uid()) && !others_write(meta.mode())
 }
 
 /// Whether files of this user are trusted: it is our user or root.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::notes::Notes;
+use super::parts::MemoryParts;
 use crate::error::{Error, Result};
 use crate::version::Version;
 
@@ -57,6 +58,29 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         buf: &mut [u8],
         until: Option<Instant>,
     ) -> io::Result<()>;
+
+    /// Reads like `read`, to memory in several places.
+    ///
+    /// # Errors
+    /// The errors of `read`.
+    fn read_parts(
+        &self,
+        path: &Path,
+        version: &Version,
+        offset: u64,
+        parts: &mut MemoryParts<'_>,
+        until: Option<Instant>,
+    ) -> io::Result<()> {
+        let mut bytes = vec![0; parts.len()];
+        self.read(path, version, offset, &mut bytes, until)?;
+        if parts.write(0, &bytes) { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+    }
+
+    /// Whether `version` tells the bytes of its file from all others that were ever at its path, so that
+    /// a copy of them can be kept for other processes.
+    fn tells_bytes(&self, _version: &Version) -> bool {
+        false
+    }
 }
 
 /// A folder of a store.

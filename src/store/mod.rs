@@ -1,6 +1,7 @@
 //! Where sources lie: a store lists folders, finds versions and opens sources. It is the local file
 //! system, or a store of another kind.
 
+pub mod disk_cache;
 pub mod folder;
 pub mod hub_cache;
 #[cfg(feature = "remote")]
@@ -14,10 +15,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::{Error, Result, is_url};
+use crate::open_options::DiskCachePlace;
 use crate::source::{FileSystem, Source, StoreKind, StoreListing, local_version, version_now};
 use crate::sync::RwLock;
 use crate::version::Version;
 
+use disk_cache::CachedStore;
 use folder::OpenFolder;
 
 /// A place that holds sources. Clones are handles of the same one.
@@ -45,6 +48,15 @@ impl Store {
         let others = OTHERS.read();
         let mut found = others.iter().filter(|(root, _)| path.starts_with(root));
         found.next().map_or(Store::LOCAL, |(_, store)| store.clone())
+    }
+
+    /// It with a disk cache at `place`, if it is not the file systems of this machine.
+    #[must_use]
+    pub fn cached(self, place: Option<&DiskCachePlace>) -> Store {
+        match (self.0, place) {
+            (Some(kind), Some(place)) => Store(Some(Arc::new(CachedStore::new(kind, place)))),
+            (kind, _) => Store(kind),
+        }
     }
 
     /// Whether it is the file systems of this machine, so that paths in it are paths of this machine.

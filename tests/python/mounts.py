@@ -31,6 +31,8 @@ FIXTURES = Path(os.environ.get("TENSORFS_FIXTURES", ROOT / "tests/fixtures")).re
 INDEX_DIR = tempfile.mkdtemp(prefix="tensorfs-test-index-")
 atexit.register(shutil.rmtree, INDEX_DIR, ignore_errors=True)
 os.environ["TENSORFS_INDEX_DIR"] = INDEX_DIR
+# Each test of the disk cache names its own.
+os.environ["TENSORFS_CACHE_DIR"] = "none"
 
 COMMAND_TIMEOUT = 30
 MOUNT_TIMEOUT = 20

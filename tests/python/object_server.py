@@ -47,6 +47,8 @@ class ObjectServer:
         self.number = 0
         # The form of ETags: "quoted", "bare", "weak" or "none".
         self.tags = "quoted"
+        # Whether answers tell the time of the last change.
+        self.dates = True
         # The least time that an answer takes.
         self.delay = 0
         self.session_token = None
@@ -310,7 +312,9 @@ class Handler(BaseHTTPRequestHandler):
         if kind != "ignores-conditions" and not self.condition_holds(stored):
             return self.error(412, "PreconditionFailed")
         data, status = stored.data, 200
-        headers = [("Last-Modified", email.utils.formatdate(stored.date, usegmt=True)), ("Accept-Ranges", "bytes")]
+        headers = [("Accept-Ranges", "bytes")]
+        if self.store.dates:
+            headers.append(("Last-Modified", email.utils.formatdate(stored.date, usegmt=True)))
         if self.tag(stored):
             headers.append(("ETag", self.tag(stored)))
         wanted = self.headers.get("Range")

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Arg, Args, Parser, Subcommand, ValueEnum};
+use tensorfs::internal::size::parse_size;
 
 use crate::options::{self, Use};
 
@@ -15,8 +16,8 @@ use crate::options::{self, Use};
     version,
     arg_required_else_help = true,
     after_help = "Exit status: 0 done, 1 failed or refused, 2 usage.\n\
-                  Environment: TENSORFS_INDEX_DIR says where indexes are kept, TENSORFS_LOG what is \
-                  logged."
+                  Environment: TENSORFS_INDEX_DIR says where indexes are kept, TENSORFS_CACHE_DIR where \
+                  blocks of remote sources are, TENSORFS_LOG what is logged."
 )]
 pub(crate) struct Cli {
     /// Write only failures to standard error: no notes, warnings or progress
@@ -60,6 +61,8 @@ pub(crate) enum Command {
     Heat(HeatArgs),
     /// Read a mount or a source into the page cache
     Warm(WarmArgs),
+    /// List, check or empty the disk cache of remote sources
+    Cache(CacheArgs),
     /// List the checkpoints of a source and their tensors
     Ls(LsArgs),
     /// Show where the data of tensors lies
@@ -323,6 +326,38 @@ pub(crate) struct WarmArgs {
     /// Whether to draw a progress bar
     #[arg(long, value_enum, default_value_t = When::Auto, default_missing_value = "always", num_args = 0..=1, require_equals = true)]
     pub progress: When,
+}
+
+/// Arguments of `cache`.
+#[derive(Debug, Args)]
+pub(crate) struct CacheArgs {
+    /// The action
+    #[arg(value_enum)]
+    pub action: CacheAction,
+    /// Folder of the cache, as -o cache-dir=; by default that of mounts of this user
+    #[arg(long, value_name = "DIR")]
+    pub cache_dir: Option<PathBuf>,
+    /// With prune, remove what was not used for longest until this much is left; 0 removes all
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub keep: Option<u64>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The actions of `cache`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CacheAction {
+    /// List the objects, and how much of each is there.
+    Ls,
+    /// Remove files that cannot be used and, with --keep, objects.
+    Prune,
+    /// Compare all blocks with their checksums.
+    Verify,
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    parse_size(text).ok_or_else(|| "expected a size, like 100G".to_owned())
 }
 
 /// Arguments of `ls`.

@@ -2,6 +2,7 @@
 
 mod args;
 mod bench;
+mod cache;
 mod cat;
 mod columns;
 mod completion;
@@ -141,6 +142,10 @@ fn carry_out(mut command: Command) -> ExitCode {
         Command::Top(args) => top::run(&args),
         Command::Heat(args) => told_in_json(args.json, &args.target, heat::run(&args)),
         Command::Warm(args) => in_json(&args.source, warm::run(&args)),
+        Command::Cache(args) => {
+            let folder = args.cache_dir.clone().unwrap_or_default();
+            told_in_json(args.json, &folder, cache::run(&args))
+        }
         Command::Ls(args) => in_json(&args.source, query::ls(&args)),
         Command::Inspect(args) => in_json(&args.source, query::inspect(&args)),
         Command::Index(args) => in_json(&args.source, index::run(&args)),

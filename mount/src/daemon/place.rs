@@ -222,6 +222,14 @@ pub(super) fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> 
     Some(folder)
 }
 
+/// Leaves out a disk cache in the mount itself, whose daemon would wait for itself.
+pub(super) fn check_disk_cache(open: &mut OpenOptions, target: &Path) {
+    let within = open.disk_cache.take_if(|place| lies_in(&place.folder, target));
+    if let Some(place) = within {
+        tracing::warn!("{}: lies in the mount; there is no disk cache", shown_path(&place.folder));
+    }
+}
+
 /// Refuses a folder of `config=` in the mount itself.
 pub(crate) fn check_config(open: &OpenOptions, target: &Path) -> Result<(), String> {
     let Some(config) = open.config.as_ref().filter(|config| lies_in(config, target)) else {

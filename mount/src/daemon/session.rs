@@ -14,7 +14,7 @@ use nix::unistd::{getegid, geteuid};
 use serde_json::json;
 use tensorfs::Error;
 use tensorfs::internal::checkpoint::Tree;
-use tensorfs::internal::error::{counted, real_name, shown_path};
+use tensorfs::internal::error::{counted, is_url, real_name, shown_path};
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::sync::Mutex;
@@ -183,16 +183,17 @@ fn plan_on(
     let source = found.map_err(|why| stalls(source, why))?.map_err(|e| e.to_string())?;
     let reads = if before.is_none() { READ_MANY } else { READ_NONE };
     probe_path(&source, reads, limit).map_err(|why| stalls(&source, why))?;
-    probe_options(&mut options, reads)?;
+    options.disk_cache.is_default = true;
+    probe_options(&source, &mut options, reads)?;
     let asked = source.clone();
     let plan = move || plan_source(&wanted, &source, identity, place, options, before);
     let planned = unless_stalled(limit, plan);
     planned.map_err(|why| stalls(&asked, why))?
 }
 
-/// Probes the folders and files that `options` name. An index folder that does not answer is not
-/// used; any other one that does not is an error. `reads` files in each have to answer too.
-fn probe_options(options: &mut Options, reads: usize) -> Result<(), String> {
+/// Probes the folders and files that `options` name. An index folder or a disk cache that does not answer
+/// is not used; any other one that does not is an error. `reads` files in each have to answer too.
+fn probe_options(source: &Path, options: &mut Options, reads: usize) -> Result<(), String> {
     let limit = options.io_timeout;
     let follow = options.open.follow.iter().map(|folder| ("follow", folder));
     let reference = options.open.reference.iter().map(|file| ("reference", file));
@@ -211,6 +212,12 @@ fn probe_options(options: &mut Options, reads: usize) -> Result<(), String> {
         }
         tracing::warn!("{why}; no index is kept");
         options.index_dir = IndexDir::Nowhere;
+    }
+    if let Some(place) = options.disk_cache.place().filter(|_| is_url(source))
+        && let Err(why) = probe_path(&place.folder, READ_NONE, limit)
+    {
+        tracing::warn!("{}: {why}; there is no disk cache", shown_path(&place.folder));
+        options.disk_cache.turn_off();
     }
     Ok(())
 }
@@ -246,7 +253,8 @@ fn plan_source(
     }
     let (source, identity) = (path, (identity, read));
     let index = place::index_folder(&options, &target);
-    let open = OpenOptions { index, ..options.open_with_secret()? };
+    let mut open = OpenOptions { index, ..options.open_with_secret()? };
+    place::check_disk_cache(&mut open, &target);
     if open.secret.is_some() {
         refuse_core_dumps();
     }

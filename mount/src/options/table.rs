@@ -22,6 +22,9 @@ use super::{CACHE_DEFAULT, IndexDir, Options};
 /// Largest cache: a larger value is a typing error.
 const CACHE_MAX: u64 = 1 << 40;
 
+/// Smallest disk cache.
+const DISK_CACHE_MIN: u64 = 16 << 20;
+
 /// Largest readahead window: one fault may read half of it before the requested byte.
 const READAHEAD_MAX: u64 = 1 << 30;
 
@@ -324,6 +327,36 @@ const SOURCE: &[OptionRow] = &[
     )
     .for_commands(Use::Source)
     .page("Index", "formats/index.md"),
+    OptionRow::value(
+        "cache-dir",
+        |options, value| {
+            options.disk_cache.set(folder(value)?);
+            Ok(())
+        },
+        &[(
+            "DIR",
+            "where blocks of remote sources are kept, for later starts and other processes; none: \
+             nowhere; for mounts the default is remote/ in the folder of indexes of this user, for \
+             other commands none; $TENSORFS_CACHE_DIR is the same for all",
+        )],
+    )
+    .for_commands(Use::Source)
+    .shown(|options| options.disk_cache.shown())
+    .page("Object stores", "guides/object-stores.md#the-disk-cache"),
+    OptionRow::value(
+        "cache-dir-size",
+        |options, value| {
+            let expected = "a size from 16M, like 100G";
+            set(&mut options.disk_cache.size, size_in(DISK_CACHE_MIN..=u64::MAX, expected, value))
+        },
+        &[(
+            "SIZE",
+            "how much that folder may take (default: leaves 10 % of its file system free, at least 1 \
+             GiB)",
+        )],
+    )
+    .for_commands(Use::Source)
+    .shown(|options| json!(options.disk_cache.size)),
 ];
 
 /// How changes of the source are found.

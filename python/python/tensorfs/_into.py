@@ -56,6 +56,8 @@ def load_into(
     expect_shards: int | None = None,
     reference: StrPath | None = None,
     unproven_tail: str | None = None,
+    cache_dir: StrPath | None = None,
+    cache_dir_size: int | str | None = None,
     process_group: Any = None,
     share: str | None = None,
     **how: Any,
@@ -66,8 +68,8 @@ def load_into(
 
     With `strict` the names must be the same; otherwise the common ones are loaded. With `cast` floating point elements
     are cast to the target's F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless all
-    tensors fit. `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference` and `unproven_tail` are
-    those of `safe_open`, and `how` are its arguments about reading.
+    tensors fit. `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`, `unproven_tail`,
+    `cache_dir` and `cache_dir_size` are those of `safe_open`, and `how` are its arguments about reading.
 
     Several names may share the same memory, as tied weights do. One of them in the checkpoint is enough; if it has
     several, their bytes must be equal.
@@ -81,7 +83,7 @@ def load_into(
         hint = ", such as its state_dict()" if hasattr(mapping, "state_dict") else ""
         raise TypeError(f"expected a mapping from names to memory{hint}, not {type(mapping).__name__}")
     secret = secret_of(key, passphrase, key_file, passphrase_file)
-    proof = proof_of(expect_shards, reference, unproven_tail)
+    proof = proof_of(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size)
 
     def job() -> _Job:
         loader = _settings.loader(**how)

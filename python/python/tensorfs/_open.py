@@ -103,17 +103,26 @@ def secret_of(
     return given[0] if given else None
 
 
+PROOF_WORDS = ("expect_shards", "reference", "unproven_tail", "cache_dir", "cache_dir_size")
+"""The arguments of `proof_of`."""
+
+
 def proof_of(
-    expect_shards: int | None = None, reference: StrPath | None = None, unproven_tail: str | None = None
+    expect_shards: int | None = None,
+    reference: StrPath | None = None,
+    unproven_tail: str | None = None,
+    cache_dir: StrPath | None = None,
+    cache_dir_size: int | str | None = None,
 ) -> Proof:
-    """The arguments about the last pieces of a checkpoint."""
+    """The arguments about the last pieces of a checkpoint, and about the disk cache of remote ones."""
     if expect_shards is not None:
         number = -1 if isinstance(expect_shards, bool) else operator.index(expect_shards)
         if not 1 <= number < 1 << 64:
             raise ValueError(f"expect_shards={expect_shards}: expected a number from 1 on")
         expect_shards = number
     reference = None if reference is None else _path(reference)
-    return Proof((expect_shards, reference), _settings.unproven_tail(unproven_tail))
+    cache = _settings.disk_cache(None if cache_dir is None else _path(cache_dir), cache_dir_size)
+    return Proof((expect_shards, reference, *cache), _settings.unproven_tail(unproven_tail))
 
 
 def open_checkpoint(
@@ -193,6 +202,9 @@ class safe_open:
     once. Ranks of one host share their reads with `share="host"`, the default if there is one host, and all ranks
     exchange bytes by gloo with `share="network"`. All other methods load for this rank alone.
 
+    `cache_dir` is a folder that keeps blocks of remote sources for later starts and other processes, and `cache_dir_size`
+    is how much it may take, as "100G". By default nothing is kept, unless TENSORFS_CACHE_DIR names a folder.
+
     The other arguments control reading, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
     TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
     """
@@ -220,6 +232,8 @@ class safe_open:
         expect_shards: int | None = None,
         reference: StrPath | None = None,
         unproven_tail: str | None = None,
+        cache_dir: StrPath | None = None,
+        cache_dir_size: int | str | None = None,
         chunk: int | str | None = None,
         io_depth: int | None = None,
         pinned_max: int | str | None = None,
@@ -259,7 +273,7 @@ class safe_open:
         strict = backend == "pread" or not found.indexes_itself
         view = view_words(given)
         secret = secret_of(*(given[word] for word in ("key", "passphrase", "key_file", "passphrase_file")))
-        proof = proof_of(*(given[word] for word in ("expect_shards", "reference", "unproven_tail")))
+        proof = proof_of(*(given[word] for word in PROOF_WORDS))
         checkpoint = open_checkpoint(self._filename, loader, view, secret, proof)
         self._open = Reader(checkpoint, found, loader, strict, copy)
         return self._open

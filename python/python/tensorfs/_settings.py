@@ -38,6 +38,15 @@ def unproven_tail(given: str | None = None) -> str:
     return _word(*_chosen("unproven_tail", given), ("warn", "error"))
 
 
+def disk_cache(folder: str | None = None, size: int | str | None = None) -> tuple[str | None, int | None]:
+    """The folder of the disk cache of remote sources, None for none, and the bytes that it may take."""
+    name, value = _chosen("cache_dir", folder)
+    if value == "":
+        raise ValueError(f"{name}: expected a folder, or none")
+    place = None if value is None or value == "none" else os.path.abspath(str(value))
+    return place, _size("cache_dir_size", size, 16 << 20, (1 << 64) - 1)
+
+
 def _chosen(name: str, given: object) -> tuple[str, object]:
     variable = f"TENSORFS_{name.upper()}"
     # An empty variable counts as unset.

@@ -24,8 +24,8 @@ class UnprovenTailWarning(UserWarning):
 class Proof(NamedTuple):
     """The proof of the last pieces of a checkpoint that a caller asks for."""
 
-    demands: tuple[int | None, str | None]
-    """The number of its shards, and a file that knows its tensors."""
+    demands: tuple[int | None, str | None, str | None, int | None]
+    """The number of its shards, a file that knows its tensors, and the folder of a disk cache with its size."""
     unproven: str
     """The consequence if nothing proves them: "warn" or "error"."""
 

@@ -16,6 +16,7 @@ use super::shared::RemoteProcess;
 use super::state::{
     ObjectState, check_answer, content_range, len_of, replaced, retry_after, text_of,
 };
+use crate::source::MemoryParts;
 use crate::version::Version;
 
 /// Most bytes of an error that are looked at.
@@ -299,7 +300,7 @@ impl Endpoint {
         }
     }
 
-    /// Fills `buf` with the bytes at `offset` of the object at `target`, if that is in `version`.
+    /// Fills `parts` with the bytes at `offset` of the object at `target`, if that is in `version`.
     /// `known` is its state as it was seen last. Returns the state that the server tells.
     ///
     /// # Errors
@@ -311,21 +312,21 @@ impl Endpoint {
         version: &Version,
         known: Option<&ObjectState>,
         offset: u64,
-        buf: &mut [u8],
+        parts: &mut MemoryParts<'_>,
         deadline: Instant,
     ) -> io::Result<Option<ObjectState>> {
         let _slot = self.slot(deadline).await?;
         let mut patience = Patience::until(deadline, true);
         let condition = known.and_then(ObjectState::condition);
         let (mut have, mut state) = (0, None);
-        while have < buf.len() {
-            let range = offset + have as u64..offset + buf.len() as u64;
+        while have < parts.len() {
+            let range = offset + have as u64..offset + parts.len() as u64;
             let mut wanted = Wanted::new(Method::GET, target);
             let bytes = format!("bytes={}-{}", range.start, range.end - 1);
             wanted.headers.push((header::RANGE, bytes));
             wanted.headers.extend(condition.clone());
             let (before, limit) = (have, patience.stall_limit());
-            let tried = self.fill(&wanted, version, range, buf, &mut have, limit).await;
+            let tried = self.fill(&wanted, version, range, parts, &mut have, limit).await;
             if have > before {
                 patience.progressed();
             }
@@ -337,13 +338,13 @@ impl Endpoint {
         Ok(state)
     }
 
-    /// One try to read `range` to `buf` from `have` on. Bytes that have come stay when it fails.
+    /// One try to read `range` to `parts` from `have` on. Bytes that have come stay when it fails.
     async fn fill(
         &self,
         wanted: &Wanted,
         version: &Version,
         range: Range<u64>,
-        buf: &mut [u8],
+        parts: &mut MemoryParts<'_>,
         have: &mut usize,
         limit: Duration,
     ) -> Result<ObjectState, Trouble> {
@@ -351,16 +352,15 @@ impl Endpoint {
         let state = check_answer(answer.status(), answer.headers(), &range, version)?;
         let before = *have;
         while let Some(frame) = self.frame(&mut answer, limit).await? {
-            let Some(place) = buf.get_mut(*have..*have + frame.len()) else {
+            if !parts.write(*have, &frame) {
                 *have = before;
                 return Err(Trouble::Broken(
                     "the server sends more bytes than it announces".to_owned(),
                 ));
-            };
-            place.copy_from_slice(&frame);
+            }
             *have += frame.len();
         }
-        if *have == buf.len() {
+        if *have == parts.len() {
             Ok(state)
         } else {
             Err(self.short((*have - before) as u64, range.end - range.start))

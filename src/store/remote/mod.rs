@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::process::PerProcess;
-use crate::source::{StoreKind, StoreListing};
+use crate::source::{MemoryParts, StoreKind, StoreListing};
 use crate::store::hub_cache;
 use crate::sync::Mutex;
 use crate::version::{QueueKey, Version};
@@ -273,7 +273,23 @@ impl StoreKind for RemoteStore {
         buf: &mut [u8],
         until: Option<Instant>,
     ) -> io::Result<()> {
-        let end = offset.checked_add(buf.len() as u64).ok_or(ErrorKind::UnexpectedEof)?;
+        self.read_parts(path, version, offset, &mut MemoryParts::one(buf), until)
+    }
+
+    fn tells_bytes(&self, version: &Version) -> bool {
+        // Without an ETag and a time a server may have other bytes of the same length.
+        version.file_words()[1] != 0
+    }
+
+    fn read_parts(
+        &self,
+        path: &Path,
+        version: &Version,
+        offset: u64,
+        parts: &mut MemoryParts<'_>,
+        until: Option<Instant>,
+    ) -> io::Result<()> {
+        let end = offset.checked_add(parts.len() as u64).ok_or(ErrorKind::UnexpectedEof)?;
         if end > version.len {
             return Err(ErrorKind::UnexpectedEof.into());
         }
@@ -284,11 +300,11 @@ impl StoreKind for RemoteStore {
         let endpoint = self.endpoint()?;
         let seen = self.run(deadline, async {
             if self.location.protocol == Protocol::Hub
-                && tree::read_cached(endpoint, &key, version, offset, buf, deadline).await?
+                && tree::read_cached(endpoint, &key, version, offset, parts, deadline).await?
             {
                 return Ok(None);
             }
-            endpoint.read(&target, version, before.as_ref(), offset, buf, deadline).await
+            endpoint.read(&target, version, before.as_ref(), offset, parts, deadline).await
         })?;
         if let Some(seen) = seen.filter(|_| before.is_none()) {
             known.lock().insert(number, seen);

@@ -17,12 +17,11 @@ use std::time::{Duration, Instant};
 use nix::sys::stat::makedev;
 use serde::{Deserialize, Serialize};
 use tensorfs::internal::cache::CachedFile;
-use tensorfs::internal::checkpoint::{Checkpoint, Content, FolderId};
+use tensorfs::internal::checkpoint::{Checkpoint, Content, FolderId, Tree};
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::source::Source;
-use tensorfs::internal::store::Store;
 use tensorfs::internal::sync::Mutex;
 use tensorfs::internal::version::{QueueKey, Version};
 
@@ -558,7 +557,8 @@ impl Taking {
     fn source(&self, index: usize) -> Option<Arc<Source>> {
         let carried = self.facts.sources.get(index)?;
         let file = || self.files.lock().get_mut(carried.file?)?.take();
-        Some(self.made.get(index)?.get_or_init(|| adopt_source(carried, file())).clone())
+        let adopt = || adopt_source(carried, file(), &self.shared.nodes.tree());
+        Some(self.made.get(index)?.get_or_init(adopt).clone())
     }
 
     /// Opens a file of this process whose handles are taken over. Also returns whether the kernel's
@@ -633,7 +633,7 @@ impl Taking {
                 }
                 let file = tensorfs::internal::checkpoint::File {
                     name: path.file_name()?.to_owned(),
-                    store: Store::of(source.path()),
+                    store: shared.nodes.tree().store_of(source.path()),
                     path: source.path().to_owned(),
                     version: source.version(),
                 };
@@ -690,10 +690,10 @@ impl Taking {
 }
 
 /// The source that another process had open, with its descriptor if that was handed over.
-fn adopt_source(carried: &CarriedSource, file: Option<File>) -> Arc<Source> {
+fn adopt_source(carried: &CarriedSource, file: Option<File>, tree: &Tree) -> Arc<Source> {
     let (path, known) = (Path::new(&carried.path), Version::from_words(&carried.known));
     match file {
         Some(file) => Source::adopted(path, known, file),
-        None => Store::of(path).closed(path, known),
+        None => tree.store_of(path).closed(path, known),
     }
 }

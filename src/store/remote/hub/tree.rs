@@ -16,6 +16,7 @@ use super::super::location::{escaped_key, escaped_value};
 use super::super::request::Wanted;
 use super::super::state::{ObjectState, text_of};
 use super::{GIT_DIGITS, HubAccess, HubFile, HubTree, SHA256_DIGITS, cached, is_hash};
+use crate::source::MemoryParts;
 use crate::version::Version;
 
 /// Most bytes of one page, of 1000 files with names of at most 4096 bytes.
@@ -104,13 +105,21 @@ pub(in crate::store::remote) async fn read_cached(
     key: &str,
     version: &Version,
     offset: u64,
-    buf: &mut [u8],
+    parts: &mut MemoryParts<'_>,
     deadline: Instant,
 ) -> io::Result<bool> {
     let file = tree_of(endpoint, deadline).await?.file(key);
     let hub = hub_of(endpoint)?;
     let is_it = |file: &&HubFile| file.state.is_of(version);
-    Ok(file.filter(is_it).is_some_and(|file| cached::read(hub, file, offset, buf)))
+    let Some(file) = file.filter(is_it) else { return Ok(false) };
+    let mut at = offset;
+    for part in parts.all_mut() {
+        if !part.is_empty() && !cached::read(hub, file, at, part) {
+            return Ok(false);
+        }
+        at += part.len() as u64;
+    }
+    Ok(true)
 }
 
 /// The state of the file `key` in the commit that was found, and its sha256.

@@ -1,0 +1,135 @@
+//! `tensorfs cache`: what the disk cache of remote sources keeps, its checks, and its end.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use indicatif::HumanDuration;
+use serde_json::json;
+use tensorfs::internal::error::{counted, real_name, shown, shown_path};
+use tensorfs::internal::size::shown_size;
+use tensorfs::internal::store::disk_cache::{self, KeptObject, VerifiedObject};
+
+use super::args::{CacheAction, CacheArgs};
+use super::output::{Failure, Outcome, print_json, print_text};
+use crate::options::DiskCacheOptions;
+
+pub(super) fn run(args: &CacheArgs) -> Outcome {
+    let folder = folder_of(args)?;
+    let failed = |e| Failure::Failed(format!("{}: {e}", shown_path(&folder)));
+    match args.action {
+        CacheAction::Ls => {
+            let objects = disk_cache::kept_objects(&folder).map_err(failed)?;
+            list(&folder, &objects, args.json)
+        }
+        CacheAction::Prune => {
+            let pruned =
+                disk_cache::prune(&folder, args.keep.unwrap_or(u64::MAX)).map_err(failed)?;
+            if args.json {
+                return print_json(&json!({
+                    "folder": real_name(&folder),
+                    "ok": true,
+                    "removed_objects": pruned.objects,
+                    "freed_bytes": pruned.freed,
+                    "left_bytes": pruned.left,
+                }));
+            }
+            let (objects, freed) = (counted(pruned.objects as usize, "object"), pruned.freed);
+            let (freed, left) = (shown_size(freed), shown_size(pruned.left));
+            let folder = shown_path(&folder);
+            print_text(&format!("{folder}: {objects} removed, {freed} freed, {left} left\n"))
+        }
+        CacheAction::Verify => {
+            let mut objects = Vec::new();
+            disk_cache::verify(&folder, |object| objects.push(object)).map_err(failed)?;
+            tell_verified(&folder, &objects, args.json)
+        }
+    }
+}
+
+/// The folder that the arguments name, or that a mount would use.
+fn folder_of(args: &CacheArgs) -> Result<PathBuf, Failure> {
+    if args.keep.is_some() && args.action != CacheAction::Prune {
+        return Err(Failure::Usage("--keep goes with prune".to_owned()));
+    }
+    if let Some(folder) = &args.cache_dir {
+        return Ok(folder.clone());
+    }
+    let place = DiskCacheOptions::of_mounts().place().map(|place| place.folder);
+    place.ok_or_else(|| {
+        Failure::Failed("there is no disk cache: give --cache-dir DIR, or set HOME".to_owned())
+    })
+}
+
+fn list(folder: &Path, objects: &[KeptObject], as_json: bool) -> Outcome {
+    let space: u64 = objects.iter().map(|object| object.space).sum();
+    if as_json {
+        let rows = objects.iter().map(|object| {
+            json!({
+                "url": object.url,
+                "size": object.len,
+                "cached_bytes": object.bytes,
+                "disk_bytes": object.space,
+                "unused_s": object.age.as_secs(),
+            })
+        });
+        return print_json(&json!({
+            "folder": real_name(folder),
+            "ok": true,
+            "disk_bytes": space,
+            "objects": rows.collect::<Vec<_>>(),
+        }));
+    }
+    let mut text = String::new();
+    let (count, space) = (counted(objects.len(), "object"), shown_size(space));
+    let _ = writeln!(text, "{}: {count}, {space}", shown_path(folder));
+    for object in objects {
+        let (bytes, len) = (shown_size(object.bytes), shown_size(object.len));
+        let percent = object.bytes.saturating_mul(100) / object.len.max(1);
+        let age = HumanDuration(object.age);
+        let _ = writeln!(
+            text,
+            "  {}  {bytes} of {len} ({percent} %), used {age} ago",
+            shown(&object.url)
+        );
+    }
+    print_text(&text)
+}
+
+fn tell_verified(folder: &Path, objects: &[VerifiedObject], as_json: bool) -> Outcome {
+    let damaged: u64 = objects.iter().map(|object| object.damaged).sum();
+    let right: u64 = objects.iter().map(|object| object.right).sum();
+    if as_json {
+        let rows = objects.iter().map(|object| {
+            json!({
+                "url": object.url,
+                "right_bytes": object.right,
+                "damaged_blocks": object.damaged,
+            })
+        });
+        print_json(&json!({
+            "folder": real_name(folder),
+            "ok": damaged == 0,
+            "right_bytes": right,
+            "damaged_blocks": damaged,
+            "objects": rows.collect::<Vec<_>>(),
+        }))?;
+    } else {
+        let mut text = String::new();
+        for object in objects.iter().filter(|object| object.damaged > 0) {
+            let blocks = counted(object.damaged as usize, "damaged block");
+            let _ = writeln!(text, "  {}: {blocks}", shown(&object.url));
+        }
+        let (count, right) = (counted(objects.len(), "object"), shown_size(right));
+        let summary = format!("{}: {count}, {right} right\n", shown_path(folder));
+        print_text(&(summary + &text))?;
+    }
+    if damaged == 0 {
+        return Ok(());
+    }
+    let blocks = counted(damaged as usize, "block");
+    crate::log::say(&format!(
+        "{}: {blocks} damaged; they count no more, and are read from their servers again",
+        shown_path(folder)
+    ));
+    Err(Failure::Told)
+}

@@ -1,0 +1,84 @@
+//! Claims on blocks of a cached object, so that several threads, processes and containers fetch each block
+//! once. A claim is a lock of a part of the block map, which the kernel takes back when its holder dies.
+//!
+//! A claim saves requests and decides nothing else: two holders at a time would write the same bytes.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
+
+/// The result of a try to claim blocks.
+pub(super) enum Claim {
+    /// They are claimed until this file is dropped. `None` where the file system has no such locks.
+    Mine(#[allow(dead_code, reason = "its end is the end of the claim")] Option<File>),
+    /// Another one has a claim on this range, which has some of the blocks.
+    Busy(Range<u64>),
+}
+
+/// Tries to claim the bytes `range` of the map at `path`, which all claims name the same way. Never waits.
+pub(super) fn claim(path: &Path, range: &Range<u64>) -> Claim {
+    match try_claim(path, range) {
+        Ok(claim) => claim,
+        // Without locks blocks may be fetched twice.
+        Err(_) => Claim::Mine(None),
+    }
+}
+
+fn try_claim(path: &Path, range: &Range<u64>) -> io::Result<Claim> {
+    // A lock belongs to an open file, so that each claim needs one of its own.
+    let mut options = std::fs::OpenOptions::new();
+    options.read(true).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC);
+    let file = options.open(path)?;
+    let mut lock = lock_of(range);
+    match fcntl(&file, FcntlArg::F_OFD_SETLK(&lock)) {
+        Ok(_) => return Ok(Claim::Mine(Some(file))),
+        Err(Errno::EAGAIN | Errno::EACCES) => {}
+        Err(e) => return Err(e.into()),
+    }
+    fcntl(&file, FcntlArg::F_OFD_GETLK(&mut lock))?;
+    if i32::from(lock.l_type) == libc::F_UNLCK {
+        // It has ended meanwhile: the next try finds out.
+        return Ok(Claim::Busy(range.clone()));
+    }
+    let start = u64::try_from(lock.l_start).unwrap_or(0);
+    let len = u64::try_from(lock.l_len).unwrap_or(0);
+    let end = if len == 0 { u64::MAX } else { start.saturating_add(len) };
+    Ok(Claim::Busy(start.max(range.start)..end.min(range.end)))
+}
+
+#[allow(clippy::cast_possible_truncation, reason = "the constants are small")]
+fn lock_of(range: &Range<u64>) -> libc::flock {
+    libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: range.start as libc::off_t,
+        l_len: (range.end - range.start) as libc::off_t,
+        l_pid: 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_has_one_claim_at_a_time_and_others_learn_which_part_is_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("map");
+        std::fs::write(&path, [0; 64]).unwrap();
+        let first = claim(&path, &(16..32));
+        assert!(matches!(first, Claim::Mine(Some(_))));
+        assert!(matches!(claim(&path, &(0..48)), Claim::Busy(busy) if busy == (16..32)));
+        assert!(matches!(claim(&path, &(24..48)), Claim::Busy(busy) if busy == (24..32)));
+        assert!(matches!(claim(&path, &(32..48)), Claim::Mine(Some(_))));
+        drop(first);
+        assert!(matches!(claim(&path, &(16..32)), Claim::Mine(Some(_))));
+        assert!(matches!(claim(&folder.path().join("none"), &(0..1)), Claim::Mine(None)));
+    }
+}

@@ -1,0 +1,353 @@
+//! The folder of a disk cache: whether it can be used, what lies in it, and what is removed.
+//!
+//! Only files with names of the cache are removed.
+
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::statvfs::statvfs;
+
+use super::object::{CachedObject, DATA, MAP, TEMPORARY, temporary_name};
+use crate::atomic_file::TemporaryFile;
+use crate::error::real_name;
+use crate::hash::Digest;
+use crate::index::check_folder;
+use crate::open_options::DiskCachePlace;
+
+/// Part of the file system that stays free, and its least size in bytes, where no size was said.
+const FREE_PART: u64 = 10;
+const FREE_MIN: u64 = 1 << 30;
+
+/// Length of a file that shows whether the file system has holes.
+const PROBE_LEN: u64 = 1 << 20;
+
+/// Age from which files that belong to no object count as left behind.
+const LEFT_AGE: Duration = Duration::from_secs(3600);
+
+/// Whether a folder can be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum FolderUse {
+    /// It can.
+    Usable,
+    /// Its objects can be read; nothing can be added, for this reason.
+    ReadOnly(String),
+    /// Nothing in it counts, for this reason.
+    Unusable(String),
+}
+
+/// Makes the folder if it is not there, and says whether it can be used.
+pub(super) fn folder_use(folder: &Path) -> FolderUse {
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    if let Err(e) = made.and_then(|()| check_folder(folder)) {
+        return FolderUse::Unusable(e.to_string());
+    }
+    match has_holes(folder) {
+        Ok(true) => FolderUse::Usable,
+        Ok(false) => FolderUse::ReadOnly("its file system has no files with holes".to_owned()),
+        Err(e) => FolderUse::ReadOnly(e.to_string()),
+    }
+}
+
+/// Whether files of the folder can have holes.
+fn has_holes(folder: &Path) -> io::Result<bool> {
+    let number = getrandom::u64().map_err(|e| io::Error::other(e.to_string()))?;
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true).mode(0o600);
+    let probe = TemporaryFile::create(folder.join(temporary_name(number)), &options)?;
+    probe.file().set_len(PROBE_LEN)?;
+    Ok(probe.file().metadata()?.blocks() * 512 < PROBE_LEN)
+}
+
+/// The files of one object.
+#[derive(Debug, Default)]
+struct ObjectFiles {
+    map: Option<PathBuf>,
+    /// The file of the map, and files that killed processes have left.
+    data: Vec<PathBuf>,
+    /// Space that all take, in bytes.
+    space: u64,
+    /// Time of the last use.
+    used: Option<SystemTime>,
+    /// Time of the last change of any of the files.
+    changed: Option<SystemTime>,
+}
+
+impl ObjectFiles {
+    /// Removes the files. Those who have them open find no more blocks there.
+    fn remove(&self) -> io::Result<()> {
+        self.map.iter().try_for_each(std::fs::remove_file)?;
+        self.data.iter().try_for_each(|path| remove_data(path))
+    }
+
+    /// Whether they belong to nothing, and nobody makes them now.
+    fn is_left(&self) -> bool {
+        self.map.is_none() && is_old(self.changed)
+    }
+}
+
+fn remove_data(path: &Path) -> io::Result<()> {
+    // Its space is free at once, whoever has it open.
+    if let Ok(file) = OpenOptions::new().write(true).open(path) {
+        let _ = file.set_len(0);
+    }
+    std::fs::remove_file(path)
+}
+
+fn is_old(time: Option<SystemTime>) -> bool {
+    time.and_then(|time| time.elapsed().ok()).is_some_and(|age| age > LEFT_AGE)
+}
+
+/// The files in the folder, by object, and those that are not whole.
+fn files_in(folder: &Path) -> io::Result<(BTreeMap<String, ObjectFiles>, Vec<PathBuf>)> {
+    let (mut objects, mut temporary) = (BTreeMap::<String, ObjectFiles>::new(), Vec::new());
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let Some(name) = entry.file_name().to_str().map(str::to_owned) else { continue };
+        let parts: Vec<&str> = name.split('.').collect();
+        let (digest, is_map) = match parts.as_slice() {
+            [digest, MAP] if is_hex(digest, 32) => (*digest, true),
+            [digest, nonce, DATA] if is_hex(digest, 32) && is_hex(nonce, 16) => (*digest, false),
+            ["", number, TEMPORARY] if is_hex(number, 16) => {
+                temporary.push(entry.path());
+                continue;
+            }
+            _ => continue,
+        };
+        // Another process may have removed it.
+        let Ok(meta) = entry.metadata() else { continue };
+        let files = objects.entry(digest.to_owned()).or_default();
+        files.space += meta.blocks() * 512;
+        files.changed = files.changed.max(meta.modified().ok());
+        if is_map {
+            (files.map, files.used) = (Some(entry.path()), meta.modified().ok());
+        } else {
+            files.data.push(entry.path());
+        }
+    }
+    Ok((objects, temporary))
+}
+
+fn is_hex(word: &str, len: usize) -> bool {
+    let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    word.len() == len && word.bytes().all(hex)
+}
+
+/// The outcome of making room.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct RoomMade {
+    /// Objects that were removed.
+    pub(super) objects: u64,
+    /// Whether there is room now.
+    pub(super) is_enough: bool,
+}
+
+/// Removes objects, the least recently used first, until there is room for `wanted` bytes. The object
+/// `kept` stays.
+pub(super) fn make_room(place: &DiskCachePlace, kept: Digest, wanted: u64) -> RoomMade {
+    let mut made = RoomMade::default();
+    let Some(_one_at_a_time) = lock(&place.folder) else {
+        // Another process makes room now.
+        made.is_enough = true;
+        return made;
+    };
+    let Ok((objects, temporary)) = files_in(&place.folder) else { return made };
+    remove_left(&objects, &temporary);
+    let kept = kept.to_string();
+    let mut used: u64 = objects.values().map(|files| files.space).sum();
+    let mut by_age: Vec<_> = objects.iter().filter(|(digest, _)| **digest != kept).collect();
+    by_age.sort_by_key(|(_, files)| files.used);
+    let mut by_age = by_age.into_iter();
+    loop {
+        let has_room = match place.size {
+            Some(size) => used.saturating_add(wanted) <= size,
+            None => has_free_space(&place.folder, wanted),
+        };
+        if has_room {
+            made.is_enough = true;
+            return made;
+        }
+        let Some((_, files)) = by_age.next() else { return made };
+        if files.map.is_some() && files.remove().is_ok() {
+            made.objects += 1;
+            used -= files.space;
+        }
+    }
+}
+
+fn has_free_space(folder: &Path, wanted: u64) -> bool {
+    let Ok(stat) = statvfs(folder) else { return true };
+    let unit = stat.fragment_size();
+    let (free, all) = (stat.blocks_available() * unit, stat.blocks() * unit);
+    free.saturating_sub(wanted) >= (all / FREE_PART).max(FREE_MIN)
+}
+
+fn lock(folder: &Path) -> Option<Flock<File>> {
+    Flock::lock(File::open(folder).ok()?, FlockArg::LockExclusiveNonblock).ok()
+}
+
+/// Removes files that killed processes have left. Returns their space.
+fn remove_left(objects: &BTreeMap<String, ObjectFiles>, temporary: &[PathBuf]) -> u64 {
+    for path in temporary {
+        let modified = std::fs::symlink_metadata(path).and_then(|meta| meta.modified());
+        if is_old(modified.ok()) {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+    let left = objects.values().filter(|files| files.is_left() && files.remove().is_ok());
+    left.map(|files| files.space).sum()
+}
+
+/// An object that a disk cache keeps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeptObject {
+    /// Its URL.
+    pub url: String,
+    /// Its length in bytes.
+    pub len: u64,
+    /// Bytes of it that are there.
+    pub bytes: u64,
+    /// Space that it takes on the disk.
+    pub space: u64,
+    /// Seconds since it was used.
+    pub age: Duration,
+}
+
+/// The objects in the cache at `folder`, those used last first. None if there is no such folder.
+///
+/// # Errors
+/// If the folder cannot be read.
+pub fn kept_objects(folder: &Path) -> io::Result<Vec<KeptObject>> {
+    let mut kept = Vec::new();
+    each_object(folder, |files, object| {
+        let sums = object.sums(&object.blocks())?;
+        let blocks = (0..).zip(&sums).filter(|(_, sum)| **sum != [0; 16]);
+        let bytes = blocks.map(|(block, _)| object.bytes_of(&(block..block + 1)));
+        kept.push(KeptObject {
+            url: object.key().url.clone(),
+            len: object.key().len,
+            bytes: bytes.map(|bytes| bytes.end - bytes.start).sum(),
+            space: files.space,
+            age: files.used.and_then(|used| used.elapsed().ok()).unwrap_or_default(),
+        });
+        Ok(())
+    })?;
+    kept.sort_by(|a, b| (a.age, &a.url).cmp(&(b.age, &b.url)));
+    Ok(kept)
+}
+
+/// Calls `act` with each object that can be opened. Errors of one object end nothing.
+fn each_object(
+    folder: &Path,
+    mut act: impl FnMut(&ObjectFiles, &CachedObject) -> io::Result<()>,
+) -> io::Result<()> {
+    let objects = match check_folder(folder).and_then(|()| files_in(folder)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        found => found?.0,
+    };
+    for files in objects.values() {
+        let Some(map) = &files.map else { continue };
+        let acted = CachedObject::open_there(map, None).and_then(|object| act(files, &object));
+        if let Err(e) = acted {
+            tracing::debug!("{}: {e}", real_name(map));
+        }
+    }
+    Ok(())
+}
+
+/// The outcome of `prune`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pruned {
+    /// Objects that were removed.
+    pub objects: u64,
+    /// Space that is free now, in bytes.
+    pub freed: u64,
+    /// Space that the rest takes, in bytes.
+    pub left: u64,
+}
+
+/// Removes objects of the cache at `folder`, the least recently used first, until they take at most
+/// `keep` bytes; also files that cannot be used, and such that killed processes have left.
+///
+/// # Errors
+/// If the folder cannot be read, or a file not removed.
+pub fn prune(folder: &Path, keep: u64) -> io::Result<Pruned> {
+    let mut pruned = Pruned::default();
+    let (objects, temporary) = match check_folder(folder).and_then(|()| files_in(folder)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(pruned),
+        found => found?,
+    };
+    let all: u64 = objects.values().map(|files| files.space).sum();
+    pruned.freed = remove_left(&objects, &temporary);
+    let mut rest: Vec<&ObjectFiles> = Vec::new();
+    for files in objects.values() {
+        let Some(map) = &files.map else { continue };
+        match CachedObject::open_there(map, None) {
+            Err(e) if e.kind() == io::ErrorKind::InvalidData => {
+                files.remove()?;
+                pruned.freed += files.space;
+                pruned.objects += 1;
+            }
+            Err(e) => return Err(e),
+            Ok(object) => {
+                let other = files.data.iter().filter(|path| *path != object.data_path());
+                for path in other.filter(|path| is_old(modified(path))) {
+                    remove_data(path)?;
+                }
+                rest.push(files);
+            }
+        }
+    }
+    rest.sort_by_key(|files| files.used);
+    for files in rest {
+        if all - pruned.freed <= keep {
+            break;
+        }
+        files.remove()?;
+        pruned.freed += files.space;
+        pruned.objects += 1;
+    }
+    pruned.left = all - pruned.freed;
+    Ok(pruned)
+}
+
+fn modified(path: &Path) -> Option<SystemTime> {
+    std::fs::symlink_metadata(path).ok()?.modified().ok()
+}
+
+/// The outcome of `verify` for one object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VerifiedObject {
+    /// Its URL.
+    pub url: String,
+    /// Bytes of it that are there and have their checksums.
+    pub right: u64,
+    /// Blocks that had not their checksum. They count no more.
+    pub damaged: u64,
+}
+
+/// Compares all blocks in the cache at `folder` with their checksums, and calls `each` with the outcome
+/// of each object.
+///
+/// # Errors
+/// If the folder cannot be read.
+pub fn verify(folder: &Path, mut each: impl FnMut(VerifiedObject)) -> io::Result<()> {
+    each_object(folder, |_, object| {
+        let mut verified = VerifiedObject { url: object.key().url.clone(), right: 0, damaged: 0 };
+        let sums = object.sums(&object.blocks())?;
+        for (block, sum) in (0..).zip(sums).filter(|(_, sum)| *sum != [0; 16]) {
+            if object.is_right(block, sum) {
+                let bytes = object.bytes_of(&(block..block + 1));
+                verified.right += bytes.end - bytes.start;
+            } else {
+                verified.damaged += 1;
+            }
+        }
+        each(verified);
+        Ok(())
+    })
+}

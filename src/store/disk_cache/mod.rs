@@ -1,0 +1,462 @@
+//! A disk cache of remote sources: a store around another one that keeps the blocks that were read in a folder.
+//!
+//! It persists, several processes share it, and every block is compared with its checksum when it is
+//! read. It never makes a read fail: where it cannot help, the store behind it is asked.
+
+mod claims;
+mod folder;
+mod object;
+
+use std::collections::HashMap;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::counters::Counter;
+use crate::error::{real_name, shown_path};
+use crate::hash::Digest;
+use crate::index::folder_of_user;
+use crate::open_options::DiskCachePlace;
+use crate::process::PerProcess;
+use crate::source::{MemoryParts, StoreKind, StoreListing};
+use crate::sync::Mutex;
+use crate::version::Version;
+
+use claims::Claim;
+use folder::{FolderUse, folder_use, make_room};
+pub use folder::{KeptObject, Pruned, VerifiedObject, kept_objects, prune, verify};
+use object::{BLOCK_LEN, CachedObject, ObjectKey};
+
+/// Environment variable that names the folder.
+pub const CACHE_VARIABLE: &str = "TENSORFS_CACHE_DIR";
+
+/// The word for no folder.
+pub const NOWHERE: &str = "none";
+
+/// The folder of the disk cache of this user, unless another one is named.
+pub fn default_folder() -> Option<PathBuf> {
+    folder_of_user().map(|folder| folder.join("remote"))
+}
+
+/// The folder that the variable of the environment names, if it is set. The inner `None`: nowhere.
+pub fn folder_of_variable() -> Option<Option<PathBuf>> {
+    let folder = std::env::var_os(CACHE_VARIABLE).filter(|value| !value.is_empty())?;
+    if folder == NOWHERE {
+        return Some(None);
+    }
+    // A daemon changes the working directory, so the path must be absolute.
+    Some(std::path::absolute(folder).ok())
+}
+
+/// Most objects that a process has open.
+const OPEN_MAX: usize = 256;
+
+/// How long nothing is stored after a failure.
+const PAUSE: Duration = Duration::from_secs(30);
+
+/// A store of blocks that takes longer is a failure: the reader waits for it.
+const STORE_SLOW: Duration = Duration::from_secs(2);
+
+/// Longest wait for blocks that another reader fetches. Half of the time of the read at most.
+const WAIT_MAX: Duration = Duration::from_secs(10);
+
+/// Shortest and longest pause between two looks for blocks that another reader fetches.
+const LOOK_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+
+/// Most bytes that are stored between two looks at the size of the folder.
+const UNCHECKED_MAX: u64 = 64 << 20;
+
+/// The caches of this process.
+static CACHES: PerProcess<Mutex<HashMap<DiskCachePlace, Arc<DiskCache>>>> = PerProcess::new();
+
+/// A store whose bytes are kept in a folder.
+#[derive(Debug)]
+pub(super) struct CachedStore {
+    inner: Arc<dyn StoreKind>,
+    place: DiskCachePlace,
+}
+
+impl CachedStore {
+    pub(super) fn new(inner: Arc<dyn StoreKind>, place: &DiskCachePlace) -> CachedStore {
+        CachedStore { inner, place: place.clone() }
+    }
+
+    /// The object of the cache for the file at `path`.
+    fn object(
+        &self,
+        path: &Path,
+        version: &Version,
+    ) -> Option<(Arc<DiskCache>, Arc<CachedObject>)> {
+        if !self.inner.tells_bytes(version) || version.len == 0 {
+            return None;
+        }
+        let key = ObjectKey::new(path.to_str()?, version.content_words());
+        let cache = cache_in(&self.place);
+        let object = cache.object(&key)?;
+        Some((cache, object))
+    }
+
+    /// Reads what is wanted of the blocks `runs`, which the cache has not.
+    fn fill(&self, read: &CachedRead<'_>, runs: Vec<Range<u64>>, buf: &mut [u8]) -> io::Result<()> {
+        let CachedRead { cache, object, offset, until, .. } = *read;
+        let now = Instant::now();
+        let left = until.map(|until| until.saturating_duration_since(now) / 2);
+        let give_up = now + left.unwrap_or(WAIT_MAX).min(WAIT_MAX);
+        let mut pause = LOOK_PAUSES.0;
+        let mut todo = runs;
+        while let Some(run) = todo.pop() {
+            if !cache.may_store() || !object.writable {
+                self.pass(read, &run, buf)?;
+                continue;
+            }
+            match object.claim(&run) {
+                Claim::Mine(_claim) => {
+                    // The one who had a claim before may have stored them.
+                    for part in cache.take(object, &run, offset, buf) {
+                        self.fetch(read, &part, buf)?;
+                    }
+                }
+                Claim::Busy(busy) if busy.start > run.start || busy.end < run.end => {
+                    let (before, after) = (run.start..busy.start, busy.end..run.end);
+                    todo.push(busy);
+                    todo.extend([before, after].into_iter().filter(|run| !run.is_empty()));
+                }
+                Claim::Busy(_) if Instant::now() >= give_up => self.pass(read, &run, buf)?,
+                Claim::Busy(_) => {
+                    cache.counters.waits.add(1);
+                    std::thread::sleep(pause);
+                    pause = (pause * 2).min(LOOK_PAUSES.1);
+                    todo.extend(cache.take(object, &run, offset, buf));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads what is wanted of the blocks `run` from the store, and keeps nothing.
+    fn pass(&self, read: &CachedRead<'_>, run: &Range<u64>, buf: &mut [u8]) -> io::Result<()> {
+        let CachedRead { cache, object, offset, .. } = *read;
+        let bytes = object.bytes_of(run);
+        let wanted = bytes.start.max(offset)..bytes.end.min(offset + buf.len() as u64);
+        cache.counters.missed_bytes.add(wanted.end - wanted.start);
+        let place = &mut buf[(wanted.start - offset) as usize..(wanted.end - offset) as usize];
+        self.inner.read(read.path, read.version, wanted.start, place, read.until)
+    }
+
+    /// Reads the blocks `run` from the store, and keeps them.
+    fn fetch(&self, read: &CachedRead<'_>, run: &Range<u64>, buf: &mut [u8]) -> io::Result<()> {
+        let CachedRead { cache, object, offset, .. } = *read;
+        let bytes = object.bytes_of(run);
+        let end = offset + buf.len() as u64;
+        let wanted = bytes.start.max(offset)..bytes.end.min(end);
+        let mut before = vec![0; (wanted.start - bytes.start) as usize];
+        let mut after = vec![0; (bytes.end - wanted.end) as usize];
+        let place = &mut buf[(wanted.start - offset) as usize..(wanted.end - offset) as usize];
+        let mut parts = MemoryParts::new(&mut before, place, &mut after);
+        cache.counters.missed_bytes.add(parts.len() as u64);
+        self.inner.read_parts(read.path, read.version, bytes.start, &mut parts, read.until)?;
+        cache.store(object, run, &parts);
+        Ok(())
+    }
+}
+
+/// One read through the cache.
+struct CachedRead<'a> {
+    cache: &'a DiskCache,
+    object: &'a CachedObject,
+    path: &'a Path,
+    version: &'a Version,
+    offset: u64,
+    until: Option<Instant>,
+}
+
+impl StoreKind for CachedStore {
+    fn may_block(&self) -> bool {
+        self.inner.may_block()
+    }
+
+    fn version(&self, path: &Path) -> io::Result<Version> {
+        self.inner.version(path)
+    }
+
+    fn list(&self, path: &Path) -> io::Result<StoreListing> {
+        self.inner.list(path)
+    }
+
+    fn name(&self) -> Option<String> {
+        self.inner.name()
+    }
+
+    fn read(
+        &self,
+        path: &Path,
+        version: &Version,
+        offset: u64,
+        buf: &mut [u8],
+        until: Option<Instant>,
+    ) -> io::Result<()> {
+        let end = offset.checked_add(buf.len() as u64).filter(|end| *end <= version.len);
+        let (Some(end), false) = (end, buf.is_empty()) else {
+            return self.inner.read(path, version, offset, buf, until);
+        };
+        let Some((cache, object)) = self.object(path, version) else {
+            return self.inner.read(path, version, offset, buf, until);
+        };
+        let (cache, object) = (&*cache, &*object);
+        let read = CachedRead { cache, object, path, version, offset, until };
+        let blocks = offset / BLOCK_LEN..end.div_ceil(BLOCK_LEN);
+        let missing = cache.take(object, &blocks, offset, buf);
+        self.fill(&read, missing, buf)
+    }
+
+    fn sha256(&self, path: &Path, version: &Version) -> Option<String> {
+        self.inner.sha256(path, version)
+    }
+
+    fn tells_bytes(&self, version: &Version) -> bool {
+        self.inner.tells_bytes(version)
+    }
+}
+
+/// The counters of one cache in this process.
+#[derive(Debug, Default)]
+struct CacheCounters {
+    found_blocks: Counter,
+    found_bytes: Counter,
+    missed_bytes: Counter,
+    stored_bytes: Counter,
+    damaged_blocks: Counter,
+    waits: Counter,
+    removed_objects: Counter,
+}
+
+/// The facts about a disk cache, for `status`. Numbers are those of this process since its start.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DiskCacheStatus {
+    /// Its folder.
+    pub folder: String,
+    /// Bytes that it may take, if it was said.
+    pub size: Option<u64>,
+    /// Blocks that were in it.
+    pub found_blocks: u64,
+    /// Bytes of these blocks.
+    pub found_bytes: u64,
+    /// Bytes that were read from servers.
+    pub missed_bytes: u64,
+    /// Bytes that were stored.
+    pub stored_bytes: u64,
+    /// Blocks that had not their checksum.
+    pub damaged_blocks: u64,
+    /// Looks for blocks that another reader fetches.
+    pub waits: u64,
+    /// Objects that made room for others.
+    pub removed_objects: u64,
+    /// Why nothing is stored now.
+    pub paused: Option<String>,
+}
+
+/// The facts about the caches of this process.
+pub fn statuses() -> Vec<DiskCacheStatus> {
+    let caches: Vec<_> = CACHES.get_or_init(Mutex::default).lock().values().cloned().collect();
+    caches.iter().map(|cache| cache.status()).collect()
+}
+
+fn cache_in(place: &DiskCachePlace) -> Arc<DiskCache> {
+    let mut caches = CACHES.get_or_init(Mutex::default).lock();
+    if let Some(cache) = caches.get(place) {
+        return cache.clone();
+    }
+    let cache = Arc::new(DiskCache::new(place));
+    caches.insert(place.clone(), cache.clone());
+    cache
+}
+
+/// A folder as a cache of this process.
+#[derive(Debug)]
+struct DiskCache {
+    place: DiskCachePlace,
+    folder: FolderUse,
+    /// Open objects, with the time of their last use.
+    objects: Mutex<HashMap<Digest, (Instant, Arc<CachedObject>)>>,
+    /// Why nothing is stored, and until when.
+    paused: Mutex<Option<(Instant, String)>>,
+    /// Whether a failure was logged.
+    told: Mutex<bool>,
+    /// Bytes that were stored since the last look at the size.
+    unchecked: AtomicU64,
+    counters: CacheCounters,
+}
+
+impl DiskCache {
+    fn new(place: &DiskCachePlace) -> DiskCache {
+        let folder = folder_use(&place.folder);
+        let cache = DiskCache {
+            place: place.clone(),
+            folder,
+            objects: Mutex::default(),
+            paused: Mutex::default(),
+            told: Mutex::default(),
+            // The first store looks at the size.
+            unchecked: AtomicU64::new(u64::MAX / 2),
+            counters: CacheCounters::default(),
+        };
+        if let FolderUse::ReadOnly(why) | FolderUse::Unusable(why) = &cache.folder {
+            cache.tell(why);
+        }
+        cache
+    }
+
+    /// Logs a failure, the first one as a warning.
+    fn tell(&self, why: &str) {
+        let folder = shown_path(&self.place.folder);
+        if std::mem::replace(&mut *self.told.lock(), true) {
+            tracing::debug!("the disk cache in {folder} keeps nothing for now: {why}");
+        } else {
+            tracing::warn!(
+                "the disk cache in {folder} keeps nothing for now: {why}; reads go on without it"
+            );
+        }
+    }
+
+    fn pause(&self, why: &str) {
+        *self.paused.lock() = Some((Instant::now() + PAUSE, why.to_owned()));
+        self.tell(why);
+    }
+
+    /// Why nothing is stored now.
+    fn why_paused(&self) -> Option<String> {
+        match &self.folder {
+            FolderUse::Usable => {}
+            FolderUse::ReadOnly(why) | FolderUse::Unusable(why) => return Some(why.clone()),
+        }
+        let mut paused = self.paused.lock();
+        if paused.as_ref().is_some_and(|(until, _)| *until <= Instant::now()) {
+            *paused = None;
+        }
+        paused.as_ref().map(|(_, why)| why.clone())
+    }
+
+    fn may_store(&self) -> bool {
+        self.why_paused().is_none()
+    }
+
+    /// The object `key`, which is opened or made.
+    fn object(&self, key: &ObjectKey) -> Option<Arc<CachedObject>> {
+        if matches!(self.folder, FolderUse::Unusable(_)) {
+            return None;
+        }
+        let now = Instant::now();
+        if let Some((used, object)) = self.objects.lock().get_mut(&key.digest)
+            && object.key() == key
+        {
+            *used = now;
+            let object = object.clone();
+            if object.is_linked() {
+                object.note_use();
+                return Some(object);
+            }
+        }
+        let folder = &self.place.folder;
+        let opened = if self.may_store() {
+            CachedObject::open(folder, key)
+        } else {
+            CachedObject::open_there(&key.map_in(folder), Some(key))
+        };
+        let object = match opened {
+            Ok(object) => Arc::new(object),
+            Err(e) => {
+                if self.may_store() {
+                    self.pause(&e.to_string());
+                }
+                self.objects.lock().remove(&key.digest);
+                return None;
+            }
+        };
+        object.note_use();
+        let mut objects = self.objects.lock();
+        objects.insert(key.digest, (now, object.clone()));
+        if objects.len() > OPEN_MAX {
+            let oldest = objects.iter().min_by_key(|(_, (used, _))| *used);
+            if let Some(digest) = oldest.map(|(digest, _)| *digest) {
+                objects.remove(&digest);
+            }
+        }
+        Some(object)
+    }
+
+    /// Copies what is there of the blocks `run`; returns the runs that are not.
+    fn take(
+        &self,
+        object: &CachedObject,
+        run: &Range<u64>,
+        offset: u64,
+        buf: &mut [u8],
+    ) -> Vec<Range<u64>> {
+        let taken = object.take(run, offset, buf);
+        self.counters.found_blocks.add(taken.found);
+        self.counters.found_bytes.add(taken.found * BLOCK_LEN);
+        self.counters.damaged_blocks.add(taken.damaged);
+        taken.missing
+    }
+
+    /// Stores blocks if there is room, or can be made.
+    fn store(&self, object: &CachedObject, run: &Range<u64>, parts: &MemoryParts<'_>) {
+        let started = Instant::now();
+        let len = parts.len() as u64;
+        let step = self.place.size.map_or(UNCHECKED_MAX, |size| (size / 8).min(UNCHECKED_MAX));
+        let unchecked = self.unchecked.fetch_add(len, Ordering::Relaxed).saturating_add(len);
+        if unchecked > step {
+            self.unchecked.store(len, Ordering::Relaxed);
+            if !self.make_room(object, step.max(len)) {
+                self.unchecked.store(u64::MAX / 2, Ordering::Relaxed);
+                return self.pause("there is no room");
+            }
+        }
+        let mut stored = object.store(run, parts);
+        if stored.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::StorageFull)
+            && self.make_room(object, step.max(len))
+        {
+            stored = object.store(run, parts);
+        }
+        match stored {
+            Ok(()) => self.counters.stored_bytes.add(len),
+            Err(e) => return self.pause(&e.to_string()),
+        }
+        if started.elapsed() > STORE_SLOW {
+            self.pause("its disk is slower than the server");
+        }
+    }
+
+    /// Removes objects that were not used for long, so that there is room for `wanted` bytes of `object`.
+    /// Returns whether there is.
+    fn make_room(&self, object: &CachedObject, wanted: u64) -> bool {
+        let removed = make_room(&self.place, object.key().digest, wanted);
+        self.counters.removed_objects.add(removed.objects);
+        removed.is_enough
+    }
+
+    fn status(&self) -> DiskCacheStatus {
+        let counters = &self.counters;
+        DiskCacheStatus {
+            folder: real_name(&self.place.folder),
+            size: self.place.size,
+            found_blocks: counters.found_blocks.get(),
+            found_bytes: counters.found_bytes.get(),
+            missed_bytes: counters.missed_bytes.get(),
+            stored_bytes: counters.stored_bytes.get(),
+            damaged_blocks: counters.damaged_blocks.get(),
+            waits: counters.waits.get(),
+            removed_objects: counters.removed_objects.get(),
+            paused: self.why_paused(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

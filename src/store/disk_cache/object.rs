@@ -1,0 +1,449 @@
+//! One version of one object in the cache: a file with its bytes, which has holes, and a map of the blocks that are there.
+//!
+//! The map begins with a header of `HEADER_LEN` bytes and has the checksum of each block, or zeros. A
+//! block counts only if its bytes have its checksum. So a crash at any point, a lost write and a
+//! flipped bit leave the right bytes or none, and nothing need be synced.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use nix::libc;
+
+use super::claims::{Claim, claim};
+use crate::atomic_file::TemporaryFile;
+use crate::hash::{Digest, Hasher};
+use crate::index::is_private;
+use crate::source::MemoryParts;
+
+/// Length of a block. Reads from the server are widened to whole ones.
+pub(super) const BLOCK_LEN: u64 = 64 << 10;
+
+/// Length of the header of a map.
+const HEADER_LEN: u64 = 4096;
+
+/// Length of a checksum in a map.
+const SUM_LEN: u64 = 16;
+
+/// The first bytes of a map. They change with its form, and so do the names of files.
+const MAGIC: &[u8; 8] = b"TFSBLK01";
+
+/// Longest URL in a header. A longer one is cut off there, and whole in the name of the file.
+const URL_LEN_MAX: usize = 3072;
+
+/// Extensions of the files of an object.
+pub(super) const MAP: &str = "map";
+pub(super) const DATA: &str = "data";
+
+/// Extension of files that are not whole.
+pub(super) const TEMPORARY: &str = "tmp";
+
+/// Seconds between two notes that an object was used.
+const USE_NOTED: i64 = 5;
+
+/// Which bytes an object has: two with different keys may have different ones.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ObjectKey {
+    pub(super) url: String,
+    pub(super) len: u64,
+    /// The hash of its URL, its version and its length.
+    pub(super) digest: Digest,
+}
+
+impl ObjectKey {
+    /// The key of the object at `url` in the version with the numbers `content`.
+    pub(super) fn new(url: &str, content: [u64; 5]) -> ObjectKey {
+        let [_, _, len, ..] = content;
+        let mut hasher = Hasher::new();
+        hasher.update(MAGIC);
+        hasher.update(&BLOCK_LEN.to_le_bytes());
+        content.iter().for_each(|word| hasher.update(&word.to_le_bytes()));
+        hasher.update(url.as_bytes());
+        ObjectKey { url: url.to_owned(), len, digest: hasher.finish() }
+    }
+
+    fn map_name(&self) -> String {
+        format!("{}.{MAP}", self.digest)
+    }
+
+    /// The path of its map in `folder`.
+    pub(super) fn map_in(&self, folder: &Path) -> PathBuf {
+        folder.join(self.map_name())
+    }
+
+    fn blocks(&self) -> u64 {
+        self.len.div_ceil(BLOCK_LEN)
+    }
+}
+
+/// An open object of the cache.
+#[derive(Debug)]
+pub(super) struct CachedObject {
+    key: ObjectKey,
+    path: PathBuf,
+    map: File,
+    data: File,
+    data_path: PathBuf,
+    /// Whether blocks can be added.
+    pub(super) writable: bool,
+    /// Second of the last note that it was used.
+    noted: AtomicI64,
+    /// Whether a damaged block was logged.
+    damage_told: AtomicBool,
+}
+
+/// Blocks that were read.
+#[derive(Debug, Default)]
+pub(super) struct Taken {
+    /// The runs of blocks that are not there.
+    pub(super) missing: Vec<Range<u64>>,
+    /// Blocks whose bytes were copied.
+    pub(super) found: u64,
+    /// Blocks whose bytes do not have their checksum.
+    pub(super) damaged: u64,
+}
+
+impl CachedObject {
+    /// Opens the files of the object `key` in `folder`, and makes them if there are none.
+    ///
+    /// # Errors
+    /// If they can neither be opened nor made.
+    pub(super) fn open(folder: &Path, key: &ObjectKey) -> io::Result<CachedObject> {
+        let path = key.map_in(folder);
+        match CachedObject::open_there(&path, Some(key)) {
+            Ok(object) => return Ok(object),
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) if e.kind() == ErrorKind::InvalidData => {
+                // Files that cannot be used are in the way.
+                std::fs::remove_file(&path)?;
+            }
+            Err(e) => return Err(e),
+        }
+        match CachedObject::create(folder, &path, key) {
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => {
+                CachedObject::open_there(&path, Some(key))
+            }
+            created => created,
+        }
+    }
+
+    /// Opens the object with the map at `path`. If `key` is given it has to be that one.
+    ///
+    /// # Errors
+    /// `InvalidData` if its files are damaged or do not belong together.
+    pub(super) fn open_there(path: &Path, key: Option<&ObjectKey>) -> io::Result<CachedObject> {
+        let (map, map_writable) = open_private(path)?;
+        let mut header = vec![0; HEADER_LEN as usize];
+        map.read_exact_at(&mut header, 0).map_err(|_| damaged())?;
+        let (found, nonce) = parse_header(&header).ok_or_else(damaged)?;
+        let is_named = path.file_name().is_some_and(|name| name == found.map_name().as_str());
+        let whole = HEADER_LEN + found.blocks() * SUM_LEN;
+        let is_same = key.is_none_or(|key| {
+            (key.digest, key.len) == (found.digest, found.len) && key.url.starts_with(&found.url)
+        });
+        if !is_named || !is_same || map.metadata()?.len() != whole {
+            return Err(damaged());
+        }
+        let data_path = path.with_file_name(data_name(&found, nonce));
+        let (data, data_writable) = open_private(&data_path).map_err(|e| match e.kind() {
+            ErrorKind::NotFound => damaged(),
+            _ => e,
+        })?;
+        let key = key.cloned().unwrap_or(found);
+        Ok(CachedObject {
+            key,
+            path: path.to_owned(),
+            map,
+            data,
+            data_path,
+            writable: map_writable && data_writable,
+            noted: AtomicI64::new(0),
+            damage_told: AtomicBool::new(false),
+        })
+    }
+
+    fn create(folder: &Path, path: &Path, key: &ObjectKey) -> io::Result<CachedObject> {
+        let nonce = getrandom::u64().map_err(|e| io::Error::other(e.to_string()))?;
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create_new(true).mode(0o600);
+        let data_path = folder.join(data_name(key, nonce));
+        let data = TemporaryFile::create(data_path.clone(), &options)?;
+        let mut map = TemporaryFile::create(folder.join(temporary_name(nonce)), &options)?;
+        map.file().write_all_at(&header_of(key, nonce), 0)?;
+        map.file().set_len(HEADER_LEN + key.blocks() * SUM_LEN)?;
+        map.publish(path, false)?;
+        // From now on the map names it.
+        data.keep();
+        CachedObject::open_there(path, Some(key))
+    }
+
+    pub(super) fn key(&self) -> &ObjectKey {
+        &self.key
+    }
+
+    /// All its blocks.
+    pub(super) fn blocks(&self) -> Range<u64> {
+        0..self.key.blocks()
+    }
+
+    /// Whether its files still have their names: others remove what was not used for long.
+    pub(super) fn is_linked(&self) -> bool {
+        self.map.metadata().is_ok_and(|meta| meta.nlink() > 0)
+    }
+
+    /// Notes that it is in use, now and then.
+    pub(super) fn note_use(&self) {
+        let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64);
+        let before = self.noted.load(Ordering::Relaxed);
+        if (before..before + USE_NOTED).contains(&now) {
+            return;
+        }
+        self.noted.store(now, Ordering::Relaxed);
+        let _ = self.map.set_modified(SystemTime::now());
+    }
+
+    /// The file with its bytes.
+    pub(super) fn data_path(&self) -> &Path {
+        &self.data_path
+    }
+
+    /// The bytes of the blocks `run`.
+    pub(super) fn bytes_of(&self, run: &Range<u64>) -> Range<u64> {
+        run.start * BLOCK_LEN..(run.end * BLOCK_LEN).min(self.key.len)
+    }
+
+    /// Claims the blocks `run`. A busy claim has the blocks that others have claimed.
+    pub(super) fn claim(&self, run: &Range<u64>) -> Claim {
+        match claim(&self.path, &sums_at(run)) {
+            Claim::Busy(busy) => {
+                let block = |at: u64| at.saturating_sub(HEADER_LEN);
+                let (start, end) = (block(busy.start) / SUM_LEN, block(busy.end).div_ceil(SUM_LEN));
+                Claim::Busy(start.max(run.start)..end.min(run.end))
+            }
+            mine @ Claim::Mine(_) => mine,
+        }
+    }
+
+    /// The checksums of the blocks `run`; zeros where there is none.
+    pub(super) fn sums(&self, run: &Range<u64>) -> io::Result<Vec<[u8; 16]>> {
+        let mut bytes = vec![0; ((run.end - run.start) * SUM_LEN) as usize];
+        self.map.read_exact_at(&mut bytes, sums_at(run).start)?;
+        Ok(bytes.as_chunks::<16>().0.to_vec())
+    }
+
+    /// Copies what is there of the blocks `run` to `buf`, which begins at byte `offset` of the object.
+    pub(super) fn take(&self, run: &Range<u64>, offset: u64, buf: &mut [u8]) -> Taken {
+        let mut taken = Taken::default();
+        let Ok(sums) = self.sums(run) else {
+            return Taken { missing: vec![run.clone()], ..taken };
+        };
+        let mut index = run.start;
+        let mut edge = Vec::new();
+        while index < run.end {
+            let there = |index: u64| sums[(index - run.start) as usize] != [0; 16];
+            let end = (index..run.end).find(|at| there(*at) != there(index)).unwrap_or(run.end);
+            if !there(index) {
+                add_run(&mut taken.missing, index..end);
+                index = end;
+                continue;
+            }
+            self.read_ahead(&(index..end));
+            for block in index..end {
+                let sum = sums[(block - run.start) as usize];
+                if self.take_block(block, sum, offset, buf, &mut edge) {
+                    taken.found += 1;
+                } else {
+                    add_run(&mut taken.missing, block..block + 1);
+                    taken.damaged += u64::from(self.forget(block));
+                }
+            }
+            index = end;
+        }
+        taken
+    }
+
+    /// Asks the kernel to read the blocks `run`, so that they come in one piece.
+    fn read_ahead(&self, run: &Range<u64>) {
+        let bytes = self.bytes_of(run);
+        let (start, len) = (bytes.start as libc::off_t, (bytes.end - bytes.start) as libc::off_t);
+        let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_WILLNEED;
+        let _ = nix::fcntl::posix_fadvise(&self.data, start, len, advice);
+    }
+
+    /// Copies the bytes of one block that `buf` wants, if it has the checksum `sum`.
+    fn take_block(
+        &self,
+        block: u64,
+        sum: [u8; 16],
+        offset: u64,
+        buf: &mut [u8],
+        edge: &mut Vec<u8>,
+    ) -> bool {
+        let bytes = self.bytes_of(&(block..block + 1));
+        let end = offset + buf.len() as u64;
+        if bytes.start >= offset && bytes.end <= end {
+            let place = &mut buf[(bytes.start - offset) as usize..(bytes.end - offset) as usize];
+            let read = self.data.read_exact_at(place, bytes.start);
+            return read.is_ok() && self.sum_of(block, [&*place]) == sum;
+        }
+        edge.resize((bytes.end - bytes.start) as usize, 0);
+        if self.data.read_exact_at(edge, bytes.start).is_err()
+            || self.sum_of(block, [edge.as_slice()]) != sum
+        {
+            return false;
+        }
+        let wanted = bytes.start.max(offset)..bytes.end.min(end);
+        let from = (wanted.start - bytes.start) as usize;
+        let len = (wanted.end - wanted.start) as usize;
+        buf[(wanted.start - offset) as usize..][..len].copy_from_slice(&edge[from..from + len]);
+        true
+    }
+
+    /// Takes a block that has not its checksum out of the map. Returns whether it is damaged, and not
+    /// removed.
+    fn forget(&self, block: u64) -> bool {
+        if !self.is_linked() {
+            return false;
+        }
+        if self.writable {
+            let _ = self.map.write_all_at(&[0; 16], sums_at(&(block..block + 1)).start);
+        }
+        if !self.damage_told.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "{}: block {block} in the disk cache is damaged; it is read from the server again",
+                crate::error::shown(&self.key.url)
+            );
+        }
+        true
+    }
+
+    /// Whether the block has its checksum.
+    pub(super) fn is_right(&self, block: u64, sum: [u8; 16]) -> bool {
+        let bytes = self.bytes_of(&(block..block + 1));
+        let mut buf = vec![0; (bytes.end - bytes.start) as usize];
+        self.take_block(block, sum, bytes.start, &mut buf, &mut Vec::new()) || {
+            self.forget(block);
+            false
+        }
+    }
+
+    /// Stores the blocks `run`, whose bytes are `parts`. A block counts once its checksum is written,
+    /// after its bytes.
+    ///
+    /// # Errors
+    /// If a file cannot be written; the blocks may be there or not.
+    pub(super) fn store(&self, run: &Range<u64>, parts: &MemoryParts<'_>) -> io::Result<()> {
+        let bytes = self.bytes_of(run);
+        let mut at = bytes.start;
+        for part in parts.all() {
+            self.data.write_all_at(part, at)?;
+            at += part.len() as u64;
+        }
+        let mut sums = Vec::with_capacity(((run.end - run.start) * SUM_LEN) as usize);
+        for block in run.clone() {
+            let of_block = self.bytes_of(&(block..block + 1));
+            let within = of_block.start - bytes.start..of_block.end - bytes.start;
+            sums.extend_from_slice(&self.sum_of(block, parts.slices(within)));
+        }
+        self.map.write_all_at(&sums, sums_at(run).start)
+    }
+
+    /// The checksum of a block of this object, whose bytes are `parts`. The same bytes have another one
+    /// in another place.
+    fn sum_of<'a>(&self, block: u64, parts: impl IntoIterator<Item = &'a [u8]>) -> [u8; 16] {
+        let mut hasher = Hasher::new();
+        hasher.update(&self.key.digest.0);
+        hasher.update(&block.to_le_bytes());
+        parts.into_iter().for_each(|part| hasher.update(part));
+        let Digest(sum) = hasher.finish();
+        // Zeros mean that the block is not there.
+        if sum == [0; 16] { [1; 16] } else { sum }
+    }
+}
+
+/// Appends `run`, joined to the last of `runs` where they meet.
+fn add_run(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
+    match runs.last_mut() {
+        Some(last) if last.end == run.start => last.end = run.end,
+        _ => runs.push(run),
+    }
+}
+
+/// The bytes of a map with the checksums of the blocks `run`.
+fn sums_at(run: &Range<u64>) -> Range<u64> {
+    HEADER_LEN + run.start * SUM_LEN..HEADER_LEN + run.end * SUM_LEN
+}
+
+fn data_name(key: &ObjectKey, nonce: u64) -> String {
+    format!("{}.{nonce:016x}.{DATA}", key.digest)
+}
+
+/// The name of a file that is not whole.
+pub(super) fn temporary_name(number: u64) -> String {
+    format!(".{number:016x}.{TEMPORARY}")
+}
+
+fn damaged() -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, "damaged")
+}
+
+/// Opens a file that only we could have written. Also returns whether it can be written.
+fn open_private(path: &Path) -> io::Result<(File, bool)> {
+    let open = |write| {
+        let mut options = OpenOptions::new();
+        options.read(true).write(write);
+        options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC).open(path)
+    };
+    let (file, writable) = match open(true) {
+        Err(e)
+            if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem) =>
+        {
+            (open(false)?, false)
+        }
+        opened => (opened?, true),
+    };
+    let meta = file.metadata()?;
+    if meta.is_file() && is_private(&meta) {
+        Ok((file, writable))
+    } else {
+        Err(io::Error::other("others may have written it"))
+    }
+}
+
+fn header_of(key: &ObjectKey, nonce: u64) -> Vec<u8> {
+    let mut end = key.url.len().min(URL_LEN_MAX);
+    while !key.url.is_char_boundary(end) {
+        end -= 1;
+    }
+    let url = &key.url.as_bytes()[..end];
+    let mut header = Vec::with_capacity(HEADER_LEN as usize);
+    header.extend_from_slice(MAGIC);
+    for number in [BLOCK_LEN, key.len, nonce, url.len() as u64] {
+        header.extend_from_slice(&number.to_le_bytes());
+    }
+    header.extend_from_slice(&key.digest.0);
+    header.extend_from_slice(url);
+    header.resize(HEADER_LEN as usize - 16, 0);
+    let Digest(sum) = Digest::of(&header);
+    header.extend_from_slice(&sum);
+    header
+}
+
+fn parse_header(header: &[u8]) -> Option<(ObjectKey, u64)> {
+    let (described, sum) = header.split_last_chunk::<16>()?;
+    let rest = described.strip_prefix(MAGIC)?;
+    if Digest::of(described) != Digest(*sum) {
+        return None;
+    }
+    let (numbers, rest) = rest.split_first_chunk::<32>()?;
+    let number =
+        |at: usize| numbers.as_chunks::<8>().0.get(at).map(|word| u64::from_le_bytes(*word));
+    let (digest, rest) = rest.split_first_chunk::<16>()?;
+    let url = std::str::from_utf8(rest.get(..usize::try_from(number(3)?).ok()?)?).ok()?;
+    let key = ObjectKey { url: url.to_owned(), len: number(1)?, digest: Digest(*digest) };
+    (number(0)? == BLOCK_LEN).then_some((key, number(2)?))
+}

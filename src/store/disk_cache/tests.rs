@@ -1,0 +1,314 @@
+//! Tests of the disk cache on a store in memory that counts what it is asked for.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::FileExt;
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::version::QueueKey;
+
+/// A store with one object, which counts how often each byte was read.
+#[derive(Debug)]
+struct CountedStore {
+    bytes: Vec<u8>,
+    reads: Mutex<Vec<Range<u64>>>,
+    is_told: bool,
+}
+
+impl CountedStore {
+    fn new(len: usize, seed: u8) -> Arc<CountedStore> {
+        let bytes = (0..len).map(|at| (at * 31 + at / 251) as u8 ^ seed).collect();
+        Arc::new(CountedStore { bytes, reads: Mutex::default(), is_told: true })
+    }
+
+    fn version(&self, number: u64) -> Version {
+        let len = self.bytes.len() as u64;
+        Version::of_tagged_object(QueueKey::Store(1), [7, number], len, None)
+    }
+
+    /// How often each block was read.
+    fn reads_by_block(&self) -> BTreeMap<u64, usize> {
+        let mut counts = BTreeMap::new();
+        for range in self.reads.lock().iter() {
+            for block in range.start / BLOCK_LEN..range.end.div_ceil(BLOCK_LEN) {
+                *counts.entry(block).or_default() += 1;
+            }
+        }
+        counts
+    }
+}
+
+impl StoreKind for CountedStore {
+    fn version(&self, _: &Path) -> io::Result<Version> {
+        Ok(self.version(1))
+    }
+
+    fn list(&self, _: &Path) -> io::Result<StoreListing> {
+        Err(io::ErrorKind::NotFound.into())
+    }
+
+    fn read(
+        &self,
+        _: &Path,
+        _: &Version,
+        offset: u64,
+        buf: &mut [u8],
+        _: Option<Instant>,
+    ) -> io::Result<()> {
+        self.reads.lock().push(offset..offset + buf.len() as u64);
+        buf.copy_from_slice(&self.bytes[offset as usize..offset as usize + buf.len()]);
+        Ok(())
+    }
+
+    fn tells_bytes(&self, _: &Version) -> bool {
+        self.is_told
+    }
+}
+
+/// A cache in a folder of its own.
+struct Bench {
+    folder: TempDir,
+    store: Arc<CountedStore>,
+    size: Option<u64>,
+}
+
+const LEN: usize = 5 * BLOCK_LEN as usize + 1000;
+
+impl Bench {
+    fn new() -> Bench {
+        // The free space of the machine does not matter.
+        let folder = tempfile::tempdir().unwrap();
+        Bench { folder, store: CountedStore::new(LEN, 0), size: Some(1 << 30) }
+    }
+
+    fn place(&self) -> DiskCachePlace {
+        DiskCachePlace { folder: self.folder.path().join("a/cache"), size: self.size }
+    }
+
+    /// The bytes that a process reads which starts now.
+    fn read(&self, range: Range<u64>) -> Vec<u8> {
+        self.read_version("s3://b/object", 1, range)
+    }
+
+    fn read_version(&self, url: &str, number: u64, range: Range<u64>) -> Vec<u8> {
+        CACHES.get_or_init(Mutex::default).lock().remove(&self.place());
+        self.read_again(url, number, range)
+    }
+
+    fn read_again(&self, url: &str, number: u64, range: Range<u64>) -> Vec<u8> {
+        let cached = CachedStore::new(self.store.clone(), &self.place());
+        let mut buf = vec![0; (range.end - range.start) as usize];
+        let version = self.store.version(number);
+        cached.read(url.as_ref(), &version, range.start, &mut buf, None).unwrap();
+        buf
+    }
+
+    fn assert_right(&self, range: Range<u64>) {
+        let expected = &self.store.bytes[range.start as usize..range.end as usize];
+        assert!(self.read(range.clone()) == expected, "{range:?}");
+    }
+
+    fn file(&self, extension: &str) -> PathBuf {
+        let entries = fs::read_dir(self.place().folder).unwrap();
+        let mut paths = entries.map(|entry| entry.unwrap().path());
+        paths.find(|path| path.extension().is_some_and(|it| it == extension)).unwrap()
+    }
+
+    fn files(&self) -> usize {
+        fs::read_dir(self.place().folder).map_or(0, Iterator::count)
+    }
+
+    fn status(&self) -> DiskCacheStatus {
+        cache_in(&self.place()).status()
+    }
+}
+
+#[test]
+fn each_block_is_fetched_once_whatever_ranges_are_read() {
+    let bench = Bench::new();
+    let len = LEN as u64;
+    for range in [
+        0..8,
+        BLOCK_LEN - 1..BLOCK_LEN + 1,
+        2 * BLOCK_LEN..3 * BLOCK_LEN,
+        len - 1..len,
+        0..len,
+        17..len - 17,
+    ] {
+        bench.assert_right(range);
+    }
+    let counts = bench.store.reads_by_block();
+    assert_eq!(
+        counts.into_iter().collect::<Vec<_>>(),
+        (0..6).map(|it| (it, 1)).collect::<Vec<_>>()
+    );
+    let status = bench.status();
+    assert_eq!((status.found_blocks, status.missed_bytes), (6, 0));
+    let kept = kept_objects(&bench.place().folder).unwrap();
+    assert_eq!((kept[0].url.as_str(), kept[0].bytes), ("s3://b/object", len));
+}
+
+#[test]
+fn many_readers_at_once_fetch_each_block_once() {
+    let bench = Bench::new();
+    bench.read(0..0);
+    std::thread::scope(|scope| {
+        for reader in 0..8_u64 {
+            let bench = &bench;
+            scope.spawn(move || {
+                let from = reader * BLOCK_LEN / 3;
+                let found = bench.read_again("s3://b/object", 1, from..LEN as u64);
+                assert!(found == bench.store.bytes[from as usize..]);
+            });
+        }
+    });
+    assert!(bench.store.reads_by_block().values().all(|count| *count == 1));
+}
+
+#[test]
+fn no_flipped_bit_reaches_a_reader() {
+    let len = BLOCK_LEN as usize + 1000;
+    let mut bench = Bench::new();
+    bench.store = CountedStore::new(len, 0);
+    bench.assert_right(0..len as u64);
+    let (map, data) = (bench.file(object::MAP), bench.file(object::DATA));
+    let originals = [fs::read(&map).unwrap(), fs::read(&data).unwrap()];
+    let header = 4096;
+    let positions = (0..80)
+        .step_by(5)
+        .chain([header - 16, header - 1])
+        .chain(header..originals[0].len())
+        .map(|at| (0, at))
+        .chain([0, 65_535, 65_536, len - 1].map(|at| (1, at)));
+    for (file, at) in positions {
+        for bit in 0..8 {
+            fs::write(&map, &originals[0]).unwrap();
+            fs::write(&data, &originals[1]).unwrap();
+            let path = [&map, &data][file];
+            let mut byte = [originals[file][at]];
+            byte[0] ^= 1 << bit;
+            fs::OpenOptions::new()
+                .write(true)
+                .open(path)
+                .unwrap()
+                .write_all_at(&byte, at as u64)
+                .unwrap();
+            bench.store.reads.lock().clear();
+            bench.assert_right(0..len as u64);
+            assert!(!bench.store.reads.lock().is_empty(), "bit {bit} of {at} in {path:?}");
+            if !map.exists() || !data.exists() {
+                // The files were made anew.
+                for path in fs::read_dir(bench.place().folder).unwrap() {
+                    fs::remove_file(path.unwrap().path()).unwrap();
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn files_that_are_cut_or_missing_are_made_anew() {
+    let bench = Bench::new();
+    for extension in [object::DATA, object::MAP] {
+        for len in [0, 100, 4096, 4100, 70_000] {
+            bench.assert_right(0..LEN as u64);
+            let file = fs::OpenOptions::new().write(true).open(bench.file(extension)).unwrap();
+            file.set_len(len).unwrap();
+            bench.assert_right(0..LEN as u64);
+        }
+        fs::remove_file(bench.file(extension)).unwrap();
+        bench.assert_right(0..LEN as u64);
+    }
+}
+
+#[test]
+fn a_version_has_no_blocks_of_another_one() {
+    let mut bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    bench.store = CountedStore::new(LEN, 0xff);
+    let found = bench.read_version("s3://b/object", 2, 0..LEN as u64);
+    assert!(found == bench.store.bytes);
+    let found = bench.read_version("s3://c/object", 2, 0..LEN as u64);
+    assert!(found == bench.store.bytes);
+    assert_eq!(kept_objects(&bench.place().folder).unwrap().len(), 3);
+}
+
+#[test]
+fn nothing_is_kept_of_a_store_that_does_not_tell_versions_apart() {
+    let mut bench = Bench::new();
+    let bytes = bench.store.bytes.clone();
+    bench.store = Arc::new(CountedStore { bytes, reads: Mutex::default(), is_told: false });
+    bench.assert_right(0..LEN as u64);
+    bench.assert_right(0..LEN as u64);
+    assert_eq!((bench.files(), bench.store.reads.lock().len()), (0, 2));
+}
+
+#[test]
+fn the_objects_that_were_not_used_for_longest_make_room() {
+    let mut bench = Bench::new();
+    bench.size = Some(20 * BLOCK_LEN);
+    let day = Duration::from_secs(86_400);
+    for number in 0..8 {
+        let url = format!("s3://b/{number}");
+        bench.read_version(&url, 1, 0..LEN as u64);
+        // Each one is a day younger than the one before.
+        let maps = fs::read_dir(bench.place().folder).unwrap().map(|entry| entry.unwrap().path());
+        for map in maps.filter(|path| path.extension().is_some_and(|it| it == object::MAP)) {
+            let file = fs::File::open(map).unwrap();
+            let time = file.metadata().unwrap().modified().unwrap() - day;
+            file.set_modified(time).unwrap();
+        }
+    }
+    let kept = kept_objects(&bench.place().folder).unwrap();
+    assert!(kept.iter().map(|object| object.space).sum::<u64>() <= 20 * BLOCK_LEN, "{kept:?}");
+    let urls: Vec<&str> = kept.iter().map(|object| object.url.as_str()).collect();
+    assert!(urls.len() >= 2 && urls[0] == "s3://b/7" && urls[1] == "s3://b/6", "{urls:?}");
+    let pruned = prune(&bench.place().folder, kept[0].space).unwrap();
+    assert_eq!((pruned.objects as usize, pruned.left), (kept.len() - 1, kept[0].space));
+    assert_eq!(prune(&bench.place().folder, 0).unwrap().objects, 1);
+    assert_eq!(bench.files(), 0);
+}
+
+#[test]
+fn an_object_that_others_removed_is_made_anew() {
+    let bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    prune(&bench.place().folder, 0).unwrap();
+    let found = bench.read_again("s3://b/object", 1, 0..LEN as u64);
+    assert!(found == bench.store.bytes);
+    assert_eq!(bench.status().damaged_blocks, 0);
+    assert_eq!(kept_objects(&bench.place().folder).unwrap()[0].bytes, LEN as u64);
+}
+
+#[test]
+fn a_folder_where_others_may_write_is_not_used() {
+    use std::os::unix::fs::PermissionsExt;
+    let bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    let open = fs::Permissions::from_mode(0o777);
+    fs::set_permissions(bench.place().folder, open.clone()).unwrap();
+    bench.assert_right(0..LEN as u64);
+    assert!(bench.status().paused.is_some_and(|why| why.contains("others may write")));
+    fs::set_permissions(bench.place().folder, fs::Permissions::from_mode(0o700)).unwrap();
+    fs::set_permissions(bench.file(object::MAP), open).unwrap();
+    bench.assert_right(0..LEN as u64);
+    assert_eq!(bench.store.reads_by_block()[&0], 3);
+}
+
+#[test]
+fn blocks_are_compared_by_verify_and_damaged_ones_count_no_more() {
+    let bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    let data = fs::OpenOptions::new().write(true).open(bench.file(object::DATA)).unwrap();
+    data.write_all_at(b"other", 2 * BLOCK_LEN).unwrap();
+    let damaged = || {
+        let mut damaged = 0;
+        verify(&bench.place().folder, |object| damaged += object.damaged).unwrap();
+        damaged
+    };
+    assert_eq!((damaged(), damaged()), (1, 0));
+    let kept = kept_objects(&bench.place().folder).unwrap();
+    assert_eq!(kept[0].bytes, LEN as u64 - BLOCK_LEN);
+}

@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Times loads and mounted reads of a checkpoint on an HTTP server, in turns: cold, and from the disk cache, beside the same
+files in a folder of this machine, and beside `rclone mount`, if it is installed.
+
+    python tests/bench/remote.py --dir /scratch/remote --size 4G --runs 5 [--rate 8gbit]
+
+nginx serves the files on the loopback. `--rate` caps the loopback in a network namespace of its own, and needs root. Each run
+is in new processes, with a cold page cache where this is root. The first line is the server and the cap alone: eight plain
+clients that throw the bytes away. `TENSORFS_BIN` names the program.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+BIN = os.environ.get("TENSORFS_BIN", "tensorfs")
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+FILE = "model.safetensors"
+CLIENTS = 8
+TENSOR = 16 << 20
+UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
+
+CONFIG = """
+daemon off; pid {tmp}/nginx.pid; error_log {tmp}/error.log; worker_processes 2;
+events {{}}
+http {{
+    access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000;
+    client_body_temp_path {tmp}; proxy_temp_path {tmp}; fastcgi_temp_path {tmp}; uwsgi_temp_path {tmp}; scgi_temp_path {tmp};
+    server {{ listen 127.0.0.1:{port}; root {root}; }}
+}}
+"""
+
+
+def size_of(text):
+    return int(text[:-1]) << UNITS[text[-1]] if text[-1:] in UNITS else int(text)
+
+
+def make(folder, size, shards):
+    """Writes a checkpoint of random bytes, unless it is there."""
+    if (folder / f"{FILE}.index.json").exists():
+        return
+    folder.mkdir(parents=True)
+    chance, names, weight_map = random.Random(0), iter(range(1 << 30)), {}
+    for number in range(shards):
+        name = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        count = max(size // shards // TENSOR, 1)
+        tensors = [f"layer.{next(names)}" for _ in range(count)]
+        header = {tensor: {"dtype": "U8", "shape": [TENSOR], "data_offsets": [at * TENSOR, (at + 1) * TENSOR]} for at, tensor in enumerate(tensors)}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(folder / name, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for _ in tensors:
+                file.write(chance.randbytes(TENSOR))
+        weight_map.update(dict.fromkeys(tensors, name))
+    (folder / f"{FILE}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def cold():
+    os.sync()
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def run(*words, **kwargs):
+    done = subprocess.run([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, words))}: {done.stderr.strip()}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def served(root, tmp):
+    """The port of nginx."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = tmp / "nginx.conf"
+    config.write_text(CONFIG.format(tmp=tmp, port=port, root=root))
+    process = subprocess.Popen([NGINX, "-c", config, "-p", tmp], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.05)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def plain_clients(port, folder):
+    """The bytes that clients get who throw them away."""
+    files = sorted(folder.glob("*.safetensors"))
+    jobs = [(file.name, at, min(at + (8 << 20), file.stat().st_size)) for file in files for at in range(0, file.stat().st_size, 8 << 20)]
+    lock = threading.Lock()
+
+    def work():
+        buffer = bytearray(1 << 20)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            while True:
+                with lock:
+                    if not jobs:
+                        return
+                    name, start, end = jobs.pop()
+                client.sendall(f"GET /model/{name} HTTP/1.1\r\nHost: x\r\nRange: bytes={start}-{end - 1}\r\n\r\n".encode())
+                head = b""
+                while b"\r\n\r\n" not in head:
+                    head += client.recv(1)
+                left = end - start
+                while left:
+                    left -= client.recv_into(buffer, min(left, len(buffer)))
+
+    threads = [threading.Thread(target=work) for _ in range(CLIENTS)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+
+
+def read(path):
+    buffer = bytearray(4 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+@contextlib.contextmanager
+def mounted(source, tmp, *options):
+    place = tmp / "mnt"
+    place.mkdir(exist_ok=True)
+    words = [word for option in options for word in ("-o", option)]
+    run(BIN, "mount", source, place, *words)
+    try:
+        yield place
+    finally:
+        run(BIN, "umount", place)
+
+
+@contextlib.contextmanager
+def rclone_mounted(rclone, port, tmp):
+    place = tmp / "rclone"
+    place.mkdir(exist_ok=True)
+    words = [rclone, "mount", f":http,url='http://127.0.0.1:{port}/model':", place, "--read-only", "--config", "/dev/null"]
+    process = subprocess.Popen([str(word) for word in words], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(400):
+            if os.path.ismount(place):
+                break
+            time.sleep(0.05)
+        else:
+            sys.exit("rclone does not mount")
+        yield place
+    finally:
+        run("umount", place)
+        process.wait()
+
+
+def timed(work):
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
+def timed_mount(source, tmp, *options):
+    """Seconds to read all of the mounted file, and seconds until the mount answered."""
+    start = time.monotonic()
+    with mounted(source, tmp, *options) as place:
+        answered = time.monotonic() - start
+        seconds = timed(lambda: read(place / FILE))
+    return seconds, answered
+
+
+def cases(args, tmp, port, folder):
+    """Names of cases, and what does one run of each and returns its seconds."""
+    url = f"http://127.0.0.1:{port}/model"
+    cache = tmp / "cache"
+    kept = f"cache-dir={cache},cache-dir-size={max(4 * size_of(args.size), 64 << 20)}"
+
+    def load(source, *options):
+        words = [word for option in options for word in ("-o", option)]
+        return lambda: timed(lambda: run(BIN, "load", source, *words))
+
+    def emptied(work):
+        def once():
+            shutil.rmtree(cache, ignore_errors=True)
+            return work()
+
+        return once
+
+    yield "server and cap alone", lambda: timed(lambda: plain_clients(port, folder))
+    yield "load, cold", load(url)
+    yield "mount, cold, no disk cache", lambda: timed_mount(url, tmp, "cache-dir=none,index-dir=none")[0]
+    yield "mount, cold, fills the disk cache", emptied(lambda: timed_mount(url, tmp, f"{kept},index-dir=none")[0])
+    yield "mount, from the disk cache", lambda: timed_mount(url, tmp, f"{kept},index-dir=none")[0]
+    yield "mount, of a local folder", lambda: timed_mount(folder, tmp, "index-dir=none,passthrough=never")[0]
+    yield "load, from the disk cache", load(url, kept)
+    yield "load, of a local folder", load(folder)
+    rclone = args.rclone or shutil.which("rclone")
+    if rclone:
+
+        def by_rclone():
+            with rclone_mounted(rclone, port, tmp) as place:
+                return timed(lambda: [read(file) for file in sorted(place.glob("*.safetensors"))])
+
+        yield "rclone mount, cold", by_rclone
+
+
+def measure(args):
+    folder = args.dir / "www" / "model"
+    make(folder, size_of(args.size), args.shards)
+    total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    tmp = args.dir / "tmp"
+    tmp.mkdir(exist_ok=True)
+    with served(folder.parent, tmp) as port:
+        rows = {}
+        for _ in range(args.runs):
+            for name, work in cases(args, tmp, port, folder):
+                cold()
+                rows.setdefault(name, []).append(total / work() / 1e9)
+                print(f"  {rows[name][-1]:6.3f} GB/s  {name}", file=sys.stderr, flush=True)
+    cap = f", capped at {args.rate}" if args.rate else ""
+    print(f"{total / 1e9:.2f} GB in {args.shards} shards{cap}; GB/s, median of {args.runs} (least to most)")
+    for name, found in rows.items():
+        print(f"  {statistics.median(found):6.3f}  ({min(found):.3f} to {max(found):.3f})  {name}")
+    shutil.rmtree(tmp)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, required=True, help="scratch folder; the checkpoint stays there")
+    parser.add_argument("--size", default="1G")
+    parser.add_argument("--shards", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--rate", help="cap of the loopback, as tc writes it: 8gbit")
+    parser.add_argument("--rclone", help="the program")
+    args = parser.parse_args()
+    if NGINX is None:
+        sys.exit("needs nginx")
+    args.dir = args.dir.resolve()
+    if args.rate and "TENSORFS_BENCH_CAPPED" not in os.environ:
+        os.environ["TENSORFS_BENCH_CAPPED"] = "1"
+        os.execvp("unshare", ["unshare", "--net", "--mount", sys.executable, *sys.argv])
+    if args.rate:
+        run("ip", "link", "set", "lo", "up")
+        run("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", args.rate, "burst", "2mb", "latency", "20ms")
+    measure(args)
+
+
+if __name__ == "__main__":
+    main()

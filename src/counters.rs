@@ -57,6 +57,16 @@ impl Latency {
         }
     }
 
+    /// Its percentiles and the histogram, for `status`.
+    pub fn waits(&self) -> Waits {
+        Waits {
+            p50: self.percentile_us(50),
+            p99: self.percentile_us(99),
+            max: self.percentile_us(100),
+            histogram: self.histogram(),
+        }
+    }
+
     /// The least power of two of microseconds that at least `percent` of the durations stay
     /// below; 0 if nothing was counted.
     pub fn percentile_us(&self, percent: u64) -> u64 {
@@ -85,7 +95,7 @@ pub struct Histogram {
     pub below_us: Vec<(u64, u64)>,
 }
 
-/// The waits of reads, as `status` reports them, in microseconds.
+/// Waits, as `status` reports them, in microseconds.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Waits {
@@ -124,12 +134,7 @@ macro_rules! counters {
             pub fn values(&self) -> CounterValues {
                 CounterValues {
                     $($name: self.$name.get(),)*
-                    wait_us: Waits {
-                        p50: self.wait.percentile_us(50),
-                        p99: self.wait.percentile_us(99),
-                        max: self.wait.percentile_us(100),
-                        histogram: self.wait.histogram(),
-                    },
+                    wait_us: self.wait.waits(),
                 }
             }
         }

@@ -11,6 +11,7 @@ use crate::format::tensorizer::keys::Secret;
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
 use crate::format::{InputFormat, OutputFormat, pickle};
 use crate::open_options::{OpenOptions, Prefer, ZeroWeights};
+use crate::store::Store;
 use crate::store::resolve::Unusable;
 use crate::sync::Mutex;
 use crate::version::FileId;
@@ -19,7 +20,7 @@ use super::deepspeed::{self, StateFiles};
 use super::distcp::open_distributed;
 use super::folder::{File, Folder};
 use super::header_memory::{Reserved, admitted, folder_max, too_many};
-use super::load::{FilePlace, OpenShard, Unread, named_in, open_links, read_text};
+use super::load::{FilePlace, OpenShard, Unread, named_in, open_links, read_listed_text};
 use super::openers::map_files;
 
 /// The reason why the files of a set belong together, in the order of precedence.
@@ -200,7 +201,7 @@ fn is_torch_file(name: &str, file: &File) -> bool {
         return true;
     }
     let mut first = [0; pickle::FIRST_LEN];
-    let source = file.store.open(&file.path);
+    let source = file.open_listed();
     source.is_ok_and(|source| {
         source.read_exact_at(&mut first, 0).is_ok() && pickle::may_be_torch(&first)
     })
@@ -216,20 +217,23 @@ fn open_headers(
 ) -> (Weights, Reserved) {
     // Names and places of each file.
     let mut links: Vec<Vec<(&str, FilePlace<'_>)>> = Vec::new();
+    let mut first: Vec<(&str, &File)> = Vec::new();
     let mut by_inode: HashMap<FileId, usize> = HashMap::new();
     for (name, file) in files {
         let index = *by_inode.entry(file.version.file()).or_insert(links.len());
         if index == links.len() {
             links.push(Vec::new());
+            first.push((*name, *file));
         }
         links[index].push((name, (&file.store, &file.path)));
     }
     let numbers: Vec<usize> = (0..links.len()).collect();
     let open = |&index: &usize| {
-        let (name, file) = links[index][0];
-        (index, Unread::open(name, file).map_err(|error| named_in(folder, name, error)))
+        let (name, file) = first[index];
+        (index, Unread::open_listed(name, file).map_err(|error| named_in(folder, name, error)))
     };
-    let mut opened = map_files(&numbers, open);
+    let store = files.first().map_or(Store::LOCAL, |(_, file)| file.store.clone());
+    let mut opened = map_files(&store, &numbers, open);
     // The files are sorted by name, so that every run refuses the same ones.
     opened.sort_by_key(|(index, _)| *index);
     let len = |unread: &Result<Unread>| unread.as_ref().map_or(0, Unread::description_len);
@@ -264,7 +268,7 @@ fn open_headers(
             None => Vec::new(),
         }
     };
-    weights.extend(map_files(&to_read, read).into_iter().flatten());
+    weights.extend(map_files(&store, &to_read, read).into_iter().flatten());
     (weights, reserved)
 }
 
@@ -411,7 +415,7 @@ fn read_maps(folder: &Folder, only: Option<&str>) -> Vec<MapFile> {
             None => &names::TORCH_SUFFIXES,
         };
         let mut names = BTreeSet::new();
-        let parsed = read_text((&file.store, &file.path), WEIGHT_MAP_LEN_MAX).and_then(|text| {
+        let parsed = read_listed_text(file, WEIGHT_MAP_LEN_MAX).and_then(|text| {
             let parsed = WeightMap::parse_of(&text, suffixes);
             names = match &parsed {
                 Ok(map) => map.shard_of.files().iter().cloned().collect(),

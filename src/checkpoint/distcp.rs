@@ -107,7 +107,7 @@ fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
         };
         ((*name).clone(), opened)
     };
-    map_files(&files, open).into_iter().collect()
+    map_files(&folder.store, &files, open).into_iter().collect()
 }
 
 /// The note about what is not shown: values of the checkpoint, and files of another save.

@@ -122,7 +122,7 @@ fn open_files(
     let open = |(name, path): &(String, PathBuf)| {
         open_shard(&heads, &folder, name, (&store, path), secret)
     };
-    let loaded = map_files(&named, open).into_iter().collect::<Result<Vec<OpenShard>>>()?;
+    let loaded = map_files(&store, &named, open).into_iter().collect::<Result<Vec<OpenShard>>>()?;
     if let [one] = loaded.as_slice() {
         check_fit(&folder, secret, one)?;
     }

@@ -5,6 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::error::Result;
 use crate::format::deepspeed::LATEST;
 use crate::format::names;
 use crate::source::Source;
@@ -89,6 +90,15 @@ impl File {
     /// The file in the version that was examined last; not opened before it is read.
     pub fn source(&self) -> Arc<Source> {
         self.store.closed(&self.path, self.version)
+    }
+
+    /// Opens it. A file of another store is opened in the version of its listing: each read fails if the
+    /// store has another one by then.
+    ///
+    /// # Errors
+    /// The errors of `Store::open`.
+    pub(super) fn open_listed(&self) -> Result<Arc<Source>> {
+        if self.store.is_local() { self.store.open(&self.path) } else { Ok(self.source()) }
     }
 
     /// Its version now, as its server has it.

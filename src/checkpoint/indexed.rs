@@ -188,7 +188,9 @@ impl<'a> FolderIndex<'a> {
             doubtful.push((record, file));
             renew |= now != record.version || is_settled(&now, self.started);
         }
-        let compared = map_files(&doubtful, |(record, file)| (has_head(file, record), *record));
+        let compared = map_files(&self.folder.store, &doubtful, |(record, file)| {
+            (has_head(file, record), *record)
+        });
         let others = compared.into_iter().filter(|(same, _)| !same).map(|(_, record)| record);
         let first = others.min_by(|a, b| a.name.cmp(&b.name));
         first.map_or(Ok(renew), |record| Err(not_as_it_is(record)))
@@ -325,9 +327,9 @@ impl<'a> FolderIndex<'a> {
             names::weight_map_output(name).is_some() || name.ends_with(manifest::SUFFIX)
         });
         let look = |file: &File| -> crate::Result<_> {
-            let source = file.store.open(&file.path)?;
+            let source = file.open_listed()?;
             let hash = source.hash_ranges(std::slice::from_ref(&(0..source.len())))?;
-            source.check()?;
+            source.check_after_read()?;
             Ok((source.version().lasting(), hash))
         };
         files
@@ -476,10 +478,10 @@ fn not_as_it_is(record: &FileRecord) -> String {
 /// Whether the file is unchanged since the scan and has the first bytes of its record.
 fn has_head(file: &File, record: &FileRecord) -> bool {
     let head = || {
-        let source = file.store.open(&file.path).ok()?;
+        let source = file.open_listed().ok()?;
         let same = source.version() == file.version;
         let hash = source.hash_ranges(&record.described).ok()?;
-        source.check().ok()?;
+        source.check_after_read().ok()?;
         same.then_some(hash)
     };
     head() == Some(record.hash)

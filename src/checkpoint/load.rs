@@ -31,6 +31,12 @@ const READ_TRIES: usize = 10;
 /// Bytes of a text file that are checked before the rest is read.
 const TEXT_SNIFF_LEN: u64 = 4096;
 
+/// The same for a text file of another store: mostly all of it.
+const TEXT_SNIFF_LEN_OF_REMOTE: u64 = 1 << 20;
+
+/// Bytes of a weight file of another store that are read at first: mostly the whole header.
+const AHEAD_LEN: u64 = 64 << 10;
+
 /// Key derivations that take this long are logged.
 const DERIVATION_SHOWN_MIN: Duration = Duration::from_secs(1);
 
@@ -71,6 +77,8 @@ pub(super) struct Unread {
     start: u64,
     /// Its format and the length of its header, or why the file has none.
     detected: std::result::Result<Detected, Fault>,
+    /// The first bytes of its description, if they came with those that were looked at.
+    ahead: Vec<u8>,
 }
 
 impl Unread {
@@ -80,11 +88,25 @@ impl Unread {
         Unread::of(name, store.open(path)?, 0)
     }
 
+    /// Opens `file` as it was listed, which is called `name` in its checkpoint; as it is now, if that is not
+    /// there any more.
+    pub(super) fn open_listed(name: &str, file: &File) -> Result<Unread> {
+        let read = file.open_listed().and_then(|source| Unread::of(name, source, 0));
+        match read {
+            Err(Error::Changed { .. }) => Unread::open(name, (&file.store, &file.path)),
+            read => read,
+        }
+    }
+
     /// The weight file that begins at byte `start` of `source`.
     fn of(name: &str, source: Arc<Source>, start: u64) -> Result<Unread> {
-        let detected =
-            SourceReader::at(&source, start).run(|reader| InputFormat::detect(name, reader))?;
-        Ok(Unread { source, start, detected })
+        let mut reader = SourceReader::at(&source, start);
+        let detected = reader.run(|reader| InputFormat::detect(name, reader))?;
+        let mut ahead = reader.ahead;
+        let description_len = detected.as_ref().map_or(0, |detected| detected.description_len);
+        ahead.truncate(usize::try_from(description_len).unwrap_or(usize::MAX));
+        ahead.shrink_to_fit();
+        Ok(Unread { source, start, detected, ahead })
     }
 
     /// Length of its description in bytes, with the prefix; 0 if it has no valid one.
@@ -108,8 +130,10 @@ impl Unread {
         if detected.is_encrypted && secret.is_none() {
             return Ok(Err(key_required()));
         }
-        let parsed = parse(name, SourceReader::at(&self.source, self.start), detected)?;
-        self.source.check()?;
+        let mut reader = SourceReader::at(&self.source, self.start);
+        reader.ahead.clone_from(&self.ahead);
+        let parsed = parse(name, reader, detected)?;
+        self.source.check_after_read()?;
         let (mut description, hash) = match parsed {
             Ok(parsed) => parsed,
             Err(fault) => return Ok(Err(fault)),
@@ -183,7 +207,7 @@ pub(super) fn open_items(
 
 /// Opens a `.distcp` file and parses its items with these chunks.
 fn read_items(file: &File, chunks: &[StoredChunk]) -> Result<(Arc<Source>, HashedDescription)> {
-    let source = file.store.open(&file.path)?;
+    let source = file.open_listed()?;
     let mut reader = SourceReader::at(&source, 0);
     let parsed = match reader.run(|reader| parse_items(reader, chunks))? {
         Ok(description) => {
@@ -341,6 +365,8 @@ pub(super) struct SourceReader<'a> {
     source: &'a Arc<Source>,
     /// First byte of the shard in the source.
     start: u64,
+    /// The bytes from `start` on, as far as they were read ahead.
+    ahead: Vec<u8>,
     /// Length and hash of the bytes that were read last from the beginning of the file.
     first: Option<(u64, Digest)>,
     failed: Option<Error>,
@@ -348,7 +374,33 @@ pub(super) struct SourceReader<'a> {
 
 impl<'a> SourceReader<'a> {
     pub(super) fn at(source: &'a Arc<Source>, start: u64) -> SourceReader<'a> {
-        SourceReader { source, start, first: None, failed: None }
+        SourceReader { source, start, ahead: Vec::new(), first: None, failed: None }
+    }
+
+    /// Reads to `buf`. The first read of another store takes more, because each answer takes long.
+    fn read_ahead(&mut self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let end = offset + buf.len() as u64;
+        let ahead_end = (self.start + AHEAD_LEN).min(self.source.len());
+        if self.ahead.is_empty()
+            && (self.start..=ahead_end).contains(&offset)
+            && end < ahead_end
+            && self.source.local().is_none()
+        {
+            let mut ahead = vec![0; (ahead_end - self.start) as usize];
+            self.source.read_exact_at(&mut ahead, self.start)?;
+            self.ahead = ahead;
+        }
+        let there = offset.checked_sub(self.start).and_then(|from| {
+            let from = usize::try_from(from).ok()?;
+            self.ahead.get(from..from.checked_add(buf.len())?)
+        });
+        match there {
+            Some(there) => {
+                buf.copy_from_slice(there);
+                Ok(())
+            }
+            None => self.source.read_exact_at(buf, offset),
+        }
     }
 
     /// Runs a parser. A read that fails is the outer error.
@@ -373,7 +425,7 @@ impl RangeReader for SourceReader<'_> {
     }
 
     fn read_exact_at(&mut self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        if let Err(error) = self.source.read_exact_at(buf, offset) {
+        if let Err(error) = self.read_ahead(offset, buf) {
             let told = io::Error::other(error.to_string());
             self.failed = Some(error);
             return Err(told);
@@ -385,16 +437,32 @@ impl RangeReader for SourceReader<'_> {
     }
 }
 
+/// Reads a whole text file of at most `max` bytes, as it was listed; as it is now, if that is not there
+/// any more.
+pub(super) fn read_listed_text(file: &File, max: u64) -> Result<Vec<u8>> {
+    match file.open_listed().and_then(|source| text_of(&source, max)) {
+        Err(Error::Changed { .. }) => read_text((&file.store, &file.path), max),
+        read => read,
+    }
+}
+
 /// Reads a whole text file of at most `max` bytes.
 pub(super) fn read_text(place: FilePlace<'_>, max: u64) -> Result<Vec<u8>> {
     let (store, path) = place;
     let source = store.open(path)?;
+    text_of(&source, max)
+}
+
+fn text_of(source: &Source, max: u64) -> Result<Vec<u8>> {
+    let path = source.path();
     if source.len() > max {
         let len = source.len();
         let message = format!("has {len} bytes, more than the {max} that such a file may have");
         return Err(Error::refused(path, Fault::new(ErrorKind::WeightMap, message)));
     }
-    let mut text = vec![0; TEXT_SNIFF_LEN.min(source.len()) as usize];
+    let sniff_len =
+        if source.local().is_some() { TEXT_SNIFF_LEN } else { TEXT_SNIFF_LEN_OF_REMOTE };
+    let mut text = vec![0; sniff_len.min(source.len()) as usize];
     source.read_exact_at(&mut text, 0)?;
     // A text with another first character is no JSON object, so the rest is not read. A byte order
     // mark may stand before it.
@@ -410,8 +478,10 @@ pub(super) fn read_text(place: FilePlace<'_>, max: u64) -> Result<Vec<u8>> {
     }
     let sniffed = text.len();
     text.resize(source.len() as usize, 0);
-    source.read_exact_at(&mut text[sniffed..], sniffed as u64)?;
-    source.check()?;
+    if sniffed < text.len() {
+        source.read_exact_at(&mut text[sniffed..], sniffed as u64)?;
+    }
+    source.check_after_read()?;
     Ok(text)
 }
 

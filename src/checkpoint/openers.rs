@@ -2,16 +2,23 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Threads that work on the files of a folder.
+use crate::store::Store;
+
+/// Threads that work on the files of a folder of this machine.
 const OPENERS: usize = 8;
 
-/// The results of `work` for `files`, in any order.
-pub(super) fn map_files<T, R>(files: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R>
+/// Threads that work on the files of another store, whose answers take long.
+const OPENERS_OF_REMOTE: usize = 64;
+
+/// The results of `work` for `files`, which lie in `store`, in any order.
+pub(super) fn map_files<T, R>(store: &Store, files: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R>
 where
     T: Sync,
     R: Send,
 {
-    if files.len() < OPENERS {
+    let (least, openers) =
+        if store.is_local() { (OPENERS, OPENERS) } else { (2, OPENERS_OF_REMOTE.min(files.len())) };
+    if files.len() < least {
         return files.iter().map(work).collect();
     }
     let next = AtomicUsize::new(0);
@@ -20,7 +27,7 @@ where
         std::iter::from_fn(next).map(&work).collect::<Vec<_>>()
     };
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (1..OPENERS)
+        let threads: Vec<_> = (1..openers)
             .map_while(|_| std::thread::Builder::new().spawn_scoped(scope, some).ok())
             .collect();
         let mut all = some();

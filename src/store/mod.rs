@@ -6,6 +6,7 @@ pub mod folder;
 pub mod hub_cache;
 #[cfg(feature = "remote")]
 mod remote;
+mod remote_status;
 pub mod resolve;
 
 use std::ffi::OsString;
@@ -22,6 +23,7 @@ use crate::version::Version;
 
 use disk_cache::CachedStore;
 use folder::OpenFolder;
+pub use remote_status::{EndpointStatus, RemoteStatus, remote_status};
 
 /// A place that holds sources. Clones are handles of the same one.
 #[derive(Clone, Debug, Default)]

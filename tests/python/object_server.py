@@ -8,6 +8,7 @@ on command. Runs in a thread of a test, or by itself: `object_server.py` prints 
     GET /-/requests           what was asked so far, as JSON
 """
 
+import contextlib
 import email.utils
 import gzip
 import hashlib
@@ -51,6 +52,8 @@ class ObjectServer:
         self.dates = True
         # The least time that an answer takes.
         self.delay = 0
+        # Ranges of objects that wait for each other, as a threading.Barrier: part of the path, and the barrier.
+        self.barrier = None
         self.session_token = None
         self.lock = threading.Lock()
         self.over = threading.Event()
@@ -210,6 +213,7 @@ class Handler(BaseHTTPRequestHandler):
         while self.store.delay < 0 and not self.store.over.wait(0.05):
             pass
         time.sleep(max(self.store.delay, 0))
+        self.wait_for_others()
         fault = self.store.fault(self.command, self.path)
         if fault and self.disturb(fault):
             return None
@@ -224,6 +228,17 @@ class Handler(BaseHTTPRequestHandler):
         if not stored:
             return self.error(404, "NoSuchKey")
         return self.send_object(stored, fault or {})
+
+    def wait_for_others(self):
+        with self.store.lock:
+            part, barrier = self.store.barrier or (None, None)
+            waits = barrier is not None and part in self.path and "Range" in self.headers
+        if waits:
+            # A client that asks one after the other gets no answer.
+            with contextlib.suppress(threading.BrokenBarrierError):
+                barrier.wait(30)
+            with self.store.lock:
+                self.store.barrier = None
 
     def refusal(self, bucket):
         """Why the request is not allowed."""

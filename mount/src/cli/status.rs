@@ -7,10 +7,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tensorfs::internal::counters::CounterValues;
+use tensorfs::internal::counters::{CounterValues, Waits};
 use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::size::shown_size;
+use tensorfs::internal::store::disk_cache::DiskCacheStatus;
+use tensorfs::internal::store::{EndpointStatus, RemoteStatus};
 
 use super::args;
 use super::columns::{Column, ColumnKind, TableRow, TextTable, bytes_cell, percent};
@@ -108,6 +110,7 @@ fn block(seen: &Seen) -> String {
         for (label, report) in reports {
             lines.extend(rows(&report).into_iter().map(|row| (label, row)));
         }
+        lines.extend(service.remote.iter().flat_map(remote_lines));
         lines.push(("open", format!("{} files", service.open_files)));
         lines.extend(service.files.iter().map(|file| ("", compact(&json!(file)))));
     }
@@ -234,6 +237,44 @@ fn counter_lines(c: &CounterValues) -> Vec<(&'static str, String)> {
         lines.push(("waits", format!("half below {half}, 99 % below {most}, all below {all}")));
     }
     lines
+}
+
+/// The requests to servers, and the use of disk caches.
+fn remote_lines(remote: &RemoteStatus) -> Vec<(&'static str, String)> {
+    let server = |endpoint: &EndpointStatus| {
+        let Waits { p50, p99, .. } = endpoint.first_byte_us;
+        let text = format!(
+            "{}: {} in {} requests, {} now, {} tried again, {} sent twice; first byte: half below {}, \
+             99 % below {}",
+            endpoint.host,
+            shown_size(endpoint.bytes),
+            endpoint.requests,
+            endpoint.requests_now,
+            endpoint.retries,
+            endpoint.hedges,
+            duration(p50),
+            duration(p99),
+        );
+        ("server", text)
+    };
+    let disk = |cache: &DiskCacheStatus| {
+        let asked = cache.found_bytes + cache.missed_bytes;
+        let mut text = format!(
+            "{}: {} found{}, {} stored, {} damaged blocks, {} objects made room",
+            cache.folder,
+            shown_size(cache.found_bytes),
+            share(cache.found_bytes, asked),
+            shown_size(cache.stored_bytes),
+            cache.damaged_blocks,
+            cache.removed_objects,
+        );
+        if let Some(why) = &cache.paused {
+            let _ = write!(text, "; nothing is stored now: {why}");
+        }
+        ("disk", text)
+    };
+    let servers = remote.endpoints.iter().map(server);
+    servers.chain(remote.disk_caches.iter().map(disk)).collect()
 }
 
 fn memory_text(seen: &Seen) -> String {

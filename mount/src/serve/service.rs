@@ -17,6 +17,7 @@ use tensorfs::internal::cache::{Answer, BUDGET_MIN, Cache, CachedFile};
 use tensorfs::internal::counters::{CounterValues, Counters};
 use tensorfs::internal::error::real_name;
 use tensorfs::internal::io::{Budget, DirectIo, Engine, EngineStatus, Settings};
+use tensorfs::internal::store::{RemoteStatus, remote_status};
 use tensorfs::internal::sync::Mutex;
 
 use super::assemble::{AssembleStatus, Assembler};
@@ -43,6 +44,8 @@ pub(crate) struct ServiceStatus {
     /// The settings of the kernel, once the mount answers.
     pub kernel: Option<Vec<Knob>>,
     pub engine: EngineStatus,
+    /// The servers and the disk caches of a remote source.
+    pub remote: Option<RemoteStatus>,
     /// The part that compares checksums.
     pub checksums: Option<CheckerStatus>,
     pub assemble: Option<AssembleStatus>,
@@ -325,6 +328,7 @@ impl Service {
             cache: CacheStatus { budget, used },
             kernel: self.kernel.get().cloned(),
             engine: self.engine.status(),
+            remote: remote_status(),
             checksums: self.checker.as_ref().map(Checker::status),
             assemble: self.assembler.as_ref().map(Assembler::status),
             log_lines_dropped: log::dropped(),

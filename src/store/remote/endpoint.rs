@@ -2,14 +2,16 @@
 
 use std::io;
 use std::ops::Range;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use reqwest::header::{self, HeaderMap, HeaderName};
 use reqwest::{Method, Response, StatusCode};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::access::{Access, S3Signing};
+use super::hedging;
 use super::patience::{Patience, Trouble, lost_connection, no_answer, unusable};
 use super::request::Wanted;
 use super::shared::RemoteProcess;
@@ -17,6 +19,7 @@ use super::state::{
     ObjectState, check_answer, content_range, len_of, replaced, retry_after, text_of,
 };
 use crate::source::MemoryParts;
+use crate::store::remote_status::{EndpointCounters, counters_of};
 use crate::version::Version;
 
 /// Most bytes of an error that are looked at.
@@ -33,6 +36,7 @@ pub(super) struct Endpoint {
     pub(super) host: String,
     pub(super) access: Access,
     slots: Arc<Semaphore>,
+    counters: Arc<EndpointCounters>,
 }
 
 impl Endpoint {
@@ -46,7 +50,8 @@ impl Endpoint {
             (host, _) => host.unwrap_or_default().to_owned(),
         };
         let slots = RemoteProcess::get()?.slots_of(&host);
-        Ok(Endpoint { base, host, access, slots })
+        let counters = counters_of(&host);
+        Ok(Endpoint { base, host, access, slots, counters })
     }
 
     fn base(&self) -> String {
@@ -61,8 +66,12 @@ impl Endpoint {
     /// One try of a request, up to the headers of its answer, which is a success.
     pub(super) async fn send(&self, wanted: &Wanted, limit: Duration) -> Result<Response, Trouble> {
         let process = RemoteProcess::get().map_err(Trouble::Final)?;
+        self.counters.requests.add(1);
+        let sent = Instant::now();
         if let Access::Hub(hub) = &self.access {
-            return hub.send(process, wanted, limit).await;
+            let answer = hub.send(process, wanted, limit).await?;
+            self.counters.first_byte.add(sent.elapsed());
+            return Ok(answer);
         }
         let (request, is_signed) = self.request(process, wanted).await?;
         let is_open = matches!(self.access, Access::Open);
@@ -72,11 +81,33 @@ impl Endpoint {
             Ok(Err(e)) => return Err(self.lost(e)),
             Err(_) => return Err(self.late(limit)),
         };
+        self.counters.first_byte.add(sent.elapsed());
         if answer.status().is_success() {
             Ok(answer)
         } else {
             Err(self.refusal(answer, is_signed).await)
         }
+    }
+
+    /// One try of a request, like `send`. If the answer takes much longer than others of the server did,
+    /// the request is sent a second time, and the first answer counts.
+    async fn send_twice_if_slow(
+        &self,
+        wanted: &Wanted,
+        limit: Duration,
+    ) -> Result<Response, Trouble> {
+        let mut first = pin!(self.send(wanted, limit));
+        let Some(delay) = hedging::delay(&self.counters) else { return first.await };
+        if let Ok(answer) = tokio::time::timeout(delay, &mut first).await {
+            return answer;
+        }
+        // A server with all requests that it may have gets no more.
+        let Ok(_slot) = self.slots.try_acquire() else { return first.await };
+        if hedging::delay(&self.counters).is_none() {
+            return first.await;
+        }
+        self.counters.hedges.add(1);
+        hedging::first_success(first, self.send(wanted, limit)).await
     }
 
     /// The request, and whether it is signed.
@@ -167,10 +198,22 @@ impl Endpoint {
     }
 
     /// A place among the requests to the server.
-    async fn slot(&self, deadline: Instant) -> io::Result<tokio::sync::SemaphorePermit<'_>> {
+    async fn slot(&self, deadline: Instant) -> io::Result<RequestSlot<'_>> {
         let late = |_| io::Error::from(io::ErrorKind::TimedOut);
         let slot = tokio::time::timeout_at(deadline.into(), self.slots.acquire()).await;
-        slot.map_err(late)?.map_err(io::Error::other)
+        let slot = slot.map_err(late)?.map_err(io::Error::other)?;
+        self.counters.now.add(1);
+        Ok(RequestSlot { _permit: slot, counters: &self.counters })
+    }
+
+    /// Waits until it is time for another try.
+    ///
+    /// # Errors
+    /// The trouble, if there is no time for another try or no use in it.
+    async fn bear(&self, patience: &mut Patience, trouble: Trouble) -> io::Result<()> {
+        patience.bear(trouble).await?;
+        self.counters.retries.add(1);
+        Ok(())
     }
 
     /// The headers of the answer to a request whose bytes do not matter.
@@ -187,7 +230,7 @@ impl Endpoint {
         loop {
             match self.send(wanted, patience.stall_limit()).await {
                 Ok(answer) => return Ok((answer.status(), answer.headers().clone())),
-                Err(trouble) => patience.bear(trouble).await?,
+                Err(trouble) => self.bear(&mut patience, trouble).await?,
             }
         }
     }
@@ -229,7 +272,7 @@ impl Endpoint {
                 }
                 Err(trouble) => trouble,
             };
-            patience.bear(trouble).await?;
+            self.bear(&mut patience, trouble).await?;
         }
     }
 
@@ -259,7 +302,11 @@ impl Endpoint {
         limit: Duration,
     ) -> Result<Option<bytes::Bytes>, Trouble> {
         match tokio::time::timeout(limit, answer.chunk()).await {
-            Ok(frame) => frame.map_err(|e| self.lost(e)),
+            Ok(frame) => {
+                let frame = frame.map_err(|e| self.lost(e))?;
+                self.counters.bytes.add(frame.as_ref().map_or(0, |frame| frame.len() as u64));
+                Ok(frame)
+            }
             Err(_) => Err(self.late(limit)),
         }
     }
@@ -332,7 +379,7 @@ impl Endpoint {
             }
             match tried {
                 Ok(seen) => state = Some(seen),
-                Err(trouble) => patience.bear(trouble).await?,
+                Err(trouble) => self.bear(&mut patience, trouble).await?,
             }
         }
         Ok(state)
@@ -348,7 +395,7 @@ impl Endpoint {
         have: &mut usize,
         limit: Duration,
     ) -> Result<ObjectState, Trouble> {
-        let mut answer = self.send(wanted, limit).await?;
+        let mut answer = self.send_twice_if_slow(wanted, limit).await?;
         let state = check_answer(answer.status(), answer.headers(), &range, version)?;
         let before = *have;
         while let Some(frame) = self.frame(&mut answer, limit).await? {
@@ -365,6 +412,18 @@ impl Endpoint {
         } else {
             Err(self.short((*have - before) as u64, range.end - range.start))
         }
+    }
+}
+
+/// A place among the requests to a server.
+struct RequestSlot<'a> {
+    _permit: SemaphorePermit<'a>,
+    counters: &'a EndpointCounters,
+}
+
+impl Drop for RequestSlot<'_> {
+    fn drop(&mut self) {
+        self.counters.now.sub(1);
     }
 }
 

@@ -7,6 +7,7 @@
 mod access;
 mod credentials;
 mod endpoint;
+mod hedging;
 mod hub;
 mod listing;
 mod location;
@@ -46,6 +47,9 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// How much earlier than its reader a read gives up, so that its reason arrives: a part of its time.
 const REASON_PART: u32 = 20;
 
+/// How long a folder counts as being there after it was seen.
+const FOLDER_KNOWN: Duration = Duration::from_secs(2);
+
 /// The stores of this process, by what their URLs begin with.
 static STORES: PerProcess<Mutex<HashMap<String, Arc<dyn StoreKind>>>> = PerProcess::new();
 
@@ -72,6 +76,8 @@ struct RemoteStore {
     asked: PerProcess<Mutex<HashMap<String, BTreeSet<String>>>>,
     /// The commit of a repository, which a child of a fork keeps.
     pinned: Arc<Mutex<Option<String>>>,
+    /// When folders of S3 were seen last, which have no state of their own.
+    folders: PerProcess<Mutex<HashMap<String, Instant>>>,
 }
 
 impl fmt::Debug for RemoteStore {
@@ -83,7 +89,8 @@ impl fmt::Debug for RemoteStore {
 impl RemoteStore {
     fn new(location: Location) -> RemoteStore {
         let (own, known, asked) = (PerProcess::new(), PerProcess::new(), PerProcess::new());
-        RemoteStore { location, own, known, asked, pinned: Arc::default() }
+        let folders = PerProcess::new();
+        RemoteStore { location, own, known, asked, pinned: Arc::default(), folders }
     }
 
     fn endpoint(&self) -> io::Result<&Arc<Endpoint>> {
@@ -181,13 +188,33 @@ impl RemoteStore {
     async fn is_folder(&self, key: &str, deadline: Instant) -> io::Result<bool> {
         let endpoint = self.endpoint()?;
         match self.location.protocol {
-            Protocol::S3 => Ok(!s3::list(endpoint, key, Some(2), deadline).await?.is_empty()),
+            Protocol::S3 if self.was_folder(key) => Ok(true),
+            Protocol::S3 => {
+                let found = s3::list(endpoint, key, Some(2), deadline).await?;
+                Ok(self.note_folder(key, !found.is_empty()))
+            }
             Protocol::Hub => Ok(tree::look(endpoint, key, deadline).await?.is_none()),
             Protocol::Http if self.asked_in(key).is_empty() => {
                 web::is_folder(endpoint, key, deadline).await
             }
             Protocol::Http => Ok(true),
         }
+    }
+
+    /// Whether `key` was a folder just now: one start asks for it several times.
+    fn was_folder(&self, key: &str) -> bool {
+        let folders = self.folders.get_or_init(Mutex::default).lock();
+        folders.get(key).is_some_and(|seen| seen.elapsed() < FOLDER_KNOWN)
+    }
+
+    fn note_folder(&self, key: &str, is_there: bool) -> bool {
+        let mut folders = self.folders.get_or_init(Mutex::default).lock();
+        if is_there {
+            folders.insert(key.to_owned(), Instant::now());
+        } else {
+            folders.remove(key);
+        }
+        is_there
     }
 
     fn asked_in(&self, key: &str) -> BTreeSet<String> {
@@ -254,6 +281,7 @@ impl StoreKind for RemoteStore {
         };
         let entries: io::Result<VersionedNames> = found.into_iter().map(version).collect();
         let entries = entries?;
+        self.note_folder(&key, !entries.is_empty());
         if entries.is_empty() && !key.is_empty() {
             return Err(ErrorKind::NotFound.into());
         }

@@ -3,6 +3,8 @@
 use std::fmt::Write;
 
 use tensorfs::internal::counters::{CounterValues, Histogram};
+use tensorfs::internal::store::disk_cache::DiskCacheStatus;
+use tensorfs::internal::store::{EndpointStatus, RemoteStatus};
 use tensorfs::internal::system_memory::of_process;
 
 use super::PostedMount;
@@ -91,6 +93,29 @@ const ROWS: &[Row] = &[
     }),
 ];
 
+/// A counter: name, help, and its place in the answer about a `T`.
+type RowOf<T> = (&'static str, &'static str, fn(&T) -> u64);
+
+/// Counters of each server of a mount with a remote source.
+const ENDPOINT_ROWS: &[RowOf<EndpointStatus>] = &[
+    ("remote_requests_total", "Requests to servers.", |it| it.requests),
+    ("remote_retries_total", "Requests that were sent again after a failure.", |it| it.retries),
+    ("remote_hedges_total", "Requests that were sent twice, because the first was slow.", |it| {
+        it.hedges
+    }),
+    ("remote_received_bytes_total", "Bytes that came from servers.", |it| it.bytes),
+];
+
+/// Counters of the disk caches of a mount with a remote source.
+const DISK_ROWS: &[RowOf<DiskCacheStatus>] = &[
+    ("disk_cache_found_bytes_total", "Bytes that disk caches had.", |it| it.found_bytes),
+    ("disk_cache_missed_bytes_total", "Bytes that disk caches lacked.", |it| it.missed_bytes),
+    ("disk_cache_stored_bytes_total", "Bytes stored in disk caches.", |it| it.stored_bytes),
+    ("disk_cache_damaged_blocks_total", "Blocks that had not their checksum.", |it| {
+        it.damaged_blocks
+    }),
+];
+
 /// The page. `answers` are those of the workers of `mounts`; a worker that did not answer has none.
 pub(super) fn write(
     mounts: &[PostedMount],
@@ -146,6 +171,7 @@ pub(super) fn write(
     );
     page.sources(&answered);
     page.requests(&answered);
+    page.remotes(&answered);
     page.head("read_wait_seconds", "histogram", "Time of reads that waited for the source.");
     for (mount, answer) in &answered {
         let histogram = &answer.facts.service.counters.wait_us.histogram;
@@ -235,6 +261,41 @@ impl Page {
         for (mount, answer) in answered {
             for (op, row) in &answer.facts.service.requests {
                 self.histogram(name, &[("mount", mount), ("op", op)], &row.time);
+            }
+        }
+    }
+
+    /// Servers and disk caches, if any mount has a remote source.
+    fn remotes(&mut self, answered: &[(&str, &Told<Status>)]) {
+        let remotes: Vec<(&str, &RemoteStatus)> = answered
+            .iter()
+            .filter_map(|(mount, answer)| Some((*mount, answer.facts.service.remote.as_ref()?)))
+            .collect();
+        if remotes.is_empty() {
+            return;
+        }
+        for (name, help, count) in ENDPOINT_ROWS {
+            self.head(name, "counter", help);
+            for (mount, remote) in &remotes {
+                for endpoint in &remote.endpoints {
+                    let labels = [("mount", *mount), ("host", endpoint.host.as_str())];
+                    self.sample(name, &labels, count(endpoint) as f64);
+                }
+            }
+        }
+        let name = "remote_first_byte_seconds";
+        self.head(name, "histogram", "Time from a request to the first byte of its answer.");
+        for (mount, remote) in &remotes {
+            for endpoint in &remote.endpoints {
+                let labels = [("mount", *mount), ("host", endpoint.host.as_str())];
+                self.histogram(name, &labels, &endpoint.first_byte_us.histogram);
+            }
+        }
+        for (name, help, count) in DISK_ROWS {
+            self.head(name, "counter", help);
+            for (mount, remote) in &remotes {
+                let sum: u64 = remote.disk_caches.iter().map(count).sum();
+                self.sample(name, &[("mount", mount)], sum as f64);
             }
         }
     }

@@ -11,8 +11,7 @@ use crate::format::tensorizer::keys::Secret;
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
 use crate::format::{InputFormat, OutputFormat, pickle};
 use crate::open_options::{OpenOptions, Prefer, ZeroWeights};
-use crate::store::Store;
-use crate::store::resolve::Unusable;
+use crate::store::{Store, resolve::Unusable};
 use crate::sync::Mutex;
 use crate::version::FileId;
 

@@ -33,10 +33,13 @@ pub(super) fn run(args: &CacheArgs) -> Outcome {
                     "left_bytes": pruned.left,
                 }));
             }
-            let (objects, freed) = (counted(pruned.objects as usize, "object"), pruned.freed);
-            let (freed, left) = (shown_size(freed), shown_size(pruned.left));
-            let folder = shown_path(&folder);
-            print_text(&format!("{folder}: {objects} removed, {freed} freed, {left} left\n"))
+            print_text(&format!(
+                "{}: {} removed, {} freed, {} left\n",
+                shown_path(&folder),
+                counted(pruned.objects as usize, "object"),
+                shown_size(pruned.freed),
+                shown_size(pruned.left),
+            ))
         }
         CacheAction::Verify => {
             let mut objects = Vec::new();
@@ -80,8 +83,8 @@ fn list(folder: &Path, objects: &[KeptObject], as_json: bool) -> Outcome {
         }));
     }
     let mut text = String::new();
-    let (count, space) = (counted(objects.len(), "object"), shown_size(space));
-    let _ = writeln!(text, "{}: {count}, {space}", shown_path(folder));
+    let count = counted(objects.len(), "object");
+    let _ = writeln!(text, "{}: {count}, {}", shown_path(folder), shown_size(space));
     for object in objects {
         let (bytes, len) = (shown_size(object.bytes), shown_size(object.len));
         let percent = object.bytes.saturating_mul(100) / object.len.max(1);
@@ -119,8 +122,8 @@ fn tell_verified(folder: &Path, objects: &[VerifiedObject], as_json: bool) -> Ou
             let blocks = counted(object.damaged as usize, "damaged block");
             let _ = writeln!(text, "  {}: {blocks}", shown(&object.url));
         }
-        let (count, right) = (counted(objects.len(), "object"), shown_size(right));
-        let summary = format!("{}: {count}, {right} right\n", shown_path(folder));
+        let count = counted(objects.len(), "object");
+        let summary = format!("{}: {count}, {} right\n", shown_path(folder), shown_size(right));
         print_text(&(summary + &text))?;
     }
     if damaged == 0 {

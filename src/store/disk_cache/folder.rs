@@ -161,7 +161,7 @@ pub(super) fn make_room(place: &DiskCachePlace, kept: Digest, wanted: u64) -> Ro
     let mut used: u64 = objects.values().map(|files| files.space).sum();
     let mut by_age: Vec<_> = objects.iter().filter(|(digest, _)| **digest != kept).collect();
     by_age.sort_by_key(|(_, files)| files.used);
-    let mut by_age = by_age.into_iter();
+    let mut oldest_first = by_age.into_iter();
     loop {
         let has_room = match place.size {
             Some(size) => used.saturating_add(wanted) <= size,
@@ -171,7 +171,7 @@ pub(super) fn make_room(place: &DiskCachePlace, kept: Digest, wanted: u64) -> Ro
             made.is_enough = true;
             return made;
         }
-        let Some((_, files)) = by_age.next() else { return made };
+        let Some((_, files)) = oldest_first.next() else { return made };
         if files.map.is_some() && files.remove().is_ok() {
             made.objects += 1;
             used -= files.space;

@@ -275,7 +275,7 @@ impl fmt::Display for SourceUri {
 /// Whether `path` is a URL of a remote store.
 pub fn is_url(path: &Path) -> bool {
     let bytes = path.as_os_str().as_encoded_bytes();
-    let starts = ["s3://", "http://", "https://", "hf://"];
+    let starts = ["s3://", "gs://", "az://", "abfs://", "abfss://", "hf://", "http://", "https://"];
     starts.iter().any(|start| bytes.starts_with(start.as_bytes()))
 }
 
@@ -283,9 +283,13 @@ pub fn is_url(path: &Path) -> bool {
 fn without_secrets(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
     let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
-    let host =
-        authority.rsplit_once('@').map_or(authority.to_owned(), |(_, host)| format!("***@{host}"));
-    match path.find('?').filter(|_| !["s3", "hf"].contains(&scheme)) {
+    // Azure has the container before its host.
+    let is_secret = |user: &str| !scheme.starts_with("abfs") || user.contains(':');
+    let host = match authority.rsplit_once('@').filter(|(user, _)| is_secret(user)) {
+        Some((_, host)) => format!("***@{host}"),
+        None => authority.to_owned(),
+    };
+    match path.find('?').filter(|_| !["s3", "gs", "hf"].contains(&scheme)) {
         Some(end) => format!("{scheme}://{host}{}?***", &path[..end]),
         None => format!("{scheme}://{host}{path}"),
     }
@@ -560,6 +564,12 @@ mod tests {
             ("http://h/a?hunter2#x", "http://h/a?***"),
             ("s3://b/a?b", "s3://b/a?b"),
             ("s3://u:hunter2@b/a@b", "s3://***@b/a@b"),
+            ("hf://a/b@main/x?y", "hf://a/b@main/x?y"),
+            (
+                "abfss://c@a.dfs.core.windows.net/x?hunter2",
+                "abfss://c@a.dfs.core.windows.net/x?***",
+            ),
+            ("abfss://u:hunter2@h/x", "abfss://***@h/x"),
         ] {
             let path = Path::new(url);
             assert_eq!(

@@ -162,26 +162,39 @@ impl StoreKind for RemoteKind {
     }
 
     fn lists_all(&self) -> bool {
-        self.root == S3
+        !self.root.starts_with("http")
     }
 }
 
-const S3: &str = "s3://";
-
 #[test]
 fn an_s3_store_conforms() {
-    // The server is named by the environment of a process.
-    const SERVED: &str = "TENSORFS_TEST_S3";
+    conforms_by_environment("an_s3_store_conforms", "s3://", "object_server.py", &[]);
+}
+
+#[test]
+fn a_store_of_google_conforms() {
+    conforms_by_environment("a_store_of_google_conforms", "gs://", "cloud_server.py", &["google"]);
+}
+
+#[test]
+fn a_store_of_azure_conforms() {
+    conforms_by_environment("a_store_of_azure_conforms", "az://", "cloud_server.py", &["azure"]);
+}
+
+/// Checks a kind whose server is named by the environment, in a process of its own: the test `name`
+/// there.
+fn conforms_by_environment(name: &str, root: &str, script: &str, args: &[&str]) {
+    const SERVED: &str = "TENSORFS_TEST_PORT";
     let Ok(port) = std::env::var(SERVED) else {
-        let server = ObjectServer::start();
+        let server = ObjectServer::start_script(script, args);
         let mut own = Command::new(std::env::current_exe().unwrap());
-        own.args(["--exact", "an_s3_store_conforms"]).envs(server.environment());
+        own.args(["--exact", name]).envs(server.environment());
         let done = own.env(SERVED, server.port().to_string()).output().unwrap();
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
         return;
     };
     let server = Arc::new(ObjectServer::of_port(port.parse().unwrap()));
-    conforms(&|| RemoteKind::new(&server, S3));
+    conforms(&|| RemoteKind::new(&server, root));
 }
 
 #[test]

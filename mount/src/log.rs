@@ -71,6 +71,17 @@ pub(crate) fn is_quiet() -> bool {
     QUIET.load(Ordering::Relaxed)
 }
 
+/// Crates whose log may have secrets: texts that are signed, answers with tokens, signed URLs.
+const SILENT: [&str; 7] = [
+    "reqsign_aws_core",
+    "reqsign_aws_v4",
+    "reqsign_azure_storage",
+    "reqsign_core",
+    "reqsign_google",
+    "reqwest",
+    "hyper",
+];
+
 /// Starts logging to standard error: warnings, more with each `verbose`, or what
 /// `TENSORFS_LOG` says; errors only if this process is to be quiet.
 pub(crate) fn start(verbose: u8) {
@@ -82,8 +93,10 @@ pub(crate) fn start(verbose: u8) {
         2 => "debug",
         _ => "trace",
     };
-    let chosen = EnvFilter::try_from_env(FILTER).ok().filter(|_| !is_quiet());
-    let filter = chosen.unwrap_or_else(|| EnvFilter::new(default));
+    let given = EnvFilter::try_from_env(FILTER).ok().filter(|_| !is_quiet());
+    let chosen = given.unwrap_or_else(|| EnvFilter::new(default));
+    let silent = SILENT.iter().filter_map(|name| format!("{name}=off").parse().ok());
+    let filter = silent.fold(chosen, EnvFilter::add_directive);
     // A second call, as tests make, changes nothing.
     let _ = tracing_subscriber::registry().with(filter).with(Events).try_init();
 }

@@ -1,4 +1,5 @@
-//! A server of objects in a process of its own: `tests/python/object_server.py`.
+//! A server of objects in a process of its own: `tests/python/object_server.py`, or one of
+//! `tests/python/cloud_server.py`.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -14,14 +15,20 @@ pub(crate) struct ObjectServer {
 impl ObjectServer {
     /// Starts a server without objects.
     pub(crate) fn start() -> ObjectServer {
+        ObjectServer::start_script("object_server.py", &[])
+    }
+
+    /// Starts the server of a script without objects.
+    pub(crate) fn start_script(name: &str, args: &[&str]) -> ObjectServer {
         let python = std::env::var_os("TENSORFS_PYTHON").unwrap_or_else(|| "python3".into());
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
         let script = script
-            .map(|folder| folder.join("tests/python/object_server.py"))
+            .map(|folder| folder.join("tests/python").join(name))
             .find(|script| script.exists())
             .unwrap();
         let mut child = Command::new(python)
             .arg(script)
+            .args(args)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -54,6 +61,11 @@ impl ObjectServer {
         ];
         let mut all: Vec<_> = fixed.map(|(name, value)| (name, value.to_owned())).to_vec();
         all.push(("AWS_ENDPOINT_URL", self.url()));
+        all.push(("STORAGE_EMULATOR_HOST", self.url()));
+        all.push(("GCE_METADATA_HOST", format!("127.0.0.1:{}", self.port)));
+        all.push(("AZURE_STORAGE_ENDPOINT", format!("{}/testaccount", self.url())));
+        all.push(("AZURE_STORAGE_ACCOUNT", "testaccount".to_owned()));
+        all.push(("AZURE_SKIP_SIGNATURE", "1".to_owned()));
         all
     }
 

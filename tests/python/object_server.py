@@ -26,11 +26,14 @@ from xml.sax.saxutils import escape
 ACCESS_KEY = "AKIDTESTACCESSKEY"
 SECRET_KEY = "a-secret-key-of-the-tests/that+nobody=shows"
 CHUNK = 1 << 16
+# Refusals that are no 403.
+REFUSALS = {"AuthenticationRequired": 401, "InvalidAuthenticationInfo": 401, "InvalidHeaderValue": 400}
 
 
 class Stored:
     def __init__(self, data, number, date=None):
         self.data = data
+        self.number = number
         self.tag = hashlib.md5(data).hexdigest() + f"-{number}"
         self.date = int(date or time.time())
 
@@ -150,6 +153,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     # The head of an answer and its first bytes leave at once.
     wbufsize = -1
+    NO_BUCKET = "NoSuchBucket"
 
     @property
     def store(self):
@@ -219,10 +223,10 @@ class Handler(BaseHTTPRequestHandler):
             return None
         refusal = self.refusal(bucket)
         if refusal:
-            return self.error(403, refusal)
+            return self.error(REFUSALS.get(refusal, 403), refusal)
         if bucket not in self.store.objects:
-            return self.error(404, "NoSuchBucket")
-        if query.get("list-type") == ["2"]:
+            return self.error(404, self.NO_BUCKET)
+        if self.is_listing(query):
             return self.listing(bucket, query)
         stored = self.store.objects[bucket].get(key)
         if not stored:
@@ -274,10 +278,18 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.close()
         self.close_connection = True
 
-    def listing(self, bucket, query):
-        one = lambda name, default="": query.get(name, [default])[0]
-        prefix, delimiter = one("prefix"), one("delimiter")
-        most = min(int(one("max-keys", "1000")), self.store.page)
+    def is_listing(self, query):
+        return query.get("list-type") == ["2"]
+
+    def more_headers(self, stored):
+        """Headers of an object that another kind of server adds."""
+        return []
+
+    def more_listed(self, stored):
+        return ""
+
+    def entries(self, bucket, prefix, delimiter):
+        """Names and objects in a folder, `None` for folders in it."""
         keys, seen = [], set()
         for key in sorted(self.store.objects[bucket]):
             if not key.startswith(prefix):
@@ -290,6 +302,12 @@ class Handler(BaseHTTPRequestHandler):
                     keys.append((folder, None))
             else:
                 keys.append((key, self.store.objects[bucket][key]))
+        return keys
+
+    def listing(self, bucket, query):
+        one = lambda name, default="": query.get(name, [default])[0]
+        most = min(int(one("max-keys", "1000")), self.store.page)
+        keys = self.entries(bucket, one("prefix"), one("delimiter"))
         token = one("continuation-token")
         keys = [entry for entry in keys if not token or entry[0] > token.removeprefix("token ")]
         page, rest = keys[:most], keys[most:]
@@ -305,7 +323,7 @@ class Handler(BaseHTTPRequestHandler):
             tag = f"<ETag>{escape(self.tag(stored) or '')}</ETag>"
             lines.append(
                 f"<Contents><Key>{escape(key)}</Key><LastModified>{when}</LastModified>{tag}"
-                f"<Size>{len(stored.data)}</Size></Contents>"
+                f"<Size>{len(stored.data)}</Size>{self.more_listed(stored)}</Contents>"
             )
         body = "".join([*lines, "</ListBucketResult>"]).encode()
         self.answer(200, body, [("Content-Type", "application/xml")])
@@ -332,6 +350,7 @@ class Handler(BaseHTTPRequestHandler):
             headers.append(("Last-Modified", email.utils.formatdate(stored.date, usegmt=True)))
         if self.tag(stored):
             headers.append(("ETag", self.tag(stored)))
+        headers += self.more_headers(stored)
         wanted = self.headers.get("Range")
         if wanted and kind != "ignores-range" and self.command == "GET":
             start, _, last = wanted.removeprefix("bytes=").partition("-")

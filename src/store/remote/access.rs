@@ -2,9 +2,10 @@
 
 use http::request::Parts;
 use reqsign_aws_v4::RequestSigner;
+use reqsign_azure_storage::{Credential as AzureCredential, RequestSigner as AzureSigner};
 use reqsign_core::{Context, SignRequest};
 use reqwest::StatusCode;
-use reqwest::header::HeaderValue;
+use reqwest::header::{self, HeaderMap, HeaderName, HeaderValue};
 
 use super::hub::HubAccess;
 use super::patience::{Trouble, unusable};
@@ -14,12 +15,25 @@ use crate::sync::Mutex;
 /// The hash of no bytes, which is what all requests here send.
 const NO_BYTES_SHA256: &str = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
 
+const CANNOT_SIGN: &str = "the credentials cannot sign a request";
+
+/// The version of Azure's protocol that requests speak.
+const AZURE_VERSION: &str = "2021-12-02";
+
+/// The headers by which Google names the state of an object, and asks for one state only.
+const GENERATION: HeaderName = HeaderName::from_static("x-goog-generation");
+const IF_GENERATION: HeaderName = HeaderName::from_static("x-goog-if-generation-match");
+
 /// How a server lets requests in.
 pub(super) enum Access {
     /// Everybody is let in.
     Open,
     /// With a signature of S3.
     S3(S3Signing),
+    /// With a token of Google.
+    Google(GoogleAccess),
+    /// With a signature or a token of Azure.
+    Azure(Box<AzureAccess>),
     /// With a token, and by links to other hosts.
     Hub(Box<HubAccess>),
 }
@@ -33,6 +47,23 @@ pub(super) struct S3Signing {
     pub(super) is_wanted: bool,
     /// The URL of the bucket with `{region}` in it, if the server depends on the region.
     pub(super) by_region: Option<String>,
+}
+
+/// How requests to Google Cloud Storage are let in.
+#[derive(Debug)]
+pub(super) struct GoogleAccess {
+    /// Whether credentials are looked for.
+    pub(super) is_wanted: bool,
+}
+
+/// How requests to Azure are let in.
+pub(super) struct AzureAccess {
+    /// The key or the signature of the environment. Never printed.
+    pub(super) own: Option<AzureCredential>,
+    /// Whether requests are signed at all.
+    pub(super) is_wanted: bool,
+    /// Whether others may be asked for a token, which then goes to the server.
+    pub(super) may_ask: bool,
 }
 
 impl Access {
@@ -55,17 +86,73 @@ impl Access {
     ) -> Result<bool, Trouble> {
         match self {
             Access::S3(signing) if signing.is_wanted => {
-                let Some(credential) = process.credentials.get().await else { return Ok(false) };
+                let Some(credential) = process.aws.get().await else { return Ok(false) };
                 let hash = HeaderValue::from_static(NO_BYTES_SHA256);
                 parts.headers.insert("x-amz-content-sha256", hash);
                 let signer = RequestSigner::new("s3", &signing.region.lock().clone());
                 let nothing = Context::new();
                 let signed = signer.sign_request(&nothing, parts, Some(&credential), None);
                 // The details may have secrets.
-                signed.await.map_err(|_| unusable("the credentials cannot sign a request"))?;
+                signed.await.map_err(|_| unusable(CANNOT_SIGN))?;
+                Ok(true)
+            }
+            Access::Google(access) => {
+                by_generation(&mut parts.headers);
+                if !access.is_wanted {
+                    return Ok(false);
+                }
+                let token = process.google.get().await.and_then(|found| found.token);
+                let Some(token) = token else { return Ok(false) };
+                let header = HeaderValue::try_from(format!("Bearer {}", token.access_token));
+                let mut header = header.map_err(|_| unusable(CANNOT_SIGN))?;
+                header.set_sensitive(true);
+                parts.headers.insert(header::AUTHORIZATION, header);
+                Ok(true)
+            }
+            Access::Azure(access) => {
+                parts.headers.insert("x-ms-version", HeaderValue::from_static(AZURE_VERSION));
+                let credential = match &access.own {
+                    _ if !access.is_wanted => None,
+                    None if access.may_ask => process.azure.get().await,
+                    own => own.clone(),
+                };
+                let Some(credential) = credential else { return Ok(false) };
+                let signer = AzureSigner::new();
+                let nothing = Context::new();
+                let signed = signer.sign_request(&nothing, parts, Some(&credential), None);
+                signed.await.map_err(|_| unusable(CANNOT_SIGN))?;
                 Ok(true)
             }
             _ => Ok(false),
+        }
+    }
+
+    /// Names the state of the object in the headers of an answer as listings do, where that is not by
+    /// its ETag.
+    pub(super) fn name_state(&self, headers: &mut HeaderMap) {
+        if let (Access::Google(_), Some(generation)) = (self, headers.get(GENERATION).cloned()) {
+            headers.insert(header::ETAG, generation);
+        }
+    }
+
+    /// Whether a refusal means that the credentials have ended.
+    pub(super) fn have_ended(&self, status: StatusCode, code: &str, is_signed: bool) -> bool {
+        let is_unknown = is_signed && status == StatusCode::UNAUTHORIZED;
+        match self {
+            Access::S3(_) => ["ExpiredToken", "TokenRefreshRequired"].contains(&code),
+            Access::Google(_) => is_unknown,
+            Access::Azure(access) => is_unknown && access.own.is_none(),
+            _ => false,
+        }
+    }
+
+    /// Asks for credentials anew with the next request.
+    pub(super) async fn forget(&self, process: &RemoteProcess) {
+        match self {
+            Access::S3(_) => process.aws.forget().await,
+            Access::Google(_) => process.google.forget().await,
+            Access::Azure(_) => process.azure.forget().await,
+            _ => {}
         }
     }
 
@@ -86,10 +173,38 @@ impl Access {
                  AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
             }
             (Access::S3(_), _) => "AWS_SKIP_SIGNATURE is set, and it is not public",
+            (Access::Azure(access), "AuthenticationFailed" | "AuthorizationFailure")
+                if access.own.is_some() =>
+            {
+                "the key or the signature is wrong, or the clock of this machine"
+            }
+            (Access::Google(_) | Access::Azure(_), _) if is_signed => {
+                "the credentials do not allow it"
+            }
+            (Access::Google(_), _) => {
+                "no credentials were found, and it is not public: set GOOGLE_APPLICATION_CREDENTIALS"
+            }
+            (Access::Azure(access), _) if access.is_wanted => {
+                "no credentials were found, and it is not public: set AZURE_STORAGE_KEY or \
+                 AZURE_STORAGE_SAS_TOKEN"
+            }
+            (Access::Azure(_), _) => "AZURE_SKIP_SIGNATURE is set, and it is not public",
             _ if status == StatusCode::UNAUTHORIZED => {
                 "it asks for a login, which is not supported"
             }
             _ => "it is not public",
         }
+    }
+}
+
+/// Asks for a state by its generation, where the condition is one.
+fn by_generation(headers: &mut HeaderMap) {
+    let condition = headers.get(header::IF_MATCH).and_then(|value| value.to_str().ok());
+    let generation = condition.map(|condition| condition.trim_matches('"'));
+    let is_number = |text: &&str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let generation = generation.filter(is_number).and_then(|text| HeaderValue::from_str(text).ok());
+    if let Some(generation) = generation {
+        headers.remove(header::IF_MATCH);
+        headers.insert(IF_GENERATION, generation);
     }
 }

@@ -1,15 +1,14 @@
-//! Credentials for S3: the chain of AWS, asked when they are first needed and again before they end.
+//! Credentials: chains of ways to them, asked when they are first needed and again before they end.
+
+pub(super) mod aws;
+pub(super) mod azure;
+pub(super) mod google;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use reqsign_aws_core::{
-    AssumeRoleWithWebIdentityCredentialProvider, Credential, ECSCredentialProvider,
-    EnvCredentialProvider, IMDSv2CredentialProvider, ProcessCredentialProvider,
-    ProfileCredentialProvider, SSOCredentialProvider,
-};
 use reqsign_core::time::Timestamp;
 use reqsign_core::{
     CommandExecute, CommandOutput, Context, Env, Error, FileRead, HttpSend, OsEnv,
@@ -28,64 +27,59 @@ const SERVICE_LIMIT: Duration = Duration::from_secs(10);
 /// How long it counts that there are none.
 const NONE_FOR: Duration = Duration::from_secs(60);
 
-/// A way to credentials.
-type Provider = Box<dyn ProvideCredentialDyn<Credential = Credential>>;
+/// Ways to credentials, with names for people.
+pub(super) type Providers<C> = Vec<(&'static str, Box<dyn ProvideCredentialDyn<Credential = C>>)>;
 
-/// The ways to credentials, in the order of AWS, with names for the log.
-fn providers() -> Vec<(&'static str, Provider)> {
-    vec![
-        ("the environment", Box::new(EnvCredentialProvider::new())),
-        ("a profile", Box::new(ProfileCredentialProvider::default())),
-        ("SSO", Box::new(SSOCredentialProvider::default())),
-        ("a web identity", Box::new(AssumeRoleWithWebIdentityCredentialProvider::default())),
-        ("a program of a profile", Box::new(ProcessCredentialProvider::default())),
-        ("the container", Box::new(ECSCredentialProvider::default())),
-        ("the machine", Box::new(IMDSv2CredentialProvider::default())),
-    ]
-}
+/// Credentials with the name of the way to them.
+type Found<C> = Option<(C, &'static str)>;
 
-/// The credentials of this process.
-pub(super) struct CredentialChain {
-    providers: Vec<(&'static str, Provider)>,
+/// The credentials of this process for one kind of server.
+pub(super) struct CredentialChain<C> {
+    providers: Providers<C>,
     context: Context,
     /// The last result, and its time. Never printed.
-    held: tokio::sync::Mutex<Option<(Option<Credential>, Instant)>>,
+    held: tokio::sync::Mutex<Option<(Found<C>, Instant)>>,
 }
 
-impl CredentialChain {
-    /// The chain, which asks services by `client`.
-    pub(super) fn new(client: reqwest::Client, of_host: reqwest::Client) -> CredentialChain {
-        let context = Context::new()
-            .with_env(Variables)
-            .with_file_read(LocalFiles)
-            .with_command_execute(LocalCommands)
-            .with_http_send(Services { client, of_host });
-        CredentialChain { providers: providers(), context, held: tokio::sync::Mutex::default() }
+/// The parts of this machine that providers may use. Services are asked by `client`, those of the host by `of_host`.
+pub(super) fn context_of(client: reqwest::Client, of_host: reqwest::Client) -> Context {
+    Context::new()
+        .with_env(Variables)
+        .with_file_read(LocalFiles)
+        .with_command_execute(LocalCommands)
+        .with_http_send(Services { client, of_host })
+}
+
+impl<C: SigningCredential> CredentialChain<C> {
+    /// The chain of `providers`.
+    pub(super) fn new(providers: Providers<C>, context: Context) -> CredentialChain<C> {
+        CredentialChain { providers, context, held: tokio::sync::Mutex::default() }
     }
 
     /// The credentials, `None` where there are none: then requests are not signed.
-    pub(super) async fn get(&self) -> Option<Credential> {
+    pub(super) async fn get(&self) -> Option<C> {
         let mut held = self.held.lock().await;
         match &*held {
-            Some((Some(credential), _)) if credential.is_valid() => {
+            Some((Some((credential, _)), _)) if credential.is_valid() => {
                 return Some(credential.clone());
             }
             Some((None, since)) if since.elapsed() < NONE_FOR => return None,
             _ => {}
         }
         let found = tokio::time::timeout(CHAIN_LIMIT, self.ask()).await.unwrap_or_default();
-        *held = Some((found.clone(), Instant::now()));
-        found
+        let credential = found.as_ref().map(|(credential, _)| credential.clone());
+        *held = Some((found, Instant::now()));
+        credential
     }
 
     /// The first credentials that a provider gives. The message of a failure may have secrets, and is
     /// not logged.
-    async fn ask(&self) -> Option<Credential> {
+    async fn ask(&self) -> Found<C> {
         for (name, provider) in &self.providers {
             match provider.provide_credential_dyn(&self.context).await {
                 Ok(Some(found)) if found.is_valid_at(Timestamp::now()) => {
                     tracing::debug!("credentials come from {name}");
-                    return Some(found);
+                    return Some((found, name));
                 }
                 Ok(_) => {}
                 Err(e) => tracing::debug!("no credentials from {name}: {:?}", e.kind()),

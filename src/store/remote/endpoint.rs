@@ -28,6 +28,9 @@ const ERROR_LEN_MAX: usize = 64 << 10;
 /// The header by which S3 names the region of a bucket.
 const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region");
 
+/// The header in which Azure names the reason of a refusal.
+const AZURE_CODE: HeaderName = HeaderName::from_static("x-ms-error-code");
+
 /// A server.
 pub(super) struct Endpoint {
     /// The URL up to the name of an object.
@@ -76,13 +79,14 @@ impl Endpoint {
         let (request, is_signed) = self.request(process, wanted).await?;
         let is_open = matches!(self.access, Access::Open);
         let client = if is_open { &process.following } else { &process.direct };
-        let answer = match tokio::time::timeout(limit, client.execute(request)).await {
+        let mut answer = match tokio::time::timeout(limit, client.execute(request)).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(e)) => return Err(self.lost(e)),
             Err(_) => return Err(self.late(limit)),
         };
         self.counters.first_byte.add(sent.elapsed());
         if answer.status().is_success() {
+            self.access.name_state(answer.headers_mut());
             Ok(answer)
         } else {
             Err(self.refusal(answer, is_signed).await)
@@ -126,6 +130,8 @@ impl Endpoint {
         let (mut parts, ()) =
             builder.body(()).map_err(|_| unusable("is no usable URL"))?.into_parts();
         let is_signed = self.access.sign(process, &mut parts).await?;
+        // A signature may be part of the URL.
+        let url = parts.uri.to_string().parse().map_err(|_| unusable("is no usable URL"))?;
         let mut request = reqwest::Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;
         Ok((request, is_signed))
@@ -142,7 +148,10 @@ impl Endpoint {
     /// The meaning of an answer that is no success.
     async fn refusal(&self, answer: Response, is_signed: bool) -> Trouble {
         let (status, headers) = (answer.status(), answer.headers().clone());
-        let code = code_of(answer).await;
+        let code = match text_of(&headers, AZURE_CODE).filter(|code| is_code(code)) {
+            Some(code) => code.to_owned(),
+            None => code_of(answer).await,
+        };
         if let Some(trouble) = self.other_region(&headers, &code) {
             return trouble;
         }
@@ -150,19 +159,19 @@ impl Endpoint {
         let said = if code.is_empty() { number.to_string() } else { format!("{number} {code}") };
         let said = format!("{} answers {said}", self.host);
         let refused = |kind, why: String| Trouble::Final(io::Error::new(kind, why));
-        if code == "ExpiredToken" || code == "TokenRefreshRequired" {
+        if self.access.have_ended(status, &code, is_signed) {
             if let Ok(process) = RemoteProcess::get() {
-                process.credentials.forget().await;
+                self.access.forget(process).await;
             }
             return Trouble::Broken(format!("{said}: the credentials have ended"));
         }
         match status {
             StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE => replaced(),
             StatusCode::NOT_FOUND | StatusCode::GONE => {
-                let why = if code == "NoSuchBucket" {
-                    "there is no such bucket"
-                } else {
-                    "nothing is there"
+                let why = match code.as_str() {
+                    "NoSuchBucket" => "there is no such bucket",
+                    "ContainerNotFound" => "there is no such container",
+                    _ => "nothing is there",
                 };
                 refused(io::ErrorKind::NotFound, format!("{said}: {why}"))
             }
@@ -443,8 +452,11 @@ async fn code_of(mut answer: Response) -> String {
 fn code_in(text: &str) -> String {
     let code = text.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>"));
     let code = code.map_or("", |(code, _)| code.trim());
-    let is_plain = code.len() < 64 && code.chars().all(|c| c.is_ascii_alphanumeric() || c == '.');
-    if is_plain { code.to_owned() } else { String::new() }
+    if is_code(code) { code.to_owned() } else { String::new() }
+}
+
+fn is_code(text: &str) -> bool {
+    text.len() < 64 && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '.')
 }
 
 #[cfg(test)]

@@ -2,6 +2,11 @@
 
 use super::state::ObjectState;
 
+/// Whether a folder can have an entry of this name.
+pub(super) fn is_entry_name(name: &str) -> bool {
+    !["", ".", ".."].contains(&name) && !name.contains(['/', '\0'])
+}
+
 /// An entry of a folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum StoreEntry {

@@ -4,11 +4,24 @@ use std::path::{Component, Path, PathBuf};
 
 use super::hub::HubRepository;
 
+/// Hosts of accounts. Tokens go to no others.
+const SUFFIXES: [&str; 5] = [
+    ".core.windows.net",
+    ".core.chinacloudapi.cn",
+    ".core.usgovcloudapi.net",
+    ".core.cloudapi.de",
+    ".fabric.microsoft.com",
+];
+
 /// The protocol of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Protocol {
     /// S3, with listings and signatures.
     S3,
+    /// Google Cloud Storage.
+    Google,
+    /// Azure Blob Storage.
+    Azure,
     /// Plain files of an HTTP server.
     Http,
     /// The hub of Hugging Face.
@@ -42,24 +55,35 @@ impl Location {
             return Ok(Location { protocol: Protocol::Hub, root, authority });
         }
         let authority = rest.split('/').next().unwrap_or_default();
-        let is_s3 = scheme == "s3";
+        let protocol = match scheme {
+            "s3" => Protocol::S3,
+            "gs" => Protocol::Google,
+            "az" | "abfs" | "abfss" => Protocol::Azure,
+            _ => Protocol::Http,
+        };
+        let root = format!("{scheme}://{authority}");
+        if protocol == Protocol::Azure {
+            parse_container(authority)?;
+            return Ok(Location { protocol, root, authority: authority.to_owned() });
+        }
+        let is_bucket = protocol != Protocol::Http;
         if authority.contains('@') {
             let why = "user names and passwords do not belong into a URL, where others see them";
             return Err(why.to_owned());
         }
-        if !is_s3 && rest.contains(['?', '#']) {
+        if !is_bucket && rest.contains(['?', '#']) {
             let why = "URLs with `?` or `#` are not supported: name the file or folder itself";
             return Err(why.to_owned());
         }
         if authority.is_empty() {
-            return Err(if is_s3 { "names no bucket" } else { "names no host" }.to_owned());
+            return Err(if is_bucket { "names no bucket" } else { "names no host" }.to_owned());
         }
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
-        if is_s3 && !authority.chars().all(is_plain) {
-            return Err("is no name of a bucket: expected s3://BUCKET/PREFIX".to_owned());
+        if is_bucket && !authority.chars().all(is_plain) {
+            return Err("is no name of a bucket: expected ".to_owned()
+                + scheme
+                + "://BUCKET/PREFIX");
         }
-        let protocol = if is_s3 { Protocol::S3 } else { Protocol::Http };
-        let root = format!("{scheme}://{authority}");
         Ok(Location { protocol, root, authority: authority.to_owned() })
     }
 
@@ -79,6 +103,41 @@ impl Location {
             format!("{}/{key}", self.root).into()
         }
     }
+}
+
+/// The parts of `CONTAINER[@HOST]` in a URL.
+///
+/// # Errors
+/// Why it has another form.
+pub(super) fn parse_container(authority: &str) -> Result<(&str, Option<&str>), String> {
+    let expected =
+        "expected az://CONTAINER/PATH, or abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH";
+    let (container, host) = match authority.split_once('@') {
+        Some((container, host)) => (container, Some(host)),
+        None => (authority, None),
+    };
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-$_.".contains(c);
+    if container.is_empty() || !container.chars().all(is_plain) {
+        return Err(format!("names no container: {expected}"));
+    }
+    let is_host = |host: &str| {
+        SUFFIXES.iter().any(|suffix| host.ends_with(suffix))
+            && host.chars().all(|c| c.is_ascii_alphanumeric() || "-.".contains(c))
+    };
+    if host.is_some_and(|host| !is_host(host)) {
+        return Err(format!("names no account of Azure: {expected}"));
+    }
+    Ok((container, host))
+}
+
+/// Whether nobody on the way to `server`, a URL, reads what is sent there: tokens go to such servers only.
+pub(super) fn is_confidential(server: &str) -> bool {
+    let host = server.strip_prefix("http://").unwrap_or_default();
+    let host = host.split('/').next().unwrap_or_default();
+    let is_here = |name: &str| {
+        host.strip_prefix(name).is_some_and(|port| port.is_empty() || port.starts_with(':'))
+    };
+    server.starts_with("https://") || ["127.0.0.1", "localhost", "[::1]"].into_iter().any(is_here)
 }
 
 /// `key` for the path of a URL: every byte is escaped but those that mean themselves everywhere.
@@ -118,6 +177,9 @@ mod tests {
             ("s3://bucket//a///b", "s3://bucket", "a/b"),
             ("https://host:8443/a%20b/c", "https://host:8443", "a%20b/c"),
             ("http://[::1]:80/x", "http://[::1]:80", "x"),
+            ("gs://bucket/a?b", "gs://bucket", "a?b"),
+            ("az://container/a", "az://container", "a"),
+            ("abfss://c@a.dfs.core.windows.net/x", "abfss://c@a.dfs.core.windows.net", "x"),
             ("hf://a/b@refs/pr/1/x/y", "hf://a/b@refs/pr/1", "x/y"),
             ("hf://models//a/b/", "hf://models/a/b", ""),
         ] {
@@ -137,6 +199,9 @@ mod tests {
             "s3://bucket/../x",
             "hf://a/b/../x",
             "hf://user:hunter2@a/b",
+            "gs://",
+            "gs://a b/key",
+            "az://container@hunter2/x",
             "http:///x",
             "https://user:hunter2@host/x",
             "https://host/x?signature=hunter2",
@@ -144,6 +209,30 @@ mod tests {
         ] {
             let why = Location::of(Path::new(url)).unwrap_err();
             assert!(!why.contains("hunter2"), "{url}: {why}");
+        }
+    }
+
+    #[test]
+    fn a_url_names_a_container_and_perhaps_an_account_of_azure() {
+        assert_eq!(parse_container("c").unwrap(), ("c", None));
+        let host = "a.dfs.core.windows.net";
+        assert_eq!(parse_container("c@a.dfs.core.windows.net").unwrap(), ("c", Some(host)));
+        for bad in
+            ["", "@a.dfs.core.windows.net", "c@evil.example.com", "c@a/core.windows.net", "c@x@y"]
+        {
+            parse_container(bad).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn tokens_go_to_secure_servers_and_to_this_machine() {
+        for server in
+            ["https://host/x", "http://127.0.0.1:80/x", "http://localhost", "http://[::1]:1"]
+        {
+            assert!(is_confidential(server), "{server}");
+        }
+        for server in ["http://host", "http://127.0.0.1.example.com", "ftp://127.0.0.1"] {
+            assert!(!is_confidential(server), "{server}");
         }
     }
 

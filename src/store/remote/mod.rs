@@ -5,8 +5,10 @@
 //! threads of the process, which start with the first remote source.
 
 mod access;
+mod azure;
 mod credentials;
 mod endpoint;
+mod google;
 mod hedging;
 mod hub;
 mod listing;
@@ -98,6 +100,8 @@ impl RemoteStore {
             let variable = |name: &str| std::env::var(name).ok();
             let made = match self.location.protocol {
                 Protocol::S3 => s3::endpoint_of(&self.location.authority, &variable),
+                Protocol::Google => google::endpoint_of(&self.location.authority, &variable),
+                Protocol::Azure => azure::endpoint_of(&self.location.authority, &variable),
                 Protocol::Http => Endpoint::new(self.location.root.clone(), Access::Open),
                 Protocol::Hub => self.hub_endpoint(&variable),
             };
@@ -133,9 +137,9 @@ impl RemoteStore {
     /// The escaped name of the object `key` in a URL.
     fn target(&self, key: &str) -> String {
         match self.location.protocol {
-            Protocol::S3 | Protocol::Hub => format!("/{}", escaped_key(key)),
             // It is escaped already.
             Protocol::Http => web::target(key, ""),
+            _ => format!("/{}", escaped_key(key)),
         }
     }
 
@@ -188,9 +192,14 @@ impl RemoteStore {
     async fn is_folder(&self, key: &str, deadline: Instant) -> io::Result<bool> {
         let endpoint = self.endpoint()?;
         match self.location.protocol {
-            Protocol::S3 if self.was_folder(key) => Ok(true),
-            Protocol::S3 => {
+            Protocol::S3 | Protocol::Google if self.was_folder(key) => Ok(true),
+            Protocol::S3 | Protocol::Google => {
                 let found = s3::list(endpoint, key, Some(2), deadline).await?;
+                Ok(self.note_folder(key, !found.is_empty()))
+            }
+            Protocol::Azure if self.was_folder(key) => Ok(true),
+            Protocol::Azure => {
+                let found = azure::list(endpoint, key, Some(2), deadline).await?;
                 Ok(self.note_folder(key, !found.is_empty()))
             }
             Protocol::Hub => Ok(tree::look(endpoint, key, deadline).await?.is_none()),
@@ -267,8 +276,9 @@ impl StoreKind for RemoteStore {
             |name: &str| if key.is_empty() { name.to_owned() } else { format!("{key}/{name}") };
         let found = self.run(deadline, async {
             match self.location.protocol {
-                Protocol::S3 => s3::list(endpoint, &key, None, deadline).await,
+                Protocol::S3 | Protocol::Google => s3::list(endpoint, &key, None, deadline).await,
                 Protocol::Http => web::list(endpoint, &key, self.asked_in(&key), deadline).await,
+                Protocol::Azure => azure::list(endpoint, &key, None, deadline).await,
                 Protocol::Hub => tree::list(endpoint, &key, deadline).await,
             }
         })?;

@@ -1,4 +1,4 @@
-//! S3: where a bucket is, and what lies in a folder of it.
+//! S3: where a bucket is, and what lies in a folder of it. Google lists in the same way.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use super::access::{Access, S3Signing};
 use super::endpoint::Endpoint;
-use super::listing::StoreEntry;
+use super::listing::{StoreEntry, is_entry_name};
 use super::location::escaped_value;
 use super::request::Wanted;
 use super::state::ObjectState;
@@ -135,6 +135,8 @@ struct S3Object {
     last_modified: Option<String>,
     #[serde(rename = "ETag")]
     tag: Option<String>,
+    /// The number of the state, where Google lists it.
+    generation: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -172,20 +174,20 @@ impl S3Page {
             let why = "the listing is cut off, and has no token for the rest";
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         }
-        let is_name = |name: &str| !["", ".", ".."].contains(&name) && !name.contains(['/', '\0']);
         for object in self.contents {
-            let Some(name) = object.key.strip_prefix(prefix).filter(|name| is_name(name)) else {
+            let Some(name) = object.key.strip_prefix(prefix).filter(|name| is_entry_name(name))
+            else {
                 continue;
             };
             let time = object.last_modified.as_deref();
             let modified = time.and_then(|time| time.trim().parse().ok()).map(Timestamp::as_second);
-            let tag = object.tag.as_deref().unwrap_or_default();
+            let tag = object.generation.as_deref().or(object.tag.as_deref()).unwrap_or_default();
             let state = ObjectState::new(object.size, tag, modified);
             entries.insert(name.to_owned(), StoreEntry::Object(state));
         }
         for S3Prefix { prefix: found } in self.common_prefixes {
             let name = found.strip_prefix(prefix).and_then(|name| name.strip_suffix('/'));
-            if let Some(name) = name.filter(|name| is_name(name)) {
+            if let Some(name) = name.filter(|name| is_entry_name(name)) {
                 // An object and a folder may have one name: the object counts.
                 entries.entry(name.to_owned()).or_insert(StoreEntry::Folder);
             }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
 
-use super::credentials::CredentialChain;
+use super::credentials::{CredentialChain, aws, azure, context_of, google};
 use crate::process::PerProcess;
 use crate::sync::Mutex;
 
@@ -39,7 +39,9 @@ pub(super) struct RemoteProcess {
     pub(super) following: reqwest::Client,
     /// Returns redirects as they are: a signature is for one server.
     pub(super) direct: reqwest::Client,
-    pub(super) credentials: CredentialChain,
+    pub(super) aws: CredentialChain<reqsign_aws_core::Credential>,
+    pub(super) azure: CredentialChain<reqsign_azure_storage::Credential>,
+    pub(super) google: CredentialChain<reqsign_google::Credential>,
     slots: Mutex<HashMap<String, Arc<Semaphore>>>,
 }
 
@@ -66,8 +68,12 @@ impl RemoteProcess {
         let following = client(reqwest::redirect::Policy::custom(follow), true)?;
         let direct = client(reqwest::redirect::Policy::none(), true)?;
         let of_host = client(reqwest::redirect::Policy::none(), false)?;
-        let credentials = CredentialChain::new(following.clone(), of_host);
-        Ok(RemoteProcess { runtime, following, direct, credentials, slots: Mutex::default() })
+        let context = context_of(following.clone(), of_host);
+        let aws = CredentialChain::new(aws::providers(), context.clone());
+        let azure = CredentialChain::new(azure::providers(), context.clone());
+        let google = CredentialChain::new(google::providers(), context);
+        let slots = Mutex::default();
+        Ok(RemoteProcess { runtime, following, direct, aws, azure, google, slots })
     }
 
     /// The requests that the server `host` may get at a time.

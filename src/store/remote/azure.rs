@@ -1,0 +1,302 @@
+//! Azure Blob Storage: where a container is, and what lies in a folder of it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io;
+use std::time::Instant;
+
+use reqsign_azure_storage::Credential;
+use reqsign_core::time::Timestamp;
+use reqwest::Method;
+use serde::Deserialize;
+
+use super::access::{Access, AzureAccess};
+use super::endpoint::Endpoint;
+use super::listing::{StoreEntry, is_entry_name};
+use super::location::{escaped_value, is_confidential, parse_container};
+use super::request::Wanted;
+use super::state::ObjectState;
+
+/// Most bytes of one page of a listing, which has 5000 blobs with names of at most 1024 characters.
+const PAGE_LEN_MAX: usize = 64 << 20;
+
+/// Most pages of a listing.
+const PAGES_MAX: usize = 1000;
+
+/// The account and the key of every emulator, which are no secret.
+const EMULATOR_ACCOUNT: &str = "devstoreaccount1";
+const EMULATOR_KEY: &str =
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==";
+
+/// The account of the environment.
+struct AzureSettings {
+    account: Option<String>,
+    /// The URL of the account.
+    server: Option<String>,
+    credential: Option<Credential>,
+}
+
+impl AzureSettings {
+    fn of(variable: &dyn Fn(&str) -> Option<String>) -> io::Result<AzureSettings> {
+        let given = |names: &[&str]| {
+            let mut found = names.iter().filter_map(|name| variable(name));
+            found.find(|value| !value.is_empty())
+        };
+        let text = given(&["AZURE_STORAGE_CONNECTION_STRING"]).unwrap_or_default();
+        let parts: HashMap<&str, &str> =
+            text.split(';').filter_map(|part| part.trim().split_once('=')).collect();
+        let part = |name: &str| parts.get(name).map(|value| (*value).to_owned());
+        let is_emulated = part("UseDevelopmentStorage").is_some_and(|value| value == "true");
+        let account = given(&["AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME"])
+            .or_else(|| part("AccountName"))
+            .or_else(|| is_emulated.then(|| EMULATOR_ACCOUNT.to_owned()));
+        let key = given(&["AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY"])
+            .or_else(|| part("AccountKey"))
+            .or_else(|| is_emulated.then(|| EMULATOR_KEY.to_owned()));
+        let signature =
+            given(&["AZURE_STORAGE_SAS_TOKEN"]).or_else(|| part("SharedAccessSignature"));
+        let of_suffix = || {
+            let scheme = part("DefaultEndpointsProtocol").unwrap_or_else(|| "https".to_owned());
+            Some(format!("{scheme}://{}.blob.{}", part("AccountName")?, part("EndpointSuffix")?))
+        };
+        let emulator = || is_emulated.then(|| format!("http://127.0.0.1:10000/{EMULATOR_ACCOUNT}"));
+        let server = given(&["AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_BLOB_ENDPOINT"])
+            .or_else(|| part("BlobEndpoint"))
+            .or_else(of_suffix)
+            .or_else(emulator);
+        let server = server.map(|server| own_server(&server)).transpose()?;
+        let credential = match (&account, key, signature) {
+            (Some(account), Some(key), _) => Some(Credential::with_shared_key(account, &key)),
+            (_, _, Some(signature)) => {
+                Some(Credential::with_sas_token(signature.trim_start_matches('?')))
+            }
+            _ => None,
+        };
+        Ok(AzureSettings { account, server, credential })
+    }
+}
+
+/// The URL of an account that the environment names.
+fn own_server(server: &str) -> io::Result<String> {
+    let server = server.trim_end_matches('/');
+    let host = server.strip_prefix("http://").or_else(|| server.strip_prefix("https://"));
+    if host.is_none_or(|host| host.is_empty() || host.contains(['@', '?', '#'])) {
+        let why =
+            "AZURE_STORAGE_ENDPOINT is no URL of an account: expected http(s)://HOST[/ACCOUNT]";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+    }
+    Ok(server.to_owned())
+}
+
+/// The server of a container, by the variables of the environment.
+///
+/// # Errors
+/// If no account is named, or its URL is not usable.
+pub(super) fn endpoint_of(
+    authority: &str,
+    variable: &dyn Fn(&str) -> Option<String>,
+) -> io::Result<Endpoint> {
+    let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why.to_owned());
+    let settings = AzureSettings::of(variable)?;
+    let (container, host) = parse_container(authority).map_err(|why| invalid(&why))?;
+    let account = host.and_then(|host| host.split('.').next());
+    let is_own = account.is_none() || account == settings.account.as_deref();
+    let server = match (host, settings.server, &settings.account) {
+        (_, Some(server), _) if is_own => server,
+        (Some(host), ..) => format!("https://{}", host.replacen(".dfs.", ".blob.", 1)),
+        (None, _, Some(account)) => format!("https://{account}.blob.core.windows.net"),
+        _ => {
+            return Err(invalid(
+                "names no account: set AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING",
+            ));
+        }
+    };
+    // A key or a signature is for one account.
+    let own = settings.credential.filter(|_| is_own);
+    let word = variable("AZURE_SKIP_SIGNATURE").unwrap_or_default().to_lowercase();
+    let is_wanted = !["1", "true", "yes", "on"].contains(&word.as_str());
+    let access = AzureAccess { own, is_wanted, may_ask: is_confidential(&server) };
+    Endpoint::new(format!("{server}/{container}"), Access::Azure(Box::new(access)))
+}
+
+/// The entries of the folder `key` by name. `most` bounds how many are asked for.
+///
+/// # Errors
+/// The refusal of the server, or no answer in time.
+pub(super) async fn list(
+    endpoint: &Endpoint,
+    key: &str,
+    most: Option<u32>,
+    deadline: Instant,
+) -> io::Result<BTreeMap<String, StoreEntry>> {
+    let prefix = if key.is_empty() { String::new() } else { format!("{key}/") };
+    let mut entries = BTreeMap::new();
+    let mut marker = String::new();
+    for _ in 0..PAGES_MAX {
+        let mut target = String::from("?restype=container&comp=list&delimiter=%2F");
+        if let Some(most) = most {
+            target.push_str(&format!("&maxresults={most}"));
+        }
+        if !marker.is_empty() {
+            target.push_str(&format!("&marker={}", escaped_value(&marker)));
+        }
+        target.push_str(&format!("&prefix={}", escaped_value(&prefix)));
+        let wanted = Wanted::new(Method::GET, target);
+        let text = endpoint.whole(&wanted, PAGE_LEN_MAX, deadline).await?;
+        let page = AzurePage::parse(&text)?;
+        page.blobs.take(&prefix, &mut entries);
+        marker = page.next_marker.unwrap_or_default();
+        if marker.is_empty() || (most.is_some() && !entries.is_empty()) {
+            return Ok(entries);
+        }
+    }
+    let why = format!("more than {PAGES_MAX} pages of names in one folder");
+    Err(io::Error::new(io::ErrorKind::InvalidData, why))
+}
+
+/// One page of a listing.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct AzurePage {
+    blobs: AzureBlobs,
+    next_marker: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct AzureBlobs {
+    #[serde(default, rename = "Blob")]
+    blobs: Vec<AzureBlob>,
+    #[serde(default, rename = "BlobPrefix")]
+    prefixes: Vec<AzurePrefix>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct AzureBlob {
+    name: String,
+    properties: AzureProperties,
+}
+
+#[derive(Debug, Deserialize)]
+struct AzureProperties {
+    #[serde(rename = "Last-Modified")]
+    modified: Option<String>,
+    #[serde(rename = "Etag")]
+    tag: Option<String>,
+    #[serde(rename = "Content-Length")]
+    len: u64,
+    /// It is `directory` for folders, where an account has them.
+    #[serde(rename = "ResourceType")]
+    resource: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct AzurePrefix {
+    name: String,
+}
+
+impl AzurePage {
+    fn parse(text: &[u8]) -> io::Result<AzurePage> {
+        let bad = |why: String| {
+            let why = format!("the listing is not that of Azure: {why}");
+            io::Error::new(io::ErrorKind::InvalidData, why)
+        };
+        let text = std::str::from_utf8(text).map_err(|e| bad(e.to_string()))?;
+        let text = text.trim_start_matches('\u{feff}');
+        if !text.contains("<EnumerationResults") {
+            return Err(bad("no EnumerationResults".to_owned()));
+        }
+        quick_xml::de::from_str(text).map_err(|e| bad(e.to_string()))
+    }
+}
+
+impl AzureBlobs {
+    /// Adds the entries below `prefix`. Names that no folder can have are left out.
+    fn take(self, prefix: &str, entries: &mut BTreeMap<String, StoreEntry>) {
+        for blob in self.blobs {
+            let name = blob.name.strip_prefix(prefix).filter(|name| is_entry_name(name));
+            let (Some(name), properties) = (name, blob.properties) else { continue };
+            if properties.resource.as_deref() == Some("directory") {
+                entries.entry(name.to_owned()).or_insert(StoreEntry::Folder);
+                continue;
+            }
+            let time = properties.modified.as_deref();
+            let modified = time.and_then(|time| Timestamp::parse_rfc2822(time.trim()).ok());
+            let tag = properties.tag.as_deref().unwrap_or_default();
+            let state = ObjectState::new(properties.len, tag, modified.map(Timestamp::as_second));
+            entries.insert(name.to_owned(), StoreEntry::Object(state));
+        }
+        for AzurePrefix { name } in self.prefixes {
+            let name = name.strip_prefix(prefix).and_then(|name| name.strip_suffix('/'));
+            if let Some(name) = name.filter(|name| is_entry_name(name)) {
+                // An object and a folder may have one name: the object counts.
+                entries.entry(name.to_owned()).or_insert(StoreEntry::Folder);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_has_blobs_folders_and_a_marker() {
+        let text = "\u{feff}<?xml version=\"1.0\" encoding=\"utf-8\"?>
+            <EnumerationResults ServiceEndpoint=\"http://h/a\" ContainerName=\"c\"><Prefix>a/</Prefix>
+            <Blobs><Blob><Name>a/x &amp; y</Name><Properties>
+            <Last-Modified>Wed, 21 Oct 2015 07:28:00 GMT</Last-Modified><Etag>0x8D</Etag>
+            <Content-Length>7</Content-Length><BlobType>BlockBlob</BlobType></Properties></Blob>
+            <BlobPrefix><Name>a/sub/</Name></BlobPrefix>
+            <Blob><Name>a/dir</Name><Properties><Content-Length>0</Content-Length>
+            <ResourceType>directory</ResourceType></Properties></Blob>
+            <Blob><Name>a/..</Name><Properties><Content-Length>0</Content-Length></Properties></Blob>
+            </Blobs><NextMarker>m=1</NextMarker></EnumerationResults>";
+        let page = AzurePage::parse(text.as_bytes()).unwrap();
+        assert_eq!(page.next_marker.as_deref(), Some("m=1"));
+        let mut entries = BTreeMap::new();
+        page.blobs.take("a/", &mut entries);
+        let state = ObjectState::new(7, "0x8D", Some(1_445_412_480));
+        let expected = [
+            ("dir".to_owned(), StoreEntry::Folder),
+            ("sub".to_owned(), StoreEntry::Folder),
+            ("x & y".to_owned(), StoreEntry::Object(state)),
+        ];
+        assert_eq!(entries, expected.into());
+        let empty = b"<EnumerationResults><Blobs /><NextMarker /></EnumerationResults>";
+        assert_eq!(AzurePage::parse(empty).unwrap().next_marker.unwrap_or_default(), "");
+        AzurePage::parse(b"<html></html>").unwrap_err();
+    }
+
+    #[test]
+    fn the_account_is_that_of_the_url_or_of_the_environment() {
+        let server = |authority: &str, variables: &[(&str, &str)]| {
+            let variable = |name: &str| {
+                let found = variables.iter().find(|(known, _)| *known == name);
+                found.map(|(_, value)| (*value).to_owned())
+            };
+            endpoint_of(authority, &variable).map(|endpoint| {
+                let Access::Azure(access) = &endpoint.access else { unreachable!() };
+                (endpoint.host.clone(), access.own.is_some())
+            })
+        };
+        let of = |host: &str, has_key| (host.to_owned(), has_key);
+        let account = ("AZURE_STORAGE_ACCOUNT", "mine");
+        let key = ("AZURE_STORAGE_KEY", "a2V5");
+        let text = "DefaultEndpointsProtocol=https;AccountName=mine;AccountKey=a2V5;EndpointSuffix=core.windows.net";
+        let string = ("AZURE_STORAGE_CONNECTION_STRING", text);
+        let emulator = ("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage=true");
+        let own = "mine.blob.core.windows.net";
+        assert_eq!(server("c", &[account, key]).unwrap(), of(own, true));
+        assert_eq!(server("c", &[string]).unwrap(), of(own, true));
+        assert_eq!(server("c", &[emulator]).unwrap(), of("127.0.0.1:10000", true));
+        let sas = ("AZURE_STORAGE_SAS_TOKEN", "?sv=1&sig=x");
+        assert_eq!(server("c@mine.dfs.core.windows.net", &[account, sas]).unwrap(), of(own, true));
+        let other = of("other.blob.core.windows.net", false);
+        assert_eq!(server("c@other.dfs.core.windows.net", &[account, key]).unwrap(), other);
+        assert!(server("c", &[key]).is_err());
+        let bad = [account, ("AZURE_STORAGE_ENDPOINT", "http://u:hunter2@host")];
+        assert!(!server("c", &bad).unwrap_err().to_string().contains("hunter2"));
+    }
+}

@@ -1,0 +1,22 @@
+//! Credentials for S3.
+
+use reqsign_aws_core::{
+    AssumeRoleWithWebIdentityCredentialProvider, Credential, ECSCredentialProvider,
+    EnvCredentialProvider, IMDSv2CredentialProvider, ProcessCredentialProvider,
+    ProfileCredentialProvider, SSOCredentialProvider,
+};
+
+use super::Providers;
+
+/// The ways to credentials, in the order of AWS, with names for people.
+pub(in crate::store::remote) fn providers() -> Providers<Credential> {
+    vec![
+        ("the environment", Box::new(EnvCredentialProvider::new())),
+        ("a profile", Box::new(ProfileCredentialProvider::default())),
+        ("SSO", Box::new(SSOCredentialProvider::default())),
+        ("a web identity", Box::new(AssumeRoleWithWebIdentityCredentialProvider::default())),
+        ("a program of a profile", Box::new(ProcessCredentialProvider::default())),
+        ("the container", Box::new(ECSCredentialProvider::default())),
+        ("the machine", Box::new(IMDSv2CredentialProvider::default())),
+    ]
+}

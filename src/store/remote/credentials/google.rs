@@ -1,0 +1,153 @@
+//! Credentials for Google Cloud Storage.
+
+use reqsign_core::{Context, ProvideCredential, Result};
+use reqsign_google::{
+    Credential, EnvCredentialProvider, ServiceAccountTokenCredentialProvider,
+    VmMetadataCredentialProvider, WellKnownCredentialProvider,
+};
+
+use super::Providers;
+
+/// The scope of a token.
+const SCOPE: &str = "https://www.googleapis.com/auth/devstorage.read_only";
+
+/// The ways to credentials, in the order of Google's programs, with names for people.
+pub(in crate::store::remote) fn providers() -> Providers<Credential> {
+    let file = EnvCredentialProvider::new().with_scope(SCOPE);
+    let own = WellKnownCredentialProvider::new().with_scope(SCOPE);
+    let machine = VmMetadataCredentialProvider::new().with_scope(SCOPE);
+    vec![
+        ("GOOGLE_APPLICATION_CREDENTIALS", Box::new(GoogleToken(file))),
+        ("the file of gcloud", Box::new(GoogleToken(own))),
+        ("the machine", Box::new(UnlessForbidden(machine))),
+    ]
+}
+
+/// A provider whose keys are exchanged for a token, which many requests then use.
+#[derive(Debug)]
+struct GoogleToken<P>(P);
+
+impl<P: ProvideCredential<Credential = Credential>> ProvideCredential for GoogleToken<P> {
+    type Credential = Credential;
+
+    async fn provide_credential(&self, context: &Context) -> Result<Option<Credential>> {
+        let found = self.0.provide_credential(context).await?;
+        match found.as_ref().and_then(|found| found.service_account.clone()) {
+            Some(account) => {
+                let token = ServiceAccountTokenCredentialProvider::new(account).with_scope(SCOPE);
+                token.provide_credential(context).await
+            }
+            None => Ok(found),
+        }
+    }
+}
+
+/// The service of the machine, unless the user says that there is none.
+#[derive(Debug)]
+struct UnlessForbidden(VmMetadataCredentialProvider);
+
+impl ProvideCredential for UnlessForbidden {
+    type Credential = Credential;
+
+    async fn provide_credential(&self, context: &Context) -> Result<Option<Credential>> {
+        let is_forbidden = context.env_var("NO_GCE_CHECK").is_some_and(|value| value == "true");
+        if is_forbidden { Ok(None) } else { self.0.provide_credential(context).await }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashMap;
+    use std::sync::Arc;
+
+    use bytes::Bytes;
+    use reqsign_core::{FileRead, HttpSend, StaticEnv};
+
+    use crate::sync::Mutex;
+
+    /// A key of nobody, made for this test.
+    const KEY: &str = "\
+        -----BEGIN PRIVATE KEY-----\n\
+        MIICdQIBADANBgkqhkiG9w0BAQEFAASCAl8wggJbAgEAAoGBAKdo2uEJOnnbIcid\n\
+        NY5m3wEZJ4q/NHuQJ419TbBu7psS+soNv4NV3u3o4Hn0rvnXonWcTrBnyT9P8luJ\n\
+        Nk7txbKKeLNbRzI7S1vrmUa771LBVkc5bieWQlFP1RfeiVhBSEOHyjpCPb0V/OS2\n\
+        /p+tv35JBHW+x+miMyK/mfsB3uf5AgMBAAECgYAwU8Wz5v0ZhlfXWQLH7Ax+fat7\n\
+        kzzsWq4AW2bdAvkgjTcWsydRG63yUiLTMf59I3HDr+7LX/qpq0OUhyTFXkCOlYGr\n\
+        GLRaO2YeJsODKVrUwX1LQ5z+geRMaDdwOickCectgShrFCLfj3xFPnm23UwHc84V\n\
+        p0P57N5jb7HA93J38QJBANB22ZEk2ixd6AGlnl6w+IwrFrm9N871ROCnUgEWx7Kw\n\
+        sr20ZYgB3ReoMwArYTGeYsnfUvN1ztMa2Hx4bAqnGNUCQQDNlW3iqROiL0n7VKNV\n\
+        FZE8RaIRn51mrROgQlkecn6SvkX4S8OI/m7hQRPOdwzdfS2hhWDbnhSubQhuVYzy\n\
+        YaSVAkAWOLUUfcMr+46hrk/ldCPqfSVdA0iRrR98exmIuC7tY1yKUFKKXvh8bxeQ\n\
+        qw8fROzu6/lhrmsvoar2CbgqoolJAkBo9gXoV1KC14n6G7hYVG6WSyb3wHpoVa1T\n\
+        gQxnEyW0XhjzMBtg8iZCMyudmgKjgqmtcZ+GASul8lz/mAYiKeARAkBEzpL97Czy\n\
+        pieDuEBilaaJc1GFfRXiwUPB5vMsVLpjdqDrU4386viIj9NAjg2BD+R4FX0WMprB\n\
+        0JgrjG8TMcru\n\
+        -----END PRIVATE KEY-----\n";
+
+    /// Answers every request with a token, and keeps the requests.
+    #[derive(Clone, Debug, Default)]
+    struct Exchange(Arc<Mutex<Vec<(String, String)>>>);
+
+    impl HttpSend for Exchange {
+        async fn http_send(&self, request: http::Request<Bytes>) -> Result<http::Response<Bytes>> {
+            let body = String::from_utf8_lossy(request.body()).into_owned();
+            self.0.lock().push((request.uri().to_string(), body));
+            let answer = r#"{"access_token": "of-the-account", "expires_in": 3600}"#;
+            Ok(http::Response::new(Bytes::from_static(answer.as_bytes())))
+        }
+    }
+
+    #[derive(Debug)]
+    struct OneFile(String);
+
+    impl FileRead for OneFile {
+        async fn file_read(&self, _: &str) -> Result<Vec<u8>> {
+            Ok(self.0.clone().into_bytes())
+        }
+    }
+
+    fn found(file: &str) -> (Option<Credential>, Vec<(String, String)>) {
+        let exchange = Exchange::default();
+        let path = ("GOOGLE_APPLICATION_CREDENTIALS".to_owned(), "/x".to_owned());
+        let envs = HashMap::from([path]);
+        let context = Context::new()
+            .with_env(StaticEnv { home_dir: None, envs })
+            .with_file_read(OneFile(file.to_owned()))
+            .with_http_send(exchange.clone());
+        let file = GoogleToken(EnvCredentialProvider::new().with_scope(SCOPE));
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let found = runtime.block_on(file.provide_credential(&context)).unwrap();
+        let asked = exchange.0.lock().clone();
+        (found, asked)
+    }
+
+    fn token(found: Option<Credential>) -> String {
+        found.unwrap().token.unwrap().access_token
+    }
+
+    #[test]
+    fn the_key_of_a_service_account_is_exchanged_for_a_token() {
+        let account = serde_json::json!({
+            "type": "service_account", "client_email": "a@b.iam.gserviceaccount.com", "private_key": KEY,
+        });
+        let (found, asked) = found(&account.to_string());
+        assert_eq!(token(found), "of-the-account");
+        let [(url, body)] = asked.as_slice() else { panic!("{asked:?}") };
+        assert_eq!(url, "https://oauth2.googleapis.com/token");
+        // A signed text in three parts, and nothing of the key.
+        assert!(body.contains("jwt-bearer") && body.matches('.').count() == 2, "{body}");
+        assert!(!body.contains("PRIVATE"));
+    }
+
+    #[test]
+    fn the_login_of_a_user_is_exchanged_for_a_token() {
+        let user = serde_json::json!({
+            "type": "authorized_user", "client_id": "id", "client_secret": "s",
+            "refresh_token": "a-refresh-token",
+        });
+        let (found, asked) = found(&user.to_string());
+        assert_eq!(token(found), "of-the-account");
+        assert!(asked[0].1.contains("a-refresh-token"));
+    }
+}

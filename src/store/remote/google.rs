@@ -1,0 +1,63 @@
+//! Google Cloud Storage: where a bucket is.
+//!
+//! Requests are those of its XML API, which lists as S3 does. The version of an object is its
+//! generation, which no other state of it has.
+
+use std::io;
+
+use super::access::{Access, GoogleAccess};
+use super::endpoint::Endpoint;
+use super::location::is_confidential;
+
+/// The server of all buckets.
+const SERVER: &str = "https://storage.googleapis.com";
+
+/// Variables that name credentials. With a server of the user's own no others are looked for.
+const NAMED: [&str; 2] = ["GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST"];
+
+/// The server of a bucket, by the variables of the environment.
+///
+/// # Errors
+/// If the URL of the server is not usable.
+pub(super) fn endpoint_of(
+    bucket: &str,
+    variable: &dyn Fn(&str) -> Option<String>,
+) -> io::Result<Endpoint> {
+    let given = |name: &str| variable(name).filter(|value| !value.is_empty());
+    let own = given("STORAGE_EMULATOR_HOST");
+    let is_wanted = own.is_none() || NAMED.into_iter().any(|name| given(name).is_some());
+    let server = match own {
+        Some(server) => own_server(&server)?,
+        None => SERVER.to_owned(),
+    };
+    let is_wanted = is_wanted && is_confidential(&server);
+    Endpoint::new(format!("{server}/{bucket}"), Access::Google(GoogleAccess { is_wanted }))
+}
+
+/// The URL of a server that is not Google's: a host is enough.
+fn own_server(server: &str) -> io::Result<String> {
+    let server = server.trim_end_matches('/');
+    let server =
+        if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
+    let host = server.strip_prefix("http://").or_else(|| server.strip_prefix("https://"));
+    if host.is_none_or(|host| host.is_empty() || host.contains(['@', '?', '#'])) {
+        let why = "STORAGE_EMULATOR_HOST is no server: expected [http(s)://]HOST[:PORT]";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+    }
+    Ok(server)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_server_is_googles_or_that_of_the_user() {
+        assert_eq!(own_server("127.0.0.1:4443/").unwrap(), "http://127.0.0.1:4443");
+        assert_eq!(own_server("https://host/gcs").unwrap(), "https://host/gcs");
+        for bad in ["", "ftp://host", "http://u:hunter2@host", "host?x"] {
+            let error = own_server(bad).unwrap_err().to_string();
+            assert!(error.contains("STORAGE_EMULATOR_HOST") && !error.contains("hunter2"));
+        }
+    }
+}

@@ -1,0 +1,113 @@
+"""No secret is shown: keys, tokens, signatures, passwords and links of each kind of remote source are looked for in
+arguments, logs, status, errors, attributes, indexes, and in all that a mount shows."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from cloud_server import ACCOUNT, ACCOUNT_KEY, SAS, TOKEN, AzureServer, GoogleServer
+from hub_server import TOKEN as HUB_TOKEN
+from hub_server import HubServer
+from manifest import by_id
+from mounts import Mount, TestCase, tensorfs
+from object_server import SECRET_KEY, ObjectServer
+
+FILE = "model.safetensors"
+SESSION = "a-session-token-of-the-tests"
+
+
+class Secrets(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = by_id("hf_three_shards").source
+        self.broken = by_id("bad_hf_missing_shard").source
+
+    def started(self, server):
+        server.start()
+        self.addCleanup(server.stop)
+        for prefix, folder in (("good", self.source), ("good/broken", self.broken)):
+            if not isinstance(server, HubServer):
+                server.put_folder("bucket", prefix, folder)
+        return server
+
+    def shown(self, url, environment, faults):
+        """All that a mount of `url` and commands about it show, with faults on the way."""
+        index, log = self.tmp / "index", self.tmp / "log"
+        env = {**os.environ, "HOME": str(self.tmp), "TENSORFS_LOG": "trace", **environment}
+        shown = []
+        with Mount(url, f"index-dir={index}", f"log={log}", "watch=off", env=env) as mount:
+            faults()
+            for path in sorted(mount.path.rglob("*")):
+                if path.is_file():
+                    with contextlib.suppress(OSError):
+                        shown.append(path.read_bytes())
+                    with contextlib.suppress(OSError):
+                        shown += [os.getxattr(path, name) for name in os.listxattr(path)]
+            self.assertTrue(any(path.name == "TENSORFS-ERROR.txt" for path in mount.path.rglob("*")))
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    shown.append(path.read_bytes())
+            for words in (["status", "--json", mount.path], ["status"], ["ls", "--json", mount.path]):
+                shown += streams(tensorfs(*words, env=env))
+            shown.append(mount.log().encode())
+        shown.append(log.read_bytes())
+        for words in (["ls", url], ["ls", f"{url}/none"], ["-vvv", "inspect", f"{url}/broken"]):
+            faults()
+            shown += streams(tensorfs(*words, env=env))
+        shown += [path.read_bytes() for path in self.tmp.rglob("*") if path.is_file()]
+        return b"\0".join(shown)
+
+    def assert_none_is_shown(self, url, environment, faults, secrets):
+        shown = self.shown(url, environment, faults)
+        # It has what is no secret.
+        self.assertIn(b"127.0.0.1", shown)
+        self.assertIn(url.encode(), shown)
+        for secret in secrets:
+            found = shown.find(secret.encode())
+            self.assertEqual(found, -1, shown[max(found - 200, 0) : found + 40])
+
+    def faults_of(self, server):
+        def plant():
+            server.faults = [{"kind": "busy", "count": 2}, {"kind": "short"}, {"kind": "hang-up"}, {"kind": "error", "status": 409}]
+
+        return plant
+
+    def test_the_keys_of_s3(self):
+        server = self.started(ObjectServer())
+        server.session_token = SESSION
+        environment = {**server.environment(), "AWS_SESSION_TOKEN": SESSION}
+        self.assert_none_is_shown("s3://bucket/good", environment, self.faults_of(server), [SECRET_KEY, SESSION])
+
+    def test_the_token_of_google(self):
+        server = self.started(GoogleServer())
+        self.assert_none_is_shown("gs://bucket/good", server.environment(), self.faults_of(server), [TOKEN])
+
+    def test_the_key_the_signature_and_the_token_of_azure(self):
+        server = self.started(AzureServer())
+        no_key = {**server.environment(), "AZURE_STORAGE_KEY": ""}
+        for environment in (
+            server.environment(),
+            {**no_key, "AZURE_STORAGE_SAS_TOKEN": SAS},
+            {**no_key, "AZURE_IMDS_ENDPOINT": f"{server.url}/metadata/identity/oauth2/token"},
+        ):
+            server.faults = []
+            secrets = [ACCOUNT_KEY, "signature%2Bof", "signature+of", TOKEN]
+            self.assert_none_is_shown("az://bucket/good", environment, self.faults_of(server), secrets)
+
+    def test_the_token_and_the_links_of_the_hub(self):
+        hub = self.started(HubServer())
+        hub.small = 64
+        extra = {f"broken/{path.name}": path.read_bytes() for path in self.broken.iterdir()}
+        hub.commit("models/org/good", self.source, extra=extra)
+        hub.repositories["models/org/good"].access = "private"
+        environment = {**hub.environment(), "HF_TOKEN": HUB_TOKEN}
+
+        def faults():
+            hub.faults = [{"kind": "busy", "match": "resolve"}]
+            hub.links.faults = [{"kind": "error", "status": 403}, {"kind": "short"}, {"kind": "hang-up"}]
+
+        self.assert_none_is_shown("hf://org/good", environment, faults, [HUB_TOKEN, "-secret"])
+
+
+def streams(outcome):
+    return [outcome.stdout.encode(), outcome.stderr.encode()]

@@ -11,12 +11,14 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use self::given::Given;
+use self::planned::PlannedRanges;
 use self::seen::SeenTensor;
 use self::storm::Storms;
 use self::stream::ReadStream;
 use crate::order::{Order, ReadLearner, SMALL, TensorMap, TensorSpan};
 
 mod given;
+mod planned;
 mod seen;
 mod storm;
 mod stream;
@@ -478,11 +480,39 @@ impl Planner {
         most: u64,
         tensors: &dyn TensorMap,
     ) -> Option<(StreamId, Vec<Range<u64>>)> {
-        let wasteful = self.is_wasteful();
+        let window = self.window_of(index, most);
+        self.leave_path_of_reader_elsewhere(index, window);
+        let needed = if self.is_wasteful() { 4 * SMALL_RUN } else { SMALL_RUN };
+        let stream = &self.streams[index];
+        // Half a window is planned at a time, to avoid many small reads.
+        if stream.run < needed || stream.ahead() > window / 2 {
+            return None;
+        }
+        let planned = self.ranges_ahead(index, reader, window, tensors);
+        planned.ranges.iter().for_each(|range| self.given.add(range));
+        let (in_tensor, beyond) = planned.ranges.split_at(planned.in_tensor);
+        let stream = &mut self.streams[index];
+        in_tensor.iter().rev().for_each(|range| stream.path.push_front(range.clone()));
+        beyond.iter().for_each(|range| stream.plan(range.clone()));
+        // The range that comes next stays in front.
+        let next = stream.next;
+        if let Some(taken) = stream.take(next) {
+            stream.path.push_front(taken);
+        }
+        (!planned.ranges.is_empty()).then_some((stream.id, planned.ranges))
+    }
+
+    /// Most bytes that stream `index` reads ahead, if all streams together hold at most `most`.
+    fn window_of(&self, index: usize, most: u64) -> u64 {
         let is_live = |s: &&ReadStream| s.last + self.patience() >= self.reads;
         let live = (self.streams.iter().filter(is_live).count() as u64).max(1);
+        let window = self.streams[index].window;
+        window.min(most / 3 * 2).min(most / live).max(WINDOW_MIN.min(most))
+    }
+
+    /// Gives up the planned ranges of stream `index` once its reader has read elsewhere for long.
+    fn leave_path_of_reader_elsewhere(&mut self, index: usize, window: u64) {
         let stream = &mut self.streams[index];
-        let window = stream.window.min(most / 3 * 2).min(most / live).max(WINDOW_MIN.min(most));
         let is_full = stream.ahead() > window / 2 || stream.path.len() >= PATH_MAX;
         let is_elsewhere = !stream.goes_on() && is_full;
         stream.elsewhere = if is_elsewhere { stream.elsewhere + 1 } else { 0 };
@@ -490,70 +520,50 @@ impl Planner {
             stream.elsewhere = 0;
             self.left.extend(stream.path.drain(..));
         }
+    }
+
+    /// The ranges to read ahead for stream `index`, tensor by tensor. They start at the end of its last
+    /// read: the rest of that tensor goes before later ones.
+    fn ranges_ahead(
+        &self,
+        index: usize,
+        reader: usize,
+        window: u64,
+        tensors: &dyn TensorMap,
+    ) -> PlannedRanges {
         let stream = &self.streams[index];
         let ahead = stream.ahead();
-        let needed = if wasteful { 4 * SMALL_RUN } else { SMALL_RUN };
-        // Half a window is planned at a time, to avoid many small reads.
-        if stream.run < needed || ahead > window / 2 {
-            return None;
-        }
-        let mut room = window - ahead;
-        let mut planned: Vec<Range<u64>> = Vec::new();
-        // Planning starts at the end of the last read: the rest of that tensor goes before later
-        // ones.
-        let (mut from, mut tensor) = (stream.next, stream.tensor.clone());
-        let beyond = self.beyond(&self.streams[index], &self.readers[reader].1);
-        let mut rest = 0;
+        let beyond = self.beyond(stream, &self.readers[reader].1);
+        let mut planned = PlannedRanges::after(stream, window - ahead);
+        let mut tensor = stream.tensor.clone();
         for _ in 0..STEPS_MAX {
-            if room == 0 || stream.path.len() + planned.len() >= PATH_MAX {
+            if planned.is_full() {
                 break;
             }
-            // The bytes from the start of another stream on have been read.
-            let has_read =
-                |s: &ReadStream| s.id != stream.id && self.is_recent(s) && s.next - s.began > SLACK;
-            let others = self.streams.iter().filter(|s| s.began >= from && has_read(s));
-            let limit = others.map(|s| s.began).min().unwrap_or(self.len);
             let end = tensor.range.end.next_multiple_of(PAGE).min(self.len);
-            let end_here = end.min(limit);
-            while room > 0 && stream.path.len() + planned.len() < PATH_MAX {
-                // A gap far ahead, behind bytes that another reader has read, is not for this
-                // stream.
-                let gap = self.given.gap(&(from..end_here));
-                let Some(gap) = gap.filter(|gap| gap.start - from <= window) else { break };
-                let part = gap.start..gap.end.min(gap.start + room);
-                room -= part.end - part.start;
-                from = part.end;
-                match planned.last_mut() {
-                    Some(last) if last.end == part.start => last.end = part.end,
-                    _ => planned.push(part),
-                }
-            }
+            let end_here = end.min(self.read_by_others(stream, planned.from));
+            planned.fill(&self.given, end_here, window);
             if tensor.place == stream.tensor.place {
-                rest = planned.len();
+                planned.in_tensor = planned.ranges.len();
             }
-            if self.given.gap(&(from..end_here)).is_some() || end_here < end {
+            if self.given.gap(&(planned.from..end_here)).is_some() || end_here < end {
                 break;
             }
-            from = from.max(end);
+            planned.from = planned.from.max(end);
             let Some(next) = self.next_tensor(index, reader, &tensor, tensors) else { break };
-            let so_far: u64 = planned.iter().map(|range| range.end - range.start).sum();
-            room = room.min(beyond.saturating_sub(ahead + so_far));
-            // The tensor that follows in the file may have been read in part.
-            if from < next.range.start || from >= next.range.end.next_multiple_of(PAGE) {
-                from = next.range.start / PAGE * PAGE;
-            }
+            planned.room = planned.room.min(beyond.saturating_sub(ahead + planned.len()));
+            planned.go_to(&next);
             tensor = next;
         }
-        planned.iter().for_each(|range| self.given.add(range));
-        let stream = &mut self.streams[index];
-        planned[..rest].iter().rev().for_each(|range| stream.path.push_front(range.clone()));
-        planned[rest..].iter().for_each(|range| stream.plan(range.clone()));
-        // The range that comes next stays in front.
-        let next = stream.next;
-        if let Some(taken) = stream.take(next) {
-            stream.path.push_front(taken);
-        }
-        (!planned.is_empty()).then_some((stream.id, planned))
+        planned
+    }
+
+    /// Where another stream has begun to read, from byte `from` on: the bytes after that have been read.
+    fn read_by_others(&self, stream: &ReadStream, from: u64) -> u64 {
+        let has_read =
+            |s: &ReadStream| s.id != stream.id && self.is_recent(s) && s.next - s.began > SLACK;
+        let others = self.streams.iter().filter(|s| s.began >= from && has_read(s));
+        others.map(|s| s.began).min().unwrap_or(self.len)
     }
 
     /// Most bytes to read ahead if some lie beyond the current tensor.

@@ -118,20 +118,12 @@ pub fn verify(
         if let Some(fault) = seen.differs {
             return Err(checkpoint.refused(fault.in_file(&shard.name)));
         }
-        // Whether the checksums show no closer place.
-        let no_closer_place = mismatched == verified.mismatch.is_some();
         if let Some(expected) = blob_hash(source) {
-            let found = seen.sha256.as_deref().unwrap_or_default();
-            if found == expected {
-                verified.blobs += 1;
-            } else if no_closer_place {
-                let named = match source.local() {
-                    Some(_) => format!("the blob is named {expected}; download it again"),
-                    None => format!("its store has listed {expected}"),
-                };
-                let message = format!("its bytes have the sha256 {found}, {named}");
-                let fault = Fault::new(ErrorKind::HashMismatch, message).in_file(&shard.name);
-                return Err(checkpoint.refused(fault));
+            match check_blob(source, &expected, seen.sha256.as_deref().unwrap_or_default()) {
+                Ok(()) => verified.blobs += 1,
+                // The checksums show a closer place.
+                Err(_) if mismatched != verified.mismatch.is_some() => {}
+                Err(fault) => return Err(checkpoint.refused(fault.in_file(&shard.name))),
             }
         }
         if let Some(sha256) = seen.sha256.filter(|_| task.sha256) {
@@ -140,14 +132,38 @@ pub fn verify(
         sums.push(seen.sums);
     }
     if verified.mismatch.is_none() {
-        for tensor in catalog.tensors() {
-            for replica in tensor.replicas() {
-                compare_replica(checkpoint, &sweep, &sums, &tensor, &replica)?;
-                verified.replicas += 1;
-            }
-        }
+        verified.replicas = compare_replicas(checkpoint, &sweep, &sums)?;
     }
     Ok(verified)
+}
+
+/// Compares the hash that a hub blob has by its name or in its store with that of its bytes.
+fn check_blob(source: &Source, expected: &str, found: &str) -> std::result::Result<(), Fault> {
+    if found == expected {
+        return Ok(());
+    }
+    let named = match source.local() {
+        Some(_) => format!("the blob is named {expected}; download it again"),
+        None => format!("its store has listed {expected}"),
+    };
+    let message = format!("its bytes have the sha256 {found}, {named}");
+    Err(Fault::new(ErrorKind::HashMismatch, message))
+}
+
+/// Compares all replicas with the pieces that are used, and returns their number.
+fn compare_replicas(
+    checkpoint: &Checkpoint,
+    sweep: &Sweep,
+    sums: &[Option<ShardSums>],
+) -> Result<u64> {
+    let mut compared = 0;
+    for tensor in checkpoint.source_catalog().tensors() {
+        for replica in tensor.replicas() {
+            compare_replica(checkpoint, sweep, sums, &tensor, &replica)?;
+            compared += 1;
+        }
+    }
+    Ok(compared)
 }
 
 /// Compares a shard with its record, and notes the checksums to record.

@@ -347,9 +347,8 @@ pub(super) fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         let message = format!("{count} tensors and pieces are too many");
         return Err(Fault::new(ErrorKind::Overflow, message));
     }
-    let mut metadata: Option<BTreeMap<String, String>> = None;
     let mut notes = Vec::new();
-    for shard in shards.iter() {
+    for shard in shards {
         if let Some(offset) = shard.header.next_file {
             note(&mut notes, || {
                 let file = &shard.name;
@@ -361,6 +360,24 @@ pub(super) fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         if let Some(left_out) = &shard.header.left_out {
             note(&mut notes, || format!("{}: {left_out}", shard.name));
         }
+    }
+    let metadata = joined_metadata(shards, &mut notes);
+    Ok(Catalog {
+        shards: shards.iter().map(|shard| Shard::of(shard)).collect(),
+        columns: Arc::default(),
+        metadata: metadata.map(Arc::new),
+        shapes_recorded: false,
+        notes,
+    })
+}
+
+/// The metadata of all shards, the first value of each key. `None` if no shard has any.
+fn joined_metadata(
+    shards: &[&ShardHeader],
+    notes: &mut Vec<String>,
+) -> Option<BTreeMap<String, String>> {
+    let mut metadata: Option<BTreeMap<String, String>> = None;
+    for shard in shards {
         if shard.header.metadata.as_ref().is_some_and(BTreeMap::is_empty) {
             metadata.get_or_insert_default();
         }
@@ -373,7 +390,7 @@ pub(super) fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
                 None => {
                     metadata.insert(key.clone(), value.clone());
                 }
-                Some(first) if first != value => note(&mut notes, || {
+                Some(first) if first != value => note(notes, || {
                     let (key, file) = (quoted(key), &shard.name);
                     format!("metadata {key} differs in {file}; the first shard's value is kept")
                 }),
@@ -381,14 +398,7 @@ pub(super) fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
             }
         }
     }
-    let shards = shards.iter().map(|shard| Shard::of(shard)).collect();
-    Ok(Catalog {
-        shards,
-        columns: Arc::default(),
-        metadata: metadata.map(Arc::new),
-        shapes_recorded: false,
-        notes,
-    })
+    metadata
 }
 
 fn note(notes: &mut Vec<String>, line: impl FnOnce() -> String) {

@@ -93,47 +93,17 @@ impl Tree {
             }
             proved.notes.clear();
         }
-        let alone = winners.iter().all(|set| set.kind.is_one_file());
-        let options = self.options_of(folder);
-        let mut links = FirstLinks::new();
-        let mut judged: Vec<Judged> = Vec::with_capacity(winners.len());
-        for candidate in winners {
-            let files = candidate.files().cloned().collect();
-            let name = names::in_format(&candidate.output, options.view.format);
-            let kind = candidate.kind;
-            let is_torch = candidate.format() == InputFormat::Torch;
-            let header = header_of(&weights, &candidate).map(Arc::as_ptr);
-            let link = header.and_then(|header| links.get(&header)).copied();
-            let linked = link.and_then(|position| judged[position].outcome.as_ref().ok());
-            let is_judged = alone || !kind.is_one_file();
-            let outcome = prove_set(folder, &weights, candidate, linked, options, is_judged);
-            if is_torch && outcome.is_err() {
-                // Nobody takes its files for a model, so they are shown as they are.
-                let files: &BTreeSet<String> = &files;
-                proved.weights.retain(|name| !files.contains(name));
-            }
-            if let (Some(header), Ok(_)) = (header, &outcome) {
-                links.entry(header).or_insert(judged.len());
-            }
-            judged.push(Judged { name, kind, files, outcome, link });
+        let mut judged = prove_sets(folder, &weights, winners, self.options_of(folder));
+        // Nobody takes refused files of torch for a model, so they are shown as they are.
+        for set in judged.iter().filter(|set| set.is_torch && set.outcome.is_err()) {
+            proved.weights.retain(|name| !set.files.contains(name));
         }
         // The catalogs now hold all that is needed. The headers are freed first, because a layout
         // is as large as they are.
         for loaded in weights.values_mut().flatten() {
             loaded.shard.header = Arc::new(loaded.shard.header.without_tensors());
         }
-        for position in 0..judged.len() {
-            let layouts =
-                |position: usize| Some(judged[position].outcome.as_ref().ok()?.known_layouts());
-            let linked = judged[position].link.and_then(layouts).unwrap_or_default();
-            let laid_out = match &judged[position].outcome {
-                Ok(checkpoint) => checkpoint.lay_out(&linked),
-                Err(_) => Ok(()),
-            };
-            if let Err(error) = laid_out {
-                judged[position].outcome = Err(error);
-            }
-        }
+        lay_out(&mut judged);
         for Judged { name, kind, files, outcome, .. } in judged {
             if let Ok(checkpoint) = &outcome {
                 proved.notes.extend(notes_of(checkpoint).map(|note| format!("{name}: {note}")));
@@ -143,6 +113,50 @@ impl Tree {
         }
         proved.index = index.map(|index| index.keep(doubt, &texts, &weights, &proved));
         proved
+    }
+}
+
+/// Proves the sets in order, each link to a file after the first one.
+fn prove_sets(
+    folder: &Folder,
+    weights: &Weights,
+    candidates: Vec<Candidate>,
+    options: &OpenOptions,
+) -> Vec<Judged> {
+    let alone = candidates.iter().all(|set| set.kind.is_one_file());
+    let mut links = FirstLinks::new();
+    let mut judged: Vec<Judged> = Vec::with_capacity(candidates.len());
+    for candidate in candidates {
+        let files = candidate.files().cloned().collect();
+        let name = names::in_format(&candidate.output, options.view.format);
+        let kind = candidate.kind;
+        let is_torch = candidate.format() == InputFormat::Torch;
+        let header = header_of(weights, &candidate).map(Arc::as_ptr);
+        let link = header.and_then(|header| links.get(&header)).copied();
+        let linked = link.and_then(|position| judged[position].outcome.as_ref().ok());
+        let is_judged = alone || !kind.is_one_file();
+        let outcome = prove_set(folder, weights, candidate, linked, options, is_judged);
+        if let (Some(header), Ok(_)) = (header, &outcome) {
+            links.entry(header).or_insert(judged.len());
+        }
+        judged.push(Judged { name, kind, is_torch, files, outcome, link });
+    }
+    judged
+}
+
+/// Makes the layouts of the proved sets, those of links from the first link.
+fn lay_out(judged: &mut [Judged]) {
+    for position in 0..judged.len() {
+        let layouts =
+            |position: usize| Some(judged[position].outcome.as_ref().ok()?.known_layouts());
+        let linked = judged[position].link.and_then(layouts).unwrap_or_default();
+        let laid_out = match &judged[position].outcome {
+            Ok(checkpoint) => checkpoint.lay_out(&linked),
+            Err(_) => Ok(()),
+        };
+        if let Err(error) = laid_out {
+            judged[position].outcome = Err(error);
+        }
     }
 }
 
@@ -163,6 +177,7 @@ type FirstLinks = HashMap<*const Head, usize>;
 struct Judged {
     name: String,
     kind: SetKind,
+    is_torch: bool,
     files: BTreeSet<String>,
     outcome: Result<Checkpoint>,
     /// Position of an earlier set that is another link to the same file.

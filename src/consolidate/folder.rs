@@ -16,6 +16,7 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 use super::copy::{Copier, NewPlace, Watch};
 use super::journal::{Journal, RecordedPart};
 use super::outline::{Outline, OutlineContent, OutlineFile};
+use super::source_files::SourceFiles;
 use super::{
     STAT_BLOCK_LEN, WriteOptions, check_space, in_the_way, made_meanwhile, replaceable, taken,
 };
@@ -295,35 +296,46 @@ fn check_names(
                 Some(found) => found,
                 none => none.insert(outline.files_to_keep()?),
             };
-            if source_files.contains(&there) {
-                let there = shown_path(&there);
-                let message = "is a file of the source; write somewhere else";
-                return Err(Error::usage(format!("{there}: {message}")));
-            }
-            if meta.is_dir() {
-                return Err(in_the_way(&there, "is a folder"));
-            }
-            if !options.replace && !journal.is_ours(&meta) {
-                return Err(taken(&there));
-            }
+            let may_replace = options.replace || journal.is_ours(&meta);
+            check_replaced(&there, &meta, source_files, may_replace)?;
         }
         if file.is_weights() && !options.beside_others {
             folders.insert(folder_of(&there).to_owned());
         }
         new.insert(there);
     }
-    for folder in folders {
-        let Ok(entries) = std::fs::read_dir(&folder) else { continue };
-        let mut others = entries.filter_map(|entry| Some(entry.ok()?.path()));
-        if let Some(other) = others.find(|path| is_of_weights(path) && !new.contains(path)) {
-            return Err(Error::usage(format!(
-                "{}: other weights are there already, and would be read with the new ones; remove \
-                 them, or write to another folder",
-                shown_path(&other)
-            )));
-        }
+    folders.iter().try_for_each(|folder| refuse_other_weights(folder, &new))
+}
+
+/// Refuses to replace what is at `there`, unless it is a file that may be replaced.
+fn check_replaced(
+    there: &Path,
+    meta: &Metadata,
+    source_files: &SourceFiles,
+    may_replace: bool,
+) -> Result<()> {
+    if source_files.contains(there) {
+        let message = "is a file of the source; write somewhere else";
+        return Err(Error::usage(format!("{}: {message}", shown_path(there))));
     }
-    Ok(())
+    if meta.is_dir() {
+        return Err(in_the_way(there, "is a folder"));
+    }
+    if may_replace { Ok(()) } else { Err(taken(there)) }
+}
+
+/// Refuses a folder with weight files that are not among the `new` ones.
+fn refuse_other_weights(folder: &Path, new: &HashSet<PathBuf>) -> Result<()> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Ok(()) };
+    let mut others = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    match others.find(|path| is_of_weights(path) && !new.contains(path)) {
+        None => Ok(()),
+        Some(other) => Err(Error::usage(format!(
+            "{}: other weights are there already, and would be read with the new ones; remove \
+             them, or write to another folder",
+            shown_path(&other)
+        ))),
+    }
 }
 
 /// The place of file `number` in the partial folder.
@@ -464,9 +476,39 @@ impl Parts {
         replace: bool,
         made: &mut Vec<(&'a Path, UnlinkatFlags)>,
     ) -> Result<()> {
-        // Each folder is found from here without links, which another user may put there.
+        self.make_folders(outline, out, made)?;
+        let mut files: Vec<(usize, &OutlineFile)> = outline.files.iter().enumerate().collect();
+        files.sort_by_key(|(_, file)| file.is_weights());
+        for (number, file) in files {
+            let to = out.join(&file.path);
+            if self.is_done(number, &to) {
+                continue;
+            }
+            let is_new = std::fs::symlink_metadata(&to).is_err();
+            let may_replace = !is_new && (replace || self.has_made(&to));
+            self.move_file(number, file, &to, may_replace)?;
+            if is_new {
+                made.push((&file.path, UnlinkatFlags::NoRemoveDir));
+            }
+        }
+        for folder in outline.folders.iter().rev() {
+            let there = folder_below(self.partial.parent(), &folder.path);
+            there
+                .and_then(|there| there.sync_all())
+                .map_err(|e| Error::io(out.join(&folder.path), "write", e))?;
+        }
+        Ok(())
+    }
+
+    /// Makes the folders that `out` does not have. Each is found without links, which another user may
+    /// put there.
+    fn make_folders<'a>(
+        &self,
+        outline: &'a Outline,
+        out: &Path,
+        made: &mut Vec<(&'a Path, UnlinkatFlags)>,
+    ) -> Result<()> {
         let root = self.partial.parent();
-        let ours = self.partial.folder();
         for folder in outline.folders.iter().filter(|folder| folder.path != Path::new("")) {
             let failed = |e| Error::io(out.join(&folder.path), "write", e);
             let above = folder_below(root, folder_of(&folder.path)).map_err(failed)?;
@@ -478,37 +520,19 @@ impl Parts {
             }
             folder_below(&above, name_of(&folder.path)).map_err(failed)?;
         }
-        let mut files: Vec<(usize, &OutlineFile)> = outline.files.iter().enumerate().collect();
-        files.sort_by_key(|(_, file)| file.is_weights());
-        for (number, file) in files {
-            let to = out.join(&file.path);
-            let failed = |e| Error::io(&to, "write", e);
-            if self.is_done(number, &to) {
-                continue;
-            }
-            let folder = folder_below(root, folder_of(&file.path)).map_err(failed)?;
-            let replace = replace || self.has_made(&to);
-            let is_new = std::fs::symlink_metadata(&to).is_err();
-            let moved = if replace && !is_new {
-                rename_over(ours, &part(number), &folder, name_of(&file.path))
-            } else {
-                rename_new(ours, &part(number), &folder, name_of(&file.path))
-            };
-            match moved {
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                    return Err(made_meanwhile(&to));
-                }
-                other => other.map_err(failed)?,
-            }
-            if is_new {
-                made.push((&file.path, UnlinkatFlags::NoRemoveDir));
-            }
-        }
-        for folder in outline.folders.iter().rev() {
-            let there = folder_below(root, &folder.path).and_then(|there| there.sync_all());
-            there.map_err(|e| Error::io(out.join(&folder.path), "write", e))?;
-        }
         Ok(())
+    }
+
+    /// Gives file `number` its name `to`. The folder is found without links.
+    fn move_file(&self, number: usize, file: &OutlineFile, to: &Path, replace: bool) -> Result<()> {
+        let failed = |e| Error::io(to, "write", e);
+        let folder = folder_below(self.partial.parent(), folder_of(&file.path)).map_err(failed)?;
+        let rename = if replace { rename_over } else { rename_new };
+        let moved = rename(self.partial.folder(), &part(number), &folder, name_of(&file.path));
+        match moved {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(made_meanwhile(to)),
+            other => other.map_err(failed),
+        }
     }
 }
 

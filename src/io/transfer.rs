@@ -181,17 +181,7 @@ impl Transfer {
             Ok(0) if self.have < self.needed.end => {
                 Next::End(Err(self.source.ends_before(self.start + self.needed.end as u64)))
             }
-            Ok(n) => {
-                self.have += n;
-                if self.have >= self.needed.end {
-                    return Next::End(Ok(()));
-                }
-                // A direct read cannot begin at this offset.
-                if !(self.have as u64).is_multiple_of(ALIGN) {
-                    self.direct = None;
-                }
-                Next::Read
-            }
+            Ok(n) => self.take(n),
             Err(e) => match e.raw_os_error() {
                 Some(libc::EINTR) => Next::Read,
                 Some(libc::EAGAIN) if self.again < AGAIN_MAX => {
@@ -199,17 +189,35 @@ impl Transfer {
                     if self.again == 1 { Next::Read } else { Next::ReadLater }
                 }
                 Some(libc::EINVAL | libc::EOPNOTSUPP) if self.direct.is_some() => {
-                    if let Some(local) = self.source.local() {
-                        local.refuse_direct();
-                    }
-                    self.direct = None;
-                    self.refused = true;
-                    self.have = self.have.max(self.needed.start);
+                    self.leave_direct();
                     Next::Read
                 }
                 _ => Next::End(Err(Error::io(self.source.uri(), "read", e))),
             },
         }
+    }
+
+    /// Takes `n` bytes that have arrived.
+    fn take(&mut self, n: usize) -> Next {
+        self.have += n;
+        if self.have >= self.needed.end {
+            return Next::End(Ok(()));
+        }
+        // A direct read cannot begin at this offset.
+        if !(self.have as u64).is_multiple_of(ALIGN) {
+            self.direct = None;
+        }
+        Next::Read
+    }
+
+    /// Reads through the page cache from now on, because the file system refuses direct reads.
+    fn leave_direct(&mut self) {
+        if let Some(local) = self.source.local() {
+            local.refuse_direct();
+        }
+        self.direct = None;
+        self.refused = true;
+        self.have = self.have.max(self.needed.start);
     }
 
     /// Writes off its memory, which the kernel may still use.

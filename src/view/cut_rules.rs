@@ -186,30 +186,7 @@ fn parse(text: &[u8]) -> Result<RuleTable<CutRule>, String> {
 fn add(table: &mut RuleTable<CutRule>, number: &str, rule: CutRuleToml) -> Result<(), String> {
     let CutRuleToml { from, regex, cut, units, replicate, parts, repeat, refuse, optional } = rule;
     let action = match (cut, repeat, refuse) {
-        (Some(dim), false, None) => {
-            if units.is_some() && parts.is_some() {
-                return Err("units and parts exclude each other".to_owned());
-            }
-            if replicate && units.is_none() {
-                return Err("replicate needs units".to_owned());
-            }
-            let parts = parts.unwrap_or(PartSizes::Equal(1));
-            match (&units, &parts) {
-                (Some(Units::Keys(keys)), _) if keys.is_empty() => {
-                    return Err("units is an empty list: give the keys of config.json".to_owned());
-                }
-                (_, PartSizes::Sizes(sizes)) if sizes.is_empty() => {
-                    return Err("parts is an empty list: give the size of each part".to_owned());
-                }
-                (Some(Units::Number(0)), _) | (_, PartSizes::Equal(0)) => {
-                    return Err("units and parts are numbers from 1".to_owned());
-                }
-                (_, PartSizes::Equal(count)) if *count > PARTS_MAX => {
-                    return Err(format!("parts = {count} is more than {PARTS_MAX} parts"));
-                }
-                _ => CutAction::Cut(Cut { dim, units, replicate, parts }),
-            }
-        }
+        (Some(dim), false, None) => CutAction::Cut(cut_of(dim, units, replicate, parts)?),
         (None, ..) if units.is_some() || replicate || parts.is_some() => {
             return Err("units, replicate and parts need cut".to_owned());
         }
@@ -220,6 +197,37 @@ fn add(table: &mut RuleTable<CutRule>, number: &str, rule: CutRuleToml) -> Resul
     table.add(number, &[NamePattern::one_of(from, regex)?], &[])?;
     table.rules.push(CutRule { action, is_optional: optional });
     Ok(())
+}
+
+/// The cut that a rule with these keys describes.
+fn cut_of(
+    dim: i64,
+    units: Option<Units>,
+    replicate: bool,
+    parts: Option<PartSizes>,
+) -> Result<Cut, String> {
+    if units.is_some() && parts.is_some() {
+        return Err("units and parts exclude each other".to_owned());
+    }
+    if replicate && units.is_none() {
+        return Err("replicate needs units".to_owned());
+    }
+    let parts = parts.unwrap_or(PartSizes::Equal(1));
+    match (&units, &parts) {
+        (Some(Units::Keys(keys)), _) if keys.is_empty() => {
+            Err("units is an empty list: give the keys of config.json".to_owned())
+        }
+        (_, PartSizes::Sizes(sizes)) if sizes.is_empty() => {
+            Err("parts is an empty list: give the size of each part".to_owned())
+        }
+        (Some(Units::Number(0)), _) | (_, PartSizes::Equal(0)) => {
+            Err("units and parts are numbers from 1".to_owned())
+        }
+        (_, PartSizes::Equal(count)) if *count > PARTS_MAX => {
+            Err(format!("parts = {count} is more than {PARTS_MAX} parts"))
+        }
+        _ => Ok(Cut { dim, units, replicate, parts }),
+    }
 }
 
 #[cfg(test)]

@@ -90,43 +90,47 @@ fn bash() -> String {
         .replace("@VALUES@", &flags)
 }
 
-fn zsh(script: &str) -> String {
+fn zsh(generated: &str) -> String {
     let mut options = String::new();
     for (command, all) in commands_with_options() {
         let _ = writeln!(options, "        {command}) _values -s , 'mount option' \\");
-        let mut rest = all.as_slice();
-        while let [first, ..] = rest {
-            let key = first.key();
-            let (row, after) =
-                rest.split_at(rest.iter().position(|one| one.key() != key).unwrap_or(rest.len()));
-            rest = after;
-            let words: Vec<&str> =
-                row.iter().map(|one| one.value()).filter(|it| !it.is_empty()).collect();
-            let action = match words.as_slice() {
-                _ if !first.text.contains('=') => String::new(),
-                [] if first.is_path => ":value:_files".to_owned(),
-                [] => ":value: ".to_owned(),
-                words => format!(":value:({})", words.join(" ")),
-            };
-            let explanation = if row.len() == 1 { first.explanation } else { "" };
-            let about = explanation.replace('\'', "").replace(['[', ']', ':'], " ");
-            let name = key.trim_end_matches('=');
-            let _ = writeln!(options, "            '*{name}[{about}]{action}' \\");
+        for of_key in all.chunk_by(|a, b| a.key() == b.key()) {
+            let _ = writeln!(options, "            '{}' \\", zsh_value(of_key));
         }
         options.push_str("            ;;\n");
     }
-    let mut script = script.replace(":OPTIONS:_default", ":OPTIONS:_tensorfs_options");
-    // The paths of a command are its last argument.
+    let mut script = generated.replace(":OPTIONS:_default", ":OPTIONS:_tensorfs_options");
     let mounts = commands_with_mounts().into_iter().map(|name| (name, "_tensorfs_mounts"));
     for (command, action) in mounts.chain([(WARM.to_owned(), "_tensorfs_mounts_or_files")]) {
-        let Some(start) = script.find(&format!("\n({command})\n")) else { continue };
-        let Some(end) = script[start..].find("&& ret=0") else { continue };
-        let Some(place) = script[start..start + end].rfind(":_files'") else { continue };
-        let place = start + place + 1;
-        script.replace_range(place..place + "_files".len(), action);
+        complete_last_path(&mut script, &command, action);
     }
     let functions = ZSH.replace("@OPTIONS@\n", &options);
     script.replacen("\n_tensorfs() {", &format!("\n{functions}\n_tensorfs() {{"), 1)
+}
+
+/// An option as `_values` of zsh takes it, from the rows of all its values.
+fn zsh_value(rows: &[Completion]) -> String {
+    let first = &rows[0];
+    let words: Vec<&str> =
+        rows.iter().map(|one| one.value()).filter(|value| !value.is_empty()).collect();
+    let action = match words.as_slice() {
+        _ if !first.text.contains('=') => String::new(),
+        [] if first.is_path => ":value:_files".to_owned(),
+        [] => ":value: ".to_owned(),
+        words => format!(":value:({})", words.join(" ")),
+    };
+    let explanation = if rows.len() == 1 { first.explanation } else { "" };
+    let about = explanation.replace('\'', "").replace(['[', ']', ':'], " ");
+    format!("*{}[{about}]{action}", first.key().trim_end_matches('='))
+}
+
+/// Completes the paths of `command` in a script of zsh by `action`. They are its last argument.
+fn complete_last_path(script: &mut String, command: &str, action: &str) {
+    let Some(start) = script.find(&format!("\n({command})\n")) else { return };
+    let Some(len) = script[start..].find("&& ret=0") else { return };
+    let Some(offset) = script[start..start + len].rfind(":_files'") else { return };
+    let place = start + offset + 1;
+    script.replace_range(place..place + "_files".len(), action);
 }
 
 fn fish() -> String {

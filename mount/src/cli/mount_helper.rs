@@ -99,38 +99,43 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
         if call.text.is_some() {
             break;
         }
-        let mut letters = flags.chars();
-        while let Some(flag) = letters.next() {
-            match flag {
-                's' => call.sloppy = true,
-                'f' => call.fake = true,
-                // `-n` means not to write mtab, which is never written.
-                'n' => {}
-                'v' => call.verbose += 1,
-                'o' | 't' | 'N' => {
-                    let attached: String = letters.by_ref().collect();
-                    let given = if attached.is_empty() {
-                        args.next().and_then(|next| next.into_string().ok())
-                    } else {
-                        Some(attached)
-                    };
-                    let value = given.ok_or_else(|| format!("-{flag} needs a value"))?;
-                    match flag {
-                        'o' => call.options.push(value),
-                        'N' => {
-                            return Err(
-                                "mounting in another namespace (-N) is not supported".into()
-                            );
-                        }
-                        // The subtype of the name does not matter.
-                        _ => {}
-                    }
-                }
-                _ => return Err(format!("unknown flag -{flag}")),
-            }
-        }
+        take_flags(&mut call, flags, &mut args)?;
     }
     Ok(call)
+}
+
+/// Takes the flags of one word. The value of a flag is the rest of the word, or the next of `args`.
+fn take_flags(
+    call: &mut Call,
+    flags: &str,
+    args: &mut impl Iterator<Item = OsString>,
+) -> Result<(), String> {
+    let mut letters = flags.chars();
+    while let Some(flag) = letters.next() {
+        match flag {
+            's' => call.sloppy = true,
+            'f' => call.fake = true,
+            // `-n` means not to write mtab, which is never written.
+            'n' => {}
+            'v' => call.verbose += 1,
+            'o' | 't' | 'N' => {
+                let given = match letters.as_str() {
+                    "" => args.next().and_then(|next| next.into_string().ok()),
+                    attached => Some(attached.to_owned()),
+                };
+                let value = given.ok_or_else(|| format!("-{flag} needs a value"))?;
+                match flag {
+                    'o' => call.options.push(value),
+                    'N' => return Err("mounting in another namespace (-N) is not supported".into()),
+                    // The subtype of the name does not matter.
+                    _ => {}
+                }
+                return Ok(());
+            }
+            _ => return Err(format!("unknown flag -{flag}")),
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

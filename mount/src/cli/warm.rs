@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
+use std::iter::once;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -21,7 +22,7 @@ use tensorfs::internal::size::shown_size;
 use tensorfs::internal::strided::{OuterBox, StridedCopy};
 use tensorfs::internal::sync::Mutex;
 use tensorfs::internal::system_memory;
-use tensorfs::{Error, Tensor};
+use tensorfs::{Catalog, Error, Tensor};
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, speed, tell_refusals};
@@ -177,6 +178,9 @@ fn files_below(path: &Path, not_shown: &mut Vec<String>) -> Result<Vec<WarmFile>
     Ok(files)
 }
 
+/// Ranges of bytes of each shard of a checkpoint.
+type ShardRanges = Vec<Vec<Range<u64>>>;
+
 /// The shards of `found`: whole, the tensors of a view, or the tensors that `heat` lists.
 fn of_source(
     found: &[FoundSet],
@@ -188,47 +192,64 @@ fn of_source(
     for FoundSet { directory, set } in found {
         let Ok(checkpoint) = &set.outcome else { continue };
         let catalog = checkpoint.catalog();
-        let mut ranges: Vec<Vec<Range<u64>>> = vec![Vec::new(); catalog.shards.len()];
-        match heat {
+        let ranges: ShardRanges = match heat {
             None if all_bytes => {
-                for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
-                    ranges.push(0..shard.file_len);
-                }
+                catalog.shards.iter().map(|shard| once(0..shard.file_len).collect()).collect()
             }
-            None => {
-                let mut tensors = catalog.tensors();
-                tensors.try_for_each(|tensor| add_tensor(&tensor, None, &mut ranges))?;
-                // Every reader of a shard reads its header.
-                for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
-                    if !ranges.is_empty() {
-                        ranges.extend(shard.described.iter().cloned());
-                    }
-                }
-            }
+            None => of_all_tensors(catalog)?,
             Some(heat) => {
                 let shown = checkpoint.virtual_files().map(|file| file.spec().name.clone());
                 let names: BTreeSet<String> = shown.chain([set.name.clone()]).collect();
-                for name in names {
-                    for hot in heat.tensors_of(&directory.join(name)) {
-                        match catalog.tensor(&hot.name) {
-                            Some(tensor) => add_tensor(&tensor, Some(hot), &mut ranges)?,
-                            None => *missing += 1,
-                        }
-                    }
-                }
-                for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
-                    if heat.is_read_whole(&directory.join(&shard.name)) {
-                        ranges.push(0..shard.file_len);
-                    }
-                }
+                of_hot_tensors(catalog, directory, &names, heat, missing)?
             }
-        }
+        };
         for (shard, ranges) in catalog.shards.iter().zip(ranges) {
             let path = checkpoint.directory.join(&shard.name);
             files.extend(WarmFile::joined(path, ranges));
         }
     }
     Ok(files)
+}
+
+/// The bytes of all tensors, and the headers of their shards.
+fn of_all_tensors(catalog: &Catalog) -> Result<ShardRanges, Failure> {
+    let mut ranges = vec![Vec::new(); catalog.shards.len()];
+    for tensor in catalog.tensors() {
+        add_tensor(&tensor, None, &mut ranges)?;
+    }
+    // Every reader of a shard reads its header.
+    for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
+        if !ranges.is_empty() {
+            ranges.extend(shard.described.iter().cloned());
+        }
+    }
+    Ok(ranges)
+}
+
+/// The bytes of the tensors that `heat` lists for the files `names` of `directory`, and the shards that
+/// it lists as read whole. `missing` counts the tensors that the catalog does not have.
+fn of_hot_tensors(
+    catalog: &Catalog,
+    directory: &Path,
+    names: &BTreeSet<String>,
+    heat: &HeatFile,
+    missing: &mut usize,
+) -> Result<ShardRanges, Failure> {
+    let mut ranges = vec![Vec::new(); catalog.shards.len()];
+    for name in names {
+        for hot in heat.tensors_of(&directory.join(name)) {
+            match catalog.tensor(&hot.name) {
+                Some(tensor) => add_tensor(&tensor, Some(hot), &mut ranges)?,
+                None => *missing += 1,
+            }
+        }
+    }
+    for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
+        if heat.is_read_whole(&directory.join(&shard.name)) {
+            ranges.push(0..shard.file_len);
+        }
+    }
+    Ok(ranges)
 }
 
 /// Adds the bytes of `tensor`, or those of them that `hot` lists, to the ranges of its shards. Rows

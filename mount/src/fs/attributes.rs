@@ -192,6 +192,47 @@ fn leads_out(tree: &Tree, id: FolderId) -> bool {
     false
 }
 
+/// Whether a node of a mount with a key may have encrypted weights.
+fn may_be_encrypted(tree: &Tree, node: &Node) -> bool {
+    match &node.kind {
+        NodeKind::File { content: Content::Virtual(file), .. } => {
+            file.sources().iter().any(|source| source.is_encrypted())
+        }
+        NodeKind::File { content: Content::Whole { file, .. }, .. } => {
+            file.name.to_str().is_none_or(names::is_tensorizer)
+        }
+        _ => may_hold_tensorizer(tree, node.folder()),
+    }
+}
+
+/// Where the bytes of a node come from.
+struct PlaceInSource {
+    folder: PathBuf,
+    /// A weight file there, the first one of a virtual file.
+    member: Option<String>,
+    /// The name of a virtual file that has only some of the tensors.
+    part: Option<String>,
+}
+
+/// Where the bytes of `node` come from. `path` is the path of its folder in the source.
+fn place_in_source(tree: &Tree, node: &Node, path: &Path) -> PlaceInSource {
+    let mut place = PlaceInSource { folder: path.to_owned(), member: None, part: None };
+    match &node.kind {
+        NodeKind::Folder if tree.only.is_some() => place.folder = tree.source_now(),
+        NodeKind::File { content: Content::Virtual(file), .. } => {
+            let checkpoint = file.checkpoint();
+            place.folder.clone_from(&checkpoint.directory);
+            place.member = checkpoint.catalog().shards.first().map(|shard| shard.name.clone());
+            place.part = file.spec().tensors.is_some().then(|| file.spec().name.clone());
+        }
+        NodeKind::File { content: Content::Whole { file, .. }, .. } => {
+            place.member = file.name.to_str().map(str::to_owned);
+        }
+        NodeKind::Folder | NodeKind::File { content: Content::Text(_), .. } => {}
+    }
+    place
+}
+
 /// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read,
 /// `below` the folders below it with such a text.
 ///
@@ -210,42 +251,17 @@ fn source_of(
 ) -> Option<String> {
     let found = tree.folder(node.folder());
     let is_made = found.is_made_below_root();
-    // Other processes do not have the key of an encrypted source.
-    let may_be_encrypted = tree.options.secret.is_some()
-        && match &node.kind {
-            NodeKind::File { content: Content::Virtual(file), .. } => {
-                file.sources().iter().any(|source| source.is_encrypted())
-            }
-            NodeKind::File { content: Content::Whole { file, .. }, .. } => {
-                file.name.to_str().is_none_or(names::is_tensorizer)
-            }
-            _ => may_hold_tensorizer(tree, node.folder()),
-        };
     let is_text = matches!(&node.kind, NodeKind::File { content: Content::Text(_), .. });
     let is_given = matches!(&node.kind,
         NodeKind::File { content: Content::Whole { file, proved: None }, .. }
             if tree.is_config_file(file));
-    if (is_made && tree.options.hub) || may_be_encrypted || is_given {
+    // Other processes do not have the key of an encrypted source.
+    let needs_key = tree.options.secret.is_some() && may_be_encrypted(tree, node);
+    if (is_made && tree.options.hub) || needs_key || is_given {
         return None;
     }
-    let (mut view, mut folder) = (tree.options_of(&found).to_json(), found.path.clone());
-    let (mut member, mut part) = (None, None);
-    match &node.kind {
-        NodeKind::Folder => {
-            if tree.only.is_some() {
-                folder = tree.source_now();
-            }
-        }
-        NodeKind::File { content: Content::Virtual(file), .. } => {
-            folder.clone_from(&file.checkpoint().directory);
-            member = file.checkpoint().catalog().shards.first().map(|shard| shard.name.clone());
-            part = file.spec().tensors.is_some().then(|| file.spec().name.clone());
-        }
-        NodeKind::File { content: Content::Whole { file, .. }, .. } => {
-            member = file.name.to_str().map(str::to_owned);
-        }
-        NodeKind::File { content: Content::Text(_), .. } => {}
-    }
+    let mut view = tree.options_of(&found).to_json();
+    let PlaceInSource { folder, member, part } = place_in_source(tree, node, &found.path);
     // The mount shows what links in the folder lead to elsewhere in its source.
     if follows
         && let (Some(follow), Some(root)) =

@@ -520,8 +520,7 @@ impl Nodes {
     /// The entry `name` of `folder`, which is listed. Accesses the source, which may be slow.
     pub(crate) fn entry(&self, folder: FolderId, name: &OsStr) -> NameEntry {
         let Some(listed) = self.listed(folder) else { return NameEntry::Absent };
-        let found = find(&listed.entries, name);
-        match found {
+        match find(&listed.entries, name) {
             Some(node) if node.is_outdated() => {
                 // A file that belongs to no checkpoint may disappear and come back by itself.
                 let gone = node.is_plain() && self.tree().file_now(folder, name).is_none();
@@ -534,17 +533,17 @@ impl Nodes {
                 if outdated { NameEntry::Stale } else { NameEntry::Found(node) }
             }
             Some(node) if name != ERROR_FILE => NameEntry::Found(node),
-            found => {
-                let may_be_whole = || match listed.refused {
-                    None => false,
-                    Some(Refusal::Proved) => self.tree().is_stale(folder),
-                    Some(Refusal::Unsettled) => true,
-                };
-                if listed.refused.is_some() && self.may_ask(folder) && may_be_whole() {
-                    return NameEntry::Stale;
-                }
-                found.map_or(NameEntry::Absent, NameEntry::Found)
-            }
+            _ if self.may_be_whole(folder, &listed) => NameEntry::Stale,
+            found => found.map_or(NameEntry::Absent, NameEntry::Found),
+        }
+    }
+
+    /// Whether a refused set of `folder` may have become whole. Looks from time to time only.
+    fn may_be_whole(&self, folder: FolderId, listed: &Listed) -> bool {
+        match listed.refused {
+            None => false,
+            Some(Refusal::Proved) => self.may_ask(folder) && self.tree().is_stale(folder),
+            Some(Refusal::Unsettled) => self.may_ask(folder),
         }
     }
 

@@ -559,6 +559,17 @@ impl Supervisor {
             worker.ended().is_none()
         });
         self.abort_abandoned();
+        self.let_go_of_leaving();
+        self.let_go_of_helpers();
+        let is_running = |pid: &Pid| {
+            matches!(waitpid(*pid, Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
+        };
+        self.earlier.retain(is_running);
+        self.start_due();
+    }
+
+    /// Lets go of the leaving workers that have ended or cannot end, and cleans up where they served.
+    fn let_go_of_leaving(&mut self) {
         let mut ended = Vec::new();
         self.leaving.retain_mut(|Leaving { worker, name, ticks, is_killed }| {
             worker.receive();
@@ -578,6 +589,10 @@ impl Supervisor {
                 self.remove_rest_of(&target);
             }
         }
+    }
+
+    /// Lets go of the helpers that have ended, and of all once the service stops and its time is over.
+    fn let_go_of_helpers(&mut self) {
         let out_of_time = self.stopping.is_some_and(|_| self.leaving.is_empty())
             && self
                 .stopping
@@ -589,10 +604,10 @@ impl Supervisor {
             }
             matches!(helper.child.try_wait(), Ok(None))
         });
-        let is_running = |pid: &Pid| {
-            matches!(waitpid(*pid, Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
-        };
-        self.earlier.retain(is_running);
+    }
+
+    /// Starts the workers that are due, unless they wait for another mount.
+    fn start_due(&mut self) {
         let now = Instant::now();
         for index in 0..self.mounts.len() {
             let is_due = self.mounts[index].starts_at().is_some_and(|at| at <= now);

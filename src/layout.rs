@@ -53,6 +53,8 @@ pub struct Layout {
     casts: Vec<Option<Cast>>,
     /// The pieces of all tensors, one tensor after another; those of a tensor by first byte.
     pieces: Vec<PlacedPiece>,
+    /// Whether the elements of a piece stand in another order in their shard.
+    has_gathers: bool,
     len: u64,
 }
 
@@ -106,7 +108,7 @@ pub enum Extent<'a> {
         /// The bytes of the shard. Some between the runs may not be wanted.
         range: Range<u64>,
         /// The runs of the piece in the tensor.
-        runs: &'a Arc<StridedCopy>,
+        runs: Arc<StridedCopy>,
         /// The part of the runs.
         part: RunRange,
     },
@@ -120,6 +122,15 @@ pub enum Extent<'a> {
         /// The place of the results.
         place: CastPlace,
     },
+}
+
+/// How many extents a stretch of a virtual file has.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ExtentCount {
+    /// Their number.
+    pub(crate) extents: u64,
+    /// About how many bytes are read for those that gather elements in another order than the shard's.
+    pub(crate) gathered: u64,
 }
 
 /// A tensor whose bytes follow each other in one shard as they are.
@@ -233,7 +244,14 @@ impl Layout {
             let message = format!("the file would have {end} bytes, more than a file can have");
             return Err(Fault::new(ErrorKind::Overflow, message));
         }
-        Ok(Layout { header, tensors, casts, pieces, len: end })
+        let is_gather = |piece: &PlacedPiece| piece.runs.iter().any(|runs| !runs.is_ascending());
+        let has_gathers = pieces.iter().any(is_gather);
+        Ok(Layout { header, tensors, casts, pieces, has_gathers, len: end })
+    }
+
+    /// Whether the elements of a piece stand in another order in their shard.
+    pub(crate) fn has_gathers(&self) -> bool {
+        self.has_gathers
     }
 
     /// Length of the file in bytes.
@@ -334,10 +352,11 @@ impl Layout {
         }
     }
 
-    /// About how many extents bytes `range` have, by arithmetic.
-    pub(crate) fn extent_count(&self, range: &Range<u64>) -> u64 {
+    /// About how many extents bytes `range` have, and how those are read that gather elements, by
+    /// arithmetic.
+    pub(crate) fn extent_count(&self, range: &Range<u64>) -> ExtentCount {
         let first = self.first_at(range.start).unwrap_or(self.tensors.len());
-        let mut count = 0;
+        let mut found = ExtentCount::default();
         for index in first..self.tensors.len() {
             let bytes = self.bytes_of(index);
             if bytes.start >= range.end {
@@ -346,16 +365,23 @@ impl Layout {
             let (wanted, pieces) = self.pieces_in(index, &bytes, range);
             for piece in pieces {
                 let Some(runs) = &piece.runs else {
-                    count += 1;
+                    found.extents += 1;
                     break;
                 };
                 if runs.target_span().start >= wanted.end {
                     break;
                 }
-                count += runs.inside(&wanted).map_or(0, |part| runs.reads_in(&part, GAP_MAX));
+                if runs.is_ascending() {
+                    let part = runs.inside(&wanted);
+                    found.extents += part.map_or(0, |part| runs.reads_in(&part, GAP_MAX));
+                    continue;
+                }
+                let gather = runs.gather(&wanted, SPAN_MAX);
+                found.extents += gather.reads();
+                found.gathered = found.gathered.saturating_add(gather.read_len());
             }
         }
-        count
+        found
     }
 
     /// The part of bytes `range` of the file that lies in a tensor, whose bytes are `bytes`, and
@@ -403,21 +429,24 @@ impl Layout {
             if runs.target_span().start >= wanted.end {
                 break;
             }
-            let Some(part) = runs.inside(&wanted) else { continue };
-            runs.each_read(part, GAP_MAX, SPAN_MAX, &mut |part| {
+            let mut show = |runs: Option<&Arc<StridedCopy>>, part: RunRange| {
                 let range = source + part.bytes.start..source + part.bytes.end;
                 let offset = bytes.start + part.target;
-                visit(match (cast, part.is_contiguous()) {
-                    (None, true) => Extent::Run { offset, shard, range },
-                    (None, false) => {
+                let runs = runs.filter(|_| !part.is_contiguous()).cloned();
+                visit(match (cast, runs) {
+                    (None, None) => Extent::Run { offset, shard, range },
+                    (None, Some(runs)) => {
                         Extent::Scatter { tensor_at: bytes.start, shard, range, runs, part }
                     }
-                    (Some(cast), true) => cast_to(cast, range, CastRuns::One(part.target)),
-                    (Some(cast), false) => {
-                        cast_to(cast, range, CastRuns::Several(runs.clone(), part))
-                    }
+                    (Some(cast), None) => cast_to(cast, range, CastRuns::One(part.target)),
+                    (Some(cast), Some(runs)) => cast_to(cast, range, CastRuns::Several(runs, part)),
                 });
-            });
+            };
+            if !runs.is_ascending() {
+                runs.gather(&wanted, SPAN_MAX).each_read(SPAN_MAX, &mut show);
+            } else if let Some(part) = runs.inside(&wanted) {
+                runs.each_read(part, GAP_MAX, SPAN_MAX, &mut |part| show(Some(runs), part));
+            }
         }
     }
 }
@@ -484,7 +513,7 @@ fn place(tensor: &Tensor<'_>, placed: &mut Vec<PlacedPiece>) -> Result<(), Fault
         } else {
             let to = OuterBox { shape: tensor.shape, offset: piece.offset };
             let bits = tensor.stored.bits();
-            let runs = StridedCopy::of_piece(piece.stored_shape, to, piece.shape, bits)?;
+            let runs = StridedCopy::of_piece(piece.strides, to, piece.shape, bits)?;
             let reach = runs.target_span().end;
             (Some(Arc::new(runs)), reach)
         };

@@ -1,10 +1,16 @@
-//! A box as equal runs of bytes in two row-major boxes that hold it, by arithmetic: a piece in its
-//! shard and in its tensor, or a part in a piece and in memory.
+//! A box as equal runs of bytes in two boxes that hold it, by arithmetic: a piece in its shard and in
+//! its tensor, or a part in a piece and in memory.
 //!
-//! Both sides are row-major, so the runs stand in the same order in both.
+//! The target is row-major. So is the source mostly, and the runs then stand in the same order in both.
+//! `gather` is for a source with other strides, as that of a transposed tensor.
 //! The module is pure: it has no I/O.
 
+mod gather;
+
+use std::cmp::Reverse;
 use std::ops::Range;
+
+pub use self::gather::Gather;
 
 use crate::error::{ErrorKind, Fault};
 
@@ -30,9 +36,22 @@ pub struct StridedCopy {
     run_len: u64,
     /// Dimensions, outermost first; empty for one run.
     strides: Vec<Stride>,
+    /// Whether the runs stand in the source in this order, with no byte in two of them.
+    ascending: bool,
 }
 
-/// A box that holds another one.
+/// A box of a source that holds another one.
+#[derive(Clone, Copy, Debug)]
+pub struct SourceBox<'a> {
+    /// Its extent in each dimension.
+    pub shape: &'a [u64],
+    /// Elements from one index of a dimension to the next; `None` if it is row-major.
+    pub strides: Option<&'a [u64]>,
+    /// Where the other one begins in it.
+    pub offset: &'a [u64],
+}
+
+/// A row-major box that holds another one.
 #[derive(Clone, Copy, Debug)]
 pub struct OuterBox<'a> {
     /// Its extent in each dimension.
@@ -48,32 +67,37 @@ impl StridedCopy {
     /// # Errors
     /// A run of sub-byte elements that does not begin and end on a byte.
     pub fn new(
-        from: OuterBox<'_>,
+        from: SourceBox<'_>,
         to: OuterBox<'_>,
         size: &[u64],
         bits: (u64, u64),
     ) -> Result<StridedCopy, Fault> {
-        let (mut from_start, mut to_start, mut run) = (0, 0, bits.0);
-        let (mut from_stride, mut to_stride) = bits;
-        let mut strides = Vec::new();
-        // From the innermost dimension outwards: one run grows while the box spans whole
-        // dimensions of both sides; the first dimension that it does not span ends the run.
-        let mut spanned = true;
+        let (mut from_start, mut to_start) = (0, 0);
+        // The run in bits of the source and of the target.
+        let mut run = bits;
+        let (mut from_row, mut to_row) = bits;
+        let mut strides: Vec<Stride> = Vec::new();
+        // From the innermost dimension outwards: one run grows while the next index follows it in
+        // both sides.
         for dim in (0..size.len()).rev() {
-            from_start += from.offset[dim] * from_stride;
-            to_start += to.offset[dim] * to_stride;
-            if spanned {
-                run *= size[dim];
-                spanned = size[dim] == from.shape[dim] && size[dim] == to.shape[dim];
-            } else if size[dim] > 1 {
-                strides.push(Stride { count: size[dim], from: from_stride, to: to_stride });
+            let from_step = from.strides.map_or(from_row, |strides| strides[dim] * bits.0);
+            from_start += from.offset[dim] * from_step;
+            to_start += to.offset[dim] * to_row;
+            let count = size[dim];
+            if count > 1 {
+                match strides.last_mut() {
+                    None if (from_step, to_row) == run => run = (run.0 * count, run.1 * count),
+                    Some(inner) if inner.is_continued_by(from_step, to_row) => inner.count *= count,
+                    _ => strides.push(Stride { count, from: from_step, to: to_row }),
+                }
             }
-            from_stride *= from.shape[dim];
-            to_stride *= to.shape[dim];
+            from_row *= from.shape[dim];
+            to_row *= to.shape[dim];
         }
         strides.reverse();
         let steps = strides.iter().flat_map(|stride| [stride.from, stride.to]);
-        if !steps.chain([from_start, to_start, run]).all(|bits| bits.is_multiple_of(8)) {
+        if !steps.chain([from_start, to_start, run.0]).all(|bits| bits.is_multiple_of(8)) {
+            let run = run.0;
             return Err(Fault::new(
                 ErrorKind::Misaligned,
                 format!(
@@ -86,28 +110,30 @@ impl StridedCopy {
         for stride in &mut strides {
             (stride.from, stride.to) = (stride.from / 8, stride.to / 8);
         }
-        Ok(StridedCopy { from: from_start / 8, to: to_start / 8, run_len: run / 8, strides })
+        let run_len = run.0 / 8;
+        let ascending = is_ascending(&strides, run_len);
+        Ok(StridedCopy { from: from_start / 8, to: to_start / 8, run_len, strides, ascending })
     }
 
     /// The runs of a piece in its tensor: the piece is the box `to.offset` of extent `piece` in a
-    /// tensor of extent `to.shape`, and the first of a stored box of extent `stored`. The source
-    /// begins with the first byte of the piece.
+    /// tensor of extent `to.shape`, with these strides in its shard. The source begins with its first
+    /// element.
     ///
     /// # Errors
     /// The errors of `new`.
     pub fn of_piece(
-        stored: &[u64],
+        strides: Option<&[u64]>,
         to: OuterBox<'_>,
         piece: &[u64],
         bits: u64,
     ) -> Result<StridedCopy, Fault> {
-        let from = OuterBox { shape: stored, offset: &vec![0; piece.len()] };
+        let from = SourceBox { shape: piece, strides, offset: &vec![0; piece.len()] };
         StridedCopy::new(from, to, piece, (bits, bits))
     }
 
     /// One run of `len` bytes, which begins at byte `from` of the source.
     pub(crate) fn one_run(from: u64, len: u64) -> StridedCopy {
-        StridedCopy { from, to: 0, run_len: len, strides: Vec::new() }
+        StridedCopy { from, to: 0, run_len: len, strides: Vec::new(), ascending: true }
     }
 
     /// The same runs in a source that has `before` more bytes in front.
@@ -118,6 +144,19 @@ impl StridedCopy {
     /// Length of each run in bytes of the source.
     pub fn run_len(&self) -> u64 {
         self.run_len
+    }
+
+    /// Whether the runs stand in the source in their order, with no byte in two of them. The functions
+    /// for parts of the runs are for such copies; `gather` is for all others.
+    pub fn is_ascending(&self) -> bool {
+        self.ascending
+    }
+
+    /// The same runs in the order of the source. Runs of the same bytes follow each other.
+    pub fn in_source_order(&self) -> StridedCopy {
+        let mut strides = self.strides.clone();
+        strides.sort_by_key(|stride| Reverse(stride.from));
+        StridedCopy { strides, ..*self }
     }
 
     /// Number of runs.
@@ -146,7 +185,7 @@ impl StridedCopy {
         self.run(k).1
     }
 
-    /// The bytes of the source from the first run to the last.
+    /// The bytes of the source from the first byte of a run to the last one.
     pub fn source_span(&self) -> Range<u64> {
         self.from..self.run(self.count() - 1).0 + self.run_len
     }
@@ -196,6 +235,26 @@ impl StridedCopy {
         visit(group);
     }
 
+    /// Calls `visit` for groups of all runs: those of one group have at most `gap` bytes between them, and
+    /// lie in at most `max` bytes if a run has no more.
+    pub fn each_near(&self, gap: u64, max: u64, visit: &mut dyn FnMut(RunRange)) {
+        let total = self.count();
+        let mut first = 0;
+        while first < total {
+            let (from, target) = self.run(first);
+            let (mut end, mut next) = (from + self.run_len, first + 1);
+            while next < total {
+                let (following, _) = self.run(next);
+                if following - end > gap || following + self.run_len - from > max {
+                    break;
+                }
+                (end, next) = (following + self.run_len, next + 1);
+            }
+            visit(RunRange { runs: first..next, bytes: from..end, target });
+            first = next;
+        }
+    }
+
     /// About how many parts `each_read` makes of `part` if their length is not limited, by
     /// arithmetic.
     pub fn reads_in(&self, part: &RunRange, gap: u64) -> u64 {
@@ -227,11 +286,19 @@ impl StridedCopy {
     /// Calls `visit` for each run of `part`: its bytes, counted from the first byte of the part, and
     /// its first byte in the target.
     pub fn each_run(&self, part: &RunRange, mut visit: impl FnMut(Range<u64>, u64)) {
-        for run in part.runs.clone() {
-            let (from, target) = self.run(run);
-            let start = from.max(part.bytes.start);
-            let end = (from + self.run_len).min(part.bytes.end);
-            visit(start - part.bytes.start..end - part.bytes.start, target + (start - from));
+        let RunRange { runs, bytes, .. } = part;
+        let inner = self.innermost().unwrap_or(Stride { count: 1, from: 0, to: 0 });
+        let mut run = runs.start;
+        while run < runs.end {
+            let (mut from, mut target) = self.run(run);
+            let row = (inner.count - run % inner.count).min(runs.end - run);
+            for _ in 0..row {
+                let start = from.max(bytes.start);
+                let end = (from + self.run_len).min(bytes.end);
+                visit(start - bytes.start..end - bytes.start, target + (start - from));
+                (from, target) = (from + inner.from, target + inner.to);
+            }
+            run += row;
         }
     }
 
@@ -240,7 +307,7 @@ impl StridedCopy {
     pub fn scatter(&self, part: &RunRange, bytes: &[u8], target: &mut [u8], target_start: u64) {
         self.each_run(part, |run, place| {
             let row = &bytes[run.start as usize..run.end as usize];
-            target[(place - target_start) as usize..][..row.len()].copy_from_slice(row);
+            copy_run(row, &mut target[(place - target_start) as usize..]);
         });
     }
 }
@@ -261,6 +328,84 @@ impl RunRange {
     pub fn is_contiguous(&self) -> bool {
         self.runs.end - self.runs.start == 1
     }
+}
+
+impl Stride {
+    /// Whether the runs of a dimension with these bits per step go on with the same steps.
+    fn is_continued_by(&self, from: u64, to: u64) -> bool {
+        from == self.count * self.from && to == self.count * self.to
+    }
+}
+
+/// Copies a run to the beginning of `to`. Single elements are copied without a call.
+#[inline]
+fn copy_run(run: &[u8], to: &mut [u8]) {
+    if let Ok(element) = <[u8; 2]>::try_from(run) {
+        to[..2].copy_from_slice(&element);
+    } else if let Ok(element) = <[u8; 4]>::try_from(run) {
+        to[..4].copy_from_slice(&element);
+    } else {
+        to[..run.len()].copy_from_slice(run);
+    }
+}
+
+/// Whether runs at these strides stand in the source in their order, with no byte in two of them.
+fn is_ascending(strides: &[Stride], run_len: u64) -> bool {
+    let mut end = run_len;
+    strides.iter().rev().all(|stride| {
+        let passes = stride.from >= end;
+        end = end.saturating_add((stride.count - 1).saturating_mul(stride.from));
+        passes
+    })
+}
+
+/// Strides of a row-major box.
+pub fn row_major(shape: &[u64]) -> Vec<u64> {
+    let mut step = 1_u64;
+    let mut strides: Vec<u64> = shape
+        .iter()
+        .rev()
+        .map(|&size| {
+            let own = step;
+            step = step.saturating_mul(size);
+            own
+        })
+        .collect();
+    strides.reverse();
+    strides
+}
+
+/// Whether the elements of a box of these strides follow each other in the order of the box.
+pub fn is_row_major(shape: &[u64], strides: &[u64]) -> bool {
+    let dims = shape.iter().zip(strides).zip(row_major(shape));
+    shape.contains(&0) || dims.into_iter().all(|((&size, &own), right)| size == 1 || own == right)
+}
+
+/// Whether each step of a dimension passes all that lies within it, so that no two elements share a
+/// place. A stride of 0 repeats elements.
+pub fn are_nested(shape: &[u64], strides: &[u64]) -> bool {
+    let long = shape.iter().zip(strides).filter(|&(&size, &stride)| size > 1 && stride > 0);
+    let mut dims: Vec<(u64, u64)> = long.map(|(&size, &stride)| (stride, size)).collect();
+    dims.sort_unstable();
+    let mut last = 0_u128;
+    dims.into_iter().all(|(stride, size)| {
+        let passes = u128::from(stride) > last;
+        last = last.saturating_add(u128::from(size - 1).saturating_mul(u128::from(stride)));
+        passes
+    })
+}
+
+/// Elements from the first one of a box to its last one, both included; 0 if it has none. `None` if
+/// they are 2^64 or more.
+pub fn reach(shape: &[u64], strides: &[u64]) -> Option<u64> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    let mut steps = shape.iter().zip(strides);
+    let last = steps.try_fold(0_u64, |last, (size, stride)| {
+        last.checked_add((size - 1).checked_mul(*stride)?)
+    })?;
+    last.checked_add(1)
 }
 
 #[cfg(test)]
@@ -319,7 +464,9 @@ mod tests {
             max in 1_u64..60,
         ) {
             let to = OuterBox { shape: &case.tensor, offset: &case.offset };
-            let copy = StridedCopy::of_piece(&case.stored, to, &case.size, bits).unwrap();
+            let strides = row_major(&case.stored);
+            let copy = StridedCopy::of_piece(Some(&strides), to, &case.size, bits).unwrap();
+            prop_assert!(copy.is_ascending());
             let wanted = start..start + len;
             let bytes = |element: u64| element / 8..(element + bits).div_ceil(8);
             let mut right: Vec<(u64, u64)> = elements(&case, bits)
@@ -365,7 +512,7 @@ mod tests {
     #[test]
     fn rows_of_half_bytes_are_refused() {
         let to = OuterBox { shape: &[2, 4], offset: &[0, 1] };
-        let error = StridedCopy::of_piece(&[2, 2], to, &[2, 2], 4).unwrap_err();
+        let error = StridedCopy::of_piece(None, to, &[2, 2], 4).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Misaligned);
     }
 }

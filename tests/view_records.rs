@@ -351,7 +351,7 @@ fn check(catalog: &Catalog) {
             assert!(piece.len() <= piece.range.end - piece.range.start);
             for dim in 0..tensor.shape.len() {
                 assert!(piece.offset[dim] + piece.shape[dim] <= tensor.shape[dim]);
-                assert!(piece.shape[dim] <= piece.stored_shape[dim]);
+                assert!(piece.strides.is_none_or(|strides| dim < strides.len()));
             }
         }
     }

@@ -82,6 +82,10 @@ impl Readahead<'_> {
         let Readahead { cache, file } = self;
         let mut offset = range.start;
         while offset < range.end {
+            if file.reader.gathers_far(offset..range.end) {
+                // Each part of such a tensor takes all of its bytes.
+                return Ok(());
+            }
             let mut plan = file.reader.plan_first_block(offset..range.end);
             let end = offset + plan.len();
             // The read itself copies these bytes from the page cache, with one copy less.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::coverage::{self, Covered, FoundPiece};
 use super::heads::{HeadTensors, Stored};
 use super::name_order::{self, Ref};
-use super::tensors::{BoxSlice, Builder, ROWS_MAX};
+use super::tensors::{BoxSlice, Builder, ROWS_MAX, span};
 use super::{Catalog, Shard, ShardHeader, ShardId, named_some};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::dcp;
@@ -41,9 +41,9 @@ pub(super) fn of_whole_tensors(
     wrong.map_or(Ok(()), Err)?;
     let mut columns = Builder::with_room(refs.iter().map(|one| name(one).len()));
     for one in &refs {
-        let Stored { name, dtype, shape, start } =
-            tensors[one.shard as usize].get(one.index as usize);
-        columns.push_whole(name, dtype, shape, ShardId(one.shard), start);
+        let stored = tensors[one.shard as usize].get(one.index as usize);
+        let Stored { name, dtype, shape, start, strides } = stored;
+        columns.push_stored(name, dtype, shape, strides, ShardId(one.shard), start);
     }
     catalog.columns = Arc::new(columns.finish());
     catalog.shapes_recorded = shards.iter().all(|shard| shard.header.records_shapes());
@@ -73,8 +73,9 @@ pub(super) fn of_dcp_shards(
     let mut shapes_recorded = !refs.is_empty();
     for same in by_tensor() {
         if let Some((whole, recorded)) = alone(same, &pieces) {
+            let Stored { dtype, shape, start, strides, .. } = whole;
             let shard = ShardId(same[0].shard);
-            columns.push_whole(name(&same[0]), whole.dtype, whole.shape, shard, whole.start);
+            columns.push_stored(name(&same[0]), dtype, shape, strides, shard, start);
             shapes_recorded &= recorded;
             continue;
         }
@@ -180,15 +181,19 @@ fn alone<'a>(same: &[Ref], pieces: &[HeadTensors<'a>]) -> Option<(Stored<'a>, bo
 
 fn found(one: &Ref, pieces: &[HeadTensors<'_>]) -> FoundPiece {
     let (pieces, index) = (&pieces[one.shard as usize], one.index as usize);
-    let (Stored { dtype, shape, start, .. }, place) = (pieces.get(index), pieces.place(index));
+    let (stored, place) = (pieces.get(index), pieces.place(index));
+    let Stored { dtype, shape, start, strides, .. } = stored;
     // The header was checked: the piece ends within its file.
-    let len = dtype.bits_of(shape).unwrap_or(0) / 8;
+    let len = match strides {
+        Some(strides) => span(dtype, shape, strides),
+        None => dtype.bits_of(shape).unwrap_or(0) / 8,
+    };
     let box_id = BoxSlice {
         shard: ShardId(one.shard),
         range: start..start + len,
         offset: place.offset.to_vec(),
         shape: shape.to_vec(),
-        stored_shape: None,
+        strides: strides.map(<[u64]>::to_vec),
     };
     FoundPiece { dtype, box_id, whole_shape: place.whole_shape.map(<[u64]>::to_vec) }
 }

@@ -43,7 +43,7 @@ struct FlatTensor {
 
 /// A tensor of a model, from one place or from several.
 enum ModelSource {
-    Whole { dtype: Dtype, shape: Vec<u64>, shard: ShardId, start: u64 },
+    Whole { dtype: Dtype, shape: Vec<u64>, strides: Option<Vec<u64>>, shard: ShardId, start: u64 },
     Flat(FlatTensor),
 }
 
@@ -101,8 +101,8 @@ pub(super) fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     let mut columns = Builder::with_room(names.iter().map(|(name, _)| name.len()));
     for (name, source) in &names {
         match &sources[*source] {
-            ModelSource::Whole { dtype, shape, shard, start } => {
-                columns.push_whole(name, *dtype, shape, *shard, *start);
+            ModelSource::Whole { dtype, shape, strides, shard, start } => {
+                columns.push_stored(name, *dtype, shape, strides.as_deref(), *shard, *start);
             }
             ModelSource::Flat(tensor) => {
                 let found = tensor.found();
@@ -131,13 +131,8 @@ impl FlatTensor {
         let mut found = Vec::new();
         let mut add = |shard, start: u64, (offset, size): (Vec<u64>, Vec<u64>)| {
             let len = size.iter().product::<u64>() * item_len;
-            let box_id = BoxSlice {
-                shard,
-                range: start..start + len,
-                offset,
-                shape: size,
-                stored_shape: None,
-            };
+            let box_id =
+                BoxSlice { shard, range: start..start + len, offset, shape: size, strides: None };
             found.push(FoundPiece { dtype: *dtype, box_id, whole_shape: Some(shape.clone()) });
             start + len
         };
@@ -283,7 +278,8 @@ impl<'a> ZeroFiles<'a> {
         let source = |index| {
             let stored = tensors.get(index);
             let (dtype, shape, start) = (stored.dtype, stored.shape.to_vec(), stored.start);
-            (stored.name.to_owned(), ModelSource::Whole { dtype, shape, shard, start })
+            let strides = stored.strides.map(<[u64]>::to_vec);
+            (stored.name.to_owned(), ModelSource::Whole { dtype, shape, strides, shard, start })
         };
         (0..tensors.len()).map(source).collect()
     }

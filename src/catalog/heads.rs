@@ -49,6 +49,8 @@ struct HeadColumns {
     shapes: Vec<u32>,
     /// First bytes in the shard.
     starts: Vec<u64>,
+    /// Rows of the tensors with strides, ascending, and numbers of lists.
+    strided: Vec<(usize, u32)>,
     lists: NumberPool,
     /// Tensors of files with a sharding note.
     places: Vec<NotePlace>,
@@ -110,6 +112,8 @@ pub(super) struct Stored<'a> {
     pub(super) shape: &'a [u64],
     /// First byte in the shard, absolute.
     pub(super) start: u64,
+    /// Its strides in elements, `None` if its elements follow each other.
+    pub(super) strides: Option<&'a [u64]>,
 }
 
 /// The entry of a piece in a sharding note.
@@ -237,6 +241,10 @@ impl HeadColumns {
             self.shapes.push(before.1);
             self.starts.push(start);
         }
+        for (number, strides) in &shard.strided {
+            let list = self.lists.add(strides);
+            self.strided.push((first + *number as usize, list));
+        }
         first..self.starts.len()
     }
 
@@ -252,6 +260,17 @@ impl HeadColumns {
             self.places.push(NotePlace { offset, whole_shape, logical_name });
         }
         first
+    }
+}
+
+impl HeadColumns {
+    #[inline]
+    fn strides(&self, row: usize) -> Option<&[u64]> {
+        if self.strided.is_empty() {
+            return None;
+        }
+        let found = self.strided.binary_search_by_key(&row, |(row, _)| *row).ok()?;
+        Some(self.lists.get(self.strided[found].1))
     }
 }
 
@@ -363,6 +382,7 @@ impl<'a> HeadTensors<'a> {
             dtype: self.columns.dtypes[row],
             shape: self.columns.lists.get(self.columns.shapes[row]),
             start: self.columns.starts[row],
+            strides: self.columns.strides(row),
         }
     }
 

@@ -8,7 +8,7 @@ use super::Catalog;
 use super::tensors::{BoxSlice, Builder, Piece, ROWS_MAX, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
-use crate::strided::{OuterBox, StridedCopy};
+use crate::strided::{OuterBox, StridedCopy, is_row_major, row_major};
 
 /// A tensor of a catalog that is made from another one.
 #[derive(Clone, Copy, Debug)]
@@ -134,8 +134,7 @@ impl Joined {
     fn check_bytes(&self, bits: u64) -> Result<(), Fault> {
         for piece in self.pieces.iter().chain(&self.replicas) {
             let to = OuterBox { shape: &self.shape, offset: &piece.offset };
-            let stored = piece.stored_shape.as_ref().unwrap_or(&piece.shape);
-            StridedCopy::of_piece(stored, to, &piece.shape, bits)?;
+            StridedCopy::of_piece(piece.strides.as_deref(), to, &piece.shape, bits)?;
         }
         Ok(())
     }
@@ -162,8 +161,8 @@ impl PartPlace<'_> {
             return Ok(None);
         }
         offset[dim] = self.start + (first - self.range.start);
-        let stride: u64 = piece.stored_shape[dim + 1..].iter().product();
-        let skipped = (first - own) * stride * self.bits;
+        let strides = piece.strides.map_or_else(|| row_major(piece.shape), <[u64]>::to_vec);
+        let skipped = (first - own) * strides[dim] * self.bits;
         if !skipped.is_multiple_of(8) {
             let message = format!(
                 "index {first} of dimension {dim} begins inside a byte: elements have {} bits",
@@ -171,20 +170,11 @@ impl PartPlace<'_> {
             );
             return Err(Fault::new(ErrorKind::Misaligned, message));
         }
-        let stored_shape = (!is_one_run(&shape, piece.stored_shape))
-            .then_some(piece.stored_shape)
-            .map(<[u64]>::to_vec);
+        let strides = (!is_row_major(&shape, &strides)).then_some(strides);
         // Columns keep the first byte; the last one follows from the shapes.
         let range = piece.range.start + skipped / 8..piece.range.end;
-        Ok(Some(BoxSlice { shard: piece.shard, range, offset, shape, stored_shape }))
+        Ok(Some(BoxSlice { shard: piece.shard, range, offset, shape, strides }))
     }
-}
-
-/// Whether the elements of a box of extent `shape` follow each other in a larger one.
-fn is_one_run(shape: &[u64], outer: &[u64]) -> bool {
-    // Each dimension before the innermost one that is cut must have one index.
-    let cut = shape.iter().zip(outer).rposition(|(size, outer_size)| size != outer_size);
-    cut.is_none_or(|dim| shape[..dim].iter().all(|&size| size == 1))
 }
 
 /// Adds all of `tensor` under this name.
@@ -206,9 +196,9 @@ fn push_whole(columns: &mut Builder, name: &str, dtype: Dtype, tensor: &Tensor<'
 }
 
 fn slice(piece: Piece<'_>) -> BoxSlice {
-    let stored_shape = (!piece.is_contiguous()).then(|| piece.stored_shape.to_vec());
+    let strides = piece.strides.map(<[u64]>::to_vec);
     let Piece { shard, range, offset, shape, .. } = piece;
-    BoxSlice { shard, range, offset: offset.to_vec(), shape: shape.to_vec(), stored_shape }
+    BoxSlice { shard, range, offset: offset.to_vec(), shape: shape.to_vec(), strides }
 }
 
 #[cfg(test)]
@@ -244,17 +234,16 @@ mod tests {
             let mut end = piece.range.start;
             for index in indices(piece.shape) {
                 let own: Vec<u64> = index.iter().zip(piece.offset).map(|(a, b)| a + b).collect();
-                let byte = piece.range.start + 2 * position(&index, piece.stored_shape);
+                let strides = piece.strides.map_or_else(|| row_major(piece.shape), <[u64]>::to_vec);
+                let item: u64 = index.iter().zip(&strides).map(|(index, step)| index * step).sum();
+                let byte = piece.range.start + 2 * item;
                 let before = found.insert(position(&own, tensor.shape), (piece.shard.0, byte));
                 assert_eq!(before, None, "an element that two pieces hold");
                 end = end.max(byte + 2);
             }
             assert_eq!(piece.range.end, end);
             let is_contiguous = end - piece.range.start == piece.len();
-            assert_eq!(
-                (piece.is_contiguous(), piece.shape == piece.stored_shape),
-                (is_contiguous, is_contiguous)
-            );
+            assert_eq!(piece.is_contiguous(), is_contiguous);
         }
         let count: u64 = tensor.shape.iter().product();
         (0..count).map(|element| found[&element]).collect()
@@ -290,7 +279,7 @@ mod tests {
                 let start = ends[shard];
                 ends[shard] += 2 * shape.iter().product::<u64>() + 4;
                 let range = start..ends[shard] - 4;
-                BoxSlice { shard: ShardId(shard as u32), range, offset, shape, stored_shape: None }
+                BoxSlice { shard: ShardId(shard as u32), range, offset, shape, strides: None }
             };
             let mut pieces: Vec<BoxSlice> = boxes.into_iter().enumerate().map(piece).collect();
             pieces.sort_by_key(|piece| (piece.shard, piece.range.start));

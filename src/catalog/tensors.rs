@@ -8,6 +8,7 @@ use std::ops::Range;
 use super::ShardId;
 use crate::cast::Cast;
 use crate::dtype::Dtype;
+use crate::strided::reach;
 use crate::zeros::are_zeros;
 
 /// Number of a list of `Lists`.
@@ -15,6 +16,9 @@ pub(crate) type ListId = u32;
 
 /// Marks a piece that is its whole tensor.
 pub(crate) const WHOLE: u32 = u32::MAX;
+
+/// Marks a box whose elements follow each other in its shard.
+pub(crate) const ROW_MAJOR: ListId = u32::MAX;
 
 /// Maximum number of tensors and pieces of one catalog, plus all numbers of their boxes: positions
 /// have 32 bits.
@@ -72,8 +76,8 @@ pub(crate) struct TensorColumns {
     pub(crate) replicas: Vec<(u32, PieceRow)>,
     /// Boxes: offset and shape.
     pub(crate) boxes: Vec<(ListId, ListId)>,
-    /// The shape of the stored box that holds each box; empty if each is stored without gaps.
-    pub(crate) stored_shapes: Vec<ListId>,
+    /// The strides of each box in its shard, or `ROW_MAJOR`; empty if all are.
+    pub(crate) strides: Vec<ListId>,
     pub(crate) lists: Lists,
     /// One zero for each dimension of the longest shape: the offset of whole pieces.
     pub(crate) zeros: Vec<u64>,
@@ -106,8 +110,7 @@ pub struct Tensor<'a> {
     index: u32,
 }
 
-/// The part of a tensor that one shard holds: a box. It is stored row-major, without gaps or inside
-/// a larger box.
+/// The part of a tensor that one shard holds: a box. Its elements follow each other, or have strides.
 ///
 /// ```
 /// use tensorfs::Checkpoint;
@@ -123,23 +126,23 @@ pub struct Tensor<'a> {
 pub struct Piece<'a> {
     /// The shard.
     pub shard: ShardId,
-    /// Bytes in the shard file from the first of the piece to its last, absolute. If it lies inside
-    /// a larger box, some bytes between are not its own. From 2^63 on, where no file has bytes, all
-    /// are zeros: see `is_zeros`.
+    /// Bytes in the shard file from the first of the piece to its last, absolute. If it has strides,
+    /// some bytes between may not be its own. From 2^63 on, where no file has bytes, all are zeros: see
+    /// `is_zeros`.
     pub range: Range<u64>,
     /// First index of the box in each dimension of the tensor.
     pub offset: &'a [u64],
     /// Extent of the box in each dimension.
     pub shape: &'a [u64],
-    /// Extent of the stored box in each dimension, whose row-major strides are those of the piece.
-    /// It is `shape` if the bytes of the piece follow each other.
-    pub stored_shape: &'a [u64],
+    /// Elements in the shard from one index of each dimension to the next, 0 for one that repeats them.
+    /// `None` if the bytes of the piece follow each other.
+    pub strides: Option<&'a [u64]>,
     /// Length of its own bytes.
     len: u64,
 }
 
 impl Piece<'_> {
-    /// Length in bytes, without those between its rows that are not its own.
+    /// Length in bytes, without those between its elements that are not its own.
     pub fn len(&self) -> u64 {
         self.len
     }
@@ -157,7 +160,7 @@ impl Piece<'_> {
 
     /// Whether its bytes follow each other.
     pub fn is_contiguous(&self) -> bool {
-        self.len == self.range.end - self.range.start
+        self.strides.is_none()
     }
 }
 
@@ -271,26 +274,17 @@ impl<'a> Tensor<'a> {
             None => (&columns.zeros[..self.shape.len()], self.shape),
         };
         let len = len(self.stored, shape);
-        let (stored_shape, span) = match columns.stored_shapes.get(row.box_id as usize) {
-            Some(&list) => {
-                let stored_shape = columns.lists.get(list);
-                (stored_shape, span(self.stored, shape, stored_shape))
-            }
-            None => (shape, len),
-        };
+        let strides = columns.strides.get(row.box_id as usize).filter(|list| **list != ROW_MAJOR);
+        let strides = strides.map(|list| columns.lists.get(*list));
+        let span = strides.map_or(len, |strides| span(self.stored, shape, strides));
         let range = row.start..row.start + span;
-        Piece { shard: row.shard, range, offset, shape, stored_shape, len }
+        Piece { shard: row.shard, range, offset, shape, strides, len }
     }
 }
 
-/// Bytes from the first element of a box to its last, in a stored box of this shape.
-pub(crate) fn span(dtype: Dtype, shape: &[u64], stored_shape: &[u64]) -> u64 {
-    if shape.contains(&0) {
-        return 0;
-    }
-    let sizes = shape.iter().zip(stored_shape);
-    let last = sizes.fold(0, |last, (size, stored_size)| last * stored_size + (size - 1));
-    (last + 1) * dtype.bits() / 8
+/// Bytes from the first element of a box to its last, for strides that were checked before.
+pub(crate) fn span(dtype: Dtype, shape: &[u64], strides: &[u64]) -> u64 {
+    reach(shape, strides).unwrap_or(0) * dtype.bits() / 8
 }
 
 /// Bytes of a box. It was checked before, so no product overflows.
@@ -314,8 +308,8 @@ pub(super) struct BoxSlice {
     pub(super) range: Range<u64>,
     pub(super) offset: Vec<u64>,
     pub(super) shape: Vec<u64>,
-    /// The shape of the stored box that holds it; `None` if its bytes follow each other.
-    pub(super) stored_shape: Option<Vec<u64>>,
+    /// Its strides in the shard; `None` if its bytes follow each other.
+    pub(super) strides: Option<Vec<u64>>,
 }
 
 /// Fills columns.
@@ -369,6 +363,30 @@ impl Builder {
         columns.len() + pieces + columns.lists.numbers.len()
     }
 
+    /// Adds a tensor that is a single piece from `start` on, with strides if it has some.
+    pub(super) fn push_stored(
+        &mut self,
+        name: &str,
+        dtype: Dtype,
+        shape: &[u64],
+        strides: Option<&[u64]>,
+        shard: ShardId,
+        start: u64,
+    ) {
+        let Some(strides) = strides else {
+            return self.push_whole(name, dtype, shape, shard, start);
+        };
+        let range = start..start + span(dtype, shape, strides);
+        let piece = BoxSlice {
+            shard,
+            range,
+            offset: vec![0; shape.len()],
+            shape: shape.to_vec(),
+            strides: Some(strides.to_vec()),
+        };
+        self.push(name, dtype, shape, &[piece], &[]);
+    }
+
     /// Adds a tensor that is a single piece from `start` on.
     pub(super) fn push_whole(
         &mut self,
@@ -413,18 +431,18 @@ impl Builder {
     }
 
     fn box_id(&mut self, box_id: &BoxSlice, whole: &[u64]) -> u32 {
-        if box_id.shape == whole && box_id.stored_shape.is_none() {
+        if box_id.shape == whole && box_id.strides.is_none() {
             return WHOLE;
         }
         let (offset, shape) = (self.list(&box_id.offset), self.list(&box_id.shape));
-        let stored_shape = box_id.stored_shape.as_ref().map_or(shape, |list| self.list(list));
+        let strides = box_id.strides.as_ref().map_or(ROW_MAJOR, |list| self.list(list));
         let columns = &mut self.columns;
-        *self.known_boxes.entry((offset, shape, stored_shape)).or_insert_with(|| {
-            if stored_shape != shape && columns.stored_shapes.is_empty() {
-                columns.stored_shapes.extend(columns.boxes.iter().map(|(_, shape)| *shape));
+        *self.known_boxes.entry((offset, shape, strides)).or_insert_with(|| {
+            if strides != ROW_MAJOR && columns.strides.is_empty() {
+                columns.strides.resize(columns.boxes.len(), ROW_MAJOR);
             }
-            if stored_shape != shape || !columns.stored_shapes.is_empty() {
-                columns.stored_shapes.push(stored_shape);
+            if strides != ROW_MAJOR || !columns.strides.is_empty() {
+                columns.strides.push(strides);
             }
             columns.boxes.push((offset, shape));
             columns.boxes.len() as u32 - 1

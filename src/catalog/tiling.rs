@@ -198,7 +198,7 @@ mod tests {
 
     fn piece(offset: &[u64], shape: &[u64]) -> BoxSlice {
         let (offset, shape) = (offset.to_vec(), shape.to_vec());
-        BoxSlice { shard: ShardId(0), range: 0..0, offset, shape, stored_shape: None }
+        BoxSlice { shard: ShardId(0), range: 0..0, offset, shape, strides: None }
     }
 
     /// How often each element of `shape` is covered, in row-major order.

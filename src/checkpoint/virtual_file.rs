@@ -207,8 +207,9 @@ impl VirtualFile {
                 for piece in tensor.pieces() {
                     places.extend_from_slice(&piece.shard.0.to_le_bytes());
                     places.extend_from_slice(&piece.range.start.to_le_bytes());
-                    let numbers =
-                        [piece.offset, piece.shape, piece.stored_shape].into_iter().flatten();
+                    let strides = piece.strides.unwrap_or_default();
+                    places.push(u8::from(!piece.is_contiguous()));
+                    let numbers = [piece.offset, piece.shape, strides].into_iter().flatten();
                     numbers.for_each(|number| places.extend_from_slice(&number.to_le_bytes()));
                 }
                 header.update(&places);

@@ -44,6 +44,9 @@ pub struct ShardDescription {
     pub left_out: Option<String>,
     /// The places of its tensors, in their order, if the format tells that they are pieces.
     pub places: Option<Vec<PiecePlace>>,
+    /// The strides, in elements, of tensors whose elements do not follow each other: numbers of tensors,
+    /// ascending, with theirs.
+    pub strided: Vec<(u32, Vec<u64>)>,
     /// The rank that has saved it, if it is the file of one.
     pub rank: Option<FileRank>,
     /// Its facts about ranges of tensors, if it is a file of DeepSpeed.
@@ -86,6 +89,7 @@ impl ShardDescription {
             next_file: None,
             left_out: None,
             places: None,
+            strided: Vec::new(),
             rank: None,
             zero: None,
             names: String::with_capacity(names_len),
@@ -103,6 +107,13 @@ impl ShardDescription {
             dtype,
             start,
         });
+    }
+
+    /// Gives the tensor that was added last these strides.
+    pub(super) fn set_strides(&mut self, strides: Vec<u64>) {
+        if let Some(last) = self.tensors.len().checked_sub(1) {
+            self.strided.push((last as u32, strides));
+        }
     }
 
     pub(super) fn set_numbers(&mut self, numbers: Vec<u64>) {

@@ -12,8 +12,9 @@ use bincode::{BorrowDecode, Encode};
 use crate::cast::Cast;
 use crate::catalog::Shard;
 use crate::catalog::ShardId;
-use crate::catalog::tensors::{Lists, PieceRow, TensorColumns, WHOLE, span};
+use crate::catalog::tensors::{Lists, PieceRow, ROW_MAJOR, TensorColumns, WHOLE};
 use crate::dtype::Dtype;
+use crate::strided::{are_nested, reach};
 use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START, are_zeros};
 
 use super::frame::{List, Numbers};
@@ -77,8 +78,9 @@ pub(super) struct ViewColumns<'a> {
     stored_dtypes: List<&'a str>,
     /// The dtype of each tensor in the shards. Empty if no tensor is cast.
     stored: Numbers<'a>,
-    /// The stored box (a list) that holds each box. Empty if all are stored without gaps.
-    stored_shapes: List<u32>,
+    /// The strides (a list) of each box plus one, 0 if its elements follow each other. Empty if those of
+    /// all do.
+    strides: List<u32>,
 }
 
 /// The columns of the tensors of a view, whose shards are `shards`.
@@ -94,7 +96,7 @@ pub(super) fn encode_view(tensors: &TensorColumns, shards: &[Shard]) -> ViewColu
     ViewColumns {
         stored: stored.collect(),
         stored_dtypes: dtypes.iter().map(|dtype| dtype.name()).collect(),
-        stored_shapes: List(tensors.stored_shapes.clone()),
+        strides: List(tensors.strides.iter().map(|&list| strides_code(list)).collect()),
         columns: encode(tensors, shards),
     }
 }
@@ -178,6 +180,10 @@ fn encode_starts(tensors: &TensorColumns, shards: &[Shard]) -> Numbers<'static> 
     distances.collect()
 }
 
+fn strides_code(list: u32) -> u32 {
+    if list == ROW_MAJOR { 0 } else { list + 1 }
+}
+
 fn box_code(box_id: u32) -> u32 {
     if box_id == WHOLE { 0 } else { box_id + 1 }
 }
@@ -195,7 +201,7 @@ pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<TensorCol
             columns,
             stored_dtypes: List::default(),
             stored: std::iter::empty().collect(),
-            stored_shapes: List::default(),
+            strides: List::default(),
         },
         shards,
     )
@@ -215,11 +221,11 @@ pub(super) fn decode_view(view: ViewColumns<'_>, shards: &[Shard]) -> Result<Ten
     if !columns.boxes.iter().all(|&(a, b)| a.max(b) < lists.len() as u32) {
         return Err("has a box without an extent");
     }
-    let stored_shapes = view.stored_shapes.0.clone();
-    if !(stored_shapes.is_empty() || stored_shapes.len() == columns.boxes.len())
-        || !stored_shapes.iter().all(|&list| list < lists.len() as u32)
+    let strides: Vec<u32> = view.strides.0.iter().map(|code| code.wrapping_sub(1)).collect();
+    if !(strides.is_empty() || strides.len() == columns.boxes.len())
+        || !strides.iter().all(|&list| list == ROW_MAJOR || list < lists.len() as u32)
     {
-        return Err("has a box in no stored box");
+        return Err("has a box without strides");
     }
     let mut tensors = TensorColumns {
         names,
@@ -228,7 +234,7 @@ pub(super) fn decode_view(view: ViewColumns<'_>, shards: &[Shard]) -> Result<Ten
         shapes: Vec::with_capacity(len),
         piece_ends: decode_ends(columns, len)?,
         lists,
-        stored_shapes,
+        strides,
         ..TensorColumns::default()
     };
     let mut kind_of = columns.kind_of.reader();
@@ -410,16 +416,17 @@ impl Check<'_> {
                 offset[dim].checked_add(extent[dim]).is_some_and(|end| end <= whole[dim])
             });
         let len = len_of(dtype, extent).filter(|_| inside)?;
-        let span = match self.tensors.stored_shapes.get(box_id as usize) {
-            None => len,
-            Some(&stored) => {
-                let stored = lists.get(stored);
-                let fits = stored.len() == extent.len()
-                    && extent.iter().zip(stored).all(|(size, stored)| size <= stored);
-                dtype.bits_of(stored).filter(|_| fits)?;
-                span(dtype, extent, stored)
-            }
-        };
+        let span =
+            match self.tensors.strides.get(box_id as usize).filter(|&&list| list != ROW_MAJOR) {
+                None => len,
+                Some(&strides) => {
+                    let strides = lists.get(strides);
+                    let fits = strides.len() == extent.len()
+                        && strides.iter().all(|stride| stride.checked_mul(dtype.bits()).is_some())
+                        && are_nested(extent, strides);
+                    dtype.bits_of(&[reach(extent, strides).filter(|_| fits)?])? / 8
+                }
+            };
         self.lens.insert((box_id, dtype, shape), (len, span));
         Some((len, span))
     }

@@ -18,7 +18,7 @@ use super::{Index, SetRecord, VirtualFileRecord, is_file_name};
 
 /// The version increases with every change of the content, of the steps of a view, and of the
 /// layout of a file.
-const KIND: FileKind = FileKind { magic: b"TFSVIEWS", version: 1 };
+const KIND: FileKind = FileKind { magic: b"TFSVIEWS", version: 2 };
 
 /// The sets of an index as a view presents them.
 #[derive(Clone, Debug, PartialEq)]

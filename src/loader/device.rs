@@ -564,7 +564,8 @@ impl<'a> Copies<'a> {
         let copy = one.copy.map(|number| &self.plan.copies[number as usize]);
         let place = |k| copy.map_or((0, 0), |copy| copy.run(k));
         let (from0, to0) = place(one.first);
-        let inner = copy.and_then(StridedCopy::innermost);
+        // Rows that share bytes are copied one by one.
+        let inner = copy.and_then(StridedCopy::innermost).filter(|row| row.from >= one.run_len);
         let mut k = one.first;
         while k < one.first + one.runs {
             let (from, to) = place(k);

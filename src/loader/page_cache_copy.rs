@@ -7,7 +7,7 @@ use super::Loader;
 use crate::catalog::{ShardId, Tensor};
 use crate::checkpoint::Checkpoint;
 use crate::error::Result;
-use crate::strided::{OuterBox, StridedCopy};
+use crate::strided::{OuterBox, SourceBox, StridedCopy};
 
 /// Longest run that is copied this way. Several threads copy a longer one faster.
 const RUN_MAX: u64 = 4 << 20;
@@ -138,15 +138,16 @@ fn runs_of(tensor: &Tensor<'_>, part: Option<&[Range<u64>]>) -> Option<(ShardId,
     if part.len() != tensor.shape.len() || !part.iter().zip(tensor.shape).all(is_some) {
         return None;
     }
-    if let Some(run) = only_run(part, piece.stored_shape, bits) {
+    let is_row_major = piece.is_contiguous();
+    if let Some(run) = only_run(part, piece.shape, bits).filter(|_| is_row_major) {
         return Some(one_run(run));
     }
     let size: Vec<u64> = part.iter().map(|wanted| wanted.end - wanted.start).collect();
     let offset: Vec<u64> = part.iter().map(|wanted| wanted.start).collect();
-    let from = OuterBox { shape: piece.stored_shape, offset: &offset };
+    let from = SourceBox { shape: piece.shape, strides: piece.strides, offset: &offset };
     let to = OuterBox { shape: &size, offset: &vec![0; size.len()] };
     let runs = StridedCopy::new(from, to, &size, (bits, bits)).ok()?;
-    (runs.run_len() > 0).then(|| (shard, runs.behind(start)))
+    (runs.run_len() > 0 && runs.is_ascending()).then(|| (shard, runs.behind(start)))
 }
 
 /// First byte and length of a part, which is not empty and lies in `shape`, if it is one run of

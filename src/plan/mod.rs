@@ -15,7 +15,7 @@ use crate::coalesce::coalesce;
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::format::tensorizer::decryptor::Decryptor;
-use crate::strided::{OuterBox, StridedCopy};
+use crate::strided::{OuterBox, RunRange, SourceBox, StridedCopy};
 
 /// Limits for reads and memory, all lengths in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -443,7 +443,8 @@ impl Plan {
             };
             let from_offset = relative(&|dim| piece.offset[dim]);
             let to_offset = relative(&|dim| part[dim].start);
-            let from = OuterBox { shape: piece.stored_shape, offset: &from_offset };
+            let strides = piece.strides;
+            let from = SourceBox { shape: piece.shape, strides, offset: &from_offset };
             let to = OuterBox { shape, offset: &to_offset };
             let copy = StridedCopy::new(from, to, &size, bits_each)?;
             self.cut(copy, piece.shard, piece.range.start, number, cast, extents);
@@ -461,38 +462,25 @@ impl Plan {
         cast: Option<Cast>,
         extents: &mut Vec<Stretch>,
     ) {
-        let (run_len, total) = (copy.run_len(), copy.count());
+        let PlanLimits { gap, moved, .. } = self.limits;
         let number = copy.innermost().map(|_| self.copies.len() as u32);
-        let mut first = 0;
-        while first < total {
-            let (from, offset) = copy.run(first);
-            let mut end = from + run_len;
-            let mut next = first + 1;
-            while next < total {
-                let (following, _) = copy.run(next);
-                if following - end > self.limits.gap
-                    || following + run_len - from > self.limits.moved
-                {
-                    break;
-                }
-                end = following + run_len;
-                next += 1;
-            }
-            let step = Move {
-                from: 0,
-                region: 0,
-                offset,
-                first,
-                runs: next - first,
-                run_len,
-                copy: number,
-                cast,
-            };
-            extents.push(Stretch { shard, range: base + from..base + end, step, request });
-            first = next;
+        let run_len = copy.run_len();
+        let mut add = |RunRange { runs, bytes, target }| {
+            let (first, runs) = (runs.start, runs.end - runs.start);
+            let (from, region, offset) = (0, 0, target);
+            let step = Move { from, region, offset, first, runs, run_len, copy: number, cast };
+            let range = base + bytes.start..base + bytes.end;
+            extents.push(Stretch { shard, range, step, request });
+        };
+        // Memory takes bytes in any order, so that they are read in that of the shard.
+        let ordered = if copy.is_ascending() { copy } else { copy.in_source_order() };
+        if ordered.is_ascending() {
+            ordered.each_near(gap, moved, &mut add);
+        } else {
+            ordered.each_group(gap, moved, &mut add);
         }
         if number.is_some() {
-            self.copies.push(copy);
+            self.copies.push(ordered);
         }
     }
 

@@ -7,12 +7,12 @@ use std::sync::{Arc, OnceLock};
 use crate::checkpoint::VirtualFile;
 use crate::error::Result;
 use crate::io::{read_all, read_all_stored};
-use crate::layout::{Extent, Layout, PlainRun};
+use crate::layout::{Extent, ExtentCount, Layout, PlainRun};
 use crate::order::{Order, Orders, TensorMap, TensorSpan};
 use crate::source::Source;
 use crate::zeros::are_zeros;
 
-use self::plan::{BLOCK_LEN, SPREAD_LEN_MAX};
+use self::plan::{BLOCK_LEN, PARTS_MAX, SPREAD_LEN_MAX};
 pub use block::{Block, Done};
 pub use plan::BlockPlan;
 
@@ -23,10 +23,6 @@ mod tests;
 
 /// Most bytes read at a time, which bounds the memory that gathering takes.
 const WINDOW_LEN_MAX: usize = 8 << 20;
-
-/// Most parts of shards that are planned at a time. Each takes a page of memory or more if it is
-/// read by itself.
-const PARTS_MAX: u64 = 8 << 10;
 
 /// An open virtual file, or a file of the source as it is.
 ///
@@ -165,7 +161,12 @@ impl Reader {
         let mut done = 0;
         while done < len {
             let start = offset + done as u64;
-            let plan = self.plan_window(start..start + window_len.min(len - done) as u64);
+            let wanted = start..start + window_len.min(len - done) as u64;
+            if self.is_streamed(&wanted) {
+                self.read_streamed(start, &mut buf[done..len])?;
+                return Ok(len);
+            }
+            let plan = self.plan_window(wanted);
             let window = &mut buf[done..done + plan.len() as usize];
             let read = if self.layout.is_some() { read_all } else { read_all_stored };
             plan.fill(window, &|reads| read(reads).map(|()| true))?;
@@ -173,6 +174,16 @@ impl Reader {
             done += window.len();
         }
         Ok(len)
+    }
+
+    /// Reads bytes of the file from `start` on into `target`, which gathers far more bytes than memory
+    /// should hold at a time.
+    fn read_streamed(&self, start: u64, target: &mut [u8]) -> Result<()> {
+        let Some(layout) = &self.layout else { return Ok(()) };
+        let range = start..start + target.len() as u64;
+        BlockPlan::in_parts(layout, &self.sources, range, &mut |plan| {
+            plan.fill(target, &|reads| read_all(reads).map(|()| true)).map(drop)
+        })
     }
 
     /// The reads of the first part of bytes `range` that takes little memory: all of it, or a half,
@@ -191,11 +202,28 @@ impl Reader {
         }
     }
 
-    /// Whether bytes `range` lie in more than `PARTS_MAX` parts of shards. The plan of their reads
-    /// then takes much memory, so they are read in steps, with `read_at`.
+    /// Whether bytes `range` lie in more than `PARTS_MAX` parts of shards, or gather far more bytes than
+    /// they are. The plan of their reads then takes much memory, so they are read in steps, with
+    /// `read_at`.
     #[doc(hidden)]
     pub fn is_scattered(&self, range: &Range<u64>) -> bool {
-        self.layout.as_ref().is_some_and(|layout| layout.extent_count(range) > PARTS_MAX)
+        self.layout.as_ref().is_some_and(|layout| {
+            let count = layout.extent_count(range);
+            count.extents > PARTS_MAX || is_streamed(&count, range)
+        })
+    }
+
+    /// Whether a block at the start of bytes `range` is scattered because it gathers elements that lie
+    /// far from each other. It is not worth a read ahead.
+    pub(crate) fn gathers_far(&self, range: Range<u64>) -> bool {
+        let block = range.start..range.end.min(range.start + BLOCK_LEN);
+        self.layout.as_ref().is_some_and(|layout| layout.has_gathers()) && self.is_scattered(&block)
+    }
+
+    /// Whether bytes `range` gather far more bytes than memory should hold at a time.
+    fn is_streamed(&self, range: &Range<u64>) -> bool {
+        let layout = self.layout.as_ref().filter(|layout| layout.has_gathers());
+        layout.is_some_and(|layout| is_streamed(&layout.extent_count(range), range))
     }
 
     /// The reads that bytes `range` take; the range lies inside the file.
@@ -218,6 +246,11 @@ impl Reader {
             first(len)
         };
         let plan = self.plan_block(first(BLOCK_LEN));
+        let gathers = self.layout.as_ref().is_some_and(|layout| layout.has_gathers());
+        if gathers && plan.len() < plan.spread_len() {
+            // A shorter block would gather as many bytes.
+            return plan;
+        }
         let mut longer = first(plan.good_len());
         if self.is_encrypted() {
             // Each encrypted piece is decrypted for one block, not for two.
@@ -229,6 +262,10 @@ impl Reader {
         // Only column pieces are worth longer blocks, whose extents are mapped again.
         if longer.end - longer.start == plan.len() { plan } else { self.plan_block(longer) }
     }
+}
+
+fn is_streamed(count: &ExtentCount, range: &Range<u64>) -> bool {
+    count.gathered > SPREAD_LEN_MAX.max((range.end - range.start).saturating_mul(2))
 }
 
 impl TensorMap for Reader {

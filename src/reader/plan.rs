@@ -15,6 +15,13 @@ use crate::io::{
 use crate::layout::{Extent, GAP_MAX, Layout};
 use crate::source::Source;
 
+/// Most parts of shards that are planned at a time. Each takes a page of memory or more if it is
+/// read by itself.
+pub(super) const PARTS_MAX: u64 = 8 << 10;
+
+/// Most bytes between two wanted ranges that are read in a file whose tensors are gathered.
+const GATHER_GAP_MAX: u64 = 4 << 10;
+
 /// Longest read that wanted ranges are merged into.
 const MERGED_LEN_MAX: u64 = 8 << 20;
 
@@ -93,45 +100,32 @@ impl BlockPlan {
         sources: &[Arc<Source>],
         range: Range<u64>,
     ) -> BlockPlan {
-        let len = range.end - range.start;
-        let mut plan = BlockPlan { len, stored: false, header: None, fetches: Vec::new() };
-        let mut wanted: Vec<(usize, BlockUse)> = Vec::new();
-        let start = range.start;
-        layout.extents(range, &mut |extent| match extent {
-            Extent::Header { offset, bytes } => {
-                let range = offset as usize..offset as usize + bytes.len();
-                let layout = layout.clone();
-                plan.header = Some(HeaderUse { offset: offset - start, range, layout });
-            }
-            Extent::Run { offset, shard, range } => {
-                let place = BlockPlace::Run(offset - start);
-                wanted.push((shard.0 as usize, BlockUse { range, place }));
-            }
-            Extent::Scatter { tensor_at, shard, range, runs, part } => {
-                let before = tensor_at.saturating_sub(start);
-                let after = start.saturating_sub(tensor_at);
-                let place = BlockPlace::Scatter { before, after, runs: runs.clone(), part };
-                wanted.push((shard.0 as usize, BlockUse { range, place }));
-            }
-            Extent::Cast { shard, range, place } => {
-                let place = BlockPlace::Cast(start, place);
-                wanted.push((shard.0 as usize, BlockUse { range, place }));
+        let mut wanted = WantedBytes::new(layout, &range);
+        layout.extents(range, &mut |extent| wanted.add(extent));
+        wanted.plan(sources)
+    }
+
+    /// Calls `carry_out` with plans of reads that fill a block of bytes `range` together. Each takes
+    /// little memory, however far the bytes lie from each other.
+    ///
+    /// # Errors
+    /// The first error of `carry_out`.
+    pub(super) fn in_parts(
+        layout: &Arc<Layout>,
+        sources: &[Arc<Source>],
+        range: Range<u64>,
+        carry_out: &mut dyn FnMut(BlockPlan) -> Result<()>,
+    ) -> Result<()> {
+        let mut wanted = WantedBytes::new(layout, &range);
+        let mut done = Ok(());
+        layout.extents(range, &mut |extent| {
+            wanted.add(extent);
+            if done.is_ok() && wanted.is_long() {
+                done = carry_out(wanted.plan(sources));
             }
         });
-        wanted.sort_by_key(|(shard, wanted)| (*shard, wanted.range.start));
-        let same_shard = |first: &(usize, BlockUse), next: &(usize, BlockUse)| first.0 == next.0;
-        let reads: Vec<_> =
-            coalesce(&wanted, |one| &one.1.range, same_shard, GAP_MAX, MERGED_LEN_MAX)
-                .map(|(range, group)| (group[0].0, range, group.len()))
-                .collect();
-        let mut all_uses = wanted.into_iter().map(|(_, wanted)| wanted);
-        for (shard, range, count) in reads {
-            let mut uses = Vec::new();
-            all_uses.by_ref().take(count).for_each(|wanted| add_use(&mut uses, wanted));
-            let source = sources[shard].clone();
-            plan.fetches.push(Planned { source, range, cached: None, uses });
-        }
-        plan
+        done?;
+        carry_out(wanted.plan(sources))
     }
 
     /// Length of the block.
@@ -306,6 +300,77 @@ impl BlockPlan {
             engine.submit(Fetch { source, range, cached, priority, effort, stored, target, done })
         };
         self.fetches.into_iter().map(submit).collect()
+    }
+}
+
+/// Wanted bytes of a block, before their reads are planned.
+struct WantedBytes<'a> {
+    layout: &'a Arc<Layout>,
+    /// The bytes of the block in the file.
+    block: Range<u64>,
+    header: Option<HeaderUse>,
+    /// Numbers of shards, and their bytes.
+    bytes: Vec<(usize, BlockUse)>,
+    /// How many of them are spread over the block, from the first to the last of each extent.
+    spread_len: u64,
+}
+
+impl<'a> WantedBytes<'a> {
+    fn new(layout: &'a Arc<Layout>, block: &Range<u64>) -> WantedBytes<'a> {
+        let (block, bytes) = (block.clone(), Vec::new());
+        WantedBytes { layout, block, header: None, bytes, spread_len: 0 }
+    }
+
+    fn add(&mut self, extent: Extent) {
+        let start = self.block.start;
+        let (shard, range, place) = match extent {
+            Extent::Header { offset, bytes } => {
+                let range = offset as usize..offset as usize + bytes.len();
+                let layout = self.layout.clone();
+                self.header = Some(HeaderUse { offset: offset - start, range, layout });
+                return;
+            }
+            Extent::Run { offset, shard, range } => (shard, range, BlockPlace::Run(offset - start)),
+            Extent::Scatter { tensor_at, shard, range, runs, part } => {
+                let before = tensor_at.saturating_sub(start);
+                let after = start.saturating_sub(tensor_at);
+                (shard, range, BlockPlace::Scatter { before, after, runs, part })
+            }
+            Extent::Cast { shard, range, place } => (shard, range, BlockPlace::Cast(start, place)),
+        };
+        if !matches!(place, BlockPlace::Run(_)) {
+            self.spread_len += range.end - range.start;
+        }
+        self.bytes.push((shard.0 as usize, BlockUse { range, place }));
+    }
+
+    /// Whether their reads take as much memory as a thread should use at a time.
+    fn is_long(&self) -> bool {
+        self.spread_len > SPREAD_LEN_MAX / 2 || self.bytes.len() as u64 >= PARTS_MAX
+    }
+
+    /// The reads of the bytes that were added since the last call.
+    fn plan(&mut self, sources: &[Arc<Source>]) -> BlockPlan {
+        let mut wanted = std::mem::take(&mut self.bytes);
+        self.spread_len = 0;
+        let len = self.block.end - self.block.start;
+        let header = self.header.take();
+        let mut plan = BlockPlan { len, stored: false, header, fetches: Vec::new() };
+        wanted.sort_by_key(|(shard, wanted)| (*shard, wanted.range.start));
+        // Gathers have chosen their gaps.
+        let gap = if self.layout.has_gathers() { GATHER_GAP_MAX } else { GAP_MAX };
+        let same_shard = |first: &(usize, BlockUse), next: &(usize, BlockUse)| first.0 == next.0;
+        let reads: Vec<_> = coalesce(&wanted, |one| &one.1.range, same_shard, gap, MERGED_LEN_MAX)
+            .map(|(range, group)| (group[0].0, range, group.len()))
+            .collect();
+        let mut all_uses = wanted.into_iter().map(|(_, wanted)| wanted);
+        for (shard, range, count) in reads {
+            let mut uses = Vec::new();
+            all_uses.by_ref().take(count).for_each(|wanted| add_use(&mut uses, wanted));
+            let source = sources[shard].clone();
+            plan.fetches.push(Planned { source, range, cached: None, uses });
+        }
+        plan
     }
 }
 

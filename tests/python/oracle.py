@@ -255,7 +255,7 @@ def from_torch(paths):
             storage, offset, shape, dtype = tensor
             size = BITS[dtype] // 8
             start = starts[storage[1]] + (offset * size if math.prod(shape) else 0)
-            return start, data[start : start + math.prod(shape) * size]
+            return start, _gathered(data[start:], tensor, size)
 
         named = _torch_names(root)
         of_rank = any(isinstance(value, _OfRanks) for value in named.values())

@@ -115,7 +115,9 @@ class Report(ReportCase):
                     self.assertEqual((row["dtype"], row["shape"]),
                                      (header.tensors[name]["dtype"], header.tensors[name]["shape"]))
                     self.assertEqual(row["bytes"], end - start)
-                    # Zeros that no file holds have no place there.
+                    # Zeros that no file holds have no place there, and strides have others between them.
+                    if entry.id in ("torch_zip_views", "torch_legacy_views"):
+                        continue
                     lengths = {row["bytes"], 0} if entry.id == "tz_meta" else {row["bytes"]}
                     self.assertIn(sum(end - start for _, start, end in row["pieces"]), lengths)
 
@@ -144,10 +146,10 @@ class Report(ReportCase):
         inspected = tensorfs("inspect", folder, "-o", f"rename={rules}", "--json").json()["sets"][0]
         for tensor, shape in zip(inspected["tensors"], ([10, 30], [10, 70]), strict=True):
             (piece,) = tensor["pieces"]
-            self.assertEqual((piece["shape"], piece["stored_shape"]), (shape, [10, 100]))
+            self.assertEqual((piece["shape"], piece["strides"]), (shape, [100, 1]))
             self.assertEqual((piece["runs"], piece["run_bytes"]), (10, shape[1]))
         text = tensorfs("inspect", folder, "-o", f"rename={rules}").stdout
-        self.assertIn("box [10, 30] at [0, 0] of a stored box [10, 100], 10 runs of 30 bytes", text)
+        self.assertIn("box [10, 30] at [0, 0] with strides [100, 1], 10 runs of 30 bytes", text)
 
     def test_duplicates_are_told_once_checksums_are_recorded(self):
         folder = self.tmp / "double"

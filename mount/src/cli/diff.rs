@@ -176,7 +176,8 @@ fn zeros_of(tensor: &Tensor<'_>) -> Option<Dtype> {
 fn places(checkpoint: &Checkpoint, tensor: &Tensor<'_>) -> Vec<impl PartialEq + use<>> {
     let place = |piece: tensorfs::Piece<'_>| {
         let version = checkpoint.sources()[piece.shard.0 as usize].version();
-        let lists = [piece.offset, piece.shape, piece.stored_shape].map(<[u64]>::to_vec);
+        let strides = piece.strides.unwrap_or_default();
+        let lists = [piece.offset, piece.shape, strides].map(<[u64]>::to_vec);
         (version.file(), piece.range, lists)
     };
     tensor.pieces().map(place).collect()

@@ -277,7 +277,7 @@ impl Shown {
                 "range": (!piece.is_zeros()).then_some([piece.range.start, piece.range.end]),
                 "offset": piece.offset,
                 "shape": piece.shape,
-                "stored_shape": piece.stored_shape,
+                "strides": piece.strides,
                 "runs": runs,
                 "run_bytes": run_bytes,
             })
@@ -315,7 +315,7 @@ impl Shown {
             let (runs, run_bytes) = runs_of(tensor, &piece);
             let stored = match piece.is_contiguous() {
                 true => String::new(),
-                false => format!(" of a stored box {:?}", piece.stored_shape),
+                false => format!(" with strides {:?}", piece.strides.unwrap_or_default()),
             };
             let bytes = match piece.is_zeros() {
                 true => "the shape only, read as zeros".to_owned(),
@@ -338,7 +338,7 @@ fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
         return (0, 0);
     }
     let to = OuterBox { shape: tensor.shape, offset: piece.offset };
-    match StridedCopy::of_piece(piece.stored_shape, to, piece.shape, tensor.stored.bits()) {
+    match StridedCopy::of_piece(piece.strides, to, piece.shape, tensor.stored.bits()) {
         Ok(runs) => (runs.count(), runs.run_len()),
         // Only pieces of a checkpoint with `layout=original` cannot be cut into runs.
         Err(_) => (1, piece.len()),

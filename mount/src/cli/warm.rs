@@ -270,8 +270,13 @@ fn add_tensor(
         let ranges = &mut ranges[piece.shard.0 as usize];
         let to = OuterBox { shape: tensor.shape, offset: piece.offset };
         let bits = tensor.stored.bits();
-        let rows = StridedCopy::of_piece(piece.stored_shape, to, piece.shape, bits)
+        let rows = StridedCopy::of_piece(piece.strides, to, piece.shape, bits)
             .map_err(|fault| Failure::Failed(format!("{}: {fault}", tensor.name)))?;
+        if !rows.is_ascending() {
+            // Any part of it lies all over the piece.
+            ranges.push(piece.range);
+            continue;
+        }
         for part in wanted.iter().filter_map(|wanted| rows.inside(wanted)) {
             if piece.is_contiguous() {
                 let start = piece.range.start;

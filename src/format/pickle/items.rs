@@ -6,7 +6,7 @@ use std::io;
 use std::ops::Range;
 
 use super::distcp::StoredChunk;
-use super::tensors::{BoxedTensor, StorageData, Storages, TensorBox, tensor_call};
+use super::tensors::{StorageData, Storages, TensorPlace, tensor_call};
 use super::{PICKLE, ReadStop, check_byte_order, described, is_zip, machine, open, told};
 use crate::coalesce::coalesce;
 use crate::error::{ErrorKind, Fault};
@@ -23,10 +23,6 @@ const TAIL_LEN: u64 = 1280;
 /// Bytes between two such stretches that are read with them, and longest read.
 const GAP_LEN: u64 = 16 << 10;
 const READ_LEN_MAX: u64 = 256 << 10;
-
-/// Most boxes of an item whose tensor is not contiguous, and most bytes of memory for those of a file.
-const BOXES_MAX: usize = 1 << 14;
-const BOXES_LEN_MAX: usize = 16 << 20;
 
 /// Parses the items with these chunks of one file, in the order of their bytes. Other items of the file
 /// are not looked at.
@@ -54,26 +50,20 @@ fn parse(
     description.described.clear();
     let mut numbers: Vec<u64> = Vec::new();
     let mut places = Vec::with_capacity(chunks.len());
-    let mut boxes_left = BOXES_LEN_MAX;
     for (chunk, range) in chunks.iter().zip(ranges) {
         let name = &chunk.tensor.name;
-        let box_len = name.len() + 64 + 24 * chunk.shape.len();
-        let boxes_max = BOXES_MAX.min(boxes_left / box_len).max(1);
-        let item =
-            parse_item(&mut window, chunk, &range, boxes_max).map_err(|stop| match stop {
-                ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
-                read => read,
-            })?;
-        boxes_left = boxes_left.saturating_sub(box_len * (item.tensor.boxes.len() - 1));
-        for TensorBox { offset, shape, start } in item.tensor.boxes {
-            let begin = numbers.len() as u32;
-            numbers.extend_from_slice(&shape);
-            let shape = (begin, numbers.len() as u32);
-            description.push(name, item.tensor.dtype, shape, start);
-            let inner = chunk.offset.iter().zip(offset);
-            let offset = inner.map(|(chunk, offset)| chunk + offset).collect();
-            places.push(place_of(chunk, offset));
+        let item = parse_item(&mut window, chunk, &range).map_err(|stop| match stop {
+            ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
+            read => read,
+        })?;
+        let TensorPlace { dtype, shape, start, strides, .. } = item.tensor;
+        let begin = numbers.len() as u32;
+        numbers.extend_from_slice(&shape);
+        description.push(name, dtype, (begin, numbers.len() as u32), start);
+        if let Some(strides) = strides {
+            description.set_strides(strides);
         }
+        places.push(place_of(chunk, chunk.offset.clone()));
         for part in described(&range, item.data) {
             match description.described.last_mut() {
                 Some(last) if last.end == part.start => last.end = part.end,
@@ -197,7 +187,7 @@ fn item_ranges(file_len: u64, chunks: &[StoredChunk]) -> Result<Vec<Range<u64>>,
 
 /// A tensor, and the data of its storage.
 struct ParsedItem {
-    tensor: BoxedTensor,
+    tensor: TensorPlace,
     data: Vec<Range<u64>>,
 }
 
@@ -205,7 +195,6 @@ fn parse_item(
     window: &mut WindowReader<'_>,
     chunk: &StoredChunk,
     range: &Range<u64>,
-    boxes_max: usize,
 ) -> Result<ParsedItem, ReadStop> {
     window.begin(range)?;
     let (archive, len) = open(window, range.clone())?;
@@ -219,7 +208,7 @@ fn parse_item(
         return Err(Fault::new(ErrorKind::TensorMissing, message).into());
     };
     let mut storages = Storages::new(StorageData::Entries { reader: window, archive: &archive });
-    let tensor = call.boxes(&values, &mut storages, boxes_max)?;
+    let tensor = call.place(&values, &mut storages)?;
     if tensor.dtype != chunk.tensor.dtype {
         let message = format!(
             "has the dtype {} by `.metadata`, and {} in this file; save the checkpoint again",

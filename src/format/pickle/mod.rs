@@ -242,11 +242,14 @@ fn describe(
     let names_len = named.tensors.iter().map(|tensor| tensor.name.len()).sum();
     let mut description = ShardDescription::with_room(0, named.tensors.len(), names_len);
     let mut numbers: Vec<u64> = Vec::new();
-    for tensor in &named.tensors {
+    for tensor in &mut named.tensors {
         let begin = numbers.len() as u32;
         numbers.extend_from_slice(&tensor.place.shape);
         let shape = (begin, numbers.len() as u32);
         description.push(&tensor.name, tensor.place.dtype, shape, tensor.place.start);
+        if let Some(strides) = tensor.place.strides.take() {
+            description.set_strides(strides);
+        }
     }
     description.set_numbers(numbers);
     // Programs ask a safetensors file for its framework.

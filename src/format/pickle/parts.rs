@@ -403,7 +403,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         id: NodeId,
     ) -> Result<(Vec<u64>, Vec<u64>), ReadStop> {
         let call = tensor_call(self.values, id).ok_or_else(|| unknown("mesh"))?;
-        let TensorPlace { dtype, shape, start, .. } = call.place(self.values, storages)?;
+        let TensorPlace { dtype, shape, start, .. } = call.run(self.values, storages)?;
         let width = match dtype {
             Dtype::I32 => 4,
             Dtype::I64 => 8,
@@ -519,7 +519,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
             let mut shape = whole.to_vec();
             let first = shape.first_mut().ok_or_else(|| unknown("shape"))?;
             *first = 0;
-            let place = TensorPlace { dtype: element, shape, start: 0, is_placeholder: false };
+            let (dtype, start, strides) = (element, 0, None);
+            let place = TensorPlace { dtype, shape, start, strides, is_placeholder: false };
             found.push(TensorPart { place, offset: vec![0; whole.len()], whole: whole.to_vec() });
         }
         Ok(found)

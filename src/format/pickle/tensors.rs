@@ -10,9 +10,13 @@ use super::zip::Archive;
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::range_reader::RangeReader;
+use crate::strided::{are_nested, is_row_major, reach};
 
 /// Most dimensions of a tensor: those of torch.
 const DIMS_MAX: usize = 64;
+
+/// Longest tensor in bytes that repeats its elements: a file of a few bytes may say any number.
+const EXPANDED_LEN_MAX: u64 = 64 << 30;
 
 /// Calls that may wrap a tensor, one in another.
 const WRAPS_MAX: usize = 8;
@@ -29,26 +33,10 @@ pub(super) struct TensorPlace {
     pub(super) shape: Vec<u64>,
     /// First byte in the file.
     pub(super) start: u64,
+    /// Its strides in elements, `None` if they follow each other.
+    pub(super) strides: Option<Vec<u64>>,
     /// Whether it has no elements and stands for a tensor that lies in the files of all ranks.
     pub(super) is_placeholder: bool,
-}
-
-/// A tensor as boxes of it, each of which has its elements one after another in the file.
-#[derive(Debug)]
-pub(super) struct BoxedTensor {
-    pub(super) dtype: Dtype,
-    pub(super) shape: Vec<u64>,
-    pub(super) boxes: Vec<TensorBox>,
-}
-
-/// A box of a tensor.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct TensorBox {
-    /// First index in each dimension, and extent.
-    pub(super) offset: Vec<u64>,
-    pub(super) shape: Vec<u64>,
-    /// First byte in the file.
-    pub(super) start: u64,
 }
 
 /// A storage as a pickle names it.
@@ -178,30 +166,32 @@ pub(super) fn typed_call(values: &Values<'_>, id: NodeId) -> Option<[NodeId; 4]>
 }
 
 impl TensorCall {
-    /// The place of the tensor.
-    pub(super) fn place(
+    /// The place of a tensor whose elements follow each other.
+    pub(super) fn run(
         self,
         values: &Values<'_>,
         storages: &mut Storages<'_, '_>,
     ) -> Result<TensorPlace, ReadStop> {
-        Ok(self.found(values, storages)?.place()?)
+        let place = self.place(values, storages)?;
+        match &place.strides {
+            None => Ok(place),
+            Some(strides) => {
+                let message = format!(
+                    "has the strides {strides:?} for the shape {:?}, which it may not have; save \
+                     `tensor.contiguous()`",
+                    place.shape
+                );
+                Err(wrong(message).into())
+            }
+        }
     }
 
-    /// The tensor as at most `max` boxes.
-    pub(super) fn boxes(
-        self,
-        values: &Values<'_>,
-        storages: &mut Storages<'_, '_>,
-        max: usize,
-    ) -> Result<BoxedTensor, ReadStop> {
-        Ok(self.found(values, storages)?.boxes(max)?)
-    }
-
-    fn found(
+    /// The place of the tensor.
+    pub(super) fn place(
         mut self,
         values: &Values<'_>,
         storages: &mut Storages<'_, '_>,
-    ) -> Result<StridedTensor, ReadStop> {
+    ) -> Result<TensorPlace, ReadStop> {
         for _ in 0..WRAPS_MAX {
             if self.is_changed {
                 let message = "its pickle changes it after it is made".to_owned();
@@ -211,7 +201,7 @@ impl TensorCall {
                 Rebuild::Tensor | Rebuild::TensorOfDtype => {
                     let tensor = self.stored(values, storages)?;
                     let is_placeholder = self.is_of_zero && tensor.shape.contains(&0);
-                    return Ok(StridedTensor { is_placeholder, ..tensor });
+                    return Ok(TensorPlace { is_placeholder, ..tensor });
                 }
                 Rebuild::Other => return Err(self.unread(values).into()),
                 Rebuild::Parameter => {
@@ -267,7 +257,7 @@ impl TensorCall {
         &self,
         values: &Values<'_>,
         storages: &mut Storages<'_, '_>,
-    ) -> Result<StridedTensor, ReadStop> {
+    ) -> Result<TensorPlace, ReadStop> {
         let args: Vec<NodeId> = values.tuple(self.args).into_iter().flatten().take(10).collect();
         let of_dtype = self.rebuild == Rebuild::TensorOfDtype;
         let (dtype_at, metadata_at) = if of_dtype { (Some(6), 7) } else { (None, 6) };
@@ -307,7 +297,7 @@ impl TensorCall {
             _ => None,
         };
         let dtype = dtype.ok_or_else(|| self.unread(values))?;
-        Ok(StridedTensor::new(data, dtype, offset, &[sizes, strides])?)
+        Ok(place_of(data, dtype, offset, &[sizes, strides])?)
     }
 }
 
@@ -377,166 +367,75 @@ pub(super) fn storage_id<'v>(
     }
 }
 
-/// A tensor in the data of its storage, which holds it.
-struct StridedTensor {
+/// The tensor of these sizes and strides at item `offset` of `data`, which holds it.
+fn place_of(
+    data: Range<u64>,
     dtype: Dtype,
-    /// Extents and strides in items.
-    shape: Vec<u64>,
-    strides: Vec<u64>,
-    /// First byte in the file, and bytes of an item.
-    start: u64,
-    item_len: u64,
-    /// Whether its items lie one after another.
-    is_contiguous: bool,
-    /// Whether it has no elements and stands for a tensor that lies in the files of all ranks.
-    is_placeholder: bool,
+    offset: i64,
+    [sizes, strides]: &[Vec<i64>; 2],
+) -> Result<TensorPlace, Fault> {
+    if sizes.len() != strides.len() {
+        let message = format!("has {} sizes and {} strides", sizes.len(), strides.len());
+        return Err(wrong(message));
+    }
+    let natural = |numbers: &[i64]| -> Option<Vec<u64>> {
+        numbers.iter().map(|&number| u64::try_from(number).ok()).collect()
+    };
+    let (Some(mut shape), Some(strides), Ok(offset)) =
+        (natural(sizes), natural(strides), u64::try_from(offset))
+    else {
+        return Err(wrong("has a negative size, stride or offset".to_owned()));
+    };
+    // Two elements of this dtype are one item.
+    let item_len = if dtype == Dtype::F4 { 1 } else { dtype.bits() / 8 };
+    let items = (data.end - data.start) / item_len;
+    let count = shape.iter().try_fold(1_u64, |count, &size| count.checked_mul(size));
+    let count = count.ok_or_else(overflow)?;
+    let reach = reach(&shape, &strides).ok_or_else(overflow)?;
+    let end = u128::from(offset) + u128::from(reach);
+    if count > 0 && end > u128::from(items) {
+        let message = format!("ends at item {end} of its storage, which has {items}");
+        return Err(Fault::new(ErrorKind::DataTruncated, message));
+    }
+    let is_run = is_row_major(&shape, &strides);
+    if !is_run {
+        check_strides(dtype, &shape, &strides)?;
+    }
+    if dtype == Dtype::F4 {
+        let last = shape.last_mut();
+        let last = last.ok_or_else(|| wrong("is packed and has no dimension".to_owned()))?;
+        *last = last.checked_mul(2).ok_or_else(overflow)?;
+    }
+    let bits = dtype.bits_of(&shape).ok_or_else(overflow)?;
+    if !is_run && bits / 8 > EXPANDED_LEN_MAX.max(data.end - data.start) {
+        let message = format!(
+            "has {} bytes by repeating what its storage of {} bytes holds, tensorfs reads up to \
+             {EXPANDED_LEN_MAX}; save what it repeats",
+            bits / 8,
+            data.end - data.start
+        );
+        return Err(wrong(message));
+    }
+    // A tensor without elements may begin anywhere.
+    let start = data.start + if count > 0 { offset * item_len } else { 0 };
+    // Nothing follows in a dimension of one index.
+    let steps = shape.iter().zip(strides).map(|(&size, step)| if size > 1 { step } else { 0 });
+    let strides = (!is_run).then(|| steps.collect());
+    Ok(TensorPlace { dtype, shape, start, strides, is_placeholder: false })
 }
 
-impl StridedTensor {
-    /// The tensor of these sizes and strides at item `offset` of `data`.
-    fn new(
-        data: Range<u64>,
-        dtype: Dtype,
-        offset: i64,
-        [sizes, strides]: &[Vec<i64>; 2],
-    ) -> Result<StridedTensor, Fault> {
-        if sizes.len() != strides.len() {
-            let message = format!("has {} sizes and {} strides", sizes.len(), strides.len());
-            return Err(wrong(message));
-        }
-        let natural = |numbers: &[i64]| -> Option<Vec<u64>> {
-            numbers.iter().map(|&number| u64::try_from(number).ok()).collect()
-        };
-        let (Some(shape), Some(strides), Ok(offset)) =
-            (natural(sizes), natural(strides), u64::try_from(offset))
-        else {
-            return Err(wrong("has a negative size, stride or offset".to_owned()));
-        };
-        // Two elements of this dtype are one item.
-        let item_len = if dtype == Dtype::F4 { 1 } else { dtype.bits() / 8 };
-        let items = (data.end - data.start) / item_len;
-        let count = shape.iter().try_fold(1_u64, |count, &size| count.checked_mul(size));
-        let count = count.ok_or_else(overflow)?;
-        let mut extent = 0_u128;
-        // The strides of rows one after another.
-        let (mut row, mut contiguous) = (1_u64, true);
-        for (&size, &stride) in shape.iter().zip(&strides).rev() {
-            if size > 1 {
-                contiguous &= stride == row;
-                let last = u128::from(size - 1) * u128::from(stride);
-                extent = extent.checked_add(last).ok_or_else(overflow)?;
-            }
-            row = row.saturating_mul(size);
-        }
-        let end = u128::from(offset) + extent + 1;
-        if count > 0 && end > u128::from(items) {
-            let message = format!("ends at item {end} of its storage, which has {items}");
-            return Err(Fault::new(ErrorKind::DataTruncated, message));
-        }
-        // A tensor without elements may begin anywhere.
-        let start = data.start + if count > 0 { offset * item_len } else { 0 };
-        let is_contiguous = contiguous || count == 0;
-        let tensor = StridedTensor {
-            dtype,
-            shape,
-            strides,
-            start,
-            item_len,
-            is_contiguous,
-            is_placeholder: false,
-        };
-        dtype.bits_of(&tensor.elements()?).ok_or_else(overflow)?;
-        Ok(tensor)
+/// Refuses strides by which elements share a place, but for those that repeat all of a dimension.
+fn check_strides(dtype: Dtype, shape: &[u64], strides: &[u64]) -> Result<(), Fault> {
+    if dtype != Dtype::F4 && are_nested(shape, strides) {
+        return Ok(());
     }
-
-    /// Its shape in elements.
-    fn elements(&self) -> Result<Vec<u64>, Fault> {
-        let mut shape = self.shape.clone();
-        if self.dtype == Dtype::F4 {
-            let last = shape.last_mut();
-            let last = last.ok_or_else(|| wrong("is packed and has no dimension".to_owned()))?;
-            *last = last.checked_mul(2).ok_or_else(overflow)?;
-        }
-        Ok(shape)
-    }
-
-    fn not_contiguous(&self) -> Fault {
-        wrong(format!(
-            "is not contiguous, its strides are {:?} for the shape {:?}, which tensorfs does not read \
-             yet; save `tensor.contiguous()`",
-            self.strides, self.shape
-        ))
-    }
-
-    fn place(&self) -> Result<TensorPlace, Fault> {
-        if !self.is_contiguous {
-            return Err(self.not_contiguous());
-        }
-        Ok(TensorPlace {
-            dtype: self.dtype,
-            shape: self.elements()?,
-            start: self.start,
-            is_placeholder: self.is_placeholder,
-        })
-    }
-
-    /// The tensor as at most `max` boxes whose items lie one after another.
-    fn boxes(&self, max: usize) -> Result<BoxedTensor, Fault> {
-        let shape = self.elements()?;
-        let dims = shape.len();
-        let mut own = shape.clone();
-        if !self.is_contiguous {
-            own = self.box_shape().ok_or_else(|| self.not_contiguous())?;
-        }
-        let counts: Vec<u64> =
-            shape.iter().zip(&own).map(|(size, own)| if own == size { 1 } else { *size }).collect();
-        let count = counts.iter().try_fold(1_u64, |all, &count| all.checked_mul(count));
-        if count.is_none_or(|count| count > max as u64) {
-            return Err(self.not_contiguous());
-        }
-        let mut boxes = Vec::new();
-        let (mut offset, mut item) = (vec![0; dims], 0);
-        loop {
-            let start = self.start + item * self.item_len;
-            boxes.push(TensorBox { offset: offset.clone(), shape: own.clone(), start });
-            // The next index, the last dimension first.
-            let mut dim = dims;
-            loop {
-                let Some(before) = dim.checked_sub(1) else {
-                    return Ok(BoxedTensor { dtype: self.dtype, shape, boxes });
-                };
-                dim = before;
-                if offset[dim] + 1 < counts[dim] {
-                    offset[dim] += 1;
-                    item += self.strides[dim];
-                    break;
-                }
-                item -= offset[dim] * self.strides[dim];
-                offset[dim] = 0;
-            }
-        }
-    }
-
-    /// The extent of the largest box that begins with a row of items one after another. `None` if there
-    /// are no such rows, or if rows share items.
-    fn box_shape(&self) -> Option<Vec<u64>> {
-        let is_long = |dim: &usize| self.shape[*dim] > 1;
-        let inner = (0..self.shape.len()).find(|dim| is_long(dim) && self.strides[*dim] == 1)?;
-        let shares = (0..self.shape.len()).any(|dim| is_long(&dim) && self.strides[dim] == 0);
-        if shares || self.dtype == Dtype::F4 {
-            return None;
-        }
-        let mut own = vec![1; self.shape.len()];
-        own[inner] = self.shape[inner];
-        let mut row = self.shape[inner];
-        for dim in (0..inner).rev().filter(is_long) {
-            if self.strides[dim] == row {
-                own[dim] = self.shape[dim];
-                row *= self.shape[dim];
-            }
-        }
-        Some(own)
-    }
+    let why = match dtype {
+        Dtype::F4 => "and two of its elements share a byte",
+        _ => "by which parts of it overlap",
+    };
+    Err(wrong(format!(
+        "has the strides {strides:?} for the shape {shape:?}, {why}; save `tensor.contiguous()`"
+    )))
 }
 
 fn overflow() -> Fault {
@@ -548,64 +447,47 @@ fn overflow() -> Fault {
 mod tests {
     use super::*;
 
-    fn boxes(sizes: &[i64], strides: &[i64], max: usize) -> Result<BoxedTensor, Fault> {
-        let of = &[sizes.to_vec(), strides.to_vec()];
-        StridedTensor::new(100..1100, Dtype::U8, 3, of).unwrap().boxes(max)
-    }
-
-    /// The bytes of the elements in row-major order: those of the boxes.
-    fn by_boxes(tensor: &BoxedTensor) -> Vec<Option<u64>> {
-        let count = tensor.shape.iter().product::<u64>() as usize;
-        let mut found = vec![None; count];
-        for one in &tensor.boxes {
-            for number in 0..one.shape.iter().product::<u64>() {
-                let (mut rest, mut at, mut step) = (number, 0, 1);
-                for dim in (0..tensor.shape.len()).rev() {
-                    at += (one.offset[dim] + rest % one.shape[dim]) * step;
-                    rest /= one.shape[dim];
-                    step *= tensor.shape[dim];
-                }
-                assert_eq!(found[at as usize].replace(one.start + number), None);
-            }
-        }
-        found
-    }
-
-    fn by_strides(sizes: &[i64], strides: &[i64]) -> Vec<Option<u64>> {
-        (0..sizes.iter().product::<i64>())
-            .map(|mut number| {
-                let mut item = 3;
-                for (size, stride) in sizes.iter().zip(strides).rev() {
-                    item += number % size * stride;
-                    number /= size;
-                }
-                Some(100 + item as u64)
-            })
-            .collect()
+    fn place(dtype: Dtype, sizes: &[i64], strides: &[i64]) -> Result<TensorPlace, Fault> {
+        place_of(100..1100, dtype, 3, &[sizes.to_vec(), strides.to_vec()])
     }
 
     #[test]
-    fn a_tensor_of_any_strides_is_cut_into_boxes_of_neighbours() {
-        for (sizes, strides, count) in [
-            (&[4, 3][..], &[3, 1][..], 1),
-            (&[4, 3], &[1, 4], 3),
-            (&[4, 3], &[8, 1], 4),
-            (&[4, 3], &[8, 2], 0),
-            (&[2, 3, 4, 5], &[60, 1, 15, 3], 40),
-            (&[2, 3, 4], &[3, 1, 6], 4),
-            (&[2, 3, 4], &[1, 8, 2], 12),
-            (&[1, 3, 1, 4], &[7, 1, 7, 3], 4),
-            (&[3, 4], &[0, 1], 0),
-            (&[], &[], 1),
-            (&[0, 4], &[1, 9], 1),
+    fn strides_are_kept_unless_the_elements_follow_each_other() {
+        for (sizes, strides, kept) in [
+            (&[4, 3][..], &[3, 1][..], false),
+            (&[4, 3], &[1, 4], true),
+            (&[4, 3], &[8, 2], true),
+            (&[4, 1], &[1, 7], false),
+            (&[1, 3, 1, 4], &[7, 4, 9, 1], false),
+            (&[3, 4], &[0, 1], true),
+            (&[1000, 1000], &[0, 0], true),
+            (&[1, 4], &[0, 1], false),
+            (&[], &[], false),
+            (&[0, 4], &[1, 9], false),
         ] {
-            let found = boxes(sizes, strides, 100);
-            assert_eq!(found.as_ref().map_or(0, |tensor| tensor.boxes.len()), count, "{strides:?}");
-            if let Ok(tensor) = found {
-                assert_eq!(by_boxes(&tensor), by_strides(sizes, strides), "{sizes:?} {strides:?}");
-            }
+            let found = place(Dtype::U8, sizes, strides).unwrap();
+            let right = strides.iter().map(|&stride| stride as u64).collect();
+            assert_eq!(found.strides, kept.then_some(right), "{sizes:?} {strides:?}");
+            assert_eq!(found.start, if sizes.contains(&0) { 100 } else { 103 });
         }
-        let fault = boxes(&[4, 3], &[1, 4], 2).unwrap_err();
-        assert!(fault.message.contains("its strides are [1, 4] for the shape [4, 3]"), "{fault}");
+    }
+
+    #[test]
+    fn strides_by_which_elements_overlap_or_pass_the_storage_are_refused() {
+        for (sizes, strides, hint) in [
+            (&[4, 3][..], &[1, 1][..], "overlap"),
+            (&[2, 3], &[3, 2], "overlap"),
+            (&[2, 400], &[399, 1], "overlap"),
+            (&[2, 500], &[500, 1], "ends at item 1003"),
+            (&[2, 2], &[i64::MAX, i64::MAX], "ends at item"),
+            (&[2, i64::MAX], &[1, 2], "2^64"),
+            (&[1 << 40, 1], &[0, 0], "repeating"),
+            (&[2, 2], &[-1, 1], "negative"),
+        ] {
+            let fault = place(Dtype::U8, sizes, strides).unwrap_err();
+            assert!(fault.message.contains(hint), "{fault}");
+        }
+        let fault = place(Dtype::F4, &[4, 3], &[1, 4]).unwrap_err();
+        assert!(fault.message.contains("share a byte"), "{fault}");
     }
 }

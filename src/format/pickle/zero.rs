@@ -213,7 +213,7 @@ impl<'a, 'v> Reading<'a, 'v> {
     ) -> Result<FlatRun, ReadStop> {
         self.spend(8)?;
         let call = tensor_call(self.values, id).ok_or_else(|| unknown(what))?;
-        let place = call.place(self.values, storages).map_err(|stop| match stop {
+        let place = call.run(self.values, storages).map_err(|stop| match stop {
             ReadStop::Fault(fault) => {
                 let message = format!("a tensor of its {} {}", quoted(what), fault.message);
                 ReadStop::Fault(Fault { message, ..fault })

@@ -11,7 +11,7 @@ use crate::view::ReadConfig;
 
 use super::folder::Folder;
 use super::load::{FilePlace, read_text};
-use super::small_files::small_file;
+use super::small_files::{MODEL_FOLDER, small_file};
 
 /// Name of the file.
 pub(super) const CONFIG: &str = "config.json";
@@ -50,7 +50,13 @@ pub(super) fn with_config_beside<T>(directory: &Path, act: impl FnOnce(ReadConfi
 fn read_within(directory: &Path, bounds: &LinkBounds) -> Result<Option<Vec<u8>>, String> {
     let path = directory.join(CONFIG);
     match bounds.store().version(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let beside = directory.join(MODEL_FOLDER);
+            let is_there = || bounds.store().version(&beside.join(CONFIG)).is_ok();
+            // That folder has no other one.
+            let is_own = directory.file_name() != Some(MODEL_FOLDER.as_ref());
+            return if is_own && is_there() { read_within(&beside, bounds) } else { Ok(None) };
+        }
         _ => {}
     }
     let fail = |why: Unusable| format!("{} is {}; {}", shown_path(&path), why.text(), why.advice());

@@ -80,6 +80,8 @@ impl Tree {
             name: name.clone(),
             content: Content::Text(text.clone()),
         }));
+        let of_model = self.model_files(&folder, proved);
+        shown.extend(of_model.iter().map(|file| whole(file, None)));
         let given = self.config_files(&folder, proved);
         shown.retain(|entry| !given.iter().any(|file| file.name == entry.name));
         shown.extend(given.iter().map(|file| whole(file, None)));

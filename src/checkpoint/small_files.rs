@@ -12,12 +12,17 @@ use crate::store::Store;
 use crate::store::resolve::LinkBounds;
 use crate::version::Version;
 
+use super::config::CONFIG;
+use super::discover::SetKind;
 use super::folder::{File, Folder, FolderId};
 use super::set::Proved;
 use super::tree::{Tree, look_at};
 
 /// Most bytes of such a file. The largest tokenizers have some 40 MB.
 const LEN_MAX: u64 = 64 << 20;
+
+/// The folder that verl and SkyRL write beside the files of ranks, with the config and the tokenizer.
+pub(super) const MODEL_FOLDER: &str = "huggingface";
 
 /// Most such files.
 const FILES_MAX: usize = 1000;
@@ -102,8 +107,41 @@ impl Tree {
         if let Some(file) = small_file(&self.options, name) {
             return Some(file);
         }
-        let (path, version) = look_at(&self.bounds, &self.folder(folder).path.join(name))?;
+        let folder = self.folder(folder);
+        let own = || look_at(&self.bounds, &folder.path.join(name));
+        let beside = || {
+            name.to_str().filter(|name| is_small_name(name))?;
+            self.model_folder(&folder)?;
+            look_at(&self.bounds, &folder.path.join(MODEL_FOLDER).join(name))
+        };
+        let (path, version) = own().or_else(beside)?;
         Some(File { name: name.to_owned(), store: self.store().clone(), path, version })
+    }
+
+    /// The folder with the config of the model in `folder`, if that has one.
+    fn model_folder(&self, folder: &Folder) -> Option<FolderId> {
+        let mut children = folder.children.iter();
+        let (_, id) = children.find(|(name, _)| name.as_os_str() == OsStr::new(MODEL_FOLDER))?;
+        self.folder(*id).file(CONFIG).map(|_| *id)
+    }
+
+    /// The small files that `folder`, with the sets `proved`, shows beside the weights that ranks have
+    /// saved: those of the folder with the config of the model.
+    pub(super) fn model_files(&self, folder: &Folder, proved: &Proved) -> Vec<File> {
+        let is_of_ranks = |kind| matches!(kind, SetKind::Ranks | SetKind::Distributed);
+        let mut shown = proved.sets.iter().filter(|set| set.shown_at_parent.is_none());
+        if !shown.any(|set| set.outcome.is_ok() && is_of_ranks(set.kind)) {
+            return Vec::new();
+        }
+        let Some(id) = self.model_folder(folder) else { return Vec::new() };
+        let model = self.folder(id);
+        let is_small = |file: &&File| {
+            file.version.len <= LEN_MAX
+                && file.name.to_str().is_some_and(|name| {
+                    is_small_name(name) && folder.names().all(|own| own != name)
+                })
+        };
+        model.files.iter().filter(is_small).take(FILES_MAX).cloned().collect()
     }
 
     /// Refuses `OpenOptions::config` if it shows nothing, or if there are several checkpoints.

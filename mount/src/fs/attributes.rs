@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use tensorfs::internal::checkpoint::{Content, File, FolderId, Tree};
+use tensorfs::internal::checkpoint::{Content, File, Folder, FolderId, SetKind, Tree};
 use tensorfs::internal::format::{InputFormat, names};
 use tensorfs::internal::mount_origin::{XATTR_LIMITED, XATTR_SOURCE};
 
@@ -222,7 +222,10 @@ fn place_in_source(tree: &Tree, node: &Node, path: &Path) -> PlaceInSource {
         NodeKind::File { content: Content::Virtual(file), .. } => {
             let checkpoint = file.checkpoint();
             place.folder.clone_from(&checkpoint.directory);
-            place.member = checkpoint.catalog().shards.first().map(|shard| shard.name.clone());
+            // A file of DeepSpeed alone is another checkpoint, or none.
+            let is_of_folder = checkpoint.kind == SetKind::DeepSpeed;
+            let mut shards = checkpoint.catalog().shards.iter().filter(|_| !is_of_folder);
+            place.member = shards.next().map(|shard| shard.name.clone());
             place.part = file.spec().tensors.is_some().then(|| file.spec().name.clone());
         }
         NodeKind::File { content: Content::Whole { file, .. }, .. } => {
@@ -233,13 +236,19 @@ fn place_in_source(tree: &Tree, node: &Node, path: &Path) -> PlaceInSource {
     place
 }
 
+/// Whether `folder` shows the file, which lies in the folder with the config of its model.
+fn is_of_model_folder(folder: &Folder, file: &File) -> bool {
+    file.name.to_str().is_some_and(|name| folder.file(name).is_none())
+}
+
 /// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read,
 /// `below` the folders below it with such a text.
 ///
 /// The folders between the root and the folders of ranks have the source of the root, marked as
 /// made. Folders of a hub cache that stand for none of the source have none. Both are read through
 /// the mount, as with `through_mount`. So are texts that the mount has made, which have the source of
-/// their folder, marked as made; files of `config=`, which have none; and encrypted weights, and in a
+/// their folder, marked as made; files of `config=` and of the folder with the config of a model, which
+/// have none; and encrypted weights, and in a
 /// mount that has a key all that may hold some, which have none.
 fn source_of(
     tree: &Tree,
@@ -254,7 +263,7 @@ fn source_of(
     let is_text = matches!(&node.kind, NodeKind::File { content: Content::Text(_), .. });
     let is_given = matches!(&node.kind,
         NodeKind::File { content: Content::Whole { file, proved: None }, .. }
-            if tree.is_config_file(file));
+            if tree.is_config_file(file) || is_of_model_folder(&found, file));
     // Other processes do not have the key of an encrypted source.
     let needs_key = tree.options.secret.is_some() && may_be_encrypted(tree, node);
     if (is_made && tree.options.hub) || needs_key || is_given {

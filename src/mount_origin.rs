@@ -9,10 +9,10 @@ use nix::libc;
 use serde_json::Value;
 
 use crate::error::is_url;
-use crate::format::names;
+use crate::format::{TrainingState, names};
 use crate::hash::Digest;
 use crate::mountinfo;
-use crate::open_options::OpenOptions;
+use crate::open_options::{OpenOptions, ZeroWeights};
 use crate::source::{read_option_file, read_text};
 use crate::view::{Files, View};
 
@@ -66,12 +66,16 @@ impl MountOrigin {
             views,
             hub,
             secret,
+            zero,
+            state,
             ..
         } = given.clone();
         let follow = mounted.follow.iter().chain(&given.follow).cloned().collect();
         let config = config.or_else(|| mounted.config.clone());
         let of_files = expect_shards.is_some() || reference.is_some();
         let expect_shards = expect_shards.or(mounted.expect_shards);
+        let zero = if zero == ZeroWeights::default() { mounted.zero } else { zero };
+        let state = if state == TrainingState::default() { mounted.state } else { state };
         let open = OpenOptions {
             follow,
             expect_shards,
@@ -80,6 +84,9 @@ impl MountOrigin {
             index,
             disk_cache,
             secret,
+            secret,
+            zero,
+            state,
             ..mounted
         };
         if !has_view {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use crate::error::real_name;
+use crate::format::TrainingState;
 use crate::format::tensorizer::keys::Secret;
 use crate::view::{NamedViews, OptionFile, ReadFile, View};
 use crate::words;
@@ -110,6 +111,8 @@ pub struct OpenOptions {
     pub prefer: Prefer,
     /// The weights of checkpoints of DeepSpeed.
     pub zero: ZeroWeights,
+    /// The tensors of pickles of torch that are shown.
+    pub state: TrainingState,
     /// Allowed targets of symbolic links.
     pub links: Links,
     /// Folders outside the source into which symbolic links may lead.
@@ -137,6 +140,26 @@ pub struct OpenOptions {
 }
 
 impl OpenOptions {
+    /// The options that `set_word` knows.
+    #[doc(hidden)]
+    pub const WORDS: [&str; 2] = ["zero", "state"];
+
+    /// Sets the option `key`, `zero` or `state`, to the one of its words that is `value`. Returns `false`
+    /// if `key` is none of them.
+    ///
+    /// # Errors
+    /// One line if it has no such word.
+    #[doc(hidden)]
+    pub fn set_word(&mut self, key: &str, value: &str) -> Result<bool, String> {
+        let unknown = |words| format!("{key}={value}: expected {words}");
+        match key {
+            "zero" => self.zero = value.parse().map_err(unknown)?,
+            "state" => self.state = value.parse().map_err(unknown)?,
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
     /// The options as JSON, for programs that find the source behind a mount. The places of indexes and
     /// of the disk cache are left out, which other users may not use, and so is the reference, which they may not be
     /// allowed to read.
@@ -147,6 +170,9 @@ impl OpenOptions {
         json.insert("prefer".to_owned(), self.prefer.as_str().into());
         if self.zero != ZeroWeights::default() {
             json.insert("zero".to_owned(), self.zero.as_str().into());
+        }
+        if self.state != TrainingState::default() {
+            json.insert("state".to_owned(), self.state.as_str().into());
         }
         json.insert("follow".to_owned(), json!(self.follow));
         if let Some(config) = &self.config {
@@ -230,6 +256,10 @@ impl OpenOptions {
                 Some(word) => word.as_str()?.parse().ok()?,
                 None => ZeroWeights::default(),
             },
+            state: match json.get("state") {
+                Some(word) => word.as_str()?.parse().ok()?,
+                None => TrainingState::default(),
+            },
             follow: follow
                 .map(|folder| folder.as_str().map(PathBuf::from))
                 .collect::<Option<_>>()?,
@@ -257,6 +287,7 @@ mod tests {
             view: View { files: Files::Original, map: MapPolicy::Hide, ..View::default() },
             prefer: Prefer::Shards,
             zero: ZeroWeights::Fp32,
+            state: TrainingState::All,
             follow: vec!["/a,b".into()],
             links: Links::Inside,
             expect_shards: Some(3),

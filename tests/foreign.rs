@@ -6,7 +6,7 @@ use std::path::Path;
 
 use proptest::prelude::*;
 use tensorfs::internal::format::foreign::{Evidence, FIRST_LEN, Foreign, LAST_LEN, weights_rank};
-use tensorfs::internal::format::{Detected, InputFormat};
+use tensorfs::internal::format::{Detected, InputFormat, TrainingState};
 use tensorfs::{Checkpoint, ErrorKind};
 
 fn foreign(name: &str, bytes: &[u8]) -> Option<Foreign> {
@@ -119,7 +119,9 @@ fn refusal(name: &str, bytes: &[u8]) -> (ErrorKind, String) {
     let mut reader = bytes;
     let fault = match InputFormat::detect(name, &mut reader).unwrap() {
         Err(fault) => fault,
-        Ok(detected) => detected.parse(name, &mut reader).unwrap().unwrap_err(),
+        Ok(detected) => {
+            detected.parse(name, &mut reader, TrainingState::None).unwrap().unwrap_err()
+        }
     };
     (fault.kind, fault.message)
 }
@@ -262,7 +264,7 @@ proptest! {
         let _ = weights_rank(&name);
         let mut reader = bytes.as_slice();
         if let Ok(detected) = InputFormat::detect(&name, &mut reader).unwrap()
-            && detected.parse(&name, &mut reader).unwrap().is_ok()
+            && detected.parse(&name, &mut reader, TrainingState::None).unwrap().is_ok()
         {
             prop_assert_eq!(found, None);
         }

@@ -47,7 +47,7 @@ type Facts = (String, usize, &'static str, Vec<u64>, u64);
 /// Name of a file, its length, seconds and nanoseconds of its last change, and its version as text.
 type FileState = (String, u64, Option<i64>, i64, String);
 
-/// Options of a view, as pairs of name and value.
+/// Options of a view, and those that `OpenOptions::set_word` knows, as pairs of name and value.
 pub(crate) type ViewWords = Vec<(String, String)>;
 
 impl Checkpoint {
@@ -108,7 +108,8 @@ impl Checkpoint {
     ) -> PyResult<Checkpoint> {
         let source = path.clone();
         Checkpoint::opened(py, timeout, Some(&path), secret, move |secret| {
-            viewed(&view, || open(&source, &demanding(demands, secret)))
+            let options = choosing(demanding(demands, secret), &view)?;
+            viewed(&view, || open(&source, &options, &view))
         })
     }
 
@@ -124,7 +125,7 @@ impl Checkpoint {
         demands: Demands,
     ) -> PyResult<Checkpoint> {
         Checkpoint::opened(py, timeout, None, secret, move |secret| {
-            let options = demanding(demands, secret);
+            let options = choosing(demanding(demands, secret), &view)?;
             viewed(&view, || core::Checkpoint::of_files_with(&files, None, &options))
         })
     }
@@ -165,7 +166,7 @@ impl Checkpoint {
         demands: Demands,
     ) -> PyResult<Checkpoint> {
         Checkpoint::opened(py, timeout, None, secret, move |secret| {
-            let options = demanding(demands, secret);
+            let options = choosing(demanding(demands, secret), &view)?;
             viewed(&view, || core::Checkpoint::of_files_with(&[], Some(&map), &options))
         })
     }
@@ -354,6 +355,23 @@ pub(crate) fn demanding(demands: Demands, secret: Option<Arc<Secret>>) -> OpenOp
     OpenOptions { expect_shards, reference, disk_cache, secret, ..OpenOptions::default() }
 }
 
+/// `options` with the choices among `words` of the tensors that are shown.
+pub(crate) fn choosing(
+    mut options: OpenOptions,
+    words: &ViewWords,
+) -> tensorfs::Result<OpenOptions> {
+    for (key, value) in words {
+        options.set_word(key, value).map_err(tensorfs::Error::usage)?;
+    }
+    Ok(options)
+}
+
+/// The options of a view among `words`.
+pub(crate) fn of_view(words: &ViewWords) -> ViewWords {
+    let is_of_view = |(key, _): &&(String, String)| !OpenOptions::WORDS.contains(&key.as_str());
+    words.iter().filter(is_of_view).cloned().collect()
+}
+
 /// A checkpoint whose last pieces nothing proves: its path, the message, and a number that is the same
 /// for the same files.
 pub(crate) type UnprovenTail = (String, String, u64);
@@ -369,8 +387,9 @@ pub(crate) fn unproven_tail(checkpoint: &core::Checkpoint) -> Option<UnprovenTai
 
 /// The view of the options `words`.
 pub(crate) fn view_of(words: &ViewWords) -> tensorfs::Result<View> {
-    let words = words.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-    View::from_words(words, &mut read_option_file).map_err(tensorfs::Error::usage)
+    let own = of_view(words);
+    let pairs = own.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+    View::from_words(pairs, &mut read_option_file).map_err(tensorfs::Error::usage)
 }
 
 /// Opens a checkpoint, and presents it by the options `words`. They are parsed before anything is
@@ -383,8 +402,13 @@ fn viewed(
     open()?.viewed(&view)
 }
 
-/// Opens `path`. Only the demands and the secret of `given` count.
-fn open(path: &Path, given: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
+/// Opens `path`. Only the demands, the secret and the choices of `given` count; on a mount the choices
+/// among `words` do.
+fn open(
+    path: &Path,
+    given: &OpenOptions,
+    words: &ViewWords,
+) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let path = &hub_cache::resolve(path)?;
     let Some(MountOrigin { path: source, options, part }) = resolve_mount(path) else {
         return open_source(path, given, given);
@@ -392,7 +416,8 @@ fn open(path: &Path, given: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoi
     let OpenOptions { expect_shards, reference, disk_cache, secret, .. } = given.clone();
     // The mount demands it of a set, and not of a file that is opened alone.
     let expect_shards = expect_shards.or(options.expect_shards);
-    let options = OpenOptions { expect_shards, reference, disk_cache, secret, ..options };
+    let asked = OpenOptions { expect_shards, reference, disk_cache, secret, ..options };
+    let options = choosing(asked, words)?;
     if let Some(part) = part {
         let index = IndexStore::of_user().map(|store| store.folder().to_owned());
         let all = core::Checkpoint::open_with(&source, &OpenOptions { index, ..options.clone() })?;

@@ -19,7 +19,7 @@ use tensorfs::internal::store::hub_cache;
 use tensorfs::internal::view::View;
 
 use crate::checkpoint::{
-    Demands, SecretWord, ViewWords, demanding, secret_of, unproven_tail, view_of,
+    Demands, SecretWord, ViewWords, choosing, demanding, of_view, secret_of, unproven_tail, view_of,
 };
 use crate::errors::raised;
 use crate::waiting::beside;
@@ -62,7 +62,7 @@ pub(crate) fn consolidate(
             },
             _ => sources,
         };
-        let given = demanding(demands, secret_of(secret)?);
+        let given = choosing(demanding(demands, secret_of(secret)?), &view)?;
         let outline =
             outline_of(&sources, numbers.as_ref(), &view, OpenOptions { config, ..given })?;
         let single = match (numbered, sources.as_slice()) {
@@ -136,7 +136,7 @@ fn outline_of(
 ) -> tensorfs::Result<Outline> {
     let view = view_of(words)?;
     let Some(numbers) = numbers else {
-        return outline(sources, view, !words.is_empty(), given);
+        return outline(sources, view, !of_view(words).is_empty(), given);
     };
     let checkpoint = match sources {
         // One file alone would be taken as it is, without its sharding note.

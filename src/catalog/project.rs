@@ -8,7 +8,8 @@ use super::Catalog;
 use super::tensors::{BoxSlice, Builder, Piece, ROWS_MAX, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
-use crate::strided::{OuterBox, StridedCopy, is_row_major, row_major};
+use crate::strided::{OuterBox, StridedCopy};
+use crate::strides::{is_row_major, row_major};
 
 /// A tensor of a catalog that is made from another one.
 #[derive(Clone, Copy, Debug)]
@@ -161,8 +162,8 @@ impl PartPlace<'_> {
             return Ok(None);
         }
         offset[dim] = self.start + (first - self.range.start);
-        let strides = piece.strides.map_or_else(|| row_major(piece.shape), <[u64]>::to_vec);
-        let skipped = (first - own) * strides[dim] * self.bits;
+        let steps = piece.strides.map_or_else(|| row_major(piece.shape), <[u64]>::to_vec);
+        let skipped = (first - own) * steps[dim] * self.bits;
         if !skipped.is_multiple_of(8) {
             let message = format!(
                 "index {first} of dimension {dim} begins inside a byte: elements have {} bits",
@@ -170,7 +171,7 @@ impl PartPlace<'_> {
             );
             return Err(Fault::new(ErrorKind::Misaligned, message));
         }
-        let strides = (!is_row_major(&shape, &strides)).then_some(strides);
+        let strides = (!is_row_major(&shape, &steps)).then_some(steps);
         // Columns keep the first byte; the last one follows from the shapes.
         let range = piece.range.start + skipped / 8..piece.range.end;
         Ok(Some(BoxSlice { shard: piece.shard, range, offset, shape, strides }))

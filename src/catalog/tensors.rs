@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::ShardId;
 use crate::cast::Cast;
 use crate::dtype::Dtype;
-use crate::strided::reach;
+use crate::strides::reach;
 use crate::zeros::are_zeros;
 
 /// Number of a list of `Lists`.
@@ -274,8 +274,8 @@ impl<'a> Tensor<'a> {
             None => (&columns.zeros[..self.shape.len()], self.shape),
         };
         let len = len(self.stored, shape);
-        let strides = columns.strides.get(row.box_id as usize).filter(|list| **list != ROW_MAJOR);
-        let strides = strides.map(|list| columns.lists.get(*list));
+        let list = columns.strides.get(row.box_id as usize).filter(|list| **list != ROW_MAJOR);
+        let strides = list.map(|list| columns.lists.get(*list));
         let span = strides.map_or(len, |strides| span(self.stored, shape, strides));
         let range = row.start..row.start + span;
         Piece { shard: row.shard, range, offset, shape, strides, len }

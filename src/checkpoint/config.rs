@@ -11,10 +11,7 @@ use crate::view::ReadConfig;
 
 use super::folder::Folder;
 use super::load::{FilePlace, read_text};
-use super::small_files::{MODEL_FOLDER, small_file};
-
-/// Name of the file.
-pub(super) const CONFIG: &str = "config.json";
+use super::small_files::{CONFIG, MODEL_FOLDER, small_file};
 
 /// Most bytes that it may have.
 const LEN_MAX: u64 = 16 << 20;

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use crate::catalog::Heads;
 use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::format::names::{self, Numbered};
-use crate::format::tensorizer::keys::Secret;
 use crate::format::weight_map::{WEIGHT_MAP_LEN_MAX, WeightMap};
 use crate::format::{InputFormat, OutputFormat, pickle};
 use crate::open_options::{OpenOptions, Prefer, ZeroWeights};
@@ -19,7 +18,9 @@ use super::deepspeed::{self, StateFiles};
 use super::distcp::open_distributed;
 use super::folder::{File, Folder};
 use super::header_memory::{Reserved, admitted, folder_max, too_many};
-use super::load::{FilePlace, OpenShard, Unread, named_in, open_links, read_listed_text};
+use super::load::{
+    FilePlace, OpenShard, ReadWith, Unread, named_in, open_links, read_listed_text,
+};
 use super::openers::map_files;
 
 /// The reason why the files of a set belong together, in the order of precedence.
@@ -154,14 +155,13 @@ pub(super) struct Discovered {
 pub(super) fn open_weights(
     folder: &Folder,
     only: Option<&str>,
-    secret: Option<&Secret>,
-    zero: ZeroWeights,
+    options: &OpenOptions,
 ) -> (Weights, Reserved) {
     let states = only
         .is_none()
         .then(|| folder.state_files())
         .flatten()
-        .map(|states| states.members(zero))
+        .map(|states| states.members(options.zero))
         .unwrap_or_default();
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
     let reads_torch = folder.reads_torch(only);
@@ -178,9 +178,10 @@ pub(super) fn open_weights(
                         || (names::is_torch(name) && is_torch_file(name, file))))
         })
         .collect();
-    let (mut weights, mut reserved) = open_headers(&folder.path, &files, folder_max(), secret);
+    let (mut weights, mut reserved) =
+        open_headers(&folder.path, &files, folder_max(), ReadWith::of(options));
     if is_distributed {
-        let distributed = open_distributed(folder);
+        let distributed = open_distributed(folder, options.state);
         weights.extend(distributed.files);
         reserved.add(distributed.reserved);
     }
@@ -212,7 +213,7 @@ fn open_headers(
     folder: &Path,
     files: &[(&str, &File)],
     max: u64,
-    secret: Option<&Secret>,
+    with: ReadWith<'_>,
 ) -> (Weights, Reserved) {
     // Names and places of each file.
     let mut links: Vec<Vec<(&str, FilePlace<'_>)>> = Vec::new();
@@ -259,7 +260,7 @@ fn open_headers(
     let read = |(index, unread): &(usize, Mutex<Option<Result<Unread>>>)| {
         let unread = unread.lock().take();
         match unread {
-            Some(Ok(unread)) => open_links(&heads, folder, &links[*index], unread, secret),
+            Some(Ok(unread)) => open_links(&heads, folder, &links[*index], unread, with),
             Some(Err(error)) => {
                 let names = links[*index].iter().map(|(name, _)| (*name).to_owned());
                 names.map(|name| (name, Err(error.copied()))).collect()
@@ -668,7 +669,7 @@ mod tests {
         ];
         let named: Vec<(&str, &File)> =
             files.iter().map(|file| (file.name.to_str().unwrap(), file)).collect();
-        let (weights, _reserved) = open_headers(folder, &named, u64::MAX, None);
+        let (weights, _reserved) = open_headers(folder, &named, u64::MAX, ReadWith::default());
         let header = |name: &str| &weights[name].as_ref().unwrap().shard.header;
         assert!(std::sync::Arc::ptr_eq(header("a.safetensors"), header("b.safetensors")));
         assert!(!std::sync::Arc::ptr_eq(header("a.safetensors"), header("c.safetensors")));
@@ -682,11 +683,11 @@ mod tests {
         let names = ["a.safetensors", "b.safetensors", "c.safetensors"];
         let files = names.map(|name| weight_file(folder, name, "x"));
         let named: Vec<(&str, &File)> = names.into_iter().zip(&files).collect();
-        let one = open_headers(folder, &named, u64::MAX, None).0["a.safetensors"]
+        let one = open_headers(folder, &named, u64::MAX, ReadWith::default()).0["a.safetensors"]
             .as_ref()
             .map(|loaded| loaded.shard.header.description_len())
             .unwrap();
-        let (weights, _reserved) = open_headers(folder, &named, 2 * one + 1, None);
+        let (weights, _reserved) = open_headers(folder, &named, 2 * one + 1, ReadWith::default());
         assert!(weights["a.safetensors"].is_ok() && weights["b.safetensors"].is_ok());
         let error = weights["c.safetensors"].as_ref().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::HeaderTooLarge);

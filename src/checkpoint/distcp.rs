@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::catalog::{Heads, named_some};
 use crate::error::{Error, ErrorKind, Fault, Result, counted};
+use crate::format::TrainingState;
 use crate::format::names::{self, DISTCP_METADATA};
 use crate::format::pickle::{DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
 
@@ -45,12 +46,12 @@ impl Folder {
 }
 
 /// Opens the distributed checkpoint of `folder`.
-pub(super) fn open_distributed(folder: &Folder) -> Distributed {
+pub(super) fn open_distributed(folder: &Folder, state: TrainingState) -> Distributed {
     let refused = |error| OpenedFiles::from([(DISTCP_METADATA.to_owned(), Err(error))]);
     let Some(file) = folder.file(DISTCP_METADATA) else {
         return Distributed { files: refused(no_metadata(folder)), ..Distributed::default() };
     };
-    match read_metadata(folder, file) {
+    match read_metadata(folder, file, state) {
         Err(error) => Distributed { files: refused(error), ..Distributed::default() },
         Ok((metadata, reserved)) => Distributed { files: open_files(folder, &metadata), reserved },
     }
@@ -76,7 +77,11 @@ fn no_metadata(folder: &Folder) -> Error {
 }
 
 /// Reads the `.metadata` of `folder`.
-fn read_metadata(folder: &Folder, file: &File) -> Result<(DistcpMetadata, Reserved)> {
+fn read_metadata(
+    folder: &Folder,
+    file: &File,
+    state: TrainingState,
+) -> Result<(DistcpMetadata, Reserved)> {
     let refused = |fault: Fault| Error::refused(&folder.path, fault.in_file(DISTCP_METADATA));
     let source = file.store.open(&file.path)?;
     let max = METADATA_LEN_MAX.min(folder_max() / MEMORY_OF_BYTE);
@@ -89,7 +94,7 @@ fn read_metadata(folder: &Folder, file: &File) -> Result<(DistcpMetadata, Reserv
     let mut bytes = vec![0; len as usize];
     source.read_exact_at(&mut bytes, 0)?;
     source.check()?;
-    Ok((DistcpMetadata::parse(&bytes).map_err(refused)?, reserved))
+    Ok((DistcpMetadata::parse(&bytes, state).map_err(refused)?, reserved))
 }
 
 /// Opens the files of a `.metadata` with shown tensors.

@@ -17,7 +17,7 @@ use crate::view::{ReadConfig, View};
 
 use super::config::with_config_beside;
 use super::discover::{SetKind, is_noted};
-use super::load::{OpenShard, open_shard, open_source};
+use super::load::{OpenShard, ReadWith, open_shard, open_source};
 use super::openers::map_files;
 use super::prove::refuse_plain;
 use super::set::check_demands;
@@ -35,7 +35,7 @@ impl Checkpoint {
     }
 
     /// Opens `files`, or those of `map` if it is there, like `of_files` and `of_map`. Only the
-    /// number of shards, the reference and the secret of `options` count.
+    /// number of shards, the reference, the secret and the state of `options` count.
     ///
     /// # Errors
     /// The reason of a refusal, with file and tensor.
@@ -65,8 +65,9 @@ impl Checkpoint {
         secret: Option<&Secret>,
     ) -> Result<Arc<Checkpoint>> {
         let folder = Path::new("");
+        let with = ReadWith { secret, ..ReadWith::default() };
         let source = Source::of_open_file(Path::new(name), file)?;
-        let shard = open_source(&Arc::new(Heads::default()), folder, name, source, start, secret)?;
+        let shard = open_source(&Arc::new(Heads::default()), folder, name, source, start, with)?;
         check_fit(folder, secret, &shard)?;
         // No folder is known that could hold a config.json.
         let (folder, options) = (folder.to_owned(), OpenOptions::default());
@@ -104,7 +105,7 @@ fn open_files(
     map: Option<&BTreeMap<String, PathBuf>>,
     options: &OpenOptions,
 ) -> Result<Arc<Checkpoint>> {
-    let secret = options.secret.as_deref();
+    let with = ReadWith::of(options);
     let Some(first) = files.first() else {
         return Err(Error::usage("no files: name at least one"));
     };
@@ -119,12 +120,11 @@ fn open_files(
     let named: Vec<(String, PathBuf)> = by_name.into_iter().collect();
     let heads = Arc::new(Heads::default());
     let store = Store::of(&folder).cached(options.disk_cache.as_ref());
-    let open = |(name, path): &(String, PathBuf)| {
-        open_shard(&heads, &folder, name, (&store, path), secret)
-    };
+    let open =
+        |(name, path): &(String, PathBuf)| open_shard(&heads, &folder, name, (&store, path), with);
     let loaded = map_files(&store, &named, open).into_iter().collect::<Result<Vec<OpenShard>>>()?;
     if let [one] = loaded.as_slice() {
-        check_fit(&folder, secret, one)?;
+        check_fit(&folder, with.secret, one)?;
     }
     refuse_plain(&loaded).map_err(|fault| Error::refused(&folder, fault))?;
     let map = map.map(|map| weight_map(&folder, map)).transpose()?;

@@ -18,8 +18,9 @@ use crate::format::tensorizer::decryptor::{Decryptor, EncryptedTensor};
 use crate::format::tensorizer::keys::Secret;
 use crate::format::tensorizer::{self, HashedTensor};
 use crate::format::weight_map::WEIGHT_MAP_LEN_MAX;
-use crate::format::{Detected, InputFormat, RangeReader, ShardDescription, pickle};
+use crate::format::{Detected, InputFormat, RangeReader, ShardDescription, TrainingState, pickle};
 use crate::hash::Digest;
+use crate::open_options::OpenOptions;
 use crate::source::Source;
 use crate::store::Store;
 
@@ -39,6 +40,21 @@ const AHEAD_LEN: u64 = 64 << 10;
 
 /// Key derivations that take this long are logged.
 const DERIVATION_SHOWN_MIN: Duration = Duration::from_secs(1);
+
+/// The options that decide how the headers of files are read.
+#[derive(Clone, Copy, Default)]
+pub(super) struct ReadWith<'a> {
+    /// Opens encrypted files.
+    pub(super) secret: Option<&'a Secret>,
+    /// The tensors of pickles that are shown.
+    pub(super) state: TrainingState,
+}
+
+impl<'a> ReadWith<'a> {
+    pub(super) fn of(options: &'a OpenOptions) -> ReadWith<'a> {
+        ReadWith { secret: options.secret.as_deref(), state: options.state }
+    }
+}
 
 /// The store and the path of a file.
 pub(super) type FilePlace<'a> = (&'a Store, &'a Path);
@@ -119,20 +135,19 @@ impl Unread {
         self.detected.as_ref().err()
     }
 
-    /// Reads the header of the file called `name`. Its tensors are added to `heads`. `secret` opens an
-    /// encrypted file.
-    fn parse(&self, name: &str, heads: &Arc<Heads>, secret: Option<&Secret>) -> Result<Parsed> {
+    /// Reads the header of the file called `name`. Its tensors are added to `heads`.
+    fn parse(&self, name: &str, heads: &Arc<Heads>, with: ReadWith<'_>) -> Result<Parsed> {
         let detected = match &self.detected {
             Ok(detected) => detected,
             Err(fault) => return Ok(Err(fault.clone())),
         };
         // The headers of an encrypted file may take 64 MiB, so they are read for a secret only.
-        if detected.is_encrypted && secret.is_none() {
+        if detected.is_encrypted && with.secret.is_none() {
             return Ok(Err(key_required()));
         }
         let mut reader = SourceReader::at(&self.source, self.start);
         reader.ahead.clone_from(&self.ahead);
-        let parsed = parse(name, reader, detected)?;
+        let parsed = parse(name, reader, detected, with.state)?;
         self.source.check_after_read()?;
         let (mut description, hash) = match parsed {
             Ok(parsed) => parsed,
@@ -140,7 +155,7 @@ impl Unread {
         };
         let decryptor = match description.encrypted.take() {
             None => None,
-            Some(encrypted) => match unlock(&self.source, encrypted, secret)? {
+            Some(encrypted) => match unlock(&self.source, encrypted, with.secret)? {
                 Ok(decryptor) => Some(Arc::new(decryptor)),
                 Err(fault) => return Ok(Err(fault)),
             },
@@ -162,13 +177,13 @@ pub(super) fn open_shard(
     folder: &Path,
     name: &str,
     file: FilePlace<'_>,
-    secret: Option<&Secret>,
+    with: ReadWith<'_>,
 ) -> Result<OpenShard> {
     let named = |error| named_in(folder, name, error);
     let mut tries = 0;
     loop {
         let read = Unread::open(name, file)
-            .and_then(|unread| Ok((unread.parse(name, heads, secret)?, unread)));
+            .and_then(|unread| Ok((unread.parse(name, heads, with)?, unread)));
         match read {
             // New attributes also count as a change here, so the read is tried again.
             Err(Error::Changed { .. }) if tries < READ_TRIES => tries += 1,
@@ -228,10 +243,10 @@ pub(super) fn open_source(
     name: &str,
     source: Arc<Source>,
     start: u64,
-    secret: Option<&Secret>,
+    with: ReadWith<'_>,
 ) -> Result<OpenShard> {
     let unread = Unread::of(name, source, start)?;
-    loaded(folder, name, unread.source.clone(), unread.parse(name, heads, secret)?)
+    loaded(folder, name, unread.source.clone(), unread.parse(name, heads, with)?)
 }
 
 /// Opens weight files that are links to one inode, and reads their header once. `links` are their
@@ -241,14 +256,14 @@ pub(super) fn open_links(
     folder: &Path,
     links: &[(&str, FilePlace<'_>)],
     unread: Unread,
-    secret: Option<&Secret>,
+    with: ReadWith<'_>,
 ) -> Vec<(String, Result<OpenShard>)> {
     let mut all = Vec::with_capacity(links.len());
     let Some(((first, _), others)) = links.split_first() else { return all };
-    let parsed = match unread.parse(first, heads, secret) {
+    let parsed = match unread.parse(first, heads, with) {
         Ok(parsed) => parsed,
         Err(_) => {
-            let open = |name, file| open_shard(heads, folder, name, file, secret);
+            let open = |name, file| open_shard(heads, folder, name, file, with);
             all.extend(links.iter().map(|(name, file)| ((*name).to_owned(), open(name, *file))));
             return all;
         }
@@ -259,7 +274,7 @@ pub(super) fn open_links(
         // The link leads to another file by now, or its name means another format.
         if source.version() != version || InputFormat::of_name(name) != InputFormat::of_name(first)
         {
-            return open_shard(heads, folder, name, (store, path), secret);
+            return open_shard(heads, folder, name, (store, path), with);
         }
         loaded(folder, name, source, parsed.clone())
     };
@@ -333,9 +348,10 @@ fn parse(
     name: &str,
     mut reader: SourceReader<'_>,
     detected: &Detected,
+    state: TrainingState,
 ) -> Result<HashedDescription> {
     let source = reader.source;
-    let description = match reader.run(|reader| detected.parse(name, reader))? {
+    let description = match reader.run(|reader| detected.parse(name, reader, state))? {
         Ok(description) => description,
         Err(fault) => return Ok(Err(fault)),
     };
@@ -503,7 +519,8 @@ pub(super) fn read_reference(path: &Path) -> Result<Reference> {
             return Ok(Reference::from_description(&header.into()));
         }
         let (description, _) =
-            parse(name, SourceReader::at(source, 0), &detected)?.map_err(refused)?;
+            parse(name, SourceReader::at(source, 0), &detected, TrainingState::default())?
+                .map_err(refused)?;
         return Ok(Reference::from_description(&description));
     }
     let text = read_text((&store, &real), MANIFEST_LEN_MAX.max(WEIGHT_MAP_LEN_MAX))?;

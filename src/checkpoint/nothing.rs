@@ -8,9 +8,9 @@ use crate::format::{foreign, names};
 use crate::mount_origin::missing_on_mount;
 use crate::store::Store;
 
-use super::config::CONFIG;
 use super::folder::File;
 use super::load::Unread;
+use super::small_files::CONFIG;
 use super::tree::Tree;
 
 /// Folder of a model of a hub cache that holds its files, also unfinished ones.

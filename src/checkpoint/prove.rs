@@ -76,7 +76,7 @@ impl Tree {
             None => None,
         };
         let texts = index.as_ref().map(FolderIndex::texts).unwrap_or_default();
-        let (mut weights, _headers) = open_weights(folder, only, secret, self.options.zero);
+        let (mut weights, _headers) = open_weights(folder, only, &self.options);
         if let (Some(secret), Some(only)) = (secret, only) {
             refuse_misfit(folder, &mut weights, only, secret);
         }

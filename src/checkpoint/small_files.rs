@@ -12,7 +12,6 @@ use crate::store::Store;
 use crate::store::resolve::LinkBounds;
 use crate::version::Version;
 
-use super::config::CONFIG;
 use super::discover::SetKind;
 use super::folder::{File, Folder, FolderId};
 use super::set::Proved;
@@ -20,6 +19,9 @@ use super::tree::{Tree, look_at};
 
 /// Most bytes of such a file. The largest tokenizers have some 40 MB.
 const LEN_MAX: u64 = 64 << 20;
+
+/// The file that says what family of models a checkpoint is of.
+pub(super) const CONFIG: &str = "config.json";
 
 /// The folder that verl and SkyRL write beside the files of ranks, with the config and the tokenizer.
 pub(super) const MODEL_FOLDER: &str = "huggingface";

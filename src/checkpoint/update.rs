@@ -15,10 +15,10 @@ use crate::store::resolve::Unusable;
 use crate::version::{FileId, QueueKey};
 
 use super::away::FolderVersion;
-use super::config::CONFIG;
 use super::folder::{File, Folder, FolderId};
 use super::folders::{LIMITS, ScanLimits, Weight};
 use super::scan::{Graft, Listing, Scan, Subfolder, left_out, read};
+use super::small_files::CONFIG;
 use super::tree::Tree;
 
 /// The difference that a look at a folder has found, at all places of the folder in the tree.

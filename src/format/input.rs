@@ -11,7 +11,7 @@ use super::description::ShardDescription;
 use super::foreign::{Evidence, FIRST_LEN, LAST_LEN};
 use super::range_reader::RangeReader;
 use super::safetensors::{Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN, header_len};
-use super::{OutputFormat, bintensors, flat, names, pickle, tensorizer};
+use super::{OutputFormat, TrainingState, bintensors, flat, names, pickle, tensorizer};
 
 /// Bytes per read of a header that is parsed while it is read.
 const CHUNK_LEN: usize = 256 << 10;
@@ -165,12 +165,17 @@ fn detect(named: Option<InputFormat>, sniff: &[u8], file: &Range<u64>) -> Result
 }
 
 impl Detected {
-    /// Parses the file that was detected, which is called `name`.
+    /// Parses the file that was detected, which is called `name`. `state` counts for pickles.
     ///
     /// # Errors
     /// The outer error is a failed read, the inner one is the fault of the file.
-    pub fn parse(&self, name: &str, reader: &mut dyn RangeReader) -> ParseResult<ShardDescription> {
-        match self.parse_valid(reader)? {
+    pub fn parse(
+        &self,
+        name: &str,
+        reader: &mut dyn RangeReader,
+        state: TrainingState,
+    ) -> ParseResult<ShardDescription> {
+        match self.parse_valid(reader, state)? {
             // Its format is known by its content.
             Err(fault) if self.format == InputFormat::Torch => Ok(Err(fault)),
             Err(fault) => Ok(Err(explained(name, reader, fault)?)),
@@ -178,12 +183,16 @@ impl Detected {
         }
     }
 
-    fn parse_valid(&self, reader: &mut dyn RangeReader) -> ParseResult<ShardDescription> {
+    fn parse_valid(
+        &self,
+        reader: &mut dyn RangeReader,
+        state: TrainingState,
+    ) -> ParseResult<ShardDescription> {
         let is_safetensors = match self.format {
             InputFormat::Safetensors => true,
             InputFormat::Bintensors => false,
             InputFormat::Tensorizer => return tensorizer::parse(reader),
-            InputFormat::Torch => return pickle::parse(reader),
+            InputFormat::Torch => return pickle::parse(reader, state),
         };
         let (end, file_len) = (self.description_len, reader.file_len());
         let header_len = end - PREFIX_LEN;

@@ -23,4 +23,5 @@ pub mod weight_map;
 pub use description::{FileRank, PiecePlace, ShardDescription, TensorDescription};
 pub use input::{Detected, InputFormat};
 pub use output::OutputFormat;
+pub use pickle::TrainingState;
 pub use range_reader::RangeReader;

@@ -14,7 +14,7 @@ use crate::catalog::Shard;
 use crate::catalog::ShardId;
 use crate::catalog::tensors::{Lists, PieceRow, ROW_MAJOR, TensorColumns, WHOLE};
 use crate::dtype::Dtype;
-use crate::strided::{are_nested, reach};
+use crate::strides::{are_nested, reach};
 use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START, are_zeros};
 
 use super::frame::{List, Numbers};

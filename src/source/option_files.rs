@@ -10,7 +10,7 @@ use crate::dtype::Dtype;
 use crate::error::{quoted, shown_path};
 use crate::format::manifest::Reference;
 use crate::format::weight_map::WeightMap;
-use crate::format::{InputFormat, RangeReader, names};
+use crate::format::{InputFormat, RangeReader, TrainingState, names};
 use crate::view::OptionFile;
 
 /// Longest text that is read, in bytes.
@@ -109,7 +109,8 @@ impl Dtypes {
         let fail = |why: String| format!("{}: {why}", shown_path(path));
         let system = |error: io::Error| failed(path, &error);
         let detected = InputFormat::detect(&name, &mut reader).map_err(system)?;
-        let parsed = detected.map_err(|fault| fail(fault.to_string()))?.parse(&name, &mut reader);
+        let known = detected.map_err(|fault| fail(fault.to_string()))?;
+        let parsed = known.parse(&name, &mut reader, TrainingState::default());
         let description = parsed.map_err(system)?.map_err(|fault| fail(fault.to_string()))?;
         for tensor in description.tensors().filter(|tensor| wanted(tensor.name)) {
             let known = self.0.entry(tensor.name.to_owned()).or_insert(tensor.dtype);

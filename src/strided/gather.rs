@@ -15,7 +15,7 @@ const READ_COST: u64 = 8 << 10;
 /// Gap over which runs are read together if far more lies between them than is wanted.
 const SMALL_GAP: u64 = 4 << 10;
 
-impl Groups {
+impl RunGroups {
     /// Number of groups of `runs` runs.
     fn number(&self, runs: u64) -> u64 {
         runs / (self.unit * self.count) * self.count.div_ceil(self.steps)
@@ -36,9 +36,9 @@ pub struct Gather {
     read_len: u64,
 }
 
-/// Groups of runs of a copy in the order of the source: each has `steps` steps of one dimension, whose
+/// RunGroups of runs of a copy in the order of the source: each has `steps` steps of one dimension, whose
 /// inner dimensions it has in full.
-struct Groups {
+struct RunGroups {
     /// Runs of a step, and steps of the dimension and of a group.
     unit: u64,
     count: u64,
@@ -93,7 +93,7 @@ impl StridedCopy {
 
     /// How the runs are grouped that have at most `gap` bytes between them, in at most `max` bytes. They
     /// stand in the order of the source.
-    fn groups(&self, gap: u64, max: u64) -> Groups {
+    fn groups(&self, gap: u64, max: u64) -> RunGroups {
         let (mut unit, mut len) = (1, self.run_len);
         for stride in self.strides.iter().rev() {
             if stride.from.saturating_sub(len) > gap {
@@ -102,17 +102,21 @@ impl StridedCopy {
             let whole = (stride.count - 1) * stride.from + len;
             if whole > max {
                 let more = max.saturating_sub(len).checked_div(stride.from).unwrap_or(0);
-                return Groups { unit, count: stride.count, steps: (more + 1).min(stride.count) };
+                return RunGroups {
+                    unit,
+                    count: stride.count,
+                    steps: (more + 1).min(stride.count),
+                };
             }
             (unit, len) = (unit * stride.count, whole.max(len));
         }
-        Groups { unit, count: 1, steps: 1 }
+        RunGroups { unit, count: 1, steps: 1 }
     }
 
     /// Calls `visit` for groups of all runs, which stand in the order of the source: those of one group
     /// have at most `gap` bytes between them, and lie in at most `max` bytes if a run has no more.
     pub fn each_group(&self, gap: u64, max: u64, visit: &mut dyn FnMut(RunRange)) {
-        let Groups { unit, count, steps } = self.groups(gap, max);
+        let RunGroups { unit, count, steps } = self.groups(gap, max);
         for row in 0..self.count() / (unit * count) {
             let mut step = 0;
             while step < count {
@@ -182,8 +186,9 @@ impl Gather {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::{OuterBox, are_nested, reach};
+    use super::super::OuterBox;
     use super::*;
+    use crate::strides::{are_nested, reach};
 
     /// Shape, and strides in items, of a tensor whose elements have places of their own, but for
     /// dimensions that repeat them.
@@ -199,7 +204,7 @@ mod tests {
                 let (size, factor, more, repeated) = dims[dim].0;
                 if repeated > 0 {
                     strides[dim] = free * factor + more;
-                    free = (size - 1) * strides[dim] + free;
+                    free += (size - 1) * strides[dim];
                 }
             }
             let shape = dims.drain(..).map(|((size, ..), _)| size).collect();
@@ -277,7 +282,7 @@ mod tests {
         // A small one is read as it lies there.
         let small = gathered(512, 512, 0..1 << 19);
         assert!(small.reads() == 1 && small.read_len() <= 1 << 20, "{small:?}");
-        // Of a larger one each column is a read.
+        // Each column of a larger one is a read.
         let large = gathered(1 << 14, 1 << 10, 0..1 << 20);
         assert_eq!((large.reads(), large.read_len()), (1 << 10, 1 << 20));
         // Reads of single elements cost more than all bytes.

@@ -28,7 +28,7 @@ class Strided(TestCase):
         super().setUp()
         rng = np.random.default_rng(5)
         small = rng.integers(0, 1 << 16, 4096, np.uint16).astype(np.float32)
-        # Of the larger ones no window of a mount holds all bytes.
+        # No window of a mount holds all bytes of the larger ones.
         wide = rng.integers(0, 1 << 24, 3 << 20, np.uint32).astype(np.float32)
         tall = rng.integers(0, 1 << 24, 5 << 20, np.uint32).astype(np.float32)
         self.tensors = {
@@ -58,7 +58,7 @@ class Strided(TestCase):
             path = m.path / "model.safetensors"
             self.assert_arrays(oracle.tensor_bytes(path), self.arrays)
             whole, choose = path.read_bytes(), random.Random(3)
-        # Of a new mount nothing is in the page cache.
+        # The page cache has nothing of a new mount.
         with Mount(self.file, "cache=64M") as m:
             fd = os.open(m.path / "model.safetensors", os.O_RDONLY)
             try:

@@ -41,6 +41,7 @@ pub(super) fn ls(args: &args::LsArgs) -> Outcome {
         print_answer(&args.source, sets, notes, &refused)?;
     } else if args.short || (!args.long && shown.len() + refused.len() > 1) {
         short(&shown, &refused).print()?;
+        print_text(&text_of(&notes))?;
     } else {
         let mut text = String::new();
         for set in &shown {
@@ -56,6 +57,7 @@ pub(super) fn ls(args: &args::LsArgs) -> Outcome {
                 );
             }
         }
+        text.push_str(&text_of(&notes));
         print_text(&text)?;
     }
     tell_refusals(refused.iter().map(|(_, _, error)| error))
@@ -146,9 +148,15 @@ pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
             set.write_title(&mut text);
             set.tensors().filter(wanted).for_each(|placed| set.write_pieces(&placed, &mut text));
         }
+        text.push_str(&text_of(&notes));
         print_text(&text)?;
     }
     tell_refusals(refused.iter().map(|(_, _, error)| error))
+}
+
+/// Notes as lines for people.
+fn text_of(notes: &[String]) -> String {
+    notes.iter().map(|note| format!("note: {}\n", shown(note))).collect()
 }
 
 /// The checkpoints of a source, and notes about them.

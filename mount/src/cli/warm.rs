@@ -22,7 +22,7 @@ use tensorfs::internal::size::shown_size;
 use tensorfs::internal::strided::{OuterBox, StridedCopy};
 use tensorfs::internal::sync::Mutex;
 use tensorfs::internal::system_memory;
-use tensorfs::{Catalog, Error, Tensor};
+use tensorfs::{Catalog, Error, Tensor, TrainingState};
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, speed, tell_refusals};
@@ -413,7 +413,8 @@ fn ranges_of(
     let mut reader = OpenWeights { file, len };
     let detected = InputFormat::detect(&name, &mut reader).map_err(|e| e.to_string())?;
     let format = detected.map_err(|fault| fault.to_string())?;
-    let parsed = format.parse(&name, &mut reader).map_err(|e| e.to_string())?;
+    let parsed =
+        format.parse(&name, &mut reader, TrainingState::default()).map_err(|e| e.to_string())?;
     let description = parsed.map_err(|fault| fault.to_string())?;
     let mut places: BTreeMap<&str, Range<u64>> = BTreeMap::new();
     let mut all: Vec<_> = description.tensors().map(|tensor| (tensor.start, tensor.name)).collect();

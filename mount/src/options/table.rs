@@ -254,6 +254,20 @@ const SOURCE: &[OptionRow] = &[
     .for_commands(Use::Source)
     .page("Frameworks", "formats/frameworks.md#deepspeed"),
     OptionRow::value(
+        "state",
+        |options, value| word(&mut options.open.state, value),
+        &[
+            ("none", "of files of torch.save and distributed checkpoints show the model (default)"),
+            (
+                "all",
+                "show all tensors under their full names, with the state of optimizers, schedulers \
+                 and random numbers",
+            ),
+        ],
+    )
+    .for_commands(Use::Source)
+    .page("Formats", "formats/checkpoints.md#files-of-torchsave"),
+    OptionRow::value(
         "follow",
         |options, value| {
             options.open.follow.push(folder(value)?);

@@ -46,6 +46,8 @@ def consolidate(
     tp: int | None = None,
     rank: int | None = None,
     tp_rules: Path | None = None,
+    zero: str | None = None,
+    state: str | None = None,
     key: str | bytes | None = None,
     passphrase: str | bytes | None = None,
     key_file: Path | None = None,
@@ -68,7 +70,7 @@ def consolidate(
     `model-0000I-of-0000N.safetensors` and `model.safetensors.index.json`, as from the consolidation of torch, and
     `source` may be several files of one checkpoint.
 
-    The other arguments up to `tp_rules` are the options of `tensorfs mount`: `layout` is "shards=8", "shards=5GB",
+    The other arguments up to `state` are the options of `tensorfs mount`: `layout` is "shards=8", "shards=5GB",
     "map=FILE" or "original", `format` is "bintensors", `weight_map` is "hide", `config` is a folder whose small files
     are written beside the weights, or one such file, and those of `safe_open` are as there. If `source` is on a mount,
     they apply to what the mount shows.

@@ -10,7 +10,7 @@ from typing import Any, Callable, Hashable, Iterator, Mapping, NamedTuple
 from . import _frameworks, _settings
 from ._dtensor import Box
 from ._errors import MismatchError, SafetensorError, error
-from ._open import Source, StrPath, open_checkpoint, proof_of, secret_of
+from ._open import Source, StrPath, choice_words, open_checkpoint, proof_of, secret_of
 from ._reader import Info, Part
 from ._share import Place, Team, want_of
 from ._targets import Target, count_write, target_of
@@ -49,6 +49,8 @@ def load_into(
     *,
     strict: bool = True,
     cast: bool = False,
+    zero: str | None = None,
+    state: str | None = None,
     key: str | bytes | None = None,
     passphrase: str | bytes | None = None,
     key_file: StrPath | None = None,
@@ -68,8 +70,8 @@ def load_into(
 
     With `strict` the names must be the same; otherwise the common ones are loaded. With `cast` floating point elements
     are cast to the target's F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless all
-    tensors fit. `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`, `unproven_tail`,
-    `cache_dir` and `cache_dir_size` are those of `safe_open`, and `how` are its arguments about reading.
+    tensors fit. `zero`, `state`, `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`,
+    `unproven_tail`, `cache_dir` and `cache_dir_size` are those of `safe_open`, and `how` are its arguments about reading.
 
     Several names may share the same memory, as tied weights do. One of them in the checkpoint is enough; if it has
     several, their bytes must be equal.
@@ -82,12 +84,13 @@ def load_into(
     if not hasattr(mapping, "items"):
         hint = ", such as its state_dict()" if hasattr(mapping, "state_dict") else ""
         raise TypeError(f"expected a mapping from names to memory{hint}, not {type(mapping).__name__}")
+    choices = choice_words(zero, state)
     secret = secret_of(key, passphrase, key_file, passphrase_file)
     proof = proof_of(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size)
 
     def job() -> _Job:
         loader = _settings.loader(**how)
-        return _job(mapping, filename, open_checkpoint(filename, loader, (), secret, proof), loader, strict, cast)
+        return _job(mapping, filename, open_checkpoint(filename, loader, choices, secret, proof), loader, strict, cast)
 
     if process_group is None:
         return _carried_out(job(), how)

@@ -59,7 +59,19 @@ def view_words(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
             words.append((key, glob))
     to_word = {"tp": _number, "rank": _number, "tp_rules": _path, "rename": _path, "dtype": dtype_word}
     others = [(key, word) for key, word in to_word.items() if arguments[key] is not None]
-    return words + [(key.replace("_", "-"), word(arguments[key])) for key, word in others]
+    words += [(key.replace("_", "-"), word(arguments[key])) for key, word in others]
+    return words + choice_words(arguments["zero"], arguments["state"])
+
+
+def choice_words(zero: str | None = None, state: str | None = None) -> list[tuple[str, str]]:
+    """The choices of the tensors that are shown, as options of `mount -o`."""
+    words = []
+    for key, word in (("zero", zero), ("state", state)):
+        if word is not None:
+            if not isinstance(word, str):
+                raise TypeError(f"{key}: expected a str, not {type(word).__name__}")
+            words.append((key, word))
+    return words
 
 
 def _number(number: Any) -> str:
@@ -188,6 +200,10 @@ class safe_open:
     of that rank. `tp_rules` is a file with rules that say how they are cut. Without it the family of models decides,
     by the `config.json` beside the shards.
 
+    `zero="fp32"` shows the weights of the optimizer of a DeepSpeed checkpoint in F32, in place of those of the model, and
+    `state="all"` shows all tensors of files of `torch.save` and of distributed checkpoints, with the state of the
+    training, under their full names.
+
     Encrypted tensorizer files need their `key`, 32 bytes or 64 hexadecimal digits, or a `key_file` with it; or their
     `passphrase`, or a `passphrase_file`. One of them is given, or set as TENSORFS_KEY_FILE, TENSORFS_PASSPHRASE_FILE or
     TENSORFS_KEY_COMMAND.
@@ -225,6 +241,8 @@ class safe_open:
         tp: int | None = None,
         rank: int | None = None,
         tp_rules: StrPath | None = None,
+        zero: str | None = None,
+        state: str | None = None,
         key: str | bytes | None = None,
         passphrase: str | bytes | None = None,
         key_file: StrPath | None = None,

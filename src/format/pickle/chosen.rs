@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::state_dict::{MODELS, is_state};
+use super::TrainingState;
+use super::state_dict::{ALL_SHOWN, MODELS, is_state};
 use super::values::NodeId;
 use crate::error::quoted;
 
@@ -145,9 +146,12 @@ impl<'v> Chosen<'v> {
     }
 
     /// Chooses the tensors that are shown.
-    pub(super) fn settle(&mut self) {
+    pub(super) fn settle(&mut self, state: TrainingState) {
         let tensors: Vec<KeyedValue<'v>> =
             self.all.iter().copied().filter(|value| value.tensor.is_some()).collect();
+        if state == TrainingState::All {
+            return self.show(tensors, 0);
+        }
         let of_model = |depth: usize| -> Vec<KeyedValue<'v>> {
             tensors.iter().copied().filter(|value| !value.is_state(depth)).collect()
         };
@@ -166,6 +170,11 @@ impl<'v> Chosen<'v> {
             // A checkpoint of an optimizer alone.
             shown = tensors;
         }
+        self.show(shown, cut);
+    }
+
+    /// Shows these tensors, under their names from byte `cut` on.
+    fn show(&mut self, shown: Vec<KeyedValue<'v>>, cut: usize) {
         self.left_out = self.note(&shown);
         let shown = shown.into_iter().filter_map(|KeyedValue { fqn, tensor, .. }| {
             Some(ShownTensor { fqn, name: fqn.get(cut..)?, node: tensor?.node })
@@ -185,7 +194,9 @@ impl<'v> Chosen<'v> {
             .collect();
         let mut labels: Vec<String> = Vec::new();
         let mut known: HashSet<String> = HashSet::new();
+        let mut has_tensors = false;
         for value in self.all.iter().filter(|value| !names.contains(value.fqn)) {
+            has_tensors |= value.tensor.is_some();
             let label = match (value.container(0), value.container(1)) {
                 (None, _) if value.is_state(0) => value.first_name().to_owned(),
                 (Some(first), _) if !containers.contains(&[Some(first), None]) => first.to_owned(),
@@ -206,6 +217,7 @@ impl<'v> Chosen<'v> {
         let more = labels.len().saturating_sub(NAMED_MAX);
         labels.truncate(NAMED_MAX);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        Some(format!("{}{more} of the checkpoint are not shown", labels.join(", ")))
+        let how = if has_tensors { ALL_SHOWN } else { "" };
+        Some(format!("{}{more} of the checkpoint are not shown{how}", labels.join(", ")))
     }
 }

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
+use super::TrainingState;
 use super::chosen::{Chosen, KeyPath, KeyedTensor, ShownTensor};
 use super::globals::dtype;
 use super::machine::run_of;
@@ -81,15 +82,15 @@ pub struct DistcpMetadata {
 }
 
 impl DistcpMetadata {
-    /// Reads the bytes of a `.metadata`.
+    /// Reads the bytes of a `.metadata`. `state` says which tensors are shown.
     ///
     /// # Errors
     /// Why it is refused.
-    pub fn parse(bytes: &[u8]) -> Result<DistcpMetadata, Fault> {
+    pub fn parse(bytes: &[u8], state: TrainingState) -> Result<DistcpMetadata, Fault> {
         let values_max = (bytes.len() as f64 * VALUES_OF_BYTE) as usize + 1024;
         let values = run_of(bytes, values_max)?;
         let steps_left = bytes.len().saturating_mul(STEPS_OF_BYTE) + 4096;
-        MetadataReader { values: &values, steps_left }.read()
+        MetadataReader { values: &values, steps_left, state }.read()
     }
 }
 
@@ -129,6 +130,7 @@ struct ItemPlace<'v> {
 struct MetadataReader<'a, 'v> {
     values: &'a Values<'v>,
     steps_left: usize,
+    state: TrainingState,
 }
 
 impl<'v> MetadataReader<'_, 'v> {
@@ -329,7 +331,7 @@ impl<'v> MetadataReader<'_, 'v> {
                 return Err(Fault::new(ErrorKind::DuplicateTensor, message).tensor(fqn));
             }
         }
-        chosen.settle();
+        chosen.settle(self.state);
         if chosen.shown.iter().any(|shown| shown.name == METADATA) {
             let message = "has the name that safetensors has for metadata; give it another one";
             return Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(METADATA));

@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::machine::{PICKLE_LEN_MAX, run_first};
 use super::tensors::{LISTED_ID_LEN, StorageData, StorageId, storage_id};
 use super::values::{Node, Part, Values};
-use super::{ReadStop, describe, le};
+use super::{ReadStop, TrainingState, describe, le};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::description::ShardDescription;
 use crate::format::range_reader::RangeReader;
@@ -111,11 +111,14 @@ pub(super) fn read_pickles(reader: &mut dyn RangeReader) -> Result<Vec<u8>, Read
 }
 
 /// Parses a file of this form.
-pub(super) fn parse(reader: &mut dyn RangeReader) -> Result<ShardDescription, ReadStop> {
+pub(super) fn parse(
+    reader: &mut dyn RangeReader,
+    state: TrainingState,
+) -> Result<ShardDescription, ReadStop> {
     let bytes = read_pickles(reader)?;
     let pickles = Pickles::of(&bytes)?;
     let ranges = find_data(reader, &pickles)?;
-    describe(&pickles.object, StorageData::Listed(ranges), &(0..reader.file_len()))
+    describe(&pickles.object, StorageData::Listed(ranges), &(0..reader.file_len()), state)
 }
 
 /// The storages that the pickle of the object names.

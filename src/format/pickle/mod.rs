@@ -29,6 +29,7 @@ pub use self::globals::NameRisk;
 pub use self::scan::{PickleForm, PickleScan, scan};
 
 use crate::error::{ErrorKind, Fault};
+use crate::words;
 
 use self::machine::PICKLE_LEN_MAX;
 use self::state_dict::{ModelTensor, ModelTensors};
@@ -42,6 +43,29 @@ use super::tensorizer::{HashedTensor, KeptHashes};
 
 pub use self::distcp::{ChunkedTensor, DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
 pub use self::items::parse_items;
+
+/// The tensors of pickles of torch that are shown: those of files of `torch.save` and of distributed
+/// checkpoints.
+///
+/// ```
+/// use tensorfs::{Checkpoint, OpenOptions, TrainingState};
+///
+/// let file = "tests/fixtures/torch/ckpt_lightning.ckpt".as_ref();
+/// let options = OpenOptions { state: TrainingState::All, ..OpenOptions::default() };
+/// let all = Checkpoint::open_with(file, &options)?;
+/// assert!(all.catalog().len() > Checkpoint::open(file)?.catalog().len());
+/// # Ok::<(), tensorfs::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TrainingState {
+    /// The tensors of the model, without the state of the training.
+    #[default]
+    None,
+    /// All, with the state of optimizers, schedulers and random numbers, under their full names.
+    All,
+}
+
+words!(TrainingState { None = "none", All = "all" });
 
 /// Name of the pickle in an archive.
 const PICKLE: &str = "data.pkl";
@@ -137,19 +161,23 @@ pub fn description_len(reader: &mut dyn RangeReader) -> io::Result<Result<u64, F
 /// The fault of the file.
 pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
     // A read from memory that passes the end is a fault of the parser, not of the file.
-    parse(&mut &*bytes).unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
+    parse(&mut &*bytes, TrainingState::default())
+        .unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
 }
 
 /// Parses a file: its directory, its pickle, and the header in front of the data of each storage.
 ///
 /// # Errors
 /// The outer error is a failed read, the inner one is the fault of the file.
-pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription, Fault>> {
+pub fn parse(
+    reader: &mut dyn RangeReader,
+    state: TrainingState,
+) -> io::Result<Result<ShardDescription, Fault>> {
     if reads_legacy(reader)? {
-        return told(legacy::parse(reader));
+        return told(legacy::parse(reader, state));
     }
     let whole = reader.start()..reader.file_len();
-    told(parse_range(reader, whole))
+    told(parse_range(reader, whole, state))
 }
 
 /// The entries of an archive that have a CRC, in the order of their bytes; none for other files.
@@ -212,6 +240,7 @@ fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64
 fn parse_range(
     reader: &mut dyn RangeReader,
     range: Range<u64>,
+    state: TrainingState,
 ) -> Result<ShardDescription, ReadStop> {
     let (archive, len) = open(reader, range.clone())?;
     check_byte_order(reader, &archive)?;
@@ -219,7 +248,7 @@ fn parse_range(
     let mut pickle = vec![0; len as usize];
     reader.read_exact_at(place.start, &mut pickle)?;
     let values = machine::run(&pickle)?;
-    describe(&values, StorageData::Entries { reader, archive: &archive }, &range)
+    describe(&values, StorageData::Entries { reader, archive: &archive }, &range, state)
 }
 
 /// The tensors of the model that the pickle holds. `range` is what describes them and their data.
@@ -227,6 +256,7 @@ fn describe(
     values: &Values<'_>,
     data: StorageData<'_, '_>,
     range: &Range<u64>,
+    state: TrainingState,
 ) -> Result<ShardDescription, ReadStop> {
     let mut storages = Storages::new(data);
     if let Some(partition) = zero::partition_of(values, &mut storages)? {
@@ -236,7 +266,7 @@ fn describe(
         return Ok(description);
     }
     let zero = zero::model_of(values, &mut storages)?;
-    let mut named = ModelTensors::of(values, &mut storages, zero.as_ref())?;
+    let mut named = ModelTensors::of(values, &mut storages, zero.as_ref(), state)?;
     let placeholders = std::mem::take(&mut named.placeholders);
     let used = storages.used();
     let names_len = named.tensors.iter().map(|tensor| tensor.name.len()).sum();

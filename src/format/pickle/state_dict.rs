@@ -2,11 +2,11 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::ReadStop;
 use super::globals::is_dict;
 use super::parts::{RankParts, TensorPart};
 use super::tensors::{Storages, TensorPlace, tensor_call};
 use super::values::{Node, NodeId, Part, Values};
+use super::{ReadStop, TrainingState};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::ZeroModel;
 use crate::format::description::FileRank;
@@ -25,24 +25,33 @@ const STEPS_OF_BYTE: usize = 16;
 pub(super) const MODELS: [&str; 8] =
     ["state_dict", "model", "module", "model_state_dict", "ema", "ema_state_dict", "net", "params"];
 
-/// Beginnings of the keys of values that are the state of a training, and no weights.
-const STATES: [&str; 15] = [
+/// Keys of values that are the state of a training, and no weights, also with one of `ENDINGS`.
+const STATES: [&str; 14] = [
     "optimizer",
-    "optim_",
-    "optim.",
+    "optimizers",
+    "optim",
     "lr_scheduler",
+    "lr_schedulers",
     "scheduler",
-    "scaler",
+    "schedulers",
+    "param_schedulers",
     "grad_scaler",
     "rng",
-    "random_rng",
-    "cuda_rng",
-    "torch_rng",
-    "numpy_rng",
     "dataloader",
-    "train_state",
+    "dataloaders",
     "callbacks",
+    "loops",
 ];
+
+/// Words that are such keys with one of `ENDINGS` only: by itself each may be a part of a model.
+const STATES_WITH_ENDING: [&str; 5] = ["scaler", "train", "training", "trainer", "random"];
+const ENDINGS: [&str; 4] = ["_state_dicts", "_state_dict", "_states", "_state"];
+
+/// Values that a note names.
+const NAMED_MAX: usize = 5;
+
+/// How to see the tensors that a note says are not shown.
+pub(super) const ALL_SHOWN: &str = "; state=all shows their tensors";
 
 /// Numbers of ranks that share the tensors or the layers of a model.
 const SLICES: [&str; 3] =
@@ -71,16 +80,25 @@ pub(super) struct ModelTensors {
 
 /// Whether the value with this key of the root is the state of a training.
 pub(super) fn is_state(key: &str) -> bool {
-    key == "optim" || key == "loops" || STATES.iter().any(|state| key.starts_with(state))
+    let first = key.split('.').next().unwrap_or(key);
+    // The generators of all GPUs, and the optimizers of an application by number.
+    let one = first.strip_suffix("_all").unwrap_or(first);
+    let numbered = one.trim_end_matches(|digit: char| digit.is_ascii_digit());
+    let one = numbered.strip_suffix('_').filter(|_| numbered.len() < one.len()).unwrap_or(one);
+    let ending = ENDINGS.iter().find_map(|ending| one.strip_suffix(ending));
+    let is_rng = |stem: &str| stem == "rng" || stem.ends_with("_rng");
+    STATES.contains(&ending.unwrap_or(one))
+        || ending.is_some_and(|stem| STATES_WITH_ENDING.contains(&stem) || is_rng(stem))
 }
 
 impl ModelTensors {
-    /// The tensors of the model that the pickle holds. The ones that `zero` tells of may be
-    /// placeholders.
+    /// The tensors of the model that the pickle holds, or all of them. The ones that `zero` tells of may
+    /// be placeholders.
     pub(super) fn of(
         values: &Values<'_>,
         storages: &mut Storages<'_, '_>,
         zero: Option<&ZeroModel>,
+        state: TrainingState,
     ) -> Result<ModelTensors, ReadStop> {
         let root = values.root;
         let mut walk = Walk {
@@ -97,11 +115,17 @@ impl ModelTensors {
         let (hidden, rest): (Vec<_>, Vec<_>) = pairs.into_iter().partition(|pair| {
             // A tensor of a state_dict has a dotted name, which may begin with any word.
             let is_weight = |key: &str| key.contains('.') && is_tensor(values, pair.value);
-            pair.key.text().is_some_and(|key| is_state(key) && !is_weight(key))
+            let is_hidden = |key: &str| is_state(key) && !is_weight(key);
+            state == TrainingState::None && pair.key.text().is_some_and(is_hidden)
         });
         let mut left_out: Vec<String> = hidden.iter().map(|pair| pair.key.shown()).collect();
+        let mut hides_tensors = false;
+        for pair in &hidden {
+            hides_tensors = hides_tensors || walk.holds_tensor(pair.value)?;
+        }
         let mut models = Vec::new();
-        if !rest.iter().any(|pair| is_tensor(values, pair.value)) {
+        let is_flat = rest.iter().any(|pair| is_tensor(values, pair.value));
+        if state == TrainingState::None && !is_flat {
             for pair in &rest {
                 let is_model = pair.key.text().is_some_and(|key| MODELS.contains(&key));
                 if is_model && walk.is_dict_value(pair.value) && walk.holds_tensor(pair.value)? {
@@ -114,6 +138,7 @@ impl ModelTensors {
             for pair in &rest {
                 if pair.key != model.key && walk.holds_tensor(pair.value)? {
                     left_out.push(pair.key.shown());
+                    hides_tensors = true;
                 }
             }
             walk.collect(String::new(), model.value, true)?;
@@ -152,14 +177,19 @@ impl ModelTensors {
                            weights";
             return Err(Fault::new(ErrorKind::TensorMissing, message).into());
         }
-        let left_out = (!left_out.is_empty()).then(|| {
-            let more = left_out.len().saturating_sub(5);
-            left_out.truncate(5);
-            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-            format!("{}{more} of the file are not shown", left_out.join(", "))
-        });
+        let left_out = note_of(left_out, hides_tensors);
         Ok(ModelTensors { tensors, left_out, rank, placeholders })
     }
+}
+
+/// The note on values of a file that are not shown, some with tensors.
+fn note_of(mut left_out: Vec<String>, hides_tensors: bool) -> Option<String> {
+    let more = left_out.len().saturating_sub(NAMED_MAX);
+    left_out.truncate(NAMED_MAX);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let how = if hides_tensors { ALL_SHOWN } else { "" };
+    let is_some = !left_out.is_empty();
+    is_some.then(|| format!("{}{more} of the file are not shown{how}", left_out.join(", ")))
 }
 
 /// The places of named tensors, and the rank that has saved the file if one of them is a part.

@@ -10,7 +10,7 @@ use super::zip::Archive;
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::range_reader::RangeReader;
-use crate::strided::{are_nested, is_row_major, reach};
+use crate::strides::{are_nested, is_row_major, reach};
 
 /// Most dimensions of a tensor: those of torch.
 const DIMS_MAX: usize = 64;

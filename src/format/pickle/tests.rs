@@ -152,7 +152,10 @@ fn the_only_model_of_a_file_is_shown_without_its_key_and_the_state_of_a_training
     let bytes = file(&dict(&pairs));
     assert_eq!(names(&bytes), ["l.0", "w"]);
     let left_out = parse_file(&bytes).unwrap().left_out.unwrap();
-    assert_eq!(left_out, "`optimizer`, `rng_state`, `extra` of the file are not shown");
+    assert_eq!(
+        left_out,
+        "`optimizer`, `rng_state`, `extra` of the file are not shown; state=all shows their tensors"
+    );
     let two = dict(&[("model", model.clone()), ("ema", model.clone())]);
     assert_eq!(names(&file(&two)), ["ema.l.0", "ema.w", "model.l.0", "model.w"]);
     let direct = dict(&[("model", model), ("w", weight()), ("optimizer.x", weight())]);

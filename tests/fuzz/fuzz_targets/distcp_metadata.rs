@@ -4,12 +4,12 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tensorfs::internal::format::pickle::{DistcpMetadata, StoredChunk, parse_items};
+use tensorfs::internal::format::pickle::{DistcpMetadata, StoredChunk, TrainingState, parse_items};
 
 fuzz_target!(|data: &[u8]| {
     let (metadata, file) = data.split_at(data.len() / 2);
     for bytes in [data, metadata] {
-        let Ok(metadata) = DistcpMetadata::parse(bytes) else { continue };
+        let Ok(metadata) = DistcpMetadata::parse(bytes, TrainingState::All) else { continue };
         for (name, chunks) in &metadata.files {
             assert!(name.ends_with(".distcp") && !name.contains('/'), "{name}");
             chunks.iter().for_each(check_chunk);

@@ -7,6 +7,10 @@ use crate::format::pickle::parse_items;
 const SMALL: &[u8] = include_bytes!("../../../../tests/fixtures/torch/dcp_small/.metadata");
 const FILE: &[u8] = include_bytes!("../../../../tests/fixtures/torch/dcp_small/__0_0.distcp");
 
+fn parsed(bytes: &[u8]) -> Result<DistcpMetadata, Fault> {
+    DistcpMetadata::parse(bytes, TrainingState::None)
+}
+
 /// `SMALL` with each `from` as `to`, of the same length.
 fn changed(from: &[u8], to: &[u8]) -> Result<DistcpMetadata, Fault> {
     assert_eq!(from.len(), to.len());
@@ -19,12 +23,12 @@ fn changed(from: &[u8], to: &[u8]) -> Result<DistcpMetadata, Fault> {
         }
     }
     assert!(count > 0, "{from:?}");
-    DistcpMetadata::parse(&bytes)
+    parsed(&bytes)
 }
 
 #[test]
 fn the_chunks_of_a_checkpoint_are_found_by_file_in_the_order_of_their_bytes() {
-    let metadata = DistcpMetadata::parse(SMALL).unwrap();
+    let metadata = parsed(SMALL).unwrap();
     let names: Vec<&str> = metadata.files.keys().map(String::as_str).collect();
     assert_eq!(names, ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]);
     assert_eq!(metadata.named.len(), 3);
@@ -72,20 +76,20 @@ fn paths_that_do_not_make_the_names_leave_the_names_as_they_are() {
 #[test]
 fn the_beginnings_of_a_metadata_and_changed_bytes_are_judged_without_a_panic() {
     for len in 0..SMALL.len() {
-        assert!(DistcpMetadata::parse(&SMALL[..len]).is_err(), "{len}");
+        assert!(parsed(&SMALL[..len]).is_err(), "{len}");
     }
     for at in 0..SMALL.len() {
         for byte in [0, b'.', b'(', 0x80, 0xff] {
             let mut bytes = SMALL.to_vec();
             bytes[at] = byte;
-            let _ = DistcpMetadata::parse(&bytes);
+            let _ = parsed(&bytes);
         }
     }
 }
 
 #[test]
 fn an_item_is_compared_with_its_chunk_and_no_item_shares_bytes_with_another() {
-    let metadata = DistcpMetadata::parse(SMALL).unwrap();
+    let metadata = parsed(SMALL).unwrap();
     let chunks = &metadata.files["__0_0.distcp"];
     let parse = |chunks: &[StoredChunk]| parse_items(&mut &*FILE, chunks).unwrap();
     let description = parse(chunks).unwrap();
@@ -132,7 +136,7 @@ fn a_file_of_safetensors_has_the_chunks_that_the_metadata_places_in_it() {
     let metadata = include_bytes!("../../../../tests/fixtures/torch/dcp_safetensors/.metadata");
     let file: &[u8] =
         include_bytes!("../../../../tests/fixtures/torch/dcp_safetensors/__0_0.distcp");
-    let chunks = &DistcpMetadata::parse(metadata).unwrap().files["__0_0.distcp"];
+    let chunks = &parsed(metadata).unwrap().files["__0_0.distcp"];
     let parse = |chunks: &[StoredChunk]| parse_items(&mut &*file, chunks).unwrap();
     let names = |chunks: &[StoredChunk]| -> Vec<String> {
         parse(chunks).unwrap().tensors().map(|tensor| tensor.name.to_owned()).collect()
@@ -169,7 +173,7 @@ fn shown(paths: &[&str]) -> (Vec<String>, Option<String>) {
         let tensor = KeyedTensor { node: 0, is_scalar: path.starts_with('#') };
         assert!(chosen.add(name, key_path, Some(tensor)));
     }
-    chosen.settle();
+    chosen.settle(TrainingState::None);
     let shown = chosen.shown.iter().map(|ShownTensor { name, .. }| (*name).to_owned());
     (shown.collect(), chosen.left_out)
 }

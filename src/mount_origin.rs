@@ -84,7 +84,6 @@ impl MountOrigin {
             index,
             disk_cache,
             secret,
-            secret,
             zero,
             state,
             ..mounted

@@ -56,7 +56,7 @@ class RoundTrips(RemoteSpeedCase):
     def test_the_first_mount_of_many_shards_takes_five_round_trips_and_the_second_two(self):
         # All headers are asked for before the first one is answered.
         self.server.barrier = ("-of-", threading.Barrier(SHARDS))
-        with self.mount(f"cache-dir={self.tmp}/cache") as mount:
+        with self.mount(f"cache-dir={self.tmp}/cache,cache-dir-size=1G") as mount:
             asked = list(self.server.requests)
             self.assertEqual((mount.path / FILE).stat().st_size > SHARDS * EACH, True)
         self.assertIsNone(self.server.barrier)
@@ -65,7 +65,7 @@ class RoundTrips(RemoteSpeedCase):
         self.assertEqual(len(ranges), SHARDS)
         self.assertLessEqual(len(self.others()) + 1, 5, self.others())
         self.server.requests.clear()
-        with self.mount(f"cache-dir={self.tmp}/cache"):
+        with self.mount(f"cache-dir={self.tmp}/cache,cache-dir-size=1G"):
             asked = list(self.server.requests)
         self.assertLessEqual(len(asked), 2, asked)
 
@@ -90,7 +90,7 @@ class Counters(RemoteSpeedCase):
         return json.loads(outcome.stdout)[0]["remote"]
 
     def test_status_has_requests_bytes_retries_and_the_disk_cache(self):
-        with self.mount(f"cache-dir={self.tmp}/cache") as mount:
+        with self.mount(f"cache-dir={self.tmp}/cache,cache-dir-size=1G") as mount:
             self.server.faults = [{"kind": "busy", "match": name_of(3)}]
             (mount.path / FILE).read_bytes()
             remote = self.remote(mount)

@@ -18,9 +18,7 @@ use super::deepspeed::{self, StateFiles};
 use super::distcp::open_distributed;
 use super::folder::{File, Folder};
 use super::header_memory::{Reserved, admitted, folder_max, too_many};
-use super::load::{
-    FilePlace, OpenShard, ReadWith, Unread, named_in, open_links, read_listed_text,
-};
+use super::load::{FilePlace, OpenShard, ReadWith, Unread, named_in, open_links, read_listed_text};
 use super::openers::map_files;
 
 /// The reason why the files of a set belong together, in the order of precedence.

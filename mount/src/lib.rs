@@ -30,7 +30,7 @@ pub fn main() -> ExitCode {
     let status = if name == Some(OsStr::new(cli::generator::NAME)) {
         cli::generator::main(std::env::args_os().skip(1))
     } else if name == Some(OsStr::new("mount.tensorfs")) || called_with_source {
-        cli::mount_helper::main()
+        cli::mount_helper::main(std::env::args_os().skip(1))
     } else if first.is_some_and(|arg| arg == cli::internal::WORD) {
         cli::internal::main(std::env::args_os().skip(1))
     } else {

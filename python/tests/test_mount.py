@@ -1,5 +1,6 @@
 """`tensorfs.mount`."""
 
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -90,7 +91,8 @@ class Mounts(TestCase):
         self.assertEqual(self.left(), [])
 
     def test_without_the_program_the_error_says_how_to_get_it(self):
-        with mock.patch.dict(os.environ, {"PATH": str(self.tmp), "TENSORFS_BIN": ""}):
+        no_wheel = mock.patch("importlib.metadata.files", side_effect=importlib.metadata.PackageNotFoundError)
+        with no_wheel, mock.patch.dict(os.environ, {"PATH": str(self.tmp), "TENSORFS_BIN": ""}):
             with self.assertRaisesRegex(FileNotFoundError, "install it .* or name it in TENSORFS_BIN"), tensorfs.mount(self.source):
                 self.fail("it is not mounted")
 

@@ -29,6 +29,7 @@ NOT_RUN = {
     "mount/packaging/deb/build ": "takes cargo-deb",
     "git ": "changes this repository",
     "pip install ": "takes packages of the network",
+    "python/wheel": "builds a release",
     "python tests/bench/": "measures, and takes other programs",
     "python python/tests/safetensors_suite.py ": "takes the source of safetensors",
     "python python/tests/consolidation_suite.py ": "takes the tests of torch or NeMo",

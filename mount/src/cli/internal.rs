@@ -12,12 +12,16 @@ use clap::{Parser, Subcommand};
 use nix::sys::prctl::set_name;
 use tensorfs::internal::error::shown;
 
-use super::{args, mount, run, seen, serve, umount};
+use super::{args, mount, mount_helper, run, seen, serve, umount};
 use crate::daemon::{background, handover, session, stalled};
 use crate::serve::heat::PROBE_NAME;
 
 /// First argument of such a process.
 pub(crate) const WORD: &str = "internal";
+
+/// The command by which a script calls the helper of mount(8), since it cannot choose the name of the process. Its
+/// arguments are not for clap, as those of a process of that name are not.
+const MOUNT_HELPER: &str = "mount-helper";
 
 #[derive(Debug, Parser)]
 struct InternalCli {
@@ -55,6 +59,9 @@ enum InternalCommand {
 /// Runs the command in `args`, which begin with `WORD`.
 pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     let args: Vec<OsString> = args.collect();
+    if args.get(1).is_some_and(|command| command == MOUNT_HELPER) {
+        return mount_helper::main(args.into_iter().skip(2));
+    }
     let command = match InternalCli::try_parse_from(&args) {
         Ok(cli) => cli.command,
         Err(error) => {

@@ -41,8 +41,8 @@ struct Call {
     text: Option<String>,
 }
 
-pub(crate) fn main() -> ExitCode {
-    match run(std::env::args_os().skip(1)) {
+pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+    match run(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err((status, message)) => {
             log::say_as("mount.tensorfs", &message);

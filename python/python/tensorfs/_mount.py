@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import numbers
 import os
 import shutil
@@ -22,8 +23,8 @@ from ._tails import UnprovenTailWarning
 _HOLD = "printf '%s\\0' \"$TENSORFS_MOUNT\"; exec cat > /dev/null"
 
 _MISSING = (
-    "tensorfs.mount runs the program tensorfs, which is not in PATH: install it (`cargo install --path mount` in its source, "
-    "or the Debian package), or name it in TENSORFS_BIN"
+    "tensorfs.mount runs the program tensorfs, which is not in PATH: install it (a wheel of tensorfs-loader has it, and the "
+    "Debian package), or name it in TENSORFS_BIN"
 )
 
 
@@ -38,7 +39,7 @@ def mount(source: Union[str, "os.PathLike[str]"], **options: Any) -> Iterator[Pa
     may be given more than once, and True for an option without a value; `dtype` may be one of torch. The mount ends with this process too, however that
     ends. Files that are open then can be read on.
     """
-    program = os.environ.get("TENSORFS_BIN") or shutil.which("tensorfs")
+    program = os.environ.get("TENSORFS_BIN") or shutil.which("tensorfs") or _installed_with_us()
     if not program:
         raise FileNotFoundError(_MISSING)
     path = os.fsdecode(source)
@@ -88,6 +89,16 @@ def mount(source: Union[str, "os.PathLike[str]"], **options: Any) -> Iterator[Pa
                     # A daemon that cannot end takes off the mount once it can.
                     process.kill()
                 process.wait()
+
+
+def _installed_with_us() -> str | None:
+    """The program of our wheel, for an environment that is not activated."""
+    try:
+        files = importlib.metadata.files("tensorfs-loader") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = (str(file.locate()) for file in files if file.name == "tensorfs")
+    return next((path for path in found if os.access(path, os.X_OK) and not os.path.isdir(path)), None)
 
 
 def _texts(name: str, value: Any) -> Iterator[str]:

@@ -1,0 +1,108 @@
+"""The build backend of `pip install ./python`: maturin builds the package, and cargo the command, which the wheel holds too.
+
+Environment variables say what is built. `python/wheel` sets them for a release:
+
+- TENSORFS_WHEEL_PROFILE: the profile of cargo, `release` without it.
+- TENSORFS_WHEEL_TARGET and TENSORFS_WHEEL_PLATFORM: a target of Rust such as `aarch64-unknown-linux-gnu`, and the tag of its
+  wheels, such as `manylinux_2_28`. zig links for the oldest C library that the tag allows. Without them the wheel is for
+  this machine.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import maturin
+from maturin import (  # noqa: F401
+    build_editable,
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    get_requires_for_build_wheel,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+HERE = Path(__file__).resolve().parent
+WORKSPACE = HERE.parent
+# maturin looks for a folder of this name, which is that of the native module. pip installs the scripts in it.
+DATA = HERE / "tensorfs._tensorfs.data"
+
+HELPER = """\
+#!/bin/sh
+# The helper of mount(8): the program tensorfs in the folder of this file, also if a link leads here.
+file=$(readlink -f -- "$0") && exec "${file%/*}/tensorfs" internal mount-helper "$@"
+"""
+
+
+class UnsupportedOperation(Exception):
+    """What the interface of build backends has for a hook that does nothing here."""
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    """Refuses: maturin would pack the package without the command."""
+    raise UnsupportedOperation("the wheel holds the command, which is built from the whole repository: make a checkout")
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    """Builds the wheel. The folder of what goes in beside the package exists during the build only."""
+    profile = os.environ.get("TENSORFS_WHEEL_PROFILE", "release")
+    target = os.environ.get("TENSORFS_WHEEL_TARGET")
+    arguments = ["--locked", "--profile", profile]
+    if target:
+        arguments += ["--zig", "--target", target, "--compatibility", os.environ["TENSORFS_WHEEL_PLATFORM"]]
+        arguments += ["--compression-level", "9"]
+    given = os.environ.get("MATURIN_PEP517_ARGS", "")
+    os.environ["MATURIN_PEP517_ARGS"] = f"{given} {shlex.join(arguments)}"
+    try:
+        place_command(build_command(profile, target), with_symbols=target is None)
+        # The metadata that pip asked for before are those of a wheel for this machine.
+        return maturin.build_wheel(wheel_directory, config_settings, None if target else metadata_directory)
+    finally:
+        os.environ["MATURIN_PEP517_ARGS"] = given
+        shutil.rmtree(DATA, ignore_errors=True)
+
+
+def build_command(profile, target):
+    """Builds the program `tensorfs`, and returns its path."""
+    cargo = ["cargo", "build"]
+    where = []
+    environment = dict(os.environ)
+    if target:
+        cargo = ["cargo-zigbuild", "zigbuild"]
+        where = ["--target", with_glibc(target, environment["TENSORFS_WHEEL_PLATFORM"])]
+        if target.endswith("musl"):
+            # As maturin does for the native module: a static program finds no libraries at run time.
+            flags = environment.get("RUSTFLAGS", "")
+            environment["RUSTFLAGS"] = f"{flags} -C target-feature=-crt-static".strip()
+    command = [*cargo, "--locked", "--profile", profile, "--package", "tensorfs-mount", "--bin", "tensorfs", *where]
+    print("Running `{}`".format(shlex.join(command)), flush=True)
+    # pip reads the standard output of a backend.
+    subprocess.run(command, cwd=WORKSPACE, env=environment, stdout=sys.stderr, check=True)
+    folder = "debug" if profile == "dev" else profile
+    return Path(environment.get("CARGO_TARGET_DIR", WORKSPACE / "target")).joinpath(*filter(None, [target]), folder, "tensorfs")
+
+
+def with_glibc(target, platform):
+    """The target in the words of cargo-zigbuild, with the version of glibc that `manylinux_2_28` allows."""
+    found = re.fullmatch(r"manylinux_(\d+)_(\d+)", platform)
+    return f"{target}.{found[1]}.{found[2]}" if found else target
+
+
+def place_command(program, with_symbols):
+    """Puts the program and the helper of mount(8) where maturin looks for scripts."""
+    scripts = DATA / "scripts"
+    shutil.rmtree(DATA, ignore_errors=True)
+    scripts.mkdir(parents=True)
+    if with_symbols:
+        subprocess.run(["strip", "-o", scripts / "tensorfs", program], check=True)
+    else:
+        # The profile of a release strips it, for any architecture.
+        shutil.copyfile(program, scripts / "tensorfs")
+    helper = scripts / "mount.tensorfs"
+    helper.write_text(HELPER)
+    for script in scripts.iterdir():
+        script.chmod(0o755)

@@ -3,10 +3,10 @@
     python python/tests/safetensors_suite.py [SDIST] [PYTEST OPTION]...
 
 Needs an environment with this package, safetensors, torch, numpy, pytest and fsspec. SDIST is
-`safetensors-0.8.0.tar.gz`; without it pip downloads it. Tests of other frameworks are not collected, because these are
-not built in here. `test_handle.py` opens file objects by a private class that is not replaced.
+`safetensors-0.8.0.tar.gz`; without it pip downloads it. Tests of frameworks that are not installed are left out. `test_handle.py` opens file objects by a private class that is not replaced.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,11 +16,18 @@ from pathlib import Path
 
 VERSION = "0.8.0"
 
-# Frameworks that are not built in.
-LEFT_OUT = ["test_flax_comparison.py", "test_mlx_comparison.py", "test_paddle_comparison.py", "test_tf_comparison.py"]
+# Tests of a framework, its module in safetensors, and its package.
+OTHERS = [
+    ("test_flax_comparison.py", "flax", "jax"),
+    ("test_mlx_comparison.py", "mlx", "mlx"),
+    ("test_paddle_comparison.py", "paddle", "paddle"),
+    ("test_tf_comparison.py", "tensorflow", "tensorflow"),
+]
 
 # A plugin is imported before any test binds a name.
 PLUGIN = """
+import importlib
+
 import safetensors
 import safetensors.numpy
 import safetensors.torch
@@ -36,7 +43,7 @@ class Counted(tensorfs.safe_open):
         super().__init__(*args, **kwargs)
 
 
-for module in (safetensors, safetensors.numpy, safetensors.torch):
+for module in (safetensors, safetensors.numpy, safetensors.torch, *map(importlib.import_module, OTHERS)):
     module.safe_open = Counted
 
 
@@ -59,8 +66,9 @@ def main():
             archive.extractall(folder, filter="data")
         tests = folder / f"safetensors-{VERSION}" / "bindings" / "python"
         (tests / "tests" / "data").mkdir(exist_ok=True)
-        (tests / "tensorfs_in_place.py").write_text(PLUGIN)
-        left_out = [f"--ignore=tests/{name}" for name in LEFT_OUT]
+        found = [f"safetensors.{module}" for _, module, package in OTHERS if importlib.util.find_spec(package)]
+        (tests / "tensorfs_in_place.py").write_text(f"OTHERS = {found}\n{PLUGIN}")
+        left_out = [f"--ignore=tests/{name}" for name, _, package in OTHERS if not importlib.util.find_spec(package)]
         command = [sys.executable, "-m", "pytest", "-p", "tensorfs_in_place", "-q", *left_out, *arguments, "tests"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path[1:]])}
         return subprocess.run(command, cwd=tests, env=environment, check=False).returncode

@@ -120,15 +120,17 @@ names = tensorfs.numpy.load_file(sys.argv[1])
 data = next(Path(sys.argv[1]).glob("*.safetensors")).read_bytes()
 assert set(tensorfs.numpy.load(data)) < set(names)
 arrays = {"a": numpy.zeros(3)}
-for save in (lambda: tensorfs.numpy.save(arrays), lambda: tensorfs.numpy.save_file(arrays, sys.argv[2]),
-             lambda: safetensors.serialize({}), lambda: safetensors.TensorSpec):
+a = numpy.arange(3.0)
+spec = safetensors.TensorSpec(dtype="float64", shape=[3], data_ptr=a.ctypes.data, data_len=24)
+assert tensorfs.numpy.load(safetensors.serialize({"a": spec}))["a"].tolist() == [0, 1, 2]
+for save in (lambda: tensorfs.numpy.save(arrays), lambda: tensorfs.numpy.save_file(arrays, sys.argv[2])):
     try:
         save()
     except ImportError as e:
         print(e)
 """
         said = python(code, folder, self.file).splitlines()
-        self.assertEqual(len(said), 4)
+        self.assertEqual(len(said), 2)
         for line in said:
             self.assertRegex(line, "not installed: pip install safetensors")
         self.assertFalse(self.file.exists())

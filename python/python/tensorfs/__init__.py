@@ -13,7 +13,6 @@ from typing import Any
 from ._bytes import deserialize
 from ._consolidate import Consolidated, consolidate
 from ._errors import DtypeError, MismatchError, SafetensorError
-from ._genuine import named
 from ._group import GroupError
 from ._into import Loaded, load_into
 from ._mount import mount
@@ -21,6 +20,7 @@ from ._names import Names
 from ._open import Slice, Source, TensorMetadata, safe_open
 from ._patch import patched
 from ._prefetch import PrefetchLoader
+from ._serialize import TensorSpec, serialize, serialize_file
 from ._tails import UnprovenTailWarning
 from ._tensorfs import Tensor, __version__, release_pinned
 
@@ -43,6 +43,7 @@ __all__ = [
     "Tensor",
     "TensorMeta",
     "TensorMetadata",
+    "TensorSpec",
     "UnprovenTailWarning",
     "__version__",
     "consolidate",
@@ -53,6 +54,8 @@ __all__ = [
     "patched",
     "release_pinned",
     "safe_open",
+    "serialize",
+    "serialize_file",
 ]
 
 
@@ -63,6 +66,3 @@ def load_file(
     with safe_open(filename, framework, device, **how) as opened:
         return opened.get_tensors(names)
 
-
-def __getattr__(name: str) -> Any:
-    return named("safetensors", __name__, name, ("TensorSpec", "serialize", "serialize_file"))

@@ -20,5 +20,6 @@ def load(data: bytes, framework: Any) -> dict[str, Any]:
     """The tensors of a file, in memory of their own."""
     tensors = {}
     for name, found in deserialize(data):
-        tensors[name] = framework.of_bytes(found["data"], found["dtype"], found["shape"], name)
+        made = framework.of_bytes(found["data"], found["dtype"], found["shape"], name)
+        tensors[name] = made if framework.finish is None else framework.finish(made)
     return tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Sequence
 
 from ._errors import DtypeError, MismatchError, error
@@ -45,6 +46,7 @@ class Torch:
     """Tensors of torch, in memory of torch."""
 
     name = "pytorch"
+    finish: Any = None
     # For a mapped file safetensors lets torch do the indexing.
     indexes_itself = True
 
@@ -199,6 +201,8 @@ class Numpy:
 
     name = "numpy"
     indexes_itself = False
+    finish: Any = None
+    """Makes a tensor of a filled array. None: the array is the tensor that a caller gets."""
 
     def __init__(self, gpu: int | None) -> None:
         import numpy
@@ -292,6 +296,7 @@ class DLPack:
 
     name = "dlpack"
     indexes_itself = False
+    finish: Any = None
 
     def __init__(self, gpu: int | None) -> None:
         _only_cpu(self.name, gpu)
@@ -332,6 +337,76 @@ class DLPack:
         raise error('framework="dlpack" has no slices with steps: take one without, and step over it')
 
 
+class FromNumpy(Numpy):
+    """Tensors that another framework makes of arrays of numpy, without a copy where it can."""
+
+    def __init__(self, gpu: int | None, package: str, name: str) -> None:
+        super().__init__(gpu)
+        self.finish = getattr(importlib.import_module(package), name)
+
+    def is_array(self, tensor: Any) -> bool:
+        """Whether it is an array that `finish` takes, and no tensor yet."""
+        return isinstance(tensor, self._numpy.ndarray)
+
+    def maker(self, dtype: str) -> None:
+        return None
+
+    def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
+        return tensor[steps]
+
+
+class Jax(FromNumpy):
+    """Arrays of jax."""
+
+    name = "flax"
+
+    def __init__(self, gpu: int | None) -> None:
+        super().__init__(gpu, "jax.numpy", "asarray")
+
+
+class TensorFlow(FromNumpy):
+    """Tensors of tensorflow."""
+
+    name = "tensorflow"
+
+    def __init__(self, gpu: int | None) -> None:
+        super().__init__(gpu, "tensorflow", "convert_to_tensor")
+
+
+class Mlx(FromNumpy):
+    """Arrays of mlx."""
+
+    name = "mlx"
+
+    def __init__(self, gpu: int | None) -> None:
+        super().__init__(gpu, "mlx.core", "array")
+
+
+class Paddle(FromNumpy):
+    """Tensors of paddle."""
+
+    name = "paddle"
+    # Dtypes that numpy has by ml_dtypes only, and integers of their width.
+    _BY_WIDTH = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+    # It would take arrays of 16-bit integers without a sign for bfloat16.
+    _LACKS = ("U16", "U32", "U64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
+
+    def __init__(self, gpu: int | None) -> None:
+        super().__init__(gpu, "paddle", "to_tensor")
+        self._to_tensor, self.finish = self.finish, self._made_of
+
+    def _find(self, dtype: str, name: str) -> Any:
+        if dtype in self._LACKS:
+            raise _unknown(dtype, name, "paddle")
+        return super()._find(dtype, name)
+
+    def _made_of(self, array: Any) -> Any:
+        integers = self._BY_WIDTH.get(array.dtype.name)
+        if integers is None:
+            return self._to_tensor(array)
+        return self._to_tensor(array.view(integers)).view(array.dtype.name)
+
+
 _NAMES = {
     "pt": Torch,
     "torch": Torch,
@@ -340,7 +415,14 @@ _NAMES = {
     "numpy": Numpy,
     "dlpack": DLPack,
 }
-_OTHERS = ("tf", "tensorflow", "jax", "flax", "mlx", "paddle")
+_FROM_NUMPY = {
+    "flax": Jax,
+    "jax": Jax,
+    "mlx": Mlx,
+    "paddle": Paddle,
+    "tensorflow": TensorFlow,
+    "tf": TensorFlow,
+}
 _made: dict[tuple[type, int | None], Any] = {}
 
 
@@ -353,17 +435,21 @@ WIDTHS = {
 
 
 def is_known(framework: object) -> bool:
+    """Whether `patched()` opens files for it: those of other frameworks stay with safetensors."""
     return framework in _NAMES
+
+
+def is_from_numpy(framework: object) -> bool:
+    """Whether its tensors are made of arrays of numpy."""
+    return framework in _FROM_NUMPY
 
 
 def find(framework: object, gpu: int | None = None) -> Any:
     """The framework that a word means, with tensors on the CPU or a GPU."""
     if not isinstance(framework, str):
         raise TypeError(f"framework has to be a str, not {type(framework).__name__}")
-    cls = _NAMES.get(framework)
+    cls = _NAMES.get(framework) or _FROM_NUMPY.get(framework)
     if cls is None:
-        if framework in _OTHERS:
-            raise error(f'framework {framework} is not built in: open with framework="dlpack", which it can take from')
         raise error(f"framework {framework} is invalid")
     if (cls, gpu) not in _made:
         _made[cls, gpu] = cls(gpu)

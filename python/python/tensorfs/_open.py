@@ -12,7 +12,7 @@ from . import _device, _frameworks, _indexing, _settings, _tails
 from ._errors import SafetensorError, error, not_found, shown
 from ._names import Names, select
 from ._prefetch import PrefetchLoader
-from ._reader import Info, Part, Reader
+from ._reader import Info, Part, Reader, reader_for
 from ._requests import chunk_of
 from ._share import Team
 from ._tails import Proof
@@ -266,6 +266,8 @@ class safe_open:
         self._filename, self._framework, self._gpu = filename, framework, _device.parse(device)
         self._how = {word: arguments[word] for word in _settings.WORDS}
         self._open: Reader | None = None
+        if process_group is not None and _frameworks.is_from_numpy(framework):
+            raise error(f'framework {framework} has no loads of a process group: open with "pt", "np" or "dlpack"')
         self._team = None if process_group is None else Team(process_group, share, self._how)
         self._arguments = arguments
         if self._team is None:
@@ -293,7 +295,7 @@ class safe_open:
         secret = secret_of(*(given[word] for word in ("key", "passphrase", "key_file", "passphrase_file")))
         proof = proof_of(*(given[word] for word in PROOF_WORDS))
         checkpoint = open_checkpoint(self._filename, loader, view, secret, proof)
-        self._open = Reader(checkpoint, found, loader, strict, copy)
+        self._open = reader_for(checkpoint, found, loader, strict, copy)
         return self._open
 
     def __enter__(self) -> safe_open:
@@ -434,7 +436,7 @@ class safe_open:
         gpu = self._gpu if device is None else _device.parse(device)
         if gpu != self._gpu:
             framework, loader = _frameworks.find(self._framework, gpu), _settings.loader(**self._how, gpu=gpu)
-            reader = Reader(reader.checkpoint, framework, loader, reader.strict)
+            reader = reader_for(reader.checkpoint, framework, loader, reader.strict)
         if threads < 1:
             raise error(f"threads has to be 1 or more, got {threads}")
         infos = self._infos(None if plan is None else list(plan))

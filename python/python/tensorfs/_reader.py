@@ -257,3 +257,40 @@ class Reader:
         areas, memory = self._memory_of(plan)
         self._fill(plan, memory, cancel)
         return self.framework.views(areas, plan.placed(self.checkpoint))
+
+
+class FinishingReader(Reader):
+    """A reader for a framework that makes its tensors of filled arrays."""
+
+    def whole(self, info: Info) -> Any:
+        return self._finished(super().whole(info))
+
+    def part(self, info: Info, part: list[tuple[int, int]], shape: list[int]) -> Any:
+        return self._finished(super().part(info, part, shape))
+
+    def load(self, wanted: Sequence[tuple[Info, Part]], cancel: Cancel | None = None) -> dict[str, Any]:
+        return self._all_finished(super().load(wanted, cancel))
+
+    def load_all(self) -> dict[str, Any]:
+        return self._all_finished(super().load_all())
+
+    def all_shared(self, infos: Sequence[Info]) -> dict[str, Any]:
+        return self._all_finished(super().all_shared(infos))
+
+    def _all_finished(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        # One after the other, so that an array that was copied is freed before the next copy.
+        for name in tensors:
+            tensors[name] = self._finished(tensors[name])
+        return tensors
+
+    def _finished(self, tensor: Any) -> Any:
+        # A method of the base class may have called another one of this class.
+        return self.framework.finish(tensor) if self.framework.is_array(tensor) else tensor
+
+
+def reader_for(
+    checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool | None = True
+) -> Reader:
+    """The reader that gives tensors of this framework."""
+    cls = Reader if framework.finish is None else FinishingReader
+    return cls(checkpoint, framework, loader, strict, copy)

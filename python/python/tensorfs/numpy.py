@@ -7,14 +7,25 @@ from typing import TYPE_CHECKING, Any, Union
 
 from . import _bytes, _frameworks
 from ._bytes import deserialize
-from ._genuine import genuine, named
+from ._genuine import genuine
 from ._names import Names
 from ._open import Source, safe_open
+from ._serialize import TensorSpec, serialize, serialize_file
 
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["deserialize", "load", "load_file", "safe_open", "save", "save_file"]
+__all__ = [
+    "TensorSpec",
+    "deserialize",
+    "load",
+    "load_file",
+    "safe_open",
+    "save",
+    "save_file",
+    "serialize",
+    "serialize_file",
+]
 
 _MODULE = "safetensors.numpy"
 
@@ -42,7 +53,3 @@ def save_file(
 ) -> None:
     """Writes these arrays to a file. safetensors writes it and must be installed."""
     genuine(_MODULE).save_file(tensor_dict, filename, metadata)
-
-
-def __getattr__(name: str) -> Any:
-    return named(_MODULE, __name__, name, ("TensorSpec", "serialize", "serialize_file"))

@@ -7,15 +7,30 @@ from typing import TYPE_CHECKING, Any, Union
 
 from . import _bytes, _frameworks
 from ._bytes import deserialize
-from ._genuine import genuine, named
+from ._genuine import genuine
 from ._model import load_into_model
 from ._names import Names
 from ._open import Source, safe_open
+from ._serialize import TensorSpec, serialize, serialize_file
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["deserialize", "load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
+__all__ = [
+    "TensorSpec",
+    "deserialize",
+    "load",
+    "load_file",
+    "load_model",
+    "safe_open",
+    "save",
+    "save_file",
+    "save_model",
+    "serialize",
+    "serialize_file",
+    "storage_ptr",
+    "storage_size",
+]
 
 _MODULE = "safetensors.torch"
 
@@ -73,6 +88,14 @@ def save_model(
     genuine(_MODULE).save_model(model, filename, metadata, force_contiguous)
 
 
-def __getattr__(name: str) -> Any:
-    names = ("TensorSpec", "serialize", "serialize_file", "storage_ptr", "storage_size")
-    return named(_MODULE, __name__, name, names)
+def storage_ptr(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor shares with its views; 0 for a tensor without memory."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def storage_size(tensor: torch.Tensor) -> int:
+    """The length in bytes of the memory that a tensor shares with its views."""
+    return tensor.untyped_storage().nbytes()

@@ -15,6 +15,7 @@ from ._consolidate import Consolidated, consolidate
 from ._errors import DtypeError, MismatchError, SafetensorError
 from ._group import GroupError
 from ._into import Loaded, load_into
+from ._lazy import LazyTensor, LazyTensors, lazy
 from ._mount import mount
 from ._names import Names
 from ._open import Slice, Source, TensorMetadata, safe_open
@@ -34,6 +35,8 @@ __all__ = [
     "Consolidated",
     "DtypeError",
     "GroupError",
+    "LazyTensor",
+    "LazyTensors",
     "Loaded",
     "MismatchError",
     "PrefetchLoader",
@@ -48,6 +51,7 @@ __all__ = [
     "__version__",
     "consolidate",
     "deserialize",
+    "lazy",
     "load_file",
     "load_into",
     "mount",

@@ -540,11 +540,11 @@ mod tests {
 
     #[test]
     fn what_mount_and_systemd_and_selinux_add_is_accepted() {
-        let options = parse(
+        let parsed = parse(
             "rw,nofail,_netdev,user,user=joe,x-systemd.automount,comment=a,defaults,noexec,\
              context=\"system_u:object_r:x:s0:c1,c2\"",
         );
-        let options = options.unwrap();
+        let options = parsed.unwrap();
         assert!(options.rw && options.noexec);
         assert_eq!(options.contexts, ["context=system_u:object_r:x:s0:c1,c2"]);
         assert_eq!(parse("").unwrap(), Options::default());
@@ -641,11 +641,11 @@ mod tests {
     #[test]
     fn how_sources_are_read_can_be_said() {
         assert_eq!(parse("verify=read").unwrap().verify, Verify::Read);
-        let options = parse(
+        let parsed = parse(
             "cache=128M,io=pread,direct=never,io-timeout=5,readahead=1MiB,\
              assemble=/a\\,b,assemble-size=2g",
         );
-        let options = options.unwrap();
+        let options = parsed.unwrap();
         assert_eq!(options.cache, Some(128 << 20));
         assert_eq!((options.io, options.direct), (Backend::Pread, DirectIo::Never));
         assert_eq!(options.io_timeout, Some(Duration::from_secs(5)));

@@ -121,8 +121,8 @@ mod tests {
     fn help_and_parser_know_the_same_options() {
         let help = help();
         let terms = help.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next());
-        let names = terms.filter(|term| !term.is_empty()).map(|term| term.split('=').next());
-        let names: Vec<&str> = names.flatten().collect();
+        let keys = terms.filter(|term| !term.is_empty()).map(|term| term.split('=').next());
+        let names: Vec<&str> = keys.flatten().collect();
         assert!(names.contains(&"weight-map"), "{help}");
         for name in names {
             let known = table::find(name, true).or_else(|| table::find(name, false));

@@ -122,8 +122,8 @@ impl<'v> KeyedValue<'v> {
 /// scalars: a training keeps its step beside the model.
 fn model_in<'v>(tensors: &[KeyedValue<'v>], depth: usize) -> Option<&'v str> {
     let large = tensors.iter().filter(|value| !value.tensor.is_some_and(|it| it.is_scalar));
-    let containers: Option<BTreeSet<&str>> = large.map(|value| value.container(depth)).collect();
-    let containers = containers?;
+    let containers =
+        large.map(|value| value.container(depth)).collect::<Option<BTreeSet<&str>>>()?;
     let mut models = containers.into_iter().filter(|name| MODELS.contains(name));
     models.next().filter(|_| models.next().is_none())
 }
@@ -214,9 +214,9 @@ impl<'v> Chosen<'v> {
         if labels.is_empty() {
             return None;
         }
-        let more = labels.len().saturating_sub(NAMED_MAX);
+        let unnamed = labels.len().saturating_sub(NAMED_MAX);
         labels.truncate(NAMED_MAX);
-        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let more = if unnamed > 0 { format!(" and {unnamed} more") } else { String::new() };
         let how = if has_tensors { ALL_SHOWN } else { "" };
         Some(format!("{}{more} of the checkpoint are not shown{how}", labels.join(", ")))
     }

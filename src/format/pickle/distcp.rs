@@ -503,8 +503,8 @@ impl<'v> MetadataReader<'_, 'v> {
             if let (Dtype::F4, Some(last)) = (tensor.tensor.dtype, offset.last_mut()) {
                 *last = last.saturating_mul(2);
             }
-            let chunk = tensor.chunks.binary_search_by(|chunk| chunk.offset.cmp(&offset));
-            let chunk = chunk.ok().map(|at| &mut tensor.chunks[at]);
+            let found = tensor.chunks.binary_search_by(|chunk| chunk.offset.cmp(&offset));
+            let chunk = found.ok().map(|at| &mut tensor.chunks[at]);
             let place = chunk.filter(|chunk| chunk.stored.is_none()).map(|chunk| &mut chunk.stored);
             let Some(place) = place else {
                 let message = format!(
@@ -546,8 +546,10 @@ impl<'v> MetadataReader<'_, 'v> {
         let number = |id: Option<NodeId>, what: &str| {
             let natural = id.and_then(|id| values.natural(id));
             natural.ok_or_else(|| {
-                let shown = id.and_then(|id| values.int(id)).map(|number| number.to_string());
-                let shown = shown.unwrap_or_else(|| "no integer of 64 bits".to_owned());
+                let shown = id.and_then(|id| values.int(id)).map_or_else(
+                    || "no integer of 64 bits".to_owned(),
+                    |number| number.to_string(),
+                );
                 let message =
                     format!("its {what} in {file} is {shown}, a number from 0 on expected");
                 Fault::new(ErrorKind::DcpOffsets, message)

@@ -296,6 +296,7 @@ impl Rebuild {
 }
 
 /// Whether a global is a class of dicts that a pickle fills by pairs.
-pub(super) fn is_dict((module, name): (&str, &str)) -> bool {
+pub(super) fn is_dict(global: (&str, &str)) -> bool {
+    let (module, name) = global;
     module == "collections" && ["OrderedDict", "defaultdict", "Counter"].contains(&name)
 }

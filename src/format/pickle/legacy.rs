@@ -58,11 +58,11 @@ impl<'a> Pickles<'a> {
             Part::Item(item) => list.text(item),
             _ => None,
         };
-        let keys: Option<Vec<&'a str>> = match list.node(list.root) {
-            Node::List(_) => list.parts(list.root).map(key).collect(),
+        let keys = match list.node(list.root) {
+            Node::List(_) => list.parts(list.root).map(key).collect::<Option<Vec<&'a str>>>(),
             _ => None,
-        };
-        let keys = keys.ok_or_else(|| wrong("its fifth pickle is no list of keys".to_owned()))?;
+        }
+        .ok_or_else(|| wrong("its fifth pickle is no list of keys".to_owned()))?;
         Ok(Pickles { object, keys, end })
     }
 }

@@ -365,8 +365,8 @@ impl Machine<'_> {
     }
 
     fn long(&mut self, short: bool) -> Result<(), Fault> {
-        let len = self.number(if short { 1 } else { 4 })?;
-        let len = self.bounded(len)?;
+        let announced = self.number(if short { 1 } else { 4 })?;
+        let len = self.bounded(announced)?;
         if len > LONG_LEN_MAX {
             return Err(bad(format_args!("an integer of {len} bytes")));
         }
@@ -385,8 +385,8 @@ impl Machine<'_> {
     }
 
     fn bytes(&mut self, width: u64, text: bool) -> Result<(), Fault> {
-        let len = self.number(width)?;
-        let len = self.bounded(len)?;
+        let announced = self.number(width)?;
+        let len = self.bounded(announced)?;
         let start = self.at;
         self.at += len;
         let node = if text { Node::Text(start as u32, self.at as u32) } else { Node::Bytes };
@@ -441,8 +441,8 @@ impl Machine<'_> {
 
     fn add_many(&mut self, pairs: bool) -> Result<(), Fault> {
         let begin = self.mark()?;
-        let target = self.stack[..begin].last().copied().filter(|&id| id != NONE);
-        let target = target.ok_or_else(|| bad("its stack has too few values"))?;
+        let below = self.stack[..begin].last().copied().filter(|&id| id != NONE);
+        let target = below.ok_or_else(|| bad("its stack has too few values"))?;
         let values = self.stack.split_off(begin);
         let width = if pairs { 2 } else { 1 };
         let groups = values[1..].chunks_exact(width);
@@ -480,20 +480,20 @@ impl Machine<'_> {
     }
 
     fn get_value(&mut self, index: u32) -> Result<(), Fault> {
-        let value = self.dense.get(index as usize).or_else(|| self.sparse.get(&index));
+        let kept = self.dense.get(index as usize).or_else(|| self.sparse.get(&index));
         let value =
-            value.ok_or_else(|| bad(format_args!("it has no value {index} to use again")))?;
+            kept.ok_or_else(|| bad(format_args!("it has no value {index} to use again")))?;
         self.stack.push(*value);
         Ok(())
     }
 
     fn line(&mut self) -> Result<NodeId, Fault> {
         let rest = self.values.bytes.get(self.at..).unwrap_or_default();
-        let end = rest.iter().take(GLOBAL_LEN_MAX + 1).position(|&byte| byte == b'\n');
-        let end = end.ok_or_else(|| bad("the name of a class has no end"))?;
+        let newline = rest.iter().take(GLOBAL_LEN_MAX + 1).position(|&byte| byte == b'\n');
+        let len = newline.ok_or_else(|| bad("the name of a class has no end"))?;
         let start = self.at;
-        self.at += end + 1;
-        let id = self.push(Node::Text(start as u32, (start + end) as u32))?;
+        self.at += len + 1;
+        let id = self.push(Node::Text(start as u32, (start + len) as u32))?;
         self.stack.pop();
         Ok(id)
     }
@@ -569,11 +569,11 @@ impl Machine<'_> {
         if self.values.global(callable) == Some(("collections", "OrderedDict"))
             && let Some([list]) = self.values.array::<1>(args)
         {
-            let pairs: Option<Vec<[NodeId; 2]>> = match self.values.node(list) {
+            let given: Option<Vec<[NodeId; 2]>> = match self.values.node(list) {
                 Node::List(_) | Node::Tuple(_) => self.pairs_of(list),
                 _ => None,
             };
-            let pairs = pairs.ok_or_else(|| bad("an OrderedDict is made of no list of pairs"))?;
+            let pairs = given.ok_or_else(|| bad("an OrderedDict is made of no list of pairs"))?;
             let left = self.copies_left.checked_sub(pairs.len());
             self.copies_left = left.ok_or_else(|| bad("it copies its lists too often"))?;
             for [key, value] in pairs {

@@ -222,8 +222,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
         if !self.is_object(spec, "DTensorSpec") {
             return Err(unknown("`_spec`").into());
         }
-        let mesh = self.needed(spec, "mesh")?;
-        let mesh = self.mesh(storages, mesh)?;
+        let mesh_id = self.needed(spec, "mesh")?;
+        let mesh = self.mesh(storages, mesh_id)?;
         let placements = self.placements(spec, whole.len())?;
         if placements.len() != mesh.sizes.len() {
             let message = format!(
@@ -383,8 +383,9 @@ impl<'a, 'v> RankParts<'a, 'v> {
                 index.checked_add(own)
             })
         });
-        let rank = index.and_then(|index| ranks.get(usize::try_from(index).ok()?).copied());
-        let rank = rank.ok_or_else(|| unknown("mesh"))?;
+        let rank = index
+            .and_then(|index| ranks.get(usize::try_from(index).ok()?).copied())
+            .ok_or_else(|| unknown("mesh"))?;
         let own = self.attribute(id, "_rank")?.and_then(|own| self.values.int(own));
         if own.is_some_and(|own| u64::try_from(own) != Ok(rank)) {
             let own = own.unwrap_or_default();
@@ -497,10 +498,10 @@ impl<'a, 'v> RankParts<'a, 'v> {
             }
             let tensor = self.needed(shard, "tensor")?;
             let metadata = self.needed(shard, "metadata")?;
-            let offset = self.needed(metadata, "shard_offsets")?;
-            let offset = self.integers(offset)?.ok_or_else(|| unknown("`shard_offsets`"))?;
-            let sizes = self.needed(metadata, "shard_sizes")?;
-            let sizes = self.integers(sizes)?.ok_or_else(|| unknown("`shard_sizes`"))?;
+            let offset_id = self.needed(metadata, "shard_offsets")?;
+            let offset = self.integers(offset_id)?.ok_or_else(|| unknown("`shard_offsets`"))?;
+            let sizes_id = self.needed(metadata, "shard_sizes")?;
+            let sizes = self.integers(sizes_id)?.ok_or_else(|| unknown("`shard_sizes`"))?;
             let place = self.local(storages, tensor, element)?;
             let ends = offset.iter().zip(&sizes).map(|(first, size)| first.checked_add(*size));
             let inside = ends.zip(whole).all(|(end, size)| end.is_some_and(|end| end <= *size));

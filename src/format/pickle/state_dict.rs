@@ -184,9 +184,9 @@ impl ModelTensors {
 
 /// The note on values of a file that are not shown, some with tensors.
 fn note_of(mut left_out: Vec<String>, hides_tensors: bool) -> Option<String> {
-    let more = left_out.len().saturating_sub(NAMED_MAX);
+    let unnamed = left_out.len().saturating_sub(NAMED_MAX);
     left_out.truncate(NAMED_MAX);
-    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let more = if unnamed > 0 { format!(" and {unnamed} more") } else { String::new() };
     let how = if hides_tensors { ALL_SHOWN } else { "" };
     let is_some = !left_out.is_empty();
     is_some.then(|| format!("{}{more} of the file are not shown{how}", left_out.join(", ")))
@@ -215,8 +215,8 @@ fn places(
             }
             continue;
         }
-        let call = tensor_call(values, id);
-        let call = call.ok_or_else(|| Fault::new(ErrorKind::Internal, "no call of a tensor"))?;
+        let call = tensor_call(values, id)
+            .ok_or_else(|| Fault::new(ErrorKind::Internal, "no call of a tensor"))?;
         let place = call.place(values, storages).map_err(|stop| named(&name, stop))?;
         dims_left = dims_left.checked_sub(place.shape.len()).ok_or_else(too_many)?;
         tensors.push(ModelTensor { name, place, part_of: None });

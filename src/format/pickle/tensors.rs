@@ -243,8 +243,9 @@ impl TensorCall {
             return Err(wrong(message));
         }
         let named = values.global(function);
-        let rebuild = named.and_then(|(module, name)| Rebuild::of(module, name));
-        let rebuild = rebuild.ok_or_else(|| self.unread(values))?;
+        let rebuild = named
+            .and_then(|(module, name)| Rebuild::of(module, name))
+            .ok_or_else(|| self.unread(values))?;
         if !matches!(values.node(args), Node::Tuple(_)) {
             return Err(self.unread(values));
         }
@@ -280,7 +281,7 @@ impl TensorCall {
         }
         let id = storage_id(values, storage, storages.id_len())?;
         let data = storages.get(id)?;
-        let dtype = match (id.kind, dtype_at.map(|at| args.get(at).copied())) {
+        let found = match (id.kind, dtype_at.map(|at| args.get(at).copied())) {
             (StorageType::Typed(dtype), None) => Some(dtype),
             (StorageType::Untyped, Some(Some(id))) => {
                 let named = values.global(id);
@@ -296,7 +297,7 @@ impl TensorCall {
             }
             _ => None,
         };
-        let dtype = dtype.ok_or_else(|| self.unread(values))?;
+        let dtype = found.ok_or_else(|| self.unread(values))?;
         Ok(place_of(data, dtype, offset, &[sizes, strides])?)
     }
 }
@@ -389,8 +390,10 @@ fn place_of(
     // Two elements of this dtype are one item.
     let item_len = if dtype == Dtype::F4 { 1 } else { dtype.bits() / 8 };
     let items = (data.end - data.start) / item_len;
-    let count = shape.iter().try_fold(1_u64, |count, &size| count.checked_mul(size));
-    let count = count.ok_or_else(overflow)?;
+    let count = shape
+        .iter()
+        .try_fold(1_u64, |count, &size| count.checked_mul(size))
+        .ok_or_else(overflow)?;
     let reach = reach(&shape, &strides).ok_or_else(overflow)?;
     let end = u128::from(offset) + u128::from(reach);
     if count > 0 && end > u128::from(items) {
@@ -402,8 +405,8 @@ fn place_of(
         check_strides(dtype, &shape, &strides)?;
     }
     if dtype == Dtype::F4 {
-        let last = shape.last_mut();
-        let last = last.ok_or_else(|| wrong("is packed and has no dimension".to_owned()))?;
+        let last =
+            shape.last_mut().ok_or_else(|| wrong("is packed and has no dimension".to_owned()))?;
         *last = last.checked_mul(2).ok_or_else(overflow)?;
     }
     let bits = dtype.bits_of(&shape).ok_or_else(overflow)?;

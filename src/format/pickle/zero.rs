@@ -44,11 +44,11 @@ pub(super) fn model_of(
     if let Some(shapes) =
         reading.value(root, "frozen_param_shapes")?.filter(|&id| !reading.is_none(id))
     {
-        let fragments = match reading.value(root, "frozen_param_fragments")? {
+        let named_fragments = match reading.value(root, "frozen_param_fragments")? {
             Some(id) => reading.pairs(id)?,
             None => Vec::new(),
         };
-        let fragments: HashMap<&str, NodeId> = fragments.into_iter().collect();
+        let fragments: HashMap<&str, NodeId> = named_fragments.into_iter().collect();
         for param in reading.params(shapes)? {
             let run = match fragments.get(param.name.as_str()) {
                 Some(&id) => Some(reading.run(storages, id, "frozen_param_fragments")?),
@@ -78,11 +78,11 @@ pub(super) fn partition_of(
     let Some(stage) = reading.value(state, "zero_stage")? else { return Ok(None) };
     let stage = reading.stage(stage).ok_or_else(|| unknown("zero_stage"))?;
     let count = reading.value(state, "partition_count")?;
-    let ranks = match count {
+    let largest = match count {
         Some(id) => reading.largest(id)?,
         None => None,
     };
-    let ranks = ranks.ok_or_else(|| unknown("partition_count"))?;
+    let ranks = largest.ok_or_else(|| unknown("partition_count"))?;
     let key = if stage == 3 { "fp32_flat_groups" } else { "single_partition_of_fp32_groups" };
     let groups = reading.value(state, key)?.ok_or_else(|| unknown(key))?;
     let mut partition = ZeroPartition { stage, ranks, ..ZeroPartition::default() };
@@ -196,9 +196,11 @@ impl<'a, 'v> Reading<'a, 'v> {
         for (name, size) in self.pairs(dict)? {
             let sizes = numbers(self.values, size).ok_or_else(|| unknown("param_shapes"))?;
             self.spend(sizes.len())?;
-            let shape = sizes.into_iter().map(|size| u64::try_from(size).ok()).collect();
-            let shape: Option<Vec<u64>> = shape;
-            let shape = shape.ok_or_else(|| unknown("param_shapes"))?;
+            let shape = sizes
+                .into_iter()
+                .map(|size| u64::try_from(size).ok())
+                .collect::<Option<Vec<u64>>>()
+                .ok_or_else(|| unknown("param_shapes"))?;
             params.push(ZeroParam { name: name.to_owned(), shape });
         }
         Ok(params)

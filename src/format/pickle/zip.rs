@@ -82,8 +82,9 @@ impl Archive {
         range: Range<u64>,
     ) -> Result<Archive, ReadStop> {
         let (end, directory_end) = read_end(reader, &range)?;
-        let directory = range.start.checked_add(end.offset);
-        let directory = directory
+        let directory = range
+            .start
+            .checked_add(end.offset)
             .filter(|at| at.checked_add(end.len) == Some(directory_end))
             .ok_or_else(|| bad("the central directory does not end at its end record"))?;
         if end.len > DIRECTORY_LEN_MAX {
@@ -183,8 +184,9 @@ impl Archive {
             return Err(bad("an entry lies on another disk"));
         }
         let least = LOCAL_LEN + name.len() as u64;
-        let header = self.start.checked_add(offset);
-        let header = header
+        let header = self
+            .start
+            .checked_add(offset)
             .filter(|header| {
                 let end = header.checked_add(least).and_then(|data| data.checked_add(size));
                 end.is_some_and(|end| end <= self.directory)
@@ -204,8 +206,8 @@ impl Archive {
             return Err(bad("no entry begins at its first byte"));
         }
         for (position, &index) in order.iter().enumerate() {
-            let next = order.get(position + 1);
-            let next = next.map_or(self.directory, |&next| self.entries[next as usize].header);
+            let following = order.get(position + 1);
+            let next = following.map_or(self.directory, |&at| self.entries[at as usize].header);
             let entry = &mut self.entries[index as usize];
             if entry.limit > next {
                 return Err(bad("two entries share bytes"));
@@ -363,8 +365,10 @@ fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> Result<(End, u6
     if !locator.starts_with(LOCATOR_64_MAGIC) {
         return if is_short { Ok((short, at)) } else { Err(bad("its long end record is missing")) };
     }
-    let place = at.checked_sub(END_64_LEN).filter(|place| *place >= range.start);
-    let place = place.ok_or_else(|| bad("its long end record is missing"))?;
+    let place = at
+        .checked_sub(END_64_LEN)
+        .filter(|place| *place >= range.start)
+        .ok_or_else(|| bad("its long end record is missing"))?;
     let mut bytes = [0; END_64_LEN as usize];
     reader.read_exact_at(place, &mut bytes)?;
     let told = range.start.checked_add(le(&locator[8..16]));

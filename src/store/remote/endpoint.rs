@@ -120,8 +120,9 @@ impl Endpoint {
         process: &RemoteProcess,
         wanted: &Wanted,
     ) -> Result<(reqwest::Request, bool), Trouble> {
-        let url = format!("{}{}", self.base(), wanted.target);
-        let url: reqwest::Url = url.parse().map_err(|_| unusable("is no usable URL"))?;
+        let url: reqwest::Url = format!("{}{}", self.base(), wanted.target)
+            .parse()
+            .map_err(|_| unusable("is no usable URL"))?;
         let mut builder = http::Request::builder().method(wanted.method.clone()).uri(url.as_str());
         builder = builder.header(header::ACCEPT_ENCODING, "identity");
         for (name, value) in &wanted.headers {
@@ -450,8 +451,8 @@ async fn code_of(mut answer: Response) -> String {
 }
 
 fn code_in(text: &str) -> String {
-    let code = text.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>"));
-    let code = code.map_or("", |(code, _)| code.trim());
+    let found = text.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>"));
+    let code = found.map_or("", |(code, _)| code.trim());
     if is_code(code) { code.to_owned() } else { String::new() }
 }
 

@@ -149,8 +149,8 @@ impl RemoteStore {
 
     /// The number of the object `key`: one of this name on another server has another.
     fn number(&self, key: &str) -> io::Result<u64> {
-        let url = self.location.path(key);
-        let url = url.as_os_str().as_encoded_bytes();
+        let path = self.location.path(key);
+        let url = path.as_os_str().as_encoded_bytes();
         Ok(hash_of(&[self.endpoint()?.host.as_bytes(), url].join(&b' ')))
     }
 
@@ -289,8 +289,7 @@ impl StoreKind for RemoteStore {
             };
             Ok((name.into(), version))
         };
-        let entries: io::Result<VersionedNames> = found.into_iter().map(version).collect();
-        let entries = entries?;
+        let entries = found.into_iter().map(version).collect::<io::Result<VersionedNames>>()?;
         self.note_folder(&key, !entries.is_empty());
         if entries.is_empty() && !key.is_empty() {
             return Err(ErrorKind::NotFound.into());

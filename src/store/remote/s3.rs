@@ -58,8 +58,8 @@ pub(super) fn endpoint_of(
         }
     };
     let is_wanted = !is_on("AWS_SKIP_SIGNATURE");
-    let region = Mutex::new(region);
-    Endpoint::new(base, Access::S3(S3Signing { region, is_wanted, by_region }))
+    let signing = S3Signing { region: Mutex::new(region), is_wanted, by_region };
+    Endpoint::new(base, Access::S3(signing))
 }
 
 /// The URL of a bucket of a server that is not AWS.

@@ -34,12 +34,12 @@ impl ObjectState {
 
     /// The state with this ETag, with quotes or without.
     pub(super) fn new(len: u64, tag: &str, modified: Option<i64>) -> ObjectState {
-        let tag = tag.trim();
-        let (is_weak, tag) = match tag.strip_prefix("W/") {
-            Some(tag) => (true, tag),
-            None => (false, tag),
+        let trimmed = tag.trim();
+        let (is_weak, quoted) = match trimmed.strip_prefix("W/") {
+            Some(strong) => (true, strong),
+            None => (false, trimmed),
         };
-        let tag = tag.trim_matches('"').to_owned();
+        let tag = quoted.trim_matches('"').to_owned();
         ObjectState { len, tag, is_weak, modified }
     }
 

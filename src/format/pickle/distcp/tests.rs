@@ -163,12 +163,12 @@ fn shown(paths: &[&str]) -> (Vec<String>, Option<String>) {
         paths.iter().map(|path| path.trim_start_matches(['=', '#']).replace('/', ".")).collect();
     let mut chosen = Chosen::default();
     for (name, path) in names.iter().zip(paths) {
-        let mut key_path = KeyPath::new(name);
+        let mut parts = KeyPath::new(name);
         path.trim_start_matches('#').split('/').for_each(|part| match part.parse() {
-            Ok(number) => key_path.push(None, Some(number)),
-            Err(_) => key_path.push(Some(part), None),
+            Ok(number) => parts.push(None, Some(number)),
+            Err(_) => parts.push(Some(part), None),
         });
-        let key_path = Some(key_path).filter(|key_path| key_path.is_whole());
+        let key_path = Some(parts).filter(|parts| parts.is_whole());
         assert_eq!(key_path.is_none(), path.starts_with('='), "{path}");
         let tensor = KeyedTensor { node: 0, is_scalar: path.starts_with('#') };
         assert!(chosen.add(name, key_path, Some(tensor)));

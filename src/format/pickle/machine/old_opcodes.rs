@@ -42,8 +42,8 @@ impl Machine<'_> {
             }
             b'o' => {
                 let begin = self.mark()?;
-                let class = self.stack.get(begin + 1).copied();
-                let class = class.ok_or_else(|| bad("its stack has too few values"))?;
+                let first = self.stack.get(begin + 1).copied();
+                let class = first.ok_or_else(|| bad("its stack has too few values"))?;
                 let args = self.marked_tuple(1)?;
                 self.object(class, args).map(drop)
             }
@@ -55,8 +55,8 @@ impl Machine<'_> {
             b'g' | b'p' => {
                 let (start, end) = self.text_line()?;
                 let digits = &self.values.bytes[start as usize..end as usize];
-                let index = std::str::from_utf8(digits).ok().and_then(|text| text.parse().ok());
-                let index = index.ok_or_else(|| {
+                let number = std::str::from_utf8(digits).ok().and_then(|text| text.parse().ok());
+                let index = number.ok_or_else(|| {
                     let digits = quoted(&String::from_utf8_lossy(digits));
                     bad(format_args!("it uses the value {digits} again"))
                 })?;
@@ -84,8 +84,8 @@ impl Machine<'_> {
     /// The bytes up to the end of the line.
     fn text_line(&mut self) -> Result<(u32, u32), Fault> {
         let rest = self.values.bytes.get(self.at..).unwrap_or_default();
-        let len = rest.iter().position(|&byte| byte == b'\n');
-        let len = len.ok_or_else(|| bad("it ends within an opcode"))?;
+        let newline = rest.iter().position(|&byte| byte == b'\n');
+        let len = newline.ok_or_else(|| bad("it ends within an opcode"))?;
         let start = self.at;
         self.at += len + 1;
         Ok((start as u32, (start + len) as u32))

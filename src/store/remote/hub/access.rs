@@ -79,8 +79,8 @@ impl HubAccess {
     ) -> io::Result<(HubAccess, String)> {
         let bad = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why.to_owned());
         let given = |name: &str| variable(name).filter(|value| !value.is_empty());
-        let hub = given("HF_ENDPOINT").unwrap_or_else(|| HUB.to_owned());
-        let hub = hub.trim_end_matches('/').to_owned();
+        let endpoint = given("HF_ENDPOINT").unwrap_or_else(|| HUB.to_owned());
+        let hub = endpoint.trim_end_matches('/').to_owned();
         let base: Url = hub.parse().map_err(|_| bad("HF_ENDPOINT is no URL"))?;
         let is_plain = base.username().is_empty() && !hub.contains(['?', '#', '@']);
         if !["http", "https"].contains(&base.scheme()) || base.host_str().is_none() || !is_plain {
@@ -89,8 +89,8 @@ impl HubAccess {
         let token = match token_of(&given) {
             None => None,
             Some(token) => {
-                let header = HeaderValue::try_from(format!("Bearer {token}"));
-                let mut header = header.map_err(|_| bad("the token of the hub is no token"))?;
+                let mut header = HeaderValue::try_from(format!("Bearer {token}"))
+                    .map_err(|_| bad("the token of the hub is no token"))?;
                 header.set_sensitive(true);
                 Some(header)
             }
@@ -185,9 +185,9 @@ impl HubAccess {
             if !answer.status().is_redirection() {
                 return Err(self.refusal(answer.status(), answer.headers()));
             }
-            let next = text_of(answer.headers(), header::LOCATION);
-            let next = next.and_then(|next| place.join(next).ok());
-            let next = next.filter(|next| ["http", "https"].contains(&next.scheme()));
+            let next = text_of(answer.headers(), header::LOCATION)
+                .and_then(|next| place.join(next).ok())
+                .filter(|next| ["http", "https"].contains(&next.scheme()));
             let Some(next) = next else {
                 return Err(Trouble::Broken("the hub redirects to no URL".to_owned()));
             };
@@ -342,10 +342,11 @@ async fn answer_of(
 fn check_named(headers: &HeaderMap, tree: &HubTree, file: &HubFile) -> Result<(), Trouble> {
     let commit = text_of(headers, REPO_COMMIT);
     let len: Option<u64> = text_of(headers, LINKED_LEN).and_then(|len| len.parse().ok());
-    let tag = text_of(headers, LINKED_TAG).or_else(|| text_of(headers, header::ETAG));
-    let tag = tag.map(|tag| tag.trim_start_matches("W/").trim_matches('"'));
     // Servers between the hub and this machine may have ETags of another form.
-    let tag = tag.filter(|tag| is_hash(tag, GIT_DIGITS) || is_hash(tag, SHA256_DIGITS));
+    let tag = text_of(headers, LINKED_TAG)
+        .or_else(|| text_of(headers, header::ETAG))
+        .map(|tag| tag.trim_start_matches("W/").trim_matches('"'))
+        .filter(|tag| is_hash(tag, GIT_DIGITS) || is_hash(tag, SHA256_DIGITS));
     let is_other = commit.is_some_and(|commit| commit != tree.commit)
         || len.is_some_and(|len| len != file.state.len)
         || tag.is_some_and(|tag| !tag.eq_ignore_ascii_case(&file.state.tag));
@@ -362,8 +363,10 @@ async fn part_of(
     limit: Duration,
 ) -> Result<Response, Trouble> {
     let len = file.state.len;
-    let part = wanted.range().and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));
-    let part = part.and_then(|(start, last)| Some((start.parse().ok()?, last.parse().ok()?)));
+    let part = wanted
+        .range()
+        .and_then(|range| range.strip_prefix("bytes=")?.split_once('-'))
+        .and_then(|(start, last)| Some((start.parse().ok()?, last.parse().ok()?)));
     let whole = part.is_none_or(|(start, last): (u64, u64)| start == 0 && last + 1 == len);
     let is_encoded = answer.headers().contains_key(header::CONTENT_ENCODING);
     if answer.status() != StatusCode::OK || whole || is_encoded || len > WHOLE_LEN_MAX {
@@ -386,16 +389,18 @@ async fn part_of(
         }
     }
     let (start, last) = part.unwrap_or_default();
-    let taken = bytes.get(start as usize..=last as usize).map(<[u8]>::to_vec);
-    let taken = taken.filter(|_| bytes.len() as u64 == len);
     let why = format!("{host} ended its answer after {} of {len} bytes", bytes.len());
-    let taken = taken.ok_or(Trouble::Passing { why, after: None })?;
-    let made = http::Response::builder()
+    let taken = bytes
+        .get(start as usize..=last as usize)
+        .map(<[u8]>::to_vec)
+        .filter(|_| bytes.len() as u64 == len)
+        .ok_or(Trouble::Passing { why, after: None })?;
+    let response = http::Response::builder()
         .status(StatusCode::PARTIAL_CONTENT)
         .header(header::CONTENT_RANGE, format!("bytes {start}-{last}/{len}"))
         .body(taken)
         .map_err(|_| unusable("has no usable name"))?;
-    let mut made = Response::from(made);
+    let mut made = Response::from(response);
     set_tag(made.headers_mut(), file);
     Ok(made)
 }
@@ -440,10 +445,10 @@ fn token_of(given: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let of_xdg = || Some(PathBuf::from(given("XDG_CACHE_HOME")?).join("huggingface/token"));
     let of_hub = || Some(PathBuf::from(given("HF_HOME")?).join("token"));
     let own = given("HF_TOKEN_PATH").map(PathBuf::from);
-    let path = own.or_else(of_hub).or_else(of_xdg).or_else(of_home)?;
-    let path = match path.strip_prefix("~") {
+    let named = own.or_else(of_hub).or_else(of_xdg).or_else(of_home)?;
+    let path = match named.strip_prefix("~") {
         Ok(rest) => PathBuf::from(given("HOME")?).join(rest),
-        Err(_) => path,
+        Err(_) => named,
     };
     match std::fs::read_to_string(&path) {
         Ok(text) => trimmed(text),

@@ -75,9 +75,9 @@ fn collect(
         if meta.is_dir() && !entry.file_type()?.is_symlink() && depth > 0 {
             collect(&path, &format!("{key}/"), depth - 1, files)?;
         } else if meta.is_file() {
-            let tag = blob_name(&path);
-            let sha256 = tag.clone().filter(|tag| is_hash(tag, SHA256_DIGITS));
-            let tag = tag.unwrap_or_else(|| format!("{}-{}", meta.ino(), meta.mtime()));
+            let blob = blob_name(&path);
+            let sha256 = blob.clone().filter(|name| is_hash(name, SHA256_DIGITS));
+            let tag = blob.unwrap_or_else(|| format!("{}-{}", meta.ino(), meta.mtime()));
             let state = ObjectState::new(meta.len(), &tag, Some(meta.mtime()));
             let here = Some(path);
             let file = HubFile { here, ..HubFile::new(key, state, sha256) };

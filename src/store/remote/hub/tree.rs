@@ -223,8 +223,8 @@ fn next_page(headers: &HeaderMap) -> io::Result<Option<String>> {
     let links = text_of(headers, header::LINK).unwrap_or_default().split(',');
     let mut next = links.filter(|link| link.contains("rel=\"next\"") || link.contains("rel=next"));
     let Some(next) = next.next_back() else { return Ok(None) };
-    let url = next.split_once('<').and_then(|(_, rest)| rest.split_once('>')).map(|(url, _)| url);
-    let url: Option<Url> = url.and_then(|url| url.parse().ok());
+    let link = next.split_once('<').and_then(|(_, rest)| rest.split_once('>'));
+    let url: Option<Url> = link.and_then(|(url, _)| url.parse().ok());
     let target = url.and_then(|url| {
         // A hub may lie below a path of its host.
         let (path, query) = (url.path(), url.query()?);

@@ -82,9 +82,9 @@ pub(super) struct ModelTensors {
 pub(super) fn is_state(key: &str) -> bool {
     let first = key.split('.').next().unwrap_or(key);
     // The generators of all GPUs, and the optimizers of an application by number.
-    let one = first.strip_suffix("_all").unwrap_or(first);
-    let numbered = one.trim_end_matches(|digit: char| digit.is_ascii_digit());
-    let one = numbered.strip_suffix('_').filter(|_| numbered.len() < one.len()).unwrap_or(one);
+    let name = first.strip_suffix("_all").unwrap_or(first);
+    let numbered = name.trim_end_matches(|digit: char| digit.is_ascii_digit());
+    let one = numbered.strip_suffix('_').filter(|_| numbered.len() < name.len()).unwrap_or(name);
     let ending = ENDINGS.iter().find_map(|ending| one.strip_suffix(ending));
     let is_rng = |stem: &str| stem == "rng" || stem.ends_with("_rng");
     STATES.contains(&ending.unwrap_or(one))
@@ -177,8 +177,8 @@ impl ModelTensors {
                            weights";
             return Err(Fault::new(ErrorKind::TensorMissing, message).into());
         }
-        let left_out = note_of(left_out, hides_tensors);
-        Ok(ModelTensors { tensors, left_out, rank, placeholders })
+        let note = note_of(left_out, hides_tensors);
+        Ok(ModelTensors { tensors, left_out: note, rank, placeholders })
     }
 }
 

@@ -103,8 +103,8 @@ impl Access {
                 }
                 let token = process.google.get().await.and_then(|found| found.token);
                 let Some(token) = token else { return Ok(false) };
-                let header = HeaderValue::try_from(format!("Bearer {}", token.access_token));
-                let mut header = header.map_err(|_| unusable(CANNOT_SIGN))?;
+                let mut header = HeaderValue::try_from(format!("Bearer {}", token.access_token))
+                    .map_err(|_| unusable(CANNOT_SIGN))?;
                 header.set_sensitive(true);
                 parts.headers.insert(header::AUTHORIZATION, header);
                 Ok(true)
@@ -200,9 +200,11 @@ impl Access {
 /// Asks for a state by its generation, where the condition is one.
 fn by_generation(headers: &mut HeaderMap) {
     let condition = headers.get(header::IF_MATCH).and_then(|value| value.to_str().ok());
-    let generation = condition.map(|condition| condition.trim_matches('"'));
     let is_number = |text: &&str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-    let generation = generation.filter(is_number).and_then(|text| HeaderValue::from_str(text).ok());
+    let generation = condition
+        .map(|condition| condition.trim_matches('"'))
+        .filter(is_number)
+        .and_then(|text| HeaderValue::from_str(text).ok());
     if let Some(generation) = generation {
         headers.remove(header::IF_MATCH);
         headers.insert(IF_GENERATION, generation);

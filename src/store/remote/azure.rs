@@ -62,8 +62,9 @@ impl AzureSettings {
         let server = given(&["AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_BLOB_ENDPOINT"])
             .or_else(|| part("BlobEndpoint"))
             .or_else(of_suffix)
-            .or_else(emulator);
-        let server = server.map(|server| own_server(&server)).transpose()?;
+            .or_else(emulator)
+            .map(|server| own_server(&server))
+            .transpose()?;
         let credential = match (&account, key, signature) {
             (Some(account), Some(key), _) => Some(Credential::with_shared_key(account, &key)),
             (_, _, Some(signature)) => {
@@ -202,8 +203,9 @@ impl AzurePage {
             let why = format!("the listing is not that of Azure: {why}");
             io::Error::new(io::ErrorKind::InvalidData, why)
         };
-        let text = std::str::from_utf8(text).map_err(|e| bad(e.to_string()))?;
-        let text = text.trim_start_matches('\u{feff}');
+        let text = std::str::from_utf8(text)
+            .map_err(|e| bad(e.to_string()))?
+            .trim_start_matches('\u{feff}');
         if !text.contains("<EnumerationResults") {
             return Err(bad("no EnumerationResults".to_owned()));
         }

@@ -157,8 +157,8 @@ impl Endpoint {
             return trouble;
         }
         let number = status.as_u16();
-        let said = if code.is_empty() { number.to_string() } else { format!("{number} {code}") };
-        let said = format!("{} answers {said}", self.host);
+        let answer = if code.is_empty() { number.to_string() } else { format!("{number} {code}") };
+        let said = format!("{} answers {answer}", self.host);
         let refused = |kind, why: String| Trouble::Final(io::Error::new(kind, why));
         if self.access.have_ended(status, &code, is_signed) {
             if let Ok(process) = RemoteProcess::get() {
@@ -210,8 +210,10 @@ impl Endpoint {
     /// A place among the requests to the server.
     async fn slot(&self, deadline: Instant) -> io::Result<RequestSlot<'_>> {
         let late = |_| io::Error::from(io::ErrorKind::TimedOut);
-        let slot = tokio::time::timeout_at(deadline.into(), self.slots.acquire()).await;
-        let slot = slot.map_err(late)?.map_err(io::Error::other)?;
+        let slot = tokio::time::timeout_at(deadline.into(), self.slots.acquire())
+            .await
+            .map_err(late)?
+            .map_err(io::Error::other)?;
         self.counters.now.add(1);
         Ok(RequestSlot { _permit: slot, counters: &self.counters })
     }

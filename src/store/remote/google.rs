@@ -25,12 +25,12 @@ pub(super) fn endpoint_of(
 ) -> io::Result<Endpoint> {
     let given = |name: &str| variable(name).filter(|value| !value.is_empty());
     let own = given("STORAGE_EMULATOR_HOST");
-    let is_wanted = own.is_none() || NAMED.into_iter().any(|name| given(name).is_some());
+    let is_named = own.is_none() || NAMED.into_iter().any(|name| given(name).is_some());
     let server = match own {
         Some(server) => own_server(&server)?,
         None => SERVER.to_owned(),
     };
-    let is_wanted = is_wanted && is_confidential(&server);
+    let is_wanted = is_named && is_confidential(&server);
     Endpoint::new(format!("{server}/{bucket}"), Access::Google(GoogleAccess { is_wanted }))
 }
 

@@ -132,8 +132,8 @@ pub(super) fn parse_container(authority: &str) -> Result<(&str, Option<&str>), S
 
 /// Whether nobody on the way to `server`, a URL, reads what is sent there: tokens go to such servers only.
 pub(super) fn is_confidential(server: &str) -> bool {
-    let host = server.strip_prefix("http://").unwrap_or_default();
-    let host = host.split('/').next().unwrap_or_default();
+    let rest = server.strip_prefix("http://").unwrap_or_default();
+    let host = rest.split('/').next().unwrap_or_default();
     let is_here = |name: &str| {
         host.strip_prefix(name).is_some_and(|port| port.is_empty() || port.starts_with(':'))
     };

@@ -247,8 +247,8 @@ impl HubAccess {
     fn refusal(&self, status: StatusCode, headers: &HeaderMap) -> Trouble {
         let code = text_of(headers, ERROR_CODE).filter(|code| is_word(code)).unwrap_or_default();
         let number = status.as_u16();
-        let said = if code.is_empty() { number.to_string() } else { format!("{number} {code}") };
-        let said = format!("{} answers {said}", self.host());
+        let answer = if code.is_empty() { number.to_string() } else { format!("{number} {code}") };
+        let said = format!("{} answers {answer}", self.host());
         if status == StatusCode::TOO_MANY_REQUESTS || status.is_server_error() {
             return Trouble::Passing { why: said, after: wait_of(headers) };
         }

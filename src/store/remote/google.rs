@@ -36,15 +36,14 @@ pub(super) fn endpoint_of(
 
 /// The URL of a server that is not Google's: a host is enough.
 fn own_server(server: &str) -> io::Result<String> {
-    let server = server.trim_end_matches('/');
-    let server =
-        if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
-    let host = server.strip_prefix("http://").or_else(|| server.strip_prefix("https://"));
+    let named = server.trim_end_matches('/');
+    let url = if named.contains("://") { named.to_owned() } else { format!("http://{named}") };
+    let host = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
     if host.is_none_or(|host| host.is_empty() || host.contains(['@', '?', '#'])) {
         let why = "STORAGE_EMULATOR_HOST is no server: expected [http(s)://]HOST[:PORT]";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
     }
-    Ok(server)
+    Ok(url)
 }
 
 #[cfg(test)]

@@ -165,7 +165,7 @@ impl Place {
             None => command.env(FOLDER, self.path("store")),
             Some(server) => command.envs(server.environment()),
         };
-        command.args(words).env("TENSORFS_INDEX_DIR", "none");
+        command.args(words).env("TENSORFS_INDEX_DIR", "none").env("TENSORFS_CACHE_DIR", "none");
         command
     }
 

@@ -244,6 +244,9 @@ fn compare_replica(
 ) -> Result<()> {
     let used = tensor.pieces().find(|p| (p.offset, p.shape) == (replica.offset, replica.shape));
     let Some(used) = used else { return Ok(()) };
+    if used.strides.is_some() || replica.strides.is_some() {
+        return Err(checkpoint.refused(strided_replica(checkpoint, tensor, &used, replica)));
+    }
     // Both begin a part of their own, so they have equal chunks.
     let digests = |piece: &Piece<'_>| {
         let sums = sums[piece.shard.0 as usize].as_ref()?;
@@ -281,6 +284,25 @@ fn compare_replica(
         offset += chunk;
     }
     Ok(())
+}
+
+/// The fault of a piece and its replica that cannot be compared byte by byte.
+fn strided_replica(
+    checkpoint: &Checkpoint,
+    tensor: &Tensor<'_>,
+    used: &Piece<'_>,
+    replica: &Piece<'_>,
+) -> Fault {
+    let name = |piece: &Piece<'_>| &checkpoint.source_catalog().shard(piece.shard).name;
+    let message = format!(
+        "the box at {:?} of shape {:?} lies in {} and in {} with strides, and verify compares copies \
+         without strides only; save `tensor.contiguous()`",
+        used.offset,
+        used.shape,
+        name(used),
+        name(replica)
+    );
+    Fault::new(ErrorKind::DcpOverlap, message).tensor(tensor.name)
 }
 
 /// The sha256 that a hub blob has as its name, or that the store of `source` knows.

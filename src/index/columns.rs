@@ -102,7 +102,7 @@ pub(super) fn encode_view(tensors: &TensorColumns, shards: &[Shard]) -> ViewColu
 }
 
 /// The columns of `tensors`, whose shards are `shards`.
-pub(super) fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'static> {
+fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'static> {
     let mut dtypes: Vec<Dtype> = Vec::new();
     let mut known: HashMap<(Dtype, u32), u64> = HashMap::new();
     let mut kinds = Vec::new();
@@ -193,21 +193,8 @@ fn differences(ends: &[u32]) -> impl Iterator<Item = u64> {
     ends.iter().zip(before).map(|(end, before)| u64::from(end - before))
 }
 
-/// The tensors of `columns`, whose shards are `shards`. Everything that readers rely on is checked.
+/// The tensors of `view`, whose shards are `shards`. Everything that readers rely on is checked.
 /// That pieces cover their tensor without overlap is checked only by their sizes.
-pub(super) fn decode(columns: Columns<'_>, shards: &[Shard]) -> Result<TensorColumns, Doubt> {
-    decode_view(
-        ViewColumns {
-            columns,
-            stored_dtypes: List::default(),
-            stored: std::iter::empty().collect(),
-            strides: List::default(),
-        },
-        shards,
-    )
-}
-
-/// The tensors of the columns of a view, checked like those of `decode`.
 pub(super) fn decode_view(view: ViewColumns<'_>, shards: &[Shard]) -> Result<TensorColumns, Doubt> {
     let columns = &view.columns;
     // No memory is reserved for more items than the bytes can hold.

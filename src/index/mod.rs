@@ -22,7 +22,7 @@ use crate::clock::unix_now;
 use crate::hash::Digest;
 use crate::version::Version;
 
-use columns::Columns;
+use columns::ViewColumns;
 use frame::{FileKind, List};
 pub use store::{IndexStore, STORE_VARIABLE, folder_of_user};
 pub(crate) use store::{check_folder, file_name, is_private};
@@ -36,7 +36,7 @@ pub const EXTENSION: &str = "index";
 
 /// The version increases with every change of the content, of the proof, and of the layout of a
 /// file, because an index holds the results of the version that made it.
-const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 5 };
+const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 6 };
 
 /// A file that the sets of a folder were made from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -147,7 +147,7 @@ struct SetContent<'a> {
     metadata: Option<List<(&'a str, &'a str)>>,
     shapes_recorded: bool,
     notes: List<&'a str>,
-    columns: Columns<'a>,
+    columns: ViewColumns<'a>,
 }
 
 impl<'a> FileContent<'a> {
@@ -219,7 +219,7 @@ impl<'a> SetContent<'a> {
             }),
             shapes_recorded: catalog.shapes_recorded,
             notes: borrowed(&catalog.notes),
-            columns: columns::encode(&catalog.columns, &catalog.shards),
+            columns: columns::encode_view(&catalog.columns, &catalog.shards),
         }
     }
 
@@ -229,7 +229,7 @@ impl<'a> SetContent<'a> {
             Ok(Shard { name: (*name).to_owned(), file_len: *file_len, described })
         };
         let shards = self.shards.iter().map(shard).collect::<Result<Vec<Shard>, &str>>()?;
-        let columns = columns::decode(self.columns, &shards)?;
+        let columns = columns::decode_view(self.columns, &shards)?;
         let pair = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
         let metadata = self.metadata.map(|metadata| Arc::new(metadata.iter().map(pair).collect()));
         Ok(SetRecord {

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use nix::fcntl::{Flock, FlockArg};
+use nix::libc;
 use nix::sys::statvfs::statvfs;
 
 use super::object::{CachedObject, DATA, MAP, TEMPORARY, temporary_name};
@@ -91,8 +92,11 @@ impl ObjectFiles {
 }
 
 fn remove_data(path: &Path) -> io::Result<()> {
-    // Its space is free at once, whoever has it open.
-    if let Ok(file) = OpenOptions::new().write(true).open(path) {
+    // Its space is free at once, whoever has it open. Others may have put a link or a FIFO there.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    if let Ok(file) = OpenOptions::new().write(true).custom_flags(flags).open(path)
+        && file.metadata().is_ok_and(|it| it.is_file() && it.nlink() == 1)
+    {
         let _ = file.set_len(0);
     }
     std::fs::remove_file(path)

@@ -314,8 +314,8 @@ impl StoreKind for RemoteStore {
     }
 
     fn tells_bytes(&self, version: &Version) -> bool {
-        // Without an ETag and a time a server may have other bytes of the same length.
-        version.file_words()[1] != 0
+        // Without a strong ETag a server may have other bytes of the same length.
+        version.file_words()[1] & 1 == 1
     }
 
     fn read_parts(

@@ -44,12 +44,13 @@ impl ObjectState {
     }
 
     /// A number that tells these bytes from others, but for their length: that of the ETag, else of
-    /// the time.
+    /// the time. It is odd for a strong ETag alone, as others may stay when the bytes change.
     fn number(&self) -> u64 {
         match (self.tag.as_str(), self.modified) {
             ("", None) => 0,
-            ("", Some(modified)) => hash_of(format!("modified {modified}").as_bytes()),
-            (tag, _) => hash_of(format!("tag {tag}").as_bytes()),
+            ("", Some(modified)) => hash_of(format!("modified {modified}").as_bytes()) & !1,
+            (tag, _) if self.is_weak => hash_of(format!("tag {tag}").as_bytes()) & !1,
+            (tag, _) => hash_of(format!("tag {tag}").as_bytes()) | 1,
         }
     }
 

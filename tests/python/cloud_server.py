@@ -62,7 +62,7 @@ class GoogleHandler(Handler):
 
     def condition_holds(self, stored):
         wanted = self.headers.get("x-goog-if-generation-match")
-        self.store.requests[-1]["If-Match"] = wanted
+        self.line["If-Match"] = wanted
         return wanted in (None, str(stored.number))
 
     def more_headers(self, stored):

@@ -213,6 +213,7 @@ class Handler(BaseHTTPRequestHandler):
         asked = {name: self.headers.get(name) for name in ["Range", "If-Match", "If-Unmodified-Since"]}
         is_signed = "Authorization" in self.headers
         line = {"method": self.command, "path": self.path, "signed": is_signed, **asked}
+        self.line = line
         self.store.requests.append(line)
         while self.store.delay < 0 and not self.store.over.wait(0.05):
             pass

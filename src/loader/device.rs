@@ -118,6 +118,24 @@ impl LoadedDevice {
     }
 }
 
+/// Most runs of a tensor that share bytes of its shard. Each is copied to the GPU by itself.
+const REPEATS_MAX: u64 = 1 << 14;
+
+/// Refuses tensors that repeat their elements so often that copies to a GPU would not end soon.
+fn check_repeats(plan: &Plan) -> Result<()> {
+    let repeats = |one: &Move| {
+        let copy = one.copy.map(|number| &plan.copies[number as usize]);
+        let row = copy.and_then(StridedCopy::innermost);
+        one.runs > REPEATS_MAX && row.is_some_and(|row| row.from < one.run_len)
+    };
+    if plan.moves.iter().any(repeats) {
+        let message = "a tensor repeats its elements more than 16384 times, as `expand` makes it: load it to \
+                       the CPU, or save `tensor.contiguous()`";
+        return Err(Error::usage(message));
+    }
+    Ok(())
+}
+
 impl Loader {
     /// Loads `requests` of `checkpoint` into memory of `gpu`. Calls `progress` several times a
     /// second, and stops if it returns `false`.
@@ -200,6 +218,7 @@ impl Loader {
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<(Vec<DeviceRegion>, Report)> {
         let _span = span_of(checkpoint, plan).entered();
+        check_repeats(plan)?;
         let started = Instant::now();
         let before = (self.counters.source_reads.get(), self.counters.source_reads_direct.get());
         let kept = self.gpus.get(gpu);

@@ -119,8 +119,11 @@ impl BlockPlan {
         let mut wanted = WantedBytes::new(layout, &range);
         let mut done = Ok(());
         layout.extents(range, &mut |extent| {
+            if done.is_err() {
+                return;
+            }
             wanted.add(extent);
-            if done.is_ok() && wanted.is_long() {
+            if wanted.is_long() {
                 done = carry_out(wanted.plan(sources));
             }
         });

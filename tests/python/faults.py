@@ -412,7 +412,7 @@ def status_of(m):
     if outcome.code == 2 and "unrecognized subcommand" in outcome.stderr:
         return None
     if outcome.code:
-        raise AssertionError(f"status ended with {outcome.code}: {outcome.stderr}")
+        raise AssertionError(f"status ended with {outcome.code}: {outcome.stderr}{outcome.stdout}")
     return outcome.json()
 
 

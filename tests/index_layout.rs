@@ -186,14 +186,25 @@ fn sample() -> Index {
 /// has changed: then the version in `src/index/mod.rs` goes up, and the new bytes become the
 /// fixture.
 #[test]
-fn version_5_is_laid_out_as_it_was_when_it_was_fixed() {
+fn version_6_is_laid_out_as_it_was_when_it_was_fixed() {
     let expected = sample();
-    let kept = include_bytes!("fixtures/index/v5.index");
-    assert_eq!(kept[..16], *b"TENSORFS\x05\0\0\0\0\0\0\0");
+    let kept = include_bytes!("fixtures/index/v6.index");
+    assert_eq!(kept[..16], *b"TENSORFS\x06\0\0\0\0\0\0\0");
     let decoded = Index::decode(kept).unwrap();
     assert_eq!(decoded, expected);
     assert_eq!(expected.encode().unwrap(), kept);
     decoded.sets.iter().for_each(|set| check(&set.catalog));
+}
+
+#[test]
+fn strides_are_kept() {
+    let legacy = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/torch/legacy_views.bin");
+    let opened = tensorfs::Checkpoint::open(legacy.as_ref()).unwrap();
+    let index = index_of(vec![record(opened.source_catalog().clone())]);
+    let decoded = Index::decode(&index.encode().unwrap()).unwrap();
+    assert_eq!(decoded, index);
+    let has_strides = |tensor: tensorfs::Tensor<'_>| tensor.pieces().any(|it| it.strides.is_some());
+    assert!(decoded.sets[0].catalog.tensors().any(has_strides));
 }
 
 #[test]

@@ -121,7 +121,7 @@ impl LoadedDevice {
 /// Most runs of a tensor that share bytes of its shard. Each is copied to the GPU by itself.
 const REPEATS_MAX: u64 = 1 << 14;
 
-/// Refuses tensors that repeat their elements so often that copies to a GPU would not end soon.
+/// Refuses tensors that repeat their elements more than `REPEATS_MAX` times: each copy takes a call.
 fn check_repeats(plan: &Plan) -> Result<()> {
     let repeats = |one: &Move| {
         let copy = one.copy.map(|number| &plan.copies[number as usize]);

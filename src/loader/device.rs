@@ -129,9 +129,10 @@ fn check_repeats(plan: &Plan) -> Result<()> {
         one.runs > REPEATS_MAX && row.is_some_and(|row| row.from < one.run_len)
     };
     if plan.moves.iter().any(repeats) {
-        let message = "a tensor repeats its elements more than 16384 times, as `expand` makes it: load it to \
-                       the CPU, or save `tensor.contiguous()`";
-        return Err(Error::usage(message));
+        return Err(Error::usage(format!(
+            "a tensor repeats its elements more than {REPEATS_MAX} times, as `expand` makes it: load it to \
+             the CPU, or save `tensor.contiguous()`"
+        )));
     }
     Ok(())
 }

@@ -15,13 +15,6 @@ const READ_COST: u64 = 8 << 10;
 /// Gap over which runs are read together if far more lies between them than is wanted.
 const SMALL_GAP: u64 = 4 << 10;
 
-impl RunGroups {
-    /// Number of groups of `runs` runs.
-    fn number(&self, runs: u64) -> u64 {
-        runs / (self.unit * self.count) * self.count.div_ceil(self.steps)
-    }
-}
-
 /// The runs that a byte range of the target needs.
 #[derive(Debug)]
 pub struct Gather {
@@ -36,13 +29,20 @@ pub struct Gather {
     read_len: u64,
 }
 
-/// RunGroups of runs of a copy in the order of the source: each has `steps` steps of one dimension, whose
-/// inner dimensions it has in full.
+/// Groups of runs of a copy in the order of the source. A group is `steps` steps of one dimension, with all
+/// of its inner dimensions.
 struct RunGroups {
     /// Runs of a step, and steps of the dimension and of a group.
     unit: u64,
     count: u64,
     steps: u64,
+}
+
+impl RunGroups {
+    /// Number of groups of `runs` runs.
+    fn number(&self, runs: u64) -> u64 {
+        runs / (self.unit * self.count) * self.count.div_ceil(self.steps)
+    }
 }
 
 impl StridedCopy {

@@ -92,7 +92,8 @@ impl ObjectFiles {
 }
 
 fn remove_data(path: &Path) -> io::Result<()> {
-    // Its space is free at once, whoever has it open. Others may have put a link or a FIFO there.
+    // The truncation frees the space also while a process has the file open. In a shared folder another
+    // user may have made the path a symbolic link or a FIFO.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     if let Ok(file) = OpenOptions::new().write(true).custom_flags(flags).open(path)
         && file.metadata().is_ok_and(|it| it.is_file() && it.nlink() == 1)

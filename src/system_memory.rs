@@ -56,7 +56,7 @@ fn groups(text: &str, root: &Path) -> Vec<Group> {
     groups.collect()
 }
 
-/// A control group of memory.
+/// A control group (cgroup) whose memory limits are read.
 struct Group {
     folder: PathBuf,
     is_v1: bool,

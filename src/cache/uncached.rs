@@ -9,7 +9,8 @@ use super::queue::{QueuedRead, WaitReason};
 use super::{CacheInner, ReadRequest, State, too_late};
 use crate::sync::{Mutex, MutexGuard};
 
-/// Most such reads, including those whose thread still waits for the source after the answer.
+/// Maximum number of such reads, including those whose thread still waits for the source after the
+/// answer.
 const UNCACHED_MAX: usize = 4;
 
 /// A read whose thread has not ended; `None` once it is answered.

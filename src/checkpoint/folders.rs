@@ -14,7 +14,8 @@ pub(super) struct ScanLimits {
     pub(super) depth: usize,
     /// Maximum number of files and folders in one source.
     pub(super) entries: usize,
-    /// Maximum number of folders behind links. A few links to each other's folders make many paths.
+    /// Maximum number of folders behind links. A few folders that link to each other give a huge
+    /// number of paths.
     pub(super) linked: usize,
     /// Maximum number of files and folders in folders behind links.
     pub(super) linked_entries: usize,

@@ -447,7 +447,8 @@ fn version_of(file: &File) -> Version {
     file.version_now().ok().filter(Version::is_file).unwrap_or(file.version)
 }
 
-/// Compares the `config.json` at `path` with those that decided how the weights beside it are cut.
+/// Checks that the `config.json` at `path` still has the digests `configs`, which it had when it
+/// decided how the weights beside it are cut.
 ///
 /// # Errors
 /// `Error::Changed` if it has another text. `Error::Usage` if it cannot be read.

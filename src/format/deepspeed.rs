@@ -152,7 +152,7 @@ pub struct ZeroModel {
     pub shared: Vec<(String, String)>,
     /// Tensors of the model of which this file has no elements.
     pub placeholders: Vec<String>,
-    /// Number of data-parallel ranks, if it is told.
+    /// Number of data-parallel ranks, if the file records it.
     pub ranks: Option<u64>,
 }
 
@@ -176,7 +176,7 @@ pub struct ZeroPartition {
     pub ranks: u64,
     /// The elements of this rank in each group.
     pub groups: Vec<FlatRun>,
-    /// The tensors of which this rank has elements, for each group, if they are told.
+    /// The tensors of which this rank has elements, for each group, if the file records them.
     pub slices: Option<Vec<Vec<ZeroSlice>>>,
     /// Elements behind each tensor of each group that are no part of it; empty if there are none.
     pub paddings: Vec<Vec<u64>>,

@@ -118,7 +118,8 @@ impl LoadedDevice {
     }
 }
 
-/// Most runs of a tensor that share bytes of its shard. Each is copied to the GPU by itself.
+/// Maximum number of runs of a tensor that share bytes of its shard. Each is copied to the GPU
+/// separately.
 const REPEATS_MAX: u64 = 1 << 14;
 
 /// Refuses tensors that repeat their elements more than `REPEATS_MAX` times: each copy takes a call.

@@ -1,9 +1,9 @@
 //! The orders in which programs take tensors, and which of them a program follows.
 //!
-//! There are two learners, because they are told different things. `RequestLearner` is told each
-//! tensor as it is requested, by several threads. `ReadLearner` is told ranges of bytes, where one
-//! read holds several small tensors and tensors that were read before are passed over. Pure: no
-//! I/O, no clock, no threads.
+//! There are two learners, because their inputs differ. `RequestLearner` gets each tensor as it is
+//! requested, by several threads. `ReadLearner` gets ranges of bytes, where one read holds several
+//! small tensors and tensors that were read before are passed over. Pure: no I/O, no clock, no
+//! threads.
 
 mod reads;
 mod requests;

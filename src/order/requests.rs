@@ -89,7 +89,7 @@ impl Track {
     }
 }
 
-/// The requests for one checkpoint so far, and the orders that foretold them.
+/// The requests for one checkpoint so far, and the orders that predicted them.
 #[derive(Clone, Debug)]
 pub struct RequestLearner {
     pub(super) orders: Orders,

@@ -13,7 +13,7 @@ const STORM_READS: u32 = 32;
 const STORM_TIME: u64 = 250;
 /// Time for which a pushed tensor is not pushed again, in milliseconds.
 const PUSHED_TIME: u64 = 10_000;
-/// Most pushed tensors that are remembered.
+/// Maximum number of pushed tensors that are remembered.
 const PUSHED_MAX: usize = 16;
 /// Most bytes of a tensor that are pushed at a time.
 pub(super) const PUSH_LEN_MAX: u64 = 1 << 30;

@@ -67,7 +67,7 @@ const REMOTE: &[(u64, &str)] = &[
     (0x564c, "ncp"),
 ];
 
-/// File systems whose files are questions to the kernel, and hold no bytes.
+/// Pseudo file systems: the kernel generates the content of their files when they are read.
 const MADE_BY_KERNEL: &[(u64, &str)] = &[
     (0x9fa0, "proc"),
     (0x6265_6572, "sysfs"),
@@ -124,7 +124,7 @@ impl FileSystem {
         self.magic != 0
     }
 
-    /// Whether its files are questions to the kernel, as those of procfs.
+    /// Whether it is a pseudo file system, as procfs, whose files the kernel generates.
     pub fn is_made_by_kernel(self) -> bool {
         MADE_BY_KERNEL.iter().any(|(magic, _)| *magic == self.magic)
     }

@@ -8,7 +8,7 @@ use crate::catalog::{Catalog, Projected, ProjectedFrom, Tensor, TensorParts};
 use crate::error::{ErrorKind, Fault, quoted, shown_path};
 use crate::hash::Digest;
 
-/// The rules of a file that names tensors anew, splits them and joins them.
+/// The rules of a file that renames, splits and joins tensors.
 ///
 /// ```
 /// use tensorfs::RenameRules;

@@ -54,6 +54,13 @@ tensors = tensorfs.load_file(sys.argv[1])
 touch(tensors.values())
 print(time.perf_counter() - start)
 """,
+    "tensorfs.load_file, copy=None": """
+import sys, time, torch, tensorfs
+start = time.perf_counter()
+tensors = tensorfs.load_file(sys.argv[1], copy=None)
+touch(tensors.values())
+print(time.perf_counter() - start)
+""",
     "torch.load": """
 import sys, time, torch
 start = time.perf_counter()
@@ -275,13 +282,18 @@ def bench_load(sources, length, args):
                 _, out, peak = run([sys.executable, "-c", TOUCH + code, *words])
                 return float(out.splitlines()[-1]), peak
 
-            ours = [LOADS["tensorfs.load_file"], source]
             if state == "cached":
-                one(*ours)
-            best = measured(f"load {kind} {state}: load_file", args.runs, length, lambda: one(*ours))
+                one(LOADS["tensorfs.load_file"], source)
+            ours = {}
+            for name in ("load_file", "load_file, copy=None"):
+                code = LOADS[f"tensorfs.{name}"]
+                title = f"load {kind} {state}: {name}"
+                ours[name] = measured(title, args.runs, length, lambda code=code: one(code, source))
             for title, words in load_words(kind, source):
                 rate = measured(f"load {kind} {state}: {title}", args.runs, length, lambda words=words: one(*words))
-                print(f"load {kind} {state}: {best / rate:.1f} times {title}", flush=True)
+                # Tensors that map a file are compared with tensors that map a file.
+                name = "load_file, copy=None" if title.endswith(", mmap") else "load_file"
+                print(f"load {kind} {state}: {name} {ours[name] / rate:.2f} times {title}", flush=True)
 
 
 def peers(kind, source, out):

@@ -60,7 +60,8 @@ pub(super) fn check_stopped() -> Result<()> {
     Ok(())
 }
 
-/// Ends the process by the signal that told the command to stop, if one did. All is cleaned up.
+/// Ends the process by the signal that told the command to stop, if one did. Called when the
+/// command has cleaned up.
 pub(super) fn end_if_stopped() {
     if let Ok(signal) = Signal::try_from(STOPPED_BY.load(Ordering::SeqCst)) {
         end_by(signal);

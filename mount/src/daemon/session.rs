@@ -45,7 +45,7 @@ use crate::serve::kernel::{self, Knob};
 use crate::serve::page_cache_store;
 use crate::serve::service::{self, Service};
 
-/// Most names and attributes that wait for the kernel.
+/// Maximum number of queued invalidations of names and attributes in the kernel.
 const OUT_OF_DATE_MAX: usize = 4096;
 
 /// How long a fresh mount may take to answer its first request.
@@ -82,11 +82,11 @@ pub(crate) fn answers_read(target: &Path) -> bool {
     answers(target)
 }
 
-/// Most folders that a probe lists, and most entries of each.
+/// Maximum number of folders that a probe lists, and of entries in each.
 const PROBED_MAX: usize = 64;
 
-/// Fewest and most threads that take requests. They never block, so more threads than cores do not
-/// help.
+/// Minimum and maximum number of threads that take requests. They never block, so more threads
+/// than cores do not help.
 const THREADS: std::ops::RangeInclusive<usize> = 2..=8;
 
 /// A source and the folder that it is to be mounted on, checked.

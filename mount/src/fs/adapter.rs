@@ -141,7 +141,7 @@ impl TensorFs {
 }
 
 impl FsState {
-    /// Begins the clock of a request.
+    /// Starts the timer of a request.
     fn timed<R>(&self, operation: Operation, reply: R) -> Timed<R> {
         Timed { reply, timer: self.service.requests.asked(operation) }
     }

@@ -14,10 +14,10 @@ use super::inodes::Nodes;
 use super::node::{Node, NodeKind};
 use super::sharing::{Limit, PASS, READ, Sharing, is_super, names_of_folder};
 
-/// Most folders whose `config.json` the attribute of a folder above them names.
+/// Maximum number of folders whose `config.json` the attribute of a folder above them names.
 const CONFIGS_MAX: usize = 100;
 
-/// Most folders that another user is told of.
+/// Maximum number of folders that the answer to another user names.
 const MODELS_MAX: usize = 10_000;
 
 /// The reason why a checkpoint is not shown, for those who may not know which one it is.

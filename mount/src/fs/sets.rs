@@ -10,10 +10,10 @@ use tensorfs::internal::checkpoint::Set;
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::sync::Mutex;
 
-/// Most checkpoints of one state that `status` names.
+/// Maximum number of checkpoints of one state that `status` names.
 const NAMED_MAX: usize = 20;
 
-/// Most checkpoints that are remembered after they have gone.
+/// Maximum number of checkpoints that are remembered after they have gone.
 const ABSENT_MAX: usize = 100;
 
 #[derive(Clone, Debug, PartialEq, Eq)]

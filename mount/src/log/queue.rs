@@ -13,10 +13,10 @@ use tensorfs::internal::sync::{Condvar, Mutex};
 use super::line::Line;
 use super::output::{Destination, Output};
 
-/// Most lines that wait.
+/// Maximum number of queued lines.
 const LINES_MAX: usize = 1024;
 
-/// Most bytes that wait.
+/// Maximum number of bytes in queued lines.
 const BYTES_MAX: usize = 1 << 20;
 
 /// Most lines about requests in `LIMIT_TIME`: a reader that fails may try again at once, for ever.

@@ -16,7 +16,7 @@ use crate::daemon::descriptors;
 /// Longest message, in bytes. Less than the default size of the buffer of a socket.
 const MESSAGE_MAX: usize = 128 << 10;
 
-/// From the supervisor to a worker.
+/// A command that the supervisor sends to a worker.
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 #[serde(tag = "do", rename_all = "kebab-case")]
 pub(super) enum Order {

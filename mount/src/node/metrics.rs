@@ -1,8 +1,8 @@
 //! Metrics and health of the service, by HTTP.
 //!
 //! The supervisor posts its facts on a board and never waits. A thread of the exporter takes them
-//! from there, and asks the control sockets of the workers, each for a bounded time. A worker that
-//! does not answer is told as such.
+//! from there, and asks the control sockets of the workers, each for a bounded time. The page
+//! shows a worker that does not answer by `mount_up` 0.
 
 mod http;
 mod page;

@@ -21,13 +21,14 @@ use tensorfs::internal::error::real_name;
 use tensorfs::internal::layout::Layout;
 use tensorfs::internal::sync::Mutex;
 
-/// Most tensors that are counted; each takes 32 bytes. Files that were read longest ago make room.
+/// Maximum number of tensors that are counted; each takes 32 bytes. Files that were read longest
+/// ago make room.
 const TENSORS_MAX: usize = 1 << 20;
 
 /// Most files that are counted.
 const FILES_MAX: usize = 4096;
 
-/// Number of readers that are told apart: one bit each. All others share the last bit.
+/// Number of readers that are distinguished: one bit each. All others share the last bit.
 const READERS_MAX: usize = 64;
 
 /// Name of the processes that ask mounts whether they answer. They are no readers.
@@ -36,8 +37,8 @@ pub(crate) const PROBE_NAME: &CStr = c"tensorfs-probe";
 /// Most bytes of names in an answer.
 const ANSWER_MAX: usize = 4 << 20;
 
-/// Parts of a tensor that are told apart, one bit each, and the least length of one: what the kernel
-/// reads ahead touches a part or two of the tensors beside the one that is read.
+/// Parts of a tensor that are distinguished, one bit each, and the minimum length of one: the
+/// kernel's readahead touches a part or two of the tensors beside the one that is read.
 const PARTS_MAX: u64 = 64;
 const PART_LEN_MIN: u64 = 2 << 20;
 

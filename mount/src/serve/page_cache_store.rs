@@ -23,7 +23,7 @@ const STEP: u64 = 1 << 20;
 /// Size of a page of the page cache.
 const PAGE: u64 = 4096;
 
-/// Most queued tensors; further ones are left to page faults.
+/// Maximum number of queued tensors; further ones are left to page faults.
 const QUEUE_MAX: usize = 16;
 
 /// Reader number of these reads, which no open handle has.

@@ -75,7 +75,7 @@ pub(crate) struct RequestCounts {
 pub(crate) struct Requests([OperationCounters; ALL.len()]);
 
 impl Requests {
-    /// Begins the clock of a request.
+    /// Starts the timer of a request.
     pub(crate) fn asked(self: &Arc<Self>, operation: Operation) -> RequestTimer {
         RequestTimer { requests: self.clone(), operation, since: Instant::now(), ok: false }
     }
@@ -90,7 +90,7 @@ impl Requests {
     }
 }
 
-/// The clock of one request. A request that is dropped without an answer counts as failed.
+/// The timer of one request. A request that is dropped without an answer counts as failed.
 pub(crate) struct RequestTimer {
     requests: Arc<Requests>,
     operation: Operation,

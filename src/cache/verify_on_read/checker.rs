@@ -175,7 +175,7 @@ impl CheckerInner {
     ) {
         let failed = match outcome {
             Ok(bytes) => {
-                // Late bytes are of no use.
+                // A job that has ended needs no more bytes.
                 if !job.has_ended() {
                     job.compare(step, &bytes);
                     self.counters.checked_bytes.add(bytes.len() as u64);

@@ -21,7 +21,7 @@ const SNIFF_LEN: u64 = 1024;
 /// Most pickles of an archive that are scanned.
 const PICKLES_MAX: usize = 64;
 
-/// Most names that are kept, and most keys of a dict that are told.
+/// Maximum number of names that are kept, and of keys of a dict that are reported.
 const NAMES_MAX: usize = 4096;
 const KEYS_MAX: usize = 8;
 

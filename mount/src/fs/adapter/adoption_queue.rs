@@ -15,7 +15,7 @@ use crate::serve::blocking::guarded;
 /// Most proofs at a time that ask the same file systems. Each has a thread.
 const EACH_MAX: u64 = 8;
 
-/// Numbers of the devices that a proof asks.
+/// The devices and stores that a proof reads from.
 pub(super) type Devices = BTreeSet<QueueKey>;
 
 /// Begins a proof, without a wait. The proof ends with its turn.

@@ -16,7 +16,7 @@ use super::super::arrival::{self, Arrivals};
 use super::super::node::{Node, file_node};
 use super::{FolderState, Listed, Listing, Nodes, Positions, Progress, log_refusals};
 
-/// Most sets on their way that `status` names.
+/// Maximum number of sets in `watch.on_their_way` of `status`: sets that are held back.
 const NAMED_MAX: usize = 20;
 
 /// The kernel's memory of a name or a folder, which is out of date.

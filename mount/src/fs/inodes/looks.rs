@@ -18,7 +18,7 @@ use tensorfs::internal::sync::Mutex;
 use super::super::node::Node;
 use super::{ASK_INTERVAL, NameEntry, Nodes, Refusal, find, log_refusals};
 
-/// The looks at the folders of one mount.
+/// The last check for changes of each folder of one mount.
 #[derive(Default)]
 pub(super) struct Looks {
     /// The number of the first folder that came after the start.

@@ -423,7 +423,7 @@ fn used(files: &[FoundCopy]) -> u64 {
     copies.map(|file| file.len).sum()
 }
 
-/// The meaning of a file name, and the version in it.
+/// The kind of file that a name stands for, and the version in the name.
 fn parse_name(name: &str) -> Option<(CopyFileKind, &str)> {
     let (version, rest) = name.split_once('.')?;
     let kind = match rest {

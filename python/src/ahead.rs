@@ -26,7 +26,7 @@ use crate::errors::raised;
 use crate::loading::{Loader, Memory, Plan, facts, run_of};
 use crate::waiting::LOOK;
 
-/// Most bytes loaded ahead by one handle, and by all handles together.
+/// Maximum number of bytes loaded ahead by one handle, and by all handles together.
 const HELD_MAX: u64 = 256 << 20;
 const HELD_MAX_ALL: u64 = 512 << 20;
 
@@ -34,7 +34,7 @@ const HELD_MAX_ALL: u64 = 512 << 20;
 /// thread would take longer.
 const SMALL_MAX: u64 = 1 << 20;
 
-/// Most small tensors loaded ahead. More are loaded when half of them are taken.
+/// Maximum number of small tensors loaded ahead. More are loaded when half of them are taken.
 const SMALL_HELD_MAX: usize = 2048;
 
 /// Number of next tensors that are considered for loading, without and with small ones.

@@ -27,7 +27,7 @@ use crate::errors::raised;
 use crate::memory::{Area, PAGE, bytes_at, region_at, start_of};
 use crate::waiting::{LOOK, beside};
 
-/// Least length of memory for which huge pages are requested.
+/// Minimum length of memory for which huge pages are requested.
 const HUGE_MIN: usize = 4 << 20;
 
 /// Memory that must stay free beside a tensor that is loaded ahead.
@@ -48,7 +48,7 @@ struct LoaderKey {
     gpu: Option<u32>,
 }
 
-/// Most loaders kept for later loads: each has threads.
+/// Maximum number of loaders kept for later loads: each has threads.
 const LOADERS_MAX: NonZeroUsize = NonZeroUsize::new(8).expect("not zero");
 
 /// Loaders, by the way in which each loads.

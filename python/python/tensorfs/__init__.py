@@ -12,8 +12,7 @@ from typing import Any
 
 from ._bytes import deserialize
 from ._consolidate import Consolidated, consolidate
-from ._errors import DtypeError, MismatchError, SafetensorError
-from ._group import GroupError
+from ._errors import DtypeError, GroupError, MismatchError, SafetensorError
 from ._into import Loaded, load_into
 from ._lazy import LazyTensor, LazyTensors, lazy
 from ._mount import mount

@@ -28,6 +28,17 @@ class MismatchError(SafetensorError, RuntimeError):
     """Names, shapes or dtypes differ from the checkpoint, or there is no memory to load into."""
 
 
+class GroupError(SafetensorError):
+    """A rank died, does not answer, or sees other files. All ranks raise the same error."""
+
+    rank: int | None = None
+    """The rank at fault."""
+
+
+CLASSES = {cls.__name__: cls for cls in (DtypeError, MismatchError, GroupError, SafetensorError)}
+"""The exceptions, each before the class that it is derived from."""
+
+
 def shown(text: str) -> str:
     """`text`, escaped for one line of a terminal or a log: names of files and tensors may hold any character."""
     if text.isprintable():

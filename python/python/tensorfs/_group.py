@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any, Callable, Iterator, Protocol
 
 from . import _errors
-from ._errors import SafetensorError
+from ._errors import GroupError, SafetensorError
 from ._tensorfs import Cancel, Checkpoint, process_token
 
 _LOOKS = (0.0002, 0.01)
@@ -31,13 +31,6 @@ _ENDED = "its process has ended"
 
 STORE_LOST = "the store of the process group does not answer: rank 0, or the launcher that holds it, has ended or hangs"
 """Without the store the ranks cannot tell each other more, so that all raise this."""
-
-
-class GroupError(SafetensorError):
-    """A rank died, does not answer, or sees other files. All ranks raise the same error."""
-
-    rank: int | None = None
-    """The rank at fault."""
 
 
 class Mailbox(Protocol):
@@ -350,9 +343,9 @@ def _told(failed: BaseException, rank: int) -> str:
             {"rank": rank, "class": "OSError", "errno": failed.errno or errno.EIO, "message": failed.strerror or str(failed), "path": failed.filename}
         )
     if isinstance(failed, SafetensorError):
-        cls = next(one.__name__ for one in (_errors.DtypeError, _errors.MismatchError, GroupError, SafetensorError) if isinstance(failed, one))
+        name = next(name for name, cls in _errors.CLASSES.items() if isinstance(failed, cls))
         return json.dumps(
-            {"rank": rank, "class": cls, "message": str(failed), "kind": failed.kind, "path": failed.path, "tensor": failed.tensor}
+            {"rank": rank, "class": name, "message": str(failed), "kind": failed.kind, "path": failed.path, "tensor": failed.tensor}
         )
     name = next((name for name, cls in _CLASSES.items() if isinstance(failed, cls)), "RuntimeError")
     message = str(failed) if name == type(failed).__name__ and str(failed) else f"{type(failed).__name__}: {failed}"
@@ -367,10 +360,8 @@ def _exception(outcome: str) -> _Common:
         return _Common(OSError(told["errno"], message, told["path"]))
     if told["class"] in _CLASSES:
         return _Common(_CLASSES[told["class"]](message))
-    cls = {"DtypeError": _errors.DtypeError, "MismatchError": _errors.MismatchError, "GroupError": GroupError}
-    made = _errors.error(
-        message, told["kind"], cls=cls.get(told["class"], SafetensorError), path=told.get("path"), tensor=told.get("tensor")
-    )
+    cls = _errors.CLASSES.get(told["class"], SafetensorError)
+    made = _errors.error(message, told["kind"], cls=cls, path=told.get("path"), tensor=told.get("tensor"))
     if isinstance(made, GroupError):
         made.rank = told["rank"]
     return _Common(made)

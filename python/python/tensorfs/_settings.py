@@ -7,8 +7,17 @@ from functools import lru_cache
 
 from ._tensorfs import Loader, parse_size
 
-WORDS = ("chunk", "io_depth", "pinned_max", "source", "engine", "io_timeout")
-"""The settings of a loader, as arguments."""
+TYPES: dict[str, tuple[type, ...]] = {
+    "chunk": (int, str),
+    "io_depth": (int,),
+    "pinned_max": (int, str),
+    "source": (str,),
+    "engine": (str,),
+    "io_timeout": (int, float),
+}
+"""The settings of a loader, as arguments, and what their values may be."""
+
+WORDS = tuple(TYPES)
 
 
 def loader(

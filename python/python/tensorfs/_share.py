@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from . import _errors, _frameworks, _requests, _settings, _torch_group
-from ._group import Group, GroupError, Operation
+from ._errors import GroupError
+from ._group import Group, Operation
 from ._reader import Info, Part, Reader
 from ._requests import Box, Piece, Round, Schedule, Segment, Want
 from ._tensorfs import Area, Checkpoint, Loader

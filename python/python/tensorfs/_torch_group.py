@@ -9,8 +9,8 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any, Callable, Sequence
 
-from ._errors import error
-from ._group import STORE_LOST, Group, GroupError
+from ._errors import GroupError, error
+from ._group import STORE_LOST, Group
 
 _opened: Counter[str] = Counter()
 """How many handles and loads have used each group of torch, by its name. It is the same on all ranks."""

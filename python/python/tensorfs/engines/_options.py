@@ -8,19 +8,13 @@ from .. import _settings
 from .._errors import shown
 from .._share import SHARES
 
-_SIZE = (int, str)
 _GLOBS = (str, list)
 
 _OWN: dict[str, tuple[type, ...]] = {"path": (str,), "process_group": (bool,), "lazy": (bool,)}
 
 _READING: dict[str, tuple[type, ...]] = {
     "share": (str,),
-    "chunk": _SIZE,
-    "io_depth": (int,),
-    "pinned_max": _SIZE,
-    "source": (str,),
-    "engine": (str,),
-    "io_timeout": (int, float),
+    **_settings.TYPES,
     "unproven_tail": (str,),
     "key_file": (str,),
     "passphrase_file": (str,),

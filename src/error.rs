@@ -272,11 +272,23 @@ impl fmt::Display for SourceUri {
     }
 }
 
+/// Schemes of remote stores, and whether what follows a `?` may be a signature: else it belongs to a key.
+const SCHEMES: [(&str, bool); 8] = [
+    ("s3", false),
+    ("gs", false),
+    ("az", true),
+    ("abfs", true),
+    ("abfss", true),
+    ("hf", false),
+    ("http", true),
+    ("https", true),
+];
+
 /// Whether `path` is a URL of a remote store.
 pub fn is_url(path: &Path) -> bool {
     let bytes = path.as_os_str().as_encoded_bytes();
-    let starts = ["s3://", "gs://", "az://", "abfs://", "abfss://", "hf://", "http://", "https://"];
-    starts.iter().any(|start| bytes.starts_with(start.as_bytes()))
+    let end = bytes.windows(3).position(|three| three == b"://");
+    end.is_some_and(|end| SCHEMES.iter().any(|(name, _)| name.as_bytes() == &bytes[..end]))
 }
 
 /// A URL without what may be secret in it: the user before the host, and what follows a `?` of HTTP.
@@ -289,7 +301,8 @@ fn without_secrets(url: &str) -> String {
         Some((_, host)) => format!("***@{host}"),
         None => authority.to_owned(),
     };
-    match path.find('?').filter(|_| !["s3", "gs", "hf"].contains(&scheme)) {
+    let is_signed = SCHEMES.iter().all(|(name, signed)| *name != scheme || *signed);
+    match path.find('?').filter(|_| is_signed) {
         Some(end) => format!("{scheme}://{host}{}?***", &path[..end]),
         None => format!("{scheme}://{host}{path}"),
     }

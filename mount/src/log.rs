@@ -296,3 +296,17 @@ fn for_journal(line: &Line) -> Vec<u8> {
     let message = as_json(line).map(|json| Line::new(&json, line.severity));
     message.as_ref().unwrap_or(line).to_journal(MOUNT.get().map(String::as_str))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_log_of_every_crate_that_signs_requests_is_off() {
+        let manifest = include_str!("../../Cargo.toml");
+        let names = manifest.lines().filter_map(|line| line.split_once(" = ")).map(|(name, _)| name);
+        for name in names.filter(|name| name.starts_with("reqsign")) {
+            assert!(SILENT.contains(&name.replace('-', "_").as_str()), "{name} is not in SILENT");
+        }
+    }
+}

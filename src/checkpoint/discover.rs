@@ -13,6 +13,7 @@ use crate::open_options::{OpenOptions, Prefer, ZeroWeights};
 use crate::store::{Store, resolve::Unusable};
 use crate::sync::Mutex;
 use crate::version::FileId;
+use crate::words;
 
 use super::deepspeed::{self, StateFiles};
 use super::distcp::open_distributed;
@@ -54,58 +55,59 @@ pub enum SetKind {
     DeepSpeed,
 }
 
+words!(SetKind {
+    Dcp = "dcp",
+    WeightMap = "weight_map",
+    Numbered = "numbered",
+    Single = "single",
+    Bintensors = "bintensors",
+    Tensorizer = "tensorizer",
+    Torch = "torch",
+    Ranks = "ranks",
+    Distributed = "distributed",
+    DeepSpeed = "deepspeed"
+});
+
+/// The kinds of sets that are one file, with the format of the file.
+const ONE_FILE: [(SetKind, InputFormat); 4] = [
+    (SetKind::Single, InputFormat::Safetensors),
+    (SetKind::Bintensors, InputFormat::Bintensors),
+    (SetKind::Tensorizer, InputFormat::Tensorizer),
+    (SetKind::Torch, InputFormat::Torch),
+];
+
 impl SetKind {
-    /// The kind whose `as_str` is `word`.
-    pub(super) fn from_word(word: &str) -> Option<SetKind> {
-        let kinds = [
-            SetKind::Dcp,
-            SetKind::WeightMap,
-            SetKind::Numbered,
-            SetKind::Single,
-            SetKind::Bintensors,
-            SetKind::Tensorizer,
-            SetKind::Torch,
-            SetKind::Ranks,
-            SetKind::Distributed,
-            SetKind::DeepSpeed,
-        ];
-        kinds.into_iter().find(|kind| kind.as_str() == word)
-    }
-
-    /// The word used in output.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            SetKind::Dcp => "dcp",
-            SetKind::WeightMap => "weight_map",
-            SetKind::Numbered => "numbered",
-            SetKind::Single => "single",
-            SetKind::Bintensors => "bintensors",
-            SetKind::Tensorizer => "tensorizer",
-            SetKind::Torch => "torch",
-            SetKind::Ranks => "ranks",
-            SetKind::Distributed => "distributed",
-            SetKind::DeepSpeed => "deepspeed",
-        }
-    }
-
     /// The kind of a set that is one file of this format.
     pub(super) fn of_file(format: InputFormat) -> SetKind {
-        match format {
-            InputFormat::Safetensors => SetKind::Single,
-            InputFormat::Bintensors => SetKind::Bintensors,
-            InputFormat::Tensorizer => SetKind::Tensorizer,
-            InputFormat::Torch => SetKind::Torch,
-        }
+        let found = ONE_FILE.iter().find(|(_, of_file)| *of_file == format);
+        found.expect("ONE_FILE has every format").0
+    }
+
+    /// The format of a set that is one file.
+    pub(super) fn one_file_format(self) -> Option<InputFormat> {
+        ONE_FILE.iter().find(|(kind, _)| *kind == self).map(|(_, format)| *format)
     }
 
     /// Whether it is one file, in any format.
     pub(super) fn is_one_file(self) -> bool {
-        self == SetKind::Single || self.is_converted()
+        self.one_file_format().is_some()
     }
 
     /// Whether it is one file of a format that is shown as another one by default.
     pub(super) fn is_converted(self) -> bool {
-        matches!(self, SetKind::Bintensors | SetKind::Tensorizer | SetKind::Torch)
+        self.one_file_format().is_some_and(|format| format != InputFormat::Safetensors)
+    }
+
+    /// The format of a file called `name` in a set of this kind.
+    pub(super) fn format_of(self, name: &str) -> InputFormat {
+        match self {
+            SetKind::Ranks | SetKind::Distributed | SetKind::DeepSpeed => InputFormat::Torch,
+            SetKind::Dcp => InputFormat::Safetensors,
+            SetKind::WeightMap | SetKind::Numbered => InputFormat::of_weights(name),
+            SetKind::Single | SetKind::Bintensors | SetKind::Tensorizer | SetKind::Torch => {
+                self.one_file_format().unwrap_or(InputFormat::Safetensors)
+            }
+        }
     }
 
     /// Whether a set of this kind, shown as `format`, is a file that is served unchanged.
@@ -342,23 +344,7 @@ impl Candidate {
 
     /// The format of its files.
     pub(super) fn format(&self) -> InputFormat {
-        let is_torch = || self.members.first().is_some_and(|name| names::is_torch(name));
-        match self.kind {
-            SetKind::Torch | SetKind::Ranks | SetKind::Distributed | SetKind::DeepSpeed => {
-                InputFormat::Torch
-            }
-            SetKind::WeightMap | SetKind::Numbered if is_torch() => InputFormat::Torch,
-            SetKind::Bintensors => InputFormat::Bintensors,
-            SetKind::Tensorizer => InputFormat::Tensorizer,
-            SetKind::Numbered
-                if self.members.first().is_some_and(|name| names::is_tensorizer(name)) =>
-            {
-                InputFormat::Tensorizer
-            }
-            SetKind::Dcp | SetKind::WeightMap | SetKind::Numbered | SetKind::Single => {
-                InputFormat::Safetensors
-            }
-        }
+        self.kind.format_of(self.members.first().map_or("", String::as_str))
     }
 
     /// Its files: weight files, weight maps, and the other names that it claims.

@@ -233,12 +233,13 @@ impl<'a> FolderIndex<'a> {
             notes: index.notes,
             ..Proved::default()
         };
-        let one_file = |word: &str| SetKind::from_word(word).is_some_and(SetKind::is_one_file);
+        let one_file = |word: &str| word.parse().is_ok_and(SetKind::is_one_file);
         let alone = index.sets.iter().all(|set| one_file(&set.kind));
         let mut presented = presented.into_iter();
         for mut record in index.sets {
             let presented = presented.next().flatten();
-            let kind = SetKind::from_word(&record.kind).ok_or("has a set of an unknown kind")?;
+            let kind =
+                record.kind.parse::<SetKind>().map_err(|_| "has a set of an unknown kind")?;
             let (name, files) = (record.name.clone(), std::mem::take(&mut record.files));
             let judged = alone || !kind.is_one_file();
             let outcome = self.checkpoint(record, presented, kind, judged, &index.files)?;

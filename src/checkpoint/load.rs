@@ -161,10 +161,9 @@ impl Unread {
             },
         };
         let add = |description| match detected.format {
-            InputFormat::Bintensors | InputFormat::Tensorizer | InputFormat::Torch => {
-                heads.add_without_note(description)
-            }
+            // No other format has notes about parts.
             InputFormat::Safetensors => heads.add(description),
+            _ => heads.add_without_note(description),
         };
         let (head, format) = (Arc::new(add(description)), detected.format);
         Ok(Ok(ParsedHead { head, hash, format, decryptor }))

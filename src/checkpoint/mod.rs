@@ -235,17 +235,7 @@ impl Checkpoint {
     /// The format of its shard `shard`.
     #[doc(hidden)]
     pub fn format_of(&self, shard: &Shard) -> InputFormat {
-        match self.kind {
-            SetKind::Single => InputFormat::Safetensors,
-            SetKind::Bintensors => InputFormat::Bintensors,
-            SetKind::Tensorizer => InputFormat::Tensorizer,
-            SetKind::Torch | SetKind::Ranks | SetKind::Distributed | SetKind::DeepSpeed => {
-                InputFormat::Torch
-            }
-            SetKind::Dcp | SetKind::WeightMap | SetKind::Numbered => {
-                InputFormat::of_weights(&shard.name)
-            }
-        }
+        self.kind.format_of(&shard.name)
     }
 
     /// The weight map that names its shards: file name, and the metadata in it.

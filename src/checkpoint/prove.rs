@@ -266,15 +266,7 @@ fn prove_set(
         (SetKind::Dcp | SetKind::Distributed, None) => Catalog::of_dcp_shards(&headers, map),
         (SetKind::Ranks, None) => Catalog::of_rank_files(&headers),
         (SetKind::DeepSpeed, None) => deepspeed_catalog(folder, &headers),
-        (
-            SetKind::WeightMap
-            | SetKind::Numbered
-            | SetKind::Single
-            | SetKind::Bintensors
-            | SetKind::Tensorizer
-            | SetKind::Torch,
-            None,
-        ) => Catalog::of_whole_tensors(&headers, map),
+        (_, None) => Catalog::of_whole_tensors(&headers, map),
     }
     .map_err(refused)?;
     let bintensors = candidate.kind == SetKind::Bintensors;

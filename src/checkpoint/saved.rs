@@ -70,7 +70,7 @@ impl Checkpoint {
             viewed => Some(ViewRecord::decode_behind(viewed, &index.sets).ok()?.sets.pop()??),
         };
         let record = index.sets.pop()?;
-        let kind = SetKind::from_word(&record.kind)?;
+        let kind = record.kind.parse().ok()?;
         if record.catalog.shards.len() != sources.len() {
             return None;
         }

@@ -570,10 +570,9 @@ pub(super) fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
 }
 
 fn is_weight_file(name: &OsStr) -> bool {
-    let suffixes =
-        [names::SUFFIX, names::TENSORIZER_SUFFIX].into_iter().chain(names::BINTENSORS_SUFFIXES);
     let name = name.as_encoded_bytes();
-    !name.starts_with(b".") && suffixes.into_iter().any(|suffix| name.ends_with(suffix.as_bytes()))
+    !name.starts_with(b".")
+        && names::WEIGHT_SUFFIXES.iter().any(|end| name.ends_with(end.as_bytes()))
 }
 
 #[cfg(test)]

@@ -309,6 +309,10 @@ pub fn numbered_name(name: &str, number: u64, total: u64, format: OutputFormat) 
     format!("{stem}-{number:05}-of-{total:05}{}", format.suffix())
 }
 
+/// Endings of weight files, without those of torch.
+pub const WEIGHT_SUFFIXES: [&str; 4] =
+    [SUFFIX, BINTENSORS_SUFFIXES[0], BINTENSORS_SUFFIXES[1], TENSORIZER_SUFFIX];
+
 /// Whether the name is that of a weight file. Hidden files are no weight files.
 pub fn is_weights(name: &str) -> bool {
     let is_named = is_safetensors(name) || bintensors_output(name).is_some() || is_tensorizer(name);

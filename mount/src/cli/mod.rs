@@ -176,7 +176,19 @@ fn source_of(command: &mut Command) -> Option<&mut args::SourceArgs> {
         Command::Report(args) => &mut args.source,
         Command::Verify(args) => &mut args.source,
         Command::Warm(args) => &mut args.source,
-        _ => return None,
+        Command::Bench(_)
+        | Command::Demo(_)
+        | Command::Doctor(_)
+        | Command::Mount(_)
+        | Command::Run(_)
+        | Command::Umount(_)
+        | Command::Serve(_)
+        | Command::Status(_)
+        | Command::Top(_)
+        | Command::Heat(_)
+        | Command::Cache(_)
+        | Command::Completions { .. }
+        | Command::Man { .. } => return None,
     })
 }
 

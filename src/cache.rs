@@ -49,7 +49,7 @@ const IDLE_TIME: Duration = Duration::from_secs(5);
 /// more than keeping some for a while.
 const QUIET_TICKS: u32 = 20;
 
-/// Most blocks that are examined to find one to evict.
+/// Maximum number of blocks that are examined to find one to evict.
 const LOOKED_AT_MAX: usize = 128;
 
 /// Smallest budget: a few of the largest blocks.
@@ -200,7 +200,7 @@ impl CacheInner {
         u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// Most memory for readahead; the rest is for waiting readers.
+    /// Maximum memory for readahead; the rest is for waiting readers.
     fn ahead_max(&self) -> u64 {
         self.budget.limit() / 4 * 3
     }

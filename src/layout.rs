@@ -22,11 +22,11 @@ use crate::view::{FileSpec, TensorOrder};
 /// page, so that tensors in a mapping of the file are aligned as in a mapping of the data.
 pub const DATA_ALIGN: u64 = 4096;
 
-/// Most bytes of a shard between two wanted ranges that are read rather than skipped.
+/// Maximum number of bytes of a shard between two wanted ranges that are read rather than skipped.
 pub(crate) const GAP_MAX: u64 = 64 << 10;
 
-/// Most bytes of a shard from the first to the last of runs that are one extent though they do not
-/// follow each other.
+/// Maximum number of bytes of a shard from the first to the last of runs that are one extent though
+/// they do not follow each other.
 const SPAN_MAX: u64 = 8 << 20;
 
 /// Boundary at which data begins in a file of the reference implementation.

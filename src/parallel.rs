@@ -11,7 +11,7 @@ struct Gate {
     state: Mutex<WindowTurns>,
     moved: Condvar,
     count: u64,
-    /// Most jobs that are begun and whose results are not taken.
+    /// Maximum number of jobs that are begun and whose results are not taken.
     ahead: u64,
 }
 

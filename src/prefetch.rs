@@ -26,7 +26,7 @@ mod stream;
 #[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 mod tests;
 
-/// Most streams of one file; further readers share them.
+/// Maximum number of streams of one file; further readers share them.
 const STREAMS_MAX: usize = 16;
 
 /// Readers of one file whose orders are remembered.
@@ -45,7 +45,8 @@ const SLACK: u64 = 4 << 20;
 /// Consecutive small reads that are needed to count as a stream.
 const SMALL_RUN: u32 = 4;
 
-/// Most bytes that are read ahead beyond the current tensor before an order has proved itself.
+/// Maximum number of bytes that are read ahead beyond the current tensor before an order has proved
+/// itself.
 const TRIAL: u64 = 8 << 20;
 
 /// Read-ahead bytes from which on their use is judged.
@@ -62,16 +63,16 @@ const ELSEWHERE_READS: u32 = 32;
 /// Reads after which bytes that their reader has passed over are no longer expected.
 const PASSED_READS: u64 = 64;
 
-/// Most ranges that were passed over and may still be requested.
+/// Maximum number of ranges that were passed over and may still be requested.
 const PASSED_MAX: usize = 256;
 
-/// Most requested or planned ranges that are remembered.
+/// Maximum number of requested or planned ranges that are remembered.
 const GIVEN_MAX: usize = 1 << 11;
 
-/// Most planned ranges of one stream.
+/// Maximum number of planned ranges of one stream.
 const PATH_MAX: usize = 64;
 
-/// Most tensors that are planned at a time, because there may be many tiny ones.
+/// Maximum number of tensors that are planned at a time, because there may be many tiny ones.
 const STEPS_MAX: usize = 4096;
 
 /// Bytes of a page: the kernel requests whole pages.
@@ -502,7 +503,8 @@ impl Planner {
         (!planned.ranges.is_empty()).then_some((stream.id, planned.ranges))
     }
 
-    /// Most bytes that stream `index` reads ahead, if all streams together hold at most `most`.
+    /// Maximum number of bytes that stream `index` reads ahead, if all streams together hold at
+    /// most `most`.
     fn window_of(&self, index: usize, most: u64) -> u64 {
         let is_live = |s: &&ReadStream| s.last + self.patience() >= self.reads;
         let live = (self.streams.iter().filter(is_live).count() as u64).max(1);
@@ -566,7 +568,7 @@ impl Planner {
         others.map(|s| s.began).min().unwrap_or(self.len)
     }
 
-    /// Most bytes to read ahead if some lie beyond the current tensor.
+    /// Maximum number of bytes to read ahead if some lie beyond the current tensor.
     fn beyond(&self, stream: &ReadStream, reader: &ReadLearner) -> u64 {
         match reader.trust() {
             // A reader that has read most of a tensor may go on to the next.

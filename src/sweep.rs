@@ -27,7 +27,7 @@ pub const RANGE_MAX: u64 = 4 << 20;
 const THREADS: usize = 4;
 const AHEAD: u64 = 8;
 
-/// Most memory that the reads of a range may take; ranges that need more are read in parts.
+/// Maximum memory that the reads of a range may take; ranges that need more are read in parts.
 const PLAN_MAX: u64 = 24 << 20;
 
 /// Shortest part that the engine reads.

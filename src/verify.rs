@@ -27,10 +27,10 @@ pub use recorded::Recorded;
 use shard_hashes::{ShardHashes, read_shard};
 pub use stored::ShardPlace;
 
-/// Most threads that read and hash a shard.
+/// Maximum number of threads that read and hash a shard.
 const THREADS_MAX: usize = 16;
 
-/// Most of them where another machine or a server answers the reads.
+/// The same, where another machine or a server answers the reads.
 const THREADS_REMOTE: usize = 2;
 
 /// The work beside reading.

@@ -7,7 +7,7 @@
 /// First of the zeros behind every shard.
 pub(crate) const ZEROS_START: u64 = 1 << 63;
 
-/// Most zeros that the tensors of one shard may have, in bytes.
+/// Maximum number of zeros that the tensors of one shard may have, in bytes.
 pub(crate) const ZEROS_LEN_MAX: u64 = 1 << 62;
 
 /// Whether the byte at `offset` of a shard is one of the zeros behind its file.

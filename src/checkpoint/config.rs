@@ -13,7 +13,7 @@ use super::folder::Folder;
 use super::load::{FilePlace, read_text};
 use super::small_files::{CONFIG, MODEL_FOLDER, small_file};
 
-/// Most bytes that it may have.
+/// Maximum number of bytes that it may have.
 const LEN_MAX: u64 = 16 << 20;
 
 /// Calls `act` with a function that reads the file in `folder`, which was opened with `options`.

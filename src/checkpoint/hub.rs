@@ -25,7 +25,7 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
     let root = hub.make(None, OsStr::new(""), source);
     let own_name = source.path.file_name().and_then(OsStr::to_str).unwrap_or_default();
     if is_cached(own_name, source) {
-        hub.add_cached(root, own_name, 0);
+        hub.add_hub_cache_model(root, own_name, 0);
         return hub.folders;
     }
     let is_many = || named(source).any(|(name, index)| hub.content(name, index).is_some());
@@ -39,7 +39,7 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
         named(source).map(|(name, index)| (name, index, hub.content(name, index))).collect();
     // A model of a cache is shown, rather than a folder of the same model.
     for (name, index, _) in contents.iter().filter(|(.., of)| *of == Some(Holding::Cached)) {
-        hub.add_cached(root, name, *index);
+        hub.add_hub_cache_model(root, name, *index);
     }
     for (name, index, content) in contents {
         match content {
@@ -202,7 +202,7 @@ impl Hub<'_> {
         self.copy(snapshots, revision.as_ref(), index, "");
     }
 
-    fn add_cached(&mut self, root: usize, name: &str, index: usize) {
+    fn add_hub_cache_model(&mut self, root: usize, name: &str, index: usize) {
         if self.take_name(name, &self.scanned[index]) {
             let model = self.copy(root, name.as_ref(), index, "blobs");
             self.folders[model].made = true;

@@ -17,7 +17,7 @@ use super::folder::{File, Folder, FolderId};
 use super::set::Proved;
 use super::tree::{Tree, look_at};
 
-/// Most bytes of such a file. The largest tokenizers have some 40 MB.
+/// Maximum number of bytes of such a file. The largest tokenizers have some 40 MB.
 const LEN_MAX: u64 = 64 << 20;
 
 /// The file that says what family of models a checkpoint is of.
@@ -26,7 +26,7 @@ pub(super) const CONFIG: &str = "config.json";
 /// The folder that verl and SkyRL write beside the files of ranks, with the config and the tokenizer.
 pub(super) const MODEL_FOLDER: &str = "huggingface";
 
-/// Most such files.
+/// Maximum number of such files.
 const FILES_MAX: usize = 1000;
 
 /// Ends of the names of files with weights in other formats.
@@ -155,7 +155,7 @@ impl Tree {
         }
         let real = Store::of(path).real_path(path).map_err(|e| Error::io(path, "open", e))?;
         let found = FileSystem::of_folder(&real);
-        if found.is_made_by_kernel() {
+        if found.is_pseudo_file_system() {
             return Err(Error::usage(format!(
                 "config={shown}: lies on {}, which holds no files: expected a folder with files like \
                  config.json or tokenizer.json",

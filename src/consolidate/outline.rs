@@ -153,7 +153,7 @@ impl Outline {
     /// which the scan left out parts.
     pub fn of(tree: &Tree) -> Result<Outline> {
         if let Some(summary) = tree.left_out.summary().filter(|_| tree.left_out.is_partial()) {
-            return Err(partial(&tree.source, summary));
+            return Err(incomplete_source_error(&tree.source, summary));
         }
         let mut outline = Outline { source_files: SourceFiles::of(tree), ..Outline::default() };
         outline.notes.extend(tree.left_out.lines.iter().cloned());
@@ -248,7 +248,7 @@ impl Outline {
         }
         let folder = tree.folder(id);
         if let Some(lack) = folder.lacks.first() {
-            return Err(partial(&folder.path, lack.clone()));
+            return Err(incomplete_source_error(&folder.path, lack.clone()));
         }
         self.notes.extend(proved.notes.iter().cloned());
         let entries = tree.entries(id, proved);
@@ -465,7 +465,7 @@ fn check_config(path: &Path, configs: &[Digest]) -> Result<()> {
     Ok(())
 }
 
-fn partial(path: &Path, why: String) -> Error {
+fn incomplete_source_error(path: &Path, why: String) -> Error {
     let message = format!("parts of the source would be missing: {}", shown(&why));
     Error::refused(path, Fault::new(ErrorKind::Usage, message))
 }

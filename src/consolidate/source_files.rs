@@ -11,7 +11,7 @@ use crate::mount_origin::{MountOrigin, resolve_bytes};
 use crate::store::Store;
 use crate::version::FileId;
 
-/// Most mounts of which each is the source of the next.
+/// Maximum number of mounts of which each is the source of the next.
 const MOUNTS_MAX: usize = 8;
 
 /// The files of a source: also of checkpoints that a mount does not show, and of the source behind a

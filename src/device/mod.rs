@@ -60,7 +60,7 @@ mod regions {
     use super::{DeviceMemory, Gpu};
     use crate::error::Result;
 
-    /// Most bytes of regions that share an allocation; a longer region has its own.
+    /// Maximum number of bytes of regions that share an allocation; a longer region has its own.
     const TOGETHER: u64 = 256 << 20;
 
     /// Alignment of regions in an allocation.

@@ -49,7 +49,7 @@ struct State {
 pub(crate) struct PinnedUsage {
     /// Bytes pinned.
     pub(crate) pinned: u64,
-    /// Most bytes in use since the last call of `PinnedPool::taken`.
+    /// Maximum number of bytes in use since the last call of `PinnedPool::taken`.
     pub(crate) peak: u64,
     /// Time spent pinning since the last call of `PinnedPool::taken`.
     pub(crate) pinning: Duration,

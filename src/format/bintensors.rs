@@ -47,7 +47,7 @@ const ENTRY_LEN_MIN: u64 = 5;
 /// Minimum length of a key with its value in bytes.
 const PAIR_LEN_MIN: u64 = 2;
 
-/// Most memory that a decoded header may take, in bytes: the limit of the reference
+/// Maximum memory that a decoded header may take, in bytes: the limit of the reference
 /// implementation, about 1,388,888 tensors.
 const MEMORY_MAX: u64 = 100_000_000;
 

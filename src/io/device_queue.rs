@@ -102,7 +102,7 @@ pub(super) struct DeviceQueue {
     driver: RingDriver,
     /// Whether the file system has refused O_DIRECT.
     direct_refused: AtomicBool,
-    /// Most threads that answer reads of `State::over` at a time.
+    /// Maximum number of threads that answer reads of `State::over` at a time.
     answering_max: usize,
     pub(super) state: Mutex<State>,
     /// Wakes threads of the pool when there is work or the queue is closed.

@@ -11,15 +11,15 @@ use super::memory::{ReadTarget, ReservedBytes};
 use super::{CachedPages, Effort, Fetch, FetchCallback, Priority};
 use crate::source::Source;
 
-/// Most reads of a device that the kernel has at a time, overdue ones included.
+/// Maximum number of reads of a device that the kernel has at a time, overdue ones included.
 pub(super) const SENT_MAX: usize = 64;
 
 /// A device with this many overdue reads gets no more: a source that does not answer keeps
 /// no more threads and buffers.
 pub(super) const STUCK_MAX: usize = SENT_MAX_OF_ONE;
 
-/// Most reads of one source that the kernel has at a time, so that a stalled source leaves room for
-/// others.
+/// Maximum number of reads of one source that the kernel has at a time, so that a stalled source
+/// leaves room for others.
 pub(super) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 
 /// A source with this many overdue reads gets no more.
@@ -224,7 +224,7 @@ impl FetchQueue {
         let key = SourceKey::of(&source);
         match &flight.stage {
             FlightStage::Sent(reserved) => {
-                reserved.forfeit();
+                reserved.leak();
                 self.stuck.take(key, 1);
             }
             FlightStage::Queued(priority, _) => {

@@ -17,7 +17,7 @@ use crate::error::{Error, Result, shown_path};
 use crate::source::{LocalFile, Source};
 use crate::zeros::are_zeros;
 
-/// Most EAGAIN results that are retried.
+/// Maximum number of EAGAIN results that are retried.
 const AGAIN_MAX: u32 = 100;
 
 /// The pause before a read that follows a second EAGAIN.
@@ -221,8 +221,8 @@ impl Transfer {
     }
 
     /// Writes off its memory, which the kernel may still use.
-    pub(super) fn write_off(&self) {
-        self.buffer.write_off();
+    pub(super) fn leak_buffer(&self) {
+        self.buffer.leak_buffer();
     }
 
     /// Decrypts the bytes, and returns them if the file has not changed. If they have a place to be

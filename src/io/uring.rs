@@ -131,7 +131,7 @@ impl UringDriver {
     }
 }
 
-/// Most bytes of one read, a multiple of the alignment: Linux reads no more at a time.
+/// Maximum number of bytes of one read, a multiple of the alignment: Linux reads no more at a time.
 const READ_MAX: u32 = 0x7fff_f000;
 
 /// Builds the best ring that the kernel supports: each option saves interrupts and locks.
@@ -171,7 +171,7 @@ pub(super) fn drive(queue: &Arc<DeviceQueue>) -> io::Result<()> {
         // Their memory stays with the ring, which leaks it.
         let mut ids = Vec::new();
         for UringSlot { id, transfer, .. } in ring.slots.iter().flatten() {
-            transfer.write_off();
+            transfer.leak_buffer();
             ids.push(*id);
         }
         for id in ids {

@@ -16,7 +16,7 @@ use crate::io::Region;
 use crate::plan::Plan;
 use crate::sync::Mutex;
 
-/// Most threads that ask for memory: more are faster than any disk.
+/// Maximum number of threads that ask for memory: more are faster than any disk.
 const THREADS_MAX: usize = 8;
 
 /// Bytes that a thread populates at a time: a huge page. No other thread can map memory meanwhile.

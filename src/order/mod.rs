@@ -20,7 +20,8 @@ use crate::format::names::natural_cmp;
 /// takes a second.
 const NATURAL_MAX: usize = 200_000;
 
-/// Most tensors of a file for which other orders are worth their memory and the time to sort.
+/// Maximum number of tensors of a file for which other orders are worth their memory and the time
+/// to sort.
 const FILE_MAX: usize = 1 << 16;
 
 /// An order of tensors.

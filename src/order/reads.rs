@@ -30,16 +30,16 @@ pub trait TensorMap {
 const SCORE_MAX: i8 = 8;
 const SCORE_MIN: i8 = -8;
 
-/// Most trust in the order that has proved itself best.
+/// Maximum trust in the order that has proved itself best.
 const TRUST_MAX: u8 = 8;
 
-/// Most misses that are counted for a reader.
+/// Maximum number of misses that are counted for a reader.
 const MISSES_MAX: u8 = 8;
 
 /// Number of tensors begun last that the next one may follow, because several threads take turns.
 const RECENT: usize = 8;
 
-/// Most tensors in a row that are passed over because they were already read.
+/// Maximum number of tensors in a row that are passed over because they were already read.
 const STEPS_MAX: usize = 16;
 
 /// The order learned from one reader's tensors.

@@ -7,12 +7,13 @@ use std::collections::VecDeque;
 
 use super::{Order, Orders, Sequence};
 
-/// Most places in an order that each reader, and all readers together, may continue from. With more
-/// places, a random request is near one more often.
+/// Maximum number of places in an order that each reader, and all readers together, may continue
+/// from. With more places, a random request is near one more often.
 const CURSORS_EACH: usize = 2;
 const CURSORS_MAX: usize = 8;
 
-/// Most tensors that a cursor has passed and still expects, because threads overtake each other.
+/// Maximum number of tensors that a cursor has passed and still expects, because threads overtake
+/// each other.
 const PASSED_MAX: usize = 32;
 
 /// Number of last requests whose readers are counted.
@@ -20,7 +21,7 @@ const READERS_IN: usize = 16;
 
 /// Score from which on an order is trusted, and the highest score. A hit adds one, a miss halves
 /// it.
-const BELIEVED: u32 = 2;
+const TRUSTED_SCORE_MIN: u32 = 2;
 const SCORE_MAX: u32 = 16;
 
 /// A place that a reader may continue from.
@@ -136,7 +137,9 @@ impl RequestLearner {
             let expected = track.ask(rank, readers, self.requests);
             // If two are as good now, the order that was wrong less often wins.
             let merit = (track.score, u32::MAX - track.misses);
-            if expected && track.score >= BELIEVED && best.is_none_or(|(_, _, other)| merit > other)
+            if expected
+                && track.score >= TRUSTED_SCORE_MIN
+                && best.is_none_or(|(_, _, other)| merit > other)
             {
                 best = Some((number, rank, merit));
             }

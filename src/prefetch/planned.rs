@@ -17,7 +17,7 @@ pub(super) struct PlannedRanges {
     pub(super) from: u64,
     /// Bytes that may be added.
     pub(super) room: u64,
-    /// Most ranges.
+    /// Maximum number of ranges.
     most: usize,
 }
 

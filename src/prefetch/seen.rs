@@ -8,7 +8,7 @@ use crate::order::{Order, TensorMap};
 #[derive(Debug, Default)]
 pub(super) struct SeenTensor(Vec<u64>);
 
-/// Most tensors of one read that are marked.
+/// Maximum number of tensors of one read that are marked.
 const MARKED_MAX: usize = 1024;
 
 impl SeenTensor {

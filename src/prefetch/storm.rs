@@ -15,7 +15,7 @@ const STORM_TIME: u64 = 250;
 const PUSHED_TIME: u64 = 10_000;
 /// Maximum number of pushed tensors that are remembered.
 const PUSHED_MAX: usize = 16;
-/// Most bytes of a tensor that are pushed at a time.
+/// Maximum number of bytes of a tensor that are pushed at a time.
 pub(super) const PUSH_LEN_MAX: u64 = 1 << 30;
 /// Largest read that counts for a storm.
 const STORM_READ_LEN: u64 = 16 << 10;

@@ -21,7 +21,7 @@ mod plan;
 #[cfg(test)]
 mod tests;
 
-/// Most bytes read at a time, which bounds the memory that gathering takes.
+/// Maximum number of bytes read at a time, which bounds the memory that gathering takes.
 const WINDOW_LEN_MAX: usize = 8 << 20;
 
 /// An open virtual file, or a file of the source as it is.

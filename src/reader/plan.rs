@@ -15,17 +15,18 @@ use crate::io::{
 use crate::layout::{Extent, GAP_MAX, Layout};
 use crate::source::Source;
 
-/// Most parts of shards that are planned at a time. Each takes a page of memory or more if it is
-/// read by itself.
+/// Maximum number of parts of shards that are planned at a time. Each takes a page of memory or
+/// more if it is read by itself.
 pub(super) const PARTS_MAX: u64 = 8 << 10;
 
-/// Most bytes between two wanted ranges that are read in a file whose tensors are gathered.
+/// Maximum number of bytes between two wanted ranges that are read in a file whose tensors are
+/// gathered.
 const GATHER_GAP_MAX: u64 = 4 << 10;
 
 /// Longest read that wanted ranges are merged into.
 const MERGED_LEN_MAX: u64 = 8 << 20;
 
-/// Most bytes that a thread spreads at a time, through memory that it keeps.
+/// Maximum number of bytes that a thread spreads at a time, through memory that it keeps.
 pub(super) const SPREAD_LEN_MAX: u64 = 16 << 20;
 
 /// Usual length of a block.

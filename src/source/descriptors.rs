@@ -31,7 +31,7 @@ const RESERVED: u64 = 192;
 /// This part of the limit is closed at a time when it is passed.
 const EVICTED_SHARE: u64 = 8;
 
-/// Fewest shards kept open, whatever the limit.
+/// Minimum number of shards kept open, whatever the limit.
 const OPEN_MIN: u64 = 32;
 
 /// Raises the soft limit on open files to the hard one, so that all shards of a large
@@ -299,7 +299,7 @@ impl OpenFiles {
     }
 }
 
-/// Most descriptors of sources.
+/// Maximum number of descriptors of sources.
 fn open_max() -> u64 {
     static MAX: OnceLock<u64> = OnceLock::new();
     *MAX.get_or_init(|| {

@@ -22,7 +22,7 @@ pub struct FileSystem {
 const TMPFS: u64 = 0x0102_1994;
 const RAMFS: u64 = 0x8584_58f6;
 
-/// Most folders of overlays in the cache.
+/// Maximum number of folders of overlays in the cache.
 const KNOWN_MAX: usize = 1024;
 
 /// The number of overlay file systems.
@@ -125,7 +125,7 @@ impl FileSystem {
     }
 
     /// Whether it is a pseudo file system, as procfs, whose files the kernel generates.
-    pub fn is_made_by_kernel(self) -> bool {
+    pub fn is_pseudo_file_system(self) -> bool {
         MADE_BY_KERNEL.iter().any(|(magic, _)| *magic == self.magic)
     }
 

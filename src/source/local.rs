@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::sync::Mutex;
 use crate::version::{Time, Version};
 
-/// Most attempts to settle a file that keeps changing.
+/// Maximum number of attempts to settle a file that keeps changing.
 const SETTLE_TRIES: usize = 10;
 
 /// Tells whether the bytes of a file were written to, if its times do not.

@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl, open, openat};
 use nix::sys::stat::Mode;
 
-/// Most attempts to open a file that keeps being replaced.
+/// Maximum number of attempts to open a file that keeps being replaced.
 pub(super) const OPEN_TRIES: usize = 10;
 
 pub(super) fn not_regular() -> io::Error {

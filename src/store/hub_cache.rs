@@ -13,7 +13,7 @@ const CACHE_VARIABLE: &str = "HF_HUB_CACHE";
 /// The revision of a model without one.
 const MAIN: &str = "main";
 
-/// Most revisions that a message names.
+/// Maximum number of revisions that a message names.
 const NAMED_MAX: usize = 6;
 
 /// Deepest folder of references: `refs/pr/1`.

@@ -198,7 +198,7 @@ impl LinkBounds {
     }
 }
 
-/// Most links on the way of one link, as the kernel follows.
+/// Maximum number of links on the way of one link, as the kernel follows.
 const LINKS_MAX: usize = 40;
 
 impl Store {

@@ -22,7 +22,7 @@ pub struct Gather {
     cut: Vec<RunRange>,
     /// The other runs: boxes of them, each in the order of the source.
     boxes: Vec<Arc<StridedCopy>>,
-    /// Most bytes between runs that are read together.
+    /// Maximum number of bytes between runs that are read together.
     gap: u64,
     /// Number of reads, and about how many bytes they read.
     reads: u64,

@@ -16,7 +16,7 @@ use crate::version::Version;
 use super::mismatch::Mismatch;
 use super::stored::ShardPlace;
 
-/// Most parts of one folder with checksums: all of them are in memory at a time.
+/// Maximum number of parts of one folder with checksums: all of them are in memory at a time.
 const PARTS_MAX: usize = 16 << 20;
 
 /// The checksums of a folder that were recorded before.

@@ -69,7 +69,7 @@ pub(super) struct Cut {
     pub(super) parts: PartSizes,
 }
 
-/// Most equal parts of a dimension.
+/// Maximum number of equal parts of a dimension.
 const PARTS_MAX: u64 = 1 << 16;
 
 /// A number of units.

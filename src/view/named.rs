@@ -43,10 +43,10 @@ enum ViewsOrigin {
     Ranks(Box<View>),
 }
 
-/// Most views of a file: the mount has all files of the source once in each.
+/// Maximum number of views of a file: the mount has all files of the source once in each.
 const VIEWS_MAX: usize = 100;
 
-/// Most ranks that are shown as folders.
+/// Maximum number of ranks that are shown as folders.
 const RANK_FOLDERS_MAX: u32 = 256;
 
 /// Names that stand for something else in a folder of checkpoints.

@@ -15,7 +15,7 @@ use crate::error::{ErrorKind, Fault, quoted};
 /// says why it cannot.
 pub type ReadConfig<'a> = &'a dyn Fn() -> Result<Option<Vec<u8>>, String>;
 
-/// Most ranks of a group.
+/// Maximum number of ranks of a group.
 pub(super) const RANKS_MAX: u32 = 1 << 16;
 
 /// The part of one rank of a tensor-parallel group: its slices of the tensors that are cut, and all

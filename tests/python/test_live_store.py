@@ -360,7 +360,7 @@ class OnItsWay(Store):
         shutil.copytree(folder, self.store / "model")
         wait_until(lambda: (self.mount / "model/config.json").exists(), HANGS, "the folder is shown")
         self.assertNotIn(ERROR_FILE, os.listdir(self.mount / "model"))
-        self.assertEqual(watch_of(m)["on_their_way"], ["model/model.safetensors"])
+        self.assertEqual(watch_of(m)["incomplete"], ["model/model.safetensors"])
         wait_until(lambda: ERROR_FILE in os.listdir(self.mount / "model"), HANGS, "the error is shown")
         self.assertIn("is not there", (self.mount / "model" / ERROR_FILE).read_text())
         shutil.move(self.tmp / "lost", self.store / "model" / lost.name)

@@ -72,7 +72,7 @@ class Units(ServiceCase):
         self.wait_until_quiet(stores[1][2], 1.5)
         for target in (served, single):
             self.assertFalse((target / MODEL).exists())
-            self.assertEqual(self.watch_of(target)["on_their_way"], [MODEL])
+            self.assertEqual(self.watch_of(target)["incomplete"], [MODEL])
 
     def test_without_leases_files_of_others_wait_for_a_pause_and_files_with_holes_for_the_grace(self):
         store, _, shard = self.store("store")
@@ -88,7 +88,7 @@ class Units(ServiceCase):
             wait_until(lambda: (m.path / "dense/model.safetensors").exists(), PATIENCE, "what has no hole is shown")
             self.assertFalse((m.path / MODEL).exists())
             watch = self.watch_of(m.path)
-            self.assertEqual((watch["on_their_way"], watch["writers_known"]), ([MODEL], False))
+            self.assertEqual((watch["incomplete"], watch["writers_known"]), ([MODEL], False))
             self.assertEqual(m.log().count("CAP_LEASE is missing"), 1, m.log())
             file.write(data[len(data) // 4 :])
         wait_until(lambda: (m.path / MODEL).exists(), PATIENCE, "the whole file is shown")

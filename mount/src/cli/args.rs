@@ -305,7 +305,7 @@ pub(crate) struct HeatArgs {
     /// Folder that is mounted on
     #[arg(value_name = "MNT")]
     pub target: PathBuf,
-    /// Most tensors that are shown of each file
+    /// Maximum number of tensors that are shown of each file
     #[arg(short = 'n', long, value_name = "N", default_value_t = 20)]
     pub lines: usize,
     /// Print JSON, which `warm --heat` reads

@@ -43,7 +43,7 @@ use report::Measured;
 use scratch::Scratch;
 use worker::Trouble;
 
-/// Least time that a run gets, and the bytes that earn another second.
+/// Minimum time that a run gets, and the bytes that earn another second.
 const LIMIT_MIN: Duration = Duration::from_secs(60);
 const LIMIT_BYTES_PER_SECOND: u64 = 20_000_000;
 

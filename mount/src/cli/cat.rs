@@ -19,7 +19,7 @@ const NPY_PREFIX_LEN: usize = NPY_MAGIC.len() + 2;
 /// The data of a file of numpy begins at a multiple of this.
 const NPY_ALIGN: usize = 64;
 
-/// Most dimensions of an array of numpy.
+/// Maximum number of dimensions of an array of numpy.
 const NPY_DIMENSIONS_MAX: usize = 64;
 
 /// Names that are suggested for one that is not there, and how near they have to be, from 0 to 1.

@@ -9,14 +9,14 @@ use super::output::{Outcome, print_bytes, print_text, terminal_width};
 /// Between two columns.
 const GAP: usize = 2;
 
-/// Least width of a column with names, if it has longer ones.
+/// Minimum width of a column with names, if it has longer ones.
 const NAME_MIN: usize = 16;
 
 /// A column.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Column {
     pub title: &'static str,
-    /// Least width, so that columns of a table that is drawn again keep their places.
+    /// Minimum width, so that columns of a table that is drawn again keep their places.
     pub min: usize,
     /// How long it stays where not all columns fit: that with the largest number goes first.
     pub rank: u8,

@@ -22,10 +22,11 @@ use super::status::duration;
 use crate::daemon::status::CounterOf;
 use crate::serve::service::CacheStatus;
 
-/// Most files that are listed.
+/// Maximum number of files that are listed.
 const FILES_MAX: usize = 10;
 
-/// Fewest lines of the list of files: an empty one, the title, a file, and the number of the others.
+/// Minimum number of lines of the list of files: an empty one, the title, a file, and the number of
+/// the others.
 const FILES_MIN: usize = 4;
 
 /// The columns after the mount, and how long each stays where not all fit: that with the largest

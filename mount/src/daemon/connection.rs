@@ -62,14 +62,14 @@ const TICK: Duration = Duration::from_micros(500);
 /// Longest time between two looks at late replies.
 const TICK_MAX: Duration = Duration::from_millis(50);
 
-/// The handshake of a connection, as it was done once.
+/// The exchange of FUSE_INIT on a connection, as it was done once.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
-pub(crate) struct Handshake {
+pub(crate) struct FuseInit {
     request: Vec<u8>,
     reply: Vec<u8>,
 }
 
-impl Handshake {
+impl FuseInit {
     /// Whether the kernel can send requests without an answer once more, to another process.
     pub(crate) fn can_resend(&self) -> bool {
         let (offset, flag) = HAS_RESEND;
@@ -81,10 +81,10 @@ impl Handshake {
 }
 
 /// A session of fuser on a connection.
-pub(crate) struct Attended {
+pub(crate) struct OpenSession {
     session: Session<TensorFs>,
     /// The handshake between the kernel and fuser.
-    pub(crate) handshake: Handshake,
+    pub(crate) handshake: FuseInit,
 }
 
 /// Begins to serve `connection` with `threads` threads. With `done`, another process did that
@@ -92,12 +92,12 @@ pub(crate) struct Attended {
 ///
 /// # Errors
 /// If the connection has ended, or if this version would answer the handshake in another way.
-pub(crate) fn attend(
+pub(crate) fn open_session(
     fs: TensorFs,
     connection: &OwnedFd,
     threads: usize,
-    done: Option<&Handshake>,
-) -> io::Result<Attended> {
+    done: Option<&FuseInit>,
+) -> io::Result<OpenSession> {
     let flags = SockFlag::SOCK_CLOEXEC;
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
     let mut device = File::from(connection.try_clone()?);
@@ -121,7 +121,7 @@ pub(crate) fn attend(
         None => device.write_all(&reply)?,
     }
     put_in_place(connection.as_fd(), session.as_fd().as_raw_fd())?;
-    Ok(Attended { session, handshake: Handshake { request, reply } })
+    Ok(OpenSession { session, handshake: FuseInit { request, reply } })
 }
 
 fn read_message(file: &mut File) -> io::Result<Vec<u8>> {
@@ -164,7 +164,7 @@ pub(crate) fn let_go() {
     }
 }
 
-impl Attended {
+impl OpenSession {
     /// Number of its descriptor, for `StoppedReads::begin`.
     pub(crate) fn number(&self) -> RawFd {
         self.session.as_fd().as_raw_fd()

@@ -30,10 +30,11 @@ use crate::fs::access::further_groups;
 /// How long a client may take over one request.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Most connections at once. One more ends the oldest, so that silent clients do not block others.
+/// Maximum number of connections at once. One more ends the oldest, so that silent clients do not
+/// block others.
 const CLIENTS_MAX: usize = 16;
 
-/// Most connections of users who are neither root nor the owner.
+/// Maximum number of connections of users who are neither root nor the owner.
 const OTHERS_MAX: usize = 8;
 
 /// Longest request, in bytes.

@@ -9,7 +9,7 @@ use nix::sys::socket::{
     sendmsg, socketpair,
 };
 
-/// Most descriptors in one message: the limit of the kernel.
+/// Maximum number of descriptors in one message: the limit of the kernel.
 const FDS_MAX: usize = 253;
 
 /// Sends a message with `fds`. Never waits.

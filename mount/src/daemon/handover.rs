@@ -16,7 +16,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 use tensorfs::internal::error::shown_path;
 
-use super::connection::Handshake;
+use super::connection::FuseInit;
 use super::descriptors::Parcel;
 use super::read_path::ReadPath;
 use super::server::KernelServer;
@@ -80,7 +80,7 @@ struct Facts {
     by_fusermount: bool,
     /// Minor number of its device.
     minor: Option<u32>,
-    handshake: Handshake,
+    handshake: FuseInit,
     fs: CarriedFs,
 }
 
@@ -93,7 +93,7 @@ pub(crate) struct Received {
     pub(crate) target: PathBuf,
     pub(crate) by_fusermount: bool,
     pub(crate) minor: Option<u32>,
-    pub(crate) handshake: Handshake,
+    pub(crate) handshake: FuseInit,
     fs: CarriedFs,
     contents: Vec<u8>,
     files: Parcel,
@@ -224,7 +224,7 @@ impl Received {
     ///
     /// # Errors
     /// If no descriptor is free.
-    pub(super) fn unpack(self) -> io::Result<(OwnedFd, Handshake, Carried)> {
+    pub(super) fn unpack(self) -> io::Result<(OwnedFd, FuseInit, Carried)> {
         let Received { connection, handshake, fs, contents, files, .. } = self;
         Ok((connection, handshake, Carried { facts: fs, contents, files: files.unpack()? }))
     }

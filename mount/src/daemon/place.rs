@@ -20,7 +20,7 @@ use tensorfs::internal::open_options::OpenOptions;
 use super::attach::{self, Detach};
 use crate::options::Options;
 
-/// Most mounts that are moved aside, as a bound.
+/// Maximum number of mounts that are moved aside, as a bound.
 const COVERS_MAX: usize = 1000;
 
 /// Takes the mount with this device number out of the tree, also where it was bound to other

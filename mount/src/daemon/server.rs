@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tensorfs::internal::sync::{Condvar, Mutex};
 
-use super::connection::{self, Attended, Handshake, StoppedReads, allow_wake_up, attend};
+use super::connection::{self, FuseInit, OpenSession, StoppedReads, allow_wake_up, open_session};
 use crate::fs::adapter::TensorFs;
 use crate::serve::in_flight::InFlight;
 
@@ -22,7 +22,7 @@ pub(crate) struct KernelServer(Arc<KernelServerShared>);
 struct KernelServerShared {
     fs: TensorFs,
     connection: Arc<OwnedFd>,
-    handshake: Handshake,
+    handshake: FuseInit,
     threads: usize,
     in_flight: InFlight,
     state: Mutex<KernelServerState>,
@@ -55,24 +55,24 @@ impl KernelServer {
         connection: Arc<OwnedFd>,
         threads: usize,
         in_flight: InFlight,
-        attended: Attended,
+        opened: OpenSession,
     ) -> io::Result<KernelServer> {
-        let handshake = attended.handshake.clone();
-        let (number, phase) = (attended.number(), ServerPhase::Serving);
+        let handshake = opened.handshake.clone();
+        let (number, phase) = (opened.number(), ServerPhase::Serving);
         let state = Mutex::new(KernelServerState { number, ended: None, phase });
         let changed = Condvar::new();
         let shared =
             KernelServerShared { fs, connection, handshake, threads, in_flight, state, changed };
         let server = KernelServer(Arc::new(shared));
-        server.run(attended)?;
+        server.run(opened)?;
         Ok(server)
     }
 
-    fn run(&self, attended: Attended) -> io::Result<()> {
+    fn run(&self, opened: OpenSession) -> io::Result<()> {
         let shared = self.0.clone();
         let run = move || {
             allow_wake_up();
-            let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| attended.run()));
+            let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| opened.run()));
             let bug = |_| Err(io::Error::other("the server failed by a bug"));
             shared.state.lock().ended = Some(ended.unwrap_or_else(bug));
             shared.changed.notify_all();
@@ -81,7 +81,7 @@ impl KernelServer {
     }
 
     /// The handshake of the connection.
-    pub(crate) fn handshake(&self) -> &Handshake {
+    pub(crate) fn handshake(&self) -> &FuseInit {
         &self.0.handshake
     }
 
@@ -160,15 +160,15 @@ impl KernelServer {
             return Ok(());
         }
         let (fs, done) = (shared.fs.clone(), Some(&shared.handshake));
-        let attended = attend(fs, &shared.connection, shared.threads, done)?;
+        let opened = open_session(fs, &shared.connection, shared.threads, done)?;
         shared.fs.set_frozen(false);
         let mut state = shared.state.lock();
-        state.number = attended.number();
+        state.number = opened.number();
         state.ended = None;
         // Late replies of the first session are passed on for as long as this process lives.
         state.phase = ServerPhase::Serving;
         drop(state);
-        self.run(attended)
+        self.run(opened)
     }
 
     /// Leaves the connection to another process. Calls `tell` once all requests that were read are

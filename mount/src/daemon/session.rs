@@ -22,7 +22,7 @@ use tensorfs::internal::version::QueueKey;
 
 use super::attach::{self, Attached, Detach};
 use super::client::{Question, RequestRefusal};
-use super::connection::{Handshake, Notifications, attend};
+use super::connection::{FuseInit, Notifications, attend};
 use super::control::{self, Control, ControlPeer};
 use super::ending::Ending;
 use super::handover::{Giver, MountIdentity, Received};
@@ -34,7 +34,7 @@ use super::status::{Listable, Status};
 use super::target::{check_links, check_nesting, check_target, warn_of_content};
 use crate::fs::adapter::TensorFs;
 use crate::fs::adapter::takeover::{Carried, Takeover};
-use crate::fs::attributes::{Common, models_of};
+use crate::fs::attributes::{Common, folders_listable_by};
 use crate::fs::inodes::{Nodes, OutOfDate, SetOutcome, TellKernel};
 use crate::fs::live::Live;
 use crate::fs::sharing::Sharing;
@@ -406,7 +406,7 @@ struct Connected {
     by_fusermount: bool,
     connection: Arc<OwnedFd>,
     /// The handshake and the state of the process that served it before.
-    received: Option<(Handshake, Carried)>,
+    received: Option<(FuseInit, Carried)>,
 }
 
 /// Starts the threads that answer the kernel.
@@ -509,7 +509,7 @@ fn control(
     let reply = move |question, peer: &ControlPeer| match question {
         // Others learn the names of the models that they may list.
         Question::Status if !peer.is_trusted() => {
-            let models = models_of(&nodes, peer.uid, &peer.gids);
+            let models = folders_listable_by(&nodes, peer.uid, &peer.gids);
             let name = |path: &PathBuf| match path.as_os_str().is_empty() {
                 true => ".".to_owned(),
                 false => real_name(path),

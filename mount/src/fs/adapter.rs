@@ -43,7 +43,7 @@ use crate::serve::page_cache_store::StoreQueue;
 use crate::serve::requests::Operation;
 use crate::serve::service::Service;
 
-/// Most files of the source that getattr checks at once.
+/// Maximum number of files of the source that getattr checks at once.
 const LOOKS_MAX: usize = 8;
 
 /// Requests that the kernel keeps in flight for one mount; its default of 12 starves readahead.

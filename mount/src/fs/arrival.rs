@@ -30,7 +30,8 @@ const UNSURE: Duration = Duration::from_secs(1);
 /// not tell this user whether they are written.
 const REFUSED_PART: u32 = 6;
 
-/// Least and longest time for which a set must be unchanged if it does not say what belongs to it.
+/// Minimum and maximum time for which a set must be unchanged if it does not say what belongs to
+/// it.
 const TAIL_MIN: Duration = Duration::from_millis(1500);
 const TAIL_MAX: Duration = Duration::from_secs(10);
 

@@ -62,7 +62,7 @@ pub(crate) struct Common {
 
 /// The folders of checkpoints that a user of these groups may list. Those that links lead to count once
 /// somebody has looked at them.
-pub(crate) fn models_of(nodes: &Nodes, uid: u32, gids: &[u32]) -> Vec<PathBuf> {
+pub(crate) fn folders_listable_by(nodes: &Nodes, uid: u32, gids: &[u32]) -> Vec<PathBuf> {
     let tree = &nodes.tree();
     let heads = tree.families().into_iter().filter(|head| tree.contains(*head));
     let readable = heads.filter(|head| may_list(nodes, *head, uid, &mut |gid| gids.contains(&gid)));

@@ -167,7 +167,7 @@ pub(crate) struct Nodes {
     looks: looks::Looks,
 }
 
-/// Least time between two checks whether a refused set has become whole.
+/// Minimum time between two checks whether a refused set has become whole.
 const ASK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Nodes {

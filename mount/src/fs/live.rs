@@ -26,7 +26,7 @@ use crate::serve::blocking::guarded;
 use crate::serve::file_events::writers_are_known;
 use crate::serve::folder_events::FolderEvents;
 
-/// Least and longest time from one look at a folder to the next one. In between it is as long as
+/// Minimum and maximum time from one look at a folder to the next one. In between it is as long as
 /// the look took, several times.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -58,7 +58,7 @@ pub(crate) struct WatchStatus {
     /// How often events were lost.
     pub overflows: u64,
     /// Sets that may not be whole yet.
-    pub on_their_way: Vec<String>,
+    pub incomplete: Vec<String>,
     /// Whether the kernel says who writes a file.
     pub writers_known: bool,
 }
@@ -196,7 +196,7 @@ impl Live {
             folders_polled: state.polled.len(),
             changes: self.changes.load(Ordering::Relaxed),
             overflows: self.overflows.load(Ordering::Relaxed),
-            on_their_way: self.nodes.on_their_way(),
+            incomplete: self.nodes.incomplete(),
             writers_known: writers_are_known(),
         }
     }
@@ -338,7 +338,7 @@ impl Live {
         while let Some((look, changed)) = next {
             let begun = Instant::now();
             guarded(|| match &look {
-                StoreLook::Folder(path) => self.look_at_folder(path, changed),
+                StoreLook::Folder(path) => self.rescan_folder(path, changed),
                 StoreLook::Family(head) => self.look_at_family(*head),
                 StoreLook::Given => self.look_at_given_path(),
             });
@@ -358,7 +358,7 @@ impl Live {
         state.not_before.insert(look.clone(), Instant::now() + pause);
     }
 
-    fn look_at_folder(&self, path: &Path, changed: bool) {
+    fn rescan_folder(&self, path: &Path, changed: bool) {
         let tree = self.nodes.tree();
         if !tree.matters(path) {
             return self.leave(path);

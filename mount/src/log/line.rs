@@ -6,10 +6,10 @@ use tensorfs::internal::error::shown;
 /// Longest line, in bytes: a message may quote names of any length.
 pub(super) const LINE_MAX: usize = 16 << 10;
 
-/// Most bytes of the value of a field.
+/// Maximum number of bytes of the value of a field.
 const VALUE_MAX: usize = 4 << 10;
 
-/// Most fields of a line.
+/// Maximum number of fields of a line.
 const FIELDS_MAX: usize = 16;
 
 /// A line of the log.

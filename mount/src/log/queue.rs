@@ -19,7 +19,8 @@ const LINES_MAX: usize = 1024;
 /// Maximum number of bytes in queued lines.
 const BYTES_MAX: usize = 1 << 20;
 
-/// Most lines about requests in `LIMIT_TIME`: a reader that fails may try again at once, for ever.
+/// Maximum number of lines about requests in `LIMIT_TIME`: a reader that fails may try again at
+/// once, for ever.
 const REQUESTS_MAX: u32 = 20;
 
 /// Time after which lines about requests are written again, with the number of those that were not.

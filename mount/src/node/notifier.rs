@@ -6,7 +6,7 @@ use std::time::Duration;
 use nix::sys::signal::{SigSet, SigmaskHow};
 use sd_notify::NotifyState;
 
-/// Most messages that wait for a service manager that takes none.
+/// Maximum number of messages that wait for a service manager that takes none.
 const WAITING_MAX: usize = 64;
 
 /// Longest status, in bytes.

@@ -21,13 +21,13 @@ use tracing::Span;
 
 use super::in_flight::{InFlight, Unanswered};
 
-/// Most threads for one file, so that a stalled file takes no more.
+/// Maximum number of threads for one file, so that a stalled file takes no more.
 const PLACE_MAX: u64 = 4;
 
-/// Most threads in total.
+/// Maximum number of threads in total.
 const THREADS_MAX: u64 = 64;
 
-/// Most stalls remembered, so that each is logged once.
+/// Maximum number of stalls remembered, so that each is logged once.
 const TOLD_MAX: usize = 1024;
 
 /// A reply that can fail.

@@ -22,8 +22,8 @@ use super::file_events::{self, FileEvents, FileWatch};
 /// Time between two checks of all open sources.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Most threads that check the sources of one file system: one, and one more for each stalled
-/// source.
+/// Maximum number of threads that check the sources of one file system: one, and one more for each
+/// stalled source.
 const LOOKS_MAX: usize = 8;
 
 /// Makes the kernel drop its cached pages of an inode.

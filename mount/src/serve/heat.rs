@@ -25,7 +25,7 @@ use tensorfs::internal::sync::Mutex;
 /// ago make room.
 const TENSORS_MAX: usize = 1 << 20;
 
-/// Most files that are counted.
+/// Maximum number of files that are counted.
 const FILES_MAX: usize = 4096;
 
 /// Number of readers that are distinguished: one bit each. All others share the last bit.
@@ -34,7 +34,7 @@ const READERS_MAX: usize = 64;
 /// Name of the processes that ask mounts whether they answer. They are no readers.
 pub(crate) const PROBE_NAME: &CStr = c"tensorfs-probe";
 
-/// Most bytes of names in an answer.
+/// Maximum number of bytes of names in an answer.
 const ANSWER_MAX: usize = 4 << 20;
 
 /// Parts of a tensor that are distinguished, one bit each, and the minimum length of one: the
@@ -45,7 +45,7 @@ const PART_LEN_MIN: u64 = 2 << 20;
 /// Bytes of a range in an answer.
 const RANGE_TEXT_LEN: usize = 24;
 
-/// Most tensors in an answer, those with most bytes of each file first.
+/// Maximum number of tensors in an answer, those with most bytes of each file first.
 const TENSORS_SHOWN: usize = 60_000;
 
 /// The report of `tensorfs heat`, which `warm --heat` reads.

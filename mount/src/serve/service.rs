@@ -28,7 +28,7 @@ use super::requests::{RequestCounts, Requests};
 use crate::log;
 use crate::options::{CACHE_DEFAULT, Options, Passthrough, Verify};
 
-/// Most files that `status` names, the most read first.
+/// Maximum number of files that `status` names, the most read first.
 const FILES_SHOWN: usize = 20;
 
 /// The facts about a service, for `status`.

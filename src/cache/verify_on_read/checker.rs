@@ -20,14 +20,14 @@ use crate::sync::Mutex;
 
 use super::job::{ChecksumJob, JobOutcome, STEP_LEN, Step};
 
-/// Most steps read at the same time, in all and of one source.
+/// Maximum number of steps read at the same time, in all and of one source.
 const STEPS_MAX: usize = 8;
 const SOURCE_STEPS_MAX: u64 = 4;
 
 /// Time after which a step under way no longer counts for `STEPS_MAX`: its source may never answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Most steps, slow ones included.
+/// Maximum number of steps, slow ones included.
 const SLOW_STEPS_MAX: u64 = 64;
 
 /// Memory that a step takes at most, in bytes: it may begin and end within a page.

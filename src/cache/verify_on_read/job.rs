@@ -14,7 +14,7 @@ use crate::sync::Mutex;
 
 use super::{ChecksumGate, WaitingRead};
 
-/// Most bytes that are read at a time.
+/// Maximum number of bytes that are read at a time.
 pub(super) const STEP_LEN: u64 = 4 << 20;
 
 /// Units that are compared together, because one read requested all of them.

@@ -27,8 +27,8 @@ const DIMS_MAX: usize = 64;
 /// Steps that a byte of the pickle may cost: a value may be in many others.
 const STEPS_OF_BYTE: usize = 16;
 
-/// Least bytes of pickle for a chunk, for a value, and for a path of a value. torch writes 240 for all
-/// three. A pickle may refer to one object many times, by two bytes each.
+/// Minimum number of bytes of pickle for a chunk, for a value, and for a path of a value. torch
+/// writes 240 for all three. A pickle may refer to one object many times, by two bytes each.
 const CHUNK_LEN: usize = 64;
 const VALUE_LEN: usize = 32;
 const PATH_LEN: usize = 16;

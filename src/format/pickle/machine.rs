@@ -18,7 +18,7 @@ use crate::error::{ErrorKind, Fault};
 /// Longest pickle, in bytes.
 pub(super) const PICKLE_LEN_MAX: u64 = 100_000_000;
 
-/// Most nodes of a pickle. Torch needs about fifty for a tensor.
+/// Maximum number of nodes of a pickle. Torch needs about fifty for a tensor.
 const NODES_MAX: usize = 20_000_000;
 
 /// Longest line of a name of a module or a class, in bytes.

@@ -18,7 +18,7 @@ use crate::words;
 /// First bytes of a file that tell whether it has pickles.
 const SNIFF_LEN: u64 = 1024;
 
-/// Most pickles of an archive that are scanned.
+/// Maximum number of pickles of an archive that are scanned.
 const PICKLES_MAX: usize = 64;
 
 /// Maximum number of names that are kept, and of keys of a dict that are reported.

@@ -12,7 +12,7 @@ use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::range_reader::RangeReader;
 use crate::strides::{are_nested, is_row_major, reach};
 
-/// Most dimensions of a tensor: those of torch.
+/// Maximum number of dimensions of a tensor: those of torch.
 const DIMS_MAX: usize = 64;
 
 /// Longest tensor in bytes that repeats its elements: a file of a few bytes may say any number.

@@ -16,15 +16,15 @@ use crate::format::range_reader::RangeReader;
 pub(super) const LOCAL_MAGIC: &[u8; 4] = b"PK\x03\x04";
 const CENTRAL_MAGIC: &[u8; 4] = b"PK\x01\x02";
 const END_MAGIC: &[u8; 4] = b"PK\x05\x06";
-const END_64_MAGIC: &[u8; 4] = b"PK\x06\x06";
-const LOCATOR_64_MAGIC: &[u8; 4] = b"PK\x06\x07";
+const ZIP64_END_MAGIC: &[u8; 4] = b"PK\x06\x06";
+const ZIP64_LOCATOR_MAGIC: &[u8; 4] = b"PK\x06\x07";
 
 /// Lengths in bytes of the fixed parts of the records.
 const LOCAL_LEN: u64 = 30;
 const CENTRAL_LEN: usize = 46;
 const END_LEN: u64 = 22;
-const END_64_LEN: u64 = 56;
-const LOCATOR_64_LEN: u64 = 20;
+const ZIP64_END_LEN: u64 = 56;
+const ZIP64_LOCATOR_LEN: u64 = 20;
 
 /// Longest central directory that is read, in bytes: about a million entries.
 const DIRECTORY_LEN_MAX: u64 = 64 << 20;
@@ -34,7 +34,7 @@ const SIZES_FOLLOW: u16 = 1 << 3;
 const ENCRYPTED: u16 = 1 | 1 << 6 | 1 << 13;
 
 /// The identifier of the extra field with numbers of 64 bits.
-const EXTRA_64: u16 = 1;
+const ZIP64_EXTRA: u16 = 1;
 
 /// The directory of an archive.
 #[derive(Debug)]
@@ -316,7 +316,7 @@ fn long_numbers(numbers: &mut [u64], extra: &[u8]) -> Option<()> {
     let mut long = loop {
         let (id, len) = (le(rest.get(..2)?), le(rest.get(2..4)?) as usize);
         let field = rest.get(4..4 + len)?;
-        if id == u64::from(EXTRA_64) {
+        if id == u64::from(ZIP64_EXTRA) {
             break field;
         }
         rest = &rest[4 + len..];
@@ -356,23 +356,23 @@ fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> Result<(End, u6
     if on_disk != count {
         return Err(bad("its end record has two counts of entries"));
     }
-    let mut locator = [0; LOCATOR_64_LEN as usize];
-    let before = at.checked_sub(LOCATOR_64_LEN).filter(|before| *before >= range.start);
+    let mut locator = [0; ZIP64_LOCATOR_LEN as usize];
+    let before = at.checked_sub(ZIP64_LOCATOR_LEN).filter(|before| *before >= range.start);
     if let Some(before) = before {
         reader.read_exact_at(before, &mut locator)?;
-        at = if locator.starts_with(LOCATOR_64_MAGIC) { before } else { at };
+        at = if locator.starts_with(ZIP64_LOCATOR_MAGIC) { before } else { at };
     }
-    if !locator.starts_with(LOCATOR_64_MAGIC) {
+    if !locator.starts_with(ZIP64_LOCATOR_MAGIC) {
         return if is_short { Ok((short, at)) } else { Err(bad("its long end record is missing")) };
     }
     let place = at
-        .checked_sub(END_64_LEN)
+        .checked_sub(ZIP64_END_LEN)
         .filter(|place| *place >= range.start)
         .ok_or_else(|| bad("its long end record is missing"))?;
-    let mut bytes = [0; END_64_LEN as usize];
+    let mut bytes = [0; ZIP64_END_LEN as usize];
     reader.read_exact_at(place, &mut bytes)?;
     let told = range.start.checked_add(le(&locator[8..16]));
-    let is_record = bytes.starts_with(END_64_MAGIC) && le(&bytes[4..12]) == END_64_LEN - 12;
+    let is_record = bytes.starts_with(ZIP64_END_MAGIC) && le(&bytes[4..12]) == ZIP64_END_LEN - 12;
     if told != Some(place) || !is_record {
         return Err(bad("its long end record is not where its locator says"));
     }

@@ -28,8 +28,8 @@ const PIECE_LEN_STEP: u64 = 64;
 /// Longest section that is read, in bytes: that of 2 TiB in pieces of `PIECE_LEN`.
 pub const SECTION_LEN_MAX: u64 = 16 << 20;
 
-/// Most bytes of the sections of one file together: those of 8 TiB in pieces of `PIECE_LEN`. The MACs
-/// of an open file stay in memory.
+/// Maximum number of bytes of the sections of one file together: those of 8 TiB in pieces of
+/// `PIECE_LEN`. The MACs of an open file stay in memory.
 pub const SECTIONS_LEN_MAX: u64 = 64 << 20;
 
 /// Length of the pieces that are written, in bytes.

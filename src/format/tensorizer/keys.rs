@@ -15,16 +15,18 @@ use super::secretbox::{DataKey, KEY_LEN};
 /// Length of the salt of a passphrase in bytes.
 pub const SALT_LEN: usize = 16;
 
-/// Least memory of a derivation in bytes.
+/// Minimum memory of a derivation in bytes.
 const MEM_LIMIT_MIN: u64 = 8 << 10;
 
-/// Most memory of a derivation in bytes. It is that of the strongest preset of libsodium.
+/// Maximum memory of a derivation in bytes. It is that of the strongest preset of libsodium.
 const MEM_LIMIT_MAX: u64 = 1 << 30;
 
-/// Most bytes that the passes of a derivation write together: four times those of that preset.
+/// Maximum number of bytes that the passes of a derivation write together: four times those of that
+/// preset.
 const WORK_MAX: u64 = 16 << 30;
 
-/// Most derived keys that are kept. A file has one derivation, whose parameters stand at each tensor.
+/// Maximum number of derived keys that are kept. A file has one derivation, whose parameters stand
+/// at each tensor.
 const KEPT_MAX: usize = 64;
 
 /// How a key is derived from a passphrase: Argon2id, version 1.3, with one lane.

@@ -71,7 +71,7 @@ impl Budget {
         Budget(Arc::new(BudgetInner { limit, counters, state: Mutex::default() }))
     }
 
-    /// Most bytes that reservations hold at a time.
+    /// Maximum number of bytes that reservations hold at a time.
     pub fn limit(&self) -> u64 {
         self.0.limit
     }
@@ -119,14 +119,14 @@ pub(in crate::io) struct ReservedBytes {
 impl ReservedBytes {
     /// Writes the bytes off: they no longer count against the budget, although their memory is
     /// still in use.
-    pub(in crate::io) fn forfeit(&self) {
+    pub(in crate::io) fn leak(&self) {
         self.budget.give_back(self.bytes.swap(0, Ordering::Relaxed));
     }
 }
 
 impl Drop for ReservedBytes {
     fn drop(&mut self) {
-        self.forfeit();
+        self.leak();
     }
 }
 
@@ -389,8 +389,8 @@ impl Buffer {
     }
 
     /// Writes its memory off: the memory is never reused, and no longer counts.
-    pub(in crate::io) fn write_off(&self) {
-        self.reservation.0.forfeit();
+    pub(in crate::io) fn leak_buffer(&self) {
+        self.reservation.0.leak();
     }
 }
 

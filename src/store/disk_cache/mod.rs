@@ -53,7 +53,7 @@ pub fn folder_of_variable() -> Option<Option<PathBuf>> {
     Some(std::path::absolute(folder).ok())
 }
 
-/// Most objects that a process has open.
+/// Maximum number of objects that a process has open.
 const OPEN_MAX: usize = 256;
 
 /// How long nothing is stored after a failure.
@@ -68,7 +68,7 @@ const WAIT_MAX: Duration = Duration::from_secs(10);
 /// Shortest and longest pause between two looks for blocks that another reader fetches.
 const LOOK_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
-/// Most bytes that are stored between two looks at the size of the folder.
+/// Maximum number of bytes that are stored between two looks at the size of the folder.
 const UNCHECKED_MAX: u64 = 64 << 20;
 
 /// The caches of this process.

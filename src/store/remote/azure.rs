@@ -16,10 +16,11 @@ use super::location::{escaped_value, is_confidential, parse_container};
 use super::request::Wanted;
 use super::state::ObjectState;
 
-/// Most bytes of one page of a listing, which has 5000 blobs with names of at most 1024 characters.
+/// Maximum number of bytes of one page of a listing, which has 5000 blobs with names of at most
+/// 1024 characters.
 const PAGE_LEN_MAX: usize = 64 << 20;
 
-/// Most pages of a listing.
+/// Maximum number of pages of a listing.
 const PAGES_MAX: usize = 1000;
 
 /// The account and the key of every emulator, which are no secret.

@@ -22,7 +22,7 @@ use crate::source::MemoryParts;
 use crate::store::remote_status::{EndpointCounters, counters_of};
 use crate::version::Version;
 
-/// Most bytes of an error that are looked at.
+/// Maximum number of bytes of an error that are looked at.
 const ERROR_LEN_MAX: usize = 64 << 10;
 
 /// The header by which S3 names the region of a bucket.

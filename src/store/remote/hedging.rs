@@ -17,7 +17,8 @@ const USUAL_TIMES: u32 = 2;
 /// Shortest and longest wait for the first request alone.
 const DELAYS: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(2));
 
-/// Least number of requests for each second one, so that a slow server does not get twice the work.
+/// Minimum number of requests for each second one, so that a slow server does not get twice the
+/// work.
 const REQUESTS_PER_HEDGE: u64 = 20;
 
 /// How long to wait for the first answer alone. `None` if no second request may be sent.

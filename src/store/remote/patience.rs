@@ -13,10 +13,11 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 const STALL_FIRST: Duration = Duration::from_secs(3);
 const STALL_MIN: Duration = Duration::from_millis(200);
 
-/// Most tries in a row that fail with no answer at all, of requests that nobody's read waits for.
+/// Maximum number of tries in a row that fail with no answer at all, of requests that nobody's read
+/// waits for.
 const UNREACHABLE_MAX: u32 = 4;
 
-/// Most answers in a row that break the protocol. More would not be better.
+/// Maximum number of answers in a row that break the protocol. More would not be better.
 const BROKEN_MAX: u32 = 4;
 
 /// Why a try has failed.

@@ -16,10 +16,10 @@ use super::request::Wanted;
 use super::state::ObjectState;
 use crate::sync::Mutex;
 
-/// Most bytes of one page of a listing, which has 1000 keys of at most 1024 bytes.
+/// Maximum number of bytes of one page of a listing, which has 1000 keys of at most 1024 bytes.
 const PAGE_LEN_MAX: usize = 16 << 20;
 
-/// Most pages of a listing: a million keys in one folder are no checkpoint.
+/// Maximum number of pages of a listing: a million keys in one folder are no checkpoint.
 const PAGES_MAX: usize = 1000;
 
 /// The region of a bucket of which nothing else is known. Its server names another one.

@@ -16,14 +16,14 @@ use crate::sync::Mutex;
 /// Threads that drive connections. The bytes are copied by the threads that wait for them.
 const THREADS: usize = 2;
 
-/// Most requests to one server at a time, by all engines of the process. With reads of 8 MiB these
-/// fill 100 Gbit/s over a distance of 40 ms.
+/// Maximum number of requests to one server at a time, by all engines of the process. With reads of
+/// 8 MiB these fill 100 Gbit/s over a distance of 40 ms.
 pub(super) const REQUESTS_MAX: usize = 64;
 
 /// Time limit of a connection.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 
-/// Most redirects of a request.
+/// Maximum number of redirects of a request.
 const REDIRECTS_MAX: usize = 10;
 
 /// A file of certificates that are trusted besides those of the machine, as AWS names it.

@@ -40,7 +40,7 @@ const BESIDE: [&str; 12] = [
 /// Ends of names of files that are no folders.
 const OF_FILES: [&str; 6] = [".json", ".txt", ".md", ".jinja", ".model", ".py"];
 
-/// Most bytes of a weight map.
+/// Maximum number of bytes of a weight map.
 const MAP_LEN_MAX: usize = 256 << 20;
 
 /// Whether a URL that ends in `name` means a file.

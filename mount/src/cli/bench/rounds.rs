@@ -18,8 +18,8 @@ use super::worker::{self, Trouble, Worker};
 use super::{Subject, page_cache, progress};
 use crate::options::{Options, escape};
 
-/// Most processor seconds for each GB that a daemon takes while the kernel serves the file without
-/// it.
+/// Maximum processor seconds for each GB that a daemon takes while the kernel serves the file
+/// without it.
 const IDLE_CPU_PER_GB: f64 = 0.02;
 
 /// Interval between checks whether a file is assembled.

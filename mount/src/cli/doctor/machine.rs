@@ -13,7 +13,7 @@ use tensorfs::internal::system_memory;
 use super::Check;
 use crate::serve::kernel;
 
-/// Fewest descriptors with which all shards of a large checkpoint stay open.
+/// Minimum number of descriptors with which all shards of a large checkpoint stay open.
 const FILES_ENOUGH: u64 = 4096;
 
 /// Memory below which read-ahead is reduced.

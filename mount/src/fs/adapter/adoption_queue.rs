@@ -12,7 +12,7 @@ use tensorfs::internal::version::QueueKey;
 
 use crate::serve::blocking::guarded;
 
-/// Most proofs at a time that ask the same file systems. Each has a thread.
+/// Maximum number of proofs at a time that ask the same file systems. Each has a thread.
 const EACH_MAX: u64 = 8;
 
 /// The devices and stores that a proof reads from.

@@ -15,7 +15,7 @@ use crate::serve::blocking::PendingReply;
 use crate::serve::heat::Opener;
 use crate::serve::requests::Operation;
 
-/// Most times that a file is opened for one request.
+/// Maximum number of times that a file is opened for one request.
 const OPENS_MAX: usize = 2;
 
 /// A file that is opened and can be returned to the kernel.

@@ -34,14 +34,14 @@ use super::{FsState, Handle, TensorFs};
 use crate::log;
 use crate::serve::change_watcher::Forget;
 
-/// Most descriptors that one mount hands over beside its connection. Handles that would need more
-/// get errors if their source is gone.
+/// Maximum number of descriptors that one mount hands over beside its connection. Handles that
+/// would need more get errors if their source is gone.
 const FILES_MAX: usize = 200;
 
-/// Most files that the warning about lost ones names.
+/// Maximum number of files that the warning about lost ones names.
 const LOST_NAMED_MAX: usize = 3;
 
-/// Most bytes of the descriptions of open files.
+/// Maximum number of bytes of the descriptions of open files.
 const CONTENTS_MAX: usize = 64 << 20;
 
 /// The state of a file system, without descriptors and contents.

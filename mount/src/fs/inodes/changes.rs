@@ -16,7 +16,7 @@ use super::super::arrival::{self, Arrivals};
 use super::super::node::{Node, file_node};
 use super::{FolderState, Listed, Listing, Nodes, Positions, Progress, log_refusals};
 
-/// Maximum number of sets in `watch.on_their_way` of `status`: sets that are held back.
+/// Maximum number of sets in `watch.incomplete` of `status`: sets that are held back.
 const NAMED_MAX: usize = 20;
 
 /// The kernel's memory of a name or a folder, which is out of date.
@@ -209,7 +209,7 @@ impl Nodes {
     }
 
     /// Paths of the sets that are on their way, for `status`.
-    pub(crate) fn on_their_way(&self) -> Vec<String> {
+    pub(crate) fn incomplete(&self) -> Vec<String> {
         let Some(watched) = &self.watched else { return Vec::new() };
         let heads: Vec<FolderId> = watched.due.lock().keys().copied().collect();
         let members = heads.into_iter().flat_map(|head| self.tree.family(head));

@@ -23,7 +23,7 @@ use tensorfs::internal::sync::Mutex;
 
 use crate::node::config::MetricsAddress;
 
-/// Most clients at once.
+/// Maximum number of clients at once.
 const CLIENTS_MAX: usize = 16;
 
 /// How long a client may take for its request and to take the reply.

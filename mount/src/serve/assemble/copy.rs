@@ -23,14 +23,14 @@ const FLUSH: u64 = 64 << 20;
 
 /// Called after every step with the bytes done and the duration of the step. May wait, or end the
 /// work.
-pub(super) type Pace<'a> = &'a dyn Fn(u64, Duration) -> Result<(), CopyFailure>;
+pub(super) type Throttle<'a> = &'a dyn Fn(u64, Duration) -> Result<(), CopyFailure>;
 
 /// Writes all bytes of `reader` into `partial`. Returns their checksum.
 pub(super) fn fill(
     partial: &Partial,
     reader: &Reader,
     sweep: &Sweep,
-    pace: Pace<'_>,
+    throttle: Throttle<'_>,
 ) -> Result<String, CopyFailure> {
     let fail = |e| CopyFailure::Folder("write to", e);
     let mut hash = Sha256::new();
@@ -50,14 +50,18 @@ pub(super) fn fill(
             forget_cached(partial.file());
             flushed = offset;
         }
-        pace(offset, started.elapsed())?;
+        throttle(offset, started.elapsed())?;
     }
     partial.file().sync_all().map_err(fail)?;
     Ok(hex(&hash.finalize()))
 }
 
 /// The checksum of the first `len` bytes of a file, read from the medium if possible.
-pub(super) fn checksum(file: &File, len: u64, pace: Pace<'_>) -> Result<String, CopyFailure> {
+pub(super) fn checksum(
+    file: &File,
+    len: u64,
+    throttle: Throttle<'_>,
+) -> Result<String, CopyFailure> {
     forget_cached(file);
     let mut hash = Sha256::new();
     let mut buffer = vec![0; STEP];
@@ -69,7 +73,7 @@ pub(super) fn checksum(file: &File, len: u64, pace: Pace<'_>) -> Result<String, 
         read.map_err(|e| CopyFailure::Folder("read back from", e))?;
         hash.update(&buffer[..wanted]);
         offset += wanted as u64;
-        pace(offset, started.elapsed())?;
+        throttle(offset, started.elapsed())?;
     }
     Ok(hex(&hash.finalize()))
 }

@@ -52,8 +52,8 @@ const YIELD_FACTOR: u32 = 4;
 /// Longest pause after a step.
 const YIELD_MAX: Duration = Duration::from_secs(1);
 
-/// Least age of a source's last change: two changes within one tick of the file system's clock have
-/// the same times.
+/// Minimum age of a source's last change: two changes within one tick of the file system's clock
+/// have the same times.
 const SETTLED: Duration = Duration::from_millis(100);
 
 /// Shortest time between two touches of a record.

@@ -29,7 +29,7 @@ const OFFLINE: [&str; 2] = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"];
 /// How long a link is used. The hub signs them for an hour.
 const LINK_FOR: Duration = Duration::from_secs(50 * 60);
 
-/// Most redirects from one name of the hub to another.
+/// Maximum number of redirects from one name of the hub to another.
 const REDIRECTS_MAX: usize = 5;
 
 /// Longest file of which a server may send the whole for a part: those of Git are shorter.

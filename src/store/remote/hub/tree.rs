@@ -19,10 +19,10 @@ use super::{GIT_DIGITS, HubAccess, HubFile, HubTree, SHA256_DIGITS, cached, is_h
 use crate::source::MemoryParts;
 use crate::version::Version;
 
-/// Most bytes of one page, of 1000 files with names of at most 4096 bytes.
+/// Maximum number of bytes of one page, of 1000 files with names of at most 4096 bytes.
 const PAGE_LEN_MAX: usize = 16 << 20;
 
-/// Most pages of a repository: 200,000 files.
+/// Maximum number of pages of a repository: 200,000 files.
 const PAGES_MAX: usize = 200;
 
 fn invalid(why: String) -> io::Error {

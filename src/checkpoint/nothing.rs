@@ -25,7 +25,7 @@ impl Tree {
             return format!("{source}: its mount shows no checkpoint here: {why}");
         }
         let mut message =
-            format!("{source}: no safetensors, bintensors or tensorizer files here or below");
+            format!("{source}: no safetensors, bintensors, tensorizer or torch files here or below");
         let mut add = |part: String| {
             message.push_str("; ");
             message.push_str(&part);

@@ -31,7 +31,7 @@ class SidecarsOfMacOS(TestCase):
         (self.tmp / "._model.safetensors").write_bytes(APPLE_DOUBLE)
         outcome = tensorfs("verify", self.tmp)
         self.assert_refused(outcome)
-        self.assertIn("no safetensors, bintensors or tensorizer files", outcome.stderr)
+        self.assertIn("no safetensors, bintensors, tensorizer or torch files", outcome.stderr)
 
     def test_a_hidden_file_that_is_named_is_opened(self):
         source = self.tmp / ".model.safetensors"

@@ -30,7 +30,7 @@ pub use stored::ShardPlace;
 /// Maximum number of threads that read and hash a shard.
 const THREADS_MAX: usize = 16;
 
-/// The same, where another machine or a server answers the reads.
+/// Maximum number of these threads where another machine or a server answers the reads.
 const THREADS_REMOTE: usize = 2;
 
 /// The work beside reading.

@@ -304,7 +304,8 @@ mod tests {
     #[test]
     fn the_log_of_every_crate_that_signs_requests_is_off() {
         let manifest = include_str!("../../Cargo.toml");
-        let names = manifest.lines().filter_map(|line| line.split_once(" = ")).map(|(name, _)| name);
+        let names =
+            manifest.lines().filter_map(|line| line.split_once(" = ")).map(|(name, _)| name);
         for name in names.filter(|name| name.starts_with("reqsign")) {
             assert!(SILENT.contains(&name.replace('-', "_").as_str()), "{name} is not in SILENT");
         }

@@ -24,8 +24,9 @@ impl Tree {
         if let Some(why) = missing_on_mount(&self.source) {
             return format!("{source}: its mount shows no checkpoint here: {why}");
         }
-        let mut message =
-            format!("{source}: no safetensors, bintensors, tensorizer or torch files here or below");
+        let mut message = format!(
+            "{source}: no safetensors, bintensors, tensorizer or torch files here or below"
+        );
         let mut add = |part: String| {
             message.push_str("; ");
             message.push_str(&part);

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::config::with_config_beside;
-use super::discover::SetKind;
 use super::view_records::record_of;
 use super::virtual_file::{ArrangedFile, present, presented_as_recorded};
 use super::{Checkpoint, ProvedSet, Tail};

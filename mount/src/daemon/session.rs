@@ -22,7 +22,7 @@ use tensorfs::internal::version::QueueKey;
 
 use super::attach::{self, Attached, Detach};
 use super::client::{Question, RequestRefusal};
-use super::connection::{FuseInit, Notifications, attend};
+use super::connection::{FuseInit, Notifications, open_session};
 use super::control::{self, Control, ControlPeer};
 use super::ending::Ending;
 use super::handover::{Giver, MountIdentity, Received};
@@ -438,7 +438,7 @@ fn serve(
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let threads = cores.clamp(*THREADS.start(), *THREADS.end());
     let done = received.as_ref().map(|(handshake, _)| handshake);
-    let attended = attend(fs.clone(), &connection, threads, done)?;
+    let attended = open_session(fs.clone(), &connection, threads, done)?;
     let notifications = Notifications::on(&connection);
     let kernel = notifications.clone();
     let forget: Forget = Arc::new(move |ino| {

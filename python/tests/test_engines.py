@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 import tensorfs
 from package import TestCase, needs_torch, python
 from tensorfs.engines import sglang, vllm
-from tensorfs.engines._options import WORDS, options_of
+from tensorfs.engines._options import WORDS, options_of, options_of_weight_loader
 
 GROUPS = {"vllm.general_plugins": vllm, "sglang.srt.plugins": sglang}
 
@@ -105,6 +105,19 @@ class OptionsOfTheEngine(TestCase):
             self.assertTrue(str(caught.exception).startswith(f"load format tensorfs, model_loader_extra_config: {message}"), caught.exception)
             self.assertNotIn("\n", str(caught.exception))
 
+    def test_a_weight_loader_has_those_that_are_not_about_groups(self):
+        options = options_of_weight_loader({"path": "s3://b/k", "chunk": "8M", "include": "model.*"})
+        self.assertEqual(options, ("s3://b/k", False, True, {"chunk": "8M"}, {"include": "model.*"}))
+        self.assertFalse(options_of_weight_loader({"lazy": False}).lazy)
+        for given, message in (
+            ({"share": "host"}, "there is no option 'share'; expected one of path, lazy, chunk, "),
+            ({"process_group": True}, "there is no option 'process_group'"),
+            ({"path": ""}, "path: expected a folder, a file or a URL, not nothing"),
+        ):
+            with self.subTest(given), self.assertRaises(ValueError) as caught:
+                options_of_weight_loader(given)
+            self.assertTrue(str(caught.exception).startswith(f"TensorfsWeightLoader: {message}"), caught.exception)
+
     def test_the_page_has_every_option(self):
         from package import ROOT
 
@@ -142,6 +155,21 @@ class Weights(TestCase):
                 for name, right in self.tensors.items():
                     self.assertEqual(tuple(found[name].shape), right.shape)
                     np.testing.assert_array_equal(found[name].numpy(), right)
+
+    def test_tensors_by_name_are_lazy_or_views_of_mapped_files(self):
+        import torch
+
+        from tensorfs.engines._weights import weights_by_name
+
+        lazily, mapped = (weights_by_name(self.file, options_of_weight_loader({"lazy": lazy})) for lazy in (True, False))
+        self.assertEqual({type(found).__name__ for name, found in lazily.items() if "layers" in name}, {"LazyTensor"})
+        self.assertEqual({type(found) for found in mapped.values()}, {torch.Tensor})
+        self.assertEqual(len({found.untyped_storage().data_ptr() for found in mapped.values()}), 1)
+        for name, right in self.tensors.items():
+            for found in (lazily[name], mapped[name]):
+                np.testing.assert_array_equal(found.numpy(), right)
+        mapped["norm"].zero_()
+        np.testing.assert_array_equal(self.iterate()["norm"].numpy(), self.tensors["norm"])
 
     def test_unwanted_tensors_are_left_out(self):
         for given in (None, {"lazy": True}):

@@ -41,6 +41,7 @@ NOT_RUN = {
     "tests/changed": "runs tests, maybe this one",
     "tests/run": "is what runs this test",
     "tests/engines/run": "takes vLLM and SGLang",
+    "TENSORRT_LLM_SOURCES=": "takes a checkout of TensorRT-LLM",
     "tests/gpu/run": "takes a GPU",
     "vllm ": "takes vLLM and a GPU",
 }

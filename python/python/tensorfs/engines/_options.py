@@ -1,8 +1,9 @@
-"""The options of the load format, as an engine passes them: the JSON object `model_loader_extra_config`."""
+"""The options of the load format, as an engine passes them: the JSON object `model_loader_extra_config`, or arguments."""
 
 from __future__ import annotations
 
-from typing import Any, Collection, Mapping, NamedTuple
+import contextlib
+from typing import Any, Collection, Iterator, Mapping, NamedTuple
 
 from .. import _settings
 from .._errors import shown
@@ -35,6 +36,9 @@ _OF_MODEL: dict[str, tuple[type, ...]] = {
 WORDS = (*_OWN, *_READING, *_OF_MODEL)
 """All options."""
 
+_IN_GROUPS = ("process_group", "share")
+"""Options of ranks that share their reads."""
+
 
 class Options(NamedTuple):
     """The options of a loader."""
@@ -56,48 +60,60 @@ class Options(NamedTuple):
 def options_of(given: Any, engine_words: Collection[str] = ()) -> tuple[Options, dict[str, Any]]:
     """The options in `model_loader_extra_config`, and those that belong to the engine. Raises `ValueError`, in one line,
     for an option that does not exist and for a value that it does not take."""
-    if not isinstance(given or {}, Mapping):
-        raise _wrong(f"expected a JSON object, not {type(given).__name__}")
-    given = dict(given or {})
-    of_engine = {word: given.pop(word) for word in engine_words if word in given}
-    kinds = {**_OWN, **_READING, **_OF_MODEL}
-    for word, value in given.items():
-        if word not in kinds:
-            raise _wrong(f"there is no option {word!r}; expected one of {', '.join((*WORDS, *engine_words))}")
-        if not isinstance(value, kinds[word]) or (isinstance(value, bool) and bool not in kinds[word]):
-            expected = " or ".join({"str": "text", "bool": "true or false", "list": "a list"}.get(kind.__name__, "a number") for kind in kinds[word])
-            raise _wrong(f"{word}: expected {expected}, not {value!r}")
-    _check_values(given)
-    path = given.get("path")
-    if path is not None and not path:
-        raise _wrong("path: expected a folder, a file or a URL, not nothing")
-    if given.get("lazy") and given.get("process_group"):
-        raise _wrong("lazy and process_group exclude each other: with lazy each rank reads its own parts")
-    lazy = given.get("lazy", False)
-    if lazy and "share" in given:
-        raise _wrong("share is about a process group, which lazy has none of: give one of them")
-    options = Options(
-        path,
-        given.get("process_group", not lazy),
+    with _refused_by("load format tensorfs, model_loader_extra_config"):
+        if not isinstance(given or {}, Mapping):
+            raise ValueError(f"expected a JSON object, not {type(given).__name__}")
+        given = dict(given or {})
+        of_engine = {word: given.pop(word) for word in engine_words if word in given}
+        _check(given, WORDS, engine_words)
+        lazy = given.get("lazy", False)
+        if lazy and given.get("process_group"):
+            raise ValueError("lazy and process_group exclude each other: with lazy each rank reads its own parts")
+        if lazy and "share" in given:
+            raise ValueError("share is about a process group, which lazy has none of: give one of them")
+        return _options(given, lazy, given.get("process_group", not lazy)), of_engine
+
+
+def options_of_weight_loader(given: Mapping[str, Any]) -> Options:
+    """The options of a weight loader, whose ranks know nothing of each other. Raises `ValueError` as above."""
+    with _refused_by("TensorfsWeightLoader"):
+        _check(given, [word for word in WORDS if word not in _IN_GROUPS])
+        return _options(given, given.get("lazy", True), False)
+
+
+def _options(given: Mapping[str, Any], lazy: bool, process_group: bool) -> Options:
+    return Options(
+        given.get("path"),
+        process_group,
         lazy,
         {word: given[word] for word in _READING if word in given},
         {word: given[word] for word in _OF_MODEL if word in given},
     )
-    return options, of_engine
 
 
-def _check_values(given: Mapping[str, Any]) -> None:
+def _check(given: Mapping[str, Any], words: Collection[str], engine_words: Collection[str] = ()) -> None:
+    kinds = {**_OWN, **_READING, **_OF_MODEL}
+    for word, value in given.items():
+        if word not in words:
+            raise ValueError(f"there is no option {word!r}; expected one of {', '.join((*words, *engine_words))}")
+        if not isinstance(value, kinds[word]) or (isinstance(value, bool) and bool not in kinds[word]):
+            expected = " or ".join({"str": "text", "bool": "true or false", "list": "a list"}.get(kind.__name__, "a number") for kind in kinds[word])
+            raise ValueError(f"{word}: expected {expected}, not {value!r}")
     if given.get("share") not in SHARES:
-        raise _wrong(f"share: expected host or network, not {given['share']!r}")
+        raise ValueError(f"share: expected host or network, not {given['share']!r}")
     if given.get("keep") and not given.get("dtype"):
-        raise _wrong("keep needs dtype")
+        raise ValueError("keep needs dtype")
+    if given.get("path") == "":
+        raise ValueError("path: expected a folder, a file or a URL, not nothing")
+    # Refuses values before the model is made. No engine is started and nothing is read.
+    _settings.loader(**{word: given[word] for word in _settings.WORDS if word in given})
+    _settings.unproven_tail(given.get("unproven_tail"))
+
+
+@contextlib.contextmanager
+def _refused_by(place: str) -> Iterator[None]:
+    """Names in each refusal where the option was given."""
     try:
-        # Refuses values before the model is made. No engine is started and nothing is read.
-        _settings.loader(**{word: given[word] for word in _settings.WORDS if word in given})
-        _settings.unproven_tail(given.get("unproven_tail"))
+        yield
     except ValueError as refused:
-        raise _wrong(str(refused)) from None
-
-
-def _wrong(what: str) -> ValueError:
-    return ValueError(shown(f"load format tensorfs, model_loader_extra_config: {what}"))
+        raise ValueError(shown(f"{place}: {refused}")) from None

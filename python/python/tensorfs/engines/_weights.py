@@ -40,6 +40,15 @@ def weights(
         yield from _counted(opened.tensors(names), total, bar)
 
 
+def weights_by_name(source: Source, options: Options, *, is_model: bool = True) -> dict[str, Any]:
+    """All tensors of a checkpoint for the CPU. They are read when they are used, or without the option `lazy` views of
+    mapped files as far as those allow it."""
+    if options.lazy:
+        return dict(weights(source, "cpu", options, is_model=is_model))
+    with safe_open(source, "pt", "cpu", copy=False, **options.arguments(is_model)) as opened:
+        return opened.get_tensors()
+
+
 def _names(opened: safe_open, wanted: Wanted | None) -> list[str]:
     return [name for name in opened.offset_keys() if wanted is None or wanted(name)]
 

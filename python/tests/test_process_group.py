@@ -19,6 +19,9 @@ from faults import FaultFs
 from group_ranks import Ranks
 from package import TestCase
 
+# More of them for a run by hand.
+KILLS = int(os.environ.get("TENSORFS_TEST_KILLS", "0"))
+
 # Everything that a group does, compared with what the genuine package reads.
 EVERYTHING = """
 source, right = sys.argv[5] if len(sys.argv) > 5 else f"{folder}/all", {}
@@ -315,7 +318,7 @@ class Killed(TestCase):
     def test_a_rank_killed_at_any_moment_ends_the_load_on_all_others(self):
         saved(self.tmp, odd_tensors())
         choose = random.Random(3)
-        for trial in range(8):
+        for trial in range(KILLS or 8):
             folder = self.tmp / str(trial)
             folder.mkdir()
             share = choose.choice(["host", "network"])

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import types
 import unittest
 
 from package import ROOT, TestCase, needs_torch
@@ -28,7 +27,8 @@ def genuine(name):
 
 
 def public(module):
-    return {name for name, what in vars(module).items() if not name.startswith("_") and not isinstance(what, types.ModuleType)}
+    own = {name for name, what in vars(module).items() if getattr(what, "__module__", "").startswith(module.__name__)}
+    return {name for name in own if not name.startswith("_")}
 
 
 def arguments(module, names):

@@ -44,7 +44,14 @@ def weights_by_name(source: Source, options: Options, *, is_model: bool = True) 
     """All tensors of a checkpoint for the CPU. They are read when they are used, or without the option `lazy` views of
     mapped files as far as those allow it."""
     if options.lazy:
-        return dict(weights(source, "cpu", options, is_model=is_model))
+        # Nothing closes it: tensors that are read later hold it.
+        opened = safe_open(source, "pt", "cpu", **options.arguments(is_model))
+        # Nothing is loaded ahead, which would be parts of other ranks.
+        opened._reader().close()
+        found = {name: _if_long(opened, name, "cpu") for name in opened.offset_keys()}
+        short = [name for name, tensor in found.items() if tensor is None]
+        found.update(opened.get_tensors(short) if short else {})
+        return found
     with safe_open(source, "pt", "cpu", copy=False, **options.arguments(is_model)) as opened:
         return opened.get_tensors()
 
@@ -56,9 +63,14 @@ def _names(opened: safe_open, wanted: Wanted | None) -> list[str]:
 def _lazy(opened: safe_open, device: str, wanted: Wanted | None) -> Iterator[tuple[str, Any]]:
     # Nothing closes it: tensors that are read later hold it.
     for name in _names(opened, wanted):
-        facts = opened.get_tensor_metadata(name)
-        made = lazy_tensor(opened, name, facts, device) if facts.nbytes >= _LAZY_MIN else None
+        made = _if_long(opened, name, device)
         yield name, opened.get_tensor(name) if made is None else made
+
+
+def _if_long(opened: safe_open, name: str, device: str) -> Any:
+    """A tensor that is read when it is used. None if it is short, or if its elements are none of torch."""
+    facts = opened.get_tensor_metadata(name)
+    return lazy_tensor(opened, name, facts, device) if facts.nbytes >= _LAZY_MIN else None
 
 
 def _counted(pairs: Iterator[tuple[str, Any]], total: int, bar: Callable[[int], Any] | None) -> Iterator[tuple[str, Any]]:

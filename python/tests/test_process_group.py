@@ -315,6 +315,31 @@ say(answer)
 
 
 class Killed(TestCase):
+    def test_a_rank_killed_before_others_open_its_memory_is_named(self):
+        saved(self.tmp, odd_tensors())
+        code = """
+from tensorfs._group import Group
+opens, ended, flag = os.open, Group.ended, f"{folder}/missed"
+def open_late(path, *arguments):
+    if rank == 1 and str(path).startswith("/proc/") and "/fd/" in str(path):
+        os.kill(int(path.split("/")[2]), 9)
+        while os.path.lexists(path):
+            time.sleep(0.001)
+        opens(flag, os.O_CREAT)
+    return opens(path, *arguments)
+def noticed(self, seconds, wake):
+    # Not before the memory was missed.
+    found = ended(self, seconds, wake)
+    if os.path.exists(flag):
+        return found
+    time.sleep(0.05)
+os.open, Group.ended = open_late, noticed
+say(failure(lambda: tensorfs.load_file(f"{folder}/all", "np", process_group=group(), share="host")))
+"""
+        with Ranks(3, code, self.tmp) as ranks:
+            answers = ranks.answers([1, 2])
+        self.assertEqual(answers, [["GroupError", "rank 0: its process has ended"]] * 2)
+
     def test_a_rank_killed_at_any_moment_ends_the_load_on_all_others(self):
         saved(self.tmp, odd_tensors())
         choose = random.Random(3)

@@ -23,6 +23,8 @@ _LOOKS = (0.0002, 0.01)
 _BEAT_MAX = 1.0
 """Greatest time between two signs of life of a rank, in seconds."""
 
+_GONE_MAX = 60.0
+"""Seconds in which the end of a rank is noticed, for groups without a deadline."""
 
 _GOOD = "{}"
 """The outcome of an operation that no rank failed."""
@@ -149,6 +151,13 @@ class Group:
         found = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
         return min((rank for rank, descriptor in self._watched.items() if descriptor in found), default=None)
 
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank of this host has ended."""
+        poll = select.poll()
+        if rank in self._watched:
+            poll.register(self._watched[rank], select.POLLIN)
+        return bool(poll.poll(0))
+
     def _drop_wire(self, failed: bool) -> None:
         wire, self._wire = self._wire, None
         if wire is not None:
@@ -229,6 +238,19 @@ class Operation:
             self.until(lambda: time.monotonic() > over)
             message = f"a collective of the process group failed: {_first_line(failed)}"
             raise _errors.error(message, "group", cls=GroupError) from None
+
+    @contextlib.contextmanager
+    def files_of(self, rank: int) -> Iterator[None]:
+        """A block that opens files of a rank of this host. They are gone if it has failed, or if its process has ended: that
+        is the error then, and not the missing file."""
+        try:
+            yield
+        except OSError as failed:
+            if not isinstance(failed, (FileNotFoundError, ProcessLookupError)) and not self._group.has_ended(rank):
+                raise
+            over = time.monotonic() + (self._group.timeout or _GONE_MAX)
+            self.until(lambda: time.monotonic() > over)
+            raise
 
     def check(self) -> None:
         """Raises the error of the operation if it has failed on any rank."""

@@ -201,8 +201,10 @@ class _Blocks:
                     os.ftruncate(descriptor, sum(lengths[first : first + each]))
                 operation.post("memory", json.dumps(self._files).encode())
             elif total:
-                for descriptor in json.loads(operation.wait("memory", leader)):
-                    self._files.append(os.open(f"/proc/{group.pid(leader)}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+                found = json.loads(operation.wait("memory", leader))
+                with operation.files_of(leader):
+                    for descriptor in found:
+                        self._files.append(os.open(f"/proc/{group.pid(leader)}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
             if total:
                 # The files of the leader are there until all have opened them.
                 operation.post("opened")

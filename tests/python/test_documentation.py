@@ -202,7 +202,10 @@ def cannot_run(line):
     if line.startswith(str(BIN.parent)):
         return not Path(line.split()[0]).exists()
     if line.startswith("python examples/"):
-        return not all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+        if line.startswith("python examples/torchtitan_llama_rules.py"):
+            return False
+        needed = ["torch", "transformers", *(["torchtitan"] if "torchtitan" in line else [])]
+        return not all(importlib.util.find_spec(name) for name in needed)
     return "| jq " in line and shutil.which("jq") is None
 
 

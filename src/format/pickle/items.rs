@@ -224,7 +224,7 @@ fn parse_item(
         );
         return Err(Fault::new(ErrorKind::DcpOffsets, message).into());
     }
-    Ok(ParsedItem { tensor, data: storages.used() })
+    Ok(ParsedItem { tensor, data: storages.undescribed() })
 }
 
 /// Reads a file of items by few reads: the end of an item lies in front of the next one.

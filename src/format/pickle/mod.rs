@@ -261,14 +261,14 @@ fn describe(
     let mut storages = Storages::new(data);
     if let Some(partition) = zero::partition_of(values, &mut storages)? {
         let mut description = ShardDescription::with_room(0, 0, 0);
-        description.described = described(range, storages.used());
+        description.described = described(range, storages.undescribed());
         description.zero = Some(Arc::new(ZeroPart::Partition(partition)));
         return Ok(description);
     }
     let zero = zero::model_of(values, &mut storages)?;
     let mut named = ModelTensors::of(values, &mut storages, zero.as_ref(), state)?;
     let placeholders = std::mem::take(&mut named.placeholders);
-    let used = storages.used();
+    let undescribed = storages.undescribed();
     let names_len = named.tensors.iter().map(|tensor| tensor.name.len()).sum();
     let mut description = ShardDescription::with_room(0, named.tensors.len(), names_len);
     let mut numbers: Vec<u64> = Vec::new();
@@ -285,7 +285,7 @@ fn describe(
     // Programs ask a safetensors file for its framework.
     let format = ("format".to_owned(), "pt".to_owned());
     description.metadata = Some([format].into());
-    description.described = described(range, used);
+    description.described = described(range, undescribed);
     description.left_out = named.left_out;
     description.rank = named.rank;
     description.zero =
@@ -303,14 +303,16 @@ fn place_of(tensor: ModelTensor) -> PiecePlace {
     PiecePlace { logical_name: None, offset, whole_shape: Some(whole) }
 }
 
-/// The bytes of `range` that are not the `data` of storages.
-fn described(range: &Range<u64>, mut data: Vec<Range<u64>>) -> Vec<Range<u64>> {
-    data.retain(|range| !range.is_empty());
-    data.sort_unstable_by_key(|range| range.start);
+/// The bytes of `range` without those of `others`, which lie apart. The last stretch may be empty.
+fn described(range: &Range<u64>, mut others: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    others.retain(|range| !range.is_empty());
+    others.sort_unstable_by_key(|range| range.start);
     let mut at = range.start;
-    let mut described = Vec::with_capacity(data.len() + 1);
-    for range in data {
-        described.push(at..range.start);
+    let mut described = Vec::with_capacity(others.len() + 1);
+    for range in others {
+        if range.start > at {
+            described.push(at..range.start);
+        }
         at = range.end;
     }
     described.push(at..range.end);

@@ -21,6 +21,9 @@ const EXPANDED_LEN_MAX: u64 = 64 << 30;
 /// Calls that may wrap a tensor, one in another.
 const WRAPS_MAX: usize = 8;
 
+/// The folder of storages in an archive.
+const STORAGES: &str = "data/";
+
 /// Number of parts of an id that names a storage: the last one of a listed storage is `None`, and tells
 /// of views before torch 0.4.
 const ENTRY_ID_LEN: usize = 5;
@@ -73,9 +76,21 @@ impl<'a, 'r> Storages<'a, 'r> {
         Storages { data, used: HashMap::new() }
     }
 
-    /// The data of the storages that were asked for.
-    pub(super) fn used(self) -> Vec<Range<u64>> {
-        self.used.into_values().map(|(_, range)| range).collect()
+    /// The bytes that nothing follows from but the elements of tensors: the data of the storages that were
+    /// asked for, and all of the others.
+    pub(super) fn undescribed(self) -> Vec<Range<u64>> {
+        let is_used = |key: &str| self.used.contains_key(key);
+        let mut all = match &self.data {
+            StorageData::Entries { archive, .. } => {
+                archive.spans_of_others(|name| name.strip_prefix(STORAGES).is_none_or(is_used))
+            }
+            StorageData::Listed(ranges) => {
+                let others = ranges.iter().filter(|(key, _)| !is_used(key));
+                others.map(|(_, range)| range.clone()).collect()
+            }
+        };
+        all.extend(self.used.into_values().map(|(_, range)| range));
+        all
     }
 
     /// Fills `buf` with the bytes of the file from `start` on.
@@ -113,7 +128,7 @@ impl<'a, 'r> Storages<'a, 'r> {
                         format!("its storage is called {}, which is no number", quoted(key));
                     return Err(wrong(message).into());
                 }
-                archive.data(*reader, &format!("data/{key}"))?
+                archive.data(*reader, &format!("{STORAGES}{key}"))?
             }
         };
         let Some(range) = range else {

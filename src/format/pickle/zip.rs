@@ -232,6 +232,13 @@ impl Archive {
         self.by_name.keys().map(String::as_str)
     }
 
+    /// The bytes of the entries that `is_used` does not know by their names: headers and data.
+    pub(super) fn spans_of_others(&self, is_used: impl Fn(&str) -> bool) -> Vec<Range<u64>> {
+        let others = self.by_name.iter().filter(|(name, _)| !is_used(name));
+        let entries = others.map(|(_, &index)| &self.entries[index as usize]);
+        entries.map(|entry| entry.header..entry.limit).collect()
+    }
+
     /// The CRC of the entry called `name`. `None` if it has none: torch writes 0 on request.
     pub(super) fn crc_of(&self, name: &str) -> Option<u32> {
         let index = *self.by_name.get(name)?;

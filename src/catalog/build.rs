@@ -117,6 +117,7 @@ pub(super) fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
 
 /// Refuses the file of a rank that has parts of tensors, or ranges of them.
 fn check_whole(shard: &ShardHeader) -> Result<(), Fault> {
+    shard.header.check_slices()?;
     if shard.header.is_zero_part() {
         let message = "is one of the files of DeepSpeed ZeRO, of which each has ranges of the weights of \
                        the model; name the folder of all files";

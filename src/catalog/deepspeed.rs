@@ -2,7 +2,8 @@
 //! ranks have.
 //!
 //! Nothing in an optimizer file tells its rank, so its name does. Facts about ranges in the files have to
-//! agree with that, and the ranges have to be all of each tensor.
+//! agree with that, and the ranges have to be all of each tensor. `universal` has the files of universal
+//! checkpoints.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -26,23 +27,23 @@ struct ZeroFiles<'a> {
 }
 
 /// Elements of a tensor that follow each other in a shard.
-struct FlatPiece {
-    shard: ShardId,
+pub(super) struct FlatPiece {
+    pub(super) shard: ShardId,
     /// First byte in the shard.
-    start: u64,
+    pub(super) start: u64,
     /// The elements of the tensor.
-    range: Range<u64>,
+    pub(super) range: Range<u64>,
 }
 
 /// A tensor in ranges.
-struct FlatTensor {
-    dtype: Dtype,
-    shape: Vec<u64>,
-    pieces: Vec<FlatPiece>,
+pub(super) struct FlatTensor {
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<u64>,
+    pub(super) pieces: Vec<FlatPiece>,
 }
 
 /// A tensor of a model, from one place or from several.
-enum ModelSource {
+pub(super) enum ModelSource {
     Whole { dtype: Dtype, shape: Vec<u64>, strides: Option<Vec<u64>>, shard: ShardId, start: u64 },
     Flat(FlatTensor),
 }
@@ -61,7 +62,7 @@ fn wrong(kind: ErrorKind, message: String) -> Fault {
 }
 
 /// The number of elements of a shape.
-fn numel_of(param: &ZeroParam) -> Result<u64, Fault> {
+pub(super) fn numel_of(param: &ZeroParam) -> Result<u64, Fault> {
     let numel = Dtype::F64.bits_of(&param.shape).map(|bits| bits / Dtype::F64.bits());
     numel.ok_or_else(|| {
         let message = format!("{:?} has 2^64 bits or more", param.shape);
@@ -70,6 +71,9 @@ fn numel_of(param: &ZeroParam) -> Result<u64, Fault> {
 }
 
 pub(super) fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
+    for shard in shards {
+        shard.header.check_slices().map_err(|fault| fault.in_file(&shard.name))?;
+    }
     if let [one] = shards
         && !one.header.is_zero_part()
     {
@@ -77,8 +81,7 @@ pub(super) fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     }
     let shards = sorted(shards);
     let files = ZeroFiles::of(&shards)?;
-    let mut catalog = empty_catalog(&shards)?;
-    let mut sources = files.tensors_of_model(&shards);
+    let mut sources = tensors_in(&shards, files.models[0].0);
     let mut joined = BTreeSet::new();
     for (name, tensor) in files.trained()?.into_iter().chain(files.frozen()?) {
         if !joined.insert(name.clone()) {
@@ -97,7 +100,32 @@ pub(super) fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         }
         sources.insert(name, ModelSource::Flat(tensor));
     }
-    let names = files.names_of(&sources)?;
+    let is_joined = |name: &str| joined.contains(name);
+    catalog_of(&shards, files.model(), &sources, &is_joined)
+}
+
+/// The tensors that the shard `shard` holds whole.
+pub(super) fn tensors_in(shards: &[&ShardHeader], shard: ShardId) -> BTreeMap<String, ModelSource> {
+    let tensors = shards[shard.0 as usize].header.tensors();
+    let source = |index| {
+        let stored = tensors.get(index);
+        let (dtype, shape, start) = (stored.dtype, stored.shape.to_vec(), stored.start);
+        let strides = stored.strides.map(<[u64]>::to_vec);
+        (stored.name.to_owned(), ModelSource::Whole { dtype, shape, strides, shard, start })
+    };
+    (0..tensors.len()).map(source).collect()
+}
+
+/// The catalog of these tensors, under all names that `model` has for them. `is_joined` knows the ones
+/// that come from other files than the model states.
+pub(super) fn catalog_of(
+    shards: &[&ShardHeader],
+    model: &ZeroModel,
+    sources: &BTreeMap<String, ModelSource>,
+    is_joined: &dyn Fn(&str) -> bool,
+) -> Result<Catalog, Fault> {
+    let mut catalog = empty_catalog(shards)?;
+    let names = names_of(model, sources, is_joined)?;
     let mut columns = Builder::with_room(names.iter().map(|(name, _)| name.len()));
     for (name, source) in &names {
         match &sources[*source] {
@@ -106,7 +134,7 @@ pub(super) fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
             }
             ModelSource::Flat(tensor) => {
                 let found = tensor.found();
-                let shard_name = |id: ShardId| files.names[id.0 as usize];
+                let shard_name = |id: ShardId| shards[id.0 as usize].name.as_str();
                 let covered =
                     coverage::prove(found, shard_name).map_err(|fault| fault.tensor(name))?;
                 let Covered { dtype, shape, pieces, replicas, .. } = &covered;
@@ -121,6 +149,77 @@ pub(super) fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     catalog.columns = Arc::new(columns.finish());
     catalog.shapes_recorded = true;
     Ok(catalog)
+}
+
+/// The names of the checkpoint, and the tensor of each: a name may stand for another one.
+fn names_of<'s>(
+    model: &'s ZeroModel,
+    sources: &'s BTreeMap<String, ModelSource>,
+    is_joined: &dyn Fn(&str) -> bool,
+) -> Result<Vec<(&'s str, &'s str)>, Fault> {
+    let mut names: BTreeMap<&str, &str> =
+        sources.keys().map(|name| (name.as_str(), name.as_str())).collect();
+    for (name, of) in &model.shared {
+        let shape = |name: &str| sources.get(name).map(ModelSource::shape);
+        if !is_joined(of) || is_joined(name) {
+            continue;
+        }
+        if shape(name).is_some_and(|own| Some(own) != shape(of)) {
+            let message = format!("has another shape than {}, whose elements it has", quoted(of));
+            return Err(wrong(ErrorKind::SizeMismatch, message).tensor(name));
+        }
+        names.insert(name, of);
+    }
+    match model.placeholders.iter().find(|name| !names.contains_key(name.as_str())) {
+        Some(name) => {
+            let message = "has no elements in the model states, and no rank has a range of it";
+            Err(wrong(ErrorKind::TensorMissing, message.to_owned()).tensor(name))
+        }
+        None => Ok(names.into_iter().collect()),
+    }
+}
+
+/// The tensors of stage 3 that are not trained, of which each rank has a range in its model states.
+pub(super) fn frozen_of(
+    models: &[(ShardId, &ZeroModel)],
+    names: &[&str],
+) -> Result<Vec<(String, FlatTensor)>, Fault> {
+    let ranks = models.len() as u64;
+    let others: Vec<_> = models.iter().map(|(_, model)| frozen_by_name(model)).collect();
+    let mut all = Vec::new();
+    for (param, _) in &models[0].1.frozen {
+        let numel = numel_of(param)?;
+        let each = numel.div_ceil(ranks);
+        let mut pieces = Vec::new();
+        let mut first_dtype = None;
+        for (rank, ((id, _), frozen)) in (0..).zip(models.iter().zip(&others)) {
+            let found = frozen.get(param.name.as_str());
+            let run = found
+                .filter(|found| found.0.shape == param.shape)
+                .and_then(|found| found.1)
+                .filter(|run| {
+                    run.numel == each && *first_dtype.get_or_insert(run.dtype) == run.dtype
+                });
+            let Some(run) = run else {
+                let message = format!(
+                    "rank {rank} does not have its {each} elements of {:?}, as a tensor that is not \
+                     trained",
+                    param.shape
+                );
+                let fault = wrong(ErrorKind::TensorMissing, message);
+                return Err(fault.tensor(&param.name).in_file(names[id.0 as usize]));
+            };
+            let first = (rank * each).min(numel);
+            pieces.extend(pieces_in(&[(*id, run)], 0, first..(first + each).min(numel)));
+        }
+        let dtype = first_dtype.unwrap_or(Dtype::F32);
+        all.push((param.name.clone(), flat_tensor(dtype, param, pieces)));
+    }
+    Ok(all)
+}
+
+fn frozen_by_name(model: &ZeroModel) -> HashMap<&str, &(ZeroParam, Option<FlatRun>)> {
+    model.frozen.iter().map(|frozen| (frozen.0.name.as_str(), frozen)).collect()
 }
 
 impl FlatTensor {
@@ -271,50 +370,6 @@ impl<'a> ZeroFiles<'a> {
         self.models[0].1
     }
 
-    /// The tensors that the model states of the first rank hold whole.
-    fn tensors_of_model(&self, shards: &[&ShardHeader]) -> BTreeMap<String, ModelSource> {
-        let shard = self.models[0].0;
-        let tensors = shards[shard.0 as usize].header.tensors();
-        let source = |index| {
-            let stored = tensors.get(index);
-            let (dtype, shape, start) = (stored.dtype, stored.shape.to_vec(), stored.start);
-            let strides = stored.strides.map(<[u64]>::to_vec);
-            (stored.name.to_owned(), ModelSource::Whole { dtype, shape, strides, shard, start })
-        };
-        (0..tensors.len()).map(source).collect()
-    }
-
-    /// The names of the checkpoint, and the tensor of each: a name may stand for another one.
-    fn names_of<'s>(
-        &'s self,
-        sources: &'s BTreeMap<String, ModelSource>,
-    ) -> Result<Vec<(&'s str, &'s str)>, Fault> {
-        let flat = |name: &str| matches!(sources.get(name), Some(ModelSource::Flat(_)));
-        let mut names: BTreeMap<&str, &str> =
-            sources.keys().map(|name| (name.as_str(), name.as_str())).collect();
-        for (name, of) in &self.model().shared {
-            let shape = |name: &str| sources.get(name).map(ModelSource::shape);
-            if !flat(of) || flat(name) {
-                continue;
-            }
-            if shape(name).is_some_and(|own| Some(own) != shape(of)) {
-                let message =
-                    format!("has another shape than {}, whose elements it has", quoted(of));
-                return Err(wrong(ErrorKind::SizeMismatch, message).tensor(name));
-            }
-            names.insert(name, of);
-        }
-        let missing =
-            self.model().placeholders.iter().find(|name| !names.contains_key(name.as_str()));
-        match missing {
-            Some(name) => {
-                let message = "has no elements in the model states, and no rank has a range of it";
-                Err(wrong(ErrorKind::TensorMissing, message.to_owned()).tensor(name))
-            }
-            None => Ok(names.into_iter().collect()),
-        }
-    }
-
     /// The trained tensors.
     fn trained(&self) -> Result<Vec<(String, FlatTensor)>, Fault> {
         if self.stage() == 3 { self.trained_in_partitions() } else { self.trained_in_groups() }
@@ -433,41 +488,7 @@ impl<'a> ZeroFiles<'a> {
         if self.stage() != 3 {
             return Ok(Vec::new());
         }
-        let ranks = self.models.len() as u64;
-        let of_rank = |model: &'a ZeroModel| -> HashMap<&str, &(ZeroParam, Option<FlatRun>)> {
-            model.frozen.iter().map(|frozen| (frozen.0.name.as_str(), frozen)).collect()
-        };
-        let others: Vec<_> = self.models.iter().map(|(_, model)| of_rank(model)).collect();
-        let mut all = Vec::new();
-        for (param, _) in &self.model().frozen {
-            let numel = numel_of(param)?;
-            let each = numel.div_ceil(ranks);
-            let mut pieces = Vec::new();
-            let mut first_dtype = None;
-            for (rank, ((id, _), frozen)) in (0..).zip(self.models.iter().zip(&others)) {
-                let found = frozen.get(param.name.as_str());
-                let run = found
-                    .filter(|found| found.0.shape == param.shape)
-                    .and_then(|found| found.1)
-                    .filter(|run| {
-                        run.numel == each && *first_dtype.get_or_insert(run.dtype) == run.dtype
-                    });
-                let Some(run) = run else {
-                    let message = format!(
-                        "rank {rank} does not have its {each} elements of {:?}, as a tensor that is not \
-                         trained",
-                        param.shape
-                    );
-                    let fault = wrong(ErrorKind::TensorMissing, message);
-                    return Err(fault.tensor(&param.name).in_file(self.name(*id)));
-                };
-                let first = (rank * each).min(numel);
-                pieces.extend(pieces_in(&[(*id, run)], 0, first..(first + each).min(numel)));
-            }
-            let dtype = first_dtype.unwrap_or(Dtype::F32);
-            all.push((param.name.clone(), flat_tensor(dtype, param, pieces)));
-        }
-        Ok(all)
+        frozen_of(&self.models, &self.names)
     }
 }
 

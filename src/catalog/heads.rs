@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use crate::dtype::Dtype;
 use crate::error::Fault;
 use crate::format::dcp;
-use crate::format::deepspeed::ZeroPart;
+use crate::format::deepspeed::{ZeroPart, slice_fault};
 use crate::format::safetensors::Header;
 use crate::format::{FileRank, PiecePlace, ShardDescription, TensorDescription};
 use crate::sync::Mutex;
@@ -318,11 +318,21 @@ impl Head {
         matches!(&self.note, Some(Ok(note)) if note.records_shapes)
     }
 
+    /// Refuses the file of one of several ranks that share each tensor, by what DeepSpeed says in it.
+    pub(super) fn check_slices(&self) -> Result<(), Fault> {
+        match self.zero.as_deref() {
+            Some(ZeroPart::Model(model)) if model.slices > 1 => {
+                Err(slice_fault(model.slices, "mp_world_size"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Whether tensors of it, or all, are ranges of elements that other files tell of.
     pub fn is_zero_part(&self) -> bool {
         match self.zero.as_deref() {
             Some(ZeroPart::Model(model)) => !model.placeholders.is_empty(),
-            Some(ZeroPart::Partition(_)) => true,
+            Some(ZeroPart::Partition(_) | ZeroPart::Universal(_)) => true,
             None => false,
         }
     }

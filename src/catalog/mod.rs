@@ -13,6 +13,7 @@ mod name_order;
 mod project;
 pub(crate) mod tensors;
 mod tiling;
+mod universal;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -26,6 +27,9 @@ pub use heads::{Head, Heads};
 pub(crate) use project::{Projected, ProjectedFrom, TensorParts};
 use tensors::TensorColumns;
 pub use tensors::{Piece, Tensor};
+
+/// Most bytes of all tensors of a checkpoint that repeat elements: a file of a few bytes may say any number.
+const REPEATED_LEN_MAX: u64 = 64 << 30;
 
 /// Position of a shard in `Catalog::shards`.
 ///
@@ -130,7 +134,7 @@ impl Catalog {
         shards: &[&ShardHeader],
         map: Option<&WeightMap>,
     ) -> Result<Catalog, Fault> {
-        build::of_whole_tensors(shards, map)
+        with_few_repeats(build::of_whole_tensors(shards, map)?)
     }
 
     /// Catalog of torch DCP shards, each tensor merged from boxes.
@@ -141,7 +145,7 @@ impl Catalog {
         shards: &[&ShardHeader],
         map: Option<&WeightMap>,
     ) -> Result<Catalog, Fault> {
-        build::of_dcp_shards(shards, map)
+        with_few_repeats(build::of_dcp_shards(shards, map)?)
     }
 
     /// Catalog of the files of all ranks of a training, each tensor merged from the parts of the ranks.
@@ -150,16 +154,20 @@ impl Catalog {
     /// does not say which part of its tensors it holds.
     #[doc(hidden)]
     pub fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
-        build::of_rank_files(shards)
+        with_few_repeats(build::of_rank_files(shards)?)
     }
 
     /// Catalog of a checkpoint of DeepSpeed: the tensors of one file of model states, or tensors joined
-    /// from the ranges of elements that the optimizer states of all ranks hold.
+    /// from the ranges of elements that the optimizer states of all ranks hold, or those of the files of a
+    /// universal checkpoint.
     ///
     /// A file is refused that tells of other ranks, shapes or ranges than the others and its name.
     #[doc(hidden)]
     pub fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
-        deepspeed::of_deepspeed(shards)
+        if shards.iter().any(|shard| universal::is_universal(shard)) {
+            return with_few_repeats(universal::of_universal(&build::sorted(shards))?);
+        }
+        with_few_repeats(deepspeed::of_deepspeed(shards)?)
     }
 
     /// The catalog of a file that is another link to the only shard of this catalog.
@@ -283,6 +291,27 @@ impl Catalog {
             format!("{} shard files found, {expected} expected: {names}", self.shards.len()),
         ))
     }
+}
+
+/// Refuses a catalog whose tensors repeat elements to more than `REPEATED_LEN_MAX` bytes in all.
+fn with_few_repeats(catalog: Catalog) -> Result<Catalog, Fault> {
+    let repeats = |piece: Piece<'_>| {
+        let mut steps = piece.shape.iter().zip(piece.strides.unwrap_or_default());
+        steps.any(|(&size, &stride)| size > 1 && stride == 0)
+    };
+    let has_strides = !catalog.columns.strides.is_empty();
+    let mut repeated = 0_u64;
+    for tensor in catalog.tensors().filter(|tensor| has_strides && tensor.pieces().any(repeats)) {
+        repeated = repeated.saturating_add(tensor.len);
+        if repeated > REPEATED_LEN_MAX {
+            let message = format!(
+                "with it the tensors that repeat what their storages hold have {repeated} bytes, tensorfs \
+                 reads up to {REPEATED_LEN_MAX} of a checkpoint; save what they repeat"
+            );
+            return Err(Fault::new(ErrorKind::HeaderTooLarge, message).tensor(tensor.name));
+        }
+    }
+    Ok(catalog)
 }
 
 /// Names printed in one message.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{ErrorKind, Fault};
-use crate::format::deepspeed::{StateFile, ZeroModel, ZeroPart};
+use crate::format::deepspeed::{StateFile, UniversalFile, ZeroModel, ZeroPart};
 use crate::open_options::ZeroWeights;
 
 /// Stem of the file that a checkpoint is shown as.
@@ -16,6 +16,8 @@ pub(super) struct StateFiles<'a> {
     /// Model states and optimizer states, by rank.
     models: BTreeMap<u64, &'a str>,
     optimizers: BTreeMap<u64, &'a str>,
+    /// Files of tensors of a universal checkpoint.
+    tensors: Vec<&'a str>,
     /// Files of a model that is cut in layers or tensors, or has experts.
     others: Vec<(StateFile, &'a str)>,
     /// Two files of one rank, if there are any.
@@ -27,6 +29,10 @@ impl<'a> StateFiles<'a> {
     pub(super) fn of(names: impl Iterator<Item = &'a str>) -> Option<StateFiles<'a>> {
         let mut found = StateFiles::default();
         for name in names {
+            if UniversalFile::of(name).is_some() {
+                found.tensors.push(name);
+                continue;
+            }
             let before = match StateFile::of(name) {
                 Some(StateFile::Model { slice: 0 }) => found.model.replace(name),
                 Some(StateFile::ModelOfRank { rank, slice: 0 }) => found.models.insert(rank, name),
@@ -42,6 +48,7 @@ impl<'a> StateFiles<'a> {
             found.double = found.double.or(before.map(|before| [before, name]));
         }
         let is_empty = found.model.is_none()
+            && found.tensors.is_empty()
             && found.others.is_empty()
             && found.models.is_empty()
             && found.optimizers.is_empty();
@@ -51,6 +58,12 @@ impl<'a> StateFiles<'a> {
     /// The files with the weights, and no others.
     pub(super) fn members(&self, zero: ZeroWeights) -> BTreeSet<String> {
         let mut members: BTreeSet<&str> = self.model.into_iter().collect();
+        if !self.tensors.is_empty() {
+            let slices = self.others.iter().filter(|(file, _)| is_model_of_slice(*file));
+            members.extend(self.models.values().chain(&self.tensors));
+            members.extend(slices.map(|(_, name)| name));
+            return members.into_iter().map(str::to_owned).collect();
+        }
         if zero == ZeroWeights::Fp32 || !self.models.is_empty() {
             members.extend(self.models.values().chain(self.optimizers.values()));
         }
@@ -66,7 +79,10 @@ impl<'a> StateFiles<'a> {
         let fault =
             |name: &str, kind, message: String| Some(Fault::new(kind, message).in_file(name));
         let merge = "make one file of the checkpoint with the tools of DeepSpeed";
-        if let Some((other, name)) = self.others.first() {
+        let is_universal = !self.tensors.is_empty();
+        let is_unread =
+            |(file, _): &&(StateFile, &str)| !(is_universal && is_model_of_slice(*file));
+        if let Some((other, name)) = self.others.iter().find(is_unread) {
             let what = match other {
                 StateFile::Layer => "one layer of a model that is cut in layers (pipeline)",
                 StateFile::Expert => "one expert of a model",
@@ -81,13 +97,25 @@ impl<'a> StateFiles<'a> {
             return fault(second, ErrorKind::DuplicateTensor, message);
         }
         let first = self.optimizers.values().next().copied();
+        if let Some(name) = self.tensors.first().filter(|_| self.model.is_none()) {
+            // The numbers of their ranks are compared by their contents.
+            let message = "no model states are beside `zero`, as mp_rank_00_model_states.pt, which tell \
+                           which tensors there are; fetch or copy them too";
+            return self
+                .models
+                .is_empty()
+                .then(|| fault(name, ErrorKind::ShardMissing, message.to_owned()))
+                .flatten();
+        }
         if self.models.is_empty() {
             if let (None, Some(name)) = (self.model, first) {
                 let message = "the optimizer states are here, but no mp_rank_00_model_states.pt; fetch \
                                or copy it too";
                 return fault(name, ErrorKind::ShardMissing, message.to_owned());
             }
-            if let (Some(model), None, ZeroWeights::Fp32) = (self.model, first, zero) {
+            if let (Some(model), None, ZeroWeights::Fp32) = (self.model, first, zero)
+                && !is_universal
+            {
                 let message = "no optimizer states are beside it, which hold the weights in F32; leave \
                                zero=fp32 out for those of the model";
                 return fault(model, ErrorKind::ShardMissing, message.to_owned());
@@ -114,7 +142,8 @@ impl<'a> StateFiles<'a> {
         None
     }
 
-    /// The files of a model that is cut in layers or tensors, or has experts: none of them is a checkpoint.
+    /// The files of a model that is cut in layers or tensors, or has experts: none of them is a checkpoint
+    /// by itself.
     pub(super) fn others(&self) -> BTreeSet<String> {
         self.others.iter().map(|(_, name)| (*name).to_owned()).collect()
     }
@@ -133,4 +162,9 @@ impl<'a> StateFiles<'a> {
             _ => format!("{shown}; zero=fp32 shows those of the optimizer states"),
         }
     }
+}
+
+/// Whether the file has the model states of a tensor-parallel rank.
+fn is_model_of_slice(file: StateFile) -> bool {
+    matches!(file, StateFile::Model { .. })
 }

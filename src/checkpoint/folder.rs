@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::format::deepspeed::LATEST;
+use crate::format::deepspeed::{LATEST, LATEST_UNIVERSAL};
 use crate::format::names;
 use crate::source::Source;
 use crate::store::Store;
@@ -160,7 +160,17 @@ impl Folder {
 
     /// Whether it is the folder of a checkpoint of the run of DeepSpeed in `run`.
     pub(super) fn is_of_run(&self, run: &Folder) -> bool {
-        run.file(LATEST).is_some() && self.state_files().is_some()
+        run.latest().is_some() && self.state_files().is_some()
+    }
+
+    /// The file that names the folder of the last checkpoint, if it is the folder of a run of DeepSpeed.
+    pub(super) fn latest(&self) -> Option<&File> {
+        self.file(self.latest_name())
+    }
+
+    /// The name of that file. A universal checkpoint is made of another one, which goes first.
+    pub(super) fn latest_name(&self) -> &'static str {
+        if self.file(LATEST).is_some() { LATEST } else { LATEST_UNIVERSAL }
     }
 
     /// Whether files of `torch.save` count as weights: where there are no others, or `only` is one.

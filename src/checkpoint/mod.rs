@@ -24,6 +24,7 @@ mod scan;
 mod set;
 mod small_files;
 mod tree;
+mod universal;
 mod update;
 mod view_records;
 mod virtual_file;

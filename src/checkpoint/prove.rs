@@ -3,10 +3,11 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use crate::catalog::{Catalog, Head, ShardHeader, Tensor};
+use crate::catalog::{Catalog, Head, ShardHeader, Tensor, named_some};
 use crate::error::{Error, ErrorKind, Fault, Result, quoted};
+use crate::format::deepspeed::StateFile;
 use crate::format::tensorizer::keys::Secret;
-use crate::format::{InputFormat, names};
+use crate::format::{InputFormat, TrainingState, names};
 use crate::open_options::OpenOptions;
 use crate::source::Source;
 
@@ -18,6 +19,7 @@ use super::load::OpenShard;
 use super::runs::{Latest, passed_over, refuse_run};
 use super::set::{Proved, Set, TailEvidence, check_completeness};
 use super::tree::Tree;
+use super::universal::part_of;
 use super::virtual_file::present;
 use super::{Checkpoint, ProvedSet};
 
@@ -32,16 +34,28 @@ impl Tree {
             .collect();
         let proved = |id: FolderId| match self.folder(id).parent.and_then(|run| latest.get(&run)) {
             Some(Ok(named)) if *named != id && self.folder(id).state_files().is_some() => {
-                passed_over(&self.folder(id))
+                let folder = self.folder(id);
+                let run = folder.parent.map(|run| self.folder(run)).unwrap_or_default();
+                passed_over(&run, &folder)
             }
             Some(Err(_)) if self.folder(id).state_files().is_some() => Proved::default(),
             _ => self.prove_folder(id),
         };
-        let mut family: Vec<(FolderId, Proved)> =
-            members.into_iter().map(|id| (id, proved(id))).collect();
+        let mut family: Vec<(FolderId, Proved)> = Vec::with_capacity(members.len());
+        for id in members {
+            let folder = self.folder(id);
+            let one = match self.universal_of(&folder) {
+                Some(top) => {
+                    let found = family.iter().find(|(id, _)| *id == top);
+                    part_of(found.map(|(_, proved)| proved), &folder)
+                }
+                None => proved(id),
+            };
+            family.push((id, one));
+        }
         for (id, run) in &mut family {
             if let Some(Err(error)) = latest.get(id) {
-                refuse_run(run, error);
+                refuse_run(&self.folder(*id), run, error);
             }
         }
         for position in 1..family.len() {
@@ -62,7 +76,7 @@ impl Tree {
     }
 
     fn prove_folder(&self, id: FolderId) -> Proved {
-        let folder = &*self.folder(id);
+        let folder = &*self.with_tensor_files(id);
         // Folders without weight files need no index.
         // An index does not tell whether the file that the secret is for is encrypted.
         let secret = self.options.secret.as_deref();
@@ -110,6 +124,9 @@ impl Tree {
             }
             let outcome = outcome.map(Arc::new);
             proved.sets.push(Set { name, kind, files, outcome, shown_at_parent: None });
+        }
+        if self.options.state == TrainingState::All && only.is_none() {
+            proved.notes.extend(unread_states(folder));
         }
         proved.index = index.map(|index| index.keep(doubt, &texts, &weights, &proved));
         proved
@@ -317,6 +334,17 @@ fn deepspeed_catalog(
         catalog.notes.push(states.note(model.header.zero.as_deref()));
     }
     Ok(catalog)
+}
+
+/// A note on the files of `folder` that hold the state of a training and that nothing is shown of.
+fn unread_states(folder: &Folder) -> Option<String> {
+    let is_model = |name: &str| matches!(StateFile::of(name), Some(StateFile::ModelOfRank { .. }));
+    let is_state = |name: &&str| names::is_torch_state(name) && !is_model(name);
+    let unread: Vec<&str> = folder.names().filter(is_state).collect();
+    (!unread.is_empty() && folder.has_pickles(None)).then(|| {
+        let named = named_some(unread.into_iter());
+        format!("the state of the training in {named} is not shown, also by state=all")
+    })
 }
 
 /// Refuses a plain file among encrypted ones: a person who can write to the folder may have put it

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ffi::OsStr;
 
 use crate::error::{Error, ErrorKind, Fault, Result, quoted};
-use crate::format::deepspeed::{LATEST, LATEST_LEN_MAX, latest_folder};
+use crate::format::deepspeed::{LATEST_LEN_MAX, latest_folder};
 use crate::format::names;
 
 use super::deepspeed::STEM;
@@ -19,11 +19,12 @@ pub(super) type Latest = std::result::Result<FolderId, Error>;
 impl Tree {
     /// The last checkpoint of the run in `folder`. `None` if it is not the folder of a run.
     pub(super) fn latest_of(&self, folder: &Folder) -> Option<Latest> {
-        let file = folder.file(LATEST)?;
+        let file = folder.latest()?;
+        let file_name = folder.latest_name();
         let children = || folder.children.iter().map(|(name, id)| (name, *id, self.folder(*id)));
         children().find(|(.., child)| child.state_files().is_some())?;
         let refused = |kind, message: String| {
-            Error::refused(&folder.path, Fault::new(kind, message).in_file(LATEST))
+            Error::refused(&folder.path, Fault::new(kind, message).in_file(file_name))
         };
         let text = match read_latest(file) {
             Ok(text) => text,
@@ -51,24 +52,25 @@ impl Tree {
     }
 }
 
-/// Adds the reason to a run without a last checkpoint why it shows none.
-pub(super) fn refuse_run(run: &mut Proved, error: &Error) {
+/// Adds the reason to the run in `folder`, which has no last checkpoint, why it shows none.
+pub(super) fn refuse_run(folder: &Folder, run: &mut Proved, error: &Error) {
     if run.sets.is_empty() {
         run.sets.push(Set {
             name: names::whole(STEM),
             kind: SetKind::DeepSpeed,
-            files: BTreeSet::from([LATEST.to_owned()]),
+            files: BTreeSet::from([folder.latest_name().to_owned()]),
             outcome: Err(error.copied()),
             shown_at_parent: None,
         });
     }
 }
 
-/// The folder of a checkpoint that is not the last one of its run: no file of it is read.
-pub(super) fn passed_over(folder: &Folder) -> Proved {
+/// The folder of a checkpoint that is not the last one of `run`: no file of it is read.
+pub(super) fn passed_over(run: &Folder, folder: &Folder) -> Proved {
     let name = folder.relative.file_name().unwrap_or_default().to_string_lossy();
     let note = format!(
-        "`{LATEST}` does not name the checkpoint in {}; name its folder to read it",
+        "`{}` does not name the checkpoint in {}; name its folder to read it",
+        run.latest_name(),
         quoted(&name)
     );
     Proved { notes: vec![note], ..Proved::default() }

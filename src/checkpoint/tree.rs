@@ -319,8 +319,8 @@ impl Tree {
     }
 
     /// The top folders of all families with weight files. A family is a folder with its `sharded/`
-    /// or `consolidated/` child, or the folder of a run of DeepSpeed with those of its checkpoints. Its
-    /// folders are proved together.
+    /// or `consolidated/` child, or the folder of a run of DeepSpeed with those of its checkpoints, or that
+    /// of a universal checkpoint with those of its tensors. Its folders are proved together.
     pub fn families(&self) -> Vec<FolderId> {
         let only = self.only.as_deref();
         let with_weights = self.ids().into_iter().filter(|&id| self.folder(id).has_weights(only));
@@ -335,6 +335,7 @@ impl Tree {
             let is_of = |parent: &FolderId| {
                 now.relative.file_name().is_some_and(is_twin)
                     || now.is_of_run(&self.folder(*parent))
+                    || self.universal_of(&now).is_some()
             };
             match now.parent.filter(is_of) {
                 Some(parent) => folder = parent,
@@ -350,7 +351,8 @@ impl Tree {
         while let Some(&id) = members.get(next) {
             let folder = self.folder(id);
             let is_of = |(name, child): &&(OsString, FolderId)| {
-                is_twin(name) || self.folder(*child).is_of_run(&folder)
+                let child = self.folder(*child);
+                is_twin(name) || child.is_of_run(&folder) || self.universal_of(&child).is_some()
             };
             members.extend(folder.children.iter().filter(is_of).map(|&(_, child)| child));
             next += 1;

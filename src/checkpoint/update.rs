@@ -9,7 +9,7 @@ use std::sync::Arc;
 use nix::libc;
 
 use crate::error::{Error, Result, shown_path};
-use crate::format::deepspeed::{LATEST, StateFile};
+use crate::format::deepspeed::{LATEST, LATEST_UNIVERSAL, StateFile};
 use crate::format::{manifest, names};
 use crate::store::resolve::Unusable;
 use crate::version::{FileId, QueueKey};
@@ -436,7 +436,7 @@ fn is_of_sets(name: &OsStr, only: Option<&str>) -> bool {
         || names::is_of_torch(name)
         || names::is_of_distcp(name)
         || StateFile::of(name).is_some()
-        || name == LATEST
+        || matches!(name, LATEST | LATEST_UNIVERSAL)
         || name.ends_with(manifest::SUFFIX)
         || only == Some(name)
 }

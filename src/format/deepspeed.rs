@@ -4,9 +4,22 @@
 use std::collections::HashSet;
 
 use crate::dtype::Dtype;
+use crate::error::{ErrorKind, Fault};
 
 /// Name of the file of a run that names the folder of its last checkpoint.
 pub const LATEST: &str = "latest";
+
+/// Name of the file of a run that names the folder of its last universal checkpoint.
+pub const LATEST_UNIVERSAL: &str = "latest_universal";
+
+/// The folder of a universal checkpoint that has a folder for each tensor.
+pub const UNIVERSAL: &str = "zero";
+
+/// The file of a tensor there with its weights in F32.
+pub const MASTER: &str = "fp32.pt";
+
+/// The state of a tensor that is a number.
+const STEP: &str = "step";
 
 /// Longest content of that file, in bytes.
 pub const LATEST_LEN_MAX: u64 = 4096;
@@ -70,6 +83,50 @@ impl StateFile {
     }
 }
 
+/// A file of a universal checkpoint: one state of one tensor, as its weights in F32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct UniversalFile<'a> {
+    /// Name of the tensor.
+    pub param: &'a str,
+    /// Name of the state.
+    pub state: &'a str,
+}
+
+impl<'a> UniversalFile<'a> {
+    /// The file of this path in the folder of its checkpoint: `zero/NAME/STATE.pt`. `None` for files
+    /// without a tensor.
+    pub fn of(path: &'a str) -> Option<UniversalFile<'a>> {
+        let (param, file) = path.strip_prefix(UNIVERSAL)?.strip_prefix('/')?.rsplit_once('/')?;
+        let state = file.strip_suffix(".pt")?;
+        let is_tensor = !state.is_empty() && state != STEP;
+        let is_name = !param.is_empty() && !param.contains('/');
+        (is_tensor && is_name).then_some(UniversalFile { param, state })
+    }
+
+    /// Whether it has the weights.
+    pub fn is_master(&self) -> bool {
+        MASTER.strip_suffix(".pt") == Some(self.state)
+    }
+
+    /// The name that its tensor is shown under.
+    pub fn tensor_name(&self) -> String {
+        match self.is_master() {
+            true => self.param.to_owned(),
+            false => format!("{}.{}", self.param, self.state),
+        }
+    }
+}
+
+/// The fault of the file of one of `count` ranks that share the tensors or the layers of a model, by the
+/// value `key`.
+pub fn slice_fault(count: u64, key: &str) -> Fault {
+    let message = format!(
+        "is the file of one of {count} ranks, each with a part of the model ({key}), which tensorfs does \
+         not join; make one file of them with the tools of the framework that saved them"
+    );
+    Fault::new(ErrorKind::TensorMissing, message)
+}
+
 /// Reads `3_mp_rank_00`: the two ranks.
 fn ranks(text: &str) -> Option<(u64, u64)> {
     let (rank, slice) = text.split_once("_mp_rank_")?;
@@ -108,6 +165,17 @@ pub enum ZeroPart {
     Model(ZeroModel),
     /// A file of optimizer states.
     Partition(ZeroPartition),
+    /// A file with one tensor of a universal checkpoint.
+    Universal(UniversalTensor),
+}
+
+/// The facts in a file with one tensor of a universal checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UniversalTensor {
+    /// Whether it has the elements one after another, without the shape.
+    pub is_flat: bool,
+    /// Whether padding at the end of its first dimension was taken off.
+    pub is_vocabulary: bool,
 }
 
 /// A tensor of a model.
@@ -154,6 +222,8 @@ pub struct ZeroModel {
     pub placeholders: Vec<String>,
     /// Number of data-parallel ranks, if the file records it.
     pub ranks: Option<u64>,
+    /// Number of ranks that share each tensor.
+    pub slices: u64,
 }
 
 impl ZeroModel {
@@ -210,6 +280,27 @@ mod tests {
             ("pytorch_model.bin", None),
         ] {
             assert_eq!(StateFile::of(name), file, "{name}");
+        }
+    }
+
+    #[test]
+    fn files_of_universal_checkpoints_are_known_by_their_paths() {
+        for (path, found) in [
+            ("zero/a.weight/fp32.pt", Some(("a.weight", "fp32", "a.weight"))),
+            ("zero/a.weight/exp_avg.pt", Some(("a.weight", "exp_avg", "a.weight.exp_avg"))),
+            ("zero/a.weight/step.pt", None),
+            ("zero/optimizer_state.pt", None),
+            ("zero/a/b/fp32.pt", None),
+            ("zero//fp32.pt", None),
+            ("zero/a/.pt", None),
+            ("zero/a/fp32.bin", None),
+            ("other/a/fp32.pt", None),
+            ("zeros/a/fp32.pt", None),
+        ] {
+            let file = UniversalFile::of(path);
+            let name = file.map(|file| file.tensor_name());
+            let parts = file.map(|file| (file.param, file.state)).zip(name.as_deref());
+            assert_eq!(parts.map(|((param, state), name)| (param, state, name)), found, "{path}");
         }
     }
 

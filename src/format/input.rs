@@ -7,6 +7,7 @@ use std::ops::Range;
 use crate::error::{ErrorKind, Fault};
 use crate::words;
 
+use super::deepspeed::UniversalFile;
 use super::description::ShardDescription;
 use super::foreign::{Evidence, FIRST_LEN, LAST_LEN};
 use super::range_reader::RangeReader;
@@ -175,7 +176,7 @@ impl Detected {
         reader: &mut dyn RangeReader,
         state: TrainingState,
     ) -> ParseResult<ShardDescription> {
-        match self.parse_valid(reader, state)? {
+        match self.parse_valid(name, reader, state)? {
             // Its format is known by its content.
             Err(fault) if self.format == InputFormat::Torch => Ok(Err(fault)),
             Err(fault) => Ok(Err(explained(name, reader, fault)?)),
@@ -185,6 +186,7 @@ impl Detected {
 
     fn parse_valid(
         &self,
+        name: &str,
         reader: &mut dyn RangeReader,
         state: TrainingState,
     ) -> ParseResult<ShardDescription> {
@@ -192,6 +194,9 @@ impl Detected {
             InputFormat::Safetensors => true,
             InputFormat::Bintensors => false,
             InputFormat::Tensorizer => return tensorizer::parse(reader),
+            InputFormat::Torch if UniversalFile::of(name).is_some() => {
+                return pickle::parse_universal(reader);
+            }
             InputFormat::Torch => return pickle::parse(reader, state),
         };
         let (end, file_len) = (self.description_len, reader.file_len());

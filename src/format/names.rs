@@ -115,10 +115,18 @@ pub fn is_torch(name: &str) -> bool {
     torch_stem(name).is_some()
 }
 
+/// Whether the name is one that files of `torch.save` with the state of a training have.
+pub fn is_torch_state(name: &str) -> bool {
+    TORCH_SUFFIXES.iter().any(|suffix| name.ends_with(suffix)) && has_state_stem(name)
+}
+
+fn has_state_stem(name: &str) -> bool {
+    TORCH_STATES.iter().any(|state| name.starts_with(state))
+}
+
 fn torch_stem(name: &str) -> Option<&str> {
     let stem = TORCH_SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix))?;
-    let is_state = TORCH_STATES.iter().any(|state| stem.starts_with(state));
-    (!stem.is_empty() && !is_state && !is_hidden(name)).then_some(stem)
+    (!stem.is_empty() && !has_state_stem(stem) && !is_hidden(name)).then_some(stem)
 }
 
 /// The file of a distributed checkpoint of torch that tells where its tensors lie. It is written last.

@@ -106,3 +106,34 @@ class Strided(TestCase):
             self.assertEqual(outcome.code, 1, outcome)
             self.assertIn(hint, json.dumps(outcome.json()["error"]))
             self.assertIn("tensor `w`", outcome.json()["error"])
+
+    def test_parts_of_ranks_are_put_in_order_too(self):
+        whole = {"w": np.arange(60, dtype=np.float32).reshape(10, 6), "e": np.tile(np.arange(5, dtype=np.float32), (4, 1))}
+        folder = self.tmp / "ranks"
+        folder.mkdir()
+        for rank in range(2):
+            rows = whole["w"][rank * 5 : rank * 5 + 5]
+            with torch_files.modules() as named:
+                root = {
+                    # Column by column, and one row that all of the part repeat.
+                    "w": torch_files.dtensor(named, transposed(rows.T.reshape(-1).copy(), 5, 6), (10, 6), rank, 2, 0),
+                    "e": torch_files.dtensor(named, Tensor(whole["e"][0].copy(), (2, 5), strides=(0, 1)), (4, 5), rank, 2, 0),
+                }
+                torch_files.save(folder / f"model_world_size_2_rank_{rank}.pt", root)
+        self.assert_done(tensorfs("verify", folder))
+        with Mount(folder) as m:
+            self.assert_arrays(oracle.tensor_bytes(m.path / "model.safetensors"), whole)
+        self.assertIn("with strides [1, 5]", tensorfs("inspect", folder, "w").stdout)
+        # An index keeps the strides.
+        words = ("--index-dir", self.tmp / "index")
+        self.assert_done(tensorfs("index", folder, *words))
+        self.assert_done(tensorfs("consolidate", folder, self.tmp / "one.safetensors", *words))
+        self.assert_arrays(oracle.tensor_bytes(self.tmp / "one.safetensors"), whole)
+
+    def test_tensors_that_repeat_too_much_together_are_refused(self):
+        storage = np.arange(4, dtype=np.float32)
+        each = Tensor(storage, (3 << 32, 1), strides=(0, 1))
+        torch_files.save(self.tmp / "bad.pt", {"a": each, "b": Tensor(storage, (4,)), "c": each, "d": each})
+        outcome = tensorfs("ls", self.tmp / "bad.pt", "--json")
+        self.assertEqual(outcome.code, 1, outcome)
+        self.assertIn("tensor `c`: with it the tensors that repeat what their storages hold", outcome.json()["error"])

@@ -39,19 +39,33 @@ def rows(shape):
 
 def save(path, root, protocol=2, folder="archive"):
     """Writes `root` as torch.save does, with `Tensor` and `Object` in place of tensors and objects."""
-    with _modules() as modules, zipfile.ZipFile(path, "w") as archive:
+    with modules() as named, zipfile.ZipFile(path, "w") as archive:
         storages = []
         with archive.open(f"{folder}/data.pkl", "w") as file:
-            _Pickler(file, protocol, modules, storages).dump(root)
+            _Pickler(file, protocol, named, storages).dump(root)
         archive.writestr(f"{folder}/byteorder", "little")
         for number, storage in enumerate(storages):
             archive.writestr(f"{folder}/data/{number}", np.ascontiguousarray(storage).tobytes())
         archive.writestr(f"{folder}/version", "3\n")
 
 
+def dtensor(named, local, whole, rank, ranks, dim):
+    """The part `local` that a rank has of a DTensor of F32 which is cut in a dimension. `named` is of `modules`."""
+    tensors = "torch.distributed.tensor"
+    kind = named(tensors, "DTensor", "class")
+    numbers = Tensor(np.arange(ranks), dtype="I64")
+    mesh = {"device_type": "cpu", "mesh": numbers, "mesh_dim_names": None, "_coordinate_on_dim": [rank]}
+    placement = Object(f"{tensors}.placement_types", "Shard", state={"dim": dim})
+    spec = {"mesh": Object("torch.distributed.device_mesh", "DeviceMesh", state=mesh), "placements": (placement,)}
+    state = {"_local_tensor": local, "_spec": Object(f"{tensors}._dtensor_spec", "DTensorSpec", state=spec)}
+    rebuild = named("torch._utils", "_rebuild_wrapper_subclass", "function")
+    call = (kind, named("torch", "float32", "class"), tuple(whole), tuple(rows(whole)))
+    return Object("torch._tensor", "_rebuild_from_type_v2", args=(rebuild, kind, call, state))
+
+
 @contextlib.contextmanager
-def _modules():
-    """Makes modules whose names pickles can ask for, as long as the context lasts."""
+def modules():
+    """A function that makes classes and functions whose names pickles can ask for, as long as the context lasts."""
     before = dict(sys.modules)
     try:
         yield _named

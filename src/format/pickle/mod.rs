@@ -33,10 +33,10 @@ use crate::words;
 
 use self::machine::PICKLE_LEN_MAX;
 use self::state_dict::{ModelTensor, ModelTensors};
-use self::tensors::{StorageData, Storages};
+use self::tensors::{StorageData, Storages, TensorPlace, tensor_call};
 use self::values::Values;
 use self::zip::{Archive, LOCAL_MAGIC};
-use super::deepspeed::{ZeroModel, ZeroPart};
+use super::deepspeed::{UniversalTensor, ZeroModel, ZeroPart};
 use super::description::{PiecePlace, ShardDescription};
 use super::range_reader::RangeReader;
 use super::tensorizer::{HashedTensor, KeptHashes};
@@ -74,6 +74,9 @@ const PICKLE: &str = "data.pkl";
 /// has.
 const BYTE_ORDER: &str = "byteorder";
 const TORCHSCRIPT: &str = "constants.pkl";
+
+/// The key of the tensor in a file of a universal checkpoint.
+const PARAM: &str = "param";
 
 /// Bytes of memory that a byte of a pickle may take, for the bound on headers in memory.
 const MEMORY_OF_BYTE: u64 = 4;
@@ -177,7 +180,19 @@ pub fn parse(
         return told(legacy::parse(reader, state));
     }
     let whole = reader.start()..reader.file_len();
-    told(parse_range(reader, whole, state))
+    told(parse_range(reader, whole, |values, data, range| describe(values, data, range, state)))
+}
+
+/// Parses a file with one tensor of a universal checkpoint of DeepSpeed: the tensor, or a dict with it
+/// and what DeepSpeed notes of it.
+///
+/// # Errors
+/// The outer error is a failed read, the inner one is the fault of the file.
+pub fn parse_universal(
+    reader: &mut dyn RangeReader,
+) -> io::Result<Result<ShardDescription, Fault>> {
+    let whole = reader.start()..reader.file_len();
+    told(parse_range(reader, whole, describe_universal))
 }
 
 /// The entries of an archive that have a CRC, in the order of their bytes; none for other files.
@@ -240,7 +255,11 @@ fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64
 fn parse_range(
     reader: &mut dyn RangeReader,
     range: Range<u64>,
-    state: TrainingState,
+    describe: impl FnOnce(
+        &Values<'_>,
+        StorageData<'_, '_>,
+        &Range<u64>,
+    ) -> Result<ShardDescription, ReadStop>,
 ) -> Result<ShardDescription, ReadStop> {
     let (archive, len) = open(reader, range.clone())?;
     check_byte_order(reader, &archive)?;
@@ -248,7 +267,48 @@ fn parse_range(
     let mut pickle = vec![0; len as usize];
     reader.read_exact_at(place.start, &mut pickle)?;
     let values = machine::run(&pickle)?;
-    describe(&values, StorageData::Entries { reader, archive: &archive }, &range, state)
+    describe(&values, StorageData::Entries { reader, archive: &archive }, &range)
+}
+
+/// The one tensor that the pickle holds.
+fn describe_universal(
+    values: &Values<'_>,
+    data: StorageData<'_, '_>,
+    range: &Range<u64>,
+) -> Result<ShardDescription, ReadStop> {
+    let mut storages = Storages::new(data);
+    let (place, is_flat) = match tensor_call(values, values.root) {
+        Some(call) => (call.place(values, &mut storages)?, true),
+        None => {
+            let all = TrainingState::All;
+            let named = ModelTensors::of(values, &mut storages, None, all)?.tensors;
+            let [tensor] = <[ModelTensor; 1]>::try_from(named).map_err(|_| not_one_param())?;
+            if tensor.name != PARAM || tensor.part_of.is_some() {
+                return Err(not_one_param().into());
+            }
+            (tensor.place, false)
+        }
+    };
+    let is_vocabulary = !is_flat && zero::is_vocabulary(values)?;
+    let TensorPlace { dtype, shape, start, strides, .. } = place;
+    let mut description = ShardDescription::with_room(0, 1, PARAM.len());
+    description.push(PARAM, dtype, (0, shape.len() as u32), start);
+    if let Some(strides) = strides {
+        description.set_strides(strides);
+    }
+    description.set_numbers(shape);
+    let format = ("format".to_owned(), "pt".to_owned());
+    description.metadata = Some([format].into());
+    description.described = described(range, storages.undescribed());
+    description.zero =
+        Some(Arc::new(ZeroPart::Universal(UniversalTensor { is_flat, is_vocabulary })));
+    Ok(description)
+}
+
+fn not_one_param() -> Fault {
+    let message =
+        format!("is no file of a universal checkpoint: it does not hold one tensor, `{PARAM}`");
+    Fault::new(ErrorKind::HeaderDecode, message)
 }
 
 /// The tensors of the model that the pickle holds. `range` is what describes them and their data.

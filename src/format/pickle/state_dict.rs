@@ -8,7 +8,7 @@ use super::tensors::{Storages, TensorPlace, tensor_call};
 use super::values::{Node, NodeId, Part, Values};
 use super::{ReadStop, TrainingState};
 use crate::error::{ErrorKind, Fault, quoted};
-use crate::format::deepspeed::ZeroModel;
+use crate::format::deepspeed::{ZeroModel, slice_fault};
 use crate::format::description::FileRank;
 use crate::format::safetensors::METADATA;
 
@@ -156,14 +156,12 @@ impl ModelTensors {
         check_names(&found)?;
         let (mut tensors, rank) = places(values, storages, found)?;
         let all: Vec<&DictPair<'_>> = hidden.iter().chain(&rest).collect();
-        check_whole(values, &all)?;
+        // The catalog refuses the file of one of several ranks where it stands alone.
+        if zero.is_none_or(|zero| zero.slices <= 1) {
+            check_whole(values, &all)?;
+        }
         let is_deepspeed = all.iter().any(|pair| pair.key.text() == Some("ds_version"));
-        let elsewhere = zero.map(ZeroModel::names_elsewhere).unwrap_or_default();
-        let is_empty = |tensor: &mut ModelTensor| {
-            tensor.place.shape == [0] && elsewhere.contains(tensor.name.as_str())
-        };
-        let placeholders: Vec<String> =
-            tensors.extract_if(.., is_empty).map(|tensor| tensor.name).collect();
+        let placeholders = take_placeholders(&mut tensors, zero, state);
         let no_data = |tensor: &&ModelTensor| {
             tensor.place.is_placeholder
                 || (is_deepspeed && zero.is_none() && tensor.place.shape == [0])
@@ -180,6 +178,23 @@ impl ModelTensors {
         let note = note_of(left_out, hides_tensors);
         Ok(ModelTensors { tensors, left_out: note, rank, placeholders })
     }
+}
+
+/// Takes the tensors out whose elements lie in the files of all ranks. Returns their names in the model.
+fn take_placeholders(
+    tensors: &mut Vec<ModelTensor>,
+    zero: Option<&ZeroModel>,
+    state: TrainingState,
+) -> Vec<String> {
+    let elsewhere = zero.map(ZeroModel::names_elsewhere).unwrap_or_default();
+    // All tensors are shown under full names.
+    let prefix = if state == TrainingState::All { "module." } else { "" };
+    let in_model = |name: &str| name.strip_prefix(prefix).map(str::to_owned);
+    let is_empty = |tensor: &mut ModelTensor| {
+        let name = tensor.name.strip_prefix(prefix);
+        tensor.place.shape == [0] && name.is_some_and(|name| elsewhere.contains(name))
+    };
+    tensors.extract_if(.., is_empty).filter_map(|tensor| in_model(&tensor.name)).collect()
 }
 
 /// The note on values of a file that are not shown, some with tensors.
@@ -252,12 +267,7 @@ fn check_whole(values: &Values<'_>, root: &[&DictPair<'_>]) -> Result<(), Fault>
     for (key, value) in of_root.chain(of_args) {
         let count = values.int(value).filter(|&count| count > 1 && SLICES.contains(&key));
         if let Some(count) = count {
-            let message = format!(
-                "is the file of one of {count} ranks, each with a part of the model ({key}), which \
-                 tensorfs does not join; make one file of them with the tools of the framework that \
-                 saved them"
-            );
-            return Err(Fault::new(ErrorKind::TensorMissing, message));
+            return Err(slice_fault(count.unsigned_abs(), key));
         }
     }
     Ok(())

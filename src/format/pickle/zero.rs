@@ -65,6 +65,8 @@ pub(super) fn model_of(
     }
     let ranks = reading.value(root, "dp_world_size")?;
     model.ranks = ranks.and_then(|id| values.natural(id));
+    let slices = reading.value(root, "mp_world_size")?;
+    model.slices = slices.and_then(|id| values.natural(id)).unwrap_or(1);
     Ok(Some(model))
 }
 
@@ -116,6 +118,12 @@ pub(super) fn partition_of(
         }
     }
     Ok(Some(partition))
+}
+
+/// Whether the dict of a tensor of a universal checkpoint says that padding was taken off it.
+pub(super) fn is_vocabulary(values: &Values<'_>) -> Result<bool, Fault> {
+    let mark = Reading::new(values).value(values.root, "vocab_tensor")?;
+    Ok(mark.is_some_and(|id| values.node(id) == Node::Bool(true)))
 }
 
 impl<'a, 'v> Reading<'a, 'v> {

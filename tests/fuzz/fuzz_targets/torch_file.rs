@@ -1,12 +1,13 @@
 //! Any bytes as a file of torch.save, and any pickle in one: a file that is accepted has distinct names,
-//! and its tensors lie in it.
+//! and its tensors lie in it. So do those of a file of one tensor of a universal checkpoint.
 
 #![no_main]
 
 use std::collections::BTreeSet;
 
 use libfuzzer_sys::fuzz_target;
-use tensorfs::internal::format::pickle::parse_file;
+use tensorfs::internal::format::ShardDescription;
+use tensorfs::internal::format::pickle::{parse_file, parse_universal};
 
 fuzz_target!(|data: &[u8]| {
     check(data);
@@ -35,7 +36,16 @@ fn archive(pickle: &[u8]) -> Vec<u8> {
 }
 
 fn check(file: &[u8]) {
-    let Ok(description) = parse_file(file) else { return };
+    if let Ok(description) = parse_file(file) {
+        check_tensors(file, &description);
+    }
+    if let Ok(Ok(description)) = parse_universal(&mut &*file) {
+        assert_eq!(description.len(), 1);
+        check_tensors(file, &description);
+    }
+}
+
+fn check_tensors(file: &[u8], description: &ShardDescription) {
     let mut names = BTreeSet::new();
     for tensor in description.tensors() {
         assert!(names.insert(tensor.name.to_owned()), "{} stands twice", tensor.name);

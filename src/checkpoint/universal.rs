@@ -1,0 +1,72 @@
+//! Universal checkpoints of DeepSpeed: the folder of a checkpoint with a folder for each tensor.
+//!
+//! They are one set of the folder of the checkpoint, in which a file of a tensor has the name
+//! `zero/NAME/fp32.pt`.
+
+use std::sync::Arc;
+
+use crate::format::TrainingState;
+use crate::format::deepspeed::{MASTER, UNIVERSAL, UniversalFile};
+
+use super::folder::{File, Folder, FolderId};
+use super::set::{Proved, Set};
+use super::tree::Tree;
+
+impl Tree {
+    /// The folder with the folders of tensors, if `folder` is that of a universal checkpoint.
+    fn tensor_folders(&self, folder: &Folder) -> Option<Arc<Folder>> {
+        let (_, id) = folder.children.iter().find(|(name, _)| name == UNIVERSAL)?;
+        let found = self.folder(*id);
+        let has_master = |id: FolderId| self.folder(id).file(MASTER).is_some();
+        found.children.iter().any(|(_, child)| has_master(*child)).then_some(found)
+    }
+
+    /// The folder of the universal checkpoint that has files of tensors in `folder`, or in folders there.
+    pub(super) fn universal_of(&self, folder: &Folder) -> Option<FolderId> {
+        let is_named = |folder: &Folder| folder.relative.file_name() == Some(UNIVERSAL.as_ref());
+        let is_top = |id: &FolderId| self.tensor_folders(&self.folder(*id)).is_some();
+        let parent = folder.parent?;
+        if is_named(folder) && is_top(&parent) {
+            return Some(parent);
+        }
+        let above = self.folder(parent);
+        above.parent.filter(|top| is_named(&above) && is_top(top))
+    }
+
+    /// The folder `id`, with the files of tensors if it is that of a universal checkpoint.
+    pub(super) fn with_tensor_files(&self, id: FolderId) -> Arc<Folder> {
+        let folder = self.folder(id);
+        let Some(tensors) = self.tensor_folders(&folder) else { return folder };
+        let mut files = folder.files.to_vec();
+        for (name, child) in &tensors.children {
+            let Some(param) = name.to_str() else { continue };
+            for file in self.folder(*child).files.iter() {
+                let Some(own) = file.name.to_str() else { continue };
+                let path = format!("{UNIVERSAL}/{param}/{own}");
+                let is_shown = |file: UniversalFile<'_>| {
+                    file.is_master() || self.options.state == TrainingState::All
+                };
+                if UniversalFile::of(&path).is_some_and(is_shown) {
+                    files.push(File { name: path.into(), ..file.clone() });
+                }
+            }
+        }
+        files.sort_by(|a, b| a.name.cmp(&b.name));
+        Arc::new(Folder { files: files.into(), ..Folder::clone(&folder) })
+    }
+}
+
+/// The folder `folder` of files of tensors, of which the universal checkpoint `top` shows some. The
+/// others stay visible.
+pub(super) fn part_of(top: Option<&Proved>, folder: &Folder) -> Proved {
+    let name = folder.relative.file_name().unwrap_or_default().to_string_lossy();
+    let sets = top.into_iter().flat_map(|top| &top.sets);
+    let shown: Vec<&Set> = sets.filter(|set| set.outcome.is_ok()).collect();
+    let is_shown = |file: &&str| {
+        let path = format!("{UNIVERSAL}/{name}/{file}");
+        shown.iter().any(|set| set.files.contains(&path))
+    };
+    let files = folder.files.iter().filter_map(|file| file.name.to_str());
+    let weights = files.filter(is_shown).map(str::to_owned).collect();
+    Proved { weights, ..Proved::default() }
+}

@@ -1,19 +1,21 @@
 //! Loads the sets of a folder from its index, and writes proved sets to the index.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
 use crate::error::{Error, shown_path};
-use crate::format::{OutputFormat, manifest, names};
-use crate::hash::Digest;
+use crate::format::deepspeed::StateFile;
+use crate::format::{OutputFormat, TrainingState, manifest, names, pickle};
+use crate::hash::{Digest, Hasher};
 use crate::index::{
     EXTENSION, FileRecord, Index, IndexStore, PresentedRecord, SETTLED, SetRecord,
     VirtualFileRecord, file_name, now,
 };
-use crate::open_options::{OpenOptions, Prefer};
+use crate::open_options::{OpenOptions, Prefer, ZeroWeights};
 use crate::version::Version;
 
 use super::config::with_config_of;
@@ -25,8 +27,15 @@ use super::tree::Tree;
 use super::virtual_file::{FileSummary, VirtualFile, present, presented_as_recorded};
 use super::{Checkpoint, ProvedSet};
 
+/// The options that change the sets of a folder, as bits: `Prefer::Shards`, bintensors, and for pickles
+/// `TrainingState::All` and `ZeroWeights::Fp32`.
+const ALL_OPTIONS: u8 = 1 << 4;
+
 /// Maximum bytes of headers for which an index is kept, because it is built in memory.
 const HEADERS_MAX: u64 = 512 << 20;
+
+/// The bytes of a file that its sets follow from, ascending.
+type DecidingBytes = Vec<Range<u64>>;
 
 /// The index of one folder: its store, and the current files of the folder.
 pub(super) struct FolderIndex<'a> {
@@ -77,7 +86,7 @@ impl Tree {
         let folder = self.folder(folder);
         let Some(index) = FolderIndex::of(self, &folder) else { return false };
         let removed = index.remove();
-        for name in (0..4).map(|options| index.file_name_of(options)) {
+        for name in (0..ALL_OPTIONS).map(|options| index.file_name_of(options)) {
             index.store.remove_views(&name);
             index.store.remove(&name);
         }
@@ -96,10 +105,15 @@ impl<'a> FolderIndex<'a> {
     pub(super) fn file_name(&self) -> String {
         let options = self.options();
         let bintensors = u8::from(options.view.format == OutputFormat::Bintensors);
-        self.file_name_of(u8::from(options.prefer == Prefer::Shards) | bintensors << 1)
+        let plain = u8::from(options.prefer == Prefer::Shards) | bintensors << 1;
+        let (state, zero) = (self.tree.options.state, self.tree.options.zero);
+        let of_pickles =
+            u8::from(state == TrainingState::All) << 2 | u8::from(zero == ZeroWeights::Fp32) << 3;
+        let has_pickles = self.folder.has_pickles(self.tree.only.as_deref());
+        self.file_name_of(plain | if has_pickles { of_pickles } else { 0 })
     }
 
-    /// Name of the file for the options with these bits: `Prefer::Shards`, and bintensors.
+    /// Name of the file for the options with these bits, less than `ALL_OPTIONS`.
     fn file_name_of(&self, options: u8) -> String {
         let folder = self.folder.path.as_os_str().as_bytes();
         let only = self.tree.only.as_deref().unwrap_or_default().as_bytes();
@@ -198,14 +212,17 @@ impl<'a> FolderIndex<'a> {
 
     /// Whether the folder has any name that can be part of a set, or cause its refusal.
     pub(super) fn has_files(&self) -> bool {
-        // No index of files of torch is kept.
-        !self.folder.has_pickles(self.tree.only.as_deref())
-            && (!self.files().is_empty() || self.unusable().next().is_some())
+        !self.files().is_empty() || self.unusable().next().is_some()
     }
 
-    /// The files that can be part of a set, by name.
+    /// The files that can be part of a set or decide about one, by name.
     fn files(&self) -> Vec<(&'a str, &'a File)> {
         let only = self.tree.only.as_deref();
+        let (reads_torch, reads_distcp) =
+            (self.folder.reads_torch(only), self.folder.reads_distcp(only));
+        // A note names files with the state of a training if all of it is asked for.
+        let tells_states =
+            self.tree.options.state == TrainingState::All && self.folder.has_pickles(only);
         let named = self.folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
         named
             .filter(|(name, _)| {
@@ -213,6 +230,9 @@ impl<'a> FolderIndex<'a> {
                     || names::weight_map_output(name).is_some()
                     || name.ends_with(manifest::SUFFIX)
                     || only == Some(*name)
+                    || (reads_torch && (names::is_of_torch(name) || StateFile::of(name).is_some()))
+                    || (reads_distcp && names::is_of_distcp(name))
+                    || (tells_states && names::is_torch_state(name))
             })
             .collect()
     }
@@ -325,7 +345,9 @@ impl<'a> FolderIndex<'a> {
     /// Hashes the text files of the folder, before they are parsed.
     pub(super) fn texts(&self) -> TextHashes {
         let files = self.files().into_iter().filter(|(name, _)| {
-            names::weight_map_output(name).is_some() || name.ends_with(manifest::SUFFIX)
+            names::is_weight_map(name)
+                || name.ends_with(manifest::SUFFIX)
+                || *name == names::DISTCP_METADATA
         });
         let look = |file: &File| -> crate::Result<_> {
             let source = file.open_listed()?;
@@ -409,7 +431,7 @@ impl<'a> FolderIndex<'a> {
                     let (found, hash) = text.clone()?;
                     (found, std::iter::once(0..found.len).collect(), hash)
                 }
-                (None, None) => return Err(format!("{name} was not looked at")),
+                (None, None) => self.unread(name, file)?,
             };
             let version = file.version.lasting();
             if version != found {
@@ -427,6 +449,30 @@ impl<'a> FolderIndex<'a> {
             notes: proved.notes.clone(),
             sets: sets.ok_or_else(refused)?,
         })
+    }
+
+    /// The version of a file of torch of which no set was made, the bytes that show why, and their hash.
+    fn unread(&self, name: &str, file: &File) -> Result<(Version, DecidingBytes, Digest), String> {
+        let is_named = StateFile::of(name).is_some() || names::is_torch_state(name);
+        if is_named || names::is_distcp(name) {
+            // Its name is all that counts, and whether it is empty.
+            return Ok((file.version.lasting(), Vec::new(), Hasher::new().finish()));
+        }
+        let look = || -> crate::Result<_> {
+            let source = file.open_listed()?;
+            let described: DecidingBytes =
+                std::iter::once(0..source.len().min(pickle::FIRST_LEN as u64)).collect();
+            let mut first = vec![0; described[0].end as usize];
+            source.read_exact_at(&mut first, 0)?;
+            let hash = source.hash_ranges(&described)?;
+            source.check_after_read()?;
+            Ok((source.version().lasting(), described, hash, first))
+        };
+        let (version, described, hash, first) = look().map_err(|error| error.to_string())?;
+        if pickle::may_be_torch(&first) {
+            return Err(format!("{name} was not looked at"));
+        }
+        Ok((version, described, hash))
     }
 
     fn set_record(&self, set: &Set, weights: &Weights) -> Option<SetRecord> {

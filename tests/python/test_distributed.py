@@ -90,11 +90,6 @@ class Distributed(TestCase):
             wait_until(shown.exists, 60, "the checkpoint is shown")
             self.assertEqual(shown.read_bytes(), oracle.from_distcp(SMALL))
 
-    def test_index_says_that_it_keeps_none(self):
-        outcome = tensorfs("index", SMALL)
-        self.assertEqual(outcome.code, 1, outcome)
-        self.assertIn("dcp_small: no index is kept of pickles of torch", outcome.stderr)
-
     def test_one_part_of_a_checkpoint_that_several_machines_have_saved_is_refused_by_name(self):
         step = self.copied()
         (step / "__2_0.distcp").unlink()

@@ -51,10 +51,11 @@ pub(super) fn run(args: &args::IndexArgs) -> Outcome {
                 continue;
             }
             let refusal = proved.sets.iter().find_map(|set| set.outcome.as_ref().err());
-            let why = refusal.map_or_else(|| unkept_torch(&tree), ToString::to_string);
+            let why = refusal.map(ToString::to_string);
             match report(&tree, id, proved, forgotten.contains(&id)) {
                 Some(report) => reports.push(report),
-                None => unkept = Some(why),
+                // A run of DeepSpeed has no files of its checkpoint.
+                None => unkept = unkept.or(why),
             }
         }
     }
@@ -80,11 +81,6 @@ pub(super) fn run(args: &args::IndexArgs) -> Outcome {
         }
     }
     if ok { Ok(()) } else { Err(Failure::Told) }
-}
-
-fn unkept_torch(tree: &Tree) -> String {
-    let source = shown_path(&tree.source);
-    format!("{source}: no index is kept of pickles of torch; they are read at each start")
 }
 
 fn report(tree: &Tree, id: FolderId, proved: Proved, forgotten: bool) -> Option<IndexReport> {

@@ -9,7 +9,7 @@ fastest:
 - `read`: a mounted file read from start to end, with an empty page cache;
 - `load`: `load_file`, with an empty and a full page cache, beside `torch.load` with and without mmap, and `dcp.load`;
 - `merge`: `tensorfs consolidate`, beside the scripts of torch, accelerate, DeepSpeed and verl that are installed;
-- `open`: a checkpoint of 100,000 tensors in 64 files, opened from scratch.
+- `open`: a checkpoint of 100,000 tensors in 64 files, opened from scratch and from its index.
 """
 
 import argparse
@@ -342,13 +342,17 @@ def bench_open(folder, args):
         state = {f"layers.{number}.weight": torch.zeros(8, 8) for number in range(args.tensors)}
         writer = dcp.FileSystemWriter(source, single_file_per_rank=True, thread_count=64, sync_files=False)
         dcp.save(state, storage_writer=writer, no_dist=True)
-    figures = [run([BIN, "ls", "--short", source]) for _ in range(args.runs)]
-    seconds = [seconds for seconds, *_ in figures]
-    peak = max(peak for *_, peak in figures)
-    median = statistics.median(seconds)
     files = len(list(source.glob("*.distcp")))
-    print(f"open {args.tensors} tensors in {files} files: {median:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), "
-          f"peak {peak / 1e6:.0f} MB", flush=True)
+    index = folder / "index"
+    shutil.rmtree(index, ignore_errors=True)
+    run([BIN, "index", source, "--index-dir", index])
+    for title, place in (("from scratch", "none"), ("from its index", index)):
+        figures = [run([BIN, "ls", "--short", source, "--index-dir", place]) for _ in range(args.runs)]
+        seconds = [seconds for seconds, *_ in figures]
+        peak = max(peak for *_, peak in figures)
+        median = statistics.median(seconds)
+        print(f"open {args.tensors} tensors in {files} files {title}: {median:.2f} s ({min(seconds):.2f} to "
+              f"{max(seconds):.2f}), peak {peak / 1e6:.0f} MB", flush=True)
 
 
 def size(text):

@@ -108,7 +108,11 @@ class Universal(TestCase):
             part = {**whole, "embed.weight": padded[rank * 6 : rank * 6 + 6], "column": whole["column"][:, rank * 4 : rank * 4 + 4]}
             module = {**part, "rope": np.arange(3, dtype=np.float32)}
             torch_files.save(folder / f"mp_rank_{rank:02}_model_states.pt", model_states(part, module, slices=2))
-        marks = {"embed.weight": {"cat_dim": 0, "vocab_tensor": True}, "column": {"cat_dim": 1}, "scale": {}}
+        parts = torch_files.Object("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", state={"shape": (2, 13)})
+        marks = {
+            "embed.weight": {"cat_dim": 0, "vocab_tensor": True}, "column": {"cat_dim": 1}, "scale": {},
+            "row": {"sub_param_shape": parts}, "conv.weight": {"cat_dim": 0, "param_n_sub_params": 2},
+        }
         save_tensors(folder, whole, marks=marks)
         self.assert_arrays(self.found(folder), whole)
         notes = json.dumps(tensorfs("ls", folder, "--json").json()["notes"])

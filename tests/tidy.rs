@@ -179,7 +179,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/io/memory/arena.rs",
     "src/io/memory/mapping.rs",
     "src/io/memory/buffer.rs",
-    "src/io/page_cache.rs",
+    "src/source/page_cache.rs",
     "src/io/memory/region.rs",
     "src/io/uring.rs",
     "src/device/cuda.rs",

@@ -18,7 +18,7 @@ use super::transfer::{AGAIN_PAUSE, Next, Transfer};
 use super::{Backend, Deadlines, Fetch, FetchCallback, ReadBuffer, Settings};
 use crate::counters::Counters;
 use crate::error::{Error, Result, shown_path};
-use crate::source::{FileSystem, LocalFile, Source};
+use crate::source::{FileSystem, ReadQueue};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::version::QueueKey;
 
@@ -170,20 +170,21 @@ enum RingState {
 
 impl DeviceQueue {
     pub(super) fn new(
-        source: &Source,
+        of_source: ReadQueue,
+        store: Option<String>,
         settings: Settings,
         counters: Arc<Counters>,
         deadlines: Deadlines,
         driver: RingDriver,
     ) -> DeviceQueue {
         let mut state = State::default();
-        if !source.may_block() && settings.backend != Backend::Pread {
+        if !of_source.may_block && settings.backend != Backend::Pread {
             state.ring = RingState::Wanted;
         }
         DeviceQueue {
-            key: source.queue_key(),
-            store: source.store_name(),
-            file_system: source.local().map(LocalFile::file_system),
+            key: of_source.key,
+            store,
+            file_system: of_source.file_system,
             settings,
             counters,
             deadlines,

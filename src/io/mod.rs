@@ -7,7 +7,6 @@ mod deadlines;
 mod device_queue;
 mod limiter;
 mod memory;
-mod page_cache;
 mod queue;
 #[cfg(test)]
 mod tests;
@@ -30,13 +29,13 @@ pub use limiter::{PerSourceLimiter, SourceKey};
 #[cfg(feature = "cuda")]
 pub(crate) use memory::FreeList;
 pub use memory::{Budget, Buffer, LoadedBytes, ReadBuffer, ReadTarget, Region, Reservation};
-pub use page_cache::{CachedPages, cached_pages, probe_cachestat};
 #[cfg(test)]
 pub(crate) use uring::tests::refuse;
 
 use crate::counters::Counters;
 use crate::error::{Error, Result};
-use crate::source::{LocalFile, Source};
+pub use crate::source::page_cache::{CachedPages, cached_pages, probe_cachestat};
+use crate::source::{Source, page_cache};
 use crate::sync::Mutex;
 use crate::version::QueueKey;
 use crate::words;
@@ -321,9 +320,7 @@ impl Engine {
         let mut files = Vec::with_capacity(reads.len());
         for Read { source, offset, target } in reads.iter_mut() {
             source.check_known()?;
-            let Some(file) = source.local().and_then(LocalFile::open_file) else {
-                return Ok(false);
-            };
+            let Some(file) = open_file(source) else { return Ok(false) };
             if !page_cache::copy_cached(&file, *offset, target) {
                 return Ok(false);
             }
@@ -353,13 +350,12 @@ impl Engine {
         copy: impl FnOnce(&dyn Fn(u64, &mut [u8]) -> bool) -> bool,
     ) -> Result<bool> {
         source.check_known()?;
-        let Some(local) = source.local() else { return Ok(false) };
-        let file = if self.is_cached(source, range) { local.open_file() } else { None };
+        let file = if self.is_cached(source, range) { open_file(source) } else { None };
         let Some(file) = file else { return Ok(false) };
         if !copy(&|offset, target| page_cache::copy_cached(&file, offset, target)) {
             return Ok(false);
         }
-        local.check_open(&file).map(|()| true)
+        source.local().map_or(Ok(()), |local| local.check_open(&file)).map(|()| true)
     }
 
     /// Whether the kernel reports that its page cache holds all of `range`. Never waits.
@@ -375,10 +371,10 @@ impl Engine {
         range: &Range<u64>,
     ) -> Option<CachedPages> {
         let is_always_direct = self.0.settings.direct == DirectIo::Always;
-        if is_always_direct || source.may_block() || source.is_encrypted() {
+        if is_always_direct || source.is_encrypted() || source.reads_may_block() {
             return None;
         }
-        page_cache::cached_pages(&*source.local()?.open_file()?, range)
+        page_cache::cached_pages(&*open_file(source)?, range)
     }
 
     /// Queues a fetch. Never waits for a source. `done` is called exactly once, also if the engine
@@ -417,11 +413,22 @@ impl Engine {
     fn queue_of(&self, source: &Arc<Source>) -> Arc<DeviceQueue> {
         let inner = &self.0;
         let mut queues = inner.queues.by_device.lock();
-        let queue = queues.entry(source.queue_key()).or_insert_with(|| {
+        let of_source = source.read_queue();
+        let queue = queues.entry(of_source.key).or_insert_with(|| {
             let (counters, deadlines) = (inner.counters.clone(), inner.deadlines.clone());
-            Arc::new(DeviceQueue::new(source, inner.settings, counters, deadlines, uring::drive))
+            let store = if of_source.file_system.is_none() { source.store_name() } else { None };
+            let (settings, driver) = (inner.settings, uring::drive);
+            Arc::new(DeviceQueue::new(of_source, store, settings, counters, deadlines, driver))
         });
         queue.clone()
+    }
+}
+
+/// The open file with the bytes of `source`, if there is one and it is open. Never waits.
+fn open_file(source: &Source) -> Option<Arc<std::fs::File>> {
+    match source.local() {
+        Some(local) => local.open_file(),
+        None => source.open_bytes(),
     }
 }
 

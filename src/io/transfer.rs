@@ -14,7 +14,7 @@ use super::memory::{ALIGN, Buffer, GivenMemory, ReadBuffer, pages_around};
 use super::queue::ReadJob;
 use super::{CachedPages, DirectIo, page_cache};
 use crate::error::{Error, Result, shown_path};
-use crate::source::{LocalFile, Source};
+use crate::source::{LocalCopy, LocalFile, Source};
 use crate::zeros::are_zeros;
 
 /// Maximum number of EAGAIN results that are retried.
@@ -26,8 +26,9 @@ pub(super) const AGAIN_PAUSE: Duration = Duration::from_millis(1);
 /// A fetch that is being read.
 pub(super) struct Transfer {
     source: Arc<Source>,
-    /// The open file, which stays open even if the source is closed. `None` if the source is no local
-    /// file.
+    /// The local copy that is read in place of a store.
+    copy: Option<Arc<LocalCopy>>,
+    /// The open file, which stays open even if the source is closed. `None` if a store is read.
     file: Option<Arc<File>>,
     /// Descriptor for O_DIRECT. `None` if the bytes are read through the page cache.
     direct: Option<Arc<File>>,
@@ -74,19 +75,24 @@ impl Transfer {
         let span = trace_span!("fetch", shard = %source.uri(), offset = range.start, len);
         let entered = span.clone().entered();
         source.check_known()?;
-        let file = source.local().map(LocalFile::file).transpose()?;
+        let copy = source.copy();
+        let local = source.local().or_else(|| copy.as_deref().map(LocalCopy::local));
+        let file = match &copy {
+            Some(copy) => Some(copy.file()),
+            None => source.local().map(LocalFile::file).transpose()?,
+        };
         let past_cache = match (direct, &file) {
             (_, None) => false,
             _ if are_zeros(range.start) => false,
             (DirectIo::Never, _) => false,
             (DirectIo::Always, _) => true,
-            (DirectIo::Auto, _) if source.may_block() => false,
+            (DirectIo::Auto, _) if copy.is_none() && source.may_block() => false,
             (DirectIo::Auto, Some(file)) => {
                 let cached = cached.or_else(|| page_cache::cached_pages(file, &needed));
                 !cached.is_some_and(CachedPages::is_most)
             }
         };
-        let opened = source.local().zip(file.as_ref()).filter(|_| past_cache);
+        let opened = local.zip(file.as_ref()).filter(|_| past_cache);
         let direct = opened.and_then(|(local, file)| local.direct_file(file));
         let refused = past_cache && direct.is_none();
         let mut target = target;
@@ -115,6 +121,7 @@ impl Transfer {
         drop(entered);
         Ok(Transfer {
             source,
+            copy,
             file,
             direct,
             buffer,
@@ -161,14 +168,14 @@ impl Transfer {
         self.refused
     }
 
-    /// File, offset and memory of the next read. `None` if the source is no local file.
+    /// File, offset and memory of the next read. `None` if a store is read.
     pub(super) fn next(&mut self) -> Option<(&File, u64, &mut [u8])> {
         let end = if self.direct.is_some() { self.buffer.len() } else { self.needed.end };
         let file = self.direct.as_ref().or(self.file.as_ref())?;
         Some((file, self.start + self.have as u64, &mut self.buffer[self.have..end]))
     }
 
-    /// Reads all bytes of a source that is no local file, within the time limit of a read.
+    /// Reads all bytes from a store, within the time limit of a read.
     pub(super) fn read_stored(&mut self, timeout: Option<Duration>) -> Result<()> {
         let offset = self.start + self.needed.start as u64;
         let until = timeout.and_then(|timeout| self.since.checked_add(timeout));
@@ -178,6 +185,7 @@ impl Transfer {
     /// Takes the result of the read.
     pub(super) fn advance(&mut self, result: io::Result<usize>) -> Next {
         match result {
+            Ok(0) if self.have < self.needed.end && self.leave_copy() => Next::Read,
             Ok(0) if self.have < self.needed.end => {
                 Next::End(Err(self.source.ends_before(self.start + self.needed.end as u64)))
             }
@@ -192,6 +200,7 @@ impl Transfer {
                     self.leave_direct();
                     Next::Read
                 }
+                _ if self.leave_copy() => Next::Read,
                 _ => Next::End(Err(Error::io(self.source.uri(), "read", e))),
             },
         }
@@ -210,9 +219,21 @@ impl Transfer {
         Next::Read
     }
 
+    /// Reads from the store from now on, because the local copy cannot be read. Returns whether it was
+    /// read from one.
+    fn leave_copy(&mut self) -> bool {
+        if self.copy.take().is_none() {
+            return false;
+        }
+        self.source.leave_copy();
+        (self.file, self.direct, self.have) = (None, None, self.needed.start);
+        true
+    }
+
     /// Reads through the page cache from now on, because the file system refuses direct reads.
     fn leave_direct(&mut self) {
-        if let Some(local) = self.source.local() {
+        let copy = self.copy.as_deref().map(LocalCopy::local);
+        if let Some(local) = self.source.local().or(copy) {
             local.refuse_direct();
         }
         self.direct = None;
@@ -231,7 +252,7 @@ impl Transfer {
         let _entered = self.span.clone().entered();
         match (self.source.local(), &self.file) {
             (Some(local), Some(file)) => local.check_open(file)?,
-            // A store answers for the version that the read names.
+            // A store answers for the version that the read names, and a copy keeps its bytes.
             _ => self.source.check_known()?,
         }
         if self.decrypts {

@@ -362,9 +362,10 @@ pub(super) mod tests {
         let [(put_off, first), (other, second)] = folders.each_ref().map(|f| fetch_in(f.path()));
         let settings = Settings { direct: DirectIo::Always, ..Settings::default() };
         let (counters, deadlines) = (Arc::default(), Deadlines::default());
-        let source = put_off.source.clone();
+        let of_source = put_off.source.read_queue();
+        let driver = drive_putting_off;
         let queue =
-            Arc::new(DeviceQueue::new(&source, settings, counters, deadlines, drive_putting_off));
+            Arc::new(DeviceQueue::new(of_source, None, settings, counters, deadlines, driver));
         queue.submit(put_off);
         let first = first.recv_timeout(Duration::from_secs(30)).unwrap();
         assert!(first.unwrap_err().contains("temporarily unavailable"));

@@ -2,6 +2,7 @@
 //! up the process's file descriptors.
 
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
@@ -246,8 +247,7 @@ impl ReopenableFile {
     /// Keeps the file open until the pin is dropped: the old bytes stay with the holder, even if
     /// the file is deleted or replaced meanwhile.
     pub(super) fn pin(self: &Arc<Self>) -> Result<Pin> {
-        self.pins.fetch_add(1, Ordering::SeqCst);
-        let pin = Pin(Some(self.clone()));
+        let pin = Pin::of(self.clone());
         self.file()?;
         Ok(pin)
     }
@@ -258,16 +258,40 @@ impl ReopenableFile {
     }
 }
 
-/// Keeps a local file open.
-#[derive(Debug, Default)]
-pub struct Pin(Option<Arc<ReopenableFile>>);
+/// A file that a pin keeps open.
+pub(super) trait Pinnable: fmt::Debug + Send + Sync {
+    fn add_pin(&self);
+
+    /// Without pins it may be closed.
+    fn remove_pin(&self);
+}
+
+impl Pinnable for ReopenableFile {
+    fn add_pin(&self) {
+        self.pins.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn remove_pin(&self) {
+        if self.pins.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.release();
+        }
+    }
+}
+
+/// Keeps a local file, or a local copy, open.
+#[derive(Debug)]
+pub struct Pin(Arc<dyn Pinnable>);
+
+impl Pin {
+    pub(super) fn of(pinned: Arc<dyn Pinnable>) -> Pin {
+        pinned.add_pin();
+        Pin(pinned)
+    }
+}
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        let last = |file: &&Arc<ReopenableFile>| file.pins.fetch_sub(1, Ordering::SeqCst) == 1;
-        if let Some(file) = self.0.as_ref().filter(last) {
-            file.release();
-        }
+        self.0.remove_pin();
     }
 }
 

@@ -5,13 +5,16 @@ mod copy_mode;
 mod descriptors;
 mod file_system;
 mod local;
+mod local_copy;
 mod notes;
 mod option_files;
+pub(crate) mod page_cache;
 mod parts;
 mod permissions;
 mod secret;
 mod stat;
 mod store_file;
+mod store_kind;
 mod without_proc;
 
 use std::ops::Range;
@@ -24,13 +27,15 @@ pub use copy_mode::CopyMode;
 pub use descriptors::{Pin, raise_limit};
 pub use file_system::FileSystem;
 pub use local::{LocalFile, WriteWitness};
+pub use local_copy::LocalCopy;
 pub use option_files::{read_option_file, read_text};
 pub use parts::MemoryParts;
 pub use permissions::PathPermissions;
 pub use secret::SecretOrigin;
 pub use stat::local_version;
 pub(crate) use stat::{lacks_statx, version_in_folder, version_now};
-pub use store_file::{StoreFile, StoreKind, StoreListing};
+pub use store_file::StoreFile;
+pub use store_kind::{StoreKind, StoreListing};
 
 use crate::error::{Error, Result, SourceUri};
 use crate::format::tensorizer::decryptor::Decryptor;
@@ -41,6 +46,16 @@ use notes::Notes;
 
 /// Bytes hashed at a time.
 const HASH_CHUNK_LEN: usize = 256 << 10;
+
+/// Which queue the reads of a source go to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ReadQueue {
+    pub(crate) key: QueueKey,
+    /// `None` if the source is no file of this machine.
+    pub(crate) file_system: Option<FileSystem>,
+    /// Whether a read may wait for another machine or a server, perhaps for ever.
+    pub(crate) may_block: bool,
+}
 
 /// A source of bytes that must stay what it was when it was opened.
 #[derive(Debug)]
@@ -131,6 +146,49 @@ impl Source {
         }
     }
 
+    /// The local copy of a file of a store, if the store has all of it now. Reads that need a descriptor
+    /// take it in place of the store. It has the same bytes for as long as it is open.
+    pub fn copy(&self) -> Option<Arc<LocalCopy>> {
+        match self {
+            Source::Local(_) => None,
+            Source::Stored(file) => file.copy(),
+        }
+    }
+
+    /// Reads no more from the local copy, which could not be read.
+    pub(crate) fn leave_copy(&self) {
+        if let Source::Stored(file) = self {
+            file.copy_slot().refuse();
+        }
+    }
+
+    /// An open file with its bytes, which keeps them while it is open: the local file, or the local copy.
+    pub fn open_bytes(&self) -> Option<Arc<std::fs::File>> {
+        match self {
+            Source::Local(file) => file.file().ok(),
+            Source::Stored(file) => file.copy().map(|copy| copy.file()),
+        }
+    }
+
+    /// Whether a read may wait for another machine or a server, perhaps for ever. Reads of a local copy
+    /// do not, though looks at the store do.
+    pub fn reads_may_block(&self) -> bool {
+        self.may_block() && self.copy().is_none()
+    }
+
+    /// The queue of its reads now, with the kind of file system where they are reads of a file.
+    pub(crate) fn read_queue(&self) -> ReadQueue {
+        let copy = self.copy();
+        let local = self.local().or_else(|| copy.as_deref().map(LocalCopy::local));
+        ReadQueue {
+            key: copy
+                .as_ref()
+                .map_or_else(|| self.queue_key(), |copy| copy.local().first().queue_key()),
+            file_system: local.map(LocalFile::file_system),
+            may_block: copy.is_none() && self.may_block(),
+        }
+    }
+
     /// Name of its store, for people, where the source is no local file.
     pub(crate) fn store_name(&self) -> Option<String> {
         match self {
@@ -216,22 +274,30 @@ impl Source {
         self.notes().set_stalled(stalled)
     }
 
-    /// Keeps a local file open until the pin is dropped: the old bytes stay with the holder, even if
-    /// the file is deleted or replaced meanwhile.
+    /// Keeps a local file, or a local copy, open until the pin is dropped: the old bytes stay with the
+    /// holder, even if the file is deleted or replaced meanwhile.
     ///
     /// # Errors
     /// `Error::Io` where it cannot be opened, `Error::Changed` where another file stands there.
     pub fn pin(&self) -> Result<Pin> {
         match self {
             Source::Local(file) => file.pin(),
-            Source::Stored(_) => Ok(Pin::default()),
+            Source::Stored(file) => Ok(file.pin()),
         }
     }
 
-    /// Closes a local file unless it is pinned; a later read opens it again.
+    /// Closes a local file or a local copy unless it is pinned; a later read opens it again.
     pub fn release(&self) {
-        if let Some(file) = self.local() {
-            file.release();
+        match self {
+            Source::Local(file) => file.release(),
+            Source::Stored(file) => file.copy_slot().release(),
+        }
+    }
+
+    fn is_open_unpinned(&self) -> bool {
+        match self {
+            Source::Local(file) => file.is_open_unpinned(),
+            Source::Stored(file) => file.copy_slot().is_open_unpinned(),
         }
     }
 
@@ -445,11 +511,8 @@ pub fn close_apart(sources: &[Arc<Source>], close: impl FnOnce() + Send + 'stati
 
 /// Closes the open but unpinned ones of `sources`, without waiting.
 pub fn release_unpinned(sources: &[Arc<Source>]) {
-    let left: Vec<Arc<Source>> = sources
-        .iter()
-        .filter(|source| source.local().is_some_and(LocalFile::is_open_unpinned))
-        .cloned()
-        .collect();
+    let left: Vec<Arc<Source>> =
+        sources.iter().filter(|source| source.is_open_unpinned()).cloned().collect();
     let closed = left.clone();
     close_apart(&left, move || closed.iter().for_each(|source| source.release()));
 }

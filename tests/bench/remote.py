@@ -180,6 +180,14 @@ def timed_mount(source, tmp, *options):
     return seconds, answered
 
 
+def timed_second_read(source, tmp, *options):
+    """Seconds to read all of the mounted file for the second time, with a cold page cache."""
+    with mounted(source, tmp, *options) as place:
+        read(place / FILE)
+        cold()
+        return timed(lambda: read(place / FILE))
+
+
 def cases(args, tmp, port, folder):
     """Names of cases, and what does one run of each and returns its seconds."""
     url = f"http://127.0.0.1:{port}/model"
@@ -203,6 +211,8 @@ def cases(args, tmp, port, folder):
     yield "mount, cold, fills the disk cache", emptied(lambda: timed_mount(url, tmp, f"{kept},index-dir=none")[0])
     yield "mount, from the disk cache", lambda: timed_mount(url, tmp, f"{kept},index-dir=none")[0]
     yield "mount, of a local folder", lambda: timed_mount(folder, tmp, "index-dir=none,passthrough=never")[0]
+    yield "mount, from the disk cache, second read", lambda: timed_second_read(url, tmp, f"{kept},index-dir=none")
+    yield "mount, of a local folder, second read", lambda: timed_second_read(folder, tmp, "index-dir=none,passthrough=never")
     yield "load, from the disk cache", load(url, kept)
     yield "load, of a local folder", load(folder)
     rclone = args.rclone or shutil.which("rclone")

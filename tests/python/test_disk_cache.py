@@ -9,7 +9,7 @@ import signal
 import struct
 import subprocess
 
-from mounts import BIN, Mount, TestCase, needs_root, run, tensorfs, wait_until
+from mounts import BIN, Mount, TestCase, needs_root, read_or_none, run, tensorfs, wait_until
 from object_server import SECRET_KEY, ObjectServer
 
 FILE = "model.safetensors"
@@ -237,6 +237,89 @@ class Damage(DiskCacheCase):
             self.assert_whole()
             self.assertLessEqual(len(self.ranges()), blocks + 2)
             self.assertEqual(len(list(self.cache.glob("*.map"))), 1)
+
+
+class LocalFiles(DiskCacheCase):
+    """Objects that are in the cache as a whole."""
+
+    def counters(self, mount):
+        return tensorfs("status", mount.path, "--json").json()[0]["counters"]
+
+    def opened_by_kernel(self, mount):
+        """The file in the mount, once the kernel serves it."""
+
+        def opened():
+            file = open(mount.path / FILE, "rb")
+            if self.counters(mount)["opens_passthrough"]:
+                self.addCleanup(file.close)
+                return file
+            file.close()
+            return None
+
+        return wait_until(opened, 20, "an open that the kernel serves")
+
+    def skip_without_passthrough(self):
+        local = self.tmp / "local"
+        local.mkdir()
+        (local / FILE).write_bytes(self.data)
+        with Mount(local) as mount:
+            (mount.path / FILE).read_bytes()
+            if not self.counters(mount)["opens_passthrough"]:
+                self.skipTest("the kernel serves no files by itself here")
+
+    @needs_root
+    def test_the_kernel_serves_a_whole_object_which_keeps_its_bytes_when_it_is_removed(self):
+        self.skip_without_passthrough()
+        with self.mount("watch=off") as mount:
+            self.assertTrue((mount.path / FILE).read_bytes() == self.data)
+            file = self.opened_by_kernel(mount)
+            self.server.requests.clear()
+            self.assertTrue(file.read() == self.data)
+            self.assert_done(self.tensorfs("cache", "prune", "--keep", "0", "--cache-dir", self.cache))
+            self.assertEqual(list(self.cache.iterdir()), [])
+            file.seek(0)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            self.assertTrue(file.read() == self.data)
+            self.assertEqual(self.ranges(), [])
+            file.close()
+            self.assertTrue((mount.path / FILE).read_bytes() == self.data)
+        self.assert_whole()
+
+    @needs_root
+    def test_a_file_that_the_kernel_serves_keeps_its_version_and_the_next_open_has_the_new_one(self):
+        self.skip_without_passthrough()
+        with self.mount("watch=off") as mount:
+            old = (mount.path / FILE).read_bytes()
+            file = self.opened_by_kernel(mount)
+            self.data = weights(2)
+            self.put(self.data)
+            self.assertTrue(file.read() == old == weights(1))
+            file.close()
+
+            def is_new():
+                found = read_or_none(mount.path / FILE)
+                self.assertTrue(found in (None, old, self.data))
+                return found == self.data
+
+            wait_until(is_new, 20, "the new object")
+
+    def test_the_daemon_reads_a_whole_object_as_a_local_file(self):
+        # More than the daemon and the test keep in memory.
+        self.data = weights(5, count=4, each=8_000_000)
+        self.put(self.data)
+        with self.mount("watch=off", "cache=16M", "passthrough=never") as mount:
+
+            def is_read_locally():
+                with open(mount.path / FILE, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    self.assertTrue(file.read() == self.data)
+                # No read of a store takes them from there.
+                return self.counters(mount)["bytes_from_page_cache"] > 0
+
+            wait_until(is_read_locally, 60, "bytes from the page cache of the local disk")
+            self.assert_each_block_once()
+            self.assert_done(self.tensorfs("cache", "prune", "--keep", "0", "--cache-dir", self.cache))
+            is_read_locally()
 
 
 class Folders(DiskCacheCase):

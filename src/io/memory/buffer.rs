@@ -11,10 +11,8 @@ use std::time::Instant;
 
 use super::arena::Arena;
 use crate::counters::Counters;
+pub(in crate::io) use crate::source::page_cache::{ALIGN, pages_around};
 use crate::sync::Mutex;
-
-/// O_DIRECT wants offsets, lengths and memory to be multiples of this, wherever it works at all.
-pub(in crate::io) const ALIGN: u64 = 4096;
 
 /// Buffers of at least this size come from the arena, which keeps their memory for the next read.
 const KEPT_MIN: usize = 64 << 10;
@@ -392,11 +390,6 @@ impl Buffer {
     pub(in crate::io) fn leak_buffer(&self) {
         self.reservation.0.leak();
     }
-}
-
-/// The pages that hold `range`.
-pub(in crate::io) fn pages_around(range: &Range<u64>) -> Range<u64> {
-    range.start / ALIGN * ALIGN..range.end.next_multiple_of(ALIGN)
 }
 
 impl Deref for Buffer {

@@ -15,10 +15,26 @@ use nix::libc;
 
 /// The result of a try to claim blocks.
 pub(super) enum Claim {
-    /// They are claimed until this file is dropped. `None` where the file system has no such locks.
-    Mine(#[allow(dead_code, reason = "its end is the end of the claim")] Option<File>),
+    /// They are claimed until this is dropped. `None` where the file system has no such locks.
+    Mine(#[allow(dead_code, reason = "its end is the end of the claim")] Option<HeldClaim>),
     /// Another one has a claim on this range, which has some of the blocks.
     Busy(Range<u64>),
+}
+
+/// A claim, which ends when it is dropped.
+#[derive(Debug)]
+pub(super) struct HeldClaim {
+    file: File,
+    range: Range<u64>,
+}
+
+impl Drop for HeldClaim {
+    fn drop(&mut self) {
+        // The lock belongs to the open file. A child made by fork(2) has it open as well, and would
+        // keep the lock for as long as it lives.
+        let unlocked = lock_of(&self.range, libc::F_UNLCK);
+        let _ = fcntl(&self.file, FcntlArg::F_OFD_SETLK(&unlocked));
+    }
 }
 
 /// Tries to claim the bytes `range` of the map at `path`, which all claims name the same way. Never waits.
@@ -35,9 +51,9 @@ fn try_claim(path: &Path, range: &Range<u64>) -> io::Result<Claim> {
     let mut options = std::fs::OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC);
     let file = options.open(path)?;
-    let mut lock = lock_of(range);
+    let mut lock = lock_of(range, libc::F_WRLCK);
     match fcntl(&file, FcntlArg::F_OFD_SETLK(&lock)) {
-        Ok(_) => return Ok(Claim::Mine(Some(file))),
+        Ok(_) => return Ok(Claim::Mine(Some(HeldClaim { file, range: range.clone() }))),
         Err(Errno::EAGAIN | Errno::EACCES) => {}
         Err(e) => return Err(e.into()),
     }
@@ -53,9 +69,9 @@ fn try_claim(path: &Path, range: &Range<u64>) -> io::Result<Claim> {
 }
 
 #[allow(clippy::cast_possible_truncation, reason = "the constants are small")]
-fn lock_of(range: &Range<u64>) -> libc::flock {
+fn lock_of(range: &Range<u64>, kind: libc::c_int) -> libc::flock {
     libc::flock {
-        l_type: libc::F_WRLCK as libc::c_short,
+        l_type: kind as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
         l_start: range.start as libc::off_t,
         l_len: (range.end - range.start) as libc::off_t,
@@ -80,5 +96,18 @@ mod tests {
         drop(first);
         assert!(matches!(claim(&path, &(16..32)), Claim::Mine(Some(_))));
         assert!(matches!(claim(&folder.path().join("none"), &(0..1)), Claim::Mine(None)));
+    }
+
+    #[test]
+    fn a_claim_ends_with_its_holder_while_a_child_has_the_same_open_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("map");
+        std::fs::write(&path, [0; 64]).unwrap();
+        let Claim::Mine(Some(held)) = claim(&path, &(16..32)) else { panic!("nobody has a claim") };
+        // The descriptors of a child made by fork(2) are duplicates like this one.
+        let of_child = held.file.try_clone().unwrap();
+        drop(held);
+        assert!(matches!(claim(&path, &(16..32)), Claim::Mine(Some(_))));
+        drop(of_child);
     }
 }

@@ -3,7 +3,7 @@
 //! Only files with names of the cache are removed.
 
 use std::collections::BTreeMap;
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{DirBuilder, File, Metadata, OpenOptions, TryLockError};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 use nix::sys::statvfs::statvfs;
 
-use super::object::{CachedObject, DATA, MAP, TEMPORARY, temporary_name};
+use super::object::{CachedObject, DATA, MAP, TEMPORARY, gone_is_fine, temporary_name};
 use crate::atomic_file::TemporaryFile;
 use crate::error::real_name;
 use crate::hash::Digest;
@@ -79,10 +79,17 @@ struct ObjectFiles {
 }
 
 impl ObjectFiles {
-    /// Removes the files. Those who have them open find no more blocks there.
+    /// Removes the files, some of which another process may remove now. Those who have them open find no
+    /// more blocks there, unless they serve the bytes as a local file.
     fn remove(&self) -> io::Result<()> {
-        self.map.iter().try_for_each(std::fs::remove_file)?;
-        self.data.iter().try_for_each(|path| remove_data(path))
+        let data: Vec<DataFile<'_>> = self.data.iter().map(|path| DataFile::open(path)).collect();
+        self.map.iter().try_for_each(|path| gone_is_fine(std::fs::remove_file(path)))?;
+        data.into_iter().try_for_each(DataFile::remove)
+    }
+
+    /// Whether a process serves the bytes as a local file: they stay until it ends, also without a name.
+    fn is_served(&self) -> bool {
+        self.data.iter().any(|path| DataFile::open(path).is_served)
     }
 
     /// Whether they belong to nothing, and nobody makes them now.
@@ -91,16 +98,37 @@ impl ObjectFiles {
     }
 }
 
-fn remove_data(path: &Path) -> io::Result<()> {
-    // The truncation frees the space also while a process has the file open. In a shared folder another
-    // user may have made the path a symbolic link or a FIFO.
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    if let Ok(file) = OpenOptions::new().write(true).custom_flags(flags).open(path)
-        && file.metadata().is_ok_and(|it| it.is_file() && it.nlink() == 1)
-    {
-        let _ = file.set_len(0);
+/// A file with the bytes of an object that is to be removed.
+struct DataFile<'a> {
+    path: &'a Path,
+    /// Its lock keeps other processes from serving the bytes as a local file. `None` if one does so.
+    locked: Option<File>,
+    is_served: bool,
+}
+
+impl DataFile<'_> {
+    fn open(path: &Path) -> DataFile<'_> {
+        // In a shared folder another user may have made the path a symbolic link or a FIFO.
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
+        let opened = OpenOptions::new().write(true).custom_flags(flags).open(path);
+        let is_own = |it: &Metadata| it.is_file() && it.nlink() == 1;
+        let own = opened.ok().filter(|file| file.metadata().is_ok_and(|it| is_own(&it)));
+        let tried = own.map(|file| (file.try_lock(), file));
+        let is_served = matches!(tried, Some((Err(TryLockError::WouldBlock), _)));
+        let locked = tried.and_then(|(locked, file)| locked.is_ok().then_some(file));
+        DataFile { path, locked, is_served }
     }
-    std::fs::remove_file(path)
+
+    /// Removes it. Bytes that nobody serves are freed, also while a process has the file open.
+    fn remove(self) -> io::Result<()> {
+        // A process that begins to serve the bytes looks for the name once it has the lock. So the
+        // name goes before the bytes.
+        gone_is_fine(std::fs::remove_file(self.path))?;
+        if let Some(file) = &self.locked {
+            let _ = file.set_len(0);
+        }
+        Ok(())
+    }
 }
 
 fn is_old(time: Option<SystemTime>) -> bool {
@@ -177,7 +205,8 @@ pub(super) fn make_room(place: &DiskCachePlace, kept: Digest, wanted: u64) -> Ro
             return made;
         }
         let Some((_, files)) = oldest_first.next() else { return made };
-        if files.map.is_some() && files.remove().is_ok() {
+        // The space of bytes that a process serves would not become free.
+        if files.map.is_some() && !files.is_served() && files.remove().is_ok() {
             made.objects += 1;
             used -= files.space;
         }
@@ -229,13 +258,15 @@ pub struct KeptObject {
 pub fn kept_objects(folder: &Path) -> io::Result<Vec<KeptObject>> {
     let mut kept = Vec::new();
     each_object(folder, |files, object| {
-        let sums = object.sums(&object.blocks())?;
-        let blocks = (0..).zip(&sums).filter(|(_, sum)| **sum != [0; 16]);
-        let bytes = blocks.map(|(block, _)| object.bytes_of(&(block..block + 1)));
+        let mut bytes = 0;
+        object.each_sum(|block, _| {
+            let of_block = object.bytes_of(&(block..block + 1));
+            bytes += of_block.end - of_block.start;
+        })?;
         kept.push(KeptObject {
             url: object.key().url.clone(),
             len: object.key().len,
-            bytes: bytes.map(|bytes| bytes.end - bytes.start).sum(),
+            bytes,
             space: files.space,
             age: files.used.and_then(|used| used.elapsed().ok()).unwrap_or_default(),
         });
@@ -281,17 +312,28 @@ pub struct Pruned {
 /// # Errors
 /// If the folder cannot be read, or a file not removed.
 pub fn prune(folder: &Path, keep: u64) -> io::Result<Pruned> {
-    let mut pruned = Pruned::default();
     let (objects, temporary) = match check_folder(folder).and_then(|()| files_in(folder)) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(pruned),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Pruned::default()),
         found => found?,
     };
+    prune_listed(&objects, &temporary, keep)
+}
+
+/// Prunes what a listing has found. Other processes may remove any of it meanwhile.
+fn prune_listed(
+    objects: &BTreeMap<String, ObjectFiles>,
+    temporary: &[PathBuf],
+    keep: u64,
+) -> io::Result<Pruned> {
+    let mut pruned = Pruned::default();
     let all: u64 = objects.values().map(|files| files.space).sum();
-    pruned.freed = remove_left(&objects, &temporary);
+    pruned.freed = remove_left(objects, temporary);
     let mut rest: Vec<&ObjectFiles> = Vec::new();
     for files in objects.values() {
         let Some(map) = &files.map else { continue };
         match CachedObject::open_there(map, None) {
+            // Another process has removed it.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => pruned.freed += files.space,
             Err(e) if e.kind() == io::ErrorKind::InvalidData => {
                 files.remove()?;
                 pruned.freed += files.space;
@@ -301,7 +343,7 @@ pub fn prune(folder: &Path, keep: u64) -> io::Result<Pruned> {
             Ok(object) => {
                 let other = files.data.iter().filter(|path| *path != object.data_path());
                 for path in other.filter(|path| is_old(modified(path))) {
-                    remove_data(path)?;
+                    DataFile::open(path).remove()?;
                 }
                 rest.push(files);
             }
@@ -343,16 +385,49 @@ pub struct VerifiedObject {
 pub fn verify(folder: &Path, mut each: impl FnMut(VerifiedObject)) -> io::Result<()> {
     each_object(folder, |_, object| {
         let mut verified = VerifiedObject { url: object.key().url.clone(), right: 0, damaged: 0 };
-        let sums = object.sums(&object.blocks())?;
-        for (block, sum) in (0..).zip(sums).filter(|(_, sum)| *sum != [0; 16]) {
+        object.each_sum(|block, sum| {
             if object.is_right(block, sum) {
                 let bytes = object.bytes_of(&(block..block + 1));
                 verified.right += bytes.end - bytes.start;
             } else {
                 verified.damaged += 1;
             }
-        }
+        })?;
         each(verified);
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::disk_cache::object::ObjectKey;
+
+    /// A folder with two objects, and its listing.
+    fn listed() -> (tempfile::TempDir, BTreeMap<String, ObjectFiles>) {
+        let folder = tempfile::tempdir().unwrap();
+        for number in 0..2 {
+            let key = ObjectKey::new("s3://b/object", [1, number, 1 << 20, 0, 0]);
+            CachedObject::open(folder.path(), &key).unwrap();
+        }
+        let (objects, _) = files_in(folder.path()).unwrap();
+        (folder, objects)
+    }
+
+    #[test]
+    fn files_that_another_process_removes_meanwhile_are_no_error() {
+        let (folder, objects) = listed();
+        assert_eq!(objects.len(), 2);
+        for files in objects.values() {
+            files.remove().unwrap();
+            files.remove().unwrap();
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        let (folder, objects) = listed();
+        let maps: Vec<_> = objects.values().filter_map(|files| files.map.as_ref()).collect();
+        std::fs::remove_file(maps[0]).unwrap();
+        assert_eq!(prune_listed(&objects, &[], 0).unwrap().objects, 1);
+        assert!(!maps[1].exists());
+        drop(folder);
+    }
 }

@@ -4,17 +4,23 @@
 //! read. It never makes a read fail: where it cannot help, the store behind it is asked.
 
 mod claims;
+mod direct;
 mod folder;
+mod known;
+mod lookup;
 mod object;
+mod whole;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use nix::sys::resource::{Resource, getrlimit};
 use serde::{Deserialize, Serialize};
 
 use crate::counters::Counter;
@@ -30,7 +36,7 @@ use crate::version::Version;
 use claims::Claim;
 use folder::{FolderUse, folder_use, make_room};
 pub use folder::{KeptObject, Pruned, VerifiedObject, kept_objects, prune, verify};
-use object::{BLOCK_LEN, CachedObject, ObjectKey};
+use object::{BLOCK_LEN, CachedObject, LEN_MAX, ObjectKey};
 
 /// Environment variable that names the folder.
 pub const CACHE_VARIABLE: &str = "TENSORFS_CACHE_DIR";
@@ -53,14 +59,24 @@ pub fn folder_of_variable() -> Option<Option<PathBuf>> {
     Some(std::path::absolute(folder).ok())
 }
 
-/// Maximum number of objects that a process has open.
-const OPEN_MAX: usize = 256;
+/// Minimum and maximum number of objects that a process has open.
+const OPEN_BOUNDS: (usize, usize) = (8, 256);
+
+/// Maximum number of descriptors of an open object, and the part of all descriptors of a process that objects have.
+const DESCRIPTORS: usize = 4;
+const DESCRIPTORS_PART: usize = 8;
 
 /// How long nothing is stored after a failure.
 const PAUSE: Duration = Duration::from_secs(30);
 
 /// A store of blocks that takes longer is a failure: the reader waits for it.
 const STORE_SLOW: Duration = Duration::from_secs(2);
+
+/// If work in the folder takes longer, its disk may have stopped to answer, and reads go on without it.
+const STUCK: Duration = Duration::from_secs(10);
+
+/// A read with less than this part of its time left stores nothing.
+const STORE_PART: u32 = 4;
 
 /// Longest wait for blocks that another reader fetches. Half of the time of the read at most.
 const WAIT_MAX: Duration = Duration::from_secs(10);
@@ -86,16 +102,21 @@ impl CachedStore {
         CachedStore { inner, place: place.clone() }
     }
 
+    /// The key of the file at `path`. `None` if it is not kept.
+    fn key(&self, path: &Path, version: &Version) -> Option<ObjectKey> {
+        if !self.inner.tells_bytes(version) || !(1..=LEN_MAX).contains(&version.len) {
+            return None;
+        }
+        Some(ObjectKey::new(path.to_str()?, version.content_words()))
+    }
+
     /// The object of the cache for the file at `path`.
     fn object(
         &self,
         path: &Path,
         version: &Version,
     ) -> Option<(Arc<DiskCache>, Arc<CachedObject>)> {
-        if !self.inner.tells_bytes(version) || version.len == 0 {
-            return None;
-        }
-        let key = ObjectKey::new(path.to_str()?, version.content_words());
+        let key = self.key(path, version)?;
         let cache = cache_in(&self.place);
         let object = cache.object(&key)?;
         Some((cache, object))
@@ -160,7 +181,9 @@ impl CachedStore {
         let mut parts = MemoryParts::new(&mut before, place, &mut after);
         cache.counters.missed_bytes.add(parts.len() as u64);
         self.inner.read_parts(read.path, read.version, bytes.start, &mut parts, read.until)?;
-        cache.store(object, run, &parts);
+        if read.has_time() {
+            cache.store(object, run, &parts);
+        }
         Ok(())
     }
 }
@@ -172,7 +195,17 @@ struct CachedRead<'a> {
     path: &'a Path,
     version: &'a Version,
     offset: u64,
+    began: Instant,
     until: Option<Instant>,
+}
+
+impl CachedRead<'_> {
+    /// Whether there is time to store what has come: the reader waits for it.
+    fn has_time(&self) -> bool {
+        let Some(until) = self.until else { return true };
+        let left = until.saturating_duration_since(Instant::now());
+        !left.is_zero() && left >= until.saturating_duration_since(self.began) / STORE_PART
+    }
 }
 
 impl StoreKind for CachedStore {
@@ -207,11 +240,21 @@ impl StoreKind for CachedStore {
         let Some((cache, object)) = self.object(path, version) else {
             return self.inner.read(path, version, offset, buf, until);
         };
-        let (cache, object) = (&*cache, &*object);
-        let read = CachedRead { cache, object, path, version, offset, until };
+        let (cache, object, began) = (&*cache, &*object, Instant::now());
+        let read = CachedRead { cache, object, path, version, offset, began, until };
         let blocks = offset / BLOCK_LEN..end.div_ceil(BLOCK_LEN);
         let missing = cache.take(object, &blocks, offset, buf);
         self.fill(&read, missing, buf)
+    }
+
+    fn local_copy(&self, path: &Path, version: &Version) -> Option<(PathBuf, File)> {
+        let key = self.key(path, version)?;
+        let cache = cache_in(&self.place);
+        let _work = cache.begin_work()?;
+        let object = cache.open_object(&key)?;
+        let file = object.whole_file()?;
+        object.note_use();
+        Some((object.data_path().to_owned(), file))
     }
 
     fn sha256(&self, path: &Path, version: &Version) -> Option<String> {
@@ -267,6 +310,7 @@ pub fn statuses() -> Vec<DiskCacheStatus> {
     caches.iter().map(|cache| cache.status()).collect()
 }
 
+/// The cache at `place`. It touches no file, since other caches are looked up meanwhile.
 fn cache_in(place: &DiskCachePlace) -> Arc<DiskCache> {
     let mut caches = CACHES.get_or_init(Mutex::default).lock();
     if let Some(cache) = caches.get(place) {
@@ -277,11 +321,28 @@ fn cache_in(place: &DiskCachePlace) -> Arc<DiskCache> {
     cache
 }
 
+/// Most objects that this process has open.
+fn open_max() -> usize {
+    let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft);
+    open_max_of(usize::try_from(limit).unwrap_or(usize::MAX))
+}
+
+/// Most open objects where a process may have `limit` descriptors.
+fn open_max_of(limit: usize) -> usize {
+    (limit / DESCRIPTORS_PART / DESCRIPTORS).clamp(OPEN_BOUNDS.0, OPEN_BOUNDS.1)
+}
+
+/// Whether some of the work that began at these times does not end.
+fn is_stuck(under_way: &BTreeMap<u64, Instant>) -> bool {
+    under_way.values().any(|began| began.elapsed() > STUCK)
+}
+
 /// A folder as a cache of this process.
 #[derive(Debug)]
 struct DiskCache {
     place: DiskCachePlace,
-    folder: FolderUse,
+    /// Whether the folder can be used. The first use finds out.
+    folder: OnceLock<FolderUse>,
     /// Open objects, with the time of their last use.
     objects: Mutex<HashMap<Digest, (Instant, Arc<CachedObject>)>>,
     /// Why nothing is stored, and until when.
@@ -290,26 +351,58 @@ struct DiskCache {
     told: Mutex<bool>,
     /// Bytes that were stored since the last look at the size.
     unchecked: AtomicU64,
+    /// When work in the folder began that goes on now, by number.
+    under_way: Mutex<BTreeMap<u64, Instant>>,
     counters: CacheCounters,
+}
+
+/// Work in the folder of a cache, from its begin to its end.
+struct FolderWork<'a> {
+    cache: &'a DiskCache,
+    number: u64,
+}
+
+impl Drop for FolderWork<'_> {
+    fn drop(&mut self) {
+        self.cache.under_way.lock().remove(&self.number);
+    }
 }
 
 impl DiskCache {
     fn new(place: &DiskCachePlace) -> DiskCache {
-        let folder = folder_use(&place.folder);
-        let cache = DiskCache {
+        DiskCache {
             place: place.clone(),
-            folder,
+            folder: OnceLock::new(),
             objects: Mutex::default(),
             paused: Mutex::default(),
             told: Mutex::default(),
             // The first store looks at the size.
             unchecked: AtomicU64::new(u64::MAX / 2),
+            under_way: Mutex::default(),
             counters: CacheCounters::default(),
-        };
-        if let FolderUse::ReadOnly(why) | FolderUse::Unusable(why) = &cache.folder {
-            cache.tell(why);
         }
-        cache
+    }
+
+    /// Whether the folder can be used.
+    fn folder(&self) -> &FolderUse {
+        self.folder.get_or_init(|| {
+            let found = folder_use(&self.place.folder);
+            if let FolderUse::ReadOnly(why) | FolderUse::Unusable(why) = &found {
+                self.tell(why);
+            }
+            found
+        })
+    }
+
+    /// Notes that work in the folder begins. `None` if earlier work there does not end.
+    fn begin_work(&self) -> Option<FolderWork<'_>> {
+        let mut under_way = self.under_way.lock();
+        if is_stuck(&under_way) {
+            return None;
+        }
+        let number = under_way.last_key_value().map_or(0, |(last, _)| last + 1);
+        under_way.insert(number, Instant::now());
+        Some(FolderWork { cache: self, number })
     }
 
     /// Logs a failure, the first one as a warning.
@@ -331,9 +424,11 @@ impl DiskCache {
 
     /// Why nothing is stored now.
     fn why_paused(&self) -> Option<String> {
-        match &self.folder {
-            FolderUse::Usable => {}
-            FolderUse::ReadOnly(why) | FolderUse::Unusable(why) => return Some(why.clone()),
+        if is_stuck(&self.under_way.lock()) {
+            return Some("its disk does not answer".to_owned());
+        }
+        if let Some(FolderUse::ReadOnly(why) | FolderUse::Unusable(why)) = self.folder.get() {
+            return Some(why.clone());
         }
         let mut paused = self.paused.lock();
         if paused.as_ref().is_some_and(|(until, _)| *until <= Instant::now()) {
@@ -346,21 +441,26 @@ impl DiskCache {
         self.why_paused().is_none()
     }
 
+    /// The object `key`, if it is open and still in the folder.
+    fn open_object(&self, key: &ObjectKey) -> Option<Arc<CachedObject>> {
+        let object = {
+            let mut objects = self.objects.lock();
+            let (used, object) = objects.get_mut(&key.digest)?;
+            *used = Instant::now();
+            object.clone()
+        };
+        (object.key() == key && object.is_linked()).then_some(object)
+    }
+
     /// The object `key`, which is opened or made.
     fn object(&self, key: &ObjectKey) -> Option<Arc<CachedObject>> {
-        if matches!(self.folder, FolderUse::Unusable(_)) {
+        let _work = self.begin_work()?;
+        if matches!(self.folder(), FolderUse::Unusable(_)) {
             return None;
         }
-        let now = Instant::now();
-        if let Some((used, object)) = self.objects.lock().get_mut(&key.digest)
-            && object.key() == key
-        {
-            *used = now;
-            let object = object.clone();
-            if object.is_linked() {
-                object.note_use();
-                return Some(object);
-            }
+        if let Some(object) = self.open_object(key) {
+            object.note_use();
+            return Some(object);
         }
         let folder = &self.place.folder;
         let opened = if self.may_store() {
@@ -380,12 +480,11 @@ impl DiskCache {
         };
         object.note_use();
         let mut objects = self.objects.lock();
-        objects.insert(key.digest, (now, object.clone()));
-        if objects.len() > OPEN_MAX {
+        objects.insert(key.digest, (Instant::now(), object.clone()));
+        while objects.len() > open_max() {
             let oldest = objects.iter().min_by_key(|(_, (used, _))| *used);
-            if let Some(digest) = oldest.map(|(digest, _)| *digest) {
-                objects.remove(&digest);
-            }
+            let Some(digest) = oldest.map(|(digest, _)| *digest) else { break };
+            objects.remove(&digest);
         }
         Some(object)
     }
@@ -398,6 +497,7 @@ impl DiskCache {
         offset: u64,
         buf: &mut [u8],
     ) -> Vec<Range<u64>> {
+        let Some(_work) = self.begin_work() else { return vec![run.clone()] };
         let taken = object.take(run, offset, buf);
         self.counters.found_blocks.add(taken.found);
         self.counters.found_bytes.add(taken.found * BLOCK_LEN);
@@ -407,6 +507,7 @@ impl DiskCache {
 
     /// Stores blocks if there is room, or can be made.
     fn store(&self, object: &CachedObject, run: &Range<u64>, parts: &MemoryParts<'_>) {
+        let Some(_work) = self.begin_work() else { return };
         let started = Instant::now();
         let len = parts.len() as u64;
         let step = self.place.size.map_or(UNCHECKED_MAX, |size| (size / 8).min(UNCHECKED_MAX));

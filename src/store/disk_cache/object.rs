@@ -15,6 +15,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use nix::libc;
 
 use super::claims::{Claim, claim};
+use super::direct::DirectFile;
+use super::known::KnownBlocks;
 use crate::atomic_file::TemporaryFile;
 use crate::hash::{Digest, Hasher};
 use crate::index::is_private;
@@ -23,11 +25,17 @@ use crate::source::MemoryParts;
 /// Length of a block. Reads from the server are widened to whole ones.
 pub(super) const BLOCK_LEN: u64 = 64 << 10;
 
+/// Longest object that is kept. A header that names a longer one is damaged.
+pub(super) const LEN_MAX: u64 = 1 << 44;
+
 /// Length of the header of a map.
 const HEADER_LEN: u64 = 4096;
 
 /// Length of a checksum in a map.
 const SUM_LEN: u64 = 16;
+
+/// Checksums that are read at a time where all are looked at.
+const SUMS_AT_ONCE: usize = 1 << 16;
 
 /// The first bytes of a map. They change with its form, and so do the names of files.
 const MAGIC: &[u8; 8] = b"TFSBLK01";
@@ -86,7 +94,7 @@ pub(super) struct CachedObject {
     key: ObjectKey,
     path: PathBuf,
     map: File,
-    data: File,
+    pub(super) data: File,
     data_path: PathBuf,
     /// Whether blocks can be added.
     pub(super) writable: bool,
@@ -94,17 +102,8 @@ pub(super) struct CachedObject {
     noted: AtomicI64,
     /// Whether a damaged block was logged.
     damage_told: AtomicBool,
-}
-
-/// Blocks that were read.
-#[derive(Debug, Default)]
-pub(super) struct Taken {
-    /// The runs of blocks that are not there.
-    pub(super) missing: Vec<Range<u64>>,
-    /// Blocks whose bytes were copied.
-    pub(super) found: u64,
-    /// Blocks whose bytes do not have their checksum.
-    pub(super) damaged: u64,
+    pub(super) direct: DirectFile,
+    pub(super) known: KnownBlocks,
 }
 
 impl CachedObject {
@@ -119,7 +118,7 @@ impl CachedObject {
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) if e.kind() == ErrorKind::InvalidData => {
                 // Files that cannot be used are in the way.
-                std::fs::remove_file(&path)?;
+                gone_is_fine(std::fs::remove_file(&path))?;
             }
             Err(e) => return Err(e),
         }
@@ -155,6 +154,7 @@ impl CachedObject {
         })?;
         let key = key.cloned().unwrap_or(found);
         Ok(CachedObject {
+            known: KnownBlocks::new(key.blocks()),
             key,
             path: path.to_owned(),
             map,
@@ -163,6 +163,7 @@ impl CachedObject {
             writable: map_writable && data_writable,
             noted: AtomicI64::new(0),
             damage_told: AtomicBool::new(false),
+            direct: DirectFile::default(),
         })
     }
 
@@ -206,6 +207,11 @@ impl CachedObject {
         let _ = self.map.set_modified(SystemTime::now());
     }
 
+    /// The path of its map.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// The file with its bytes.
     pub(super) fn data_path(&self) -> &Path {
         &self.data_path
@@ -235,77 +241,25 @@ impl CachedObject {
         Ok(bytes.as_chunks::<16>().0.to_vec())
     }
 
-    /// Copies what is there of the blocks `run` to `buf`, which begins at byte `offset` of the object.
-    pub(super) fn take(&self, run: &Range<u64>, offset: u64, buf: &mut [u8]) -> Taken {
-        let mut taken = Taken::default();
-        let Ok(sums) = self.sums(run) else {
-            return Taken { missing: vec![run.clone()], ..taken };
-        };
-        let mut index = run.start;
-        let mut edge = Vec::new();
-        while index < run.end {
-            let there = |index: u64| sums[(index - run.start) as usize] != [0; 16];
-            let end = (index..run.end).find(|at| there(*at) != there(index)).unwrap_or(run.end);
-            if !there(index) {
-                add_run(&mut taken.missing, index..end);
-                index = end;
-                continue;
-            }
-            self.read_ahead(&(index..end));
-            for block in index..end {
-                let sum = sums[(block - run.start) as usize];
-                if self.take_block(block, sum, offset, buf, &mut edge) {
-                    taken.found += 1;
-                } else {
-                    add_run(&mut taken.missing, block..block + 1);
-                    taken.damaged += u64::from(self.forget(block));
-                }
-            }
-            index = end;
+    /// Calls `act` with each block that is there, and its checksum.
+    ///
+    /// # Errors
+    /// If the map cannot be read.
+    pub(super) fn each_sum(&self, mut act: impl FnMut(u64, [u8; 16])) -> io::Result<()> {
+        let all = self.blocks();
+        for start in all.clone().step_by(SUMS_AT_ONCE) {
+            let run = start..(start + SUMS_AT_ONCE as u64).min(all.end);
+            let sums = self.sums(&run)?;
+            let there = run.zip(sums).filter(|(_, sum)| *sum != [0; 16]);
+            there.for_each(|(block, sum)| act(block, sum));
         }
-        taken
-    }
-
-    /// Asks the kernel to read the blocks `run`, so that they come in one piece.
-    fn read_ahead(&self, run: &Range<u64>) {
-        let bytes = self.bytes_of(run);
-        let (start, len) = (bytes.start as libc::off_t, (bytes.end - bytes.start) as libc::off_t);
-        let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_WILLNEED;
-        let _ = nix::fcntl::posix_fadvise(&self.data, start, len, advice);
-    }
-
-    /// Copies the bytes of one block that `buf` wants, if it has the checksum `sum`.
-    fn take_block(
-        &self,
-        block: u64,
-        sum: [u8; 16],
-        offset: u64,
-        buf: &mut [u8],
-        edge: &mut Vec<u8>,
-    ) -> bool {
-        let bytes = self.bytes_of(&(block..block + 1));
-        let end = offset + buf.len() as u64;
-        if bytes.start >= offset && bytes.end <= end {
-            let place = &mut buf[(bytes.start - offset) as usize..(bytes.end - offset) as usize];
-            let read = self.data.read_exact_at(place, bytes.start);
-            return read.is_ok() && self.sum_of(block, [&*place]) == sum;
-        }
-        edge.resize((bytes.end - bytes.start) as usize, 0);
-        if self.data.read_exact_at(edge, bytes.start).is_err()
-            || self.sum_of(block, [edge.as_slice()]) != sum
-        {
-            return false;
-        }
-        let wanted = bytes.start.max(offset)..bytes.end.min(end);
-        let from = (wanted.start - bytes.start) as usize;
-        let len = (wanted.end - wanted.start) as usize;
-        buf[(wanted.start - offset) as usize..][..len].copy_from_slice(&edge[from..from + len]);
-        true
+        Ok(())
     }
 
     /// Takes a block that has not its checksum out of the map. Returns whether it is damaged, and not
     /// removed.
-    fn forget(&self, block: u64) -> bool {
+    pub(super) fn forget(&self, block: u64) -> bool {
+        self.known.remove(block);
         if !self.is_linked() {
             return false;
         }
@@ -319,16 +273,6 @@ impl CachedObject {
             );
         }
         true
-    }
-
-    /// Whether the block has its checksum.
-    pub(super) fn is_right(&self, block: u64, sum: [u8; 16]) -> bool {
-        let bytes = self.bytes_of(&(block..block + 1));
-        let mut buf = vec![0; (bytes.end - bytes.start) as usize];
-        self.take_block(block, sum, bytes.start, &mut buf, &mut Vec::new()) || {
-            self.forget(block);
-            false
-        }
     }
 
     /// Stores the blocks `run`, whose bytes are `parts`. A block counts once its checksum is written,
@@ -349,12 +293,18 @@ impl CachedObject {
             let within = of_block.start - bytes.start..of_block.end - bytes.start;
             sums.extend_from_slice(&self.sum_of(block, parts.slices(within)));
         }
-        self.map.write_all_at(&sums, sums_at(run).start)
+        self.map.write_all_at(&sums, sums_at(run).start)?;
+        run.clone().for_each(|block| self.known.add(block));
+        Ok(())
     }
 
     /// The checksum of a block of this object, whose bytes are `parts`. The same bytes have another one
     /// in another place.
-    fn sum_of<'a>(&self, block: u64, parts: impl IntoIterator<Item = &'a [u8]>) -> [u8; 16] {
+    pub(super) fn sum_of<'a>(
+        &self,
+        block: u64,
+        parts: impl IntoIterator<Item = &'a [u8]>,
+    ) -> [u8; 16] {
         let mut hasher = Hasher::new();
         hasher.update(&self.key.digest.0);
         hasher.update(&block.to_le_bytes());
@@ -365,26 +315,26 @@ impl CachedObject {
     }
 }
 
-/// Appends `run`, joined to the last of `runs` where they meet.
-fn add_run(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
-    match runs.last_mut() {
-        Some(last) if last.end == run.start => last.end = run.end,
-        _ => runs.push(run),
-    }
-}
-
 /// The bytes of a map with the checksums of the blocks `run`.
 fn sums_at(run: &Range<u64>) -> Range<u64> {
     HEADER_LEN + run.start * SUM_LEN..HEADER_LEN + run.end * SUM_LEN
 }
 
-fn data_name(key: &ObjectKey, nonce: u64) -> String {
+pub(super) fn data_name(key: &ObjectKey, nonce: u64) -> String {
     format!("{}.{nonce:016x}.{DATA}", key.digest)
 }
 
 /// The name of a file that is not whole.
 pub(super) fn temporary_name(number: u64) -> String {
     format!(".{number:016x}.{TEMPORARY}")
+}
+
+/// The result of a removal. Another process may have been faster.
+pub(super) fn gone_is_fine(removed: io::Result<()>) -> io::Result<()> {
+    match removed {
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
 }
 
 fn damaged() -> io::Error {
@@ -414,7 +364,7 @@ fn open_private(path: &Path) -> io::Result<(File, bool)> {
     }
 }
 
-fn header_of(key: &ObjectKey, nonce: u64) -> Vec<u8> {
+pub(super) fn header_of(key: &ObjectKey, nonce: u64) -> Vec<u8> {
     let mut end = key.url.len().min(URL_LEN_MAX);
     while !key.url.is_char_boundary(end) {
         end -= 1;
@@ -445,5 +395,6 @@ fn parse_header(header: &[u8]) -> Option<(ObjectKey, u64)> {
     let (digest, rest) = rest.split_first_chunk::<16>()?;
     let url = std::str::from_utf8(rest.get(..usize::try_from(number(3)?).ok()?)?).ok()?;
     let key = ObjectKey { url: url.to_owned(), len: number(1)?, digest: Digest(*digest) };
-    (number(0)? == BLOCK_LEN).then_some((key, number(2)?))
+    let is_right = number(0)? == BLOCK_LEN && (1..=LEN_MAX).contains(&key.len);
+    is_right.then_some((key, number(2)?))
 }

@@ -312,3 +312,172 @@ fn blocks_are_compared_by_verify_and_damaged_ones_count_no_more() {
     let kept = kept_objects(&bench.place().folder).unwrap();
     assert_eq!(kept[0].bytes, LEN as u64 - BLOCK_LEN);
 }
+
+#[test]
+fn bytes_that_come_at_the_deadline_go_to_the_reader_and_nowhere_else() {
+    let bench = Bench::new();
+    bench.read(0..0);
+    let cached = CachedStore::new(bench.store.clone(), &bench.place());
+    let mut buf = vec![0; LEN];
+    let version = bench.store.version(1);
+    // The store answers however late it is.
+    cached.read("s3://b/object".as_ref(), &version, 0, &mut buf, Some(Instant::now())).unwrap();
+    assert!(buf == bench.store.bytes);
+    assert_eq!(kept_objects(&bench.place().folder).unwrap()[0].bytes, 0);
+}
+
+#[test]
+fn reads_go_on_without_a_disk_that_does_not_answer() {
+    let bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    let cache = cache_in(&bench.place());
+    let long_ago = Instant::now().checked_sub(STUCK * 2).unwrap();
+    cache.under_way.lock().insert(7, long_ago);
+    let found = bench.read_again("s3://b/object", 1, 0..LEN as u64);
+    assert!(found == bench.store.bytes);
+    assert_eq!(bench.store.reads_by_block()[&0], 2);
+    assert_eq!(bench.status().paused.as_deref(), Some("its disk does not answer"));
+    cache.under_way.lock().clear();
+    bench.read_again("s3://b/object", 1, 0..LEN as u64);
+    assert_eq!(bench.store.reads_by_block()[&0], 2);
+}
+
+#[test]
+fn a_cache_that_is_looked_up_touches_no_file_before_it_is_used() {
+    let bench = Bench::new();
+    let cache = cache_in(&bench.place());
+    assert!(!bench.place().folder.exists());
+    assert!(matches!(cache.folder(), FolderUse::Usable));
+    assert!(bench.place().folder.exists());
+}
+
+#[test]
+fn open_objects_leave_most_descriptors_to_others() {
+    for (limit, most) in [(0, 8), (256, 8), (1024, 32), (8192, 256), (1 << 20, 256)] {
+        assert_eq!(open_max_of(limit), most, "{limit}");
+    }
+}
+
+#[test]
+fn a_header_with_an_impossible_length_is_damaged() {
+    let bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    let key = ObjectKey::new("s3://b/huge", [1, 2, LEN_MAX + 1, 0, 0]);
+    fs::write(key.map_in(&bench.place().folder), object::header_of(&key, 3)).unwrap();
+    let map = fs::OpenOptions::new().write(true).open(key.map_in(&bench.place().folder)).unwrap();
+    map.set_len(4096 + 16 * (LEN_MAX + 1).div_ceil(BLOCK_LEN)).unwrap();
+    let data = bench.place().folder.join(object::data_name(&key, 3));
+    fs::File::create(data).unwrap();
+    let kept = kept_objects(&bench.place().folder).unwrap();
+    assert_eq!(kept.iter().map(|it| it.url.as_str()).collect::<Vec<_>>(), ["s3://b/object"]);
+    assert_eq!(prune(&bench.place().folder, u64::MAX).unwrap().objects, 1);
+}
+
+/// The local copy of the object, once its bytes have reached the disk.
+fn copy_of(bench: &Bench) -> Option<fs::File> {
+    let cached = CachedStore::new(bench.store.clone(), &bench.place());
+    let version = bench.store.version(1);
+    let find = || cached.local_copy("s3://b/object".as_ref(), &version).map(|(_, file)| file);
+    // The first look begins to bring the bytes there.
+    find().or_else(|| {
+        let cache = cache_in(&bench.place());
+        let open: Vec<_> = cache.objects.lock().values().map(|(_, it)| it.clone()).collect();
+        while open.iter().any(|object| object.known.is_syncing()) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        find()
+    })
+}
+
+#[test]
+fn an_object_is_served_as_a_local_file_once_each_of_its_blocks_is_known() {
+    let bench = Bench::new();
+    let len = LEN as u64;
+    bench.assert_right(0..len - 2000);
+    assert!(copy_of(&bench).is_none());
+    bench.read_again("s3://b/object", 1, 0..len);
+    let file = copy_of(&bench).unwrap();
+    let mut bytes = vec![0; LEN];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    assert!(bytes == bench.store.bytes);
+    // Another process has compared no block yet.
+    bench.read(0..BLOCK_LEN);
+    assert!(copy_of(&bench).is_none());
+    bench.read_again("s3://b/object", 1, 0..len);
+    assert!(copy_of(&bench).is_some());
+}
+
+#[test]
+fn an_object_with_a_damaged_block_is_no_local_file_until_the_block_came_anew() {
+    let bench = Bench::new();
+    let len = LEN as u64;
+    bench.assert_right(0..len);
+    let data = fs::OpenOptions::new().write(true).open(bench.file(object::DATA)).unwrap();
+    data.write_all_at(b"other", 2 * BLOCK_LEN).unwrap();
+    bench.read(0..2 * BLOCK_LEN);
+    bench.read_again("s3://b/object", 1, 3 * BLOCK_LEN..len);
+    assert!(copy_of(&bench).is_none());
+    let found = bench.read_again("s3://b/object", 1, 0..len);
+    assert!(found == bench.store.bytes);
+    let mut bytes = vec![0; LEN];
+    copy_of(&bench).unwrap().read_exact_at(&mut bytes, 0).unwrap();
+    assert!(bytes == bench.store.bytes);
+}
+
+#[test]
+fn a_served_object_keeps_its_bytes_when_it_is_removed_and_makes_no_room() {
+    let mut bench = Bench::new();
+    bench.size = Some(8 * BLOCK_LEN);
+    bench.assert_right(0..LEN as u64);
+    let file = copy_of(&bench).unwrap();
+    let assert_whole = || {
+        let mut bytes = vec![0; LEN];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        assert!(bytes == bench.store.bytes);
+    };
+    // There is room for one object, and the one that is there is in use.
+    bench.read_again("s3://b/other", 1, 0..LEN as u64);
+    let kept = kept_objects(&bench.place().folder).unwrap();
+    assert!(kept.iter().any(|it| it.url == "s3://b/object" && it.bytes == LEN as u64), "{kept:?}");
+    assert_whole();
+    prune(&bench.place().folder, 0).unwrap();
+    assert_eq!(bench.files(), 0);
+    assert_whole();
+    // Without a name it is served to nobody else.
+    assert!(copy_of(&bench).is_none());
+}
+
+#[test]
+fn blocks_that_the_page_cache_does_not_hold_are_compared_as_well() {
+    let bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    let data = fs::OpenOptions::new().write(true).open(bench.file(object::DATA)).unwrap();
+    let leave_page_cache = || {
+        data.sync_data().unwrap();
+        let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+        nix::fcntl::posix_fadvise(&data, 0, 0, advice).unwrap();
+    };
+    // Reads past the page cache need aligned memory.
+    let mut memory = vec![0; LEN + 4096];
+    let start = memory.as_ptr().align_offset(4096);
+    let mut read = |offset: u64| {
+        CACHES.get_or_init(Mutex::default).lock().remove(&bench.place());
+        let cached = CachedStore::new(bench.store.clone(), &bench.place());
+        let (version, at) = (bench.store.version(1), start + offset as usize);
+        let buf = &mut memory[at..start + LEN];
+        buf.fill(0);
+        cached.read("s3://b/object".as_ref(), &version, offset, buf, None).unwrap();
+        assert!(buf == &bench.store.bytes[offset as usize..]);
+    };
+    for offset in [0, 1000, 4096, BLOCK_LEN, BLOCK_LEN + 4096] {
+        leave_page_cache();
+        read(offset);
+    }
+    assert_eq!(bench.store.reads.lock().len(), 1);
+    for at in [0, BLOCK_LEN + 1, LEN as u64 - 1] {
+        data.write_all_at(&[!bench.store.bytes[at as usize]], at).unwrap();
+        leave_page_cache();
+        read(0);
+        assert_eq!(bench.status().damaged_blocks, 1);
+    }
+}

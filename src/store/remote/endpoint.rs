@@ -37,6 +37,8 @@ pub(super) struct Endpoint {
     base: String,
     /// The host, for people.
     pub(super) host: String,
+    /// The whole address, in one spelling: two servers may share a host.
+    pub(super) address: String,
     pub(super) access: Access,
     slots: Arc<Semaphore>,
     counters: Arc<EndpointCounters>,
@@ -54,7 +56,8 @@ impl Endpoint {
         };
         let slots = RemoteProcess::get()?.slots_of(&host);
         let counters = counters_of(&host);
-        Ok(Endpoint { base, host, access, slots, counters })
+        let address = url.as_str().trim_end_matches('/').to_owned();
+        Ok(Endpoint { base, host, address, access, slots, counters })
     }
 
     fn base(&self) -> String {
@@ -465,6 +468,15 @@ fn is_code(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_address_has_one_spelling_and_servers_of_one_host_have_different_ones() {
+        let address = |base: &str| Endpoint::new(base.to_owned(), Access::Open).unwrap().address;
+        assert_eq!(address("HTTP://Host:80/a/"), address("http://host/a"));
+        let bases = ["http://host/a", "http://host/b", "https://host/a", "http://host:81/a"];
+        let all: std::collections::BTreeSet<String> = bases.into_iter().map(address).collect();
+        assert_eq!(all.len(), bases.len(), "{all:?}");
+    }
 
     #[test]
     fn the_code_of_an_error_is_a_word() {

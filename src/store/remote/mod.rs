@@ -147,11 +147,11 @@ impl RemoteStore {
         Ok(QueueKey::Store(hash_of(self.endpoint()?.host.as_bytes())))
     }
 
-    /// The number of the object `key`: one of this name on another server has another.
+    /// The number of the object `key`: one of this name at another address has another.
     fn number(&self, key: &str) -> io::Result<u64> {
         let path = self.location.path(key);
         let url = path.as_os_str().as_encoded_bytes();
-        Ok(hash_of(&[self.endpoint()?.host.as_bytes(), url].join(&b' ')))
+        Ok(hash_of(&[self.endpoint()?.address.as_bytes(), url].join(&b' ')))
     }
 
     fn folder_version(&self, key: &str) -> io::Result<Version> {

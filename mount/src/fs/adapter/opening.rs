@@ -71,8 +71,8 @@ impl FsState {
             OpenContent::Whole(file) if !file.reader().is_empty() => {
                 let source = &file.reader().sources()[0];
                 // The kernel would wait for another machine without a deadline.
-                let hangs = source.may_block() && self.common.has_deadline;
-                (!source.is_changed() && !hangs).then(|| source.local()?.file().ok()).flatten()
+                let hangs = source.reads_may_block() && self.common.has_deadline;
+                (!source.is_changed() && !hangs).then(|| source.open_bytes()).flatten()
             }
             OpenContent::Virtual(file) if unchanged && in_use => {
                 let copy = self.service.copy_in_use(node.listed_version(), file);

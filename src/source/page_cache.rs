@@ -11,8 +11,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::libc;
 
-use super::memory::{ALIGN, pages_around};
 use crate::zeros::are_zeros;
+
+/// O_DIRECT wants offsets, lengths and memory to be multiples of this, wherever it works at all.
+pub(crate) const ALIGN: u64 = 4096;
+
+/// The pages that hold `range`.
+pub(crate) fn pages_around(range: &Range<u64>) -> Range<u64> {
+    range.start / ALIGN * ALIGN..range.end.next_multiple_of(ALIGN)
+}
 
 /// The number of cachestat(2), the same on all machines but Alpha; Linux 6.5 and later.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -181,7 +188,7 @@ fn sampled_pages(file: &File, pages: &Range<u64>) -> Option<CachedPages> {
 
 /// Copies the cached bytes at `offset` to `target` without waiting. Returns whether `target` is
 /// filled.
-pub(super) fn copy_cached(file: &File, offset: u64, target: &mut [u8]) -> bool {
+pub(crate) fn copy_cached(file: &File, offset: u64, target: &mut [u8]) -> bool {
     if are_zeros(offset) {
         target.fill(0);
         return true;

@@ -1,0 +1,160 @@
+//! Reads of blocks that are there. Each is compared with its checksum before a reader gets it.
+
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use nix::libc;
+
+use super::object::CachedObject;
+use crate::source::page_cache::{ALIGN, CachedPages, cached_pages};
+
+/// Blocks that were read.
+#[derive(Debug, Default)]
+pub(super) struct Taken {
+    /// The runs of blocks that are not there.
+    pub(super) missing: Vec<Range<u64>>,
+    /// Blocks whose bytes were copied.
+    pub(super) found: u64,
+    /// Blocks whose bytes do not have their checksum.
+    pub(super) damaged: u64,
+}
+
+/// Where a read wants bytes: memory that begins at byte `offset` of the object.
+struct BlockTarget<'a> {
+    offset: u64,
+    buf: &'a mut [u8],
+}
+
+impl BlockTarget<'_> {
+    fn end(&self) -> u64 {
+        self.offset + self.buf.len() as u64
+    }
+
+    /// The memory of the bytes `range`, all of which are wanted.
+    fn place(&mut self, range: &Range<u64>) -> &mut [u8] {
+        &mut self.buf[(range.start - self.offset) as usize..(range.end - self.offset) as usize]
+    }
+}
+
+impl CachedObject {
+    /// Copies what is there of the blocks `run` to `buf`, which begins at byte `offset` of the object.
+    pub(super) fn take(&self, run: &Range<u64>, offset: u64, buf: &mut [u8]) -> Taken {
+        let mut taken = Taken::default();
+        let Ok(sums) = self.sums(run) else {
+            return Taken { missing: vec![run.clone()], ..taken };
+        };
+        let mut wanted = BlockTarget { offset, buf };
+        let mut index = run.start;
+        while index < run.end {
+            let there = |index: u64| sums[(index - run.start) as usize] != [0; 16];
+            let end = (index..run.end).find(|at| there(*at) != there(index)).unwrap_or(run.end);
+            if there(index) {
+                let sums = &sums[(index - run.start) as usize..];
+                self.take_run(&(index..end), sums, &mut wanted, &mut taken);
+            } else {
+                add_run(&mut taken.missing, index..end);
+            }
+            index = end;
+        }
+        taken
+    }
+
+    /// Copies what is wanted of the blocks `run`, which have the checksums `sums`.
+    fn take_run(
+        &self,
+        run: &Range<u64>,
+        sums: &[[u8; 16]],
+        wanted: &mut BlockTarget<'_>,
+        taken: &mut Taken,
+    ) {
+        let bytes = self.bytes_of(run);
+        let first = run.start + u64::from(bytes.start < wanted.offset);
+        let end = run.end - u64::from(bytes.end > wanted.end());
+        let whole = if first < end { first..end } else { first..first };
+        let is_read = !whole.is_empty() && {
+            let bytes = self.bytes_of(&whole);
+            self.read_bytes(bytes.start, wanted.place(&bytes)).is_ok()
+        };
+        let mut edge = Vec::new();
+        for block in run.clone() {
+            let sum = sums[(block - run.start) as usize];
+            let bytes = self.bytes_of(&(block..block + 1));
+            let is_right = is_read
+                && whole.contains(&block)
+                && self.sum_of(block, [&*wanted.place(&bytes)]) == sum;
+            // After a failed read of many blocks only those are lost that cannot be read by themselves.
+            if is_right || self.take_block(block, sum, wanted, &mut edge) {
+                self.known.add(block);
+                taken.found += 1;
+            } else {
+                add_run(&mut taken.missing, block..block + 1);
+                taken.damaged += u64::from(self.forget(block));
+            }
+        }
+    }
+
+    /// Fills `place` with the bytes from `at` on, past the page cache if that does not hold most of them.
+    fn read_bytes(&self, at: u64, place: &mut [u8]) -> io::Result<()> {
+        let cached = cached_pages(&self.data, &(at..at + place.len() as u64));
+        let aligned = place.len() / ALIGN as usize * ALIGN as usize;
+        let (most, rest) = place.split_at_mut(aligned);
+        if !cached.is_some_and(CachedPages::is_most)
+            && self.direct.read(&self.data, self.data_path(), at, most)
+        {
+            return self.data.read_exact_at(rest, at + aligned as u64);
+        }
+        if !cached.is_some_and(CachedPages::is_all) {
+            self.read_ahead(at, place.len());
+        }
+        self.data.read_exact_at(place, at)
+    }
+
+    /// Asks the kernel to read these bytes, so that they come in one piece.
+    fn read_ahead(&self, start: u64, len: usize) {
+        let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_WILLNEED;
+        let (start, len) = (start as libc::off_t, len as libc::off_t);
+        let _ = nix::fcntl::posix_fadvise(&self.data, start, len, advice);
+    }
+
+    /// Copies the wanted bytes of one block, if it has the checksum `sum`.
+    fn take_block(
+        &self,
+        block: u64,
+        sum: [u8; 16],
+        wanted: &mut BlockTarget<'_>,
+        edge: &mut Vec<u8>,
+    ) -> bool {
+        let bytes = self.bytes_of(&(block..block + 1));
+        edge.resize((bytes.end - bytes.start) as usize, 0);
+        if self.data.read_exact_at(edge, bytes.start).is_err()
+            || self.sum_of(block, [edge.as_slice()]) != sum
+        {
+            return false;
+        }
+        let copied = bytes.start.max(wanted.offset)..bytes.end.min(wanted.end());
+        let from = (copied.start - bytes.start) as usize;
+        let len = (copied.end - copied.start) as usize;
+        wanted.place(&copied).copy_from_slice(&edge[from..from + len]);
+        true
+    }
+
+    /// Whether the block has its checksum.
+    pub(super) fn is_right(&self, block: u64, sum: [u8; 16]) -> bool {
+        let bytes = self.bytes_of(&(block..block + 1));
+        let mut buf = vec![0; (bytes.end - bytes.start) as usize];
+        let mut wanted = BlockTarget { offset: bytes.start, buf: &mut buf };
+        self.take_block(block, sum, &mut wanted, &mut Vec::new()) || {
+            self.forget(block);
+            false
+        }
+    }
+}
+
+/// Appends `run`, joined to the last of `runs` where they meet.
+fn add_run(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
+    match runs.last_mut() {
+        Some(last) if last.end == run.start => last.end = run.end,
+        _ => runs.push(run),
+    }
+}

@@ -1,0 +1,64 @@
+//! Objects that are in the cache as a whole: their files are served as local files.
+//!
+//! A shared lock of the file with the bytes keeps those who make room from cutting it. So the bytes
+//! stay for as long as a descriptor or a mapping of it is open, also without a name.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::sync::Arc;
+
+use nix::libc;
+
+use super::object::{CachedObject, gone_is_fine};
+use crate::error::{real_name, shown};
+use crate::source::FileSystem;
+
+impl CachedObject {
+    /// A file with all bytes of the object. `None` if this process does not know each block, or if they
+    /// have not reached the disk.
+    pub(super) fn whole_file(self: &Arc<CachedObject>) -> Option<File> {
+        if self.known.are_synced() {
+            return self.open_served();
+        }
+        if self.known.begin_sync() {
+            let object = self.clone();
+            let thread = std::thread::Builder::new().name("tensorfs-sync".to_owned());
+            if thread.spawn(move || object.sync()).is_err() {
+                self.known.end_sync(false);
+            }
+        }
+        None
+    }
+
+    /// Brings the bytes to the disk. A disk that loses them says so here, and not when they are read.
+    fn sync(&self) {
+        let synced = self.data.sync_data();
+        if let Err(e) = &synced {
+            tracing::warn!("{}: the disk cache has lost bytes: {e}", shown(&self.key().url));
+            if self.is_linked() {
+                let _ = gone_is_fine(std::fs::remove_file(self.path()));
+            }
+        }
+        self.known.end_sync(synced.is_ok());
+    }
+
+    fn open_served(&self) -> Option<File> {
+        let path = self.data_path();
+        // The kernel would wait for another machine, without a deadline.
+        if !FileSystem::at(path).is_local() {
+            return None;
+        }
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
+        // The lock belongs to the open file, and ends with its last descriptor or mapping.
+        file.try_lock_shared().ok()?;
+        let (found, own) = (file.metadata().ok()?, self.data.metadata().ok()?);
+        // Those who remove it take the name first and cut it then, with a lock of their own.
+        let is_own = (found.dev(), found.ino()) == (own.dev(), own.ino());
+        if !is_own || found.nlink() == 0 || found.len() != self.key().len {
+            return None;
+        }
+        tracing::debug!("{}: served from {}", shown(&self.key().url), real_name(path));
+        Some(file)
+    }
+}

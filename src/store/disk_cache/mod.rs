@@ -321,13 +321,13 @@ fn cache_in(place: &DiskCachePlace) -> Arc<DiskCache> {
     cache
 }
 
-/// Most objects that this process has open.
+/// Maximum number of objects that this process has open.
 fn open_max() -> usize {
     let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft);
     open_max_of(usize::try_from(limit).unwrap_or(usize::MAX))
 }
 
-/// Most open objects where a process may have `limit` descriptors.
+/// Maximum number of open objects where a process may have `limit` descriptors.
 fn open_max_of(limit: usize) -> usize {
     (limit / DESCRIPTORS_PART / DESCRIPTORS).clamp(OPEN_BOUNDS.0, OPEN_BOUNDS.1)
 }

@@ -33,7 +33,8 @@ def llama_rules(config):
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     # Llama has no norms of q and k. A rule for no tensor is refused.
-    rules = [f"{rule}\n" for rule in NAMES.read_text().strip().split("\n\n") if "_norm\\.'\nto = 'model.layers.$1.self_attn" not in rule]
+    blocks = NAMES.read_text().strip().split("\n\n")
+    rules = [f"{block}\n" for block in blocks if "[qk])_norm" not in block and "([qk])" not in block]
     for layer in range(config["num_hidden_layers"]):
         for letter, count in ("q", heads), ("k", config.get("num_key_value_heads") or heads):
             before = f"layers.{layer}.attention.qkv_linear.w{letter}.weight"

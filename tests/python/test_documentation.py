@@ -202,7 +202,7 @@ def cannot_run(line):
     if line.startswith(str(BIN.parent)):
         return not Path(line.split()[0]).exists()
     if line.startswith("python examples/"):
-        if line.startswith("python examples/torchtitan_llama_rules.py"):
+        if "torchtitan_llama_rules.py" in line:
             return False
         needed = ["torch", "transformers", *(["torchtitan"] if "torchtitan" in line else [])]
         return not all(importlib.util.find_spec(name) for name in needed)

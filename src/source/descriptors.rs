@@ -324,7 +324,7 @@ impl OpenFiles {
 }
 
 /// Maximum number of descriptors of sources.
-fn open_max() -> u64 {
+pub(super) fn open_max() -> u64 {
     static MAX: OnceLock<u64> = OnceLock::new();
     *MAX.get_or_init(|| {
         let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(RESERVED, |(soft, _)| soft);

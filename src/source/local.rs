@@ -54,13 +54,13 @@ impl LocalFile {
 
     /// The regular file that was open as `file` at `path` in another process, and that was
     /// `version` there. The path may lead to another file by now.
-    pub(super) fn adopted(path: &Path, version: Version, file: File) -> LocalFile {
+    pub(super) fn adopted(path: &Path, version: Version, file: Arc<File>) -> LocalFile {
         let file_system = FileSystem::of(&file, path);
-        LocalFile::new(ReopenableFile::opened(path, version, file_system, Arc::new(file)))
+        LocalFile::new(ReopenableFile::opened(path, version, file_system, file))
     }
 
     /// The regular file that is open as `file`. The path need not lead to it.
-    pub(super) fn of_open_file(path: &Path, file: File) -> Result<LocalFile> {
+    pub(super) fn of_open_file(path: &Path, file: Arc<File>) -> Result<LocalFile> {
         let file_system = FileSystem::of(&file, path);
         let stated = stat_file(&file, file_system).map_err(|e| Error::io(path, "stat", e))?;
         if !stated.is_file() {

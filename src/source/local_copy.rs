@@ -4,9 +4,9 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use super::descriptors::Pinnable;
+use super::descriptors::{Pinnable, open_max};
 use super::local::LocalFile;
 use super::store_kind::StoreKind;
 use crate::error::Result;
@@ -21,10 +21,15 @@ pub struct LocalCopy {
     file: Arc<File>,
 }
 
+/// Local copies that are open in this process.
+static OPEN: AtomicU64 = AtomicU64::new(0);
+
 impl LocalCopy {
     fn new(path: &Path, file: File) -> Result<LocalCopy> {
-        let local = LocalFile::of_open_file(path, file)?;
-        Ok(LocalCopy { file: local.file()?, local })
+        let file = Arc::new(file);
+        let local = LocalFile::of_open_file(path, file.clone())?;
+        OPEN.fetch_add(1, Ordering::Relaxed);
+        Ok(LocalCopy { local, file })
     }
 
     /// The copy as a local file. Its times say nothing: the disk cache tells which bytes it has.
@@ -35,6 +40,12 @@ impl LocalCopy {
     /// The open file, which keeps the bytes also if the copy loses its name.
     pub fn file(&self) -> Arc<File> {
         self.file.clone()
+    }
+}
+
+impl Drop for LocalCopy {
+    fn drop(&mut self) {
+        OPEN.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -62,17 +73,24 @@ impl CopySlot {
         }
     }
 
-    /// The copy, which is opened if the store has it.
-    pub(super) fn copy(&self) -> Option<Arc<LocalCopy>> {
-        if let Some(copy) = &*self.copy.read() {
-            return Some(copy.clone());
+    /// The copy, if it is open. Never waits for the disk.
+    pub(super) fn open_copy(&self) -> Option<Arc<LocalCopy>> {
+        self.copy.read().clone()
+    }
+
+    /// Opens the copy, if the store has it. May wait for the disk.
+    pub(super) fn open(&self) {
+        // Each keeps a descriptor that cannot be closed while it is read.
+        let has_room = || OPEN.load(Ordering::Relaxed) < open_max() / 2;
+        if self.is_refused.load(Ordering::Relaxed) || self.copy.read().is_some() || !has_room() {
+            return;
         }
-        if self.is_refused.load(Ordering::Relaxed) {
-            return None;
+        let Some((path, file)) = self.store.local_copy(&self.path, &self.version) else { return };
+        let Ok(copy) = LocalCopy::new(&path, file) else { return };
+        let mut open = self.copy.write();
+        if !self.is_refused.load(Ordering::Relaxed) {
+            open.get_or_insert(Arc::new(copy));
         }
-        let (path, file) = self.store.local_copy(&self.path, &self.version)?;
-        let copy = Arc::new(LocalCopy::new(&path, file).ok()?);
-        Some(self.copy.write().get_or_insert(copy).clone())
     }
 
     /// Takes no copy from now on: the disk has lost bytes of it.
@@ -109,8 +127,6 @@ impl Pinnable for CopySlot {
 
     fn remove_pin(&self) {
         if self.pins.fetch_sub(1, Ordering::SeqCst) == 1 {
-            // A store that has all bytes by now gets them ready for the next reader.
-            drop(self.copy());
             self.release();
         }
     }

@@ -89,7 +89,7 @@ impl Source {
     /// The regular file that was open as `file` at `path` in another process, and that was
     /// `version` there. The path may lead to another file by now.
     pub fn adopted(path: &Path, version: Version, file: std::fs::File) -> Arc<Source> {
-        Arc::new(Source::Local(LocalFile::adopted(path, version, file)))
+        Arc::new(Source::Local(LocalFile::adopted(path, version, Arc::new(file))))
     }
 
     /// The regular file that is open as `file`, called `path`, which need not lead to it. A pin keeps
@@ -98,7 +98,7 @@ impl Source {
     /// # Errors
     /// `Error::Io` where it cannot be looked at, or is no regular file.
     pub fn of_open_file(path: &Path, file: std::fs::File) -> Result<Arc<Source>> {
-        LocalFile::of_open_file(path, file).map(|file| Arc::new(Source::Local(file)))
+        LocalFile::of_open_file(path, Arc::new(file)).map(|file| Arc::new(Source::Local(file)))
     }
 
     /// Sets the known version back to an earlier one of the same file, so that the next check
@@ -146,8 +146,8 @@ impl Source {
         }
     }
 
-    /// The local copy of a file of a store, if the store has all of it now. Reads that need a descriptor
-    /// take it in place of the store. It has the same bytes for as long as it is open.
+    /// The open local copy of a file of a store. Reads that need a descriptor take it in place of the
+    /// store. It has the same bytes for as long as it is open. Never waits for the disk.
     pub fn copy(&self) -> Option<Arc<LocalCopy>> {
         match self {
             Source::Local(_) => None,
@@ -155,9 +155,18 @@ impl Source {
         }
     }
 
-    /// Reads no more from the local copy, which could not be read.
-    pub(crate) fn leave_copy(&self) {
+    /// Opens the local copy of a file of a store, if the store has all of it now. May wait for the disk.
+    pub fn open_local_copy(&self) {
         if let Source::Stored(file) = self {
+            file.open_copy();
+        }
+    }
+
+    /// Reads no more from the local copy, which could not be read. Without one it does nothing.
+    pub(crate) fn leave_copy(&self) {
+        if let Source::Stored(file) = self
+            && file.copy_slot().open_copy().is_some()
+        {
             file.copy_slot().refuse();
         }
     }

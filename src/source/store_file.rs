@@ -45,9 +45,16 @@ impl StoreFile {
         self.store.name()
     }
 
-    /// Its local copy, if the store has all of it now.
+    /// Its local copy, if it is open.
     pub(super) fn copy(&self) -> Option<Arc<LocalCopy>> {
-        if self.notes.is_changed() { None } else { self.copy.copy() }
+        if self.notes.is_changed() { None } else { self.copy.open_copy() }
+    }
+
+    /// Opens its local copy, if the store has all of it now.
+    pub(super) fn open_copy(&self) {
+        if !self.notes.is_changed() {
+            self.copy.open();
+        }
     }
 
     /// The place of its local copy.
@@ -81,11 +88,16 @@ impl StoreFile {
     ) -> Result<()> {
         self.notes.check_known(&self.path)?;
         let end = offset + buf.len() as u64;
-        self.store.read(&self.path, &self.version, offset, buf, until).map_err(|e| match e.kind() {
-            io::ErrorKind::UnexpectedEof => self.ends_before(end),
-            io::ErrorKind::StaleNetworkFileHandle => self.set_replaced(),
-            _ => Error::io(&self.path, "read", e),
-        })
+        self.store.read(&self.path, &self.version, offset, buf, until).map_err(|e| {
+            match e.kind() {
+                io::ErrorKind::UnexpectedEof => self.ends_before(end),
+                io::ErrorKind::StaleNetworkFileHandle => self.set_replaced(),
+                _ => Error::io(&self.path, "read", e),
+            }
+        })?;
+        // The store may have all of it now.
+        self.copy.open();
+        Ok(())
     }
 
     pub(super) fn ends_before(&self, end: u64) -> Error {

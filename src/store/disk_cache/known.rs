@@ -1,12 +1,15 @@
 //! The blocks of an object whose bytes this process knows to be right, and whether all of them have
 //! reached the disk.
 
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-/// States of the bytes on the disk.
-const UNSYNCED: u8 = 0;
-const SYNCING: u8 = 1;
-const SYNCED: u8 = 2;
+/// States of the bytes on the disk, in the low bits. Above them is the number of blocks that were removed,
+/// so that a sync that began before one of them ends for nothing.
+const UNSYNCED: u64 = 0;
+const SYNCING: u64 = 1;
+const SYNCED: u64 = 2;
+const STATE_MASK: u64 = 3;
+const ONE_REMOVED: u64 = 4;
 
 /// Known blocks. Each was compared with its checksum, or came from the server.
 #[derive(Debug)]
@@ -14,7 +17,7 @@ pub(super) struct KnownBlocks {
     bits: Vec<AtomicU64>,
     /// Blocks that are not known.
     unknown: AtomicU64,
-    state: AtomicU8,
+    state: AtomicU64,
 }
 
 impl KnownBlocks {
@@ -24,7 +27,7 @@ impl KnownBlocks {
         KnownBlocks {
             bits: std::iter::repeat_with(AtomicU64::default).take(words).collect(),
             unknown: AtomicU64::new(blocks),
-            state: AtomicU8::new(UNSYNCED),
+            state: AtomicU64::new(UNSYNCED),
         }
     }
 
@@ -42,35 +45,44 @@ impl KnownBlocks {
         if word.fetch_and(!bit, Ordering::SeqCst) & bit != 0 {
             self.unknown.fetch_add(1, Ordering::SeqCst);
         }
-        self.state.store(UNSYNCED, Ordering::SeqCst);
+        let removed = |state: u64| Some((state & !STATE_MASK).wrapping_add(ONE_REMOVED) | UNSYNCED);
+        let _ = self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, removed);
     }
 
     /// Whether all blocks are known and have reached the disk.
     pub(super) fn are_synced(&self) -> bool {
-        self.state.load(Ordering::SeqCst) == SYNCED && self.are_all()
+        self.state() == SYNCED && self.are_all()
     }
 
     fn are_all(&self) -> bool {
         self.unknown.load(Ordering::SeqCst) == 0
     }
 
-    /// Whether the caller has to bring all blocks to the disk: they are known, and nobody else does so.
-    pub(super) fn begin_sync(&self) -> bool {
-        self.are_all() && self.change(UNSYNCED, SYNCING)
+    /// The sync that the caller has to do, for `end_sync`: all blocks are known, and nobody else brings
+    /// them to the disk.
+    pub(super) fn begin_sync(&self) -> Option<u64> {
+        let before = self.state.load(Ordering::SeqCst);
+        let syncing = before | SYNCING;
+        let may = self.are_all() && before & STATE_MASK == UNSYNCED;
+        (may && self.change(before, syncing)).then_some(syncing)
     }
 
-    /// Notes the end of what `begin_sync` began.
-    pub(super) fn end_sync(&self, is_done: bool) {
-        self.change(SYNCING, if is_done { SYNCED } else { UNSYNCED });
+    /// Notes the end of the sync `syncing`.
+    pub(super) fn end_sync(&self, syncing: u64, is_done: bool) {
+        self.change(syncing, (syncing & !STATE_MASK) | if is_done { SYNCED } else { UNSYNCED });
+    }
+
+    fn state(&self) -> u64 {
+        self.state.load(Ordering::SeqCst) & STATE_MASK
     }
 
     /// Whether somebody brings all blocks to the disk now.
     #[cfg(test)]
     pub(super) fn is_syncing(&self) -> bool {
-        self.state.load(Ordering::SeqCst) == SYNCING
+        self.state() == SYNCING
     }
 
-    fn change(&self, before: u8, after: u8) -> bool {
+    fn change(&self, before: u64, after: u64) -> bool {
         self.state.compare_exchange(before, after, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 }
@@ -83,25 +95,30 @@ mod tests {
     fn all_blocks_are_known_and_synced_before_they_count_and_a_damaged_one_ends_that() {
         let known = KnownBlocks::new(70);
         for block in (0..70).chain(0..70) {
-            assert!(!known.begin_sync());
+            assert_eq!(known.begin_sync(), None);
             known.add(block);
             if block == 69 {
                 break;
             }
         }
-        assert!(!known.are_synced() && known.begin_sync() && !known.begin_sync());
-        known.end_sync(false);
-        assert!(!known.are_synced() && known.begin_sync());
-        known.end_sync(true);
+        let sync = known.begin_sync().unwrap();
+        assert!(!known.are_synced() && known.begin_sync().is_none());
+        known.end_sync(sync, false);
+        let sync = known.begin_sync().unwrap();
+        assert!(!known.are_synced());
+        known.end_sync(sync, true);
         assert!(known.are_synced());
         known.remove(69);
-        assert!(!known.are_synced() && !known.begin_sync());
+        assert!(!known.are_synced() && known.begin_sync().is_none());
         known.add(69);
-        assert!(!known.are_synced() && known.begin_sync());
-        // Damage that is found meanwhile counts.
+        let sync = known.begin_sync().unwrap();
+        // Damage that is found meanwhile counts, also if another sync has begun since.
         known.remove(3);
         known.add(3);
-        known.end_sync(true);
+        let next = known.begin_sync().unwrap();
+        known.end_sync(sync, true);
         assert!(!known.are_synced());
+        known.end_sync(next, true);
+        assert!(known.are_synced());
     }
 }

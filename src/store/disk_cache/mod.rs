@@ -147,7 +147,8 @@ impl CachedStore {
                     todo.push(busy);
                     todo.extend([before, after].into_iter().filter(|run| !run.is_empty()));
                 }
-                Claim::Busy(_) if Instant::now() >= give_up => self.pass(read, &run, buf)?,
+                // Both store the same bytes.
+                Claim::Busy(_) if Instant::now() >= give_up => self.fetch(read, &run, buf)?,
                 Claim::Busy(_) => {
                     cache.counters.waits.add(1);
                     std::thread::sleep(pause);

@@ -20,18 +20,18 @@ impl CachedObject {
         if self.known.are_synced() {
             return self.open_served();
         }
-        if self.known.begin_sync() {
+        if let Some(sync) = self.known.begin_sync() {
             let object = self.clone();
             let thread = std::thread::Builder::new().name("tensorfs-sync".to_owned());
-            if thread.spawn(move || object.sync()).is_err() {
-                self.known.end_sync(false);
+            if thread.spawn(move || object.sync(sync)).is_err() {
+                self.known.end_sync(sync, false);
             }
         }
         None
     }
 
     /// Brings the bytes to the disk. A disk that loses them says so here, and not when they are read.
-    fn sync(&self) {
+    fn sync(&self, sync: u64) {
         let synced = self.data.sync_data();
         if let Err(e) = &synced {
             tracing::warn!("{}: the disk cache has lost bytes: {e}", shown(&self.key().url));
@@ -39,7 +39,18 @@ impl CachedObject {
                 let _ = gone_is_fine(std::fs::remove_file(self.path()));
             }
         }
-        self.known.end_sync(synced.is_ok());
+        self.known.end_sync(sync, synced.is_ok());
+    }
+
+    /// Whether the map has all blocks. Other processes take damaged ones out.
+    fn has_all_sums(&self) -> bool {
+        let mut next = 0;
+        let counted = self.each_sum(|block, _| {
+            (next..block).for_each(|damaged| self.known.remove(damaged));
+            next = block + 1;
+        });
+        (next..self.blocks().end).for_each(|damaged| self.known.remove(damaged));
+        counted.is_ok() && self.known.are_synced()
     }
 
     fn open_served(&self) -> Option<File> {
@@ -56,6 +67,9 @@ impl CachedObject {
         // Those who remove it take the name first and cut it then, with a lock of their own.
         let is_own = (found.dev(), found.ino()) == (own.dev(), own.ino());
         if !is_own || found.nlink() == 0 || found.len() != self.key().len {
+            return None;
+        }
+        if !self.has_all_sums() {
             return None;
         }
         tracing::debug!("{}: served from {}", shown(&self.key().url), real_name(path));

@@ -70,6 +70,7 @@ impl FsState {
             // not do.
             OpenContent::Whole(file) if !file.reader().is_empty() => {
                 let source = &file.reader().sources()[0];
+                source.open_local_copy();
                 // The kernel would wait for another machine without a deadline.
                 let hangs = source.reads_may_block() && self.common.has_deadline;
                 (!source.is_changed() && !hangs).then(|| source.open_bytes()).flatten()

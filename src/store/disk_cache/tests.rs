@@ -373,6 +373,29 @@ fn a_header_with_an_impossible_length_is_damaged() {
     assert_eq!(prune(&bench.place().folder, u64::MAX).unwrap().objects, 1);
 }
 
+#[test]
+fn objects_of_another_version_of_the_program_stay_and_are_not_read() {
+    let bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    // Another form of files has another mark, and other names.
+    let key = ObjectKey::new("s3://b/other-form", [1, 2, LEN as u64, 0, 0]);
+    let mut header = object::header_of(&key, 3);
+    header[..8].copy_from_slice(b"TFSBLK99");
+    let (map, data) = (key.map_in(&bench.place().folder), object::data_name(&key, 3));
+    fs::write(&map, header).unwrap();
+    fs::write(bench.place().folder.join(&data), [7; LEN]).unwrap();
+    bench.store.reads.lock().clear();
+    bench.assert_right(0..LEN as u64);
+    assert!(bench.store.reads.lock().is_empty());
+    let kept = kept_objects(&bench.place().folder).unwrap();
+    assert_eq!(kept.iter().map(|it| it.url.as_str()).collect::<Vec<_>>(), ["s3://b/object"]);
+    assert!(map.exists() && bench.place().folder.join(&data).exists());
+    assert_eq!(prune(&bench.place().folder, u64::MAX).unwrap().objects, 1);
+    assert!(!map.exists() && !bench.place().folder.join(&data).exists());
+    bench.assert_right(0..LEN as u64);
+    assert!(bench.store.reads.lock().is_empty());
+}
+
 /// The local copy of the object, once its bytes have reached the disk.
 fn copy_of(bench: &Bench) -> Option<fs::File> {
     let cached = CachedStore::new(bench.store.clone(), &bench.place());

@@ -119,6 +119,7 @@ struct RemoteKind {
     bucket: String,
     /// The URL of its buckets.
     root: String,
+    lists_all: bool,
 }
 
 impl RemoteKind {
@@ -128,7 +129,8 @@ impl RemoteKind {
         let bucket = format!("bucket-{}", LAST.fetch_add(1, Ordering::Relaxed));
         server.put(&format!("{bucket}/beside"), b"");
         server.order("public", &format!("[{bucket:?}]"));
-        RemoteKind { server: server.clone(), bucket, root: root.to_owned() }
+        let (server, root) = (server.clone(), root.to_owned());
+        RemoteKind { server, bucket, lists_all: !root.starts_with("http"), root }
     }
 
     fn path(&self, name: &str) -> String {
@@ -162,7 +164,7 @@ impl StoreKind for RemoteKind {
     }
 
     fn lists_all(&self) -> bool {
-        !self.root.starts_with("http")
+        self.lists_all
     }
 }
 
@@ -202,6 +204,13 @@ fn an_http_server_conforms() {
     let server = Arc::new(ObjectServer::start());
     let root = format!("{}/", server.url());
     conforms(&|| RemoteKind::new(&server, &root));
+}
+
+#[test]
+fn a_server_of_webdav_conforms() {
+    let server = Arc::new(ObjectServer::start_script("web_server.py", &[]));
+    let root = format!("{}/", server.url());
+    conforms(&|| RemoteKind { lists_all: true, ..RemoteKind::new(&server, &root) });
 }
 
 #[test]

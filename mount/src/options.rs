@@ -4,6 +4,7 @@ mod access;
 mod disk_cache;
 mod help;
 mod nearest;
+mod paths;
 mod row;
 mod table;
 
@@ -18,6 +19,7 @@ use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::io::{Backend, DirectIo, Settings};
 use tensorfs::internal::open_options::{Links, OpenOptions};
 use tensorfs::internal::source::SecretOrigin;
+use tensorfs::internal::store::RemoteSettings;
 use tensorfs::internal::view::View;
 use tensorfs::words;
 
@@ -178,6 +180,8 @@ pub struct Options {
     pub index_dir: IndexDir,
     /// Where blocks of remote sources are kept.
     pub(crate) disk_cache: DiskCacheOptions,
+    /// Where remote sources are, and where their credentials come from.
+    pub(crate) remote: RemoteSettings,
     /// Where the key or the passphrase of encrypted files comes from.
     pub(crate) secret: Option<SecretOrigin>,
     /// When weights are compared with their checksums.
@@ -220,6 +224,7 @@ impl Default for Options {
             assemble_size: None,
             index_dir: IndexDir::default(),
             disk_cache: DiskCacheOptions::default(),
+            remote: RemoteSettings::default(),
             secret: None,
             verify: Verify::default(),
             watch: None,
@@ -403,11 +408,12 @@ impl Options {
     }
 
     /// How the source is opened, with the secret that these options or the environment name. Reads
-    /// the file of the secret, or runs its command.
+    /// the file of the secret, or runs its command. Puts the settings of remote sources in force.
     ///
     /// # Errors
-    /// One line that says why there is no secret.
+    /// One line that says why there is no secret, or which file cannot be read.
     pub(crate) fn open_with_secret(&self) -> Result<OpenOptions, String> {
+        self.remote.take_effect()?;
         let open = OpenOptions { disk_cache: self.disk_cache.place(), ..self.open.clone() };
         if open.secret.is_some() {
             return Ok(open);
@@ -424,6 +430,7 @@ impl Options {
     /// # Errors
     /// The errors of `open_with_secret`.
     pub(crate) fn keep_secret(&mut self) -> Result<(), String> {
+        self.remote.take_effect()?;
         let secret = match &self.secret {
             Some(origin) => Some(origin.read()?.optional()),
             None => SecretOrigin::of_environment()?,
@@ -465,38 +472,6 @@ impl Options {
             values.iter().filter_map(move |value| row?.word(value))
         });
         words.collect()
-    }
-
-    /// Makes the paths among the options absolute: the daemon leaves the working directory, and
-    /// keeps no descriptor of its caller that a path may name.
-    ///
-    /// # Errors
-    /// If the working directory is gone.
-    pub fn make_absolute(&mut self) -> std::io::Result<()> {
-        for path in self.paths() {
-            *path = std::path::absolute(&*path)?;
-            let of_descriptor = ["/dev/fd", "/proc/self/fd"].iter().any(|p| path.starts_with(p));
-            // The path of a pipe cannot be resolved.
-            if of_descriptor && let Ok(real) = std::fs::canonicalize(&*path) {
-                *path = real;
-            }
-        }
-        Ok(())
-    }
-
-    /// The paths among the options.
-    pub(crate) fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
-        let index_dir = match &mut self.index_dir {
-            IndexDir::At(folder) => Some(folder),
-            IndexDir::OfUser | IndexDir::Nowhere => None,
-        };
-        let secret = match &mut self.secret {
-            Some(SecretOrigin::KeyFile(path) | SecretOrigin::PassphraseFile(path)) => Some(path),
-            Some(SecretOrigin::KeyCommand(_)) | None => None,
-        };
-        let opened = self.open.follow.iter_mut().chain(self.open.reference.as_mut());
-        let own = self.log.iter_mut().chain(self.assemble.as_mut()).chain(self.disk_cache.path());
-        opened.chain(self.open.config.as_mut()).chain(own).chain(index_dir).chain(secret)
     }
 }
 

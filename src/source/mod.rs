@@ -15,6 +15,7 @@ mod secret;
 mod stat;
 mod store_file;
 mod store_kind;
+mod store_probe;
 mod without_proc;
 
 use std::ops::Range;
@@ -36,6 +37,7 @@ pub use stat::local_version;
 pub(crate) use stat::{lacks_statx, version_in_folder, version_now};
 pub use store_file::StoreFile;
 pub use store_kind::{StoreKind, StoreListing};
+pub use store_probe::{StateMark, StoreProbe, StoreSample};
 
 use crate::error::{Error, Result, SourceUri};
 use crate::format::tensorizer::decryptor::Decryptor;

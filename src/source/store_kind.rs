@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::parts::MemoryParts;
+use super::store_probe::StoreProbe;
 use crate::version::Version;
 
 /// A kind of store beside the local file system. Its paths are absolute. They have no `.`, no `..` and
@@ -80,6 +81,20 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
     fn local_copy(&self, path: &Path, version: &Version) -> Option<(PathBuf, File)> {
         let _ = (path, version);
         None
+    }
+
+    /// Which credentials requests carry, by the name of where they come from. `None` if it has none.
+    fn credentials(&self) -> Option<String> {
+        None
+    }
+
+    /// Tries how the file at `path`, which is in `version`, is served.
+    ///
+    /// # Errors
+    /// `Unsupported` if there is no server; its refusal, or no answer in time.
+    fn probe(&self, path: &Path, version: &Version) -> io::Result<StoreProbe> {
+        let _ = (path, version);
+        Err(io::ErrorKind::Unsupported.into())
     }
 
     /// Whether `version` tells the bytes of its file from all others that were ever at its path, so that

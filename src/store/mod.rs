@@ -6,6 +6,7 @@ pub mod folder;
 pub mod hub_cache;
 #[cfg(feature = "remote")]
 mod remote;
+mod remote_settings;
 mod remote_status;
 pub mod resolve;
 
@@ -17,12 +18,15 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result, is_url};
 use crate::open_options::DiskCachePlace;
-use crate::source::{FileSystem, Source, StoreKind, StoreListing, local_version, version_now};
+use crate::source::{
+    FileSystem, Source, StoreKind, StoreListing, StoreProbe, local_version, version_now,
+};
 use crate::sync::RwLock;
 use crate::version::Version;
 
 use disk_cache::CachedStore;
 use folder::OpenFolder;
+pub use remote_settings::RemoteSettings;
 pub use remote_status::{EndpointStatus, RemoteStatus, remote_status};
 
 /// A place that holds sources. Clones are handles of the same one.
@@ -169,6 +173,27 @@ impl Store {
             return Err(failed(why));
         }
         Ok(Source::stored(kind, path, version))
+    }
+
+    /// Its name for people: a protocol and a host. `None` if it has no server.
+    pub fn server(&self) -> Option<String> {
+        self.0.as_ref()?.name()
+    }
+
+    /// Which credentials requests to its server carry, by the name of where they come from.
+    pub fn credentials(&self) -> Option<String> {
+        self.0.as_ref()?.credentials()
+    }
+
+    /// Tries how its server serves the file at `path`, which is in `version`.
+    ///
+    /// # Errors
+    /// `Unsupported` if it has no server; a refusal, or no answer in time.
+    pub fn probe(&self, path: &Path, version: &Version) -> io::Result<StoreProbe> {
+        match &self.0 {
+            None => Err(io::ErrorKind::Unsupported.into()),
+            Some(kind) => kind.probe(path, version),
+        }
     }
 
     /// The source at `path`, which was `version` when it was looked at; not opened before it is

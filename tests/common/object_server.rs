@@ -1,5 +1,5 @@
 //! A server of objects in a process of its own: `tests/python/object_server.py`, or one of
-//! `tests/python/cloud_server.py`.
+//! `tests/python/cloud_server.py` and `tests/python/web_server.py`.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;

@@ -1,6 +1,7 @@
 """No secret is shown: keys, tokens, signatures, passwords and links of each kind of remote source are looked for in
 arguments, logs, status, errors, attributes, indexes, and in all that a mount shows."""
 
+import base64
 import contextlib
 import os
 from pathlib import Path
@@ -10,10 +11,12 @@ from hub_server import TOKEN as HUB_TOKEN
 from hub_server import HubServer
 from manifest import by_id
 from mounts import Mount, TestCase, tensorfs
-from object_server import SECRET_KEY, ObjectServer
+from object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
+from web_server import LoginServer
 
 FILE = "model.safetensors"
 SESSION = "a-session-token-of-the-tests"
+PASSWORD = "a-password-of-the-tests"
 
 
 class Secrets(TestCase):
@@ -30,12 +33,12 @@ class Secrets(TestCase):
                 server.put_folder("bucket", prefix, folder)
         return server
 
-    def shown(self, url, environment, faults):
+    def shown(self, url, environment, faults, options):
         """All that a mount of `url` and commands about it show, with faults on the way."""
         index, log = self.tmp / "index", self.tmp / "log"
         env = {**os.environ, "HOME": str(self.tmp), "TENSORFS_LOG": "trace", **environment}
         shown = []
-        with Mount(url, f"index-dir={index}", f"log={log}", "watch=off", env=env) as mount:
+        with Mount(url, f"index-dir={index}", f"log={log}", "watch=off", *options, env=env) as mount:
             faults()
             for path in sorted(mount.path.rglob("*")):
                 if path.is_file():
@@ -51,14 +54,15 @@ class Secrets(TestCase):
                 shown += streams(tensorfs(*words, env=env))
             shown.append(mount.log().encode())
         shown.append(log.read_bytes())
-        for words in (["ls", url], ["ls", f"{url}/none"], ["-vvv", "inspect", f"{url}/broken"]):
+        given = [word for option in options for word in ("-o", option)]
+        for words in (["doctor", url], ["doctor", "--json", url], ["ls", url], ["ls", f"{url}/none"], ["-vvv", "inspect", f"{url}/broken"]):
             faults()
-            shown += streams(tensorfs(*words, env=env))
-        shown += [path.read_bytes() for path in self.tmp.rglob("*") if path.is_file()]
+            shown += streams(tensorfs(*words, *given, env=env))
+        shown += [path.read_bytes() for path in self.tmp.rglob("*") if path.is_file() and path.name not in KEPT]
         return b"\0".join(shown)
 
-    def assert_none_is_shown(self, url, environment, faults, secrets):
-        shown = self.shown(url, environment, faults)
+    def assert_none_is_shown(self, url, environment, faults, secrets, options=()):
+        shown = self.shown(url, environment, faults, options)
         # It has what is no secret.
         self.assertIn(b"127.0.0.1", shown)
         self.assertIn(url.encode(), shown)
@@ -77,6 +81,14 @@ class Secrets(TestCase):
         server.session_token = SESSION
         environment = {**server.environment(), "AWS_SESSION_TOKEN": SESSION}
         self.assert_none_is_shown("s3://bucket/good", environment, self.faults_of(server), [SECRET_KEY, SESSION])
+
+    def test_the_keys_of_a_file_that_an_option_names(self):
+        server = self.started(ObjectServer())
+        keys = self.tmp / "keys"
+        keys.write_text(f"[work]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n")
+        environment = {"AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1"}
+        options = [f"credentials-file={keys}", "profile=work", f"endpoint={server.url}"]
+        self.assert_none_is_shown("s3://bucket/good", environment, self.faults_of(server), [SECRET_KEY], options)
 
     def test_the_token_of_google(self):
         server = self.started(GoogleServer())
@@ -107,6 +119,19 @@ class Secrets(TestCase):
             hub.links.faults = [{"kind": "error", "status": 403}, {"kind": "short"}, {"kind": "hang-up"}]
 
         self.assert_none_is_shown("hf://org/good", environment, faults, [HUB_TOKEN, "-secret"])
+
+    def test_the_password_of_netrc(self):
+        server = self.started(LoginServer("someone", PASSWORD))
+        netrc = self.tmp / ".netrc"
+        netrc.write_text(f"machine 127.0.0.1 login someone password {PASSWORD}\n")
+        netrc.chmod(0o600)
+        encoded = base64.b64encode(f"someone:{PASSWORD}".encode()).decode()
+        url = f"{server.url}/bucket/good"
+        self.assert_none_is_shown(url, {"NO_PROXY": "127.0.0.1"}, self.faults_of(server), [PASSWORD, encoded])
+
+
+# Files in which the user keeps secrets.
+KEPT = {".netrc", "keys"}
 
 
 def streams(outcome):

@@ -149,8 +149,23 @@ pub(crate) const REPORT: SourceCommand =
     SourceCommand { name: "report", uses: &[Source, View, Format, Layout] };
 
 /// All commands that have a source. Completion offers each its own options.
-pub(crate) const SOURCE_COMMANDS: [&SourceCommand; 11] =
-    [&CAT, &WARM, &LS, &INSPECT, &INDEX, &LOAD, &VERIFY, &CONSOLIDATE, &CONVERT, &DIFF, &REPORT];
+pub(crate) const SOURCE_COMMANDS: [&SourceCommand; 12] = [
+    &CAT,
+    &WARM,
+    &LS,
+    &INSPECT,
+    &INDEX,
+    &LOAD,
+    &VERIFY,
+    &CONSOLIDATE,
+    &CONVERT,
+    &DIFF,
+    &REPORT,
+    &DOCTOR,
+];
+
+/// `tensorfs doctor` with a URL.
+pub(crate) const DOCTOR: SourceCommand = SourceCommand { name: "doctor", uses: &[Use::Source] };
 
 /// Names the options of a command in its help.
 fn takes(command: &'static SourceCommand) -> impl FnOnce(Arg) -> Arg {
@@ -169,8 +184,11 @@ pub(crate) struct DemoArgs {
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArgs {
     /// A file with pickles: say what it is, which names its pickles ask for, and whether it is shown.
-    /// Nothing of it is run
+    /// Nothing of it is run. A URL: say whether it can be read, with which credentials, and how fast
     pub file: Option<PathBuf>,
+    /// Options about the credentials and the server of a URL, as for mount
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    pub options: Vec<String>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

@@ -1,5 +1,5 @@
 //! `tensorfs doctor`: what this machine has for mounting and reading, and what it lacks; with a file, what
-//! its pickles ask for.
+//! its pickles ask for; with a URL, how its server can be read.
 //!
 //! Every line comes from a test that ran just now. A result that could not be determined is called
 //! unknown.
@@ -7,13 +7,14 @@
 mod machine;
 mod mounting;
 mod pickles;
+mod remote;
 
 use std::fmt::Write;
 use std::io::IsTerminal;
 
 use clap::builder::styling::{AnsiColor, Style};
 use serde_json::{Value, json};
-use tensorfs::internal::error::shown;
+use tensorfs::internal::error::{is_url, shown};
 
 use super::args;
 use super::output::{Failure, Outcome, print_bytes, print_json, print_text};
@@ -91,8 +92,13 @@ impl Health {
 }
 
 pub(super) fn run(args: &args::DoctorArgs) -> Outcome {
-    if let Some(file) = &args.file {
-        return pickles::run(file, args.json);
+    match &args.file {
+        Some(url) if is_url(url) => return remote::run(url, &args.options, args.json),
+        _ if !args.options.is_empty() => {
+            return Err(Failure::Usage("doctor takes -o with a URL only".to_owned()));
+        }
+        Some(file) => return pickles::run(file, args.json),
+        None => {}
     }
     take_signals();
     clean_up_on_signals();

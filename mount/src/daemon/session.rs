@@ -176,6 +176,7 @@ fn plan_on(
     mut options: Options,
     before: Option<ReadPath>,
 ) -> Result<MountPlan, String> {
+    options.remote.take_effect()?;
     let identity = MountIdentity::of(source, target, &options);
     let (limit, wanted) = (options.io_timeout, source.to_owned());
     let stalls = |path: &Path, why: String| format!("{}: {why}; not mounted", shown_path(path));

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tensorfs::internal::cache::BUDGET_MIN;
+use tensorfs::internal::error::real_name;
 use tensorfs::internal::open_options::HUB;
 use tensorfs::internal::size::parse_size;
 use tensorfs::internal::source::{SecretOrigin, read_option_file, read_text};
@@ -59,6 +60,18 @@ fn text(value: &str) -> Result<String, String> {
 
 fn path(value: &str) -> Result<Option<PathBuf>, String> {
     text(value).map(|path| Some(path.into()))
+}
+
+/// The URL of a server. It has no login and no query, which may be secret.
+fn server(value: &str) -> Result<Option<String>, String> {
+    let rest = value.strip_prefix("http://").or_else(|| value.strip_prefix("https://"));
+    let is_server = rest.is_some_and(|rest| !rest.is_empty() && !rest.contains(['@', '?', '#']));
+    let expected = || "http(s)://HOST[:PORT], without a user or a query".to_owned();
+    is_server.then(|| Some(value.to_owned())).ok_or_else(expected)
+}
+
+fn shown_file(file: Option<&Path>) -> Value {
+    json!(file.map(real_name))
 }
 
 fn folder(value: &str) -> Result<PathBuf, String> {
@@ -371,6 +384,51 @@ const SOURCE: &[OptionRow] = &[
     )
     .for_commands(Use::Source)
     .shown(|options| json!(options.disk_cache.size)),
+    OptionRow::value(
+        "credentials-file",
+        |options, value| set(&mut options.remote.credentials_file, path(value)),
+        &[(
+            "FILE",
+            "the file with the credentials of a remote source, before those of the environment: for \
+             S3 as ~/.aws/credentials, for Google Cloud Storage as GOOGLE_APPLICATION_CREDENTIALS, for \
+             Azure a connection string, for the hub a token, for HTTP as .netrc",
+        )],
+    )
+    .for_commands(Use::Source)
+    .shown(|options| shown_file(options.remote.credentials_file.as_deref()))
+    .page("Object stores", "guides/object-stores.md#credentials-of-one-source"),
+    OptionRow::value(
+        "profile",
+        |options, value| set(&mut options.remote.profile, text(value).map(Some)),
+        &[("NAME", "the profile of S3, before the keys of the environment; default: $AWS_PROFILE")],
+    )
+    .for_commands(Use::Source)
+    .shown(|options| json!(options.remote.profile)),
+    OptionRow::value(
+        "endpoint",
+        |options, value| set(&mut options.remote.endpoint, server(value)),
+        &[("URL", "the server of a remote source, as http(s)://HOST[:PORT]; http:// URLs have it")],
+    )
+    .for_commands(Use::Source)
+    .shown(|options| json!(options.remote.endpoint)),
+    OptionRow::value(
+        "region",
+        |options, value| set(&mut options.remote.region, text(value).map(Some)),
+        &[("NAME", "the region of S3; default: $AWS_REGION")],
+    )
+    .for_commands(Use::Source)
+    .shown(|options| json!(options.remote.region)),
+    OptionRow::value(
+        "ca-file",
+        |options, value| set(&mut options.remote.ca_file, path(value)),
+        &[(
+            "FILE",
+            "certificates that remote sources are trusted by, besides those of the machine; default: \
+             $AWS_CA_BUNDLE",
+        )],
+    )
+    .for_commands(Use::Source)
+    .shown(|options| shown_file(options.remote.ca_file.as_deref())),
 ];
 
 /// How changes of the source are found.

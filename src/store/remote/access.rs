@@ -7,9 +7,11 @@ use reqsign_core::{Context, SignRequest};
 use reqwest::StatusCode;
 use reqwest::header::{self, HeaderMap, HeaderName, HeaderValue};
 
+use super::credentials::aws::PROFILE;
 use super::hub::HubAccess;
 use super::patience::{Trouble, unusable};
 use super::shared::RemoteProcess;
+use crate::store::remote_settings::variable;
 use crate::sync::Mutex;
 
 /// The hash of no bytes, which is what all requests here send.
@@ -28,6 +30,8 @@ const IF_GENERATION: HeaderName = HeaderName::from_static("x-goog-if-generation-
 pub(super) enum Access {
     /// Everybody is let in.
     Open,
+    /// With the name and the password of the user, as a header. Never printed.
+    Login(HeaderValue),
     /// With a signature of S3.
     S3(S3Signing),
     /// With a token of Google.
@@ -123,7 +127,56 @@ impl Access {
                 signed.await.map_err(|_| unusable(CANNOT_SIGN))?;
                 Ok(true)
             }
+            Access::Login(login) => {
+                parts.headers.insert(header::AUTHORIZATION, login.clone());
+                Ok(true)
+            }
             _ => Ok(false),
+        }
+    }
+
+    /// Which credentials requests carry, by the name of where they come from, never their values.
+    pub(super) async fn credentials(&self, process: &RemoteProcess) -> String {
+        let none =
+            |advice: &str| format!("none were found, so that requests are not signed: {advice}");
+        let none_wanted = |variable: &str| format!("{variable} is set: requests are not signed");
+        let of_chain = |way: Option<&str>, advice: &str| match way {
+            Some(way) => format!("from {way}"),
+            None => none(advice),
+        };
+        match self {
+            Access::Open => "none: .netrc has no login for this host".to_owned(),
+            Access::Login(_) => "the login of .netrc for this host".to_owned(),
+            Access::S3(signing) if !signing.is_wanted => none_wanted("AWS_SKIP_SIGNATURE"),
+            Access::S3(_) => match process.aws.way().await {
+                Some(way) if way == PROFILE => {
+                    let name = variable("AWS_PROFILE").filter(|name| !name.is_empty());
+                    format!("from the profile {}", name.as_deref().unwrap_or("default"))
+                }
+                way => {
+                    of_chain(way, "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE")
+                }
+            },
+            Access::Google(access) if !access.is_wanted => {
+                "none: STORAGE_EMULATOR_HOST is set, and no credentials are named".to_owned()
+            }
+            Access::Google(_) => {
+                of_chain(process.google.way().await, "set GOOGLE_APPLICATION_CREDENTIALS")
+            }
+            Access::Azure(access) => match &access.own {
+                _ if !access.is_wanted => none_wanted("AZURE_SKIP_SIGNATURE"),
+                Some(AzureCredential::SharedKey { .. }) => "the key of the environment".to_owned(),
+                Some(_) => "the shared access signature of the environment".to_owned(),
+                None if access.may_ask => of_chain(
+                    process.azure.way().await,
+                    "set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
+                ),
+                None => none("the server gets no token, as others could read it"),
+            },
+            Access::Hub(hub) => match hub.token_origin() {
+                Some(origin) => format!("the token of {origin}"),
+                None => "none: HF_TOKEN is not set, and there is no token file".to_owned(),
+            },
         }
     }
 
@@ -189,8 +242,9 @@ impl Access {
                  AZURE_STORAGE_SAS_TOKEN"
             }
             (Access::Azure(_), _) => "AZURE_SKIP_SIGNATURE is set, and it is not public",
+            (Access::Login(_), _) => "the login of .netrc does not allow it",
             _ if status == StatusCode::UNAUTHORIZED => {
-                "it asks for a login, which is not supported"
+                "it asks for a login: add its host to the file .netrc"
             }
             _ => "it is not public",
         }

@@ -15,6 +15,8 @@ use reqsign_core::{
     ProvideCredentialDyn, Result, SigningCredential,
 };
 
+use crate::store::remote_settings::variable;
+
 /// Time limit of the whole chain.
 const CHAIN_LIMIT: Duration = Duration::from_secs(20);
 
@@ -72,6 +74,14 @@ impl<C: SigningCredential> CredentialChain<C> {
         credential
     }
 
+    /// The name of the way by which the credentials came, `None` where there are none.
+    pub(super) async fn way(&self) -> Option<&'static str> {
+        self.get().await?;
+        let held = self.held.lock().await;
+        let (found, _) = held.as_ref()?;
+        found.as_ref().map(|(_, way)| *way)
+    }
+
     /// The first credentials that a provider gives. The message of a failure may have secrets, and is
     /// not logged.
     async fn ask(&self) -> Found<C> {
@@ -100,15 +110,14 @@ struct Variables;
 
 impl Env for Variables {
     fn var(&self, name: &str) -> Option<String> {
-        OsEnv.var(name).filter(|value| !value.is_empty())
+        variable(name).filter(|value| !value.is_empty())
     }
 
     fn vars(&self) -> HashMap<String, String> {
-        let known = std::env::vars_os().filter(|(_, value)| !value.is_empty());
-        let as_text = known.filter_map(|(name, value)| {
-            Some((name.into_string().ok()?, value.into_string().ok()?))
-        });
-        as_text.collect()
+        let known = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        let names = known.chain(["AWS_REGION".to_owned()]);
+        let set = |name: String| self.var(&name).map(|value| (name, value));
+        names.filter_map(set).collect()
     }
 
     fn home_dir(&self) -> Option<PathBuf> {

@@ -12,6 +12,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::access::{Access, S3Signing};
 use super::hedging;
+use super::listing::DavState;
 use super::patience::{Patience, Trouble, lost_connection, no_answer, unusable};
 use super::request::Wanted;
 use super::shared::RemoteProcess;
@@ -20,6 +21,7 @@ use super::state::{
 };
 use crate::source::MemoryParts;
 use crate::store::remote_status::{EndpointCounters, counters_of};
+use crate::sync::Mutex;
 use crate::version::Version;
 
 /// Maximum number of bytes of an error that are looked at.
@@ -40,6 +42,8 @@ pub(super) struct Endpoint {
     /// The whole address, in one spelling: two servers may share a host.
     pub(super) address: String,
     pub(super) access: Access,
+    /// Whether it lists folders as WebDAV does.
+    pub(super) dav: Mutex<DavState>,
     slots: Arc<Semaphore>,
     counters: Arc<EndpointCounters>,
 }
@@ -57,7 +61,7 @@ impl Endpoint {
         let slots = RemoteProcess::get()?.slots_of(&host);
         let counters = counters_of(&host);
         let address = url.as_str().trim_end_matches('/').to_owned();
-        Ok(Endpoint { base, host, address, access, slots, counters })
+        Ok(Endpoint { base, host, address, access, dav: Mutex::default(), slots, counters })
     }
 
     fn base(&self) -> String {
@@ -80,7 +84,8 @@ impl Endpoint {
             return Ok(answer);
         }
         let (request, is_signed) = self.request(process, wanted).await?;
-        let is_open = matches!(self.access, Access::Open);
+        // A login does not follow to another host.
+        let is_open = matches!(self.access, Access::Open | Access::Login(_));
         let client = if is_open { &process.following } else { &process.direct };
         let mut answer = match tokio::time::timeout(limit, client.execute(request)).await {
             Ok(Ok(answer)) => answer,

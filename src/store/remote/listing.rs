@@ -15,3 +15,15 @@ pub(super) enum StoreEntry {
     /// A folder: the first part of the names of objects.
     Folder,
 }
+
+/// Whether an HTTP server lists folders as WebDAV does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum DavState {
+    /// It was not asked yet.
+    #[default]
+    Unknown,
+    /// It has listed one.
+    Lists,
+    /// It has not answered as WebDAV does.
+    ListsNothing,
+}

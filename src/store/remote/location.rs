@@ -150,11 +150,29 @@ pub(super) fn escaped_value(value: &str) -> String {
     escaped_with(value, "")
 }
 
+/// `name`, escaped in any way in a URL, as all URLs here have it.
+pub(super) fn one_way(name: &str) -> String {
+    let mut bytes = Vec::with_capacity(name.len());
+    let mut rest = name.as_bytes();
+    while let Some((first, after)) = rest.split_first() {
+        let digits = after.get(..2).filter(|_| *first == b'%');
+        let code =
+            digits.and_then(|text| u8::from_str_radix(std::str::from_utf8(text).ok()?, 16).ok());
+        bytes.push(code.unwrap_or(*first));
+        rest = if code.is_some() { &after[2..] } else { after };
+    }
+    escaped_bytes(&bytes, "")
+}
+
 fn escaped_with(text: &str, plain: &str) -> String {
+    escaped_bytes(text.as_bytes(), plain)
+}
+
+fn escaped_bytes(bytes: &[u8], plain: &str) -> String {
     use std::fmt::Write as _;
-    let mut escaped = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        let c = char::from(byte);
+    let mut escaped = String::with_capacity(bytes.len());
+    for byte in bytes {
+        let c = char::from(*byte);
         if c.is_ascii_alphanumeric() || "-._~".contains(c) || plain.contains(c) {
             escaped.push(c);
         } else {
@@ -240,5 +258,6 @@ mod tests {
     fn keys_are_escaped_byte_by_byte() {
         assert_eq!(escaped_key("a/b c+%\u{e9}~"), "a/b%20c%2B%25%C3%A9~");
         assert_eq!(escaped_value("a/b="), "a%2Fb%3D");
+        assert_eq!(one_way("a%20b c%c3%a9%zz"), "a%20b%20c%C3%A9%25zz");
     }
 }

@@ -7,13 +7,16 @@
 mod access;
 mod azure;
 mod credentials;
+mod dav;
 mod endpoint;
 mod google;
 mod hedging;
 mod hub;
 mod listing;
 mod location;
+mod netrc;
 mod patience;
+mod probe;
 mod request;
 mod s3;
 mod shared;
@@ -29,9 +32,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use reqwest::header::AUTHORIZATION;
+
 use crate::process::PerProcess;
-use crate::source::{MemoryParts, StoreKind, StoreListing};
-use crate::store::hub_cache;
+use crate::source::{MemoryParts, StoreKind, StoreListing, StoreProbe};
+use crate::store::{hub_cache, remote_settings};
 use crate::sync::Mutex;
 use crate::version::{QueueKey, Version};
 
@@ -39,7 +44,7 @@ use access::Access;
 use endpoint::Endpoint;
 use hub::{HubAccess, HubRepository, tree};
 use listing::StoreEntry;
-use location::{Location, Protocol, escaped_key};
+use location::{Location, Protocol, escaped_key, is_confidential};
 use shared::RemoteProcess;
 use state::{ObjectState, hash_of};
 
@@ -97,17 +102,41 @@ impl RemoteStore {
 
     fn endpoint(&self) -> io::Result<&Arc<Endpoint>> {
         let own = self.own.get_or_init(|| {
-            let variable = |name: &str| std::env::var(name).ok();
+            let variable = remote_settings::variable;
             let made = match self.location.protocol {
                 Protocol::S3 => s3::endpoint_of(&self.location.authority, &variable),
                 Protocol::Google => google::endpoint_of(&self.location.authority, &variable),
                 Protocol::Azure => azure::endpoint_of(&self.location.authority, &variable),
-                Protocol::Http => Endpoint::new(self.location.root.clone(), Access::Open),
+                Protocol::Http => self.web_endpoint(&variable),
                 Protocol::Hub => self.hub_endpoint(&variable),
             };
             made.map(Arc::new).map_err(|e| (e.kind(), e.to_string()))
         });
         own.as_ref().map_err(|(kind, why)| io::Error::new(*kind, why.clone()))
+    }
+
+    fn web_endpoint(&self, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<Endpoint> {
+        let open = || Endpoint::new(self.location.root.clone(), Access::Open);
+        let authority = self.location.authority.as_str();
+        // A port is no part of the name that a login is for.
+        let host = match authority.rsplit_once(':') {
+            Some((host, port)) if port.bytes().all(|b| b.is_ascii_digit()) => host,
+            _ => authority,
+        };
+        let is_secure = is_confidential(&self.location.root);
+        let found = netrc::login_for(host.trim_matches(['[', ']']), is_secure, variable)?;
+        let Some(login) = found else { return open() };
+        let unusable =
+            |_| io::Error::new(ErrorKind::InvalidInput, "the login of .netrc is not usable");
+        let client = &RemoteProcess::get()?.following;
+        let builder = client.get(&self.location.root);
+        let signed = builder.basic_auth(login.user, Some(login.password)).build();
+        match signed.map_err(unusable)?.headers().get(AUTHORIZATION) {
+            Some(header) => {
+                Endpoint::new(self.location.root.clone(), Access::Login(header.clone()))
+            }
+            None => open(),
+        }
     }
 
     fn hub_endpoint(&self, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<Endpoint> {
@@ -290,8 +319,10 @@ impl StoreKind for RemoteStore {
             Ok((name.into(), version))
         };
         let entries = found.into_iter().map(version).collect::<io::Result<VersionedNames>>()?;
-        self.note_folder(&key, !entries.is_empty());
-        if entries.is_empty() && !key.is_empty() {
+        // A folder of an object store is there by its objects. WebDAV has empty ones.
+        let is_there = !entries.is_empty() || self.location.protocol == Protocol::Http;
+        self.note_folder(&key, is_there);
+        if !is_there && !key.is_empty() {
             return Err(ErrorKind::NotFound.into());
         }
         Ok(StoreListing { version: self.folder_version(&key)?, entries, partial: false })
@@ -311,6 +342,19 @@ impl StoreKind for RemoteStore {
         until: Option<Instant>,
     ) -> io::Result<()> {
         self.read_parts(path, version, offset, &mut MemoryParts::one(buf), until)
+    }
+
+    fn credentials(&self) -> Option<String> {
+        let (endpoint, process) = (self.endpoint().ok()?, RemoteProcess::get().ok()?);
+        Some(process.runtime.block_on(endpoint.access.credentials(process)))
+    }
+
+    fn probe(&self, path: &Path, version: &Version) -> io::Result<StoreProbe> {
+        let (key, deadline) = (self.key(path)?, deadline_of(None));
+        let known = self.known.get_or_init(Mutex::default).lock().get(&self.number(&key)?).cloned();
+        let state = known.filter(|state| state.is_of(version)).ok_or(ErrorKind::NotFound)?;
+        let (endpoint, target) = (self.endpoint()?, self.target(&key));
+        self.run(deadline, probe::probe(endpoint, &target, version, &state, deadline))
     }
 
     fn tells_bytes(&self, version: &Version) -> bool {

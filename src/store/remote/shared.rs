@@ -11,6 +11,7 @@ use tokio::sync::Semaphore;
 
 use super::credentials::{CredentialChain, aws, azure, context_of, google};
 use crate::process::PerProcess;
+use crate::store::remote_settings::variable;
 use crate::sync::Mutex;
 
 /// Threads that drive connections. The bytes are copied by the threads that wait for them.
@@ -107,7 +108,7 @@ fn client(redirects: reqwest::redirect::Policy, by_proxy: bool) -> Result<reqwes
             .referer(false);
         if by_proxy { builder } else { builder.no_proxy() }
     };
-    let trusted = match std::env::var_os(CA_BUNDLE).filter(|file| !file.is_empty()) {
+    let trusted = match variable(CA_BUNDLE).filter(|file| !file.is_empty()) {
         None => Vec::new(),
         Some(file) => {
             let pem = std::fs::read(file).map_err(|e| format!("{CA_BUNDLE}: {e}"))?;

@@ -1,5 +1,5 @@
-//! Folders of HTTP servers, which list nothing: a weight map names their shards, and well-known names
-//! are tried.
+//! Folders of HTTP servers. WebDAV lists them. Others list nothing: a weight map names their shards, and
+//! well-known names are tried.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -9,6 +9,7 @@ use std::time::Instant;
 use reqwest::Method;
 use tokio::task::JoinSet;
 
+use super::dav;
 use super::endpoint::Endpoint;
 use super::listing::StoreEntry;
 use super::request::Wanted;
@@ -56,7 +57,7 @@ pub(super) fn target(key: &str, name: &str) -> String {
     format!("/{key}{slash}{name}")
 }
 
-/// Whether a weight map or a whole model makes `key` a folder.
+/// Whether `key` is a folder: WebDAV says so, or it has a weight map or a whole model.
 ///
 /// # Errors
 /// A refusal of the server, or no answer in time.
@@ -65,6 +66,9 @@ pub(super) async fn is_folder(
     key: &str,
     deadline: Instant,
 ) -> io::Result<bool> {
+    if let Some(is_folder) = dav::is_folder(endpoint, &target(key, ""), deadline).await? {
+        return Ok(is_folder);
+    }
     for name in [WEIGHT_MAP, WHOLE] {
         match endpoint.look(&target(key, name), deadline).await {
             Ok(_) => return Ok(true),
@@ -75,17 +79,20 @@ pub(super) async fn is_folder(
     Ok(false)
 }
 
-/// The files of the folder `key`: those that its weight map names, well-known ones, and `asked`, which
-/// somebody has named.
+/// The files of the folder `key`: all that WebDAV lists; else those that its weight map names, well-known
+/// ones, and `asked`, which somebody has named.
 ///
 /// # Errors
-/// A refusal of the server, or no answer in time.
+/// `NotFound` if none of them is there, another refusal of the server, or no answer in time.
 pub(super) async fn list(
     endpoint: &Arc<Endpoint>,
     key: &str,
     asked: BTreeSet<String>,
     deadline: Instant,
 ) -> io::Result<BTreeMap<String, StoreEntry>> {
+    if let Some(listed) = dav::list(endpoint, &target(key, ""), deadline).await? {
+        return whole_listing(endpoint, key, listed, deadline).await;
+    }
     let mut wanted = asked;
     wanted.extend([WEIGHT_MAP, WHOLE].into_iter().chain(BESIDE).map(str::to_owned));
     let map = Wanted::new(Method::GET, target(key, WEIGHT_MAP));
@@ -98,8 +105,47 @@ pub(super) async fn list(
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         Err(e) => return Err(e),
     }
+    let found = looks_of(endpoint, key, wanted, deadline).await?;
+    if found.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(found) }
+}
+
+/// The entries of a listing of WebDAV. Its states count if the server tells the same of the first file.
+async fn whole_listing(
+    endpoint: &Arc<Endpoint>,
+    key: &str,
+    listed: Vec<(String, StoreEntry)>,
+    deadline: Instant,
+) -> io::Result<BTreeMap<String, StoreEntry>> {
+    let mut found: BTreeMap<String, StoreEntry> = listed.into_iter().collect();
+    let first = found.iter().find_map(|(name, entry)| match entry {
+        StoreEntry::Object(state) => Some((name, state)),
+        StoreEntry::Folder => None,
+    });
+    let Some((name, state)) = first else { return Ok(found) };
+    let says_same = match endpoint.look(&target(key, name), deadline).await {
+        Ok(seen) => seen == *state,
+        // It was removed since.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => false,
+        Err(e) => return Err(e),
+    };
+    if !says_same {
+        let is_file = |(_, entry): &(&String, &StoreEntry)| **entry != StoreEntry::Folder;
+        let files = found.iter().filter(is_file).map(|(name, _)| name.clone()).collect();
+        found.retain(|_, entry| *entry == StoreEntry::Folder);
+        found.extend(looks_of(endpoint, key, files, deadline).await?);
+    }
+    Ok(found)
+}
+
+/// The files of the folder `key` with these names that are there.
+async fn looks_of(
+    endpoint: &Arc<Endpoint>,
+    key: &str,
+    names: BTreeSet<String>,
+    deadline: Instant,
+) -> io::Result<BTreeMap<String, StoreEntry>> {
     let mut looks = JoinSet::new();
-    for name in wanted {
+    for name in names {
         let (endpoint, target) = (endpoint.clone(), target(key, &name));
         let is_beside = BESIDE.contains(&name.as_str());
         looks.spawn(async move {

@@ -8,11 +8,14 @@ use reqsign_aws_core::{
 
 use super::Providers;
 
+/// The name of the way by a profile, which has a name of its own.
+pub(in crate::store::remote) const PROFILE: &str = "a profile";
+
 /// The ways to credentials, in the order of AWS, with names for people.
 pub(in crate::store::remote) fn providers() -> Providers<Credential> {
     vec![
         ("the environment", Box::new(EnvCredentialProvider::new())),
-        ("a profile", Box::new(ProfileCredentialProvider::default())),
+        (PROFILE, Box::new(ProfileCredentialProvider::default())),
         ("SSO", Box::new(SSOCredentialProvider::default())),
         ("a web identity", Box::new(AssumeRoleWithWebIdentityCredentialProvider::default())),
         ("a program of a profile", Box::new(ProcessCredentialProvider::default())),

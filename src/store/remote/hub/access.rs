@@ -49,6 +49,8 @@ pub(in crate::store::remote) struct HubAccess {
     base: Url,
     /// The token as a header. Never printed.
     token: Option<HeaderValue>,
+    /// The variable or the file that the token comes from.
+    token_origin: Option<String>,
     /// The variable that forbids requests.
     pub(super) offline: Option<&'static str>,
     /// The hub cache of this user.
@@ -86,7 +88,8 @@ impl HubAccess {
         if !["http", "https"].contains(&base.scheme()) || base.host_str().is_none() || !is_plain {
             return Err(bad("HF_ENDPOINT is no URL: expected http(s)://HOST[:PORT]"));
         }
-        let token = match token_of(&given) {
+        let (found, token_origin) = token_of(&given).unzip();
+        let token = match found {
             None => None,
             Some(token) => {
                 let mut header = HeaderValue::try_from(format!("Bearer {token}"))
@@ -97,7 +100,14 @@ impl HubAccess {
         };
         let offline = OFFLINE.into_iter().find(|name| is_on(&given, name));
         let tree = OnceCell::new();
-        Ok((HubAccess { repository, base, token, offline, cache, pinned, tree }, hub))
+        let access =
+            HubAccess { repository, base, token, token_origin, offline, cache, pinned, tree };
+        Ok((access, hub))
+    }
+
+    /// The variable or the file that the token comes from, if there is one.
+    pub(in crate::store::remote) fn token_origin(&self) -> Option<&str> {
+        self.token_origin.as_deref()
     }
 
     /// One try of a request, up to the headers of its answer, which is a success. A target that begins
@@ -431,15 +441,18 @@ fn is_on(given: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
     ["1", "true", "yes", "on"].contains(&word.as_str())
 }
 
-/// The token of this user, where huggingface_hub has it.
-fn token_of(given: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+/// The token of this user, where huggingface_hub has it, and the name of that place.
+fn token_of(given: &dyn Fn(&str) -> Option<String>) -> Option<(String, String)> {
     if is_on(given, "HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return None;
     }
     let trimmed = |token: String| Some(token.trim().to_owned()).filter(|token| !token.is_empty());
-    let of_variable = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"].into_iter().find_map(given);
-    if let Some(token) = of_variable.and_then(trimmed) {
-        return Some(token);
+    let mut variables = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"].into_iter();
+    let of_variable = variables.find_map(|name| Some((given(name)?, name)));
+    if let Some((token, name)) = of_variable
+        && let Some(token) = trimmed(token)
+    {
+        return Some((token, name.to_owned()));
     }
     let of_home = || Some(PathBuf::from(given("HOME")?).join(".cache/huggingface/token"));
     let of_xdg = || Some(PathBuf::from(given("XDG_CACHE_HOME")?).join("huggingface/token"));
@@ -451,7 +464,7 @@ fn token_of(given: &dyn Fn(&str) -> Option<String>) -> Option<String> {
         Err(_) => named,
     };
     match std::fs::read_to_string(&path) {
-        Ok(text) => trimmed(text),
+        Ok(text) => Some((trimmed(text)?, format!("the file {}", crate::error::shown_path(&path)))),
         Err(e) => {
             tracing::debug!("no token of the hub in {}: {e}", crate::error::shown_path(&path));
             None

@@ -1,0 +1,221 @@
+//! Folders of WebDAV servers, which list what lies in them.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use reqsign_core::time::Timestamp;
+use reqwest::Method;
+use reqwest::header::HeaderName;
+use serde::Deserialize;
+
+use super::endpoint::Endpoint;
+use super::listing::{DavState, StoreEntry, is_entry_name};
+use super::location::one_way;
+use super::request::Wanted;
+use super::state::ObjectState;
+
+/// Most bytes of a listing.
+const LISTING_LEN_MAX: usize = 64 << 20;
+
+const DEPTH: HeaderName = HeaderName::from_static("depth");
+
+/// How long a server that has listed nothing yet is asked: a plain server may not answer such requests.
+const FIRST_LIMIT: Duration = Duration::from_secs(5);
+
+/// The entries of the folder at `target`, the path of a URL, by their names as the URL has them. `None` if
+/// the server does not list it.
+///
+/// # Errors
+/// No answer in time, or one that is no listing.
+pub(super) async fn list(
+    endpoint: &Endpoint,
+    target: &str,
+    deadline: Instant,
+) -> io::Result<Option<Vec<(String, StoreEntry)>>> {
+    let Some(text) = ask(endpoint, target, "1", deadline).await? else { return Ok(None) };
+    Ok(entries_of(parse(&text)?))
+}
+
+/// Whether a folder is at `target`. `None` if the server does not say.
+///
+/// # Errors
+/// No answer in time, or one that is no listing.
+pub(super) async fn is_folder(
+    endpoint: &Endpoint,
+    target: &str,
+    deadline: Instant,
+) -> io::Result<Option<bool>> {
+    let Some(text) = ask(endpoint, target, "0", deadline).await? else { return Ok(None) };
+    Ok(Some(parse(&text)?.iter().any(|(_, entry)| *entry == StoreEntry::Folder)))
+}
+
+async fn ask(
+    endpoint: &Endpoint,
+    target: &str,
+    depth: &str,
+    deadline: Instant,
+) -> io::Result<Option<Vec<u8>>> {
+    let Ok(method) = Method::from_bytes(b"PROPFIND") else { return Ok(None) };
+    let before = *endpoint.dav.lock();
+    let until = match before {
+        DavState::ListsNothing => return Ok(None),
+        DavState::Unknown => deadline.min(Instant::now() + FIRST_LIMIT),
+        DavState::Lists => deadline,
+    };
+    let mut wanted = Wanted::new(method, format!("{}/", target.trim_end_matches('/')));
+    wanted.headers.push((DEPTH, depth.to_owned()));
+    let (after, answer) = match endpoint.whole(&wanted, LISTING_LEN_MAX, until).await {
+        Ok(text) if is_listing(&text) => (DavState::Lists, Ok(Some(text))),
+        Ok(_) => (DavState::ListsNothing, Ok(None)),
+        Err(e) => match e.kind() {
+            // Nothing is there, or this folder is not listed for this user.
+            io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => (before, Ok(None)),
+            io::ErrorKind::NotConnected => (before, Err(e)),
+            _ if before == DavState::Lists => (before, Err(e)),
+            _ => (DavState::ListsNothing, Ok(None)),
+        },
+    };
+    *endpoint.dav.lock() = after;
+    answer
+}
+
+fn is_listing(text: &[u8]) -> bool {
+    let start = &text[..text.len().min(512)];
+    start.windows(b"multistatus".len()).any(|window| window == b"multistatus")
+}
+
+#[derive(Debug, Deserialize)]
+struct DavStatus {
+    #[serde(default, rename = "response")]
+    responses: Vec<DavResponse>,
+}
+
+#[derive(Debug, Deserialize)]
+struct DavResponse {
+    href: String,
+    #[serde(default, rename = "propstat")]
+    properties: Vec<DavProperties>,
+}
+
+#[derive(Debug, Deserialize)]
+struct DavProperties {
+    prop: DavProperty,
+}
+
+#[derive(Debug, Deserialize)]
+struct DavProperty {
+    #[serde(rename = "getcontentlength")]
+    len: Option<String>,
+    #[serde(rename = "getetag")]
+    tag: Option<String>,
+    #[serde(rename = "getlastmodified")]
+    modified: Option<String>,
+    #[serde(rename = "resourcetype")]
+    kind: Option<DavKind>,
+}
+
+#[derive(Debug, Deserialize)]
+struct DavKind {
+    collection: Option<DavEmpty>,
+}
+
+#[derive(Debug, Deserialize)]
+struct DavEmpty {}
+
+/// The paths of a listing, as names from the root on, with what is there.
+fn parse(text: &[u8]) -> io::Result<Vec<(Vec<String>, StoreEntry)>> {
+    let bad = |why: String| {
+        let why = format!("the listing is not that of WebDAV: {why}");
+        io::Error::new(io::ErrorKind::InvalidData, why)
+    };
+    let text = std::str::from_utf8(text).map_err(|e| bad(e.to_string()))?;
+    let status: DavStatus = quick_xml::de::from_str(text).map_err(|e| bad(e.to_string()))?;
+    Ok(status.responses.into_iter().filter_map(entry_of).collect())
+}
+
+/// The entries of the folder that a listing is of, by name. `None` if it is of no folder.
+fn entries_of(listed: Vec<(Vec<String>, StoreEntry)>) -> Option<Vec<(String, StoreEntry)>> {
+    // A server behind another one may name the folder by another path than that of the request.
+    let (folder, kind) = listed.iter().min_by_key(|(path, _)| path.len())?.clone();
+    if kind != StoreEntry::Folder {
+        return None;
+    }
+    let below = |(path, entry): (Vec<String>, StoreEntry)| match path.strip_prefix(&*folder)? {
+        [name] => Some((name.clone(), entry)),
+        _ => None,
+    };
+    Some(listed.into_iter().filter_map(below).collect())
+}
+
+fn entry_of(response: DavResponse) -> Option<(Vec<String>, StoreEntry)> {
+    let href = response.href.trim();
+    // A full URL is allowed too.
+    let path =
+        href.split_once("://").map_or(href, |(_, rest)| rest.split_once('/').unwrap_or(("", "")).1);
+    let names = names_of(path)?;
+    let properties: Vec<DavProperty> =
+        response.properties.into_iter().map(|part| part.prop).collect();
+    let is_folder =
+        |prop: &DavProperty| prop.kind.as_ref().is_some_and(|kind| kind.collection.is_some());
+    if properties.iter().any(is_folder) {
+        return Some((names, StoreEntry::Folder));
+    }
+    // Properties that a file lacks may be there without a value.
+    let text = |of: fn(&DavProperty) -> Option<&String>| {
+        properties.iter().filter_map(of).map(|text| text.trim()).find(|text| !text.is_empty())
+    };
+    let len = text(|prop| prop.len.as_ref())?.parse().ok()?;
+    let time = text(|prop| prop.modified.as_ref());
+    let modified = time.and_then(|time| Timestamp::parse_rfc2822(time).ok());
+    let tag = text(|prop| prop.tag.as_ref()).unwrap_or_default();
+    let state = ObjectState::new(len, tag, modified.map(Timestamp::as_second));
+    Some((names, StoreEntry::Object(state)))
+}
+
+/// The parts of a path, escaped in one way. `None` if one of them is no name.
+fn names_of(path: &str) -> Option<Vec<String>> {
+    let parts = path.split('/').filter(|part| !part.is_empty());
+    parts.map(one_way).map(|name| is_entry_name(&name).then_some(name)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LISTING: &str = r#"<?xml version="1.0" encoding="utf-8"?>
+        <D:multistatus xmlns:D="DAV:" xmlns:ns0="DAV:">
+        <D:response xmlns:lp1="DAV:"><D:href>/dav/a%20b/</D:href><D:propstat><D:prop>
+        <lp1:resourcetype><D:collection/></lp1:resourcetype><lp1:getetag>"0"</lp1:getetag>
+        </D:prop><D:status>HTTP/1.1 200 OK</D:status></D:propstat></D:response>
+        <D:response><D:href>https://host:1/dav/a%20b/x%2by.bin</D:href>
+        <D:propstat><D:prop><D:getcontentlength/></D:prop><D:status>HTTP/1.1 404 Not Found</D:status></D:propstat>
+        <D:propstat><D:prop><D:resourcetype></D:resourcetype><D:displayname>x</D:displayname>
+        <D:getcontentlength>7</D:getcontentlength><D:getetag>"e-1"</D:getetag>
+        <D:getlastmodified>Wed, 21 Oct 2015 07:28:00 GMT</D:getlastmodified>
+        </D:prop><D:status>HTTP/1.1 200 OK</D:status></D:propstat></D:response>
+        <D:response><D:href>/dav/a b/sub/</D:href><D:propstat><D:prop><D:resourcetype><D:collection xmlns:D="DAV:"/>
+        </D:resourcetype></D:prop></D:propstat></D:response>
+        <D:response><D:href>/dav/a%20b/%2E%2E/secret</D:href><D:propstat><D:prop>
+        <D:getcontentlength>1</D:getcontentlength></D:prop></D:propstat></D:response>
+        <D:response><D:href>/dav/a%20b/sub/deep</D:href><D:propstat><D:prop>
+        <D:getcontentlength>1</D:getcontentlength></D:prop></D:propstat></D:response>
+        <D:response><D:href>/dav/a%20b/no-length</D:href><D:propstat><D:prop><D:resourcetype/></D:prop></D:propstat>
+        </D:response></D:multistatus>"#;
+
+    #[test]
+    fn a_listing_has_the_files_and_folders_of_one_folder() {
+        let entries = entries_of(parse(LISTING.as_bytes()).unwrap()).unwrap();
+        let state = ObjectState::new(7, "e-1", Some(1_445_412_480));
+        let file = ("x%2By.bin".to_owned(), StoreEntry::Object(state));
+        assert_eq!(entries, [file, ("sub".to_owned(), StoreEntry::Folder)]);
+    }
+
+    #[test]
+    fn a_listing_of_a_file_and_a_text_that_is_none_have_no_entries() {
+        let file = LISTING.replace("<D:collection/>", "");
+        assert_eq!(entries_of(parse(file.as_bytes()).unwrap()), None);
+        assert_eq!(entries_of(Vec::new()), None);
+        assert!(is_listing(LISTING.as_bytes()) && !is_listing(b"<html></html>"));
+        parse(b"<D:multistatus><D:response>").unwrap_err();
+    }
+}

@@ -1,0 +1,133 @@
+//! Settings of the remote source of a process, which go before the variables of the environment.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use crate::error::shown_path;
+use crate::sync::RwLock;
+
+/// The settings in force. A child of a fork keeps them.
+static IN_FORCE: RwLock<Option<RemoteSettings>> = RwLock::new(None);
+
+/// Most bytes of a file with an account of Azure.
+const ACCOUNT_LEN_MAX: u64 = 64 << 10;
+
+/// Variables that credentials of S3 come from before any file.
+const AWS_KEYS: [&str; 5] = [
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_SKIP_SIGNATURE",
+];
+
+/// Variables that tokens and keys of other sources come from before any file.
+const OTHER_KEYS: [&str; 8] = [
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "HF_HUB_DISABLE_IMPLICIT_TOKEN",
+    "AZURE_STORAGE_KEY",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_SAS_TOKEN",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "AZURE_SKIP_SIGNATURE",
+];
+
+/// Settings of a remote source. They name files with secrets, and have none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RemoteSettings {
+    /// The file with the credentials, in the form that the programs of the source's maker have.
+    pub credentials_file: Option<PathBuf>,
+    /// The profile of AWS.
+    pub profile: Option<String>,
+    /// The server.
+    pub endpoint: Option<String>,
+    /// The region of AWS.
+    pub region: Option<String>,
+    /// Certificates to trust besides those of the machine.
+    pub ca_file: Option<PathBuf>,
+}
+
+impl RemoteSettings {
+    /// Puts the settings in force for all remote sources of this process that are not open yet.
+    ///
+    /// # Errors
+    /// One line, if a file cannot be read.
+    pub fn take_effect(&self) -> Result<(), String> {
+        let files = [&self.credentials_file, &self.ca_file];
+        for file in files.into_iter().flatten() {
+            let failed = |why: String| format!("{}: {why}", shown_path(file));
+            file.to_str().ok_or_else(|| failed("the path is not UTF-8".to_owned()))?;
+            File::open(file).map_err(|e| failed(e.to_string()))?;
+        }
+        *IN_FORCE.write() = Some(self.clone());
+        Ok(())
+    }
+
+    /// The value that stands for the variable `name`. An empty one means that there is none.
+    fn variable(&self, name: &str) -> Option<String> {
+        let path = |path: &Option<PathBuf>| Some(path.as_ref()?.to_str()?.to_owned());
+        let file = self.credentials_file.as_deref();
+        match name {
+            "AWS_SHARED_CREDENTIALS_FILE"
+            | "GOOGLE_APPLICATION_CREDENTIALS"
+            | "NETRC"
+            | "HF_TOKEN_PATH" => path(&self.credentials_file),
+            "AZURE_STORAGE_CONNECTION_STRING" if file.is_some() => file.and_then(account_in),
+            "AWS_PROFILE" => self.profile.clone(),
+            "AWS_ENDPOINT_URL_S3"
+            | "STORAGE_EMULATOR_HOST"
+            | "AZURE_STORAGE_ENDPOINT"
+            | "HF_ENDPOINT" => self.endpoint.clone(),
+            "AWS_REGION" => self.region.clone(),
+            "AWS_CA_BUNDLE" => path(&self.ca_file),
+            name if AWS_KEYS.contains(&name) => {
+                (file.is_some() || self.profile.is_some()).then(String::new)
+            }
+            name if OTHER_KEYS.contains(&name) => file.map(|_| String::new()),
+            _ => None,
+        }
+    }
+}
+
+/// The account of Azure in a file: its connection string.
+fn account_in(file: &Path) -> Option<String> {
+    let mut text = String::new();
+    File::open(file).ok()?.take(ACCOUNT_LEN_MAX).read_to_string(&mut text).ok()?;
+    Some(text.trim().to_owned())
+}
+
+/// The setting for the variable `name`, else its value in the environment.
+#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
+pub(super) fn variable(name: &str) -> Option<String> {
+    let set = IN_FORCE.read().as_ref().and_then(|settings| settings.variable(name));
+    set.or_else(|| std::env::var(name).ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_setting_stands_for_the_variables_of_its_meaning_and_hides_others() {
+        let none = RemoteSettings::default();
+        assert!(AWS_KEYS.iter().chain(&OTHER_KEYS).all(|name| none.variable(name).is_none()));
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("credentials");
+        std::fs::write(&file, "AccountName=a;AccountKey=k\n").unwrap();
+        let settings = RemoteSettings { credentials_file: Some(file.clone()), ..none.clone() };
+        let name = file.to_str().map(str::to_owned);
+        assert_eq!(settings.variable("AWS_SHARED_CREDENTIALS_FILE"), name);
+        assert_eq!(settings.variable("NETRC"), name);
+        assert_eq!(settings.variable("HF_TOKEN").as_deref(), Some(""));
+        assert_eq!(settings.variable("AWS_ACCESS_KEY_ID").as_deref(), Some(""));
+        let account = settings.variable("AZURE_STORAGE_CONNECTION_STRING");
+        assert_eq!(account.as_deref(), Some("AccountName=a;AccountKey=k"));
+        let profile = RemoteSettings { profile: Some("work".to_owned()), ..none.clone() };
+        assert_eq!(profile.variable("AWS_SESSION_TOKEN").as_deref(), Some(""));
+        assert_eq!(profile.variable("HF_TOKEN"), None);
+        let absent = RemoteSettings { ca_file: Some(folder.path().join("none")), ..none };
+        assert!(absent.take_effect().unwrap_err().contains("none: No such file"));
+    }
+}

@@ -1,0 +1,75 @@
+"""HTTP servers for tests that list folders as WebDAV does, or that ask for a login. Faults are those of `ObjectServer`.
+By itself it is a server of WebDAV, and prints its port."""
+
+import base64
+import email.utils
+import sys
+import urllib.parse
+from xml.sax.saxutils import escape
+
+from object_server import REFUSALS, Handler, ObjectServer
+
+
+class DavServer(ObjectServer):
+    def __init__(self, page=1000, handler=None):
+        super().__init__(page, handler or DavHandler)
+        # Whether listings have the ETags of answers.
+        self.lists_tags = True
+
+
+class DavHandler(Handler):
+    def refusal(self, bucket):
+        return None
+
+    def do_PROPFIND(self):
+        bucket, key, _ = self.where()
+        self.store.requests.append({"method": self.command, "path": self.path, "Range": None})
+        fault = self.store.fault(self.command, self.path)
+        if fault and self.disturb(fault):
+            return None
+        refusal = self.refusal(bucket)
+        if refusal:
+            return self.error(REFUSALS[refusal], refusal)
+        objects = self.store.objects.get(bucket, {})
+        key = key.strip("/")
+        prefix = f"{key}/" if key else ""
+        if key not in objects and not any(name.startswith(prefix) for name in objects):
+            return self.answer(404)
+        found = [(key, objects.get(key))]
+        if self.headers.get("Depth") == "1" and key not in objects:
+            found += [(name.rstrip("/"), stored) for name, stored in self.entries(bucket, prefix, "/")]
+        lines = ['<?xml version="1.0"?><D:multistatus xmlns:D="DAV:">', *(self.response(bucket, *entry) for entry in found)]
+        return self.answer(207, "".join([*lines, "</D:multistatus>"]).encode(), [("Content-Type", "text/xml")])
+
+    def response(self, bucket, key, stored):
+        href = urllib.parse.quote(f"/{bucket}/{key}") + ("" if stored else "/")
+        kind = "" if stored else "<D:collection/>"
+        properties = f"<D:resourcetype>{kind}</D:resourcetype>"
+        if stored:
+            tag = self.tag(stored) if self.store.lists_tags else '"another"'
+            date = email.utils.formatdate(stored.date, usegmt=True)
+            properties += f"<D:getcontentlength>{len(stored.data)}</D:getcontentlength><D:getetag>{escape(tag or '')}</D:getetag>"
+            properties += f"<D:getlastmodified>{date}</D:getlastmodified>"
+        status = "<D:status>HTTP/1.1 200 OK</D:status>"
+        return f"<D:response><D:href>{href}</D:href><D:propstat><D:prop>{properties}</D:prop>{status}</D:propstat></D:response>"
+
+
+class LoginServer(DavServer):
+    """A server of WebDAV that lets one user in."""
+
+    def __init__(self, user, password):
+        super().__init__(handler=LoginHandler)
+        self.login = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+class LoginHandler(DavHandler):
+    def refusal(self, bucket):
+        return None if self.headers.get("Authorization") == self.store.login else "AuthenticationRequired"
+
+
+if __name__ == "__main__":
+    server = DavServer()
+    server.start()
+    print(server.port, flush=True)
+    # The end of the input is the end of the program that started this one.
+    sys.stdin.read()

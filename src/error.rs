@@ -273,7 +273,7 @@ impl fmt::Display for SourceUri {
 }
 
 /// Schemes of remote stores, and whether what follows a `?` may be a signature: else it belongs to a key.
-const SCHEMES: [(&str, bool); 8] = [
+const SCHEMES: [(&str, bool); 9] = [
     ("s3", false),
     ("gs", false),
     ("az", true),
@@ -282,6 +282,7 @@ const SCHEMES: [(&str, bool); 8] = [
     ("hf", false),
     ("http", true),
     ("https", true),
+    ("redis", false),
 ];
 
 /// Whether `path` is a URL of a remote store.

@@ -207,6 +207,41 @@ pub fn is_encrypted(sniff: &[u8], file: &Range<u64>) -> bool {
     FileHead::parse(sniff, file).is_ok_and(|head| head.encrypted)
 }
 
+/// A tensor as the list of tensors names it, with the places of its header and its data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredPlace {
+    /// Its name as it is stored.
+    pub stored_name: Vec<u8>,
+    /// The bytes of its header.
+    pub header: Range<u64>,
+    /// The bytes of its data.
+    pub data: Range<u64>,
+}
+
+/// The places of all tensors in the order of their bytes, from the head and the area of entries.
+///
+/// # Errors
+/// Why these are not the whole beginning of a tensorizer file.
+pub fn places(description: &[u8]) -> Result<Vec<StoredPlace>, Fault> {
+    let head = FileHead::parse(description, &(0..description.len() as u64))?;
+    let area = &description[HEAD_LEN as usize..][..head.entries_len as usize];
+    let mut entries = entries::decode(area, &head)?;
+    entries.sort_by_key(|entry| entry.header_start);
+    let place = |entry: ListedTensor<'_>| {
+        let ListedTensor { header_start, data_start, data_len, .. } = entry;
+        let data_end = data_start.checked_add(data_len);
+        let Some(data_end) = data_end.filter(|_| header_start <= data_start) else {
+            let message =
+                "has its data before its header, or passes 2^64; save the checkpoint again";
+            let fault = Fault::new(ErrorKind::OffsetOverlap, message);
+            return Err(fault.tensor(&entry.name.joined));
+        };
+        let (header, data) = (header_start..data_start, data_start..data_end);
+        Ok(StoredPlace { stored_name: entry.stored_name.to_vec(), header, data })
+    };
+    entries.into_iter().map(place).collect()
+}
+
 /// Parses a whole file that is already in memory.
 ///
 /// # Errors

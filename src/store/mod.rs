@@ -5,6 +5,8 @@ pub mod disk_cache;
 pub mod folder;
 pub mod hub_cache;
 #[cfg(feature = "remote")]
+mod redis_store;
+#[cfg(feature = "remote")]
 mod remote;
 mod remote_settings;
 mod remote_status;
@@ -47,6 +49,10 @@ impl Store {
 
     /// The store of the file or folder at `path`.
     pub fn of(path: &Path) -> Store {
+        #[cfg(feature = "remote")]
+        if redis_store::is_redis(path) {
+            return Store(Some(redis_store::store_of(path)));
+        }
         #[cfg(feature = "remote")]
         if is_url(path) {
             return Store(Some(remote::store_of(path)));

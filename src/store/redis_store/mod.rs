@@ -1,0 +1,258 @@
+//! Checkpoints in Redis, as tensorizer stores them: `redis://HOST[:PORT]/PREFIX`. A prefix of keys is a
+//! folder with one file.
+//!
+//! Redis keeps no versions: no byte is handed out before all of its tensor was compared with the hashes in
+//! the header of the tensor, and later parts of it are compared with checksums that were taken then.
+
+mod client;
+mod values;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::error::shown_path;
+use crate::hash::Digest;
+use crate::process::PerProcess;
+use crate::source::{StoreKind, StoreListing};
+use crate::sync::Mutex;
+use crate::version::{QueueKey, Version};
+
+use client::RedisClient;
+use values::RedisFile;
+
+/// The first part of all URLs.
+const SCHEME: &str = "redis://";
+
+/// The port of Redis.
+const PORT: u16 = 6379;
+
+/// The name of the file that a prefix has.
+const FILE: &str = "model.tensors";
+
+/// Time limit of a call that nobody gave one.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// How much earlier than its reader a read gives up, so that its reason arrives: a part of its time.
+const REASON_PART: u32 = 20;
+
+/// The stores of this process, by what their URLs begin with.
+static STORES: PerProcess<Mutex<HashMap<PathBuf, Arc<RedisStore>>>> = PerProcess::new();
+
+/// Whether `path` is a URL of Redis.
+pub(super) fn is_redis(path: &Path) -> bool {
+    path.as_os_str().as_encoded_bytes().starts_with(SCHEME.as_bytes())
+}
+
+/// The store of the keys at `url`. One of a URL that is not usable says so in each call.
+pub(super) fn store_of(url: &Path) -> Arc<dyn StoreKind> {
+    let rest = url.to_str().and_then(|url| url.strip_prefix(SCHEME)).unwrap_or_default();
+    let authority = rest.split('/').next().unwrap_or_default();
+    let root = PathBuf::from(format!("{SCHEME}{authority}"));
+    let mut stores = STORES.get_or_init(Mutex::default).lock();
+    let new = || Arc::new(RedisStore::new(root.clone(), authority));
+    stores.entry(root.clone()).or_insert_with(new).clone()
+}
+
+/// The host and the port in a URL.
+fn parse_authority(authority: &str) -> Result<(String, u16), &'static str> {
+    const EXPECTED: &str = "expected redis://HOST[:PORT]/PREFIX";
+    if authority.contains('@') {
+        return Err("user names and passwords do not belong into a URL, where others see them");
+    }
+    // The address of IPv6 has colons too.
+    let (host, port) = match authority.rsplit_once(':') {
+        Some((host, port)) if !port.ends_with(']') => (host, port.parse().map_err(|_| EXPECTED)?),
+        _ => (authority, PORT),
+    };
+    let plain = host.trim_start_matches('[').trim_end_matches(']');
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-._:".contains(c);
+    if plain.is_empty() || !plain.chars().all(is_plain) {
+        return Err(EXPECTED);
+    }
+    Ok((plain.to_owned(), port))
+}
+
+/// A server of Redis.
+struct RedisStore {
+    /// `redis://HOST[:PORT]`.
+    root: PathBuf,
+    client: Result<RedisClient, &'static str>,
+    /// Checkpoints as they were seen last, by their prefixes.
+    known: PerProcess<Mutex<HashMap<String, Arc<RedisFile>>>>,
+}
+
+impl fmt::Debug for RedisStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RedisStore({})", shown_path(&self.root))
+    }
+}
+
+/// The meaning of a path, with its prefix of keys.
+enum RedisPlace<'a> {
+    Folder(&'a str),
+    File(&'a str),
+}
+
+impl RedisStore {
+    fn new(root: PathBuf, authority: &str) -> RedisStore {
+        let client = parse_authority(authority).map(|(host, port)| RedisClient::new(host, port));
+        RedisStore { root, client, known: PerProcess::new() }
+    }
+
+    fn client(&self) -> io::Result<&RedisClient> {
+        self.client.as_ref().map_err(|why| io::Error::new(ErrorKind::InvalidInput, *why))
+    }
+
+    fn place<'a>(&self, path: &'a Path) -> io::Result<RedisPlace<'a>> {
+        let rest = path.strip_prefix(&self.root).ok().and_then(Path::to_str);
+        let below = rest.ok_or(ErrorKind::NotFound)?.trim_matches('/');
+        if below.is_empty() {
+            let why = "names no prefix of keys: expected redis://HOST[:PORT]/PREFIX";
+            return Err(io::Error::new(ErrorKind::InvalidInput, why));
+        }
+        Ok(match below.rsplit_once('/') {
+            Some((prefix, FILE)) => RedisPlace::File(prefix),
+            _ => RedisPlace::Folder(below),
+        })
+    }
+
+    fn queue(&self) -> QueueKey {
+        QueueKey::Store(number_of(self.root.as_os_str().as_encoded_bytes()))
+    }
+
+    fn folder_version(&self, prefix: &str) -> Version {
+        let number = [number_of(prefix.as_bytes()), 0];
+        Version::of_object(self.queue(), number, true, 0, None)
+    }
+
+    fn file_version(&self, prefix: &str, file: &RedisFile) -> Version {
+        let number = [number_of(format!("{prefix}/{FILE}").as_bytes()), file.number];
+        Version::of_tagged_object(self.queue(), number, file.len, None)
+    }
+
+    /// The checkpoint below `prefix` as it is now.
+    fn look(&self, prefix: &str, deadline: Instant) -> io::Result<Arc<RedisFile>> {
+        let found = Arc::new(RedisFile::load(self.client()?, prefix, deadline)?);
+        let mut known = self.known.get_or_init(Mutex::default).lock();
+        match known.get(prefix) {
+            // Its tensors may be checked already.
+            Some(before) if before.number == found.number => Ok(before.clone()),
+            _ => {
+                known.insert(prefix.to_owned(), found.clone());
+                Ok(found)
+            }
+        }
+    }
+
+    /// The checkpoint below `prefix` in `version`.
+    fn in_version(
+        &self,
+        prefix: &str,
+        version: &Version,
+        deadline: Instant,
+    ) -> io::Result<Arc<RedisFile>> {
+        let is_it = |file: &Arc<RedisFile>| {
+            self.file_version(prefix, file).file_words() == version.file_words()
+        };
+        let known = self.known.get_or_init(Mutex::default).lock().get(prefix).cloned();
+        if let Some(file) = known.filter(is_it) {
+            return Ok(file);
+        }
+        let found = self.look(prefix, deadline)?;
+        if is_it(&found) { Ok(found) } else { Err(ErrorKind::StaleNetworkFileHandle.into()) }
+    }
+}
+
+/// A number that stands for `bytes`.
+fn number_of(bytes: &[u8]) -> u64 {
+    let Digest(digest) = Digest::of(bytes);
+    digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte))
+}
+
+fn deadline_of(until: Option<Instant>) -> Instant {
+    let now = Instant::now();
+    let until = until.unwrap_or(now + LIMIT);
+    until - until.saturating_duration_since(now) / REASON_PART
+}
+
+impl StoreKind for RedisStore {
+    fn name(&self) -> Option<String> {
+        Some(format!("redis at {}", self.client().ok()?.name()))
+    }
+
+    fn version(&self, path: &Path) -> io::Result<Version> {
+        let deadline = deadline_of(None);
+        match self.place(path)? {
+            RedisPlace::Folder(prefix) => {
+                self.look(prefix, deadline)?;
+                Ok(self.folder_version(prefix))
+            }
+            RedisPlace::File(prefix) => {
+                let file = self.look(prefix, deadline)?;
+                Ok(self.file_version(prefix, &file))
+            }
+        }
+    }
+
+    fn list(&self, path: &Path) -> io::Result<StoreListing> {
+        let RedisPlace::Folder(prefix) = self.place(path)? else {
+            return Err(ErrorKind::NotADirectory.into());
+        };
+        let file = self.look(prefix, deadline_of(None))?;
+        let entries = vec![(FILE.into(), self.file_version(prefix, &file))];
+        Ok(StoreListing { version: self.folder_version(prefix), entries, partial: false })
+    }
+
+    fn read(
+        &self,
+        path: &Path,
+        version: &Version,
+        offset: u64,
+        buf: &mut [u8],
+        until: Option<Instant>,
+    ) -> io::Result<()> {
+        let end = offset.checked_add(buf.len() as u64).ok_or(ErrorKind::UnexpectedEof)?;
+        if end > version.len {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
+        let RedisPlace::File(prefix) = self.place(path)? else {
+            return Err(ErrorKind::IsADirectory.into());
+        };
+        let deadline = deadline_of(until);
+        let file = self.in_version(prefix, version, deadline)?;
+        file.read(self.client()?, offset, buf, deadline)
+    }
+
+    fn tells_bytes(&self, version: &Version) -> bool {
+        version.file_words()[1] & 1 == 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_url_names_a_server_and_a_prefix_of_keys() {
+        assert_eq!(parse_authority("host").unwrap(), ("host".to_owned(), PORT));
+        assert_eq!(parse_authority("127.0.0.1:7").unwrap(), ("127.0.0.1".to_owned(), 7));
+        assert_eq!(parse_authority("[::1]").unwrap(), ("::1".to_owned(), PORT));
+        assert_eq!(parse_authority("[::1]:7").unwrap(), ("::1".to_owned(), 7));
+        for bad in ["", "host:x", "user:hunter2@host", "a b", ":7"] {
+            assert!(!parse_authority(bad).unwrap_err().contains("hunter2"), "{bad}");
+        }
+        let store = RedisStore::new("redis://host".into(), "host");
+        let place = |path: &'static str| match store.place(Path::new(path)) {
+            Ok(RedisPlace::Folder(prefix)) => (false, prefix),
+            Ok(RedisPlace::File(prefix)) => (true, prefix),
+            Err(_) => (false, ""),
+        };
+        assert_eq!(place("redis://host/a/b"), (false, "a/b"));
+        assert_eq!(place("redis://host/a/b/model.tensors"), (true, "a/b"));
+        assert_eq!(place("redis://host"), (false, ""));
+    }
+}

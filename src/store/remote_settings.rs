@@ -10,7 +10,7 @@ use crate::sync::RwLock;
 /// The settings in force. A child of a fork keeps them.
 static IN_FORCE: RwLock<Option<RemoteSettings>> = RwLock::new(None);
 
-/// Most bytes of a file with an account of Azure.
+/// Maximum length of a file with an account of Azure, in bytes.
 const ACCOUNT_LEN_MAX: u64 = 64 << 10;
 
 /// Variables that credentials of S3 come from before any file.

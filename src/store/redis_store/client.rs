@@ -21,7 +21,7 @@ const ANSWER_MIN: Duration = Duration::from_millis(200);
 /// Pause before another try.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Most tries without any connection.
+/// Maximum number of tries without any connection.
 const UNREACHABLE_MAX: u32 = 4;
 
 /// A value, if there is one.

@@ -24,7 +24,7 @@ const PART_LEN: u64 = 8 << 20;
 /// The mark behind the last tensor, which is not stored.
 const END_MARK_LEN: u64 = 8;
 
-/// Most tensors whose headers are asked for in one round trip.
+/// Maximum number of tensors whose headers are asked for in one round trip.
 const HEADERS_MAX: usize = 4096;
 
 fn invalid(why: String) -> io::Error {

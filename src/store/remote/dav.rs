@@ -14,7 +14,7 @@ use super::location::one_way;
 use super::request::Wanted;
 use super::state::ObjectState;
 
-/// Most bytes of a listing.
+/// Maximum length of a listing in bytes.
 const LISTING_LEN_MAX: usize = 64 << 20;
 
 const DEPTH: HeaderName = HeaderName::from_static("depth");

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::shown_path;
 
-/// Most bytes of the file.
+/// Maximum length of the file in bytes.
 const LEN_MAX: u64 = 1 << 20;
 
 /// The rights of users other than the owner.

@@ -18,7 +18,7 @@ use crate::version::Version;
 /// Requests for one byte, of which the middle one counts.
 const FIRST_BYTES: usize = 3;
 
-/// Most bytes that a trial reads, and those of one request.
+/// Maximum number of bytes that a trial reads, and those of one request.
 const SAMPLE_LEN_MAX: u64 = 64 << 20;
 const PART_LEN: u64 = 1 << 20;
 

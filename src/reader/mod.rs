@@ -24,6 +24,10 @@ mod tests;
 /// Maximum number of bytes read at a time, which bounds the memory that gathering takes.
 const WINDOW_LEN_MAX: usize = 8 << 20;
 
+/// Maximum number of parts of a window that gathers elements of another order than the source's. Each part
+/// has elements of all rows of the window, so that a shorter window takes as many.
+const WINDOW_PARTS_MAX: u64 = 32 << 10;
+
 /// An open virtual file, or a file of the source as it is.
 ///
 /// ```
@@ -192,7 +196,7 @@ impl Reader {
     fn plan_window(&self, mut range: Range<u64>) -> BlockPlan {
         loop {
             let half = range.start..range.start + (range.end - range.start) / 2;
-            if half.is_empty() || !self.is_scattered(&range) {
+            if half.is_empty() || !self.is_scattered_in(&range, WINDOW_PARTS_MAX) {
                 let plan = self.plan_block(range);
                 if half.is_empty() || plan.spread_len() <= SPREAD_LEN_MAX {
                     return plan;
@@ -207,9 +211,14 @@ impl Reader {
     /// `read_at`.
     #[doc(hidden)]
     pub fn is_scattered(&self, range: &Range<u64>) -> bool {
+        self.is_scattered_in(range, PARTS_MAX)
+    }
+
+    fn is_scattered_in(&self, range: &Range<u64>, parts_max: u64) -> bool {
         self.layout.as_ref().is_some_and(|layout| {
             let count = layout.extent_count(range);
-            count.extents > PARTS_MAX || is_streamed(&count, range)
+            let allowed = if count.gathered > 0 { parts_max } else { PARTS_MAX };
+            count.extents > allowed || is_streamed(&count, range)
         })
     }
 

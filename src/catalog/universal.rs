@@ -95,6 +95,8 @@ impl<'a> UniversalFiles<'a> {
                     slices.insert(slice, (id, model));
                 }
                 (Some(ZeroPart::Model(model)), Some(StateFile::ModelOfRank { rank, .. }), _) => {
+                    // The parts of tensor-parallel ranks of ZeRO-3 are not joined.
+                    shard.header.check_slices().map_err(|fault| fault.in_file(&shard.name))?;
                     ranks.insert(rank, (id, model));
                 }
                 (Some(ZeroPart::Universal(facts)), _, Some(file)) => {

@@ -10,7 +10,7 @@ import oracle
 import torch_files
 from mounts import FIXTURES, HANGS, Mount, TestCase, tensorfs, wait_until
 from test_live_store import Store
-from universal_files import STATES, model_states, save_tensor, save_tensors, some_weights, write_universal
+from universal_files import STATES, model_states, save_tensor, save_tensors, some_weights, write_rank_states, write_universal
 
 FILE = "model.safetensors"
 STEP = "global_step4_universal"
@@ -144,6 +144,12 @@ class Universal(TestCase):
             at / "zero/row/fp32.pt", {"param": torch_files.Tensor(np.zeros(13, np.float32)), "x": torch_files.Tensor(np.zeros(1, np.float32))}),
             "does not hold one tensor, `param`")
         changed("cut", lambda at: os.truncate(at / "zero/row/fp32.pt", 300), "zero/row/fp32.pt")
+
+    def test_model_states_of_zero_3_of_a_tensor_parallel_rank_are_refused(self):
+        run = self.tmp / "run"
+        write_universal(run, 3)
+        write_rank_states(run / STEP, some_weights(), {}, {}, slices=2)
+        self.assert_says(run, "zero_pp_rank_0_mp_rank_00_model_states.pt: ", "is the file of one of 2 ranks", "mp_world_size")
 
     def test_the_index_gives_what_the_files_give(self):
         run, index = self.tmp / "run", self.tmp / "index"

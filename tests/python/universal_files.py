@@ -58,6 +58,16 @@ def some_weights(seed=1, rows=11):
     return {name: rng.random(shape, np.float32) for name, shape in shapes.items()}
 
 
+def write_rank_states(folder, weights, frozen, shared, ranks=2, slices=1):
+    """The model states of the ranks of ZeRO-3, each with a part of the tensors that are not trained."""
+    empty = np.zeros(0, np.float32)
+    module = {"buffer": np.arange(4, dtype=np.float32), **{name: empty for name in (*frozen, *weights, *shared)}}
+    for rank in range(ranks):
+        parts = {name: array.reshape(ranks, -1)[rank] for name, array in frozen.items()}
+        states = model_states(weights, module, slices, ranks, frozen, parts, shared)
+        torch_files.save(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", states)
+
+
 def write_universal(run, stage=2, name="global_step4_universal", ranks=2):
     """A universal checkpoint of one tensor-parallel rank. Returns the tensors of its model."""
     folder, weights = run / name, some_weights()
@@ -67,12 +77,7 @@ def write_universal(run, stage=2, name="global_step4_universal", ranks=2):
     frozen, module = {"still": still}, {"buffer": buffer, "still": still, **weights, "head": weights["embed.weight"]}
     shared = {"head": "embed.weight"}
     if stage == 3:
-        empty = np.zeros(0, np.float32)
-        module = {key: array if key == "buffer" else empty for key, array in module.items()}
-        parts = still.reshape(ranks, -1)
-        for rank in range(ranks):
-            states = model_states(weights, module, 1, ranks, frozen, {"still": parts[rank]}, shared)
-            torch_files.save(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", states)
+        write_rank_states(folder, weights, frozen, shared, ranks)
     else:
         states = model_states(weights, module, 1, ranks, frozen, frozen, shared)
         torch_files.save(folder / "mp_rank_00_model_states.pt", states)

@@ -84,24 +84,35 @@ pub(super) fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     let mut sources = tensors_in(&shards, files.models[0].0);
     let mut joined = BTreeSet::new();
     for (name, tensor) in files.trained()?.into_iter().chain(files.frozen()?) {
-        if !joined.insert(name.clone()) {
-            let message = "stands twice in the shapes of the model states".to_owned();
-            return Err(wrong(ErrorKind::DuplicateTensor, message).tensor(&name));
-        }
-        if let Some(ModelSource::Whole { shape, .. }) = sources.get(&name)
-            && *shape != tensor.shape
-        {
-            let message = format!(
-                "has the shape {:?} in `param_shapes` and {shape:?} in `module`; restore the files of \
-                 this checkpoint",
-                tensor.shape
-            );
-            return Err(wrong(ErrorKind::SizeMismatch, message).tensor(&name));
-        }
-        sources.insert(name, ModelSource::Flat(tensor));
+        join(&mut sources, &mut joined, name, tensor)?;
     }
     let is_joined = |name: &str| joined.contains(name);
     catalog_of(&shards, files.model(), &sources, &is_joined)
+}
+
+/// Adds a tensor that is joined from ranges.
+pub(super) fn join(
+    sources: &mut BTreeMap<String, ModelSource>,
+    joined: &mut BTreeSet<String>,
+    name: String,
+    tensor: FlatTensor,
+) -> Result<(), Fault> {
+    if !joined.insert(name.clone()) {
+        let message = "stands twice in the shapes of the model states".to_owned();
+        return Err(wrong(ErrorKind::DuplicateTensor, message).tensor(&name));
+    }
+    if let Some(ModelSource::Whole { shape, .. }) = sources.get(&name)
+        && *shape != tensor.shape
+    {
+        let message = format!(
+            "has the shape {:?} in `param_shapes` and {shape:?} in `module`; restore the files of \
+             this checkpoint",
+            tensor.shape
+        );
+        return Err(wrong(ErrorKind::SizeMismatch, message).tensor(&name));
+    }
+    sources.insert(name, ModelSource::Flat(tensor));
+    Ok(())
 }
 
 /// The tensors that the shard `shard` holds whole.

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::deepspeed::{
-    FlatPiece, FlatTensor, ModelSource, catalog_of, frozen_of, numel_of, tensors_in,
+    FlatPiece, FlatTensor, ModelSource, catalog_of, frozen_of, join, numel_of, tensors_in,
 };
 use super::heads::Stored;
 use super::{Catalog, ShardHeader, ShardId, named_some};
@@ -65,7 +65,7 @@ pub(super) fn of_universal(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     }
     if files.is_of_ranks {
         for (name, tensor) in frozen_of(&files.models, &files.names)? {
-            sources.insert(name, ModelSource::Flat(tensor));
+            join(&mut sources, &mut joined, name, tensor)?;
         }
     }
     let left_out = files.drop_slices(&mut sources, &joined)?;

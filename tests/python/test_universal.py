@@ -151,6 +151,15 @@ class Universal(TestCase):
         write_rank_states(run / STEP, some_weights(), {}, {}, slices=2)
         self.assert_says(run, "zero_pp_rank_0_mp_rank_00_model_states.pt: ", "is the file of one of 2 ranks", "mp_world_size")
 
+    def test_a_tensor_of_zero_3_that_is_not_trained_may_have_two_names_and_is_no_trained_one(self):
+        run = self.tmp / "run"
+        tensors = write_universal(run, 3)
+        still, weights = tensors["still"], some_weights()
+        write_rank_states(run / STEP, weights, {"still": still}, {"head": "embed.weight", "twin": "still"})
+        self.assert_arrays(self.found(run / STEP), {**tensors, "twin": still})
+        write_rank_states(run / STEP, weights, {"still": still, "conv.weight": weights["conv.weight"]}, {})
+        self.assert_says(run, "tensor `conv.weight`: stands twice in the shapes of the model states")
+
     def test_the_index_gives_what_the_files_give(self):
         run, index = self.tmp / "run", self.tmp / "index"
         write_universal(run)

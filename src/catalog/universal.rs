@@ -197,8 +197,9 @@ impl<'a> UniversalFiles<'a> {
         if self.is_of_ranks || self.models.len() == 1 {
             return Ok(None);
         }
-        let (id, model) = self.models[0];
-        if let Some((param, _)) = model.frozen.first() {
+        let mut frozen =
+            self.models.iter().filter_map(|(id, model)| Some((*id, model.frozen.first()?)));
+        if let Some((id, (param, _))) = frozen.next() {
             let message = "is not trained, and each tensor-parallel rank has a part of it, which \
                            tensorfs does not join"
                 .to_owned();

@@ -160,6 +160,17 @@ class Universal(TestCase):
         write_rank_states(run / STEP, weights, {"still": still, "conv.weight": weights["conv.weight"]}, {})
         self.assert_says(run, "tensor `conv.weight`: stands twice in the shapes of the model states")
 
+    def test_a_tensor_that_is_not_trained_in_any_tensor_parallel_rank_is_refused(self):
+        folder = self.tmp / STEP
+        folder.mkdir()
+        weights = some_weights()
+        for rank in (0, 1):
+            frozen = {"still": np.ones(3, np.float32)} if rank else {}
+            states = model_states(weights, {**weights, **frozen}, slices=2, frozen=frozen)
+            torch_files.save(folder / f"mp_rank_{rank:02}_model_states.pt", states)
+        save_tensors(folder, weights)
+        self.assert_says(folder, "mp_rank_01_model_states.pt: tensor `still`: is not trained")
+
     def test_the_index_gives_what_the_files_give(self):
         run, index = self.tmp / "run", self.tmp / "index"
         write_universal(run)

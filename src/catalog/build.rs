@@ -140,6 +140,7 @@ fn names_in(shard: &ShardHeader) -> BTreeSet<&str> {
 
 /// Compares the rank of a file by its name with the one by its content.
 fn check_rank(shard: &ShardHeader) -> Result<(), Fault> {
+    shard.header.check_slices()?;
     let named = names::rank_file(&shard.name);
     let Some(found) = shard.header.rank else {
         let message = "has no tensor of several ranks, so that nothing tells which part of its tensors \

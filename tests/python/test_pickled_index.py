@@ -127,6 +127,27 @@ class PickledIndex(TestCase):
         self.assertEqual(self.state(path), "fresh")
         self.assertIn("the bytes of its entry", tensorfs("verify", path, "--index-dir", self.index).stderr)
 
+    def test_files_of_ranks_that_share_each_tensor_by_what_deepspeed_says_are_refused(self):
+        for slices in (1, 2):
+            folder = self.tmp / f"slices-{slices}"
+            write_ranks(folder, {"ds_version": "0.19.8", "param_shapes": [{}], "mp_world_size": slices})
+            outcome = tensorfs("verify", folder, "--index-dir", "none")
+            if slices == 1:
+                self.assert_done(outcome)
+                continue
+            self.assert_refused(outcome)
+            self.assertIn("rank_0.pt: is the file of one of 2 ranks", outcome.stderr)
+
+
+def write_ranks(folder, more=None):
+    """The files of two ranks, each with half of a tensor."""
+    folder.mkdir()
+    for rank in range(2):
+        with torch_files.modules() as named:
+            part = Tensor(np.arange(6, dtype=np.float32) + rank, (2, 3))
+            root = {"w": torch_files.dtensor(named, part, (4, 3), rank, 2, 0), **(more or {})}
+            torch_files.save(folder / f"model_world_size_2_rank_{rank}.pt", root)
+
 
 def swap(metadata, other, folder):
     """Another checkpoint in the same place."""

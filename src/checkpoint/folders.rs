@@ -34,6 +34,9 @@ pub(super) struct Folders {
     by_path: HashMap<PathBuf, Vec<FolderId>>,
     /// Folders whose links lead into a folder, by the real path of the latter.
     by_target: HashMap<PathBuf, BTreeSet<FolderId>>,
+    /// Numbers of folders with the weights of a tensor in a folder `zero`, by the path of the latter in
+    /// the tree.
+    masters: HashMap<PathBuf, usize>,
     next: FolderId,
     pub(super) weight: Weight,
 }
@@ -129,6 +132,11 @@ impl Folders {
         self.by_path.contains_key(path) || self.by_target.contains_key(path)
     }
 
+    /// Whether the folder `zero` at this path in the tree has folders with the weights of tensors.
+    pub(super) fn has_masters(&self, zero: &Path) -> bool {
+        self.masters.contains_key(zero)
+    }
+
     /// Adds `folders`, in which parents come before their children and refer to them by position,
     /// below `parent`. Returns the number of the first one.
     pub(super) fn graft(&mut self, parent: Option<FolderId>, folders: Vec<Folder>) -> FolderId {
@@ -149,6 +157,9 @@ impl Folders {
         }
         for target in folder.targets.iter() {
             self.by_target.entry(target.clone()).or_default().insert(id);
+        }
+        if let Some(zero) = folder.zero_of_master() {
+            *self.masters.entry(zero.to_owned()).or_default() += 1;
         }
         self.by_id.insert(id, Arc::new(folder));
     }
@@ -189,6 +200,14 @@ impl Folders {
                 self.by_target.remove(target);
             }
         }
+        if let Some(zero) = folder.zero_of_master()
+            && let Some(count) = self.masters.get_mut(zero)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.masters.remove(zero);
+            }
+        }
         Some(folder)
     }
 }
@@ -196,6 +215,43 @@ impl Folders {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::folder::File;
+    use crate::store::Store;
+    use crate::version::{QueueKey, Version};
+
+    /// A folder at this path in the tree with files of these names, ascending.
+    fn with_names(relative: &str, names: &[&str]) -> Folder {
+        let file = |name: &&str| File {
+            name: (*name).into(),
+            store: Store::default(),
+            path: relative.into(),
+            version: Version::of_tagged_object(QueueKey::Store(1), [7, 1], 1, None),
+        };
+        let files = names.iter().map(file).collect();
+        Folder { relative: relative.into(), files, ..Folder::default() }
+    }
+
+    #[test]
+    fn a_folder_zero_has_masters_as_long_as_one_of_its_folders_has() {
+        let zero = Path::new("step/zero");
+        let master = || with_names("step/zero/a.weight", &["fp32.pt", "step.pt"]);
+        let empty = || with_names("step/zero/b.weight", &["step.pt"]);
+        let mut folders = Folders::default();
+        let top = folders.graft(None, vec![with_names("step/zero", &["fp32.pt"]), empty()]);
+        assert!(!folders.has_masters(zero) && !folders.has_masters(Path::new("step")));
+        let [first, second] = [0, 1].map(|_| folders.graft(Some(top), vec![master()]));
+        folders.replace(first, empty());
+        assert!(folders.has_masters(zero));
+        folders.remove(second);
+        assert!(!folders.has_masters(zero));
+        folders.replace(first, master());
+        folders.replace(first, master());
+        assert!(folders.has_masters(zero));
+        folders.remove(first);
+        assert!(!folders.has_masters(zero) && folders.masters.is_empty());
+        folders.graft(Some(top), vec![with_names("step/zeros/a", &["fp32.pt"])]);
+        assert!(folders.masters.is_empty());
+    }
 
     #[test]
     fn views_whose_folders_are_above_any_limit_are_refused_with_their_number() {

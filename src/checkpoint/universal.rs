@@ -3,6 +3,7 @@
 //! They are one set of the folder of the checkpoint, in which a file of a tensor has the name
 //! `zero/NAME/fp32.pt`.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use crate::format::TrainingState;
@@ -12,25 +13,37 @@ use super::folder::{File, Folder, FolderId};
 use super::set::{Proved, Set};
 use super::tree::Tree;
 
+impl Folder {
+    /// The path of the folder with the folders of tensors, if this is one of those and has the weights.
+    pub(super) fn zero_of_master(&self) -> Option<&Path> {
+        let zero =
+            self.relative.parent().filter(|zero| zero.file_name() == Some(UNIVERSAL.as_ref()));
+        zero.filter(|_| self.file(MASTER).is_some())
+    }
+}
+
 impl Tree {
     /// The folder with the folders of tensors, if `folder` is that of a universal checkpoint.
     fn tensor_folders(&self, folder: &Folder) -> Option<Arc<Folder>> {
         let (_, id) = folder.children.iter().find(|(name, _)| name == UNIVERSAL)?;
         let found = self.folder(*id);
-        let has_master = |id: FolderId| self.folder(id).file(MASTER).is_some();
-        found.children.iter().any(|(_, child)| has_master(*child)).then_some(found)
+        self.has_masters(&found).then_some(found)
+    }
+
+    /// Whether `folder` is that with the folders of tensors. It is asked for each folder of a tree, so that
+    /// it may not look at all that is in one.
+    fn has_masters(&self, folder: &Folder) -> bool {
+        self.folders.read().has_masters(&folder.relative)
     }
 
     /// The folder of the universal checkpoint that has files of tensors in `folder`, or in folders there.
     pub(super) fn universal_of(&self, folder: &Folder) -> Option<FolderId> {
-        let is_named = |folder: &Folder| folder.relative.file_name() == Some(UNIVERSAL.as_ref());
-        let is_top = |id: &FolderId| self.tensor_folders(&self.folder(*id)).is_some();
         let parent = folder.parent?;
-        if is_named(folder) && is_top(&parent) {
+        if self.has_masters(folder) {
             return Some(parent);
         }
         let above = self.folder(parent);
-        above.parent.filter(|top| is_named(&above) && is_top(top))
+        above.parent.filter(|_| self.has_masters(&above))
     }
 
     /// The folder `id`, with the files of tensors if it is that of a universal checkpoint.

@@ -127,6 +127,17 @@ class PickledIndex(TestCase):
         self.assertEqual(self.state(path), "fresh")
         self.assertIn("the bytes of its entry", tensorfs("verify", path, "--index-dir", self.index).stderr)
 
+    def test_the_mesh_of_ranks_decides_about_the_tensors(self):
+        folder = self.tmp / "ranks"
+        write_ranks(folder)
+        self.assertEqual(self.state(folder), "built")
+        path = folder / "model_world_size_2_rank_0.pt"
+        data, mesh = path.read_bytes(), np.arange(2).tobytes()
+        self.assertEqual(data.count(mesh), 1)
+        # The place of the other rank, which its own part does not follow from.
+        path.write_bytes(data.replace(mesh, np.array([0, 5]).tobytes()))
+        self.assertEqual([self.state(folder), self.state(folder)], ["rebuilt", "fresh"])
+
     def test_files_of_ranks_that_share_each_tensor_by_what_deepspeed_says_are_refused(self):
         for slices in (1, 2):
             folder = self.tmp / f"slices-{slices}"

@@ -69,16 +69,19 @@ pub(super) enum StorageData<'a, 'r> {
 pub(super) struct Storages<'a, 'r> {
     data: StorageData<'a, 'r>,
     used: HashMap<String, (StorageType, Range<u64>)>,
+    /// Bytes of them that were read, since places of tensors follow from them.
+    read: Vec<Range<u64>>,
 }
 
 impl<'a, 'r> Storages<'a, 'r> {
     pub(super) fn new(data: StorageData<'a, 'r>) -> Storages<'a, 'r> {
-        Storages { data, used: HashMap::new() }
+        Storages { data, used: HashMap::new(), read: Vec::new() }
     }
 
     /// The bytes that nothing follows from but the elements of tensors: the data of the storages that were
-    /// asked for, and all of the others.
-    pub(super) fn undescribed(self) -> Vec<Range<u64>> {
+    /// asked for without what was read of it, and all of the others.
+    pub(super) fn undescribed(mut self) -> Vec<Range<u64>> {
+        let read = joined(std::mem::take(&mut self.read));
         let is_used = |key: &str| self.used.contains_key(key);
         let mut all = match &self.data {
             StorageData::Entries { archive, .. } => {
@@ -89,14 +92,19 @@ impl<'a, 'r> Storages<'a, 'r> {
                 others.map(|(_, range)| range.clone()).collect()
             }
         };
-        all.extend(self.used.into_values().map(|(_, range)| range));
+        let data = self.used.into_values().map(|(_, range)| range);
+        all.extend(data.flat_map(|data| without(data, &read)));
         all
     }
 
     /// Fills `buf` with the bytes of the file from `start` on.
     pub(super) fn read(&mut self, start: u64, buf: &mut [u8]) -> Result<(), ReadStop> {
         match &mut self.data {
-            StorageData::Entries { reader, .. } => Ok(reader.read_exact_at(start, buf)?),
+            StorageData::Entries { reader, .. } => {
+                reader.read_exact_at(start, buf)?;
+                self.read.push(start..start + buf.len() as u64);
+                Ok(())
+            }
             StorageData::Listed(_) => {
                 let message = "is a part of a tensor in a file of torch before 1.6, which had none";
                 Err(wrong(message.to_owned()).into())
@@ -147,6 +155,36 @@ impl<'a, 'r> Storages<'a, 'r> {
         self.used.insert(key.to_owned(), (kind, range.clone()));
         Ok(range)
     }
+}
+
+/// The ranges in their order; those that share bytes are one.
+fn joined(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut joined: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match joined.last_mut().filter(|last| range.start <= last.end) {
+            Some(last) => last.end = last.end.max(range.end),
+            None => joined.push(range),
+        }
+    }
+    joined
+}
+
+/// The stretches of `range` that are in none of `others`, which ascend and lie apart.
+fn without(range: Range<u64>, others: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut rest = Vec::new();
+    let mut at = range.start;
+    let first = others.partition_point(|other| other.end <= range.start);
+    for other in others[first..].iter().take_while(|other| other.start < range.end) {
+        if other.start > at {
+            rest.push(at..other.start);
+        }
+        at = other.end;
+    }
+    if at < range.end {
+        rest.push(at..range.end);
+    }
+    rest
 }
 
 fn wrong(message: String) -> Fault {
@@ -464,6 +502,20 @@ fn overflow() -> Fault {
 #[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_that_were_read_are_cut_out_of_the_data_of_storages() {
+        let read = joined(vec![30..40, 10..20, 15..18, 20..22, 90..99]);
+        assert_eq!(read, [10..22, 30..40, 90..99]);
+        for (data, rest) in [
+            (0..50, vec![0..10, 22..30, 40..50]),
+            (12..95, vec![22..30, 40..90]),
+            (30..40, vec![]),
+            (50..50, vec![]),
+        ] {
+            assert_eq!(without(data.clone(), &read), rest, "{data:?}");
+        }
+    }
 
     fn place(dtype: Dtype, sizes: &[i64], strides: &[i64]) -> Result<TensorPlace, Fault> {
         place_of(100..1100, dtype, 3, &[sizes.to_vec(), strides.to_vec()])

@@ -7,7 +7,9 @@ use std::ops::Range;
 
 use super::distcp::StoredChunk;
 use super::tensors::{StorageData, Storages, TensorPlace, tensor_call};
-use super::{PICKLE, ReadStop, check_byte_order, described, is_zip, machine, open, told};
+use super::{
+    PICKLE, ReadStop, check_byte_order, check_described, described, is_zip, machine, open, told,
+};
 use crate::coalesce::coalesce;
 use crate::error::{ErrorKind, Fault};
 use crate::format::dcp;
@@ -71,6 +73,7 @@ fn parse(
             }
         }
     }
+    check_described(&description.described, chunks.len() as u64)?;
     Ok(finished(description, numbers, places))
 }
 

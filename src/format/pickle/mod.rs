@@ -81,6 +81,12 @@ const PARAM: &str = "param";
 /// Bytes of memory that a byte of a pickle may take, for the bound on headers in memory.
 const MEMORY_OF_BYTE: u64 = 4;
 
+/// Most bytes of a file beside the data of its storages, which are all read when it is opened, and how
+/// many more for each item of a `.distcp` file. Pickle and directory have limits of their own, and lie
+/// far below it together.
+const DESCRIBED_LEN_MAX: u64 = 1 << 30;
+const DESCRIBED_OF_ITEM: u64 = 64 << 10;
+
 /// Why reading ends early.
 enum ReadStop {
     Read(io::Error),
@@ -300,6 +306,7 @@ fn describe_universal(
     let format = ("format".to_owned(), "pt".to_owned());
     description.metadata = Some([format].into());
     description.described = described(range, storages.undescribed());
+    check_described(&description.described, 0)?;
     description.zero =
         Some(Arc::new(ZeroPart::Universal(UniversalTensor { is_flat, is_vocabulary })));
     Ok(description)
@@ -322,6 +329,7 @@ fn describe(
     if let Some(partition) = zero::partition_of(values, &mut storages)? {
         let mut description = ShardDescription::with_room(0, 0, 0);
         description.described = described(range, storages.undescribed());
+        check_described(&description.described, 0)?;
         description.zero = Some(Arc::new(ZeroPart::Partition(partition)));
         return Ok(description);
     }
@@ -346,6 +354,7 @@ fn describe(
     let format = ("format".to_owned(), "pt".to_owned());
     description.metadata = Some([format].into());
     description.described = described(range, undescribed);
+    check_described(&description.described, 0)?;
     description.left_out = named.left_out;
     description.rank = named.rank;
     description.zero =
@@ -377,6 +386,21 @@ fn described(range: &Range<u64>, mut others: Vec<Range<u64>>) -> Vec<Range<u64>>
     }
     described.push(at..range.end);
     described
+}
+
+/// Refuses a file, with `items` of a distributed checkpoint, of which too much would be read when it is
+/// opened.
+fn check_described(described: &[Range<u64>], items: u64) -> Result<(), Fault> {
+    let len: u64 = described.iter().map(|range| range.end - range.start).sum();
+    let most = DESCRIBED_LEN_MAX + items * DESCRIBED_OF_ITEM;
+    if len <= most {
+        return Ok(());
+    }
+    let message = format!(
+        "has {len} bytes that are not the data of tensors, tensorfs reads up to {most}; save it again \
+         with the tools of torch"
+    );
+    Err(Fault::new(ErrorKind::HeaderTooLarge, message))
 }
 
 fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<(), ReadStop> {

@@ -284,6 +284,49 @@ fn an_archive_that_can_be_read_in_two_ways_is_refused() {
     }
 }
 
+/// A file with zeros that are not kept, from byte `at` on.
+struct WithHole<'a> {
+    bytes: &'a [u8],
+    at: u64,
+    len: u64,
+}
+
+impl RangeReader for WithHole<'_> {
+    fn file_len(&self) -> u64 {
+        self.bytes.len() as u64 + self.len
+    }
+
+    fn read_exact_at(&mut self, offset: u64, buf: &mut [u8]) -> std::io::Result<()> {
+        for (byte, at) in buf.iter_mut().zip(offset..) {
+            let is_behind = at >= self.at + self.len;
+            let kept = if is_behind { at - self.len } else { at };
+            *byte = if at >= self.at && !is_behind { 0 } else { self.bytes[kept as usize] };
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_file_with_too_many_bytes_that_are_no_data_of_tensors_is_refused() {
+    let pickle = dict(&[("w", tensor("0", 4, 0, &[4], &[1]))]);
+    let entries: [(&str, &[u8]); 4] =
+        [("m/data.pkl", &pickle), ("m/byteorder", b"little"), ("m/data/0", &[1; 16]), ("m/x", b"")];
+    let (bytes, places) = zip(&entries);
+    let parsed = |len: u64| {
+        let mut grown = bytes.clone();
+        // The place of the central directory, in the end record.
+        let end = grown.len() - 6;
+        let directory = u32::from_le_bytes(grown[end..end + 4].try_into().unwrap());
+        grown[end..end + 4].copy_from_slice(&(directory + len as u32).to_le_bytes());
+        let mut reader = WithHole { bytes: &grown, at: places[3] as u64, len };
+        parse(&mut reader, TrainingState::None).unwrap()
+    };
+    assert!(parsed(1000).is_ok() && parsed(DESCRIBED_LEN_MAX - 4096).is_ok());
+    let fault = parsed(DESCRIBED_LEN_MAX).unwrap_err();
+    assert!(fault.message.contains("bytes that are not the data of tensors"), "{fault:?}");
+    assert_eq!(fault.kind, ErrorKind::HeaderTooLarge);
+}
+
 /// A file of torch before 1.6 with a tensor of two elements in a storage of four.
 fn legacy(little_endian: u8, numel: u64, id_end: &[u8]) -> Vec<u8> {
     let mut bytes = legacy::MAGIC.to_vec();

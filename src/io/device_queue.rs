@@ -553,8 +553,10 @@ impl DeviceQueue {
             let message = format!("the bytes at {offset} did not come within {seconds} s");
             let e = io::Error::new(io::ErrorKind::TimedOut, message);
             answer(done, Err(Error::io(source.uri(), "read", e)));
-            // The store still has what the disk of the copy does not give.
-            source.leave_copy();
+            // The store still has what the disk of a local copy does not give.
+            if self.file_system.is_some() {
+                source.leave_copy();
+            }
         }
         // Readers are answered first, because logging may have to wait.
         for (source, offset) in stalled {

@@ -32,6 +32,7 @@ NOT_RUN = {
     "python/wheel": "builds a release",
     "python tests/bench/": "measures, and takes other programs",
     "TENSORFS_BIN=target/dist/tensorfs python tests/bench/": "measures, and takes other programs",
+    "python python/tests -k compat": "takes torch and the other loaders",
     "python python/tests/safetensors_suite.py ": "takes the source of safetensors",
     "python python/tests/consolidation_suite.py ": "takes the tests of torch or NeMo",
     "python python/tests/tensorizer_suite.py ": "takes torch, and the tests of tensorizer",

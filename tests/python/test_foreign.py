@@ -10,7 +10,7 @@ import zipfile
 import numpy as np
 
 import checkpoints
-from mounts import BIN, FIXTURES, TestCase, tensorfs
+from mounts import BIN, TestCase, tensorfs
 
 HTML = b"<!doctype html>\n<html><head><title>Sign in</title></head><body></body></html>\n"
 
@@ -68,11 +68,6 @@ class Foreign(TestCase):
     def test_a_file_that_is_named_is_told_for_what_it_is_by_every_command(self):
         self.assert_says(self.write("model.bin", torch_save()), "model.bin: is a file of torch.save without tensors", "name the file")
         self.assert_says(self.write("web/model.safetensors", HTML), "an HTML page", "`Sign in`", "again")
-
-    def test_index_says_that_it_keeps_none_of_files_of_torch_save(self):
-        outcome = tensorfs("index", FIXTURES / "torch/bin_index")
-        self.assertEqual(outcome.code, 1, outcome)
-        self.assertIn("bin_index: no index is kept of pickles of torch", outcome.stderr)
 
     def test_each_format_is_told_and_keeps_its_class(self):
         for name, content, words, kind in (

@@ -319,7 +319,7 @@ class Refusals(Semantics):
             self.assertIn("Usage", outcome.stdout)
 
     def test_the_help_of_a_command_names_the_options_that_it_takes(self):
-        source = {"prefer", "zero", "state", "cache-dir", "cache-dir-size", "follow", "expect-shards", "reference", "key-file", "passphrase-file", "key-command", "index-dir", "io-timeout"}
+        source = {"prefer", "zero", "state", "cache-dir", "cache-dir-size", "follow", "expect-shards", "reference", "key-file", "passphrase-file", "key-command", "index-dir", "io-timeout", "credentials-file", "profile", "endpoint", "region", "ca-file"}
         view = {"include", "exclude", "tp", "rank", "tp-rules", "rename", "dtype", "keep"}
         reads, files = {"io", "direct"}, {"layout", "format", "weight-map", "config", "views"}
         expected = {

@@ -282,7 +282,7 @@ const SCHEMES: [(&str, bool); 9] = [
     ("hf", false),
     ("http", true),
     ("https", true),
-    ("redis", false),
+    ("redis", true),
 ];
 
 /// Whether `path` is a URL of a remote store.
@@ -292,20 +292,31 @@ pub fn is_url(path: &Path) -> bool {
     end.is_some_and(|end| SCHEMES.iter().any(|(name, _)| name.as_bytes() == &bytes[..end]))
 }
 
-/// A URL without what may be secret in it: the user before the host, and what follows a `?` of HTTP.
+/// Whether `name` begins like a URL, of a remote store or of something else.
+fn has_scheme(name: &str) -> bool {
+    let is_letter = |c: char| c.is_ascii_alphanumeric() || "+-.".contains(c);
+    let scheme = name.split_once("://").map_or("", |(scheme, _)| scheme);
+    !scheme.is_empty() && scheme.chars().all(is_letter)
+}
+
+/// A URL without what may be secret in it: the user before the host, and what follows a `?` where that does
+/// not belong to a key.
 fn without_secrets(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
-    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let known = SCHEMES.iter().find(|(name, _)| *name == scheme);
+    // A password may have a slash. In the URLs of stores an `@` may belong to a key.
+    let end = if known.is_some() { rest.find('/') } else { rest.rfind('@').map(|at| at + 1) };
+    let (authority, path) = rest.split_at(end.unwrap_or(rest.len()));
     // Azure has the container before its host.
     let is_secret = |user: &str| !scheme.starts_with("abfs") || user.contains(':');
-    let host = match authority.rsplit_once('@').filter(|(user, _)| is_secret(user)) {
-        Some((_, host)) => format!("***@{host}"),
-        None => authority.to_owned(),
+    let place = match authority.rsplit_once('@').filter(|(user, _)| is_secret(user)) {
+        Some((_, host)) => format!("***@{host}{path}"),
+        None => rest.to_owned(),
     };
-    let is_signed = SCHEMES.iter().all(|(name, signed)| *name != scheme || *signed);
-    match path.find('?').filter(|_| is_signed) {
-        Some(end) => format!("{scheme}://{host}{}?***", &path[..end]),
-        None => format!("{scheme}://{host}{path}"),
+    let is_signed = known.is_none_or(|(_, signed)| *signed);
+    match place.find('?').filter(|_| is_signed) {
+        Some(end) => format!("{scheme}://{}?***", &place[..end]),
+        None => format!("{scheme}://{place}"),
     }
 }
 
@@ -528,7 +539,7 @@ pub fn shown_path(path: &Path) -> String {
 /// `path` as it is, for programs: JSON, options. Text for people goes through `shown_path`.
 pub fn real_name(path: &Path) -> String {
     let name = path.to_string_lossy();
-    if is_url(path) { without_secrets(&name) } else { name.into_owned() }
+    if has_scheme(&name) { without_secrets(&name) } else { name.into_owned() }
 }
 
 /// `text` fit for one line of a terminal or a log: characters that could end the line, move the
@@ -584,6 +595,11 @@ mod tests {
                 "abfss://c@a.dfs.core.windows.net/x?***",
             ),
             ("abfss://u:hunter2@h/x", "abfss://***@h/x"),
+            ("https://h?sig=hunter2", "https://h?***"),
+            ("redis://u:hunter2@h/p?hunter2", "redis://***@h/p?***"),
+            ("rediss://u:hunter2@h/p", "rediss://***@h/p"),
+            ("REDIS://u:hunt/er2@h/p?hunter2", "REDIS://***@h/p?***"),
+            ("/a://u:b@c?d", "/a://u:b@c?d"),
         ] {
             let path = Path::new(url);
             assert_eq!(

@@ -228,12 +228,12 @@ pub fn places(description: &[u8]) -> Result<Vec<StoredPlace>, Fault> {
     let mut entries = entries::decode(area, &head)?;
     entries.sort_by_key(|entry| entry.header_start);
     let place = |entry: ListedTensor<'_>| {
+        check_header_len(&entry, &head).map_err(|fault| fault.tensor(&entry.name.joined))?;
         let ListedTensor { header_start, data_start, data_len, .. } = entry;
         let data_end = data_start.checked_add(data_len);
-        let Some(data_end) = data_end.filter(|_| header_start <= data_start) else {
-            let message =
-                "has its data before its header, or passes 2^64; save the checkpoint again";
-            let fault = Fault::new(ErrorKind::OffsetOverlap, message);
+        let Some(data_end) = data_end else {
+            let message = "its data passes 2^64; save the checkpoint again";
+            let fault = Fault::new(ErrorKind::Overflow, message);
             return Err(fault.tensor(&entry.name.joined));
         };
         let (header, data) = (header_start..data_start, data_start..data_end);
@@ -487,7 +487,7 @@ fn header_len(
     previous_end: u64,
     head: &FileHead,
 ) -> Result<u64, Fault> {
-    let &ListedTensor { header_start, data_start, data_len, .. } = entry;
+    let header_start = entry.header_start;
     if header_start != previous_end {
         let (kind, place) = if header_start < previous_end {
             (ErrorKind::OffsetOverlap, "before")
@@ -500,6 +500,12 @@ fn header_len(
         );
         return Err(Fault::new(kind, message));
     }
+    check_header_len(entry, head)
+}
+
+/// Length of the header of a tensor by the list of tensors, if a header can have it.
+fn check_header_len(entry: &ListedTensor<'_>, head: &FileHead) -> Result<u64, Fault> {
+    let &ListedTensor { header_start, data_start, data_len, .. } = entry;
     let len = data_start.saturating_sub(header_start);
     let encryption = if head.encrypted { Encryption::section_len_max(data_len) } else { 0 };
     let most = TENSOR_HEADER_LEN_MAX.saturating_add(encryption);

@@ -6,17 +6,17 @@ use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Connection, RedisError, Value};
-
 use crate::process::PerProcess;
 use crate::store::remote_status::{EndpointCounters, counters_of};
 use crate::sync::Mutex;
 
+use super::link::{RedisAnswer, RedisLink, RedisQuestion, time_left};
+
 /// Time limit of a connection.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 
-/// Shortest wait for an answer.
-const ANSWER_MIN: Duration = Duration::from_millis(200);
+/// Shortest time of a try, if there is as much.
+const TRY_MIN: Duration = Duration::from_millis(200);
 
 /// Pause before another try.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -24,15 +24,22 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// Maximum number of tries without any connection.
 const UNREACHABLE_MAX: u32 = 4;
 
-/// A value, if there is one.
-pub(super) type MaybeValue = Option<Vec<u8>>;
+/// Why a try failed.
+enum RedisFailure {
+    /// There was no connection.
+    Unconnected(io::Error),
+    /// The connection failed, or what came by it is not of Redis.
+    Broken(io::Error),
+    /// The server refuses, with this code.
+    Refused(String),
+}
 
 /// A server.
 pub(super) struct RedisClient {
     host: String,
     port: u16,
     /// Connections that nobody uses. A child of a fork makes its own.
-    idle: PerProcess<Mutex<Vec<Connection>>>,
+    idle: PerProcess<Mutex<Vec<RedisLink>>>,
 }
 
 impl RedisClient {
@@ -45,88 +52,67 @@ impl RedisClient {
         format!("{}:{}", self.host, self.port)
     }
 
-    /// The value of `key`, `None` if there is none.
+    /// The bytes `range` of `key`; fewer if it is shorter, none if it is not there.
     ///
     /// # Errors
     /// The refusal of the server, or no answer in time.
-    pub(super) fn value(&self, key: &[u8], deadline: Instant) -> io::Result<MaybeValue> {
-        let mut command = redis::cmd("GET");
-        command.arg(key);
-        self.one(&command, deadline)
-    }
-
-    /// The bytes `range` of `key`; fewer if it is shorter.
-    ///
-    /// # Errors
-    /// The errors of `value`.
     pub(super) fn part(
         &self,
         key: &[u8],
         range: &Range<u64>,
         deadline: Instant,
     ) -> io::Result<Vec<u8>> {
-        let mut command = redis::cmd("GETRANGE");
-        command.arg(key).arg(range.start).arg(range.end - 1);
-        Ok(self.one(&command, deadline)?.unwrap_or_default())
+        let answer = self.all(&[part_of(key, range)], deadline)?.pop();
+        answer.map_or_else(|| Ok(Vec::new()), bytes_of)
     }
 
-    /// The values of `keys` and the lengths of the values of `others`, in one round trip. The length of
-    /// a value that is not there is 0.
+    /// The first bytes of each of `keys`, up to the length beside it, and the lengths of the values of
+    /// `others`, in one round trip. The length of a value that is not there is 0.
     ///
     /// # Errors
-    /// The errors of `value`.
-    pub(super) fn values_and_lens(
+    /// The errors of `part`.
+    pub(super) fn starts_and_lens(
         &self,
-        keys: &[Vec<u8>],
+        keys: &[(Vec<u8>, u64)],
         others: &[Vec<u8>],
         deadline: Instant,
-    ) -> io::Result<(Vec<MaybeValue>, Vec<u64>)> {
-        let gets = keys.iter().map(|key| ("GET", key));
-        let lens = others.iter().map(|key| ("STRLEN", key));
-        let commands = gets.chain(lens).map(|(name, key)| {
-            let mut command = redis::cmd(name);
-            command.arg(key);
-            command
+    ) -> io::Result<(Vec<Vec<u8>>, Vec<u64>)> {
+        let starts = keys.iter().map(|(key, len)| part_of(key, &(0..*len)));
+        let lens = others.iter().map(|key| {
+            let packed = redis::cmd("STRLEN").arg(key).get_packed_command();
+            RedisQuestion { packed, most: 0 }
         });
-        let mut answers = self.all(&commands.collect::<Vec<Cmd>>(), deadline)?;
+        let questions: Vec<RedisQuestion> = starts.chain(lens).collect();
+        let mut answers = self.all(&questions, deadline)?;
         let lens = answers.split_off(keys.len().min(answers.len()));
-        let as_len = |answer| match answer {
-            Value::Int(len) => Ok(len.cast_unsigned()),
-            other => Err(unexpected(&other)),
-        };
         let values = answers.into_iter().map(bytes_of).collect::<io::Result<_>>()?;
-        Ok((values, lens.into_iter().map(as_len).collect::<io::Result<_>>()?))
+        Ok((values, lens.into_iter().map(number_of_answer).collect::<io::Result<_>>()?))
     }
 
-    fn one(&self, command: &Cmd, deadline: Instant) -> io::Result<MaybeValue> {
-        let answer = self.all(std::slice::from_ref(command), deadline)?.pop();
-        bytes_of(answer.unwrap_or(Value::Nil))
-    }
-
-    /// The answers to `commands`, in order.
-    fn all(&self, commands: &[Cmd], deadline: Instant) -> io::Result<Vec<Value>> {
+    /// The answers to `questions`, in order.
+    fn all(&self, questions: &[RedisQuestion], deadline: Instant) -> io::Result<Vec<RedisAnswer>> {
         let counters = counters_of(&self.name());
         counters.now.add(1);
-        let answers = self.try_until(commands, &counters, deadline);
+        let answers = self.try_until(questions, &counters, deadline);
         counters.now.sub(1);
         answers
     }
 
     fn try_until(
         &self,
-        commands: &[Cmd],
+        questions: &[RedisQuestion],
         counters: &Arc<EndpointCounters>,
         deadline: Instant,
-    ) -> io::Result<Vec<Value>> {
+    ) -> io::Result<Vec<RedisAnswer>> {
         let mut unreachable = 0;
         loop {
             let before = Instant::now();
             counters.requests.add(1);
-            let (is_connected, failed) = match self.try_once(commands, deadline) {
+            let failed = match self.try_once(questions, deadline) {
                 Ok(answers) => {
                     counters.first_byte.add(before.elapsed());
-                    let len = |answer: &Value| match answer {
-                        Value::BulkString(bytes) => bytes.len() as u64,
+                    let len = |answer: &RedisAnswer| match answer {
+                        RedisAnswer::Bytes(bytes) => bytes.len() as u64,
                         _ => 0,
                     };
                     counters.bytes.add(answers.iter().map(len).sum());
@@ -134,7 +120,7 @@ impl RedisClient {
                 }
                 Err(failed) => failed,
             };
-            unreachable += u32::from(!is_connected);
+            unreachable += u32::from(matches!(failed, RedisFailure::Unconnected(_)));
             let why = self.meaning(&failed);
             let is_over = Instant::now() + PAUSE >= deadline;
             if !may_pass(&failed) || unreachable >= UNREACHABLE_MAX || is_over {
@@ -146,90 +132,154 @@ impl RedisClient {
         }
     }
 
-    /// One try. An error says whether there was a connection.
+    /// One try. It takes a part of the time, so that there is some for another.
     fn try_once(
         &self,
-        commands: &[Cmd],
+        questions: &[RedisQuestion],
         deadline: Instant,
-    ) -> Result<Vec<Value>, (bool, RedisError)> {
-        let left = deadline.saturating_duration_since(Instant::now());
+    ) -> Result<Vec<RedisAnswer>, RedisFailure> {
+        let left = time_left(deadline).map_err(RedisFailure::Broken)?;
+        let limit = deadline.min(Instant::now() + (left / 2).max(TRY_MIN));
         let idle = self.idle.get_or_init(Mutex::default);
         let kept = idle.lock().pop();
-        let mut connection = match kept {
-            Some(connection) => connection,
+        let mut link = match kept {
+            Some(link) => link,
             None => {
-                let client = redis::Client::open((self.host.as_str(), self.port));
-                let connect = |client: redis::Client| {
-                    client.get_connection_with_timeout(left.min(CONNECT_LIMIT).max(ANSWER_MIN))
-                };
-                client.and_then(connect).map_err(|e| (false, e))?
+                let connected = limit.min(Instant::now() + CONNECT_LIMIT);
+                let link = RedisLink::open(&self.host, self.port, connected);
+                link.map_err(RedisFailure::Unconnected)?
             }
         };
-        // A part of the time, so that there is some for another try.
-        let limit = Some((left / 2).max(ANSWER_MIN));
-        let mut pipe = redis::pipe();
-        for command in commands {
-            pipe.add_command(command.clone());
-        }
-        let asked = connection
-            .set_read_timeout(limit)
-            .and_then(|()| connection.set_write_timeout(limit))
-            .and_then(|()| pipe.query::<Vec<Value>>(&mut connection));
-        let answers = asked.map_err(|e| (true, first_of(e)))?;
-        idle.lock().push(connection);
-        Ok(answers)
+        let answers = link.ask(questions, limit).map_err(RedisFailure::Broken)?;
+        idle.lock().push(link);
+        let refusal = answers.iter().find_map(|answer| match answer {
+            RedisAnswer::Refused(code) => Some(code.clone()),
+            _ => None,
+        });
+        refusal.map_or(Ok(answers), |code| Err(RedisFailure::Refused(code)))
     }
 
     /// A failure as the error of a read.
-    fn meaning(&self, failed: &RedisError) -> io::Error {
+    fn meaning(&self, failed: &RedisFailure) -> io::Error {
         let name = self.name();
-        let (kind, why) = match failed.code() {
-            Some("NOAUTH" | "WRONGPASS" | "NOPERM") => {
+        let error = match failed {
+            RedisFailure::Refused(code) => {
+                let is_login = ["NOAUTH", "WRONGPASS", "NOPERM"].contains(&code.as_str());
                 let why = "asks for a password, which tensorizer's layout has none of";
-                (ErrorKind::PermissionDenied, format!("{name} {why}"))
+                return if is_login {
+                    io::Error::new(ErrorKind::PermissionDenied, format!("{name} {why}"))
+                } else {
+                    io::Error::other(format!("{name} answers {code}"))
+                };
             }
-            Some(code) => (ErrorKind::Other, format!("{name} answers {code}")),
-            None if failed.is_timeout() => {
-                (ErrorKind::TimedOut, format!("no answer from {name} in time"))
+            RedisFailure::Unconnected(error) | RedisFailure::Broken(error) => error,
+        };
+        let (kind, why) = match error.kind() {
+            ErrorKind::TimedOut => (ErrorKind::TimedOut, format!("no answer from {name} in time")),
+            ErrorKind::InvalidData => {
+                (ErrorKind::InvalidData, format!("{name} does not answer as Redis does: {error}"))
             }
-            None if failed.is_io_error() => {
-                (ErrorKind::NotConnected, format!("no connection to {name}: {failed}"))
-            }
-            None => (ErrorKind::InvalidData, format!("{name} does not answer as Redis does")),
+            _ => (ErrorKind::NotConnected, format!("no connection to {name}: {error}")),
         };
         io::Error::new(kind, why)
     }
 }
 
-/// The first failure of many answers.
-fn first_of(failed: RedisError) -> RedisError {
-    let of_answers = failed.clone().into_server_errors();
-    match of_answers.and_then(|all| all.first().cloned()) {
-        Some((_, first)) => first.into(),
-        None => failed,
-    }
+/// The question for the bytes `range` of `key`.
+fn part_of(key: &[u8], range: &Range<u64>) -> RedisQuestion {
+    let mut command = redis::cmd("GETRANGE");
+    command.arg(key).arg(range.start).arg(range.end.saturating_sub(1));
+    RedisQuestion { packed: command.get_packed_command(), most: range.end - range.start }
 }
 
 /// Whether another try may succeed.
-fn may_pass(failed: &RedisError) -> bool {
-    match failed.code() {
-        Some(code) => ["LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN", "CLUSTERDOWN"].contains(&code),
-        None => failed.is_io_error() || failed.is_timeout() || failed.is_connection_dropped(),
+fn may_pass(failed: &RedisFailure) -> bool {
+    const PASSING: [&str; 5] = ["LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN", "CLUSTERDOWN"];
+    match failed {
+        RedisFailure::Refused(code) => PASSING.contains(&code.as_str()),
+        RedisFailure::Unconnected(error) | RedisFailure::Broken(error) => {
+            error.kind() != ErrorKind::InvalidData
+        }
     }
 }
 
-fn bytes_of(answer: Value) -> io::Result<MaybeValue> {
+fn bytes_of(answer: RedisAnswer) -> io::Result<Vec<u8>> {
     match answer {
-        Value::Nil => Ok(None),
-        Value::BulkString(bytes) => Ok(Some(bytes)),
-        other => Err(unexpected(&other)),
+        RedisAnswer::Bytes(bytes) => Ok(bytes),
+        _ => Err(unexpected()),
     }
 }
 
-fn unexpected(answer: &Value) -> io::Error {
-    let why = match answer {
-        Value::ServerError(error) => format!("the server answers {}", error.code()),
-        _ => "the server gives an answer of another type".to_owned(),
-    };
-    io::Error::new(ErrorKind::InvalidData, why)
+fn number_of_answer(answer: RedisAnswer) -> io::Result<u64> {
+    match answer {
+        RedisAnswer::Number(number) => Ok(number),
+        _ => Err(unexpected()),
+    }
+}
+
+fn unexpected() -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, "the server gives an answer of another type")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::{TcpListener, TcpStream};
+    use std::thread::spawn;
+
+    use super::*;
+
+    /// A client of a server that reads a command on each connection, and then does as `answer` says.
+    fn client_of(answer: impl Fn(&mut TcpStream) + Send + 'static) -> RedisClient {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        spawn(move || {
+            for mut stream in listener.incoming().flatten() {
+                if stream.read(&mut [0; 4096]).is_ok() {
+                    answer(&mut stream);
+                }
+            }
+        });
+        RedisClient::new("127.0.0.1".to_owned(), port)
+    }
+
+    fn failure(client: &RedisClient, len: u64, limit: Duration) -> io::Error {
+        client.part(b"key", &(0..len), Instant::now() + limit).unwrap_err()
+    }
+
+    #[test]
+    fn a_server_that_sends_byte_after_byte_holds_no_read_past_its_deadline() {
+        let client = client_of(|stream| {
+            let _ = stream.write_all(b"$1000000\r\n");
+            while stream.write_all(b"x").is_ok() {
+                sleep(Duration::from_millis(1));
+            }
+        });
+        let before = Instant::now();
+        let error = failure(&client, 1_000_000, Duration::from_millis(600));
+        assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+        // The bytes take a quarter of an hour.
+        assert!(before.elapsed() < Duration::from_secs(60));
+    }
+
+    #[test]
+    fn a_server_whose_lengths_lie_is_not_one_of_redis() {
+        for text in ["$999999999999\r\n", "$-7\r\n", "*999999999\r\n"] {
+            let client = client_of(move |stream| stream.write_all(text.as_bytes()).unwrap());
+            let error = failure(&client, 100, Duration::from_secs(60));
+            assert!(error.to_string().contains("does not answer as Redis does"), "{error}");
+        }
+        let client = client_of(|stream| stream.write_all(b":-3\r\n").unwrap());
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let error = client.starts_and_lens(&[], &[b"key".to_vec()], deadline).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidData, "{error}");
+    }
+
+    #[test]
+    fn a_deadline_that_has_passed_asks_nothing() {
+        let client = client_of(|stream| stream.write_all(b"$1\r\nx\r\n").unwrap());
+        assert_eq!(failure(&client, 1, Duration::ZERO).kind(), ErrorKind::TimedOut);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        assert_eq!(client.part(b"key", &(0..1), deadline).unwrap(), b"x");
+    }
 }

@@ -5,6 +5,7 @@
 //! the header of the tensor, and later parts of it are compared with checksums that were taken then.
 
 mod client;
+mod link;
 mod values;
 
 use std::collections::HashMap;
@@ -112,6 +113,10 @@ impl RedisStore {
         let below = rest.ok_or(ErrorKind::NotFound)?.trim_matches('/');
         if below.is_empty() {
             let why = "names no prefix of keys: expected redis://HOST[:PORT]/PREFIX";
+            return Err(io::Error::new(ErrorKind::InvalidInput, why));
+        }
+        if below.contains('?') {
+            let why = "has settings behind a `?`: expected redis://HOST[:PORT]/PREFIX";
             return Err(io::Error::new(ErrorKind::InvalidInput, why));
         }
         Ok(match below.rsplit_once('/') {
@@ -254,5 +259,6 @@ mod tests {
         assert_eq!(place("redis://host/a/b"), (false, "a/b"));
         assert_eq!(place("redis://host/a/b/model.tensors"), (true, "a/b"));
         assert_eq!(place("redis://host"), (false, ""));
+        assert_eq!(place("redis://host/a?password=hunter2"), (false, ""));
     }
 }

@@ -1,6 +1,7 @@
 //! The values of one checkpoint, in the layout of tensorizer: `PREFIX:header:0` has the beginning of the
 //! file, `PREFIX:NAME:OFFSET` the header of a tensor or its data. Together they are one file.
 
+use std::collections::HashMap;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,11 +10,12 @@ use std::time::Instant;
 use sha2::{Digest as _, Sha256};
 
 use super::client::RedisClient;
+use super::link::time_left;
 use crate::error::quoted;
 use crate::format::RangeReader;
-use crate::format::tensorizer::{self, HashedTensor, StoredPlace};
+use crate::format::tensorizer::{self, ENTRIES_LEN_MAX, HEAD_LEN, HashedTensor, StoredPlace};
 use crate::hash::Digest;
-use crate::sync::Mutex;
+use crate::sync::{Condvar, Mutex};
 
 /// Bytes of a block, of which the checksum is kept once its tensor was checked.
 const BLOCK_LEN: u64 = 64 << 10;
@@ -26,6 +28,9 @@ const END_MARK_LEN: u64 = 8;
 
 /// Maximum number of tensors whose headers are asked for in one round trip.
 const HEADERS_MAX: usize = 4096;
+
+/// Maximum number of bytes of all headers together, which stay in memory.
+const HEADERS_LEN_MAX: u64 = 256 << 20;
 
 fn invalid(why: String) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, why)
@@ -51,8 +56,87 @@ struct RedisTensor {
     key: Vec<u8>,
     /// Its hashes. `None` if its bytes are encrypted: then they have MACs, which readers check.
     hashed: Option<HashedTensor>,
-    /// The checksums of its blocks, once all of it was compared with its hashes.
-    sums: Mutex<Option<Arc<[Digest]>>>,
+    check: TensorCheck,
+    /// The checksums of the blocks that were read, if there are no hashes.
+    seen: Mutex<HashMap<u64, Digest>>,
+}
+
+/// The comparison of a tensor with its hashes. One reader at a time does it, the others wait for it. What a
+/// reader had no time for, the next one goes on with.
+#[derive(Default)]
+struct TensorCheck {
+    stage: Mutex<CheckStage>,
+    changed: Condvar,
+}
+
+/// How far the comparison is.
+enum CheckStage {
+    /// Nobody compares now.
+    Open(HashedStart),
+    /// A reader compares.
+    Busy,
+    /// All bytes were compared. These are the checksums of the blocks.
+    Done(Arc<[Digest]>),
+}
+
+impl Default for CheckStage {
+    fn default() -> CheckStage {
+        CheckStage::Open(HashedStart::default())
+    }
+}
+
+/// The hashes of the header and of the first bytes of the data.
+#[derive(Default)]
+struct HashedStart {
+    crc32: crc32fast::Hasher,
+    sha256: Sha256,
+    /// The checksums of the blocks, as they have come.
+    sums: Vec<Digest>,
+    len: u64,
+}
+
+/// What a reader does about the comparison.
+enum CheckTurn<'a> {
+    Mine(CheckWork<'a>),
+    Done(Arc<[Digest]>),
+}
+
+/// The comparison in the hands of one reader. Others go on with it when it is dropped.
+struct CheckWork<'a> {
+    check: &'a TensorCheck,
+    start: HashedStart,
+    done: Option<Arc<[Digest]>>,
+}
+
+impl TensorCheck {
+    /// The turn of a reader, which waits until `deadline` for another one.
+    fn turn(&self, deadline: Instant) -> io::Result<CheckTurn<'_>> {
+        let mut stage = self.stage.lock();
+        loop {
+            match &mut *stage {
+                CheckStage::Done(sums) => return Ok(CheckTurn::Done(sums.clone())),
+                CheckStage::Open(start) => {
+                    let start = std::mem::take(start);
+                    *stage = CheckStage::Busy;
+                    return Ok(CheckTurn::Mine(CheckWork { check: self, start, done: None }));
+                }
+                CheckStage::Busy => {
+                    stage = self.changed.wait_timeout(stage, time_left(deadline)?);
+                }
+            }
+        }
+    }
+}
+
+impl Drop for CheckWork<'_> {
+    fn drop(&mut self) {
+        let stage = match self.done.take() {
+            Some(sums) => CheckStage::Done(sums),
+            None => CheckStage::Open(std::mem::take(&mut self.start)),
+        };
+        *self.check.stage.lock() = stage;
+        self.check.changed.notify_all();
+    }
 }
 
 impl RedisFile {
@@ -66,13 +150,22 @@ impl RedisFile {
         prefix: &str,
         deadline: Instant,
     ) -> io::Result<RedisFile> {
-        let found = client.value(format!("{prefix}:header:0").as_bytes(), deadline)?;
-        let absent = || io::Error::new(ErrorKind::NotFound, "there is no such prefix of keys");
-        let description = found.ok_or_else(absent)?;
+        let key = format!("{prefix}:header:0");
+        let most = HEAD_LEN + ENTRIES_LEN_MAX;
+        let description = client.part(key.as_bytes(), &(0..most), deadline)?;
+        if description.is_empty() {
+            let why = "there is no such prefix of keys";
+            return Err(io::Error::new(ErrorKind::NotFound, why));
+        }
         let places =
             tensorizer::places(&description).map_err(|fault| invalid(fault.to_string()))?;
-        let mut tensors = Vec::with_capacity(places.len());
-        for group in places.chunks(HEADERS_MAX) {
+        let len = places.iter().fold(0, |len: u64, place| len.saturating_add(place.header_len()));
+        if len > HEADERS_LEN_MAX {
+            let why = format!("{len} bytes of headers, tensorfs reads up to {HEADERS_LEN_MAX}");
+            return Err(invalid(format!("the tensors have {why}")));
+        }
+        let mut tensors = Vec::new();
+        for group in places.chunk_by(in_one_trip()) {
             tensors.extend(headers(client, prefix, group, deadline)?);
         }
         RedisFile { description, tensors, len: 0, number: 0 }.with_hashes()
@@ -81,7 +174,9 @@ impl RedisFile {
     /// It with the hashes in its headers, after the check that these agree with the list.
     fn with_hashes(self) -> io::Result<RedisFile> {
         let data_end = self.tensors.last().map_or(0, |tensor| tensor.place.data.end);
-        let mut file = RedisFile { len: data_end + END_MARK_LEN, ..self };
+        let too_long = || invalid("its tensors pass 2^64 bytes".to_owned());
+        let len = data_end.checked_add(END_MARK_LEN).ok_or_else(too_long)?;
+        let mut file = RedisFile { len, ..self };
         let hashed = tensorizer::hashes(&mut DescribedBytes(&file))?
             .map_err(|fault| invalid(fault.to_string()))?;
         let is_encrypted = tensorizer::is_encrypted(&file.description, &(0..file.len));
@@ -151,6 +246,17 @@ impl RedisFile {
     }
 }
 
+/// Whether the headers of a tensor and of the one before it are asked for in one round trip.
+fn in_one_trip() -> impl FnMut(&StoredPlace, &StoredPlace) -> bool {
+    let (mut count, mut len) = (1, 0);
+    move |before, place| {
+        len += before.header_len();
+        let fits = count < HEADERS_MAX && len + place.header_len() <= PART_LEN;
+        (count, len) = if fits { (count + 1, len) } else { (1, 0) };
+        fits
+    }
+}
+
 /// The tensors at `places`, with their headers, after the check that their data has its length.
 fn headers(
     client: &RedisClient,
@@ -162,24 +268,27 @@ fn headers(
         let offset = offset.to_string();
         [prefix.as_bytes(), &place.stored_name, offset.as_bytes()].join(&b':')
     };
-    let of_headers: Vec<_> = places.iter().map(|place| key(place, place.header.start)).collect();
+    // One byte more, so that a value that is too long is seen.
+    let start_of = |place: &StoredPlace| (key(place, place.header.start), place.header_len() + 1);
+    let of_headers: Vec<_> = places.iter().map(start_of).collect();
     let of_data: Vec<_> = places.iter().map(|place| key(place, place.data.start)).collect();
-    let (values, lens) = client.values_and_lens(&of_headers, &of_data, deadline)?;
+    let (values, lens) = client.starts_and_lens(&of_headers, &of_data, deadline)?;
     let mut tensors = Vec::with_capacity(places.len());
     let found = places.iter().zip(values).zip(lens.into_iter().zip(of_data));
     for ((place, value), (found_len, key)) in found {
         let name = place.shown_name();
-        let header_len = place.header.end - place.header.start;
+        let header_len = place.header_len();
         let missing = || invalid(format!("{name} has no header of {header_len} bytes"));
         let fits = |header: &Vec<u8>| header.len() as u64 == header_len;
-        let header = value.filter(fits).ok_or_else(missing)?;
+        let header = Some(value).filter(fits).ok_or_else(missing)?;
         let len = place.data.end - place.data.start;
         if found_len != len {
             let why = format!("the value of {name} has {found_len} bytes, its header says {len}");
             return Err(invalid(why));
         }
         let place = place.clone();
-        tensors.push(RedisTensor { place, header, key, hashed: None, sums: Mutex::default() });
+        let (check, seen) = (TensorCheck::default(), Mutex::default());
+        tensors.push(RedisTensor { place, header, key, hashed: None, check, seen });
     }
     Ok(tensors)
 }
@@ -216,60 +325,75 @@ impl RedisTensor {
         deadline: Instant,
     ) -> io::Result<()> {
         let Some(hashed) = &self.hashed else {
-            buf.copy_from_slice(&self.part(client, &within, deadline)?);
-            return Ok(());
+            return self.read_blocks(client, &within, buf, deadline, |number, sum| {
+                *self.seen.lock().entry(number).or_insert(sum) == sum
+            });
         };
-        let sums = {
-            // Readers that come together check it once: the others wait here.
-            let mut sums = self.sums.lock();
-            match sums.clone() {
-                Some(sums) => sums,
-                None => {
-                    *sums = Some(self.check(client, hashed, &within, buf, deadline)?);
+        let sums = match self.check.turn(deadline)? {
+            CheckTurn::Done(sums) => sums,
+            CheckTurn::Mine(work) => {
+                let first = work.start.len;
+                let sums = self.check(client, hashed, work, &within, buf, deadline)?;
+                if first <= within.start {
                     return Ok(());
                 }
+                sums
             }
         };
-        let first = within.start / BLOCK_LEN;
-        let blocks = first * BLOCK_LEN..within.end.next_multiple_of(BLOCK_LEN).min(self.len());
-        let bytes = self.part(client, &blocks, deadline)?;
-        let mut pairs = bytes.chunks(BLOCK_LEN as usize).zip(&sums[first as usize..]);
-        if pairs.any(|(block, sum)| Digest::of(block) != *sum) {
-            return Err(ErrorKind::StaleNetworkFileHandle.into());
+        self.read_blocks(client, &within, buf, deadline, |number, sum| {
+            sums.get(number as usize) == Some(&sum)
+        })
+    }
+
+    /// Fills `buf` with the bytes `within` of its data, of which `is_known` has the checksums by the numbers
+    /// of the blocks.
+    fn read_blocks(
+        &self,
+        client: &RedisClient,
+        within: &Range<u64>,
+        buf: &mut [u8],
+        deadline: Instant,
+        is_known: impl Fn(u64, Digest) -> bool,
+    ) -> io::Result<()> {
+        let mut start = within.start / BLOCK_LEN * BLOCK_LEN;
+        while start < within.end {
+            let end = within.end.min(start + PART_LEN).next_multiple_of(BLOCK_LEN);
+            let blocks = start..end.min(self.len());
+            let bytes = self.part(client, &blocks, deadline)?;
+            let mut numbered = (start / BLOCK_LEN..).zip(bytes.chunks(BLOCK_LEN as usize));
+            if !numbered.all(|(number, block)| is_known(number, Digest::of(block))) {
+                return Err(ErrorKind::StaleNetworkFileHandle.into());
+            }
+            copy_overlap(start, &bytes, within, buf);
+            start = blocks.end;
         }
-        copy_overlap(blocks.start, &bytes, &within, buf);
         Ok(())
     }
 
-    /// Reads all of its data and compares it with its hashes. Copies the bytes `within` to `buf`, and
-    /// returns the checksums of all blocks.
+    /// Reads what is left of its data and compares all with its hashes. Copies what it reads of the bytes
+    /// `within` to `buf`, and returns the checksums of all blocks.
     fn check(
         &self,
         client: &RedisClient,
         hashed: &HashedTensor,
+        mut work: CheckWork<'_>,
         within: &Range<u64>,
         buf: &mut [u8],
         deadline: Instant,
     ) -> io::Result<Arc<[Digest]>> {
-        let mut header = self.header.clone();
-        for place in hashed.hashes.places() {
-            let start = self.place.header.start;
-            header[(place.start - start) as usize..(place.end - start) as usize].fill(0);
+        while work.start.len < self.len() {
+            time_left(deadline)?;
+            let from = work.start.len;
+            let bytes = self.part(client, &(from..self.len().min(from + PART_LEN)), deadline)?;
+            if from == 0 {
+                work.start.add(&self.hashed_header(hashed));
+            }
+            work.start.add(&bytes);
+            work.start.sums.extend(bytes.chunks(BLOCK_LEN as usize).map(Digest::of));
+            work.start.len += bytes.len() as u64;
+            copy_overlap(from, &bytes, within, buf);
         }
-        let (mut crc32, mut sha256) = (crc32fast::Hasher::new(), Sha256::new());
-        crc32.update(&header);
-        sha256.update(&header);
-        let mut sums = Vec::with_capacity(self.len().div_ceil(BLOCK_LEN) as usize);
-        let mut start = 0;
-        while start < self.len() {
-            let range = start..self.len().min(start + PART_LEN);
-            let bytes = self.part(client, &range, deadline)?;
-            crc32.update(&bytes);
-            sha256.update(&bytes);
-            sums.extend(bytes.chunks(BLOCK_LEN as usize).map(Digest::of));
-            copy_overlap(range.start, &bytes, within, buf);
-            start = range.end;
-        }
+        let HashedStart { crc32, sha256, sums, .. } = std::mem::take(&mut work.start);
         let crc32 = crc32.finalize().to_le_bytes();
         let sha256: [u8; 32] = sha256.finalize().into();
         let differs = hashed.hashes.crc32.is_some_and(|hash| hash != crc32)
@@ -279,7 +403,19 @@ impl RedisTensor {
             let why = "is not what the hash in its header says: it is damaged, or being replaced";
             return Err(invalid(format!("the value of {name} {why}")));
         }
-        Ok(sums.into())
+        let sums: Arc<[Digest]> = sums.into();
+        work.done = Some(sums.clone());
+        Ok(sums)
+    }
+
+    /// Its header as it is hashed: with zeros in place of the hashes.
+    fn hashed_header(&self, hashed: &HashedTensor) -> Vec<u8> {
+        let mut header = self.header.clone();
+        for place in hashed.hashes.places() {
+            let start = self.place.header.start;
+            header[(place.start - start) as usize..(place.end - start) as usize].fill(0);
+        }
+        header
     }
 
     /// The bytes `range` of its data.
@@ -295,7 +431,18 @@ impl RedisTensor {
     }
 }
 
+impl HashedStart {
+    fn add(&mut self, bytes: &[u8]) {
+        self.crc32.update(bytes);
+        self.sha256.update(bytes);
+    }
+}
+
 impl StoredPlace {
+    fn header_len(&self) -> u64 {
+        self.header.end - self.header.start
+    }
+
     /// Its name, for people.
     fn shown_name(&self) -> String {
         quoted(&String::from_utf8_lossy(&self.stored_name))
@@ -308,5 +455,45 @@ fn copy_overlap(start: u64, bytes: &[u8], wanted: &Range<u64>, buf: &mut [u8]) {
     if from < to {
         let place = (from - wanted.start) as usize..(to - wanted.start) as usize;
         buf[place].copy_from_slice(&bytes[(from - start) as usize..(to - start) as usize]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_reader_waits_for_the_check_of_another_until_its_own_deadline() {
+        let check = TensorCheck::default();
+        let soon = || Instant::now() + Duration::from_millis(20);
+        let CheckTurn::Mine(mut work) = check.turn(soon()).unwrap() else { panic!("is done") };
+        let late = check.turn(soon()).err().unwrap();
+        assert_eq!(late.kind(), ErrorKind::TimedOut);
+        // Another one goes on where this one stops.
+        work.start.len = 7;
+        drop(work);
+        let CheckTurn::Mine(mut work) = check.turn(soon()).unwrap() else { panic!("is done") };
+        assert_eq!(work.start.len, 7);
+        let later = Instant::now() + Duration::from_secs(60);
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| matches!(check.turn(later), Ok(CheckTurn::Done(_))));
+            work.done = Some(Vec::new().into());
+            drop(work);
+            assert!(other.join().unwrap());
+        });
+    }
+
+    #[test]
+    fn headers_are_asked_for_in_groups_of_few_bytes() {
+        let place = |len: u64| StoredPlace { stored_name: Vec::new(), header: 0..len, data: 0..0 };
+        let lens = |lens: &[u64]| -> Vec<usize> {
+            let places: Vec<StoredPlace> = lens.iter().map(|len| place(*len)).collect();
+            places.chunk_by(in_one_trip()).map(<[_]>::len).collect()
+        };
+        assert_eq!(lens(&[PART_LEN / 2; 5]), [2, 2, 1]);
+        assert_eq!(lens(&[2 * PART_LEN, 1, 2 * PART_LEN]), [1, 1, 1]);
+        assert_eq!(lens(&[1; 5000]), [HEADERS_MAX, 5000 - HEADERS_MAX]);
     }
 }

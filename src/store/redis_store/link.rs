@@ -1,0 +1,217 @@
+//! A connection to a server of Redis. Nothing of it lasts longer than its deadline, and no answer takes more
+//! memory than its question allows, whatever the server sends.
+
+use std::io::{self, BufRead as _, BufReader, ErrorKind, Read, Write as _};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs as _};
+use std::time::{Duration, Instant};
+
+use crate::asked::Asked;
+
+/// Longest line of an answer, in bytes.
+const LINE_MAX: u64 = 4096;
+
+/// Longest code of a refusal that is shown, in characters.
+const CODE_MAX: usize = 32;
+
+/// Bytes of a value that are given memory before they have come.
+const FIRST_ROOM: u64 = 1 << 20;
+
+/// A command as it is sent, and the most bytes that a value in its answer may have.
+pub(super) struct RedisQuestion {
+    pub(super) packed: Vec<u8>,
+    pub(super) most: u64,
+}
+
+/// The answer to a command.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum RedisAnswer {
+    Bytes(Vec<u8>),
+    Number(u64),
+    /// A refusal, by its code.
+    Refused(String),
+}
+
+/// A connection.
+pub(super) struct RedisLink {
+    reader: BufReader<TimedStream>,
+}
+
+/// A connection with the time at which it ends.
+struct TimedStream {
+    stream: TcpStream,
+    deadline: Instant,
+}
+
+fn too_late() -> io::Error {
+    ErrorKind::TimedOut.into()
+}
+
+/// The time until `deadline`.
+///
+/// # Errors
+/// `TimedOut` if there is none.
+pub(super) fn time_left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(too_late()) } else { Ok(left) }
+}
+
+/// What a call says whose time was over.
+fn as_timeout(error: io::Error) -> io::Error {
+    if error.kind() == ErrorKind::WouldBlock { too_late() } else { error }
+}
+
+impl Read for TimedStream {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.stream.set_read_timeout(Some(time_left(self.deadline)?))?;
+        self.stream.read(buf).map_err(as_timeout)
+    }
+}
+
+impl RedisLink {
+    /// Connects to the first address of `host` that answers. Each address gets its part of the time.
+    ///
+    /// # Errors
+    /// The failure of the last address, or of the look for addresses.
+    pub(super) fn open(host: &str, port: u16, deadline: Instant) -> io::Result<RedisLink> {
+        let addresses = addresses_of(host, port, deadline)?;
+        let mut failed = io::Error::new(ErrorKind::NotFound, "the host has no address");
+        for (at, address) in addresses.iter().enumerate() {
+            let part = time_left(deadline)? / (addresses.len() - at) as u32;
+            match TcpStream::connect_timeout(address, part.max(Duration::from_millis(1))) {
+                Ok(stream) => {
+                    stream.set_nodelay(true)?;
+                    let reader = BufReader::new(TimedStream { stream, deadline });
+                    return Ok(RedisLink { reader });
+                }
+                Err(e) => failed = e,
+            }
+        }
+        Err(failed)
+    }
+
+    /// The answers to `questions`, in order. After an error the link is of no use any more.
+    ///
+    /// # Errors
+    /// `TimedOut` at `deadline`, `InvalidData` if an answer is not one of Redis or is longer than its question
+    /// allows, and the errors of the connection.
+    pub(super) fn ask(
+        &mut self,
+        questions: &[RedisQuestion],
+        deadline: Instant,
+    ) -> io::Result<Vec<RedisAnswer>> {
+        self.reader.get_mut().deadline = deadline;
+        let packed: Vec<u8> = questions.iter().flat_map(|one| one.packed.iter().copied()).collect();
+        self.send(&packed)?;
+        let mut answers = Vec::with_capacity(questions.len());
+        for question in questions {
+            answers.push(read_answer(&mut self.reader, question.most)?);
+        }
+        match self.reader.buffer() {
+            [] => Ok(answers),
+            _ => Err(not_redis("there are bytes behind the last answer")),
+        }
+    }
+
+    fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        let TimedStream { stream, deadline } = self.reader.get_mut();
+        while !bytes.is_empty() {
+            stream.set_write_timeout(Some(time_left(*deadline)?))?;
+            match stream.write(bytes) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(len) => bytes = &bytes[len..],
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(as_timeout(e)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The addresses of `host`. A resolver that does not answer is left behind at `deadline`.
+fn addresses_of(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(address) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(address, port)]);
+    }
+    let name = host.to_owned();
+    let look = move || Ok((name.as_str(), port).to_socket_addrs()?.collect());
+    let mut asked = Asked::on_thread("resolve", look)?;
+    asked.within(time_left(deadline)?).unwrap_or_else(|_| Err(too_late()))
+}
+
+fn not_redis(why: &str) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, why)
+}
+
+/// One answer, with a value of up to `most` bytes. There are no answers of several values to the commands
+/// that are sent.
+fn read_answer(reader: &mut impl io::BufRead, most: u64) -> io::Result<RedisAnswer> {
+    let mut line = Vec::new();
+    reader.by_ref().take(LINE_MAX).read_until(b'\n', &mut line)?;
+    let Some(line) = line.strip_suffix(b"\r\n") else {
+        let is_cut = (line.len() as u64) < LINE_MAX && !line.ends_with(b"\n");
+        return Err(if is_cut { ErrorKind::UnexpectedEof.into() } else { not_redis("no line") });
+    };
+    let text = std::str::from_utf8(line).map_err(|_| not_redis("a line is not text"))?;
+    let number = |digits: &str| digits.parse().map_err(|_| not_redis("a number is none"));
+    if let Some(refusal) = text.strip_prefix('-') {
+        let code = refusal.split(' ').next().unwrap_or_default();
+        return Ok(RedisAnswer::Refused(code.chars().take(CODE_MAX).collect()));
+    }
+    if let Some(digits) = text.strip_prefix(':') {
+        return Ok(RedisAnswer::Number(number(digits)?));
+    }
+    let digits = text.strip_prefix('$').ok_or_else(|| not_redis("an answer of another type"))?;
+    let len: u64 = number(digits)?;
+    if len > most {
+        return Err(not_redis("a value is longer than what was asked for"));
+    }
+    let mut value = Vec::with_capacity(len.min(FIRST_ROOM) as usize);
+    reader.by_ref().take(len).read_to_end(&mut value)?;
+    let mut end = [0; 2];
+    reader.read_exact(&mut end)?;
+    if value.len() as u64 == len && end == *b"\r\n" {
+        Ok(RedisAnswer::Bytes(value))
+    } else {
+        Err(not_redis("a value has another length than it says"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kind_of(text: &[u8]) -> ErrorKind {
+        read_answer(&mut &*text, 10).unwrap_err().kind()
+    }
+
+    #[test]
+    fn answers_are_values_numbers_and_refusals() {
+        let read = |text: &'static [u8]| read_answer(&mut &*text, 10).unwrap();
+        assert_eq!(read(b"$3\r\na\r\n\r\n"), RedisAnswer::Bytes(b"a\r\n".to_vec()));
+        assert_eq!(read(b"$0\r\n\r\n"), RedisAnswer::Bytes(Vec::new()));
+        assert_eq!(read(b":7\r\n"), RedisAnswer::Number(7));
+        assert_eq!(read(b"-NOAUTH x y\r\n"), RedisAnswer::Refused("NOAUTH".to_owned()));
+    }
+
+    #[test]
+    fn lengths_that_lie_are_refused_before_they_take_memory() {
+        for bad in [
+            "$11\r\n",
+            "$99999999999999999\r\n",
+            "$99999999999999999999999\r\n",
+            "$-5\r\n",
+            ":-5\r\n",
+            "*1000000000\r\n",
+            "+OK\r\n",
+            "$1\r\nabc\r\n",
+            "HTTP/1.1 200 OK\r\n",
+            "a\n",
+        ] {
+            assert_eq!(kind_of(bad.as_bytes()), ErrorKind::InvalidData, "{bad:?}");
+        }
+        assert_eq!(kind_of(&[b'-'; 1 << 20]), ErrorKind::InvalidData);
+        for cut in ["", "$1", "$3\r\na"] {
+            assert_eq!(kind_of(cut.as_bytes()), ErrorKind::UnexpectedEof, "{cut:?}");
+        }
+    }
+}

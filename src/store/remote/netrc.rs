@@ -1,9 +1,11 @@
 //! Logins for HTTP servers, from the file `.netrc` of the user.
 
-use std::fs::File;
+use std::fs::OpenOptions;
 use std::io::{self, ErrorKind, Read};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+
+use nix::libc;
 
 use crate::error::shown_path;
 
@@ -17,15 +19,13 @@ const OF_OTHERS: u32 = 0o077;
 pub(super) struct Login {
     pub(super) user: String,
     pub(super) password: String,
-    /// Whether it is for all hosts that the file does not name.
-    is_default: bool,
 }
 
 /// The login for `host`, without its port, by the variables of the environment. `is_secure` says that
 /// nobody on the way to it reads what is sent: a login for all hosts goes to such ones only.
 ///
 /// # Errors
-/// If the file in the user's home has the login, and others may read it.
+/// If the entry for the host lacks a value, or the file is that in the user's home and others may read it.
 pub(super) fn login_for(
     host: &str,
     is_secure: bool,
@@ -37,77 +37,147 @@ pub(super) fn login_for(
     let is_named = named.is_some();
     let Some(path) = named.or_else(own) else { return Ok(None) };
     let Some((text, mode)) = text_of(&path) else { return Ok(None) };
-    let login = login_in(&text, host).filter(|login| is_secure || !login.is_default);
-    if login.is_some() && !is_named && mode & OF_OTHERS != 0 {
-        let (path, mode) = (shown_path(&path), mode & 0o777);
+    let entry = entry_for(&text, host).filter(|entry| is_secure || entry.host.is_some());
+    let Some(entry) = entry else { return Ok(None) };
+    let path = shown_path(&path);
+    if !is_named && mode & OF_OTHERS != 0 {
+        let mode = mode & 0o777;
         let why = format!("{path} has passwords and mode {mode:03o}: chmod 600 {path}");
         return Err(io::Error::new(ErrorKind::PermissionDenied, why));
     }
-    Ok(login)
+    match entry.fault {
+        Some(fault) => {
+            let why = format!("{path}: {fault}: write each value behind its keyword, or in quotes");
+            Err(io::Error::new(ErrorKind::InvalidInput, why))
+        }
+        None => Ok(Some(Login { user: entry.user, password: entry.password })),
+    }
 }
 
 /// The text of the file and its mode, if there is one that can be read.
 fn text_of(path: &Path) -> Option<(String, u32)> {
-    let file = File::open(path).ok()?;
+    // A FIFO of this name must not block.
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
     let mode = file.metadata().ok().filter(|meta| meta.is_file())?.permissions().mode();
     let mut text = String::new();
     file.take(LEN_MAX).read_to_string(&mut text).ok()?;
     Some((text, mode))
 }
 
-/// The login for `host` in the text of such a file: that of the first `machine` of this name, else that
-/// of `default`.
-fn login_in(text: &str, host: &str) -> Option<Login> {
-    let mut words = words_of(text).into_iter().peekable();
-    let mut for_all = None;
-    while let Some(word) = words.next() {
-        let is_default = word == "default";
-        let is_meant = match word.as_str() {
-            "machine" => words.next()?.eq_ignore_ascii_case(host),
-            "default" => for_all.is_none(),
-            _ => continue,
-        };
-        let (mut user, mut password) = (String::new(), String::new());
-        let is_of_entry = |word: &String| !["machine", "default"].contains(&word.as_str());
-        while let Some(name) = words.next_if(is_of_entry) {
-            match name.as_str() {
-                "login" => user = words.next()?,
-                "password" => password = words.next()?,
-                "account" => drop(words.next()?),
-                _ => {}
-            }
-        }
-        let login = Login { user, password, is_default };
-        match is_meant {
-            false => {}
-            true if is_default => for_all = Some(login),
-            true => return Some(login),
-        }
-    }
-    for_all
+/// One entry of the file.
+#[derive(Default)]
+struct NetrcEntry {
+    /// `None`: it is for all hosts that have no other. Empty: the host is missing.
+    host: Option<String>,
+    user: String,
+    password: String,
+    /// Why it is refused. It has no words of the file but keywords.
+    fault: Option<String>,
 }
 
-/// The words of the file: without comments and macros, and with quoted ones as they are.
-fn words_of(text: &str) -> Vec<String> {
-    let mut words = Vec::new();
-    let mut lines = text.lines();
-    while let Some(line) = lines.next() {
-        let mut rest = line.trim();
-        if rest.starts_with("macdef") {
-            // A macro ends with an empty line.
-            lines.by_ref().find(|line| line.trim().is_empty());
-            continue;
-        }
-        while !rest.is_empty() && !rest.starts_with('#') {
-            let (word, after) = match rest.strip_prefix('"') {
-                Some(quoted) => quoted.split_once('"').unwrap_or((quoted, "")),
-                None => rest.split_once(char::is_whitespace).unwrap_or((rest, "")),
-            };
-            words.push(word.to_owned());
-            rest = after.trim_start();
+/// A word of the file.
+struct NetrcWord {
+    text: String,
+    is_quoted: bool,
+    /// Whether its quotes are closed.
+    is_whole: bool,
+}
+
+/// The entry for `host` in the text of such a file: the first `machine` of this name, else `default`. One
+/// whose host is missing may be for any.
+fn entry_for(text: &str, host: &str) -> Option<NetrcEntry> {
+    let (own, for_all): (Vec<NetrcEntry>, Vec<NetrcEntry>) =
+        entries_of(text).into_iter().partition(|entry| entry.host.is_some());
+    let is_meant = |entry: &NetrcEntry| {
+        let named = entry.host.as_deref().unwrap_or_default();
+        named.is_empty() || named.eq_ignore_ascii_case(host)
+    };
+    own.into_iter().find(is_meant).or_else(|| for_all.into_iter().next())
+}
+
+/// The entries of the file. A value is on the line of its keyword.
+fn entries_of(text: &str) -> Vec<NetrcEntry> {
+    let mut entries: Vec<NetrcEntry> = Vec::new();
+    let mut lines = text.lines().zip(1_usize..);
+    while let Some((line, number)) = lines.next() {
+        let mut rest = line;
+        while let Some(word) = next_word(&mut rest) {
+            let keyword = if word.is_quoted { "" } else { word.text.as_str() };
+            if keyword.starts_with('#') {
+                break;
+            }
+            match keyword {
+                "macdef" => {
+                    // A macro ends with an empty line.
+                    lines.by_ref().find(|(line, _)| line.is_empty());
+                    break;
+                }
+                "default" => entries.push(NetrcEntry::default()),
+                "machine" => {
+                    entries.push(NetrcEntry { host: Some(String::new()), ..NetrcEntry::default() })
+                }
+                "login" | "password" | "account" => {}
+                _ => continue,
+            }
+            if keyword == "default" {
+                continue;
+            }
+            let value = value_at(&mut rest);
+            let Some(entry) = entries.last_mut() else { continue };
+            match (keyword, value) {
+                ("machine", Some(value)) => entry.host = Some(value),
+                ("login", Some(value)) => entry.user = value,
+                ("password", Some(value)) => entry.password = value,
+                (_, Some(_)) => {}
+                (_, None) => {
+                    let fault = format!("line {number}: `{keyword}` has no value on its line");
+                    entry.fault.get_or_insert(fault);
+                }
+            }
         }
     }
-    words
+    entries
+}
+
+/// The value at the start of `rest`. `None` if there is none, or a word that begins another entry.
+fn value_at(rest: &mut &str) -> Option<String> {
+    let before = *rest;
+    let word = next_word(rest)?;
+    let is_last = rest.trim_ascii().is_empty();
+    match word.text.as_str() {
+        "machine" if !word.is_quoted => {
+            *rest = before;
+            None
+        }
+        // With the value of the next line it would be for all hosts.
+        "default" if !word.is_quoted && is_last => None,
+        "" => None,
+        _ => word.is_whole.then_some(word.text),
+    }
+}
+
+/// The first word of `rest`, which then begins behind it.
+fn next_word(rest: &mut &str) -> Option<NetrcWord> {
+    let start = rest.trim_ascii_start();
+    let Some(quoted) = start.strip_prefix('"') else {
+        let end = start.find(|c: char| c.is_ascii_whitespace()).unwrap_or(start.len());
+        let (text, after) = start.split_at(end);
+        *rest = after;
+        let word = NetrcWord { text: text.to_owned(), is_quoted: false, is_whole: true };
+        return (!text.is_empty()).then_some(word);
+    };
+    let mut text = String::new();
+    let mut chars = quoted.chars();
+    let is_whole = loop {
+        match chars.next() {
+            None => break false,
+            Some('"') => break true,
+            Some('\\') => text.extend(chars.next()),
+            Some(c) => text.push(c),
+        }
+    };
+    *rest = chars.as_str();
+    Some(NetrcWord { text, is_quoted: true, is_whole })
 }
 
 #[cfg(test)]
@@ -144,12 +214,41 @@ mod tests {
         let text = "# machine none\nmachine a.example.com login me password \"a b\"\n\
                     macdef init\nmachine c login x password y\n\n\
                     machine b.example.com\n  login you\n  account x\n  password p#w\ndefault login any password thing\n";
-        let login = |host| login_in(text, host).map(|login| (login.user, login.password));
+        let login = |host| entry_for(text, host).map(|entry| (entry.user, entry.password));
         let of = |user: &str, password: &str| Some((user.to_owned(), password.to_owned()));
         assert_eq!(login("A.example.com"), of("me", "a b"));
         assert_eq!(login("b.example.com"), of("you", "p#w"));
         assert_eq!(login("c"), of("any", "thing"));
-        assert!(login_in("machine a login", "a").is_none());
-        assert!(login_in("machine a login b password c", "d").is_none());
+        assert!(entry_for("machine a login b password c", "d").is_none());
+    }
+
+    #[test]
+    fn a_value_is_on_the_line_of_its_keyword_or_the_entry_is_refused() {
+        let hash = "machine a login me password #secret\nmachine b login you password other # x\n";
+        let of = |text: &str, host: &str| {
+            let entry = entry_for(text, host).unwrap();
+            (entry.user, entry.password, entry.fault.is_some())
+        };
+        let fine = |user: &str, password: &str| (user.to_owned(), password.to_owned(), false);
+        assert_eq!(of(hash, "a"), fine("me", "#secret"));
+        assert_eq!(of(hash, "b"), fine("you", "other"));
+        let quoted = r#"machine a login "machine" password "a \"b\\ #c" # "x"#;
+        assert_eq!(of(quoted, "a"), fine("machine", r#"a "b\ #c"#));
+        for bad in [
+            "machine a login",
+            "machine a login me password\nmachine b login you password other",
+            "machine a login me password\n secret",
+            "machine a password machine b login you password other",
+            "machine a\n login default\n password x",
+            "machine a password \"x",
+            "machine\na login me password x",
+        ] {
+            assert!(of(bad, "a").2, "{bad}");
+            assert!(entry_for(bad, "c").is_none_or(|entry| entry.fault.is_some()), "{bad}");
+        }
+        assert_eq!(
+            of("machine a password machine b login you password other", "b"),
+            fine("you", "other")
+        );
     }
 }

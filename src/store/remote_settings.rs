@@ -1,8 +1,11 @@
 //! Settings of the remote source of a process, which go before the variables of the environment.
 
-use std::fs::File;
-use std::io::Read;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+
+use nix::libc;
 
 use crate::error::shown_path;
 use crate::sync::RwLock;
@@ -10,8 +13,8 @@ use crate::sync::RwLock;
 /// The settings in force. A child of a fork keeps them.
 static IN_FORCE: RwLock<Option<RemoteSettings>> = RwLock::new(None);
 
-/// Maximum length of a file with an account of Azure, in bytes.
-const ACCOUNT_LEN_MAX: u64 = 64 << 10;
+/// Maximum length of a file with credentials, in bytes.
+const CREDENTIALS_LEN_MAX: u64 = 1 << 20;
 
 /// Variables that credentials of S3 come from before any file.
 const AWS_KEYS: [&str; 5] = [
@@ -23,7 +26,7 @@ const AWS_KEYS: [&str; 5] = [
 ];
 
 /// Variables that tokens and keys of other sources come from before any file.
-const OTHER_KEYS: [&str; 8] = [
+const OTHER_KEYS: [&str; 11] = [
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
     "HF_HUB_DISABLE_IMPLICIT_TOKEN",
@@ -32,6 +35,10 @@ const OTHER_KEYS: [&str; 8] = [
     "AZURE_STORAGE_SAS_TOKEN",
     "AZURE_STORAGE_CONNECTION_STRING",
     "AZURE_SKIP_SIGNATURE",
+    // The file says where its key or signature goes.
+    "AZURE_STORAGE_ACCOUNT",
+    "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_BLOB_ENDPOINT",
 ];
 
 /// Settings of a remote source. They name files with secrets, and have none.
@@ -59,7 +66,10 @@ impl RemoteSettings {
         for file in files.into_iter().flatten() {
             let failed = |why: String| format!("{}: {why}", shown_path(file));
             file.to_str().ok_or_else(|| failed("the path is not UTF-8".to_owned()))?;
-            File::open(file).map_err(|e| failed(e.to_string()))?;
+            open_regular(file).map_err(|e| failed(e.to_string()))?;
+        }
+        if let Some(file) = &self.credentials_file {
+            text_in(file).map_err(|e| format!("{}: {e}", shown_path(file)))?;
         }
         *IN_FORCE.write() = Some(self.clone());
         Ok(())
@@ -74,7 +84,12 @@ impl RemoteSettings {
             | "GOOGLE_APPLICATION_CREDENTIALS"
             | "NETRC"
             | "HF_TOKEN_PATH" => path(&self.credentials_file),
-            "AZURE_STORAGE_CONNECTION_STRING" if file.is_some() => file.and_then(account_in),
+            "AZURE_STORAGE_CONNECTION_STRING" if file.is_some() => {
+                // A file that cannot be read any more does not lead to another account.
+                file.map(|file| {
+                    text_in(file).map(|text| text.trim().to_owned()).unwrap_or_default()
+                })
+            }
             "AWS_PROFILE" => self.profile.clone(),
             "AWS_ENDPOINT_URL_S3"
             | "STORAGE_EMULATOR_HOST"
@@ -91,11 +106,24 @@ impl RemoteSettings {
     }
 }
 
-/// The account of Azure in a file: its connection string.
-fn account_in(file: &Path) -> Option<String> {
+/// The text of a file with credentials.
+fn text_in(file: &Path) -> io::Result<String> {
     let mut text = String::new();
-    File::open(file).ok()?.take(ACCOUNT_LEN_MAX).read_to_string(&mut text).ok()?;
-    Some(text.trim().to_owned())
+    open_regular(file)?.take(CREDENTIALS_LEN_MAX + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > CREDENTIALS_LEN_MAX {
+        let why = format!("has more than {CREDENTIALS_LEN_MAX} bytes, which no credentials have");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+    }
+    Ok(text)
+}
+
+fn open_regular(path: &Path) -> io::Result<File> {
+    // A FIFO of this name must not block.
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "is not a regular file")),
+    }
 }
 
 /// The setting for the variable `name`, else its value in the environment.
@@ -124,6 +152,14 @@ mod tests {
         assert_eq!(settings.variable("AWS_ACCESS_KEY_ID").as_deref(), Some(""));
         let account = settings.variable("AZURE_STORAGE_CONNECTION_STRING");
         assert_eq!(account.as_deref(), Some("AccountName=a;AccountKey=k"));
+        assert_eq!(settings.variable("AZURE_STORAGE_BLOB_ENDPOINT").as_deref(), Some(""));
+        std::fs::write(&file, [0xff]).unwrap();
+        assert_eq!(settings.variable("AZURE_STORAGE_CONNECTION_STRING").as_deref(), Some(""));
+        assert!(settings.take_effect().unwrap_err().contains("credentials: stream did not"));
+        let fifo = folder.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let waits = RemoteSettings { credentials_file: Some(fifo), ..none.clone() };
+        assert!(waits.take_effect().unwrap_err().contains("fifo: is not a regular file"));
         let profile = RemoteSettings { profile: Some("work".to_owned()), ..none.clone() };
         assert_eq!(profile.variable("AWS_SESSION_TOKEN").as_deref(), Some(""));
         assert_eq!(profile.variable("HF_TOKEN"), None);

@@ -55,7 +55,7 @@ pub(super) fn time_left(deadline: Instant) -> io::Result<Duration> {
     if left.is_zero() { Err(too_late()) } else { Ok(left) }
 }
 
-/// What a call says whose time was over.
+/// The error of a call whose time was over is `TimedOut`.
 fn as_timeout(error: io::Error) -> io::Error {
     if error.kind() == ErrorKind::WouldBlock { too_late() } else { error }
 }

@@ -61,8 +61,8 @@ struct RedisTensor {
     seen: Mutex<HashMap<u64, Digest>>,
 }
 
-/// The comparison of a tensor with its hashes. One reader at a time does it, the others wait for it. What a
-/// reader had no time for, the next one goes on with.
+/// The comparison of a tensor with its hashes. One reader at a time does it, the others wait for it. If the
+/// time of a reader ends, the next one goes on with it.
 #[derive(Default)]
 struct TensorCheck {
     stage: Mutex<CheckStage>,
@@ -95,7 +95,7 @@ struct HashedStart {
     len: u64,
 }
 
-/// What a reader does about the comparison.
+/// The part of a reader in the comparison.
 enum CheckTurn<'a> {
     Mine(CheckWork<'a>),
     Done(Arc<[Digest]>),

@@ -81,6 +81,7 @@ impl RemoteSettings {
         let file = self.credentials_file.as_deref();
         match name {
             "AWS_SHARED_CREDENTIALS_FILE"
+            | "AWS_CONFIG_FILE"
             | "GOOGLE_APPLICATION_CREDENTIALS"
             | "NETRC"
             | "HF_TOKEN_PATH" => path(&self.credentials_file),
@@ -91,10 +92,10 @@ impl RemoteSettings {
                 })
             }
             "AWS_PROFILE" => self.profile.clone(),
-            "AWS_ENDPOINT_URL_S3"
-            | "STORAGE_EMULATOR_HOST"
-            | "AZURE_STORAGE_ENDPOINT"
-            | "HF_ENDPOINT" => self.endpoint.clone(),
+            "AWS_ENDPOINT_URL_S3" | "STORAGE_EMULATOR_HOST" | "HF_ENDPOINT" => {
+                self.endpoint.clone()
+            }
+            "AZURE_STORAGE_ENDPOINT" => self.endpoint.clone().or(file.map(|_| String::new())),
             "AWS_REGION" => self.region.clone(),
             "AWS_CA_BUNDLE" => path(&self.ca_file),
             name if AWS_KEYS.contains(&name) => {
@@ -104,6 +105,18 @@ impl RemoteSettings {
             _ => None,
         }
     }
+}
+
+/// Whether an option names the file with the credentials, so that they come from nowhere else.
+#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
+pub(super) fn names_credentials_file() -> bool {
+    IN_FORCE.read().as_ref().is_some_and(|settings| settings.credentials_file.is_some())
+}
+
+/// Whether an option names the profile of AWS.
+#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
+pub(super) fn names_profile() -> bool {
+    IN_FORCE.read().as_ref().is_some_and(|settings| settings.profile.is_some())
 }
 
 /// The text of a file with credentials.

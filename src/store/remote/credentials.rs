@@ -15,7 +15,7 @@ use reqsign_core::{
     ProvideCredentialDyn, Result, SigningCredential,
 };
 
-use crate::store::remote_settings::variable;
+use crate::store::remote_settings::{names_credentials_file, names_profile, variable};
 
 /// Time limit of the whole chain.
 const CHAIN_LIMIT: Duration = Duration::from_secs(20);
@@ -94,6 +94,14 @@ impl<C: SigningCredential> CredentialChain<C> {
                 Ok(_) => {}
                 Err(e) => tracing::debug!("no credentials from {name}: {:?}", e.kind()),
             }
+        }
+        // With an option the profile is the first way.
+        let is_aws = self.providers.first().is_some_and(|(name, _)| *name == aws::PROFILE);
+        if names_credentials_file() || is_aws && names_profile() {
+            tracing::warn!(
+                "the file or profile of credentials that the options name has none for this source; \
+                 requests are not signed"
+            );
         }
         None
     }

@@ -33,7 +33,7 @@ pub(super) async fn list(
     deadline: Instant,
 ) -> io::Result<Option<Vec<(String, StoreEntry)>>> {
     let Some(text) = ask(endpoint, target, "1", deadline).await? else { return Ok(None) };
-    Ok(entries_of(parse(&text)?))
+    Ok(entries_of(parse(&text)?, target))
 }
 
 /// Whether a folder is at `target`. `None` if the server does not say.
@@ -72,10 +72,20 @@ async fn ask(
             io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => (before, Ok(None)),
             io::ErrorKind::NotConnected => (before, Err(e)),
             _ if before == DavState::Lists => (before, Err(e)),
+            // Whether it lists folders is not known: a later listing asks again.
+            io::ErrorKind::TimedOut => {
+                let host = &endpoint.host;
+                tracing::warn!("{host}: no listing of WebDAV in time; the weight map counts ({e})");
+                (before, Ok(None))
+            }
             _ => (DavState::ListsNothing, Ok(None)),
         },
     };
-    *endpoint.dav.lock() = after;
+    let mut state = endpoint.dav.lock();
+    // Another request may have found out meanwhile.
+    if *state == before {
+        *state = after;
+    }
     answer
 }
 
@@ -134,10 +144,16 @@ fn parse(text: &[u8]) -> io::Result<Vec<(Vec<String>, StoreEntry)>> {
 }
 
 /// The entries of the folder that a listing is of, by name. `None` if it is of no folder.
-fn entries_of(listed: Vec<(Vec<String>, StoreEntry)>) -> Option<Vec<(String, StoreEntry)>> {
-    // A server behind another one may name the folder by another path than that of the request.
+fn entries_of(
+    listed: Vec<(Vec<String>, StoreEntry)>,
+    target: &str,
+) -> Option<Vec<(String, StoreEntry)>> {
+    // A server behind another one may name the folder by another path than that of the request, but for
+    // its last name.
     let (folder, kind) = listed.iter().min_by_key(|(path, _)| path.len())?.clone();
-    if kind != StoreEntry::Folder {
+    let asked = names_of(target)?;
+    let is_asked = asked.last().is_none_or(|name| folder.last() == Some(name));
+    if kind != StoreEntry::Folder || !is_asked {
         return None;
     }
     let below = |(path, entry): (Vec<String>, StoreEntry)| match path.strip_prefix(&*folder)? {
@@ -204,17 +220,19 @@ mod tests {
 
     #[test]
     fn a_listing_has_the_files_and_folders_of_one_folder() {
-        let entries = entries_of(parse(LISTING.as_bytes()).unwrap()).unwrap();
+        let listed = || parse(LISTING.as_bytes()).unwrap();
+        let entries = entries_of(listed(), "/models/a%20b").unwrap();
         let state = ObjectState::new(7, "e-1", Some(1_445_412_480));
         let file = ("x%2By.bin".to_owned(), StoreEntry::Object(state));
         assert_eq!(entries, [file, ("sub".to_owned(), StoreEntry::Folder)]);
+        assert_eq!(entries_of(listed(), "/dav/another"), None);
     }
 
     #[test]
     fn a_listing_of_a_file_and_a_text_that_is_none_have_no_entries() {
         let file = LISTING.replace("<D:collection/>", "");
-        assert_eq!(entries_of(parse(file.as_bytes()).unwrap()), None);
-        assert_eq!(entries_of(Vec::new()), None);
+        assert_eq!(entries_of(parse(file.as_bytes()).unwrap(), "/dav/a%20b"), None);
+        assert_eq!(entries_of(Vec::new(), "/dav"), None);
         assert!(is_listing(LISTING.as_bytes()) && !is_listing(b"<html></html>"));
         parse(b"<D:multistatus><D:response>").unwrap_err();
     }

@@ -13,6 +13,7 @@ use super::dav;
 use super::endpoint::Endpoint;
 use super::listing::StoreEntry;
 use super::request::Wanted;
+use super::shared::REQUESTS_MAX;
 use crate::format::names;
 use crate::format::weight_map::WeightMap;
 
@@ -21,6 +22,9 @@ const WEIGHT_MAP: &str = "model.safetensors.index.json";
 
 /// The file that makes a URL a folder without a weight map.
 const WHOLE: &str = "model.safetensors";
+
+/// Maximum number of files of one folder that are asked for by their names.
+const LOOKS_MAX: usize = 100_000;
 
 /// Files beside weights that are shown where they are there.
 const BESIDE: [&str; 12] = [
@@ -144,17 +148,24 @@ async fn looks_of(
     names: BTreeSet<String>,
     deadline: Instant,
 ) -> io::Result<BTreeMap<String, StoreEntry>> {
-    let mut looks = JoinSet::new();
-    for name in names {
-        let (endpoint, target) = (endpoint.clone(), target(key, &name));
-        let is_beside = BESIDE.contains(&name.as_str());
-        looks.spawn(async move {
-            let state = endpoint.look(&target, deadline).await;
-            (name, is_beside, state)
-        });
+    if names.len() > LOOKS_MAX {
+        let why = format!("has {} files to ask for, more than {LOOKS_MAX}", names.len());
+        return Err(io::Error::other(why));
     }
+    let mut looks = JoinSet::new();
+    let mut rest = names.into_iter();
     let mut found = BTreeMap::new();
-    while let Some(look) = looks.join_next().await {
+    loop {
+        // The server answers no more at a time.
+        for name in rest.by_ref().take(REQUESTS_MAX - looks.len()) {
+            let (endpoint, target) = (endpoint.clone(), target(key, &name));
+            let is_beside = BESIDE.contains(&name.as_str());
+            looks.spawn(async move {
+                let state = endpoint.look(&target, deadline).await;
+                (name, is_beside, state)
+            });
+        }
+        let Some(look) = looks.join_next().await else { break };
         let (name, is_beside, state) = look.map_err(io::Error::other)?;
         match state {
             Ok(state) => drop(found.insert(name, StoreEntry::Object(state))),

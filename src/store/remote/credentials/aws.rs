@@ -7,12 +7,21 @@ use reqsign_aws_core::{
 };
 
 use super::Providers;
+use crate::store::remote_settings::{names_credentials_file, names_profile};
 
 /// The name of the way by a profile, which has a name of its own.
 pub(in crate::store::remote) const PROFILE: &str = "a profile";
 
-/// The ways to credentials, in the order of AWS, with names for people.
+/// The ways to credentials, in the order of AWS, with names for people. A profile that an option names is
+/// the only one.
 pub(in crate::store::remote) fn providers() -> Providers<Credential> {
+    if names_credentials_file() || names_profile() {
+        return vec![
+            (PROFILE, Box::new(ProfileCredentialProvider::default())),
+            ("SSO", Box::new(SSOCredentialProvider::default())),
+            ("a program of a profile", Box::new(ProcessCredentialProvider::default())),
+        ];
+    }
     vec![
         ("the environment", Box::new(EnvCredentialProvider::new())),
         (PROFILE, Box::new(ProfileCredentialProvider::default())),

@@ -7,9 +7,14 @@ use reqsign_azure_storage::{
 };
 
 use super::Providers;
+use crate::store::remote_settings::names_credentials_file;
 
-/// The ways to credentials, with names for people.
+/// The ways to credentials, with names for people. None where an option names a file, which has a key or
+/// a signature.
 pub(in crate::store::remote) fn providers() -> Providers<Credential> {
+    if names_credentials_file() {
+        return Vec::new();
+    }
     vec![
         ("a client secret", Box::new(ClientSecretCredentialProvider::new())),
         ("a client certificate", Box::new(ClientCertificateCredentialProvider::new())),

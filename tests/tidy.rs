@@ -130,7 +130,6 @@ const CRATE_HOMES: &[(&str, &[&str])] = &[
     ("lru", &["src/cache.rs", "python/src/loading.rs"]),
     ("bytes", &["src/store/remote/"]),
     ("quick_xml", &["src/store/remote/"]),
-    ("redis", &["src/store/redis_store/client.rs"]),
     ("reqsign_aws_core", &["src/store/remote/"]),
     ("reqsign_aws_v4", &["src/store/remote/"]),
     ("reqsign_azure_storage", &["src/store/remote/"]),

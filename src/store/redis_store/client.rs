@@ -78,10 +78,7 @@ impl RedisClient {
         deadline: Instant,
     ) -> io::Result<(Vec<Vec<u8>>, Vec<u64>)> {
         let starts = keys.iter().map(|(key, len)| part_of(key, &(0..*len)));
-        let lens = others.iter().map(|key| {
-            let packed = redis::cmd("STRLEN").arg(key).get_packed_command();
-            RedisQuestion { packed, most: 0 }
-        });
+        let lens = others.iter().map(|key| RedisQuestion::new(&[b"STRLEN", key], 0));
         let questions: Vec<RedisQuestion> = starts.chain(lens).collect();
         let mut answers = self.all(&questions, deadline)?;
         let lens = answers.split_off(keys.len().min(answers.len()));
@@ -187,9 +184,9 @@ impl RedisClient {
 
 /// The question for the bytes `range` of `key`.
 fn part_of(key: &[u8], range: &Range<u64>) -> RedisQuestion {
-    let mut command = redis::cmd("GETRANGE");
-    command.arg(key).arg(range.start).arg(range.end.saturating_sub(1));
-    RedisQuestion { packed: command.get_packed_command(), most: range.end - range.start }
+    let (first, last) = (range.start.to_string(), range.end.saturating_sub(1).to_string());
+    let words = [b"GETRANGE", key, first.as_bytes(), last.as_bytes()];
+    RedisQuestion::new(&words, range.end - range.start)
 }
 
 /// Whether another try may succeed.

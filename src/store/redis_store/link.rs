@@ -1,5 +1,5 @@
 //! A connection to a server of Redis. Nothing of it lasts longer than its deadline, and no answer takes more
-//! memory than its question allows, whatever the server sends.
+//! memory than its question allows, whatever the server sends: that is why no client library serves here.
 
 use std::io::{self, BufRead as _, BufReader, ErrorKind, Read, Write as _};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs as _};
@@ -18,8 +18,21 @@ const FIRST_ROOM: u64 = 1 << 20;
 
 /// A command as it is sent, and the most bytes that a value in its answer may have.
 pub(super) struct RedisQuestion {
-    pub(super) packed: Vec<u8>,
-    pub(super) most: u64,
+    packed: Vec<u8>,
+    most: u64,
+}
+
+impl RedisQuestion {
+    /// The command of these words.
+    pub(super) fn new(words: &[&[u8]], most: u64) -> RedisQuestion {
+        let mut packed = format!("*{}\r\n", words.len()).into_bytes();
+        for word in words {
+            packed.extend_from_slice(format!("${}\r\n", word.len()).as_bytes());
+            packed.extend_from_slice(word);
+            packed.extend_from_slice(b"\r\n");
+        }
+        RedisQuestion { packed, most }
+    }
 }
 
 /// The answer to a command.
@@ -182,6 +195,12 @@ mod tests {
 
     fn kind_of(text: &[u8]) -> ErrorKind {
         read_answer(&mut &*text, 10).unwrap_err().kind()
+    }
+
+    #[test]
+    fn a_command_is_an_array_of_words_with_their_lengths() {
+        let packed = RedisQuestion::new(&[b"STRLEN", b"a\r\nb"], 0).packed;
+        assert_eq!(packed, b"*2\r\n$6\r\nSTRLEN\r\n$4\r\na\r\nb\r\n");
     }
 
     #[test]

@@ -74,7 +74,7 @@ impl CopySlot {
     }
 
     /// The copy, if it is open. Never waits for the disk.
-    pub(super) fn open_copy(&self) -> Option<Arc<LocalCopy>> {
+    pub(super) fn opened(&self) -> Option<Arc<LocalCopy>> {
         self.copy.read().clone()
     }
 

@@ -160,14 +160,14 @@ impl Source {
     /// Opens the local copy of a file of a store, if the store has all of it now. May wait for the disk.
     pub fn open_local_copy(&self) {
         if let Source::Stored(file) = self {
-            file.open_copy();
+            file.open_local_copy();
         }
     }
 
     /// Reads no more from the local copy, which could not be read. Without one it does nothing.
     pub(crate) fn leave_copy(&self) {
         if let Source::Stored(file) = self
-            && file.copy_slot().open_copy().is_some()
+            && file.copy_slot().opened().is_some()
         {
             file.copy_slot().refuse();
         }

@@ -47,11 +47,11 @@ impl StoreFile {
 
     /// Its local copy, if it is open.
     pub(super) fn copy(&self) -> Option<Arc<LocalCopy>> {
-        if self.notes.is_changed() { None } else { self.copy.open_copy() }
+        if self.notes.is_changed() { None } else { self.copy.opened() }
     }
 
     /// Opens its local copy, if the store has all of it now.
-    pub(super) fn open_copy(&self) {
+    pub(super) fn open_local_copy(&self) {
         if !self.notes.is_changed() {
             self.copy.open();
         }

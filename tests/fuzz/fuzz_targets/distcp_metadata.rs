@@ -3,6 +3,10 @@
 
 #![no_main]
 
+#[path = "../shared/extents.rs"]
+mod extents;
+
+use extents::check_extents;
 use libfuzzer_sys::fuzz_target;
 use tensorfs::internal::format::pickle::{DistcpMetadata, StoredChunk, TrainingState, parse_items};
 
@@ -31,9 +35,5 @@ fn check_items(file: &[u8], chunks: &[StoredChunk]) {
         return;
     };
     assert_eq!(description.len(), chunks.len());
-    for tensor in description.tensors() {
-        let bits = tensor.dtype.bits_of(tensor.shape).expect("it was checked");
-        let end = tensor.start.checked_add(bits / 8).expect("it was checked");
-        assert!(end <= file.len() as u64);
-    }
+    check_extents(file, &description);
 }

@@ -198,6 +198,12 @@ class Weights(TestCase):
             lambda x: x.view(torch.int32).narrow(0, 1, 2),
             lambda x: torch.cat([x, x])[513],
             lambda x: x.data.unsqueeze(0).expand(2, -1, -1)[1, 2:4],
+            lambda x: x.unsqueeze(0).unbind()[0].narrow(0, 5, 7),
+            lambda x: x.unsqueeze(-1)[3].transpose(0, 1),
+            lambda x: x.t().unsqueeze(1).narrow(1, 0, 1)[2:9],
+            lambda x: x.unsqueeze(1)[:, 1:],
+            lambda x: x.unsqueeze(1).split([0, 1], 1)[1].chunk(2, 2)[1],
+            lambda x: x.unsqueeze(2).permute(2, 1, 0)[0, :, 4],
         ]
         whole = torch.from_numpy(self.tensors["layers.0.weight"])
         for number, part in enumerate(parts):
@@ -222,10 +228,44 @@ class Weights(TestCase):
 
             opened_too = mock.Mock(get_slice=lambda name: Recorded())
             made = lazy_tensor(opened_too, "layers.0.weight", facts, "cpu")
-            half = made.narrow(1, 350, 350).narrow(0, 8, 4)
-            self.assertEqual(asked, [])
+            half = made.narrow(1, 350, 350).unsqueeze(0).unbind()[0].narrow(0, 8, 4)
+            for wrong in (-4, 3):
+                self.assertRaises(IndexError, made.unsqueeze, wrong)
+            # That may have read it.
+            asked.clear()
             half.clone()
             self.assertEqual(asked, [(slice(8, 12), slice(350, 700))])
+
+    def test_no_tensor_is_read_ahead_of_the_model(self):
+        from tensorfs.engines import _weights
+
+        right = {f"layers.{layer}.weight": np.full((64, 64), layer, np.float32) for layer in range(24)}
+        right["norm"] = np.arange(9.0)
+        save_file(right, self.file)
+        safe_open, opened = tensorfs.safe_open, []
+        # Copies out of the page cache are not counted.
+        options = options_of({"lazy": True, "source": "direct"})[0]
+        self.enter(mock.patch.object(_weights, "safe_open", lambda *given, **how: opened.append(safe_open(*given, **how)) or opened[-1]))
+        self.enter(mock.patch.object(_weights, "_LAZY_MIN", 1 << 10))
+        for seen in (9, 25):
+            used = 0
+            for name, tensor in list(_weights.weights(str(self.file), "cpu", options))[:seen]:
+                np.testing.assert_array_equal(tensor.numpy(), right[name])
+                used += tensor.nbytes if name != "norm" else 0
+            self.assertEqual((opened[-1].stats["bytes"], opened[-1].stats["bytes_ahead_unused"]), (used + right["norm"].nbytes, 0))
+
+    def test_short_tensors_come_in_groups_in_their_place(self):
+        from tensorfs.engines import _weights
+
+        right = {f"{number:02}": np.full(1000 * (number % 3 + 1), number, np.int32) for number in range(20)}
+        save_file(right, self.file)
+        for longest in (1, 9000, 1 << 30):
+            with mock.patch.object(_weights, "_LAZY_MIN", 12000), mock.patch.object(_weights, "_SHORT_MAX", longest):
+                found = list(_weights.weights(str(self.file), "cpu", options_of({"lazy": True})[0]))
+            self.assertEqual([name for name, _ in found], tensorfs.safe_open(self.file, "np").offset_keys())
+            for name, tensor in found:
+                self.assertEqual(type(tensor).__name__, "LazyTensor" if right[name].nbytes == 12000 else "Tensor")
+                np.testing.assert_array_equal(tensor.numpy(), right[name])
 
     def test_nothing_writes_to_a_lazy_tensor_or_its_views(self):
         import torch

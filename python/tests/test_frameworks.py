@@ -42,6 +42,9 @@ class WithoutThem(TestCase):
             if not importlib.util.find_spec(package):
                 with self.assertRaisesRegex(ImportError, package):
                     tensorfs.safe_open(EVERY_DTYPE, word)
+                if package == "paddle":
+                    with self.assertRaisesRegex(ImportError, package):
+                        importlib.import_module("tensorfs.paddle").NPDTYPES
 
     def test_other_words_are_refused(self):
         for word in ("onnx", "jaxx", ""):
@@ -65,6 +68,11 @@ class Frameworks(TestCase):
                             self.assertEqual(facts(found), right)
                         compared += 1
         self.assertGreater(compared, 8 * len(HERE))
+
+    @unittest.skipUnless(importlib.util.find_spec("paddle"), "needs paddle")
+    def test_types_of_numpy_for_paddle_are_those_of_safetensors(self):
+        ours, genuine = (importlib.import_module(f"{package}.paddle") for package in ("tensorfs", "safetensors"))
+        self.assertEqual(ours.NPDTYPES, genuine.NPDTYPES)
 
     def test_slices_are_what_safetensors_gives(self):
         file = self.tmp / "model.safetensors"

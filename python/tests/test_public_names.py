@@ -26,6 +26,13 @@ def functions(module):
     }
 
 
+def constants(module):
+    """The public names that a module assigns."""
+    tree = ast.parse((FOLDER / f"{module}.py").read_text())
+    targets = (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets)
+    return {target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("_")}
+
+
 def imported(module):
     """The names that a module takes from safetensors itself."""
     tree = ast.parse((FOLDER / f"{module}.py").read_text())
@@ -66,6 +73,8 @@ class PublicNames(TestCase):
                     self.assertEqual(plain[: len(given)], given)
                     words = {argument.arg for argument in theirs.kwonlyargs}
                     self.assertLessEqual(words, {*found.parameters})
+            with self.subTest(module=module):
+                self.assertLessEqual(constants(module), set(ours.__all__))
             for name in imported(module):
                 with self.subTest(module=module, name=name):
                     self.assertTrue(hasattr(ours, name))

@@ -218,8 +218,10 @@ class Models(TestCase):
 
     def check(self, family, size):
         folder = self.tmp / family
-        families.write(folder, family)
-        plain, *others = configs = (["safetensors", {}], ["tensorfs", {}], ["tensorfs", LAZY], ["tensorfs", {"process_group": False}])
+        tensors = families.write(folder, family)
+        # Copies out of the page cache are not counted.
+        lazily = {**LAZY, "source": "direct"}
+        plain, *others = configs = (["safetensors", {}], ["tensorfs", {}], ["tensorfs", lazily], ["tensorfs", {"process_group": False}])
         for rank, answer in enumerate(self.ranks(folder, size, *configs)):
             right = answer[0]
             self.assertGreater(len(right["parameters"]), 10)
@@ -227,6 +229,10 @@ class Models(TestCase):
                 with self.subTest(family, size=size, rank=rank, config=config):
                     self.assertEqual(found["loader"], "TensorfsModelLoader")
                     self.assertEqual(found["parameters"], right["parameters"])
+                    self.assertEqual(found["lazy"], len(tensors) if config[1] is lazily else 0)
+            # Every tensor was lazy, and the rank has read its own part of each, once.
+            self.assertEqual(answer[configs.index(["tensorfs", lazily])]["read"], right["own"])
+            self.assertLess(right["own"], (0.6 if size == 2 else 1.1) * sum(made.nbytes for made in tensors.values()))
 
     def test_llama_loads_as_with_safetensors(self):
         self.check("llama", 1)

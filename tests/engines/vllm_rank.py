@@ -1,6 +1,6 @@
 """One rank of a tensor-parallel group of vLLM: makes a model and loads it by each of several configurations.
 
-Usage: vllm_rank.py RANK MODEL SIZE INIT_METHOD CONFIGS. Prints the hash of each parameter.
+Usage: vllm_rank.py RANK MODEL SIZE INIT_METHOD CONFIGS. Prints the hash of each parameter, their length, and what was read.
 """
 
 import hashlib
@@ -8,6 +8,7 @@ import json
 import sys
 
 import torch
+from recorded import Recorded
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -31,8 +32,15 @@ def load(vllm_config, load_format, extra):
         model = loader.create_model(vllm_config, model_config)
         for parameter in model.parameters():
             parameter.data.zero_()
-        loader.load_weights(model, model_config)
-    return {"loader": type(loader).__name__, "parameters": {name: hashed(made) for name, made in model.named_parameters()}}
+        with Recorded() as recorded:
+            loader.load_weights(model, model_config)
+    parameters = dict(model.named_parameters())
+    return {
+        "loader": type(loader).__name__,
+        "parameters": {name: hashed(made) for name, made in parameters.items()},
+        "own": sum(made.nbytes for made in parameters.values()),
+        **recorded.answer(),
+    }
 
 
 def main():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 from typing import TYPE_CHECKING, Any, Union
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     import paddle
 
 __all__ = [
+    "NPDTYPES",
     "TensorSpec",
     "deserialize",
     "load",
@@ -28,6 +31,26 @@ __all__ = [
 ]
 
 _MODULE = "safetensors.paddle"
+
+_NUMPY = {
+    **{word: word for word in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")},
+    # numpy lacks these: others of their width stand for them.
+    **{"bfloat16": "float16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"},
+}
+
+
+def __getattr__(name: str) -> Any:
+    """`NPDTYPES`, which needs paddle: the other names of this module do not."""
+    if name != "NPDTYPES":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _numpy_types()
+
+
+@functools.cache
+def _numpy_types() -> dict[Any, type]:
+    """The type of numpy for each dtype of paddle."""
+    framework, numpy = importlib.import_module("paddle"), importlib.import_module("numpy")
+    return {framework.bool: bool, **{getattr(framework, word): getattr(numpy, given) for word, given in _NUMPY.items()}}
 
 
 def load(data: bytes, device: Any = "cpu") -> dict[str, paddle.Tensor]:

@@ -18,20 +18,27 @@ class Part(NamedTuple):
 
     box: tuple[tuple[int, int], ...]
     """First index and end in each dimension of the stored tensor."""
-    dims: tuple[int, ...]
-    """The dimension of the stored tensor behind each one of this tensor. Others have one index only."""
+    dims: tuple[int | None, ...]
+    """The dimension of the stored tensor behind each one of this tensor, None for one of a single index that the stored
+    tensor lacks. Its others have one index only."""
 
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.box[dim][1] - self.box[dim][0] for dim in self.dims)
+        return tuple(1 if dim is None else self.box[dim][1] - self.box[dim][0] for dim in self.dims)
 
-    def narrowed(self, dim: int, start: int, stop: int) -> Part:
+    def narrowed(self, dim: int, start: int, stop: int) -> Part | None:
+        """None if it is no part of the stored tensor: without the single index of a dimension."""
         stored = self.dims[dim]
+        if stored is None:
+            return self if (start, stop) == (0, 1) else None
         low = self.box[stored][0]
         return self._replace(box=(*self.box[:stored], (low + start, low + stop), *self.box[stored + 1 :]))
 
-    def selected(self, dim: int, index: int) -> Part:
+    def selected(self, dim: int, index: int) -> Part | None:
         part = self.narrowed(dim, index, index + 1)
-        return part._replace(dims=part.dims[:dim] + part.dims[dim + 1 :])
+        return part and part._replace(dims=part.dims[:dim] + part.dims[dim + 1 :])
+
+    def unsqueezed(self, dim: int) -> Part:
+        return self._replace(dims=(*self.dims[:dim], None, *self.dims[dim:]))
 
     def permuted(self, order: list[int]) -> Part:
         return self._replace(dims=tuple(self.dims[dim] for dim in order))
@@ -49,7 +56,7 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def _of_part(found: Any, part: Part, strides: tuple[int, ...], dtype: torch.dtype, device: str) -> LazyTensor:
-        made = _wrapper(part.shape(), tuple(strides[dim] for dim in part.dims), dtype, device)
+        made = _wrapper(part.shape(), tuple(1 if dim is None else strides[dim] for dim in part.dims), dtype, device)
         made._found, made._part, made._value = found, part, None
         made._how = (strides, dtype, device)
         return made
@@ -68,13 +75,18 @@ class LazyTensor(torch.Tensor):
             read = self._found[tuple(slice(low, high) for low, high in box)]
             for dim in sorted(set(range(len(box))) - set(dims), reverse=True):
                 read = read.select(dim, 0)
-            kept = sorted(dims)
-            self._value = read.permute([kept.index(dim) for dim in dims])
+            kept = [dim for dim in dims if dim is not None]
+            read = read.permute([sorted(kept).index(dim) for dim in kept])
+            self._value = read[tuple(None if dim is None else slice(None) for dim in dims)]
         return self._value
 
-    def part(self, part: Part) -> LazyTensor:
+    def part(self, part: Part | None) -> LazyTensor | None:
         """Another part of the same stored tensor."""
-        return LazyTensor._of_part(self._found, part, *self._how)
+        return part and LazyTensor._of_part(self._found, part, *self._how)
+
+    def parts(self, parts: list[Part | None]) -> list[LazyTensor | None] | None:
+        """Other parts of the same stored tensor. None if one is no such part."""
+        return None if None in parts else [self.part(part) for part in parts]
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -175,18 +187,22 @@ def _split(of: LazyTensor, length: int, dim: int = 0) -> Any:
         return None
     size = of.shape[dim]
     bounds = [(low, min(low + length, size)) for low in range(0, size, length)] or [(0, 0)]
-    return [of.part(of._part.narrowed(dim % of.dim(), low, high)) for low, high in bounds]
+    return of.parts([of._part.narrowed(dim % of.dim(), low, high) for low, high in bounds])
 
 
 def _split_sizes(of: LazyTensor, lengths: list[int], dim: int = 0) -> Any:
     if sum(lengths) != of.shape[dim]:
         return None
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    return [of.part(of._part.narrowed(dim % of.dim(), low, low + length)) for low, length in zip(starts, lengths)]
+    return of.parts([of._part.narrowed(dim % of.dim(), low, low + length) for low, length in zip(starts, lengths)])
 
 
 def _unbind(of: LazyTensor, dim: int = 0) -> Any:
-    return [_select(of, dim, index) for index in range(of.shape[dim])]
+    return of.parts([of._part.selected(dim % of.dim(), index) for index in range(of.shape[dim])])
+
+
+def _unsqueeze(of: LazyTensor, dim: int) -> Any:
+    return of.part(of._part.unsqueezed(dim % (of.dim() + 1))) if -of.dim() <= dim + 1 <= of.dim() + 1 else None
 
 
 def _transpose(of: LazyTensor, one: int, other: int) -> Any:
@@ -209,6 +225,7 @@ _SLICING: dict[Any, Callable[..., Any]] = {
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split_sizes,
     _aten.unbind.int: _unbind,
+    _aten.unsqueeze.default: _unsqueeze,
     _aten.transpose.int: _transpose,
     _aten.t.default: lambda of: _transpose(of, 0, 1) if of.dim() == 2 else None,
     _aten.permute.default: _permute,

@@ -12,6 +12,9 @@ from ._options import Options
 _LAZY_MIN = 1 << 20
 """Tensors from this length on are read when they are used. Shorter ones are read at once, with those after them."""
 
+_SHORT_MAX = 64 << 20
+"""Short tensors that are read together end with the one that brings them to this length."""
+
 Wanted = Callable[[str], bool]
 
 
@@ -30,7 +33,7 @@ def weights(
     how = options.arguments(is_model)
     if options.lazy:
         how.pop("share", None)
-        yield from _counted(_lazy(safe_open(source, "pt", device, **how), device, wanted), 0, bar)
+        yield from _counted(_lazy(_open_lazily(source, device, how), device, wanted), 0, bar)
         return
     if process_group is None:
         how.pop("share", None)
@@ -44,14 +47,7 @@ def weights_by_name(source: Source, options: Options, *, is_model: bool = True) 
     """All tensors of a checkpoint for the CPU. They are read when they are used, or without the option `lazy` views of
     mapped files as far as those allow it."""
     if options.lazy:
-        # Nothing closes it: tensors that are read later hold it.
-        opened = safe_open(source, "pt", "cpu", **options.arguments(is_model))
-        # Nothing is loaded ahead, which would be parts of other ranks.
-        opened._reader().close()
-        found = {name: _if_long(opened, name, "cpu") for name in opened.offset_keys()}
-        short = [name for name, tensor in found.items() if tensor is None]
-        found.update(opened.get_tensors(short) if short else {})
-        return found
+        return dict(_lazy(_open_lazily(source, "cpu", options.arguments(is_model)), "cpu", None))
     with safe_open(source, "pt", "cpu", copy=False, **options.arguments(is_model)) as opened:
         return opened.get_tensors()
 
@@ -60,11 +56,35 @@ def _names(opened: safe_open, wanted: Wanted | None) -> list[str]:
     return [name for name in opened.offset_keys() if wanted is None or wanted(name)]
 
 
+def _open_lazily(source: Source, device: str, how: dict[str, Any]) -> safe_open:
+    """An open checkpoint for tensors that are read later. They hold it, and nothing closes it."""
+    opened = safe_open(source, "pt", device, **how)
+    # Nothing is loaded ahead, which would be parts of other ranks.
+    opened._reader().close()
+    return opened
+
+
 def _lazy(opened: safe_open, device: str, wanted: Wanted | None) -> Iterator[tuple[str, Any]]:
-    # Nothing closes it: tensors that are read later hold it.
-    for name in _names(opened, wanted):
-        made = _if_long(opened, name, device)
-        yield name, opened.get_tensor(name) if made is None else made
+    names = _names(opened, wanted)
+    found = {name: _if_long(opened, name, device) for name in names}
+    together = _together(opened, [name for name in names if found[name] is None])
+    for name in names:
+        if found[name] is None:
+            found.update(opened.get_tensors(next(together)))
+        yield name, found.pop(name)
+
+
+def _together(opened: safe_open, names: list[str]) -> Iterator[list[str]]:
+    """Groups of tensors that are read together, in the same order."""
+    group, length = [], 0
+    for name in names:
+        group.append(name)
+        length += opened.get_tensor_metadata(name).nbytes
+        if length >= _SHORT_MAX:
+            yield group
+            group, length = [], 0
+    if group:
+        yield group
 
 
 def _if_long(opened: safe_open, name: str, device: str) -> Any:

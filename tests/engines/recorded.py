@@ -10,17 +10,24 @@ class Recorded:
     Models of tests are small."""
 
     def __init__(self):
-        self._opened, self._lazy = [], []
+        self._readers, self._lazy = [], []
         safe_open, lazy_tensor = _weights.safe_open, _weights.lazy_tensor
+
+        def opened(*given, **how):
+            made = safe_open(*given, **how)
+            # It outlives the end of the open checkpoint.
+            self._readers.append(made._reader())
+            return made
+
+        def lazy(*given):
+            self._lazy.append(lazy_tensor(*given))
+            return self._lazy[-1]
+
         self._patches = [
             mock.patch.object(_weights, "_LAZY_MIN", 0),
-            mock.patch.object(_weights, "safe_open", lambda *given, **how: self._kept(self._opened, safe_open(*given, **how))),
-            mock.patch.object(_weights, "lazy_tensor", lambda *given: self._kept(self._lazy, lazy_tensor(*given))),
+            mock.patch.object(_weights, "safe_open", opened),
+            mock.patch.object(_weights, "lazy_tensor", lazy),
         ]
-
-    def _kept(self, several, made):
-        several.append(made)
-        return made
 
     def __enter__(self):
         for one in self._patches:
@@ -34,4 +41,4 @@ class Recorded:
     def answer(self):
         """The number of lazy tensors, those of them that were read whole, and the bytes that were read of all checkpoints."""
         whole = sum(isinstance(made, _lazy.LazyTensor) and made._value is not None for made in self._lazy)
-        return {"lazy": len(self._lazy), "whole": whole, "read": sum(one.stats["bytes"] for one in self._opened)}
+        return {"lazy": len(self._lazy), "whole": whole, "read": sum(one.stats.get("bytes", 0) for one in self._readers)}

@@ -10,8 +10,11 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 import families
 from package import TestCase
+from recorded import Recorded
 
 if importlib.util.find_spec("sglang") is None:
     raise unittest.SkipTest("SGLang is not installed")
@@ -24,7 +27,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 load_plugins()
 
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat  # noqa: E402
+from sglang.srt.layers import linear  # noqa: E402
 from sglang.srt.model_loader import get_model_loader, loader, weight_utils  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from tensorfs.engines.sglang import register  # noqa: E402
 
@@ -160,3 +165,58 @@ class Iterators(TestCase):
             out, err = one.communicate(timeout=300)
             self.assertEqual(one.returncode, 0, err[-3000:])
             self.assertEqual(json.loads(re.findall(r"(?m)^ANSWER (.*)$", out)[-1]), {"world": 3, "pair": 2 if rank < 2 else 1, "none": 1})
+
+
+class Layers(TestCase):
+    """The linear layers of SGLang, which cut the weights that they are given. Its whole models import kernels."""
+
+    def setUp(self):
+        super().setUp()
+        self.enter(mock.patch.object(loader, "get_server_args", lambda: None))
+
+    def layers(self):
+        """The name of each weight -> its layer, and which part of the layer it is."""
+        hidden, heads, kv, middle = families.HIDDEN, families.HEADS, families.KV_HEADS, families.MIDDLE
+        how = {"bias": False, "params_dtype": torch.bfloat16}
+        found = {}
+        for number in range(families.LAYERS):
+            prefix = f"model.layers.{number}"
+            qkv = linear.QKVParallelLinear(hidden, hidden // heads, heads, kv, **how)
+            found.update({f"{prefix}.self_attn.{part}_proj.weight": (qkv, (part,)) for part in "qkv"})
+            found[f"{prefix}.self_attn.o_proj.weight"] = linear.RowParallelLinear(hidden, hidden, **how), ()
+            gate_up = linear.MergedColumnParallelLinear(hidden, [middle] * 2, **how)
+            found.update({f"{prefix}.mlp.{part}_proj.weight": (gate_up, (at,)) for at, part in enumerate(("gate", "up"))})
+            found[f"{prefix}.mlp.down_proj.weight"] = linear.RowParallelLinear(middle, hidden, **how), ()
+            # A norm is whole on each rank.
+            for word in ("input_layernorm", "post_attention_layernorm"):
+                found[f"{prefix}.{word}.weight"] = torch.nn.RMSNorm(hidden, dtype=torch.bfloat16), ()
+        found["lm_head.weight"] = linear.ColumnParallelLinear(hidden, families.VOCAB, **how), ()
+        return found
+
+    def loaded(self, weights):
+        """The parameters of a rank after SGLang's own functions have put the weights there."""
+        layers = self.layers()
+        for layer, _ in layers.values():
+            layer.weight.data.zero_()
+        for name, weight in weights:
+            if name in layers:
+                layer, part = layers[name]
+                getattr(layer.weight, "weight_loader", weight_utils.default_weight_loader)(layer.weight, weight, *part)
+        return {name: layer.weight.data for name, (layer, _) in layers.items()}
+
+    def test_ranks_get_their_parts_and_with_lazy_they_read_no_others(self):
+        folder = self.tmp / "llama"
+        tensors = families.write(folder, "llama")
+        for size in (1, 2):
+            for rank in range(size):
+                with self.subTest(size=size, rank=rank), get_parallel().override(tp_size=size, tp_rank=rank):
+                    right = self.loaded(genuine(folder))
+                    own = sum({weight.data_ptr(): weight.nbytes for weight in right.values()}.values())
+                    self.assertLess(own, 1.1 / size * sum(made.nbytes for made in tensors.values()))
+                    for extra in ({}, {**LAZY, "source": "direct"}):
+                        with Recorded() as recorded:
+                            found = self.loaded(made(extra=extra)._get_weights_iterator(source(folder)))
+                        self.assertEqual(families.differences(found.items(), right.items()), [])
+                        answer = recorded.answer()
+                        if extra:
+                            self.assertEqual((answer["lazy"], answer["read"]), (len(tensors), own))

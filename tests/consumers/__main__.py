@@ -1,5 +1,6 @@
 """Programs that read weights, unmodified, on real mounts: `python tests/consumers [-k NAME]...`. Each test is a row of
-`docs/reference/consumers.md`. Programs that are not installed are skipped; `requirements.txt` has those of Python."""
+`docs/reference/consumers.md`. Programs that are not installed are skipped; `requirements.txt` has those of Python, and COMFYUI_SOURCES names a checkout
+of ComfyUI."""
 
 import importlib.util
 import os

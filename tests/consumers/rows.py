@@ -69,6 +69,18 @@ def write_shards(folder, tensors, count=3, stem="model"):
     write_weight_map(folder, shards, stem)
 
 
+def write_tokenizer(folder):
+    """A tokenizer that has a token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [], unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": "{{ messages[0]['content'] }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 @cache
 def version_of(package):
     return importlib.metadata.version(package)
@@ -120,4 +132,4 @@ def first_line(*command):
     return (outcome.stdout or outcome.stderr).splitlines()[0]
 
 
-__all__ = ["Row", "Mount", "Path", "first_line", "llama_tensors", "load_file", "needs", "tensorfs", "version_of", "write_shards"]
+__all__ = ["Row", "Mount", "Path", "first_line", "llama_tensors", "load_file", "needs", "tensorfs", "version_of", "write_shards", "write_tokenizer"]

@@ -3,11 +3,15 @@
 import json
 import os
 import sys
+import unittest
+from unittest import mock
 
 import numpy as np
 
 from checkpoints import hub_cache
-from rows import VOCAB, Mount, Row, load_file, needs, version_of, write_shards
+from rows import VOCAB, Mount, Row, load_file, needs, version_of, write_shards, write_tokenizer
+
+COMFYUI = os.environ.get("COMFYUI_SOURCES")
 
 
 class Safetensors(Row):
@@ -166,6 +170,59 @@ class Mlx(Row):
         found = mx.load(str(self.mnt / "model.safetensors"))
         mx.eval(found)
         self.assert_same_tensors({name: np.array(value) for name, value in found.items()}, self.tensors)
+
+
+@needs("candle")
+class Candle(Row):
+    def test_candle(self):
+        from candle.utils import load_safetensors
+
+        self.used("candle-nn", version_of("candle-nn"))
+        right, found = (load_safetensors(str(folder / "model.safetensors")) for folder in (self.real, self.mnt))
+        self.assertEqual(found.keys(), self.tensors.keys())
+        for name, array in self.tensors.items():
+            self.assertEqual((str(found[name].dtype), found[name].shape), (str(right[name].dtype), right[name].shape))
+            self.assertEqual(found[name].values(), array.tolist(), name)
+
+
+@needs("mistralrs", "tokenizers")
+class MistralRs(Row):
+    def answer(self, folder):
+        """Tokens and their probabilities of a model."""
+        import mistralrs
+
+        which = mistralrs.Which.Plain(model_id=str(folder), arch=mistralrs.Architecture.Llama, dtype=mistralrs.ModelDType.F32)
+        request = mistralrs.ChatCompletionRequest(
+            messages=[{"role": "user", "content": "hello"}], model="tiny", max_tokens=8, temperature=0.0, logprobs=True, top_logprobs=3
+        )
+        found = mistralrs.Runner(which).send_chat_completion_request(request).choices[0]
+        return found.message.content, [(one.token, one.logprob) for one in found.logprobs.content]
+
+    def test_mistral_rs(self):
+        self.used("mistralrs", version_of("mistralrs"))
+        write_tokenizer(self.shards)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (self.real / file).write_bytes((self.shards / file).read_bytes())
+        found, right = self.answer(self.enter(Mount(self.shards)).path), self.answer(self.real)
+        self.assertEqual(len(right[1]), 8)
+        self.assertEqual(found, right)
+
+
+@unittest.skipUnless(COMFYUI, "COMFYUI_SOURCES is not set")
+@needs("torch", "einops")
+class ComfyUi(Row):
+    def test_comfyui(self):
+        sys.path.append(COMFYUI)
+        self.addCleanup(sys.path.remove, COMFYUI)
+        from comfy import utils
+        from comfyui_version import __version__
+
+        self.used("ComfyUI", __version__)
+        for disable_mmap in (False, True):
+            with mock.patch.object(utils, "DISABLE_MMAP", disable_mmap):
+                (right, facts), (found, same) = (utils.load_torch_file(str(folder / "model.safetensors"), return_metadata=True) for folder in (self.real, self.mnt))
+            self.assertEqual({**facts, **same}, same)
+            self.assert_same_tensors(found, right)
 
 
 @needs("torch", "mergekit")

@@ -1,4 +1,4 @@
-"""What the load format reads while an engine loads a model."""
+"""A record of the bytes that the load format reads while an engine loads a model."""
 
 from unittest import mock
 

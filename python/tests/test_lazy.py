@@ -93,7 +93,8 @@ class Examples(TestCase):
             check=False,
         )
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertEqual(list(self.tmp.iterdir()), [])
+        # Torch leaves a folder of its own.
+        self.assertEqual([path for path in self.tmp.iterdir() if not path.name.startswith("torchinductor_")], [])
         return done.stdout
 
     @needs("torch", "transformers")

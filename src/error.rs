@@ -18,159 +18,104 @@ use std::path::{Path, PathBuf};
 /// ```
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The kind of a refusal, as printed by `--json`.
-///
-/// ```
-/// use tensorfs::{Checkpoint, ErrorKind};
-///
-/// let error = Checkpoint::open("tests/fixtures/bad/hf/missing_shard".as_ref()).unwrap_err();
-/// assert_eq!(error.kind(), ErrorKind::ShardMissing);
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ErrorKind {
-    /// Fewer bytes than the fixed part of the format.
-    TooShort,
-    /// The announced header is larger than the format allows.
-    HeaderTooLarge,
-    /// The announced header ends past the end of the file.
-    HeaderLength,
-    /// The header is not UTF-8.
-    HeaderUtf8,
-    /// The header is not JSON of the expected form.
-    HeaderJson,
-    /// The header is not the binary form that its format prescribes.
-    HeaderDecode,
-    /// One key twice in a header, a weight map or a metadata map.
-    DuplicateKey,
-    /// A dtype that the format does not have.
-    UnknownDtype,
-    /// A sub-byte tensor, or piece of one, does not end on a byte.
-    Misaligned,
-    /// A size or offset passes 2^64.
-    Overflow,
-    /// The bytes of a tensor do not match its dtype and shape.
-    SizeMismatch,
-    /// Tensors leave bytes between them unused.
-    OffsetGap,
-    /// Tensors share bytes.
-    OffsetOverlap,
-    /// The file is shorter than its header says.
-    DataTruncated,
-    /// The file is longer than its header says.
-    DataTrailing,
-    /// The file is a git-lfs pointer, not the weights.
-    LfsPointer,
-    /// The file starts with a zip archive.
-    ZipPrefix,
-    /// The tensors of the file are encrypted, and the key or the passphrase for them is missing.
-    KeyRequired,
-    /// A key was given for a file that is not encrypted, or a plain file is among encrypted ones of
-    /// one checkpoint.
-    NotEncrypted,
-    /// Encrypted bytes do not match their MAC: the key is another one, or the file is damaged.
-    DecryptFailed,
-    /// The weight map is not JSON of the expected form.
-    WeightMap,
-    /// The weight map names something that is not a plain `*.safetensors` file name.
-    UnsafePath,
-    /// A shard is absent or not a regular file.
-    ShardMissing,
-    /// A tensor is absent from the shard that should hold it.
-    TensorMissing,
-    /// A shard holds a tensor that nothing announces.
-    TensorUnlisted,
-    /// Two shards hold a tensor of the same name.
-    DuplicateTensor,
-    /// The DCP sharding note is absent or malformed.
-    DcpInfo,
-    /// The offsets of a DCP piece are not usable.
-    DcpOffsets,
-    /// Pieces of one tensor differ in the number of dimensions.
-    DcpRank,
-    /// Pieces of one tensor differ in dtype.
-    DcpDtype,
-    /// Pieces do not fill their tensor.
-    DcpHole,
-    /// Pieces cover the same elements.
-    DcpOverlap,
-    /// Nothing proves that the last pieces are there, and the caller wants a proof.
-    UnprovenTail,
-    /// The bytes of a file do not match a recorded hash.
-    HashMismatch,
-    /// No checksums are recorded of a file that is to be compared with them.
-    NotRecorded,
-    /// The view that was asked for does not fit the checkpoint.
-    View,
-    /// A file changed while it was in use.
-    Changed,
-    /// The operating system refused.
-    Io,
-    /// A device is unavailable, or its driver refused.
-    Device,
-    /// The request itself makes no sense.
-    Usage,
-    /// The caller stopped the operation.
-    Cancelled,
-    /// The machine has too little memory for the operation.
-    OutOfMemory,
-    /// tensorfs itself is at fault.
-    Internal,
-}
-
-impl ErrorKind {
-    /// The name used in JSON output and in the documentation.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            ErrorKind::TooShort => "too_short",
-            ErrorKind::HeaderTooLarge => "header_too_large",
-            ErrorKind::HeaderLength => "header_length",
-            ErrorKind::HeaderUtf8 => "header_utf8",
-            ErrorKind::HeaderJson => "header_json",
-            ErrorKind::HeaderDecode => "header_decode",
-            ErrorKind::DuplicateKey => "duplicate_key",
-            ErrorKind::UnknownDtype => "unknown_dtype",
-            ErrorKind::Misaligned => "misaligned",
-            ErrorKind::Overflow => "overflow",
-            ErrorKind::SizeMismatch => "size_mismatch",
-            ErrorKind::OffsetGap => "offset_gap",
-            ErrorKind::OffsetOverlap => "offset_overlap",
-            ErrorKind::DataTruncated => "data_truncated",
-            ErrorKind::DataTrailing => "data_trailing",
-            ErrorKind::LfsPointer => "lfs_pointer",
-            ErrorKind::ZipPrefix => "zip_prefix",
-            ErrorKind::KeyRequired => "key_required",
-            ErrorKind::NotEncrypted => "not_encrypted",
-            ErrorKind::DecryptFailed => "decrypt_failed",
-            ErrorKind::WeightMap => "index_json",
-            ErrorKind::UnsafePath => "unsafe_path",
-            ErrorKind::ShardMissing => "shard_missing",
-            ErrorKind::TensorMissing => "tensor_missing",
-            ErrorKind::TensorUnlisted => "tensor_unlisted",
-            ErrorKind::DuplicateTensor => "duplicate_tensor",
-            ErrorKind::DcpInfo => "dcp_info",
-            ErrorKind::DcpOffsets => "dcp_offsets",
-            ErrorKind::DcpRank => "dcp_rank",
-            ErrorKind::DcpDtype => "dcp_dtype",
-            ErrorKind::DcpHole => "dcp_hole",
-            ErrorKind::DcpOverlap => "dcp_overlap",
-            ErrorKind::UnprovenTail => "unproven_tail",
-            ErrorKind::HashMismatch => "hash_mismatch",
-            ErrorKind::NotRecorded => "not_recorded",
-            ErrorKind::View => "view",
-            ErrorKind::Changed => "changed",
-            ErrorKind::Io => "io",
-            ErrorKind::Device => "device",
-            ErrorKind::Usage => "usage",
-            ErrorKind::Cancelled => "cancelled",
-            ErrorKind::OutOfMemory => "out_of_memory",
-            ErrorKind::Internal => "internal",
-        }
-    }
-}
-
-impl fmt::Display for ErrorKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+words! {
+    /// The kind of a refusal, as printed by `--json`.
+    ///
+    /// ```
+    /// use tensorfs::{Checkpoint, ErrorKind};
+    ///
+    /// let error = Checkpoint::open("tests/fixtures/bad/hf/missing_shard".as_ref()).unwrap_err();
+    /// assert_eq!(error.kind(), ErrorKind::ShardMissing);
+    /// ```
+    #[derive(Hash)]
+    pub enum ErrorKind {
+        /// Fewer bytes than the fixed part of the format.
+        TooShort = "too_short",
+        /// The announced header is larger than the format allows.
+        HeaderTooLarge = "header_too_large",
+        /// The announced header ends past the end of the file.
+        HeaderLength = "header_length",
+        /// The header is not UTF-8.
+        HeaderUtf8 = "header_utf8",
+        /// The header is not JSON of the expected form.
+        HeaderJson = "header_json",
+        /// The header is not the binary form that its format prescribes.
+        HeaderDecode = "header_decode",
+        /// One key twice in a header, a weight map or a metadata map.
+        DuplicateKey = "duplicate_key",
+        /// A dtype that the format does not have.
+        UnknownDtype = "unknown_dtype",
+        /// A sub-byte tensor, or piece of one, does not end on a byte.
+        Misaligned = "misaligned",
+        /// A size or offset passes 2^64.
+        Overflow = "overflow",
+        /// The bytes of a tensor do not match its dtype and shape.
+        SizeMismatch = "size_mismatch",
+        /// Tensors leave bytes between them unused.
+        OffsetGap = "offset_gap",
+        /// Tensors share bytes.
+        OffsetOverlap = "offset_overlap",
+        /// The file is shorter than its header says.
+        DataTruncated = "data_truncated",
+        /// The file is longer than its header says.
+        DataTrailing = "data_trailing",
+        /// The file is a git-lfs pointer, not the weights.
+        LfsPointer = "lfs_pointer",
+        /// The file starts with a zip archive.
+        ZipPrefix = "zip_prefix",
+        /// The tensors of the file are encrypted, and the key or the passphrase for them is missing.
+        KeyRequired = "key_required",
+        /// A key was given for a file that is not encrypted, or a plain file is among encrypted ones of
+        /// one checkpoint.
+        NotEncrypted = "not_encrypted",
+        /// Encrypted bytes do not match their MAC: the key is another one, or the file is damaged.
+        DecryptFailed = "decrypt_failed",
+        /// The weight map is not JSON of the expected form.
+        WeightMap = "index_json",
+        /// The weight map names something that is not a plain `*.safetensors` file name.
+        UnsafePath = "unsafe_path",
+        /// A shard is absent or not a regular file.
+        ShardMissing = "shard_missing",
+        /// A tensor is absent from the shard that should hold it.
+        TensorMissing = "tensor_missing",
+        /// A shard holds a tensor that nothing announces.
+        TensorUnlisted = "tensor_unlisted",
+        /// Two shards hold a tensor of the same name.
+        DuplicateTensor = "duplicate_tensor",
+        /// The DCP sharding note is absent or malformed.
+        DcpInfo = "dcp_info",
+        /// The offsets of a DCP piece are not usable.
+        DcpOffsets = "dcp_offsets",
+        /// Pieces of one tensor differ in the number of dimensions.
+        DcpRank = "dcp_rank",
+        /// Pieces of one tensor differ in dtype.
+        DcpDtype = "dcp_dtype",
+        /// Pieces do not fill their tensor.
+        DcpHole = "dcp_hole",
+        /// Pieces cover the same elements.
+        DcpOverlap = "dcp_overlap",
+        /// Nothing proves that the last pieces are there, and the caller wants a proof.
+        UnprovenTail = "unproven_tail",
+        /// The bytes of a file do not match a recorded hash.
+        HashMismatch = "hash_mismatch",
+        /// No checksums are recorded of a file that is to be compared with them.
+        NotRecorded = "not_recorded",
+        /// The view that was asked for does not fit the checkpoint.
+        View = "view",
+        /// A file changed while it was in use.
+        Changed = "changed",
+        /// The operating system refused.
+        Io = "io",
+        /// A device is unavailable, or its driver refused.
+        Device = "device",
+        /// The request itself makes no sense.
+        Usage = "usage",
+        /// The caller stopped the operation.
+        Cancelled = "cancelled",
+        /// The machine has too little memory for the operation.
+        OutOfMemory = "out_of_memory",
+        /// tensorfs itself is at fault.
+        Internal = "internal",
     }
 }
 

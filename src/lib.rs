@@ -2,6 +2,10 @@
 // Without `internal` the parts that only the programs use are dead code.
 #![cfg_attr(not(feature = "internal"), allow(dead_code, unreachable_pub, unused_imports))]
 
+// The modules below declare enums by its macro.
+#[macro_use]
+mod words;
+
 mod asked;
 mod atomic_file;
 mod cache;
@@ -41,7 +45,6 @@ mod system_memory;
 mod verify;
 mod version;
 mod view;
-mod words;
 mod zeros;
 
 pub use catalog::{Catalog, Piece, Shard, ShardId, Tensor};

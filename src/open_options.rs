@@ -9,51 +9,50 @@ use crate::error::real_name;
 use crate::format::TrainingState;
 use crate::format::tensorizer::keys::Secret;
 use crate::view::{NamedViews, OptionFile, ReadFile, View};
-use crate::words;
 
-/// The choice if a whole file and a sharded set have the same name.
-///
-/// ```
-/// use tensorfs::{Checkpoint, OpenOptions, Prefer};
-///
-/// let folder = "tests/fixtures/hf/single_and_index".as_ref();
-/// let options = OpenOptions { prefer: Prefer::Shards, ..OpenOptions::default() };
-/// assert_eq!(Checkpoint::open_with(folder, &options)?.kind, tensorfs::SetKind::WeightMap);
-/// # Ok::<(), tensorfs::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Prefer {
-    /// The whole file, as transformers does.
-    #[default]
-    File,
-    /// The sharded set, as diffusers does.
-    Shards,
+words! {
+    /// The choice if a whole file and a sharded set have the same name.
+    ///
+    /// ```
+    /// use tensorfs::{Checkpoint, OpenOptions, Prefer};
+    ///
+    /// let folder = "tests/fixtures/hf/single_and_index".as_ref();
+    /// let options = OpenOptions { prefer: Prefer::Shards, ..OpenOptions::default() };
+    /// assert_eq!(Checkpoint::open_with(folder, &options)?.kind, tensorfs::SetKind::WeightMap);
+    /// # Ok::<(), tensorfs::Error>(())
+    /// ```
+    #[derive(Default)]
+    pub enum Prefer {
+        /// The whole file, as transformers does.
+        #[default]
+        File = "file",
+        /// The sharded set, as diffusers does.
+        Shards = "shards",
+    }
 }
 
-words!(Prefer { File = "file", Shards = "shards" });
-
-/// The weights that are shown of a checkpoint of DeepSpeed ZeRO-1 or ZeRO-2. A checkpoint of
-/// ZeRO-3 always shows the weights of the optimizer, because it has no others.
-///
-/// ```
-/// use tensorfs::{Checkpoint, Dtype, OpenOptions, ZeroWeights};
-///
-/// let folder = "tests/fixtures/torch/deepspeed_zero2".as_ref();
-/// let options = OpenOptions { zero: ZeroWeights::Fp32, ..OpenOptions::default() };
-/// let checkpoint = Checkpoint::open_with(folder, &options)?;
-/// assert_eq!(checkpoint.catalog().tensor("a.weight").map(|t| t.dtype), Some(Dtype::F32));
-/// # Ok::<(), tensorfs::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ZeroWeights {
-    /// The weights of the model, mostly of 16 bits.
-    #[default]
-    Module,
-    /// The weights of the optimizer in F32, joined from the files of all ranks.
-    Fp32,
+words! {
+    /// The weights that are shown of a checkpoint of DeepSpeed ZeRO-1 or ZeRO-2. A checkpoint of
+    /// ZeRO-3 always shows the weights of the optimizer, because it has no others.
+    ///
+    /// ```
+    /// use tensorfs::{Checkpoint, Dtype, OpenOptions, ZeroWeights};
+    ///
+    /// let folder = "tests/fixtures/torch/deepspeed_zero2".as_ref();
+    /// let options = OpenOptions { zero: ZeroWeights::Fp32, ..OpenOptions::default() };
+    /// let checkpoint = Checkpoint::open_with(folder, &options)?;
+    /// assert_eq!(checkpoint.catalog().tensor("a.weight").map(|t| t.dtype), Some(Dtype::F32));
+    /// # Ok::<(), tensorfs::Error>(())
+    /// ```
+    #[derive(Default)]
+    pub enum ZeroWeights {
+        /// The weights of the model, mostly of 16 bits.
+        #[default]
+        Module = "module",
+        /// The weights of the optimizer in F32, joined from the files of all ranks.
+        Fp32 = "fp32",
+    }
 }
-
-words!(ZeroWeights { Module = "module", Fp32 = "fp32" });
 
 /// Allowed targets of symbolic links of the source.
 ///

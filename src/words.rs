@@ -28,12 +28,24 @@ impl fmt::Display for UnknownWord {
 
 impl std::error::Error for UnknownWord {}
 
-/// Gives a fieldless enum its words: `words!(Direct { Auto = "auto", Always = "always" })`.
+/// Declares a fieldless enum with a word for each value: `words! { enum Size { Small = "small", Large = "large" } }`.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! words {
-    ($type:ident { $($variant:ident = $word:literal),+ $(,)? }) => {
+    ($(#[$attribute:meta])* $visible:vis enum $type:ident {
+        $($(#[$of_variant:meta])* $variant:ident = $word:literal),+ $(,)?
+    }) => {
+        $(#[$attribute])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        $visible enum $type {
+            $($(#[$of_variant])* $variant,)+
+        }
+
         impl $type {
+            /// All values.
+            #[allow(dead_code, unreachable_pub, reason = "the type may be private")]
+            pub const ALL: &[$type] = &[$($type::$variant),+];
+
             /// The word that stands for this value.
             #[allow(unreachable_pub, reason = "the type may be private")]
             pub const fn as_str(self) -> &'static str {
@@ -53,10 +65,8 @@ macro_rules! words {
             type Err = $crate::UnknownWord;
 
             fn from_str(word: &str) -> ::std::result::Result<$type, Self::Err> {
-                match word {
-                    $($word => Ok($type::$variant),)+
-                    _ => Err($crate::UnknownWord(&[$($word),+])),
-                }
+                let known = $type::ALL.iter().find(|known| known.as_str() == word);
+                known.copied().ok_or($crate::UnknownWord(&[$($word),+]))
             }
         }
     };
@@ -64,14 +74,13 @@ macro_rules! words {
 
 #[cfg(test)]
 mod tests {
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    enum Size {
-        Small,
-        Middle,
-        Large,
+    words! {
+        enum Size {
+            Small = "small",
+            Middle = "middle",
+            Large = "large",
+        }
     }
-
-    words!(Size { Small = "small", Middle = "middle", Large = "large" });
 
     #[test]
     fn words_are_read_and_written() {

@@ -31,60 +31,59 @@ pub(crate) use row::Use;
 
 use nearest::hint;
 
-/// Whether the kernel may serve whole files by passthrough.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Passthrough {
-    /// It may, if it can.
-    #[default]
-    Auto,
-    /// Never, for tests and comparisons.
-    Never,
+words! {
+    /// Whether the kernel may serve whole files by passthrough.
+    #[derive(Default)]
+    pub enum Passthrough {
+        /// It may, if it can.
+        #[default]
+        Auto = "auto",
+        /// Never, for tests and comparisons.
+        Never = "never",
+    }
 }
 
-words!(Passthrough { Auto = "auto", Never = "never" });
-
-/// When weights are compared with their recorded checksums.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Verify {
-    /// Mounts do not compare.
-    #[default]
-    None,
-    /// Each tensor is compared as a whole before its first byte is served.
-    Read,
+words! {
+    /// When weights are compared with their recorded checksums.
+    #[derive(Default)]
+    pub enum Verify {
+        /// Mounts do not compare.
+        #[default]
+        None = "none",
+        /// Each tensor is compared as a whole before its first byte is served.
+        Read = "read",
+    }
 }
 
-words!(Verify { None = "none", Read = "read" });
-
-/// The form of log lines.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum LogFormat {
-    /// Fields where the journal takes them, text elsewhere.
-    #[default]
-    Auto,
-    /// Text.
-    Human,
-    /// One JSON object a line.
-    Json,
-    /// Fields, to the journal only.
-    Journal,
+words! {
+    /// The form of log lines.
+    #[derive(Default)]
+    pub enum LogFormat {
+        /// Fields where the journal takes them, text elsewhere.
+        #[default]
+        Auto = "auto",
+        /// Text.
+        Human = "human",
+        /// One JSON object a line.
+        Json = "json",
+        /// Fields, to the journal only.
+        Journal = "journal",
+    }
 }
 
-words!(LogFormat { Auto = "auto", Human = "human", Json = "json", Journal = "journal" });
-
-/// How changes of the source are found while it is mounted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Watch {
-    /// By inotify, and by polling where inotify sees nothing.
-    Auto,
-    /// By inotify, also on file systems where it sees only what this machine changes.
-    Inotify,
-    /// By looking at every folder again and again.
-    Poll,
-    /// Not at all: the mount shows what was there at its start.
-    Off,
+words! {
+    /// How changes of the source are found while it is mounted.
+    pub enum Watch {
+        /// By inotify, and by polling where inotify sees nothing.
+        Auto = "auto",
+        /// By inotify, also on file systems where it sees only what this machine changes.
+        Inotify = "inotify",
+        /// By looking at every folder again and again.
+        Poll = "poll",
+        /// Not at all: the mount shows what was there at its start.
+        Off = "off",
+    }
 }
-
-words!(Watch { Auto = "auto", Inotify = "inotify", Poll = "poll", Off = "off" });
 
 /// Default of `watch-interval=`.
 const WATCH_INTERVAL: Duration = Duration::from_secs(1);

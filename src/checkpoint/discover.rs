@@ -13,7 +13,6 @@ use crate::open_options::{OpenOptions, Prefer, ZeroWeights};
 use crate::store::{Store, resolve::Unusable};
 use crate::sync::Mutex;
 use crate::version::FileId;
-use crate::words;
 
 use super::deepspeed::{self, StateFiles};
 use super::distcp::open_distributed;
@@ -22,51 +21,40 @@ use super::header_memory::{Reserved, admitted, folder_max, too_many};
 use super::load::{FilePlace, OpenShard, ReadWith, Unread, named_in, open_links, read_listed_text};
 use super::openers::map_files;
 
-/// The reason why the files of a set belong together, in the order of precedence.
-///
-/// ```
-/// use tensorfs::{Checkpoint, SetKind};
-///
-/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
-/// assert_eq!(checkpoint.kind, SetKind::WeightMap);
-/// # Ok::<(), tensorfs::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum SetKind {
-    /// Shards whose notes tell which part of each tensor they hold.
-    Dcp,
-    /// Shards named by a weight map.
-    WeightMap,
-    /// Shards numbered up to a total in their names.
-    Numbered,
-    /// One file.
-    Single,
-    /// One file in the bintensors format.
-    Bintensors,
-    /// One file in the tensorizer format.
-    Tensorizer,
-    /// One file of `torch.save`.
-    Torch,
-    /// The files that the ranks of a training have saved with `torch.save`.
-    Ranks,
-    /// The `.distcp` files that the `.metadata` of a distributed checkpoint of torch names.
-    Distributed,
-    /// A checkpoint of DeepSpeed.
-    DeepSpeed,
+words! {
+    /// The reason why the files of a set belong together, in the order of precedence.
+    ///
+    /// ```
+    /// use tensorfs::{Checkpoint, SetKind};
+    ///
+    /// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+    /// assert_eq!(checkpoint.kind, SetKind::WeightMap);
+    /// # Ok::<(), tensorfs::Error>(())
+    /// ```
+    #[derive(PartialOrd, Ord)]
+    pub enum SetKind {
+        /// Shards whose notes tell which part of each tensor they hold.
+        Dcp = "dcp",
+        /// Shards named by a weight map.
+        WeightMap = "weight_map",
+        /// Shards numbered up to a total in their names.
+        Numbered = "numbered",
+        /// One file.
+        Single = "single",
+        /// One file in the bintensors format.
+        Bintensors = "bintensors",
+        /// One file in the tensorizer format.
+        Tensorizer = "tensorizer",
+        /// One file of `torch.save`.
+        Torch = "torch",
+        /// The files that the ranks of a training have saved with `torch.save`.
+        Ranks = "ranks",
+        /// The `.distcp` files that the `.metadata` of a distributed checkpoint of torch names.
+        Distributed = "distributed",
+        /// A checkpoint of DeepSpeed.
+        DeepSpeed = "deepspeed",
+    }
 }
-
-words!(SetKind {
-    Dcp = "dcp",
-    WeightMap = "weight_map",
-    Numbered = "numbered",
-    Single = "single",
-    Bintensors = "bintensors",
-    Tensorizer = "tensorizer",
-    Torch = "torch",
-    Ranks = "ranks",
-    Distributed = "distributed",
-    DeepSpeed = "deepspeed"
-});
 
 /// The kinds of sets that are one file, with the format of the file.
 const ONE_FILE: [(SetKind, InputFormat); 4] = [

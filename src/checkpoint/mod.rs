@@ -55,42 +55,33 @@ pub use update::{FolderChange, TreeChange};
 use virtual_file::{ArrangedFile, Presented};
 pub use virtual_file::{FileSummary, VirtualFile};
 
-/// Whether it is proved that the last pieces are not missing.
-///
-/// ```
-/// use tensorfs::{Checkpoint, ErrorKind, OpenOptions, Tail};
-///
-/// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
-/// // The weight map names every tensor, so none can be missing.
-/// assert_eq!(checkpoint.tail, Tail::Proven);
-///
-/// // Rank shards do not say how many there are.
-/// let shards = "tests/fixtures/dcp/col_wise/shards".as_ref();
-/// let checkpoint = Checkpoint::open(shards)?;
-/// assert_eq!(checkpoint.tail, Tail::Unproven);
-/// let error = checkpoint.require_proven_tail().unwrap_err();
-/// assert_eq!(error.kind(), ErrorKind::UnprovenTail);
-///
-/// // Their number proves it, or a reference.
-/// let options = OpenOptions { expect_shards: Some(4), ..OpenOptions::default() };
-/// Checkpoint::open_with(shards, &options)?.require_proven_tail()?;
-/// # Ok::<(), tensorfs::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tail {
-    /// Shapes, sizes or the number of shards prove that no last piece is missing.
-    Proven,
-    /// A lost last piece would not be noticed: the tensor would only look smaller.
-    Unproven,
-}
-
-impl Tail {
-    /// The word used in output.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Tail::Proven => "proven",
-            Tail::Unproven => "unproven",
-        }
+words! {
+    /// Whether it is proved that the last pieces are not missing.
+    ///
+    /// ```
+    /// use tensorfs::{Checkpoint, ErrorKind, OpenOptions, Tail};
+    ///
+    /// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
+    /// // The weight map names every tensor, so none can be missing.
+    /// assert_eq!(checkpoint.tail, Tail::Proven);
+    ///
+    /// // Rank shards do not say how many there are.
+    /// let shards = "tests/fixtures/dcp/col_wise/shards".as_ref();
+    /// let checkpoint = Checkpoint::open(shards)?;
+    /// assert_eq!(checkpoint.tail, Tail::Unproven);
+    /// let error = checkpoint.require_proven_tail().unwrap_err();
+    /// assert_eq!(error.kind(), ErrorKind::UnprovenTail);
+    ///
+    /// // Their number proves it, or a reference.
+    /// let options = OpenOptions { expect_shards: Some(4), ..OpenOptions::default() };
+    /// Checkpoint::open_with(shards, &options)?.require_proven_tail()?;
+    /// # Ok::<(), tensorfs::Error>(())
+    /// ```
+    pub enum Tail {
+        /// Shapes, sizes or the number of shards prove that no last piece is missing.
+        Proven = "proven",
+        /// A lost last piece would not be noticed: the tensor would only look smaller.
+        Unproven = "unproven",
     }
 }
 

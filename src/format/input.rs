@@ -5,7 +5,6 @@ use std::io::{self, Read};
 use std::ops::Range;
 
 use crate::error::{ErrorKind, Fault};
-use crate::words;
 
 use super::deepspeed::UniversalFile;
 use super::description::ShardDescription;
@@ -17,25 +16,20 @@ use super::{OutputFormat, TrainingState, bintensors, flat, names, pickle, tensor
 /// Bytes per read of a header that is parsed while it is read.
 const CHUNK_LEN: usize = 256 << 10;
 
-/// A format that shards are read in, in the order of precedence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum InputFormat {
-    /// JSON header.
-    Safetensors,
-    /// Binary header.
-    Bintensors,
-    /// Binary header, and one more in front of each tensor.
-    Tensorizer,
-    /// A pickle of `torch.save`, in a zip archive or in the form before torch 1.6.
-    Torch,
+words! {
+    /// A format that shards are read in, in the order of precedence.
+    #[derive(PartialOrd, Ord)]
+    pub enum InputFormat {
+        /// JSON header.
+        Safetensors = "safetensors",
+        /// Binary header.
+        Bintensors = "bintensors",
+        /// Binary header, and one more in front of each tensor.
+        Tensorizer = "tensorizer",
+        /// A pickle of `torch.save`, in a zip archive or in the form before torch 1.6.
+        Torch = "torch",
+    }
 }
-
-words!(InputFormat {
-    Safetensors = "safetensors",
-    Bintensors = "bintensors",
-    Tensorizer = "tensorizer",
-    Torch = "torch"
-});
 
 impl From<OutputFormat> for InputFormat {
     fn from(format: OutputFormat) -> InputFormat {

@@ -1,26 +1,25 @@
 //! Formats that virtual files are shown in, and that files are written in.
 
 use super::names;
-use crate::words;
 
-/// A format that virtual files are shown in, and that files are written in.
-///
-/// ```
-/// use tensorfs::OutputFormat;
-///
-/// assert_eq!(OutputFormat::of_name("model.safetensors"), Some(OutputFormat::Safetensors));
-/// assert_eq!(OutputFormat::of_name("model.pt"), None);
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OutputFormat {
-    /// JSON header.
-    #[default]
-    Safetensors,
-    /// Binary header.
-    Bintensors,
+words! {
+    /// A format that virtual files are shown in, and that files are written in.
+    ///
+    /// ```
+    /// use tensorfs::OutputFormat;
+    ///
+    /// assert_eq!(OutputFormat::of_name("model.safetensors"), Some(OutputFormat::Safetensors));
+    /// assert_eq!(OutputFormat::of_name("model.pt"), None);
+    /// ```
+    #[derive(Default)]
+    pub enum OutputFormat {
+        /// JSON header.
+        #[default]
+        Safetensors = "safetensors",
+        /// Binary header.
+        Bintensors = "bintensors",
+    }
 }
-
-words!(OutputFormat { Safetensors = "safetensors", Bintensors = "bintensors" });
 
 impl OutputFormat {
     /// Suffix of the names of its files.

@@ -38,7 +38,6 @@ pub use crate::source::page_cache::{CachedPages, cached_pages, probe_cachestat};
 use crate::source::{Source, page_cache};
 use crate::sync::Mutex;
 use crate::version::QueueKey;
-use crate::words;
 use device_queue::DeviceQueue;
 pub use device_queue::QueueStatus;
 
@@ -129,33 +128,33 @@ impl Effort {
     }
 }
 
-/// How reads are passed to the kernel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Backend {
-    /// io_uring for local file systems where the kernel allows it, else threads.
-    #[default]
-    Auto,
-    /// Like `Auto`, but warns if io_uring is unavailable.
-    Uring,
-    /// Threads with `pread(2)`.
-    Pread,
+words! {
+    /// How reads are passed to the kernel.
+    #[derive(Default, Hash)]
+    pub enum Backend {
+        /// io_uring for local file systems where the kernel allows it, else threads.
+        #[default]
+        Auto = "auto",
+        /// Like `Auto`, but warns if io_uring is unavailable.
+        Uring = "uring",
+        /// Threads with `pread(2)`.
+        Pread = "pread",
+    }
 }
 
-/// Whether reads go past the kernel's page cache (O_DIRECT).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum DirectIo {
-    /// Reads of a local file system that the cache does not hold.
-    #[default]
-    Auto,
-    /// All reads, unless the file system refuses O_DIRECT.
-    Always,
-    /// No reads.
-    Never,
+words! {
+    /// Whether reads go past the kernel's page cache (O_DIRECT).
+    #[derive(Default, Hash)]
+    pub enum DirectIo {
+        /// Reads of a local file system that the cache does not hold.
+        #[default]
+        Auto = "auto",
+        /// All reads, unless the file system refuses O_DIRECT.
+        Always = "always",
+        /// No reads.
+        Never = "never",
+    }
 }
-
-words!(Backend { Auto = "auto", Uring = "uring", Pread = "pread" });
-
-words!(DirectIo { Auto = "auto", Always = "always", Never = "never" });
 
 /// How an engine reads.
 #[derive(Clone, Copy, Debug)]

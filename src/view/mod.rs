@@ -7,7 +7,6 @@
 use std::sync::Arc;
 
 use crate::format::OutputFormat;
-use crate::words;
 
 pub use self::arrange::{FileSpec, TensorOrder, arrange};
 pub use self::cast::{DtypeCast, DtypeMap};
@@ -32,24 +31,24 @@ mod rename;
 mod rules;
 mod select;
 
-/// How the weight map is shown.
-///
-/// ```
-/// use tensorfs::{MapPolicy, View};
-///
-/// let view = View { map: MapPolicy::Hide, ..View::default() };
-/// assert_ne!(view, View::default());
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum MapPolicy {
-    /// It assigns every tensor to its virtual file.
-    #[default]
-    Rewrite,
-    /// It is not shown.
-    Hide,
+words! {
+    /// How the weight map is shown.
+    ///
+    /// ```
+    /// use tensorfs::{MapPolicy, View};
+    ///
+    /// let view = View { map: MapPolicy::Hide, ..View::default() };
+    /// assert_ne!(view, View::default());
+    /// ```
+    #[derive(Default)]
+    pub enum MapPolicy {
+        /// It assigns every tensor to its virtual file.
+        #[default]
+        Rewrite = "rewrite",
+        /// It is not shown.
+        Hide = "hide",
+    }
 }
-
-words!(MapPolicy { Rewrite = "rewrite", Hide = "hide" });
 
 /// How a checkpoint is presented.
 ///

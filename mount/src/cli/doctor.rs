@@ -15,22 +15,24 @@ use std::io::IsTerminal;
 use clap::builder::styling::{AnsiColor, Style};
 use serde_json::{Value, json};
 use tensorfs::internal::error::{is_url, shown};
+use tensorfs::words;
 
 use super::args;
 use super::output::{Failure, Outcome, print_bytes, print_json, print_text};
 use super::stopping::{clean_up_on_signals, take_signals};
 
-/// The result of a check.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Health {
-    /// Works at full speed.
-    Ok,
-    /// It works, but worse than it could.
-    Degraded,
-    /// Absent.
-    Missing,
-    /// It cannot be determined.
-    Unknown,
+words! {
+    /// The result of a check.
+    enum Health {
+        /// Works at full speed.
+        Ok = "ok",
+        /// It works, but worse than it could.
+        Degraded = "degraded",
+        /// Absent.
+        Missing = "missing",
+        /// It cannot be determined.
+        Unknown = "unknown",
+    }
 }
 
 /// One line of the report.
@@ -72,15 +74,6 @@ impl Check {
 }
 
 impl Health {
-    fn as_str(self) -> &'static str {
-        match self {
-            Health::Ok => "ok",
-            Health::Degraded => "degraded",
-            Health::Missing => "missing",
-            Health::Unknown => "unknown",
-        }
-    }
-
     fn style(self) -> Style {
         match self {
             Health::Ok => AnsiColor::Green.on_default(),

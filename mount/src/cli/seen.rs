@@ -28,32 +28,24 @@ const PROBE: [&str; 3] = ["internal", "probe-dead", "--"];
 /// Exit status of such a process if the mount is dead.
 const DEAD: u8 = 3;
 
-/// The state of a mount.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum MountState {
-    /// Its daemon answers.
-    Running,
-    /// Its daemon answers, but the mount is not in the mount table: unmounted while files are open,
-    /// or in another mount namespace.
-    Detached,
-    /// It has no control socket, but is not dead.
-    NoSocket,
-    /// Its daemon is there and does not answer.
-    NoAnswer,
-    /// Its daemon is gone.
-    Dead,
-    /// It belongs to another user.
-    NotYours,
+words! {
+    /// The state of a mount.
+    pub(super) enum MountState {
+        /// Its daemon answers.
+        Running = "running",
+        /// Its daemon answers, but the mount is not in the mount table: unmounted while files are open,
+        /// or in another mount namespace.
+        Detached = "detached",
+        /// It has no control socket, but is not dead.
+        NoSocket = "no-socket",
+        /// Its daemon is there and does not answer.
+        NoAnswer = "no-answer",
+        /// Its daemon is gone.
+        Dead = "dead",
+        /// It belongs to another user.
+        NotYours = "not-yours",
+    }
 }
-
-words!(MountState {
-    Running = "running",
-    Detached = "detached",
-    NoSocket = "no-socket",
-    NoAnswer = "no-answer",
-    Dead = "dead",
-    NotYours = "not-yours",
-});
 
 impl MountState {
     /// The explanation for people.

@@ -28,16 +28,15 @@ const REPLY_MAX: usize = 16 << 20;
 /// Age from which a socket that refuses connections is stale: a younger one may not listen yet.
 pub(super) const MAKING_TIME: Duration = Duration::from_secs(1);
 
-/// The word of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Question {
-    /// The report of the mount.
-    Status,
-    /// The tensors that are read.
-    Heat,
+words! {
+    /// The word of a request.
+    pub(crate) enum Question {
+        /// The report of the mount.
+        Status = "status",
+        /// The tensors that are read.
+        Heat = "heat",
+    }
 }
-
-words!(Question { Status = "status", Heat = "heat" });
 
 /// The result of asking at the socket of a mount.
 #[derive(Debug)]

@@ -8,49 +8,27 @@ use serde::{Deserialize, Serialize};
 use tensorfs::internal::counters::{Counter, Histogram, Latency};
 use tensorfs::words;
 
-/// A request of the kernel that has an answer. Others (forget, release, flush) are not counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Operation {
-    /// Find a name in a folder.
-    Lookup,
-    /// Ask for attributes.
-    Getattr,
-    /// Open a file.
-    Open,
-    /// Read bytes.
-    Read,
-    /// List a folder.
-    Readdir,
-    /// List a folder with attributes.
-    Readdirplus,
-    /// Ask for the size of the file system.
-    Statfs,
-    /// Read or list extended attributes.
-    Xattr,
+words! {
+    /// A request of the kernel that has an answer. Others (forget, release, flush) are not counted.
+    pub(crate) enum Operation {
+        /// Find a name in a folder.
+        Lookup = "lookup",
+        /// Ask for attributes.
+        Getattr = "getattr",
+        /// Open a file.
+        Open = "open",
+        /// Read bytes.
+        Read = "read",
+        /// List a folder.
+        Readdir = "readdir",
+        /// List a folder with attributes.
+        Readdirplus = "readdirplus",
+        /// Ask for the size of the file system.
+        Statfs = "statfs",
+        /// Read or list extended attributes.
+        Xattr = "xattr",
+    }
 }
-
-words!(Operation {
-    Lookup = "lookup",
-    Getattr = "getattr",
-    Open = "open",
-    Read = "read",
-    Readdir = "readdir",
-    Readdirplus = "readdirplus",
-    Statfs = "statfs",
-    Xattr = "xattr",
-});
-
-/// All operations, in the order of their numbers.
-const ALL: [Operation; 8] = [
-    Operation::Lookup,
-    Operation::Getattr,
-    Operation::Open,
-    Operation::Read,
-    Operation::Readdir,
-    Operation::Readdirplus,
-    Operation::Statfs,
-    Operation::Xattr,
-];
 
 /// The requests of one operation.
 #[derive(Debug, Default)]
@@ -72,7 +50,7 @@ pub(crate) struct RequestCounts {
 
 /// The requests of a mount.
 #[derive(Debug, Default)]
-pub(crate) struct Requests([OperationCounters; ALL.len()]);
+pub(crate) struct Requests([OperationCounters; Operation::ALL.len()]);
 
 impl Requests {
     /// Starts the timer of a request.
@@ -82,7 +60,7 @@ impl Requests {
 
     /// The counts now, by operation.
     pub(crate) fn counts(&self) -> BTreeMap<String, RequestCounts> {
-        let rows = ALL.iter().zip(&self.0).map(|(operation, counters)| {
+        let rows = Operation::ALL.iter().zip(&self.0).map(|(operation, counters)| {
             let (ok, errors) = (counters.ok.get(), counters.errors.get());
             (operation.to_string(), RequestCounts { ok, errors, time: counters.time.histogram() })
         });

@@ -1,7 +1,6 @@
 //! The names that pickles of torch use, and what each of them means here. Nothing is imported.
 
 use crate::dtype::Dtype;
-use crate::words;
 
 /// Modules whose functions run code, open files or find such functions.
 const DENIED_MODULES: [&str; 31] = [
@@ -149,18 +148,18 @@ const VALUES: [(&str, &str); 25] = [
 /// Functions of numpy that make arrays and numbers, in modules that were renamed.
 const ARRAYS: [&str; 3] = ["_reconstruct", "scalar", "_frombuffer"];
 
-/// The meaning of a name for somebody who loads the pickle with Python.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum NameRisk {
-    /// It only makes values.
-    Safe,
-    /// It is of a package that is not known here: loading the pickle imports it.
-    Unknown,
-    /// It runs code.
-    Hostile,
+words! {
+    /// The meaning of a name for somebody who loads the pickle with Python.
+    #[derive(PartialOrd, Ord)]
+    pub enum NameRisk {
+        /// It only makes values.
+        Safe = "safe",
+        /// It is of a package that is not known here: loading the pickle imports it.
+        Unknown = "unknown",
+        /// It runs code.
+        Hostile = "hostile",
+    }
 }
-
-words!(NameRisk { Safe = "safe", Unknown = "unknown", Hostile = "hostile" });
 
 impl NameRisk {
     /// The risk of a name of a pickle.

@@ -29,7 +29,6 @@ pub use self::globals::NameRisk;
 pub use self::scan::{PickleForm, PickleScan, scan};
 
 use crate::error::{ErrorKind, Fault};
-use crate::words;
 
 use self::machine::PICKLE_LEN_MAX;
 use self::state_dict::{ModelTensor, ModelTensors};
@@ -44,28 +43,28 @@ use super::tensorizer::{HashedTensor, KeptHashes};
 pub use self::distcp::{ChunkedTensor, DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
 pub use self::items::parse_items;
 
-/// The tensors of pickles of torch that are shown: those of files of `torch.save` and of distributed
-/// checkpoints.
-///
-/// ```
-/// use tensorfs::{Checkpoint, OpenOptions, TrainingState};
-///
-/// let file = "tests/fixtures/torch/ckpt_lightning.ckpt".as_ref();
-/// let options = OpenOptions { state: TrainingState::All, ..OpenOptions::default() };
-/// let all = Checkpoint::open_with(file, &options)?;
-/// assert!(all.catalog().len() > Checkpoint::open(file)?.catalog().len());
-/// # Ok::<(), tensorfs::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum TrainingState {
-    /// The tensors of the model, without the state of the training.
-    #[default]
-    None,
-    /// All, with the state of optimizers, schedulers and random numbers, under their full names.
-    All,
+words! {
+    /// The tensors of pickles of torch that are shown: those of files of `torch.save` and of distributed
+    /// checkpoints.
+    ///
+    /// ```
+    /// use tensorfs::{Checkpoint, OpenOptions, TrainingState};
+    ///
+    /// let file = "tests/fixtures/torch/ckpt_lightning.ckpt".as_ref();
+    /// let options = OpenOptions { state: TrainingState::All, ..OpenOptions::default() };
+    /// let all = Checkpoint::open_with(file, &options)?;
+    /// assert!(all.catalog().len() > Checkpoint::open(file)?.catalog().len());
+    /// # Ok::<(), tensorfs::Error>(())
+    /// ```
+    #[derive(Default)]
+    pub enum TrainingState {
+        /// The tensors of the model, without the state of the training.
+        #[default]
+        None = "none",
+        /// All, with the state of optimizers, schedulers and random numbers, under their full names.
+        All = "all",
+    }
 }
-
-words!(TrainingState { None = "none", All = "all" });
 
 /// Name of the pickle in an archive.
 const PICKLE: &str = "data.pkl";

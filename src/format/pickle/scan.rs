@@ -13,7 +13,6 @@ use super::zip::Archive;
 use super::{PICKLE, ReadStop, TORCHSCRIPT, is_torch_zip, is_zip, legacy, told};
 use crate::error::quoted;
 use crate::format::range_reader::RangeReader;
-use crate::words;
 
 /// First bytes of a file that tell whether it has pickles.
 const SNIFF_LEN: u64 = 1024;
@@ -28,28 +27,21 @@ const KEYS_MAX: usize = 8;
 /// Ends of the names of pickles in archives.
 const PICKLE_SUFFIXES: [&str; 3] = [".pkl", ".pickle", ".debug_pkl"];
 
-/// The kind of a file with pickles.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PickleForm {
-    /// An archive of `torch.save`.
-    Zip,
-    /// An archive of TorchScript, which also holds a program.
-    TorchScript,
-    /// The form of `torch.save` before torch 1.6.
-    Legacy,
-    /// Another zip archive.
-    OtherZip,
-    /// A pickle by itself.
-    Plain,
+words! {
+    /// The kind of a file with pickles.
+    pub enum PickleForm {
+        /// An archive of `torch.save`.
+        Zip = "torch_zip",
+        /// An archive of TorchScript, which also holds a program.
+        TorchScript = "torchscript",
+        /// The form of `torch.save` before torch 1.6.
+        Legacy = "torch_legacy",
+        /// Another zip archive.
+        OtherZip = "zip",
+        /// A pickle by itself.
+        Plain = "pickle",
+    }
 }
-
-words!(PickleForm {
-    Zip = "torch_zip",
-    TorchScript = "torchscript",
-    Legacy = "torch_legacy",
-    OtherZip = "zip",
-    Plain = "pickle"
-});
 
 /// The result of a scan.
 #[derive(Clone, Debug, PartialEq, Eq)]

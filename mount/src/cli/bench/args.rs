@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::ValueEnum;
 use tensorfs::internal::size::parse_size;
+use tensorfs::words;
 
 /// Arguments of `bench`.
 #[derive(Debug, clap::Args)]
@@ -71,31 +72,33 @@ pub(super) enum Evict {
     Fadvise,
 }
 
-/// How the bytes are read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pattern {
-    Read,
-    Read4,
-    Direct,
-    Mmap,
-    MmapShuffled,
-    MmapSorted,
-    Random4k,
-    Load,
-    FromPretrained,
+words! {
+    /// How the bytes are read.
+    pub(super) enum Pattern {
+        Read = "read",
+        Read4 = "read4",
+        Direct = "direct",
+        Mmap = "mmap",
+        MmapShuffled = "mmap-shuffled",
+        MmapSorted = "mmap-sorted",
+        Random4k = "random4k",
+        Load = "load",
+        FromPretrained = "from-pretrained",
+    }
 }
 
-/// Content of the page cache when a run begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum CacheState {
-    /// Nothing.
-    Cold,
-    /// All that the mount shows, and the real file.
-    Warm,
-    /// The shards but nothing of the mount, and the real file.
-    SourceCached,
-    /// Nothing, and the kernel serves the mount from an assembled file.
-    Assembled,
+words! {
+    /// Content of the page cache when a run begins.
+    pub(super) enum CacheState {
+        /// Nothing.
+        Cold = "cold",
+        /// All that the mount shows, and the real file.
+        Warm = "warm",
+        /// The shards but nothing of the mount, and the real file.
+        SourceCached = "source-cached",
+        /// Nothing, and the kernel serves the mount from an assembled file.
+        Assembled = "assembled",
+    }
 }
 
 /// One thing that is measured.
@@ -149,64 +152,17 @@ impl Case {
             "reread" => ("read", "warm"),
             _ => name.split_once(':').unwrap_or((name, "cold")),
         };
-        let pattern = Pattern::ALL.into_iter().find(|known| known.as_str() == pattern);
-        let state = CacheState::ALL.into_iter().find(|known| known.as_str() == state);
-        match (pattern, state) {
-            (Some(pattern), Some(state)) => Ok(Case { name: name.to_owned(), pattern, state }),
+        match (pattern.parse(), state.parse()) {
+            (Ok(pattern), Ok(state)) => Ok(Case { name: name.to_owned(), pattern, state }),
             _ => Err("no such case; --help lists them".to_owned()),
         }
     }
 }
 
 impl Pattern {
-    const ALL: [Pattern; 9] = [
-        Pattern::Read,
-        Pattern::Read4,
-        Pattern::Direct,
-        Pattern::Mmap,
-        Pattern::MmapShuffled,
-        Pattern::MmapSorted,
-        Pattern::Random4k,
-        Pattern::Load,
-        Pattern::FromPretrained,
-    ];
-
-    pub(super) fn as_str(self) -> &'static str {
-        match self {
-            Pattern::Read => "read",
-            Pattern::Read4 => "read4",
-            Pattern::Direct => "direct",
-            Pattern::Mmap => "mmap",
-            Pattern::MmapShuffled => "mmap-shuffled",
-            Pattern::MmapSorted => "mmap-sorted",
-            Pattern::Random4k => "random4k",
-            Pattern::Load => "load",
-            Pattern::FromPretrained => "from-pretrained",
-        }
-    }
-
     /// Whether the reader keeps everything that it reads in memory.
     pub(super) fn keeps_all(self) -> bool {
         matches!(self, Pattern::Load | Pattern::FromPretrained)
-    }
-
-    /// The pattern called `name`.
-    pub(super) fn named(name: &str) -> Option<Pattern> {
-        Pattern::ALL.into_iter().find(|known| known.as_str() == name)
-    }
-}
-
-impl CacheState {
-    const ALL: [CacheState; 4] =
-        [CacheState::Cold, CacheState::Warm, CacheState::SourceCached, CacheState::Assembled];
-
-    pub(super) fn as_str(self) -> &'static str {
-        match self {
-            CacheState::Cold => "cold",
-            CacheState::Warm => "warm",
-            CacheState::SourceCached => "source-cached",
-            CacheState::Assembled => "assembled",
-        }
     }
 }
 

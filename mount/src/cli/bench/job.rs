@@ -63,9 +63,9 @@ pub(super) fn run(name: &str, args: &BenchArgs) -> bool {
         ("copy", _) => copy(source, other),
         ("compare", _) => compare(source, other),
         ("evict", _) => File::open(source).and_then(|file| evict(&file)).map(|()| json!({})),
-        (name, _) => match Pattern::named(name) {
-            Some(pattern) => measure(pattern, source),
-            None => Err(io::Error::other(format!("no job {name}"))),
+        (name, _) => match name.parse() {
+            Ok(pattern) => measure(pattern, source),
+            Err(_) => Err(io::Error::other(format!("no job {name}"))),
         },
     };
     let line = match &done {

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use nix::unistd::{geteuid, sync};
 use tensorfs::internal::io::cached_pages;
 use tensorfs::internal::system_memory::of_machine;
+use tensorfs::words;
 
 use super::args::Evict;
 use super::job;
@@ -14,13 +15,14 @@ use super::worker::Trouble;
 /// The kernel's switch for dropping all clean pages, folders and inodes.
 const DROP_CACHES: &str = "/proc/sys/vm/drop_caches";
 
-/// The method of emptying the page cache that a bench uses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Method {
-    /// All that the machine has cached.
-    DropCaches,
-    /// The files that are measured.
-    Fadvise,
+words! {
+    /// The method of emptying the page cache that a bench uses.
+    pub(super) enum Method {
+        /// All that the machine has cached.
+        DropCaches = "drop-caches",
+        /// The files that are measured.
+        Fadvise = "fadvise",
+    }
 }
 
 impl Method {
@@ -34,13 +36,6 @@ impl Method {
                 "{DROP_CACHES} cannot be written; be root, or give --evict=fadvise"
             ))),
             Evict::Auto | Evict::DropCaches => Ok(Method::DropCaches),
-        }
-    }
-
-    pub(super) fn as_str(self) -> &'static str {
-        match self {
-            Method::DropCaches => "drop-caches",
-            Method::Fadvise => "fadvise",
         }
     }
 

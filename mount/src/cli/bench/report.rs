@@ -3,23 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Value, json};
+use tensorfs::words;
 
 use super::args::Case;
 use super::threads::Taken;
 
-/// Which side a run was on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Side {
-    Mount,
-    File,
-}
-
-impl Side {
-    pub(super) fn as_str(self) -> &'static str {
-        match self {
-            Side::Mount => "mount",
-            Side::File => "file",
-        }
+words! {
+    /// Which side a run was on.
+    pub(super) enum Side {
+        Mount = "mount",
+        File = "file",
     }
 }
 

@@ -9,6 +9,7 @@ use tensorfs::internal::system_memory::of_process;
 
 use super::PostedMount;
 use crate::daemon::status::{CounterOf, Status, Told};
+use crate::serve::service::ServiceStatus;
 
 /// The content type of the page.
 pub(super) const TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -16,88 +17,52 @@ pub(super) const TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// Upper bounds of the classes of a histogram, as powers of two of microseconds: 16 us to 67 s.
 const BOUNDS: [u32; 12] = [4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26];
 
-/// A value of a mount: name, type, help, and its place in the worker's answer.
-type Row = (&'static str, &'static str, &'static str, fn(&Told<Status>) -> u64);
+/// A metric: name, help, and its value in the answer about a `T`. A counter is called `..._total`, a gauge is not.
+type Row<T> = (&'static str, &'static str, fn(&T) -> u64);
 
 /// Metrics with one value for each mount.
-const ROWS: &[Row] = &[
-    ("cache_hits_total", "counter", "Reads that found all their bytes in memory.", |told| {
-        told.facts.service.counters.hits
+const ROWS: &[Row<ServiceStatus>] = &[
+    ("cache_hits_total", "Reads that found all their bytes in memory.", |it| it.counters.hits),
+    ("cache_misses_total", "Reads that waited for the source.", |it| it.counters.misses),
+    ("cache_bytes", "Memory in use by the cache and by reads.", |it| it.cache.used),
+    ("cache_limit_bytes", "Memory that the cache may use.", |it| it.cache.budget),
+    ("source_bytes_total", "Bytes read from the source.", |it| it.counters.source_bytes),
+    ("source_timeouts_total", "Requests to the source without an answer in time.", |it| {
+        it.counters.source_timeouts
     }),
-    ("cache_misses_total", "counter", "Reads that waited for the source.", |told| {
-        told.facts.service.counters.misses
-    }),
-    ("cache_bytes", "gauge", "Memory in use by the cache and by reads.", |told| {
-        told.facts.service.cache.used
-    }),
-    ("cache_limit_bytes", "gauge", "Memory that the cache may use.", |told| {
-        told.facts.service.cache.budget
-    }),
-    ("source_bytes_total", "counter", "Bytes read from the source.", |told| {
-        told.facts.service.counters.source_bytes
-    }),
-    (
-        "source_timeouts_total",
-        "counter",
-        "Requests to the source without an answer in time.",
-        |told| told.facts.service.counters.source_timeouts,
-    ),
-    ("source_requests_in_flight", "gauge", "Reads of the source under way.", |told| {
-        told.facts.service.counters.source_reads_now
+    ("source_requests_in_flight", "Reads of the source under way.", |it| {
+        it.counters.source_reads_now
     }),
     (
         "source_requests_stuck",
-        "gauge",
         "Reads of the source past their deadline that the kernel has not returned.",
-        |told| told.facts.service.counters.source_stuck_now,
+        |it| it.counters.source_stuck_now,
     ),
-    ("prefetch_bytes_total", "counter", "Bytes read ahead of the readers.", |told| {
-        told.facts.service.counters.prefetched_bytes
+    ("prefetch_bytes_total", "Bytes read ahead of the readers.", |it| it.counters.prefetched_bytes),
+    ("prefetch_useful_bytes_total", "Bytes read ahead that were requested later.", |it| {
+        it.counters.prefetch_used_bytes
     }),
-    (
-        "prefetch_useful_bytes_total",
-        "counter",
-        "Bytes read ahead that were requested later.",
-        |told| told.facts.service.counters.prefetch_used_bytes,
-    ),
-    (
-        "prefetch_wasted_bytes_total",
-        "counter",
-        "Bytes read ahead that were dropped unread.",
-        |told| told.facts.service.counters.prefetch_wasted_bytes,
-    ),
-    ("reads_queued", "gauge", "Reads that wait for memory.", |told| {
-        told.facts.service.counters.reads_queued_now
+    ("prefetch_wasted_bytes_total", "Bytes read ahead that were dropped unread.", |it| {
+        it.counters.prefetch_wasted_bytes
     }),
-    (
-        "checksum_mismatches_total",
-        "counter",
-        "Tensors and headers that differ from their checksums.",
-        |told| told.facts.service.counters.checksum_mismatches,
-    ),
-    ("checked_bytes_total", "counter", "Bytes that were compared with their checksums.", |told| {
-        told.facts.service.counters.checked_bytes
+    ("reads_queued", "Reads that wait for memory.", |it| it.counters.reads_queued_now),
+    ("checksum_mismatches_total", "Tensors and headers that differ from their checksums.", |it| {
+        it.counters.checksum_mismatches
     }),
-    ("log_lines_dropped_total", "counter", "Lines that a blocked or full log has lost.", |told| {
-        told.facts.service.log_lines_dropped
+    ("checked_bytes_total", "Bytes that were compared with their checksums.", |it| {
+        it.counters.checked_bytes
     }),
-    (
-        "log_lines_limited_total",
-        "counter",
-        "Errors of requests that were too many for the log.",
-        |told| told.facts.service.log_lines_limited,
-    ),
-    ("open_files", "gauge", "Open handles of files.", |told| told.facts.service.open_files as u64),
-    ("worker_start_time_seconds", "gauge", "Start of the worker, in seconds since 1970.", |told| {
-        told.started_unix
+    ("log_lines_dropped_total", "Lines that a blocked or full log has lost.", |it| {
+        it.log_lines_dropped
     }),
+    ("log_lines_limited_total", "Errors of requests that were too many for the log.", |it| {
+        it.log_lines_limited
+    }),
+    ("open_files", "Open handles of files.", |it| it.open_files as u64),
 ];
 
-/// A counter: name, help, and its place in the answer about a `T`.
-type RowOf<T> = (&'static str, &'static str, fn(&T) -> u64);
-
 /// Counters of each server of a mount with a remote source.
-const ENDPOINT_ROWS: &[RowOf<EndpointStatus>] = &[
+const ENDPOINT_ROWS: &[Row<EndpointStatus>] = &[
     ("remote_requests_total", "Requests to servers.", |it| it.requests),
     ("remote_retries_total", "Requests that were sent again after a failure.", |it| it.retries),
     ("remote_hedges_total", "Requests that were sent twice, because the first was slow.", |it| {
@@ -107,7 +72,7 @@ const ENDPOINT_ROWS: &[RowOf<EndpointStatus>] = &[
 ];
 
 /// Counters of the disk caches of a mount with a remote source.
-const DISK_ROWS: &[RowOf<DiskCacheStatus>] = &[
+const DISK_ROWS: &[Row<DiskCacheStatus>] = &[
     ("disk_cache_found_bytes_total", "Bytes that disk caches had.", |it| it.found_bytes),
     ("disk_cache_missed_bytes_total", "Bytes that disk caches lacked.", |it| it.missed_bytes),
     ("disk_cache_stored_bytes_total", "Bytes stored in disk caches.", |it| it.stored_bytes),
@@ -145,11 +110,16 @@ pub(super) fn write(
         .filter_map(|(mount, answer)| Some((mount.name.as_str(), answer.as_ref()?)))
         .collect();
     page.memory(&rows);
-    for (name, kind, help, value) in ROWS {
-        page.head(name, kind, help);
+    for (name, help, value) in ROWS {
+        page.head(name, kind_of(name), help);
         for (mount, answer) in &answered {
-            page.sample(name, &[("mount", mount)], value(answer) as f64);
+            page.sample(name, &[("mount", mount)], value(&answer.facts.service) as f64);
         }
+    }
+    let name = "worker_start_time_seconds";
+    page.head(name, "gauge", "Start of the worker, in seconds since 1970.");
+    for (mount, answer) in &answered {
+        page.sample(name, &[("mount", mount)], answer.started_unix as f64);
     }
     page.labelled(
         &answered,
@@ -181,6 +151,10 @@ pub(super) fn write(
 }
 
 struct Page(String);
+
+fn kind_of(name: &str) -> &'static str {
+    if name.ends_with("_total") { "counter" } else { "gauge" }
+}
 
 impl Page {
     fn head(&mut self, name: &str, kind: &str, help: &str) {

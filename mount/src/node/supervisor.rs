@@ -21,6 +21,7 @@ use nix::unistd::Pid;
 use tensorfs::internal::error::{counted, shown_path};
 use tensorfs::internal::mountinfo;
 
+use super::channel::Order;
 use super::config::{Config, ConfigError, MountConfig};
 use super::metrics::{Board, Exporter};
 use super::mounts::ServiceMount;
@@ -331,7 +332,7 @@ impl Supervisor {
             match mount.take_worker() {
                 Some(worker) if is_handed => workers.push((name, worker)),
                 // Its readers have some seconds more.
-                Some(worker) if has_moved => worker.stop(),
+                Some(worker) if has_moved => worker.order(&Order::Stop),
                 // Nobody reads this mount yet.
                 Some(worker) => worker.signal(Signal::SIGKILL),
                 None if !handed.is_empty() => stored.insert(name, handed),
@@ -391,7 +392,7 @@ impl Supervisor {
     }
 
     fn end_worker(&mut self, name: String, worker: WorkerProcess) {
-        worker.stop();
+        worker.order(&Order::Stop);
         self.leaving.push(Leaving { worker, name, ticks: 0, is_killed: false });
     }
 

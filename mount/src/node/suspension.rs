@@ -29,6 +29,7 @@ use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 use tensorfs::internal::error::{counted, shown_path};
 
+use super::channel::Order;
 use super::worker_process::{End, WorkerProcess};
 use crate::daemon::handover::state_version;
 use crate::daemon::inherited::HANDED_OVER;
@@ -367,17 +368,17 @@ impl Suspension {
             worker.receive();
             if worker.is_mounted && !*is_told {
                 *is_told = true;
-                worker.prepare();
+                worker.order(&Order::Prepare);
             }
             if let Some(state) = worker.take_state() {
                 match state {
                     Ok(state) => {
                         *fds = state;
-                        worker.give();
+                        worker.order(&Order::Give);
                     }
                     Err(reason) => {
                         tracing::error!("mount {name}: {reason}; its readers get errors");
-                        worker.stop();
+                        worker.order(&Order::Stop);
                     }
                 }
             }
@@ -400,7 +401,7 @@ impl Suspension {
         });
         if !self.are_ordered && self.giving.iter().all(|giving| giving.worker.is_prepared) {
             (self.are_ordered, self.ticks) = (true, 0);
-            self.giving.iter().for_each(|giving| giving.worker.hand_over());
+            self.giving.iter().for_each(|giving| giving.worker.order(&Order::HandOver));
         }
         self.giving.is_empty()
     }

@@ -316,37 +316,16 @@ impl WorkerProcess {
         Some(self.end.take().unwrap_or_else(|| End::Failed(why())))
     }
 
-    /// Orders it to unmount and to end.
-    pub(super) fn stop(&self) {
-        if self.channel.send(&Order::Stop, &[]).is_err() {
-            self.signal(Signal::SIGTERM);
+    /// Sends it an order. A worker that takes none is ended by a signal.
+    pub(super) fn order(&self, order: &Order) {
+        if self.channel.send(order, &[]).is_err() {
+            self.signal(if *order == Order::Give { Signal::SIGKILL } else { Signal::SIGTERM });
         }
     }
 
-    /// Orders it to tell when it can hand over its mount without a wait for the source.
-    pub(super) fn prepare(&self) {
-        if self.channel.send(&Order::Prepare, &[]).is_err() {
-            self.signal(Signal::SIGTERM);
-        }
-    }
-
-    /// Orders it to stop reading requests, and to send what another worker needs to go on.
-    pub(super) fn hand_over(&self) {
-        if self.channel.send(&Order::HandOver, &[]).is_err() {
-            self.signal(Signal::SIGTERM);
-        }
-    }
-
-    /// The answer to `hand_over`, once.
+    /// The answer to [`Order::HandOver`], once.
     pub(super) fn take_state(&mut self) -> Option<Result<Vec<OwnedFd>, String>> {
         self.state.take()
-    }
-
-    /// Orders it to end without an unmount, after `hand_over`.
-    pub(super) fn give(&self) {
-        if self.channel.send(&Order::Give, &[]).is_err() {
-            self.signal(Signal::SIGKILL);
-        }
     }
 
     /// Orders it to open its log file anew.

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,7 @@ use super::handover::{Giver, MountIdentity, Received};
 use super::place;
 use super::read_path::ReadPath;
 use super::server::KernelServer;
-use super::stalled::{READ_MANY, READ_NONE, probe_path, unless_stalled};
+use super::stalled::{READ_MANY, READ_NONE, probe_path, run_until, unless_stalled};
 use super::status::{Listable, Status};
 use super::target::{check_links, check_nesting, check_target, warn_of_content};
 use crate::fs::adapter::TensorFs;
@@ -569,26 +569,12 @@ impl Running {
     /// Waits for a probe process that stats the root of the mount. A process that waits for its own
     /// mount could not be killed, because its exit would wait for the answer.
     fn wait_for_answer(&self) -> io::Result<()> {
-        let mut probe = Command::new("/proc/self/exe")
-            .arg0("tensorfs")
-            .args(PROBE)
-            .arg(&self.target)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn()?;
-        let started = Instant::now();
-        loop {
-            match probe.try_wait()? {
-                Some(status) if status.success() => return Ok(()),
-                Some(status) => {
-                    return Err(io::Error::other(format!("the probe ended with {status}")));
-                }
-                None if started.elapsed() > ANSWER_TIMEOUT => {
-                    let _ = probe.kill();
-                    return Err(io::ErrorKind::TimedOut.into());
-                }
-                None => std::thread::sleep(Duration::from_millis(1)),
-            }
+        let mut probe = Command::new("/proc/self/exe");
+        probe.arg0("tensorfs").args(PROBE).arg(&self.target);
+        match run_until(probe, Instant::now() + ANSWER_TIMEOUT)? {
+            Some(ended) if ended.status.success() => Ok(()),
+            Some(ended) => Err(io::Error::other(format!("the probe ended with {}", ended.status))),
+            None => Err(io::ErrorKind::TimedOut.into()),
         }
     }
 

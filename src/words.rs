@@ -61,6 +61,15 @@ macro_rules! words {
             }
         }
 
+        impl ::serde::Serialize for $type {
+            fn serialize<S: ::serde::Serializer>(
+                &self,
+                serializer: S,
+            ) -> ::std::result::Result<S::Ok, S::Error> {
+                serializer.serialize_str(self.as_str())
+            }
+        }
+
         impl ::std::str::FromStr for $type {
             type Err = $crate::UnknownWord;
 

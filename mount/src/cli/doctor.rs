@@ -13,7 +13,8 @@ use std::fmt::Write;
 use std::io::IsTerminal;
 
 use clap::builder::styling::{AnsiColor, Style};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::json;
 use tensorfs::internal::error::{is_url, shown};
 use tensorfs::words;
 
@@ -36,7 +37,7 @@ words! {
 }
 
 /// One line of the report.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Serialize)]
 struct Check {
     name: &'static str,
     state: Health,
@@ -61,15 +62,6 @@ impl Check {
 
     fn unknown(name: &'static str, found: impl Into<String>) -> Check {
         Check { state: Health::Unknown, ..Check::ok(name, found) }
-    }
-
-    fn to_json(&self) -> Value {
-        json!({
-            "name": self.name,
-            "state": self.state.as_str(),
-            "found": self.found,
-            "advice": self.advice,
-        })
     }
 }
 
@@ -108,7 +100,7 @@ pub(super) fn run(args: &args::DoctorArgs) -> Outcome {
             "ok": failure.is_none(),
             "class": failure.map(|failure| failure.kind().as_str()),
             "error": failure.map(Failure::message),
-            "checks": checks.iter().map(Check::to_json).collect::<Value>(),
+            "checks": checks,
         }))?;
     } else {
         print_bytes(table(&checks, in_colour()).as_bytes())?;

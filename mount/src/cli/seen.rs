@@ -70,7 +70,6 @@ pub(super) struct Seen {
     /// The mount point.
     #[serde(serialize_with = "as_name")]
     pub target: PathBuf,
-    #[serde(serialize_with = "as_word")]
     pub state: MountState,
     pub owner: Option<u32>,
     /// `None` for the mount of another user.
@@ -98,10 +97,6 @@ pub(super) struct Seen {
 pub(super) struct Memory {
     pub rss: Option<u64>,
     pub peak: Option<u64>,
-}
-
-fn as_word<S: Serializer>(state: &MountState, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(state.as_str())
 }
 
 fn as_name<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde::Serialize;
 use serde_json::{Value, json};
 use tensorfs::words;
 
@@ -56,7 +57,7 @@ impl Run {
     fn json(&self) -> Value {
         json!({
             "ops_per_s": self.ops(),
-            "threads": self.threads.iter().map(Taken::json).collect::<Vec<_>>(),
+            "threads": self.threads,
             "read_ahead": self.read_ahead,
             "side": self.side.as_str(),
             "round": self.round,
@@ -73,7 +74,7 @@ impl Run {
 }
 
 /// Median and spread of some figures.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 struct Spread {
     median: f64,
     min: f64,
@@ -92,10 +93,6 @@ impl Spread {
             figures.iter().map(|figure| (figure - middle).abs()).collect();
         distances.sort_by(f64::total_cmp);
         Some(Spread { median: middle, min, max, mad: median(&distances) })
-    }
-
-    fn json(self) -> Value {
-        json!({ "median": self.median, "min": self.min, "max": self.max, "mad": self.mad })
     }
 
     fn told(self) -> String {
@@ -169,7 +166,7 @@ impl Measured {
             json!({
                 "name": name,
                 "once": own().all(|(_, taken)| taken.threads == 1),
-                "busiest_cpu_s_per_gb": busiest.map(Spread::json),
+                "busiest_cpu_s_per_gb": busiest,
             })
         };
         names.into_iter().map(told).collect()
@@ -198,7 +195,6 @@ impl Measured {
     }
 
     pub(super) fn json(&self) -> Value {
-        let spread = |spread: Option<Spread>| spread.map(Spread::json);
         let reader_cpu =
             |side| Spread::of(self.on(side).filter_map(|run| Some(run.reader_cpu? / run.gb())));
         json!({
@@ -208,19 +204,19 @@ impl Measured {
             "skipped": self.skipped,
             "failed": self.failed,
             "mount": {
-                "gb_per_s": spread(self.gbps(Side::Mount)),
-                "ops_per_s": spread(self.ops(Side::Mount)),
-                "reader_cpu_s_per_gb": spread(reader_cpu(Side::Mount)),
+                "gb_per_s": self.gbps(Side::Mount),
+                "ops_per_s": self.ops(Side::Mount),
+                "reader_cpu_s_per_gb": reader_cpu(Side::Mount),
             },
             "file": {
-                "gb_per_s": spread(self.gbps(Side::File)),
-                "ops_per_s": spread(self.ops(Side::File)),
-                "reader_cpu_s_per_gb": spread(reader_cpu(Side::File)),
+                "gb_per_s": self.gbps(Side::File),
+                "ops_per_s": self.ops(Side::File),
+                "reader_cpu_s_per_gb": reader_cpu(Side::File),
             },
             "ratio_of_medians": self.ratio(),
-            "ratio_of_pairs": spread(self.pairs()),
+            "ratio_of_pairs": self.pairs(),
             "noise": self.noise(),
-            "daemon_cpu_s_per_gb": spread(self.daemon_cpu()),
+            "daemon_cpu_s_per_gb": self.daemon_cpu(),
             "daemon_peak_bytes": self.daemon_peak(),
             "daemon_threads": self.threads(),
             "read_ahead": self.read_ahead(),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use serde_json::{Value, json};
+use serde::Serialize;
 
 /// Nanoseconds of a tick of /proc/PID/stat: every Linux reports 100 ticks a second.
 const TICK_NS: u64 = 10_000_000;
@@ -17,14 +17,16 @@ pub(super) struct Threads {
 }
 
 /// CPU time of the threads of one name between two looks.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Taken {
     /// Their name, without the number at its end.
     pub(super) name: String,
     /// How many there are.
     pub(super) threads: usize,
     /// Seconds of all these threads, and of the busiest one.
+    #[serde(rename = "cpu_s")]
     pub(super) all: f64,
+    #[serde(rename = "busiest_cpu_s")]
     pub(super) busiest: f64,
 }
 
@@ -53,17 +55,6 @@ impl Threads {
             taken.busiest = taken.busiest.max(seconds);
         }
         by_name.into_values().collect()
-    }
-}
-
-impl Taken {
-    pub(super) fn json(&self) -> Value {
-        json!({
-            "name": self.name,
-            "threads": self.threads,
-            "cpu_s": self.all,
-            "busiest_cpu_s": self.busiest,
-        })
     }
 }
 

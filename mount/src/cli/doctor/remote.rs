@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use serde_json::json;
 use tensorfs::internal::error::{counted, shown, shown_path};
 use tensorfs::internal::size::shown_size;
 use tensorfs::internal::source::{StateMark, StoreProbe};
@@ -47,7 +47,7 @@ pub(super) fn run(url: &Path, options: &[String], as_json: bool) -> Outcome {
             "ok": failure.is_none(),
             "class": failure.map(|failure| failure.kind().as_str()),
             "error": failure.map(Failure::message),
-            "checks": checks.iter().map(Check::to_json).collect::<Value>(),
+            "checks": checks,
         }))?;
     } else {
         print_bytes(table(&checks, in_colour()).as_bytes())?;

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use sha1::Sha1;
-use sha2::{Digest, Sha256};
+use sha2::Sha256;
+use sha2::digest::DynDigest;
 use tensorfs::internal::checkpoint::{Checkpoint, VirtualFile};
 use tensorfs::internal::consolidate::{
     Copier, NewFile, OnBytes, Outline, OutlineContent, OutlineFile, OutlineFolder, SourceFiles,
@@ -13,6 +14,7 @@ use tensorfs::internal::consolidate::{
 };
 use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::format::{OutputFormat, names};
+use tensorfs::internal::hash::hex;
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::size::shown_size;
 use tensorfs::internal::source::SecretOrigin;
@@ -182,13 +184,17 @@ impl Conversion<'_> {
         self.keep_source(target)?;
         let spec = FileSpec::saved(&self.checkpoint.name, format);
         let reader = Reader::open(&VirtualFile::new(&self.checkpoint, spec))?;
-        let mut digest = Hash::of(format);
+        let (algorithm, mut digest) = digest_of(format);
         let mut hash = |bytes: &[u8]| digest.update(bytes);
         let content = NewFile::Bytes(&reader);
         self.watched(reader.len(), &mut hash, |watch| {
             copier.write_file(content, target, self.write_options(), watch)
         })?;
-        Ok(WrittenFiles { files: 1, bytes: reader.len(), digest: Some(digest.finish()) })
+        Ok(WrittenFiles {
+            files: 1,
+            bytes: reader.len(),
+            digest: Some((algorithm, hex(&digest.finalize()))),
+        })
     }
 
     /// Writes one tensorizer file, or several if `files` says so.
@@ -345,34 +351,11 @@ fn target(out: &Path, name: &str, to: To) -> Result<PathBuf, Failure> {
     }
 }
 
-/// The digest that `convert` prints for a format.
-enum Hash {
-    /// The checksum that `save_with_checksum` of the bintensors package returns by default.
-    Sha1(Sha1),
-    /// The checksum by which hubs name files.
-    Sha256(Sha256),
-}
-
-impl Hash {
-    fn of(format: OutputFormat) -> Hash {
-        match format {
-            OutputFormat::Bintensors => Hash::Sha1(Sha1::new()),
-            OutputFormat::Safetensors => Hash::Sha256(Sha256::new()),
-        }
-    }
-
-    fn update(&mut self, bytes: &[u8]) {
-        match self {
-            Hash::Sha1(hash) => hash.update(bytes),
-            Hash::Sha256(hash) => hash.update(bytes),
-        }
-    }
-
-    /// The name of the algorithm, and the digest in hexadecimal.
-    fn finish(self) -> (&'static str, String) {
-        match self {
-            Hash::Sha1(hash) => ("sha1", format!("{:x}", hash.finalize())),
-            Hash::Sha256(hash) => ("sha256", format!("{:x}", hash.finalize())),
-        }
+/// The digest that `convert` prints for a format, and its name: the one that `save_with_checksum` of the bintensors
+/// package returns by default, or the one by which hubs name files.
+fn digest_of(format: OutputFormat) -> (&'static str, Box<dyn DynDigest>) {
+    match format {
+        OutputFormat::Bintensors => ("sha1", Box::<Sha1>::default()),
+        OutputFormat::Safetensors => ("sha256", Box::<Sha256>::default()),
     }
 }

@@ -38,6 +38,17 @@ pub enum Content {
     Text(Arc<[u8]>),
 }
 
+impl Content {
+    /// The sources of weights; none of other files.
+    pub fn sources(&self) -> &[Arc<Source>] {
+        match self {
+            Content::Virtual(file) => file.sources(),
+            Content::Whole { proved, .. } => proved.as_slice(),
+            Content::Text(_) => &[],
+        }
+    }
+}
+
 /// A file as a folder shows it.
 #[derive(Clone, Debug)]
 pub struct MountEntry {

@@ -76,6 +76,14 @@ pub(crate) enum NodeKind {
     },
 }
 
+impl NodeKind {
+    /// A file that nobody has opened yet.
+    fn unopened(content: Content, version: String, gate: Option<Arc<ChecksumGate>>) -> NodeKind {
+        let (open, last) = (Mutex::default(), Mutex::default());
+        NodeKind::File { content, version, open, last, gate }
+    }
+}
+
 impl Node {
     fn new(
         ino: u64,
@@ -420,13 +428,7 @@ pub(crate) fn file_node(
     };
     let digest = hash.finalize();
     let version = version_of(&digest);
-    let kind = NodeKind::File {
-        content: shown.content,
-        version,
-        open: Mutex::default(),
-        last: Mutex::default(),
-        gate,
-    };
+    let kind = NodeKind::unopened(shown.content, version, gate);
     Arc::new(Node::new(ino_of(&digest), folder, path, len, newest.unwrap_or_default(), kind))
 }
 
@@ -472,12 +474,7 @@ pub(crate) fn reversioned(node: &Node) -> Node {
     hash.update(node.ino.to_le_bytes());
     if let NodeKind::File { content, version, .. } = &node.kind {
         hash.update(version);
-        let sources = match content {
-            Content::Virtual(file) => file.sources(),
-            Content::Whole { proved, .. } => proved.as_slice(),
-            Content::Text(_) => &[],
-        };
-        for source in sources {
+        for source in content.sources() {
             for word in source.version().lasting().to_words() {
                 hash.update(word.to_le_bytes());
             }
@@ -490,13 +487,9 @@ pub(crate) fn reversioned(node: &Node) -> Node {
 fn numbered(node: &Node, ino: u64, version: String) -> Node {
     let kind = match &node.kind {
         NodeKind::Folder => NodeKind::Folder,
-        NodeKind::File { content, gate, .. } => NodeKind::File {
-            content: content.clone(),
-            version,
-            open: Mutex::default(),
-            last: Mutex::default(),
-            gate: gate.clone(),
-        },
+        NodeKind::File { content, gate, .. } => {
+            NodeKind::unopened(content.clone(), version, gate.clone())
+        }
     };
     Node {
         attributes: Mutex::new(*node.attributes.lock()),

@@ -291,13 +291,8 @@ impl TensorFs {
     fn pack(&self, packer: &mut Packer, node: &Node, open: Option<&OpenContent>) -> CarriedNode {
         let sources: Vec<Arc<Source>> = match (&node.kind, open) {
             (_, Some(open)) => open.sources().to_vec(),
-            (NodeKind::File { content: Content::Virtual(file), .. }, None) => {
-                file.sources().to_vec()
-            }
-            (NodeKind::File { content: Content::Whole { proved, .. }, .. }, None) => {
-                proved.iter().cloned().collect()
-            }
-            _ => Vec::new(),
+            (NodeKind::File { content, .. }, None) => content.sources().to_vec(),
+            (NodeKind::Folder, None) => Vec::new(),
         };
         if open.is_some() {
             sources.iter().for_each(|source| packer.file(source));

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use tensorfs::internal::checkpoint::{Content, FolderId};
+use tensorfs::internal::checkpoint::FolderId;
 use tensorfs::internal::sync::Mutex;
 use tensorfs::internal::version::Version;
 
@@ -67,12 +67,11 @@ impl FileMarks {
         }
         node.set_opened();
         mark.last.into_iter().for_each(|last| node.set_last(last));
-        let sources = match content {
-            Content::Virtual(file) => file.sources(),
-            Content::Whole { proved, .. } => proved.as_slice(),
-            Content::Text(_) => &[],
-        };
-        sources.iter().zip(mark.known).for_each(|(source, known)| source.set_known(known));
+        content
+            .sources()
+            .iter()
+            .zip(mark.known)
+            .for_each(|(source, known)| source.set_known(known));
     }
 
     /// Takes back `times` lookups of a file that is not listed yet. The kernel has no page of a file

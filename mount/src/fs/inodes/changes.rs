@@ -147,13 +147,8 @@ impl SourceWatch {
 /// Whether an entry of folder `id` has bytes of a file of `set`.
 fn is_of_set(tree: &Tree, id: FolderId, set: &Set, entry: &MountEntry) -> bool {
     let folder = tree.folder(id);
-    let sources = match &entry.content {
-        Content::Virtual(file) => file.sources(),
-        Content::Whole { proved, .. } => proved.as_slice(),
-        Content::Text(_) => &[],
-    };
     let mut files = set.files.iter().filter_map(|name| folder.file(name));
-    files.any(|file| sources.iter().any(|source| source.version() == file.version))
+    files.any(|file| entry.content.sources().iter().any(|source| source.version() == file.version))
 }
 
 /// The names of `before` that stand for something else in `now`, or for nothing.

@@ -7,7 +7,6 @@ use std::time::UNIX_EPOCH;
 
 use tensorfs::Result;
 use tensorfs::internal::checkpoint::{Content, FolderId};
-use tensorfs::internal::sync::Mutex;
 use tensorfs::internal::version::{Time, Version};
 
 use super::super::open_file::{OpenContent, OpenFile};
@@ -27,13 +26,7 @@ impl Node {
         version: String,
         content: Content,
     ) -> Node {
-        let kind = NodeKind::File {
-            content,
-            version,
-            open: Mutex::default(),
-            last: Mutex::default(),
-            gate: None,
-        };
+        let kind = NodeKind::unopened(content, version, None);
         let node = Node::new(ino, folder, path, len, mtime, kind);
         node.set_outdated();
         node

@@ -340,16 +340,17 @@ class DLPack:
 class FromNumpy(Numpy):
     """Tensors that another framework makes of arrays of numpy, without a copy where it can."""
 
-    def __init__(self, gpu: int | None, package: str, name: str) -> None:
+    made_by: tuple[str, str]
+    """The module and the function that makes one."""
+
+    def __init__(self, gpu: int | None) -> None:
         super().__init__(gpu)
-        self.finish = getattr(importlib.import_module(package), name)
+        module, function = self.made_by
+        self.finish = getattr(importlib.import_module(module), function)
 
     def is_array(self, tensor: Any) -> bool:
         """Whether it is an array that `finish` takes, and no tensor yet."""
         return isinstance(tensor, self._numpy.ndarray)
-
-    def maker(self, dtype: str) -> None:
-        return None
 
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
         return tensor[steps]
@@ -359,40 +360,35 @@ class Jax(FromNumpy):
     """Arrays of jax."""
 
     name = "flax"
-
-    def __init__(self, gpu: int | None) -> None:
-        super().__init__(gpu, "jax.numpy", "asarray")
+    made_by = ("jax.numpy", "asarray")
 
 
 class TensorFlow(FromNumpy):
     """Tensors of tensorflow."""
 
     name = "tensorflow"
-
-    def __init__(self, gpu: int | None) -> None:
-        super().__init__(gpu, "tensorflow", "convert_to_tensor")
+    made_by = ("tensorflow", "convert_to_tensor")
 
 
 class Mlx(FromNumpy):
     """Arrays of mlx."""
 
     name = "mlx"
-
-    def __init__(self, gpu: int | None) -> None:
-        super().__init__(gpu, "mlx.core", "array")
+    made_by = ("mlx.core", "array")
 
 
 class Paddle(FromNumpy):
     """Tensors of paddle."""
 
     name = "paddle"
+    made_by = ("paddle", "to_tensor")
     # Dtypes that numpy has by ml_dtypes only, and integers of their width.
     _BY_WIDTH = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
     # It would take arrays of 16-bit integers without a sign for bfloat16.
     _LACKS = ("U16", "U32", "U64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
 
     def __init__(self, gpu: int | None) -> None:
-        super().__init__(gpu, "paddle", "to_tensor")
+        super().__init__(gpu)
         self._to_tensor, self.finish = self.finish, self._made_of
 
     def _find(self, dtype: str, name: str) -> Any:

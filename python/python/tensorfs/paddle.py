@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from . import _bytes, _device, _frameworks
 from ._bytes import deserialize
-from ._genuine import genuine
+from ._drop_in import DropIn
 from ._names import Names
 from ._open import Source, safe_open
 from ._serialize import TensorSpec, serialize, serialize_file
@@ -30,7 +29,9 @@ __all__ = [
     "serialize_file",
 ]
 
-_MODULE = "safetensors.paddle"
+_functions: DropIn[paddle.Tensor] = DropIn("paddle")
+save = _functions.save
+save_file = _functions.save_file
 
 _NUMPY = {
     **{word: word for word in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")},
@@ -64,17 +65,3 @@ def load_file(
     """Loads all tensors of a checkpoint, or those that `names` selects. `how` are further arguments of `safe_open`."""
     with safe_open(filename, "paddle", device, backend=backend, **how) as opened:
         return opened.get_tensors(names)
-
-
-def save(tensors: dict[str, paddle.Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """The bytes of a file with these tensors. safetensors writes them and must be installed."""
-    return bytes(genuine(_MODULE).save(tensors, metadata))
-
-
-def save_file(
-    tensors: dict[str, paddle.Tensor],
-    filename: Union[str, "os.PathLike[str]"],
-    metadata: dict[str, str] | None = None,
-) -> None:
-    """Writes these tensors to a file. safetensors writes it and must be installed."""
-    genuine(_MODULE).save_file(tensors, filename, metadata)

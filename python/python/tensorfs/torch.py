@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
-from . import _bytes, _frameworks
 from ._bytes import deserialize
-from ._genuine import genuine
+from ._drop_in import DropIn
 from ._model import load_into_model
 from ._names import Names
 from ._open import Source, safe_open
@@ -32,12 +30,10 @@ __all__ = [
     "storage_size",
 ]
 
-_MODULE = "safetensors.torch"
-
-
-def load(data: bytes) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file in memory, on the CPU."""
-    return _bytes.load(data, _frameworks.find("pt"))
+_functions: DropIn[torch.Tensor] = DropIn("torch")
+load = _functions.load
+save = _functions.save
+save_file = _functions.save_file
 
 
 def load_file(
@@ -66,26 +62,12 @@ def load_model(
     return load_into_model(model, load_file(filename, device, backend=backend, **how), strict)
 
 
-def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """The bytes of a file with these tensors. safetensors writes them and must be installed."""
-    return bytes(genuine(_MODULE).save(tensors, metadata))
-
-
-def save_file(
-    tensors: dict[str, torch.Tensor],
-    filename: Union[str, "os.PathLike[str]"],
-    metadata: dict[str, str] | None = None,
-) -> None:
-    """Writes these tensors to a file. safetensors writes it and must be installed."""
-    genuine(_MODULE).save_file(tensors, filename, metadata)
-
-
 def save_model(
     model: torch.nn.Module, filename: str, metadata: dict[str, str] | None = None, force_contiguous: bool = True
 ) -> None:
     """Writes a model to a file, with one of several names that share memory. safetensors writes it and must be
     installed."""
-    genuine(_MODULE).save_model(model, filename, metadata, force_contiguous)
+    _functions.genuine().save_model(model, filename, metadata, force_contiguous)
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:

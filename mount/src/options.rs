@@ -236,44 +236,10 @@ impl Default for Options {
 
 /// Options without effect here: defaults, options for mount(8) only, and options that do not matter
 /// to a read-only mount.
-const IGNORED: [&str; 36] = [
-    "ro",
-    "defaults",
-    "auto",
-    "noauto",
-    "nofail",
-    "_netdev",
-    "user",
-    "nouser",
-    "users",
-    "nousers",
-    "owner",
-    "noowner",
-    "group",
-    "nogroup",
-    "nodev",
-    "nosuid",
-    "dev",
-    "suid",
-    "diratime",
-    "nodiratime",
-    "relatime",
-    "norelatime",
-    "strictatime",
-    "nostrictatime",
-    "lazytime",
-    "nolazytime",
-    "async",
-    "sync",
-    "dirsync",
-    "mand",
-    "nomand",
-    "silent",
-    "loud",
-    "default_permissions",
-    "iversion",
-    "noiversion",
-];
+const IGNORED: &str = "ro defaults auto noauto nofail _netdev user nouser users nousers \
+    owner noowner group nogroup nodev nosuid dev suid diratime nodiratime relatime norelatime strictatime \
+    nostrictatime lazytime nolazytime async sync dirsync mand nomand silent loud \
+    default_permissions iversion noiversion";
 
 /// Starts of options that are for other programs.
 const IGNORED_STARTS: [&str; 4] = ["x-", "X-", "comment=", "user="];
@@ -369,7 +335,7 @@ impl Options {
             None if table::find(key, true).is_some() => {
                 return Err(format!("option {key} needs a value: {key}=..."));
             }
-            None => IGNORED.contains(&key),
+            None => IGNORED.split(' ').any(|word| word == key),
             Some(_) if table::find(key, false).is_some() => {
                 return Err(format!("option {key} takes no value"));
             }
@@ -378,7 +344,7 @@ impl Options {
         if ignored || sloppy || IGNORED_STARTS.iter().any(|start| option.starts_with(start)) {
             return Ok(());
         }
-        let names = table::rows().map(|row| row.name).chain(IGNORED);
+        let names = table::rows().map(|row| row.name).chain(IGNORED.split(' '));
         Err(format!("unknown option {}{}", quoted(option), hint(key, names)))
     }
 

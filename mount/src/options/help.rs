@@ -165,6 +165,36 @@ mod tests {
         assert!(!of_ls.iter().any(|it| it == "layout=single" || it == "cache="), "{of_ls:?}");
     }
 
+    /// Options, each with title and place in `docs/` of the page that says more.
+    const PAGES: &[(&str, &str, &str)] = &[
+        ("layout", "Views", "guides/views.md"),
+        ("format", "Bintensors", "formats/checkpoints.md#bintensors"),
+        ("config", "Mounting", "guides/mounting.md#config-of-another-folder"),
+        ("views", "Views", "guides/views.md#several-views-in-one-mount"),
+        ("exclude", "Views", "guides/views.md#some-of-the-tensors"),
+        ("rename", "Views", "guides/views.md#other-names"),
+        ("tp", "Views", "guides/views.md#the-slices-of-one-rank"),
+        ("dtype", "Views", "guides/views.md#another-dtype"),
+        ("zero", "Frameworks", "formats/frameworks.md#deepspeed"),
+        ("state", "Formats", "formats/checkpoints.md#files-of-torchsave"),
+        ("key-command", "Tensorizer", "formats/tensorizer.md#encryption"),
+        ("index-dir", "Index", "formats/index.md"),
+        ("cache-dir", "Object stores", "guides/object-stores.md#the-disk-cache"),
+        ("credentials-file", "Object stores", "guides/object-stores.md#credentials-of-one-source"),
+        ("watch", "A store that changes", "reference/semantics.md#a-store-that-changes"),
+        ("access", "Tenants", "operate/security.md#tenants"),
+        ("verify", "Verify", "guides/verify.md#verifyread"),
+        ("assemble", "Assembled copies", "operate/performance.md#assembled-copies"),
+        ("log-format", "Commands", "reference/commands.md#the-log"),
+    ];
+
+    #[test]
+    fn pages_are_of_options() {
+        for (name, _, _) in PAGES {
+            assert!(table::rows().any(|row| row.name == *name), "{name}");
+        }
+    }
+
     /// The tables of `docs/reference/options.md`.
     fn docs() -> String {
         let mut text = String::new();
@@ -176,8 +206,8 @@ mod tests {
                     let name = format!("{}{sign}{syntax}", row.name).replace('|', "`, `");
                     let (first, rest) = explanation.split_at(1);
                     let _ = write!(text, "| `{name}` | {}{rest}.", first.to_uppercase());
-                    if let Some((title, place)) = row.page.filter(|_| number + 1 == row.help.len())
-                    {
+                    let page = PAGES.iter().find(|(name, ..)| *name == row.name);
+                    if let Some((_, title, place)) = page.filter(|_| number + 1 == row.help.len()) {
                         let _ = write!(text, " See [{title}](../{place}).");
                     }
                     text.push_str(" |\n");

@@ -66,9 +66,19 @@ pub(super) struct OptionRow {
     pub(super) shown: Option<fn(&Options) -> Value>,
     /// Syntax and explanation of its values.
     pub(super) help: &'static [(&'static str, &'static str)],
-    /// Title of the page that says more, and its place in `docs/`.
-    #[cfg_attr(not(test), allow(dead_code, reason = "a test compares docs/reference/options.md"))]
-    pub(super) page: Option<(&'static str, &'static str)>,
+}
+
+/// Rows that the same commands take.
+pub(super) const fn for_all<const N: usize>(
+    commands: Use,
+    mut rows: [OptionRow; N],
+) -> [OptionRow; N] {
+    let mut index = 0;
+    while index < N {
+        rows[index].commands = Some(commands);
+        index += 1;
+    }
+    rows
 }
 
 impl OptionRow {
@@ -78,7 +88,7 @@ impl OptionRow {
         help: &'static [(&'static str, &'static str)],
     ) -> OptionRow {
         let effect = Effect::Value(set);
-        OptionRow { name, repeats: false, commands: None, effect, shown: None, help, page: None }
+        OptionRow { name, repeats: false, commands: None, effect, shown: None, help }
     }
 
     /// An option of the view, which has its parser and its value.
@@ -109,11 +119,6 @@ impl OptionRow {
 
     pub(super) const fn shown(mut self, value: fn(&Options) -> Value) -> OptionRow {
         self.shown = Some(value);
-        self
-    }
-
-    pub(super) const fn page(mut self, title: &'static str, place: &'static str) -> OptionRow {
-        self.page = Some((title, place));
         self
     }
 

@@ -17,7 +17,7 @@ use tensorfs::internal::view::{LAYOUTS, NamedViews};
 use tensorfs::internal::words::UnknownWord;
 
 use super::access::AccessRule;
-use super::row::{OptionGroup, OptionRow, Use, set_view};
+use super::row::{OptionGroup, OptionRow, Use, for_all, set_view};
 use super::{CACHE_DEFAULT, IndexDir, Options};
 
 /// Largest cache: a larger value is a typing error.
@@ -97,8 +97,8 @@ fn size_in(sizes: RangeInclusive<u64>, expected: &str, value: &str) -> Result<Op
 /// All mount options of tensorfs, in the order of the help.
 pub(super) const GROUPS: &[OptionGroup] = &[
     OptionGroup { title: "Files", rows: FILES },
-    OptionGroup { title: "Tensors", rows: TENSORS },
-    OptionGroup { title: "Source", rows: SOURCE },
+    OptionGroup { title: "Tensors", rows: &for_all(Use::View, TENSORS) },
+    OptionGroup { title: "Source", rows: &for_all(Use::Source, SOURCE) },
     OptionGroup { title: "Changes of the source", rows: CHANGES },
     OptionGroup { title: "Users and permissions", rows: USERS },
     OptionGroup { title: "Reading", rows: READING },
@@ -127,8 +127,7 @@ const FILES: &[OptionRow] = &[
             (HUB, "a folder of models as a cache of the Hugging Face hub, for HF_HUB_CACHE"),
         ],
     )
-    .for_commands(Use::Layout)
-    .page("Views", "guides/views.md"),
+    .for_commands(Use::Layout),
     OptionRow::view(
         "format",
         &[
@@ -136,8 +135,7 @@ const FILES: &[OptionRow] = &[
             ("bintensors", "it is NAME.bt, as the bintensors package would write it"),
         ],
     )
-    .for_commands(Use::Format)
-    .page("Bintensors", "formats/checkpoints.md#bintensors"),
+    .for_commands(Use::Format),
     OptionRow::view(
         "weight-map",
         &[
@@ -159,8 +157,7 @@ const FILES: &[OptionRow] = &[
              without weights; they win over those of the source",
         )],
     )
-    .for_commands(Use::Files)
-    .page("Mounting", "guides/mounting.md#config-of-another-folder"),
+    .for_commands(Use::Files),
     OptionRow::value(
         "views",
         |options, value| {
@@ -175,31 +172,25 @@ const FILES: &[OptionRow] = &[
              options about files and tensors as keys",
         )],
     )
-    .for_commands(Use::Views)
-    .page("Views", "guides/views.md#several-views-in-one-mount"),
+    .for_commands(Use::Views),
 ];
 
 /// The tensors in them.
-const TENSORS: &[OptionRow] = &[
+const TENSORS: [OptionRow; 8] = [
     OptionRow::view(
         "include",
         &[("GLOB", "only tensors whose names match; may be given more than once")],
     )
-    .repeats()
-    .for_commands(Use::View),
+    .repeats(),
     OptionRow::view(
         "exclude",
         &[("GLOB", "no tensors whose names match; may be given more than once")],
     )
-    .repeats()
-    .for_commands(Use::View)
-    .page("Views", "guides/views.md#some-of-the-tensors"),
+    .repeats(),
     OptionRow::view(
         "rename",
         &[("FILE", "other names for tensors, and tensors split or joined, by the rules in FILE")],
-    )
-    .for_commands(Use::View)
-    .page("Views", "guides/views.md#other-names"),
+    ),
     OptionRow::view(
         "tp",
         &[(
@@ -207,19 +198,12 @@ const TENSORS: &[OptionRow] = &[
             "the slices of N tensor-parallel ranks, each as a folder tp-N/rank-R; with rank=, those of \
              one",
         )],
-    )
-    .for_commands(Use::View)
-    .page("Views", "guides/views.md#the-slices-of-one-rank"),
-    OptionRow::view(
-        "rank",
-        &[("R", "with tp=N, the rank, from 0 to N-1")],
-    )
-    .for_commands(Use::View),
+    ),
+    OptionRow::view("rank", &[("R", "with tp=N, the rank, from 0 to N-1")]),
     OptionRow::view(
         "tp-rules",
         &[("FILE", "with tp=N, how tensors are cut; the default is by the model's config.json")],
-    )
-    .for_commands(Use::View),
+    ),
     OptionRow::view(
         "dtype",
         &[
@@ -230,19 +214,16 @@ const TENSORS: &[OptionRow] = &[
             ("map=FILE", "cast as FILE says: {\"TENSOR\": \"BF16\", ...} in JSON"),
             ("like:FILE", "cast to the dtypes that the tensors have in the checkpoint FILE"),
         ],
-    )
-    .for_commands(Use::View)
-    .page("Views", "guides/views.md#another-dtype"),
+    ),
     OptionRow::view(
         "keep",
         &[("GLOB", "with dtype=, tensors that stay as they are; may be given more than once")],
     )
-    .repeats()
-    .for_commands(Use::View),
+    .repeats(),
 ];
 
 /// How the source is found, proved and opened.
-const SOURCE: &[OptionRow] = &[
+const SOURCE: [OptionRow; 17] = [
     OptionRow::value(
         "prefer",
         |options, value| word(&mut options.open.prefer, value),
@@ -254,8 +235,7 @@ const SOURCE: &[OptionRow] = &[
             ),
             ("shards", "show the sharded set, as diffusers does"),
         ],
-    )
-    .for_commands(Use::Source),
+    ),
     OptionRow::value(
         "zero",
         |options, value| word(&mut options.open.zero, value),
@@ -263,9 +243,7 @@ const SOURCE: &[OptionRow] = &[
             ("module", "of DeepSpeed ZeRO-1 and ZeRO-2 show the weights of the model (default)"),
             ("fp32", "show those of the optimizer in F32, as zero_to_fp32.py writes them"),
         ],
-    )
-    .for_commands(Use::Source)
-    .page("Frameworks", "formats/frameworks.md#deepspeed"),
+    ),
     OptionRow::value(
         "state",
         |options, value| word(&mut options.open.state, value),
@@ -277,9 +255,7 @@ const SOURCE: &[OptionRow] = &[
                  and random numbers",
             ),
         ],
-    )
-    .for_commands(Use::Source)
-    .page("Formats", "formats/checkpoints.md#files-of-torchsave"),
+    ),
     OptionRow::value(
         "follow",
         |options, value| {
@@ -291,8 +267,7 @@ const SOURCE: &[OptionRow] = &[
             "also show the targets of links that lead into DIR; may be given more than once",
         )],
     )
-    .repeats()
-    .for_commands(Use::Source),
+    .repeats(),
     OptionRow::value(
         "expect-shards",
         |options, value| {
@@ -301,8 +276,7 @@ const SOURCE: &[OptionRow] = &[
             Ok(())
         },
         &[("N", "refuse a checkpoint that is not made of N shard files")],
-    )
-    .for_commands(Use::Source),
+    ),
     OptionRow::value(
         "reference",
         |options, value| set(&mut options.open.reference, path(value)),
@@ -311,8 +285,7 @@ const SOURCE: &[OptionRow] = &[
             "refuse a checkpoint that differs in names, dtypes or shapes from FILE: a safetensors \
              file, a manifest of `verify`, or a weight map (names only)",
         )],
-    )
-    .for_commands(Use::Source),
+    ),
     OptionRow::value(
         "key-file",
         |options, value| options.set_secret(SecretOrigin::KeyFile(text(value)?.into())),
@@ -321,14 +294,12 @@ const SOURCE: &[OptionRow] = &[
             "the key of encrypted tensorizer files: 32 bytes, or 64 hexadecimal digits; default: \
              $TENSORFS_KEY_FILE",
         )],
-    )
-    .for_commands(Use::Source),
+    ),
     OptionRow::value(
         "passphrase-file",
         |options, value| options.set_secret(SecretOrigin::PassphraseFile(text(value)?.into())),
         &[("FILE", "the passphrase of encrypted files; default: $TENSORFS_PASSPHRASE_FILE")],
-    )
-    .for_commands(Use::Source),
+    ),
     OptionRow::value(
         "key-command",
         |options, value| options.set_secret(SecretOrigin::KeyCommand(text(value)?.into())),
@@ -336,9 +307,7 @@ const SOURCE: &[OptionRow] = &[
             "COMMAND",
             "a command for sh that writes the key, as in a key file; default: $TENSORFS_KEY_COMMAND",
         )],
-    )
-    .for_commands(Use::Source)
-    .page("Tensorizer", "formats/tensorizer.md#encryption"),
+    ),
     OptionRow::value(
         "index-dir",
         |options, value| {
@@ -351,9 +320,7 @@ const SOURCE: &[OptionRow] = &[
              checksums (default: $XDG_CACHE_HOME/tensorfs or ~/.cache/tensorfs, for root \
              /var/cache/tensorfs); none: nowhere; $TENSORFS_INDEX_DIR is the same for all commands",
         )],
-    )
-    .for_commands(Use::Source)
-    .page("Index", "formats/index.md"),
+    ),
     OptionRow::value(
         "cache-dir",
         |options, value| {
@@ -367,9 +334,7 @@ const SOURCE: &[OptionRow] = &[
              other commands none; $TENSORFS_CACHE_DIR is the same for all",
         )],
     )
-    .for_commands(Use::Source)
-    .shown(|options| options.disk_cache.shown())
-    .page("Object stores", "guides/object-stores.md#the-disk-cache"),
+    .shown(|options| options.disk_cache.shown()),
     OptionRow::value(
         "cache-dir-size",
         |options, value| {
@@ -382,7 +347,6 @@ const SOURCE: &[OptionRow] = &[
              GiB)",
         )],
     )
-    .for_commands(Use::Source)
     .shown(|options| json!(options.disk_cache.size)),
     OptionRow::value(
         "credentials-file",
@@ -394,29 +358,24 @@ const SOURCE: &[OptionRow] = &[
              Azure a connection string, for the hub a token, for HTTP as .netrc",
         )],
     )
-    .for_commands(Use::Source)
-    .shown(|options| shown_file(options.remote.credentials_file.as_deref()))
-    .page("Object stores", "guides/object-stores.md#credentials-of-one-source"),
+    .shown(|options| shown_file(options.remote.credentials_file.as_deref())),
     OptionRow::value(
         "profile",
         |options, value| set(&mut options.remote.profile, text(value).map(Some)),
         &[("NAME", "the profile of S3, before the keys of the environment; default: $AWS_PROFILE")],
     )
-    .for_commands(Use::Source)
     .shown(|options| json!(options.remote.profile)),
     OptionRow::value(
         "endpoint",
         |options, value| set(&mut options.remote.endpoint, server(value)),
         &[("URL", "the server of a remote source, as http(s)://HOST[:PORT]; http:// URLs have it")],
     )
-    .for_commands(Use::Source)
     .shown(|options| json!(options.remote.endpoint)),
     OptionRow::value(
         "region",
         |options, value| set(&mut options.remote.region, text(value).map(Some)),
         &[("NAME", "the region of S3; default: $AWS_REGION")],
     )
-    .for_commands(Use::Source)
     .shown(|options| json!(options.remote.region)),
     OptionRow::value(
         "ca-file",
@@ -427,7 +386,6 @@ const SOURCE: &[OptionRow] = &[
              $AWS_CA_BUNDLE",
         )],
     )
-    .for_commands(Use::Source)
     .shown(|options| shown_file(options.remote.ca_file.as_deref())),
 ];
 
@@ -446,8 +404,7 @@ const CHANGES: &[OptionRow] = &[
              `serve` auto)",
         )],
     )
-    .shown(|options| json!(options.watch().as_str()))
-    .page("A store that changes", "reference/semantics.md#a-store-that-changes"),
+    .shown(|options| json!(options.watch().as_str())),
     OptionRow::value(
         "watch-interval",
         |options, value| set(&mut options.watch_interval, seconds(value)),
@@ -483,8 +440,7 @@ const USERS: &[OptionRow] = &[
              given more than once, the first that matches counts; needs allow_other",
         )],
     )
-    .repeats()
-    .page("Tenants", "operate/security.md#tenants"),
+    .repeats(),
     OptionRow::value(
         "uid",
         |options, value| set(&mut options.uid, id(value)),
@@ -545,8 +501,7 @@ const READING: &[OptionRow] = &[
              recorded before its first bytes are handed out (default: none)",
         )],
     )
-    .shown(|options| json!(options.verify.as_str()))
-    .page("Verify", "guides/verify.md#verifyread"),
+    .shown(|options| json!(options.verify.as_str())),
     OptionRow::value(
         "io",
         |options, value| word(&mut options.io, value),
@@ -596,8 +551,7 @@ const READING: &[OptionRow] = &[
             "write virtual files that are read often into DIR, and let the kernel serve \
              those; needs root",
         )],
-    )
-    .page("Assembled copies", "operate/performance.md#assembled-copies"),
+    ),
     OptionRow::value(
         "assemble-size",
         |options, value| {
@@ -631,8 +585,7 @@ const PLACE: &[OptionRow] = &[
             "form of log lines: fields for the journal where it is reached and text elsewhere \
              (auto), text, a JSON object a line, or the journal and nothing else",
         )],
-    )
-    .page("Commands", "reference/commands.md#the-log"),
+    ),
     OptionRow::flag("rw", |options| options.rw = true, &[]),
     OptionRow::flag("noexec", |options| options.noexec = true, &[]),
     OptionRow::flag("exec", |options| options.noexec = false, &[]),

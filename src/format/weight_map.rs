@@ -1,5 +1,6 @@
 //! The weight map of Hugging Face checkpoints (`*.safetensors.index.json`): tensor to shard.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 
@@ -84,8 +85,7 @@ impl FromIterator<(String, String)> for ShardOf {
         let by_name: BTreeMap<String, String> = pairs.into_iter().collect();
         let mut filler = Filler::default();
         for (name, file) in &by_name {
-            filler.begin(name);
-            filler.end(file);
+            filler.add(name, file);
         }
         filler.shard_of
     }
@@ -96,17 +96,13 @@ impl FromIterator<(String, String)> for ShardOf {
 struct Filler {
     shard_of: ShardOf,
     known: HashMap<String, u32>,
-    name: (u32, u32),
 }
 
 impl Filler {
-    fn begin(&mut self, name: &str) {
+    fn add(&mut self, name: &str, file: &str) {
         let begin = self.shard_of.names.len() as u32;
         self.shard_of.names.push_str(name);
-        self.name = (begin, self.shard_of.names.len() as u32);
-    }
-
-    fn end(&mut self, file: &str) {
+        let end = self.shard_of.names.len() as u32;
         let files = &mut self.shard_of.files;
         let last = self.shard_of.rows.last().map(|row| row.2);
         let number = match last.filter(|&last| files[last as usize] == file) {
@@ -121,40 +117,13 @@ impl Filler {
                 }
             },
         };
-        self.shard_of.rows.push((self.name.0, self.name.1, number));
+        self.shard_of.rows.push((begin, end, number));
     }
 }
 
-/// Puts the next string into a `Filler`: a tensor name, or its file.
-struct StringSeed<'a> {
-    filler: &'a mut Filler,
-    is_name: bool,
-}
-
-impl<'de> DeserializeSeed<'de> for StringSeed<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_str(self)
-    }
-}
-
-impl Visitor<'_> for StringSeed<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string")
-    }
-
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<(), E> {
-        if self.is_name {
-            self.filler.begin(text)
-        } else {
-            self.filler.end(text)
-        }
-        Ok(())
-    }
-}
+/// A string of the text, copied only where it has escapes.
+#[derive(Deserialize)]
+struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
 
 impl<'de> Deserialize<'de> for ShardOf {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<ShardOf, D::Error> {
@@ -169,11 +138,8 @@ impl<'de> Deserialize<'de> for ShardOf {
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ShardOf, A::Error> {
                 let mut filler = Filler::default();
-                while map
-                    .next_key_seed(StringSeed { filler: &mut filler, is_name: true })?
-                    .is_some()
-                {
-                    map.next_value_seed(StringSeed { filler: &mut filler, is_name: false })?;
+                while let Some((Text(name), Text(file))) = map.next_entry()? {
+                    filler.add(&name, &file);
                 }
                 let mut found = filler.shard_of;
                 if found.sort() { Ok(found) } else { Err(de::Error::custom("a name twice")) }

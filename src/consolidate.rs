@@ -112,10 +112,8 @@ impl Copier {
             mode.set(partial.file(), there.mode()).map_err(failed)?;
             partial.file().sync_all().map_err(failed)?;
         }
-        match partial.publish(target, options.replace).and_then(|()| sync_folder(folder)) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(made_meanwhile(target)),
-            other => other.map_err(failed),
-        }
+        let published = partial.publish(target, options.replace);
+        named(target, published.and_then(|()| sync_folder(folder)))
     }
 }
 
@@ -211,10 +209,7 @@ impl MemoryFile {
         let set = mode.map(|mode| partial.file().set_permissions(Permissions::from_mode(mode)));
         let synced = set.unwrap_or(Ok(())).and_then(|()| partial.file().sync_all());
         let published = synced.and_then(|()| partial.publish(target, *replace));
-        match published.and_then(|()| sync_folder(folder_of(target))) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(made_meanwhile(target)),
-            other => other.map_err(|e| Error::io(target, "write", e)),
-        }
+        named(target, published.and_then(|()| sync_folder(folder_of(target))))
     }
 }
 
@@ -233,11 +228,17 @@ fn in_the_way(target: &Path, what: &str) -> Error {
     Error::usage(format!("{target}: {what}; remove it, or write somewhere else"))
 }
 
-/// A file or folder of another program, which took the name after this run looked.
-fn made_meanwhile(target: &Path) -> Error {
-    let target = shown_path(target);
-    let message = "was made by another program while this one wrote; it is as it was made";
-    Error::usage(format!("{target}: {message}"))
+/// The outcome of giving a file or folder its name, which another program may have taken since this
+/// run looked.
+fn named(target: &Path, outcome: io::Result<()>) -> Result<()> {
+    outcome.map_err(|e| {
+        if e.kind() != io::ErrorKind::AlreadyExists {
+            return Error::io(target, "write", e);
+        }
+        let target = shown_path(target);
+        let message = "was made by another program while this one wrote; it is as it was made";
+        Error::usage(format!("{target}: {message}"))
+    })
 }
 
 /// Refuses to write `len` bytes if the file system of `folder` says that it has not so much space.

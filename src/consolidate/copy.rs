@@ -138,15 +138,12 @@ impl Copier {
         }
         target.read_back();
         let compare = |number| {
-            let WrittenRange { range, digest } = &written[number as usize];
+            let written = &written[number as usize];
+            let range = &written.range;
             let mut bytes = self.sweep.buffer(range)?;
             target.read(&mut bytes, range.start).map_err(|e| Error::io(shown, "read", e))?;
-            if Digest::of(&bytes) == *digest {
-                return Ok(range.end - range.start);
-            }
-            let message =
-                format!("bytes {}..{} read back differ from those written", range.start, range.end);
-            Err(Error::io(shown, "verify", std::io::Error::other(message)))
+            written.compare(&Digest::of(&bytes), shown)?;
+            Ok(range.end - range.start)
         };
         self.sweep.in_order(written.len() as u64, &compare, &mut |len| (watch.progress)(len))
     }

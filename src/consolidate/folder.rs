@@ -17,9 +17,7 @@ use super::copy::{Copier, NewPlace, Watch};
 use super::journal::{Journal, RecordedPart};
 use super::outline::{Outline, OutlineContent, OutlineFile};
 use super::source_files::SourceFiles;
-use super::{
-    STAT_BLOCK_LEN, WriteOptions, check_space, in_the_way, made_meanwhile, replaceable, taken,
-};
+use super::{STAT_BLOCK_LEN, WriteOptions, check_space, in_the_way, named, replaceable, taken};
 use crate::atomic_file::{
     PartialFolder, folder_below, folder_of, partial_path, rename_new, rename_over,
 };
@@ -223,10 +221,7 @@ impl Copier {
         let publish = if replace { rename_over } else { rename_new };
         let (ours, parent) = (parts.partial.folder(), parts.partial.parent());
         let published = publish(ours, &part(0), parent, name_of(target));
-        match published.and_then(|()| parent.sync_all()) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(made_meanwhile(target)),
-            other => other.map_err(failed),
-        }
+        named(target, published.and_then(|()| parent.sync_all()))
     }
 
     /// Writes one file to its place among `parts`.
@@ -447,10 +442,7 @@ impl Parts {
             folder.and_then(|folder| folder.sync_all()).map_err(failed)?;
         }
         let name = Path::new(out.file_name().unwrap_or_default());
-        match rename_new(ours, tree, self.partial.parent(), name) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(made_meanwhile(out)),
-            other => other.map_err(failed)?,
-        }
+        named(out, rename_new(ours, tree, self.partial.parent(), name))?;
         self.partial.parent().sync_all().map_err(failed)
     }
 
@@ -528,11 +520,7 @@ impl Parts {
         let failed = |e| Error::io(to, "write", e);
         let folder = folder_below(self.partial.parent(), folder_of(&file.path)).map_err(failed)?;
         let rename = if replace { rename_over } else { rename_new };
-        let moved = rename(self.partial.folder(), &part(number), &folder, name_of(&file.path));
-        match moved {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(made_meanwhile(to)),
-            other => other.map_err(failed),
-        }
+        named(to, rename(self.partial.folder(), &part(number), &folder, name_of(&file.path)))
     }
 }
 

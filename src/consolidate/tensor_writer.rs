@@ -87,6 +87,18 @@ pub(super) struct WrittenRange {
     pub(super) digest: Digest,
 }
 
+impl WrittenRange {
+    /// Refuses bytes that were read back with another digest.
+    pub(super) fn compare(&self, digest: &Digest, shown: &Path) -> Result<()> {
+        if *digest == self.digest {
+            return Ok(());
+        }
+        let Range { start, end } = self.range;
+        let message = format!("bytes {start}..{end} read back differ from those written");
+        Err(Error::io(shown, "verify", std::io::Error::other(message)))
+    }
+}
+
 /// The key that a new file is encrypted with.
 #[derive(Clone, Debug)]
 pub struct WriteKey {

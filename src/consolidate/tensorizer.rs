@@ -175,7 +175,7 @@ fn compare(
     shown: &Path,
     progress: &JobProgress<'_>,
 ) -> Result<()> {
-    let WrittenRange { range, digest } = written;
+    let range = &written.range;
     let mut hasher = Hasher::new();
     let mut buffer = Vec::new();
     let mut offset = range.start;
@@ -187,10 +187,5 @@ fn compare(
         offset += buffer.len() as u64;
         progress.add(buffer.len() as u64)?;
     }
-    if hasher.finish() == *digest {
-        return Ok(());
-    }
-    let message =
-        format!("bytes {}..{} read back differ from those written", range.start, range.end);
-    Err(Error::io(shown, "verify", std::io::Error::other(message)))
+    written.compare(&hasher.finish(), shown)
 }

@@ -1,9 +1,9 @@
-//! Element types: the one table of their names and widths.
+//! Element types: the one table of their names, here and in torch, and their widths.
 
 use serde::{Deserialize, Deserializer, de};
 
 macro_rules! dtypes {
-    ($($(#[$doc:meta])* $variant:ident $name:literal $bits:literal,)*) => {
+    ($($(#[$doc:meta])* $variant:ident $name:literal $bits:literal $torch:expr,)*) => {
         /// An element type of safetensors 0.8, in the order of the reference implementation.
         ///
         /// ```
@@ -29,61 +29,71 @@ macro_rules! dtypes {
             pub fn bits(self) -> u64 {
                 match self { $(Dtype::$variant => $bits,)* }
             }
+
+            /// Name in torch, for example `bfloat16`. `None` if torch does not have it.
+            pub(crate) fn torch_name(self) -> Option<&'static str> {
+                match self { $(Dtype::$variant => $torch,)* }
+            }
         }
     };
 }
 
 dtypes! {
     /// Boolean, one byte.
-    Bool "BOOL" 8,
+    Bool "BOOL" 8 Some("bool"),
     /// 4-bit float, E2M1.
-    F4 "F4" 4,
+    F4 "F4" 4 Some("float4_e2m1fn_x2"),
     /// 6-bit float, E2M3.
-    F6E2M3 "F6_E2M3" 6,
+    F6E2M3 "F6_E2M3" 6 None,
     /// 6-bit float, E3M2.
-    F6E3M2 "F6_E3M2" 6,
+    F6E3M2 "F6_E3M2" 6 None,
     /// Unsigned 8-bit integer.
-    U8 "U8" 8,
+    U8 "U8" 8 Some("uint8"),
     /// Signed 8-bit integer.
-    I8 "I8" 8,
+    I8 "I8" 8 Some("int8"),
     /// 8-bit float, E5M2.
-    F8E5M2 "F8_E5M2" 8,
+    F8E5M2 "F8_E5M2" 8 Some("float8_e5m2"),
     /// 8-bit float, E4M3.
-    F8E4M3 "F8_E4M3" 8,
+    F8E4M3 "F8_E4M3" 8 Some("float8_e4m3fn"),
     /// 8-bit exponent-only float.
-    F8E8M0 "F8_E8M0" 8,
+    F8E8M0 "F8_E8M0" 8 Some("float8_e8m0fnu"),
     /// 8-bit float, E4M3, finite, unsigned zero.
-    F8E4M3Fnuz "F8_E4M3FNUZ" 8,
+    F8E4M3Fnuz "F8_E4M3FNUZ" 8 Some("float8_e4m3fnuz"),
     /// 8-bit float, E5M2, finite, unsigned zero.
-    F8E5M2Fnuz "F8_E5M2FNUZ" 8,
+    F8E5M2Fnuz "F8_E5M2FNUZ" 8 Some("float8_e5m2fnuz"),
     /// Signed 16-bit integer.
-    I16 "I16" 16,
+    I16 "I16" 16 Some("int16"),
     /// Unsigned 16-bit integer.
-    U16 "U16" 16,
+    U16 "U16" 16 Some("uint16"),
     /// Half precision float.
-    F16 "F16" 16,
+    F16 "F16" 16 Some("float16"),
     /// Brain float.
-    Bf16 "BF16" 16,
+    Bf16 "BF16" 16 Some("bfloat16"),
     /// Signed 32-bit integer.
-    I32 "I32" 32,
+    I32 "I32" 32 Some("int32"),
     /// Unsigned 32-bit integer.
-    U32 "U32" 32,
+    U32 "U32" 32 Some("uint32"),
     /// Single precision float.
-    F32 "F32" 32,
+    F32 "F32" 32 Some("float32"),
     /// Complex of two single precision floats.
-    C64 "C64" 64,
+    C64 "C64" 64 Some("complex64"),
     /// Double precision float.
-    F64 "F64" 64,
+    F64 "F64" 64 Some("float64"),
     /// Signed 64-bit integer.
-    I64 "I64" 64,
+    I64 "I64" 64 Some("int64"),
     /// Unsigned 64-bit integer.
-    U64 "U64" 64,
+    U64 "U64" 64 Some("uint64"),
 }
 
 impl Dtype {
     /// The type of this exact name.
     pub fn from_name(name: &str) -> Option<Dtype> {
         Dtype::ALL.iter().copied().find(|dtype| dtype.name() == name)
+    }
+
+    /// The type of this name in torch.
+    pub(crate) fn from_torch(name: &str) -> Option<Dtype> {
+        Dtype::ALL.iter().copied().find(|dtype| dtype.torch_name() == Some(name))
     }
 
     /// Number of bits of a tensor of this shape, multiplied left to right as the reference

@@ -57,27 +57,6 @@ pub struct DtypeMap {
 /// The words of the types that all floating point tensors can be cast to.
 const WORDS: [(&str, Dtype); 3] = [("bf16", Dtype::Bf16), ("f16", Dtype::F16), ("f32", Dtype::F32)];
 
-/// The names that torch has for types.
-const OF_TORCH: [(&str, Dtype); 17] = [
-    ("bfloat16", Dtype::Bf16),
-    ("float16", Dtype::F16),
-    ("float32", Dtype::F32),
-    ("float64", Dtype::F64),
-    ("float8_e4m3fn", Dtype::F8E4M3),
-    ("float8_e5m2", Dtype::F8E5M2),
-    ("float8_e8m0fnu", Dtype::F8E8M0),
-    ("bool", Dtype::Bool),
-    ("uint8", Dtype::U8),
-    ("int8", Dtype::I8),
-    ("int16", Dtype::I16),
-    ("uint16", Dtype::U16),
-    ("int32", Dtype::I32),
-    ("uint32", Dtype::U32),
-    ("int64", Dtype::I64),
-    ("uint64", Dtype::U64),
-    ("complex64", Dtype::C64),
-];
-
 impl DtypeCast {
     /// The cast that `word` asks for: a value of `dtype=`. `read` gets the bytes of `map=FILE`.
     ///
@@ -270,8 +249,7 @@ fn is_wide_float(dtype: Dtype) -> bool {
 
 fn dtype_of(word: &str) -> Option<Dtype> {
     let torch = word.strip_prefix("torch.").unwrap_or(word);
-    let known = OF_TORCH.iter().find(|(known, _)| *known == torch).map(|(_, dtype)| *dtype);
-    known.or_else(|| Dtype::from_name(word))
+    Dtype::from_torch(torch).or_else(|| Dtype::from_name(word))
 }
 
 /// Refuses a cast that there is not.

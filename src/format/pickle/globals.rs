@@ -236,29 +236,15 @@ pub(super) fn dtype(module: &str, name: &str) -> Option<Dtype> {
     if module != "torch" {
         return None;
     }
-    Some(match name {
-        "float64" | "double" => Dtype::F64,
-        "float32" | "float" => Dtype::F32,
-        "float16" | "half" => Dtype::F16,
-        "bfloat16" => Dtype::Bf16,
-        "int64" | "long" => Dtype::I64,
-        "int32" | "int" => Dtype::I32,
-        "int16" | "short" => Dtype::I16,
-        "int8" => Dtype::I8,
-        "uint8" => Dtype::U8,
-        "uint16" => Dtype::U16,
-        "uint32" => Dtype::U32,
-        "uint64" => Dtype::U64,
-        "bool" => Dtype::Bool,
-        "complex64" | "cfloat" => Dtype::C64,
-        "float8_e4m3fn" => Dtype::F8E4M3,
-        "float8_e5m2" => Dtype::F8E5M2,
-        "float8_e4m3fnuz" => Dtype::F8E4M3Fnuz,
-        "float8_e5m2fnuz" => Dtype::F8E5M2Fnuz,
-        "float8_e8m0fnu" => Dtype::F8E8M0,
-        // Two elements a byte.
-        "float4_e2m1fn_x2" => Dtype::F4,
-        _ => return None,
+    Dtype::from_torch(match name {
+        "double" => "float64",
+        "float" => "float32",
+        "half" => "float16",
+        "long" => "int64",
+        "int" => "int32",
+        "short" => "int16",
+        "cfloat" => "complex64",
+        other => other,
     })
 }
 

@@ -11,7 +11,7 @@ use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
 
 use super::crypt::{Encryption, PIECE_LEN};
-use super::entries::{DTYPES, F4_PACKED, LONG, SHORT, STATE_DICT, TORCH_DTYPES};
+use super::entries::{DTYPES, F4_PACKED, LONG, SHORT, STATE_DICT};
 use super::keys::KeyDerivation;
 use super::names::{PATH_MARK, TensorName};
 use super::secretbox::{MAC_LEN, Mac, PieceNonce};
@@ -194,10 +194,10 @@ fn code_of(dtype: Dtype) -> Option<String> {
     if let Some((code, _)) = DTYPES.iter().find(|(_, known)| *known == dtype) {
         return Some((*code).to_owned());
     }
-    let (torch, _) = TORCH_DTYPES.iter().find(|(_, known)| *known == dtype)?;
+    let torch = dtype.torch_name()?;
     // Types of one byte have no byte order.
     let storage = if dtype.bits() > 8 { format!("<V{}", dtype.bits() / 8) } else { "|V1".into() };
-    Some(format!("{storage}\0{torch}"))
+    Some(format!("{storage}\0torch.{torch}"))
 }
 
 /// Length of the list that `tensors` need, in bytes.

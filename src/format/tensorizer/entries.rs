@@ -37,17 +37,6 @@ pub(super) const DTYPES: [(&str, Dtype); 13] = [
     ("<f8", Dtype::F64),
 ];
 
-/// Element types that numpy lacks, by the name of torch.
-pub(super) const TORCH_DTYPES: [(&str, Dtype); 7] = [
-    ("torch.bfloat16", Dtype::Bf16),
-    ("torch.float8_e4m3fn", Dtype::F8E4M3),
-    ("torch.float8_e5m2", Dtype::F8E5M2),
-    ("torch.float8_e4m3fnuz", Dtype::F8E4M3Fnuz),
-    ("torch.float8_e5m2fnuz", Dtype::F8E5M2Fnuz),
-    ("torch.float8_e8m0fnu", Dtype::F8E8M0),
-    ("torch.float4_e2m1fn_x2", Dtype::F4),
-];
-
 /// Number of elements in an element of torch's type for F4.
 pub(super) const F4_PACKED: u64 = 2;
 
@@ -134,8 +123,12 @@ pub(super) fn element_type(entry: &ListedTensor<'_>) -> Result<(Dtype, Vec<u64>)
         let (_, dtype) = known.ok_or_else(|| unknown("is none of safetensors"))?;
         return Ok((*dtype, shape.clone()));
     };
-    let known = TORCH_DTYPES.iter().find(|(known, _)| *known == name);
-    let &(_, dtype) = known.ok_or_else(|| unknown("is none of safetensors"))?;
+    // Types that numpy has are stored by its codes.
+    let dtype = name
+        .strip_prefix("torch.")
+        .and_then(Dtype::from_torch)
+        .filter(|dtype| !DTYPES.iter().any(|(_, known)| known == dtype))
+        .ok_or_else(|| unknown("is none of safetensors"))?;
     let packed = if dtype == Dtype::F4 { F4_PACKED } else { 1 };
     let width = dtype.bits() * packed / 8;
     if storage != format!("<V{width}") && storage != format!("|V{width}") {

@@ -1,19 +1,17 @@
 //! The element types of a view.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use serde_json::Value;
-
+use super::name_map::NameMap;
 use super::select::NameGlob;
 use super::{OptionFile, ReadFile};
 use crate::cast::Cast;
 use crate::catalog::{Catalog, Tensor, named_some};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, counted, quoted, real_name, shown_path};
-use crate::format::json::{UniqueMap, object};
 use crate::hash::Digest;
 
 /// The element types that the tensors of a view are cast to.
@@ -46,13 +44,7 @@ pub enum DtypeCast {
 /// assert_eq!(cast.to_string(), "map=dtypes.json");
 /// # Ok::<(), String>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DtypeMap {
-    /// The file that it was read from.
-    pub path: PathBuf,
-    digest: Digest,
-    dtypes: BTreeMap<String, Dtype>,
-}
+pub type DtypeMap = NameMap<Dtype>;
 
 /// The words of the types that all floating point tensors can be cast to.
 const WORDS: [(&str, Dtype); 3] = [("bf16", Dtype::Bf16), ("f16", Dtype::F16), ("f32", Dtype::F32)];
@@ -74,7 +66,7 @@ impl DtypeCast {
         }
         if let Some(path) = path_after("like:") {
             let map = read(Path::new(path), OptionFile::Dtypes)
-                .and_then(|(path, text)| DtypeMap::parse(&path, &text))
+                .and_then(|(path, text)| dtypes_in(&path, &text))
                 .map_err(|why| format!("a checkpoint with dtypes; {why}"))?;
             return Ok(DtypeCast::Like(Arc::new(map)));
         }
@@ -87,14 +79,14 @@ impl DtypeCast {
     /// # Errors
     /// One line with the file and the tensor.
     pub fn map(path: &Path, text: &[u8]) -> Result<DtypeCast, String> {
-        DtypeMap::parse(path, text).map(|map| DtypeCast::Map(Arc::new(map)))
+        dtypes_in(path, text).map(|map| DtypeCast::Map(Arc::new(map)))
     }
 
     /// The file that it was read from, with the hash of its text.
     pub(crate) fn read_from(&self) -> Option<(&Path, Digest)> {
         match self {
             DtypeCast::To(_) => None,
-            DtypeCast::Map(map) | DtypeCast::Like(map) => Some((&map.path, map.digest)),
+            DtypeCast::Map(map) | DtypeCast::Like(map) => Some(map.read_from()),
         }
     }
 
@@ -134,7 +126,7 @@ impl DtypeCast {
                 }
                 DtypeCast::To(dtype) => *dtype,
                 DtypeCast::Map(map) | DtypeCast::Like(map) => {
-                    map.dtypes.get(tensor.name).copied().unwrap_or(tensor.dtype)
+                    map.values.get(tensor.name).copied().unwrap_or(tensor.dtype)
                 }
             };
             check(&tensor, to).map(|()| to).map_err(|fault| {
@@ -162,30 +154,10 @@ impl fmt::Display for DtypeCast {
 }
 
 impl DtypeMap {
-    /// The types that `text` lists. `path` is its name in errors.
-    fn parse(path: &Path, text: &[u8]) -> Result<DtypeMap, String> {
-        let fail = |why: String| format!("{}: {why}", shown_path(path));
-        let form = "expected a JSON object of tensor names and dtypes, {\"NAME\": \"BF16\", ...}";
-        let object: UniqueMap<Value> = object(text, ErrorKind::View)
-            .map_err(|fault| fail(format!("{form}: {}", fault.message)))?;
-        let dtype = |(name, value): (String, Value)| {
-            let word = value.as_str().unwrap_or_default();
-            match dtype_of(word) {
-                Some(dtype) => Ok((name, dtype)),
-                None => Err(fail(format!("tensor {}: {value} is no dtype", quoted(&name)))),
-            }
-        };
-        let dtypes: BTreeMap<_, _> = object.0.into_iter().map(dtype).collect::<Result<_, _>>()?;
-        if dtypes.is_empty() {
-            return Err(fail(format!("{form}; it names no tensor")));
-        }
-        Ok(DtypeMap { path: path.to_owned(), digest: Digest::of(text), dtypes })
-    }
-
     /// Refuses a list that names other tensors.
     fn check<'a>(&self, tensors: impl Iterator<Item = Tensor<'a>>) -> Result<(), Fault> {
         let known: HashSet<&str> = tensors.map(|tensor| tensor.name).collect();
-        let names = self.dtypes.keys().map(String::as_str);
+        let names = self.values.keys().map(String::as_str);
         let unknown: Vec<&str> = names.filter(|name| !known.contains(name)).collect();
         let Some(first) = unknown.first() else { return Ok(()) };
         let message = format!(
@@ -200,7 +172,7 @@ impl DtypeMap {
     /// Refuses a list that lacks one of `tensors`.
     fn check_all<'a>(&self, tensors: impl Iterator<Item = Tensor<'a>>) -> Result<(), Fault> {
         let names = tensors.map(|tensor| tensor.name);
-        let unknown: Vec<&str> = names.filter(|name| !self.dtypes.contains_key(*name)).collect();
+        let unknown: Vec<&str> = names.filter(|name| !self.values.contains_key(*name)).collect();
         let Some(first) = unknown.first() else { return Ok(()) };
         let message = format!(
             "dtype=like:{}: it does not have {} of the view: {}; keep=GLOB leaves tensors as they are",
@@ -241,6 +213,14 @@ impl<'a> Quantized<'a> {
         (self.has_floats && own.contains("scale"))
             || ends.into_iter().any(|end| self.names.contains(&name[..end]))
     }
+}
+
+/// The types that `text` lists. `path` is its name in errors.
+fn dtypes_in(path: &Path, text: &[u8]) -> Result<DtypeMap, String> {
+    let form = "expected a JSON object of tensor names and dtypes, {\"NAME\": \"BF16\", ...}";
+    NameMap::parse(path, text, form, |value| {
+        value.as_str().and_then(dtype_of).ok_or_else(|| format!("{value} is no dtype"))
+    })
 }
 
 fn is_wide_float(dtype: Dtype) -> bool {

@@ -2,15 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use serde_json::Value;
-
+use super::name_map::NameMap;
 use super::{OptionFile, ReadFile};
 use crate::catalog::{Catalog, named_some};
-use crate::error::{ErrorKind, Fault, quoted, real_name, shown_path};
-use crate::format::json::{UniqueMap, object};
+use crate::error::{ErrorKind, Fault, real_name, shown_path};
 use crate::hash::Digest;
 use crate::size::parse_size;
 
@@ -55,14 +53,7 @@ pub enum Files {
 /// assert!(Files::map("mapping.json".as_ref(), b"[1, 2]").is_err());
 /// # Ok::<(), String>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FileMap {
-    /// The file that it was read from.
-    pub path: PathBuf,
-    /// Hash of its text.
-    digest: Digest,
-    numbers: BTreeMap<String, u64>,
-}
+pub type FileMap = NameMap<u64>;
 
 /// The values of `layout=`, for errors.
 pub const LAYOUTS: &str = "single, original, shards=N, shards=SIZE like 5GB, or map=FILE";
@@ -97,24 +88,14 @@ impl Files {
     /// # Errors
     /// One line with the file and the tensor.
     pub fn map(path: &Path, text: &[u8]) -> Result<Files, String> {
-        let fail = |why: String| format!("{}: {why}", shown_path(path));
         let form = "expected a JSON object of tensor names and file numbers, {\"NAME\": 1, ...}";
-        let object: UniqueMap<Value> = object(text, ErrorKind::View)
-            .map_err(|fault| fail(format!("{form}: {}", fault.message)))?;
-        let UniqueMap(object) = object;
-        if object.is_empty() {
-            return Err(fail(format!("{form}; it names no tensor")));
-        }
-        let number = |(name, value): (String, Value)| match value.as_u64() {
-            Some(number @ 1..=NUMBER_MAX) => Ok((name, number)),
-            _ => Err(fail(format!(
-                "tensor {}: expected the number of a file from 1 to {NUMBER_MAX}, found {value}",
-                quoted(&name)
-            ))),
-        };
-        let numbers = object.into_iter().map(number).collect::<Result<_, _>>()?;
-        let (path, digest) = (path.to_owned(), Digest::of(text));
-        Ok(Files::Map(Arc::new(FileMap { path, digest, numbers })))
+        let numbers = NameMap::parse(path, text, form, |value| match value.as_u64() {
+            Some(number @ 1..=NUMBER_MAX) => Ok(number),
+            _ => {
+                Err(format!("expected the number of a file from 1 to {NUMBER_MAX}, found {value}"))
+            }
+        })?;
+        Ok(Files::Map(Arc::new(numbers)))
     }
 
     /// The lowest number of a file that gets no tensor, if files of higher numbers get some. Only a
@@ -122,14 +103,14 @@ impl Files {
     #[doc(hidden)]
     pub fn lowest_gap(&self) -> Option<u64> {
         let Files::Map(map) = self else { return None };
-        let given: BTreeSet<u64> = map.numbers.values().copied().collect();
+        let given: BTreeSet<u64> = map.values.values().copied().collect();
         (1..).zip(given).find(|(expected, found)| expected != found).map(|(gap, _)| gap)
     }
 
     /// The file that it was read from, with the hash of its text.
     pub(crate) fn read_from(&self) -> Option<(&Path, Digest)> {
         match self {
-            Files::Map(map) => Some((&map.path, map.digest)),
+            Files::Map(map) => Some(map.read_from()),
             _ => None,
         }
     }
@@ -192,7 +173,7 @@ impl FileMap {
         let missing: Vec<&str> = catalog
             .tensors()
             .map(|tensor| tensor.name)
-            .filter(|name| !self.numbers.contains_key(*name))
+            .filter(|name| !self.values.contains_key(*name))
             .collect();
         if let Some(first) = missing.first() {
             let message = format!(
@@ -205,7 +186,7 @@ impl FileMap {
         }
         // All tensors are named, so further names are those of no tensor.
         let unknown: Vec<&str> = self
-            .numbers
+            .values
             .keys()
             .map(String::as_str)
             .filter(|n| catalog.tensor(n).is_none())
@@ -219,7 +200,7 @@ impl FileMap {
             return Err(Fault::new(ErrorKind::View, message).tensor(first));
         }
         let mut files: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
-        for (position, number) in self.numbers.values().enumerate() {
+        for (position, number) in self.values.values().enumerate() {
             // Both are in the order of names.
             files.entry(*number).or_default().push(position as u32);
         }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use toml::{Table, Value};
 
+use super::rules::parse_toml;
 use super::{ReadFile, TensorParallel, View};
 use crate::error::{quoted, shown_path};
 use crate::hash::Digest;
@@ -75,12 +76,7 @@ impl NamedViews {
     pub fn parse(path: &Path, text: &[u8], read: ReadFile<'_>) -> Result<NamedViews, String> {
         let fail = |why: String| format!("{}: {why}", shown_path(path));
         let form = "expected TOML with a [view.NAME] table for each view";
-        let utf8 = std::str::from_utf8(text)
-            .map_err(|e| fail(format!("{form}; not UTF-8 at byte {}", e.valid_up_to())))?;
-        let toml: ViewsToml = toml::from_str(utf8).map_err(|e| {
-            let line = e.span().map_or(1, |span| 1 + utf8[..span.start].matches('\n').count());
-            fail(format!("{form}; line {line}: {}", e.message().replace('\n', " ")))
-        })?;
+        let toml: ViewsToml = parse_toml(text).map_err(|why| fail(format!("{form}; {why}")))?;
         let count = toml.view.len();
         if !(1..=VIEWS_MAX).contains(&count) {
             return Err(fail(format!("{form}, 1 to {VIEWS_MAX} of them; it has {count}")));

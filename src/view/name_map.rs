@@ -1,0 +1,51 @@
+//! A file with a value for each tensor: `{"NAME": VALUE, ...}` in JSON.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::error::{ErrorKind, quoted, shown_path};
+use crate::format::json::{UniqueMap, object};
+use crate::hash::Digest;
+
+/// The values that a file gives tensors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NameMap<T> {
+    /// The file.
+    pub path: PathBuf,
+    digest: Digest,
+    pub(super) values: BTreeMap<String, T>,
+}
+
+impl<T> NameMap<T> {
+    /// Parses the text of a file, which has this `form`. `value` reads a value, or says why it is
+    /// none.
+    ///
+    /// # Errors
+    /// One line, with the file.
+    pub(super) fn parse(
+        path: &Path,
+        text: &[u8],
+        form: &str,
+        value: impl Fn(&Value) -> Result<T, String>,
+    ) -> Result<NameMap<T>, String> {
+        let fail = |why: String| format!("{}: {why}", shown_path(path));
+        let UniqueMap(object) = object::<UniqueMap<Value>>(text, ErrorKind::View)
+            .map_err(|fault| fail(format!("{form}: {}", fault.message)))?;
+        if object.is_empty() {
+            return Err(fail(format!("{form}; it names no tensor")));
+        }
+        let values = object.into_iter().map(|(name, found)| match value(&found) {
+            Ok(value) => Ok((name, value)),
+            Err(why) => Err(fail(format!("tensor {}: {why}", quoted(&name)))),
+        });
+        let (values, digest) = (values.collect::<Result<_, _>>()?, Digest::of(text));
+        Ok(NameMap { path: path.to_owned(), digest, values })
+    }
+
+    /// The file, and the digest of its text.
+    pub(super) fn read_from(&self) -> (&Path, Digest) {
+        (&self.path, self.digest)
+    }
+}

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
@@ -68,18 +68,24 @@ impl MountIdentity {
     }
 }
 
+/// A mount, which stays the same in every process that serves it.
+#[derive(Clone, Deserialize, Serialize)]
+pub(crate) struct MountRecord {
+    pub(super) mount: MountIdentity,
+    /// The path that it reads.
+    pub(super) read: ReadPath,
+    /// The mount point, absolute.
+    pub(super) target: OsString,
+    /// Whether `fusermount3` made the mount.
+    pub(super) by_fusermount: bool,
+    /// Minor number of its device.
+    pub(super) minor: Option<u32>,
+}
+
 #[derive(Deserialize, Serialize)]
 struct Facts {
-    /// The mount that the state is about.
-    mount: MountIdentity,
-    /// The path that it reads.
-    read: ReadPath,
-    /// The mount point, absolute.
-    target: OsString,
-    /// Whether `fusermount3` made the mount.
-    by_fusermount: bool,
-    /// Minor number of its device.
-    minor: Option<u32>,
+    #[serde(flatten)]
+    mount: MountRecord,
     handshake: FuseInit,
     fs: CarriedFs,
 }
@@ -87,12 +93,7 @@ struct Facts {
 /// The state of a mount that this process is to take over.
 pub(crate) struct Received {
     pub(crate) connection: OwnedFd,
-    /// The path that the mount reads.
-    pub(super) read: ReadPath,
-    /// The mount point, absolute.
-    pub(crate) target: PathBuf,
-    pub(crate) by_fusermount: bool,
-    pub(crate) minor: Option<u32>,
+    pub(crate) mount: MountRecord,
     pub(crate) handshake: FuseInit,
     fs: CarriedFs,
     contents: Vec<u8>,
@@ -103,26 +104,10 @@ pub(crate) struct Received {
 #[derive(Clone)]
 pub(crate) struct Giver {
     pub(super) server: KernelServer,
-    mount: MountIdentity,
-    read: ReadPath,
-    target: PathBuf,
-    by_fusermount: bool,
-    minor: Option<u32>,
+    pub(super) mount: MountRecord,
 }
 
 impl Giver {
-    /// Hands over what `server` serves on `target`. `mount` is what was ordered, and what it reads.
-    pub(super) fn new(
-        server: KernelServer,
-        mount: MountIdentity,
-        read: ReadPath,
-        target: &Path,
-        by_fusermount: bool,
-        minor: Option<u32>,
-    ) -> Giver {
-        Giver { server, mount, read, target: target.to_owned(), by_fusermount, minor }
-    }
-
     /// Waits until `stop` and `give` would not wait for the source, for `limit` at most. Returns
     /// whether they would not.
     pub(crate) fn prepare(&self, limit: Duration) -> bool {
@@ -164,10 +149,6 @@ impl Giver {
         let Carried { facts: fs, contents, files } = carried;
         let facts = serde_json::to_vec(&Facts {
             mount: self.mount.clone(),
-            read: self.read.clone(),
-            target: self.target.clone().into(),
-            by_fusermount: self.by_fusermount,
-            minor: self.minor,
             handshake: self.server.handshake().clone(),
             fs,
         })?;
@@ -197,26 +178,15 @@ impl Received {
     ) -> Result<Received, String> {
         let Handed { connection, state, files } = handed;
         let (facts, contents) = parse(&File::from(state))?;
-        let Facts { mount, read, target: place, by_fusermount, minor, handshake, fs } = facts;
-        if mount != MountIdentity::of(source, target, options) {
-            let (source, target) = (mount.source, mount.target);
+        let Facts { mount, handshake, fs } = facts;
+        if mount.mount != MountIdentity::of(source, target, options) {
+            let MountIdentity { source, target, .. } = mount.mount;
             let (source, target) = (shown_path(source.as_ref()), shown_path(target.as_ref()));
             return Err(format!(
                 "it was a mount of {source} on {target} with other options or paths"
             ));
         }
-        let target = place.into();
-        Ok(Received {
-            connection,
-            read,
-            target,
-            by_fusermount,
-            minor,
-            handshake,
-            fs,
-            contents,
-            files,
-        })
+        Ok(Received { connection, mount, handshake, fs, contents, files })
     }
 
     /// Takes the state of its file system out, with the open files. From now on the end of this process

@@ -25,7 +25,7 @@ use super::client::{Question, RequestRefusal};
 use super::connection::{FuseInit, Notifications, open_session};
 use super::control::{self, Control, ControlPeer};
 use super::ending::Ending;
-use super::handover::{Giver, MountIdentity, Received};
+use super::handover::{Giver, MountIdentity, MountRecord, Received};
 use super::place;
 use super::read_path::ReadPath;
 use super::server::KernelServer;
@@ -163,8 +163,8 @@ pub(crate) fn plan_takeover(
     received: &Received,
     options: Options,
 ) -> Result<MountPlan, String> {
-    let place = received.target.clone();
-    plan_on(source, target, place, options, Some(received.read.clone()))
+    let MountRecord { target: place, read, .. } = received.mount.clone();
+    plan_on(source, target, place.into(), options, Some(read))
 }
 
 /// `target` and `place` are the mount point as it was given and the absolute one. `before`: what the
@@ -368,7 +368,8 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
     let (server, live) = serve(&plan.nodes, &options, fresh, &service).map_err(undo)?;
     let minor = mountinfo::ours_at(&target).ok().flatten().map(|mount| mount.minor);
     let (mount, read) = plan.identity;
-    let giver = Giver::new(server, mount, read, &target, by_fusermount, minor);
+    let mount = MountRecord { mount, read, target: target.clone().into(), by_fusermount, minor };
+    let giver = Giver { server, mount };
     let mut running = Running { target, minor, service, control: None, giver };
     if let Err(e) = running.wait_for_answer() {
         running.take_off();
@@ -390,13 +391,13 @@ pub(crate) fn take_over(plan: MountPlan, received: Received) -> Result<Running, 
         Service::start(&options, plan.assembler, plan.nodes.tree().options.secret.clone())?;
     let request = kernel::before_mount();
     let fail = |e: io::Error| format!("{}: cannot be taken over: {e}", shown_path(&target));
-    let (by_fusermount, minor) = (received.by_fusermount, received.minor);
+    let mount = received.mount.clone();
+    let (by_fusermount, minor) = (mount.by_fusermount, mount.minor);
     let (connection, handshake, carried) = received.unpack().map_err(fail)?;
     let received = Some((handshake, carried));
     let connected = Connected { by_fusermount, connection: Arc::new(connection), received };
     let (server, live) = serve(&plan.nodes, &options, connected, &service).map_err(fail)?;
-    let (mount, read) = plan.identity;
-    let giver = Giver::new(server, mount, read, &target, by_fusermount, minor);
+    let giver = Giver { server, mount };
     let mut running = Running { target, minor, service, control: None, giver };
     running.finish(plan.nodes, &options, live, request);
     Ok(running)

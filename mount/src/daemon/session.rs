@@ -41,7 +41,7 @@ use crate::fs::sharing::Sharing;
 use crate::options::{IndexDir, Options, Passthrough, Verify, Watch};
 use crate::serve::assemble::Assembler;
 use crate::serve::change_watcher::{Forget, Watcher};
-use crate::serve::kernel::{self, Knob};
+use crate::serve::kernel::{KernelPaths, Knob};
 use crate::serve::page_cache_store;
 use crate::serve::service::{self, Service};
 
@@ -347,7 +347,7 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
     let (target, options) = (plan.target.clone(), plan.options.clone());
     let service =
         Service::start(&options, plan.assembler, plan.nodes.tree().options.secret.clone())?;
-    let request = kernel::before_mount();
+    let request = KernelPaths::real().before_mount();
     let source = plan.nodes.tree().source.clone();
     let fsname = options.fsname.clone().unwrap_or_else(|| real_name(&source));
     warn_of_content(&target);
@@ -389,7 +389,7 @@ pub(crate) fn take_over(plan: MountPlan, received: Received) -> Result<Running, 
     let (target, options) = (plan.target.clone(), plan.options.clone());
     let service =
         Service::start(&options, plan.assembler, plan.nodes.tree().options.secret.clone())?;
-    let request = kernel::before_mount();
+    let request = KernelPaths::real().before_mount();
     let fail = |e: io::Error| format!("{}: cannot be taken over: {e}", shown_path(&target));
     let mount = received.mount.clone();
     let (by_fusermount, minor) = (mount.by_fusermount, mount.minor);
@@ -548,7 +548,7 @@ impl Running {
         request: Knob,
     ) {
         if let Some(init) = self.service.init.get() {
-            let report = kernel::after_init(self.minor, options, init, request);
+            let report = KernelPaths::real().after_init(self.minor, options, init, request);
             report.log();
             self.service.report(report);
         }

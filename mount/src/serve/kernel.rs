@@ -75,125 +75,116 @@ pub(crate) struct KernelReport {
 }
 
 /// The folders with the kernel's settings.
-struct Places {
+pub(crate) struct KernelPaths {
     sys: PathBuf,
     sysctl: PathBuf,
 }
 
-impl Places {
-    fn real() -> Places {
-        Places { sys: "/sys".into(), sysctl: "/proc/sys".into() }
+impl KernelPaths {
+    pub(crate) fn real() -> KernelPaths {
+        KernelPaths { sys: "/sys".into(), sysctl: "/proc/sys".into() }
     }
-}
 
-/// The size of requests that the kernel allows. Comes before mount(2), because a connection keeps the
-/// limit of its creation.
-pub(crate) fn before_mount() -> Knob {
-    request_size(&Places::real())
-}
-
-/// Sets the other settings and reports all. Comes once the mount answers, because INIT resets the
-/// window. `minor` names the connection; `request` is the result of `before_mount`.
-pub(crate) fn after_init(
-    minor: Option<u32>,
-    options: &Options,
-    init: &Init,
-    request: Knob,
-) -> KernelReport {
-    report(&Places::real(), minor, options, init, request)
-}
-
-/// Sets the readahead window of the mount with the device number `0:minor`.
-pub(crate) fn set_readahead(minor: Option<u32>, bytes: u64) -> Knob {
-    readahead(&Places::real(), minor, bytes)
-}
-
-fn report(
-    places: &Places,
-    minor: Option<u32>,
-    options: &Options,
-    init: &Init,
-    request: Knob,
-) -> KernelReport {
-    let flag = |name, feature: &Feature, cost| match feature {
-        Feature::Off => Knob::new(name, json!(false), json!(false)),
-        Feature::On => Knob::new(name, json!(true), json!(true)),
-        Feature::Refused(why) => {
-            Knob::new(name, json!(true), json!(false)).because(why.clone()).costs(cost)
+    /// Sets the other settings and reports all. Comes once the mount answers, because INIT resets the
+    /// window. `minor` names the connection; `request` is the result of `before_mount`.
+    pub(crate) fn after_init(
+        &self,
+        minor: Option<u32>,
+        options: &Options,
+        init: &Init,
+        request: Knob,
+    ) -> KernelReport {
+        let flag = |name, feature: &Feature, cost| match feature {
+            Feature::Off => Knob::new(name, json!(false), json!(false)),
+            Feature::On => Knob::new(name, json!(true), json!(true)),
+            Feature::Refused(why) => {
+                Knob::new(name, json!(true), json!(false)).because(why.clone()).costs(cost)
+            }
+        };
+        KernelReport {
+            knobs: vec![
+                self.set_readahead(minor, options.readahead.unwrap_or(READAHEAD)),
+                request,
+                self.background(minor, "max_background", init.max_background),
+                self.background(minor, "congestion_threshold", init.congestion_threshold),
+                flag(
+                    "async_dio",
+                    &init.async_dio,
+                    "the parts of an O_DIRECT read wait for each other",
+                ),
+                flag("clone_fd", &init.clone_fd, "threads wait for each other when they reply"),
+                flag("passthrough", &init.passthrough, "whole files are copied by the daemon"),
+            ],
         }
-    };
-    KernelReport {
-        knobs: vec![
-            readahead(places, minor, options.readahead.unwrap_or(READAHEAD)),
-            request,
-            background(places, minor, "max_background", init.max_background),
-            background(places, minor, "congestion_threshold", init.congestion_threshold),
-            flag("async_dio", &init.async_dio, "the parts of an O_DIRECT read wait for each other"),
-            flag("clone_fd", &init.clone_fd, "threads wait for each other when they reply"),
-            flag("passthrough", &init.passthrough, "whole files are copied by the daemon"),
-        ],
     }
-}
 
-fn request_size(places: &Places) -> Knob {
-    let wanted = u64::from(MAX_REQUEST);
-    let path = places.sysctl.join("fs/fuse/max_pages_limit");
-    let pages = wanted.div_ceil(page());
-    let (limit, why) = match read(&path) {
-        Ok(limit) => (limit, format!("{} is {limit} pages", shown_path(&path))),
-        // Kernels before 6.13.
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            (PAGES_FIXED, format!("{}: there is no such limit", shown_path(&path)))
+    /// The size of requests that the kernel allows. Comes before mount(2), because a connection keeps the
+    /// limit of its creation.
+    pub(crate) fn before_mount(&self) -> Knob {
+        let wanted = u64::from(MAX_REQUEST);
+        let path = self.sysctl.join("fs/fuse/max_pages_limit");
+        let pages = wanted.div_ceil(page());
+        let (limit, why) = match read(&path) {
+            Ok(limit) => (limit, format!("{} is {limit} pages", shown_path(&path))),
+            // Kernels before 6.13.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                (PAGES_FIXED, format!("{}: there is no such limit", shown_path(&path)))
+            }
+            Err(e) => (PAGES_FIXED, format!("{}: {}", shown_path(&path), reason(&e))),
+        };
+        let got = limit.min(pages).saturating_mul(page());
+        let knob = Knob::new("max_request", json!(wanted), json!(got));
+        if got < wanted {
+            knob.because(why).costs("a large read takes more requests")
+        } else {
+            knob
         }
-        Err(e) => (PAGES_FIXED, format!("{}: {}", shown_path(&path), reason(&e))),
-    };
-    let got = limit.min(pages).saturating_mul(page());
-    let knob = Knob::new("max_request", json!(wanted), json!(got));
-    if got < wanted { knob.because(why).costs("a large read takes more requests") } else { knob }
-}
-
-fn readahead(places: &Places, minor: Option<u32>, wanted: u64) -> Knob {
-    let knob = Knob::new("readahead", json!(wanted), Value::Null);
-    let cost = "cold reads of mapped files wait more often";
-    let Some(minor) = minor else {
-        return knob.because("the mount is not in the mount table".to_owned()).costs(cost);
-    };
-    let path = places.sys.join(format!("class/bdi/0:{minor}/read_ahead_kb"));
-    // The kernel rounds down to pages.
-    let kib = (wanted.div_ceil(page()) * page()) >> 10;
-    let written = write(&path, kib);
-    let got = match read(&path) {
-        Ok(got) => got << 10,
-        Err(e) => {
-            return knob.because(format!("{}: {}", shown_path(&path), reason(&e))).costs(cost);
-        }
-    };
-    let known = Knob { got: json!(got), ..knob };
-    if got == kib << 10 {
-        return known;
     }
-    let why = written.err().map_or("the kernel took another value".to_owned(), |e| reason(&e));
-    let effect = if got < wanted { cost } else { "more is read than requested" };
-    known.because(format!("{}: {why}", shown_path(&path))).costs(effect)
-}
 
-/// A limit that INIT requested, read from the control file system of FUSE if that is mounted. The
-/// kernel may grant an ordinary user less.
-fn background(places: &Places, minor: Option<u32>, name: &str, asked: u16) -> Knob {
-    let knob = Knob::new(name, json!(asked), Value::Null);
-    let Some(minor) = minor else {
-        return knob.because("the mount is not in the mount table".to_owned());
-    };
-    let path = places.sys.join(format!("fs/fuse/connections/{minor}/{name}"));
-    match read(&path) {
-        Ok(got) if got < asked.into() => Knob { got: json!(got), ..knob }
-            .because("the kernel allows a user no more".to_owned())
-            .costs("fewer reads are under way at once"),
-        Ok(got) => Knob { got: json!(got), ..knob },
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            knob.because("fusectl is not mounted, so this cannot be seen".to_owned())
+    /// Sets the readahead window of the mount with the device number `0:minor`.
+    pub(crate) fn set_readahead(&self, minor: Option<u32>, wanted: u64) -> Knob {
+        let knob = Knob::new("readahead", json!(wanted), Value::Null);
+        let cost = "cold reads of mapped files wait more often";
+        let Some(minor) = minor else {
+            return knob.because("the mount is not in the mount table".to_owned()).costs(cost);
+        };
+        let path = self.sys.join(format!("class/bdi/0:{minor}/read_ahead_kb"));
+        // The kernel rounds down to pages.
+        let kib = (wanted.div_ceil(page()) * page()) >> 10;
+        let written = write(&path, kib);
+        let got = match read(&path) {
+            Ok(got) => got << 10,
+            Err(e) => {
+                return knob.because(format!("{}: {}", shown_path(&path), reason(&e))).costs(cost);
+            }
+        };
+        let known = Knob { got: json!(got), ..knob };
+        if got == kib << 10 {
+            return known;
         }
-        Err(e) => knob.because(format!("{}: {}", shown_path(&path), reason(&e))),
+        let why = written.err().map_or("the kernel took another value".to_owned(), |e| reason(&e));
+        let effect = if got < wanted { cost } else { "more is read than requested" };
+        known.because(format!("{}: {why}", shown_path(&path))).costs(effect)
+    }
+
+    /// A limit that INIT requested, read from the control file system of FUSE if that is mounted. The
+    /// kernel may grant an ordinary user less.
+    fn background(&self, minor: Option<u32>, name: &str, asked: u16) -> Knob {
+        let knob = Knob::new(name, json!(asked), Value::Null);
+        let Some(minor) = minor else {
+            return knob.because("the mount is not in the mount table".to_owned());
+        };
+        let path = self.sys.join(format!("fs/fuse/connections/{minor}/{name}"));
+        match read(&path) {
+            Ok(got) if got < asked.into() => Knob { got: json!(got), ..knob }
+                .because("the kernel allows a user no more".to_owned())
+                .costs("fewer reads are under way at once"),
+            Ok(got) => Knob { got: json!(got), ..knob },
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                knob.because("fusectl is not mounted, so this cannot be seen".to_owned())
+            }
+            Err(e) => knob.because(format!("{}: {}", shown_path(&path), reason(&e))),
+        }
     }
 }
 
@@ -285,13 +276,14 @@ mod tests {
     /// The files of a kernel whose mount has the minor number 51.
     struct Kernel {
         folder: tempfile::TempDir,
-        places: Places,
+        paths: KernelPaths,
     }
 
     fn kernel() -> Kernel {
         let folder = tempfile::tempdir().unwrap();
-        let places = Places { sys: folder.path().join("sys"), sysctl: folder.path().join("ctl") };
-        let kernel = Kernel { folder, places };
+        let paths =
+            KernelPaths { sys: folder.path().join("sys"), sysctl: folder.path().join("ctl") };
+        let kernel = Kernel { folder, paths };
         kernel.put("sys/class/bdi/0:51/read_ahead_kb", "128\n");
         kernel.put("ctl/fs/fuse/max_pages_limit", "256\n");
         kernel
@@ -316,8 +308,7 @@ mod tests {
         }
 
         fn report(&self, minor: Option<u32>, options: &Options) -> KernelReport {
-            let request = request_size(&self.places);
-            report(&self.places, minor, options, &init(), request)
+            self.paths.after_init(minor, options, &init(), self.paths.before_mount())
         }
     }
 
@@ -342,7 +333,7 @@ mod tests {
         assert_eq!(kernel.get("sys/class/bdi/0:51/read_ahead_kb"), "2048");
         assert_eq!(report.knobs[0].got, json!(2 << 20));
         assert_eq!(report.degraded(), None);
-        let knob = readahead(&kernel.places, Some(51), 5000);
+        let knob = kernel.paths.set_readahead(Some(51), 5000);
         assert_eq!((knob.got.as_u64().unwrap() % page(), knob.cost), (0, None));
         let report = kernel.report(Some(51), &options("readahead=0"));
         assert_eq!(kernel.get("sys/class/bdi/0:51/read_ahead_kb"), "0");
@@ -373,14 +364,14 @@ mod tests {
     #[test]
     fn requests_are_as_large_as_the_limit_of_the_system_and_the_limit_stays() {
         let kernel = kernel();
-        assert_eq!(request_size(&kernel.places).got, json!(1 << 20));
+        assert_eq!(kernel.paths.before_mount().got, json!(1 << 20));
         kernel.put("ctl/fs/fuse/max_pages_limit", "32\n");
-        let knob = request_size(&kernel.places);
+        let knob = kernel.paths.before_mount();
         assert_eq!(knob.got, json!(32 * page()));
         assert!(knob.degraded().unwrap().contains("max_pages_limit is 32 pages"));
         assert_eq!(kernel.get("ctl/fs/fuse/max_pages_limit"), "32");
-        std::fs::remove_file(kernel.places.sysctl.join("fs/fuse/max_pages_limit")).unwrap();
-        assert_eq!(request_size(&kernel.places).degraded(), None);
+        std::fs::remove_file(kernel.paths.sysctl.join("fs/fuse/max_pages_limit")).unwrap();
+        assert_eq!(kernel.paths.before_mount().degraded(), None);
     }
 
     #[test]
@@ -400,8 +391,8 @@ mod tests {
     fn a_refused_feature_is_reported_with_its_reason() {
         let kernel = kernel();
         let init = Init { passthrough: Feature::Refused("not root".into()), ..init() };
-        let request = request_size(&kernel.places);
-        let report = report(&kernel.places, Some(51), &options(""), &init, request);
+        let request = kernel.paths.before_mount();
+        let report = kernel.paths.after_init(Some(51), &options(""), &init, request);
         let line = report.degraded().unwrap();
         assert!(line.contains("passthrough is off (not root): whole files"), "{line}");
         let refused = &report.knobs[6];

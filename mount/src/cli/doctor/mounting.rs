@@ -15,7 +15,7 @@ use tensorfs::internal::size::shown_size;
 use super::Check;
 use crate::daemon::attach::{self, Attached, Detach};
 use crate::options::Options;
-use crate::serve::kernel::{self, Knob, READAHEAD, reason};
+use crate::serve::kernel::{self, KernelPaths, Knob, READAHEAD, reason};
 
 /// How long the kernel may take to send the first request of a connection.
 const OFFER_TIMEOUT_MS: u16 = 2000;
@@ -65,7 +65,7 @@ fn trial_on(folder: &Path) -> Result<Trial, String> {
     let Attached { fd, by_fusermount } =
         attach::attach(folder, "tensorfs-doctor", &Options::default())?;
     let minor = mountinfo::ours_at(folder).ok().flatten().map(|mount| mount.minor);
-    let readahead = kernel::set_readahead(minor, READAHEAD);
+    let readahead = KernelPaths::real().set_readahead(minor, READAHEAD);
     let offer = first_request(File::from(fd)).ok().as_deref().and_then(Offer::parse);
     // The connection is closed, so no reader waits for it.
     if let Err(e) = attach::detach(folder, Detach::Lazy) {

@@ -110,7 +110,8 @@ fn demo(root: &Path) -> Outcome {
     let log = format!("log={}", crate::options::escape(&real_name(&root.join("log"))));
     // A temporary checkpoint needs no index in the cache of the user.
     let options = [log, "index-dir=none".to_owned(), shards.to_owned()];
-    background::run_in_background(&models, &mount, &options, false, 0).map_err(Failure::Failed)?;
+    background::run_in_background(&models, &mount, &options, false, 0, None)
+        .map_err(Failure::Failed)?;
     let compared = CHECKPOINTS.iter().try_for_each(|(name, ..)| show(&mount.join(name)));
     if compared.is_ok() {
         tell!("\n$ tensorfs umount {}", shown_path(&mount))?;

@@ -16,8 +16,15 @@ pub(super) fn run(args: &args::MountArgs) -> Outcome {
     if options.rw {
         log::note("mounted read-only; there is no writing through a mount");
     }
-    background::run_in_background(&args.source, &args.target, &words, args.sloppy, args.verbose)
-        .map_err(Failure::Failed)
+    background::run_in_background(
+        &args.source,
+        &args.target,
+        &words,
+        args.sloppy,
+        args.verbose,
+        None,
+    )
+    .map_err(Failure::Failed)
 }
 
 /// Serves a mount for a parent that waits on standard output until it answers.

@@ -71,7 +71,7 @@ fn run(args: impl Iterator<Item = OsString>) -> Result<(), (u8, String)> {
         return planned.map(|_| ()).map_err(failure);
     }
     let (source, target) = (Path::new(source), Path::new(target));
-    background::run_in_background(source, target, &call.options, call.sloppy, call.verbose)
+    background::run_in_background(source, target, &call.options, call.sloppy, call.verbose, None)
         .map_err(failure)
 }
 

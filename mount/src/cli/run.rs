@@ -129,7 +129,15 @@ impl RunMount {
     fn new(args: &args::RunArgs, words: &[String], target: PathBuf) -> Result<RunMount, Failure> {
         let mounted = io::pipe().map_err(|e| format!("cannot make a pipe: {e}")).and_then(|pipe| {
             let (lifeline, held) = pipe;
-            background::run_while(&args.source, &target, words, args.verbose, lifeline)?;
+            let lifeline = Some(lifeline);
+            background::run_in_background(
+                &args.source,
+                &target,
+                words,
+                false,
+                args.verbose,
+                lifeline,
+            )?;
             Ok(held)
         });
         match mounted {

@@ -35,7 +35,8 @@ const LOG_LIMIT: Duration = Duration::from_secs(10);
 /// How long the parent waits for the end of a child that has reported a failure.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// Starts the child and waits until its mount answers.
+/// Starts the child and waits until its mount answers. The child serves until the unmount, or until
+/// `lifeline` ends.
 ///
 /// # Errors
 /// The error of the child. Nothing stays mounted.
@@ -45,38 +46,13 @@ pub(crate) fn run_in_background(
     options: &[String],
     sloppy: bool,
     verbose: u8,
-) -> Result<(), String> {
-    let sloppy = sloppy.then_some("--sloppy");
-    let words = CHILD.into_iter().chain(sloppy);
-    start(words, source, target, options, verbose, Stdio::null())
-}
-
-/// As `run_in_background`, until `lifeline` ends.
-///
-/// # Errors
-/// The error of the child. Nothing stays mounted.
-pub(crate) fn run_while(
-    source: &Path,
-    target: &Path,
-    options: &[String],
-    verbose: u8,
-    lifeline: PipeReader,
-) -> Result<(), String> {
-    start(CHILD_OF_RUN.into_iter(), source, target, options, verbose, lifeline.into())
-}
-
-fn start(
-    words: impl Iterator<Item = &'static str>,
-    source: &Path,
-    target: &Path,
-    options: &[String],
-    verbose: u8,
-    input: Stdio,
+    lifeline: Option<PipeReader>,
 ) -> Result<(), String> {
     let fail = |e: std::io::Error| format!("cannot start the daemon: {e}");
     let program = std::env::current_exe().map_err(fail)?;
     let mut command = Command::new(program);
-    command.arg0("tensorfs").args(words);
+    let words = if lifeline.is_some() { CHILD_OF_RUN } else { CHILD };
+    command.arg0("tensorfs").args(words).args(sloppy.then_some("--sloppy"));
     command.args((0..verbose).map(|_| "-v"));
     for option in options {
         command.arg("-o").arg(option);
@@ -86,7 +62,8 @@ fn start(
     if log::is_quiet() {
         command.stderr(Stdio::null());
     }
-    let mut child = command.stdin(input).stdout(Stdio::piped()).spawn().map_err(fail)?;
+    command.stdin(lifeline.map_or_else(Stdio::null, Stdio::from));
+    let mut child = command.stdout(Stdio::piped()).spawn().map_err(fail)?;
     let mut report = String::new();
     if let Some(output) = child.stdout.take() {
         BufReader::new(output).read_line(&mut report).map_err(fail)?;

@@ -56,46 +56,34 @@ impl MountOrigin {
         if part.is_some() {
             return None;
         }
-        let OpenOptions {
-            expect_shards,
-            reference,
-            config,
-            index,
-            disk_cache,
-            view,
-            views,
-            hub,
-            secret,
-            zero,
-            state,
-            ..
-        } = given.clone();
         let follow = mounted.follow.iter().chain(&given.follow).cloned().collect();
-        let config = config.or_else(|| mounted.config.clone());
-        let of_files = expect_shards.is_some() || reference.is_some();
-        let expect_shards = expect_shards.or(mounted.expect_shards);
-        let zero = if zero == ZeroWeights::default() { mounted.zero } else { zero };
-        let state = if state == TrainingState::default() { mounted.state } else { state };
+        let of_files = given.expect_shards.is_some() || given.reference.is_some();
         let open = OpenOptions {
             follow,
-            expect_shards,
-            reference,
-            config,
-            index,
-            disk_cache,
-            secret,
-            zero,
-            state,
+            expect_shards: given.expect_shards.or(mounted.expect_shards),
+            config: given.config.clone().or_else(|| mounted.config.clone()),
+            zero: if given.zero == ZeroWeights::default() { mounted.zero } else { given.zero },
+            state: if given.state == TrainingState::default() {
+                mounted.state
+            } else {
+                given.state
+            },
+            reference: given.reference.clone(),
+            index: given.index.clone(),
+            disk_cache: given.disk_cache.clone(),
+            secret: given.secret.clone(),
             ..mounted
         };
         if !has_view {
             return Some((path, open));
         }
+        let OpenOptions { view, views, hub, .. } = given;
         let has_own = open.view != View::default() || open.views.is_some() || open.hub;
         let views_of_files =
             views.iter().flat_map(|views| views.iter()).any(|(_, it)| shows_files(it));
-        let can_compose = !(has_own || of_files || hub || shows_files(&view) || views_of_files);
-        can_compose.then(|| (path, OpenOptions { view, views, ..open }))
+        let can_compose = !(has_own || of_files || *hub || shows_files(view) || views_of_files);
+        can_compose
+            .then(|| (path, OpenOptions { view: view.clone(), views: views.clone(), ..open }))
     }
 }
 

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::thread::available_parallelism;
 
 use crate::catalog::{Piece, Tensor};
-use crate::checkpoint::{Checkpoint, IndexedHeads};
+use crate::checkpoint::{Checkpoint, IndexedHeaders};
 use crate::error::{ErrorKind, Fault, Result};
 use crate::format::{InputFormat, manifest};
 use crate::index::ShardSums;
@@ -39,7 +39,7 @@ pub struct Task<'a> {
     /// Known checksums.
     pub recorded: Option<&'a Recorded>,
     /// The headers that an index knows.
-    pub heads: Option<&'a IndexedHeads>,
+    pub headers: Option<&'a IndexedHeaders>,
     /// Whether checksums that differ from the known ones are recorded anew.
     pub anew: bool,
     /// Whether the sha256 of every shard is wanted.
@@ -202,8 +202,13 @@ fn judge(
             }
             mismatch
         }
-        None => task.heads.and_then(|heads| {
-            Mismatch::find_in_head(named.shard, heads.head(name, &now)?, heads.made, seen.head)
+        None => task.headers.and_then(|headers| {
+            Mismatch::find_in_header(
+                named.shard,
+                headers.header(name, &now)?,
+                headers.made,
+                seen.header,
+            )
         }),
     };
     match mismatch {

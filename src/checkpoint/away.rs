@@ -185,7 +185,7 @@ mod tests {
         assert!(tree.source_error().is_some() && tree.has_lost(0));
         assert_eq!(tree.follow_given(), Some(root.join("v2")));
         assert_eq!(tree.leads_elsewhere(), None);
-        let change = tree.look_again(&root.join("v2")).unwrap();
+        let change = tree.list_again(&root.join("v2")).unwrap();
         assert_eq!((change.added.len(), change.removed.len()), (1, 1));
         let files: Vec<_> = tree.folder(0).files.iter().map(|file| file.path.clone()).collect();
         assert_eq!(files, [root.join("v2/v2")]);
@@ -204,7 +204,7 @@ mod tests {
         fs::rename(root.join("a"), root.join("b")).unwrap();
         fs::create_dir(root.join("a")).unwrap();
         assert!(tree.has_lost(0));
-        tree.look_again(&root).unwrap();
+        tree.list_again(&root).unwrap();
         assert!(!tree.has_lost(0));
         fs::remove_file(root.join("x")).unwrap();
         assert!(tree.has_lost(0));

@@ -48,17 +48,17 @@ pub(super) struct FolderIndex<'a> {
 
 /// The first bytes of files, as an index records them.
 #[derive(Clone, Debug)]
-pub struct IndexedHeads {
+pub struct IndexedHeaders {
     /// Time at which the files were examined, in seconds since 1970.
     pub made: i64,
     /// Records of files, sorted by name.
     files: Vec<FileRecord>,
 }
 
-impl IndexedHeads {
+impl IndexedHeaders {
     /// The record of the file `name`, `None` if the file may have changed since. `now` is its
     /// current version.
-    pub(crate) fn head(&self, name: &str, now: &Version) -> Option<&FileRecord> {
+    pub(crate) fn header(&self, name: &str, now: &Version) -> Option<&FileRecord> {
         let record = self.files.iter().find(|record| record.name == name)?;
         (record.version == *now && is_settled(now, self.made)).then_some(record)
     }
@@ -71,13 +71,13 @@ pub(super) type TextHashes = BTreeMap<String, Result<(Version, Digest), String>>
 impl Tree {
     /// The records of the headers in the index of `folder`, which may be out of date. `None` if
     /// there is no index.
-    pub fn indexed_heads(&self, folder: FolderId) -> Option<IndexedHeads> {
+    pub fn indexed_headers(&self, folder: FolderId) -> Option<IndexedHeaders> {
         let folder = self.folder(folder);
         let index = FolderIndex::of(self, &folder)?;
         let bytes = index.store.read(&index.file_name()).ok()?;
         let Index { made, files, folder, .. } = Index::decode(&bytes).ok()?;
         let own = folder == index.folder.path.as_os_str().as_bytes();
-        own.then_some(IndexedHeads { made, files })
+        own.then_some(IndexedHeaders { made, files })
     }
 
     /// Removes the indexes of `folder` for all options, and the records of views beside them. Returns

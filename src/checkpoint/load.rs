@@ -73,12 +73,12 @@ pub(super) struct OpenShard {
 type HashedDescription = std::result::Result<(ShardDescription, Digest), Fault>;
 
 /// A header, or what is wrong with it.
-type Parsed = std::result::Result<ParsedHead, Fault>;
+type Parsed = std::result::Result<ParsedHeader, Fault>;
 
 /// A parsed header.
 #[derive(Clone)]
-struct ParsedHead {
-    head: Arc<Head>,
+struct ParsedHeader {
+    header: Arc<Head>,
     /// The hash of its bytes.
     hash: Digest,
     format: InputFormat,
@@ -165,8 +165,8 @@ impl Unread {
             InputFormat::Safetensors => heads.add(description),
             _ => heads.add_without_note(description),
         };
-        let (head, format) = (Arc::new(add(description)), detected.format);
-        Ok(Ok(ParsedHead { head, hash, format, decryptor }))
+        let (header, format) = (Arc::new(add(description)), detected.format);
+        Ok(Ok(ParsedHeader { header, hash, format, decryptor }))
     }
 }
 
@@ -210,8 +210,8 @@ pub(super) fn open_items(
             Ok((source, parsed)) => {
                 let parsed = parsed.map(|(mut description, hash)| {
                     description.left_out = note.map(str::to_owned);
-                    let head = Arc::new(heads.add_without_note(description));
-                    ParsedHead { head, hash, format: InputFormat::Torch, decryptor: None }
+                    let header = Arc::new(heads.add_without_note(description));
+                    ParsedHeader { header, hash, format: InputFormat::Torch, decryptor: None }
                 });
                 return loaded(&folder.path, name, source, parsed);
             }
@@ -285,9 +285,9 @@ pub(super) fn open_links(
 }
 
 fn loaded(folder: &Path, name: &str, source: Arc<Source>, parsed: Parsed) -> Result<OpenShard> {
-    let ParsedHead { head, hash, format, decryptor } =
+    let ParsedHeader { header, hash, format, decryptor } =
         parsed.map_err(|fault| Error::refused(folder, fault.in_file(name)))?;
-    let shard = ShardHeader { name: name.to_owned(), file_len: source.len(), header: head };
+    let shard = ShardHeader { name: name.to_owned(), file_len: source.len(), header };
     source.set_described(shard.header.described.clone(), hash);
     if let Some(decryptor) = decryptor {
         source.set_decryptor(decryptor);

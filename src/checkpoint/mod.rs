@@ -45,7 +45,7 @@ pub use away::FolderVersion;
 pub use discover::SetKind;
 pub use entries::{Content, ERROR_FILE, MountEntry};
 pub use folder::{File, Folder, FolderId, Misfit};
-pub use indexed::IndexedHeads;
+pub use indexed::IndexedHeaders;
 pub(crate) use load::header_hashes;
 pub use pickles::scan_pickles;
 pub use scan::LeftOut;

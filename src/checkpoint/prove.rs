@@ -24,9 +24,9 @@ use super::virtual_file::present;
 use super::{Checkpoint, ProvedSet};
 
 impl Tree {
-    /// Proves the sets of the family of folders whose top is `head`.
-    pub fn prove(&self, head: FolderId) -> Vec<(FolderId, Proved)> {
-        let members = self.family(head);
+    /// Proves the sets of the family of folders whose top is `top`.
+    pub fn prove(&self, top: FolderId) -> Vec<(FolderId, Proved)> {
+        let members = self.family(top);
         // The checkpoint that each run of DeepSpeed shows.
         let latest: HashMap<FolderId, Latest> = members
             .iter()

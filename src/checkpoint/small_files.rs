@@ -181,7 +181,7 @@ impl Tree {
 
     /// The real paths of the folders with checkpoints.
     fn config_folders(&self) -> HashSet<PathBuf> {
-        self.families().into_iter().map(|head| self.folder(head).path.clone()).collect()
+        self.families().into_iter().map(|top| self.folder(top).path.clone()).collect()
     }
 
     /// The files that `folder`, with the sets `proved`, shows by `OpenOptions::config`.

@@ -20,7 +20,7 @@ use super::hub;
 use super::scan::{Graft, LeftOut, Scan};
 
 /// A scanned source. Contents are proved folder by folder. Names stay as they were scanned, until
-/// `look_again` is called for a folder.
+/// `list_again` is called for a folder.
 #[derive(Debug)]
 pub struct Tree {
     /// The absolute path of the source, without symbolic links. If the source is one file, it keeps
@@ -246,11 +246,11 @@ impl Tree {
         self.folders.read().get(id).unwrap_or(&self.nothing).clone()
     }
 
-    /// Examines the files of the family of `head` again. Names stay as they were scanned: a missing
+    /// Examines the files of the family of `top` again. Names stay as they were scanned: a missing
     /// file is remembered, and may return. Other threads continue meanwhile. A caller that holds a
     /// folder of the family keeps its previous state.
-    pub fn rescan(&self, head: FolderId) {
-        for id in self.family(head) {
+    pub fn rescan(&self, top: FolderId) {
+        for id in self.family(top) {
             while !self.rescan_folder(id) {}
         }
     }
@@ -324,8 +324,8 @@ impl Tree {
     pub fn families(&self) -> Vec<FolderId> {
         let only = self.only.as_deref();
         let with_weights = self.ids().into_iter().filter(|&id| self.folder(id).has_weights(only));
-        let heads: BTreeSet<FolderId> = with_weights.map(|id| self.family_of(id)).collect();
-        heads.into_iter().collect()
+        let tops: BTreeSet<FolderId> = with_weights.map(|id| self.family_of(id)).collect();
+        tops.into_iter().collect()
     }
 
     /// The top of the family that `folder` belongs to.
@@ -344,9 +344,9 @@ impl Tree {
         }
     }
 
-    /// The members of the family whose top is `head`, parents before children.
-    pub fn family(&self, head: FolderId) -> Vec<FolderId> {
-        let mut members = vec![head];
+    /// The members of the family whose top is `top`, parents before children.
+    pub fn family(&self, top: FolderId) -> Vec<FolderId> {
+        let mut members = vec![top];
         let mut next = 0;
         while let Some(&id) = members.get(next) {
             let folder = self.folder(id);

@@ -140,7 +140,7 @@ impl Tree {
     /// # Errors
     /// If the folder cannot be read. Then it stays as it was. A folder that is gone or forbidden is
     /// no error: it leaves the tree, unless it is the source.
-    pub fn look_again(&self, path: &Path) -> Result<TreeChange> {
+    pub fn list_again(&self, path: &Path) -> Result<TreeChange> {
         let mut change = TreeChange::default();
         loop {
             let places = self.places(path);
@@ -511,16 +511,16 @@ mod tests {
         store.write("new/in/here");
         std::fs::remove_dir_all(store.path("b")).unwrap();
         std::fs::remove_file(store.path("a/x")).unwrap();
-        let change = tree.look_again(&store.path("")).unwrap();
+        let change = tree.list_again(&store.path("")).unwrap();
         assert_eq!((change.added.len(), change.removed.len()), (2, 1));
         let root = FolderChange { folders: true, ..FolderChange::default() };
         assert_eq!(change.changed, [root]);
-        let change = tree.look_again(&store.path("a")).unwrap();
+        let change = tree.list_again(&store.path("a")).unwrap();
         let expected =
             FolderChange { id: a.unwrap(), plain: vec!["x".into()], ..change.changed[0].clone() };
         assert_eq!(change.changed, [expected]);
         assert_as_scanned(&store, &tree);
-        assert!(tree.look_again(&store.path("")).unwrap().changed.is_empty());
+        assert!(tree.list_again(&store.path("")).unwrap().changed.is_empty());
     }
 
     #[test]
@@ -530,7 +530,7 @@ mod tests {
         let before = id(&tree);
         std::fs::rename(store.path("a"), store.path("away")).unwrap();
         std::fs::rename(store.path("b"), store.path("a")).unwrap();
-        tree.look_again(&store.path("")).unwrap();
+        tree.list_again(&store.path("")).unwrap();
         assert_ne!(id(&tree), before);
         assert!(!tree.contains(before) && tree.folder(before).files.is_empty());
         assert!(tree.prove(before).iter().all(|(_, proved)| proved.sets.is_empty()));
@@ -543,12 +543,12 @@ mod tests {
         std::fs::remove_dir_all(store.path("a")).unwrap();
         store.write("a");
         // The folder itself is looked at first, as its events come first.
-        tree.look_again(&store.path("a")).unwrap();
-        tree.look_again(&store.path("")).unwrap();
+        tree.list_again(&store.path("a")).unwrap();
+        tree.list_again(&store.path("")).unwrap();
         assert_as_scanned(&store, &tree);
         std::fs::remove_file(store.path("a")).unwrap();
         store.write("a/x");
-        tree.look_again(&store.path("")).unwrap();
+        tree.list_again(&store.path("")).unwrap();
         assert_as_scanned(&store, &tree);
     }
 
@@ -559,8 +559,8 @@ mod tests {
         store.link("../current/w", "model/chain");
         store.link("../nowhere/w", "model/broken");
         store.link("v1", "current");
-        tree.look_again(&store.path("")).unwrap();
-        tree.look_again(&store.path("model")).unwrap();
+        tree.list_again(&store.path("")).unwrap();
+        tree.list_again(&store.path("model")).unwrap();
         assert_as_scanned(&store, &tree);
         let leads = |name: &str| tree.folders.read().leading_into(&store.path(name));
         let model = BTreeSet::from([store.path("model")]);
@@ -571,16 +571,16 @@ mod tests {
         // The link is switched: the folder that it leads to is another one.
         store.link("v2", "next");
         std::fs::rename(store.path("next"), store.path("current")).unwrap();
-        let change = tree.look_again(&store.path("")).unwrap();
+        let change = tree.list_again(&store.path("")).unwrap();
         assert!(change.leading_here.contains(&store.path("model")));
-        let change = tree.look_again(&store.path("model")).unwrap();
+        let change = tree.list_again(&store.path("model")).unwrap();
         assert_eq!(change.changed[0].plain, ["chain"]);
         assert_as_scanned(&store, &tree);
         store.write("nowhere/w");
         assert!(
-            tree.look_again(&store.path("")).unwrap().leading_here.contains(&store.path("model"))
+            tree.list_again(&store.path("")).unwrap().leading_here.contains(&store.path("model"))
         );
-        assert!(tree.look_again(&store.path("model")).unwrap().changed[0].weights);
+        assert!(tree.list_again(&store.path("model")).unwrap().changed[0].weights);
         assert_as_scanned(&store, &tree);
     }
 
@@ -589,14 +589,14 @@ mod tests {
         let (store, tree) = Store::new(&["real/x"]);
         store.link("real", "one");
         store.link("real", "two");
-        tree.look_again(&store.path("")).unwrap();
+        tree.list_again(&store.path("")).unwrap();
         store.write("real/sub/y");
-        let change = tree.look_again(&store.path("real")).unwrap();
+        let change = tree.list_again(&store.path("real")).unwrap();
         assert_eq!((change.changed.len(), change.added.len()), (3, 3));
         assert_as_scanned(&store, &tree);
         std::fs::remove_dir_all(store.path("real")).unwrap();
-        tree.look_again(&store.path("real")).unwrap();
-        tree.look_again(&store.path("")).unwrap();
+        tree.list_again(&store.path("real")).unwrap();
+        tree.list_again(&store.path("")).unwrap();
         assert_as_scanned(&store, &tree);
         assert_eq!(tree.folders.read().weight, Weight { entries: 2, ..Weight::default() });
     }
@@ -608,11 +608,11 @@ mod tests {
         std::fs::rename(store.path("a"), store.path("away")).unwrap();
         store.link(outside.path("").to_str().unwrap(), "a");
         // The folders are looked at before their parent.
-        let change = tree.look_again(&store.path("a/deep")).unwrap();
+        let change = tree.list_again(&store.path("a/deep")).unwrap();
         assert_eq!((change.added.len(), change.removed.len()), (0, 1));
-        let change = tree.look_again(&store.path("a")).unwrap();
+        let change = tree.list_again(&store.path("a")).unwrap();
         assert_eq!((change.added.len(), change.removed.len()), (0, 1));
-        tree.look_again(&store.path("")).unwrap();
+        tree.list_again(&store.path("")).unwrap();
         assert_as_scanned(&store, &tree);
         assert!(!shape(&tree).iter().any(|line| line.contains("secret")));
     }
@@ -625,8 +625,8 @@ mod tests {
         std::fs::rename(store.path("root"), store.path("moved")).unwrap();
         store.link("moved", "root");
         store.write("moved/a/y");
-        assert_eq!(tree.look_again(&store.path("root/a")).unwrap().changed[0].plain, ["y"]);
-        assert!(tree.look_again(&store.path("root")).unwrap().changed.is_empty());
+        assert_eq!(tree.list_again(&store.path("root/a")).unwrap().changed[0].plain, ["y"]);
+        assert!(tree.list_again(&store.path("root")).unwrap().changed.is_empty());
     }
 
     #[test]
@@ -637,17 +637,17 @@ mod tests {
         std::fs::rename(store.path("root"), store.path("moved")).unwrap();
         std::fs::create_dir(store.path("root")).unwrap();
         std::fs::rename(store.path("moved"), store.path("root/sub")).unwrap();
-        assert_eq!(tree.look_again(&store.path("root")).unwrap().added.len(), 1);
+        assert_eq!(tree.list_again(&store.path("root")).unwrap().added.len(), 1);
     }
 
     #[test]
     fn a_link_into_a_folder_above_is_left_out() {
         let (store, tree) = Store::new(&["a/b/x"]);
         store.link("..", "a/b/up");
-        tree.look_again(&store.path("a/b")).unwrap();
+        tree.list_again(&store.path("a/b")).unwrap();
         assert_eq!(tree.ids().len(), 3);
         store.link("../a", "a/self");
-        tree.look_again(&store.path("a")).unwrap();
+        tree.list_again(&store.path("a")).unwrap();
         assert_eq!(tree.ids().len(), 3);
     }
 
@@ -655,13 +655,13 @@ mod tests {
     fn only_names_that_sets_are_made_of_ask_for_a_new_proof() {
         let (store, tree) = Store::new(&["config.json"]);
         store.write("config.json.new");
-        let change = tree.look_again(&store.path("")).unwrap();
+        let change = tree.list_again(&store.path("")).unwrap();
         assert!(!change.changed[0].weights && change.changed[0].plain == ["config.json.new"]);
         store.write("model.safetensors");
-        assert!(tree.look_again(&store.path("")).unwrap().changed[0].weights);
+        assert!(tree.list_again(&store.path("")).unwrap().changed[0].weights);
         store.write("model.safetensors.index.json");
-        assert!(tree.look_again(&store.path("")).unwrap().changed[0].weights);
-        assert!(tree.look_again(&store.path("")).unwrap().changed.is_empty());
+        assert!(tree.list_again(&store.path("")).unwrap().changed[0].weights);
+        assert!(tree.list_again(&store.path("")).unwrap().changed.is_empty());
     }
 
     #[test]

@@ -159,8 +159,8 @@ impl Outline {
         outline.notes.extend(tree.left_out.lines.iter().cloned());
         let mut hidden = HashSet::new();
         let mut listed = HashSet::new();
-        for head in tree.families() {
-            let family = tree.prove(head);
+        for top in tree.families() {
+            let family = tree.prove(top);
             let mut members = Vec::new();
             for (id, proved) in &family {
                 listed.insert(*id);

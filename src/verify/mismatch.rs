@@ -82,7 +82,7 @@ impl Mismatch {
     }
 
     /// Compares a header with `record` of an index that was made at `made`.
-    pub(super) fn find_in_head(
+    pub(super) fn find_in_header(
         shard: &Shard,
         record: &FileRecord,
         made: i64,
@@ -189,8 +189,8 @@ mod tests {
         let version = version(1, 90, 5, 5);
         let (hash, name) = (Digest([7; 16]), "a".to_owned());
         let record = FileRecord { name, version, described: described(40), hash };
-        assert_eq!(Mismatch::find_in_head(&shard, &record, 0, hash), None);
-        let mismatch = Mismatch::find_in_head(&shard, &record, 0, Digest([8; 16])).unwrap();
+        assert_eq!(Mismatch::find_in_header(&shard, &record, 0, hash), None);
+        let mismatch = Mismatch::find_in_header(&shard, &record, 0, Digest([8; 16])).unwrap();
         assert_eq!((mismatch.tensor(), mismatch.range.clone()), (None, 0..40));
         let message = mismatch.fault().to_string();
         assert!(
@@ -200,11 +200,11 @@ mod tests {
         let apart = vec![0..40, 60..70, 88..90];
         let shard_apart = Shard { described: apart.clone(), ..shard.clone() };
         let record_apart = FileRecord { described: apart, ..record.clone() };
-        let mismatch = Mismatch::find_in_head(&shard_apart, &record_apart, 0, Digest([8; 16]));
+        let mismatch = Mismatch::find_in_header(&shard_apart, &record_apart, 0, Digest([8; 16]));
         let message = mismatch.unwrap().fault().to_string();
         assert!(message.starts_with("bytes 0..40 and 12 more, its headers, have"), "{message}");
         let longer = FileRecord { described: described(41), ..record };
-        assert_eq!(Mismatch::find_in_head(&shard, &longer, 0, Digest([8; 16])), None);
+        assert_eq!(Mismatch::find_in_header(&shard, &longer, 0, Digest([8; 16])), None);
     }
 
     #[test]

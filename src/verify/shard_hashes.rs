@@ -34,7 +34,7 @@ pub(super) struct ShardHashes {
     /// Digests of the recorded chunks, if its own chunks differ from them.
     pub(super) as_recorded: Option<Vec<Digest>>,
     /// The hash of its description.
-    pub(super) head: Digest,
+    pub(super) header: Digest,
     pub(super) sha256: Option<String>,
     /// Number of tensors whose bytes match the hashes in their headers, or of entries of an archive.
     pub(super) hashed: u64,
@@ -96,11 +96,11 @@ pub(super) fn read_shard(
     let read = ShardRead { sweep, source, shard, boundaries, recorded, tensors, sha256, progress };
     let steps = read.steps();
     let (mut digests, mut as_recorded, mut whole) = (Vec::new(), None, None);
-    let (mut head, mut hashed, mut differs) = (Hasher::new(), 0, None);
+    let (mut header, mut hashed, mut differs) = (Hasher::new(), 0, None);
     let work = |number: u64| read.hash(&steps[number as usize]);
     sweep.in_order(steps.len() as u64, &work, &mut |step| {
         digests.extend(step.digests.unwrap_or_default());
-        head.update(&step.described);
+        header.update(&step.described);
         hashed += step.hashed;
         differs = differs.take().or(step.differs);
         // These are of a step that has all bytes.
@@ -115,7 +115,7 @@ pub(super) fn read_shard(
         digests,
     });
     let sums = found.filter(|sums| sums.digests.len() == sums.boundaries.chunks_len());
-    Ok(ShardHashes { sums, as_recorded, head: head.finish(), sha256: whole, hashed, differs })
+    Ok(ShardHashes { sums, as_recorded, header: header.finish(), sha256: whole, hashed, differs })
 }
 
 impl ShardRead<'_> {

@@ -210,10 +210,10 @@ fn judge(
     progress: &mut (dyn FnMut(u64) + Send),
 ) -> Result<Judged, Error> {
     let recorded = Recorded::load(tree.options.index.as_deref(), &checkpoint.directory);
-    let heads = folder.and_then(|id| tree.indexed_heads(id));
+    let headers = folder.and_then(|id| tree.indexed_headers(id));
     let task = Task {
         recorded: Some(&recorded),
-        heads: heads.as_ref(),
+        headers: headers.as_ref(),
         anew: args.record,
         sha256: args.sha256,
         settings,

@@ -296,9 +296,9 @@ fn plan_source(
 /// Proves checkpoints until one succeeds. Fails if all are refused.
 fn prove_enough(nodes: &Nodes) -> Result<(), String> {
     let tree = nodes.tree();
-    let families = tree.families().into_iter().map(|head| {
-        let place = shown_path(&tree.folder(head).path);
-        (place, move || nodes.prove(head))
+    let families = tree.families().into_iter().map(|top| {
+        let place = shown_path(&tree.folder(top).path);
+        (place, move || nodes.prove(top))
     });
     prove_until_one(families, &|| tree.nothing_found())
 }

@@ -308,7 +308,7 @@ impl FsState {
             let looking = if offset == 0 { Looking::begin(&self) } else { None };
             let Some(looking) = looking else { return give(pending) };
             pool.spawn(pending, move |pending| {
-                self.nodes.look(folder);
+                self.nodes.check_family(folder);
                 drop(looking);
                 give(pending);
             });
@@ -358,7 +358,7 @@ impl FsState {
             let pool = shared.service.blocking.clone();
             let pending = pool.pending(&node.path, reply);
             pool.spawn(pending, move |pending| {
-                shared.nodes.look(node.folder());
+                shared.nodes.check_family(node.folder());
                 let mut found = attributes::of(&shared.nodes, &node, &caller);
                 if shared.may_see(&node, &caller) {
                     found.extend(attributes::tail_of(&shared.nodes, &node));

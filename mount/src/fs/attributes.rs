@@ -64,9 +64,9 @@ pub(crate) struct Common {
 /// somebody has looked at them.
 pub(crate) fn folders_listable_by(nodes: &Nodes, uid: u32, gids: &[u32]) -> Vec<PathBuf> {
     let tree = &nodes.tree();
-    let heads = tree.families().into_iter().filter(|head| tree.contains(*head));
-    let readable = heads.filter(|head| may_list(nodes, *head, uid, &mut |gid| gids.contains(&gid)));
-    readable.take(MODELS_MAX).map(|head| tree.folder(head).relative.clone()).collect()
+    let tops = tree.families().into_iter().filter(|top| tree.contains(*top));
+    let readable = tops.filter(|top| may_list(nodes, *top, uid, &mut |gid| gids.contains(&gid)));
+    readable.take(MODELS_MAX).map(|top| tree.folder(top).relative.clone()).collect()
 }
 
 /// Whether user `uid` may list the folder `id` and pass all folders above it. Does not ask the source.

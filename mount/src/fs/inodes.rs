@@ -5,8 +5,8 @@
 //! that have the old one open keep it.
 
 mod changes;
+mod checks;
 mod history;
-mod looks;
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -100,7 +100,7 @@ enum Progress {
 /// thread could start, the waiters are dropped, which answers EIO. The next look tries again.
 struct Proving {
     nodes: Arc<Nodes>,
-    head: FolderId,
+    top: FolderId,
     ended: bool,
 }
 
@@ -118,7 +118,7 @@ impl Drop for Proving {
             return;
         }
         let mut progress = self.nodes.progress.lock();
-        let Some(state @ Progress::Proving(_)) = progress.get_mut(&self.head) else { return };
+        let Some(state @ Progress::Proving(_)) = progress.get_mut(&self.top) else { return };
         let waiters = std::mem::replace(state, Progress::Unproved);
         drop(progress);
         drop(waiters);
@@ -163,8 +163,8 @@ pub(crate) struct Nodes {
     marks: FileMarks,
     /// If changes of the source are followed.
     watched: Option<changes::SourceWatch>,
-    /// The looks at a source that is not watched.
-    looks: looks::Looks,
+    /// The last checks of folders, for a source that is not watched.
+    checks: checks::FolderChecks,
 }
 
 /// Minimum time between two checks whether a refused set has become whole.
@@ -180,7 +180,7 @@ impl Nodes {
         grace: Option<Duration>,
         sharing: Sharing,
     ) -> Nodes {
-        let looks = looks::Looks::of(&tree);
+        let checks = checks::FolderChecks::of(&tree);
         let nodes = Nodes {
             tree: Arc::new(tree),
             refresh: Mutex::default(),
@@ -195,7 +195,7 @@ impl Nodes {
             sharing: Arc::new(sharing),
             marks: FileMarks::default(),
             watched: grace.map(changes::SourceWatch::new),
-            looks,
+            checks,
         };
         nodes.log_idle_rules();
         // The kernel knows the root without a lookup.
@@ -260,9 +260,9 @@ impl Nodes {
         if self.listing(folder).is_some() {
             return then(self);
         }
-        let head = self.tree().family_of(folder);
+        let top = self.tree().family_of(folder);
         let mut progress = self.progress.lock();
-        match progress.entry(head).or_insert(Progress::Unproved) {
+        match progress.entry(top).or_insert(Progress::Unproved) {
             Progress::Proved => {
                 drop(progress);
                 then(self);
@@ -271,12 +271,12 @@ impl Nodes {
             state @ Progress::Unproved => {
                 *state = Progress::Proving(vec![Box::new(then)]);
                 drop(progress);
-                let mut proving = Proving { nodes: self.clone(), head, ended: false };
-                let place = self.tree.folder(head).relative.clone();
+                let mut proving = Proving { nodes: self.clone(), top, ended: false };
+                let place = self.tree.folder(top).relative.clone();
                 pool.spawn_detached(&place, move || {
-                    let lock = proving.nodes.family_lock(head);
+                    let lock = proving.nodes.family_lock(top);
                     let _one_at_a_time = lock.lock();
-                    log_refusals(proving.nodes.prove(proving.head));
+                    log_refusals(proving.nodes.prove(proving.top));
                     proving.end();
                 });
             }
@@ -285,12 +285,12 @@ impl Nodes {
 
     /// Proves a family and lists its folders, then calls all waiters. Returns the outcome
     /// of each set.
-    pub(crate) fn prove(&self, head: FolderId) -> Vec<SetOutcome> {
+    pub(crate) fn prove(&self, top: FolderId) -> Vec<SetOutcome> {
         let tree = self.tree();
-        let _span = tracing::debug_span!("prove", folder = ?tree.folder(head).relative).entered();
+        let _span = tracing::debug_span!("prove", folder = ?tree.folder(top).relative).entered();
         let mut outcomes = Vec::new();
         let mut family = Vec::new();
-        for (id, mut folder) in tree.prove(head) {
+        for (id, mut folder) in tree.prove(top) {
             let before = self.listed(id);
             let held = self.refuse_by_history(&tree, id, before.as_ref(), &mut folder.sets);
             for note in &folder.notes {
@@ -340,11 +340,11 @@ impl Nodes {
             }
         }
         if let Some(watched) = &self.watched {
-            watched.set_due(head, again);
+            watched.set_due(top, again);
         }
-        let waiters = self.progress.lock().insert(head, Progress::Proved);
-        if !tree.contains(head) {
-            self.forget_folder(head);
+        let waiters = self.progress.lock().insert(top, Progress::Proved);
+        if !tree.contains(top) {
+            self.forget_folder(top);
         }
         if let Some(Progress::Proving(waiters)) = waiters {
             waiters.into_iter().for_each(|then| then(self));
@@ -352,33 +352,33 @@ impl Nodes {
         outcomes
     }
 
-    /// The lock that is held while the family of `head` is proved.
-    pub(super) fn family_lock(&self, head: FolderId) -> Arc<Mutex<()>> {
-        self.refresh.lock().entry(head).or_default().clone()
+    /// The lock that is held while the family of `top` is proved.
+    pub(super) fn family_lock(&self, top: FolderId) -> Arc<Mutex<()>> {
+        self.refresh.lock().entry(top).or_default().clone()
     }
 
     /// Makes the indexes of all families in the background, so that the first access to a folder
     /// finds one.
     pub(crate) fn index_rest(self: &Arc<Self>) {
         let tree = self.tree();
-        let mut heads = tree.families();
+        let mut tops = tree.families();
         // Many links may lead to one folder, which has one index.
         let mut seen = HashSet::new();
-        heads.retain(|&head| seen.insert(tree.folder(head).path.clone()));
-        if self.tree().options.index.is_none() || heads.len() < 2 {
+        tops.retain(|&top| seen.insert(tree.folder(top).path.clone()));
+        if self.tree().options.index.is_none() || tops.len() < 2 {
             return;
         }
         let nodes = Arc::downgrade(self);
         let index = move || {
-            for head in heads {
+            for top in tops {
                 let Some(nodes) = nodes.upgrade() else { return };
-                let listed = nodes.listing(head).is_some();
+                let listed = nodes.listing(top).is_some();
                 let tree = nodes.tree();
                 drop(nodes);
                 // The proof is dropped and only the index stays, so that memory does not grow with
                 // the number of models.
                 if !listed {
-                    guarded(|| drop(tree.prove(head)));
+                    guarded(|| drop(tree.prove(top)));
                 }
             }
         };
@@ -475,7 +475,7 @@ impl Nodes {
         drop(progress);
         self.refresh.lock().remove(&id);
         self.tails.forget(id);
-        self.looks.forget(id);
+        self.checks.forget(id);
         self.watched.iter().for_each(|watched| watched.forget(id));
         let Some(FolderState { node, listed }) = state else { return };
         // Another folder may have taken its place.
@@ -567,8 +567,8 @@ impl Nodes {
         if let Some(node) = find(&listing, name).filter(|node| node.is_plain()) {
             return if node.is_outdated() { self.renew(folder, name) } else { Some(node) };
         }
-        let head = self.tree().family_of(folder);
-        let lock = self.family_lock(head);
+        let top = self.tree().family_of(folder);
+        let lock = self.family_lock(top);
         let _one_at_a_time = lock.lock();
         let listing = self.listing(folder)?;
         let is_outdated = |node: Arc<Node>| {
@@ -580,7 +580,7 @@ impl Nodes {
             self.listed(folder).is_some_and(|listed| listed.refused == Some(Refusal::Unsettled));
         let outdated = find(&listing, name).is_some_and(is_outdated);
         if outdated || unsettled || self.tree().is_stale(folder) {
-            self.prove_rescanned(head);
+            self.prove_rescanned(top);
         }
         let listing = self.listing(folder)?;
         find(&listing, name)

@@ -214,8 +214,8 @@ impl Live {
             for path in touched.paths {
                 state.add(StoreLook::Folder(path), true);
             }
-            for head in self.nodes.take_due() {
-                state.add(StoreLook::Family(head), true);
+            for top in self.nodes.take_due() {
+                state.add(StoreLook::Family(top), true);
             }
             drop(state);
             if touched.overflow {
@@ -323,8 +323,8 @@ impl Live {
         let tree = self.nodes.tree();
         match look {
             StoreLook::Folder(path) => tree.devices(path),
-            StoreLook::Family(head) => {
-                let family = tree.family(*head).into_iter();
+            StoreLook::Family(top) => {
+                let family = tree.family(*top).into_iter();
                 family.flat_map(|id| tree.devices(&tree.folder(id).path)).collect()
             }
             // The file systems of these links are not known. No other look waits for them.
@@ -339,7 +339,7 @@ impl Live {
             let begun = Instant::now();
             guarded(|| match &look {
                 StoreLook::Folder(path) => self.rescan_folder(path, changed),
-                StoreLook::Family(head) => self.look_at_family(*head),
+                StoreLook::Family(top) => self.look_at_family(*top),
                 StoreLook::Given => self.look_at_given_path(),
             });
             self.end(&look, changed, begun.elapsed());
@@ -368,7 +368,7 @@ impl Live {
         if !changed && !failed && !self.may_have_changed(path) {
             return;
         }
-        match tree.look_again(path) {
+        match tree.list_again(path) {
             Ok(change) => {
                 self.state.lock().failing.remove(path);
                 if *path == tree.folder(0).path {
@@ -392,17 +392,17 @@ impl Live {
         }
     }
 
-    fn look_at_family(&self, head: FolderId) {
+    fn look_at_family(&self, top: FolderId) {
         let tree = self.nodes.tree();
         let mut proved = false;
-        for id in tree.family(head) {
+        for id in tree.family(top) {
             let path = tree.folder(id).path.clone();
-            if let Ok(change) = tree.look_again(&path) {
-                proved |= self.took(&path, &change).contains(&head);
+            if let Ok(change) = tree.list_again(&path) {
+                proved |= self.took(&path, &change).contains(&top);
             }
         }
-        if !proved && tree.contains(head) {
-            self.nodes.prove_again(head);
+        if !proved && tree.contains(top) {
+            self.nodes.prove_again(top);
         }
     }
 

@@ -52,12 +52,12 @@ impl SourceWatch {
         }
     }
 
-    /// Notes when the family of `head` must be looked at again.
-    pub(super) fn set_due(&self, head: FolderId, again: Option<Duration>) {
+    /// Notes when the family of `top` must be looked at again.
+    pub(super) fn set_due(&self, top: FolderId, again: Option<Duration>) {
         let mut due = self.due.lock();
         match again {
-            Some(time) => drop(due.insert(head, Instant::now() + time)),
-            None => drop(due.remove(&head)),
+            Some(time) => drop(due.insert(top, Instant::now() + time)),
+            None => drop(due.remove(&top)),
         }
         drop(due);
         if let (Some(_), Some(wake)) = (again, self.wake.get()) {
@@ -65,8 +65,8 @@ impl SourceWatch {
         }
     }
 
-    pub(super) fn forget(&self, head: FolderId) {
-        self.due.lock().remove(&head);
+    pub(super) fn forget(&self, top: FolderId) {
+        self.due.lock().remove(&top);
     }
 
     /// Takes the sets that are on their way out of a folder, and returns them. `before` is its listing
@@ -206,8 +206,8 @@ impl Nodes {
     /// Paths of the sets that are on their way, for `status`.
     pub(crate) fn incomplete(&self) -> Vec<String> {
         let Some(watched) = &self.watched else { return Vec::new() };
-        let heads: Vec<FolderId> = watched.due.lock().keys().copied().collect();
-        let members = heads.into_iter().flat_map(|head| self.tree.family(head));
+        let tops: Vec<FolderId> = watched.due.lock().keys().copied().collect();
+        let members = tops.into_iter().flat_map(|top| self.tree.family(top));
         let held = members.filter_map(|id| Some((id, self.listed(id)?.held)));
         let names = held.flat_map(|(id, held)| {
             let folder = self.tree.folder(id).relative.clone();
@@ -220,10 +220,10 @@ impl Nodes {
     pub(crate) fn take_due(&self) -> Vec<FolderId> {
         let Some(watched) = &self.watched else { return Vec::new() };
         let (mut due, now) = (watched.due.lock(), Instant::now());
-        let heads: Vec<FolderId> =
-            due.iter().filter(|(_, time)| **time <= now).map(|(head, _)| *head).collect();
+        let tops: Vec<FolderId> =
+            due.iter().filter(|(_, time)| **time <= now).map(|(top, _)| *top).collect();
         due.retain(|_, time| *time > now);
-        heads
+        tops
     }
 
     /// Takes a change of the tree over. Costs as much as the families of the changed folders.
@@ -233,7 +233,7 @@ impl Nodes {
             self.forget_folder(id);
         }
         let tree = self.tree();
-        let (mut heads, mut plain) = (BTreeSet::new(), Vec::new());
+        let (mut tops, mut plain) = (BTreeSet::new(), Vec::new());
         for changed in &change.changed {
             let id = changed.id;
             // The blobs of a hub model show what its snapshots do not.
@@ -242,43 +242,43 @@ impl Nodes {
             let blobs: Vec<FolderId> =
                 children.filter(|(name, _)| name == "blobs").map(|&(_, blobs)| blobs).collect();
             if changed.folders || changed.weights || blobs.contains(&id) {
-                heads.insert(tree.family_of(id));
-                heads.extend(blobs);
+                tops.insert(tree.family_of(id));
+                tops.extend(blobs);
             } else {
                 plain.push(changed);
             }
         }
-        heads.retain(|&head| self.prove_again(head));
+        tops.retain(|&top| self.prove_again(top));
         for changed in plain {
-            let head = tree.family_of(changed.id);
-            if heads.contains(&head) || !self.update_plain(head, changed.id, &changed.plain) {
+            let top = tree.family_of(changed.id);
+            if tops.contains(&top) || !self.update_plain(top, changed.id, &changed.plain) {
                 continue;
             }
         }
-        heads
+        tops
     }
 
-    /// Proves the family of `head` again, if it was asked for before. Returns whether it was.
-    pub(crate) fn prove_again(&self, head: FolderId) -> bool {
+    /// Proves the family of `top` again, if it was asked for before. Returns whether it was.
+    pub(crate) fn prove_again(&self, top: FolderId) -> bool {
         let progress = self.progress.lock();
-        if matches!(progress.get(&head), None | Some(Progress::Unproved)) {
+        if matches!(progress.get(&top), None | Some(Progress::Unproved)) {
             return false;
         }
         drop(progress);
-        let lock = self.family_lock(head);
+        let lock = self.family_lock(top);
         let _one_at_a_time = lock.lock();
-        log_refusals(self.prove(head));
+        log_refusals(self.prove(top));
         true
     }
 
     /// Takes changes of plain files `names` of folder `id` over. Returns whether the folder is
     /// listed.
-    fn update_plain(&self, head: FolderId, id: FolderId, names: &[OsString]) -> bool {
-        let lock = self.family_lock(head);
+    fn update_plain(&self, top: FolderId, id: FolderId, names: &[OsString]) -> bool {
+        let lock = self.family_lock(top);
         let _one_at_a_time = lock.lock();
         loop {
             let Some(listed) = self.listed(id) else { return false };
-            if self.update_plain_of(&listed, head, id, names) {
+            if self.update_plain_of(&listed, top, id, names) {
                 return true;
             }
         }
@@ -289,7 +289,7 @@ impl Nodes {
     fn update_plain_of(
         &self,
         listed: &Listed,
-        head: FolderId,
+        top: FolderId,
         id: FolderId,
         names: &[OsString],
     ) -> bool {
@@ -308,7 +308,7 @@ impl Nodes {
         if let Some(watched) = &self.watched
             && let Some(again) = watched.hold_back_plain(&mut shown, Some(listed), &|_| false)
         {
-            watched.set_due(head, Some(again));
+            watched.set_due(top, Some(again));
         }
         let mut by_name: BTreeMap<OsString, Arc<Node>> = listed.entries.iter().cloned().collect();
         let (mut old, mut added) = (Vec::new(), Vec::new());

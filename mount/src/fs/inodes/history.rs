@@ -26,7 +26,7 @@ pub(crate) struct IndexStatus {
 impl Nodes {
     /// The sets that are shown, refused or gone, for `tensorfs status`. Does not ask the source.
     pub(crate) fn sets_status(&self) -> SetsStatus {
-        SetsStatus { looks: self.looks.listings(), ..self.sets.status() }
+        SetsStatus { looks: self.checks.listings(), ..self.sets.status() }
     }
 
     /// How many sets came from an index, for `tensorfs status`.
@@ -60,7 +60,7 @@ impl Nodes {
         for set in sets.iter_mut().filter(|set| set.outcome.is_ok()) {
             let is_new = match before {
                 Some(before) => !before.shown.contains(&set.name),
-                None => self.looks.is_new(id),
+                None => self.checks.is_new(id),
             };
             if is_new && self.watched.is_none() {
                 self.refuse_arriving(tree, id, set);

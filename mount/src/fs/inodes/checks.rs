@@ -1,8 +1,8 @@
-//! Looks at folders of a source that is not watched: each at a request about the folder.
+//! Checks of the folders of a source that is not watched, each at a request about the folder.
 //!
 //! Such a mount keeps the names that it found at its start. Once one of them is away, or a set is
 //! refused, the names of this folder are those of the source, so that what comes back is shown. A
-//! look at a folder that has not changed costs one stat(2).
+//! check of a folder that has not changed costs one stat(2).
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -20,30 +20,30 @@ use super::{ASK_INTERVAL, NameEntry, Nodes, Refusal, find, log_refusals};
 
 /// The last check for changes of each folder of one mount.
 #[derive(Default)]
-pub(super) struct Looks {
+pub(super) struct FolderChecks {
     /// The number of the first folder that came after the start.
     first_new: FolderId,
-    folders: Mutex<HashMap<FolderId, Arc<FolderLook>>>,
+    folders: Mutex<HashMap<FolderId, Arc<FolderCheck>>>,
     /// Folders that were listed again.
     listings: AtomicU64,
 }
 
 /// The facts about one folder.
 #[derive(Default)]
-struct FolderLook {
+struct FolderCheck {
     /// Whether its names are those of the source, not those of the start.
     follows: AtomicBool,
-    /// Its version at the last look, and the time of that. Held during a look.
+    /// Its version at the last check, and the time of that. Held during a check.
     last: Mutex<Option<(FolderVersion, Instant)>>,
 }
 
-impl Looks {
-    pub(super) fn of(tree: &Tree) -> Looks {
+impl FolderChecks {
+    pub(super) fn of(tree: &Tree) -> FolderChecks {
         let first_new = tree.ids().last().map_or(0, |last| last + 1);
-        Looks { first_new, ..Looks::default() }
+        FolderChecks { first_new, ..FolderChecks::default() }
     }
 
-    fn at(&self, id: FolderId) -> Arc<FolderLook> {
+    fn at(&self, id: FolderId) -> Arc<FolderCheck> {
         self.folders.lock().entry(id).or_default().clone()
     }
 
@@ -65,12 +65,12 @@ impl Looks {
 impl Nodes {
     /// Finds out what has come, gone or changed in `folder`, unless the source is watched. Accesses
     /// the source, which may be slow.
-    pub(crate) fn look(&self, folder: FolderId) {
+    pub(crate) fn check_family(&self, folder: FolderId) {
         if self.watched.is_some() || !self.tree.contains(folder) {
             return;
         }
-        let head = self.tree.family_of(folder);
-        self.tree.family(head).into_iter().for_each(|id| self.look_at(id));
+        let top = self.tree.family_of(folder);
+        self.tree.family(top).into_iter().for_each(|id| self.check_folder(id));
         let refused = self.listed(folder).and_then(|listed| listed.refused);
         if let Some(refusal) = refused
             && self.may_ask(folder)
@@ -83,15 +83,15 @@ impl Nodes {
     /// The entry `name` of `folder`, which is listed, as it is now. Accesses the source.
     pub(crate) fn current_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let mut found = self.entry(folder, name);
-        let needs_look = match &found {
-            NameEntry::Found(node) if node.is_folder() => self.look_at_child(folder, node.folder()),
+        let needs_check = match &found {
+            NameEntry::Found(node) if node.is_folder() => self.check_child(folder, node.folder()),
             NameEntry::Found(_) => name == ERROR_FILE || self.tree.folder(folder).has_links(),
             NameEntry::Absent | NameEntry::Stale => true,
         };
         // The next answer may be that it is too early to ask again whether a refused set is whole.
         let was_stale = matches!(found, NameEntry::Stale);
-        if needs_look && self.watched.is_none() {
-            self.look(folder);
+        if needs_check && self.watched.is_none() {
+            self.check_family(folder);
             found = self.entry(folder, name);
         }
         match found {
@@ -111,30 +111,30 @@ impl Nodes {
         }
     }
 
-    /// Whether the folder `child`, which `parent` shows, is gone or another one, so that a look at the
-    /// parent finds out more.
-    fn look_at_child(&self, parent: FolderId, child: FolderId) -> bool {
+    /// Whether the folder `child`, which `parent` shows, is gone or another one, so that a check of
+    /// the parent finds out more.
+    fn check_child(&self, parent: FolderId, child: FolderId) -> bool {
         let tree = &self.tree;
         if self.watched.is_some() || tree.is_there(child) {
             return false;
         }
         if tree.shows_source(child) {
-            self.look_at(child);
+            self.check_folder(child);
         } else {
-            self.looks.at(parent).follows.store(true, Ordering::Relaxed);
+            self.checks.at(parent).follows.store(true, Ordering::Relaxed);
             self.list_again(parent);
         }
         true
     }
 
-    fn look_at(&self, id: FolderId) {
+    fn check_folder(&self, id: FolderId) {
         let tree = &self.tree;
-        let look = self.looks.at(id);
-        let mut last = look.last.lock();
+        let check = self.checks.at(id);
+        let mut last = check.last.lock();
         let now = tree.version_of(id);
         let folder = tree.folder(id);
         let (path, partial) = (folder.path.clone(), folder.partial);
-        let follows = look.follows.load(Ordering::Relaxed) || self.looks.is_new(id);
+        let follows = check.follows.load(Ordering::Relaxed) || self.checks.is_new(id);
         let same = last.as_ref().is_some_and(|(then, at)| {
             // Others may not tell of each change.
             let is_sure = || !partial && (!follows || !tree.store().may_block(&path));
@@ -146,26 +146,26 @@ impl Nodes {
         }
         let first = last.is_none();
         *last = Some((now, Instant::now()));
-        if first && !self.looks.is_new(id) && !tree.may_have_changed(&path) {
+        if first && !self.checks.is_new(id) && !tree.may_have_changed(&path) {
             return;
         }
         let is_refused = || self.listed(id).is_some_and(|listed| listed.refused.is_some());
         if !follows && !partial && !is_refused() && !tree.has_lost(id) {
             return;
         }
-        look.follows.store(true, Ordering::Relaxed);
+        check.follows.store(true, Ordering::Relaxed);
         self.list_again(id);
     }
 
     /// Lists a folder of the source again, and takes over what has changed.
     fn list_again(&self, id: FolderId) {
         let tree = &self.tree;
-        self.looks.listings.fetch_add(1, Ordering::Relaxed);
+        self.checks.listings.fetch_add(1, Ordering::Relaxed);
         self.follow_given();
-        match tree.look_again(&tree.folder(id).path) {
+        match tree.list_again(&tree.folder(id).path) {
             Ok(change) => {
                 for changed in &change.changed {
-                    self.looks.at(changed.id).follows.store(true, Ordering::Relaxed);
+                    self.checks.at(changed.id).follows.store(true, Ordering::Relaxed);
                 }
                 self.note_source(id, None);
                 self.apply(&change);
@@ -174,7 +174,7 @@ impl Nodes {
         }
     }
 
-    /// Takes the outcome of a look at the folder `id`, if it is the source. Returns whether the source
+    /// Takes the outcome of listing the folder `id` again, if it is the source. Returns whether the source
     /// could be read before, and cannot now.
     pub(crate) fn note_source(&self, id: FolderId, error: Option<&Error>) -> bool {
         // Models of a hub cache stay as the source does.
@@ -188,7 +188,7 @@ impl Nodes {
             tracing::warn!("{error}; the mount shows nothing of it until it is back");
         }
         for (_, child) in &self.tree.folder(id).children {
-            if let Ok(change) = self.tree.look_again(&self.tree.folder(*child).path) {
+            if let Ok(change) = self.tree.list_again(&self.tree.folder(*child).path) {
                 self.apply(&change);
             }
         }
@@ -209,16 +209,16 @@ impl Nodes {
 
     /// Examines the files of a family again, and proves it.
     fn prove_from_source(&self, folder: FolderId) {
-        let head = self.tree.family_of(folder);
-        let lock = self.family_lock(head);
+        let top = self.tree.family_of(folder);
+        let lock = self.family_lock(top);
         let _one_at_a_time = lock.lock();
-        self.prove_rescanned(head);
+        self.prove_rescanned(top);
     }
 
     /// As `prove_from_source`, for a caller that has the lock of the family.
-    pub(super) fn prove_rescanned(&self, head: FolderId) {
-        self.tree.rescan(head);
+    pub(super) fn prove_rescanned(&self, top: FolderId) {
+        self.tree.rescan(top);
         tracing::info!("files have changed in the source; proving them again");
-        log_refusals(self.prove(head));
+        log_refusals(self.prove(top));
     }
 }

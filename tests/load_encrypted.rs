@@ -83,7 +83,7 @@ fn loader(direct: bool, threads: bool, staging: u64) -> Loader {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    #![proptest_config(ProptestConfig::with_cases(8))]
 
     #[test]
     fn any_parts_of_encrypted_tensors_are_loaded_to_any_place(

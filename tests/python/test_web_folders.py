@@ -57,6 +57,12 @@ class Dav(RemoteCase):
         self.assert_whole(self.url)
         self.assertTrue([request for request in self.asked("HEAD") if SHARD in request["path"]])
 
+    def test_properties_of_others_and_answers_for_several_places_hide_no_file(self):
+        self.dav.has_own_properties = True
+        self.assert_whole(self.url)
+        # The lengths and ETags of the listing counted.
+        self.assertLessEqual(len(self.asked("HEAD")), 2)
+
     def test_a_busy_server_of_webdav_is_asked_again(self):
         self.dav.faults = [{"kind": "busy", "method": "PROPFIND"}, {"kind": "hang-up", "method": "PROPFIND"}]
         with self.mount(url=self.url) as mount:

@@ -15,6 +15,8 @@ class DavServer(ObjectServer):
         super().__init__(page, handler or DavHandler)
         # Whether listings have the ETags of answers.
         self.lists_tags = True
+        # Whether listings have properties of its own, and places that it says nothing of.
+        self.has_own_properties = False
 
 
 class DavHandler(Handler):
@@ -38,7 +40,11 @@ class DavHandler(Handler):
         found = [(key, objects.get(key))]
         if self.headers.get("Depth") == "1" and key not in objects:
             found += [(name.rstrip("/"), stored) for name, stored in self.entries(bucket, prefix, "/")]
-        lines = ['<?xml version="1.0"?><D:multistatus xmlns:D="DAV:">', *(self.response(bucket, *entry) for entry in found)]
+        lines = ['<?xml version="1.0"?><D:multistatus xmlns:D="DAV:" xmlns:own="urn:own">']
+        if self.store.has_own_properties:
+            places = "".join(f"<D:href>/{bucket}/{name}</D:href>" for name in ("one", "another"))
+            lines.append(f"<D:response>{places}<D:status>HTTP/1.1 423 Locked</D:status></D:response>")
+        lines += [self.response(bucket, *entry) for entry in found]
         return self.answer(207, "".join([*lines, "</D:multistatus>"]).encode(), [("Content-Type", "text/xml")])
 
     def response(self, bucket, key, stored):
@@ -50,6 +56,8 @@ class DavHandler(Handler):
             date = email.utils.formatdate(stored.date, usegmt=True)
             properties += f"<D:getcontentlength>{len(stored.data)}</D:getcontentlength><D:getetag>{escape(tag or '')}</D:getetag>"
             properties += f"<D:getlastmodified>{date}</D:getlastmodified>"
+        if self.store.has_own_properties:
+            properties = "<own:getcontentlength>1</own:getcontentlength><own:getetag>1</own:getetag>" + properties
         status = "<D:status>HTTP/1.1 200 OK</D:status>"
         return f"<D:response><D:href>{href}</D:href><D:propstat><D:prop>{properties}</D:prop>{status}</D:propstat></D:response>"
 

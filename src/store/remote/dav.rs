@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use reqsign_core::time::Timestamp;
 use reqwest::Method;
 use reqwest::header::HeaderName;
-use serde::Deserialize;
 
 use super::endpoint::Endpoint;
 use super::listing::{DavState, StoreEntry, is_entry_name};
 use super::location::one_way;
+use super::multistatus::{DavResponse, responses_in};
 use super::request::Wanted;
 use super::state::ObjectState;
 
@@ -94,44 +94,6 @@ fn is_listing(text: &[u8]) -> bool {
     start.windows(b"multistatus".len()).any(|window| window == b"multistatus")
 }
 
-#[derive(Debug, Deserialize)]
-struct DavStatus {
-    #[serde(default, rename = "response")]
-    responses: Vec<DavResponse>,
-}
-
-#[derive(Debug, Deserialize)]
-struct DavResponse {
-    href: String,
-    #[serde(default, rename = "propstat")]
-    properties: Vec<DavProperties>,
-}
-
-#[derive(Debug, Deserialize)]
-struct DavProperties {
-    prop: DavProperty,
-}
-
-#[derive(Debug, Deserialize)]
-struct DavProperty {
-    #[serde(rename = "getcontentlength")]
-    len: Option<String>,
-    #[serde(rename = "getetag")]
-    tag: Option<String>,
-    #[serde(rename = "getlastmodified")]
-    modified: Option<String>,
-    #[serde(rename = "resourcetype")]
-    kind: Option<DavKind>,
-}
-
-#[derive(Debug, Deserialize)]
-struct DavKind {
-    collection: Option<DavEmpty>,
-}
-
-#[derive(Debug, Deserialize)]
-struct DavEmpty {}
-
 /// The paths of a listing, as names from the root on, with what is there.
 fn parse(text: &[u8]) -> io::Result<Vec<(Vec<String>, StoreEntry)>> {
     let bad = |why: String| {
@@ -139,8 +101,7 @@ fn parse(text: &[u8]) -> io::Result<Vec<(Vec<String>, StoreEntry)>> {
         io::Error::new(io::ErrorKind::InvalidData, why)
     };
     let text = std::str::from_utf8(text).map_err(|e| bad(e.to_string()))?;
-    let status: DavStatus = quick_xml::de::from_str(text).map_err(|e| bad(e.to_string()))?;
-    Ok(status.responses.into_iter().filter_map(entry_of).collect())
+    Ok(responses_in(text).map_err(bad)?.into_iter().filter_map(entry_of).collect())
 }
 
 /// The entries of the folder that a listing is of, by name. `None` if it is of no folder.
@@ -164,27 +125,17 @@ fn entries_of(
 }
 
 fn entry_of(response: DavResponse) -> Option<(Vec<String>, StoreEntry)> {
-    let href = response.href.trim();
+    let href = response.href.as_str();
     // A full URL is allowed too.
     let path =
         href.split_once("://").map_or(href, |(_, rest)| rest.split_once('/').unwrap_or(("", "")).1);
     let names = names_of(path)?;
-    let properties: Vec<DavProperty> =
-        response.properties.into_iter().map(|part| part.prop).collect();
-    let is_folder =
-        |prop: &DavProperty| prop.kind.as_ref().is_some_and(|kind| kind.collection.is_some());
-    if properties.iter().any(is_folder) {
+    if response.is_folder {
         return Some((names, StoreEntry::Folder));
     }
-    // Properties that a file lacks may be there without a value.
-    let text = |of: fn(&DavProperty) -> Option<&String>| {
-        properties.iter().filter_map(of).map(|text| text.trim()).find(|text| !text.is_empty())
-    };
-    let len = text(|prop| prop.len.as_ref())?.parse().ok()?;
-    let time = text(|prop| prop.modified.as_ref());
-    let modified = time.and_then(|time| Timestamp::parse_rfc2822(time).ok());
-    let tag = text(|prop| prop.tag.as_ref()).unwrap_or_default();
-    let state = ObjectState::new(len, tag, modified.map(Timestamp::as_second));
+    let len = response.len.parse().ok()?;
+    let modified = Timestamp::parse_rfc2822(&response.modified).ok();
+    let state = ObjectState::new(len, &response.tag, modified.map(Timestamp::as_second));
     Some((names, StoreEntry::Object(state)))
 }
 

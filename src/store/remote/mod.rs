@@ -14,6 +14,7 @@ mod hedging;
 mod hub;
 mod listing;
 mod location;
+mod multistatus;
 mod netrc;
 mod patience;
 mod probe;

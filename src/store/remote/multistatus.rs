@@ -1,0 +1,196 @@
+//! The answers of WebDAV servers to requests for properties, in XML.
+
+use quick_xml::escape::unescape;
+use quick_xml::events::Event;
+use quick_xml::name::{Namespace, ResolveResult};
+use quick_xml::reader::NsReader;
+
+/// The namespace of WebDAV. Servers add properties of their own in others.
+const DAV: Namespace<'static> = Namespace("DAV:");
+
+/// Maximum depth of elements. Properties are far above it.
+const DEPTH_MAX: usize = 64;
+
+/// What a server says of one place.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct DavResponse {
+    pub(super) href: String,
+    pub(super) is_folder: bool,
+    /// Empty if it is not told, as the following.
+    pub(super) len: String,
+    pub(super) tag: String,
+    pub(super) modified: String,
+}
+
+/// Properties that have one status.
+#[derive(Default)]
+struct DavProperties {
+    status: String,
+    found: DavResponse,
+}
+
+/// Reads a text of XML to responses.
+#[derive(Default)]
+struct MultistatusReader {
+    /// The names of the open elements, empty for those of other namespaces.
+    open: Vec<String>,
+    hrefs: Vec<String>,
+    response: DavResponse,
+    properties: DavProperties,
+    responses: Vec<DavResponse>,
+}
+
+/// The places of which `text` tells properties.
+///
+/// # Errors
+/// Why it is no whole answer of WebDAV.
+pub(super) fn responses_in(text: &str) -> Result<Vec<DavResponse>, String> {
+    let mut reader = NsReader::from_str(text);
+    let mut state = MultistatusReader::default();
+    loop {
+        let at = reader.buffer_position();
+        let failed = |e: quick_xml::Error| format!("byte {at}: {e}");
+        let (namespace, event) = reader.read_resolved_event().map_err(failed)?;
+        let is_dav = namespace == ResolveResult::Bound(DAV);
+        match event {
+            Event::Start(element) => {
+                let name = element.local_name();
+                state.begin(if is_dav { name.as_ref() } else { "" })?;
+            }
+            Event::Empty(element) => {
+                let name = element.local_name();
+                state.begin(if is_dav { name.as_ref() } else { "" })?;
+                state.end();
+            }
+            Event::End(_) => state.end(),
+            Event::Text(text) => state.text(&text.xml10_content()),
+            Event::CData(text) => state.text(&text.xml10_content()),
+            Event::GeneralRef(name) => {
+                let text = format!("&{};", name.xml10_content());
+                state.text(&unescape(&text).map_err(|e| format!("byte {at}: {e}"))?);
+            }
+            Event::Eof if state.open.is_empty() => return Ok(state.responses),
+            Event::Eof => return Err(format!("it ends at byte {at}, inside an element")),
+            Event::Comment(_) | Event::Decl(_) | Event::PI(_) | Event::DocType(_) => {}
+        }
+    }
+}
+
+impl MultistatusReader {
+    fn begin(&mut self, name: &str) -> Result<(), String> {
+        if self.open.len() == DEPTH_MAX {
+            return Err(format!("it has more than {DEPTH_MAX} elements in each other"));
+        }
+        self.open.push(name.to_owned());
+        match self.path().as_slice() {
+            ["multistatus", "response"] => {
+                self.hrefs.clear();
+                self.response = DavResponse::default();
+            }
+            ["multistatus", "response", "href"] => self.hrefs.push(String::new()),
+            ["multistatus", "response", "propstat"] => self.properties = DavProperties::default(),
+            ["multistatus", "response", "propstat", "prop", "resourcetype", "collection"] => {
+                self.properties.found.is_folder = true;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn text(&mut self, text: &str) {
+        let path: Vec<&str> = self.open.iter().map(String::as_str).collect();
+        let of_prop = &mut self.properties.found;
+        let place = match path.as_slice() {
+            ["multistatus", "response", "href"] => self.hrefs.last_mut(),
+            ["multistatus", "response", "propstat", "status"] => Some(&mut self.properties.status),
+            ["multistatus", "response", "propstat", "prop", "getcontentlength"] => {
+                Some(&mut of_prop.len)
+            }
+            ["multistatus", "response", "propstat", "prop", "getetag"] => Some(&mut of_prop.tag),
+            ["multistatus", "response", "propstat", "prop", "getlastmodified"] => {
+                Some(&mut of_prop.modified)
+            }
+            _ => None,
+        };
+        if let Some(place) = place {
+            place.push_str(text);
+        }
+    }
+
+    fn end(&mut self) {
+        match self.path().as_slice() {
+            ["multistatus", "response", "propstat"] => self.take_properties(),
+            // A response of several places has their common status, and no properties.
+            ["multistatus", "response"] => {
+                if let [href] = self.hrefs.as_slice() {
+                    let href = href.trim().to_owned();
+                    self.responses.push(DavResponse { href, ..std::mem::take(&mut self.response) });
+                }
+            }
+            _ => {}
+        }
+        self.open.pop();
+    }
+
+    /// Keeps properties that are there. Servers list others with an error.
+    fn take_properties(&mut self) {
+        let DavProperties { status, found } = std::mem::take(&mut self.properties);
+        let code = status.split_whitespace().nth(1);
+        if code.is_some_and(|code| !code.starts_with('2')) {
+            return;
+        }
+        self.response.is_folder |= found.is_folder;
+        let all = [
+            (&mut self.response.len, found.len),
+            (&mut self.response.tag, found.tag),
+            (&mut self.response.modified, found.modified),
+        ];
+        for (kept, new) in all {
+            if kept.is_empty() {
+                new.trim().clone_into(kept);
+            }
+        }
+    }
+
+    fn path(&self) -> Vec<&str> {
+        self.open.iter().map(String::as_str).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of_file(href: &str, len: &str) -> DavResponse {
+        let (href, len) = (href.to_owned(), len.to_owned());
+        DavResponse { href, len, ..DavResponse::default() }
+    }
+
+    #[test]
+    fn properties_of_other_namespaces_and_responses_of_several_places_are_left_out() {
+        let text = r#"<?xml version="1.0"?><!-- x --><multistatus xmlns="DAV:" xmlns:o="urn:other">
+            <response><href>/a</href><href>/b</href><status>HTTP/1.1 404 Not Found</status></response>
+            <response><href>/c&amp;d</href><o:href>/e</o:href><propstat><prop>
+            <o:getcontentlength>1</o:getcontentlength><getcontentlength> 2 </getcontentlength>
+            <o:resourcetype><collection/></o:resourcetype>
+            </prop><status>HTTP/1.1 200 OK</status></propstat><responsedescription>x</responsedescription>
+            <propstat><prop><resourcetype><collection/></resourcetype><getcontentlength>3</getcontentlength>
+            </prop><status>HTTP/1.1 403 Forbidden</status></propstat></response>
+            <sync-token>x</sync-token><response><href><![CDATA[/f]]></href><propstat><prop>
+            <resourcetype><collection/></resourcetype></prop></propstat></response></multistatus>"#;
+        let folder =
+            DavResponse { href: "/f".to_owned(), is_folder: true, ..DavResponse::default() };
+        assert_eq!(responses_in(text).unwrap(), [of_file("/c&d", "2"), folder]);
+    }
+
+    #[test]
+    fn names_without_the_namespace_are_no_responses_and_other_texts_are_errors() {
+        let without = "<multistatus><response><href>/a</href></response></multistatus>";
+        assert_eq!(responses_in(without).unwrap(), []);
+        for text in ["<a><b></a>", "<D:multistatus xmlns:D='DAV:'><D:response>", "<a>&none;</a>"] {
+            responses_in(text).unwrap_err();
+        }
+        let deep = "<a>".repeat(100_000);
+        assert!(responses_in(&deep).unwrap_err().contains("more than 64"));
+    }
+}

@@ -61,7 +61,7 @@ pub(crate) enum Command {
     Heat(HeatArgs),
     /// Read a mount or a source into the page cache
     Warm(WarmArgs),
-    /// List, check or empty the disk cache of remote sources
+    /// List, check, fill or empty the disk cache of remote sources
     Cache(CacheArgs),
     /// List the checkpoints of a source and their tensors
     Ls(LsArgs),
@@ -335,7 +335,8 @@ pub(crate) struct HeatArgs {
 #[derive(Debug, Args)]
 #[command(mut_arg("options", takes(&WARM)), after_help = "layout= and format= go with --heat.")]
 pub(crate) struct WarmArgs {
-    /// A mount or a path on one, whose files are read, or a source, whose shards are read.
+    /// A mount or a path on one, whose files are read, or a source, whose shards are read. Shards of a
+    /// URL go to the disk cache.
     #[command(flatten)]
     pub source: SourceArgs,
     /// Read only the tensors of this output of `tensorfs heat MNT --json`
@@ -352,12 +353,21 @@ pub(crate) struct CacheArgs {
     /// The action
     #[arg(value_enum)]
     pub action: CacheAction,
+    /// With warm, the URL of the source to fill it with
+    #[arg(value_name = "URL")]
+    pub source: Option<PathBuf>,
+    /// With warm, options as for mount
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    pub options: Vec<String>,
     /// Folder of the cache, as -o cache-dir=; by default that of mounts of this user
     #[arg(long, value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,
     /// With prune, remove what was not used for longest until this much is left; 0 removes all
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub keep: Option<u64>,
+    /// Whether to draw a progress bar, with warm
+    #[arg(long, value_enum, default_value_t = When::Auto, default_missing_value = "always", num_args = 0..=1, require_equals = true)]
+    pub progress: When,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -372,6 +382,8 @@ pub(crate) enum CacheAction {
     Prune,
     /// Compare all blocks with their checksums.
     Verify,
+    /// Read all shards of a remote source into it.
+    Warm,
 }
 
 fn size(text: &str) -> Result<u64, String> {

@@ -1,19 +1,26 @@
-//! `tensorfs cache`: what the disk cache of remote sources keeps, its checks, and its end.
+//! `tensorfs cache`: what the disk cache of remote sources keeps, its checks, how it is filled, and its end.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use indicatif::HumanDuration;
 use serde_json::json;
-use tensorfs::internal::error::{counted, real_name, shown, shown_path};
+use tensorfs::internal::error::{counted, is_url, real_name, shown, shown_path};
 use tensorfs::internal::size::shown_size;
 use tensorfs::internal::store::disk_cache::{self, KeptObject, VerifiedObject};
 
-use super::args::{CacheAction, CacheArgs};
+use super::args::{CacheAction, CacheArgs, SourceArgs, WarmArgs};
 use super::output::{Failure, Outcome, print_json, print_text};
-use crate::options::DiskCacheOptions;
+use super::warm;
+use crate::options::{DiskCacheOptions, escape};
 
 pub(super) fn run(args: &CacheArgs) -> Outcome {
+    if args.action == CacheAction::Warm {
+        return warm::run(&warm_args(args)?);
+    }
+    if args.source.is_some() || !args.options.is_empty() {
+        return Err(Failure::Usage("a URL and -o go with warm".to_owned()));
+    }
     let folder = folder_of(args)?;
     let failed = |e| Failure::Failed(format!("{}: {e}", shown_path(&folder)));
     match args.action {
@@ -46,7 +53,28 @@ pub(super) fn run(args: &CacheArgs) -> Outcome {
             disk_cache::verify(&folder, |object| objects.push(object)).map_err(failed)?;
             tell_verified(&folder, &objects, args.json)
         }
+        CacheAction::Warm => Ok(()),
     }
+}
+
+/// The arguments of `tensorfs warm` that mean the same.
+fn warm_args(args: &CacheArgs) -> Result<WarmArgs, Failure> {
+    let usage = |why: &str| Failure::Usage(why.to_owned());
+    if args.keep.is_some() {
+        return Err(usage("--keep goes with prune"));
+    }
+    let url = args.source.clone().ok_or_else(|| usage("warm needs the URL of a source"))?;
+    if !is_url(&url) {
+        let why = "is no URL: only remote sources have a disk cache";
+        return Err(Failure::Usage(format!("{}: {why}", shown_path(&url))));
+    }
+    let mut options = args.options.clone();
+    if let Some(folder) = &args.cache_dir {
+        let folder = folder.to_str().ok_or_else(|| usage("--cache-dir: the path is not UTF-8"))?;
+        options.push(format!("cache-dir={}", escape(folder)));
+    }
+    let source = SourceArgs { source: url, options, index_dir: None, json: args.json, verbose: 0 };
+    Ok(WarmArgs { source, heat: None, progress: args.progress })
 }
 
 /// The folder that the arguments name, or that a mount would use.

@@ -1,5 +1,7 @@
 //! `tensorfs warm`: reads files, or the tensors that `tensorfs heat` has listed, into the page
-//! cache.
+//! cache. Shards of a remote source go to the disk cache.
+
+mod fill;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -8,13 +10,14 @@ use std::iter::once;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use indicatif::ProgressBar;
 use serde_json::json;
 use tensorfs::internal::checkpoint::ERROR_FILE;
-use tensorfs::internal::error::{counted, real_name, shown, shown_path};
+use tensorfs::internal::error::{counted, is_url, real_name, shown, shown_path};
 use tensorfs::internal::format::{InputFormat, RangeReader};
 use tensorfs::internal::mount_origin::is_made;
 use tensorfs::internal::mountinfo;
@@ -22,7 +25,7 @@ use tensorfs::internal::size::shown_size;
 use tensorfs::internal::strided::{OuterBox, StridedCopy};
 use tensorfs::internal::sync::Mutex;
 use tensorfs::internal::system_memory;
-use tensorfs::{Catalog, Error, Tensor, TrainingState};
+use tensorfs::{Catalog, Checkpoint, Error, Tensor, TrainingState};
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, speed, tell_refusals};
@@ -57,6 +60,9 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
     let options = query_options(&args.source, command)?;
     let heat = args.heat.as_deref().map(HeatFile::read).transpose()?;
     let path = &args.source.source;
+    if is_url(path) {
+        return fill::run(args, options, heat.as_ref());
+    }
     let absolute = std::fs::canonicalize(path).map_err(|e| cannot(path, &e))?;
     let on_mount = mountinfo::ours()
         .map_err(|e| cannot(Path::new("/proc/self/mountinfo"), &e))?
@@ -189,26 +195,38 @@ fn of_source(
     missing: &mut usize,
 ) -> Result<Vec<WarmFile>, Failure> {
     let mut files = Vec::new();
-    for FoundSet { directory, set } in found {
-        let Ok(checkpoint) = &set.outcome else { continue };
-        let catalog = checkpoint.catalog();
-        let ranges: ShardRanges = match heat {
-            None if all_bytes => {
-                catalog.shards.iter().map(|shard| once(0..shard.file_len).collect()).collect()
-            }
-            None => of_all_tensors(catalog)?,
-            Some(heat) => {
-                let shown = checkpoint.virtual_files().map(|file| file.spec().name.clone());
-                let names: BTreeSet<String> = shown.chain([set.name.clone()]).collect();
-                of_hot_tensors(catalog, directory, &names, heat, missing)?
-            }
-        };
-        for (shard, ranges) in catalog.shards.iter().zip(ranges) {
+    for found_set in found {
+        let Ok(checkpoint) = &found_set.set.outcome else { continue };
+        let ranges = ranges_of_set(found_set, checkpoint, all_bytes, heat, missing)?;
+        for (shard, ranges) in checkpoint.catalog().shards.iter().zip(ranges) {
             let path = checkpoint.directory.join(&shard.name);
             files.extend(WarmFile::joined(path, ranges));
         }
     }
     Ok(files)
+}
+
+/// The bytes of each shard of `checkpoint`, the one of `found`: all, those of the tensors of a view, or
+/// those of the tensors that `heat` lists.
+fn ranges_of_set(
+    found: &FoundSet,
+    checkpoint: &Arc<Checkpoint>,
+    all_bytes: bool,
+    heat: Option<&HeatFile>,
+    missing: &mut usize,
+) -> Result<ShardRanges, Failure> {
+    let catalog = checkpoint.catalog();
+    match heat {
+        None if all_bytes => {
+            Ok(catalog.shards.iter().map(|shard| once(0..shard.file_len).collect()).collect())
+        }
+        None => of_all_tensors(catalog),
+        Some(heat) => {
+            let shown = checkpoint.virtual_files().map(|file| file.spec().name.clone());
+            let names: BTreeSet<String> = shown.chain([found.set.name.clone()]).collect();
+            of_hot_tensors(catalog, &found.directory, &names, heat, missing)
+        }
+    }
 }
 
 /// The bytes of all tensors, and the headers of their shards.

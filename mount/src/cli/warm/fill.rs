@@ -1,0 +1,155 @@
+//! `tensorfs warm URL` and `tensorfs cache warm URL`: reads shards of a remote source into the disk cache.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use indicatif::ProgressBar;
+use serde_json::json;
+use tensorfs::DiskCachePlace;
+use tensorfs::internal::error::{counted, real_name, shown_path};
+use tensorfs::internal::size::shown_size;
+use tensorfs::internal::source::Source;
+use tensorfs::internal::store::disk_cache::kept_objects;
+use tensorfs::internal::sync::Mutex;
+
+use super::super::args;
+use super::super::output::{Failure, Outcome, print_json, print_text, speed, tell_refusals};
+use super::super::sources::{open_source, prove_all};
+use super::super::verify::bar;
+use super::{HeatFile, WarmFile, cannot, len_of, ranges_of_set};
+use crate::log;
+use crate::options::Options;
+
+/// Bytes of one read.
+const READ_LEN: u64 = 8 << 20;
+
+/// Number of threads that read.
+const THREADS: usize = 16;
+
+/// Shards with the bytes of them to read.
+type WantedBytes = Vec<(Arc<Source>, Vec<Range<u64>>)>;
+
+/// Reads the shards of the remote source of `args`, or the tensors of `heat`, into its disk cache.
+pub(super) fn run(args: &args::WarmArgs, mut options: Options, heat: Option<&HeatFile>) -> Outcome {
+    options.disk_cache.is_default = true;
+    let all_bytes = options.open.view.keeps_tensors();
+    let path = shown_path(&args.source.source);
+    let no_place = "there is no disk cache to fill: give -o cache-dir=DIR, or set HOME";
+    let named = options.disk_cache.place();
+    let place = named.ok_or_else(|| Failure::Failed(format!("{path}: {no_place}")))?;
+    let (found, _) = prove_all(&open_source(&args.source, options)?)?;
+    let (mut wanted, mut missing) = (WantedBytes::new(), 0);
+    for set in &found {
+        let Ok(checkpoint) = &set.set.outcome else { continue };
+        let ranges = ranges_of_set(set, checkpoint, all_bytes, heat, &mut missing)?;
+        for (source, ranges) in checkpoint.sources().iter().zip(ranges) {
+            let file = WarmFile::joined(source.path().to_owned(), ranges);
+            wanted.extend(file.map(|file| (source.clone(), file.ranges)));
+        }
+    }
+    let sets = found.len();
+    let refused: Vec<_> = found.into_iter().filter_map(|found| found.set.outcome.err()).collect();
+    if refused.len() == sets && !args.source.json {
+        return tell_refusals(refused.iter());
+    }
+    if missing > 0 {
+        log::note(&format!("not in {path}: {} of the heat", counted(missing, "tensor")));
+    }
+    let total: u64 = wanted.iter().flat_map(|(_, ranges)| ranges).map(len_of).sum();
+    if let Some(size) = place.size.filter(|size| total > *size) {
+        let (total, size) = (shown_size(total), shown_size(size));
+        let why = format!("{total} to keep, more than cache-dir-size={size}");
+        return Err(Failure::Failed(format!("{path}: {why}")));
+    }
+    let progress = bar(args.progress, total);
+    let started = Instant::now();
+    let outcome = read_all(&wanted, &progress);
+    progress.finish_and_clear();
+    outcome?;
+    let seconds = started.elapsed().as_secs_f64();
+    check_kept(&place, &wanted)?;
+    if args.source.json {
+        print_json(&json!({
+            "ok": refused.is_empty(),
+            "class": refused.first().map(|error| error.kind().as_str()),
+            "error": refused.first().map(ToString::to_string),
+            "source": real_name(&args.source.source),
+            "folder": real_name(&place.folder),
+            "files": wanted.len(),
+            "bytes": total,
+            "tensors_missing": missing,
+            "seconds": seconds,
+        }))?;
+        return tell_refusals(refused.iter());
+    }
+    let (size, count) = (shown_size(total), counted(wanted.len(), "object"));
+    let (folder, speed) = (shown_path(&place.folder), speed(total, seconds));
+    print_text(&format!("{folder}: {size} of {count} kept in {seconds:.3} s at {speed}\n"))?;
+    tell_refusals(refused.iter())
+}
+
+/// Reads all ranges with some threads. The first error ends all.
+fn read_all(wanted: &WantedBytes, progress: &ProgressBar) -> Outcome {
+    let mut parts: Vec<(&Arc<Source>, Range<u64>)> = Vec::new();
+    for (source, ranges) in wanted {
+        for range in ranges {
+            let starts = range.clone().step_by(READ_LEN as usize);
+            parts.extend(
+                starts.map(|start| (source, start..range.end.min(start.saturating_add(READ_LEN)))),
+            );
+        }
+    }
+    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let failure: Mutex<Option<Failure>> = Mutex::default();
+    let work = || {
+        let mut buffer = Vec::new();
+        while !failed.load(Ordering::Relaxed) {
+            let Some((source, range)) = parts.get(next.fetch_add(1, Ordering::Relaxed)) else {
+                return;
+            };
+            buffer.resize(len_of(range) as usize, 0);
+            let read = source.read_exact_at(&mut buffer, range.start).and_then(|()| source.check());
+            if let Err(e) = read {
+                failed.store(true, Ordering::Relaxed);
+                failure.lock().get_or_insert_with(|| Failure::from(e));
+                return;
+            }
+            progress.inc(len_of(range));
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..THREADS.min(parts.len()) {
+            scope.spawn(work);
+        }
+    });
+    let first_failure = failure.lock().take();
+    first_failure.map_or(Ok(()), Err)
+}
+
+/// Refuses a cache that has not kept what was read.
+fn check_kept(place: &DiskCachePlace, wanted: &WantedBytes) -> Outcome {
+    let objects = kept_objects(&place.folder).map_err(|e| cannot(&place.folder, &e))?;
+    let mut kept: HashMap<String, u64> = HashMap::new();
+    for object in objects {
+        let most = kept.entry(object.url).or_default();
+        *most = object.bytes.max(*most);
+    }
+    for (source, ranges) in wanted {
+        let len: u64 = ranges.iter().map(len_of).sum();
+        let bytes = kept.get(&real_name(source.path())).copied().unwrap_or_default();
+        if bytes < len {
+            let (file, folder) = (shown_path(source.path()), shown_path(&place.folder));
+            let why =
+                "the cache has no room or cannot be written, or the server tells no strong ETag";
+            return Err(Failure::Failed(format!(
+                "{file}: {folder} kept {} of {}: {why}",
+                shown_size(bytes),
+                shown_size(len)
+            )));
+        }
+    }
+    Ok(())
+}

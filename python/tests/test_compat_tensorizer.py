@@ -14,7 +14,8 @@ from unittest import mock
 import numpy as np
 
 import tensorfs
-from package import FIXTURES, TestCase, has_torch, needs_torch, python
+from object_server import ObjectServer
+from package import FIXTURES, TestCase, environment, has_torch, needs_torch, python
 from tensorfs.compat import tensorizer
 from tensorfs.compat.tensorizer import (
     CryptographyError,
@@ -330,6 +331,20 @@ class Arrays(Case):
         path.write_bytes(gzip.compress(data))
         return path
 
+    def test_files_of_remote_sources_are_given_by_their_url(self):
+        with ObjectServer() as server:
+            server.put("bucket", "models/model.tensors", self.file.read_bytes())
+            server.public.add("bucket")
+            with environment(**server.environment(), HOME=str(self.tmp)):
+                for url in ("s3://bucket/models/model.tensors", f"{server.url}/bucket/models/model.tensors"):
+                    for how in ({}, {"lazy_load": True}):
+                        with self.opened(url, **how) as found:
+                            self.check(found)
+                with self.assertRaises(FileNotFoundError):
+                    self.opened("s3://bucket/models/none.tensors")
+                with self.assertRaisesRegex(ValueError, "only local files are opened"):
+                    open_stream("s3://bucket/models/model.tensors")
+
     def test_a_file_object_is_closed_with_the_deserializer(self):
         for source in (io.BytesIO(self.file.read_bytes()), open(self.file, "rb")):
             with self.opened(source, lazy_load=True) as found:
@@ -342,8 +357,7 @@ class Arrays(Case):
 
     def test_sources_that_are_no_local_files_are_refused_in_one_line(self):
         for source, error, message in (
-            ("s3://bucket/model.tensors", ValueError, "^s3://bucket/model.tensors: tensorfs reads and writes local files only"),
-            ("https://x.org/m.tensors", ValueError, "local files only"), ("redis://h:1/k", ValueError, "local files only"),
+            ("ftp://x.org/m.tensors", ValueError, "^ftp://x.org/m.tensors: only local files are opened as streams"),
             ("file://server/m.tensors", ValueError, "expected file:///PATH"), (io.StringIO(), TypeError, "binary file object"),
             (3.5, TypeError, "not float"), (True, TypeError, "not bool"), (open(self.file, "ab"), ValueError, "mode rb"),
             (self.tmp / "gone", FileNotFoundError, "gone"),
@@ -562,7 +576,7 @@ class Writing(Case):
     def test_files_that_cannot_be_written_are_refused(self):
         reader, writer = os.pipe()
         for target, error, message in (
-            ("s3://bucket/x", ValueError, "local files only"), (io.StringIO(), TypeError, "binary file object"),
+            ("s3://bucket/x", ValueError, "only local files are"), (io.StringIO(), TypeError, "binary file object"),
             (open(self.file, "rb"), ValueError, "mode wb"), (open(self.file, "ab"), ValueError, "for appending"),
             (open(writer, "wb", buffering=0), ValueError, "cannot seek"), (None, TypeError, "not NoneType"),
         ):

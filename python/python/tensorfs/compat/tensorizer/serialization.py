@@ -32,7 +32,7 @@ from ._stored import (
     nested,
     structure_of,
 )
-from .stream_io import LocalSource
+from .stream_io import TensorSource
 
 __all__ = [
     "CryptographyError",
@@ -96,7 +96,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if dtype is not None and self._device.torch is None:
             raise TypeError("dtype needs torch, which is not installed")
         with contextlib.ExitStack() as failed:
-            self._source = LocalSource(file_obj)
+            self._source = TensorSource(file_obj)
             failed.callback(self._source.close)
             self._loader = _settings.loader()
             with cryptography_errors():

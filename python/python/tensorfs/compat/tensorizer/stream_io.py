@@ -21,6 +21,10 @@ __all__ = ["open_stream"]
 FileSpec = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]", int]
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
+
+_REMOTE = frozenset({"abfs", "abfss", "az", "gs", "hf", "http", "https", "redis", "s3"})
+"""Schemes of remote sources."""
+
 _COPIED = 16 << 20
 _POSITION_END = 1 << 62
 
@@ -73,15 +77,27 @@ def local_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
     scheme, rest = found[1].lower(), found[2]
     host, slash, path = rest.partition("/")
     if scheme != "file":
-        message = f"{text}: tensorfs reads and writes local files only; copy the file here, or mount its store"
+        message = f"{text}: only local files are opened as streams and written; TensorDeserializer reads its URL"
         raise ValueError(shown(message))
     if host not in ("", "localhost") or not slash:
         raise ValueError(shown(f"{text}: expected file:///PATH, with a path from the root on"))
     return unquote("/" + path)
 
 
-class LocalSource:
-    """The bytes that `spec` stands for: at a path, or behind a descriptor.
+def source_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
+    """The path or the URL that tensors are read from.
+
+    Raises `ValueError` for a URL of another kind.
+    """
+    text = os.fsdecode(spec)
+    found = _URL.fullmatch(text) if isinstance(spec, (str, bytes)) else None
+    if found is None or found[1].lower() not in _REMOTE:
+        return local_path(spec)
+    return f"{found[1].lower()}://{found[2]}"
+
+
+class TensorSource:
+    """The bytes that `spec` stands for: at a path or a URL, or behind a descriptor.
 
     A file object that reads a regular file is read by its descriptor. The rest of any other one is copied to memory if
     it begins as a tensorizer file.
@@ -99,7 +115,7 @@ class LocalSource:
                 raise ValueError(f"descriptor {spec}: is no regular file; pass a file object, which is read to its end")
             self.name, self._descriptor = f"<descriptor {spec}>", spec
         elif isinstance(spec, (str, bytes, os.PathLike)):
-            self.name = local_path(spec)
+            self.name = source_path(spec)
         else:
             self._given = spec
             self.name = _name_of(spec)

@@ -24,7 +24,7 @@ use nix::sys::statvfs::statvfs;
 pub use contents::{Contents, TensorDigests, read_tensor};
 pub use copy::{Copier, OnBytes, Watch};
 pub use outline::{Outline, OutlineContent, OutlineFile, OutlineFolder};
-pub use source_files::SourceFiles;
+pub use source_files::{SourceFiles, refuse_url};
 pub use tensor_writer::{TensorBytes, TensorWriter, WriteAt, WriteKey};
 pub use tensorizer::TensorizerFile;
 

@@ -16,7 +16,7 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 use super::copy::{Copier, NewPlace, Watch};
 use super::journal::{Journal, RecordedPart};
 use super::outline::{Outline, OutlineContent, OutlineFile};
-use super::source_files::SourceFiles;
+use super::source_files::{SourceFiles, refuse_url};
 use super::{STAT_BLOCK_LEN, WriteOptions, check_space, in_the_way, named, replaceable, taken};
 use crate::atomic_file::{
     PartialFolder, folder_below, folder_of, partial_path, rename_new, rename_over,
@@ -68,6 +68,7 @@ impl Copier {
         options: WriteOptions,
         watch: &mut Watch<'_>,
     ) -> Result<()> {
+        refuse_url(out)?;
         let exists = match std::fs::metadata(out) {
             Ok(meta) if meta.is_dir() => true,
             Ok(_) => return Err(in_the_way(out, "is no folder")),
@@ -178,6 +179,7 @@ impl Copier {
         options: WriteOptions,
         watch: &mut Watch<'_>,
     ) -> Result<()> {
+        refuse_url(target)?;
         if std::fs::symlink_metadata(partial_path(target)).is_err() {
             replaceable(target, options.replace)?;
             check_space(folder_of(target), target, file.content.len_bytes()?)?;

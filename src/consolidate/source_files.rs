@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::Tree;
-use crate::error::{Error, ErrorKind, Fault, Result};
+use crate::error::{Error, ErrorKind, Fault, Result, is_url};
 use crate::format::names;
 use crate::mount_origin::{MountOrigin, resolve_bytes};
 use crate::store::Store;
@@ -110,6 +110,18 @@ impl SourceFiles {
         let message = "is a file of the source; write somewhere else";
         Err(Error::refused(target, Fault::new(ErrorKind::Usage, message)))
     }
+}
+
+/// Refuses a URL where results are written.
+///
+/// # Errors
+/// The refusal.
+pub fn refuse_url(target: &Path) -> Result<()> {
+    if !is_url(target) {
+        return Ok(());
+    }
+    let message = "is a URL; only local files are written";
+    Err(Error::refused(target, Fault::new(ErrorKind::Usage, message)))
 }
 
 fn id_of(path: &Path) -> Option<FileId> {

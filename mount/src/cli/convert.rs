@@ -10,7 +10,7 @@ use sha2::digest::DynDigest;
 use tensorfs::internal::checkpoint::{Checkpoint, VirtualFile};
 use tensorfs::internal::consolidate::{
     Copier, NewFile, OnBytes, Outline, OutlineContent, OutlineFile, OutlineFolder, SourceFiles,
-    TensorizerFile, Watch, WriteKey, WriteOptions,
+    TensorizerFile, Watch, WriteKey, WriteOptions, refuse_url,
 };
 use tensorfs::internal::error::{counted, real_name, shown, shown_path};
 use tensorfs::internal::format::{OutputFormat, names};
@@ -259,6 +259,7 @@ impl Conversion<'_> {
     /// Refuses to overwrite a file of the source, also of one behind a mount, and the file of the key. Only
     /// a checkpoint of one file may be overwritten by itself.
     fn keep_source(&self, target: &Path) -> Result<(), Failure> {
+        refuse_url(target)?;
         if std::fs::metadata(target).is_err() {
             return Ok(());
         }

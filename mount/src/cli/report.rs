@@ -10,7 +10,7 @@ use tensorfs::Error;
 use tensorfs::internal::atomic_file::TemporaryFile;
 use tensorfs::internal::catalog::{Shard, Tensor};
 use tensorfs::internal::checkpoint::{Checkpoint, Set, Tree};
-use tensorfs::internal::consolidate::{Contents, SourceFiles};
+use tensorfs::internal::consolidate::{Contents, SourceFiles, refuse_url};
 use tensorfs::internal::error::{real_name, shown_path};
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::source::CopyMode;
@@ -32,6 +32,7 @@ pub(super) fn run(args: &args::ReportArgs) -> Outcome {
     let mut options = query_options(&args.source, &args::REPORT)?;
     let mut named: Vec<PathBuf> = options.paths().map(|path| path.clone()).collect();
     named.extend(options.open.view.files_read().map(|(path, _)| path.to_owned()));
+    refuse_url(&args.html)?;
     let replaces_report = check_target(args)?;
     refuse_several_views(&args.source)?;
     let tree = open_source(&args.source, options)?;

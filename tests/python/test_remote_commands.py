@@ -1,0 +1,103 @@
+"""Each command that reads takes a URL where it takes a path, with views and encryption, or says in one line why not."""
+
+import json
+import shutil
+
+import checkpoints
+from mounts import Mount, tensorfs, visible_files, wait_until
+from object_server import ObjectServer
+from services import ServiceCase, mount_config
+from tensorizer_files import Stored, encrypted_file_of
+from test_object_stores import FILE, URL, RemoteCase
+
+
+class Commands(RemoteCase):
+    def same(self, *words, out=None):
+        """Runs a command with the URL and with the folder, and compares what they say or write."""
+        results = []
+        for source in (URL, self.source):
+            outcome = self.tensorfs(*(source if word is None else word for word in words))
+            self.assert_done(outcome)
+            written = None
+            if out is not None:
+                written = {name: (out / name).read_bytes() for name in visible_files(out)}
+                shutil.rmtree(out)
+            results.append((outcome.stdout.replace(URL, str(self.source)), written))
+        if out is None:
+            self.assertEqual(results[0][0], results[1][0])
+        self.assertTrue(results[0][1] == results[1][1])
+
+    def test_views_of_a_url_are_those_of_the_folder(self):
+        for view in ("dtype=bf16", "layout=shards=2", "format=bintensors"):
+            with self.subTest(view=view):
+                out = self.tmp / "out"
+                self.same("consolidate", "-o", view, None, out, out=out)
+        self.same("ls", "-o", "dtype=f16", None)
+
+    def test_an_index_is_made_and_shown(self):
+        index = self.tmp / "index"
+        made = self.tensorfs("index", "--index-dir", index, URL)
+        self.assert_done(made)
+        self.assertIn(URL, made.stdout)
+        self.assertTrue(list(index.rglob("*")))
+
+    def test_a_report_has_the_tensors_of_a_url(self):
+        page = self.tmp / "page.html"
+        self.assert_done(self.tensorfs("report", URL, "--html", page))
+        listed = json.loads(self.tensorfs("ls", "--json", URL).stdout)
+        name = listed["sets"][0]["tensors"][0]["name"]
+        self.assertIn(name, page.read_text())
+
+    def test_heat_of_a_mount_of_a_url_warms_the_disk_cache(self):
+        options = (f"cache-dir={self.tmp}/cache", "cache-dir-size=64M", "watch=off")
+        heat = self.tmp / "heat.json"
+        with self.mount(*options) as mount:
+            self.assertTrue((mount.path / FILE).read_bytes() == self.whole)
+            outcome = tensorfs("heat", "--json", mount.path)
+            self.assert_done(outcome)
+            heat.write_text(outcome.stdout)
+        shutil.rmtree(self.tmp / "cache")
+        warmed = self.tensorfs("warm", URL, "--heat", heat, "--json", "-o", ",".join(options[:2]))
+        self.assert_done(warmed)
+        self.assertGreater(json.loads(warmed.stdout)["bytes"], 0)
+
+    def test_what_cannot_be_at_a_url_is_one_line(self):
+        for words, why in (
+            (["consolidate", self.source, URL], "is a URL; only local files are written"),
+            (["convert", self.source, "s3://bucket/x.tensors"], "is a URL; only local files are written"),
+            (["report", self.source, "--html", "s3://bucket/x.html"], "is a URL; only local files are written"),
+        ):
+            with self.subTest(words=words):
+                outcome = self.tensorfs(*words)
+                self.assertIn(outcome.code, (1, 2))
+                self.assertEqual(len(outcome.stderr.splitlines()), 1, outcome.stderr)
+                self.assertIn(why, outcome.stderr)
+        self.assertEqual([key for key in self.server.objects["bucket"] if "models/tiny/" not in key], [])
+
+
+class EncryptedFiles(RemoteCase):
+    def test_an_encrypted_file_at_a_url_needs_its_key(self):
+        key = self.tmp / "key"
+        key.write_bytes(checkpoints.random_bytes(0, 32))
+        tensors = [Stored.of("w", "F32", [1000, 257], checkpoints.random_bytes(1, 1000 * 257 * 4))]
+        self.server.put("bucket", "secret/model.tensors", encrypted_file_of(tensors, key.read_bytes(), 64 << 10))
+        url, out = "s3://bucket/secret", self.tmp / "out.safetensors"
+        for words in (["load"], ["verify"]):
+            self.assert_done(self.tensorfs(*words, "-o", f"key-file={key}", url))
+        self.assert_done(self.tensorfs("consolidate", "-o", f"key-file={key}", url, out))
+        self.assertTrue(out.read_bytes().endswith(tensors[0].data))
+        self.assert_refused(self.tensorfs("load", url), "encrypted")
+        with Mount(url, f"key-file={key}", "watch=off", env=self.env) as mount:
+            self.assertTrue((mount.path / FILE).read_bytes().endswith(tensors[0].data))
+
+
+class Serve(ServiceCase):
+    def test_a_mount_of_the_service_may_be_a_url(self):
+        source = checkpoints.hf_set(self.tmp / "set")
+        with ObjectServer() as server:
+            server.put_folder("bucket", "models/one", source)
+            variables = {**server.environment(), "TENSORFS_INDEX_DIR": "none", "TENSORFS_CACHE_DIR": "none"}
+            target = self.target("one")
+            with self.serve(mount_config("one", "s3://bucket/models/one", target), env=variables):
+                wait_until(lambda: (target / FILE).exists(), 60, "the mount")
+                self.assertTrue((target / FILE).read_bytes() == checkpoints.hf_whole(source))

@@ -65,7 +65,7 @@ pub use loader::{
     DeviceStats, LoadedTensors, Loader, LoaderConfig, MemoryStats, PageSize, Progress, ReadEvent,
     Report, Stats,
 };
-pub use open_options::{DiskCachePlace, Links, OpenOptions, Prefer, ZeroWeights};
+pub use open_options::{DiskCachePlace, Links, OpenOptions, Prefer, RemoteSettings, ZeroWeights};
 pub use plan::TensorRequest;
 pub use reader::Reader;
 pub use view::{

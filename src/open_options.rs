@@ -91,6 +91,29 @@ pub struct DiskCachePlace {
     pub size: Option<u64>,
 }
 
+/// Where a remote source is, and where its credentials come from. They name files with secrets, and have
+/// none. The environment has the rest.
+///
+/// ```
+/// use tensorfs::{OpenOptions, RemoteSettings};
+///
+/// let settings = RemoteSettings { profile: Some("work".to_owned()), ..RemoteSettings::default() };
+/// let options = OpenOptions { remote: Some(settings.into()), ..OpenOptions::default() };
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct RemoteSettings {
+    /// The file with the credentials, in the form that the programs of the source's maker have.
+    pub credentials_file: Option<PathBuf>,
+    /// The profile of AWS.
+    pub profile: Option<String>,
+    /// The server.
+    pub endpoint: Option<String>,
+    /// The region of AWS.
+    pub region: Option<String>,
+    /// Certificates to trust besides those of the machine.
+    pub ca_file: Option<PathBuf>,
+}
+
 /// The layout of a hub cache, which has several checkpoints, and is no view.
 #[doc(hidden)]
 pub const HUB: &str = "hub";
@@ -128,6 +151,8 @@ pub struct OpenOptions {
     pub index: Option<PathBuf>,
     /// The place of blocks of remote sources. If `None`, no blocks are kept.
     pub disk_cache: Option<DiskCachePlace>,
+    /// Where a remote source is, and its credentials. If `None`, the environment says so.
+    pub remote: Option<Arc<RemoteSettings>>,
     /// How the sets are presented.
     pub view: View,
     /// Several views, each of which a mount shows as a folder. Then `view` is the default.

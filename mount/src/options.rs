@@ -14,12 +14,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
+use tensorfs::RemoteSettings;
 use tensorfs::internal::error::quoted;
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::io::{Backend, DirectIo, Settings};
 use tensorfs::internal::open_options::{Links, OpenOptions};
 use tensorfs::internal::source::SecretOrigin;
-use tensorfs::internal::store::RemoteSettings;
 use tensorfs::internal::view::View;
 use tensorfs::words;
 

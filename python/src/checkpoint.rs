@@ -11,7 +11,6 @@ use std::sync::{Arc, OnceLock};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use tensorfs::Secret;
 use tensorfs::internal::catalog::Tensor;
 use tensorfs::internal::checkpoint as core;
 use tensorfs::internal::error::real_name;
@@ -25,6 +24,7 @@ use tensorfs::internal::process::{PerProcess, token};
 use tensorfs::internal::source::{Pin, SecretOrigin, Source, read_option_file};
 use tensorfs::internal::store::{Store, hub_cache};
 use tensorfs::internal::view::{Files, MapPolicy, View};
+use tensorfs::{RemoteSettings, Secret};
 use zeroize::Zeroizing;
 
 use crate::errors::raised;
@@ -97,7 +97,7 @@ impl Checkpoint {
     /// Opens `path`: a single weight file; a weight map with its shards; the one checkpoint in a
     /// folder; or the source behind any of these on a mount.
     #[staticmethod]
-    #[pyo3(signature = (path, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None)))]
+    #[pyo3(signature = (path, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None, None)))]
     fn open(
         py: Python<'_>,
         path: PathBuf,
@@ -108,14 +108,14 @@ impl Checkpoint {
     ) -> PyResult<Checkpoint> {
         let source = path.clone();
         Checkpoint::opened(py, timeout, Some(&path), secret, move |secret| {
-            let options = choosing(demanding(demands, secret), &view)?;
+            let options = choosing(demanding(demands, secret)?, &view)?;
             viewed(&view, || open(&source, &options, &view))
         })
     }
 
     /// Opens these files as one checkpoint.
     #[staticmethod]
-    #[pyo3(signature = (files, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None)))]
+    #[pyo3(signature = (files, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None, None)))]
     fn open_files(
         py: Python<'_>,
         files: Vec<PathBuf>,
@@ -125,7 +125,7 @@ impl Checkpoint {
         demands: Demands,
     ) -> PyResult<Checkpoint> {
         Checkpoint::opened(py, timeout, None, secret, move |secret| {
-            let options = choosing(demanding(demands, secret), &view)?;
+            let options = choosing(demanding(demands, secret)?, &view)?;
             viewed(&view, || core::Checkpoint::of_files_with(&files, None, &options))
         })
     }
@@ -156,7 +156,7 @@ impl Checkpoint {
 
     /// Opens the files that hold these tensors.
     #[staticmethod]
-    #[pyo3(signature = (map, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None)))]
+    #[pyo3(signature = (map, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None, None)))]
     fn open_map(
         py: Python<'_>,
         map: BTreeMap<String, PathBuf>,
@@ -166,7 +166,7 @@ impl Checkpoint {
         demands: Demands,
     ) -> PyResult<Checkpoint> {
         Checkpoint::opened(py, timeout, None, secret, move |secret| {
-            let options = choosing(demanding(demands, secret), &view)?;
+            let options = choosing(demanding(demands, secret)?, &view)?;
             viewed(&view, || core::Checkpoint::of_files_with(&[], Some(&map), &options))
         })
     }
@@ -344,15 +344,38 @@ pub(crate) fn secret_of(word: Option<SecretWord>) -> tensorfs::Result<Option<Arc
     secret.map(|secret| Some(Arc::new(secret))).map_err(tensorfs::Error::usage)
 }
 
-/// Demands of a caller on a checkpoint: the number of its shards, a file with its tensors, and the folder
-/// of the disk cache with its size.
-pub(crate) type Demands = (Option<u64>, Option<PathBuf>, Option<PathBuf>, Option<u64>);
+/// Settings of a remote source: the file with the credentials, the profile, the server, the region, and
+/// the file of certificates.
+type PyRemote = (Option<PathBuf>, Option<String>, Option<String>, Option<String>, Option<PathBuf>);
+
+/// Demands of a caller on a checkpoint: the number of its shards, a file with its tensors, the folder
+/// of the disk cache with its size, and where it lies if it is remote.
+pub(crate) type Demands =
+    (Option<u64>, Option<PathBuf>, Option<PathBuf>, Option<u64>, Option<PyRemote>);
 
 /// The options with these demands, and none else.
-pub(crate) fn demanding(demands: Demands, secret: Option<Arc<Secret>>) -> OpenOptions {
-    let (expect_shards, reference, folder, size) = demands;
+pub(crate) fn demanding(
+    demands: Demands,
+    secret: Option<Arc<Secret>>,
+) -> tensorfs::Result<OpenOptions> {
+    let (expect_shards, reference, folder, size, remote) = demands;
     let disk_cache = folder.map(|folder| DiskCachePlace { folder, size });
-    OpenOptions { expect_shards, reference, disk_cache, secret, ..OpenOptions::default() }
+    let remote = remote.map(settings_of).transpose()?;
+    Ok(OpenOptions {
+        expect_shards,
+        reference,
+        disk_cache,
+        remote,
+        secret,
+        ..OpenOptions::default()
+    })
+}
+
+fn settings_of(words: PyRemote) -> tensorfs::Result<Arc<RemoteSettings>> {
+    let (credentials_file, profile, endpoint, region, ca_file) = words;
+    let settings = RemoteSettings { credentials_file, profile, endpoint, region, ca_file };
+    settings.check().map_err(tensorfs::Error::usage)?;
+    Ok(Arc::new(settings))
 }
 
 /// `options` with the choices among `words` of the tensors that are shown.
@@ -413,10 +436,10 @@ fn open(
     let Some(MountOrigin { path: source, options, part }) = resolve_mount(path) else {
         return open_source(path, given, given);
     };
-    let OpenOptions { expect_shards, reference, disk_cache, secret, .. } = given.clone();
+    let OpenOptions { expect_shards, reference, disk_cache, remote, secret, .. } = given.clone();
     // The mount demands it of a set, and not of a file that is opened alone.
     let expect_shards = expect_shards.or(options.expect_shards);
-    let asked = OpenOptions { expect_shards, reference, disk_cache, secret, ..options };
+    let asked = OpenOptions { expect_shards, reference, disk_cache, remote, secret, ..options };
     let options = choosing(asked, words)?;
     if let Some(part) = part {
         let index = IndexStore::of_user().map(|store| store.folder().to_owned());
@@ -442,7 +465,7 @@ fn open_source(
 ) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let name = path.file_name().and_then(|name| name.to_str());
     let map = name.is_some_and(is_weight_map);
-    let there = Store::of(path).version_behind_links(path);
+    let there = Store::for_options(path, given).version_behind_links(path);
     if there.is_ok_and(|there| there.is_folder()) || (map && !name.is_some_and(is_weights)) {
         return open_set(path, options);
     }

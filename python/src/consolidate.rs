@@ -62,7 +62,7 @@ pub(crate) fn consolidate(
             },
             _ => sources,
         };
-        let given = choosing(demanding(demands, secret_of(secret)?), &view)?;
+        let given = choosing(demanding(demands, secret_of(secret)?)?, &view)?;
         let outline =
             outline_of(&sources, numbers.as_ref(), &view, OpenOptions { config, ..given })?;
         let single = match (numbered, sources.as_slice()) {

@@ -1,10 +1,12 @@
 """Checkpoints in object stores, by URL. The server has the promises of `tests/python/test_object_stores.py`."""
 
+import pickle
+
 import numpy as np
 import safetensors.numpy
 
 import tensorfs
-from object_server import ObjectServer
+from object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
 from package import FIXTURES, TestCase, environment, python
 
 URL = "s3://bucket/models/tiny"
@@ -98,3 +100,80 @@ for url, error in ((url + "/none", FileNotFoundError), ("s3://none/x", FileNotFo
         with self.assertRaises(OSError) as raised:
             tensorfs.load_file(url, framework="np")
         self.assertIn("no connection to 127.0.0.1", str(raised.exception))
+
+
+class SettingsOfOneSource(TestCase):
+    """Arguments of `safe_open` about one remote source, while the environment names nobody's keys."""
+
+    def setUp(self):
+        super().setUp()
+        self.source = FIXTURES / "hf/gpt2_tiny"
+        self.server = ObjectServer().start()
+        self.addCleanup(self.server.stop)
+        self.server.put_folder("bucket", "models/tiny", self.source)
+        wrong = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+        variables = environment(**self.server.environment(), **{"HOME": str(self.tmp)})
+        variables.__enter__()
+        self.addCleanup(variables.__exit__, None, None, None)
+        others = environment(**wrong)
+        others.__enter__()
+        self.addCleanup(others.__exit__, None, None, None)
+        self.profiles = self.tmp / "profiles"
+        keys = f"aws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+        self.profiles.write_text(f"[default]\naws_access_key_id = x\naws_secret_access_key = y\n[work]\n{keys}")
+        self.how = {"endpoint": self.server.url, "region": "us-east-1", "credentials_file": self.profiles, "profile": "work"}
+        self.expected = tensorfs.load_file(self.source, framework="np")
+
+    def assert_same(self, tensors):
+        self.assertEqual(tensors.keys(), self.expected.keys())
+        for name, tensor in self.expected.items():
+            np.testing.assert_array_equal(tensors[name], tensor)
+
+    def test_each_way_to_open_takes_them_and_they_are_for_that_source_alone(self):
+        self.assert_same(tensorfs.load_file(URL, framework="np", **self.how))
+        with tensorfs.safe_open(URL, framework="np", **self.how) as file:
+            self.assert_same(file.get_tensors())
+        self.assert_same({name: tensor[...] for name, tensor in tensorfs.lazy(URL, "np", **self.how).items()})
+        into = {name: np.zeros_like(tensor) for name, tensor in self.expected.items()}
+        tensorfs.load_into(into, URL, **self.how)
+        self.assert_same(into)
+        out = self.tmp / "whole.safetensors"
+        tensorfs.consolidate(URL, out, **self.how)
+        self.assert_same(safetensors.numpy.load_file(out))
+        # A view reads the config beside the shards, too.
+        with tensorfs.safe_open(URL, framework="np", include="*", dtype="f16", **self.how) as file:
+            self.assertEqual(set(file.keys()), set(self.expected))
+        with self.assertRaises(OSError) as raised:
+            tensorfs.load_file(URL, framework="np")
+        self.assertIn("127.0.0.1:1", str(raised.exception))
+
+    def test_two_settings_of_one_bucket_stand_beside_each_other(self):
+        other = {**self.how, "profile": "default"}
+        with tensorfs.safe_open(URL, framework="np", **self.how) as file:
+            with self.assertRaises(PermissionError) as raised:
+                tensorfs.load_file(URL, framework="np", **other)
+            self.assertIn("the access key is unknown", str(raised.exception))
+            self.assert_same(file.get_tensors())
+        again = tensorfs.safe_open(URL, framework="np", **self.how)
+        self.assert_same(pickle.loads(pickle.dumps(again)).get_tensors())
+        self.assertNotIn(SECRET_KEY.encode(), pickle.dumps(again))
+
+    def test_a_list_of_files_and_a_mapping_take_them(self):
+        files = [f"{URL}/{path.name}" for path in sorted(self.source.glob("*.safetensors"))]
+        with tensorfs.safe_open(files, framework="np", **self.how) as file:
+            self.assert_same(file.get_tensors())
+
+    def test_what_cannot_be_read_or_may_be_secret_is_refused(self):
+        for how, why in (
+            ({"endpoint": "http://user:hunter2@host"}, "endpoint: expected http(s)://HOST[:PORT]"),
+            ({"credentials_file": self.tmp / "none"}, "none: No such file"),
+            ({"ca_file": self.tmp / "none"}, "none: No such file"),
+        ):
+            with self.assertRaises(tensorfs.SafetensorError) as raised:
+                tensorfs.safe_open(URL, framework="np", **how)
+            self.assertIn(why, str(raised.exception))
+            self.assertNotIn("hunter2", str(raised.exception))
+        with self.assertRaises(TypeError):
+            tensorfs.safe_open(URL, framework="np", profile=1)
+        with self.assertRaises(ValueError):
+            tensorfs.safe_open(URL, framework="np", profile="")

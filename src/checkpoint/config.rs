@@ -5,7 +5,6 @@ use std::path::Path;
 
 use crate::error::shown_path;
 use crate::open_options::{Links, OpenOptions};
-use crate::store::Store;
 use crate::store::resolve::{LinkBounds, Unusable};
 use crate::view::ReadConfig;
 
@@ -36,9 +35,12 @@ pub(super) fn with_config_of<T>(
 }
 
 /// Calls `act` with a function that reads the file in the folder at `directory`.
-pub(super) fn with_config_beside<T>(directory: &Path, act: impl FnOnce(ReadConfig<'_>) -> T) -> T {
-    let (store, root) = (Store::of(directory), directory.to_owned());
-    let bounds = LinkBounds::new(store, root, Vec::new(), Links::Anywhere);
+pub(super) fn with_config_beside<T>(
+    folder: FilePlace<'_>,
+    act: impl FnOnce(ReadConfig<'_>) -> T,
+) -> T {
+    let (store, directory) = folder;
+    let bounds = LinkBounds::new(store.clone(), directory.to_owned(), Vec::new(), Links::Anywhere);
     act(&|| read_within(directory, &bounds))
 }
 

@@ -109,17 +109,17 @@ fn open_files(
     let Some(first) = files.first() else {
         return Err(Error::usage("no files: name at least one"));
     };
-    let folder = folder_of(first)?;
+    let folder = folder_of(first, options)?;
     let mut by_name = BTreeMap::new();
     for file in files {
-        let (name, path) = name_in(&folder, file)?;
+        let (name, path) = name_in(&folder, file, options)?;
         if by_name.insert(name.clone(), path).is_some() && map.is_none() {
             return Err(Error::usage(format!("{}: is named twice", shown_path(file))));
         }
     }
     let named: Vec<(String, PathBuf)> = by_name.into_iter().collect();
     let heads = Arc::new(Heads::default());
-    let store = Store::of(&folder).cached(options.disk_cache.as_ref());
+    let store = Store::for_options(&folder, options);
     let open =
         |(name, path): &(String, PathBuf)| open_shard(&heads, &folder, name, (&store, path), with);
     let loaded = map_files(&store, &named, open).into_iter().collect::<Result<Vec<OpenShard>>>()?;
@@ -127,9 +127,9 @@ fn open_files(
         check_fit(&folder, with.secret, one)?;
     }
     refuse_plain(&loaded).map_err(|fault| Error::refused(&folder, fault))?;
-    let map = map.map(|map| weight_map(&folder, map)).transpose()?;
+    let map = map.map(|map| weight_map(&folder, map, options)).transpose()?;
     let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
-    with_config_beside(&folder, |config| {
+    with_config_beside((&store, &folder), |config| {
         of_shards(folder.clone(), &loaded, map, output, options, config)
     })
 }
@@ -201,19 +201,21 @@ fn catalog_of(
 }
 
 /// The folder of `file`, absolute and without links.
-fn folder_of(file: &Path) -> Result<PathBuf> {
+fn folder_of(file: &Path, options: &OpenOptions) -> Result<PathBuf> {
     let folder = match file.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    Store::of(folder).real_path(folder).map_err(|e| Error::io(file, "open", e))
+    let store = Store::for_options(folder, options);
+    store.real_path(folder).map_err(|e| Error::io(file, "open", e))
 }
 
 /// The name of `file` in a checkpoint in `folder`, and its real path. The name of a file in another
 /// folder is its whole path.
-fn name_in(folder: &Path, file: &Path) -> Result<(String, PathBuf)> {
-    let real = Store::of(file).real_path(file).map_err(|e| Error::io(file, "open", e))?;
-    let own = folder_of(file)?;
+fn name_in(folder: &Path, file: &Path, options: &OpenOptions) -> Result<(String, PathBuf)> {
+    let store = Store::for_options(file, options);
+    let real = store.real_path(file).map_err(|e| Error::io(file, "open", e))?;
+    let own = folder_of(file, options)?;
     let name = match file.file_name().and_then(|name| name.to_str()) {
         Some(name) if own == folder => Some(name.to_owned()),
         Some(name) => own.join(name).to_str().map(str::to_owned),
@@ -223,8 +225,13 @@ fn name_in(folder: &Path, file: &Path) -> Result<(String, PathBuf)> {
     Ok((name, real))
 }
 
-fn weight_map(folder: &Path, map: &BTreeMap<String, PathBuf>) -> Result<WeightMap> {
-    let pairs = map.iter().map(|(tensor, file)| Ok((tensor.clone(), name_in(folder, file)?.0)));
+fn weight_map(
+    folder: &Path,
+    map: &BTreeMap<String, PathBuf>,
+    options: &OpenOptions,
+) -> Result<WeightMap> {
+    let name = |file: &Path| Ok(name_in(folder, file, options)?.0);
+    let pairs = map.iter().map(|(tensor, file)| Ok((tensor.clone(), name(file)?)));
     let shard_of = pairs.collect::<Result<_>>()?;
     Ok(WeightMap { metadata: serde_json::Map::new(), shard_of })
 }

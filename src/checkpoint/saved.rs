@@ -13,6 +13,7 @@ use super::{Checkpoint, ProvedSet, Tail};
 use crate::hash::Digest;
 use crate::index::{Index, SetRecord, ViewRecord};
 use crate::source::Source;
+use crate::store::Store;
 use crate::view::View;
 
 impl Checkpoint {
@@ -79,9 +80,12 @@ impl Checkpoint {
         };
         let mut presented = match viewed {
             Some(viewed) => presented_as_recorded(&record.catalog, viewed, view)?,
-            None => with_config_beside(directory, |config| {
-                present(record.catalog, kind, &record.name, view, config).ok()
-            })?,
+            None => {
+                let store = Store::of_sources(&sources, directory);
+                with_config_beside((&store, directory), |config| {
+                    present(record.catalog, kind, &record.name, view, config).ok()
+                })?
+            }
         };
         // This process lays the files out itself: the caller compares the result with that of the other.
         presented.files.iter_mut().for_each(|file| *file = ArrangedFile::new(file.spec.clone()));

@@ -49,7 +49,7 @@ impl Tree {
     /// Scans `source`: a folder, a tree of them, or one file.
     pub fn scan(source: &Path, options: &OpenOptions) -> Result<Tree> {
         let open_error = |e| Error::io(source, "open", e);
-        let store = Store::of(source).cached(options.disk_cache.as_ref());
+        let store = Store::for_options(source, options);
         let root = store.real_path(source).map_err(open_error)?;
         let version = store.version_behind_links(&root).map_err(open_error)?;
         let follow = options
@@ -82,7 +82,7 @@ impl Tree {
 
     /// The store of the file at `path`, with the disk cache of this tree.
     pub fn store_of(&self, path: &Path) -> Store {
-        Store::of(path).cached(self.options.disk_cache.as_ref())
+        Store::for_options(path, &self.options)
     }
 
     /// Scans the folder of one file, which keeps the name that the user gave: in a hub cache

@@ -9,6 +9,7 @@ use crate::hash::{Digest, Hasher};
 use crate::index::{ConfigRecord, PresentedFile, PresentedRecord, VirtualFileRecord};
 use crate::layout::Layout;
 use crate::source::Source;
+use crate::store::Store;
 use crate::view::{FileSpec, ReadConfig, View, arrange};
 
 use super::config::with_config_beside;
@@ -230,9 +231,10 @@ impl Checkpoint {
         if view.keeps_tensors() {
             return Ok(self.clone());
         }
-        let catalog =
-            with_config_beside(&self.directory, |config| view.project(&self.catalog, config))
-                .map_err(|fault| self.refused(fault))?;
+        let store = Store::of_sources(&self.sources, &self.directory);
+        let beside = (&store, self.directory.as_path());
+        let catalog = with_config_beside(beside, |config| view.project(&self.catalog, config))
+            .map_err(|fault| self.refused(fault))?;
         Ok(Arc::new(Checkpoint {
             catalog,
             is_whole_file: false,

@@ -216,6 +216,14 @@ impl Source {
         }
     }
 
+    /// The store that it lies in. `None` for files of this machine.
+    pub(crate) fn store_kind(&self) -> Option<&Arc<dyn StoreKind>> {
+        match self {
+            Source::Local(_) => None,
+            Source::Stored(file) => Some(file.store()),
+        }
+    }
+
     fn notes(&self) -> &Notes {
         match self {
             Source::Local(file) => &file.notes,

@@ -23,6 +23,11 @@ pub struct StoreFile {
 }
 
 impl StoreFile {
+    /// The store that it lies in.
+    pub(super) fn store(&self) -> &Arc<dyn StoreKind> {
+        &self.store
+    }
+
     pub(super) fn new(store: &Arc<dyn StoreKind>, path: &Path, version: Version) -> StoreFile {
         let copy = Arc::new(CopySlot::new(store, path, version));
         let (store, path) = (store.clone(), path.to_owned());

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::{Error, Result, is_url};
-use crate::open_options::DiskCachePlace;
+use crate::open_options::{DiskCachePlace, OpenOptions, RemoteSettings};
 use crate::source::{
     FileSystem, Source, StoreKind, StoreListing, StoreProbe, local_version, version_now,
 };
@@ -28,7 +28,9 @@ use crate::version::Version;
 
 use disk_cache::CachedStore;
 use folder::OpenFolder;
-pub use remote_settings::RemoteSettings;
+#[cfg(feature = "remote")]
+use remote_settings::StoreSettings;
+pub use remote_settings::{SERVER_URL, is_server_url};
 pub use remote_status::{EndpointStatus, RemoteStatus, remote_status};
 
 /// A place that holds sources. Clones are handles of the same one.
@@ -49,17 +51,34 @@ impl Store {
 
     /// The store of the file or folder at `path`.
     pub fn of(path: &Path) -> Store {
+        Store::with(path, None)
+    }
+
+    /// The store of the file or folder at `path`, with the settings and the disk cache of `options`.
+    pub fn for_options(path: &Path, options: &OpenOptions) -> Store {
+        Store::with(path, options.remote.as_ref()).cached(options.disk_cache.as_ref())
+    }
+
+    /// The store of the file or folder at `path`, with the settings `remote` if it is remote.
+    #[cfg_attr(not(feature = "remote"), allow(unused_variables, reason = "there are none then"))]
+    pub fn with(path: &Path, remote: Option<&Arc<RemoteSettings>>) -> Store {
         #[cfg(feature = "remote")]
         if redis_store::is_redis(path) {
             return Store(Some(redis_store::store_of(path)));
         }
         #[cfg(feature = "remote")]
         if is_url(path) {
-            return Store(Some(remote::store_of(path)));
+            return Store(Some(remote::store_of(path, StoreSettings(remote.cloned()))));
         }
         let others = OTHERS.read();
         let mut found = others.iter().filter(|(root, _)| path.starts_with(root));
         found.next().map_or(Store::LOCAL, |(_, store)| store.clone())
+    }
+
+    /// The store of the first of `sources`, else that of the file or folder at `path`.
+    pub fn of_sources(sources: &[Arc<Source>], path: &Path) -> Store {
+        let kind = sources.first().and_then(|source| source.store_kind());
+        kind.map_or_else(|| Store::of(path), |kind| Store(Some(kind.clone())))
     }
 
     /// It with a disk cache at `place`, if it is not the file systems of this machine.

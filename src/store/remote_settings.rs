@@ -4,10 +4,12 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use nix::libc;
 
 use crate::error::shown_path;
+use crate::open_options::RemoteSettings;
 use crate::sync::RwLock;
 
 /// The settings in force. A child of a fork keeps them.
@@ -41,27 +43,58 @@ const OTHER_KEYS: [&str; 11] = [
     "AZURE_STORAGE_BLOB_ENDPOINT",
 ];
 
-/// Settings of a remote source. They name files with secrets, and have none.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RemoteSettings {
-    /// The file with the credentials, in the form that the programs of the source's maker have.
-    pub credentials_file: Option<PathBuf>,
-    /// The profile of AWS.
-    pub profile: Option<String>,
-    /// The server.
-    pub endpoint: Option<String>,
-    /// The region of AWS.
-    pub region: Option<String>,
-    /// Certificates to trust besides those of the machine.
-    pub ca_file: Option<PathBuf>,
+/// The settings of one store: its own, or else those in force.
+#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub(super) struct StoreSettings(pub(super) Option<Arc<RemoteSettings>>);
+
+#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
+impl StoreSettings {
+    /// The setting for the variable `name`, else its value in the environment.
+    pub(super) fn variable(&self, name: &str) -> Option<String> {
+        self.ask(|settings| settings.variable(name)).or_else(|| std::env::var(name).ok())
+    }
+
+    /// Whether an option names the file with the credentials, so that they come from nowhere else.
+    pub(super) fn names_credentials_file(&self) -> bool {
+        self.ask(|settings| settings.credentials_file.clone()).is_some()
+    }
+
+    /// Whether an option names the profile of AWS.
+    pub(super) fn names_profile(&self) -> bool {
+        self.ask(|settings| settings.profile.clone()).is_some()
+    }
+
+    fn ask<T>(&self, question: impl FnOnce(&RemoteSettings) -> Option<T>) -> Option<T> {
+        match &self.0 {
+            Some(own) => question(own),
+            None => question(IN_FORCE.read().as_ref()?),
+        }
+    }
 }
 
 impl RemoteSettings {
-    /// Puts the settings in force for all remote sources of this process that are not open yet.
+    /// Puts the settings in force for all remote sources of this process that have none of their own
+    /// and are not open yet.
     ///
     /// # Errors
     /// One line, if a file cannot be read.
+    #[doc(hidden)]
     pub fn take_effect(&self) -> Result<(), String> {
+        self.check()?;
+        *IN_FORCE.write() = Some(self.clone());
+        Ok(())
+    }
+
+    /// Tries whether the files can be read, and the server can be one.
+    ///
+    /// # Errors
+    /// One line, if not.
+    #[doc(hidden)]
+    pub fn check(&self) -> Result<(), String> {
+        if self.endpoint.as_ref().is_some_and(|url| !is_server_url(url)) {
+            return Err(format!("endpoint: expected {SERVER_URL}"));
+        }
         let files = [&self.credentials_file, &self.ca_file];
         for file in files.into_iter().flatten() {
             let failed = |why: String| format!("{}: {why}", shown_path(file));
@@ -71,7 +104,6 @@ impl RemoteSettings {
         if let Some(file) = &self.credentials_file {
             text_in(file).map_err(|e| format!("{}: {e}", shown_path(file)))?;
         }
-        *IN_FORCE.write() = Some(self.clone());
         Ok(())
     }
 
@@ -107,16 +139,13 @@ impl RemoteSettings {
     }
 }
 
-/// Whether an option names the file with the credentials, so that they come from nowhere else.
-#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
-pub(super) fn names_credentials_file() -> bool {
-    IN_FORCE.read().as_ref().is_some_and(|settings| settings.credentials_file.is_some())
-}
+/// The form of the URL of a server, for messages.
+pub const SERVER_URL: &str = "http(s)://HOST[:PORT], without a user or a query";
 
-/// Whether an option names the profile of AWS.
-#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
-pub(super) fn names_profile() -> bool {
-    IN_FORCE.read().as_ref().is_some_and(|settings| settings.profile.is_some())
+/// Whether `url` names a server, and has no secrets.
+pub fn is_server_url(url: &str) -> bool {
+    let rest = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
+    rest.is_some_and(|rest| !rest.is_empty() && !rest.contains(['@', '?', '#']))
 }
 
 /// The text of a file with credentials.
@@ -137,13 +166,6 @@ fn open_regular(path: &Path) -> io::Result<File> {
         true => Ok(file),
         false => Err(io::Error::new(io::ErrorKind::InvalidInput, "is not a regular file")),
     }
-}
-
-/// The setting for the variable `name`, else its value in the environment.
-#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
-pub(super) fn variable(name: &str) -> Option<String> {
-    let set = IN_FORCE.read().as_ref().and_then(|settings| settings.variable(name));
-    set.or_else(|| std::env::var(name).ok())
 }
 
 #[cfg(test)]
@@ -178,5 +200,8 @@ mod tests {
         assert_eq!(profile.variable("HF_TOKEN"), None);
         let absent = RemoteSettings { ca_file: Some(folder.path().join("none")), ..none };
         assert!(absent.take_effect().unwrap_err().contains("none: No such file"));
+        let (own, others) = (StoreSettings(Some(Arc::new(profile))), StoreSettings::default());
+        assert_eq!(own.variable("AWS_PROFILE").as_deref(), Some("work"));
+        assert!(own.names_profile() && !own.names_credentials_file() && !others.names_profile());
     }
 }

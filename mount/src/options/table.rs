@@ -13,6 +13,7 @@ use tensorfs::internal::error::real_name;
 use tensorfs::internal::open_options::HUB;
 use tensorfs::internal::size::parse_size;
 use tensorfs::internal::source::{SecretOrigin, read_option_file, read_text};
+use tensorfs::internal::store::{SERVER_URL, is_server_url};
 use tensorfs::internal::view::{LAYOUTS, NamedViews};
 use tensorfs::internal::words::UnknownWord;
 
@@ -64,10 +65,8 @@ fn path(value: &str) -> Result<Option<PathBuf>, String> {
 
 /// The URL of a server. It has no login and no query, which may be secret.
 fn server(value: &str) -> Result<Option<String>, String> {
-    let rest = value.strip_prefix("http://").or_else(|| value.strip_prefix("https://"));
-    let is_server = rest.is_some_and(|rest| !rest.is_empty() && !rest.contains(['@', '?', '#']));
-    let expected = || "http(s)://HOST[:PORT], without a user or a query".to_owned();
-    is_server.then(|| Some(value.to_owned())).ok_or_else(expected)
+    let expected = || SERVER_URL.to_owned();
+    is_server_url(value).then(|| Some(value.to_owned())).ok_or_else(expected)
 }
 
 fn shown_file(file: Option<&Path>) -> Value {

@@ -57,6 +57,11 @@ def consolidate(
     unproven_tail: str | None = None,
     cache_dir: Path | None = None,
     cache_dir_size: int | str | None = None,
+    credentials_file: Path | None = None,
+    profile: str | None = None,
+    endpoint: str | None = None,
+    region: str | None = None,
+    ca_file: Path | None = None,
     overwrite: bool = False,
     verify: bool = False,
     io_timeout: float | None = None,
@@ -75,9 +80,9 @@ def consolidate(
     are written beside the weights, or one such file, and those of `safe_open` are as there. If `source` is on a mount,
     they apply to what the mount shows.
 
-    `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`, `unproven_tail`, `cache_dir` and
-    `cache_dir_size` are those of `safe_open`; they are about the files of `source`, as the options of `tensorfs mount` are. The warning, or error,
-    about a checkpoint whose last pieces nothing proves comes before anything is written. The files that are written are not
+    `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`, `unproven_tail`, `cache_dir`,
+    `cache_dir_size`, `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` are those of `safe_open`; they are
+    about the files of `source`, as the options of `tensorfs mount` are. The warning, or error, about a checkpoint whose last pieces nothing proves comes before anything is written. The files that are written are not
     encrypted.
 
     `overwrite` replaces files that are there. `verify` reads the files back and compares them.
@@ -97,7 +102,10 @@ def consolidate(
     paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     listed = None if numbers is None else dict(numbers)
     sources = [os.fspath(path) for path in paths]
-    proof = proof_of(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size)
+    proof = proof_of(
+        *(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size),
+        *(credentials_file, profile, endpoint, region, ca_file),
+    )
     unproven: list[str] = []
 
     def judge(found: list[UnprovenTail]) -> None:

@@ -115,7 +115,10 @@ def secret_of(
     return given[0] if given else None
 
 
-PROOF_WORDS = ("expect_shards", "reference", "unproven_tail", "cache_dir", "cache_dir_size")
+REMOTE_WORDS = ("credentials_file", "profile", "endpoint", "region", "ca_file")
+"""The arguments that say where a remote source lies."""
+
+PROOF_WORDS = ("expect_shards", "reference", "unproven_tail", "cache_dir", "cache_dir_size", *REMOTE_WORDS)
 """The arguments of `proof_of`."""
 
 
@@ -125,8 +128,13 @@ def proof_of(
     unproven_tail: str | None = None,
     cache_dir: StrPath | None = None,
     cache_dir_size: int | str | None = None,
+    credentials_file: StrPath | None = None,
+    profile: str | None = None,
+    endpoint: str | None = None,
+    region: str | None = None,
+    ca_file: StrPath | None = None,
 ) -> Proof:
-    """The arguments about the last pieces of a checkpoint, and about the disk cache of remote ones."""
+    """The arguments about the last pieces of a checkpoint, and about remote ones."""
     if expect_shards is not None:
         number = -1 if isinstance(expect_shards, bool) else operator.index(expect_shards)
         if not 1 <= number < 1 << 64:
@@ -134,7 +142,9 @@ def proof_of(
         expect_shards = number
     reference = None if reference is None else _path(reference)
     cache = _settings.disk_cache(None if cache_dir is None else _path(cache_dir), cache_dir_size)
-    return Proof((expect_shards, reference, *cache), _settings.unproven_tail(unproven_tail))
+    file, trusted = (None if path is None else _path(path) for path in (credentials_file, ca_file))
+    remote = _settings.remote(file, profile, endpoint, region, trusted)
+    return Proof((expect_shards, reference, *cache, remote), _settings.unproven_tail(unproven_tail))
 
 
 def open_checkpoint(
@@ -221,6 +231,10 @@ class safe_open:
     `cache_dir` is a folder that keeps blocks of remote sources for later starts and other processes, and `cache_dir_size`
     is how much it may take, as "100G". By default nothing is kept, unless TENSORFS_CACHE_DIR names a folder.
 
+    `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` say where a remote source lies, and which file or
+    profile its credentials come from, as the options of `tensorfs mount` do. They are for this checkpoint alone, and go
+    before the environment.
+
     The other arguments control reading, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
     TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
     """
@@ -252,6 +266,11 @@ class safe_open:
         unproven_tail: str | None = None,
         cache_dir: StrPath | None = None,
         cache_dir_size: int | str | None = None,
+        credentials_file: StrPath | None = None,
+        profile: str | None = None,
+        endpoint: str | None = None,
+        region: str | None = None,
+        ca_file: StrPath | None = None,
         chunk: int | str | None = None,
         io_depth: int | None = None,
         pinned_max: int | str | None = None,

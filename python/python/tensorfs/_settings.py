@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from typing import Optional, Union
 
 from ._tensorfs import Loader, parse_size
 
@@ -54,6 +55,29 @@ def disk_cache(folder: str | None = None, size: int | str | None = None) -> tupl
         raise ValueError(f"{name}: expected a folder, or none")
     place = None if value is None or value == "none" else os.path.abspath(str(value))
     return place, _size("cache_dir_size", size, 16 << 20, (1 << 64) - 1)
+
+
+Remote = Union[tuple[Optional[str], Optional[str], Optional[str], Optional[str], Optional[str]], None]
+"""Where a remote source lies: the file with the credentials, the profile, the server, the region, and the file of
+certificates. None: the environment says so."""
+
+
+def remote(
+    credentials_file: str | None = None,
+    profile: str | None = None,
+    endpoint: str | None = None,
+    region: str | None = None,
+    ca_file: str | None = None,
+) -> Remote:
+    """The settings of one remote source."""
+    for name, value in (("profile", profile), ("endpoint", endpoint), ("region", region)):
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{name}: expected a str, not {type(value).__name__}")
+        if value == "":
+            raise ValueError(f"{name}: expected a text that is not empty")
+    file, trusted = (None if path is None else os.path.abspath(path) for path in (credentials_file, ca_file))
+    words = (file, profile, endpoint, region, trusted)
+    return None if words == (None,) * 5 else words
 
 
 def _chosen(name: str, given: object) -> tuple[str, object]:

@@ -7,6 +7,7 @@ import warnings
 from typing import Any, Iterable, NamedTuple
 
 from ._errors import error
+from ._settings import Remote
 
 UnprovenTail = tuple[str, str, int]
 """Path and message of the native part, and a number that is the same for the same files."""
@@ -24,8 +25,9 @@ class UnprovenTailWarning(UserWarning):
 class Proof(NamedTuple):
     """The proof of the last pieces of a checkpoint that a caller asks for."""
 
-    demands: tuple[int | None, str | None, str | None, int | None]
-    """The number of its shards, a file that knows its tensors, and the folder of a disk cache with its size."""
+    demands: tuple[int | None, str | None, str | None, int | None, Remote]
+    """The number of its shards, a file that knows its tensors, the folder of a disk cache with its size, and where the
+    checkpoint lies if it is remote."""
     unproven: str
     """The consequence if nothing proves them: "warn" or "error"."""
 

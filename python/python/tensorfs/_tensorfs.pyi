@@ -25,7 +25,8 @@ __all__ = [
 __version__: str
 
 _Facts = tuple[str, int, str, list[int], int]
-_Demands = tuple[int | None, str | None, str | None, int | None]
+_Remote = tuple[str | None, str | None, str | None, str | None, str | None]
+_Demands = tuple[int | None, str | None, str | None, int | None, _Remote | None]
 _UnprovenTail = tuple[str, str, int]
 _TensorRequest = tuple[int, list[tuple[int, int]] | None, str | None, int | None]
 
@@ -37,7 +38,7 @@ class Checkpoint:
         timeout: float | None,
         view: Sequence[tuple[str, str]] = (),
         secret: tuple[str, bytes] | None = None,
-        demands: _Demands = (None, None, None, None),
+        demands: _Demands = (None, None, None, None, None),
     ) -> Checkpoint: ...
     @staticmethod
     def open_files(
@@ -45,7 +46,7 @@ class Checkpoint:
         timeout: float | None,
         view: Sequence[tuple[str, str]] = (),
         secret: tuple[str, bytes] | None = None,
-        demands: _Demands = (None, None, None, None),
+        demands: _Demands = (None, None, None, None, None),
     ) -> Checkpoint: ...
     @staticmethod
     def open_map(
@@ -53,7 +54,7 @@ class Checkpoint:
         timeout: float | None,
         view: Sequence[tuple[str, str]] = (),
         secret: tuple[str, bytes] | None = None,
-        demands: _Demands = (None, None, None, None),
+        demands: _Demands = (None, None, None, None, None),
     ) -> Checkpoint: ...
     @staticmethod
     def open_descriptor(

@@ -10,8 +10,7 @@ use reqwest::header::{self, HeaderMap, HeaderName, HeaderValue};
 use super::credentials::aws::PROFILE;
 use super::hub::HubAccess;
 use super::patience::{Trouble, unusable};
-use super::shared::RemoteProcess;
-use crate::store::remote_settings::variable;
+use super::shared::RemoteClients;
 use crate::sync::Mutex;
 
 /// The hash of no bytes, which is what all requests here send.
@@ -85,12 +84,12 @@ impl Access {
     /// If the credentials cannot sign it.
     pub(super) async fn sign(
         &self,
-        process: &RemoteProcess,
+        clients: &RemoteClients,
         parts: &mut Parts,
     ) -> Result<bool, Trouble> {
         match self {
             Access::S3(signing) if signing.is_wanted => {
-                let Some(credential) = process.aws.get().await else { return Ok(false) };
+                let Some(credential) = clients.aws.get().await else { return Ok(false) };
                 let hash = HeaderValue::from_static(NO_BYTES_SHA256);
                 parts.headers.insert("x-amz-content-sha256", hash);
                 let signer = RequestSigner::new("s3", &signing.region.lock().clone());
@@ -105,7 +104,7 @@ impl Access {
                 if !access.is_wanted {
                     return Ok(false);
                 }
-                let token = process.google.get().await.and_then(|found| found.token);
+                let token = clients.google.get().await.and_then(|found| found.token);
                 let Some(token) = token else { return Ok(false) };
                 let mut header = HeaderValue::try_from(format!("Bearer {}", token.access_token))
                     .map_err(|_| unusable(CANNOT_SIGN))?;
@@ -117,7 +116,7 @@ impl Access {
                 parts.headers.insert("x-ms-version", HeaderValue::from_static(AZURE_VERSION));
                 let credential = match &access.own {
                     _ if !access.is_wanted => None,
-                    None if access.may_ask => process.azure.get().await,
+                    None if access.may_ask => clients.azure.get().await,
                     own => own.clone(),
                 };
                 let Some(credential) = credential else { return Ok(false) };
@@ -136,7 +135,7 @@ impl Access {
     }
 
     /// Which credentials requests carry, by the name of where they come from, never their values.
-    pub(super) async fn credentials(&self, process: &RemoteProcess) -> String {
+    pub(super) async fn credentials(&self, clients: &RemoteClients) -> String {
         let none =
             |advice: &str| format!("none were found, so that requests are not signed: {advice}");
         let none_wanted = |variable: &str| format!("{variable} is set: requests are not signed");
@@ -148,9 +147,10 @@ impl Access {
             Access::Open => "none: .netrc has no login for this host".to_owned(),
             Access::Login(_) => "the login of .netrc for this host".to_owned(),
             Access::S3(signing) if !signing.is_wanted => none_wanted("AWS_SKIP_SIGNATURE"),
-            Access::S3(_) => match process.aws.way().await {
+            Access::S3(_) => match clients.aws.way().await {
                 Some(way) if way == PROFILE => {
-                    let name = variable("AWS_PROFILE").filter(|name| !name.is_empty());
+                    let name =
+                        clients.settings.variable("AWS_PROFILE").filter(|name| !name.is_empty());
                     format!("from the profile {}", name.as_deref().unwrap_or("default"))
                 }
                 way => {
@@ -161,14 +161,14 @@ impl Access {
                 "none: STORAGE_EMULATOR_HOST is set, and no credentials are named".to_owned()
             }
             Access::Google(_) => {
-                of_chain(process.google.way().await, "set GOOGLE_APPLICATION_CREDENTIALS")
+                of_chain(clients.google.way().await, "set GOOGLE_APPLICATION_CREDENTIALS")
             }
             Access::Azure(access) => match &access.own {
                 _ if !access.is_wanted => none_wanted("AZURE_SKIP_SIGNATURE"),
                 Some(AzureCredential::SharedKey { .. }) => "the key of the environment".to_owned(),
                 Some(_) => "the shared access signature of the environment".to_owned(),
                 None if access.may_ask => of_chain(
-                    process.azure.way().await,
+                    clients.azure.way().await,
                     "set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
                 ),
                 None => none("the server gets no token, as others could read it"),
@@ -200,11 +200,11 @@ impl Access {
     }
 
     /// Asks for credentials anew with the next request.
-    pub(super) async fn forget(&self, process: &RemoteProcess) {
+    pub(super) async fn forget(&self, clients: &RemoteClients) {
         match self {
-            Access::S3(_) => process.aws.forget().await,
-            Access::Google(_) => process.google.forget().await,
-            Access::Azure(_) => process.azure.forget().await,
+            Access::S3(_) => clients.aws.forget().await,
+            Access::Google(_) => clients.google.forget().await,
+            Access::Azure(_) => clients.azure.forget().await,
             _ => {}
         }
     }

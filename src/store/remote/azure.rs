@@ -89,14 +89,14 @@ fn own_server(server: &str) -> io::Result<String> {
     Ok(server.to_owned())
 }
 
-/// The server of a container, by the variables of the environment.
+/// The URL of a container and how it lets in, by `variable`.
 ///
 /// # Errors
 /// If no account is named, or its URL is not usable.
-pub(super) fn endpoint_of(
+pub(super) fn access_of(
     authority: &str,
     variable: &dyn Fn(&str) -> Option<String>,
-) -> io::Result<Endpoint> {
+) -> io::Result<(String, Access)> {
     let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why.to_owned());
     let settings = AzureSettings::of(variable)?;
     let (container, host) = parse_container(authority).map_err(|why| invalid(&why))?;
@@ -117,7 +117,7 @@ pub(super) fn endpoint_of(
     let word = variable("AZURE_SKIP_SIGNATURE").unwrap_or_default().to_lowercase();
     let is_wanted = !["1", "true", "yes", "on"].contains(&word.as_str());
     let access = AzureAccess { own, is_wanted, may_ask: is_confidential(&server) };
-    Endpoint::new(format!("{server}/{container}"), Access::Azure(Box::new(access)))
+    Ok((format!("{server}/{container}"), Access::Azure(Box::new(access))))
 }
 
 /// The entries of the folder `key` by name. `most` bounds how many are asked for.
@@ -279,9 +279,10 @@ mod tests {
                 let found = variables.iter().find(|(known, _)| *known == name);
                 found.map(|(_, value)| (*value).to_owned())
             };
-            endpoint_of(authority, &variable).map(|endpoint| {
-                let Access::Azure(access) = &endpoint.access else { unreachable!() };
-                (endpoint.host.clone(), access.own.is_some())
+            access_of(authority, &variable).map(|(base, access)| {
+                let Access::Azure(access) = access else { unreachable!() };
+                let host = base.split('/').nth(2).unwrap_or_default().to_owned();
+                (host, access.own.is_some())
             })
         };
         let of = |host: &str, has_key| (host.to_owned(), has_key);

@@ -15,7 +15,7 @@ use reqsign_core::{
     ProvideCredentialDyn, Result, SigningCredential,
 };
 
-use crate::store::remote_settings::{names_credentials_file, names_profile, variable};
+use crate::store::remote_settings::StoreSettings;
 
 /// Time limit of the whole chain.
 const CHAIN_LIMIT: Duration = Duration::from_secs(20);
@@ -38,24 +38,34 @@ type Found<C> = Option<(C, &'static str)>;
 /// The credentials of this process for one kind of server.
 pub(super) struct CredentialChain<C> {
     providers: Providers<C>,
+    settings: StoreSettings,
     context: Context,
     /// The last result, and its time. Never printed.
     held: tokio::sync::Mutex<Option<(Found<C>, Instant)>>,
 }
 
 /// The parts of this machine that providers may use. Services are asked by `client`, those of the host by `of_host`.
-pub(super) fn context_of(client: reqwest::Client, of_host: reqwest::Client) -> Context {
+pub(super) fn context_of(
+    settings: StoreSettings,
+    client: reqwest::Client,
+    of_host: reqwest::Client,
+) -> Context {
     Context::new()
-        .with_env(Variables)
+        .with_env(Variables(settings))
         .with_file_read(LocalFiles)
         .with_command_execute(LocalCommands)
         .with_http_send(Services { client, of_host })
 }
 
 impl<C: SigningCredential> CredentialChain<C> {
-    /// The chain of `providers`.
-    pub(super) fn new(providers: Providers<C>, context: Context) -> CredentialChain<C> {
-        CredentialChain { providers, context, held: tokio::sync::Mutex::default() }
+    /// The chain of `providers`, which are those of `settings`.
+    pub(super) fn new(
+        providers: Providers<C>,
+        settings: &StoreSettings,
+        context: Context,
+    ) -> CredentialChain<C> {
+        let (settings, held) = (settings.clone(), tokio::sync::Mutex::default());
+        CredentialChain { providers, settings, context, held }
     }
 
     /// The credentials, `None` where there are none: then requests are not signed.
@@ -97,7 +107,7 @@ impl<C: SigningCredential> CredentialChain<C> {
         }
         // With an option the profile is the first way.
         let is_aws = self.providers.first().is_some_and(|(name, _)| *name == aws::PROFILE);
-        if names_credentials_file() || is_aws && names_profile() {
+        if self.settings.names_credentials_file() || is_aws && self.settings.names_profile() {
             tracing::warn!(
                 "the file or profile of credentials that the options name has none for this source; \
                  requests are not signed"
@@ -112,13 +122,13 @@ impl<C: SigningCredential> CredentialChain<C> {
     }
 }
 
-/// The variables of this process. One that is set to nothing counts as not set.
+/// The variables of a source. One that is set to nothing counts as not set.
 #[derive(Debug)]
-struct Variables;
+struct Variables(StoreSettings);
 
 impl Env for Variables {
     fn var(&self, name: &str) -> Option<String> {
-        variable(name).filter(|value| !value.is_empty())
+        self.0.variable(name).filter(|value| !value.is_empty())
     }
 
     fn vars(&self) -> HashMap<String, String> {

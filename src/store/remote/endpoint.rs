@@ -15,7 +15,7 @@ use super::hedging;
 use super::listing::DavState;
 use super::patience::{Patience, Trouble, lost_connection, no_answer, unusable};
 use super::request::Wanted;
-use super::shared::RemoteProcess;
+use super::shared::{RemoteClients, RemoteProcess};
 use super::state::{
     ObjectState, check_answer, content_range, len_of, replaced, retry_after, text_of,
 };
@@ -42,6 +42,7 @@ pub(super) struct Endpoint {
     /// The whole address, in one spelling: two servers may share a host.
     pub(super) address: String,
     pub(super) access: Access,
+    pub(super) clients: Arc<RemoteClients>,
     /// Whether it lists folders as WebDAV does.
     pub(super) dav: Mutex<DavState>,
     slots: Arc<Semaphore>,
@@ -49,7 +50,11 @@ pub(super) struct Endpoint {
 }
 
 impl Endpoint {
-    pub(super) fn new(base: String, access: Access) -> io::Result<Endpoint> {
+    pub(super) fn new(
+        base: String,
+        access: Access,
+        clients: Arc<RemoteClients>,
+    ) -> io::Result<Endpoint> {
         let url: reqwest::Url = base
             .replace("{region}", "region")
             .parse()
@@ -61,7 +66,8 @@ impl Endpoint {
         let slots = RemoteProcess::get()?.slots_of(&host);
         let counters = counters_of(&host);
         let address = url.as_str().trim_end_matches('/').to_owned();
-        Ok(Endpoint { base, host, address, access, dav: Mutex::default(), slots, counters })
+        let dav = Mutex::default();
+        Ok(Endpoint { base, host, address, access, clients, dav, slots, counters })
     }
 
     fn base(&self) -> String {
@@ -75,18 +81,17 @@ impl Endpoint {
 
     /// One try of a request, up to the headers of its answer, which is a success.
     pub(super) async fn send(&self, wanted: &Wanted, limit: Duration) -> Result<Response, Trouble> {
-        let process = RemoteProcess::get().map_err(Trouble::Final)?;
         self.counters.requests.add(1);
         let sent = Instant::now();
         if let Access::Hub(hub) = &self.access {
-            let answer = hub.send(process, wanted, limit).await?;
+            let answer = hub.send(&self.clients.direct, wanted, limit).await?;
             self.counters.first_byte.add(sent.elapsed());
             return Ok(answer);
         }
-        let (request, is_signed) = self.request(process, wanted).await?;
+        let (request, is_signed) = self.request(wanted).await?;
         // A login does not follow to another host.
         let is_open = matches!(self.access, Access::Open | Access::Login(_));
-        let client = if is_open { &process.following } else { &process.direct };
+        let client = if is_open { &self.clients.following } else { &self.clients.direct };
         let mut answer = match tokio::time::timeout(limit, client.execute(request)).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(e)) => return Err(self.lost(e)),
@@ -123,11 +128,7 @@ impl Endpoint {
     }
 
     /// The request, and whether it is signed.
-    async fn request(
-        &self,
-        process: &RemoteProcess,
-        wanted: &Wanted,
-    ) -> Result<(reqwest::Request, bool), Trouble> {
+    async fn request(&self, wanted: &Wanted) -> Result<(reqwest::Request, bool), Trouble> {
         let url: reqwest::Url = format!("{}{}", self.base(), wanted.target)
             .parse()
             .map_err(|_| unusable("is no usable URL"))?;
@@ -138,7 +139,7 @@ impl Endpoint {
         }
         let (mut parts, ()) =
             builder.body(()).map_err(|_| unusable("is no usable URL"))?.into_parts();
-        let is_signed = self.access.sign(process, &mut parts).await?;
+        let is_signed = self.access.sign(&self.clients, &mut parts).await?;
         // A signature may be part of the URL.
         let url = parts.uri.to_string().parse().map_err(|_| unusable("is no usable URL"))?;
         let mut request = reqwest::Request::new(parts.method, url);
@@ -169,9 +170,7 @@ impl Endpoint {
         let said = format!("{} answers {answer}", self.host);
         let refused = |kind, why: String| Trouble::Final(io::Error::new(kind, why));
         if self.access.have_ended(status, &code, is_signed) {
-            if let Ok(process) = RemoteProcess::get() {
-                self.access.forget(process).await;
-            }
+            self.access.forget(&self.clients).await;
             return Trouble::Broken(format!("{said}: the credentials have ended"));
         }
         match status {
@@ -473,10 +472,14 @@ fn is_code(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::remote_settings::StoreSettings;
 
     #[test]
     fn an_address_has_one_spelling_and_servers_of_one_host_have_different_ones() {
-        let address = |base: &str| Endpoint::new(base.to_owned(), Access::Open).unwrap().address;
+        let clients = RemoteProcess::get().unwrap().clients_of(&StoreSettings::default()).unwrap();
+        let address = |base: &str| {
+            Endpoint::new(base.to_owned(), Access::Open, clients.clone()).unwrap().address
+        };
         assert_eq!(address("HTTP://Host:80/a/"), address("http://host/a"));
         let bases = ["http://host/a", "http://host/b", "https://host/a", "http://host:81/a"];
         let all: std::collections::BTreeSet<String> = bases.into_iter().map(address).collect();

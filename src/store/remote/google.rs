@@ -6,7 +6,6 @@
 use std::io;
 
 use super::access::{Access, GoogleAccess};
-use super::endpoint::Endpoint;
 use super::location::is_confidential;
 
 /// The server of all buckets.
@@ -15,14 +14,14 @@ const SERVER: &str = "https://storage.googleapis.com";
 /// Variables that name credentials. With a server of the user's own no others are looked for.
 const NAMED: [&str; 2] = ["GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST"];
 
-/// The server of a bucket, by the variables of the environment.
+/// The URL of a bucket and how it lets in, by `variable`.
 ///
 /// # Errors
 /// If the URL of the server is not usable.
-pub(super) fn endpoint_of(
+pub(super) fn access_of(
     bucket: &str,
     variable: &dyn Fn(&str) -> Option<String>,
-) -> io::Result<Endpoint> {
+) -> io::Result<(String, Access)> {
     let given = |name: &str| variable(name).filter(|value| !value.is_empty());
     let own = given("STORAGE_EMULATOR_HOST");
     let is_named = own.is_none() || NAMED.into_iter().any(|name| given(name).is_some());
@@ -31,7 +30,7 @@ pub(super) fn endpoint_of(
         None => SERVER.to_owned(),
     };
     let is_wanted = is_named && is_confidential(&server);
-    Endpoint::new(format!("{server}/{bucket}"), Access::Google(GoogleAccess { is_wanted }))
+    Ok((format!("{server}/{bucket}"), Access::Google(GoogleAccess { is_wanted })))
 }
 
 /// The URL of a server that is not Google's: a host is enough.

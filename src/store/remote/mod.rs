@@ -37,7 +37,8 @@ use reqwest::header::AUTHORIZATION;
 
 use crate::process::PerProcess;
 use crate::source::{MemoryParts, StoreKind, StoreListing, StoreProbe};
-use crate::store::{hub_cache, remote_settings};
+use crate::store::hub_cache;
+use crate::store::remote_settings::StoreSettings;
 use crate::sync::Mutex;
 use crate::version::{QueueKey, Version};
 
@@ -46,7 +47,7 @@ use endpoint::Endpoint;
 use hub::{HubAccess, HubRepository, tree};
 use listing::StoreEntry;
 use location::{Location, Protocol, escaped_key, is_confidential};
-use shared::RemoteProcess;
+use shared::{RemoteClients, RemoteProcess};
 use state::{ObjectState, hash_of};
 
 /// Time limit of a call that nobody gave one.
@@ -58,23 +59,28 @@ const REASON_PART: u32 = 20;
 /// How long a folder counts as being there after it was seen.
 const FOLDER_KNOWN: Duration = Duration::from_secs(2);
 
-/// The stores of this process, by what their URLs begin with.
-static STORES: PerProcess<Mutex<HashMap<String, Arc<dyn StoreKind>>>> = PerProcess::new();
+/// Stores, by what their URLs begin with and by their settings.
+type RemoteStores = HashMap<(String, StoreSettings), Arc<dyn StoreKind>>;
+
+/// The stores of this process.
+static STORES: PerProcess<Mutex<RemoteStores>> = PerProcess::new();
 
 /// The store of the object or folder at `url`. One of a URL that is not usable says so in each call.
-pub(super) fn store_of(url: &Path) -> Arc<dyn StoreKind> {
+pub(super) fn store_of(url: &Path, settings: StoreSettings) -> Arc<dyn StoreKind> {
     let location = match Location::of(url) {
         Ok(location) => location,
         Err(why) => return Arc::new(RefusedUrl(why)),
     };
     let mut stores = STORES.get_or_init(Mutex::default).lock();
     let root = location.root.clone();
-    stores.entry(root).or_insert_with(|| Arc::new(RemoteStore::new(location))).clone()
+    let new = || Arc::new(RemoteStore::new(location, settings.clone()));
+    stores.entry((root, settings.clone())).or_insert_with(|| new()).clone()
 }
 
 /// A bucket, an HTTP server, or a repository of the hub.
 struct RemoteStore {
     location: Location,
+    settings: StoreSettings,
     /// The server. A child of a fork makes it anew.
     own: PerProcess<Result<Arc<Endpoint>, (ErrorKind, String)>>,
     /// States that were seen last, by the numbers of their objects.
@@ -95,29 +101,39 @@ impl fmt::Debug for RemoteStore {
 }
 
 impl RemoteStore {
-    fn new(location: Location) -> RemoteStore {
+    fn new(location: Location, settings: StoreSettings) -> RemoteStore {
         let (own, known, asked) = (PerProcess::new(), PerProcess::new(), PerProcess::new());
         let folders = PerProcess::new();
-        RemoteStore { location, own, known, asked, pinned: Arc::default(), folders }
+        let pinned = Arc::default();
+        RemoteStore { location, settings, own, known, asked, pinned, folders }
     }
 
     fn endpoint(&self) -> io::Result<&Arc<Endpoint>> {
         let own = self.own.get_or_init(|| {
-            let variable = remote_settings::variable;
-            let made = match self.location.protocol {
-                Protocol::S3 => s3::endpoint_of(&self.location.authority, &variable),
-                Protocol::Google => google::endpoint_of(&self.location.authority, &variable),
-                Protocol::Azure => azure::endpoint_of(&self.location.authority, &variable),
-                Protocol::Http => self.web_endpoint(&variable),
-                Protocol::Hub => self.hub_endpoint(&variable),
-            };
-            made.map(Arc::new).map_err(|e| (e.kind(), e.to_string()))
+            self.new_endpoint().map(Arc::new).map_err(|e| (e.kind(), e.to_string()))
         });
         own.as_ref().map_err(|(kind, why)| io::Error::new(*kind, why.clone()))
     }
 
-    fn web_endpoint(&self, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<Endpoint> {
-        let open = || Endpoint::new(self.location.root.clone(), Access::Open);
+    fn new_endpoint(&self) -> io::Result<Endpoint> {
+        let clients = RemoteProcess::get()?.clients_of(&self.settings)?;
+        let variable = |name: &str| self.settings.variable(name);
+        let authority = self.location.authority.as_str();
+        let (base, access) = match self.location.protocol {
+            Protocol::S3 => s3::access_of(authority, &variable)?,
+            Protocol::Google => google::access_of(authority, &variable)?,
+            Protocol::Azure => azure::access_of(authority, &variable)?,
+            Protocol::Http => (self.location.root.clone(), self.web_access(&clients, &variable)?),
+            Protocol::Hub => self.hub_access(&variable)?,
+        };
+        Endpoint::new(base, access, clients)
+    }
+
+    fn web_access(
+        &self,
+        clients: &RemoteClients,
+        variable: &dyn Fn(&str) -> Option<String>,
+    ) -> io::Result<Access> {
         let authority = self.location.authority.as_str();
         // A port is no part of the name that a login is for.
         let host = match authority.rsplit_once(':') {
@@ -126,26 +142,24 @@ impl RemoteStore {
         };
         let is_secure = is_confidential(&self.location.root);
         let found = netrc::login_for(host.trim_matches(['[', ']']), is_secure, variable)?;
-        let Some(login) = found else { return open() };
+        let Some(login) = found else { return Ok(Access::Open) };
         let unusable =
             |_| io::Error::new(ErrorKind::InvalidInput, "the login of .netrc is not usable");
-        let client = &RemoteProcess::get()?.following;
-        let builder = client.get(&self.location.root);
+        let builder = clients.following.get(&self.location.root);
         let signed = builder.basic_auth(login.user, Some(login.password)).build();
-        match signed.map_err(unusable)?.headers().get(AUTHORIZATION) {
-            Some(header) => {
-                Endpoint::new(self.location.root.clone(), Access::Login(header.clone()))
-            }
-            None => open(),
-        }
+        let header = signed.map_err(unusable)?.headers().get(AUTHORIZATION).cloned();
+        Ok(header.map_or(Access::Open, Access::Login))
     }
 
-    fn hub_endpoint(&self, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<Endpoint> {
+    fn hub_access(
+        &self,
+        variable: &dyn Fn(&str) -> Option<String>,
+    ) -> io::Result<(String, Access)> {
         let invalid = |why| io::Error::new(ErrorKind::InvalidInput, why);
         let (repository, _) = HubRepository::parse(&self.location.authority).map_err(invalid)?;
         let cache = hub_cache::cache_of(&|name| std::env::var_os(name).map(PathBuf::from));
         let (access, base) = HubAccess::new(repository, variable, cache, self.pinned.clone())?;
-        Endpoint::new(base, Access::Hub(Box::new(access)))
+        Ok((base, Access::Hub(Box::new(access))))
     }
 
     /// Runs `work` on this thread, until `deadline` at the latest.
@@ -347,7 +361,7 @@ impl StoreKind for RemoteStore {
 
     fn credentials(&self) -> Option<String> {
         let (endpoint, process) = (self.endpoint().ok()?, RemoteProcess::get().ok()?);
-        Some(process.runtime.block_on(endpoint.access.credentials(process)))
+        Some(process.runtime.block_on(endpoint.access.credentials(&endpoint.clients)))
     }
 
     fn probe(&self, path: &Path, version: &Version) -> io::Result<StoreProbe> {

@@ -11,7 +11,7 @@ const DAV: Namespace<'static> = Namespace("DAV:");
 /// Maximum depth of elements. Properties are far above it.
 const DEPTH_MAX: usize = 64;
 
-/// What a server says of one place.
+/// The properties of one place, as the server tells them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct DavResponse {
     pub(super) href: String,

@@ -25,14 +25,14 @@ const PAGES_MAX: usize = 1000;
 /// The region of a bucket of which nothing else is known. Its server names another one.
 const REGION: &str = "us-east-1";
 
-/// The server of a bucket, by the variables of the environment.
+/// The URL of a bucket and how it lets in, by `variable`.
 ///
 /// # Errors
 /// If the URL of the server is not usable.
-pub(super) fn endpoint_of(
+pub(super) fn access_of(
     bucket: &str,
     variable: &dyn Fn(&str) -> Option<String>,
-) -> io::Result<Endpoint> {
+) -> io::Result<(String, Access)> {
     let given = |names: [&str; 2]| {
         let mut found = names.into_iter().filter_map(variable);
         found.find(|value| !value.is_empty())
@@ -59,7 +59,7 @@ pub(super) fn endpoint_of(
     };
     let is_wanted = !is_on("AWS_SKIP_SIGNATURE");
     let signing = S3Signing { region: Mutex::new(region), is_wanted, by_region };
-    Endpoint::new(base, Access::S3(signing))
+    Ok((base, Access::S3(signing)))
 }
 
 /// The URL of a bucket of a server that is not AWS.

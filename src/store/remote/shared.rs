@@ -11,7 +11,7 @@ use tokio::sync::Semaphore;
 
 use super::credentials::{CredentialChain, aws, azure, context_of, google};
 use crate::process::PerProcess;
-use crate::store::remote_settings::variable;
+use crate::store::remote_settings::StoreSettings;
 use crate::sync::Mutex;
 
 /// Threads that drive connections. The bytes are copied by the threads that wait for them.
@@ -36,6 +36,13 @@ static OF_PROCESS: PerProcess<Result<RemoteProcess, String>> = PerProcess::new()
 /// State that the stores of this process share.
 pub(super) struct RemoteProcess {
     pub(super) runtime: Runtime,
+    slots: Mutex<HashMap<String, Arc<Semaphore>>>,
+    clients: Mutex<HashMap<StoreSettings, Arc<RemoteClients>>>,
+}
+
+/// State that the stores of this process with the same settings share.
+pub(super) struct RemoteClients {
+    pub(super) settings: StoreSettings,
     /// Follows redirects.
     pub(super) following: reqwest::Client,
     /// Returns redirects as they are: a signature is for one server.
@@ -43,7 +50,6 @@ pub(super) struct RemoteProcess {
     pub(super) aws: CredentialChain<reqsign_aws_core::Credential>,
     pub(super) azure: CredentialChain<reqsign_azure_storage::Credential>,
     pub(super) google: CredentialChain<reqsign_google::Credential>,
-    slots: Mutex<HashMap<String, Arc<Semaphore>>>,
 }
 
 impl RemoteProcess {
@@ -66,15 +72,21 @@ impl RemoteProcess {
             .map_err(|e| format!("cannot start threads for remote sources: {e}"))?;
         // Another part of the process may have chosen a provider before.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let following = client(reqwest::redirect::Policy::custom(follow), true)?;
-        let direct = client(reqwest::redirect::Policy::none(), true)?;
-        let of_host = client(reqwest::redirect::Policy::none(), false)?;
-        let context = context_of(following.clone(), of_host);
-        let aws = CredentialChain::new(aws::providers(), context.clone());
-        let azure = CredentialChain::new(azure::providers(), context.clone());
-        let google = CredentialChain::new(google::providers(), context);
-        let slots = Mutex::default();
-        Ok(RemoteProcess { runtime, following, direct, aws, azure, google, slots })
+        Ok(RemoteProcess { runtime, slots: Mutex::default(), clients: Mutex::default() })
+    }
+
+    /// The clients of the stores with these settings, made at the first use.
+    ///
+    /// # Errors
+    /// If clients cannot be made.
+    pub(super) fn clients_of(&self, settings: &StoreSettings) -> io::Result<Arc<RemoteClients>> {
+        let mut all = self.clients.lock();
+        if let Some(clients) = all.get(settings) {
+            return Ok(clients.clone());
+        }
+        let made = Arc::new(RemoteClients::new(settings.clone()).map_err(io::Error::other)?);
+        all.insert(settings.clone(), made.clone());
+        Ok(made)
     }
 
     /// The requests that the server `host` may get at a time.
@@ -82,6 +94,20 @@ impl RemoteProcess {
         let mut slots = self.slots.lock();
         let new = || Arc::new(Semaphore::new(REQUESTS_MAX));
         slots.entry(host.to_owned()).or_insert_with(new).clone()
+    }
+}
+
+impl RemoteClients {
+    fn new(settings: StoreSettings) -> Result<RemoteClients, String> {
+        let client = |redirects, by_proxy| client(&settings, redirects, by_proxy);
+        let following = client(reqwest::redirect::Policy::custom(follow), true)?;
+        let direct = client(reqwest::redirect::Policy::none(), true)?;
+        let of_host = client(reqwest::redirect::Policy::none(), false)?;
+        let context = context_of(settings.clone(), following.clone(), of_host);
+        let aws = CredentialChain::new(aws::providers(&settings), &settings, context.clone());
+        let azure = CredentialChain::new(azure::providers(&settings), &settings, context.clone());
+        let google = CredentialChain::new(google::providers(&settings), &settings, context);
+        Ok(RemoteClients { settings, following, direct, aws, azure, google })
     }
 }
 
@@ -97,7 +123,11 @@ fn follow(attempt: reqwest::redirect::Attempt<'_>) -> reqwest::redirect::Action 
     }
 }
 
-fn client(redirects: reqwest::redirect::Policy, by_proxy: bool) -> Result<reqwest::Client, String> {
+fn client(
+    settings: &StoreSettings,
+    redirects: reqwest::redirect::Policy,
+    by_proxy: bool,
+) -> Result<reqwest::Client, String> {
     let failed = |e: reqwest::Error| format!("cannot make an HTTP client: {}", e.without_url());
     let builder = || {
         let builder = reqwest::Client::builder()
@@ -108,7 +138,7 @@ fn client(redirects: reqwest::redirect::Policy, by_proxy: bool) -> Result<reqwes
             .referer(false);
         if by_proxy { builder } else { builder.no_proxy() }
     };
-    let trusted = match variable(CA_BUNDLE).filter(|file| !file.is_empty()) {
+    let trusted = match settings.variable(CA_BUNDLE).filter(|file| !file.is_empty()) {
         None => Vec::new(),
         Some(file) => {
             let pem = std::fs::read(file).map_err(|e| format!("{CA_BUNDLE}: {e}"))?;

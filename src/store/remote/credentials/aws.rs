@@ -7,15 +7,15 @@ use reqsign_aws_core::{
 };
 
 use super::Providers;
-use crate::store::remote_settings::{names_credentials_file, names_profile};
+use crate::store::remote_settings::StoreSettings;
 
 /// The name of the way by a profile, which has a name of its own.
 pub(in crate::store::remote) const PROFILE: &str = "a profile";
 
 /// The ways to credentials, in the order of AWS, with names for people. A profile that an option names is
 /// the only one.
-pub(in crate::store::remote) fn providers() -> Providers<Credential> {
-    if names_credentials_file() || names_profile() {
+pub(in crate::store::remote) fn providers(settings: &StoreSettings) -> Providers<Credential> {
+    if settings.names_credentials_file() || settings.names_profile() {
         return vec![
             (PROFILE, Box::new(ProfileCredentialProvider::default())),
             ("SSO", Box::new(SSOCredentialProvider::default())),

@@ -7,12 +7,12 @@ use reqsign_azure_storage::{
 };
 
 use super::Providers;
-use crate::store::remote_settings::names_credentials_file;
+use crate::store::remote_settings::StoreSettings;
 
 /// The ways to credentials, with names for people. None where an option names a file, which has a key or
 /// a signature.
-pub(in crate::store::remote) fn providers() -> Providers<Credential> {
-    if names_credentials_file() {
+pub(in crate::store::remote) fn providers(settings: &StoreSettings) -> Providers<Credential> {
+    if settings.names_credentials_file() {
         return Vec::new();
     }
     vec![

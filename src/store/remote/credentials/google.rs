@@ -7,18 +7,18 @@ use reqsign_google::{
 };
 
 use super::Providers;
-use crate::store::remote_settings::names_credentials_file;
+use crate::store::remote_settings::StoreSettings;
 
 /// The scope of a token.
 const SCOPE: &str = "https://www.googleapis.com/auth/devstorage.read_only";
 
 /// The ways to credentials, in the order of Google's programs, with names for people. A file that an
 /// option names is the only one.
-pub(in crate::store::remote) fn providers() -> Providers<Credential> {
+pub(in crate::store::remote) fn providers(settings: &StoreSettings) -> Providers<Credential> {
     let file = EnvCredentialProvider::new().with_scope(SCOPE);
     let own = WellKnownCredentialProvider::new().with_scope(SCOPE);
     let machine = VmMetadataCredentialProvider::new().with_scope(SCOPE);
-    if names_credentials_file() {
+    if settings.names_credentials_file() {
         return vec![("GOOGLE_APPLICATION_CREDENTIALS", Box::new(GoogleToken(file)))];
     }
     vec![

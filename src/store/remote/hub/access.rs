@@ -10,12 +10,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use reqwest::header::{self, HeaderMap, HeaderName, HeaderValue};
-use reqwest::{Method, Response, StatusCode, Url};
+use reqwest::{Client, Method, Response, StatusCode, Url};
 use tokio::sync::OnceCell;
 
 use super::super::patience::{Trouble, lost_connection, no_answer, unusable};
 use super::super::request::Wanted;
-use super::super::shared::RemoteProcess;
 use super::super::state::{len_of, replaced, retry_after, text_of};
 use super::{GIT_DIGITS, HubFile, HubRepository, HubTree, SHA256_DIGITS, is_hash};
 use crate::sync::Mutex;
@@ -114,7 +113,7 @@ impl HubAccess {
     /// with a slash is a file; others are of the API.
     pub(in crate::store::remote) async fn send(
         &self,
-        process: &RemoteProcess,
+        client: &Client,
         wanted: &Wanted,
         limit: Duration,
     ) -> Result<Response, Trouble> {
@@ -123,10 +122,10 @@ impl HubAccess {
             return Err(Trouble::Final(io::Error::new(io::ErrorKind::NotConnected, why)));
         }
         if wanted.target.starts_with('/') {
-            return self.file(process, wanted, limit).await;
+            return self.file(client, wanted, limit).await;
         }
         let url = self.url(&wanted.target)?;
-        match self.ask(process, url, wanted, None, limit).await? {
+        match self.ask(client, url, wanted, None, limit).await? {
             HubAnswer::Here(answer) => Ok(answer),
             HubAnswer::Elsewhere(_) => Err(Trouble::Broken("the hub names another hub".to_owned())),
         }
@@ -140,7 +139,7 @@ impl HubAccess {
     /// The answer with bytes of a file, wherever it lies.
     async fn file(
         &self,
-        process: &RemoteProcess,
+        client: &Client,
         wanted: &Wanted,
         limit: Duration,
     ) -> Result<Response, Trouble> {
@@ -153,11 +152,11 @@ impl HubAccess {
         if let Some((url, _)) = link.as_ref().filter(|(_, since)| since.elapsed() < LINK_FOR) {
             let url = url.clone();
             drop(link);
-            return self.fetch(process, url, wanted, file, limit).await;
+            return self.fetch(client, url, wanted, file, limit).await;
         }
         let page = self.repository.page();
         let url = self.url(&format!("{page}/resolve/{}{}", tree.commit, wanted.target))?;
-        match self.ask(process, url, wanted, Some((tree, file)), limit).await? {
+        match self.ask(client, url, wanted, Some((tree, file)), limit).await? {
             HubAnswer::Here(answer) => {
                 drop(link);
                 part_of(answer, wanted, file, self.host(), limit).await
@@ -165,7 +164,7 @@ impl HubAccess {
             HubAnswer::Elsewhere(url) => {
                 *link = Some((url.clone(), Instant::now()));
                 drop(link);
-                self.fetch(process, url, wanted, file, limit).await
+                self.fetch(client, url, wanted, file, limit).await
             }
         }
     }
@@ -173,7 +172,7 @@ impl HubAccess {
     /// Asks the hub, and follows its redirects to its own names. `of` is the file that is meant.
     async fn ask(
         &self,
-        process: &RemoteProcess,
+        client: &Client,
         url: Url,
         wanted: &Wanted,
         of: Option<(&HubTree, &HubFile)>,
@@ -185,7 +184,7 @@ impl HubAccess {
             if let Some(token) = &self.token {
                 request.headers_mut().insert(header::AUTHORIZATION, token.clone());
             }
-            let answer = answer_of(&process.direct, request, self.host(), limit).await?;
+            let answer = answer_of(client, request, self.host(), limit).await?;
             if let Some((tree, file)) = of {
                 check_named(answer.headers(), tree, file)?;
             }
@@ -216,7 +215,7 @@ impl HubAccess {
     /// are those of `file` says the hub, which gave the link for its hash.
     async fn fetch(
         &self,
-        process: &RemoteProcess,
+        client: &Client,
         url: Url,
         wanted: &Wanted,
         file: &HubFile,
@@ -224,7 +223,7 @@ impl HubAccess {
     ) -> Result<Response, Trouble> {
         let host = url.host_str().unwrap_or_default().to_owned();
         let request = request(wanted.method.clone(), url.clone(), wanted);
-        let mut answer = answer_of(&process.direct, request, &host, limit).await?;
+        let mut answer = answer_of(client, request, &host, limit).await?;
         let (status, headers) = (answer.status(), answer.headers());
         let said = format!("{host} answers {} to a link of the hub", status.as_u16());
         if status.is_success() {

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from checkpoints import FORMAT, write_weight_map
+from checkpoints import FORMAT, dcp_name, write_weight_map
 from mounts import Mount, TestCase, run, tensorfs
 
 HIDDEN, LAYERS, VOCAB = 64, 3, 288
@@ -81,6 +81,20 @@ def write_tokenizer(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def write_rank_shards(folder, tensors, ranks=2):
+    """Files of ranks, as torch's distributed saver writes them: matrices cut by columns, other tensors by rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        parts, places = {}, {}
+        for name, tensor in tensors.items():
+            dim = tensor.ndim - 1
+            step = tensor.shape[dim] // ranks
+            parts[name] = np.ascontiguousarray(np.take(tensor, range(rank * step, (rank + 1) * step), dim))
+            places[name] = {"saved_offsets": [0] * dim + [rank * step]}
+        notes = {**FORMAT, "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+        save_file(parts, folder / dcp_name(rank + 1), metadata=notes)
+
+
 @cache
 def version_of(package):
     return importlib.metadata.version(package)
@@ -132,4 +146,4 @@ def first_line(*command):
     return (outcome.stdout or outcome.stderr).splitlines()[0]
 
 
-__all__ = ["Row", "Mount", "Path", "first_line", "llama_tensors", "load_file", "needs", "tensorfs", "version_of", "write_shards", "write_tokenizer"]
+__all__ = ["CONFIG", "Row", "Mount", "Path", "first_line", "llama_tensors", "load_file", "needs", "tensorfs", "version_of", "write_rank_shards", "write_shards", "write_tokenizer"]

@@ -2,14 +2,18 @@
 
 import json
 import os
+import subprocess
 import sys
 import unittest
+import urllib.request
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 
+import object_server
 from checkpoints import hub_cache
-from rows import VOCAB, Mount, Row, load_file, needs, version_of, write_shards, write_tokenizer
+from rows import CONFIG, VOCAB, Mount, Row, load_file, needs, version_of, write_rank_shards, write_shards, write_tokenizer
 
 COMFYUI = os.environ.get("COMFYUI_SOURCES")
 
@@ -76,6 +80,54 @@ class Transformers(Row):
         mnt = self.enter(Mount(self.shards)).path
         found = PeftModel.from_pretrained(self.load(mnt), mnt / "adapter").state_dict()
         self.assert_same_tensors(found, made.state_dict())
+
+
+@needs("torch", "transformers")
+class TransformersFromStores(Row):
+    """From a bucket: a mount of its URL, and `tensorfs.load_file`, where that package is installed."""
+
+    def setUp(self):
+        super().setUp()
+        # In a process of its own: safetensors opens files while no other thread of Python runs.
+        script = Path(object_server.__file__)
+        server = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.addCleanup(server.wait)
+        self.addCleanup(server.stdin.close)
+        self.url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        self.ranks = self.tmp / "ranks"
+        write_rank_shards(self.ranks, self.tensors)
+        (self.ranks / "config.json").write_text(json.dumps(CONFIG))
+        for folder in (self.shards, self.ranks):
+            for path in folder.iterdir():
+                place = f"{self.url}/bucket/{folder.name}/{path.name}"
+                urllib.request.urlopen(urllib.request.Request(place, path.read_bytes(), method="PUT")).close()
+        keys = {"AWS_ACCESS_KEY_ID": object_server.ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": object_server.SECRET_KEY}
+        self.env = {**os.environ, **keys, "AWS_ENDPOINT_URL": self.url, "AWS_REGION": "us-east-1", "TENSORFS_INDEX_DIR": "none"}
+
+    def test_transformers_on_mounted_urls(self):
+        from transformers import AutoModelForCausalLM
+
+        self.used("transformers", version_of("transformers"))
+        right = AutoModelForCausalLM.from_pretrained(self.real).state_dict()
+        for folder in (self.shards, self.ranks):
+            mnt = self.enter(Mount(f"s3://bucket/{folder.name}", f"cache-dir={self.tmp}/cache", "cache-dir-size=64M", env=self.env)).path
+            self.assert_same_tensors(AutoModelForCausalLM.from_pretrained(mnt).state_dict(), right)
+
+    @needs("tensorfs")
+    def test_transformers_on_load_file_of_urls(self):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        import tensorfs
+
+        right = LlamaForCausalLM.from_pretrained(self.real).state_dict()
+        config = LlamaConfig.from_pretrained(self.real)
+        profile = self.tmp / "profile"
+        profile.write_text(f"[default]\naws_access_key_id = {object_server.ACCESS_KEY}\naws_secret_access_key = {object_server.SECRET_KEY}\n")
+        how = {"credentials_file": profile, "endpoint": self.url, "region": "us-east-1"}
+        for folder in (self.shards, self.ranks):
+            weights = tensorfs.load_file(f"s3://bucket/{folder.name}", framework="pt", **how)
+            model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype="auto")
+            self.assert_same_tensors(model.state_dict(), right)
 
 
 @needs("torch", "diffusers")

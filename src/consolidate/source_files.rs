@@ -125,5 +125,9 @@ pub fn refuse_url(target: &Path) -> Result<()> {
 }
 
 fn id_of(path: &Path) -> Option<FileId> {
+    // No file of this machine is one of a remote source.
+    if is_url(path) {
+        return None;
+    }
     Store::of(path).version_behind_links(path).map(|version| version.file()).ok()
 }

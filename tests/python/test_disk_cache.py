@@ -121,6 +121,25 @@ class Sharing(DiskCacheCase):
             self.assertTrue(all(data == self.data for data in found))
         self.assert_each_block_once()
 
+    @needs_root
+    def test_two_containers_that_have_the_folder_at_other_paths_fetch_each_block_once(self):
+        self.server.delay = 0.05
+        self.cache.mkdir(mode=0o700)
+        processes, outs = [], []
+        for number in range(2):
+            place = self.tmp / f"container-{number}"
+            place.mkdir()
+            outs.append(self.tmp / f"{number}.safetensors")
+            words = [BIN, "consolidate", "-o", f"cache-dir={place},{SIZE}", URL, outs[-1]]
+            # A view of the mounts and of the processes of its own.
+            inside = ["sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', self.cache, place, *words]
+            unshared = ["unshare", "--mount", "--pid", "--fork", *map(str, inside)]
+            processes.append(subprocess.Popen(unshared, env=self.env, stdout=subprocess.DEVNULL))
+        self.assertEqual([process.wait(60) for process in processes], [0, 0])
+        self.assertTrue(all(out.read_bytes() == self.data for out in outs))
+        self.assert_each_block_once()
+        self.assertEqual(len(self.listed()), 1)
+
     def test_mounts_have_it_below_the_users_cache_folder_and_other_commands_do_not(self):
         environment = {"XDG_CACHE_HOME": str(self.tmp / "home"), "TENSORFS_CACHE_DIR": ""}
         place = self.tmp / "home/tensorfs/remote"

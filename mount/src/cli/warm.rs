@@ -101,15 +101,7 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
         ));
     }
     let total: u64 = files.iter().flat_map(|file| &file.ranges).map(len_of).sum();
-    let available = system_memory::of_machine("MemAvailable");
-    if available.is_some_and(|available| total > available) {
-        log::note(&format!(
-            "{} to read, but only {} of memory are free for the page cache: the first bytes will \
-             be dropped again",
-            shown_size(total),
-            shown_size(available.unwrap_or_default())
-        ));
-    }
+    note_if_too_long(total);
     let bar = bar(args.progress, total);
     let started = Instant::now();
     let outcome = read_all(&files, &bar);
@@ -139,6 +131,19 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
     print_text(&format!("warmed {size} of {count} in {seconds:.3} s at {speed}\n"))?;
     tell_lines(&not_shown)?;
     tell_refusals(refused.iter())
+}
+
+/// Says so if `total` bytes are more than the page cache can have.
+fn note_if_too_long(total: u64) {
+    let available = system_memory::of_machine("MemAvailable");
+    if available.is_some_and(|available| total > available) {
+        log::note(&format!(
+            "{} to read, but only {} of memory are free for the page cache: the first bytes will \
+             be dropped again",
+            shown_size(total),
+            shown_size(available.unwrap_or_default())
+        ));
+    }
 }
 
 /// Prints the lines on standard error, and fails if there are any.

@@ -17,7 +17,7 @@ use tensorfs::internal::sync::Mutex;
 
 use super::super::args;
 use super::super::output::{Failure, Outcome, print_json, print_text, speed, tell_refusals};
-use super::super::sources::{open_source, prove_all};
+use super::super::sources::{FoundSet, open_source, prove_all};
 use super::super::verify::bar;
 use super::{HeatFile, WarmFile, cannot, len_of, ranges_of_set};
 use crate::log;
@@ -41,15 +41,7 @@ pub(super) fn run(args: &args::WarmArgs, mut options: Options, heat: Option<&Hea
     let named = options.disk_cache.place();
     let place = named.ok_or_else(|| Failure::Failed(format!("{path}: {no_place}")))?;
     let (found, _) = prove_all(&open_source(&args.source, options)?)?;
-    let (mut wanted, mut missing) = (WantedBytes::new(), 0);
-    for set in &found {
-        let Ok(checkpoint) = &set.set.outcome else { continue };
-        let ranges = ranges_of_set(set, checkpoint, all_bytes, heat, &mut missing)?;
-        for (source, ranges) in checkpoint.sources().iter().zip(ranges) {
-            let file = WarmFile::joined(source.path().to_owned(), ranges);
-            wanted.extend(file.map(|file| (source.clone(), file.ranges)));
-        }
-    }
+    let (wanted, missing) = wanted_of(&found, all_bytes, heat)?;
     let sets = found.len();
     let refused: Vec<_> = found.into_iter().filter_map(|found| found.set.outcome.err()).collect();
     if refused.len() == sets && !args.source.json {
@@ -89,6 +81,24 @@ pub(super) fn run(args: &args::WarmArgs, mut options: Options, heat: Option<&Hea
     let (folder, speed) = (shown_path(&place.folder), speed(total, seconds));
     print_text(&format!("{folder}: {size} of {count} kept in {seconds:.3} s at {speed}\n"))?;
     tell_refusals(refused.iter())
+}
+
+/// The shards of `found` with the bytes of them to read, and how many tensors of `heat` they lack.
+fn wanted_of(
+    found: &[FoundSet],
+    all_bytes: bool,
+    heat: Option<&HeatFile>,
+) -> Result<(WantedBytes, usize), Failure> {
+    let (mut wanted, mut missing) = (WantedBytes::new(), 0);
+    for found_set in found {
+        let Ok(checkpoint) = &found_set.set.outcome else { continue };
+        let ranges = ranges_of_set(found_set, checkpoint, all_bytes, heat, &mut missing)?;
+        for (source, ranges) in checkpoint.sources().iter().zip(ranges) {
+            let file = WarmFile::joined(source.path().to_owned(), ranges);
+            wanted.extend(file.map(|file| (source.clone(), file.ranges)));
+        }
+    }
+    Ok((wanted, missing))
 }
 
 /// Reads all ranges with some threads. The first error ends all.

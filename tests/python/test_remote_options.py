@@ -37,6 +37,20 @@ class RemoteOptions(RemoteCase):
         self.assert_done(found)
         self.assertIn("from the profile work", found.stdout)
 
+    def test_credentials_that_are_named_and_not_there_are_not_replaced_by_others(self):
+        # Those of the environment would be let in.
+        self.env.update(self.server.environment())
+        empty, file = self.written("empty", ""), self.profiles()
+        for option in (f"credentials-file={empty}", f"credentials-file={file},profile=none", "profile=none"):
+            with self.subTest(option=option):
+                self.server.requests.clear()
+                outcome = self.tensorfs("ls", URL, "-o", option, HOME=str(self.tmp))
+                self.assertEqual(outcome.code, 1)
+                self.assertIn("requests are not signed", outcome.stderr)
+                self.assertTrue(self.server.requests)
+                self.assertFalse([request for request in self.server.requests if request["signed"]])
+        self.assert_done(self.tensorfs("ls", URL, HOME=str(self.tmp)))
+
     def test_a_mount_has_them_and_shows_the_files_alone(self):
         file = self.profiles()
         options = [f"endpoint={self.server.url}", f"credentials-file={file}", "profile=work"]

@@ -70,6 +70,13 @@ class Dav(RemoteCase):
         with self.mount(url=self.url) as mount:
             self.assertEqual((mount.path / "more/notes%20of%20mine.txt").read_bytes(), b"notes")
 
+    def test_a_listing_that_comes_too_late_once_hides_nothing_from_then_on(self):
+        # Two tries are what a server gets that has listed nothing yet.
+        self.dav.faults = [{"kind": "stall", "method": "PROPFIND", "seconds": 30, "count": 2}]
+        with self.mount(url=self.url) as mount:
+            self.assertGreaterEqual(len(self.asked("PROPFIND")), 3)
+            self.assertEqual((mount.path / "more/notes%20of%20mine.txt").read_bytes(), b"notes")
+
     def test_a_server_without_webdav_is_asked_once_and_its_weight_map_counts(self):
         for fault in ({"status": 405}, {"status": 400}, {"status": 501}):
             self.dav.requests.clear()

@@ -333,17 +333,17 @@ class Arrays(Case):
 
     def test_files_of_remote_sources_are_given_by_their_url(self):
         with ObjectServer() as server:
-            server.put("bucket", "models/model.tensors", self.file.read_bytes())
-            server.public.add("bucket")
+            server.put("compat", "models/model.tensors", self.file.read_bytes())
+            server.public.add("compat")
             with environment(**server.environment(), HOME=str(self.tmp)):
-                for url in ("s3://bucket/models/model.tensors", f"{server.url}/bucket/models/model.tensors"):
+                for url in ("s3://compat/models/model.tensors", f"{server.url}/compat/models/model.tensors"):
                     for how in ({}, {"lazy_load": True}):
                         with self.opened(url, **how) as found:
                             self.check(found)
                 with self.assertRaises(FileNotFoundError):
-                    self.opened("s3://bucket/models/none.tensors")
+                    self.opened("s3://compat/models/none.tensors")
                 with self.assertRaisesRegex(ValueError, "only local files are opened"):
-                    open_stream("s3://bucket/models/model.tensors")
+                    open_stream("s3://compat/models/model.tensors")
 
     def test_a_file_object_is_closed_with_the_deserializer(self):
         for source in (io.BytesIO(self.file.read_bytes()), open(self.file, "rb")):

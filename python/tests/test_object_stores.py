@@ -10,6 +10,8 @@ from object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
 from package import FIXTURES, TestCase, environment, python
 
 URL = "s3://bucket/models/tiny"
+# The environment chooses the server of a bucket once in a process, and other tests have other ones.
+OWN_URL = "s3://settings/models/tiny"
 
 # The parent has connections and threads of its own before it forks.
 IN_A_CHILD = """
@@ -110,7 +112,7 @@ class SettingsOfOneSource(TestCase):
         self.source = FIXTURES / "hf/gpt2_tiny"
         self.server = ObjectServer().start()
         self.addCleanup(self.server.stop)
-        self.server.put_folder("bucket", "models/tiny", self.source)
+        self.server.put_folder("settings", "models/tiny", self.source)
         wrong = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
         variables = environment(**self.server.environment(), **{"HOME": str(self.tmp)})
         variables.__enter__()
@@ -130,36 +132,36 @@ class SettingsOfOneSource(TestCase):
             np.testing.assert_array_equal(tensors[name], tensor)
 
     def test_each_way_to_open_takes_them_and_they_are_for_that_source_alone(self):
-        self.assert_same(tensorfs.load_file(URL, framework="np", **self.how))
-        with tensorfs.safe_open(URL, framework="np", **self.how) as file:
+        self.assert_same(tensorfs.load_file(OWN_URL, framework="np", **self.how))
+        with tensorfs.safe_open(OWN_URL, framework="np", **self.how) as file:
             self.assert_same(file.get_tensors())
-        self.assert_same({name: tensor[...] for name, tensor in tensorfs.lazy(URL, "np", **self.how).items()})
+        self.assert_same({name: tensor[...] for name, tensor in tensorfs.lazy(OWN_URL, "np", **self.how).items()})
         into = {name: np.zeros_like(tensor) for name, tensor in self.expected.items()}
-        tensorfs.load_into(into, URL, **self.how)
+        tensorfs.load_into(into, OWN_URL, **self.how)
         self.assert_same(into)
         out = self.tmp / "whole.safetensors"
-        tensorfs.consolidate(URL, out, **self.how)
+        tensorfs.consolidate(OWN_URL, out, **self.how)
         self.assert_same(safetensors.numpy.load_file(out))
         # A view reads the config beside the shards, too.
-        with tensorfs.safe_open(URL, framework="np", include="*", dtype="f16", **self.how) as file:
+        with tensorfs.safe_open(OWN_URL, framework="np", include="*", dtype="f16", **self.how) as file:
             self.assertEqual(set(file.keys()), set(self.expected))
         with self.assertRaises(OSError) as raised:
-            tensorfs.load_file(URL, framework="np")
+            tensorfs.load_file(OWN_URL, framework="np")
         self.assertIn("127.0.0.1:1", str(raised.exception))
 
     def test_two_settings_of_one_bucket_stand_beside_each_other(self):
         other = {**self.how, "profile": "default"}
-        with tensorfs.safe_open(URL, framework="np", **self.how) as file:
+        with tensorfs.safe_open(OWN_URL, framework="np", **self.how) as file:
             with self.assertRaises(PermissionError) as raised:
-                tensorfs.load_file(URL, framework="np", **other)
+                tensorfs.load_file(OWN_URL, framework="np", **other)
             self.assertIn("the access key is unknown", str(raised.exception))
             self.assert_same(file.get_tensors())
-        again = tensorfs.safe_open(URL, framework="np", **self.how)
+        again = tensorfs.safe_open(OWN_URL, framework="np", **self.how)
         self.assert_same(pickle.loads(pickle.dumps(again)).get_tensors())
         self.assertNotIn(SECRET_KEY.encode(), pickle.dumps(again))
 
     def test_a_list_of_files_and_a_mapping_take_them(self):
-        files = [f"{URL}/{path.name}" for path in sorted(self.source.glob("*.safetensors"))]
+        files = [f"{OWN_URL}/{path.name}" for path in sorted(self.source.glob("*.safetensors"))]
         with tensorfs.safe_open(files, framework="np", **self.how) as file:
             self.assert_same(file.get_tensors())
 
@@ -170,10 +172,10 @@ class SettingsOfOneSource(TestCase):
             ({"ca_file": self.tmp / "none"}, "none: No such file"),
         ):
             with self.assertRaises(tensorfs.SafetensorError) as raised:
-                tensorfs.safe_open(URL, framework="np", **how)
+                tensorfs.safe_open(OWN_URL, framework="np", **how)
             self.assertIn(why, str(raised.exception))
             self.assertNotIn("hunter2", str(raised.exception))
         with self.assertRaises(TypeError):
-            tensorfs.safe_open(URL, framework="np", profile=1)
+            tensorfs.safe_open(OWN_URL, framework="np", profile=1)
         with self.assertRaises(ValueError):
-            tensorfs.safe_open(URL, framework="np", profile="")
+            tensorfs.safe_open(OWN_URL, framework="np", profile="")

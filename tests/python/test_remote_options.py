@@ -38,7 +38,7 @@ class RemoteOptions(RemoteCase):
         self.assertIn("from the profile work", found.stdout)
 
     def test_credentials_that_are_named_and_not_there_are_not_replaced_by_others(self):
-        # The server would let in the keys of the environment.
+        # The server accepts the keys of the environment.
         self.env.update(self.server.environment())
         empty, file = self.written("empty", ""), self.profiles()
         for option in (f"credentials-file={empty}", f"credentials-file={file},profile=none", "profile=none"):

@@ -2,9 +2,10 @@
 """Times loads and mounted reads of a checkpoint on an HTTP server, in turns: cold, and from the disk cache, beside the same
 files in a folder of this machine, and beside `rclone mount`, if it is installed.
 
-    python tests/bench/remote.py --dir /scratch/remote --size 4G --runs 5 [--rate 8gbit]
+    python tests/bench/remote.py --dir /scratch/remote --size 4G --runs 5 [--rate 8gbit] [--latency 20]
 
-nginx serves the files on the loopback. `--rate` caps the loopback in a network namespace of its own, and needs root. Each run
+nginx serves the files on the loopback, from its page cache. `--rate` caps the loopback in a network namespace of its own, and
+needs root; `--latency` needs libnginx-mod-http-echo. Each run
 is in new processes, with a cold page cache where this is root. The first line is the server and the cap alone: eight plain
 clients that throw the bytes away. `TENSORFS_BIN` names the program.
 """
@@ -31,15 +32,19 @@ CLIENTS = 8
 TENSOR = 16 << 20
 UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
+ECHO = Path("/usr/lib/nginx/modules/ngx_http_echo_module.so")
+
 CONFIG = """
-daemon off; pid {tmp}/nginx.pid; error_log {tmp}/error.log; worker_processes 2;
+{modules} daemon off; pid {tmp}/nginx.pid; error_log {tmp}/error.log; worker_processes 2;
 events {{}}
 http {{
-    access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000;
+    access_log off; autoindex on; sendfile on; tcp_nopush on; keepalive_requests 1000000;
     client_body_temp_path {tmp}; proxy_temp_path {tmp}; fastcgi_temp_path {tmp}; uwsgi_temp_path {tmp}; scgi_temp_path {tmp};
-    server {{ listen 127.0.0.1:{port}; root {root}; }}
+    server {{ listen 127.0.0.1:{port}; root {root}; {delay} }}
 }}
 """
+
+DELAY = "location / {{ echo_sleep {seconds}; echo_exec @files; }} location @files {{ }}"
 
 
 def size_of(text):
@@ -81,13 +86,15 @@ def run(*words, **kwargs):
 
 
 @contextlib.contextmanager
-def served(root, tmp):
-    """The port of nginx."""
+def served(root, tmp, latency=0):
+    """The port of nginx, which lets each request wait for `latency` milliseconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     config = tmp / "nginx.conf"
-    config.write_text(CONFIG.format(tmp=tmp, port=port, root=root))
+    modules = f"load_module {ECHO};" if latency else ""
+    delay = DELAY.format(seconds=latency / 1000) if latency else ""
+    config.write_text(CONFIG.format(tmp=tmp, port=port, root=root, modules=modules, delay=delay))
     process = subprocess.Popen([NGINX, "-c", config, "-p", tmp], stderr=subprocess.DEVNULL)
     try:
         for _ in range(200):
@@ -231,14 +238,18 @@ def measure(args):
     total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     tmp = args.dir / "tmp"
     tmp.mkdir(exist_ok=True)
-    with served(folder.parent, tmp) as port:
+    with served(folder.parent, tmp, args.latency) as port:
         rows = {}
         for _ in range(args.runs):
             for name, work in cases(args, tmp, port, folder):
                 cold()
+                if "local folder" not in name and "from the disk cache" not in name:
+                    # The disk of another machine would not be this one's.
+                    [read(file) for file in folder.iterdir()]
                 rows.setdefault(name, []).append(total / work() / 1e9)
                 print(f"  {rows[name][-1]:6.3f} GB/s  {name}", file=sys.stderr, flush=True)
     cap = f", capped at {args.rate}" if args.rate else ""
+    cap += f", {args.latency} ms to the first byte" if args.latency else ""
     print(f"{total / 1e9:.2f} GB in {args.shards} shards{cap}; GB/s, median of {args.runs} (least to most)")
     for name, found in rows.items():
         print(f"  {statistics.median(found):6.3f}  ({min(found):.3f} to {max(found):.3f})  {name}")
@@ -252,10 +263,13 @@ def main():
     parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--rate", help="cap of the loopback, as tc writes it: 8gbit")
+    parser.add_argument("--latency", type=int, default=0, help="milliseconds that the server lets each request wait")
     parser.add_argument("--rclone", help="the program")
     args = parser.parse_args()
     if NGINX is None:
         sys.exit("needs nginx")
+    if args.latency and not ECHO.exists():
+        sys.exit("--latency needs libnginx-mod-http-echo")
     args.dir = args.dir.resolve()
     if args.rate and "TENSORFS_BENCH_CAPPED" not in os.environ:
         os.environ["TENSORFS_BENCH_CAPPED"] = "1"

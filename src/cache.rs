@@ -25,7 +25,7 @@ use crate::counters::{Counter, Counters};
 use crate::error::{Error, Result};
 use crate::io::{Budget, Deadlines, Engine, Priority, Reservation};
 use crate::prefetch::Planner;
-use crate::reader::{Block, BlockPlan, Reader};
+use crate::reader::{Block, BlockPlan, GatherWindows, Reader};
 use crate::source::Source;
 use crate::sync::{Mutex, MutexGuard};
 
@@ -65,6 +65,7 @@ pub struct Cache(Arc<CacheInner>);
 struct CacheInner {
     engine: Engine,
     budget: Budget,
+    windows: GatherWindows,
     counters: Arc<Counters>,
     /// Longest time that a read may wait for memory.
     timeout: Option<Duration>,
@@ -127,9 +128,11 @@ impl Cache {
             uncached: Vec::new(),
             loading: Loading::default(),
         };
+        let windows = GatherWindows::new(budget.clone(), budget.limit() / 2, false);
         let inner = Arc::new(CacheInner {
             engine,
             budget,
+            windows,
             counters,
             timeout,
             started: Instant::now(),
@@ -551,7 +554,7 @@ impl CacheInner {
             if let Some(reservation) = self.budget.try_reserve(need) {
                 return Some(reservation);
             }
-            self.evict(state).then_some(())?;
+            (self.evict(state) || self.windows.drop_idle(Duration::ZERO)).then_some(())?;
         }
     }
 
@@ -649,6 +652,7 @@ impl CacheInner {
         let mut late = Vec::new();
         let mut state = self.state.lock();
         while self.evict_stale(&mut state, IDLE_TIME) {}
+        self.windows.drop_idle(IDLE_TIME);
         if let Some(timeout) = self.timeout {
             late.extend(std::iter::from_fn(|| state.queue.take_overdue(timeout)));
         }

@@ -6,6 +6,7 @@
 //! The module is pure: it has no I/O.
 
 mod gather;
+mod tiles;
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -305,8 +306,7 @@ impl StridedCopy {
     /// Copies `bytes`, the bytes `part.bytes` of the source, to their places in `target`, which
     /// holds the bytes of the target from `target_start` on.
     pub fn scatter(&self, part: &RunRange, bytes: &[u8], target: &mut [u8], target_start: u64) {
-        self.each_run(part, |run, place| {
-            let row = &bytes[run.start as usize..run.end as usize];
+        self.each_row(part, self.run_len, bytes, &mut |row, place| {
             copy_run(row, &mut target[(place - target_start) as usize..]);
         });
     }
@@ -339,7 +339,7 @@ impl Stride {
 
 /// Copies a run to the beginning of `to`. Single elements are copied without a call.
 #[inline]
-fn copy_run(run: &[u8], to: &mut [u8]) {
+pub(crate) fn copy_run(run: &[u8], to: &mut [u8]) {
     if let Ok(element) = <[u8; 2]>::try_from(run) {
         to[..2].copy_from_slice(&element);
     } else if let Ok(element) = <[u8; 4]>::try_from(run) {

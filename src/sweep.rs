@@ -17,7 +17,7 @@ use crate::io::{
     Reservation, Settings, memory_for, read_all, read_all_stored,
 };
 use crate::parallel::in_parallel;
-use crate::reader::Reader;
+use crate::reader::{GatherWindows, Reader};
 use crate::source::Source;
 
 /// Longest range.
@@ -30,6 +30,9 @@ const AHEAD: u64 = 8;
 /// Maximum memory that the reads of a range may take; ranges that need more are read in parts.
 const PLAN_MAX: u64 = 24 << 20;
 
+/// Maximum memory for tensors whose elements stand in another order in their shard.
+const GATHER_MAX: u64 = 128 << 20;
+
 /// Shortest part that the engine reads.
 const PART_MIN: usize = 4096;
 
@@ -40,6 +43,7 @@ const STOP_LOOK: Duration = Duration::from_millis(50);
 pub struct Sweep {
     engine: Engine,
     budget: Budget,
+    windows: GatherWindows,
     threads: usize,
     ahead: u64,
     stopped: Arc<AtomicBool>,
@@ -69,7 +73,9 @@ impl Sweep {
         let counters: Arc<Counters> = Arc::default();
         let budget = Budget::new(limit, counters.clone());
         let engine = Engine::start(settings, counters);
-        Sweep { engine, budget, threads, ahead, stopped: Arc::default() }
+        let memory = Budget::new(GATHER_MAX, Arc::default());
+        let windows = GatherWindows::new(memory, GATHER_MAX, true);
+        Sweep { engine, budget, windows, threads, ahead, stopped: Arc::default() }
     }
 
     /// Ends waits for a source once it is set. The taker of the results has to fail then as well.
@@ -108,7 +114,10 @@ impl Sweep {
     pub(crate) fn fill(&self, reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
         let range = start..start + target.len() as u64;
         let in_memory = reader.sources().iter().all(|source| source.is_in_memory());
-        if in_memory || reader.is_scattered(&range) {
+        if reader.is_scattered(&range) {
+            return self.windows.read_at(reader, start, target).map(drop);
+        }
+        if in_memory {
             return reader.read_at(start, target).map(drop);
         }
         let mut plan = reader.plan_block(range);

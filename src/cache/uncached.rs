@@ -60,7 +60,7 @@ impl UncachedRead {
             self.0.lock().as_ref().map(|request| (request.file.clone(), request.range.clone()));
         if let Some((file, range)) = asked {
             let mut bytes = vec![0; (range.end - range.start) as usize];
-            let read = || file.reader.read_at(range.start, &mut bytes);
+            let read = || cache.windows.read_at(&file.reader, range.start, &mut bytes);
             let outcome = catch_unwind(AssertUnwindSafe(read));
             let request = self.0.lock().take();
             // After a panic the read is dropped, which answers it with an error.

@@ -19,6 +19,7 @@ use crate::io::{
     Reservation, memory_for,
 };
 use crate::plan::{Chunk, ChunkTarget, Move, PAGE, Plan};
+use crate::strided::{RunRange, copy_run};
 use crate::sync::Mutex;
 
 /// Maximum number of threads that move bytes.
@@ -455,34 +456,25 @@ impl HostLoad<'_> {
 
     fn carry_out(&self, one: &Move, bytes: &[u8]) {
         let region = &self.regions[one.region as usize];
-        let (len, placed) = (one.run_len as usize, one.placed_len() as usize);
-        let put = |from: usize, offset: usize| {
+        let put = |from: &[u8], offset: u64| {
+            let len = one.cast.map_or(from.len() as u64, |cast| cast.len_after(from.len() as u64));
             // SAFETY: no two moves of a plan share a byte of a region, and the region is read
             // after all of them.
-            let to = unsafe { region.bytes(offset, placed) };
-            let from = &bytes[from..from + len];
+            let to = unsafe { region.bytes(offset as usize, len as usize) };
             match one.cast {
                 Some(cast) => cast.convert(from, to),
-                None => to.copy_from_slice(from),
+                None => copy_run(from, to),
             }
         };
+        let from = &bytes[one.from as usize..];
         let Some(copy) = one.copy.map(|number| &self.plan.copies[number as usize]) else {
-            return put(one.from as usize, one.offset as usize);
+            return put(&from[..one.run_len as usize], one.offset);
         };
-        let (from0, to0) = copy.run(one.first);
-        let Some(inner) = copy.innermost() else { return };
-        let mut k = one.first;
-        while k < one.first + one.runs {
-            // Each pass handles one row of the innermost dimension, so that outer offsets are
-            // computed once per row.
-            let (from, to) = copy.run(k);
-            let row = (inner.count - k % inner.count).min(one.first + one.runs - k);
-            for step in 0..row {
-                let from = one.from + (from - from0) + step * inner.from;
-                let offset = one.offset + (to - to0) + step * inner.to;
-                put(from as usize, offset as usize);
-            }
-            k += row;
-        }
+        let runs = one.first..one.first + one.runs;
+        let (start, target) = copy.run(runs.start);
+        let part = RunRange { bytes: start..copy.run(runs.end - 1).0 + one.run_len, runs, target };
+        copy.each_row(&part, one.placed_len(), from, &mut |row, place| {
+            put(row, one.offset + (place - target));
+        });
     }
 }

@@ -462,7 +462,7 @@ impl Plan {
         cast: Option<Cast>,
         extents: &mut Vec<Stretch>,
     ) {
-        let PlanLimits { gap, moved, .. } = self.limits;
+        let PlanLimits { gap, moved, chunk, .. } = self.limits;
         let number = copy.innermost().map(|_| self.copies.len() as u32);
         let run_len = copy.run_len();
         let mut add = |RunRange { runs, bytes, target }| {
@@ -477,7 +477,9 @@ impl Plan {
         if ordered.is_ascending() {
             ordered.each_near(gap, moved, &mut add);
         } else {
-            ordered.each_group(gap, moved, &mut add);
+            // A read of many columns fills whole lines of memory.
+            let len = ordered.tile_span().clamp(moved, chunk.max(moved));
+            ordered.each_group(gap, len, &mut add);
         }
         if number.is_some() {
             self.copies.push(ordered);

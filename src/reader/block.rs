@@ -131,6 +131,43 @@ impl Come {
 }
 
 impl BlockUse {
+    /// Copies the bytes, with which `bytes` begins. Those of the first of `others` follow them there, and are
+    /// copied at once if they are like these, as the columns of a transposed tensor. Returns how many were
+    /// copied.
+    pub(super) fn copy_with(&self, others: &[&BlockUse], bytes: &[u8], block: &mut [u8]) -> usize {
+        if let BlockPlace::Scatter { before, after, runs, part } = &self.place
+            && !runs.is_ascending()
+            && let Some(step) = others.first().and_then(|next| self.step_to(next))
+        {
+            let pairs = [self].into_iter().chain(others.iter().copied()).zip(others);
+            let count = 1 + pairs.take_while(|(one, next)| one.step_to(next) == Some(step)).count();
+            if let Some(stack) = runs.stacked(part, count as u64, step) {
+                let all = RunRange {
+                    runs: 0..stack.count(),
+                    bytes: 0..count as u64 * (self.range.end - self.range.start),
+                    target: part.target,
+                };
+                stack.scatter(&all, bytes, &mut block[*before as usize..], *after);
+                return count;
+            }
+        }
+        self.copy(bytes, self.range.start, block);
+        1
+    }
+
+    /// Bytes of the block from these runs to those of `next`, if they are alike.
+    fn step_to(&self, next: &BlockUse) -> Option<u64> {
+        let BlockPlace::Scatter { runs, part, .. } = &self.place else { return None };
+        let BlockPlace::Scatter { runs: others, part: other, .. } = &next.place else {
+            return None;
+        };
+        let number = |part: &RunRange| part.runs.end - part.runs.start;
+        let is_alike = Arc::ptr_eq(runs, others)
+            && number(part) == number(other)
+            && self.range.end - self.range.start == next.range.end - next.range.start;
+        other.target.checked_sub(part.target).filter(|_| is_alike)
+    }
+
     /// Copies the bytes out of a read that began at `start` of the source.
     pub(super) fn copy(&self, read: &[u8], start: u64, block: &mut [u8]) {
         let Range { start: from, end } = self.range;

@@ -15,11 +15,13 @@ use crate::zeros::are_zeros;
 use self::plan::{BLOCK_LEN, PARTS_MAX, SPREAD_LEN_MAX};
 pub use block::{Block, Done};
 pub use plan::BlockPlan;
+pub use windows::GatherWindows;
 
 mod block;
 mod plan;
 #[cfg(test)]
 mod tests;
+mod windows;
 
 /// Maximum number of bytes read at a time, which bounds the memory that gathering takes.
 const WINDOW_LEN_MAX: usize = 8 << 20;
@@ -27,6 +29,9 @@ const WINDOW_LEN_MAX: usize = 8 << 20;
 /// Maximum number of parts of a window that gathers elements of another order than the source's. Each part
 /// has elements of all rows of the window, so that a shorter window takes as many.
 const WINDOW_PARTS_MAX: u64 = 32 << 10;
+
+/// Maximum number of parts of a block that gathers such elements. Longer reads of them go through windows.
+const GATHER_PARTS_MAX: u64 = 256;
 
 /// An open virtual file, or a file of the source as it is.
 ///
@@ -206,12 +211,12 @@ impl Reader {
         }
     }
 
-    /// Whether bytes `range` lie in more than `PARTS_MAX` parts of shards, or gather far more bytes than
-    /// they are. The plan of their reads then takes much memory, so they are read in steps, with
+    /// Whether bytes `range` lie in more parts of shards than are planned at a time, or gather far more
+    /// bytes than they are. The plan of their reads then takes much memory, so they are read in steps, with
     /// `read_at`.
     #[doc(hidden)]
     pub fn is_scattered(&self, range: &Range<u64>) -> bool {
-        self.is_scattered_in(range, PARTS_MAX)
+        self.is_scattered_in(range, GATHER_PARTS_MAX)
     }
 
     fn is_scattered_in(&self, range: &Range<u64>, parts_max: u64) -> bool {

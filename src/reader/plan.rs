@@ -29,6 +29,9 @@ const MERGED_LEN_MAX: u64 = 8 << 20;
 /// Maximum number of bytes that a thread spreads at a time, through memory that it keeps.
 pub(super) const SPREAD_LEN_MAX: u64 = 16 << 20;
 
+/// Bytes that are spread at a time, so that they are in a core's cache when they are.
+const STREAMED_LEN: u64 = 1 << 20;
+
 /// Usual length of a block.
 pub(super) const BLOCK_LEN: u64 = 1 << 20;
 
@@ -248,11 +251,9 @@ impl BlockPlan {
             reads.push(Read { source, offset: one.range.start, target });
         }
         let there = reads.is_empty() || carry(&mut reads)?;
-        let mut rest = scratch.as_slice();
-        for (_, one) in scattered.iter().filter(|_| there) {
-            let (bytes, after) = rest.split_at(len(&one.range));
-            rest = after;
-            one.copy(bytes, one.range.start, block);
+        if there {
+            let uses: Vec<&BlockUse> = scattered.into_iter().map(|(_, one)| one).collect();
+            spread(&uses, &scratch, block);
         }
         SCRATCH.set(scratch);
         Ok(there)
@@ -307,6 +308,16 @@ impl BlockPlan {
     }
 }
 
+/// Copies the bytes of `uses`, which follow each other in `bytes`, to their places in `block`.
+fn spread(mut uses: &[&BlockUse], mut bytes: &[u8], block: &mut [u8]) {
+    while let Some(first) = uses.first() {
+        let count = first.copy_with(&uses[1..], bytes, block);
+        let len = first.range.end - first.range.start;
+        bytes = &bytes[count * len as usize..];
+        uses = &uses[count..];
+    }
+}
+
 /// Wanted bytes of a block, before their reads are planned.
 struct WantedBytes<'a> {
     layout: &'a Arc<Layout>,
@@ -350,7 +361,7 @@ impl<'a> WantedBytes<'a> {
 
     /// Whether their reads take as much memory as a thread should use at a time.
     fn is_long(&self) -> bool {
-        self.spread_len > SPREAD_LEN_MAX / 2 || self.bytes.len() as u64 >= PARTS_MAX
+        self.spread_len >= STREAMED_LEN || self.bytes.len() as u64 >= PARTS_MAX
     }
 
     /// The reads of the bytes that were added since the last call.

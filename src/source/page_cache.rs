@@ -165,6 +165,13 @@ fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
     (rc == 0).then(|| found.iter().map(|page| u64::from(page & 1)).sum())
 }
 
+/// Asks the kernel to read these bytes of a file into the page cache. It does not wait for them.
+pub(crate) fn read_ahead(file: &File, bytes: &Range<u64>) {
+    let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_WILLNEED;
+    let (start, len) = (bytes.start as libc::off_t, (bytes.end - bytes.start) as libc::off_t);
+    let _ = nix::fcntl::posix_fadvise(file, start, len, advice);
+}
+
 /// How many of some of the pages the page cache holds, found by reads of one byte that do not wait.
 fn sampled_pages(file: &File, pages: &Range<u64>) -> Option<CachedPages> {
     // Such a read of an absent page starts the kernel's readahead, which this descriptor is spared.

@@ -64,7 +64,7 @@ impl StridedCopy {
     }
 
     /// Calls `visit` for boxes of runs in the order of the source, which together are the runs `runs`.
-    fn each_box(&self, mut runs: Range<u64>, visit: &mut dyn FnMut(StridedCopy)) {
+    pub(super) fn each_box(&self, mut runs: Range<u64>, visit: &mut dyn FnMut(StridedCopy)) {
         let innermost = self.strides.len().saturating_sub(1);
         if self.strides.is_empty() && !runs.is_empty() {
             return visit(self.clone());
@@ -183,7 +183,7 @@ impl Gather {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use proptest::prelude::*;
 
     use super::super::OuterBox;
@@ -192,7 +192,7 @@ mod tests {
 
     /// Shape, and strides in items, of a tensor whose elements have places of their own, but for
     /// dimensions that repeat them.
-    fn tensor() -> impl Strategy<Value = (Vec<u64>, Vec<u64>)> {
+    pub(in crate::strided) fn tensor() -> impl Strategy<Value = (Vec<u64>, Vec<u64>)> {
         let dim = (1_u64..6, 1_u64..3, 0_u64..3, 0..4_u8);
         prop::collection::vec((dim, any::<u16>()), 0..5).prop_map(|mut dims| {
             let count = dims.len();
@@ -213,7 +213,7 @@ mod tests {
     }
 
     /// The item of each element.
-    fn items(shape: &[u64], strides: &[u64]) -> Vec<u64> {
+    pub(in crate::strided) fn items(shape: &[u64], strides: &[u64]) -> Vec<u64> {
         let mut all = vec![0];
         for (&size, &stride) in shape.iter().zip(strides) {
             let step = |item: u64| (0..size).map(move |index| item + index * stride);

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -67,6 +68,22 @@ class Strided(TestCase):
                     self.assertTrue(os.pread(fd, length, start) == whole[start : start + length], (start, length))
             finally:
                 os.close(fd)
+
+    def test_readers_side_by_side_get_the_bytes_of_their_tensors_with_little_memory(self):
+        def read(path, start, length):
+            with path.open("rb", buffering=0) as file:
+                file.seek(start)
+                return b"".join(iter(lambda: file.read(min(1 << 17, start + length - file.tell())), b""))
+
+        with Mount(self.file, "cache=16M") as m:
+            path = m.path / "model.safetensors"
+            size = path.stat().st_size
+            parts = [(start, min(size // 5 + 1, size - start)) for start in range(0, size, size // 5 + 1)]
+            with ThreadPoolExecutor(len(parts)) as pool:
+                found = b"".join(pool.map(lambda part: read(path, *part), parts))
+        out = self.tmp / "one"
+        out.write_bytes(found)
+        self.assert_arrays(oracle.tensor_bytes(out), self.arrays)
 
     def test_consolidate_convert_and_verify_read_them(self):
         self.assert_done(tensorfs("verify", self.file))

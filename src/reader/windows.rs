@@ -1,0 +1,362 @@
+//! Long windows of tensors whose elements stand in another order in their shard, as of transposed ones.
+//!
+//! Rows of such a tensor lie all over its bytes. A window has so many of them that its elements come in runs
+//! which are worth a read, and the reads of all its parts are answered from it.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::available_parallelism;
+use std::time::{Duration, Instant};
+
+use super::Reader;
+use crate::catalog::ShardId;
+use crate::error::{Error, Result};
+use crate::io::{Budget, Buffer};
+use crate::layout::{Extent, Layout};
+use crate::parallel::in_parallel;
+use crate::source::page_cache;
+use crate::sync::{Condvar, Mutex};
+use crate::system_memory;
+use crate::zeros::are_zeros;
+
+/// Shortest window, and the longest one.
+const WINDOW_MIN: u64 = 1 << 20;
+const WINDOW_MAX: u64 = 64 << 20;
+
+/// Average length of reads of the source that are worth a read each.
+const GOOD_READ: u64 = 64 << 10;
+
+/// Bytes that are read from a place one by one before its window is read.
+const TRIED_MAX: u64 = 256 << 10;
+
+/// Places that are remembered, and threads that fill one window.
+const PLACES_MAX: usize = 32;
+const FILLERS_MAX: usize = 4;
+
+/// Windows of open files, in bounded memory.
+pub struct GatherWindows {
+    budget: Budget,
+    /// Maximum number of bytes of all windows.
+    most: u64,
+    /// Whether all reads go forward, so that a window is read at the first of them.
+    is_sweep: bool,
+    state: Mutex<Places>,
+}
+
+#[derive(Default)]
+struct Places {
+    windows: Vec<Arc<GatherWindow>>,
+    /// Places that were read lately, the latest at the end.
+    tried: Vec<Tried>,
+}
+
+/// A place of a file.
+struct Place {
+    file: Weak<Layout>,
+    range: Range<u64>,
+}
+
+struct Tried {
+    place: Place,
+    /// Bytes that were read there one by one, or `TRIED_MAX` if the window was read.
+    bytes: u64,
+}
+
+struct GatherWindow {
+    place: Place,
+    /// Bytes that were taken from it.
+    taken: AtomicU64,
+    /// When that was.
+    used: Mutex<Instant>,
+    content: Mutex<Content>,
+    filled: Condvar,
+}
+
+enum Content {
+    Waiting,
+    Bytes(Arc<Buffer>),
+    /// The read failed, and whoever waits reads without a window.
+    Failed,
+}
+
+impl Place {
+    fn is(&self, layout: &Arc<Layout>, range: &Range<u64>) -> bool {
+        self.range == *range && std::ptr::eq(self.file.as_ptr(), Arc::as_ptr(layout))
+    }
+}
+
+impl GatherWindows {
+    /// Windows in memory of `budget`, at most `most` bytes. `is_sweep`: all reads go forward.
+    pub(crate) fn new(budget: Budget, most: u64, is_sweep: bool) -> GatherWindows {
+        GatherWindows { budget, most, is_sweep, state: Mutex::default() }
+    }
+
+    /// Reads bytes of a file from `offset` on into `target`, through windows where that saves reads.
+    /// Returns how many: fewer than `target.len()` only at the end of the file.
+    ///
+    /// # Errors
+    /// The errors of `Reader::read_at`.
+    pub(crate) fn read_at(&self, reader: &Reader, offset: u64, target: &mut [u8]) -> Result<usize> {
+        let len = (target.len() as u64).min(reader.len().saturating_sub(offset)) as usize;
+        let mut done = 0;
+        while done < len {
+            let start = offset + done as u64;
+            let (place, is_gathered) = self.window_at(reader, start);
+            let part = start..place.end.min(offset + len as u64).max(start + 1);
+            let bytes = &mut target[done..][..(part.end - part.start) as usize];
+            if !is_gathered || !self.take(reader, &place, part.clone(), bytes)? {
+                reader.read_at(start, bytes)?;
+            }
+            done += bytes.len();
+        }
+        Ok(len)
+    }
+
+    /// The window of a file that has byte `offset`, or bytes that need no window, and whether it is one.
+    fn window_at(&self, reader: &Reader, offset: u64) -> (Range<u64>, bool) {
+        let layout = reader.layout.as_ref().filter(|layout| layout.has_gathers());
+        let Some(layout) = layout.filter(|_| !reader.is_encrypted()) else {
+            return (offset..reader.len(), false);
+        };
+        let (_, tensor) = layout.tensor_at(offset);
+        let longest = WINDOW_MAX.min(self.most).min(tensor.end - tensor.start);
+        let mut len = WINDOW_MIN.min(longest);
+        loop {
+            let count = layout.extent_count(&(tensor.start..tensor.start + len));
+            if count.gathered == 0 && len == longest {
+                return (tensor, false);
+            }
+            let is_good = count.gathered <= 2 * len
+                && count.gathered / count.extents.max(1) >= GOOD_READ.min(len);
+            if len == longest || is_good {
+                break;
+            }
+            len = (2 * len).min(longest);
+        }
+        let start = tensor.start + (offset - tensor.start) / len.max(1) * len;
+        (start..(start + len).min(tensor.end), true)
+    }
+
+    /// Copies the bytes `part` of the file from the window at `range`. Returns `false` if there is none, for
+    /// which the bytes are read by themselves.
+    fn take(
+        &self,
+        reader: &Reader,
+        range: &Range<u64>,
+        part: Range<u64>,
+        target: &mut [u8],
+    ) -> Result<bool> {
+        let Some(layout) = &reader.layout else { return Ok(false) };
+        let mut state = self.state.lock();
+        let known = state.windows.iter().find(|window| window.place.is(layout, range)).cloned();
+        let is_changed = || reader.sources().iter().any(|source| source.is_changed_now());
+        let (window, is_new) = match known {
+            Some(window) if is_changed() => {
+                state.windows.retain(|other| !Arc::ptr_eq(other, &window));
+                return Ok(false);
+            }
+            Some(window) => (window, false),
+            None if !state.is_due(layout, range, part.end - part.start, self.is_sweep) => {
+                return Ok(false);
+            }
+            None => {
+                let window = Arc::new(GatherWindow::at(layout, range));
+                state.windows.push(window.clone());
+                (window, true)
+            }
+        };
+        drop(state);
+        let bytes = if is_new { self.fill(reader, &window)? } else { window.wait() };
+        let Some(bytes) = bytes else { return Ok(false) };
+        let from = (part.start - range.start) as usize;
+        target.copy_from_slice(&bytes[from..][..target.len()]);
+        *window.used.lock() = Instant::now();
+        let len = target.len() as u64;
+        if window.taken.fetch_add(len, Ordering::Relaxed) + len >= range.end - range.start {
+            self.state.lock().windows.retain(|other| !Arc::ptr_eq(other, &window));
+        }
+        Ok(true)
+    }
+
+    /// Reads a window. `None` if there is no memory for it.
+    fn fill(&self, reader: &Reader, window: &Arc<GatherWindow>) -> Result<Option<Arc<Buffer>>> {
+        let range = &window.place.range;
+        let unless_filled = FailUnlessFilled { windows: self, window };
+        let Some(mut buffer) = self.memory(range, window) else { return Ok(None) };
+        read_ahead(reader, range);
+        fill_in_parts(reader, range.start, &mut buffer)?;
+        let bytes = Arc::new(buffer);
+        *window.content.lock() = Content::Bytes(bytes.clone());
+        drop(unless_filled);
+        Ok(Some(bytes))
+    }
+
+    /// Memory for a window, for which those give way that were not used last.
+    fn memory(&self, range: &Range<u64>, new: &Arc<GatherWindow>) -> Option<Buffer> {
+        let len = Buffer::len_for(range);
+        loop {
+            let held: u64 = self.state.lock().windows.iter().map(|window| window.held()).sum();
+            if held + len <= self.most.max(len)
+                && let Some(reserved) = self.budget.try_reserve(len)
+            {
+                return Some(Buffer::new((range.end - range.start) as usize, reserved));
+            }
+            self.drop_oldest(new).then_some(())?;
+        }
+    }
+
+    /// Drops the window that was used longest ago, but `kept`. Returns whether there was one.
+    fn drop_oldest(&self, kept: &Arc<GatherWindow>) -> bool {
+        let mut state = self.state.lock();
+        let windows = state.windows.iter().enumerate();
+        let idle = windows.filter(|(_, other)| !Arc::ptr_eq(other, kept) && other.held() > 0);
+        let oldest = idle.min_by_key(|(_, other)| *other.used.lock()).map(|(place, _)| place);
+        oldest.map(|place| state.windows.remove(place)).is_some()
+    }
+
+    /// Drops the windows that were not used for `age`. Returns whether there were any.
+    pub(crate) fn drop_idle(&self, age: Duration) -> bool {
+        let mut state = self.state.lock();
+        let before = state.windows.len();
+        state.windows.retain(|window| window.held() == 0 || window.used.lock().elapsed() < age);
+        state.windows.len() < before
+    }
+}
+
+impl Places {
+    /// Whether the window at `range` is to be read, of which `len` bytes are wanted.
+    fn is_due(
+        &mut self,
+        layout: &Arc<Layout>,
+        range: &Range<u64>,
+        len: u64,
+        is_sweep: bool,
+    ) -> bool {
+        let follows = |tried: &Tried| {
+            let before = &tried.place;
+            before.range.end == range.start
+                && tried.bytes >= TRIED_MAX
+                && before.is(layout, &before.range)
+        };
+        let goes_on = self.tried.iter().any(follows);
+        let known = self.tried.iter().position(|tried| tried.place.is(layout, range));
+        let is_new = known.is_none();
+        let mut tried = match known {
+            Some(place) => self.tried.remove(place),
+            None => Tried { place: Place::new(layout, range), bytes: 0 },
+        };
+        // Bytes of a window that had to make way are late.
+        tried.bytes = if tried.bytes >= TRIED_MAX { len } else { tried.bytes + len };
+        let is_due = tried.bytes >= TRIED_MAX.min(range.end - range.start)
+            || is_new && (goes_on || is_sweep);
+        if is_due {
+            tried.bytes = TRIED_MAX;
+        }
+        self.tried.push(tried);
+        if self.tried.len() > PLACES_MAX {
+            self.tried.remove(0);
+        }
+        is_due
+    }
+}
+
+impl Place {
+    fn new(layout: &Arc<Layout>, range: &Range<u64>) -> Place {
+        Place { file: Arc::downgrade(layout), range: range.clone() }
+    }
+}
+
+impl GatherWindow {
+    fn at(layout: &Arc<Layout>, range: &Range<u64>) -> GatherWindow {
+        GatherWindow {
+            place: Place::new(layout, range),
+            taken: AtomicU64::new(0),
+            used: Mutex::new(Instant::now()),
+            content: Mutex::new(Content::Waiting),
+            filled: Condvar::new(),
+        }
+    }
+
+    /// The bytes of a window that another thread reads.
+    fn wait(&self) -> Option<Arc<Buffer>> {
+        let mut content = self.content.lock();
+        loop {
+            match &*content {
+                Content::Waiting => content = self.filled.wait(content),
+                Content::Bytes(bytes) => return Some(bytes.clone()),
+                Content::Failed => return None,
+            }
+        }
+    }
+
+    /// Bytes of memory that it holds.
+    fn held(&self) -> u64 {
+        match &*self.content.lock() {
+            Content::Bytes(bytes) => bytes.reserved(),
+            Content::Waiting | Content::Failed => 0,
+        }
+    }
+}
+
+/// Wakes whoever waits for a window, however its read ends.
+struct FailUnlessFilled<'a> {
+    windows: &'a GatherWindows,
+    window: &'a Arc<GatherWindow>,
+}
+
+impl Drop for FailUnlessFilled<'_> {
+    fn drop(&mut self) {
+        let mut content = self.window.content.lock();
+        let is_filled = matches!(*content, Content::Bytes(_));
+        if !is_filled {
+            *content = Content::Failed;
+        }
+        drop(content);
+        if !is_filled {
+            self.windows.state.lock().windows.retain(|other| !Arc::ptr_eq(other, self.window));
+        }
+        self.window.filled.notify_all();
+    }
+}
+
+/// Asks the kernel for the bytes of local shards from which a window is gathered, so that they come in long
+/// reads. They are left out if they would fill much of the memory.
+fn read_ahead(reader: &Reader, range: &Range<u64>) {
+    let Some(layout) = &reader.layout else { return };
+    let mut spans: BTreeMap<ShardId, Range<u64>> = BTreeMap::new();
+    layout.extents(range.clone(), &mut |extent| {
+        if let Extent::Run { shard, range, .. }
+        | Extent::Scatter { shard, range, .. }
+        | Extent::Cast { shard, range, .. } = extent
+        {
+            let span = spans.entry(shard).or_insert_with(|| range.clone());
+            *span = span.start.min(range.start)..span.end.max(range.end);
+        }
+    });
+    for (shard, span) in spans.into_iter().filter(|(_, span)| !are_zeros(span.start)) {
+        let source = &reader.sources[shard.0 as usize];
+        let len = span.end - span.start;
+        let is_small = || system_memory::available().is_some_and(|free| len <= free / 2);
+        if source.may_block() || !is_small() {
+            continue;
+        }
+        if let Some(file) = source.open_bytes() {
+            page_cache::read_ahead(&file, &span);
+        }
+    }
+}
+
+/// Reads bytes from `start` on into `target`, on several threads.
+fn fill_in_parts(reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
+    let threads = available_parallelism().map_or(1, |cores| cores.get()).min(FILLERS_MAX);
+    let len = target.len().div_ceil(threads).next_multiple_of(4096);
+    let parts: Vec<_> = target.chunks_mut(len).map(|part| Mutex::new(Some(part))).collect();
+    let fill = |number: u64| {
+        let part = parts[number as usize].lock().take();
+        let part = part.ok_or_else(|| Error::internal("a part of a window was read twice"))?;
+        reader.read_streamed(start + number * len as u64, part)
+    };
+    in_parallel(parts.len() as u64, threads, threads as u64, &fill, &mut |()| Ok(()))
+}

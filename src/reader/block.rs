@@ -131,8 +131,8 @@ impl Come {
 }
 
 impl BlockUse {
-    /// Copies the bytes, with which `bytes` begins. Those of the first of `others` follow them there, and are
-    /// copied at once if they are like these, as the columns of a transposed tensor. Returns how many were
+    /// Copies the bytes, with which `bytes` begins. The bytes of `others` follow. As long as uses are alike, as
+    /// columns of a transposed tensor are, they are copied at once. Returns the number of uses that were
     /// copied.
     pub(super) fn copy_with(&self, others: &[&BlockUse], bytes: &[u8], block: &mut [u8]) -> usize {
         if let BlockPlace::Scatter { before, after, runs, part } = &self.place

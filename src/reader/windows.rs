@@ -1,7 +1,7 @@
 //! Long windows of tensors whose elements stand in another order in their shard, as of transposed ones.
 //!
-//! Rows of such a tensor lie all over its bytes. A window has so many of them that its elements come in runs
-//! which are worth a read, and the reads of all its parts are answered from it.
+//! Rows of such a tensor lie all over its bytes. The rows of a window together come in runs which are worth a
+//! read each, and the reads of all parts of the window are answered from it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -42,46 +42,46 @@ pub struct GatherWindows {
     most: u64,
     /// Whether all reads go forward, so that a window is read at the first of them.
     is_sweep: bool,
-    state: Mutex<Places>,
+    state: Mutex<WindowList>,
 }
 
 #[derive(Default)]
-struct Places {
+struct WindowList {
     windows: Vec<Arc<GatherWindow>>,
     /// Places that were read lately, the latest at the end.
     tried: Vec<Tried>,
 }
 
 /// A place of a file.
-struct Place {
+struct WindowPlace {
     file: Weak<Layout>,
     range: Range<u64>,
 }
 
 struct Tried {
-    place: Place,
+    place: WindowPlace,
     /// Bytes that were read there one by one, or `TRIED_MAX` if the window was read.
     bytes: u64,
 }
 
 struct GatherWindow {
-    place: Place,
+    place: WindowPlace,
     /// Bytes that were taken from it.
     taken: AtomicU64,
-    /// When that was.
+    /// Time of the last read of it.
     used: Mutex<Instant>,
-    content: Mutex<Content>,
+    content: Mutex<WindowBytes>,
     filled: Condvar,
 }
 
-enum Content {
+enum WindowBytes {
     Waiting,
-    Bytes(Arc<Buffer>),
+    There(Arc<Buffer>),
     /// The read failed, and whoever waits reads without a window.
     Failed,
 }
 
-impl Place {
+impl WindowPlace {
     fn is(&self, layout: &Arc<Layout>, range: &Range<u64>) -> bool {
         self.range == *range && std::ptr::eq(self.file.as_ptr(), Arc::as_ptr(layout))
     }
@@ -188,7 +188,7 @@ impl GatherWindows {
         read_ahead(reader, range);
         fill_in_parts(reader, range.start, &mut buffer)?;
         let bytes = Arc::new(buffer);
-        *window.content.lock() = Content::Bytes(bytes.clone());
+        *window.content.lock() = WindowBytes::There(bytes.clone());
         drop(unless_filled);
         Ok(Some(bytes))
     }
@@ -225,7 +225,7 @@ impl GatherWindows {
     }
 }
 
-impl Places {
+impl WindowList {
     /// Whether the window at `range` is to be read, of which `len` bytes are wanted.
     fn is_due(
         &mut self,
@@ -245,7 +245,7 @@ impl Places {
         let is_new = known.is_none();
         let mut tried = match known {
             Some(place) => self.tried.remove(place),
-            None => Tried { place: Place::new(layout, range), bytes: 0 },
+            None => Tried { place: WindowPlace::new(layout, range), bytes: 0 },
         };
         // Bytes of a window that had to make way are late.
         tried.bytes = if tried.bytes >= TRIED_MAX { len } else { tried.bytes + len };
@@ -262,19 +262,19 @@ impl Places {
     }
 }
 
-impl Place {
-    fn new(layout: &Arc<Layout>, range: &Range<u64>) -> Place {
-        Place { file: Arc::downgrade(layout), range: range.clone() }
+impl WindowPlace {
+    fn new(layout: &Arc<Layout>, range: &Range<u64>) -> WindowPlace {
+        WindowPlace { file: Arc::downgrade(layout), range: range.clone() }
     }
 }
 
 impl GatherWindow {
     fn at(layout: &Arc<Layout>, range: &Range<u64>) -> GatherWindow {
         GatherWindow {
-            place: Place::new(layout, range),
+            place: WindowPlace::new(layout, range),
             taken: AtomicU64::new(0),
             used: Mutex::new(Instant::now()),
-            content: Mutex::new(Content::Waiting),
+            content: Mutex::new(WindowBytes::Waiting),
             filled: Condvar::new(),
         }
     }
@@ -284,9 +284,9 @@ impl GatherWindow {
         let mut content = self.content.lock();
         loop {
             match &*content {
-                Content::Waiting => content = self.filled.wait(content),
-                Content::Bytes(bytes) => return Some(bytes.clone()),
-                Content::Failed => return None,
+                WindowBytes::Waiting => content = self.filled.wait(content),
+                WindowBytes::There(bytes) => return Some(bytes.clone()),
+                WindowBytes::Failed => return None,
             }
         }
     }
@@ -294,8 +294,8 @@ impl GatherWindow {
     /// Bytes of memory that it holds.
     fn held(&self) -> u64 {
         match &*self.content.lock() {
-            Content::Bytes(bytes) => bytes.reserved(),
-            Content::Waiting | Content::Failed => 0,
+            WindowBytes::There(bytes) => bytes.reserved(),
+            WindowBytes::Waiting | WindowBytes::Failed => 0,
         }
     }
 }
@@ -309,9 +309,9 @@ struct FailUnlessFilled<'a> {
 impl Drop for FailUnlessFilled<'_> {
     fn drop(&mut self) {
         let mut content = self.window.content.lock();
-        let is_filled = matches!(*content, Content::Bytes(_));
+        let is_filled = matches!(*content, WindowBytes::There(_));
         if !is_filled {
-            *content = Content::Failed;
+            *content = WindowBytes::Failed;
         }
         drop(content);
         if !is_filled {
@@ -355,8 +355,8 @@ fn fill_in_parts(reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
     let parts: Vec<_> = target.chunks_mut(len).map(|part| Mutex::new(Some(part))).collect();
     let fill = |number: u64| {
         let part = parts[number as usize].lock().take();
-        let part = part.ok_or_else(|| Error::internal("a part of a window was read twice"))?;
-        reader.read_streamed(start + number * len as u64, part)
+        let target = part.ok_or_else(|| Error::internal("a part of a window was read twice"))?;
+        reader.read_streamed(start + number * len as u64, target)
     };
     in_parallel(parts.len() as u64, threads, threads as u64, &fill, &mut |()| Ok(()))
 }

@@ -100,9 +100,9 @@ impl StridedCopy {
             unit *= whole;
         }
         let from = part.bytes.end - part.bytes.start;
-        let strides =
-            std::iter::once(Stride { count, from, to: step }).chain(inner.into_iter().rev());
-        let strides = strides.filter(|stride| stride.count > 1).collect();
+        let outer = std::iter::once(Stride { count, from, to: step });
+        let all = outer.chain(inner.into_iter().rev());
+        let strides = all.filter(|stride| stride.count > 1).collect();
         let is_whole = unit == end - start;
         is_whole.then_some(StridedCopy { from: 0, to: part.target, strides, ..*self })
     }
@@ -172,13 +172,8 @@ mod tests {
     /// The runs of a tensor with these strides, and the bytes of a source that has them.
     fn stored(shape: &[u64], strides: &[u64], width: u64) -> (StridedCopy, Vec<u8>) {
         let zeros = vec![0; shape.len()];
-        let copy = StridedCopy::of_piece(
-            Some(strides),
-            OuterBox { shape, offset: &zeros },
-            shape,
-            8 * width,
-        );
-        let copy = copy.unwrap();
+        let to = OuterBox { shape, offset: &zeros };
+        let copy = StridedCopy::of_piece(Some(strides), to, shape, 8 * width).unwrap();
         let len = copy.source_span().end;
         (copy, (0..len).map(|byte| (byte ^ ((byte >> 8) * 31)) as u8).collect())
     }

@@ -120,7 +120,7 @@ def save_rank(rank, kind, folder, length, rendezvous):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     try:
-        mesh = init_device_mesh("cpu", (RANKS,))
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
         part = ROWS // RANKS
         state = {}
         for number, name in enumerate(names_of(length)):
@@ -140,6 +140,19 @@ def save_by_ranks(kind, folder, length):
 
     with tempfile.TemporaryDirectory() as work:
         mp.spawn(save_rank, args=(kind, str(folder), length, str(Path(work, "rendezvous"))), nprocs=RANKS)
+
+
+def save_verl_config(folder):
+    """Adds a small model and a tokenizer, which verl's merger reads and writes too."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    text = folder / "huggingface"
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8}
+    LlamaConfig(architectures=["LlamaForCausalLM"], **sizes).save_pretrained(text)
+    words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(text)
+    (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": RANKS}))
 
 
 def save_bin(folder, length):
@@ -309,6 +322,7 @@ def peers(kind, source, out):
         script = "deepspeed.utils.zero_to_fp32"
         found.append(("zero_to_fp32", [*python, script, source.parent, out, "--tag", source.name]))
     if kind == "ranks" and find_spec("verl"):
+        save_verl_config(source)
         merge = ["verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", source, "--target_dir", out]
         found.append(("verl model_merger", [*python, *merge]))
     return found

@@ -25,6 +25,9 @@ use crate::zeros::are_zeros;
 const WINDOW_MIN: u64 = 1 << 20;
 const WINDOW_MAX: u64 = 64 << 20;
 
+/// Memory of the pages of which a window has a part.
+const WINDOW_ENDS: u64 = 64 << 10;
+
 /// Average length of reads of the source that are worth a read each.
 const GOOD_READ: u64 = 64 << 10;
 
@@ -121,7 +124,9 @@ impl GatherWindows {
             return (offset..reader.len(), false);
         };
         let (_, tensor) = layout.tensor_at(offset);
-        let longest = WINDOW_MAX.min(self.most).min(tensor.end - tensor.start);
+        // The one before stays while a window is read, with the pages at its ends.
+        let most = (self.most / 2).saturating_sub(WINDOW_ENDS).max(1);
+        let longest = WINDOW_MAX.min(most).min(tensor.end - tensor.start);
         let mut len = WINDOW_MIN.min(longest);
         loop {
             let count = layout.extent_count(&(tensor.start..tensor.start + len));

@@ -193,7 +193,7 @@ impl Cache {
 
 impl Drop for CacheInner {
     fn drop(&mut self) {
-        self.deadlines.call();
+        self.deadlines.wake();
     }
 }
 

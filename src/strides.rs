@@ -22,8 +22,8 @@ pub(crate) fn is_row_major(shape: &[u64], strides: &[u64]) -> bool {
     shape.contains(&0) || dims.into_iter().all(|((&size, &own), right)| size == 1 || own == right)
 }
 
-/// Whether each step of a dimension passes all that lies within it, so that no two elements share a
-/// place. A stride of 0 repeats elements.
+/// Whether each stride is larger than the extent of the dimensions within it, so that no two elements
+/// overlap. A stride of 0 repeats elements.
 pub(crate) fn are_nested(shape: &[u64], strides: &[u64]) -> bool {
     let long = shape.iter().zip(strides).filter(|&(&size, &stride)| size > 1 && stride > 0);
     let mut dims: Vec<(u64, u64)> = long.map(|(&size, &stride)| (stride, size)).collect();

@@ -61,7 +61,7 @@ fn written(folder: &Path, dtype: Dtype, data: &[Vec<u8>]) -> Arc<Checkpoint> {
     let headers = writer.describe(&tensors, &path).expect("it works");
     writer.write(&headers, &InMemory(data), &file, &path, &mut |_| Ok(())).expect("it works");
     writer.finish(&file, &path).expect("it works");
-    let secret = Some(Arc::new(Secret::key(&KEY).expect("it works")));
+    let secret = Some(Arc::new(Secret::parse_key(&KEY).expect("it works")));
     Checkpoint::open_with(folder, &OpenOptions { secret, ..OpenOptions::default() })
         .expect("it works")
 }
@@ -164,7 +164,7 @@ fn a_changed_byte_of_any_piece_fails_the_load() {
         let (file, mut changed) = (file.unwrap(), [0]);
         file.read_exact_at(&mut changed, start + byte).unwrap();
         file.write_all_at(&[changed[0] ^ 1], start + byte).unwrap();
-        let secret = Some(Arc::new(Secret::key(&KEY).unwrap()));
+        let secret = Some(Arc::new(Secret::parse_key(&KEY).unwrap()));
         let options = OpenOptions { secret, ..OpenOptions::default() };
         let checkpoint = Checkpoint::open_with(folder.path(), &options).unwrap();
         for (direct, threads) in [(false, false), (false, true), (true, false), (true, true)] {

@@ -87,6 +87,6 @@ fn a_deadline_that_begins_at_any_moment_is_seen_and_the_thread_ends_with_its_own
         }
         state.1 = true;
         drop(state);
-        deadlines.call();
+        deadlines.wake();
     });
 }

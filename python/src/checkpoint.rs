@@ -336,7 +336,7 @@ pub(crate) fn secret_of(word: Option<SecretWord>) -> tensorfs::Result<Option<Arc
     let value = Zeroizing::new(value);
     let path = || PathBuf::from(OsStr::from_bytes(&value));
     let secret = match kind.as_str() {
-        "key" => Secret::key(&value),
+        "key" => Secret::parse_key(&value),
         "passphrase" => Secret::passphrase(value),
         "passphrase-file" => SecretOrigin::PassphraseFile(path()).read(),
         _ => SecretOrigin::KeyFile(path()).read(),

@@ -106,9 +106,9 @@ impl Loader {
                 None => loader.check_memory(checkpoint, needed),
                 Some(ordinal) => room_of_gpu(ordinal, needed),
             };
-            check(plan::needed(checkpoint.catalog(), &requests))?;
+            check(plan::min_new_memory(checkpoint.catalog(), &requests))?;
             let plan = loader.plan(checkpoint, &requests);
-            check(plan.as_ref().map_or(0, plan::Plan::needed)).map(|()| plan)
+            check(plan.as_ref().map_or(0, plan::Plan::new_memory)).map(|()| plan)
         });
         let planned = outcome.map_err(|e: tensorfs::Error| match self.0.gpu {
             None => PyMemoryError::new_err(e.to_string()),
@@ -283,7 +283,7 @@ impl Loader {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
         check_position(&checkpoint, position)?;
         let requests = vec![TensorRequest::whole(position)];
-        let needed = plan::needed(checkpoint.catalog(), &requests).saturating_add(SPARE);
+        let needed = plan::min_new_memory(checkpoint.catalog(), &requests).saturating_add(SPARE);
         if py.detach(|| loader.check_memory(&checkpoint, needed).is_err()) {
             return Ok(None);
         }

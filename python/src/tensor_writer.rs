@@ -54,7 +54,7 @@ impl WriteTarget {
 /// A Python file that can be written at any place.
 struct PythonFile {
     file: Py<PyAny>,
-    /// Held while the file is moved and written. Keeps the exception of the file.
+    /// Held while the file is moved and written. Holds the first exception that the file has raised.
     exception: Mutex<Option<PyErr>>,
 }
 

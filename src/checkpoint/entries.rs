@@ -1,4 +1,4 @@
-//! The files that a folder shows: its own files, its sets as whole files, and the reasons for
+//! The files that a folder shows: its own files, its sets as virtual files, and the reasons for
 //! missing sets.
 
 use std::collections::HashSet;

@@ -3,7 +3,7 @@
 //! The journal is a text in the partial folder. Its first line names the job: the versions of all
 //! sources, the bytes that are made of them, and this program. Each range that was written follows with its
 //! hash. A later run of the same job reads the ranges back and compares them: bytes that did not reach the disk are
-//! written again. Another job begins anew.
+//! written again. A run of another job ignores the journal, and starts from the beginning.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, Metadata};

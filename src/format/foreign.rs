@@ -135,7 +135,7 @@ const OLD_PICKLES: [&[u8]; 10] = [
 ];
 
 /// Ends of the names of weights in formats that are not read here.
-const WEIGHT_SUFFIXES: [&str; 21] = [
+const UNREAD_SUFFIXES: [&str; 21] = [
     ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp", ".gguf", ".ggml", ".h5", ".hdf5",
     ".keras", ".msgpack", ".onnx", ".tflite", ".npz", ".npy", ".nemo", ".tar", ".zip", ".tgz",
 ];
@@ -164,10 +164,9 @@ pub fn weights_rank(name: &str) -> Option<u32> {
 }
 
 fn is_weights(name: &str) -> bool {
-    WEIGHT_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
+    UNREAD_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
 }
 
-/// The end of `name` that says that the file is not finished.
 /// The end of a name that programs give to downloads that are not finished.
 pub fn unfinished(name: &str) -> Option<&'static str> {
     names::UNFINISHED.into_iter().find(|end| name.ends_with(end))

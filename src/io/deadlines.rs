@@ -35,7 +35,7 @@ struct Clock {
 #[derive(Debug, Default)]
 struct State {
     running: bool,
-    called: bool,
+    woken: bool,
 }
 
 impl Deadlines {
@@ -62,7 +62,7 @@ impl Deadlines {
     }
 
     /// Starts the thread, unless it runs. It calls `tick` of `owner` every `interval` while that
-    /// says that there is more to look after, else when it is called.
+    /// says that there is more to look after, else when it is woken.
     ///
     /// # Errors
     /// Where no thread can be started.
@@ -83,13 +83,13 @@ impl Deadlines {
     /// A deadline begins: wakes the thread, unless it looks in time anyway.
     pub fn added(&self) {
         if !self.0.awake.swap(true, Ordering::SeqCst) {
-            self.call();
+            self.wake();
         }
     }
 
-    /// Makes the thread look now.
-    pub fn call(&self) {
-        self.0.state.lock().called = true;
+    /// Wakes the thread, which checks all deadlines now.
+    pub fn wake(&self) {
+        self.0.state.lock().woken = true;
         self.0.changed.notify_one();
     }
 }
@@ -108,7 +108,7 @@ impl Clock {
                 self.awake.store(true, Ordering::SeqCst);
             }
             let mut state = self.state.lock();
-            while !state.called {
+            while !state.woken {
                 let left = due.map(|due| due.saturating_duration_since(Instant::now()));
                 state = match left {
                     None => self.changed.wait(state),
@@ -116,7 +116,7 @@ impl Clock {
                     Some(left) => self.changed.wait_timeout(state, left),
                 };
             }
-            state.called = false;
+            state.woken = false;
         }
     }
 }

@@ -425,7 +425,7 @@ impl DeviceQueue {
         drop(state);
         tracing::warn!("cannot start a thread to read with: {e}");
         if last {
-            self.deadlines.call();
+            self.deadlines.wake();
         }
     }
 

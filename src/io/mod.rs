@@ -245,7 +245,7 @@ impl Drop for EngineInner {
         // The thread of the deadlines answers the reads that are left. Without that thread there
         // are none.
         self.queues.closed.store(true, Ordering::SeqCst);
-        self.deadlines.call();
+        self.deadlines.wake();
     }
 }
 

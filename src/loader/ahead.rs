@@ -27,7 +27,7 @@ pub(super) struct Populator<'a> {
     loader: &'a Loader,
     regions: &'a [Arc<Region>],
     parts: Vec<PopulatePart>,
-    /// Time of the choice that this load began with.
+    /// When this load began, if it takes part in the choice of the size of pages.
     began: Option<Instant>,
     state: Mutex<State>,
 }

@@ -154,7 +154,7 @@ impl Loader {
         requests: &[TensorRequest],
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<LoadedDevice> {
-        gpu.check_room(&[plan::needed(checkpoint.catalog(), requests)])?;
+        gpu.check_room(&[plan::min_new_memory(checkpoint.catalog(), requests)])?;
         let started = Instant::now();
         let mut limits = self.config.limits;
         if limits.in_place {

@@ -427,12 +427,12 @@ impl Loader {
         requests: &[TensorRequest],
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<LoadedTensors> {
-        self.check_memory(checkpoint, plan::needed(checkpoint.catalog(), requests))?;
+        self.check_memory(checkpoint, plan::min_new_memory(checkpoint.catalog(), requests))?;
         let started = Instant::now();
         let plan = self.plan(checkpoint, requests)?;
         let planned = started.elapsed();
         assert!(!plan.given.contains(&true), "requests with a destination are for `fill`");
-        self.check_memory(checkpoint, plan.needed())?;
+        self.check_memory(checkpoint, plan.new_memory())?;
         let no_memory = |e| Error::io(&checkpoint.directory, "load: allocate memory", e);
         let regions = plan
             .regions

@@ -326,7 +326,7 @@ impl Plan {
     }
 
     /// Bytes of memory that must be allocated for it.
-    pub fn needed(&self) -> u64 {
+    pub fn new_memory(&self) -> u64 {
         let mine = self.regions.iter().zip(&self.given).filter(|(_, given)| !**given);
         mine.fold(0, |sum, (len, _)| sum.saturating_add(*len))
     }
@@ -630,7 +630,7 @@ fn split(extent: Stretch, chunk: u64, decryptor: DecryptorOf<'_>) -> Vec<Stretch
 
 /// Bytes of memory that is to be found for `requests` at least, whatever the plan. A request that
 /// cannot be planned counts as none.
-pub fn needed(catalog: &Catalog, requests: &[TensorRequest]) -> u64 {
+pub fn min_new_memory(catalog: &Catalog, requests: &[TensorRequest]) -> u64 {
     let mine = requests.iter().filter(|request| request.destination.is_none());
     mine.filter_map(|request| {
         Some(outcome_of(&catalog.tensor_at(request.tensor), request).ok()?.2.len)

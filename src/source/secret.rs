@@ -53,7 +53,7 @@ impl SecretOrigin {
     pub fn read(&self) -> Result<Secret, String> {
         match self {
             SecretOrigin::KeyFile(path) => {
-                Secret::key(&read_file(path, LIMIT)?).map_err(|why| in_file(path, &why))
+                Secret::parse_key(&read_file(path, LIMIT)?).map_err(|why| in_file(path, &why))
             }
             SecretOrigin::PassphraseFile(path) => {
                 let mut text = read_file(path, LIMIT)?;
@@ -67,7 +67,7 @@ impl SecretOrigin {
             }
             SecretOrigin::KeyCommand(command) => {
                 let output = run(command, LIMIT).map_err(|why| format!("key-command: {why}"))?;
-                Secret::key(&output).map_err(|why| format!("key-command: {why}"))
+                Secret::parse_key(&output).map_err(|why| format!("key-command: {why}"))
             }
         }
     }
@@ -234,7 +234,7 @@ mod tests {
     const HEX: &str = "59ba374069e46091b7e3e84e249dbc904961ff18d6d6c385240b84d2a2966de2";
 
     fn key() -> Secret {
-        Secret::key(HEX.as_bytes()).expect("64 digits are a key")
+        Secret::parse_key(HEX.as_bytes()).expect("64 digits are a key")
     }
 
     #[test]

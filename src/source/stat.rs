@@ -144,7 +144,7 @@ pub(super) fn stat_path(path: &Path, file_system: FileSystem) -> io::Result<Vers
     version_now(path)
 }
 
-/// Whether a sandbox hides statx(2): some answer EPERM for system calls that they do not know.
+/// Whether statx(2) is unavailable: old kernels answer ENOSYS, and some sandboxes EPERM.
 pub(crate) fn lacks_statx(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM))
 }

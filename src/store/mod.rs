@@ -44,7 +44,7 @@ impl Store {
     /// The file systems of this machine.
     pub const LOCAL: Store = Store(None);
 
-    /// From now on paths that begin with `root`, which is absolute, are those of files of `kind`.
+    /// Registers `kind` as the store of all paths below the absolute path `root`.
     pub fn add(root: &Path, kind: Arc<dyn StoreKind>) {
         OTHERS.write().push((root.to_owned(), Store(Some(kind))));
     }

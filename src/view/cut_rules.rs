@@ -63,7 +63,7 @@ pub(super) struct Cut {
     pub(super) dim: i64,
     /// The number of equal units in it, of which each rank gets equally many.
     pub(super) units: Option<Units>,
-    /// Whether several ranks get the same unit if there are fewer units than ranks.
+    /// Whether a unit is replicated to several ranks if there are fewer units than ranks.
     pub(super) replicate: bool,
     /// The consecutive parts of the dimension, each of which is cut by itself.
     pub(super) parts: PartSizes,

@@ -104,7 +104,7 @@ fn check_kinds(mount: &MountConfig, target: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Tells of rules of `access=` that are about nothing in the source. A source that is not there yet, or
+/// Warns of `access=` rules that match nothing in the source. A source that is not there yet, or
 /// does not answer, says nothing about them.
 fn warn_of_idle_rules(mount: &MountConfig) {
     let Ok(options) = Options::parse(&[&mount.options], false) else { return };

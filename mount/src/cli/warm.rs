@@ -343,8 +343,8 @@ impl WarmFile {
 /// without tensors were read as a whole.
 struct HeatFile(BTreeMap<PathBuf, Vec<TensorRow>>);
 
-/// The bytes to read of a tensor of a list, which has `len` bytes here: all if it had another length
-/// when it was read.
+/// Byte ranges to read of a tensor in a heat list. All `len` bytes, if the tensor had another length when
+/// the list was recorded.
 fn ranges_in(hot: &TensorRow, len: u64) -> Vec<Range<u64>> {
     match &hot.ranges {
         Some(ranges) if hot.len == len => {

@@ -52,7 +52,7 @@ struct PoolShared {
 
 impl Drop for PoolShared {
     fn drop(&mut self) {
-        self.deadlines.call();
+        self.deadlines.wake();
     }
 }
 

@@ -52,7 +52,7 @@ _NAME = "safe_open"
 """The name that most modules give it."""
 
 _LARGE = sys.stdlib_module_names | {"cuda", "mpmath", "numpy", "pandas", "scipy", "sympy", "torch", "triton"}
-"""Packages with most of the names of a process, which bind it to no other name than `_NAME`."""
+"""Large packages, with most attributes of a process. If they import `safe_open`, it is under `_NAME` only."""
 
 _searched: dict[str, _Searched] = {}
 _known: dict[str, Any] = {}

@@ -88,7 +88,7 @@ impl Default for CheckerState {
 
 impl Drop for CheckerInner {
     fn drop(&mut self) {
-        self.deadlines.call();
+        self.deadlines.wake();
     }
 }
 

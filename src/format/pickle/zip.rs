@@ -12,7 +12,7 @@ use super::{ReadStop, le};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::range_reader::RangeReader;
 
-/// First bytes of an archive: of the header in front of an entry.
+/// Signature of the header in front of an entry, with which an archive begins.
 pub(super) const LOCAL_MAGIC: &[u8; 4] = b"PK\x03\x04";
 const CENTRAL_MAGIC: &[u8; 4] = b"PK\x01\x02";
 const END_MAGIC: &[u8; 4] = b"PK\x05\x06";

@@ -150,7 +150,7 @@ impl Secret {
     ///
     /// # Errors
     /// A line with the expected form, and the number of bytes that were found.
-    pub fn key(bytes: &[u8]) -> Result<Secret, String> {
+    pub fn parse_key(bytes: &[u8]) -> Result<Secret, String> {
         let expected = || {
             let len = bytes.len();
             format!("a key has {KEY_LEN} bytes, or 64 hexadecimal digits; {len} bytes were found")

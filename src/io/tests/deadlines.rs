@@ -24,10 +24,10 @@ fn the_thread_looks_at_due_times_and_when_it_is_called_until_its_owner_is_gone()
     deadlines.start("deadlines", expire).unwrap();
     deadlines.start("deadlines", || unreachable!("it runs already")).unwrap();
     assert_eq!(receive.iter().take(3).collect::<Vec<_>>(), [1, 2, 3]);
-    deadlines.call();
+    deadlines.wake();
     assert_eq!(receive.recv(), Ok(4));
     drop(owner);
-    deadlines.call();
+    deadlines.wake();
     // The end drops the sender.
     assert_eq!(receive.iter().collect::<Vec<_>>(), [5]);
 }

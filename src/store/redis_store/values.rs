@@ -23,7 +23,7 @@ const BLOCK_LEN: u64 = 64 << 10;
 /// Bytes that are asked for at a time.
 const PART_LEN: u64 = 8 << 20;
 
-/// The mark behind the last tensor, which is not stored.
+/// Length of the end marker after the last tensor. Redis does not store the marker.
 const END_MARK_LEN: u64 = 8;
 
 /// Maximum number of tensors whose headers are asked for in one round trip.

@@ -22,7 +22,7 @@ const FIRST_BYTES: usize = 3;
 const SAMPLE_LEN_MAX: u64 = 64 << 20;
 const PART_LEN: u64 = 1 << 20;
 
-/// Requests for bytes at a time.
+/// Number of range requests that are in flight at a time.
 const AT_A_TIME: usize = 16;
 
 /// No further request is sent after this time.

@@ -103,7 +103,7 @@ fn a_passphrase_opens_what_tensorizer_wrote() {
 fn a_passphrase_is_refused_if_the_key_was_not_derived_from_one() {
     let fault = passphrase(PASSPHRASE).key_of(None).expect_err("there are no parameters");
     assert_eq!(fault.kind, ErrorKind::KeyRequired);
-    let key = Secret::key(&[1; KEY_LEN]).expect("its length is right");
+    let key = Secret::parse_key(&[1; KEY_LEN]).expect("its length is right");
     assert!(key.key_of(None).is_ok());
 }
 
@@ -129,7 +129,7 @@ fn a_derivation_that_takes_too_much_is_refused_before_it_runs() {
 fn secrets_are_not_printed() {
     let texts = [
         format!("{:?}", DataKey::new(&[0xab; KEY_LEN])),
-        format!("{:?}", Secret::key(&[0xab; KEY_LEN]).expect("its length is right")),
+        format!("{:?}", Secret::parse_key(&[0xab; KEY_LEN]).expect("its length is right")),
         format!("{:?}", passphrase(PASSPHRASE)),
     ];
     assert_eq!(texts, ["DataKey(..)", "Secret(key)", "Secret(passphrase)"]);

@@ -45,7 +45,7 @@ fn file(tensors: &[Made]) -> (Vec<u8>, Vec<u8>, Decryptor) {
     }
     plain.extend([0xee; 100]);
     stored.extend([0xee; 100]);
-    let secret = Secret::key(&KEY).expect("its length is right");
+    let secret = Secret::parse_key(&KEY).expect("its length is right");
     (plain, stored, Decryptor::new(encrypted, &secret).expect("the pieces are short"))
 }
 
@@ -142,7 +142,7 @@ fn a_file_with_two_key_derivations_is_refused_before_a_key_is_derived() {
     };
     let passphrase = Secret::passphrase(b"x".to_vec().into()).expect("it is not empty");
     assert!(Decryptor::new(vec![tensor(0, 1), tensor(1, 1)], &passphrase).is_ok());
-    for secret in [passphrase, Secret::key(&KEY).expect("its length is right")] {
+    for secret in [passphrase, Secret::parse_key(&KEY).expect("its length is right")] {
         let tensors = vec![tensor(0, 1), tensor(1, 1), tensor(2, 2)];
         let fault = Decryptor::new(tensors, &secret).expect_err("there are two salts");
         assert_eq!(fault.kind, ErrorKind::HeaderDecode);
@@ -152,7 +152,7 @@ fn a_file_with_two_key_derivations_is_refused_before_a_key_is_derived() {
 
 #[test]
 fn a_piece_that_takes_too_much_memory_is_refused() {
-    let secret = Secret::key(&KEY).expect("its length is right");
+    let secret = Secret::parse_key(&KEY).expect("its length is right");
     let tensor = |len: u64| {
         let one = [&3_u16.to_le_bytes()[..], &[0; NONCE_LEN + MAC_LEN]].concat();
         let part = [&(one.len() as u64).to_le_bytes()[..], &one].concat();

@@ -130,6 +130,8 @@ pub(crate) const WARM: SourceCommand =
     SourceCommand { name: "warm", uses: &[Source, View, Format, Layout] };
 /// `warm` without `--heat`, which names files.
 pub(crate) const WARM_ALL: SourceCommand = SourceCommand { name: "warm", uses: &[Source, View] };
+/// `cache warm`.
+pub(crate) const CACHE: SourceCommand = SourceCommand { name: "cache", uses: &[Source, View] };
 pub(crate) const LS: SourceCommand =
     SourceCommand { name: "ls", uses: &[Source, View, Format, Hub, Views] };
 pub(crate) const INSPECT: SourceCommand =
@@ -149,9 +151,10 @@ pub(crate) const REPORT: SourceCommand =
     SourceCommand { name: "report", uses: &[Source, View, Format, Layout] };
 
 /// All commands that have a source. Completion offers each its own options.
-pub(crate) const SOURCE_COMMANDS: [&SourceCommand; 12] = [
+pub(crate) const SOURCE_COMMANDS: [&SourceCommand; 13] = [
     &CAT,
     &WARM,
+    &CACHE,
     &LS,
     &INSPECT,
     &INDEX,

@@ -16,6 +16,7 @@ import numpy as np
 import tensorfs
 from object_server import ObjectServer
 from package import FIXTURES, TestCase, environment, has_torch, needs_torch, python
+from tensorfs._errors import real_name
 from tensorfs.compat import tensorizer
 from tensorfs.compat.tensorizer import (
     CryptographyError,
@@ -342,8 +343,38 @@ class Arrays(Case):
                             self.check(found)
                 with self.assertRaises(FileNotFoundError):
                     self.opened("s3://compat/models/none.tensors")
-                with self.assertRaisesRegex(ValueError, "only local files are opened"):
+                with self.assertRaisesRegex(ValueError, "only local files are opened.*; TensorDeserializer reads its URL$"):
                     open_stream("s3://compat/models/model.tensors")
+
+    def test_no_secret_of_a_url_is_in_an_error(self):
+        named = io.BytesIO(b"nonsense" * 100)
+        named.name = "https://u:hunter2@h/m.tensors?sig=hunter2"
+        works = {
+            "ftp://***@h/m?***": lambda: open_stream("ftp://u:hunter2@h/m?sig=hunter2"),
+            "FTP://***@h/m?***": lambda: self.opened("FTP://u:hunter2@h/m?sig=hunter2"),
+            "s3://***@h/m": lambda: open_stream("s3://u:hunter2@h/m"),
+            "https://***@h/m?***": lambda: TensorSerializer("https://u:hunter2@h/m?sig=hunter2"),
+            "file://***@h/m?***": lambda: self.opened("file://u:hunter2@h/m?hunter2"),
+            "redis://***@h/m": lambda: self.opened("redis://u:hunter2@h/m"),
+            "https://***@h/m.tensors?***": lambda: self.opened(named),
+        }
+        for shown, work in works.items():
+            with self.subTest(shown), self.assertRaises((OSError, ValueError, tensorfs.SafetensorError)) as caught:
+                work()
+            self.assertIn(shown, str(caught.exception))
+            self.assertNotIn("hunter2", f"{caught.exception} {vars(caught.exception)}")
+            self.assertEqual("TensorDeserializer" in str(caught.exception), shown == "s3://***@h/m")
+
+    def test_urls_are_shown_as_the_native_part_shows_them(self):
+        for url in (
+            *("s3://u:hunter2@b/a@b", "s3://u@b/a?b", "gs://u:x@b/c?d", "hf://u:x@a/b@main/x?y", "redis://u:x@h/p?x", "az://u:x@c/k?s"),
+            *("http://u:x@h/a?s#x", "https://u:x@h", "https://u:x@h?s=1", "abfs://u:x@h/x", "abfss://u:x@h/x?s", "ftp://u:hunt/er2@h/p?x"),
+            *("HTTP://u:x@h/p?x", "rediss://u:x@h/p", "+x://a/b?c", "ftp://a", "ftp://@b", "/a://u:b@c?d", "://u:p@x?y", "a/b"),
+        ):
+            with self.subTest(url), self.assertRaises((OSError, tensorfs.SafetensorError)) as caught:
+                tensorfs.safe_open(url, "np")
+            self.assertIn(real_name(url), str(caught.exception))
+            self.assertNotIn("hunter2", str(caught.exception))
 
     def test_a_file_object_is_closed_with_the_deserializer(self):
         for source in (io.BytesIO(self.file.read_bytes()), open(self.file, "rb")):
@@ -357,7 +388,7 @@ class Arrays(Case):
 
     def test_sources_that_are_no_local_files_are_refused_in_one_line(self):
         for source, error, message in (
-            ("ftp://x.org/m.tensors", ValueError, "^ftp://x.org/m.tensors: only local files are opened as streams"),
+            ("ftp://x.org/m.tensors", ValueError, "^ftp://x.org/m.tensors: expected a path, file:///PATH, or a URL of s3, gs, "),
             ("file://server/m.tensors", ValueError, "expected file:///PATH"), (io.StringIO(), TypeError, "binary file object"),
             (3.5, TypeError, "not float"), (True, TypeError, "not bool"), (open(self.file, "ab"), ValueError, "mode rb"),
             (self.tmp / "gone", FileNotFoundError, "gone"),

@@ -1,6 +1,8 @@
 """The load format of inference engines, as far as that needs no engine. `tests/engines` has the rest."""
 
 import logging
+import operator
+import random
 import sys
 from importlib.metadata import entry_points
 from unittest import mock
@@ -144,6 +146,12 @@ class Weights(TestCase):
 
         return dict(weights(str(self.file), "cpu", options_of(given)[0], **how))
 
+    def lazily_of(self, file):
+        from tensorfs.engines import _weights
+
+        with mock.patch.object(_weights, "_LAZY_MIN", 1):
+            return dict(_weights.weights(str(file), "cpu", options_of({"lazy": True})[0]))
+
     def lazily(self):
         return self.iterate({"lazy": True})
 
@@ -208,11 +216,75 @@ class Weights(TestCase):
         whole = torch.from_numpy(self.tensors["layers.0.weight"])
         for number, part in enumerate(parts):
             with self.subTest(number):
-                right = part(whole)
-                found = torch.empty_like(right).copy_(part(self.lazily()["layers.0.weight"]))
+                right, lazy = part(whole), part(self.lazily()["layers.0.weight"])
+                found = torch.empty_like(right).copy_(lazy)
                 self.assertTrue(torch.equal(found, right))
+                self.assertEqual(lazy.stride(), right.stride())
+                if type(lazy) is not torch.Tensor:
+                    self.assertEqual(lazy.storage_offset(), right.storage_offset())
         experts = self.lazily()["layers.0.experts"]
         self.assertEqual(experts[2].narrow(0, 10, 5).tolist(), self.tensors["layers.0.experts"][2, 10:15].tolist())
+
+    def test_chains_of_views_are_those_of_torch_or_refused_as_there(self):
+        import torch
+
+        whole = torch.arange(120, dtype=torch.float32).reshape(4, 6, 5)
+        file = self.tmp / "chains.safetensors"
+        save_file({"x": whole.numpy()}, file)
+        rng = random.Random(7)
+        number = lambda low=-3, high=6: rng.randint(low, high)
+        steps = [
+            lambda: operator.methodcaller("narrow", number(-2, 2), number(0, 2), number(0, 3)),
+            lambda: operator.methodcaller("select", number(-2, 2), number(-1, 1)),
+            lambda: operator.methodcaller("unsqueeze", number(-3, 3)),
+            lambda: operator.methodcaller("permute", rng.sample((0, 1, 2), 3)),
+            lambda: operator.methodcaller("permute", [number(-1, 3) for _ in range(number(1, 4))]),
+            lambda: operator.methodcaller("transpose", number(-3, 2), number(-3, 2)),
+            lambda: operator.methodcaller("squeeze"),
+            lambda: operator.methodcaller("view", -1, rng.choice((1, 2, 3, 5))),
+            lambda: operator.methodcaller("view", rng.choice((torch.int32, torch.uint8, torch.float64))),
+            lambda: operator.methodcaller("unfold", number(-1, 1), 2, 1),
+            lambda: operator.methodcaller("diagonal"),
+            lambda: operator.methodcaller("as_strided", (2, 3), (number(0, 30), 1)),
+            lambda: operator.methodcaller("as_strided", (3,), (2,), number(0, 90)),
+            lambda: operator.itemgetter((..., slice(number(0, 2), None, number(1, 2)))),
+        ]
+
+        def after(tensor, chain):
+            for step in chain:
+                tensor = step(tensor)
+            return tensor
+
+        alike = refused = 0
+        for count in range(400):
+            chain = [rng.choice(steps)() for _ in range(number(1, 4))]
+            try:
+                right = after(whole, chain)
+            except (RuntimeError, IndexError):
+                right = None
+            lazy = self.lazily_of(file)["x"]
+            with self.subTest(count=count, chain=chain):
+                if right is None:
+                    refused += 1
+                    self.assertRaises((RuntimeError, IndexError), after, lazy, chain)
+                    continue
+                alike += 1
+                found = after(lazy, chain)
+                facts = [(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_contiguous()) for x in (found, right)]
+                self.assertEqual(facts[0], facts[1])
+                self.assertEqual(*(x.contiguous().numpy().tobytes() for x in (found, right)))
+        self.assertGreater(min(alike, refused), 50)
+
+    def test_the_memory_of_a_part_is_that_of_the_whole_tensor(self):
+        import torch
+
+        part = self.lazily()["layers.0.weight"].narrow(1, 200, 50)[3]
+        memory, whole = part.untyped_storage(), torch.from_numpy(self.tensors["layers.0.weight"])
+        self.assertEqual(memory.nbytes(), whole.nbytes)
+        again = torch.empty(0).set_(memory, part.storage_offset(), part.shape, part.stride())
+        self.assertTrue(torch.equal(again, whole.narrow(1, 200, 50)[3]))
+        with self.assertRaisesRegex(RuntimeError, "shares the memory of a weight"):
+            torch.empty(0).set_(part)
 
     def test_the_rest_of_a_lazy_tensor_is_not_read(self):
         from tensorfs.engines._lazy import lazy_tensor

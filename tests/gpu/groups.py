@@ -53,6 +53,8 @@ for share in (None, "host", "network"):
         same({"long": f.get_sharded("long", 1)}, {"long": part(right["long"], 1)})
         pushed = f.push_tensor("uneven", size - 1)
         assert (pushed is None) == (rank != size - 1)
+        if pushed is not None:
+            same({"uneven": pushed}, {"uneven": right["uneven"]})
         # Each rank another one.
         name = sorted(right)[rank % len(right)]
         same(f.get_tensors([name]), {name: right[name]})

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import paddle
 
 __all__ = [
-    "NPDTYPES",
     "TensorSpec",
     "deserialize",
     "load",
@@ -41,10 +40,13 @@ _NUMPY = {
 
 
 def __getattr__(name: str) -> Any:
-    """`NPDTYPES`, which needs paddle: the other names of this module do not."""
+    """`NPDTYPES`, which needs paddle: the other names of this module do not, so `__all__` lacks it."""
     if name != "NPDTYPES":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _numpy_types()
+    try:
+        return _numpy_types()
+    except ImportError as e:
+        raise AttributeError(f"module {__name__!r} has NPDTYPES only where paddle is installed: {e}") from e
 
 
 @functools.cache

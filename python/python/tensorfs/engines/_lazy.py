@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ class Part(NamedTuple):
     dims: tuple[int | None, ...]
     """The dimension of the stored tensor behind each one of this tensor, None for one of a single index that the stored
     tensor lacks. Its others have one index only."""
+    strides: tuple[int, ...]
+    """In elements of the stored tensor, as torch has them for a view of it."""
+    offset: int
 
     def shape(self) -> tuple[int, ...]:
         return tuple(1 if dim is None else self.box[dim][1] - self.box[dim][0] for dim in self.dims)
@@ -31,17 +35,24 @@ class Part(NamedTuple):
         if stored is None:
             return self if (start, stop) == (0, 1) else None
         low = self.box[stored][0]
-        return self._replace(box=(*self.box[:stored], (low + start, low + stop), *self.box[stored + 1 :]))
+        box = (*self.box[:stored], (low + start, low + stop), *self.box[stored + 1 :])
+        return self._replace(box=box, offset=self.offset + start * self.strides[dim])
 
     def selected(self, dim: int, index: int) -> Part | None:
         part = self.narrowed(dim, index, index + 1)
-        return part and part._replace(dims=part.dims[:dim] + part.dims[dim + 1 :])
+        return part and part._replace(
+            dims=part.dims[:dim] + part.dims[dim + 1 :], strides=part.strides[:dim] + part.strides[dim + 1 :]
+        )
 
     def unsqueezed(self, dim: int) -> Part:
-        return self._replace(dims=(*self.dims[:dim], None, *self.dims[dim:]))
+        stride = self.shape()[dim] * self.strides[dim] if dim < len(self.dims) else 1
+        return self._replace(
+            dims=(*self.dims[:dim], None, *self.dims[dim:]), strides=(*self.strides[:dim], stride, *self.strides[dim:])
+        )
 
     def permuted(self, order: list[int]) -> Part:
-        return self._replace(dims=tuple(self.dims[dim] for dim in order))
+        dims, strides = tuple(self.dims[dim] for dim in order), tuple(self.strides[dim] for dim in order)
+        return self._replace(dims=dims, strides=strides)
 
 
 class LazyTensor(torch.Tensor):
@@ -54,35 +65,57 @@ class LazyTensor(torch.Tensor):
     """None for views that are no parts of it: they have their values from the beginning."""
     _value: torch.Tensor | None
 
-    @staticmethod
-    def _of_part(found: Any, part: Part, strides: tuple[int, ...], dtype: torch.dtype, device: str) -> LazyTensor:
-        made = _wrapper(part.shape(), tuple(1 if dim is None else strides[dim] for dim in part.dims), dtype, device)
-        made._found, made._part, made._value = found, part, None
-        made._how = (strides, dtype, device)
-        return made
+    _stored_len: int
+    """The length of the stored tensor in bytes."""
 
     @staticmethod
-    def _of_value(value: torch.Tensor) -> LazyTensor:
-        made = _wrapper(tuple(value.shape), value.stride(), value.dtype, str(value.device))
-        made._part, made._value = None, value
+    def _of_part(found: Any, part: Part, dtype: torch.dtype, device: str, stored_len: int) -> LazyTensor:
+        made = _wrapper(part.shape(), part.strides, part.offset, dtype, device)
+        made._found, made._part, made._value, made._stored_len = found, part, None, stored_len
         return made
+
+    def _viewed(self, value: torch.Tensor, layout: torch.Tensor) -> LazyTensor:
+        """A view of this tensor with these values. `layout` has its strides."""
+        made = _wrapper(tuple(layout.shape), layout.stride(), layout.storage_offset(), value.dtype, str(value.device))
+        made._found, made._part, made._value, made._stored_len = self._found, None, value, self._stored_len
+        return made
+
+    def _layout(self) -> torch.Tensor:
+        """A tensor without values that has the shape and the strides of this one, in a memory of the same length."""
+        memory = torch.empty(self._stored_len, dtype=torch.uint8, device="meta").untyped_storage()
+        made = torch.empty(0, dtype=self.dtype, device="meta")
+        return made.set_(memory, self.storage_offset(), self.shape, self.stride())
 
     def value(self) -> torch.Tensor:
         """An ordinary tensor with the values. They are read once."""
         if self._value is None:
             assert self._part is not None
-            box, dims = self._part
+            box, dims = self._part[:2]
             read = self._found[tuple(slice(low, high) for low, high in box)]
             for dim in sorted(set(range(len(box))) - set(dims), reverse=True):
+                assert read.shape[dim] == 1, (box, dims)
                 read = read.select(dim, 0)
             kept = [dim for dim in dims if dim is not None]
             read = read.permute([sorted(kept).index(dim) for dim in kept])
             self._value = read[tuple(None if dim is None else slice(None) for dim in dims)]
         return self._value
 
+    def stored(self) -> torch.Tensor:
+        """An ordinary tensor with the values and with the strides and the offset of this one, in memory that has the
+        whole stored tensor, which is read for it."""
+        value = self._value
+        has_it = value is not None and value.untyped_storage().nbytes() == self._stored_len
+        if not has_it or (value.storage_offset(), value.stride()) != (self.storage_offset(), self.stride()):
+            whole = self._found[...].contiguous()
+            if whole.untyped_storage().nbytes() != self._stored_len:
+                whole = whole.clone()
+            made = torch.empty(0, dtype=self.dtype, device=whole.device)
+            self._value = made.set_(whole.untyped_storage(), self.storage_offset(), self.shape, self.stride())
+        return self._value
+
     def part(self, part: Part | None) -> LazyTensor | None:
         """Another part of the same stored tensor."""
-        return part and LazyTensor._of_part(self._found, part, *self._how)
+        return part and LazyTensor._of_part(self._found, part, self.dtype, str(self._on), self._stored_len)
 
     def parts(self, parts: list[Part | None]) -> list[LazyTensor | None] | None:
         """Other parts of the same stored tensor. None if one is no such part."""
@@ -104,11 +137,18 @@ class LazyTensor(torch.Tensor):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write and _has_lazy(value):
                 raise RuntimeError(f"tensorfs: {func} writes to a weight of the checkpoint: load without the option lazy")
-        plain_args, plain_kwargs = tree_map_only(LazyTensor, LazyTensor.value, (args, kwargs))
-        result = func(*plain_args, **plain_kwargs)
-        if any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns):
-            return tree_map_only(torch.Tensor, LazyTensor._of_value, result)
-        return result
+        if func.overloadpacket is _aten.set_:
+            raise RuntimeError(f"tensorfs: {func} shares the memory of a weight of the checkpoint: load without the option lazy")
+        plain = LazyTensor.stored if func.overloadpacket in _BY_STRIDES else LazyTensor.value
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        if not is_view:
+            return func(*tree_map_only(LazyTensor, plain, args), **tree_map_only(LazyTensor, plain, kwargs))
+        # Torch judges it by the strides of this tensor: those of its values may be others.
+        layouts = func(*tree_map_only(LazyTensor, LazyTensor._layout, args), **kwargs)
+        values = func(*tree_map_only(LazyTensor, plain, args), **kwargs)
+        if isinstance(values, torch.Tensor):
+            return args[0]._viewed(values, layouts)
+        return [args[0]._viewed(value, layout) for value, layout in zip(values, layouts)]
 
     # These do not pass through the dispatcher.
 
@@ -120,10 +160,11 @@ class LazyTensor(torch.Tensor):
         return self.value().tolist()
 
     def data_ptr(self) -> int:
-        return self.value().data_ptr()
+        value = self.value()
+        return (value if value.stride() == self.stride() else self.stored()).data_ptr()
 
     def untyped_storage(self) -> Any:
-        return self.value().untyped_storage()
+        return self.stored().untyped_storage()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.value().clone().__array__(*args, **kwargs)
@@ -141,10 +182,12 @@ class LazyTensor(torch.Tensor):
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def _wrapper(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str) -> LazyTensor:
+def _wrapper(
+    shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype, device: str
+) -> LazyTensor:
     # Below it is on no device, so that torch refuses `parameter.data = lazy`, which would leave a parameter without memory.
     made: LazyTensor = torch.Tensor._make_wrapper_subclass(
-        LazyTensor, shape, strides=strides, dtype=dtype, device="meta", dispatch_device=True
+        LazyTensor, shape, strides=strides, storage_offset=offset, dtype=dtype, device="meta", dispatch_device=True
     )
     made._on = torch.device(device)
     return made
@@ -164,8 +207,10 @@ def lazy_tensor(opened: safe_open, name: str, facts: TensorMetadata, device: str
     for size in reversed(facts.shape):
         strides.append(stride)
         stride *= max(size, 1)
-    part = Part(tuple((0, size) for size in facts.shape), tuple(range(len(facts.shape))))
-    return LazyTensor._of_part(opened.get_slice(name), part, tuple(reversed(strides)), getattr(torch, dtype), device)
+    box, dims = tuple((0, size) for size in facts.shape), tuple(range(len(facts.shape)))
+    part, made = Part(box, dims, tuple(reversed(strides)), 0), getattr(torch, dtype)
+    stored_len = made.itemsize * math.prod(facts.shape)
+    return LazyTensor._of_part(opened.get_slice(name), part, made, device, stored_len)
 
 
 def _slice(of: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
@@ -191,7 +236,7 @@ def _split(of: LazyTensor, length: int, dim: int = 0) -> Any:
 
 
 def _split_sizes(of: LazyTensor, lengths: list[int], dim: int = 0) -> Any:
-    if sum(lengths) != of.shape[dim]:
+    if sum(lengths) != of.shape[dim] or min(lengths, default=0) < 0:
         return None
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     return of.parts([of._part.narrowed(dim % of.dim(), low, low + length) for low, length in zip(starts, lengths)])
@@ -206,12 +251,16 @@ def _unsqueeze(of: LazyTensor, dim: int) -> Any:
 
 
 def _transpose(of: LazyTensor, one: int, other: int) -> Any:
+    if not all(-of.dim() <= dim < of.dim() for dim in (one, other)):
+        return None
     order = list(range(of.dim()))
     order[one], order[other] = order[other], order[one]
     return of.part(of._part.permuted(order))
 
 
 def _permute(of: LazyTensor, order: list[int]) -> Any:
+    if sorted(dim + of.dim() if dim < 0 else dim for dim in order) != list(range(of.dim())):
+        return None
     return of.part(of._part.permuted([dim % of.dim() for dim in order]))
 
 
@@ -233,3 +282,13 @@ _SLICING: dict[Any, Callable[..., Any]] = {
     _aten.alias.default: _same,
 }
 """Operations whose result is another part of the same tensor. None as a result: it is not, or torch judges it."""
+
+_BY_STRIDES = {
+    _aten.as_strided,
+    _aten.as_strided_copy,
+    _aten.as_strided_scatter,
+    _aten._reshape_alias,
+    _aten._reshape_alias_copy,
+    _aten._unsafe_view,
+}
+"""Operations whose result depends on the strides, or on memory around the tensor, and not on its values alone."""

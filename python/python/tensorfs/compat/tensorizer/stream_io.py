@@ -11,7 +11,7 @@ import stat
 from typing import Any, BinaryIO, Union
 from urllib.parse import unquote
 
-from ..._errors import error, shown
+from ..._errors import SCHEMES, error, real_name, shown
 from ..._open import Secret, open_checkpoint
 from ..._tensorfs import Checkpoint, Loader
 from ._stored import HEAD_LEN
@@ -21,9 +21,6 @@ __all__ = ["open_stream"]
 FileSpec = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]", int]
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
-
-_REMOTE = frozenset({"abfs", "abfss", "az", "gs", "hf", "http", "https", "redis", "s3"})
-"""Schemes of remote sources."""
 
 _COPIED = 16 << 20
 _POSITION_END = 1 << 62
@@ -54,7 +51,7 @@ def open_stream(
     """
     if "b" not in mode:
         raise ValueError(f'mode {mode!r}: a binary mode is needed, such as "rb" or "wb"')
-    path = local_path(path_uri)
+    path = local_path(path_uri, hint="; TensorDeserializer reads its URL")
     if set("wax") & set(mode):
         folder = os.path.dirname(path)
         if folder:
@@ -65,10 +62,10 @@ def open_stream(
     return opened  # type: ignore[no-any-return]
 
 
-def local_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
+def local_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes], hint: str = "") -> str:
     """The path that a path or a URL means.
 
-    Raises `ValueError` for a URL of something that is no local file.
+    Raises `ValueError` for a URL of something that is no local file, with `hint` for one of a remote source.
     """
     text = os.fsdecode(spec)
     found = _URL.fullmatch(text) if isinstance(spec, (str, bytes)) else None
@@ -77,10 +74,10 @@ def local_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
     scheme, rest = found[1].lower(), found[2]
     host, slash, path = rest.partition("/")
     if scheme != "file":
-        message = f"{text}: only local files are opened as streams and written; TensorDeserializer reads its URL"
+        message = f"{real_name(text)}: only local files are opened as streams and written{hint if scheme in SCHEMES else ''}"
         raise ValueError(shown(message))
     if host not in ("", "localhost") or not slash:
-        raise ValueError(shown(f"{text}: expected file:///PATH, with a path from the root on"))
+        raise ValueError(shown(f"{real_name(text)}: expected file:///PATH, with a path from the root on"))
     return unquote("/" + path)
 
 
@@ -91,8 +88,11 @@ def source_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> st
     """
     text = os.fsdecode(spec)
     found = _URL.fullmatch(text) if isinstance(spec, (str, bytes)) else None
-    if found is None or found[1].lower() not in _REMOTE:
+    if found is None or found[1].lower() == "file":
         return local_path(spec)
+    if found[1].lower() not in SCHEMES:
+        message = f"{real_name(text)}: expected a path, file:///PATH, or a URL of {', '.join(SCHEMES)}"
+        raise ValueError(shown(message))
     return f"{found[1].lower()}://{found[2]}"
 
 
@@ -106,6 +106,7 @@ class TensorSource:
     def __init__(self, spec: Any) -> None:
         self._given: Any = None
         self._descriptor: int | None = None
+        self._path = ""
         self.start = 0
         """Where the tensorizer file begins: at the position of a file object. Its offsets count from byte 0."""
         if isinstance(spec, bool):
@@ -115,7 +116,8 @@ class TensorSource:
                 raise ValueError(f"descriptor {spec}: is no regular file; pass a file object, which is read to its end")
             self.name, self._descriptor = f"<descriptor {spec}>", spec
         elif isinstance(spec, (str, bytes, os.PathLike)):
-            self.name = source_path(spec)
+            self._path = source_path(spec)
+            self.name = real_name(self._path)
         else:
             self._given = spec
             self.name = _name_of(spec)
@@ -125,7 +127,7 @@ class TensorSource:
         """The checkpoint that it is. `secret` opens it if it is encrypted."""
         descriptor = self._descriptor if self._given is None else _regular_file(self._given)
         if self._given is None and descriptor is None:
-            return open_checkpoint(self.name, loader, (), secret)
+            return open_checkpoint(self._path, loader, (), secret)
         if descriptor is not None:
             return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout, secret, self.start)
         head = _head_of(self._given)
@@ -158,7 +160,7 @@ def _name_of(spec: Any) -> str:
     if hasattr(spec, "readable") and not spec.readable():
         raise ValueError("the file object is not open for reading; open it in the mode rb")
     name = getattr(spec, "name", None)
-    return os.fsdecode(name) if isinstance(name, (str, bytes)) else f"<{type(spec).__name__}>"
+    return real_name(os.fsdecode(name)) if isinstance(name, (str, bytes)) else f"<{type(spec).__name__}>"
 
 
 def _position_of(spec: Any) -> int:

@@ -104,14 +104,15 @@ class LazyTensor(torch.Tensor):
         """An ordinary tensor with the values and with the strides and the offset of this one, in memory that has the
         whole stored tensor, which is read for it."""
         value = self._value
-        has_it = value is not None and value.untyped_storage().nbytes() == self._stored_len
-        if not has_it or (value.storage_offset(), value.stride()) != (self.storage_offset(), self.stride()):
+        facts = None if value is None else (value.untyped_storage().nbytes(), value.storage_offset(), value.stride())
+        if value is None or facts != (self._stored_len, self.storage_offset(), self.stride()):
             whole = self._found[...].contiguous()
             if whole.untyped_storage().nbytes() != self._stored_len:
                 whole = whole.clone()
             made = torch.empty(0, dtype=self.dtype, device=whole.device)
-            self._value = made.set_(whole.untyped_storage(), self.storage_offset(), self.shape, self.stride())
-        return self._value
+            value = made.set_(whole.untyped_storage(), self.storage_offset(), self.shape, self.stride())
+            self._value = value
+        return value
 
     def part(self, part: Part | None) -> LazyTensor | None:
         """Another part of the same stored tensor."""

@@ -275,6 +275,16 @@ class Weights(TestCase):
                 self.assertEqual(*(x.contiguous().numpy().tobytes() for x in (found, right)))
         self.assertGreater(min(alike, refused), 50)
 
+    def test_conjugate_values_are_a_copy(self):
+        import torch
+
+        right = torch.from_numpy(np.arange(24, dtype=np.float32).reshape(4, 6).view(np.complex64))
+        file = self.tmp / "complex.safetensors"
+        save_file({"x": right.numpy()}, file)
+        lazy = self.lazily_of(file)["x"].narrow(1, 1, 2)
+        for use in (lambda x: x.conj() + 0, lambda x: torch._neg_view(x) + 0, lambda x: x.conj()[1], lambda x: x.mH.clone()):
+            self.assertEqual(use(lazy).tolist(), use(right.narrow(1, 1, 2)).tolist())
+
     def test_the_memory_of_a_part_is_that_of_the_whole_tensor(self):
         import torch
 

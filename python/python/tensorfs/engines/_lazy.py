@@ -147,6 +147,9 @@ class LazyTensor(torch.Tensor):
         # Torch judges it by the strides of this tensor: those of its values may be others.
         layouts = func(*tree_map_only(LazyTensor, LazyTensor._layout, args), **kwargs)
         values = func(*tree_map_only(LazyTensor, plain, args), **kwargs)
+        if isinstance(values, torch.Tensor) and (values.is_conj() or values.is_neg()):
+            # A copy: the memory of the stored tensor has other values.
+            return values.resolve_conj().resolve_neg()
         if isinstance(values, torch.Tensor):
             return args[0]._viewed(values, layouts)
         return [args[0]._viewed(value, layout) for value, layout in zip(values, layouts)]

@@ -54,7 +54,8 @@ def load(shards, original, title, **how):
     if wrong := differing(model, original):
         sys.exit(f"{title}: differ from what was saved: {', '.join(wrong)}")
     local = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
-    print(f"{title}: every bit as it was saved; {local} bytes of weights, {read} bytes read", flush=True)
+    # Text and end of line in one write: ranks share the output.
+    print(f"{title}: every bit as it was saved; {local} bytes of weights, {read} bytes read\n", end="", flush=True)
 
 
 def load_rank(rank, shards, rendezvous):

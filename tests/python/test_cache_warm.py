@@ -50,9 +50,16 @@ class Warm(DiskCacheCase):
         self.server.tags = "none"
         self.server.public.add("bucket")
         url = f"{self.server.url}/bucket/models/one/{FILE}"
-        outcome = self.tensorfs("warm", url, "-o", f"cache-dir={self.cache}")
+        outcome = self.tensorfs("warm", url, "-o", f"cache-dir={self.cache},{SIZE}")
         self.assertEqual(outcome.code, 1)
         self.assertIn("kept 0 B of", outcome.stderr)
+        # A version before that is kept does not count for the one that was read.
+        self.server.tags = "quoted"
+        self.assert_done(self.tensorfs("warm", url, "-o", f"cache-dir={self.cache},{SIZE}"))
+        self.server.tags = "none"
+        again = self.tensorfs("warm", url, "-o", f"cache-dir={self.cache},{SIZE}")
+        self.assertEqual(again.code, 1)
+        self.assertIn("kept 0 B of", again.stderr)
         none = self.tensorfs("warm", URL, "-o", "cache-dir=none")
         self.assertIn("there is no disk cache to fill", none.stderr)
 

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, Metadata, OpenOptions, TryLockError};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -13,12 +14,13 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 use nix::sys::statvfs::statvfs;
 
-use super::object::{CachedObject, DATA, MAP, TEMPORARY, gone_is_fine, temporary_name};
+use super::object::{CachedObject, DATA, MAP, ObjectKey, TEMPORARY, gone_is_fine, temporary_name};
 use crate::atomic_file::TemporaryFile;
 use crate::error::real_name;
 use crate::hash::Digest;
 use crate::index::check_folder;
 use crate::open_options::DiskCachePlace;
+use crate::version::Version;
 
 /// Part of the file system that stays free, and its least size in bytes, where no size was said.
 const FREE_PART: u64 = 10;
@@ -274,6 +276,36 @@ pub fn kept_objects(folder: &Path) -> io::Result<Vec<KeptObject>> {
     })?;
     kept.sort_by(|a, b| (a.age, &a.url).cmp(&(b.age, &b.url)));
     Ok(kept)
+}
+
+/// How many bytes of `ranges`, which are in order, the cache at `folder` has of the object at `url` in
+/// `version`. None if it has other versions only.
+///
+/// # Errors
+/// If the folder or the files of the object cannot be read.
+pub fn kept_bytes(
+    folder: &Path,
+    url: &Path,
+    version: &Version,
+    ranges: &[Range<u64>],
+) -> io::Result<u64> {
+    let Some(url) = url.to_str() else { return Ok(0) };
+    let key = ObjectKey::new(url, version.content_words());
+    let there = check_folder(folder)
+        .and_then(|()| CachedObject::open_there(&key.map_in(folder), Some(&key)));
+    let object = match there {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(0),
+        found => found?,
+    };
+    let (mut bytes, mut rest) = (0, ranges);
+    object.each_sum(|block, _| {
+        let kept = object.bytes_of(&(block..block + 1));
+        let passed = rest.iter().take_while(|range| range.end <= kept.start).count();
+        rest = rest.get(passed..).unwrap_or_default();
+        let inside = rest.iter().take_while(|range| range.start < kept.end);
+        bytes += inside.map(|it| it.end.min(kept.end) - it.start.max(kept.start)).sum::<u64>();
+    })?;
+    Ok(bytes)
 }
 
 /// Calls `act` with each object that can be opened. Errors of one object end nothing.

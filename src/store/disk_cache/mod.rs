@@ -35,7 +35,7 @@ use crate::version::Version;
 
 use claims::Claim;
 use folder::{FolderUse, folder_use, make_room};
-pub use folder::{KeptObject, Pruned, VerifiedObject, kept_objects, prune, verify};
+pub use folder::{KeptObject, Pruned, VerifiedObject, kept_bytes, kept_objects, prune, verify};
 use object::{BLOCK_LEN, CachedObject, LEN_MAX, ObjectKey};
 
 /// Environment variable that names the folder.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::FileExt;
+use std::slice;
 
 use tempfile::TempDir;
 
@@ -148,6 +149,25 @@ fn each_block_is_fetched_once_whatever_ranges_are_read() {
     assert_eq!((status.found_blocks, status.missed_bytes), (6, 0));
     let kept = kept_objects(&bench.place().folder).unwrap();
     assert_eq!((kept[0].url.as_str(), kept[0].bytes), ("s3://b/object", len));
+}
+
+#[test]
+fn kept_bytes_are_those_of_the_version_and_of_the_ranges_also_with_a_long_url() {
+    let (bench, url) = (Bench::new(), format!("s3://b/{}", "x".repeat(5000)));
+    let kept = |number: u64, ranges: &[Range<u64>]| {
+        let folder = &bench.place().folder;
+        kept_bytes(folder, url.as_ref(), &bench.store.version(number), ranges).unwrap()
+    };
+    let (all, absent) = (0..LEN as u64, 2 * BLOCK_LEN..4 * BLOCK_LEN);
+    assert_eq!(kept(1, slice::from_ref(&all)), 0);
+    bench.read_again(&url, 1, 0..2 * BLOCK_LEN);
+    bench.read_again(&url, 1, 4 * BLOCK_LEN..4 * BLOCK_LEN + 1);
+    assert_eq!(kept(1, slice::from_ref(&all)), 3 * BLOCK_LEN);
+    assert_eq!(kept(1, slice::from_ref(&absent)), 0);
+    let parts =
+        [5..7, 9..BLOCK_LEN + 1, 2 * BLOCK_LEN - 1..2 * BLOCK_LEN + 5, 4 * BLOCK_LEN..LEN as u64];
+    assert_eq!(kept(1, &parts), 2 + BLOCK_LEN - 8 + 1 + BLOCK_LEN);
+    assert_eq!(kept(2, slice::from_ref(&all)), 0);
 }
 
 #[test]

@@ -1,6 +1,5 @@
 //! `tensorfs warm URL` and `tensorfs cache warm URL`: reads shards of a remote source into the disk cache.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,7 +11,7 @@ use tensorfs::DiskCachePlace;
 use tensorfs::internal::error::{counted, real_name, shown_path};
 use tensorfs::internal::size::shown_size;
 use tensorfs::internal::source::Source;
-use tensorfs::internal::store::disk_cache::kept_objects;
+use tensorfs::internal::store::disk_cache::kept_bytes;
 use tensorfs::internal::sync::Mutex;
 
 use super::super::args;
@@ -139,17 +138,12 @@ fn read_all(wanted: &WantedBytes, progress: &ProgressBar) -> Outcome {
     first_failure.map_or(Ok(()), Err)
 }
 
-/// Refuses a cache that has not kept what was read.
+/// Refuses a cache that has not kept what was read, in the versions that were read.
 fn check_kept(place: &DiskCachePlace, wanted: &WantedBytes) -> Outcome {
-    let objects = kept_objects(&place.folder).map_err(|e| cannot(&place.folder, &e))?;
-    let mut kept: HashMap<String, u64> = HashMap::new();
-    for object in objects {
-        let most = kept.entry(object.url).or_default();
-        *most = object.bytes.max(*most);
-    }
     for (source, ranges) in wanted {
         let len: u64 = ranges.iter().map(len_of).sum();
-        let bytes = kept.get(&real_name(source.path())).copied().unwrap_or_default();
+        let kept = kept_bytes(&place.folder, source.path(), &source.version(), ranges);
+        let bytes = kept.map_err(|e| cannot(&place.folder, &e))?;
         if bytes < len {
             let (file, folder) = (shown_path(source.path()), shown_path(&place.folder));
             let why =

@@ -34,6 +34,8 @@ struct DavProperties {
 struct MultistatusReader {
     /// The names of the open elements, empty for those of other namespaces.
     open: Vec<String>,
+    /// Whether the root is in no namespace. Some servers leave it out for all.
+    is_bare: bool,
     hrefs: Vec<String>,
     response: DavResponse,
     properties: DavProperties,
@@ -51,15 +53,14 @@ pub(super) fn responses_in(text: &str) -> Result<Vec<DavResponse>, String> {
         let at = reader.buffer_position();
         let failed = |e: quick_xml::Error| format!("byte {at}: {e}");
         let (namespace, event) = reader.read_resolved_event().map_err(failed)?;
-        let is_dav = namespace == ResolveResult::Bound(DAV);
         match event {
             Event::Start(element) => {
                 let name = element.local_name();
-                state.begin(if is_dav { name.as_ref() } else { "" })?;
+                state.begin(name.as_ref(), &namespace)?;
             }
             Event::Empty(element) => {
                 let name = element.local_name();
-                state.begin(if is_dav { name.as_ref() } else { "" })?;
+                state.begin(name.as_ref(), &namespace)?;
                 state.end();
             }
             Event::End(_) => state.end(),
@@ -77,11 +78,20 @@ pub(super) fn responses_in(text: &str) -> Result<Vec<DavResponse>, String> {
 }
 
 impl MultistatusReader {
-    fn begin(&mut self, name: &str) -> Result<(), String> {
+    fn begin(&mut self, name: &str, namespace: &ResolveResult<'_>) -> Result<(), String> {
+        let is_dav = *namespace == ResolveResult::Bound(DAV);
+        let is_unbound = *namespace == ResolveResult::Unbound;
+        if self.open.is_empty() {
+            if name != "multistatus" || !(is_dav || is_unbound) {
+                return Err("its root is not multistatus of the namespace DAV:".to_owned());
+            }
+            self.is_bare = is_unbound;
+        }
         if self.open.len() == DEPTH_MAX {
             return Err(format!("it has more than {DEPTH_MAX} elements in each other"));
         }
-        self.open.push(name.to_owned());
+        let is_own = is_dav || (self.is_bare && is_unbound);
+        self.open.push(if is_own { name.to_owned() } else { String::new() });
         match self.path().as_slice() {
             ["multistatus", "response"] => {
                 self.hrefs.clear();
@@ -184,13 +194,22 @@ mod tests {
     }
 
     #[test]
-    fn names_without_the_namespace_are_no_responses_and_other_texts_are_errors() {
+    fn names_in_no_namespace_count_if_the_root_is_in_none_and_other_texts_are_errors() {
         let without = "<multistatus><response><href>/a</href></response></multistatus>";
-        assert_eq!(responses_in(without).unwrap(), []);
-        for text in ["<a><b></a>", "<D:multistatus xmlns:D='DAV:'><D:response>", "<a>&none;</a>"] {
+        assert_eq!(responses_in(without).unwrap(), [of_file("/a", "")]);
+        for begin in ["multistatus xmlns='DAV'", "D:multistatus", "html xmlns='DAV:'"] {
+            let name = begin.split(' ').next().unwrap();
+            let text = format!("<{begin}><response><href>/a</href></response></{name}>");
+            assert!(responses_in(&text).unwrap_err().contains("its root is not multistatus"));
+        }
+        for text in [
+            "<multistatus><b></multistatus>",
+            "<D:multistatus xmlns:D='DAV:'><D:response>",
+            "<multistatus>&none;</multistatus>",
+        ] {
             responses_in(text).unwrap_err();
         }
-        let deep = "<a>".repeat(100_000);
+        let deep = format!("<multistatus>{}", "<a>".repeat(100_000));
         assert!(responses_in(&deep).unwrap_err().contains("more than 64"));
     }
 }

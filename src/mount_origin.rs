@@ -71,6 +71,7 @@ impl MountOrigin {
             reference: given.reference.clone(),
             index: given.index.clone(),
             disk_cache: given.disk_cache.clone(),
+            remote: given.remote.clone(),
             secret: given.secret.clone(),
             ..mounted
         };

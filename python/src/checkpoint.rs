@@ -109,6 +109,7 @@ impl Checkpoint {
         let source = path.clone();
         Checkpoint::opened(py, timeout, Some(&path), secret, move |secret| {
             let options = choosing(demanding(demands, secret)?, &view)?;
+            check_settings(&options, std::slice::from_ref(&source))?;
             viewed(&view, || open(&source, &options, &view))
         })
     }
@@ -126,6 +127,7 @@ impl Checkpoint {
     ) -> PyResult<Checkpoint> {
         Checkpoint::opened(py, timeout, None, secret, move |secret| {
             let options = choosing(demanding(demands, secret)?, &view)?;
+            check_settings(&options, &files)?;
             viewed(&view, || core::Checkpoint::of_files_with(&files, None, &options))
         })
     }
@@ -167,6 +169,7 @@ impl Checkpoint {
     ) -> PyResult<Checkpoint> {
         Checkpoint::opened(py, timeout, None, secret, move |secret| {
             let options = choosing(demanding(demands, secret)?, &view)?;
+            check_settings(&options, &map.values().cloned().collect::<Vec<_>>())?;
             viewed(&view, || core::Checkpoint::of_files_with(&[], Some(&map), &options))
         })
     }
@@ -369,6 +372,15 @@ pub(crate) fn demanding(
         secret,
         ..OpenOptions::default()
     })
+}
+
+/// Refuses settings of a remote source that mean nothing for the sources `paths` and the files that
+/// `options` names. A mount reads a remote source itself, so its paths are local ones.
+pub(crate) fn check_settings(options: &OpenOptions, paths: &[PathBuf]) -> tensorfs::Result<()> {
+    let Some(settings) = &options.remote else { return Ok(()) };
+    let named = paths.iter().chain(&options.reference).chain(&options.config);
+    let sources: Vec<PathBuf> = named.cloned().collect();
+    settings.check_use(&sources).map_err(tensorfs::Error::usage)
 }
 
 fn settings_of(words: PyRemote) -> tensorfs::Result<Arc<RemoteSettings>> {

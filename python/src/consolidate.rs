@@ -19,7 +19,8 @@ use tensorfs::internal::store::hub_cache;
 use tensorfs::internal::view::View;
 
 use crate::checkpoint::{
-    Demands, SecretWord, ViewWords, choosing, demanding, of_view, secret_of, unproven_tail, view_of,
+    Demands, SecretWord, ViewWords, check_settings, choosing, demanding, of_view, secret_of,
+    unproven_tail, view_of,
 };
 use crate::errors::raised;
 use crate::waiting::beside;
@@ -55,6 +56,9 @@ pub(crate) fn consolidate(
     let options = WriteOptions { replace: overwrite, verify, beside_others: numbered };
     let (to, path) = (out.clone(), sources.first().cloned());
     let work = move || {
+        let demanded = choosing(demanding(demands, secret_of(secret)?)?, &view)?;
+        let given = OpenOptions { config, ..demanded };
+        check_settings(&given, &sources)?;
         let sources = match sources.as_slice() {
             [one] => match hub_cache::resolve(one)? {
                 folder if numbered && folder.is_dir() => shards_in(folder)?,
@@ -62,9 +66,7 @@ pub(crate) fn consolidate(
             },
             _ => sources,
         };
-        let given = choosing(demanding(demands, secret_of(secret)?)?, &view)?;
-        let outline =
-            outline_of(&sources, numbers.as_ref(), &view, OpenOptions { config, ..given })?;
+        let outline = outline_of(&sources, numbers.as_ref(), &view, given)?;
         let single = match (numbered, sources.as_slice()) {
             (false, [source]) => outline.file_at(&to, source)?,
             // Files by number always go into a folder.

@@ -7,7 +7,7 @@ import safetensors.numpy
 
 import tensorfs
 from object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
-from package import FIXTURES, TestCase, environment, python
+from package import FIXTURES, Mount, TestCase, environment, python
 
 URL = "s3://bucket/models/tiny"
 # The environment chooses the server of a bucket once in a process, and other tests have other ones.
@@ -148,6 +148,43 @@ class SettingsOfOneSource(TestCase):
         with self.assertRaises(OSError) as raised:
             tensorfs.load_file(OWN_URL, framework="np")
         self.assertIn("127.0.0.1:1", str(raised.exception))
+
+    def test_a_reference_and_a_config_in_the_bucket_are_asked_for_with_them(self):
+        # A reference for which the keys of the environment are asked would be refused.
+        index = f"{OWN_URL}/model.safetensors.index.json"
+        self.assert_same(tensorfs.load_file(OWN_URL, framework="np", reference=index, **self.how))
+        self.assert_same(tensorfs.load_file(self.source, framework="np", reference=index, **self.how))
+        out = self.tmp / "out"
+        tensorfs.consolidate(self.source, out, config=OWN_URL, **self.how)
+        self.assertEqual((out / "config.json").read_bytes(), (self.source / "config.json").read_bytes())
+
+    def test_a_mount_reads_its_source_itself_and_leaves_the_reference_to_them(self):
+        options = [f"endpoint={self.server.url}", "region=us-east-1", f"credentials-file={self.profiles}", "profile=work"]
+        with Mount(OWN_URL, *options) as mount:
+            self.assert_same(tensorfs.load_file(mount.path, framework="np"))
+            with self.assertRaises(tensorfs.SafetensorError) as raised:
+                tensorfs.load_file(mount.path, framework="np", profile="work")
+            self.assertIn("profile= means nothing here", str(raised.exception))
+        index, out = f"{OWN_URL}/model.safetensors.index.json", self.tmp / "whole.safetensors"
+        with Mount(self.source) as mount:
+            self.assert_same(tensorfs.load_file(mount.path, framework="np", reference=index, **self.how))
+            tensorfs.consolidate(mount.path, out, reference=index, **self.how)
+        self.assert_same(safetensors.numpy.load_file(out))
+
+    def test_those_that_mean_nothing_for_a_source_are_refused(self):
+        file = sorted(self.source.glob("*.safetensors"))[0]
+        for source, how, why in (
+            (self.source, {"profile": "work"}, "profile= means nothing here: leave it out"),
+            ([file], {"region": "x"}, "region= means nothing here"),
+            (f"{self.server.url}/settings/models/tiny", {"endpoint": self.server.url}, "endpoint= means nothing here"),
+            ("redis://127.0.0.1:1/0/x", {"credentials_file": self.profiles}, "credentials_file= means nothing here"),
+        ):
+            with self.subTest(source=source), self.assertRaises(tensorfs.SafetensorError) as raised:
+                tensorfs.load_file(source, framework="np", **how)
+            self.assertIn(why, str(raised.exception))
+        with self.assertRaises(tensorfs.SafetensorError) as raised:
+            tensorfs.consolidate(self.source, self.tmp / "out", profile="work")
+        self.assertIn("profile= means nothing here", str(raised.exception))
 
     def test_two_settings_of_one_bucket_stand_beside_each_other(self):
         other = {**self.how, "profile": "default"}

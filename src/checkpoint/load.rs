@@ -502,8 +502,8 @@ fn text_of(source: &Source, max: u64) -> Result<Vec<u8>> {
 
 /// Reads the file with the expected tensors of a checkpoint: a weight file, a weight map or a
 /// manifest.
-pub(super) fn read_reference(path: &Path) -> Result<Reference> {
-    let store = Store::of(path);
+pub(super) fn read_reference(path: &Path, options: &OpenOptions) -> Result<Reference> {
+    let store = Store::for_options(path, options);
     let real = store.real_path(path).map_err(|e| Error::io(path, "open", e))?;
     let refused = |fault: Fault| Error::refused(path, fault);
     let name = path.to_str().unwrap_or_default();

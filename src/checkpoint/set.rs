@@ -109,7 +109,7 @@ pub(super) fn check_completeness(
         let hint = "; if the checkpoint was saved anew, remove the manifest and write a new one";
         let knows_all = match set.manifest {
             Some(known) => known,
-            None => compare(&folder.path, catalog, &file.path, hint)?,
+            None => compare(&folder.path, catalog, &file.path, hint, options)?,
         };
         manifest = Some(knows_all);
         proven |= knows_all;
@@ -128,7 +128,7 @@ pub(super) fn check_demands(
     options: &OpenOptions,
 ) -> Result<bool> {
     let mut proven = match &options.reference {
-        Some(path) => compare(folder, catalog, path, "")?,
+        Some(path) => compare(folder, catalog, path, "", options)?,
         None => false,
     };
     if let Some(expected) = options.expect_shards {
@@ -140,8 +140,14 @@ pub(super) fn check_demands(
 
 /// Compares the catalog of a set in `folder` with a reference. Returns whether it proves the last
 /// pieces.
-fn compare(folder: &Path, catalog: &Catalog, path: &Path, hint: &str) -> Result<bool> {
-    let known = read_reference(path)?;
+fn compare(
+    folder: &Path,
+    catalog: &Catalog,
+    path: &Path,
+    hint: &str,
+    options: &OpenOptions,
+) -> Result<bool> {
+    let known = read_reference(path, options)?;
     check_reference(catalog, &known, path, hint).map_err(|fault| Error::refused(folder, fault))?;
     // Names alone do not show that a tensor has lost its end.
     Ok(known.total_size.is_some() || known.tensors.values().all(Option::is_some))

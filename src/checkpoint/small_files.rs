@@ -51,7 +51,7 @@ const OTHER_WEIGHTS: [&str; 14] = [
 /// that option, and where nothing can be read.
 pub(super) fn small_files(options: &OpenOptions) -> Vec<File> {
     let Some(path) = &options.config else { return Vec::new() };
-    let store = Store::of(path);
+    let store = Store::for_options(path, options);
     let Ok(real) = store.real_path(path) else { return Vec::new() };
     if is_folder(&store, &real) {
         let names = store.names(&real).unwrap_or_default();
@@ -66,7 +66,7 @@ pub(super) fn small_files(options: &OpenOptions) -> Vec<File> {
 /// The small file `name` of `options.config`, as it is now.
 pub(super) fn small_file(options: &OpenOptions, name: &OsStr) -> Option<File> {
     let path = options.config.as_ref()?;
-    let store = Store::of(path);
+    let store = Store::for_options(path, options);
     let real = store.real_path(path).ok()?;
     if is_folder(&store, &real) {
         return file_in(&real, name, options);
@@ -79,8 +79,11 @@ pub(super) fn small_file(options: &OpenOptions, name: &OsStr) -> Option<File> {
 /// source may lead.
 fn file_in(folder: &Path, name: &OsStr, options: &OpenOptions) -> Option<File> {
     let text = name.to_str().filter(|name| is_small_name(name))?;
-    let follow = options.follow.iter().filter_map(|path| Store::of(path).real_path(path).ok());
-    let store = Store::of(folder);
+    let follow = options
+        .follow
+        .iter()
+        .filter_map(|path| Store::for_options(path, options).real_path(path).ok());
+    let store = Store::for_options(folder, options);
     let bounds = LinkBounds::new(store.clone(), folder.to_owned(), follow.collect(), options.links);
     let (path, _) = bounds.resolve(&folder.join(text)).ok()?;
     let version = store.fresh_version(&path).ok()?;
@@ -153,7 +156,9 @@ impl Tree {
         if self.options.hub {
             return Err(Error::usage("config= is for one checkpoint, layout=hub shows several"));
         }
-        let real = Store::of(path).real_path(path).map_err(|e| Error::io(path, "open", e))?;
+        let real = Store::for_options(path, &self.options)
+            .real_path(path)
+            .map_err(|e| Error::io(path, "open", e))?;
         let found = FileSystem::of_folder(&real);
         if found.is_pseudo_file_system() {
             return Err(Error::usage(format!(

@@ -43,6 +43,15 @@ const OTHER_KEYS: [&str; 11] = [
     "AZURE_STORAGE_BLOB_ENDPOINT",
 ];
 
+/// Schemes of URLs with credentials, and with certificates of servers.
+const HAVE_CREDENTIALS: [&str; 8] = ["s3", "gs", "az", "abfs", "abfss", "hf", "http", "https"];
+
+/// Schemes of URLs whose server an option can name.
+const HAVE_ENDPOINTS: [&str; 6] = ["s3", "gs", "az", "abfs", "abfss", "hf"];
+
+/// Schemes of URLs with profiles and regions.
+const HAVE_PROFILES: [&str; 1] = ["s3"];
+
 /// The settings of one store: its own, or else those in force.
 #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -107,6 +116,39 @@ impl RemoteSettings {
         Ok(())
     }
 
+    /// Refuses settings that mean nothing for any of the sources `paths`.
+    ///
+    /// # Errors
+    /// One line with the first of them.
+    #[doc(hidden)]
+    pub fn check_use(&self, paths: &[PathBuf]) -> Result<(), String> {
+        let given = [
+            ("credentials_file", self.credentials_file.is_some(), &HAVE_CREDENTIALS[..]),
+            ("profile", self.profile.is_some(), &HAVE_PROFILES[..]),
+            ("endpoint", self.endpoint.is_some(), &HAVE_ENDPOINTS[..]),
+            ("region", self.region.is_some(), &HAVE_PROFILES[..]),
+            ("ca_file", self.ca_file.is_some(), &HAVE_CREDENTIALS[..]),
+        ];
+        let begins = |path: &PathBuf, scheme: &str| {
+            let rest = path.as_os_str().as_encoded_bytes().strip_prefix(scheme.as_bytes());
+            rest.is_some_and(|rest| rest.starts_with(b"://"))
+        };
+        let is_used = |schemes: &[&str]| {
+            paths.iter().any(|path| schemes.iter().any(|scheme| begins(path, scheme)))
+        };
+        let Some((name, _, schemes)) =
+            given.iter().find(|(_, is_given, schemes)| *is_given && !is_used(schemes))
+        else {
+            return Ok(());
+        };
+        let path = paths.first().map(|path| shown_path(path)).unwrap_or_default();
+        let schemes = schemes.join("://, ");
+        Err(format!(
+            "{path}: {name}= means nothing here: leave it out, or name a source that has it \
+             ({schemes}://)"
+        ))
+    }
+
     /// The value that stands for the variable `name`. An empty one means that there is none.
     fn variable(&self, name: &str) -> Option<String> {
         let path = |path: &Option<PathBuf>| Some(path.as_ref()?.to_str()?.to_owned());
@@ -150,13 +192,21 @@ pub fn is_server_url(url: &str) -> bool {
 
 /// The text of a file with credentials.
 fn text_in(file: &Path) -> io::Result<String> {
-    let mut text = String::new();
-    open_regular(file)?.take(CREDENTIALS_LEN_MAX + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > CREDENTIALS_LEN_MAX {
-        let why = format!("has more than {CREDENTIALS_LEN_MAX} bytes, which no credentials have");
+    let text = bytes_in(file, CREDENTIALS_LEN_MAX)?;
+    // The error of the conversion would hold the credentials.
+    let not_text = |_| io::Error::new(io::ErrorKind::InvalidData, "is not UTF-8");
+    String::from_utf8(text).map_err(not_text)
+}
+
+/// The bytes of a file of settings, `len_max` at most.
+pub(super) fn bytes_in(file: &Path, len_max: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_regular(file)?.take(len_max + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > len_max {
+        let why = format!("has more than {len_max} bytes, which no such file has");
         return Err(io::Error::new(io::ErrorKind::InvalidData, why));
     }
-    Ok(text)
+    Ok(bytes)
 }
 
 fn open_regular(path: &Path) -> io::Result<File> {
@@ -171,6 +221,36 @@ fn open_regular(path: &Path) -> io::Result<File> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn settings_that_mean_nothing_for_any_source_are_refused() {
+        let none = RemoteSettings::default();
+        let word = || Some("https://x".to_owned());
+        let profile = RemoteSettings { profile: word(), ..none.clone() };
+        let endpoint = RemoteSettings { endpoint: word(), ..none.clone() };
+        let file = RemoteSettings { ca_file: Some("/x".into()), ..none.clone() };
+        let refused = |settings: &RemoteSettings, paths: &[&str]| {
+            let paths: Vec<PathBuf> = paths.iter().map(PathBuf::from).collect();
+            settings.check_use(&paths).err().unwrap_or_default()
+        };
+        assert_eq!(refused(&none, &["/a"]), "");
+        for (settings, used) in
+            [(&profile, "s3://b/x"), (&endpoint, "hf://a/b"), (&file, "http://h/x")]
+        {
+            assert_eq!(refused(settings, &[used]), "");
+            assert_eq!(refused(settings, &["/local", used]), "");
+        }
+        for (settings, path, name) in [
+            (&profile, "/local", "profile"),
+            (&profile, "gs://b/x", "profile"),
+            (&profile, "/a/s3://b", "profile"),
+            (&endpoint, "https://h/x", "endpoint"),
+            (&file, "redis://h/0/", "ca_file"),
+        ] {
+            let begin = format!("{path}: {name}= means nothing here");
+            assert!(refused(settings, &[path]).starts_with(&begin), "{path}");
+        }
+    }
 
     #[test]
     fn a_setting_stands_for_the_variables_of_its_meaning_and_hides_others() {
@@ -190,7 +270,7 @@ mod tests {
         assert_eq!(settings.variable("AZURE_STORAGE_BLOB_ENDPOINT").as_deref(), Some(""));
         std::fs::write(&file, [0xff]).unwrap();
         assert_eq!(settings.variable("AZURE_STORAGE_CONNECTION_STRING").as_deref(), Some(""));
-        assert!(settings.take_effect().unwrap_err().contains("credentials: stream did not"));
+        assert!(settings.take_effect().unwrap_err().contains("credentials: is not UTF-8"));
         let fifo = folder.path().join("fifo");
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
         let waits = RemoteSettings { credentials_file: Some(fifo), ..none.clone() };

@@ -47,7 +47,7 @@ use endpoint::Endpoint;
 use hub::{HubAccess, HubRepository, tree};
 use listing::StoreEntry;
 use location::{Location, Protocol, escaped_key, is_confidential};
-use shared::{RemoteClients, RemoteProcess};
+use shared::{RemoteClients, RemoteProcess, shared_one};
 use state::{ObjectState, hash_of};
 
 /// Time limit of a call that nobody gave one.
@@ -73,8 +73,8 @@ pub(super) fn store_of(url: &Path, settings: StoreSettings) -> Arc<dyn StoreKind
     };
     let mut stores = STORES.get_or_init(Mutex::default).lock();
     let root = location.root.clone();
-    let new = || Arc::new(RemoteStore::new(location, settings.clone()));
-    stores.entry((root, settings.clone())).or_insert_with(|| new()).clone()
+    let key = (root, settings.clone());
+    shared_one(&mut stores, key, || Arc::new(RemoteStore::new(location, settings)))
 }
 
 /// A bucket, an HTTP server, or a repository of the hub.

@@ -2,7 +2,9 @@
 //! clients, the credentials, and how many requests each server gets at a time.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +13,7 @@ use tokio::sync::Semaphore;
 
 use super::credentials::{CredentialChain, aws, azure, context_of, google};
 use crate::process::PerProcess;
-use crate::store::remote_settings::StoreSettings;
+use crate::store::remote_settings::{StoreSettings, bytes_in};
 use crate::sync::Mutex;
 
 /// Threads that drive connections. The bytes are copied by the threads that wait for them.
@@ -29,6 +31,12 @@ const REDIRECTS_MAX: usize = 10;
 
 /// A file of certificates that are trusted besides those of the machine, as AWS names it.
 const CA_BUNDLE: &str = "AWS_CA_BUNDLE";
+
+/// Maximum length of such a file in bytes.
+const CA_BUNDLE_LEN_MAX: u64 = 16 << 20;
+
+/// Maximum number of shared values of one kind of which nobody uses any: settings come from callers.
+const UNUSED_MAX: usize = 64;
 
 /// A child of a fork has none of the threads, and makes its own.
 static OF_PROCESS: PerProcess<Result<RemoteProcess, String>> = PerProcess::new();
@@ -80,26 +88,38 @@ impl RemoteProcess {
     /// # Errors
     /// If clients cannot be made.
     pub(super) fn clients_of(&self, settings: &StoreSettings) -> io::Result<Arc<RemoteClients>> {
-        let mut all = self.clients.lock();
-        if let Some(clients) = all.get(settings) {
-            return Ok(clients.clone());
+        let known = self.clients.lock().get(settings).cloned();
+        if let Some(clients) = known {
+            return Ok(clients);
         }
+        // Without the lock: a file of certificates may lie on a disk that does not answer.
         let made = Arc::new(RemoteClients::new(settings.clone()).map_err(io::Error::other)?);
-        all.insert(settings.clone(), made.clone());
-        Ok(made)
+        Ok(shared_one(&mut self.clients.lock(), settings.clone(), || made))
     }
 
     /// The requests that the server `host` may get at a time.
     pub(super) fn slots_of(&self, host: &str) -> Arc<Semaphore> {
-        let mut slots = self.slots.lock();
         let new = || Arc::new(Semaphore::new(REQUESTS_MAX));
-        slots.entry(host.to_owned()).or_insert_with(new).clone()
+        shared_one(&mut self.slots.lock(), host.to_owned(), new)
     }
+}
+
+/// The value for `key` in `all`, else a `new` one. If there are many, those that nobody uses go before.
+pub(super) fn shared_one<K: Eq + Hash, V: ?Sized>(
+    all: &mut HashMap<K, Arc<V>>,
+    key: K,
+    new: impl FnOnce() -> Arc<V>,
+) -> Arc<V> {
+    if all.len() >= UNUSED_MAX && !all.contains_key(&key) {
+        all.retain(|_, value| Arc::strong_count(value) > 1);
+    }
+    all.entry(key).or_insert_with(new).clone()
 }
 
 impl RemoteClients {
     fn new(settings: StoreSettings) -> Result<RemoteClients, String> {
-        let client = |redirects, by_proxy| client(&settings, redirects, by_proxy);
+        let trusted = certificates(&settings)?;
+        let client = |redirects, by_proxy| client(&trusted, redirects, by_proxy);
         let following = client(reqwest::redirect::Policy::custom(follow), true)?;
         let direct = client(reqwest::redirect::Policy::none(), true)?;
         let of_host = client(reqwest::redirect::Policy::none(), false)?;
@@ -123,8 +143,17 @@ fn follow(attempt: reqwest::redirect::Attempt<'_>) -> reqwest::redirect::Action 
     }
 }
 
+/// The certificates that are trusted besides those of the machine.
+fn certificates(settings: &StoreSettings) -> Result<Vec<reqwest::Certificate>, String> {
+    let named = settings.variable(CA_BUNDLE).filter(|file| !file.is_empty());
+    let Some(file) = named else { return Ok(Vec::new()) };
+    let failed = |why: String| format!("{CA_BUNDLE}: {why}");
+    let pem = bytes_in(Path::new(&file), CA_BUNDLE_LEN_MAX).map_err(|e| failed(e.to_string()))?;
+    reqwest::Certificate::from_pem_bundle(&pem).map_err(|e| failed(e.without_url().to_string()))
+}
+
 fn client(
-    settings: &StoreSettings,
+    trusted: &[reqwest::Certificate],
     redirects: reqwest::redirect::Policy,
     by_proxy: bool,
 ) -> Result<reqwest::Client, String> {
@@ -138,18 +167,41 @@ fn client(
             .referer(false);
         if by_proxy { builder } else { builder.no_proxy() }
     };
-    let trusted = match settings.variable(CA_BUNDLE).filter(|file| !file.is_empty()) {
-        None => Vec::new(),
-        Some(file) => {
-            let pem = std::fs::read(file).map_err(|e| format!("{CA_BUNDLE}: {e}"))?;
-            reqwest::Certificate::from_pem_bundle(&pem).map_err(failed)?
-        }
-    };
-    let with_roots = builder().tls_certs_merge(trusted.clone()).redirect(redirects).build();
+    let with_roots = builder().tls_certs_merge(trusted.to_vec()).redirect(redirects).build();
     with_roots.or_else(|e| {
         // A machine without certificates can still use plain HTTP.
         tracing::debug!("no certificates of the machine: {}", e.without_url());
         let none = reqwest::redirect::Policy::none();
-        builder().tls_certs_only(trusted).redirect(none).build().map_err(failed)
+        builder().tls_certs_only(trusted.to_vec()).redirect(none).build().map_err(failed)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::open_options::RemoteSettings;
+
+    #[test]
+    fn shared_values_that_nobody_uses_go_and_used_ones_stay() {
+        let mut all = HashMap::new();
+        let used: Vec<_> = (0..3).map(|key| shared_one(&mut all, key, || Arc::new(key))).collect();
+        for key in 3..10 * UNUSED_MAX {
+            shared_one(&mut all, key, || Arc::new(key));
+            assert!(all.len() <= UNUSED_MAX);
+        }
+        for (key, value) in used.iter().enumerate() {
+            assert!(Arc::ptr_eq(value, &shared_one(&mut all, key, || unreachable!())));
+        }
+    }
+
+    #[test]
+    fn a_fifo_as_file_of_certificates_is_refused_and_no_other_store_waits_for_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let fifo = folder.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let settings = RemoteSettings { ca_file: Some(fifo), ..RemoteSettings::default() };
+        let own = StoreSettings(Some(Arc::new(settings)));
+        let refused = RemoteProcess::get().unwrap().clients_of(&own).err().unwrap();
+        assert!(refused.to_string().contains("is not a regular file"), "{refused}");
+    }
 }

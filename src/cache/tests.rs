@@ -184,6 +184,24 @@ fn a_read_that_waits_long_for_its_source_holds_back_others_of_that_one_only() {
     assert_eq!(second.recv_timeout(PATIENCE).unwrap(), [8; 4096]);
 }
 
+// Four reads of a source that stalled once kept all others out that are read without blocks.
+#[test]
+fn reads_without_blocks_of_one_source_leave_room_for_those_of_another() {
+    let fixture = fixture();
+    let (busy, other) = (fixture.file("busy", 1), fixture.file("other", 1));
+    let request = |file: &Arc<CachedFile>| ReadRequest {
+        file: file.clone(),
+        reader: 0,
+        range: 0..4096,
+        since: Instant::now(),
+        answer: Box::new(|_| {}),
+    };
+    let mut reads = Vec::new();
+    let mut is_taken = |file| UncachedRead::take_in(&mut reads, request(file)).is_ok();
+    assert_eq!([0; 4].map(|_| is_taken(&busy)), [true, true, true, false]);
+    assert!(is_taken(&other) && !is_taken(&other));
+}
+
 /// Records for each line of the log whether the cache was locked while it was written.
 struct Log {
     cache: Cache,

@@ -7,26 +7,37 @@ use std::sync::Arc;
 
 use super::queue::{QueuedRead, WaitReason};
 use super::{CacheInner, ReadRequest, State, too_late};
+use crate::io::SourceKey;
 use crate::sync::{Mutex, MutexGuard};
 
 /// Maximum number of such reads, including those whose thread still waits for the source after the
 /// answer.
 const UNCACHED_MAX: usize = 4;
 
-/// A read whose thread has not ended; `None` once it is answered.
+/// Maximum number of them that begin in one source, so that one that stalls leaves room for others.
+const UNCACHED_OF_SOURCE_MAX: usize = 3;
+
+/// A read whose thread has not ended.
 #[derive(Clone)]
-pub(super) struct UncachedRead(Arc<Mutex<Option<ReadRequest>>>);
+pub(super) struct UncachedRead {
+    /// `None` once it is answered.
+    request: Arc<Mutex<Option<ReadRequest>>>,
+    /// The source of its first bytes.
+    source: Option<SourceKey>,
+}
 
 impl UncachedRead {
-    /// Takes a read in among `others`, or returns it if there are too many.
-    fn take_in(
+    /// Takes a read in among `others`, or returns it if there are too many, or too many of its source.
+    pub(super) fn take_in(
         others: &mut Vec<UncachedRead>,
         request: ReadRequest,
     ) -> Result<UncachedRead, ReadRequest> {
-        if others.len() >= UNCACHED_MAX {
+        let source = request.file.reader.first_source(&request.range).map(SourceKey::of);
+        let of_source = others.iter().filter(|other| other.source == source).count();
+        if others.len() >= UNCACHED_MAX || source.is_some() && of_source >= UNCACHED_OF_SOURCE_MAX {
             return Err(request);
         }
-        let read = UncachedRead(Arc::new(Mutex::new(Some(request))));
+        let read = UncachedRead { request: Arc::new(Mutex::new(Some(request))), source };
         others.push(read.clone());
         Ok(read)
     }
@@ -56,13 +67,16 @@ impl UncachedRead {
     }
 
     fn carry_out(&self, cache: &Arc<CacheInner>) {
-        let asked =
-            self.0.lock().as_ref().map(|request| (request.file.clone(), request.range.clone()));
+        let asked = self
+            .request
+            .lock()
+            .as_ref()
+            .map(|request| (request.file.clone(), request.range.clone()));
         if let Some((file, range)) = asked {
             let mut bytes = vec![0; (range.end - range.start) as usize];
             let read = || cache.windows.read_at(&file.reader, range.start, &mut bytes);
             let outcome = catch_unwind(AssertUnwindSafe(read));
-            let request = self.0.lock().take();
+            let request = self.request.lock().take();
             // After a panic the read is dropped, which answers it with an error.
             if let (Some(request), Ok(outcome)) = (request, outcome) {
                 cache.answer(request, outcome.as_ref().map(|_| bytes.as_slice()));
@@ -73,13 +87,13 @@ impl UncachedRead {
     }
 
     fn strike_out(&self, cache: &CacheInner) {
-        cache.state.lock().uncached.retain(|other| !Arc::ptr_eq(&other.0, &self.0));
+        cache.state.lock().uncached.retain(|other| !Arc::ptr_eq(&other.request, &self.request));
     }
 
     /// Fails the read if it is overdue.
     pub(super) fn expire(&self, cache: &CacheInner) {
         let Some(timeout) = cache.timeout else { return };
-        let late = self.0.lock().take_if(|request| request.since.elapsed() >= timeout);
+        let late = self.request.lock().take_if(|request| request.since.elapsed() >= timeout);
         if let Some(request) = late {
             cache.counters.source_timeouts.add(1);
             let error = too_late(&request, "its bytes did not come within the deadline");

@@ -107,6 +107,23 @@ impl Reader {
         &self.sources
     }
 
+    /// The source of the first of bytes `range` that are not of the header.
+    pub(crate) fn first_source(&self, range: &Range<u64>) -> Option<&Arc<Source>> {
+        let Some(layout) = &self.layout else { return self.sources.first() };
+        let start = range.start.max(layout.header().len() as u64);
+        let mut first = None;
+        layout.extents(start..range.end.min(start + 1), &mut |extent| {
+            if let Extent::Run { shard, range, .. }
+            | Extent::Scatter { shard, range, .. }
+            | Extent::Cast { shard, range, .. } = extent
+                && !are_zeros(range.start)
+            {
+                first = self.sources.get(shard.0 as usize);
+            }
+        });
+        first
+    }
+
     /// Whether bytes `range` come from no shard: those of tensors of which a file has the shape only.
     #[doc(hidden)]
     pub fn is_unstored(&self, range: Range<u64>) -> bool {

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::io::{Budget, Buffer};
 use crate::layout::{Extent, Layout};
 use crate::parallel::in_parallel;
-use crate::source::page_cache;
+use crate::source::{Source, page_cache};
 use crate::sync::{Condvar, Mutex};
 use crate::system_memory;
 use crate::zeros::are_zeros;
@@ -37,6 +37,15 @@ const TRIED_MAX: u64 = 256 << 10;
 /// Places that are remembered, and threads that fill one window.
 const PLACES_MAX: usize = 32;
 const FILLERS_MAX: usize = 4;
+
+/// Gap up to which two ranges of a shard are asked of the kernel as one.
+const AHEAD_GAP: u64 = 64 << 10;
+
+/// Longest part of a shard that is asked for at a time, but by a sweep, whose reads have no deadline.
+const AHEAD_MAX: u64 = 4 << 30;
+
+/// Longest wait for a window that another thread reads.
+const WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// Windows of open files, in bounded memory.
 pub struct GatherWindows {
@@ -69,6 +78,8 @@ struct Tried {
 
 struct GatherWindow {
     place: WindowPlace,
+    /// Whether the window before was used up, or all reads go forward.
+    goes_on: bool,
     /// Bytes that were taken from it.
     taken: AtomicU64,
     /// Time of the last read of it.
@@ -79,9 +90,27 @@ struct GatherWindow {
 
 enum WindowBytes {
     Waiting,
-    There(Arc<Buffer>),
+    There(Arc<GatheredBytes>),
     /// The read failed, and whoever waits reads without a window.
     Failed,
+}
+
+struct GatheredBytes {
+    bytes: Buffer,
+    /// The sources that they come from.
+    sources: Vec<Arc<Source>>,
+}
+
+/// Parts of shards, in order and apart from each other.
+type ShardParts = BTreeMap<ShardId, Vec<Range<u64>>>;
+
+/// Why a window is to be read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Due {
+    /// Enough of it was read.
+    Tried,
+    /// It is read after the one before.
+    GoesOn,
 }
 
 impl WindowPlace {
@@ -156,43 +185,57 @@ impl GatherWindows {
         let Some(layout) = &reader.layout else { return Ok(false) };
         let mut state = self.state.lock();
         let known = state.windows.iter().find(|window| window.place.is(layout, range)).cloned();
-        let is_changed = || reader.sources().iter().any(|source| source.is_changed_now());
-        let (window, is_new) = match known {
-            Some(window) if is_changed() => {
-                state.windows.retain(|other| !Arc::ptr_eq(other, &window));
-                return Ok(false);
-            }
-            Some(window) => (window, false),
-            None if !state.is_due(layout, range, part.end - part.start, self.is_sweep) => {
-                return Ok(false);
-            }
+        let is_new = known.is_none();
+        let window = match known {
+            Some(window) => window,
             None => {
-                let window = Arc::new(GatherWindow::at(layout, range));
+                let Some(due) = state.due(layout, range, part.end - part.start, self.is_sweep)
+                else {
+                    return Ok(false);
+                };
+                let window = Arc::new(GatherWindow::at(layout, range, due));
                 state.windows.push(window.clone());
-                (window, true)
+                window
             }
         };
         drop(state);
-        let bytes = if is_new { self.fill(reader, &window)? } else { window.wait() };
+        let bytes = if is_new { self.fill(reader, &window)? } else { window.wait(WAIT_MAX) };
+        if !is_new && bytes.as_ref().is_none_or(|bytes| bytes.is_changed()) {
+            // Nobody else waits for it, or takes its bytes.
+            self.forget(&window);
+            return Ok(false);
+        }
         let Some(bytes) = bytes else { return Ok(false) };
         let from = (part.start - range.start) as usize;
-        target.copy_from_slice(&bytes[from..][..target.len()]);
+        target.copy_from_slice(&bytes.bytes[from..][..target.len()]);
         *window.used.lock() = Instant::now();
         let len = target.len() as u64;
         if window.taken.fetch_add(len, Ordering::Relaxed) + len >= range.end - range.start {
-            self.state.lock().windows.retain(|other| !Arc::ptr_eq(other, &window));
+            self.forget(&window);
         }
         Ok(true)
     }
 
+    fn forget(&self, window: &Arc<GatherWindow>) {
+        self.state.lock().windows.retain(|other| !Arc::ptr_eq(other, window));
+    }
+
     /// Reads a window. `None` if there is no memory for it.
-    fn fill(&self, reader: &Reader, window: &Arc<GatherWindow>) -> Result<Option<Arc<Buffer>>> {
+    fn fill(
+        &self,
+        reader: &Reader,
+        window: &Arc<GatherWindow>,
+    ) -> Result<Option<Arc<GatheredBytes>>> {
         let range = &window.place.range;
         let unless_filled = FailUnlessFilled { windows: self, window };
-        let Some(mut buffer) = self.memory(range, window) else { return Ok(None) };
-        read_ahead(reader, range);
-        fill_in_parts(reader, range.start, &mut buffer)?;
-        let bytes = Arc::new(buffer);
+        let Some(layout) = &reader.layout else { return Ok(None) };
+        let Some(mut bytes) = self.memory(range, window) else { return Ok(None) };
+        let parts = shard_parts(layout, range);
+        let sources = parts.keys().map(|shard| reader.sources[shard.0 as usize].clone()).collect();
+        let longest = if self.is_sweep { u64::MAX } else { AHEAD_MAX };
+        read_ahead(reader, parts, window.goes_on, longest);
+        fill_in_parts(reader, range.start, &mut bytes)?;
+        let bytes = Arc::new(GatheredBytes { bytes, sources });
         *window.content.lock() = WindowBytes::There(bytes.clone());
         drop(unless_filled);
         Ok(Some(bytes))
@@ -231,21 +274,21 @@ impl GatherWindows {
 }
 
 impl WindowList {
-    /// Whether the window at `range` is to be read, of which `len` bytes are wanted.
-    fn is_due(
+    /// Whether and why the window at `range` is to be read, of which `len` bytes are wanted.
+    fn due(
         &mut self,
         layout: &Arc<Layout>,
         range: &Range<u64>,
         len: u64,
         is_sweep: bool,
-    ) -> bool {
+    ) -> Option<Due> {
         let follows = |tried: &Tried| {
             let before = &tried.place;
             before.range.end == range.start
                 && tried.bytes >= TRIED_MAX
                 && before.is(layout, &before.range)
         };
-        let goes_on = self.tried.iter().any(follows);
+        let goes_on = is_sweep || self.tried.iter().any(follows);
         let known = self.tried.iter().position(|tried| tried.place.is(layout, range));
         let is_new = known.is_none();
         let mut tried = match known {
@@ -254,8 +297,7 @@ impl WindowList {
         };
         // Bytes of a window that had to make way are late.
         tried.bytes = if tried.bytes >= TRIED_MAX { len } else { tried.bytes + len };
-        let is_due = tried.bytes >= TRIED_MAX.min(range.end - range.start)
-            || is_new && (goes_on || is_sweep);
+        let is_due = tried.bytes >= TRIED_MAX.min(range.end - range.start) || is_new && goes_on;
         if is_due {
             tried.bytes = TRIED_MAX;
         }
@@ -263,7 +305,7 @@ impl WindowList {
         if self.tried.len() > PLACES_MAX {
             self.tried.remove(0);
         }
-        is_due
+        is_due.then_some(if goes_on { Due::GoesOn } else { Due::Tried })
     }
 }
 
@@ -274,9 +316,10 @@ impl WindowPlace {
 }
 
 impl GatherWindow {
-    fn at(layout: &Arc<Layout>, range: &Range<u64>) -> GatherWindow {
+    fn at(layout: &Arc<Layout>, range: &Range<u64>, due: Due) -> GatherWindow {
         GatherWindow {
             place: WindowPlace::new(layout, range),
+            goes_on: due == Due::GoesOn,
             taken: AtomicU64::new(0),
             used: Mutex::new(Instant::now()),
             content: Mutex::new(WindowBytes::Waiting),
@@ -284,22 +327,19 @@ impl GatherWindow {
         }
     }
 
-    /// The bytes of a window that another thread reads.
-    fn wait(&self) -> Option<Arc<Buffer>> {
-        let mut content = self.content.lock();
-        loop {
-            match &*content {
-                WindowBytes::Waiting => content = self.filled.wait(content),
-                WindowBytes::There(bytes) => return Some(bytes.clone()),
-                WindowBytes::Failed => return None,
-            }
+    /// The bytes of a window that another thread reads, if they come within `timeout`.
+    fn wait(&self, timeout: Duration) -> Option<Arc<GatheredBytes>> {
+        let is_waiting = |content: &mut WindowBytes| matches!(content, WindowBytes::Waiting);
+        match &*self.filled.wait_timeout_while(self.content.lock(), timeout, is_waiting) {
+            WindowBytes::There(bytes) => Some(bytes.clone()),
+            WindowBytes::Waiting | WindowBytes::Failed => None,
         }
     }
 
     /// Bytes of memory that it holds.
     fn held(&self) -> u64 {
         match &*self.content.lock() {
-            WindowBytes::There(bytes) => bytes.reserved(),
+            WindowBytes::There(bytes) => bytes.bytes.reserved(),
             WindowBytes::Waiting | WindowBytes::Failed => 0,
         }
     }
@@ -320,35 +360,72 @@ impl Drop for FailUnlessFilled<'_> {
         }
         drop(content);
         if !is_filled {
-            self.windows.state.lock().windows.retain(|other| !Arc::ptr_eq(other, self.window));
+            self.windows.forget(self.window);
         }
         self.window.filled.notify_all();
     }
 }
 
-/// Asks the kernel for the bytes of local shards from which a window is gathered, so that they come in long
-/// reads. They are left out if they would fill much of the memory.
-fn read_ahead(reader: &Reader, range: &Range<u64>) {
-    let Some(layout) = &reader.layout else { return };
-    let mut spans: BTreeMap<ShardId, Range<u64>> = BTreeMap::new();
+impl GatheredBytes {
+    fn is_changed(&self) -> bool {
+        self.sources.iter().any(|source| source.is_changed_now())
+    }
+}
+
+/// The parts of shards from which bytes `range` are read.
+fn shard_parts(layout: &Layout, range: &Range<u64>) -> ShardParts {
+    let mut found = ShardParts::new();
     layout.extents(range.clone(), &mut |extent| {
         if let Extent::Run { shard, range, .. }
         | Extent::Scatter { shard, range, .. }
         | Extent::Cast { shard, range, .. } = extent
+            && !are_zeros(range.start)
         {
-            let span = spans.entry(shard).or_insert_with(|| range.clone());
-            *span = span.start.min(range.start)..span.end.max(range.end);
+            add_part(found.entry(shard).or_default(), range);
         }
     });
-    for (shard, span) in spans.into_iter().filter(|(_, span)| !are_zeros(span.start)) {
+    for parts in found.values_mut() {
+        parts.sort_unstable_by_key(|part| part.start);
+        let mut joined = Vec::with_capacity(parts.len());
+        parts.drain(..).for_each(|part| add_part(&mut joined, part));
+        *parts = joined;
+    }
+    found
+}
+
+/// Adds a part to the last one if it lies near its end.
+fn add_part(parts: &mut Vec<Range<u64>>, part: Range<u64>) {
+    match parts.last_mut() {
+        Some(last) if last.start <= part.start && part.start <= last.end + AHEAD_GAP => {
+            last.end = last.end.max(part.end);
+        }
+        _ => parts.push(part),
+    }
+}
+
+/// What is asked of the kernel for `parts`: all from the first to the last if the parts are much of that, or
+/// if the reader goes on and will want the rest, too.
+fn asked_for(parts: Vec<Range<u64>>, goes_on: bool, longest: u64) -> Vec<Range<u64>> {
+    let (Some(first), Some(last)) = (parts.first(), parts.last()) else { return parts };
+    let span = first.start..last.end;
+    let len: u64 = parts.iter().map(|part| part.end - part.start).sum();
+    let span_len = span.end - span.start;
+    if len >= span_len / 2 || goes_on && span_len <= longest { vec![span] } else { parts }
+}
+
+/// Asks the kernel for the bytes of local shards from which a window is gathered, so that they come in long
+/// reads. They are left out if they would fill much of the memory.
+fn read_ahead(reader: &Reader, parts: ShardParts, goes_on: bool, longest: u64) {
+    let free = system_memory::available().unwrap_or(0) / 2;
+    for (shard, parts) in parts {
         let source = &reader.sources[shard.0 as usize];
-        let len = span.end - span.start;
-        let is_small = || system_memory::available().is_some_and(|free| len <= free / 2);
-        if source.may_block() || !is_small() {
+        let asked = asked_for(parts, goes_on, longest.min(free));
+        let len: u64 = asked.iter().map(|part| part.end - part.start).sum();
+        if source.may_block() || len > free {
             continue;
         }
         if let Some(file) = source.open_bytes() {
-            page_cache::read_ahead(&file, &span);
+            asked.iter().for_each(|part| page_cache::read_ahead(&file, part));
         }
     }
 }
@@ -364,4 +441,36 @@ fn fill_in_parts(reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
         reader.read_streamed(start + number * len as u64, target)
     };
     in_parallel(parts.len() as u64, threads, threads as u64, &fill, &mut |()| Ok(()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // All of a cold tensor was asked for of which a reader wanted a few rows.
+    #[test]
+    fn a_window_asks_for_its_own_parts_of_a_shard_unless_the_reader_goes_on() {
+        const GIB: u64 = 1 << 30;
+        let mut parts = Vec::new();
+        (0..10).for_each(|at| add_part(&mut parts, at * GIB..at * GIB + 4096));
+        assert_eq!(asked_for(parts.clone(), false, u64::MAX), parts);
+        let all = 0..9 * GIB + 4096;
+        assert_eq!(asked_for(parts.clone(), true, u64::MAX), std::slice::from_ref(&all));
+        assert_eq!(asked_for(parts.clone(), true, AHEAD_MAX), parts);
+        let mut near = Vec::new();
+        add_part(&mut near, 0..GIB);
+        add_part(&mut near, GIB + AHEAD_GAP..2 * GIB);
+        assert_eq!(near, std::slice::from_ref(&(0..2 * GIB)));
+        add_part(&mut near, 3 * GIB..4 * GIB);
+        assert_eq!(asked_for(near, false, AHEAD_MAX), std::slice::from_ref(&(0..4 * GIB)));
+    }
+
+    // A read waited as long as another one that stalled.
+    #[test]
+    fn a_read_does_not_wait_for_ever_for_the_window_of_another() {
+        let checkpoint = crate::Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref()).unwrap();
+        let layout = checkpoint.single_file().layout().unwrap();
+        let window = GatherWindow::at(&layout, &(0..WINDOW_MIN), Due::Tried);
+        assert!(window.wait(Duration::from_millis(1)).is_none());
+    }
 }

@@ -403,9 +403,9 @@ fn add_part(parts: &mut Vec<Range<u64>>, part: Range<u64>) {
     }
 }
 
-/// What is asked of the kernel for `parts`: all from the first to the last if the parts are much of that, or
-/// if the reader goes on and will want the rest, too.
-fn asked_for(parts: Vec<Range<u64>>, goes_on: bool, longest: u64) -> Vec<Range<u64>> {
+/// Ranges to read ahead for `parts`: all bytes from the first to the last part if the parts are at least half
+/// of them, or if the reader goes on and will want the others too.
+fn ranges_ahead(parts: Vec<Range<u64>>, goes_on: bool, longest: u64) -> Vec<Range<u64>> {
     let (Some(first), Some(last)) = (parts.first(), parts.last()) else { return parts };
     let span = first.start..last.end;
     let len: u64 = parts.iter().map(|part| part.end - part.start).sum();
@@ -419,7 +419,7 @@ fn read_ahead(reader: &Reader, parts: ShardParts, goes_on: bool, longest: u64) {
     let free = system_memory::available().unwrap_or(0) / 2;
     for (shard, parts) in parts {
         let source = &reader.sources[shard.0 as usize];
-        let asked = asked_for(parts, goes_on, longest.min(free));
+        let asked = ranges_ahead(parts, goes_on, longest.min(free));
         let len: u64 = asked.iter().map(|part| part.end - part.start).sum();
         if source.may_block() || len > free {
             continue;
@@ -453,16 +453,16 @@ mod tests {
         const GIB: u64 = 1 << 30;
         let mut parts = Vec::new();
         (0..10).for_each(|at| add_part(&mut parts, at * GIB..at * GIB + 4096));
-        assert_eq!(asked_for(parts.clone(), false, u64::MAX), parts);
+        assert_eq!(ranges_ahead(parts.clone(), false, u64::MAX), parts);
         let all = 0..9 * GIB + 4096;
-        assert_eq!(asked_for(parts.clone(), true, u64::MAX), std::slice::from_ref(&all));
-        assert_eq!(asked_for(parts.clone(), true, AHEAD_MAX), parts);
+        assert_eq!(ranges_ahead(parts.clone(), true, u64::MAX), std::slice::from_ref(&all));
+        assert_eq!(ranges_ahead(parts.clone(), true, AHEAD_MAX), parts);
         let mut near = Vec::new();
         add_part(&mut near, 0..GIB);
         add_part(&mut near, GIB + AHEAD_GAP..2 * GIB);
         assert_eq!(near, std::slice::from_ref(&(0..2 * GIB)));
         add_part(&mut near, 3 * GIB..4 * GIB);
-        assert_eq!(asked_for(near, false, AHEAD_MAX), std::slice::from_ref(&(0..4 * GIB)));
+        assert_eq!(ranges_ahead(near, false, AHEAD_MAX), std::slice::from_ref(&(0..4 * GIB)));
     }
 
     // A read waited as long as another one that stalled.

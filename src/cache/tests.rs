@@ -184,7 +184,7 @@ fn a_read_that_waits_long_for_its_source_holds_back_others_of_that_one_only() {
     assert_eq!(second.recv_timeout(PATIENCE).unwrap(), [8; 4096]);
 }
 
-// Four reads of a source that stalled once kept all others out that are read without blocks.
+// A source that stalled once took all four of these reads, and left none to other sources.
 #[test]
 fn reads_without_blocks_of_one_source_leave_room_for_those_of_another() {
     let fixture = fixture();

@@ -78,8 +78,7 @@ struct Tried {
 
 struct GatherWindow {
     place: WindowPlace,
-    /// Whether the window before was used up, or all reads go forward.
-    goes_on: bool,
+    due: Due,
     /// Bytes that were taken from it.
     taken: AtomicU64,
     /// Time of the last read of it.
@@ -91,7 +90,7 @@ struct GatherWindow {
 enum WindowBytes {
     Waiting,
     There(Arc<GatheredBytes>),
-    /// The read failed, and whoever waits reads without a window.
+    /// The read failed. Threads that wait for it read without a window.
     Failed,
 }
 
@@ -109,7 +108,7 @@ type ShardParts = BTreeMap<ShardId, Vec<Range<u64>>>;
 enum Due {
     /// Enough of it was read.
     Tried,
-    /// It is read after the one before.
+    /// The window before was read, or all reads go forward.
     GoesOn,
 }
 
@@ -233,7 +232,7 @@ impl GatherWindows {
         let parts = shard_parts(layout, range);
         let sources = parts.keys().map(|shard| reader.sources[shard.0 as usize].clone()).collect();
         let longest = if self.is_sweep { u64::MAX } else { AHEAD_MAX };
-        read_ahead(reader, parts, window.goes_on, longest);
+        read_ahead(reader, parts, window.due == Due::GoesOn, longest);
         fill_in_parts(reader, range.start, &mut bytes)?;
         let bytes = Arc::new(GatheredBytes { bytes, sources });
         *window.content.lock() = WindowBytes::There(bytes.clone());
@@ -319,7 +318,7 @@ impl GatherWindow {
     fn at(layout: &Arc<Layout>, range: &Range<u64>, due: Due) -> GatherWindow {
         GatherWindow {
             place: WindowPlace::new(layout, range),
-            goes_on: due == Due::GoesOn,
+            due,
             taken: AtomicU64::new(0),
             used: Mutex::new(Instant::now()),
             content: Mutex::new(WindowBytes::Waiting),
@@ -345,7 +344,7 @@ impl GatherWindow {
     }
 }
 
-/// Wakes whoever waits for a window, however its read ends.
+/// Wakes the threads that wait for a window, also if its read fails or panics.
 struct FailUnlessFilled<'a> {
     windows: &'a GatherWindows,
     window: &'a Arc<GatherWindow>,

@@ -82,8 +82,8 @@ def consolidate(
 
     `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`, `unproven_tail`, `cache_dir`,
     `cache_dir_size`, `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` are those of `safe_open`; they are
-    about the files of `source`, as the options of `tensorfs mount` are. The warning, or error, about a checkpoint whose last pieces nothing proves comes before anything is written. The files that are written are not
-    encrypted.
+    about the files of `source`, as the options of `tensorfs mount` are. The warning, or error, about a checkpoint whose
+    last pieces nothing proves comes before anything is written. The files that are written are not encrypted.
 
     `overwrite` replaces files that are there. `verify` reads the files back and compares them.
 

@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use serde::{Deserialize, Serialize};
 
-use super::queue::{Failed, FetchQueue, ReadJob};
+use super::queue::{Failed, FetchQueue, FinishedFetch, ReadJob};
 use super::transfer::{AGAIN_PAUSE, Next, Transfer};
 use super::{Backend, Deadlines, Fetch, FetchCallback, ReadBuffer, Settings};
 use crate::counters::Counters;
 use crate::error::{Error, Result, shown_path};
-use crate::source::{FileSystem, ReadQueue};
+use crate::source::{FileSystem, ReadQueue, release_unpinned};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::version::QueueKey;
 
@@ -496,22 +496,28 @@ impl DeviceQueue {
 
     /// Answers a completed fetch, unless it has already been answered.
     pub(super) fn finish(self: &Arc<Self>, id: u64, result: Result<ReadBuffer>) {
-        let (done, ring_waits) = {
+        let (finished, ring_waits) = {
             let mut state = self.state.lock();
-            let done = state.queue.finish(id);
+            let finished = state.queue.finish(id);
             let asleep = matches!(state.ring, RingState::On { asleep: true, .. });
-            (done, asleep && state.queue.has_work())
+            (finished, asleep && state.queue.has_work())
         };
         // A thread of the pool goes on by itself. The ring's thread does not know that the pool
         // made room.
         if ring_waits {
             self.wake();
         }
-        let Some(done) = done else {
-            self.counters.source_stuck_now.sub(1);
-            drop(result);
-            self.wake();
-            return;
+        let done = match finished {
+            Some(FinishedFetch::Unanswered(done)) => done,
+            Some(FinishedFetch::Late(source)) => {
+                drop(result);
+                // It may have opened the file after the last reader had closed it.
+                release_unpinned(&[source]);
+                self.counters.source_stuck_now.sub(1);
+                self.wake();
+                return;
+            }
+            None => return,
         };
         self.counters.source_reads_now.sub(1);
         if result.is_err() {

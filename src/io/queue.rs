@@ -45,6 +45,14 @@ pub(super) struct Failed {
     pub(super) done: FetchCallback,
 }
 
+/// A fetch that has left the kernel.
+pub(super) enum FinishedFetch {
+    /// Its answer is due.
+    Unanswered(FetchCallback),
+    /// It was answered before, because it was overdue; with its source.
+    Late(Arc<Source>),
+}
+
 /// A fetch from its submission until it has left the kernel.
 struct Flight {
     source: Arc<Source>,
@@ -181,8 +189,8 @@ impl FetchQueue {
         self.flights.get(&id).is_some_and(|flight| flight.effort == Effort::Long)
     }
 
-    /// Removes a completed fetch and returns its callback, or `None` if it has already timed out.
-    pub(super) fn finish(&mut self, id: u64) -> Option<FetchCallback> {
+    /// Removes a completed fetch; `None` if there is none with this number.
+    pub(super) fn finish(&mut self, id: u64) -> Option<FinishedFetch> {
         let flight = self.flights.remove(&id)?;
         let key = SourceKey::of(&flight.source);
         self.sent.give_back(&key, 1);
@@ -190,7 +198,7 @@ impl FetchQueue {
             self.stuck.give_back(&key, 1);
         }
         self.refresh(key);
-        flight.done
+        Some(flight.done.map_or(FinishedFetch::Late(flight.source), FinishedFetch::Unanswered))
     }
 
     /// Gives up the fetches whose time limit of `timeout` has passed. Sent ones stay as stuck

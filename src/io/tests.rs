@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use super::queue::{FetchQueue, SENT_MAX, SENT_MAX_OF_ONE, STUCK_MAX_OF_ONE};
+use super::queue::{FetchQueue, FinishedFetch, SENT_MAX, SENT_MAX_OF_ONE, STUCK_MAX_OF_ONE};
 use super::*;
 
 mod answers;
@@ -504,7 +504,7 @@ fn one_source_never_takes_all_of_a_device() {
         assert_eq!(of_one, SENT_MAX_OF_ONE);
     }
     assert!(!queue.has_work());
-    assert!(queue.finish(jobs[0].id).is_some());
+    assert!(matches!(queue.finish(jobs[0].id), Some(FinishedFetch::Unanswered(_))));
     assert!(queue.has_work());
 }
 
@@ -528,7 +528,7 @@ fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_
     queue.push(fetch(&source, 0..1, Priority::Demand, &budget).0, Instant::now());
     assert!(!queue.has_work());
     for (back, job) in jobs.iter().enumerate() {
-        assert!(queue.finish(job.id).is_none(), "answered twice");
+        assert!(matches!(queue.finish(job.id), Some(FinishedFetch::Late(_))), "answered twice");
         assert_eq!(queue.has_work(), jobs.len() - back - 1 < STUCK_MAX_OF_ONE);
     }
     assert_eq!((queue.stuck(), queue.in_flight()), (0, 0));
@@ -549,7 +549,7 @@ fn the_time_of_what_was_read_ahead_begins_when_a_reader_asks_or_when_it_is_sent(
     };
     let ends = [61, 99, 100, 114, 115].map(|n| expired(after(n)));
     assert_eq!(ends, [vec![1], vec![], vec![0], vec![], vec![2]]);
-    assert!(queue.finish(job.id).is_none(), "answered twice");
+    assert!(matches!(queue.finish(job.id), Some(FinishedFetch::Late(_))), "answered twice");
 }
 
 #[test]

@@ -129,14 +129,21 @@ class Survival(TestCase):
 
     def assert_nothing_grew(self, m, before):
         """The daemon, whose readers are all gone, holds no more than it did, and has no file of the source open."""
-        wait_until(lambda: not open_files(m), 20, "the files of the source are closed")
-        grown = None
+        left = grown = None
+
+        def all_closed():
+            nonlocal left
+            left = open_files(m)
+            return not left
 
         def given_back():
             nonlocal grown
             grown = Held.by(m).grown(before)
             return not grown
 
+        with contextlib.suppress(AssertionError):
+            wait_until(all_closed, 20, "the files of the source are closed")
+        self.assertEqual(left, [])
         # Threads that have nothing to do end after ten seconds. A look that finds nothing counts: a thread that
         # checks the source now and then may be there at the next one.
         with contextlib.suppress(AssertionError):

@@ -318,10 +318,36 @@ impl Watcher {
 fn has_changed(source: &Arc<Source>, events: Option<&FileWatch>) -> bool {
     let (closes, before) = (events.map(FileWatch::closes), source.version());
     let changed = source.check().is_err() && source.is_changed();
+    // The check opens a file that was closed when its watch ended meanwhile.
+    source.release();
     let notes_stores = source.local().is_some_and(|local| local.file_system().notes_stores());
     let same = !changed && source.version() == before && notes_stores;
     if let (Some(events), Some(closes), true) = (events, closes, same) {
         events.confirm(closes);
     }
     changed
+}
+
+#[cfg(test)]
+mod tests {
+    use tensorfs::internal::store::Store;
+
+    use super::*;
+
+    // A file that was closed during its check stayed open until the mount ended.
+    #[test]
+    fn a_check_leaves_no_file_open_that_no_reader_holds() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        std::fs::write(&path, "bytes").unwrap();
+        let source = Store::default().open(&path).unwrap();
+        let is_open = || source.local().unwrap().open_file().is_some();
+        let pin = source.pin().unwrap();
+        assert!(!has_changed(&source, None));
+        assert!(is_open());
+        drop(pin);
+        assert!(!is_open());
+        assert!(!has_changed(&source, None));
+        assert!(!is_open());
+    }
 }

@@ -112,6 +112,8 @@ fn what_waits_for_a_thread_to_answer_it_fails_at_its_deadline_and_the_device_goe
     assert!(results.iter().all(|result| result.recv_timeout(PATIENCE).is_err()), "a second answer");
     wait_until("all reads back", || counters.source_stuck_now.get() == 0);
     wait_until("all memory back", || budget.used() == 0);
+    // Reads that end late leave no file open that nobody holds.
+    assert!(source.local().unwrap().open_file().is_none());
     assert_eq!(*get(&engine, &source, 5..50).unwrap(), contents[5..50]);
 }
 

@@ -51,8 +51,9 @@ const DENIED: [(&str, &str); 6] = [
 const DENIED_PREFIXES: [&str; 4] =
     ["torch.hub", "torch.jit", "torch.utils.cpp_extension", "numpy.f2py"];
 
-/// The names of `builtins` that only make values.
-const HARMLESS_BUILTINS: [&str; 18] = [
+/// The names of `builtins` that only make values; the last three have these names in pickles of
+/// protocol 2.
+const HARMLESS_BUILTINS: [&str; 21] = [
     "set",
     "frozenset",
     "bytearray",
@@ -71,6 +72,9 @@ const HARMLESS_BUILTINS: [&str; 18] = [
     "type",
     "Ellipsis",
     "NotImplemented",
+    "long",
+    "unicode",
+    "xrange",
 ];
 
 /// Whether a pickle that uses this name is hostile: the name runs code when the pickle is loaded.

@@ -12,9 +12,12 @@ use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::description::ShardDescription;
 use crate::format::range_reader::RangeReader;
 
-/// The first pickle: a number that torch chose.
-pub(super) const MAGIC: [u8; 15] =
-    [0x80, 2, 0x8a, 10, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, b'.'];
+/// The first pickle, behind its protocol: a number that torch chose.
+pub(super) const MAGIC: [u8; 13] =
+    [0x8a, 10, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, b'.'];
+
+/// Maximum length of the first pickle.
+pub(super) const FIRST_PICKLE_LEN_MAX: usize = 2 + 9 + MAGIC.len();
 
 /// The value of the second pickle.
 const PROTOCOL: i64 = 1001;
@@ -25,7 +28,17 @@ const WINDOW_GROWTH: u64 = 4;
 
 /// Whether a file that begins with `first` has this form.
 pub(super) fn is_legacy(first: &[u8]) -> bool {
-    first.starts_with(&MAGIC)
+    first_pickle_len(first).is_some()
+}
+
+/// The length of the first pickle, with its protocol and, since protocol 4, its frame.
+fn first_pickle_len(bytes: &[u8]) -> Option<usize> {
+    let magic = match bytes {
+        [0x80, 2 | 3, magic @ ..] => magic,
+        [0x80, 4 | 5, 0x95, 13, 0, 0, 0, 0, 0, 0, 0, magic @ ..] => magic,
+        _ => return None,
+    };
+    magic.starts_with(&MAGIC).then(|| bytes.len() - magic.len() + MAGIC.len())
 }
 
 /// The pickles of a file.
@@ -40,7 +53,8 @@ struct Pickles<'a> {
 impl<'a> Pickles<'a> {
     /// Carries out the pickles that `bytes`, the beginning of a file, begin with.
     fn of(bytes: &'a [u8]) -> Result<Pickles<'a>, Fault> {
-        let mut end = MAGIC.len();
+        let first = first_pickle_len(bytes);
+        let mut end = first.ok_or_else(|| wrong("does not begin as such a file".to_owned()))?;
         let mut next = || {
             let values = run_first(&bytes[end..])?;
             end += values.pickle_len();

@@ -133,7 +133,7 @@ pub fn is_torch(first: &[u8]) -> bool {
 }
 
 /// Bytes that `may_be_torch` needs.
-pub const FIRST_LEN: usize = legacy::MAGIC.len();
+pub const FIRST_LEN: usize = legacy::FIRST_PICKLE_LEN_MAX;
 
 /// Whether a file that begins with `first` may be one of `torch.save`: an archive, or the older form.
 pub fn may_be_torch(first: &[u8]) -> bool {
@@ -142,7 +142,7 @@ pub fn may_be_torch(first: &[u8]) -> bool {
 
 /// Whether `reader` begins with the older form.
 fn reads_legacy(reader: &mut dyn RangeReader) -> io::Result<bool> {
-    let mut first = [0; legacy::MAGIC.len()];
+    let mut first = [0; FIRST_LEN];
     let len = reader.file_len().min(first.len() as u64) as usize;
     reader.read_exact_at(0, &mut first[..len])?;
     Ok(legacy::is_legacy(&first))

@@ -176,6 +176,9 @@ fn names_that_run_code_and_tensors_in_unknown_classes_are_refused_by_name() {
     // An unknown class that gets nothing of the model is harmless.
     let alone = b"cpkg\nConfig\n)R}X\x01\0\0\0aK\x01sb".to_vec();
     assert_eq!(names(&file(&dict(&[("a", weight()), ("b", alone)]))), ["a"]);
+    // `defaultdict(int)`, as protocol 2 has it.
+    let counts = b"ccollections\ndefaultdict\nc__builtin__\nlong\n\x85R".to_vec();
+    assert_eq!(names(&file(&dict(&[("a", weight()), ("b", counts)]))), ["a"]);
     let root = b"\x80\x02cpkg\nModel\n)R.";
     assert!(refusal(root).contains("an object of the class `pkg.Model`"));
 }
@@ -329,7 +332,7 @@ fn a_file_with_too_many_bytes_that_are_no_data_of_tensors_is_refused() {
 
 /// A file of torch before 1.6 with a tensor of two elements in a storage of four.
 fn legacy(little_endian: u8, numel: u64, id_end: &[u8]) -> Vec<u8> {
-    let mut bytes = legacy::MAGIC.to_vec();
+    let mut bytes = [b"\x80\x02".as_slice(), &legacy::MAGIC].concat();
     bytes.extend(b"\x80\x02M\xe9\x03.");
     bytes.extend(dict(&[("little_endian", vec![little_endian])]));
     bytes.extend(dict(&[("w", tensor_of(("94", 4), id_end, 1, [&[2], &[1]]))]));
@@ -350,8 +353,15 @@ fn files_of_torch_before_1_6_have_their_data_behind_the_pickles() {
     assert_eq!(starts, [good.len() as u64 - 12]);
     let described = [0..good.len() as u64 - 16, good.len() as u64..good.len() as u64];
     assert_eq!(description.described, described);
+    // The protocol of the pickles is the choice of the caller of `torch.save`.
+    for first in [b"\x80\x03".as_slice(), b"\x80\x04\x95\x0d\0\0\0\0\0\0\0"] {
+        let other = [first, &good[2..]].concat();
+        let description = parse_file(&other).unwrap();
+        assert!(is_torch(&other));
+        assert_eq!(description.tensors().next().unwrap().start, other.len() as u64 - 12);
+    }
     let mut other_protocol = good.clone();
-    other_protocol[legacy::MAGIC.len() + 3] ^= 1;
+    other_protocol[2 + legacy::MAGIC.len() + 3] ^= 1;
     for (bytes, kind, word) in [
         (legacy(0x89, 4, b"N"), ErrorKind::HeaderDecode, "big-endian"),
         (legacy(b'N', 4, b"N"), ErrorKind::HeaderDecode, "little-endian"),

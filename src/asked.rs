@@ -1,5 +1,5 @@
-//! A question that may never be answered, such as one to a file system: it is asked on a thread of
-//! its own, which is left behind if the answer is late.
+//! A call that may never return, such as one to a file system: it runs on a thread of its own, which
+//! is abandoned if the result is late.
 
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};

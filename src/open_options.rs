@@ -92,7 +92,7 @@ pub struct DiskCachePlace {
 }
 
 /// Where a remote source is, and where its credentials come from. They name files with secrets, and have
-/// none. The environment has the rest.
+/// none. `None` stands for the environment.
 ///
 /// ```
 /// use tensorfs::{OpenOptions, RemoteSettings};
@@ -102,7 +102,7 @@ pub struct DiskCachePlace {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct RemoteSettings {
-    /// The file with the credentials, in the form that the programs of the source's maker have.
+    /// The credentials file, in the format of the provider's own tools.
     pub credentials_file: Option<PathBuf>,
     /// The profile of AWS.
     pub profile: Option<String>,

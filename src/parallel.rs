@@ -112,7 +112,7 @@ pub(crate) fn in_parallel<T: Send>(
     })
 }
 
-/// The error of the lowest number, after all threads have ended early.
+/// The error of the lowest item number, once all threads ended early.
 fn lowest_error<T>(results: std::collections::BTreeMap<u64, Result<T>>) -> Error {
     let error = results.into_values().find_map(Result::err);
     error.unwrap_or_else(|| Error::internal("a thread ended without a result"))

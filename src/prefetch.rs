@@ -49,10 +49,10 @@ const SMALL_RUN: u32 = 4;
 /// itself.
 const TRIAL: u64 = 8 << 20;
 
-/// Read-ahead bytes from which on their use is judged.
+/// Minimum read-ahead bytes to judge their use by.
 const JUDGED_FROM: u64 = 32 << 20;
 
-/// Reads without continuation after which a stream may count as left: `LEFT_READS` for each stream
+/// Reads without continuation until a stream counts as abandoned: `LEFT_READS` for each stream
 /// or, if a reader follows a predicted order, `LEFT_READS_FORETOLD` in all.
 const LEFT_READS: u64 = 4;
 const LEFT_READS_FORETOLD: u64 = 256;

@@ -162,9 +162,9 @@ pub(crate) enum LogTarget {
     Nowhere(String),
 }
 
-/// Sends all further lines to the system log, in the native form of the journal if `with_fields`
-/// and if there is one. If there is no system log, to the first fallback file that can be opened. Each candidate gets `limit` to answer. If no candidate works, lines are lost until a
-/// system log appears.
+/// Sends all further lines to the system log, in journald's native protocol if `with_fields`
+/// and if there is one. If there is no system log, to the first fallback file that can be opened. Each
+/// candidate gets `limit` to answer. If no candidate works, lines are lost until a system log appears.
 ///
 /// # Errors
 /// If the thread that writes them cannot be started.
@@ -291,7 +291,7 @@ fn as_json(line: &Line) -> Option<String> {
     is_json.then(|| line.to_json(&output::now(), MOUNT.get().map(String::as_str)))
 }
 
-/// The native form of a line for the journal.
+/// A line in journald's native protocol.
 fn for_journal(line: &Line) -> Vec<u8> {
     let message = as_json(line).map(|json| Line::new(&json, line.severity));
     message.as_ref().unwrap_or(line).to_journal(MOUNT.get().map(String::as_str))

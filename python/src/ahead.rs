@@ -1,9 +1,9 @@
 //! Loading ahead: if the tensors of a handle are requested in a known order, the next ones are
 //! loaded into bounded memory before their requests.
 //!
-//! Python allocates the memory, threads here fill it. They never need the interpreter lock, and end
-//! when there is nothing to load. No Python object is dropped under the lock, since its drop may
-//! run code of the user.
+//! Python allocates the memory, threads here fill it. They never take the GIL, and end when there is
+//! nothing to load. Python objects are dropped with the state unlocked, since that may run code of the
+//! user.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::ErrorKind;
@@ -24,7 +24,7 @@ use tensorfs::internal::sync::{Condvar, Mutex};
 use crate::checkpoint::Checkpoint;
 use crate::errors::raised;
 use crate::loading::{Loader, Memory, Plan, facts, run_of};
-use crate::waiting::LOOK;
+use crate::waiting::POLL_INTERVAL;
 
 /// Maximum number of bytes loaded ahead by one handle, and by all handles together.
 const HELD_MAX: u64 = 256 << 20;
@@ -425,7 +425,7 @@ impl Ahead {
                 };
                 let waiting = self.shared.changed.wait_timeout_while(
                     self.shared.state.lock(),
-                    LOOK,
+                    POLL_INTERVAL,
                     is_loading,
                 );
                 drop(waiting);

@@ -25,7 +25,7 @@ use tensorfs::{Dtype, Piece};
 use crate::checkpoint::Checkpoint;
 use crate::errors::raised;
 use crate::memory::{Area, PAGE, bytes_at, region_at, start_of};
-use crate::waiting::{LOOK, beside};
+use crate::waiting::{POLL_INTERVAL, beside};
 
 /// Minimum length of memory for which huge pages are requested.
 const HUGE_MIN: usize = 4 << 20;
@@ -344,7 +344,7 @@ impl Loader {
         let filled = py.detach(|| {
             let mut goes_on = |_| {
                 cancelled = cancel.is_some_and(|cancel| cancel.0.load(Ordering::Relaxed));
-                if main && looked.elapsed() >= LOOK {
+                if main && looked.elapsed() >= POLL_INTERVAL {
                     looked = Instant::now();
                     // `None` if the interpreter is ending.
                     let signals = Python::try_attach(|py| py.check_signals());
@@ -511,7 +511,7 @@ impl Plan {
         if given == needed {
             return Ok(());
         }
-        let message = format!("{given} memories for a plan with {needed} regions");
+        let message = format!("{given} buffers for a plan with {needed} regions");
         Err(PyValueError::new_err(message))
     }
 

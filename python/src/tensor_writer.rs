@@ -77,7 +77,7 @@ impl PythonFile {
 
 impl WriteAt for PythonFile {
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        // No thread waits for this lock with the interpreter lock.
+        // No thread waits for this lock while it holds the GIL.
         let mut exception = self.exception.lock().unwrap_or_else(PoisonError::into_inner);
         Python::attach(|py| self.write(py, bytes, offset)).map_err(|error| {
             let failed = io::Error::other(error.to_string());
@@ -180,7 +180,7 @@ impl OpenWriter {
 /// for a value of a state dict. `module` is the number of the module. `dtype` is the text of the
 /// format, such as "<f4" or "<V2\0torch.bfloat16". `length` is in bytes; None makes a meta tensor.
 /// `address` is None for a tensor whose bytes are zeros. The caller keeps the memory until `write`
-/// returns. Hashes are made on several threads, without the interpreter lock.
+/// returns. Hashes are made on several threads, without the GIL.
 ///
 /// reserve(tensors) makes the list long enough for all of these tensors, whose addresses are not used,
 /// before the first `write` of some of them. It changes nothing after that.
@@ -339,7 +339,7 @@ impl TensorizerWriter {
         Err(PyRuntimeError::new_err(message))
     }
 
-    /// Runs `work` without the interpreter lock. The writer ends if it fails.
+    /// Runs `work` without the GIL. The writer ends if it fails.
     fn run<T: Send + 'static>(
         &self,
         py: Python<'_>,

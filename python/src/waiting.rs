@@ -10,8 +10,8 @@ use pyo3::prelude::*;
 use tensorfs::internal::asked::Asked;
 use tensorfs::internal::error::real_name;
 
-/// Time between two looks for Ctrl-C.
-pub(crate) const LOOK: Duration = Duration::from_millis(50);
+/// Interval between checks for Ctrl-C.
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The state of work on another thread.
 pub(crate) enum Doing {
@@ -56,7 +56,7 @@ pub(crate) fn beside_with<T: Send + 'static>(
     })?;
     let (mut looked, mut waited_for) = (Instant::now(), Duration::ZERO);
     loop {
-        match py.detach(|| asked.within(LOOK)) {
+        match py.detach(|| asked.within(POLL_INTERVAL)) {
             Ok(done) => return Ok(done),
             Err(RecvTimeoutError::Timeout) => py.check_signals()?,
             Err(RecvTimeoutError::Disconnected) => {

@@ -57,7 +57,7 @@ struct HeadColumns {
     logical_names: TextPool,
 }
 
-/// The note of one tensor: numbers in `lists` and `logical_names`, or `NONE`.
+/// Sharding info of one tensor: numbers in `lists` and `logical_names`, or `NONE`.
 #[derive(Clone, Copy, Debug)]
 struct NotePlace {
     offset: u32,
@@ -77,7 +77,7 @@ pub struct Head {
     pub described: Vec<Range<u64>>,
     /// First byte of another shard that follows in the same file, and is not shown.
     pub next_file: Option<u64>,
-    /// A note on the values of the file that are not shown.
+    /// A remark on values of the file that are not shown.
     pub left_out: Option<String>,
     /// The rank that has saved the file, if it says so.
     pub rank: Option<FileRank>,
@@ -118,7 +118,7 @@ pub(super) struct Stored<'a> {
 
 /// The entry of a piece in a sharding note.
 #[derive(Clone, Copy)]
-pub(super) struct NotedPlace<'a> {
+pub(super) struct DcpEntry<'a> {
     pub(super) logical_name: Option<&'a str>,
     pub(super) offset: &'a [u64],
     pub(super) whole_shape: Option<&'a [u64]>,
@@ -401,11 +401,11 @@ impl<'a> HeadTensors<'a> {
         self.columns.lists.get(self.columns.shapes[self.first + index]).len()
     }
 
-    pub(super) fn place(&self, index: usize) -> NotedPlace<'a> {
+    pub(super) fn place(&self, index: usize) -> DcpEntry<'a> {
         let columns = self.columns;
         let NotePlace { offset, whole_shape, logical_name } =
             columns.places[self.first_place + index];
-        NotedPlace {
+        DcpEntry {
             logical_name: (logical_name != NONE)
                 .then(|| columns.logical_names.get(logical_name as usize)),
             offset: columns.lists.get(offset),

@@ -12,7 +12,7 @@ use super::folder::Folder;
 use super::load::{FilePlace, read_text};
 use super::small_files::{CONFIG, MODEL_FOLDER, small_file};
 
-/// Maximum number of bytes that it may have.
+/// Maximum number of bytes of a `config.json`.
 const LEN_MAX: u64 = 16 << 20;
 
 /// Calls `act` with a function that reads the file in `folder`, which was opened with `options`.
@@ -35,10 +35,7 @@ pub(super) fn with_config_of<T>(
 }
 
 /// Calls `act` with a function that reads the file in the folder at `directory`.
-pub(super) fn with_config_beside<T>(
-    folder: FilePlace<'_>,
-    act: impl FnOnce(ReadConfig<'_>) -> T,
-) -> T {
+pub(super) fn with_config_in<T>(folder: FilePlace<'_>, act: impl FnOnce(ReadConfig<'_>) -> T) -> T {
     let (store, directory) = folder;
     let bounds = LinkBounds::new(store.clone(), directory.to_owned(), Vec::new(), Links::Anywhere);
     act(&|| read_within(directory, &bounds))

@@ -341,10 +341,10 @@ impl Candidate {
     }
 }
 
-/// The weight files that hold pieces: files with the name of a DCP shard, and files with a sharding
-/// note. Savers also leave notes about whole tensors (all offsets 0) in files that are numbered or
-/// named by a weight map. If no note of the folder is about a piece, such files keep the kind of
-/// their names.
+/// The weight files that hold pieces: files with the name of a DCP shard, and files with
+/// `DCP_SHARDING_INFO`. Savers also write it for whole tensors (offsets all 0) to numbered files and
+/// those of a weight map. If none of the folder is about a piece, such files keep the kind of their
+/// names.
 fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
     let noted: Vec<(&String, bool)> = weights
         .iter()

@@ -15,7 +15,7 @@ use crate::source::Source;
 use crate::store::Store;
 use crate::view::{ReadConfig, View};
 
-use super::config::with_config_beside;
+use super::config::with_config_in;
 use super::discover::{SetKind, is_noted};
 use super::load::{OpenShard, ReadWith, open_shard, open_source};
 use super::openers::map_files;
@@ -129,7 +129,7 @@ fn open_files(
     refuse_plain(&loaded).map_err(|fault| Error::refused(&folder, fault))?;
     let map = map.map(|map| weight_map(&folder, map, options)).transpose()?;
     let output = if let [one] = named.as_slice() { one.0.clone() } else { names::whole("model") };
-    with_config_beside((&store, &folder), |config| {
+    with_config_in((&store, &folder), |config| {
         of_shards(folder.clone(), &loaded, map, output, options, config)
     })
 }

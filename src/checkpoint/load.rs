@@ -249,7 +249,7 @@ pub(super) fn open_source(
 }
 
 /// Opens weight files that are links to one inode, and reads their header once. `links` are their
-/// names and places, `unread` is the first of them.
+/// names and places, `unread` is the first link, opened.
 pub(super) fn open_links(
     heads: &Arc<Heads>,
     folder: &Path,
@@ -455,7 +455,7 @@ impl RangeReader for SourceReader<'_> {
 /// Reads a whole text file of at most `max` bytes, as it was listed; as it is now, if that is not there
 /// any more.
 pub(super) fn read_listed_text(file: &File, max: u64) -> Result<Vec<u8>> {
-    match file.open_listed().and_then(|source| text_of(&source, max)) {
+    match file.open_listed().and_then(|source| json_text(&source, max)) {
         Err(Error::Changed { .. }) => read_text((&file.store, &file.path), max),
         read => read,
     }
@@ -465,10 +465,10 @@ pub(super) fn read_listed_text(file: &File, max: u64) -> Result<Vec<u8>> {
 pub(super) fn read_text(place: FilePlace<'_>, max: u64) -> Result<Vec<u8>> {
     let (store, path) = place;
     let source = store.open(path)?;
-    text_of(&source, max)
+    json_text(&source, max)
 }
 
-fn text_of(source: &Source, max: u64) -> Result<Vec<u8>> {
+fn json_text(source: &Source, max: u64) -> Result<Vec<u8>> {
     let path = source.path();
     if source.len() > max {
         let len = source.len();

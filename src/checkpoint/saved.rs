@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::config::with_config_beside;
+use super::config::with_config_in;
 use super::view_records::record_of;
 use super::virtual_file::{ArrangedFile, present, presented_as_recorded};
 use super::{Checkpoint, ProvedSet, Tail};
@@ -82,7 +82,7 @@ impl Checkpoint {
             Some(viewed) => presented_as_recorded(&record.catalog, viewed, view)?,
             None => {
                 let store = Store::of_sources(&sources, directory);
-                with_config_beside((&store, directory), |config| {
+                with_config_in((&store, directory), |config| {
                     present(record.catalog, kind, &record.name, view, config).ok()
                 })?
             }

@@ -12,7 +12,7 @@ use crate::source::Source;
 use crate::store::Store;
 use crate::view::{FileSpec, ReadConfig, View, arrange};
 
-use super::config::with_config_beside;
+use super::config::with_config_in;
 use super::{Checkpoint, SetKind};
 
 /// The facts about a virtual file that its attributes need.
@@ -233,7 +233,7 @@ impl Checkpoint {
         }
         let store = Store::of_sources(&self.sources, &self.directory);
         let beside = (&store, self.directory.as_path());
-        let catalog = with_config_beside(beside, |config| view.project(&self.catalog, config))
+        let catalog = with_config_in(beside, |config| view.project(&self.catalog, config))
             .map_err(|fault| self.refused(fault))?;
         Ok(Arc::new(Checkpoint {
             catalog,

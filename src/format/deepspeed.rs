@@ -174,7 +174,7 @@ pub enum ZeroPart {
 pub struct UniversalTensor {
     /// Whether it has the elements one after another, without the shape.
     pub is_flat: bool,
-    /// Whether padding at the end of its first dimension was taken off.
+    /// Whether the padding of its first dimension was removed.
     pub is_vocabulary: bool,
 }
 

@@ -253,7 +253,7 @@ fn check_shard_name(name: &str, suffixes: &[&str]) -> Result<(), Fault> {
     Err(Fault::new(
         ErrorKind::UnsafePath,
         format!(
-            "the weight map sends it to {}, not a plain *{} file name",
+            "the weight map maps it to {}, not a plain *{} file name",
             quoted(name),
             suffixes.first().unwrap_or(&"")
         ),

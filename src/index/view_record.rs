@@ -2,7 +2,7 @@
 //! select, name, cut, cast and lay out their tensors again.
 //!
 //! A record belongs to one index file, by the checksum of that file, and to one view, by its hash.
-//! It is a copy like the index: if there is a doubt about it, it is made anew.
+//! It is a copy like the index: if it is stale or damaged, it is made anew.
 
 use std::collections::HashSet;
 

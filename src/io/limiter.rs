@@ -18,7 +18,7 @@ impl SourceKey {
     }
 }
 
-/// Counts what each source, named by a key, holds of something, and bounds it.
+/// Counts and bounds the units of a resource that each source (key) holds.
 #[derive(Debug)]
 pub struct PerSourceLimiter<K> {
     each_max: u64,

@@ -335,7 +335,7 @@ impl Loader {
     }
 }
 
-/// The error of a read that does not end, in the words of other reads.
+/// The timeout error of a cuFile read, worded as for other reads.
 fn overdue(job: &CuFileJob, timeout: Duration) -> Error {
     let offset = job.parts.first().map_or(0, |part| part.offset);
     let seconds = timeout.as_secs_f64();

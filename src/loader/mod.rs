@@ -40,8 +40,8 @@ const STAGING_LEN_DEVICE: u64 = 256 << 20;
 /// Number of concurrent reads, which keeps a disk busy.
 const DEPTH: usize = 32;
 
-/// Maximum bytes that the calling thread copies out of the page cache by itself, because a start of
-/// other threads takes as long.
+/// Maximum bytes that the calling thread copies out of the page cache itself: starting other
+/// threads would take as long.
 const INLINE_MAX_BYTES: u64 = 1 << 20;
 
 /// Minimum bytes of a load for which threads populate memory and try which pages cost less.

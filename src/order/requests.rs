@@ -19,7 +19,7 @@ const PASSED_MAX: usize = 32;
 /// Number of last requests whose readers are counted.
 const READERS_IN: usize = 16;
 
-/// Score from which on an order is trusted, and the highest score. A hit adds one, a miss halves
+/// Minimum score of a trusted order, and the highest score. A hit adds one, a miss halves
 /// it.
 const TRUSTED_SCORE_MIN: u32 = 2;
 const SCORE_MAX: u32 = 16;

@@ -32,7 +32,7 @@ pub struct PlanLimits {
     /// pages, cost more than it saves.
     pub dedicated_min_bytes: u64,
     /// Minimum length of a tensor that is read directly into the caller's buffer, if both have the
-    /// same offset within a page; also of a run that is read by itself if not.
+    /// same offset within a page; also of a run that is read alone if not.
     pub place: u64,
     /// Longest read of such a run, rounded to whole pages.
     pub unaligned: u64,

@@ -45,7 +45,7 @@ impl CopyMode {
                 continue;
             };
             let file = local.file()?;
-            let meta = file.metadata().map_err(|e| Error::io(source.uri(), "look at", e))?;
+            let meta = file.metadata().map_err(|e| Error::io(source.uri(), "stat", e))?;
             all.add(&meta, source.path());
         }
         Ok(all)

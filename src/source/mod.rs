@@ -98,7 +98,7 @@ impl Source {
     /// it open.
     ///
     /// # Errors
-    /// `Error::Io` where it cannot be looked at, or is no regular file.
+    /// `Error::Io` if `fstat` fails or it is no regular file.
     pub fn of_open_file(path: &Path, file: std::fs::File) -> Result<Arc<Source>> {
         LocalFile::of_open_file(path, Arc::new(file)).map(|file| Arc::new(Source::Local(file)))
     }
@@ -118,7 +118,7 @@ impl Source {
     /// A new source for the file as it is now, which shares the descriptor of a local file.
     ///
     /// # Errors
-    /// `Error::Io` where it cannot be looked at.
+    /// `Error::Io` if its version cannot be read.
     pub fn as_it_is_now(&self) -> Result<Arc<Source>> {
         Ok(Arc::new(match self {
             Source::Local(file) => Source::Local(file.as_it_is_now()?),
@@ -404,7 +404,7 @@ impl Source {
     /// read before may be in use. Its new state is another source.
     ///
     /// # Errors
-    /// `Error::Changed` where its bytes may have changed, `Error::Io` where it cannot be looked at.
+    /// `Error::Changed` where its bytes may have changed, `Error::Io` if its version cannot be read.
     pub fn check(&self) -> Result<()> {
         match self {
             Source::Local(file) => file.check(),
@@ -439,7 +439,7 @@ impl Source {
     /// The version now, whether or not it has changed: that of the open file where it is a local one.
     ///
     /// # Errors
-    /// `Error::Io` where it cannot be looked at.
+    /// `Error::Io` if its version cannot be read.
     pub fn look(&self) -> Result<Version> {
         match self {
             Source::Local(file) => file.look(),

@@ -77,7 +77,7 @@ impl StoreFile {
 
     /// The version at its path now.
     pub(super) fn look(&self) -> Result<Version> {
-        self.store.version(&self.path).map_err(|e| Error::io(&self.path, "look at", e))
+        self.store.version(&self.path).map_err(|e| Error::io(&self.path, "stat", e))
     }
 
     /// The same file in the version `version`.

@@ -1,4 +1,4 @@
-//! The questions that a store answers which is not the local file system.
+//! The operations of a store that is not the local file system.
 
 use std::ffi::OsString;
 use std::fmt;

@@ -70,7 +70,7 @@ impl Unusable {
             Unusable::Special => "neither a file nor a folder",
             Unusable::NotUtf8 => "a weight file whose name is not UTF-8",
             Unusable::Above => "a link to a folder that it lies in",
-            Unusable::TooDeep => "a folder in too many others",
+            Unusable::TooDeep => "a folder that is nested too deeply",
             Unusable::Unreadable => "a folder that cannot be read",
             Unusable::TooManyLinks => "one of too many folders that links lead to",
             Unusable::TooManyFiles => "a folder of too many files",
@@ -100,9 +100,7 @@ impl Unusable {
             Unusable::Above => {
                 ("link leads to a folder that it lies in", "links lead to folders that they lie in")
             }
-            Unusable::TooDeep => {
-                ("folder lies in too many others", "folders lie in too many others")
-            }
+            Unusable::TooDeep => ("folder is nested too deeply", "folders are nested too deeply"),
             Unusable::Unreadable => ("folder cannot be read", "folders cannot be read"),
             Unusable::TooManyLinks => (
                 "folder is one of too many that links lead to",
@@ -169,7 +167,7 @@ impl LinkBounds {
         self.own.get() == Some(&version.queue_key())
     }
 
-    /// Moves the bounds to another source.
+    /// Replaces the root of the source.
     pub fn set_root(&self, root: PathBuf) {
         *self.root.write() = root;
     }

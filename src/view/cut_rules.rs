@@ -65,7 +65,7 @@ pub(super) struct Cut {
     pub(super) units: Option<Units>,
     /// Whether a unit is replicated to several ranks if there are fewer units than ranks.
     pub(super) replicate: bool,
-    /// The consecutive parts of the dimension, each of which is cut by itself.
+    /// The consecutive parts of the dimension, each of which is cut separately.
     pub(super) parts: PartSizes,
 }
 

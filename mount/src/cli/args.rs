@@ -252,10 +252,10 @@ pub(crate) struct UmountArgs {
     /// Folders that are mounted on
     #[arg(value_name = "MNT", required_unless_present = "dead")]
     pub targets: Vec<PathBuf>,
-    /// Take it off the tree now, let open files go on
+    /// Detach it now, open files stay readable
     #[arg(short, long)]
     pub lazy: bool,
-    /// Take it off now, let open files fail
+    /// Unmount it now, open files fail
     #[arg(short, long, conflicts_with = "lazy")]
     pub force: bool,
     /// Take off only mounts whose daemon is gone; without a folder, all of them
@@ -434,7 +434,7 @@ pub(crate) struct CatArgs {
     pub source: SourceArgs,
     /// Name of the tensor
     pub tensor: String,
-    /// Write a file of numpy, as numpy.save does
+    /// Write a .npy file, as numpy.save does
     #[arg(long)]
     pub npy: bool,
     /// Write to a terminal, too

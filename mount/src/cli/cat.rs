@@ -1,4 +1,4 @@
-//! `tensorfs cat`: the bytes of one tensor, raw or as a file of numpy.
+//! `tensorfs cat`: the bytes of one tensor, raw or as `.npy`.
 
 use tensorfs::Dtype;
 use tensorfs::internal::catalog::{Catalog, Tensor};
@@ -10,13 +10,13 @@ use super::args;
 use super::output::{Failure, Outcome, RawOutput};
 use super::sources::{one_checkpoint, query_options};
 
-/// First bytes of a file of numpy, and its version.
+/// First bytes of a `.npy` file, and its version.
 const NPY_MAGIC: &[u8] = b"\x93NUMPY\x01\x00";
 
 /// Bytes in front of the header text: those, and the length of the text.
 const NPY_PREFIX_LEN: usize = NPY_MAGIC.len() + 2;
 
-/// The data of a file of numpy begins at a multiple of this.
+/// The data of a `.npy` file begins at a multiple of this.
 const NPY_ALIGN: usize = 64;
 
 /// Maximum number of dimensions of an array of numpy.
@@ -89,7 +89,7 @@ fn suggested(catalog: &Catalog, name: &str) -> Vec<String> {
     rated.iter().take(SUGGESTED_MAX).map(|(_, name)| quoted(name)).collect()
 }
 
-/// The header of a file of numpy with this tensor, as `numpy.save` writes it.
+/// The header of a `.npy` file with this tensor, as `numpy.save` writes it.
 fn npy_header(tensor: &Tensor<'_>) -> Result<Vec<u8>, Failure> {
     let refused = |why: String| Failure::Failed(format!("tensor {}: {why}", quoted(tensor.name)));
     let Some(descr) = npy_descr(tensor.dtype) else {
@@ -123,7 +123,7 @@ fn npy_header(tensor: &Tensor<'_>) -> Result<Vec<u8>, Failure> {
     Ok([NPY_MAGIC, &len.to_le_bytes(), text.as_bytes()].concat())
 }
 
-/// The word of numpy for a type, `None` if it has none.
+/// The `descr` of numpy for a type, `None` if it has none.
 fn npy_descr(dtype: Dtype) -> Option<&'static str> {
     Some(match dtype {
         Dtype::Bool => "|b1",

@@ -48,11 +48,11 @@ pub(super) fn page(command: Command) -> io::Result<Vec<u8>> {
     if has_version {
         man.render_version_section(&mut page)?;
     }
-    Ok(breakable(&String::from_utf8_lossy(&page)).into_bytes())
+    Ok(with_breaks(&String::from_utf8_lossy(&page)).into_bytes())
 }
 
 /// The page with places in its long words where a line may end.
-fn breakable(page: &str) -> String {
+fn with_breaks(page: &str) -> String {
     let mut text = String::with_capacity(page.len());
     for line in page.lines() {
         let broken = line.split(' ').map(|word| match word.len() {
@@ -121,8 +121,8 @@ mod tests {
                         \\fBa\\-long\\-name=THAT\\-FILLS\\-IT\\fR\n\\&.more\n.PP\nOne sentence\nends. \
                         Two\\ethree.\n.br\nFour.\n";
         assert_eq!(notes(text), expected);
-        assert_eq!(breakable(".B a,b\n"), ".B a,b\n");
+        assert_eq!(with_breaks(".B a,b\n"), ".B a,b\n");
         let long = "a,".repeat(WORD_MAX);
-        assert_eq!(breakable(&long), "a,\\:".repeat(WORD_MAX) + "\n");
+        assert_eq!(with_breaks(&long), "a,\\:".repeat(WORD_MAX) + "\n");
     }
 }

@@ -87,7 +87,7 @@ pub(super) fn abort(target: &Path, minor: Option<u32>) -> Outcome {
     Ok(())
 }
 
-/// Takes off the dead mounts on `targets`; without targets, all that this user may take off. Other
+/// Unmounts the dead mounts on `targets`; without targets, all that this user may unmount. Other
 /// mounts stay.
 fn remove_dead(targets: &[PathBuf]) -> Outcome {
     // Nobody serves the mounts of a service that is being restarted, so a probe would wait. The next

@@ -93,7 +93,7 @@ pub(crate) fn report(line: &str) -> std::io::Result<()> {
     parent.write_all(format!("{line}\n").as_bytes())
 }
 
-/// Mounts and serves until the mount is taken off. With `is_child` reports to the parent once the
+/// Mounts and serves until it is unmounted. With `is_child` reports to the parent once the
 /// mount answers.
 ///
 /// # Errors
@@ -139,7 +139,7 @@ pub(crate) struct LiveMount {
     pub giver: Giver,
 }
 
-/// Mounts, calls `tell` once the mount answers, and serves until the mount is taken off. From then
+/// Mounts, calls `tell` once the mount answers, and serves until it is unmounted. From then
 /// on the signals of `ending` take it off; until then they end the process. With `handed` it takes
 /// over that mount instead, which must have the same source, target and options.
 ///

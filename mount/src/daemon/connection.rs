@@ -53,10 +53,10 @@ const RESEND: i32 = 7;
 /// Offset of the second half of the flags in an INIT request, and FUSE_HAS_RESEND in it.
 const HAS_RESEND: (usize, u32) = (56, 1 << 7);
 
-/// How long the threads may take to end, which wait for nothing.
+/// How long the threads, which do not block, may take to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Time between two looks at threads that end, and at late replies.
+/// Poll interval for threads that end, and for late replies.
 const TICK: Duration = Duration::from_micros(500);
 
 /// Longest time between two looks at late replies.

@@ -21,8 +21,8 @@ pub(crate) const READ_MANY: usize = 64;
 pub(crate) const READ_NONE: usize = 0;
 pub(crate) const READ_ONE: usize = 1;
 
-/// Time between two looks whether a process has ended.
-const PROCESS_LOOK: Duration = Duration::from_millis(1);
+/// Interval between checks for the end of a process.
+const PROCESS_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Number of threads that wait for something else than a source.
 static ELSEWHERE: AtomicUsize = AtomicUsize::new(0);
@@ -132,7 +132,7 @@ pub(crate) fn run_until(mut command: Command, deadline: Instant) -> io::Result<O
             let _ = Asked::on_thread("reap", move || child.wait());
             return Ok(None);
         }
-        std::thread::sleep(PROCESS_LOOK);
+        std::thread::sleep(PROCESS_POLL_INTERVAL);
     }
     child.wait_with_output().map(Some)
 }

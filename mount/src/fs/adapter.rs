@@ -283,7 +283,7 @@ impl FsState {
         }
     }
 
-    /// Calls `answer` once the folder `node` is listed, after a look at it for a reader that begins.
+    /// Calls `answer` once the folder `node` is listed; checks it again before a listing from offset 0.
     fn answer_listed<R>(
         self: Arc<Self>,
         node: Arc<Node>,

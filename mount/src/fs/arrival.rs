@@ -26,7 +26,7 @@ const UNSETTLED: Duration = Duration::from_secs(2);
 /// How long files must be unchanged, at least, if nobody knows whether they are written.
 const UNSURE: Duration = Duration::from_secs(1);
 
-/// The part of the grace for which files of local file systems must be unchanged, if the kernel does
+/// Files of local file systems must be unchanged for 1 / `REFUSED_PART` of the grace, if the kernel does
 /// not tell this user whether they are written.
 const REFUSED_PART: u32 = 6;
 
@@ -38,7 +38,7 @@ const TAIL_MAX: Duration = Duration::from_secs(10);
 /// The grace of a mount that is not watched, for files of which nobody knows who writes them.
 const ARRIVAL_GRACE: Duration = Duration::from_secs(30);
 
-/// A set at the last look at it.
+/// A set's state when it was checked last.
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
     name: String,
@@ -62,7 +62,7 @@ pub(super) struct Arrivals {
 }
 
 impl Arrivals {
-    /// Shows the sets that are held back, but `was_shown` says that another process showed them.
+    /// Shows the held-back sets that another process showed before, as `was_shown` tells.
     pub(super) fn show(&mut self, was_shown: impl Fn(&str) -> bool) {
         self.held.retain(|name| !was_shown(name));
         for mark in &mut self.marks {

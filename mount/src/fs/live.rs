@@ -2,7 +2,7 @@
 //!
 //! One thread takes the events of folders and decides when to look at which one. Other threads
 //! look, since a folder may lie on a file system that never answers: one at a time, and another
-//! one when all wait for long. Events of one folder in a row make one look.
+//! one when all wait for long. Events of one folder in a row are one look.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;

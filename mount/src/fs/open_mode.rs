@@ -56,8 +56,8 @@ impl<B> OpenModes<B> {
         }
     }
 
-    /// Notes that a handle that the daemon served is closed. After the last one the kernel may take
-    /// over the file.
+    /// Notes that a handle that the daemon served is closed. After the last one, the next open may
+    /// use passthrough.
     pub(crate) fn closed_by_us(&mut self, ino: u64) {
         let Some(OpenMode::Daemon(handles)) = self.0.get_mut(&ino) else { return };
         *handles -= 1;

@@ -75,7 +75,7 @@ impl Line {
         Value::Object(object).to_string()
     }
 
-    /// The line in the native form of the journal.
+    /// The line in journald's native protocol.
     pub(super) fn to_journal(&self, mount: Option<&str>) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut field = |name: &str, value: &str| {

@@ -35,7 +35,7 @@ pub(super) enum Destination {
     #[default]
     Stderr,
     SystemLog,
-    /// The journal, in its native form.
+    /// journald, in its native protocol.
     Journal,
     File(PathBuf),
     /// A file in a folder that only this user can write to. The folder is made if it does not

@@ -25,7 +25,7 @@ const LIMIT: Duration = Duration::from_secs(2);
 /// Workers that are asked at once.
 const ASKED_MAX: usize = 32;
 
-/// Age from which a page is made anew: many clients at once cost the workers one question.
+/// Maximum age of the cached metrics page: clients at once share one request to the workers.
 const PAGE_AGE: Duration = Duration::from_millis(500);
 
 /// Time without news of the supervisor after which the service is not healthy.

@@ -34,8 +34,8 @@ use crate::daemon::ending::{ending_signals, ends_with_terminal, has_terminal};
 /// Time between two checks of the workers.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Time between two looks at the mount table while a target is not free.
-const LOOK: Duration = Duration::from_millis(20);
+/// Poll interval of the mount table while a target is not free.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Ticks that a worker has to unmount and to serve open files. It needs up to 11.
 const LEAVING_TICKS: u32 = 13;
@@ -43,7 +43,7 @@ const LEAVING_TICKS: u32 = 13;
 /// Ticks after which a killed worker is left to itself: it waits for a file system.
 const STUCK_TICKS: u32 = 5;
 
-/// Ticks that programs which take mounts off have at the end of the service, and before a worker starts.
+/// Ticks that programs which unmount have at the end of the service, and before a worker starts.
 const HELPER_TICKS: u32 = 5;
 
 /// Ticks after which the service is ready although mounts are still starting.
@@ -60,7 +60,7 @@ struct Leaving {
 
 /// A worker whose mount was taken off while programs have files of it open. It ends with them.
 type Detached = (String, WorkerProcess);
-/// A program that takes mounts off. It may wait for their file systems.
+/// A program that unmounts. It may wait for their file systems.
 struct Helper {
     child: Child,
     /// The mount point as in the config, if it ends a connection: no worker starts there before.
@@ -264,7 +264,7 @@ impl Supervisor {
         let can_start = |mount: &&ServiceMount| self.awaited(mount).is_none();
         let due = self.mounts.iter().filter(can_start).filter_map(ServiceMount::starts_at);
         // A mount that is due has no free target.
-        let starts = due.map(|at| if at <= now { now + LOOK } else { at });
+        let starts = due.map(|at| if at <= now { now + POLL_INTERVAL } else { at });
         let next = starts.chain([tick]).min().unwrap_or(tick);
         let rest = next.saturating_duration_since(now) + Duration::from_millis(1);
         let timeout = PollTimeout::try_from(rest).unwrap_or(PollTimeout::ZERO);
@@ -364,7 +364,7 @@ impl Supervisor {
     /// Returns whether it does.
     fn upgrade(&mut self) -> bool {
         let Some(program) = suspension::replaced_program() else { return false };
-        match suspension::can_continue(&program) {
+        match suspension::check_state_version(&program) {
             Ok(()) => {
                 tracing::info!("{}: handing over to this version", shown_path(&program));
                 self.begin_suspension(Purpose::Upgrade(program));

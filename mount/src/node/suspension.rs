@@ -247,7 +247,7 @@ pub(crate) fn is_restart() -> bool {
     })
 }
 
-/// The file of the program that this process runs, if another file has taken its place.
+/// The path of this process's executable, if it now leads to another file.
 pub(super) fn replaced_program() -> Option<PathBuf> {
     let running = std::fs::metadata("/proc/self/exe").ok()?;
     let link = std::fs::read_link("/proc/self/exe").ok()?;
@@ -262,7 +262,7 @@ pub(super) fn replaced_program() -> Option<PathBuf> {
 ///
 /// # Errors
 /// One line with the reason why it cannot.
-pub(super) fn can_continue(program: &Path) -> Result<(), String> {
+pub(super) fn check_state_version(program: &Path) -> Result<(), String> {
     let mut command = Command::new(program);
     command.arg0("tensorfs").args(["internal", "state-version"]);
     let (shown, ours) = (shown_path(program), state_version());

@@ -22,7 +22,7 @@ const PING_TICKS: u32 = 5;
 /// Ticks that a process may take to end.
 const EXIT_TICKS: u32 = 2;
 
-/// Ticks between two questions to its mount, each by a process.
+/// Ticks between two probes of its mount, each by a process.
 const PROBE_TICKS: u32 = 30;
 
 /// A worker.

@@ -163,8 +163,7 @@ impl OptionRow {
         }
     }
 
-    /// Its values: the words, and of others the part up to what the user chooses, as `map=` of
-    /// `map=FILE`.
+    /// The forms of its value: a word, or a prefix and a placeholder, as `map=` and `FILE`.
     pub(super) fn values(&self) -> impl Iterator<Item = ValueSyntax> {
         self.help.iter().flat_map(|&(syntax, explanation)| {
             let explanation = if syntax.contains('|') { "" } else { explanation };

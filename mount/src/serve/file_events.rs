@@ -268,7 +268,7 @@ pub(crate) fn writer_of(path: &Path, ask: bool) -> Writer {
     Writer::Unknown { sparse: is_sparse(&file) }
 }
 
-/// Whether the file has a hole, also one that has its place on the disk.
+/// Whether the file has a hole or preallocated (unwritten) space.
 fn is_sparse(file: &File) -> bool {
     let Ok(len) = file.metadata().map(|meta| meta.len()) else { return false };
     let end = lseek(file, 0, Whence::SeekHole);

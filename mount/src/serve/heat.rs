@@ -21,8 +21,8 @@ use tensorfs::internal::error::real_name;
 use tensorfs::internal::layout::Layout;
 use tensorfs::internal::sync::Mutex;
 
-/// Maximum number of tensors that are counted; each takes 32 bytes. Files that were read longest
-/// ago make room.
+/// Maximum number of tensors that are counted; each takes 32 bytes. The least recently read
+/// files are evicted.
 const TENSORS_MAX: usize = 1 << 20;
 
 /// Maximum number of files that are counted.
@@ -390,7 +390,7 @@ impl TensorsHeat {
         Some((described.0.upgrade()?, described.1.upgrade()?))
     }
 
-    /// Takes a file of the same version, and so with the same tensors, for one that is gone.
+    /// If the layout is gone, takes that of a file of the same version: it has the same tensors.
     fn describe(&self, checkpoint: &Arc<Checkpoint>, layout: &Arc<Layout>) {
         if self.described().is_none() && layout.tensors().count() == self.counters.len() {
             *self.described.lock() = (Arc::downgrade(checkpoint), Arc::downgrade(layout));

@@ -71,7 +71,7 @@ def _store_of(dist: Any, process_group: Any) -> Any:
 
 
 class Mailbox:
-    """The store of a group."""
+    """A `Store` of torch."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

@@ -19,7 +19,7 @@ pub enum Pinning {
     /// Memory of this crate, registered with the driver.
     #[default]
     Registered,
-    /// Memory of the driver, whose allocation takes longer.
+    /// Allocated by the driver (slower): cuMemHostAlloc.
     Allocated,
     /// Unpinned memory: the driver copies the bytes once more, which is slow.
     Pageable,

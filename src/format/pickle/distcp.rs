@@ -347,7 +347,7 @@ impl<'v> MetadataReader<'_, 'v> {
         Ok(chosen)
     }
 
-    /// Whether the tensor has no dimensions and a name without a container, as a step number has.
+    /// Whether the tensor is 0-D and has no dot in its name, as a step number.
     fn is_scalar(&mut self, fqn: &str, id: NodeId) -> Result<bool, Fault> {
         if fqn.contains('.') {
             return Ok(false);

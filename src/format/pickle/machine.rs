@@ -393,7 +393,7 @@ impl Machine<'_> {
         self.push(node).map(drop)
     }
 
-    /// The values of the stack from `begin` on, as items or as pairs. They are taken off.
+    /// The values of the stack from `begin` on, as items or as pairs. They are popped.
     fn cells(&mut self, begin: usize, pairs: bool) -> Result<Cells, Fault> {
         let mut cells = EMPTY;
         let width = if pairs { 2 } else { 1 };

@@ -22,7 +22,7 @@ use crate::index::check_folder;
 use crate::open_options::DiskCachePlace;
 use crate::version::Version;
 
-/// Part of the file system that stays free, and its least size in bytes, where no size was said.
+/// 1 / `FREE_PART` of the file system stays free, at least `FREE_MIN` bytes, if no size is set.
 const FREE_PART: u64 = 10;
 const FREE_MIN: u64 = 1 << 30;
 
@@ -124,7 +124,7 @@ impl DataFile<'_> {
     /// Removes it. Bytes that nobody serves are freed, also while a process has the file open.
     fn remove(self) -> io::Result<()> {
         // A process that begins to serve the bytes looks for the name once it has the lock. So the
-        // name goes before the bytes.
+        // name is unlinked before the file is truncated.
         gone_is_fine(std::fs::remove_file(self.path))?;
         if let Some(file) = &self.locked {
             let _ = file.set_len(0);
@@ -207,7 +207,7 @@ pub(super) fn make_room(place: &DiskCachePlace, kept: Digest, wanted: u64) -> Ro
             return made;
         }
         let Some((_, files)) = oldest_first.next() else { return made };
-        // The space of bytes that a process serves would not become free.
+        // Bytes that a process serves keep their space until it ends.
         if files.map.is_some() && !files.is_served() && files.remove().is_ok() {
             made.objects += 1;
             used -= files.space;

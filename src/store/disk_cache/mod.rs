@@ -62,7 +62,7 @@ pub fn folder_of_variable() -> Option<Option<PathBuf>> {
 /// Minimum and maximum number of objects that a process has open.
 const OPEN_BOUNDS: (usize, usize) = (8, 256);
 
-/// Maximum number of descriptors of an open object, and the part of all descriptors of a process that objects have.
+/// Maximum number of descriptors of an open object, and 1 / `DESCRIPTORS_PART` of the descriptors of the process for all objects.
 const DESCRIPTORS: usize = 4;
 const DESCRIPTORS_PART: usize = 8;
 
@@ -75,13 +75,13 @@ const STORE_SLOW: Duration = Duration::from_secs(2);
 /// If work in the folder takes longer, its disk may have stopped to answer, and reads go on without it.
 const STUCK: Duration = Duration::from_secs(10);
 
-/// A read with less than this part of its time left stores nothing.
+/// A read with less than 1 / `STORE_PART` of its time left stores nothing.
 const STORE_PART: u32 = 4;
 
 /// Longest wait for blocks that another reader fetches. Half of the time of the read at most.
 const WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// Shortest and longest pause between two looks for blocks that another reader fetches.
+/// Shortest and longest poll interval for blocks that another reader fetches.
 const LOOK_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
 /// Maximum number of bytes that are stored between two looks at the size of the folder.

@@ -182,7 +182,7 @@ impl RedisClient {
     }
 }
 
-/// The question for the bytes `range` of `key`.
+/// GETRANGE for the bytes `range` of `key`.
 fn part_of(key: &[u8], range: &Range<u64>) -> RedisQuestion {
     let (first, last) = (range.start.to_string(), range.end.saturating_sub(1).to_string());
     let words = [b"GETRANGE", key, first.as_bytes(), last.as_bytes()];

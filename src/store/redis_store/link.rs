@@ -1,5 +1,5 @@
-//! A connection to a server of Redis. Nothing of it lasts longer than its deadline, and no answer takes more
-//! memory than its question allows, whatever the server sends: that is why no client library serves here.
+//! A connection to a server of Redis. Nothing of it lasts longer than its deadline, and no reply takes more
+//! memory than its command allows, whatever the server sends: that is why no client library serves here.
 
 use std::io::{self, BufRead as _, BufReader, ErrorKind, Read, Write as _};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs as _};

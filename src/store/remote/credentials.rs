@@ -21,12 +21,12 @@ use crate::store::remote_settings::StoreSettings;
 const CHAIN_LIMIT: Duration = Duration::from_secs(20);
 
 /// Time limit of a question to a service on this machine or its host, which may not be there.
-const HOST_LIMIT: Duration = Duration::from_secs(1);
+const HTTP_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Time limit of a question to a service in the network.
-const SERVICE_LIMIT: Duration = Duration::from_secs(10);
+/// Timeout of an HTTPS request to a credential service.
+const HTTPS_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long it counts that there are none.
+/// How long "no credentials" is cached.
 const NONE_FOR: Duration = Duration::from_secs(60);
 
 /// Ways to credentials, with names for people.
@@ -185,7 +185,7 @@ impl HttpSend for Services {
     async fn http_send(&self, request: http::Request<Bytes>) -> Result<http::Response<Bytes>> {
         let is_host = request.uri().scheme_str() == Some("http");
         let (client, limit) =
-            if is_host { (&self.of_host, HOST_LIMIT) } else { (&self.client, SERVICE_LIMIT) };
+            if is_host { (&self.of_host, HTTP_TIMEOUT) } else { (&self.client, HTTPS_TIMEOUT) };
         let failed = |e: reqwest::Error| Error::unexpected(e.without_url().to_string());
         let answered = async {
             let request = reqwest::Request::try_from(request).map_err(failed)?;

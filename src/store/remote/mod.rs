@@ -53,7 +53,7 @@ use state::{ObjectState, hash_of};
 /// Time limit of a call that nobody gave one.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// How much earlier than its reader a read gives up, so that its reason arrives: a part of its time.
+/// A read gives up 1 / `REASON_PART` of its time before its reader does, so that its reason arrives.
 const REASON_PART: u32 = 20;
 
 /// How long a folder counts as being there after it was seen.

@@ -1,4 +1,4 @@
-//! The answers of WebDAV servers to requests for properties, in XML.
+//! `multistatus` of WebDAV in XML: the answers of servers to PROPFIND.
 
 use quick_xml::escape::unescape;
 use quick_xml::events::Event;

@@ -24,7 +24,7 @@ const WEIGHT_MAP: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
 /// Maximum number of files of one folder that are asked for by their names.
-const LOOKS_MAX: usize = 100_000;
+const NAMES_MAX: usize = 100_000;
 
 /// Files beside weights that are shown where they are there.
 const BESIDE: [&str; 12] = [
@@ -148,8 +148,8 @@ async fn looks_of(
     names: BTreeSet<String>,
     deadline: Instant,
 ) -> io::Result<BTreeMap<String, StoreEntry>> {
-    if names.len() > LOOKS_MAX {
-        let why = format!("has {} files to ask for, more than {LOOKS_MAX}", names.len());
+    if names.len() > NAMES_MAX {
+        let why = format!("has {} files to ask for, more than {NAMES_MAX}", names.len());
         return Err(io::Error::other(why));
     }
     let mut looks = JoinSet::new();

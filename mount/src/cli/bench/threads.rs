@@ -16,7 +16,7 @@ pub(super) struct Threads {
     all: BTreeMap<u32, (String, u64)>,
 }
 
-/// CPU time of the threads of one name between two looks.
+/// CPU time of the threads of one name between two samples.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Taken {
     /// Their name, without the number at its end.

@@ -16,7 +16,7 @@ use super::{job, python};
 use crate::cli::stopping::is_stopped;
 
 /// Interval between checks whether the bench was told to stop.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How long a killed child may take to end.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -128,7 +128,7 @@ impl Worker {
     fn line(&mut self) -> Result<String, Trouble> {
         loop {
             check_stopped()?;
-            match self.lines.recv_timeout(LOOK) {
+            match self.lines.recv_timeout(POLL_INTERVAL) {
                 Ok(line) => return Ok(line),
                 Err(RecvTimeoutError::Timeout) if Instant::now() > self.deadline => {
                     let seconds = self.limit.as_secs();

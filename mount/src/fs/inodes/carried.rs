@@ -117,8 +117,8 @@ impl Nodes {
         })
     }
 
-    /// Makes the node of the folder at `path` and number `ino`, which the kernel knows by `lookups`
-    /// lookups. Programs that are in this folder do not look it up again.
+    /// Adds `lookups` to the lookup count of the folder at `path`, if its inode number is `ino`.
+    /// Programs that are in this folder do not look it up again.
     pub(crate) fn know_folder(&self, path: &Path, ino: u64, lookups: u64) {
         let node = self.folder_at(path).and_then(|id| self.folder(id));
         if let Some(node) = node.filter(|node| node.ino == ino) {

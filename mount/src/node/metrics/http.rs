@@ -32,8 +32,8 @@ const CLIENT_TIME: Duration = Duration::from_secs(10);
 /// Longest request, in bytes.
 const REQUEST_MAX: usize = 8 << 10;
 
-/// Time between two looks whether the server has to end.
-const LOOK: Duration = Duration::from_millis(200);
+/// Interval between checks whether the server must end.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A reply.
 pub(super) struct HttpReply {
@@ -150,7 +150,7 @@ fn accept(listener: &HttpListener, answer: &Answer, ends: &AtomicBool) {
     let mut number = 0;
     while !ends.load(Ordering::Relaxed) {
         let mut polled = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
-        let timeout = PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::ZERO);
+        let timeout = PollTimeout::try_from(POLL_INTERVAL).unwrap_or(PollTimeout::ZERO);
         if poll(&mut polled, timeout).is_ok_and(|ready| ready == 0) {
             continue;
         }

@@ -80,7 +80,7 @@ struct State {
     /// The copy that is being written.
     partial: Option<PathBuf>,
     /// Time until which the folder is not used, after an error.
-    resting: Option<Instant>,
+    backoff: Option<Instant>,
 }
 
 impl State {
@@ -107,7 +107,7 @@ pub(crate) struct AssembleStatus {
     /// Whether the folder does not answer, and `used` may be out of date.
     pub stalled: bool,
     /// Time for which the folder is not used, after an error.
-    pub resting_s: u64,
+    pub backoff_s: u64,
     pub files: Vec<CopyStatus>,
 }
 
@@ -402,8 +402,8 @@ impl AssemblerState {
         let Some(entry) = state.entries.get_mut(version) else { return };
         entry.opens += opens;
         entry.served += served;
-        let resting = state.resting.is_some_and(|until| Instant::now() < until);
-        if entry.is_hot() && !state.stopping && !resting && entry.may_start() {
+        let backoff = state.backoff.is_some_and(|until| Instant::now() < until);
+        if entry.is_hot() && !state.stopping && !backoff && entry.may_start() {
             (entry.stage, entry.done) = (Stage::Queued, 0);
             let job = CopyJob::Write { version: version.to_owned(), reader: reader.clone() };
             state.queue.push_back(job);
@@ -630,7 +630,7 @@ impl AssemblerState {
         }
         entry.failure = why;
         if matches!(failure, CopyFailure::Folder(..) | CopyFailure::Differs) {
-            state.resting = again;
+            state.backoff = again;
             state.cancel_writes();
         }
     }
@@ -642,13 +642,13 @@ impl AssemblerState {
             known.filter_map(|(version, entry)| entry.status(version)).collect();
         files.sort_by(|a, b| a.version.cmp(&b.version));
         let (budget, used) = usage.unzip();
-        let resting = state.resting.map(|until| until.saturating_duration_since(Instant::now()));
+        let backoff = state.backoff.map(|until| until.saturating_duration_since(Instant::now()));
         AssembleStatus {
             dir: self.folder.path().to_string_lossy().into_owned(),
             budget,
             used,
             stalled: !answered,
-            resting_s: resting.map_or(0, |rest| rest.as_secs()),
+            backoff_s: backoff.map_or(0, |rest| rest.as_secs()),
             files,
         }
     }

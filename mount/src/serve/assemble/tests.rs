@@ -426,11 +426,11 @@ fn fill_a_disk(place: &Place) {
     assembler.shared.finish(VERSION, Err(failure));
     heat(&assembler, VERSION, &reader);
     assert_eq!(state(&assembler, VERSION).as_deref(), Some("failed"));
-    assert!(assembler.status().resting_s > 60);
+    assert!(assembler.status().backoff_s > 60);
     fs::remove_file(place.dir().join("fill")).unwrap();
     {
         let mut state = assembler.shared.state.lock();
-        state.resting = None;
+        state.backoff = None;
         state.entries.remove(VERSION);
     }
     assert!(content(&assembled(&assembler, VERSION, &reader)) == whole(&reader));

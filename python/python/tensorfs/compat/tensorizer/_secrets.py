@@ -126,7 +126,7 @@ class EncryptionParams:
 
         `opslimit` is the number of passes, 3 by default, and `memlimit` the memory in bytes, 256 MiB by default. At most
         1 GiB of memory is used, and all passes together write 16 GiB at most. `salt` has 16 bytes; None makes a random
-        one. The file has these three.
+        one. The file keeps all three.
         """
         passphrase, derivation = _checked_passphrase(source, encoding), _checked_derivation(opslimit, memlimit, salt)
         made = cls(derive_key(passphrase, *derivation))

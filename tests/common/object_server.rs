@@ -1,5 +1,5 @@
 //! A server of objects in a process of its own: `tests/python/object_server.py`, or one of
-//! `tests/python/cloud_server.py` and `tests/python/web_server.py`.
+//! `tests/python/cloud_server.py`, `tests/python/web_server.py` and `tests/python/hub_server.py`.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -58,9 +58,14 @@ impl ObjectServer {
             ("AWS_SECRET_ACCESS_KEY", "a-secret-key-of-the-tests/that+nobody=shows"),
             ("AWS_EC2_METADATA_DISABLED", "true"),
             ("NO_PROXY", "127.0.0.1"),
+            ("HF_HUB_CACHE", "/nonexistent/hub"),
+            ("HF_HUB_OFFLINE", ""),
+            ("HF_TOKEN_PATH", "/nonexistent/token"),
+            ("HF_TOKEN", ""),
         ];
         let mut all: Vec<_> = fixed.map(|(name, value)| (name, value.to_owned())).to_vec();
         all.push(("AWS_ENDPOINT_URL", self.url()));
+        all.push(("HF_ENDPOINT", self.url()));
         all.push(("STORAGE_EMULATOR_HOST", self.url()));
         all.push(("GCE_METADATA_HOST", format!("127.0.0.1:{}", self.port)));
         all.push(("AZURE_STORAGE_ENDPOINT", format!("{}/testaccount", self.url())));

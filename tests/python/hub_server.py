@@ -1,8 +1,10 @@
 """A stand-in of the hub of Hugging Face for tests: pinned revisions, listings by pages, links to another host that end,
-tokens, gated and private repositories, renames, limits, and faults on command."""
+tokens, gated and private repositories, renames, limits, and faults on command. By itself it prints its port: a file that is
+put makes a commit of `tests/NAME`, and one that is deleted ends the repository."""
 
 import hashlib
 import json
+import sys
 import urllib.parse
 
 from object_server import Handler, ObjectServer
@@ -47,7 +49,8 @@ class HubServer(ObjectServer):
 
     def commit(self, name, folder, revision="main", extra=()):
         """Makes a commit of the files in `folder`, as a repository of this name: `models/ORG/NAME`."""
-        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+        paths = sorted(folder.rglob("*")) if folder else []
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.is_file()}
         files.update(extra)
         repository = self.repositories.setdefault(name, Repository())
         sha = hashlib.sha1(repr(sorted((path, hash_of(data)) for path, data in files.items())).encode()).hexdigest()
@@ -105,6 +108,18 @@ class HubHandler(Handler):
     def refuse(self, status, code, message="no"):
         headers = [("X-Error-Message", message)] + ([("X-Error-Code", code)] if code else [])
         self.answer(status, b"{}", headers)
+
+    def do_PUT(self):
+        name, key, _ = self.where()
+        repository = self.store.repositories.get(f"models/tests/{name}", Repository())
+        files = repository.commits.get(repository.revisions.get("main"), {})
+        self.store.commit(f"models/tests/{name}", None, extra={**files, key: self.body()})
+        self.answer(200)
+
+    def do_DELETE(self):
+        name, _, _ = self.where()
+        del self.store.repositories[f"models/tests/{name}"]
+        self.answer(204)
 
     def do_GET(self):
         store = self.store
@@ -182,3 +197,11 @@ class HubHandler(Handler):
             headers.append(("Content-Range", f"bytes {start}-{last}/{len(data)}"))
             return self.answer(206, data[start : last + 1], headers)
         return self.answer(200, data, headers)
+
+
+if __name__ == "__main__":
+    server = HubServer()
+    server.start()
+    print(server.port, flush=True)
+    # The end of the input is the end of the program that started this one.
+    sys.stdin.read()

@@ -308,7 +308,7 @@ impl<'a> Listed<'a> {
         for (line, (tensor, file)) in self.map.iter().enumerate() {
             let Some(shard) = self.shard_of_file[self.map.file_number(line)] else {
                 let message =
-                    format!("the weight map sends it to {file}, which is no shard of this set");
+                    format!("the weight map maps it to {file}, which is no shard of this set");
                 let fault = Fault::new(ErrorKind::ShardMissing, message);
                 return Some(fault.tensor(tensor).in_file(file));
             };
@@ -328,7 +328,7 @@ impl<'a> Listed<'a> {
                 format!("it lies in {elsewhere}")
             };
             let message =
-                format!("the weight map sends it to {file}, which does not hold it; {hint}");
+                format!("the weight map maps it to {file}, which does not hold it; {hint}");
             return Some(
                 Fault::new(ErrorKind::TensorMissing, message).tensor(tensor).in_file(file),
             );

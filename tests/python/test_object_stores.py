@@ -1,6 +1,7 @@
 """Object stores and HTTP servers as sources, by URL: with a real server, and with one that misbehaves."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import checkpoints
 from manifest import by_id
 from mounts import BIN, HELPER, Mount, MountFailed, TestCase, detach, find_mount, needs_root, run, tensorfs, wait_until
-from object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
+from object_server import ACCESS_KEY, SECRET_KEY, Handler, ObjectServer
 
 FILE = "model.safetensors"
 URL = "s3://bucket/models/tiny"
@@ -27,6 +28,30 @@ http {{
     server {{ listen 127.0.0.1:{port}; root {root}; gzip on; gzip_types *; gzip_min_length 1; }}
 }}
 """
+
+
+class Services(Handler):
+    """The services of a machine, of a container and of AWS that give credentials for a session."""
+
+    KEYS = {"AccessKeyId": ACCESS_KEY, "SecretAccessKey": SECRET_KEY, "Expiration": "2099-01-01T00:00:00Z"}
+
+    def do_PUT(self):
+        self.answer(200, b"a-token-of-the-machine")
+
+    def do_GET(self):
+        is_machine = self.headers.get("x-aws-ec2-metadata-token") == "a-token-of-the-machine"
+        if not is_machine and self.headers.get("Authorization") != "an-identity":
+            return self.answer(401)
+        keys = {"Code": "Success", "Token": "a session", **self.KEYS}
+        return self.answer(200, b"reader" if self.path.endswith("/") else json.dumps(keys).encode())
+
+    def do_POST(self):
+        if b"WebIdentityToken=an-identity" not in self.body():
+            return self.answer(403)
+        keys = "".join(f"<{name}>{value}</{name}>" for name, value in {"SessionToken": "a session", **self.KEYS}.items())
+        name = "AssumeRoleWithWebIdentity"
+        text = f"<{name}Response><{name}Result><Credentials>{keys}</Credentials></{name}Result></{name}Response>"
+        return self.answer(200, text.encode())
 
 
 class RemoteCase(TestCase):
@@ -189,6 +214,31 @@ class Access(RemoteCase):
         program.chmod(0o755)
         (self.tmp / ".aws/config").write_text(f"[profile by-program]\ncredential_process = {program}\n")
         self.assert_whole(HOME=str(self.tmp), AWS_PROFILE="by-program", **self.NONE)
+
+    def test_the_machine_the_container_and_a_web_identity_give_credentials(self):
+        services = self.enterContext(ObjectServer(handler=Services))
+        identity = self.tmp / "identity"
+        identity.write_text("an-identity")
+        self.env |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(self.tmp)}
+        self.server.session_token = "a session"
+        role = "arn:aws:iam::123456789012:role/reader"
+        for way, environment in {
+            "the machine": {"AWS_EC2_METADATA_SERVICE_ENDPOINT": services.url, "AWS_EC2_METADATA_DISABLED": ""},
+            "the container": {
+                "AWS_CONTAINER_CREDENTIALS_FULL_URI": services.url + "/container",
+                "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": str(identity),
+            },
+            "a web identity": {
+                "AWS_WEB_IDENTITY_TOKEN_FILE": str(identity),
+                "AWS_ROLE_ARN": role,
+                "AWS_ENDPOINT_URL_STS": services.url,
+            },
+        }.items():
+            with self.subTest(way=way):
+                outcome = self.tensorfs("doctor", URL, **environment)
+                self.assert_done(outcome)
+                self.assertIn(way, outcome.stdout)
+                self.assert_whole(**environment)
 
     def test_no_secret_is_in_arguments_logs_status_attributes_or_the_index(self):
         index, log = self.tmp / "index", self.tmp / "log"

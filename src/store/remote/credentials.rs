@@ -15,6 +15,7 @@ use reqsign_core::{
     ProvideCredentialDyn, Result, SigningCredential,
 };
 
+use super::location::is_confidential;
 use crate::store::remote_settings::StoreSettings;
 
 /// Time limit of the whole chain.
@@ -28,6 +29,9 @@ const HTTPS_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long "no credentials" is cached.
 const NONE_FOR: Duration = Duration::from_secs(60);
+
+/// The variable with the URL of a service for temporary credentials (STS) that is not that of AWS.
+const STS: &str = "AWS_ENDPOINT_URL_STS";
 
 /// Ways to credentials, with names for people.
 pub(super) type Providers<C> = Vec<(&'static str, Box<dyn ProvideCredentialDyn<Credential = C>>)>;
@@ -50,11 +54,12 @@ pub(super) fn context_of(
     client: reqwest::Client,
     of_host: reqwest::Client,
 ) -> Context {
+    let sts = settings.variable(STS).filter(|url| !url.is_empty());
     Context::new()
         .with_env(Variables(settings))
         .with_file_read(LocalFiles)
         .with_command_execute(LocalCommands)
-        .with_http_send(Services { client, of_host })
+        .with_http_send(Services { client, of_host, sts })
 }
 
 impl<C: SigningCredential> CredentialChain<C> {
@@ -179,10 +184,27 @@ impl CommandExecute for LocalCommands {
 struct Services {
     client: reqwest::Client,
     of_host: reqwest::Client,
+    /// The value of `STS`.
+    sts: Option<String>,
+}
+
+impl Services {
+    /// `request`, to the STS of the user if it is for that of AWS.
+    fn redirected(&self, mut request: http::Request<Bytes>) -> Result<http::Request<Bytes>> {
+        let is_aws = |host: &str| host.starts_with("sts.") && host.contains(".amazonaws.");
+        if let Some(own) = self.sts.as_ref().filter(|_| request.uri().host().is_some_and(is_aws)) {
+            let url = Some(own).filter(|own| is_confidential(own)).and_then(|own| own.parse().ok());
+            let why =
+                || Error::config_invalid(format!("{STS} is no URL of HTTPS or of this machine"));
+            *request.uri_mut() = url.ok_or_else(why)?;
+        }
+        Ok(request)
+    }
 }
 
 impl HttpSend for Services {
-    async fn http_send(&self, request: http::Request<Bytes>) -> Result<http::Response<Bytes>> {
+    async fn http_send(&self, wanted: http::Request<Bytes>) -> Result<http::Response<Bytes>> {
+        let request = self.redirected(wanted)?;
         let is_host = request.uri().scheme_str() == Some("http");
         let (client, limit) =
             if is_host { (&self.of_host, HTTP_TIMEOUT) } else { (&self.client, HTTPS_TIMEOUT) };
@@ -198,5 +220,33 @@ impl HttpSend for Services {
         };
         let late = |_| Error::unexpected("no answer in time");
         tokio::time::timeout(limit, answered).await.map_err(late)?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_for_the_sts_of_aws_goes_to_that_of_the_user() {
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let client = reqwest::Client::new();
+        let to = |own: &str, url: &str| {
+            let sts = Some(own.to_owned());
+            let services = Services { client: client.clone(), of_host: client.clone(), sts };
+            let request = http::Request::post(url).body(Bytes::new()).unwrap();
+            services.redirected(request).map(|request| request.uri().to_string())
+        };
+        let own = "https://sts.example.com/";
+        assert_eq!(to(own, "https://sts.amazonaws.com/").unwrap(), own);
+        assert_eq!(to(own, "https://sts.cn-north-1.amazonaws.com.cn/").unwrap(), own);
+        for other in ["https://sts.googleapis.com/v1/token", "https://portal.sso.amazonaws.com/"] {
+            assert_eq!(to(own, other).unwrap(), other);
+        }
+        assert_eq!(
+            to("http://127.0.0.1:7/", "https://sts.amazonaws.com/").unwrap(),
+            "http://127.0.0.1:7/"
+        );
+        to("http://sts.example.com", "https://sts.amazonaws.com/").unwrap_err();
     }
 }

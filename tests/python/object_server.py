@@ -8,6 +8,7 @@ on command. Runs in a thread of a test, or by itself: `object_server.py` prints 
     GET /-/requests           what was asked so far, as JSON
 """
 
+import bisect
 import contextlib
 import email.utils
 import gzip
@@ -289,28 +290,25 @@ class Handler(BaseHTTPRequestHandler):
     def more_listed(self, stored):
         return ""
 
-    def entries(self, bucket, prefix, delimiter):
-        """Names and objects in a folder, `None` for folders in it."""
-        keys, seen = [], set()
-        for key in sorted(self.store.objects[bucket]):
-            if not key.startswith(prefix):
-                continue
-            rest = key[len(prefix):]
-            if delimiter and delimiter in rest:
-                folder = prefix + rest.split(delimiter, 1)[0] + delimiter
-                if folder not in seen:
-                    seen.add(folder)
-                    keys.append((folder, None))
-            else:
-                keys.append((key, self.store.objects[bucket][key]))
-        return keys
+    def entries(self, bucket, prefix, delimiter, after="", most=None):
+        """Names and objects in a folder, `None` for folders in it: the first ones behind `after`."""
+        found, last = [], None
+        names = sorted(self.store.objects[bucket])
+        for key in names[bisect.bisect_left(names, max(prefix, after)) :]:
+            if len(found) == most or not key.startswith(prefix):
+                break
+            inner = key.find(delimiter, len(prefix)) if delimiter else -1
+            name = key if inner < 0 else key[: inner + 1]
+            if name > after and name != last:
+                found.append((name, self.store.objects[bucket][key] if inner < 0 else None))
+            last = name
+        return found
 
     def listing(self, bucket, query):
         one = lambda name, default="": query.get(name, [default])[0]
         most = min(int(one("max-keys", "1000")), self.store.page)
-        keys = self.entries(bucket, one("prefix"), one("delimiter"))
-        token = one("continuation-token")
-        keys = [entry for entry in keys if not token or entry[0] > token.removeprefix("token ")]
+        token = one("continuation-token").removeprefix("token ")
+        keys = self.entries(bucket, one("prefix"), one("delimiter"), token, most + 1)
         page, rest = keys[:most], keys[most:]
         lines = ["<?xml version='1.0'?><ListBucketResult>"]
         lines.append(f"<IsTruncated>{'true' if rest else 'false'}</IsTruncated>")

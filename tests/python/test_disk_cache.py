@@ -8,7 +8,9 @@ import shutil
 import signal
 import struct
 import subprocess
+import time
 
+from faults import FaultFs
 from mounts import BIN, Mount, TestCase, needs_root, read_or_none, run, tensorfs, wait_until
 from object_server import SECRET_KEY, ObjectServer
 
@@ -339,6 +341,33 @@ class LocalFiles(DiskCacheCase):
             self.assert_each_block_once()
             self.assert_done(self.tensorfs("cache", "prune", "--keep", "0", "--cache-dir", self.cache))
             is_read_locally()
+
+
+class StalledDisks(DiskCacheCase):
+    def test_reads_go_on_without_a_disk_that_stops_to_answer(self):
+        self.assert_whole()
+        with FaultFs(self.cache) as faults, faults.lifted():
+            with Mount(URL, f"cache-dir={faults.path}", SIZE, "watch=off", "io-timeout=4", env=self.env) as mount:
+                faults.tell("stall", "*")
+                found = read_or_none(mount.path / FILE)
+                # A read that waits for the disk ends at its deadline.
+                self.assertIn(found, (None, self.data))
+                wait_until(lambda: read_or_none(mount.path / FILE) == self.data, 60, "the bytes")
+                self.assertGreater(faults.parked(), 0)
+
+    def test_a_command_with_a_disk_that_does_not_answer_ends_at_its_deadline(self):
+        self.assert_whole()
+        for stall in ("stall", "stall-open", "stall-lookup"):
+            with self.subTest(stall=stall), FaultFs(self.cache) as faults, faults.lifted():
+                faults.tell(stall, "*")
+                words = [BIN, "load", URL, "-o", f"cache-dir={faults.path}", "-o", "io-timeout=1"]
+                process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=self.env)
+                said = next(line for line in process.stderr if " WARN " not in line)
+                self.assertIn("no answer within 1 seconds (io-timeout=)", said)
+                process.stderr.close()
+                # Until the disk answers the kernel holds what is left of the process.
+                faults.tell("ok")
+                self.assertEqual(process.wait(60), 1)
 
 
 class Folders(DiskCacheCase):

@@ -72,7 +72,8 @@ const PAUSE: Duration = Duration::from_secs(30);
 /// A store of blocks that takes longer is a failure: the reader waits for it.
 const STORE_SLOW: Duration = Duration::from_secs(2);
 
-/// If work in the folder takes longer, its disk may have stopped to answer, and reads go on without it.
+/// If work in the folder takes longer, its disk may have stopped to answer, and reads go on without it. A read waits
+/// no longer than half of its time.
 const STUCK: Duration = Duration::from_secs(10);
 
 /// A read with less than 1 / `STORE_PART` of its time left stores nothing.
@@ -115,16 +116,17 @@ impl CachedStore {
         &self,
         path: &Path,
         version: &Version,
+        patience: Duration,
     ) -> Option<(Arc<DiskCache>, Arc<CachedObject>)> {
         let key = self.key(path, version)?;
         let cache = cache_in(&self.place);
-        let object = cache.object(&key)?;
+        let object = cache.object(&key, patience)?;
         Some((cache, object))
     }
 
     /// Reads what is wanted of the blocks `runs`, which the cache has not.
     fn fill(&self, read: &CachedRead<'_>, runs: Vec<Range<u64>>, buf: &mut [u8]) -> io::Result<()> {
-        let CachedRead { cache, object, offset, until, .. } = *read;
+        let CachedRead { cache, object, offset, until, patience, .. } = *read;
         let now = Instant::now();
         let left = until.map(|until| until.saturating_duration_since(now) / 2);
         let give_up = now + left.unwrap_or(WAIT_MAX).min(WAIT_MAX);
@@ -138,7 +140,7 @@ impl CachedStore {
             match object.claim(&run) {
                 Claim::Mine(_claim) => {
                     // The one who had a claim before may have stored them.
-                    for part in cache.take(object, &run, offset, buf) {
+                    for part in cache.take(object, &run, offset, buf, patience) {
                         self.fetch(read, &part, buf)?;
                     }
                 }
@@ -153,7 +155,7 @@ impl CachedStore {
                     cache.counters.waits.add(1);
                     std::thread::sleep(pause);
                     pause = (pause * 2).min(LOOK_PAUSES.1);
-                    todo.extend(cache.take(object, &run, offset, buf));
+                    todo.extend(cache.take(object, &run, offset, buf, patience));
                 }
             }
         }
@@ -198,6 +200,8 @@ struct CachedRead<'a> {
     offset: u64,
     began: Instant,
     until: Option<Instant>,
+    /// How old work in the folder may be.
+    patience: Duration,
 }
 
 impl CachedRead<'_> {
@@ -238,20 +242,23 @@ impl StoreKind for CachedStore {
         let (Some(end), false) = (end, buf.is_empty()) else {
             return self.inner.read(path, version, offset, buf, until);
         };
-        let Some((cache, object)) = self.object(path, version) else {
+        let began = Instant::now();
+        let half = until.map_or(STUCK, |until| until.saturating_duration_since(began) / 2);
+        let patience = half.min(STUCK);
+        let Some((cache, object)) = self.object(path, version, patience) else {
             return self.inner.read(path, version, offset, buf, until);
         };
-        let (cache, object, began) = (&*cache, &*object, Instant::now());
-        let read = CachedRead { cache, object, path, version, offset, began, until };
+        let (cache, object) = (&*cache, &*object);
+        let read = CachedRead { cache, object, path, version, offset, began, until, patience };
         let blocks = offset / BLOCK_LEN..end.div_ceil(BLOCK_LEN);
-        let missing = cache.take(object, &blocks, offset, buf);
+        let missing = cache.take(object, &blocks, offset, buf, patience);
         self.fill(&read, missing, buf)
     }
 
     fn local_copy(&self, path: &Path, version: &Version) -> Option<(PathBuf, File)> {
         let key = self.key(path, version)?;
         let cache = cache_in(&self.place);
-        let _work = cache.begin_work()?;
+        let _work = cache.begin_work(STUCK)?;
         let object = cache.open_object(&key)?;
         let file = object.whole_file()?;
         object.note_use();
@@ -333,9 +340,9 @@ fn open_max_of(limit: usize) -> usize {
     (limit / DESCRIPTORS_PART / DESCRIPTORS).clamp(OPEN_BOUNDS.0, OPEN_BOUNDS.1)
 }
 
-/// Whether some of the work that began at these times does not end.
-fn is_stuck(under_way: &BTreeMap<u64, Instant>) -> bool {
-    under_way.values().any(|began| began.elapsed() > STUCK)
+/// Whether some of the work that began at these times takes longer than `patience`.
+fn is_stuck(under_way: &BTreeMap<u64, Instant>, patience: Duration) -> bool {
+    under_way.values().any(|began| began.elapsed() > patience)
 }
 
 /// A folder as a cache of this process.
@@ -395,10 +402,10 @@ impl DiskCache {
         })
     }
 
-    /// Notes that work in the folder begins. `None` if earlier work there does not end.
-    fn begin_work(&self) -> Option<FolderWork<'_>> {
+    /// Notes that work in the folder begins. `None` if earlier work there takes longer than `patience`.
+    fn begin_work(&self, patience: Duration) -> Option<FolderWork<'_>> {
         let mut under_way = self.under_way.lock();
-        if is_stuck(&under_way) {
+        if is_stuck(&under_way, patience) {
             return None;
         }
         let number = under_way.last_key_value().map_or(0, |(last, _)| last + 1);
@@ -425,7 +432,7 @@ impl DiskCache {
 
     /// Why nothing is stored now.
     fn why_paused(&self) -> Option<String> {
-        if is_stuck(&self.under_way.lock()) {
+        if is_stuck(&self.under_way.lock(), STUCK) {
             return Some("its disk does not answer".to_owned());
         }
         if let Some(FolderUse::ReadOnly(why) | FolderUse::Unusable(why)) = self.folder.get() {
@@ -454,8 +461,8 @@ impl DiskCache {
     }
 
     /// The object `key`, which is opened or made.
-    fn object(&self, key: &ObjectKey) -> Option<Arc<CachedObject>> {
-        let _work = self.begin_work()?;
+    fn object(&self, key: &ObjectKey, patience: Duration) -> Option<Arc<CachedObject>> {
+        let _work = self.begin_work(patience)?;
         if matches!(self.folder(), FolderUse::Unusable(_)) {
             return None;
         }
@@ -497,8 +504,9 @@ impl DiskCache {
         run: &Range<u64>,
         offset: u64,
         buf: &mut [u8],
+        patience: Duration,
     ) -> Vec<Range<u64>> {
-        let Some(_work) = self.begin_work() else { return vec![run.clone()] };
+        let Some(_work) = self.begin_work(patience) else { return vec![run.clone()] };
         let taken = object.take(run, offset, buf);
         self.counters.found_blocks.add(taken.found);
         self.counters.found_bytes.add(taken.found * BLOCK_LEN);
@@ -508,7 +516,7 @@ impl DiskCache {
 
     /// Stores blocks if there is room, or can be made.
     fn store(&self, object: &CachedObject, run: &Range<u64>, parts: &MemoryParts<'_>) {
-        let Some(_work) = self.begin_work() else { return };
+        let Some(_work) = self.begin_work(STUCK) else { return };
         let started = Instant::now();
         let len = parts.len() as u64;
         let step = self.place.size.map_or(UNCHECKED_MAX, |size| (size / 8).min(UNCHECKED_MAX));

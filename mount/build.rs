@@ -5,6 +5,10 @@ use std::path::Path;
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
+    // Tests start a debug build thousands of times, and it has 180,000 addresses to relocate each time.
+    if std::env::var("PROFILE").is_ok_and(|profile| profile == "debug") {
+        println!("cargo::rustc-link-arg-bins=-no-pie");
+    }
     let Some(out) = std::env::var_os("OUT_DIR") else { return };
     // target/<profile>/build/<package>-<hash>/out
     let Some(profile) = Path::new(&out).ancestors().nth(3) else { return };

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, shown_path};
 use crate::format::deepspeed::StateFile;
+use crate::format::pickle::METADATA_LEN_MAX;
 use crate::format::{OutputFormat, TrainingState, manifest, names, pickle};
 use crate::hash::{Digest, Hasher};
 use crate::index::{
@@ -351,7 +352,9 @@ impl<'a> FolderIndex<'a> {
         });
         let look = |file: &File| -> crate::Result<_> {
             let source = file.open_listed()?;
-            let hash = source.hash_ranges(std::slice::from_ref(&(0..source.len())))?;
+            // A longer one is refused when it is parsed.
+            let hashed = 0..source.len().min(METADATA_LEN_MAX);
+            let hash = source.hash_ranges(std::slice::from_ref(&hashed))?;
             source.check_after_read()?;
             Ok((source.version().lasting(), hash))
         };

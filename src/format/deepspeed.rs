@@ -218,6 +218,8 @@ pub struct ZeroModel {
     pub frozen: Vec<(ZeroParam, Option<FlatRun>)>,
     /// Names of tensors that are others by another name, and these.
     pub shared: Vec<(String, String)>,
+    /// Names of tensors that no optimizer changes, which the model states have whole.
+    pub buffers: Vec<String>,
     /// Tensors of the model of which this file has no elements.
     pub placeholders: Vec<String>,
     /// Number of data-parallel ranks, if the file records it.
@@ -227,13 +229,14 @@ pub struct ZeroModel {
 }
 
 impl ZeroModel {
-    /// The names of tensors whose elements may lie in the files of all ranks.
-    pub fn names_elsewhere(&self) -> HashSet<&str> {
+    /// The names of tensors without elements: those of all others lie in the files of all ranks, where
+    /// the model states have none.
+    pub fn names_without_elements(&self) -> HashSet<&str> {
         let trained = self.groups.iter().flatten();
         let params = trained.chain(self.frozen.iter().map(|(param, _)| param));
-        let with_elements = params.filter(|param| !param.shape.contains(&0));
-        let shared = self.shared.iter().map(|(name, _)| name.as_str());
-        with_elements.map(|param| param.name.as_str()).chain(shared).collect()
+        let empty =
+            params.filter(|param| param.shape.contains(&0)).map(|param| param.name.as_str());
+        empty.chain(self.buffers.iter().map(String::as_str)).collect()
     }
 }
 

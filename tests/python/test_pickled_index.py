@@ -149,6 +149,18 @@ class PickledIndex(TestCase):
             self.assert_refused(outcome)
             self.assertIn("rank_0.pt: is the file of one of 2 ranks", outcome.stderr)
 
+    def test_parts_over_one_axis_of_a_mesh_are_joined(self):
+        whole = np.arange(12, dtype=np.float32)
+        folder = self.tmp / "axis"
+        folder.mkdir()
+        for rank in range(4):
+            with torch_files.modules() as named:
+                part = Tensor(whole[rank % 2 * 6 :][:6].copy(), (2, 3))
+                root = {"w": torch_files.dtensor(named, part, (4, 3), rank, 4, 0, axis=2)}
+                torch_files.save(folder / f"model_world_size_4_rank_{rank}.pt", root)
+        self.assert_done(tensorfs("consolidate", folder, self.tmp / "one.safetensors"))
+        self.assertEqual(oracle.tensor_bytes(self.tmp / "one.safetensors")["w"][-1], whole.tobytes())
+
 
 def write_ranks(folder, more=None):
     """The files of two ranks, each with half of a tensor."""

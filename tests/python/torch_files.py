@@ -49,12 +49,18 @@ def save(path, root, protocol=2, folder="archive"):
         archive.writestr(f"{folder}/version", "3\n")
 
 
-def dtensor(named, local, whole, rank, ranks, dim):
-    """The part `local` that a rank has of a DTensor of F32 which is cut in a dimension. `named` is of `modules`."""
+def dtensor(named, local, whole, rank, ranks, dim, axis=None):
+    """The part `local` that a rank has of a DTensor of F32 which is cut in a dimension. `named` is of `modules`.
+
+    `axis` is the number of ranks of the last axis of a mesh, if the tensor is cut over that axis alone.
+    """
     tensors = "torch.distributed.tensor"
     kind = named(tensors, "DTensor", "class")
     numbers = Tensor(np.arange(ranks), dtype="I64")
     mesh = {"device_type": "cpu", "mesh": numbers, "mesh_dim_names": None, "_coordinate_on_dim": [rank]}
+    if axis:
+        layout = Object("torch.distributed._mesh_layout", "_MeshLayout", state={"shape": (axis,), "stride": (1,)})
+        mesh = {"_rank_map": numbers, "_layout": layout, "_coordinate_on_dim": (rank % axis,), "_rank": rank}
     placement = Object(f"{tensors}.placement_types", "Shard", state={"dim": dim})
     spec = {"mesh": Object("torch.distributed.device_mesh", "DeviceMesh", state=mesh), "placements": (placement,)}
     state = {"_local_tensor": local, "_spec": Object(f"{tensors}._dtensor_spec", "DTensorSpec", state=spec)}

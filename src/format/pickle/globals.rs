@@ -38,11 +38,10 @@ const DENIED_MODULES: [&str; 31] = [
 ];
 
 /// Functions of other modules that do.
-const DENIED: [(&str, &str); 6] = [
+const DENIED: [(&str, &str); 5] = [
     ("torch", "load"),
     ("torch", "compile"),
     ("torch.serialization", "load"),
-    ("functools", "partial"),
     ("functools", "reduce"),
     ("numpy.testing._private.utils", "runstring"),
 ];
@@ -51,9 +50,11 @@ const DENIED: [(&str, &str); 6] = [
 const DENIED_PREFIXES: [&str; 4] =
     ["torch.hub", "torch.jit", "torch.utils.cpp_extension", "numpy.f2py"];
 
-/// The names of `builtins` that only make values; the last three have these names in pickles of
-/// protocol 2.
-const HARMLESS_BUILTINS: [&str; 21] = [
+/// Functions of `operator` that only make functions: a pickle that calls those is refused.
+const HARMLESS_OPERATORS: [&str; 2] = ["itemgetter", "attrgetter"];
+
+/// The names of `builtins` that only make values; `long`, `unicode` and `xrange` are those of protocol 2.
+const HARMLESS_BUILTINS: [&str; 28] = [
     "set",
     "frozenset",
     "bytearray",
@@ -75,6 +76,13 @@ const HARMLESS_BUILTINS: [&str; 21] = [
     "long",
     "unicode",
     "xrange",
+    "len",
+    "abs",
+    "min",
+    "max",
+    "sum",
+    "round",
+    "sorted",
 ];
 
 /// Whether a pickle that uses this name is hostile: the name runs code when the pickle is loaded.
@@ -84,6 +92,9 @@ pub(super) fn denied(module: &str, name: &str) -> bool {
         // It is harmless with some arguments, which `holds_class` knows.
         return name != "getattr" && !HARMLESS_BUILTINS.contains(&name);
     }
+    if module == "operator" && HARMLESS_OPERATORS.contains(&name) {
+        return false;
+    }
     DENIED_MODULES.contains(&top)
         || DENIED.contains(&(module, name))
         || DENIED_PREFIXES.iter().any(|prefix| {
@@ -91,6 +102,18 @@ pub(super) fn denied(module: &str, name: &str) -> bool {
         })
         // A dotted name leads from the module to another one.
         || name.split('.').next().is_some_and(|first| first != name && DENIED_MODULES.contains(&first))
+}
+
+/// Whether `getattr` for `name` of `module.outer` may lead to code: to a module that runs it, or to the
+/// insides of a class. Else it is a member of an enum, an inner class or a method, which protocol 2 and
+/// some versions of Python name so.
+pub(super) fn attribute_denied(module: &str, outer: &str, name: &str) -> bool {
+    let is_module = |word: &str| DENIED_MODULES.contains(&word) || word == "builtins";
+    name.starts_with("__")
+        || name.contains('.')
+        || outer.split('.').any(is_module)
+        || is_module(name)
+        || denied(&format!("{module}.{outer}"), name)
 }
 
 /// Whether the class `outer` has an inner class, or a value, of this name that torch saves.

@@ -8,7 +8,7 @@ mod old_opcodes;
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::globals::{denied, holds_class};
+use super::globals::{attribute_denied, denied, holds_class};
 use super::le;
 use super::values::{
     Cell, Cells, EMPTY, ITEM, NONE, Node, NodeId, ObjectParts, Part, STATE, Values,
@@ -27,8 +27,8 @@ const GLOBAL_LEN_MAX: usize = 512;
 /// Longest integer in bytes that has a length of 32 bits.
 const LONG_LEN_MAX: usize = 1 << 20;
 
-/// The function that finds an inner class, and why it is refused elsewhere.
-const GETATTR: (&str, &str) = ("builtins", "getattr");
+/// The function that finds an attribute of a class, and why it is refused elsewhere.
+pub(super) const GETATTR: (&str, &str) = ("builtins", "getattr");
 const ATTRIBUTE: &str = "it asks for an attribute of a value, as only code does";
 
 fn bad(what: impl std::fmt::Display) -> Fault {
@@ -267,7 +267,7 @@ impl Machine<'_> {
             b'R' | 0x81 => {
                 let (args, callable) = (self.pop()?, self.pop()?);
                 if opcode == b'R' && self.values.global(callable) == Some(GETATTR) {
-                    self.inner_class(args)?;
+                    self.attribute(callable, args)?;
                 } else {
                     self.object(callable, args)?;
                 }
@@ -524,15 +524,23 @@ impl Machine<'_> {
         }
     }
 
-    /// The class that `getattr` finds in another one: protocol 2 has no other way to name it.
-    fn inner_class(&mut self, args: NodeId) -> Result<(), Fault> {
-        let known = self.values.array::<2>(args).and_then(|[class, name]| {
+    /// What `getattr` finds in a class: protocol 2 has no other way to name an inner class. One that is
+    /// not known is an object of `getattr`, whose value nothing here knows.
+    fn attribute(&mut self, getattr: NodeId, args: NodeId) -> Result<(), Fault> {
+        let named = self.values.array::<2>(args).and_then(|[class, name]| {
             let (module, outer) = self.values.global(class)?;
-            holds_class(module, outer, self.values.text(name)?).then_some([class, name])
+            let text = self.values.text(name)?;
+            let is_known = holds_class(module, outer, text);
+            (is_known || !attribute_denied(module, outer, text)).then_some((class, name, is_known))
         });
-        match known.map(|[class, name]| (self.values.node(class), name)) {
-            Some((Node::Global(module, _), name)) => {
+        match named.map(|(class, name, is_known)| (self.values.node(class), name, is_known)) {
+            Some((Node::Global(module, _), name, true)) => {
                 self.push(Node::Global(module, name)).map(drop)
+            }
+            Some((_, _, false)) => {
+                let parts = self.values.objects.len() as u32;
+                self.values.objects.push(ObjectParts { args, cells: EMPTY });
+                self.push(Node::Object(getattr, parts)).map(drop)
             }
             _ if self.is_scan() => {
                 self.note_hidden("builtins.getattr".to_owned());
@@ -551,7 +559,8 @@ impl Machine<'_> {
             self.values.objects.push(ObjectParts { args, cells: EMPTY });
             return self.push(Node::Object(callable, parts));
         }
-        if !matches!(self.values.node(callable), Node::Global(..)) {
+        let is_attribute = self.values.attribute_of(callable).is_some();
+        if !is_attribute && !matches!(self.values.node(callable), Node::Global(..)) {
             return Err(bad("it calls a value that is no name"));
         }
         if self.values.global(callable) == Some(GETATTR) {

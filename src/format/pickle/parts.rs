@@ -17,7 +17,7 @@ use crate::error::{ErrorKind, Fault};
 use crate::format::description::FileRank;
 
 /// Most ranks of a mesh, most axes of one, and most ranges of indices while a part is found.
-const RANKS_MAX: u64 = 1 << 20;
+pub(super) const RANKS_MAX: u64 = 1 << 20;
 const AXES_MAX: usize = 64;
 const RUNS_MAX: usize = 1 << 16;
 
@@ -56,6 +56,7 @@ enum Placement {
 pub(super) struct RankParts<'a, 'v> {
     values: &'a Values<'v>,
     rank: Option<FileRank>,
+    has_sharded_tensors: bool,
     meshes: HashMap<NodeId, Rc<Mesh>>,
     steps_left: usize,
 }
@@ -74,12 +75,23 @@ fn unknown(what: &str) -> Fault {
 impl<'a, 'v> RankParts<'a, 'v> {
     pub(super) fn new(values: &'a Values<'v>) -> RankParts<'a, 'v> {
         let steps_left = values.pickle_len().saturating_mul(STEPS_OF_BYTE) + 4096;
-        RankParts { values, rank: None, meshes: HashMap::new(), steps_left }
+        RankParts {
+            values,
+            rank: None,
+            has_sharded_tensors: false,
+            meshes: HashMap::new(),
+            steps_left,
+        }
     }
 
     /// The rank that has saved the file, if a tensor tells.
     pub(super) fn rank(&self) -> Option<FileRank> {
         self.rank
+    }
+
+    /// Whether a tensor is a ShardedTensor, as FSDP1 saves them.
+    pub(super) fn has_sharded_tensors(&self) -> bool {
+        self.has_sharded_tensors
     }
 
     /// The parts of the tensor `id` in this file, `None` if it is no tensor of several ranks.
@@ -115,6 +127,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
             let message = format!("has the dtype {name}, of which tensorfs joins no parts");
             return Err(Fault::new(ErrorKind::UnknownDtype, message).into());
         };
+        self.has_sharded_tensors |= is_sharded;
         let parts = if is_sharded {
             self.sharded(storages, state, element, &whole)?
         } else {
@@ -383,12 +396,23 @@ impl<'a, 'v> RankParts<'a, 'v> {
                 index.checked_add(own)
             })
         });
-        let rank = index
-            .and_then(|index| ranks.get(usize::try_from(index).ok()?).copied())
+        let index = index.ok_or_else(|| unknown("mesh"))?;
+        let own = self.attribute(id, "_rank")?.and_then(|own| self.values.natural(own));
+        // A mesh of some axes of another one has the ranks of that one: it begins where all its own axes do.
+        let begin = own
+            .filter(|_| count.is_some_and(|count| count < ranks.len() as u64))
+            .and_then(|own| ranks.iter().position(|&rank| rank == own))
+            .and_then(|place| (place as u64).checked_sub(index))
+            .filter(|begin| {
+                let mut steps = axes.iter().flatten();
+                steps.all(|&(size, stride)| stride > 0 && (begin / stride).is_multiple_of(size))
+            });
+        let rank = begin
+            .unwrap_or(0)
+            .checked_add(index)
+            .and_then(|place| ranks.get(usize::try_from(place).ok()?).copied())
             .ok_or_else(|| unknown("mesh"))?;
-        let own = self.attribute(id, "_rank")?.and_then(|own| self.values.int(own));
-        if own.is_some_and(|own| u64::try_from(own) != Ok(rank)) {
-            let own = own.unwrap_or_default();
+        if let Some(own) = own.filter(|&own| own != rank) {
             let message = format!("is of rank {own}, and of rank {rank} by its place in the mesh");
             return Err(wrong(message).into());
         }

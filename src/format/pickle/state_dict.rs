@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::globals::is_dict;
-use super::parts::{RankParts, TensorPart};
+use super::parts::{RANKS_MAX, RankParts, TensorPart};
 use super::tensors::{Storages, TensorPlace, tensor_call};
 use super::values::{Node, NodeId, Part, Values};
 use super::{ReadStop, TrainingState};
@@ -186,13 +186,14 @@ fn take_placeholders(
     zero: Option<&ZeroModel>,
     state: TrainingState,
 ) -> Vec<String> {
-    let elsewhere = zero.map(ZeroModel::names_elsewhere).unwrap_or_default();
+    let Some(zero) = zero else { return Vec::new() };
+    let empty = zero.names_without_elements();
     // All tensors are shown under full names.
     let prefix = if state == TrainingState::All { "module." } else { "" };
     let in_model = |name: &str| name.strip_prefix(prefix).map(str::to_owned);
     let is_empty = |tensor: &mut ModelTensor| {
         let name = tensor.name.strip_prefix(prefix);
-        tensor.place.shape == [0] && name.is_some_and(|name| elsewhere.contains(name))
+        tensor.place.shape == [0] && name.is_some_and(|name| !empty.contains(name))
     };
     tensors.extract_if(.., is_empty).filter_map(|tensor| in_model(&tensor.name)).collect()
 }
@@ -223,6 +224,11 @@ fn places(
     for (name, id) in found {
         let of_ranks = parts.of(storages, id).map_err(|stop| named(&name, stop))?;
         if let Some(of_ranks) = of_ranks {
+            if matches!(last_word(&name), "_flat_param" | "flat_param") {
+                let message = "is a flat parameter of FSDP1, whose local state dicts tensorfs does not \
+                               read; save with SHARDED_STATE_DICT or FULL_STATE_DICT";
+                return Err(Fault::new(ErrorKind::DcpOffsets, message).tensor(&name).into());
+            }
             for TensorPart { place, offset, whole } in of_ranks {
                 dims_left = dims_left.checked_sub(3 * whole.len()).ok_or_else(too_many)?;
                 let (name, part_of) = (name.clone(), Some([offset, whole]));
@@ -236,7 +242,47 @@ fn places(
         dims_left = dims_left.checked_sub(place.shape.len()).ok_or_else(too_many)?;
         tensors.push(ModelTensor { name, place, part_of: None });
     }
+    if let Some(rank) = parts.rank().filter(|_| parts.has_sharded_tensors()) {
+        check_tied(&tensors, rank.ranks)?;
+    }
     Ok((tensors, parts.rank()))
+}
+
+/// The last word of a dotted name.
+fn last_word(name: &str) -> &str {
+    name.rsplit('.').next().unwrap_or(name)
+}
+
+/// Refuses what FSDP1 saves for a weight that two of its units share: under one name a ShardedTensor, and
+/// under the other the elements of this rank as a plain tensor of one dimension.
+fn check_tied(tensors: &[ModelTensor], ranks: u64) -> Result<(), Fault> {
+    let numel = |shape: &[u64]| shape.iter().try_fold(1_u64, |all, &size| all.checked_mul(size));
+    let shared: HashSet<_> = tensors
+        .iter()
+        .filter_map(|tensor| {
+            let [_, whole] = tensor.part_of.as_ref().filter(|[_, whole]| whole.len() > 1)?;
+            Some((last_word(&tensor.name), tensor.place.dtype, numel(whole)?))
+        })
+        .collect();
+    let most = ranks.min(RANKS_MAX);
+    let counts: Vec<u64> = (2..=most).filter(|count| ranks.is_multiple_of(*count)).collect();
+    for tensor in tensors.iter().filter(|tensor| tensor.part_of.is_none()) {
+        let [own] = *tensor.place.shape.as_slice() else { continue };
+        let twin = |&count: &u64| {
+            let whole = own.checked_mul(count).filter(|_| own > 0);
+            let key = |whole| (last_word(&tensor.name), tensor.place.dtype, whole);
+            whole.is_some_and(|whole| shared.contains(&key(whole)))
+        };
+        if let Some(count) = counts.iter().find(|count| twin(count)) {
+            let message = format!(
+                "has {own} elements of one rank, 1 / {count} of a tensor that is cut: FSDP1 saves so a \
+                 weight that two of its units share; wrap them in one unit, or save with \
+                 FULL_STATE_DICT"
+            );
+            return Err(Fault::new(ErrorKind::DcpOffsets, message).tensor(&tensor.name));
+        }
+    }
+    Ok(())
 }
 
 fn not_a_dict(values: &Values<'_>, root: NodeId) -> Fault {
@@ -601,4 +647,37 @@ pub(super) fn reached<'a>(values: &'a Values<'_>, id: NodeId) -> impl Iterator<I
         Part::Pair(key, value) => [Some(value), Some(key)],
     });
     args.into_iter().chain(persistent).chain(parts.flatten())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::Dtype;
+
+    // torch saves the second name of a weight that is shared by two units of FSDP1 as a piece of rank 0.
+    #[test]
+    fn a_piece_of_a_tied_weight_is_no_whole_tensor() {
+        let tensor = |name: &str, shape: &[u64], whole: Option<&[u64]>| ModelTensor {
+            name: name.to_owned(),
+            place: TensorPlace {
+                dtype: Dtype::F32,
+                shape: shape.to_vec(),
+                start: 0,
+                strides: None,
+                is_placeholder: false,
+            },
+            part_of: whole.map(|whole| [vec![0; whole.len()], whole.to_vec()]),
+        };
+        let head = || tensor("head.weight", &[6, 4], Some(&[12, 4]));
+        let fault = check_tied(&[head(), tensor("emb.weight", &[24], None)], 2).unwrap_err();
+        assert!(fault.message.contains("1 / 2 of a tensor that is cut"), "{fault:?}");
+        for other in [
+            tensor("norm.weight", &[4], None),
+            tensor("bn.running_mean", &[24], None),
+            tensor("emb.weight", &[6, 4], None),
+            tensor("emb.weight", &[0], None),
+        ] {
+            assert!(check_tied(&[head(), other], 2).is_ok());
+        }
+    }
 }

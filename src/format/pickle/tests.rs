@@ -179,6 +179,31 @@ fn names_that_run_code_and_tensors_in_unknown_classes_are_refused_by_name() {
     // `defaultdict(int)`, as protocol 2 has it.
     let counts = b"ccollections\ndefaultdict\nc__builtin__\nlong\n\x85R".to_vec();
     assert_eq!(names(&file(&dict(&[("a", weight()), ("b", counts)]))), ["a"]);
+    // Protocol 2 names inner classes by `getattr`, and some versions of Python the members of enums.
+    let found = |module: &str, class: &str, name: &str| {
+        let mut call = format!("cbuiltins\ngetattr\n(c{module}\n{class}\n").into_bytes();
+        text(&mut call, name);
+        [call.as_slice(), b"tR"].concat()
+    };
+    let member = found("pkg", "Stage", "third");
+    let inner_object = [found("pkg", "Config", "Inner"), b")\x81}b".to_vec()].concat();
+    let partial = b"cfunctools\npartial\nctorch.optim\nAdam\n\x85R".to_vec();
+    for harmless in [member, inner_object, partial] {
+        assert_eq!(names(&file(&dict(&[("a", weight()), ("b", harmless)]))), ["a"]);
+    }
+    for (module, class, name) in [
+        ("pkg", "Stage", "__init__"),
+        ("torch", "serialization", "os"),
+        ("torch.serialization", "os", "system"),
+        ("torch", "serialization", "load"),
+        ("pkg", "builtins", "eval"),
+    ] {
+        let message = refusal(&dict(&[("a", weight()), ("b", found(module, class, name))]));
+        assert!(message.contains("as only code does"), "{message}");
+    }
+    let boxed = [found("pkg", "Config", "Box"), b"(".to_vec(), weight(), b"tR".to_vec()].concat();
+    let message = refusal(&dict(&[("a", weight()), ("b", boxed)]));
+    assert!(message.contains("a tensor to the class `pkg.Config.Box`"), "{message}");
     let root = b"\x80\x02cpkg\nModel\n)R.";
     assert!(refusal(root).contains("an object of the class `pkg.Model`"));
 }
@@ -437,6 +462,19 @@ proptest! {
     }
 }
 
+#[test]
+fn flat_parameters_of_fsdp1_are_refused() {
+    let path = "tests/fixtures/torch/rank_fsdp1_sharded_ws4/model_world_size_4_rank_0.pt";
+    let bytes = std::fs::read(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap();
+    assert!(parse_file(&bytes).is_ok());
+    let (name, flat) = (b"layers.0.weight", b"lay._flat_param");
+    let at = bytes.windows(name.len()).position(|part| part == name).unwrap();
+    let mut changed = bytes;
+    changed[at..at + name.len()].copy_from_slice(flat);
+    let fault = parse_file(&changed).unwrap_err();
+    assert!(fault.message.contains("a flat parameter of FSDP1"), "{fault:?}");
+}
+
 /// A dict of DeepSpeed's model states, with a tensor `w` in the module that has these sizes.
 fn states(shape: &[u8], more: Vec<(&str, Vec<u8>)>) -> Vec<u8> {
     let sizes = b"ctorch\nSize\n(K\x02K\x02t\x85R".to_vec();
@@ -462,6 +500,22 @@ fn model_states_tell_shapes_and_which_tensors_they_hold_no_elements_of() {
     assert_eq!((held.groups.len(), held.ranks, held.placeholders.len()), (1, Some(2), 0));
     assert_eq!((held.groups[0][0].name.as_str(), &held.groups[0][0].shape[..]), ("w", &[2, 2][..]));
     assert_eq!(zero(&states(&[0], Vec::new())).placeholders, ["w"]);
+    // Versions before 0.9 do not tell which weights are shared: what has no elements is a placeholder.
+    let more = vec![("buffer_names", b"]X\x01\0\0\0ba".to_vec())];
+    let mut module =
+        vec![("b", tensor("0", 4, 0, &[0], &[1])), ("tied", tensor("0", 4, 0, &[0], &[1]))];
+    let both = |module: &[(&str, Vec<u8>)]| {
+        let mut pairs = vec![
+            ("module", inner(module)),
+            ("param_shapes", b"](}e".to_vec()),
+            ("ds_version", b"N".to_vec()),
+        ];
+        pairs.extend(more.clone());
+        zero(&dict(&pairs)).placeholders
+    };
+    assert_eq!(both(&module), ["tied"]);
+    module.pop();
+    assert_eq!(both(&module), [""; 0]);
     // Without shapes nothing tells where the elements are.
     let pairs =
         [("module", inner(&[("w", tensor("0", 4, 0, &[0], &[1]))])), ("ds_version", b"N".to_vec())];

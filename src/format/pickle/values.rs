@@ -1,5 +1,6 @@
 //! The values of a pickle: nodes in one vector, which refer to each other by number.
 
+use super::machine::GETATTR;
 use crate::error::quoted;
 
 /// A value, by its number.
@@ -147,10 +148,22 @@ impl<'a> Values<'a> {
 
     /// Module and name of a global, for messages.
     pub(super) fn global_name(&self, id: NodeId) -> String {
+        if let Some((class, name)) = self.attribute_of(id)
+            && let Some((module, outer)) = self.global(class)
+        {
+            return quoted(&format!("{module}.{outer}.{name}"));
+        }
         match self.global(id) {
             Some((module, name)) => quoted(&format!("{module}.{name}")),
             None => "a value".to_owned(),
         }
+    }
+
+    /// The class and the name of the attribute, if the value is one that `getattr` found.
+    pub(super) fn attribute_of(&self, id: NodeId) -> Option<(NodeId, &'a str)> {
+        let (callable, args) = self.call(id)?;
+        let [class, name] = self.array::<2>(args)?;
+        (self.global(callable) == Some(GETATTR)).then_some((class, self.text(name)?))
     }
 
     /// The callable and the arguments of an object.

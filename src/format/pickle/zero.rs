@@ -63,6 +63,12 @@ pub(super) fn model_of(
             model.shared.push((name.to_owned(), of.to_owned()));
         }
     }
+    if let Some(names) = reading.value(root, "buffer_names")?.filter(|&id| !reading.is_none(id)) {
+        for name in reading.items(names, "buffer_names")? {
+            let name = values.text(name).ok_or_else(|| unknown("buffer_names"))?;
+            model.buffers.push(name.to_owned());
+        }
+    }
     let ranks = reading.value(root, "dp_world_size")?;
     model.ranks = ranks.and_then(|id| values.natural(id));
     let slices = reading.value(root, "mp_world_size")?;
@@ -237,6 +243,11 @@ impl<'a, 'v> Reading<'a, 'v> {
 
     /// The stage: a number, or an enum of one.
     fn stage(&self, id: NodeId) -> Option<u64> {
+        // Some versions of Python save a member of an enum by its name.
+        if let Some((_, name)) = self.values.attribute_of(id) {
+            let stages = ["disabled", "optimizer_states", "gradients", "weights"];
+            return (0..).zip(stages).find(|(_, stage)| *stage == name).map(|(stage, _)| stage);
+        }
         let number = match self.values.call(id) {
             Some((_, args)) => {
                 let [number] = self.values.array::<1>(args)?;

@@ -19,9 +19,9 @@ NUMBER = struct.Struct("I")
 MAX_JOBS = 8
 # Their tests are few and long: they come first, so that none is alone at the end.
 LONG = (
-    "test_cloud_stores", "test_documentation", "test_handover", "test_header_memory", "test_limits", "test_secrets",
-    "test_snapshots", "test_soak", "test_stalled_commands", "test_stalled_restart", "test_tree_memory",
-    "test_views_on_mounts",
+    "test_cloud_stores", "test_documentation", "test_encrypted", "test_handover", "test_header_memory", "test_limits",
+    "test_process_group", "test_secrets", "test_snapshots", "test_soak", "test_stalled_commands",
+    "test_stalled_restart", "test_tree_memory", "test_views_on_mounts",
 )
 # As in linux/sched.h and linux/mount.h.
 CLONE_NEWNS = 0x20000

@@ -218,7 +218,7 @@ impl fmt::Display for SourceUri {
 }
 
 /// Schemes of remote stores, and whether what follows a `?` may be a signature: else it belongs to a key.
-const SCHEMES: [(&str, bool); 9] = [
+pub const SCHEMES: [(&str, bool); 9] = [
     ("s3", false),
     ("gs", false),
     ("az", true),

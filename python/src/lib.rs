@@ -12,7 +12,10 @@ mod slicing;
 mod tensor_writer;
 mod waiting;
 
+use std::path::PathBuf;
+
 use pyo3::prelude::*;
+use tensorfs::internal::error::{self, SCHEMES};
 
 #[pymodule(gil_used = false)]
 fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -34,6 +37,8 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(loading::can_cast, module)?)?;
     module.add_function(wrap_pyfunction!(parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(process_token, module)?)?;
+    module.add_function(wrap_pyfunction!(real_name, module)?)?;
+    module.add("SCHEMES", SCHEMES.map(|(name, _)| name).to_vec())?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }
 
@@ -41,6 +46,12 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 fn parse_size(text: &str) -> Option<u64> {
     tensorfs::internal::size::parse_size(text)
+}
+
+/// A path as it is, or a URL without what may be secret in it.
+#[pyfunction]
+fn real_name(name: PathBuf) -> String {
+    error::real_name(&name)
 }
 
 /// A number that differs from that of every process that this one was forked from, even if pids

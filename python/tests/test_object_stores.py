@@ -197,6 +197,15 @@ class SettingsOfOneSource(TestCase):
         self.assert_same(pickle.loads(pickle.dumps(again)).get_tensors())
         self.assertNotIn(SECRET_KEY.encode(), pickle.dumps(again))
 
+    def test_urls_that_are_opened_in_a_patched_block_have_them(self):
+        file = sorted(self.source.glob("*.safetensors"))[0]
+        with tensorfs.patched(**self.how):
+            self.assert_same(safetensors.numpy.load_file(OWN_URL))
+            self.assertTrue(safetensors.numpy.load_file(file))
+        for call in (tensorfs.patched, lambda **how: tensorfs.load_file(OWN_URL, framework="np", **how)):
+            with self.assertRaisesRegex(TypeError, "unexpected argument 'profil'"), call(profil="work"):
+                pass
+
     def test_a_list_of_files_and_a_mapping_take_them(self):
         files = [f"{OWN_URL}/{path.name}" for path in sorted(self.source.glob("*.safetensors"))]
         with tensorfs.safe_open(files, framework="np", **self.how) as file:

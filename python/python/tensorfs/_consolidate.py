@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from . import _settings, _tails, _tensorfs
 from ._errors import error
 from ._open import Globs, proof_of, secret_of, view_words
+from ._settings import RemoteSource
 from ._tails import UnprovenTail
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -57,14 +61,10 @@ def consolidate(
     unproven_tail: str | None = None,
     cache_dir: Path | None = None,
     cache_dir_size: int | str | None = None,
-    credentials_file: Path | None = None,
-    profile: str | None = None,
-    endpoint: str | None = None,
-    region: str | None = None,
-    ca_file: Path | None = None,
     overwrite: bool = False,
     verify: bool = False,
     io_timeout: float | None = None,
+    **remote: Unpack[RemoteSource],
 ) -> Consolidated:
     """Writes the files that a mount of `source` shows into the folder `out`, as `tensorfs consolidate` does.
 
@@ -81,9 +81,9 @@ def consolidate(
     they apply to what the mount shows.
 
     `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`, `unproven_tail`, `cache_dir`,
-    `cache_dir_size`, `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` are those of `safe_open`; they are
-    about the files of `source`, as the options of `tensorfs mount` are. The warning, or error, about a checkpoint whose
-    last pieces nothing proves comes before anything is written. The files that are written are not encrypted.
+    `cache_dir_size` and `remote` are those of `safe_open`; they are about the files of `source`, as the options of
+    `tensorfs mount` are. The warning, or error, about a checkpoint whose last pieces nothing proves comes before anything
+    is written. The files that are written are not encrypted.
 
     `overwrite` replaces files that are there. `verify` reads the files back and compares them.
 
@@ -102,10 +102,7 @@ def consolidate(
     paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     listed = None if numbers is None else dict(numbers)
     sources = [os.fspath(path) for path in paths]
-    proof = proof_of(
-        *(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size),
-        *(credentials_file, profile, endpoint, region, ca_file),
-    )
+    proof = proof_of(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size, **remote)
     unproven: list[str] = []
 
     def judge(found: list[UnprovenTail]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 
 
@@ -47,33 +46,6 @@ def shown(text: str) -> str:
     # The native part escapes these in the same way.
     short = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
     return "".join(c if c.isprintable() else short.get(c, f"\\u{{{ord(c):x}}}") for c in text)
-
-
-SCHEMES = {
-    **{"s3": False, "gs": False, "az": True, "abfs": True, "abfss": True},
-    **{"hf": False, "http": True, "https": True, "redis": True},
-}
-"""Schemes of remote sources, and whether what follows a `?` may be a signature: those of the native part."""
-
-_URL = re.compile(r"([A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
-
-
-def real_name(name: str) -> str:
-    """A path as it is, or a URL without what may be secret in it, as the native part shows it: the user before the host,
-    and what follows a `?` where that does not belong to a key."""
-    found = _URL.fullmatch(name)
-    if found is None:
-        return name
-    scheme, rest = found.groups()
-    # A password may have a slash. In the URLs of stores an `@` may belong to a key.
-    end = rest.find("/") if scheme in SCHEMES else rest.rfind("@") + 1
-    authority = rest if end < 0 or (end == 0 and scheme not in SCHEMES) else rest[:end]
-    user, at, host = authority.rpartition("@")
-    # Azure has the container before its host.
-    if at and (not scheme.startswith("abfs") or ":" in user):
-        rest = f"***@{host}{rest[len(authority) :]}"
-    place, mark, _ = rest.partition("?")
-    return f"{scheme}://{place}?***" if mark and SCHEMES.get(scheme, True) else f"{scheme}://{rest}"
 
 
 def error(

@@ -60,11 +60,6 @@ def load_into(
     unproven_tail: str | None = None,
     cache_dir: StrPath | None = None,
     cache_dir_size: int | str | None = None,
-    credentials_file: StrPath | None = None,
-    profile: str | None = None,
-    endpoint: str | None = None,
-    region: str | None = None,
-    ca_file: StrPath | None = None,
     process_group: Any = None,
     share: str | None = None,
     **how: Any,
@@ -76,8 +71,8 @@ def load_into(
     With `strict` the names must be the same; otherwise the common ones are loaded. With `cast` floating point elements
     are cast to the target's F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless all
     tensors fit. `zero`, `state`, `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`,
-    `unproven_tail`, `cache_dir`, `cache_dir_size`, `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` are those
-    of `safe_open`, and `how` are its arguments about reading.
+    `unproven_tail`, `cache_dir` and `cache_dir_size` are those of `safe_open`, and `how` are its arguments about reading and
+    about remote sources.
 
     Several names may share the same memory, as tied weights do. One of them in the checkpoint is enough; if it has
     several, their bytes must be equal.
@@ -92,10 +87,8 @@ def load_into(
         raise TypeError(f"expected a mapping from names to memory{hint}, not {type(mapping).__name__}")
     choices = choice_words(zero, state)
     secret = secret_of(key, passphrase, key_file, passphrase_file)
-    proof = proof_of(
-        *(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size),
-        *(credentials_file, profile, endpoint, region, ca_file),
-    )
+    remote = {word: how.pop(word) for word in _settings.REMOTE_WORDS if word in how}
+    proof = proof_of(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size, **remote)
 
     def job() -> _Job:
         loader = _settings.loader(**how)

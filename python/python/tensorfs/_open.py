@@ -6,7 +6,7 @@ import errno
 import json
 import operator
 import os
-from typing import Any, Iterator, Mapping, NamedTuple, Sequence, Union
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple, Sequence, Union
 
 from . import _device, _frameworks, _indexing, _settings, _tails
 from ._errors import SafetensorError, error, not_found, shown
@@ -14,9 +14,13 @@ from ._names import Names, select
 from ._prefetch import PrefetchLoader
 from ._reader import Info, Part, Reader, reader_for
 from ._requests import chunk_of
+from ._settings import RemoteSource
 from ._share import Team
 from ._tails import Proof
 from ._tensorfs import Cancel, Checkpoint, Loader, load_indexed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 StrPath = Union[str, "os.PathLike[str]"]
 Source = Union[StrPath, Sequence[StrPath], Mapping[str, StrPath]]
@@ -115,11 +119,8 @@ def secret_of(
     return given[0] if given else None
 
 
-REMOTE_WORDS = ("credentials_file", "profile", "endpoint", "region", "ca_file")
-"""The arguments that say where a remote source lies."""
-
-PROOF_WORDS = ("expect_shards", "reference", "unproven_tail", "cache_dir", "cache_dir_size", *REMOTE_WORDS)
-"""The arguments of `proof_of`."""
+PROOF_WORDS = ("expect_shards", "reference", "unproven_tail", "cache_dir", "cache_dir_size")
+"""The arguments of `proof_of`, but for those of a remote source."""
 
 
 def proof_of(
@@ -128,11 +129,7 @@ def proof_of(
     unproven_tail: str | None = None,
     cache_dir: StrPath | None = None,
     cache_dir_size: int | str | None = None,
-    credentials_file: StrPath | None = None,
-    profile: str | None = None,
-    endpoint: str | None = None,
-    region: str | None = None,
-    ca_file: StrPath | None = None,
+    **remote: Any,
 ) -> Proof:
     """The arguments about the last pieces of a checkpoint, and about remote ones."""
     if expect_shards is not None:
@@ -142,9 +139,9 @@ def proof_of(
         expect_shards = number
     reference = None if reference is None else _path(reference)
     cache = _settings.disk_cache(None if cache_dir is None else _path(cache_dir), cache_dir_size)
-    file, trusted = (None if path is None else _path(path) for path in (credentials_file, ca_file))
-    remote = _settings.remote(file, profile, endpoint, region, trusted)
-    return Proof((expect_shards, reference, *cache, remote), _settings.unproven_tail(unproven_tail))
+    files = {word: path if path is None else _path(path) for word, path in remote.items() if word.endswith("_file")}
+    settings = _settings.remote({**remote, **files})
+    return Proof((expect_shards, reference, *cache, settings), _settings.unproven_tail(unproven_tail))
 
 
 def open_checkpoint(
@@ -266,11 +263,6 @@ class safe_open:
         unproven_tail: str | None = None,
         cache_dir: StrPath | None = None,
         cache_dir_size: int | str | None = None,
-        credentials_file: StrPath | None = None,
-        profile: str | None = None,
-        endpoint: str | None = None,
-        region: str | None = None,
-        ca_file: StrPath | None = None,
         chunk: int | str | None = None,
         io_depth: int | None = None,
         pinned_max: int | str | None = None,
@@ -279,11 +271,13 @@ class safe_open:
         io_timeout: float | None = None,
         process_group: Any = None,
         share: str | None = None,
+        **remote: Unpack[RemoteSource],
     ) -> None:
         # All of them, to open it again where it is unpickled.
-        arguments = {word: value for word, value in locals().items() if word != "self"}
+        arguments = {word: value for word, value in locals().items() if word not in ("self", "remote")} | dict(remote)
         self._filename, self._framework, self._gpu = filename, framework, _device.parse(device)
         self._how = {word: arguments[word] for word in _settings.WORDS}
+        self._remote = remote
         self._open: Reader | None = None
         if process_group is not None and _frameworks.is_from_numpy(framework):
             raise error(f'framework {framework} has no loads of a process group: open with "pt", "np" or "dlpack"')
@@ -312,7 +306,7 @@ class safe_open:
         strict = backend == "pread" or not found.indexes_itself
         view = view_words(given)
         secret = secret_of(*(given[word] for word in ("key", "passphrase", "key_file", "passphrase_file")))
-        proof = proof_of(*(given[word] for word in PROOF_WORDS))
+        proof = proof_of(*(given[word] for word in PROOF_WORDS), **self._remote)
         checkpoint = open_checkpoint(self._filename, loader, view, secret, proof)
         self._open = reader_for(checkpoint, found, loader, strict, copy)
         return self._open

@@ -9,18 +9,23 @@ import os
 import sys
 import threading
 from types import ModuleType
-from typing import Any, Iterator
+from typing import TYPE_CHECKING, Any, Iterator
 
-from . import _device, _frameworks
+from . import _device, _frameworks, _settings
 from ._errors import SafetensorError
 from ._open import safe_open
+from ._settings import RemoteSource
+from ._tensorfs import SCHEMES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _Block:
     """A block that was entered. A task that took over its context may outlive it."""
 
-    def __init__(self, around: _Block | None, copy: bool | None) -> None:
-        self.around, self.copy, self.ended = around, copy, False
+    def __init__(self, around: _Block | None, copy: bool | None, remote: RemoteSource) -> None:
+        self.around, self.copy, self.remote, self.ended = around, copy, remote, False
 
 
 _innermost: contextvars.ContextVar[_Block | None] = contextvars.ContextVar("tensorfs.patched", default=None)
@@ -67,14 +72,16 @@ _stand_in: Any = None
 
 
 @contextlib.contextmanager
-def patched(*, copy: bool | None = None) -> Iterator[None]:
+def patched(*, copy: bool | None = None, **remote: Unpack[RemoteSource]) -> Iterator[None]:
     """Replaces `safetensors.safe_open` within the block, in this thread and async task alone, also where it was imported
     before. The `load_file` and `load_model` of `safetensors`, which use it, load by tensorfs too. safetensors still
     loads tensors for other frameworks and devices. By default tensors that the page cache holds share the mapped files,
     as all tensors of safetensors do; with `copy=False` all of them do, with `copy=True` none: see `safe_open`.
+    `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` are those of `safe_open`, for URLs that are opened.
     """
+    _settings.remote(remote)
     _install()
-    block = _Block(_innermost.get(), copy)
+    block = _Block(_innermost.get(), copy, remote)
     try:
         token = _innermost.set(block)
         yield
@@ -164,7 +171,9 @@ def _make_stand_in(real: type) -> type:
             block = _active()
             if block is None or not _is_ours(*args, **kwargs):
                 return real(*args, **kwargs)
-            return safe_open(*args, **{"copy": block.copy, **kwargs})
+            filename = args[0] if args else kwargs.get("filename")
+            is_url = isinstance(filename, str) and filename.partition("://")[0] in SCHEMES
+            return safe_open(*args, **{"copy": block.copy, **(block.remote if is_url else {}), **kwargs})
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, (real, safe_open))

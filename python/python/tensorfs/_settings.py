@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import Optional, Union
+from typing import Any, Mapping, Optional, TypedDict, Union
 
 from ._tensorfs import Loader, parse_size
 
@@ -57,26 +57,36 @@ def disk_cache(folder: str | None = None, size: int | str | None = None) -> tupl
     return place, _size("cache_dir_size", size, 16 << 20, (1 << 64) - 1)
 
 
+class RemoteSource(TypedDict, total=False):
+    """The arguments that say where a remote source lies, and which file or profile its credentials come from."""
+
+    credentials_file: str | os.PathLike[str] | None
+    profile: str | None
+    endpoint: str | None
+    region: str | None
+    ca_file: str | os.PathLike[str] | None
+
+
+REMOTE_WORDS = tuple(RemoteSource.__annotations__)
+
 Remote = Union[tuple[Optional[str], Optional[str], Optional[str], Optional[str], Optional[str]], None]
 """Where a remote source lies: the file with the credentials, the profile, the server, the region, and the file of
 certificates. None: the environment says so."""
 
 
-def remote(
-    credentials_file: str | None = None,
-    profile: str | None = None,
-    endpoint: str | None = None,
-    region: str | None = None,
-    ca_file: str | None = None,
-) -> Remote:
-    """The settings of one remote source."""
-    for name, value in (("profile", profile), ("endpoint", endpoint), ("region", region)):
-        if value is not None and not isinstance(value, str):
+def remote(given: Mapping[str, Any]) -> Remote:
+    """The settings of one remote source, which are arguments of that name."""
+    for name, value in given.items():
+        if name not in REMOTE_WORDS:
+            raise TypeError(f"unexpected argument {name!r}")
+        if name.endswith("_file") or value is None:
+            continue
+        if not isinstance(value, str):
             raise TypeError(f"{name}: expected a str, not {type(value).__name__}")
         if value == "":
             raise ValueError(f"{name}: expected a text that is not empty")
-    file, trusted = (None if path is None else os.path.abspath(path) for path in (credentials_file, ca_file))
-    words = (file, profile, endpoint, region, trusted)
+    file, trusted = (None if path is None else os.path.abspath(path) for path in map(given.get, ("credentials_file", "ca_file")))
+    words = (file, given.get("profile"), given.get("endpoint"), given.get("region"), trusted)
     return None if words == (None,) * 5 else words
 
 

@@ -10,6 +10,7 @@ __all__ = [
     "Checkpoint",
     "Loader",
     "Plan",
+    "SCHEMES",
     "Tensor",
     "TensorizerWriter",
     "__version__",
@@ -19,9 +20,11 @@ __all__ = [
     "load_indexed",
     "memory_of",
     "process_token",
+    "real_name",
     "release_pinned",
 ]
 
+SCHEMES: list[str]
 __version__: str
 
 _Facts = tuple[str, int, str, list[int], int]
@@ -234,4 +237,5 @@ def unwritable(regions: Sequence[tuple[int, int]]) -> int | None: ...
 def can_cast(dtype: str, to: str) -> bool: ...
 def parse_size(text: str) -> int | None: ...
 def process_token() -> int: ...
+def real_name(name: str) -> str: ...
 def memory_of(object: Any) -> tuple[int, int, str, list[int], Any]: ...

@@ -11,9 +11,9 @@ import stat
 from typing import Any, BinaryIO, Union
 from urllib.parse import unquote
 
-from ..._errors import SCHEMES, error, real_name, shown
+from ..._errors import error, shown
 from ..._open import Secret, open_checkpoint
-from ..._tensorfs import Checkpoint, Loader
+from ..._tensorfs import SCHEMES, Checkpoint, Loader, real_name
 from ._stored import HEAD_LEN
 
 __all__ = ["open_stream"]

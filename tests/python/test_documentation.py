@@ -10,7 +10,9 @@ import unittest
 from pathlib import Path
 
 from checkpoints import hf_set, hub_cache, row_wise
+from hub_server import TOKEN, HubServer
 from mounts import BIN, ROOT, TestCase, detach, mount_table, run
+from object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
 
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
@@ -48,6 +50,11 @@ NOT_RUN = {
     "tests/gpu/run": "takes a GPU",
     "vllm ": "takes vLLM and a GPU",
 }
+
+# A file of credentials with the profiles of the pages about remote sources.
+KEYS = f"aws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+PROFILES = f"[default]\n{KEYS}[work]\n{KEYS}"
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 # Made small: a page shows what a user wants, a test only has to see that it works.
 SMALLER = {
@@ -124,6 +131,58 @@ class Pages(TestCase):
     def write_manifest(self, checkpoint, file):
         self.assert_done(run(BIN, "verify", checkpoint, "--write-manifest"))
         (checkpoint / "model.tensorfs-manifest.json").rename(file)
+
+
+class RemotePages(TestCase):
+    """The commands of the pages about remote sources, on servers of the tests."""
+
+    HOSTS = ("https://weights.example.com", "https://minio.example.com")
+
+    def setUp(self):
+        super().setUp()
+        llama = hf_set(self.tmp / "llama", megabytes=1)
+        self.store, self.hub = ObjectServer().start(), HubServer().start()
+        self.addCleanup(self.store.stop)
+        self.addCleanup(self.hub.stop)
+        self.store.put_folder("models", "llama", llama)
+        for name, revision in (("models/Qwen/Qwen3-8B", "main"), ("models/Qwen/Qwen3-8B", "refs/pr/7"), ("models/org/private", "main")):
+            self.hub.commit(name, llama, revision)
+        weights = {f"weights/{path.name}": path.read_bytes() for path in llama.iterdir()}
+        self.hub.commit("datasets/ORG/NAME", None, "v1", weights)
+        self.hub.repositories["models/org/private"].access = "private"
+        self.files = {"etc/tensorfs/minio": PROFILES, "home/.aws/credentials": PROFILES, "run/secrets/hf": TOKEN}
+        for name, text in self.files.items():
+            (self.tmp / name).parent.mkdir(parents=True)
+            (self.tmp / name).write_text(text)
+        self.env = {**os.environ, **self.store.environment(), **self.hub.environment(), "HOME": str(self.tmp / "home")}
+        self.env |= {"TENSORFS_CACHE_DIR": str(self.tmp / "cache"), "PATH": f"{BIN.parent}:{os.environ['PATH']}"}
+
+    def test_every_command_about_remote_sources_works(self):
+        for page in (ROOT / "docs/guides/object-stores.md", ROOT / "docs/guides/hub.md"):
+            for block in re.findall(r"(?m)^```text\n(.*?)^```", page.read_text(), re.DOTALL):
+                for line in block.splitlines():
+                    # The helper of mount(8) has tests of its own, and the others need a GPU or are no commands.
+                    if line.startswith("tensorfs "):
+                        with self.subTest(page.name, line=line):
+                            self.run_line(line.replace("--device cuda:0", ""))
+
+    def run_line(self, line):
+        place = self.tmp / "mnt"
+        place.mkdir(exist_ok=True)
+        moved = re.sub(r"/mnt/\w+", str(place), line).replace("/nvme/tensorfs", str(self.tmp / "nvme"))
+        moved = moved.replace("/etc/ssl/ours.pem", str(CERTIFICATES))
+        # Without a size it depends on the free space of the machine.
+        moved = moved.replace("cache warm", "cache warm -o cache-dir-size=1G")
+        for name in self.files:
+            moved = moved.replace(f"/{name}", str(self.tmp / name))
+        for host in self.HOSTS:
+            moved = moved.replace(f"{host}/", f"{self.store.url}/models/").replace(host, self.store.url)
+        # The server of an HTTP folder lets everybody in.
+        self.store.public = {"models"} if self.HOSTS[0] in line else set()
+        outcome = run("bash", "-c", moved, cwd=self.tmp, env=self.env, timeout=100)
+        (self.tmp / "llama.safetensors").unlink(missing_ok=True)
+        unmount_below(self.tmp)
+        self.assert_done(outcome)
 
 
 class Text(unittest.TestCase):

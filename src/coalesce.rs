@@ -2,6 +2,23 @@
 
 use std::ops::Range;
 
+/// Long reads of a store end at multiples of this where they can: the disk cache of remote sources keeps blocks of this
+/// length, and a block that two reads have a part of is read twice.
+pub const CUT: u64 = 16 << 10;
+
+/// Where shorter reads end if they can, so that their bytes keep their place in a page.
+const PAGE: u64 = 4096;
+
+/// A rest shorter than this part of the length of a read is no read of its own.
+const REST_PART: u64 = 8;
+
+/// The end of the first read of `range`, if reads have about `len` bytes.
+pub fn first_read_end(range: &Range<u64>, len: u64) -> u64 {
+    let cut = if len < 2 * CUT { PAGE } else { CUT };
+    let end = range.start.saturating_add(len) / cut * cut;
+    if end.saturating_add(len / REST_PART) < range.end { end } else { range.end }
+}
+
 /// Groups `sorted` items, which come by file and first byte, into reads.
 ///
 /// An item joins the group before it if `together` says so of the first item of the group and of
@@ -47,6 +64,22 @@ mod tests {
     fn reads(items: &[Item], gap: u64, max: u64) -> Vec<(Range<u64>, usize)> {
         let groups = coalesce(items, |item| &item.1, |a, b| a.0 == b.0, gap, max);
         groups.map(|(range, group)| (range, group.len())).collect()
+    }
+
+    #[test]
+    fn reads_end_where_blocks_of_the_disk_cache_do_and_a_short_rest_is_no_read_of_its_own() {
+        let lens = |mut range: Range<u64>, len| {
+            let mut lens = Vec::new();
+            while !range.is_empty() {
+                lens.push(first_read_end(&range, len) - range.start);
+                range.start += lens.last().unwrap();
+            }
+            lens
+        };
+        let (long, rest) = (64 * CUT, 8 * CUT);
+        assert_eq!(lens(100..long + rest, long), [long + rest - 100]);
+        assert_eq!(lens(100..2 * long + rest + 1, long), [long - 100, long, rest + 1]);
+        assert_eq!(lens(100..3 * PAGE, PAGE), [PAGE - 100, PAGE, PAGE]);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use crate::cast::Cast;
 use crate::catalog::{Catalog, ShardId, Tensor};
-use crate::coalesce::coalesce;
+use crate::coalesce::{coalesce, first_read_end};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::format::tensorizer::decryptor::Decryptor;
@@ -514,7 +514,7 @@ impl Plan {
     fn read_to(&mut self, shard: ShardId, range: Range<u64>, region: u32, offset: u64) {
         let mut start = range.start;
         while start < range.end {
-            let end = (start.saturating_add(self.limits.chunk) / PAGE * PAGE).min(range.end);
+            let end = first_read_end(&(start..range.end), self.limits.chunk);
             let target = ChunkTarget::Place { region, offset: offset + (start - range.start) };
             self.chunks.push(Chunk { shard, range: start..end, target });
             start = end;
@@ -531,8 +531,7 @@ impl Plan {
         let decryptor = decryptor(*shard);
         let mut start = range.start;
         while start < range.end {
-            let mut end =
-                (start.saturating_add(self.limits.unaligned) / PAGE * PAGE).min(range.end);
+            let mut end = first_read_end(&(start..range.end), self.limits.unaligned);
             if let Some(decryptor) = &decryptor {
                 end = decryptor.good_end(&(start..end)).min(range.end);
             }

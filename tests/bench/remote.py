@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Times loads and mounted reads of a checkpoint on an HTTP server, in turns: cold, and from the disk cache, beside the same
-files in a folder of this machine, and beside `rclone mount`, if it is installed.
+files in a folder of this machine. `remote_peers.py` has the programs of others.
 
     python tests/bench/remote.py --dir /scratch/remote --size 4G --runs 5 [--rate 8gbit] [--latency 20]
 
 nginx serves the files on the loopback, from its page cache. `--rate` caps the loopback in a network namespace of its own, and
 needs root; `--latency` needs libnginx-mod-http-echo. Each run
 is in new processes, with a cold page cache where this is root. The first line is the server and the cap alone: eight plain
-clients that throw the bytes away. `TENSORFS_BIN` names the program.
+clients that throw the bytes away. `from_pretrained` is measured where this Python has transformers, and `www/model` of `--dir` a
+model with its `config.json`. `TENSORFS_BIN` names the program.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import util
 from pathlib import Path
 
 BIN = os.environ.get("TENSORFS_BIN", "tensorfs")
@@ -154,21 +156,22 @@ def mounted(source, tmp, *options):
 
 
 @contextlib.contextmanager
-def rclone_mounted(rclone, port, tmp):
-    place = tmp / "rclone"
+def mounted_by(words, place):
+    """A mount of another program on `place`."""
     place.mkdir(exist_ok=True)
-    words = [rclone, "mount", f":http,url='http://127.0.0.1:{port}/model':", place, "--read-only", "--config", "/dev/null"]
-    process = subprocess.Popen([str(word) for word in words], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([str(word) for word in words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(400):
             if os.path.ismount(place):
                 break
             time.sleep(0.05)
         else:
-            sys.exit("rclone does not mount")
-        yield place
+            process.kill()
+            sys.exit(f"{words[0]} does not mount")
+        yield
     finally:
-        run("umount", place)
+        if os.path.ismount(place):
+            run("umount", place)
         process.wait()
 
 
@@ -187,6 +190,28 @@ def timed_mount(source, tmp, *options):
     return seconds, answered
 
 
+def timed_load(source, *options):
+    """Seconds until all bytes were in memory, as the command tells: without the end of the process, which gives the memory back."""
+    words = [word for option in options for word in ("-o", option)]
+    return json.loads(run(BIN, "load", "--json", source, *words))["total_s"]
+
+
+FROM_PRETRAINED = """
+import sys, time, transformers
+start = time.monotonic()
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+for parameter in model.parameters():
+    parameter.detach().view(-1)[::1024].float().sum()
+print(time.monotonic() - start)
+"""
+
+
+def timed_from_pretrained(source, tmp, *options):
+    """Seconds of `from_pretrained` on the mounted folder and a look at all pages, without imports."""
+    with mounted(source, tmp, *options) as place:
+        return float(run(sys.executable, "-c", FROM_PRETRAINED, place).split()[-1])
+
+
 def timed_second_read(source, tmp, *options):
     """Seconds to read all of the mounted file for the second time, with a cold page cache."""
     with mounted(source, tmp, *options) as place:
@@ -202,8 +227,7 @@ def cases(args, tmp, port, folder):
     kept = f"cache-dir={cache},cache-dir-size={max(4 * size_of(args.size), 64 << 20)}"
 
     def load(source, *options):
-        words = [word for option in options for word in ("-o", option)]
-        return lambda: timed(lambda: run(BIN, "load", source, *words))
+        return lambda: timed_load(source, *options)
 
     def emptied(work):
         def once():
@@ -215,6 +239,8 @@ def cases(args, tmp, port, folder):
     yield "server and cap alone", lambda: timed(lambda: plain_clients(port, folder))
     yield "load, cold", load(url)
     yield "mount, cold, no disk cache", lambda: timed_mount(url, tmp, "cache-dir=none,index-dir=none")[0]
+    if (folder / "config.json").exists() and util.find_spec("transformers"):
+        yield "from_pretrained, cold, no disk cache", lambda: timed_from_pretrained(url, tmp, "cache-dir=none,index-dir=none")
     yield "mount, cold, fills the disk cache", emptied(lambda: timed_mount(url, tmp, f"{kept},index-dir=none")[0])
     yield "mount, from the disk cache", lambda: timed_mount(url, tmp, f"{kept},index-dir=none")[0]
     yield "mount, of a local folder", lambda: timed_mount(folder, tmp, "index-dir=none,passthrough=never")[0]
@@ -222,14 +248,6 @@ def cases(args, tmp, port, folder):
     yield "mount, of a local folder, second read", lambda: timed_second_read(folder, tmp, "index-dir=none,passthrough=never")
     yield "load, from the disk cache", load(url, kept)
     yield "load, of a local folder", load(folder)
-    rclone = args.rclone or shutil.which("rclone")
-    if rclone:
-
-        def by_rclone():
-            with rclone_mounted(rclone, port, tmp) as place:
-                return timed(lambda: [read(file) for file in sorted(place.glob("*.safetensors"))])
-
-        yield "rclone mount, cold", by_rclone
 
 
 def measure(args):
@@ -264,7 +282,6 @@ def main():
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--rate", help="cap of the loopback, as tc writes it: 8gbit")
     parser.add_argument("--latency", type=int, default=0, help="milliseconds that the server lets each request wait")
-    parser.add_argument("--rclone", help="the program")
     args = parser.parse_args()
     if NGINX is None:
         sys.exit("needs nginx")

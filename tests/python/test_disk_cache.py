@@ -16,7 +16,7 @@ from object_server import SECRET_KEY, ObjectServer
 
 FILE = "model.safetensors"
 URL = "s3://bucket/models/one"
-BLOCK = 64 << 10
+BLOCK = 16 << 10
 SIZE = "cache-dir-size=1G"
 # More of them are for a person who waits.
 KILLS = int(os.environ.get("TENSORFS_TEST_KILLS", "4"))

@@ -12,18 +12,20 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::libc;
 
 use super::claims::{Claim, claim};
 use super::direct::DirectFile;
 use super::known::KnownBlocks;
 use crate::atomic_file::TemporaryFile;
+use crate::coalesce::CUT;
 use crate::hash::{Digest, Hasher};
 use crate::index::is_private;
 use crate::source::MemoryParts;
 
 /// Length of a block. Reads from the server are widened to whole ones.
-pub(super) const BLOCK_LEN: u64 = 64 << 10;
+pub(super) const BLOCK_LEN: u64 = CUT;
 
 /// Longest object that is kept. A header that names a longer one is damaged.
 pub(super) const LEN_MAX: u64 = 1 << 44;
@@ -153,6 +155,9 @@ impl CachedObject {
             _ => e,
         })?;
         let key = key.cloned().unwrap_or(found);
+        // Reads of single blocks want no other ones.
+        let advice = PosixFadviseAdvice::POSIX_FADV_RANDOM;
+        let _ = posix_fadvise(&data, 0, 0, advice);
         Ok(CachedObject {
             known: KnownBlocks::new(key.blocks()),
             key,
@@ -275,22 +280,27 @@ impl CachedObject {
         true
     }
 
-    /// Stores the blocks `run`, whose bytes are `parts`. A block counts once its checksum is written,
-    /// after its bytes.
+    /// Stores the blocks `run`, whose bytes are in `parts`, which begin with byte `start` of the object. A block
+    /// counts once its checksum is written, after its bytes.
     ///
     /// # Errors
     /// If a file cannot be written; the blocks may be there or not.
-    pub(super) fn store(&self, run: &Range<u64>, parts: &MemoryParts<'_>) -> io::Result<()> {
+    pub(super) fn store(
+        &self,
+        run: &Range<u64>,
+        start: u64,
+        parts: &MemoryParts<'_>,
+    ) -> io::Result<()> {
         let bytes = self.bytes_of(run);
         let mut at = bytes.start;
-        for part in parts.all() {
+        for part in parts.slices(bytes.start - start..bytes.end - start) {
             self.data.write_all_at(part, at)?;
             at += part.len() as u64;
         }
         let mut sums = Vec::with_capacity(((run.end - run.start) * SUM_LEN) as usize);
         for block in run.clone() {
             let of_block = self.bytes_of(&(block..block + 1));
-            let within = of_block.start - bytes.start..of_block.end - bytes.start;
+            let within = of_block.start - start..of_block.end - start;
             sums.extend_from_slice(&self.sum_of(block, parts.slices(within)));
         }
         self.map.write_all_at(&sums, sums_at(run).start)?;

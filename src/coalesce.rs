@@ -6,17 +6,25 @@ use std::ops::Range;
 /// length, and a block that two reads have a part of is read twice.
 pub const CUT: u64 = 16 << 10;
 
-/// Where shorter reads end if they can, so that their bytes keep their place in a page.
+/// Where shorter reads end if they can, so that the pages of a read are no longer than it may be.
 const PAGE: u64 = 4096;
 
-/// A rest shorter than this part of the length of a read is no read of its own.
+/// A rest shorter than this part of the longest read is no read of its own.
 const REST_PART: u64 = 8;
 
-/// The end of the first read of `range`, if reads have about `len` bytes.
-pub fn first_read_end(range: &Range<u64>, len: u64) -> u64 {
-    let cut = if len < 2 * CUT { PAGE } else { CUT };
-    let end = range.start.saturating_add(len) / cut * cut;
-    if end.saturating_add(len / REST_PART) < range.end { end } else { range.end }
+/// The end of the first read of `range`, whose pages have at most `most` bytes, at least one page.
+pub fn first_read_end(range: &Range<u64>, most: u64) -> u64 {
+    let end_of = |len: u64, cut: u64| range.start.saturating_add(len) / cut * cut;
+    let last = end_of(most, PAGE);
+    if range.end <= last {
+        range.end
+    } else if most < 2 * CUT {
+        last
+    } else if range.end - last < most / REST_PART {
+        end_of((range.end - range.start) / 2, CUT)
+    } else {
+        end_of(most, CUT)
+    }
 }
 
 /// Groups `sorted` items, which come by file and first byte, into reads.
@@ -68,17 +76,19 @@ mod tests {
 
     #[test]
     fn reads_end_where_blocks_of_the_disk_cache_do_and_a_short_rest_is_no_read_of_its_own() {
-        let lens = |mut range: Range<u64>, len| {
+        let lens = |mut range: Range<u64>, most| {
             let mut lens = Vec::new();
             while !range.is_empty() {
-                lens.push(first_read_end(&range, len) - range.start);
+                lens.push(first_read_end(&range, most) - range.start);
                 range.start += lens.last().unwrap();
             }
             lens
         };
-        let (long, rest) = (64 * CUT, 8 * CUT);
-        assert_eq!(lens(100..long + rest, long), [long + rest - 100]);
-        assert_eq!(lens(100..2 * long + rest + 1, long), [long - 100, long, rest + 1]);
+        let long = 64 * CUT;
+        assert_eq!(lens(0..long, long), [long]);
+        assert_eq!(lens(100..long, long), [long - 100]);
+        assert_eq!(lens(100..long + 100, long), [long / 2 - 100, long / 2 + 100]);
+        assert_eq!(lens(100..2 * long + 9 * CUT, long), [long - 100, long, 9 * CUT]);
         assert_eq!(lens(100..3 * PAGE, PAGE), [PAGE - 100, PAGE, PAGE]);
     }
 

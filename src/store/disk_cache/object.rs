@@ -280,27 +280,22 @@ impl CachedObject {
         true
     }
 
-    /// Stores the blocks `run`, whose bytes are in `parts`, which begin with byte `start` of the object. A block
-    /// counts once its checksum is written, after its bytes.
+    /// Stores the blocks `run`, whose bytes are `parts`. A block counts once its checksum is written,
+    /// after its bytes.
     ///
     /// # Errors
     /// If a file cannot be written; the blocks may be there or not.
-    pub(super) fn store(
-        &self,
-        run: &Range<u64>,
-        start: u64,
-        parts: &MemoryParts<'_>,
-    ) -> io::Result<()> {
+    pub(super) fn store(&self, run: &Range<u64>, parts: &MemoryParts<'_>) -> io::Result<()> {
         let bytes = self.bytes_of(run);
         let mut at = bytes.start;
-        for part in parts.slices(bytes.start - start..bytes.end - start) {
+        for part in parts.all() {
             self.data.write_all_at(part, at)?;
             at += part.len() as u64;
         }
         let mut sums = Vec::with_capacity(((run.end - run.start) * SUM_LEN) as usize);
         for block in run.clone() {
             let of_block = self.bytes_of(&(block..block + 1));
-            let within = of_block.start - start..of_block.end - start;
+            let within = of_block.start - bytes.start..of_block.end - bytes.start;
             sums.extend_from_slice(&self.sum_of(block, parts.slices(within)));
         }
         self.map.write_all_at(&sums, sums_at(run).start)?;

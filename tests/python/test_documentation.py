@@ -40,6 +40,7 @@ NOT_RUN = {
     "python python/tests/tensorizer_suite.py ": "takes torch, and the tests of tensorizer",
     "python tests/consumers": "takes other programs",
     "python tests/servers": "takes servers of others",
+    "python tests/mutations": "takes torch",
     "sglang ": "takes SGLang and a GPU",
     "sudo ": "changes this machine",
     "tensorfs load /data/models/llama --device cuda:0": "takes a GPU",

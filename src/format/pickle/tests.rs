@@ -307,6 +307,12 @@ fn an_archive_that_can_be_read_in_two_ways_is_refused() {
         let message = parse_file(&changed).unwrap_err().message;
         assert!(message.contains(&format!("has another {word}")), "{message}");
     }
+    // The attributes of the last entry, before the place of its header and its name.
+    let end = good.windows(4).rposition(|four| four == b"PK\x05\x06").unwrap();
+    let mut folder = good.clone();
+    folder[end - "m/data/0".len() - 8] |= 1 << 4;
+    let message = parse_file(&folder).unwrap_err().message;
+    assert!(message.contains("`m/data/0` is marked as a folder, but has 16 bytes"), "{message}");
     for changed in [[good.as_slice(), b"x"].concat(), good[..good.len() - 1].to_vec()] {
         assert_eq!(parse_file(&changed).unwrap_err().kind, ErrorKind::DataTruncated);
     }
@@ -516,6 +522,11 @@ fn model_states_tell_shapes_and_which_tensors_they_hold_no_elements_of() {
     assert_eq!(both(&module), ["tied"]);
     module.pop();
     assert_eq!(both(&module), [""; 0]);
+    // The tensors of another dict would be shown under its name.
+    let w = tensor("0", 4, 0, &[4], &[1]);
+    let pairs = [("w", w), ("param_shapes", b"]".to_vec()), ("ds_version", b"N".to_vec())];
+    let fault = parse_file(&file(&dict(&pairs))).unwrap_err();
+    assert!(fault.message.contains("its `module` has a form"), "{fault}");
     // Without shapes nothing tells where the elements are.
     let pairs =
         [("module", inner(&[("w", tensor("0", 4, 0, &[0], &[1]))])), ("ds_version", b"N".to_vec())];

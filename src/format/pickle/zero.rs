@@ -40,6 +40,14 @@ pub(super) fn model_of(
     else {
         return Ok(None);
     };
+    let module = match reading.value(root, "module")? {
+        Some(id) => reading.pairs(id)?,
+        None => Vec::new(),
+    };
+    // Without, other dicts of tensors would be shown as the model.
+    if !module.iter().any(|&(_, id)| tensor_call(values, id).is_some()) {
+        return Err(unknown("module").into());
+    }
     let mut model = ZeroModel { groups: reading.groups(shapes)?, ..ZeroModel::default() };
     if let Some(shapes) =
         reading.value(root, "frozen_param_shapes")?.filter(|&id| !reading.is_none(id))

@@ -33,6 +33,9 @@ const DIRECTORY_LEN_MAX: u64 = 64 << 20;
 const SIZES_FOLLOW: u16 = 1 << 3;
 const ENCRYPTED: u16 = 1 | 1 << 6 | 1 << 13;
 
+/// The attribute that marks a folder, as DOS has it.
+const FOLDER_ATTRIBUTE: u64 = 1 << 4;
+
 /// The identifier of the extra field with numbers of 64 bits.
 const ZIP64_EXTRA: u16 = 1;
 
@@ -176,6 +179,15 @@ impl Archive {
         if size != packed {
             let message = format_args!(
                 "the entry {} is stored, but has {packed} bytes of {size}",
+                quoted(name)
+            );
+            return Err(bad(message));
+        }
+        // torch reads none of its bytes, and takes what the memory of the tensor held before.
+        let is_folder = le(&fixed[38..42]) & FOLDER_ATTRIBUTE != 0 || name.ends_with('/');
+        if is_folder && size != 0 {
+            let message = format_args!(
+                "the entry {} is marked as a folder, but has {size} bytes",
                 quoted(name)
             );
             return Err(bad(message));

@@ -32,6 +32,7 @@ pub use memory::{Budget, Buffer, LoadedBytes, ReadBuffer, ReadTarget, Region, Re
 #[cfg(test)]
 pub(crate) use uring::tests::refuse;
 
+use crate::coalesce::coalesce;
 use crate::counters::Counters;
 use crate::error::{Error, Result};
 pub use crate::source::page_cache::{CachedPages, cached_pages, probe_cachestat};
@@ -43,6 +44,12 @@ pub use device_queue::QueueStatus;
 
 /// Default time limit of a read.
 const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Gap between two reads that a server is asked for with one request: its bytes come faster than another answer.
+const REQUEST_GAP: u64 = 256 << 10;
+
+/// Longest such request, which takes as much memory.
+const REQUEST_MAX: u64 = 4 << 20;
 
 /// One read: `target.len()` bytes at `offset` of `source`.
 pub struct Read<'a> {
@@ -60,6 +67,53 @@ pub struct Read<'a> {
 /// # Errors
 /// Returns the first failure; the contents of the targets are then unspecified.
 pub fn read_all(reads: &mut [Read<'_>]) -> Result<()> {
+    if reads.len() > 1 && reads.iter().any(|read| is_answered(read.source)) {
+        reads.sort_unstable_by_key(|read| (Arc::as_ptr(read.source), read.offset));
+        read_together(reads)?;
+        return check_all(reads);
+    }
+    read_each(reads)?;
+    check_all(reads)
+}
+
+/// Whether a server answers each read of `source`, and bytes that nobody wants may be read of it.
+fn is_answered(source: &Source) -> bool {
+    source.local().is_none() && source.reads_may_block() && !source.is_encrypted()
+}
+
+/// Carries out `reads`, which come by source and offset. Those that lie near each other on a server are one
+/// request.
+fn read_together(reads: &mut [Read<'_>]) -> Result<()> {
+    let ranges: Vec<(&Arc<Source>, Range<u64>)> = reads
+        .iter()
+        .map(|read| (read.source, read.offset..read.offset + read.target.len() as u64))
+        .collect();
+    let may_join = |first: &(&Arc<Source>, Range<u64>), next: &(&Arc<Source>, Range<u64>)| {
+        Arc::ptr_eq(first.0, next.0) && is_answered(first.0)
+    };
+    let groups: Vec<(Range<u64>, usize)> =
+        coalesce(&ranges, |one| &one.1, may_join, REQUEST_GAP, REQUEST_MAX)
+            .map(|(range, group)| (range, group.len()))
+            .collect();
+    let mut rest = reads;
+    let mut bytes = Vec::new();
+    for (range, count) in groups {
+        let (group, after) = std::mem::take(&mut rest).split_at_mut(count);
+        rest = after;
+        if count == 1 {
+            read_each(group)?;
+            continue;
+        }
+        bytes.resize((range.end - range.start) as usize, 0);
+        group[0].source.read_exact_at(&mut bytes, range.start)?;
+        for Read { offset, target, .. } in group {
+            target.copy_from_slice(&bytes[(*offset - range.start) as usize..][..target.len()]);
+        }
+    }
+    Ok(())
+}
+
+fn read_each(reads: &mut [Read<'_>]) -> Result<()> {
     for Read { source, offset, target } in reads.iter_mut() {
         let range = *offset..*offset + target.len() as u64;
         let cover = source.cover(&range);
@@ -74,7 +128,7 @@ pub fn read_all(reads: &mut [Read<'_>]) -> Result<()> {
         let skipped = (range.start - cover.start) as usize;
         target.copy_from_slice(&pieces[skipped..][..target.len()]);
     }
-    check_all(reads)
+    Ok(())
 }
 
 /// Like `read_all`, but encrypted bytes stay as they are stored.

@@ -46,6 +46,20 @@ impl Tree {
         above.parent.filter(|_| self.has_masters(&above))
     }
 
+    /// The folders to look at for what has changed in `folder`, parents before children: those of its family.
+    /// In a universal checkpoint, which may have thousands, only itself and those above it. Its top is asked
+    /// for the others.
+    pub fn folders_to_check(&self, folder: FolderId) -> Vec<FolderId> {
+        let top = self.family_of(folder);
+        if folder == top || self.universal_of(&self.folder(folder)).is_none() {
+            return self.family(top);
+        }
+        let parent = |id: &FolderId| self.folder(*id).parent.filter(|_| *id != top);
+        let mut found: Vec<FolderId> = std::iter::successors(Some(folder), parent).collect();
+        found.reverse();
+        found
+    }
+
     /// The folder `id`, with the files of tensors if it is that of a universal checkpoint.
     pub(super) fn with_tensor_files(&self, id: FolderId) -> Arc<Folder> {
         let folder = self.folder(id);

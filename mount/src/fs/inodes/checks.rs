@@ -69,8 +69,7 @@ impl Nodes {
         if self.watched.is_some() || !self.tree.contains(folder) {
             return;
         }
-        let top = self.tree.family_of(folder);
-        self.tree.family(top).into_iter().for_each(|id| self.check_folder(id));
+        self.tree.folders_to_check(folder).into_iter().for_each(|id| self.check_folder(id));
         let refused = self.listed(folder).and_then(|listed| listed.refused);
         if let Some(refusal) = refused
             && self.may_ask(folder)

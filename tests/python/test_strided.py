@@ -54,6 +54,15 @@ class Strided(TestCase):
             self.assertEqual(shape, list(expected[name].shape), name)
             self.assertTrue(data == expected[name].tobytes(), name)
 
+    def test_inspect_says_which_tensors_are_stored_in_the_same_bytes(self):
+        values = np.arange(24, dtype=np.float32)
+        file = self.tmp / "tied.pt"
+        tensors = {"embed": Tensor(values, (6, 4)), "head": Tensor(values, (6, 4)), "rows": Tensor(values, (2, 4), offset=8)}
+        torch_files.save(file, tensors)
+        lines = tensorfs("inspect", file).stdout.splitlines()
+        self.assertIn("  head F32 [6, 4], 96 bytes at 4192, tied to embed", lines)
+        self.assertEqual(sum("tied to" in line for line in lines), 1, lines)
+
     def test_a_mount_shows_them_in_order_and_any_range_of_them(self):
         with Mount(self.file) as m:
             path = m.path / "model.safetensors"

@@ -1,5 +1,6 @@
 //! `tensorfs ls` and `tensorfs inspect`: what a source holds and where it lies.
 
+use std::collections::HashMap;
 use std::fmt::Write;
 use std::sync::Arc;
 
@@ -146,7 +147,10 @@ pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
         let mut text = String::new();
         for set in &shown {
             set.write_title(&mut text);
-            set.tensors().filter(wanted).for_each(|placed| set.write_pieces(&placed, &mut text));
+            let ties = set.ties();
+            set.tensors()
+                .filter(wanted)
+                .for_each(|placed| set.write_pieces(&placed, &ties, &mut text));
         }
         text.push_str(&text_of(&notes));
         print_text(&text)?;
@@ -307,15 +311,42 @@ impl Shown {
         );
     }
 
-    fn write_pieces(&self, placed: &TensorPlace<'_>, text: &mut String) {
+    /// The names of tensors that are stored in the bytes of one before them, with the name of that one.
+    fn ties(&self) -> HashMap<&str, &str> {
+        let (mut first, mut ties) = (HashMap::new(), HashMap::new());
+        for TensorPlace { tensor, .. } in self.tensors().filter(|placed| placed.tensor.len > 0) {
+            let places: Vec<_> = tensor
+                .pieces()
+                .filter(|piece| !piece.is_zeros())
+                .map(|piece| (piece.shard, piece.range, piece.offset.to_vec()))
+                .collect();
+            if places.is_empty() {
+                continue;
+            }
+            let before = *first.entry(places).or_insert(tensor.name);
+            if before != tensor.name {
+                ties.insert(tensor.name, before);
+            }
+        }
+        ties
+    }
+
+    fn write_pieces(
+        &self,
+        placed: &TensorPlace<'_>,
+        ties: &HashMap<&str, &str>,
+        text: &mut String,
+    ) {
         let TensorPlace { tensor, file_offset } = placed;
+        let tied = ties.get(tensor.name);
         let _ = writeln!(
             text,
-            "  {} {} {:?}, {} bytes at {file_offset}",
+            "  {} {} {:?}, {} bytes at {file_offset}{}",
             printable(tensor.name),
             tensor.dtype,
             tensor.shape,
-            tensor.len
+            tensor.len,
+            tied.map_or_else(String::new, |name| format!(", tied to {}", printable(name)))
         );
         let used = tensor.pieces().map(|piece| (piece, ""));
         let copies = tensor.replicas().map(|piece| (piece, ", a copy"));

@@ -2,6 +2,9 @@
 
 use crate::dtype::Dtype;
 
+/// The function that finds an attribute of a class.
+pub(super) const GETATTR: (&str, &str) = ("builtins", "getattr");
+
 /// Modules whose functions run code, open files or find such functions.
 const DENIED_MODULES: [&str; 31] = [
     "os",

@@ -8,7 +8,7 @@ mod old_opcodes;
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::globals::{attribute_denied, denied, holds_class};
+use super::globals::{GETATTR, attribute_denied, denied, holds_class};
 use super::le;
 use super::values::{
     Cell, Cells, EMPTY, ITEM, NONE, Node, NodeId, ObjectParts, Part, STATE, Values,
@@ -27,8 +27,7 @@ const GLOBAL_LEN_MAX: usize = 512;
 /// Longest integer in bytes that has a length of 32 bits.
 const LONG_LEN_MAX: usize = 1 << 20;
 
-/// The function that finds an attribute of a class, and why it is refused elsewhere.
-pub(super) const GETATTR: (&str, &str) = ("builtins", "getattr");
+/// Why `getattr` is refused where it finds anything but a harmless attribute of a class.
 const ATTRIBUTE: &str = "it asks for an attribute of a value, as only code does";
 
 fn bad(what: impl std::fmt::Display) -> Fault {
@@ -524,8 +523,8 @@ impl Machine<'_> {
         }
     }
 
-    /// What `getattr` finds in a class: protocol 2 has no other way to name an inner class. One that is
-    /// not known is an object of `getattr`, whose value nothing here knows.
+    /// An attribute of a class by `getattr`: protocol 2 has no other way to name an inner class. One that
+    /// is not known here is an opaque object.
     fn attribute(&mut self, getattr: NodeId, args: NodeId) -> Result<(), Fault> {
         let named = self.values.array::<2>(args).and_then(|[class, name]| {
             let (module, outer) = self.values.global(class)?;

@@ -388,7 +388,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
             let message = format!("its mesh of {sizes:?} ranks has no place {at:?}");
             return Err(wrong(message).into());
         }
-        let index = axes.iter().zip(&at).try_fold(0_u64, |index, (axis, &at)| {
+        let counted = axes.iter().zip(&at).try_fold(0_u64, |index, (axis, &at)| {
             let mut left = at;
             axis.iter().rev().try_fold(index, |index, &(size, stride)| {
                 let own = (left % size).checked_mul(stride)?;
@@ -396,7 +396,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
                 index.checked_add(own)
             })
         });
-        let index = index.ok_or_else(|| unknown("mesh"))?;
+        let index = counted.ok_or_else(|| unknown("mesh"))?;
         let own = self.attribute(id, "_rank")?.and_then(|own| self.values.natural(own));
         // A mesh of some axes of another one has the ranks of that one: it begins where all its own axes do.
         let begin = own

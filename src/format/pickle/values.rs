@@ -1,6 +1,6 @@
 //! The values of a pickle: nodes in one vector, which refer to each other by number.
 
-use super::machine::GETATTR;
+use super::globals::GETATTR;
 use crate::error::quoted;
 
 /// A value, by its number.

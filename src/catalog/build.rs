@@ -112,7 +112,32 @@ pub(super) fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
             return Err(fault.tensor(name).in_file(&missing.name));
         }
     }
+    check_replicas(&shards)?;
     of_dcp_shards(&shards, None)
+}
+
+/// Compares the CRCs of what several ranks have of the same place of a tensor. Equal ones are no proof:
+/// `verify` compares the bytes.
+fn check_replicas(shards: &[&ShardHeader]) -> Result<(), Fault> {
+    let mut known: HashMap<(&str, &[u64], &[u64]), (u32, &str)> = HashMap::new();
+    for shard in shards {
+        let tensors = shard.header.pieces().map_err(|fault| fault.in_file(&shard.name))?;
+        let crcs = shard.header.crcs.iter().enumerate().filter(|(_, crc)| **crc != 0);
+        for (index, &crc) in crcs {
+            let (stored, place) = (tensors.get(index), tensors.place(index));
+            let key = (stored.name, place.offset, stored.shape);
+            let (first, of) = *known.entry(key).or_insert((crc, &shard.name));
+            if first != crc {
+                let message = format!(
+                    "its bytes differ from those in {of}, by the CRCs {crc:08x} and {first:08x}, \
+                     though both ranks have the same part of it; restore the files of this checkpoint"
+                );
+                let fault = Fault::new(ErrorKind::DcpOverlap, message);
+                return Err(fault.tensor(stored.name).in_file(&shard.name));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Refuses the file of a rank that has parts of tensors, or ranges of them.

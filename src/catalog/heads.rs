@@ -81,6 +81,8 @@ pub struct Head {
     pub left_out: Option<String>,
     /// The rank that has saved the file, if it says so.
     pub rank: Option<FileRank>,
+    /// The CRCs of its tensors, in their order, if it is the file of a rank: 0 where it has none.
+    pub(super) crcs: Vec<u32>,
     /// Its facts about ranges of tensors, if it is a file of DeepSpeed.
     pub zero: Option<Arc<ZeroPart>>,
     note: Option<Result<Note, Fault>>,
@@ -203,9 +205,10 @@ impl Heads {
                 first_place: columns.push_places(&places),
             })
         });
-        let ShardDescription { metadata, described, next_file, left_out, rank, zero, .. } = shard;
+        let ShardDescription { metadata, described, next_file, left_out, rank, crcs, zero, .. } =
+            shard;
         let heads = self.clone();
-        Head { heads, tensors, metadata, described, next_file, left_out, rank, zero, note }
+        Head { heads, tensors, metadata, described, next_file, left_out, rank, crcs, zero, note }
     }
 
     fn columns(&self) -> &HeadColumns {
@@ -349,6 +352,7 @@ impl Head {
             next_file: self.next_file,
             left_out: None,
             rank: self.rank,
+            crcs: Vec::new(),
             zero: None,
             note: None,
         }

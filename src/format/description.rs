@@ -49,6 +49,9 @@ pub struct ShardDescription {
     pub strided: Vec<(u32, Vec<u64>)>,
     /// The rank that has saved it, if it is the file of one.
     pub rank: Option<FileRank>,
+    /// The CRCs of its tensors, in their order, if it is the file of a rank: 0 where it has none of the
+    /// very bytes of the tensor.
+    pub crcs: Vec<u32>,
     /// Its facts about ranges of tensors, if it is a file of DeepSpeed.
     pub zero: Option<Arc<ZeroPart>>,
     names: String,
@@ -91,6 +94,7 @@ impl ShardDescription {
             places: None,
             strided: Vec::new(),
             rank: None,
+            crcs: Vec::new(),
             zero: None,
             names: String::with_capacity(names_len),
             tensors: Vec::with_capacity(tensors),

@@ -141,13 +141,24 @@ class PickledIndex(TestCase):
     def test_files_of_ranks_that_share_each_tensor_by_what_deepspeed_says_are_refused(self):
         for slices in (1, 2):
             folder = self.tmp / f"slices-{slices}"
-            write_ranks(folder, {"ds_version": "0.19.8", "param_shapes": [{}], "mp_world_size": slices})
+            write_ranks(folder, [{"ds_version": "0.19.8", "param_shapes": [{}], "mp_world_size": slices}] * 2)
             outcome = tensorfs("verify", folder, "--index-dir", "none")
             if slices == 1:
                 self.assert_done(outcome)
                 continue
             self.assert_refused(outcome)
             self.assertIn("rank_0.pt: is the file of one of 2 ranks", outcome.stderr)
+
+    def test_a_tensor_that_differs_between_ranks_is_refused_by_the_crcs(self):
+        for values in ((1, 1), (1, 2)):
+            folder = self.tmp / f"values-{values[1]}"
+            write_ranks(folder, [{"b": Tensor(np.full(3, value, dtype=np.float32))} for value in values])
+            outcome = tensorfs("ls", folder, "--index-dir", "none")
+            if values == (1, 1):
+                self.assert_done(outcome)
+                continue
+            self.assert_refused(outcome)
+            self.assertIn("rank_1.pt: tensor `b`: its bytes differ from those in model_world_size_2_rank_0.pt", outcome.stderr)
 
     def test_parts_over_one_axis_of_a_mesh_are_joined(self):
         whole = np.arange(12, dtype=np.float32)
@@ -162,13 +173,13 @@ class PickledIndex(TestCase):
         self.assertEqual(oracle.tensor_bytes(self.tmp / "one.safetensors")["w"][-1], whole.tobytes())
 
 
-def write_ranks(folder, more=None):
-    """The files of two ranks, each with half of a tensor."""
+def write_ranks(folder, more=({}, {})):
+    """The files of two ranks, each with half of a tensor, and `more` of each."""
     folder.mkdir()
     for rank in range(2):
         with torch_files.modules() as named:
             part = Tensor(np.arange(6, dtype=np.float32) + rank, (2, 3))
-            root = {"w": torch_files.dtensor(named, part, (4, 3), rank, 2, 0), **(more or {})}
+            root = {"w": torch_files.dtensor(named, part, (4, 3), rank, 2, 0), **more[rank]}
             torch_files.save(folder / f"model_world_size_2_rank_{rank}.pt", root)
 
 

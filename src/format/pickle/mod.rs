@@ -335,6 +335,10 @@ fn describe(
     let zero = zero::model_of(values, &mut storages)?;
     let mut named = ModelTensors::of(values, &mut storages, zero.as_ref(), state)?;
     let placeholders = std::mem::take(&mut named.placeholders);
+    let crcs = match named.rank {
+        Some(_) => named.tensors.iter().map(|tensor| storages.crc_of(&tensor.place)).collect(),
+        None => Vec::new(),
+    };
     let undescribed = storages.undescribed();
     let names_len = named.tensors.iter().map(|tensor| tensor.name.len()).sum();
     let mut description = ShardDescription::with_room(0, named.tensors.len(), names_len);
@@ -356,6 +360,7 @@ fn describe(
     check_described(&description.described, 0)?;
     description.left_out = named.left_out;
     description.rank = named.rank;
+    description.crcs = crcs;
     description.zero =
         zero.map(|zero| Arc::new(ZeroPart::Model(ZeroModel { placeholders, ..zero })));
     if named.rank.is_some() {

@@ -112,8 +112,9 @@ pub(super) fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
             return Err(fault.tensor(name).in_file(&missing.name));
         }
     }
+    let catalog = of_dcp_shards(&shards, None)?;
     check_replicas(&shards)?;
-    of_dcp_shards(&shards, None)
+    Ok(catalog)
 }
 
 /// Compares the CRCs of what several ranks have of the same place of a tensor. Equal ones are no proof:

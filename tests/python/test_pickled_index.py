@@ -141,7 +141,7 @@ class PickledIndex(TestCase):
     def test_files_of_ranks_that_share_each_tensor_by_what_deepspeed_says_are_refused(self):
         for slices in (1, 2):
             folder = self.tmp / f"slices-{slices}"
-            write_ranks(folder, [{"ds_version": "0.19.8", "param_shapes": [{}], "mp_world_size": slices}] * 2)
+            write_ranks(folder, [{"ds_version": "0.19.8", "param_shapes": [{}], "mp_world_size": slices}] * 2, "module")
             outcome = tensorfs("verify", folder, "--index-dir", "none")
             if slices == 1:
                 self.assert_done(outcome)
@@ -173,13 +173,14 @@ class PickledIndex(TestCase):
         self.assertEqual(oracle.tensor_bytes(self.tmp / "one.safetensors")["w"][-1], whole.tobytes())
 
 
-def write_ranks(folder, more=({}, {})):
-    """The files of two ranks, each with half of a tensor, and `more` of each."""
+def write_ranks(folder, more=({}, {}), key=None):
+    """The files of two ranks, each with half of a tensor, in a dict with this key if there is one, and `more` of each."""
     folder.mkdir()
     for rank in range(2):
         with torch_files.modules() as named:
             part = Tensor(np.arange(6, dtype=np.float32) + rank, (2, 3))
-            root = {"w": torch_files.dtensor(named, part, (4, 3), rank, 2, 0), **more[rank]}
+            model = {"w": torch_files.dtensor(named, part, (4, 3), rank, 2, 0)}
+            root = {**({key: model} if key else model), **more[rank]}
             torch_files.save(folder / f"model_world_size_2_rank_{rank}.pt", root)
 
 

@@ -313,22 +313,19 @@ impl Shown {
 
     /// The names of tensors that are stored in the bytes of one before them, with the name of that one.
     fn ties(&self) -> HashMap<&str, &str> {
-        let (mut first, mut ties) = (HashMap::new(), HashMap::new());
-        for TensorPlace { tensor, .. } in self.tensors().filter(|placed| placed.tensor.len > 0) {
-            let places: Vec<_> = tensor
-                .pieces()
-                .filter(|piece| !piece.is_zeros())
-                .map(|piece| (piece.shard, piece.range, piece.offset.to_vec()))
-                .collect();
-            if places.is_empty() {
-                continue;
-            }
-            let before = *first.entry(places).or_insert(tensor.name);
-            if before != tensor.name {
-                ties.insert(tensor.name, before);
-            }
-        }
-        ties
+        // A few numbers for each of what may be millions.
+        let mut places: Vec<_> = self
+            .tensors()
+            .filter_map(|TensorPlace { tensor, .. }| {
+                let piece = tensor.pieces().find(|piece| !piece.is_zeros() && tensor.len > 0)?;
+                Some((piece.shard, piece.range.start, tensor.len, tensor.name))
+            })
+            .collect();
+        places.sort_unstable();
+        let place = |&(shard, start, len, _): &_| (shard, start, len);
+        let same = places.chunk_by(|one, other| place(one) == place(other));
+        let ties = same.flat_map(|same| same[1..].iter().map(|tied| (tied.3, same[0].3)));
+        ties.collect()
     }
 
     fn write_pieces(

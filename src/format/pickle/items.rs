@@ -211,7 +211,7 @@ fn parse_item(
         return Err(Fault::new(ErrorKind::TensorMissing, message).into());
     };
     let mut storages = Storages::new(StorageData::Entries { reader: window, archive: &archive });
-    let tensor = call.place(&values, &mut storages)?;
+    let mut tensor = call.place(&values, &mut storages)?;
     if tensor.dtype != chunk.tensor.dtype {
         let message = format!(
             "has the dtype {} by `.metadata`, and {} in this file; save the checkpoint again",
@@ -219,6 +219,7 @@ fn parse_item(
         );
         return Err(Fault::new(ErrorKind::DcpDtype, message).into());
     }
+    tensor.take_empty_shape(&chunk.shape);
     if tensor.shape != chunk.shape {
         let message = format!(
             "its chunk at {:?} has the shape {:?} by `.metadata`, and {:?} in this file, so that torch \

@@ -249,8 +249,9 @@ impl<'a, 'v> RankParts<'a, 'v> {
         self.check_order(spec)?;
         let ranks = mesh.sizes.iter().product();
         self.note_rank(FileRank { rank: mesh.rank, ranks })?;
-        let place = self.local(storages, local, element)?;
+        let mut place = self.local(storages, local, element)?;
         let (offset, shape) = box_of(&mesh, &placements, whole)?;
+        place.take_empty_shape(&shape);
         if place.shape != shape {
             let message = format!(
                 "its part has the shape {:?}, and {shape:?} by the mesh and the placements of rank {}",

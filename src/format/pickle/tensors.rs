@@ -57,6 +57,17 @@ impl StorageId<'_> {
     }
 }
 
+impl TensorPlace {
+    /// Gives a part without elements the shape that it has by its place: FSDP2 over tensor parallelism
+    /// saves such parts with other extents.
+    pub(super) fn take_empty_shape(&mut self, shape: &[u64]) {
+        let is_empty = |shape: &[u64]| shape.contains(&0);
+        if is_empty(&self.shape) && is_empty(shape) && self.shape.len() == shape.len() {
+            (self.shape, self.strides) = (shape.to_vec(), None);
+        }
+    }
+}
+
 /// Where the data of storages lies.
 pub(super) enum StorageData<'a, 'r> {
     /// In entries of an archive, whose headers are read when they are asked for.

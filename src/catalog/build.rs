@@ -120,14 +120,14 @@ pub(super) fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
 /// Compares the CRCs of what several ranks have of the same place of a tensor. Equal ones are no proof:
 /// `verify` compares the bytes.
 fn check_replicas(shards: &[&ShardHeader]) -> Result<(), Fault> {
-    let mut known: HashMap<(&str, &[u64], &[u64]), (u32, &str)> = HashMap::new();
+    let mut known = HashMap::new();
     for shard in shards {
         let tensors = shard.header.pieces().map_err(|fault| fault.in_file(&shard.name))?;
         let crcs = shard.header.crcs.iter().enumerate().filter(|(_, crc)| **crc != 0);
         for (index, &crc) in crcs {
             let (stored, place) = (tensors.get(index), tensors.place(index));
             let key = (stored.name, place.offset, stored.shape);
-            let (first, of) = *known.entry(key).or_insert((crc, &shard.name));
+            let (first, of) = *known.entry(key).or_insert((crc, shard.name.as_str()));
             if first != crc {
                 let message = format!(
                     "its bytes differ from those in {of}, by the CRCs {crc:08x} and {first:08x}, \

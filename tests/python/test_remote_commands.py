@@ -94,10 +94,10 @@ class EncryptedFiles(RemoteCase):
 class Serve(ServiceCase):
     def test_a_mount_of_the_service_may_be_a_url(self):
         source = checkpoints.hf_set(self.tmp / "set")
-        with ObjectServer() as server:
-            server.put_folder("bucket", "models/one", source)
-            variables = {**server.environment(), "TENSORFS_INDEX_DIR": "none", "TENSORFS_CACHE_DIR": "none"}
-            target = self.target("one")
-            with self.serve(mount_config("one", "s3://bucket/models/one", target), env=variables):
-                wait_until(lambda: (target / FILE).exists(), 60, "the mount")
-                self.assertTrue((target / FILE).read_bytes() == checkpoints.hf_whole(source))
+        server = self.enter(ObjectServer())
+        server.put_folder("bucket", "models/one", source)
+        variables = {**server.environment(), "TENSORFS_INDEX_DIR": "none", "TENSORFS_CACHE_DIR": "none"}
+        target = self.target("one")
+        self.serve(mount_config("one", "s3://bucket/models/one", target), env=variables)
+        wait_until(lambda: (target / FILE).exists(), 60, "the mount")
+        self.assertTrue((target / FILE).read_bytes() == checkpoints.hf_whole(source))

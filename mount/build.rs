@@ -6,7 +6,8 @@ use std::path::Path;
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     // Tests start a debug build thousands of times, and it has 180,000 addresses to relocate each time.
-    if std::env::var("PROFILE").is_ok_and(|profile| profile == "debug") {
+    let is = |name: &str, value: &str| std::env::var(name).is_ok_and(|found| found == value);
+    if is("PROFILE", "debug") && is("CARGO_CFG_TARGET_ENV", "gnu") {
         println!("cargo::rustc-link-arg-bins=-no-pie");
     }
     let Some(out) = std::env::var_os("OUT_DIR") else { return };

@@ -130,8 +130,8 @@ fn check_replicas(shards: &[&ShardHeader]) -> Result<(), Fault> {
             let (first, of) = *known.entry(key).or_insert((crc, shard.name.as_str()));
             if first != crc {
                 let message = format!(
-                    "its bytes differ from those in {of}, by the CRCs {crc:08x} and {first:08x}, \
-                     though both ranks have the same part of it; restore the files of this checkpoint"
+                    "its bytes differ from those in {of}, by the CRCs {crc:08x} and {first:08x}: it is \
+                     not the same on all ranks, as it has to be; save it again, or restore the files"
                 );
                 let fault = Fault::new(ErrorKind::DcpOverlap, message);
                 return Err(fault.tensor(stored.name).in_file(&shard.name));

@@ -229,6 +229,15 @@ pub struct ZeroModel {
 }
 
 impl ZeroModel {
+    /// The names of tensors whose elements may lie in the files of all ranks.
+    pub fn names_elsewhere(&self) -> HashSet<&str> {
+        let trained = self.groups.iter().flatten();
+        let params = trained.chain(self.frozen.iter().map(|(param, _)| param));
+        let with_elements = params.filter(|param| !param.shape.contains(&0));
+        let shared = self.shared.iter().map(|(name, _)| name.as_str());
+        with_elements.map(|param| param.name.as_str()).chain(shared).collect()
+    }
+
     /// The names of tensors without elements: those of all others lie in the files of all ranks, where
     /// the model states have none.
     pub fn names_without_elements(&self) -> HashSet<&str> {

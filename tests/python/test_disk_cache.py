@@ -354,6 +354,8 @@ class StalledDisks(DiskCacheCase):
                 self.assertIn(found, (None, self.data))
                 wait_until(lambda: read_or_none(mount.path / FILE) == self.data, 60, "the bytes")
                 self.assertGreater(faults.parked(), 0)
+                # The end of a process waits for its reads.
+                faults.tell("ok")
 
     def test_a_command_with_a_disk_that_does_not_answer_ends_at_its_deadline(self):
         self.assert_whole()

@@ -142,7 +142,7 @@ class StalledRestarts(ServiceCase):
         self.assertLess(time.monotonic() - began, BOUND)
         self.assertGreater(self.look(stalled)[0]["errors"], 0)
         self.assertEqual(self.look(other)[0]["errors"], 0, service.log())
-        self.assertIn("its readers get errors, and it is mounted anew", service.log())
+        service.wait_for_log("its readers get errors, and it is mounted anew")
         # Neither stalled the supervisor.
         service.wait_for_status("serving 1 of 2 mounts; a failed: ")
         self.assert_done(tensorfs("serve", "--check", "--config", service.file))

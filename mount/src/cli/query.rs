@@ -318,13 +318,13 @@ impl Shown {
             .tensors()
             .filter_map(|TensorPlace { tensor, .. }| {
                 let piece = tensor.pieces().find(|piece| !piece.is_zeros() && tensor.len > 0)?;
-                Some((piece.shard, piece.range.start, tensor.len, tensor.name))
+                let place = (piece.shard, piece.range.start, piece.range.end, piece.strides);
+                Some((place, tensor.shape, tensor.name))
             })
             .collect();
         places.sort_unstable();
-        let place = |&(shard, start, len, _): &_| (shard, start, len);
-        let same = places.chunk_by(|one, other| place(one) == place(other));
-        let ties = same.flat_map(|same| same[1..].iter().map(|tied| (tied.3, same[0].3)));
+        let same = places.chunk_by(|one, other| (one.0, one.1) == (other.0, other.1));
+        let ties = same.flat_map(|same| same[1..].iter().map(|tied| (tied.2, same[0].2)));
         ties.collect()
     }
 

@@ -41,10 +41,11 @@ const DENIED_MODULES: [&str; 31] = [
 ];
 
 /// Functions of other modules that do.
-const DENIED: [(&str, &str); 5] = [
+const DENIED: [(&str, &str); 6] = [
     ("torch", "load"),
     ("torch", "compile"),
     ("torch.serialization", "load"),
+    ("functools", "partial"),
     ("functools", "reduce"),
     ("numpy.testing._private.utils", "runstring"),
 ];
@@ -52,9 +53,6 @@ const DENIED: [(&str, &str); 5] = [
 /// Prefixes of modules that do.
 const DENIED_PREFIXES: [&str; 4] =
     ["torch.hub", "torch.jit", "torch.utils.cpp_extension", "numpy.f2py"];
-
-/// Functions of `operator` that only make functions: a pickle that calls those is refused.
-const HARMLESS_OPERATORS: [&str; 2] = ["itemgetter", "attrgetter"];
 
 /// The names of `builtins` that only make values; `long`, `unicode` and `xrange` are those of protocol 2.
 const HARMLESS_BUILTINS: [&str; 28] = [
@@ -95,16 +93,14 @@ pub(super) fn denied(module: &str, name: &str) -> bool {
         // It is harmless with some arguments, which `holds_class` knows.
         return name != "getattr" && !HARMLESS_BUILTINS.contains(&name);
     }
-    if module == "operator" && HARMLESS_OPERATORS.contains(&name) {
-        return false;
-    }
     DENIED_MODULES.contains(&top)
         || DENIED.contains(&(module, name))
         || DENIED_PREFIXES.iter().any(|prefix| {
             module.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         })
         // A dotted name leads from the module to another one.
-        || name.split('.').next().is_some_and(|first| first != name && DENIED_MODULES.contains(&first))
+        || name.contains('.')
+            && name.split('.').any(|part| DENIED_MODULES.contains(&part) || part.starts_with("__"))
 }
 
 /// Whether `getattr` for `name` of `module.outer` may lead to code: to a module that runs it, or to the

@@ -268,11 +268,16 @@ impl Machine<'_> {
                 if opcode == b'R' && self.values.global(callable) == Some(GETATTR) {
                     self.attribute(callable, args)?;
                 } else {
+                    // Only a class makes an object without being called.
+                    if opcode == b'R' {
+                        self.refuse_attribute(callable)?;
+                    }
                     self.object(callable, args)?;
                 }
             }
             0x92 => {
                 let (named, args, callable) = (self.pop()?, self.pop()?, self.pop()?);
+                self.refuse_attribute(callable)?;
                 let object = self.object(callable, args)?;
                 self.add(object, ITEM, named)?;
             }
@@ -419,6 +424,7 @@ impl Machine<'_> {
 
     /// Adds an item, a pair or a state to `target`.
     fn add(&mut self, target: NodeId, key: u32, value: NodeId) -> Result<(), Fault> {
+        self.refuse_attribute(target)?;
         let mut node = self.values.node(target);
         match &mut node {
             Node::List(cells) | Node::Set(cells) if key == ITEM => {
@@ -549,10 +555,26 @@ impl Machine<'_> {
         }
     }
 
+    /// Refuses to call or to change the value `id`, if it is one that `getattr` found.
+    fn refuse_attribute(&mut self, id: NodeId) -> Result<(), Fault> {
+        if self.values.attribute_of(id).is_none() {
+            return Ok(());
+        }
+        if !self.is_scan() {
+            return Err(bad(ATTRIBUTE));
+        }
+        self.note_hidden(format!("a call or a change of {}", self.values.global_name(id)));
+        Ok(())
+    }
+
     fn object(&mut self, callable: NodeId, args: NodeId) -> Result<NodeId, Fault> {
         if self.is_scan() {
             if self.values.global(callable) == Some(GETATTR) {
                 self.note_hidden("builtins.getattr".to_owned());
+            } else if matches!(self.values.node(callable), Node::Object(..))
+                && self.values.attribute_of(callable).is_none()
+            {
+                self.note_hidden("a call of a value that is no name".to_owned());
             }
             let parts = self.values.objects.len() as u32;
             self.values.objects.push(ObjectParts { args, cells: EMPTY });

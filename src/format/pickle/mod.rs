@@ -31,7 +31,7 @@ pub use self::scan::{PickleForm, PickleScan, scan};
 use crate::error::{ErrorKind, Fault};
 
 use self::machine::PICKLE_LEN_MAX;
-use self::state_dict::{ModelTensor, ModelTensors};
+use self::state_dict::{ModelTensor, ModelTensors, is_state};
 use self::tensors::{StorageData, Storages, TensorPlace, tensor_call};
 use self::values::Values;
 use self::zip::{Archive, LOCAL_MAGIC};
@@ -336,7 +336,14 @@ fn describe(
     let mut named = ModelTensors::of(values, &mut storages, zero.as_ref(), state)?;
     let placeholders = std::mem::take(&mut named.placeholders);
     let crcs = match named.rank {
-        Some(_) => named.tensors.iter().map(|tensor| storages.crc_of(&tensor.place)).collect(),
+        Some(_) => {
+            let crc = |tensor: &ModelTensor| match is_state(&tensor.name) {
+                // Each rank has its own random numbers.
+                true => 0,
+                false => storages.crc_of(&tensor.place),
+            };
+            named.tensors.iter().map(crc).collect()
+        }
         None => Vec::new(),
     };
     let undescribed = storages.undescribed();

@@ -37,6 +37,8 @@ pub(super) struct TensorPart {
 /// Ranks in a grid, and the place of one of them.
 #[derive(Debug)]
 struct Mesh {
+    /// Whether it has the ranks of some axes of another one: others have the same parts.
+    is_part: bool,
     sizes: Vec<u64>,
     at: Vec<u64>,
     rank: u64,
@@ -252,6 +254,15 @@ impl<'a, 'v> RankParts<'a, 'v> {
         let mut place = self.local(storages, local, element)?;
         let (offset, shape) = box_of(&mesh, &placements, whole)?;
         place.take_empty_shape(&shape);
+        if mesh.is_part && !shape.contains(&0) && storages.crc_of(&place) == 0 {
+            return Err(wrong(
+                "is cut over some axes of a mesh, and nothing tells whether the ranks of the others have \
+                 the same, since its storage has no CRC or is larger than its part; save \
+                 `full_tensor()`"
+                    .to_owned(),
+            )
+            .into());
+        }
         if place.shape != shape {
             let message = format!(
                 "its part has the shape {:?}, and {shape:?} by the mesh and the placements of rank {}",
@@ -398,7 +409,10 @@ impl<'a, 'v> RankParts<'a, 'v> {
             })
         });
         let index = counted.ok_or_else(|| unknown("mesh"))?;
-        let own = self.attribute(id, "_rank")?.and_then(|own| self.values.natural(own));
+        let own = match self.attribute(id, "_rank")? {
+            Some(own) => Some(self.values.natural(own).ok_or_else(|| unknown("mesh"))?),
+            None => None,
+        };
         // A mesh of some axes of another one has the ranks of that one: it begins where all its own axes do.
         let begin = own
             .filter(|_| count.is_some_and(|count| count < ranks.len() as u64))
@@ -417,7 +431,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
             let message = format!("is of rank {own}, and of rank {rank} by its place in the mesh");
             return Err(wrong(message).into());
         }
-        let mesh = Rc::new(Mesh { sizes, at, rank });
+        let mesh = Rc::new(Mesh { is_part: begin.is_some(), sizes, at, rank });
         self.meshes.insert(id, mesh.clone());
         Ok(mesh)
     }
@@ -626,70 +640,4 @@ fn joined(runs: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    /// The offset and length of the parts of a dimension of `size`, for all ranks of a mesh.
-    fn parts(size: u64, sizes: &[u64], placements: &[Placement]) -> Vec<(u64, u64)> {
-        let count: u64 = sizes.iter().product();
-        let part = |rank: u64| {
-            let mut left = rank;
-            let mut at: Vec<u64> = sizes
-                .iter()
-                .rev()
-                .map(|size| {
-                    let own = left % size;
-                    left /= size;
-                    own
-                })
-                .collect();
-            at.reverse();
-            let mesh = Mesh { sizes: sizes.to_vec(), at, rank };
-            let (offset, shape) = box_of(&mesh, placements, &[size]).unwrap();
-            (offset[0], shape[0])
-        };
-        (0..count).map(part).collect()
-    }
-
-    #[test]
-    fn a_dimension_is_cut_as_torch_chunk_cuts_it() {
-        let shard = [Placement::Shard(0)];
-        assert_eq!(parts(7, &[4], &shard), [(0, 2), (2, 2), (4, 2), (6, 1)]);
-        assert_eq!(parts(5, &[4], &shard), [(0, 2), (2, 2), (4, 1), (0, 0)]);
-        assert_eq!(parts(0, &[2], &shard), [(0, 0), (0, 0)]);
-        let replicated = [Placement::Replicate, Placement::Shard(0)];
-        assert_eq!(parts(7, &[2, 2], &replicated), [(0, 4), (4, 3), (0, 4), (4, 3)]);
-    }
-
-    #[test]
-    fn a_strided_shard_is_cut_by_the_later_axis_first() {
-        let placements = [Placement::StridedShard(0, 2), Placement::Shard(0)];
-        assert_eq!(parts(8, &[2, 2], &placements), [(0, 2), (4, 2), (2, 2), (6, 2)]);
-        // Without the later axis the part is not one block.
-        let mesh = Mesh { sizes: vec![2], at: vec![0], rank: 0 };
-        let fault = box_of(&mesh, &[Placement::StridedShard(0, 2)], &[8]).unwrap_err();
-        assert!(fault.message.contains("[0..2, 4..6]"), "{fault}");
-    }
-
-    proptest! {
-        #[test]
-        fn the_parts_of_all_ranks_are_the_dimension(
-            size in 0_u64..200,
-            first in 1_u64..6,
-            second in 1_u64..6,
-        ) {
-            let placements = [Placement::Shard(0), Placement::Shard(0)];
-            let mut found = parts(size, &[first, second], &placements);
-            found.retain(|(_, len)| *len > 0);
-            found.sort_unstable();
-            let mut end = 0;
-            for (offset, len) in found {
-                prop_assert_eq!(offset, end);
-                end += len;
-            }
-            prop_assert_eq!(end, size);
-        }
-    }
-}
+mod tests;

@@ -97,6 +97,11 @@ impl PickleScan {
                 None => self.name("a name that is no text".to_owned(), NameRisk::Hostile),
             }
         }
+        for (class, name) in values.ids().filter_map(|id| values.attribute_of(id)) {
+            if let Some((module, outer)) = values.global(class) {
+                self.name(format!("{module}.{outer}.{name}"), NameRisk::Unknown);
+            }
+        }
         for hidden in &scanned.hidden {
             self.name(hidden.clone(), NameRisk::Hostile);
         }

@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::globals::denied;
 use super::*;
 use crate::dtype::Dtype;
 
@@ -187,8 +188,7 @@ fn names_that_run_code_and_tensors_in_unknown_classes_are_refused_by_name() {
     };
     let member = found("pkg", "Stage", "third");
     let inner_object = [found("pkg", "Config", "Inner"), b")\x81}b".to_vec()].concat();
-    let partial = b"cfunctools\npartial\nctorch.optim\nAdam\n\x85R".to_vec();
-    for harmless in [member, inner_object, partial] {
+    for harmless in [member, inner_object] {
         assert_eq!(names(&file(&dict(&[("a", weight()), ("b", harmless)]))), ["a"]);
     }
     for (module, class, name) in [
@@ -201,9 +201,20 @@ fn names_that_run_code_and_tensors_in_unknown_classes_are_refused_by_name() {
         let message = refusal(&dict(&[("a", weight()), ("b", found(module, class, name))]));
         assert!(message.contains("as only code does"), "{message}");
     }
-    let boxed = [found("pkg", "Config", "Box"), b"(".to_vec(), weight(), b"tR".to_vec()].concat();
-    let message = refusal(&dict(&[("a", weight()), ("b", boxed)]));
-    assert!(message.contains("a tensor to the class `pkg.Config.Box`"), "{message}");
+    // A value that is found so is not called and not changed.
+    let called = [found("pathlib", "PosixPath", "touch"), b")R".to_vec()].concat();
+    let changed = [found("torch.serialization", "torch", "_utils"), b"}b".to_vec()].concat();
+    for misused in [called, changed] {
+        let message = refusal(&dict(&[("a", weight()), ("b", misused)]));
+        assert!(message.contains("as only code does"), "{message}");
+    }
+    for (module, name) in [
+        ("torch", "serialization.os.system"),
+        ("functools", "partial.__call__"),
+        ("operator", "attrgetter"),
+    ] {
+        assert!(denied(module, name), "{module}.{name}");
+    }
     let root = b"\x80\x02cpkg\nModel\n)R.";
     assert!(refusal(root).contains("an object of the class `pkg.Model`"));
 }
@@ -508,20 +519,29 @@ fn model_states_tell_shapes_and_which_tensors_they_hold_no_elements_of() {
     assert_eq!(zero(&states(&[0], Vec::new())).placeholders, ["w"]);
     // Versions before 0.9 do not tell which weights are shared: what has no elements is a placeholder.
     let more = vec![("buffer_names", b"]X\x01\0\0\0ba".to_vec())];
+    let none = || tensor("0", 4, 0, &[0], &[1]);
     let mut module =
-        vec![("b", tensor("0", 4, 0, &[0], &[1])), ("tied", tensor("0", 4, 0, &[0], &[1]))];
+        vec![("w", none()), ("b", none()), ("x._extra_state", none()), ("tied", none())];
     let both = |module: &[(&str, Vec<u8>)]| {
         let mut pairs = vec![
             ("module", inner(module)),
-            ("param_shapes", b"](}e".to_vec()),
+            (
+                "param_shapes",
+                [
+                    b"](".to_vec(),
+                    inner(&[("w", b"ctorch\nSize\n(K\x02K\x02t\x85R".to_vec())]),
+                    b"e".to_vec(),
+                ]
+                .concat(),
+            ),
             ("ds_version", b"N".to_vec()),
         ];
         pairs.extend(more.clone());
         zero(&dict(&pairs)).placeholders
     };
-    assert_eq!(both(&module), ["tied"]);
+    assert_eq!(both(&module), ["w", "tied"]);
     module.pop();
-    assert_eq!(both(&module), [""; 0]);
+    assert_eq!(both(&module), ["w"]);
     // The tensors of another dict would be shown under its name.
     let w = tensor("0", 4, 0, &[4], &[1]);
     let pairs = [("w", w), ("param_shapes", b"]".to_vec()), ("ds_version", b"N".to_vec())];

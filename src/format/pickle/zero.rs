@@ -40,12 +40,9 @@ pub(super) fn model_of(
     else {
         return Ok(None);
     };
-    let module = match reading.value(root, "module")? {
-        Some(id) => reading.pairs(id)?,
-        None => Vec::new(),
-    };
+    let module = reading.value(root, "module")?;
     // Without, other dicts of tensors would be shown as the model.
-    if !module.iter().any(|&(_, id)| tensor_call(values, id).is_some()) {
+    if !module.map_or(Ok(false), |module| reading.holds_tensor(module))? {
         return Err(unknown("module").into());
     }
     let mut model = ZeroModel { groups: reading.groups(shapes)?, ..ZeroModel::default() };
@@ -226,6 +223,25 @@ impl<'a, 'v> Reading<'a, 'v> {
             params.push(ZeroParam { name: name.to_owned(), shape });
         }
         Ok(params)
+    }
+
+    /// Whether a dict, or one in it, has a tensor.
+    fn holds_tensor(&mut self, dict: NodeId) -> Result<bool, Fault> {
+        let values = self.values;
+        let mut left = vec![dict];
+        while let Some(id) = left.pop() {
+            for part in values.parts(id) {
+                self.spend(1)?;
+                match part {
+                    Part::Pair(_, value) if tensor_call(values, value).is_some() => {
+                        return Ok(true);
+                    }
+                    Part::Pair(_, value) => left.push(value),
+                    _ => {}
+                }
+            }
+        }
+        Ok(false)
     }
 
     /// The elements of a flat tensor.

@@ -211,6 +211,14 @@ class SettingsOfOneSource(TestCase):
         with tensorfs.safe_open(files, framework="np", **self.how) as file:
             self.assert_same(file.get_tensors())
 
+    def test_neither_a_handle_nor_its_errors_show_what_may_be_secret(self):
+        url = f"{OWN_URL}?X-Amz-Signature=hunter2"
+        for source in (url, [url], {"a": url}):
+            handle = object.__new__(tensorfs.safe_open)
+            handle._filename, handle._open = source, None
+            self.assertIn(OWN_URL, repr(handle))
+            self.assertNotIn("hunter2", repr(handle))
+
     def test_what_cannot_be_read_or_may_be_secret_is_refused(self):
         for how, why in (
             ({"endpoint": "http://user:hunter2@host"}, "endpoint: expected http(s)://HOST[:PORT]"),

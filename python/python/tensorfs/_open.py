@@ -17,7 +17,7 @@ from ._requests import chunk_of
 from ._settings import RemoteSource
 from ._share import Team
 from ._tails import Proof
-from ._tensorfs import Cancel, Checkpoint, Loader, load_indexed
+from ._tensorfs import Cancel, Checkpoint, Loader, load_indexed, real_name
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -333,7 +333,14 @@ class safe_open:
 
     def __repr__(self) -> str:
         state = "closed" if self._open is None else f"{len(self._open.checkpoint)} tensors"
-        return f"<tensorfs.safe_open {self._filename!r}: {state}>"
+        return f"<tensorfs.safe_open {self._shown_name()!r}: {state}>"
+
+    def _shown_name(self) -> str:
+        """The path or the URL, or the list of them, without what may be secret in it."""
+        if isinstance(self._filename, (str, os.PathLike)):
+            return real_name(os.fsdecode(self._filename))
+        files = self._filename.values() if isinstance(self._filename, Mapping) else self._filename
+        return str([real_name(os.fsdecode(file)) for file in files])
 
     def keys(self) -> list[str]:
         """The names of the tensors, sorted."""
@@ -480,7 +487,7 @@ class safe_open:
             raise TypeError(f"the name of a tensor is a str, not {type(name).__name__}")
         facts = self._checkpoint().tensor(name)
         if facts is None:
-            raise error(f"File does not contain tensor {name}", path=str(self._filename), tensor=name)
+            raise error(f"File does not contain tensor {name}", path=self._shown_name(), tensor=name)
         return Info(*facts)
 
     def _infos(self, names: Names) -> list[Info]:

@@ -6,11 +6,15 @@ use super::globals::is_dict;
 use super::parts::{RANKS_MAX, RankParts, TensorPart};
 use super::tensors::{Storages, TensorPlace, tensor_call};
 use super::values::{Node, NodeId, Part, Values};
+use super::zero::unknown;
 use super::{ReadStop, TrainingState};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::{ZeroModel, slice_fault};
 use crate::format::description::FileRank;
 use crate::format::safetensors::METADATA;
+
+/// The last word of the name of what a module saves beside its weights.
+const EXTRA_STATE: &str = "_extra_state";
 
 /// Longest name of a tensor in bytes.
 const NAME_LEN_MAX: usize = 64 << 10;
@@ -66,9 +70,6 @@ pub(super) struct ModelTensor {
     pub(super) part_of: Option<[Vec<u64>; 2]>,
 }
 
-/// The last word of the name of what a module saves beside its weights.
-const EXTRA_STATE: &str = "_extra_state";
-
 /// The tensors of a model in the order of their bytes.
 #[derive(Debug)]
 pub(super) struct ModelTensors {
@@ -121,6 +122,11 @@ impl ModelTensors {
             let is_hidden = |key: &str| is_state(key) && !is_weight(key);
             state == TrainingState::None && pair.key.text().is_some_and(is_hidden)
         });
+        let module = rest.iter().find(|pair| pair.key.text() == Some("module"));
+        // Without, other dicts of tensors would be shown as the model.
+        if zero.is_some() && !module.map_or(Ok(false), |module| walk.holds_tensor(module.value))? {
+            return Err(unknown("module").into());
+        }
         let mut left_out: Vec<String> = hidden.iter().map(|pair| pair.key.shown()).collect();
         let mut hides_tensors = false;
         for pair in &hidden {
@@ -193,23 +199,22 @@ fn take_placeholders(
     let (elsewhere, empty) = (zero.names_elsewhere(), zero.names_without_elements());
     // All tensors are shown under full names.
     let prefix = if state == TrainingState::All { "module." } else { "" };
-    let in_model = |name: &str| name.strip_prefix(prefix).map(str::to_owned);
-    let is_known = |tensor: &ModelTensor, names: &HashSet<&str>| {
-        tensor.name.strip_prefix(prefix).is_some_and(|name| names.contains(name))
+    let empty_name = |tensor: &ModelTensor| {
+        let name = tensor.name.strip_prefix(prefix).filter(|_| tensor.place.shape == [0]);
+        name.map(str::to_owned)
     };
-    let is_placeholder = |tensor: &ModelTensor| tensor.place.shape == [0];
-    // Versions before 0.9 do not tell which weights are shared, so that only what a file of stage 3 has no
-    // elements of can be told. Modules may have a state of their own without any.
-    let is_stage_3 =
-        tensors.iter().any(|tensor| is_placeholder(tensor) && is_known(tensor, &elsewhere));
-    let is_taken = |tensor: &mut ModelTensor| {
-        let is_unknown = || {
-            let is_state = last_word(&tensor.name) == EXTRA_STATE;
-            is_stage_3 && !is_state && !is_known(tensor, &empty) && in_model(&tensor.name).is_some()
-        };
-        is_placeholder(tensor) && (is_known(tensor, &elsewhere) || is_unknown())
+    let is_elsewhere = |name: &String| elsewhere.contains(name.as_str());
+    let is_stage_3 = tensors.iter().filter_map(empty_name).any(|name| is_elsewhere(&name));
+    // Versions before 0.9 do not tell which weights are shared. Modules may have a state without elements.
+    let is_placeholder = |name: &String| {
+        let has_none = empty.contains(name.as_str()) || last_word(name) == EXTRA_STATE;
+        is_elsewhere(name) || is_stage_3 && !has_none
     };
-    tensors.extract_if(.., is_taken).filter_map(|tensor| in_model(&tensor.name)).collect()
+    let names = |tensor: &ModelTensor| empty_name(tensor).filter(is_placeholder);
+    tensors
+        .extract_if(.., |tensor| names(tensor).is_some())
+        .filter_map(|tensor| names(&tensor))
+        .collect()
 }
 
 /// The note on values of a file that are not shown, some with tensors.
@@ -667,34 +672,4 @@ pub(super) fn reached<'a>(values: &'a Values<'_>, id: NodeId) -> impl Iterator<I
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::dtype::Dtype;
-
-    // torch saves the second name of a weight that is shared by two units of FSDP1 as a piece of rank 0.
-    #[test]
-    fn a_piece_of_a_tied_weight_is_no_whole_tensor() {
-        let tensor = |name: &str, shape: &[u64], whole: Option<&[u64]>| ModelTensor {
-            name: name.to_owned(),
-            place: TensorPlace {
-                dtype: Dtype::F32,
-                shape: shape.to_vec(),
-                start: 0,
-                strides: None,
-                is_placeholder: false,
-            },
-            part_of: whole.map(|whole| [vec![0; whole.len()], whole.to_vec()]),
-        };
-        let head = || tensor("head.weight", &[6, 4], Some(&[12, 4]));
-        let fault = check_tied(&[&head(), &tensor("emb.weight", &[24], None)], 2).unwrap_err();
-        assert!(fault.message.contains("1 / 2 of a tensor that is cut"), "{fault:?}");
-        for other in [
-            tensor("norm.weight", &[4], None),
-            tensor("bn.running_mean", &[24], None),
-            tensor("emb.weight", &[6, 4], None),
-            tensor("emb.weight", &[0], None),
-        ] {
-            assert!(check_tied(&[&head(), &other], 2).is_ok());
-        }
-    }
-}
+mod tests;

@@ -18,7 +18,7 @@ struct Reading<'a, 'v> {
     steps_left: usize,
 }
 
-fn unknown(what: &str) -> Fault {
+pub(super) fn unknown(what: &str) -> Fault {
     let message = format!(
         "its `{what}` has a form that tensorfs does not know; make one file of the checkpoint with \
          zero_to_fp32.py"
@@ -40,11 +40,6 @@ pub(super) fn model_of(
     else {
         return Ok(None);
     };
-    let module = reading.value(root, "module")?;
-    // Without, other dicts of tensors would be shown as the model.
-    if !module.map_or(Ok(false), |module| reading.holds_tensor(module))? {
-        return Err(unknown("module").into());
-    }
     let mut model = ZeroModel { groups: reading.groups(shapes)?, ..ZeroModel::default() };
     if let Some(shapes) =
         reading.value(root, "frozen_param_shapes")?.filter(|&id| !reading.is_none(id))
@@ -223,25 +218,6 @@ impl<'a, 'v> Reading<'a, 'v> {
             params.push(ZeroParam { name: name.to_owned(), shape });
         }
         Ok(params)
-    }
-
-    /// Whether a dict, or one in it, has a tensor.
-    fn holds_tensor(&mut self, dict: NodeId) -> Result<bool, Fault> {
-        let values = self.values;
-        let mut left = vec![dict];
-        while let Some(id) = left.pop() {
-            for part in values.parts(id) {
-                self.spend(1)?;
-                match part {
-                    Part::Pair(_, value) if tensor_call(values, value).is_some() => {
-                        return Ok(true);
-                    }
-                    Part::Pair(_, value) => left.push(value),
-                    _ => {}
-                }
-            }
-        }
-        Ok(false)
     }
 
     /// The elements of a flat tensor.

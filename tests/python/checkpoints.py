@@ -201,3 +201,12 @@ def hub_cache(folder, checkpoint):
         (folder / "blobs" / name).write_bytes(content)
         (snapshot / file.name).symlink_to(f"../../blobs/{name}")
     return snapshot
+
+
+def sparse_file(path, megabytes):
+    """A file of one tensor that is all holes: it is long and takes no space."""
+    shape = [megabytes * 1_000_000]
+    header = json.dumps({"t": {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0]]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + shape[0])
+    return path

@@ -18,6 +18,7 @@ import time
 import unittest
 from pathlib import Path
 
+from checkpoints import sparse_file
 from confinement import load_filter
 from mounts import BIN, Child, Mount, detach, run, tensorfs, wait_until
 
@@ -223,6 +224,17 @@ class FaultFs:
         with contextlib.suppress(OSError):
             self.path.rmdir()
             self._home.rmdir()
+
+
+@contextlib.contextmanager
+def slow_file(folder, name="large.safetensors"):
+    """A file of one tensor in the new folder `folder`, behind a `FaultFs` that answers each read late: a command that
+    reads it to its end takes seconds. It is all holes, and what is written from it takes 60 MB."""
+    folder.mkdir()
+    sparse_file(folder / name, 60)
+    with FaultFs(folder) as faults:
+        faults.tell("delay", "*", 200)
+        yield faults.path / name
 
 
 class FaultyMount(Mount):

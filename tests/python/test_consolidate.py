@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 import checkpoints
 import oracle
-from faults import file_system
+from checkpoints import sparse_file
+from faults import file_system, slow_file
 from manifest import GOOD, by_id
 from mounts import BIN, Mount, MountFailed, TestCase, detach, needs_root, run, run_measured, tensorfs, visible_files
 
@@ -30,15 +31,6 @@ def content(folder):
 
 def options_of(entry):
     return [word for option in entry.options for word in ("-o", option)]
-
-
-def sparse_file(path, megabytes):
-    """A file of one tensor that is all holes: it is long and takes no space."""
-    shape = [megabytes * 1_000_000]
-    header = json.dumps({"t": {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0]]}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
-    os.truncate(path, 8 + len(header) + shape[0])
-    return path
 
 
 @contextlib.contextmanager
@@ -464,32 +456,31 @@ class Targets(TestCase):
                         break
 
     def test_a_source_that_changes_while_it_is_copied_is_refused(self):
-        source = sparse_file(self.tmp / "large.safetensors", 1000)
-        for out in (self.out, self.tmp / "x.safetensors"):
-            with subprocess.Popen(
+        for number, out in enumerate((self.out, self.tmp / "x.safetensors")):
+            below = self.tmp / f"below{number}"
+            with slow_file(below) as source, subprocess.Popen(
                 [BIN, "consolidate", source, out, "--progress"], stderr=subprocess.PIPE
             ) as process:
                 self.assertTrue(process.stderr.read(1), "no progress")
-                with open(source, "r+b") as file:
+                with open(below / source.name, "r+b") as file:
                     file.seek(-1, os.SEEK_END)
                     file.write(b"x")
                 _, error = process.communicate(timeout=60)
             self.assertEqual(process.returncode, 1)
             self.assertIn(b"written to while it was in use", error)
-            self.assert_only(self.tmp, "src", "large.safetensors")
+            shutil.rmtree(below)
+            self.assert_only(self.tmp, "src")
 
     def test_a_copy_that_is_stopped_leaves_nothing(self):
-        source = sparse_file(self.tmp / "large.safetensors", 1000)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            for out in (self.out, self.tmp / "x.safetensors"):
-                process = subprocess.Popen(
-                    [BIN, "consolidate", source, out, "--progress"], stderr=subprocess.PIPE
-                )
-                self.assertTrue(process.stderr.read(1), "no progress")
-                process.send_signal(number)
-                process.stderr.close()
-                self.assertEqual(process.wait(60), -number)
-                self.assert_only(self.tmp, "src", "large.safetensors")
+        with slow_file(self.tmp / "below") as source:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                for out in (self.out, self.tmp / "x.safetensors"):
+                    process = subprocess.Popen([BIN, "consolidate", source, out, "--progress"], stderr=subprocess.PIPE)
+                    self.assertTrue(process.stderr.read(1), "no progress")
+                    process.send_signal(number)
+                    process.stderr.close()
+                    self.assertEqual(process.wait(60), -number)
+                    self.assert_only(self.tmp, "src", "below")
 
     def test_a_copy_that_is_killed_at_any_point_never_leaves_a_half_file_and_runs_again(self):
         source = checkpoints.hf_set(self.tmp / "large", 2, 24)
@@ -534,27 +525,26 @@ class Targets(TestCase):
         (partial / "parts/7").write_text("half")
         self.assert_done(self.consolidate(self.out))
         self.assert_only(self.tmp, "src", "out")
-        source = sparse_file(self.tmp / "large.safetensors", 1500)
         other = self.tmp / "other"
-        process = subprocess.Popen([BIN, "consolidate", source, other, "--progress"], stderr=subprocess.PIPE)
-        try:
-            self.assertTrue(process.stderr.read(1), "no progress")
-            outcome = self.consolidate(other)
-            self.assert_refused(outcome)
-            self.assertIn("another process", outcome.stderr)
-        finally:
-            process.terminate()
-            process.stderr.close()
-            process.wait(60)
+        with slow_file(self.tmp / "below") as source:
+            process = subprocess.Popen([BIN, "consolidate", source, other, "--progress"], stderr=subprocess.PIPE)
+            try:
+                self.assertTrue(process.stderr.read(1), "no progress")
+                outcome = self.consolidate(other)
+                self.assert_refused(outcome)
+                self.assertIn("another process", outcome.stderr)
+            finally:
+                process.terminate()
+                process.stderr.close()
+                process.wait(60)
 
     def test_memory_is_bounded_whatever_the_size(self):
-        source = sparse_file(self.tmp / "large.safetensors", 1500)
+        source, out = sparse_file(self.tmp / "large.safetensors", 400), self.tmp / "x.safetensors"
         for direct in ("auto", "always"):
-            outcome, peak = run_measured(
-                BIN, "consolidate", source, self.tmp / "x.safetensors", "--force", "-o", f"direct={direct}"
-            )
+            outcome, peak = run_measured(BIN, "consolidate", source, out, "-o", f"direct={direct}")
             self.assert_done(outcome)
             self.assertLess(peak, 256 << 20)
+            out.unlink()
 
     def test_progress_is_drawn_when_asked_for(self):
         outcome = self.consolidate(self.out, "--progress=always")

@@ -86,6 +86,7 @@ class Pages(TestCase):
                 with self.subTest(page.name, line=line):
                     self.run_line(folder, line)
             unmount_below(folder)
+            shutil.rmtree(folder)
 
     def run_line(self, folder, line):
         # Before the paths of this build come in, which may lie in one of these folders.

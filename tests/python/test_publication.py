@@ -1,13 +1,16 @@
 """How written files take their names: two runs to one place, planted folders, kills."""
 
+import contextlib
 import os
 import shutil
 import stat
 import subprocess
 
 import checkpoints
+from checkpoints import sparse_file
+from faults import slow_file
 from mounts import BIN, TestCase, needs_root, run, tensorfs
-from test_consolidate import content, loop_mount, sparse_file
+from test_consolidate import content, loop_mount
 
 OTHER = {"user": 5001, "group": 5001, "extra_groups": []}
 PARTIAL = ".out.safetensors.tensorfs-partial"
@@ -39,6 +42,19 @@ class TwoRuns(TestCase):
         ended = [process.communicate(timeout=60)[1] for process in started]
         return [(process.returncode, error) for process, error in zip(started, ended, strict=True)]
 
+    @contextlib.contextmanager
+    def slow_run(self, command, out, *words):
+        """A run that has begun to write `out`, from a slow source; it is killed at the end."""
+        with slow_file(self.tmp / f"below{len(os.listdir(self.tmp))}") as source:
+            writing = subprocess.Popen([BIN, command, source, out, "--progress=always", *words], stderr=subprocess.PIPE)
+            try:
+                self.assertTrue(writing.stderr.read(1), "no progress")
+                yield
+            finally:
+                writing.kill()
+                writing.stderr.close()
+                writing.wait(60)
+
     def assert_race(self, outcomes, also):
         """At least one run wrote the file, which holds its bytes; the other one says in one line why it did not."""
         won = [number for number, (code, _) in enumerate(outcomes) if code == 0]
@@ -60,21 +76,14 @@ class TwoRuns(TestCase):
                 self.out.unlink()
 
     def test_a_run_to_a_file_that_is_being_written_is_refused_at_its_beginning(self):
-        large = sparse_file(self.tmp / "large.safetensors", 1500)
         for command in ("consolidate", "convert"):
             for words in ((), ("--force",)):
-                first = subprocess.Popen([BIN, command, large, self.out, "--progress=always", *words], stderr=subprocess.PIPE)
-                try:
-                    self.assertTrue(first.stderr.read(1), "no progress")
+                with self.slow_run(command, self.out, *words):
                     for other in ("consolidate", "convert"):
                         outcome = tensorfs(other, self.sources[0], self.out, *words)
                         self.assert_refused(outcome)
                         self.assert_one_line(outcome)
                         self.assertIn("another process is writing it", outcome.stderr)
-                finally:
-                    first.kill()
-                    first.stderr.close()
-                    first.wait(60)
         # The next run takes over the partial folder of the killed ones.
         self.assert_done(tensorfs("convert", self.sources[1], self.out))
         self.assertEqual(os.listdir(self.place), [self.out.name])
@@ -95,16 +104,9 @@ class TwoRuns(TestCase):
     def test_two_long_names_that_begin_alike_are_two_files_and_the_longest_name_fits(self):
         names = [f"{'n' * 240}{number}{'.safetensors':z>14}" for number in range(2)]
         self.assertEqual(len(names[0]), 255)
-        large = sparse_file(self.tmp / "large.safetensors", 1500)
-        first = subprocess.Popen([BIN, "consolidate", large, self.place / names[0], "--progress=always"], stderr=subprocess.PIPE)
-        try:
-            self.assertTrue(first.stderr.read(1), "no progress")
+        with self.slow_run("consolidate", self.place / names[0]):
             for command in ("consolidate", "convert"):
                 self.assert_done(tensorfs(command, self.sources[0], self.place / names[1], "--force"))
-        finally:
-            first.kill()
-            first.stderr.close()
-            first.wait(60)
 
     def test_force_is_not_advised_where_it_does_not_help(self):
         folder, file = self.tmp / "d.safetensors", self.tmp / "file"

@@ -8,9 +8,10 @@ import signal
 import subprocess
 
 import checkpoints
+from checkpoints import sparse_file
 from faults import FaultFs, file_system
 from mounts import BIN, TestCase, needs_root, tensorfs, wait_until
-from test_consolidate import content, sparse_file
+from test_consolidate import content
 
 MEGABYTE = 1 << 20
 

@@ -7,8 +7,8 @@ import signal
 import subprocess
 
 import checkpoints
+from faults import slow_file
 from mounts import BIN, TestCase, mount_table, run, wait_until
-from test_consolidate import sparse_file
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -50,16 +50,16 @@ class Signals(TestCase):
                     os.killpg(process.pid, 0)
 
     def test_a_copy_that_is_stopped_cleans_up_and_ends_by_the_signal(self):
-        source = sparse_file(self.tmp / "large.safetensors", 1000)
-        for command, out in (("consolidate", "x.safetensors"), ("consolidate", "folder"), ("convert", "y.bt")):
-            for number in ENDING:
-                process = self.start(command, source, self.tmp / out, "--progress=always", stderr=subprocess.PIPE)
-                self.assertTrue(process.stderr.read(1), "no progress")
-                process.send_signal(number)
-                _, error = process.communicate(timeout=60)
-                self.assert_ended_by(process, number)
-                self.assertIn(b"stopped; nothing is left of the new files", error)
-                self.assertEqual(os.listdir(self.tmp), ["large.safetensors"])
+        with slow_file(self.tmp / "below") as source:
+            for command, out in (("consolidate", "x.safetensors"), ("consolidate", "folder"), ("convert", "y.bt")):
+                for number in ENDING:
+                    process = self.start(command, source, self.tmp / out, "--progress=always", stderr=subprocess.PIPE)
+                    self.assertTrue(process.stderr.read(1), "no progress")
+                    process.send_signal(number)
+                    _, error = process.communicate(timeout=60)
+                    self.assert_ended_by(process, number)
+                    self.assertIn(b"stopped; nothing is left of the new files", error)
+                    self.assertEqual(os.listdir(self.tmp), ["below"])
 
     def test_a_bench_that_is_stopped_cleans_up_and_ends_by_the_signal(self):
         for number in ENDING:
@@ -71,26 +71,25 @@ class Signals(TestCase):
             self.assertEqual(os.listdir(self.tmp), [])
 
     def test_commands_that_only_read_end_by_the_signal_at_once(self):
-        source = sparse_file(self.tmp / "large.safetensors", 4000)
-        other = sparse_file(self.tmp / "other.safetensors", 4000)
-        for words in (("verify", source), ("diff", source, other, "--bytes"), ("load", source)):
-            for number in ENDING:
-                process = self.start(*words, "--progress=always", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-                self.assertTrue(process.stderr.read(1), "no progress")
-                process.send_signal(number)
-                process.stderr.close()
-                self.assert_ended_by(process, number)
+        with slow_file(self.tmp / "below") as source, slow_file(self.tmp / "other") as other:
+            for words in (("verify", source), ("diff", source, other, "--bytes"), ("load", source)):
+                for number in ENDING:
+                    process = self.start(*words, "--progress=always", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+                    self.assertTrue(process.stderr.read(1), "no progress")
+                    process.send_signal(number)
+                    process.stderr.close()
+                    self.assert_ended_by(process, number)
 
     def test_a_loop_of_a_shell_ends_with_the_command_that_ctrl_c_stops(self):
-        source = sparse_file(self.tmp / "large.safetensors", 1000)
         script = 'for i in 1 2 3; do "$0" consolidate "$1" "$2" --progress=always; done; echo went on'
-        process = subprocess.Popen(
-            ["bash", "-c", script, BIN, source, self.tmp / "x.safetensors"], process_group=0,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        self.assertTrue(process.stderr.read(1), "no progress")
-        os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        with slow_file(self.tmp / "below") as source:
+            process = subprocess.Popen(
+                ["bash", "-c", script, BIN, source, self.tmp / "x.safetensors"], process_group=0,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            self.assertTrue(process.stderr.read(1), "no progress")
+            os.killpg(process.pid, signal.SIGINT)
+            output, _ = process.communicate(timeout=60)
         self.assertNotIn(b"went on", output)
         self.assertEqual(process.returncode, -signal.SIGINT)
 
@@ -104,12 +103,10 @@ class Signals(TestCase):
         self.assertEqual(process.returncode, 0, error)
 
     def test_two_signals_of_timeout_are_one(self):
-        source = sparse_file(self.tmp / "large.safetensors", 2000)
-        outcome = run("timeout", "0.3", BIN, "consolidate", source, self.tmp / "x.safetensors")
-        if outcome.code == 0:
-            self.skipTest("the copy was faster")
+        with slow_file(self.tmp / "below") as source:
+            outcome = run("timeout", "0.3", BIN, "consolidate", source, self.tmp / "x.safetensors")
         self.assertEqual(outcome.code, 124)
-        self.assertEqual(os.listdir(self.tmp), ["large.safetensors"])
+        self.assertEqual(os.listdir(self.tmp), ["below"])
 
 
 class FullOutput(TestCase):

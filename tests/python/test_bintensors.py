@@ -1,7 +1,6 @@
 """Bintensors as a source and as a target, judged by the genuine bintensors and safetensors packages."""
 
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ import safetensors.numpy
 
 import checkpoints
 import oracle
-from faults import file_system
+from faults import file_system, slow_file
 from manifest import GOOD, by_id
 from mounts import BIN, Mount, MountFailed, TestCase, needs_root, run_measured, tensorfs, visible_files, wait_until
 from reading import fits_numpy, raw_summary
@@ -425,23 +424,18 @@ class Targets(TestCase):
                 self.assertEqual(visible_files(small), [])
 
     def test_a_conversion_that_is_stopped_or_killed_leaves_nothing(self):
-        # All holes: it has the length of a large file and takes no space.
-        source = self.tmp / "large.safetensors"
-        shape = [1_000_000_000]
-        header = json.dumps({"t": {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0]]}}).encode()
-        source.write_bytes(len(header).to_bytes(8, "little") + header)
-        os.truncate(source, 8 + len(header) + shape[0])
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-            words = [BIN, "convert", source, self.out, "--to=bintensors", "--progress=always"]
-            process = subprocess.Popen(words, stderr=subprocess.PIPE)
-            self.assertTrue(process.stderr.read(1), "no progress")
-            process.send_signal(number)
-            process.stderr.close()
-            process.wait(60)
-            self.assertEqual(process.returncode, -number)
-            # A killed run leaves its lock, which the next one takes over.
-            locks = [".large.bt.tensorfs-partial/lock"] if number == signal.SIGKILL else []
-            self.assertEqual(visible_files(self.out), locks)
+        with slow_file(self.tmp / "below") as source:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+                words = [BIN, "convert", source, self.out, "--to=bintensors", "--progress=always"]
+                process = subprocess.Popen(words, stderr=subprocess.PIPE)
+                self.assertTrue(process.stderr.read(1), "no progress")
+                process.send_signal(number)
+                process.stderr.close()
+                process.wait(60)
+                self.assertEqual(process.returncode, -number)
+                # A killed run leaves its lock, which the next one takes over.
+                locks = [".large.bt.tensorfs-partial/lock"] if number == signal.SIGKILL else []
+                self.assertEqual(visible_files(self.out), locks)
 
     def test_neither_files_of_the_source_nor_what_is_no_file_is_replaced(self):
         source = self.tmp / "hf"

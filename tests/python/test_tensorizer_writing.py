@@ -215,10 +215,10 @@ class Written(TestCase):
                 self.assertEqual(os.listdir(small), [])
 
     def test_a_conversion_that_is_stopped_or_killed_leaves_no_file(self):
-        tensors = [(f"t{number}", "U8", [20_000_000], bytes(20_000_000)) for number in range(10)]
+        tensors = [(f"t{number}", "U8", [4_000_000], bytes(4_000_000)) for number in range(10)]
         source = save(self.tmp / "m.safetensors", tensors)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for delay in (0.02, 0.1, 0.2):
+            for delay in (0.02, 0.04, 0.08):
                 process = subprocess.Popen(
                     [BIN, "convert", source, self.out], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
                 )

@@ -12,8 +12,9 @@ use std::sync::Arc;
 use super::build::{empty_catalog, of_whole_tensors, sorted};
 use super::coverage::{self, Covered, FoundPiece};
 use super::flat_range::boxes_of;
+use super::heads::Stored;
 use super::tensors::{BoxSlice, Builder, ROWS_MAX};
-use super::{Catalog, ShardHeader, ShardId};
+use super::{Catalog, ShardHeader, ShardId, named_some};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::{FlatRun, StateFile, ZeroModel, ZeroParam, ZeroPart, ZeroPartition};
@@ -86,8 +87,35 @@ pub(super) fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     for (name, tensor) in files.trained()?.into_iter().chain(files.frozen()?) {
         join(&mut sources, &mut joined, name, tensor)?;
     }
-    let is_joined = |name: &str| joined.contains(name);
-    catalog_of(&shards, files.model(), &sources, &is_joined)
+    let ties = ties_of(shards[files.models[0].0.0 as usize], &joined);
+    catalog_of(&shards, files.model(), &sources, &JoinedNames { names: &joined, ties })
+}
+
+/// The tensors that come from other files than the model states.
+pub(super) struct JoinedNames<'a> {
+    pub(super) names: &'a BTreeSet<String>,
+    /// Other names of some of them, and these.
+    pub(super) ties: Vec<(&'a str, &'a str)>,
+}
+
+/// Names in model states that stand for tensors of another name, and these. DeepSpeed before 0.9.2 did not
+/// record them in `shared_params`, but its model states have both in the same bytes.
+pub(super) fn ties_of<'a>(
+    model: &'a ShardHeader,
+    joined: &'a BTreeSet<String>,
+) -> Vec<(&'a str, &'a str)> {
+    let tensors = model.header.tensors();
+    let all = || (0..tensors.len()).map(|index| tensors.get(index));
+    let with_bytes = || all().filter(|stored| !stored.shape.contains(&0));
+    let place = |stored: &Stored<'a>| (stored.start, stored.dtype, stored.shape, stored.strides);
+    let by_place: HashMap<_, &str> = with_bytes()
+        .filter(|stored| joined.contains(stored.name))
+        .map(|stored| (place(&stored), stored.name))
+        .collect();
+    with_bytes()
+        .filter(|stored| !joined.contains(stored.name))
+        .filter_map(|stored| Some((stored.name, *by_place.get(&place(&stored))?)))
+        .collect()
 }
 
 /// Adds a tensor that is joined from ranges.
@@ -127,16 +155,16 @@ pub(super) fn tensors_in(shards: &[&ShardHeader], shard: ShardId) -> BTreeMap<St
     (0..tensors.len()).map(source).collect()
 }
 
-/// The catalog of these tensors, under all names that `model` has for them. `is_joined` knows the ones
-/// that come from other files than the model states.
+/// The catalog of these tensors, under all names that `model` has for them.
 pub(super) fn catalog_of(
     shards: &[&ShardHeader],
     model: &ZeroModel,
     sources: &BTreeMap<String, ModelSource>,
-    is_joined: &dyn Fn(&str) -> bool,
+    joined: &JoinedNames<'_>,
 ) -> Result<Catalog, Fault> {
     let mut catalog = empty_catalog(shards)?;
-    let names = names_of(model, sources, is_joined)?;
+    let names = names_of(model, sources, joined)?;
+    catalog.notes.extend(short_floats(&names, sources));
     let mut columns = Builder::with_room(names.iter().map(|(name, _)| name.len()));
     for (name, source) in &names {
         match &sources[*source] {
@@ -166,12 +194,15 @@ pub(super) fn catalog_of(
 fn names_of<'s>(
     model: &'s ZeroModel,
     sources: &'s BTreeMap<String, ModelSource>,
-    is_joined: &dyn Fn(&str) -> bool,
+    joined: &JoinedNames<'s>,
 ) -> Result<Vec<(&'s str, &'s str)>, Fault> {
+    let is_joined = |name: &str| joined.names.contains(name);
+    let shape = |name: &str| sources.get(name).map(ModelSource::shape);
     let mut names: BTreeMap<&str, &str> =
         sources.keys().map(|name| (name.as_str(), name.as_str())).collect();
+    let same = joined.ties.iter().filter(|(name, of)| shape(name) == shape(of));
+    names.extend(same.copied());
     for (name, of) in &model.shared {
-        let shape = |name: &str| sources.get(name).map(ModelSource::shape);
         if !is_joined(of) || is_joined(name) {
             continue;
         }
@@ -188,6 +219,25 @@ fn names_of<'s>(
         }
         None => Ok(names.into_iter().collect()),
     }
+}
+
+/// A note on the tensors that are floats of 16 bits, as the model states have them.
+fn short_floats(names: &[(&str, &str)], sources: &BTreeMap<String, ModelSource>) -> Option<String> {
+    let is_short = |source: &ModelSource| {
+        let (ModelSource::Whole { dtype, .. } | ModelSource::Flat(FlatTensor { dtype, .. })) =
+            source;
+        matches!(dtype, Dtype::F16 | Dtype::Bf16)
+    };
+    let short: Vec<&str> =
+        names.iter().filter(|(_, of)| is_short(&sources[*of])).map(|(name, _)| *name).collect();
+    let are = if short.len() == 1 { "is" } else { "are" };
+    (!short.is_empty()).then(|| {
+        let named = named_some(short.iter().copied());
+        format!(
+            "{named} {are} not in F32, because the optimizer states have no such weights; dtype=f32 \
+             shows all in F32"
+        )
+    })
 }
 
 /// The tensors of stage 3 that are not trained, of which each rank has a range in its model states.

@@ -6,7 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::deepspeed::{
-    FlatPiece, FlatTensor, ModelSource, catalog_of, frozen_of, join, numel_of, tensors_in,
+    FlatPiece, FlatTensor, JoinedNames, ModelSource, catalog_of, frozen_of, join, numel_of,
+    tensors_in, ties_of,
 };
 use super::heads::Stored;
 use super::{Catalog, ShardHeader, ShardId, named_some};
@@ -69,8 +70,8 @@ pub(super) fn of_universal(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         }
     }
     let left_out = files.drop_slices(&mut sources, &joined)?;
-    let is_joined = |name: &str| joined.contains(name);
-    let mut catalog = catalog_of(shards, model, &sources, &is_joined)?;
+    let ties = ties_of(shards[files.models[0].0.0 as usize], &joined);
+    let mut catalog = catalog_of(shards, model, &sources, &JoinedNames { names: &joined, ties })?;
     catalog.notes.extend(left_out);
     if files.parts.iter().all(|part| part.file.is_master()) {
         let note = format!(

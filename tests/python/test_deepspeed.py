@@ -30,6 +30,12 @@ def tensor(array):
     return Tensor(np.ascontiguousarray(array).reshape(-1), np.shape(array))
 
 
+def tensor_of(array):
+    """The array in BF16, cut off."""
+    short = (np.ascontiguousarray(array).reshape(-1).view(np.uint32) >> 16).astype(np.uint16)
+    return Tensor(short, np.shape(array), "BF16")
+
+
 def write_zero(run, stage, ranks, groups, frozen=(), name=STEP):
     """A checkpoint of `ranks` ranks with random weights. `groups` are dicts of shapes. Returns the weights by name."""
     rng = np.random.default_rng(ranks * 10 + stage)
@@ -180,6 +186,28 @@ class DeepSpeed(TestCase):
             dtypes = {one["name"]: one["dtype"] for one in outcome.json()["sets"][0]["tensors"]}
             self.assertEqual((dtypes["a.weight"], dtypes["buf"]), ("F32", "BF16"))
             self.assert_done(tensorfs("verify", m.path))
+
+    def test_weights_that_old_versions_share_without_a_record_have_the_f32_of_both_names(self):
+        # DeepSpeed before 0.9.2 has no `shared_params`: only the bytes in the model states tell.
+        run = self.tmp / "run"
+        weights = write_zero(run, 2, 2, [{"embed": (6, 4), "bias": (6,)}])
+        short = tensor_of(weights["embed"])
+        module = {
+            "embed": short, "head": Tensor(short.storage, (6, 4), "BF16"), "same.values": tensor_of(weights["embed"]),
+            "rows": Tensor(short.storage, (5, 4), "BF16"), "bias": tensor_of(weights["bias"]),
+        }
+        shapes = [collections.OrderedDict((name, size(weights[name].shape)) for name in ("embed", "bias"))]
+        state = {"ds_version": "0.8.3", "param_shapes": shapes, "buffer_names": [], "dp_world_size": 2, "mp_world_size": 1}
+        torch_files.save(run / STEP / "mp_rank_00_model_states.pt", {**state, "module": collections.OrderedDict(module)})
+        found = self.found(run, "zero=fp32")
+        self.assertEqual(found["embed"], ("F32", [6, 4], weights["embed"].tobytes()))
+        self.assertEqual(found["head"], found["embed"])
+        self.assertEqual({name: dtype for name, (dtype, _, _) in found.items() if dtype != "F32"}, {"rows": "BF16", "same.values": "BF16"})
+        outcome = tensorfs("ls", run, "-o", "zero=fp32", "--json")
+        self.assertIn("rows, same.values are not in F32, because the optimizer states have no such weights", outcome.stdout)
+        self.assertEqual(self.found(run)["head"], self.found(run)["embed"])
+        self.assertEqual({dtype for dtype, _, _ in self.found(run).values()}, {"BF16"})
+        self.assertNotIn("not in F32", tensorfs("ls", run, "--json").stdout)
 
     def test_latest_leads_nowhere_else(self):
         for text, word in [

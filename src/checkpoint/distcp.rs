@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::catalog::{Heads, named_some};
-use crate::error::{Error, ErrorKind, Fault, Result, counted};
+use crate::error::{Error, ErrorKind, Fault, Result, counted, quoted};
 use crate::format::TrainingState;
 use crate::format::names::{self, DISTCP_METADATA};
 use crate::format::pickle::{DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
@@ -112,7 +112,30 @@ fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
         };
         ((*name).clone(), opened)
     };
-    map_files(&folder.store, &files, open).into_iter().collect()
+    let mut opened: OpenedFiles = map_files(&folder.store, &files, open).into_iter().collect();
+    for (name, fault) in cut_files(folder, metadata) {
+        // A shown tensor that is cut off is named by the reader of the items.
+        if opened.get(name).is_none_or(Result::is_ok) {
+            let error = Error::refused(&folder.path, fault.in_file(name));
+            opened.insert(name.to_owned(), Err(error));
+        }
+    }
+    opened
+}
+
+/// The files that end before an item that `.metadata` places in them, shown or not. Such a file was cut off,
+/// so that the checkpoint is damaged.
+fn cut_files<'a>(folder: &Folder, metadata: &'a DistcpMetadata) -> Vec<(&'a str, Fault)> {
+    let cut = metadata.named.iter().filter_map(|(name, &(start, len))| {
+        let found = folder.file(name)?.version.len;
+        let message = format!(
+            "has {found} bytes, and `{DISTCP_METADATA}` places an item of {len} bytes at byte {start} in \
+             it; fetch or copy the file again"
+        );
+        let is_cut = start.saturating_add(len) > found && names::is_distcp(name);
+        is_cut.then(|| (name.as_str(), Fault::new(ErrorKind::DataTruncated, message)))
+    });
+    cut.collect()
 }
 
 /// The note about what is not shown: values of the checkpoint, and files of another save.
@@ -120,7 +143,7 @@ fn note_of(folder: &Folder, metadata: &DistcpMetadata) -> Option<String> {
     let is_other = |name: &&str| {
         // torch makes files without bytes for ranks and threads that have nothing to write.
         let is_empty = folder.file(name).is_some_and(|file| file.version.len == 0);
-        names::is_distcp(name) && !metadata.named.contains(*name) && !is_empty
+        names::is_distcp(name) && !metadata.named.contains_key(*name) && !is_empty
     };
     let others: Vec<&str> = folder.names().filter(is_other).collect();
     let files = (!others.is_empty()).then(|| {
@@ -128,7 +151,17 @@ fn note_of(folder: &Folder, metadata: &DistcpMetadata) -> Option<String> {
         let named = named_some(others.into_iter());
         format!("{named} {are} not of this save by `{DISTCP_METADATA}` and not shown")
     });
-    let notes: Vec<String> = metadata.left_out.iter().cloned().chain(files).collect();
+    let is_missing =
+        |name: &&String| !metadata.files.contains_key(*name) && folder.file(name).is_none();
+    let absent: Vec<String> =
+        metadata.named.keys().filter(is_missing).map(|name| quoted(name)).collect();
+    let missing = (!absent.is_empty()).then(|| {
+        let are = if absent.len() == 1 { "is" } else { "are" };
+        let named = named_some(absent.iter().map(String::as_str));
+        format!("{named} of this save {are} not here, with none of the shown tensors")
+    });
+    let notes: Vec<String> =
+        metadata.left_out.iter().cloned().chain(files).chain(missing).collect();
     (!notes.is_empty()).then(|| notes.join("; "))
 }
 

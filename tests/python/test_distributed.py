@@ -72,6 +72,19 @@ class Distributed(TestCase):
                 known = entry.tensors[name]
                 self.assertEqual((dtype, shape, oracle.sha256(data)), (known["dtype"], known["shape"], known["sha256"]))
 
+    def test_a_file_that_ends_before_an_item_by_the_metadata_is_refused_also_where_the_item_is_not_shown(self):
+        for name in ("small", "torch22"):
+            for path in sorted((FIXTURES / f"torch/dcp_{name}").glob("*.distcp")):
+                with self.subTest(f"{name}/{path.name}"):
+                    step = self.copied(name)
+                    (step / path.name).write_bytes(path.read_bytes()[:-1])
+                    outcome = tensorfs("verify", step)
+                    self.assert_refused(outcome)
+                    self.assertIn(f"step/{path.name}: ", outcome.stderr)
+                    self.assertIn(f"{path.stat().st_size - 1} bytes", outcome.stderr)
+                    self.assertIn("fetch or copy the file again", outcome.stderr)
+                    shutil.rmtree(step)
+
     def test_views_cut_and_cast_its_tensors(self):
         with Mount(FIXTURES / "torch/dcp_threads_ws2", "include=[ab]", "dtype=f32") as m:
             found = oracle.tensor_bytes(m.path / "model.safetensors")

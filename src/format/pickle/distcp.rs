@@ -75,8 +75,9 @@ pub struct ChunkedTensor {
 pub struct DistcpMetadata {
     /// The chunks of the shown tensors, by the name of their file.
     pub files: BTreeMap<String, Vec<StoredChunk>>,
-    /// Names of all files, also of those without shown tensors.
-    pub named: BTreeSet<String>,
+    /// Names of all files, also of those without shown tensors, and the item of each that ends last: its
+    /// first byte, and its length in bytes.
+    pub named: BTreeMap<String, (u64, u64)>,
     /// A note on the values that are not shown.
     pub left_out: Option<String>,
 }
@@ -463,16 +464,17 @@ impl<'v> MetadataReader<'_, 'v> {
         })
     }
 
-    /// Finds the place of each chunk of `planned` by `storage_data`. Returns the names of all files.
+    /// Finds the place of each chunk of `planned` by `storage_data`. Returns the names of all files, and the
+    /// item of each that ends last.
     fn find_items(
         &mut self,
         storage: NodeId,
         planned: &mut [MappedTensor<'v>],
         chosen: &Chosen<'v>,
-    ) -> Result<BTreeSet<String>, Fault> {
+    ) -> Result<BTreeMap<String, (u64, u64)>, Fault> {
         let mut by_name: HashMap<&str, &mut MappedTensor<'v>> =
             planned.iter_mut().map(|tensor| (tensor.fqn, tensor)).collect();
-        let mut named = BTreeSet::new();
+        let mut named = BTreeMap::new();
         for (key, value) in self.pairs(storage).ok_or_else(|| unknown("`storage_data`"))? {
             let [fqn, offset] = self.attributes(key, &["MetadataIndex"], ["fqn", "offset"])?;
             let Some(fqn) = fqn.and_then(|fqn| self.values.text(fqn)) else {
@@ -480,11 +482,7 @@ impl<'v> MetadataReader<'_, 'v> {
             };
             let info = ["relative_path", "offset", "length", "transform_descriptors"];
             let found = self.attributes(value, &["_StorageInfo"], info)?;
-            if let Some(file) = found[0].and_then(|path| self.values.text(path))
-                && !named.contains(file)
-            {
-                named.insert(file.to_owned());
-            }
+            self.note_end(&mut named, found);
             let Some(tensor) = by_name.get_mut(fqn) else {
                 if chosen.is_known(fqn) {
                     continue;
@@ -516,6 +514,22 @@ impl<'v> MetadataReader<'_, 'v> {
             *place = Some(stored);
         }
         Ok(named)
+    }
+
+    /// Adds the file of an item to `named` by the attributes of its `_StorageInfo`, and its end. Items that
+    /// are not shown may have any form.
+    fn note_end(&self, named: &mut BTreeMap<String, (u64, u64)>, found: [Option<NodeId>; 4]) {
+        let values = self.values;
+        let [path, start, len, _] = found;
+        let Some(file) = path.and_then(|path| values.text(path)) else { return };
+        let number = |id: Option<NodeId>| id.and_then(|id| values.natural(id)).unwrap_or(0);
+        let item = (number(start), number(len));
+        let end = |(start, len): (u64, u64)| start.saturating_add(len);
+        match named.get_mut(file) {
+            Some(last) if end(*last) < end(item) => *last = item,
+            Some(_) => {}
+            None => drop(named.insert(file.to_owned(), item)),
+        }
     }
 
     /// The place of an item by the attributes of a `_StorageInfo`.

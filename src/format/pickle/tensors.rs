@@ -342,6 +342,13 @@ impl TensorCall {
         let (dtype_at, metadata_at) = if of_dtype { (Some(6), 7) } else { (None, 6) };
         let shape = |at: usize| args.get(at).and_then(|&id| numbers(values, id));
         let offset = args.get(1).and_then(|&id| values.int(id));
+        if args.iter().skip(2).take(2).any(|&id| has_many_dims(values, id)) {
+            let message = format!(
+                "has more than {DIMS_MAX} dimensions, which tensorfs does not read; save it with fewer, \
+                 as `tensor.flatten()` has"
+            );
+            return Err(wrong(message).into());
+        }
         let (Some(&storage), Some(offset), Some(sizes), Some(strides)) =
             (args.first(), offset, shape(2), shape(3))
         else {
@@ -387,18 +394,23 @@ fn has_zero_id(values: &Values<'_>, state: NodeId) -> bool {
     values.parts(state).any(is_mark)
 }
 
+/// The tuple of a `torch.Size`, or `id` itself.
+fn plain_tuple(values: &Values<'_>, id: NodeId) -> NodeId {
+    let size =
+        values.call(id).filter(|(class, _)| values.global(*class) == Some(("torch", "Size")));
+    size.and_then(|(_, args)| values.array::<1>(args)).map_or(id, |[inner]| inner)
+}
+
+/// Whether `id` is the shape or the strides of more dimensions than are read.
+fn has_many_dims(values: &Values<'_>, id: NodeId) -> bool {
+    let tuple = values.tuple(plain_tuple(values, id));
+    tuple.is_some_and(|items| items.take(DIMS_MAX + 1).count() > DIMS_MAX)
+}
+
 /// The integers of a tuple.
 pub(super) fn numbers(values: &Values<'_>, id: NodeId) -> Option<Vec<i64>> {
-    // A `torch.Size` is one of a tuple.
-    let tuple = match values.call(id) {
-        Some((class, args)) if values.global(class) == Some(("torch", "Size")) => {
-            let [inner] = values.array::<1>(args)?;
-            inner
-        }
-        _ => id,
-    };
     let mut all = Vec::new();
-    for item in values.tuple(tuple)? {
+    for item in values.tuple(plain_tuple(values, id))? {
         if all.len() == DIMS_MAX {
             return None;
         }

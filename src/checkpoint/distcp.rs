@@ -10,7 +10,7 @@ use crate::format::names::{self, DISTCP_METADATA};
 use crate::format::pickle::{DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
 
 use super::folder::{File, Folder};
-use super::header_memory::{Reserved, folder_max};
+use super::header_memory::{Reserved, description_max, description_memory};
 use super::load::{OpenShard, open_items};
 use super::openers::map_files;
 
@@ -76,6 +76,11 @@ fn no_metadata(folder: &Folder) -> Error {
     Error::refused(&folder.path, fault)
 }
 
+/// Maximum length in bytes of a `.metadata` that is read with the memory of this process.
+pub(super) fn metadata_max() -> u64 {
+    METADATA_LEN_MAX.min(description_max(MEMORY_OF_BYTE))
+}
+
 /// Reads the `.metadata` of `folder`.
 fn read_metadata(
     folder: &Folder,
@@ -84,10 +89,17 @@ fn read_metadata(
 ) -> Result<(DistcpMetadata, Reserved)> {
     let refused = |fault: Fault| Error::refused(&folder.path, fault.in_file(DISTCP_METADATA));
     let source = file.store.open(&file.path)?;
-    let max = METADATA_LEN_MAX.min(folder_max() / MEMORY_OF_BYTE);
+    let max = metadata_max();
     let len = source.len();
     if len > max {
-        let message = format!("has {len} bytes, {max} are read on a machine of this memory");
+        let more = match len {
+            ..=METADATA_LEN_MAX => {
+                let memory = description_memory(len * MEMORY_OF_BYTE).div_ceil(1 << 30);
+                format!("; a machine with {memory} GiB reads this one")
+            }
+            _ => String::new(),
+        };
+        let message = format!("has {len} bytes, and at most {max} are read with this memory{more}");
         return Err(refused(Fault::new(ErrorKind::HeaderTooLarge, message)));
     }
     let reserved = Reserved::wait(&folder.path, len * MEMORY_OF_BYTE)?;

@@ -18,6 +18,9 @@ const FOLDER_MIN: u64 = 512 << 20;
 /// because machines for the largest checkpoints also read larger headers.
 const FOLDER_SHARE: u64 = 64;
 
+/// One description of a whole checkpoint may take this fraction (1/8) of the memory.
+const DESCRIPTION_SHARE: u64 = 8;
+
 /// Headers of a folder up to this many bytes need no reservation, so that an ordinary checkpoint is
 /// not refused because of other folders.
 const SMALL_MAX: u64 = 1 << 20;
@@ -88,6 +91,19 @@ pub(super) fn folder_max() -> u64 {
     })
 }
 
+/// Maximum bytes of one description that takes `memory_of_byte` bytes of memory for each of its bytes: it
+/// may take an eighth of the memory of the machine, or of the control group of this process.
+pub(super) fn description_max(memory_of_byte: u64) -> u64 {
+    let total = system_memory::of_machine("MemTotal").unwrap_or(0);
+    let usable = system_memory::limit().map_or(total, |limit| limit.min(total));
+    (usable / DESCRIPTION_SHARE).max(FOLDER_MIN) / memory_of_byte
+}
+
+/// The memory of a machine that may take `len` bytes for one description.
+pub(super) fn description_memory(len: u64) -> u64 {
+    len.saturating_mul(DESCRIPTION_SHARE)
+}
+
 /// The number of headers that fit into `max` bytes, and the sum of their lengths. `lens` are the
 /// lengths of the headers in order. The count ends at the first one that does not fit.
 pub(super) fn admitted(lens: &[u64], max: u64) -> (usize, u64) {
@@ -121,6 +137,13 @@ mod tests {
         assert_eq!(admitted(&[4, 7, 1], 10), (1, 4));
         assert_eq!(admitted(&[11], 10), (0, 0));
         assert_eq!(admitted(&[1, u64::MAX], u64::MAX), (1, 1));
+    }
+
+    #[test]
+    fn a_description_may_take_an_eighth_of_the_memory_and_512_mib_on_every_machine() {
+        assert!(description_max(1) >= FOLDER_MIN);
+        assert_eq!(description_max(8), description_max(1) / 8);
+        assert_eq!((description_memory(2), description_memory(u64::MAX)), (16, u64::MAX));
     }
 
     #[test]

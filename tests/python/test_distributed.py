@@ -1,9 +1,12 @@
 """Distributed checkpoints of torch: what of them is shown, by which names, and how they change."""
 
 import json
+import os
+import re
 import shutil
 
 import oracle
+import torch_files
 from manifest import by_id
 from mounts import FIXTURES, Mount, TestCase, tensorfs, wait_until
 
@@ -84,6 +87,42 @@ class Distributed(TestCase):
                     self.assertIn(f"{path.stat().st_size - 1} bytes", outcome.stderr)
                     self.assertIn("fetch or copy the file again", outcome.stderr)
                     shutil.rmtree(step)
+
+    def test_a_file_without_shown_tensors_may_be_missing_and_a_note_names_it(self):
+        step = self.copied("torch22")
+        whole = tensorfs("ls", step, "--json").json()
+
+        def move_optimizer(root):
+            for index, place in root.state["storage_data"].items():
+                if index.state["fqn"].startswith("optimizer"):
+                    place.state["relative_path"] = "__7_0.distcp"
+
+        path = step / ".metadata"
+        path.write_bytes(torch_files.changed(path.read_bytes(), lambda root: None))
+        self.assertEqual(tensorfs("ls", step, "--json").json()["sets"], whole["sets"])
+        path.write_bytes(torch_files.changed(path.read_bytes(), move_optimizer))
+        outcome = tensorfs("ls", step, "--json")
+        self.assert_done(outcome)
+        self.assertEqual(outcome.json()["sets"], whole["sets"])
+        self.assertIn("`__7_0.distcp` of this save is not here, with none of the shown tensors", outcome.stdout)
+        self.assertIn("__7_0.distcp: `.metadata` places", tensorfs("ls", step, "-o", "state=all").stderr)
+        # A cut one is refused.
+        (step / "__7_0.distcp").write_bytes((step / "__0_0.distcp").read_bytes()[:3000])
+        self.assert_refused(tensorfs("ls", step))
+        shutil.copy(step / "__0_0.distcp", step / "__7_0.distcp")
+        self.assert_done(tensorfs("ls", step))
+
+    def test_a_metadata_that_takes_more_memory_than_it_may_is_refused_with_the_limit(self):
+        step = self.copied()
+        # The file has holes and takes no room on the disk.
+        os.truncate(step / ".metadata", (1 << 30) + 1)
+        outcome = tensorfs("ls", step)
+        self.assert_refused(outcome)
+        (limit,) = re.findall(r"step/.metadata: has 1073741825 bytes, and at most (\d+) are read with this memory$", outcome.stderr.strip())
+        self.assertTrue(64 << 20 <= int(limit) <= 1 << 30, limit)
+        if int(limit) < 1 << 30:
+            os.truncate(step / ".metadata", 1 << 30)
+            self.assertIn("; a machine with 64 GiB reads this one", tensorfs("ls", step).stderr)
 
     def test_views_cut_and_cast_its_tensors(self):
         with Mount(FIXTURES / "torch/dcp_threads_ws2", "include=[ab]", "dtype=f32") as m:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import io
 import pickle
 import sys
 import types
@@ -79,6 +80,29 @@ def modules():
         for name in set(sys.modules) - set(before):
             del sys.modules[name]
         sys.modules.update(before)
+
+
+def changed(data, change):
+    """The pickle `data` after `change` was called with its root. Objects have `args` of their call and a `state`."""
+    with modules() as named:
+
+        class Unpickler(pickle.Unpickler):
+            def find_class(self, module, name):
+                kind = named(module, name, "class")
+                kind.__new__ = _called
+                kind.__setstate__ = lambda own, state: setattr(own, "state", state)
+                kind.__reduce_ex__ = lambda own, _: (kind, own.args) if own.state is None else (kind, own.args, own.state)
+                return kind
+
+        root = Unpickler(io.BytesIO(data)).load()
+        change(root)
+        return pickle.dumps(root, 4)
+
+
+def _called(kind, *args):
+    made = object.__new__(kind)
+    made.args, made.state = args, None
+    return made
 
 
 def _named(module, name, kind):

@@ -47,6 +47,17 @@ fn the_chunks_of_a_checkpoint_are_found_by_file_in_the_order_of_their_bytes() {
 }
 
 #[test]
+fn the_end_of_a_file_is_that_of_its_last_item_also_if_it_is_not_shown() {
+    let bytes = include_bytes!("../../../../tests/fixtures/torch/dcp_torch22/.metadata");
+    let file = include_bytes!("../../../../tests/fixtures/torch/dcp_torch22/__0_0.distcp");
+    let metadata = parsed(bytes).unwrap();
+    let end = |(start, len): (u64, u64)| start + len;
+    let shown = metadata.files["__0_0.distcp"].iter().map(|chunk| end(chunk.item)).max();
+    assert_eq!(end(metadata.named["__0_0.distcp"]), file.len() as u64);
+    assert!(shown.unwrap() < file.len() as u64);
+}
+
+#[test]
 fn a_value_of_another_form_is_refused_with_what_it_is() {
     for (from, to, kind, word) in [
         (&b"1.0.0"[..], &b"2.0.0"[..], ErrorKind::HeaderDecode, "the version `2.0.0`"),

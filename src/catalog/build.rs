@@ -98,7 +98,7 @@ pub(super) fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         return of_whole_tensors(shards, None);
     }
     for shard in shards {
-        check_rank(shard).map_err(|fault| fault.in_file(&shard.name))?;
+        check_rank(shard, shards[0], shards.len()).map_err(|fault| fault.in_file(&shard.name))?;
     }
     let shards = sorted(shards);
     let first = names_in(shards[0]);
@@ -164,8 +164,9 @@ fn names_in(shard: &ShardHeader) -> BTreeSet<&str> {
     (0..tensors.len()).map(|index| tensors.name(index)).collect()
 }
 
-/// Compares the rank of a file by its name with the one by its content.
-fn check_rank(shard: &ShardHeader) -> Result<(), Fault> {
+/// Compares the rank of a file by its name with the one by its content. There are `count` files, which are
+/// of as many ranks as that of `first`.
+fn check_rank(shard: &ShardHeader, first: &ShardHeader, count: usize) -> Result<(), Fault> {
     shard.header.check_slices()?;
     let named = names::rank_file(&shard.name);
     let Some(found) = shard.header.rank else {
@@ -174,10 +175,25 @@ fn check_rank(shard: &ShardHeader) -> Result<(), Fault> {
                        saved them";
         return Err(Fault::new(ErrorKind::HeaderDecode, message));
     };
-    let fits = named
-        .as_ref()
-        .is_some_and(|named| named.number == found.rank && named.total.is_multiple_of(found.ranks));
-    if fits {
+    let total = named.as_ref().map_or(0, |named| named.total);
+    let fits = named.is_some_and(|named| named.number == found.rank);
+    let others = first.header.rank.filter(|first| total == 0 && first.ranks != found.ranks);
+    if let Some(other) = others {
+        let message = format!(
+            "is of one of {} ranks by its tensors, {} of one of {}; remove the files of the other run",
+            found.ranks, first.name, other.ranks
+        );
+        return Err(Fault::new(ErrorKind::ShardMissing, message));
+    }
+    if fits && total == 0 && !(count as u64).is_multiple_of(found.ranks) {
+        let message = format!(
+            "is of rank {} of {} by its tensors, and files of {count} ranks are here; bring the files of \
+             all ranks to one folder",
+            found.rank, found.ranks
+        );
+        return Err(Fault::new(ErrorKind::ShardMissing, message));
+    }
+    if fits && total.is_multiple_of(found.ranks) {
         return Ok(());
     }
     let message = format!(

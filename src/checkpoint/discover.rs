@@ -512,7 +512,10 @@ fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) ->
                            remove the old ones";
             Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(shards[0].1))
         } else {
-            numbering_fault(u64::from(*kind != SetKind::Ranks), *total, shards)
+            // The tensors of a file of a rank tell how many there are, if its name does not.
+            let last = shards.iter().map(|(number, _)| *number).max().unwrap_or(0);
+            let total = if *total == 0 { last.saturating_add(1) } else { *total };
+            numbering_fault(u64::from(*kind != SetKind::Ranks), total, shards)
         };
         Candidate {
             members: shards.iter().map(|(_, name)| (*name).to_owned()).collect(),

@@ -66,7 +66,7 @@ pub struct Numbered {
     pub output: String,
     /// Number of this shard, from 1.
     pub number: u64,
-    /// Number of shards of the set.
+    /// Number of shards of the set, 0 if the name does not tell.
     pub total: u64,
 }
 
@@ -145,13 +145,38 @@ pub fn is_of_distcp(name: &str) -> bool {
     is_distcp(name) || name == DISTCP_METADATA
 }
 
+/// How accelerate names the files of FSDP.
+const FSDP_STEM: &str = "pytorch_model_fsdp";
+
 /// Reads `<stem>_world_size_4_rank_0.pt`: the files of the ranks of a training. Their numbers begin at 0.
+/// accelerate names them `pytorch_model_fsdp_0_rank0.bin`, where the 0 is the number of the model.
 pub fn rank_file(name: &str) -> Option<Numbered> {
-    let (front, rank) = torch_stem(name)?.rsplit_once("_rank_")?;
+    let stem = torch_stem(name)?;
+    let plain = |text: &str| text.parse().ok().filter(|number: &u64| number.to_string() == text);
+    if let Some((model, rank)) =
+        stem.strip_prefix(FSDP_STEM).and_then(|rest| rest.rsplit_once("_rank"))
+        && let Some(number) = plain(rank)
+    {
+        let output = match model.strip_prefix('_').map(plain) {
+            None if model.is_empty() => whole("model"),
+            Some(Some(0)) => whole("model"),
+            Some(Some(model)) => whole(&format!("model_{model}")),
+            _ => return None,
+        };
+        return Some(Numbered { output, number, total: 0 });
+    }
+    let (front, rank) = stem.rsplit_once("_rank_")?;
     let (stem, total) = front.rsplit_once("_world_size_")?;
-    let number = |text: &str| text.parse().ok().filter(|number: &u64| number.to_string() == text);
-    let (number, total) = (number(rank)?, number(total)?);
+    let (number, total) = (plain(rank)?, plain(total)?);
     (!stem.is_empty() && total > 0).then(|| Numbered { output: torch_whole(stem), number, total })
+}
+
+/// Whether two files of `torch.save` may be of one set, by their names.
+pub fn are_of_one_torch_set(one: &str, other: &str) -> bool {
+    let output = |name| Some(numbered_torch(name)?.output);
+    let of_ranks = |name| Some(rank_file(name)?.output);
+    let is_same = |a: Option<String>, b: Option<String>| a.is_some() && a == b;
+    one == other || is_same(output(one), output(other)) || is_same(of_ranks(one), of_ranks(other))
 }
 
 /// Name of the whole file that a file of `torch.save` of this name stands for.
@@ -416,15 +441,46 @@ mod tests {
             found("model_world_size_16_rank_3.pt"),
             Some(("model.safetensors".to_owned(), 3, 16))
         );
+        for (name, output) in [
+            ("pytorch_model_fsdp_rank3.bin", "model.safetensors"),
+            ("pytorch_model_fsdp_0_rank3.bin", "model.safetensors"),
+            ("pytorch_model_fsdp_2_rank3.bin", "model_2.safetensors"),
+        ] {
+            assert_eq!(found(name), Some((output.to_owned(), 3, 0)), "{name}");
+        }
         for name in [
             "model_world_size_4_rank_01.pt",
             "model_world_size_4_rank_.pt",
             "model_world_size_0_rank_0.pt",
             "model_rank_0.pt",
             "_world_size_4_rank_0.pt",
+            "pytorch_model_fsdp.bin",
+            "pytorch_model_fsdp_0.bin",
+            "pytorch_model_fsdp_0_rank.bin",
+            "pytorch_model_fsdp_0_rank01.bin",
+            "pytorch_model_fsdp_00_rank1.bin",
+            "pytorch_model_fsdpx_rank1.bin",
+            "lora_rank8.bin",
             "optim_world_size_4_rank_0.pt",
         ] {
             assert_eq!(found(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn two_files_of_torch_are_of_one_set_by_their_numbers_only() {
+        for (one, other, same) in [
+            ("a.bin", "a.bin", true),
+            ("a.bin", "b.bin", false),
+            ("m-00001-of-00002.bin", "m-00002-of-00002.bin", true),
+            ("m-00001-of-00002.bin", "m-00002-of-00003.bin", true),
+            ("m-00001-of-00002.bin", "n-00002-of-00002.bin", false),
+            ("m-00001-of-00002.bin", "m.bin", false),
+            ("m_world_size_2_rank_0.pt", "m_world_size_2_rank_1.pt", true),
+            ("pytorch_model_fsdp_0_rank0.bin", "pytorch_model_fsdp_0_rank1.bin", true),
+            ("pytorch_model_fsdp_0_rank0.bin", "pytorch_model_fsdp_1_rank0.bin", false),
+        ] {
+            assert_eq!(are_of_one_torch_set(one, other), same, "{one} {other}");
         }
     }
 

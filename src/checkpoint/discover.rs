@@ -157,13 +157,16 @@ pub(super) fn open_weights(
     let is_distributed = folder.reads_distcp(only);
     let is_read_alone =
         |name: &str| !(names::is_weight_map(name) || is_distributed && names::is_of_distcp(name));
+    let may_be_with = folder.may_be_with(only);
     let files: Vec<(&str, &File)> = named
         .filter(|(name, file)| {
-            names::is_weights(name)
+            (names::is_weights(name) && may_be_with(name))
                 || (only == Some(*name) && is_read_alone(name))
                 || (reads_torch
                     && (states.contains(*name)
-                        || (names::is_torch(name) && is_torch_file(name, file))))
+                        || (names::is_torch(name)
+                            && may_be_with(name)
+                            && is_torch_file(name, file))))
         })
         .collect();
     let (mut weights, mut reserved) =

@@ -183,6 +183,19 @@ impl Folder {
         }
     }
 
+    /// Whether files may be of one set with `only`, by their names. If `only` is a file of `torch.save` or of
+    /// a distributed checkpoint, no other files are read.
+    pub(super) fn may_be_with<'a>(&self, only: Option<&'a str>) -> impl Fn(&str) -> bool + use<'a> {
+        let only = only.filter(|only| names::is_of_torch(only) || names::is_of_distcp(only));
+        let has_maps = || self.names().any(|name| names::torch_map_output(name).is_some());
+        let is_mapped = only.is_some_and(names::is_of_torch) && has_maps();
+        move |name| {
+            only.is_none_or(|only| {
+                names::are_of_one_torch_set(only, name) || (is_mapped && names::is_of_torch(name))
+            })
+        }
+    }
+
     /// Whether it has files of torch with pickles that count as weights, by their names.
     pub(super) fn has_pickles(&self, only: Option<&str>) -> bool {
         let mut names = self.files.iter().filter_map(|file| file.name.to_str());
@@ -195,5 +208,34 @@ impl Folder {
     pub(super) fn has_weights(&self, only: Option<&str>) -> bool {
         self.names().any(|name| names::is_weights_or_map(name) || only == Some(name))
             || self.has_pickles(only)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_named_file_of_torch_may_be_of_one_set_with_its_like_only() {
+        let folder = |names: &[&str]| {
+            let misfit = |name: &&str| Misfit { name: (*name).into(), why: Unusable::Special };
+            Folder { misfits: names.iter().map(misfit).collect(), ..Folder::default() }
+        };
+        let (plain, mapped) = (folder(&["a.bin"]), folder(&["a.bin", "m.bin.index.json"]));
+        for (only, name, in_plain, in_mapped) in [
+            (None, "a.bin", true, true),
+            (Some("a.safetensors"), "b.safetensors", true, true),
+            (Some("x"), "b.safetensors", true, true),
+            (Some("a.bin"), "a.bin", true, true),
+            (Some("a.bin"), "b.bin", false, true),
+            (Some("a.bin"), "b.safetensors", false, false),
+            (Some("m-00001-of-00002.bin"), "m-00002-of-00002.bin", true, true),
+            (Some("m_world_size_2_rank_0.pt"), "m_world_size_2_rank_1.pt", true, true),
+            (Some(".metadata"), "b.safetensors", false, false),
+            (Some("__0_0.distcp"), "a.bin", false, false),
+        ] {
+            assert_eq!(plain.may_be_with(only)(name), in_plain, "{only:?} {name}");
+            assert_eq!(mapped.may_be_with(only)(name), in_mapped, "{only:?} {name}");
+        }
     }
 }

@@ -9,7 +9,6 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, shown_path};
 use crate::format::deepspeed::StateFile;
-use crate::format::pickle::METADATA_LEN_MAX;
 use crate::format::{OutputFormat, TrainingState, manifest, names, pickle};
 use crate::hash::{Digest, Hasher};
 use crate::index::{
@@ -21,6 +20,7 @@ use crate::version::Version;
 
 use super::config::with_config_of;
 use super::discover::{SetKind, Weights, is_noted};
+use super::distcp::metadata_max;
 use super::folder::{File, Folder, FolderId};
 use super::openers::map_files;
 use super::set::{IndexState, Origin, Proved, Set, TailEvidence, check_completeness};
@@ -221,17 +221,20 @@ impl<'a> FolderIndex<'a> {
         let only = self.tree.only.as_deref();
         let (reads_torch, reads_distcp) =
             (self.folder.reads_torch(only), self.folder.reads_distcp(only));
+        let may_be_with = self.folder.may_be_with(only);
         // A note names files with the state of a training if all of it is asked for.
         let tells_states =
             self.tree.options.state == TrainingState::All && self.folder.has_pickles(only);
         let named = self.folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
         named
             .filter(|(name, _)| {
-                names::is_weights(name)
+                (names::is_weights(name) && may_be_with(name))
                     || names::weight_map_output(name).is_some()
                     || name.ends_with(manifest::SUFFIX)
                     || only == Some(*name)
-                    || (reads_torch && (names::is_of_torch(name) || StateFile::of(name).is_some()))
+                    || (reads_torch
+                        && (names::is_of_torch(name) || StateFile::of(name).is_some())
+                        && may_be_with(name))
                     || (reads_distcp && names::is_of_distcp(name))
                     || (tells_states && names::is_torch_state(name))
             })
@@ -353,7 +356,7 @@ impl<'a> FolderIndex<'a> {
         let look = |file: &File| -> crate::Result<_> {
             let source = file.open_listed()?;
             // A longer one is refused when it is parsed.
-            let hashed = 0..source.len().min(METADATA_LEN_MAX);
+            let hashed = 0..Some(source.len()).filter(|&len| len <= metadata_max()).unwrap_or(0);
             let hash = source.hash_ranges(std::slice::from_ref(&hashed))?;
             source.check_after_read()?;
             Ok((source.version().lasting(), hash))

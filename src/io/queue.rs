@@ -25,9 +25,6 @@ pub(super) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 /// A source with this many overdue reads gets no more.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
-/// The same for a source of another store: those after them go to its server, past the disk that does not answer.
-const STUCK_MAX_OF_STORED: usize = 24;
-
 /// A fetch for a backend to carry out.
 pub(super) struct ReadJob {
     pub(super) id: u64,
@@ -80,7 +77,6 @@ enum FlightStage {
 /// The fetches of one source.
 #[derive(Default)]
 struct OfSource {
-    is_stored: bool,
     /// The fetches by priority.
     queued: [BTreeSet<u64>; 2],
     /// The one of them that is in `Queue::ready`, by priority.
@@ -109,7 +105,7 @@ impl Default for FetchQueue {
             sources: HashMap::new(),
             ready: Default::default(),
             sent: PerSourceLimiter::new(SENT_MAX_OF_ONE as u64, SENT_MAX as u64),
-            stuck: PerSourceLimiter::new(STUCK_MAX_OF_STORED as u64, STUCK_MAX as u64),
+            stuck: PerSourceLimiter::new(STUCK_MAX_OF_ONE as u64, STUCK_MAX as u64),
         }
     }
 }
@@ -122,9 +118,7 @@ impl FetchQueue {
         let id = self.next_id;
         self.next_id += 1;
         let key = SourceKey::of(&source);
-        let of_source = self.sources.entry(key).or_default();
-        of_source.is_stored = source.store_kind().is_some();
-        of_source.queued[priority as usize].insert(id);
+        self.sources.entry(key).or_default().queued[priority as usize].insert(id);
         let stage = FlightStage::Queued(priority, target);
         let done = Some(done);
         let flight = Flight { source, range, since: now, effort, stored, cached, stage, done };
@@ -278,8 +272,7 @@ impl FetchQueue {
             return;
         };
         // Only the shares of this source: the room of the device changes without a refresh.
-        let stuck_max = if of_source.is_stored { STUCK_MAX_OF_STORED } else { STUCK_MAX_OF_ONE };
-        let may_send = self.sent.has_share_for(&key) && self.stuck.held(&key) < stuck_max as u64;
+        let may_send = self.sent.has_share_for(&key) && self.stuck.has_share_for(&key);
         for priority in 0..self.ready.len() {
             let first = of_source.queued[priority].first().copied().filter(|_| may_send);
             let before = std::mem::replace(&mut of_source.ready[priority], first);

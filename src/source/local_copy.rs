@@ -5,6 +5,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use super::descriptors::{Pinnable, open_max};
 use super::local::LocalFile;
@@ -78,14 +79,16 @@ impl CopySlot {
         self.copy.read().clone()
     }
 
-    /// Opens the copy, if the store has it. May wait for the disk.
-    pub(super) fn open(&self) {
+    /// Opens the copy, if the store has it. May wait for the disk, and not longer than half of the time to `until`.
+    pub(super) fn open(&self, until: Option<Instant>) {
         // Each keeps a descriptor that cannot be closed while it is read.
         let has_room = || OPEN.load(Ordering::Relaxed) < open_max() / 2;
         if self.is_refused.load(Ordering::Relaxed) || self.copy.read().is_some() || !has_room() {
             return;
         }
-        let Some((path, file)) = self.store.local_copy(&self.path, &self.version) else { return };
+        let Some((path, file)) = self.store.local_copy(&self.path, &self.version, until) else {
+            return;
+        };
         let Ok(copy) = LocalCopy::new(&path, file) else { return };
         let mut open = self.copy.write();
         if !self.is_refused.load(Ordering::Relaxed) {

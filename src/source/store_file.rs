@@ -58,7 +58,7 @@ impl StoreFile {
     /// Opens its local copy, if the store has all of it now.
     pub(super) fn open_local_copy(&self) {
         if !self.notes.is_changed() {
-            self.copy.open();
+            self.copy.open(None);
         }
     }
 
@@ -101,7 +101,7 @@ impl StoreFile {
             }
         })?;
         // The store may have all of it now.
-        self.copy.open();
+        self.copy.open(until);
         Ok(())
     }
 

@@ -77,9 +77,14 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
 
     /// A file of this machine with all bytes of the file at `path` in this `version`, and its path. It has
     /// them for as long as it, a duplicate or a mapping is open. `None` if there is none now. It asks no
-    /// server.
-    fn local_copy(&self, path: &Path, version: &Version) -> Option<(PathBuf, File)> {
-        let _ = (path, version);
+    /// server, and answers before `until`.
+    fn local_copy(
+        &self,
+        path: &Path,
+        version: &Version,
+        until: Option<Instant>,
+    ) -> Option<(PathBuf, File)> {
+        let _ = (path, version, until);
         None
     }
 

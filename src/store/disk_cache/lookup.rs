@@ -6,18 +6,30 @@ use std::os::unix::fs::FileExt;
 
 use nix::libc;
 
-use super::object::CachedObject;
-use crate::source::page_cache::{ALIGN, CachedPages, cached_pages};
+use super::object::{CachedObject, Reach};
+use crate::source::page_cache::{ALIGN, CachedPages, cached_pages, copy_cached};
 
 /// Blocks that were read.
 #[derive(Debug, Default)]
 pub(super) struct Taken {
     /// The runs of blocks that are not there.
     pub(super) missing: Vec<Range<u64>>,
+    /// The runs of blocks that are beyond the reach.
+    pub(super) unread: Vec<Range<u64>>,
     /// Blocks whose bytes were copied.
     pub(super) found: u64,
     /// Blocks whose bytes do not have their checksum.
     pub(super) damaged: u64,
+}
+
+impl Taken {
+    /// Notes that nothing is known of the blocks `run`, because their checksums cannot be read.
+    fn give_up(&mut self, run: Range<u64>, reach: Reach) {
+        match reach {
+            Reach::Memory => self.unread.push(run),
+            Reach::Disk => self.missing.push(run),
+        }
+    }
 }
 
 /// Where a read wants bytes: memory that begins at byte `offset` of the object.
@@ -39,25 +51,75 @@ impl BlockTarget<'_> {
 
 impl CachedObject {
     /// Copies what is there of the blocks `run` to `buf`, which begins at byte `offset` of the object.
-    pub(super) fn take(&self, run: &Range<u64>, offset: u64, buf: &mut [u8]) -> Taken {
+    pub(super) fn take(
+        &self,
+        run: &Range<u64>,
+        offset: u64,
+        buf: &mut [u8],
+        reach: Reach,
+    ) -> Taken {
         let mut taken = Taken::default();
-        let Ok(sums) = self.sums(run) else {
-            return Taken { missing: vec![run.clone()], ..taken };
+        let Ok(sums) = self.sums(run, reach) else {
+            taken.give_up(run.clone(), reach);
+            return taken;
         };
         let mut wanted = BlockTarget { offset, buf };
         let mut index = run.start;
         while index < run.end {
             let there = |index: u64| sums[(index - run.start) as usize] != [0; 16];
             let end = (index..run.end).find(|at| there(*at) != there(index)).unwrap_or(run.end);
-            if there(index) {
-                let sums = &sums[(index - run.start) as usize..];
-                self.take_run(&(index..end), sums, &mut wanted, &mut taken);
-            } else {
+            let sums = &sums[(index - run.start) as usize..];
+            if !there(index) {
                 add_run(&mut taken.missing, index..end);
+            } else if reach == Reach::Disk {
+                self.take_run(&(index..end), sums, &mut wanted, &mut taken);
+            } else if self.take_cached_run(&(index..end), sums, &mut wanted) {
+                taken.found += end - index;
+            } else {
+                add_run(&mut taken.unread, index..end);
             }
             index = end;
         }
         taken
+    }
+
+    /// Copies what is wanted of the blocks `run`, which have the checksums `sums`, from the page cache. Returns
+    /// whether it held all of them, and they are right.
+    fn take_cached_run(
+        &self,
+        run: &Range<u64>,
+        sums: &[[u8; 16]],
+        wanted: &mut BlockTarget<'_>,
+    ) -> bool {
+        if !cached_pages(&self.data, &self.bytes_of(run)).is_some_and(CachedPages::is_all) {
+            return false;
+        }
+        let whole = self.whole_blocks(run, wanted);
+        let bytes = self.bytes_of(&whole);
+        if !whole.is_empty() && !copy_cached(&self.data, bytes.start, wanted.place(&bytes)) {
+            return false;
+        }
+        let mut edge = Vec::new();
+        run.clone().zip(sums).all(|(block, sum)| {
+            let bytes = self.bytes_of(&(block..block + 1));
+            let is_right = if whole.contains(&block) {
+                self.sum_of(block, [&*wanted.place(&bytes)]) == *sum
+            } else {
+                self.take_block(block, *sum, wanted, &mut edge, Reach::Memory)
+            };
+            if is_right {
+                self.known.add(block);
+            }
+            is_right
+        })
+    }
+
+    /// The blocks of `run` of which all bytes are wanted.
+    fn whole_blocks(&self, run: &Range<u64>, wanted: &BlockTarget<'_>) -> Range<u64> {
+        let bytes = self.bytes_of(run);
+        let first = run.start + u64::from(bytes.start < wanted.offset);
+        let end = run.end - u64::from(bytes.end > wanted.end());
+        if first < end { first..end } else { first..first }
     }
 
     /// Copies what is wanted of the blocks `run`, which have the checksums `sums`.
@@ -68,10 +130,7 @@ impl CachedObject {
         wanted: &mut BlockTarget<'_>,
         taken: &mut Taken,
     ) {
-        let bytes = self.bytes_of(run);
-        let first = run.start + u64::from(bytes.start < wanted.offset);
-        let end = run.end - u64::from(bytes.end > wanted.end());
-        let whole = if first < end { first..end } else { first..first };
+        let whole = self.whole_blocks(run, wanted);
         let is_read = !whole.is_empty() && {
             let bytes = self.bytes_of(&whole);
             self.read_bytes(bytes.start, wanted.place(&bytes)).is_ok()
@@ -84,7 +143,7 @@ impl CachedObject {
                 && whole.contains(&block)
                 && self.sum_of(block, [&*wanted.place(&bytes)]) == sum;
             // After a failed read of many blocks only those are lost that cannot be read by themselves.
-            if is_right || self.take_block(block, sum, wanted, &mut edge) {
+            if is_right || self.take_block(block, sum, wanted, &mut edge, Reach::Disk) {
                 self.known.add(block);
                 taken.found += 1;
             } else {
@@ -124,12 +183,15 @@ impl CachedObject {
         sum: [u8; 16],
         wanted: &mut BlockTarget<'_>,
         edge: &mut Vec<u8>,
+        reach: Reach,
     ) -> bool {
         let bytes = self.bytes_of(&(block..block + 1));
         edge.resize((bytes.end - bytes.start) as usize, 0);
-        if self.data.read_exact_at(edge, bytes.start).is_err()
-            || self.sum_of(block, [edge.as_slice()]) != sum
-        {
+        let is_read = match reach {
+            Reach::Memory => copy_cached(&self.data, bytes.start, edge),
+            Reach::Disk => self.data.read_exact_at(edge, bytes.start).is_ok(),
+        };
+        if !is_read || self.sum_of(block, [edge.as_slice()]) != sum {
             return false;
         }
         let copied = bytes.start.max(wanted.offset)..bytes.end.min(wanted.end());
@@ -138,13 +200,12 @@ impl CachedObject {
         wanted.place(&copied).copy_from_slice(&edge[from..from + len]);
         true
     }
-
     /// Whether the block has its checksum.
     pub(super) fn is_right(&self, block: u64, sum: [u8; 16]) -> bool {
         let bytes = self.bytes_of(&(block..block + 1));
         let mut buf = vec![0; (bytes.end - bytes.start) as usize];
         let mut wanted = BlockTarget { offset: bytes.start, buf: &mut buf };
-        self.take_block(block, sum, &mut wanted, &mut Vec::new()) || {
+        self.take_block(block, sum, &mut wanted, &mut Vec::new(), Reach::Disk) || {
             self.forget(block);
             false
         }
@@ -152,7 +213,7 @@ impl CachedObject {
 }
 
 /// Appends `run`, joined to the last of `runs` where they meet.
-fn add_run(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
+pub(super) fn add_run(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     match runs.last_mut() {
         Some(last) if last.end == run.start => last.end = run.end,
         _ => runs.push(run),

@@ -22,7 +22,7 @@ use crate::atomic_file::TemporaryFile;
 use crate::coalesce::CUT;
 use crate::hash::{Digest, Hasher};
 use crate::index::is_private;
-use crate::source::MemoryParts;
+use crate::source::page_cache::copy_cached;
 
 /// Length of a block. Reads from the server are widened to whole ones.
 pub(super) const BLOCK_LEN: u64 = CUT;
@@ -54,6 +54,15 @@ pub(super) const TEMPORARY: &str = "tmp";
 
 /// Seconds between two notes that an object was used.
 const USE_NOTED: i64 = 5;
+
+/// How far a read of blocks goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reach {
+    /// It takes what the kernel's page cache holds, and never waits.
+    Memory,
+    /// It waits for the disk.
+    Disk,
+}
 
 /// Which bytes an object has: two with different keys may have different ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -203,12 +212,24 @@ impl CachedObject {
 
     /// Notes that it is in use, now and then.
     pub(super) fn note_use(&self) {
+        if self.begins_note() {
+            self.write_use();
+        }
+    }
+
+    /// Whether it is time to note that it is in use, which the caller does.
+    pub(super) fn begins_note(&self) -> bool {
         let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64);
         let before = self.noted.load(Ordering::Relaxed);
-        if (before..before + USE_NOTED).contains(&now) {
-            return;
+        let is_due = !(before..before + USE_NOTED).contains(&now);
+        if is_due {
+            self.noted.store(now, Ordering::Relaxed);
         }
-        self.noted.store(now, Ordering::Relaxed);
+        is_due
+    }
+
+    /// Notes that it is in use.
+    pub(super) fn write_use(&self) {
         let _ = self.map.set_modified(SystemTime::now());
     }
 
@@ -240,9 +261,17 @@ impl CachedObject {
     }
 
     /// The checksums of the blocks `run`; zeros where there is none.
-    pub(super) fn sums(&self, run: &Range<u64>) -> io::Result<Vec<[u8; 16]>> {
+    ///
+    /// # Errors
+    /// `WouldBlock` if they are beyond `reach`.
+    pub(super) fn sums(&self, run: &Range<u64>, reach: Reach) -> io::Result<Vec<[u8; 16]>> {
         let mut bytes = vec![0; ((run.end - run.start) * SUM_LEN) as usize];
-        self.map.read_exact_at(&mut bytes, sums_at(run).start)?;
+        let at = sums_at(run).start;
+        match reach {
+            Reach::Memory if copy_cached(&self.map, at, &mut bytes) => {}
+            Reach::Memory => return Err(ErrorKind::WouldBlock.into()),
+            Reach::Disk => self.map.read_exact_at(&mut bytes, at)?,
+        }
         Ok(bytes.as_chunks::<16>().0.to_vec())
     }
 
@@ -254,7 +283,7 @@ impl CachedObject {
         let all = self.blocks();
         for start in all.clone().step_by(SUMS_AT_ONCE) {
             let run = start..(start + SUMS_AT_ONCE as u64).min(all.end);
-            let sums = self.sums(&run)?;
+            let sums = self.sums(&run, Reach::Disk)?;
             let there = run.zip(sums).filter(|(_, sum)| *sum != [0; 16]);
             there.for_each(|(block, sum)| act(block, sum));
         }
@@ -280,23 +309,17 @@ impl CachedObject {
         true
     }
 
-    /// Stores the blocks `run`, whose bytes are `parts`. A block counts once its checksum is written,
-    /// after its bytes.
+    /// Stores the blocks `run`, which have these `bytes`. A block counts once its checksum is written, after
+    /// its bytes.
     ///
     /// # Errors
     /// If a file cannot be written; the blocks may be there or not.
-    pub(super) fn store(&self, run: &Range<u64>, parts: &MemoryParts<'_>) -> io::Result<()> {
-        let bytes = self.bytes_of(run);
-        let mut at = bytes.start;
-        for part in parts.all() {
-            self.data.write_all_at(part, at)?;
-            at += part.len() as u64;
-        }
+    pub(super) fn store(&self, run: &Range<u64>, bytes: &[u8]) -> io::Result<()> {
+        let start = self.bytes_of(run).start;
+        self.data.write_all_at(bytes, start)?;
         let mut sums = Vec::with_capacity(((run.end - run.start) * SUM_LEN) as usize);
-        for block in run.clone() {
-            let of_block = self.bytes_of(&(block..block + 1));
-            let within = of_block.start - bytes.start..of_block.end - bytes.start;
-            sums.extend_from_slice(&self.sum_of(block, parts.slices(within)));
+        for (block, bytes) in run.clone().zip(bytes.chunks(BLOCK_LEN as usize)) {
+            sums.extend_from_slice(&self.sum_of(block, [bytes]));
         }
         self.map.write_all_at(&sums, sums_at(run).start)?;
         run.clone().for_each(|block| self.known.add(block));

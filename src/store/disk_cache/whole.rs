@@ -14,11 +14,11 @@ use crate::error::{real_name, shown};
 use crate::source::FileSystem;
 
 impl CachedObject {
-    /// A file with all bytes of the object. `None` if this process does not know each block, or if they
-    /// have not reached the disk.
-    pub(super) fn whole_file(self: &Arc<CachedObject>) -> Option<File> {
+    /// Whether this process knows each block, and all have reached the disk. If they have not, it begins to
+    /// bring them there. Never waits.
+    pub(super) fn is_whole(self: &Arc<CachedObject>) -> bool {
         if self.known.are_synced() {
-            return self.open_served();
+            return true;
         }
         if let Some(sync) = self.known.begin_sync() {
             let object = self.clone();
@@ -27,7 +27,7 @@ impl CachedObject {
                 self.known.end_sync(sync, false);
             }
         }
-        None
+        false
     }
 
     /// Brings the bytes to the disk. A disk that loses them says so here, and not when they are read.
@@ -53,7 +53,11 @@ impl CachedObject {
         counted.is_ok() && self.known.are_synced()
     }
 
-    fn open_served(&self) -> Option<File> {
+    /// A file with all bytes of the object, which `is_whole`. `None` if it is damaged or was removed.
+    pub(super) fn whole_file(&self) -> Option<File> {
+        if !self.is_linked() {
+            return None;
+        }
         let path = self.data_path();
         // The kernel would wait for another machine, without a deadline.
         if !FileSystem::at(path).is_local() {

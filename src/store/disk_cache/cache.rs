@@ -1,0 +1,441 @@
+//! One folder as a disk cache of this process: its open objects, and work in it that readers wait for.
+
+use std::collections::HashMap;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use nix::sys::resource::{Resource, getrlimit};
+use serde::{Deserialize, Serialize};
+
+use super::claims::Claim;
+use super::folder::{FolderUse, folder_use, make_room};
+use super::lookup::{Taken, add_run};
+use super::object::{BLOCK_LEN, CachedObject, ObjectKey, Reach};
+use super::pieces::{SparePieces, pieces_of};
+use super::threads::{DiskPatience, FolderThreads, STUCK};
+use crate::counters::Counter;
+use crate::error::{real_name, shown_path};
+use crate::hash::Digest;
+use crate::open_options::DiskCachePlace;
+use crate::process::PerProcess;
+use crate::source::MemoryParts;
+use crate::sync::Mutex;
+
+/// Minimum and maximum number of objects that a process has open.
+const OPEN_BOUNDS: (usize, usize) = (8, 256);
+
+/// Maximum number of descriptors of an open object, and 1 / `DESCRIPTORS_PART` of the descriptors of the process for all objects.
+const DESCRIPTORS: usize = 4;
+const DESCRIPTORS_PART: usize = 8;
+
+/// How long nothing is stored after a failure.
+const PAUSE: Duration = Duration::from_secs(30);
+
+/// A store of blocks that takes longer is a failure: the reader waits for it.
+const STORE_SLOW: Duration = Duration::from_secs(2);
+
+/// Maximum number of bytes that are stored between two looks at the size of the folder.
+const UNCHECKED_MAX: u64 = 64 << 20;
+
+/// The caches of this process.
+pub(super) static CACHES: PerProcess<Mutex<HashMap<DiskCachePlace, Arc<DiskCache>>>> =
+    PerProcess::new();
+
+/// The counters of one cache in this process.
+#[derive(Debug, Default)]
+pub(super) struct CacheCounters {
+    found_blocks: Counter,
+    found_bytes: Counter,
+    pub(super) missed_bytes: Counter,
+    stored_bytes: Counter,
+    damaged_blocks: Counter,
+    pub(super) waits: Counter,
+    removed_objects: Counter,
+}
+
+/// The facts about a disk cache, for `status`. Numbers are those of this process since its start.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DiskCacheStatus {
+    /// Its folder.
+    pub folder: String,
+    /// Bytes that it may take, if it was said.
+    pub size: Option<u64>,
+    /// Blocks that were in it.
+    pub found_blocks: u64,
+    /// Bytes of these blocks.
+    pub found_bytes: u64,
+    /// Bytes that were read from servers.
+    pub missed_bytes: u64,
+    /// Bytes that were stored.
+    pub stored_bytes: u64,
+    /// Blocks that had not their checksum.
+    pub damaged_blocks: u64,
+    /// Looks for blocks that another reader fetches.
+    pub waits: u64,
+    /// Objects that made room for others.
+    pub removed_objects: u64,
+    /// Why nothing is stored now.
+    pub paused: Option<String>,
+}
+
+/// The facts about the caches of this process.
+pub fn statuses() -> Vec<DiskCacheStatus> {
+    let caches: Vec<_> = CACHES.get_or_init(Mutex::default).lock().values().cloned().collect();
+    caches.iter().map(|cache| cache.status()).collect()
+}
+
+/// The cache at `place`. It touches no file, since other caches are looked up meanwhile.
+pub(super) fn cache_in(place: &DiskCachePlace) -> Arc<DiskCache> {
+    let mut caches = CACHES.get_or_init(Mutex::default).lock();
+    if let Some(cache) = caches.get(place) {
+        return cache.clone();
+    }
+    let cache = Arc::new(DiskCache::new(place));
+    caches.insert(place.clone(), cache.clone());
+    cache
+}
+
+/// Maximum number of objects that this process has open.
+fn open_max() -> usize {
+    let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft);
+    open_max_of(usize::try_from(limit).unwrap_or(usize::MAX))
+}
+
+/// Maximum number of open objects where a process may have `limit` descriptors.
+pub(super) fn open_max_of(limit: usize) -> usize {
+    (limit / DESCRIPTORS_PART / DESCRIPTORS).clamp(OPEN_BOUNDS.0, OPEN_BOUNDS.1)
+}
+
+/// A folder as a cache of this process.
+#[derive(Debug)]
+pub(super) struct DiskCache {
+    place: DiskCachePlace,
+    /// Whether the folder can be used. The first use finds out.
+    folder: OnceLock<FolderUse>,
+    /// Open objects, with the time of their last use.
+    pub(super) objects: Mutex<HashMap<Digest, (Instant, Arc<CachedObject>)>>,
+    /// Why nothing is stored, and until when.
+    paused: Mutex<Option<(Instant, String)>>,
+    /// Whether a failure was logged.
+    told: Mutex<bool>,
+    /// Bytes that were stored since the last look at the size.
+    unchecked: AtomicU64,
+    /// All work in the folder is done on these.
+    pub(super) threads: Arc<FolderThreads>,
+    spares: SparePieces,
+    pub(super) counters: CacheCounters,
+}
+
+impl DiskCache {
+    fn new(place: &DiskCachePlace) -> DiskCache {
+        DiskCache {
+            place: place.clone(),
+            folder: OnceLock::new(),
+            objects: Mutex::default(),
+            paused: Mutex::default(),
+            told: Mutex::default(),
+            // The first store looks at the size.
+            unchecked: AtomicU64::new(u64::MAX / 2),
+            threads: Arc::default(),
+            spares: SparePieces::default(),
+            counters: CacheCounters::default(),
+        }
+    }
+
+    /// Whether the folder can be used.
+    pub(super) fn folder(&self) -> &FolderUse {
+        self.folder.get_or_init(|| {
+            let found = folder_use(&self.place.folder);
+            if let FolderUse::ReadOnly(why) | FolderUse::Unusable(why) = &found {
+                self.tell(why);
+            }
+            found
+        })
+    }
+
+    /// Logs a failure, the first one as a warning.
+    fn tell(&self, why: &str) {
+        let folder = shown_path(&self.place.folder);
+        if std::mem::replace(&mut *self.told.lock(), true) {
+            tracing::debug!("the disk cache in {folder} keeps nothing for now: {why}");
+        } else {
+            tracing::warn!(
+                "the disk cache in {folder} keeps nothing for now: {why}; reads go on without it"
+            );
+        }
+    }
+
+    fn pause(&self, why: &str) {
+        *self.paused.lock() = Some((Instant::now() + PAUSE, why.to_owned()));
+        self.tell(why);
+    }
+
+    /// Why nothing is stored now. Work that takes longer than `patience` is a reason.
+    fn why_paused(&self, patience: Duration) -> Option<String> {
+        if self.threads.is_stuck(patience) {
+            return Some("its disk does not answer".to_owned());
+        }
+        if let Some(FolderUse::ReadOnly(why) | FolderUse::Unusable(why)) = self.folder.get() {
+            return Some(why.clone());
+        }
+        let mut paused = self.paused.lock();
+        if paused.as_ref().is_some_and(|(until, _)| *until <= Instant::now()) {
+            *paused = None;
+        }
+        paused.as_ref().map(|(_, why)| why.clone())
+    }
+
+    pub(super) fn may_store(&self, patience: Duration) -> bool {
+        self.why_paused(patience).is_none()
+    }
+
+    /// The object `key`, if it is open. Never waits.
+    pub(super) fn opened(&self, key: &ObjectKey) -> Option<Arc<CachedObject>> {
+        let mut objects = self.objects.lock();
+        let (used, object) = objects.get_mut(&key.digest)?;
+        *used = Instant::now();
+        (object.key() == key).then(|| object.clone())
+    }
+
+    /// The object `key`, which is opened or made. `None` if it cannot be used, or the folder does not answer.
+    pub(super) fn object(
+        self: &Arc<Self>,
+        key: &ObjectKey,
+        patience: DiskPatience,
+    ) -> Option<Arc<CachedObject>> {
+        let (cache, key) = (self.clone(), key.clone());
+        self.threads.ask(patience, move || cache.open_object(&key, patience.whole()))?
+    }
+
+    /// The object `key`, which is opened or made. May wait for the folder.
+    fn open_object(&self, key: &ObjectKey, patience: Duration) -> Option<Arc<CachedObject>> {
+        if matches!(self.folder(), FolderUse::Unusable(_)) {
+            return None;
+        }
+        if let Some(object) = self.opened(key).filter(|object| object.is_linked()) {
+            object.note_use();
+            return Some(object);
+        }
+        let folder = &self.place.folder;
+        let opened = if self.may_store(patience) {
+            CachedObject::open(folder, key)
+        } else {
+            CachedObject::open_there(&key.map_in(folder), Some(key))
+        };
+        let object = match opened {
+            Ok(object) => Arc::new(object),
+            Err(e) => {
+                if self.may_store(patience) {
+                    self.pause(&e.to_string());
+                }
+                let before = self.objects.lock().remove(&key.digest);
+                drop(before);
+                return None;
+            }
+        };
+        object.note_use();
+        let closed = self.keep_open(object.clone());
+        drop(closed);
+        Some(object)
+    }
+
+    /// Keeps `object` open. Returns others that the caller has to close, which may wait for the folder.
+    fn keep_open(&self, object: Arc<CachedObject>) -> Vec<(Instant, Arc<CachedObject>)> {
+        let mut objects = self.objects.lock();
+        let before = objects.insert(object.key().digest, (Instant::now(), object));
+        let mut closed: Vec<_> = before.into_iter().collect();
+        while objects.len() > open_max() {
+            let oldest = objects.iter().min_by_key(|(_, (used, _))| *used);
+            let Some(digest) = oldest.map(|(digest, _)| *digest) else { break };
+            closed.extend(objects.remove(&digest));
+        }
+        closed
+    }
+
+    /// Claims blocks. `None` if the folder does not answer.
+    pub(super) fn claim(
+        &self,
+        object: &Arc<CachedObject>,
+        run: &Range<u64>,
+        patience: DiskPatience,
+    ) -> Option<Claim> {
+        let (object, run) = (object.clone(), run.clone());
+        self.threads.ask(patience, move || object.claim(&run))
+    }
+
+    fn count(&self, taken: &Taken) {
+        self.counters.found_blocks.add(taken.found);
+        self.counters.found_bytes.add(taken.found * BLOCK_LEN);
+        self.counters.damaged_blocks.add(taken.damaged);
+    }
+
+    /// Copies the blocks `run` of the object `key` from the kernel's page cache. Returns the runs that are left.
+    /// `None` if there are none. Never waits.
+    pub(super) fn take_cached(
+        &self,
+        key: &ObjectKey,
+        run: &Range<u64>,
+        offset: u64,
+        buf: &mut [u8],
+    ) -> Option<Vec<Range<u64>>> {
+        let Some(object) = self.opened(key) else { return Some(vec![run.clone()]) };
+        let taken = object.take(run, offset, buf, Reach::Memory);
+        self.count(&taken);
+        let left = joined([taken.missing, taken.unread].concat());
+        if !left.is_empty() {
+            return Some(left);
+        }
+        if object.begins_note() {
+            self.threads.post(move || object.write_use());
+        }
+        None
+    }
+
+    /// Copies what is there of the blocks `run`; returns the runs that are not.
+    pub(super) fn take(
+        self: &Arc<Self>,
+        object: &Arc<CachedObject>,
+        run: &Range<u64>,
+        offset: u64,
+        buf: &mut [u8],
+        patience: DiskPatience,
+    ) -> Vec<Range<u64>> {
+        let taken = object.take(run, offset, buf, Reach::Memory);
+        self.count(&taken);
+        let mut missing = taken.missing;
+        missing.extend(self.take_runs(object, taken.unread, offset, buf, patience));
+        joined(missing)
+    }
+
+    /// Copies what is there of the blocks `runs`; returns the runs that are not.
+    pub(super) fn take_runs(
+        self: &Arc<Self>,
+        object: &Arc<CachedObject>,
+        runs: Vec<Range<u64>>,
+        offset: u64,
+        buf: &mut [u8],
+        patience: DiskPatience,
+    ) -> Vec<Range<u64>> {
+        let mut missing = Vec::new();
+        for piece in runs.iter().flat_map(pieces_of) {
+            let bytes = object.bytes_of(&piece);
+            let (mut memory, run) = (self.spares.take(), piece.clone());
+            let (of_thread, start) = (object.clone(), bytes.start);
+            let len = bytes.end - bytes.start;
+            let asked = self.threads.ask(patience, move || {
+                let taken = of_thread.take(&run, start, memory.bytes(len), Reach::Disk);
+                (taken, memory)
+            });
+            let Some((taken, mut memory)) = asked else {
+                missing.push(piece);
+                continue;
+            };
+            self.count(&taken);
+            let wanted = bytes.start.max(offset)..bytes.end.min(offset + buf.len() as u64);
+            let from = &memory.bytes(len)[(wanted.start - start) as usize..];
+            let place = &mut buf[(wanted.start - offset) as usize..(wanted.end - offset) as usize];
+            place.copy_from_slice(&from[..place.len()]);
+            missing.extend(taken.missing);
+            self.spares.give_back(memory);
+        }
+        joined(missing)
+    }
+
+    /// Stores blocks if there is room, or can be made.
+    pub(super) fn store(
+        self: &Arc<Self>,
+        object: &Arc<CachedObject>,
+        run: &Range<u64>,
+        parts: &MemoryParts<'_>,
+        patience: DiskPatience,
+    ) {
+        let first = object.bytes_of(run).start;
+        for piece in pieces_of(run) {
+            let bytes = object.bytes_of(&piece);
+            let (mut memory, len) = (self.spares.take(), bytes.end - bytes.start);
+            let mut place = memory.bytes(len);
+            for part in parts.slices(bytes.start - first..bytes.end - first) {
+                let (now, later) = place.split_at_mut(part.len());
+                now.copy_from_slice(part);
+                place = later;
+            }
+            let (cache, of_thread) = (self.clone(), object.clone());
+            let asked = self.threads.ask(patience, move || {
+                let is_stored = cache.store_piece(&of_thread, &piece, memory.bytes(len));
+                cache.spares.give_back(memory);
+                is_stored
+            });
+            if asked != Some(true) {
+                return;
+            }
+        }
+    }
+
+    /// Stores the blocks `run`, which have these `bytes`. Returns whether that succeeded.
+    fn store_piece(&self, object: &CachedObject, run: &Range<u64>, bytes: &[u8]) -> bool {
+        let started = Instant::now();
+        let len = bytes.len() as u64;
+        let step = self.place.size.map_or(UNCHECKED_MAX, |size| (size / 8).min(UNCHECKED_MAX));
+        let unchecked = self.unchecked.fetch_add(len, Ordering::Relaxed).saturating_add(len);
+        if unchecked > step {
+            self.unchecked.store(len, Ordering::Relaxed);
+            if !self.make_room(object, step.max(len)) {
+                self.unchecked.store(u64::MAX / 2, Ordering::Relaxed);
+                self.pause("there is no room");
+                return false;
+            }
+        }
+        let mut stored = object.store(run, bytes);
+        if stored.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::StorageFull)
+            && self.make_room(object, step.max(len))
+        {
+            stored = object.store(run, bytes);
+        }
+        if let Err(e) = &stored {
+            self.pause(&e.to_string());
+            return false;
+        }
+        self.counters.stored_bytes.add(len);
+        if started.elapsed() > STORE_SLOW {
+            self.pause("its disk is slower than the server");
+        }
+        true
+    }
+
+    /// Removes objects that were not used for long, so that there is room for `wanted` bytes of `object`.
+    /// Returns whether there is.
+    fn make_room(&self, object: &CachedObject, wanted: u64) -> bool {
+        let removed = make_room(&self.place, object.key().digest, wanted);
+        self.counters.removed_objects.add(removed.objects);
+        removed.is_enough
+    }
+
+    pub(super) fn status(&self) -> DiskCacheStatus {
+        let counters = &self.counters;
+        DiskCacheStatus {
+            folder: real_name(&self.place.folder),
+            size: self.place.size,
+            found_blocks: counters.found_blocks.get(),
+            found_bytes: counters.found_bytes.get(),
+            missed_bytes: counters.missed_bytes.get(),
+            stored_bytes: counters.stored_bytes.get(),
+            damaged_blocks: counters.damaged_blocks.get(),
+            waits: counters.waits.get(),
+            removed_objects: counters.removed_objects.get(),
+            paused: self.why_paused(STUCK),
+        }
+    }
+}
+
+/// The blocks of `runs` as runs in order, as few as possible.
+fn joined(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    runs.sort_unstable_by_key(|run| run.start);
+    runs.into_iter().fold(Vec::new(), |mut joined, run| {
+        add_run(&mut joined, run);
+        joined
+    })
+}

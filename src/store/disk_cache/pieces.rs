@@ -1,0 +1,67 @@
+//! Memory of its own for work in the folder: a thread that the disk keeps may write there for ever, and not to memory of
+//! the reader.
+
+use std::fmt;
+use std::ops::Range;
+
+use super::object::BLOCK_LEN;
+use crate::source::page_cache::ALIGN;
+use crate::sync::Mutex;
+
+/// Most blocks that one piece of work reads or writes: 1 MiB.
+const PIECE_BLOCKS: u64 = (1 << 20) / BLOCK_LEN;
+
+/// Maximum number of pieces that are kept for later.
+const SPARES_MAX: usize = 8;
+
+/// The blocks `run` in pieces that fit in a `PieceMemory` each.
+pub(super) fn pieces_of(run: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+    let end = run.end;
+    run.clone()
+        .step_by(PIECE_BLOCKS as usize)
+        .map(move |start| start..(start + PIECE_BLOCKS).min(end))
+}
+
+/// Memory for `PIECE_BLOCKS` blocks. A read past the page cache can go to it.
+pub(super) struct PieceMemory {
+    memory: Vec<u8>,
+    aligned: usize,
+}
+
+impl PieceMemory {
+    fn new() -> PieceMemory {
+        let memory = vec![0; (PIECE_BLOCKS * BLOCK_LEN + ALIGN) as usize];
+        let aligned = memory.as_ptr().align_offset(ALIGN as usize);
+        PieceMemory { memory, aligned }
+    }
+
+    /// Its first `len` bytes.
+    pub(super) fn bytes(&mut self, len: u64) -> &mut [u8] {
+        &mut self.memory[self.aligned..][..len as usize]
+    }
+}
+
+/// Pieces that are kept for later.
+#[derive(Default)]
+pub(super) struct SparePieces(Mutex<Vec<PieceMemory>>);
+
+impl fmt::Debug for SparePieces {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SparePieces({})", self.0.lock().len())
+    }
+}
+
+impl SparePieces {
+    /// A piece with any bytes.
+    pub(super) fn take(&self) -> PieceMemory {
+        let spare = self.0.lock().pop();
+        spare.unwrap_or_else(PieceMemory::new)
+    }
+
+    pub(super) fn give_back(&self, piece: PieceMemory) {
+        let mut spares = self.0.lock();
+        if spares.len() < SPARES_MAX {
+            spares.push(piece);
+        }
+    }
+}

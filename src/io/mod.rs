@@ -72,7 +72,7 @@ pub fn read_all(reads: &mut [Read<'_>]) -> Result<()> {
         read_together(reads)?;
         return check_all(reads);
     }
-    read_each(reads)?;
+    reads.iter_mut().try_for_each(read_one)?;
     check_all(reads)
 }
 
@@ -82,9 +82,14 @@ fn is_answered(source: &Source) -> bool {
 }
 
 /// Carries out `reads`, which come by source and offset. Those that lie near each other on a server are one
-/// request.
+/// request, apart from those whose bytes are kept on this machine.
 fn read_together(reads: &mut [Read<'_>]) -> Result<()> {
-    let ranges: Vec<(&Arc<Source>, Range<u64>)> = reads
+    let is_kept = |read: &mut Read<'_>| {
+        is_answered(read.source) && read.source.read_kept(read.target, read.offset)
+    };
+    let asked: Vec<&mut Read<'_>> =
+        reads.iter_mut().filter_map(|read| (!is_kept(read)).then_some(read)).collect();
+    let ranges: Vec<(&Arc<Source>, Range<u64>)> = asked
         .iter()
         .map(|read| (read.source, read.offset..read.offset + read.target.len() as u64))
         .collect();
@@ -95,39 +100,36 @@ fn read_together(reads: &mut [Read<'_>]) -> Result<()> {
         coalesce(&ranges, |one| &one.1, may_join, REQUEST_GAP, REQUEST_MAX)
             .map(|(range, group)| (range, group.len()))
             .collect();
-    let mut rest = reads;
+    let mut rest = asked.into_iter();
     let mut bytes = Vec::new();
     for (range, count) in groups {
-        let (group, after) = std::mem::take(&mut rest).split_at_mut(count);
-        rest = after;
+        let mut group = rest.by_ref().take(count);
+        let Some(first) = group.next() else { continue };
         if count == 1 {
-            read_each(group)?;
+            read_one(first)?;
             continue;
         }
         bytes.resize((range.end - range.start) as usize, 0);
-        group[0].source.read_exact_at(&mut bytes, range.start)?;
-        for Read { offset, target, .. } in group {
+        first.source.read_exact_at(&mut bytes, range.start)?;
+        for Read { offset, target, .. } in std::iter::once(first).chain(group) {
             target.copy_from_slice(&bytes[(*offset - range.start) as usize..][..target.len()]);
         }
     }
     Ok(())
 }
 
-fn read_each(reads: &mut [Read<'_>]) -> Result<()> {
-    for Read { source, offset, target } in reads.iter_mut() {
-        let range = *offset..*offset + target.len() as u64;
-        let cover = source.cover(&range);
-        if cover == range {
-            source.read_exact_at(target, *offset)?;
-            source.decrypt(*offset, target)?;
-            continue;
-        }
-        let mut pieces = Zeroizing::new(vec![0; (cover.end - cover.start) as usize]);
-        source.read_exact_at(&mut pieces, cover.start)?;
-        source.decrypt(cover.start, &mut pieces)?;
-        let skipped = (range.start - cover.start) as usize;
-        target.copy_from_slice(&pieces[skipped..][..target.len()]);
+fn read_one(Read { source, offset, target }: &mut Read<'_>) -> Result<()> {
+    let range = *offset..*offset + target.len() as u64;
+    let cover = source.cover(&range);
+    if cover == range {
+        source.read_exact_at(target, *offset)?;
+        return source.decrypt(*offset, target);
     }
+    let mut pieces = Zeroizing::new(vec![0; (cover.end - cover.start) as usize]);
+    source.read_exact_at(&mut pieces, cover.start)?;
+    source.decrypt(cover.start, &mut pieces)?;
+    let skipped = (range.start - cover.start) as usize;
+    target.copy_from_slice(&pieces[skipped..][..target.len()]);
     Ok(())
 }
 

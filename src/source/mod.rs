@@ -350,6 +350,16 @@ impl Source {
         }
     }
 
+    /// Fills `buf` with the bytes at `offset`, as they are stored, if they are kept on this machine. Returns whether they
+    /// are; if not, the contents of `buf` are unspecified.
+    pub(crate) fn read_kept(&self, buf: &mut [u8], offset: u64) -> bool {
+        match self {
+            Source::Local(_) => false,
+            Source::Stored(_) if are_zeros(offset) => false,
+            Source::Stored(file) => file.read_kept(buf, offset),
+        }
+    }
+
     /// From now on engines and `read_all` decrypt the tensors in its bytes. Called before the first
     /// of these reads.
     pub(crate) fn set_decryptor(&self, decryptor: Arc<Decryptor>) {

@@ -105,6 +105,10 @@ impl StoreFile {
         Ok(())
     }
 
+    pub(super) fn read_kept(&self, buf: &mut [u8], offset: u64) -> bool {
+        self.store.read_kept(&self.path, &self.version, offset, buf, None)
+    }
+
     pub(super) fn ends_before(&self, end: u64) -> Error {
         let len = self.version.len;
         self.set_changed(format!("ends before byte {end}, it had {len} bytes when it was opened"))

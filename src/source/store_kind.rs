@@ -75,6 +75,20 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         if parts.write(0, &bytes) { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 
+    /// Fills `buf` like `read`, if the bytes are kept on this machine. Returns whether they are; if not, the contents of
+    /// `buf` are unspecified. It asks no server.
+    fn read_kept(
+        &self,
+        path: &Path,
+        version: &Version,
+        offset: u64,
+        buf: &mut [u8],
+        until: Option<Instant>,
+    ) -> bool {
+        let _ = (path, version, offset, buf, until);
+        false
+    }
+
     /// A file of this machine with all bytes of the file at `path` in this `version`, and its path. It has
     /// them for as long as it, a duplicate or a mapping is open. `None` if there is none now. It asks no
     /// server, and answers before `until`.

@@ -251,6 +251,22 @@ impl StoreKind for CachedStore {
         self.fill(&read, &object, missing, buf)
     }
 
+    fn read_kept(
+        &self,
+        path: &Path,
+        version: &Version,
+        offset: u64,
+        buf: &mut [u8],
+        until: Option<Instant>,
+    ) -> bool {
+        let end = offset.checked_add(buf.len() as u64).filter(|end| *end <= version.len);
+        let (Some(end), Some(key)) = (end, self.key(path, version)) else { return false };
+        let (cache, patience) = (cache_in(&self.place), DiskPatience::of(until));
+        let object = cache.opened(&key).or_else(|| cache.object(&key, patience));
+        let blocks = offset / BLOCK_LEN..end.div_ceil(BLOCK_LEN);
+        object.is_some_and(|it| cache.take(&it, &blocks, offset, buf, patience).is_empty())
+    }
+
     fn local_copy(
         &self,
         path: &Path,

@@ -11,6 +11,8 @@ use super::cache::{CACHES, open_max_of};
 use super::folder::FolderUse;
 use super::threads::THREADS_MAX;
 use super::*;
+use crate::io::{Read, read_all};
+use crate::source::Source;
 use crate::sync::Mutex;
 use crate::version::QueueKey;
 
@@ -172,6 +174,31 @@ fn kept_bytes_are_those_of_the_version_and_of_the_ranges_also_with_a_long_url() 
         [5..7, 9..BLOCK_LEN + 1, 2 * BLOCK_LEN - 1..2 * BLOCK_LEN + 5, 4 * BLOCK_LEN..LEN as u64];
     assert_eq!(kept(1, &parts), 2 + BLOCK_LEN - 8 + 1 + BLOCK_LEN);
     assert_eq!(kept(2, slice::from_ref(&all)), 0);
+}
+
+#[test]
+fn kept_ranges_near_each_other_are_asked_of_nobody_and_the_others_with_one_request() {
+    let bench = Bench::new();
+    let store: Arc<dyn StoreKind> = Arc::new(CachedStore::new(bench.store.clone(), &bench.place()));
+    let source = Source::stored(&store, "s3://b/object".as_ref(), bench.store.version(1));
+    let requests = |blocks: &[u64]| {
+        bench.store.reads.lock().clear();
+        let mut targets = vec![[0; 8]; blocks.len()];
+        let mut reads: Vec<_> = blocks
+            .iter()
+            .zip(&mut targets)
+            .map(|(block, target)| Read { source: &source, offset: block * BLOCK_LEN, target })
+            .collect();
+        read_all(&mut reads).unwrap();
+        for (block, target) in blocks.iter().zip(targets) {
+            assert_eq!(target, bench.store.bytes[(block * BLOCK_LEN) as usize..][..8]);
+        }
+        bench.store.reads.lock().clone()
+    };
+    assert_eq!(requests(&[0]), slice::from_ref(&(0..BLOCK_LEN)));
+    assert_eq!(requests(&[2]), slice::from_ref(&(2 * BLOCK_LEN..3 * BLOCK_LEN)));
+    assert!(requests(&[0, 2]).is_empty());
+    assert_eq!(requests(&[0, 2, 3, 5]), slice::from_ref(&(3 * BLOCK_LEN..LEN as u64)));
 }
 
 #[test]

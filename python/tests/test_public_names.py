@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pickle
+import typing
 from pathlib import Path
 
 import safetensors
@@ -45,6 +46,17 @@ def imported(module):
 
 
 class PublicNames(TestCase):
+    def test_type_hints_are_found_at_run_time(self):
+        import tensorfs
+
+        for name in sorted(tensorfs.__all__):
+            value = getattr(tensorfs, name)
+            methods = vars(value).values() if inspect.isclass(value) else ()
+            for function in (value, *methods):
+                if inspect.isfunction(function):
+                    with self.subTest(name=name, function=function.__name__):
+                        typing.get_type_hints(function)
+
     def test_the_package_has_every_name_of_safetensors(self):
         names = {name for name in vars(safetensors) if not name.startswith("_")} - {*MODULES}
         self.assertLessEqual({"safe_open", "serialize", "serialize_file", "TensorSpec", "deserialize"}, names)

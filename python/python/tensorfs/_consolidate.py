@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 from . import _settings, _tails, _tensorfs
 from ._errors import error
 from ._open import Globs, proof_of, secret_of, view_words
-from ._settings import RemoteSource
+from ._settings import RemoteSource, Unpack
 from ._tails import UnprovenTail
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-Path = Union[str, "os.PathLike[str]"]
+Path = Union[str, os.PathLike[str]]
 
 
 class _Written(NamedTuple):

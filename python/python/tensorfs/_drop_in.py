@@ -34,7 +34,7 @@ class DropIn(Generic[T]):
             return bytes(self.genuine().save(tensors, metadata))
 
         def save_file(
-            tensors: dict[str, T], filename: Union[str, "os.PathLike[str]"], metadata: dict[str, str] | None = None
+            tensors: dict[str, T], filename: Union[str, os.PathLike[str]], metadata: dict[str, str] | None = None
         ) -> None:
             """Writes these tensors to a file. safetensors writes it and must be installed."""
             self.genuine().save_file(tensors, filename, metadata)

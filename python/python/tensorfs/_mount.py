@@ -29,7 +29,7 @@ _MISSING = (
 
 
 @contextlib.contextmanager
-def mount(source: Union[str, "os.PathLike[str]"], **options: Any) -> Iterator[Path]:
+def mount(source: Union[str, os.PathLike[str]], **options: Any) -> Iterator[Path]:
     """Mounts a checkpoint, or a tree of them, and unmounts it at the end of the block.
 
         with tensorfs.mount("run7", dtype="bf16") as folder:

@@ -8,7 +8,7 @@ from typing import Iterable, Union
 
 from ._errors import error
 
-Names = Union[str, "re.Pattern[str]", Iterable[str], None]
+Names = Union[str, re.Pattern[str], Iterable[str], None]
 """A glob such as `"model.layers.0.*"`, a compiled regular expression that is searched for, or exact names."""
 
 

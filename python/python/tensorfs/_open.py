@@ -6,7 +6,7 @@ import errno
 import json
 import operator
 import os
-from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple, Sequence, Union
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence, Union
 
 from . import _device, _frameworks, _indexing, _settings, _tails
 from ._errors import SafetensorError, error, not_found, shown
@@ -14,15 +14,12 @@ from ._names import Names, select
 from ._prefetch import PrefetchLoader
 from ._reader import Info, Part, Reader, reader_for
 from ._requests import chunk_of
-from ._settings import RemoteSource
+from ._settings import RemoteSource, Unpack
 from ._share import Team
 from ._tails import Proof
 from ._tensorfs import Cancel, Checkpoint, Loader, load_indexed, real_name
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-StrPath = Union[str, "os.PathLike[str]"]
+StrPath = Union[str, os.PathLike[str]]
 Source = Union[StrPath, Sequence[StrPath], Mapping[str, StrPath]]
 """The sources of a checkpoint: a path, a list of files, or a mapping from tensor names to files."""
 

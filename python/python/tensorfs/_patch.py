@@ -9,16 +9,13 @@ import os
 import sys
 import threading
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import Any, Iterator
 
 from . import _device, _frameworks, _settings
 from ._errors import SafetensorError
 from ._open import safe_open
-from ._settings import RemoteSource
+from ._settings import RemoteSource, Unpack
 from ._tensorfs import SCHEMES
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class _Block:

@@ -90,7 +90,7 @@ def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 
 def serialize_file(
     tensor_dict: Mapping[str, TensorSpec],
-    filename: Union[str, "os.PathLike[str]"],
+    filename: Union[str, os.PathLike[str]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes these tensors to a file, which takes its name once it is whole."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import typing
 from functools import lru_cache
-from typing import Any, Mapping, Optional, TypedDict, Union
+from typing import TYPE_CHECKING, Any, Mapping, Optional, TypedDict, Union
 
 from ._tensorfs import Loader, parse_size
 
@@ -68,6 +69,19 @@ class RemoteSource(TypedDict, total=False):
 
 
 REMOTE_WORDS = tuple(RemoteSource.__annotations__)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack
+else:
+
+    class _Unpacked:
+        """`Unpack` of Python 3.10, which has none: `get_type_hints` finds the form itself."""
+
+        def __class_getitem__(cls, form):
+            return form
+
+    # Those who ask for type hints at run time need its name.
+    Unpack = getattr(typing, "Unpack", _Unpacked)
 
 Remote = Union[tuple[Optional[str], Optional[str], Optional[str], Optional[str], Optional[str]], None]
 """Where a remote source lies: the file with the credentials, the profile, the server, the region, and the file of

@@ -37,7 +37,7 @@ def save(tensor_dict: dict[str, numpy.ndarray], metadata: dict[str, str] | None 
 
 def save_file(
     tensor_dict: dict[str, numpy.ndarray],
-    filename: Union[str, "os.PathLike[str]"],
+    filename: Union[str, os.PathLike[str]],
     metadata: dict[str, str] | None = None,
 ) -> None:
     """Writes these arrays to a file. safetensors writes it and must be installed."""

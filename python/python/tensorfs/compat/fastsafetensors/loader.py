@@ -16,7 +16,7 @@ from .frameworks import TensorBase, wrapped
 from .st_types import DTYPE_SIZES, DType
 
 Filter = Callable[[str], bool]
-StrPath = Union[str, "os.PathLike[str]"]
+StrPath = Union[str, os.PathLike[str]]
 
 
 class SafeTensorsFileLoader:

@@ -18,7 +18,7 @@ from ._stored import HEAD_LEN
 
 __all__ = ["open_stream"]
 
-FileSpec = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]", int]
+FileSpec = Union[str, bytes, os.PathLike[str], os.PathLike[bytes], int]
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
 

@@ -220,6 +220,23 @@ class SettingsOfOneSource(TestCase):
             self.assertIn(shown, repr(handle))
             self.assertNotIn("hunter2", repr(handle))
 
+    def test_no_error_of_python_shows_what_may_be_secret(self):
+        nowhere = "http://user:hunter2@127.0.0.1:1/models/tiny.safetensors?sig=hunter2"
+
+        def mount():
+            with tensorfs.mount(nowhere):
+                self.fail("it is not mounted")
+
+        for call, shown in (
+            (mount, "127.0.0.1:1/models/tiny.safetensors"),
+            (lambda: tensorfs.load_file(f"{nowhere}\0", framework="np"), "a path holds no NUL byte"),
+        ):
+            with self.subTest(shown=shown), self.assertRaises(Exception) as raised:
+                call()
+            said = f"{raised.exception!r} {vars(raised.exception)}"
+            self.assertIn(shown, said)
+            self.assertNotIn("hunter2", said)
+
     def test_what_cannot_be_read_or_may_be_secret_is_refused(self):
         for how, why in (
             ({"endpoint": "http://user:hunter2@host"}, "endpoint: expected http(s)://HOST[:PORT]"),

@@ -18,6 +18,7 @@ from typing import Any, Union
 from ._errors import error
 from ._open import dtype_word
 from ._tails import UnprovenTailWarning
+from ._tensorfs import real_name
 
 # Tells where the mount is, and waits for the end of standard input: for the end of the block, or of this process.
 _HOLD = "printf '%s\\0' \"$TENSORFS_MOUNT\"; exec cat > /dev/null"
@@ -69,7 +70,7 @@ def mount(source: Union[str, os.PathLike[str]], **options: Any) -> Iterator[Path
             lines = [line.partition(": ")[2] or line for line in said.read().decode(errors="replace").splitlines()]
             if not place.endswith(b"\0"):
                 message = "; ".join(lines) or f"tensorfs ended with status {process.wait()}"
-                raise error(message, "usage" if process.wait() == 2 else "io", path=path)
+                raise error(message, "usage" if process.wait() == 2 else "io", path=real_name(path))
             for line in lines:
                 warnings.warn(line, UnprovenTailWarning if "unproven" in line else UserWarning, stacklevel=3)
             yield Path(os.fsdecode(place[:-1]))

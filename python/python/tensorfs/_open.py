@@ -179,7 +179,7 @@ def _open_checkpoint(
 def _path(path: StrPath) -> str:
     decoded = os.fsdecode(path)
     if "\0" in decoded:
-        raise ValueError(shown(f"{decoded}: a path holds no NUL byte"))
+        raise ValueError(shown(f"{real_name(decoded)}: a path holds no NUL byte"))
     return decoded
 
 

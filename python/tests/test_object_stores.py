@@ -1,5 +1,6 @@
 """Checkpoints in object stores, by URL. The server has the promises of `tests/python/test_object_stores.py`."""
 
+import os
 import pickle
 
 import numpy as np
@@ -205,6 +206,14 @@ class SettingsOfOneSource(TestCase):
         for call in (tensorfs.patched, lambda **how: tensorfs.load_file(OWN_URL, framework="np", **how)):
             with self.assertRaisesRegex(TypeError, "unexpected argument 'profil'"), call(profil="work"):
                 pass
+
+    def test_files_with_settings_of_a_patched_block_are_those_of_its_working_directory(self):
+        before = os.getcwd()
+        self.addCleanup(os.chdir, before)
+        os.chdir(self.profiles.parent)
+        with tensorfs.patched(**{**self.how, "credentials_file": self.profiles.name}):
+            os.chdir("/")
+            self.assert_same(safetensors.numpy.load_file(OWN_URL))
 
     def test_a_list_of_files_and_a_mapping_take_them(self):
         files = [f"{OWN_URL}/{path.name}" for path in sorted(self.source.glob("*.safetensors"))]

@@ -76,9 +76,8 @@ def patched(*, copy: bool | None = None, **remote: Unpack[RemoteSource]) -> Iter
     as all tensors of safetensors do; with `copy=False` all of them do, with `copy=True` none: see `safe_open`.
     `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` are those of `safe_open`, for URLs that are opened.
     """
-    _settings.remote(remote)
+    block = _Block(_innermost.get(), copy, _settings.in_this_folder(remote))
     _install()
-    block = _Block(_innermost.get(), copy, remote)
     try:
         token = _innermost.set(block)
         yield

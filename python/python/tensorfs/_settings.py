@@ -104,6 +104,12 @@ def remote(given: Mapping[str, Any]) -> Remote:
     return None if words == (None,) * 5 else words
 
 
+def in_this_folder(given: RemoteSource) -> RemoteSource:
+    """The arguments of one remote source, checked, with paths that mean the same in every working directory."""
+    chosen = remote(given)
+    return {} if chosen is None else typing.cast(RemoteSource, dict(zip(REMOTE_WORDS, chosen)))
+
+
 def _chosen(name: str, given: object) -> tuple[str, object]:
     variable = f"TENSORFS_{name.upper()}"
     # An empty variable counts as unset.

@@ -200,16 +200,6 @@ impl CachedObject {
         wanted.place(&copied).copy_from_slice(&edge[from..from + len]);
         true
     }
-    /// Whether the block has its checksum.
-    pub(super) fn is_right(&self, block: u64, sum: [u8; 16]) -> bool {
-        let bytes = self.bytes_of(&(block..block + 1));
-        let mut buf = vec![0; (bytes.end - bytes.start) as usize];
-        let mut wanted = BlockTarget { offset: bytes.start, buf: &mut buf };
-        self.take_block(block, sum, &mut wanted, &mut Vec::new(), Reach::Disk) || {
-            self.forget(block);
-            false
-        }
-    }
 }
 
 /// Appends `run`, joined to the last of `runs` where they meet.

@@ -29,7 +29,8 @@ pub(super) struct PieceMemory {
 }
 
 impl PieceMemory {
-    fn new() -> PieceMemory {
+    /// New memory.
+    pub(super) fn new() -> PieceMemory {
         let memory = vec![0; (PIECE_BLOCKS * BLOCK_LEN + ALIGN) as usize];
         let aligned = memory.as_ptr().align_offset(ALIGN as usize);
         PieceMemory { memory, aligned }

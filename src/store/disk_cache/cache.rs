@@ -323,10 +323,10 @@ impl DiskCache {
         let mut missing = Vec::new();
         for piece in runs.iter().flat_map(pieces_of) {
             let bytes = object.bytes_of(&piece);
-            let (mut memory, run) = (self.spares.take(), piece.clone());
-            let (of_thread, start) = (object.clone(), bytes.start);
-            let len = bytes.end - bytes.start;
+            let (start, len) = (bytes.start, bytes.end - bytes.start);
+            let (cache, of_thread, run) = (self.clone(), object.clone(), piece.clone());
             let asked = self.threads.ask(patience, move || {
+                let mut memory = cache.spares.take();
                 let taken = of_thread.take(&run, start, memory.bytes(len), Reach::Disk);
                 (taken, memory)
             });

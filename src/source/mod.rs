@@ -42,12 +42,16 @@ pub use store_probe::{StateMark, StoreProbe, StoreSample};
 use crate::error::{Error, Result, SourceUri};
 use crate::format::tensorizer::decryptor::Decryptor;
 use crate::hash::{Digest, Hasher};
+use crate::parallel::in_parallel;
 use crate::version::{QueueKey, Version};
 use crate::zeros::are_zeros;
 use notes::Notes;
 
 /// Bytes hashed at a time.
 const HASH_CHUNK_LEN: usize = 256 << 10;
+
+/// Maximum number of sources of stores that are asked at the same time.
+const ASKED_MAX: usize = 64;
 
 /// Which queue the reads of a source go to.
 #[derive(Clone, Copy, Debug)]
@@ -427,7 +431,7 @@ impl Source {
     ///
     /// # Errors
     /// The errors of `check`.
-    pub(crate) fn check_after_read(&self) -> Result<()> {
+    pub fn check_after_read(&self) -> Result<()> {
         match self {
             Source::Local(file) => file.check(),
             Source::Stored(_) => self.check_known(),
@@ -525,6 +529,23 @@ fn hash_of(ranges: &[Range<u64>], read: impl Fn(&mut [u8], u64) -> Result<()>) -
         }
     }
     Ok(hasher.finish())
+}
+
+/// Whether `holds` is true for each of `sources`. All are asked, and those of stores at the same time, because
+/// each answer takes a round trip.
+pub fn all_hold(sources: &[Arc<Source>], holds: &(dyn Fn(&Arc<Source>) -> bool + Sync)) -> bool {
+    let is_stored = |source: &&Arc<Source>| source.store_kind().is_some();
+    let (stored, others): (Vec<_>, Vec<_>) = sources.iter().partition(is_stored);
+    let (count, mut held) = (stored.len() as u64, 0);
+    let ask = |number: u64| Ok(holds(stored[number as usize]));
+    let add = &mut |holds: bool| {
+        held += u64::from(holds);
+        Ok(())
+    };
+    let asked = count > 1 && in_parallel(count, ASKED_MAX, count, &ask, add).is_ok();
+    let all_stored =
+        if asked { held == count } else { stored.iter().filter(|s| !holds(s)).count() == 0 };
+    all_stored & (others.iter().filter(|source| !holds(source)).count() == 0)
 }
 
 /// Runs `close`, which closes `sources`: on a thread of its own where that may have to wait,

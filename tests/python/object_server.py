@@ -56,8 +56,9 @@ class ObjectServer:
         self.dates = True
         # The least time that an answer takes.
         self.delay = 0
-        # Ranges of objects that wait for each other, as a threading.Barrier: part of the path, and the barrier.
+        # Ranges of objects, or HEADs, that wait for each other, as a threading.Barrier: part of the path, and the barrier.
         self.barrier = None
+        self.barrier_method = "GET"
         self.session_token = None
         self.lock = threading.Lock()
         self.over = threading.Event()
@@ -238,7 +239,8 @@ class Handler(BaseHTTPRequestHandler):
     def wait_for_others(self):
         with self.store.lock:
             part, barrier = self.store.barrier or (None, None)
-            waits = barrier is not None and part in self.path and "Range" in self.headers
+            is_waited_for = self.command == self.store.barrier_method and (self.command == "HEAD" or "Range" in self.headers)
+            waits = barrier is not None and part in self.path and is_waited_for
         if waits:
             # A client that asks one after the other gets no answer.
             with contextlib.suppress(threading.BrokenBarrierError):

@@ -77,6 +77,19 @@ class RoundTrips(RemoteSpeedCase):
         self.assertEqual(len(ranges), SHARDS)
         self.assertLessEqual(len(self.others()) + 1, 6, self.others())
 
+    def test_an_open_asks_for_the_states_of_all_shards_at_once(self):
+        with self.mount("cache-dir=none") as mount:
+            self.server.barrier_method = "HEAD"
+            for look in [lambda: (mount.path / FILE).stat(), lambda: open(mount.path / FILE, "rb").close()]:
+                self.server.requests.clear()
+                self.server.barrier = ("-of-", threading.Barrier(SHARDS))
+                look()
+                asked = [line for line in self.server.requests if line["method"] == "HEAD"]
+                if asked:
+                    self.assertIsNone(self.server.barrier)
+                self.assertIn(len(asked), [0, SHARDS, 2 * SHARDS])
+            self.assertGreaterEqual(len(asked), SHARDS)
+
     def test_a_shard_that_is_replaced_after_the_listing_is_read_as_it_is_now(self):
         name = name_of(7)
         self.server.faults = [{"kind": "error", "status": 412, "match": name, "method": "GET"}]

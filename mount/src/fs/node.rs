@@ -13,7 +13,7 @@ use tensorfs::internal::error::real_name;
 use tensorfs::internal::format::{manifest, names};
 use tensorfs::internal::hash::hex;
 use tensorfs::internal::reader::Reader;
-use tensorfs::internal::source::Source;
+use tensorfs::internal::source::{Source, all_hold};
 use tensorfs::internal::sync::{Mutex, RwLock};
 use tensorfs::internal::version::{Time, Version};
 use tensorfs::{Error, Result};
@@ -225,7 +225,7 @@ impl Node {
             source.is_current() || (self.is_unread() && settles())
         };
         let outdated = match content {
-            Content::Virtual(file) => !file.sources().iter().all(is_current),
+            Content::Virtual(file) => !all_hold(file.sources(), &is_current),
             Content::Whole { proved: Some(source), .. } => !is_current(source),
             Content::Whole { file, proved: None } => {
                 let now = self.look();
@@ -280,7 +280,7 @@ impl Node {
             }
         };
         let current = opened.current();
-        let mut unchanged = current.is_unchanged();
+        let mut unchanged = current.is_unchanged_once_open();
         if !unchanged && !self.follows() {
             let detail = "was changed while it was opened".to_owned();
             return Err(Error::changed(&self.path, detail));

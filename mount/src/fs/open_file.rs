@@ -9,7 +9,7 @@ use std::sync::Arc;
 use tensorfs::internal::cache::{Cache, CachedFile, OnStorm};
 use tensorfs::internal::checkpoint::Content;
 use tensorfs::internal::reader::Reader;
-use tensorfs::internal::source::{Pin, Source};
+use tensorfs::internal::source::{Pin, Source, all_hold};
 use tensorfs::internal::sync::RwLock;
 use tensorfs::{Error, Result};
 
@@ -84,7 +84,18 @@ impl Current {
     /// Whether its sources are what they were when they were opened. Asks the sources.
     pub(super) fn is_unchanged(&self) -> bool {
         // Every source is checked, so that each changed one is marked.
-        self.file.sources().iter().filter(|source| source.check().is_err()).count() == 0
+        all_hold(self.file.sources(), &|source| source.check().is_ok())
+    }
+
+    /// As `is_unchanged`, right after the sources were looked at and opened. Only files of this machine can
+    /// differ: reads of a store name the version that they want.
+    pub(super) fn is_unchanged_once_open(&self) -> bool {
+        match &self.file {
+            OpenContent::Virtual(_) => {
+                all_hold(self.file.sources(), &|source| source.check_after_read().is_ok())
+            }
+            OpenContent::Whole(_) | OpenContent::Text(_) => self.is_unchanged(),
+        }
     }
 
     /// Whether `range` of a file that follows its source may hold bytes that were not there when

@@ -90,7 +90,7 @@ struct RemoteStore {
     asked: PerProcess<Mutex<HashMap<String, BTreeSet<String>>>>,
     /// The commit of a repository, which a child of a fork keeps.
     pinned: Arc<Mutex<Option<String>>>,
-    /// When folders of S3 were seen last, which have no state of their own.
+    /// When folders were seen last, most of which have no state of their own.
     folders: PerProcess<Mutex<HashMap<String, Instant>>>,
 }
 
@@ -236,19 +236,19 @@ impl RemoteStore {
     async fn is_folder(&self, key: &str, deadline: Instant) -> io::Result<bool> {
         let endpoint = self.endpoint()?;
         match self.location.protocol {
-            Protocol::S3 | Protocol::Google if self.was_folder(key) => Ok(true),
+            Protocol::Hub => Ok(tree::look(endpoint, key, deadline).await?.is_none()),
+            _ if self.was_folder(key) => Ok(true),
             Protocol::S3 | Protocol::Google => {
                 let found = s3::list(endpoint, key, Some(2), deadline).await?;
                 Ok(self.note_folder(key, !found.is_empty()))
             }
-            Protocol::Azure if self.was_folder(key) => Ok(true),
             Protocol::Azure => {
                 let found = azure::list(endpoint, key, Some(2), deadline).await?;
                 Ok(self.note_folder(key, !found.is_empty()))
             }
-            Protocol::Hub => Ok(tree::look(endpoint, key, deadline).await?.is_none()),
             Protocol::Http if self.asked_in(key).is_empty() => {
-                web::is_folder(endpoint, key, deadline).await
+                let found = web::is_folder(endpoint, key, deadline).await?;
+                Ok(self.note_folder(key, found))
             }
             Protocol::Http => Ok(true),
         }

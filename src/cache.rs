@@ -148,7 +148,7 @@ impl Cache {
     /// Opens a file that is read through the cache.
     pub fn open(&self, reader: Reader, on_storm: Option<OnStorm>) -> Arc<CachedFile> {
         let id = self.0.next_file.fetch_add(1, Ordering::Relaxed);
-        let planner = Arc::new(Mutex::new(Planner::new(reader.len())));
+        let planner = Arc::new(Mutex::new(Planner::new(reader.len(), reader.reach())));
         let cache = Arc::downgrade(&self.0);
         Arc::new(CachedFile {
             id,

@@ -32,8 +32,15 @@ const STREAMS_MAX: usize = 16;
 /// Readers of one file whose orders are remembered.
 const READERS_MAX: usize = 16;
 
-/// First window, in bytes.
+/// Smallest window, in bytes, and the first one of a file of this machine.
 const WINDOW_MIN: u64 = 2 << 20;
+
+/// Windows are refilled once this many bytes, or half of a shorter one, have been read: longer steps leave a
+/// distant server without requests meanwhile.
+const STEP_MAX: u64 = 8 << 20;
+
+/// Bytes in whose multiples a window is refilled.
+const STEP_UNIT: u64 = 1 << 20;
 
 /// Largest window, in bytes.
 const WINDOW_MAX: u64 = 64 << 20;
@@ -45,9 +52,23 @@ const SLACK: u64 = 4 << 20;
 /// Consecutive small reads that are needed to count as a stream.
 const SMALL_RUN: u32 = 4;
 
-/// Maximum number of bytes that are read ahead beyond the current tensor before an order has proved
-/// itself.
-const TRIAL: u64 = 8 << 20;
+/// How far is read ahead before a reader has shown its needs.
+#[derive(Clone, Copy, Debug)]
+pub struct Reach {
+    /// First window, in bytes. Also what is read ahead of a reader that is at the end of a tensor.
+    first: u64,
+    /// Maximum number of bytes that are read ahead beyond the current tensor before an order has proved
+    /// itself.
+    trial: u64,
+}
+
+impl Reach {
+    /// For files of this machine.
+    pub const NEAR: Reach = Reach { first: WINDOW_MIN, trial: 8 << 20 };
+
+    /// For sources with a round trip before each first byte: what is not asked for in time costs one.
+    pub const FAR: Reach = Reach { first: 8 << 20, trial: 32 << 20 };
+}
 
 /// Minimum read-ahead bytes to judge their use by.
 const JUDGED_FROM: u64 = 32 << 20;
@@ -111,6 +132,7 @@ pub struct StreamId(u64);
 pub struct Planner {
     /// Length of the file.
     len: u64,
+    reach: Reach,
     streams: Vec<ReadStream>,
     /// Readers, with their handle and the number of their last read.
     readers: Vec<(u64, ReadLearner, u64)>,
@@ -135,14 +157,15 @@ pub struct Planner {
 
 impl Planner {
     /// A planner for a file of `len` bytes.
-    pub fn new(len: u64) -> Planner {
+    pub fn new(len: u64, reach: Reach) -> Planner {
         Planner {
             len,
+            reach,
             streams: Vec::new(),
             readers: Vec::new(),
             seen: SeenTensor::default(),
             reads: 0,
-            window: WINDOW_MIN,
+            window: reach.first,
             used: 0,
             wasted: 0,
             storms: Storms::default(),
@@ -485,8 +508,8 @@ impl Planner {
         self.leave_path_of_reader_elsewhere(index, window);
         let needed = if self.is_wasteful() { 4 * SMALL_RUN } else { SMALL_RUN };
         let stream = &self.streams[index];
-        // Half a window is planned at a time, to avoid many small reads.
-        if stream.run < needed || stream.ahead() > window / 2 {
+        // Many bytes are planned at a time, to avoid many small reads.
+        if stream.run < needed || stream.ahead() > window - (window / 2).min(STEP_MAX) {
             return None;
         }
         let planned = self.ranges_ahead(index, reader, window, tensors);
@@ -536,7 +559,7 @@ impl Planner {
         let stream = &self.streams[index];
         let ahead = stream.ahead();
         let beyond = self.beyond(stream, &self.readers[reader].1);
-        let mut planned = PlannedRanges::after(stream, window - ahead);
+        let mut planned = PlannedRanges::after(stream, refill(window, ahead));
         let mut tensor = stream.tensor.clone();
         for _ in 0..STEPS_MAX {
             if planned.is_full() {
@@ -575,10 +598,10 @@ impl Planner {
             0 | 1 if !reader.is_mistaken() => {
                 let Range { start, end } = stream.tensor.range;
                 let read = stream.next.saturating_sub(stream.began.max(start));
-                if read >= (end - start) / 4 * 3 { WINDOW_MIN } else { 0 }
+                if read >= (end - start) / 4 * 3 { self.reach.first } else { 0 }
             }
             0 | 1 => 0,
-            2 | 3 => TRIAL,
+            2 | 3 => self.reach.trial,
             _ => u64::MAX,
         }
     }
@@ -603,6 +626,13 @@ impl Planner {
         let range = next.range.start..beyond.range.start;
         Some(if is_more { TensorSpan { place: beyond.place - 1, range } } else { next })
     }
+}
+
+/// Bytes to add to the `ahead` ones of a window, in whole units where they are many: the last bytes would be a
+/// short read of their own.
+fn refill(window: u64, ahead: u64) -> u64 {
+    let room = window - ahead;
+    if ahead > 0 && room > STEP_UNIT { room / STEP_UNIT * STEP_UNIT } else { room }
 }
 
 /// Removes `read` from `path`.

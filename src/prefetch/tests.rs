@@ -19,7 +19,7 @@ impl TensorMap for Even {
 }
 
 fn planner() -> Planner {
-    Planner::new(40 * 64 * MIB)
+    Planner::new(40 * 64 * MIB, Reach::NEAR)
 }
 
 fn tensor_at(offset: u64) -> Range<u64> {
@@ -64,6 +64,44 @@ fn the_window_grows_only_while_the_reader_waits() {
         }
     }
     assert_eq!(longest, [WINDOW_MAX, WINDOW_MIN]);
+}
+
+#[test]
+fn a_full_window_is_refilled_in_steps_of_whole_units_and_long_before_it_is_half_empty() {
+    let mut planner = planner();
+    let mut planned = 0;
+    for at in 0..600 {
+        let (start, len) = (at * MIB, MIB - (at % 2) * 4096);
+        let ahead = read(&mut planner, start, len, true);
+        if at > 300 {
+            assert!(ahead.iter().all(|range| (range.end - range.start).is_multiple_of(STEP_UNIT)));
+            assert!(
+                planned >= start + WINDOW_MAX - STEP_MAX - 2 * MIB,
+                "{} at {at}",
+                planned / MIB
+            );
+        }
+        planned = ahead.last().map_or(planned, |range| range.end);
+    }
+}
+
+#[test]
+fn a_distant_file_is_read_further_ahead_before_its_reader_is_known() {
+    let ahead_at = |reach: Reach, at: u64| {
+        let mut planner = Planner::new(40 * 64 * MIB, reach);
+        let mut end = 0;
+        for start in 0..=at {
+            let planned = read(&mut planner, start * MIB, MIB, false);
+            end = planned.last().map_or(end, |range| range.end);
+        }
+        end - (at + 1) * MIB
+    };
+    let [near, far] = [Reach::NEAR, Reach::FAR];
+    assert!(ahead_at(near, 0) == near.first && ahead_at(far, 0) == far.first);
+    // The last bytes of the first tensor, whose successor is not known to be wanted.
+    assert!(ahead_at(near, 63) <= near.first && ahead_at(far, 63) > near.first);
+    // The third one follows two.
+    assert!(ahead_at(far, 191) <= far.trial);
 }
 
 #[test]
@@ -165,7 +203,7 @@ fn tensors_in_any_order_are_read_ahead_of_to_their_ends_only() {
             }
         }
     }
-    assert!(past <= 2 * TRIAL, "{past} bytes for nothing");
+    assert!(past <= 2 * Reach::NEAR.trial, "{past} bytes for nothing");
 }
 
 #[test]
@@ -260,7 +298,7 @@ impl TensorMap for Tiny {
 fn tiny_tensors_are_read_ahead_of_by_whole_windows_in_a_few_steps() {
     for each in [64, 1024] {
         let tensors = Tiny { each, steps: Default::default() };
-        let (mut planner, mut deepest, mut most_steps) = (Planner::new(1 << 30), 0, 0);
+        let (mut planner, mut deepest, mut most_steps) = (Planner::new(1 << 30, Reach::NEAR), 0, 0);
         for at in (0..1 << 30).step_by(1 << 17) {
             let advice = planner.observe(&request(at, 1 << 17, true), u64::MAX, &tensors);
             let planned = advice.ahead.into_iter().flat_map(|(_, ranges)| ranges);
@@ -304,7 +342,7 @@ fn read_whole(planner: &mut Planner, start: u64, reader: u64) -> [u64; 2] {
 // again.
 #[test]
 fn a_part_of_a_tensor_that_is_read_again_is_read_ahead_again_and_nothing_beyond_it() {
-    let mut planner = Planner::new(WHOLE);
+    let mut planner = Planner::new(WHOLE, Reach::NEAR);
     for _ in 0..3 {
         let (mut near, mut far) = (0, 0);
         for at in 0..1000 {
@@ -317,7 +355,7 @@ fn a_part_of_a_tensor_that_is_read_again_is_read_ahead_again_and_nothing_beyond_
 
 #[test]
 fn a_reader_that_follows_another_one_without_a_page_cache_is_read_ahead_of_too() {
-    let mut planner = Planner::new(WHOLE);
+    let mut planner = Planner::new(WHOLE, Reach::NEAR);
     let mut planned = [0; 2];
     for at in 0..2000 {
         for (reader, behind) in [(0, 0), (1, 100)].into_iter().filter(|(_, b)| *b <= at) {
@@ -426,13 +464,13 @@ fn a_storm_of_page_faults_in_one_tensor_is_answered_with_the_tensor_once() {
     }
     assert_eq!(pushed, [tensor_at(64 * MIB * 5)]);
     let slow = |n: u64| Request { now: n * 100, ..request(n * MIB, 4096, false) };
-    let mut planner = Planner::new(2500 * MIB);
+    let mut planner = Planner::new(2500 * MIB, Reach::NEAR);
     assert!((0..60).all(|n| planner.observe(&slow(n), u64::MAX, &Even).push.is_none()));
 }
 
 #[test]
 fn a_storm_of_page_faults_in_a_long_tensor_is_answered_with_the_gibibyte_that_has_them() {
-    let mut planner = Planner::new(WHOLE);
+    let mut planner = Planner::new(WHOLE, Reach::NEAR);
     let mut pushed = Vec::new();
     for n in 0..400u64 {
         let start = if n < 100 { 3 << 30 } else { 20 << 30 };
@@ -588,7 +626,7 @@ impl Replay {
 /// Replays reads that were recorded on a mount of the model: reader, page, and number of pages.
 fn replay(tensors: &str, recorded: &str) -> Replayed {
     let model = Model::read(tensors);
-    let mut planner = Planner::new(model.len());
+    let mut planner = Planner::new(model.len(), Reach::NEAR);
     let most = 96 * MIB;
     let pages = vec![Page::Unread; model.len().div_ceil(PAGE) as usize];
     let mut replay = Replay { pages, most: most / PAGE, held: 0, done: Replayed::default() };

@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::io::{read_all, read_all_stored};
 use crate::layout::{Extent, ExtentCount, Layout, PlainRun};
 use crate::order::{Order, Orders, TensorMap, TensorSpan};
+use crate::prefetch::Reach;
 use crate::source::Source;
 use crate::zeros::are_zeros;
 
@@ -99,6 +100,13 @@ impl Reader {
     /// Whether the file has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// How far to read ahead of its readers.
+    pub(crate) fn reach(&self) -> Reach {
+        let is_far =
+            |source: &Arc<Source>| source.store_kind().is_some() && source.copy().is_none();
+        if self.sources.iter().any(is_far) { Reach::FAR } else { Reach::NEAR }
     }
 
     /// The sources, in the catalog's order.

@@ -216,13 +216,20 @@ impl Node {
     /// Accesses the source.
     pub(crate) fn is_outdated(&self) -> bool {
         let NodeKind::File { content, .. } = &self.kind else { return false };
+        // After one that has changed no other is asked: a server may take the whole time of each.
+        let has_changed = AtomicBool::new(false);
         let is_current = |source: &Arc<Source>| {
+            if has_changed.load(Ordering::Relaxed) {
+                return false;
+            }
             let settles = || {
                 let settled = source.is_at_path() && source.settle().is_ok();
                 source.release();
                 settled
             };
-            source.is_current() || (self.is_unread() && settles())
+            let is_current = source.is_current() || (self.is_unread() && settles());
+            has_changed.fetch_or(!is_current, Ordering::Relaxed);
+            is_current
         };
         let outdated = match content {
             Content::Virtual(file) => !all_hold(file.sources(), &is_current),

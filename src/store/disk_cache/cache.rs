@@ -124,7 +124,7 @@ pub(super) struct DiskCache {
     told: Mutex<bool>,
     /// Bytes that were stored since the last look at the size.
     unchecked: AtomicU64,
-    /// All work in the folder is done on these.
+    /// Work in the folder that readers wait for is done on these.
     pub(super) threads: Arc<FolderThreads>,
     spares: SparePieces,
     pub(super) counters: CacheCounters,
@@ -221,7 +221,8 @@ impl DiskCache {
             return Some(object);
         }
         let folder = &self.place.folder;
-        let opened = if self.may_store(patience) {
+        let may_store = self.may_store(patience);
+        let opened = if may_store {
             CachedObject::open(folder, key)
         } else {
             CachedObject::open_there(&key.map_in(folder), Some(key))
@@ -229,7 +230,7 @@ impl DiskCache {
         let object = match opened {
             Ok(object) => Arc::new(object),
             Err(e) => {
-                if self.may_store(patience) {
+                if may_store {
                     self.pause(&e.to_string());
                 }
                 let before = self.objects.lock().remove(&key.digest);
@@ -289,7 +290,8 @@ impl DiskCache {
         if !left.is_empty() {
             return Some(left);
         }
-        if object.begins_note() {
+        // What is posted is not bounded, and keeps the object open.
+        if !self.threads.is_stuck(STUCK) && object.begins_note() {
             self.threads.post(move || object.write_use());
         }
         None
@@ -354,6 +356,7 @@ impl DiskCache {
         patience: DiskPatience,
     ) {
         let first = object.bytes_of(run).start;
+        let started = Instant::now();
         for piece in pieces_of(run) {
             let bytes = object.bytes_of(&piece);
             let (mut memory, len) = (self.spares.take(), bytes.end - bytes.start);
@@ -369,6 +372,10 @@ impl DiskCache {
                 cache.spares.give_back(memory);
                 is_stored
             });
+            if started.elapsed() > STORE_SLOW {
+                self.pause("its disk is slower than the server");
+                return;
+            }
             if asked != Some(true) {
                 return;
             }
@@ -377,7 +384,6 @@ impl DiskCache {
 
     /// Stores the blocks `run`, which have these `bytes`. Returns whether that succeeded.
     fn store_piece(&self, object: &CachedObject, run: &Range<u64>, bytes: &[u8]) -> bool {
-        let started = Instant::now();
         let len = bytes.len() as u64;
         let step = self.place.size.map_or(UNCHECKED_MAX, |size| (size / 8).min(UNCHECKED_MAX));
         let unchecked = self.unchecked.fetch_add(len, Ordering::Relaxed).saturating_add(len);
@@ -400,9 +406,6 @@ impl DiskCache {
             return false;
         }
         self.counters.stored_bytes.add(len);
-        if started.elapsed() > STORE_SLOW {
-            self.pause("its disk is slower than the server");
-        }
         true
     }
 

@@ -221,7 +221,7 @@ fn names_of<'s>(
     }
 }
 
-/// A note on the tensors that are floats of 16 bits, as the model states have them.
+/// A note on the tensors that are floats of 16 bits in the model states.
 fn short_floats(names: &[(&str, &str)], sources: &BTreeMap<String, ModelSource>) -> Option<String> {
     let is_short = |source: &ModelSource| {
         let (ModelSource::Whole { dtype, .. } | ModelSource::Flat(FlatTensor { dtype, .. })) =
@@ -230,12 +230,12 @@ fn short_floats(names: &[(&str, &str)], sources: &BTreeMap<String, ModelSource>)
     };
     let short: Vec<&str> =
         names.iter().filter(|(_, of)| is_short(&sources[*of])).map(|(name, _)| *name).collect();
-    let are = if short.len() == 1 { "is" } else { "are" };
+    let come = if short.len() == 1 { "comes" } else { "come" };
     (!short.is_empty()).then(|| {
         let named = named_some(short.iter().copied());
         format!(
-            "{named} {are} not in F32, because the optimizer states have no such weights; dtype=f32 \
-             shows all in F32"
+            "{named} {come} from the model states, in 16 bits, because the optimizer states have no such \
+             weights"
         )
     })
 }

@@ -36,7 +36,7 @@ pub const EXTENSION: &str = "index";
 
 /// The version increases with every change of the content, of the proof, and of the layout of a
 /// file, because an index holds the results of the version that made it.
-const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 6 };
+const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 7 };
 
 /// A file that the sets of a folder were made from.
 #[derive(Clone, Debug, PartialEq, Eq)]

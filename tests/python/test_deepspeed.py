@@ -204,10 +204,10 @@ class DeepSpeed(TestCase):
         self.assertEqual(found["head"], found["embed"])
         self.assertEqual({name: dtype for name, (dtype, _, _) in found.items() if dtype != "F32"}, {"rows": "BF16", "same.values": "BF16"})
         outcome = tensorfs("ls", run, "-o", "zero=fp32", "--json")
-        self.assertIn("rows, same.values are not in F32, because the optimizer states have no such weights", outcome.stdout)
+        self.assertIn("rows, same.values come from the model states, in 16 bits, because the optimizer states have no such weights", outcome.stdout)
         self.assertEqual(self.found(run)["head"], self.found(run)["embed"])
         self.assertEqual({dtype for dtype, _, _ in self.found(run).values()}, {"BF16"})
-        self.assertNotIn("not in F32", tensorfs("ls", run, "--json").stdout)
+        self.assertNotIn("16 bits", tensorfs("ls", run, "--json").stdout)
 
     def test_latest_leads_nowhere_else(self):
         for text, word in [

@@ -101,6 +101,16 @@ class TorchSets(TestCase):
         last.write_bytes(size.sub(lambda found: found[1] + bytes([8]), last.read_bytes()))
         self.assert_says(tensorfs("ls", folder), "rank3.bin: is of one of 8 ranks by its tensors, pytorch_model_fsdp_0_rank0.bin of one of 4")
 
+    def test_a_mesh_that_is_a_part_of_another_tells_the_number_of_all_ranks(self):
+        folder = self.tmp / "part"
+        folder.mkdir()
+        with torch_files.modules() as named:
+            for rank in range(2):
+                part = Tensor(np.full(2, rank, dtype=np.float32))
+                root = {"w": torch_files.dtensor(named, part, (4,), rank, 4, 0, axis=2)}
+                torch_files.save(folder / f"pytorch_model_fsdp_0_rank{rank}.bin", root)
+        self.assert_says(tensorfs("ls", folder), "is of rank 0 of 4 by its tensors, and files of 2 ranks are here")
+
     def test_local_state_dicts_of_fsdp1_are_refused_in_one_line(self):
         folder = self.tmp / "local"
         folder.mkdir()

@@ -39,6 +39,8 @@ pub(super) struct TensorPart {
 struct Mesh {
     /// Whether it has the ranks of some axes of another one: others have the same parts.
     is_part: bool,
+    /// Number of its ranks, or of those of the other one.
+    ranks: u64,
     sizes: Vec<u64>,
     at: Vec<u64>,
     rank: u64,
@@ -249,8 +251,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
             return Err(wrong(message).into());
         }
         self.check_order(spec)?;
-        let ranks = mesh.sizes.iter().product();
-        self.note_rank(FileRank { rank: mesh.rank, ranks })?;
+        self.note_rank(FileRank { rank: mesh.rank, ranks: mesh.ranks })?;
         let mut place = self.local(storages, local, element)?;
         let (offset, shape) = box_of(&mesh, &placements, whole)?;
         place.take_empty_shape(&shape);
@@ -393,7 +394,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         let count = sizes
             .as_ref()
             .and_then(|sizes| sizes.iter().try_fold(1_u64, |all, &size| all.checked_mul(size)));
-        let (Some(sizes), Some(1..=RANKS_MAX)) = (sizes, count) else {
+        let (Some(sizes), Some(count @ 1..=RANKS_MAX)) = (sizes, count) else {
             return Err(unknown("mesh").into());
         };
         if at.len() != sizes.len() || at.iter().zip(&sizes).any(|(at, size)| at >= size) {
@@ -415,7 +416,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         };
         // A mesh of some axes of another one has the ranks of that one: it begins where all its own axes do.
         let begin = own
-            .filter(|_| count.is_some_and(|count| count < ranks.len() as u64))
+            .filter(|_| count < ranks.len() as u64)
             .and_then(|own| ranks.iter().position(|&rank| rank == own))
             .and_then(|place| (place as u64).checked_sub(index))
             .filter(|begin| {
@@ -431,7 +432,9 @@ impl<'a, 'v> RankParts<'a, 'v> {
             let message = format!("is of rank {own}, and of rank {rank} by its place in the mesh");
             return Err(wrong(message).into());
         }
-        let mesh = Rc::new(Mesh { is_part: begin.is_some(), sizes, at, rank });
+        let is_part = begin.is_some();
+        let ranks = if is_part { ranks.len() as u64 } else { count };
+        let mesh = Rc::new(Mesh { is_part, ranks, sizes, at, rank });
         self.meshes.insert(id, mesh.clone());
         Ok(mesh)
     }

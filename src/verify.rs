@@ -115,7 +115,12 @@ pub fn verify(
         let is_archive = checkpoint.format_of(shard) == InputFormat::Torch;
         *(if is_archive { &mut verified.entries } else { &mut verified.hashed }) += seen.hashed;
         // `--record` does not mend a tensor that differs from the hash in its header.
-        if let Some(fault) = seen.differs {
+        if let Some((byte, fault)) = seen.differs {
+            // An entry of an archive has a number for a name.
+            let fault = match named.place(&(byte..byte + 1)) {
+                ShardPlace::Tensor(name) => fault.tensor(&name),
+                _ => fault,
+            };
             return Err(checkpoint.refused(fault.in_file(&shard.name)));
         }
         if let Some(expected) = blob_hash(source) {

@@ -18,8 +18,8 @@ pub(super) struct HeaderHashCheck<'a> {
     hashers: Vec<TensorHasher>,
     /// Number of tensors whose hashes match.
     pub(super) matched: u64,
-    /// The first hash that does not match.
-    pub(super) mismatch: Option<Fault>,
+    /// The first hash that does not match, and the first byte of what it is of.
+    pub(super) mismatch: Option<(u64, Fault)>,
 }
 
 enum TensorHasher {
@@ -97,7 +97,7 @@ impl<'a> HeaderHashCheck<'a> {
 
     /// Compares the hashes of the tensor whose last byte was hashed.
     fn compare(&mut self) {
-        let HashedTensor { name, hashes, is_entry, .. } = &self.tensors[self.next];
+        let HashedTensor { name, range, hashes, is_entry, .. } = &self.tensors[self.next];
         let differs = self.hashers.drain(..).map(TensorHasher::finish).find_map(|(kind, found)| {
             let expected: &[u8] = match kind {
                 HashKind::Crc32 => hashes.crc32.as_ref()?,
@@ -111,14 +111,16 @@ impl<'a> HeaderHashCheck<'a> {
                 // The bytes of a CRC in an archive are the other way round.
                 let number = |bytes: &[u8]| hex(&bytes.iter().rev().copied().collect::<Vec<u8>>());
                 let message = format!(
-                    "the bytes of its entry {} have the {} {}, its directory says {}; restore the file \
-                     from a good copy",
+                    "the bytes of its entry {} at byte {} have the {} {}, its directory says {}; restore \
+                     the file from a good copy",
                     quoted(name),
+                    range.start,
                     kind.name(),
                     number(&found),
                     number(expected)
                 );
-                self.mismatch.get_or_insert(Fault::new(ErrorKind::HashMismatch, message));
+                let fault = Fault::new(ErrorKind::HashMismatch, message);
+                self.mismatch.get_or_insert((range.start, fault));
             }
             Some((kind, found, expected)) => {
                 let message = format!(
@@ -129,7 +131,7 @@ impl<'a> HeaderHashCheck<'a> {
                     hex(expected)
                 );
                 let fault = Fault::new(ErrorKind::HashMismatch, message).tensor(name);
-                self.mismatch.get_or_insert(fault);
+                self.mismatch.get_or_insert((range.start, fault));
             }
         }
         self.next += 1;
@@ -186,7 +188,7 @@ mod tests {
                 let mut bytes = bytes.clone();
                 bytes[place as usize] ^= 1;
                 let check = check(&bytes, &tensors, 50);
-                let fault = check.mismatch.unwrap();
+                let (_, fault) = check.mismatch.unwrap();
                 assert_eq!(
                     (fault.kind, fault.tensor),
                     (ErrorKind::HashMismatch, Some(tensor.name.clone()))
@@ -209,8 +211,10 @@ mod tests {
         // The check value of CRC-32.
         let (bytes, good) = (b"...123456789..", [entry(0xcbf4_3926)]);
         assert_eq!(check(bytes, &good, 4).matched, 1);
-        let fault = check(bytes, &[entry(1)], 4).mismatch.unwrap();
-        assert!(fault.message.contains("`m/data/0` have the CRC32 cbf43926"), "{}", fault.message);
+        let (byte, fault) = check(bytes, &[entry(1)], 4).mismatch.unwrap();
+        assert_eq!(byte, 3);
+        let expected = "`m/data/0` at byte 3 have the CRC32 cbf43926";
+        assert!(fault.message.contains(expected), "{}", fault.message);
         assert!(fault.message.contains("says 00000001"), "{}", fault.message);
     }
 
@@ -218,7 +222,7 @@ mod tests {
     fn a_hash_that_is_not_that_of_the_bytes_is_named() {
         let (bytes, mut tensors) = file("v5_long.tensors");
         tensors[1].hashes.sha256.as_mut().unwrap()[31] ^= 1;
-        let fault = check(&bytes, &tensors, 64).mismatch.unwrap();
+        let (_, fault) = check(&bytes, &tensors, 64).mismatch.unwrap();
         assert!(fault.message.contains("SHA-256"), "{}", fault.message);
         assert_eq!(fault.tensor.as_ref(), Some(&tensors[1].name));
     }

@@ -38,8 +38,8 @@ pub(super) struct ShardHashes {
     pub(super) sha256: Option<String>,
     /// Number of tensors whose bytes match the hashes in their headers, or of entries of an archive.
     pub(super) hashed: u64,
-    /// The first hash in a header that does not match.
-    pub(super) differs: Option<Fault>,
+    /// The first hash in a header that does not match, and the first byte of what it is of.
+    pub(super) differs: Option<(u64, Fault)>,
 }
 
 /// A part of a shard that one thread reads.
@@ -60,7 +60,7 @@ struct StepHashes {
     described: Vec<u8>,
     sha256: Option<String>,
     hashed: u64,
-    differs: Option<Fault>,
+    differs: Option<(u64, Fault)>,
 }
 
 /// A shard that is read, and the hashes that are wanted of it.

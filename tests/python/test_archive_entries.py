@@ -1,13 +1,20 @@
 """`tensorfs verify` on files of torch.save: each entry of the archive is compared with its CRC-32."""
 
+import re
 import shutil
 import zipfile
+import zlib
 
 import numpy as np
 
 import torch_files
 from mounts import FIXTURES, TestCase, tensorfs
 from torch_files import Tensor
+
+
+def all_bytes(folder):
+    """The bytes of all files of items in a folder."""
+    return b"".join(path.read_bytes() for path in folder.glob("*.distcp"))
 
 
 class ArchiveEntries(TestCase):
@@ -60,6 +67,29 @@ class ArchiveEntries(TestCase):
         self.assert_refused(outcome)
         self.assertIn(path.name, outcome.stderr)
         self.assertIn(f"`{entry}`", outcome.stderr)
+
+    def test_entries_of_every_item_of_a_distributed_checkpoint_are_compared(self):
+        step = self.copy(FIXTURES / "torch/dcp_small", "step")
+        whole = tensorfs("verify", step, "--json")
+        self.assert_done(whole)
+        count, changed = whole.json()["sets"][0]["archive_entries_compared"], 0
+        for path in sorted(step.glob("*.distcp")):
+            data = path.read_bytes()
+            # The directory of each item names the data of its tensor, and has its CRC and its length.
+            for found in re.finditer(rb"PK\x01\x02.{42}archive/data/0", data, re.DOTALL):
+                directory = found.group()
+                crc, size = (int.from_bytes(directory[at : at + 4], "little") for at in (16, 24))
+                start = next(at for at in range(found.start()) if zlib.crc32(data[at : at + size]) == crc)
+                for index in ("none", self.tmp / "index"):
+                    with self.subTest(path=path.name, start=start, index=index):
+                        path.write_bytes(data[:start] + bytes([data[start] ^ 1]) + data[start + 1 :])
+                        outcome = tensorfs("verify", step, "--index-dir", index)
+                        self.assert_refused(outcome)
+                        self.assertIn(f"step/{path.name}: tensor `", outcome.stderr)
+                        self.assertIn(f"entry `archive/data/0` at byte {start} have the CRC32", outcome.stderr)
+                        changed += 1
+            path.write_bytes(data)
+        self.assertEqual((count, changed), (len(re.findall(rb"PK\x01\x02", all_bytes(step))), 12))
 
     def test_archives_without_crcs_and_files_of_old_torch_have_none_to_compare(self):
         for name in ("zip_crc_off.pt", "legacy_dtypes.pth"):

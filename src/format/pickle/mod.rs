@@ -1,12 +1,13 @@
 //! Files of `torch.save`: a zip archive with a pickle, which names tensors, and their data as it is.
 //!
-//! `zip` reads the archive, `machine` carries the pickle out as values and runs nothing, `globals` says
+//! `zip` reads the archive, `archives` finds several in a file, `machine` carries the pickle out as values and runs nothing, `globals` says
 //! what names mean, `tensors` finds the bytes of a tensor, and `state_dict` names the tensors of a
 //! model, `scan` lists the names that a pickle asks for, `zero` finds the ranges of DeepSpeed's ranks,
 //! `parts` those of which a rank has a part. `legacy` reads the files of torch before 1.6, which
 //! are no archives. Distributed checkpoints are made of the same parts: `distcp` reads their
 //! `.metadata`, `chosen` names the tensors of a model in it, and `items` reads the `.distcp` files.
 
+mod archives;
 mod chosen;
 mod distcp;
 mod globals;
@@ -38,7 +39,7 @@ use self::zip::{Archive, LOCAL_MAGIC};
 use super::deepspeed::{UniversalTensor, ZeroModel, ZeroPart};
 use super::description::{PiecePlace, ShardDescription};
 use super::range_reader::RangeReader;
-use super::tensorizer::{HashedTensor, KeptHashes};
+use super::tensorizer::HashedTensor;
 
 pub use self::distcp::{ChunkedTensor, DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
 pub use self::items::parse_items;
@@ -200,7 +201,8 @@ pub fn parse_universal(
     told(parse_range(reader, whole, describe_universal))
 }
 
-/// The entries of an archive that have a CRC, in the order of their bytes; none for other files.
+/// The entries of the archives in a file that have a CRC, in the order of their bytes; none for other
+/// files.
 ///
 /// # Errors
 /// A failed read.
@@ -211,29 +213,7 @@ pub fn entry_hashes(reader: &mut dyn RangeReader) -> io::Result<Vec<HashedTensor
     if !is_zip(&first) {
         return Ok(Vec::new());
     }
-    // Files with archives inside are no archives.
-    Ok(told(hashed_entries(reader))?.unwrap_or_default())
-}
-
-fn hashed_entries(reader: &mut dyn RangeReader) -> Result<Vec<HashedTensor>, ReadStop> {
-    let whole = 0..reader.file_len();
-    let archive = Archive::read(reader, whole)?;
-    let mut hashed = Vec::new();
-    for name in archive.names() {
-        let Some(crc) = archive.crc_of(name) else { continue };
-        let Some(range) = archive.data(reader, name)?.filter(|range| !range.is_empty()) else {
-            continue;
-        };
-        hashed.push(HashedTensor {
-            name: archive.whole_name(name),
-            range,
-            left_out: 0..0,
-            hashes: KeptHashes::of_crc32(crc),
-            is_entry: true,
-        });
-    }
-    hashed.sort_unstable_by_key(|entry| entry.range.start);
-    Ok(hashed)
+    Ok(told(archives::hashed_entries(reader))?.unwrap_or_default())
 }
 
 /// The archive in the bytes `range` of a file, and the length of its pickle.

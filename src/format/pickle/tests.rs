@@ -594,3 +594,22 @@ fn entries_with_a_crc_are_listed_in_the_order_of_their_bytes() {
         (vec!["m/data/1"], &[2; 8][..])
     );
 }
+
+#[test]
+fn entries_of_archives_that_follow_each_other_are_all_listed() {
+    let mut one = plain();
+    for magic in [b"PK\x03\x04", b"PK\x01\x02"] {
+        let at = one.windows(4).rposition(|four| four == magic).unwrap();
+        one[at + if magic[2] == 3 { 14 } else { 16 }] = 7;
+    }
+    let starts = |bytes: &[u8]| {
+        let found = entry_hashes(&mut &*bytes).unwrap();
+        found.iter().map(|entry| entry.range.start).collect::<Vec<_>>()
+    };
+    let own = starts(&one)[0];
+    let len = one.len() as u64;
+    assert_eq!(starts(&one.repeat(3)), [own, own + len, own + 2 * len]);
+    // In front of the last two is no archive.
+    let mixed = [b"PK\x03\x04 is no archive", &*one.repeat(2)].concat();
+    assert_eq!(starts(&mixed), [own + 18, own + 18 + len]);
+}

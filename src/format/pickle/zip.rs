@@ -347,6 +347,30 @@ fn long_numbers(numbers: &mut [u64], extra: &[u8]) -> Option<()> {
     Some(())
 }
 
+/// First byte of the archive that ends in front of the byte `end`, by its end record. `None` if none ends
+/// there.
+pub(super) fn archive_start(
+    reader: &mut dyn RangeReader,
+    end: u64,
+) -> Result<Option<u64>, ReadStop> {
+    let Some(at) = end.checked_sub(END_LEN) else { return Ok(None) };
+    let mut bytes = [0; END_LEN as usize];
+    reader.read_exact_at(at, &mut bytes)?;
+    if !bytes.starts_with(END_MAGIC) || le(&bytes[20..22]) != 0 {
+        return Ok(None);
+    }
+    let mut locator = [0; ZIP64_LOCATOR_LEN as usize];
+    if let Some(before) = at.checked_sub(ZIP64_LOCATOR_LEN) {
+        reader.read_exact_at(before, &mut locator)?;
+        if locator.starts_with(ZIP64_LOCATOR_MAGIC) {
+            let record = before.checked_sub(ZIP64_END_LEN);
+            return Ok(record.and_then(|place| place.checked_sub(le(&locator[8..16]))));
+        }
+    }
+    let [len, offset] = [12, 16].map(|at| le(&bytes[at..at + 4]));
+    Ok(at.checked_sub(len).and_then(|directory| directory.checked_sub(offset)))
+}
+
 /// The end record of the archive in the bytes `range`, and the first byte behind its directory.
 fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> Result<(End, u64), ReadStop> {
     let missing = || {

@@ -1,0 +1,125 @@
+//! A file of zip archives that follow each other, as torch writes the items of a `.distcp` file. A file
+//! of `torch.save` has one.
+
+use std::io;
+use std::ops::Range;
+
+use super::ReadStop;
+use super::zip::{Archive, archive_start};
+use crate::format::range_reader::RangeReader;
+use crate::format::tensorizer::{HashedTensor, KeptHashes};
+
+/// Bytes that are read at once, and how many such blocks are kept: those at the ends of an archive.
+const BLOCK_LEN: u64 = 32 << 10;
+const BLOCKS_MAX: usize = 4;
+
+/// The places of the archives that the file ends with, first one first, and the first byte behind what
+/// is no archive: 0 if all is.
+///
+/// The end of an archive tells where it begins. An archive may have others as its data, so they are found
+/// from the end of the file.
+pub(super) fn archives_at_end(
+    reader: &mut dyn RangeReader,
+) -> Result<(Vec<Range<u64>>, u64), ReadStop> {
+    let mut end = reader.file_len();
+    let mut found = Vec::new();
+    while end > 0 {
+        let Some(start) = archive_start(reader, end)? else { break };
+        found.push(start..end);
+        end = start;
+    }
+    found.reverse();
+    Ok((found, end))
+}
+
+/// The entries with a CRC of all archives of a file, in the order of their bytes.
+pub(super) fn hashed_entries(reader: &mut dyn RangeReader) -> Result<Vec<HashedTensor>, ReadStop> {
+    let mut reader = BlockReader { reader, blocks: Vec::new() };
+    let (ranges, _) = archives_at_end(&mut reader)?;
+    let mut hashed = Vec::new();
+    for range in ranges.into_iter().rev() {
+        match add_entries(&mut reader, range, &mut hashed) {
+            // In front of the archives may lie what only ends like one.
+            Err(ReadStop::Fault(_)) => break,
+            done => done?,
+        }
+    }
+    hashed.sort_unstable_by_key(|entry| entry.range.start);
+    Ok(hashed)
+}
+
+/// Adds the entries with a CRC of the archive in `range`.
+fn add_entries(
+    reader: &mut dyn RangeReader,
+    range: Range<u64>,
+    hashed: &mut Vec<HashedTensor>,
+) -> Result<(), ReadStop> {
+    let archive = Archive::read(reader, range)?;
+    let mut own = Vec::new();
+    for name in archive.names() {
+        let Some(crc) = archive.crc_of(name) else { continue };
+        let Some(range) = archive.data(reader, name)?.filter(|range| !range.is_empty()) else {
+            continue;
+        };
+        own.push(HashedTensor {
+            name: archive.whole_name(name),
+            range,
+            left_out: 0..0,
+            hashes: KeptHashes::of_crc32(crc),
+            is_entry: true,
+        });
+    }
+    hashed.append(&mut own);
+    Ok(())
+}
+
+/// Reads a file by blocks, of which the last ones are kept.
+struct BlockReader<'r> {
+    reader: &'r mut dyn RangeReader,
+    /// First byte and bytes of each, the last one read last.
+    blocks: Vec<(u64, Vec<u8>)>,
+}
+
+impl BlockReader<'_> {
+    /// The block that begins at `start`.
+    fn block(&mut self, start: u64) -> io::Result<&[u8]> {
+        let known = self.blocks.iter().position(|(own, _)| *own == start);
+        let at = match known {
+            Some(at) => at,
+            None => {
+                let len = BLOCK_LEN.min(self.reader.file_len() - start);
+                let mut bytes = vec![0; len as usize];
+                self.reader.read_exact_at(start, &mut bytes)?;
+                if self.blocks.len() >= BLOCKS_MAX {
+                    self.blocks.remove(0);
+                }
+                self.blocks.push((start, bytes));
+                self.blocks.len() - 1
+            }
+        };
+        Ok(&self.blocks[at].1)
+    }
+}
+
+impl RangeReader for BlockReader<'_> {
+    fn file_len(&self) -> u64 {
+        self.reader.file_len()
+    }
+
+    fn read_exact_at(&mut self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let end = offset.saturating_add(buf.len() as u64);
+        if end > self.reader.file_len() || buf.len() as u64 > BLOCK_LEN {
+            return self.reader.read_exact_at(offset, buf);
+        }
+        let mut at = offset;
+        while at < end {
+            let start = at - at % BLOCK_LEN;
+            let block = self.block(start)?;
+            let within = (at - start) as usize..(end.min(start + BLOCK_LEN) - start) as usize;
+            let place = (at - offset) as usize;
+            buf[place..place + within.len()].copy_from_slice(&block[within.clone()]);
+            at += within.len() as u64;
+        }
+        Ok(())
+    }
+}

@@ -7,7 +7,9 @@ use crate::catalog::{Heads, named_some};
 use crate::error::{Error, ErrorKind, Fault, Result, counted, quoted};
 use crate::format::TrainingState;
 use crate::format::names::{self, DISTCP_METADATA};
-use crate::format::pickle::{DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
+use crate::format::pickle::{
+    DistcpMetadata, FIRST_LEN, METADATA_LEN_MAX, StoredChunk, may_be_torch,
+};
 
 use super::folder::{File, Folder};
 use super::header_memory::{Reserved, description_max, description_memory};
@@ -114,40 +116,77 @@ fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
     let heads = Arc::new(Heads::without_notes());
     let note = note_of(folder, metadata);
     let files: Vec<(&String, &Vec<StoredChunk>)> = metadata.files.iter().collect();
+    let items_in = |name: &String| metadata.named.get(name).map_or(0, Vec::len);
     let first = metadata.files.keys().next();
     let open = |(name, chunks): &(&String, &Vec<StoredChunk>)| {
         // One file has the note about all of them.
         let own_note = note.as_deref().filter(|_| Some(*name) == first);
         let opened = match folder.file(name) {
-            Some(file) => open_items(&heads, folder, file, chunks, own_note),
+            Some(file) => open_items(&heads, folder, file, chunks, items_in(name), own_note),
             None => Err(missing(folder, name, chunks.len())),
         };
         ((*name).clone(), opened)
     };
     let mut opened: OpenedFiles = map_files(&folder.store, &files, open).into_iter().collect();
-    for (name, fault) in cut_files(folder, metadata) {
-        // A shown tensor that is cut off is named by the reader of the items.
-        if opened.get(name).is_none_or(Result::is_ok) {
-            let error = Error::refused(&folder.path, fault.in_file(name));
+    for (name, items) in &metadata.named {
+        let Some(file) = folder.file(name).filter(|_| names::is_distcp(name)) else { continue };
+        // A shown tensor that is cut off, or lies elsewhere, is named by the reader of the items.
+        if opened.get(name).is_none_or(Result::is_ok)
+            && let Err(error) = check_filled(folder, file, items)
+        {
             opened.insert(name.to_owned(), Err(error));
         }
     }
     opened
 }
 
-/// The files that end before an item that `.metadata` places in them, shown or not. Such a file was cut off,
-/// so that the checkpoint is damaged.
-fn cut_files<'a>(folder: &Folder, metadata: &'a DistcpMetadata) -> Vec<(&'a str, Fault)> {
-    let cut = metadata.named.iter().filter_map(|(name, &(start, len))| {
-        let found = folder.file(name)?.version.len;
-        let message = format!(
-            "has {found} bytes, and `{DISTCP_METADATA}` places an item of {len} bytes at byte {start} in \
-             it; fetch or copy the file again"
-        );
-        let is_cut = start.saturating_add(len) > found && names::is_distcp(name);
-        is_cut.then(|| (name.as_str(), Fault::new(ErrorKind::DataTruncated, message)))
-    });
-    cut.collect()
+/// Refuses a file that the items of `.metadata`, shown or not, do not fill: torch writes one after the other.
+/// A file that ends before was cut off, and one with other bytes is of another save.
+fn check_filled(folder: &Folder, file: &File, items: &[(u64, u64)]) -> Result<()> {
+    let found = file.version.len;
+    let name = file.name.to_string_lossy();
+    let refused = |kind, message: String| {
+        Err(Error::refused(&folder.path, Fault::new(kind, message).in_file(&name)))
+    };
+    let mut filled = 0;
+    let mut free = None;
+    for &(start, len) in items {
+        let end = start.saturating_add(len);
+        if end > found {
+            let message = format!(
+                "has {found} bytes, and `{DISTCP_METADATA}` places an item of {len} bytes at byte {start} \
+                 in it; fetch or copy the file again"
+            );
+            return refused(ErrorKind::DataTruncated, message);
+        }
+        if start > filled {
+            free.get_or_insert(filled..start);
+        }
+        filled = filled.max(end);
+    }
+    if filled < found {
+        free.get_or_insert(filled..found);
+    }
+    let Some(free) = free else { return Ok(()) };
+    // In a file of safetensors all items begin at byte 0. Its reader compares them.
+    if items.iter().all(|item| item.0 == 0) && !begins_as_archive(file)? {
+        return Ok(());
+    }
+    let message = format!(
+        "has {found} bytes, and no item of `{DISTCP_METADATA}` has the bytes {} to {}, though torch leaves \
+         no room between items: the two are of different saves, or the file was changed; take both from \
+         one save, or save again",
+        free.start, free.end
+    );
+    refused(ErrorKind::DcpInfo, message)
+}
+
+/// Whether `file` begins as an item of torch.save.
+fn begins_as_archive(file: &File) -> Result<bool> {
+    let source = file.open_listed()?;
+    let mut first = vec![0; FIRST_LEN.min(source.len() as usize)];
+    source.read_exact_at(&mut first, 0)?;
+    Ok(may_be_torch(&first))
 }
 
 /// The note about what is not shown: values of the checkpoint, and files of another save.

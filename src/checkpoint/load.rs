@@ -192,19 +192,20 @@ pub(super) fn open_shard(
     }
 }
 
-/// Opens a `.distcp` file of the checkpoint in `folder`, and reads its items with these chunks. `note` is
-/// about what is not shown.
+/// Opens a `.distcp` file of the checkpoint in `folder`, and reads its items with these chunks, of
+/// `items` that it has by `.metadata`. `note` is about what is not shown.
 pub(super) fn open_items(
     heads: &Arc<Heads>,
     folder: &Folder,
     file: &File,
     chunks: &[StoredChunk],
+    items: usize,
     note: Option<&str>,
 ) -> Result<OpenShard> {
     let name = file.name.to_str().unwrap_or_default();
     let mut tries = 0;
     loop {
-        match read_items(file, chunks) {
+        match read_items(file, chunks, items) {
             Err(Error::Changed { .. }) if tries < READ_TRIES => tries += 1,
             Err(error) => return Err(named_in(&folder.path, name, error)),
             Ok((source, parsed)) => {
@@ -219,11 +220,15 @@ pub(super) fn open_items(
     }
 }
 
-/// Opens a `.distcp` file and parses its items with these chunks.
-fn read_items(file: &File, chunks: &[StoredChunk]) -> Result<(Arc<Source>, HashedDescription)> {
+/// Opens a `.distcp` file and parses its items with these chunks, of `items`.
+fn read_items(
+    file: &File,
+    chunks: &[StoredChunk],
+    items: usize,
+) -> Result<(Arc<Source>, HashedDescription)> {
     let source = file.open_listed()?;
     let mut reader = SourceReader::at(&source, 0);
-    let parsed = match reader.run(|reader| parse_items(reader, chunks))? {
+    let parsed = match reader.run(|reader| parse_items(reader, chunks, items))? {
         Ok(description) => {
             let hash = source.hash_ranges(&description.described)?;
             Ok((description, hash))

@@ -93,24 +93,86 @@ class Distributed(TestCase):
         whole = tensorfs("ls", step, "--json").json()
 
         def move_optimizer(root):
+            data = {path.name: path.read_bytes() for path in step.glob("*.distcp")}
+            written = dict.fromkeys([*data, "__7_0.distcp"], b"")
             for index, place in root.state["storage_data"].items():
+                values = place.state
+                item = data[values["relative_path"]][values["offset"] :][: values["length"]]
                 if index.state["fqn"].startswith("optimizer"):
-                    place.state["relative_path"] = "__7_0.distcp"
+                    values["relative_path"] = "__7_0.distcp"
+                values["offset"] = len(written[values["relative_path"]])
+                written[values["relative_path"]] += item
+            for name, items in written.items():
+                (step / name).write_bytes(items)
 
         path = step / ".metadata"
         path.write_bytes(torch_files.changed(path.read_bytes(), lambda root: None))
         self.assertEqual(tensorfs("ls", step, "--json").json()["sets"], whole["sets"])
         path.write_bytes(torch_files.changed(path.read_bytes(), move_optimizer))
+        moved = (step / "__7_0.distcp").read_bytes()
+        (step / "__7_0.distcp").unlink()
         outcome = tensorfs("ls", step, "--json")
         self.assert_done(outcome)
         self.assertEqual(outcome.json()["sets"], whole["sets"])
         self.assertIn("`__7_0.distcp` of this save is not here, with none of the shown tensors", outcome.stdout)
         self.assertIn("__7_0.distcp: `.metadata` places", tensorfs("ls", step, "-o", "state=all").stderr)
         # A cut one is refused.
-        (step / "__7_0.distcp").write_bytes((step / "__0_0.distcp").read_bytes()[:3000])
+        (step / "__7_0.distcp").write_bytes(moved[:3000])
         self.assert_refused(tensorfs("ls", step))
-        shutil.copy(step / "__0_0.distcp", step / "__7_0.distcp")
+        (step / "__7_0.distcp").write_bytes(moved + b"more")
+        self.assertIn(f"the bytes {len(moved)} to {len(moved) + 4}", tensorfs("ls", step).stderr)
+        (step / "__7_0.distcp").write_bytes(moved)
         self.assert_done(tensorfs("ls", step))
+
+    def test_a_file_with_bytes_that_no_item_has_by_the_metadata_is_refused_with_their_place(self):
+        item = (SMALL / "__0_0.distcp").read_bytes()[:1577]
+        for name, more in (("small", b"junk" * 25), ("small", item), ("torch22", b"\0")):
+            for path in sorted((FIXTURES / f"torch/dcp_{name}").glob("*.distcp")):
+                with self.subTest(f"{name}/{path.name}"):
+                    step = self.copied(name)
+                    data = path.read_bytes()
+                    (step / path.name).write_bytes(data + more)
+                    outcome = tensorfs("ls", step)
+                    self.assert_refused(outcome)
+                    end = len(data) + len(more)
+                    self.assertIn(f"step/{path.name}: has {end} bytes, and no item of `.metadata` has the bytes {len(data)} to {end}", outcome.stderr)
+                    self.assertIn("take both from one save, or save again", outcome.stderr)
+                    shutil.rmtree(step)
+
+    def test_an_item_that_the_metadata_does_not_name_is_refused_with_its_place(self):
+        step = self.copied("torch22")
+        gone = []
+
+        def forget(root):
+            places = root.state["storage_data"]
+            for index in [index for index in places if index.state["fqn"].startswith("optimizer")][:1]:
+                gone.append(places.pop(index).state)
+
+        path = step / ".metadata"
+        path.write_bytes(torch_files.changed(path.read_bytes(), forget))
+        outcome = tensorfs("ls", step)
+        self.assert_refused(outcome)
+        start, end = gone[0]["offset"], gone[0]["offset"] + gone[0]["length"]
+        self.assertIn(f"step/{gone[0]['relative_path']}: has ", outcome.stderr)
+        self.assertIn(f"no item of `.metadata` has the bytes {start} to {end}, though", outcome.stderr)
+
+    def test_files_of_another_save_under_the_names_of_this_one_are_refused_as_that(self):
+        one, other = FIXTURES / "torch/dcp_small", FIXTURES / "torch/dcp_threads_ws2"
+        for source, (name, found) in [(other, ("__0_0.distcp", "__1_0.distcp")), (one, ("__0_0.distcp", "__2_0.distcp"))]:
+            with self.subTest(f"{source.name}/{name}"):
+                step = self.copy(source, "step")
+                shutil.copy(source / found, step / name)
+                outcome = tensorfs("ls", step)
+                self.assert_refused(outcome)
+                self.assertIn(f"step/{name}: tensor `", outcome.stderr)
+                self.assertIn("of different saves, the file was exchanged", outcome.stderr)
+                shutil.rmtree(step)
+        step = self.copied()
+        data = (SMALL / "__1_0.distcp").read_bytes()
+        (step / "__1_0.distcp").write_bytes(data[1:] + b"\0")
+        outcome = tensorfs("verify", step)
+        self.assert_refused(outcome)
+        self.assertIn("its item is not where `.metadata` places it: the bytes 0 to 1577 of this file are not one archive", outcome.stderr)
 
     def test_a_metadata_that_takes_more_memory_than_it_may_is_refused_with_the_limit(self):
         step = self.copied()

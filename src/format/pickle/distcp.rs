@@ -44,6 +44,9 @@ const MODULES: [&str; 4] = [
     "megatron.core.dist_checkpointing.strategies.torch",
 ];
 
+/// The classes of a `.metadata`: that of torch, and that of Megatron.
+const ROOTS: [&str; 2] = ["Metadata", "MCoreMetadata"];
+
 /// A chunk of a tensor in a `.distcp` file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredChunk {
@@ -75,9 +78,9 @@ pub struct ChunkedTensor {
 pub struct DistcpMetadata {
     /// The chunks of the shown tensors, by the name of their file.
     pub files: BTreeMap<String, Vec<StoredChunk>>,
-    /// Names of all files, also of those without shown tensors, and the item of each that ends last: its
-    /// first byte, and its length in bytes.
-    pub named: BTreeMap<String, (u64, u64)>,
+    /// Names of all files, also of those without shown tensors, and the items of each in the order of
+    /// their bytes: first byte, and length in bytes.
+    pub named: BTreeMap<String, Vec<(u64, u64)>>,
     /// A note on the values that are not shown.
     pub left_out: Option<String>,
 }
@@ -97,6 +100,12 @@ impl DistcpMetadata {
 
 fn wrong(message: impl Into<String>) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
+}
+
+/// Whether the value of a pickle is a `.metadata`.
+pub(super) fn is_metadata(values: &Values<'_>) -> bool {
+    let class = values.call(values.root).and_then(|(class, _)| values.global(class));
+    class.is_some_and(|(module, name)| MODULES.contains(&module) && ROOTS.contains(&name))
 }
 
 /// The fault of a value of an unknown form.
@@ -137,10 +146,9 @@ struct MetadataReader<'a, 'v> {
 impl<'v> MetadataReader<'_, 'v> {
     fn read(mut self) -> Result<DistcpMetadata, Fault> {
         let values = self.values;
-        let root = ["Metadata", "MCoreMetadata"];
         let named =
             ["state_dict_metadata", "planner_data", "storage_data", "version", "mcore_data"];
-        let found = self.attributes(values.root, &root, named)?;
+        let found = self.attributes(values.root, &ROOTS, named)?;
         let [tensors, planner, storage, version, of_megatron] = found;
         self.check_version(version)?;
         let tensors = tensors.ok_or_else(|| unknown("`state_dict_metadata`"))?;
@@ -465,13 +473,13 @@ impl<'v> MetadataReader<'_, 'v> {
     }
 
     /// Finds the place of each chunk of `planned` by `storage_data`. Returns the names of all files, and the
-    /// item of each that ends last.
+    /// items of each.
     fn find_items(
         &mut self,
         storage: NodeId,
         planned: &mut [MappedTensor<'v>],
         chosen: &Chosen<'v>,
-    ) -> Result<BTreeMap<String, (u64, u64)>, Fault> {
+    ) -> Result<BTreeMap<String, Vec<(u64, u64)>>, Fault> {
         let mut by_name: HashMap<&str, &mut MappedTensor<'v>> =
             planned.iter_mut().map(|tensor| (tensor.fqn, tensor)).collect();
         let mut named = BTreeMap::new();
@@ -482,7 +490,7 @@ impl<'v> MetadataReader<'_, 'v> {
             };
             let info = ["relative_path", "offset", "length", "transform_descriptors"];
             let found = self.attributes(value, &["_StorageInfo"], info)?;
-            self.note_end(&mut named, found);
+            self.note_item(&mut named, found);
             let Some(tensor) = by_name.get_mut(fqn) else {
                 if chosen.is_known(fqn) {
                     continue;
@@ -513,22 +521,21 @@ impl<'v> MetadataReader<'_, 'v> {
             };
             *place = Some(stored);
         }
+        named.values_mut().for_each(|items: &mut Vec<(u64, u64)>| items.sort_unstable());
         Ok(named)
     }
 
-    /// Adds the file of an item to `named` by the attributes of its `_StorageInfo`, and its end. Items that
-    /// are not shown may have any form.
-    fn note_end(&self, named: &mut BTreeMap<String, (u64, u64)>, found: [Option<NodeId>; 4]) {
+    /// Adds an item to those of its file by the attributes of its `_StorageInfo`. Items that are not shown
+    /// may have any form.
+    fn note_item(&self, named: &mut BTreeMap<String, Vec<(u64, u64)>>, found: [Option<NodeId>; 4]) {
         let values = self.values;
         let [path, start, len, _] = found;
         let Some(file) = path.and_then(|path| values.text(path)) else { return };
         let number = |id: Option<NodeId>| id.and_then(|id| values.natural(id)).unwrap_or(0);
         let item = (number(start), number(len));
-        let end = |(start, len): (u64, u64)| start.saturating_add(len);
         match named.get_mut(file) {
-            Some(last) if end(*last) < end(item) => *last = item,
-            Some(_) => {}
-            None => drop(named.insert(file.to_owned(), item)),
+            Some(items) => items.push(item),
+            None => drop(named.insert(file.to_owned(), vec![item])),
         }
     }
 

@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use super::distcp::StoredChunk;
 use super::tensors::{StorageData, Storages, TensorPlace, tensor_call};
+use super::zip::{LOCAL_MAGIC, archive_start};
 use super::{
     PICKLE, ReadStop, check_byte_order, check_described, described, is_zip, machine, open, told,
 };
@@ -22,27 +23,40 @@ use crate::format::safetensors::{Header, PREFIX_LEN, SNIFF_LEN, header_len};
 const HEAD_LEN: u64 = 1024;
 const TAIL_LEN: u64 = 1280;
 
+/// Why a file differs from `.metadata`, and what to do.
+const OF_ONE_SAVE: &str = "the two are of different saves, the file was exchanged with another one, or it \
+                           is damaged: take both from one save";
+
 /// Bytes between two such stretches that are read with them, and longest read.
 const GAP_LEN: u64 = 16 << 10;
 const READ_LEN_MAX: u64 = 256 << 10;
 
-/// Parses the items with these chunks of one file, in the order of their bytes. Other items of the file
-/// are not looked at.
+/// Parses the items with these chunks of one file, in the order of their bytes. The file has `items` in
+/// all; the others are not looked at.
 ///
 /// # Errors
 /// The outer error is a failed read, the inner one is the fault of the file.
 pub fn parse_items(
     reader: &mut dyn RangeReader,
     chunks: &[StoredChunk],
+    items: usize,
 ) -> io::Result<Result<ShardDescription, Fault>> {
-    told(parse(reader, chunks))
+    told(parse(reader, chunks, items))
 }
 
 fn parse(
     reader: &mut dyn RangeReader,
     chunks: &[StoredChunk],
+    items: usize,
 ) -> Result<ShardDescription, ReadStop> {
     if let Some(header) = safetensors_header(reader, chunks)? {
+        let held = header.tensors.len();
+        if held > items {
+            let message = format!(
+                "holds {held} tensors, and `.metadata` places {items} in it; {OF_ONE_SAVE}"
+            );
+            return Err(Fault::new(ErrorKind::DcpInfo, message).into());
+        }
         return described_by_header(header, chunks).map_err(ReadStop::from);
     }
     let ranges = item_ranges(reader.file_len(), chunks)?;
@@ -171,7 +185,7 @@ fn item_ranges(file_len: u64, chunks: &[StoredChunk]) -> Result<Vec<Range<u64>>,
         let Some(end) = start.checked_add(len).filter(|&end| end <= file_len) else {
             let message = format!(
                 "its item of {len} bytes at byte {start} passes the end of the file, which has \
-                 {file_len} bytes; fetch or copy the file again"
+                 {file_len} bytes: it was cut off, or is of another save; fetch or copy the file again"
             );
             return fault(ErrorKind::DataTruncated, message);
         };
@@ -200,6 +214,7 @@ fn parse_item(
     range: &Range<u64>,
 ) -> Result<ParsedItem, ReadStop> {
     window.begin(range)?;
+    check_place(window, range)?;
     let (archive, len) = open(window, range.clone())?;
     check_byte_order(window, &archive)?;
     let place = archive.data(window, PICKLE)?.unwrap_or(0..0);
@@ -214,21 +229,47 @@ fn parse_item(
     let mut tensor = call.place(&values, &mut storages)?;
     if tensor.dtype != chunk.tensor.dtype {
         let message = format!(
-            "has the dtype {} by `.metadata`, and {} in this file; save the checkpoint again",
-            chunk.tensor.dtype, tensor.dtype
+            "has the dtype {} by `.metadata`, and {} in this file, in its item at byte {}; {OF_ONE_SAVE}",
+            chunk.tensor.dtype, tensor.dtype, range.start
         );
         return Err(Fault::new(ErrorKind::DcpDtype, message).into());
     }
     tensor.take_empty_shape(&chunk.shape);
     if tensor.shape != chunk.shape {
+        let is_whole = chunk.shape == chunk.tensor.shape;
+        let or_mesh = "; or torch has cut it wrongly by a mesh of more than one axis: save it as a whole \
+                       tensor (`full_tensor()`), or on another mesh";
         let message = format!(
-            "its chunk at {:?} has the shape {:?} by `.metadata`, and {:?} in this file, so that torch \
-             cannot load it either; save it as a whole tensor (`full_tensor()`), or on another mesh",
-            chunk.offset, chunk.shape, tensor.shape
+            "its chunk at {:?} has the shape {:?} by `.metadata`, and {:?} in this file, in its item at \
+             byte {}; {OF_ONE_SAVE}{}",
+            chunk.offset,
+            chunk.shape,
+            tensor.shape,
+            range.start,
+            if is_whole { "" } else { or_mesh }
         );
         return Err(Fault::new(ErrorKind::DcpOffsets, message).into());
     }
     Ok(ParsedItem { tensor, data: storages.undescribed() })
+}
+
+/// Refuses an item whose bytes are not one archive.
+fn check_place(window: &mut WindowReader<'_>, range: &Range<u64>) -> Result<(), ReadStop> {
+    let mut first = [0; LOCAL_MAGIC.len()];
+    let is_long = range.end - range.start >= first.len() as u64;
+    if is_long {
+        window.read_exact_at(range.start, &mut first)?;
+    }
+    let begin = archive_start(window, range.end)?.filter(|_| is_zip(&first));
+    if begin == Some(range.start) {
+        return Ok(());
+    }
+    let message = format!(
+        "its item is not where `.metadata` places it: the bytes {} to {} of this file are not one archive \
+         of torch.save; {OF_ONE_SAVE}",
+        range.start, range.end
+    );
+    Err(Fault::new(ErrorKind::DcpInfo, message).into())
 }
 
 /// Reads a file of items by few reads: the end of an item lies in front of the next one.

@@ -31,7 +31,9 @@ fn check_chunk(chunk: &StoredChunk) {
 
 fn check_items(file: &[u8], chunks: &[StoredChunk]) {
     let mut reader = file;
-    let Ok(description) = parse_items(&mut reader, chunks).expect("memory can be read") else {
+    let Ok(description) =
+        parse_items(&mut reader, chunks, chunks.len()).expect("memory can be read")
+    else {
         return;
     };
     assert_eq!(description.len(), chunks.len());

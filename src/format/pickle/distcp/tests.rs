@@ -47,14 +47,14 @@ fn the_chunks_of_a_checkpoint_are_found_by_file_in_the_order_of_their_bytes() {
 }
 
 #[test]
-fn the_end_of_a_file_is_that_of_its_last_item_also_if_it_is_not_shown() {
+fn the_items_of_a_file_fill_it_with_those_that_are_not_shown() {
     let bytes = include_bytes!("../../../../tests/fixtures/torch/dcp_torch22/.metadata");
     let file = include_bytes!("../../../../tests/fixtures/torch/dcp_torch22/__0_0.distcp");
     let metadata = parsed(bytes).unwrap();
-    let end = |(start, len): (u64, u64)| start + len;
-    let shown = metadata.files["__0_0.distcp"].iter().map(|chunk| end(chunk.item)).max();
-    assert_eq!(end(metadata.named["__0_0.distcp"]), file.len() as u64);
-    assert!(shown.unwrap() < file.len() as u64);
+    let items = &metadata.named["__0_0.distcp"];
+    let end = items.iter().try_fold(0, |at, (start, len)| (at == *start).then_some(at + len));
+    assert_eq!(end, Some(file.len() as u64));
+    assert!(metadata.files["__0_0.distcp"].len() < items.len());
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn the_beginnings_of_a_metadata_and_changed_bytes_are_judged_without_a_panic() {
 fn an_item_is_compared_with_its_chunk_and_no_item_shares_bytes_with_another() {
     let metadata = parsed(SMALL).unwrap();
     let chunks = &metadata.files["__0_0.distcp"];
-    let parse = |chunks: &[StoredChunk]| parse_items(&mut &*FILE, chunks).unwrap();
+    let parse = |chunks: &[StoredChunk]| parse_items(&mut &*FILE, chunks, 2).unwrap();
     let description = parse(chunks).unwrap();
     assert_eq!(description.len(), chunks.len());
     let places = description.places.as_ref().unwrap();
@@ -118,6 +118,14 @@ fn an_item_is_compared_with_its_chunk_and_no_item_shares_bytes_with_another() {
         parse(&chunks).unwrap_err()
     };
     let fault = refused(&|chunks| chunks[0].shape = vec![5, 3]);
+    assert!(
+        fault.message.contains("of different saves") && fault.message.contains("on another mesh")
+    );
+    let whole = refused(&|chunks| {
+        let tensor = ChunkedTensor { shape: vec![5, 3], ..(*chunks[0].tensor).clone() };
+        (chunks[0].tensor, chunks[0].shape) = (Arc::new(tensor), vec![5, 3]);
+    });
+    assert!(whole.message.contains("of different saves") && !whole.message.contains("mesh"));
     assert_eq!(
         (fault.kind, fault.tensor.as_deref()),
         (ErrorKind::DcpOffsets, Some("layers.0.weight"))
@@ -136,7 +144,7 @@ fn an_item_is_compared_with_its_chunk_and_no_item_shares_bytes_with_another() {
     for item in [(0, 0), (0, 21), (0, 1576), (1, 1576)] {
         let fault = refused(&|chunks| chunks[0].item = item);
         assert!(
-            [ErrorKind::DataTruncated, ErrorKind::HeaderDecode].contains(&fault.kind),
+            fault.kind == ErrorKind::DcpInfo && fault.message.contains("of different saves"),
             "{fault}"
         );
     }
@@ -148,12 +156,15 @@ fn a_file_of_safetensors_has_the_chunks_that_the_metadata_places_in_it() {
     let file: &[u8] =
         include_bytes!("../../../../tests/fixtures/torch/dcp_safetensors/__0_0.distcp");
     let chunks = &parsed(metadata).unwrap().files["__0_0.distcp"];
-    let parse = |chunks: &[StoredChunk]| parse_items(&mut &*file, chunks).unwrap();
+    let parse = |chunks: &[StoredChunk]| parse_items(&mut &*file, chunks, 2).unwrap();
     let names = |chunks: &[StoredChunk]| -> Vec<String> {
         parse(chunks).unwrap().tensors().map(|tensor| tensor.name.to_owned()).collect()
     };
     assert_eq!(names(chunks), ["a", "b"]);
     assert_eq!(names(&chunks[1..]).len(), 1);
+    // A tensor that `.metadata` does not place in it.
+    let fault = parse_items(&mut &*file, &chunks[1..], 1).unwrap().unwrap_err();
+    assert!(fault.message.contains("holds 2 tensors, and `.metadata` places 1"), "{fault}");
     let refused = |change: &dyn Fn(&mut StoredChunk)| {
         let mut chunks = chunks.clone();
         change(&mut chunks[1]);

@@ -306,6 +306,18 @@ fn an_archive_that_can_be_read_in_two_ways_is_refused() {
     assert!(refused(&two).contains("not in the folder of the first"));
     let script: [(&str, &[u8]); 2] = [("m/data.pkl", &pickle), ("m/constants.pkl", data)];
     assert!(refused(&script).contains("TorchScript"));
+    // TorchScript compresses its programs, which are no reason to write the archive again.
+    for (name, word) in [("m/constants.pkl", "TorchScript"), ("m/others", "compressed by method 8")]
+    {
+        let (mut bytes, _) = zip(&[("m/data.pkl", &pickle), ("m/code.py", data), (name, data)]);
+        for (magic, method) in [(b"PK\x03\x04", 8), (b"PK\x01\x02", 10)] {
+            let headers = bytes.windows(4).enumerate().filter(|(_, four)| four == magic);
+            let at = headers.map(|(at, _)| at).nth(1).unwrap();
+            bytes[at + method] = 8;
+        }
+        let message = parse_file(&bytes).unwrap_err().message;
+        assert!(message.contains(word), "{message}");
+    }
     let big: [(&str, &[u8]); 3] =
         [("m/data.pkl", &pickle), ("m/byteorder", b"big"), ("m/data/0", data)];
     assert!(refused(&big).contains("big-endian"));

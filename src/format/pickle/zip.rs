@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 
-use super::{ReadStop, le};
+use super::{ReadStop, TORCHSCRIPT, le};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::range_reader::RangeReader;
 
@@ -63,10 +63,21 @@ struct ZipEntry {
     size: u64,
     crc: u32,
     flags: u16,
+    /// How it is compressed: 0 if it is not. Then `size` is that in the archive.
+    method: u16,
 }
 
 fn bad(what: impl std::fmt::Display) -> ReadStop {
     let message = format!("is a zip archive that is not valid: {what}; save or fetch it again");
+    Fault::new(ErrorKind::HeaderDecode, message).into()
+}
+
+fn compressed(name: &str, method: u16) -> ReadStop {
+    let message = format!(
+        "has the entry {} compressed by method {method}; torch.save does not compress: write the archive \
+         again without compression (`zip -0`)",
+        quoted(name)
+    );
     Fault::new(ErrorKind::HeaderDecode, message).into()
 }
 
@@ -112,7 +123,22 @@ impl Archive {
         };
         archive.add_entries(&bytes, end.count)?;
         archive.limit_entries()?;
+        archive.check_stored()?;
         Ok(archive)
+    }
+
+    /// Refuses compressed entries. TorchScript compresses programs, and such archives are refused for
+    /// these.
+    fn check_stored(&self) -> Result<(), ReadStop> {
+        let all = self.by_name.iter().map(|(name, &index)| (name, &self.entries[index as usize]));
+        let of_file =
+            all.filter(|(_, entry)| entry.method != 0).min_by_key(|(_, entry)| entry.header);
+        match of_file {
+            Some((name, entry)) if !self.has(TORCHSCRIPT) => {
+                Err(compressed(&self.whole_name(name), entry.method))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn add_entries(&mut self, bytes: &[u8], count: u64) -> Result<(), ReadStop> {
@@ -163,20 +189,12 @@ impl Archive {
         if flags & ENCRYPTED != 0 {
             return Err(bad(format_args!("the entry {} is encrypted", quoted(name))));
         }
-        let method = le(&fixed[10..12]);
-        if method != 0 {
-            let message = format!(
-                "has the entry {} compressed by method {method}; torch.save does not compress: write \
-                 the archive again without compression (`zip -0`)",
-                quoted(name)
-            );
-            return Err(Fault::new(ErrorKind::HeaderDecode, message).into());
-        }
+        let method = le(&fixed[10..12]) as u16;
         let mut numbers = [&fixed[24..28], &fixed[20..24], &fixed[42..46]].map(le);
         long_numbers(&mut numbers, extra)
             .ok_or_else(|| bad(format_args!("the long sizes of {} are missing", quoted(name))))?;
         let [size, packed, offset] = numbers;
-        if size != packed {
+        if size != packed && method == 0 {
             let message = format_args!(
                 "the entry {} is stored, but has {packed} bytes of {size}",
                 quoted(name)
@@ -200,14 +218,14 @@ impl Archive {
             .start
             .checked_add(offset)
             .filter(|header| {
-                let end = header.checked_add(least).and_then(|data| data.checked_add(size));
+                let end = header.checked_add(least).and_then(|data| data.checked_add(packed));
                 end.is_some_and(|end| end <= self.directory)
             })
             .ok_or_else(|| bad(format_args!("the entry {} ends past its end", quoted(name))))?;
         let crc = le(&fixed[16..20]) as u32;
         // Without the bytes of its name; `limit_entries` makes it the first byte of the next entry.
-        let limit = header + least + size;
-        Ok(ZipEntry { header, limit, size, crc, flags })
+        let limit = header + least + packed;
+        Ok(ZipEntry { header, limit, size: packed, crc, flags, method })
     }
 
     /// Bounds every entry by the header of the next one.
@@ -297,8 +315,11 @@ impl Archive {
         if le(&head[6..8]) as u16 != entry.flags {
             return Err(differs("set of flags"));
         }
-        if le(&head[8..10]) != 0 {
+        if le(&head[8..10]) as u16 != entry.method {
             return Err(differs("method"));
+        }
+        if entry.method != 0 {
+            return Err(compressed(&self.whole_name(name), entry.method));
         }
         let extra_len = le(&head[28..30]);
         let data = entry.header + head.len() as u64 + extra_len;

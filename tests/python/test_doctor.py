@@ -7,6 +7,9 @@ import pwd
 import shutil
 import unittest
 
+import numpy as np
+
+import torch_files
 from confinement import without_capability
 from faults import without_cachestat
 from mounts import BIN, FIXTURES, TestCase, mount_table, needs_root, run, tensorfs
@@ -200,6 +203,31 @@ class Pickles(TestCase):
         self.assertEqual(found["names"]["unknown"], ["mypkg.Box"])
         self.assertEqual(found["shown"], None)
         self.assertIn(found["names"]["unknown"][0], found["refused"]["error"])
+
+    def test_each_item_of_a_distributed_checkpoint_is_scanned_and_its_metadata_is_told(self):
+        step = self.copy(FIXTURES / "torch/dcp_torch22", "step")
+        for beside in (True, False):
+            for path in sorted(step.glob("*.distcp")):
+                outcome, found = self.doctor(path)
+                self.assert_done(outcome)
+                self.assertEqual((found["form"], found["stopped"]), ("distcp", None))
+                self.assertEqual(found["pickles"], path.read_bytes().count(b"archive/data.pkl") // 2)
+                self.assertEqual(found["holds"], f"{found['pickles']} items")
+                self.assertEqual(found["shown"] is not None, beside)
+            if beside:
+                outcome, found = self.doctor(step / ".metadata")
+                self.assert_done(outcome)
+                self.assertEqual((found["form"], found["names"]["hostile"]), ("distcp_metadata", []))
+                self.assertIn("of a distributed checkpoint of torch", tensorfs("doctor", step / ".metadata").stdout)
+                (step / ".metadata").unlink()
+        # A name that runs code, in the second item of a file.
+        first, second = self.tmp / "first.pt", self.tmp / "second.pt"
+        torch_files.save(first, torch_files.Tensor(np.ones(2, np.float32)))
+        torch_files.save(second, torch_files.Object("os", "system", args=("true",)))
+        (self.tmp / "__0_0.distcp").write_bytes(first.read_bytes() + second.read_bytes())
+        outcome, found = self.doctor(self.tmp / "__0_0.distcp")
+        self.assert_refused(outcome)
+        self.assertEqual((found["pickles"], found["names"]["hostile"]), (2, ["posix.system"]))
 
     def test_hostile_files_fail_with_their_names(self):
         for fixture, name in [

@@ -34,7 +34,7 @@ pub(super) fn archives_at_end(
 
 /// The entries with a CRC of all archives of a file, in the order of their bytes.
 pub(super) fn hashed_entries(reader: &mut dyn RangeReader) -> Result<Vec<HashedTensor>, ReadStop> {
-    let mut reader = BlockReader { reader, blocks: Vec::new() };
+    let mut reader = BlockReader::new(reader);
     let (ranges, _) = archives_at_end(&mut reader)?;
     let mut hashed = Vec::new();
     for range in ranges.into_iter().rev() {
@@ -74,13 +74,17 @@ fn add_entries(
 }
 
 /// Reads a file by blocks, of which the last ones are kept.
-struct BlockReader<'r> {
+pub(super) struct BlockReader<'r> {
     reader: &'r mut dyn RangeReader,
     /// First byte and bytes of each, the last one read last.
     blocks: Vec<(u64, Vec<u8>)>,
 }
 
-impl BlockReader<'_> {
+impl<'r> BlockReader<'r> {
+    pub(super) fn new(reader: &'r mut dyn RangeReader) -> BlockReader<'r> {
+        BlockReader { reader, blocks: Vec::new() }
+    }
+
     /// The block that begins at `start`.
     fn block(&mut self, start: u64) -> io::Result<&[u8]> {
         let known = self.blocks.iter().position(|(own, _)| *own == start);

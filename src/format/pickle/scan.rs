@@ -3,7 +3,10 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 
+use super::archives::{BlockReader, archives_at_end};
+use super::distcp::is_metadata;
 use super::globals::NameRisk;
 use super::machine::{PICKLE_LEN_MAX, scan_first};
 use super::state_dict::reached;
@@ -11,7 +14,7 @@ use super::tensors::tensor_call;
 use super::values::{Node, NodeId, Part, Values};
 use super::zip::Archive;
 use super::{PICKLE, ReadStop, TORCHSCRIPT, is_torch_zip, is_zip, legacy, told};
-use crate::error::quoted;
+use crate::error::{counted, quoted};
 use crate::format::range_reader::RangeReader;
 
 /// First bytes of a file that tell whether it has pickles.
@@ -36,6 +39,10 @@ words! {
         TorchScript = "torchscript",
         /// The form of `torch.save` before torch 1.6.
         Legacy = "torch_legacy",
+        /// Archives of `torch.save` one after the other, as in a `.distcp` file.
+        Items = "distcp",
+        /// The `.metadata` of a distributed checkpoint.
+        Metadata = "distcp_metadata",
         /// Another zip archive.
         OtherZip = "zip",
         /// A pickle by itself.
@@ -109,6 +116,9 @@ impl PickleScan {
             self.stop(fault.message);
             return None;
         }
+        if self.form == PickleForm::Plain && self.pickles == 1 && is_metadata(values) {
+            self.form = PickleForm::Metadata;
+        }
         let len = values.pickle_len();
         if self.holds.is_none() || self.form == PickleForm::Legacy {
             self.holds = Some(holds(values));
@@ -117,17 +127,21 @@ impl PickleScan {
     }
 }
 
-/// Scans a file. `None` if it has no pickle by its first bytes.
+/// Scans a file. `None` if it has no pickle by its first bytes. `items` are the places of its archives by
+/// `.metadata`: first byte and length. Without, they are found by themselves.
 ///
 /// # Errors
 /// A failed read.
-pub fn scan(reader: &mut dyn RangeReader) -> io::Result<Option<PickleScan>> {
+pub fn scan(
+    reader: &mut dyn RangeReader,
+    items: Option<&[(u64, u64)]>,
+) -> io::Result<Option<PickleScan>> {
     let mut first = vec![0; SNIFF_LEN.min(reader.file_len()) as usize];
     reader.read_exact_at(0, &mut first)?;
     if is_zip(&first) {
         let form = if is_torch_zip(&first) { PickleForm::Zip } else { PickleForm::OtherZip };
         let mut scan = PickleScan::new(form);
-        if let Err(fault) = told(scan_archive(reader, &mut scan))? {
+        if let Err(fault) = told(scan_archives(reader, items, &mut scan))? {
             scan.stop(fault.message);
         }
         return Ok(Some(scan));
@@ -185,9 +199,63 @@ fn scan_row(bytes: &[u8], scan: &mut PickleScan) {
     }
 }
 
-fn scan_archive(reader: &mut dyn RangeReader, scan: &mut PickleScan) -> Result<(), ReadStop> {
-    let whole = 0..reader.file_len();
-    let archive = Archive::read(reader, whole)?;
+/// Scans the archives in a file that begins as one.
+fn scan_archives(
+    reader: &mut dyn RangeReader,
+    items: Option<&[(u64, u64)]>,
+    scan: &mut PickleScan,
+) -> Result<(), ReadStop> {
+    let mut reader = BlockReader::new(reader);
+    let file_len = reader.file_len();
+    let (ranges, before) = match items {
+        Some(items) => {
+            let ranges = items.iter().map(|&(start, len)| start..start.saturating_add(len));
+            (ranges.collect(), 0)
+        }
+        None => archives_at_end(&mut reader)?,
+    };
+    if items.is_none() && ranges.len() <= 1 {
+        return scan_archive(&mut reader, 0..file_len, scan);
+    }
+    if before > 0 {
+        scan.stop(format!("its first {before} bytes are no archive of torch.save"));
+    }
+    let (mut at, mut has_program) = (before, false);
+    for range in &ranges {
+        let Range { start, end } = *range;
+        if start > at {
+            scan.stop(format!("the bytes {at} to {start} are in no item by `.metadata`"));
+        }
+        if end > file_len {
+            scan.stop(format!(
+                "the item at byte {start} ends at {end} by `.metadata`, past its end"
+            ));
+            break;
+        }
+        at = at.max(end);
+        match scan_archive(&mut reader, range.clone(), scan) {
+            Err(ReadStop::Fault(fault)) => {
+                scan.stop(format!("the item at byte {start} {}", fault.message));
+            }
+            done => done?,
+        }
+        has_program |= scan.form == PickleForm::TorchScript;
+    }
+    if at < file_len && scan.flaw.is_none() {
+        scan.stop(format!("the bytes {at} to {file_len} are in no item by `.metadata`"));
+    }
+    scan.form = if has_program { PickleForm::TorchScript } else { PickleForm::Items };
+    scan.holds = Some(counted(ranges.len(), "item"));
+    Ok(())
+}
+
+/// Scans the archive in the bytes `range` of a file.
+fn scan_archive(
+    reader: &mut dyn RangeReader,
+    range: Range<u64>,
+    scan: &mut PickleScan,
+) -> Result<(), ReadStop> {
+    let archive = Archive::read(reader, range)?;
     if archive.has(TORCHSCRIPT) {
         scan.form = PickleForm::TorchScript;
     } else if archive.has(PICKLE) {
@@ -201,7 +269,14 @@ fn scan_archive(reader: &mut dyn RangeReader, scan: &mut PickleScan) -> Result<(
         scan.stop(format!("it has {} pickles, of which {PICKLES_MAX} are scanned", names.len()));
     }
     for name in names.into_iter().take(PICKLES_MAX) {
-        let Some(place) = archive.data(reader, name)? else { continue };
+        let place = match archive.data(reader, name) {
+            Ok(place) => place.unwrap_or(0..0),
+            Err(ReadStop::Fault(fault)) => {
+                scan.stop(fault.message);
+                continue;
+            }
+            Err(failed) => return Err(failed),
+        };
         let len = place.end - place.start;
         if len > PICKLE_LEN_MAX {
             scan.stop(format!("{} has {len} bytes, up to {PICKLE_LEN_MAX} are read", quoted(name)));
@@ -271,7 +346,7 @@ mod tests {
     use super::*;
 
     fn scanned(bytes: &[u8]) -> PickleScan {
-        scan(&mut &*bytes).unwrap().unwrap()
+        scan(&mut &*bytes, None).unwrap().unwrap()
     }
 
     fn risk(bytes: &[u8], name: &str) -> Option<NameRisk> {
@@ -333,11 +408,36 @@ mod tests {
     }
 
     #[test]
+    fn each_item_of_a_file_is_scanned_where_the_metadata_or_the_archives_place_it() {
+        const FILE: &[u8] = include_bytes!("../../../tests/fixtures/torch/dcp_small/__0_0.distcp");
+        let len = FILE.len() as u64 / 2;
+        for items in [None, Some(&[(0, len), (len, len)][..])] {
+            let found = scan(&mut &*FILE, items).unwrap().unwrap();
+            assert_eq!((found.form, found.pickles, found.flaw), (PickleForm::Items, 2, None));
+            assert_eq!(found.holds.as_deref(), Some("2 items"));
+        }
+        for (items, words) in [
+            (vec![(len, len)], "the bytes 0 to 1577 are in no item"),
+            (vec![(0, len)], "the bytes 1577 to 3154 are in no item"),
+            (vec![(0, len), (len, len + 1)], "ends at 3155 by `.metadata`, past its end"),
+            (vec![(0, len - 1), (len - 1, len + 1)], "the item at byte 0 is a zip archive"),
+        ] {
+            let flaw = scan(&mut &*FILE, Some(&items)).unwrap().unwrap().flaw.unwrap();
+            assert!(flaw.contains(words), "{flaw}");
+        }
+        let cut = scanned(&[b"PK\x03\x04", FILE].concat());
+        assert_eq!(cut.flaw.as_deref(), Some("its first 4 bytes are no archive of torch.save"));
+        let metadata =
+            include_bytes!("../../../tests/fixtures/torch/dcp_small/.metadata").as_slice();
+        assert_eq!(scanned(metadata).form, PickleForm::Metadata);
+    }
+
+    #[test]
     fn text_and_weights_are_no_pickles() {
         for bytes in
             [&b""[..], b"(a text\n", b"{\"a\": 1}", b"cat\n", &[8, 0, 0, 0, 0, 0, 0, 0, b'{']]
         {
-            assert_eq!(scan(&mut &*bytes).unwrap(), None, "{bytes:?}");
+            assert_eq!(scan(&mut &*bytes, None).unwrap(), None, "{bytes:?}");
         }
     }
 

@@ -54,6 +54,10 @@ fn form(scan: Option<&PickleScan>) -> &'static str {
         Some(PickleForm::Zip) => "a file of torch.save, a zip archive",
         Some(PickleForm::TorchScript) => "a file of TorchScript, a zip archive with a program",
         Some(PickleForm::Legacy) => "a file of torch.save in its form before torch 1.6",
+        Some(PickleForm::Items) => "items of a distributed checkpoint, each a file of torch.save",
+        Some(PickleForm::Metadata) => {
+            "the `.metadata` of a distributed checkpoint of torch, a pickle"
+        }
         Some(PickleForm::OtherZip) => "a zip archive that torch.save has not written",
         Some(PickleForm::Plain) => "a pickle that torch.save has not written",
     }

@@ -40,6 +40,24 @@ class TorchSets(TestCase):
             shutil.copy(path, folder / name.replace("RANK", rank))
         return folder
 
+    def test_a_model_beside_bare_tensors_is_shown_without_its_key_and_a_note_names_the_others(self):
+        weight, number = Tensor(np.arange(4, dtype=np.float32), (2, 2)), Tensor(np.ones(1, np.float32), ())
+        path = self.tmp / "last.pt"
+        for values, others in [
+            ({"state_dict": {"fc.weight": weight}, "best_acc1": number, "optimizer": {}}, "`optimizer`, `best_acc1`"),
+            ({"model_state_dict": {"fc.weight": weight}, "optimizer_state_dict": {}, "loss": number}, "`optimizer_state_dict`, `loss`"),
+            ({"model": {"fc.weight": weight}, "history": Tensor(np.ones(3, np.float32))}, "`history`"),
+        ]:
+            torch_files.save(path, values)
+            outcome = tensorfs("ls", path, "--json")
+            self.assertEqual([t["name"] for t in outcome.json()["sets"][0]["tensors"]], ["fc.weight"])
+            self.assertIn(f"{others} of the file are not shown; state=all shows their tensors", outcome.stdout)
+            names = {t["name"] for t in self.sets(path, "-o", "state=all")[0]["tensors"]}
+            self.assertEqual(names, {next(iter(values)) + ".fc.weight", others.split("`")[-2]})
+        # Weights have dotted names.
+        torch_files.save(path, {"model": {"fc.weight": weight}, "head.bias": number})
+        self.assertEqual({t["name"] for t in self.sets(path)[0]["tensors"]}, {"model.fc.weight", "head.bias"})
+
     def test_one_named_file_of_a_set_means_the_set_and_no_other_file_is_read(self):
         folder = self.tmp / "numbered"
         write_numbered(folder)

@@ -19,7 +19,7 @@ const APP: &str = "app";
 pub(super) struct KeyPath<'v> {
     /// The part of the name that no part of the path has told yet, `None` if they differ.
     rest: Option<&'v str>,
-    /// Number of parts, and the first two of them.
+    /// Number of parts, and the first two of them, which are empty if they are numbers.
     len: usize,
     first: [&'v str; 2],
 }
@@ -67,21 +67,13 @@ pub(super) struct ShownTensor<'v> {
     pub(super) node: NodeId,
 }
 
-/// A value of the checkpoint that is a tensor.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct KeyedTensor {
-    /// Its metadata.
-    pub(super) node: NodeId,
-    /// Whether it has no dimensions and lies in no container.
-    pub(super) is_scalar: bool,
-}
-
 /// A value of the checkpoint.
 #[derive(Clone, Copy, Debug)]
 struct KeyedValue<'v> {
     fqn: &'v str,
     path: Option<KeyPath<'v>>,
-    tensor: Option<KeyedTensor>,
+    /// Its metadata, if it is a tensor.
+    tensor: Option<NodeId>,
 }
 
 /// The values of a checkpoint, and those that are shown.
@@ -97,6 +89,17 @@ pub(super) struct Chosen<'v> {
 impl<'v> KeyedValue<'v> {
     fn container(&self, depth: usize) -> Option<&'v str> {
         self.path.and_then(|path| path.container(depth))
+    }
+
+    /// Whether it lies bare at `depth`, beside the containers there: in none of them, and without a dotted
+    /// name, as weights have it.
+    fn is_bare(&self, depth: usize) -> bool {
+        let part = match self.path {
+            Some(path) if path.len == depth + 1 => path.first[depth],
+            None if depth == 0 => self.fqn,
+            _ => return false,
+        };
+        !part.contains('.')
     }
 
     /// The first name of the value if it is flat.
@@ -118,12 +121,12 @@ impl<'v> KeyedValue<'v> {
     }
 }
 
-/// The one container at `depth` that holds a model, if all of `tensors` are in containers, but for
-/// scalars: a training keeps its step beside the model.
+/// The one container at `depth` that holds a model, if all of `tensors` are in containers, but for bare
+/// ones: a training keeps its step and its best loss beside the model.
 fn model_in<'v>(tensors: &[KeyedValue<'v>], depth: usize) -> Option<&'v str> {
-    let large = tensors.iter().filter(|value| !value.tensor.is_some_and(|it| it.is_scalar));
+    let others = tensors.iter().filter(|value| !value.is_bare(depth));
     let containers =
-        large.map(|value| value.container(depth)).collect::<Option<BTreeSet<&str>>>()?;
+        others.map(|value| value.container(depth)).collect::<Option<BTreeSet<&str>>>()?;
     let mut models = containers.into_iter().filter(|name| MODELS.contains(name));
     models.next().filter(|_| models.next().is_none())
 }
@@ -134,7 +137,7 @@ impl<'v> Chosen<'v> {
         &mut self,
         fqn: &'v str,
         path: Option<KeyPath<'v>>,
-        tensor: Option<KeyedTensor>,
+        tensor: Option<NodeId>,
     ) -> bool {
         self.all.push(KeyedValue { fqn, path, tensor });
         self.known.insert(fqn)
@@ -177,7 +180,7 @@ impl<'v> Chosen<'v> {
     fn show(&mut self, shown: Vec<KeyedValue<'v>>, cut: usize) {
         self.left_out = self.note(&shown);
         let shown = shown.into_iter().filter_map(|KeyedValue { fqn, tensor, .. }| {
-            Some(ShownTensor { fqn, name: fqn.get(cut..)?, node: tensor?.node })
+            Some(ShownTensor { fqn, name: fqn.get(cut..)?, node: tensor? })
         });
         self.shown = shown.collect();
     }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use super::TrainingState;
-use super::chosen::{Chosen, KeyPath, KeyedTensor, ShownTensor};
+use super::chosen::{Chosen, KeyPath, ShownTensor};
 use super::globals::dtype;
 use super::machine::run_of;
 use super::values::{Node, NodeId, Part, Values};
@@ -331,11 +331,7 @@ impl<'v> MetadataReader<'_, 'v> {
                     format!("has {} in place of metadata", self.values.global_name(class));
                 return Err(wrong(message).tensor(fqn));
             }
-            let tensor = match is_tensor {
-                true => Some(KeyedTensor { node: value, is_scalar: self.is_scalar(fqn, value)? }),
-                false => None,
-            };
-            if !chosen.add(fqn, paths.get(fqn).copied(), tensor) {
+            if !chosen.add(fqn, paths.get(fqn).copied(), is_tensor.then_some(value)) {
                 let message = "stands twice in `state_dict_metadata`";
                 return Err(Fault::new(ErrorKind::DuplicateTensor, message).tensor(fqn));
             }
@@ -354,18 +350,6 @@ impl<'v> MetadataReader<'_, 'v> {
             return Err(Fault::new(ErrorKind::TensorMissing, message));
         }
         Ok(chosen)
-    }
-
-    /// Whether the tensor is 0-D and has no dot in its name, as a step number.
-    fn is_scalar(&mut self, fqn: &str, id: NodeId) -> Result<bool, Fault> {
-        if fqn.contains('.') {
-            return Ok(false);
-        }
-        let [size] = self.attributes(id, &["TensorStorageMetadata"], ["size"])?;
-        match size {
-            Some(size) => Ok(self.natural(size, "size")?.is_empty()),
-            None => Ok(false),
-        }
     }
 
     /// Refuses shown tensors that Megatron has saved in another shape.

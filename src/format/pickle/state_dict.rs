@@ -133,7 +133,11 @@ impl ModelTensors {
             hides_tensors = hides_tensors || walk.holds_tensor(pair.value)?;
         }
         let mut models = Vec::new();
-        let is_flat = rest.iter().any(|pair| is_tensor(values, pair.value));
+        // Weights have dotted names. Beside a model a training keeps its best loss and the like.
+        let is_weight = |pair: &DictPair<'_>| {
+            pair.key.text().is_some_and(|key| key.contains('.')) && is_tensor(values, pair.value)
+        };
+        let is_flat = rest.iter().any(is_weight);
         if state == TrainingState::None && !is_flat {
             for pair in &rest {
                 let is_model = pair.key.text().is_some_and(|key| MODELS.contains(&key));

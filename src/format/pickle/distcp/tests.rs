@@ -178,22 +178,20 @@ fn a_file_of_safetensors_has_the_chunks_that_the_metadata_places_in_it() {
 }
 
 /// The names that are shown of tensors with these paths, and the note on the others. A path is a name
-/// whose containers are set apart by slashes, one without planner data begins with `=`. A scalar begins
-/// with `#`.
+/// whose containers are set apart by slashes, one without planner data begins with `=`.
 fn shown(paths: &[&str]) -> (Vec<String>, Option<String>) {
     let names: Vec<String> =
-        paths.iter().map(|path| path.trim_start_matches(['=', '#']).replace('/', ".")).collect();
+        paths.iter().map(|path| path.trim_start_matches('=').replace('/', ".")).collect();
     let mut chosen = Chosen::default();
     for (name, path) in names.iter().zip(paths) {
         let mut parts = KeyPath::new(name);
-        path.trim_start_matches('#').split('/').for_each(|part| match part.parse() {
+        path.split('/').for_each(|part| match part.parse() {
             Ok(number) => parts.push(None, Some(number)),
             Err(_) => parts.push(Some(part), None),
         });
         let key_path = Some(parts).filter(|parts| parts.is_whole());
         assert_eq!(key_path.is_none(), path.starts_with('='), "{path}");
-        let tensor = KeyedTensor { node: 0, is_scalar: path.starts_with('#') };
-        assert!(chosen.add(name, key_path, Some(tensor)));
+        assert!(chosen.add(name, key_path, Some(0)));
     }
     chosen.settle(TrainingState::None);
     let shown = chosen.shown.iter().map(|ShownTensor { name, .. }| (*name).to_owned());
@@ -225,8 +223,13 @@ fn the_names_are_those_of_the_model_in_the_layouts_of_frameworks() {
         ),
         (&["=model.a.w", "=lm_head.w"], &["model.a.w", "lm_head.w"], ""),
         // a step beside the model
-        (&["model/a.w", "#step"], &["a.w"], "`step`"),
-        (&["a.w", "#logit_scale"], &["a.w", "logit_scale"], ""),
+        (&["model/a.w", "step"], &["a.w"], "`step`"),
+        (&["=model.a.w", "step"], &["model.a.w", "step"], ""),
+        (&["model_state_dict/a.w", "loss", "best/0"], &["a.w"], "`best`, `loss`"),
+        (&["app/model/a.w", "app/loss"], &["a.w"], "`app.loss`"),
+        (&["a.w", "logit_scale"], &["a.w", "logit_scale"], ""),
+        // weights beside a container
+        (&["model/a.w", "head.w"], &["model.a.w", "head.w"], ""),
         // two models, and none
         (&["model/a.w", "ema/a.w"], &["model.a.w", "ema.a.w"], ""),
         (&["optimizer/state/a.w"], &["optimizer.state.a.w"], ""),

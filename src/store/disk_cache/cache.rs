@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::claims::Claim;
 use super::folder::{FolderUse, folder_use, make_room};
 use super::lookup::{Taken, add_run};
-use super::object::{BLOCK_LEN, CachedObject, ObjectKey, Reach};
+use super::object::{BLOCK_LEN, BlockReach, CachedObject, ObjectKey};
 use super::pieces::{SparePieces, pieces_of};
 use super::threads::{DiskPatience, FolderThreads, STUCK};
 use crate::counters::Counter;
@@ -284,7 +284,7 @@ impl DiskCache {
         buf: &mut [u8],
     ) -> Option<Vec<Range<u64>>> {
         let Some(object) = self.opened(key) else { return Some(vec![run.clone()]) };
-        let taken = object.take(run, offset, buf, Reach::Memory);
+        let taken = object.take(run, offset, buf, BlockReach::Memory);
         self.count(&taken);
         let left = joined([taken.missing, taken.unread].concat());
         if !left.is_empty() {
@@ -306,7 +306,7 @@ impl DiskCache {
         buf: &mut [u8],
         patience: DiskPatience,
     ) -> Vec<Range<u64>> {
-        let taken = object.take(run, offset, buf, Reach::Memory);
+        let taken = object.take(run, offset, buf, BlockReach::Memory);
         self.count(&taken);
         let mut missing = taken.missing;
         missing.extend(self.take_runs(object, taken.unread, offset, buf, patience));
@@ -329,7 +329,7 @@ impl DiskCache {
             let (cache, of_thread, run) = (self.clone(), object.clone(), piece.clone());
             let asked = self.threads.ask(patience, move || {
                 let mut memory = cache.spares.take();
-                let taken = of_thread.take(&run, start, memory.bytes(len), Reach::Disk);
+                let taken = of_thread.take(&run, start, memory.bytes(len), BlockReach::Disk);
                 (taken, memory)
             });
             let Some((taken, mut memory)) = asked else {

@@ -15,7 +15,7 @@ use nix::libc;
 use nix::sys::statvfs::statvfs;
 
 use super::object::{
-    CachedObject, DATA, MAP, ObjectKey, Reach, TEMPORARY, gone_is_fine, temporary_name,
+    BlockReach, CachedObject, DATA, MAP, ObjectKey, TEMPORARY, gone_is_fine, temporary_name,
 };
 use super::pieces::{PieceMemory, pieces_of};
 use crate::atomic_file::TemporaryFile;
@@ -422,7 +422,7 @@ pub fn verify(folder: &Path, mut each: impl FnMut(VerifiedObject)) -> io::Result
     each_object(folder, |_, object| {
         let mut verified = VerifiedObject { url: object.key().url.clone(), right: 0, damaged: 0 };
         for piece in pieces_of(&object.blocks()) {
-            if object.sums(&piece, Reach::Disk)?.iter().all(|sum| *sum == [0; 16]) {
+            if object.sums(&piece, BlockReach::Disk)?.iter().all(|sum| *sum == [0; 16]) {
                 continue;
             }
             let len_of = |run: &Range<u64>| {
@@ -430,7 +430,7 @@ pub fn verify(folder: &Path, mut each: impl FnMut(VerifiedObject)) -> io::Result
                 bytes.end - bytes.start
             };
             let (start, len) = (object.bytes_of(&piece).start, len_of(&piece));
-            let taken = object.take(&piece, start, memory.bytes(len), Reach::Disk);
+            let taken = object.take(&piece, start, memory.bytes(len), BlockReach::Disk);
             verified.right += len - taken.missing.iter().map(len_of).sum::<u64>();
             verified.damaged += taken.damaged;
         }

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use nix::libc;
 
-use super::object::{CachedObject, Reach};
+use super::object::{BlockReach, CachedObject};
 use crate::source::page_cache::{ALIGN, CachedPages, cached_pages, copy_cached};
 
 /// Blocks that were read.
@@ -24,10 +24,10 @@ pub(super) struct Taken {
 
 impl Taken {
     /// Notes that nothing is known of the blocks `run`, because their checksums cannot be read.
-    fn give_up(&mut self, run: Range<u64>, reach: Reach) {
+    fn give_up(&mut self, run: Range<u64>, reach: BlockReach) {
         match reach {
-            Reach::Memory => self.unread.push(run),
-            Reach::Disk => self.missing.push(run),
+            BlockReach::Memory => self.unread.push(run),
+            BlockReach::Disk => self.missing.push(run),
         }
     }
 }
@@ -56,7 +56,7 @@ impl CachedObject {
         run: &Range<u64>,
         offset: u64,
         buf: &mut [u8],
-        reach: Reach,
+        reach: BlockReach,
     ) -> Taken {
         let mut taken = Taken::default();
         let Ok(sums) = self.sums(run, reach) else {
@@ -71,7 +71,7 @@ impl CachedObject {
             let sums = &sums[(index - run.start) as usize..];
             if !there(index) {
                 add_run(&mut taken.missing, index..end);
-            } else if reach == Reach::Disk {
+            } else if reach == BlockReach::Disk {
                 self.take_run(&(index..end), sums, &mut wanted, &mut taken);
             } else if self.take_cached_run(&(index..end), sums, &mut wanted) {
                 taken.found += end - index;
@@ -105,7 +105,7 @@ impl CachedObject {
             let is_right = if whole.contains(&block) {
                 self.sum_of(block, [&*wanted.place(&bytes)]) == *sum
             } else {
-                self.take_block(block, *sum, wanted, &mut edge, Reach::Memory)
+                self.take_block(block, *sum, wanted, &mut edge, BlockReach::Memory)
             };
             if is_right {
                 self.known.add(block);
@@ -143,7 +143,7 @@ impl CachedObject {
                 && whole.contains(&block)
                 && self.sum_of(block, [&*wanted.place(&bytes)]) == sum;
             // After a failed read of many blocks only those are lost that cannot be read by themselves.
-            if is_right || self.take_block(block, sum, wanted, &mut edge, Reach::Disk) {
+            if is_right || self.take_block(block, sum, wanted, &mut edge, BlockReach::Disk) {
                 self.known.add(block);
                 taken.found += 1;
             } else {
@@ -183,13 +183,13 @@ impl CachedObject {
         sum: [u8; 16],
         wanted: &mut BlockTarget<'_>,
         edge: &mut Vec<u8>,
-        reach: Reach,
+        reach: BlockReach,
     ) -> bool {
         let bytes = self.bytes_of(&(block..block + 1));
         edge.resize((bytes.end - bytes.start) as usize, 0);
         let is_read = match reach {
-            Reach::Memory => copy_cached(&self.data, bytes.start, edge),
-            Reach::Disk => self.data.read_exact_at(edge, bytes.start).is_ok(),
+            BlockReach::Memory => copy_cached(&self.data, bytes.start, edge),
+            BlockReach::Disk => self.data.read_exact_at(edge, bytes.start).is_ok(),
         };
         if !is_read || self.sum_of(block, [edge.as_slice()]) != sum {
             return false;

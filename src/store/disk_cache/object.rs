@@ -57,7 +57,7 @@ const USE_NOTED: i64 = 5;
 
 /// How far a read of blocks goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Reach {
+pub(super) enum BlockReach {
     /// It takes what the kernel's page cache holds, and never waits.
     Memory,
     /// It waits for the disk.
@@ -264,13 +264,13 @@ impl CachedObject {
     ///
     /// # Errors
     /// `WouldBlock` if they are beyond `reach`.
-    pub(super) fn sums(&self, run: &Range<u64>, reach: Reach) -> io::Result<Vec<[u8; 16]>> {
+    pub(super) fn sums(&self, run: &Range<u64>, reach: BlockReach) -> io::Result<Vec<[u8; 16]>> {
         let mut bytes = vec![0; ((run.end - run.start) * SUM_LEN) as usize];
         let at = sums_at(run).start;
         match reach {
-            Reach::Memory if copy_cached(&self.map, at, &mut bytes) => {}
-            Reach::Memory => return Err(ErrorKind::WouldBlock.into()),
-            Reach::Disk => self.map.read_exact_at(&mut bytes, at)?,
+            BlockReach::Memory if copy_cached(&self.map, at, &mut bytes) => {}
+            BlockReach::Memory => return Err(ErrorKind::WouldBlock.into()),
+            BlockReach::Disk => self.map.read_exact_at(&mut bytes, at)?,
         }
         Ok(bytes.as_chunks::<16>().0.to_vec())
     }
@@ -283,7 +283,7 @@ impl CachedObject {
         let all = self.blocks();
         for start in all.clone().step_by(SUMS_AT_ONCE) {
             let run = start..(start + SUMS_AT_ONCE as u64).min(all.end);
-            let sums = self.sums(&run, Reach::Disk)?;
+            let sums = self.sums(&run, BlockReach::Disk)?;
             let there = run.zip(sums).filter(|(_, sum)| *sum != [0; 16]);
             there.for_each(|(block, sum)| act(block, sum));
         }

@@ -373,11 +373,13 @@ fn parse(
 pub(crate) fn header_hashes(source: &Arc<Source>) -> Result<Vec<HashedTensor>> {
     let mut sniff = vec![0; tensorizer::HEAD_LEN.min(source.len()) as usize];
     source.read_exact_at(&mut sniff, 0)?;
-    if !tensorizer::is_tensorizer(&sniff) {
-        return SourceReader::at(source, 0).run(|reader| pickle::entry_hashes(reader));
-    }
-    let hashes = SourceReader::at(source, 0).run(|reader| tensorizer::hashes(reader))?;
-    hashes.map_err(|fault| Error::refused(source.path(), fault))
+    let mut reader = SourceReader::at(source, 0);
+    let hashes = if tensorizer::is_tensorizer(&sniff) {
+        reader.run(|reader| tensorizer::hashes(reader))
+    } else {
+        reader.run(|reader| pickle::entry_hashes(reader))
+    };
+    hashes?.map_err(|fault| Error::refused(source.path(), fault))
 }
 
 /// A source as parsers read it.

@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use super::ReadStop;
 use super::zip::{Archive, archive_start};
+use crate::error::{ErrorKind, Fault};
 use crate::format::range_reader::RangeReader;
 use crate::format::tensorizer::{HashedTensor, KeptHashes};
 
@@ -32,36 +33,38 @@ pub(super) fn archives_at_end(
     Ok((found, end))
 }
 
-/// The entries with a CRC of all archives of a file, in the order of their bytes.
+/// The entries with a CRC of all archives of a file, in the order of their bytes. The archives have to be
+/// the whole file: what is in front of them could not be compared.
 pub(super) fn hashed_entries(reader: &mut dyn RangeReader) -> Result<Vec<HashedTensor>, ReadStop> {
     let mut reader = BlockReader::new(reader);
-    let (ranges, _) = archives_at_end(&mut reader)?;
-    let mut hashed = Vec::new();
-    for range in ranges.into_iter().rev() {
-        match add_entries(&mut reader, range, &mut hashed) {
-            // In front of the archives may lie what only ends like one.
-            Err(ReadStop::Fault(_)) => break,
-            done => done?,
-        }
+    let (ranges, begin) = archives_at_end(&mut reader)?;
+    if begin > 0 {
+        let message = format!(
+            "its bytes 0 to {begin} do not end as a zip archive, so that no CRC can be compared in them; \
+             save or fetch it again"
+        );
+        return Err(Fault::new(ErrorKind::HeaderDecode, message).into());
     }
-    hashed.sort_unstable_by_key(|entry| entry.range.start);
+    let mut hashed = Vec::new();
+    for range in ranges {
+        add_entries(&mut reader, range, &mut hashed)?;
+    }
     Ok(hashed)
 }
 
-/// Adds the entries with a CRC of the archive in `range`.
+/// Adds the entries with a CRC of the archive in `range`, in the order of their bytes.
 fn add_entries(
     reader: &mut dyn RangeReader,
     range: Range<u64>,
     hashed: &mut Vec<HashedTensor>,
 ) -> Result<(), ReadStop> {
     let archive = Archive::read(reader, range)?;
-    let mut own = Vec::new();
-    for name in archive.names() {
+    for name in archive.names_in_order() {
         let Some(crc) = archive.crc_of(name) else { continue };
         let Some(range) = archive.data(reader, name)?.filter(|range| !range.is_empty()) else {
             continue;
         };
-        own.push(HashedTensor {
+        hashed.push(HashedTensor {
             name: archive.whole_name(name),
             range,
             left_out: 0..0,
@@ -69,7 +72,6 @@ fn add_entries(
             is_entry: true,
         });
     }
-    hashed.append(&mut own);
     Ok(())
 }
 

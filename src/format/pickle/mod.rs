@@ -205,15 +205,15 @@ pub fn parse_universal(
 /// files.
 ///
 /// # Errors
-/// A failed read.
-pub fn entry_hashes(reader: &mut dyn RangeReader) -> io::Result<Vec<HashedTensor>> {
+/// The outer error is a failed read, the inner one is the fault of the file.
+pub fn entry_hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<HashedTensor>, Fault>> {
     let mut first = [0; FIRST_LEN];
     let len = reader.file_len().min(FIRST_LEN as u64) as usize;
     reader.read_exact_at(0, &mut first[..len])?;
     if !is_zip(&first) {
-        return Ok(Vec::new());
+        return Ok(Ok(Vec::new()));
     }
-    Ok(told(archives::hashed_entries(reader))?.unwrap_or_default())
+    told(archives::hashed_entries(reader))
 }
 
 /// The archive in the bytes `range` of a file, and the length of its pickle.

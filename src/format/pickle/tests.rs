@@ -615,13 +615,22 @@ fn entries_of_archives_that_follow_each_other_are_all_listed() {
         one[at + if magic[2] == 3 { 14 } else { 16 }] = 7;
     }
     let starts = |bytes: &[u8]| {
-        let found = entry_hashes(&mut &*bytes).unwrap();
+        let found = entry_hashes(&mut &*bytes).unwrap().unwrap();
         found.iter().map(|entry| entry.range.start).collect::<Vec<_>>()
     };
     let own = starts(&one)[0];
     let len = one.len() as u64;
     assert_eq!(starts(&one.repeat(3)), [own, own + len, own + 2 * len]);
-    // In front of the last two is no archive.
-    let mixed = [b"PK\x03\x04 is no archive", &*one.repeat(2)].concat();
-    assert_eq!(starts(&mixed), [own + 18, own + 18 + len]);
+    // What is in front of something that is no archive would not be compared.
+    let refused = |bytes: &[u8]| entry_hashes(&mut &*bytes).unwrap().unwrap_err().message;
+    let front = [b"PK\x03\x04 is no archive", &*one.repeat(2)].concat();
+    assert!(refused(&front).starts_with("its bytes 0 to 18 do not end as a zip archive"));
+    let mut broken = one.repeat(3);
+    broken[3 * one.len() - 22] ^= 1;
+    assert!(refused(&broken).starts_with(&format!("its bytes 0 to {} do not end", 3 * len)));
+    assert!(refused(&[&*one, b"tail"].concat()).contains("do not end as a zip archive"));
+    let directory = one.windows(4).rposition(|four| four == b"PK\x01\x02").unwrap();
+    let mut inner = one.repeat(3);
+    inner[one.len() + directory] ^= 1;
+    refused(&inner);
 }

@@ -262,6 +262,13 @@ impl Archive {
         self.by_name.keys().map(String::as_str)
     }
 
+    /// The names of its entries in the order of their bytes, in which reading them is cheap.
+    pub(super) fn names_in_order(&self) -> Vec<&str> {
+        let mut names: Vec<_> = self.by_name.iter().collect();
+        names.sort_unstable_by_key(|(_, index)| self.entries[**index as usize].header);
+        names.into_iter().map(|(name, _)| name.as_str()).collect()
+    }
+
     /// The bytes of the entries that `is_used` does not know by their names: headers and data.
     pub(super) fn spans_of_others(&self, is_used: impl Fn(&str) -> bool) -> Vec<Range<u64>> {
         let others = self.by_name.iter().filter(|(name, _)| !is_used(name));

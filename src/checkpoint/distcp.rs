@@ -178,7 +178,7 @@ fn check_filled(folder: &Folder, file: &File, items: &[(u64, u64)]) -> Result<()
          one save, or save again",
         free.start, free.end
     );
-    refused(ErrorKind::DcpInfo, message)
+    refused(ErrorKind::DcpHole, message)
 }
 
 /// Whether `file` begins as an item of torch.save.

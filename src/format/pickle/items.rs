@@ -269,7 +269,7 @@ fn check_place(window: &mut WindowReader<'_>, range: &Range<u64>) -> Result<(), 
          of torch.save; {OF_ONE_SAVE}",
         range.start, range.end
     );
-    Err(Fault::new(ErrorKind::DcpInfo, message).into())
+    Err(Fault::new(ErrorKind::DataTruncated, message).into())
 }
 
 /// Reads a file of items by few reads: the end of an item lies in front of the next one.

@@ -117,9 +117,7 @@ impl ModelTensors {
             return Err(not_a_dict(values, root).into());
         };
         let (hidden, rest): (Vec<_>, Vec<_>) = pairs.into_iter().partition(|pair| {
-            // A tensor of a state_dict has a dotted name, which may begin with any word.
-            let is_weight = |key: &str| key.contains('.') && is_tensor(values, pair.value);
-            let is_hidden = |key: &str| is_state(key) && !is_weight(key);
+            let is_hidden = |key: &str| is_state(key) && !is_weight(values, key, pair.value);
             state == TrainingState::None && pair.key.text().is_some_and(is_hidden)
         });
         let module = rest.iter().find(|pair| pair.key.text() == Some("module"));
@@ -133,11 +131,10 @@ impl ModelTensors {
             hides_tensors = hides_tensors || walk.holds_tensor(pair.value)?;
         }
         let mut models = Vec::new();
-        // Weights have dotted names. Beside a model a training keeps its best loss and the like.
-        let is_weight = |pair: &DictPair<'_>| {
-            pair.key.text().is_some_and(|key| key.contains('.')) && is_tensor(values, pair.value)
-        };
-        let is_flat = rest.iter().any(is_weight);
+        // Beside a model a training keeps its best loss and the like.
+        let is_flat = rest
+            .iter()
+            .any(|pair| pair.key.text().is_some_and(|key| is_weight(values, key, pair.value)));
         if state == TrainingState::None && !is_flat {
             for pair in &rest {
                 let is_model = pair.key.text().is_some_and(|key| MODELS.contains(&key));
@@ -365,6 +362,12 @@ fn check_names(found: &[(String, NodeId)]) -> Result<(), Fault> {
         }
     }
     Ok(())
+}
+
+/// Whether the value of this key of the root is a weight: a tensor of a state_dict has a dotted name, which may
+/// begin with any word.
+fn is_weight(values: &Values<'_>, key: &str, value: NodeId) -> bool {
+    key.contains('.') && is_tensor(values, value)
 }
 
 fn is_tensor(values: &Values<'_>, id: NodeId) -> bool {

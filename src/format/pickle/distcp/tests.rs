@@ -144,7 +144,7 @@ fn an_item_is_compared_with_its_chunk_and_no_item_shares_bytes_with_another() {
     for item in [(0, 0), (0, 21), (0, 1576), (1, 1576)] {
         let fault = refused(&|chunks| chunks[0].item = item);
         assert!(
-            fault.kind == ErrorKind::DcpInfo && fault.message.contains("of different saves"),
+            fault.kind == ErrorKind::DataTruncated && fault.message.contains("of different saves"),
             "{fault}"
         );
     }

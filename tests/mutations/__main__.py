@@ -39,6 +39,8 @@ PATIENCE = 20
 # Why tensorfs reads what torch refuses: by what torch says.
 UNDERSTOOD = {
     "'utf-8' codec can't decode": "the identity of the save is no text",
+    # A tensor that is shown has all of them: this one stands where hooks do.
+    r"_rebuild_tensor_v2\(\) missing 6 required positional arguments": "what is no part of a tensor is not called",
 }
 
 # The peak of a process counts what its parent had at the fork, so that a small process has to start it.

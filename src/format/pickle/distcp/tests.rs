@@ -225,7 +225,7 @@ fn the_names_are_those_of_the_model_in_the_layouts_of_frameworks() {
         // a step beside the model
         (&["model/a.w", "step"], &["a.w"], "`step`"),
         (&["=model.a.w", "step"], &["model.a.w", "step"], ""),
-        (&["model_state_dict/a.w", "loss", "best/0"], &["a.w"], "`best`, `loss`"),
+        (&["model_state_dict/a.w", "loss", "best/0"], &["a.w"], "`loss`, `best`"),
         (&["app/model/a.w", "app/loss"], &["a.w"], "`app.loss`"),
         (&["a.w", "logit_scale"], &["a.w", "logit_scale"], ""),
         // weights beside a container

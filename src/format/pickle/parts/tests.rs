@@ -19,7 +19,7 @@ fn parts(size: u64, sizes: &[u64], placements: &[Placement]) -> Vec<(u64, u64)> 
             })
             .collect();
         at.reverse();
-        let mesh = Mesh { is_part: false, sizes: sizes.to_vec(), at, rank };
+        let mesh = Mesh { is_part: false, ranks: count, sizes: sizes.to_vec(), at, rank };
         let (offset, shape) = box_of(&mesh, placements, &[size]).unwrap();
         (offset[0], shape[0])
     };
@@ -41,7 +41,7 @@ fn a_strided_shard_is_cut_by_the_later_axis_first() {
     let placements = [Placement::StridedShard(0, 2), Placement::Shard(0)];
     assert_eq!(parts(8, &[2, 2], &placements), [(0, 2), (4, 2), (2, 2), (6, 2)]);
     // Without the later axis the part is not one block.
-    let mesh = Mesh { is_part: false, sizes: vec![2], at: vec![0], rank: 0 };
+    let mesh = Mesh { is_part: false, ranks: 2, sizes: vec![2], at: vec![0], rank: 0 };
     let fault = box_of(&mesh, &[Placement::StridedShard(0, 2)], &[8]).unwrap_err();
     assert!(fault.message.contains("[0..2, 4..6]"), "{fault}");
 }

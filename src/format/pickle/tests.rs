@@ -621,7 +621,7 @@ fn entries_of_archives_that_follow_each_other_are_all_listed() {
     let own = starts(&one)[0];
     let len = one.len() as u64;
     assert_eq!(starts(&one.repeat(3)), [own, own + len, own + 2 * len]);
-    // What is in front of something that is no archive would not be compared.
+    // Bytes in front of something that is no archive would not be compared.
     let refused = |bytes: &[u8]| entry_hashes(&mut &*bytes).unwrap().unwrap_err().message;
     let front = [b"PK\x03\x04 is no archive", &*one.repeat(2)].concat();
     assert!(refused(&front).starts_with("its bytes 0 to 18 do not end as a zip archive"));

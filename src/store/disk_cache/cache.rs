@@ -290,7 +290,7 @@ impl DiskCache {
         if !left.is_empty() {
             return Some(left);
         }
-        // What is posted is not bounded, and keeps the object open.
+        // The queue of posted work has no bound, and its work keeps the object open.
         if !self.threads.is_stuck(STUCK) && object.begins_note() {
             self.threads.post(move || object.write_use());
         }

@@ -31,7 +31,8 @@ const LONG_LEN_MAX: usize = 1 << 20;
 const ATTRIBUTE: &str = "it asks for an attribute of a value, as only code does";
 
 fn bad(what: impl std::fmt::Display) -> Fault {
-    let message = format!("its pickle is not one that torch.save writes: {what}");
+    let message =
+        format!("its pickle is not one that torch.save writes: {what}; save or fetch it again");
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 

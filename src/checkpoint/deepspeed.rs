@@ -148,18 +148,26 @@ impl<'a> StateFiles<'a> {
         self.others.iter().map(|(_, name)| (*name).to_owned()).collect()
     }
 
-    /// A note for a set of the model states alone, of which `zero` are the facts.
-    pub(super) fn note(&self, zero: Option<&ZeroPart>) -> String {
+    /// A note for a set of the model states alone, of which `zero` are the facts. Optimizer states of more ranks
+    /// than they have are of another run, and refused.
+    pub(super) fn note(&self, zero: Option<&ZeroPart>) -> Result<String, Fault> {
         let shown = "the weights of `module` are shown";
         let found = self.optimizers.len() as u64;
         match zero {
+            Some(ZeroPart::Model(ZeroModel { ranks: Some(ranks), .. })) if *ranks < found => {
+                let message = format!(
+                    "is of {ranks} ranks, and optimizer states of {found} are here, some of them of another \
+                     run; restore the files, or remove those of the others"
+                );
+                Err(Fault::new(ErrorKind::DuplicateTensor, message))
+            }
             Some(ZeroPart::Model(ZeroModel { ranks: Some(ranks), .. })) if *ranks != found => {
-                format!(
+                Ok(format!(
                     "{shown}; they are of {ranks} ranks, and optimizer states of {found} are here, \
                      which zero=fp32 would refuse"
-                )
+                ))
             }
-            _ => format!("{shown}; zero=fp32 shows those of the optimizer states"),
+            _ => Ok(format!("{shown}; zero=fp32 shows those of the optimizer states")),
         }
     }
 }

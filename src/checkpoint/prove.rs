@@ -331,7 +331,8 @@ fn deepspeed_catalog(
 ) -> std::result::Result<Catalog, Fault> {
     let mut catalog = Catalog::of_deepspeed(headers)?;
     if let ([model], Some(states)) = (headers, folder.state_files()) {
-        catalog.notes.push(states.note(model.header.zero.as_deref()));
+        let note = states.note(model.header.zero.as_deref());
+        catalog.notes.push(note.map_err(|fault| fault.in_file(&model.name))?);
     }
     Ok(catalog)
 }

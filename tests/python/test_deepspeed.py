@@ -229,6 +229,8 @@ class DeepSpeed(TestCase):
                 run = fixture(self.tmp / f"more-{stage}", stage)
                 shutil.copy(run / (optimizer % 0), run / (optimizer % 2))
                 self.assert_says(run, "states", options=options)
+                # Also where the weights of the model are shown: files of two runs are mixed.
+                self.assert_says(run, "3")
         run = fixture(self.tmp / "double", 2)
         shutil.copy(run / (optimizer % 1), run / STEP / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
         self.assert_says(run, "is of the same rank as", options=["zero=fp32"])

@@ -614,6 +614,22 @@ mod tests {
     }
 
     #[test]
+    fn a_publication_that_was_killed_is_finished_where_its_files_are_written_again_to_verify_them()
+    {
+        let copier = Copier::new(Settings::default());
+        let outline = outline();
+        let home = tempfile::tempdir().unwrap();
+        for count in 1..=outline.files.len() {
+            let out = home.path().join(count.to_string());
+            std::fs::create_dir(&out).unwrap();
+            kill_after(count, &copier, &outline, &out, &mut |_| Ok(()));
+            let mut watch = Watch { progress: &mut |_| Ok(()), bytes: None };
+            let options = WriteOptions { verify: true, ..WriteOptions::default() };
+            copier.write_folder(&outline, &out, options, &mut watch).unwrap();
+        }
+    }
+
+    #[test]
     fn files_that_a_killed_run_of_another_job_has_named_are_replaced_without_being_asked() {
         let copier = Copier::new(Settings::default());
         let outline = outline();

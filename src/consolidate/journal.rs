@@ -91,7 +91,7 @@ pub(super) struct Journal {
     written: HashMap<usize, Vec<WrittenRange>>,
     /// The parts that were whole before they took their names.
     whole: HashMap<usize, Stamp>,
-    /// Files of earlier jobs that were killed while files took their names.
+    /// Files of earlier runs that were killed while files took their names.
     earlier: HashSet<Stamp>,
     /// Whether an earlier run has left it.
     pub(super) is_continued: bool,
@@ -172,7 +172,7 @@ impl Journal {
                 self.note(part.parse().ok()?, WrittenRange { range, digest });
             }
             ("whole", [part, stamped @ ..]) => {
-                self.whole.insert(part.parse().ok()?, stamp(stamped)?);
+                self.note_whole(part.parse().ok()?, stamp(stamped)?);
             }
             ("earlier", stamped) => drop(self.earlier.insert(stamp(stamped)?)),
             _ => return None,
@@ -216,7 +216,13 @@ impl Journal {
     pub(super) fn add_whole(&mut self, part: usize, meta: &Metadata) {
         let stamp = stamp_of(meta);
         self.add_line(&format!("whole {part}{}", numbers(&stamp)));
-        self.whole.insert(part, stamp);
+        self.note_whole(part, stamp);
+    }
+
+    /// A part that is written again, as to verify it, may have a file with its name from a killed run.
+    fn note_whole(&mut self, part: usize, stamp: Stamp) {
+        let before = self.whole.insert(part, stamp).filter(|before| *before != stamp);
+        self.earlier.extend(before);
     }
 
     /// Whether the file at `path` is `part`, as a killed run of this job has named it.

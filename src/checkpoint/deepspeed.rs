@@ -148,9 +148,11 @@ impl<'a> StateFiles<'a> {
         self.others.iter().map(|(_, name)| (*name).to_owned()).collect()
     }
 
-    /// A note for a set of the model states alone, of which `zero` are the facts. Optimizer states of more ranks
-    /// than they have are of another run, and refused.
-    pub(super) fn note(&self, zero: Option<&ZeroPart>) -> Result<String, Fault> {
+    /// A note for a set of the model states alone, of which `zero` are the facts.
+    ///
+    /// # Errors
+    /// Optimizer states of more ranks than the model states are of: some are of another run.
+    pub(super) fn note_of_model(&self, zero: Option<&ZeroPart>) -> Result<String, Fault> {
         let shown = "the weights of `module` are shown";
         let found = self.optimizers.len() as u64;
         match zero {

@@ -331,7 +331,7 @@ fn deepspeed_catalog(
 ) -> std::result::Result<Catalog, Fault> {
     let mut catalog = Catalog::of_deepspeed(headers)?;
     if let ([model], Some(states)) = (headers, folder.state_files()) {
-        let note = states.note(model.header.zero.as_deref());
+        let note = states.note_of_model(model.header.zero.as_deref());
         catalog.notes.push(note.map_err(|fault| fault.in_file(&model.name))?);
     }
     Ok(catalog)

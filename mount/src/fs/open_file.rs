@@ -87,8 +87,9 @@ impl Current {
         all_hold(self.file.sources(), &|source| source.check().is_ok())
     }
 
-    /// As `is_unchanged`, right after the sources were looked at and opened. Only files of this machine can
-    /// differ: reads of a store name the version that they want.
+    /// As `is_unchanged`, but asks no server: reads of a store name the version that they want, so that a
+    /// replaced object is the error of the next read. Also in a mount that is taken over, where nobody has
+    /// looked at the sources before.
     pub(super) fn is_unchanged_once_open(&self) -> bool {
         match &self.file {
             OpenContent::Virtual(_) => {

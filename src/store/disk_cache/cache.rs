@@ -239,8 +239,7 @@ impl DiskCache {
             }
         };
         object.note_use();
-        let closed = self.keep_open(object.clone());
-        drop(closed);
+        drop(self.keep_open(object.clone()));
         Some(object)
     }
 

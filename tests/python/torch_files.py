@@ -41,13 +41,17 @@ def rows(shape):
 def save(path, root, protocol=2, folder="archive"):
     """Writes `root` as torch.save does, with `Tensor` and `Object` in place of tensors and objects."""
     with modules() as named, zipfile.ZipFile(path, "w") as archive:
+        def entry(name):
+            # Without a time of the clock, as torch writes it: the same tensors give the same file.
+            return zipfile.ZipInfo(f"{folder}/{name}")
+
         storages = []
-        with archive.open(f"{folder}/data.pkl", "w") as file:
+        with archive.open(entry("data.pkl"), "w") as file:
             _Pickler(file, protocol, named, storages).dump(root)
-        archive.writestr(f"{folder}/byteorder", "little")
+        archive.writestr(entry("byteorder"), "little")
         for number, storage in enumerate(storages):
-            archive.writestr(f"{folder}/data/{number}", np.ascontiguousarray(storage).tobytes())
-        archive.writestr(f"{folder}/version", "3\n")
+            archive.writestr(entry(f"data/{number}"), np.ascontiguousarray(storage).tobytes())
+        archive.writestr(entry("version"), "3\n")
 
 
 def dtensor(named, local, whole, rank, ranks, dim, axis=None):

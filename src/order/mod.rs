@@ -5,11 +5,14 @@
 //! small tensors and tensors that were read before are passed over. Pure: no I/O, no clock, no
 //! threads.
 
+mod layers;
 mod reads;
 mod requests;
 #[cfg(test)]
 mod tests;
 
+pub use layers::LayerPart;
+pub(crate) use layers::Layers;
 pub use reads::{ReadLearner, SMALL, TensorMap, TensorSpan};
 pub use requests::RequestLearner;
 
@@ -35,11 +38,14 @@ pub enum Order {
     Natural,
     /// The order of the shards, and of the offsets in each.
     Shard,
+    /// The order in which the parts of earlier layers were taken. It is learned.
+    Layers,
 }
 
 impl Order {
     /// All orders; of two with equal scores the first is taken.
-    pub const ALL: [Order; 4] = [Order::File, Order::Name, Order::Natural, Order::Shard];
+    pub const ALL: [Order; 5] =
+        [Order::File, Order::Name, Order::Natural, Order::Shard, Order::Layers];
 }
 
 /// A sequence of tensors.
@@ -53,9 +59,12 @@ struct Sequence {
     ranks: Vec<u32>,
 }
 
-/// The distinct sequences of the tensors of a catalog or of a file.
+/// The distinct sequences of the tensors of a catalog or of a file, and for a file the parts of its layers.
 #[derive(Clone, Debug, Default)]
-pub struct Orders(Vec<Sequence>);
+pub struct Orders {
+    sequences: Vec<Sequence>,
+    layers: Layers,
+}
 
 impl Orders {
     /// The orders of all tensors of `catalog`, by their positions in it.
@@ -80,24 +89,36 @@ impl Orders {
             orders.add(Order::Name, by_name);
             orders.add(Order::Natural, by_number(catalog, positions));
             orders.add(Order::Shard, by_shard(catalog, positions));
+            let names = positions.iter().map(|&at| catalog.tensor_at(at as usize).name);
+            orders.layers = Layers::of(names);
         }
         orders
     }
 
+    /// Which part of which layer `tensor` is.
+    pub fn part(&self, tensor: u32) -> Option<LayerPart> {
+        self.layers.part(tensor)
+    }
+
+    /// The tensor that is this part.
+    pub fn tensor(&self, part: LayerPart) -> Option<u32> {
+        self.layers.tensor(part)
+    }
+
     fn add(&mut self, order: Order, tensors: Vec<u32>) {
-        if let Some(same) = self.0.iter_mut().find(|sequence| sequence.tensors == tensors) {
+        if let Some(same) = self.sequences.iter_mut().find(|sequence| sequence.tensors == tensors) {
             return same.orders.push(order);
         }
         let mut ranks = vec![0; tensors.len()];
         for (rank, &tensor) in tensors.iter().enumerate() {
             ranks[tensor as usize] = rank as u32;
         }
-        self.0.push(Sequence { orders: vec![order], tensors, ranks });
+        self.sequences.push(Sequence { orders: vec![order], tensors, ranks });
     }
 
     /// The tensor that follows `tensor` in `order`.
     pub fn after(&self, tensor: u32, order: Order) -> Option<u32> {
-        let sequence = self.0.iter().find(|sequence| sequence.orders.contains(&order))?;
+        let sequence = self.sequences.iter().find(|sequence| sequence.orders.contains(&order))?;
         let rank = *sequence.ranks.get(tensor as usize)?;
         sequence.tensors.get(rank as usize + 1).copied()
     }

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::Order;
+use super::layers::{LayerPart, LayerSteps};
 
 /// A read shorter than this says little about the next one.
 pub const SMALL: u64 = 64 << 10;
@@ -24,6 +25,16 @@ pub trait TensorMap {
 
     /// The next tensor that is not empty after the one at `place` in `order`.
     fn after(&self, place: u32, order: Order) -> Option<TensorSpan>;
+
+    /// Which part of which layer the tensor at `place` is. `None` if that is not known.
+    fn part(&self, _place: u32) -> Option<LayerPart> {
+        None
+    }
+
+    /// The tensor that is this part.
+    fn of_part(&self, _part: LayerPart) -> Option<TensorSpan> {
+        None
+    }
 }
 
 /// Best and worst score of an order.
@@ -52,6 +63,7 @@ pub struct ReadLearner {
     misses: u8,
     /// Tensors begun last, newest first.
     recent: VecDeque<TensorSpan>,
+    steps: LayerSteps,
 }
 
 impl ReadLearner {
@@ -88,14 +100,16 @@ impl ReadLearner {
         tensors: &dyn TensorMap,
         passed: &dyn Fn(&TensorSpan) -> bool,
     ) {
-        if tensor.place == 0 || self.recent.iter().any(|recent| recent.place == tensor.place) {
+        if tensor.place == 0 || self.is_recent(tensor) {
             return;
         }
         if !self.recent.is_empty() {
-            let foretold = Order::ALL.map(|order| self.leads_to(tensor, order, tensors, passed));
+            let foretold = Order::ALL.map(|order| {
+                self.has_view(order, tensors).then(|| self.leads_to(tensor, order, tensors, passed))
+            });
             self.learn(foretold);
         }
-        self.remember(tensor);
+        self.remember(tensor, tensors);
     }
 
     /// Notes that the reader has moved from `before` into `tensor` without a gap.
@@ -105,7 +119,7 @@ impl ReadLearner {
         tensor: &TensorSpan,
         tensors: &dyn TensorMap,
     ) {
-        let next = tensors.after(before.place, self.order());
+        let next = self.after(before.place, self.order(), tensors);
         // One read may hold several small tensors.
         let follows = |next: TensorSpan| match self.order() {
             Order::File => next.place <= tensor.place,
@@ -115,12 +129,39 @@ impl ReadLearner {
             self.trust = (self.trust + 1).min(TRUST_MAX);
             self.misses /= 2;
         }
-        self.remember(tensor);
+        self.remember(tensor, tensors);
     }
 
-    fn remember(&mut self, tensor: &TensorSpan) {
+    fn is_recent(&self, tensor: &TensorSpan) -> bool {
+        self.recent.iter().any(|recent| recent.place == tensor.place)
+    }
+
+    fn remember(&mut self, tensor: &TensorSpan, tensors: &dyn TensorMap) {
+        // Two threads may read the halves of one tensor.
+        if self.recent.front().is_some_and(|last| last.place == tensor.place) {
+            return;
+        }
+        let before = self.recent.front().and_then(|before| tensors.part(before.place));
+        if let (Some(before), Some(after)) = (before, tensors.part(tensor.place)) {
+            self.steps.learn(before, after);
+        }
         self.recent.truncate(RECENT - 1);
         self.recent.push_front(tensor.clone());
+    }
+
+    /// Whether `order` names a tensor after the one begun last. All but the learned one do.
+    fn has_view(&self, order: Order, tensors: &dyn TensorMap) -> bool {
+        let step =
+            || tensors.part(self.recent.front()?.place).and_then(|part| self.steps.after(part));
+        order != Order::Layers || step().is_some()
+    }
+
+    /// The tensor after the one at `place` in `order`.
+    fn after(&self, place: u32, order: Order, tensors: &dyn TensorMap) -> Option<TensorSpan> {
+        match order {
+            Order::Layers => tensors.of_part(self.steps.after(tensors.part(place)?)?),
+            _ => tensors.after(place, order),
+        }
     }
 
     /// Whether `order` leads from one of the tensors begun last to `tensor`.
@@ -134,7 +175,7 @@ impl ReadLearner {
         self.recent.iter().any(|recent| {
             let mut place = recent.place;
             for _ in 0..STEPS_MAX {
-                let Some(next) = tensors.after(place, order) else { return false };
+                let Some(next) = self.after(place, order, tensors) else { return false };
                 if next.place == tensor.place {
                     return true;
                 }
@@ -148,15 +189,17 @@ impl ReadLearner {
         })
     }
 
-    fn learn(&mut self, foretold: [bool; Order::ALL.len()]) {
+    /// Takes note of which orders foretold a tensor. `None`: it foretold nothing.
+    fn learn(&mut self, foretold: [Option<bool>; Order::ALL.len()]) {
         let best = self.best();
-        let hits = foretold.iter().filter(|&&hit| hit).count();
-        if hits > 0 && hits < foretold.len() {
-            for (score, hit) in self.scores.iter_mut().zip(foretold) {
-                *score = (*score + if hit { 1 } else { -2 }).clamp(SCORE_MIN, SCORE_MAX);
+        let hits = foretold.iter().filter(|&&view| view == Some(true)).count();
+        if hits > 0 && hits < foretold.iter().flatten().count() {
+            for (score, view) in self.scores.iter_mut().zip(foretold) {
+                let step = view.map_or(0, |hit| if hit { 1 } else { -2 });
+                *score = (*score + step).clamp(SCORE_MIN, SCORE_MAX);
             }
         }
-        if foretold[best] {
+        if foretold[best] == Some(true) {
             self.trust = (self.trust + 1).min(TRUST_MAX);
             self.misses /= 2;
         } else if hits > 0 {
@@ -179,7 +222,7 @@ impl ReadLearner {
     ) -> Option<TensorSpan> {
         let mut place = tensor.place;
         for _ in 0..STEPS_MAX {
-            let next = tensors.after(place, self.order())?;
+            let next = self.after(place, self.order(), tensors)?;
             if !passed(&next) {
                 return Some(next);
             }

@@ -112,8 +112,8 @@ impl RequestLearner {
         let score =
             |order: &Sequence| u32::from(usual.is_some_and(|usual| order.orders.contains(&usual)));
         let track = |order| Track { score: score(order), ..Track::default() };
-        let tracks = orders.0.iter().map(track).collect();
-        let asked = vec![0; orders.0.first().map_or(0, |order| order.tensors.len())];
+        let tracks = orders.sequences.iter().map(track).collect();
+        let asked = vec![0; orders.sequences.first().map_or(0, |order| order.tensors.len())];
         let recent = VecDeque::with_capacity(READERS_IN + 1);
         RequestLearner { orders, tracks, asked, requests: 0, recent, onward: None }
     }
@@ -132,7 +132,9 @@ impl RequestLearner {
         }
         let readers = self.readers();
         let mut best = None;
-        for (number, (order, track)) in self.orders.0.iter().zip(&mut self.tracks).enumerate() {
+        for (number, (order, track)) in
+            self.orders.sequences.iter().zip(&mut self.tracks).enumerate()
+        {
             let rank = order.ranks[tensor];
             let expected = track.ask(rank, readers, self.requests);
             // If two are as good now, the order that was wrong less often wins.
@@ -162,7 +164,8 @@ impl RequestLearner {
         let (tensors, times) = match self.onward {
             None => (&[][..], 0),
             Some((order, rank)) => {
-                let (now, after) = self.orders.0[order].tensors[rank as usize..].split_at(1);
+                let (now, after) =
+                    self.orders.sequences[order].tensors[rank as usize..].split_at(1);
                 (after, self.asked[now[0] as usize])
             }
         };
@@ -172,6 +175,6 @@ impl RequestLearner {
 
     /// The order that is trusted now.
     pub fn order(&self) -> Option<Order> {
-        self.onward.map(|(order, _)| self.orders.0[order].orders[0])
+        self.onward.map(|(order, _)| self.orders.sequences[order].orders[0])
     }
 }

@@ -38,7 +38,7 @@ fn foretold(walk: &mut RequestLearner, requests: &[usize], readers: u64) -> (usi
 }
 
 fn in_order(walk: &RequestLearner, order: Order) -> Vec<usize> {
-    let sequence = walk.orders.0.iter().find(|one| one.orders.contains(&order)).unwrap();
+    let sequence = walk.orders.sequences.iter().find(|one| one.orders.contains(&order)).unwrap();
     sequence.tensors.iter().map(|&tensor| tensor as usize).collect()
 }
 

@@ -8,7 +8,7 @@ use crate::checkpoint::VirtualFile;
 use crate::error::Result;
 use crate::io::{read_all, read_all_stored};
 use crate::layout::{Extent, ExtentCount, Layout, PlainRun};
-use crate::order::{Order, Orders, TensorMap, TensorSpan};
+use crate::order::{LayerPart, Order, Orders, TensorMap, TensorSpan};
 use crate::prefetch::Reach;
 use crate::source::Source;
 use crate::zeros::are_zeros;
@@ -330,5 +330,15 @@ impl TensorMap for Reader {
                 return Some(TensorSpan { place, range });
             }
         }
+    }
+
+    fn part(&self, place: u32) -> Option<LayerPart> {
+        self.orders.get()?.part(place.checked_sub(1)?)
+    }
+
+    fn of_part(&self, part: LayerPart) -> Option<TensorSpan> {
+        let tensor = self.orders.get()?.tensor(part)?;
+        let range = self.layout.as_ref()?.bytes_at(tensor)?;
+        Some(TensorSpan { place: tensor + 1, range })
     }
 }

@@ -1,0 +1,121 @@
+//! Tensors as parts of layers: their names differ in the number of the layer alone. A program that takes the parts of one
+//! layer in an order of its own takes those of the next in the same.
+
+use std::collections::HashMap;
+
+/// Maximum number of parts whose followers are remembered.
+const STEPS_MAX: usize = 1 << 12;
+
+/// Which part of which layer a tensor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LayerPart {
+    /// The number of its name without that of the layer.
+    pub part: u32,
+    /// The number of the layer, 0 without one.
+    pub layer: u32,
+}
+
+/// The parts of the layers of a file.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Layers {
+    parts: Vec<LayerPart>,
+    tensors: HashMap<LayerPart, u32>,
+}
+
+impl Layers {
+    /// The parts that the tensors of these names are.
+    pub(crate) fn of<'a>(names: impl Iterator<Item = &'a str>) -> Layers {
+        let mut numbers = HashMap::new();
+        let mut layers = Layers::default();
+        for (tensor, name) in names.enumerate() {
+            let (before, layer, after) = split_at_layer(name);
+            let next = numbers.len() as u32;
+            let part = LayerPart { part: *numbers.entry((before, after)).or_insert(next), layer };
+            layers.parts.push(part);
+            layers.tensors.insert(part, tensor as u32);
+        }
+        layers
+    }
+
+    pub(crate) fn part(&self, tensor: u32) -> Option<LayerPart> {
+        self.parts.get(tensor as usize).copied()
+    }
+
+    pub(crate) fn tensor(&self, part: LayerPart) -> Option<u32> {
+        self.tensors.get(&part).copied()
+    }
+}
+
+/// The number of the layer, which is the first word of a name that is a number, and the text before and after it.
+fn split_at_layer(name: &str) -> (&str, u32, &str) {
+    let mut start = 0;
+    for word in name.split('.') {
+        let end = start + word.len();
+        if let (Ok(layer), true) = (word.parse(), word.bytes().all(|b| b.is_ascii_digit())) {
+            return (&name[..start], layer, &name[end..]);
+        }
+        start = end + 1;
+    }
+    (name, 0, "")
+}
+
+/// Which part a reader takes after which.
+#[derive(Clone, Debug, Default)]
+pub(super) struct LayerSteps(HashMap<u32, LayerStep>);
+
+/// The next part, and how many layers later it is.
+#[derive(Clone, Copy, Debug)]
+struct LayerStep {
+    part: u32,
+    layers: i64,
+}
+
+impl LayerSteps {
+    /// Notes that the reader took `after` next after `before`.
+    pub(super) fn learn(&mut self, before: LayerPart, after: LayerPart) {
+        if self.0.len() < STEPS_MAX || self.0.contains_key(&before.part) {
+            let layers = i64::from(after.layer) - i64::from(before.layer);
+            self.0.insert(before.part, LayerStep { part: after.part, layers });
+        }
+    }
+
+    /// The part that the reader is likely to take after `part`.
+    pub(super) fn after(&self, part: LayerPart) -> Option<LayerPart> {
+        let step = self.0.get(&part.part)?;
+        let layer = u32::try_from(i64::from(part.layer) + step.layers).ok()?;
+        Some(LayerPart { part: step.part, layer })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layer_is_the_first_word_that_is_a_number() {
+        for (name, parts) in [
+            ("model.layers.12.mlp.experts.3.up", ("model.layers.", 12, ".mlp.experts.3.up")),
+            ("0.weight", ("", 0, ".weight")),
+            ("h.7", ("h.", 7, "")),
+            ("conv1.weight", ("conv1.weight", 0, "")),
+            ("a.+1.b", ("a.+1.b", 0, "")),
+            ("a.99999999999.2", ("a.99999999999.", 2, "")),
+            ("", ("", 0, "")),
+        ] {
+            assert_eq!(split_at_layer(name), parts);
+        }
+    }
+
+    #[test]
+    fn a_step_leads_to_the_same_part_of_another_layer() {
+        let names = ["a", "l.0.q", "l.0.k", "l.1.q", "l.1.k", "l.2.q"];
+        let layers = Layers::of(names.into_iter());
+        let part = |tensor| layers.part(tensor).unwrap();
+        let mut steps = LayerSteps::default();
+        steps.learn(part(1), part(2));
+        steps.learn(part(2), part(3));
+        let next = |tensor| steps.after(part(tensor)).and_then(|part| layers.tensor(part));
+        assert_eq!([1, 2, 3, 4, 5].map(next), [Some(2), Some(3), Some(4), Some(5), None]);
+        assert_eq!(next(0), None);
+    }
+}

@@ -3,13 +3,18 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::ptr::NonNull;
+
+use nix::sys::mman::{MmapAdvise, madvise};
 
 use super::object::BLOCK_LEN;
-use crate::source::page_cache::ALIGN;
 use crate::sync::Mutex;
 
-/// Most blocks that one piece of work reads or writes: 1 MiB.
-const PIECE_BLOCKS: u64 = (1 << 20) / BLOCK_LEN;
+/// Bytes of a huge page on most machines.
+const HUGE: usize = 2 << 20;
+
+/// Most blocks that one piece of work reads or writes: a huge page. Reads of 1 MiB meet one block more.
+const PIECE_BLOCKS: u64 = HUGE as u64 / BLOCK_LEN;
 
 /// Maximum number of pieces that are kept for later.
 const SPARES_MAX: usize = 8;
@@ -29,10 +34,14 @@ pub(super) struct PieceMemory {
 }
 
 impl PieceMemory {
-    /// New memory.
+    /// New memory, on a huge page if the system has one: the disk reads into one stretch with one request.
     pub(super) fn new() -> PieceMemory {
-        let memory = vec![0; (PIECE_BLOCKS * BLOCK_LEN + ALIGN) as usize];
-        let aligned = memory.as_ptr().align_offset(ALIGN as usize);
+        let mut memory = vec![0; 2 * HUGE];
+        let aligned = memory.as_ptr().align_offset(HUGE);
+        if let Some(page) = memory.get_mut(aligned..aligned + HUGE) {
+            // SAFETY: the bytes belong to `memory`, and stay what they are.
+            let _ = unsafe { madvise(NonNull::from(page).cast(), HUGE, MmapAdvise::MADV_HUGEPAGE) };
+        }
         PieceMemory { memory, aligned }
     }
 

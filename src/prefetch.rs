@@ -561,10 +561,14 @@ impl Planner {
         let beyond = self.beyond(stream, &self.readers[reader].1);
         let mut planned = PlannedRanges::after(stream, refill(window, ahead));
         let mut tensor = stream.tensor.clone();
+        // An order that is learned may lead back. The others do not, and name many tiny tensors.
+        let may_lead_back = self.readers[reader].1.order() == Order::Layers;
+        let mut visited = Vec::new();
         for _ in 0..STEPS_MAX {
-            if planned.is_full() {
+            if planned.is_full() || visited.contains(&tensor.place) {
                 break;
             }
+            visited.extend(may_lead_back.then_some(tensor.place));
             let end = tensor.range.end.next_multiple_of(PAGE).min(self.len);
             let end_here = end.min(self.read_by_others(stream, planned.from));
             planned.fill(&self.given, end_here, window);

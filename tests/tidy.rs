@@ -188,6 +188,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/device/cufile.rs",
     "src/loader/run.rs",
     "src/source/stat.rs",
+    "src/store/disk_cache/pieces.rs",
     "mount/src/daemon/allocator.rs",
     "mount/src/daemon/connection.rs",
     "mount/src/daemon/descriptors.rs",

@@ -25,7 +25,7 @@ pub(crate) struct Layers {
 impl Layers {
     /// The parts that the tensors of these names are.
     pub(crate) fn of<'a>(names: impl Iterator<Item = &'a str>) -> Layers {
-        let mut numbers = HashMap::new();
+        let mut numbers: HashMap<(&str, Option<&str>), u32> = HashMap::new();
         let mut layers = Layers::default();
         for (tensor, name) in names.enumerate() {
             let (before, layer, after) = split_at_layer(name);
@@ -47,16 +47,20 @@ impl Layers {
 }
 
 /// The number of the layer, which is the first word of a name that is a number, and the text before and after it.
-fn split_at_layer(name: &str) -> (&str, u32, &str) {
+/// The latter is `None` without a number.
+fn split_at_layer(name: &str) -> (&str, u32, Option<&str>) {
     let mut start = 0;
     for word in name.split('.') {
         let end = start + word.len();
-        if let (Ok(layer), true) = (word.parse(), word.bytes().all(|b| b.is_ascii_digit())) {
-            return (&name[..start], layer, &name[end..]);
+        let is_number = word.bytes().all(|b| b.is_ascii_digit());
+        // `00` would be the same layer as `0`.
+        let is_plain = is_number && (word == "0" || !word.starts_with('0'));
+        if let (Ok(layer), true) = (word.parse(), is_plain) {
+            return (&name[..start], layer, Some(&name[end..]));
         }
         start = end + 1;
     }
-    (name, 0, "")
+    (name, 0, None)
 }
 
 /// Which part a reader takes after which.
@@ -94,13 +98,15 @@ mod tests {
     #[test]
     fn a_layer_is_the_first_word_that_is_a_number() {
         for (name, parts) in [
-            ("model.layers.12.mlp.experts.3.up", ("model.layers.", 12, ".mlp.experts.3.up")),
-            ("0.weight", ("", 0, ".weight")),
-            ("h.7", ("h.", 7, "")),
-            ("conv1.weight", ("conv1.weight", 0, "")),
-            ("a.+1.b", ("a.+1.b", 0, "")),
-            ("a.99999999999.2", ("a.99999999999.", 2, "")),
-            ("", ("", 0, "")),
+            ("model.layers.12.mlp.experts.3.up", ("model.layers.", 12, Some(".mlp.experts.3.up"))),
+            ("0.weight", ("", 0, Some(".weight"))),
+            ("h.7", ("h.", 7, Some(""))),
+            ("h.", ("h.", 0, None)),
+            ("h.00.a", ("h.00.a", 0, None)),
+            ("conv1.weight", ("conv1.weight", 0, None)),
+            ("a.+1.b", ("a.+1.b", 0, None)),
+            ("a.99999999999.2", ("a.99999999999.", 2, Some(""))),
+            ("", ("", 0, None)),
         ] {
             assert_eq!(split_at_layer(name), parts);
         }

@@ -339,6 +339,6 @@ impl TensorMap for Reader {
     fn of_part(&self, part: LayerPart) -> Option<TensorSpan> {
         let tensor = self.orders.get()?.tensor(part)?;
         let range = self.layout.as_ref()?.bytes_at(tensor)?;
-        Some(TensorSpan { place: tensor + 1, range })
+        (!range.is_empty()).then_some(TensorSpan { place: tensor + 1, range })
     }
 }

@@ -213,7 +213,7 @@ fn recorded_reads_find_most_of_their_bytes_read_ahead() {
         ("natural4", recorded!("tensors", "natural4"), 95, 1),
         // Its first pass touches the starts of tensors, and what it leaves out has no room.
         ("transformers", recorded!("tensors", "transformers"), 94, 10),
-        ("model", recorded!("tensors", "model"), 88, 1),
+        ("model", recorded!("tensors", "model"), 90, 1),
         ("random", recorded!("tensors", "random"), 35, 22),
         // Mapped, in the order of sorted names; before bytes were planned once, 8 % were wasted.
         ("safetensors", recorded!("tensors28", "safetensors"), 89, 5),
@@ -251,7 +251,7 @@ fn unforeseen(probes: bool, threads: u64) -> Vec<(usize, usize)> {
     }
     for (layer, part) in (0..12).flat_map(|layer| TAKEN.map(|part| (layer, part))) {
         let start = model.tensor(layer * PARTS.len() + part).range.start;
-        if !ahead.iter().any(|range| range.contains(&(start + 2 * MIB))) {
+        if !ahead.iter().any(|range| range.contains(&(start + 12 * MIB))) {
             unforeseen.push((layer, part));
         }
         let each = 32 / threads;
@@ -272,4 +272,27 @@ fn the_order_of_the_parts_of_a_layer_is_learned_from_the_layer_before() {
         let is_learned = unforeseen.iter().all(|(layer, _)| *layer < 2);
         assert!(is_learned, "probes {probes}, threads {threads}: {unforeseen:?}");
     }
+}
+
+// The learned steps led in a circle, and the same bytes were planned several times.
+#[test]
+fn an_order_that_changes_from_layer_to_layer_plans_nothing_twice() {
+    let model = layered();
+    let mut planner = Planner::new(model.len(), Reach::FAR);
+    let mut planned = 0;
+    for layer in 0..12 {
+        let mut taken = TAKEN;
+        taken.rotate_left(layer % 3);
+        taken.swap(0, layer % 2);
+        for range in taken.map(|part| model.tensor(layer * PARTS.len() + part).range) {
+            for at in (range.start..range.end).step_by(MIB as usize) {
+                let advice = planner.observe(&request(at, MIB, true), 256 * MIB, &model);
+                let mut ranges = advice.ahead.map_or_else(Vec::new, |(_, ranges)| ranges);
+                ranges.sort_by_key(|range| range.start);
+                assert!(ranges.is_sorted_by(|a, b| a.end <= b.start), "{ranges:?}");
+                planned += ranges.iter().map(|range| range.end - range.start).sum::<u64>();
+            }
+        }
+    }
+    assert!(planned <= model.len() + model.len() / 4, "{planned} of {}", model.len());
 }

@@ -31,7 +31,7 @@ use queue::Queue;
 /// Environment variable with tracing directives.
 const FILTER: &str = "TENSORFS_LOG";
 
-/// How long the end of the process and a change of the stream wait for queued lines.
+/// Time limit for writing queued lines at the end of the process or before the stream changes.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
 /// The queue of a daemon; a command has none.

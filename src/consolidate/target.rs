@@ -114,7 +114,7 @@ const EDGES_MAX: usize = 256;
 #[derive(Debug)]
 pub(super) struct UnalignedTarget {
     file: File,
-    /// The same file, opened for writes past the page cache.
+    /// The same file, opened with O_DIRECT.
     direct: Option<File>,
     /// Whether the device refused such a write.
     is_refused: AtomicBool,

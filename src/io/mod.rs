@@ -318,7 +318,7 @@ impl Queues {
         self.by_device.lock().values().cloned().collect()
     }
 
-    /// Answers overdue reads; all reads once the engine is gone.
+    /// Fails overdue reads, or all reads once the engine is closed.
     fn expire(&self) -> NextLook {
         if self.closed.load(Ordering::SeqCst) {
             self.by_device.lock().drain().for_each(|(_, queue)| queue.close());

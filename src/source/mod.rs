@@ -82,7 +82,7 @@ impl Source {
     }
 
     /// The regular file at `path`, which was `version` when it was looked at; not opened before
-    /// it is read. Its bytes count only if `check` then finds that same file.
+    /// it is read. Its bytes are valid only if `check` then finds the same version.
     pub(crate) fn closed(path: &Path, version: Version) -> Arc<Source> {
         Arc::new(Source::Local(LocalFile::closed(path, version)))
     }

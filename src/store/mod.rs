@@ -222,7 +222,7 @@ impl Store {
     }
 
     /// The source at `path`, which was `version` when it was looked at; not opened before it is
-    /// read. Its bytes count only if `check` then finds that same file.
+    /// read. Its bytes are valid only if `check` then finds the same version.
     pub fn closed(&self, path: &Path, version: Version) -> Arc<Source> {
         match &self.0 {
             None => Source::closed(path, version),

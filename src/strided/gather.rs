@@ -167,7 +167,7 @@ impl Gather {
         self.reads
     }
 
-    /// About how many bytes they read.
+    /// Approximate number of bytes that they read.
     pub fn read_len(&self) -> u64 {
         self.read_len
     }

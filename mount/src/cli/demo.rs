@@ -25,7 +25,7 @@ use crate::daemon::attach::{Detach, detach};
 use crate::daemon::background;
 use crate::log;
 
-/// How long the daemon may take to end once its mount is off.
+/// Time limit for the daemon to exit after the unmount.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Prints a line, unless the command was told to stop.

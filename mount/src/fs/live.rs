@@ -97,7 +97,7 @@ struct State {
     outside: HashMap<PathBuf, Version>,
     /// Folders whose last look failed.
     failing: BTreeSet<PathBuf>,
-    /// Where the path that the user gave led at the last look, if it is not the source.
+    /// Target of the user's path at the last check; `None` if it still is the source.
     elsewhere: Option<PathBuf>,
     told_full: bool,
 }

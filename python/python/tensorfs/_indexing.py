@@ -129,7 +129,7 @@ def _parsed(item: Any, dimension: int, size: int) -> Cut:
 
 
 def _scalar(item: Any) -> Any:
-    """The int that an array or tensor without dimensions holds. Any other item as it is: a bool or a byte is a mask."""
+    """The value of an integer array or tensor without dimensions, as an int. Any other item as it is: a bool or a byte is a mask."""
     if getattr(item, "shape", None) == () and not str(getattr(item, "dtype", "")).endswith(("bool", "uint8")):
         try:
             return operator.index(item)

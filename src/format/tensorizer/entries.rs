@@ -37,7 +37,7 @@ pub(super) const DTYPES: [(&str, Dtype); 13] = [
     ("<f8", Dtype::F64),
 ];
 
-/// Number of elements in an element of torch's type for F4.
+/// Number of F4 values in one element of torch's packed type.
 pub(super) const F4_PACKED: u64 = 2;
 
 /// The entry of a tensor.

@@ -326,8 +326,8 @@ impl CachedObject {
         Ok(())
     }
 
-    /// The checksum of a block of this object, whose bytes are `parts`. The same bytes have another one
-    /// in another place.
+    /// The checksum of a block of this object, whose bytes are `parts`. It covers the object and
+    /// the number of the block too.
     pub(super) fn sum_of<'a>(
         &self,
         block: u64,

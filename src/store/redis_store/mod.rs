@@ -37,7 +37,7 @@ const FILE: &str = "model.tensors";
 /// Time limit of a call that nobody gave one.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A read gives up 1 / `REASON_PART` of its time before its reader does, so that its reason arrives.
+/// A read times out earlier than its reader, by 1 / `REASON_PART` of its time, so that the reader gets the error.
 const REASON_PART: u32 = 20;
 
 /// The stores of this process, by what their URLs begin with.

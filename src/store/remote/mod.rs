@@ -53,7 +53,7 @@ use state::{ObjectState, hash_of};
 /// Time limit of a call that nobody gave one.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A read gives up 1 / `REASON_PART` of its time before its reader does, so that its reason arrives.
+/// A read times out earlier than its reader, by 1 / `REASON_PART` of its time, so that the reader gets the error.
 const REASON_PART: u32 = 20;
 
 /// How long a folder counts as being there after it was seen.

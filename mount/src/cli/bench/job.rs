@@ -26,7 +26,7 @@ use super::map::Map;
 /// Environment variable that makes the process a child, and names its job.
 pub(super) const JOB: &str = "TENSORFS_BENCH_JOB";
 
-/// Environment variable with the number that tensors are shuffled by.
+/// Environment variable that holds the seed for shuffling the tensors.
 pub(super) const SEED: &str = "TENSORFS_BENCH_SEED";
 
 /// The line by which a reader says that it waits.

@@ -53,7 +53,7 @@ pub(super) struct Worker {
     limit: Duration,
 }
 
-/// Starts this program as the child for `job`, with the words of its command line.
+/// Starts this program as the child process for `job`, with `words` as its arguments.
 pub(super) fn start(job: &str, words: &[&OsStr], limit: Duration) -> Result<Worker, Trouble> {
     let mut command = Command::new(std::env::current_exe()?);
     command.arg0("tensorfs").arg("bench").args(words).env(job::JOB, job);

@@ -25,6 +25,7 @@ mod index;
 mod io;
 mod layout;
 mod loader;
+mod mapping;
 mod mount_origin;
 mod mountinfo;
 mod open_options;

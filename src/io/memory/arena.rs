@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use nix::sys::mman::{MmapAdvise, madvise};
 
 use super::free_list::FreeList;
-use super::mapping::{HUGE, Mapping};
+use crate::mapping::{HUGE, Mapping};
 
 /// An address range and which parts of it are free.
 pub(super) struct Arena {

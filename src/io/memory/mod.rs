@@ -4,7 +4,6 @@
 mod arena;
 mod buffer;
 mod free_list;
-mod mapping;
 mod region;
 
 pub(super) use buffer::{ALIGN, GivenMemory, ReservedBytes, pages_around};

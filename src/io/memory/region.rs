@@ -10,7 +10,7 @@ use std::sync::Arc;
 use nix::sys::mman::{MmapAdvise, madvise};
 
 use super::buffer::{ALIGN, ReadTarget, Reservation};
-use super::mapping::{HUGE, Mapping};
+use crate::mapping::{HUGE, Mapping};
 
 /// Memory that reads fill, and that is read only afterwards.
 pub struct Region {

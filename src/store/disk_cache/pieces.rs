@@ -3,20 +3,13 @@
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::fmt;
-use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::ptr::NonNull;
 
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
+use nix::sys::mman::MmapAdvise;
 
 use super::object::BLOCK_LEN;
+use crate::mapping::{HUGE, Mapping};
 use crate::sync::Mutex;
-
-/// Bytes of a huge page on most machines.
-const HUGE: usize = 2 << 20;
-
-/// Length of a mapping in which a huge page begins somewhere.
-const MAPPED: NonZeroUsize = NonZeroUsize::new(2 * HUGE).unwrap();
 
 /// Most blocks that one piece of work reads or writes: a huge page. Reads of 1 MiB meet one block more.
 const PIECE_BLOCKS: u64 = HUGE as u64 / BLOCK_LEN;
@@ -33,29 +26,16 @@ pub(super) fn pieces_of(run: &Range<u64>) -> impl Iterator<Item = Range<u64>> + 
 }
 
 /// Memory for `PIECE_BLOCKS` blocks. A read past the page cache can go to it.
-pub(super) struct PieceMemory {
-    /// A mapping of two huge pages, one of which is used.
-    mapping: NonNull<u8>,
-    start: NonNull<u8>,
-}
-
-// SAFETY: the mapping belongs to this value alone.
-unsafe impl Send for PieceMemory {}
+pub(super) struct PieceMemory(Mapping);
 
 impl PieceMemory {
     /// New memory, on a huge page if the system has one: the disk reads into one stretch with one request.
     pub(super) fn new() -> PieceMemory {
-        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-        // SAFETY: a new private mapping; no memory in use is touched.
-        let mapped = unsafe { mmap_anonymous(None, MAPPED, protection, flags) };
-        let Ok(mapping) = mapped else { handle_alloc_error(Layout::new::<[u8; HUGE]>()) };
-        let mapping = mapping.cast::<u8>();
-        // SAFETY: the offset is less than a huge page, and one more follows it in the mapping.
-        let start = unsafe { mapping.add(mapping.as_ptr().align_offset(HUGE)) };
-        // SAFETY: the page lies in the mapping. If the advice fails, reads are only slower.
-        let _ = unsafe { madvise(start.cast(), HUGE, MmapAdvise::MADV_HUGEPAGE) };
-        PieceMemory { mapping, start }
+        let Ok(mapping) = Mapping::new(HUGE) else {
+            handle_alloc_error(Layout::new::<[u8; HUGE]>());
+        };
+        mapping.advise(MmapAdvise::MADV_HUGEPAGE);
+        PieceMemory(mapping)
     }
 
     /// Its first `len` bytes.
@@ -63,16 +43,9 @@ impl PieceMemory {
     /// # Panics
     /// If the memory is shorter than `len`.
     pub(super) fn bytes(&mut self, len: u64) -> &mut [u8] {
-        // SAFETY: the page lies in the mapping, which begins with zeros and is this value's alone.
-        let page = unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), HUGE) };
+        // SAFETY: the mapping has that many bytes, begins with zeros, and is this value's alone.
+        let page = unsafe { std::slice::from_raw_parts_mut(self.0.start().as_ptr(), HUGE) };
         &mut page[..len as usize]
-    }
-}
-
-impl Drop for PieceMemory {
-    fn drop(&mut self) {
-        // SAFETY: `new` made the mapping, and nothing points into it any more.
-        let _ = unsafe { munmap(self.mapping.cast(), MAPPED.get()) };
     }
 }
 

@@ -7,10 +7,10 @@ use std::ptr::NonNull;
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// Bytes of a huge page on most machines; elsewhere only a unit of reckoning.
-pub(super) const HUGE: usize = 2 << 20;
+pub(crate) const HUGE: usize = 2 << 20;
 
 /// A private mapping of zero bytes, which ends with its owner.
-pub(super) struct Mapping {
+pub(crate) struct Mapping {
     base: NonNull<u8>,
     mapped: usize,
     start: NonNull<u8>,
@@ -25,7 +25,7 @@ impl Mapping {
     ///
     /// # Errors
     /// If the system refuses the memory.
-    pub(super) fn new(len: usize) -> io::Result<Mapping> {
+    pub(crate) fn new(len: usize) -> io::Result<Mapping> {
         let no_memory = || io::Error::from(io::ErrorKind::OutOfMemory);
         let spare = if len >= HUGE { HUGE } else { 0 };
         let mapped = len.checked_add(spare).ok_or_else(no_memory)?;
@@ -41,12 +41,12 @@ impl Mapping {
     }
 
     /// Its first byte.
-    pub(super) fn start(&self) -> NonNull<u8> {
+    pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
     }
 
     /// Tells the kernel how the bytes are used. If it takes no advice, they are only slower.
-    pub(super) fn advise(&self, advice: MmapAdvise) {
+    pub(crate) fn advise(&self, advice: MmapAdvise) {
         // SAFETY: the range lies in the mapping. The advice is about pages, the bytes stay.
         let _ = unsafe { madvise(self.start.cast(), self.len, advice) };
     }

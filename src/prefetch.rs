@@ -12,19 +12,23 @@ use std::ops::Range;
 
 use self::given::Given;
 use self::planned::PlannedRanges;
+pub use self::reach::Reach;
 use self::seen::SeenTensor;
 use self::storm::Storms;
 use self::stream::ReadStream;
+use self::touches::{Around, Touches, reads_around, touched};
 use crate::order::{Order, ReadLearner, SMALL, TensorMap, TensorSpan};
 
 mod given;
 mod planned;
+mod reach;
 mod seen;
 mod storm;
 mod stream;
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 mod tests;
+mod touches;
 
 /// Maximum number of streams of one file; further readers share them.
 const STREAMS_MAX: usize = 16;
@@ -51,24 +55,6 @@ const SLACK: u64 = 4 << 20;
 
 /// Consecutive small reads that are needed to count as a stream.
 const SMALL_RUN: u32 = 4;
-
-/// How far is read ahead before a reader has shown its needs.
-#[derive(Clone, Copy, Debug)]
-pub struct Reach {
-    /// First window, in bytes. Also what is read ahead of a reader that is at the end of a tensor.
-    first: u64,
-    /// Maximum number of bytes that are read ahead beyond the current tensor before an order has proved
-    /// itself.
-    trial: u64,
-}
-
-impl Reach {
-    /// For files of this machine.
-    pub const NEAR: Reach = Reach { first: WINDOW_MIN, trial: 8 << 20 };
-
-    /// For sources with a round trip before each first byte: what is not asked for in time costs one.
-    pub const FAR: Reach = Reach { first: 8 << 20, trial: 32 << 20 };
-}
 
 /// Minimum read-ahead bytes to judge their use by.
 const JUDGED_FROM: u64 = 32 << 20;
@@ -127,6 +113,16 @@ pub struct Advice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StreamId(u64);
 
+/// One of the handles that the file is read through.
+#[derive(Debug)]
+struct FileReader {
+    id: u64,
+    learner: ReadLearner,
+    touches: Touches,
+    /// Number of its last read.
+    last: u64,
+}
+
 /// The streams of one file.
 #[derive(Debug)]
 pub struct Planner {
@@ -134,8 +130,7 @@ pub struct Planner {
     len: u64,
     reach: Reach,
     streams: Vec<ReadStream>,
-    /// Readers, with their handle and the number of their last read.
-    readers: Vec<(u64, ReadLearner, u64)>,
+    readers: Vec<FileReader>,
     /// Tensors that were read.
     seen: SeenTensor,
     /// Reads so far.
@@ -184,11 +179,18 @@ impl Planner {
         if self.given.gap(&request.range).is_none() && !self.is_planned(&request.range) {
             self.forget();
         }
-        let index = self.stream_of(request, tensors);
+        let reader = self.reader_of(request.reader);
+        let touches = &mut self.readers[reader].touches;
+        let only_looked = touches.expected().is_some();
+        touches.read(&request.range, tensors);
+        let loads_now = only_looked && touches.expected().is_none();
+        let index = self.stream_of(request, reader, tensors);
+        if let Some(index) = index.filter(|_| loads_now) {
+            self.left.extend(self.streams[index].path.drain(..));
+        }
         self.strike(&request.range);
         self.given.add(&request.range);
         let ahead = index.and_then(|index| {
-            let reader = self.reader_of(request.reader);
             self.enter(index, reader, tensors);
             self.plan(index, reader, most, tensors)
         });
@@ -280,7 +282,7 @@ impl Planner {
             self.given.remove(&passed);
             return Some(vec![passed]);
         }
-        let patience = match self.readers.iter().any(|(_, reader, _)| reader.trust() > 1) {
+        let patience = match self.readers.iter().any(|reader| reader.learner.trust() > 1) {
             true => LEFT_READS_FORETOLD,
             false => self.patience(),
         };
@@ -330,7 +332,12 @@ impl Planner {
 
     /// Moves on the stream that `request` belongs to, and returns it. `None` for bytes that the
     /// kernel reads around a page, before the page's tensor: no reader continues there.
-    fn stream_of(&mut self, request: &Request, tensors: &dyn TensorMap) -> Option<usize> {
+    fn stream_of(
+        &mut self,
+        request: &Request,
+        reader: usize,
+        tensors: &dyn TensorMap,
+    ) -> Option<usize> {
         let Range { start, end } = request.range;
         let continues = |s: &ReadStream| s.next.abs_diff(start) <= SLACK;
         let distance = |s: &ReadStream| s.next.abs_diff(start);
@@ -355,7 +362,8 @@ impl Planner {
         if planned.is_empty() && reads_around(request, tensors) {
             return None;
         }
-        let tensor = touched(request, tensors);
+        let looked_at = self.readers[reader].touches.tensor();
+        let tensor = looked_at.unwrap_or_else(|| touched(request, tensors));
         // A tensor that is begun at its start is mostly read to its end.
         let at_start = tensor.range.start + PAGE > start && tensor.range.start < end;
         let window = match window {
@@ -442,20 +450,19 @@ impl Planner {
     /// The index of the reader called `id`. A new reader begins with the order learned from the
     /// latest one.
     fn reader_of(&mut self, id: u64) -> usize {
-        let found = self.readers.iter().position(|(known, ..)| *known == id);
+        let found = self.readers.iter().position(|reader| reader.id == id);
         let index = found.unwrap_or_else(|| {
-            let latest = self.readers.iter().max_by_key(|(_, _, last)| *last);
-            let reader =
-                latest.map_or_else(ReadLearner::default, |(_, reader, _)| reader.follower());
+            let latest = self.readers.iter().max_by_key(|reader| reader.last);
+            let learner = latest.map_or_else(ReadLearner::default, |r| r.learner.follower());
             if self.readers.len() == READERS_MAX {
-                let last = |index: &usize| self.readers[*index].2;
+                let last = |index: &usize| self.readers[*index].last;
                 let oldest = (0..READERS_MAX).min_by_key(last).unwrap_or(0);
                 self.readers.swap_remove(oldest);
             }
-            self.readers.push((id, reader, 0));
+            self.readers.push(FileReader { id, learner, touches: Touches::default(), last: 0 });
             self.readers.len() - 1
         });
-        self.readers[index].2 = self.reads;
+        self.readers[index].last = self.reads;
         index
     }
 
@@ -468,12 +475,13 @@ impl Planner {
             let here = tensors.at(stream.next - 1);
             // The kernel reads a little more than its reader requests.
             let is_begun = stream.goes_on() || stream.next >= tensor.range.end + SLACK;
-            if here.place == tensor.place || !is_begun {
+            let is_before = stream.next <= tensor.range.start;
+            if here.place == tensor.place || !is_begun || is_before {
                 return;
             }
             tensor = here;
         }
-        let mut state = std::mem::take(&mut self.readers[reader].1);
+        let mut state = std::mem::take(&mut self.readers[reader].learner);
         let stream = &self.streams[index];
         let passed = |t: &TensorSpan| self.seen.contains(t.place) || self.is_busy(t, index);
         if is_new {
@@ -481,7 +489,7 @@ impl Planner {
         } else {
             state.goes_on(&stream.tensor, &tensor, tensors);
         }
-        self.readers[reader].1 = state;
+        self.readers[reader].learner = state;
         self.streams[index].tensor = tensor;
     }
 
@@ -504,7 +512,8 @@ impl Planner {
         most: u64,
         tensors: &dyn TensorMap,
     ) -> Option<(StreamId, Vec<Range<u64>>)> {
-        let window = self.window_of(index, most);
+        let touched = self.readers[reader].touches.expected();
+        let window = self.window_of(index, touched.is_some(), most);
         self.leave_path_of_reader_elsewhere(index, window);
         let needed = if self.is_wasteful() { 4 * SMALL_RUN } else { SMALL_RUN };
         let stream = &self.streams[index];
@@ -512,7 +521,10 @@ impl Planner {
         if stream.run < needed || stream.ahead() > window - (window / 2).min(STEP_MAX) {
             return None;
         }
-        let planned = self.ranges_ahead(index, reader, window, tensors);
+        let planned = match touched {
+            Some(around) => self.starts_ahead(index, reader, window, around, tensors),
+            None => self.ranges_ahead(index, reader, window, tensors),
+        };
         planned.ranges.iter().for_each(|range| self.given.add(range));
         let (in_tensor, beyond) = planned.ranges.split_at(planned.in_tensor);
         let stream = &mut self.streams[index];
@@ -528,10 +540,16 @@ impl Planner {
 
     /// Maximum number of bytes that stream `index` reads ahead, if all streams together hold at
     /// most `most`.
-    fn window_of(&self, index: usize, most: u64) -> u64 {
-        let is_live = |s: &&ReadStream| s.last + self.patience() >= self.reads;
-        let live = (self.streams.iter().filter(is_live).count() as u64).max(1);
-        let window = self.streams[index].window;
+    fn window_of(&self, index: usize, only_touches: bool, most: u64) -> u64 {
+        // One that has ended, or whose next bytes are planned for another, needs no memory.
+        let is_live = |s: &&ReadStream| {
+            s.id != self.streams[index].id
+                && !s.path.is_empty()
+                && s.last + self.patience() >= self.reads
+        };
+        let live = self.streams.iter().filter(is_live).count() as u64 + 1;
+        let least = if only_touches { self.reach.trial } else { 0 };
+        let window = self.streams[index].window.max(least);
         window.min(most / 3 * 2).min(most / live).max(WINDOW_MIN.min(most))
     }
 
@@ -558,11 +576,11 @@ impl Planner {
     ) -> PlannedRanges {
         let stream = &self.streams[index];
         let ahead = stream.ahead();
-        let beyond = self.beyond(stream, &self.readers[reader].1);
+        let beyond = self.beyond(stream, &self.readers[reader].learner);
         let mut planned = PlannedRanges::after(stream, refill(window, ahead));
         let mut tensor = stream.tensor.clone();
         // An order that is learned may lead back. The others do not, and name many tiny tensors.
-        let may_lead_back = self.readers[reader].1.order() == Order::Layers;
+        let may_lead_back = self.readers[reader].learner.order() == Order::Layers;
         let mut visited = Vec::new();
         for _ in 0..STEPS_MAX {
             if planned.is_full() || visited.contains(&tensor.place) {
@@ -582,6 +600,32 @@ impl Planner {
             let Some(next) = self.next_tensor(index, reader, &tensor, tensors) else { break };
             planned.room = planned.room.min(beyond.saturating_sub(ahead + planned.len()));
             planned.go_to(&next);
+            tensor = next;
+        }
+        planned
+    }
+
+    /// The bytes around the starts of the next tensors, for a reader that reads no others.
+    fn starts_ahead(
+        &self,
+        index: usize,
+        reader: usize,
+        window: u64,
+        around: Around,
+        tensors: &dyn TensorMap,
+    ) -> PlannedRanges {
+        let stream = &self.streams[index];
+        let ahead = stream.ahead();
+        let beyond = self.beyond(stream, &self.readers[reader].learner);
+        let room = refill(window, ahead).min(beyond.saturating_sub(ahead));
+        let mut planned = PlannedRanges::after(stream, room);
+        let mut tensor = stream.tensor.clone();
+        for _ in 0..PATH_MAX {
+            let next = self.next_tensor(index, reader, &tensor, tensors);
+            let Some(next) = next.filter(|_| !planned.is_full()) else { break };
+            let page = next.range.start / PAGE * PAGE;
+            planned.from = page.saturating_sub(around.before);
+            planned.fill(&self.given, (page + around.after).min(self.len), window);
             tensor = next;
         }
         planned
@@ -619,7 +663,7 @@ impl Planner {
         tensors: &dyn TensorMap,
     ) -> Option<TensorSpan> {
         let passed = |t: &TensorSpan| self.seen.contains(t.place) || self.is_busy(t, index);
-        let reader = &self.readers[reader].1;
+        let reader = &self.readers[reader].learner;
         let next = reader.next(tensor, tensors, &passed)?;
         if reader.order() != Order::File || next.range.end - next.range.start >= SMALL {
             return Some(next);
@@ -650,27 +694,4 @@ fn strike(path: &mut VecDeque<Range<u64>>, read: &Range<u64>) {
             }
         }
     }
-}
-
-/// The tensor that an unexpected read touches: the one that begins at the start of the read, or in
-/// its middle, where the page lies that the kernel reads around.
-fn touched(request: &Request, tensors: &dyn TensorMap) -> TensorSpan {
-    let Range { start, end } = request.range;
-    let begins = |offset: u64| {
-        let tensor = tensors.at((offset + PAGE - 1).min(end - 1));
-        (tensor.range.start >= offset).then_some(tensor)
-    };
-    let middle = start + (end - start) / 2 / PAGE * PAGE;
-    begins(start).or_else(|| begins(middle)).unwrap_or_else(|| tensors.at(end - 1))
-}
-
-/// Whether a read ends where a tensor begins, and begins inside another one: the kernel reads as
-/// much before a page that is touched as after it.
-fn reads_around(request: &Request, tensors: &dyn TensorMap) -> bool {
-    let Range { start, end } = request.range;
-    let begins_in = |offset: u64| {
-        let tensor = tensors.at(offset + PAGE - 1);
-        tensor.range.start >= offset && tensor.range.start < offset + PAGE
-    };
-    end - start >= SMALL && start > 0 && begins_in(end) && !begins_in(start)
 }

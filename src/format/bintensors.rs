@@ -1,12 +1,14 @@
-//! The bintensors header: 8 bytes of length, bincode, then the data of all tensors without gap or
-//! overlap.
+//! The bintensors header: 8 bytes of length, then the header in the encoding of the bincode crate.
+//! The data of all tensors follows without gap or overlap.
 //!
 //! Accepts the same headers as the reference implementation (crate 0.1, PyPI 0.2), except those
-//! with a duplicate metadata key. Also accepts the older layout of its 0.0 releases. A file does
-//! not say which layout it has, so the older one is tried if the newer one does not fit.
+//! with a duplicate metadata key. Also accepts the older layout, which the 0.0 releases of the
+//! reference implementation wrote. A file does not say which layout it has, so the parser tries the
+//! older layout if the newer one does not fit.
 //!
-//! The decoder is our own, because the errors of bincode name neither offset nor tensor, and
-//! because it allocates memory for announced items before it knows that they exist.
+//! This module has a decoder of its own, because the errors of bincode name neither the offset nor
+//! the tensor, and because bincode allocates memory for announced items before it knows that they
+//! exist.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map;
@@ -18,7 +20,7 @@ use crate::format::safetensors::{
     Entry, HEADER_LEN_MAX, Header, PREFIX_LEN, SNIFF_LEN, check_entry, check_tensors, header_len,
 };
 
-/// Boundary in the file at which tensor data begins.
+/// The data of tensors begins at a multiple of this number of bytes in the file.
 const DATA_ALIGN: u64 = 8;
 
 /// Element types by their number in a header.
@@ -40,18 +42,18 @@ const DTYPES: [Dtype; 15] = [
     Dtype::U64,
 ];
 
-/// Minimum length of a header entry in bytes: the length of an empty name, a dtype, no dimensions,
-/// two offsets.
+/// Minimum length of a header entry in bytes: one byte each for the length of the name, the dtype,
+/// the number of dimensions, and the two offsets.
 const ENTRY_LEN_MIN: u64 = 5;
 
-/// Minimum length of a key with its value in bytes.
+/// Minimum length of a metadata key with its value in bytes.
 const PAIR_LEN_MIN: u64 = 2;
 
 /// Maximum memory that a decoded header may take, in bytes: the limit of the reference
 /// implementation, about 1,388,888 tensors.
 const MEMORY_MAX: u64 = 100_000_000;
 
-/// First bytes of integers longer than one byte. The value follows in 2, 4 or 8 bytes.
+/// First bytes of integers that are longer than one byte. The value follows in 2, 4 or 8 bytes.
 const MARKER_U16: u8 = 251;
 const MARKER_U32: u8 = 252;
 const MARKER_U64: u8 = 253;
@@ -66,7 +68,7 @@ pub fn number_of(dtype: Dtype) -> Option<u8> {
 pub fn parse_file(bytes: &[u8]) -> Result<Header, Fault> {
     let file_len = bytes.len() as u64;
     let len = header_len(&bytes[..bytes.len().min(SNIFF_LEN)], file_len)?;
-    // In range: `header_len` compared it with the length of `bytes`.
+    // The slice is in range, because `header_len` compared `len` with the length of `bytes`.
     parse(&bytes[8..8 + len as usize], file_len)
 }
 
@@ -81,7 +83,7 @@ pub fn parse(header: &[u8], file_len: u64) -> Result<Header, Fault> {
 /// begins at the start of the header and ends after `header_len` bytes.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one a fault of the header.
+/// The outer error is a failed read, the inner error is a fault of the header.
 pub fn parse_stream<R: Read>(
     mut open: impl FnMut() -> R,
     header_len: u64,
@@ -126,7 +128,7 @@ impl From<Fault> for Stop {
 }
 
 impl Stop {
-    /// Adds that the fault is about tensor `name`.
+    /// Adds the tensor `name` to the message of the fault.
     fn tensor(self, name: &str) -> Stop {
         match self {
             Stop::Fault(fault) => Stop::Fault(fault.tensor(name)),
@@ -142,7 +144,7 @@ type Decoded = (Metadata, Vec<Entry>);
 struct Decoder<R> {
     reader: R,
     header_len: u64,
-    /// Bytes of the header that are not read yet.
+    /// Number of header bytes that are not read yet.
     left: u64,
     memory: MemoryCount,
 }
@@ -160,11 +162,12 @@ impl<R: Read> Decoder<R> {
             end = entry.data_offsets.end;
             tensors.push(Entry { name, ..entry });
         }
-        // The rest is padding, which no reader looks at.
+        // The rest of the header is padding, which readers ignore.
         Ok((metadata, tensors))
     }
 
-    /// The layout of the 0.0 releases: tensors, then names with the position of their tensor.
+    /// The layout of the 0.0 releases: all tensors, then all names, each with the position of its
+    /// tensor.
     fn older(&mut self) -> Result<Decoded, Stop> {
         let metadata = self.metadata()?;
         let mut tensors = Vec::new();
@@ -222,8 +225,9 @@ impl<R: Read> Decoder<R> {
         Ok(Some(map))
     }
 
-    /// A tensor without its name, which has to begin at `previous_end`. It is checked at once, so
-    /// that a header of invalid tensors is refused at the first one.
+    /// Reads a tensor without its name. The data of the tensor has to begin at `previous_end`. Each
+    /// tensor is checked at once, so that a header of invalid tensors is refused at the first
+    /// tensor.
     fn description(&mut self, previous_end: u64) -> Result<Entry, Stop> {
         let (marker, number) = self.marked_uint("a dtype")?;
         if marker == MARKER_U64 {
@@ -245,8 +249,8 @@ impl<R: Read> Decoder<R> {
         Ok(entry)
     }
 
-    /// Reads a number of items. Refuses it if items of at least `item_len` bytes do not fit into
-    /// the rest of the header.
+    /// Reads a number of items. Refuses the number if this many items of at least `item_len` bytes
+    /// each do not fit into the rest of the header.
     fn count(&mut self, what: &str, item_len: u64) -> Result<u64, Stop> {
         let count = self.uint("a count")?;
         if count > self.left / item_len {
@@ -258,7 +262,7 @@ impl<R: Read> Decoder<R> {
         Ok(count)
     }
 
-    /// Reads a list of items that take memory.
+    /// Reads the number of items of a list, and counts the memory that the items take.
     fn list(&mut self, what: &str, item_len: u64, item_memory: u64) -> Result<u64, Stop> {
         let count = self.count(what, item_len)?;
         self.memory.list(count, item_memory)?;
@@ -284,7 +288,7 @@ impl<R: Read> Decoder<R> {
         self.marked_uint(what).map(|(_, value)| value)
     }
 
-    /// An integer and its first byte. Forms longer than needed are accepted.
+    /// An integer and its first byte. Encodings that are longer than necessary are accepted.
     fn marked_uint(&mut self, what: &str) -> Result<(u8, u64), Stop> {
         let [marker] = self.bytes(what)?;
         let value = match marker {
@@ -381,9 +385,9 @@ pub fn encode<'a, 'm>(
     Ok(out)
 }
 
-/// Memory in bytes, as the reference implementation counts: of an integer, of the dtype and the two
-/// offsets of a tensor, of two strings, of a tensor, of a tensor in the older layout, and of a name
-/// with its position there.
+/// Memory in bytes that the reference implementation counts: for an integer, for the dtype and the
+/// two offsets of a tensor, for two strings, for a tensor, for a tensor in the older layout, and
+/// for a name with the position of its tensor in the older layout.
 const NUMBER_MEMORY: u64 = 8;
 const PLACE_MEMORY: u64 = 20;
 const PAIR_MEMORY: u64 = 48;
@@ -391,20 +395,22 @@ const ENTRY_MEMORY: u64 = 72;
 const OLDER_ENTRY_MEMORY: u64 = 48;
 const POSITION_MEMORY: u64 = 32;
 
-/// The memory that the reference implementation counts against its limit while it decodes: all
-/// items of a list at its beginning, and in place of each its parts once it is decoded. It reads
-/// no file beyond the limit, so none is written or read here.
+/// The memory that the reference implementation counts against its limit while it decodes. At the
+/// beginning of a list it counts all items. When it decodes an item, it counts the parts of the
+/// item in place of the item. It reads no file that exceeds the limit, so tensorfs neither reads
+/// nor writes such files.
 struct MemoryCount {
     now: u64,
 }
 
 impl MemoryCount {
-    /// Counts a list that begins.
+    /// Counts all items of a list, at the beginning of the list.
     fn list(&mut self, len: u64, item: u64) -> Result<(), Fault> {
         self.add(len.saturating_mul(item).saturating_add(NUMBER_MEMORY))
     }
 
-    /// Removes the count of an item that is decoded next: its parts count instead.
+    /// Removes the count of an item whose parts are decoded next, because the parts are counted
+    /// instead.
     fn begin(&mut self, item: u64) {
         self.now = self.now.saturating_sub(item);
     }

@@ -1,10 +1,10 @@
-//! The sharding note of torch DCP (`DCP_SHARDING_INFO`): the tensor that each entry of a shard is a
-//! piece of, and the place in it where the piece begins.
+//! The sharding note of torch DCP (`DCP_SHARDING_INFO`). For each entry of a shard it says of which
+//! tensor the entry is a piece, and where in that tensor the piece begins.
 //!
-//! Three keys of an entry are known. `saved_offsets` is the first index of the piece. `logical_fqn`
-//! is the name of the tensor, if the entry itself has another one because the shard holds several
-//! pieces of that tensor. `global_shape` is the shape of the whole tensor. Releases of torch up to
-//! 2.15 write only the first.
+//! A note has three keys for an entry. `saved_offsets` is the first index of the piece.
+//! `logical_fqn` is the name of the tensor. It is there if the entry has another name, because the
+//! shard holds several pieces of that tensor. `global_shape` is the shape of the whole tensor.
+//! Releases of torch up to 2.15 write only `saved_offsets`.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -20,7 +20,7 @@ use crate::format::safetensors::METADATA;
 /// Metadata key that makes a file a DCP shard.
 pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 
-/// Metadata key of the note's version.
+/// Metadata key of the version of the sharding note.
 pub const VERSION: &str = "DCP_VERSION";
 
 /// Key of the note: the first index of the piece in its tensor.
@@ -37,8 +37,8 @@ pub fn is_shard(metadata: Option<&BTreeMap<String, String>>) -> bool {
     metadata.is_some_and(|map| map.contains_key(SHARDING_INFO))
 }
 
-/// Whether a file with a sharding note holds only whole tensors under their own names, according to
-/// the note. `places` are the entries of the note, `tensors` the names and shapes of the tensors.
+/// Whether a file holds only whole tensors under their own names, according to its sharding note.
+/// `places` are the entries of the note, `tensors` the names and shapes of the tensors.
 pub(crate) fn are_whole<'a>(
     places: &[PiecePlace],
     mut tensors: impl Iterator<Item = (&'a str, &'a [u64])>,
@@ -52,13 +52,14 @@ pub(crate) fn are_whole<'a>(
     })
 }
 
-/// The fault of a file with the name of a shard and without a note.
+/// The fault of a file whose name is that of a DCP shard, but whose metadata has no sharding note.
 pub(crate) fn no_note() -> Fault {
     let message = format!("named like a DCP shard but its metadata has no {SHARDING_INFO}");
     Fault::new(ErrorKind::DcpInfo, message)
 }
 
-/// The places of the tensors of a shard by its note, in their order.
+/// The places of the tensors of a shard according to its sharding note, in the order of the
+/// tensors.
 ///
 /// # Errors
 /// `dcp_info` if the note is missing or malformed, or has an unknown key or version; `dcp_offsets`
@@ -99,8 +100,8 @@ pub fn placements(shard: &ShardDescription) -> Result<Vec<PiecePlace>, Fault> {
     }
 }
 
-/// The notes of the tensors of a header, read by the fast parser. `None` if it cannot read them and
-/// `placements` must decide.
+/// The places of the tensors of a header, read from the sharding note by the fast parser. `None` if
+/// the fast parser cannot read the note. Then `placements` has to be called.
 pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<PiecePlace>> {
     let metadata = shard.metadata.as_ref()?;
     let mut version =
@@ -115,7 +116,7 @@ pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<PiecePlac
         Some(())
     })?;
     cursor.end()?;
-    // The notes are usually in the order of the tensors, which needs no map.
+    // The notes usually have the order of the tensors. Then no map is needed.
     let mut by_name = HashMap::new();
     if !shard.tensors().map(|tensor| tensor.name).eq(notes.iter().map(|(name, _)| *name)) {
         for (index, (name, _)) in notes.iter().enumerate() {
@@ -143,7 +144,7 @@ pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<PiecePlac
     Some(places)
 }
 
-/// The place of one entry by a plain note.
+/// Reads the place of one entry from a note, with the fast parser.
 fn plain_note(cursor: &mut JsonCursor<'_>) -> Option<PiecePlace> {
     let (mut name, mut offset, mut shape) = (None, None, None);
     cursor.items(b'{', b'}', |cursor| {
@@ -166,7 +167,7 @@ fn plain_note(cursor: &mut JsonCursor<'_>) -> Option<PiecePlace> {
     Some(PiecePlace { logical_name, offset: offset?, whole_shape: shape })
 }
 
-/// The place of `entry` by `note`.
+/// The place of `entry` according to `note`.
 fn placement(
     entry: &TensorDescription<'_>,
     mut note: BTreeMap<String, Value>,
@@ -204,7 +205,7 @@ fn placement(
 fn logical_name(value: Option<Value>) -> Result<Option<String>, Fault> {
     let name = match value {
         None => return Ok(None),
-        // The header reserves this name.
+        // A tensor cannot have the name `__metadata__`, which the header reserves.
         Some(Value::String(name)) if name != METADATA => name,
         Some(other) => {
             let other = quoted(&other.to_string());
@@ -215,7 +216,7 @@ fn logical_name(value: Option<Value>) -> Result<Option<String>, Fault> {
     Ok(Some(name))
 }
 
-/// The list `value` of the key `key`: a number for each dimension of `entry`, in elements.
+/// The list `value` of the key `key`: one number for each dimension of `entry`, in elements.
 fn numbers(entry: &TensorDescription<'_>, key: &str, value: &Value) -> Result<Vec<u64>, Fault> {
     let bad = |what: &str| unfit(entry, key, value, what);
     let Some(list) = value.as_array() else { return Err(bad("a list expected")) };
@@ -270,7 +271,8 @@ mod tests {
         }
     }
 
-    /// The places that the reader of plain notes finds: those of the strict reader, or none.
+    /// The places that the fast parser finds. If it finds any, they equal those of the strict
+    /// parser.
     fn plain(note: &str) -> Option<Vec<PiecePlace>> {
         let entry = |name: &str, data_offsets| Entry {
             name: name.into(),

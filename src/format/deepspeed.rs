@@ -1,5 +1,5 @@
-//! Checkpoints of DeepSpeed: the names of their files, and what these tell of tensors of which each rank
-//! has a range of elements.
+//! Checkpoints of DeepSpeed: the names of their files, and the facts in these files about tensors of which each rank
+//! saved a range of elements.
 
 use std::collections::HashSet;
 
@@ -12,22 +12,22 @@ pub const LATEST: &str = "latest";
 /// Name of the file of a run that names the folder of its last universal checkpoint.
 pub const LATEST_UNIVERSAL: &str = "latest_universal";
 
-/// The folder of a universal checkpoint that has a folder for each tensor.
+/// Name of the folder in a universal checkpoint that has one folder for each tensor.
 pub const UNIVERSAL: &str = "zero";
 
-/// The file of a tensor there with its weights in F32.
+/// Name of the file, in the folder of a tensor, that has the weights of the tensor in F32.
 pub const MASTER: &str = "fp32.pt";
 
-/// The state of a tensor that is a number.
+/// State of a tensor that is a number and no tensor.
 const STEP: &str = "step";
 
-/// Longest content of that file, in bytes.
+/// Maximum length of a `latest` file, in bytes.
 pub const LATEST_LEN_MAX: u64 = 4096;
 
-/// Longest name of a folder.
+/// Maximum length of the name of a folder, in bytes.
 const FOLDER_LEN_MAX: usize = 255;
 
-/// A file of a checkpoint, by its name.
+/// The kind of a file of a checkpoint, by the name of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum StateFile {
     /// The model states of a tensor-parallel rank: the whole model, if there is one such rank.
@@ -49,14 +49,14 @@ pub enum StateFile {
         /// Number of the tensor-parallel rank.
         slice: u64,
     },
-    /// One layer of a model that is cut into layers.
+    /// One layer of a model that is saved layer by layer.
     Layer,
-    /// An expert of a model.
+    /// One expert of a mixture-of-experts model.
     Expert,
 }
 
 impl StateFile {
-    /// The file of this name.
+    /// The kind of the file called `name`, `None` for other files.
     pub fn of(name: &str) -> Option<StateFile> {
         let stem = name.strip_suffix(".pt")?;
         if let Some(stem) = stem.strip_suffix("_model_states") {
@@ -83,7 +83,8 @@ impl StateFile {
     }
 }
 
-/// A file of a universal checkpoint: one state of one tensor, as its weights in F32.
+/// A file of a universal checkpoint. It has one state of one tensor: the weights in F32, or a state
+/// of the optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct UniversalFile<'a> {
     /// Name of the tensor.
@@ -93,8 +94,8 @@ pub struct UniversalFile<'a> {
 }
 
 impl<'a> UniversalFile<'a> {
-    /// The file of this path in the folder of its checkpoint: `zero/NAME/STATE.pt`. `None` for files
-    /// without a tensor.
+    /// The file at this path, which is relative to the folder of its checkpoint: `zero/NAME/STATE.pt`. `None` for
+    /// files that have no tensor.
     pub fn of(path: &'a str) -> Option<UniversalFile<'a>> {
         let (param, file) = path.strip_prefix(UNIVERSAL)?.strip_prefix('/')?.rsplit_once('/')?;
         let state = file.strip_suffix(".pt")?;
@@ -103,12 +104,12 @@ impl<'a> UniversalFile<'a> {
         (is_tensor && is_name).then_some(UniversalFile { param, state })
     }
 
-    /// Whether it has the weights.
+    /// Whether the file has the weights.
     pub fn is_master(&self) -> bool {
         MASTER.strip_suffix(".pt") == Some(self.state)
     }
 
-    /// The name that its tensor is shown under.
+    /// Name under which the tensor of the file is shown.
     pub fn tensor_name(&self) -> String {
         match self.is_master() {
             true => self.param.to_owned(),
@@ -117,8 +118,8 @@ impl<'a> UniversalFile<'a> {
     }
 }
 
-/// The fault of the file of one of `count` ranks that share the tensors or the layers of a model, by the
-/// value `key`.
+/// The fault of a file that was saved by one of `count` ranks that share the tensors or the layers of a model. `key`
+/// is the key in the file that has this number.
 pub fn slice_fault(count: u64, key: &str) -> Fault {
     let message = format!(
         "is the file of one of {count} ranks, each with a part of the model ({key}), which tensorfs does \
@@ -127,7 +128,7 @@ pub fn slice_fault(count: u64, key: &str) -> Fault {
     Fault::new(ErrorKind::TensorMissing, message)
 }
 
-/// Reads `3_mp_rank_00`: the two ranks.
+/// Parses text such as `3_mp_rank_00` into the numbers of both ranks.
 fn ranks(text: &str) -> Option<(u64, u64)> {
     let (rank, slice) = text.split_once("_mp_rank_")?;
     Some((number(rank)?, number(slice)?))
@@ -137,10 +138,10 @@ fn number(text: &str) -> Option<u64> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
 
-/// The folder that the content of `latest` names, which lies beside it.
+/// Name of the folder that the content of a `latest` file names. The folder lies beside the file.
 ///
 /// # Errors
-/// Why it names none.
+/// Why the content names no folder.
 pub fn latest_folder(text: &[u8]) -> Result<&str, String> {
     let text = std::str::from_utf8(text).map_err(|_| "is not UTF-8".to_owned())?;
     let name = text.trim();
@@ -158,7 +159,7 @@ pub fn latest_folder(text: &[u8]) -> Result<&str, String> {
     }
 }
 
-/// The facts in a file about tensors of which its rank has a range.
+/// The facts that a file has about tensors of which its rank saved a range of elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ZeroPart {
     /// A file of model states.
@@ -169,12 +170,12 @@ pub enum ZeroPart {
     Universal(UniversalTensor),
 }
 
-/// The facts in a file with one tensor of a universal checkpoint.
+/// The facts in a file of a universal checkpoint that has one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UniversalTensor {
-    /// Whether it has the elements one after another, without the shape.
+    /// Whether the file has the elements one after another, without the shape of the tensor.
     pub is_flat: bool,
-    /// Whether the padding of its first dimension was removed.
+    /// Whether the padding of the first dimension of the tensor was removed.
     pub is_vocabulary: bool,
 }
 
@@ -187,40 +188,40 @@ pub struct ZeroParam {
     pub shape: Vec<u64>,
 }
 
-/// Elements that follow each other in a file.
+/// Elements that follow each other without gaps in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FlatRun {
     /// Element type.
     pub dtype: Dtype,
-    /// First byte in the file.
+    /// Offset of the first byte in the file.
     pub start: u64,
     /// Number of elements.
     pub numel: u64,
 }
 
-/// The part of a tensor in a flat group, as the rank that has it tells.
+/// The part of a tensor in a flat group, according to the file of the rank that saved this part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZeroSlice {
     /// Name of the tensor.
     pub name: String,
-    /// First element in the partition of the rank.
+    /// Index of the first element in the partition of the rank.
     pub start: u64,
     /// Number of elements.
     pub numel: u64,
 }
 
-/// The facts in model states.
+/// The facts in a file of model states.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ZeroModel {
     /// The trained tensors of each group, in the order of their elements.
     pub groups: Vec<Vec<ZeroParam>>,
-    /// Tensors that are not trained, with the range of this rank.
+    /// Tensors that are not trained, each with the range of elements that this rank saved.
     pub frozen: Vec<(ZeroParam, Option<FlatRun>)>,
-    /// Names of tensors that are others by another name, and these.
+    /// Pairs of names for the same tensor: the additional name, and the name that has the elements.
     pub shared: Vec<(String, String)>,
-    /// Names of tensors that no optimizer changes, which the model states have whole.
+    /// Names of tensors that no optimizer changes. The model states have them whole.
     pub buffers: Vec<String>,
-    /// Tensors of the model of which this file has no elements.
+    /// Names of tensors of the model of which this file has no elements.
     pub placeholders: Vec<String>,
     /// Number of data-parallel ranks, if the file records it.
     pub ranks: Option<u64>,
@@ -229,7 +230,7 @@ pub struct ZeroModel {
 }
 
 impl ZeroModel {
-    /// The names of tensors whose elements may lie in the files of all ranks.
+    /// Names of the tensors whose elements may be spread over the files of all ranks.
     pub fn names_elsewhere(&self) -> HashSet<&str> {
         let trained = self.groups.iter().flatten();
         let params = trained.chain(self.frozen.iter().map(|(param, _)| param));
@@ -238,8 +239,8 @@ impl ZeroModel {
         with_elements.map(|param| param.name.as_str()).chain(shared).collect()
     }
 
-    /// The names of tensors without elements: those of all others lie in the files of all ranks, where
-    /// the model states have none.
+    /// Names of the tensors that have no elements in the files of other ranks: tensors without any element, and
+    /// buffers, which the model states have whole.
     pub fn names_without_elements(&self) -> HashSet<&str> {
         let trained = self.groups.iter().flatten();
         let params = trained.chain(self.frozen.iter().map(|(param, _)| param));
@@ -249,7 +250,7 @@ impl ZeroModel {
     }
 }
 
-/// The facts in optimizer states.
+/// The facts in a file of optimizer states.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ZeroPartition {
     /// The stage of ZeRO.
@@ -258,9 +259,10 @@ pub struct ZeroPartition {
     pub ranks: u64,
     /// The elements of this rank in each group.
     pub groups: Vec<FlatRun>,
-    /// The tensors of which this rank has elements, for each group, if the file records them.
+    /// For each group, the tensors of which this rank saved elements, if the file records them.
     pub slices: Option<Vec<Vec<ZeroSlice>>>,
-    /// Elements behind each tensor of each group that are no part of it; empty if there are none.
+    /// For each tensor of each group, the number of padding elements after it. Empty if there is no
+    /// padding.
     pub paddings: Vec<Vec<u64>>,
 }
 

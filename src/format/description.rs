@@ -1,4 +1,5 @@
-//! The description of one shard, whatever its format: which tensors it holds and where.
+//! The description of one shard in any format: which tensors the shard holds, and where they lie in
+//! the file.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -12,58 +13,62 @@ use crate::format::tensorizer::decryptor::EncryptedTensor;
 /// The place of a piece in its tensor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PiecePlace {
-    /// Name of the tensor, if the file has it. Otherwise the entry has the name of the tensor.
+    /// Name of the tensor, if the file records it. If it is `None`, the name of the entry is the
+    /// name of the tensor.
     pub logical_name: Option<String>,
     /// First index of the piece in each dimension of the tensor, in elements.
     pub offset: Vec<u64>,
-    /// Extent of the whole tensor in each dimension, in elements, if the file has it.
+    /// Extent of the whole tensor in each dimension, in elements, if the file records it.
     pub whole_shape: Option<Vec<u64>>,
 }
 
-/// The rank that has saved a file, by the content of the file.
+/// The number of the rank that saved a file, as the file records it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileRank {
-    /// Its number.
+    /// Number of the rank.
     pub rank: u64,
-    /// Number of the ranks among which a tensor is split. The number of all ranks is a multiple of it.
+    /// Number of the ranks among which a tensor is split. The total number of ranks is a multiple of it.
     pub ranks: u64,
 }
 
-/// The tensors of one valid shard, in the order of the file, in a few large vectors.
+/// The tensors of one valid shard, in the order of the file. They are stored in a few large
+/// vectors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShardDescription {
-    /// The free-form strings, if the file has any.
+    /// The metadata of the file, which are strings by name. `None` if the file has no metadata.
     pub metadata: Option<BTreeMap<String, String>>,
-    /// The bytes of the file that describe the others, ascending. All others are data.
+    /// The byte ranges of the file that describe its tensors, ascending. All other bytes are data.
     pub described: Vec<Range<u64>>,
     /// The tensors whose data is encrypted, in data order; `None` if the file is not encrypted.
     pub encrypted: Option<Vec<EncryptedTensor>>,
-    /// First byte of another shard that follows in the same file, and is not described.
+    /// Offset of the first byte of another shard in the same file. That shard is not part of this
+    /// description.
     pub next_file: Option<u64>,
-    /// A note on the values of the file that are not shown.
+    /// Text for people about the values of the file that are not shown.
     pub left_out: Option<String>,
-    /// The places of its tensors, in their order, if the format tells that they are pieces.
+    /// The place of each tensor in its whole tensor, in the order of the tensors. `None` if the
+    /// format does not say that the tensors are pieces.
     pub places: Option<Vec<PiecePlace>>,
-    /// The strides, in elements, of tensors whose elements do not follow each other: numbers of tensors,
-    /// ascending, with theirs.
+    /// Tensors whose elements do not follow each other in the file: the number of each tensor, ascending, with its
+    /// strides in elements.
     pub strided: Vec<(u32, Vec<u64>)>,
-    /// The rank that has saved it, if it is the file of one.
+    /// The rank that saved the file. `None` if it is not the file of one rank.
     pub rank: Option<FileRank>,
-    /// The CRCs of its tensors, in their order, if it is the file of a rank: 0 where it has none of the
-    /// very bytes of the tensor.
+    /// The CRC of each tensor, in the order of the tensors, if it is the file of a rank. It is 0 for a tensor for
+    /// which the file has no CRC of exactly its bytes.
     pub crcs: Vec<u32>,
-    /// Its facts about ranges of tensors, if it is a file of DeepSpeed.
+    /// The facts about ranges of tensors, if it is a file of DeepSpeed.
     pub zero: Option<Arc<ZeroPart>>,
     names: String,
     tensors: Vec<DescriptionRow>,
-    /// The extents of all tensors; equal shapes may share theirs.
+    /// The extents of all tensors. Tensors of equal shapes may share their extents.
     numbers: Vec<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct DescriptionRow {
     name_end: u32,
-    /// First and last index of its shape in `numbers`.
+    /// Range of the indexes of its shape in `numbers`.
     shape: (u32, u32),
     dtype: Dtype,
     start: u64,
@@ -78,12 +83,14 @@ pub struct TensorDescription<'a> {
     pub dtype: Dtype,
     /// Extent of each dimension, outermost first.
     pub shape: &'a [u64],
-    /// First byte in the file, or of the zeros behind it (`zeros`).
+    /// Offset of its first byte in the file. For a tensor without data, it is the offset of zeros
+    /// behind the file (`src/zeros.rs`).
     pub start: u64,
 }
 
 impl ShardDescription {
-    /// A description that takes the bytes up to `data_start`, with room for tensors.
+    /// A description in which the bytes of the file up to `data_start` describe the tensors.
+    /// Reserves memory for `tensors` tensors.
     pub(super) fn with_room(data_start: u64, tensors: usize, names_len: usize) -> Self {
         ShardDescription {
             metadata: None,
@@ -102,7 +109,7 @@ impl ShardDescription {
         }
     }
 
-    /// Adds a tensor. `shape` are indexes into the numbers.
+    /// Adds a tensor. `shape` is a range of indexes into `numbers`.
     pub(super) fn push(&mut self, name: &str, dtype: Dtype, shape: (u32, u32), start: u64) {
         self.names.push_str(name);
         self.tensors.push(DescriptionRow {
@@ -113,7 +120,7 @@ impl ShardDescription {
         });
     }
 
-    /// Gives the tensor that was added last these strides.
+    /// Sets the strides of the tensor that was added last.
     pub(super) fn set_strides(&mut self, strides: Vec<u64>) {
         if let Some(last) = self.tensors.len().checked_sub(1) {
             self.strided.push((last as u32, strides));

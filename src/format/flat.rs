@@ -1,9 +1,10 @@
-//! A safetensors header as savers write it, read directly into a few large vectors.
+//! Fast parser for a safetensors header in the form that savers write. It reads directly into a few
+//! large vectors.
 //!
-//! Accepts only plain valid headers: names without escapes, no unknown keys, every tensor at its
-//! place. All others are left to `Header::parse`, which decides and words every error. Both agree
-//! on all headers that are accepted here. A header of a million tensors needs no allocation per
-//! tensor.
+//! Accepts only plain valid headers: names without escapes, no unknown keys, and every tensor at
+//! its place. All other headers are left to `Header::parse`, which accepts or refuses them and
+//! words every error. Both parsers give the same result for all headers that are accepted here. A
+//! header of a million tensors needs no allocation per tensor.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +15,7 @@ use crate::format::plain::JsonCursor;
 use crate::format::safetensors::{METADATA, PREFIX_LEN};
 use crate::hash::Digest;
 
-/// A tensor that is being read.
+/// A tensor whose entry is being read.
 struct HeaderRow<'a> {
     name: &'a str,
     shape: (u32, u32),
@@ -22,10 +23,11 @@ struct HeaderRow<'a> {
     data: Range<u64>,
 }
 
-/// The header `text` of a file of `file_len` bytes; `None` if `Header::parse` has to look at it.
+/// The description in the header `text` of a file of `file_len` bytes. `None` if `Header::parse`
+/// has to parse the header.
 pub fn parse(text: &[u8], file_len: u64) -> Option<ShardDescription> {
     let header_len = text.len() as u64;
-    // Positions have 32 bits.
+    // Positions in the header are stored with 32 bits.
     u32::try_from(header_len).ok()?;
     let mut cursor = JsonCursor::new(std::str::from_utf8(text).ok()?);
     let mut metadata = None;
@@ -68,7 +70,7 @@ fn check(rows: &[HeaderRow<'_>], numbers: &[u64], data_start: u64, file_len: u64
         end = data.start.checked_add(bits / 8).filter(|&end| fits && end == data.end)?;
     }
     (end.checked_add(data_start)? == file_len).then_some(())?;
-    // If two names have the same hash, the strict parser compares them.
+    // If two names have the same hash, `None` leaves it to the strict parser to compare the names.
     let mut hashes: Vec<[u8; 16]> =
         rows.iter().map(|row| Digest::of(row.name.as_bytes()).0).collect();
     hashes.sort_unstable();
@@ -85,7 +87,7 @@ fn read_metadata(cursor: &mut JsonCursor<'_>) -> Option<BTreeMap<String, String>
     Some(map)
 }
 
-/// Reads the entry of the tensor `name`. Its shape is put into `numbers`.
+/// Reads the entry of the tensor `name`, and appends its shape to `numbers`.
 fn read_tensor<'a>(
     cursor: &mut JsonCursor<'a>,
     name: &'a str,
@@ -117,8 +119,8 @@ fn read_tensor<'a>(
     Some(HeaderRow { name, dtype: dtype?, shape: same_before(numbers, shape?), data: data? })
 }
 
-/// The place of the shape at the end of `numbers`. If the shape before it is equal, the last one is
-/// removed and the place of the one before is returned.
+/// The range of the shape at the end of `numbers`. If the shape before it is equal, the last shape
+/// is removed, and the range of the shape before is returned.
 fn same_before(numbers: &mut Vec<u64>, shape: (u32, u32)) -> (u32, u32) {
     let (begin, end) = shape;
     let len = end - begin;
@@ -143,7 +145,7 @@ mod tests {
         description.tensors().map(|t| (t.name, t.dtype, t.shape, t.start)).collect()
     }
 
-    /// Checks that both parsers read the same from `text`, if the fast one accepts it.
+    /// Checks that both parsers give the same result for `text`, if the fast parser accepts it.
     fn agrees(text: &str, data_len: u64) -> Option<ShardDescription> {
         let file_len = PREFIX_LEN + text.len() as u64 + data_len;
         let flat = parse(text.as_bytes(), file_len)?;

@@ -1,5 +1,5 @@
-//! Files that are no weights of ours: what they are, by their first bytes, their last ones and their
-//! name, and what to do with them. Asked once a file is refused, for the words of the refusal.
+//! Files that are not weights in a supported format. Their first bytes, last bytes and name tell what they are, and
+//! the message says what the user can do. The module is used after a file is refused, to word the error.
 
 use std::borrow::Cow;
 
@@ -14,10 +14,10 @@ pub const FIRST_LEN: u64 = 1024;
 /// Number of last bytes that `Evidence` needs: the end of a zip archive without a comment.
 pub const LAST_LEN: u64 = 22;
 
-/// Bytes of a line that a message quotes, in characters.
+/// Maximum number of characters of a line that a message quotes.
 const QUOTED_MAX: usize = 60;
 
-/// The parts of a file that tell what it is.
+/// The parts of a file that show what kind of file it is.
 #[derive(Clone, Copy, Debug)]
 pub struct Evidence<'a> {
     /// Name of the file, or an empty one.
@@ -35,27 +35,28 @@ pub struct Evidence<'a> {
 pub enum Foreign {
     /// No bytes.
     Empty,
-    /// This number of zeros at its beginning: all, or more than a length takes.
+    /// Number of zeros at the beginning of the file: all of `Evidence::first`, or at least the 8
+    /// bytes of a header length.
     Zeros(usize),
-    /// A download that goes on or was interrupted, by this end of its name.
+    /// An unfinished download. The value is the end of its name.
     Unfinished(&'static str),
-    /// A pointer in place of a file that git-lfs keeps.
+    /// A text pointer of git-lfs in place of the real file.
     LfsPointer,
-    /// A pointer in place of a file that git-xet keeps.
+    /// A text pointer of git-xet in place of the real file.
     XetPointer,
-    /// A pointer in place of a file that git-annex keeps.
+    /// A text pointer of git-annex in place of the real file.
     AnnexPointer,
     /// A zip archive of `torch.save`.
     TorchZip,
     /// A file of `torch.save` before torch 1.6, or with its old serialization.
     TorchLegacy,
-    /// Entries that are no tensors, in front of a safetensors file of `torch.distributed.checkpoint`.
+    /// Entries that are no tensors, in front of a safetensors file in a file of `torch.distributed.checkpoint`.
     TorchPrefix,
     /// A data file of `torch.distributed.checkpoint`.
     Distcp,
     /// The metadata of `torch.distributed.checkpoint`.
     DistcpMetadata,
-    /// Another pickle.
+    /// A pickle of another kind.
     Pickle,
     /// Arrays of numpy in a zip archive.
     Npz,
@@ -65,7 +66,7 @@ pub enum Foreign {
     Packed(&'static str),
     /// The file format of llama.cpp.
     Gguf,
-    /// Its predecessors.
+    /// The predecessors of GGUF.
     Ggml,
     /// HDF5, as Keras writes it.
     Hdf5,
@@ -85,18 +86,18 @@ pub enum Foreign {
     Json(String),
     /// A web page, with its title.
     Html(Option<String>),
-    /// XML, as stores answer with errors.
+    /// XML, such as the error answers of object stores.
     Xml,
     /// Other text, with its first line.
     Text(String),
 }
 
-/// Formats that their first bytes identify.
+/// Formats that are identified by their first bytes.
 const MAGIC: [(&[u8], Foreign); 20] = [
     (b"version https://git-lfs.github.com/spec/", Foreign::LfsPointer),
     (b"# xet version ", Foreign::XetPointer),
     (b"/annex/objects/", Foreign::AnnexPointer),
-    // The number that torch writes as the first of several pickles.
+    // The magic number of torch, which is the first of several pickles in a file.
     (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", Foreign::TorchLegacy),
     (b"GGUF", Foreign::Gguf),
     (b"lmgg", Foreign::Ggml),
@@ -116,11 +117,11 @@ const MAGIC: [(&[u8], Foreign); 20] = [
     (b"PK\x07\x08PK\x03\x04", Foreign::Packed("zip")),
 ];
 
-/// Beginnings of an entry of a zip archive, and of its end.
+/// First bytes of an entry of a zip archive, and of the end record of an archive.
 const ZIP_ENTRY: &[u8] = b"PK\x03\x04";
 const ZIP_END: &[u8] = b"PK\x05\x06";
 
-/// Beginnings of pickles of protocols 0 and 1: a dict, a list, or an object of a module.
+/// First bytes of pickles of protocols 0 and 1: a dict, a list, or an object of a module.
 const OLD_PICKLES: [&[u8]; 10] = [
     b"(dp0\n",
     b"(dp1\n",
@@ -134,14 +135,14 @@ const OLD_PICKLES: [&[u8]; 10] = [
     b"cnumpy",
 ];
 
-/// Ends of the names of weights in formats that are not read here.
+/// Suffixes of weight files in formats that tensorfs does not read.
 const UNREAD_SUFFIXES: [&str; 21] = [
     ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp", ".gguf", ".ggml", ".h5", ".hdf5",
     ".keras", ".msgpack", ".onnx", ".tflite", ".npz", ".npy", ".nemo", ".tar", ".zip", ".tgz",
 ];
 
-/// How likely a file of this name has the weights that a reader misses, `None` if it has none by its
-/// name: the more telling the name, the lower the number.
+/// How likely a file of this name has the weights that a reader misses. A lower number is more likely. `None` if the
+/// name is not that of a weight file.
 pub fn weights_rank(name: &str) -> Option<u32> {
     if name == ".metadata" || name.ends_with(".distcp") {
         return Some(0);
@@ -156,7 +157,7 @@ pub fn weights_rank(name: &str) -> Option<u32> {
         let known = is_weights(name) || name.contains(".data-0");
         return known.then_some(2);
     }
-    // Beside weights of torch: the state of a trainer.
+    // Files of torch with the state of a trainer often lie beside the weights.
     let is_state = ["training_args", "optimizer", "scheduler", "rng_state"]
         .iter()
         .any(|s| name.starts_with(s));
@@ -167,14 +168,14 @@ fn is_weights(name: &str) -> bool {
     UNREAD_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
 }
 
-/// The end of a name that programs give to downloads that are not finished.
+/// The suffix of the name, if it is one that programs give to unfinished downloads.
 pub fn unfinished(name: &str) -> Option<&'static str> {
     names::UNFINISHED.into_iter().find(|end| name.ends_with(end))
 }
 
 impl Evidence<'_> {
-    /// The kind of file. `None` if nothing tells, and always for a whole safetensors, bintensors or
-    /// tensorizer file.
+    /// The kind of the file. `None` if nothing shows the kind. Also `None` for every whole
+    /// safetensors, bintensors or tensorizer file.
     pub fn foreign(&self) -> Option<Foreign> {
         let first = self.first;
         if tensorizer::is_tensorizer(first) {
@@ -182,12 +183,12 @@ impl Evidence<'_> {
         }
         let prefix = first.first_chunk::<8>().map(|prefix| u64::from_le_bytes(*prefix));
         let header = prefix.filter(|&len| len <= HEADER_LEN_MAX);
-        // A header of safetensors begins with a brace. The first bytes of gzip may be its length too.
+        // A safetensors header begins with a brace. The length before it may happen to equal the first bytes of gzip.
         let magic = MAGIC
             .iter()
             .find(|(magic, _)| first.starts_with(magic))
             .filter(|_| first.get(PREFIX_LEN as usize) != Some(&b'{'));
-        // A header that lies in the file may be a valid one.
+        // If the header length fits into the file, the header may be valid.
         let is_inside = |len| len > 0 && PREFIX_LEN + len <= self.len;
         if magic.is_none() && header.is_some_and(is_inside) {
             return None;
@@ -208,7 +209,7 @@ impl Evidence<'_> {
         if let Some((_, found)) = magic {
             return Some(found.clone());
         }
-        // The file ends within its header.
+        // The file ends within its header: it is a truncated weight file, which the parser reports.
         if header.is_some() {
             return None;
         }
@@ -221,7 +222,7 @@ impl Evidence<'_> {
     fn zip(&self) -> Foreign {
         let name = self.zip_entry();
         let is_torch = name.ends_with(b"/data.pkl") || name == b"data.pkl";
-        // torch writes an entry of this name where it has no path.
+        // torch writes an entry of this name if it saves to memory and has no path.
         let in_memory = name.starts_with(b"archive/");
         match () {
             () if is_torch && self.name.ends_with(".distcp") => Foreign::Distcp,
@@ -247,12 +248,12 @@ impl Evidence<'_> {
         self.first.get(30..30 + len).unwrap_or_default()
     }
 
-    /// Binary formats without a certain magic number.
+    /// Binary formats that have no unique magic number.
     fn binary(&self) -> Option<Foreign> {
         let first = self.first;
         let named = |suffix| self.name.ends_with(suffix);
-        // Pickles of protocol 2 and later begin with their number; a frame, an empty dict, tuple or
-        // list, a name, a text or a number follows.
+        // Pickles of protocol 2 and later begin with the protocol number. Then follows a frame, an
+        // empty dict, tuple or list, a name, a text or a number.
         if let [0x80, 2..=5, opcode, ..] = first
             && b"\x95}]()cXU\x8c\x8aKGM".contains(opcode)
         {
@@ -267,11 +268,11 @@ impl Evidence<'_> {
         if first.get(4..8) == Some(b"TFL3") {
             return Some(Foreign::TfLite);
         }
-        // The version of the format comes first.
+        // The first field of an ONNX file is the version of the format.
         if named(".onnx") && first.first() == Some(&8) {
             return Some(Foreign::Onnx);
         }
-        // A map.
+        // The file begins with a msgpack map.
         if named(".msgpack") && matches!(first.first(), Some(0x80..=0x8f | 0xde | 0xdf)) {
             return Some(Foreign::Flax);
         }
@@ -302,7 +303,7 @@ impl Evidence<'_> {
     }
 }
 
-/// Whether the name is one of a file of a checkpoint of TensorFlow, `model.ckpt.data-00000-of-00001`.
+/// Whether the name is that of a file of a TensorFlow checkpoint, such as `model.ckpt.data-00000-of-00001`.
 fn is_tensorflow(name: &str) -> bool {
     let number = name.rsplit_once(".data-").and_then(|(_, number)| number.split_once("-of-"));
     number.is_some_and(|(number, total)| {
@@ -310,8 +311,8 @@ fn is_tensorflow(name: &str) -> bool {
     })
 }
 
-/// The bytes as text, if they are nothing else: UTF-8, UTF-16 with its mark, or mostly ASCII with
-/// letters of Latin-1. Unless they are `whole`, a character may be cut at the end.
+/// The bytes as text, if all of them are text: UTF-8, UTF-16 with a byte order mark, or mostly
+/// ASCII with letters of Latin-1. Unless the bytes are `whole`, the last character may be cut.
 fn printable(bytes: &[u8], whole: bool) -> Option<Cow<'_, str>> {
     let utf16 = |number: fn([u8; 2]) -> u16| {
         let units = bytes.chunks_exact(2).map(|pair| number([pair[0], pair[1]]));
@@ -334,28 +335,28 @@ fn printable(bytes: &[u8], whole: bool) -> Option<Cow<'_, str>> {
     text.chars().all(is_text).then_some(text)
 }
 
-/// The first line of `text`, as far as a message quotes it.
+/// The first line of `text`, cut to the length that a message quotes.
 fn line(text: &str) -> String {
     text.lines().next().unwrap_or_default().chars().take(QUOTED_MAX).collect()
 }
 
 /// The title of a web page.
 fn title(text: &str) -> Option<String> {
-    // Only ASCII letters change, so that positions stay.
+    // `to_ascii_lowercase` changes only ASCII letters, so that positions in both texts agree.
     let start = text.to_ascii_lowercase().find("<title>")? + "<title>".len();
     let title = line(text[start..].split('<').next()?.trim());
     (!title.is_empty()).then_some(title)
 }
 
-/// How to make safetensors of what torch has saved.
+/// Advice for files of torch: how to write their tensors as safetensors.
 const FROM_TORCH: &str = "write its tensors as safetensors: `save_pretrained` of transformers, or \
                           `safetensors.torch.save_file(torch.load(FILE, weights_only=True), OUT)`";
 
-/// Advice where a server has answered with something else.
+/// Advice for files that a server sent in place of the weights.
 const AGAIN: &str = "fetch the weights again, logged in where that is needed";
 
 impl Foreign {
-    /// The kind of file and advice, to follow its name.
+    /// The kind of the file and advice. A message has it after the name of the file.
     pub fn message(&self, evidence: &Evidence<'_>) -> String {
         let pointer = |program: &str, command: &str| {
             let len = evidence.len;
@@ -472,7 +473,7 @@ impl Foreign {
         }
     }
 
-    /// The fault of a weight file that is this, and that the parser refused with `fault`.
+    /// The fault of a weight file of this kind, which the parser refused with `fault`.
     pub(super) fn fault(&self, evidence: &Evidence<'_>, fault: Fault) -> Fault {
         let kind = match self {
             Foreign::LfsPointer => ErrorKind::LfsPointer,
@@ -490,7 +491,7 @@ impl Header {
     }
 }
 
-/// The fault of a file in memory, with what the file is if that is known.
+/// The fault of a file in memory. It says what kind of file it is, if the kind is known.
 fn explained(name: &str, bytes: &[u8], fault: Fault) -> Fault {
     let first = &bytes[..bytes.len().min(FIRST_LEN as usize)];
     let last = &bytes[bytes.len().saturating_sub(LAST_LEN as usize)..];

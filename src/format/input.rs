@@ -1,4 +1,5 @@
-//! Formats that shards are read in: from the bytes of a file to its description.
+//! Formats that shards are read in: detecting the format of a file, and parsing the file into a
+//! description.
 
 use std::cell::RefCell;
 use std::io::{self, Read};
@@ -13,7 +14,7 @@ use super::range_reader::RangeReader;
 use super::safetensors::{Header, PREFIX_LEN, SLICE_LEN_MAX, SNIFF_LEN, header_len};
 use super::{OutputFormat, TrainingState, bintensors, flat, names, pickle, tensorizer};
 
-/// Bytes per read of a header that is parsed while it is read.
+/// Number of bytes per read while a header is parsed as a stream.
 const CHUNK_LEN: usize = 256 << 10;
 
 words! {
@@ -40,23 +41,23 @@ impl From<OutputFormat> for InputFormat {
     }
 }
 
-/// A shard that may be parsed.
+/// A file whose format was detected, and which can be parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Detected {
     /// Its format.
     pub format: InputFormat,
-    /// Bytes of its description, most of which `parse` holds in memory.
+    /// Length of its description in bytes. `parse` holds most of these bytes in memory.
     pub description_len: u64,
-    /// Whether a secret is needed for its tensors.
+    /// Whether its tensors are encrypted, so that a key or passphrase is needed.
     pub is_encrypted: bool,
 }
 
-/// A parsed file, or what is wrong with it. The outer error is a failed read.
+/// A parsed file, or the fault of the file. The outer error is a failed read.
 type ParseResult<T> = io::Result<Result<T, Fault>>;
 
 impl InputFormat {
-    /// The format that the name of a file stands for, `None` for the names of no format, such as the
-    /// blobs of a hub cache.
+    /// The format that the name of a file indicates. `None` if the name indicates no format, such as the names of
+    /// blobs in a hub cache.
     pub fn of_name(name: &str) -> Option<InputFormat> {
         if names::is_bintensors(name) {
             return Some(InputFormat::Bintensors);
@@ -67,7 +68,8 @@ impl InputFormat {
         names::is_safetensors(name).then_some(InputFormat::Safetensors)
     }
 
-    /// The format that the name of a file of weights stands for, safetensors if it tells none.
+    /// The format that the name of a weight file indicates. Safetensors if the name indicates no
+    /// format.
     pub fn of_weights(name: &str) -> InputFormat {
         let torch = names::is_torch(name).then_some(InputFormat::Torch);
         InputFormat::of_name(name).or(torch).unwrap_or(InputFormat::Safetensors)
@@ -76,7 +78,7 @@ impl InputFormat {
     /// The format of the file called `name`, by its name and its first bytes.
     ///
     /// # Errors
-    /// The outer error is a failed read, the inner one says why the file is no shard.
+    /// The outer error is a failed read. The inner error says why the file is no shard.
     pub fn detect(name: &str, reader: &mut dyn RangeReader) -> ParseResult<Detected> {
         let file = reader.start()..reader.file_len();
         let sniff_len = (SNIFF_LEN as u64).max(tensorizer::HEAD_LEN);
@@ -97,8 +99,9 @@ impl InputFormat {
     }
 }
 
-/// Whether the file called `name`, which begins with `sniff`, is read as one of `torch.save`: if no other
-/// format has this name, and the pickle is its first entry or the name says so.
+/// Whether the file called `name`, which begins with `sniff`, is read as a file of `torch.save`. The name must
+/// indicate no other format. Also the first entry of the archive must be the pickle, or the name must end in `.pt` or
+/// `.pth`.
 fn is_torch(name: &str, sniff: &[u8], reader: &mut dyn RangeReader) -> io::Result<bool> {
     let is_free = InputFormat::of_name(name).is_none() && !name.ends_with(".distcp");
     if !is_free || reader.start() > 0 || !pickle::may_be_torch(sniff) {
@@ -109,7 +112,7 @@ fn is_torch(name: &str, sniff: &[u8], reader: &mut dyn RangeReader) -> io::Resul
     Ok(pickle::is_torch(&first) || name.ends_with(".pt") || name.ends_with(".pth"))
 }
 
-/// The fault of the file called `name`, with what the file is if that is known.
+/// The fault of the file called `name`. It says what kind of file it is, if the kind is known.
 fn explained(name: &str, reader: &mut dyn RangeReader, fault: Fault) -> io::Result<Fault> {
     let (start, len) = (reader.start(), reader.file_len());
     if start > 0 {
@@ -128,8 +131,8 @@ fn explained(name: &str, reader: &mut dyn RangeReader, fault: Fault) -> io::Resu
     })
 }
 
-/// The format of the shard in the bytes `file` of a file, by the one that its name stands for, and by
-/// its first bytes.
+/// The format of the shard in the bytes `file` of a file, by the format `named` that the file name indicates, and by
+/// the first bytes `sniff`.
 fn detect(named: Option<InputFormat>, sniff: &[u8], file: &Range<u64>) -> Result<Detected, Fault> {
     let file_len = file.end;
     let is_tensorizer = tensorizer::is_tensorizer(sniff);
@@ -160,10 +163,10 @@ fn detect(named: Option<InputFormat>, sniff: &[u8], file: &Range<u64>) -> Result
 }
 
 impl Detected {
-    /// Parses the file that was detected, which is called `name`. `state` counts for pickles.
+    /// Parses the file that was detected, which is called `name`. `state` applies to pickles only.
     ///
     /// # Errors
-    /// The outer error is a failed read, the inner one is the fault of the file.
+    /// The outer error is a failed read, the inner error is the fault of the file.
     pub fn parse(
         &self,
         name: &str,
@@ -171,7 +174,8 @@ impl Detected {
         state: TrainingState,
     ) -> ParseResult<ShardDescription> {
         match self.parse_valid(name, reader, state)? {
-            // Its format is known by its content.
+            // The content has shown that this is a file of torch, so the fault needs no
+            // explanation.
             Err(fault) if self.format == InputFormat::Torch => Ok(Err(fault)),
             Err(fault) => Ok(Err(explained(name, reader, fault)?)),
             parsed => Ok(parsed),
@@ -218,7 +222,7 @@ impl Detected {
     }
 }
 
-/// Bytes of a file, from `offset` to `end`, as a stream.
+/// The bytes of a file from `offset` to `end`, as a stream.
 struct ChunkReader<'a, 'b> {
     reader: &'a RefCell<&'b mut dyn RangeReader>,
     offset: u64,

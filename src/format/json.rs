@@ -9,8 +9,8 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 
 use crate::error::{ErrorKind, Fault, quoted};
 
-/// Beginnings of JSON error messages about a duplicate key: ours, and the one that serde derives
-/// for the fields of a struct.
+/// First words of JSON error messages about a duplicate key: the words of this module, and those of
+/// serde for the fields of a struct.
 const DUPLICATE: [&str; 2] = ["duplicate key ", "duplicate field "];
 
 /// The error of a map that holds `key` twice.
@@ -18,7 +18,8 @@ pub(crate) fn duplicate<E: de::Error>(key: &str) -> E {
     E::custom(format_args!("{}{}", DUPLICATE[0], quoted(key)))
 }
 
-/// The kind of a JSON error: `duplicate_key` if that is the reason, else `otherwise`.
+/// The kind of a JSON error: `duplicate_key` for a duplicate key, `otherwise` for every other
+/// error.
 pub(crate) fn kind_of(error: &serde_json::Error, otherwise: ErrorKind) -> ErrorKind {
     let message = error.to_string();
     if DUPLICATE.iter().any(|start| message.starts_with(start)) {
@@ -59,11 +60,11 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for UniqueVisitor<V> {
     }
 }
 
-/// Parses one JSON object. Refuses malformed JSON and other values as `kind`.
+/// Parses one JSON object. Malformed JSON and other JSON values are errors of the kind `kind`.
 pub(crate) fn object<'a, T: Deserialize<'a>>(bytes: &'a [u8], kind: ErrorKind) -> Result<T, Fault> {
     let text = std::str::from_utf8(bytes)
         .map_err(|e| Fault::new(kind, format!("not UTF-8 at byte {}", e.valid_up_to())))?;
-    // A derived struct would also accept an array of its fields in order.
+    // serde would also accept an array of the fields of a struct in their order.
     if !text.trim_ascii_start().starts_with('{') {
         return Err(Fault::new(kind, "expected a JSON object"));
     }

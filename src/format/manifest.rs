@@ -1,5 +1,5 @@
-//! The tensors that a checkpoint should hold, from outside its shards: a tensorfs manifest, the
-//! header of a safetensors file, or a weight map.
+//! The tensors that a checkpoint should hold, according to a file other than its shards: a tensorfs
+//! manifest, the header of a safetensors file, or a weight map.
 
 use std::collections::BTreeMap;
 
@@ -14,13 +14,14 @@ use crate::format::{ShardDescription, TensorDescription};
 /// Value of the `format` key of a manifest.
 const FORMAT: &str = "tensorfs-manifest";
 
-/// Ending of a manifest's file name: `model.safetensors` has `model.tensorfs-manifest.json`.
+/// Suffix of the file name of a manifest: `model.safetensors` has `model.tensorfs-manifest.json`.
 pub const SUFFIX: &str = ".tensorfs-manifest.json";
 
-/// Largest manifest read, in bytes.
+/// Maximum length of a manifest that is read, in bytes.
 pub const MANIFEST_LEN_MAX: u64 = 128 << 20;
 
-/// Name of the manifest of the set that is shown as `output`, in any format.
+/// Name of the manifest of the set that is shown as the file `output`. The name is the same for
+/// each format.
 pub fn file_name(output: &str) -> String {
     let suffix = super::OutputFormat::of_name(output).map_or("", super::OutputFormat::suffix);
     format!("{}{SUFFIX}", output.strip_suffix(suffix).unwrap_or(output))
@@ -33,7 +34,7 @@ pub struct Reference {
     pub tensors: BTreeMap<String, Option<(Dtype, Vec<u64>)>>,
     /// Length in bytes of each shard file, if a manifest recorded them.
     pub shards: Option<BTreeMap<String, u64>>,
-    /// Bytes of all tensors together, if a weight map records them.
+    /// Length in bytes of all tensors together, if a weight map records it.
     pub total_size: Option<u64>,
 }
 

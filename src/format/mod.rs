@@ -1,6 +1,7 @@
 //! File formats: bytes to descriptions and back, one file per format.
 //!
-//! The module is pure: it opens no file. Errors are faults without a path, which callers add.
+//! The module is pure: it opens no file. Its errors are faults without a path. The callers add the
+//! path.
 
 pub mod bintensors;
 pub mod dcp;

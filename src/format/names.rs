@@ -1,4 +1,4 @@
-//! File names of sharded checkpoints: the set that a file belongs to, by its name.
+//! Names of the files of sharded checkpoints: which set a file belongs to, according to its name.
 
 use std::cmp::Ordering;
 use std::path::Path;
@@ -8,8 +8,8 @@ use super::OutputFormat;
 /// Suffix of weight files.
 pub const SUFFIX: &str = ".safetensors";
 
-/// Suffixes of bintensors files: the one that is written, and another that the bintensors package
-/// mentions.
+/// Suffixes of bintensors files: the suffix that is written, and a second one that the bintensors
+/// package mentions.
 pub const BINTENSORS_SUFFIXES: [&str; 2] = [".bt", ".bintensors"];
 
 /// Suffix of tensorizer files.
@@ -18,7 +18,7 @@ pub const TENSORIZER_SUFFIX: &str = ".tensors";
 /// Suffixes of files of `torch.save`.
 pub const TORCH_SUFFIXES: [&str; 5] = [".bin", ".pt", ".pth", ".ckpt", ".pth.tar"];
 
-/// Beginnings of the names of files of `torch.save` with the state of a training.
+/// First words of the names of `torch.save` files that have the state of a training and no weights.
 const TORCH_STATES: [&str; 13] = [
     "optim",
     "scheduler",
@@ -35,20 +35,22 @@ const TORCH_STATES: [&str; 13] = [
     "bf16_zero_pp_rank",
 ];
 
-/// Ends of the names of files and folders that programs write and have not finished.
+/// Suffixes of files and folders that a program is still writing.
 pub const UNFINISHED: [&str; 8] =
     [".incomplete", ".tmp", ".temp", ".part", ".partial", ".crdownload", ".download", ".aria2"];
 
-/// Minimum number of digits of a shard number. Savers write five, and more when needed.
+/// Minimum number of digits of a shard number. Savers write five digits, and more if the number
+/// needs more.
 const DIGITS_MIN: usize = 5;
 
-/// Whether the file is hidden. Hidden files are no part of a checkpoint: macOS leaves a
-/// `._model.safetensors` with attributes beside `model.safetensors` on file systems without them.
+/// Whether the file is hidden. Hidden files are not part of a checkpoint. For example, macOS stores
+/// the attributes of `model.safetensors` in a file `._model.safetensors` on file systems without
+/// such attributes.
 fn is_hidden(name: &str) -> bool {
     name.starts_with('.')
 }
 
-/// Whether `name` is `shard-00001-<stem>-00001-of-00001.safetensors`, as torch DCP writes.
+/// Whether `name` is a name that torch DCP writes, `shard-00001-<stem>-00001-of-00001.safetensors`.
 pub fn is_dcp_shard(name: &str) -> bool {
     let parse = || {
         let rest = name.strip_prefix("shard-")?.strip_suffix(SUFFIX)?;
@@ -59,19 +61,19 @@ pub fn is_dcp_shard(name: &str) -> bool {
     parse().is_some()
 }
 
-/// A member of a numbered set, by its name.
+/// A member of a numbered set, according to its name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Numbered {
     /// Name of the whole file that the set stands for.
     pub output: String,
     /// Number of this shard, from 1.
     pub number: u64,
-    /// Number of shards of the set, 0 if the name does not tell.
+    /// Number of shards of the set, 0 if the name does not have it.
     pub total: u64,
 }
 
-/// Reads `<stem>-00001-of-00003.safetensors` and the other spellings in use: the suffix before the
-/// number, after it, or both, and a variant between number and suffix.
+/// Parses `<stem>-00001-of-00003.safetensors` and other spellings in use: with the suffix before
+/// the number, after it, or in both places, and with a variant between number and suffix.
 pub fn numbered(name: &str) -> Option<Numbered> {
     let (body, suffixed) = match name.strip_suffix(SUFFIX) {
         Some(body) => (body, true),
@@ -88,14 +90,14 @@ pub fn numbered(name: &str) -> Option<Numbered> {
     Some(Numbered { output: whole(&format!("{plain}{variant}")), number, total })
 }
 
-/// Reads `<stem>-00001-of-00003.tensors`.
+/// Parses `<stem>-00001-of-00003.tensors`.
 pub fn numbered_tensorizer(name: &str) -> Option<Numbered> {
     let (stem, number, (total, rest)) = split_of(name.strip_suffix(TENSORIZER_SUFFIX)?)?;
     let known = rest.is_empty() && !stem.is_empty() && !is_hidden(name);
     known.then(|| Numbered { output: whole(stem), number, total })
 }
 
-/// Reads `<stem>-00001-of-00003.bin`, with a variant in the places where `numbered` has it.
+/// Parses `<stem>-00001-of-00003.bin`, also with a variant between number and suffix.
 pub fn numbered_torch(name: &str) -> Option<Numbered> {
     let (stem, number, (total, variant)) = split_of(torch_stem(name)?)?;
     (!stem.is_empty()).then(|| Numbered {
@@ -105,17 +107,17 @@ pub fn numbered_torch(name: &str) -> Option<Numbered> {
     })
 }
 
-/// Whether a file of this name is one of a set of files of `torch.save`: its weights or its weight map.
+/// Whether the name is that of a weight file of `torch.save`, or of a weight map of such files.
 pub fn is_of_torch(name: &str) -> bool {
     is_torch(name) || torch_map_output(name).is_some()
 }
 
-/// Whether the name is one that files of `torch.save` with weights have.
+/// Whether the name is that of a file of `torch.save` with weights.
 pub fn is_torch(name: &str) -> bool {
     torch_stem(name).is_some()
 }
 
-/// Whether the name is one that files of `torch.save` with the state of a training have.
+/// Whether the name is that of a file of `torch.save` with the state of a training.
 pub fn is_torch_state(name: &str) -> bool {
     TORCH_SUFFIXES.iter().any(|suffix| name.ends_with(suffix)) && has_state_stem(name)
 }
@@ -129,27 +131,27 @@ fn torch_stem(name: &str) -> Option<&str> {
     (!stem.is_empty() && !has_state_stem(stem) && !is_hidden(name)).then_some(stem)
 }
 
-/// The file of a distributed checkpoint of torch that tells where its tensors lie. It is written last.
+/// Name of the file of a distributed checkpoint of torch that says where the tensors lie. It is written last.
 pub const DISTCP_METADATA: &str = ".metadata";
 
-/// Suffix of the files of a distributed checkpoint of torch with its data.
+/// Suffix of the data files of a distributed checkpoint of torch.
 pub const DISTCP_SUFFIX: &str = ".distcp";
 
-/// Whether the name is one of a file with the data of a distributed checkpoint of torch.
+/// Whether the name is that of a data file of a distributed checkpoint of torch.
 pub fn is_distcp(name: &str) -> bool {
     name.len() > DISTCP_SUFFIX.len() && name.ends_with(DISTCP_SUFFIX) && !is_hidden(name)
 }
 
-/// Whether a file of this name is one of a distributed checkpoint of torch.
+/// Whether the name is that of any file of a distributed checkpoint of torch.
 pub fn is_of_distcp(name: &str) -> bool {
     is_distcp(name) || name == DISTCP_METADATA
 }
 
-/// How accelerate names the files of FSDP.
+/// Stem of the names that accelerate gives to files of FSDP.
 const FSDP_STEM: &str = "pytorch_model_fsdp";
 
-/// Reads `<stem>_world_size_4_rank_0.pt`: the files of the ranks of a training. Their numbers begin at 0.
-/// accelerate names them `pytorch_model_fsdp_0_rank0.bin`, where the 0 is the number of the model.
+/// Parses `<stem>_world_size_4_rank_0.pt`, the name of the file of one rank of a training. Ranks are numbered from 0.
+/// accelerate names these files `pytorch_model_fsdp_0_rank0.bin`, where the first 0 is the number of the model.
 pub fn rank_file(name: &str) -> Option<Numbered> {
     let stem = torch_stem(name)?;
     let plain = |text: &str| text.parse().ok().filter(|number: &u64| number.to_string() == text);
@@ -171,7 +173,7 @@ pub fn rank_file(name: &str) -> Option<Numbered> {
     (!stem.is_empty() && total > 0).then(|| Numbered { output: torch_whole(stem), number, total })
 }
 
-/// Whether two files of `torch.save` may be of one set, by their names.
+/// Whether two files of `torch.save` may belong to one set, according to their names.
 pub fn are_of_one_torch_set(one: &str, other: &str) -> bool {
     let output = |name| Some(numbered_torch(name)?.output);
     let of_ranks = |name| Some(rank_file(name)?.output);
@@ -179,13 +181,14 @@ pub fn are_of_one_torch_set(one: &str, other: &str) -> bool {
     one == other || is_same(output(one), output(other)) || is_same(of_ranks(one), of_ranks(other))
 }
 
-/// Name of the whole file that a file of `torch.save` of this name stands for.
+/// Name of the whole file in place of which a file of `torch.save` of this name stands.
 pub fn torch_output(name: &str) -> String {
     let stem = TORCH_SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix));
     torch_whole(stem.filter(|stem| !stem.is_empty()).unwrap_or(name))
 }
 
-/// Programs that look for `pytorch_model.bin` look for safetensors in `model.safetensors`.
+/// The whole file of this stem. `pytorch_model` becomes `model`, because programs that look for
+/// `pytorch_model.bin` look for safetensors in `model.safetensors`.
 fn torch_whole(stem: &str) -> String {
     match stem.strip_prefix("pytorch_model") {
         Some(rest) => whole(&format!("model{rest}")),
@@ -193,13 +196,13 @@ fn torch_whole(stem: &str) -> String {
     }
 }
 
-/// Whether the name is one of a weight map, of files of any format.
+/// Whether the name is that of a weight map, of files of any format.
 pub fn is_weight_map(name: &str) -> bool {
     weight_map_output(name).is_some() || torch_map_output(name).is_some()
 }
 
-/// Name of the whole file of a weight map of files of `torch.save`: `<stem>.bin.index.json`, or
-/// `.index.<variant>.json`.
+/// Name of the whole file of a weight map for files of `torch.save`. The weight map is called
+/// `<stem>.bin.index.json` or `<stem>.bin.index.<variant>.json`.
 pub fn torch_map_output(name: &str) -> Option<String> {
     let (stem, rest) = name.strip_suffix(".json")?.rsplit_once(".bin.index")?;
     let is_variant = rest.is_empty() || (rest.starts_with('.') && rest.len() > 1);
@@ -207,15 +210,15 @@ pub fn torch_map_output(name: &str) -> Option<String> {
     known.then(|| torch_whole(&format!("{stem}{rest}")))
 }
 
-/// Whether `name` is the name of one of several shards of a set.
+/// Whether `name` is that of one of several shards of a set.
 pub fn is_shard(name: &str) -> bool {
     is_dcp_shard(name) || numbered(name).is_some() || numbered_tensorizer(name).is_some()
 }
 
-/// How the folder of a model of a hub cache begins.
+/// Prefix of the folder of a model in a hub cache.
 const HUB_MODEL: &str = "models--";
 
-/// Longest name of a model of the hub or of its organization.
+/// Maximum length of the name of a model or of an organization on the hub.
 const HUB_NAME_LEN_MAX: usize = 96;
 
 /// Whether a folder of this name is a model of a hub cache, with `blobs` and `snapshots` in it.
@@ -223,12 +226,12 @@ pub fn is_hub_model(name: &str) -> bool {
     name.starts_with(HUB_MODEL)
 }
 
-/// Name of the folder of the model with this organization and name in a hub cache.
+/// Name of the folder in a hub cache for the model with this organization and name.
 pub fn hub_model(id: &[&str]) -> String {
     format!("{HUB_MODEL}{}", id.join("--"))
 }
 
-/// Whether the hub may have a model or an organization of this name.
+/// Whether a model or an organization on the hub can have this name.
 pub fn is_hub_name(name: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     let at_end = |end: char| name.starts_with(end) || name.ends_with(end);
@@ -251,7 +254,7 @@ pub struct HubId<'a> {
 }
 
 impl HubId<'_> {
-    /// The model that `text` means, `None` if it has another form.
+    /// Parses `text` as a model of the hub. `None` if `text` has another form.
     pub fn parse(text: &str) -> Option<HubId<'_>> {
         let (id, revision) = match text.split_once('@') {
             Some((id, revision)) => (id, Some(revision)),
@@ -259,7 +262,7 @@ impl HubId<'_> {
         };
         let (organization, name) = id.split_once('/')?;
         let id = [organization, name];
-        // The name of a branch may have slashes, but leads nowhere else.
+        // The name of a branch may have slashes, but none of its parts may lead out of the folder.
         let is_part = |part: &str| !part.is_empty() && !matches!(part, "." | "..");
         let is_revision =
             |revision: &str| revision.split('/').all(is_part) && !revision.contains('\0');
@@ -268,7 +271,7 @@ impl HubId<'_> {
     }
 }
 
-/// Name of the whole file of a weight map, `None` if `name` is not that of a weight map:
+/// Name of the whole file of a weight map. `None` if `name` is not that of a weight map:
 /// `<stem>.safetensors.index.json`, `.index.<variant>.json` or `.<variant>.index.json`.
 pub fn weight_map_output(name: &str) -> Option<String> {
     let body = name.strip_suffix(".json")?;
@@ -285,14 +288,13 @@ pub fn weight_map_output(name: &str) -> Option<String> {
     Some(whole(&format!("{stem}{dot}{variant}")))
 }
 
-/// Name of the weight map of the whole file `output`, in the spelling that does not set the variant
-/// apart.
+/// Name of the weight map of the whole file `output`. A variant stays part of the stem.
 pub fn weight_map(output: &str) -> String {
     format!("{output}.index.json")
 }
 
-/// Name of a whole file with this stem. Programs treat a name that begins with `consolidated` as
-/// another format, so a set of that stem is called `model`.
+/// Name of a whole file with this stem. Programs treat a file whose name begins with `consolidated`
+/// as another format, so the file of such a stem is called `model`.
 pub fn whole(stem: &str) -> String {
     match stem.strip_prefix("consolidated") {
         Some(rest) => format!("model{rest}{SUFFIX}"),
@@ -300,35 +302,35 @@ pub fn whole(stem: &str) -> String {
     }
 }
 
-/// Name of the whole file that a bintensors file of this name stands for.
+/// Name of the whole file in place of which a bintensors file of this name stands.
 pub fn bintensors_output(name: &str) -> Option<String> {
     let stems = BINTENSORS_SUFFIXES.iter().filter_map(|suffix| name.strip_suffix(suffix));
     stems.filter(|stem| !stem.is_empty()).map(whole).next()
 }
 
-/// Whether the name is one of a bintensors file.
+/// Whether the name is that of a bintensors file.
 pub fn is_bintensors(name: &str) -> bool {
     BINTENSORS_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
 }
 
-/// Name of the whole file that a tensorizer file of this name stands for. Users name tensorizer files
-/// of other suffixes too.
+/// Name of the whole file in place of which a tensorizer file of this name stands. Tensorizer files may have other
+/// suffixes than `.tensors`.
 pub fn tensorizer_output(name: &str) -> String {
     let stem = name.strip_suffix(TENSORIZER_SUFFIX).filter(|stem| !stem.is_empty());
     whole(stem.unwrap_or(name))
 }
 
-/// Whether the name is one of a tensorizer file.
+/// Whether the name is that of a tensorizer file.
 pub fn is_tensorizer(name: &str) -> bool {
     name.ends_with(TENSORIZER_SUFFIX)
 }
 
-/// Whether the name is one of a safetensors file.
+/// Whether the name is that of a safetensors file.
 pub fn is_safetensors(name: &str) -> bool {
     name.ends_with(SUFFIX) || numbered(name).is_some()
 }
 
-/// Name under which the whole file `output` is shown in `format`.
+/// Name of the whole file `output` in the format `format`.
 pub fn in_format(output: &str, format: OutputFormat) -> String {
     match format {
         OutputFormat::Safetensors => output.to_owned(),
@@ -336,34 +338,35 @@ pub fn in_format(output: &str, format: OutputFormat) -> String {
     }
 }
 
-/// Name of file `number` of `total` that together are the file `name` of `format`.
+/// Name of file `number` of `total` files that together are the file `name` of `format`.
 pub fn numbered_name(name: &str, number: u64, total: u64, format: OutputFormat) -> String {
     let stem = name.strip_suffix(format.suffix()).unwrap_or(name);
     format!("{stem}-{number:05}-of-{total:05}{}", format.suffix())
 }
 
-/// Endings of weight files, without those of torch.
+/// Suffixes of weight files, except those of torch.
 pub const WEIGHT_SUFFIXES: [&str; 4] =
     [SUFFIX, BINTENSORS_SUFFIXES[0], BINTENSORS_SUFFIXES[1], TENSORIZER_SUFFIX];
 
-/// Whether the name is that of a weight file. Hidden files are no weight files.
+/// Whether the name is that of a weight file. Hidden files are not weight files.
 pub fn is_weights(name: &str) -> bool {
     let is_named = is_safetensors(name) || bintensors_output(name).is_some() || is_tensorizer(name);
     is_named && !is_hidden(name)
 }
 
-/// Whether the name is that of a weight file or of a weight map. Files of torch with pickles are none.
+/// Whether the name is that of a weight file or of a weight map. Pickle files of torch do not count.
 pub fn is_weights_or_map(name: &str) -> bool {
     is_weights(name) || weight_map_output(name).is_some()
 }
 
-/// Whether the file at `path` holds weights, or says which file does, by its name.
+/// Whether the name of the file at `path` is that of a weight file, or of a file that says where
+/// weights lie.
 pub fn is_of_weights(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     is_weights_or_map(name)
 }
 
-/// Compares names with the numbers in them as numbers: shard 2 is before shard 10.
+/// Compares names, with the numbers in them as numbers: shard 2 comes before shard 10.
 pub fn natural_cmp(a: &str, b: &str) -> Ordering {
     let (mut x, mut y) = (a.as_bytes(), b.as_bytes());
     while let (Some(&p), Some(&q)) = (x.first(), y.first()) {
@@ -383,7 +386,7 @@ pub fn natural_cmp(a: &str, b: &str) -> Ordering {
     x.len().cmp(&y.len()).then_with(|| a.cmp(b))
 }
 
-/// Cuts the number off the front, without its leading zeros.
+/// Splits the leading digits off `text`, and returns them without leading zeros.
 fn take_digits<'a>(text: &mut &'a [u8]) -> &'a [u8] {
     let len = text.iter().take_while(|b| b.is_ascii_digit()).count();
     let (digits, rest) = text.split_at(len);
@@ -612,7 +615,7 @@ mod tests {
         let mut names = ["s-10", "s-9", "s-009", "s-1-b", "s-1-a", "s"];
         names.sort_by(|a, b| natural_cmp(a, b));
         assert_eq!(names, ["s", "s-1-a", "s-1-b", "s-009", "s-9", "s-10"]);
-        // Numbers count wherever they stand, and come before letters.
+        // Numbers are compared at any place in a name, and numbers come before letters.
         let mut names = ["l.h10x", "l.x", "l.h2x", "l.10.a", "l.h.w", "l.9.w", "l.9", "l.9.a"];
         names.sort_by(|a, b| natural_cmp(a, b));
         assert_eq!(names, ["l.9", "l.9.a", "l.9.w", "l.10.a", "l.h.w", "l.h2x", "l.h10x", "l.x"]);

@@ -22,7 +22,7 @@ words! {
 }
 
 impl OutputFormat {
-    /// Suffix of the names of its files.
+    /// Suffix of the file names of this format.
     pub fn suffix(self) -> &'static str {
         match self {
             OutputFormat::Safetensors => names::SUFFIX,
@@ -30,7 +30,7 @@ impl OutputFormat {
         }
     }
 
-    /// The format of a file, by its name.
+    /// The format that the name of a file indicates.
     pub fn of_name(name: &str) -> Option<OutputFormat> {
         if name.ends_with(names::SUFFIX) {
             return Some(OutputFormat::Safetensors);

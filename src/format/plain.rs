@@ -1,7 +1,8 @@
-//! JSON as programs write it, read without an allocation for each value. A caller that gets
-//! `None` asks the strict parser, which words the errors.
+//! Fast parser for JSON in the form that programs write. It makes no allocation for each value. A
+//! caller that gets `None` calls the strict parser, which words the errors.
 
-/// A position in a text. Every step returns `None` if the text has something else there.
+/// A position in a text. Every method returns `None` if the text has something other than the
+/// method expects.
 #[derive(Debug)]
 pub(super) struct JsonCursor<'a> {
     text: &'a str,
@@ -13,7 +14,7 @@ impl<'a> JsonCursor<'a> {
         JsonCursor { text, offset: 0 }
     }
 
-    /// `Some` if only space is left.
+    /// `Some` if nothing but space follows.
     pub(super) fn end(&mut self) -> Option<()> {
         self.space();
         (self.offset == self.text.len()).then_some(())
@@ -29,13 +30,13 @@ impl<'a> JsonCursor<'a> {
         }
     }
 
-    /// Passes `wanted`, and space before it.
+    /// Moves past space and the byte `wanted`.
     pub(super) fn token(&mut self, wanted: u8) -> Option<()> {
         self.space();
         (self.peek()? == wanted).then(|| self.offset += 1)
     }
 
-    /// Passes items between `open` and `close`, separated by commas.
+    /// Moves past items between `open` and `close` that are separated by commas.
     pub(super) fn items(
         &mut self,
         open: u8,
@@ -65,7 +66,7 @@ impl<'a> JsonCursor<'a> {
         Some(string)
     }
 
-    /// A number of plain digits.
+    /// A number that consists of digits only.
     pub(super) fn number(&mut self) -> Option<u64> {
         self.space();
         let begin = self.offset;

@@ -1,8 +1,9 @@
-//! The safetensors header: 8 bytes of length, one JSON object, then the data of all tensors without
-//! gap or overlap.
+//! The safetensors header: 8 bytes of length, then one JSON object. The data of all tensors follows
+//! without gap or overlap.
 //!
 //! Accepts the same headers as the reference implementation (0.8), except those with duplicate
-//! names. Its specification forbids them, and a file with them can be read in two ways.
+//! names. The specification of safetensors forbids duplicate names, and a file that has them can be
+//! read in two ways.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -17,41 +18,42 @@ use crate::dtype::{Dtype, UNKNOWN_DTYPE};
 use crate::error::{ErrorKind, Fault};
 use crate::format::json::{UniqueMap, duplicate, kind_of};
 
-/// Largest header accepted and written, in bytes: the limit of the reference implementation.
+/// Maximum length of a header, read or written, in bytes. It is the limit of the reference
+/// implementation.
 pub const HEADER_LEN_MAX: u64 = 100_000_000;
 
-/// Bytes before the header, which hold its length.
+/// Length in bytes of the number in front of the header, which is the length of the header.
 pub const PREFIX_LEN: u64 = 8;
 
 /// Number of first bytes of a file that `header_len` needs.
 pub const SNIFF_LEN: usize = PREFIX_LEN as usize;
 
-/// Headers up to this length are parsed from memory. Longer ones are parsed while they are read, so
-/// that a huge header that is refused does not take its size in memory.
+/// Headers up to this length in bytes are parsed from memory. Longer headers are parsed as a
+/// stream, so that a huge header that is refused does not need memory of its size.
 pub const SLICE_LEN_MAX: u64 = 8 << 20;
 
-/// Name of the metadata object.
+/// Key of the metadata object in the header.
 pub const METADATA: &str = "__metadata__";
 
 /// One tensor of a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Name; any string.
+    /// Name, which may be any string.
     pub name: String,
     /// Element type.
     pub dtype: Dtype,
     /// Extent of each dimension, outermost first; empty for a scalar.
     pub shape: Vec<u64>,
-    /// Range of its bytes, from the end of the header.
+    /// Range of its bytes, relative to the end of the header.
     pub data_offsets: Range<u64>,
 }
 
 /// A valid header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// The free-form strings, if the file has any.
+    /// The metadata of the file, which are strings by name. `None` if the file has no metadata.
     pub metadata: Option<BTreeMap<String, String>>,
-    /// Tensors in data order: each begins where the one before ends.
+    /// Tensors in data order: each begins at the end of the previous one.
     pub tensors: Vec<Entry>,
     /// Length of the header with its padding; data begins at `8 + header_len`.
     pub header_len: u64,
@@ -71,7 +73,7 @@ impl Header {
     pub(super) fn of_valid_file(bytes: &[u8]) -> Result<Header, Fault> {
         let file_len = bytes.len() as u64;
         let len = header_len(&bytes[..bytes.len().min(SNIFF_LEN)], file_len)?;
-        // In range: `header_len` compared it with the length of `bytes`.
+        // The slice is in range, because `header_len` compared `len` with the length of `bytes`.
         Header::parse(&bytes[8..8 + len as usize], file_len)
     }
 
@@ -89,7 +91,7 @@ impl Header {
         validate(raw, header_len, file_len)
     }
 
-    /// Parses a file in memory that may end with the header, such as a file that only describes
+    /// Parses a file in memory that may end with its header, such as a file that only describes
     /// tensors.
     pub fn of_description(bytes: &[u8]) -> Result<Header, Fault> {
         match Header::of_file(bytes) {
@@ -104,9 +106,10 @@ impl Header {
         validate(raw, len, (PREFIX_LEN + len).saturating_add(end))
     }
 
-    /// Parses the header text of a file of `file_len` bytes as `reader` yields it.
+    /// Parses the header text of a file of `file_len` bytes while `reader` yields it.
     ///
-    /// `reader` ends after `header_len` bytes; an error that it returns is the outer result.
+    /// `reader` ends after `header_len` bytes. An error of `reader` is the outer error of the
+    /// result.
     pub fn parse_stream(
         reader: impl Read,
         header_len: u64,
@@ -128,8 +131,8 @@ impl Header {
     }
 }
 
-/// Length of the header, from the first bytes of a file: `SNIFF_LEN` of them, or the whole file if
-/// it is shorter.
+/// Length of the header, from the first bytes of a file. `sniff` has `SNIFF_LEN` bytes, or the
+/// whole file if the file is shorter.
 pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
     let Some(prefix) = sniff.first_chunk::<8>() else {
         return Err(Fault::new(
@@ -157,7 +160,7 @@ pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
     Ok(len)
 }
 
-/// The JSON of one tensor; unknown keys are ignored, as the reference implementation does.
+/// The JSON of one tensor. Unknown keys are ignored, as in the reference implementation.
 #[derive(Deserialize)]
 struct EntryJson {
     dtype: Dtype,
@@ -191,7 +194,8 @@ fn parse_json<'de, R: serde_json::de::Read<'de>>(
     })
 }
 
-/// Reads the object; `current` names the tensor that is being read, for the error.
+/// Reads the header object. `current` is the name of the tensor that is being read, for error
+/// messages.
 struct HeaderSeed<'a> {
     current: &'a mut Option<String>,
 }
@@ -232,7 +236,7 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
     }
 }
 
-/// Checks the rules of the format, in the order of the reference implementation.
+/// Checks the rules of the format, in the same order as the reference implementation.
 fn validate(raw: Raw, header_len: u64, file_len: u64) -> Result<Header, Fault> {
     let Raw { metadata, mut tensors } = raw;
     tensors.sort_by(|a, b| {
@@ -243,8 +247,8 @@ fn validate(raw: Raw, header_len: u64, file_len: u64) -> Result<Header, Fault> {
     Ok(Header { metadata, tensors, header_len })
 }
 
-/// Refuses tensors that do not follow each other from the end of the header to the end of the file,
-/// and duplicate names.
+/// Refuses duplicate names, and tensors that leave gaps between the end of the header and the end
+/// of the file, or that overlap.
 pub(super) fn check_tensors(
     tensors: &[Entry],
     header_len: u64,
@@ -345,9 +349,9 @@ pub(super) fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault>
 /// Writes the 8 bytes of length and the header text, padded with spaces so that data begins
 /// at a multiple of `align`.
 ///
-/// Tensors are written in the given order, with `data_offsets` that follow each other from 0. Fails
-/// with the length if the header would exceed `HEADER_LEN_MAX`. No offset passes `u64::MAX`: the
-/// caller refuses files that are longer.
+/// Tensors are written in the given order. Their `data_offsets` follow each other from 0. If the
+/// header would exceed `HEADER_LEN_MAX`, the error is its length. The caller has to refuse tensors
+/// whose offsets would exceed `u64::MAX`.
 pub fn encode<'a, 'm>(
     metadata: impl Into<Option<&'m BTreeMap<String, String>>>,
     tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64], u64)>,
@@ -390,16 +394,17 @@ pub fn encode<'a, 'm>(
 }
 
 fn push_json<T: serde::Serialize + ?Sized>(text: &mut Vec<u8>, value: &T) {
-    // Strings, integers and maps of strings always serialise, and a Vec takes every write.
+    // Strings, integers and maps of strings can always be serialised, and writing to a `Vec` cannot
+    // fail.
     let written = serde_json::to_writer(text, value);
     debug_assert!(written.is_ok());
 }
 
-/// A reader that records bytes that are not UTF-8, which the JSON parser would report as a syntax
-/// error. It also records a failed read, which the parser would hide in its own error.
+/// A reader that records bytes that are not UTF-8, because the JSON parser would report them as a
+/// syntax error. It also records a failed read, because the parser would hide it in its own error.
 struct Utf8Reader<'a, R> {
     inner: R,
-    /// First bytes of a character that the last chunk has cut.
+    /// First bytes of a character that the end of the last chunk has cut.
     tail: Vec<u8>,
     bad: &'a Cell<bool>,
     failed: &'a Cell<Option<std::io::Error>>,

@@ -1,10 +1,12 @@
-//! The tensorizer file: a fixed head, an area with an entry for each tensor, and then for each
-//! tensor a header of its own with its data right behind it.
+//! The tensorizer file: a fixed head, then an area with an entry for each tensor. Then each tensor
+//! follows, as a header of its own with the data right behind it.
 //!
-//! A meta tensor has a shape and no data. Its elements are zeros, which stand behind the file.
+//! A meta tensor has a shape and no data. Its elements are zeros, at offsets behind the end of the
+//! file.
 //!
-//! The entries are compared with the headers. The reference implementation (tensorizer 2.12) trusts
-//! the headers, so a file in which both differ can be read in two ways and is refused.
+//! The entries are compared with the headers of the tensors. The reference implementation
+//! (tensorizer 2.12) trusts the headers. A file in which entries and headers differ can therefore
+//! be read in two ways, and is refused.
 
 pub mod crypt;
 pub mod decryptor;
@@ -34,25 +36,27 @@ use super::range_reader::RangeReader;
 /// First bytes of a file.
 const MAGIC: &[u8; 5] = b"|TZR|";
 
-/// Length of the fixed head in bytes. The area of entries follows.
+/// Length of the fixed head in bytes. The area of entries follows it.
 pub const HEAD_LEN: u64 = 73;
 
-/// Longest area of entries that is read, in bytes. The reference implementation writes 256 KiB.
+/// Maximum length of the area of entries in bytes. The reference implementation writes 256 KiB.
 pub const ENTRIES_LEN_MAX: u64 = 16 << 20;
 
-/// Longest header of a tensor, in bytes. Its fields have lengths of 8 and 16 bits.
+/// Maximum length of the header of a tensor in bytes. The fields of a header have lengths of 8 and
+/// 16 bits.
 const TENSOR_HEADER_LEN_MAX: u64 = 256 << 10;
 
-/// The zeros of a meta tensor begin at a multiple of this.
+/// The zeros of a meta tensor begin at an offset that is a multiple of this number of bytes.
 const ZEROS_ALIGN: u64 = 64;
 
-/// Bytes in front of the value of a hash: its type and its length.
+/// Number of bytes in front of the value of a hash: one for its type and one for its length.
 const HASH_PREFIX_LEN: u64 = 2;
 
-/// Bytes of the mark after the last tensor.
+/// Length in bytes of the mark after the last tensor.
 const END_MARK_LEN: u64 = 8;
 
-/// Feature flag: the data of tensors is encrypted. It has no meaning before `FLAGS_SINCE`.
+/// Feature flag: the data of tensors is encrypted. It has no meaning in versions before
+/// `FLAGS_SINCE`.
 const ENCRYPTED: u8 = 1;
 
 /// Feature flag: each entry begins with its version.
@@ -61,10 +65,10 @@ const VERSIONED: u8 = 2;
 /// First version whose files have feature flags, and may have tensors without data.
 const FLAGS_SINCE: u32 = 4;
 
-/// First version whose entries may have a version.
+/// First version of a file in which entries may have a version of their own.
 const VERSIONED_SINCE: u32 = 5;
 
-/// The version that stands for encryption without a flag.
+/// The file version that means encryption, without a feature flag.
 const ENCRYPTED_VERSION: u32 = 3;
 
 /// A tensor of a file with the places of its header and its data.
@@ -75,13 +79,15 @@ struct StoredTensor {
     shape: Vec<u64>,
     header: Range<u64>,
     data: Range<u64>,
-    /// First of its zeros, behind the file, if it is a meta tensor: a shape without data.
+    /// Offset of the first of its zeros behind the file, if it is a meta tensor, which has a shape
+    /// and no data.
     zeros: Option<u64>,
-    /// None if the hashes are not kept.
+    /// Empty if the hashes are not kept.
     hashes: KeptHashes,
     /// `None` if its data is not encrypted.
     encryption: Option<Encryption>,
-    /// The bytes of the header that say how it is encrypted; empty in a file without encryption.
+    /// The bytes of the header that describe the encryption of its data. Empty in a file without
+    /// encryption.
     encryption_bytes: Range<u64>,
 }
 
@@ -91,31 +97,32 @@ struct StoredFile {
     /// Whether the file says that its tensors are encrypted.
     encrypted: bool,
     tensors: Vec<StoredTensor>,
-    /// Shorter than a mark, or empty, if the file ends before. The magic of the next file, if one
-    /// follows.
+    /// Shorter than a mark, or empty, if the file ends early. If another file follows, these bytes
+    /// are the magic of that file.
     end_mark: Range<u64>,
-    /// First byte of the tensorizer file that follows in the place of the mark.
+    /// Offset of the first byte of the tensorizer file that follows in place of the mark.
     next_file: Option<u64>,
 }
 
-/// A tensor of a file and the hashes that its header holds. They are those of its header and its
-/// data, with zeros in place of the values of hashes.
+/// A tensor of a file and the hashes in its header. The hashes cover the header and the data of the
+/// tensor, with zeros in place of the values of the hashes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HashedTensor {
     /// Its name.
     pub name: String,
-    /// The bytes of the file that are hashed, before they are encrypted.
+    /// The bytes of the file that the hashes cover, before encryption.
     pub range: Range<u64>,
-    /// Bytes among them that are left out: those that say how the tensor is encrypted.
+    /// Bytes in `range` that the hashes do not cover: those that describe the encryption of the
+    /// tensor.
     pub left_out: Range<u64>,
     /// The hashes.
     pub hashes: KeptHashes,
-    /// Whether it is an entry of an archive, which has its own hash.
+    /// Whether it is an entry of a zip archive, whose CRC is stored outside `range`.
     pub is_entry: bool,
 }
 
-/// The hashes in the header of a tensor, with one value of each kind: a header may repeat a hash up
-/// to 255 times.
+/// The hashes in the header of a tensor, with one value of each kind. A header may have up to 255
+/// hashes, and may repeat a hash.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeptHashes {
     /// CRC32, little-endian.
@@ -124,17 +131,17 @@ pub struct KeptHashes {
     pub sha256: Option<[u8; 32]>,
     /// The kinds of all hashes, in the order of their bytes.
     kinds: Box<[HashKind]>,
-    /// First byte in the file of the first hash: its type.
+    /// Offset in the file of the first byte of the first hash, which is its type.
     start: u64,
 }
 
 impl KeptHashes {
-    /// A CRC32 that does not lie in the bytes that it is of.
+    /// A CRC32 that lies outside the bytes that it covers.
     pub fn of_crc32(crc32: u32) -> KeptHashes {
         KeptHashes { crc32: Some(crc32.to_le_bytes()), ..KeptHashes::default() }
     }
 
-    /// The bytes of the file that hold the values of all hashes, in their order.
+    /// The byte ranges of the file that hold the values of all hashes, in the order of the hashes.
     pub fn places(&self) -> impl Iterator<Item = Range<u64>> {
         let mut end = self.start;
         self.kinds.iter().map(move |kind| {
@@ -144,7 +151,7 @@ impl KeptHashes {
         })
     }
 
-    /// Whether there are none.
+    /// Whether there are no hashes.
     pub fn is_empty(&self) -> bool {
         self.kinds.is_empty()
     }
@@ -192,25 +199,25 @@ pub fn is_tensorizer(sniff: &[u8]) -> bool {
     sniff.starts_with(MAGIC)
 }
 
-/// Length of the head and the area of entries of the bytes `file` of a file, from the first `HEAD_LEN`
-/// of them, or all if there are fewer.
+/// Length in bytes of the head and the area of entries, for a tensorizer file in the bytes `file` of a file. `sniff`
+/// has the first `HEAD_LEN` of these bytes, or all if there are fewer.
 ///
 /// # Errors
-/// Why this is no tensorizer file that can be read.
+/// Why these bytes are no tensorizer file that can be read.
 pub fn description_len(sniff: &[u8], file: &Range<u64>) -> Result<u64, Fault> {
     FileHead::parse(sniff, file).map(|head| HEAD_LEN + head.entries_len)
 }
 
-/// Whether a file that begins with `sniff`, for which `description_len` gives a length, says that its
-/// tensors are encrypted.
+/// Whether a file that begins with `sniff` says that its tensors are encrypted. `description_len` must have returned
+/// a length for it.
 pub fn is_encrypted(sniff: &[u8], file: &Range<u64>) -> bool {
     FileHead::parse(sniff, file).is_ok_and(|head| head.encrypted)
 }
 
-/// A tensor as the list of tensors names it, with the places of its header and its data.
+/// A tensor of the list of tensors, with the places of its header and its data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredPlace {
-    /// Its name as it is stored.
+    /// Its name in the bytes that the file stores.
     pub stored_name: Vec<u8>,
     /// The bytes of its header.
     pub header: Range<u64>,
@@ -218,10 +225,11 @@ pub struct StoredPlace {
     pub data: Range<u64>,
 }
 
-/// The places of all tensors in the order of their bytes, from the head and the area of entries.
+/// The places of all tensors in the order of their bytes. `description` is the head and the area of
+/// entries.
 ///
 /// # Errors
-/// Why these are not the whole beginning of a tensorizer file.
+/// Why `description` is not the whole beginning of a tensorizer file.
 pub fn places(description: &[u8]) -> Result<Vec<StoredPlace>, Fault> {
     let head = FileHead::parse(description, &(0..description.len() as u64))?;
     let area = &description[HEAD_LEN as usize..][..head.entries_len as usize];
@@ -247,7 +255,8 @@ pub fn places(description: &[u8]) -> Result<Vec<StoredPlace>, Fault> {
 /// # Errors
 /// The fault of the file.
 pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
-    // A read from memory that passes the end is a fault of the parser, not of the file.
+    // If the parser reads past the end of the bytes, that is an error of the parser and not of the
+    // file.
     parse(&mut &*bytes).unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
 }
 
@@ -283,7 +292,8 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
             tensors.into_iter().filter_map(|StoredTensor { name, data, encryption, .. }| {
                 Some(EncryptedTensor { name, range: data, encryption: encryption? })
             });
-        // A tensor without data has nothing to decrypt, and no piece to try a key with.
+        // A tensor without data needs no decryption, and has no piece on which a key could be
+        // checked.
         let with_data = with_encryption.filter(|tensor| !tensor.range.is_empty());
         description.encrypted = Some(with_data.collect());
     }
@@ -293,7 +303,7 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
     Ok(Ok(description))
 }
 
-/// Appends `range`, or extends the last range that ends where it begins.
+/// Appends `range`. If the last range ends where `range` begins, extends the last range instead.
 fn append(ranges: &mut Vec<Range<u64>>, range: &Range<u64>) {
     match ranges.last_mut().filter(|before| before.end == range.start) {
         Some(before) => before.end = range.end,
@@ -301,7 +311,7 @@ fn append(ranges: &mut Vec<Range<u64>>, range: &Range<u64>) {
     }
 }
 
-/// Parses a file like `parse`, and returns its tensors that have hashes, in the order of their bytes.
+/// Parses a file as `parse` does, and returns the tensors that have hashes, in the order of their bytes.
 ///
 /// # Errors
 /// The errors of `parse`.
@@ -409,8 +419,9 @@ fn too_short(file: &Range<u64>) -> Fault {
     Fault::new(ErrorKind::TooShort, message)
 }
 
-/// Reads the list of tensors, in any order, and the header of each tensor. Refuses bytes between
-/// them. The hashes of all headers are checked, and kept if `keep_hashes`.
+/// Reads the list of tensors, which may have any order, and the header of each tensor. Refuses
+/// files with bytes between the tensors. The form of the hashes is checked in all headers. The
+/// hashes are kept if `keep_hashes` is set.
 fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<StoredFile, ParseStop> {
     let (start, file_len) = (reader.start(), reader.file_len());
     let mut sniff = vec![0; HEAD_LEN.min(file_len.saturating_sub(start)) as usize];
@@ -452,7 +463,8 @@ fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<Store
     Ok(StoredFile { encrypted: head.encrypted, tensors, end_mark, next_file })
 }
 
-/// Refuses a tensor with which the sections of a file about encryption pass their limit.
+/// Refuses the file if its encryption sections exceed their limit. `sections_len` is their length
+/// in bytes.
 fn check_sections(sections_len: u64) -> Result<(), Fault> {
     if sections_len <= SECTIONS_LEN_MAX {
         return Ok(());
@@ -465,7 +477,7 @@ fn check_sections(sections_len: u64) -> Result<(), Fault> {
     Err(Fault::new(ErrorKind::HeaderTooLarge, message))
 }
 
-/// Refuses a tensor that passes the end of the file.
+/// Refuses a tensor that extends past the end of the file.
 fn check_inside(entry: &ListedTensor<'_>, file_len: u64) -> Result<(), Fault> {
     let &ListedTensor { header_start, data_start, data_len, .. } = entry;
     let data_end = data_start.checked_add(data_len);
@@ -480,7 +492,8 @@ fn check_inside(entry: &ListedTensor<'_>, file_len: u64) -> Result<(), Fault> {
     Err(Fault::new(ErrorKind::DataTruncated, message))
 }
 
-/// Length of the header of a tensor, which has to begin at `previous_end`, where `before` ends.
+/// Length of the header of a tensor. The header has to begin at `previous_end`, the end of the
+/// tensor `before`.
 fn header_len(
     entry: &ListedTensor<'_>,
     before: &str,
@@ -503,7 +516,7 @@ fn header_len(
     check_header_len(entry, head)
 }
 
-/// Length of the header of a tensor by the list of tensors, if a header can have it.
+/// Length of the header of a tensor according to the list of tensors, if this length is possible.
 fn check_header_len(entry: &ListedTensor<'_>, head: &FileHead) -> Result<u64, Fault> {
     let &ListedTensor { header_start, data_start, data_len, .. } = entry;
     let len = data_start.saturating_sub(header_start);
@@ -520,7 +533,7 @@ fn check_header_len(entry: &ListedTensor<'_>, head: &FileHead) -> Result<u64, Fa
     Ok(len)
 }
 
-/// The tensor of `entry`, whose header has the bytes `header`.
+/// The tensor of the entry `entry`. `header` has the bytes of its header.
 fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<StoredTensor, Fault> {
     let HeaderExtras { hashes, encryption, encryption_bytes } =
         header::compare(&entry, header, head.encrypted)?;
@@ -560,19 +573,20 @@ fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<Sto
 }
 
 impl StoredTensor {
-    /// Length in bytes by dtype and shape.
+    /// Length of the data in bytes, by dtype and shape.
     fn len(&self) -> u64 {
         self.dtype.bits_of(&self.shape).map_or(0, |bits| bits / 8)
     }
 
-    /// Whether the file has its shape only.
+    /// Whether the file has only the shape of the tensor, and no data.
     fn is_meta(&self) -> bool {
         self.data.is_empty() && self.len() > 0
     }
 
-    /// Gives it zeros behind the file, after those that end at `zeros_end`. Returns where they end.
+    /// Assigns zeros behind the file to the tensor, after the zeros that end at `zeros_end`.
+    /// Returns the end of its zeros.
     fn give_zeros(&mut self, zeros_end: u64) -> Result<u64, Fault> {
-        // Any element is aligned there.
+        // At a multiple of `ZEROS_ALIGN`, elements of any type are aligned.
         let start = zeros_end.next_multiple_of(ZEROS_ALIGN);
         self.zeros = Some(start);
         start.checked_add(self.len()).filter(|end| end - ZEROS_START <= ZEROS_LEN_MAX).ok_or_else(
@@ -588,10 +602,11 @@ impl StoredTensor {
     }
 }
 
-/// The place of the end mark, and the first byte of the next file. Refuses bytes behind the last
-/// tensor that are neither. A file may end without a mark.
+/// The place of the end mark, and the offset of the next file. Refuses bytes after the last tensor
+/// that are neither a mark nor another file. A file may end without a mark.
 ///
-/// The reference implementation writes the next file of one file object over the mark.
+/// If a program writes several files into one file object, the reference implementation overwrites
+/// the end mark with the next file.
 fn read_end_mark(
     reader: &mut dyn RangeReader,
     end: u64,

@@ -1,4 +1,5 @@
-//! The weight map of Hugging Face checkpoints (`*.safetensors.index.json`): tensor to shard.
+//! The weight map of Hugging Face checkpoints (`*.safetensors.index.json`), which maps each tensor
+//! to its shard file.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -12,7 +13,8 @@ use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::json::{UniqueMap, object};
 use crate::format::names::SUFFIX;
 
-/// Largest weight map read, in bytes: two million tensors with names of usual length.
+/// Maximum length of a weight map in bytes. This is enough for two million tensors with names of
+/// usual length.
 pub const WEIGHT_MAP_LEN_MAX: u64 = 256 << 20;
 
 /// A weight map whose shard names are plain file names.
@@ -24,13 +26,13 @@ pub struct WeightMap {
     pub shard_of: ShardOf,
 }
 
-/// The shard file of each tensor, by name. It is stored in columns, because a map may name millions
-/// of tensors.
+/// The shard file of each tensor, by the name of the tensor. The data is stored in columns, because
+/// a map may name millions of tensors.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ShardOf {
     /// All tensor names, one after another.
     names: String,
-    /// Begin and end of the name of each tensor, and the position of its file.
+    /// For each tensor, begin and end of its name in `names`, and the index of its file in `files`.
     rows: Vec<(u32, u32, u32)>,
     /// The files, each once.
     files: Vec<String>,
@@ -47,13 +49,13 @@ impl ShardOf {
         self.rows.is_empty()
     }
 
-    /// Tensor and file at this position in the order of names.
+    /// Tensor and file at index `row`, in the order of tensor names.
     pub fn get(&self, row: usize) -> (&str, &str) {
         let (begin, end, file) = self.rows[row];
         (&self.names[begin as usize..end as usize], &self.files[file as usize])
     }
 
-    /// Tensors and files, by tensor name.
+    /// Tensors with their files, in the order of tensor names.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &str)> + Clone {
         (0..self.len()).map(|row| self.get(row))
     }
@@ -63,7 +65,7 @@ impl ShardOf {
         &self.files
     }
 
-    /// Position in `files` of the file of the tensor at this position.
+    /// Index in `files` of the file of the tensor at index `row`.
     pub(crate) fn file_number(&self, row: usize) -> usize {
         self.rows[row].2 as usize
     }
@@ -80,7 +82,7 @@ impl ShardOf {
 }
 
 impl FromIterator<(String, String)> for ShardOf {
-    /// The last of several files for one name counts.
+    /// If a name occurs several times, its last file is used.
     fn from_iter<I: IntoIterator<Item = (String, String)>>(pairs: I) -> ShardOf {
         let by_name: BTreeMap<String, String> = pairs.into_iter().collect();
         let mut filler = Filler::default();
@@ -91,7 +93,7 @@ impl FromIterator<(String, String)> for ShardOf {
     }
 }
 
-/// Fills the columns.
+/// Builder of the columns.
 #[derive(Default)]
 struct Filler {
     shard_of: ShardOf,
@@ -121,7 +123,7 @@ impl Filler {
     }
 }
 
-/// A string of the text, copied only where it has escapes.
+/// A string of the text. It is copied only if it has escapes.
 #[derive(Deserialize)]
 struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
 
@@ -163,8 +165,8 @@ impl WeightMap {
 
     /// Parses the text of a weight map of files whose names end in one of `suffixes`.
     pub fn parse_of(text: &[u8], suffixes: &[&str]) -> Result<WeightMap, Fault> {
-        // The text is read directly into columns. If that fails, the strict map decides and words
-        // the error.
+        // The text is parsed directly into columns. If that fails, it is parsed into the strict
+        // map, which decides and words the error.
         let json: WeightMapJson<ShardOf> = match object(text, ErrorKind::WeightMap) {
             Ok(json) => json,
             Err(_) => {
@@ -192,20 +194,21 @@ impl WeightMap {
         Ok(WeightMap { metadata, shard_of })
     }
 
-    /// The files that a weight map names, as far as `text` can be read. It also reads a map that
-    /// `parse` refuses, so that files of an invalid weight map do not become a set of their own.
+    /// The files that a weight map names, up to the first error in `text`. This also reads a map
+    /// that `parse` refuses, so that the files of an invalid weight map do not become a set of
+    /// their own.
     pub fn names_in(text: &[u8]) -> BTreeSet<String> {
         let mut names = BTreeSet::new();
-        // The names before the error count.
+        // An error is ignored, and the names before it are returned.
         let _ = NamesSeed { names: &mut names, inside: false }
             .deserialize(&mut serde_json::Deserializer::from_slice(text));
         names
     }
 
-    /// The text of a weight map of `tensors`, which are sorted by name, each with its file.
+    /// The text of a weight map of `tensors`. They are sorted by name, each with its file.
     ///
-    /// `metadata` is that of the previous weight map. Its key `total_size` is replaced by the
-    /// argument, the bytes of all tensors, as readers expect. Its other keys are kept.
+    /// `metadata` is that of the previous weight map. Its key `total_size`, which readers expect,
+    /// is set to `total_size`, the length of all tensors in bytes. Its other keys are kept.
     pub fn rewritten<'a>(
         metadata: &Map<String, Value>,
         tensors: impl Iterator<Item = (&'a str, &'a str)> + Clone,
@@ -213,11 +216,12 @@ impl WeightMap {
     ) -> Vec<u8> {
         let mut metadata = metadata.clone();
         metadata.insert("total_size".to_owned(), total_size.into());
-        // Each entry has 12 bytes of indentation and punctuation. Longer texts grow.
+        // Each entry has 12 bytes of indentation and punctuation. If names need escapes, the vector
+        // grows.
         let len = tensors.clone().map(|(name, file)| name.len() + file.len() + 12).sum::<usize>();
         let mut text = Vec::with_capacity(len + 1024);
         let json = Rewritten { metadata, weight_map: FileOfTensor { tensors } };
-        // Strings and values always serialise, and a Vec takes every write.
+        // Strings and values can always be serialised, and writing to a `Vec` cannot fail.
         let written = serde_json::to_writer_pretty(&mut text, &json);
         debug_assert!(written.is_ok());
         text.push(b'\n');
@@ -243,7 +247,8 @@ impl<'a, I: Iterator<Item = (&'a str, &'a str)> + Clone> Serialize for FileOfTen
     }
 }
 
-/// Accepts only a plain file name, because other paths could leave the checkpoint.
+/// Accepts only a plain file name, because other paths could lead out of the folder of the
+/// checkpoint.
 fn check_shard_name(name: &str, suffixes: &[&str]) -> Result<(), Fault> {
     let known = suffixes.iter().any(|suffix| name.ends_with(suffix));
     let plain = !name.contains(['/', '\\', '\0']) && known;
@@ -260,10 +265,10 @@ fn check_shard_name(name: &str, suffixes: &[&str]) -> Result<(), Fault> {
     ))
 }
 
-/// Collects the values of the `weight_map` object, also from an invalid weight map.
+/// Collects the values of the `weight_map` object. Also works for an invalid weight map.
 struct NamesSeed<'a> {
     names: &'a mut BTreeSet<String>,
-    /// Whether this is the `weight_map` object itself.
+    /// Whether the current object is the `weight_map` object itself.
     inside: bool,
 }
 

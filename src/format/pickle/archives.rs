@@ -1,5 +1,5 @@
-//! A file of zip archives that follow each other, as torch writes the items of a `.distcp` file. A file
-//! of `torch.save` has one.
+//! Finds the zip archives that follow each other in a file. torch writes the items of a `.distcp` file as such
+//! archives. A file of `torch.save` is one archive.
 
 use std::io;
 use std::ops::Range;
@@ -10,15 +10,16 @@ use crate::error::{ErrorKind, Fault};
 use crate::format::range_reader::RangeReader;
 use crate::format::tensorizer::{HashedTensor, KeptHashes};
 
-/// Bytes that are read at once, and how many such blocks are kept: those at the ends of an archive.
+/// Length of a block in bytes, and maximum number of blocks in memory. The blocks at both ends of
+/// an archive fit into them.
 const BLOCK_LEN: u64 = 32 << 10;
 const BLOCKS_MAX: usize = 4;
 
-/// The places of the archives that the file ends with, first one first, and the first byte behind what
-/// is no archive: 0 if all is.
+/// The places of the archives at the end of the file, the first archive first. Also the offset behind the bytes in
+/// front of them that are no archive, which is 0 if the whole file is archives.
 ///
-/// The end of an archive tells where it begins. An archive may have others as its data, so they are found
-/// from the end of the file.
+/// The end record of an archive says where the archive begins. An archive may contain other archives as its data, so
+/// the archives are found from the end of the file.
 pub(super) fn archives_at_end(
     reader: &mut dyn RangeReader,
 ) -> Result<(Vec<Range<u64>>, u64), ReadStop> {
@@ -33,8 +34,8 @@ pub(super) fn archives_at_end(
     Ok((found, end))
 }
 
-/// The entries with a CRC of all archives of a file, in the order of their bytes. The archives have to be
-/// the whole file: what is in front of them could not be compared.
+/// The entries with a CRC of all archives of a file, in the order of their bytes. The archives have to fill the whole
+/// file, because bytes in front of them could not be compared with a CRC.
 pub(super) fn hashed_entries(reader: &mut dyn RangeReader) -> Result<Vec<HashedTensor>, ReadStop> {
     let mut reader = BlockReader::new(reader);
     let (ranges, begin) = archives_at_end(&mut reader)?;
@@ -75,10 +76,10 @@ fn add_entries(
     Ok(())
 }
 
-/// Reads a file by blocks, of which the last ones are kept.
+/// Reads a file in blocks, and keeps the blocks that were read last.
 pub(super) struct BlockReader<'r> {
     reader: &'r mut dyn RangeReader,
-    /// First byte and bytes of each, the last one read last.
+    /// Offset and bytes of each block. The block that was read last comes last.
     blocks: Vec<(u64, Vec<u8>)>,
 }
 

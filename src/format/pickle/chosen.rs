@@ -1,4 +1,5 @@
-//! Which values of a distributed checkpoint are the tensors of a model, and their names.
+//! Chooses which values of a distributed checkpoint are the tensors of a model, and chooses their
+//! names.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -7,25 +8,27 @@ use super::state_dict::{ALL_SHOWN, MODELS, is_state};
 use super::values::NodeId;
 use crate::error::quoted;
 
-/// Values that a note names.
+/// Maximum number of values that a note names.
 const NAMED_MAX: usize = 5;
 
-/// The container that the guides of torch put an application in, with its model and its optimizer.
+/// Name of the container in which the guides of torch put an application, with its model and its
+/// optimizer.
 const APP: &str = "app";
 
-/// The containers that a value lay in before torch flattened them to one dict: names that are joined
-/// with dots. Which dots join two names is not to be seen in a name.
+/// The containers of a value before torch flattened them to one dict. torch joins the names of the containers with
+/// dots. A name alone does not show which of its dots join two containers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KeyPath<'v> {
-    /// The part of the name that no part of the path has told yet, `None` if they differ.
+    /// The part of the name that the parts of the path have not matched yet. `None` if name and
+    /// path differ.
     rest: Option<&'v str>,
-    /// Number of parts, and the first two of them, which are empty if they are numbers.
+    /// Number of parts, and the first two parts. Parts that are numbers are empty texts.
     len: usize,
     first: [&'v str; 2],
 }
 
 impl<'v> KeyPath<'v> {
-    /// A path without parts of the name `fqn`.
+    /// A path for the name `fqn`, without parts so far.
     pub(super) fn new(fqn: &'v str) -> KeyPath<'v> {
         KeyPath { rest: Some(fqn), len: 0, first: [""; 2] }
     }
@@ -45,12 +48,12 @@ impl<'v> KeyPath<'v> {
         };
     }
 
-    /// Whether its parts, joined, are the name.
+    /// Whether the parts, joined with dots, are the name.
     pub(super) fn is_whole(&self) -> bool {
         self.rest == Some("") && self.len > 0
     }
 
-    /// The container at `depth`, `None` if the value itself is there.
+    /// The container at `depth`. `None` if the value itself is at this depth.
     fn container(&self, depth: usize) -> Option<&'v str> {
         self.first.get(depth).copied().filter(|_| depth + 1 < self.len)
     }
@@ -59,9 +62,9 @@ impl<'v> KeyPath<'v> {
 /// A tensor that is shown.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ShownTensor<'v> {
-    /// Its name in the checkpoint.
+    /// Its full name in the checkpoint.
     pub(super) fqn: &'v str,
-    /// The name that it is shown under: the end of `fqn`.
+    /// The name under which it is shown, which is the end of `fqn`.
     pub(super) name: &'v str,
     /// Its metadata.
     pub(super) node: NodeId,
@@ -76,13 +79,13 @@ struct KeyedValue<'v> {
     tensor: Option<NodeId>,
 }
 
-/// The values of a checkpoint, and those that are shown.
+/// The values of a checkpoint, and the tensors that are shown.
 #[derive(Debug, Default)]
 pub(super) struct Chosen<'v> {
     all: Vec<KeyedValue<'v>>,
     known: HashSet<&'v str>,
     pub(super) shown: Vec<ShownTensor<'v>>,
-    /// A note on the others.
+    /// Text for people about the values that are not shown.
     pub(super) left_out: Option<String>,
 }
 
@@ -91,8 +94,8 @@ impl<'v> KeyedValue<'v> {
         self.path.and_then(|path| path.container(depth))
     }
 
-    /// Whether it lies bare at `depth`, beside the containers there: in none of them, and without a dotted
-    /// name, as weights have it.
+    /// Whether the value lies at `depth` beside the containers and not in one of them, and has no dotted name.
+    /// Weights have dotted names.
     fn is_bare(&self, depth: usize) -> bool {
         let part = match self.path {
             Some(path) if path.len == depth + 1 => path.first[depth],
@@ -102,16 +105,17 @@ impl<'v> KeyedValue<'v> {
         !part.contains('.')
     }
 
-    /// The first name of the value if it is flat.
+    /// The first word of the dotted name.
     fn first_name(&self) -> &'v str {
         self.fqn.split('.').next().unwrap_or(self.fqn)
     }
 
-    /// Whether it is of the state of a training, by the container at `depth` or by its name.
+    /// Whether the value belongs to the state of a training, according to its container at `depth`,
+    /// or to its name if it has no container.
     fn is_state(&self, depth: usize) -> bool {
         match self.container(depth) {
             Some(container) => is_state(container),
-            // A tensor of a state_dict has a dotted name, which may begin with nearly any word.
+            // A tensor of a state_dict has a dotted name, whose first word may be nearly any word.
             None if self.fqn.contains('.') => {
                 let first = self.first_name();
                 depth == 0 && (first == "optimizer" || first.starts_with("chained_"))
@@ -121,8 +125,8 @@ impl<'v> KeyedValue<'v> {
     }
 }
 
-/// The one container at `depth` that holds a model, if all of `tensors` are in containers, but for bare
-/// ones: a training keeps its step and its best loss beside the model.
+/// The container at `depth` that holds a model, if there is exactly one. All of `tensors` must be in containers,
+/// except bare tensors. A training saves its step and its best loss as bare tensors beside the model.
 fn model_in<'v>(tensors: &[KeyedValue<'v>], depth: usize) -> Option<&'v str> {
     let others = tensors.iter().filter(|value| !value.is_bare(depth));
     let containers =
@@ -170,13 +174,13 @@ impl<'v> Chosen<'v> {
             }
         }
         if shown.is_empty() {
-            // A checkpoint of an optimizer alone.
+            // This is a checkpoint of an optimizer without a model, so all tensors are shown.
             shown = tensors;
         }
         self.show(shown, cut);
     }
 
-    /// Shows these tensors, under their names from byte `cut` on.
+    /// Shows these tensors. Their names are cut, so that they begin at byte `cut`.
     fn show(&mut self, shown: Vec<KeyedValue<'v>>, cut: usize) {
         self.left_out = self.note(&shown);
         let shown = shown.into_iter().filter_map(|KeyedValue { fqn, tensor, .. }| {

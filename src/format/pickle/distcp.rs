@@ -1,5 +1,5 @@
-//! The `.metadata` of a distributed checkpoint of torch: the tensors, their chunks, and where in the
-//! `.distcp` files each chunk lies.
+//! Reads the `.metadata` of a distributed checkpoint of torch. It lists the tensors and their chunks, and says where
+//! in the `.distcp` files each chunk lies.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -14,29 +14,33 @@ use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::names::is_distcp;
 use crate::format::safetensors::METADATA;
 
-/// Longest `.metadata` in bytes. torch writes about 240 bytes for a chunk.
+/// Maximum length of a `.metadata` in bytes. torch writes about 240 bytes for a chunk.
 pub const METADATA_LEN_MAX: u64 = 1 << 30;
 
-/// Values of a pickle for each of its bytes. torch needs one for five bytes.
+/// Maximum number of values per byte of a pickle. torch writes one value in about five bytes.
 const VALUES_OF_BYTE: f64 = 0.5;
 
-/// Longest name of a tensor in bytes, and most dimensions: those of torch.
+/// Maximum length of the name of a tensor in bytes, and maximum number of dimensions. torch has the
+/// same limits.
 const NAME_LEN_MAX: usize = 64 << 10;
 const DIMS_MAX: usize = 64;
 
-/// Steps that a byte of the pickle may cost: a value may be in many others.
+/// Maximum number of steps per byte of the pickle. A value may be part of many other values, so the
+/// steps are counted.
 const STEPS_OF_BYTE: usize = 16;
 
-/// Minimum number of bytes of pickle for a chunk, for a value, and for a path of a value. torch
-/// writes 240 for all three. A pickle may refer to one object many times, by two bytes each.
+/// Minimum number of bytes of the pickle that a chunk, a value, and the path of a value are assumed
+/// to take. torch writes about 240 bytes for all three. Without such a minimum a hostile pickle
+/// could refer to one object many times, with two bytes each.
 const CHUNK_LEN: usize = 64;
 const VALUE_LEN: usize = 32;
 const PATH_LEN: usize = 16;
 
-/// First number of the version that is read.
+/// Major version of the `.metadata` that is read.
 const VERSION: &str = "1";
 
-/// The module of the classes of a `.metadata`, and other modules that some of them were or are in.
+/// The module of the classes of a `.metadata`, and other modules that have or had some of these
+/// classes.
 const MODULES: [&str; 4] = [
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
@@ -44,19 +48,19 @@ const MODULES: [&str; 4] = [
     "megatron.core.dist_checkpointing.strategies.torch",
 ];
 
-/// The classes of a `.metadata`: that of torch, and that of Megatron.
+/// The root classes of a `.metadata`: the class of torch and the class of Megatron.
 const ROOTS: [&str; 2] = ["Metadata", "MCoreMetadata"];
 
 /// A chunk of a tensor in a `.distcp` file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredChunk {
-    /// The tensor that it is a part of.
+    /// The tensor to which it belongs.
     pub tensor: Arc<ChunkedTensor>,
-    /// First index in each dimension.
+    /// First index of the chunk in each dimension of the tensor.
     pub offset: Vec<u64>,
-    /// Extent in each dimension.
+    /// Extent of the chunk in each dimension.
     pub shape: Vec<u64>,
-    /// First byte in the file, and length in bytes, of the item that holds it.
+    /// The item that holds the chunk: its offset in the file and its length in bytes.
     pub item: (u64, u64),
 }
 
@@ -65,7 +69,7 @@ pub struct StoredChunk {
 pub struct ChunkedTensor {
     /// Its name in the checkpoint.
     pub fqn: String,
-    /// The name that it is shown under.
+    /// The name under which it is shown.
     pub name: String,
     /// Element type.
     pub dtype: Dtype,
@@ -78,10 +82,10 @@ pub struct ChunkedTensor {
 pub struct DistcpMetadata {
     /// The chunks of the shown tensors, by the name of their file.
     pub files: BTreeMap<String, Vec<StoredChunk>>,
-    /// Names of all files, also of those without shown tensors, and the items of each in the order of
-    /// their bytes: first byte, and length in bytes.
+    /// Names of all files, including files without shown tensors. For each file its items in the order of their
+    /// bytes: offset and length in bytes.
     pub named: BTreeMap<String, Vec<(u64, u64)>>,
-    /// A note on the values that are not shown.
+    /// Text for people about the values that are not shown.
     pub left_out: Option<String>,
 }
 
@@ -89,7 +93,7 @@ impl DistcpMetadata {
     /// Reads the bytes of a `.metadata`. `state` says which tensors are shown.
     ///
     /// # Errors
-    /// Why it is refused.
+    /// Why the `.metadata` is refused.
     pub fn parse(bytes: &[u8], state: TrainingState) -> Result<DistcpMetadata, Fault> {
         let values_max = (bytes.len() as f64 * VALUES_OF_BYTE) as usize + 1024;
         let values = run_of(bytes, values_max)?;
@@ -102,13 +106,13 @@ fn wrong(message: impl Into<String>) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
-/// Whether the value of a pickle is a `.metadata`.
+/// Whether the root value of a pickle is a `.metadata`.
 pub(super) fn is_metadata(values: &Values<'_>) -> bool {
     let class = values.call(values.root).and_then(|(class, _)| values.global(class));
     class.is_some_and(|(module, name)| MODULES.contains(&module) && ROOTS.contains(&name))
 }
 
-/// The fault of a value of an unknown form.
+/// The fault of a value whose form is unknown.
 fn unknown(what: &str) -> Fault {
     wrong(format!(
         "its {what} has a form that tensorfs does not know; make one file of the checkpoint with `python \
@@ -129,7 +133,7 @@ struct MappedChunk<'v> {
     stored: Option<ItemPlace<'v>>,
 }
 
-/// The place of an item by a `.metadata`.
+/// The place of an item according to a `.metadata`.
 #[derive(Clone, Copy)]
 struct ItemPlace<'v> {
     file: &'v str,
@@ -196,7 +200,7 @@ impl<'v> MetadataReader<'_, 'v> {
         class.is_some_and(|(module, name)| MODULES.contains(&module) && classes.contains(&name))
     }
 
-    /// The only state of an object.
+    /// The state of an object that has one state and no other parts.
     fn state(&self, id: NodeId) -> Option<NodeId> {
         let mut parts = self.values.parts(id);
         match (parts.next(), parts.next()) {
@@ -234,7 +238,7 @@ impl<'v> MetadataReader<'_, 'v> {
         Ok(found)
     }
 
-    /// The pairs of a dict. `None` if the value is none.
+    /// The pairs of a dict. `None` if the value is no dict.
     fn pairs(&self, id: NodeId) -> Option<Vec<(NodeId, NodeId)>> {
         let Node::Dict(_) = self.values.node(id) else { return None };
         let pairs = self.values.parts(id).map(|part| match part {
@@ -245,7 +249,7 @@ impl<'v> MetadataReader<'_, 'v> {
     }
 
     fn check_version(&self, version: Option<NodeId>) -> Result<(), Fault> {
-        // Absent before torch 2.9.
+        // The version is absent before torch 2.9.
         let Some(version) = version.filter(|&id| self.values.node(id) != Node::Null) else {
             return Ok(());
         };
@@ -260,7 +264,7 @@ impl<'v> MetadataReader<'_, 'v> {
         Err(wrong(message))
     }
 
-    /// The natural numbers of a `torch.Size`, a tuple or a list.
+    /// The numbers of a `torch.Size`, a tuple or a list. They must not be negative.
     fn natural(&mut self, id: NodeId, what: &str) -> Result<Vec<u64>, Fault> {
         let values = self.values;
         let list = match values.call(id) {
@@ -289,7 +293,7 @@ impl<'v> MetadataReader<'_, 'v> {
         Ok(numbers)
     }
 
-    /// The path of each name in the dicts and lists that torch has flattened.
+    /// For each name, its path in the nested dicts and lists that torch has flattened.
     fn paths(&mut self, planner: Option<NodeId>) -> Result<HashMap<&'v str, KeyPath<'v>>, Fault> {
         let values = self.values;
         let pairs = planner.and_then(|planner| self.pairs(planner)).unwrap_or_default();
@@ -311,7 +315,7 @@ impl<'v> MetadataReader<'_, 'v> {
         Ok(paths)
     }
 
-    /// Chooses the tensors that are shown among the values of `state_dict_metadata`.
+    /// Chooses the tensors to show among the values of `state_dict_metadata`.
     fn choose(
         &mut self,
         tensors: NodeId,
@@ -352,7 +356,7 @@ impl<'v> MetadataReader<'_, 'v> {
         Ok(chosen)
     }
 
-    /// Refuses shown tensors that Megatron has saved in another shape.
+    /// Refuses shown tensors that Megatron saved in another shape than they have in the model.
     fn check_megatron(&self, data: Option<NodeId>, chosen: &Chosen<'v>) -> Result<(), Fault> {
         let values = self.values;
         let pairs = data.and_then(|data| self.pairs(data)).unwrap_or_default();
@@ -381,7 +385,7 @@ impl<'v> MetadataReader<'_, 'v> {
         };
         let element = self.element(properties)?;
         let pack = |numbers: &mut Vec<u64>| -> Result<(), Fault> {
-            // torch counts pairs of these elements.
+            // torch counts a pair of F4 elements as one element.
             if let (Dtype::F4, Some(last)) = (element, numbers.last_mut()) {
                 let doubled = last.checked_mul(2);
                 *last = doubled.ok_or_else(|| Fault::new(ErrorKind::Overflow, "passes 2^64"))?;
@@ -408,7 +412,7 @@ impl<'v> MetadataReader<'_, 'v> {
             planned.push(MappedChunk { offset, shape: sizes, stored: None });
         }
         planned.sort_by(|a, b| a.offset.cmp(&b.offset));
-        // Ranks without elements may all be at the end of the tensor.
+        // Several ranks without elements may each have an empty chunk at the end of the tensor.
         planned.dedup_by(|next, first| {
             next.offset == first.offset && next.shape == first.shape && next.shape.contains(&0)
         });
@@ -456,8 +460,8 @@ impl<'v> MetadataReader<'_, 'v> {
         })
     }
 
-    /// Finds the place of each chunk of `planned` by `storage_data`. Returns the names of all files, and the
-    /// items of each.
+    /// Finds the place of each chunk of `planned` in `storage_data`. Returns the names of all files, with the items
+    /// of each file.
     fn find_items(
         &mut self,
         storage: NodeId,
@@ -509,8 +513,8 @@ impl<'v> MetadataReader<'_, 'v> {
         Ok(named)
     }
 
-    /// Adds an item to those of its file by the attributes of its `_StorageInfo`. Items that are not shown
-    /// may have any form.
+    /// Adds an item to the list of its file, from the attributes of its `_StorageInfo`. An item that is not shown may
+    /// have any form.
     fn note_item(&self, named: &mut BTreeMap<String, Vec<(u64, u64)>>, found: [Option<NodeId>; 4]) {
         let values = self.values;
         let [path, start, len, _] = found;
@@ -523,12 +527,13 @@ impl<'v> MetadataReader<'_, 'v> {
         }
     }
 
-    /// The place of an item by the attributes of a `_StorageInfo`.
+    /// The place of an item, from the attributes of its `_StorageInfo`.
     fn stored(&self, found: [Option<NodeId>; 4]) -> Result<ItemPlace<'v>, Fault> {
         let values = self.values;
         let [path, offset, len, transforms] = found;
         let file = path.and_then(|path| values.text(path)).ok_or_else(|| unknown("place"))?;
-        // torch joins the path to the folder of the checkpoint.
+        // torch joins this path to the folder of the checkpoint, so it must not lead out of the
+        // folder.
         if !is_distcp(file) || file.contains('/') || file.contains('\0') {
             let message = format!(
                 "lies in {} by its place, which is no name of a `.distcp` file in this folder",
@@ -564,7 +569,7 @@ impl<'v> MetadataReader<'_, 'v> {
     }
 }
 
-/// Refuses a chunk that does not lie in its tensor.
+/// Refuses a chunk that extends past its tensor.
 fn check_chunk(whole: &[u64], offset: &[u64], shape: &[u64]) -> Result<(), Fault> {
     if offset.len() != whole.len() || shape.len() != whole.len() {
         let message = format!(

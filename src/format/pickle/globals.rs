@@ -1,11 +1,12 @@
-//! The names that pickles of torch use, and what each of them means here. Nothing is imported.
+//! The names of classes and functions in pickles of torch, and their meaning for tensorfs. Nothing
+//! is imported.
 
 use crate::dtype::Dtype;
 
-/// The function that finds an attribute of a class.
+/// The Python function that returns an attribute of a class.
 pub(super) const GETATTR: (&str, &str) = ("builtins", "getattr");
 
-/// Modules whose functions run code, open files or find such functions.
+/// Modules with functions that run code, open files, or return functions that do.
 const DENIED_MODULES: [&str; 31] = [
     "os",
     "posix",
@@ -40,7 +41,7 @@ const DENIED_MODULES: [&str; 31] = [
     "signal",
 ];
 
-/// Functions of other modules that do.
+/// Functions of other modules that run code or open files.
 const DENIED: [(&str, &str); 6] = [
     ("torch", "load"),
     ("torch", "compile"),
@@ -50,11 +51,12 @@ const DENIED: [(&str, &str); 6] = [
     ("numpy.testing._private.utils", "runstring"),
 ];
 
-/// Prefixes of modules that do.
+/// Prefixes of modules with functions that run code or open files.
 const DENIED_PREFIXES: [&str; 4] =
     ["torch.hub", "torch.jit", "torch.utils.cpp_extension", "numpy.f2py"];
 
-/// The names of `builtins` that only make values; `long`, `unicode` and `xrange` are those of protocol 2.
+/// The names in `builtins` that only make values. `long`, `unicode` and `xrange` are names of Python 2 in pickles of
+/// protocol 2.
 const HARMLESS_BUILTINS: [&str; 28] = [
     "set",
     "frozenset",
@@ -86,11 +88,11 @@ const HARMLESS_BUILTINS: [&str; 28] = [
     "sorted",
 ];
 
-/// Whether a pickle that uses this name is hostile: the name runs code when the pickle is loaded.
+/// Whether a name makes a pickle hostile, because using it runs code when the pickle is loaded.
 pub(super) fn denied(module: &str, name: &str) -> bool {
     let top = module.split('.').next().unwrap_or_default();
     if module == "builtins" {
-        // It is harmless with some arguments, which `holds_class` knows.
+        // `getattr` is harmless with some arguments. `holds_class` decides about the arguments.
         return name != "getattr" && !HARMLESS_BUILTINS.contains(&name);
     }
     DENIED_MODULES.contains(&top)
@@ -98,14 +100,14 @@ pub(super) fn denied(module: &str, name: &str) -> bool {
         || DENIED_PREFIXES.iter().any(|prefix| {
             module.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         })
-        // A dotted name leads from the module to another one.
+        // A dotted name may lead from the module to another module.
         || name.contains('.')
             && name.split('.').any(|part| DENIED_MODULES.contains(&part) || part.starts_with("__"))
 }
 
-/// Whether `getattr` for `name` of `module.outer` may lead to code: to a module that runs it, or to the
-/// insides of a class. Else it is a member of an enum, an inner class or a method, which protocol 2 and
-/// some versions of Python name so.
+/// Whether `getattr` for `name` of `module.outer` may lead to code: to a module that runs code, or to internals of a
+/// class. Otherwise `name` is a member of an enum, an inner class or a method. Protocol 2 and some versions of Python
+/// use `getattr` for these.
 pub(super) fn attribute_denied(module: &str, outer: &str, name: &str) -> bool {
     let is_module = |word: &str| DENIED_MODULES.contains(&word) || word == "builtins";
     name.starts_with("__")
@@ -115,7 +117,7 @@ pub(super) fn attribute_denied(module: &str, outer: &str, name: &str) -> bool {
         || denied(&format!("{module}.{outer}"), name)
 }
 
-/// Whether the class `outer` has an inner class, or a value, of this name that torch saves.
+/// Whether `outer` has an inner class, or a value, called `name` that torch saves.
 pub(super) fn holds_class(module: &str, outer: &str, name: &str) -> bool {
     match (module, outer) {
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor") => {
@@ -130,8 +132,8 @@ pub(super) fn holds_class(module: &str, outer: &str, name: &str) -> bool {
     }
 }
 
-/// Modules of torch whose classes describe how tensors are placed, without functions that a pickle
-/// could call to harm.
+/// Modules of torch whose classes describe how tensors are placed. They have no function that a
+/// pickle could call to do harm.
 const PLACEMENT_MODULES: [&str; 7] = [
     "torch.distributed.tensor",
     "torch.distributed._tensor",
@@ -171,24 +173,26 @@ const VALUES: [(&str, &str); 25] = [
     ("decimal", "Decimal"),
 ];
 
-/// Functions of numpy that make arrays and numbers, in modules that were renamed.
+/// Functions of numpy that make arrays and numbers. The modules that have them were renamed, so the
+/// modules are not listed.
 const ARRAYS: [&str; 3] = ["_reconstruct", "scalar", "_frombuffer"];
 
 words! {
-    /// The meaning of a name for somebody who loads the pickle with Python.
+    /// The risk of a name for somebody who loads the pickle with Python.
     #[derive(PartialOrd, Ord)]
     pub enum NameRisk {
-        /// It only makes values.
+        /// The name only makes values.
         Safe = "safe",
-        /// It is of a package that is not known here: loading the pickle imports it.
+        /// The name is of a package that tensorfs does not know. Loading the pickle imports the
+        /// package.
         Unknown = "unknown",
-        /// It runs code.
+        /// The name runs code.
         Hostile = "hostile",
     }
 }
 
 impl NameRisk {
-    /// The risk of a name of a pickle.
+    /// The risk of a name that a pickle uses.
     pub(super) fn of(module: &str, name: &str) -> NameRisk {
         if denied(module, name) {
             return NameRisk::Hostile;
@@ -204,7 +208,7 @@ impl NameRisk {
         let of_placement = PLACEMENT_MODULES.iter().any(|known| {
             module.strip_prefix(known).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         });
-        // Names of functions begin with a small letter.
+        // Names of functions begin with a small letter, names of classes with a capital letter.
         let is_class = name.trim_start_matches('_').starts_with(|c: char| c.is_ascii_uppercase());
         let is_array = module.split('.').next() == Some("numpy") && ARRAYS.contains(&name);
         if is_value || is_array || (of_placement && is_class && !name.contains('.')) {
@@ -214,17 +218,17 @@ impl NameRisk {
     }
 }
 
-/// The elements of a storage.
+/// The element type of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StorageType {
-    /// Elements of a type.
+    /// Elements of this type.
     Typed(Dtype),
-    /// Bytes, whose type the tensor tells.
+    /// Bytes. The element type is an argument of the tensor.
     Untyped,
 }
 
 impl StorageType {
-    /// The storage of this global, `None` if it has elements that safetensors does not have.
+    /// The storage type of this class. `None` if safetensors does not have its element type.
     pub(super) fn of(module: &str, name: &str) -> Option<StorageType> {
         if (module, name) == ("torch.storage", "UntypedStorage") {
             return Some(StorageType::Untyped);
@@ -248,7 +252,7 @@ impl StorageType {
         }))
     }
 
-    /// Bytes of an element.
+    /// Length of an element in bytes.
     pub(super) fn item_len(self) -> u64 {
         match self {
             StorageType::Typed(dtype) => dtype.bits() / 8,
@@ -257,7 +261,7 @@ impl StorageType {
     }
 }
 
-/// The dtype of torch with this name.
+/// The dtype of torch that has this name.
 pub(super) fn dtype(module: &str, name: &str) -> Option<Dtype> {
     if module != "torch" {
         return None;
@@ -274,18 +278,20 @@ pub(super) fn dtype(module: &str, name: &str) -> Option<Dtype> {
     })
 }
 
-/// The functions that make tensors, of which this module knows the arguments.
+/// The functions that make tensors, with arguments that tensorfs knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rebuild {
-    /// A storage, offset, size and stride; from `Tensor` on, more that says nothing of the bytes.
+    /// The arguments are a storage, offset, size and stride. More arguments may follow, which do
+    /// not change the bytes of the tensor.
     Tensor,
-    /// Its arguments are those of `Tensor` with a dtype as the seventh argument, on a storage of bytes.
+    /// The arguments are those of `Tensor`, and a dtype as the seventh. The storage has bytes.
     TensorOfDtype,
-    /// A tensor, which is the first argument.
+    /// The first argument is a tensor, which is returned as a parameter.
     Parameter,
-    /// Another of these functions, a type, its arguments, and a state.
+    /// The arguments are another of these functions, a class, the arguments of that function, and a
+    /// state.
     FromType,
-    /// A tensor of a kind that is not read.
+    /// The function makes a kind of tensor that tensorfs does not read.
     Other,
 }
 
@@ -306,7 +312,7 @@ impl Rebuild {
     }
 }
 
-/// Whether a global is a class of dicts that a pickle fills by pairs.
+/// Whether a global is a class of dicts that a pickle fills with pairs.
 pub(super) fn is_dict(global: (&str, &str)) -> bool {
     let (module, name) = global;
     module == "collections" && ["OrderedDict", "defaultdict", "Counter"].contains(&name)

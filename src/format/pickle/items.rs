@@ -1,5 +1,5 @@
-//! The items of a `.distcp` file: each is an archive of `torch.save` with one tensor, a chunk of a larger
-//! one.
+//! The items of a `.distcp` file. Each item is an archive of `torch.save` with one tensor, which is a chunk of a
+//! larger tensor.
 
 use std::collections::HashMap;
 use std::io;
@@ -18,24 +18,25 @@ use crate::format::description::{PiecePlace, ShardDescription, TensorDescription
 use crate::format::range_reader::RangeReader;
 use crate::format::safetensors::{Header, PREFIX_LEN, SNIFF_LEN, header_len};
 
-/// Bytes at the beginning and the end of an item that are read ahead. torch writes 640 in front of the
-/// data and 940 behind it.
+/// Number of bytes at the beginning and at the end of an item that are read ahead. torch writes 640 bytes in front of
+/// the data and 940 bytes behind it.
 const HEAD_LEN: u64 = 1024;
 const TAIL_LEN: u64 = 1280;
 
-/// Why a file differs from `.metadata`, and what to do.
+/// Advice if a file differs from its `.metadata`: the cause and the remedy.
 const OF_ONE_SAVE: &str = "the two are of different saves, the file was exchanged with another one, or it \
                            is damaged: take both from one save";
 
-/// Bytes between two such stretches that are read with them, and longest read.
+/// Maximum number of bytes between two such ranges that are read together, and maximum length of a
+/// read, in bytes.
 const GAP_LEN: u64 = 16 << 10;
 const READ_LEN_MAX: u64 = 256 << 10;
 
-/// Parses the items with these chunks of one file, in the order of their bytes. The file has `items` in
-/// all; the others are not looked at.
+/// Parses the items of `chunks`, which lie in one file, in the order of their bytes. The file has `items` items in
+/// all. Items that are not in `chunks` are not read.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one is the fault of the file.
+/// The outer error is a failed read, the inner error is the fault of the file.
 pub fn parse_items(
     reader: &mut dyn RangeReader,
     chunks: &[StoredChunk],
@@ -91,8 +92,8 @@ fn parse(
     Ok(finished(description, numbers, places))
 }
 
-/// The header of a file whose items torch has saved as safetensors: a file of that format, in which each
-/// item begins at byte 0 by `.metadata`. `None` if it is none.
+/// The header of a file whose items torch saved as safetensors. Such a file is a safetensors file, and `.metadata`
+/// places every item at byte 0. `None` if the file is no safetensors file.
 fn safetensors_header(
     reader: &mut dyn RangeReader,
     chunks: &[StoredChunk],
@@ -111,7 +112,8 @@ fn safetensors_header(
     Ok(Some(Header::parse(&text, file_len)?))
 }
 
-/// The description of a file with this header, which has to have these chunks.
+/// The description of a file with this header. The header has to have a tensor for each of
+/// `chunks`.
 fn described_by_header(header: Header, chunks: &[StoredChunk]) -> Result<ShardDescription, Fault> {
     let data_start = header.data_start();
     let held = ShardDescription::from(header);
@@ -156,14 +158,14 @@ fn described_by_header(header: Header, chunks: &[StoredChunk]) -> Result<ShardDe
     Ok(finished(description, numbers, places))
 }
 
-/// The description with its shapes, places and metadata.
+/// Adds shapes, places and metadata to the description.
 fn finished(
     mut description: ShardDescription,
     numbers: Vec<u64>,
     places: Vec<PiecePlace>,
 ) -> ShardDescription {
     description.set_numbers(numbers);
-    // Programs ask a safetensors file for its framework.
+    // Programs look for the name of the framework in the metadata of a safetensors file.
     let format = ("format".to_owned(), "pt".to_owned());
     description.metadata = Some([format].into());
     description.places = Some(places);
@@ -176,7 +178,7 @@ fn place_of(chunk: &StoredChunk, offset: Vec<u64>) -> PiecePlace {
     PiecePlace { logical_name: None, offset, whole_shape }
 }
 
-/// The bytes of the items, which follow each other in the file.
+/// The byte ranges of the items. They follow each other in the file.
 fn item_ranges(file_len: u64, chunks: &[StoredChunk]) -> Result<Vec<Range<u64>>, Fault> {
     let mut ranges: Vec<Range<u64>> = Vec::with_capacity(chunks.len());
     for chunk in chunks {
@@ -202,7 +204,7 @@ fn item_ranges(file_len: u64, chunks: &[StoredChunk]) -> Result<Vec<Range<u64>>,
     Ok(ranges)
 }
 
-/// A tensor, and the data of its storage.
+/// The tensor of an item, and the bytes of its data in the file.
 struct ParsedItem {
     tensor: TensorPlace,
     data: Vec<Range<u64>>,
@@ -272,13 +274,15 @@ fn check_place(window: &mut WindowReader<'_>, range: &Range<u64>) -> Result<(), 
     Err(Fault::new(ErrorKind::DataTruncated, message).into())
 }
 
-/// Reads a file of items by few reads: the end of an item lies in front of the next one.
+/// Reads the ends of all items with few reads. The end of an item and the beginning of the next
+/// item are read together.
 struct WindowReader<'r> {
     reader: &'r mut dyn RangeReader,
-    /// The reads that are worth it, ascending, and the first one that is not done.
+    /// The ranges that are read ahead, ascending, and the index of the first range that is not read
+    /// yet.
     reads: Vec<Range<u64>>,
     next: usize,
-    /// The last two of them: first byte and bytes.
+    /// The last two ranges that were read: offset and bytes.
     windows: [(u64, Vec<u8>); 2],
 }
 
@@ -298,7 +302,7 @@ impl<'r> WindowReader<'r> {
         WindowReader { reader, reads, next: 0, windows: Default::default() }
     }
 
-    /// Reads what is worth it for the item `range`, which is the next one.
+    /// Reads ahead for the item `range`. Items must be passed in the order of their bytes.
     fn begin(&mut self, range: &Range<u64>) -> io::Result<()> {
         while let Some(read) = self.reads.get(self.next).filter(|read| read.start < range.end) {
             self.windows.swap(0, 1);

@@ -1,5 +1,5 @@
-//! Files of `torch.save` before torch 1.6: pickles one after another, and the data of each storage behind
-//! the number of its elements.
+//! Files of `torch.save` before torch 1.6. They have several pickles one after another. Then the data of each storage
+//! follows, with the number of its elements in front.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,26 +12,27 @@ use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::description::ShardDescription;
 use crate::format::range_reader::RangeReader;
 
-/// The first pickle, behind its protocol: a number that torch chose.
+/// The first pickle after its protocol: a magic number of torch.
 pub(super) const MAGIC: [u8; 13] =
     [0x8a, 10, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, b'.'];
 
-/// Maximum length of the first pickle.
+/// Maximum length of the first pickle in bytes.
 pub(super) const FIRST_PICKLE_LEN_MAX: usize = 2 + 9 + MAGIC.len();
 
 /// The value of the second pickle.
 const PROTOCOL: i64 = 1001;
 
-/// Bytes that are read first for the pickles, and how many times as many if these are too few.
+/// Number of bytes that are read first for the pickles. If these are too few, the number is
+/// multiplied by `WINDOW_GROWTH`.
 const WINDOW_LEN: u64 = 64 << 10;
 const WINDOW_GROWTH: u64 = 4;
 
-/// Whether a file that begins with `first` has this form.
+/// Whether a file that begins with `first` has this old form.
 pub(super) fn is_legacy(first: &[u8]) -> bool {
     first_pickle_len(first).is_some()
 }
 
-/// The length of the first pickle, with its protocol and, since protocol 4, its frame.
+/// The length of the first pickle, including its protocol and, since protocol 4, its frame.
 fn first_pickle_len(bytes: &[u8]) -> Option<usize> {
     let magic = match bytes {
         [0x80, 2 | 3, magic @ ..] => magic,
@@ -41,17 +42,17 @@ fn first_pickle_len(bytes: &[u8]) -> Option<usize> {
     magic.starts_with(&MAGIC).then(|| bytes.len() - magic.len() + MAGIC.len())
 }
 
-/// The pickles of a file.
+/// The pickles of a file that are used.
 struct Pickles<'a> {
     object: Values<'a>,
     /// The keys of the storages in the order of their data.
     keys: Vec<&'a str>,
-    /// First byte behind the pickles.
+    /// Offset of the first byte behind the pickles.
     end: usize,
 }
 
 impl<'a> Pickles<'a> {
-    /// Carries out the pickles that `bytes`, the beginning of a file, begin with.
+    /// Interprets the pickles at the beginning of `bytes`, which is the beginning of a file.
     fn of(bytes: &'a [u8]) -> Result<Pickles<'a>, Fault> {
         let first = first_pickle_len(bytes);
         let mut end = first.ok_or_else(|| wrong("does not begin as such a file".to_owned()))?;
@@ -85,7 +86,8 @@ fn wrong(message: String) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
-/// Checks the third pickle, which tells of the machine that saved the file.
+/// Checks the third pickle, which describes the machine that saved the file: it must be
+/// little-endian.
 fn check_machine(machine: &Values<'_>) -> Result<(), Fault> {
     let little_endian = machine.parts(machine.root).find_map(|part| match part {
         Part::Pair(key, value) if machine.text(key) == Some("little_endian") => {
@@ -117,14 +119,15 @@ pub(super) fn read_pickles(reader: &mut dyn RangeReader) -> Result<Vec<u8>, Read
                 bytes.truncate(end);
                 return Ok(bytes);
             }
-            // The window may be too short.
+            // The window may be too short. The error counts only if the window has reached its
+            // maximum.
             Err(fault) if len == longest => return Err(fault.into()),
             Err(_) => len = len.saturating_mul(WINDOW_GROWTH).min(longest),
         }
     }
 }
 
-/// Parses a file of this form.
+/// Parses a file of this old form.
 pub(super) fn parse(
     reader: &mut dyn RangeReader,
     state: TrainingState,
@@ -135,7 +138,7 @@ pub(super) fn parse(
     describe(&pickles.object, StorageData::Listed(ranges), &(0..reader.file_len()), state)
 }
 
-/// The storages that the pickle of the object names.
+/// The storages that the pickle of the saved object uses, by their keys.
 fn storages<'a>(object: &Values<'a>) -> Result<HashMap<&'a str, StorageId<'a>>, Fault> {
     let mut found = HashMap::new();
     for id in object.ids().filter(|&id| matches!(object.node(id), Node::Persistent(_))) {
@@ -148,7 +151,7 @@ fn storages<'a>(object: &Values<'a>) -> Result<HashMap<&'a str, StorageId<'a>>, 
     Ok(found)
 }
 
-/// Finds the data of all storages: each follows the one before.
+/// Finds the data of all storages. The data of each storage follows the data of the previous one.
 fn find_data(
     reader: &mut dyn RangeReader,
     pickles: &Pickles<'_>,

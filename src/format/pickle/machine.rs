@@ -1,8 +1,8 @@
-//! A pickle as values: the opcodes are carried out on names and numbers, and nothing is imported or
-//! called. A call is a node with its callable and its arguments, which readers of the values interpret.
+//! Interprets a pickle as values. The opcodes work on names and numbers, and nothing is imported or called. A call
+//! becomes a node with its callable and its arguments. Other modules interpret such nodes.
 //!
-//! Memory is bounded by the length of the pickle: each opcode makes at most one node and a few cells of
-//! fixed size. Nothing here recurses.
+//! The length of the pickle bounds the memory: each opcode makes at most one node and a few cells of fixed size. No
+//! function here is recursive.
 
 mod old_opcodes;
 
@@ -15,19 +15,19 @@ use super::values::{
 };
 use crate::error::{ErrorKind, Fault};
 
-/// Longest pickle, in bytes.
+/// Maximum length of a pickle in bytes.
 pub(super) const PICKLE_LEN_MAX: u64 = 100_000_000;
 
-/// Maximum number of nodes of a pickle. Torch needs about fifty for a tensor.
+/// Maximum number of nodes of a pickle. torch needs about fifty nodes for a tensor.
 const NODES_MAX: usize = 20_000_000;
 
-/// Longest line of a name of a module or a class, in bytes.
+/// Maximum length of the name of a module or a class, in bytes.
 const GLOBAL_LEN_MAX: usize = 512;
 
-/// Longest integer in bytes that has a length of 32 bits.
+/// Maximum length in bytes of an integer whose length is stored in 32 bits.
 const LONG_LEN_MAX: usize = 1 << 20;
 
-/// Why `getattr` is refused where it finds anything but a harmless attribute of a class.
+/// Why `getattr` is refused, unless it returns a harmless attribute of a class.
 const ATTRIBUTE: &str = "it asks for an attribute of a value, as only code does";
 
 fn bad(what: impl std::fmt::Display) -> Fault {
@@ -36,18 +36,18 @@ fn bad(what: impl std::fmt::Display) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
-/// Carries out the pickle that is all of `bytes`.
+/// Interprets the pickle that fills all of `bytes`.
 ///
 /// # Errors
-/// Why it is refused.
+/// Why the pickle is refused.
 pub(super) fn run(bytes: &[u8]) -> Result<Values<'_>, Fault> {
     run_of(bytes, NODES_MAX)
 }
 
-/// Carries out the pickle that is all of `bytes`, if it has at most `nodes_max` values.
+/// Interprets the pickle that fills all of `bytes`, if it has at most `nodes_max` nodes.
 ///
 /// # Errors
-/// Why it is refused.
+/// Why the pickle is refused.
 pub(super) fn run_of(bytes: &[u8], nodes_max: usize) -> Result<Values<'_>, Fault> {
     let values = run_first_of(bytes, nodes_max)?;
     match bytes.len() - values.pickle_len() {
@@ -56,10 +56,10 @@ pub(super) fn run_of(bytes: &[u8], nodes_max: usize) -> Result<Values<'_>, Fault
     }
 }
 
-/// Carries out the pickle that `bytes` begin with.
+/// Interprets the pickle at the beginning of `bytes`.
 ///
 /// # Errors
-/// Why it is refused.
+/// Why the pickle is refused.
 pub(super) fn run_first(bytes: &[u8]) -> Result<Values<'_>, Fault> {
     run_first_of(bytes, NODES_MAX)
 }
@@ -74,14 +74,14 @@ fn run_first_of(bytes: &[u8], nodes_max: usize) -> Result<Values<'_>, Fault> {
 /// The result of a scan of a pickle.
 pub(super) struct Scanned<'a> {
     pub(super) values: Values<'a>,
-    /// Uses of names that the values do not show: each as text.
+    /// Uses of names that are not visible in the values, each as text.
     pub(super) hidden: BTreeSet<String>,
-    /// Why it was not carried out to its end.
+    /// Why the pickle was not interpreted to its end.
     pub(super) flaw: Option<Fault>,
 }
 
-/// Carries out the pickle that `bytes` begin with, as far as that goes. No name is refused, and the
-/// opcodes that torch never writes are carried out too.
+/// Interprets the pickle at the beginning of `bytes`, as far as possible. No name is refused.
+/// Opcodes that torch never writes are interpreted too.
 pub(super) fn scan_first(bytes: &[u8]) -> Scanned<'_> {
     let mut machine = Machine::new(bytes, NODES_MAX);
     machine.hidden = Some(BTreeSet::new());
@@ -90,7 +90,7 @@ pub(super) fn scan_first(bytes: &[u8]) -> Scanned<'_> {
     Scanned { values: machine.values, hidden: machine.hidden.unwrap_or_default(), flaw }
 }
 
-/// Nodes of which there is one each.
+/// Nodes that exist once, at fixed indexes.
 const NULL: NodeId = 0;
 const FALSE: NodeId = 1;
 const TRUE: NodeId = 2;
@@ -99,17 +99,19 @@ const EMPTY_TUPLE: NodeId = 3;
 struct Machine<'a> {
     values: Values<'a>,
     at: usize,
-    /// Values, and `NONE` for a mark.
+    /// Values, and `NONE` for each mark.
     stack: Vec<u32>,
-    /// The memo from 0 on without a gap, and the rest of it.
+    /// The memo. `dense` has the indexes from 0 on without a gap, `sparse` has the other indexes.
     dense: Vec<NodeId>,
     sparse: HashMap<u32, NodeId>,
     /// Number of values in the memo.
     memo_len: u32,
-    /// Pairs that may still be copied from lists into dicts: a list may be copied many times.
+    /// Number of pairs that may still be copied from lists into dicts. The number is limited,
+    /// because a list may be copied many times.
     copies_left: usize,
     nodes_max: usize,
-    /// Uses of names that the values do not show. `None` if the pickle is not scanned, but read.
+    /// Uses of names that are not visible in the values. `None` if the pickle is parsed and not
+    /// scanned.
     hidden: Option<BTreeSet<String>>,
 }
 
@@ -186,7 +188,7 @@ impl Machine<'_> {
             b'X' => self.bytes(4, true)?,
             0x8c => self.bytes(1, true)?,
             0x8d => self.bytes(8, true)?,
-            // Strings of Python 2.
+            // `U` and `T` are strings of Python 2, the opcodes after them are bytes.
             b'U' => self.bytes(1, true)?,
             b'T' => self.bytes(4, true)?,
             b'B' => self.bytes(4, false)?,
@@ -269,7 +271,8 @@ impl Machine<'_> {
                 if opcode == b'R' && self.values.global(callable) == Some(GETATTR) {
                     self.attribute(callable, args)?;
                 } else {
-                    // Only a class makes an object without being called.
+                    // `R` calls a function. The other opcode makes an object of a class without
+                    // calling it.
                     if opcode == b'R' {
                         self.refuse_attribute(callable)?;
                     }
@@ -328,7 +331,7 @@ impl Machine<'_> {
         Ok(le(&self.values.bytes[start..self.at]))
     }
 
-    /// Checks that `len` bytes follow.
+    /// Checks that at least `len` bytes follow in the pickle.
     fn bounded(&self, len: u64) -> Result<usize, Fault> {
         let left = self.values.bytes.len().saturating_sub(self.at) as u64;
         if len > left {
@@ -359,7 +362,7 @@ impl Machine<'_> {
         top.ok_or_else(|| bad("its stack has too few values"))
     }
 
-    /// Place of the last mark on the stack.
+    /// Position of the last mark on the stack.
     fn mark(&self) -> Result<usize, Fault> {
         self.stack.iter().rposition(|&id| id == NONE).ok_or_else(|| bad("a mark is missing"))
     }
@@ -398,7 +401,7 @@ impl Machine<'_> {
         self.push(node).map(drop)
     }
 
-    /// The values of the stack from `begin` on, as items or as pairs. They are popped.
+    /// Pops the values of the stack from `begin` on, and returns them as items or as pairs.
     fn cells(&mut self, begin: usize, pairs: bool) -> Result<Cells, Fault> {
         let mut cells = EMPTY;
         let width = if pairs { 2 } else { 1 };
@@ -469,7 +472,7 @@ impl Machine<'_> {
             self.dense[place] = value;
             return Ok(());
         }
-        // A sparse index may be reached by the dense part later.
+        // The index may be in `sparse` already, from the time before `dense` reached it.
         let before = if place == self.dense.len() {
             self.dense.push(value);
             self.sparse.remove(&index)
@@ -530,8 +533,8 @@ impl Machine<'_> {
         }
     }
 
-    /// An attribute of a class by `getattr`: protocol 2 has no other way to name an inner class. One that
-    /// is not known here is an opaque object.
+    /// Interprets `getattr` for a class: protocol 2 has no other way to name an inner class. An inner class that
+    /// tensorfs does not know becomes an opaque object.
     fn attribute(&mut self, getattr: NodeId, args: NodeId) -> Result<(), Fault> {
         let named = self.values.array::<2>(args).and_then(|[class, name]| {
             let (module, outer) = self.values.global(class)?;
@@ -556,7 +559,7 @@ impl Machine<'_> {
         }
     }
 
-    /// Refuses to call or to change the value `id`, if it is one that `getattr` found.
+    /// Refuses to call or to change the value `id`, if `getattr` returned this value.
     fn refuse_attribute(&mut self, id: NodeId) -> Result<(), Fault> {
         if self.values.attribute_of(id).is_none() {
             return Ok(());
@@ -595,7 +598,7 @@ impl Machine<'_> {
             )));
         }
         let parts = self.values.objects.len() as u32;
-        // A dict made of a list has the pairs that the list holds now.
+        // An `OrderedDict` that is made of a list has the pairs that the list holds at this moment.
         let mut cells = EMPTY;
         if self.values.global(callable) == Some(("collections", "OrderedDict"))
             && let Some([list]) = self.values.array::<1>(args)
@@ -615,7 +618,7 @@ impl Machine<'_> {
         self.push(Node::Object(callable, parts))
     }
 
-    /// The pairs that are the items of `list`.
+    /// The items of `list` as pairs. `None` if one item is no pair.
     fn pairs_of(&self, list: NodeId) -> Option<Vec<[NodeId; 2]>> {
         let values = &self.values;
         let pair = |part| {
@@ -628,7 +631,7 @@ impl Machine<'_> {
                 _ => None,
             }
         };
-        // One more than may be copied is enough to refuse them.
+        // One pair more than the limit is enough for the caller to refuse the list.
         values.parts(list).take(self.copies_left + 1).map(pair).collect()
     }
 }

@@ -1,11 +1,13 @@
-//! Files of `torch.save`: a zip archive with a pickle, which names tensors, and their data as it is.
+//! Files of `torch.save`: a zip archive with a pickle, which names the tensors, and with their data in its own
+//! entries.
 //!
-//! `zip` reads the archive, `archives` finds several in a file, `machine` carries the pickle out as values and runs nothing, `globals` says
-//! what names mean, `tensors` finds the bytes of a tensor, and `state_dict` names the tensors of a
-//! model, `scan` lists the names that a pickle asks for, `zero` finds the ranges of DeepSpeed's ranks,
-//! `parts` those of which a rank has a part. `legacy` reads the files of torch before 1.6, which
-//! are no archives. Distributed checkpoints are made of the same parts: `distcp` reads their
-//! `.metadata`, `chosen` names the tensors of a model in it, and `items` reads the `.distcp` files.
+//! `zip` reads the archive, and `archives` finds several archives in one file. `machine` interprets the pickle as
+//! values and runs nothing. `globals` says what names in a pickle mean. `tensors` finds the bytes of a tensor, and
+//! `state_dict` names the tensors of a model. `scan` lists the names that a pickle uses. `zero` finds the ranges of
+//! elements that the ranks of DeepSpeed saved, and `parts` finds the parts of tensors of which each rank saved one.
+//! `legacy` reads the files of torch before 1.6, which are no archives. Distributed checkpoints consist of the same
+//! parts: `distcp` reads their `.metadata`, `chosen` names the tensors of a model in it, and `items` reads the
+//! `.distcp` files.
 
 mod archives;
 mod chosen;
@@ -45,8 +47,7 @@ pub use self::distcp::{ChunkedTensor, DistcpMetadata, METADATA_LEN_MAX, StoredCh
 pub use self::items::parse_items;
 
 words! {
-    /// The tensors of pickles of torch that are shown: those of files of `torch.save` and of distributed
-    /// checkpoints.
+    /// Which tensors of torch pickles are shown. It applies to files of `torch.save` and to distributed checkpoints.
     ///
     /// ```
     /// use tensorfs::{Checkpoint, OpenOptions, TrainingState};
@@ -62,28 +63,29 @@ words! {
         /// The tensors of the model, without the state of the training.
         #[default]
         None = "none",
-        /// All, with the state of optimizers, schedulers and random numbers, under their full names.
+        /// All tensors, including the state of optimizers, schedulers and random number generators, under their full
+        /// names.
         All = "all",
     }
 }
 
-/// Name of the pickle in an archive.
+/// Name of the entry of an archive that is the pickle.
 const PICKLE: &str = "data.pkl";
 
-/// Name of the entry that tells the order of bytes, and of the one that every archive of TorchScript
-/// has.
+/// Name of the entry with the byte order, and name of an entry that every archive of TorchScript has.
 const BYTE_ORDER: &str = "byteorder";
 const TORCHSCRIPT: &str = "constants.pkl";
 
-/// The key of the tensor in a file of a universal checkpoint.
+/// Key of the tensor in a file of a universal checkpoint.
 const PARAM: &str = "param";
 
-/// Bytes of memory that a byte of a pickle may take, for the bound on headers in memory.
+/// Maximum memory in bytes that the values of a pickle take per byte of the pickle. It is used for
+/// the bound on headers in memory.
 const MEMORY_OF_BYTE: u64 = 4;
 
-/// Most bytes of a file beside the data of its storages, which are all read when it is opened, and how
-/// many more for each item of a `.distcp` file. Pickle and directory have limits of their own, and lie
-/// far below it together.
+/// Maximum number of bytes of a file that are not the data of its storages, and additional bytes for each item of a
+/// `.distcp` file. All these bytes are read when the file is opened. The pickle and the directory have lower limits
+/// of their own.
 const DESCRIBED_LEN_MAX: u64 = 1 << 30;
 const DESCRIBED_OF_ITEM: u64 = 64 << 10;
 
@@ -99,7 +101,7 @@ impl From<Fault> for ReadStop {
     }
 }
 
-/// A result whose outer error is a failed read.
+/// Makes a result whose outer error is a failed read, and whose inner error is a fault.
 fn told<T>(result: Result<T, ReadStop>) -> io::Result<Result<T, Fault>> {
     match result {
         Ok(value) => Ok(Ok(value)),
@@ -108,7 +110,7 @@ fn told<T>(result: Result<T, ReadStop>) -> io::Result<Result<T, Fault>> {
     }
 }
 
-/// A number of up to 8 bytes, little-endian.
+/// A little-endian number of up to 8 bytes.
 fn le(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
 }
@@ -128,20 +130,20 @@ fn is_torch_zip(first: &[u8]) -> bool {
     is_zip(first) && name().is_some_and(|name| name.ends_with(b"/data.pkl"))
 }
 
-/// Whether a file that begins with `first` is one of `torch.save` for sure.
+/// Whether the first bytes `first` prove that a file is one of `torch.save`.
 pub fn is_torch(first: &[u8]) -> bool {
     legacy::is_legacy(first) || is_torch_zip(first)
 }
 
-/// Bytes that `may_be_torch` needs.
+/// Number of first bytes that `may_be_torch` needs.
 pub const FIRST_LEN: usize = legacy::FIRST_PICKLE_LEN_MAX;
 
-/// Whether a file that begins with `first` may be one of `torch.save`: an archive, or the older form.
+/// Whether a file that begins with `first` may be one of `torch.save`: a zip archive, or the form before torch 1.6.
 pub fn may_be_torch(first: &[u8]) -> bool {
     legacy::is_legacy(first) || is_zip(first)
 }
 
-/// Whether `reader` begins with the older form.
+/// Whether the file begins in the form before torch 1.6.
 fn reads_legacy(reader: &mut dyn RangeReader) -> io::Result<bool> {
     let mut first = [0; FIRST_LEN];
     let len = reader.file_len().min(first.len() as u64) as usize;
@@ -149,10 +151,10 @@ fn reads_legacy(reader: &mut dyn RangeReader) -> io::Result<bool> {
     Ok(legacy::is_legacy(&first))
 }
 
-/// Bytes of memory that the description of the file may take.
+/// Maximum memory in bytes that the description of the file may take.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one the fault of the file.
+/// The outer error is a failed read, the inner error is the fault of the file.
 pub fn description_len(reader: &mut dyn RangeReader) -> io::Result<Result<u64, Fault>> {
     if reads_legacy(reader)? {
         let pickles = told(legacy::read_pickles(reader))?;
@@ -169,7 +171,8 @@ pub fn description_len(reader: &mut dyn RangeReader) -> io::Result<Result<u64, F
 /// # Errors
 /// The fault of the file.
 pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
-    // A read from memory that passes the end is a fault of the parser, not of the file.
+    // If the parser reads past the end of the bytes, that is an error of the parser and not of the
+    // file.
     parse(&mut &*bytes, TrainingState::default())
         .unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
 }
@@ -177,7 +180,7 @@ pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
 /// Parses a file: its directory, its pickle, and the header in front of the data of each storage.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one is the fault of the file.
+/// The outer error is a failed read, the inner error is the fault of the file.
 pub fn parse(
     reader: &mut dyn RangeReader,
     state: TrainingState,
@@ -189,11 +192,11 @@ pub fn parse(
     told(parse_range(reader, whole, |values, data, range| describe(values, data, range, state)))
 }
 
-/// Parses a file with one tensor of a universal checkpoint of DeepSpeed: the tensor, or a dict with it
-/// and what DeepSpeed notes of it.
+/// Parses a file of a universal checkpoint of DeepSpeed that has one tensor. The pickle is the tensor, or a dict with
+/// the tensor and notes of DeepSpeed about it.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one is the fault of the file.
+/// The outer error is a failed read, the inner error is the fault of the file.
 pub fn parse_universal(
     reader: &mut dyn RangeReader,
 ) -> io::Result<Result<ShardDescription, Fault>> {
@@ -201,11 +204,11 @@ pub fn parse_universal(
     told(parse_range(reader, whole, describe_universal))
 }
 
-/// The entries of the archives in a file that have a CRC, in the order of their bytes; none for other
-/// files.
+/// The entries with a CRC in the archives of a file, in the order of their bytes. Empty for files that are no
+/// archives.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one is the fault of the file.
+/// The outer error is a failed read, the inner error is the fault of the file.
 pub fn entry_hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<HashedTensor>, Fault>> {
     let mut first = [0; FIRST_LEN];
     let len = reader.file_len().min(FIRST_LEN as u64) as usize;
@@ -216,7 +219,7 @@ pub fn entry_hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<Hashe
     told(archives::hashed_entries(reader))
 }
 
-/// The archive in the bytes `range` of a file, and the length of its pickle.
+/// The archive in the bytes `range` of a file, and the length of its pickle in bytes.
 fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64), ReadStop> {
     let archive = Archive::read(reader, range)?;
     let wrong = |message: String| ReadStop::from(Fault::new(ErrorKind::HeaderDecode, message));
@@ -255,7 +258,7 @@ fn parse_range(
     describe(&values, StorageData::Entries { reader, archive: &archive }, &range)
 }
 
-/// The one tensor that the pickle holds.
+/// The description of the one tensor that the pickle holds.
 fn describe_universal(
     values: &Values<'_>,
     data: StorageData<'_, '_>,
@@ -297,7 +300,8 @@ fn not_one_param() -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
-/// The tensors of the model that the pickle holds. `range` is what describes them and their data.
+/// The description of the tensors of the model in the pickle. `range` has the bytes of the
+/// description and of the data.
 fn describe(
     values: &Values<'_>,
     data: StorageData<'_, '_>,
@@ -318,7 +322,8 @@ fn describe(
     let crcs = match named.rank {
         Some(_) => {
             let crc = |tensor: &ModelTensor| match is_state(&tensor.name) {
-                // Each rank has its own random numbers.
+                // Each rank has its own state of random numbers, so these tensors have no CRC to
+                // compare.
                 true => 0,
                 false => storages.crc_of(&tensor.place),
             };
@@ -340,7 +345,7 @@ fn describe(
         }
     }
     description.set_numbers(numbers);
-    // Programs ask a safetensors file for its framework.
+    // Programs look for the name of the framework in the metadata of a safetensors file.
     let format = ("format".to_owned(), "pt".to_owned());
     description.metadata = Some([format].into());
     description.described = described(range, undescribed);
@@ -356,14 +361,16 @@ fn describe(
     Ok(description)
 }
 
-/// The place of a tensor, or a part of one, in a file with parts.
+/// The place of a tensor in a file that has parts of tensors. The tensor may be such a part, or
+/// whole.
 fn place_of(tensor: ModelTensor) -> PiecePlace {
     let shape = tensor.place.shape;
     let [offset, whole] = tensor.part_of.unwrap_or_else(|| [vec![0; shape.len()], shape]);
     PiecePlace { logical_name: None, offset, whole_shape: Some(whole) }
 }
 
-/// The bytes of `range` without those of `others`, which lie apart. The last stretch may be empty.
+/// The bytes of `range` without those of `others`, which do not overlap. The last range may be
+/// empty.
 fn described(range: &Range<u64>, mut others: Vec<Range<u64>>) -> Vec<Range<u64>> {
     others.retain(|range| !range.is_empty());
     others.sort_unstable_by_key(|range| range.start);
@@ -379,8 +386,8 @@ fn described(range: &Range<u64>, mut others: Vec<Range<u64>>) -> Vec<Range<u64>>
     described
 }
 
-/// Refuses a file, with `items` of a distributed checkpoint, of which too much would be read when it is
-/// opened.
+/// Refuses a file of which too many bytes would be read when it is opened. `items` is the number of its items, if it
+/// is a file of a distributed checkpoint.
 fn check_described(described: &[Range<u64>], items: u64) -> Result<(), Fault> {
     let len: u64 = described.iter().map(|range| range.end - range.start).sum();
     let most = DESCRIBED_LEN_MAX + items * DESCRIBED_OF_ITEM;
@@ -395,7 +402,7 @@ fn check_described(described: &[Range<u64>], items: u64) -> Result<(), Fault> {
 }
 
 fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<(), ReadStop> {
-    // Absent before torch 2.1.
+    // The entry is absent before torch 2.1.
     let Some(place) = archive.data(reader, BYTE_ORDER)? else { return Ok(()) };
     let mut order = vec![0; (place.end - place.start).min(16) as usize];
     reader.read_exact_at(place.start, &mut order)?;

@@ -1,8 +1,7 @@
-//! Tensors of which the file of a rank holds a part: DTensors, and ShardedTensors of older versions of
-//! torch.
+//! Tensors of which the file of a rank holds one part: DTensors, and ShardedTensors of older versions of torch.
 //!
-//! The file of a DTensor does not tell where its part begins. It follows from the mesh of ranks, the
-//! place of this rank in it, and how the tensor is placed on each axis of the mesh.
+//! The file of a DTensor does not record where its part begins. The place follows from the mesh of ranks, from the
+//! position of this rank in the mesh, and from the placement of the tensor on each axis of the mesh.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -16,47 +15,51 @@ use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::format::description::FileRank;
 
-/// Most ranks of a mesh, most axes of one, and most ranges of indices while a part is found.
+/// Maximum number of ranks of a mesh, of axes of a mesh, and of index ranges while the place of a
+/// part is computed.
 pub(super) const RANKS_MAX: u64 = 1 << 20;
 const AXES_MAX: usize = 64;
 const RUNS_MAX: usize = 1 << 16;
 
-/// Attributes that are looked at for each byte of the pickle: an object may be in many tensors.
+/// Maximum number of attributes that are read per byte of the pickle. An object may be used by many
+/// tensors, so they are counted.
 const STEPS_OF_BYTE: usize = 16;
 
 /// A part of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct TensorPart {
     pub(super) place: TensorPlace,
-    /// First index in each dimension.
+    /// First index of the part in each dimension of the tensor.
     pub(super) offset: Vec<u64>,
-    /// Extent of the tensor in each dimension.
+    /// Extent of the whole tensor in each dimension.
     pub(super) whole: Vec<u64>,
 }
 
-/// Ranks in a grid, and the place of one of them.
+/// A grid of ranks, and the position of one rank in it.
 #[derive(Debug)]
 struct Mesh {
-    /// Whether it has the ranks of some axes of another one: others have the same parts.
+    /// Whether the mesh has only some axes of a larger mesh. Then other ranks of the larger mesh
+    /// have the same parts.
     is_part: bool,
-    /// Number of its ranks, or of those of the other one.
+    /// Number of ranks of the mesh, or of the larger mesh if `is_part` is set.
     ranks: u64,
     sizes: Vec<u64>,
     at: Vec<u64>,
     rank: u64,
 }
 
-/// How a tensor is placed on an axis of a mesh.
+/// How a tensor is placed on one axis of a mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Placement {
     Replicate,
-    /// Cut in a dimension.
+    /// Cut along this dimension.
     Shard(usize),
-    /// Cut in a dimension: each of the pieces, whose number this is.
+    /// Cut along this dimension twice: first into this number of pieces, then each piece among the
+    /// ranks.
     StridedShard(usize, u64),
 }
 
-/// Finds the parts of the tensors of one file.
+/// Finds the parts of tensors in one file.
 pub(super) struct RankParts<'a, 'v> {
     values: &'a Values<'v>,
     rank: Option<FileRank>,
@@ -88,17 +91,17 @@ impl<'a, 'v> RankParts<'a, 'v> {
         }
     }
 
-    /// The rank that has saved the file, if a tensor tells.
+    /// The rank that saved the file, if one of its tensors records it.
     pub(super) fn rank(&self) -> Option<FileRank> {
         self.rank
     }
 
-    /// Whether a tensor is a ShardedTensor, as FSDP1 saves them.
+    /// Whether one of the tensors is a ShardedTensor, which FSDP1 saves.
     pub(super) fn has_sharded_tensors(&self) -> bool {
         self.has_sharded_tensors
     }
 
-    /// The parts of the tensor `id` in this file, `None` if it is no tensor of several ranks.
+    /// The parts of the tensor `id` in this file. `None` if the tensor is not split among ranks.
     pub(super) fn of(
         &mut self,
         storages: &mut Storages<'_, '_>,
@@ -147,7 +150,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
         Ok(())
     }
 
-    /// The natural numbers of a tuple, a list or a `torch.Size`. `None` if it is none of them.
+    /// The numbers of a tuple, a list or a `torch.Size`, which must not be negative. `None` if the
+    /// value is none of these.
     fn integers(&mut self, id: NodeId) -> Result<Option<Vec<u64>>, Fault> {
         let values = self.values;
         let list = match values.call(id) {
@@ -169,7 +173,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         Ok(Some(numbers))
     }
 
-    /// An attribute of an object: what its states set last.
+    /// An attribute of an object. If several states set it, the last one is used.
     fn attribute(&mut self, object: NodeId, name: &str) -> Result<Option<NodeId>, Fault> {
         let mut found = None;
         for part in self.values.parts(object) {
@@ -181,8 +185,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
         Ok(found)
     }
 
-    /// An attribute in the state of an object. Objects with slots have a tuple of `None` and their
-    /// attributes for a state.
+    /// An attribute in the state of an object. The state of an object with slots is a tuple of
+    /// `None` and its attributes.
     fn attribute_in(&mut self, state: NodeId, name: &str) -> Result<Option<NodeId>, Fault> {
         let values = self.values;
         let pairs = values.array::<2>(state).map_or(state, |[_, slots]| slots);
@@ -203,7 +207,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         found.ok_or_else(|| unknown(&format!("`{name}`")))
     }
 
-    /// Whether `id` is an object of this class of `torch.distributed`.
+    /// Whether `id` is an object of the class `class` of `torch.distributed`.
     fn is_object(&self, id: NodeId, class: &str) -> bool {
         let named = self.values.call(id).and_then(|(callable, _)| self.values.global(callable));
         named.is_some_and(|(module, name)| {
@@ -211,7 +215,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         })
     }
 
-    /// The local tensor `id`, of the dtype of the whole one.
+    /// The local tensor `id`, which must have the dtype of the whole tensor.
     fn local(
         &mut self,
         storages: &mut Storages<'_, '_>,
@@ -334,7 +338,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
         }
     }
 
-    /// Refuses an order in which the axes of the mesh cut a dimension that is not that of the axes.
+    /// Refuses a dimension that is cut by several axes of the mesh in another order than that of
+    /// the axes.
     fn check_order(&mut self, spec: NodeId) -> Result<(), Fault> {
         let Some(order) = self.attribute(spec, "shard_order")? else { return Ok(()) };
         if self.values.node(order) == Node::Null {
@@ -364,7 +369,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
         if !self.is_object(id, "DeviceMesh") {
             return Err(unknown("mesh").into());
         }
-        // Since torch 2.10 a list of ranks, with the axes apart; before, a grid of ranks.
+        // Since torch 2.10 a mesh has a list of ranks and a separate layout of its axes. Before, it
+        // has a grid of ranks.
         let list = self.attribute(id, "_rank_map")?;
         let (ranks, axes) = match list {
             Some(list) => {
@@ -414,7 +420,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
             Some(own) => Some(self.values.natural(own).ok_or_else(|| unknown("mesh"))?),
             None => None,
         };
-        // A mesh of some axes of another one has the ranks of that one: it begins where all its own axes do.
+        // A mesh of some axes of a larger mesh has the list of ranks of the larger mesh. Then its first rank is the
+        // one at index 0 of all its own axes.
         let begin = own
             .filter(|_| count < ranks.len() as u64)
             .and_then(|own| ranks.iter().position(|&rank| rank == own))
@@ -439,7 +446,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         Ok(mesh)
     }
 
-    /// The numbers of a tensor of ranks, and its shape.
+    /// The numbers of a tensor that holds ranks, and its shape.
     fn ranks(
         &mut self,
         storages: &mut Storages<'_, '_>,
@@ -459,7 +466,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
         Ok((bytes.chunks_exact(width).map(super::le).collect(), shape))
     }
 
-    /// The axes of a mesh by its layout: sizes and strides, several for an axis that was made of others.
+    /// The axes of a mesh from its layout. Each axis has a list of sizes and strides, which has several entries if
+    /// the axis was joined from others.
     fn axes(&mut self, layout: NodeId) -> Result<Vec<Vec<(u64, u64)>>, Fault> {
         if !self.is_object(layout, "_MeshLayout") {
             return Err(unknown("mesh"));
@@ -489,7 +497,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         Ok(axes)
     }
 
-    /// The sizes and strides of an axis: numbers, or tuples of them.
+    /// The sizes and strides of one axis. Each of both is a number or a tuple of numbers.
     fn axis(&mut self, sizes: NodeId, strides: NodeId) -> Result<Vec<(u64, u64)>, Fault> {
         let mut both = [Vec::new(), Vec::new()];
         for (list, id) in both.iter_mut().zip([sizes, strides]) {
@@ -558,7 +566,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
             found.push(TensorPart { place, offset, whole: whole.to_vec() });
         }
         if found.is_empty() {
-            // The rank knows the tensor and has no part of it.
+            // The rank has the tensor in its list, but no part of it.
             let mut shape = whole.to_vec();
             let first = shape.first_mut().ok_or_else(|| unknown("shape"))?;
             *first = 0;
@@ -570,7 +578,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
     }
 }
 
-/// The offset and the shape of the part of a rank.
+/// The offset and the shape of the part that a rank has.
 fn box_of(
     mesh: &Mesh,
     placements: &[Placement],
@@ -612,8 +620,8 @@ fn box_of(
     Ok((offset, shape))
 }
 
-/// The part `at` of `count` of the indices in `runs`, as torch.chunk cuts: each but the last ones has the
-/// same length, rounded up.
+/// Part number `at` when the indices in `runs` are cut into `count` parts. The lengths are those of `torch.chunk`:
+/// the quotient rounded up for all parts, except that the last parts may be shorter or empty.
 fn cut(runs: &[Range<u64>], count: u64, at: u64) -> Vec<Range<u64>> {
     let total: u64 = runs.iter().map(|run| run.end - run.start).sum();
     let each = total.div_ceil(count);
@@ -629,7 +637,7 @@ fn cut(runs: &[Range<u64>], count: u64, at: u64) -> Vec<Range<u64>> {
     joined(own)
 }
 
-/// The runs without empty ones; those that follow each other are one.
+/// The ranges without empty ones. Adjacent ranges are joined.
 fn joined(runs: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
     let mut all: Vec<Range<u64>> = Vec::new();
     for run in runs.filter(|run| !run.is_empty()) {

@@ -1,5 +1,5 @@
-//! A scan of a file with pickles: what the file is, and which names its pickles ask for. Nothing is
-//! imported or called, and pickles that are refused as weights are scanned all the same.
+//! Scans a file with pickles: what kind of file it is, and which names its pickles use. Nothing is
+//! imported or called. Pickles that are refused as weights are scanned too.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,17 +17,18 @@ use super::{PICKLE, ReadStop, TORCHSCRIPT, is_torch_zip, is_zip, legacy, told};
 use crate::error::{counted, quoted};
 use crate::format::range_reader::RangeReader;
 
-/// First bytes of a file that tell whether it has pickles.
+/// Number of first bytes of a file that show whether it has pickles.
 const SNIFF_LEN: u64 = 1024;
 
-/// Maximum number of pickles of an archive that are scanned.
+/// Maximum number of pickles in an archive that are scanned.
 const PICKLES_MAX: usize = 64;
 
-/// Maximum number of names that are kept, and of keys of a dict that are reported.
+/// Maximum number of names that are recorded, and maximum number of keys of a dict that are
+/// reported.
 const NAMES_MAX: usize = 4096;
 const KEYS_MAX: usize = 8;
 
-/// Ends of the names of pickles in archives.
+/// Suffixes of pickles in archives.
 const PICKLE_SUFFIXES: [&str; 3] = [".pkl", ".pickle", ".debug_pkl"];
 
 words! {
@@ -43,9 +44,9 @@ words! {
         Items = "distcp",
         /// The `.metadata` of a distributed checkpoint.
         Metadata = "distcp_metadata",
-        /// Another zip archive.
+        /// A zip archive of another kind.
         OtherZip = "zip",
-        /// A pickle by itself.
+        /// A pickle that is the whole file.
         Plain = "pickle",
     }
 }
@@ -55,13 +56,13 @@ words! {
 pub struct PickleScan {
     /// The kind of the file.
     pub form: PickleForm,
-    /// The value of its pickle, in a few words. `None` if that could not be told.
+    /// A short text about the value of its pickle. `None` if the value is unknown.
     pub holds: Option<String>,
     /// Number of its pickles.
     pub pickles: usize,
-    /// The names that they ask for.
+    /// The names that the pickles use, each with its risk.
     pub names: BTreeMap<String, NameRisk>,
-    /// Why the scan has ended early, so that there may be more names.
+    /// Why the scan ended early. If it did, there may be more names.
     pub flaw: Option<String>,
 }
 
@@ -70,7 +71,7 @@ impl PickleScan {
         PickleScan { form, holds: None, pickles: 0, names: BTreeMap::new(), flaw: None }
     }
 
-    /// The names of this risk.
+    /// The names with this risk.
     pub fn names_of(&self, risk: NameRisk) -> impl Iterator<Item = &str> {
         let of_risk = self.names.iter().filter(move |(_, own)| **own == risk);
         of_risk.map(|(name, _)| name.as_str())
@@ -87,14 +88,15 @@ impl PickleScan {
         self.names.insert(name, risk);
     }
 
-    /// Scans the pickle that `bytes` begin with. Returns its length, `None` if it has no end.
+    /// Scans the pickle at the beginning of `bytes`. Returns its length, or `None` if the pickle
+    /// has no end.
     fn pickle(&mut self, bytes: &[u8]) -> Option<usize> {
         let scanned = scan_first(bytes);
         let values = &scanned.values;
         self.pickles += 1;
         for id in values.ids().filter(|&id| matches!(values.node(id), Node::Global(..))) {
             match values.global(id) {
-                // Python decodes a text with escapes, so that it may be any name.
+                // Python decodes escapes in this text, so the name may be any name.
                 Some((module, name)) if module.contains('\\') || name.contains('\\') => {
                     self.name(format!("{module}.{name}, with escapes"), NameRisk::Hostile);
                 }
@@ -127,8 +129,9 @@ impl PickleScan {
     }
 }
 
-/// Scans a file. `None` if it has no pickle by its first bytes. `items` are the places of its archives by
-/// `.metadata`: first byte and length. Without, they are found by themselves.
+/// Scans a file. `None` if its first bytes show that it has no pickle. `items` are the places of its archives
+/// according to `.metadata`: offset and length in bytes. Without `items`, the archives are found from the end of the
+/// file.
 ///
 /// # Errors
 /// A failed read.
@@ -155,7 +158,7 @@ pub fn scan(
     reader.read_exact_at(0, &mut bytes)?;
     let mut scan = PickleScan::new(if is_legacy { PickleForm::Legacy } else { PickleForm::Plain });
     scan_row(&bytes, &mut scan);
-    // A text may begin with the same letters.
+    // A text file may begin with the same letters as a pickle.
     let is_text = scan.form == PickleForm::Plain && scan.flaw.is_some() && scan.names.is_empty();
     if is_text && first.first() != Some(&0x80) {
         return Ok(None);
@@ -166,8 +169,8 @@ pub fn scan(
     Ok(Some(scan))
 }
 
-/// Whether a file that begins with `first` may be a pickle: a protocol, or an opcode that pickles of the
-/// first protocols begin with.
+/// Whether a file that begins with `first` may be a pickle: it begins with a protocol, or with an opcode with which
+/// pickles of protocols 0 and 1 begin.
 fn may_be_pickle(first: &[u8]) -> bool {
     match first {
         [0x80, 2..=5, ..] => true,
@@ -176,9 +179,9 @@ fn may_be_pickle(first: &[u8]) -> bool {
     }
 }
 
-/// Scans the pickles at the beginning of a file, one after another.
+/// Scans the pickles at the beginning of a file that follow each other.
 fn scan_row(bytes: &[u8], scan: &mut PickleScan) {
-    // Behind the fifth pickle lies data.
+    // In the form before torch 1.6, data follows after the fifth pickle.
     let most = if scan.form == PickleForm::Legacy { 5 } else { usize::MAX };
     let mut rest = bytes;
     for number in 0..most {
@@ -191,7 +194,8 @@ fn scan_row(bytes: &[u8], scan: &mut PickleScan) {
             Some(len) => rest = &rest[len..],
             None => break,
         }
-        // The fourth pickle of torch before 1.6 is the object, the first one elsewhere.
+        // In the form before torch 1.6 the saved object is the fourth pickle. In other files it is
+        // the first pickle.
         let is_object = if scan.form == PickleForm::Legacy { number == 3 } else { number == 0 };
         if !is_object && holds.is_some() {
             scan.holds = holds;
@@ -199,7 +203,7 @@ fn scan_row(bytes: &[u8], scan: &mut PickleScan) {
     }
 }
 
-/// Scans the archives in a file that begins as one.
+/// Scans the archives in a file that begins with an archive.
 fn scan_archives(
     reader: &mut dyn RangeReader,
     items: Option<&[(u64, u64)]>,
@@ -263,7 +267,7 @@ fn scan_archive(
     }
     let is_pickle = |name: &&str| PICKLE_SUFFIXES.iter().any(|suffix| name.ends_with(suffix));
     let mut names: Vec<&str> = archive.names().filter(is_pickle).collect();
-    // The one of torch comes first.
+    // The pickle of torch comes first.
     names.sort_unstable_by_key(|name| (*name != PICKLE, *name));
     if names.len() > PICKLES_MAX {
         scan.stop(format!("it has {} pickles, of which {PICKLES_MAX} are scanned", names.len()));
@@ -297,7 +301,7 @@ fn scan_archive(
     Ok(())
 }
 
-/// The value of a pickle, in a few words.
+/// A short text about the value of a pickle.
 fn holds(values: &Values<'_>) -> String {
     let root = values.root;
     if tensor_call(values, root).is_some() {
@@ -383,7 +387,8 @@ mod tests {
     #[test]
     fn names_that_are_hidden_count_as_hostile() {
         for (pickle, name) in [
-            // With escapes, computed, of the registry of extensions, and an attribute of a value.
+            // Hidden names: one with escapes, a computed one, one of the registry of extensions,
+            // and an attribute of a value.
             (&b"\x80\x04V\\u006fs\nVsystem\n\x93."[..], "\\u006fs.system, with escapes"),
             (b"\x80\x04NN\x93.", "a name that is no text"),
             (b"\x80\x02\x82\x05.", "the extension 5 of copyreg"),

@@ -1,4 +1,4 @@
-//! Which values of a pickle are the tensors of a model, and their names.
+//! Decides which values of a pickle are the tensors of a model, and finds their names.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,23 +13,24 @@ use crate::format::deepspeed::{ZeroModel, slice_fault};
 use crate::format::description::FileRank;
 use crate::format::safetensors::METADATA;
 
-/// The last word of the name of what a module saves beside its weights.
+/// The last word in the name of a value that a module saves in addition to its weights.
 const EXTRA_STATE: &str = "_extra_state";
 
-/// Longest name of a tensor in bytes.
+/// Maximum length of the name of a tensor in bytes.
 const NAME_LEN_MAX: usize = 64 << 10;
 
-/// Deepest container that may hold a tensor.
+/// Maximum depth of a container that holds a tensor.
 const DEPTH_MAX: usize = 1000;
 
-/// Steps and bytes of names that a byte of the pickle may cost: a value may have many names.
+/// Maximum number of steps, and of bytes of names, per byte of the pickle. A value may have many names, so they are
+/// counted.
 const STEPS_OF_BYTE: usize = 16;
 
-/// Names of dicts that hold a model, in files with more than a model.
+/// Keys of dicts that hold a model, in files that hold more than a model.
 pub(super) const MODELS: [&str; 8] =
     ["state_dict", "model", "module", "model_state_dict", "ema", "ema_state_dict", "net", "params"];
 
-/// Keys of values that are the state of a training, and no weights, also with one of `ENDINGS`.
+/// Keys of values that are the state of a training and no weights. One of `ENDINGS` may follow such a key.
 const STATES: [&str; 14] = [
     "optimizer",
     "optimizers",
@@ -47,17 +48,17 @@ const STATES: [&str; 14] = [
     "loops",
 ];
 
-/// Words that are such keys with one of `ENDINGS` only: by itself each may be a part of a model.
+/// Words that are such keys only if one of `ENDINGS` follows. Without an ending, each may be part of a model.
 const STATES_WITH_ENDING: [&str; 5] = ["scaler", "train", "training", "trainer", "random"];
 const ENDINGS: [&str; 4] = ["_state_dicts", "_state_dict", "_states", "_state"];
 
-/// Values that a note names.
+/// Maximum number of values that a note names.
 const NAMED_MAX: usize = 5;
 
-/// How to see the tensors that a note says are not shown.
+/// End of a note about hidden tensors, which says how to show them.
 pub(super) const ALL_SHOWN: &str = "; state=all shows their tensors";
 
-/// Numbers of ranks that share the tensors or the layers of a model.
+/// Keys whose value is the number of ranks that share the tensors or the layers of a model.
 const SLICES: [&str; 3] =
     ["mp_world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"];
 
@@ -66,7 +67,8 @@ const SLICES: [&str; 3] =
 pub(super) struct ModelTensor {
     pub(super) name: String,
     pub(super) place: TensorPlace,
-    /// Offset and extent of the tensor that it is a part of, in each dimension. `None` if it is whole.
+    /// If the tensor is a part of a larger tensor: its offset, and the extent of the larger tensor, in each
+    /// dimension. `None` if it is whole.
     pub(super) part_of: Option<[Vec<u64>; 2]>,
 }
 
@@ -74,18 +76,18 @@ pub(super) struct ModelTensor {
 #[derive(Debug)]
 pub(super) struct ModelTensors {
     pub(super) tensors: Vec<ModelTensor>,
-    /// A note on the other values of the pickle.
+    /// Text for people about the values of the pickle that are not shown.
     pub(super) left_out: Option<String>,
-    /// The rank that has saved the file, if a tensor is a part.
+    /// The rank that saved the file, if one of the tensors is a part.
     pub(super) rank: Option<FileRank>,
-    /// Names of tensors of the model whose elements lie in the files of all ranks.
+    /// Names of tensors of the model whose elements are in the files of all ranks.
     pub(super) placeholders: Vec<String>,
 }
 
-/// Whether the value with this key of the root is the state of a training.
+/// Whether the value with this key in the root dict is the state of a training.
 pub(super) fn is_state(key: &str) -> bool {
     let first = key.split('.').next().unwrap_or(key);
-    // The generators of all GPUs, and the optimizers of an application by number.
+    // `_all` marks the generators of all GPUs, and a number marks one of several optimizers of an application.
     let name = first.strip_suffix("_all").unwrap_or(first);
     let numbered = name.trim_end_matches(|digit: char| digit.is_ascii_digit());
     let one = numbered.strip_suffix('_').filter(|_| numbered.len() < name.len()).unwrap_or(name);
@@ -96,7 +98,7 @@ pub(super) fn is_state(key: &str) -> bool {
 }
 
 impl ModelTensors {
-    /// The tensors of the model that the pickle holds, or all of them. The ones that `zero` tells of may
+    /// The tensors of the model in the pickle, or all tensors if `state` says so. The tensors that `zero` lists may
     /// be placeholders.
     pub(super) fn of(
         values: &Values<'_>,
@@ -121,7 +123,7 @@ impl ModelTensors {
             state == TrainingState::None && pair.key.text().is_some_and(is_hidden)
         });
         let module = rest.iter().find(|pair| pair.key.text() == Some("module"));
-        // Without, other dicts of tensors would be shown as the model.
+        // Without this check, other dicts of tensors would be shown as the model.
         if zero.is_some() && !module.map_or(Ok(false), |module| walk.holds_tensor(module.value))? {
             return Err(unknown("module").into());
         }
@@ -131,7 +133,7 @@ impl ModelTensors {
             hides_tensors = hides_tensors || walk.holds_tensor(pair.value)?;
         }
         let mut models = Vec::new();
-        // Beside a model a training keeps its best loss and the like.
+        // A training saves its best loss and similar tensors beside the model.
         let is_flat = rest
             .iter()
             .any(|pair| pair.key.text().is_some_and(|key| is_weight(values, key, pair.value)));
@@ -166,7 +168,8 @@ impl ModelTensors {
         check_names(&found)?;
         let (mut tensors, rank) = places(values, storages, found)?;
         let all: Vec<&DictPair<'_>> = hidden.iter().chain(&rest).collect();
-        // The catalog refuses the file of one of several ranks where it stands alone.
+        // A file of one of several ranks is accepted here. The catalog refuses such a file if the files of the other
+        // ranks are missing.
         if zero.is_none_or(|zero| zero.slices <= 1) {
             check_whole(values, &all)?;
         }
@@ -190,7 +193,7 @@ impl ModelTensors {
     }
 }
 
-/// Takes the tensors out whose elements lie in the files of all ranks. Returns their names in the model.
+/// Removes the tensors whose elements are in the files of all ranks. Returns their names in the model.
 fn take_placeholders(
     tensors: &mut Vec<ModelTensor>,
     zero: Option<&ZeroModel>,
@@ -198,7 +201,7 @@ fn take_placeholders(
 ) -> Vec<String> {
     let Some(zero) = zero else { return Vec::new() };
     let (elsewhere, empty) = (zero.names_elsewhere(), zero.names_without_elements());
-    // All tensors are shown under full names.
+    // If all tensors are shown, their names are the full names.
     let prefix = if state == TrainingState::All { "module." } else { "" };
     let empty_name = |tensor: &ModelTensor| {
         let name = tensor.name.strip_prefix(prefix).filter(|_| tensor.place.shape == [0]);
@@ -206,7 +209,7 @@ fn take_placeholders(
     };
     let is_elsewhere = |name: &String| elsewhere.contains(name.as_str());
     let is_stage_3 = tensors.iter().filter_map(empty_name).any(|name| is_elsewhere(&name));
-    // Versions before 0.9 do not tell which weights are shared. Modules may have a state without elements.
+    // Versions before 0.9 do not record which weights are shared. Modules may save a state that has no elements.
     let is_placeholder = |name: &String| {
         let has_none = empty.contains(name.as_str()) || last_word(name) == EXTRA_STATE;
         is_elsewhere(name) || is_stage_3 && !has_none
@@ -218,7 +221,7 @@ fn take_placeholders(
         .collect()
 }
 
-/// The note on values of a file that are not shown, some with tensors.
+/// The note about values of a file that are not shown. `hides_tensors` says whether some of them have tensors.
 fn note_of(mut left_out: Vec<String>, hides_tensors: bool) -> Option<String> {
     let unnamed = left_out.len().saturating_sub(NAMED_MAX);
     left_out.truncate(NAMED_MAX);
@@ -228,7 +231,7 @@ fn note_of(mut left_out: Vec<String>, hides_tensors: bool) -> Option<String> {
     is_some.then(|| format!("{}{more} of the file are not shown{how}", left_out.join(", ")))
 }
 
-/// The places of named tensors, and the rank that has saved the file if one of them is a part.
+/// The places of named tensors. Also the rank that saved the file, if one of the tensors is a part.
 fn places(
     values: &Values<'_>,
     storages: &mut Storages<'_, '_>,
@@ -263,7 +266,7 @@ fn places(
         tensors.push(ModelTensor { name, place, part_of: None });
     }
     if let Some(rank) = parts.rank().filter(|_| parts.has_sharded_tensors()) {
-        // A CRC tells of what differs between ranks.
+        // A tensor with a CRC needs no check here, because different CRCs show that the tensor differs between ranks.
         let unproved =
             |tensor: &&ModelTensor| tensor.part_of.is_some() || storages.crc_of(&tensor.place) == 0;
         check_tied(&tensors.iter().filter(unproved).collect::<Vec<_>>(), rank.ranks)?;
@@ -276,8 +279,8 @@ fn last_word(name: &str) -> &str {
     name.rsplit('.').next().unwrap_or(name)
 }
 
-/// Refuses what FSDP1 saves for a weight that two of its units share: under one name a ShardedTensor, and
-/// under the other the elements of this rank as a plain tensor of one dimension.
+/// Refuses a weight that two units of FSDP1 share. FSDP1 saves it as a ShardedTensor under one name. Under the other
+/// name it saves the elements of this rank as a plain tensor of one dimension.
 fn check_tied(tensors: &[&ModelTensor], ranks: u64) -> Result<(), Fault> {
     let numel = |shape: &[u64]| shape.iter().try_fold(1_u64, |all, &size| all.checked_mul(size));
     let shared: HashSet<_> = tensors
@@ -320,8 +323,8 @@ fn not_a_dict(values: &Values<'_>, root: NodeId) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
-/// Refuses the file of one rank of a model that is parallel in its tensors or layers, by what DeepSpeed
-/// and Megatron say in the root.
+/// Refuses the file of one rank of a model that is split by tensors or layers. DeepSpeed and Megatron record the
+/// number of ranks in the root dict.
 fn check_whole(values: &Values<'_>, root: &[&DictPair<'_>]) -> Result<(), Fault> {
     let of_root = root.iter().filter_map(|pair| Some((pair.key.text()?, pair.value)));
     let args = of_root.clone().filter(|(key, _)| *key == "args").map(|(_, args)| args);
@@ -342,7 +345,7 @@ fn check_whole(values: &Values<'_>, root: &[&DictPair<'_>]) -> Result<(), Fault>
     Ok(())
 }
 
-/// The fault of a placeholder of DeepSpeed ZeRO-3 in a file by itself.
+/// The fault of a placeholder of DeepSpeed ZeRO-3 in a file that is read without the files of the other ranks.
 fn not_here() -> Fault {
     let message = "has no elements: the weights of DeepSpeed ZeRO-3 lie in the files of all ranks; name \
                    the folder of the checkpoint of DeepSpeed, as global_step100";
@@ -364,8 +367,8 @@ fn check_names(found: &[(String, NodeId)]) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Whether the value of this key of the root is a weight: a tensor of a state_dict has a dotted name, which may
-/// begin with any word.
+/// Whether the value of this key in the root dict is a weight. A tensor of a state_dict has a dotted name, whose
+/// first word may be any word.
 fn is_weight(values: &Values<'_>, key: &str, value: NodeId) -> bool {
     key.contains('.') && is_tensor(values, value)
 }
@@ -379,12 +382,12 @@ fn is_tensor(values: &Values<'_>, id: NodeId) -> bool {
 enum Key<'v> {
     Text(&'v str),
     Int(i64),
-    /// Another value, by its number.
+    /// A value of another type, by its number.
     Other(NodeId),
 }
 
 impl<'v> Key<'v> {
-    /// The part of a name that it makes.
+    /// The part that the key adds to the name of a tensor, if the key is text.
     fn text(&self) -> Option<&'v str> {
         match self {
             Key::Text(text) => Some(text),
@@ -401,7 +404,7 @@ impl<'v> Key<'v> {
     }
 }
 
-/// A pair of a dict: the key, its number, and the value.
+/// A pair of a dict: the key, the number of the key as a value, and the value.
 #[derive(Clone, Copy)]
 struct DictPair<'v> {
     key: Key<'v>,
@@ -409,7 +412,7 @@ struct DictPair<'v> {
     value: NodeId,
 }
 
-/// The key that a value makes.
+/// The key for the value `id`.
 fn key_of<'v>(values: &Values<'v>, id: NodeId) -> Result<Key<'v>, Fault> {
     Ok(match values.node(id) {
         Node::Text(..) => Key::Text(values.text(id).ok_or_else(|| {
@@ -429,24 +432,24 @@ fn too_many() -> Fault {
 struct Walk<'a, 'v> {
     values: &'a Values<'v>,
     steps_left: usize,
-    /// Containers that the walk is in.
+    /// For each value, whether it is a container on the path to the current value.
     on_path: Vec<bool>,
-    /// Containers and tensors that are shown.
+    /// For each value, whether it is a container or a tensor that is shown.
     shown: Vec<bool>,
-    /// Objects of unknown classes beside shown tensors.
+    /// Objects of unknown classes that lie beside shown tensors.
     opaque: Vec<NodeId>,
-    /// Names and calls of tensors.
+    /// Tensors that were found: the name, and the call that makes the tensor.
     found: Vec<(String, NodeId)>,
 }
 
-/// The way from a container to a part of it: a position, or the number of a key.
+/// The step from a container to one of its parts: a position, or a key by its number.
 #[derive(Clone, Copy)]
 enum PartKey {
     Position(u32),
     Key(NodeId),
 }
 
-/// A container on the way, with its parts that are not visited yet, last first.
+/// A container on the path, with its parts that are not visited yet. The next part is the last one.
 struct Level {
     id: NodeId,
     name_len: usize,
@@ -469,7 +472,7 @@ impl<'v> Walk<'_, 'v> {
         }
     }
 
-    /// The pairs of a dict, each key once with its last value. `None` if the value is no dict.
+    /// The pairs of a dict. If a key occurs several times, it has its last value. `None` if the value is no dict.
     fn pairs(&mut self, id: NodeId) -> Result<Option<Vec<DictPair<'v>>>, Fault> {
         if !self.is_dict_value(id) {
             return Ok(None);
@@ -492,7 +495,7 @@ impl<'v> Walk<'_, 'v> {
         Ok(Some(pairs))
     }
 
-    /// The parts of a container that may hold tensors. `None` stands for a value that is no container.
+    /// The parts of a container that may hold tensors. `None` if the value is no container.
     fn level(&mut self, id: NodeId, name_len: usize) -> Result<Option<Level>, Fault> {
         let values = self.values;
         let is_inner = |id: NodeId| {
@@ -529,8 +532,8 @@ impl<'v> Walk<'_, 'v> {
         Ok(Some(Level { id, name_len, left }))
     }
 
-    /// Collects the tensors in the value `id`, whose names begin with `prefix`. A `bare` prefix adds
-    /// nothing to them.
+    /// Collects the tensors in the value `id`. Their names begin with `prefix` and a dot. If `bare` is set, the dot
+    /// is left out.
     fn collect(&mut self, prefix: String, id: NodeId, bare: bool) -> Result<(), Fault> {
         let mut name = prefix;
         let mut levels: Vec<Level> = Vec::new();
@@ -569,7 +572,7 @@ impl<'v> Walk<'_, 'v> {
                 let message = format!("a name of {} bytes, at most {NAME_LEN_MAX}", name.len());
                 return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
             }
-            // A tensor takes many more bytes of a pickle, unless it has many names.
+            // A tensor takes many more bytes of a pickle than 8, unless it has many names.
             if self.found.len() > 64 + self.values.pickle_len() / 8 {
                 return Err(too_many());
             }
@@ -604,7 +607,7 @@ impl<'v> Walk<'_, 'v> {
         }
     }
 
-    /// Whether a tensor is in the value `id`, however deep.
+    /// Whether a tensor is in the value `id`, at any depth.
     fn holds_tensor(&mut self, id: NodeId) -> Result<bool, Fault> {
         let mut seen = HashSet::from([id]);
         let mut left = vec![id];
@@ -618,7 +621,7 @@ impl<'v> Walk<'_, 'v> {
         Ok(false)
     }
 
-    /// Refuses tensors behind a key that makes no name.
+    /// Refuses a value with tensors whose key is neither text nor an integer, because the tensors have no names.
     fn refuse_tensors(&mut self, id: NodeId) -> Result<(), Fault> {
         if self.holds_tensor(id)? {
             let message = "a tensor of its pickle has a key that is neither text nor an integer";
@@ -627,8 +630,8 @@ impl<'v> Walk<'_, 'v> {
         Ok(())
     }
 
-    /// Refuses objects of unknown classes that hold tensors which have no name, or parts of what is
-    /// shown: the code of such a class may change what it gets.
+    /// Refuses objects of unknown classes that hold tensors without a name, or parts of values that are shown. The
+    /// code of such a class may change the values that it gets.
     fn check_opaque(&mut self) -> Result<(), Fault> {
         let values = self.values;
         let mut seen = vec![false; values.node_count()];
@@ -664,7 +667,7 @@ impl<'v> Walk<'_, 'v> {
     }
 }
 
-/// The values that a value is made of.
+/// The values of which a value directly consists.
 pub(super) fn reached<'a>(values: &'a Values<'_>, id: NodeId) -> impl Iterator<Item = NodeId> + 'a {
     let args = values.call(id).map(|(_, args)| args);
     let persistent = match values.node(id) {

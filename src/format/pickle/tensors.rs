@@ -1,4 +1,4 @@
-//! The bytes of a tensor, by the calls that make it in a pickle.
+//! Finds the bytes of a tensor from the calls in a pickle that make the tensor.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,20 +12,21 @@ use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::range_reader::RangeReader;
 use crate::strides::{are_nested, is_row_major, reach};
 
-/// Maximum number of dimensions of a tensor: those of torch.
+/// Maximum number of dimensions of a tensor, as in torch.
 const DIMS_MAX: usize = 64;
 
-/// Longest tensor in bytes that repeats its elements: a file of a few bytes may say any number.
+/// Maximum length in bytes of a tensor that repeats its elements. It is limited, because a file of
+/// a few bytes may have any size in its shape.
 const EXPANDED_LEN_MAX: u64 = 64 << 30;
 
-/// Calls that may wrap a tensor, one in another.
+/// Maximum number of nested calls that wrap a tensor.
 const WRAPS_MAX: usize = 8;
 
-/// The folder of storages in an archive.
+/// The folder in an archive that has the storages.
 const STORAGES: &str = "data/";
 
-/// Number of parts of an id that names a storage: the last one of a listed storage is `None`, and tells
-/// of views before torch 0.4.
+/// Number of parts of the persistent id of a storage, in archives and in the form before torch 1.6. The sixth part
+/// describes views before torch 0.4, and has to be `None`.
 const ENTRY_ID_LEN: usize = 5;
 pub(super) const LISTED_ID_LEN: usize = 6;
 
@@ -34,15 +35,16 @@ pub(super) const LISTED_ID_LEN: usize = 6;
 pub(super) struct TensorPlace {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<u64>,
-    /// First byte in the file.
+    /// Offset of its first byte in the file.
     pub(super) start: u64,
-    /// Its strides in elements, `None` if they follow each other.
+    /// Its strides in elements. `None` if its elements follow each other.
     pub(super) strides: Option<Vec<u64>>,
-    /// Whether it has no elements and stands for a tensor that lies in the files of all ranks.
+    /// Whether it is a placeholder without elements for a tensor whose elements are in the files of
+    /// all ranks.
     pub(super) is_placeholder: bool,
 }
 
-/// A storage as a pickle names it.
+/// A storage, described by its persistent id in a pickle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StorageId<'v> {
     pub(super) key: &'v str,
@@ -58,8 +60,8 @@ impl StorageId<'_> {
 }
 
 impl TensorPlace {
-    /// Gives a part without elements the shape that it has by its place: FSDP2 over tensor parallelism
-    /// saves such parts with other extents.
+    /// Sets the shape of a part without elements to the shape that follows from its place. With tensor parallelism,
+    /// FSDP2 saves such parts with other extents.
     pub(super) fn take_empty_shape(&mut self, shape: &[u64]) {
         let is_empty = |shape: &[u64]| shape.contains(&0);
         if is_empty(&self.shape) && is_empty(shape) && self.shape.len() == shape.len() {
@@ -68,11 +70,11 @@ impl TensorPlace {
     }
 }
 
-/// Where the data of storages lies.
+/// Where the data of the storages is.
 pub(super) enum StorageData<'a, 'r> {
-    /// In entries of an archive, whose headers are read when they are asked for.
+    /// In entries of an archive. The header of an entry is read when its storage is first used.
     Entries { reader: &'r mut dyn RangeReader, archive: &'a Archive },
-    /// Behind the pickles of a file, by the keys of the storages.
+    /// After the pickles of a file, as byte ranges by the keys of the storages.
     Listed(HashMap<String, Range<u64>>),
 }
 
@@ -80,9 +82,9 @@ pub(super) enum StorageData<'a, 'r> {
 pub(super) struct Storages<'a, 'r> {
     data: StorageData<'a, 'r>,
     used: HashMap<String, (StorageType, Range<u64>)>,
-    /// Lengths and CRCs of those that have one, by their first bytes.
+    /// Length and CRC of each used storage that has a CRC, by the offset of its first byte.
     crcs: HashMap<u64, (u64, u32)>,
-    /// Bytes of them that were read, since places of tensors follow from them.
+    /// Bytes of storages that were read, because the places of tensors depend on them.
     read: Vec<Range<u64>>,
 }
 
@@ -91,8 +93,8 @@ impl<'a, 'r> Storages<'a, 'r> {
         Storages { data, used: HashMap::new(), crcs: HashMap::new(), read: Vec::new() }
     }
 
-    /// The bytes that nothing follows from but the elements of tensors: the data of the storages that were
-    /// asked for without what was read of it, and all of the others.
+    /// The bytes of the file on which only the elements of tensors depend. These are the data of the used storages,
+    /// except bytes that `read` has read, and all bytes of the other storages.
     pub(super) fn undescribed(mut self) -> Vec<Range<u64>> {
         let read = joined(std::mem::take(&mut self.read));
         let is_used = |key: &str| self.used.contains_key(key);
@@ -110,14 +112,14 @@ impl<'a, 'r> Storages<'a, 'r> {
         all
     }
 
-    /// The CRC of the bytes of a tensor that is all of a storage, 0 if there is none.
+    /// The CRC of a tensor that fills a whole storage, 0 if there is no such CRC.
     pub(super) fn crc_of(&self, place: &TensorPlace) -> u32 {
         let len = place.dtype.bits_of(&place.shape).map(|bits| bits / 8);
         let known = self.crcs.get(&place.start).filter(|_| place.strides.is_none());
         known.filter(|(own, _)| Some(*own) == len).map_or(0, |(_, crc)| *crc)
     }
 
-    /// Fills `buf` with the bytes of the file from `start` on.
+    /// Fills `buf` with the bytes of the file from `start` on, and records the range as read.
     pub(super) fn read(&mut self, start: u64, buf: &mut [u8]) -> Result<(), ReadStop> {
         match &mut self.data {
             StorageData::Entries { reader, .. } => {
@@ -132,7 +134,7 @@ impl<'a, 'r> Storages<'a, 'r> {
         }
     }
 
-    /// Number of parts of an id that names a storage.
+    /// Number of parts of the persistent id of a storage.
     fn id_len(&self) -> usize {
         match self.data {
             StorageData::Entries { .. } => ENTRY_ID_LEN,
@@ -182,7 +184,7 @@ impl<'a, 'r> Storages<'a, 'r> {
     }
 }
 
-/// The ranges in their order; those that share bytes are one.
+/// The ranges in ascending order. Ranges that touch or overlap are joined.
 fn joined(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.sort_unstable_by_key(|range| range.start);
     let mut joined: Vec<Range<u64>> = Vec::new();
@@ -195,7 +197,7 @@ fn joined(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     joined
 }
 
-/// The stretches of `range` that are in none of `others`, which ascend and lie apart.
+/// The parts of `range` that are in none of `others`, which ascend and do not overlap.
 fn without(range: Range<u64>, others: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut rest = Vec::new();
     let mut at = range.start;
@@ -216,18 +218,18 @@ fn wrong(message: String) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
-/// The call that makes a tensor: the function, and the numbers of its arguments.
+/// The call that makes a tensor: the function, and the number of its arguments' value.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorCall {
     rebuild: Rebuild,
     function: NodeId,
     args: NodeId,
     is_changed: bool,
-    /// Whether a state says that the tensor is one of DeepSpeed ZeRO-3.
+    /// Whether a state in the call says that DeepSpeed ZeRO-3 manages the tensor.
     is_of_zero: bool,
 }
 
-/// The call that makes the tensor `id`, `None` if it is none.
+/// The call that makes the tensor `id`. `None` if `id` is no tensor.
 pub(super) fn tensor_call(values: &Values<'_>, id: NodeId) -> Option<TensorCall> {
     let (function, args) = values.call(id)?;
     let (module, name) = values.global(function)?;
@@ -236,7 +238,7 @@ pub(super) fn tensor_call(values: &Values<'_>, id: NodeId) -> Option<TensorCall>
     Some(TensorCall { rebuild, function, args, is_changed, is_of_zero: false })
 }
 
-/// Function, class, arguments and state of the tensor `id`, if its call names its class.
+/// Function, class, arguments and state of the tensor `id`, if its call has a class as an argument.
 pub(super) fn typed_call(values: &Values<'_>, id: NodeId) -> Option<[NodeId; 4]> {
     let call = tensor_call(values, id)?;
     let is_typed = call.rebuild == Rebuild::FromType && !call.is_changed;
@@ -244,7 +246,7 @@ pub(super) fn typed_call(values: &Values<'_>, id: NodeId) -> Option<[NodeId; 4]>
 }
 
 impl TensorCall {
-    /// The place of a tensor whose elements follow each other.
+    /// The place of a tensor, which is refused if its elements do not follow each other.
     pub(super) fn run(
         self,
         values: &Values<'_>,
@@ -331,7 +333,7 @@ impl TensorCall {
         Ok(TensorCall { rebuild, function, args, is_changed: false, is_of_zero })
     }
 
-    /// The tensor of a storage.
+    /// The place of a tensor in its storage.
     fn stored(
         &self,
         values: &Values<'_>,
@@ -387,21 +389,21 @@ impl TensorCall {
     }
 }
 
-/// Whether the state of a tensor says that it is one of DeepSpeed ZeRO-3.
+/// Whether the state of a tensor says that DeepSpeed ZeRO-3 manages the tensor.
 fn has_zero_id(values: &Values<'_>, state: NodeId) -> bool {
     use super::values::Part;
     let is_mark = |part| matches!(part, Part::Pair(key, _) if values.text(key) == Some("ds_id"));
     values.parts(state).any(is_mark)
 }
 
-/// The tuple of a `torch.Size`, or `id` itself.
+/// The tuple inside a `torch.Size`. Otherwise `id` itself.
 fn plain_tuple(values: &Values<'_>, id: NodeId) -> NodeId {
     let size =
         values.call(id).filter(|(class, _)| values.global(*class) == Some(("torch", "Size")));
     size.and_then(|(_, args)| values.array::<1>(args)).map_or(id, |[inner]| inner)
 }
 
-/// Whether `id` is the shape or the strides of more dimensions than are read.
+/// Whether `id` is a shape, or strides, with more than `DIMS_MAX` dimensions.
 fn has_many_dims(values: &Values<'_>, id: NodeId) -> bool {
     let tuple = values.tuple(plain_tuple(values, id));
     tuple.is_some_and(|items| items.take(DIMS_MAX + 1).count() > DIMS_MAX)
@@ -419,7 +421,7 @@ pub(super) fn numbers(values: &Values<'_>, id: NodeId) -> Option<Vec<i64>> {
     Some(all)
 }
 
-/// The storage that the persistent id `id` of `len` parts names.
+/// The storage that the persistent id `id` describes. The persistent id has to have `len` parts.
 pub(super) fn storage_id<'v>(
     values: &Values<'v>,
     id: NodeId,
@@ -458,7 +460,8 @@ pub(super) fn storage_id<'v>(
     }
 }
 
-/// The tensor of these sizes and strides at item `offset` of `data`, which holds it.
+/// The place of a tensor with these sizes and strides. Its first element is item `offset` of
+/// `data`, and `data` has to contain the whole tensor.
 fn place_of(
     data: Range<u64>,
     dtype: Dtype,
@@ -477,7 +480,7 @@ fn place_of(
     else {
         return Err(wrong("has a negative size, stride or offset".to_owned()));
     };
-    // Two elements of this dtype are one item.
+    // Two F4 elements are one item of the storage.
     let item_len = if dtype == Dtype::F4 { 1 } else { dtype.bits() / 8 };
     let items = (data.end - data.start) / item_len;
     let count = shape
@@ -509,15 +512,16 @@ fn place_of(
         );
         return Err(wrong(message));
     }
-    // A tensor without elements may begin anywhere.
+    // A tensor without elements may have any offset, so the offset is ignored.
     let start = data.start + if count > 0 { offset * item_len } else { 0 };
-    // Nothing follows in a dimension of one index.
+    // In a dimension of size 1 the stride has no meaning.
     let steps = shape.iter().zip(strides).map(|(&size, step)| if size > 1 { step } else { 0 });
     let strides = (!is_run).then(|| steps.collect());
     Ok(TensorPlace { dtype, shape, start, strides, is_placeholder: false })
 }
 
-/// Refuses strides by which elements share a place, but for those that repeat all of a dimension.
+/// Refuses strides with which elements overlap. A dimension with the stride 0, which repeats its
+/// elements, is accepted.
 fn check_strides(dtype: Dtype, shape: &[u64], strides: &[u64]) -> Result<(), Fault> {
     if dtype != Dtype::F4 && are_nested(shape, strides) {
         return Ok(());

@@ -1,15 +1,15 @@
-//! The values of a pickle: nodes in one vector, which refer to each other by number.
+//! The values of a pickle: nodes in one vector, which refer to each other by their numbers.
 
 use super::globals::GETATTR;
 use crate::error::quoted;
 
-/// A value, by its number.
+/// The number of a value.
 pub(super) type NodeId = u32;
 
-/// Marks the end of a list of cells, and the place of a mark on the stack.
+/// The end of a list of cells. On the stack, a mark.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// Instead of the key of a cell: an item of a list or a set, and the state of an object.
+/// Special keys of a cell: one for an item of a list or a set, and one for the state of an object.
 pub(super) const ITEM: u32 = u32::MAX - 1;
 pub(super) const STATE: u32 = u32::MAX - 2;
 
@@ -20,31 +20,31 @@ pub(super) enum Node {
     Null,
     /// `True` or `False`.
     Bool(bool),
-    /// An integer that fits.
+    /// An integer that fits into 64 bits.
     Int(i64),
-    /// A number that does not, or is no integer.
+    /// An integer that does not fit, or a number that is no integer.
     Number,
-    /// Bytes of the pickle that are text, from the first to the one behind the last.
+    /// Text: the range of its bytes in the pickle.
     Text(u32, u32),
-    /// Bytes of the pickle.
+    /// Bytes, whose content is not needed.
     Bytes,
     /// A class or a function: its module and its name.
     Global(NodeId, NodeId),
     /// Items.
     Tuple(Cells),
-    /// Items that may still be added to.
+    /// Items. The pickle may add items later.
     List(Cells),
-    /// Pairs that may still be added to.
+    /// Pairs. The pickle may add pairs later.
     Dict(Cells),
     /// Items of a set.
     Set(Cells),
-    /// A call: the callable, and the number of its other parts.
+    /// A call: the callable, and the index of its other parts.
     Object(NodeId, u32),
-    /// The value that a persistent id stands for.
+    /// The value that a persistent id refers to.
     Persistent(NodeId),
 }
 
-/// A list of cells: the first and the last one.
+/// A linked list of cells: the indexes of the first and the last cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cells {
     pub(super) first: u32,
@@ -60,11 +60,11 @@ pub(super) struct Cell {
     pub(super) next: u32,
 }
 
-/// The parts of an object besides its callable.
+/// The parts of an object except its callable.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ObjectParts {
     pub(super) args: NodeId,
-    /// Items, pairs and states, in the order in which they were given.
+    /// Items, pairs and states, in the order in which the pickle adds them.
     pub(super) cells: Cells,
 }
 
@@ -73,20 +73,20 @@ pub(super) struct ObjectParts {
 pub(super) enum Part {
     /// An item of a list, a tuple or a set, or an argument.
     Item(NodeId),
-    /// A value of a dict with its key.
+    /// A pair of a dict: the key, then the value.
     Pair(NodeId, NodeId),
     /// The state of an object.
     State(NodeId),
 }
 
-/// A pickle that was carried out.
+/// The values of a pickle that was interpreted.
 #[derive(Debug)]
 pub(super) struct Values<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) nodes: Vec<Node>,
     pub(super) cells: Vec<Cell>,
     pub(super) objects: Vec<ObjectParts>,
-    /// The value of the pickle.
+    /// The root value of the pickle.
     pub(super) root: NodeId,
 }
 
@@ -116,13 +116,13 @@ impl<'a> Values<'a> {
         self.ids().filter(|&id| matches!(self.node(id), Node::Object(..)))
     }
 
-    /// The text of a value that is text in UTF-8.
+    /// The text of a value, if it is text in UTF-8.
     pub(super) fn text(&self, id: NodeId) -> Option<&'a str> {
         let Node::Text(start, end) = self.node(id) else { return None };
         std::str::from_utf8(&self.bytes[start as usize..end as usize]).ok()
     }
 
-    /// An integer.
+    /// The value of an integer.
     pub(super) fn int(&self, id: NodeId) -> Option<i64> {
         match self.node(id) {
             Node::Int(number) => Some(number),
@@ -130,12 +130,12 @@ impl<'a> Values<'a> {
         }
     }
 
-    /// An integer that is not negative.
+    /// The value of an integer that is not negative.
     pub(super) fn natural(&self, id: NodeId) -> Option<u64> {
         u64::try_from(self.int(id)?).ok()
     }
 
-    /// Module and name of a global, as Python 3 calls them.
+    /// Module and name of a global, in the spelling of Python 3.
     pub(super) fn global(&self, id: NodeId) -> Option<(&'a str, &'a str)> {
         let Node::Global(module, name) = self.node(id) else { return None };
         let module = match self.text(module)? {
@@ -146,7 +146,7 @@ impl<'a> Values<'a> {
         Some((module, self.text(name)?))
     }
 
-    /// Module and name of a global, for messages.
+    /// Module and name of a global, as text for messages.
     pub(super) fn global_name(&self, id: NodeId) -> String {
         if let Some((class, name)) = self.attribute_of(id)
             && let Some((module, outer)) = self.global(class)
@@ -159,7 +159,7 @@ impl<'a> Values<'a> {
         }
     }
 
-    /// The class and the name of the attribute, if the value is one that `getattr` found.
+    /// The class and the name of the attribute, if the value is the result of `getattr`.
     pub(super) fn attribute_of(&self, id: NodeId) -> Option<(NodeId, &'a str)> {
         let (callable, args) = self.call(id)?;
         let [class, name] = self.array::<2>(args)?;
@@ -191,7 +191,8 @@ impl<'a> Values<'a> {
         items.try_into().ok()
     }
 
-    /// The parts of a list, a tuple, a set, a dict or an object, without its arguments.
+    /// The parts of a list, a tuple, a set, a dict or an object. The arguments of an object are not
+    /// among them.
     pub(super) fn parts(&self, id: NodeId) -> impl Iterator<Item = Part> {
         let cells = match self.node(id) {
             Node::Tuple(cells) | Node::List(cells) | Node::Dict(cells) | Node::Set(cells) => cells,

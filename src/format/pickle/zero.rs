@@ -1,5 +1,5 @@
-//! The parts of DeepSpeed's files that tell where the elements of tensors lie: shapes in model states,
-//! flat groups in optimizer states.
+//! Reads the parts of DeepSpeed's files that say where the elements of tensors are: shapes in model states, and flat
+//! groups in optimizer states.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,8 @@ use super::values::{Node, NodeId, Part, Values};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::{FlatRun, ZeroModel, ZeroParam, ZeroPartition, ZeroSlice};
 
-/// Values that are looked at for each byte of the pickle: a value may be in many others.
+/// Maximum number of values that are visited per byte of the pickle. A value may be part of many
+/// others, so the visits are counted.
 const STEPS_OF_BYTE: usize = 4;
 
 /// Reads the values of one file.
@@ -26,7 +27,8 @@ pub(super) fn unknown(what: &str) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
-/// The facts in model states. `None` if the pickle holds none of DeepSpeed.
+/// The facts in a file of model states. `None` if the pickle is not such a file of DeepSpeed, or
+/// has no shapes.
 pub(super) fn model_of(
     values: &Values<'_>,
     storages: &mut Storages<'_, '_>,
@@ -76,7 +78,7 @@ pub(super) fn model_of(
     Ok(Some(model))
 }
 
-/// The facts in optimizer states. `None` if the pickle holds none of ZeRO.
+/// The facts in a file of optimizer states. `None` if the pickle is not such a file of ZeRO.
 pub(super) fn partition_of(
     values: &Values<'_>,
     storages: &mut Storages<'_, '_>,
@@ -126,7 +128,8 @@ pub(super) fn partition_of(
     Ok(Some(partition))
 }
 
-/// Whether the dict of a tensor of a universal checkpoint says that padding was taken off it.
+/// Whether the dict of a tensor of a universal checkpoint says that padding was removed from the
+/// tensor.
 pub(super) fn is_vocabulary(values: &Values<'_>) -> Result<bool, Fault> {
     let mark = Reading::new(values).value(values.root, "vocab_tensor")?;
     Ok(mark.is_some_and(|id| values.node(id) == Node::Bool(true)))
@@ -149,7 +152,7 @@ impl<'a, 'v> Reading<'a, 'v> {
         self.values.node(id) == Node::Null
     }
 
-    /// The value of a dict with this key, the last one if there are several.
+    /// The value of a dict with this key. If the key occurs several times, its last value.
     fn value(&mut self, dict: NodeId, key: &str) -> Result<Option<NodeId>, Fault> {
         let values = self.values;
         let mut found = None;
@@ -193,7 +196,8 @@ impl<'a, 'v> Reading<'a, 'v> {
         Ok(items)
     }
 
-    /// Names and shapes of each group. Older versions have a dict in place of a list of them.
+    /// Names and shapes of the tensors of each group. Older versions have one dict in place of a
+    /// list of dicts.
     fn groups(&mut self, id: NodeId) -> Result<Vec<Vec<ZeroParam>>, Fault> {
         if !matches!(self.values.node(id), Node::List(_) | Node::Tuple(_)) {
             return Ok(vec![self.params(id)?]);
@@ -220,7 +224,7 @@ impl<'a, 'v> Reading<'a, 'v> {
         Ok(params)
     }
 
-    /// The elements of a flat tensor.
+    /// The range of elements of a flat tensor.
     fn run(
         &mut self,
         storages: &mut Storages<'_, '_>,
@@ -236,14 +240,15 @@ impl<'a, 'v> Reading<'a, 'v> {
             }
             other => other,
         })?;
-        // The place of a tensor was checked against its storage, so that the product has room.
+        // The product cannot overflow, because the place of a tensor was checked against its
+        // storage.
         let numel = place.shape.iter().product();
         Ok(FlatRun { dtype: place.dtype, start: place.start, numel })
     }
 
-    /// The stage: a number, or an enum of one.
+    /// The stage of ZeRO. It is stored as a number or as a member of an enum.
     fn stage(&self, id: NodeId) -> Option<u64> {
-        // Some versions of Python save a member of an enum by its name.
+        // Some versions of Python save a member of an enum by its name and not by its number.
         if let Some((_, name)) = self.values.attribute_of(id) {
             let stages = ["disabled", "optimizer_states", "gradients", "weights"];
             return (0..).zip(stages).find(|(_, stage)| *stage == name).map(|(stage, _)| stage);
@@ -258,7 +263,7 @@ impl<'a, 'v> Reading<'a, 'v> {
         self.values.natural(number)
     }
 
-    /// A number, or the largest one of a list.
+    /// A number, or the largest number of a list.
     fn largest(&mut self, id: NodeId) -> Result<Option<u64>, Fault> {
         if let Some(number) = self.values.natural(id) {
             return Ok(Some(number));

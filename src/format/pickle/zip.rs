@@ -1,8 +1,9 @@
-//! A strict reader of zip archives as `torch.save` writes them: stored entries in one folder.
+//! A strict reader of zip archives in the form that `torch.save` writes: uncompressed entries in
+//! one folder.
 //!
-//! The central directory says which entries there are, and the header in front of an entry has to say
-//! the same. An archive that can be read in two ways is refused: two entries of one name, entries that
-//! share bytes, bytes behind the end record.
+//! The central directory lists the entries, and the header in front of each entry has to agree with it. An archive
+//! that can be read in two ways is refused. Examples are two entries of one name, entries that overlap, and bytes
+//! behind the end record.
 
 use std::collections::HashMap;
 use std::io;
@@ -12,7 +13,7 @@ use super::{ReadStop, TORCHSCRIPT, le};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::range_reader::RangeReader;
 
-/// Signature of the header in front of an entry, with which an archive begins.
+/// Signature of the header in front of an entry. An archive begins with it.
 pub(super) const LOCAL_MAGIC: &[u8; 4] = b"PK\x03\x04";
 const CENTRAL_MAGIC: &[u8; 4] = b"PK\x01\x02";
 const END_MAGIC: &[u8; 4] = b"PK\x05\x06";
@@ -26,44 +27,47 @@ const END_LEN: u64 = 22;
 const ZIP64_END_LEN: u64 = 56;
 const ZIP64_LOCATOR_LEN: u64 = 20;
 
-/// Longest central directory that is read, in bytes: about a million entries.
+/// Maximum length of a central directory in bytes. It is enough for about a million entries.
 const DIRECTORY_LEN_MAX: u64 = 64 << 20;
 
-/// General purpose flags: sizes follow the data; encrypted, in three ways.
+/// General purpose flags. `SIZES_FOLLOW`: sizes follow the data. `ENCRYPTED`: one of three kinds of
+/// encryption.
 const SIZES_FOLLOW: u16 = 1 << 3;
 const ENCRYPTED: u16 = 1 | 1 << 6 | 1 << 13;
 
-/// The attribute that marks a folder, as DOS has it.
+/// The attribute with which DOS marks a folder.
 const FOLDER_ATTRIBUTE: u64 = 1 << 4;
 
-/// The identifier of the extra field with numbers of 64 bits.
+/// The identifier of the extra field that has numbers of 64 bits.
 const ZIP64_EXTRA: u16 = 1;
 
 /// The directory of an archive.
 #[derive(Debug)]
 pub(super) struct Archive {
-    /// First byte of the archive in its file.
+    /// Offset of the first byte of the archive in its file.
     start: u64,
-    /// First byte of the central directory in the file.
+    /// Offset of the central directory in the file.
     directory: u64,
     entries: Vec<ZipEntry>,
-    /// The name of the folder that all entries lie in, with a slash.
+    /// The name of the folder that contains all entries, with a slash at its end.
     folder: String,
-    /// Positions of entries by their name in the folder.
+    /// Indexes of entries, by their names in the folder.
     by_name: HashMap<String, u32>,
 }
 
-/// An entry by the central directory.
+/// An entry of the central directory.
 #[derive(Debug)]
 struct ZipEntry {
-    /// First byte of its header in the file.
+    /// Offset of its header in the file.
     header: u64,
-    /// First byte that it cannot reach: the header of the next entry, or the central directory.
+    /// The entry must end before this offset, at which the next header or the central directory
+    /// begins.
     limit: u64,
     size: u64,
     crc: u32,
     flags: u16,
-    /// How it is compressed: 0 if it is not. Then `size` is that in the archive.
+    /// The compression method, 0 if the entry is not compressed. In that case `size` is also its
+    /// size in the archive.
     method: u16,
 }
 
@@ -81,7 +85,8 @@ fn compressed(name: &str, method: u16) -> ReadStop {
     Fault::new(ErrorKind::HeaderDecode, message).into()
 }
 
-/// Numbers of the end record: disks, entries, and the place of the central directory.
+/// Numbers of the end record: the number of entries, and the length and offset of the central
+/// directory.
 #[derive(Debug, PartialEq)]
 struct End {
     count: u64,
@@ -90,7 +95,7 @@ struct End {
 }
 
 impl Archive {
-    /// Reads the directory of the archive that is the bytes `range` of the file.
+    /// Reads the directory of the archive that fills the bytes `range` of the file.
     pub(super) fn read(
         reader: &mut dyn RangeReader,
         range: Range<u64>,
@@ -108,7 +113,7 @@ impl Archive {
             );
             return Err(Fault::new(ErrorKind::HeaderTooLarge, message).into());
         }
-        // Counts are compared before memory is taken for entries.
+        // The number of entries is checked before memory is allocated for them.
         if end.count > end.len / CENTRAL_LEN as u64 {
             return Err(bad(format_args!("{} entries in {} bytes", end.count, end.len)));
         }
@@ -127,8 +132,8 @@ impl Archive {
         Ok(archive)
     }
 
-    /// Refuses compressed entries. TorchScript compresses programs, and such archives are refused for
-    /// these.
+    /// Refuses compressed entries. In archives of TorchScript the programs are compressed, so such archives are
+    /// refused because of their programs.
     fn check_stored(&self) -> Result<(), ReadStop> {
         let all = self.by_name.iter().map(|(name, &index)| (name, &self.entries[index as usize]));
         let of_file =
@@ -167,7 +172,7 @@ impl Archive {
                 return Err(bad(message));
             }
             let inner = &name[folder.len()..];
-            // Other programs write entries for folders.
+            // Programs other than torch write entries for folders.
             let is_folder = inner.is_empty() || inner.ends_with('/');
             if is_folder && entry.size > 0 {
                 return Err(bad(format_args!("the folder {} has data", quoted(name))));
@@ -201,7 +206,8 @@ impl Archive {
             );
             return Err(bad(message));
         }
-        // torch reads none of its bytes, and takes what the memory of the tensor held before.
+        // torch would not read the bytes of such an entry, so the tensor would have the previous
+        // content of its memory.
         let is_folder = le(&fixed[38..42]) & FOLDER_ATTRIBUTE != 0 || name.ends_with('/');
         if is_folder && size != 0 {
             let message = format_args!(
@@ -223,12 +229,13 @@ impl Archive {
             })
             .ok_or_else(|| bad(format_args!("the entry {} ends past its end", quoted(name))))?;
         let crc = le(&fixed[16..20]) as u32;
-        // Without the bytes of its name; `limit_entries` makes it the first byte of the next entry.
+        // The limit is too low by the length of extra fields. `limit_entries` raises it to the
+        // offset of the next entry.
         let limit = header + least + packed;
         Ok(ZipEntry { header, limit, size: packed, crc, flags, method })
     }
 
-    /// Bounds every entry by the header of the next one.
+    /// Sets the limit of every entry to the header of the next entry. Refuses entries that overlap.
     fn limit_entries(&mut self) -> Result<(), ReadStop> {
         let mut order: Vec<u32> = (0..self.entries.len() as u32).collect();
         order.sort_unstable_by_key(|&index| self.entries[index as usize].header);
@@ -247,7 +254,7 @@ impl Archive {
         Ok(())
     }
 
-    /// First byte of the central directory in the file.
+    /// Offset of the central directory in the file.
     pub(super) fn directory_start(&self) -> u64 {
         self.directory
     }
@@ -262,39 +269,41 @@ impl Archive {
         self.by_name.keys().map(String::as_str)
     }
 
-    /// The names of its entries in the order of their bytes, in which reading them is cheap.
+    /// The names of its entries in the order of their bytes. Reading them in this order is cheap.
     pub(super) fn names_in_order(&self) -> Vec<&str> {
         let mut names: Vec<_> = self.by_name.iter().collect();
         names.sort_unstable_by_key(|(_, index)| self.entries[**index as usize].header);
         names.into_iter().map(|(name, _)| name.as_str()).collect()
     }
 
-    /// The bytes of the entries that `is_used` does not know by their names: headers and data.
+    /// The bytes, headers and data, of the entries for whose names `is_used` returns false.
     pub(super) fn spans_of_others(&self, is_used: impl Fn(&str) -> bool) -> Vec<Range<u64>> {
         let others = self.by_name.iter().filter(|(name, _)| !is_used(name));
         let entries = others.map(|(_, &index)| &self.entries[index as usize]);
         entries.map(|entry| entry.header..entry.limit).collect()
     }
 
-    /// The CRC of the entry called `name`. `None` if it has none: torch writes 0 on request.
+    /// The CRC of the entry called `name`. `None` if the entry has none: an option of torch makes
+    /// it write 0 as the CRC.
     pub(super) fn crc_of(&self, name: &str) -> Option<u32> {
         let index = *self.by_name.get(name)?;
         Some(self.entries[index as usize].crc).filter(|&crc| crc != 0)
     }
 
-    /// The name of an entry with that of the folder.
+    /// The name of an entry, including the folder.
     pub(super) fn whole_name(&self, name: &str) -> String {
         format!("{}{name}", self.folder)
     }
 
-    /// Length of the entry called `name`, without reading its header. `None` if there is none.
+    /// Length of the entry called `name` in bytes, from the directory alone. `None` if there is no
+    /// such entry.
     pub(super) fn len_of(&self, name: &str) -> Option<u64> {
         let index = *self.by_name.get(name)?;
         Some(self.entries[index as usize].size)
     }
 
-    /// The bytes of the file that are the entry called `name`, after a comparison of its header. `None`
-    /// if there is no such entry.
+    /// The byte range of the data of the entry called `name`. The header of the entry is compared with the directory
+    /// first. `None` if there is no such entry.
     pub(super) fn data(
         &self,
         reader: &mut dyn RangeReader,
@@ -305,7 +314,8 @@ impl Archive {
         let differs = |what: &str| {
             bad(format_args!("the header in front of {} has another {what}", quoted(name)))
         };
-        // `limit_entries` has shown that the fixed part and the name lie in front of the limit.
+        // `limit_entries` has checked that the fixed part of the header and the name end before the
+        // limit.
         let name_len = self.folder.len() + name.len();
         let mut head = vec![0; LOCAL_LEN as usize + name_len];
         reader.read_exact_at(entry.header, &mut head)?;
@@ -352,8 +362,8 @@ impl Archive {
     }
 }
 
-/// Replaces the numbers that have no room in 32 bits by those of the extra field, in their order.
-/// `None` if it lacks one.
+/// Replaces the numbers that do not fit into 32 bits by the numbers of the ZIP64 extra field, in
+/// their order. `None` if the field lacks a number.
 fn long_numbers(numbers: &mut [u64], extra: &[u8]) -> Option<()> {
     const LONG: u64 = u32::MAX as u64;
     if !numbers.contains(&LONG) {
@@ -375,7 +385,7 @@ fn long_numbers(numbers: &mut [u64], extra: &[u8]) -> Option<()> {
     Some(())
 }
 
-/// First byte of the archive that ends in front of the byte `end`, by its end record. `None` if none ends
+/// Offset of the first byte of the archive that ends at `end`, according to its end record. `None` if no archive ends
 /// there.
 pub(super) fn archive_start(
     reader: &mut dyn RangeReader,
@@ -399,7 +409,8 @@ pub(super) fn archive_start(
     Ok(at.checked_sub(len).and_then(|directory| directory.checked_sub(offset)))
 }
 
-/// The end record of the archive in the bytes `range`, and the first byte behind its directory.
+/// The end record of the archive in the bytes `range`, and the offset at which its central
+/// directory has to end.
 fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> Result<(End, u64), ReadStop> {
     let missing = || {
         let message = "is a zip archive whose end is missing or has a comment: the download or copy \

@@ -1,5 +1,5 @@
-//! The section of an encrypted tensor in its header: how its key is derived, and the MACs of its
-//! pieces.
+//! The encryption section in the header of an encrypted tensor. It says how the key of the tensor
+//! is derived, and has the MACs of the pieces.
 
 #[cfg(test)]
 mod tests;
@@ -12,50 +12,54 @@ use super::fields::Fields;
 use super::keys::{KeyDerivation, SALT_LEN};
 use super::secretbox::{DataKey, MAC_LEN, Mac, NONCE_LEN, PieceNonce, WrongMac};
 
-/// Types of the parts of a section.
+/// Types of the parts of an encryption section.
 const KEY_DERIVATION: u16 = 1;
 const PIECES: u16 = 2;
 const ONE_PIECE: u16 = 3;
 
-/// The only method of key derivation, and its only algorithm: Argon2id, version 1.3.
+/// The only supported method of key derivation, and its only supported algorithm, Argon2id version
+/// 1.3.
 const PASSPHRASE_HASH: u16 = 1;
 const ARGON2ID: u32 = 2;
 
-/// Shortest piece in bytes. The length of a piece is a multiple of the blocks of the cipher.
+/// Minimum length of a piece in bytes. The length of a piece is also a multiple of
+/// `PIECE_LEN_STEP`, the block length of the cipher.
 pub const PIECE_LEN_MIN: u64 = 1024;
 const PIECE_LEN_STEP: u64 = 64;
 
-/// Longest section that is read, in bytes: that of 2 TiB in pieces of `PIECE_LEN`.
+/// Maximum length of a section in bytes. It is enough for a tensor of 2 TiB in pieces of
+/// `PIECE_LEN`.
 pub const SECTION_LEN_MAX: u64 = 16 << 20;
 
-/// Maximum number of bytes of the sections of one file together: those of 8 TiB in pieces of
-/// `PIECE_LEN`. The MACs of an open file stay in memory.
+/// Maximum length in bytes of all sections of one file together. It is enough for 8 TiB in pieces
+/// of `PIECE_LEN`. The limit is needed because the MACs of an open file stay in memory.
 pub const SECTIONS_LEN_MAX: u64 = 64 << 20;
 
-/// Length of the pieces that are written, in bytes.
+/// Length in bytes of the pieces that tensorfs writes.
 pub const PIECE_LEN: u64 = 2 << 20;
 
 /// How the data of a tensor is encrypted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Encryption {
-    /// How its key is derived; `None` for a plain key.
+    /// How the key is derived from a passphrase. `None` if a key is used directly.
     pub derivation: Option<KeyDerivation>,
     /// Length of the data in bytes.
     data_len: u64,
-    /// Length of each piece but the last one, which may be shorter.
+    /// Length in bytes of each piece except the last one, which may be shorter.
     piece_len: u64,
     /// Nonce of the first piece.
     nonce: PieceNonce,
     macs: Box<[Mac]>,
-    /// Whether the section has the form for one piece.
+    /// Whether the section has the form for a single piece.
     one_piece: bool,
 }
 
 impl Encryption {
-    /// The encryption of data in pieces of `PIECE_LEN` bytes, whose MACs are `macs`.
+    /// The encryption of data that is cut into pieces of `PIECE_LEN` bytes. `macs` has the MAC of
+    /// each piece.
     ///
     /// # Panics
-    /// The MACs are not as many as the pieces.
+    /// The number of MACs differs from the number of pieces.
     pub fn new(
         derivation: Option<KeyDerivation>,
         data_len: u64,
@@ -77,18 +81,18 @@ impl Encryption {
         self.macs.len() as u64
     }
 
-    /// Length in bytes of each piece but the last one.
+    /// Length in bytes of each piece except the last one.
     pub fn piece_len(&self) -> u64 {
         self.piece_len
     }
 
-    /// The bytes of the data in piece `index`.
+    /// The range of the data that is piece `index`.
     pub fn piece(&self, index: u64) -> Range<u64> {
         let start = index.saturating_mul(self.piece_len).min(self.data_len);
         start..start.saturating_add(self.piece_len).min(self.data_len)
     }
 
-    /// The bytes of the whole pieces that cover `range` of the data.
+    /// The range of the data that consists of all pieces which `range` touches.
     pub fn cover(&self, range: &Range<u64>) -> Range<u64> {
         if range.is_empty() {
             return range.start..range.start;
@@ -97,10 +101,10 @@ impl Encryption {
         self.piece(first).start..self.piece((range.end - 1) / self.piece_len).end
     }
 
-    /// Decrypts piece `index` in place if its MAC is right. Otherwise leaves its bytes as they are.
+    /// Decrypts piece `index` in place if its MAC is right. Otherwise its bytes stay unchanged.
     ///
     /// # Errors
-    /// The MAC is wrong, or there is no such piece, or it has another length.
+    /// The MAC is wrong, there is no piece `index`, or `piece` does not have its length.
     pub fn open(&self, key: &DataKey, index: u64, piece: &mut [u8]) -> Result<(), WrongMac> {
         let range = self.piece(index);
         let mac = usize::try_from(index).ok().and_then(|index| self.macs.get(index));
@@ -112,14 +116,14 @@ impl Encryption {
         }
     }
 
-    /// Longest section that is read, with its length, for data of `data_len` bytes.
+    /// Maximum length of a section for data of `data_len` bytes, including its length field.
     pub fn section_len_max(data_len: u64) -> u64 {
         let fixed = 8 + 2 + (8 + 2 + 2 + 8 + 8 + 4 + 2 + SALT_LEN) + (8 + 2 + 8 + NONCE_LEN + 8);
         let macs = data_len.div_ceil(PIECE_LEN_MIN).saturating_mul(MAC_LEN as u64);
         SECTION_LEN_MAX.min(macs.saturating_add(fixed as u64))
     }
 
-    /// Appends the section with its length.
+    /// Appends the section, with its length field first.
     pub fn encode(&self, to: &mut Vec<u8>) {
         let start = to.len();
         to.extend([0; 8]);
@@ -147,13 +151,14 @@ impl Encryption {
         write_len(to, start);
     }
 
-    /// The section, with its length, of a tensor without data in an encrypted file.
+    /// Appends the section of a tensor without data in an encrypted file, with its length field
+    /// first.
     pub fn encode_none(to: &mut Vec<u8>) {
         to.extend(2_u64.to_le_bytes());
         to.extend([0; 2]);
     }
 
-    /// Parses a section, with its length, for data of `data_len` bytes. `None`: the data is empty and
+    /// Parses a section, including its length field, for data of `data_len` bytes. `None` if the data is empty and
     /// not encrypted.
     ///
     /// # Errors
@@ -165,8 +170,8 @@ impl Encryption {
         Ok(encryption)
     }
 
-    /// Reads the section, with its length, of a tensor with `data_len` bytes. `None`: it is not
-    /// encrypted, and has no data.
+    /// Reads the section, including its length field, of a tensor with `data_len` bytes. `None` if
+    /// the tensor has no data and is not encrypted.
     pub(super) fn read(
         fields: &mut Fields<'_>,
         data_len: u64,
@@ -204,7 +209,7 @@ impl Encryption {
     }
 }
 
-/// Appends a part with its length and its type.
+/// Appends a part of a section: its length, its type and its body.
 fn part(to: &mut Vec<u8>, kind: u16, body: impl FnOnce(&mut Vec<u8>)) {
     let start = to.len();
     to.extend([0; 8]);
@@ -213,7 +218,7 @@ fn part(to: &mut Vec<u8>, kind: u16, body: impl FnOnce(&mut Vec<u8>)) {
     write_len(to, start);
 }
 
-/// Writes the length of what follows the 8 bytes at `start` into them.
+/// Writes the number of bytes that follow the 8 bytes at `start` into these 8 bytes.
 fn write_len(to: &mut [u8], start: usize) {
     let len = (to.len() - start - 8) as u64;
     to[start..start + 8].copy_from_slice(&len.to_le_bytes());

@@ -1,5 +1,5 @@
-//! The encrypted tensors of a file, with their keys: which bytes are read together, and their
-//! decryption.
+//! The encrypted tensors of a file, with their keys. Says which bytes have to be read together, and
+//! decrypts them.
 
 #[cfg(test)]
 mod tests;
@@ -13,7 +13,8 @@ use super::crypt::Encryption;
 use super::keys::Secret;
 use super::secretbox::DataKey;
 
-/// Longest encrypted piece that is read, in bytes: a read of one byte takes as much memory.
+/// Maximum length of an encrypted piece in bytes. A read of one byte needs memory for a whole
+/// piece.
 const PIECE_LEN_MAX: u64 = 16 << 20;
 
 /// A tensor whose data is encrypted.
@@ -21,7 +22,7 @@ const PIECE_LEN_MAX: u64 = 16 << 20;
 pub struct EncryptedTensor {
     /// Its name.
     pub name: String,
-    /// Its data in the file; not empty.
+    /// The range of its data in the file, which is not empty.
     pub range: Range<u64>,
     /// How it is encrypted.
     pub encryption: Encryption,
@@ -30,16 +31,18 @@ pub struct EncryptedTensor {
 /// Decrypts the tensors of one file.
 #[derive(Debug)]
 pub struct Decryptor {
-    /// By the place of their data.
+    /// Encrypted tensors with their keys, sorted by the offsets of their data.
     tensors: Box<[(EncryptedTensor, Arc<DataKey>)]>,
 }
 
 impl Decryptor {
-    /// The decryptor of `tensors`, in the order of their data, with the keys of `secret`.
+    /// The decryptor of `tensors`, which are in the order of their data. The keys come from
+    /// `secret`.
     ///
     /// # Errors
-    /// The secret is none for these tensors, their pieces are too long, or they have several key
-    /// derivations. Each derivation takes seconds, and the tensorizer package writes one to a file.
+    /// The secret does not fit the tensors, their pieces are too long, or the tensors have
+    /// different key derivations. A derivation takes seconds, and the tensorizer package uses one
+    /// derivation for a file.
     pub fn new(tensors: Vec<EncryptedTensor>, secret: &Secret) -> Result<Decryptor, Fault> {
         let mut derivations =
             tensors.iter().filter_map(|tensor| Some((tensor, tensor.encryption.derivation?)));
@@ -70,7 +73,7 @@ impl Decryptor {
         Ok(Decryptor { tensors: unlocked.collect::<Result<_, _>>()? })
     }
 
-    /// The shortest first piece of a tensor, to try the keys with.
+    /// The shortest first piece of all tensors. The key can be checked on it with the least work.
     pub fn sample(&self) -> Option<Range<u64>> {
         let firsts = self.tensors.iter().map(|(tensor, _)| {
             let piece = tensor.encryption.piece(0);
@@ -79,7 +82,7 @@ impl Decryptor {
         firsts.min_by_key(|piece| piece.end - piece.start)
     }
 
-    /// The piece with the byte at `offset`; `None` if that byte is not encrypted.
+    /// The piece that contains the byte at `offset`. `None` if that byte is not encrypted.
     pub fn piece_at(&self, offset: u64) -> Option<Range<u64>> {
         let after = self.tensors.partition_point(|(tensor, _)| tensor.range.start <= offset);
         let (EncryptedTensor { range, encryption, .. }, _) =
@@ -91,7 +94,8 @@ impl Decryptor {
         Some(range.start + piece.start..range.start + piece.end)
     }
 
-    /// The bytes that are read for `range`: it and the whole pieces that it has a part of.
+    /// The bytes that have to be read for `range`: the range, extended to whole pieces at both
+    /// ends.
     pub fn cover(&self, range: &Range<u64>) -> Range<u64> {
         if range.is_empty() {
             return range.clone();
@@ -101,8 +105,8 @@ impl Decryptor {
         start..end
     }
 
-    /// A good end for a read that begins at the start of `range` and should end with it: no piece
-    /// is cut, and the read is not empty.
+    /// The best end for a read that begins at the start of `range` and should end at its end. The
+    /// read cuts no piece at its end and is not empty.
     pub fn good_end(&self, range: &Range<u64>) -> u64 {
         match self.piece_at(range.end).filter(|piece| piece.start < range.end) {
             None => range.end,
@@ -111,11 +115,11 @@ impl Decryptor {
         }
     }
 
-    /// Decrypts all pieces in `bytes`, which begin at `start` of the file and hold whole pieces.
-    /// After an error `bytes` hold encrypted pieces, plain ones, or both.
+    /// Decrypts all pieces in `bytes`, which begin at offset `start` of the file and contain whole
+    /// pieces only. After an error, some pieces in `bytes` may be decrypted and others not.
     ///
     /// # Errors
-    /// `decrypt_failed` with the tensor and the bytes of the piece.
+    /// `decrypt_failed`, with the tensor and the byte range of the piece.
     pub fn decrypt(&self, start: u64, bytes: &mut [u8]) -> Result<(), Fault> {
         let end = start + bytes.len() as u64;
         let first = self.tensors.partition_point(|(tensor, _)| tensor.range.end <= start);
@@ -130,7 +134,7 @@ impl Decryptor {
                 let index = offset / encryption.piece_len();
                 let piece = encryption.piece(index);
                 let place = range.start + piece.start..range.start + piece.end;
-                // A part of a piece has no MAC of its own.
+                // A part of a piece cannot be decrypted, because only the whole piece has a MAC.
                 let whole = place.start >= start && place.end <= end;
                 let opened = whole.then(|| {
                     let within = (place.start - start) as usize..(place.end - start) as usize;

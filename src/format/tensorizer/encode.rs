@@ -1,8 +1,8 @@
-//! Writes the descriptions of a tensorizer file, byte for byte as the reference implementation
-//! (tensorizer 2.12) does: the head with the list of tensors, and the header of each tensor.
+//! Writes the descriptions of a tensorizer file: the head with the list of tensors, and the header
+//! of each tensor. The bytes equal those of the reference implementation (tensorizer 2.12).
 //!
-//! The hashes of a header depend on the data that follows it, so a header begins with zeros in
-//! their place.
+//! The hashes in a header depend on the data that follows the header. So the header is first made
+//! with zeros in place of the hashes.
 
 use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
@@ -20,30 +20,31 @@ use super::{
     VERSIONED_SINCE,
 };
 
-/// Length of the list of tensors, in bytes: that of the reference implementation. Longer lists have
-/// a multiple of it.
+/// Length of the list of tensors in bytes, as in the reference implementation. The length of a
+/// longer list is a multiple of it.
 pub const ENTRIES_LEN: u64 = 256 << 10;
 
 /// The mark after the last tensor.
 pub const END_MARK: [u8; 8] = [0; 8];
 
-/// Version of files whose dtypes all exist in numpy, and of files with a dtype that only torch has.
+/// File version if numpy has all dtypes, and file version if only torch has one of the dtypes.
 const PLAIN_VERSION: u32 = 1;
 const OPAQUE_VERSION: u32 = 2;
 
-/// Bytes of a hash in a header: type and length, and the values.
+/// Lengths in bytes of the parts of a hash in a header: type and length, the value of a CRC32, and
+/// the value of a SHA-256.
 const HASH_PREFIX_LEN: usize = 2;
 const CRC32_LEN: usize = 4;
 const SHA256_LEN: usize = 32;
 
-/// A tensor that is to be written.
+/// A tensor that will be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewTensor {
-    /// Bytes of its name: text, or byte 0x1e and a path as a JSON array.
+    /// Bytes of its name: text, or the byte 0x1e and then a path as a JSON array.
     pub name: Vec<u8>,
     /// 0 for a parameter, 1 for a buffer, 2 for a value of a state dict.
     pub kind: u8,
-    /// Number of its module.
+    /// Number of its module in the model.
     pub module: u16,
     /// Its dtype as the format names it, for example `<f4`.
     pub dtype: String,
@@ -54,11 +55,11 @@ pub struct NewTensor {
 }
 
 impl NewTensor {
-    /// A value of a state dict, as other formats describe it.
+    /// A value of a state dict, from the name, dtype and shape that other formats have.
     ///
     /// # Errors
-    /// `unknown_dtype` and `misaligned` for elements that the format does not have, `header_decode`
-    /// for a name that it would read as another one.
+    /// `unknown_dtype` and `misaligned` for elements that the format does not have. `header_decode`
+    /// for a name that a reader of the format would take for another name.
     pub fn of_state_dict(name: &str, dtype: Dtype, shape: &[u64]) -> Result<NewTensor, Fault> {
         let refused = |kind, message: &str| Fault::new(kind, message).tensor(name);
         if name.as_bytes().first() == Some(&PATH_MARK) {
@@ -97,25 +98,26 @@ impl NewTensor {
         })
     }
 
-    /// The same tensor, of which all elements are zero, as a meta tensor if the reference
-    /// implementation reads it: it has dimensions, and numpy has its dtype.
+    /// This tensor as a meta tensor, which has no data. All its elements must be zero. It stays as
+    /// it is if the reference implementation cannot read such a meta tensor: it needs at least one
+    /// dimension, and a dtype that numpy has.
     pub fn without_zeros(self) -> NewTensor {
         let is_read = !self.shape.is_empty() && !self.dtype.contains('\0');
         NewTensor { data_len: self.data_len.filter(|_| !is_read), ..self }
     }
 
-    /// Whether a dimension needs 64 bits.
+    /// Whether the size of a dimension needs 64 bits.
     fn is_long(&self) -> bool {
         self.shape.iter().any(|&dim| dim > u32::MAX.into())
     }
 
-    /// The name for messages.
+    /// The name as text for messages.
     fn shown(&self) -> String {
         String::from_utf8_lossy(&self.name).into_owned()
     }
 
-    /// Refuses what the fields of the format cannot hold, and names that are not read. Returns the
-    /// name.
+    /// Refuses values that the fields of the format cannot hold, and names that are not valid.
+    /// Returns the decoded name.
     fn check(&self) -> Result<TensorName, Fault> {
         let bounds = [
             ("its name has a length in bytes of", self.name.len(), 1, usize::from(u16::MAX)),
@@ -152,8 +154,8 @@ impl NewTensor {
         }
     }
 
-    /// Bytes of an element, by the dtype: byte order, letter and number, and the name that torch has
-    /// for opaque bytes.
+    /// Length of an element in bytes, from the dtype. A dtype has byte order, letter and number. For opaque bytes the
+    /// name of the torch type follows.
     fn element_len(&self) -> Option<u64> {
         let (storage, torch) = match self.dtype.split_once('\0') {
             Some((storage, torch)) => (storage, Some(torch)),
@@ -169,7 +171,7 @@ impl NewTensor {
         width.parse().ok().filter(|width| (1..=16).contains(width))
     }
 
-    /// Length of its entry in the list in bytes, without the version.
+    /// Length of its entry in the list in bytes, without the version field.
     fn entry_len(&self) -> u64 {
         let dim_len = if self.is_long() { 8 } else { 4 };
         (2 + self.name.len() + 2 + self.dtype.len() + 1 + dim_len * self.shape.len() + 24) as u64
@@ -189,7 +191,7 @@ impl NewTensor {
     }
 }
 
-/// The text for an element type, `None` if the format has none.
+/// The text of the format for an element type. `None` if the format does not have the type.
 fn code_of(dtype: Dtype) -> Option<String> {
     if let Some((code, _)) = DTYPES.iter().find(|(_, known)| *known == dtype) {
         return Some((*code).to_owned());
@@ -200,10 +202,10 @@ fn code_of(dtype: Dtype) -> Option<String> {
     Some(format!("{storage}\0torch.{torch}"))
 }
 
-/// Length of the list that `tensors` need, in bytes.
+/// Length in bytes of the list that `tensors` need.
 ///
 /// # Errors
-/// `header_too_large` if no list that is read is so long.
+/// `header_too_large` if the list would be longer than readers accept.
 pub fn entries_len(tensors: &[NewTensor]) -> Result<u64, Fault> {
     let versions = if tensors.iter().any(NewTensor::is_long) { 4 } else { 0 };
     let needed = tensors.iter().map(|tensor| tensor.entry_len() + versions).sum::<u64>();
@@ -221,23 +223,23 @@ pub fn entries_len(tensors: &[NewTensor]) -> Result<u64, Fault> {
 /// The header of a tensor and the places of its parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorHeader {
-    /// First byte in the file.
+    /// Offset of its first byte in the file.
     pub start: u64,
-    /// Length of the data behind it in bytes, 0 for a meta tensor.
+    /// Length in bytes of the data that follows it, 0 for a meta tensor.
     pub data_len: u64,
     bytes: Vec<u8>,
-    /// Place of the value of the CRC32; `None` in encrypted tensors.
+    /// Place in the header of the value of the CRC32. `None` for encrypted tensors.
     crc32: Option<usize>,
-    /// Place of the value of the SHA-256.
+    /// Place in the header of the value of the SHA-256.
     sha256: usize,
-    /// The section about encryption with its length. Empty in plain files.
+    /// Place of the encryption section with its length field. Empty in a file without encryption.
     crypt: Range<usize>,
-    /// How its data is encrypted, with zeros in place of the MACs.
+    /// How its data is encrypted. The MACs are zeros until they are set.
     encryption: Option<Encryption>,
 }
 
 impl TensorHeader {
-    /// The header of `tensor` at `start`; `crypt` is its section about encryption.
+    /// The header of `tensor` at the offset `start`. `crypt` is its encryption section.
     fn new(tensor: &NewTensor, start: u64, crypt: &CryptSection) -> TensorHeader {
         let data_len = tensor.data_len.unwrap_or(0);
         let mut bytes = vec![0; 8];
@@ -246,8 +248,8 @@ impl TensorHeader {
         bytes.extend_from_slice(&(tensor.name.len() as u16).to_le_bytes());
         bytes.extend_from_slice(&tensor.name);
         tensor.put_details(&mut bytes);
-        // The reference implementation gives encrypted data a SHA-256 alone. A CRC32 would tell more
-        // of the plain data. Meta tensors have nothing to hide.
+        // For encrypted data the reference implementation writes a SHA-256 only, because a CRC32 would reveal more
+        // about the plain data. Meta tensors have no data to protect.
         let has_crc32 = !matches!(crypt, CryptSection::Sealed(_));
         let crc32_len = if has_crc32 { HASH_PREFIX_LEN + CRC32_LEN } else { 0 };
         let section_len = 1 + crc32_len + HASH_PREFIX_LEN + SHA256_LEN;
@@ -284,27 +286,28 @@ impl TensorHeader {
         &self.bytes
     }
 
-    /// First byte of the data in the file.
+    /// Offset of the data in the file.
     pub fn data_start(&self) -> u64 {
         self.start + self.bytes.len() as u64
     }
 
-    /// End of the data in the file.
+    /// Offset of the end of the data in the file.
     pub fn end(&self) -> u64 {
         self.data_start() + self.data_len
     }
 
-    /// Whether it has a CRC32.
+    /// Whether the header has a CRC32.
     pub fn has_crc32(&self) -> bool {
         self.crc32.is_some()
     }
 
-    /// The parts that are hashed in front of the data. Call this before hashes are set.
+    /// The parts of the header that are hashed before the data. Must be called before the hashes
+    /// are set.
     pub fn hashed_parts(&self) -> [&[u8]; 2] {
         [&self.bytes[..self.crypt.start], &self.bytes[self.crypt.end..]]
     }
 
-    /// Sets the hashes, those of `hashed_parts` and the plain data.
+    /// Sets the hashes, which cover `hashed_parts` and then the plain data.
     pub fn set_hashes(&mut self, crc32: u32, sha256: [u8; SHA256_LEN]) {
         if let Some(start) = self.crc32 {
             self.bytes[start..start + CRC32_LEN].copy_from_slice(&crc32.to_le_bytes());
@@ -322,7 +325,7 @@ impl TensorHeader {
     /// Sets the MACs of the pieces of encrypted data.
     ///
     /// # Panics
-    /// The MACs are not as many as the pieces.
+    /// The number of MACs differs from the number of pieces.
     pub fn set_macs(&mut self, macs: Vec<Mac>) {
         let Some(encryption) = &self.encryption else { return };
         let Encryption { derivation, .. } = *encryption;
@@ -334,7 +337,7 @@ impl TensorHeader {
     }
 }
 
-/// The section of a header about encryption.
+/// The encryption section of a header.
 enum CryptSection {
     /// The file is not encrypted.
     Absent,
@@ -343,18 +346,18 @@ enum CryptSection {
     Sealed(Encryption),
 }
 
-/// The names of the tensors so far. No reader could tell apart two equal ones, or find a path that
-/// leads through another tensor.
+/// The names of the tensors that were added so far. Readers could not distinguish two equal names,
+/// and could not follow a path that leads through another tensor.
 #[derive(Clone, Debug, Default)]
 struct TakenNames {
-    /// As other formats have them.
+    /// The names as other formats have them.
     joined: HashSet<String>,
-    /// Keys of paths. None begins with another one.
+    /// Keys of paths. No key begins with another key.
     keys: BTreeSet<String>,
 }
 
 impl TakenNames {
-    /// Takes a name.
+    /// Adds a name. Fails if the name is taken.
     fn insert(&mut self, name: &TensorName) -> Result<(), String> {
         let key = name.key().into_owned();
         if self.joined.contains(&name.joined) {
@@ -366,7 +369,7 @@ impl TakenNames {
                     .to_owned()
             });
         }
-        // Keys are sorted, so those that begin with a key follow it at once.
+        // Keys are sorted, so keys that begin with `key` follow directly after it.
         let before = self.keys.range::<String, _>(..&key).next_back();
         let after = self.keys.range::<String, _>(&key..).next();
         let above = before.filter(|before| key.starts_with(before.as_str()));
@@ -382,38 +385,40 @@ impl TakenNames {
         Ok(())
     }
 
-    /// Gives back a name that was taken.
+    /// Removes a name that was added.
     fn remove(&mut self, name: &TensorName) {
         self.joined.remove(&name.joined);
         self.keys.remove(&*name.key());
     }
 }
 
-/// Describes the tensors of a file one after another.
+/// Makes the descriptions of the tensors of a file, one tensor after another.
 #[derive(Clone, Debug)]
 pub struct FileEncoder {
-    /// Offset of the file's first byte.
+    /// Offset of the first byte of the file.
     start: u64,
     entries_len: u64,
-    /// How the key of an encrypted file is derived, if it is.
+    /// `None` if the file is not encrypted. Inside, how the key is derived, or `None` for a plain
+    /// key.
     encryption: Option<Option<KeyDerivation>>,
     names: TakenNames,
-    /// Whether each entry has a version, because one of them has dimensions of 64 bits.
+    /// Whether each entry has a version field, because one of the entries has dimensions of 64
+    /// bits.
     is_versioned: bool,
-    /// Version that the tensors so far need, apart from encryption.
+    /// File version that the tensors so far need. Encryption is not included.
     version: u32,
-    /// Entries with the end of each; without versions.
+    /// Bytes of all entries, without version fields. `ends` has the end of each entry.
     entries: Vec<u8>,
     ends: Vec<(usize, bool)>,
-    /// Bytes of data of all tensors.
+    /// Length in bytes of the data of all tensors.
     data_len: u64,
-    /// First byte after the last tensor.
+    /// Offset behind the last tensor.
     end: u64,
 }
 
 impl FileEncoder {
-    /// A file that begins at `start` of the places that it names, with `entries_len` bytes for the
-    /// list of tensors.
+    /// A file that begins at offset `start`, with `entries_len` bytes for the list of tensors. The
+    /// offsets in the file count from the same origin as `start`.
     pub fn new(start: u64, entries_len: u64) -> FileEncoder {
         FileEncoder {
             start,
@@ -429,18 +434,19 @@ impl FileEncoder {
         }
     }
 
-    /// The same file, with data that is encrypted with a key of `derivation`, or with a plain key.
+    /// This file with encrypted data. The key is derived as `derivation` says, or is a plain key if
+    /// it is `None`.
     #[must_use]
     pub fn encrypted(self, derivation: Option<KeyDerivation>) -> FileEncoder {
         FileEncoder { encryption: Some(derivation), ..self }
     }
 
-    /// First byte of the file.
+    /// Offset of the first byte of the file.
     pub fn start(&self) -> u64 {
         self.start
     }
 
-    /// First byte after the last tensor.
+    /// Offset behind the last tensor.
     pub fn end(&self) -> u64 {
         self.end
     }
@@ -450,16 +456,17 @@ impl FileEncoder {
         self.ends.len()
     }
 
-    /// Bytes of data of all tensors.
+    /// Length in bytes of the data of all tensors.
     pub fn data_len(&self) -> u64 {
         self.data_len
     }
 
-    /// Adds tensors behind the others, and returns their headers. `nonce` gives the nonce of the first
-    /// piece of each encrypted tensor: a random one, because none may be used twice with a key.
+    /// Adds tensors after the tensors so far, and returns their headers. `nonce` makes the nonce for the first piece
+    /// of each encrypted tensor. It has to be random, because no nonce may be used twice with one key.
     ///
     /// # Errors
-    /// If the format cannot hold one of them, or a name is taken. The file is as before then.
+    /// The format cannot hold one of the tensors, or a name is taken. The encoder is unchanged in
+    /// this case.
     pub fn add_all(
         &mut self,
         tensors: &[NewTensor],
@@ -550,7 +557,7 @@ impl FileEncoder {
         Ok(header)
     }
 
-    /// The fixed head and the whole list of tensors, as they are now.
+    /// The fixed head and the whole list of tensors, with the tensors that were added so far.
     pub fn head(&self) -> Vec<u8> {
         let is_encrypted = self.encryption.is_some();
         let base = if is_encrypted { ENCRYPTED_VERSION } else { PLAIN_VERSION };

@@ -1,4 +1,4 @@
-//! The area of entries: name, type, dtype, shape and place of each tensor.
+//! The area of entries: name, kind, dtype, shape and place of each tensor.
 
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
@@ -7,20 +7,22 @@ use super::fields::Fields;
 use super::names::{TensorName, check_distinct};
 use super::{FileHead, HEAD_LEN};
 
-/// Types of tensors: parameter, buffer, and value of a state dict.
+/// Valid kinds of tensors: parameter, buffer, and value of a state dict.
 const KINDS: std::ops::RangeInclusive<u8> = 0..=2;
 
-/// The type of a value of a state dict, whose name may be a path.
+/// The kind of a value of a state dict. Only such a value may have a path as its name.
 pub(super) const STATE_DICT: u8 = 2;
 
-/// Version of an entry with dimensions of 32 bits, and of one with 64.
+/// Version of an entry with dimensions of 32 bits, and version of an entry with dimensions of 64
+/// bits.
 pub(super) const SHORT: u32 = 1;
 pub(super) const LONG: u32 = 5;
 
-/// Shortest entry in bytes: a name and a dtype of one byte each, no dimensions, three places.
+/// Minimum length of an entry in bytes: a name and a dtype of one byte each, no dimensions, and
+/// three places.
 const ENTRY_LEN_MIN: u64 = 31;
 
-/// Element types by the code of numpy.
+/// Element types by the type codes of numpy.
 pub(super) const DTYPES: [(&str, Dtype); 13] = [
     ("|b1", Dtype::Bool),
     ("|u1", Dtype::U8),
@@ -44,19 +46,19 @@ pub(super) const F4_PACKED: u64 = 2;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct ListedTensor<'a> {
     pub(super) name: TensorName,
-    /// The bytes of the name as they are stored.
+    /// The bytes of its name in the file.
     pub(super) stored_name: &'a [u8],
     pub(super) kind: u8,
     pub(super) dtype: &'a [u8],
     pub(super) shape: Vec<u64>,
-    /// Whether its dimensions have 64 bits, in its header too.
+    /// Whether its dimensions have 64 bits, in the entry and in its header.
     pub(super) is_long: bool,
     pub(super) header_start: u64,
     pub(super) data_start: u64,
     pub(super) data_len: u64,
 }
 
-/// Decodes the entries of a file, in their order.
+/// Decodes the entries of a file, in the order in which they are stored.
 pub(super) fn decode<'a>(area: &'a [u8], head: &FileHead) -> Result<Vec<ListedTensor<'a>>, Fault> {
     if head.count > head.entries_len / ENTRY_LEN_MIN {
         let message = format!(
@@ -90,7 +92,7 @@ fn entry<'a>(fields: &mut Fields<'a>, versioned: bool) -> Result<ListedTensor<'a
     }
 }
 
-/// Decodes the fields behind the name.
+/// Decodes the fields that follow the name.
 fn details<'a>(fields: &mut Fields<'a>, entry: &mut ListedTensor<'a>) -> Result<(), Fault> {
     entry.kind = fields.u8("the type of a tensor")?;
     if !KINDS.contains(&entry.kind) {
@@ -109,7 +111,7 @@ fn details<'a>(fields: &mut Fields<'a>, entry: &mut ListedTensor<'a>) -> Result<
     Ok(())
 }
 
-/// The element type and the shape of a tensor in other formats.
+/// The element type and the shape that a tensor has in other formats.
 pub(super) fn element_type(entry: &ListedTensor<'_>) -> Result<(Dtype, Vec<u64>), Fault> {
     let ListedTensor { dtype: code, shape, .. } = entry;
     let unknown = |why: &str| {
@@ -123,7 +125,7 @@ pub(super) fn element_type(entry: &ListedTensor<'_>) -> Result<(Dtype, Vec<u64>)
         let (_, dtype) = known.ok_or_else(|| unknown("is none of safetensors"))?;
         return Ok((*dtype, shape.clone()));
     };
-    // Types that numpy has are stored by its codes.
+    // Types that numpy has must be stored with the codes of numpy.
     let dtype = name
         .strip_prefix("torch.")
         .and_then(Dtype::from_torch)

@@ -1,13 +1,13 @@
-//! The fields of entries and of tensor headers.
+//! Reads the fields of entries and of tensor headers.
 
 use crate::error::{ErrorKind, Fault};
 
-/// Reads fields one after another, never beyond their end.
+/// Reads fields one after another, and never past their end.
 pub(super) struct Fields<'a> {
     bytes: &'a [u8],
     /// Number of bytes read so far.
     read: usize,
-    /// Offset of the first byte in the file.
+    /// Offset in the file of the first byte of the fields.
     start: u64,
 }
 
@@ -21,12 +21,12 @@ impl<'a> Fields<'a> {
         self.start + self.read as u64
     }
 
-    /// Number of bytes that are left.
+    /// Number of bytes that are not read yet.
     pub(super) fn left(&self) -> usize {
         self.bytes.len() - self.read
     }
 
-    /// A fault at the current place.
+    /// A fault with the offset of the current field.
     pub(super) fn bad(&self, what: &str) -> Fault {
         let offset = self.offset();
         let message = format!(
@@ -69,27 +69,27 @@ impl<'a> Fields<'a> {
         self.array(what).map(u64::from_le_bytes)
     }
 
-    /// Bytes after their length in 8 bits.
+    /// Bytes that follow their length, which has 8 bits.
     pub(super) fn bytes_8(&mut self, what: &str) -> Result<&'a [u8], Fault> {
         let len = self.u8(what)?;
         self.take(len.into(), what)
     }
 
-    /// Bytes after their length in 16 bits.
+    /// Bytes that follow their length, which has 16 bits.
     pub(super) fn bytes_16(&mut self, what: &str) -> Result<&'a [u8], Fault> {
         let len = self.u16(what)?;
         self.take(len.into(), what)
     }
 
-    /// The fields in the bytes after their length in 64 bits.
+    /// A reader for the fields in a section. The section follows its length, which has 64 bits.
     pub(super) fn section_64(&mut self, what: &str) -> Result<Fields<'a>, Fault> {
-        // More than the memory of the machine is more than is left.
+        // A length that does not fit into `usize` is larger than the rest, so `take` refuses it.
         let len = usize::try_from(self.u64(what)?).unwrap_or(usize::MAX);
         let start = self.offset();
         self.take(len, what).map(|bytes| Fields::new(bytes, start))
     }
 
-    /// Refuses bytes behind the last field.
+    /// Refuses bytes after the last field.
     pub(super) fn end(&self, what: &str) -> Result<(), Fault> {
         match self.left() {
             0 => Ok(()),
@@ -97,7 +97,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A shape with dimensions of 64 bits if `is_long`, or of 32.
+    /// A shape. Its dimensions have 64 bits if `is_long` is set, else 32 bits.
     pub(super) fn shape(&mut self, is_long: bool) -> Result<Vec<u64>, Fault> {
         let what = "a dimension";
         let rank = self.u8("the number of dimensions")?;

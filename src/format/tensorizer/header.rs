@@ -1,4 +1,4 @@
-//! The header of a tensor, compared with its entry.
+//! Parses the header of a tensor, and compares it with the entry of the tensor.
 
 use std::ops::Range;
 
@@ -9,23 +9,23 @@ use super::entries::ListedTensor;
 use super::fields::Fields;
 use super::{HashKind, KeptHashes};
 
-/// Shortest header of a tensor in bytes: its length, module, type, a name and a dtype of one byte
-/// each, no dimensions, no hashes, the length of the data.
+/// Minimum length of the header of a tensor in bytes: its length, module, kind, a name and a dtype
+/// of one byte each, no dimensions, no hashes, and the length of the data.
 pub(super) const TENSOR_HEADER_LEN_MIN: u64 = 8 + 2 + 1 + 3 + 2 + 1 + 3 + DATA_LEN_LEN;
 
-/// Bytes of the length of the data, the last field of a header.
+/// Length in bytes of the last field of a header, which has the length of the data.
 const DATA_LEN_LEN: u64 = 8;
 
-/// The fields of a header that its entry does not have.
+/// The fields of a header that the entry does not have.
 pub(super) struct HeaderExtras {
     pub(super) hashes: KeptHashes,
     pub(super) encryption: Option<Encryption>,
-    /// The bytes of the file that say how the tensor is encrypted.
+    /// The bytes of the file that describe the encryption of the tensor.
     pub(super) encryption_bytes: Range<u64>,
 }
 
-/// Compares the header of a tensor with its entry, and returns the other fields. `encrypted`: the file
-/// is.
+/// Compares the header of a tensor with its entry, and returns the other fields. `encrypted` says whether the file is
+/// encrypted.
 pub(super) fn compare(
     entry: &ListedTensor<'_>,
     header: &[u8],
@@ -72,7 +72,7 @@ pub(super) fn compare(
     let encryption_bytes = encryption_start..fields.offset();
     let data_len = fields.u64("the length of the data")?;
     if data_len != entry.data_len {
-        // Negative lengths are reserved.
+        // Negative lengths are reserved by the format.
         let found = data_len.cast_signed().to_string();
         return differs("data length", &found, &entry.data_len.to_string());
     }
@@ -114,7 +114,7 @@ fn hashes_of(fields: &mut Fields<'_>) -> Result<KeptHashes, Fault> {
     Ok(hashes)
 }
 
-/// Keeps the first value of a kind of hash. Returns whether `value` is equal to it.
+/// Keeps the first value of a kind of hash. Returns whether `value` equals the kept value.
 fn keep_one<const N: usize>(kept: &mut Option<[u8; N]>, value: &[u8]) -> bool {
     let Ok(value) = value.try_into() else { return false };
     *kept.get_or_insert(value) == value

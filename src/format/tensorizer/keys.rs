@@ -1,4 +1,4 @@
-//! The secret that opens an encrypted file: a key, or a passphrase that keys are derived from.
+//! The secret that opens an encrypted file: a key, or a passphrase from which keys are derived.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,36 +15,37 @@ use super::secretbox::{DataKey, KEY_LEN};
 /// Length of the salt of a passphrase in bytes.
 pub const SALT_LEN: usize = 16;
 
-/// Minimum memory of a derivation in bytes.
+/// Minimum memory of a key derivation in bytes.
 const MEM_LIMIT_MIN: u64 = 8 << 10;
 
-/// Maximum memory of a derivation in bytes. It is that of the strongest preset of libsodium.
+/// Maximum memory of a key derivation in bytes. It is the memory of the strongest preset of
+/// libsodium.
 const MEM_LIMIT_MAX: u64 = 1 << 30;
 
-/// Maximum number of bytes that the passes of a derivation write together: four times those of that
-/// preset.
+/// Maximum number of bytes that all passes of a key derivation write together. It is four times the
+/// number of the strongest preset of libsodium.
 const WORK_MAX: u64 = 16 << 30;
 
-/// Maximum number of derived keys that are kept. A file has one derivation, whose parameters stand
-/// at each tensor.
+/// Maximum number of derived keys in memory. A file uses one derivation, and repeats its parameters
+/// in the header of each tensor.
 const KEPT_MAX: usize = 64;
 
-/// How a key is derived from a passphrase: Argon2id, version 1.3, with one lane.
+/// How a key is derived from a passphrase: with Argon2id, version 1.3, with one lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyDerivation {
     /// Number of passes.
     pub ops_limit: u64,
-    /// Memory in bytes, used in whole KiB.
+    /// Memory in bytes, which is rounded down to whole KiB.
     pub mem_limit: u64,
     /// Salt.
     pub salt: [u8; SALT_LEN],
 }
 
 impl KeyDerivation {
-    /// Refuses parameters that take too much memory or time.
+    /// Refuses parameters that need too much memory or time.
     ///
     /// # Errors
-    /// A limit is too large or too small. The text says which.
+    /// A limit is too large or too small. The text says which limit.
     pub fn check(&self) -> Result<(), String> {
         let &KeyDerivation { ops_limit, mem_limit, .. } = self;
         if !(MEM_LIMIT_MIN..=MEM_LIMIT_MAX).contains(&mem_limit) {
@@ -61,13 +62,13 @@ impl KeyDerivation {
         Ok(())
     }
 
-    /// Derives the key of `passphrase`. Takes `mem_limit` bytes of memory, and a time that grows with
-    /// `mem_limit` and `ops_limit`.
+    /// Derives the key of `passphrase`. Uses `mem_limit` bytes of memory. The time grows with `mem_limit` and
+    /// `ops_limit`.
     ///
     /// # Errors
-    /// A limit is too large, or the memory is not there.
+    /// A limit is too large, or the memory cannot be allocated.
     pub fn derive(&self, passphrase: &[u8]) -> Result<DataKey, Fault> {
-        // The parameters come from a file.
+        // The parameters come from a file, so they have to be checked.
         self.check().map_err(|what| {
             let message = format!(
                 "its key derivation {what}; save it again with other limits, or give its key \
@@ -88,7 +89,7 @@ impl KeyDerivation {
                 format!("no key can be derived from the passphrase: {e}; give another one");
             Fault::new(ErrorKind::Usage, message)
         };
-        // Both fit after the check.
+        // After `check`, both numbers fit into 32 bits.
         let (kib, passes) = ((self.mem_limit >> 10) as u32, self.ops_limit as u32);
         let params = Params::new(kib, passes, 1, Some(KEY_LEN)).map_err(refused)?;
         let mut blocks = Zeroizing::new(Vec::new());
@@ -107,8 +108,8 @@ impl KeyDerivation {
     }
 }
 
-/// The key of encrypted tensorizer files, or the passphrase that their keys are derived from. Its
-/// memory is wiped when it is dropped, and it is never printed.
+/// The key of encrypted tensorizer files, or the passphrase from which their keys are derived. Its
+/// memory is wiped when it is dropped. It is never printed.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -122,11 +123,12 @@ impl KeyDerivation {
 /// ```
 pub struct Secret {
     kind: SecretKind,
-    /// Whether it may be given for a file that is not encrypted.
+    /// Whether it may also be used with files that are not encrypted.
     optional: bool,
-    /// Keys of the passphrase by their parameters. Deriving one takes seconds.
+    /// Keys derived from the passphrase, by their parameters. They are kept because a derivation
+    /// takes seconds.
     derived: Mutex<Vec<(KeyDerivation, Arc<DataKey>)>>,
-    /// Whether one is derived now.
+    /// Whether a key is being derived at the moment.
     deriving: AtomicBool,
 }
 
@@ -145,11 +147,10 @@ impl Secret {
         }
     }
 
-    /// The key in `bytes`: 32 bytes as they are, or 64 hexadecimal digits, which white space may
-    /// follow.
+    /// Parses a key: 32 raw bytes, or 64 hexadecimal digits, after which white space may follow.
     ///
     /// # Errors
-    /// A line with the expected form, and the number of bytes that were found.
+    /// One line with the expected form and the number of bytes that were found.
     pub fn parse_key(bytes: &[u8]) -> Result<Secret, String> {
         let expected = || {
             let len = bytes.len();
@@ -173,10 +174,10 @@ impl Secret {
         key.map(|key| Secret::new(SecretKind::Key(Arc::new(key))))
     }
 
-    /// A passphrase, as the bytes of a text.
+    /// A passphrase from the bytes of its text.
     ///
     /// # Errors
-    /// It is empty.
+    /// The passphrase is empty.
     pub fn passphrase(bytes: Zeroizing<Vec<u8>>) -> Result<Secret, String> {
         if bytes.is_empty() {
             return Err("the passphrase is empty".to_owned());
@@ -184,33 +185,35 @@ impl Secret {
         Ok(Secret::new(SecretKind::Passphrase(bytes)))
     }
 
-    /// The same secret, which may be given for files that are not encrypted.
+    /// The same secret, which may also be used with files that are not encrypted.
     #[must_use]
     pub fn optional(self) -> Secret {
         Secret { optional: true, ..self }
     }
 
-    /// Whether it may be given for a file that is not encrypted.
+    /// Whether it may also be used with files that are not encrypted.
     pub(crate) fn is_optional(&self) -> bool {
         self.optional
     }
 
-    /// Whether a key is derived from it now, which may take a minute of computing.
+    /// Whether a key is being derived from it at the moment, which may take a minute of CPU time.
     pub fn is_deriving(&self) -> bool {
         self.deriving.load(Ordering::Relaxed)
     }
 
-    /// The fault of a file that this secret is given for alone, if there is one.
+    /// The fault of a file that is not encrypted, although this secret was given for it. `None` if
+    /// file and secret fit.
     pub(crate) fn misfit(&self, is_encrypted: bool) -> Option<Fault> {
         let message = "is not encrypted, but a key or a passphrase was given; leave it out";
         let refused = !is_encrypted && !self.optional;
         refused.then(|| Fault::new(ErrorKind::NotEncrypted, message))
     }
 
-    /// The key for data that was encrypted with a key of `derivation`, or with a plain key.
+    /// The key for data that was encrypted with a key of `derivation`, or with a plain key if
+    /// `derivation` is `None`.
     ///
     /// # Errors
-    /// This is a passphrase, and the key was not derived from one. Errors of `KeyDerivation::derive`.
+    /// This is a passphrase, but the data was encrypted with a plain key. Also the errors of `KeyDerivation::derive`.
     pub(crate) fn key_of(&self, derivation: Option<&KeyDerivation>) -> Result<Arc<DataKey>, Fault> {
         let passphrase = match &self.kind {
             SecretKind::Key(key) => return Ok(Arc::clone(key)),
@@ -221,7 +224,7 @@ impl Secret {
                            the key itself";
             return Err(Fault::new(ErrorKind::KeyRequired, message));
         };
-        // The lock is held, so that two threads do not derive one key twice.
+        // The lock is held during the derivation, so that two threads do not derive the same key.
         let mut derived = self.derived.lock();
         if let Some((_, key)) = derived.iter().find(|(known, _)| known == derivation) {
             return Ok(Arc::clone(key));

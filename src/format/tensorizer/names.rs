@@ -1,4 +1,4 @@
-//! Names of tensors: text, or a path through nested dicts and lists.
+//! Names of tensors. A name is text, or a path through nested dicts and lists.
 
 use std::borrow::Cow;
 
@@ -6,19 +6,19 @@ use serde::Deserialize;
 
 use crate::error::{ErrorKind, Fault, quoted};
 
-/// First byte of a name that is a path. A JSON array follows.
+/// First byte of a name that is a path. The path follows as a JSON array.
 pub(super) const PATH_MARK: u8 = 0x1e;
 
 /// The name of a tensor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct TensorName {
-    /// The name in other formats: text as it is, the steps of a path joined by dots.
+    /// The name in other formats: the text, or the steps of the path joined by dots.
     pub(super) joined: String,
-    /// The key of a path, `None` for text.
+    /// The key of a path, `None` if the name is text.
     path: Option<String>,
 }
 
-/// A step of a path: the key of a dict, or a position in a list.
+/// A step of a path: the key of a dict, or the position in a list.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum PathStep {
@@ -27,12 +27,12 @@ enum PathStep {
 }
 
 impl TensorName {
-    /// Whether it is a path.
+    /// Whether the name is a path.
     pub(super) fn is_path(&self) -> bool {
         self.path.is_some()
     }
 
-    /// Its steps as JSON, with a comma after each. A path begins with the key of each path above it.
+    /// The steps as JSON, with a comma after each. So the key of a path begins with the key of each path above it.
     pub(super) fn key(&self) -> Cow<'_, str> {
         match &self.path {
             Some(key) => key.into(),
@@ -104,8 +104,8 @@ fn key_of(steps: &[PathStep]) -> String {
     key
 }
 
-/// Refuses two equal names, two paths that are one name in other formats, and a path through
-/// another tensor.
+/// Refuses two equal names, two paths that give the same name in other formats, and a path that
+/// leads through another tensor.
 pub(super) fn check_distinct<'a>(names: impl Iterator<Item = &'a TensorName>) -> Result<(), Fault> {
     let mut names: Vec<&TensorName> = names.collect();
     names.sort_unstable_by(|a, b| a.joined.cmp(&b.joined));

@@ -1,8 +1,9 @@
-//! The cipher Salsa20 with eight blocks at a time, on processors with AVX2. AVX-512 rotates words at
-//! once, which is faster.
+//! The cipher Salsa20, computed for eight blocks at a time on processors with AVX2. With AVX-512 it is faster,
+//! because one instruction rotates a word.
 //!
-//! The crate makes one block at a time, which takes more than three times as long. It makes the
-//! bytes before and behind eight whole blocks here, and all of them on other processors.
+//! The crate `salsa20` computes one block at a time, which takes more than three times as long. It
+//! is used here for the bytes before and after groups of eight whole blocks, and for all bytes on
+//! other processors.
 
 use crypto_secretbox::cipher::inout::InOutBuf;
 use crypto_secretbox::cipher::{
@@ -17,10 +18,10 @@ use zeroize::Zeroizing;
 /// Length of a block of the key stream in bytes.
 const BLOCK_LEN: usize = 64;
 
-/// Bytes of the key stream that are made at a time.
+/// Number of bytes of the key stream that are computed at a time.
 const WIDE_LEN: usize = 8 * BLOCK_LEN;
 
-/// The words at the corners of the state.
+/// The constants of Salsa20, which are the words on the diagonal of the state.
 const CONSTANTS: [u32; 4] = [0x6170_7865, 0x3320_646e, 0x7962_2d32, 0x6b20_6574];
 
 /// A key stream of Salsa20. Its memory is wiped when it is dropped.
@@ -28,7 +29,7 @@ pub(super) struct WideSalsa20 {
     narrow: Salsa20,
     /// The state of the first block.
     state: Zeroizing<[u32; 16]>,
-    /// How eight blocks are made, if this processor can do that.
+    /// The function that computes eight blocks, if this processor supports one.
     make_blocks: Option<MakeBlocks>,
 }
 
@@ -52,7 +53,8 @@ impl KeyIvInit for WideSalsa20 {
         WideSalsa20 {
             narrow: Salsa20::new(key, iv),
             state,
-            // Where nothing is inlined, the crate is faster: it is optimized also in debug builds.
+            // In builds without inlining the crate is faster, because it is optimized in debug
+            // builds too.
             make_blocks: wide_functions()
                 .into_iter()
                 .flatten()
@@ -87,7 +89,7 @@ impl StreamCipher for WideSalsa20 {
         let mut number = (position + front_len) / BLOCK_LEN as u64;
         for start in (0..wide_len).step_by(WIDE_LEN) {
             make_blocks(&self.state, number, &mut stream);
-            // `xor_in2out` takes single bytes if both buffers are the same.
+            // `xor_in2out` would work on single bytes if input and output are the same buffer.
             let range = start..start + WIDE_LEN;
             let bytes = &wide.get_in()[range.clone()];
             stream.iter_mut().zip(bytes).for_each(|(byte, &other)| *byte ^= other);
@@ -100,34 +102,36 @@ impl StreamCipher for WideSalsa20 {
     }
 }
 
-/// A function that makes eight blocks of a key stream: from a state, and the number of the first block.
+/// A function that computes eight blocks of a key stream, from a state and the number of the first block.
 type MakeBlocks = fn(&[u32; 16], u64, &mut [u8; WIDE_LEN]);
 
-/// Functions that make the eight blocks of a key stream from the one with a number on, the fastest one
-/// first. `None` stands for one that this processor cannot run.
+/// Functions that compute eight blocks of a key stream, the fastest one first. `None` stands for a function that this
+/// processor cannot run.
 #[cfg(target_arch = "x86_64")]
 fn wide_functions() -> [Option<MakeBlocks>; 2] {
     let has_avx2 = is_x86_feature_detected!("avx2");
     let has_avx512 = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vl");
     let with_avx512: MakeBlocks = |state, first, stream| {
-        // SAFETY: the function is given out where the processor has the features that it needs.
+        // SAFETY: this closure is returned only if the processor has the features that the function
+        // needs.
         unsafe { avx512::make_blocks(state, first, stream) };
     };
     let with_avx2: MakeBlocks = |state, first, stream| {
-        // SAFETY: the function is given out where the processor has the feature that it needs.
+        // SAFETY: this closure is returned only if the processor has the feature that the function
+        // needs.
         unsafe { avx2::make_blocks(state, first, stream) };
     };
     [(has_avx2 && has_avx512).then_some(with_avx512), has_avx2.then_some(with_avx2)]
 }
 
-/// There is no code for this architecture.
+/// There is no such function for this architecture.
 #[cfg(not(target_arch = "x86_64"))]
 fn wide_functions() -> [Option<MakeBlocks>; 0] {
     []
 }
 
-/// The functions for the features `$features`, which rotate words by `$rotated`. They have no closures:
-/// those of `map` and `zip` would be compiled for all processors.
+/// Defines the functions for the CPU features `$features`. They rotate words with the function `$rotated`. They use
+/// no closures, because closures in `map` and `zip` would be compiled for all processors.
 #[cfg(target_arch = "x86_64")]
 macro_rules! eight_blocks {
     ($features:literal, $rotated:ident) => {
@@ -139,10 +143,12 @@ macro_rules! eight_blocks {
 
         use super::{BLOCK_LEN, WIDE_LEN};
 
-        /// The word of each of the eight blocks, for each of the sixteen words of a state.
+        /// Sixteen vectors, one for each word of the state. Each vector has this word of all eight
+        /// blocks.
         type Words = [__m256i; 16];
 
-        /// `words[to] ^= rotate_left(words[first] + words[second], LEFT)`; `RIGHT` is `32 - LEFT`.
+        /// Computes `words[to] ^= rotate_left(words[first] + words[second], LEFT)`. `RIGHT` is `32
+        /// - LEFT`.
         #[target_feature(enable = $features)]
         #[inline]
         fn mix<const LEFT: i32, const RIGHT: i32>(
@@ -175,7 +181,7 @@ macro_rules! eight_blocks {
             quarter_round(words, [15, 12, 13, 14]);
         }
 
-        /// Stores the eight words from `first` on of each block at their place in the block.
+        /// Stores eight words, from `first` on, of each block at their place in the block.
         #[target_feature(enable = $features)]
         #[inline]
         fn store(words: &Words, first: usize, stream: &mut [u8; WIDE_LEN]) {
@@ -185,7 +191,8 @@ macro_rules! eight_blocks {
                 pairs[2 * pair] = _mm256_unpacklo_epi32(one, next);
                 pairs[2 * pair + 1] = _mm256_unpackhi_epi32(one, next);
             }
-            // Rows 0 to 3, and 4 to 7, of each column: those of columns 0 and 4, 1 and 5, and so on.
+            // `columns[c]` for `c` below 4 has words 0 to 3 of blocks `c` and `c + 4`. `columns[4 + c]` has words 4
+            // to 7 of them.
             let mut columns = [_mm256_setzero_si256(); 8];
             for half in 0..2 {
                 for high in 0..2 {
@@ -201,7 +208,7 @@ macro_rules! eight_blocks {
                     _ => _mm256_permute2x128_si256::<0x31>(upper, lower),
                 };
                 let place = &mut stream[block * BLOCK_LEN + 4 * first..][..BLOCK_LEN / 2];
-                // SAFETY: the place has 32 bytes. The store needs no alignment.
+                // SAFETY: `place` has 32 bytes. The store needs no alignment.
                 unsafe { _mm256_storeu_si256(place.as_mut_ptr().cast(), column) };
             }
         }

@@ -1,7 +1,9 @@
-//! The cipher of encrypted tensors: `crypto_secretbox` of NaCl, XSalsa20 with a MAC of Poly1305.
+//! The cipher of encrypted tensors: `crypto_secretbox` of NaCl, which is XSalsa20 with a MAC of
+//! Poly1305.
 //!
-//! The data of a tensor is cut into pieces. Each has a MAC, and is encrypted in place: its length
-//! stays. The nonce of a piece is that of the tensor plus the number of the piece.
+//! The data of a tensor is cut into pieces. Each piece has a MAC and is encrypted in place, so its
+//! length does not change. The nonce of a piece is the nonce of the tensor plus the number of the
+//! piece.
 
 use std::fmt;
 
@@ -28,7 +30,7 @@ pub type Mac = [u8; MAC_LEN];
 pub struct DataKey(Zeroizing<[u8; KEY_LEN]>);
 
 impl DataKey {
-    /// The key that `fill` writes.
+    /// A key whose bytes the function `fill` writes.
     ///
     /// # Errors
     /// The error of `fill`.
@@ -47,7 +49,7 @@ impl DataKey {
         key
     }
 
-    /// Its bytes, for programs that keep keys themselves.
+    /// Its bytes, for programs that store keys themselves.
     pub fn bytes(&self) -> &[u8; KEY_LEN] {
         &self.0
     }
@@ -56,14 +58,14 @@ impl DataKey {
     pub fn seal(&self, nonce: &PieceNonce, piece: &mut [u8]) -> Mac {
         let nonce = Nonce::from_slice(&nonce.0);
         let sealed = self.cipher().encrypt_in_place_detached(nonce, &[], piece);
-        // The cipher refuses associated data only, and none is given.
+        // The cipher fails only because of associated data, and there is none here.
         sealed.unwrap_or_default().into()
     }
 
-    /// Decrypts `piece` in place if `mac` is its MAC. Otherwise leaves it as it is.
+    /// Decrypts `piece` in place if `mac` is its MAC. Otherwise `piece` stays unchanged.
     ///
     /// # Errors
-    /// The key or the nonce is another one, or a bit of the piece or of the MAC is.
+    /// The key or the nonce is wrong, or a bit of the piece or of the MAC differs.
     pub fn open(&self, nonce: &PieceNonce, mac: &Mac, piece: &mut [u8]) -> Result<(), WrongMac> {
         let nonce = Nonce::from_slice(&nonce.0);
         let opened =
@@ -71,7 +73,7 @@ impl DataKey {
         opened.map_err(|_| WrongMac)
     }
 
-    /// The cipher wipes its copy of the key.
+    /// Makes the cipher. It wipes its copy of the key.
     fn cipher(&self) -> SecretBox<WideSalsa20> {
         SecretBox::new(self.0.as_ref().into())
     }
@@ -83,7 +85,7 @@ impl fmt::Debug for DataKey {
     }
 }
 
-/// The MAC of a piece is not that of its bytes.
+/// The error that a MAC does not match the bytes of its piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WrongMac;
 
@@ -102,8 +104,8 @@ impl PieceNonce {
         &self.0
     }
 
-    /// The nonce of the piece with the number `index`, if this is that of the first one: the sum as
-    /// a little-endian number, modulo 2^192.
+    /// The nonce of piece number `index`, if `self` is the nonce of the first piece. It is the sum
+    /// as a little-endian number, modulo 2^192.
     #[must_use]
     pub fn of_piece(&self, index: u64) -> PieceNonce {
         let mut carry = u128::from(index);

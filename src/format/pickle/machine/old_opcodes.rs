@@ -1,21 +1,22 @@
-//! Opcodes that torch never writes, for scans: those of protocols 0 and 1, of extensions and of buffers.
+//! Opcodes that torch never writes, which are interpreted for scans only: those of protocols 0 and 1, of extensions
+//! and of buffers.
 
 use super::{Machine, bad};
 use crate::error::{Fault, quoted};
 use crate::format::pickle::values::{Node, NodeId};
 
-/// Uses of hidden names that are kept, and their longest text.
+/// Maximum number of recorded uses of hidden names, and maximum length of their texts.
 const HIDDEN_MAX: usize = 64;
 
 impl Machine<'_> {
-    /// Notes a use of a name that the values do not show.
+    /// Records a use of a name that is not visible in the values.
     pub(super) fn note_hidden(&mut self, name: String) {
         if let Some(hidden) = self.hidden.as_mut().filter(|hidden| hidden.len() < HIDDEN_MAX) {
             hidden.insert(name);
         }
     }
 
-    /// Carries out an opcode that only a scan knows.
+    /// Interprets an opcode that is valid in scans only.
     pub(super) fn old_opcode(&mut self, opcode: u8) -> Result<(), Fault> {
         match opcode {
             b'I' | b'L' | b'F' => {
@@ -71,7 +72,8 @@ impl Machine<'_> {
         }
     }
 
-    /// The values above the last mark but the first `skipped`, as a tuple. All are taken off.
+    /// The values above the last mark, except the first `skipped` values, as a tuple. All of them
+    /// are popped.
     fn marked_tuple(&mut self, skipped: usize) -> Result<NodeId, Fault> {
         let begin = self.mark()?;
         let cells = self.cells(begin + 1 + skipped, false)?;

@@ -1,5 +1,5 @@
-//! A source, or a folder of it, that is away: what is missing, and where the path of the user leads
-//! now.
+//! Handles a source, or a folder of it, that is away: says what is missing, and where the path that
+//! the user gave leads now.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,17 +11,17 @@ use crate::version::Version;
 use super::folder::{File, Folder, FolderId};
 use super::tree::{Tree, in_folder, look_at};
 
-/// A folder as it was found at a time.
+/// The state of a folder at the time at which it was examined.
 #[derive(Clone, Copy, Debug)]
 pub struct FolderVersion {
-    /// `None` if it was not there, or could not be reached.
+    /// `None` if the folder was not there, or could not be reached.
     pub(super) version: Option<Version>,
-    /// Time in seconds since 1970, taken before the folder was examined.
+    /// Time in seconds since 1970. It is read before the folder is examined.
     pub(super) asked: i64,
 }
 
 impl FolderVersion {
-    /// The folder at `path` now, as its server has it.
+    /// The current state of the folder at `path`, as its server reports it.
     pub(super) fn at(store: &Store, path: &Path) -> FolderVersion {
         let asked = now();
         let found = store.fresh_version(path);
@@ -29,13 +29,13 @@ impl FolderVersion {
         FolderVersion { version, asked }
     }
 
-    /// Whether it was there.
+    /// Whether the folder was there.
     pub fn is_there(&self) -> bool {
         self.version.is_some()
     }
 
-    /// Whether the folder `now` has the same names for certain. It has not if its last change came so
-    /// shortly before this one was examined that a later change may have the same time.
+    /// Whether the folder certainly has the same names in the state `now`. This is not certain if the last change of
+    /// the folder is so close to the time of this state that a later change may have the same modification time.
     pub fn is_settled_as(&self, now: &FolderVersion) -> bool {
         let (Some(then), Some(now)) = (self.version, now.version) else {
             return self.version.is_none() && now.version.is_none();
@@ -47,7 +47,8 @@ impl FolderVersion {
 }
 
 impl Tree {
-    /// The path of the source: that of the scan, or where `follow_given` has found it since.
+    /// The current path of the source: the path of the scan, or the path that `follow_given` has
+    /// found since.
     pub fn source_now(&self) -> PathBuf {
         let root = self.bounds.root();
         self.only.as_ref().map_or(root.clone(), |name| root.join(name))
@@ -58,12 +59,13 @@ impl Tree {
         self.store().fresh_version(&self.source_now()).err()
     }
 
-    /// The source that the path of the user leads to now, if that is another one: a link on the way
-    /// was switched. Accesses the file system.
+    /// The source to which the path of the user leads now, if it is another source because a link
+    /// on the way was switched. Accesses the file system.
     pub fn leads_elsewhere(&self) -> Option<PathBuf> {
         let now = match &self.only {
             None => self.store().real_path(&self.given),
-            // A link that is the file itself is one of the links of its folder.
+            // If the source is a link to a file, the link counts as one of the links in its folder,
+            // so only the path of the folder is resolved.
             Some(name) => {
                 self.store().real_path(self.given.parent()?).map(|folder| folder.join(name))
             }
@@ -71,8 +73,9 @@ impl Tree {
         now.ok().filter(|now| *now != self.source_now())
     }
 
-    /// If the source is gone from its path, and the path of the user leads to another folder, makes
-    /// that one the source. Its entries are found by a look at it. Returns its path.
+    /// If the source is gone from its path, and the path of the user leads to another folder, that
+    /// folder becomes the source. Returns its path. The caller has to list the folder to find its
+    /// entries.
     pub fn follow_given(&self) -> Option<PathBuf> {
         let before = self.bounds.root();
         if self.store().fresh_version(&before).is_ok() {
@@ -87,7 +90,8 @@ impl Tree {
         self.bounds.set_root(now.clone());
         for id in self.ids() {
             let folder = self.folder(id);
-            // The folders of a hub cache stay, and no look finds others.
+            // The folders of a hub cache are moved too, because listing the source again would not
+            // find them.
             let Ok(below) = folder.path.strip_prefix(&before) else { continue };
             let is_source = below.as_os_str().is_empty() && self.is_source(&folder);
             if is_source || self.options.hub {
@@ -98,13 +102,13 @@ impl Tree {
         Some(now)
     }
 
-    /// The folder `id` at its path now, as its server has it.
+    /// The current state of the folder `id` at its path, as its server reports it.
     pub fn version_of(&self, id: FolderId) -> FolderVersion {
         FolderVersion::at(self.store(), &self.folder(id).path)
     }
 
-    /// Whether the folder `id` is at its path, and no other one, and the link that led to it still
-    /// does. Accesses the file system.
+    /// Whether the folder `id` is still at its path, is the same folder, and is still reached
+    /// through the link that led to it. Accesses the file system.
     pub fn is_there(&self, id: FolderId) -> bool {
         let folder = self.folder(id);
         let now = || FolderVersion::at(self.store(), &folder.path).version;
@@ -115,14 +119,14 @@ impl Tree {
                 && self.is_led_to(&folder))
     }
 
-    /// Whether the name of `folder` in its parent leads to it.
+    /// Whether the name of `folder` in its parent folder leads to it.
     fn is_led_to(&self, folder: &Folder) -> bool {
         let (Some(parent), Some(name)) = (folder.parent, folder.relative.file_name()) else {
             return true;
         };
         let parent = self.folder(parent);
         let name = parent.path.join(name);
-        // A folder that the tree has made leads to folders with other names.
+        // A folder that the tree has made has entries whose names differ from those in the source.
         parent.made
             || name == folder.path
             || self.bounds.resolve(&name).is_ok_and(|(now, _)| now == folder.path)
@@ -133,8 +137,8 @@ impl Tree {
         self.is_source(&self.folder(id))
     }
 
-    /// Whether a name in the folder `id` is away that was there at the last look at it, a link leads
-    /// elsewhere, or another folder is in the place of it or of a folder in it. Accesses the file
+    /// Whether the folder `id` has lost an entry since it was last examined: a name is missing, a link leads to
+    /// another place, or another folder took the place of this folder or of one of its subfolders. Accesses the file
     /// system.
     pub fn has_lost(&self, id: FolderId) -> bool {
         let folder = self.folder(id);
@@ -146,7 +150,8 @@ impl Tree {
             return true;
         }
         let Ok(names) = self.store().names(&folder.path) else { return true };
-        // A file that does not answer holds up nobody who wants to know its name.
+        // Only the names are listed, so that a file whose server does not answer does not block
+        // this check.
         let is_away = |file: &File| {
             let path = folder.path.join(&file.name);
             names.binary_search(&file.name).is_err()

@@ -1,4 +1,4 @@
-//! The files of a checkpoint of DeepSpeed in its folder, by their names.
+//! The files of a checkpoint of DeepSpeed in its folder, according to their names.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,26 +6,27 @@ use crate::error::{ErrorKind, Fault};
 use crate::format::deepspeed::{StateFile, UniversalFile, ZeroModel, ZeroPart};
 use crate::open_options::ZeroWeights;
 
-/// Stem of the file that a checkpoint is shown as.
+/// Stem of the file name under which a checkpoint is shown.
 pub(super) const STEM: &str = "model";
 
-/// The files of a checkpoint in a folder, by their names.
+/// The files of a checkpoint of DeepSpeed in one folder, according to their names.
 #[derive(Debug, Default)]
 pub(super) struct StateFiles<'a> {
     model: Option<&'a str>,
-    /// Model states and optimizer states, by rank.
+    /// Files of model states and of optimizer states, by rank.
     models: BTreeMap<u64, &'a str>,
     optimizers: BTreeMap<u64, &'a str>,
     /// Files of tensors of a universal checkpoint.
     tensors: Vec<&'a str>,
-    /// Files of a model that is cut in layers or tensors, or has experts.
+    /// Files of a model that is split by layers or tensors, or has experts.
     others: Vec<(StateFile, &'a str)>,
-    /// Two files of one rank, if there are any.
+    /// Two files of the same rank, if there are any.
     double: Option<[&'a str; 2]>,
 }
 
 impl<'a> StateFiles<'a> {
-    /// The files of a checkpoint in a folder with files of these names, `None` if it has none.
+    /// The files of a checkpoint in a folder that has files of these names. `None` if no name is
+    /// that of a file of DeepSpeed.
     pub(super) fn of(names: impl Iterator<Item = &'a str>) -> Option<StateFiles<'a>> {
         let mut found = StateFiles::default();
         for name in names {
@@ -55,7 +56,7 @@ impl<'a> StateFiles<'a> {
         (!is_empty).then_some(found)
     }
 
-    /// The files with the weights, and no others.
+    /// Names of the files that have the weights.
     pub(super) fn members(&self, zero: ZeroWeights) -> BTreeSet<String> {
         let mut members: BTreeSet<&str> = self.model.into_iter().collect();
         if !self.tensors.is_empty() {
@@ -74,7 +75,7 @@ impl<'a> StateFiles<'a> {
         members.into_iter().map(str::to_owned).collect()
     }
 
-    /// The reason why the files are no checkpoint that can be read, by their names.
+    /// The reason why these files are no checkpoint that can be read, according to their names.
     pub(super) fn fault(&self, zero: ZeroWeights) -> Option<Fault> {
         let fault =
             |name: &str, kind, message: String| Some(Fault::new(kind, message).in_file(name));
@@ -98,7 +99,8 @@ impl<'a> StateFiles<'a> {
         }
         let first = self.optimizers.values().next().copied();
         if let Some(name) = self.tensors.first().filter(|_| self.model.is_none()) {
-            // The numbers of their ranks are compared by their contents.
+            // The number of ranks is not checked here. It is compared later with the number in the
+            // files.
             let message = "no model states are beside `zero`, as mp_rank_00_model_states.pt, which tell \
                            which tensors there are; fetch or copy them too";
             return self
@@ -142,16 +144,17 @@ impl<'a> StateFiles<'a> {
         None
     }
 
-    /// The files of a model that is cut in layers or tensors, or has experts: none of them is a checkpoint
-    /// by itself.
+    /// Names of the files of a model that is split by layers or tensors, or has experts. None of these files is a
+    /// checkpoint by itself.
     pub(super) fn others(&self) -> BTreeSet<String> {
         self.others.iter().map(|(_, name)| (*name).to_owned()).collect()
     }
 
-    /// A note for a set of the model states alone, of which `zero` are the facts.
+    /// A note for a set that has only the model states. `zero` are the facts in them.
     ///
     /// # Errors
-    /// Optimizer states of more ranks than the model states are of: some are of another run.
+    /// There are optimizer states of more ranks than the model states record, so some files are of
+    /// another run.
     pub(super) fn note_of_model(&self, zero: Option<&ZeroPart>) -> Result<String, Fault> {
         let shown = "the weights of `module` are shown";
         let found = self.optimizers.len() as u64;
@@ -174,7 +177,7 @@ impl<'a> StateFiles<'a> {
     }
 }
 
-/// Whether the file has the model states of a tensor-parallel rank.
+/// Whether the file has the model states of one tensor-parallel rank.
 fn is_model_of_slice(file: StateFile) -> bool {
     matches!(file, StateFile::Model { .. })
 }

@@ -1,4 +1,4 @@
-//! Finds the sets of files in one folder, and the set that wins each name.
+//! Finds the sets of files in one folder, and decides which set is shown under each name.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -33,11 +33,11 @@ words! {
     /// ```
     #[derive(PartialOrd, Ord)]
     pub enum SetKind {
-        /// Shards whose notes tell which part of each tensor they hold.
+        /// Shards whose sharding notes say which part of each tensor they hold.
         Dcp = "dcp",
-        /// Shards named by a weight map.
+        /// Shards that a weight map lists.
         WeightMap = "weight_map",
-        /// Shards numbered up to a total in their names.
+        /// Shards whose names have a number and the total.
         Numbered = "numbered",
         /// One file.
         Single = "single",
@@ -47,7 +47,7 @@ words! {
         Tensorizer = "tensorizer",
         /// One file of `torch.save`.
         Torch = "torch",
-        /// The files that the ranks of a training have saved with `torch.save`.
+        /// The files that the ranks of a training saved with `torch.save`.
         Ranks = "ranks",
         /// The `.distcp` files that the `.metadata` of a distributed checkpoint of torch names.
         Distributed = "distributed",
@@ -65,23 +65,23 @@ const ONE_FILE: [(SetKind, InputFormat); 4] = [
 ];
 
 impl SetKind {
-    /// The kind of a set that is one file of this format.
+    /// The kind of a set that consists of one file of this format.
     pub(super) fn of_file(format: InputFormat) -> SetKind {
         let found = ONE_FILE.iter().find(|(_, of_file)| *of_file == format);
         found.expect("ONE_FILE has every format").0
     }
 
-    /// The format of a set that is one file.
+    /// The format of the file, if a set of this kind is one file.
     pub(super) fn one_file_format(self) -> Option<InputFormat> {
         ONE_FILE.iter().find(|(kind, _)| *kind == self).map(|(_, format)| *format)
     }
 
-    /// Whether it is one file, in any format.
+    /// Whether a set of this kind is one file, in any format.
     pub(super) fn is_one_file(self) -> bool {
         self.one_file_format().is_some()
     }
 
-    /// Whether it is one file of a format that is shown as another one by default.
+    /// Whether a set of this kind is one file, in a format that is shown as another format by default.
     pub(super) fn is_converted(self) -> bool {
         self.one_file_format().is_some_and(|format| format != InputFormat::Safetensors)
     }
@@ -98,13 +98,13 @@ impl SetKind {
         }
     }
 
-    /// Whether a set of this kind, shown as `format`, is a file that is served unchanged.
+    /// Whether a set of this kind, shown in `format`, is one file that is served unchanged.
     pub(super) fn stands_as(self, format: OutputFormat) -> bool {
         self == SetKind::Single && format == OutputFormat::Safetensors
     }
 }
 
-/// The weight files of a folder: each open, or the reason why it cannot be opened.
+/// The weight files of a folder, by name: each is open, or has the reason why it cannot be opened.
 pub(super) type Weights = BTreeMap<String, Result<OpenShard>>;
 
 /// Whether the file has a sharding note.
@@ -112,18 +112,18 @@ pub(super) fn is_noted(loaded: &OpenShard) -> bool {
     loaded.shard.header.is_noted()
 }
 
-/// A set of files that stand for one checkpoint, not yet proved.
+/// A set of files that together form one checkpoint, before the proof.
 pub(super) struct Candidate {
-    /// Name of the file that it is shown as.
+    /// Name of the file under which it is shown.
     pub(super) output: String,
     pub(super) kind: SetKind,
     /// Names of its weight files.
     pub(super) members: BTreeSet<String>,
-    /// Names that no other set may show: its weight maps, and files that they name.
+    /// Names that no other set may show: its weight maps, and the files that they list.
     pub(super) claims: BTreeSet<String>,
-    /// Its weight map: file name and content.
+    /// Its weight map: the name of the file and its content.
     pub(super) map: Option<(String, WeightMap)>,
-    /// The reason why it is refused before its shards are examined.
+    /// The reason for a refusal that is known before its shards are examined.
     pub(super) refused: Option<Error>,
 }
 
@@ -131,15 +131,15 @@ pub(super) struct Candidate {
 pub(super) struct Discovered {
     /// Sets that are shown if their proof succeeds.
     pub(super) winners: Vec<Candidate>,
-    /// Sets that lost their name to another set.
+    /// Sets whose name is shown for another set.
     pub(super) losers: Vec<Candidate>,
-    /// A line for each lost name, with the winner and the loser.
+    /// A line for each loser, with the name, the winner and the loser.
     pub(super) notes: Vec<String>,
 }
 
-/// Opens the weight files of `folder`. The file `only` counts as one of them under any name, unless
-/// it is a weight map. The result includes names of weight files that lead to no file, each with
-/// the reason. The second result is the reservation for the headers in memory.
+/// Opens the weight files of `folder`. If `only` is given, this file counts as a weight file under any name, unless
+/// it is a weight map. The result has also the names of weight files that lead to no file, each with the reason. The
+/// second result is the memory reservation for the headers.
 pub(super) fn open_weights(
     folder: &Folder,
     only: Option<&str>,
@@ -153,7 +153,7 @@ pub(super) fn open_weights(
         .unwrap_or_default();
     let named = folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
     let reads_torch = folder.reads_torch(only);
-    // The files of a distributed checkpoint are read by its `.metadata`.
+    // The files of a distributed checkpoint are opened later, with the places in `.metadata`.
     let is_distributed = folder.reads_distcp(only);
     let is_read_alone =
         |name: &str| !(names::is_weight_map(name) || is_distributed && names::is_of_distcp(name));
@@ -185,8 +185,8 @@ pub(super) fn open_weights(
     (weights, reserved)
 }
 
-/// Whether a file with a name of `torch.save` is one, or has to be: many programs write other files with
-/// such names.
+/// Whether a file is read as one of `torch.save`. Many programs write other files with the same suffixes, so the
+/// first bytes are checked. Numbered files and rank files are read in any case.
 fn is_torch_file(name: &str, file: &File) -> bool {
     if names::numbered_torch(name).is_some() || names::rank_file(name).is_some() {
         return true;
@@ -198,7 +198,7 @@ fn is_torch_file(name: &str, file: &File) -> bool {
     })
 }
 
-/// Opens weight files and reads their headers: one header per inode, and at most `max` bytes in
+/// Opens weight files and reads their headers. One header is read per inode, and headers of at most `max` bytes in
 /// all.
 fn open_headers(
     folder: &Path,
@@ -206,7 +206,7 @@ fn open_headers(
     max: u64,
     with: ReadWith<'_>,
 ) -> (Weights, Reserved) {
-    // Names and places of each file.
+    // For each file, all its names and their places.
     let mut links: Vec<Vec<(&str, FilePlace<'_>)>> = Vec::new();
     let mut first: Vec<(&str, &File)> = Vec::new();
     let mut by_inode: HashMap<FileId, usize> = HashMap::new();
@@ -225,7 +225,7 @@ fn open_headers(
     };
     let store = files.first().map_or(Store::LOCAL, |(_, file)| file.store.clone());
     let mut opened = map_files(&store, &numbers, open);
-    // The files are sorted by name, so that every run refuses the same ones.
+    // The files are sorted by name, so that every run refuses the same files.
     opened.sort_by_key(|(index, _)| *index);
     let len = |unread: &Result<Unread>| unread.as_ref().map_or(0, Unread::description_len);
     let lens: Vec<u64> = opened.iter().map(|(_, unread)| len(unread)).collect();
@@ -244,7 +244,7 @@ fn open_headers(
         ((*name).to_owned(), Err(error))
     });
     let mut weights: Weights = refused.collect();
-    // The thread that reads a header takes the file out of its lock.
+    // Each file is in a lock, from which the thread that reads its header removes it.
     let to_read: Vec<_> =
         opened.into_iter().map(|(index, unread)| (index, Mutex::new(Some(unread)))).collect();
     let heads = Arc::new(Heads::without_notes());
@@ -263,7 +263,7 @@ fn open_headers(
     (weights, reserved)
 }
 
-/// The names of weight files that lead to no file.
+/// The names of weight files that lead to no file, with the reason.
 fn weight_misfits(folder: &Folder) -> impl Iterator<Item = (&str, Unusable)> {
     let named =
         folder.misfits.iter().filter_map(|misfit| Some((misfit.name.to_str()?, misfit.why)));
@@ -294,7 +294,7 @@ pub(super) fn discover(
     let misfits: BTreeSet<&str> = weight_misfits(folder).map(|(name, _)| name).collect();
     let of_sets = found.len();
     let mut single: Vec<&String> = free().filter(|name| numbered(name).is_none()).collect();
-    // A name that leads to no file is not a set of its own if the folder has other sets.
+    // A weight file name that leads to no file is a set of its own only if the folder has no other set.
     if of_sets > 0 || single.iter().any(|name| !misfits.contains(name.as_str())) {
         single.retain(|name| !misfits.contains(name.as_str()));
     }
@@ -305,7 +305,7 @@ pub(super) fn discover(
     settle_names(found, options.prefer)
 }
 
-/// The set of a checkpoint of DeepSpeed.
+/// The set of files of a checkpoint of DeepSpeed.
 fn deepspeed_set(folder: &Folder, states: &StateFiles<'_>, zero: ZeroWeights) -> Candidate {
     let refused = states.fault(zero).map(|fault| Error::refused(&folder.path, fault));
     let (members, claims) = (states.members(zero), states.others());
@@ -313,8 +313,8 @@ fn deepspeed_set(folder: &Folder, states: &StateFiles<'_>, zero: ZeroWeights) ->
     Candidate { members, claims, refused, ..Candidate::new(output, SetKind::DeepSpeed) }
 }
 
-/// The set of the file called `name`, without the file. A file that cannot be read has the format
-/// of its name.
+/// The set for the single file called `name`. Its list of members is empty, and the caller fills it. If the file
+/// cannot be read, its name decides about the format.
 fn single_set(name: &str, weights: &Weights) -> Candidate {
     let read = weights.get(name).and_then(|loaded| Some(loaded.as_ref().ok()?.format));
     let format = read.unwrap_or_else(|| InputFormat::of_weights(name));
@@ -338,16 +338,15 @@ impl Candidate {
         self.kind.format_of(self.members.first().map_or("", String::as_str))
     }
 
-    /// Its files: weight files, weight maps, and the other names that it claims.
+    /// The names of its weight files, its weight maps, and the other files that it claims.
     pub(super) fn files(&self) -> impl Iterator<Item = &String> {
         self.members.iter().chain(&self.claims)
     }
 }
 
-/// The weight files that hold pieces: files with the name of a DCP shard, and files with
-/// `DCP_SHARDING_INFO`. Savers also write it for whole tensors (offsets all 0) to numbered files and
-/// those of a weight map. If none of the folder is about a piece, such files keep the kind of their
-/// names.
+/// The weight files that hold pieces: files with the name of a DCP shard, and files with `DCP_SHARDING_INFO`. Savers
+/// also write this note for whole tensors, with offsets of 0, into numbered files and into files of a weight map. If
+/// no note in the folder is about a piece, such files keep the kind that their names indicate.
 fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
     let noted: Vec<(&String, bool)> = weights
         .iter()
@@ -371,7 +370,7 @@ fn dcp_members(weights: &Weights, maps: &[MapFile]) -> BTreeSet<String> {
 struct MapFile {
     name: String,
     output: String,
-    /// The shards that it names, also if it is refused.
+    /// The shards that it lists. They are known even if the weight map is refused.
     names: BTreeSet<String>,
     parsed: Result<WeightMap>,
 }
@@ -400,7 +399,7 @@ fn read_maps(folder: &Folder, only: Option<&str>) -> Vec<MapFile> {
         });
         Some(MapFile { name: name.to_owned(), output, names, parsed })
     });
-    // A weight map that cannot be read counts as an invalid one, not as none.
+    // A weight map that cannot be read is treated as an invalid weight map, and not as a missing one.
     let unusable = folder.misfits.iter().filter_map(|misfit| {
         let name = misfit.name.to_str()?;
         let output = output_of(name)?;
@@ -412,8 +411,8 @@ fn read_maps(folder: &Folder, only: Option<&str>) -> Vec<MapFile> {
     maps.chain(unusable).collect()
 }
 
-/// The DCP set of a folder. A weight map that names any of its shards belongs to it, and must agree
-/// with them.
+/// The DCP set of a folder. If a weight map lists any of its shards, it belongs to this set and has to agree with the
+/// shards.
 fn dcp_set(folder: &Folder, members: BTreeSet<String>, maps: &mut Vec<MapFile>) -> Candidate {
     let (own, others): (Vec<MapFile>, Vec<MapFile>) =
         maps.drain(..).partition(|map| !map.names.is_disjoint(&members));
@@ -483,11 +482,11 @@ fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) 
     Error::refused(&folder.path, Fault::new(ErrorKind::ShardMissing, message).in_file(shard))
 }
 
-/// The facts that group numbered names: the file that the set is shown as, the format and the kind of the
-/// names, and the number of files.
+/// Numbered names form one set if these facts are equal: the file under which the set is shown, the format, the kind
+/// of set, and the number of files.
 type NumberedGroup = (String, InputFormat, SetKind, u64);
 
-/// A numbered name, and the format and the kind of set that it stands for.
+/// Parses a numbered name. Also returns the format and the kind of set that the name indicates.
 fn numbered(name: &str) -> Option<(Numbered, InputFormat, SetKind)> {
     use InputFormat::{Safetensors, Tensorizer, Torch};
     let safetensors = names::numbered(name).map(|found| (found, Safetensors, SetKind::Numbered));
@@ -515,7 +514,8 @@ fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) ->
                            remove the old ones";
             Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(shards[0].1))
         } else {
-            // The tensors of a file of a rank tell how many there are, if its name does not.
+            // The name of a rank file may lack the number of ranks. The tensors in the file have it, and it is
+            // checked later.
             let last = shards.iter().map(|(number, _)| *number).max().unwrap_or(0);
             let total = if *total == 0 { last.saturating_add(1) } else { *total };
             numbering_fault(u64::from(*kind != SetKind::Ranks), total, shards)
@@ -529,7 +529,7 @@ fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) ->
     sets.collect()
 }
 
-/// Why the numbers of `shards` are not `first` and the following ones, `total` in all.
+/// The fault if the numbers of `shards` are not `total` consecutive numbers from `first` on.
 fn numbering_fault(first: u64, total: u64, shards: &[(u64, &str)]) -> Option<Fault> {
     let mut shards = shards.to_vec();
     shards.sort_unstable();
@@ -555,9 +555,10 @@ fn numbering_fault(first: u64, total: u64, shards: &[(u64, &str)]) -> Option<Fau
     Some(Fault::new(ErrorKind::ShardMissing, message).in_file(shards[0].1))
 }
 
-/// Gives each name to one set. The first format wins. Among sets of one format `prefer` decides
-/// between a whole file and a sharded set, and the first kind wins among sharded sets. A set that is
-/// no safetensors also loses to a sharded set with a member of its name.
+/// Gives each name to one set. Among sets of several formats, the format that comes first in `InputFormat` wins.
+/// Among sets of one format, `prefer` decides between one whole file and a sharded set, and the kind that comes first
+/// in `SetKind` wins among sharded sets. If a set in another format than safetensors has the name of a member of a
+/// sharded set, it competes for the name of the sharded set.
 fn settle_names(found: Vec<Candidate>, prefer: Prefer) -> Discovered {
     let mut set_of: BTreeMap<String, String> = BTreeMap::new();
     for set in found.iter().filter(|set| !set.kind.is_one_file()) {

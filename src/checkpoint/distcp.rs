@@ -1,4 +1,4 @@
-//! Distributed checkpoints of torch in a folder: `.metadata`, and the `.distcp` files that it names.
+//! Distributed checkpoints of torch in a folder: the `.metadata`, and the `.distcp` files that it lists.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,25 +16,25 @@ use super::header_memory::{Reserved, description_max, description_memory};
 use super::load::{OpenShard, open_items};
 use super::openers::map_files;
 
-/// Bytes of memory that a byte of a `.metadata` may take.
+/// Maximum memory in bytes for each byte of a `.metadata`.
 const MEMORY_OF_BYTE: u64 = 8;
 
-/// The files of a checkpoint: each open, or the reason why it cannot be opened.
+/// The files of a checkpoint, by name: each is open, or has the reason why it cannot be opened.
 type OpenedFiles = BTreeMap<String, Result<OpenShard>>;
 
 /// The distributed checkpoint of a folder.
 #[derive(Default)]
 pub(super) struct Distributed {
-    /// Its files with shown tensors, each open, or the reason why it cannot be read. An error of
-    /// `.metadata` stands under that name.
+    /// Its files that have shown tensors: each is open, or has the reason why it cannot be read. An
+    /// error of `.metadata` has the key `.metadata`.
     pub(super) files: OpenedFiles,
-    /// The reservation for `.metadata` in memory.
+    /// The memory reservation for the `.metadata`.
     pub(super) reserved: Reserved,
 }
 
 impl Folder {
-    /// Whether `.distcp` files count as weights: where there are no safetensors or the like, or `only`
-    /// is one of them.
+    /// Whether `.distcp` files count as weights: if the folder has no weight files or weight maps of formats other
+    /// than torch, or if `only` is a file of the distributed checkpoint.
     pub(super) fn reads_distcp(&self, only: Option<&str>) -> bool {
         let has_data = || self.names().any(names::is_distcp);
         match only {
@@ -59,7 +59,7 @@ pub(super) fn open_distributed(folder: &Folder, state: TrainingState) -> Distrib
     }
 }
 
-/// The error of a folder of `.distcp` files without `.metadata`.
+/// The error of a folder that has `.distcp` files but no `.metadata`.
 fn no_metadata(folder: &Folder) -> Error {
     let count = folder.names().filter(|name| names::is_distcp(name)).count();
     let is_there = |test: &dyn Fn(&str) -> bool| folder.names().any(test);
@@ -78,7 +78,7 @@ fn no_metadata(folder: &Folder) -> Error {
     Error::refused(&folder.path, fault)
 }
 
-/// Maximum length in bytes of a `.metadata` that is read with the memory of this process.
+/// Maximum length in bytes of a `.metadata`, which depends on the memory that this process may use.
 pub(super) fn metadata_max() -> u64 {
     METADATA_LEN_MAX.min(description_max(MEMORY_OF_BYTE))
 }
@@ -111,7 +111,7 @@ fn read_metadata(
     Ok((DistcpMetadata::parse(&bytes, state).map_err(refused)?, reserved))
 }
 
-/// Opens the files of a `.metadata` with shown tensors.
+/// Opens the files in which `.metadata` places shown tensors, and checks the lengths of all files.
 fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
     let heads = Arc::new(Heads::without_notes());
     let note = note_of(folder, metadata);
@@ -119,7 +119,7 @@ fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
     let items_in = |name: &String| metadata.named.get(name).map_or(0, Vec::len);
     let first = metadata.files.keys().next();
     let open = |(name, chunks): &(&String, &Vec<StoredChunk>)| {
-        // One file has the note about all of them.
+        // The first file has the note about the whole checkpoint.
         let own_note = note.as_deref().filter(|_| Some(*name) == first);
         let opened = match folder.file(name) {
             Some(file) => open_items(&heads, folder, file, chunks, items_in(name), own_note),
@@ -130,7 +130,8 @@ fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
     let mut opened: OpenedFiles = map_files(&folder.store, &files, open).into_iter().collect();
     for (name, items) in &metadata.named {
         let Some(file) = folder.file(name).filter(|_| names::is_distcp(name)) else { continue };
-        // A shown tensor that is cut off, or lies elsewhere, is named by the reader of the items.
+        // If a shown tensor is cut off or lies elsewhere, the parser of the items has already
+        // reported the tensor by name.
         if opened.get(name).is_none_or(Result::is_ok)
             && let Err(error) = check_filled(folder, file, items)
         {
@@ -140,8 +141,9 @@ fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
     opened
 }
 
-/// Refuses a file that the items of `.metadata`, shown or not, do not fill: torch writes one after the other.
-/// A file that ends before was cut off, and one with other bytes is of another save.
+/// Refuses a file that has bytes outside of the items of `.metadata`, or ends before an item ends. All items count,
+/// including those that are not shown. torch writes items without gaps. A file that ends early was cut off, and a
+/// file with other bytes belongs to another save.
 fn check_filled(folder: &Folder, file: &File, items: &[(u64, u64)]) -> Result<()> {
     let found = file.version.len;
     let name = file.name.to_string_lossy();
@@ -168,7 +170,8 @@ fn check_filled(folder: &Folder, file: &File, items: &[(u64, u64)]) -> Result<()
         free.get_or_insert(filled..found);
     }
     let Some(free) = free else { return Ok(()) };
-    // In a file of safetensors all items begin at byte 0. Its reader compares them.
+    // If the items are tensors of a safetensors file, `.metadata` places all of them at byte 0. The
+    // parser of that format compares them.
     if items.iter().all(|item| item.0 == 0) && !begins_as_archive(file)? {
         return Ok(());
     }
@@ -181,7 +184,7 @@ fn check_filled(folder: &Folder, file: &File, items: &[(u64, u64)]) -> Result<()
     refused(ErrorKind::DcpHole, message)
 }
 
-/// Whether `file` begins as an item of torch.save.
+/// Whether `file` begins with an item of `torch.save`.
 fn begins_as_archive(file: &File) -> Result<bool> {
     let source = file.open_listed()?;
     let mut first = vec![0; FIRST_LEN.min(source.len() as usize)];
@@ -189,10 +192,10 @@ fn begins_as_archive(file: &File) -> Result<bool> {
     Ok(may_be_torch(&first))
 }
 
-/// The note about what is not shown: values of the checkpoint, and files of another save.
+/// The note about values of the checkpoint that are not shown, and about files of another save.
 fn note_of(folder: &Folder, metadata: &DistcpMetadata) -> Option<String> {
     let is_other = |name: &&str| {
-        // torch makes files without bytes for ranks and threads that have nothing to write.
+        // torch writes empty files for ranks and threads that have no data.
         let is_empty = folder.file(name).is_some_and(|file| file.version.len == 0);
         names::is_distcp(name) && !metadata.named.contains_key(*name) && !is_empty
     };

@@ -1,5 +1,5 @@
-//! The files that a folder shows: its own files, its sets as virtual files, and the reasons for
-//! missing sets.
+//! The files that a folder of the mount shows: files of the source, virtual files of its sets, and
+//! an error file that says why sets are missing.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -29,17 +29,17 @@ pub enum Content {
     Whole {
         /// The file.
         file: File,
-        /// The open file that was proved, for weight files only.
+        /// The open file that was proved. `None` for files without weights.
         proved: Option<Arc<Source>>,
     },
-    /// Tensors of a checkpoint behind one header.
+    /// A virtual file: tensors of a checkpoint behind one header.
     Virtual(VirtualFile),
-    /// Text made here.
+    /// Text that tensorfs has made.
     Text(Arc<[u8]>),
 }
 
 impl Content {
-    /// The sources of weights; none of other files.
+    /// The sources of the weights. Empty for files without weights.
     pub fn sources(&self) -> &[Arc<Source>] {
         match self {
             Content::Virtual(file) => file.sources(),
@@ -49,7 +49,7 @@ impl Content {
     }
 }
 
-/// A file as a folder shows it.
+/// A file that a folder shows.
 #[derive(Clone, Debug)]
 pub struct MountEntry {
     /// Its name.
@@ -59,7 +59,7 @@ pub struct MountEntry {
 }
 
 impl Tree {
-    /// The files that folder `id` shows, by name; its subfolders are shown beside them.
+    /// The files that folder `id` shows, sorted by name. Its subfolders are not among them.
     pub fn entries(&self, id: FolderId, proved: &Proved) -> Vec<MountEntry> {
         let folder = self.folder(id);
         let map = self.options_of(&folder).view.map;
@@ -106,9 +106,9 @@ impl Tree {
         shown
     }
 
-    /// If `folder` is the `blobs` of a hub cache, the files that its snapshots link to as shards. A
-    /// snapshot shows one merged file for them. `blobs` does not show them, so that a copy of the
-    /// mount has their bytes once.
+    /// If `folder` is the `blobs` folder of a hub cache: the blobs to which the snapshots of the
+    /// model link as shards. A snapshot shows one merged file in place of its shards. `blobs` does
+    /// not show the shards, so that a copy of the whole mount has their bytes only once.
     fn merged_blobs(&self, folder: &Folder) -> HashSet<PathBuf> {
         let mut merged = HashSet::new();
         let is_named = |path: &Path, test: fn(&str) -> bool| {
@@ -142,8 +142,8 @@ impl Tree {
     }
 
     /// The folders of a family that are not shown, because the parent folder shows their checkpoint
-    /// and they hold nothing else. `family` has, for each folder, its proved sets and the number of
-    /// files that it shows, parents before children.
+    /// and they hold nothing else. For each folder, `family` has the proved sets and the number of
+    /// files that the folder shows. Parents come before children.
     pub fn emptied<'a>(
         &self,
         family: impl DoubleEndedIterator<Item = (FolderId, &'a Proved, usize)>,
@@ -170,26 +170,27 @@ fn show_virtual(map: MapPolicy, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<Mo
         let name = file.spec().name.clone().into();
         MountEntry { name, content: Content::Virtual(file) }
     }));
-    // Readers of weight maps expect safetensors.
+    // Readers of weight maps expect safetensors files.
     if checkpoint.format != OutputFormat::Safetensors || map != MapPolicy::Rewrite {
         return;
     }
     let (name, metadata) = match checkpoint.weight_map() {
         Some((name, metadata)) => {
             let mut metadata = metadata.clone();
-            // A view may have other parameters than its source.
+            // A view may change the number of parameters.
             if checkpoint.has_other_tensors() {
                 metadata.remove("total_parameters");
             }
-            // The map of files of torch.save has a name that programs do not look for beside safetensors.
+            // Programs do not look for the name of a weight map of `torch.save` beside safetensors, so the map gets
+            // another name.
             let name = match names::torch_map_output(name) {
                 Some(_) => names::weight_map(&checkpoint.name),
                 None => name.to_owned(),
             };
             (name, metadata)
         }
-        // The consolidation of rank shards writes a weight map beside its file, and some
-        // readers of such files need it. Without it the number in the name of a file tells of others.
+        // torch writes a weight map beside the file when it consolidates rank shards, and some readers need the map.
+        // Without the map, a number in the name of a file would suggest that other files exist.
         None if checkpoint.kind == SetKind::Dcp
             || checkpoint.files.iter().any(|file| file.spec.name != checkpoint.name) =>
         {
@@ -201,7 +202,7 @@ fn show_virtual(map: MapPolicy, checkpoint: &Arc<Checkpoint>, shown: &mut Vec<Mo
     shown.push(MountEntry { name: name.into(), content: Content::Text(text.into()) });
 }
 
-/// The weight map of the virtual files of `checkpoint`.
+/// The text of the weight map for the virtual files of `checkpoint`.
 fn weight_map_text(checkpoint: &Arc<Checkpoint>, metadata: &Map<String, Value>) -> Vec<u8> {
     let catalog = checkpoint.catalog();
     let mut file_of = vec![checkpoint.name.as_str(); catalog.len()];
@@ -214,8 +215,8 @@ fn weight_map_text(checkpoint: &Arc<Checkpoint>, metadata: &Map<String, Value>) 
     WeightMap::rewritten(metadata, tensors, catalog.data_len())
 }
 
-/// The reasons why sets of the folder are refused, and the lines of `lacks`. `None` if there are
-/// neither.
+/// The text of the error file: the lines of `lacks`, and the reasons why sets of the folder are
+/// refused. `None` if there is no such line.
 fn error_text(proved: &Proved, lacks: &[String]) -> Option<String> {
     let mut text: String = lacks.iter().map(|line| format!("{}\n", shown(line))).collect();
     for set in &proved.sets {

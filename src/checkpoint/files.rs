@@ -1,4 +1,4 @@
-//! Checkpoints of files that are named one by one. Files beside them do not matter.
+//! Opens checkpoints from files that the caller lists. Other files in their folders are ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -25,8 +25,8 @@ use super::virtual_file::{ArrangedFile, present};
 use super::{Checkpoint, ProvedSet, Tail};
 
 impl Checkpoint {
-    /// Opens `files` as one checkpoint. A single file is opened as it is, even if it holds pieces
-    /// of tensors. Pieces in several files are merged.
+    /// Opens `files` as one checkpoint. If it is a single file, it is opened as it is, even if it
+    /// holds pieces of tensors. If there are several files, pieces in them are merged.
     ///
     /// # Errors
     /// The reason of a refusal, with file and tensor.
@@ -34,8 +34,8 @@ impl Checkpoint {
         open_files(files, None, &OpenOptions::default())
     }
 
-    /// Opens `files`, or those of `map` if it is there, like `of_files` and `of_map`. Only the
-    /// number of shards, the reference, the secret and the state of `options` count.
+    /// Opens `files` as `of_files` does. If `map` is given, opens its files as `of_map` does. Of
+    /// `options`, only the number of shards, the reference, the secret and the state are used.
     ///
     /// # Errors
     /// The reason of a refusal, with file and tensor.
@@ -51,10 +51,9 @@ impl Checkpoint {
         }
     }
 
-    /// Opens the file that is open as `file`, which no path has to lead to. Messages call it `name`. A
-    /// tensorizer file may begin at its byte `start`; places in it count from the first byte of `file`.
-    /// It can be read as long as its source is pinned: see [`Source::pin`]. `secret` opens it if it is
-    /// encrypted.
+    /// Opens the file behind the descriptor `file`, which needs no path. Messages call it `name`. A tensorizer file
+    /// may begin at byte `start` of `file`, and its offsets count from the first byte of `file`. The checkpoint can
+    /// be read while its source is pinned: see [`Source::pin`]. `secret` is for an encrypted file.
     ///
     /// # Errors
     /// The reason of a refusal, with file and tensor.
@@ -69,7 +68,7 @@ impl Checkpoint {
         let source = Source::of_open_file(Path::new(name), file)?;
         let shard = open_source(&Arc::new(Heads::default()), folder, name, source, start, with)?;
         check_fit(folder, secret, &shard)?;
-        // No folder is known that could hold a config.json.
+        // The folder of the file is unknown, so there is no `config.json`.
         let (folder, options) = (folder.to_owned(), OpenOptions::default());
         of_shards(folder, &[shard], None, name.to_owned(), &options, &|| Ok(None))
     }
@@ -82,9 +81,9 @@ impl Checkpoint {
         open_files(&files_of(map), Some(map), &OpenOptions::default())
     }
 
-    /// The same checkpoint with closed files, for a child process made by fork(2). Threads that the
-    /// child does not have may hold the locks of the parent's sources. A file that was replaced
-    /// meanwhile cannot be read.
+    /// This checkpoint with new, closed files, for a child process that was made by fork(2). In the
+    /// child, the locks of the parent's sources may be held by threads that do not exist there. If
+    /// a file was replaced in the meantime, its reads fail.
     pub fn renewed(&self) -> Arc<Checkpoint> {
         let sources = self.sources.iter().map(|source| source.renewed());
         Arc::new(Checkpoint {
@@ -142,7 +141,7 @@ fn check_fit(folder: &Path, secret: Option<&Secret>, shard: &OpenShard) -> Resul
     }
 }
 
-/// The checkpoint of open shards. `output` is the name of its virtual file.
+/// Makes the checkpoint of open shards. `output` is the name of its virtual file.
 fn of_shards(
     folder: PathBuf,
     loaded: &[OpenShard],
@@ -153,8 +152,8 @@ fn of_shards(
 ) -> Result<Arc<Checkpoint>> {
     let (kind, catalog) =
         catalog_of(loaded, map.as_ref()).map_err(|fault: Fault| Error::refused(&folder, fault))?;
-    // The caller requested exactly these files. Only DCP shards without recorded shapes may lack last
-    // pieces.
+    // The caller requested exactly these files, so no file is missing. Only for DCP shards without recorded shapes is
+    // it unknown whether last pieces are missing.
     let proven = check_demands(&folder, &catalog, options)?
         || kind != SetKind::Dcp
         || catalog.shapes_recorded;
@@ -200,7 +199,7 @@ fn catalog_of(
     Ok((kind, Catalog::of_whole_tensors(&headers, map)?))
 }
 
-/// The folder of `file`, absolute and without links.
+/// The folder of `file`, as an absolute path without links.
 fn folder_of(file: &Path, options: &OpenOptions) -> Result<PathBuf> {
     let folder = match file.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -210,8 +209,8 @@ fn folder_of(file: &Path, options: &OpenOptions) -> Result<PathBuf> {
     store.real_path(folder).map_err(|e| Error::io(file, "open", e))
 }
 
-/// The name of `file` in a checkpoint in `folder`, and its real path. The name of a file in another
-/// folder is its whole path.
+/// The name of `file` in a checkpoint in `folder`, and its real path. If the file is in another
+/// folder, its name is its whole path.
 fn name_in(folder: &Path, file: &Path, options: &OpenOptions) -> Result<(String, PathBuf)> {
     let store = Store::for_options(file, options);
     let real = store.real_path(file).map_err(|e| Error::io(file, "open", e))?;

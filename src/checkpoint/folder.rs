@@ -15,10 +15,10 @@ use crate::version::{Time, Version};
 
 use super::deepspeed::StateFiles;
 
-/// Names of subfolders that hold the checkpoint of their parent in another form.
+/// Names of subfolders that may hold the checkpoint of their parent folder in another form.
 const TWIN_FOLDERS: [&str; 2] = ["sharded", "consolidated"];
 
-/// Number of a folder in its tree. It is never used again for another folder.
+/// Number of a folder in its tree. The number is never reused for another folder.
 pub type FolderId = usize;
 
 /// A regular file of the source.
@@ -26,7 +26,7 @@ pub type FolderId = usize;
 pub struct File {
     /// Name in its folder.
     pub name: OsString,
-    /// The store that it lies in.
+    /// The store in which it is.
     pub store: Store,
     /// Its real path, with symbolic links resolved.
     pub path: PathBuf,
@@ -34,12 +34,12 @@ pub struct File {
     pub version: Version,
 }
 
-/// A name in a folder that leads to no file that may be read.
+/// A name in a folder that does not lead to a file that may be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Misfit {
     /// Name in its folder.
     pub name: OsString,
-    /// The fault in it.
+    /// The reason why it cannot be used.
     pub why: Unusable,
 }
 
@@ -48,7 +48,7 @@ pub struct Misfit {
 pub struct Folder {
     /// Path below the source, empty for the source itself.
     pub relative: PathBuf,
-    /// The store that it lies in.
+    /// The store in which it is.
     pub store: Store,
     /// Its real path.
     pub path: PathBuf,
@@ -60,25 +60,25 @@ pub struct Folder {
     pub children: Vec<(OsString, FolderId)>,
     /// Files in it, by name.
     pub files: Arc<[File]>,
-    /// Names that lead to no file that may be read: broken links, devices.
+    /// Names that do not lead to a file that may be read, such as broken links and devices.
     pub misfits: Arc<[Misfit]>,
-    /// The parts of it that are left out because they exceed a limit, one line each.
+    /// Lines about parts of the folder that are left out because a limit is exceeded.
     pub lacks: Vec<String>,
     /// Names of files that existed at the scan and are missing now.
     pub(super) gone: Vec<OsString>,
-    /// Whether a link leads to it, or to a folder that it lies in.
+    /// Whether a link leads to this folder, or to a folder that contains it.
     pub(super) linked: bool,
-    /// Real paths of other folders whose entries decide where its links lead.
+    /// Real paths of other folders on whose entries the targets of its links depend.
     pub(super) targets: Arc<[PathBuf]>,
-    /// Time of its listing in seconds since 1970.
+    /// Time at which it was listed, in seconds since 1970.
     pub(super) listed: i64,
-    /// Whether that left out names that could not be looked at.
+    /// Whether the listing left out names whose versions could not be read.
     pub partial: bool,
-    /// Position of the view that presents its sets. `None` if the source has one view.
+    /// Index of the view that presents its sets. `None` if the source has only one view.
     pub(super) view: Option<usize>,
-    /// Whether the tree has made it: no folder of the source has its entries.
+    /// Whether the tree has made the folder, so that no folder of the source has its entries.
     pub(super) made: bool,
-    /// Files that the tree has made: names and texts.
+    /// Files that the tree has made, with their names and texts.
     pub(super) texts: Arc<[(OsString, Arc<[u8]>)]>,
 }
 
@@ -87,13 +87,13 @@ pub(super) fn is_twin(name: &OsStr) -> bool {
 }
 
 impl File {
-    /// The file in the version that was examined last; not opened before it is read.
+    /// The file in the version that was last examined. It is opened at its first read.
     pub fn source(&self) -> Arc<Source> {
         self.store.closed(&self.path, self.version)
     }
 
-    /// Opens it. A file of another store is opened in the version of its listing: each read fails if the
-    /// store has another one by then.
+    /// Opens the file. If it is in another store, it is opened in the version of its listing: each read fails if the
+    /// store has another version by then.
     ///
     /// # Errors
     /// The errors of `Store::open`.
@@ -101,28 +101,29 @@ impl File {
         if self.store.is_local() { self.store.open(&self.path) } else { Ok(self.source()) }
     }
 
-    /// Its version now, as its server has it.
+    /// Its current version, as its server reports it.
     ///
     /// # Errors
-    /// It fails where nothing is there.
+    /// There is no file, or its server does not answer.
     pub fn version_now(&self) -> io::Result<Version> {
         self.store.fresh_version(&self.path)
     }
 }
 
 impl Folder {
-    /// Whether it stands for no folder of the source: one between the root and the models of
-    /// `OpenOptions::hub`. The root stands for the source.
+    /// Whether the tree has made the folder, and it is not the root. An example are the folders
+    /// between the root and the models of `OpenOptions::hub`. The root counts as the folder of the
+    /// source.
     pub fn is_made_below_root(&self) -> bool {
         self.made && self.parent.is_some()
     }
 
-    /// Whether the tree has made it: no folder of the source has its entries.
+    /// Whether the tree has made the folder, so that no folder of the source has its entries.
     pub fn is_made(&self) -> bool {
         self.made
     }
 
-    /// Whether a link leads to it, or to a folder that it lies in.
+    /// Whether a link leads to this folder, or to a folder that contains it.
     pub fn is_linked(&self) -> bool {
         self.linked
     }
@@ -133,7 +134,7 @@ impl Folder {
         index.ok().map(|index| &self.files[index])
     }
 
-    /// The names in it, also those that lead to no file, if they are UTF-8.
+    /// The names in it that are UTF-8, including names that lead to no file.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         let files = self.files.iter().map(|file| &file.name);
         let names = files.chain(self.misfits.iter().map(|misfit| &misfit.name));
@@ -146,7 +147,7 @@ impl Folder {
         versions.filter_map(Version::modified).max().unwrap_or_default()
     }
 
-    /// Whether a link leads to a file of it.
+    /// Whether one of its files is a link.
     pub fn has_links(&self) -> bool {
         self.files.iter().any(|file| {
             file.path.parent() != Some(&self.path) || file.path.file_name() != Some(&file.name)
@@ -158,22 +159,24 @@ impl Folder {
         StateFiles::of(self.files.iter().filter_map(|file| file.name.to_str()))
     }
 
-    /// Whether it is the folder of a checkpoint of the run of DeepSpeed in `run`.
+    /// Whether it is the folder of a checkpoint, and `run` is the folder of its run of DeepSpeed.
     pub(super) fn is_of_run(&self, run: &Folder) -> bool {
         run.latest().is_some() && self.state_files().is_some()
     }
 
-    /// The file that names the folder of the last checkpoint, if it is the folder of a run of DeepSpeed.
+    /// The `latest` file, which names the folder of the last checkpoint, if this is the folder of a run of DeepSpeed.
     pub(super) fn latest(&self) -> Option<&File> {
         self.file(self.latest_name())
     }
 
-    /// The name of that file. A universal checkpoint is made of another one, which goes first.
+    /// The name of the `latest` file. `latest` goes before the file for universal checkpoints,
+    /// because a universal checkpoint is converted from another checkpoint.
     pub(super) fn latest_name(&self) -> &'static str {
         if self.file(LATEST).is_some() { LATEST } else { LATEST_UNIVERSAL }
     }
 
-    /// Whether files of `torch.save` count as weights: where there are no others, or `only` is one.
+    /// Whether files of `torch.save` count as weights: if the folder has no weights of other
+    /// formats, or `only` is such a file.
     pub(super) fn reads_torch(&self, only: Option<&str>) -> bool {
         match only {
             Some(only) => names::is_of_torch(only),
@@ -183,8 +186,8 @@ impl Folder {
         }
     }
 
-    /// Whether files may be of one set with `only`, by their names. If `only` is a file of `torch.save` or of
-    /// a distributed checkpoint, no other files are read.
+    /// Returns a function that says whether a file may be in one set with `only`, according to its name. If `only` is
+    /// a file of `torch.save` or of a distributed checkpoint, files of other sets are not read.
     pub(super) fn may_be_with<'a>(&self, only: Option<&'a str>) -> impl Fn(&str) -> bool + use<'a> {
         let only = only.filter(|only| names::is_of_torch(only) || names::is_of_distcp(only));
         let has_maps = || self.names().any(|name| names::torch_map_output(name).is_some());
@@ -196,7 +199,7 @@ impl Folder {
         }
     }
 
-    /// Whether it has files of torch with pickles that count as weights, by their names.
+    /// Whether it has pickle files of torch that count as weights, according to their names.
     pub(super) fn has_pickles(&self, only: Option<&str>) -> bool {
         let mut names = self.files.iter().filter_map(|file| file.name.to_str());
         (names.any(names::is_of_torch) && self.reads_torch(only))
@@ -204,7 +207,7 @@ impl Folder {
             || (only.is_none() && self.state_files().is_some())
     }
 
-    /// Whether it has names that can be part of a set. `only` is the name of the source if that is one file.
+    /// Whether it has names that can be part of a set. `only` is the name of the file if the source is one file.
     pub(super) fn has_weights(&self, only: Option<&str>) -> bool {
         self.names().any(|name| names::is_weights_or_map(name) || only == Some(name))
             || self.has_pickles(only)

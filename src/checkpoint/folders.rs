@@ -1,5 +1,5 @@
-//! The folders of a tree, with the indexes that a change of one folder needs: by its real path, and
-//! by the folders that its links lead into.
+//! The folders of a tree. Two indexes find the folders that a change affects: by real path, and by
+//! the folders that links pass through.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use super::folder::{Folder, FolderId};
 /// Limits for the scan of one source.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ScanLimits {
-    /// Maximum depth of a folder that is entered, because links could make an endless tree.
+    /// Maximum depth of a folder that is scanned. Links could make an endless tree.
     pub(super) depth: usize,
     /// Maximum number of files and folders in one source.
     pub(super) entries: usize,
-    /// Maximum number of folders behind links. A few folders that link to each other give a huge
-    /// number of paths.
+    /// Maximum number of folders behind links. Otherwise a few folders that link to each other
+    /// would give a huge number of paths.
     pub(super) linked: usize,
     /// Maximum number of files and folders in folders behind links.
     pub(super) linked_entries: usize,
@@ -25,30 +25,32 @@ pub(super) struct ScanLimits {
 pub(super) const LIMITS: ScanLimits =
     ScanLimits { depth: 40, entries: 4_000_000, linked: 20_000, linked_entries: 1_000_000 };
 
-/// The folders of a tree. A number is never used again, so that a late result about a folder that
-/// is gone finds nothing.
+/// The folders of a tree. Their numbers are never reused, so that a late result about a removed
+/// folder finds no folder.
 #[derive(Debug, Default)]
 pub(super) struct Folders {
     by_id: BTreeMap<FolderId, Arc<Folder>>,
-    /// A folder that several links lead to has several places in the tree.
+    /// Folders by their real path. A folder to which several links lead has several places in the
+    /// tree.
     by_path: HashMap<PathBuf, Vec<FolderId>>,
-    /// Folders whose links lead into a folder, by the real path of the latter.
+    /// Folders whose links depend on entries of another folder, by the real path of the other
+    /// folder.
     by_target: HashMap<PathBuf, BTreeSet<FolderId>>,
-    /// Numbers of folders with the weights of a tensor in a folder `zero`, by the path of the latter in
-    /// the tree.
+    /// For each folder `zero` of a universal checkpoint, by its path in the tree: the number of its subfolders that
+    /// have the weights of a tensor.
     masters: HashMap<PathBuf, usize>,
     next: FolderId,
     pub(super) weight: Weight,
 }
 
-/// The parts of a tree that have limits.
+/// The numbers in a tree that have limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Weight {
-    /// Entries of folders in the source itself.
+    /// Number of entries of folders in the source itself.
     pub(super) entries: usize,
-    /// Folders behind links.
+    /// Number of folders behind links.
     pub(super) linked: usize,
-    /// Entries of folders behind links.
+    /// Number of entries of folders behind links.
     pub(super) linked_entries: usize,
 }
 
@@ -75,7 +77,7 @@ impl Weight {
         }
     }
 
-    /// Refuses the weight of `views` views if it is above `limits`. The error says why.
+    /// Refuses this weight of `views` views if it exceeds `limits`. The error is the reason.
     pub(super) fn check(self, views: usize, limits: ScanLimits) -> Result<(), String> {
         let counts = [
             (self.entries, limits.entries, "files and folders"),
@@ -110,35 +112,36 @@ impl Folders {
         self.by_id.values()
     }
 
-    /// The places of the folder at the real path `path`.
+    /// The places in the tree of the folder at the real path `path`.
     pub(super) fn at(&self, path: &Path) -> &[FolderId] {
         self.by_path.get(path).map_or(&[], Vec::as_slice)
     }
 
-    /// The real paths of the folders whose links lead into the folder `path`.
+    /// The real paths of the folders whose links depend on entries of the folder `path`.
     pub(super) fn leading_into(&self, path: &Path) -> BTreeSet<PathBuf> {
         let ids = self.by_target.get(path).into_iter().flatten();
         ids.filter_map(|id| self.get(*id)).map(|folder| folder.path.clone()).collect()
     }
 
-    /// Real paths of all folders whose changes matter: those of the tree, and those that links lead
-    /// into.
+    /// Real paths of all folders whose changes affect the tree: the folders of the tree, and the
+    /// folders on which its links depend.
     pub(super) fn paths(&self) -> BTreeSet<PathBuf> {
         self.by_path.keys().chain(self.by_target.keys()).cloned().collect()
     }
 
-    /// Whether changes of the folder `path` matter.
+    /// Whether changes of the folder `path` affect the tree.
     pub(super) fn matters(&self, path: &Path) -> bool {
         self.by_path.contains_key(path) || self.by_target.contains_key(path)
     }
 
-    /// Whether the folder `zero` at this path in the tree has folders with the weights of tensors.
+    /// Whether the folder `zero` at this path in the tree has subfolders with the weights of
+    /// tensors.
     pub(super) fn has_masters(&self, zero: &Path) -> bool {
         self.masters.contains_key(zero)
     }
 
-    /// Adds `folders`, in which parents come before their children and refer to them by position,
-    /// below `parent`. Returns the number of the first one.
+    /// Adds `folders` below `parent`. In `folders`, parents come before their children and are
+    /// referred to by index. Returns the number of the first folder.
     pub(super) fn graft(&mut self, parent: Option<FolderId>, folders: Vec<Folder>) -> FolderId {
         let first = self.next;
         self.next += folders.len();
@@ -171,7 +174,8 @@ impl Folders {
         }
     }
 
-    /// Removes the folder `id` with all below it, and returns them, parents first.
+    /// Removes the folder `id` and everything below it. Returns the removed folders, parents before
+    /// children.
     pub(super) fn remove(&mut self, id: FolderId) -> Vec<(FolderId, Arc<Folder>)> {
         let mut removed = Vec::new();
         let mut next = vec![id];

@@ -1,6 +1,6 @@
-//! Limits the bytes of headers in memory. A header takes several times its length in memory.
-//! Without a limit, a user who may add files to a source could use up the memory of the process
-//! that serves it.
+//! Limits the memory for headers. A header takes several times its length in memory. Without a
+//! limit, a user who may add files to a source could use up the memory of the process that serves
+//! it.
 
 use std::io;
 use std::path::Path;
@@ -11,24 +11,25 @@ use crate::error::{Error, ErrorKind, Fault, Result};
 use crate::sync::{Condvar, Mutex};
 use crate::system_memory;
 
-/// Bytes of headers of one folder that are read on every machine.
+/// Lower bound of the limit for the headers of one folder, in bytes. It applies on every machine.
 const FOLDER_MIN: u64 = 512 << 20;
 
-/// The headers of one folder may have this fraction (1/64) of the machine's memory in bytes,
-/// because machines for the largest checkpoints also read larger headers.
+/// The headers of one folder may have 1 / `FOLDER_SHARE` of the machine's memory in bytes. The
+/// limit grows with the memory, because machines that serve the largest checkpoints also need to
+/// read larger headers.
 const FOLDER_SHARE: u64 = 64;
 
-/// One description of a whole checkpoint may take this fraction (1/8) of the memory.
+/// One description of a whole checkpoint may take 1 / `DESCRIPTION_SHARE` of the memory.
 const DESCRIPTION_SHARE: u64 = 8;
 
-/// Headers of a folder up to this many bytes need no reservation, so that an ordinary checkpoint is
-/// not refused because of other folders.
+/// Headers of a folder up to this number of bytes need no reservation, so that an ordinary
+/// checkpoint is not refused because of other folders.
 const SMALL_MAX: u64 = 1 << 20;
 
-/// Maximum wait of one folder for the headers of others.
+/// Maximum time for which a folder waits until the headers of other folders are freed.
 const WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// Bytes of headers in memory, of all folders that are being proved.
+/// Number of bytes of headers that are reserved by all folders that are being proved.
 static IN_USE: Mutex<u64> = Mutex::new(0);
 static FREED: Condvar = Condvar::new();
 
@@ -41,7 +42,8 @@ impl Reserved {
     /// use up the limit.
     ///
     /// # Errors
-    /// `Error::Io` if the wait takes too long. It says nothing about the folder itself.
+    /// `Error::Io` if the wait takes too long. The error does not mean that the folder itself is
+    /// faulty.
     pub(super) fn wait(folder: &Path, len: u64) -> Result<Reserved> {
         Reserved::wait_for(folder, len, WAIT_MAX)
     }
@@ -52,7 +54,8 @@ impl Reserved {
         }
         let deadline = Instant::now() + limit;
         let mut in_use = IN_USE.lock();
-        // The limit is two folders of the largest size. One folder alone is always admitted.
+        // The limit is twice the maximum of one folder. If nothing is reserved, any folder is
+        // admitted.
         while *in_use > 0 && *in_use + len > 2 * folder_max() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -82,7 +85,7 @@ impl Drop for Reserved {
     }
 }
 
-/// Maximum bytes of headers of one folder.
+/// Maximum number of bytes of headers of one folder.
 pub(super) fn folder_max() -> u64 {
     static MAX: OnceLock<u64> = OnceLock::new();
     *MAX.get_or_init(|| {
@@ -91,21 +94,22 @@ pub(super) fn folder_max() -> u64 {
     })
 }
 
-/// Maximum bytes of one description that takes `memory_of_byte` bytes of memory for each of its bytes: it
-/// may take an eighth of the memory of the machine, or of the control group of this process.
+/// Maximum length in bytes of a description that needs `memory_of_byte` bytes of memory per byte. Its memory may be 1
+/// / `DESCRIPTION_SHARE` of the memory of the machine, or of the control group of this process, and at least
+/// `FOLDER_MIN`.
 pub(super) fn description_max(memory_of_byte: u64) -> u64 {
     let total = system_memory::of_machine("MemTotal").unwrap_or(0);
     let usable = system_memory::limit().map_or(total, |limit| limit.min(total));
     (usable / DESCRIPTION_SHARE).max(FOLDER_MIN) / memory_of_byte
 }
 
-/// The memory of a machine that may take `len` bytes for one description.
+/// The memory in bytes that a machine needs, so that one description may take `len` bytes.
 pub(super) fn description_memory(len: u64) -> u64 {
     len.saturating_mul(DESCRIPTION_SHARE)
 }
 
 /// The number of headers that fit into `max` bytes, and the sum of their lengths. `lens` are the
-/// lengths of the headers in order. The count ends at the first one that does not fit.
+/// lengths of the headers in order. Counting stops at the first header that does not fit.
 pub(super) fn admitted(lens: &[u64], max: u64) -> (usize, u64) {
     let mut sum = 0_u64;
     for (count, &len) in lens.iter().enumerate() {
@@ -117,7 +121,7 @@ pub(super) fn admitted(lens: &[u64], max: u64) -> (usize, u64) {
     (lens.len(), sum)
 }
 
-/// The fault of a weight file beyond the limit of its folder.
+/// The fault of a weight file whose header exceeds the limit of its folder.
 pub(super) fn too_many(total: u64, max: u64) -> Fault {
     let message = format!(
         "the headers of the weight files in this folder have {total} bytes, {max} are read of one \

@@ -1,4 +1,4 @@
-//! The folders of `layout=hub`: a tree of models as a cache of the Hugging Face hub.
+//! The folders for `layout=hub`: presents a tree of models as a cache of the Hugging Face hub.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -11,14 +11,15 @@ use crate::hash::Digest;
 
 use super::folder::{Folder, is_twin};
 
-/// Files that programs look for in the folder of a model.
+/// Files for which programs look in the folder of a model.
 const MODEL_FILES: [&str; 4] =
     ["config.json", "model_index.json", "adapter_config.json", "model.safetensors"];
 
-/// The folders of a cache in which each model of `scanned` is one snapshot. `scanned` is a whole
-/// source, parents before children, whose folders refer to each other by position; so does the
-/// result. Models of a cache keep their snapshots, and have no blobs. Folders that show a folder of
-/// the source get `view`. Warns of folders and weights that are not shown.
+/// The folders of a hub cache in which each model of `scanned` has one snapshot. `scanned` has all
+/// folders of a source, parents before children, which refer to each other by index. The result has
+/// the same form. If the source is a hub cache itself, its models keep their snapshots, and their
+/// `blobs` are left out. Folders that show a folder of the source get `view`. Logs a warning for
+/// each folder and weight file that is not shown.
 pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
     let Some(source) = scanned.first() else { return Vec::new() };
     let mut hub = Hub { scanned, view, folders: Vec::new(), models: BTreeMap::new() };
@@ -37,7 +38,8 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
     warn_of_weights(source);
     let contents: Vec<_> =
         named(source).map(|(name, index)| (name, index, hub.content(name, index))).collect();
-    // A model of a cache is shown, rather than a folder of the same model.
+    // If a model is in a hub cache of the source and in an ordinary folder too, the hub cache is
+    // shown.
     for (name, index, _) in contents.iter().filter(|(.., of)| *of == Some(Holding::Cached)) {
         hub.add_hub_cache_model(root, name, *index);
     }
@@ -52,17 +54,17 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
     hub.folders
 }
 
-/// The models that a folder of the source holds.
+/// The kind of models in a folder of the source.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Holding {
-    /// A model of a cache, with its snapshots.
+    /// A model in the form of a hub cache, with its snapshots.
     Cached,
     Model,
-    /// The models of an organization.
+    /// A folder of an organization, which has several models.
     Models,
 }
 
-/// Folders in `folder` that may be models, by name.
+/// The subfolders of `folder` that may be models, by name.
 fn named(folder: &Folder) -> impl Iterator<Item = (&str, usize)> {
     let names = folder.children.iter().filter_map(|(name, child)| Some((name.to_str()?, *child)));
     names.filter(|(name, _)| !name.starts_with('.') && !is_twin(OsStr::new(name)))
@@ -72,13 +74,13 @@ fn file_names(folder: &Folder) -> impl Iterator<Item = &str> {
     folder.files.iter().filter_map(|file| file.name.to_str())
 }
 
-/// Whether the folder `name` is a model of a cache.
+/// Whether the folder `name` is a model in the form of a hub cache.
 fn is_cached(name: &str, folder: &Folder) -> bool {
     names::is_hub_model(name) && folder.children.iter().any(|(child, _)| child == "snapshots")
 }
 
-/// Whether `folder` has something that no folder of models has: a file that programs look for in a
-/// model, or a sharded set.
+/// Whether `folder` is certainly one model and no folder of models, because it has a file for which
+/// programs look in a model, or a sharded set.
 fn is_one_model(folder: &Folder) -> bool {
     let is_of_model = |name: &str| {
         MODEL_FILES.contains(&name)
@@ -88,7 +90,7 @@ fn is_one_model(folder: &Folder) -> bool {
     file_names(folder).any(is_of_model) || folder.children.iter().any(|(name, _)| is_twin(name))
 }
 
-/// Whether `folder` has a file or a folder that may be that of a model.
+/// Whether `folder` has a file or a folder that may belong to a model.
 fn has_model_file(folder: &Folder) -> bool {
     is_one_model(folder)
         || file_names(folder).any(|name| names::is_weights(name) || name.ends_with(".json"))
@@ -109,17 +111,17 @@ fn warn_of_no_model(folder: &Folder) {
     );
 }
 
-/// A cache in the making.
+/// A hub cache that is being built.
 struct Hub<'a> {
     scanned: &'a [Folder],
     view: Option<usize>,
     folders: Vec<Folder>,
-    /// The source of each model, by its name.
+    /// The path in the source of each model, by the name of the model.
     models: BTreeMap<String, PathBuf>,
 }
 
 impl Hub<'_> {
-    /// The content of the folder `index` in the source itself, `None` if it has no model.
+    /// The kind of models in the folder `index` of the source. `None` if it has no model.
     fn content(&self, name: &str, index: usize) -> Option<Holding> {
         let folder = &self.scanned[index];
         let has_models = || named(folder).any(|(_, child)| has_model_file(&self.scanned[child]));
@@ -131,7 +133,8 @@ impl Hub<'_> {
         }
     }
 
-    /// Adds a folder `name` with no entries of its own, which stands for `of`.
+    /// Adds a folder `name` that the tree makes. It has no entries yet, and gets path and version
+    /// of `of`.
     fn make(&mut self, parent: Option<usize>, name: &OsStr, of: &Folder) -> usize {
         let made = Folder {
             store: of.store.clone(),
@@ -158,7 +161,7 @@ impl Hub<'_> {
         index
     }
 
-    /// Adds the folder `index` of the source with all below it, but for those that `skip` names.
+    /// Adds the folder `index` of the source and everything below it, except its subfolder `skip`.
     fn copy(&mut self, parent: usize, name: &OsStr, index: usize, skip: &str) -> usize {
         let source = &self.scanned[index];
         let copied = self.add(Some(parent), name, Folder { view: self.view, ..source.clone() });
@@ -209,7 +212,7 @@ impl Hub<'_> {
         }
     }
 
-    /// Whether no other folder is the model `name`. Warns if one is.
+    /// Whether the name `name` is free for this model. If another folder has it, logs a warning.
     fn take_name(&mut self, name: &str, source: &Folder) -> bool {
         if let Some(shown) = self.models.get(name) {
             let (path, shown) = (shown_path(&source.path), shown_path(shown));
@@ -221,7 +224,7 @@ impl Hub<'_> {
     }
 }
 
-/// The revision of a model, in the form of a commit: the same for the same path.
+/// A revision for a model, in the form of a commit hash. It depends only on the path of the model.
 fn revision(relative: &Path) -> String {
     let first = Digest::of(relative.as_os_str().as_encoded_bytes()).to_string();
     let second = Digest::of(first.as_bytes()).to_string();

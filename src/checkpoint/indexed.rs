@@ -1,4 +1,4 @@
-//! Loads the sets of a folder from its index, and writes proved sets to the index.
+//! Loads the sets of a folder from its index, and writes proved sets into the index.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -28,26 +28,26 @@ use super::tree::Tree;
 use super::virtual_file::{FileSummary, VirtualFile, present, presented_as_recorded};
 use super::{Checkpoint, ProvedSet};
 
-/// The options that change the sets of a folder, as bits: `Prefer::Shards`, bintensors, and for pickles
-/// `TrainingState::All` and `ZeroWeights::Fp32`.
+/// Number of combinations of the options that change the sets of a folder. Each option is one bit: `Prefer::Shards`,
+/// bintensors, and for pickles `TrainingState::All` and `ZeroWeights::Fp32`.
 const ALL_OPTIONS: u8 = 1 << 4;
 
-/// Maximum bytes of headers for which an index is kept, because it is built in memory.
+/// Maximum number of bytes of headers for which an index is written. An index is built in memory.
 const HEADERS_MAX: u64 = 512 << 20;
 
-/// The bytes of a file that its sets follow from, ascending.
+/// The byte ranges of a file on which its sets depend, ascending.
 type DecidingBytes = Vec<Range<u64>>;
 
-/// The index of one folder: its store, and the current files of the folder.
+/// The index of one folder: the store of the index, and the current files of the folder.
 pub(super) struct FolderIndex<'a> {
     pub(super) store: IndexStore,
     tree: &'a Tree,
     pub(super) folder: &'a Folder,
-    /// Start of the work in seconds since 1970. Changes after it are unknown to the index.
+    /// Start of the work in seconds since 1970. The index does not know later changes.
     started: i64,
 }
 
-/// The first bytes of files, as an index records them.
+/// The records of the headers of files, from an index.
 #[derive(Clone, Debug)]
 pub struct IndexedHeaders {
     /// Time at which the files were examined, in seconds since 1970.
@@ -57,20 +57,20 @@ pub struct IndexedHeaders {
 }
 
 impl IndexedHeaders {
-    /// The record of the file `name`, `None` if the file may have changed since. `now` is its
-    /// current version.
+    /// The record of the file `name`. `None` if the file may have changed since the index was made.
+    /// `now` is its current version.
     pub(crate) fn header(&self, name: &str, now: &Version) -> Option<&FileRecord> {
         let record = self.files.iter().find(|record| record.name == name)?;
         (record.version == *now && is_settled(now, self.made)).then_some(record)
     }
 }
 
-/// The version, length and hash of each text file of a folder, or why it could not be read.
-/// They are taken before the text is parsed, so that a change in between does not match.
+/// The version and the hash of each text file of a folder, or why it could not be read. They are
+/// read before the text is parsed, so that a change in between is noticed.
 pub(super) type TextHashes = BTreeMap<String, Result<(Version, Digest), String>>;
 
 impl Tree {
-    /// The records of the headers in the index of `folder`, which may be out of date. `None` if
+    /// The records of the headers in the index of `folder`. They may be out of date. `None` if
     /// there is no index.
     pub fn indexed_headers(&self, folder: FolderId) -> Option<IndexedHeaders> {
         let folder = self.folder(folder);
@@ -81,7 +81,7 @@ impl Tree {
         own.then_some(IndexedHeaders { made, files })
     }
 
-    /// Removes the indexes of `folder` for all options, and the records of views beside them. Returns
+    /// Removes the indexes of `folder` for all combinations of options, and the records of views beside them. Returns
     /// whether there was an index for the options of the tree.
     pub fn forget_index(&self, folder: FolderId) -> bool {
         let folder = self.folder(folder);
@@ -96,13 +96,14 @@ impl Tree {
 }
 
 impl<'a> FolderIndex<'a> {
-    /// The index of `folder`, `None` if the options name no folder for indexes.
+    /// The index of `folder`. `None` if the options name no folder for indexes.
     pub(super) fn of(tree: &'a Tree, folder: &'a Folder) -> Option<FolderIndex<'a>> {
         let store = IndexStore::new(tree.options.index.clone()?);
         Some(FolderIndex { store, tree, folder, started: now() })
     }
 
-    /// Name of the file in the store. It depends on the options that change the sets of the folder.
+    /// Name of the index file in the store. The name depends on the options that change the sets of
+    /// the folder.
     pub(super) fn file_name(&self) -> String {
         let options = self.options();
         let bintensors = u8::from(options.view.format == OutputFormat::Bintensors);
@@ -114,26 +115,28 @@ impl<'a> FolderIndex<'a> {
         self.file_name_of(plain | if has_pickles { of_pickles } else { 0 })
     }
 
-    /// Name of the file for the options with these bits, less than `ALL_OPTIONS`.
+    /// Name of the index file for the options with these bits. `options` is less than
+    /// `ALL_OPTIONS`.
     fn file_name_of(&self, options: u8) -> String {
         let folder = self.folder.path.as_os_str().as_bytes();
         let only = self.tree.only.as_deref().unwrap_or_default().as_bytes();
         file_name(&[folder, only, &[options]], EXTENSION)
     }
 
-    /// The options that the folder is opened with.
+    /// The options with which the folder is opened.
     pub(super) fn options(&self) -> &OpenOptions {
         self.tree.options_of(self.folder)
     }
 
-    /// Removes the index and what follows from it. Returns whether there was an index.
+    /// Removes the index and the records of views that belong to it. Returns whether there was an
+    /// index.
     fn remove(&self) -> bool {
         self.store.remove_views(&self.file_name());
         self.store.remove(&self.file_name())
     }
 
-    /// The sets of the folder from the index. The error is the reason why the index is not used,
-    /// `None` if there is no index.
+    /// Loads the sets of the folder from the index. The error is the reason why the index is not
+    /// used, or `None` if there is no index.
     pub(super) fn load(&self) -> Result<Proved, Option<String>> {
         let path = self.store.path(&self.file_name());
         let bytes = match self.store.read(&self.file_name()) {
@@ -145,7 +148,7 @@ impl<'a> FolderIndex<'a> {
         let (mut len, mut checksum) = (bytes.len(), Index::checksum(&bytes));
         drop(bytes);
         if self.compare(&index).map_err(|why| self.doubt(why))? {
-            // The headers are unchanged. The new index saves the next start the comparison.
+            // The headers are unchanged. A new index saves this comparison at the next start.
             let files = index.files.iter().filter_map(|record| self.record_anew(record)).collect();
             index = Index { files, made: self.started, ..index };
             if let Ok(written) = self.write(&index) {
@@ -173,9 +176,9 @@ impl<'a> FolderIndex<'a> {
         Some(why)
     }
 
-    /// Compares the files of the folder with `index` by their versions. If a version leaves
-    /// a doubt, it compares the first bytes of the file. Returns true if a new index would remove
-    /// that doubt for the next start.
+    /// Compares the files of the folder with `index` by their versions. If a version does not show
+    /// whether a file has changed, compares the hash of the bytes that describe its tensors.
+    /// Returns true if a new index would make that comparison unnecessary at the next start.
     fn compare(&self, index: &Index) -> Result<bool, String> {
         if index.folder != self.folder.path.as_os_str().as_bytes() {
             return Err("is about another folder".to_owned());
@@ -195,7 +198,8 @@ impl<'a> FolderIndex<'a> {
             if now == record.version && is_settled(&now, index.made) {
                 continue;
             }
-            // A catalog depends only on the length of each shard and the bytes before its data.
+            // A catalog depends only on the length of each shard and on the bytes that describe its
+            // tensors.
             let end = record.described.last().map_or(0, |range| range.end);
             if now.len != record.version.len || end > now.len {
                 return Err(not_as_it_is(record));
@@ -211,18 +215,18 @@ impl<'a> FolderIndex<'a> {
         first.map_or(Ok(renew), |record| Err(not_as_it_is(record)))
     }
 
-    /// Whether the folder has any name that can be part of a set, or cause its refusal.
+    /// Whether the folder has any name that can be part of a set, or that can cause a refusal.
     pub(super) fn has_files(&self) -> bool {
         !self.files().is_empty() || self.unusable().next().is_some()
     }
 
-    /// The files that can be part of a set or decide about one, by name.
+    /// The files that can be part of a set or that affect a set, by name.
     fn files(&self) -> Vec<(&'a str, &'a File)> {
         let only = self.tree.only.as_deref();
         let (reads_torch, reads_distcp) =
             (self.folder.reads_torch(only), self.folder.reads_distcp(only));
         let may_be_with = self.folder.may_be_with(only);
-        // A note names files with the state of a training if all of it is asked for.
+        // With `TrainingState::All`, a note names the files that have the state of a training.
         let tells_states =
             self.tree.options.state == TrainingState::All && self.folder.has_pickles(only);
         let named = self.folder.files.iter().filter_map(|file| Some((file.name.to_str()?, file)));
@@ -245,8 +249,8 @@ impl<'a> FolderIndex<'a> {
         self.folder.misfits.iter().map(|misfit| misfit.name.as_bytes())
     }
 
-    /// The sets in the index, in the form of a new proof. `presented` has what is recorded of the
-    /// view on each of them.
+    /// Makes the sets in the index into the result of a proof. `presented` has, for each set, the
+    /// record of its view.
     fn proved(
         &self,
         index: Index,
@@ -278,8 +282,8 @@ impl<'a> FolderIndex<'a> {
         Ok(proved)
     }
 
-    /// The checkpoint of a record. The outer error is a doubt about the index, the inner one a
-    /// refusal that an option causes.
+    /// Makes the checkpoint of a record. The outer error is the reason why the index is not used.
+    /// The inner error is a refusal that an option causes.
     fn checkpoint(
         &self,
         record: SetRecord,
@@ -346,7 +350,7 @@ impl<'a> FolderIndex<'a> {
         Ok(checkpoint.summarize(&record.virtual_files).map(|()| checkpoint))
     }
 
-    /// Hashes the text files of the folder, before they are parsed.
+    /// Hashes the text files of the folder. Has to be called before they are parsed.
     pub(super) fn texts(&self) -> TextHashes {
         let files = self.files().into_iter().filter(|(name, _)| {
             names::is_weight_map(name)
@@ -355,7 +359,7 @@ impl<'a> FolderIndex<'a> {
         });
         let look = |file: &File| -> crate::Result<_> {
             let source = file.open_listed()?;
-            // A longer one is refused when it is parsed.
+            // A longer text is refused when it is parsed, so its hash does not matter.
             let hashed = 0..Some(source.len()).filter(|&len| len <= metadata_max()).unwrap_or(0);
             let hash = source.hash_ranges(std::slice::from_ref(&hashed))?;
             source.check_after_read()?;
@@ -367,7 +371,7 @@ impl<'a> FolderIndex<'a> {
     }
 
     /// Writes the index if all sets are proved. `before` is the reason why the previous index was
-    /// not used, `texts` the result of `texts` from before the parse.
+    /// not used. `texts` is the result of `texts`, from before the texts were parsed.
     pub(super) fn keep(
         &self,
         before: Option<String>,
@@ -382,7 +386,7 @@ impl<'a> FolderIndex<'a> {
             _ => self.index_of(texts, weights, proved),
         };
         if index.is_err() && before.is_some() {
-            // The previous index is out of date.
+            // The previous index is out of date, so it is removed.
             self.remove();
         }
         let written = index.and_then(|index| self.write(&index));
@@ -400,7 +404,7 @@ impl<'a> FolderIndex<'a> {
         }
     }
 
-    /// Writes the index; returns its length in bytes, and its checksum.
+    /// Writes the index. Returns its length in bytes and its checksum.
     fn write(&self, index: &Index) -> Result<(usize, Option<Digest>), String> {
         let name = self.file_name();
         let path = shown_path(&self.store.path(&name));
@@ -413,8 +417,8 @@ impl<'a> FolderIndex<'a> {
         written.map(|()| (bytes.len(), Index::checksum(&bytes)))
     }
 
-    /// The index of the proved sets. Fails if a set is refused, or if a file has changed since the
-    /// folder was scanned.
+    /// Makes the index of the proved sets. Fails if a set is refused, or if a file has changed
+    /// since the folder was scanned.
     fn index_of(
         &self,
         texts: &TextHashes,
@@ -457,11 +461,12 @@ impl<'a> FolderIndex<'a> {
         })
     }
 
-    /// The version of a file of torch of which no set was made, the bytes that show why, and their hash.
+    /// For a file of torch that is in no set: its version, the bytes that show why it is in no set, and the hash of
+    /// these bytes.
     fn unread(&self, name: &str, file: &File) -> Result<(Version, DecidingBytes, Digest), String> {
         let is_named = StateFile::of(name).is_some() || names::is_torch_state(name);
         if is_named || names::is_distcp(name) {
-            // Its name is all that counts, and whether it is empty.
+            // For such a file only its name matters, and whether it is empty.
             return Ok((file.version.lasting(), Vec::new(), Hasher::new().finish()));
         }
         let look = || -> crate::Result<_> {
@@ -484,7 +489,7 @@ impl<'a> FolderIndex<'a> {
     fn set_record(&self, set: &Set, weights: &Weights) -> Option<SetRecord> {
         let checkpoint = set.outcome.as_ref().ok()?;
         let loaded = |name: &String| weights.get(name).and_then(|loaded| loaded.as_ref().ok());
-        // A start with `Files::Original` and one with `Files::Single` share the index.
+        // `Files::Original` and `Files::Single` use the same index.
         let mut files: Vec<VirtualFile> = checkpoint.virtual_files().collect();
         if checkpoint.has_other_tensors() {
             files.clear();
@@ -492,7 +497,7 @@ impl<'a> FolderIndex<'a> {
             files.push(checkpoint.single_file());
         }
         let record = |file: &VirtualFile| {
-            // A checkpoint without a layout may still be shown as it is.
+            // A checkpoint without a layout may still be shown unchanged, so this is no error.
             let FileSummary { len, header } = file.summary().ok()?;
             Some(VirtualFileRecord { spec: file.spec().digest(), len, header })
         };
@@ -517,8 +522,8 @@ impl<'a> FolderIndex<'a> {
     }
 }
 
-/// Bytes of the headers of all names. Several links to one file count each, because the index holds
-/// each.
+/// Number of bytes of the headers of all names. If several links lead to one file, its header is
+/// counted for each link, because the index has a record for each.
 fn headers_len(weights: &Weights) -> u64 {
     let loaded = weights.values().filter_map(|loaded| loaded.as_ref().ok());
     loaded.fold(0, |sum: u64, loaded| sum.saturating_add(loaded.shard.header.description_len()))
@@ -528,7 +533,8 @@ fn not_as_it_is(record: &FileRecord) -> String {
     format!("is out of date for {}", record.name)
 }
 
-/// Whether the file is unchanged since the scan and has the first bytes of its record.
+/// Whether the file is unchanged since the scan, and its descriptive bytes have the hash of its
+/// record.
 fn has_head(file: &File, record: &FileRecord) -> bool {
     let head = || {
         let source = file.open_listed().ok()?;
@@ -540,7 +546,7 @@ fn has_head(file: &File, record: &FileRecord) -> bool {
     head() == Some(record.hash)
 }
 
-/// Whether the file had been unchanged for more than `SETTLED` seconds at `made`.
+/// Whether the last change of the file was more than `SETTLED` seconds before `made`.
 fn is_settled(file: &Version, made: i64) -> bool {
     file.changed().is_none_or(|(seconds, _)| seconds < made.saturating_sub(SETTLED))
 }

@@ -1,4 +1,4 @@
-//! Reads the description of a checkpoint: headers, weight maps, references.
+//! Reads the descriptions of a checkpoint: headers, weight maps and references.
 
 use std::ffi::OsStr;
 use std::io;
@@ -29,24 +29,24 @@ use super::folder::{File, Folder};
 /// Maximum number of retries for a file that changes while its header is read.
 const READ_TRIES: usize = 10;
 
-/// Bytes of a text file that are checked before the rest is read.
+/// Number of bytes of a text file that are checked before the rest is read.
 const TEXT_SNIFF_LEN: u64 = 4096;
 
-/// The same for a text file of another store: mostly all of it.
+/// The same number for a text file of another store. Most texts are shorter, so they need one read.
 const TEXT_SNIFF_LEN_OF_REMOTE: u64 = 1 << 20;
 
-/// Bytes of a weight file of another store that are read at first: mostly the whole header.
+/// Number of bytes of a weight file of another store in its first read. Most headers are shorter.
 const AHEAD_LEN: u64 = 64 << 10;
 
-/// Key derivations that take this long are logged.
+/// A key derivation that takes at least this long is logged.
 const DERIVATION_SHOWN_MIN: Duration = Duration::from_secs(1);
 
-/// The options that decide how the headers of files are read.
+/// The options that affect how the headers of files are read.
 #[derive(Clone, Copy, Default)]
 pub(super) struct ReadWith<'a> {
-    /// Opens encrypted files.
+    /// The secret for encrypted files.
     pub(super) secret: Option<&'a Secret>,
-    /// The tensors of pickles that are shown.
+    /// Which tensors of pickles are shown.
     pub(super) state: TrainingState,
 }
 
@@ -56,30 +56,30 @@ impl<'a> ReadWith<'a> {
     }
 }
 
-/// The store and the path of a file.
+/// The place of a file: its store and its path.
 pub(super) type FilePlace<'a> = (&'a Store, &'a Path);
 
-/// An open shard and its header.
+/// An open shard with its header.
 #[derive(Clone, Debug)]
 pub(super) struct OpenShard {
     pub(super) source: Arc<Source>,
     pub(super) shard: ShardHeader,
-    /// Hash of the bytes that describe the others.
+    /// Hash of the bytes that describe the tensors.
     pub(super) hash: Digest,
     pub(super) format: InputFormat,
 }
 
-/// A description and the hash of its bytes, or what is wrong with it.
+/// A description and the hash of its bytes, or the fault of the description.
 type HashedDescription = std::result::Result<(ShardDescription, Digest), Fault>;
 
-/// A header, or what is wrong with it.
+/// A parsed header, or the fault of the header.
 type Parsed = std::result::Result<ParsedHeader, Fault>;
 
 /// A parsed header.
 #[derive(Clone)]
 struct ParsedHeader {
     header: Arc<Head>,
-    /// The hash of its bytes.
+    /// The hash of the bytes of the header.
     hash: Digest,
     format: InputFormat,
     /// `None` if the tensors are not encrypted.
@@ -89,11 +89,12 @@ struct ParsedHeader {
 /// An open weight file whose header is not read yet.
 pub(super) struct Unread {
     source: Arc<Source>,
-    /// Its first byte in the source.
+    /// Offset of its first byte in the source.
     start: u64,
-    /// Its format and the length of its header, or why the file has none.
+    /// Its format and the length of its header, or the reason why it has no header.
     detected: std::result::Result<Detected, Fault>,
-    /// The first bytes of its description, if they came with those that were looked at.
+    /// The first bytes of its description, if they were read together with the bytes that show the
+    /// format.
     ahead: Vec<u8>,
 }
 
@@ -104,8 +105,8 @@ impl Unread {
         Unread::of(name, store.open(path)?, 0)
     }
 
-    /// Opens `file` as it was listed, which is called `name` in its checkpoint; as it is now, if that is not
-    /// there any more.
+    /// Opens `file` in the version of its listing. If that version does not exist any more, opens the current
+    /// version. The checkpoint calls the file `name`.
     pub(super) fn open_listed(name: &str, file: &File) -> Result<Unread> {
         let read = file.open_listed().and_then(|source| Unread::of(name, source, 0));
         match read {
@@ -114,7 +115,7 @@ impl Unread {
         }
     }
 
-    /// The weight file that begins at byte `start` of `source`.
+    /// Makes an unread weight file from the bytes of `source` from `start` on.
     fn of(name: &str, source: Arc<Source>, start: u64) -> Result<Unread> {
         let mut reader = SourceReader::at(&source, start);
         let detected = reader.run(|reader| InputFormat::detect(name, reader))?;
@@ -125,23 +126,25 @@ impl Unread {
         Ok(Unread { source, start, detected, ahead })
     }
 
-    /// Length of its description in bytes, with the prefix; 0 if it has no valid one.
+    /// Length of its description in bytes, including the length prefix. It is 0 if there is no
+    /// valid description.
     pub(super) fn description_len(&self) -> u64 {
         self.detected.as_ref().map_or(0, |detected| detected.description_len)
     }
 
-    /// Why it is no weight file, by its first bytes.
+    /// The reason why it is no weight file, according to its first bytes.
     pub(super) fn fault(&self) -> Option<&Fault> {
         self.detected.as_ref().err()
     }
 
-    /// Reads the header of the file called `name`. Its tensors are added to `heads`.
+    /// Reads the header of the file called `name`, and adds its tensors to `heads`.
     fn parse(&self, name: &str, heads: &Arc<Heads>, with: ReadWith<'_>) -> Result<Parsed> {
         let detected = match &self.detected {
             Ok(detected) => detected,
             Err(fault) => return Ok(Err(fault.clone())),
         };
-        // The headers of an encrypted file may take 64 MiB, so they are read for a secret only.
+        // The headers of an encrypted file may take 64 MiB, so they are read only if there is a
+        // secret.
         if detected.is_encrypted && with.secret.is_none() {
             return Ok(Err(key_required()));
         }
@@ -161,7 +164,7 @@ impl Unread {
             },
         };
         let add = |description| match detected.format {
-            // No other format has notes about parts.
+            // Only safetensors files have sharding notes.
             InputFormat::Safetensors => heads.add(description),
             _ => heads.add_without_note(description),
         };
@@ -170,7 +173,7 @@ impl Unread {
     }
 }
 
-/// Opens a weight file that is called `name` in its checkpoint in `folder`.
+/// Opens a weight file. Its checkpoint is in `folder` and calls it `name`.
 pub(super) fn open_shard(
     heads: &Arc<Heads>,
     folder: &Path,
@@ -184,7 +187,8 @@ pub(super) fn open_shard(
         let read = Unread::open(name, file)
             .and_then(|unread| Ok((unread.parse(name, heads, with)?, unread)));
         match read {
-            // New attributes also count as a change here, so the read is tried again.
+            // If only attributes of the file changed, this also counts as a change, so the read is
+            // tried again.
             Err(Error::Changed { .. }) if tries < READ_TRIES => tries += 1,
             Err(error) => return Err(named(error)),
             Ok((parsed, unread)) => return loaded(folder, name, unread.source, parsed),
@@ -192,8 +196,9 @@ pub(super) fn open_shard(
     }
 }
 
-/// Opens a `.distcp` file of the checkpoint in `folder`, and reads its items with these chunks, of
-/// `items` that it has by `.metadata`. `note` is about what is not shown.
+/// Opens a `.distcp` file of the checkpoint in `folder`, and reads the items of `chunks`. `items`
+/// is the number of items that `.metadata` places in the file. `note` is the note about values that
+/// are not shown.
 pub(super) fn open_items(
     heads: &Arc<Heads>,
     folder: &Folder,
@@ -220,7 +225,7 @@ pub(super) fn open_items(
     }
 }
 
-/// Opens a `.distcp` file and parses its items with these chunks, of `items`.
+/// Opens a `.distcp` file and parses the items of `chunks`. The file has `items` items in all.
 fn read_items(
     file: &File,
     chunks: &[StoredChunk],
@@ -239,8 +244,8 @@ fn read_items(
     Ok((source, parsed))
 }
 
-/// Reads the header of the weight file that begins at byte `start` of `source`, which stays open,
-/// called `name` in its checkpoint in `folder`.
+/// Reads the header of the weight file in the bytes of `source` from `start` on. `source` stays
+/// open. The checkpoint is in `folder` and calls the file `name`.
 pub(super) fn open_source(
     heads: &Arc<Heads>,
     folder: &Path,
@@ -254,7 +259,7 @@ pub(super) fn open_source(
 }
 
 /// Opens weight files that are links to one inode, and reads their header once. `links` are their
-/// names and places, `unread` is the first link, opened.
+/// names and places. `unread` is the first of them, which is open already.
 pub(super) fn open_links(
     heads: &Arc<Heads>,
     folder: &Path,
@@ -275,7 +280,7 @@ pub(super) fn open_links(
     let version = unread.source.version();
     let link = |name: &str, (store, path): FilePlace<'_>| {
         let source = store.open(path).map_err(|error| named_in(folder, name, error))?;
-        // The link leads to another file by now, or its name means another format.
+        // The link leads to another file in the meantime, or its name indicates another format.
         if source.version() != version || InputFormat::of_name(name) != InputFormat::of_name(first)
         {
             return open_shard(heads, folder, name, (store, path), with);
@@ -300,7 +305,7 @@ fn loaded(folder: &Path, name: &str, source: Arc<Source>, parsed: Parsed) -> Res
     Ok(OpenShard { source, shard, hash, format })
 }
 
-/// The fault of an encrypted file that no secret is given for.
+/// The fault of an encrypted file for which there is no secret.
 fn key_required() -> Fault {
     let message = "is encrypted; give its key with `key-file=`, in Python `key_file=` or `key=`, or \
                    its passphrase with `passphrase-file=`, in Python `passphrase_file=` or \
@@ -308,11 +313,11 @@ fn key_required() -> Fault {
     Fault::new(ErrorKind::KeyRequired, message)
 }
 
-/// The decryptor of a file with these encrypted tensors. The key is tried on a piece, so that another
-/// key is refused at once.
+/// Makes the decryptor of a file with these encrypted tensors. Decrypts one piece, so that a wrong key is refused at
+/// once.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one a fault of the file or the secret.
+/// The outer error is a failed read, the inner error is a fault of the file or of the secret.
 fn unlock(
     source: &Arc<Source>,
     encrypted: Vec<EncryptedTensor>,
@@ -336,7 +341,8 @@ fn unlock(
     Ok(decryptor.decrypt(sample.start, &mut piece).map(|()| decryptor))
 }
 
-/// The error with the name in the folder, which the user knows, not with the target of a link.
+/// Replaces the path in an error by the name in the folder. The user knows this name, and not the
+/// target of a link.
 pub(super) fn named_in(folder: &Path, name: &str, error: Error) -> Error {
     match error {
         Error::Io { action, source, .. } => Error::io(folder.join(name), action, source),
@@ -344,10 +350,10 @@ pub(super) fn named_in(folder: &Path, name: &str, error: Error) -> Error {
     }
 }
 
-/// Parses the header of a source that is called `name`, and hashes the bytes that it consists of.
+/// Parses the header of a source called `name`, and hashes the bytes of the header.
 ///
 /// # Errors
-/// The outer error is a failed read, the inner one a fault of the header.
+/// The outer error is a failed read, the inner error is a fault of the header.
 fn parse(
     name: &str,
     mut reader: SourceReader<'_>,
@@ -366,7 +372,8 @@ fn parse(
     Ok(Ok((description, hash)))
 }
 
-/// The hashes that the shard `source` holds of its tensors or entries, if its format has any.
+/// The hashes that the shard `source` has of its tensors or entries. Empty if its format has no
+/// hashes.
 ///
 /// # Errors
 /// A failed read, or a fault of a header that has changed since it was proved.
@@ -382,14 +389,14 @@ pub(crate) fn header_hashes(source: &Arc<Source>) -> Result<Vec<HashedTensor>> {
     hashes?.map_err(|fault| Error::refused(source.path(), fault))
 }
 
-/// A source as parsers read it.
+/// Reads a source for a parser.
 pub(super) struct SourceReader<'a> {
     source: &'a Arc<Source>,
-    /// First byte of the shard in the source.
+    /// Offset in the source of the first byte of the shard.
     start: u64,
-    /// The bytes from `start` on, as far as they were read ahead.
+    /// The bytes from `start` on that were read ahead.
     ahead: Vec<u8>,
-    /// Length and hash of the bytes that were read last from the beginning of the file.
+    /// Length and hash of the bytes of the last read that began at the beginning of the file.
     first: Option<(u64, Digest)>,
     failed: Option<Error>,
 }
@@ -399,7 +406,8 @@ impl<'a> SourceReader<'a> {
         SourceReader { source, start, ahead: Vec::new(), first: None, failed: None }
     }
 
-    /// Reads to `buf`. The first read of another store takes more, because each answer takes long.
+    /// Fills `buf`. For another store, the first read reads more bytes ahead, because each answer
+    /// takes long.
     fn read_ahead(&mut self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let end = offset + buf.len() as u64;
         let ahead_end = (self.start + AHEAD_LEN).min(self.source.len());
@@ -425,7 +433,7 @@ impl<'a> SourceReader<'a> {
         }
     }
 
-    /// Runs a parser. A read that fails is the outer error.
+    /// Runs a parser. A failed read is the outer error.
     pub(super) fn run<T>(
         &mut self,
         work: impl FnOnce(&mut dyn RangeReader) -> io::Result<T>,
@@ -459,8 +467,8 @@ impl RangeReader for SourceReader<'_> {
     }
 }
 
-/// Reads a whole text file of at most `max` bytes, as it was listed; as it is now, if that is not there
-/// any more.
+/// Reads a whole text file of at most `max` bytes, in the version of its listing. If that version does not exist any
+/// more, reads the current version. Refuses a text that does not begin as a JSON object.
 pub(super) fn read_listed_text(file: &File, max: u64) -> Result<Vec<u8>> {
     match file.open_listed().and_then(|source| json_text(&source, max)) {
         Err(Error::Changed { .. }) => read_text((&file.store, &file.path), max),
@@ -468,7 +476,8 @@ pub(super) fn read_listed_text(file: &File, max: u64) -> Result<Vec<u8>> {
     }
 }
 
-/// Reads a whole text file of at most `max` bytes.
+/// Reads a whole text file of at most `max` bytes. Refuses a text that does not begin as a JSON
+/// object.
 pub(super) fn read_text(place: FilePlace<'_>, max: u64) -> Result<Vec<u8>> {
     let (store, path) = place;
     let source = store.open(path)?;
@@ -486,8 +495,8 @@ fn json_text(source: &Source, max: u64) -> Result<Vec<u8>> {
         if source.local().is_some() { TEXT_SNIFF_LEN } else { TEXT_SNIFF_LEN_OF_REMOTE };
     let mut text = vec![0; sniff_len.min(source.len()) as usize];
     source.read_exact_at(&mut text, 0)?;
-    // A text with another first character is no JSON object, so the rest is not read. A byte order
-    // mark may stand before it.
+    // If the text begins with another character, it is no JSON object, so the rest is not read. A
+    // byte order mark may be in front.
     let begin = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&text).trim_ascii_start();
     if !begin.is_empty() && !begin.starts_with(b"{") {
         let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
@@ -507,7 +516,7 @@ fn json_text(source: &Source, max: u64) -> Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Reads the file with the expected tensors of a checkpoint: a weight file, a weight map or a
+/// Reads a file that lists the expected tensors of a checkpoint: a weight file, a weight map or a
 /// manifest.
 pub(super) fn read_reference(path: &Path, options: &OpenOptions) -> Result<Reference> {
     let store = Store::for_options(path, options);

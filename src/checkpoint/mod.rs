@@ -56,23 +56,23 @@ use virtual_file::{ArrangedFile, Presented};
 pub use virtual_file::{FileSummary, VirtualFile};
 
 words! {
-    /// Whether it is proved that the last pieces are not missing.
+    /// Whether the proof shows that the last pieces of tensors are not missing.
     ///
     /// ```
     /// use tensorfs::{Checkpoint, ErrorKind, OpenOptions, Tail};
     ///
     /// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
-    /// // The weight map names every tensor, so none can be missing.
+    /// The weight map lists every tensor, so a missing tensor would be noticed.
     /// assert_eq!(checkpoint.tail, Tail::Proven);
     ///
-    /// // Rank shards do not say how many there are.
+    /// The files of rank shards do not record the number of shards.
     /// let shards = "tests/fixtures/dcp/col_wise/shards".as_ref();
     /// let checkpoint = Checkpoint::open(shards)?;
     /// assert_eq!(checkpoint.tail, Tail::Unproven);
     /// let error = checkpoint.require_proven_tail().unwrap_err();
     /// assert_eq!(error.kind(), ErrorKind::UnprovenTail);
     ///
-    /// // Their number proves it, or a reference.
+    /// The number of shards, or a reference, proves that none is missing.
     /// let options = OpenOptions { expect_shards: Some(4), ..OpenOptions::default() };
     /// Checkpoint::open_with(shards, &options)?.require_proven_tail()?;
     /// # Ok::<(), tensorfs::Error>(())
@@ -80,12 +80,12 @@ words! {
     pub enum Tail {
         /// Shapes, sizes or the number of shards prove that no last piece is missing.
         Proven = "proven",
-        /// A lost last piece would not be noticed: the tensor would only look smaller.
+        /// It is not known whether a last piece is missing: the tensor would only look smaller.
         Unproven = "unproven",
     }
 }
 
-/// One checkpoint, proved and open.
+/// One checkpoint that is proved and open.
 ///
 /// ```
 /// use tensorfs::Checkpoint;
@@ -96,34 +96,35 @@ words! {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
-    /// Name of the set, which is the name of the file with all its tensors.
+    /// Name of the set. It is also the name of the file that has all its tensors.
     pub name: String,
-    /// The reason why its files are a set.
+    /// The reason why its files form a set.
     pub kind: SetKind,
     /// Format of its virtual files.
     pub format: OutputFormat,
     /// The folder of its files.
     pub directory: PathBuf,
-    /// Whether the proof reaches the last piece.
+    /// Whether the proof shows that the last pieces are not missing.
     pub tail: Tail,
-    /// The catalog of its shards.
+    /// The catalog of its shards, as it was proved.
     proved: Catalog,
-    /// The catalog that its view makes of it.
+    /// The catalog after its view was applied.
     catalog: Catalog,
     /// Whether it is one file that is served unchanged.
     is_whole_file: bool,
     sources: Vec<Arc<Source>>,
     /// The virtual files that its view arranges.
     files: Vec<Arc<ArrangedFile>>,
-    /// Its weight map: file name, and the metadata in it.
+    /// Its weight map: the name of the file, and the metadata in it.
     map: Option<(String, Map<String, Value>)>,
-    /// Whether the manifest beside it has all shapes, `None` if no manifest was compared.
+    /// Whether the manifest beside it has the shapes of all tensors. `None` if no manifest was
+    /// compared.
     manifest: Option<bool>,
     /// The `config.json` that its view read.
     config: ConfigRecord,
 }
 
-/// A set that was proved, however a view presents it.
+/// A set that was proved, independent of the view that presents it.
 struct ProvedSet {
     name: String,
     kind: SetKind,
@@ -156,18 +157,18 @@ impl Checkpoint {
         }
     }
 
-    /// Opens the one checkpoint at `path`: a folder, or a file of the set. Links to files are
-    /// followed wherever they lead, with the rights of the caller.
+    /// Opens the one checkpoint at `path`, which is a folder, or a file of the set. Follows links
+    /// to files wherever they lead, with the rights of the caller.
     ///
     /// # Errors
-    /// The reason of a refusal, with file and tensor; `Error::Usage` if `path` holds more than one
+    /// The reason of a refusal, with file and tensor. `Error::Usage` if `path` holds more than one
     /// checkpoint.
     pub fn open(path: &Path) -> Result<Arc<Checkpoint>> {
         Checkpoint::open_with(path, &OpenOptions::default())
     }
 
-    /// Opens the one checkpoint at `path` with `options`. With `OpenOptions::index` it comes from
-    /// the index in that folder, which is written if it is missing or stale.
+    /// Opens the one checkpoint at `path` with `options`. With `OpenOptions::index`, it is loaded
+    /// from the index in that folder. A missing or outdated index is written.
     ///
     /// # Errors
     /// The errors of `open`.
@@ -191,17 +192,17 @@ impl Checkpoint {
         }
     }
 
-    /// The catalog of its shards, without its view.
+    /// The catalog of its shards, before its view is applied.
     pub fn source_catalog(&self) -> &Catalog {
         &self.proved
     }
 
-    /// Its catalog, as its view presents it.
+    /// Its catalog, after its view is applied.
     pub fn catalog(&self) -> &Catalog {
         &self.catalog
     }
 
-    /// Its open files, in the catalog's order.
+    /// Its open files, in the order of the shards in the catalog.
     #[doc(hidden)]
     pub fn sources(&self) -> &[Arc<Source>] {
         &self.sources
@@ -230,15 +231,15 @@ impl Checkpoint {
         self.kind.format_of(&shard.name)
     }
 
-    /// The weight map that names its shards: file name, and the metadata in it.
+    /// The weight map that lists its shards: the name of the file, and the metadata in it.
     pub fn weight_map(&self) -> Option<(&str, &Map<String, Value>)> {
         self.map.as_ref().map(|(name, metadata)| (name.as_str(), metadata))
     }
 
-    /// Refuses it if a lost last piece would not be noticed.
+    /// Returns an error if it is not known whether a last piece is missing.
     ///
     /// # Errors
-    /// `unproven_tail`, with what to do.
+    /// `unproven_tail`. The message says what to do.
     pub fn require_proven_tail(&self) -> Result<()> {
         match self.tail {
             Tail::Proven => Ok(()),
@@ -257,7 +258,8 @@ impl Checkpoint {
         }
     }
 
-    /// `fault` found in this checkpoint, as an error, which names its one file or the folder.
+    /// Makes an error of `fault`, which was found in this checkpoint. The error names its only
+    /// file, or the folder.
     pub fn refused(&self, fault: Fault) -> Error {
         let fault = match self.one_file() {
             Some(file) => fault.in_file(file),
@@ -266,13 +268,13 @@ impl Checkpoint {
         Error::refused(&self.directory, fault)
     }
 
-    /// The name of its file, if it is one.
+    /// The name of its only file. `None` if it has several files.
     fn one_file(&self) -> Option<&str> {
         let mut shards = self.proved.shards.iter().filter(|_| self.kind.is_one_file());
         shards.next().map(|shard| shard.name.as_str())
     }
 
-    /// The path that messages name: its one file, or the folder of its files.
+    /// The path for messages: its only file, or the folder of its files.
     #[doc(hidden)]
     pub fn path(&self) -> PathBuf {
         self.one_file().map_or_else(|| self.directory.clone(), |file| self.directory.join(file))

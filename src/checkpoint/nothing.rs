@@ -1,4 +1,5 @@
-//! The message about a source without a checkpoint: which weights of other formats it has.
+//! The message about a source without a checkpoint. It names weights of other formats that the
+//! source has.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -13,12 +14,13 @@ use super::load::Unread;
 use super::small_files::CONFIG;
 use super::tree::Tree;
 
-/// Folder of a model of a hub cache that holds its files, also unfinished ones.
+/// Folder of a model in a hub cache that has the files of the model, including unfinished
+/// downloads.
 const BLOBS: &str = "blobs";
 
 impl Tree {
-    /// The message that the source holds no checkpoint: files of weights in other formats, unfinished
-    /// downloads, and a summary of the skipped names. Reads the beginning of a file.
+    /// The message that the source holds no checkpoint. It names files of weights in other formats and unfinished
+    /// downloads, and sums up the skipped names. Reads the beginning of one file.
     pub fn nothing_found(&self) -> String {
         let source = shown_path(&self.source);
         if let Some(why) = missing_on_mount(&self.source) {
@@ -38,7 +40,7 @@ impl Tree {
         message
     }
 
-    /// A line about a model of which the config is there alone.
+    /// The part of the message about a model that has a `config.json` but no weights.
     fn config_alone(&self) -> Option<String> {
         let mut folders = self.ids().into_iter().map(|id| self.folder(id));
         let folder = folders.find(|folder| folder.files.iter().any(|file| file.name == CONFIG))?;
@@ -48,8 +50,8 @@ impl Tree {
         ))
     }
 
-    /// A line about the files of weights in other formats, with the content of the one whose name says
-    /// most.
+    /// The part of the message about weight files in other formats. It describes the content of the file that is most
+    /// likely the weights, according to its name.
     fn foreign_weights(&self) -> Option<String> {
         let mut found: Option<(u32, PathBuf, File)> = None;
         let mut count = 0;
@@ -69,7 +71,7 @@ impl Tree {
         let what = match Unread::open(name, (&file.store, &file.path)) {
             Ok(unread) => match (unread.fault(), foreign::unfinished(name)) {
                 (Some(fault), _) => fault.message.clone(),
-                // Its header does not say whether the data is whole.
+                // The header is valid, but does not show whether the data is complete.
                 (None, Some(end)) => format!(
                     "is an unfinished download by its name, `*{end}`; finish or repeat it, or take \
                      the end off its name"
@@ -88,7 +90,8 @@ impl Tree {
     }
 }
 
-/// A line about an unfinished download of the model of a hub cache whose snapshot `source` is.
+/// The part of the message about unfinished downloads, if `source` is a snapshot of a model in a
+/// hub cache.
 fn unfinished_blob(store: &Store, source: &Path) -> Option<String> {
     let model = source.parent()?.parent()?;
     names::is_hub_model(model.file_name()?.to_str()?).then_some(())?;

@@ -1,16 +1,18 @@
-//! Works on several files in parallel: each one uses the disk, then a core.
+//! Works on several files in parallel. The work on each file uses the disk first, and then a CPU
+//! core.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::store::Store;
 
-/// Threads that work on the files of a folder of this machine.
+/// Number of threads that work on files of the local file system.
 const OPENERS: usize = 8;
 
-/// Threads that work on the files of another store, whose answers take long.
+/// Number of threads that work on files of another store. It is larger, because answers of such
+/// stores take long.
 const OPENERS_OF_REMOTE: usize = 64;
 
-/// The results of `work` for `files`, which lie in `store`, in any order.
+/// The results of `work` for `files`, which are in `store`. They may come in any order.
 pub(super) fn map_files<T, R>(store: &Store, files: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R>
 where
     T: Sync,

@@ -1,4 +1,4 @@
-//! Scans of single files with pickles: what they are, and which names they ask for.
+//! Scans single files with pickles: what kind of file each is, and which names its pickles use.
 
 use std::path::Path;
 
@@ -11,11 +11,11 @@ use crate::store::Store;
 use super::distcp::metadata_max;
 use super::load::SourceReader;
 
-/// Scans the pickles of the file `path`. `None` if it has none. Nothing is imported or called, and not
-/// more than a bounded part of the file is read.
+/// Scans the pickles of the file `path`. `None` if it has no pickles. Nothing is imported or called. The part of the
+/// file that is read is bounded.
 ///
 /// # Errors
-/// A failed read, or a path that is no regular file.
+/// A failed read, or a path that does not lead to a regular file.
 pub fn scan_pickles(path: &Path) -> Result<Option<PickleScan>> {
     let open_error = |e| Error::io(path, "open", e);
     let store = Store::of(path);
@@ -31,8 +31,8 @@ pub fn scan_pickles(path: &Path) -> Result<Option<PickleScan>> {
     Ok(scanned)
 }
 
-/// The items that a `.metadata` in the folder of a `.distcp` file places in it. `None` where there is none
-/// that can be read.
+/// The items that a `.metadata` in the same folder places in a `.distcp` file. `None` if there is no `.metadata` that
+/// can be read.
 fn items_beside(store: &Store, path: &Path) -> Option<Vec<(u64, u64)>> {
     let name = path.file_name()?.to_str().filter(|name| is_distcp(name))?;
     let real = store.real_path(&path.with_file_name(DISTCP_METADATA)).ok()?;

@@ -1,4 +1,4 @@
-//! Makes checkpoints from the sets of a folder: each set is proved or refused.
+//! Makes checkpoints from the sets of a folder: proves or refuses each set.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -24,10 +24,10 @@ use super::virtual_file::present;
 use super::{Checkpoint, ProvedSet};
 
 impl Tree {
-    /// Proves the sets of the family of folders whose top is `top`.
+    /// Proves the sets of all folders in the family whose top folder is `top`.
     pub fn prove(&self, top: FolderId) -> Vec<(FolderId, Proved)> {
         let members = self.family(top);
-        // The checkpoint that each run of DeepSpeed shows.
+        // The checkpoint that is shown for each run of DeepSpeed.
         let latest: HashMap<FolderId, Latest> = members
             .iter()
             .filter_map(|&id| Some((id, self.latest_of(&self.folder(id))?)))
@@ -77,8 +77,8 @@ impl Tree {
 
     fn prove_folder(&self, id: FolderId) -> Proved {
         let folder = &*self.with_tensor_files(id);
-        // Folders without weight files need no index.
-        // An index does not tell whether the file that the secret is for is encrypted.
+        // Folders without weight files need no index. The index is not used if there is a secret
+        // for one file, because the index does not say whether that file is encrypted.
         let secret = self.options.secret.as_deref();
         let one_secret = secret.filter(|secret| self.only.is_some() && !secret.is_optional());
         let only = self.only.as_deref();
@@ -101,19 +101,20 @@ impl Tree {
         proved.weights = names.chain(weights.keys()).cloned().collect();
         if let Some(only) = only {
             winners.retain(|set| set.files().any(|file| file == only));
-            // The user named one file of a set that lost its name, so this set is taken.
+            // The user named one file of a set that lost its name, so this set is used.
             if winners.is_empty() {
                 winners = losers.into_iter().filter(|set| set.files().any(|f| f == only)).collect();
             }
             proved.notes.clear();
         }
         let mut judged = prove_sets(folder, &weights, winners, self.options_of(folder));
-        // Nobody takes refused files of torch for a model, so they are shown as they are.
+        // Files of torch that are refused are shown unchanged, because nobody would mistake them
+        // for a model.
         for set in judged.iter().filter(|set| set.is_torch && set.outcome.is_err()) {
             proved.weights.retain(|name| !set.files.contains(name));
         }
-        // The catalogs now hold all that is needed. The headers are freed first, because a layout
-        // is as large as they are.
+        // The catalogs now have all the facts. The headers are freed before the layouts are made,
+        // because a layout is as large as the headers.
         for loaded in weights.values_mut().flatten() {
             loaded.shard.header = Arc::new(loaded.shard.header.without_tensors());
         }
@@ -133,7 +134,8 @@ impl Tree {
     }
 }
 
-/// Proves the sets in order, each link to a file after the first one.
+/// Proves the sets in their order. If several sets are links to one file, the first of them is
+/// proved first.
 fn prove_sets(
     folder: &Folder,
     weights: &Weights,
@@ -161,7 +163,8 @@ fn prove_sets(
     judged
 }
 
-/// Makes the layouts of the proved sets, those of links from the first link.
+/// Makes the layouts of the proved sets. A set that is another link to a file reuses the layouts of
+/// the first link.
 fn lay_out(judged: &mut [Judged]) {
     for position in 0..judged.len() {
         let layouts =
@@ -177,7 +180,7 @@ fn lay_out(judged: &mut [Judged]) {
     }
 }
 
-/// Refuses the file `only` if `secret` is not for it.
+/// Refuses the file `only` if `secret` does not fit it.
 fn refuse_misfit(folder: &Folder, weights: &mut Weights, only: &str, secret: &Secret) {
     if let Some(Ok(shard)) = weights.get(only)
         && let Some(fault) = secret.misfit(shard.source.is_encrypted())
@@ -187,28 +190,29 @@ fn refuse_misfit(folder: &Folder, weights: &mut Weights, only: &str, secret: &Se
     }
 }
 
-/// Position of the first checkpoint of a file, by the header that all links to the file share.
+/// The index of the first checkpoint of each file. The key is the header, which all links to a file
+/// share.
 type FirstLinks = HashMap<*const Head, usize>;
 
-/// A set that is proved but not yet laid out, or refused.
+/// A set that is refused, or that is proved and has no layouts yet.
 struct Judged {
     name: String,
     kind: SetKind,
     is_torch: bool,
     files: BTreeSet<String>,
     outcome: Result<Checkpoint>,
-    /// Position of an earlier set that is another link to the same file.
+    /// Index of an earlier set that is another link to the same file.
     link: Option<usize>,
 }
 
-/// The header of a candidate that is one file.
+/// The header of a candidate. `None` if the candidate has several files.
 fn header_of<'a>(weights: &'a Weights, candidate: &Candidate) -> Option<&'a Arc<Head>> {
     let mut members = candidate.members.iter().filter(|_| candidate.kind.is_one_file());
     let loaded = weights.get(members.next()?)?.as_ref().ok()?;
     Some(&loaded.shard.header)
 }
 
-/// Marks the sets of `child` that hold the tensors of a set of `parent`.
+/// Marks the sets of `child` whose tensors equal those of a set of `parent`.
 fn hide_twins(parent: &Proved, child: &mut Proved) {
     for set in &mut child.sets {
         let Ok(checkpoint) = &set.outcome else { continue };
@@ -223,13 +227,13 @@ fn hide_twins(parent: &Proved, child: &mut Proved) {
     }
 }
 
-/// Gives the one checkpoint of `child` to `parent`, if that has no weights: users of a hub cache look
-/// for weights in the folder of the model itself.
+/// Moves the only checkpoint of `child` to `parent`, if `parent` has no weights. Users of a hub cache look for
+/// weights in the folder of the model itself.
 fn show_at_parent(parent: &mut Proved, child: &mut Proved) {
     let has_weights = !parent.sets.is_empty() || !parent.weights.is_empty();
     let [set] = child.sets.as_mut_slice() else { return };
     let Ok(checkpoint) = &set.outcome else { return };
-    // Files that are shown as they are stay in their folder.
+    // Files that are shown unchanged stay in their folder.
     if has_weights || checkpoint.files.is_empty() {
         return;
     }
@@ -243,7 +247,7 @@ fn show_at_parent(parent: &mut Proved, child: &mut Proved) {
     set.shown_at_parent = Some(set.name.clone());
 }
 
-/// Proves one set, or reuses the catalog of another link to the same file. `judged` is true if
+/// Proves one set, or reuses the catalog of another link to the same file. `judged` says whether
 /// `expect-shards` and `reference` apply to the set.
 fn prove_set(
     folder: &Folder,
@@ -288,7 +292,8 @@ fn prove_set(
     .map_err(refused)?;
     let bintensors = candidate.kind == SetKind::Bintensors;
     if bintensors && linked.is_none() {
-        // No saver writes pieces in this format, so such keys are the user's own.
+        // No program saves pieces in the bintensors format, so such metadata keys are not sharding
+        // notes and are kept.
         catalog.metadata = loaded[0].shard.header.metadata.clone().map(Arc::new);
     }
     refuse_doubles(&candidate, &catalog).map_err(refused)?;
@@ -304,7 +309,7 @@ fn prove_set(
     let (tail, manifest) = check_completeness(folder, &catalog, options, &set)?;
     let by_name: HashMap<&str, &Arc<Source>> =
         loaded.iter().map(|file| (file.shard.name.as_str(), &file.source)).collect();
-    // The catalog has the shards of `loaded`, sorted.
+    // The catalog has the shards of `loaded`, sorted by name.
     let sources = catalog.shards.iter().map(|shard| by_name[shard.name.as_str()].clone()).collect();
     let (kind, view) = (candidate.kind, &options.view);
     let name = names::in_format(&candidate.output, view.format);
@@ -324,7 +329,7 @@ fn prove_set(
     Ok(Checkpoint::new(set, presented))
 }
 
-/// The catalog of a checkpoint of DeepSpeed, with a note on the weights that are not shown.
+/// The catalog of a checkpoint of DeepSpeed, with a note about the weights that are not shown.
 fn deepspeed_catalog(
     folder: &Folder,
     headers: &[&ShardHeader],
@@ -337,7 +342,8 @@ fn deepspeed_catalog(
     Ok(catalog)
 }
 
-/// A note on the files of `folder` that hold the state of a training and that nothing is shown of.
+/// A note about files of `folder` that have the state of a training and from which nothing is
+/// shown.
 fn unread_states(folder: &Folder) -> Option<String> {
     let is_model = |name: &str| matches!(StateFile::of(name), Some(StateFile::ModelOfRank { .. }));
     let is_state = |name: &&str| names::is_torch_state(name) && !is_model(name);
@@ -348,8 +354,8 @@ fn unread_states(folder: &Folder) -> Option<String> {
     })
 }
 
-/// Refuses a plain file among encrypted ones: a person who can write to the folder may have put it
-/// in place of an encrypted file.
+/// Refuses a plain file among encrypted files. Somebody who can write to the folder may have
+/// replaced an encrypted file by it.
 pub(super) fn refuse_plain<'a>(
     loaded: impl IntoIterator<Item = &'a OpenShard>,
 ) -> std::result::Result<(), Fault> {
@@ -364,12 +370,12 @@ pub(super) fn refuse_plain<'a>(
     Err(Fault::new(ErrorKind::NotEncrypted, message).in_file(&plain.shard.name))
 }
 
-/// The notes on a proved set.
+/// The notes about a proved set.
 fn notes_of(checkpoint: &Checkpoint) -> impl Iterator<Item = String> {
     checkpoint.catalog.notes.iter().cloned().chain(unprotected_zeros(checkpoint))
 }
 
-/// A note on tensors of encrypted files that have no data, so that no MAC covers their zeros.
+/// A note about tensors of encrypted files that have no data. No MAC protects their zeros.
 fn unprotected_zeros(checkpoint: &Checkpoint) -> Option<String> {
     checkpoint.sources.iter().find(|source| source.is_encrypted())?;
     let is_unprotected = |tensor: &Tensor<'_>| tensor.len > 0 && tensor.is_stored_zeros();
@@ -388,8 +394,8 @@ fn unprotected_zeros(checkpoint: &Checkpoint) -> Option<String> {
     })
 }
 
-/// Refuses files that have a sharding note, but not the name of a DCP shard, and hold the same
-/// whole tensors. They are two checkpoints, not one with replicas.
+/// Refuses files that have a sharding note and the same whole tensors, but not the name of a DCP
+/// shard. They are two checkpoints, and not one checkpoint with replicas.
 fn refuse_doubles(candidate: &Candidate, catalog: &Catalog) -> std::result::Result<(), Fault> {
     let named = candidate.members.iter().any(|name| names::is_dcp_shard(name));
     let whole = |tensor: Tensor<'_>| tensor.pieces().all(|piece| piece.shape == tensor.shape);

@@ -1,4 +1,4 @@
-//! The folder of a run of DeepSpeed, whose `latest` names the folder of the last checkpoint.
+//! The folder of a run of DeepSpeed. Its file `latest` names the folder of the last checkpoint.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -13,11 +13,11 @@ use super::folder::{File, Folder, FolderId};
 use super::set::{Proved, Set};
 use super::tree::Tree;
 
-/// The folder that the `latest` of a run names, or why there is none.
+/// The folder that the `latest` file of a run names, or the error if there is no such checkpoint.
 pub(super) type Latest = std::result::Result<FolderId, Error>;
 
 impl Tree {
-    /// The last checkpoint of the run in `folder`. `None` if it is not the folder of a run.
+    /// The last checkpoint of the run in `folder`. `None` if `folder` is not the folder of a run.
     pub(super) fn latest_of(&self, folder: &Folder) -> Option<Latest> {
         let file = folder.latest()?;
         let file_name = folder.latest_name();
@@ -52,7 +52,8 @@ impl Tree {
     }
 }
 
-/// Adds the reason to the run in `folder`, which has no last checkpoint, why it shows none.
+/// Adds a refused set to the run in `folder`, whose last checkpoint was not found. `error` is the
+/// reason.
 pub(super) fn refuse_run(folder: &Folder, run: &mut Proved, error: &Error) {
     if run.sets.is_empty() {
         run.sets.push(Set {
@@ -65,7 +66,7 @@ pub(super) fn refuse_run(folder: &Folder, run: &mut Proved, error: &Error) {
     }
 }
 
-/// The folder of a checkpoint that is not the last one of `run`: no file of it is read.
+/// The result for a checkpoint folder that is not the last one of `run`. No file of it is read.
 pub(super) fn passed_over(run: &Folder, folder: &Folder) -> Proved {
     let name = folder.relative.file_name().unwrap_or_default().to_string_lossy();
     let note = format!(

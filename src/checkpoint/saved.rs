@@ -1,5 +1,6 @@
-//! A proved checkpoint as bytes, for a process that takes over from this one: the files may have
-//! been replaced or deleted since, so it cannot be proved again from their names.
+//! A proved checkpoint as bytes, for a process that takes over a mount from this process. The files
+//! may have been replaced or deleted in the meantime, so the checkpoint cannot be proved again from
+//! their names.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use crate::store::Store;
 use crate::view::View;
 
 impl Checkpoint {
-    /// Its proved content, and the tensors and files that its view makes of it. `None` if that would be
+    /// Encodes its proved content, and the tensors and files that its view makes of it. `None` if the bytes would be
     /// too long, or if it is encrypted.
     pub fn save(self: &Arc<Self>) -> Option<Vec<u8>> {
         let text = |(name, metadata): &(String, _)| {
@@ -33,7 +34,7 @@ impl Checkpoint {
             virtual_files: Vec::new(),
             catalog: self.proved.clone(),
         };
-        // The state of a mount does not hold what a decryptor needs.
+        // The state of a mount does not include the keys that a decryptor needs.
         if self.sources.iter().any(|source| source.is_encrypted()) {
             return None;
         }
@@ -47,7 +48,8 @@ impl Checkpoint {
             sets: vec![record],
         };
         let mut bytes = index.encode()?;
-        // The `config.json` that the view read may be gone, or another one, when the other process looks.
+        // When the other process opens the checkpoint, the `config.json` that the view read may be gone or changed.
+        // So the result of the view is encoded.
         if self.has_other_tensors() {
             let view = ViewRecord { sets: vec![Some(record_of(self)?)] };
             bytes.extend(view.encode(Digest([0; 16]), Digest([0; 16]))?);
@@ -55,8 +57,9 @@ impl Checkpoint {
         Some(bytes)
     }
 
-    /// The checkpoint that `save` wrote, in the folder `directory`, with its shards in the
-    /// catalog's order. `None` if the bytes come from another version.
+    /// Decodes the checkpoint that `save` encoded, in the folder `directory`. `sources` are its
+    /// shards in the order of the catalog. `None` if the bytes come from another version of
+    /// tensorfs.
     pub fn restore(
         bytes: &[u8],
         directory: &Path,
@@ -87,7 +90,7 @@ impl Checkpoint {
                 })?
             }
         };
-        // This process lays the files out itself: the caller compares the result with that of the other.
+        // This process makes the layouts itself, so that the caller can compare them with those of the other process.
         presented.files.iter_mut().for_each(|file| *file = ArrangedFile::new(file.spec.clone()));
         let set = ProvedSet {
             name: record.name,

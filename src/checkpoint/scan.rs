@@ -1,8 +1,9 @@
 //! Scans a source: lists its folders and files, and resolves links.
 //!
-//! Folders of the source itself are scanned first, then folders behind one link, behind two, and so
-//! on. So a tree within the limits is scanned whole before links multiply it. If a limit is
-//! exceeded, the largest part is left out, and its folder shows the reason. Its neighbours stay.
+//! Folders of the source itself are scanned first, then folders behind one link, then folders
+//! behind two links, and so on. So a source within the limits is scanned completely before links
+//! add more paths. If a limit is exceeded, the largest part is left out, and its folder shows the
+//! reason. Other folders beside it are not affected.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::{OsStr, OsString};
@@ -19,24 +20,24 @@ use crate::version::{FileId, Version};
 use super::folder::{File, Folder, FolderId, Misfit};
 use super::folders::ScanLimits;
 
-/// Maximum number of lines about names that are left out for one reason.
+/// Maximum number of lines about left-out names for each reason.
 const LINES_MAX: usize = 10;
 
-/// Maximum number of left-out folders that the note of a folder names.
+/// Maximum number of left-out folders in the note of a folder.
 const NAMED_MAX: usize = 20;
 
 /// The names that a scan left out.
 #[derive(Clone, Debug, Default)]
 pub struct LeftOut {
-    /// A line for each of the first names of each reason.
+    /// Lines about left-out names. Each reason has a line for each of its first names.
     pub lines: Vec<String>,
     /// Number of names left out for each reason.
     counts: BTreeMap<Unusable, usize>,
 }
 
 impl LeftOut {
-    /// One line with the number of names left out, the reasons and advice. `None` if all names are
-    /// shown.
+    /// One line with the number of left-out names, the reasons and advice. `None` if no name was
+    /// left out.
     pub fn summary(&self) -> Option<String> {
         let count: usize = self.counts.values().sum();
         if count == 0 {
@@ -48,7 +49,7 @@ impl LeftOut {
         Some(format!("{count} {names} skipped: {}", reasons.collect::<Vec<_>>().join(", ")))
     }
 
-    /// Whether parts of the source are left out because they exceed a limit.
+    /// Whether parts of the source are left out because a limit is exceeded.
     pub fn is_partial(&self) -> bool {
         let too_much = [Unusable::TooManyLinks, Unusable::TooManyFiles];
         too_much.iter().any(|why| self.counts.contains_key(why))
@@ -63,24 +64,24 @@ impl LeftOut {
     }
 }
 
-/// The entries of a folder, which all paths to it share.
+/// The entries of a folder. All paths that lead to the folder share them.
 pub(super) struct Listing {
     pub(super) store: Store,
     pub(super) version: Version,
     pub(super) files: Arc<[File]>,
     pub(super) misfits: Arc<[Misfit]>,
     pub(super) folders: Vec<Arc<Subfolder>>,
-    /// Real paths of other folders whose entries decide where the links lead.
+    /// Real paths of other folders on whose entries the targets of the links depend.
     pub(super) targets: Arc<[PathBuf]>,
     /// Time at which the listing began, in seconds since 1970.
     pub(super) begun: i64,
-    /// Whether names are left out that could not be looked at.
+    /// Whether names are left out because their versions could not be read.
     pub(super) partial: bool,
     /// Number of entries.
     pub(super) len: usize,
 }
 
-/// A folder in a folder, or a link to one.
+/// A subfolder, or a link to a folder.
 pub(super) struct Subfolder {
     pub(super) name: OsString,
     pub(super) real: PathBuf,
@@ -88,14 +89,14 @@ pub(super) struct Subfolder {
     pub(super) is_link: bool,
 }
 
-/// The place of a scan in a tree.
+/// The place in a tree at which a scan begins.
 #[derive(Default)]
 pub(super) struct Graft {
     /// Path of the scanned folder below the source.
     pub(super) relative: PathBuf,
-    /// The folders above it.
+    /// The folders above the scanned folder.
     pub(super) above: Vec<FileId>,
-    /// Whether a link leads to it, or to a folder that it lies in.
+    /// Whether a link leads to the scanned folder, or to a folder that contains it.
     pub(super) linked: bool,
 }
 
@@ -104,14 +105,14 @@ struct ScanPlace {
     folder: Arc<Subfolder>,
     parent: Option<usize>,
     depth: usize,
-    /// Whether a link leads to it, or to a folder that it lies in.
+    /// Whether a link leads to this folder, or to a folder that contains it.
     linked: bool,
-    /// `None` if it is not read yet, unreadable or closed.
+    /// `None` if the folder is not read yet, cannot be read, or is closed.
     listing: Option<Arc<Listing>>,
     children: Vec<usize>,
-    /// Why it is left out, `None` if it is not.
+    /// Why its content is left out. `None` if it is not left out.
     closed: Option<Unusable>,
-    /// Whether links in it or below it are not followed because they exceed a limit.
+    /// Whether the targets of links in it or below it are left out because a limit is exceeded.
     trimmed: bool,
 }
 
@@ -119,18 +120,17 @@ struct ScanPlace {
 pub(super) struct Scan<'a> {
     bounds: &'a LinkBounds,
     limits: ScanLimits,
-    /// Whether folders in the source are entered.
+    /// Whether subfolders are scanned too.
     deep: bool,
-    /// Parents before children.
+    /// The folders, parents before children.
     places: Vec<ScanPlace>,
-    /// Positions in `places` of folders to read.
+    /// Indexes in `places` of the folders to read next.
     next: VecDeque<usize>,
-    /// Positions of folders behind one more link.
+    /// Indexes in `places` of the folders behind one more link, which are read after `next`.
     behind_links: VecDeque<usize>,
-    /// Listings by the real path of the folder. Each folder is read once, however many links lead
-    /// to it.
+    /// Listings by the real path of the folder. Each folder is read only once, even if several links lead to it.
     listings: HashMap<PathBuf, Arc<Listing>>,
-    /// Paths of subfolders that are already reported as left out.
+    /// Paths of subfolders that were reported as left out.
     told: HashSet<PathBuf>,
     entries: usize,
     linked: usize,
@@ -140,7 +140,7 @@ pub(super) struct Scan<'a> {
 }
 
 impl<'a> Scan<'a> {
-    /// A scan within `bounds` and `limits`. If `deep`, it also enters the folders in the source.
+    /// A scan within `bounds` and `limits`. If `deep` is set, it scans subfolders too.
     pub(super) fn new(bounds: &'a LinkBounds, limits: ScanLimits, deep: bool) -> Scan<'a> {
         Scan {
             bounds,
@@ -159,11 +159,12 @@ impl<'a> Scan<'a> {
         }
     }
 
-    /// The folders of the source at `root`, parents before children and siblings by name, and the
-    /// names left out. Parent and children of a folder are positions in the result.
+    /// The folders of the source at `root`, and the names that were left out. Parents come before
+    /// children, and siblings are sorted by name. Folders refer to their parent and children by
+    /// index.
     ///
     /// # Errors
-    /// Fails if the source itself cannot be read, or holds too many files of its own.
+    /// The source itself cannot be read, or has too many files of its own.
     pub(super) fn run(mut self, root: PathBuf, graft: Graft) -> Result<(Vec<Folder>, LeftOut)> {
         let version = self
             .bounds
@@ -211,7 +212,7 @@ impl<'a> Scan<'a> {
         Ok(self.finish())
     }
 
-    /// Reads the folder at `index` and notes the folders in it.
+    /// Reads the folder at `index`, and adds its subfolders to `places`.
     fn enter(&mut self, index: usize) -> Result<()> {
         let place = &self.places[index];
         let listing = match self.listings.get(&place.folder.real) {
@@ -268,7 +269,7 @@ impl<'a> Scan<'a> {
         scanned.chain(self.graft.above.iter().copied()).collect()
     }
 
-    /// Path of the folder at `index` below the source.
+    /// Path of the folder at `index`, relative to the source.
     fn relative(&self, index: usize) -> PathBuf {
         let parents = std::iter::successors(Some(index), |&index| self.places[index].parent);
         let mut names: Vec<&OsStr> = parents
@@ -286,10 +287,10 @@ impl<'a> Scan<'a> {
     }
 
     /// Leaves out the largest parts until the rest is well below the limits. Folders behind links
-    /// are counted separately: links cost nothing, so they must not displace real files.
+    /// are counted separately: links take no space, so they must not displace real files.
     ///
     /// # Errors
-    /// Fails if the source itself holds too many files.
+    /// The source itself has too many files.
     fn shed(&mut self) -> Result<()> {
         if self.linked > self.limits.linked {
             let weigh = |place: &ScanPlace| usize::from(place.linked && place.closed.is_none());
@@ -307,10 +308,11 @@ impl<'a> Scan<'a> {
         Ok(())
     }
 
-    /// Closes folders until the rest weighs at most three quarters of `max`, and returns that
-    /// weight. It descends into the folder that outweighs all others, so that a small folder beside
-    /// it stays. There it closes the heaviest folders, or only the links in them. It does not
-    /// descend behind links, because a part of a link's target is of no use.
+    /// Closes folders until the remaining weight is at most three quarters of `max`. Returns the
+    /// remaining weight. Descends as long as one subfolder weighs more than half of its parent, so
+    /// that small folders beside it are not closed. There it closes the heaviest subfolders, or
+    /// only the links in them. It does not descend behind links, because a part of a link's target
+    /// is of no use.
     fn shed_to(
         &mut self,
         max: usize,
@@ -332,7 +334,7 @@ impl<'a> Scan<'a> {
             let mut children = self.places[index].children.clone();
             let of_children: usize = children.iter().map(|&child| weights[child]).sum();
             if of_children * 2 < weights[index] {
-                // The files of the folder itself are too many.
+                // Most of the weight is files of the folder itself.
                 if index == 0 {
                     let root = shown_path(&self.bounds.root());
                     let message = format!("{root}: {}; {}", why.text(), why.advice());
@@ -340,7 +342,7 @@ impl<'a> Scan<'a> {
                 }
                 children = vec![index];
             }
-            // Among equal weights the last folder by name is closed first.
+            // Among folders of equal weight, the last folder by name is closed first.
             children.sort_by_key(|&child| std::cmp::Reverse((weights[child], child)));
             let mut left = weights[0];
             for child in children {
@@ -361,7 +363,7 @@ impl<'a> Scan<'a> {
         Ok(weights[0])
     }
 
-    /// The weight of each folder with all below it.
+    /// The weight of each folder, including everything below it.
     fn weights(&self, weigh: &dyn Fn(&ScanPlace) -> usize) -> Vec<usize> {
         let mut weights = vec![0; self.places.len()];
         for (index, place) in self.places.iter().enumerate().rev() {
@@ -373,7 +375,7 @@ impl<'a> Scan<'a> {
         weights
     }
 
-    /// Leaves out the targets of links in the folder at `index`. The files in the folder stay.
+    /// Leaves out the targets of the links in and below the folder at `index`. Its files are kept.
     fn close_links(&mut self, index: usize) {
         let mut next = vec![index];
         while let Some(index) = next.pop() {
@@ -394,8 +396,8 @@ impl<'a> Scan<'a> {
         place.listing = None;
     }
 
-    /// Drops everything below closed folders. The closed folders themselves stay, and weigh
-    /// nothing.
+    /// Removes everything below closed folders. The closed folders themselves are kept, with a
+    /// weight of 0.
     fn forget_closed(&mut self) {
         let mut now_at: Vec<Option<usize>> = Vec::with_capacity(self.places.len());
         let mut kept: Vec<ScanPlace> = Vec::new();
@@ -435,7 +437,7 @@ impl<'a> Scan<'a> {
                 folders[parent].children.push((place.folder.name.clone(), id));
             }
             folders.push(folder);
-            // The stack returns the last one first.
+            // The stack returns the last pushed folder first.
             let children = place.children.iter().rev();
             next.extend(
                 children.map(|&child| {
@@ -446,7 +448,7 @@ impl<'a> Scan<'a> {
         (folders, self.left_out)
     }
 
-    /// The folder at `index` as part of the tree, `None` if it cannot be read.
+    /// The folder at `index` in the form that a tree has. `None` if it cannot be read.
     fn folder(&self, index: usize, parent: Option<FolderId>, relative: &Path) -> Option<Folder> {
         let place = &self.places[index];
         let shown = match (&place.listing, place.closed) {
@@ -487,13 +489,13 @@ impl<'a> Scan<'a> {
     }
 }
 
-/// The line about a folder that is left out.
+/// The line about a folder whose content is left out.
 pub(super) fn left_out(name: &str, why: Unusable) -> String {
     format!("{name} is not shown: it is {}; {}", why.text(), why.advice())
 }
 
 impl Listing {
-    /// A folder with these entries, without a place in the tree.
+    /// A folder with these entries. It has no place in a tree yet.
     pub(super) fn folder(&self) -> Folder {
         Folder {
             store: self.store.clone(),
@@ -509,13 +511,13 @@ impl Listing {
 }
 
 impl ScanPlace {
-    /// Number of entries, 0 if it is not read.
+    /// Number of entries, 0 if the folder was not read.
     fn len(&self) -> usize {
         self.listing.as_ref().map_or(0, |listing| listing.len)
     }
 }
 
-/// Reads the folder at `path`.
+/// Lists the folder at `path`, and resolves its links.
 pub(super) fn read(bounds: &LinkBounds, path: &Path) -> Result<Listing> {
     let read_error = |e| Error::io(path, "read", e);
     let (store, begun) = (bounds.store(), now());

@@ -17,34 +17,35 @@ use super::{Checkpoint, Tail};
 /// One set of a folder.
 #[derive(Debug)]
 pub struct Set {
-    /// Name of the file that it is shown as.
+    /// Name of the file under which it is shown.
     pub name: String,
-    /// The fact that makes its files a set.
+    /// The reason why its files form a set.
     pub kind: SetKind,
-    /// Its files, weight map included.
+    /// Names of its files, including its weight maps.
     pub files: BTreeSet<String>,
-    /// The checkpoint, or why it is refused.
+    /// The checkpoint, or the error that refuses it.
     pub outcome: Result<Arc<Checkpoint>>,
-    /// The file of the parent folder with the same tensors, which is shown instead. `None` if there
-    /// is none.
+    /// Name of the file in the parent folder that has the same tensors and is shown instead. `None`
+    /// if there is no such file.
     pub shown_at_parent: Option<String>,
 }
 
 /// The sets of one folder.
 #[derive(Debug, Default)]
 pub struct Proved {
-    /// Sets that are shown, or refused.
+    /// Sets that are shown, and sets that are refused.
     pub sets: Vec<Set>,
-    /// Weight files and weight maps of the folder, which are only shown as part of a set.
+    /// Names of the weight files and weight maps of the folder. They are shown only as part of a
+    /// set.
     pub weights: BTreeSet<String>,
-    /// Notes on unusual but valid input, a line each.
+    /// Notes about unusual but valid input, one line each.
     pub notes: Vec<String>,
-    /// State of the index, `None` if no indexes are kept.
+    /// State of the index. `None` if no indexes are written.
     pub index: Option<IndexState>,
 }
 
 impl Proved {
-    /// Whether the sets come from the index, and no header was read.
+    /// Whether the sets were loaded from the index, without reading a header.
     pub fn from_index(&self) -> bool {
         self.index.as_ref().is_some_and(|index| index.origin == Origin::Index)
     }
@@ -53,53 +54,54 @@ impl Proved {
 /// The state of the index of a folder.
 #[derive(Clone, Debug)]
 pub struct IndexState {
-    /// Its file.
+    /// Path of the index file.
     pub path: PathBuf,
-    /// Length of the file in bytes, `None` if there is none.
+    /// Length of the index file in bytes. `None` if there is no file.
     pub len: Option<u64>,
-    /// Time at which the files of the folder were examined for it, in seconds since 1970.
+    /// Time at which the files of the folder were examined for the index, in seconds since 1970.
     pub made: i64,
-    /// Origin of the sets.
+    /// Where the sets come from.
     pub origin: Origin,
 }
 
-/// The origin of the sets of a folder.
+/// Where the sets of a folder come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// The index.
     Index,
-    /// The headers, and the index was written. The string is the reason why the previous index was
+    /// The headers. The index was then written. The string is the reason why the previous index was
     /// not used.
     Headers(Option<String>),
-    /// The headers, and no index is kept, for this reason.
+    /// The headers. The index was not written, and the string is the reason.
     NotKept(String),
 }
 
-/// The facts about a set that the proof of its last pieces needs.
+/// The facts about a set that are needed for the proof of its last pieces.
 pub(super) struct TailEvidence<'a> {
-    /// Name of the file that it is shown as.
+    /// Name of the file under which it is shown.
     pub(super) name: &'a str,
     pub(super) kind: SetKind,
-    /// Bytes of all tensors by its weight map, `None` if unknown.
+    /// Length in bytes of all tensors according to its weight map. `None` if unknown.
     pub(super) total_size: Option<u64>,
     /// Whether a shard has a sharding note.
     pub(super) noted: bool,
     /// Whether `expect-shards` and `reference` apply to it.
     pub(super) judged: bool,
-    /// Whether the manifest beside it has all shapes, `None` if it is not compared yet.
+    /// Whether the manifest beside it has the shapes of all tensors. `None` if it was not compared
+    /// yet.
     pub(super) manifest: Option<bool>,
 }
 
-/// Compares the catalog with the references outside the shards. Also returns whether the manifest
-/// beside it has all shapes, `None` if no manifest was compared.
+/// Compares the catalog with the manifest and the references. Also returns whether the manifest
+/// beside the set has the shapes of all tensors. `None` if no manifest was compared.
 pub(super) fn check_completeness(
     folder: &Folder,
     catalog: &Catalog,
     options: &OpenOptions,
     set: &TailEvidence<'_>,
 ) -> Result<(Tail, Option<bool>)> {
-    // Files with a sharding note may be pieces whose following pieces are missing, even if all of
-    // them begin at 0.
+    // A file with a sharding note may hold pieces whose following pieces are missing, even if all
+    // its pieces begin at 0.
     let total_fits = || set.total_size.is_some_and(|total| total == catalog.data_len());
     let mut proven =
         !set.noted || catalog.shapes_recorded || (set.kind == SetKind::WeightMap && total_fits());
@@ -120,8 +122,8 @@ pub(super) fn check_completeness(
     Ok((if proven { Tail::Proven } else { Tail::Unproven }, manifest))
 }
 
-/// Compares the catalog of a set in `folder` with the reference and the number of shards that
-/// `options` demand. Returns whether they prove its last pieces.
+/// Compares the catalog of a set in `folder` with the reference and the number of shards in
+/// `options`. Returns whether these prove that no last piece is missing.
 pub(super) fn check_demands(
     folder: &Path,
     catalog: &Catalog,
@@ -138,8 +140,8 @@ pub(super) fn check_demands(
     Ok(proven)
 }
 
-/// Compares the catalog of a set in `folder` with a reference. Returns whether it proves the last
-/// pieces.
+/// Compares the catalog of a set in `folder` with a reference. Returns whether the reference proves
+/// that no last piece is missing.
 fn compare(
     folder: &Path,
     catalog: &Catalog,
@@ -149,7 +151,7 @@ fn compare(
 ) -> Result<bool> {
     let known = read_reference(path, options)?;
     check_reference(catalog, &known, path, hint).map_err(|fault| Error::refused(folder, fault))?;
-    // Names alone do not show that a tensor has lost its end.
+    // A list of names without shapes does not show that a tensor has lost its end.
     Ok(known.total_size.is_some() || known.tensors.values().all(Option::is_some))
 }
 

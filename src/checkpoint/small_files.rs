@@ -1,4 +1,4 @@
-//! `OpenOptions::config`: small files that a checkpoint shows beside its weights, from another folder.
+//! Implements `OpenOptions::config`: a checkpoint shows small files from another folder beside its weights.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -17,19 +17,19 @@ use super::folder::{File, Folder, FolderId};
 use super::set::Proved;
 use super::tree::{Tree, look_at};
 
-/// Maximum number of bytes of such a file. The largest tokenizers have some 40 MB.
+/// Maximum length of such a file in bytes. The largest tokenizers have about 40 MB.
 const LEN_MAX: u64 = 64 << 20;
 
-/// The file that says what family of models a checkpoint is of.
+/// The file that names the family of models of a checkpoint.
 pub(super) const CONFIG: &str = "config.json";
 
-/// The folder that verl and SkyRL write beside the files of ranks, with the config and the tokenizer.
+/// The folder that verl and SkyRL write beside the files of ranks. It has the config and the tokenizer.
 pub(super) const MODEL_FOLDER: &str = "huggingface";
 
 /// Maximum number of such files.
 const FILES_MAX: usize = 1000;
 
-/// Ends of the names of files with weights in other formats.
+/// Suffixes of weight files in other formats.
 const OTHER_WEIGHTS: [&str; 14] = [
     ".bin",
     ".pt",
@@ -47,8 +47,8 @@ const OTHER_WEIGHTS: [&str; 14] = [
     ".onnx_data",
 ];
 
-/// The small files of the folder at `options.config`, or the one file there, by name. None without
-/// that option, and where nothing can be read.
+/// The small files in the folder `options.config`, or the one file if it is a file, sorted by name.
+/// Empty without that option, or if nothing can be read.
 pub(super) fn small_files(options: &OpenOptions) -> Vec<File> {
     let Some(path) = &options.config else { return Vec::new() };
     let store = Store::for_options(path, options);
@@ -63,7 +63,7 @@ pub(super) fn small_files(options: &OpenOptions) -> Vec<File> {
     file_in(&folder, name, options).into_iter().collect()
 }
 
-/// The small file `name` of `options.config`, as it is now.
+/// The current version of the small file `name` of `options.config`.
 pub(super) fn small_file(options: &OpenOptions, name: &OsStr) -> Option<File> {
     let path = options.config.as_ref()?;
     let store = Store::for_options(path, options);
@@ -75,8 +75,8 @@ pub(super) fn small_file(options: &OpenOptions, name: &OsStr) -> Option<File> {
     file_in(&store.real_path(folder).ok()?, name, options)
 }
 
-/// The file `name` of `folder`, if it is small, holds no weights, and its links stay where those of the
-/// source may lead.
+/// The file `name` of `folder`. `None` if it is too large or has weights, or if its links leave the folders into
+/// which links of the source may lead.
 fn file_in(folder: &Path, name: &OsStr, options: &OpenOptions) -> Option<File> {
     let text = name.to_str().filter(|name| is_small_name(name))?;
     let follow = options
@@ -95,7 +95,8 @@ fn is_folder(store: &Store, real: &Path) -> bool {
     store.version(real).is_ok_and(|version| version.is_folder())
 }
 
-/// Whether a file of this name holds no weights, and does not say which files do.
+/// Whether the name is neither that of a file with weights, nor that of a file that lists such
+/// files.
 fn is_small_name(name: &str) -> bool {
     let other = OTHER_WEIGHTS.iter().any(|end| name.to_ascii_lowercase().ends_with(end));
     !(name.starts_with('.')
@@ -107,7 +108,8 @@ fn is_small_name(name: &str) -> bool {
 }
 
 impl Tree {
-    /// The file `name` of `folder` as it is now, `None` if it is not a file that may be read.
+    /// The current version of the file `name` of `folder`. `None` if there is no file that may be
+    /// read.
     pub fn file_now(&self, folder: FolderId, name: &OsStr) -> Option<File> {
         if let Some(file) = small_file(&self.options, name) {
             return Some(file);
@@ -123,15 +125,15 @@ impl Tree {
         Some(File { name: name.to_owned(), store: self.store().clone(), path, version })
     }
 
-    /// The folder with the config of the model in `folder`, if that has one.
+    /// The subfolder of `folder` that has the config of the model, if there is one.
     fn model_folder(&self, folder: &Folder) -> Option<FolderId> {
         let mut children = folder.children.iter();
         let (_, id) = children.find(|(name, _)| name.as_os_str() == OsStr::new(MODEL_FOLDER))?;
         self.folder(*id).file(CONFIG).map(|_| *id)
     }
 
-    /// The small files that `folder`, with the sets `proved`, shows beside the weights that ranks have
-    /// saved: those of the folder with the config of the model.
+    /// The small files that `folder` shows beside weights that ranks have saved: the small files of the subfolder
+    /// with the config of the model. `proved` has the sets of `folder`.
     pub(super) fn model_files(&self, folder: &Folder, proved: &Proved) -> Vec<File> {
         let is_of_ranks = |kind| matches!(kind, SetKind::Ranks | SetKind::Distributed);
         let mut shown = proved.sets.iter().filter(|set| set.shown_at_parent.is_none());
@@ -149,7 +151,8 @@ impl Tree {
         model.files.iter().filter(is_small).take(FILES_MAX).cloned().collect()
     }
 
-    /// Refuses `OpenOptions::config` if it shows nothing, or if there are several checkpoints.
+    /// Refuses `OpenOptions::config` if it leads to no small file, or if there are several
+    /// checkpoints.
     pub(super) fn check_config(&self) -> Result<()> {
         let Some(path) = &self.options.config else { return Ok(()) };
         let shown = shown_path(path);
@@ -184,18 +187,18 @@ impl Tree {
         }
     }
 
-    /// The real paths of the folders with checkpoints.
+    /// The real paths of all folders that have checkpoints.
     fn config_folders(&self) -> HashSet<PathBuf> {
         self.families().into_iter().map(|top| self.folder(top).path.clone()).collect()
     }
 
-    /// The files that `folder`, with the sets `proved`, shows by `OpenOptions::config`.
+    /// The files of `OpenOptions::config` that `folder` shows. `proved` has the sets of `folder`.
     pub(super) fn config_files(&self, folder: &Folder, proved: &Proved) -> Vec<File> {
         let mut sets = proved.sets.iter().filter(|set| set.shown_at_parent.is_none());
         if self.options.config.is_none() || !sets.any(|set| set.outcome.is_ok()) {
             return Vec::new();
         }
-        // Another checkpoint may have come since the start.
+        // Another checkpoint may have been added since the start.
         if self.config_folders().len() > 1 {
             let path = shown_path(&folder.path);
             tracing::warn!("{path}: config= is for one checkpoint, so its files are not shown");
@@ -204,13 +207,13 @@ impl Tree {
         small_files(&self.options)
     }
 
-    /// Whether the file is one of `OpenOptions::config`.
+    /// Whether the file is one of the files of `OpenOptions::config`.
     pub fn is_config_file(&self, file: &File) -> bool {
         let small = small_file(&self.options, &file.name);
         small.is_some_and(|small| small.path == file.path)
     }
 
-    /// The files of `OpenOptions::config`, as they are now.
+    /// The current versions of the files of `OpenOptions::config`.
     pub fn all_config_files(&self) -> Vec<File> {
         small_files(&self.options)
     }

@@ -1,5 +1,5 @@
-//! The tree of folders and files of a source, as its scan and later looks at single folders found
-//! them.
+//! The tree of folders and files of a source, as the scan found them. Single folders are updated
+//! when they are examined again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -19,34 +19,34 @@ use super::folders::{Folders, LIMITS, Weight};
 use super::hub;
 use super::scan::{Graft, LeftOut, Scan};
 
-/// A scanned source. Contents are proved folder by folder. Names stay as they were scanned, until
-/// `list_again` is called for a folder.
+/// A scanned source. The content of each folder is proved separately. The names in a folder stay as
+/// they were scanned until `list_again` is called for the folder.
 #[derive(Debug)]
 pub struct Tree {
-    /// The absolute path of the source, without symbolic links. If the source is one file, it keeps
-    /// the name that the user gave.
+    /// The absolute path of the source, without symbolic links. If the source is one file, the path
+    /// ends with the name that the user gave.
     pub source: PathBuf,
-    /// The absolute path that the user gave, perhaps through symbolic links.
+    /// The absolute path that the user gave. It may have symbolic links.
     pub given: PathBuf,
     /// The options with which it is opened.
     pub options: OpenOptions,
-    /// The name of the file if the source is one file. Only the set of that file counts.
+    /// The name of the file, if the source is one file. Then only the set of that file is used.
     pub only: Option<String>,
-    /// The names that were left out.
+    /// The names that the scan left out.
     pub left_out: LeftOut,
-    /// Each folder is replaced as a whole when it is examined again, so that a change costs only
-    /// the work for its own folder.
+    /// All folders. A folder is replaced as a whole when it is examined again, so that a change
+    /// costs only the work for its own folder.
     pub(super) folders: RwLock<Folders>,
     pub(super) bounds: LinkBounds,
-    /// The options for each of several views, with the path of its folder. With `OpenOptions::hub`
-    /// those for the snapshots, without a path.
+    /// If there are several views: the path of the folder of each view in the tree, and its
+    /// options. With `OpenOptions::hub`: the options for the snapshots, with an empty path.
     views: Vec<(PathBuf, OpenOptions)>,
-    /// Stands for each folder that is gone.
+    /// An empty folder, which is returned for each folder that is gone.
     nothing: Arc<Folder>,
 }
 
 impl Tree {
-    /// Scans `source`: a folder, a tree of them, or one file.
+    /// Scans `source`, which is a folder with its subfolders, or one file.
     pub fn scan(source: &Path, options: &OpenOptions) -> Result<Tree> {
         let open_error = |e| Error::io(source, "open", e);
         let store = Store::for_options(source, options);
@@ -80,13 +80,13 @@ impl Tree {
         Ok(tree)
     }
 
-    /// The store of the file at `path`, with the disk cache of this tree.
+    /// The store for the file at `path`, with the disk cache of this tree.
     pub fn store_of(&self, path: &Path) -> Store {
         Store::for_options(path, &self.options)
     }
 
-    /// Scans the folder of one file, which keeps the name that the user gave: in a hub cache
-    /// that is the name of the link, not of the blob.
+    /// Scans the folder of one file. The file keeps the name that the user gave. In a hub cache
+    /// this is the name of the link, and not the name of the blob.
     fn scan_one_file(&mut self, file: &Path) -> Result<()> {
         let shown = shown_path(file);
         if self.options.hub {
@@ -105,7 +105,8 @@ impl Tree {
         self.only = Some(name.to_owned());
         self.bounds.set_root(folder.clone());
         self.scan_folders(folder)?;
-        // The folder of the first view comes after those that lead to it.
+        // In the list of folders, the folder of the first view comes after the folders that lead to
+        // it.
         let own = self.folder(self.views.first().map_or(0, |(path, _)| path.components().count()));
         if own.file(name).is_none() {
             let why = match self.options.links {
@@ -120,7 +121,7 @@ impl Tree {
     }
 
     fn scan_folders(&mut self, root: PathBuf) -> Result<()> {
-        // If the source is one file, folders beside it do not matter.
+        // If the source is one file, folders beside it are not scanned.
         let scan = Scan::new(&self.bounds, LIMITS, self.only.is_none());
         let (scanned, left_out) = scan.run(root, Graft::default())?;
         if self.options.hub {
@@ -131,15 +132,16 @@ impl Tree {
         } else {
             self.graft_views(scanned)?;
         }
-        // If the source is one file, names beside it are not reported.
+        // If the source is one file, left-out names beside it are not reported.
         self.left_out = if self.only.is_none() { left_out } else { LeftOut::default() };
         Ok(())
     }
 
-    /// Shows the folders of the source once for each view, in a folder of its name.
+    /// Shows the folders of the source once for each view, below a folder with the name of the
+    /// view.
     ///
     /// # Errors
-    /// If these are too many.
+    /// The folders of all views together exceed a limit.
     fn graft_views(&self, scanned: Vec<Folder>) -> Result<()> {
         let Some(source) = scanned.first() else { return Ok(()) };
         let root = Folder {
@@ -183,7 +185,7 @@ impl Tree {
         self.bounds.store()
     }
 
-    /// Number of views that each show all folders, 0 if there is only the one of the options.
+    /// Number of views that each show all folders. It is 0 if the options have only one view.
     pub(super) fn view_count(&self) -> usize {
         if self.options.hub { 0 } else { self.views.len() }
     }
@@ -193,20 +195,20 @@ impl Tree {
         folder.view.and_then(|view| self.views.get(view)).map_or(&self.options, |(_, own)| own)
     }
 
-    /// The options for the sets in the folder `path` of the tree, which may be gone.
+    /// The options for the sets in the folder at `path` in the tree. The folder may be gone.
     pub fn options_at(&self, path: &Path) -> &OpenOptions {
         let view = self.views.iter().find(|(folder, _)| path.starts_with(folder));
         view.map_or(&self.options, |(_, own)| own)
     }
 
-    /// The folder in the tree of the view that presents `folder`. `None` if the source has one view.
+    /// The path in the tree of the folder of the view that presents `folder`. `None` if the source has only one view.
     pub fn view_folder(&self, folder: &Folder) -> Option<&Path> {
         let view = folder.view.and_then(|view| self.views.get(view));
         view.map(|(path, _)| path.as_path()).filter(|path| !path.as_os_str().is_empty())
     }
 
-    /// The folder of the user that the real path `path` lies in: the source, or one that links may lead
-    /// into.
+    /// The folder that the user named and that contains the real path `path`: the source, or a folder into which
+    /// links may lead.
     pub fn base_of(&self, path: &Path) -> PathBuf {
         self.bounds.base_of(path)
     }
@@ -216,7 +218,7 @@ impl Tree {
         self.bounds.root()
     }
 
-    /// The folders of the tree that show the folder at the real path `path`, but for those behind links.
+    /// The folders of the tree that show the folder at the real path `path`, except folders behind links.
     pub fn shown_without_links(&self, path: &Path) -> Vec<Arc<Folder>> {
         let folders = self.folders.read();
         let found = folders.at(path).iter().filter_map(|&id| folders.get(id));
@@ -236,34 +238,36 @@ impl Tree {
         self.folders.read().ids().collect()
     }
 
-    /// Whether the folder `id` is there.
+    /// Whether the tree has the folder `id`.
     pub fn contains(&self, id: FolderId) -> bool {
         self.folders.read().get(id).is_some()
     }
 
-    /// The folder `id` as it was last examined. A folder that is gone is empty, and has no path.
+    /// The folder `id`, as it was last examined. For a folder that is gone, the result is empty and
+    /// has no path.
     pub fn folder(&self, id: FolderId) -> Arc<Folder> {
         self.folders.read().get(id).unwrap_or(&self.nothing).clone()
     }
 
-    /// Examines the files of the family of `top` again. Names stay as they were scanned: a missing
-    /// file is remembered, and may return. Other threads continue meanwhile. A caller that holds a
-    /// folder of the family keeps its previous state.
+    /// Examines the files of the family of `top` again. The names stay as they were scanned: a
+    /// missing file is remembered, because it may return. Other threads can use the tree meanwhile.
+    /// A caller that already has a folder of the family keeps the previous state of the folder.
     pub fn rescan(&self, top: FolderId) {
         for id in self.family(top) {
             while !self.rescan_folder(id) {}
         }
     }
 
-    /// Examines the files of folder `id` again. Returns false if another thread has replaced the
-    /// folder meanwhile.
+    /// Examines the files of folder `id` again. Returns false if another thread replaced the folder
+    /// in the meantime.
     fn rescan_folder(&self, id: FolderId) -> bool {
         let before = self.folder(id);
         let mut folder = Folder::clone(&before);
         if let Ok(now) = self.store().version_behind_links(&folder.path)
             && folder.version.replace(now) != Some(now)
         {
-            // Its names are older than these times.
+            // The folder has new times, but its names were listed earlier. So the time of its
+            // listing is not valid any more.
             folder.listed = 0;
         }
         let mut names: Vec<&OsString> =
@@ -294,8 +298,8 @@ impl Tree {
         same
     }
 
-    /// Whether a file of the family of `folder` has changed: it is missing, has returned, or is
-    /// another file.
+    /// Whether a file of the family of `folder` has changed: it is missing, has returned, or was
+    /// replaced.
     pub fn is_stale(&self, folder: FolderId) -> bool {
         let family = self.family(self.family_of(folder));
         let mut folders = family.into_iter().map(|id| self.folder(id));
@@ -308,7 +312,7 @@ impl Tree {
         })
     }
 
-    /// Whether anything in the tree lies at or below `path`, or is the folder `id`.
+    /// Whether anything in the tree is at or below `path`, or is the folder `id`.
     pub fn reaches(&self, path: &Path, id: FileId) -> bool {
         let folders = self.folders.read();
         folders.all().any(|folder| {
@@ -318,9 +322,9 @@ impl Tree {
         })
     }
 
-    /// The top folders of all families with weight files. A family is a folder with its `sharded/`
-    /// or `consolidated/` child, or the folder of a run of DeepSpeed with those of its checkpoints, or that
-    /// of a universal checkpoint with those of its tensors. Its folders are proved together.
+    /// The top folders of all families with weight files. A family is a folder with its `sharded/` or `consolidated/`
+    /// subfolder, or the folder of a run of DeepSpeed with the folders of its checkpoints, or the folder of a
+    /// universal checkpoint with the folders of its tensors. The folders of a family are proved together.
     pub fn families(&self) -> Vec<FolderId> {
         let only = self.only.as_deref();
         let with_weights = self.ids().into_iter().filter(|&id| self.folder(id).has_weights(only));
@@ -328,7 +332,7 @@ impl Tree {
         tops.into_iter().collect()
     }
 
-    /// The top of the family that `folder` belongs to.
+    /// The top folder of the family to which `folder` belongs.
     pub fn family_of(&self, mut folder: FolderId) -> FolderId {
         loop {
             let now = self.folder(folder);
@@ -344,7 +348,7 @@ impl Tree {
         }
     }
 
-    /// The members of the family whose top is `top`, parents before children.
+    /// The folders of the family whose top folder is `top`, parents before children.
     pub fn family(&self, top: FolderId) -> Vec<FolderId> {
         let mut members = vec![top];
         let mut next = 0;
@@ -361,14 +365,15 @@ impl Tree {
     }
 }
 
-/// The regular file at `path` or where its links lead, if that is allowed.
+/// The regular file at `path`, or at the target of its links, with its version. `None` if the links
+/// may not be followed.
 pub(super) fn look_at(bounds: &LinkBounds, path: &Path) -> Option<(PathBuf, Version)> {
     let (real, _) = bounds.resolve(path).ok()?;
     let now = bounds.store().fresh_version(&real).ok()?;
     now.is_file().then_some((real, now))
 }
 
-/// The options for each view of `options.views`.
+/// The options of each view in `options.views`, and of `layout=hub`.
 fn views_of(options: &OpenOptions) -> Vec<(PathBuf, OpenOptions)> {
     let views = options.views.iter().flat_map(|views| views.iter());
     let options_of =
@@ -378,7 +383,8 @@ fn views_of(options: &OpenOptions) -> Vec<(PathBuf, OpenOptions)> {
     named.chain(options.hub.then(|| (PathBuf::new(), snapshots))).collect()
 }
 
-/// Adds `scanned` below `parent`, which shows it by the name of `path`. Returns its number.
+/// Adds `scanned` below `parent`, which gets an entry with the last name of `path`. Returns the
+/// number of the new folder.
 fn graft_child(
     folders: &mut Folders,
     parent: FolderId,
@@ -394,7 +400,7 @@ fn graft_child(
     id
 }
 
-/// `relative` in `folder`. Joining an empty path would add a slash.
+/// The path `relative` in `folder`. An empty path is not joined, because that would add a slash.
 pub(super) fn in_folder(folder: &Path, relative: &Path) -> PathBuf {
     if relative.as_os_str().is_empty() { folder.to_owned() } else { folder.join(relative) }
 }

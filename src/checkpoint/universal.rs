@@ -1,7 +1,8 @@
-//! Universal checkpoints of DeepSpeed: the folder of a checkpoint with a folder for each tensor.
+//! Universal checkpoints of DeepSpeed: the folder of such a checkpoint has a subfolder for each
+//! tensor.
 //!
-//! They are one set of the folder of the checkpoint, in which a file of a tensor has the name
-//! `zero/NAME/fp32.pt`.
+//! All files of tensors form one set of the folder of the checkpoint. In that set, the file of a
+//! tensor has the name `zero/NAME/fp32.pt`.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use super::set::{Proved, Set};
 use super::tree::Tree;
 
 impl Folder {
-    /// The path of the folder with the folders of tensors, if this is one of those and has the weights.
+    /// If this is the folder of a tensor and has the weights of the tensor: the path of `zero`, the folder above it.
     pub(super) fn zero_of_master(&self) -> Option<&Path> {
         let zero =
             self.relative.parent().filter(|zero| zero.file_name() == Some(UNIVERSAL.as_ref()));
@@ -23,20 +24,20 @@ impl Folder {
 }
 
 impl Tree {
-    /// The folder with the folders of tensors, if `folder` is that of a universal checkpoint.
+    /// The folder `zero`, if `folder` is the folder of a universal checkpoint.
     fn tensor_folders(&self, folder: &Folder) -> Option<Arc<Folder>> {
         let (_, id) = folder.children.iter().find(|(name, _)| name == UNIVERSAL)?;
         let found = self.folder(*id);
         self.has_masters(&found).then_some(found)
     }
 
-    /// Whether `folder` is that with the folders of tensors. It is asked for each folder of a tree, so that
-    /// it may not look at all that is in one.
+    /// Whether `folder` is a folder `zero` that has folders of tensors. This is called for each folder of a tree, so
+    /// it must not look at all entries of a folder.
     fn has_masters(&self, folder: &Folder) -> bool {
         self.folders.read().has_masters(&folder.relative)
     }
 
-    /// The folder of the universal checkpoint that has files of tensors in `folder`, or in folders there.
+    /// The folder of the universal checkpoint, if `folder` is its folder `zero` or a folder of a tensor in it.
     pub(super) fn universal_of(&self, folder: &Folder) -> Option<FolderId> {
         let parent = folder.parent?;
         if self.has_masters(folder) {
@@ -46,9 +47,10 @@ impl Tree {
         above.parent.filter(|_| self.has_masters(&above))
     }
 
-    /// The folders to look at for what has changed in `folder`, parents before children: those of its family.
-    /// In a universal checkpoint, which may have thousands, only itself and those above it. Its top is asked
-    /// for the others.
+    /// The folders to examine if `folder` may have changed, parents before children. In general these are all folders
+    /// of its family. For a folder of a tensor in a universal checkpoint, which may have thousands of them, these are
+    /// the folder and the folders above it up to the top of the family. To examine all of them, call this for the
+    /// top.
     pub fn folders_to_check(&self, folder: FolderId) -> Vec<FolderId> {
         let top = self.family_of(folder);
         if folder == top || self.universal_of(&self.folder(folder)).is_none() {
@@ -60,7 +62,8 @@ impl Tree {
         found
     }
 
-    /// The folder `id`, with the files of tensors if it is that of a universal checkpoint.
+    /// The folder `id`. If it is the folder of a universal checkpoint, the files of its tensors are
+    /// added.
     pub(super) fn with_tensor_files(&self, id: FolderId) -> Arc<Folder> {
         let folder = self.folder(id);
         let Some(tensors) = self.tensor_folders(&folder) else { return folder };
@@ -83,8 +86,8 @@ impl Tree {
     }
 }
 
-/// The folder `folder` of files of tensors, of which the universal checkpoint `top` shows some. The
-/// others stay visible.
+/// The result for `folder`, which has files of a tensor. The files that the universal checkpoint
+/// `top` uses count as weights. The other files stay visible.
 pub(super) fn part_of(top: Option<&Proved>, folder: &Folder) -> Proved {
     let name = folder.relative.file_name().unwrap_or_default().to_string_lossy();
     let sets = top.into_iter().flat_map(|top| &top.sets);

@@ -1,4 +1,4 @@
-//! Looks at a folder of a tree again: new, changed and removed names of this folder only.
+//! Lists a folder of a tree again, and finds the names in this folder that are new, changed or gone.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -21,20 +21,20 @@ use super::scan::{Graft, Listing, Scan, Subfolder, left_out, read};
 use super::small_files::CONFIG;
 use super::tree::Tree;
 
-/// The difference that a look at a folder has found, at all places of the folder in the tree.
+/// The changes that were found when a folder was listed again, at all places of the folder in the tree.
 #[derive(Debug, Default)]
 pub struct TreeChange {
-    /// Folders with other entries.
+    /// Folders whose entries have changed.
     pub changed: Vec<FolderChange>,
     /// Folders that are new, parents before children.
     pub added: Vec<FolderId>,
     /// Folders that are gone.
     pub removed: Vec<FolderId>,
-    /// Real paths of folders whose links lead into the folder: they may have changed too.
+    /// Real paths of folders whose links depend on entries of the folder, so that they may have changed too.
     pub leading_here: BTreeSet<PathBuf>,
-    /// Real paths of folders whose changes begin to matter.
+    /// Real paths of folders whose changes affect the tree from now on.
     pub to_watch: BTreeSet<PathBuf>,
-    /// Real paths of folders whose changes no longer matter.
+    /// Real paths of folders whose changes do not affect the tree any more.
     pub to_leave: BTreeSet<PathBuf>,
 }
 
@@ -43,9 +43,9 @@ pub struct TreeChange {
 pub struct FolderChange {
     /// The folder.
     pub id: FolderId,
-    /// Whether it has other folders.
+    /// Whether its subfolders have changed.
     pub folders: bool,
-    /// Whether files differ that can be part of a set.
+    /// Whether files that can be part of a set have changed.
     pub weights: bool,
     /// Names of the other files that are new, changed or gone.
     pub plain: Vec<OsString>,
@@ -67,25 +67,25 @@ impl FolderChange {
 }
 
 impl Tree {
-    /// The real paths of all folders whose changes matter to the tree.
+    /// The real paths of all folders whose changes affect the tree.
     pub fn paths(&self) -> BTreeSet<PathBuf> {
         self.folders.read().paths()
     }
 
-    /// Whether changes of the folder at the real path `path` matter to the tree.
+    /// Whether changes of the folder at the real path `path` affect the tree.
     pub fn matters(&self, path: &Path) -> bool {
         self.folders.read().matters(path)
     }
 
-    /// The device of the folder at the real path `path`, `None` if it is not in the tree.
+    /// The device of the folder at the real path `path`. `None` if the tree does not have the folder.
     pub fn device(&self, path: &Path) -> Option<QueueKey> {
         let folders = self.folders.read();
         let folder = folders.at(path).first().and_then(|&id| folders.get(id))?;
         folder.version.map(|version| version.queue_key())
     }
 
-    /// The devices that a look at the folder at the real path `path` asks: its own, and those of the
-    /// files and folders that its links lead to, as far as the tree knows them.
+    /// The devices that are accessed when the folder at the real path `path` is listed: its own device, and the
+    /// devices of the files and folders to which its links lead, as far as the tree knows them.
     pub fn devices(&self, path: &Path) -> BTreeSet<QueueKey> {
         let folders = self.folders.read();
         let all = |path: &Path| -> Vec<Arc<Folder>> {
@@ -98,7 +98,7 @@ impl Tree {
             .iter()
             .flat_map(|folder| folder.children.iter())
             .filter_map(|(_, child)| folders.get(*child)?.version);
-        // A folder outside of the tree has the files that links lead to.
+        // A folder outside of the tree may have files to which links lead.
         let leading: Vec<_> =
             folders.leading_into(path).iter().flat_map(|path| all(path)).collect();
         let behind = leading
@@ -113,16 +113,16 @@ impl Tree {
         own.chain(children).chain(files).map(|version| version.queue_key()).collect()
     }
 
-    /// Leaves out all folders and files of `queue` from now on: those of the mount itself, which
-    /// would contain itself.
+    /// From now on, leaves out all folders and files on the device `queue`. It is used for the mount itself, which
+    /// would otherwise contain itself.
     pub fn leave_out(&self, queue: QueueKey) {
         self.bounds.leave_out(queue);
     }
 
-    /// Whether the folder at the real path `path` may have other names than it had when it was
-    /// listed. Asks the source. A change so shortly before the listing that a later one may have
-    /// the same time counts as one, and so does a name that is away: it may come back with the times
-    /// of the folder, as from a folder above that was moved.
+    /// Whether the names in the folder at the real path `path` may have changed since it was listed. Accesses the
+    /// source. The result is also true if the folder changed so shortly before its listing that a later change may
+    /// have the same time. It is also true if a name is missing, because the name may return without new times of the
+    /// folder, for example if a folder above was moved.
     pub fn may_have_changed(&self, path: &Path) -> bool {
         let folders = self.folders.read();
         let Some(known) = folders.at(path).first().and_then(|&id| folders.get(id)).cloned() else {
@@ -135,11 +135,11 @@ impl Tree {
             || !then.is_settled_as(&FolderVersion::at(self.store(), path))
     }
 
-    /// Lists the folder at the real path `path` again, and the folders in it that are new.
+    /// Lists the folder at the real path `path` again, and scans its new subfolders.
     ///
     /// # Errors
-    /// If the folder cannot be read. Then it stays as it was. A folder that is gone or forbidden is
-    /// no error: it leaves the tree, unless it is the source.
+    /// The folder cannot be read. Then it stays as it was. A folder that is gone, or that may not be read any more,
+    /// is no error: it is removed from the tree, unless it is the source.
     pub fn list_again(&self, path: &Path) -> Result<TreeChange> {
         let mut change = TreeChange::default();
         loop {
@@ -170,18 +170,18 @@ impl Tree {
         }
     }
 
-    /// The folder at the real path `path` at each of its places.
+    /// All places in the tree of the folder at the real path `path`.
     fn places(&self, path: &Path) -> Vec<(FolderId, Arc<Folder>)> {
         let folders = self.folders.read();
         let places = folders.at(path).iter();
         places.filter_map(|&id| Some((id, folders.get(id)?.clone()))).collect()
     }
 
-    /// Completes the change of the folder at `path` by its effects on other folders.
+    /// Adds the effects on other folders to the change of the folder at `path`.
     fn settle(&self, path: &Path, change: &mut TreeChange) {
         change.changed.retain(|change| !change.is_empty());
         let folders = self.folders.read();
-        // The tree does not know what has changed in a folder outside of it.
+        // For a folder outside of the tree, it is not known whether something has changed.
         if !change.changed.is_empty() || folders.at(path).is_empty() {
             change.leading_here = folders.leading_into(path);
             change.leading_here.remove(path);
@@ -201,8 +201,8 @@ impl Tree {
         change.changed.push(FolderChange { id: parent, folders: true, ..FolderChange::default() });
     }
 
-    /// Gives the folder `id` the entries of `listing`. Returns false if another thread has replaced
-    /// the folder since it was `before`.
+    /// Replaces the entries of the folder `id` by those of `listing`. Returns false if another thread has replaced
+    /// the folder, so that it is not `before` any more.
     fn update(
         &self,
         id: FolderId,
@@ -242,13 +242,13 @@ impl Tree {
         if self.options_of(before).view.shard.is_some()
             && found.plain.iter().any(|name| name == CONFIG)
         {
-            // It decides how tensors are cut.
+            // This file determines how tensors are split.
             found.weights = true;
         }
         found.id = id;
         let mut folders = self.folders.write();
         match folders.get(id) {
-            // It was removed meanwhile, with all that is in it.
+            // The folder was removed in the meantime, with everything in it.
             None => return true,
             Some(now) if !Arc::ptr_eq(now, before) => return false,
             Some(_) => {}
@@ -284,7 +284,7 @@ impl Tree {
         true
     }
 
-    /// The rest of the limits for `folder` and its new entries.
+    /// The limits minus the rest of the tree. They apply to `folder` and its new entries.
     fn limits_without(&self, folder: &Folder) -> ScanLimits {
         let folders = self.folders.read();
         let Weight { entries, linked, linked_entries } = folders.weight;
@@ -298,7 +298,7 @@ impl Tree {
         }
     }
 
-    /// The names of folders in `before` that stay, and the folders that are new or replaced.
+    /// The names of subfolders in `before` that are unchanged, and the subfolders that are new or replaced.
     fn compare_children<'a>(
         &self,
         before: &Folder,
@@ -322,7 +322,8 @@ impl Tree {
         (kept, new)
     }
 
-    /// Scans a folder that is new in `parent`; `above` are the folders down to that. The error is the line that says why it is left out,
+    /// Scans the folder `child`, which is new in `parent`. `above` has `parent` and all folders above it. The error
+    /// is the line that says why the folder is left out, if there is such a line.
     /// if there is one.
     fn scan_child(
         &self,
@@ -363,7 +364,8 @@ impl Tree {
         }
     }
 
-    /// The line that says why `name` is left out. Each view counts by itself.
+    /// The line that says why `name` is left out. If there are several views, it says that all files count for each
+    /// view.
     fn left_out(&self, name: &str, why: Unusable) -> String {
         let line = left_out(name, why);
         match self.view_count() {
@@ -372,8 +374,8 @@ impl Tree {
         }
     }
 
-    /// `folder` and all folders above it. Asks the source: a new folder may have the
-    /// number of one that was there before.
+    /// `folder` and all folders above it. Accesses the source, because a new folder may have the inode number of a
+    /// removed one.
     fn folders_to(&self, folder: &Folder) -> Vec<FileId> {
         let mut paths = vec![folder.path.clone()];
         let mut next = folder.parent;
@@ -387,7 +389,7 @@ impl Tree {
     }
 }
 
-/// Whether the folder of a failed listing is gone, or the caller may not read it any more.
+/// Whether a listing failed because the folder is gone, or because the caller may not read it any more.
 fn is_gone(error: &Error) -> bool {
     let Error::Io { source, .. } = error else { return false };
     let gone = [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory];
@@ -395,7 +397,7 @@ fn is_gone(error: &Error) -> bool {
     is_link || gone.contains(&source.kind()) || source.kind() == io::ErrorKind::PermissionDenied
 }
 
-/// The difference between the files of two listings of one folder.
+/// The changes of files between two listings of one folder.
 fn compare(before: &Folder, now: &Folder, only: Option<&str>) -> FolderChange {
     let mut change = FolderChange::default();
     let same_misfits = before.misfits == now.misfits;
@@ -429,7 +431,7 @@ fn compare(before: &Folder, now: &Folder, only: Option<&str>) -> FolderChange {
     change
 }
 
-/// Whether a file of this name can be part of a set, or decides about one.
+/// Whether a file of this name can be part of a set, or affects a set.
 fn is_of_sets(name: &OsStr, only: Option<&str>) -> bool {
     let Some(name) = name.to_str() else { return false };
     names::is_weights_or_map(name)
@@ -489,7 +491,7 @@ mod tests {
         lines
     }
 
-    /// A tree that was updated, in which every folder agrees with its parent, is as a new scan.
+    /// Asserts that an updated tree equals a new scan, and that every folder agrees with its parent.
     fn assert_as_scanned(store: &Store, tree: &Tree) {
         let scanned = Tree::scan(store.0.path(), &OpenOptions::default()).unwrap();
         assert_eq!(shape(tree), shape(&scanned));
@@ -542,7 +544,7 @@ mod tests {
         let (store, tree) = Store::new(&["a/x"]);
         std::fs::remove_dir_all(store.path("a")).unwrap();
         store.write("a");
-        // The folder itself is looked at first, as its events come first.
+        // The folder is listed before its parent, because its events arrive first.
         tree.list_again(&store.path("a")).unwrap();
         tree.list_again(&store.path("")).unwrap();
         assert_as_scanned(&store, &tree);
@@ -568,7 +570,7 @@ mod tests {
         assert_eq!(leads("v1"), model);
         assert!(leads("v2").is_empty());
         assert!(leads("").is_superset(&model));
-        // The link is switched: the folder that it leads to is another one.
+        // The link is switched to another folder.
         store.link("v2", "next");
         std::fs::rename(store.path("next"), store.path("current")).unwrap();
         let change = tree.list_again(&store.path("")).unwrap();
@@ -607,7 +609,7 @@ mod tests {
         let outside = Store::new(&["secret", "deep/secret"]).0;
         std::fs::rename(store.path("a"), store.path("away")).unwrap();
         store.link(outside.path("").to_str().unwrap(), "a");
-        // The folders are looked at before their parent.
+        // The folders are listed before their parent.
         let change = tree.list_again(&store.path("a/deep")).unwrap();
         assert_eq!((change.added.len(), change.removed.len()), (0, 1));
         let change = tree.list_again(&store.path("a")).unwrap();

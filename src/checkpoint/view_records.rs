@@ -1,4 +1,4 @@
-//! Views from the records beside an index, and those records.
+//! Records of views, which are files beside an index: reads and writes them.
 
 use std::sync::Arc;
 
@@ -17,8 +17,8 @@ use super::virtual_file::FileSummary;
 use super::{Checkpoint, VirtualFile};
 
 impl FolderIndex<'_> {
-    /// The record of the view on `sets`, those of the index whose file has this checksum. `None` if
-    /// there is no such record, or if it is out of date.
+    /// The record of the view on `sets`, which are the sets of the index with this checksum. `None`
+    /// if there is no record, or if it is out of date.
     pub(super) fn recorded_view(
         &self,
         checksum: Option<Digest>,
@@ -37,8 +37,8 @@ impl FolderIndex<'_> {
         record.inspect_err(doubt).ok()
     }
 
-    /// Writes what the view makes of the sets of the index whose file has this checksum, unless it
-    /// refuses one of them.
+    /// Writes a record of the tensors and files that the view makes of the sets of the index with
+    /// this checksum. Writes nothing if the view refuses one of the sets.
     pub(super) fn keep_view(&self, checksum: Option<Digest>, proved: &Proved) {
         let Some(((name, view), checksum)) = self.view_name().zip(checksum) else { return };
         let sets = proved.sets.iter().map(|set| {
@@ -53,8 +53,8 @@ impl FolderIndex<'_> {
         }
     }
 
-    /// Name of the record of the view, and the hash of the view. `None` if the index has all that
-    /// the view needs.
+    /// File name of the record of the view, and the hash of the view. `None` if the index has all
+    /// facts that the view needs.
     fn view_name(&self) -> Option<(String, Digest)> {
         let view = &self.options().view;
         let is_plain =
@@ -64,7 +64,8 @@ impl FolderIndex<'_> {
     }
 }
 
-/// The record of what a view makes of a set. `None` if one of its files has no layout.
+/// The record of the tensors and files that a view makes of a set. `None` if one of its files has
+/// no layout.
 pub(super) fn record_of(checkpoint: &Arc<Checkpoint>) -> Option<PresentedRecord> {
     let file = |file: VirtualFile| {
         let FileSummary { len, header } = file.summary().ok()?;
@@ -82,7 +83,7 @@ pub(super) fn record_of(checkpoint: &Arc<Checkpoint>) -> Option<PresentedRecord>
     })
 }
 
-/// Whether a view that read this `config.json` would read the same now.
+/// Whether a view that read the `config.json` recorded in `config` would read the same text now.
 fn is_config(config: ConfigRecord, read: ReadConfig<'_>) -> bool {
     match config {
         ConfigRecord::Unread => true,

@@ -15,7 +15,7 @@ use crate::view::{FileSpec, ReadConfig, View, arrange};
 use super::config::with_config_in;
 use super::{Checkpoint, SetKind};
 
-/// The facts about a virtual file that its attributes need.
+/// The facts about a virtual file that are needed for its attributes.
 ///
 /// ```
 /// use tensorfs::Checkpoint;
@@ -29,18 +29,18 @@ use super::{Checkpoint, SetKind};
 pub struct FileSummary {
     /// Length in bytes.
     pub len: u64,
-    /// Hash of its header, and of the places of its tensors if a view chooses them. Together with
-    /// the identities of the shards it identifies the content.
+    /// Hash of its header, and of the places of its tensors if a view selects tensors. Together
+    /// with the identities of the shards it identifies the content.
     pub header: Digest,
 }
 
-/// A file that a spec describes. All holders of the file share its layout.
+/// A virtual file with its layout, which all users of the file share.
 #[derive(Debug)]
 pub(super) struct ArrangedFile {
     pub(super) spec: FileSpec,
-    /// The layout, set at its first use.
+    /// The layout. It is made at its first use.
     layout: OnceLock<Arc<Layout>>,
-    /// Length and header hash, set by the index or at their first use.
+    /// Length and header hash. They are set from the index or at their first use.
     summary: OnceLock<FileSummary>,
 }
 
@@ -49,7 +49,7 @@ impl ArrangedFile {
         Arc::new(ArrangedFile { spec, layout: OnceLock::new(), summary: OnceLock::new() })
     }
 
-    /// A file whose length and header hash an index has.
+    /// A file whose length and header hash come from an index.
     pub(super) fn summarized(spec: FileSpec, summary: FileSummary) -> Arc<ArrangedFile> {
         Arc::new(ArrangedFile { spec, layout: OnceLock::new(), summary: summary.into() })
     }
@@ -66,11 +66,11 @@ impl ArrangedFile {
 
 /// A proved catalog as a view presents it.
 pub(super) struct Presented {
-    /// The catalog as it was proved.
+    /// The catalog before the view was applied.
     pub(super) proved: Catalog,
-    /// The catalog of the view.
+    /// The catalog after the view was applied.
     pub(super) catalog: Catalog,
-    /// The files that it is cut into.
+    /// The files into which its tensors are arranged.
     pub(super) files: Vec<Arc<ArrangedFile>>,
     /// Whether it is one file that is served unchanged.
     pub(super) is_whole_file: bool,
@@ -80,8 +80,9 @@ pub(super) struct Presented {
 
 /// The proved catalog of the set `name` as `view` presents it.
 ///
-/// Every catalog passes here, whether it comes from headers or from an index. A step from a
-/// catalog to a catalog (select, slice, split, fuse, rename, cast) goes in front of `arrange`.
+/// Every catalog is passed to this function, whether it comes from headers or from an index. A step
+/// that makes a catalog from a catalog (select, slice, split, fuse, rename, cast) is done before
+/// `arrange`.
 ///
 /// # Errors
 /// `view` if the view does not fit the catalog.
@@ -129,7 +130,7 @@ pub struct VirtualFile {
 }
 
 impl VirtualFile {
-    /// The file that `spec` describes.
+    /// The virtual file of `checkpoint` that `spec` describes.
     pub fn new(checkpoint: &Arc<Checkpoint>, spec: FileSpec) -> VirtualFile {
         VirtualFile { checkpoint: checkpoint.clone(), file: ArrangedFile::new(spec) }
     }
@@ -139,23 +140,23 @@ impl VirtualFile {
         &self.file.spec
     }
 
-    /// The checkpoint whose tensors it holds.
+    /// The checkpoint that has its tensors.
     pub fn checkpoint(&self) -> &Arc<Checkpoint> {
         &self.checkpoint
     }
 
-    /// The catalog in which its tensors have positions.
+    /// The catalog to which the positions of its tensors refer.
     pub fn catalog(&self) -> &Catalog {
         self.checkpoint.catalog()
     }
 
-    /// The open shards, in the catalog's order.
+    /// The open shards, in the order of the catalog.
     #[doc(hidden)]
     pub fn sources(&self) -> &[Arc<Source>] {
         self.checkpoint.sources()
     }
 
-    /// A checkpoint of the tensors of this file alone. Its name is that of the file.
+    /// A checkpoint that has only the tensors of this file. It has the name of the file.
     ///
     /// # Errors
     /// `overflow` if there are too many tensors.
@@ -187,7 +188,7 @@ impl VirtualFile {
         self.file.layout(&self.checkpoint).cloned()
     }
 
-    /// Length and header hash of the file. If the index has them, the file is not laid out.
+    /// Length and header hash of the file. If the index has them, no layout is made.
     ///
     /// # Errors
     /// The errors of `layout`.
@@ -199,7 +200,8 @@ impl VirtualFile {
         let mut header = Hasher::new();
         header.update(layout.header());
         if self.checkpoint.has_other_tensors() {
-            // Two views may give the names of a header to other tensors.
+            // Two views may use the same names in a header for different tensors, so the places of
+            // the tensors are hashed too.
             let mut places = Vec::new();
             for tensor in layout.tensors().map(|(position, _)| self.catalog().tensor_at(position)) {
                 places.clear();
@@ -222,10 +224,11 @@ impl VirtualFile {
 }
 
 impl Checkpoint {
-    /// This checkpoint as `view` presents its tensors. Files and format of the view do not count.
+    /// This checkpoint with its tensors as `view` presents them. Files and format of the view are
+    /// ignored.
     ///
     /// # Errors
-    /// `view` if the view does not fit it.
+    /// `view` if the view does not fit the checkpoint.
     #[doc(hidden)]
     pub fn viewed(self: &Arc<Self>, view: &View) -> Result<Arc<Checkpoint>> {
         if view.keeps_tensors() {
@@ -244,38 +247,40 @@ impl Checkpoint {
         }))
     }
 
-    /// The virtual files that its view arranges, none if its shards are shown unchanged.
+    /// The virtual files into which its view arranges the tensors. Empty if its shards are shown
+    /// unchanged.
     pub fn virtual_files(self: &Arc<Self>) -> impl Iterator<Item = VirtualFile> {
         let file =
             |file: &Arc<ArrangedFile>| VirtualFile { checkpoint: self.clone(), file: file.clone() };
         self.files.iter().map(file)
     }
 
-    /// All its tensors as one file, also if the view arranges them in another way.
+    /// All its tensors as one file, even if the view arranges them in several files.
     pub fn single_file(self: &Arc<Self>) -> VirtualFile {
         let single = FileSpec::single(&self.name, self.format);
         let own = self.virtual_files().find(|file| *file.spec() == single);
         own.unwrap_or_else(|| VirtualFile::new(self, single))
     }
 
-    /// Hash of the `config.json` that its view read, `None` if it read none.
+    /// Hash of the `config.json` that its view read. `None` if the view read none.
     #[doc(hidden)]
     pub fn config(&self) -> Option<Digest> {
         self.config.digest()
     }
 
-    /// Whether its view selects, names or casts tensors.
+    /// Whether its view selects, renames or casts tensors.
     pub(super) fn has_other_tensors(&self) -> bool {
         !Arc::ptr_eq(&self.catalog.columns, &self.proved.columns)
     }
 
-    /// The layouts of its virtual files that are laid out.
+    /// For each of its virtual files, the layout if it has been made.
     pub(super) fn known_layouts(&self) -> Vec<Option<Arc<Layout>>> {
         self.files.iter().map(|file| file.layout.get().cloned()).collect()
     }
 
-    /// Lays out its virtual files, or reuses the layouts of another link to the same file. A
-    /// checkpoint that cannot be laid out is refused here, not at its first read.
+    /// Makes the layouts of its virtual files, or reuses those in `linked`, which are from another
+    /// link to the same file. A checkpoint for which no layout can be made is refused here, and not
+    /// at its first read.
     pub(super) fn lay_out(&self, linked: &[Option<Arc<Layout>>]) -> Result<()> {
         for (index, file) in self.files.iter().enumerate() {
             match linked.get(index).and_then(Option::as_ref) {
@@ -288,8 +293,9 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Takes lengths and header hashes of its virtual files from an index, and lays out the other
-    /// files. Records are about the tensors of the shards, not about those of a view.
+    /// Sets lengths and header hashes of its virtual files from the records of an index, and makes
+    /// the layouts of the other files. Records are used only if the view keeps the tensors of the
+    /// shards.
     pub(super) fn summarize(&self, records: &[VirtualFileRecord]) -> Result<()> {
         let records = if self.has_other_tensors() { &[] } else { records };
         for file in self.files.iter().filter(|file| file.summary.get().is_none()) {
@@ -307,8 +313,8 @@ impl Checkpoint {
     }
 }
 
-/// The set with the catalog `proved` as `view` shows it, by its record. `None` if the record is
-/// about files that the view does not show.
+/// The set with the catalog `proved`, as `view` presents it according to the record. `None` if the
+/// record is about files that the view does not make.
 pub(super) fn presented_as_recorded(
     proved: &Catalog,
     record: PresentedRecord,

@@ -13,7 +13,7 @@ use crate::format::dcp;
 use crate::format::names::{self, natural_cmp};
 use crate::format::weight_map::{ShardOf, WeightMap};
 
-/// Lines of one kind kept in the notes of a catalog.
+/// Maximum number of notes of a catalog.
 const NOTES_MAX: usize = 20;
 
 pub(super) fn of_whole_tensors(
@@ -117,8 +117,8 @@ pub(super) fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     Ok(catalog)
 }
 
-/// Compares the CRCs of what several ranks have of the same place of a tensor. Equal ones are no proof:
-/// `verify` compares the bytes.
+/// Compares the CRCs of the bytes that several ranks have for the same box of a tensor. Different CRCs are an error.
+/// Equal CRCs are no proof, so `verify` compares the bytes.
 fn check_replicas(shards: &[&ShardHeader]) -> Result<(), Fault> {
     let mut known = HashMap::new();
     for shard in shards {
@@ -141,7 +141,7 @@ fn check_replicas(shards: &[&ShardHeader]) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Refuses the file of a rank that has parts of tensors, or ranges of them.
+/// Refuses the file of a single rank that has parts of tensors, or ranges of their elements.
 fn check_whole(shard: &ShardHeader) -> Result<(), Fault> {
     shard.header.check_slices()?;
     if shard.header.is_zero_part() {
@@ -164,8 +164,8 @@ fn names_in(shard: &ShardHeader) -> BTreeSet<&str> {
     (0..tensors.len()).map(|index| tensors.name(index)).collect()
 }
 
-/// Compares the rank of a file by its name with the one by its content. There are `count` files, which are
-/// of as many ranks as that of `first`.
+/// Compares the rank in the name of a file with the rank in its content. `count` is the number of files. `first` is
+/// the first file, and all files must have the same number of ranks.
 fn check_rank(shard: &ShardHeader, first: &ShardHeader, count: usize) -> Result<(), Fault> {
     shard.header.check_slices()?;
     let named = names::rank_file(&shard.name);
@@ -203,7 +203,8 @@ fn check_rank(shard: &ShardHeader, first: &ShardHeader, count: usize) -> Result<
     Err(Fault::new(ErrorKind::ShardMissing, message))
 }
 
-/// All tensors or pieces of the shards, by name, then in the order of shards and files.
+/// All tensors or pieces of the shards, sorted by name. Those of one name are in the order of
+/// shards, and then of their places in the shard.
 fn refs_by_name<'a>(tensors: &[HeadTensors<'a>], name: &impl Fn(&Ref) -> &'a str) -> Vec<Ref> {
     let mut refs = Vec::with_capacity(tensors.iter().map(HeadTensors::len).sum());
     for (shard, tensors) in tensors.iter().enumerate() {
@@ -213,7 +214,8 @@ fn refs_by_name<'a>(tensors: &[HeadTensors<'a>], name: &impl Fn(&Ref) -> &'a str
     refs
 }
 
-/// The only piece of a tensor, if it is all of it, and whether the note records the whole shape.
+/// If a tensor has only one piece, and the piece is the whole tensor: the piece, and whether the
+/// note records the whole shape.
 fn alone<'a>(same: &[Ref], pieces: &[HeadTensors<'a>]) -> Option<(Stored<'a>, bool)> {
     let [one] = same else { return None };
     let (pieces, index) = (&pieces[one.shard as usize], one.index as usize);
@@ -227,7 +229,7 @@ fn found(one: &Ref, pieces: &[HeadTensors<'_>]) -> FoundPiece {
     let (pieces, index) = (&pieces[one.shard as usize], one.index as usize);
     let (stored, place) = (pieces.get(index), pieces.place(index));
     let Stored { dtype, shape, start, strides, .. } = stored;
-    // The header was checked: the piece ends within its file.
+    // The header was checked, so the piece ends within its file.
     let len = match strides {
         Some(strides) => span(dtype, shape, strides),
         None => dtype.bits_of(shape).unwrap_or(0) / 8,
@@ -242,15 +244,17 @@ fn found(one: &Ref, pieces: &[HeadTensors<'_>]) -> FoundPiece {
     FoundPiece { dtype, box_id, whole_shape: place.whole_shape.map(<[u64]>::to_vec) }
 }
 
-/// The beginning of a name that ends in a number and its separator.
+/// The part of a name before the number at its end. `None` if there is no such number.
 fn before_number(name: &str) -> Option<&str> {
     let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
-    // A dot separates the names of modules, and many of these are numbers.
+    // A dot separates the names of modules, and many modules have a number as their name. Such a
+    // number is no number of a piece.
     (stem.len() < name.len() && !stem.ends_with('.')).then_some(stem)
 }
 
-/// Refuses an entry whose note has lost the name of its tensor: it is numbered like the pieces of a
-/// tensor, but the note makes it a tensor of its own.
+/// Refuses an entry whose note has lost the name of its tensor. Its own name has a number like
+/// those of the pieces of a tensor, but without the name in the note it would be a tensor of its
+/// own.
 fn check_names(shards: &[&ShardHeader], pieces: &[HeadTensors<'_>]) -> Result<(), Fault> {
     let entries = || {
         let shards = shards.iter().zip(pieces);
@@ -286,11 +290,11 @@ fn check_names(shards: &[&ShardHeader], pieces: &[HeadTensors<'_>]) -> Result<()
     Ok(())
 }
 
-/// A weight map beside the shards.
+/// A weight map that belongs to the shards.
 struct Listed<'a> {
     map: &'a ShardOf,
     shards: &'a [&'a ShardHeader],
-    /// The shard of each file of the map.
+    /// For each file of the map, the index of its shard. `None` if there is no such shard.
     shard_of_file: Vec<Option<u32>>,
 }
 
@@ -304,9 +308,9 @@ impl<'a> Listed<'a> {
         Listed { map, shards, shard_of_file }
     }
 
-    /// Removes the tensors from `refs` that the map assigns to another shard. Adds a note for each
-    /// of them and for each tensor that the map does not name. `refs` are sorted by name. Returns
-    /// the first error of the map.
+    /// Removes from `refs` the tensors that the map assigns to another shard. Adds a note for each
+    /// removed tensor, and for each tensor that the map does not list. `refs` are sorted by name.
+    /// Returns the first error of the map.
     fn settle<'n>(
         &self,
         refs: &mut Vec<Ref>,
@@ -315,7 +319,7 @@ impl<'a> Listed<'a> {
     ) -> Option<Fault> {
         let wrong = self.first_wrong(refs, name);
         let mut line = 0;
-        // Shard, position, and the line of the map that names the tensor.
+        // Index of the shard, index in the shard, and the line of the map that lists the tensor.
         let mut odd: Vec<(u32, u32, Option<usize>)> = Vec::new();
         refs.retain(|one| {
             let own = name(one);
@@ -343,8 +347,8 @@ impl<'a> Listed<'a> {
         wrong
     }
 
-    /// The error of the first line of the map, by tensor name, whose shard or tensor does not
-    /// exist. `refs` are all tensors, sorted by name.
+    /// The error of the first line of the map, in the order of tensor names, whose shard or tensor
+    /// does not exist. `refs` are all tensors, sorted by name.
     fn first_wrong<'n>(&self, refs: &[Ref], name: &impl Fn(&Ref) -> &'n str) -> Option<Fault> {
         let mut rest = refs;
         for (line, (tensor, file)) in self.map.iter().enumerate() {
@@ -385,7 +389,7 @@ pub(super) fn sorted<'a>(shards: &[&'a ShardHeader]) -> Vec<&'a ShardHeader> {
     shards
 }
 
-/// A catalog with the shards and merged metadata, but no tensors yet.
+/// A catalog with shards and merged metadata, to which tensors are added later.
 pub(super) fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     let tensors = || shards.iter().map(|shard| shard.header.tensors());
     let numbers = tensors()
@@ -420,7 +424,8 @@ pub(super) fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     })
 }
 
-/// The metadata of all shards, the first value of each key. `None` if no shard has any.
+/// The metadata of all shards. If shards have different values for a key, the first value is used.
+/// `None` if no shard has metadata.
 fn joined_metadata(
     shards: &[&ShardHeader],
     notes: &mut Vec<String>,

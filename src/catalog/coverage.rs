@@ -1,7 +1,7 @@
-//! The proof that the pieces of a tensor cover each of its elements exactly once.
+//! Proves that the pieces of a tensor cover each of its elements exactly once.
 //!
-//! It compares corners of boxes (see `tiling`) and needs no buffer of the size of the tensor. So a
-//! small file that claims terabytes is refused at once.
+//! The proof compares the corners of boxes (see `tiling`). It needs no buffer of the size of the
+//! tensor, so a small file that claims terabytes is refused at once.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use super::{ShardId, Tensor, named_some};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 
-/// A piece of a tensor as its shard describes it.
+/// A piece of a tensor, in the form in which its shard describes it.
 pub(super) struct FoundPiece {
     pub(super) dtype: Dtype,
     pub(super) box_id: BoxSlice,
@@ -19,18 +19,19 @@ pub(super) struct FoundPiece {
     pub(super) whole_shape: Option<Vec<u64>>,
 }
 
-/// A tensor whose pieces cover it.
+/// A tensor for which it is proved that its pieces cover it.
 pub(super) struct Covered {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<u64>,
-    /// Whether a shard records the shape. If none does, it is inferred from the pieces.
+    /// Whether a shard records the shape. If no shard does, the shape is inferred from the pieces.
     pub(super) shape_recorded: bool,
     /// Pieces, sorted by shard and offset.
     pub(super) pieces: Vec<BoxSlice>,
     pub(super) replicas: Vec<BoxSlice>,
 }
 
-/// Proves that `found` (in shard order, at least one) covers a tensor, and returns it.
+/// Proves that the pieces `found` cover a tensor, and returns the tensor. `found` has at least one
+/// piece, and is in the order of the shards.
 pub(super) fn prove<'a>(
     found: Vec<FoundPiece>,
     shard_name: impl Fn(ShardId) -> &'a str,
@@ -119,8 +120,8 @@ fn agree<'a>(found: &[FoundPiece], shard_name: &impl Fn(ShardId) -> &'a str) -> 
     Ok(())
 }
 
-/// The shape that the shards record for the whole tensor, `None` if none does. Refuses recorded
-/// shapes that differ, and pieces outside the recorded shape.
+/// The shape that the shards record for the whole tensor. `None` if no shard records it. Refuses
+/// recorded shapes that differ from each other, and pieces that extend past the recorded shape.
 fn recorded_shape<'a>(
     found: &[FoundPiece],
     shard_name: &impl Fn(ShardId) -> &'a str,
@@ -142,14 +143,14 @@ fn recorded_shape<'a>(
     Ok(Some(shape.clone()))
 }
 
-/// The end of a piece in each dimension.
+/// The end index of a piece in each dimension.
 fn ends(piece: &BoxSlice) -> impl Iterator<Item = u64> {
-    // The sum does not overflow: `dcp::placements` has checked it.
+    // The sum cannot overflow, because `dcp::placements` has checked it.
     piece.offset.iter().zip(&piece.shape).map(|(first, size)| first + size)
 }
 
-/// The smallest shape that holds all pieces. It is the shape of the tensor, unless its last pieces
-/// are lost.
+/// The smallest shape that contains all pieces. It is the shape of the tensor, unless its last
+/// pieces are missing.
 fn reach(pieces: &[BoxSlice]) -> Vec<u64> {
     let mut shape: Vec<u64> = ends(&pieces[0]).collect();
     for piece in &pieces[1..] {
@@ -158,9 +159,9 @@ fn reach(pieces: &[BoxSlice]) -> Vec<u64> {
     shape
 }
 
-/// Moves pieces whose box is earlier in the list, which is sorted by shard, to the returned list.
-/// Savers write a box once per file. A box that is twice in a file is refused, because nothing
-/// tells which one is valid.
+/// Removes pieces whose box also occurs earlier in the list, and returns them as replicas. The list
+/// is sorted by shard. Savers write a box once per file. A box that occurs twice in a file is
+/// refused, because it is unknown which of both is valid.
 fn split_replicas<'a>(
     pieces: &mut Vec<BoxSlice>,
     shard_name: &impl Fn(ShardId) -> &'a str,
@@ -184,20 +185,20 @@ fn split_replicas<'a>(
     Err(Fault::new(ErrorKind::DcpOverlap, message).in_file(shard))
 }
 
-/// A box as (first, end) per dimension.
+/// The bounds of a box: first index and end index in each dimension.
 type BoxBounds = Vec<(u64, u64)>;
 
 fn bounds(piece: &BoxSlice) -> BoxBounds {
     piece.offset.iter().copied().zip(ends(piece)).collect()
 }
 
-/// A box as Python slices it: `[0:4, 2:6]`.
+/// A box in the slice syntax of Python, such as `[0:4, 2:6]`.
 fn shown(bounds: &BoxBounds) -> String {
     let dims: Vec<String> = bounds.iter().map(|(first, end)| format!("{first}:{end}")).collect();
     format!("[{}]", dims.join(", "))
 }
 
-/// The error for an element `place` that two of `pieces` hold.
+/// The error for the element `place`, which lies in two of `pieces`.
 fn overlap<'a>(
     shape: &[u64],
     pieces: &[BoxSlice],
@@ -221,8 +222,8 @@ fn overlap<'a>(
     Fault::new(ErrorKind::DcpOverlap, message)
 }
 
-/// The error for an element `place` that no piece holds. `reached` is the smallest shape that holds
-/// all pieces, and `shards` are the shards with pieces, in order.
+/// The error for the element `place`, which lies in no piece. `reached` is the smallest shape that
+/// contains all pieces. `shards` are the shards that have pieces, in order.
 fn hole<'a>(
     shape: &[u64],
     reached: &[u64],
@@ -239,7 +240,7 @@ fn hole<'a>(
         None => "some elements lie in no shard".to_owned(),
     };
     let elements = |shape: &[u64]| shape.iter().product::<u64>();
-    // Pieces may also overlap, so that their sum exceeds the whole.
+    // Pieces may also overlap, so the sum of their sizes may exceed the size of the tensor.
     let held = pieces.iter().map(|piece| elements(&piece.shape)).fold(0, u64::saturating_add);
     let count = match elements(shape).checked_sub(held).filter(|missing| *missing > 0) {
         Some(missing) => format!("{missing} elements of shape {shape:?} missing"),

@@ -1,9 +1,9 @@
-//! The catalog of a checkpoint of DeepSpeed ZeRO: tensors joined from the ranges of elements that the
-//! ranks have.
+//! The catalog of a checkpoint of DeepSpeed ZeRO. Its tensors are joined from the ranges of elements that each rank
+//! saved.
 //!
-//! Nothing in an optimizer file tells its rank, so its name does. Facts about ranges in the files have to
-//! agree with that, and the ranges have to be all of each tensor. `universal` has the files of universal
-//! checkpoints.
+//! A file of optimizer states does not record its rank, so the rank is taken from its name. The facts about ranges in
+//! all files have to agree with the ranks, and the ranges have to cover each tensor completely. The module
+//! `universal` handles universal checkpoints.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -19,8 +19,8 @@ use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::{FlatRun, StateFile, ZeroModel, ZeroParam, ZeroPart, ZeroPartition};
 
-/// The files of a checkpoint by what they hold, each with its place among the shards. The ranks are their
-/// places in the vectors.
+/// The files of a checkpoint by their kind, each with its index among the shards. The index of a file in its vector
+/// is its rank.
 struct ZeroFiles<'a> {
     models: Vec<(ShardId, &'a ZeroModel)>,
     partitions: Vec<(ShardId, &'a ZeroPartition)>,
@@ -30,20 +30,20 @@ struct ZeroFiles<'a> {
 /// Elements of a tensor that follow each other in a shard.
 pub(super) struct FlatPiece {
     pub(super) shard: ShardId,
-    /// First byte in the shard.
+    /// Offset of the first byte in the shard.
     pub(super) start: u64,
-    /// The elements of the tensor.
+    /// The range of elements of the tensor.
     pub(super) range: Range<u64>,
 }
 
-/// A tensor in ranges.
+/// A tensor that consists of ranges of elements.
 pub(super) struct FlatTensor {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<u64>,
     pub(super) pieces: Vec<FlatPiece>,
 }
 
-/// A tensor of a model, from one place or from several.
+/// Where a tensor of a model is stored: whole in one shard, or in ranges of several shards.
 pub(super) enum ModelSource {
     Whole { dtype: Dtype, shape: Vec<u64>, strides: Option<Vec<u64>>, shard: ShardId, start: u64 },
     Flat(FlatTensor),
@@ -62,7 +62,7 @@ fn wrong(kind: ErrorKind, message: String) -> Fault {
     Fault::new(kind, message)
 }
 
-/// The number of elements of a shape.
+/// The number of elements of a tensor.
 pub(super) fn numel_of(param: &ZeroParam) -> Result<u64, Fault> {
     let numel = Dtype::F64.bits_of(&param.shape).map(|bits| bits / Dtype::F64.bits());
     numel.ok_or_else(|| {
@@ -91,15 +91,16 @@ pub(super) fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     catalog_of(&shards, files.model(), &sources, &JoinedNames { names: &joined, ties })
 }
 
-/// The tensors that come from other files than the model states.
+/// The names of tensors whose elements come from other files than the model states.
 pub(super) struct JoinedNames<'a> {
     pub(super) names: &'a BTreeSet<String>,
-    /// Other names of some of them, and these.
+    /// Pairs of names: an additional name for such a tensor, and the name of the tensor.
     pub(super) ties: Vec<(&'a str, &'a str)>,
 }
 
-/// Names in model states that stand for tensors of another name, and these. DeepSpeed before 0.9.2 did not
-/// record them in `shared_params`, but its model states have both in the same bytes.
+/// Pairs of names in the model states for the same tensor: the additional name, and the name of the joined tensor.
+/// DeepSpeed before 0.9.2 did not record such pairs in `shared_params`, but its model states place both names at the
+/// same bytes.
 pub(super) fn ties_of<'a>(
     model: &'a ShardHeader,
     joined: &'a BTreeSet<String>,
@@ -118,7 +119,7 @@ pub(super) fn ties_of<'a>(
         .collect()
 }
 
-/// Adds a tensor that is joined from ranges.
+/// Adds a tensor that is joined from ranges of elements.
 pub(super) fn join(
     sources: &mut BTreeMap<String, ModelSource>,
     joined: &mut BTreeSet<String>,
@@ -143,7 +144,7 @@ pub(super) fn join(
     Ok(())
 }
 
-/// The tensors that the shard `shard` holds whole.
+/// The tensors that the shard `shard` has whole.
 pub(super) fn tensors_in(shards: &[&ShardHeader], shard: ShardId) -> BTreeMap<String, ModelSource> {
     let tensors = shards[shard.0 as usize].header.tensors();
     let source = |index| {
@@ -155,7 +156,7 @@ pub(super) fn tensors_in(shards: &[&ShardHeader], shard: ShardId) -> BTreeMap<St
     (0..tensors.len()).map(source).collect()
 }
 
-/// The catalog of these tensors, under all names that `model` has for them.
+/// The catalog of the tensors in `sources`, under all names that `model` has for them.
 pub(super) fn catalog_of(
     shards: &[&ShardHeader],
     model: &ZeroModel,
@@ -190,7 +191,8 @@ pub(super) fn catalog_of(
     Ok(catalog)
 }
 
-/// The names of the checkpoint, and the tensor of each: a name may stand for another one.
+/// All names of the checkpoint, each with the name of its tensor in `sources`. They differ for
+/// additional names.
 fn names_of<'s>(
     model: &'s ZeroModel,
     sources: &'s BTreeMap<String, ModelSource>,
@@ -221,7 +223,7 @@ fn names_of<'s>(
     }
 }
 
-/// A note on the tensors that are floats of 16 bits in the model states.
+/// A note about the tensors that come from the model states as 16-bit floats.
 fn short_floats(names: &[(&str, &str)], sources: &BTreeMap<String, ModelSource>) -> Option<String> {
     let is_short = |source: &ModelSource| {
         let (ModelSource::Whole { dtype, .. } | ModelSource::Flat(FlatTensor { dtype, .. })) =
@@ -240,7 +242,8 @@ fn short_floats(names: &[(&str, &str)], sources: &BTreeMap<String, ModelSource>)
     })
 }
 
-/// The tensors of stage 3 that are not trained, of which each rank has a range in its model states.
+/// The tensors of ZeRO stage 3 that are not trained. Each rank has a range of their elements in its
+/// model states.
 pub(super) fn frozen_of(
     models: &[(ShardId, &ZeroModel)],
     names: &[&str],
@@ -284,7 +287,7 @@ fn frozen_by_name(model: &ZeroModel) -> HashMap<&str, &(ZeroParam, Option<FlatRu
 }
 
 impl FlatTensor {
-    /// Its boxes, at least one.
+    /// The boxes of its pieces. There is at least one.
     fn found(&self) -> Vec<FoundPiece> {
         let FlatTensor { dtype, shape, pieces } = self;
         let item_len = dtype.bits() / 8;
@@ -311,7 +314,7 @@ impl FlatTensor {
 }
 
 impl<'a> ZeroFiles<'a> {
-    /// Sorts the files, and checks that each rank has its own.
+    /// Assigns the files to kinds and ranks, and checks that no rank is missing.
     fn of(shards: &[&'a ShardHeader]) -> Result<ZeroFiles<'a>, Fault> {
         let mut models = BTreeMap::new();
         let mut partitions = BTreeMap::new();
@@ -365,7 +368,7 @@ impl<'a> ZeroFiles<'a> {
         self.names[id.0 as usize]
     }
 
-    /// Compares the number of files with the numbers that they tell.
+    /// Compares the number of files with the numbers of ranks that the files record.
     fn check_counts(&self) -> Result<(), Fault> {
         let (Some((_, first)), Some((model_id, model))) =
             (self.partitions.first(), self.models.first())
@@ -431,12 +434,12 @@ impl<'a> ZeroFiles<'a> {
         self.models[0].1
     }
 
-    /// The trained tensors.
+    /// The trained tensors, joined from ranges of elements.
     fn trained(&self) -> Result<Vec<(String, FlatTensor)>, Fault> {
         if self.stage() == 3 { self.trained_in_partitions() } else { self.trained_in_groups() }
     }
 
-    /// Stages 1 and 2: each group is one flat tensor, cut into partitions.
+    /// Stages 1 and 2: each group is one flat tensor, which is cut into one partition per rank.
     fn trained_in_groups(&self) -> Result<Vec<(String, FlatTensor)>, Fault> {
         let groups = &self.model().groups;
         if groups.len() != self.partitions[0].1.groups.len() {
@@ -464,7 +467,7 @@ impl<'a> ZeroFiles<'a> {
                 all.push((param.name.clone(), flat_tensor(Dtype::F32, param, pieces)));
             }
             let total = runs.iter().map(|(_, run)| run.numel).fold(0, u64::saturating_add);
-            // The end is padded so that all ranks get as many elements.
+            // The end of a group is padded, so that all ranks get the same number of elements.
             let unit = 2 * runs.len() as u64;
             if at.div_ceil(unit) != total.div_ceil(unit) {
                 let message = format!(
@@ -478,7 +481,8 @@ impl<'a> ZeroFiles<'a> {
         Ok(all)
     }
 
-    /// Compares the ranges of the tensors of a group with what each rank tells of its own.
+    /// Compares the ranges of the tensors of a group with the ranges that each rank records for
+    /// itself.
     fn check_slices(&self, group: usize, tensors: &[(String, FlatTensor)]) -> Result<(), Fault> {
         for (id, partition) in &self.partitions {
             let Some(slices) = partition.slices.as_ref().and_then(|slices| slices.get(group))
@@ -513,7 +517,8 @@ impl<'a> ZeroFiles<'a> {
         Ok(())
     }
 
-    /// Stage 3: each rank has as many elements of each tensor, in the order of all groups.
+    /// Stage 3: each rank has the same number of elements of each tensor. In its partition, the
+    /// tensors of all groups follow each other.
     fn trained_in_partitions(&self) -> Result<Vec<(String, FlatTensor)>, Fault> {
         let ranks = self.partitions.len() as u64;
         let mut all = Vec::new();
@@ -544,7 +549,8 @@ impl<'a> ZeroFiles<'a> {
         Ok(all)
     }
 
-    /// The tensors of stage 3 that are not trained. Other stages hold them whole.
+    /// The tensors of stage 3 that are not trained. In other stages, the model states have them
+    /// whole.
     fn frozen(&self) -> Result<Vec<(String, FlatTensor)>, Fault> {
         if self.stage() != 3 {
             return Ok(Vec::new());
@@ -557,8 +563,9 @@ fn flat_tensor(dtype: Dtype, param: &ZeroParam, pieces: Vec<FlatPiece>) -> FlatT
     FlatTensor { dtype, shape: param.shape.clone(), pieces }
 }
 
-/// The elements `own` of a tensor, which begin at element `at` of the runs, one after another. Elements
-/// behind the last run are left out, and are missed by the proof of the tensor.
+/// The pieces for the elements `own` of a tensor. `runs` follow each other as one sequence of elements, in which
+/// `own` begins at element `at`. Elements behind the last run are left out. The proof of the tensor then reports them
+/// as missing.
 fn pieces_in(runs: &[(ShardId, FlatRun)], at: u64, own: Range<u64>) -> Vec<FlatPiece> {
     let mut pieces = Vec::new();
     let wanted = at..at.saturating_add(own.end - own.start);

@@ -1,17 +1,18 @@
-//! Ranges of the elements of a row-major tensor, as boxes.
+//! Splits ranges of elements of a row-major tensor into boxes.
 //!
-//! A range of elements is a part of a row, whole rows, and a part of a row again, and so on for each
-//! dimension. Each of these is a box, and the bytes of a box follow each other in the range and in the
-//! tensor.
+//! A range of elements begins with a part of a row, continues with whole rows, and ends with a part of a row. The
+//! same holds for each further dimension. Each of these parts is a box. The bytes of such a box follow each other in
+//! the range and in the tensor.
 
 use std::ops::Range;
 
-/// A box: its first index and its extent in each dimension.
+/// A box: the first index and the extent in each dimension.
 pub(super) type FlatBox = (Vec<u64>, Vec<u64>);
 
-/// The boxes of the elements `range` of a tensor of this shape, in order: at most two for each dimension.
+/// The boxes of the elements `range` of a tensor with this shape, in order. There are at most two boxes for each
+/// dimension.
 pub(super) fn boxes_of(shape: &[u64], range: Range<u64>) -> Vec<FlatBox> {
-    // Number of elements for each step in a dimension.
+    // For each dimension, the number of elements from one index to the next.
     let mut steps = vec![1; shape.len()];
     for dim in (1..shape.len()).rev() {
         steps[dim - 1] = steps[dim] * shape[dim];
@@ -20,10 +21,10 @@ pub(super) fn boxes_of(shape: &[u64], range: Range<u64>) -> Vec<FlatBox> {
     let mut at = range.start;
     while at < range.end {
         let left = range.end - at;
-        // The outermost dimension in which a box may have several indices.
+        // The outermost dimension in which the next box may have several indices.
         let Some(dim) = steps.iter().position(|&step| at.is_multiple_of(step) && step <= left)
         else {
-            // A tensor without dimensions has one element.
+            // A tensor without dimensions has exactly one element.
             boxes.push((Vec::new(), Vec::new()));
             break;
         };
@@ -70,8 +71,8 @@ mod tests {
             for (offset, size) in boxes {
                 let flat = offset.iter().zip(&shape).fold(0, |flat, (index, size)| flat * size + index);
                 prop_assert_eq!(flat, at);
-                // The elements of a box follow each other: behind the first dimension that has several
-                // indices all others are whole.
+                // The elements of a box follow each other if the box has the whole extent in all dimensions after the
+                // first dimension with several indices.
                 let cut = size.iter().position(|&size| size > 1).unwrap_or(size.len());
                 for dim in cut + 1..shape.len() {
                     prop_assert_eq!(size[dim], shape[dim]);

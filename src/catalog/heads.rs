@@ -1,5 +1,5 @@
-//! The headers of the shards of a folder, in columns: a few large vectors for all of them. A
-//! million tensors take little more memory than their names, and it is freed at once.
+//! The headers of the shards of a folder, stored in columns: a few large vectors for all headers. A
+//! million tensors take little more memory than their names, and the memory is freed at once.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -13,20 +13,21 @@ use crate::format::safetensors::Header;
 use crate::format::{FileRank, PiecePlace, ShardDescription, TensorDescription};
 use crate::sync::Mutex;
 
-/// Marks a field that a note does not have.
+/// Stands for a field that a sharding note does not have.
 const NONE: u32 = u32::MAX;
 
-/// Headers that several threads add to, until the first one is looked up.
+/// Headers to which several threads add, until the first tensor is looked up.
 #[derive(Debug)]
 pub struct Heads {
-    /// `None` after the first look-up.
+    /// The columns that are being filled. `None` after the first look-up.
     filling: Mutex<Option<HeadColumns>>,
     filled: OnceLock<HeadColumns>,
-    /// Whether the text of a sharding note is kept: it is metadata of a file that is shown alone.
+    /// Whether the text of a sharding note is kept. It is needed if the file is shown alone,
+    /// because it is part of its metadata.
     keeps_notes: bool,
 }
 
-/// Lists of numbers, each kept once.
+/// Lists of numbers. Equal lists are stored once.
 #[derive(Debug, Default)]
 struct NumberPool {
     numbers: Vec<u64>,
@@ -34,7 +35,7 @@ struct NumberPool {
     known: HashMap<Vec<u64>, u32>,
 }
 
-/// Strings one after another.
+/// Strings that are stored one after another.
 #[derive(Debug, Default)]
 struct TextPool {
     bytes: String,
@@ -45,19 +46,21 @@ struct TextPool {
 struct HeadColumns {
     names: TextPool,
     dtypes: Vec<Dtype>,
-    /// Numbers of lists in `lists`.
+    /// For each tensor, the index of its shape in `lists`.
     shapes: Vec<u32>,
-    /// First bytes in the shard.
+    /// For each tensor, the offset of its first byte in the shard.
     starts: Vec<u64>,
-    /// Rows of the tensors with strides, ascending, and numbers of lists.
+    /// The index of each tensor that has strides, ascending, with the index of the strides in
+    /// `lists`.
     strided: Vec<(usize, u32)>,
     lists: NumberPool,
-    /// Tensors of files with a sharding note.
+    /// One entry for each tensor of the files that have a sharding note.
     places: Vec<NotePlace>,
     logical_names: TextPool,
 }
 
-/// Sharding info of one tensor: numbers in `lists` and `logical_names`, or `NONE`.
+/// The place of a tensor according to a sharding note. The fields are indexes into `lists` and
+/// `logical_names`, or `NONE`.
 #[derive(Clone, Copy, Debug)]
 struct NotePlace {
     offset: u32,
@@ -68,22 +71,23 @@ struct NotePlace {
 /// The header of one shard.
 #[derive(Clone, Debug)]
 pub struct Head {
-    /// The columns with its tensors, empty if they are no longer needed.
+    /// The columns that have its tensors. Empty if they are not needed any more.
     heads: Arc<Heads>,
     tensors: Range<usize>,
-    /// The free-form strings, if the file has any.
+    /// The metadata of the file, which are strings by name. `None` if the file has no metadata.
     pub metadata: Option<BTreeMap<String, String>>,
-    /// The bytes of the shard that describe the others, ascending.
+    /// The byte ranges of the shard that describe its tensors, ascending.
     pub described: Vec<Range<u64>>,
-    /// First byte of another shard that follows in the same file, and is not shown.
+    /// Offset of the first byte of another shard in the same file, which is not shown.
     pub next_file: Option<u64>,
-    /// A remark on values of the file that are not shown.
+    /// Text for people about values of the file that are not shown.
     pub left_out: Option<String>,
-    /// The rank that has saved the file, if it says so.
+    /// The rank that saved the file, if the file records it.
     pub rank: Option<FileRank>,
-    /// The CRCs of its tensors, in their order, if it is the file of a rank: 0 where it has none.
+    /// The CRC of each tensor, in the order of the tensors, if it is the file of a rank. It is 0
+    /// for a tensor without a CRC.
     pub(super) crcs: Vec<u32>,
-    /// Its facts about ranges of tensors, if it is a file of DeepSpeed.
+    /// The facts about ranges of tensors, if it is a file of DeepSpeed.
     pub zero: Option<Arc<ZeroPart>>,
     note: Option<Result<Note, Fault>>,
 }
@@ -91,13 +95,13 @@ pub struct Head {
 /// A valid sharding note.
 #[derive(Clone, Copy, Debug)]
 struct Note {
-    /// Position in `places` of its first tensor.
+    /// Index in `places` of its first tensor.
     first_place: usize,
     is_whole: bool,
     records_shapes: bool,
 }
 
-/// The tensors of a header, for look-ups.
+/// The tensors of one header, which can be looked up.
 #[derive(Clone, Copy)]
 pub(super) struct HeadTensors<'a> {
     columns: &'a HeadColumns,
@@ -106,15 +110,15 @@ pub(super) struct HeadTensors<'a> {
     first_place: usize,
 }
 
-/// A tensor, or a piece of one, as a shard holds it.
+/// A tensor, or a piece of a tensor, that a shard has.
 #[derive(Clone, Copy)]
 pub(super) struct Stored<'a> {
     pub(super) name: &'a str,
     pub(super) dtype: Dtype,
     pub(super) shape: &'a [u64],
-    /// First byte in the shard, absolute.
+    /// Offset of its first byte, from the beginning of the file.
     pub(super) start: u64,
-    /// Its strides in elements, `None` if its elements follow each other.
+    /// Its strides in elements. `None` if its elements follow each other.
     pub(super) strides: Option<&'a [u64]>,
 }
 
@@ -162,19 +166,21 @@ fn range_of(ends: &[u64], index: usize) -> Range<usize> {
 }
 
 impl Heads {
-    /// Headers of the shards of a folder: the text of a plain note is not kept.
+    /// Columns for the shards of a folder. The text of sharding notes is not kept if the fast
+    /// parser can read them.
     pub fn without_notes() -> Heads {
         Heads { keeps_notes: false, ..Heads::default() }
     }
 
-    /// Adds the description of a shard whose format has no sharding notes: a key of that name is
-    /// the user's own. The description itself says which of its tensors are pieces.
+    /// Adds the description of a shard in a format that has no sharding notes. A metadata key with
+    /// the name of such a note is an ordinary key of the user. The description itself says which of
+    /// its tensors are pieces.
     pub fn add_without_note(self: &Arc<Self>, mut shard: ShardDescription) -> Head {
         let places = shard.places.take();
         self.push(shard, places.map(Ok))
     }
 
-    /// Adds the description of a shard.
+    /// Adds the description of a shard, with its sharding note if it has one.
     pub fn add(self: &Arc<Self>, mut shard: ShardDescription) -> Head {
         let placed = dcp::is_shard(shard.metadata.as_ref()).then(|| {
             let plain = dcp::plain_placements(&shard);
@@ -194,7 +200,8 @@ impl Heads {
         let mut filling = self.filling.lock();
         let Some(columns) = filling.as_mut() else {
             drop(filling);
-            // Look-ups have begun, so that nothing can be added here.
+            // Look-ups have begun, so nothing can be added to these columns any more. The shard
+            // gets columns of its own.
             return Arc::new(Heads::default()).push(shard, placed);
         };
         let tensors = columns.push(&shard);
@@ -277,7 +284,7 @@ impl HeadColumns {
     }
 }
 
-/// Empties the sharding note, but keeps its key.
+/// Replaces the text of the sharding note by an empty text, and keeps its key.
 fn forget_note(metadata: &mut Option<BTreeMap<String, String>>) {
     if let Some(note) = metadata.as_mut().and_then(|map| map.get_mut(dcp::SHARDING_INFO)) {
         *note = String::new();
@@ -296,7 +303,7 @@ impl Head {
         self.described.iter().map(|range| range.end - range.start).sum()
     }
 
-    /// Number of tensors and pieces.
+    /// Number of tensors, including pieces.
     pub fn len(&self) -> usize {
         self.tensors.len()
     }
@@ -321,7 +328,7 @@ impl Head {
         matches!(&self.note, Some(Ok(note)) if note.records_shapes)
     }
 
-    /// Refuses the file of one of several ranks that share each tensor, by what DeepSpeed says in it.
+    /// Refuses the file if DeepSpeed records in it that several ranks share each tensor.
     pub(super) fn check_slices(&self) -> Result<(), Fault> {
         match self.zero.as_deref() {
             Some(ZeroPart::Model(model)) if model.slices > 1 => {
@@ -331,7 +338,8 @@ impl Head {
         }
     }
 
-    /// Whether tensors of it, or all, are ranges of elements that other files tell of.
+    /// Whether the file needs other files of DeepSpeed: some of its tensors have their elements in
+    /// other files, or it has ranges of elements whose tensors other files describe.
     pub fn is_zero_part(&self) -> bool {
         match self.zero.as_deref() {
             Some(ZeroPart::Model(model)) => !model.placeholders.is_empty(),
@@ -340,7 +348,7 @@ impl Head {
         }
     }
 
-    /// A copy without tensors and note, which a proved checkpoint no longer needs.
+    /// A copy without tensors and sharding note. A proved checkpoint does not need them any more.
     pub fn without_tensors(&self) -> Head {
         let mut metadata = self.metadata.clone();
         forget_note(&mut metadata);
@@ -369,7 +377,7 @@ impl Head {
         HeadTensors { columns, first, len, first_place }
     }
 
-    /// Its tensors with the entries of the note. Fails without a valid note.
+    /// Its tensors, with their places from the sharding note. Fails if there is no valid note.
     pub(super) fn pieces(&self) -> Result<HeadTensors<'_>, Fault> {
         match &self.note {
             None => Err(dcp::no_note()),
@@ -417,7 +425,7 @@ impl<'a> HeadTensors<'a> {
         }
     }
 
-    /// The name of the tensor that the piece at `index` belongs to.
+    /// The name of the tensor to which the piece at `index` belongs.
     #[inline]
     pub(super) fn tensor_name(&self, index: usize) -> &'a str {
         let number = self.columns.places[self.first_place + index].logical_name;

@@ -1,8 +1,8 @@
 //! The catalog of a checkpoint: every tensor, and the shard and byte range of each of its pieces.
 //!
-//! Invariant: a `Catalog` is proved. The pieces of each tensor agree on dtype, do not overlap and
-//! cover every element once. No other catalog can be built. The module is pure: it takes parsed
-//! headers and opens no file.
+//! Invariant: every `Catalog` is proved. The pieces of each tensor have the same dtype, do not
+//! overlap, and cover every element once. There is no way to build an unproved catalog. The module
+//! is pure: its input is parsed headers, and it opens no file.
 
 mod build;
 mod coverage;
@@ -28,10 +28,11 @@ pub(crate) use project::{Projected, ProjectedFrom, TensorParts};
 use tensors::TensorColumns;
 pub use tensors::{Piece, Tensor};
 
-/// Most bytes of all tensors of a checkpoint that repeat elements: a file of a few bytes may say any number.
+/// Maximum number of bytes of all tensors of a checkpoint that repeat elements. It is limited, because a file of a
+/// few bytes may claim any size.
 const REPEATED_LEN_MAX: u64 = 64 << 30;
 
-/// Position of a shard in `Catalog::shards`.
+/// Index of a shard in `Catalog::shards`.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, ShardId};
@@ -61,20 +62,20 @@ pub struct Shard {
     pub name: String,
     /// Length of the file in bytes.
     pub file_len: u64,
-    /// The bytes that describe the others, ascending. All others are data.
+    /// The byte ranges that describe the tensors, ascending. All other bytes of the file are data.
     pub described: Vec<Range<u64>>,
 }
 
 impl Shard {
-    /// End of the last bytes that describe the others.
+    /// End of the last byte range that describes the tensors.
     pub fn description_end(&self) -> u64 {
         self.described.last().map_or(0, |range| range.end)
     }
 
-    /// Whether `range` has bytes that describe the others.
+    /// Whether `range` contains bytes that describe the tensors.
     #[inline]
     pub fn is_description(&self, range: &Range<u64>) -> bool {
-        // In most formats the description comes first.
+        // In most formats the description is at the beginning of the file.
         if range.start >= self.description_end() {
             return false;
         }
@@ -101,14 +102,15 @@ impl Shard {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Catalog {
-    /// Its files, in natural order of their names.
+    /// Its files, sorted by name with numbers as numbers.
     pub shards: Vec<Shard>,
-    /// Shared by the catalogs of files that are links to one inode.
+    /// The tensors. Catalogs of files that are links to one inode share them.
     pub(crate) columns: Arc<TensorColumns>,
-    /// The metadata of all shards, merged, without the keys that describe sharding. `None` if no
-    /// shard has other keys or an empty map.
+    /// The metadata of all shards, merged, without the keys of sharding notes. `None` if no shard
+    /// has other keys, and no shard has an empty metadata map.
     pub metadata: Option<Arc<BTreeMap<String, String>>>,
-    /// Whether the shards record the whole shape of every tensor, so that a lost end is noticed.
+    /// Whether the shards record the whole shape of every tensor. If they do, a missing last piece
+    /// is noticed.
     pub shapes_recorded: bool,
     /// Findings that are unusual but no errors, one line each.
     pub notes: Vec<String>,
@@ -126,9 +128,11 @@ pub struct ShardHeader {
 }
 
 impl Catalog {
-    /// Catalog of the shards of a Hugging Face checkpoint: every tensor whole in one shard.
+    /// Catalog of the shards of a Hugging Face checkpoint, in which every tensor is whole in one
+    /// shard.
     ///
-    /// A weight map decides which shard holds a tensor. Without one, no name may be in two shards.
+    /// If there is a weight map, it decides which shard is used for a tensor. Otherwise no name may
+    /// occur in two shards.
     #[doc(hidden)]
     pub fn of_whole_tensors(
         shards: &[&ShardHeader],
@@ -137,9 +141,9 @@ impl Catalog {
         with_few_repeats(build::of_whole_tensors(shards, map)?)
     }
 
-    /// Catalog of torch DCP shards, each tensor merged from boxes.
+    /// Catalog of torch DCP shards. Each tensor is merged from boxes.
     ///
-    /// A weight map that names the shards must agree with them.
+    /// If a weight map lists the shards, it has to agree with them.
     #[doc(hidden)]
     pub fn of_dcp_shards(
         shards: &[&ShardHeader],
@@ -148,20 +152,20 @@ impl Catalog {
         with_few_repeats(build::of_dcp_shards(shards, map)?)
     }
 
-    /// Catalog of the files of all ranks of a training, each tensor merged from the parts of the ranks.
+    /// Catalog of the files of all ranks of a training. Each tensor is merged from the parts of the ranks.
     ///
-    /// A file is refused that says to be of another rank than its name, lacks a tensor of the others, or
-    /// does not say which part of its tensors it holds.
+    /// Refuses a file whose content has another rank than its name, a file that lacks a tensor of the other files,
+    /// and a file that does not record which part of its tensors it has.
     #[doc(hidden)]
     pub fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         with_few_repeats(build::of_rank_files(shards)?)
     }
 
-    /// Catalog of a checkpoint of DeepSpeed: the tensors of one file of model states, or tensors joined
-    /// from the ranges of elements that the optimizer states of all ranks hold, or those of the files of a
-    /// universal checkpoint.
+    /// Catalog of a checkpoint of DeepSpeed. Its tensors are those of one file of model states, or are joined from
+    /// the ranges of elements in the optimizer states of all ranks, or are those in the files of a universal
+    /// checkpoint.
     ///
-    /// A file is refused that tells of other ranks, shapes or ranges than the others and its name.
+    /// Refuses a file whose ranks, shapes or ranges contradict the other files or its name.
     #[doc(hidden)]
     pub fn of_deepspeed(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         if shards.iter().any(|shard| universal::is_universal(shard)) {
@@ -186,18 +190,18 @@ impl Catalog {
         self.len() == 0
     }
 
-    /// Its tensors, by name.
+    /// Its tensors, in the order of their names.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> + Clone {
         (0..self.len()).map(|index| self.columns.get(index))
     }
 
-    /// The tensor at this position of `tensors`.
+    /// The tensor at index `position` in `tensors`.
     #[inline]
     pub fn tensor_at(&self, position: usize) -> Tensor<'_> {
         self.columns.get(position)
     }
 
-    /// The tensor of this name.
+    /// The tensor called `name`.
     pub fn tensor(&self, name: &str) -> Option<Tensor<'_>> {
         self.columns.find(name).map(|index| self.columns.get(index))
     }
@@ -207,12 +211,13 @@ impl Catalog {
         &self.shards[id.0 as usize]
     }
 
-    /// Bytes of tensor data, 2^64 - 1 if that is less: headers of sparse files can claim more in all.
+    /// Total length of the tensor data in bytes. It is 2^64 - 1 if the sum is larger: the headers of sparse files can
+    /// claim more in total.
     pub fn data_len(&self) -> u64 {
         self.columns.data_len()
     }
 
-    /// Whether both hold tensors of the same names, dtypes and shapes.
+    /// Whether both catalogs have tensors of the same names, dtypes and shapes.
     pub fn same_tensors(&self, other: &Catalog) -> bool {
         self.len() == other.len()
             && self
@@ -221,7 +226,7 @@ impl Catalog {
                 .all(|(a, b)| (a.name, a.dtype, a.shape) == (b.name, b.dtype, b.shape))
     }
 
-    /// Refuses a catalog that does not hold exactly the tensors and files of `reference`.
+    /// Refuses a catalog whose tensors and files are not exactly those of `reference`.
     #[doc(hidden)]
     pub fn check_reference(&self, reference: &Reference) -> Result<(), Fault> {
         if let Some(shards) = &reference.shards {
@@ -253,7 +258,7 @@ impl Catalog {
         }
     }
 
-    /// Refuses a catalog whose files are not `expected`, by name and length.
+    /// Refuses a catalog whose files are not exactly `expected`, by name and length.
     fn check_shard_files(&self, expected: &BTreeMap<String, u64>) -> Result<(), Fault> {
         let fault = |kind, name: &str, message: String| Fault::new(kind, message).in_file(name);
         let found: BTreeMap<&str, u64> =
@@ -279,7 +284,7 @@ impl Catalog {
         }
     }
 
-    /// Refuses a catalog that is not made of `expected` shard files.
+    /// Refuses a catalog that does not have `expected` shard files.
     #[doc(hidden)]
     pub fn check_shards(&self, expected: u64) -> Result<(), Fault> {
         if self.shards.len() as u64 == expected {
@@ -293,7 +298,8 @@ impl Catalog {
     }
 }
 
-/// Refuses a catalog whose tensors repeat elements to more than `REPEATED_LEN_MAX` bytes in all.
+/// Refuses a catalog in which tensors that repeat elements have more than `REPEATED_LEN_MAX` bytes
+/// in total.
 fn with_few_repeats(catalog: Catalog) -> Result<Catalog, Fault> {
     let repeats = |piece: Piece<'_>| {
         let mut steps = piece.shape.iter().zip(piece.strides.unwrap_or_default());
@@ -314,10 +320,10 @@ fn with_few_repeats(catalog: Catalog) -> Result<Catalog, Fault> {
     Ok(catalog)
 }
 
-/// Names printed in one message.
+/// Maximum number of names in one message.
 const NAMED_MAX: usize = 4;
 
-/// The first `NAMED_MAX` of `names`, and the number of further ones.
+/// The first `NAMED_MAX` of `names` as text, and the number of the other names.
 pub(crate) fn named_some<'a>(names: impl Iterator<Item = &'a str>) -> String {
     let names: Vec<&str> = names.collect();
     let mut text = names[..names.len().min(NAMED_MAX)].join(", ");

@@ -1,22 +1,22 @@
-//! Sorts many names that share long prefixes.
+//! Sorts many names that have long common prefixes.
 
-/// Fewer names than this are compared as a whole.
+/// Groups with fewer names than this are sorted by comparing whole names.
 const FEW: usize = 24;
 
-/// Bytes of a name that are compared at a time.
+/// Number of bytes of a name that are compared at a time.
 const KEY_LEN: usize = 8;
 
-/// Depth in bytes from which names are compared as a whole, so that a file does not set the depth
-/// of the stack.
+/// From this depth in bytes on, whole names are compared. This limits the recursion, whose depth a
+/// file could otherwise determine.
 const DEPTH_MAX: usize = 2048;
 
-/// A tensor or piece of the set.
+/// A tensor, or a piece of a tensor, of the set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ref {
     key: u64,
-    /// Position of the shard.
+    /// Index of the shard.
     pub(super) shard: u32,
-    /// Position in the shard.
+    /// Index in the shard.
     pub(super) index: u32,
 }
 
@@ -30,7 +30,8 @@ impl Ref {
     }
 }
 
-/// Sorts `refs` by name, then by shard and position in it. All names are equal up to `depth`.
+/// Sorts `refs` by name, then by shard and by index in the shard. The first `depth` bytes of all
+/// names are equal.
 pub(super) fn sort<'a>(refs: &mut [Ref], name: &impl Fn(&Ref) -> &'a [u8], depth: usize) {
     if refs.len() < FEW || depth > DEPTH_MAX {
         return compare_whole(refs, name, depth);
@@ -38,7 +39,7 @@ pub(super) fn sort<'a>(refs: &mut [Ref], name: &impl Fn(&Ref) -> &'a [u8], depth
     let first = name(&refs[0]);
     let common = refs.iter().fold(first.len(), |common, other| {
         let other = name(other);
-        // Usually the whole common part is equal again.
+        // In most cases the whole common part is equal, so it is compared first.
         let most = common.min(other.len());
         if other[depth..most] == first[depth..most] {
             return most;
@@ -57,7 +58,8 @@ pub(super) fn sort<'a>(refs: &mut [Ref], name: &impl Fn(&Ref) -> &'a [u8], depth
         if same.len() == 1 {
             continue;
         }
-        // A name that ends here was padded with zeros, and another name may have zero bytes there.
+        // A name that ends in this key was padded with zeros. Another name may have zero bytes
+        // there, so the keys do not decide.
         if same.iter().any(|one| name(one).len() < common + KEY_LEN) {
             compare_whole(same, name, common);
         } else {

@@ -1,5 +1,5 @@
-//! Catalogs made from a proved catalog: some of its tensors, under the same or other names, and
-//! tensors that are joined from parts of its tensors.
+//! Makes catalogs from a proved catalog. A new catalog has some of its tensors, under the same or
+//! other names, and tensors that are joined from parts of its tensors.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,44 +11,44 @@ use crate::error::{ErrorKind, Fault};
 use crate::strided::{OuterBox, StridedCopy};
 use crate::strides::{is_row_major, row_major};
 
-/// A tensor of a catalog that is made from another one.
+/// A tensor of the new catalog.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Projected<'a> {
     /// Its name.
     pub(crate) name: &'a str,
-    /// Its elements in the other catalog.
+    /// Where its elements come from in the original catalog.
     pub(crate) from: ProjectedFrom<'a>,
-    /// Its element type. If it is another one, there is a cast from the one in the shards.
+    /// Its element type. If it differs from the type in the shards, the elements are cast.
     pub(crate) dtype: Dtype,
 }
 
-/// The elements of a projected tensor, in the other catalog.
+/// Where the elements of a projected tensor come from in the original catalog.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ProjectedFrom<'a> {
-    /// All of the tensor at this position.
+    /// All elements of the tensor at this index.
     Whole(u32),
-    /// Parts of tensors.
+    /// Parts of one or more tensors.
     Parts(&'a TensorParts),
 }
 
-/// Parts of tensors, joined along one dimension. The tensors have one dtype, one number of
-/// dimensions, and the same extent in all others.
+/// Parts of tensors that are joined along one dimension. The tensors have the same dtype, the same
+/// number of dimensions, and the same extent in all other dimensions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TensorParts {
-    /// The dimension in which they are cut and joined.
+    /// The dimension along which the tensors are cut and joined.
     pub(crate) dim: usize,
-    /// Positions of tensors and the indices of that dimension; at least one.
+    /// At least one part: the index of its tensor, and the range of indices of the dimension.
     pub(crate) parts: Vec<(u32, Range<u64>)>,
 }
 
 impl Catalog {
-    /// The catalog of these tensors, which come in the order of their names, none of them twice.
+    /// Makes the catalog of `tensors`. They must be sorted by name, and no name may occur twice.
     ///
-    /// It is proved because this one is. The pieces of each tensor here cover it once, so what they
-    /// have of a part covers the part once, and the parts of a tensor follow each other.
+    /// The new catalog is proved because this one is. The pieces of each tensor here cover it once.
+    /// So the intersections of the pieces with a part cover the part once, and the parts of a new
+    /// tensor follow each other.
     ///
-    /// # Errors
-    /// `misaligned` if rows of sub-byte elements do not begin and end on bytes; `overflow` if
+    /// `misaligned` if rows of sub-byte elements do not begin and end at whole bytes. `overflow` if
     /// a tensor is too large, or if there are too many pieces.
     pub(crate) fn project<'a>(
         &self,
@@ -97,7 +97,7 @@ impl Catalog {
         })
     }
 
-    /// Shape and pieces of a tensor that is joined from `parts`.
+    /// Shape, pieces and replicas of a tensor that is joined from `parts`.
     fn joined(&self, TensorParts { dim, parts }: &TensorParts) -> Result<Joined, Fault> {
         let first = self.tensor_at(parts[0].0 as usize);
         let mut shape = first.shape.to_vec();
@@ -123,7 +123,7 @@ impl Catalog {
     }
 }
 
-/// A tensor that is joined from parts of others. It has no pieces if it has no elements.
+/// A tensor that is joined from parts of other tensors. It has no pieces if it has no elements.
 struct Joined {
     shape: Vec<u64>,
     pieces: Vec<BoxSlice>,
@@ -131,7 +131,7 @@ struct Joined {
 }
 
 impl Joined {
-    /// Refuses rows of elements of `bits` bits that do not begin and end on bytes.
+    /// Refuses rows that do not begin and end at whole bytes, for elements of `bits` bits.
     fn check_bytes(&self, bits: u64) -> Result<(), Fault> {
         for piece in self.pieces.iter().chain(&self.replicas) {
             let to = OuterBox { shape: &self.shape, offset: &piece.offset };
@@ -141,17 +141,18 @@ impl Joined {
     }
 }
 
-/// A part of a tensor: its indices `range` of dimension `dim`, which become those from `start` on.
+/// A part of a tensor: the indices `range` of dimension `dim`. In the new tensor they begin at
+/// index `start`.
 struct PartPlace<'a> {
     dim: usize,
     range: &'a Range<u64>,
     start: u64,
-    /// Width of an element in the shards.
+    /// Width in bits of an element in the shards.
     bits: u64,
 }
 
 impl PartPlace<'_> {
-    /// The elements of `piece` in the part, `None` if there are none.
+    /// The elements of `piece` that belong to the part. `None` if there are none.
     fn of_piece(&self, piece: &Piece<'_>) -> Result<Option<BoxSlice>, Fault> {
         let (dim, own) = (self.dim, piece.offset[self.dim]);
         let first = self.range.start.max(own);
@@ -172,13 +173,13 @@ impl PartPlace<'_> {
             return Err(Fault::new(ErrorKind::Misaligned, message));
         }
         let strides = (!is_row_major(&shape, &steps)).then_some(steps);
-        // Columns keep the first byte; the last one follows from the shapes.
+        // Columns store only the first byte of a piece. The last byte follows from its shape.
         let range = piece.range.start + skipped / 8..piece.range.end;
         Ok(Some(BoxSlice { shard: piece.shard, range, offset, shape, strides }))
     }
 }
 
-/// Adds all of `tensor` under this name.
+/// Adds the whole of `tensor` under the name `name`.
 fn push_whole(columns: &mut Builder, name: &str, dtype: Dtype, tensor: &Tensor<'_>) {
     let mut pieces = tensor.pieces();
     let mut replicas = tensor.replicas().peekable();
@@ -228,7 +229,7 @@ mod tests {
         index.iter().zip(shape).fold(0, |position, (index, size)| position * size + index)
     }
 
-    /// Where the pieces of a tensor of two-byte elements put each element.
+    /// The place of each element of a tensor of two-byte elements, from the pieces of the tensor.
     fn places(tensor: &Tensor<'_>) -> Places {
         let mut found = HashMap::new();
         for piece in tensor.pieces() {
@@ -250,7 +251,7 @@ mod tests {
         (0..count).map(|element| found[&element]).collect()
     }
 
-    /// Cuts the box at `offset` in two, again and again.
+    /// Cuts the box at `offset` into two boxes repeatedly.
     fn cut(offset: Vec<u64>, shape: Vec<u64>, choices: &[(u8, u8)]) -> Vec<(Vec<u64>, Vec<u64>)> {
         let Some(((dim, at), rest)) = choices.split_first() else { return vec![(offset, shape)] };
         let dim = usize::from(*dim) % shape.len();
@@ -266,10 +267,11 @@ mod tests {
         cut(offset, low, left).into_iter().chain(cut(behind, high, right)).collect()
     }
 
-    /// Shape of a tensor, and where it is cut.
+    /// The shape of a tensor, and the choices where it is cut.
     type TensorChoice = (Vec<u64>, Vec<(u8, u8)>);
 
-    /// A catalog of tensors of these shapes, cut into boxes, each stored in one of three shards.
+    /// A catalog of tensors with these shapes. They are cut into boxes, and each box is in one of
+    /// three shards.
     fn catalog(tensors: &[TensorChoice]) -> Catalog {
         let mut ends = [8_u64; 3];
         let mut columns = Builder::default();
@@ -307,7 +309,7 @@ mod tests {
         )
     }
 
-    /// The tensor and the indices of a part of a joined tensor.
+    /// The choice of a tensor, and of the indices of a part of a joined tensor.
     type PartChoice = (prop::sample::Index, u64, u64);
 
     fn parts_of(catalog: &Catalog, dim: usize, choices: &[PartChoice]) -> TensorParts {
@@ -320,7 +322,7 @@ mod tests {
         TensorParts { dim, parts: choices.iter().map(part).collect() }
     }
 
-    /// The elements of the joined tensor, one after the other.
+    /// The elements of the joined tensor, one after another.
     fn joined_naively(catalog: &Catalog, TensorParts { dim, parts }: &TensorParts) -> Places {
         let first = catalog.tensor_at(parts[0].0 as usize);
         let mut shape = first.shape.to_vec();
@@ -360,7 +362,7 @@ mod tests {
                 }
                 catalog = joined;
             }
-            // A step that changes nothing keeps boxes inside larger ones.
+            // A projection that changes nothing keeps boxes that lie inside larger stored boxes.
             let one = Projected { name: "same", from: ProjectedFrom::Whole(0), dtype: Dtype::Bf16 };
             let same = catalog.project([one].into_iter()).unwrap();
             prop_assert_eq!(places(&same.tensor_at(0)), places(&catalog.tensor_at(0)));

@@ -1,5 +1,5 @@
-//! The tensors of a catalog, in columns: a few large vectors instead of several allocations per
-//! tensor, because a checkpoint may have a million tensors.
+//! The tensors of a catalog, stored in columns: a few large vectors instead of several allocations
+//! per tensor. A checkpoint may have a million tensors.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,20 +11,20 @@ use crate::dtype::Dtype;
 use crate::strides::reach;
 use crate::zeros::are_zeros;
 
-/// Number of a list of `Lists`.
+/// Index of a list in `Lists`.
 pub(crate) type ListId = u32;
 
-/// Marks a piece that is its whole tensor.
+/// Stands for a piece that is its whole tensor.
 pub(crate) const WHOLE: u32 = u32::MAX;
 
-/// Marks a box whose elements follow each other in its shard.
+/// Stands for the strides of a box whose elements follow each other in its shard.
 pub(crate) const ROW_MAJOR: ListId = u32::MAX;
 
-/// Maximum number of tensors and pieces of one catalog, plus all numbers of their boxes: positions
+/// Maximum number of tensors and pieces of one catalog, plus all numbers of their boxes. Indexes
 /// have 32 bits.
 pub(super) const ROWS_MAX: usize = (u32::MAX / 2) as usize;
 
-/// Lists of numbers, each stored once: shapes, and offsets of boxes.
+/// Lists of numbers, which are shapes and offsets of boxes. Equal lists are stored once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Lists {
     /// All lists, one after another.
@@ -48,17 +48,17 @@ impl Lists {
     }
 }
 
-/// A piece: its place in a shard and its box of the tensor.
+/// A piece: its place in a shard, and its box in the tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PieceRow {
     pub(crate) shard: ShardId,
-    /// Number of its box, or `WHOLE`.
+    /// Index of its box, or `WHOLE`.
     pub(crate) box_id: u32,
-    /// First byte in the shard.
+    /// Offset of its first byte in the shard.
     pub(crate) start: u64,
 }
 
-/// The columns. Tensors are sorted by name.
+/// The columns. The tensors are sorted by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TensorColumns {
     /// All names, one after another.
@@ -66,20 +66,21 @@ pub(crate) struct TensorColumns {
     /// End of each name in `names`.
     pub(crate) name_ends: Vec<u64>,
     pub(crate) dtypes: Vec<Dtype>,
-    /// The dtypes in the shards; empty if all are those of `dtypes`.
+    /// The dtype of each tensor in the shards. Empty if all are equal to `dtypes`.
     pub(crate) stored: Vec<Dtype>,
     pub(crate) shapes: Vec<ListId>,
-    /// End of the pieces of each tensor in `pieces`.
+    /// For each tensor, the end of its pieces in `pieces`.
     pub(crate) piece_ends: Vec<u32>,
     pub(crate) pieces: Vec<PieceRow>,
-    /// Further copies of pieces, with the position of their tensor, sorted by it.
+    /// Replicas of pieces, each with the index of its tensor, sorted by this index.
     pub(crate) replicas: Vec<(u32, PieceRow)>,
-    /// Boxes: offset and shape.
+    /// The boxes: index of the offset and index of the shape in `lists`.
     pub(crate) boxes: Vec<(ListId, ListId)>,
-    /// The strides of each box in its shard, or `ROW_MAJOR`; empty if all are.
+    /// For each box, the index of its strides in its shard, or `ROW_MAJOR`. Empty if all are
+    /// `ROW_MAJOR`.
     pub(crate) strides: Vec<ListId>,
     pub(crate) lists: Lists,
-    /// One zero for each dimension of the longest shape: the offset of whole pieces.
+    /// As many zeros as the longest shape has dimensions. They are the offset of whole pieces.
     pub(crate) zeros: Vec<u64>,
 }
 
@@ -100,7 +101,7 @@ pub struct Tensor<'a> {
     pub name: &'a str,
     /// Element type.
     pub dtype: Dtype,
-    /// Element type in the shards. Another one than `dtype` if a view casts the tensor.
+    /// Element type in the shards. It differs from `dtype` if a view casts the tensor.
     pub stored: Dtype,
     /// Extent of each dimension, outermost first.
     pub shape: &'a [u64],
@@ -110,7 +111,8 @@ pub struct Tensor<'a> {
     index: u32,
 }
 
-/// The part of a tensor that one shard holds: a box. Its elements follow each other, or have strides.
+/// The part of a tensor that one shard has. It is a box of the tensor. Its elements follow each other in the shard,
+/// or have strides.
 ///
 /// ```
 /// use tensorfs::Checkpoint;
@@ -124,25 +126,25 @@ pub struct Tensor<'a> {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece<'a> {
-    /// The shard.
+    /// The shard that has it.
     pub shard: ShardId,
-    /// Bytes in the shard file from the first of the piece to its last, absolute. If it has strides,
-    /// some bytes between may not be its own. From 2^63 on, where no file has bytes, all are zeros: see
-    /// `is_zeros`.
+    /// Range in the shard file from the first byte of the piece to its last byte. If the piece has strides, some
+    /// bytes in this range may not belong to it. A range from 2^63 on, where no file has bytes, means that all
+    /// elements are zeros: see `is_zeros`.
     pub range: Range<u64>,
     /// First index of the box in each dimension of the tensor.
     pub offset: &'a [u64],
     /// Extent of the box in each dimension.
     pub shape: &'a [u64],
-    /// Elements in the shard from one index of each dimension to the next, 0 for one that repeats them.
-    /// `None` if the bytes of the piece follow each other.
+    /// For each dimension, the number of elements in the shard from one index to the next. It is 0 for a dimension
+    /// that repeats its elements. `None` if the bytes of the piece follow each other.
     pub strides: Option<&'a [u64]>,
-    /// Length of its own bytes.
+    /// Number of bytes that belong to the piece.
     len: u64,
 }
 
 impl Piece<'_> {
-    /// Length in bytes, without those between its elements that are not its own.
+    /// Number of bytes that belong to the piece. Bytes between its elements are not counted.
     pub fn len(&self) -> u64 {
         self.len
     }
@@ -152,8 +154,8 @@ impl Piece<'_> {
         self.len == 0
     }
 
-    /// Whether its elements are zeros that the shard does not hold, as those of a tensor of which a
-    /// tensorizer file has the shape only.
+    /// Whether its elements are zeros that are not stored in the shard. An example is a tensor of
+    /// which a tensorizer file has only the shape.
     pub fn is_zeros(&self) -> bool {
         are_zeros(self.range.start)
     }
@@ -183,9 +185,10 @@ impl TensorColumns {
         }
     }
 
-    /// The `data_len` of the catalog. No tensor has 2^64 bits or more: see `Dtype::bits_of`.
+    /// The sum for `Catalog::data_len`. No tensor has 2^64 bits or more: see `Dtype::bits_of`.
     pub(super) fn data_len(&self) -> u64 {
-        // Many tensors have the same shape. Lists of offsets may be too large to multiply.
+        // Many tensors have the same shape, so each product is computed once. Lists that are
+        // offsets may have a product that overflows, so it saturates.
         let product = |product: u64, &number: &u64| product.saturating_mul(number);
         let counts: Vec<u64> = (0..self.lists.len())
             .map(|id| self.lists.get(id as ListId).iter().fold(1, product))
@@ -204,7 +207,7 @@ impl TensorColumns {
         &self.names[start as usize..self.name_ends[index] as usize]
     }
 
-    /// Position of the tensor of this name.
+    /// Index of the tensor called `name`.
     pub(crate) fn find(&self, name: &str) -> Option<usize> {
         let (mut low, mut high) = (0, self.len());
         while low < high {
@@ -220,26 +223,26 @@ impl TensorColumns {
 }
 
 impl<'a> Tensor<'a> {
-    /// Position in the catalog.
+    /// Its index in the catalog.
     pub fn position(&self) -> usize {
         self.index as usize
     }
 
-    /// Pieces that cover it once, by shard and offset. Empty pieces are left out, unless the tensor
-    /// is empty.
+    /// The pieces that cover it once, sorted by shard and offset. Empty pieces are left out, unless
+    /// the tensor is empty.
     pub fn pieces(&self) -> impl ExactSizeIterator<Item = Piece<'a>> + Clone + use<'a> {
         let tensor = *self;
         self.rows().iter().map(move |row| tensor.piece(row))
     }
 
-    /// The cast of its elements. `None` if they are as in the shards.
+    /// The cast of its elements. `None` if they are the same in the shards.
     #[doc(hidden)]
     pub fn cast(&self) -> Option<Cast> {
         Cast::new(self.stored, self.dtype)
     }
 
-    /// Whether no shard holds any of its elements, which are zeros before a cast. Casts of the zeros
-    /// of `F8_E8M0`, which stand for 2^-127, are not zeros.
+    /// Whether no shard stores any of its elements, so that they are zeros before a cast. Cast zeros of `F8_E8M0` are
+    /// not zeros, because they stand for 2^-127.
     #[doc(hidden)]
     pub fn is_stored_zeros(&self) -> bool {
         self.pieces().all(|piece| piece.is_zeros())
@@ -257,7 +260,7 @@ impl<'a> Tensor<'a> {
         &columns.pieces[start as usize..columns.piece_ends[index] as usize]
     }
 
-    /// Further copies of pieces, which should hold the same bytes.
+    /// Replicas of its pieces, which should have the same bytes as the pieces.
     pub fn replicas(&self) -> impl ExactSizeIterator<Item = Piece<'a>> + Clone + use<'a> {
         let all = &self.columns.replicas;
         let start = all.partition_point(|(tensor, _)| *tensor < self.index);
@@ -282,12 +285,12 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// Bytes from the first element of a box to its last, for strides that were checked before.
+/// Number of bytes from the first element of a box to its last. The strides must have been checked.
 pub(crate) fn span(dtype: Dtype, shape: &[u64], strides: &[u64]) -> u64 {
     reach(shape, strides).unwrap_or(0) * dtype.bits() / 8
 }
 
-/// Bytes of a box. It was checked before, so no product overflows.
+/// Number of bytes of a box. The box must have been checked, so that no product overflows.
 #[inline]
 fn len(dtype: Dtype, shape: &[u64]) -> u64 {
     shape.iter().product::<u64>() * dtype.bits() / 8
@@ -300,19 +303,19 @@ impl fmt::Debug for Tensor<'_> {
     }
 }
 
-/// A piece from a header.
+/// A piece in the form in which a header describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct BoxSlice {
     pub(super) shard: ShardId,
-    /// Bytes in the shard file, absolute.
+    /// The byte range in the shard file, from the beginning of the file.
     pub(super) range: Range<u64>,
     pub(super) offset: Vec<u64>,
     pub(super) shape: Vec<u64>,
-    /// Its strides in the shard; `None` if its bytes follow each other.
+    /// Its strides in the shard. `None` if its bytes follow each other.
     pub(super) strides: Option<Vec<u64>>,
 }
 
-/// Fills columns.
+/// Builder of the columns.
 #[derive(Default)]
 pub(super) struct Builder {
     columns: TensorColumns,
@@ -321,7 +324,7 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    /// A builder with room for tensors whose names have these lengths.
+    /// A builder that reserves memory for tensors whose names have these lengths.
     pub(super) fn with_room(lens: impl Iterator<Item = usize>) -> Builder {
         let (count, bytes) = lens.fold((0, 0), |(count, bytes), len| (count + 1, bytes + len));
         let mut builder = Builder::default();
@@ -334,8 +337,8 @@ impl Builder {
         builder
     }
 
-    /// Adds a tensor with its pieces, which cover it. The caller adds tensors in order of their
-    /// names, and at most `ROWS_MAX` tensors and pieces in all.
+    /// Adds a tensor with its pieces, which must cover it. The caller must add tensors in the order
+    /// of their names, and at most `ROWS_MAX` tensors and pieces in all.
     pub(super) fn push(
         &mut self,
         name: &str,
@@ -363,7 +366,7 @@ impl Builder {
         columns.len() + pieces + columns.lists.numbers.len()
     }
 
-    /// Adds a tensor that is a single piece from `start` on, with strides if it has some.
+    /// Adds a tensor that is a single piece from offset `start` on, with strides if there are any.
     pub(super) fn push_stored(
         &mut self,
         name: &str,
@@ -387,7 +390,7 @@ impl Builder {
         self.push(name, dtype, shape, &[piece], &[]);
     }
 
-    /// Adds a tensor that is a single piece from `start` on.
+    /// Adds a tensor that is a single piece from offset `start` on.
     pub(super) fn push_whole(
         &mut self,
         name: &str,
@@ -413,7 +416,7 @@ impl Builder {
         }
     }
 
-    /// The columns, of which each tensor is cast to its dtype from the one in `stored`.
+    /// Finishes the columns. Each tensor is cast from its dtype in `stored`.
     pub(super) fn finish_cast(self, stored: Vec<Dtype>) -> TensorColumns {
         TensorColumns { stored, ..self.columns }
     }

@@ -1,51 +1,51 @@
-//! The proof that boxes fill a shape: each element lies in exactly one of them.
+//! Proves that boxes fill a shape: each element is in exactly one box.
 //!
-//! The proof counts corners. A box has one unit of weight at each of its corners, positive where
-//! an even number of the corner's coordinates are ends of the box, else negative. The number of
-//! boxes over an element is the sum of the weights of all corners whose coordinates do not exceed
-//! the element's in any dimension. So the boxes fill the shape exactly if their weights are those
-//! of the shape itself.
+//! The proof counts corners. Each corner of a box has a weight of 1 or -1. It is 1 if an even
+//! number of the corner's coordinates are ends of the box, and -1 otherwise. The number of boxes
+//! that contain an element is the sum of the weights of all corners whose coordinates do not exceed
+//! those of the element in any dimension. So the boxes fill the shape exactly if their weights
+//! equal those of the shape itself.
 //!
-//! Corners are made dimension by dimension and sorted after each: where boxes meet, most corners
-//! cancel out. That takes O(n log n) for n boxes of a fixed number of dimensions, however they
-//! nest.
+//! Corners are computed one dimension after another, and sorted after each dimension. Where boxes
+//! meet, most corners cancel out. For n boxes of a fixed number of dimensions this takes O(n log
+//! n), no matter how the boxes are nested.
 
 use std::cmp::Ordering;
 
 use super::tensors::BoxSlice;
 
-/// Maximum number of corners held at a time, 12 bytes each: `CORNERS_MIN` plus
-/// `CORNERS_PER_BOX_MAX` per box, at most `CORNERS_MAX`. Corners of boxes that fill a shape mostly
-/// cancel out.
+/// Maximum number of corners in memory, 12 bytes each: `CORNERS_MIN` plus `CORNERS_PER_BOX_MAX` per
+/// box, and at most `CORNERS_MAX`. If boxes fill a shape, most of their corners cancel out.
 const CORNERS_MAX: usize = 1 << 23;
 const CORNERS_PER_BOX_MAX: usize = 16;
 const CORNERS_MIN: usize = 1 << 16;
 
-/// Maximum number of boxes that are compared pair by pair if they have too many corners.
+/// Maximum number of boxes that are compared in pairs, if they have too many corners.
 const PAIRS_BOXES_MAX: usize = 4096;
 
-/// Why boxes do not fill a shape.
+/// The reason why boxes do not fill a shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Flaw {
-    /// This element lies in two boxes or more.
+    /// This element is in at least two boxes.
     Overlap(Vec<u64>),
-    /// An element lies in no box: the first one in row-major order, `None` if unknown.
+    /// An element is in no box. It is the first such element in row-major order, or `None` if
+    /// unknown.
     Hole(Option<Vec<u64>>),
-    /// There are too many boxes of too many dimensions to decide.
+    /// There are too many boxes with too many dimensions for a decision.
     TooMany,
 }
 
-/// A corner of a box in the dimensions done so far.
+/// A corner of a box, in the dimensions that were processed so far.
 #[derive(Clone, Copy)]
 struct Corner {
-    /// Number of the box; the shape itself comes after all boxes.
+    /// Index of the box. The shape itself has the index after all boxes.
     of: u32,
-    /// Bit n: whether it is at the end of the box in the n-th dimension done.
+    /// Bit n is set if the corner is at the end of the box in the n-th processed dimension.
     ends: u32,
     weight: i32,
 }
 
-/// The boxes, the shape, and the dimensions that matter.
+/// The boxes, the shape, and the dimensions that have to be processed.
 struct Boxes<'a> {
     boxes: &'a [BoxSlice],
     shape: &'a [u64],
@@ -53,8 +53,8 @@ struct Boxes<'a> {
     dims: Vec<usize>,
 }
 
-/// The first flaw of `boxes`, `None` if they fill `shape`. No box is empty, and all lie in `shape`.
-/// Adds the number of compared pairs of corners or boxes to `steps`.
+/// The first flaw of `boxes`, `None` if they fill `shape`. No box may be empty, and all have to lie
+/// in `shape`. Adds the number of compared pairs of corners or boxes to `steps`.
 pub(super) fn flaw(boxes: &[BoxSlice], shape: &[u64], steps: &mut u64) -> Option<Flaw> {
     let is_cut = |dim: &usize| boxes.iter().any(|piece| piece.shape[*dim] != shape[*dim]);
     let dims: Vec<usize> = (0..shape.len()).filter(is_cut).collect();
@@ -66,7 +66,7 @@ pub(super) fn flaw(boxes: &[BoxSlice], shape: &[u64], steps: &mut u64) -> Option
 }
 
 impl Boxes<'_> {
-    /// First index and end of a box in a dimension.
+    /// First index and end index of a box in a dimension.
     fn span(&self, of: u32, dim: usize) -> (u64, u64) {
         match self.boxes.get(of as usize) {
             Some(piece) => (piece.offset[dim], piece.offset[dim] + piece.shape[dim]),
@@ -79,7 +79,8 @@ impl Boxes<'_> {
         if corner.ends >> nth & 1 == 0 { start } else { end }
     }
 
-    /// Compares by coordinates in the first `done` dimensions, then by extent in the others.
+    /// Compares corners by their coordinates in the first `done` dimensions, and then by the extent
+    /// of their boxes in the other dimensions.
     fn compare(&self, a: &Corner, b: &Corner, done: usize) -> Ordering {
         let by_place = (0..done).map(|nth| self.coordinate(a, nth).cmp(&self.coordinate(b, nth)));
         let rest = &self.dims[done..];
@@ -87,8 +88,8 @@ impl Boxes<'_> {
         by_place.chain(by_extent).find(|order| order.is_ne()).unwrap_or(Ordering::Equal)
     }
 
-    /// The corners whose weights differ between boxes and shape, sorted by place, with the
-    /// difference. `None` if there are too many corners on the way.
+    /// The corners at which the weights of boxes and shape differ, sorted by place, with the
+    /// differences as weights. `None` if there are too many corners in between.
     fn corners(&self, steps: &mut u64) -> Option<Vec<Corner>> {
         if self.dims.len() > u32::BITS as usize {
             return None;
@@ -112,7 +113,8 @@ impl Boxes<'_> {
         Some(corners)
     }
 
-    /// Sorts corners, merges those at the same place, and drops corners whose weights cancel.
+    /// Sorts the corners, merges corners at the same place, and removes corners whose weights
+    /// cancel.
     fn cancel(&self, corners: &mut Vec<Corner>, done: usize, steps: &mut u64) {
         corners.sort_unstable_by(|a, b| {
             *steps += 1;
@@ -129,8 +131,8 @@ impl Boxes<'_> {
         corners.retain(|corner| corner.weight != 0);
     }
 
-    /// The flaw at the first corner that remains. No other corner is before it in all dimensions,
-    /// so its weight is the number of boxes there minus one.
+    /// The flaw at the first corner that remains. No other remaining corner has coordinates that
+    /// are all less or equal, so its weight is the number of boxes at this place minus one.
     fn flaw_at(&self, corner: &Corner) -> Option<Flaw> {
         let mut place = vec![0; self.shape.len()];
         for (nth, &dim) in self.dims.iter().enumerate() {
@@ -139,9 +141,11 @@ impl Boxes<'_> {
         Some(if corner.weight > 0 { Flaw::Overlap(place) } else { Flaw::Hole(Some(place)) })
     }
 
-    /// Compares each pair of boxes, and the sum of their sizes with the size of the shape.
+    /// Compares each pair of boxes. Also compares the sum of their sizes with the size of the
+    /// shape.
     fn flaw_by_pairs(&self, steps: &mut u64) -> Option<Flaw> {
-        // A sum below the size of the shape shows a hole, whose place is unknown.
+        // If the sum is smaller than the size of the shape, there is a hole, but its place is
+        // unknown.
         let mut sizes = self.boxes.iter().map(|piece| piece.shape.iter().product::<u64>());
         let filled = sizes.try_fold(0_u64, u64::checked_add);
         let elements: u64 = self.shape.iter().product();
@@ -165,14 +169,14 @@ impl Boxes<'_> {
     }
 }
 
-/// Whether the element `place` lies in `piece`.
+/// Whether the element `place` is in `piece`.
 pub(super) fn contains(piece: &BoxSlice, place: &[u64]) -> bool {
     let mut dims = piece.offset.iter().zip(&piece.shape).zip(place);
     dims.all(|((first, size), place)| first <= place && place - first < *size)
 }
 
-/// End of a box of elements that lie in none of `boxes`. The box begins at `place`, the first such
-/// element.
+/// End of a box of elements that are in none of `boxes`. The box begins at `place`, which is the
+/// first such element.
 pub(super) fn hole_end(boxes: &[BoxSlice], shape: &[u64], place: &[u64]) -> Vec<u64> {
     let mut end: Vec<u64> = place.iter().map(|first| first + 1).collect();
     for dim in (0..shape.len()).rev() {
@@ -201,7 +205,7 @@ mod tests {
         BoxSlice { shard: ShardId(0), range: 0..0, offset, shape, strides: None }
     }
 
-    /// How often each element of `shape` is covered, in row-major order.
+    /// For each element of `shape` in row-major order, the number of boxes that contain it.
     fn counts(boxes: &[BoxSlice], shape: &[u64]) -> Vec<(Vec<u64>, usize)> {
         let mut places = vec![Vec::new()];
         for &size in shape {
@@ -215,7 +219,7 @@ mod tests {
         places.into_iter().map(|place| (place.clone(), count(&place))).collect()
     }
 
-    /// Boxes that cut a shape by repeated division, some of them changed afterwards.
+    /// Boxes that result from cutting a shape repeatedly. Some of them are changed afterwards.
     fn boxes() -> impl Strategy<Value = (Vec<u64>, Vec<BoxSlice>)> {
         let shape = prop::collection::vec(1u64..5, 0..5);
         let cuts = prop::collection::vec((any::<u8>(), any::<u8>(), any::<u8>()), 0..12);
@@ -274,23 +278,23 @@ mod tests {
                 let inside = counts(&boxes, &shape).into_iter().filter(|(point, _)| contains(&hole, point));
                 prop_assert!(inside.into_iter().all(|(_, count)| count == 0));
             }
-            // The comparison by pairs, for boxes of many dimensions, agrees on whether there is a
-            // flaw.
+            // The comparison in pairs, which is used for boxes of many dimensions, finds a flaw in
+            // the same cases.
             let dims = (0..shape.len()).collect();
             let by_pairs = Boxes { boxes: &boxes, shape: &shape, dims }.flaw_by_pairs(&mut 0);
             prop_assert_eq!(by_pairs.is_some(), first.is_some());
         }
     }
 
-    /// `side` pairs of an upright strip and the rest of the row beside it. All strips overlap in
-    /// one dimension, and all rows in the other.
+    /// `side` pairs of boxes: an upright strip, and the rest of the row beside it. All strips
+    /// overlap in one dimension, and all rows overlap in the other dimension.
     fn staircase(side: u64) -> Vec<BoxSlice> {
         let strip = |n| piece(&[n, n], &[side - n, 1]);
         let row = |n| piece(&[n, n + 1], &[1, side - n - 1]);
         (0..side).map(strip).chain((0..side - 1).map(row)).collect()
     }
 
-    // A box whose corners do not cancel has 2^dimensions of them.
+    // A box whose corners do not cancel has 2^n corners in n dimensions.
     #[test]
     fn boxes_that_do_not_meet_are_refused_in_few_steps() {
         for (dims, size) in [(12_u64, 30), (30, 4)] {
@@ -351,7 +355,7 @@ mod tests {
 
     #[test]
     fn boxes_of_many_dimensions_are_proved_pair_by_pair_or_not_at_all() {
-        // Each box is cut off along another dimension, which makes 2^40 corners.
+        // Each box is cut off along another dimension, so that there are 2^40 corners.
         let dims = 40;
         let shape = vec![2; dims];
         let mut boxes: Vec<BoxSlice> = Vec::new();

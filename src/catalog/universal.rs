@@ -1,7 +1,8 @@
-//! The catalog of a universal checkpoint of DeepSpeed: a file for each tensor, beside model states.
+//! The catalog of a universal checkpoint of DeepSpeed, which has a file for each tensor beside its
+//! model states.
 //!
-//! The files of tensors do not tell which of them there are: `param_shapes` of the model states does. A
-//! tensor of a model that was parallel in its tensors is merged in its file.
+//! The files of tensors do not say whether one of them is missing. `param_shapes` in the model states lists all
+//! tensors. If a model was split among tensor-parallel ranks, the file of a tensor has the merged tensor.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +18,7 @@ use crate::format::deepspeed::{
     MASTER, StateFile, UNIVERSAL, UniversalFile, UniversalTensor, ZeroModel, ZeroParam, ZeroPart,
 };
 
-/// A file with one state of a tensor.
+/// A file that has one state of one tensor.
 struct UniversalPart<'a> {
     id: ShardId,
     file: UniversalFile<'a>,
@@ -25,11 +26,11 @@ struct UniversalPart<'a> {
     stored: Stored<'a>,
 }
 
-/// The files of a checkpoint by what they hold.
+/// The files of a checkpoint, by their kind.
 struct UniversalFiles<'a> {
     /// The model states of each tensor-parallel rank, or of each rank of ZeRO-3.
     models: Vec<(ShardId, &'a ZeroModel)>,
-    /// Whether the model states are those of ZeRO-3.
+    /// Whether the model states are those of the ranks of ZeRO-3.
     is_of_ranks: bool,
     parts: Vec<UniversalPart<'a>>,
     names: Vec<&'a str>,
@@ -44,7 +45,7 @@ pub(super) fn is_universal(shard: &ShardHeader) -> bool {
     matches!(shard.header.zero.as_deref(), Some(ZeroPart::Universal(_)))
 }
 
-/// The catalog of these shards, in natural order.
+/// The catalog of these shards, which are sorted by name with numbers as numbers.
 pub(super) fn of_universal(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
     let files = UniversalFiles::of(shards)?;
     files.check_counts()?;
@@ -84,7 +85,7 @@ pub(super) fn of_universal(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
 }
 
 impl<'a> UniversalFiles<'a> {
-    /// Sorts the files.
+    /// Assigns the files to kinds and ranks.
     fn of(shards: &[&'a ShardHeader]) -> Result<UniversalFiles<'a>, Fault> {
         let (mut slices, mut ranks, mut parts) = (BTreeMap::new(), BTreeMap::new(), Vec::new());
         for (index, shard) in shards.iter().enumerate() {
@@ -96,7 +97,8 @@ impl<'a> UniversalFiles<'a> {
                     slices.insert(slice, (id, model));
                 }
                 (Some(ZeroPart::Model(model)), Some(StateFile::ModelOfRank { rank, .. }), _) => {
-                    // The parts of tensor-parallel ranks of ZeRO-3 are not joined.
+                    // With ZeRO-3, parts of tensors of several tensor-parallel ranks are not
+                    // joined.
                     shard.header.check_slices().map_err(|fault| fault.in_file(&shard.name))?;
                     ranks.insert(rank, (id, model));
                 }
@@ -129,7 +131,7 @@ impl<'a> UniversalFiles<'a> {
         self.names[id.0 as usize]
     }
 
-    /// Compares the number of model states with the numbers that they tell.
+    /// Compares the number of files of model states with the numbers that the files record.
     fn check_counts(&self) -> Result<(), Fault> {
         let Some((_, first)) = self.models.first() else {
             let message = "has no model states of DeepSpeed, which tell which tensors there are";
@@ -151,7 +153,7 @@ impl<'a> UniversalFiles<'a> {
         Ok(())
     }
 
-    /// The trained tensors by name, each as the tensor-parallel ranks have it.
+    /// The trained tensors by name. Each has the parts that the tensor-parallel ranks record.
     fn params(&self) -> BTreeMap<&'a str, Vec<&'a ZeroParam>> {
         let models = if self.is_of_ranks { &self.models[..1] } else { &self.models[..] };
         let mut params: BTreeMap<&str, Vec<&ZeroParam>> = BTreeMap::new();
@@ -161,7 +163,7 @@ impl<'a> UniversalFiles<'a> {
         params
     }
 
-    /// Compares the files of tensors with the names that the model states tell.
+    /// Compares the names of the files of tensors with the names in the model states.
     fn check_names(&self, params: &BTreeMap<&str, Vec<&ZeroParam>>) -> Result<(), Fault> {
         let model = self.name(self.models[0].0);
         if let Some(part) = self.parts.iter().find(|part| !params.contains_key(part.file.param)) {
@@ -188,8 +190,8 @@ impl<'a> UniversalFiles<'a> {
         }
     }
 
-    /// Takes the tensors off `sources` of which the model states hold the part of one rank. Returns a note
-    /// on them.
+    /// Removes from `sources` the tensors of which the model states have only the part of one rank. Returns a note
+    /// about them.
     fn drop_slices(
         &self,
         sources: &mut BTreeMap<String, ModelSource>,
@@ -223,7 +225,8 @@ impl<'a> UniversalFiles<'a> {
 }
 
 impl UniversalPart<'_> {
-    /// Its tensor, of which the tensor-parallel ranks have these parts.
+    /// Makes the tensor of the file. `of` has the parts of the tensor that the tensor-parallel
+    /// ranks record.
     fn source(&self, of: &[&ZeroParam]) -> Result<ModelSource, Fault> {
         let Stored { dtype, shape, start, strides, .. } = self.stored;
         let fault = |kind, message| Err(wrong(kind, message).tensor(self.file.param));
@@ -237,7 +240,8 @@ impl UniversalPart<'_> {
             total = total.saturating_add(numel_of(param)?);
         }
         let is_run = strides.is_none() && dtype.bits().is_multiple_of(8);
-        // The elements of ZeRO-3 and of parameters with several parts have another shape.
+        // In files of ZeRO-3, and of parameters with several parts, the elements have another shape
+        // than the tensor.
         let is_reshaped = self.facts.is_flat || shape != param.shape;
         if of.len() == 1 && numel == total && is_reshaped && is_run {
             let pieces = vec![FlatPiece { shard: self.id, start, range: 0..numel }];
@@ -259,7 +263,7 @@ impl UniversalPart<'_> {
         fault(ErrorKind::SizeMismatch, message)
     }
 
-    /// Whether it is a vocabulary without the padding at its end.
+    /// Whether it is a vocabulary from whose end the padding was removed.
     fn is_cut_vocabulary(&self, of: &[&ZeroParam]) -> bool {
         let (Some((rows, columns)), Some((_, told))) =
             (self.stored.shape.split_first(), of[0].shape.split_first())

@@ -1,10 +1,10 @@
-//! A plan: the reads for a number of tensor requests, and the place of each byte.
+//! A plan of a load: the reads for a number of tensor requests, and the place of each byte in memory.
 //!
-//! Requested bytes that are near each other are read together, directly into their final place if
-//! possible. A tensor that is one stretch of a shard gets memory with the same offset within a page
-//! as the file, so that the disk can write there. Other bytes are read in source order into staging
-//! memory and spread from there: tensors cut into boxes, parts of tensors, casts, and tensors for a
-//! device. The module is pure: equal requests give equal plans.
+//! Requested bytes that are close to each other are read together, if possible directly into their final place. A
+//! tensor that is one contiguous range of a shard gets memory with the same offset within a page as in the file, so
+//! that the disk can write there. Other bytes are read into staging memory in the order of the source, and are moved
+//! from there. These are tensors cut into boxes, parts of tensors, casts, and tensors for a device. The module is
+//! pure: equal requests give equal plans.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,31 +17,30 @@ use crate::error::{ErrorKind, Fault};
 use crate::format::tensorizer::decryptor::Decryptor;
 use crate::strided::{OuterBox, RunRange, SourceBox, StridedCopy};
 
-/// Limits for reads and memory, all lengths in bytes.
+/// Limits for reads and memory. All lengths are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanLimits {
-    /// Maximum length of one read, rounded to whole pages.
+    /// Maximum length of a read. It is rounded down to whole pages.
     pub chunk: u64,
-    /// Longest read that is moved afterwards, also rounded to whole pages. It is small, so that memory
-    /// which several shards fill in turns is still in a core's cache when the next of them comes.
+    /// Maximum length of a read whose bytes are moved afterwards. It is rounded down to whole pages. It is small, so
+    /// that memory that several shards fill in turns is still in the cache of a core when the next shard fills it.
     pub moved: u64,
-    /// Maximum length of unwanted bytes that are read and not skipped, because a second read costs
-    /// more.
+    /// Maximum length of unwanted bytes between two ranges that are read together, because a second read would take
+    /// longer.
     pub gap: u64,
-    /// Minimum length of a tensor with memory of its own. Below it the ends, which lie on small
-    /// pages, cost more than it saves.
+    /// Minimum length of a tensor that gets memory of its own. For smaller tensors, the ends of such memory, which
+    /// are on small pages, would cost more than it saves.
     pub dedicated_min_bytes: u64,
-    /// Minimum length of a tensor that is read directly into the caller's buffer, if both have the
-    /// same offset within a page; also of a run that is read alone if not.
+    /// Minimum length of a tensor that is read directly into the caller's buffer, if both have the same offset within
+    /// a page. If the offsets differ, the minimum length of a run that has reads of its own.
     pub place: u64,
-    /// Longest read of such a run, rounded to whole pages.
+    /// Maximum length of a read of such a run. It is rounded down to whole pages.
     pub unaligned: u64,
-    /// Maximum length of a region that smaller tensors share.
+    /// Maximum length of a region that several smaller tensors share.
     pub slab: u64,
-    /// Whether the disk may write to the final memory. If not, every read is moved from staging
-    /// memory.
+    /// Whether the disk may write into the final memory. If not, all bytes are read into staging memory and moved.
     pub in_place: bool,
-    /// Alignment of tensors that share memory and are moved to it.
+    /// Alignment in bytes of tensors that share memory and are moved into it.
     pub align: u64,
 }
 
@@ -62,7 +61,7 @@ impl Default for PlanLimits {
 }
 
 impl PlanLimits {
-    /// Limits for memory that no disk can write to.
+    /// Limits for memory into which no disk can write.
     pub fn device() -> PlanLimits {
         let limits = PlanLimits::default();
         let (dedicated_min_bytes, slab, moved) = (1 << 20, 32 << 20, limits.chunk);
@@ -70,10 +69,10 @@ impl PlanLimits {
     }
 }
 
-/// The decryptor of a shard, `None` for one that is not encrypted.
+/// Returns the decryptor of a shard. `None` if the shard is not encrypted.
 pub type DecryptorOf<'a> = &'a dyn Fn(ShardId) -> Option<Arc<Decryptor>>;
 
-/// Length of a page, in which offsets of memory and file must agree.
+/// Length of a page in bytes. Direct reads need memory and file offsets that agree within a page.
 pub(crate) const PAGE: u64 = 4096;
 
 /// A request for a tensor, or for a part of one.
@@ -95,29 +94,29 @@ pub(crate) const PAGE: u64 = 4096;
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TensorRequest {
-    /// Position in the catalog.
+    /// Index of the tensor in the catalog.
     pub tensor: usize,
-    /// The indices of each dimension; `None` means all.
+    /// The requested indices of each dimension. `None` means all indices.
     pub part: Option<Vec<Range<u64>>>,
-    /// The element type of the result; `None` keeps the tensor's own.
+    /// The element type of the result. `None` keeps the type of the tensor.
     pub cast: Option<Dtype>,
-    /// Address of the caller's buffer; `None` leaves the memory to the loader.
+    /// Address of the caller's buffer. If it is `None`, the loader allocates the memory.
     pub destination: Option<u64>,
 }
 
 impl TensorRequest {
-    /// A request for the whole tensor at this position in the catalog, unchanged.
+    /// A request for the whole tensor at index `tensor` in the catalog, without a cast.
     pub fn whole(tensor: usize) -> TensorRequest {
         TensorRequest { tensor, ..TensorRequest::default() }
     }
 }
 
-/// The place of the bytes of a request after the load.
+/// The place in memory of the bytes of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorPlacement {
-    /// Number of the region.
+    /// Index of its region.
     pub region: u32,
-    /// First byte in it.
+    /// Offset of its first byte in the region.
     pub offset: u64,
     /// Length in bytes.
     pub len: u64,
@@ -130,9 +129,9 @@ pub struct TensorPlacement {
 /// One read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Number of the shard.
+    /// The shard that is read.
     pub shard: ShardId,
-    /// Bytes of the shard.
+    /// The byte range of the shard.
     pub range: Range<u64>,
     /// The destination of the bytes.
     pub target: ChunkTarget,
@@ -141,54 +140,56 @@ pub struct Chunk {
 /// The target of the bytes of a read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChunkTarget {
-    /// The final place of the bytes in a region. No other data lies on their pages.
+    /// The final place of the bytes in a region. No other data is on the pages of these bytes.
     Place {
-        /// Number of the region.
+        /// Index of the region.
         region: u32,
-        /// First byte in it.
+        /// Offset of the first byte in the region.
         offset: u64,
     },
-    /// The final place in a region, with another offset within a page than in the shard. Bytes of
-    /// the page cache are read there, and those of the disk are copied there from staging memory.
+    /// The final place in a region, with another offset within a page than in the shard. If the bytes are in the page
+    /// cache, they are copied from it to this place. If they have to be read from the disk, they go through staging
+    /// memory.
     Unaligned {
-        /// Number of the region.
+        /// Index of the region.
         region: u32,
-        /// First byte in it.
+        /// Offset of the first byte in the region.
         offset: u64,
     },
-    /// Staging memory, from which these moves of `Plan::moves` copy the bytes.
+    /// Staging memory. The moves at these indexes in `Plan::moves` copy the bytes from there.
     Spread(Range<u32>),
 }
 
-/// Bytes that are copied from a read to their place: runs of equal length, at strides in both.
+/// Bytes that are copied from a read to their final place. They are runs of equal length, with strides in the read
+/// and in the region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// Byte of the read at which run `first` begins.
+    /// Offset in the read at which run number `first` begins.
     pub from: u64,
-    /// Number of the region.
+    /// Index of the region.
     pub region: u32,
-    /// Byte in it at which run `first` begins.
+    /// Offset in the region at which run number `first` begins.
     pub offset: u64,
-    /// Number of the first run.
+    /// Number of its first run in the copy.
     pub first: u64,
-    /// Number of runs.
+    /// Number of its runs.
     pub runs: u64,
     /// Length of a run in bytes of the read.
     pub run_len: u64,
-    /// Where its runs lie, by number in `Plan::copies`; `None` for one run.
+    /// The places of its runs: an index in `Plan::copies`. `None` if it has one run.
     pub copy: Option<u32>,
-    /// The cast of its elements.
+    /// The cast of its elements, if they are cast.
     pub cast: Option<Cast>,
 }
 
 impl Move {
-    /// Length of a run in bytes of the region.
+    /// Length of a run in the region, in bytes.
     pub fn placed_len(&self) -> u64 {
         self.cast.map_or(self.run_len, |cast| cast.len_after(self.run_len))
     }
 
-    /// Whether its bytes are one run and stay unchanged. Plain moves of a read that follow each
-    /// other are merged into one.
+    /// Whether it is one run whose bytes are copied unchanged. Plain moves of a read that follow each other are
+    /// merged.
     pub(crate) fn is_plain(&self) -> bool {
         self.copy.is_none() && self.cast.is_none()
     }
@@ -199,45 +200,45 @@ impl Move {
 pub struct Plan {
     /// The reads, in the order of the memory that they fill.
     pub chunks: Vec<Chunk>,
-    /// Moves of reads that go to staging memory.
+    /// The moves of reads that go into staging memory.
     pub moves: Vec<Move>,
-    /// Strides of the runs of moves.
+    /// The places of the runs of moves.
     pub copies: Vec<StridedCopy>,
-    /// Lengths of the regions; each begins on a page. The region of a request with a destination
-    /// begins on the page of that address, and only the request's own bytes of it are used.
+    /// Length of each region in bytes. Each region begins on a page. If a request has a destination, its region
+    /// begins on the page of that address, and only the bytes of the request are used.
     pub regions: Vec<u64>,
-    /// Says of each region whether it is the caller's buffer.
+    /// For each region, whether it is the caller's buffer.
     pub given: Vec<bool>,
     /// The placement of each request.
     pub placements: Vec<TensorPlacement>,
-    /// Requested bytes.
+    /// Number of requested bytes.
     pub wanted: u64,
-    /// Bytes that are read for them.
+    /// Number of bytes that are read for them.
     pub read: u64,
     limits: PlanLimits,
 }
 
-/// Bytes of a shard and their target.
+/// A byte range of a shard, and its target in memory.
 struct Stretch {
     shard: ShardId,
     range: Range<u64>,
-    /// Its region and place are relative to the request until the request has a place.
+    /// The move of its bytes. Region and offset are relative to the request until the request has a place.
     step: Move,
     request: u32,
 }
 
-/// A request whose bytes are moved to memory that is not allocated yet. The order of its fields is
-/// its sort order.
+/// A request whose bytes are moved into memory that is not assigned yet. Requests are sorted by the fields in this
+/// order.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Placeless {
-    /// Place of its first byte.
+    /// Shard and offset of its first byte.
     first: Option<(ShardId, u64)>,
     request: usize,
-    /// Width of its elements.
+    /// Width of its elements in bytes.
     width: u64,
 }
 
-/// A request that is one stretch of a shard and can be read directly into its place.
+/// A request that is one contiguous range of a shard and can be read directly into its place.
 struct Straight {
     shard: ShardId,
     range: Range<u64>,
@@ -248,8 +249,7 @@ impl Plan {
     /// The plan for `requests` of `catalog`.
     ///
     /// # Errors
-    /// Fails if a part lies outside its tensor or does not begin and end on bytes, or if there is
-    /// no such cast.
+    /// A part that extends past its tensor, or does not begin and end at whole bytes. A cast that does not exist.
     pub fn new(
         catalog: &Catalog,
         requests: &[TensorRequest],
@@ -258,8 +258,8 @@ impl Plan {
         Plan::with_decryptors(catalog, requests, limits, &|_| None)
     }
 
-    /// Like `new`, for shards that may be encrypted: reads of one do not cut its encrypted pieces
-    /// where they need not.
+    /// Makes the plan as `new` does, for shards that may be encrypted. Reads of an encrypted shard cut its encrypted
+    /// pieces only where this cannot be avoided.
     ///
     /// # Errors
     /// The errors of `new`.
@@ -269,7 +269,7 @@ impl Plan {
         limits: &PlanLimits,
         decryptor: DecryptorOf<'_>,
     ) -> Result<Plan, Fault> {
-        // A limit below one page would make reads of length 0.
+        // A limit below one page would give reads of length 0.
         let pages = |len: u64| (len / PAGE * PAGE).max(PAGE);
         let limits = &PlanLimits {
             chunk: pages(limits.chunk),
@@ -325,14 +325,14 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Bytes of memory that must be allocated for it.
+    /// Number of bytes of memory that must be allocated for the plan.
     pub fn new_memory(&self) -> u64 {
         let mine = self.regions.iter().zip(&self.given).filter(|(_, given)| !**given);
         mine.fold(0, |sum, (len, _)| sum.saturating_add(*len))
     }
 
-    /// Puts reads into the order of what they fill, which is that of the shards as long as tensors
-    /// lie in one. Neighbouring boxes of a tensor are filled one after the other.
+    /// Sorts the reads by the memory that they fill. For tensors that are whole in one shard, this is also the order
+    /// of the shards. Adjacent boxes of a tensor are filled one after another.
     fn order(&mut self) {
         let moves = &self.moves;
         self.chunks.sort_by_key(|chunk| {
@@ -354,8 +354,9 @@ impl Plan {
         self.regions.len() as u32 - 1
     }
 
-    /// Assigns the memory at `address` to request `number`. If its one extent has the same offset
-    /// within a page as the file, its whole pages are read there. The rest is moved.
+    /// Assigns the memory at `address` to request `number`. If the request is one contiguous range with the same
+    /// offset within a page as in the file, its whole pages are read directly into the memory. The remaining bytes
+    /// are moved.
     fn give_place(
         &mut self,
         number: usize,
@@ -390,8 +391,8 @@ impl Plan {
         }
     }
 
-    /// Assigns memory to requests whose bytes are moved there, in the order of the shards. Small
-    /// ones share a region.
+    /// Assigns memory to the requests whose bytes are moved, in the order of the shards. Small requests share a
+    /// region.
     fn find_places(&mut self, mut requests: Vec<Placeless>) {
         requests.sort_unstable();
         let limits = self.limits;
@@ -415,7 +416,7 @@ impl Plan {
         }
     }
 
-    /// Adds the extents of a request. Returns its placement and its cast.
+    /// Adds the byte ranges of a request to `extents`. Returns the placement and the cast of the request.
     fn extents_of(
         &mut self,
         number: u32,
@@ -427,7 +428,7 @@ impl Plan {
         let shape = &placement.shape;
         let bits_each = (tensor.stored.bits(), placement.dtype.bits());
         for piece in tensor.pieces() {
-            // The wanted box of the piece: first index and extent.
+            // The requested box within the piece: first index and extent.
             let (mut first, mut size) = (Vec::new(), Vec::new());
             for (dim, wanted) in part.iter().enumerate() {
                 let start = wanted.start.max(piece.offset[dim]);
@@ -452,7 +453,7 @@ impl Plan {
         Ok((placement, cast))
     }
 
-    /// Cuts runs into stretches that are read at once.
+    /// Cuts the runs of a copy into ranges that are read at once.
     fn cut(
         &mut self,
         copy: StridedCopy,
@@ -472,12 +473,12 @@ impl Plan {
             let range = base + bytes.start..base + bytes.end;
             extents.push(Stretch { shard, range, step, request });
         };
-        // Memory takes bytes in any order, so that they are read in that of the shard.
+        // Runs may be written to memory in any order, so they are read in the order of the shard.
         let ordered = if copy.is_ascending() { copy } else { copy.in_source_order() };
         if ordered.is_ascending() {
             ordered.each_near(gap, moved, &mut add);
         } else {
-            // A read of many columns fills whole lines of memory.
+            // A read that covers many columns fills whole cache lines of memory.
             let len = ordered.tile_span().clamp(moved, chunk.max(moved));
             ordered.each_group(gap, len, &mut add);
         }
@@ -486,7 +487,7 @@ impl Plan {
         }
     }
 
-    /// Adds reads of requests that go directly to their place. Small neighbours share a region.
+    /// Adds the reads of requests that are read directly into their place. Small adjacent requests share a region.
     fn read_straight(&mut self, mut straight: Vec<Straight>) {
         straight.sort_by_key(|one| (one.shard, one.range.start, one.range.end, one.request));
         let limits = self.limits;
@@ -510,7 +511,8 @@ impl Plan {
         self.read_to(run[0].shard, range.clone(), region, range.start - page);
     }
 
-    /// Adds reads of `range` to byte `offset` of a region, where it has the same offset within a page.
+    /// Adds reads of `range` into a region from offset `offset` on. This offset must agree with the range within a
+    /// page.
     fn read_to(&mut self, shard: ShardId, range: Range<u64>, region: u32, offset: u64) {
         let mut start = range.start;
         while start < range.end {
@@ -521,8 +523,8 @@ impl Plan {
         }
     }
 
-    /// Adds reads of a long run whose place has another offset within a page than the shard, or whose
-    /// encrypted pieces end within pages.
+    /// Adds the reads of a long run that cannot be read directly into its place, because the place has another offset
+    /// within a page than the shard, or because encrypted pieces end within pages.
     fn read_unaligned(
         &mut self,
         Stretch { shard, range, step, .. }: &Stretch,
@@ -542,7 +544,7 @@ impl Plan {
         }
     }
 
-    /// Adds reads of all other bytes. Neighbours are read together.
+    /// Adds the reads of all other bytes. Adjacent ranges are read together.
     fn read_spread(&mut self, extents: Vec<Stretch>, decryptor: DecryptorOf<'_>) {
         let limits = self.limits;
         let is_long = |one: &Stretch| {
@@ -578,14 +580,14 @@ impl Plan {
 }
 
 impl Stretch {
-    /// Whether its bytes are one run and stay unchanged.
+    /// Whether it is one run whose bytes are copied unchanged.
     fn is_plain(&self) -> bool {
         self.step.is_plain()
     }
 }
 
 impl Move {
-    /// Whether `next` continues the same run.
+    /// Whether `next` is the continuation of this run, in the read and in the region.
     fn goes_on_in(&self, next: &Move) -> bool {
         self.is_plain()
             && next.is_plain()
@@ -595,11 +597,11 @@ impl Move {
     }
 }
 
-/// Cuts a stretch that is one run into reads of at most `chunk` bytes, a multiple of the width of
-/// any element.
+/// Cuts a range that is one run into ranges of at most `chunk` bytes. `chunk` is a multiple of the width of any
+/// element.
 fn split(extent: Stretch, chunk: u64, decryptor: DecryptorOf<'_>) -> Vec<Stretch> {
     let Stretch { shard, range, step, request } = extent;
-    // Several runs are never longer, because `cut` has limited their stretch.
+    // A range of several runs is not longer than `chunk`, because `cut` has limited it.
     if range.end - range.start <= chunk || step.runs > 1 {
         return vec![Stretch { shard, range, step, request }];
     }
@@ -627,8 +629,8 @@ fn split(extent: Stretch, chunk: u64, decryptor: DecryptorOf<'_>) -> Vec<Stretch
         .collect()
 }
 
-/// Bytes of memory that is to be found for `requests` at least, whatever the plan. A request that
-/// cannot be planned counts as none.
+/// Minimum number of bytes of memory that any plan has to allocate for `requests`. A request that cannot be planned
+/// counts as 0.
 pub fn min_new_memory(catalog: &Catalog, requests: &[TensorRequest]) -> u64 {
     let mine = requests.iter().filter(|request| request.destination.is_none());
     mine.filter_map(|request| {
@@ -640,7 +642,7 @@ pub fn min_new_memory(catalog: &Catalog, requests: &[TensorRequest]) -> u64 {
 /// The requested indices of each dimension.
 type Indices = Vec<Range<u64>>;
 
-/// The wanted indices of a tensor, the cast of its elements, and the result, at no place yet.
+/// The requested indices of a tensor, the cast of its elements, and a placement whose place is not assigned yet.
 fn outcome_of(
     tensor: &Tensor<'_>,
     request: &TensorRequest,
@@ -649,14 +651,14 @@ fn outcome_of(
     let cast = cast_of(tensor, request)?;
     let dtype = cast.map_or(tensor.dtype, Cast::to);
     let shape: Vec<u64> = part.iter().map(|range| range.end - range.start).collect();
-    // The bounds of the tensor are proved, but a wider type may exceed them.
+    // The length of the tensor is proved, but the cast to a wider type may exceed the limit.
     let bits = dtype.bits_of(&shape).ok_or_else(|| {
         Fault::new(ErrorKind::Overflow, format!("shape {shape:?} as {dtype} passes 2^64 bits"))
     })?;
     Ok((part, cast, TensorPlacement { region: 0, offset: 0, len: bits / 8, dtype, shape }))
 }
 
-/// The requested part of a tensor.
+/// The requested indices of a tensor.
 fn part_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Indices, Fault> {
     let Some(part) = &request.part else {
         return Ok(tensor.shape.iter().map(|&size| 0..size).collect());
@@ -670,7 +672,7 @@ fn part_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Indices, Faul
     Err(Fault::new(ErrorKind::Usage, message))
 }
 
-/// The cast of the elements of a request.
+/// The cast of the elements of a request, if they are cast.
 fn cast_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Option<Cast>, Fault> {
     let Some(to) = request.cast.filter(|&to| to != tensor.dtype) else { return Ok(tensor.cast()) };
     if tensor.cast().is_some() {

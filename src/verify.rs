@@ -1,7 +1,8 @@
-//! Reads every byte of a checkpoint, to find errors that the proof cannot see.
+//! Reads every byte of a checkpoint, to find errors that the proof of its headers cannot find.
 //!
-//! Each byte is read once, on all processors. All hashes are computed from that: the checksums to
-//! compare with the recorded ones, the checksums to compare replicas, and sha256.
+//! Each byte is read once, by several threads. All hashes are computed from this one read: the
+//! checksums that are compared with recorded ones, the checksums that are compared between
+//! replicas, and sha256.
 
 mod header_hashes;
 mod mismatch;
@@ -30,48 +31,49 @@ pub use stored::ShardPlace;
 /// Maximum number of threads that read and hash a shard.
 const THREADS_MAX: usize = 16;
 
-/// Maximum number of these threads where another machine or a server answers the reads.
+/// Maximum number of these threads if another machine or a server answers the reads.
 const THREADS_REMOTE: usize = 2;
 
-/// The work beside reading.
+/// Options of `verify`: the comparisons and hashes in addition to reading.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Task<'a> {
-    /// Known checksums.
+    /// Checksums that were recorded earlier.
     pub recorded: Option<&'a Recorded>,
-    /// The headers that an index knows.
+    /// The records of headers in an index. They are used for shards without recorded checksums.
     pub headers: Option<&'a IndexedHeaders>,
-    /// Whether checksums that differ from the known ones are recorded anew.
+    /// Whether checksums that differ from the recorded ones replace them.
     pub anew: bool,
-    /// Whether the sha256 of every shard is wanted.
+    /// Whether the sha256 of every shard is computed.
     pub sha256: bool,
-    /// Settings of the reads, of which only the time limit counts.
+    /// Settings of the reads. Only the time limit is used.
     pub settings: Settings,
 }
 
 /// The results of the comparisons.
 #[derive(Clone, Debug, Default)]
 pub struct Verified {
-    /// Bytes read.
+    /// Number of bytes that were read.
     pub bytes: u64,
-    /// Hub blobs whose sha256 is their name.
+    /// Number of files whose sha256 is the one in the name of their hub blob, or the one that their
+    /// store reports.
     pub blobs: u64,
-    /// Tensors whose bytes match the hashes in their headers.
+    /// Number of tensors whose bytes match the hashes in their headers.
     pub hashed: u64,
-    /// Entries of archives whose bytes match their CRC.
+    /// Number of entries of archives whose bytes match their CRC.
     pub entries: u64,
-    /// Replicas that hold the bytes of the piece that is used.
+    /// Number of replicas whose bytes equal those of the piece that is used.
     pub replicas: u64,
     /// Number of headers and stored pieces that match their record.
     pub compared: u64,
     /// Number of headers and stored pieces without a record.
     pub unknown: u64,
-    /// Checksums that are to be recorded.
+    /// Checksums that the caller has to record.
     pub fresh: Vec<ShardSums>,
-    /// Name and sha256 of each shard, if `Task::sha256` is set.
+    /// Name and sha256 of each shard. Empty unless `Task::sha256` is set.
     pub sha256: Vec<(String, String)>,
-    /// Unusual findings that are not wrong, a line each.
+    /// Notes about unusual but valid findings, one line each.
     pub notes: Vec<String>,
-    /// First bytes that differ from their record.
+    /// The first bytes that differ from their recorded checksum.
     pub mismatch: Option<Mismatch>,
 }
 
@@ -81,13 +83,15 @@ pub fn bytes_to_read(checkpoint: &Checkpoint) -> u64 {
     lens.fold(0, u64::saturating_add)
 }
 
-/// Reads every byte of `checkpoint`, compares hub blobs with the hash that is their name, tensors
-/// with the hashes in their headers, replicas with each other, and all bytes with their recorded
-/// checksums. Threads call `progress` with the bytes that they have read.
+/// Reads every byte of `checkpoint`. Compares files with the sha256 in the name of their hub blob
+/// or in their store, tensors with the hashes in their headers, replicas with each other, and all
+/// bytes with their recorded checksums. Threads call `progress` with the number of bytes of each
+/// read.
 ///
 /// # Errors
-/// Bytes that cannot be read, blobs, tensors and replicas that differ. `Verified::mismatch`
-/// tells which bytes differ from their checksum, once all was read.
+/// Bytes cannot be read, or files, tensors or replicas differ. If bytes differ from their recorded
+/// checksum, this is no error: everything is read, and the result has the bytes in
+/// `Verified::mismatch`.
 pub fn verify(
     checkpoint: &Checkpoint,
     task: &Task<'_>,
@@ -100,7 +104,7 @@ pub fn verify(
     let mut sums = Vec::with_capacity(catalog.shards.len());
     let stored = stored::by_shard(catalog);
     let cores = available_parallelism().map_or(1, |cores| cores.get().min(THREADS_MAX));
-    // A slow server must answer all outstanding reads before the deadline.
+    // A slow server must be able to answer all reads in progress before the deadline.
     let is_slow = checkpoint.sources().iter().any(|source| source.may_block());
     let threads = if is_slow { cores.min(THREADS_REMOTE) } else { cores };
     let sweep = Sweep::cached(task.settings, threads);
@@ -114,9 +118,9 @@ pub fn verify(
         judge(&mut verified, task, &named, source, &seen);
         let is_archive = checkpoint.format_of(shard) == InputFormat::Torch;
         *(if is_archive { &mut verified.entries } else { &mut verified.hashed }) += seen.hashed;
-        // `--record` does not mend a tensor that differs from the hash in its header.
+        // `--record` must not accept a tensor that differs from the hash in its header.
         if let Some((byte, fault)) = seen.differs {
-            // An entry of an archive has a number for a name.
+            // The name of an entry of an archive is a number, so the name of its tensor is used.
             let fault = match named.place(&(byte..byte + 1)) {
                 ShardPlace::Tensor(name) => fault.tensor(&name),
                 _ => fault,
@@ -126,7 +130,8 @@ pub fn verify(
         if let Some(expected) = blob_hash(source) {
             match check_blob(source, &expected, seen.sha256.as_deref().unwrap_or_default()) {
                 Ok(()) => verified.blobs += 1,
-                // The checksums show a closer place.
+                // The recorded checksums have already found a mismatch in this shard, which is
+                // reported with its place.
                 Err(_) if mismatched != verified.mismatch.is_some() => {}
                 Err(fault) => return Err(checkpoint.refused(fault.in_file(&shard.name))),
             }
@@ -142,7 +147,8 @@ pub fn verify(
     Ok(verified)
 }
 
-/// Compares the hash that a hub blob has by its name or in its store with that of its bytes.
+/// Compares the sha256 of the bytes with the one in the name of a hub blob, or with the one in its
+/// store.
 fn check_blob(source: &Source, expected: &str, found: &str) -> std::result::Result<(), Fault> {
     if found == expected {
         return Ok(());
@@ -155,7 +161,7 @@ fn check_blob(source: &Source, expected: &str, found: &str) -> std::result::Resu
     Err(Fault::new(ErrorKind::HashMismatch, message))
 }
 
-/// Compares all replicas with the pieces that are used, and returns their number.
+/// Compares all replicas with the pieces that are used. Returns the number of replicas.
 fn compare_replicas(
     checkpoint: &Checkpoint,
     sweep: &Sweep,
@@ -171,7 +177,7 @@ fn compare_replicas(
     Ok(compared)
 }
 
-/// Compares a shard with its record, and notes the checksums to record.
+/// Compares a shard with its record, and collects the checksums that have to be recorded.
 fn judge(
     verified: &mut Verified,
     task: &Task<'_>,
@@ -200,7 +206,8 @@ fn judge(
             if mismatch.is_none() {
                 verified.compared += known.boundaries.len() as u64;
                 if known.version != now {
-                    // The file was copied or touched, and its bytes are unchanged.
+                    // The file was copied or touched, but its bytes are unchanged. So only the
+                    // version is recorded again.
                     verified.fresh.push(ShardSums { version: now, ..(**known).clone() });
                 }
                 return;
@@ -235,7 +242,7 @@ fn judge(
     }
 }
 
-/// The file name and the text of a manifest of `checkpoint`.
+/// The file name and the text of a manifest for `checkpoint`.
 pub fn manifest(checkpoint: &Checkpoint) -> (String, Vec<u8>) {
     let catalog = checkpoint.source_catalog();
     let shards = catalog.shards.iter().map(|shard| (shard.name.as_str(), shard.file_len));
@@ -243,8 +250,9 @@ pub fn manifest(checkpoint: &Checkpoint) -> (String, Vec<u8>) {
     (manifest::file_name(&checkpoint.name), manifest::encode(shards, tensors))
 }
 
-/// Compares a replica with the piece that is used, by checksums if `sums` has both. If these are
-/// absent or differ, compares byte by byte, to find where the pieces differ.
+/// Compares a replica with the piece that is used. If `sums` has the checksums of both and they are
+/// equal, this is enough. Otherwise compares both byte by byte, to find the place of the
+/// difference.
 fn compare_replica(
     checkpoint: &Checkpoint,
     sweep: &Sweep,
@@ -257,7 +265,7 @@ fn compare_replica(
     if used.strides.is_some() || replica.strides.is_some() {
         return Err(checkpoint.refused(strided_replica(checkpoint, tensor, &used, replica)));
     }
-    // Both begin a part of their own, so they have equal chunks.
+    // Both begin at the beginning of a part, so they are cut into the same chunks.
     let digests = |piece: &Piece<'_>| {
         let sums = sums[piece.shard.0 as usize].as_ref()?;
         Some(sums.digests_of(piece.range.clone()).collect::<Vec<_>>())
@@ -296,7 +304,8 @@ fn compare_replica(
     Ok(())
 }
 
-/// The fault of a piece and its replica that cannot be compared byte by byte.
+/// The fault of a piece and its replica that cannot be compared byte by byte, because one of them
+/// has strides.
 fn strided_replica(
     checkpoint: &Checkpoint,
     tensor: &Tensor<'_>,
@@ -315,7 +324,7 @@ fn strided_replica(
     Fault::new(ErrorKind::DcpOverlap, message).tensor(tensor.name)
 }
 
-/// The sha256 that a hub blob has as its name, or that the store of `source` knows.
+/// The sha256 of a file that its store reports, or that is the name of a hub blob.
 fn blob_hash(source: &Arc<Source>) -> Option<String> {
     if let Some(stored) = source.stored_sha256() {
         return Some(stored);

@@ -1,8 +1,9 @@
 //! The tensors of a catalog in the form that an index stores.
 //!
-//! The form is small, and is decoded in a few passes over numbers that are read in place. A name
-//! shares its prefix with the previous name, tensors of one dtype and shape share a number, and a
-//! piece is expected at the end of the previous piece in the same shard.
+//! The form is small. It is decoded in a few passes over numbers, which are read without being
+//! copied. A name is stored without the prefix that it shares with the previous name. Tensors of
+//! the same dtype and shape have the same number. A piece is expected to begin at the end of the
+//! previous piece in its shard, and only the difference is stored.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -19,17 +20,17 @@ use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START, are_zeros};
 
 use super::frame::{List, Numbers};
 
-/// Maximum number of bytes that a name shares with the previous one, so that the decoded names do
-/// not take many times the memory of the index.
+/// Maximum number of bytes that a name can share with the previous name. It is limited, so that the
+/// decoded names do not need many times the memory of the index.
 const SHARED_MAX: usize = 250;
 
-/// The reason why columns are no valid catalog.
+/// The reason why columns are not a valid catalog.
 type Doubt = &'static str;
 
-/// A dtype, a shape (a list), and the length in bytes of such a tensor.
+/// A dtype, a shape (index of a list), and the length in bytes of a tensor with both.
 type KindOf = (Dtype, u32, u64);
 
-/// All columns, in the order in which they are written.
+/// All columns, in the order in which they are encoded.
 #[derive(BorrowDecode, Encode)]
 pub(super) struct Columns<'a> {
     /// Number of tensors.
@@ -40,9 +41,9 @@ pub(super) struct Columns<'a> {
     names_len: u64,
     /// Number of bytes that each name shares with the previous name.
     shared: Numbers<'a>,
-    /// Number of the further bytes of each name.
+    /// Number of bytes of each name after the shared prefix.
     own: Numbers<'a>,
-    /// The further bytes, one name after another.
+    /// The bytes of all names after the shared prefixes.
     text: Cow<'a, [u8]>,
     /// Names of the dtypes.
     dtypes: List<&'a str>,
@@ -50,40 +51,41 @@ pub(super) struct Columns<'a> {
     list_lens: List<u32>,
     /// Numbers of all lists.
     numbers: List<u64>,
-    /// Combinations of dtype and shape (a list).
+    /// Combinations of dtype and shape. A shape is the index of a list.
     kinds: List<(u32, u32)>,
-    /// The combination of each tensor.
+    /// Index of the combination of each tensor.
     kind_of: Numbers<'a>,
-    /// Boxes: offset and shape (lists).
+    /// Boxes: offset and shape, which are indexes of lists.
     boxes: List<(u32, u32)>,
-    /// Number of pieces of each tensor. Empty if each has one.
+    /// Number of pieces of each tensor. Empty if each tensor has one piece.
     piece_counts: Numbers<'a>,
     /// The shard of each piece.
     shards: Numbers<'a>,
-    /// Box of each piece: 0 for a whole tensor, else the number of the box plus one. Empty if all
-    /// are whole.
+    /// Box of each piece: 0 if it is a whole tensor, otherwise the index of the box plus one. Empty
+    /// if all pieces are whole tensors.
     piece_boxes: Numbers<'a>,
-    /// By piece: bytes from the end of the piece before it in this shard (from the end of its
-    /// description), zigzag-coded.
+    /// For each piece, the distance in bytes from the end of the previous piece in this shard, in
+    /// zigzag coding. For the first piece it is the distance from the end of the description.
     distances: Numbers<'a>,
-    /// Further copies: tensor, shard, box as in `piece_boxes`, first byte.
+    /// Replicas: tensor, shard, box as in `piece_boxes`, and offset of the first byte.
     replicas: List<(u32, u32, u32, u64)>,
 }
 
-/// The columns of a view, whose tensors may be cast, or lie inside larger stored boxes.
+/// The columns of a view. Its tensors may be cast, or may be inside larger stored boxes.
 #[derive(BorrowDecode, Encode)]
 pub(super) struct ViewColumns<'a> {
     columns: Columns<'a>,
     /// Names of the dtypes in the shards.
     stored_dtypes: List<&'a str>,
-    /// The dtype of each tensor in the shards. Empty if no tensor is cast.
+    /// The dtype of each tensor in the shards, as an index into `stored_dtypes`. Empty if no tensor
+    /// is cast.
     stored: Numbers<'a>,
-    /// The strides (a list) of each box plus one, 0 if its elements follow each other. Empty if those of
-    /// all do.
+    /// The strides of each box: index of a list plus one, or 0 if its elements follow each other. Empty if the
+    /// elements of all boxes follow each other.
     strides: List<u32>,
 }
 
-/// The columns of the tensors of a view, whose shards are `shards`.
+/// Encodes the tensors of a view. `shards` are the shards to which they refer.
 pub(super) fn encode_view(tensors: &TensorColumns, shards: &[Shard]) -> ViewColumns<'static> {
     let mut dtypes: Vec<Dtype> = Vec::new();
     let stored = tensors.stored.iter().map(|&dtype| {
@@ -101,7 +103,7 @@ pub(super) fn encode_view(tensors: &TensorColumns, shards: &[Shard]) -> ViewColu
     }
 }
 
-/// The columns of `tensors`, whose shards are `shards`.
+/// Encodes tensors. `shards` are the shards to which they refer.
 fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'static> {
     let mut dtypes: Vec<Dtype> = Vec::new();
     let mut known: HashMap<(Dtype, u32), u64> = HashMap::new();
@@ -136,7 +138,7 @@ fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'static> {
         numbers: List(lists.numbers.clone()),
         kinds: List(kinds),
         kind_of,
-        // Only views have boxes inside larger ones and casts: see `ViewColumns`.
+        // Casts, and boxes inside larger boxes, occur only in views: see `ViewColumns`.
         boxes: List(tensors.boxes.clone()),
         piece_counts: if single { none() } else { counts().collect() },
         shards: tensors.pieces.iter().map(|row| u64::from(row.shard.0)).collect(),
@@ -154,7 +156,8 @@ fn name_lens(tensors: &TensorColumns) -> impl Iterator<Item = u64> {
     (0..tensors.len()).map(|index| tensors.name(index).len() as u64)
 }
 
-/// The number of bytes that each name shares with the previous one, and the rest of all names.
+/// The number of bytes that each name shares with the previous name, and the other bytes of all
+/// names.
 fn encode_names(tensors: &TensorColumns) -> (Vec<u64>, Vec<u8>) {
     let (mut shared, mut text) = (Vec::new(), Vec::new());
     let mut before: &[u8] = &[];
@@ -193,11 +196,12 @@ fn differences(ends: &[u32]) -> impl Iterator<Item = u64> {
     ends.iter().zip(before).map(|(end, before)| u64::from(end - before))
 }
 
-/// The tensors of `view`, whose shards are `shards`. Everything that readers rely on is checked.
-/// That pieces cover their tensor without overlap is checked only by their sizes.
+/// Decodes the tensors of `view`. `shards` are the shards to which they refer. Checks every
+/// property on which readers depend, with one exception: that pieces cover their tensor without
+/// overlap is checked only by the sum of their sizes.
 pub(super) fn decode_view(view: ViewColumns<'_>, shards: &[Shard]) -> Result<TensorColumns, Doubt> {
     let columns = &view.columns;
-    // No memory is reserved for more items than the bytes can hold.
+    // The bytes limit the number of items for which memory is reserved.
     if !columns.shared.may_be(columns.len) || !columns.shards.may_be(columns.pieces_len) {
         return Err("has fewer tensors than it says");
     }
@@ -244,7 +248,7 @@ pub(super) fn decode_view(view: ViewColumns<'_>, shards: &[Shard]) -> Result<Ten
     Ok(tensors)
 }
 
-/// The dtype of each tensor in the shards, empty if no tensor is cast.
+/// Decodes the dtype of each tensor in the shards. Empty if no tensor is cast.
 fn decode_stored(view: &ViewColumns<'_>, tensors: &TensorColumns) -> Result<Vec<Dtype>, Doubt> {
     if view.stored.is_empty() {
         return Ok(Vec::new());
@@ -269,7 +273,7 @@ fn decode_stored(view: &ViewColumns<'_>, tensors: &TensorColumns) -> Result<Vec<
     if stored_of.is_done() { Ok(stored) } else { Err("has casts without a tensor") }
 }
 
-/// The combinations of dtype and shape, each with the length of such a tensor.
+/// Decodes the combinations of dtype and shape, each with the length in bytes of such a tensor.
 fn decode_kinds(columns: &Columns<'_>, lists: &Lists) -> Result<Vec<KindOf>, Doubt> {
     let known: Option<Vec<Dtype>> = columns.dtypes.iter().map(|d| Dtype::from_name(d)).collect();
     let dtypes = known.ok_or("has a dtype that is not known")?;
@@ -282,7 +286,7 @@ fn decode_kinds(columns: &Columns<'_>, lists: &Lists) -> Result<Vec<KindOf>, Dou
     kinds.ok_or("has a tensor without a length")
 }
 
-/// The places of all pieces. Refuses pieces that do not fill their tensors.
+/// Decodes the places of all pieces. Refuses pieces that do not fill their tensors.
 fn decode_rows(
     columns: &Columns<'_>,
     tensors: &TensorColumns,
@@ -355,17 +359,19 @@ fn decode_replicas(
     Ok(replicas)
 }
 
-/// Checks that pieces lie in their shard and their tensor.
+/// Checks that pieces are inside their shard and their tensor.
 struct Check<'a> {
     tensors: &'a TensorColumns,
     shards: &'a [Shard],
-    /// Lengths and spans of boxes that lie in their tensors, by box, dtype and shape of the tensor.
+    /// Length and span of each box that is inside its tensor. The key is the box, and dtype and
+    /// shape of the tensor.
     lens: HashMap<(u32, Dtype, u32), (u64, u64)>,
 }
 
 impl Check<'_> {
-    /// Length in bytes of the piece at `row` of a tensor of this stored dtype, shape (a list) and
-    /// length, and the bytes from its first to its last, if it lies in its shard and its tensor.
+    /// The length in bytes of the piece at `row`, and the number of bytes from its first to its
+    /// last byte. The tensor has the stored dtype `dtype`, the shape `shape` (index of a list) and
+    /// the length `len`. Refuses a piece outside its shard or its tensor.
     #[inline]
     fn len(
         &mut self,
@@ -424,7 +430,7 @@ fn len_of(dtype: Dtype, shape: &[u64]) -> Option<u64> {
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
-/// All names, and the end of each. Refuses names that are out of order or not unique.
+/// Decodes all names, and the end of each name. Refuses names that are out of order or occur twice.
 fn decode_names(columns: &Columns<'_>, len: usize) -> Result<(String, Vec<u64>), Doubt> {
     let total = columns.names_len as usize;
     if total > columns.text.len() + len * SHARED_MAX {
@@ -445,8 +451,9 @@ fn decode_names(columns: &Columns<'_>, len: usize) -> Result<(String, Vec<u64>),
             return Err("has a name that does not end");
         }
         let (own, after) = text.split_at(own);
-        // The previous name is smaller if its rest is smaller, which the first bytes usually
-        // decide. The first name has no previous one.
+        // The previous name has to be smaller. As both share a prefix, this is so if its other
+        // bytes are smaller, and the first of these bytes mostly decides. The first name has no
+        // previous name.
         let rest_before = &names[before.start + shared..before.end];
         let first_tells = matches!((rest_before.first(), own.first()), (Some(a), Some(b)) if a < b);
         if !first_tells && !ends.is_empty() && rest_before >= own {
@@ -484,7 +491,7 @@ fn decode_lists(columns: &Columns<'_>) -> Result<Lists, Doubt> {
     Ok(Lists { numbers: columns.numbers.to_vec(), ends })
 }
 
-/// The end of the pieces of each of `len` tensors.
+/// Decodes the end of the pieces of each of `len` tensors.
 fn decode_ends(columns: &Columns<'_>, len: usize) -> Result<Vec<u32>, Doubt> {
     let total = u32::try_from(columns.pieces_len).map_err(|_| "has too many pieces")?;
     if columns.piece_counts.is_empty() && len == total as usize {

@@ -1,4 +1,4 @@
-//! The frame around the content of our files: magic, version, length and checksum.
+//! The frame around the content of the files in this module: magic, version, length and checksum.
 //!
 //! | bytes | what |
 //! | --- | --- |
@@ -20,19 +20,19 @@ use bincode::{BorrowDecode, Encode};
 
 use crate::hash::{Digest, Hasher};
 
-/// Bytes before the content.
+/// Length of the frame in bytes. The content follows it.
 const FRAME_LEN: usize = 40;
 
-/// Largest content that is written or read, in bytes.
+/// Maximum length of a content that is written or read, in bytes.
 const CONTENT_LEN_MAX: usize = 1 << 30;
 
-/// Largest file, in bytes.
+/// Maximum length of a file in bytes.
 pub(super) const FILE_LEN_MAX: u64 = (FRAME_LEN + CONTENT_LEN_MAX) as u64;
 
-/// Maximum memory of decoded content in bytes, as bincode counts it.
+/// Maximum memory of the decoded content in bytes, according to the count of bincode.
 const MEMORY_MAX: usize = 2 << 30;
 
-/// Largest number that bincode writes as one byte.
+/// Largest number that bincode encodes as one byte.
 const SINGLE_BYTE_MAX: u8 = 250;
 
 /// Maximum size in bytes of an item for which a list reserves memory before it is decoded.
@@ -41,14 +41,15 @@ const RESERVED_ITEM_MAX: usize = 32;
 const CONFIG: Configuration<LittleEndian, Varint, Limit<MEMORY_MAX>> =
     bincode::config::standard().with_limit::<MEMORY_MAX>();
 
-/// A kind of file.
+/// A kind of file: its magic and its version.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FileKind {
     pub(crate) magic: &'static [u8; 8],
     pub(crate) version: u32,
 }
 
-/// The bytes of a file of `kind` with this content, `None` if it cannot be encoded or is too long.
+/// Encodes a file of `kind` with this content. `None` if the content cannot be encoded or is too
+/// long.
 pub(crate) fn wrap(kind: FileKind, content: impl Encode) -> Option<Vec<u8>> {
     let mut bytes = vec![0; FRAME_LEN];
     bincode::encode_into_std_write(content, &mut bytes, CONFIG).ok()?;
@@ -64,7 +65,7 @@ pub(crate) fn wrap(kind: FileKind, content: impl Encode) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// The content of a file of `kind`, or the reason why it is invalid.
+/// Decodes the content of a file of `kind`. The error is the reason why the file is invalid.
 pub(crate) fn unwrap<'a, T>(kind: FileKind, bytes: &'a [u8]) -> Result<T, &'static str>
 where
     T: BorrowDecode<'a, ()>,
@@ -85,19 +86,19 @@ where
     content(&bytes[FRAME_LEN..])
 }
 
-/// The first of the files that stand one after the other in `bytes`, and the rest. `None` if they do not
-/// begin with a whole frame.
+/// Splits `bytes` into the first of several files that follow each other, and the rest. `None` if they do not begin
+/// with a complete file.
 pub(crate) fn split_first(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let len = u64::from_le_bytes(bytes.get(16..24)?.try_into().ok()?);
     bytes.split_at_checked(FRAME_LEN.checked_add(usize::try_from(len).ok()?)?)
 }
 
-/// The checksum in the frame of `bytes`, `None` if they are shorter than a frame.
+/// The checksum in the frame of `bytes`. `None` if `bytes` is shorter than a frame.
 pub(crate) fn recorded_checksum(bytes: &[u8]) -> Option<Digest> {
     Some(Digest(bytes.get(24..FRAME_LEN)?.try_into().ok()?))
 }
 
-/// Decodes content, which may be any bytes.
+/// Decodes content without a frame. The content may be any bytes.
 pub(crate) fn content<'a, T: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<T, &'static str> {
     match bincode::borrow_decode_from_slice(bytes, CONFIG) {
         Ok((content, read)) if read == bytes.len() => Ok(content),
@@ -112,8 +113,8 @@ fn checksum(bytes: &[u8]) -> Digest {
     hasher.finish()
 }
 
-/// A list that is written like a `Vec` of bincode. A read reserves no memory for more items than
-/// the remaining bytes can hold.
+/// A list that bincode encodes like a `Vec`. Decoding it reserves no memory for more items than the
+/// remaining bytes can have.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct List<T>(pub(crate) Vec<T>);
 
@@ -156,8 +157,8 @@ impl<'a, C, T: BorrowDecode<'a, C>> BorrowDecode<'a, C> for List<T> {
     }
 }
 
-/// Numbers in a byte string, each in the form of bincode. They are read in place, and take no
-/// memory of their own.
+/// Numbers in a byte string, each in the encoding of bincode. They are decoded when they are read,
+/// and need no memory of their own.
 #[derive(BorrowDecode, Encode)]
 pub(super) struct Numbers<'a>(Cow<'a, [u8]>);
 
@@ -172,7 +173,7 @@ impl<'a> Numbers<'a> {
         self.0.is_empty()
     }
 
-    /// Whether there can be `count` numbers: each takes at least one byte.
+    /// Whether the string is long enough for `count` numbers. Each number has at least one byte.
     pub(super) fn may_be(&self, count: u64) -> bool {
         count <= self.0.len() as u64
     }
@@ -182,18 +183,18 @@ impl FromIterator<u64> for Numbers<'_> {
     fn from_iter<I: IntoIterator<Item = u64>>(numbers: I) -> Self {
         let mut bytes = Vec::new();
         for number in numbers {
-            // Every number can be encoded, and a Vec takes every write.
+            // Every number can be encoded, and writing to a `Vec` cannot fail.
             let _ = bincode::encode_into_std_write(number, &mut bytes, CONFIG);
         }
         Numbers(bytes.into())
     }
 }
 
-/// Reads numbers.
+/// Reads numbers one after another.
 pub(super) struct NumberReader<'a>(&'a [u8]);
 
 impl NumberReader<'_> {
-    /// The next number, `None` at the end or if only a part of a number is left.
+    /// The next number. `None` at the end, or if only a part of a number is left.
     #[inline]
     pub(super) fn next(&mut self) -> Option<u64> {
         match self.0.split_first() {
@@ -211,7 +212,7 @@ impl NumberReader<'_> {
         Some(number)
     }
 
-    /// The next number, as a position.
+    /// The next number, if it fits into 32 bits.
     #[inline]
     pub(super) fn next_u32(&mut self) -> Option<u32> {
         self.next()?.try_into().ok()

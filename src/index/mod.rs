@@ -1,10 +1,11 @@
-//! The index: the content of the headers of a folder in one small file, which the next start reads
-//! instead of every shard.
+//! The index: one small file with the content of all headers of a folder. The next start reads it
+//! in place of every shard.
 //!
-//! An index belongs to one folder and holds its sets as they were proved, with the version of
-//! every file that they were made from. It is only a copy. If there is a doubt about it (another
-//! version, a wrong checksum, a file with another version and other header bytes), the headers
-//! are read again and it is written anew. It never causes an error.
+//! An index belongs to one folder. It has the proved sets of the folder, and the version of every
+//! file that was used for the proof. It is only a copy. In any case of doubt the headers are read
+//! again, and the index is written again. Such cases are another version of the index, a wrong
+//! checksum, and a file with another version and other header bytes. An index never causes an
+//! error.
 
 mod columns;
 mod frame;
@@ -34,18 +35,19 @@ pub use view_record::{ConfigRecord, PresentedFile, PresentedRecord, ViewRecord};
 /// Extension of index files.
 pub const EXTENSION: &str = "index";
 
-/// The version increases with every change of the content, of the proof, and of the layout of a
-/// file, because an index holds the results of the version that made it.
+/// The version has to be increased with every change of the content, of the proof, and of the
+/// layout of a file, because an index has results of the program version that wrote it.
 const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 7 };
 
-/// A file that the sets of a folder were made from.
+/// A file that was used to make the sets of a folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileRecord {
     /// Its name in the folder.
     pub name: String,
-    /// The lasting part of its version.
+    /// Its version without the device number, which differs after each mount of a file system.
     pub version: Version,
-    /// The bytes that the sets follow from: of a shard its description, of a text file all.
+    /// The byte ranges on which the sets depend: the description of a shard, or the whole of a text
+    /// file.
     pub described: Vec<Range<u64>>,
     /// Hash of these bytes.
     pub hash: Digest,
@@ -62,22 +64,23 @@ pub struct VirtualFileRecord {
     pub header: Digest,
 }
 
-/// A set as it was proved.
+/// A proved set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SetRecord {
-    /// Name of the file that it is shown as.
+    /// Name of the file under which it is shown.
     pub name: String,
-    /// The word for the kind of the set.
+    /// The word for the kind of the set (`SetKind`).
     pub kind: String,
-    /// Names of its files, weight map included.
+    /// Names of its files, including its weight map.
     pub files: Vec<String>,
     /// Whether a shard has a sharding note.
     pub noted: bool,
-    /// Whether the manifest beside it has all shapes, `None` if no manifest was compared.
+    /// Whether the manifest beside it has the shapes of all tensors. `None` if no manifest was
+    /// compared.
     pub manifest: Option<bool>,
-    /// Its weight map: file name, and the metadata in it as JSON.
+    /// Its weight map: the name of the file, and the metadata in it as JSON.
     pub map: Option<(String, String)>,
-    /// The virtual files that were laid out.
+    /// Virtual files whose layouts were made.
     pub virtual_files: Vec<VirtualFileRecord>,
     /// Its tensors.
     pub catalog: Catalog,
@@ -86,33 +89,34 @@ pub struct SetRecord {
 /// The index of one folder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Index {
-    /// The folder that the index belongs to.
+    /// Path of the folder to which the index belongs, as bytes.
     pub folder: Vec<u8>,
     /// Time at which the files were examined, in seconds since 1970.
     pub made: i64,
-    /// Every file that could be part of a set, by name.
+    /// All files that can be part of a set, sorted by name.
     pub files: Vec<FileRecord>,
-    /// Names in the folder that lead to no file that may be read.
+    /// Names in the folder that do not lead to a file that may be read.
     pub unusable: Vec<Vec<u8>>,
-    /// Names that are only shown as part of a set.
+    /// Names of files that are shown only as part of a set.
     pub weights: Vec<String>,
-    /// Unusual findings that are not wrong, a line each.
+    /// Notes about unusual but valid input, one line each.
     pub notes: Vec<String>,
-    /// Its sets, all of them proved.
+    /// Its sets. All of them are proved.
     pub sets: Vec<SetRecord>,
 }
 
-/// Seconds that a file must have been unchanged when it is examined, so that a later write cannot
-/// have the same times. Some file systems store times in steps of two seconds.
+/// Minimum time in seconds between the last change of a file and the time at which it is examined.
+/// With it, a later write cannot give the file the same times. Some file systems store times in
+/// steps of two seconds.
 pub(crate) const SETTLED: i64 = 2;
 
-/// Seconds since 1970, as indexes and checksums record them.
+/// The current time in seconds since 1970, in the form in which indexes and checksums record it.
 pub(crate) fn now() -> i64 {
     unix_now() as i64
 }
 
-/// An index as it is written. Strings and lists are borrowed, or a `List`: no memory is reserved
-/// for more than the bytes can hold.
+/// An index in the form in which it is encoded. Strings and lists are borrowed, or are a `List`. So
+/// no more memory is reserved than the bytes can fill.
 #[derive(BorrowDecode, Encode)]
 struct IndexContent<'a> {
     folder: &'a [u8],
@@ -140,9 +144,9 @@ struct SetContent<'a> {
     noted: bool,
     manifest: Option<bool>,
     map: Option<(&'a str, &'a str)>,
-    /// Spec, length, header.
+    /// Hash of the spec, length, and hash of the header.
     virtual_files: List<([u8; 16], u64, [u8; 16])>,
-    /// Name, length, description.
+    /// Name, length, and ranges of the description.
     shards: List<(&'a str, u64, Ranges)>,
     metadata: Option<List<(&'a str, &'a str)>>,
     shapes_recorded: bool,
@@ -165,7 +169,7 @@ impl<'a> FileContent<'a> {
     }
 }
 
-/// Ranges as they are written: first byte and end, ascending.
+/// Ranges in the form in which they are encoded: first byte and end, ascending.
 type Ranges = List<(u64, u64)>;
 
 fn encode_ranges(ranges: &[Range<u64>]) -> Ranges {
@@ -182,7 +186,8 @@ fn decode_ranges(ranges: &Ranges) -> Result<Vec<Range<u64>>, &'static str> {
     ranges.iter().map(range).collect()
 }
 
-/// Whether a file in a folder may have this name: commands write files of these names.
+/// Whether a file in a folder can have this name. It is checked because commands write files with
+/// these names.
 fn is_file_name(name: &str) -> bool {
     !matches!(name, "" | "." | "..") && !name.contains(['/', '\0'])
 }
@@ -260,7 +265,7 @@ impl<'a> SetContent<'a> {
 }
 
 impl Index {
-    /// The bytes of the index file, `None` if it would be too long.
+    /// Encodes the index. `None` if the file would be too long.
     pub fn encode(&self) -> Option<Vec<u8>> {
         let content = IndexContent {
             folder: &self.folder,
@@ -274,12 +279,12 @@ impl Index {
         frame::wrap(KIND, content)
     }
 
-    /// The index in `bytes`, or the reason why it is invalid.
+    /// Decodes the index in `bytes`. The error is the reason why it is invalid.
     pub fn decode(bytes: &[u8]) -> Result<Index, &'static str> {
         Index::of_content(frame::unwrap(KIND, bytes)?)
     }
 
-    /// Decodes content without its frame, which may be any bytes.
+    /// Decodes content without a frame. The content may be any bytes.
     pub fn decode_unframed(bytes: &[u8]) -> Result<Index, &'static str> {
         Index::of_content(frame::content(bytes)?)
     }

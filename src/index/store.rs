@@ -1,9 +1,10 @@
-//! The folder that indexes and checksums are kept in.
+//! The folder in which indexes, checksums and records of views are stored.
 //!
-//! Its files are no part of a checkpoint. A file that cannot be read counts as absent, and one that
-//! cannot be written is not kept. Files appear by rename, whole or not at all, also if several
-//! processes write them at once. Only files that no other user could have written are read, no file
-//! is written where other users could replace it, and only files with a tensorfs name are removed.
+//! Its files are not part of a checkpoint. If a file cannot be read, it is treated as missing. If a
+//! file cannot be written, it is left out. Files appear by a rename, so each is complete or
+//! missing, even if several processes write it at the same time. A file is read only if no user
+//! other than this user and root could have written it. No file is written where other users could
+//! replace it. Only files with a name that tensorfs gives are removed.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Read, Write};
@@ -20,31 +21,31 @@ use crate::hash::Digest;
 
 use super::frame::FILE_LEN_MAX;
 
-/// Maximum number of files and bytes kept. The oldest files are evicted: first records of views, then
-/// indexes, then checksums.
+/// Maximum number of files, and of their bytes. If there are more, the oldest files are removed: first records of
+/// views, then indexes, then checksums.
 const FILES_MAX: usize = 4096;
 const BYTES_MAX: u64 = 4 << 30;
 
-/// Up to this number of files the store does not sum up their sizes.
+/// Up to this number of files, the store does not add up their sizes.
 const FILES_UNCOUNTED: usize = 64;
 
-/// Extensions of files that are kept.
+/// Extensions of files in the store, apart from records of views.
 const EXTENSIONS: [&str; 2] = ["index", "sums"];
 
-/// Extension of the records of views. Their names begin with the name of their index.
+/// Extension of records of views. The name of such a record begins with the name of its index.
 pub(super) const VIEW_EXTENSION: &str = "view";
 
-/// Suffix of the names of files that are not yet whole.
+/// Suffix of files that are being written.
 const TEMPORARY: &str = ".tmp";
 
-/// Age from which a temporary file counts as left behind by its writer.
+/// Age at which a temporary file counts as abandoned by its writer.
 const TEMPORARY_AGE: Duration = Duration::from_secs(3600);
 
-/// Maximum wait of an update for another one, and the interval between its attempts.
+/// Maximum time for which an update waits for another update, and the time between its attempts.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Environment variable that names the folder.
+/// Environment variable with the path of the folder.
 pub const STORE_VARIABLE: &str = "TENSORFS_INDEX_DIR";
 
 /// A folder of indexes.
@@ -54,19 +55,20 @@ pub struct IndexStore {
 }
 
 impl IndexStore {
-    /// The store in `folder`, which the first write creates.
+    /// The store in `folder`. The first write creates the folder.
     pub fn new(folder: PathBuf) -> IndexStore {
         IndexStore { folder }
     }
 
-    /// The store of this user: `$TENSORFS_INDEX_DIR`, `$XDG_CACHE_HOME/tensorfs`,
-    /// `/var/cache/tensorfs` for root, `~/.cache/tensorfs`. `None` if there is no such place, or if
-    /// the variable is `none`.
+    /// The store of this user. Its folder is the first of these that applies:
+    /// `$TENSORFS_INDEX_DIR`, `$XDG_CACHE_HOME/tensorfs`, `/var/cache/tensorfs` for root,
+    /// `~/.cache/tensorfs`. `None` if none of them applies, or if the value of the variable is
+    /// `none`.
     pub fn of_user() -> Option<IndexStore> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         if let Some(folder) = variable(STORE_VARIABLE) {
             let folder = (folder != "none").then_some(folder)?;
-            // A daemon changes the working directory, so the path must be absolute.
+            // A daemon changes its working directory, so the path must be absolute.
             return std::path::absolute(folder).ok().map(IndexStore::new);
         }
         folder_of_user().map(IndexStore::new)
@@ -77,15 +79,15 @@ impl IndexStore {
         &self.folder
     }
 
-    /// Path of the file `name`, which need not exist.
+    /// Path of the file `name`. The file may be missing.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.join(name)
     }
 
-    /// The bytes of the file `name`.
+    /// Reads the file `name`.
     ///
     /// # Errors
-    /// The reason why it is not used, `NotFound` if it does not exist.
+    /// The reason why the file is not used. `NotFound` if it does not exist.
     pub fn read(&self, name: &str) -> io::Result<Vec<u8>> {
         check_folder(&self.folder)?;
         let mut file = OpenOptions::new()
@@ -108,17 +110,17 @@ impl IndexStore {
     /// Writes the file `name`.
     ///
     /// # Errors
-    /// Why it is not kept; nothing stays half-written.
+    /// The reason why the file was not written. No incomplete file is left.
     pub fn write(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         self.put(name, bytes, false)
     }
 
-    /// Replaces the file `name`, which has no other copy, by the result of `change`. One process
-    /// updates at a time, and a crash leaves the old file or the new one. If `change` returns
-    /// `None`, the file stays as it is.
+    /// Replaces the file `name` by the result of `change`. There is no other copy of the data of
+    /// this file. So only one process updates at a time, and a crash leaves the old file or the new
+    /// file. If `change` returns `None`, the file is not changed.
     ///
     /// # Errors
-    /// Why it is not kept; nothing stays half-written.
+    /// The reason why the file was not written. No incomplete file is left.
     pub fn update(
         &self,
         name: &str,
@@ -129,7 +131,7 @@ impl IndexStore {
         change(self.read(name)).map_or(Ok(()), |bytes| self.put(name, &bytes, true))
     }
 
-    /// Locks the folder against other updates. `None` if the lock is not free in time: the update
+    /// Locks the folder against other updates. `None` if the lock is not free in time. The update
     /// then continues without it, and at worst one of two updates is lost.
     fn lock(&self) -> Option<Flock<File>> {
         let started = Instant::now();
@@ -151,7 +153,7 @@ impl IndexStore {
         check_folder(&self.folder)
     }
 
-    /// Writes a file. If `synced`, it is on the disk before it gets its name.
+    /// Writes a file. If `synced` is set, its bytes are on the disk before the file gets its name.
     fn put(&self, name: &str, bytes: &[u8], synced: bool) -> io::Result<()> {
         self.make_folder()?;
         let mut options = OpenOptions::new();
@@ -173,7 +175,7 @@ impl IndexStore {
         std::fs::remove_file(self.path(name)).is_ok()
     }
 
-    /// Removes the records of views beside the index `name`.
+    /// Removes the records of views that belong to the index file `name`.
     pub fn remove_views(&self, name: &str) {
         let stem = name.split('.').next().unwrap_or_default();
         let Ok(entries) = std::fs::read_dir(&self.folder) else { return };
@@ -183,8 +185,8 @@ impl IndexStore {
         }
     }
 
-    /// Removes the oldest files if there are too many, and temporary files that killed writers
-    /// left.
+    /// Removes the oldest files if there are too many. Also removes temporary files of writers that
+    /// were killed.
     fn make_room(&self) {
         let Ok(entries) = std::fs::read_dir(&self.folder) else { return };
         let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
@@ -207,8 +209,8 @@ impl IndexStore {
         let file = |name: &String| {
             let path = self.path(name);
             let meta = std::fs::symlink_metadata(&path).ok()?;
-            // Views follow from an index, and headers can be read again. Checksums of bytes that
-            // have changed cannot be made again.
+            // Records of views can be made again from an index, and an index from the headers.
+            // Checksums cannot be made again if the bytes have changed, so they are removed last.
             let turn = if is_view(name) { 0 } else { 1 + u8::from(name.ends_with(".sums")) };
             Some((turn, meta.modified().ok()?, meta.len(), path))
         };
@@ -228,16 +230,18 @@ impl IndexStore {
     }
 }
 
-/// The name of the file for `parts`, which must not hold a zero byte, because it separates them.
+/// The file name for `parts`. A part must not have a zero byte, because zero bytes separate the
+/// parts.
 pub(crate) fn file_name(parts: &[&[u8]], extension: &str) -> String {
     format!("{}.{extension}", Digest::of(&parts.join(&0)))
 }
 
-/// The folder of tensorfs among the caches of this user: `$XDG_CACHE_HOME/tensorfs`,
-/// `/var/cache/tensorfs` for root, `~/.cache/tensorfs`. `None` if there is no such place.
+/// The folder of tensorfs among the caches of this user. It is the first of these that applies:
+/// `$XDG_CACHE_HOME/tensorfs`, `/var/cache/tensorfs` for root, `~/.cache/tensorfs`. `None` if none
+/// of them applies.
 pub fn folder_of_user() -> Option<PathBuf> {
     let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
-    // The XDG specification says that relative paths are ignored.
+    // The XDG specification requires that relative paths are ignored.
     let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     if let Some(cache) = absolute("XDG_CACHE_HOME") {
         return Some(cache.join("tensorfs"));
@@ -248,10 +252,10 @@ pub fn folder_of_user() -> Option<PathBuf> {
     absolute("HOME").map(|home| home.join(".cache/tensorfs"))
 }
 
-/// Refuses a folder in which other users could replace our files.
+/// Refuses a folder in which other users could replace files of this user.
 ///
 /// # Errors
-/// If they could, or if there is no such folder.
+/// Other users could replace files, or there is no such folder.
 pub(crate) fn check_folder(folder: &Path) -> io::Result<()> {
     let meta = std::fs::metadata(folder)?;
     let sticky = meta.mode() & libc::S_ISVTX != 0;
@@ -261,12 +265,12 @@ pub(crate) fn check_folder(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether only this user or root could have written the file.
+/// Whether no user other than this user and root could have written the file.
 pub(crate) fn is_private(meta: &Metadata) -> bool {
     is_trusted(meta.uid()) && !others_write(meta.mode())
 }
 
-/// Whether files of this user are trusted: it is our user or root.
+/// Whether files of the user `uid` are trusted: it is this user or root.
 fn is_trusted(uid: u32) -> bool {
     uid == nix::unistd::geteuid().as_raw() || uid == 0
 }
@@ -275,9 +279,9 @@ fn others_write(mode: u32) -> bool {
     mode & 0o022 != 0
 }
 
-/// Whether a file of this name is one that we wrote: the name is a digest with an extension, or two
-/// with that of views, or such a name in the form of `temporary_name`. The folder may hold other
-/// files.
+/// Whether a file of this name was written by tensorfs. Such a name is a digest with an extension,
+/// or two digests with the extension of records of views, or the name that `temporary_name` makes
+/// of either. The folder may have other files.
 fn is_ours(name: &str) -> bool {
     let kept = match name.strip_suffix(TEMPORARY) {
         None => Some(name),
@@ -289,7 +293,7 @@ fn is_ours(name: &str) -> bool {
     is_index || kept.is_some_and(is_view)
 }
 
-/// Whether this is the name of the record of a view.
+/// Whether the name is that of a record of a view.
 fn is_view(name: &str) -> bool {
     let mut parts = name.split('.');
     let digests = parts.next().is_some_and(is_digest) && parts.next().is_some_and(is_digest);
@@ -301,7 +305,7 @@ fn is_digest(word: &str) -> bool {
     word.len() == 32 && word.bytes().all(hex)
 }
 
-/// A name that no other writer has.
+/// A name for a temporary file that no other writer uses.
 fn temporary_name(name: &str) -> String {
     use std::sync::atomic::{AtomicU64, Ordering};
     static NUMBER: AtomicU64 = AtomicU64::new(0);
@@ -424,7 +428,7 @@ mod tests {
         let left = names(&store);
         let ours = left.iter().filter(|name| is_ours(name) && !name.ends_with(TEMPORARY)).count();
         assert_eq!(ours, FILES_MAX);
-        // A new temporary file stays, because its writer may still be at work.
+        // A new temporary file is kept, because its writer may still be running.
         assert_eq!(left.len(), FILES_MAX + others.len() + 1);
         assert!(others.iter().all(|name| store.path(name).exists()));
         assert_eq!(store.read(NAME).unwrap(), b"new");

@@ -1,10 +1,10 @@
-//! Checksums of all bytes of the shards of a folder, from the time when they were first read whole.
+//! Checksums of all bytes of the shards of a folder. They are recorded when the shards are first
+//! read completely.
 //!
-//! A file of its own beside the index, since that is thrown away at any doubt and this is not. It
-//! holds for each shard how the file is cut into parts (its description, each stored piece of a
-//! tensor, and the bytes that no tensor uses), and a hash of every part. Large parts have a hash for
-//! each `CHUNK_LEN` bytes, so that a difference is found to within that. Nothing here touches a
-//! file.
+//! They are in a file beside the index. The index is deleted at any doubt, and the checksums must not be. For each
+//! shard, the file records how the shard is cut into parts, and hashes of every part. The parts are its description,
+//! each stored piece of a tensor, and the bytes that no tensor uses. Large parts have a hash for each `CHUNK_LEN`
+//! bytes, so that the place of a difference is known to within `CHUNK_LEN` bytes. This module accesses no file.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,17 +19,17 @@ use super::frame::{self, FileKind};
 /// Extension of files of checksums.
 pub const SUMS_EXTENSION: &str = "sums";
 
-/// Maximum number of bytes per hash.
+/// Maximum number of bytes that one hash covers.
 pub const CHUNK_LEN: u64 = 1 << 20;
 
 const KIND: FileKind = FileKind { magic: b"TFS-SUMS", version: 2 };
 
-/// The cut of a file into parts without gaps, and of the parts into chunks.
+/// How a file is cut into parts without gaps, and how the parts are cut into chunks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockBoundaries {
     /// The end of each part.
     ends: Vec<u64>,
-    /// Number of chunks up to the end of each part.
+    /// Total number of chunks up to the end of each part.
     chunk_ends: Vec<u32>,
 }
 
@@ -38,11 +38,11 @@ pub struct BlockBoundaries {
 pub struct ShardSums {
     /// Its name in the folder.
     pub name: String,
-    /// The lasting part of its version.
+    /// Its version without the device number, which differs after each mount of a file system.
     pub version: Version,
-    /// Time at which they were recorded, in seconds since 1970.
+    /// Time at which the checksums were recorded, in seconds since 1970.
     pub recorded: i64,
-    /// Its parts. The first one is the bytes before the data.
+    /// The parts of the file. The first part is the description in front of the data.
     pub boundaries: Arc<BlockBoundaries>,
     /// The hash of each chunk.
     pub digests: Vec<Digest>,
@@ -51,22 +51,22 @@ pub struct ShardSums {
 /// The checksums of the shards of one folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sums {
-    /// The folder that the checksums belong to.
+    /// Path of the folder, as bytes.
     pub folder: Vec<u8>,
-    /// Checksums of the shards, by name.
+    /// Checksums of the shards, sorted by name.
     pub shards: Vec<Arc<ShardSums>>,
 }
 
-/// A chunk of a file.
+/// A chunk of a file, which has one hash.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChecksumChunk {
     /// Its bytes.
     pub range: Range<u64>,
-    /// Number of its digest.
+    /// Index of its digest.
     pub number: usize,
 }
 
-/// The checksums of a folder as they are written.
+/// The checksums of a folder in the form in which they are encoded.
 #[derive(Decode, Encode)]
 struct SumsContent {
     folder: Vec<u8>,
@@ -80,13 +80,13 @@ struct ShardContent {
     recorded: i64,
     /// Length of each part.
     lens: Vec<u64>,
-    /// 16 bytes for each chunk.
+    /// The digests of all chunks, with 16 bytes each.
     digests: Vec<u8>,
 }
 
 impl BlockBoundaries {
-    /// Parts of these lengths, one after another, without the empty ones. `None` if there are too
-    /// many bytes or chunks to count.
+    /// Makes parts of these lengths, which follow each other in the file. Empty parts are left out.
+    /// `None` if the number of bytes or chunks overflows.
     pub fn new(lens: impl IntoIterator<Item = u64>) -> Option<BlockBoundaries> {
         let (mut boundaries, mut end, mut chunks) = (BlockBoundaries::default(), 0u64, 0u32);
         for len in lens.into_iter().filter(|&len| len > 0) {
@@ -118,13 +118,14 @@ impl BlockBoundaries {
         self.chunk_ends.last().map_or(0, |&end| end as usize)
     }
 
-    /// The bytes of a part.
+    /// The byte range of a part.
     pub fn part(&self, index: usize) -> Range<u64> {
         let start = if index == 0 { 0 } else { self.ends[index - 1] };
         start..self.ends[index]
     }
 
-    /// The parts that overlap `range`, which is cut at the end of the file.
+    /// The indexes of the parts that overlap `range`. The part of `range` behind the end of the
+    /// file is ignored.
     pub fn parts_of(&self, range: &Range<u64>) -> Range<usize> {
         let end = range.end.min(self.file_len());
         if range.start >= end {
@@ -134,7 +135,7 @@ impl BlockBoundaries {
         first..self.ends.partition_point(|&part_end| part_end < end) + 1
     }
 
-    /// The part that a chunk belongs to.
+    /// The index of the part to which a chunk belongs.
     pub fn part_of_chunk(&self, number: usize) -> usize {
         self.chunk_ends.partition_point(|&end| end as usize <= number)
     }
@@ -163,29 +164,29 @@ impl ShardSums {
     }
 }
 
-/// Hashes the bytes of a file, or of some of its parts, from their beginning, chunk by chunk.
+/// Hashes the bytes of a file, or of consecutive parts of a file, chunk by chunk.
 #[derive(Debug)]
 pub struct ChunkHasher {
     boundaries: Arc<BlockBoundaries>,
     digests: Vec<Digest>,
-    /// The current part, and the one at which to end.
+    /// Index of the current part, and index of the part before which to stop.
     part: usize,
     parts_end: usize,
-    /// The place of the next byte, and the end of the current chunk.
+    /// Offset of the next byte, and the end of the current chunk.
     offset: u64,
     chunk_end: u64,
-    /// The hash of a chunk that is not complete.
+    /// The hasher of a chunk that is not complete.
     begun: Option<Hasher>,
 }
 
 impl ChunkHasher {
-    /// A hasher of a file with these boundaries.
+    /// A hasher for a whole file with these boundaries.
     pub fn new(boundaries: Arc<BlockBoundaries>) -> ChunkHasher {
         let parts = 0..boundaries.len();
         ChunkHasher::of_parts(boundaries, parts)
     }
 
-    /// A hasher of these parts of a file with these boundaries.
+    /// A hasher for the parts with the indexes `parts`.
     pub(crate) fn of_parts(boundaries: Arc<BlockBoundaries>, parts: Range<usize>) -> ChunkHasher {
         let offset = if parts.is_empty() { 0 } else { boundaries.part(parts.start).start };
         let mut hasher = ChunkHasher {
@@ -206,7 +207,7 @@ impl ChunkHasher {
         end.min(self.offset.saturating_add(CHUNK_LEN))
     }
 
-    /// Adds bytes. Bytes after the last part are ignored.
+    /// Adds the next bytes. Bytes after the last part are ignored.
     pub fn update(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() && self.part < self.parts_end {
             let left = self.chunk_end - self.offset;
@@ -229,7 +230,7 @@ impl ChunkHasher {
         }
     }
 
-    /// The digests of all chunks, `None` if the end of the last part is not reached.
+    /// The digests of all chunks. `None` if the bytes ended before the last part did.
     pub fn finish(self) -> Option<Vec<Digest>> {
         (self.part == self.parts_end).then_some(self.digests)
     }
@@ -251,7 +252,7 @@ impl Sums {
         }
     }
 
-    /// The bytes of the file, `None` if it would be too long.
+    /// The bytes of the file. `None` if the file would be too long.
     pub fn encode(&self) -> Option<Vec<u8>> {
         let shards = self.shards.iter().map(|shard| ShardContent {
             name: shard.name.clone(),
@@ -266,12 +267,12 @@ impl Sums {
         frame::wrap(KIND, SumsContent { folder: self.folder.clone(), shards: shards.collect() })
     }
 
-    /// The checksums in `bytes`, or the reason why they are invalid.
+    /// Decodes the checksums in `bytes`. The error is the reason why they are invalid.
     pub fn decode(bytes: &[u8]) -> Result<Sums, &'static str> {
         Sums::of_content(frame::unwrap(KIND, bytes)?)
     }
 
-    /// Decodes content without its frame, which may be any bytes.
+    /// Decodes content without a frame. The content may be any bytes.
     pub fn decode_unframed(bytes: &[u8]) -> Result<Sums, &'static str> {
         Sums::of_content(frame::content(bytes)?)
     }

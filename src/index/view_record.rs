@@ -1,8 +1,9 @@
-//! The record of a view: the sets of a folder as the view presents them, so that the next start need not
-//! select, name, cut, cast and lay out their tensors again.
+//! The record of a view: the sets of a folder with the tensors and files that the view makes of them. With it, the
+//! next start does not need to select, rename, cut and cast the tensors, and to make the layouts.
 //!
-//! A record belongs to one index file, by the checksum of that file, and to one view, by its hash.
-//! It is a copy like the index: if it is stale or damaged, it is made anew.
+//! A record belongs to one index file, which is identified by its checksum, and to one view, which
+//! is identified by its hash. Like the index it is only a copy: if it is out of date or damaged, it
+//! is written again.
 
 use std::collections::HashSet;
 
@@ -16,24 +17,23 @@ use super::frame::{self, FileKind, List, Numbers};
 use super::store::{IndexStore, VIEW_EXTENSION};
 use super::{Index, SetRecord, VirtualFileRecord, is_file_name};
 
-/// The version increases with every change of the content, of the steps of a view, and of the
-/// layout of a file.
+/// The version has to be increased with every change of the content, of the steps of a view, and of
+/// the layout of a file.
 const KIND: FileKind = FileKind { magic: b"TFSVIEWS", version: 2 };
 
 /// The sets of an index as a view presents them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ViewRecord {
-    /// Each set, in the order of the index. `None` for a set that the view shows as the files that it
-    /// has.
+    /// Each set, in the order of the index. `None` for a set that the view shows as its original files.
     pub sets: Vec<Option<PresentedRecord>>,
 }
 
 /// A set as a view presents it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PresentedRecord {
-    /// The tensors of the view, `None` if they are those of the set.
+    /// The tensors of the view. `None` if the view keeps the tensors of the set.
     pub catalog: Option<Catalog>,
-    /// Name and tensors of each virtual file, as in its `FileSpec`, and the file itself.
+    /// The virtual files, with their names and tensors.
     pub files: Vec<PresentedFile>,
     /// The `config.json` that the view read.
     pub config: ConfigRecord,
@@ -44,26 +44,26 @@ pub struct PresentedRecord {
 pub struct PresentedFile {
     /// Its name.
     pub name: String,
-    /// Positions of its tensors in the catalog, ascending; `None` for all tensors.
+    /// Indexes of its tensors in the catalog, ascending. `None` means all tensors.
     pub tensors: Option<Vec<u32>>,
     /// Hash of its `FileSpec`, its length, and the hash of its header.
     pub file: VirtualFileRecord,
 }
 
-/// The `config.json` that a view read.
+/// Whether a view read a `config.json`, and which text it read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ConfigRecord {
-    /// It read none.
+    /// The view looked for no `config.json`.
     #[default]
     Unread,
-    /// It found none.
+    /// The view found no `config.json`.
     Missing,
-    /// It read the text with this hash.
+    /// The view read a text with this hash.
     Text(Digest),
 }
 
 impl ConfigRecord {
-    /// The hash of the text, `None` if there is none.
+    /// The hash of the text. `None` if no text was read.
     pub fn digest(self) -> Option<Digest> {
         match self {
             ConfigRecord::Text(digest) => Some(digest),
@@ -74,7 +74,7 @@ impl ConfigRecord {
 
 #[derive(BorrowDecode, Encode)]
 struct ViewContent<'a> {
-    /// Hash of the index and the view that it belongs to.
+    /// Hash of the index and of the view to which it belongs.
     owner: [u8; 16],
     sets: List<Option<PresentedContent<'a>>>,
 }
@@ -83,24 +83,25 @@ struct ViewContent<'a> {
 struct PresentedContent<'a> {
     columns: Option<ViewColumns<'a>>,
     files: List<PresentedFileContent<'a>>,
-    /// Whether a `config.json` was looked for, and the hash of its text.
+    /// `None` if the view looked for no `config.json`. Inside, the hash of the text, or `None` if
+    /// there was no file.
     config: Option<Option<[u8; 16]>>,
 }
 
-/// Name, positions as differences, hash of the spec, length, hash of the header.
+/// Name, indexes of tensors as differences, hash of the spec, length, and hash of the header.
 type PresentedFileContent<'a> = (&'a str, Option<(u64, Numbers<'a>)>, [u8; 16], u64, [u8; 16]);
 
 impl ViewRecord {
-    /// The bytes of the record of the view with the hash `view`, beside the index file whose bytes
-    /// have the checksum `index`. `None` if it would be too long.
+    /// Encodes the record of the view with the hash `view`. It belongs to the index file with the
+    /// checksum `index`. `None` if the record would be too long.
     pub fn encode(&self, index: Digest, view: Digest) -> Option<Vec<u8>> {
         let sets = self.sets.iter().map(|set| set.as_ref().map(PresentedContent::of));
         let content = ViewContent { owner: owner(index, view).0, sets: sets.collect() };
         frame::wrap(KIND, content)
     }
 
-    /// The record in `bytes`, or the reason why it is not one of this index and this view. `sets`
-    /// are those of the index.
+    /// Decodes the record in `bytes`. The error is the reason why it does not belong to this index
+    /// and this view. `sets` are the sets of the index.
     pub fn decode(
         bytes: &[u8],
         index: Digest,
@@ -114,39 +115,41 @@ impl ViewRecord {
         content.into_record(sets)
     }
 
-    /// The record in `bytes`, which stand behind the index of `sets` and have no other file. It may be
-    /// of another version of this program.
+    /// Decodes the record in `bytes`, which follow an index with the sets `sets` in the same bytes. The record may be
+    /// written by another version of tensorfs.
     pub fn decode_behind(bytes: &[u8], sets: &[SetRecord]) -> Result<ViewRecord, &'static str> {
         frame::unwrap::<ViewContent<'_>>(KIND, bytes)?.into_record(sets)
     }
 
-    /// Decodes content without its frame, which may be any bytes.
+    /// Decodes content without a frame. The content may be any bytes.
     pub fn decode_unframed(bytes: &[u8], sets: &[SetRecord]) -> Result<ViewRecord, &'static str> {
         frame::content::<ViewContent<'_>>(bytes)?.into_record(sets)
     }
 }
 
 impl Index {
-    /// The index file that `bytes` begin with, and the bytes behind it. `None` if it is not whole.
+    /// Splits `bytes` into the index file at their beginning and the bytes after it. `None` if the
+    /// index file is not complete.
     pub(crate) fn split(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
         frame::split_first(bytes)
     }
 
-    /// The checksum in `bytes`, those of an index file. It covers them all.
+    /// The checksum that the index file in `bytes` records. It covers all other bytes of the file.
     pub fn checksum(bytes: &[u8]) -> Option<Digest> {
         frame::recorded_checksum(bytes)
     }
 }
 
 impl IndexStore {
-    /// Name of the record of a view beside the index `index`.
+    /// File name of the record of the view with the hash `view`, for the index file `index`.
     pub(crate) fn view_name(index: &str, view: Digest) -> String {
         let stem = index.split('.').next().unwrap_or_default();
         format!("{stem}.{view}.{VIEW_EXTENSION}")
     }
 }
 
-/// The hash of an index and a view. The records of one version are not those of another.
+/// The hash of an index and a view. It includes the version of tensorfs, so that a version does not
+/// use records of another version.
 fn owner(index: Digest, view: Digest) -> Digest {
     let mut hasher = Hasher::new();
     hasher.update(&index.0);
@@ -218,7 +221,8 @@ fn file_content(file: &PresentedFile) -> PresentedFileContent<'_> {
     (name, positions, spec.0, *len, header.0)
 }
 
-/// Refuses files that cannot lie in one folder, or that do not have each of `count` tensors once.
+/// Refuses files that cannot be in one folder. Also refuses files that together do not have each of
+/// `count` tensors exactly once.
 fn check_files(files: &[PresentedFile], count: usize) -> Result<(), &'static str> {
     let mut names = HashSet::new();
     if !files.iter().all(|file| is_file_name(&file.name) && names.insert(file.name.as_str())) {
@@ -235,12 +239,12 @@ fn check_files(files: &[PresentedFile], count: usize) -> Result<(), &'static str
         tensors.iter().for_each(|&position| is_there[position as usize] = true);
     }
     let are_all = files.iter().any(|file| file.tensors.is_none()) || !is_there.contains(&false);
-    // As many as there are, and none is missing: each is there once.
+    // The number of tensors is right, and none is missing, so each occurs exactly once.
     let once = found == count && are_all;
     if once { Ok(()) } else { Err("has files that do not have each tensor once") }
 }
 
-/// The file of `content`, whose catalog has `count` tensors.
+/// Decodes a file. `count` is the number of tensors in its catalog.
 fn file_of(content: PresentedFileContent<'_>, count: usize) -> Result<PresentedFile, &'static str> {
     let (name, listed, spec, len, header) = content;
     let positions = |(len, steps): (u64, Numbers<'_>)| {

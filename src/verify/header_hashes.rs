@@ -1,4 +1,5 @@
-//! The hashes in the headers of tensors, compared with the bytes of a shard as they are read.
+//! Compares the hashes in the headers of tensors with the bytes of a shard, while the shard is
+//! read.
 
 use sha2::{Digest as _, Sha256};
 
@@ -6,19 +7,19 @@ use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::tensorizer::{HashKind, HashedTensor};
 use crate::hash::hex;
 
-/// Hashes zeros in place of the value of a hash. No value is longer.
+/// Zeros, which are hashed in place of the value of a hash. No value is longer.
 const ZEROS: [u8; 32] = [0; 32];
 
-/// Compares the hashes in the headers of some tensors of a shard.
+/// Compares the hashes in the headers of some tensors of one shard.
 pub(super) struct HeaderHashCheck<'a> {
     tensors: &'a [HashedTensor],
-    /// Position in `tensors` of the tensor that is hashed next, or now.
+    /// Index in `tensors` of the tensor that is hashed now or next.
     next: usize,
-    /// One hasher of each kind that the tensor has a hash of.
+    /// One hasher for each kind of hash that the tensor has.
     hashers: Vec<TensorHasher>,
     /// Number of tensors whose hashes match.
     pub(super) matched: u64,
-    /// The first hash that does not match, and the first byte of what it is of.
+    /// The first hash that does not match, and the offset of the first byte that it covers.
     pub(super) mismatch: Option<(u64, Fault)>,
 }
 
@@ -42,7 +43,7 @@ impl TensorHasher {
         }
     }
 
-    /// The kind of the hash, and its value as a header has it.
+    /// The kind of the hash, and its value in the byte order of a header.
     fn finish(self) -> (HashKind, Vec<u8>) {
         match self {
             TensorHasher::Crc32(hasher) => {
@@ -54,13 +55,14 @@ impl TensorHasher {
 }
 
 impl<'a> HeaderHashCheck<'a> {
-    /// The check of `tensors`. Bytes of the shard that begin before the first of them are then
-    /// given one after another.
+    /// A check of `tensors`. The caller then passes the bytes of the shard to `update`, one range
+    /// after another. They must begin before the first of the tensors.
     pub(super) fn new(tensors: &'a [HashedTensor]) -> HeaderHashCheck<'a> {
         HeaderHashCheck { tensors, next: 0, hashers: Vec::new(), matched: 0, mismatch: None }
     }
 
-    /// Hashes `bytes`, which lie in the shard from `offset` on, where the last ones ended.
+    /// Hashes `bytes`, which begin at `offset` in the shard. `offset` must be the end of the bytes
+    /// of the previous call.
     pub(super) fn update(&mut self, bytes: &[u8], offset: u64) {
         let end = offset + bytes.len() as u64;
         while let Some(tensor) = self.tensors.get(self.next) {
@@ -95,7 +97,7 @@ impl<'a> HeaderHashCheck<'a> {
         }
     }
 
-    /// Compares the hashes of the tensor whose last byte was hashed.
+    /// Compares the hashes of the current tensor, whose last byte has been hashed.
     fn compare(&mut self) {
         let HashedTensor { name, range, hashes, is_entry, .. } = &self.tensors[self.next];
         let differs = self.hashers.drain(..).map(TensorHasher::finish).find_map(|(kind, found)| {
@@ -108,7 +110,7 @@ impl<'a> HeaderHashCheck<'a> {
         match differs {
             None => self.matched += 1,
             Some((kind, found, expected)) if *is_entry => {
-                // The bytes of a CRC in an archive are the other way round.
+                // The bytes of a CRC32 are little-endian. The message shows it as a number.
                 let number = |bytes: &[u8]| hex(&bytes.iter().rev().copied().collect::<Vec<u8>>());
                 let message = format!(
                     "the bytes of its entry {} at byte {} have the {} {}, its directory says {}; restore \
@@ -208,7 +210,7 @@ mod tests {
             hashes: KeptHashes::of_crc32(crc32),
             is_entry: true,
         };
-        // The check value of CRC-32.
+        // The standard check value of CRC-32.
         let (bytes, good) = (b"...123456789..", [entry(0xcbf4_3926)]);
         assert_eq!(check(bytes, &good, 4).matched, 1);
         let (byte, fault) = check(bytes, &[entry(1)], 4).mismatch.unwrap();

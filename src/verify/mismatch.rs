@@ -1,4 +1,4 @@
-//! Bytes that differ from their record.
+//! Reports bytes that differ from their recorded checksum.
 
 use std::ops::Range;
 
@@ -10,31 +10,32 @@ use crate::version::Version;
 
 use super::stored::{Named, ShardPlace};
 
-/// Bytes that differ from their record.
+/// Bytes of a shard that differ from their recorded checksum.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mismatch {
     /// Name of the shard.
     pub shard: String,
-    /// The part of the shard that the bytes belong to.
+    /// The part of the shard to which the bytes belong.
     pub place: ShardPlace,
-    /// The bytes in the shard.
+    /// The byte range in the shard.
     pub range: Range<u64>,
-    /// Recorded and found checksum. `None` if the file has another length.
+    /// The recorded checksum and the found checksum. `None` if the file has another length.
     pub digests: Option<(Digest, Digest)>,
-    /// Recorded length of the file, and the one found.
+    /// The recorded length of the file, and the found length.
     pub lens: (u64, u64),
-    /// When it was recorded, in seconds since 1970.
+    /// Time at which the checksum was recorded, in seconds since 1970.
     pub recorded: i64,
-    /// Whether the modification time is the recorded one.
+    /// Whether the modification time equals the recorded one.
     pub same_mtime: bool,
-    /// Number of further headers and stored pieces that differ.
+    /// Number of other headers and stored pieces that differ.
     pub others: u64,
-    /// Number of bytes behind `range` that the checksum is of too.
+    /// Number of bytes behind `range` that the checksum also covers.
     more_bytes: u64,
 }
 
 impl Mismatch {
-    /// The mismatch of bytes `range` of a shard, which has the record `known` and is `now`.
+    /// The mismatch of the bytes `range` of a shard. `known` is the record of the shard, and `now`
+    /// is its current version.
     pub(crate) fn new(
         known: &ShardSums,
         now: &Version,
@@ -55,7 +56,7 @@ impl Mismatch {
         }
     }
 
-    /// The first mismatch of a shard whose recorded chunks now have `digests`.
+    /// The first mismatch of a shard. `digests` are the current digests of its recorded chunks.
     pub(super) fn find(
         named: &Named<'_>,
         known: &ShardSums,
@@ -81,7 +82,7 @@ impl Mismatch {
         Some(Mismatch { others, ..Mismatch::new(known, now, place, chunk.range, digests) })
     }
 
-    /// Compares a header with `record` of an index that was made at `made`.
+    /// Compares the hash of a header with `record`, which is from an index that was made at `made`.
     pub(super) fn find_in_header(
         shard: &Shard,
         record: &FileRecord,
@@ -103,7 +104,7 @@ impl Mismatch {
         })
     }
 
-    /// The name of the tensor, if the bytes belong to one.
+    /// The name of the tensor to which the bytes belong, if there is one.
     pub fn tensor(&self) -> Option<&str> {
         match &self.place {
             ShardPlace::Tensor(name) => Some(name),
@@ -111,7 +112,7 @@ impl Mismatch {
         }
     }
 
-    /// The fault that refuses the checkpoint.
+    /// The fault that refuses the checkpoint because of this mismatch.
     pub fn fault(&self) -> Fault {
         let more = match self.others {
             0 => String::new(),
@@ -130,7 +131,7 @@ impl Mismatch {
         }
     }
 
-    /// The mismatch in one line with the names.
+    /// The mismatch as one line with the names of the shard and the tensor.
     pub(super) fn line(&self) -> String {
         let name = self.tensor().map(|name| format!("tensor {}: ", crate::error::quoted(name)));
         format!("{}: {}{}", self.shard, name.unwrap_or_default(), self.what())
@@ -158,10 +159,10 @@ impl Mismatch {
     }
 }
 
-/// Seconds since 1970 as a date and a time.
+/// Formats seconds since 1970 as a date and a time.
 pub(super) fn shown_time(seconds: i64) -> String {
     let (days_since_1970, time) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-    // Years that begin in March have their odd day at the end: 146,097 days in 400 of them.
+    // If a year begins in March, the leap day is at its end. 400 years have 146,097 days.
     let days = days_since_1970 + 719_468;
     let (era, era_day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
     let era_year = (era_day - era_day / 1460 + era_day / 36_524 - era_day / 146_096) / 365;

@@ -1,4 +1,4 @@
-//! The checksums of a folder in the store.
+//! The recorded checksums of a folder.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -16,21 +16,23 @@ use crate::version::Version;
 use super::mismatch::Mismatch;
 use super::stored::ShardPlace;
 
-/// Maximum number of parts of one folder with checksums: all of them are in memory at a time.
+/// Maximum number of chunks of one folder that have checksums. All of them are in memory at the
+/// same time.
 const PARTS_MAX: usize = 16 << 20;
 
-/// The checksums of a folder that were recorded before.
+/// The checksums of a folder that earlier runs have recorded.
 #[derive(Clone, Debug)]
 pub struct Recorded {
     store: Option<IndexStore>,
     folder: PathBuf,
     sums: Sums,
-    /// Why the file that is there is not used.
+    /// The reason why an existing file of checksums is not used.
     doubt: Option<String>,
 }
 
 impl Recorded {
-    /// The checksums of `folder` in the store at `store`; none without a store.
+    /// Loads the checksums of `folder` from the store in the folder `store`. Without a store there
+    /// are none.
     pub fn load(store: Option<&Path>, folder: &Path) -> Recorded {
         let store = store.map(|folder| IndexStore::new(folder.to_owned()));
         let mut recorded =
@@ -47,7 +49,7 @@ impl Recorded {
         recorded
     }
 
-    /// The folder that they are kept in.
+    /// The folder of the store.
     pub fn store(&self) -> Option<&Path> {
         self.store.as_ref().map(IndexStore::folder)
     }
@@ -57,16 +59,16 @@ impl Recorded {
         self.sums.shard(name)
     }
 
-    /// Refuses a checkpoint if a shard has no checksums here, or is not the recorded file by
-    /// length, times and header. Reads the headers.
+    /// Refuses a checkpoint if a shard has no checksums here, if its file was replaced or has
+    /// another length, or if its header has another checksum. Reads the headers.
     ///
     /// # Errors
-    /// The refusal, with what to do, or why a header cannot be read.
+    /// The refusal, with advice, or the reason why a header cannot be read.
     pub fn admit(&self, checkpoint: &Checkpoint) -> Result<()> {
         let refused = |kind, name: &str, message| {
             Err(checkpoint.refused(Fault::new(kind, message).in_file(name)))
         };
-        // One chunk at a time.
+        // This buffer holds one chunk at a time.
         let mut bytes = Vec::new();
         for (source, shard) in checkpoint.sources().iter().zip(&checkpoint.source_catalog().shards)
         {
@@ -113,14 +115,14 @@ impl Recorded {
         }
     }
 
-    /// The number of shards with checksums, and when the last of them were recorded, in seconds
-    /// since 1970.
+    /// The number of shards that have checksums, and the time at which the last of them were
+    /// recorded, in seconds since 1970.
     pub fn extent(&self) -> Option<(usize, i64)> {
         let last = self.sums.shards.iter().map(|shard| shard.recorded).max()?;
         Some((self.sums.shards.len(), last))
     }
 
-    /// Path of an existing file of checksums that is not used, and why.
+    /// The path of an existing file of checksums that is not used, and the reason.
     pub fn doubt(&self) -> Option<String> {
         let path = self.store.as_ref()?.path(&self.file_name());
         self.doubt.as_ref().map(|doubt| format!("{}: not used: {doubt}", shown_path(&path)))
@@ -136,11 +138,11 @@ impl Recorded {
         own.then_some(sums).ok_or("is about another folder")
     }
 
-    /// Replaces the checksums of these shards by `fresh`. The checksums that other processes have
-    /// recorded meanwhile stay.
+    /// Records `fresh`, and replaces earlier checksums of the same shards. Checksums that other
+    /// processes have recorded in the meantime are kept.
     ///
     /// # Errors
-    /// Why they are not kept.
+    /// The reason why the checksums were not recorded.
     pub fn keep(&self, fresh: Vec<ShardSums>) -> std::result::Result<(), String> {
         if fresh.is_empty() {
             return Ok(());
@@ -182,8 +184,9 @@ impl Recorded {
     }
 }
 
-/// Whether a file that was `before` was saved anew: it has a new modification time, and a new inode
-/// or length. A file that keeps its time, or is only written to, must keep its bytes.
+/// Whether the file with the version `before` was replaced or saved again: its modification time
+/// has changed, and also its inode or its length. A file with the same modification time, or with
+/// the same inode and length, must have the same bytes.
 pub(super) fn is_another_file(before: &Version, now: &Version) -> bool {
     before.modified() != now.modified() && (before.file() != now.file() || before.len != now.len)
 }
@@ -210,14 +213,15 @@ mod tests {
         let load = || Recorded::load(Some(&store), &folder);
         let (first, second) = (load(), load());
         first.keep(vec![sums(&folder, "a", 1), sums(&folder, "b", 2)]).unwrap();
-        // An equal record is no conflict, a different one is; a shard without a record is recorded.
+        // An equal record is no conflict, and a different record is one. A shard without a record
+        // is recorded.
         second.keep(vec![sums(&folder, "b", 2), sums(&folder, "c", 3)]).unwrap();
         assert!(second.keep(vec![sums(&folder, "a", 9)]).unwrap_err().contains("another process"));
         let digest = |name: &str| load().of(name).unwrap().digests[0].0[0];
         assert_eq!(["a", "b", "c"].map(digest), [1, 2, 3]);
         load().keep(vec![sums(&folder, "a", 9)]).unwrap();
         assert_eq!(["a", "b", "c"].map(digest), [9, 2, 3]);
-        // Records of deleted files are dropped at the next change.
+        // Records of deleted files are removed at the next change.
         std::fs::remove_file(folder.join("c")).unwrap();
         load().keep(vec![sums(&folder, "d", 4)]).unwrap();
         assert!(load().of("c").is_none() && load().of("d").is_some());

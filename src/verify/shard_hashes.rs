@@ -1,5 +1,6 @@
-//! The hashes of one shard. Its bytes are cut into steps at the bounds of tensors, and each step is
-//! read and hashed by one thread, because the hash of a tensor cannot be computed by several.
+//! Computes the hashes of one shard. Its bytes are cut into steps at the bounds of tensors. Each
+//! step is read and hashed by one thread, because several threads cannot compute the hash of one
+//! tensor together.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,27 +19,29 @@ use crate::index::{BlockBoundaries, ChunkHasher, ShardSums, now};
 use crate::source::Source;
 use crate::sweep::{RANGE_MAX, Sweep};
 
-/// Bytes that a thread reads at a time.
+/// Number of bytes that a thread reads at a time.
 const READ_LEN: u64 = RANGE_MAX;
 
-/// Shortest step in bytes, but for the last one.
+/// Minimum length of a step in bytes. The last step may be shorter.
 const STEP_LEN: u64 = 16 << 20;
 
-/// Called with numbers of bytes, as they are read.
+/// A function that is called with the number of bytes of each read.
 pub(super) type ReadProgress<'a> = &'a (dyn Fn(u64) + Sync);
 
-/// The hashes of one shard.
+/// The hashes of one shard that was read.
 pub(super) struct ShardHashes {
     /// Its checksums. `None` if it has more chunks than can be counted.
     pub(super) sums: Option<ShardSums>,
-    /// Digests of the recorded chunks, if its own chunks differ from them.
+    /// Digests of the chunks in the record. `None` if the record has the same chunks as `sums`.
     pub(super) as_recorded: Option<Vec<Digest>>,
     /// The hash of its description.
     pub(super) header: Digest,
     pub(super) sha256: Option<String>,
-    /// Number of tensors whose bytes match the hashes in their headers, or of entries of an archive.
+    /// Number of tensors whose bytes match the hashes in their headers. For an archive, the number of entries that
+    /// match their CRC.
     pub(super) hashed: u64,
-    /// The first hash in a header that does not match, and the first byte of what it is of.
+    /// The first hash in a header that does not match, and the offset of the first byte that it
+    /// covers.
     pub(super) differs: Option<(u64, Fault)>,
 }
 
@@ -46,9 +49,9 @@ pub(super) struct ShardHashes {
 #[derive(Debug, PartialEq, Eq)]
 struct HashStep {
     bytes: Range<u64>,
-    /// Its parts of the boundaries.
+    /// The indexes of the parts of the boundaries that it contains.
     parts: Range<usize>,
-    /// The tensors with hashes that lie in it.
+    /// The indexes of the tensors with hashes that it contains.
     tensors: Range<usize>,
 }
 
@@ -56,14 +59,14 @@ struct HashStep {
 struct StepHashes {
     digests: Option<Vec<Digest>>,
     as_recorded: Option<Vec<Digest>>,
-    /// Its bytes that describe the others.
+    /// Its bytes that describe the tensors.
     described: Vec<u8>,
     sha256: Option<String>,
     hashed: u64,
     differs: Option<(u64, Fault)>,
 }
 
-/// A shard that is read, and the hashes that are wanted of it.
+/// A shard that is being read, and the hashes that have to be computed.
 struct ShardRead<'a> {
     sweep: &'a Sweep,
     source: &'a Arc<Source>,
@@ -75,7 +78,7 @@ struct ShardRead<'a> {
     progress: ReadProgress<'a>,
 }
 
-/// Reads each byte of a shard once.
+/// Reads each byte of a shard once, and computes all hashes.
 pub(super) fn read_shard(
     sweep: &Sweep,
     source: &Arc<Source>,
@@ -103,7 +106,7 @@ pub(super) fn read_shard(
         header.update(&step.described);
         hashed += step.hashed;
         differs = differs.take().or(step.differs);
-        // These are of a step that has all bytes.
+        // Both are set only if there is one step, which has all bytes of the shard.
         (as_recorded, whole) = (step.as_recorded, step.sha256);
         Ok(())
     })?;
@@ -119,7 +122,8 @@ pub(super) fn read_shard(
 }
 
 impl ShardRead<'_> {
-    /// The steps in which the shard is read: one if a hash of all bytes is wanted.
+    /// The steps in which the shard is read. There is only one step if a hash of all bytes is
+    /// needed.
     fn steps(&self) -> Vec<HashStep> {
         let (bytes, tensors) = (0..self.shard.file_len, 0..self.tensors.len());
         match &self.boundaries {
@@ -152,7 +156,7 @@ impl ShardRead<'_> {
         while let Some(read) = pending {
             let Range { start: offset, end } = read.range();
             let mut buffer = read.wait()?;
-            // They come while these are hashed.
+            // The next bytes are read while these bytes are hashed.
             pending = begin(end)?;
             let chunk = &mut *buffer;
             own.as_mut().into_iter().chain(&mut recorded).for_each(|hasher| hasher.update(chunk));
@@ -165,7 +169,7 @@ impl ShardRead<'_> {
             if let Some(hash) = &mut whole {
                 hash.update(&*chunk);
             }
-            // The hashes in headers are those of the plain bytes, all others those of the stored ones.
+            // The hashes in headers cover the decrypted bytes. All other hashes cover the bytes in the file.
             self.source.decrypt(offset, chunk)?;
             hashed.update(chunk, offset);
             (self.progress)(chunk.len() as u64);
@@ -181,8 +185,8 @@ impl ShardRead<'_> {
     }
 }
 
-/// Cuts a shard into steps of `STEP_LEN` bytes or more, where no part of `boundaries` and none of
-/// `tensors` is cut. These are in the order of their bytes.
+/// Cuts a shard into steps of at least `STEP_LEN` bytes. No part of `boundaries` and no tensor of
+/// `tensors` is cut. `tensors` are in the order of their bytes.
 fn steps(boundaries: &BlockBoundaries, tensors: &[HashedTensor]) -> Vec<HashStep> {
     let mut steps: Vec<HashStep> = Vec::new();
     let (mut start, mut first_part, mut first_tensor, mut tensor) = (0, 0, 0, 0);
@@ -215,7 +219,7 @@ mod tests {
         ) {
             let unit = STEP_LEN / 3;
             let boundaries = BlockBoundaries::new(lens.iter().map(|(len, _)| len * unit)).unwrap();
-            // A tensor has one or two parts, and may begin or end inside of them.
+            // A tensor has one or two parts, and may begin or end inside of a part.
             let mut tensors = Vec::new();
             let mut part = 0;
             for (_, is_hashed) in &lens {

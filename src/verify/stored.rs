@@ -1,31 +1,32 @@
-//! The parts of a shard, by offset.
+//! The parts of a shard, by their offsets.
 
 use std::ops::Range;
 
 use crate::catalog::{Catalog, Shard};
 use crate::index::BlockBoundaries;
 
-/// The part of a shard that bytes belong to.
+/// The part of a shard to which bytes belong.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ShardPlace {
-    /// The bytes that describe the others.
+    /// The bytes that describe the tensors.
     Header,
     /// The tensor of this name.
     Tensor(String),
-    /// No tensor: a weight map takes their tensor from another shard.
+    /// No tensor uses the bytes, because a weight map assigns their tensor to another shard.
     Unused,
 }
 
-/// A piece as it is stored.
+/// A piece in a shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct StoredPiece {
-    /// Its bytes in the shard.
+    /// Its byte range in the shard.
     pub(crate) range: Range<u64>,
-    /// Position of its tensor in the catalog.
+    /// Index of its tensor in the catalog.
     pub(crate) tensor: u32,
 }
 
-/// The pieces and replicas with bytes in their shard, by shard and offset.
+/// For each shard, its pieces and replicas sorted by offset. Pieces without bytes in the shard are
+/// left out.
 pub(crate) fn by_shard(catalog: &Catalog) -> Vec<Vec<StoredPiece>> {
     let mut stored: Vec<Vec<StoredPiece>> = vec![Vec::new(); catalog.shards.len()];
     for tensor in catalog.tensors() {
@@ -39,8 +40,8 @@ pub(crate) fn by_shard(catalog: &Catalog) -> Vec<Vec<StoredPiece>> {
     stored
 }
 
-/// How a shard is cut for its checksums: its description, each stored piece, and the bytes that
-/// belong to none of them.
+/// How a shard is cut for its checksums: into its description, each stored piece, and the bytes
+/// that belong to none of them.
 pub(crate) fn boundaries(shard: &Shard, stored: &[StoredPiece]) -> Option<BlockBoundaries> {
     let pieces = stored.iter().map(|piece| &piece.range);
     let mut ranges: Vec<&Range<u64>> = shard.described.iter().chain(pieces).collect();
@@ -56,7 +57,7 @@ pub(crate) fn boundaries(shard: &Shard, stored: &[StoredPiece]) -> Option<BlockB
     BlockBoundaries::new(lens)
 }
 
-/// A shard whose bytes can be named.
+/// A shard with the facts that are needed to name its bytes.
 pub(crate) struct Named<'a> {
     pub(crate) shard: &'a Shard,
     pub(crate) stored: &'a [StoredPiece],
@@ -64,7 +65,7 @@ pub(crate) struct Named<'a> {
 }
 
 impl Named<'_> {
-    /// The part that has the first of `bytes`.
+    /// The part that contains the first byte of `bytes`.
     pub(crate) fn place(&self, bytes: &Range<u64>) -> ShardPlace {
         if self.shard.is_description(&(bytes.start..bytes.start + 1)) {
             return ShardPlace::Header;

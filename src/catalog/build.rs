@@ -203,8 +203,8 @@ fn check_rank(shard: &ShardHeader, first: &ShardHeader, count: usize) -> Result<
     Err(Fault::new(ErrorKind::ShardMissing, message))
 }
 
-/// All tensors or pieces of the shards, sorted by name. Those of one name are in the order of
-/// shards, and then of their places in the shard.
+/// All tensors or pieces of the shards, sorted by name. Entries of equal names are sorted by shard,
+/// and then by their index in the shard.
 fn refs_by_name<'a>(tensors: &[HeadTensors<'a>], name: &impl Fn(&Ref) -> &'a str) -> Vec<Ref> {
     let mut refs = Vec::with_capacity(tensors.iter().map(HeadTensors::len).sum());
     for (shard, tensors) in tensors.iter().enumerate() {

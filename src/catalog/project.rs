@@ -48,6 +48,7 @@ impl Catalog {
     /// So the intersections of the pieces with a part cover the part once, and the parts of a new
     /// tensor follow each other.
     ///
+    /// # Errors
     /// `misaligned` if rows of sub-byte elements do not begin and end at whole bytes. `overflow` if
     /// a tensor is too large, or if there are too many pieces.
     pub(crate) fn project<'a>(

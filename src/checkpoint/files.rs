@@ -34,8 +34,8 @@ impl Checkpoint {
         open_files(files, None, &OpenOptions::default())
     }
 
-    /// Opens `files` as `of_files` does. If `map` is given, opens its files as `of_map` does. Of
-    /// `options`, only the number of shards, the reference, the secret and the state are used.
+    /// Opens `files` as `of_files` does. If `map` is given, opens its files as `of_map` does.
+    /// Only the number of shards, the reference, the secret and the state of `options` are used.
     ///
     /// # Errors
     /// The reason of a refusal, with file and tensor.

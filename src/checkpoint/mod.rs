@@ -62,17 +62,17 @@ words! {
     /// use tensorfs::{Checkpoint, ErrorKind, OpenOptions, Tail};
     ///
     /// let checkpoint = Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref())?;
-    /// The weight map lists every tensor, so a missing tensor would be noticed.
+    /// // The weight map lists every tensor, so a missing tensor would be noticed.
     /// assert_eq!(checkpoint.tail, Tail::Proven);
     ///
-    /// The files of rank shards do not record the number of shards.
+    /// // The files of rank shards do not record the number of shards.
     /// let shards = "tests/fixtures/dcp/col_wise/shards".as_ref();
     /// let checkpoint = Checkpoint::open(shards)?;
     /// assert_eq!(checkpoint.tail, Tail::Unproven);
     /// let error = checkpoint.require_proven_tail().unwrap_err();
     /// assert_eq!(error.kind(), ErrorKind::UnprovenTail);
     ///
-    /// The number of shards, or a reference, proves that none is missing.
+    /// // The number of shards, or a reference, proves that none is missing.
     /// let options = OpenOptions { expect_shards: Some(4), ..OpenOptions::default() };
     /// Checkpoint::open_with(shards, &options)?.require_proven_tail()?;
     /// # Ok::<(), tensorfs::Error>(())

@@ -147,8 +147,8 @@ macro_rules! eight_blocks {
         /// blocks.
         type Words = [__m256i; 16];
 
-        /// Computes `words[to] ^= rotate_left(words[first] + words[second], LEFT)`. `RIGHT` is `32
-        /// - LEFT`.
+        /// Computes `words[to] ^= rotate_left(words[first] + words[second], LEFT)`.
+        /// `RIGHT` has to be `32 - LEFT`.
         #[target_feature(enable = $features)]
         #[inline]
         fn mix<const LEFT: i32, const RIGHT: i32>(

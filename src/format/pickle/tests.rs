@@ -1,4 +1,4 @@
-//! Tests of archives, pickles, and the names and places of tensors.
+//! Tests of archives, of pickles, and of the names and places of tensors.
 
 use proptest::prelude::*;
 
@@ -6,7 +6,7 @@ use super::globals::denied;
 use super::*;
 use crate::dtype::Dtype;
 
-/// A stored zip archive, as other programs write it, and the first byte of each entry's data.
+/// A zip archive with stored entries, and the offset of the first byte of each entry's data.
 fn zip(entries: &[(&str, &[u8])]) -> (Vec<u8>, Vec<usize>) {
     let (mut bytes, mut central, mut places) = (Vec::new(), Vec::new(), Vec::new());
     for (name, data) in entries {
@@ -44,12 +44,12 @@ fn text(out: &mut Vec<u8>, text: &str) {
     out.extend(text.as_bytes());
 }
 
-/// The opcodes of a tensor of F32 in the storage `key` of `numel` elements.
+/// The opcodes that make a tensor of F32 in the storage `key`, which has `numel` elements.
 fn tensor(key: &str, numel: u8, offset: u8, shape: &[u8], strides: &[u8]) -> Vec<u8> {
     tensor_of((key, numel), b"", offset, [shape, strides])
 }
 
-/// As `tensor`, with more parts of the storage's id.
+/// The opcodes of `tensor`, with more parts in the id of the storage.
 fn tensor_of(storage: (&str, u8), more: &[u8], offset: u8, layout: [&[u8]; 2]) -> Vec<u8> {
     let (key, numel) = storage;
     let mut out = b"ctorch._utils\n_rebuild_tensor_v2\n((".to_vec();
@@ -69,7 +69,7 @@ fn tensor_of(storage: (&str, u8), more: &[u8], offset: u8, layout: [&[u8]; 2]) -
     out
 }
 
-/// A pickle of a dict with these values, which are opcodes.
+/// A pickle of a dict with these values. Each value is given as opcodes.
 fn dict(pairs: &[(&str, Vec<u8>)]) -> Vec<u8> {
     let mut out = b"\x80\x02".to_vec();
     out.extend(inner(pairs));
@@ -87,7 +87,7 @@ fn inner(pairs: &[(&str, Vec<u8>)]) -> Vec<u8> {
     out
 }
 
-/// A file with the pickle and two storages of 4 and 2 elements.
+/// A file with the pickle and two storages, which have 4 and 2 elements.
 fn file(pickle: &[u8]) -> Vec<u8> {
     let entries: [(&str, &[u8]); 4] = [
         ("m/data.pkl", pickle),
@@ -174,13 +174,13 @@ fn names_that_run_code_and_tensors_in_unknown_classes_are_refused_by_name() {
     let boxed = [b"cpkg\nBox\n(".to_vec(), weight(), b"tR".to_vec()].concat();
     let message = refusal(&dict(&[("a", weight()), ("b", boxed)]));
     assert!(message.contains("a tensor to the class `pkg.Box`"), "{message}");
-    // An unknown class that gets nothing of the model is harmless.
+    // A class that is not known is harmless if it gets nothing of the model.
     let alone = b"cpkg\nConfig\n)R}X\x01\0\0\0aK\x01sb".to_vec();
     assert_eq!(names(&file(&dict(&[("a", weight()), ("b", alone)]))), ["a"]);
-    // `defaultdict(int)`, as protocol 2 has it.
+    // The opcodes of `defaultdict(int)` in protocol 2.
     let counts = b"ccollections\ndefaultdict\nc__builtin__\nlong\n\x85R".to_vec();
     assert_eq!(names(&file(&dict(&[("a", weight()), ("b", counts)]))), ["a"]);
-    // Protocol 2 names inner classes by `getattr`, and some versions of Python the members of enums.
+    // Protocol 2 names inner classes with `getattr`. Some versions of Python name the members of enums with it.
     let found = |module: &str, class: &str, name: &str| {
         let mut call = format!("cbuiltins\ngetattr\n(c{module}\n{class}\n").into_bytes();
         text(&mut call, name);
@@ -201,7 +201,7 @@ fn names_that_run_code_and_tensors_in_unknown_classes_are_refused_by_name() {
         let message = refusal(&dict(&[("a", weight()), ("b", found(module, class, name))]));
         assert!(message.contains("as only code does"), "{message}");
     }
-    // A value that is found so is not called and not changed.
+    // The result of `getattr` must not be called or changed.
     let called = [found("pathlib", "PosixPath", "touch"), b")R".to_vec()].concat();
     let changed = [found("torch.serialization", "torch", "_utils"), b"}b".to_vec()].concat();
     for misused in [called, changed] {
@@ -223,7 +223,7 @@ fn names_that_run_code_and_tensors_in_unknown_classes_are_refused_by_name() {
 fn a_part_of_the_model_that_an_unknown_class_gets_is_refused_even_if_it_is_thrown_away() {
     let mut pickle = b"\x80\x02}q\x00X\x01\0\0\0a".to_vec();
     pickle.extend(tensor("0", 4, 0, &[4], &[1]));
-    // `Evil(root)`, dropped from the stack.
+    // Makes `Evil(root)` and drops it from the stack.
     pickle.extend(b"scpkg\nEvil\nh\x00\x85R0.");
     let message = refusal(&pickle);
     assert!(message.contains("a part of the model to the class `pkg.Evil`"), "{message}");
@@ -243,7 +243,7 @@ fn a_tensor_that_leaves_its_storage_or_has_gaps_is_refused_by_name() {
         assert!(fault.message.contains(word), "{fault}");
         assert_eq!(fault.tensor.as_deref(), Some("w"));
     }
-    // Strides of axes with one item say nothing, and empty tensors have no bytes.
+    // The strides of axes with one index have no meaning, and empty tensors have no bytes.
     let odd = [
         ("a", tensor("0", 4, 0, &[1, 4, 1], &[9, 1, 7])),
         ("e", tensor("0", 4, 9, &[0, 3], &[5, 5])),
@@ -306,7 +306,8 @@ fn an_archive_that_can_be_read_in_two_ways_is_refused() {
     assert!(refused(&two).contains("not in the folder of the first"));
     let script: [(&str, &[u8]); 2] = [("m/data.pkl", &pickle), ("m/constants.pkl", data)];
     assert!(refused(&script).contains("TorchScript"));
-    // TorchScript compresses its programs, which are no reason to write the archive again.
+    // TorchScript compresses its programs. The advice to write the archive again without
+    // compression would not help.
     for (name, word) in [("m/constants.pkl", "TorchScript"), ("m/others", "compressed by method 8")]
     {
         let (mut bytes, _) = zip(&[("m/data.pkl", &pickle), ("m/code.py", data), (name, data)]);
@@ -323,14 +324,14 @@ fn an_archive_that_can_be_read_in_two_ways_is_refused() {
     assert!(refused(&big).contains("big-endian"));
     let (good, places) = zip(&[("m/data.pkl", &pickle), ("m/data/0", data)]);
     assert_eq!(names(&good), ["w"]);
-    // The name, the size and the method in front of the data.
+    // Name, size and method in the header in front of the data.
     for (at, word) in [(1, "name"), (8 + 4 + 4, "size"), (8 + 22, "method")] {
         let mut changed = good.clone();
         changed[places[1] - at] ^= 1;
         let message = parse_file(&changed).unwrap_err().message;
         assert!(message.contains(&format!("has another {word}")), "{message}");
     }
-    // The attributes of the last entry, before the place of its header and its name.
+    // The attributes of the last entry. They are in front of the place of its header and its name.
     let end = good.windows(4).rposition(|four| four == b"PK\x05\x06").unwrap();
     let mut folder = good.clone();
     folder[end - "m/data/0".len() - 8] |= 1 << 4;
@@ -341,7 +342,7 @@ fn an_archive_that_can_be_read_in_two_ways_is_refused() {
     }
 }
 
-/// A file with zeros that are not kept, from byte `at` on.
+/// A file with a hole from byte `at` on. The hole reads as zeros and takes no memory.
 struct WithHole<'a> {
     bytes: &'a [u8],
     at: u64,
@@ -371,7 +372,7 @@ fn a_file_with_too_many_bytes_that_are_no_data_of_tensors_is_refused() {
     let (bytes, places) = zip(&entries);
     let parsed = |len: u64| {
         let mut grown = bytes.clone();
-        // The place of the central directory, in the end record.
+        // The field of the end record that has the place of the central directory.
         let end = grown.len() - 6;
         let directory = u32::from_le_bytes(grown[end..end + 4].try_into().unwrap());
         grown[end..end + 4].copy_from_slice(&(directory + len as u32).to_le_bytes());
@@ -384,7 +385,7 @@ fn a_file_with_too_many_bytes_that_are_no_data_of_tensors_is_refused() {
     assert_eq!(fault.kind, ErrorKind::HeaderTooLarge);
 }
 
-/// A file of torch before 1.6 with a tensor of two elements in a storage of four.
+/// A file of torch before 1.6. Its tensor has two elements of a storage of four.
 fn legacy(little_endian: u8, numel: u64, id_end: &[u8]) -> Vec<u8> {
     let mut bytes = [b"\x80\x02".as_slice(), &legacy::MAGIC].concat();
     bytes.extend(b"\x80\x02M\xe9\x03.");
@@ -407,7 +408,7 @@ fn files_of_torch_before_1_6_have_their_data_behind_the_pickles() {
     assert_eq!(starts, [good.len() as u64 - 12]);
     let described = [0..good.len() as u64 - 16, good.len() as u64..good.len() as u64];
     assert_eq!(description.described, described);
-    // The protocol of the pickles is the choice of the caller of `torch.save`.
+    // The caller of `torch.save` chooses the protocol of the pickles.
     for first in [b"\x80\x03".as_slice(), b"\x80\x04\x95\x0d\0\0\0\0\0\0\0"] {
         let other = [first, &good[2..]].concat();
         let description = parse_file(&other).unwrap();
@@ -446,7 +447,7 @@ fn the_file_of_one_rank_of_a_parallel_model_is_refused() {
     assert_eq!(names(&file(&dict(&[("args", args(1)), weights()]))), ["w"]);
 }
 
-/// Checks that no tensor leaves the file.
+/// Checks that no tensor extends past the end of the file.
 fn is_bounded(bytes: &[u8]) -> bool {
     let Ok(description) = parse_file(bytes) else { return true };
     description.tensors().all(|tensor| {
@@ -504,7 +505,7 @@ fn flat_parameters_of_fsdp1_are_refused() {
     assert!(fault.message.contains("a flat parameter of FSDP1"), "{fault:?}");
 }
 
-/// A dict of DeepSpeed's model states, with a tensor `w` in the module that has these sizes.
+/// A dict of DeepSpeed's model states. Its module has a tensor `w` of these sizes.
 fn states(shape: &[u8], more: Vec<(&str, Vec<u8>)>) -> Vec<u8> {
     let sizes = b"ctorch\nSize\n(K\x02K\x02t\x85R".to_vec();
     let strides: Vec<u8> = shape.iter().map(|_| 1).collect();
@@ -529,7 +530,7 @@ fn model_states_tell_shapes_and_which_tensors_they_hold_no_elements_of() {
     assert_eq!((held.groups.len(), held.ranks, held.placeholders.len()), (1, Some(2), 0));
     assert_eq!((held.groups[0][0].name.as_str(), &held.groups[0][0].shape[..]), ("w", &[2, 2][..]));
     assert_eq!(zero(&states(&[0], Vec::new())).placeholders, ["w"]);
-    // Versions before 0.9 do not tell which weights are shared: what has no elements is a placeholder.
+    // Versions before 0.9 do not record which weights are shared, so a tensor without elements is a placeholder.
     let more = vec![("buffer_names", b"]X\x01\0\0\0ba".to_vec())];
     let none = || tensor("0", 4, 0, &[0], &[1]);
     let mut module =
@@ -554,12 +555,12 @@ fn model_states_tell_shapes_and_which_tensors_they_hold_no_elements_of() {
     assert_eq!(both(&module), ["w", "tied"]);
     module.pop();
     assert_eq!(both(&module), ["w"]);
-    // The tensors of another dict would be shown under its name.
+    // Without a module, the tensors of another dict would be shown as the model.
     let w = tensor("0", 4, 0, &[4], &[1]);
     let pairs = [("w", w), ("param_shapes", b"]".to_vec()), ("ds_version", b"N".to_vec())];
     let fault = parse_file(&file(&dict(&pairs))).unwrap_err();
     assert!(fault.message.contains("its `module` has a form"), "{fault}");
-    // Without shapes nothing tells where the elements are.
+    // Without shapes, it is unknown where the elements are.
     let pairs =
         [("module", inner(&[("w", tensor("0", 4, 0, &[0], &[1]))])), ("ds_version", b"N".to_vec())];
     let fault = parse_file(&file(&dict(&pairs))).unwrap_err();
@@ -593,7 +594,7 @@ fn entries_with_a_crc_are_listed_in_the_order_of_their_bytes() {
     let mut bytes = plain();
     assert_eq!(entry_hashes(&mut bytes.as_slice()).unwrap().unwrap(), []);
     assert_eq!(entry_hashes(&mut &b"no archive"[..]).unwrap().unwrap(), []);
-    // The CRC of the last entry, in front of it and in the directory.
+    // The CRC of the last entry, in the header of the entry and in the directory.
     for magic in [b"PK\x03\x04", b"PK\x01\x02"] {
         let at = bytes.windows(4).rposition(|four| four == magic).unwrap();
         let crc = at + if magic[2] == 3 { 14 } else { 16 };
@@ -621,7 +622,7 @@ fn entries_of_archives_that_follow_each_other_are_all_listed() {
     let own = starts(&one)[0];
     let len = one.len() as u64;
     assert_eq!(starts(&one.repeat(3)), [own, own + len, own + 2 * len]);
-    // Bytes in front of something that is no archive would not be compared.
+    // Bytes that are not part of an archive have no CRC to compare, so the file is refused.
     let refused = |bytes: &[u8]| entry_hashes(&mut &*bytes).unwrap().unwrap_err().message;
     let front = [b"PK\x03\x04 is no archive", &*one.repeat(2)].concat();
     assert!(refused(&front).starts_with("its bytes 0 to 18 do not end as a zip archive"));

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::version::tests::version;
 
-/// The checksums of a file of `bytes` that is cut into parts of `lens`.
+/// The checksums of a file with the content `bytes`, which is cut into parts of the lengths `lens`.
 fn sums_of(name: &str, bytes: &[u8], lens: &[u64]) -> ShardSums {
     let boundaries = Arc::new(BlockBoundaries::new(lens.iter().copied()).unwrap());
     let mut hasher = ChunkHasher::new(boundaries.clone());
@@ -79,7 +79,7 @@ fn content_that_does_not_fit_together_is_refused() {
 
 #[test]
 fn the_layout_of_the_file_does_not_change_unnoticed() {
-    // Another result requires another version.
+    // If the encoding changes, the version has to be increased.
     let bytes = sample().encode().unwrap();
     assert_eq!((bytes.len(), Digest::of(&bytes).to_string().as_str()), (207, FROZEN));
 }

@@ -1,4 +1,4 @@
-//! Tests of `.metadata` and of the items that it names.
+//! Tests of `.metadata`, and of the items that it lists.
 
 use super::*;
 use crate::format::pickle::chosen::ShownTensor;
@@ -11,7 +11,7 @@ fn parsed(bytes: &[u8]) -> Result<DistcpMetadata, Fault> {
     DistcpMetadata::parse(bytes, TrainingState::None)
 }
 
-/// `SMALL` with each `from` as `to`, of the same length.
+/// Parses `SMALL` after each `from` in it is replaced by `to`, which has the same length.
 fn changed(from: &[u8], to: &[u8]) -> Result<DistcpMetadata, Fault> {
     assert_eq!(from.len(), to.len());
     let mut bytes = SMALL.to_vec();
@@ -107,7 +107,7 @@ fn an_item_is_compared_with_its_chunk_and_no_item_shares_bytes_with_another() {
     assert_eq!(description.len(), chunks.len());
     let places = description.places.as_ref().unwrap();
     assert_eq!(places[0].whole_shape.as_deref(), Some(&[7, 5][..]));
-    // All but the data describes it.
+    // All bytes except the data are described.
     let data: u64 =
         description.tensors().map(|tensor| tensor.shape.iter().product::<u64>() * 4).sum();
     let described: u64 = description.described.iter().map(|range| range.end - range.start).sum();
@@ -162,7 +162,7 @@ fn a_file_of_safetensors_has_the_chunks_that_the_metadata_places_in_it() {
     };
     assert_eq!(names(chunks), ["a", "b"]);
     assert_eq!(names(&chunks[1..]).len(), 1);
-    // A tensor that `.metadata` does not place in it.
+    // The file has a tensor that `.metadata` does not place in it.
     let fault = parse_items(&mut &*file, &chunks[1..], 1).unwrap().unwrap_err();
     assert!(fault.message.contains("holds 2 tensors, and `.metadata` places 1"), "{fault}");
     let refused = |change: &dyn Fn(&mut StoredChunk)| {
@@ -172,13 +172,13 @@ fn a_file_of_safetensors_has_the_chunks_that_the_metadata_places_in_it() {
     };
     assert_eq!(refused(&|chunk| chunk.shape[0] += 1), ErrorKind::DcpOffsets);
     assert_eq!(refused(&|chunk| chunk.offset[0] += 1), ErrorKind::DcpOffsets);
-    // Another chunk of the tensor that the file has once.
+    // Both chunks are of the same tensor, which the file has only once.
     let first = chunks[0].clone();
     assert_eq!(refused(&|chunk| *chunk = first.clone()), ErrorKind::TensorMissing);
 }
 
-/// The names that are shown of tensors with these paths, and the note on the others. A path is a name
-/// whose containers are set apart by slashes, one without planner data begins with `=`.
+/// The names under which tensors with these paths are shown, and the note about the other values. In a path, slashes
+/// separate the containers. A path that begins with `=` has no planner data.
 fn shown(paths: &[&str]) -> (Vec<String>, Option<String>) {
     let names: Vec<String> =
         paths.iter().map(|path| path.trim_start_matches('=').replace('/', ".")).collect();
@@ -201,36 +201,36 @@ fn shown(paths: &[&str]) -> (Vec<String>, Option<String>) {
 #[test]
 fn the_names_are_those_of_the_model_in_the_layouts_of_frameworks() {
     for (paths, names, note) in [
-        // accelerate, Lightning
+        // As accelerate and Lightning save.
         (&["model/a.w", "optimizer_0/a.w.exp_avg"][..], &["a.w"][..], "`optimizer_0`"),
         (&["state_dict/a.w"], &["a.w"], ""),
         (&["model/a.w", "model/b/c", "list/0"], &["a.w", "b.c"], "`list`"),
-        // the guides of torch
+        // As in the guides of torch.
         (&["app/model/a.w", "app/optim/state/a.w"], &["a.w"], "`app.optim`"),
         (&["app/other/a.w", "app/optim/state/a.w"], &["app.other.a.w"], "`app.optim`"),
-        // torchtitan
+        // As torchtitan saves.
         (
             &["a.w", "scaler.w", "optimizer/x", "train_state/step"],
             &["a.w", "scaler.w"],
             "`train_state`",
         ),
         (&["model.a.w", "head.w"], &["model.a.w", "head.w"], ""),
-        // Megatron
+        // As Megatron saves.
         (
             &["=decoder.w", "=optimizer.state.w", "=chained_0.optimizer.w"],
             &["decoder.w"],
             "`chained_0`",
         ),
         (&["=model.a.w", "=lm_head.w"], &["model.a.w", "lm_head.w"], ""),
-        // a step beside the model
+        // A step lies beside the model.
         (&["model/a.w", "step"], &["a.w"], "`step`"),
         (&["=model.a.w", "step"], &["model.a.w", "step"], ""),
         (&["model_state_dict/a.w", "loss", "best/0"], &["a.w"], "`loss`, `best`"),
         (&["app/model/a.w", "app/loss"], &["a.w"], "`app.loss`"),
         (&["a.w", "logit_scale"], &["a.w", "logit_scale"], ""),
-        // weights beside a container
+        // Weights lie beside a container.
         (&["model/a.w", "head.w"], &["model.a.w", "head.w"], ""),
-        // two models, and none
+        // Neither of two models is chosen. A checkpoint without a model shows all its tensors.
         (&["model/a.w", "ema/a.w"], &["model.a.w", "ema.a.w"], ""),
         (&["optimizer/state/a.w"], &["optimizer.state.a.w"], ""),
     ] {

@@ -1,10 +1,10 @@
-//! Parts of dimensions as torch cuts them.
+//! Tests that parts of dimensions are cut as torch cuts them.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// The offset and length of the parts of a dimension of `size`, for all ranks of a mesh.
+/// The offset and the length of the part of each rank of a mesh, for a dimension of `size` indices.
 fn parts(size: u64, sizes: &[u64], placements: &[Placement]) -> Vec<(u64, u64)> {
     let count: u64 = sizes.iter().product();
     let part = |rank: u64| {
@@ -40,7 +40,7 @@ fn a_dimension_is_cut_as_torch_chunk_cuts_it() {
 fn a_strided_shard_is_cut_by_the_later_axis_first() {
     let placements = [Placement::StridedShard(0, 2), Placement::Shard(0)];
     assert_eq!(parts(8, &[2, 2], &placements), [(0, 2), (4, 2), (2, 2), (6, 2)]);
-    // Without the later axis the part is not one block.
+    // Without the second axis of the mesh, the part is not one block.
     let mesh = Mesh { is_part: false, ranks: 2, sizes: vec![2], at: vec![0], rank: 0 };
     let fault = box_of(&mesh, &[Placement::StridedShard(0, 2)], &[8]).unwrap_err();
     assert!(fault.message.contains("[0..2, 4..6]"), "{fault}");

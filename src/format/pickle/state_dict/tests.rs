@@ -1,9 +1,9 @@
-//! Pieces of tied weights in files of FSDP1.
+//! Tests of tied weights in files of FSDP1.
 
 use super::*;
 use crate::dtype::Dtype;
 
-// torch saves the second name of a weight that is shared by two units of FSDP1 as a piece of rank 0.
+// If two units of FSDP1 share a weight, torch saves its second name as a plain tensor of one dimension.
 #[test]
 fn a_piece_of_a_tied_weight_is_no_whole_tensor() {
     let tensor = |name: &str, shape: &[u64], whole: Option<&[u64]>| ModelTensor {

@@ -10,7 +10,7 @@ use super::super::keys::Secret;
 use super::super::secretbox::KEY_LEN;
 use super::*;
 
-/// The test of `crypto_secretbox` in NaCl: key, nonce, message, MAC, cipher text.
+/// The test vector of `crypto_secretbox` in NaCl: key, nonce, message, MAC and cipher text.
 const NACL_KEY: &str = "1b27556473e985d462cd51197a9a46c76009549eac6474f206c4ee0844f68389";
 const NACL_NONCE: &str = "69696ee955b62b73cd62bda875fc73d68219e0036b7a0b37";
 const NACL_MESSAGE: &str = "be075fc53c81f2d5cf141316ebeb0c7b5228c52a4c62cbd44b66849b64244ffce5ecbaaf33bd751a\
@@ -23,8 +23,8 @@ const NACL_SEALED: &str = "8e993b9f48681273c29650ba32fc76ce48332ea7164d96a4476fb
                            517acfeabd6bb3732bc0e9da99832b61ca01b6de56244a9e88d5f9b37973f622a43d14a6599b1f654cb4\
                            5a74e355a5";
 
-/// A tensor of 20 bytes that tensorizer 2.12.1 encrypted with this passphrase: its section with its
-/// length, its data, and its plain data.
+/// A tensor of 20 bytes that tensorizer 2.12.1 encrypted with this passphrase: its section
+/// including the length field, its encrypted data, and its plain data.
 const PASSPHRASE: &[u8] = b"correct horse battery staple";
 const SECTION: &str = "760000000000000002002a000000000000000100010002000000000000000000010000000000020000001000\
                        f3a1171d39d5a553e85e87e373df4a9b3a0000000000000002000000200000000000d79fe4a7f216c7403ace\
@@ -147,7 +147,7 @@ fn the_nonce_of_a_piece_is_a_sum_of_192_bits() {
     assert_eq!(PieceNonce::new(first).of_piece(0xffff).bytes(), &expected);
 }
 
-/// A section of 2 pieces for 1500 bytes.
+/// A section with 2 pieces for 1500 bytes of data.
 fn two_pieces() -> Vec<u8> {
     let encryption = Encryption {
         derivation: Some(KeyDerivation { ops_limit: 2, mem_limit: 65536, salt: [3; SALT_LEN] }),
@@ -162,7 +162,7 @@ fn two_pieces() -> Vec<u8> {
 
 #[test]
 fn a_section_with_one_fault_is_refused() {
-    // Offsets in the section of `two_pieces`, with bytes that are wrong there, and the message.
+    // Offsets in the section of `two_pieces`, wrong bytes at each offset, and the expected message.
     let faults: [(usize, &[u8], &str); 14] = [
         (0, &[0xff; 8], "the encryption takes"),
         (0, &[0x85], "the encryption takes"),
@@ -196,7 +196,7 @@ fn a_section_with_one_fault_is_refused() {
 
 #[test]
 fn a_section_is_refused_that_has_fewer_macs_than_it_says_or_is_too_long_for_memory() {
-    // A count of MACs that fits the data, in a section with none of them.
+    // The number of MACs fits the data, but the section has no MAC.
     let data_len = u64::MAX / 2;
     let mut part = [2, 0].to_vec();
     part.extend(PIECE_LEN_MIN.to_le_bytes());

@@ -8,7 +8,7 @@ use super::*;
 
 const KEY: [u8; KEY_LEN] = [3; KEY_LEN];
 
-/// A tensor: bytes before it, its length, and the length of its pieces.
+/// A tensor to make: number of bytes in front of it, its length, and the length of its pieces.
 type Made = (u64, u64, u64);
 
 fn made() -> impl Strategy<Value = Vec<Made>> {

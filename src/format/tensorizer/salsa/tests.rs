@@ -1,4 +1,4 @@
-//! Tests of the cipher, whose judge is the crate that makes one block at a time.
+//! Tests that compare the cipher with the crate `salsa20`, which computes one block at a time.
 
 use proptest::prelude::*;
 
@@ -7,7 +7,7 @@ use super::*;
 fn ciphers(key: [u8; 32], nonce: [u8; 8]) -> (WideSalsa20, Salsa20) {
     let (key, nonce) = (key.into(), nonce.into());
     let mut wide = WideSalsa20::new(&key, &nonce);
-    // Debug builds do without.
+    // Debug builds do not use these functions, so the test sets one.
     wide.make_blocks = wide_functions().into_iter().flatten().next();
     (wide, Salsa20::new(&key, &nonce))
 }
@@ -22,7 +22,7 @@ proptest! {
     ) {
         let (mut wide, mut narrow) = ciphers(key, nonce);
         let (mut apart, _) = ciphers(key, nonce);
-        // One of those that this processor can run, or none of them.
+        // One of the functions that this processor can run, or none.
         wide.make_blocks = wide_functions().into_iter().flatten().nth(code);
         for (number, len) in lengths.into_iter().enumerate() {
             let mut found = vec![number as u8; len];
@@ -30,7 +30,7 @@ proptest! {
             wide.apply_keystream(&mut found);
             narrow.apply_keystream(&mut expected);
             prop_assert_eq!(found, &expected[..]);
-            // From one buffer to another.
+            // The input and the output are different buffers.
             let mut found = vec![0xEE; len];
             apart.apply_keystream_b2b(&plain, &mut found).unwrap();
             prop_assert_eq!(found, expected);

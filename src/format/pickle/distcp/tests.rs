@@ -201,21 +201,21 @@ fn shown(paths: &[&str]) -> (Vec<String>, Option<String>) {
 #[test]
 fn the_names_are_those_of_the_model_in_the_layouts_of_frameworks() {
     for (paths, names, note) in [
-        // As accelerate and Lightning save.
+        // Names that accelerate and Lightning save.
         (&["model/a.w", "optimizer_0/a.w.exp_avg"][..], &["a.w"][..], "`optimizer_0`"),
         (&["state_dict/a.w"], &["a.w"], ""),
         (&["model/a.w", "model/b/c", "list/0"], &["a.w", "b.c"], "`list`"),
-        // As in the guides of torch.
+        // Names from the guides of torch.
         (&["app/model/a.w", "app/optim/state/a.w"], &["a.w"], "`app.optim`"),
         (&["app/other/a.w", "app/optim/state/a.w"], &["app.other.a.w"], "`app.optim`"),
-        // As torchtitan saves.
+        // Names that torchtitan saves.
         (
             &["a.w", "scaler.w", "optimizer/x", "train_state/step"],
             &["a.w", "scaler.w"],
             "`train_state`",
         ),
         (&["model.a.w", "head.w"], &["model.a.w", "head.w"], ""),
-        // As Megatron saves.
+        // Names that Megatron saves.
         (
             &["=decoder.w", "=optimizer.state.w", "=chained_0.optimizer.w"],
             &["decoder.w"],

@@ -64,7 +64,7 @@ pub fn is_dcp_shard(name: &str) -> bool {
 /// A member of a numbered set, according to its name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Numbered {
-    /// Name of the whole file that the set stands for.
+    /// Name of the whole file under which the set is shown.
     pub output: String,
     /// Number of this shard, from 1.
     pub number: u64,
@@ -181,7 +181,7 @@ pub fn are_of_one_torch_set(one: &str, other: &str) -> bool {
     one == other || is_same(output(one), output(other)) || is_same(of_ranks(one), of_ranks(other))
 }
 
-/// Name of the whole file in place of which a file of `torch.save` of this name stands.
+/// Name of the whole file under which a file of `torch.save` of this name is shown.
 pub fn torch_output(name: &str) -> String {
     let stem = TORCH_SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix));
     torch_whole(stem.filter(|stem| !stem.is_empty()).unwrap_or(name))
@@ -302,7 +302,7 @@ pub fn whole(stem: &str) -> String {
     }
 }
 
-/// Name of the whole file in place of which a bintensors file of this name stands.
+/// Name of the whole file under which a bintensors file of this name is shown.
 pub fn bintensors_output(name: &str) -> Option<String> {
     let stems = BINTENSORS_SUFFIXES.iter().filter_map(|suffix| name.strip_suffix(suffix));
     stems.filter(|stem| !stem.is_empty()).map(whole).next()
@@ -313,7 +313,7 @@ pub fn is_bintensors(name: &str) -> bool {
     BINTENSORS_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
 }
 
-/// Name of the whole file in place of which a tensorizer file of this name stands. Tensorizer files may have other
+/// Name of the whole file under which a tensorizer file of this name is shown. Tensorizer files may have other
 /// suffixes than `.tensors`.
 pub fn tensorizer_output(name: &str) -> String {
     let stem = name.strip_suffix(TENSORIZER_SUFFIX).filter(|stem| !stem.is_empty());

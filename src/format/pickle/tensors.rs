@@ -218,7 +218,7 @@ fn wrong(message: String) -> Fault {
     Fault::new(ErrorKind::HeaderDecode, message)
 }
 
-/// The call that makes a tensor: the function, and the number of its arguments' value.
+/// The call that makes a tensor. Function and arguments are numbers of values.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorCall {
     rebuild: Rebuild,

@@ -1,5 +1,5 @@
-//! The cipher Salsa20, computed for eight blocks at a time on processors with AVX2. With AVX-512 it is faster,
-//! because one instruction rotates a word.
+//! The cipher Salsa20, computed for eight blocks at a time on processors with AVX2. With AVX-512 it
+//! is faster, because one instruction rotates all words of a vector.
 //!
 //! The crate `salsa20` computes one block at a time, which takes more than three times as long. It
 //! is used here for the bytes before and after groups of eight whole blocks, and for all bytes on

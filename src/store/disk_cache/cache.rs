@@ -1,4 +1,5 @@
-//! One folder as a disk cache of this process: its open objects, and work in it that readers wait for.
+//! `DiskCache`: the use of one cache folder by this process. It owns the open objects and the threads that do
+//! file work.
 
 use std::collections::HashMap;
 use std::io;
@@ -27,17 +28,18 @@ use crate::sync::Mutex;
 /// Minimum and maximum number of objects that a process has open.
 const OPEN_BOUNDS: (usize, usize) = (8, 256);
 
-/// Maximum number of descriptors of an open object, and 1 / `DESCRIPTORS_PART` of the descriptors of the process for all objects.
+/// Maximum number of file descriptors of one open object. All open objects together use at most 1 /
+/// `DESCRIPTORS_PART` of the descriptors that the process may have.
 const DESCRIPTORS: usize = 4;
 const DESCRIPTORS_PART: usize = 8;
 
-/// How long nothing is stored after a failure.
+/// Time after a failure in which nothing is stored.
 const PAUSE: Duration = Duration::from_secs(30);
 
-/// A store of blocks that takes longer is a failure: the reader waits for it.
+/// Maximum duration of a store of blocks. A reader waits for the store, so a longer one counts as a failure.
 const STORE_SLOW: Duration = Duration::from_secs(2);
 
-/// Maximum number of bytes that are stored between two looks at the size of the folder.
+/// Maximum number of bytes that are stored between two checks of the size of the folder.
 const UNCHECKED_MAX: u64 = 64 << 20;
 
 /// The caches of this process.
@@ -56,39 +58,39 @@ pub(super) struct CacheCounters {
     removed_objects: Counter,
 }
 
-/// The facts about a disk cache, for `status`. Numbers are those of this process since its start.
+/// The state and the counters of a disk cache, for `status`. Each counter begins at 0 when the process starts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DiskCacheStatus {
-    /// Its folder.
+    /// Path of the folder.
     pub folder: String,
-    /// Bytes that it may take, if it was said.
+    /// Maximum number of bytes on the disk, if the user has set one.
     pub size: Option<u64>,
-    /// Blocks that were in it.
+    /// Blocks that reads found in the cache.
     pub found_blocks: u64,
     /// Bytes of these blocks.
     pub found_bytes: u64,
-    /// Bytes that were read from servers.
+    /// Bytes that were read from servers, because the cache did not have them.
     pub missed_bytes: u64,
-    /// Bytes that were stored.
+    /// Bytes that were stored in the cache.
     pub stored_bytes: u64,
-    /// Blocks that had not their checksum.
+    /// Blocks whose bytes did not match their checksum.
     pub damaged_blocks: u64,
-    /// Looks for blocks that another reader fetches.
+    /// Number of pauses of reads that waited for blocks which another reader was fetching.
     pub waits: u64,
-    /// Objects that made room for others.
+    /// Objects that were removed to make room for others.
     pub removed_objects: u64,
-    /// Why nothing is stored now.
+    /// The reason why nothing is stored now.
     pub paused: Option<String>,
 }
 
-/// The facts about the caches of this process.
+/// The status of each disk cache of this process.
 pub fn statuses() -> Vec<DiskCacheStatus> {
     let caches: Vec<_> = CACHES.get_or_init(Mutex::default).lock().values().cloned().collect();
     caches.iter().map(|cache| cache.status()).collect()
 }
 
-/// The cache at `place`. It touches no file, since other caches are looked up meanwhile.
+/// The cache at `place`. The call touches no file, because other threads wait for the lock of `CACHES` meanwhile.
 pub(super) fn cache_in(place: &DiskCachePlace) -> Arc<DiskCache> {
     let mut caches = CACHES.get_or_init(Mutex::default).lock();
     if let Some(cache) = caches.get(place) {
@@ -99,32 +101,32 @@ pub(super) fn cache_in(place: &DiskCachePlace) -> Arc<DiskCache> {
     cache
 }
 
-/// Maximum number of objects that this process has open.
+/// Maximum number of objects that this process has open at a time.
 fn open_max() -> usize {
     let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft);
     open_max_of(usize::try_from(limit).unwrap_or(usize::MAX))
 }
 
-/// Maximum number of open objects where a process may have `limit` descriptors.
+/// Maximum number of open objects if the process may have `limit` file descriptors.
 pub(super) fn open_max_of(limit: usize) -> usize {
     (limit / DESCRIPTORS_PART / DESCRIPTORS).clamp(OPEN_BOUNDS.0, OPEN_BOUNDS.1)
 }
 
-/// A folder as a cache of this process.
+/// One cache folder, as this process uses it.
 #[derive(Debug)]
 pub(super) struct DiskCache {
     place: DiskCachePlace,
-    /// Whether the folder can be used. The first use finds out.
+    /// Whether the folder can be used. The first access computes this.
     folder: OnceLock<FolderUse>,
     /// Open objects, with the time of their last use.
     pub(super) objects: Mutex<HashMap<Digest, (Instant, Arc<CachedObject>)>>,
-    /// Why nothing is stored, and until when.
+    /// The end of the pause in which nothing is stored, and its reason.
     paused: Mutex<Option<(Instant, String)>>,
-    /// Whether a failure was logged.
+    /// Whether a failure was logged already.
     told: Mutex<bool>,
-    /// Bytes that were stored since the last look at the size.
+    /// Bytes that were stored since the last check of the size of the folder.
     unchecked: AtomicU64,
-    /// Work in the folder that readers wait for is done on these.
+    /// Threads for the file work that readers wait for.
     pub(super) threads: Arc<FolderThreads>,
     spares: SparePieces,
     pub(super) counters: CacheCounters,
@@ -138,7 +140,7 @@ impl DiskCache {
             objects: Mutex::default(),
             paused: Mutex::default(),
             told: Mutex::default(),
-            // The first store looks at the size.
+            // So the first store checks the size of the folder.
             unchecked: AtomicU64::new(u64::MAX / 2),
             threads: Arc::default(),
             spares: SparePieces::default(),
@@ -174,7 +176,8 @@ impl DiskCache {
         self.tell(why);
     }
 
-    /// Why nothing is stored now. Work that takes longer than `patience` is a reason.
+    /// The reason why nothing is stored now, if there is one. File work that takes longer than `patience` is
+    /// such a reason.
     fn why_paused(&self, patience: Duration) -> Option<String> {
         if self.threads.is_stuck(patience) {
             return Some("its disk does not answer".to_owned());
@@ -193,7 +196,7 @@ impl DiskCache {
         self.why_paused(patience).is_none()
     }
 
-    /// The object `key`, if it is open. Never waits.
+    /// The object with the key `key`, if it is open. Never waits.
     pub(super) fn opened(&self, key: &ObjectKey) -> Option<Arc<CachedObject>> {
         let mut objects = self.objects.lock();
         let (used, object) = objects.get_mut(&key.digest)?;
@@ -201,7 +204,8 @@ impl DiskCache {
         (object.key() == key).then(|| object.clone())
     }
 
-    /// The object `key`, which is opened or made. `None` if it cannot be used, or the folder does not answer.
+    /// Opens or creates the object with the key `key`. `None` if it cannot be used, or if the file system of
+    /// the folder does not answer in time.
     pub(super) fn object(
         self: &Arc<Self>,
         key: &ObjectKey,
@@ -211,7 +215,7 @@ impl DiskCache {
         self.threads.ask(patience, move || cache.open_object(&key, patience.whole()))?
     }
 
-    /// The object `key`, which is opened or made. May wait for the folder.
+    /// Opens or creates the object with the key `key`. May wait for the file system.
     fn open_object(&self, key: &ObjectKey, patience: Duration) -> Option<Arc<CachedObject>> {
         if matches!(self.folder(), FolderUse::Unusable(_)) {
             return None;
@@ -243,7 +247,8 @@ impl DiskCache {
         Some(object)
     }
 
-    /// Keeps `object` open. Returns others that the caller has to close, which may wait for the folder.
+    /// Adds `object` to the open objects. Returns objects that were taken out of the map for it. The caller
+    /// drops them, and the close of their files may wait for the file system.
     fn keep_open(&self, object: Arc<CachedObject>) -> Vec<(Instant, Arc<CachedObject>)> {
         let mut objects = self.objects.lock();
         let before = objects.insert(object.key().digest, (Instant::now(), object));
@@ -256,7 +261,7 @@ impl DiskCache {
         closed
     }
 
-    /// Claims blocks. `None` if the folder does not answer.
+    /// Claims blocks. `None` if the file system does not answer in time.
     pub(super) fn claim(
         &self,
         object: &Arc<CachedObject>,
@@ -273,8 +278,8 @@ impl DiskCache {
         self.counters.damaged_blocks.add(taken.damaged);
     }
 
-    /// Copies the blocks `run` of the object `key` from the kernel's page cache. Returns the runs that are left.
-    /// `None` if there are none. Never waits.
+    /// Copies the blocks `run` of the object `key` from the kernel's page cache to `buf`. Returns the runs that
+    /// could not be copied, or `None` if all were copied. Never waits.
     pub(super) fn take_cached(
         &self,
         key: &ObjectKey,
@@ -289,14 +294,15 @@ impl DiskCache {
         if !left.is_empty() {
             return Some(left);
         }
-        // The queue of posted work has no bound, and its work keeps the object open.
+        // The queue of `post` has no bound, and each queued job keeps its object open. So nothing is added
+        // while a job is stuck.
         if !self.threads.is_stuck(STUCK) && object.begins_note() {
             self.threads.post(move || object.write_use());
         }
         None
     }
 
-    /// Copies what is there of the blocks `run`; returns the runs that are not.
+    /// Copies those blocks of `run` that are in the cache to `buf`, and returns the runs that are not.
     pub(super) fn take(
         self: &Arc<Self>,
         object: &Arc<CachedObject>,
@@ -312,7 +318,7 @@ impl DiskCache {
         joined(missing)
     }
 
-    /// Copies what is there of the blocks `runs`; returns the runs that are not.
+    /// Copies those blocks of `runs` that are in the cache to `buf`, and returns the runs that are not.
     pub(super) fn take_runs(
         self: &Arc<Self>,
         object: &Arc<CachedObject>,
@@ -346,7 +352,7 @@ impl DiskCache {
         joined(missing)
     }
 
-    /// Stores blocks if there is room, or can be made.
+    /// Stores the blocks of `run`, if there is room or other objects can be removed to make room.
     pub(super) fn store(
         self: &Arc<Self>,
         object: &Arc<CachedObject>,
@@ -381,7 +387,7 @@ impl DiskCache {
         }
     }
 
-    /// Stores the blocks `run`, which have these `bytes`. Returns whether that succeeded.
+    /// Stores the blocks `run` with the content `bytes`. Returns whether that succeeded.
     fn store_piece(&self, object: &CachedObject, run: &Range<u64>, bytes: &[u8]) -> bool {
         let len = bytes.len() as u64;
         let step = self.place.size.map_or(UNCHECKED_MAX, |size| (size / 8).min(UNCHECKED_MAX));
@@ -408,8 +414,8 @@ impl DiskCache {
         true
     }
 
-    /// Removes objects that were not used for long, so that there is room for `wanted` bytes of `object`.
-    /// Returns whether there is.
+    /// Removes the least recently used objects until there is room for `wanted` more bytes of `object`. Returns
+    /// whether there is enough room.
     fn make_room(&self, object: &CachedObject, wanted: u64) -> bool {
         let removed = make_room(&self.place, object.key().digest, wanted);
         self.counters.removed_objects.add(removed.objects);
@@ -433,7 +439,7 @@ impl DiskCache {
     }
 }
 
-/// The blocks of `runs` as runs in order, as few as possible.
+/// The blocks of `runs` in ascending order, with adjacent runs joined.
 fn joined(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
     runs.sort_unstable_by_key(|run| run.start);
     runs.into_iter().fold(Vec::new(), |mut joined, run| {

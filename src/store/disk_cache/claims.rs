@@ -1,7 +1,9 @@
-//! Claims on blocks of a cached object, so that several threads, processes and containers fetch each block
-//! once. A claim is a lock of a part of the block map, which the kernel takes back when its holder dies.
+//! Claims on blocks of a cached object, so that several threads, processes and containers fetch each block only
+//! once. A claim is a lock on a byte range of the block map. The kernel releases the lock when the process of
+//! its holder ends.
 //!
-//! A claim saves requests and decides nothing else: two holders at a time would write the same bytes.
+//! Claims only save requests. The bytes stay right without them: two holders of the same block would write the
+//! same bytes.
 
 use std::fs::File;
 use std::io;
@@ -13,11 +15,12 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 
-/// The result of a try to claim blocks.
+/// The result of an attempt to claim blocks.
 pub(super) enum Claim {
-    /// They are claimed until this is dropped. `None` where the file system has no such locks.
+    /// The blocks are claimed until the `HeldClaim` is dropped. `None` if the file system does not support
+    /// these locks.
     Mine(#[allow(dead_code, reason = "its end is the end of the claim")] Option<HeldClaim>),
-    /// Another one has a claim on this range, which has some of the blocks.
+    /// Another reader has a claim on this range, which overlaps the wanted one.
     Busy(Range<u64>),
 }
 
@@ -30,24 +33,25 @@ pub(super) struct HeldClaim {
 
 impl Drop for HeldClaim {
     fn drop(&mut self) {
-        // The lock belongs to the open file. A child made by fork(2) has it open as well, and would
-        // keep the lock for as long as it lives.
+        // The lock belongs to the open file description. A child made by fork(2) shares that description, so
+        // without an explicit unlock the lock would last until the child ends.
         let unlocked = lock_of(&self.range, libc::F_UNLCK);
         let _ = fcntl(&self.file, FcntlArg::F_OFD_SETLK(&unlocked));
     }
 }
 
-/// Tries to claim the bytes `range` of the map at `path`, which all claims name the same way. Never waits.
+/// Tries to claim the byte range `range` of the map at `path`. All claims use this range of bytes for the same
+/// blocks. Never waits.
 pub(super) fn claim(path: &Path, range: &Range<u64>) -> Claim {
     match try_claim(path, range) {
         Ok(claim) => claim,
-        // Without locks blocks may be fetched twice.
+        // Without locks, two readers may fetch the same block.
         Err(_) => Claim::Mine(None),
     }
 }
 
 fn try_claim(path: &Path, range: &Range<u64>) -> io::Result<Claim> {
-    // A lock belongs to an open file, so that each claim needs one of its own.
+    // A lock belongs to an open file description, so each claim opens the file anew.
     let mut options = std::fs::OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC);
     let file = options.open(path)?;
@@ -59,7 +63,7 @@ fn try_claim(path: &Path, range: &Range<u64>) -> io::Result<Claim> {
     }
     fcntl(&file, FcntlArg::F_OFD_GETLK(&mut lock))?;
     if i32::from(lock.l_type) == libc::F_UNLCK {
-        // It has ended meanwhile: the next try finds out.
+        // The other claim has ended meanwhile. The caller's next attempt can succeed.
         return Ok(Claim::Busy(range.clone()));
     }
     let start = u64::try_from(lock.l_start).unwrap_or(0);
@@ -104,7 +108,7 @@ mod tests {
         let path = folder.path().join("map");
         std::fs::write(&path, [0; 64]).unwrap();
         let Claim::Mine(Some(held)) = claim(&path, &(16..32)) else { panic!("nobody has a claim") };
-        // The descriptors of a child made by fork(2) are duplicates like this one.
+        // A child made by fork(2) has a duplicate descriptor like this one.
         let of_child = held.file.try_clone().unwrap();
         drop(held);
         assert!(matches!(claim(&path, &(16..32)), Claim::Mine(Some(_))));

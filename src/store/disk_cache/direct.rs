@@ -1,4 +1,4 @@
-//! Reads past the page cache of the files of a disk cache.
+//! Reads of the files of a disk cache with `O_DIRECT`, past the page cache.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -13,7 +13,7 @@ use nix::libc;
 use crate::source::FileSystem;
 use crate::source::page_cache::ALIGN;
 
-/// A file once more, for reads past the page cache.
+/// A second descriptor of a file, opened with `O_DIRECT` at the first read.
 #[derive(Debug, Default)]
 pub(super) struct DirectFile {
     file: OnceLock<Option<File>>,
@@ -21,8 +21,8 @@ pub(super) struct DirectFile {
 }
 
 impl DirectFile {
-    /// Fills `place` with bytes of `file`, which lies at `path`, past the page cache. Returns whether that
-    /// was possible.
+    /// Fills `place` with bytes of `file`, whose path is `path`, past the page cache. Returns whether that was
+    /// possible.
     pub(super) fn read(&self, file: &File, path: &Path, at: u64, place: &mut [u8]) -> bool {
         let is_aligned = (place.as_ptr() as usize).is_multiple_of(ALIGN as usize)
             && place.len().is_multiple_of(ALIGN as usize)
@@ -43,7 +43,7 @@ fn is_refusal(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP))
 }
 
-/// `None` where reads past the page cache are not possible, or of no use.
+/// Opens `file` with `O_DIRECT`. `None` if that is not possible, or if it has no use for the file system.
 fn open_again(file: &File, path: &Path) -> Option<File> {
     let file_system = FileSystem::at(path);
     if !file_system.is_local() || file_system.is_in_memory() {

@@ -1,6 +1,6 @@
-//! The folder of a disk cache: whether it can be used, what lies in it, and what is removed.
+//! The folder of a disk cache: whether it can be used, the files in it, and their removal.
 //!
-//! Only files with names of the cache are removed.
+//! Only files whose names have the form that the cache gives them are removed.
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, Metadata, OpenOptions, TryLockError};
@@ -25,28 +25,28 @@ use crate::index::check_folder;
 use crate::open_options::DiskCachePlace;
 use crate::version::Version;
 
-/// 1 / `FREE_PART` of the file system stays free, at least `FREE_MIN` bytes, if no size is set.
+/// If no size is set, the cache leaves 1 / `FREE_PART` of the file system free, and at least `FREE_MIN` bytes.
 const FREE_PART: u64 = 10;
 const FREE_MIN: u64 = 1 << 30;
 
-/// Length of a file that shows whether the file system has holes.
+/// Length in bytes of the file that tests whether the file system supports holes (sparse files).
 const PROBE_LEN: u64 = 1 << 20;
 
-/// Age from which files that belong to no object count as left behind.
+/// Age from which files that belong to no object are taken for leftovers of a killed process.
 const LEFT_AGE: Duration = Duration::from_secs(3600);
 
 /// Whether a folder can be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum FolderUse {
-    /// It can.
+    /// Objects can be read and added.
     Usable,
-    /// Its objects can be read; nothing can be added, for this reason.
+    /// The objects in the folder can be read. None can be added, for the reason in the string.
     ReadOnly(String),
-    /// Nothing in it counts, for this reason.
+    /// Nothing in the folder is used, for the reason in the string.
     Unusable(String),
 }
 
-/// Makes the folder if it is not there, and says whether it can be used.
+/// Creates the folder if it does not exist, and returns whether it can be used.
 pub(super) fn folder_use(folder: &Path) -> FolderUse {
     let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
     if let Err(e) = made.and_then(|()| check_folder(folder)) {
@@ -59,7 +59,7 @@ pub(super) fn folder_use(folder: &Path) -> FolderUse {
     }
 }
 
-/// Whether files of the folder can have holes.
+/// Whether the file system of the folder supports files with holes.
 fn has_holes(folder: &Path) -> io::Result<bool> {
     let number = getrandom::u64().map_err(|e| io::Error::other(e.to_string()))?;
     let mut options = OpenOptions::new();
@@ -73,47 +73,49 @@ fn has_holes(folder: &Path) -> io::Result<bool> {
 #[derive(Debug, Default)]
 struct ObjectFiles {
     map: Option<PathBuf>,
-    /// The file of the map, and files that killed processes have left.
+    /// The data file that belongs to the map, and data files that killed processes have left.
     data: Vec<PathBuf>,
-    /// Space that all take, in bytes.
+    /// Space on the disk that all these files take, in bytes.
     space: u64,
-    /// Time of the last use.
+    /// Time of the last use of the object.
     used: Option<SystemTime>,
-    /// Time of the last change of any of the files.
+    /// Time of the last change of any of these files.
     changed: Option<SystemTime>,
 }
 
 impl ObjectFiles {
-    /// Removes the files, some of which another process may remove now. Those who have them open find no
-    /// more blocks there, unless they serve the bytes as a local file.
+    /// Removes the files. Another process may remove some of them at the same time. A process that has them open finds
+    /// no more blocks in them, unless a process serves the data file as a local file: that file keeps its bytes.
     fn remove(&self) -> io::Result<()> {
         let data: Vec<DataFile<'_>> = self.data.iter().map(|path| DataFile::open(path)).collect();
         self.map.iter().try_for_each(|path| gone_is_fine(std::fs::remove_file(path)))?;
         data.into_iter().try_for_each(DataFile::remove)
     }
 
-    /// Whether a process serves the bytes as a local file: they stay until it ends, also without a name.
+    /// Whether a process serves the data file as a local file. Such a file keeps its bytes until that process
+    /// ends, even after its name was removed.
     fn is_served(&self) -> bool {
         self.data.iter().any(|path| DataFile::open(path).is_served)
     }
 
-    /// Whether they belong to nothing, and nobody makes them now.
+    /// Whether no map belongs to the files, and they are too old to be files that a process is creating now.
     fn is_left(&self) -> bool {
         self.map.is_none() && is_old(self.changed)
     }
 }
 
-/// A file with the bytes of an object that is to be removed.
+/// A data file of an object, opened for its removal.
 struct DataFile<'a> {
     path: &'a Path,
-    /// Its lock keeps other processes from serving the bytes as a local file. `None` if one does so.
+    /// The file with an exclusive lock, which keeps other processes from beginning to serve it as a local file.
+    /// `None` if the lock was not obtained.
     locked: Option<File>,
     is_served: bool,
 }
 
 impl DataFile<'_> {
     fn open(path: &Path) -> DataFile<'_> {
-        // In a shared folder another user may have made the path a symbolic link or a FIFO.
+        // In a shared folder, another user may have put a symbolic link or a FIFO at this path.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
         let opened = OpenOptions::new().write(true).custom_flags(flags).open(path);
         let is_own = |it: &Metadata| it.is_file() && it.nlink() == 1;
@@ -124,10 +126,10 @@ impl DataFile<'_> {
         DataFile { path, locked, is_served }
     }
 
-    /// Removes it. Bytes that nobody serves are freed, also while a process has the file open.
+    /// Removes the file. If no process serves it as a local file, its space is freed even while a process has it open.
     fn remove(self) -> io::Result<()> {
-        // A process that begins to serve the bytes looks for the name once it has the lock. So the
-        // name is unlinked before the file is truncated.
+        // A process that begins to serve the file first locks it and then checks that the name still exists. So
+        // the name is unlinked here before the file is truncated.
         gone_is_fine(std::fs::remove_file(self.path))?;
         if let Some(file) = &self.locked {
             let _ = file.set_len(0);
@@ -140,7 +142,7 @@ fn is_old(time: Option<SystemTime>) -> bool {
     time.and_then(|time| time.elapsed().ok()).is_some_and(|age| age > LEFT_AGE)
 }
 
-/// The files in the folder, by object, and those that are not whole.
+/// The files in the folder: those of each object by the digest of its key, and the temporary files.
 fn files_in(folder: &Path) -> io::Result<(BTreeMap<String, ObjectFiles>, Vec<PathBuf>)> {
     let (mut objects, mut temporary) = (BTreeMap::<String, ObjectFiles>::new(), Vec::new());
     for entry in std::fs::read_dir(folder)? {
@@ -156,7 +158,7 @@ fn files_in(folder: &Path) -> io::Result<(BTreeMap<String, ObjectFiles>, Vec<Pat
             }
             _ => continue,
         };
-        // Another process may have removed it.
+        // Another process may have removed the file.
         let Ok(meta) = entry.metadata() else { continue };
         let files = objects.entry(digest.to_owned()).or_default();
         files.space += meta.blocks() * 512;
@@ -175,21 +177,21 @@ fn is_hex(word: &str, len: usize) -> bool {
     word.len() == len && word.bytes().all(hex)
 }
 
-/// The outcome of making room.
+/// The outcome of `make_room`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RoomMade {
-    /// Objects that were removed.
+    /// Number of objects that were removed.
     pub(super) objects: u64,
-    /// Whether there is room now.
+    /// Whether there is enough room now.
     pub(super) is_enough: bool,
 }
 
-/// Removes objects, the least recently used first, until there is room for `wanted` bytes. The object
-/// `kept` stays.
+/// Removes objects, the least recently used first, until there is room for `wanted` bytes. The object with the
+/// digest `kept` is not removed.
 pub(super) fn make_room(place: &DiskCachePlace, kept: Digest, wanted: u64) -> RoomMade {
     let mut made = RoomMade::default();
     let Some(_one_at_a_time) = lock(&place.folder) else {
-        // Another process makes room now.
+        // Another process makes room at this moment.
         made.is_enough = true;
         return made;
     };
@@ -210,7 +212,7 @@ pub(super) fn make_room(place: &DiskCachePlace, kept: Digest, wanted: u64) -> Ro
             return made;
         }
         let Some((_, files)) = oldest_first.next() else { return made };
-        // Bytes that a process serves keep their space until it ends.
+        // The removal of a file that a process serves would free no space until that process ends.
         if files.map.is_some() && !files.is_served() && files.remove().is_ok() {
             made.objects += 1;
             used -= files.space;
@@ -229,7 +231,7 @@ fn lock(folder: &Path) -> Option<Flock<File>> {
     Flock::lock(File::open(folder).ok()?, FlockArg::LockExclusiveNonblock).ok()
 }
 
-/// Removes files that killed processes have left. Returns their space.
+/// Removes files that killed processes have left. Returns the space in bytes of those that belong to an object.
 fn remove_left(objects: &BTreeMap<String, ObjectFiles>, temporary: &[PathBuf]) -> u64 {
     for path in temporary {
         let modified = std::fs::symlink_metadata(path).and_then(|meta| meta.modified());
@@ -241,22 +243,22 @@ fn remove_left(objects: &BTreeMap<String, ObjectFiles>, temporary: &[PathBuf]) -
     left.map(|files| files.space).sum()
 }
 
-/// An object that a disk cache keeps.
+/// An object in a disk cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeptObject {
-    /// Its URL.
+    /// URL of the object.
     pub url: String,
-    /// Its length in bytes.
+    /// Length of the object in bytes.
     pub len: u64,
-    /// Bytes of it that are there.
+    /// Number of its bytes that are in the cache.
     pub bytes: u64,
-    /// Space that it takes on the disk.
+    /// Space in bytes that its files take on the disk.
     pub space: u64,
-    /// Seconds since it was used.
+    /// Time since its last use.
     pub age: Duration,
 }
 
-/// The objects in the cache at `folder`, those used last first. None if there is no such folder.
+/// The objects in the cache at `folder`, the most recently used first. Empty if the folder does not exist.
 ///
 /// # Errors
 /// If the folder cannot be read.
@@ -281,8 +283,8 @@ pub fn kept_objects(folder: &Path) -> io::Result<Vec<KeptObject>> {
     Ok(kept)
 }
 
-/// How many bytes of `ranges`, which are in order, the cache at `folder` has of the object at `url` in
-/// `version`. None if it has other versions only.
+/// The number of bytes of `ranges` that the cache at `folder` has of the object at `url` in `version`. `ranges`
+/// are in ascending order. The result is 0 if the cache has only other versions.
 ///
 /// # Errors
 /// If the folder or the files of the object cannot be read.
@@ -311,7 +313,7 @@ pub fn kept_bytes(
     Ok(bytes)
 }
 
-/// Calls `act` with each object that can be opened. Errors of one object end nothing.
+/// Calls `act` with each object that can be opened. An error of one object is logged, and the next object follows.
 fn each_object(
     folder: &Path,
     mut act: impl FnMut(&ObjectFiles, &CachedObject) -> io::Result<()>,
@@ -333,19 +335,19 @@ fn each_object(
 /// The outcome of `prune`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pruned {
-    /// Objects that were removed.
+    /// Number of objects that were removed.
     pub objects: u64,
-    /// Space that is free now, in bytes.
+    /// Space that was freed, in bytes.
     pub freed: u64,
-    /// Space that the rest takes, in bytes.
+    /// Space that the remaining objects take, in bytes.
     pub left: u64,
 }
 
-/// Removes objects of the cache at `folder`, the least recently used first, until they take at most
-/// `keep` bytes; also files that cannot be used, and such that killed processes have left.
+/// Removes objects of the cache at `folder`, the least recently used first, until all objects together take at
+/// most `keep` bytes. Also removes damaged objects, and files that killed processes have left.
 ///
 /// # Errors
-/// If the folder cannot be read, or a file not removed.
+/// If the folder cannot be read, or a file cannot be removed.
 pub fn prune(folder: &Path, keep: u64) -> io::Result<Pruned> {
     let (objects, temporary) = match check_folder(folder).and_then(|()| files_in(folder)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Pruned::default()),
@@ -354,7 +356,7 @@ pub fn prune(folder: &Path, keep: u64) -> io::Result<Pruned> {
     prune_listed(&objects, &temporary, keep)
 }
 
-/// Prunes what a listing has found. Other processes may remove any of it meanwhile.
+/// Prunes the files of a listing. Other processes may remove any of these files meanwhile.
 fn prune_listed(
     objects: &BTreeMap<String, ObjectFiles>,
     temporary: &[PathBuf],
@@ -367,7 +369,7 @@ fn prune_listed(
     for files in objects.values() {
         let Some(map) = &files.map else { continue };
         match CachedObject::open_there(map, None) {
-            // Another process has removed it.
+            // Another process has removed the object.
             Err(e) if e.kind() == io::ErrorKind::NotFound => pruned.freed += files.space,
             Err(e) if e.kind() == io::ErrorKind::InvalidData => {
                 files.remove()?;
@@ -404,16 +406,16 @@ fn modified(path: &Path) -> Option<SystemTime> {
 /// The outcome of `verify` for one object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VerifiedObject {
-    /// Its URL.
+    /// URL of the object.
     pub url: String,
-    /// Bytes of it that are there and have their checksums.
+    /// Number of its bytes that are in the cache and match their checksums.
     pub right: u64,
-    /// Blocks that had not their checksum. They count no more.
+    /// Number of blocks that did not match their checksum. They are removed from the map.
     pub damaged: u64,
 }
 
-/// Compares all blocks in the cache at `folder` with their checksums, and calls `each` with the outcome
-/// of each object.
+/// Compares all blocks in the cache at `folder` with their checksums, and calls `each` with the outcome of each
+/// object.
 ///
 /// # Errors
 /// If the folder cannot be read.

@@ -1,27 +1,27 @@
-//! The blocks of an object whose bytes this process knows to be right, and whether all of them have
-//! reached the disk.
+//! The known blocks of an object: those whose bytes this process knows to be right. Also whether the bytes of
+//! all blocks have reached the disk.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// States of the bytes on the disk, in the low bits. Above them is the number of blocks that were removed,
-/// so that a sync that began before one of them ends for nothing.
+/// The low two bits of `state` say whether the bytes have reached the disk. The bits above count the removed
+/// blocks. So the end of a sync has no effect if a block was removed since the sync began.
 const UNSYNCED: u64 = 0;
 const SYNCING: u64 = 1;
 const SYNCED: u64 = 2;
 const STATE_MASK: u64 = 3;
 const ONE_REMOVED: u64 = 4;
 
-/// Known blocks. Each was compared with its checksum, or came from the server.
+/// The known blocks. Each was compared with its checksum, or came from the server.
 #[derive(Debug)]
 pub(super) struct KnownBlocks {
     bits: Vec<AtomicU64>,
-    /// Blocks that are not known.
+    /// Number of blocks that are not known.
     unknown: AtomicU64,
     state: AtomicU64,
 }
 
 impl KnownBlocks {
-    /// No block of `blocks` ones is known.
+    /// The state of an object of `blocks` blocks, none of which is known.
     pub(super) fn new(blocks: u64) -> KnownBlocks {
         let words = blocks.div_ceil(64) as usize;
         KnownBlocks {
@@ -33,7 +33,8 @@ impl KnownBlocks {
 
     pub(super) fn add(&self, block: u64) {
         let (word, bit) = (&self.bits[(block / 64) as usize], 1 << (block % 64));
-        // A block mostly stays known, and a load does not take the cache line from other threads.
+        // Most blocks are known already. A plain load then avoids a write, which would take the cache line from
+        // other threads.
         if word.load(Ordering::SeqCst) & bit == 0 && word.fetch_or(bit, Ordering::SeqCst) & bit == 0
         {
             self.unknown.fetch_sub(1, Ordering::SeqCst);
@@ -58,8 +59,8 @@ impl KnownBlocks {
         self.unknown.load(Ordering::SeqCst) == 0
     }
 
-    /// The sync that the caller has to do, for `end_sync`: all blocks are known, and nobody else brings
-    /// them to the disk.
+    /// Begins a sync of the data file and returns its state, which the caller passes to `end_sync`. `None` if a
+    /// block is not known, or if the bytes are being synced or were synced already.
     pub(super) fn begin_sync(&self) -> Option<u64> {
         let before = self.state.load(Ordering::SeqCst);
         let syncing = before | SYNCING;
@@ -67,7 +68,7 @@ impl KnownBlocks {
         (may && self.change(before, syncing)).then_some(syncing)
     }
 
-    /// Notes the end of the sync `syncing`.
+    /// Ends the sync that has the state `syncing`.
     pub(super) fn end_sync(&self, syncing: u64, is_done: bool) {
         self.change(syncing, (syncing & !STATE_MASK) | if is_done { SYNCED } else { UNSYNCED });
     }
@@ -76,7 +77,7 @@ impl KnownBlocks {
         self.state.load(Ordering::SeqCst) & STATE_MASK
     }
 
-    /// Whether somebody brings all blocks to the disk now.
+    /// Whether a thread is bringing the bytes of all blocks to the disk.
     #[cfg(test)]
     pub(super) fn is_syncing(&self) -> bool {
         self.state() == SYNCING
@@ -112,7 +113,7 @@ mod tests {
         assert!(!known.are_synced() && known.begin_sync().is_none());
         known.add(69);
         let sync = known.begin_sync().unwrap();
-        // Damage that is found meanwhile counts, also if another sync has begun since.
+        // Damage that is found during a sync makes the sync void, even if the next sync has begun since.
         known.remove(3);
         known.add(3);
         let next = known.begin_sync().unwrap();

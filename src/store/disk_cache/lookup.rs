@@ -1,4 +1,4 @@
-//! Reads of blocks that are there. Each is compared with its checksum before a reader gets it.
+//! Reads of blocks that are in the cache. Each block is compared with its checksum before a reader gets it.
 
 use std::io;
 use std::ops::Range;
@@ -9,21 +9,21 @@ use nix::libc;
 use super::object::{BlockReach, CachedObject};
 use crate::source::page_cache::{ALIGN, CachedPages, cached_pages, copy_cached};
 
-/// Blocks that were read.
+/// The outcome of a read of blocks.
 #[derive(Debug, Default)]
 pub(super) struct Taken {
-    /// The runs of blocks that are not there.
+    /// The runs of blocks that are not in the cache.
     pub(super) missing: Vec<Range<u64>>,
-    /// The runs of blocks that are beyond the reach.
+    /// The runs of blocks that are not in the page cache, where a read may not go further (see `BlockReach`).
     pub(super) unread: Vec<Range<u64>>,
-    /// Blocks whose bytes were copied.
+    /// Number of blocks whose bytes were copied.
     pub(super) found: u64,
-    /// Blocks whose bytes do not have their checksum.
+    /// Number of blocks whose bytes do not match their checksum.
     pub(super) damaged: u64,
 }
 
 impl Taken {
-    /// Notes that nothing is known of the blocks `run`, because their checksums cannot be read.
+    /// Notes that the checksums of the blocks `run` cannot be read.
     fn give_up(&mut self, run: Range<u64>, reach: BlockReach) {
         match reach {
             BlockReach::Memory => self.unread.push(run),
@@ -32,7 +32,7 @@ impl Taken {
     }
 }
 
-/// Where a read wants bytes: memory that begins at byte `offset` of the object.
+/// The destination of a read: memory whose first byte is byte `offset` of the object.
 struct BlockTarget<'a> {
     offset: u64,
     buf: &'a mut [u8],
@@ -43,14 +43,14 @@ impl BlockTarget<'_> {
         self.offset + self.buf.len() as u64
     }
 
-    /// The memory of the bytes `range`, all of which are wanted.
+    /// The part of the memory for the bytes `range` of the object, which lie inside the destination.
     fn place(&mut self, range: &Range<u64>) -> &mut [u8] {
         &mut self.buf[(range.start - self.offset) as usize..(range.end - self.offset) as usize]
     }
 }
 
 impl CachedObject {
-    /// Copies what is there of the blocks `run` to `buf`, which begins at byte `offset` of the object.
+    /// Copies those blocks of `run` that are in the cache to `buf`, whose first byte is byte `offset` of the object.
     pub(super) fn take(
         &self,
         run: &Range<u64>,
@@ -83,8 +83,8 @@ impl CachedObject {
         taken
     }
 
-    /// Copies what is wanted of the blocks `run`, which have the checksums `sums`, from the page cache. Returns
-    /// whether it held all of them, and they are right.
+    /// Copies the wanted bytes of the blocks `run` from the page cache, and compares the blocks with the
+    /// checksums `sums`. Returns whether the page cache had all of them and all match.
     fn take_cached_run(
         &self,
         run: &Range<u64>,
@@ -114,7 +114,7 @@ impl CachedObject {
         })
     }
 
-    /// The blocks of `run` of which all bytes are wanted.
+    /// The blocks of `run` that lie wholly inside the wanted bytes.
     fn whole_blocks(&self, run: &Range<u64>, wanted: &BlockTarget<'_>) -> Range<u64> {
         let bytes = self.bytes_of(run);
         let first = run.start + u64::from(bytes.start < wanted.offset);
@@ -122,7 +122,7 @@ impl CachedObject {
         if first < end { first..end } else { first..first }
     }
 
-    /// Copies what is wanted of the blocks `run`, which have the checksums `sums`.
+    /// Copies the wanted bytes of the blocks `run`, and compares the blocks with the checksums `sums`.
     fn take_run(
         &self,
         run: &Range<u64>,
@@ -142,7 +142,8 @@ impl CachedObject {
             let is_right = is_read
                 && whole.contains(&block)
                 && self.sum_of(block, [&*wanted.place(&bytes)]) == sum;
-            // After a failed read of many blocks only those are lost that cannot be read by themselves.
+            // If the read of the whole run failed, each block is read by itself. Only blocks that fail again
+            // are missing.
             if is_right || self.take_block(block, sum, wanted, &mut edge, BlockReach::Disk) {
                 self.known.add(block);
                 taken.found += 1;
@@ -153,7 +154,8 @@ impl CachedObject {
         }
     }
 
-    /// Fills `place` with the bytes from `at` on, past the page cache if that does not hold most of them.
+    /// Fills `place` with the bytes of the data file from `at` on. The read goes past the page cache if that
+    /// does not have most of them.
     fn read_bytes(&self, at: u64, place: &mut [u8]) -> io::Result<()> {
         let cached = cached_pages(&self.data, &(at..at + place.len() as u64));
         let aligned = place.len() / ALIGN as usize * ALIGN as usize;
@@ -169,14 +171,14 @@ impl CachedObject {
         self.data.read_exact_at(place, at)
     }
 
-    /// Asks the kernel to read these bytes, so that they come in one piece.
+    /// Advises the kernel to read these bytes ahead, so that it reads them with large requests.
     fn read_ahead(&self, start: u64, len: usize) {
         let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_WILLNEED;
         let (start, len) = (start as libc::off_t, len as libc::off_t);
         let _ = nix::fcntl::posix_fadvise(&self.data, start, len, advice);
     }
 
-    /// Copies the wanted bytes of one block, if it has the checksum `sum`.
+    /// Copies the wanted bytes of one block, if the block matches the checksum `sum`.
     fn take_block(
         &self,
         block: u64,
@@ -202,7 +204,7 @@ impl CachedObject {
     }
 }
 
-/// Appends `run`, joined to the last of `runs` where they meet.
+/// Appends `run` to `runs`. If it begins where the last run ends, the two become one run.
 pub(super) fn add_run(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     match runs.last_mut() {
         Some(last) if last.end == run.start => last.end = run.end,

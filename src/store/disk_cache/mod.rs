@@ -1,7 +1,7 @@
-//! A disk cache of remote sources: a store around another one that keeps the blocks that were read in a folder.
+//! A disk cache of remote sources: a store that wraps another store, and keeps the blocks that were read in a folder.
 //!
-//! It persists, several processes share it, and every block is compared with its checksum when it is
-//! read. It never makes a read fail: where it cannot help, the store behind it is asked.
+//! The cache outlives the process, several processes share it, and each block is compared with its checksum when it is
+//! read. The cache never makes a read fail: if it cannot supply the bytes, they are read from the wrapped store.
 
 mod cache;
 mod claims;
@@ -36,15 +36,16 @@ use threads::DiskPatience;
 /// Environment variable that names the folder.
 pub const CACHE_VARIABLE: &str = "TENSORFS_CACHE_DIR";
 
-/// The word for no folder.
+/// The value that turns the disk cache off.
 pub const NOWHERE: &str = "none";
 
-/// The folder of the disk cache of this user, unless another one is named.
+/// The folder of the disk cache of this user, if the user does not name another one.
 pub fn default_folder() -> Option<PathBuf> {
     folder_of_user().map(|folder| folder.join("remote"))
 }
 
-/// The folder that the variable of the environment names, if it is set. The inner `None`: nowhere.
+/// The folder that the environment variable names, if the variable is set. The inner `None` means that the disk
+/// cache is off.
 pub fn folder_of_variable() -> Option<Option<PathBuf>> {
     let folder = std::env::var_os(CACHE_VARIABLE).filter(|value| !value.is_empty())?;
     if folder == NOWHERE {
@@ -54,16 +55,16 @@ pub fn folder_of_variable() -> Option<Option<PathBuf>> {
     Some(std::path::absolute(folder).ok())
 }
 
-/// A read with less than 1 / `STORE_PART` of its time left stores nothing.
+/// A read stores nothing in the cache if less than 1 / `STORE_PART` of the time up to its deadline is left.
 const STORE_PART: u32 = 4;
 
-/// Longest wait for blocks that another reader fetches. Half of the time of the read at most.
+/// Maximum wait for blocks that another reader fetches. A read waits at most half of the time up to its deadline.
 const WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// Shortest and longest poll interval for blocks that another reader fetches.
+/// Shortest and longest pause between two polls for blocks that another reader fetches.
 const LOOK_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
-/// A store whose bytes are kept in a folder.
+/// A store that keeps the bytes read from the store `inner` in a folder.
 #[derive(Debug)]
 pub(super) struct CachedStore {
     inner: Arc<dyn StoreKind>,
@@ -75,7 +76,7 @@ impl CachedStore {
         CachedStore { inner, place: place.clone() }
     }
 
-    /// The key of the file at `path`. `None` if it is not kept.
+    /// The cache key of the file at `path`. `None` if the file cannot be cached.
     fn key(&self, path: &Path, version: &Version) -> Option<ObjectKey> {
         if !self.inner.tells_bytes(version) || !(1..=LEN_MAX).contains(&version.len) {
             return None;
@@ -83,7 +84,7 @@ impl CachedStore {
         Some(ObjectKey::new(path.to_str()?, version.content_words()))
     }
 
-    /// Reads what is wanted of the blocks `runs`, which the cache has not.
+    /// Reads the wanted bytes of the blocks `runs`, which are not in the cache.
     fn fill(
         &self,
         read: &CachedRead<'_>,
@@ -107,7 +108,7 @@ impl CachedStore {
                 None => self.pass(read, &run, buf)?,
                 Some(Claim::Mine(held)) => {
                     let _claim = ClaimOnDisk { cache, held };
-                    // The one who had a claim before may have stored them.
+                    // An earlier holder of the claim may have stored the blocks.
                     for part in cache.take(object, &run, offset, buf, patience) {
                         self.fetch(read, object, &part, buf)?;
                     }
@@ -117,7 +118,7 @@ impl CachedStore {
                     todo.push(busy);
                     todo.extend([before, after].into_iter().filter(|run| !run.is_empty()));
                 }
-                // Both store the same bytes.
+                // Both readers may store the blocks, since both have the same bytes.
                 Some(Claim::Busy(_)) if Instant::now() >= give_up => {
                     self.fetch(read, object, &run, buf)?;
                 }
@@ -132,7 +133,7 @@ impl CachedStore {
         Ok(())
     }
 
-    /// Reads what is wanted of the blocks `run` from the store, and keeps nothing.
+    /// Reads the wanted bytes of the blocks `run` from the wrapped store, and stores nothing in the cache.
     fn pass(&self, read: &CachedRead<'_>, run: &Range<u64>, buf: &mut [u8]) -> io::Result<()> {
         let CachedRead { cache, offset, .. } = *read;
         let bytes = read.bytes_of(run);
@@ -142,7 +143,7 @@ impl CachedStore {
         self.inner.read(read.path, read.version, wanted.start, place, read.until)
     }
 
-    /// Reads the blocks `run` from the store, and keeps them.
+    /// Reads the blocks `run` from the wrapped store, and stores them in the cache.
     fn fetch(
         &self,
         read: &CachedRead<'_>,
@@ -175,17 +176,17 @@ struct CachedRead<'a> {
     offset: u64,
     began: Instant,
     until: Option<Instant>,
-    /// How long it waits for the folder before it asks the store.
+    /// How long the read waits for the file system of the folder before it turns to the wrapped store.
     patience: DiskPatience,
 }
 
 impl CachedRead<'_> {
-    /// The bytes of the blocks `run`.
+    /// The byte range of the blocks `run`.
     fn bytes_of(&self, run: &Range<u64>) -> Range<u64> {
         run.start * BLOCK_LEN..(run.end * BLOCK_LEN).min(self.version.len)
     }
 
-    /// Whether there is time to store what has come: the reader waits for it.
+    /// Whether enough time is left to store the bytes that were read. The reader waits for the store.
     fn has_time(&self) -> bool {
         let Some(until) = self.until else { return true };
         let left = until.saturating_duration_since(Instant::now());
@@ -193,7 +194,7 @@ impl CachedRead<'_> {
     }
 }
 
-/// A claim, which a thread of the folder ends.
+/// A claim that is released by a thread of the cache, since the release may wait for the file system.
 struct ClaimOnDisk<'a> {
     cache: &'a DiskCache,
     held: Option<HeldClaim>,

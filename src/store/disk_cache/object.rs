@@ -1,8 +1,9 @@
-//! One version of one object in the cache: a file with its bytes, which has holes, and a map of the blocks that are there.
+//! One version of one object in the cache. It has two files: a sparse data file with its bytes, and a map of
+//! the blocks that the data file has.
 //!
-//! The map begins with a header of `HEADER_LEN` bytes and has the checksum of each block, or zeros. A
-//! block counts only if its bytes have its checksum. So a crash at any point, a lost write and a
-//! flipped bit leave the right bytes or none, and nothing need be synced.
+//! The map begins with a header of `HEADER_LEN` bytes. After that it has one checksum for each block, or zeros
+//! for a block that is not in the cache. A block is used only if its bytes match its checksum. So after a
+//! crash, a lost write or a flipped bit a reader gets the right bytes or none, and no file has to be synced.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -24,57 +25,59 @@ use crate::hash::{Digest, Hasher};
 use crate::index::is_private;
 use crate::source::page_cache::copy_cached;
 
-/// Length of a block. Reads from the server are widened to whole ones.
+/// Length of a block in bytes. Reads from the server are widened to whole blocks.
 pub(super) const BLOCK_LEN: u64 = CUT;
 
-/// Longest object that is kept. A header that names a longer one is damaged.
+/// Length in bytes of the longest object that is cached. A header with a greater length is damaged.
 pub(super) const LEN_MAX: u64 = 1 << 44;
 
-/// Length of the header of a map.
+/// Length of the header of a map in bytes.
 const HEADER_LEN: u64 = 4096;
 
-/// Length of a checksum in a map.
+/// Length of a checksum in a map in bytes.
 const SUM_LEN: u64 = 16;
 
-/// Checksums that are read at a time where all are looked at.
+/// Number of checksums that are read at a time when all of a map are read.
 const SUMS_AT_ONCE: usize = 1 << 16;
 
-/// The first bytes of a map. They change with its form, and so do the names of files.
+/// The first bytes of a map. They change with the file format. They are part of the digest, so the file names
+/// change too.
 const MAGIC: &[u8; 8] = b"TFSBLK01";
 
-/// Longest URL in a header. A longer one is cut off there, and whole in the name of the file.
+/// Maximum length of the URL in a header. A longer URL is cut off. The digest in the file name is always that
+/// of the whole URL.
 const URL_LEN_MAX: usize = 3072;
 
 /// Extensions of the files of an object.
 pub(super) const MAP: &str = "map";
 pub(super) const DATA: &str = "data";
 
-/// Extension of files that are not whole.
+/// Extension of files that are still being written.
 pub(super) const TEMPORARY: &str = "tmp";
 
-/// Seconds between two notes that an object was used.
+/// Minimum number of seconds between two updates of the time of last use of an object.
 const USE_NOTED: i64 = 5;
 
-/// How far a read of blocks goes.
+/// Where a read of blocks may look for the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlockReach {
-    /// It takes what the kernel's page cache holds, and never waits.
+    /// In the kernel's page cache only. Such a read never waits.
     Memory,
-    /// It waits for the disk.
+    /// On the disk. Such a read may wait.
     Disk,
 }
 
-/// Which bytes an object has: two with different keys may have different ones.
+/// Identifies the bytes of an object: objects with different keys may have different bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ObjectKey {
     pub(super) url: String,
     pub(super) len: u64,
-    /// The hash of its URL, its version and its length.
+    /// Hash of the URL, the version and the length of the object.
     pub(super) digest: Digest,
 }
 
 impl ObjectKey {
-    /// The key of the object at `url` in the version with the numbers `content`.
+    /// The key of the object at `url` in the version that the numbers `content` describe.
     pub(super) fn new(url: &str, content: [u64; 5]) -> ObjectKey {
         let [_, _, len, ..] = content;
         let mut hasher = Hasher::new();
@@ -89,7 +92,7 @@ impl ObjectKey {
         format!("{}.{MAP}", self.digest)
     }
 
-    /// The path of its map in `folder`.
+    /// The path of the map in `folder`.
     pub(super) fn map_in(&self, folder: &Path) -> PathBuf {
         folder.join(self.map_name())
     }
@@ -99,7 +102,7 @@ impl ObjectKey {
     }
 }
 
-/// An open object of the cache.
+/// An object of the cache whose files are open.
 #[derive(Debug)]
 pub(super) struct CachedObject {
     key: ObjectKey,
@@ -107,28 +110,28 @@ pub(super) struct CachedObject {
     map: File,
     pub(super) data: File,
     data_path: PathBuf,
-    /// Whether blocks can be added.
+    /// Whether blocks can be stored in it.
     pub(super) writable: bool,
-    /// Second of the last note that it was used.
+    /// Time of the last update of the time of last use, in seconds since 1970.
     noted: AtomicI64,
-    /// Whether a damaged block was logged.
+    /// Whether a damaged block of it was logged.
     damage_told: AtomicBool,
     pub(super) direct: DirectFile,
     pub(super) known: KnownBlocks,
 }
 
 impl CachedObject {
-    /// Opens the files of the object `key` in `folder`, and makes them if there are none.
+    /// Opens the files of the object `key` in `folder`, and creates them if they do not exist.
     ///
     /// # Errors
-    /// If they can neither be opened nor made.
+    /// If the files can neither be opened nor created.
     pub(super) fn open(folder: &Path, key: &ObjectKey) -> io::Result<CachedObject> {
         let path = key.map_in(folder);
         match CachedObject::open_there(&path, Some(key)) {
             Ok(object) => return Ok(object),
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) if e.kind() == ErrorKind::InvalidData => {
-                // Files that cannot be used are in the way.
+                // Damaged files would prevent the creation of new ones.
                 gone_is_fine(std::fs::remove_file(&path))?;
             }
             Err(e) => return Err(e),
@@ -141,10 +144,10 @@ impl CachedObject {
         }
     }
 
-    /// Opens the object with the map at `path`. If `key` is given it has to be that one.
+    /// Opens the object whose map is at `path`. If `key` is given, the map has to be that of `key`.
     ///
     /// # Errors
-    /// `InvalidData` if its files are damaged or do not belong together.
+    /// `InvalidData` if the files are damaged or do not belong together.
     pub(super) fn open_there(path: &Path, key: Option<&ObjectKey>) -> io::Result<CachedObject> {
         let (map, map_writable) = open_private(path)?;
         let mut header = vec![0; HEADER_LEN as usize];
@@ -164,7 +167,7 @@ impl CachedObject {
             _ => e,
         })?;
         let key = key.cloned().unwrap_or(found);
-        // Reads of single blocks want no other ones.
+        // A read of single blocks has no use for the kernel's read-ahead.
         let advice = PosixFadviseAdvice::POSIX_FADV_RANDOM;
         let _ = posix_fadvise(&data, 0, 0, advice);
         Ok(CachedObject {
@@ -191,7 +194,7 @@ impl CachedObject {
         map.file().write_all_at(&header_of(key, nonce), 0)?;
         map.file().set_len(HEADER_LEN + key.blocks() * SUM_LEN)?;
         map.publish(path, false)?;
-        // From now on the map names it.
+        // From now on the map refers to the data file.
         data.keep();
         CachedObject::open_there(path, Some(key))
     }
@@ -200,24 +203,24 @@ impl CachedObject {
         &self.key
     }
 
-    /// All its blocks.
+    /// All blocks of the object.
     pub(super) fn blocks(&self) -> Range<u64> {
         0..self.key.blocks()
     }
 
-    /// Whether its files still have their names: others remove what was not used for long.
+    /// Whether the map still has its name. Other processes remove the names of objects that were not used for long.
     pub(super) fn is_linked(&self) -> bool {
         self.map.metadata().is_ok_and(|meta| meta.nlink() > 0)
     }
 
-    /// Notes that it is in use, now and then.
+    /// Updates the time of last use, if the last update was at least `USE_NOTED` seconds ago.
     pub(super) fn note_use(&self) {
         if self.begins_note() {
             self.write_use();
         }
     }
 
-    /// Whether it is time to note that it is in use, which the caller does.
+    /// Whether the time of last use has to be updated now. If so, the caller calls `write_use`.
     pub(super) fn begins_note(&self) -> bool {
         let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64);
         let before = self.noted.load(Ordering::Relaxed);
@@ -228,27 +231,27 @@ impl CachedObject {
         is_due
     }
 
-    /// Notes that it is in use.
+    /// Sets the time of last use, which is the modification time of the map.
     pub(super) fn write_use(&self) {
         let _ = self.map.set_modified(SystemTime::now());
     }
 
-    /// The path of its map.
+    /// The path of the map.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The file with its bytes.
+    /// The path of the data file.
     pub(super) fn data_path(&self) -> &Path {
         &self.data_path
     }
 
-    /// The bytes of the blocks `run`.
+    /// The byte range of the blocks `run`.
     pub(super) fn bytes_of(&self, run: &Range<u64>) -> Range<u64> {
         run.start * BLOCK_LEN..(run.end * BLOCK_LEN).min(self.key.len)
     }
 
-    /// Claims the blocks `run`. A busy claim has the blocks that others have claimed.
+    /// Claims the blocks `run`. The range in `Claim::Busy` is the blocks that another reader has claimed.
     pub(super) fn claim(&self, run: &Range<u64>) -> Claim {
         match claim(&self.path, &sums_at(run)) {
             Claim::Busy(busy) => {
@@ -260,10 +263,10 @@ impl CachedObject {
         }
     }
 
-    /// The checksums of the blocks `run`; zeros where there is none.
+    /// The checksums of the blocks `run`. A checksum is zeros if the block is not in the cache.
     ///
     /// # Errors
-    /// `WouldBlock` if they are beyond `reach`.
+    /// `WouldBlock` if the checksums are not in the page cache and `reach` is `Memory`.
     pub(super) fn sums(&self, run: &Range<u64>, reach: BlockReach) -> io::Result<Vec<[u8; 16]>> {
         let mut bytes = vec![0; ((run.end - run.start) * SUM_LEN) as usize];
         let at = sums_at(run).start;
@@ -275,7 +278,7 @@ impl CachedObject {
         Ok(bytes.as_chunks::<16>().0.to_vec())
     }
 
-    /// Calls `act` with each block that is there, and its checksum.
+    /// Calls `act` with the number and the checksum of each block that is in the cache.
     ///
     /// # Errors
     /// If the map cannot be read.
@@ -290,8 +293,8 @@ impl CachedObject {
         Ok(())
     }
 
-    /// Takes a block that has not its checksum out of the map. Returns whether it is damaged, and not
-    /// removed.
+    /// Removes a block that does not match its checksum from the map. Returns `false` if the reason is that
+    /// another process has removed the object, and `true` if the block is damaged.
     pub(super) fn forget(&self, block: u64) -> bool {
         self.known.remove(block);
         if !self.is_linked() {
@@ -309,11 +312,11 @@ impl CachedObject {
         true
     }
 
-    /// Stores the blocks `run`, which have these `bytes`. A block counts once its checksum is written, after
-    /// its bytes.
+    /// Stores the blocks `run` with the content `bytes`. The bytes are written before the checksums, and a
+    /// block is used only once its checksum is written.
     ///
     /// # Errors
-    /// If a file cannot be written; the blocks may be there or not.
+    /// If a file cannot be written. Then some of the blocks may have been stored.
     pub(super) fn store(&self, run: &Range<u64>, bytes: &[u8]) -> io::Result<()> {
         let start = self.bytes_of(run).start;
         self.data.write_all_at(bytes, start)?;
@@ -326,8 +329,8 @@ impl CachedObject {
         Ok(())
     }
 
-    /// The checksum of a block of this object, whose bytes are `parts`. It covers the object and
-    /// the number of the block too.
+    /// The checksum of block number `block` of this object, whose bytes are `parts` in sequence. It also covers
+    /// the digest of the object and the number of the block.
     pub(super) fn sum_of<'a>(
         &self,
         block: u64,
@@ -338,12 +341,12 @@ impl CachedObject {
         hasher.update(&block.to_le_bytes());
         parts.into_iter().for_each(|part| hasher.update(part));
         let Digest(sum) = hasher.finish();
-        // Zeros mean that the block is not there.
+        // Zeros stand for a block that is not in the cache.
         if sum == [0; 16] { [1; 16] } else { sum }
     }
 }
 
-/// The bytes of a map with the checksums of the blocks `run`.
+/// The byte range in a map of the checksums of the blocks `run`.
 fn sums_at(run: &Range<u64>) -> Range<u64> {
     HEADER_LEN + run.start * SUM_LEN..HEADER_LEN + run.end * SUM_LEN
 }
@@ -352,12 +355,12 @@ pub(super) fn data_name(key: &ObjectKey, nonce: u64) -> String {
     format!("{}.{nonce:016x}.{DATA}", key.digest)
 }
 
-/// The name of a file that is not whole.
+/// The name of a file that is still being written.
 pub(super) fn temporary_name(number: u64) -> String {
     format!(".{number:016x}.{TEMPORARY}")
 }
 
-/// The result of a removal. Another process may have been faster.
+/// The result of a removal, where a file that does not exist counts as removed. Another process may have been faster.
 pub(super) fn gone_is_fine(removed: io::Result<()>) -> io::Result<()> {
     match removed {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
@@ -369,7 +372,7 @@ fn damaged() -> io::Error {
     io::Error::new(ErrorKind::InvalidData, "damaged")
 }
 
-/// Opens a file that only we could have written. Also returns whether it can be written.
+/// Opens a file that only this user could have written. Also returns whether the file can be written.
 fn open_private(path: &Path) -> io::Result<(File, bool)> {
     let open = |write| {
         let mut options = OpenOptions::new();

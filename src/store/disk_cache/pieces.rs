@@ -1,5 +1,5 @@
-//! Memory of its own for work in the folder: a thread that the disk keeps may write there for ever, and not to memory of
-//! the reader.
+//! Buffers that belong to the cache, for the reads and writes of its threads. If the disk does not answer, a
+//! thread may write to such a buffer at any later time. It must never do so to memory of the reader.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::fmt;
@@ -11,13 +11,14 @@ use super::object::BLOCK_LEN;
 use crate::mapping::{HUGE, Mapping};
 use crate::sync::Mutex;
 
-/// Most blocks that one piece of work reads or writes: a huge page. Reads of 1 MiB meet one block more.
+/// Maximum number of blocks that one job reads or writes: those that fit in a huge page. A read of 1 MiB can
+/// overlap one block more than 1 MiB has.
 const PIECE_BLOCKS: u64 = HUGE as u64 / BLOCK_LEN;
 
-/// Maximum number of pieces that are kept for later.
+/// Maximum number of buffers that are kept for reuse.
 const SPARES_MAX: usize = 8;
 
-/// The blocks `run` in pieces that fit in a `PieceMemory` each.
+/// The blocks `run`, split into ranges that fit in one `PieceMemory` each.
 pub(super) fn pieces_of(run: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
     let end = run.end;
     run.clone()
@@ -25,11 +26,12 @@ pub(super) fn pieces_of(run: &Range<u64>) -> impl Iterator<Item = Range<u64>> + 
         .map(move |start| start..(start + PIECE_BLOCKS).min(end))
 }
 
-/// Memory for `PIECE_BLOCKS` blocks. A read past the page cache can go to it.
+/// A buffer for `PIECE_BLOCKS` blocks. It is aligned, so a read past the page cache can write to it.
 pub(super) struct PieceMemory(Mapping);
 
 impl PieceMemory {
-    /// New memory, on a huge page if the system has one: the disk reads into one stretch with one request.
+    /// A new buffer, on a huge page if the system has one. The disk can fill physically contiguous memory with
+    /// a single request.
     pub(super) fn new() -> PieceMemory {
         let Ok(mapping) = Mapping::new(HUGE) else {
             handle_alloc_error(Layout::new::<[u8; HUGE]>());
@@ -38,18 +40,18 @@ impl PieceMemory {
         PieceMemory(mapping)
     }
 
-    /// Its first `len` bytes.
+    /// The first `len` bytes of the buffer.
     ///
     /// # Panics
     /// If the memory is shorter than `len`.
     pub(super) fn bytes(&mut self, len: u64) -> &mut [u8] {
-        // SAFETY: the mapping has that many bytes, begins with zeros, and is this value's alone.
+        // SAFETY: the mapping has `HUGE` bytes, is initialized with zeros, and belongs to this value alone.
         let page = unsafe { std::slice::from_raw_parts_mut(self.0.start().as_ptr(), HUGE) };
         &mut page[..len as usize]
     }
 }
 
-/// Pieces that are kept for later.
+/// Buffers that are kept for reuse.
 #[derive(Default)]
 pub(super) struct SparePieces(Mutex<Vec<PieceMemory>>);
 
@@ -60,7 +62,7 @@ impl fmt::Debug for SparePieces {
 }
 
 impl SparePieces {
-    /// A piece with any bytes.
+    /// A buffer with unspecified content.
     pub(super) fn take(&self) -> PieceMemory {
         let spare = self.0.lock().pop();
         spare.unwrap_or_else(PieceMemory::new)

@@ -1,4 +1,4 @@
-//! Tests of the disk cache on a store in memory that counts what it is asked for.
+//! Tests of the disk cache around a store in memory that counts the reads.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -74,7 +74,7 @@ impl StoreKind for CountedStore {
     }
 }
 
-/// A cache in a folder of its own.
+/// A store, and the folder of a cache around it.
 struct Bench {
     folder: TempDir,
     store: Arc<CountedStore>,
@@ -85,7 +85,7 @@ const LEN: usize = 5 * BLOCK_LEN as usize + 1000;
 
 impl Bench {
     fn new() -> Bench {
-        // The free space of the machine does not matter.
+        // A fixed size makes the test independent of the free space of the machine.
         let folder = tempfile::tempdir().unwrap();
         Bench { folder, store: CountedStore::new(LEN, 0), size: Some(1 << 30) }
     }
@@ -94,7 +94,7 @@ impl Bench {
         DiskCachePlace { folder: self.folder.path().join("a/cache"), size: self.size }
     }
 
-    /// The bytes that a process reads which starts now.
+    /// The bytes that a newly started process reads.
     fn read(&self, range: Range<u64>) -> Vec<u8> {
         self.read_version("s3://b/object", 1, range)
     }
@@ -251,7 +251,7 @@ fn no_flipped_bit_reaches_a_reader() {
             bench.assert_right(0..len as u64);
             assert!(!bench.store.reads.lock().is_empty(), "bit {bit} of {at} in {path:?}");
             if !map.exists() || !data.exists() {
-                // The files were made anew.
+                // The files were created anew.
                 for path in fs::read_dir(bench.place().folder).unwrap() {
                     fs::remove_file(path.unwrap().path()).unwrap();
                 }
@@ -305,7 +305,7 @@ fn the_objects_that_were_not_used_for_longest_make_room() {
     for number in 0..8 {
         let url = format!("s3://b/{number}");
         bench.read_version(&url, 1, 0..LEN as u64);
-        // Each one is a day younger than the one before.
+        // Each map is one day younger than the map before.
         let maps = fs::read_dir(bench.place().folder).unwrap().map(|entry| entry.unwrap().path());
         for map in maps.filter(|path| path.extension().is_some_and(|it| it == object::MAP)) {
             let file = fs::File::open(map).unwrap();
@@ -373,7 +373,7 @@ fn bytes_that_come_at_the_deadline_go_to_the_reader_and_nowhere_else() {
     let mut buf = vec![0; LEN];
     let version = bench.store.version(1);
     bench.read_again("s3://b/object", 1, 0..1);
-    // The store answers however late it is.
+    // The wrapped store answers even after the deadline.
     cached.read("s3://b/object".as_ref(), &version, 0, &mut buf, Some(Instant::now())).unwrap();
     assert!(buf == bench.store.bytes);
     assert_eq!(kept_objects(&bench.place().folder).unwrap()[0].bytes, BLOCK_LEN);
@@ -402,7 +402,7 @@ fn reads_go_on_without_a_disk_that_does_not_answer() {
     };
     std::thread::scope(|scope| (0..40).for_each(|_| drop(scope.spawn(read))));
     assert_eq!(bench.store.reads_by_block()[&0], 41);
-    // Bytes in the page cache are read as ever.
+    // Bytes in the page cache can still be read.
     let found = bench.read_again("s3://b/object", 1, 0..LEN as u64);
     assert!(found == bench.store.bytes);
     assert_eq!(bench.store.reads_by_block()[&0], 41);
@@ -447,7 +447,7 @@ fn a_header_with_an_impossible_length_is_damaged() {
 fn objects_of_another_version_of_the_program_stay_and_are_not_read() {
     let bench = Bench::new();
     bench.assert_right(0..LEN as u64);
-    // Another form of files has another mark, and other names.
+    // A different file format has a different magic number and different file names.
     let key = ObjectKey::new("s3://b/other-form", [1, 2, LEN as u64, 0, 0]);
     let mut header = object::header_of(&key, 3);
     header[..8].copy_from_slice(b"TFSBLK99");
@@ -471,7 +471,7 @@ fn copy_of(bench: &Bench) -> Option<fs::File> {
     let cached = CachedStore::new(bench.store.clone(), &bench.place());
     let version = bench.store.version(1);
     let find = || cached.local_copy("s3://b/object".as_ref(), &version, None).map(|(_, file)| file);
-    // The first look begins to bring the bytes there.
+    // The first call begins to bring the bytes to the disk.
     find().or_else(|| {
         let cache = cache_in(&bench.place());
         let open: Vec<_> = cache.objects.lock().values().map(|(_, it)| it.clone()).collect();
@@ -493,7 +493,7 @@ fn an_object_is_served_as_a_local_file_once_each_of_its_blocks_is_known() {
     let mut bytes = vec![0; LEN];
     file.read_exact_at(&mut bytes, 0).unwrap();
     assert!(bytes == bench.store.bytes);
-    // Another process has compared no block yet.
+    // The new process has not compared any block with its checksum yet.
     bench.read(0..BLOCK_LEN);
     assert!(copy_of(&bench).is_none());
     bench.read_again("s3://b/object", 1, 0..len);
@@ -528,7 +528,7 @@ fn a_served_object_keeps_its_bytes_when_it_is_removed_and_makes_no_room() {
         file.read_exact_at(&mut bytes, 0).unwrap();
         assert!(bytes == bench.store.bytes);
     };
-    // There is room for one object, and the one that is there is in use.
+    // There is room for one object only, and the object in the cache is in use.
     bench.read_again("s3://b/other", 1, 0..LEN as u64);
     let kept = kept_objects(&bench.place().folder).unwrap();
     assert!(kept.iter().any(|it| it.url == "s3://b/object" && it.bytes == LEN as u64), "{kept:?}");
@@ -536,7 +536,7 @@ fn a_served_object_keeps_its_bytes_when_it_is_removed_and_makes_no_room() {
     prune(&bench.place().folder, 0).unwrap();
     assert_eq!(bench.files(), 0);
     assert_whole();
-    // Without a name it is served to nobody else.
+    // A file without a name is not served to anyone else.
     assert!(copy_of(&bench).is_none());
 }
 

@@ -1,4 +1,4 @@
-//! Threads for work in the folder of a cache. A disk that stops to answer keeps these, and no reader.
+//! Threads for the file work of a cache. If the disk stops answering, these threads hang instead of the readers.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -15,24 +15,25 @@ pub(super) const THREADS_MAX: usize = 16;
 /// Idle time after which a thread ends.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// If work in the folder takes longer, its disk may have stopped to answer, and reads go on without it. A read waits
-/// no longer than half of its time.
+/// If a job in the folder takes longer than this, its disk may have stopped answering, and reads go on without
+/// the cache. A read also waits at most half of the time up to its deadline.
 pub(super) const STUCK: Duration = Duration::from_secs(10);
 
-/// How long a read waits that has no deadline of its own, as those of headers: what waits for it may have one.
+/// How long a read without a deadline waits, for example the read of a header. The caller that needs the header
+/// may have a deadline itself.
 const UNTIMED: Duration = Duration::from_secs(5);
 
 /// How long a reader waits for work in the folder.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DiskPatience {
-    /// Earlier work that takes longer keeps the reader from the folder.
+    /// If an earlier job runs longer than this, the reader does not use the folder.
     whole: Duration,
-    /// The end of all its waits.
+    /// Time at which the reader stops waiting, whatever the number of its jobs.
     end: Instant,
 }
 
 impl DiskPatience {
-    /// The patience of a read that has until `until`, from now on.
+    /// The patience of a read that begins now and has the deadline `until`.
     pub(super) fn of(until: Option<Instant>) -> DiskPatience {
         let now = Instant::now();
         let half = until.map_or(UNTIMED, |until| until.saturating_duration_since(now) / 2);
@@ -40,7 +41,7 @@ impl DiskPatience {
         DiskPatience { whole, end: now + whole }
     }
 
-    /// The time that work in the folder may take.
+    /// The maximum duration of a job in the folder.
     pub(super) fn whole(&self) -> Duration {
         self.whole
     }
@@ -48,7 +49,7 @@ impl DiskPatience {
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// The threads of one folder, which start with its first work.
+/// The threads of one folder. The first of them starts with the first job.
 #[derive(Default)]
 pub(super) struct FolderThreads {
     work: Mutex<FolderWork>,
@@ -59,14 +60,14 @@ pub(super) struct FolderThreads {
 struct FolderWork {
     next_number: u64,
     queued: VecDeque<(u64, Job)>,
-    /// When the work began that goes on now, by number.
+    /// Start time of each running job, by job number.
     under_way: BTreeMap<u64, Instant>,
     threads: usize,
     idle: usize,
 }
 
 impl FolderWork {
-    /// Whether some of the work that goes on takes longer than `patience`.
+    /// Whether a running job has taken longer than `patience`.
     fn is_stuck(&self, patience: Duration) -> bool {
         self.under_way.values().any(|began| began.elapsed() > patience)
     }
@@ -79,8 +80,8 @@ impl fmt::Debug for FolderThreads {
 }
 
 impl FolderThreads {
-    /// The result of `work`. `None` if it does not come in time, and if earlier work is late: then it is not
-    /// begun.
+    /// Runs `work` on a thread and returns its result. `None` if the result does not come in time. If an
+    /// earlier job is late already, `work` is not begun.
     pub(super) fn ask<T: Send + 'static>(
         self: &Arc<Self>,
         patience: DiskPatience,
@@ -98,17 +99,17 @@ impl FolderThreads {
         })
     }
 
-    /// Carries out `work` some time.
+    /// Queues `work` and does not wait for it.
     pub(super) fn post(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) {
         self.add(Box::new(work));
     }
 
-    /// Whether some of the work that goes on takes longer than `patience`.
+    /// Whether a running job has taken longer than `patience`.
     pub(super) fn is_stuck(&self, patience: Duration) -> bool {
         self.work.lock().is_stuck(patience)
     }
 
-    /// Queues `job` and returns its number. `None` if there is no thread, and none can be started.
+    /// Queues `job` and returns its number. `None` if there is no thread and none can be started.
     fn add(self: &Arc<Self>, job: Job) -> Option<u64> {
         let mut work = self.work.lock();
         let number = work.next_number;
@@ -131,21 +132,21 @@ impl FolderThreads {
         None
     }
 
-    /// Takes work back that was not begun.
+    /// Takes a job out of the queue. `None` if it has begun already.
     fn take_back(&self, number: u64) -> Option<Job> {
         let mut work = self.work.lock();
         let at = work.queued.iter().position(|(queued, _)| *queued == number)?;
         work.queued.remove(at).map(|(_, job)| job)
     }
 
-    /// Carries out work until there is none for a while.
+    /// The loop of a thread: it runs jobs, and ends after `IDLE_MAX` without one.
     fn carry_out(&self) {
         let mut work = self.work.lock();
         loop {
             if let Some((number, job)) = work.queued.pop_front() {
                 work.under_way.insert(number, Instant::now());
                 drop(work);
-                // The reader finds that nothing was answered.
+                // If the job panics, its sender is dropped, and the waiting reader gets no result.
                 let _ = catch_unwind(AssertUnwindSafe(job));
                 work = self.work.lock();
                 work.under_way.remove(&number);
@@ -196,7 +197,7 @@ mod tests {
             });
         }
         begins.iter().take(THREADS_MAX).for_each(drop);
-        // All threads are busy, and nothing is late for a reader with more patience.
+        // All threads are busy. Since this reader has unlimited patience, no running job counts as late.
         let (count, counted) = channel();
         let late = patience(Duration::from_millis(20));
         let asked = DiskPatience { whole: Duration::MAX, ..late };

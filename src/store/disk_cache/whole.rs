@@ -1,7 +1,8 @@
-//! Objects that are in the cache as a whole: their files are served as local files.
+//! Objects that are in the cache as a whole. Their data files are served as local files.
 //!
-//! A shared lock of the file with the bytes keeps those who make room from cutting it. So the bytes
-//! stay for as long as a descriptor or a mapping of it is open, also without a name.
+//! A process that serves a data file has a shared lock on it. This lock keeps processes that make room from
+//! truncating the file. So the bytes stay for as long as a descriptor or a mapping of the file exists, even
+//! after its name was removed.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -14,8 +15,8 @@ use crate::error::{real_name, shown};
 use crate::source::FileSystem;
 
 impl CachedObject {
-    /// Whether this process knows each block, and all have reached the disk. If they have not, it begins to
-    /// bring them there. Never waits.
+    /// Whether this process knows all blocks, and all bytes have reached the disk. If all blocks are known but
+    /// not yet on the disk, a thread begins a sync. Never waits.
     pub(super) fn is_whole(self: &Arc<CachedObject>) -> bool {
         if self.known.are_synced() {
             return true;
@@ -30,7 +31,7 @@ impl CachedObject {
         false
     }
 
-    /// Brings the bytes to the disk. A disk that loses them says so here, and not when they are read.
+    /// Syncs the data file. If the disk loses bytes, the error appears here, and not in a later read.
     fn sync(&self, sync: u64) {
         let synced = self.data.sync_data();
         if let Err(e) = &synced {
@@ -42,7 +43,7 @@ impl CachedObject {
         self.known.end_sync(sync, synced.is_ok());
     }
 
-    /// Whether the map has all blocks. Other processes take damaged ones out.
+    /// Whether the map still has the checksums of all blocks. Other processes remove damaged blocks from it.
     fn has_all_sums(&self) -> bool {
         let mut next = 0;
         let counted = self.each_sum(|block, _| {
@@ -53,22 +54,24 @@ impl CachedObject {
         counted.is_ok() && self.known.are_synced()
     }
 
-    /// A file with all bytes of the object, which `is_whole`. `None` if it is damaged or was removed.
+    /// Opens the data file of the object, for which `is_whole` was true. `None` if the object is damaged or was
+    /// removed.
     pub(super) fn whole_file(&self) -> Option<File> {
         if !self.is_linked() {
             return None;
         }
         let path = self.data_path();
-        // The kernel would wait for another machine, without a deadline.
+        // A network file system could make page faults wait for another machine without a deadline.
         if !FileSystem::at(path).is_local() {
             return None;
         }
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
         let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
-        // The lock belongs to the open file, and ends with its last descriptor or mapping.
+        // The lock belongs to the open file description. It ends with the last descriptor or mapping of it.
         file.try_lock_shared().ok()?;
         let (found, own) = (file.metadata().ok()?, self.data.metadata().ok()?);
-        // Those who remove it take the name first and cut it then, with a lock of their own.
+        // A process that removes the object first unlinks the name, and then truncates the file under a lock of
+        // its own.
         let is_own = (found.dev(), found.ino()) == (own.dev(), own.ino());
         if !is_own || found.nlink() == 0 || found.len() != self.key().len {
             return None;

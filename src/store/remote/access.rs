@@ -1,4 +1,5 @@
-//! How requests to a server are signed, by the kind of the server, and what to do where it refuses.
+//! Authentication: how requests to each kind of server are signed, and the advice to the user if the server
+//! refuses one.
 
 use http::request::Parts;
 use reqsign_aws_v4::RequestSigner;
@@ -13,23 +14,24 @@ use super::patience::{Trouble, unusable};
 use super::shared::RemoteClients;
 use crate::sync::Mutex;
 
-/// The hash of no bytes, which is what all requests here send.
+/// The SHA-256 of an empty body. All requests here have an empty body.
 const NO_BYTES_SHA256: &str = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
 
 const CANNOT_SIGN: &str = "the credentials cannot sign a request";
 
-/// The version of Azure's protocol that requests speak.
+/// The version of Azure's protocol that requests name.
 const AZURE_VERSION: &str = "2021-12-02";
 
-/// The headers by which Google names the state of an object, and asks for one state only.
+/// Two headers of Google. In an answer, the first one has the generation of the object. In a request, the
+/// second one demands a certain generation.
 const GENERATION: HeaderName = HeaderName::from_static("x-goog-generation");
 const IF_GENERATION: HeaderName = HeaderName::from_static("x-goog-if-generation-match");
 
-/// How a server lets requests in.
+/// How requests to a server are authenticated.
 pub(super) enum Access {
-    /// Everybody is let in.
+    /// Not at all: the server needs no credentials, or there are none.
     Open,
-    /// With the name and the password of the user, as a header. Never printed.
+    /// With the user's name and password, in this `Authorization` header. Never printed.
     Login(HeaderValue),
     /// With a signature of S3.
     S3(S3Signing),
@@ -37,40 +39,41 @@ pub(super) enum Access {
     Google(GoogleAccess),
     /// With a signature or a token of Azure.
     Azure(Box<AzureAccess>),
-    /// With a token, and by links to other hosts.
+    /// With a token for the hub, and without one for the hosts to which the hub redirects.
     Hub(Box<HubAccess>),
 }
 
 /// How requests to S3 are signed.
 #[derive(Debug)]
 pub(super) struct S3Signing {
-    /// The region, which the server may correct.
+    /// The region of the bucket. The server's answer may correct it.
     pub(super) region: Mutex<String>,
-    /// Whether requests are signed at all.
+    /// Whether requests are signed. `AWS_SKIP_SIGNATURE` turns this off.
     pub(super) is_wanted: bool,
-    /// The URL of the bucket with `{region}` in it, if the server depends on the region.
+    /// The URL of the bucket with the placeholder `{region}`, if the host name depends on the region.
     pub(super) by_region: Option<String>,
 }
 
-/// How requests to Google Cloud Storage are let in.
+/// How requests to Google Cloud Storage are authenticated.
 #[derive(Debug)]
 pub(super) struct GoogleAccess {
     /// Whether credentials are looked for.
     pub(super) is_wanted: bool,
 }
 
-/// How requests to Azure are let in.
+/// How requests to Azure are authenticated.
 pub(super) struct AzureAccess {
-    /// The key or the signature of the environment. Never printed.
+    /// The account key or the shared access signature from the environment. Never printed.
     pub(super) own: Option<AzureCredential>,
-    /// Whether requests are signed at all.
+    /// Whether requests are signed. `AZURE_SKIP_SIGNATURE` turns this off.
     pub(super) is_wanted: bool,
-    /// Whether others may be asked for a token, which then goes to the server.
+    /// Whether a token may be obtained from a credential service. The token is sent to the server, so the
+    /// connection has to be confidential.
     pub(super) may_ask: bool,
 }
 
 impl Access {
-    /// How requests to S3 are signed, if it is S3.
+    /// The settings for signatures of S3, if the server is one of S3.
     pub(super) fn s3(&self) -> Option<&S3Signing> {
         match self {
             Access::S3(signing) => Some(signing),
@@ -78,7 +81,7 @@ impl Access {
         }
     }
 
-    /// Signs a request. Returns whether there are credentials for that.
+    /// Signs a request, if there are credentials. Returns whether it was signed.
     ///
     /// # Errors
     /// If the credentials cannot sign it.
@@ -95,7 +98,7 @@ impl Access {
                 let signer = RequestSigner::new("s3", &signing.region.lock().clone());
                 let nothing = Context::new();
                 let signed = signer.sign_request(&nothing, parts, Some(&credential), None);
-                // The details may have secrets.
+                // The details of the error may contain secrets.
                 signed.await.map_err(|_| unusable(CANNOT_SIGN))?;
                 Ok(true)
             }
@@ -134,7 +137,7 @@ impl Access {
         }
     }
 
-    /// Which credentials requests carry, by the name of where they come from, never their values.
+    /// The source of the credentials that requests carry, in words. Never the credentials themselves.
     pub(super) async fn credentials(&self, clients: &RemoteClients) -> String {
         let none =
             |advice: &str| format!("none were found, so that requests are not signed: {advice}");
@@ -180,15 +183,15 @@ impl Access {
         }
     }
 
-    /// Names the state of the object in the headers of an answer as listings do, where that is not by
-    /// its ETag.
+    /// Replaces the ETag in the headers of an answer of Google by the generation of the object, because
+    /// listings identify the state of an object by its generation.
     pub(super) fn name_state(&self, headers: &mut HeaderMap) {
         if let (Access::Google(_), Some(generation)) = (self, headers.get(GENERATION).cloned()) {
             headers.insert(header::ETAG, generation);
         }
     }
 
-    /// Whether a refusal means that the credentials have ended.
+    /// Whether the refusal of a request means that the credentials have expired.
     pub(super) fn have_ended(&self, status: StatusCode, code: &str, is_signed: bool) -> bool {
         let is_unknown = is_signed && status == StatusCode::UNAUTHORIZED;
         match self {
@@ -199,7 +202,7 @@ impl Access {
         }
     }
 
-    /// Asks for credentials anew with the next request.
+    /// Drops the cached credentials, so that the next request obtains new ones.
     pub(super) async fn forget(&self, clients: &RemoteClients) {
         match self {
             Access::S3(_) => clients.aws.forget().await,
@@ -209,7 +212,7 @@ impl Access {
         }
     }
 
-    /// Why the server does not allow a request, and what to do.
+    /// Why the server does not allow a request, and the user's remedy.
     pub(super) fn why_denied(
         &self,
         status: StatusCode,
@@ -251,7 +254,7 @@ impl Access {
     }
 }
 
-/// Asks for a state by its generation, where the condition is one.
+/// Turns an `If-Match` header whose value is a generation into the header for generations.
 fn by_generation(headers: &mut HeaderMap) {
     let condition = headers.get(header::IF_MATCH).and_then(|value| value.to_str().ok());
     let is_number = |text: &&str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());

@@ -1,4 +1,4 @@
-//! Azure Blob Storage: where a container is, and what lies in a folder of it.
+//! Azure Blob Storage: the URL of a container, and the listing of a folder in it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -16,19 +16,19 @@ use super::location::{escaped_value, is_confidential, parse_container};
 use super::request::Wanted;
 use super::state::ObjectState;
 
-/// Maximum number of bytes of one page of a listing, which has 5000 blobs with names of at most
-/// 1024 characters.
+/// Maximum length in bytes of one page of a listing. A page has at most 5000 blobs, with names of at most 1024
+/// characters.
 const PAGE_LEN_MAX: usize = 64 << 20;
 
 /// Maximum number of pages of a listing.
 const PAGES_MAX: usize = 1000;
 
-/// The account and the key of every emulator, which are no secret.
+/// The account and the key that every emulator has. They are public.
 const EMULATOR_ACCOUNT: &str = "devstoreaccount1";
 const EMULATOR_KEY: &str =
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==";
 
-/// The account of the environment.
+/// The settings from the environment variables of Azure.
 struct AzureSettings {
     account: Option<String>,
     /// The URL of the account.
@@ -77,7 +77,7 @@ impl AzureSettings {
     }
 }
 
-/// The URL of an account that the environment names.
+/// Checks the URL of an account from `AZURE_STORAGE_ENDPOINT`.
 fn own_server(server: &str) -> io::Result<String> {
     let server = server.trim_end_matches('/');
     let host = server.strip_prefix("http://").or_else(|| server.strip_prefix("https://"));
@@ -89,7 +89,7 @@ fn own_server(server: &str) -> io::Result<String> {
     Ok(server.to_owned())
 }
 
-/// The URL of a container and how it lets in, by `variable`.
+/// The URL of a container and the authentication for it, from the settings that `variable` returns.
 ///
 /// # Errors
 /// If no account is named, or its URL is not usable.
@@ -112,7 +112,7 @@ pub(super) fn access_of(
             ));
         }
     };
-    // A key or a signature is for one account.
+    // A key or a signature is valid for one account only.
     let own = settings.credential.filter(|_| is_own);
     let word = variable("AZURE_SKIP_SIGNATURE").unwrap_or_default().to_lowercase();
     let is_wanted = !["1", "true", "yes", "on"].contains(&word.as_str());
@@ -120,10 +120,10 @@ pub(super) fn access_of(
     Ok((format!("{server}/{container}"), Access::Azure(Box::new(access))))
 }
 
-/// The entries of the folder `key` by name. `most` bounds how many are asked for.
+/// The entries of the folder `key` by name. If `most` is given, at most this number of entries is requested.
 ///
 /// # Errors
-/// The refusal of the server, or no answer in time.
+/// If the server refuses the request, or does not answer in time.
 pub(super) async fn list(
     endpoint: &Endpoint,
     key: &str,
@@ -187,7 +187,7 @@ struct AzureProperties {
     tag: Option<String>,
     #[serde(rename = "Content-Length")]
     len: u64,
-    /// It is `directory` for folders, where an account has them.
+    /// `directory` for a folder, in accounts with hierarchical namespaces.
     #[serde(rename = "ResourceType")]
     resource: Option<String>,
 }
@@ -215,7 +215,7 @@ impl AzurePage {
 }
 
 impl AzureBlobs {
-    /// Adds the entries below `prefix`. Names that no folder can have are left out.
+    /// Adds the entries below `prefix`. Names that are not valid in a folder are left out.
     fn take(self, prefix: &str, entries: &mut BTreeMap<String, StoreEntry>) {
         for blob in self.blobs {
             let name = blob.name.strip_prefix(prefix).filter(|name| is_entry_name(name));
@@ -233,7 +233,7 @@ impl AzureBlobs {
         for AzurePrefix { name } in self.prefixes {
             let name = name.strip_prefix(prefix).and_then(|name| name.strip_suffix('/'));
             if let Some(name) = name.filter(|name| is_entry_name(name)) {
-                // An object and a folder may have one name: the object counts.
+                // An object and a folder may have the same name. Then the object is listed.
                 entries.entry(name.to_owned()).or_insert(StoreEntry::Folder);
             }
         }

@@ -1,4 +1,5 @@
-//! Credentials: chains of ways to them, asked when they are first needed and again before they end.
+//! Credentials for object stores. A chain of providers is tried when credentials are first needed, and again
+//! before they expire.
 
 pub(super) mod aws;
 pub(super) mod azure;
@@ -18,10 +19,11 @@ use reqsign_core::{
 use super::location::is_confidential;
 use crate::store::remote_settings::StoreSettings;
 
-/// Time limit of the whole chain.
+/// Time limit for the whole chain.
 const CHAIN_LIMIT: Duration = Duration::from_secs(20);
 
-/// Time limit of a question to a service on this machine or its host, which may not be there.
+/// Timeout of a plain HTTP request to a credential service of this machine or its host. Such a service often
+/// does not exist.
 const HTTP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Timeout of an HTTPS request to a credential service.
@@ -30,13 +32,13 @@ const HTTPS_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long "no credentials" is cached.
 const NONE_FOR: Duration = Duration::from_secs(60);
 
-/// The variable with the URL of a service for temporary credentials (STS) that is not that of AWS.
+/// The variable with the URL of a service for temporary credentials (STS) other than that of AWS.
 const STS: &str = "AWS_ENDPOINT_URL_STS";
 
-/// Ways to credentials, with names for people.
+/// Providers of credentials, each with its name in messages.
 pub(super) type Providers<C> = Vec<(&'static str, Box<dyn ProvideCredentialDyn<Credential = C>>)>;
 
-/// Credentials with the name of the way to them.
+/// Credentials with the name of their provider.
 type Found<C> = Option<(C, &'static str)>;
 
 /// The credentials of this process for one kind of server.
@@ -44,11 +46,12 @@ pub(super) struct CredentialChain<C> {
     providers: Providers<C>,
     settings: StoreSettings,
     context: Context,
-    /// The last result, and its time. Never printed.
+    /// The last result and its time. Never printed.
     held: tokio::sync::Mutex<Option<(Found<C>, Instant)>>,
 }
 
-/// The parts of this machine that providers may use. Services are asked by `client`, those of the host by `of_host`.
+/// Access of providers to this machine: variables, files, programs and services. Requests over HTTPS use
+/// `client`, requests over plain HTTP use `of_host`, which goes through no proxy.
 pub(super) fn context_of(
     settings: StoreSettings,
     client: reqwest::Client,
@@ -63,7 +66,7 @@ pub(super) fn context_of(
 }
 
 impl<C: SigningCredential> CredentialChain<C> {
-    /// The chain of `providers`, which are those of `settings`.
+    /// The chain of the providers `providers`, which follow from `settings`.
     pub(super) fn new(
         providers: Providers<C>,
         settings: &StoreSettings,
@@ -73,7 +76,7 @@ impl<C: SigningCredential> CredentialChain<C> {
         CredentialChain { providers, settings, context, held }
     }
 
-    /// The credentials, `None` where there are none: then requests are not signed.
+    /// The credentials. `None` if no provider has any; then requests are not signed.
     pub(super) async fn get(&self) -> Option<C> {
         let mut held = self.held.lock().await;
         match &*held {
@@ -89,7 +92,7 @@ impl<C: SigningCredential> CredentialChain<C> {
         credential
     }
 
-    /// The name of the way by which the credentials came, `None` where there are none.
+    /// The name of the provider of the credentials. `None` if there are no credentials.
     pub(super) async fn way(&self) -> Option<&'static str> {
         self.get().await?;
         let held = self.held.lock().await;
@@ -97,8 +100,8 @@ impl<C: SigningCredential> CredentialChain<C> {
         found.as_ref().map(|(_, way)| *way)
     }
 
-    /// The first credentials that a provider gives. The message of a failure may have secrets, and is
-    /// not logged.
+    /// The credentials of the first provider that has valid ones. The message of a failed provider may contain
+    /// secrets, so it is not logged.
     async fn ask(&self) -> Found<C> {
         for (name, provider) in &self.providers {
             match provider.provide_credential_dyn(&self.context).await {
@@ -110,7 +113,7 @@ impl<C: SigningCredential> CredentialChain<C> {
                 Err(e) => tracing::debug!("no credentials from {name}: {:?}", e.kind()),
             }
         }
-        // With an option the profile is the first way.
+        // If an option names a file or a profile, the profile is the first provider.
         let is_aws = self.providers.first().is_some_and(|(name, _)| *name == aws::PROFILE);
         if self.settings.names_credentials_file() || is_aws && self.settings.names_profile() {
             tracing::warn!(
@@ -121,13 +124,14 @@ impl<C: SigningCredential> CredentialChain<C> {
         None
     }
 
-    /// The server says that these have ended: the next request asks anew.
+    /// Drops the cached credentials, because the server says that they have expired. The next request obtains
+    /// new ones.
     pub(super) async fn forget(&self) {
         *self.held.lock().await = None;
     }
 }
 
-/// The variables of a source. One that is set to nothing counts as not set.
+/// The environment variables as the settings of a source change them. An empty variable counts as unset.
 #[derive(Debug)]
 struct Variables(StoreSettings);
 
@@ -148,7 +152,7 @@ impl Env for Variables {
     }
 }
 
-/// Files of the user: `~/.aws/config` and the like.
+/// Files of the user, for example `~/.aws/config`.
 #[derive(Debug)]
 struct LocalFiles;
 
@@ -158,7 +162,7 @@ impl FileRead for LocalFiles {
     }
 }
 
-/// Programs that a profile names as `credential_process`.
+/// Programs that a profile names with `credential_process`.
 #[derive(Debug)]
 struct LocalCommands;
 
@@ -178,18 +182,18 @@ impl CommandExecute for LocalCommands {
     }
 }
 
-/// Services that give credentials. Plain HTTP is for those of this machine and its host, which no
-/// proxy leads to.
+/// HTTP requests to services that issue credentials. Services of this machine or its host are reached over
+/// plain HTTP and without a proxy.
 #[derive(Debug)]
 struct Services {
     client: reqwest::Client,
     of_host: reqwest::Client,
-    /// The value of `STS`.
+    /// The value of the variable `STS`.
     sts: Option<String>,
 }
 
 impl Services {
-    /// `request`, to the STS of the user if it is for that of AWS.
+    /// `request`, sent to the user's STS if it was meant for the STS of AWS.
     fn redirected(&self, mut request: http::Request<Bytes>) -> Result<http::Request<Bytes>> {
         let is_aws = |host: &str| host.starts_with("sts.") && host.contains(".amazonaws.");
         if let Some(own) = self.sts.as_ref().filter(|_| request.uri().host().is_some_and(is_aws)) {

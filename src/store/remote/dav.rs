@@ -1,4 +1,4 @@
-//! Folders of WebDAV servers, which list what lies in them.
+//! Listings of folders by WebDAV servers.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -19,14 +19,14 @@ const LISTING_LEN_MAX: usize = 64 << 20;
 
 const DEPTH: HeaderName = HeaderName::from_static("depth");
 
-/// How long a server that has listed nothing yet is asked: a plain server may not answer such requests.
+/// Time limit of the first listing request to a server. A server without WebDAV may never answer such a request.
 const FIRST_LIMIT: Duration = Duration::from_secs(5);
 
-/// The entries of the folder at `target`, the path of a URL, by their names as the URL has them. `None` if
-/// the server does not list it.
+/// The entries of the folder at `target`, which is the path of a URL. The names of the entries are escaped.
+/// `None` if the server does not list the folder.
 ///
 /// # Errors
-/// No answer in time, or one that is no listing.
+/// If the server does not answer in time, or its answer is not a valid listing.
 pub(super) async fn list(
     endpoint: &Endpoint,
     target: &str,
@@ -36,10 +36,10 @@ pub(super) async fn list(
     Ok(entries_of(parse(&text)?, target))
 }
 
-/// Whether a folder is at `target`. `None` if the server does not say.
+/// Whether the object at `target` is a folder. `None` if the server does not say.
 ///
 /// # Errors
-/// No answer in time, or one that is no listing.
+/// If the server does not answer in time, or its answer is not a valid listing.
 pub(super) async fn is_folder(
     endpoint: &Endpoint,
     target: &str,
@@ -68,11 +68,11 @@ async fn ask(
         Ok(text) if is_listing(&text) => (DavState::Lists, Ok(Some(text))),
         Ok(_) => (DavState::ListsNothing, Ok(None)),
         Err(e) => match e.kind() {
-            // Nothing is there, or this folder is not listed for this user.
+            // The folder does not exist, or this user may not list it.
             io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => (before, Ok(None)),
             io::ErrorKind::NotConnected => (before, Err(e)),
             _ if before == DavState::Lists => (before, Err(e)),
-            // Whether it lists folders is not known: a later listing asks again.
+            // The server may still support WebDAV. A later listing tries again.
             io::ErrorKind::TimedOut => {
                 let host = &endpoint.host;
                 tracing::warn!("{host}: no listing of WebDAV in time; the weight map counts ({e})");
@@ -82,7 +82,7 @@ async fn ask(
         },
     };
     let mut state = endpoint.dav.lock();
-    // Another request may have found out meanwhile.
+    // Another request may have changed the state meanwhile.
     if *state == before {
         *state = after;
     }
@@ -94,7 +94,7 @@ fn is_listing(text: &[u8]) -> bool {
     start.windows(b"multistatus".len()).any(|window| window == b"multistatus")
 }
 
-/// The paths of a listing, as names from the root on, with what is there.
+/// The places in a listing. Each has its path from the root, split into names, and its kind.
 fn parse(text: &[u8]) -> io::Result<Vec<(Vec<String>, StoreEntry)>> {
     let bad = |why: String| {
         let why = format!("the listing is not that of WebDAV: {why}");
@@ -104,13 +104,13 @@ fn parse(text: &[u8]) -> io::Result<Vec<(Vec<String>, StoreEntry)>> {
     Ok(responses_in(text).map_err(bad)?.into_iter().filter_map(entry_of).collect())
 }
 
-/// The entries of the folder that a listing is of, by name. `None` if it is of no folder.
+/// The entries of the listed folder, by name. `None` if the listing is not that of a folder.
 fn entries_of(
     listed: Vec<(Vec<String>, StoreEntry)>,
     target: &str,
 ) -> Option<Vec<(String, StoreEntry)>> {
-    // A server behind another one may name the folder by another path than that of the request, but for
-    // its last name.
+    // Behind a reverse proxy, a server may know the folder by another path than the request. Only the last name
+    // of the two paths has to be equal.
     let (folder, kind) = listed.iter().min_by_key(|(path, _)| path.len())?.clone();
     let asked = names_of(target)?;
     let is_asked = asked.last().is_none_or(|name| folder.last() == Some(name));
@@ -126,7 +126,7 @@ fn entries_of(
 
 fn entry_of(response: DavResponse) -> Option<(Vec<String>, StoreEntry)> {
     let href = response.href.as_str();
-    // A full URL is allowed too.
+    // The `href` may be a full URL.
     let path =
         href.split_once("://").map_or(href, |(_, rest)| rest.split_once('/').unwrap_or(("", "")).1);
     let names = names_of(path)?;
@@ -139,7 +139,7 @@ fn entry_of(response: DavResponse) -> Option<(Vec<String>, StoreEntry)> {
     Some((names, StoreEntry::Object(state)))
 }
 
-/// The parts of a path, escaped in one way. `None` if one of them is no name.
+/// The names in a path, all escaped in the same way. `None` if one of them is not valid in a folder.
 fn names_of(path: &str) -> Option<Vec<String>> {
     let parts = path.split('/').filter(|part| !part.is_empty());
     parts.map(one_way).map(|name| is_entry_name(&name).then_some(name)).collect()

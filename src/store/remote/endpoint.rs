@@ -1,4 +1,4 @@
-//! One server as a store sees it: requests to it, signed where it is S3, and what its refusals mean.
+//! One server: authenticated requests to it with retries, and the meaning of its refusals.
 
 use std::io;
 use std::ops::Range;
@@ -24,10 +24,10 @@ use crate::store::remote_status::{EndpointCounters, counters_of};
 use crate::sync::Mutex;
 use crate::version::Version;
 
-/// Maximum number of bytes of an error that are looked at.
+/// Maximum number of bytes of an error answer that are read.
 const ERROR_LEN_MAX: usize = 64 << 10;
 
-/// The header by which S3 names the region of a bucket.
+/// The header in which S3 names the region of a bucket.
 const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region");
 
 /// The header in which Azure names the reason of a refusal.
@@ -37,13 +37,13 @@ const AZURE_CODE: HeaderName = HeaderName::from_static("x-ms-error-code");
 pub(super) struct Endpoint {
     /// The URL up to the name of an object.
     base: String,
-    /// The host, for people.
+    /// The host, for messages.
     pub(super) host: String,
-    /// The whole address, in one spelling: two servers may share a host.
+    /// The whole address in a normalized form, because two servers may share a host.
     pub(super) address: String,
     pub(super) access: Access,
     pub(super) clients: Arc<RemoteClients>,
-    /// Whether it lists folders as WebDAV does.
+    /// Whether the server lists folders by WebDAV.
     pub(super) dav: Mutex<DavState>,
     slots: Arc<Semaphore>,
     counters: Arc<EndpointCounters>,
@@ -79,7 +79,7 @@ impl Endpoint {
         }
     }
 
-    /// One try of a request, up to the headers of its answer, which is a success.
+    /// Sends a request once and returns the successful answer, of which the headers have been read.
     pub(super) async fn send(&self, wanted: &Wanted, limit: Duration) -> Result<Response, Trouble> {
         self.counters.requests.add(1);
         let sent = Instant::now();
@@ -89,7 +89,7 @@ impl Endpoint {
             return Ok(answer);
         }
         let (request, is_signed) = self.request(wanted).await?;
-        // A login does not follow to another host.
+        // The client removes a login when it follows a redirect to another host.
         let is_open = matches!(self.access, Access::Open | Access::Login(_));
         let client = if is_open { &self.clients.following } else { &self.clients.direct };
         let mut answer = match tokio::time::timeout(limit, client.execute(request)).await {
@@ -106,8 +106,8 @@ impl Endpoint {
         }
     }
 
-    /// One try of a request, like `send`. If the answer takes much longer than others of the server did,
-    /// the request is sent a second time, and the first answer counts.
+    /// Sends a request once, like `send`. If the answer takes much longer than earlier answers of the server, a
+    /// second copy of the request is sent. The first answer is used.
     async fn send_twice_if_slow(
         &self,
         wanted: &Wanted,
@@ -118,7 +118,7 @@ impl Endpoint {
         if let Ok(answer) = tokio::time::timeout(delay, &mut first).await {
             return answer;
         }
-        // A server with all requests that it may have gets no more.
+        // If the server has the maximum number of requests already, no second copy is sent.
         let Ok(_slot) = self.slots.try_acquire() else { return first.await };
         if hedging::delay(&self.counters).is_none() {
             return first.await;
@@ -127,7 +127,7 @@ impl Endpoint {
         hedging::first_success(first, self.send(wanted, limit)).await
     }
 
-    /// The request, and whether it is signed.
+    /// The HTTP request for `wanted`, and whether it is signed.
     async fn request(&self, wanted: &Wanted) -> Result<(reqwest::Request, bool), Trouble> {
         let url: reqwest::Url = format!("{}{}", self.base(), wanted.target)
             .parse()
@@ -140,7 +140,7 @@ impl Endpoint {
         let (mut parts, ()) =
             builder.body(()).map_err(|_| unusable("is no usable URL"))?.into_parts();
         let is_signed = self.access.sign(&self.clients, &mut parts).await?;
-        // A signature may be part of the URL.
+        // The signature may be part of the URL.
         let url = parts.uri.to_string().parse().map_err(|_| unusable("is no usable URL"))?;
         let mut request = reqwest::Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;
@@ -155,7 +155,7 @@ impl Endpoint {
         no_answer(&self.host, limit)
     }
 
-    /// The meaning of an answer that is no success.
+    /// Turns an answer that is not a success into a `Trouble`.
     async fn refusal(&self, answer: Response, is_signed: bool) -> Trouble {
         let (status, headers) = (answer.status(), answer.headers().clone());
         let code = match text_of(&headers, AZURE_CODE).filter(|code| is_code(code)) {
@@ -201,7 +201,8 @@ impl Endpoint {
         }
     }
 
-    /// Takes the region that the server names, if that is another one, so that the next try goes there.
+    /// Stores the region that the server names, if it differs from the current one. The next try then uses that
+    /// region.
     fn other_region(&self, headers: &HeaderMap, code: &str) -> Option<Trouble> {
         let signing = self.access.s3()?;
         let region = text_of(headers, BUCKET_REGION)?.to_owned();
@@ -214,7 +215,7 @@ impl Endpoint {
         Some(Trouble::Broken(why))
     }
 
-    /// A place among the requests to the server.
+    /// Waits for one of the places for concurrent requests to the server.
     async fn slot(&self, deadline: Instant) -> io::Result<RequestSlot<'_>> {
         let late = |_| io::Error::from(io::ErrorKind::TimedOut);
         let slot = tokio::time::timeout_at(deadline.into(), self.slots.acquire())
@@ -225,20 +226,20 @@ impl Endpoint {
         Ok(RequestSlot { _permit: slot, counters: &self.counters })
     }
 
-    /// Waits until it is time for another try.
+    /// Waits for the pause before the next try.
     ///
     /// # Errors
-    /// The trouble, if there is no time for another try or no use in it.
+    /// The cause in `trouble`, if no time is left for another try, or another try would fail too.
     async fn bear(&self, patience: &mut Patience, trouble: Trouble) -> io::Result<()> {
         patience.bear(trouble).await?;
         self.counters.retries.add(1);
         Ok(())
     }
 
-    /// The headers of the answer to a request whose bytes do not matter.
+    /// The headers of the answer to a request whose body is not needed.
     ///
     /// # Errors
-    /// The refusal of the server, or no answer in time.
+    /// If the server refuses the request, or does not answer in time.
     pub(super) async fn headers(
         &self,
         wanted: &Wanted,
@@ -254,10 +255,10 @@ impl Endpoint {
         }
     }
 
-    /// The whole answer to a request, of at most `len_max` bytes.
+    /// The whole body of the answer to a request. It may have at most `len_max` bytes.
     ///
     /// # Errors
-    /// The refusal of the server, or no answer in time.
+    /// If the server refuses the request, or does not answer in time.
     pub(super) async fn whole(
         &self,
         wanted: &Wanted,
@@ -267,7 +268,7 @@ impl Endpoint {
         self.answer(wanted, len_max, deadline).await.map(|(_, body)| body)
     }
 
-    /// As `whole`, with the headers of the answer.
+    /// The headers and the whole body of the answer to a request. The body may have at most `len_max` bytes.
     ///
     /// # Errors
     /// The errors of `whole`.
@@ -335,10 +336,11 @@ impl Endpoint {
         Trouble::Passing { why, after: None }
     }
 
-    /// The state of the object at `target`.
+    /// The state of the object at `target`: its length, its ETag and its time.
     ///
     /// # Errors
-    /// `NotFound` where nothing is there, or another refusal of the server, or no answer in time.
+    /// `NotFound` if there is no such object. Also fails if the server refuses the request, or does not answer
+    /// in time.
     pub(super) async fn look(&self, target: &str, deadline: Instant) -> io::Result<ObjectState> {
         let asked = self.headers(&Wanted::new(Method::HEAD, target), deadline).await;
         match asked {
@@ -350,7 +352,8 @@ impl Endpoint {
             Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
             Err(e) => return Err(e),
         }
-        // A server that has no HEAD, or no length in it, tells the length with a range.
+        // If the server does not support HEAD, or sends no length with it, the answer to a range request has
+        // the length.
         let mut wanted = Wanted::new(Method::GET, target);
         wanted.headers.push((header::RANGE, "bytes=0-0".to_owned()));
         let (status, headers) = self.headers(&wanted, deadline).await?;
@@ -366,12 +369,12 @@ impl Endpoint {
         }
     }
 
-    /// Fills `parts` with the bytes at `offset` of the object at `target`, if that is in `version`.
-    /// `known` is its state as it was seen last. Returns the state that the server tells.
+    /// Fills `parts` with the bytes at `offset` of the object at `target`, if the object still has `version`.
+    /// `known` is the last known state of the object. Returns the state that the server's answer names.
     ///
     /// # Errors
-    /// `StaleNetworkFileHandle` if the object was replaced, another refusal of the server, or no answer
-    /// in time.
+    /// `StaleNetworkFileHandle` if the object was replaced. Also fails if the server refuses the request, or
+    /// does not answer in time.
     pub(super) async fn read(
         &self,
         target: &str,
@@ -404,7 +407,8 @@ impl Endpoint {
         Ok(state)
     }
 
-    /// One try to read `range` to `parts` from `have` on. Bytes that have come stay when it fails.
+    /// Tries once to read `range` to the bytes of `parts` from `have` on. If the try fails, `have` includes the
+    /// bytes that have arrived.
     async fn fill(
         &self,
         wanted: &Wanted,
@@ -434,7 +438,7 @@ impl Endpoint {
     }
 }
 
-/// A place among the requests to a server.
+/// One place for a concurrent request to the server. It is freed when this is dropped.
 struct RequestSlot<'a> {
     _permit: SemaphorePermit<'a>,
     counters: &'a EndpointCounters,
@@ -446,7 +450,7 @@ impl Drop for RequestSlot<'_> {
     }
 }
 
-/// The code in an error of S3, empty if there is none.
+/// The error code in an XML error answer. Empty if there is none.
 async fn code_of(mut answer: Response) -> String {
     let mut text = Vec::new();
     let limit = Duration::from_secs(2);

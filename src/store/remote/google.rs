@@ -1,7 +1,7 @@
-//! Google Cloud Storage: where a bucket is.
+//! Google Cloud Storage: the URL of a bucket.
 //!
-//! Requests are those of its XML API, which lists as S3 does. The version of an object is its
-//! generation, which no other state of it has.
+//! Requests use its XML API, which lists objects in the same way as S3. The version of an object is its
+//! generation, a number that each state of the object has for itself.
 
 use std::io;
 
@@ -11,10 +11,11 @@ use super::location::is_confidential;
 /// The server of all buckets.
 const SERVER: &str = "https://storage.googleapis.com";
 
-/// Variables that name credentials. With a server of the user's own no others are looked for.
+/// Variables that name credentials. If the user sets a server of their own, credentials are looked for only if
+/// one of these variables is set.
 const NAMED: [&str; 2] = ["GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST"];
 
-/// The URL of a bucket and how it lets in, by `variable`.
+/// The URL of a bucket and the authentication for it, from the settings that `variable` returns.
 ///
 /// # Errors
 /// If the URL of the server is not usable.
@@ -33,7 +34,7 @@ pub(super) fn access_of(
     Ok((format!("{server}/{bucket}"), Access::Google(GoogleAccess { is_wanted })))
 }
 
-/// The URL of a server that is not Google's: a host is enough.
+/// The URL of the user's server. `server` may be a host without a scheme.
 fn own_server(server: &str) -> io::Result<String> {
     let named = server.trim_end_matches('/');
     let url = if named.contains("://") { named.to_owned() } else { format!("http://{named}") };

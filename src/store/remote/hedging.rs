@@ -1,4 +1,4 @@
-//! Second requests for what a first one does not bring in the usual time.
+//! Hedged requests: a second copy of a request, sent if the first one is not answered in the usual time.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -8,20 +8,19 @@ use std::time::Duration;
 use super::patience::Trouble;
 use crate::store::remote_status::EndpointCounters;
 
-/// Answers from which the usual time follows.
+/// Minimum number of answers from which the usual time is computed.
 const SAMPLES_MIN: u64 = 32;
 
-/// How much longer than nearly all others an answer may take.
+/// Factor between the time in which 95 % of the answers came and the wait for the first answer.
 const USUAL_TIMES: u32 = 2;
 
-/// Shortest and longest wait for the first request alone.
+/// Shortest and longest wait before the second copy is sent.
 const DELAYS: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(2));
 
-/// Minimum number of requests for each second one, so that a slow server does not get twice the
-/// work.
+/// Minimum number of requests for each second copy. This bounds the extra work of a slow server.
 const REQUESTS_PER_HEDGE: u64 = 20;
 
-/// How long to wait for the first answer alone. `None` if no second request may be sent.
+/// Time to wait for the first answer before a second copy is sent. `None` if no second copy may be sent.
 pub(super) fn delay(counters: &EndpointCounters) -> Option<Duration> {
     let answers: u64 = counters.first_byte.histogram().below_us.iter().map(|(_, n)| n).sum();
     let allowed = counters.requests.get() / REQUESTS_PER_HEDGE;
@@ -32,7 +31,8 @@ pub(super) fn delay(counters: &EndpointCounters) -> Option<Duration> {
     Some((usual * USUAL_TIMES).clamp(DELAYS.0, DELAYS.1))
 }
 
-/// The first success of the two, or a failure that no other try changes. If both fail, the later failure.
+/// The first answer that is a success, or a failure that no other try would change. If both requests fail
+/// otherwise, the later failure.
 pub(super) async fn first_success<T>(
     first: impl Future<Output = Result<T, Trouble>>,
     second: impl Future<Output = Result<T, Trouble>>,

@@ -1,8 +1,8 @@
-//! The entries of a folder, as listings of all kinds of servers tell them.
+//! The entries of a folder. All kinds of servers use these types for their listings.
 
 use super::state::ObjectState;
 
-/// Whether a folder can have an entry of this name.
+/// Whether an entry of a folder can have this name.
 pub(super) fn is_entry_name(name: &str) -> bool {
     !["", ".", ".."].contains(&name) && !name.contains(['/', '\0'])
 }
@@ -12,18 +12,18 @@ pub(super) fn is_entry_name(name: &str) -> bool {
 pub(super) enum StoreEntry {
     /// An object.
     Object(ObjectState),
-    /// A folder: the first part of the names of objects.
+    /// A folder, which is a common prefix of the names of objects.
     Folder,
 }
 
-/// Whether an HTTP server lists folders as WebDAV does.
+/// Whether an HTTP server lists folders by WebDAV.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum DavState {
-    /// It was not asked yet.
+    /// The server has not been asked for a listing yet.
     #[default]
     Unknown,
-    /// It has listed one.
+    /// The server has listed a folder.
     Lists,
-    /// It has not answered as WebDAV does.
+    /// The server has not answered a listing request in the way of WebDAV.
     ListsNothing,
 }

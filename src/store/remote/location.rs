@@ -1,10 +1,10 @@
-//! Locations of stores, and the names of objects in them, by the URLs that users write.
+//! Locations of stores and the names of objects in them, parsed from the URLs that users write.
 
 use std::path::{Component, Path, PathBuf};
 
 use super::hub::HubRepository;
 
-/// Hosts of accounts. Tokens go to no others.
+/// Suffixes of the host names of Azure accounts. Tokens are sent to such hosts only.
 const SUFFIXES: [&str; 5] = [
     ".core.windows.net",
     ".core.chinacloudapi.cn",
@@ -22,9 +22,9 @@ pub(super) enum Protocol {
     Google,
     /// Azure Blob Storage.
     Azure,
-    /// Plain files of an HTTP server.
+    /// Files of an HTTP server.
     Http,
-    /// The hub of Hugging Face.
+    /// The Hugging Face hub.
     Hub,
 }
 
@@ -32,17 +32,19 @@ pub(super) enum Protocol {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Location {
     pub(super) protocol: Protocol,
-    /// `s3://BUCKET`, `http://HOST`, `https://HOST`, or `hf://ORG/NAME@REVISION`.
+    /// The URL without the name of an object: `s3://BUCKET`, `http://HOST`, `https://HOST`, or
+    /// `hf://ORG/NAME@REVISION`.
     pub(super) root: String,
     /// The bucket, the host with its port, or the repository.
     pub(super) authority: String,
 }
 
 impl Location {
-    /// The location of the object or folder at `path`, a URL.
+    /// The location of the object or folder at `path`, which is a URL.
     ///
     /// # Errors
-    /// Why it is not a URL of the supported form. The message shows no part of it that may be secret.
+    /// If the URL does not have a supported form, the message says why. It shows no part of the URL that may be
+    /// secret.
     pub(super) fn of(path: &Path) -> Result<Location, String> {
         let url = path.to_str().ok_or("the URL is not UTF-8")?;
         let (scheme, rest) = url.split_once("://").ok_or("is not a URL")?;
@@ -87,7 +89,7 @@ impl Location {
         Ok(Location { protocol, root, authority: authority.to_owned() })
     }
 
-    /// The name of the object at `path`, which lies in this location: without slashes at its ends.
+    /// The name of the object at `path` in this location, without slashes at its start and its end.
     pub(super) fn key(&self, path: &Path) -> Option<String> {
         let rest = path.strip_prefix(&self.root).ok()?;
         let parts: Option<Vec<&str>> =
@@ -95,7 +97,7 @@ impl Location {
         Some(parts?.join("/"))
     }
 
-    /// The path of the object `key`.
+    /// The path of the object with the name `key`.
     pub(super) fn path(&self, key: &str) -> PathBuf {
         if key.is_empty() {
             self.root.clone().into()
@@ -105,10 +107,10 @@ impl Location {
     }
 }
 
-/// The parts of `CONTAINER[@HOST]` in a URL.
+/// The container and the host in `CONTAINER[@HOST]`, a part of a URL.
 ///
 /// # Errors
-/// Why it has another form.
+/// If the text has another form, the message says why.
 pub(super) fn parse_container(authority: &str) -> Result<(&str, Option<&str>), String> {
     let expected =
         "expected az://CONTAINER/PATH, or abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH";
@@ -130,7 +132,7 @@ pub(super) fn parse_container(authority: &str) -> Result<(&str, Option<&str>), S
     Ok((container, host))
 }
 
-/// Whether nobody on the way to `server`, a URL, reads what is sent there: tokens go to such servers only.
+/// Whether others cannot read the traffic to `server`, which is a URL. Tokens are sent to such servers only.
 pub(super) fn is_confidential(server: &str) -> bool {
     let rest = server.strip_prefix("http://").unwrap_or_default();
     let host = rest.split('/').next().unwrap_or_default();
@@ -140,17 +142,17 @@ pub(super) fn is_confidential(server: &str) -> bool {
     server.starts_with("https://") || ["127.0.0.1", "localhost", "[::1]"].into_iter().any(is_here)
 }
 
-/// `key` for the path of a URL: every byte is escaped but those that mean themselves everywhere.
+/// `key`, escaped for the path of a URL. Every byte is escaped except those that never need it.
 pub(super) fn escaped_key(key: &str) -> String {
     escaped_with(key, "/")
 }
 
-/// `value` for the query of a URL.
+/// `value`, escaped for the query of a URL.
 pub(super) fn escaped_value(value: &str) -> String {
     escaped_with(value, "")
 }
 
-/// `name`, escaped in any way in a URL, as all URLs here have it.
+/// `name`, which may be escaped in any way, escaped in the one way that all URLs here use.
 pub(super) fn one_way(name: &str) -> String {
     let mut bytes = Vec::with_capacity(name.len());
     let mut rest = name.as_bytes();

@@ -1,8 +1,8 @@
-//! Object stores and HTTP servers as stores, by URL: `s3://BUCKET/PREFIX`, `https://HOST/FOLDER`,
-//! `hf://ORG/NAME`.
+//! Object stores and HTTP servers as stores. Their URLs are `s3://BUCKET/PREFIX`, `https://HOST/FOLDER`,
+//! `hf://ORG/NAME` and the like.
 //!
-//! Only this folder knows HTTP. Its calls block the calling thread; connections are driven by two
-//! threads of the process, which start with the first remote source.
+//! Only this folder knows HTTP. The calls of a store block the calling thread. Two threads of the process drive
+//! the connections. They start with the first remote source.
 
 mod access;
 mod azure;
@@ -50,22 +50,23 @@ use location::{Location, Protocol, escaped_key, is_confidential};
 use shared::{RemoteClients, RemoteProcess, shared_one};
 use state::{ObjectState, hash_of};
 
-/// Time limit of a call that nobody gave one.
+/// Time limit of a call for which the caller sets no deadline.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A read times out earlier than its reader, by 1 / `REASON_PART` of its time, so that the reader gets the error.
+/// A request ends before the deadline of its reader, by 1 / `REASON_PART` of the time, so that the reader still
+/// gets the error message.
 const REASON_PART: u32 = 20;
 
-/// How long a folder counts as being there after it was seen.
+/// Time in which a folder that was found counts as existing.
 const FOLDER_KNOWN: Duration = Duration::from_secs(2);
 
-/// Stores, by what their URLs begin with and by their settings.
+/// The stores by the roots of their URLs and by their settings.
 type RemoteStores = HashMap<(String, StoreSettings), Arc<dyn StoreKind>>;
 
 /// The stores of this process.
 static STORES: PerProcess<Mutex<RemoteStores>> = PerProcess::new();
 
-/// The store of the object or folder at `url`. One of a URL that is not usable says so in each call.
+/// The store of the object or folder at `url`. If the URL is not usable, each call to the store returns that error.
 pub(super) fn store_of(url: &Path, settings: StoreSettings) -> Arc<dyn StoreKind> {
     let location = match Location::of(url) {
         Ok(location) => location,
@@ -81,16 +82,16 @@ pub(super) fn store_of(url: &Path, settings: StoreSettings) -> Arc<dyn StoreKind
 struct RemoteStore {
     location: Location,
     settings: StoreSettings,
-    /// The server. A child of a fork makes it anew.
+    /// The server. A child made by fork(2) creates its own.
     own: PerProcess<Result<Arc<Endpoint>, (ErrorKind, String)>>,
-    /// States that were seen last, by the numbers of their objects.
+    /// The last known state of each object, by the number of the object.
     known: PerProcess<Mutex<HashMap<u64, ObjectState>>>,
-    /// Names of files that were asked for and are there, by the keys of their folders: HTTP servers
-    /// list nothing.
+    /// The names of existing files that were requested, by the keys of their folders. They are listed for HTTP
+    /// servers that cannot list folders.
     asked: PerProcess<Mutex<HashMap<String, BTreeSet<String>>>>,
-    /// The commit of a repository, which a child of a fork keeps.
+    /// The resolved commit of a repository. A child made by fork(2) keeps it.
     pinned: Arc<Mutex<Option<String>>>,
-    /// When folders were seen last, most of which have no state of their own.
+    /// The time at which each folder was last found. Most folders have no state of their own.
     folders: PerProcess<Mutex<HashMap<String, Instant>>>,
 }
 
@@ -135,7 +136,7 @@ impl RemoteStore {
         variable: &dyn Fn(&str) -> Option<String>,
     ) -> io::Result<Access> {
         let authority = self.location.authority.as_str();
-        // A port is no part of the name that a login is for.
+        // A login is for a host name without a port.
         let host = match authority.rsplit_once(':') {
             Some((host, port)) if port.bytes().all(|b| b.is_ascii_digit()) => host,
             _ => authority,
@@ -162,7 +163,7 @@ impl RemoteStore {
         Ok((base, Access::Hub(Box::new(access))))
     }
 
-    /// Runs `work` on this thread, until `deadline` at the latest.
+    /// Runs `work` on this thread until `deadline`.
     fn run<T>(
         &self,
         deadline: Instant,
@@ -178,10 +179,10 @@ impl RemoteStore {
         self.location.key(path).ok_or_else(|| ErrorKind::NotFound.into())
     }
 
-    /// The escaped name of the object `key` in a URL.
+    /// The path of the object `key` in a URL, escaped.
     fn target(&self, key: &str) -> String {
         match self.location.protocol {
-            // It is escaped already.
+            // The keys of HTTP servers are escaped already.
             Protocol::Http => web::target(key, ""),
             _ => format!("/{}", escaped_key(key)),
         }
@@ -191,7 +192,8 @@ impl RemoteStore {
         Ok(QueueKey::Store(hash_of(self.endpoint()?.host.as_bytes())))
     }
 
-    /// The number of the object `key`: one of this name at another address has another.
+    /// The number of the object `key`. It is a hash of the server's address and the URL, so objects of the same
+    /// name on other servers have other numbers.
     fn number(&self, key: &str) -> io::Result<u64> {
         let path = self.location.path(key);
         let url = path.as_os_str().as_encoded_bytes();
@@ -202,7 +204,7 @@ impl RemoteStore {
         Ok(Version::of_object(self.queue()?, [self.number(key)?, 0], true, 0, None))
     }
 
-    /// The version of the object `key`, whose state is kept.
+    /// The version of the object `key`. Its state is kept in `known`.
     fn object_version(&self, key: &str, state: ObjectState) -> io::Result<Version> {
         let number = self.number(key)?;
         let version = state.version(self.queue()?, number);
@@ -210,7 +212,7 @@ impl RemoteStore {
         Ok(version)
     }
 
-    /// The state of the object `key`, `None` if it is a folder.
+    /// The state of the object `key`. `None` if it is a folder.
     async fn look(&self, key: &str, deadline: Instant) -> io::Result<Option<ObjectState>> {
         let endpoint = self.endpoint()?;
         if self.location.protocol == Protocol::Hub {
@@ -254,7 +256,8 @@ impl RemoteStore {
         }
     }
 
-    /// Whether `key` was a folder just now: one start asks for it several times.
+    /// Whether `key` was found to be a folder within the last two seconds. The start of a program checks the
+    /// same folder several times.
     fn was_folder(&self, key: &str) -> bool {
         let folders = self.folders.get_or_init(Mutex::default).lock();
         folders.get(key).is_some_and(|seen| seen.elapsed() < FOLDER_KNOWN)
@@ -334,7 +337,7 @@ impl StoreKind for RemoteStore {
             Ok((name.into(), version))
         };
         let entries = found.into_iter().map(version).collect::<io::Result<VersionedNames>>()?;
-        // A folder of an object store is there by its objects. WebDAV has empty ones.
+        // In an object store, a folder exists only through its objects. A WebDAV folder may be empty.
         let is_there = !entries.is_empty() || self.location.protocol == Protocol::Http;
         self.note_folder(&key, is_there);
         if !is_there && !key.is_empty() {
@@ -373,7 +376,7 @@ impl StoreKind for RemoteStore {
     }
 
     fn tells_bytes(&self, version: &Version) -> bool {
-        // Without a strong ETag a server may have other bytes of the same length.
+        // Without a strong ETag, the bytes may change while the length stays the same.
         version.file_words()[1] & 1 == 1
     }
 
@@ -409,7 +412,7 @@ impl StoreKind for RemoteStore {
     }
 }
 
-/// A URL that no store can have.
+/// The store of a URL that is not usable.
 #[derive(Debug)]
 struct RefusedUrl(String);
 

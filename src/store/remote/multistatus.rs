@@ -1,40 +1,40 @@
-//! `multistatus` of WebDAV in XML: the answers of servers to PROPFIND.
+//! Parser of `multistatus`, the XML answer of WebDAV servers to PROPFIND.
 
 use quick_xml::escape::unescape;
 use quick_xml::events::Event;
 use quick_xml::name::{Namespace, ResolveResult};
 use quick_xml::reader::NsReader;
 
-/// The namespace of WebDAV. Servers add properties of their own in others.
+/// The XML namespace of WebDAV. Servers add properties of their own in other namespaces.
 const DAV: Namespace<'static> = Namespace("DAV:");
 
-/// Maximum depth of elements. Properties are far above it.
+/// Maximum depth of XML elements. The properties are at a much smaller depth.
 const DEPTH_MAX: usize = 64;
 
-/// The properties of one place, as the server tells them.
+/// The properties of one place in an answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct DavResponse {
     pub(super) href: String,
     pub(super) is_folder: bool,
-    /// Empty if it is not told, as the following.
+    /// Content length. This and the following properties are empty if the server does not send them.
     pub(super) len: String,
     pub(super) tag: String,
     pub(super) modified: String,
 }
 
-/// Properties that have one status.
+/// Properties that have a common status.
 #[derive(Default)]
 struct DavProperties {
     status: String,
     found: DavResponse,
 }
 
-/// Reads a text of XML to responses.
+/// Collects the responses of an XML text.
 #[derive(Default)]
 struct MultistatusReader {
-    /// The names of the open elements, empty for those of other namespaces.
+    /// The names of the open elements. The name of an element from another namespace is stored as empty.
     open: Vec<String>,
-    /// Whether the root is in no namespace. Some servers leave it out for all.
+    /// Whether the root element is in no namespace. Some servers use no namespace at all.
     is_bare: bool,
     hrefs: Vec<String>,
     response: DavResponse,
@@ -42,10 +42,10 @@ struct MultistatusReader {
     responses: Vec<DavResponse>,
 }
 
-/// The places of which `text` tells properties.
+/// The places and their properties in `text`.
 ///
 /// # Errors
-/// Why it is no whole answer of WebDAV.
+/// If `text` is not a complete answer of WebDAV, the message says why.
 pub(super) fn responses_in(text: &str) -> Result<Vec<DavResponse>, String> {
     let mut reader = NsReader::from_str(text);
     let mut state = MultistatusReader::default();
@@ -130,7 +130,7 @@ impl MultistatusReader {
     fn end(&mut self) {
         match self.path().as_slice() {
             ["multistatus", "response", "propstat"] => self.take_properties(),
-            // A response of several places has their common status, and no properties.
+            // A response with several places has one status for all of them, and no properties.
             ["multistatus", "response"] => {
                 if let [href] = self.hrefs.as_slice() {
                     let href = href.trim().to_owned();
@@ -142,7 +142,7 @@ impl MultistatusReader {
         self.open.pop();
     }
 
-    /// Keeps properties that are there. Servers list others with an error.
+    /// Keeps the properties that the place has. A server lists the others with an error status.
     fn take_properties(&mut self) {
         let DavProperties { status, found } = std::mem::take(&mut self.properties);
         let code = status.split_whitespace().nth(1);

@@ -12,20 +12,20 @@ use crate::error::shown_path;
 /// Maximum length of the file in bytes.
 const LEN_MAX: u64 = 1 << 20;
 
-/// The rights of users other than the owner.
+/// The permission bits of users other than the owner.
 const OF_OTHERS: u32 = 0o077;
 
-/// A name and a password. Never printed.
+/// A user name and a password. Never printed.
 pub(super) struct Login {
     pub(super) user: String,
     pub(super) password: String,
 }
 
-/// The login for `host`, without its port, by the variables of the environment. `is_secure` says that
-/// nobody on the way to it reads what is sent: a login for all hosts goes to such ones only.
+/// The login for `host`, which has no port, from the file that the environment variables name. `is_secure` says that
+/// others cannot read the traffic to the host. The `default` entry, which is for all hosts, is used only then.
 ///
 /// # Errors
-/// If the entry for the host lacks a value, or the file is that in the user's home and others may read it.
+/// If the entry for the host lacks a value, or if the file in the user's home directory has permissions for others.
 pub(super) fn login_for(
     host: &str,
     is_secure: bool,
@@ -54,9 +54,9 @@ pub(super) fn login_for(
     }
 }
 
-/// The text of the file and its mode, if there is one that can be read.
+/// The text of the file and its mode. `None` if the file cannot be read.
 fn text_of(path: &Path) -> Option<(String, u32)> {
-    // A FIFO of this name must not block.
+    // With `O_NONBLOCK` the open does not wait, even if the path is a FIFO.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
     let mode = file.metadata().ok().filter(|meta| meta.is_file())?.permissions().mode();
     let mut text = String::new();
@@ -67,11 +67,12 @@ fn text_of(path: &Path) -> Option<(String, u32)> {
 /// One entry of the file.
 #[derive(Default)]
 struct NetrcEntry {
-    /// `None`: it is for all hosts that have no other. Empty: the host is missing.
+    /// `None` for a `default` entry, which is for all hosts without an entry of their own. An empty text means
+    /// that the host is missing.
     host: Option<String>,
     user: String,
     password: String,
-    /// Why it is refused. It has no words of the file but keywords.
+    /// Why the entry is refused. The text contains no word of the file except keywords.
     fault: Option<String>,
 }
 
@@ -79,12 +80,12 @@ struct NetrcEntry {
 struct NetrcWord {
     text: String,
     is_quoted: bool,
-    /// Whether its quotes are closed.
+    /// Whether the closing quote is there.
     is_whole: bool,
 }
 
-/// The entry for `host` in the text of such a file: the first `machine` of this name, else `default`. One
-/// whose host is missing may be for any.
+/// The entry for `host` in the text of the file: the first `machine` entry with this name, or else the
+/// `default` entry. An entry without a host name matches every host, because it may be meant for this one.
 fn entry_for(text: &str, host: &str) -> Option<NetrcEntry> {
     let (own, for_all): (Vec<NetrcEntry>, Vec<NetrcEntry>) =
         entries_of(text).into_iter().partition(|entry| entry.host.is_some());
@@ -95,7 +96,7 @@ fn entry_for(text: &str, host: &str) -> Option<NetrcEntry> {
     own.into_iter().find(is_meant).or_else(|| for_all.into_iter().next())
 }
 
-/// The entries of the file. A value is on the line of its keyword.
+/// The entries of the file. A value has to be on the same line as its keyword.
 fn entries_of(text: &str) -> Vec<NetrcEntry> {
     let mut entries: Vec<NetrcEntry> = Vec::new();
     let mut lines = text.lines().zip(1_usize..);
@@ -108,7 +109,7 @@ fn entries_of(text: &str) -> Vec<NetrcEntry> {
             }
             match keyword {
                 "macdef" => {
-                    // A macro ends with an empty line.
+                    // The definition of a macro ends with an empty line.
                     lines.by_ref().find(|(line, _)| line.is_empty());
                     break;
                 }
@@ -139,7 +140,7 @@ fn entries_of(text: &str) -> Vec<NetrcEntry> {
     entries
 }
 
-/// The value at the start of `rest`. `None` if there is none, or a word that begins another entry.
+/// The value at the start of `rest`. `None` if the line ends there, or the next word begins another entry.
 fn value_at(rest: &mut &str) -> Option<String> {
     let before = *rest;
     let word = next_word(rest)?;
@@ -156,7 +157,7 @@ fn value_at(rest: &mut &str) -> Option<String> {
     }
 }
 
-/// The first word of `rest`, which then begins behind it.
+/// Takes the first word from `rest`, which then begins after that word.
 fn next_word(rest: &mut &str) -> Option<NetrcWord> {
     let start = rest.trim_ascii_start();
     let Some(quoted) = start.strip_prefix('"') else {

@@ -1,49 +1,48 @@
-//! How often and how long a request is tried: with pauses that grow, never past the deadline.
+//! Retries of a request: their number and the growing pauses between them, up to the deadline.
 
 use std::io;
 use std::time::{Duration, Instant};
 
-/// The first pause, before it is shortened by chance.
+/// The first pause, before a random part is taken off.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The longest pause that no server asked for.
+/// The longest pause, unless the server asks for a longer one.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// Longest wait for the next byte of the first try, and shortest of any.
+/// Longest wait for the next byte in the first try, and shortest wait in any try.
 const STALL_FIRST: Duration = Duration::from_secs(3);
 const STALL_MIN: Duration = Duration::from_millis(200);
 
-/// Maximum number of tries in a row that fail with no answer at all, of requests that nobody's read
-/// waits for.
+/// Maximum number of consecutive tries without any connection, for a request that no read of a user waits for.
 const UNREACHABLE_MAX: u32 = 4;
 
-/// Maximum number of answers in a row that break the protocol. More would not be better.
+/// Maximum number of consecutive answers that break the protocol. Further tries would not help.
 const BROKEN_MAX: u32 = 4;
 
-/// Why a try has failed.
+/// Why a try failed.
 #[derive(Debug)]
 pub(super) enum Trouble {
-    /// The server is busy, or the connection was lost: the next try may succeed.
+    /// The server is busy, or the connection was lost. The next try may succeed.
     Passing {
-        /// The reason, for people.
+        /// The reason, for messages.
         why: String,
-        /// How long the server asks to wait.
+        /// The pause that the server asks for.
         after: Option<Duration>,
     },
     /// There is no connection to the server.
     Unreachable(String),
-    /// The server answers what it must not.
+    /// The server sends an answer that the protocol does not allow.
     Broken(String),
-    /// No other try is better.
+    /// Every further try would fail too.
     Final(io::Error),
 }
 
-/// The trouble of a request that cannot be made.
+/// The error of a request that cannot be built.
 pub(super) fn unusable(why: &str) -> Trouble {
     Trouble::Final(io::Error::new(io::ErrorKind::InvalidInput, why.to_owned()))
 }
 
-/// The trouble of a connection to `host` that was lost, or never there.
+/// The error of a connection to `host` that was lost, or could not be made.
 pub(super) fn lost_connection(host: &str, e: reqwest::Error) -> Trouble {
     let is_connect = e.is_connect();
     let why = root_cause(&e.without_url());
@@ -54,13 +53,13 @@ pub(super) fn lost_connection(host: &str, e: reqwest::Error) -> Trouble {
     }
 }
 
-/// The trouble of a server that sends nothing for as long as `limit`.
+/// The error of a server that sends nothing for the time `limit`.
 pub(super) fn no_answer(host: &str, limit: Duration) -> Trouble {
     let why = format!("no answer from {host} within {:.1} s", limit.as_secs_f64());
     Trouble::Passing { why, after: None }
 }
 
-/// The innermost reason of an error, which says most.
+/// The innermost cause of an error, which is the most specific one.
 fn root_cause(error: &dyn std::error::Error) -> String {
     let mut inner = error;
     while let Some(next) = inner.source() {
@@ -73,10 +72,10 @@ fn root_cause(error: &dyn std::error::Error) -> String {
 pub(super) struct Patience {
     began: Instant,
     deadline: Instant,
-    /// Whether the server may be out of reach for as long as the deadline allows.
+    /// Whether tries go on up to the deadline even if there is no connection to the server.
     waits_for_server: bool,
     tries: u32,
-    /// Failures since the last progress.
+    /// Number of failures since the last byte arrived.
     failures: u32,
     unreachable: u32,
     broken: u32,
@@ -89,22 +88,22 @@ impl Patience {
         Patience { began, deadline, waits_for_server, tries, failures, unreachable, broken }
     }
 
-    /// The longest wait for the next byte of one try: a part of the time, so that there is some for
-    /// another try. It grows, because a server may be slow.
+    /// The longest wait for the next byte in one try. It is a part of the time up to the deadline, so that time
+    /// is left for another try. It grows with each failure, because the server may just be slow.
     pub(super) fn stall_limit(&self) -> Duration {
         let first = STALL_FIRST.min(self.deadline.saturating_duration_since(self.began) / 4);
         first.saturating_mul(1 << self.failures.min(10)).max(STALL_MIN)
     }
 
-    /// Bytes have come: the pauses begin anew.
+    /// Resets the counts of failures, because bytes have arrived.
     pub(super) fn progressed(&mut self) {
         (self.failures, self.unreachable, self.broken) = (0, 0, 0);
     }
 
-    /// Waits until it is time for another try.
+    /// Waits for the pause before the next try.
     ///
     /// # Errors
-    /// The trouble, if there is no time for another try or no use in it.
+    /// The cause in `trouble`, if no time is left for another try, or another try would fail too.
     pub(super) async fn bear(&mut self, trouble: Trouble) -> io::Result<()> {
         self.tries += 1;
         self.failures += 1;

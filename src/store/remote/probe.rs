@@ -1,4 +1,4 @@
-//! A trial of a server with one file: what `doctor` tells.
+//! Measurements of a server with one file, for the command `doctor`.
 
 use std::io;
 use std::sync::Arc;
@@ -15,28 +15,28 @@ use super::state::{ObjectState, content_range, text_of};
 use crate::source::{MemoryParts, StateMark, StoreProbe, StoreSample};
 use crate::version::Version;
 
-/// Requests for one byte, of which the middle one counts.
+/// Number of requests for one byte. The median of their times is reported.
 const FIRST_BYTES: usize = 3;
 
-/// Maximum number of bytes that a trial reads, and those of one request.
+/// Maximum number of bytes that the sample reads, and number of bytes of one request.
 const SAMPLE_LEN_MAX: u64 = 64 << 20;
 const PART_LEN: u64 = 1 << 20;
 
 /// Number of range requests that are in flight at a time.
 const AT_A_TIME: usize = 16;
 
-/// No further request is sent after this time.
+/// Time after which no further request is sent.
 const SAMPLE_LIMIT: Duration = Duration::from_secs(3);
 
-/// A state that no object has: an ETag, a generation of Google, and a time.
+/// An ETag, a Google generation and a time that no object has.
 const OTHER_TAG: &str = "\"tensorfs-doctor\"";
 const OTHER_GENERATION: &str = "\"1\"";
 const OTHER_TIME: &str = "Thu, 01 Jan 1970 00:00:00 GMT";
 
-/// Tries how the server of `endpoint` serves the object at `target`, which is in `version`.
+/// Measures how the server of `endpoint` serves the object at `target`, which has `version`.
 ///
 /// # Errors
-/// The refusal of the server, or no answer in time.
+/// If the server refuses a request, or does not answer in time.
 pub(super) async fn probe(
     endpoint: &Arc<Endpoint>,
     target: &str,
@@ -75,12 +75,12 @@ fn mark_of(endpoint: &Endpoint, state: &ObjectState) -> StateMark {
     }
 }
 
-/// Whether an ETag is made of the length and the time of the last change, as that of nginx is.
+/// Whether an ETag consists of the time of the last change and the length, like those of nginx.
 fn is_of_time(tag: &str, len: u64, modified: i64) -> bool {
     tag.eq_ignore_ascii_case(&format!("{modified:x}-{len:x}"))
 }
 
-/// A request for the first byte alone, on a condition.
+/// A request for the first byte, with an optional condition.
 fn first_byte_wanted(target: &str, condition: Option<(HeaderName, String)>) -> Wanted {
     let mut wanted = Wanted::new(Method::GET, target);
     wanted.headers.push((header::RANGE, "bytes=0-0".to_owned()));
@@ -88,7 +88,7 @@ fn first_byte_wanted(target: &str, condition: Option<(HeaderName, String)>) -> W
     wanted
 }
 
-/// Whether one byte comes for one that is asked for, and the usual time to it.
+/// Whether a request for one byte gets exactly that byte, and the median time to the answer.
 async fn first_bytes(
     endpoint: &Endpoint,
     target: &str,
@@ -112,7 +112,8 @@ async fn first_bytes(
     Ok((obeys_ranges, times[FIRST_BYTES / 2]))
 }
 
-/// Whether the server refuses to answer for a state that the object is not in.
+/// Whether the server refuses a request whose condition the object does not meet. `None` if the server is asked
+/// without conditions.
 async fn try_condition(
     endpoint: &Endpoint,
     target: &str,
@@ -134,7 +135,7 @@ async fn try_condition(
     }
 }
 
-/// Reads from the start of the object, with many requests at a time.
+/// Reads from the start of the object with many concurrent requests.
 async fn take_sample(
     endpoint: &Arc<Endpoint>,
     target: &str,

@@ -1,4 +1,4 @@
-//! A request to a server, before anybody signs it.
+//! A request to a server before it is signed.
 
 use reqwest::Method;
 use reqwest::header::{self, HeaderName};
@@ -7,7 +7,7 @@ use reqwest::header::{self, HeaderName};
 #[derive(Clone, Debug)]
 pub(super) struct Wanted {
     pub(super) method: Method,
-    /// The escaped name of the object, and the query.
+    /// The escaped name of the object and the query.
     pub(super) target: String,
     pub(super) headers: Vec<(HeaderName, String)>,
 }
@@ -17,7 +17,7 @@ impl Wanted {
         Wanted { method, target: target.into(), headers: Vec::new() }
     }
 
-    /// The range of bytes that it asks for, as its header names it.
+    /// The value of the range header.
     pub(super) fn range(&self) -> Option<&str> {
         let range = self.headers.iter().find(|(name, _)| *name == header::RANGE);
         range.map(|(_, value)| value.as_str())

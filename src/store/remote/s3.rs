@@ -1,4 +1,4 @@
-//! S3: where a bucket is, and what lies in a folder of it. Google lists in the same way.
+//! S3: the URL of a bucket, and the listing of a folder in it. Google Cloud Storage is listed in the same way.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,16 +16,16 @@ use super::request::Wanted;
 use super::state::ObjectState;
 use crate::sync::Mutex;
 
-/// Maximum number of bytes of one page of a listing, which has 1000 keys of at most 1024 bytes.
+/// Maximum length in bytes of one page of a listing. A page has 1000 keys of at most 1024 bytes.
 const PAGE_LEN_MAX: usize = 16 << 20;
 
-/// Maximum number of pages of a listing: a million keys in one folder are no checkpoint.
+/// Maximum number of pages of a listing. A folder with more than a million keys is not a checkpoint.
 const PAGES_MAX: usize = 1000;
 
-/// The region of a bucket of which nothing else is known. Its server names another one.
+/// The region of a bucket if none is configured. The server's answer corrects it.
 const REGION: &str = "us-east-1";
 
-/// The URL of a bucket and how it lets in, by `variable`.
+/// The URL of a bucket and the authentication for it, from the settings that `variable` returns.
 ///
 /// # Errors
 /// If the URL of the server is not usable.
@@ -47,7 +47,7 @@ pub(super) fn access_of(
         Some(server) => {
             (own_base(&server, bucket, is_on("AWS_VIRTUAL_HOSTED_STYLE_REQUEST"))?, None)
         }
-        // The certificates of AWS are for names without further dots.
+        // The certificates of AWS are not valid for host names with further dots.
         None if bucket.contains('.') => {
             let base = format!("https://s3.{{region}}.amazonaws.com/{bucket}");
             (base.clone(), Some(base))
@@ -62,7 +62,7 @@ pub(super) fn access_of(
     Ok((base, Access::S3(signing)))
 }
 
-/// The URL of a bucket of a server that is not AWS.
+/// The URL of a bucket on a server other than AWS.
 fn own_base(server: &str, bucket: &str, in_host: bool) -> io::Result<String> {
     let unusable = |why: &str| {
         let why = format!("AWS_ENDPOINT_URL {why}: expected http(s)://HOST[:PORT]");
@@ -79,11 +79,11 @@ fn own_base(server: &str, bucket: &str, in_host: bool) -> io::Result<String> {
     Ok(if in_host { format!("{scheme}://{bucket}.{host}") } else { format!("{server}/{bucket}") })
 }
 
-/// The entries of the folder `key` by name, which may be the whole bucket. `most` bounds how many are
-/// asked for: the caller then wants to know only whether there are any.
+/// The entries of the folder `key` by name. An empty `key` is the whole bucket. If `most` is given, at most
+/// this number of entries is requested: the caller then only wants to know whether there are any.
 ///
 /// # Errors
-/// The refusal of the server, or no answer in time.
+/// If the server refuses the request, or does not answer in time.
 pub(super) async fn list(
     endpoint: &Endpoint,
     key: &str,
@@ -135,7 +135,7 @@ struct S3Object {
     last_modified: Option<String>,
     #[serde(rename = "ETag")]
     tag: Option<String>,
-    /// The number of the state, where Google lists it.
+    /// The generation of the object, in listings of Google.
     generation: Option<String>,
 }
 
@@ -160,13 +160,13 @@ impl S3Page {
         quick_xml::de::from_str(text).map_err(|e| bad(e.to_string()))
     }
 
-    /// The token for the next page.
+    /// The token that requests the next page.
     fn next_token(&self) -> Option<String> {
         let is_last = self.is_truncated.as_deref().is_some_and(|text| text.trim() == "false");
         self.next_continuation_token.clone().filter(|token| !is_last && !token.is_empty())
     }
 
-    /// Adds the entries below `prefix`. Names that no folder can have are left out.
+    /// Adds the entries below `prefix`. Names that are not valid in a folder are left out.
     fn take(self, prefix: &str, entries: &mut BTreeMap<String, StoreEntry>) -> io::Result<()> {
         if self.is_truncated.as_deref().is_some_and(|text| text.trim() == "true")
             && self.next_token().is_none()
@@ -188,7 +188,7 @@ impl S3Page {
         for S3Prefix { prefix: found } in self.common_prefixes {
             let name = found.strip_prefix(prefix).and_then(|name| name.strip_suffix('/'));
             if let Some(name) = name.filter(|name| is_entry_name(name)) {
-                // An object and a folder may have one name: the object counts.
+                // An object and a folder may have the same name. Then the object is listed.
                 entries.entry(name.to_owned()).or_insert(StoreEntry::Folder);
             }
         }

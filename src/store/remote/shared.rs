@@ -1,5 +1,5 @@
-//! State that all remote stores of a process share: the threads that drive connections, the HTTP
-//! clients, the credentials, and how many requests each server gets at a time.
+//! State that all remote stores of a process share: the threads that drive connections, the HTTP clients, the
+//! credentials, and the limit of concurrent requests to each server.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -16,29 +16,30 @@ use crate::process::PerProcess;
 use crate::store::remote_settings::{StoreSettings, bytes_in};
 use crate::sync::Mutex;
 
-/// Threads that drive connections. The bytes are copied by the threads that wait for them.
+/// Number of threads that drive connections. The threads that wait for the bytes copy them.
 const THREADS: usize = 2;
 
-/// Maximum number of requests to one server at a time, by all engines of the process. With reads of
-/// 8 MiB these fill 100 Gbit/s over a distance of 40 ms.
+/// Maximum number of concurrent requests to one server by the whole process. With reads of 8 MiB, this number
+/// fills 100 Gbit/s at a latency of 40 ms.
 pub(super) const REQUESTS_MAX: usize = 64;
 
-/// Time limit of a connection.
+/// Time limit for opening a connection.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 
 /// Maximum number of redirects of a request.
 const REDIRECTS_MAX: usize = 10;
 
-/// A file of certificates that are trusted besides those of the machine, as AWS names it.
+/// The variable of AWS that names a file of certificates. They are trusted besides those of the machine.
 const CA_BUNDLE: &str = "AWS_CA_BUNDLE";
 
-/// Maximum length of such a file in bytes.
+/// Maximum length of the file of certificates in bytes.
 const CA_BUNDLE_LEN_MAX: u64 = 16 << 20;
 
-/// Maximum number of shared values of one kind of which nobody uses any: settings come from callers.
+/// Number of shared values of one kind from which the unused ones are dropped. Callers choose the settings, so
+/// their number has no other bound.
 const UNUSED_MAX: usize = 64;
 
-/// A child of a fork has none of the threads, and makes its own.
+/// A child made by fork(2) has none of the parent's threads, so it creates its own state.
 static OF_PROCESS: PerProcess<Result<RemoteProcess, String>> = PerProcess::new();
 
 /// State that the stores of this process share.
@@ -51,9 +52,9 @@ pub(super) struct RemoteProcess {
 /// State that the stores of this process with the same settings share.
 pub(super) struct RemoteClients {
     pub(super) settings: StoreSettings,
-    /// Follows redirects.
+    /// A client that follows redirects.
     pub(super) following: reqwest::Client,
-    /// Returns redirects as they are: a signature is for one server.
+    /// A client that returns redirects to the caller, because a signature is valid for one server only.
     pub(super) direct: reqwest::Client,
     pub(super) aws: CredentialChain<reqsign_aws_core::Credential>,
     pub(super) azure: CredentialChain<reqsign_azure_storage::Credential>,
@@ -61,10 +62,10 @@ pub(super) struct RemoteClients {
 }
 
 impl RemoteProcess {
-    /// The state of this process, made at the first use.
+    /// The state of this process, created at the first use.
     ///
     /// # Errors
-    /// If threads or clients cannot be made.
+    /// If threads or clients cannot be created.
     pub(super) fn get() -> io::Result<&'static RemoteProcess> {
         let own = OF_PROCESS.get_or_init(RemoteProcess::new);
         own.as_ref().map_err(|why| io::Error::other(why.clone()))
@@ -78,33 +79,34 @@ impl RemoteProcess {
             .enable_time()
             .build()
             .map_err(|e| format!("cannot start threads for remote sources: {e}"))?;
-        // Another part of the process may have chosen a provider before.
+        // Another part of the process may have installed a provider already.
         let _ = rustls::crypto::ring::default_provider().install_default();
         Ok(RemoteProcess { runtime, slots: Mutex::default(), clients: Mutex::default() })
     }
 
-    /// The clients of the stores with these settings, made at the first use.
+    /// The clients of the stores with these settings, created at the first use.
     ///
     /// # Errors
-    /// If clients cannot be made.
+    /// If clients cannot be created.
     pub(super) fn clients_of(&self, settings: &StoreSettings) -> io::Result<Arc<RemoteClients>> {
         let known = self.clients.lock().get(settings).cloned();
         if let Some(clients) = known {
             return Ok(clients);
         }
-        // Without the lock: a file of certificates may lie on a disk that does not answer.
+        // The lock is not held here, because the file of certificates may be on a disk that does not answer.
         let made = Arc::new(RemoteClients::new(settings.clone()).map_err(io::Error::other)?);
         Ok(shared_one(&mut self.clients.lock(), settings.clone(), || made))
     }
 
-    /// The requests that the server `host` may get at a time.
+    /// The semaphore that limits the concurrent requests to the server `host`.
     pub(super) fn slots_of(&self, host: &str) -> Arc<Semaphore> {
         let new = || Arc::new(Semaphore::new(REQUESTS_MAX));
         shared_one(&mut self.slots.lock(), host.to_owned(), new)
     }
 }
 
-/// The value for `key` in `all`, else a `new` one. If there are many, those that nobody uses go before.
+/// The value for `key` in `all`. If there is none, `new` creates it. Before that, unused values are dropped if
+/// `all` has `UNUSED_MAX` of them.
 pub(super) fn shared_one<K: Eq + Hash, V: ?Sized>(
     all: &mut HashMap<K, Arc<V>>,
     key: K,
@@ -131,7 +133,7 @@ impl RemoteClients {
     }
 }
 
-/// Follows redirects, but not from a secure connection to one that is not.
+/// Follows redirects, except from a secure connection to an insecure one.
 fn follow(attempt: reqwest::redirect::Attempt<'_>) -> reqwest::redirect::Action {
     let was_secure = attempt.previous().last().is_some_and(|url| url.scheme() == "https");
     if attempt.previous().len() > REDIRECTS_MAX {
@@ -169,7 +171,7 @@ fn client(
     };
     let with_roots = builder().tls_certs_merge(trusted.to_vec()).redirect(redirects).build();
     with_roots.or_else(|e| {
-        // A machine without certificates can still use plain HTTP.
+        // Plain HTTP still works on a machine without certificates.
         tracing::debug!("no certificates of the machine: {}", e.without_url());
         let none = reqwest::redirect::Policy::none();
         builder().tls_certs_only(trusted.to_vec()).redirect(none).build().map_err(failed)

@@ -1,4 +1,4 @@
-//! The state of an object, as headers and listings tell it, and the checks of an answer against it.
+//! The state of an object in headers and listings, and the check of an answer against it.
 
 use std::io;
 use std::ops::Range;
@@ -12,27 +12,27 @@ use super::patience::Trouble;
 use crate::hash::Digest;
 use crate::version::{QueueKey, Version};
 
-/// Which bytes an object has, as far as its server tells.
+/// Identifies the bytes of an object, as well as the server's answers allow.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ObjectState {
     pub(super) len: u64,
     /// The ETag without quotes. Empty if there is none.
     pub(super) tag: String,
-    /// Whether the server says that the same ETag may mean other bytes.
+    /// Whether the ETag is weak, which means that the bytes may change while it stays the same.
     pub(super) is_weak: bool,
-    /// Seconds since 1970 of the last change.
+    /// Time of the last change, in seconds since 1970.
     pub(super) modified: Option<i64>,
 }
 
 impl ObjectState {
-    /// The state of an object of `len` bytes in the headers of an answer.
+    /// The state of an object of `len` bytes from the headers of an answer.
     pub(super) fn of_headers(headers: &HeaderMap, len: u64) -> ObjectState {
         let modified = text_of(headers, header::LAST_MODIFIED).and_then(seconds_of_http_date);
         let tag = text_of(headers, header::ETAG).unwrap_or_default();
         ObjectState::new(len, tag, modified)
     }
 
-    /// The state with this ETag, with quotes or without.
+    /// The state with the ETag `tag`, which may be in quotes.
     pub(super) fn new(len: u64, tag: &str, modified: Option<i64>) -> ObjectState {
         let trimmed = tag.trim();
         let (is_weak, quoted) = match trimmed.strip_prefix("W/") {
@@ -43,8 +43,8 @@ impl ObjectState {
         ObjectState { len, tag, is_weak, modified }
     }
 
-    /// A number that tells these bytes from others, but for their length: that of the ETag, else of
-    /// the time. It is odd for a strong ETag alone, as others may stay when the bytes change.
+    /// A number that identifies the bytes, except for their length. It is a hash of the ETag, or else of the
+    /// time. It is odd only for a strong ETag, because a weak ETag or a time may stay when the bytes change.
     fn number(&self) -> u64 {
         match (self.tag.as_str(), self.modified) {
             ("", None) => 0,
@@ -60,12 +60,13 @@ impl ObjectState {
         Version::of_tagged_object(queue, [object, self.number()], self.len, changed)
     }
 
-    /// Whether `version` is of these bytes.
+    /// Whether `version` identifies these bytes.
     pub(super) fn is_of(&self, version: &Version) -> bool {
         version.file_words()[1] == self.number() && version.len == self.len
     }
 
-    /// The header by which a server answers for this state only, where it has one.
+    /// The header that makes the server answer for this state only. `None` if the state has neither a strong
+    /// ETag nor a time.
     pub(super) fn condition(&self) -> Option<(HeaderName, String)> {
         if !self.tag.is_empty() && !self.is_weak {
             return Some((header::IF_MATCH, format!("\"{}\"", self.tag)));
@@ -75,16 +76,17 @@ impl ObjectState {
     }
 }
 
-/// The error of an object that was replaced.
+/// The error if an object was replaced.
 pub(super) fn replaced() -> Trouble {
     Trouble::Final(io::ErrorKind::StaleNetworkFileHandle.into())
 }
 
-/// Checks that an answer has the bytes of `range` of the object in `version`, whatever the server was
-/// asked. Returns the state that it tells.
+/// Checks that an answer has the bytes of `range` of the object in `version`. A server may ignore the condition
+/// of the request. Returns the state that the answer names.
 ///
 /// # Errors
-/// `replaced` if the object is not in this version any more.
+/// `replaced` if the object does not have this version any more. `Trouble::Broken` if the answer has other
+/// bytes than `range`.
 pub(super) fn check_answer(
     status: StatusCode,
     headers: &HeaderMap,
@@ -111,7 +113,7 @@ pub(super) fn check_answer(
             }
             total
         }
-        // A server may answer with the whole object if that is what was asked for.
+        // If the range is the whole object, the server may answer with status 200.
         StatusCode::OK if *range == (0..version.len) => content_len,
         _ => {
             let why = format!(
@@ -129,7 +131,7 @@ pub(super) fn check_answer(
     if state.is_of(version) { Ok(state) } else { Err(replaced()) }
 }
 
-/// The range and the length of the whole object in a `Content-Range` header.
+/// The range, and the length of the whole object, in a `Content-Range` header.
 pub(super) fn content_range(text: &str) -> Option<(Range<u64>, Option<u64>)> {
     let (range, total) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
     let (start, last) = range.split_once('-')?;
@@ -138,12 +140,12 @@ pub(super) fn content_range(text: &str) -> Option<(Range<u64>, Option<u64>)> {
     (start <= last).then_some((start..last.checked_add(1)?, total))
 }
 
-/// The length in the headers of an answer.
+/// The length in the header `Content-Length`.
 pub(super) fn len_of(headers: &HeaderMap) -> Option<u64> {
     text_of(headers, header::CONTENT_LENGTH)?.parse().ok()
 }
 
-/// How long the server asks to wait.
+/// The pause that the server asks for.
 pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let text = text_of(headers, header::RETRY_AFTER)?.trim();
     if let Ok(seconds) = text.parse() {
@@ -161,7 +163,7 @@ fn seconds_of_http_date(text: &str) -> Option<i64> {
     Timestamp::parse_rfc2822(text).ok().map(Timestamp::as_second)
 }
 
-/// A number that stands for `bytes`.
+/// A hash of `bytes` with 64 bits.
 pub(super) fn hash_of(bytes: &[u8]) -> u64 {
     let Digest(digest) = Digest::of(bytes);
     digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte))

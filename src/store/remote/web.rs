@@ -1,5 +1,5 @@
-//! Folders of HTTP servers. WebDAV lists them. Others list nothing: a weight map names their shards, and
-//! well-known names are tried.
+//! Folders of HTTP servers. WebDAV servers list them. Other servers cannot list folders: there, the weight map
+//! names the shards, and files with well-known names are tried.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -17,16 +17,17 @@ use super::shared::REQUESTS_MAX;
 use crate::format::names;
 use crate::format::weight_map::WeightMap;
 
-/// The weight map that makes a URL a folder.
+/// Name of the weight map. A URL with such a file below it is a folder.
 const WEIGHT_MAP: &str = "model.safetensors.index.json";
 
-/// The file that makes a URL a folder without a weight map.
+/// Name of the only weights file of a small model. A URL with such a file below it is a folder even without a
+/// weight map.
 const WHOLE: &str = "model.safetensors";
 
-/// Maximum number of files of one folder that are asked for by their names.
+/// Maximum number of files of one folder that are requested by their names.
 const NAMES_MAX: usize = 100_000;
 
-/// Files beside weights that are shown where they are there.
+/// Files that may be next to the weights. Those that exist are listed.
 const BESIDE: [&str; 12] = [
     "config.json",
     "generation_config.json",
@@ -42,29 +43,29 @@ const BESIDE: [&str; 12] = [
     "README.md",
 ];
 
-/// Ends of names of files that are no folders.
+/// Endings of names that are files and not folders.
 const OF_FILES: [&str; 6] = [".json", ".txt", ".md", ".jinja", ".model", ".py"];
 
 /// Maximum number of bytes of a weight map.
 const MAP_LEN_MAX: usize = 256 << 20;
 
-/// Whether a URL that ends in `name` means a file.
+/// Whether a URL that ends in `name` is expected to be a file.
 pub(super) fn is_file_name(name: &str) -> bool {
     names::is_weights(name)
         || names::is_of_torch(name)
         || OF_FILES.iter().any(|end| name.ends_with(end))
 }
 
-/// The part of a URL for the name `name` of the folder `key`.
+/// The path in a URL of the entry `name` of the folder `key`.
 pub(super) fn target(key: &str, name: &str) -> String {
     let slash = if key.is_empty() || name.is_empty() { "" } else { "/" };
     format!("/{key}{slash}{name}")
 }
 
-/// Whether `key` is a folder: WebDAV says so, or it has a weight map or a whole model.
+/// Whether `key` is a folder: WebDAV says so, or there is a weight map or a whole model in it.
 ///
 /// # Errors
-/// A refusal of the server, or no answer in time.
+/// If the server refuses a request, or does not answer in time.
 pub(super) async fn is_folder(
     endpoint: &Endpoint,
     key: &str,
@@ -83,11 +84,11 @@ pub(super) async fn is_folder(
     Ok(false)
 }
 
-/// The files of the folder `key`: all that WebDAV lists; else those that its weight map names, well-known
-/// ones, and `asked`, which somebody has named.
+/// The files of the folder `key`. A WebDAV server lists all of them. For any other server, they are the files that the
+/// weight map names, those with well-known names, and `asked`: files that were requested by name before.
 ///
 /// # Errors
-/// `NotFound` if none of them is there, another refusal of the server, or no answer in time.
+/// `NotFound` if none of the files exists. Also fails if the server refuses a request, or does not answer in time.
 pub(super) async fn list(
     endpoint: &Arc<Endpoint>,
     key: &str,
@@ -103,7 +104,7 @@ pub(super) async fn list(
     match endpoint.whole(&map, MAP_LEN_MAX, deadline).await {
         Ok(text) => {
             let shards = WeightMap::names_in(&text).into_iter();
-            // Such names would mean something else in a URL.
+            // A name with one of these characters would mean something else in a URL.
             wanted.extend(shards.filter(|name| !name.contains(['%', '?', '#', '/'])));
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -113,7 +114,8 @@ pub(super) async fn list(
     if found.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(found) }
 }
 
-/// The entries of a listing of WebDAV. Its states count if the server tells the same of the first file.
+/// The entries of a WebDAV listing. The states in it are used only if the first file has the same state in the
+/// headers of its own answer. If not, each file is looked up.
 async fn whole_listing(
     endpoint: &Arc<Endpoint>,
     key: &str,
@@ -128,7 +130,7 @@ async fn whole_listing(
     let Some((name, state)) = first else { return Ok(found) };
     let says_same = match endpoint.look(&target(key, name), deadline).await {
         Ok(seen) => seen == *state,
-        // It was removed since.
+        // The file was removed since the listing.
         Err(e) if e.kind() == io::ErrorKind::NotFound => false,
         Err(e) => return Err(e),
     };
@@ -141,7 +143,7 @@ async fn whole_listing(
     Ok(found)
 }
 
-/// The files of the folder `key` with these names that are there.
+/// Those of the files `names` in the folder `key` that exist.
 async fn looks_of(
     endpoint: &Arc<Endpoint>,
     key: &str,
@@ -156,7 +158,7 @@ async fn looks_of(
     let mut rest = names.into_iter();
     let mut found = BTreeMap::new();
     loop {
-        // The server answers no more at a time.
+        // More concurrent requests would wait for a free place anyway.
         for name in rest.by_ref().take(REQUESTS_MAX - looks.len()) {
             let (endpoint, target) = (endpoint.clone(), target(key, &name));
             let is_beside = BESIDE.contains(&name.as_str());
@@ -170,7 +172,7 @@ async fn looks_of(
         match state {
             Ok(state) => drop(found.insert(name, StoreEntry::Object(state))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            // Some servers refuse what they do not have.
+            // Some servers answer "forbidden" for files that do not exist.
             Err(e) if is_beside && e.kind() == io::ErrorKind::PermissionDenied => {}
             Err(e) => return Err(e),
         }

@@ -9,11 +9,11 @@ use reqsign_aws_core::{
 use super::Providers;
 use crate::store::remote_settings::StoreSettings;
 
-/// The name of the way by a profile, which has a name of its own.
+/// The name of the provider that reads a profile. Messages show the name of the profile as well.
 pub(in crate::store::remote) const PROFILE: &str = "a profile";
 
-/// The ways to credentials, in the order of AWS, with names for people. A profile that an option names is
-/// the only one.
+/// The providers of credentials in the order of AWS, with their names in messages. If an option names a file or
+/// a profile, the profile is the only provider.
 pub(in crate::store::remote) fn providers(settings: &StoreSettings) -> Providers<Credential> {
     if settings.names_credentials_file() || settings.names_profile() {
         return vec![

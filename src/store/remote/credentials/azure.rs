@@ -1,4 +1,4 @@
-//! Credentials for Azure, beside keys and signatures of the environment.
+//! Providers of credentials for Azure. Keys and signatures in environment variables are read elsewhere, in `azure.rs`.
 
 use reqsign_azure_storage::{
     AzureCliCredentialProvider, ClientCertificateCredentialProvider,
@@ -9,8 +9,8 @@ use reqsign_azure_storage::{
 use super::Providers;
 use crate::store::remote_settings::StoreSettings;
 
-/// The ways to credentials, with names for people. None where an option names a file, which has a key or
-/// a signature.
+/// The providers of credentials, with their names in messages. There are none if an option names a file, since
+/// that file has a key or a signature.
 pub(in crate::store::remote) fn providers(settings: &StoreSettings) -> Providers<Credential> {
     if settings.names_credentials_file() {
         return Vec::new();

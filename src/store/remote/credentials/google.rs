@@ -9,11 +9,11 @@ use reqsign_google::{
 use super::Providers;
 use crate::store::remote_settings::StoreSettings;
 
-/// The scope of a token.
+/// The scope that a token is requested for.
 const SCOPE: &str = "https://www.googleapis.com/auth/devstorage.read_only";
 
-/// The ways to credentials, in the order of Google's programs, with names for people. A file that an
-/// option names is the only one.
+/// The providers of credentials in the order of Google's programs, with their names in messages. If an option
+/// names a file, that file is the only provider.
 pub(in crate::store::remote) fn providers(settings: &StoreSettings) -> Providers<Credential> {
     let file = EnvCredentialProvider::new().with_scope(SCOPE);
     let own = WellKnownCredentialProvider::new().with_scope(SCOPE);
@@ -28,7 +28,7 @@ pub(in crate::store::remote) fn providers(settings: &StoreSettings) -> Providers
     ]
 }
 
-/// A provider whose keys are exchanged for a token, which many requests then use.
+/// A provider whose key is exchanged for a token. Many requests can use the same token.
 #[derive(Debug)]
 struct GoogleToken<P>(P);
 
@@ -47,7 +47,7 @@ impl<P: ProvideCredential<Credential = Credential>> ProvideCredential for Google
     }
 }
 
-/// The service of the machine, unless the user says that there is none.
+/// The metadata service of the virtual machine, unless the user has said that there is none.
 #[derive(Debug)]
 struct UnlessForbidden(VmMetadataCredentialProvider);
 
@@ -90,7 +90,7 @@ mod tests {
         0JgrjG8TMcru\n\
         -----END PRIVATE KEY-----\n";
 
-    /// Answers every request with a token, and keeps the requests.
+    /// A server that answers every request with a token, and records the requests.
     #[derive(Clone, Debug, Default)]
     struct Exchange(Arc<Mutex<Vec<(String, String)>>>);
 
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(token(found), "of-the-account");
         let [(url, body)] = asked.as_slice() else { panic!("{asked:?}") };
         assert_eq!(url, "https://oauth2.googleapis.com/token");
-        // A signed text in three parts, and nothing of the key.
+        // The body has a signed token of three parts, and no part of the private key.
         assert!(body.contains("jwt-bearer") && body.matches('.').count() == 2, "{body}");
         assert!(!body.contains("PRIVATE"));
     }

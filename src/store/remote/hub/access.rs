@@ -1,8 +1,7 @@
-//! Requests to the hub: its token, its links to other hosts, and what its refusals mean.
+//! Requests to the hub: the token, the links to other hosts, and the meaning of refusals.
 //!
-//! The hub answers a request for a large file with a link to another host, which is signed and ends
-//! after about an hour. One request for the link serves all reads of that time. The token goes to the
-//! hub alone.
+//! The hub answers a request for a large file with a link to another host. The link is signed and expires after
+//! about an hour. All reads of that time use the same link. The token is sent to the hub only.
 
 use std::io;
 use std::path::PathBuf;
@@ -19,19 +18,20 @@ use super::super::state::{len_of, replaced, retry_after, text_of};
 use super::{GIT_DIGITS, HubFile, HubRepository, HubTree, SHA256_DIGITS, is_hash};
 use crate::sync::Mutex;
 
-/// The hub itself.
+/// The URL of the public hub.
 const HUB: &str = "https://huggingface.co";
 
 /// Variables that forbid requests to the hub.
 const OFFLINE: [&str; 2] = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"];
 
-/// How long a link is used. The hub signs them for an hour.
+/// Time after which a new link is requested. The hub signs links for an hour.
 const LINK_FOR: Duration = Duration::from_secs(50 * 60);
 
-/// Maximum number of redirects from one name of the hub to another.
+/// Maximum number of redirects inside the hub.
 const REDIRECTS_MAX: usize = 5;
 
-/// Longest file of which a server may send the whole for a part: those of Git are shorter.
+/// Maximum length in bytes of a file that the server may send as a whole in answer to a range request. Files
+/// that the hub stores in Git are shorter.
 const WHOLE_LEN_MAX: u64 = 64 << 20;
 
 const ERROR_CODE: HeaderName = HeaderName::from_static("x-error-code");
@@ -41,34 +41,34 @@ const LINKED_TAG: HeaderName = HeaderName::from_static("x-linked-etag");
 const LINKED_LEN: HeaderName = HeaderName::from_static("x-linked-size");
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 
-/// A repository as requests see it.
+/// Access to one repository of the hub.
 pub(in crate::store::remote) struct HubAccess {
     pub(super) repository: HubRepository,
-    /// The URL of the hub, without a slash at its end.
+    /// The URL of the hub, without a trailing slash.
     base: Url,
     /// The token as a header. Never printed.
     token: Option<HeaderValue>,
     /// The variable or the file that the token comes from.
     token_origin: Option<String>,
-    /// The variable that forbids requests.
+    /// The variable that forbids requests, if one is set.
     pub(super) offline: Option<&'static str>,
     /// The hub cache of this user.
     pub(super) cache: Option<PathBuf>,
-    /// The commit that was found first, also by the parent of this process.
+    /// The commit that was resolved first. A process made by fork(2) uses the commit of its parent.
     pub(super) pinned: Arc<Mutex<Option<String>>>,
     pub(super) tree: OnceCell<HubTree>,
 }
 
 /// The answer of the hub to a request for a file.
 enum HubAnswer {
-    /// The file.
+    /// The hub's answer with the bytes of the file.
     Here(Response),
-    /// A link to another host.
+    /// A link to the file on another host.
     Elsewhere(Url),
 }
 
 impl HubAccess {
-    /// The access to `repository` by the variables of the environment, and the URL of the hub.
+    /// The access to `repository` with the settings of the environment variables. Also returns the URL of the hub.
     ///
     /// # Errors
     /// If a variable has no usable value.
@@ -109,8 +109,8 @@ impl HubAccess {
         self.token_origin.as_deref()
     }
 
-    /// One try of a request, up to the headers of its answer, which is a success. A target that begins
-    /// with a slash is a file; others are of the API.
+    /// Sends a request once and returns the successful answer, of which the headers have been read. If the
+    /// target begins with a slash, it is a file. Otherwise it is a path of the API.
     pub(in crate::store::remote) async fn send(
         &self,
         client: &Client,
@@ -136,7 +136,7 @@ impl HubAccess {
         url.parse().map_err(|_| unusable("is no usable URL"))
     }
 
-    /// The answer with bytes of a file, wherever it lies.
+    /// Requests bytes of a file, from the hub or from the host of its link.
     async fn file(
         &self,
         client: &Client,
@@ -147,7 +147,7 @@ impl HubAccess {
         let Some((tree, file)) = known else {
             return Err(Trouble::Final(io::ErrorKind::NotFound.into()));
         };
-        // Reads that come together ask for the link once: the others wait for it here.
+        // Concurrent reads of a file request one link: the first one holds the lock, and the others wait here.
         let mut link = file.link.lock().await;
         if let Some((url, _)) = link.as_ref().filter(|(_, since)| since.elapsed() < LINK_FOR) {
             let url = url.clone();
@@ -169,7 +169,7 @@ impl HubAccess {
         }
     }
 
-    /// Asks the hub, and follows its redirects to its own names. `of` is the file that is meant.
+    /// Sends a request to the hub and follows redirects inside the hub. `of` is the requested file, if it is one.
     async fn ask(
         &self,
         client: &Client,
@@ -211,8 +211,8 @@ impl HubAccess {
         Err(Trouble::Broken(format!("the hub redirects more than {REDIRECTS_MAX} times")))
     }
 
-    /// The answer behind a link. Another host gets no token, and names the bytes as it likes: that they
-    /// are those of `file` says the hub, which gave the link for its hash.
+    /// Requests the bytes behind a link. The other host gets no token. It may use an ETag of its own, so the
+    /// answer gets the ETag of `file`: the hub made the link for the hash of that file.
     async fn fetch(
         &self,
         client: &Client,
@@ -252,7 +252,7 @@ impl HubAccess {
         self.base.host_str().unwrap_or_default()
     }
 
-    /// The meaning of an answer of the hub that is no success.
+    /// Turns an answer of the hub that is not a success into a `Trouble`.
     fn refusal(&self, status: StatusCode, headers: &HeaderMap) -> Trouble {
         let code = text_of(headers, ERROR_CODE).filter(|code| is_word(code)).unwrap_or_default();
         let number = status.as_u16();
@@ -305,7 +305,7 @@ impl HubAccess {
             "RepoNotFound" if has_token => {
                 (missing, format!("there is no {id}, or the token does not allow to see it"))
             }
-            // The hub does not tell the two apart for those who have no token.
+            // Without a token, the hub does not tell a missing repository from a private one.
             _ if is_denied && !has_token => {
                 let why = "or it is private: then set HF_TOKEN";
                 (missing, format!("there is no {id}, {why}"))
@@ -320,8 +320,8 @@ impl HubAccess {
     }
 }
 
-/// A request with the headers of `wanted`, but for its conditions: a commit never changes, and other
-/// hosts have ETags of their own.
+/// A request with the headers of `wanted`, except its conditions. They are not needed since a commit never
+/// changes, and the ETags of other hosts differ.
 fn request(method: Method, url: Url, wanted: &Wanted) -> reqwest::Request {
     let mut request = reqwest::Request::new(method, url);
     let headers = request.headers_mut();
@@ -347,11 +347,11 @@ async fn answer_of(
     }
 }
 
-/// Checks that the hub means `file` of the commit, as far as its headers tell.
+/// Checks that the headers of the hub's answer name the commit and the state of `file`. Missing headers are accepted.
 fn check_named(headers: &HeaderMap, tree: &HubTree, file: &HubFile) -> Result<(), Trouble> {
     let commit = text_of(headers, REPO_COMMIT);
     let len: Option<u64> = text_of(headers, LINKED_LEN).and_then(|len| len.parse().ok());
-    // Servers between the hub and this machine may have ETags of another form.
+    // A proxy between the hub and this machine may send an ETag of another form.
     let tag = text_of(headers, LINKED_TAG)
         .or_else(|| text_of(headers, header::ETAG))
         .map(|tag| tag.trim_start_matches("W/").trim_matches('"'))
@@ -362,8 +362,8 @@ fn check_named(headers: &HeaderMap, tree: &HubTree, file: &HubFile) -> Result<()
     if is_other { Err(replaced()) } else { Ok(()) }
 }
 
-/// The answer of the hub itself with the bytes of a file. It may send the whole of a small one instead of a
-/// part.
+/// An answer of the hub itself to a range request. The hub may send a small file as a whole. Then the wanted
+/// range is cut out of it.
 async fn part_of(
     mut answer: Response,
     wanted: &Wanted,
@@ -414,14 +414,14 @@ async fn part_of(
     Ok(made)
 }
 
-/// Names the bytes of an answer as the listing does.
+/// Sets the ETag of an answer to the one that the listing has for `file`.
 fn set_tag(headers: &mut HeaderMap, file: &HubFile) {
     if let Ok(tag) = HeaderValue::from_str(&format!("\"{}\"", file.state.tag)) {
         headers.insert(header::ETAG, tag);
     }
 }
 
-/// How long the hub asks to wait: `ratelimit: "api";r=0;t=55` has seconds.
+/// The pause that the hub asks for, from a header like `ratelimit: "api";r=0;t=55`, where `t` is in seconds.
 fn wait_of(headers: &HeaderMap) -> Option<Duration> {
     let of_limit = || {
         let limit = text_of(headers, RATE_LIMIT)?;
@@ -440,7 +440,7 @@ fn is_on(given: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
     ["1", "true", "yes", "on"].contains(&word.as_str())
 }
 
-/// The token of this user, where huggingface_hub has it, and the name of that place.
+/// The token of this user and the name of its source. The places are those of the Python package huggingface_hub.
 fn token_of(given: &dyn Fn(&str) -> Option<String>) -> Option<(String, String)> {
     if is_on(given, "HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return None;

@@ -1,4 +1,4 @@
-//! Files of the hub that the hub cache of this user has already.
+//! Files that the hub cache of this user has already.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -12,11 +12,11 @@ use super::{GIT_DIGITS, HubAccess, HubFile, HubTree, SHA256_DIGITS, is_hash};
 use crate::error::shown_path;
 use crate::store::hub_cache::read_ref;
 
-/// Deepest folder of a snapshot.
+/// Maximum depth of the folders in a snapshot.
 const DEPTH_MAX: usize = 16;
 
-/// Fills `buf` with the bytes at `offset` of `file`, if a blob of its hash and length is there. Links are
-/// followed: the blobs of several repositories may be one file.
+/// Fills `buf` with the bytes at `offset` of `file`, if the cache has a blob of its hash and length. Symbolic
+/// links are followed, since several repositories may share one blob.
 pub(super) fn read(hub: &HubAccess, file: &HubFile, offset: u64, buf: &mut [u8]) -> bool {
     let tag = &file.state.tag;
     let path = match (&file.here, &hub.cache) {
@@ -31,10 +31,11 @@ pub(super) fn read(hub: &HubAccess, file: &HubFile, offset: u64, buf: &mut [u8])
     is_it && blob.read_exact_at(buf, offset).is_ok()
 }
 
-/// The files of the snapshot of the repository. `offline` is the variable that forbids to ask the hub.
+/// The files of the snapshot of the repository in the hub cache. `offline` is the variable that forbids
+/// requests to the hub.
 ///
 /// # Errors
-/// `NotFound` if the cache has none.
+/// `NotFound` if the cache has no snapshot.
 pub(super) fn tree_of(
     hub: &HubAccess,
     offline: &str,
@@ -59,7 +60,7 @@ pub(super) fn tree_of(
     Ok(HubTree { commit, files })
 }
 
-/// Adds the files below `folder`, whose names begin with `prefix`.
+/// Adds all files below `folder` to `files`. Their names get the prefix `prefix`.
 fn collect(
     folder: &Path,
     prefix: &str,
@@ -70,7 +71,7 @@ fn collect(
         let entry = entry?;
         let Ok(name) = entry.file_name().into_string() else { continue };
         let (path, key) = (entry.path(), format!("{prefix}{name}"));
-        // A blob that is gone is not there.
+        // The link of a removed blob leads nowhere, so the file is left out.
         let Ok(meta) = fs::metadata(&path) else { continue };
         if meta.is_dir() && !entry.file_type()?.is_symlink() && depth > 0 {
             collect(&path, &format!("{key}/"), depth - 1, files)?;
@@ -87,7 +88,7 @@ fn collect(
     Ok(())
 }
 
-/// The hash by which the link at `path` names its blob.
+/// The hash in the name of the blob that the link at `path` leads to.
 fn blob_name(path: &Path) -> Option<String> {
     let target: PathBuf = fs::read_link(path).ok()?;
     let name = target.file_name()?.to_str()?;

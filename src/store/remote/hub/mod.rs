@@ -1,7 +1,7 @@
-//! Repositories of the hub of Hugging Face: `hf://[models/|datasets/]ORG/NAME[@REVISION]`.
+//! Repositories of the Hugging Face hub: `hf://[models/|datasets/]ORG/NAME[@REVISION]`.
 //!
-//! The revision is one commit from the first look on. One listing of it has the length and the hash of
-//! each file, so that no later look needs a request.
+//! The revision is resolved to a commit once. One listing of this commit has the length and the hash of each
+//! file, so later lookups need no request.
 
 mod access;
 mod cached;
@@ -18,7 +18,7 @@ use crate::format::names::{self, is_hub_name};
 
 pub(super) use access::HubAccess;
 
-/// The form of a URL.
+/// The expected form of a URL, for messages.
 const EXPECTED: &str = "expected hf://[models/|datasets/]ORG/NAME[@REVISION][/PATH]";
 
 /// Kinds of repositories.
@@ -28,7 +28,7 @@ pub(super) enum HubKind {
     Datasets,
 }
 
-/// A repository, with the revision that the user wrote.
+/// A repository and the revision that the user wrote.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct HubRepository {
     kind: HubKind,
@@ -38,10 +38,10 @@ pub(super) struct HubRepository {
 }
 
 impl HubRepository {
-    /// The repository that `rest`, a URL behind `hf://`, begins with; and that part of it.
+    /// Parses `rest`, a URL without its `hf://`. Returns the repository, and the part of `rest` that names it.
     ///
     /// # Errors
-    /// Why the URL has another form.
+    /// If the URL has another form, the message says why.
     pub(super) fn parse(rest: &str) -> Result<(HubRepository, String), String> {
         let parts: Vec<&str> = rest.split('/').filter(|part| !["", "."].contains(part)).collect();
         let (kind, first) = match parts.first() {
@@ -62,7 +62,7 @@ impl HubRepository {
         if [organization, &name].into_iter().any(|name| name.is_empty() || !is_hub_name(name)) {
             return Err(format!("is no repository of the hub: {EXPECTED}"));
         }
-        // References that are no branches have three parts: `refs/pr/1`.
+        // The name of a reference that is not a branch has three parts, for example `refs/pr/1`.
         let parts_end = first + if revision == Some("refs") { 4 } else { 2 };
         let revision = match revision {
             Some("refs") => {
@@ -88,12 +88,12 @@ impl HubRepository {
         format!("{}/{}", self.organization, self.name)
     }
 
-    /// The revision, which is a branch, a tag or a commit.
+    /// The revision: a branch, a tag or a commit.
     fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or("main")
     }
 
-    /// The name of its kind in the API.
+    /// The name of the repository's kind in paths of the API.
     fn kind(&self) -> &'static str {
         match self.kind {
             HubKind::Models => "models",
@@ -101,7 +101,7 @@ impl HubRepository {
         }
     }
 
-    /// The part of URLs of its files and pages before its name.
+    /// The path of the repository's page. It is also the first part of the paths of its files.
     fn page(&self) -> String {
         match self.kind {
             HubKind::Models => self.id(),
@@ -109,7 +109,7 @@ impl HubRepository {
         }
     }
 
-    /// The name of its folder in a hub cache.
+    /// The name of the repository's folder in a hub cache.
     fn folder(&self) -> String {
         let folder = names::hub_model(&[&self.organization, &self.name]);
         match self.kind {
@@ -122,20 +122,20 @@ impl HubRepository {
 /// All files of one commit.
 pub(super) struct HubTree {
     commit: String,
-    /// By their escaped names after a `/`, as requests have them.
+    /// The files by their request target: a `/` and the escaped name.
     files: HashMap<String, HubFile>,
 }
 
 /// A file of a commit.
 pub(super) struct HubFile {
-    /// Its name.
+    /// Name of the file in the repository.
     key: String,
-    /// Its ETag is its sha256 if it is large, else its hash in Git.
+    /// Length, ETag and time. The ETag is the SHA-256 of a large file, and the Git hash of any other file.
     state: ObjectState,
     sha256: Option<String>,
-    /// Where it lies, if it is not fetched from the hub.
+    /// Path in the hub cache, if the file is read from there.
     here: Option<PathBuf>,
-    /// The link that the hub gave, and its time.
+    /// The link that the hub returned, and the time at which it did.
     link: tokio::sync::Mutex<Option<(Url, Instant)>>,
 }
 
@@ -145,15 +145,15 @@ impl HubFile {
     }
 }
 
-/// Whether `text` is a whole hash in hexadecimal, of `digits` digits.
+/// Whether `text` is a hash of exactly `digits` hexadecimal digits.
 fn is_hash(text: &str, digits: usize) -> bool {
     text.len() == digits && text.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// Digits of the hash of a commit, and of a file in Git.
+/// Number of hexadecimal digits of the hash of a commit, or of a file in Git.
 const GIT_DIGITS: usize = 40;
 
-/// Digits of a sha256.
+/// Number of hexadecimal digits of a SHA-256.
 const SHA256_DIGITS: usize = 64;
 
 #[cfg(test)]

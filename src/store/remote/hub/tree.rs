@@ -1,4 +1,4 @@
-//! The commit of a repository, and its files.
+//! The commit of a repository, and the files of that commit.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -19,10 +19,10 @@ use super::{GIT_DIGITS, HubAccess, HubFile, HubTree, SHA256_DIGITS, cached, is_h
 use crate::source::MemoryParts;
 use crate::version::Version;
 
-/// Maximum number of bytes of one page, of 1000 files with names of at most 4096 bytes.
+/// Maximum length in bytes of one page of a listing. A page has 1000 files, with names of at most 4096 bytes.
 const PAGE_LEN_MAX: usize = 16 << 20;
 
-/// Maximum number of pages of a repository: 200,000 files.
+/// Maximum number of pages of a repository, which is 200,000 files.
 const PAGES_MAX: usize = 200;
 
 fn invalid(why: String) -> io::Error {
@@ -36,10 +36,10 @@ fn hub_of(endpoint: &Endpoint) -> io::Result<&HubAccess> {
     }
 }
 
-/// The files of the repository, which are asked for once.
+/// The files of the repository. They are requested once.
 ///
 /// # Errors
-/// The refusal of the hub, or no answer in time.
+/// If the hub refuses the request, or does not answer in time.
 pub(in crate::store::remote) async fn tree_of(
     endpoint: &Endpoint,
     deadline: Instant,
@@ -50,10 +50,10 @@ pub(in crate::store::remote) async fn tree_of(
     Ok(tree)
 }
 
-/// The state of the file `key`, `None` if it is a folder.
+/// The state of the file `key`. `None` if it is a folder.
 ///
 /// # Errors
-/// `NotFound` where nothing is there, and the errors of `tree_of`.
+/// `NotFound` if there is no such file or folder. Also the errors of `tree_of`.
 pub(in crate::store::remote) async fn look(
     endpoint: &Endpoint,
     key: &str,
@@ -95,8 +95,8 @@ pub(in crate::store::remote) async fn list(
     Ok(entries)
 }
 
-/// Fills `buf` with the bytes at `offset` of the file `key` in `version`, if the hub cache of this user has
-/// them. Returns whether it does.
+/// Fills `parts` with the bytes at `offset` of the file `key` in `version`, if the hub cache of this user has
+/// the file. Returns whether it does.
 ///
 /// # Errors
 /// The errors of `tree_of`.
@@ -122,7 +122,7 @@ pub(in crate::store::remote) async fn read_cached(
     Ok(true)
 }
 
-/// The state of the file `key` in the commit that was found, and its sha256.
+/// The state of the file `key` in the resolved commit, and its SHA-256.
 pub(in crate::store::remote) fn sha256_of(
     endpoint: &Endpoint,
     key: &str,
@@ -141,7 +141,7 @@ fn target(key: &str) -> String {
     format!("/{}", escaped_key(key))
 }
 
-/// The answer about a revision.
+/// The API's answer about a revision.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct HubRevision {
@@ -149,7 +149,7 @@ struct HubRevision {
     last_modified: Option<String>,
 }
 
-/// An entry of the answer about files.
+/// An entry of the API's listing of files.
 #[derive(Deserialize)]
 struct HubEntry {
     #[serde(rename = "type")]
@@ -202,7 +202,7 @@ async fn load(endpoint: &Endpoint, hub: &HubAccess, deadline: Instant) -> io::Re
     Ok(HubTree { commit: found.sha, files })
 }
 
-/// The file of an entry. Names that no folder can have are left out.
+/// The file of an entry. `None` for a folder, and for a name that is not valid in a folder.
 fn file_of(entry: HubEntry, modified: Option<i64>) -> Option<HubFile> {
     let is_name = |name: &str| !["", ".", ".."].contains(&name) && !name.contains('\0');
     if entry.kind != "file" || !entry.path.split('/').all(is_name) {
@@ -218,7 +218,7 @@ fn file_of(entry: HubEntry, modified: Option<i64>) -> Option<HubFile> {
     Some(HubFile::new(entry.path, ObjectState::new(len, &tag, modified), sha256))
 }
 
-/// The target of the next page of a listing, of the header `Link`.
+/// The request target of the next page of a listing, from the header `Link`.
 fn next_page(headers: &HeaderMap) -> io::Result<Option<String>> {
     let links = text_of(headers, header::LINK).unwrap_or_default().split(',');
     let mut next = links.filter(|link| link.contains("rel=\"next\"") || link.contains("rel=next"));
@@ -226,7 +226,7 @@ fn next_page(headers: &HeaderMap) -> io::Result<Option<String>> {
     let link = next.split_once('<').and_then(|(_, rest)| rest.split_once('>'));
     let url: Option<Url> = link.and_then(|(url, _)| url.parse().ok());
     let target = url.and_then(|url| {
-        // A hub may lie below a path of its host.
+        // The URL of a hub may have a path before `/api/`.
         let (path, query) = (url.path(), url.query()?);
         let start = path.find("/api/")?;
         Some(format!("{}?{query}", &path[start + 1..]))

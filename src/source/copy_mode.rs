@@ -1,7 +1,8 @@
-//! The mode of a copy of sources: nobody may read it who may not read every one of them.
+//! The permission bits of a file copied from sources. A user who cannot read every one of the sources must not
+//! be able to read the copy.
 //!
-//! It depends on permission bits and ACLs of the files, as for cp(1) and tar(1), and not on the
-//! folders that they lie in.
+//! Only the permission bits and the ACLs of the files are considered, not those of the folders above them. The
+//! tools cp(1) and tar(1) follow the same rule.
 
 use std::fs::{File, Metadata, Permissions};
 use std::io;
@@ -23,7 +24,7 @@ const OWNER: u32 = 0o600;
 #[derive(Clone, Debug, Default)]
 pub struct CopyMode(Vec<Of>);
 
-/// Permissions of one file: mode, group, and whether an ACL makes its group bits meaningless.
+/// Permissions of one file: mode, group, and whether it has an ACL, which makes the group bits meaningless.
 #[derive(Clone, Copy, Debug)]
 struct Of {
     mode: u32,
@@ -32,15 +33,15 @@ struct Of {
 }
 
 impl CopyMode {
-    /// The mode of a copy of `sources`.
+    /// The permissions for a copy of `sources`.
     ///
     /// # Errors
-    /// The failures of opening a source, and of reading its mode.
+    /// If a source cannot be opened, or its mode cannot be read.
     pub fn of(sources: &[Arc<Source>]) -> Result<CopyMode> {
         let mut all = CopyMode::default();
         for source in sources {
             let Some(local) = source.local() else {
-                // Nothing says who may read it.
+                // The permissions of a remote file are unknown, so only the owner may read the copy.
                 all.0.push(Of { mode: OWNER, gid: 0, has_acl: false });
                 continue;
             };
@@ -51,23 +52,23 @@ impl CopyMode {
         Ok(all)
     }
 
-    /// Adds a file that the copy is made of or replaces, at `path` and with metadata `meta`: users
-    /// who cannot read that file must not read the copy.
+    /// Adds a file with metadata `meta` at `path`, which the copy is made of or replaces. Users who cannot read
+    /// this file must not be able to read the copy.
     pub fn add(&mut self, meta: &Metadata, path: &Path) {
         // A file system without ACLs returns an error.
         let has_acl = xattr::get(path, ACL).is_ok_and(|acl| acl.is_some());
         self.0.push(Of { mode: meta.mode(), gid: meta.gid(), has_acl });
     }
 
-    /// The mode for creating the copy in `folder`, before the umask applies.
+    /// The mode with which the copy is created in `folder`, before the umask is applied.
     pub fn in_folder(&self, folder: &Path) -> u32 {
         let inherits = |meta: &Metadata| meta.mode() & libc::S_ISGID != 0;
         let folder = std::fs::metadata(folder).ok().filter(inherits);
         self.bits(folder.map_or(getegid().as_raw(), |folder| folder.gid()))
     }
 
-    /// Removes permissions that the group of `file` must not have. The file was created with the
-    /// mode of `in_folder`, but on some file systems its group is not the folder's.
+    /// Removes permissions that the group of `file` must not have. The file was created with the mode of
+    /// `in_folder`, which assumes a certain group. Some file systems give a new file another group.
     ///
     /// # Errors
     /// The errors of fstat(2) and fchmod(2).
@@ -76,7 +77,7 @@ impl CopyMode {
         self.set(file, meta.mode())
     }
 
-    /// Sets the mode of `file` to the permissions of `mode` that the copy may have.
+    /// Sets the mode of `file` to `mode` without the permissions that the copy must not have.
     ///
     /// # Errors
     /// The errors of `narrow`.
@@ -89,9 +90,9 @@ impl CopyMode {
         file.set_permissions(Permissions::from_mode(mode))
     }
 
-    /// Read and write for the owner, and for group `gid` and others if they may read all files. A
-    /// user in another group now may have been in that of the file, and the other way round: so one
-    /// class gets in only where the other one does too, unless the group is the same.
+    /// The read and write bits: for the owner, and for the group `gid` and others if they can read all files.
+    /// Users can be in the group of the copy but not in that of a file, or the reverse. So a file that grants
+    /// access to only one of these classes grants it to the group of the copy only if both groups are the same.
     fn bits(&self, gid: u32) -> u32 {
         let everyone = |of: &Of| of.mode & 0o044 == 0o044;
         let same_group = |of: &Of| of.mode & 0o040 != 0 && of.gid == gid && !of.has_acl;
@@ -119,10 +120,10 @@ mod tests {
         assert_eq!(bits(&[(0o444, 7, false), (0o440, 7, false)], 7), 0o660);
         assert_eq!(bits(&[(0o640, 7, false), (0o640, 8, false)], 7), 0o600);
         assert_eq!(bits(&[(0o640, 7, false)], 1), 0o600);
-        // The group bits of a file with an ACL are its mask.
+        // In a file with an ACL, the group bits are the mask of the ACL.
         assert_eq!(bits(&[(0o640, 7, true)], 7), 0o600);
         assert_eq!(bits(&[(0o644, 7, true)], 7), 0o666);
-        // Others may read it, but not its group.
+        // Others can read the file, but its group cannot.
         assert_eq!(bits(&[(0o604, 7, false)], 7), 0o600);
     }
 }

@@ -1,5 +1,5 @@
-//! Open files of sources, and how many of them are open at once: thousands of shards must not use
-//! up the process's file descriptors.
+//! The open files of sources and the limit on their number. A checkpoint with thousands of shards must not use
+//! up the file descriptors of the process.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -25,18 +25,18 @@ use crate::process::PerProcess;
 use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::version::Version;
 
-/// Descriptors left for other uses, among them reads under way, which keep the file of an evicted
-/// shard open.
+/// Number of file descriptors that are left for other uses. One of these uses is reads in flight, which keep
+/// the file of a closed shard open until they end.
 const RESERVED: u64 = 192;
 
-/// This part of the limit is closed at a time when it is passed.
+/// When the limit is exceeded, 1 / `EVICTED_SHARE` of it is closed at once.
 const EVICTED_SHARE: u64 = 8;
 
-/// Minimum number of shards kept open, whatever the limit.
+/// Minimum number of shards that are kept open, whatever the limit is.
 const OPEN_MIN: u64 = 32;
 
-/// Raises the soft limit on open files to the hard one, so that all shards of a large
-/// checkpoint stay open. Returns the limit in force.
+/// Raises the soft limit on open files to the hard limit, so that all shards of a large checkpoint can stay
+/// open. Returns the limit that is now effective.
 pub fn raise_limit() -> u64 {
     match getrlimit(Resource::RLIMIT_NOFILE) {
         Ok((soft, hard)) if soft < hard => match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
@@ -52,23 +52,23 @@ pub fn raise_limit() -> u64 {
 #[derive(Debug, Default)]
 struct Descriptors {
     file: Option<Arc<File>>,
-    /// Descriptor of the same inode for O_DIRECT; never open without `file`.
+    /// A second descriptor of the same inode for O_DIRECT. It is open only while `file` is open.
     direct: Option<Arc<File>>,
-    /// Whether the file was closed last because too many were open.
+    /// Whether the last close was due to too many open files.
     evicted: bool,
 }
 
-/// A regular file, closed and opened again as descriptors allow.
+/// A regular file that is closed when there are too few descriptors, and opened again when it is read.
 #[derive(Debug)]
 pub(super) struct ReopenableFile {
     pub(super) path: PathBuf,
-    /// Its version when it was opened first.
+    /// The version at the first open.
     pub(super) first: Version,
     pub(super) file_system: FileSystem,
     descriptors: RwLock<Descriptors>,
     /// Whether the file system is known to refuse O_DIRECT.
     no_direct: AtomicBool,
-    /// Whether it stands among the open files.
+    /// Whether the file is in the list of open files.
     counted: AtomicBool,
     /// Number of pins.
     pins: AtomicUsize,
@@ -82,7 +82,7 @@ impl ReopenableFile {
         Ok(ReopenableFile::opened(path, version, file_system, Arc::new(file)))
     }
 
-    /// The file at `path`, which is open as `file`.
+    /// The file at `path`, with the open descriptor `file`.
     pub(super) fn opened(
         path: &Path,
         version: Version,
@@ -122,14 +122,14 @@ impl ReopenableFile {
         self.descriptors.read().file.clone()
     }
 
-    /// The open file, opened again where it was closed in between.
+    /// The open file. Opens it again if it was closed.
     pub(super) fn file(self: &Arc<Self>) -> Result<Arc<File>> {
         if let Some(file) = self.open_file() {
             return Ok(file);
         }
         let (file, version) = open_regular(&self.path)?;
         if version.file() != self.first.file() {
-            // The source is not marked as changed: the old file may be intact but unreachable.
+            // The source is not marked as changed, because the old file may still exist under another name.
             if !self.descriptors.read().evicted {
                 return Err(Error::changed(&self.path, "was replaced before it was opened"));
             }
@@ -149,8 +149,8 @@ impl ReopenableFile {
         Ok(file)
     }
 
-    /// A descriptor of the inode of `file`, which is this source's, that reads past the page
-    /// cache. None where the file system refuses that, or no descriptor is left now.
+    /// A second descriptor for the inode of `file`, which is the open file of this source. Its reads go past
+    /// the page cache. `None` if the file system refuses O_DIRECT, or no descriptor is left.
     pub(super) fn direct_file(self: &Arc<Self>, file: &Arc<File>) -> Option<Arc<File>> {
         if self.no_direct.load(Ordering::Relaxed) {
             return None;
@@ -176,7 +176,7 @@ impl ReopenableFile {
             }
         };
         let mut open = self.descriptors.write();
-        // If the source was closed meanwhile, this descriptor lasts for one read only.
+        // If the source was closed meanwhile, this descriptor is used for one read only.
         if open.file.as_ref().is_some_and(|open| Arc::ptr_eq(open, file)) && open.direct.is_none() {
             open.direct = Some(direct.clone());
             drop(open);
@@ -192,16 +192,16 @@ impl ReopenableFile {
         if same { Ok(direct) } else { Err(leads_elsewhere()) }
     }
 
-    /// Notes that the file system refuses O_DIRECT for this file.
+    /// Notes that the file system does not support O_DIRECT for this file.
     pub(super) fn refuse_direct(&self) {
         self.no_direct.store(true, Ordering::Relaxed);
         self.close_direct();
     }
 
-    /// Closes the file unless it is pinned; a later read opens it again. An open file would
-    /// keep its space on disk after it is deleted.
+    /// Closes the file unless it is pinned. A later read opens it again. If it stayed open, a deleted file
+    /// would keep its space on the disk.
     pub(super) fn release(&self) {
-        // The pins are read under the lock, so that a later pin finds the file closed and opens it.
+        // The pins are read while the lock is held. So a pin that is added later finds the file closed, and opens it.
         let mut open = self.descriptors.write();
         if !self.is_pinned() {
             let closed = std::mem::take(&mut *open);
@@ -218,12 +218,12 @@ impl ReopenableFile {
         self.descriptors.read().direct.is_some()
     }
 
-    /// Whether closing it loses nothing: it has no pins, or it can be opened again.
+    /// Whether the file can be closed without harm: it has no pins, or it can be opened again.
     fn may_close(&self) -> bool {
         !self.is_pinned() || self.is_at_path()
     }
 
-    /// Closes the file, if it is open, because too many are.
+    /// Closes the file, if it is open, because too many files are open.
     fn evict(&self) {
         let mut open = self.descriptors.write();
         let evicted = open.evicted || open.file.is_some();
@@ -244,8 +244,8 @@ impl ReopenableFile {
         there.is_ok_and(|now| now.file() == self.first.file())
     }
 
-    /// Keeps the file open until the pin is dropped: the old bytes stay with the holder, even if
-    /// the file is deleted or replaced meanwhile.
+    /// Keeps the file open until the pin is dropped. The holder of the pin can read the old bytes even if the
+    /// file is deleted or replaced meanwhile.
     pub(super) fn pin(self: &Arc<Self>) -> Result<Pin> {
         let pin = Pin::of(self.clone());
         self.file()?;
@@ -262,7 +262,7 @@ impl ReopenableFile {
 pub(super) trait Pinnable: fmt::Debug + Send + Sync {
     fn add_pin(&self);
 
-    /// Without pins it may be closed.
+    /// Removes a pin. A file without pins may be closed.
     fn remove_pin(&self);
 }
 
@@ -278,7 +278,7 @@ impl Pinnable for ReopenableFile {
     }
 }
 
-/// Keeps a local file, or a local copy, open.
+/// Keeps a local file or a local copy open while it exists.
 #[derive(Debug)]
 pub struct Pin(Arc<dyn Pinnable>);
 
@@ -295,12 +295,12 @@ impl Drop for Pin {
     }
 }
 
-/// The open files, oldest first.
+/// The open files, those opened first at the front.
 #[derive(Default)]
 struct OpenFiles {
-    /// Those with an open descriptor.
+    /// Files with an open descriptor.
     files: VecDeque<Weak<ReopenableFile>>,
-    /// Sources with a second descriptor, for O_DIRECT.
+    /// Files with a second descriptor, for O_DIRECT.
     direct: VecDeque<Weak<ReopenableFile>>,
 }
 
@@ -309,7 +309,7 @@ impl OpenFiles {
         (self.files.len() + self.direct.len()) as u64
     }
 
-    /// Removes sources that were closed elsewhere.
+    /// Removes files that were closed elsewhere from the lists.
     fn tidy(&mut self) {
         self.files.retain(|file| {
             let file = file.upgrade();
@@ -323,7 +323,7 @@ impl OpenFiles {
     }
 }
 
-/// Maximum number of descriptors of sources.
+/// Maximum number of descriptors of all sources together.
 pub(super) fn open_max() -> u64 {
     static MAX: OnceLock<u64> = OnceLock::new();
     *MAX.get_or_init(|| {
@@ -341,9 +341,8 @@ fn is(weak: &Weak<ReopenableFile>, file: &Arc<ReopenableFile>) -> bool {
     std::ptr::eq(weak.as_ptr(), Arc::as_ptr(file))
 }
 
-/// Notes that `file` was opened, and closes others where that makes too many: a second
-/// descriptor first, then the one opened longest ago that can be opened again, which its next
-/// read does.
+/// Notes that `file` was opened. If too many descriptors are open now, closes those for O_DIRECT first. After
+/// that, it closes the files opened longest ago that can be opened again. Their next reads open them.
 fn opened(file: &Arc<ReopenableFile>) {
     if file.counted.swap(true, Ordering::SeqCst) {
         return;
@@ -352,7 +351,8 @@ fn opened(file: &Arc<ReopenableFile>) {
     make_room(file);
 }
 
-/// Notes that `file` has a second descriptor, for O_DIRECT, and closes others as `opened` does.
+/// Notes that `file` has a second descriptor, for O_DIRECT. If too many are open now, closes others in the same
+/// order as `opened`.
 fn opened_direct(file: &Arc<ReopenableFile>) {
     {
         let mut open = open_files();
@@ -364,8 +364,7 @@ fn opened_direct(file: &Arc<ReopenableFile>) {
     make_room(file);
 }
 
-/// Closes descriptors of sources other than `newest` until the limit is kept, or no more may be
-/// closed.
+/// Closes descriptors of files other than `newest`, until the limit is met or no other may be closed.
 fn make_room(newest: &Arc<ReopenableFile>) {
     let others: Vec<Arc<ReopenableFile>> = {
         let mut open = open_files();
@@ -386,8 +385,8 @@ fn make_room(newest: &Arc<ReopenableFile>) {
         }
         open.files.iter().filter(|other| !is(other, newest)).filter_map(Weak::upgrade).collect()
     };
-    // The lock is not held, because `may_close` may ask a file system that never answers. Many are
-    // closed at a time, because each search takes time in proportion to the open files.
+    // The lock is not held, because `may_close` may access a file system that never answers. Several files are
+    // closed at once, because each search takes time in proportion to the number of open files.
     let many = (open_max() / EVICTED_SHARE).max(1) as usize;
     let chosen: HashMap<*const ReopenableFile, &Arc<ReopenableFile>> = others
         .iter()
@@ -397,7 +396,8 @@ fn make_room(newest: &Arc<ReopenableFile>) {
         .collect();
     let mut open = open_files();
     let mut mine: Vec<&Arc<ReopenableFile>> = Vec::with_capacity(chosen.len());
-    // The thread that strikes one out closes it: threads that look at once close others.
+    // A file is closed by the thread that removes it from the list. So threads that do this concurrently close
+    // different files.
     open.files.retain(|file| {
         let struck = chosen.get(&file.as_ptr());
         mine.extend(struck);
@@ -410,8 +410,8 @@ fn make_room(newest: &Arc<ReopenableFile>) {
     }
 }
 
-/// Opens a regular file and nothing else: a FIFO, a device or a symbolic link that stands
-/// there now is refused without being opened for reading, which could block or have effects.
+/// Opens a regular file. A FIFO, a device or a symbolic link at the path is refused without being opened for
+/// reading, since that could block or have side effects.
 fn open_regular(path: &Path) -> Result<(File, Version)> {
     let open_error = |e| Error::io(path, "open", e);
     for _ in 0..OPEN_TRIES {
@@ -425,8 +425,8 @@ fn open_regular(path: &Path) -> Result<(File, Version)> {
             return Err(open_error(not_regular()));
         }
         let link = format!("/proc/self/fd/{}", handle.as_raw_fd());
-        // A folder on the way may have become a link since the path was resolved and found
-        // allowed; or the file was replaced this very moment, and the next try meets the new one.
+        // If the paths differ, a folder of the path may have become a link since the path was resolved and
+        // allowed. Or the file was replaced at this moment, and the next try finds the new file.
         let Ok(leads_to) = std::fs::read_link(&link) else {
             let (file, meta) = open_without_proc(path, OFlag::empty()).map_err(open_error)?;
             return Ok((file, local_version(&meta)));
@@ -451,7 +451,7 @@ mod tests {
             std::fs::write(&path, "old").unwrap();
             let file = ReopenableFile::open(&path).unwrap();
             close(&file);
-            // Opened again meanwhile, it is as it was at first.
+            // The file was opened again meanwhile, so it counts as not evicted.
             file.file().unwrap();
             close(&file);
             let newer = folder.path().join("newer");

@@ -1,5 +1,5 @@
-//! The kind of file system that a file lies on: a local one answers by itself, any other may wait
-//! for a server, possibly for ever.
+//! The kind of file system of a file. A local file system answers by itself. Any other may wait for a server,
+//! possibly for ever.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -10,26 +10,26 @@ use crate::mountinfo;
 use crate::process::PerProcess;
 use crate::sync::Mutex;
 
-/// A file system by the number that statfs(2) reports; 0 if statfs(2) failed.
+/// A file system, identified by the magic number that statfs(2) reports. The number is 0 if statfs(2) failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSystem {
     magic: u64,
-    /// Whether all layers are local, if it is an overlay.
+    /// For an overlay: whether all its layers are local. True for every other file system.
     local_layers: bool,
 }
 
-/// The numbers of file systems in memory.
+/// The magic numbers of file systems in memory.
 const TMPFS: u64 = 0x0102_1994;
 const RAMFS: u64 = 0x8584_58f6;
 
 /// Maximum number of folders of overlays in the cache.
 const KNOWN_MAX: usize = 1024;
 
-/// The number of overlay file systems.
+/// The magic number of overlay file systems.
 const OVERLAY: u64 = 0x794c_7630;
 
-/// Local file systems, which need no other machine or process to answer, with their magic numbers.
-/// An overlay is local if its layers are.
+/// Magic numbers and names of local file systems, which need no other machine or process to answer. An overlay
+/// is local if its layers are.
 const LOCAL: &[(u64, &str)] = &[
     (0xef53, "ext4"),
     (0x5846_5342, "xfs"),
@@ -51,7 +51,7 @@ const LOCAL: &[(u64, &str)] = &[
     (0x1501_3346, "udf"),
 ];
 
-/// File systems that may wait for another machine or process.
+/// Magic numbers and names of file systems that may wait for another machine or process.
 const REMOTE: &[(u64, &str)] = &[
     (0x6969, "nfs"),
     (0x6573_5546, "fuse"),
@@ -67,7 +67,7 @@ const REMOTE: &[(u64, &str)] = &[
     (0x564c, "ncp"),
 ];
 
-/// Pseudo file systems: the kernel generates the content of their files when they are read.
+/// Magic numbers and names of pseudo file systems. The kernel generates the content of their files when they are read.
 const MADE_BY_KERNEL: &[(u64, &str)] = &[
     (0x9fa0, "proc"),
     (0x6265_6572, "sysfs"),
@@ -85,9 +85,9 @@ const MADE_BY_KERNEL: &[(u64, &str)] = &[
 ];
 
 impl FileSystem {
-    /// The file system of an open file, which lies at `path`.
+    /// The file system of an open file, whose path is `path`.
     pub(super) fn of(file: &File, path: &Path) -> FileSystem {
-        // The width and sign of the field differ between machines; the numbers have 32 bits.
+        // The type of the field differs between architectures, but the magic numbers have 32 bits.
         let found = nix::sys::statfs::fstatfs(file).map_or(0, |stat| stat.filesystem_type().0);
         FileSystem::known(found as u64 & 0xffff_ffff, path)
     }
@@ -113,33 +113,33 @@ impl FileSystem {
         is_local(self.magic) && self.local_layers
     }
 
-    /// Whether it is known to wait for another machine or process. A file system that is neither
-    /// local nor remote is not known.
+    /// Whether it is known that the file system may wait for another machine or process. A file system in
+    /// neither list counts as not local and not remote.
     pub fn is_remote(self) -> bool {
         REMOTE.iter().any(|(magic, _)| *magic == self.magic)
     }
 
-    /// Whether the kernel told which file system it is.
+    /// Whether the kernel has reported the kind of the file system.
     pub fn is_known(self) -> bool {
         self.magic != 0
     }
 
-    /// Whether it is a pseudo file system, as procfs, whose files the kernel generates.
+    /// Whether it is a pseudo file system such as procfs, whose files the kernel generates.
     pub fn is_pseudo_file_system(self) -> bool {
         MADE_BY_KERNEL.iter().any(|(magic, _)| *magic == self.magic)
     }
 
-    /// Whether its files lie in memory alone.
+    /// Whether the files are in memory only.
     pub fn is_in_memory(self) -> bool {
         [TMPFS, RAMFS].contains(&self.magic)
     }
 
-    /// Whether stores to its files through mappings update their times.
+    /// Whether a write through a memory mapping updates the times of the file.
     pub fn notes_stores(self) -> bool {
         !self.is_in_memory()
     }
 
-    /// Its usual name, else the number.
+    /// The usual name of the file system, or else its magic number.
     pub fn name(self) -> String {
         let named = LOCAL
             .iter()
@@ -159,11 +159,11 @@ fn is_local(magic: u64) -> bool {
     LOCAL.iter().any(|(local, _)| *local == magic)
 }
 
-/// Whether the visible layers of the overlay that `folder` lies on are local. Inside a container
-/// the layers are invisible, and count as local.
+/// Whether the visible layers of the overlay that contains `folder` are local. Inside a container the layers
+/// are not visible, and count as local.
 fn has_local_layers(folder: &Path) -> bool {
-    /// Results, by folder and device number of the overlay, which only its folders have. Device
-    /// numbers are reused.
+    /// Results by folder and device number of the overlay. Device numbers are reused, so the folder is part of
+    /// the key.
     static KNOWN: PerProcess<Mutex<HashMap<(PathBuf, u64), bool>>> = PerProcess::new();
     let Ok(meta) = std::fs::metadata(folder) else { return true };
     let known = KNOWN.get_or_init(Mutex::default);
@@ -172,11 +172,11 @@ fn has_local_layers(folder: &Path) -> bool {
     if let Some(local) = lock().get(&key) {
         return *local;
     }
-    // The lock is not held, because a layer may take long to answer.
+    // The lock is not held here, because a layer may take long to answer.
     let layers = mountinfo::overlay_layers(meta.dev()).into_iter().filter(|layer| layer.exists());
     let local = layers.map(|layer| FileSystem::of_folder(&layer)).all(FileSystem::is_local);
     let mut known = lock();
-    // Folders come and go.
+    // Folders are created and removed over time, so the cache is bounded.
     if known.len() >= KNOWN_MAX {
         known.clear();
     }

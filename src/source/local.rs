@@ -16,25 +16,25 @@ use crate::error::{Error, Result};
 use crate::sync::Mutex;
 use crate::version::{Time, Version};
 
-/// Maximum number of attempts to settle a file that keeps changing.
+/// Maximum number of tries to settle a file that keeps changing.
 const SETTLE_TRIES: usize = 10;
 
-/// Tells whether the bytes of a file were written to, if its times do not.
+/// Detects writes to a file in cases in which its times do not tell.
 pub trait WriteWitness: Send + Sync + std::fmt::Debug {
-    /// Whether `file` was written to since its source got this witness; `None` if that is unknown.
+    /// Whether `file` was written to since its source got this witness. `None` if that is unknown.
     fn written(&self, file: &File) -> Option<bool>;
 }
 
-/// A regular file that must stay what it was when it was opened.
+/// A regular file that must not change after it was opened.
 #[derive(Debug)]
 pub struct LocalFile {
     file: Arc<ReopenableFile>,
     version: Mutex<Version>,
-    /// A rename may change ctime once without invalidating the file.
+    /// The change time after a rename. A rename may change it once without making the source invalid.
     moved: OnceLock<Option<Time>>,
-    /// Tells a write from a change of attributes, while the file is watched.
+    /// Tells writes from changes of attributes. Set while the file is watched.
     witness: Mutex<Option<Arc<dyn WriteWitness>>>,
-    /// Whether a new change time was explained by new attributes or a new name, without a witness.
+    /// Whether a new change time was attributed to new attributes or a new name without the help of a witness.
     guessed: AtomicBool,
     pub(super) notes: Notes,
 }
@@ -45,21 +45,21 @@ impl LocalFile {
         ReopenableFile::open(path).map(LocalFile::new)
     }
 
-    /// The regular file at `path`, which was `version` when it was looked at; not opened before
-    /// it is read.
+    /// The regular file at `path`, whose version was `version` at an earlier look. It is not opened before the
+    /// first read.
     pub(super) fn closed(path: &Path, version: Version) -> LocalFile {
         let file = ReopenableFile::closed(path, version, FileSystem::at(path));
         LocalFile::new(Arc::new(file))
     }
 
-    /// The regular file that was open as `file` at `path` in another process, and that was
-    /// `version` there. The path may lead to another file by now.
+    /// The regular file that another process had open as `file` at `path` with the version `version`. The path
+    /// may lead to another file now.
     pub(super) fn adopted(path: &Path, version: Version, file: Arc<File>) -> LocalFile {
         let file_system = FileSystem::of(&file, path);
         LocalFile::new(ReopenableFile::opened(path, version, file_system, file))
     }
 
-    /// The regular file that is open as `file`. The path need not lead to it.
+    /// The regular file that is open as `file`. `path` is its name in messages and may lead to another file.
     pub(super) fn of_open_file(path: &Path, file: Arc<File>) -> Result<LocalFile> {
         let file_system = FileSystem::of(&file, path);
         let stated = stat_file(&file, file_system).map_err(|e| Error::io(path, "stat", e))?;
@@ -74,8 +74,8 @@ impl LocalFile {
         Ok(LocalFile::adopted(path, stated, file))
     }
 
-    /// Sets the known version back to an earlier one of the same inode, so that the next check
-    /// judges all changes since.
+    /// Sets the known version back to an earlier version of the same inode, so that the next check judges all
+    /// changes since then.
     pub(super) fn set_known(&self, earlier: Version) {
         if earlier.file() == self.first().file() {
             *self.version.lock() = earlier;
@@ -110,18 +110,17 @@ impl LocalFile {
         &self.file.path
     }
 
-    /// The version when it was opened, updated after changes of attributes that leave the bytes
-    /// alone.
+    /// The known version: that of the open, updated after changes of attributes that do not affect the bytes.
     pub(super) fn version(&self) -> Version {
         *self.version.lock()
     }
 
-    /// The version when it was opened first.
+    /// The version at the first open.
     pub(super) fn first(&self) -> &Version {
         &self.file.first
     }
 
-    /// The file system that it lies on.
+    /// The file system of the file.
     pub fn file_system(&self) -> FileSystem {
         self.file.file_system
     }
@@ -139,13 +138,13 @@ impl LocalFile {
         self.file.file()
     }
 
-    /// A descriptor of the inode of `file`, which is this file's, that reads past the page cache.
-    /// None where the file system refuses that, or no descriptor is left now.
+    /// A second descriptor for the inode of `file`, which is the open file of this source. Its reads go past
+    /// the page cache. `None` if the file system refuses O_DIRECT, or no descriptor is left.
     pub fn direct_file(&self, file: &Arc<File>) -> Option<Arc<File>> {
         self.file.direct_file(file)
     }
 
-    /// Notes that the file system refuses O_DIRECT for this file.
+    /// Notes that the file system does not support O_DIRECT for this file.
     pub fn refuse_direct(&self) {
         self.file.refuse_direct();
     }
@@ -164,9 +163,9 @@ impl LocalFile {
 
     /// Reads exactly `buf.len()` bytes at `offset`.
     ///
-    /// The bytes count only once `check` has confirmed the file after the read.
+    /// The bytes are valid only if a `check` after the read succeeds.
     /// # Errors
-    /// `Error::Changed` if the file ends before, `Error::Io` if the read fails.
+    /// `Error::Changed` if the file ends before the last of these bytes, `Error::Io` if the read fails.
     pub(super) fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
         self.check_known()?;
         self.file()?.read_exact_at(buf, offset).map_err(|e| match e.kind() {
@@ -185,10 +184,10 @@ impl LocalFile {
         self.notes.check_known(self.path())
     }
 
-    /// Confirms that the file is still the one that was opened.
+    /// Checks that the file is still the one that was opened, with the same bytes.
     ///
-    /// Once it is not, this and all reads fail, even if it is changed back: bytes that were read
-    /// before may be in use. The file as it is now is another source.
+    /// Once this check has failed, every later check and read fails too, even if the file is changed back,
+    /// because bytes that were read before may be in use. The file in its new state needs a new source.
     ///
     /// # Errors
     /// `Error::Changed` if its bytes may have changed, `Error::Io` if stat(2) fails.
@@ -197,7 +196,7 @@ impl LocalFile {
         self.check_open(&*self.file()?)
     }
 
-    /// Does the same by `file`, an open descriptor of it: opens nothing.
+    /// Checks the file like `check`, with the open descriptor `file` of it. Opens nothing.
     ///
     /// # Errors
     /// The errors of `check`.
@@ -206,10 +205,11 @@ impl LocalFile {
         self.check_by(&look, Some(file))
     }
 
-    /// Whether the path still leads to this file, and its bytes are certainly unchanged. Opens
-    /// nothing, and calls stat(2) once if nothing has changed.
+    /// Whether the path still leads to this file, and its bytes are certainly unchanged. Opens nothing. If
+    /// nothing has changed, this takes one call of stat(2).
     ///
-    /// A new change time needs a witness, because the next open may find pages of old bytes.
+    /// If the change time is new, the result is true only with a witness. Without one, the file may have been
+    /// written to, and the next open could find old bytes in the page cache.
     pub(super) fn is_current(&self) -> bool {
         let look = || stat_path(self.path(), self.file.file_system);
         let Ok(now) = look() else { return false };
@@ -227,8 +227,8 @@ impl LocalFile {
         same && !self.guessed.load(Ordering::SeqCst)
     }
 
-    /// Like `check`, for a source whose bytes are not in use yet. If length and modification time
-    /// are unchanged, it suffices that the bytes before its data are those that were proved.
+    /// Like `check`, for a source whose bytes are not in use yet. If length and modification time are
+    /// unchanged, the file only has to have the same header bytes as at the open.
     ///
     /// # Errors
     /// The errors of `check` and of `file`.
@@ -257,21 +257,21 @@ impl LocalFile {
         self.witness.lock().clone()
     }
 
-    /// The version of the open file now, whether or not it has changed.
+    /// Reads the current version of the open file, whether or not it has changed.
     ///
     /// # Errors
-    /// The errors of `file`, and `Error::Io` where it cannot be looked at.
+    /// The errors of `file`. `Error::Io` if its version cannot be read.
     pub fn look(&self) -> Result<Version> {
         let file = self.file()?;
         stat_file(&file, self.file.file_system).map_err(|e| Error::io(self.path(), "stat", e))
     }
 
-    /// Compares the version that `look` finds with the known one, until both agree. `file` is an
-    /// open descriptor of the file, if there is one.
+    /// Compares the version that `look` returns with the known one, and repeats this until both are equal.
+    /// `file` is an open descriptor of the file, if there is one.
     fn check_by(&self, look: &dyn Fn() -> io::Result<Version>, file: Option<&File>) -> Result<()> {
         loop {
             self.check_known()?;
-            // The known version is read first, so that the found one is never older.
+            // The known version is read first, so that the result of `look` is never the older one.
             let known = self.version();
             let now = look().map_err(|e| Error::io(self.path(), "stat", e))?;
             if known == now {
@@ -286,7 +286,7 @@ impl LocalFile {
         }
     }
 
-    /// Decides whether the bytes are the same in both states.
+    /// Decides whether the bytes are the same in both versions. If not, the error says why.
     fn judge(
         &self,
         known: &Version,
@@ -313,17 +313,17 @@ impl LocalFile {
             .to_owned())
     }
 
-    /// Whether a new change time with old size and modification time has a cause that leaves
-    /// the bytes alone: links, mode, owner, or a new name. Otherwise the modification time may
-    /// have been set back after a write.
+    /// Whether a new change time has a harmless cause, given that size and modification time are unchanged.
+    /// Harmless causes are new links, mode, owner or name. Otherwise someone may have written to the file and
+    /// then set the modification time back.
     fn explains_ctime(&self, known: &Version, now: &Version) -> bool {
-        // Several threads may judge the same change at once.
+        // Several threads may judge the same change at the same time.
         known.attributes != now.attributes
             || (!self.is_at_path() && *self.moved.get_or_init(|| now.changed) == now.changed)
     }
 
-    /// Lets `witness` decide from now on whether a new change time comes from a write. It must have
-    /// been active when `check` or `settle` last confirmed the source.
+    /// From now on, `witness` decides whether a new change time comes from a write. It must have been active
+    /// already when `check` or `settle` last confirmed the source.
     pub fn set_witness(&self, witness: Arc<dyn WriteWitness>) {
         *self.witness.lock() = Some(witness);
     }
@@ -337,8 +337,8 @@ impl LocalFile {
         self.notes.set_changed(self.path(), detail, self.file.is_pinned())
     }
 
-    /// Whether the file is known to have changed, or a check on a local file system finds a change.
-    /// Never waits.
+    /// Whether the file is known to have changed, or a check finds that it has. The check is made only on a
+    /// local file system, so this never waits.
     pub(super) fn is_changed_now(&self) -> bool {
         let changed = |file: Arc<File>| self.check_open(&file).is_err();
         self.notes.is_changed()

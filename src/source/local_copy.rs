@@ -1,5 +1,5 @@
-//! The local copy of a file of a store: the disk cache has it as a whole, and it is read in place of the
-//! store.
+//! The local copy of a remote file. If the disk cache has the whole file, reads use the file of the cache in
+//! place of the store.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -14,15 +14,15 @@ use crate::error::Result;
 use crate::sync::RwLock;
 use crate::version::Version;
 
-/// An open local copy. It has the same bytes for as long as it is open.
+/// An open local copy. Its bytes stay the same while it is open.
 #[derive(Debug)]
 pub struct LocalCopy {
     local: LocalFile,
-    /// Its open file, which keeps the bytes. `local` may close it because too many are open.
+    /// An open descriptor, which keeps the bytes. `local` may close its own descriptor when too many are open.
     file: Arc<File>,
 }
 
-/// Local copies that are open in this process.
+/// Number of local copies that are open in this process.
 static OPEN: AtomicU64 = AtomicU64::new(0);
 
 impl LocalCopy {
@@ -33,12 +33,12 @@ impl LocalCopy {
         Ok(LocalCopy { local, file })
     }
 
-    /// The copy as a local file. Its times say nothing: the disk cache tells which bytes it has.
+    /// The copy as a local file. Its times have no meaning, because the disk cache guarantees the bytes.
     pub fn local(&self) -> &LocalFile {
         &self.local
     }
 
-    /// The open file, which keeps the bytes also if the copy loses its name.
+    /// The open file. The bytes stay even if the file in the cache loses its name.
     pub fn file(&self) -> Arc<File> {
         self.file.clone()
     }
@@ -50,14 +50,14 @@ impl Drop for LocalCopy {
     }
 }
 
-/// The place of the local copy of one file of a store.
+/// The slot for the local copy of one remote file.
 #[derive(Debug)]
 pub(super) struct CopySlot {
     store: Arc<dyn StoreKind>,
     path: PathBuf,
     version: Version,
     copy: RwLock<Option<Arc<LocalCopy>>>,
-    /// Whether a copy could not be read.
+    /// Whether a read of a copy has failed.
     is_refused: AtomicBool,
     pins: AtomicUsize,
 }
@@ -79,9 +79,9 @@ impl CopySlot {
         self.copy.read().clone()
     }
 
-    /// Opens the copy, if the store has it. May wait for the disk, and not longer than half of the time to `until`.
+    /// Opens the copy, if the store has one. May wait for the disk, for at most half of the time to `until`.
     pub(super) fn open(&self, until: Option<Instant>) {
-        // Each keeps a descriptor that cannot be closed while it is read.
+        // Each copy has a descriptor that cannot be closed while the copy is in use.
         let has_room = || OPEN.load(Ordering::Relaxed) < open_max() / 2;
         if self.is_refused.load(Ordering::Relaxed) || self.copy.read().is_some() || !has_room() {
             return;
@@ -96,13 +96,13 @@ impl CopySlot {
         }
     }
 
-    /// Takes no copy from now on: the disk has lost bytes of it.
+    /// Uses no copy from now on, because the disk has lost bytes of it.
     pub(super) fn refuse(&self) {
         self.is_refused.store(true, Ordering::Relaxed);
         self.close();
     }
 
-    /// Closes the copy once the last read of it has ended.
+    /// Closes the copy. Reads in progress keep its file open until they end.
     fn close(&self) {
         let closed = self.copy.write().take();
         drop(closed);

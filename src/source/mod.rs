@@ -1,5 +1,4 @@
-//! Sources of bytes: something with a version and ranged reads. Each is a local file, or a file of a
-//! store of another kind.
+//! Sources of bytes. A source has a version and can be read by ranges. It is a local file, or a file of another store.
 
 mod copy_mode;
 mod descriptors;
@@ -47,23 +46,23 @@ use crate::version::{QueueKey, Version};
 use crate::zeros::are_zeros;
 use notes::Notes;
 
-/// Bytes hashed at a time.
+/// Number of bytes that are hashed at a time.
 const HASH_CHUNK_LEN: usize = 256 << 10;
 
-/// Maximum number of sources of stores that are asked at the same time.
+/// Maximum number of remote sources that are checked concurrently.
 const ASKED_MAX: usize = 64;
 
-/// Which queue the reads of a source go to.
+/// The queue for the reads of a source.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ReadQueue {
     pub(crate) key: QueueKey,
-    /// `None` if the source is no file of this machine.
+    /// `None` if the reads do not go to a file of this machine.
     pub(crate) file_system: Option<FileSystem>,
-    /// Whether a read may wait for another machine or a server, perhaps for ever.
+    /// Whether a read may wait for another machine, perhaps for ever.
     pub(crate) may_block: bool,
 }
 
-/// A source of bytes that must stay what it was when it was opened.
+/// A source of bytes that must not change after it was opened.
 #[derive(Debug)]
 pub enum Source {
     /// A regular file.
@@ -76,39 +75,39 @@ impl Source {
     /// Opens the regular file at `path`, an absolute path without symbolic links.
     ///
     /// # Errors
-    /// `Error::Io` where it cannot be opened, or is no regular file.
+    /// `Error::Io` if it cannot be opened, or is not a regular file.
     pub(crate) fn open(path: &Path) -> Result<Arc<Source>> {
         LocalFile::open(path).map(|file| Arc::new(Source::Local(file)))
     }
 
-    /// The regular file at `path`, which was `version` when it was looked at; not opened before
-    /// it is read. Its bytes are valid only if `check` then finds the same version.
+    /// The regular file at `path`, whose version was `version` at an earlier look. It is not opened before the
+    /// first read. Its bytes are valid only if a later `check` finds the same version.
     pub(crate) fn closed(path: &Path, version: Version) -> Arc<Source> {
         Arc::new(Source::Local(LocalFile::closed(path, version)))
     }
 
-    /// The file at `path` of `store`, which was `version` when it was looked at.
+    /// The file at `path` of `store`, whose version was `version` at an earlier look.
     pub(crate) fn stored(store: &Arc<dyn StoreKind>, path: &Path, version: Version) -> Arc<Source> {
         Arc::new(Source::Stored(StoreFile::new(store, path, version)))
     }
 
-    /// The regular file that was open as `file` at `path` in another process, and that was
-    /// `version` there. The path may lead to another file by now.
+    /// The regular file that another process had open as `file` at `path` with the version `version`. The path
+    /// may lead to another file now.
     pub fn adopted(path: &Path, version: Version, file: std::fs::File) -> Arc<Source> {
         Arc::new(Source::Local(LocalFile::adopted(path, version, Arc::new(file))))
     }
 
-    /// The regular file that is open as `file`, called `path`, which need not lead to it. A pin keeps
-    /// it open.
+    /// The regular file that is open as `file`. `path` is its name in messages and may lead to another file. A
+    /// pin keeps the file open.
     ///
     /// # Errors
-    /// `Error::Io` if `fstat` fails or it is no regular file.
+    /// `Error::Io` if fstat(2) fails or the file is not a regular one.
     pub fn of_open_file(path: &Path, file: std::fs::File) -> Result<Arc<Source>> {
         LocalFile::of_open_file(path, Arc::new(file)).map(|file| Arc::new(Source::Local(file)))
     }
 
-    /// Sets the known version back to an earlier one of the same file, so that the next check
-    /// judges all changes since.
+    /// Sets the known version back to an earlier version of the same file, so that the next check judges all
+    /// changes since then.
     pub fn set_known(&self, earlier: Version) {
         match self {
             Source::Local(file) => file.set_known(earlier),
@@ -119,7 +118,7 @@ impl Source {
         }
     }
 
-    /// A new source for the file as it is now, which shares the descriptor of a local file.
+    /// A new source for the current state of the file. For a local file, both sources share the descriptor.
     ///
     /// # Errors
     /// `Error::Io` if its version cannot be read.
@@ -130,8 +129,8 @@ impl Source {
         }))
     }
 
-    /// The same source, closed. Takes no lock, so that a child made by fork(2) can call it
-    /// whatever threads of the parent were doing.
+    /// The same source in closed state. Takes no lock, so a child made by fork(2) can call it whatever other
+    /// threads were doing at the fork.
     pub(crate) fn renewed(&self) -> Arc<Source> {
         let renewed = match self {
             Source::Local(file) => Source::Local(file.renewed()),
@@ -143,8 +142,8 @@ impl Source {
         Arc::new(renewed)
     }
 
-    /// The local file, where the source is one. Callers that need a descriptor, a path of this machine or
-    /// its page cache ask for it, and cope without.
+    /// The local file, if the source is one. Callers that want a descriptor, a path of this machine or the page
+    /// cache use this, and must also work without.
     pub fn local(&self) -> Option<&LocalFile> {
         match self {
             Source::Local(file) => Some(file),
@@ -152,8 +151,8 @@ impl Source {
         }
     }
 
-    /// The open local copy of a file of a store. Reads that need a descriptor take it in place of the
-    /// store. It has the same bytes for as long as it is open. Never waits for the disk.
+    /// The open local copy of a remote file. Reads that need a descriptor use it in place of the store. Its
+    /// bytes stay the same while it is open. Never waits for the disk.
     pub fn copy(&self) -> Option<Arc<LocalCopy>> {
         match self {
             Source::Local(_) => None,
@@ -161,14 +160,14 @@ impl Source {
         }
     }
 
-    /// Opens the local copy of a file of a store, if the store has all of it now. May wait for the disk.
+    /// Opens the local copy of a remote file, if the store has the whole file now. May wait for the disk.
     pub fn open_local_copy(&self) {
         if let Source::Stored(file) = self {
             file.open_local_copy();
         }
     }
 
-    /// Reads no more from the local copy, which could not be read. Without one it does nothing.
+    /// Stops the use of the local copy after a failed read of it. Does nothing if there is no copy.
     pub(crate) fn leave_copy(&self) {
         if let Source::Stored(file) = self
             && file.copy_slot().opened().is_some()
@@ -177,7 +176,7 @@ impl Source {
         }
     }
 
-    /// An open file with its bytes, which keeps them while it is open: the local file, or the local copy.
+    /// An open file with the bytes of the source: the local file or the local copy. The bytes stay while it is open.
     pub fn open_bytes(&self) -> Option<Arc<std::fs::File>> {
         match self {
             Source::Local(file) => file.file().ok(),
@@ -185,13 +184,13 @@ impl Source {
         }
     }
 
-    /// Whether a read may wait for another machine or a server, perhaps for ever. Reads of a local copy
-    /// do not, though looks at the store do.
+    /// Whether a read may wait for another machine, perhaps for ever. Reads of a local copy do not wait, but
+    /// checks of the source still ask the store.
     pub fn reads_may_block(&self) -> bool {
         self.may_block() && self.copy().is_none()
     }
 
-    /// The queue of its reads now, with the kind of file system where they are reads of a file.
+    /// The queue for reads at this moment, and the file system if they read a file of this machine.
     pub(crate) fn read_queue(&self) -> ReadQueue {
         let copy = self.copy();
         let local = self.local().or_else(|| copy.as_deref().map(LocalCopy::local));
@@ -204,7 +203,7 @@ impl Source {
         }
     }
 
-    /// Name of its store, for people, where the source is no local file.
+    /// Name of the store for messages. `None` if the source is a local file.
     pub(crate) fn store_name(&self) -> Option<String> {
         match self {
             Source::Local(_) => None,
@@ -212,7 +211,7 @@ impl Source {
         }
     }
 
-    /// Its sha256 in hexadecimal, if its store knows it.
+    /// The SHA-256 of the source in hexadecimal, if its store knows it.
     pub(crate) fn stored_sha256(&self) -> Option<String> {
         match self {
             Source::Local(_) => None,
@@ -220,7 +219,7 @@ impl Source {
         }
     }
 
-    /// The store that it lies in. `None` for files of this machine.
+    /// The store of the source. `None` for a local file.
     pub(crate) fn store_kind(&self) -> Option<&Arc<dyn StoreKind>> {
         match self {
             Source::Local(_) => None,
@@ -235,12 +234,12 @@ impl Source {
         }
     }
 
-    /// Where it lies, for errors.
+    /// The location of the source, for errors.
     pub fn uri(&self) -> SourceUri {
         self.path().into()
     }
 
-    /// The path that was opened, in its store.
+    /// The path in the store by which the source was opened.
     pub fn path(&self) -> &Path {
         match self {
             Source::Local(file) => file.path(),
@@ -248,7 +247,8 @@ impl Source {
         }
     }
 
-    /// The version that was opened; changes of attributes that leave the bytes alone follow.
+    /// The version at the open. For a local file, it is updated after changes of attributes that do not affect
+    /// the bytes.
     pub fn version(&self) -> Version {
         match self {
             Source::Local(file) => file.version(),
@@ -256,7 +256,7 @@ impl Source {
         }
     }
 
-    /// The version that was opened first, which has the same bytes.
+    /// The version at the first open. The bytes have not changed since.
     fn first(&self) -> &Version {
         match self {
             Source::Local(file) => file.first(),
@@ -264,7 +264,7 @@ impl Source {
         }
     }
 
-    /// The queue that its reads belong to.
+    /// The queue of the reads of this source.
     pub fn queue_key(&self) -> QueueKey {
         self.first().queue_key()
     }
@@ -279,7 +279,7 @@ impl Source {
         self.len() == 0
     }
 
-    /// Whether a read or a look may wait for another machine or a server, perhaps for ever.
+    /// Whether a read or a check may wait for another machine, perhaps for ever.
     pub fn may_block(&self) -> bool {
         match self {
             Source::Local(file) => !file.file_system().is_local(),
@@ -287,21 +287,21 @@ impl Source {
         }
     }
 
-    /// Whether its bytes lie in memory alone, so that a read of them waits for nothing.
+    /// Whether the bytes are in memory only, so that a read waits for nothing.
     pub fn is_in_memory(&self) -> bool {
         self.local().is_some_and(|file| file.file_system().is_in_memory())
     }
 
-    /// Notes whether reads of it come back in time; returns what was noted before.
+    /// Notes whether reads of the source exceed their time limit. Returns the previous value.
     pub fn set_stalled(&self, stalled: bool) -> bool {
         self.notes().set_stalled(stalled)
     }
 
-    /// Keeps a local file, or a local copy, open until the pin is dropped: the old bytes stay with the
-    /// holder, even if the file is deleted or replaced meanwhile.
+    /// Keeps the local file or the local copy open until the pin is dropped. The holder of the pin can read the
+    /// old bytes even if the file is deleted or replaced meanwhile.
     ///
     /// # Errors
-    /// `Error::Io` where it cannot be opened, `Error::Changed` where another file stands there.
+    /// `Error::Io` if the file cannot be opened. `Error::Changed` if another file is at the path now.
     pub fn pin(&self) -> Result<Pin> {
         match self {
             Source::Local(file) => file.pin(),
@@ -309,7 +309,7 @@ impl Source {
         }
     }
 
-    /// Closes a local file or a local copy unless it is pinned; a later read opens it again.
+    /// Closes the local file or the local copy unless it is pinned. A later read opens it again.
     pub fn release(&self) {
         match self {
             Source::Local(file) => file.release(),
@@ -324,16 +324,16 @@ impl Source {
         }
     }
 
-    /// Reads exactly `buf.len()` bytes at `offset`, as they are stored. The bytes count only once `check` has confirmed
-    /// the source after the read.
+    /// Reads exactly `buf.len()` stored bytes at `offset`, without decryption. The bytes are valid only if a
+    /// `check` after the read succeeds.
     ///
     /// # Errors
-    /// `Error::Changed` where the source ends before, `Error::Io` where the read fails.
+    /// `Error::Changed` if the source ends before the last of these bytes, `Error::Io` if the read fails.
     pub fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> Result<()> {
         self.read_until(buf, offset, None)
     }
 
-    /// Reads like `read_exact_at`. After `until` nobody waits for the bytes, so that a store stops trying.
+    /// Reads like `read_exact_at`. A store stops trying at `until`, because the reader does not wait any longer.
     ///
     /// # Errors
     /// The errors of `read_exact_at`.
@@ -354,8 +354,8 @@ impl Source {
         }
     }
 
-    /// Fills `buf` with the bytes at `offset`, as they are stored, if they are kept on this machine. Returns whether they
-    /// are; if not, the contents of `buf` are unspecified.
+    /// Fills `buf` with the stored bytes at `offset`, if they are cached on this machine. Returns whether they
+    /// are. If not, the content of `buf` is unspecified.
     pub(crate) fn read_kept(&self, buf: &mut [u8], offset: u64) -> bool {
         match self {
             Source::Local(_) => false,
@@ -364,30 +364,30 @@ impl Source {
         }
     }
 
-    /// From now on engines and `read_all` decrypt the tensors in its bytes. Called before the first
-    /// of these reads.
+    /// Sets the decryptor that engines and `read_all` apply to the tensors from now on. Must be called before
+    /// the first of these reads.
     pub(crate) fn set_decryptor(&self, decryptor: Arc<Decryptor>) {
         let _ = self.notes().decryptor.set(decryptor);
     }
 
-    /// The decryptor of its tensors. `None` if they are not encrypted.
+    /// The decryptor of the tensors. `None` if they are not encrypted.
     pub fn decryptor(&self) -> Option<&Arc<Decryptor>> {
         self.notes().decryptor.get()
     }
 
-    /// Whether its tensors are encrypted. Then its stored bytes must not be handed out in place of
-    /// those that an engine reads.
+    /// Whether the tensors are encrypted. Then the stored bytes must not be returned to a reader who expects
+    /// those of an engine.
     pub fn is_encrypted(&self) -> bool {
         self.decryptor().is_some()
     }
 
-    /// The bytes that are read for `range`: more than these if it has a part of an encrypted piece.
+    /// The bytes that have to be read for `range`. The result is larger than `range` if it contains a part of
+    /// an encrypted piece.
     pub fn cover(&self, range: &Range<u64>) -> Range<u64> {
         self.decryptor().map_or_else(|| range.clone(), |decryptor| decryptor.cover(range))
     }
 
-    /// Decrypts bytes that were read from `start` on, and that hold whole pieces. Logs the first
-    /// failure.
+    /// Decrypts bytes that were read from `start` on. They must consist of whole pieces. Logs the first failure.
     ///
     /// # Errors
     /// `decrypt_failed`. The content of `bytes` is then undefined.
@@ -404,7 +404,7 @@ impl Source {
         }
     }
 
-    /// Fails if the source is known to have changed; does not look at it.
+    /// Fails if the source is known to have changed. Does not access the source.
     ///
     /// # Errors
     /// `Error::Changed`.
@@ -412,13 +412,13 @@ impl Source {
         self.notes().check_known(self.path())
     }
 
-    /// Confirms that the source is still the one that was opened.
+    /// Checks that the source is still the one that was opened, with the same bytes.
     ///
-    /// Once it is not, this and all reads fail, even if it is changed back: bytes of it that were
-    /// read before may be in use. Its new state is another source.
+    /// Once this check has failed, every later check and read fails too, even if the source is changed back,
+    /// because bytes that were read before may be in use. The new state needs a new source.
     ///
     /// # Errors
-    /// `Error::Changed` where its bytes may have changed, `Error::Io` if its version cannot be read.
+    /// `Error::Changed` if the bytes may have changed, `Error::Io` if the version cannot be read.
     pub fn check(&self) -> Result<()> {
         match self {
             Source::Local(file) => file.check(),
@@ -426,8 +426,8 @@ impl Source {
         }
     }
 
-    /// Confirms the source like `check`, right after reads of it. A store answers each read for the version that it names,
-    /// so that it need not be asked again.
+    /// Checks the source like `check`, directly after reads of it. A remote file is not looked up again,
+    /// because the store checks its version with each read.
     ///
     /// # Errors
     /// The errors of `check`.
@@ -438,11 +438,11 @@ impl Source {
         }
     }
 
-    /// Like `check`, for a source of which nobody has any bytes yet: after a change of nothing but
-    /// its change time it is enough that the bytes before its data are those that were proved.
+    /// Like `check`, for a source whose bytes nobody has yet. If only the change time of a local file is new,
+    /// the file only has to have the same header bytes as at the open.
     ///
     /// # Errors
-    /// The errors of `check`, and `Error::Io` where it cannot be opened.
+    /// The errors of `check`. `Error::Io` if the source cannot be opened.
     pub fn settle(&self) -> Result<()> {
         match self {
             Source::Local(file) => file.settle(),
@@ -450,7 +450,8 @@ impl Source {
         }
     }
 
-    /// The version now, whether or not it has changed: that of the open file where it is a local one.
+    /// Reads the current version, whether or not it has changed. For a local file, this is the version of the
+    /// open file.
     ///
     /// # Errors
     /// `Error::Io` if its version cannot be read.
@@ -461,7 +462,7 @@ impl Source {
         }
     }
 
-    /// Whether the path still leads to this file, in whatever version.
+    /// Whether the path still leads to this file, in any version.
     pub fn is_at_path(&self) -> bool {
         match self {
             Source::Local(file) => file.is_at_path(),
@@ -471,10 +472,11 @@ impl Source {
         }
     }
 
-    /// Whether the path still leads to this version, and its bytes are surely what they were.
-    /// Opens nothing, and takes one look at the path where nothing has changed.
+    /// Whether the path still leads to this version, and the bytes are certainly unchanged. Opens nothing. If
+    /// nothing has changed, this takes one access to the path.
     ///
-    /// A new change time needs a witness: the next open may find pages of old bytes.
+    /// If the change time is new, the result is true only with a witness. Without one, the next open could find
+    /// old bytes in the page cache.
     pub fn is_current(&self) -> bool {
         match self {
             Source::Local(file) => file.is_current(),
@@ -482,7 +484,7 @@ impl Source {
         }
     }
 
-    /// Whether the source is known to have changed, or is seen to have if a look cannot block.
+    /// Whether the source is known to have changed, or a check that cannot block finds that it has.
     pub fn is_changed_now(&self) -> bool {
         match self {
             Source::Local(file) => file.is_changed_now(),
@@ -495,12 +497,12 @@ impl Source {
         self.notes().is_changed()
     }
 
-    /// Notes the hash of the bytes that describe the others.
+    /// Notes the hash of the header: the bytes in the ranges `described`, which describe the tensors.
     pub(crate) fn set_described(&self, described: Vec<Range<u64>>, hash: Digest) {
         let _ = self.notes().described.set((described, hash));
     }
 
-    /// The hash of the bytes in `ranges`, one after another.
+    /// The hash of the bytes in `ranges`, in this order.
     ///
     /// # Errors
     /// The errors of `read_exact_at`.
@@ -508,13 +510,13 @@ impl Source {
         hash_of(ranges, |buf, offset| self.read_exact_at(buf, offset))
     }
 
-    /// From now on the source is expected to change, and no change of it is logged as an error.
+    /// From now on, changes of the source are expected and are not logged as errors.
     pub fn set_followed(&self) {
         self.notes().followed.store(true, Ordering::Relaxed);
     }
 }
 
-/// The hash of the bytes that `read` reads of `ranges`, one after another.
+/// The hash of the bytes that `read` returns for `ranges`, in this order.
 fn hash_of(ranges: &[Range<u64>], read: impl Fn(&mut [u8], u64) -> Result<()>) -> Result<Digest> {
     let mut hasher = Hasher::new();
     let longest = ranges.iter().map(|range| range.end - range.start).max().unwrap_or(0);
@@ -531,8 +533,8 @@ fn hash_of(ranges: &[Range<u64>], read: impl Fn(&mut [u8], u64) -> Result<()>) -
     Ok(hasher.finish())
 }
 
-/// Whether `holds` is true for each of `sources`. All are asked, and those of stores at the same time, because
-/// each answer takes a round trip.
+/// Whether `holds` is true for each of `sources`. It is called for all of them. The calls for remote sources
+/// run concurrently, because each takes a round trip.
 pub fn all_hold(sources: &[Arc<Source>], holds: &(dyn Fn(&Arc<Source>) -> bool + Sync)) -> bool {
     let is_stored = |source: &&Arc<Source>| source.store_kind().is_some();
     let (stored, others): (Vec<_>, Vec<_>) = sources.iter().partition(is_stored);
@@ -548,8 +550,8 @@ pub fn all_hold(sources: &[Arc<Source>], holds: &(dyn Fn(&Arc<Source>) -> bool +
     all_stored & (others.iter().filter(|source| !holds(source)).count() == 0)
 }
 
-/// Runs `close`, which closes `sources`: on a thread of its own where that may have to wait,
-/// perhaps for ever, for the server of their file system.
+/// Runs `close`, which closes `sources`. If the close may wait for a server, perhaps for ever, it runs on a
+/// thread of its own.
 pub fn close_apart(sources: &[Arc<Source>], close: impl FnOnce() + Send + 'static) {
     if !sources.iter().any(|source| source.may_block()) {
         return close();
@@ -559,7 +561,7 @@ pub fn close_apart(sources: &[Arc<Source>], close: impl FnOnce() + Send + 'stati
     }
 }
 
-/// Closes the open but unpinned ones of `sources`, without waiting.
+/// Closes those of `sources` that are open and not pinned. Does not wait.
 pub fn release_unpinned(sources: &[Arc<Source>]) {
     let left: Vec<Arc<Source>> =
         sources.iter().filter(|source| source.is_open_unpinned()).cloned().collect();

@@ -1,4 +1,4 @@
-//! The notes on an open source of whatever kind.
+//! Facts that are noted about an open source, whether local or remote.
 
 use std::ops::Range;
 use std::path::Path;
@@ -9,28 +9,28 @@ use crate::error::{Error, Result};
 use crate::format::tensorizer::decryptor::Decryptor;
 use crate::hash::Digest;
 
-/// The ranges of the bytes that describe the others, and their hash.
+/// The ranges of the header, which describes the tensors, and the hash of the bytes in them.
 pub(super) type Described = (Vec<Range<u64>>, Digest);
 
-/// The notes on one source.
+/// Facts about one source.
 #[derive(Debug, Default)]
 pub(super) struct Notes {
-    /// Whether its reads exceed their time limit.
+    /// Whether reads of the source exceed their time limit.
     stalled: AtomicBool,
-    /// Set once the bytes before the data were read.
+    /// Set when the header was read.
     pub(super) described: OnceLock<Described>,
-    /// Decrypts its bytes, if they are encrypted.
+    /// Decrypts the bytes, if they are encrypted.
     pub(super) decryptor: OnceLock<Arc<Decryptor>>,
-    /// Whether changes are expected, so that they are logged at debug level only.
+    /// Whether changes are expected. Then they are logged at debug level only.
     pub(super) followed: AtomicBool,
-    /// Set once the source is known to have changed: this version of it is never read again.
+    /// Set when the source is known to have changed. From then on this version of it is never read again.
     changed: OnceLock<String>,
 }
 
 impl Notes {
-    /// Sets whether its reads exceed their time limit; returns the previous value.
+    /// Sets whether reads of the source exceed their time limit. Returns the previous value.
     pub(super) fn set_stalled(&self, stalled: bool) -> bool {
-        // The value rarely changes, and a load does not take the cache line from other threads.
+        // The value rarely changes. A plain load avoids a write, which would take the cache line from other threads.
         let before = self.stalled.load(Ordering::Relaxed);
         if before == stalled { before } else { self.stalled.swap(stalled, Ordering::Relaxed) }
     }
@@ -40,13 +40,13 @@ impl Notes {
         self.changed.get().is_some()
     }
 
-    /// Fails if the source at `path` is known to have changed; does not look at it.
+    /// Fails if the source at `path` is known to have changed. Does not access the source.
     pub(super) fn check_known(&self, path: &Path) -> Result<()> {
         self.changed.get().map_or(Ok(()), |detail| Err(Error::changed(path, detail)))
     }
 
-    /// Marks the source at `path` as changed, and logs that before it returns. `in_use`: readers have it
-    /// open.
+    /// Marks the source at `path` as changed, and logs that before it returns. `in_use` says whether readers
+    /// have it open.
     pub(super) fn set_changed(&self, path: &Path, detail: String, in_use: bool) -> Error {
         let error = Error::changed(path, &detail);
         if self.changed.set(detail).is_err() {

@@ -1,4 +1,4 @@
-//! Files that options name: texts, and checkpoints whose element types are wanted.
+//! Files that options name: texts, and checkpoints whose element types are used.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, Metadata};
@@ -13,13 +13,13 @@ use crate::format::weight_map::WeightMap;
 use crate::format::{InputFormat, RangeReader, TrainingState, names};
 use crate::view::OptionFile;
 
-/// Longest text that is read, in bytes.
+/// Maximum length of a text in bytes.
 const LEN_MAX: u64 = 256 << 20;
 
-/// The absolute path of the file at `path`, and the bytes of it that an option needs.
+/// The absolute path of the file at `path`, and the content of it that an option needs.
 ///
 /// # Errors
-/// One line with the path.
+/// A message of one line with the path.
 pub fn read_option_file(path: &Path, wanted: OptionFile) -> Result<(PathBuf, Vec<u8>), String> {
     match wanted {
         OptionFile::Text => read_text(path),
@@ -37,7 +37,7 @@ pub fn read_option_file(path: &Path, wanted: OptionFile) -> Result<(PathBuf, Vec
 /// The absolute path of the regular file at `path`, and its bytes.
 ///
 /// # Errors
-/// One line with the path.
+/// A message of one line with the path.
 pub fn read_text(path: &Path) -> Result<(PathBuf, Vec<u8>), String> {
     let (file, meta) = open_regular(path)?;
     let mut text = Vec::new();
@@ -50,7 +50,7 @@ pub fn read_text(path: &Path) -> Result<(PathBuf, Vec<u8>), String> {
 }
 
 fn open_regular(path: &Path) -> Result<(File, Metadata), String> {
-    // A FIFO of this name must not block.
+    // With `O_NONBLOCK` the open does not wait, even if the path is a FIFO.
     let nonblock = nix::libc::O_NONBLOCK;
     let file = std::fs::OpenOptions::new()
         .read(true)
@@ -73,8 +73,8 @@ fn failed(path: &Path, error: &io::Error) -> String {
 struct Dtypes(BTreeMap<String, Dtype>);
 
 impl Dtypes {
-    /// The types in a weights file, in all weights files of a folder, or in the files of a weight
-    /// map, or the types that a manifest lists.
+    /// The element types at `path`. It may be a weights file, a folder with weights files, a weight map, or a
+    /// manifest that lists the types.
     fn of_path(path: &Path) -> Result<Dtypes, String> {
         let meta = std::fs::metadata(path).map_err(|e| failed(path, &e))?;
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -101,7 +101,7 @@ impl Dtypes {
         Ok(dtypes)
     }
 
-    /// Adds the tensors of the weights file at `path` that are `wanted`.
+    /// Adds the tensors of the weights file at `path` for which `wanted` is true.
     fn add_file(&mut self, path: &Path, wanted: &dyn Fn(&str) -> bool) -> Result<(), String> {
         let (file, meta) = open_regular(path)?;
         let mut reader = RegularFile { file, len: meta.len() };
@@ -126,7 +126,7 @@ impl Dtypes {
         Ok(())
     }
 
-    /// Adds the tensors of the weight map or the manifest at `path`.
+    /// Adds the tensors that the weight map or the manifest at `path` lists.
     fn add_listed(&mut self, path: &Path) -> Result<(), String> {
         let (_, text) = read_text(path)?;
         let fail = |why: String| format!("{}: {why}", shown_path(path));
@@ -151,7 +151,7 @@ impl Dtypes {
     }
 }
 
-/// A file whose headers are read.
+/// A regular file whose header is parsed.
 struct RegularFile {
     file: File,
     len: u64,

@@ -1,5 +1,5 @@
-//! The kernel's page cache: its bytes are found and copied without a read of the disk and
-//! without waiting.
+//! Access to the kernel's page cache: which pages of a file it has, and copies of them without a read of the
+//! disk and without waiting.
 
 use std::fs::File;
 use std::io;
@@ -13,25 +13,27 @@ use nix::libc;
 
 use crate::zeros::are_zeros;
 
-/// O_DIRECT wants offsets, lengths and memory to be multiples of this, wherever it works at all.
+/// Alignment in bytes that O_DIRECT needs for offsets, lengths and memory addresses, on every file system that
+/// supports it.
 pub(crate) const ALIGN: u64 = 4096;
 
-/// The pages that hold `range`.
+/// `range`, extended to whole pages.
 pub(crate) fn pages_around(range: &Range<u64>) -> Range<u64> {
     range.start / ALIGN * ALIGN..range.end.next_multiple_of(ALIGN)
 }
 
-/// The number of cachestat(2), the same on all machines but Alpha; Linux 6.5 and later.
+/// The system call number of cachestat(2), which exists since Linux 6.5. It is the same on all architectures
+/// except Alpha.
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// `struct cachestat_range`.
+/// `struct cachestat_range` of the kernel.
 #[repr(C)]
 struct CachestatRange {
     off: u64,
     len: u64,
 }
 
-/// `struct cachestat`, in pages.
+/// `struct cachestat` of the kernel. The fields are numbers of pages.
 #[repr(C)]
 #[derive(Default)]
 struct Cachestat {
@@ -42,7 +44,7 @@ struct Cachestat {
     recently_evicted: u64,
 }
 
-/// Bytes per page of the page cache.
+/// Length of a page of the page cache in bytes.
 fn page_len() -> u64 {
     static LEN: OnceLock<u64> = OnceLock::new();
     *LEN.get_or_init(|| {
@@ -51,49 +53,48 @@ fn page_len() -> u64 {
     })
 }
 
-/// Set once the kernel has refused cachestat(2) as unknown.
+/// Set when the kernel has answered that it does not know cachestat(2).
 static NO_CACHESTAT: AtomicBool = AtomicBool::new(false);
 
-/// One of this many parts of a range may be absent from the page cache, and most of the range still
-/// counts as cached.
+/// The page cache has most of a range if at most 1 / `CACHED_PARTS` of the pages are missing.
 const CACHED_PARTS: u64 = 8;
 
-/// How much of a range the page cache holds.
+/// The part of a range that is in the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CachedPages {
-    /// Number of pages that it holds.
+    /// Number of pages in the page cache.
     pub cached: u64,
-    /// Number of pages of the range.
+    /// Number of pages of the range, or of the sample of it.
     pub all: u64,
 }
 
 impl CachedPages {
-    /// Whether it holds the whole range.
+    /// Whether the whole range is in the page cache.
     pub fn is_all(self) -> bool {
         self.cached >= self.all
     }
 
-    /// Whether it holds so much of the range that a read past it is not worth it.
+    /// Whether so much of the range is in the page cache that a read past the page cache is not worth it.
     pub fn is_most(self) -> bool {
         self.all.saturating_sub(self.cached) * CACHED_PARTS <= self.all
     }
 }
 
-/// Pages that are looked at where the kernel does not report numbers.
+/// Number of pages in a sample, if the kernel does not report numbers.
 const SAMPLES: u64 = 16;
 
-/// How much of `range` the page cache holds: for files that the caller neither owns nor may write by
-/// a sample. `None` if the kernel does not tell.
+/// The part of `range` that is in the page cache. For a file that the caller neither owns nor may write, it is
+/// estimated from a sample of pages. `None` if the kernel does not report anything.
 pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<CachedPages> {
     let page = page_len();
     if are_zeros(range.start) {
-        // They take no read.
+        // This range stands for zeros, which need no read.
         let all = (range.end - range.start).div_ceil(page);
         return Some(CachedPages { cached: all, all });
     }
     let around = pages_around(range);
     if around.is_empty() {
-        // For cachestat(2) a length of zero means up to the end of the file.
+        // For cachestat(2), the length zero would mean the rest of the file.
         return Some(CachedPages { cached: 0, all: 0 });
     }
     let pages = around.start / page..around.end.div_ceil(page);
@@ -109,7 +110,7 @@ pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<CachedPages> {
     }
 }
 
-/// The number that cachestat(2) reports.
+/// The number of cached pages that cachestat(2) reports.
 fn cachestat_pages(file: &File, around: &Range<u64>) -> Option<u64> {
     let cached = cachestat(file, around);
     if cached.as_ref().is_err_and(|e| e.raw_os_error() == Some(libc::ENOSYS)) {
@@ -118,10 +119,10 @@ fn cachestat_pages(file: &File, around: &Range<u64>) -> Option<u64> {
     cached.ok()
 }
 
-/// Checks whether cachestat(2) can be used, by calling it for a new file in memory.
+/// Checks whether cachestat(2) can be used, by a call of it for a new file in memory.
 ///
 /// # Errors
-/// Why not, as the kernel says it.
+/// The error of the kernel, if not.
 pub fn probe_cachestat() -> io::Result<()> {
     let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
     let file = File::from(nix::sys::memfd::memfd_create("tensorfs", flags)?);
@@ -131,17 +132,17 @@ pub fn probe_cachestat() -> io::Result<()> {
 fn cachestat(file: &File, around: &Range<u64>) -> io::Result<u64> {
     let asked = CachestatRange { off: around.start, len: around.end - around.start };
     let mut found = Cachestat::default();
-    // SAFETY: both structures are laid out as the system call wants them and outlive it.
+    // SAFETY: both structures have the layout that the system call expects, and outlive the call.
     let rc = unsafe {
         libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const asked, &raw mut found, 0)
     };
     if rc == 0 { Ok(found.cached) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The number that mincore(2) reports of a mapping, for kernels before 6.5. The mapping is never
-/// looked into.
+/// The number of cached pages that mincore(2) reports for a new mapping, for kernels before 6.5. The memory of
+/// the mapping is never accessed.
 fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
-    // mincore(2) reports that all pages of a file of another user are cached.
+    // For a file of another user, mincore(2) reports that all pages are cached.
     let user = nix::unistd::geteuid();
     if !user.is_root() && user.as_raw() != file.metadata().ok()?.uid() {
         return None;
@@ -150,8 +151,8 @@ fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
     let len = found.len() * usize::try_from(page_len()).ok()?;
     let file_offset = libc::off_t::try_from(pages.start * page_len()).ok()?;
     let (protection, flags) = (libc::PROT_READ, libc::MAP_SHARED);
-    // SAFETY: the mapping is new and no reference into it is made; `found` has a byte for each of
-    // its pages; the mapping is removed with the start and length that it was made with.
+    // SAFETY: the mapping is new, and no reference to its memory exists. `found` has one byte for each of its
+    // pages. The mapping is removed with the same address and length.
     let rc = unsafe {
         let start =
             libc::mmap(std::ptr::null_mut(), len, protection, flags, file.as_raw_fd(), file_offset);
@@ -165,16 +166,17 @@ fn mincore_pages(file: &File, pages: &Range<u64>) -> Option<u64> {
     (rc == 0).then(|| found.iter().map(|page| u64::from(page & 1)).sum())
 }
 
-/// Asks the kernel to read these bytes of a file into the page cache. It does not wait for them.
+/// Asks the kernel to read these bytes of a file into the page cache. Does not wait for them.
 pub(crate) fn read_ahead(file: &File, bytes: &Range<u64>) {
     let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_WILLNEED;
     let (start, len) = (bytes.start as libc::off_t, (bytes.end - bytes.start) as libc::off_t);
     let _ = nix::fcntl::posix_fadvise(file, start, len, advice);
 }
 
-/// How many of some of the pages the page cache holds, found by reads of one byte that do not wait.
+/// The number of cached pages in a sample of `pages`. Each page is tried with a read of one byte that does not
+/// wait. If most of the sample is not cached, the number is 0.
 fn sampled_pages(file: &File, pages: &Range<u64>) -> Option<CachedPages> {
-    // Such a read of an absent page starts the kernel's readahead, which this descriptor is spared.
+    // A read of a missing page starts the kernel's readahead. The new descriptor turns that off.
     let file = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
     let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_RANDOM;
     nix::fcntl::posix_fadvise(&file, 0, 0, advice).ok()?;
@@ -193,8 +195,7 @@ fn sampled_pages(file: &File, pages: &Range<u64>) -> Option<CachedPages> {
     Some(found)
 }
 
-/// Copies the cached bytes at `offset` to `target` without waiting. Returns whether `target` is
-/// filled.
+/// Copies the cached bytes at `offset` to `target` without waiting. Returns whether all of `target` was filled.
 pub(crate) fn copy_cached(file: &File, offset: u64, target: &mut [u8]) -> bool {
     if are_zeros(offset) {
         target.fill(0);
@@ -207,7 +208,7 @@ pub(crate) fn copy_cached(file: &File, offset: u64, target: &mut [u8]) -> bool {
         let Ok(file_offset) = libc::off_t::try_from(offset + done as u64) else {
             return false;
         };
-        // SAFETY: `io` describes `rest`, which is borrowed for as long as the call lasts.
+        // SAFETY: `io` describes `rest`, which is borrowed until the call returns.
         let n = unsafe {
             libc::preadv2(file.as_raw_fd(), &raw const io, 1, file_offset, libc::RWF_NOWAIT)
         };

@@ -1,9 +1,9 @@
-//! Memory for the bytes of one read that lie in several places: what is wanted, and the rest of the first and the
-//! last block.
+//! Destination memory of one read in several places. The middle place is the memory of the reader. The first
+//! and the last place receive the rest of the first and the last block.
 
 use std::ops::Range;
 
-/// Memory in up to three places, for bytes that follow each other.
+/// Memory in up to three places, for consecutive bytes.
 #[derive(Debug)]
 pub struct MemoryParts<'a>([&'a mut [u8]; 3]);
 
@@ -23,22 +23,22 @@ impl<'a> MemoryParts<'a> {
         self.0.iter().map(|part| part.len()).sum()
     }
 
-    /// Whether there is room for no byte.
+    /// Whether the total length is zero.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The places, in order.
+    /// The places in order.
     pub fn all(&self) -> impl Iterator<Item = &[u8]> {
         self.0.iter().map(|part| &**part)
     }
 
-    /// The places, in order, for writing.
+    /// The places in order, for writing.
     pub fn all_mut(&mut self) -> impl Iterator<Item = &mut [u8]> {
         self.0.iter_mut().map(|part| &mut **part)
     }
 
-    /// The bytes `range`, in their places.
+    /// The bytes `range`, as slices of the places.
     pub fn slices(&self, range: Range<u64>) -> impl Iterator<Item = &[u8]> {
         let mut before = 0;
         self.0.iter().filter_map(move |part| {
@@ -49,8 +49,7 @@ impl<'a> MemoryParts<'a> {
         })
     }
 
-    /// Writes `bytes` from byte `at` on. Returns whether there was room for them; nothing is written
-    /// without.
+    /// Writes `bytes` from byte `at` on. Returns whether there was enough room. If not, nothing is written.
     #[must_use]
     pub fn write(&mut self, at: usize, bytes: &[u8]) -> bool {
         if bytes.len() > self.len().saturating_sub(at) {

@@ -4,24 +4,25 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Extended attribute that holds the ACL of a file which has one.
+/// The extended attribute with the ACL of a file.
 pub(super) const ACL: &str = "system.posix_acl_access";
 
 /// Owner, group and permission bits of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathPermissions {
-    /// Owner.
+    /// User ID of the owner.
     pub uid: u32,
-    /// Group.
+    /// Group ID.
     pub gid: u32,
-    /// Permission bits. With an ACL, those of the owner only: the others then say nothing certain.
+    /// Permission bits. If there is an ACL, only the owner's bits, because the other bits then do not say who
+    /// has access.
     pub mode: u32,
     /// Whether it is a symbolic link.
     pub is_link: bool,
 }
 
 impl PathPermissions {
-    /// The permissions of what is at `path`, without following a link there.
+    /// The permissions of the object at `path`. A symbolic link is not followed.
     ///
     /// # Errors
     /// The errors of lstat(2).

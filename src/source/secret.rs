@@ -1,7 +1,6 @@
-//! Where the key or the passphrase of encrypted files comes from: a file, or a command.
+//! Sources of the key or the passphrase of encrypted files: a file or a command.
 //!
-//! It is read at each start, also when one process takes a mount over from another, so that nothing
-//! writes it down.
+//! The secret is read at each start, and also when a new process takes over a mount. So it never has to be stored.
 
 use std::ffi::OsString;
 use std::io::{ErrorKind, Read};
@@ -24,24 +23,24 @@ use zeroize::Zeroizing;
 use crate::error::shown_path;
 use crate::format::tensorizer::keys::Secret;
 
-/// Longest key file, passphrase file or output of a command, in bytes.
+/// Maximum length in bytes of a key file, of a passphrase file and of the output of a command.
 const LEN_MAX: usize = 64 << 10;
 
-/// Time after which a command that has not ended is killed, and a pipe is given up.
+/// Time after which a running command is killed, and a read of a pipe fails.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Time between two looks at a command or a pipe, also in milliseconds.
+/// Interval of polls of a command or a pipe. The second constant has the same value in milliseconds.
 const STEP: Duration = Duration::from_millis(5);
 const STEP_MS: u8 = 5;
 
-/// Where a secret comes from.
+/// The source of a secret.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SecretOrigin {
     /// A file with a key.
     KeyFile(PathBuf),
-    /// A file with a passphrase. A line end after it does not belong to it.
+    /// A file with a passphrase. A line break at its end is not part of the passphrase.
     PassphraseFile(PathBuf),
-    /// A command for `sh`, which writes a key to its standard output.
+    /// A command for `sh` that writes a key to its standard output.
     KeyCommand(OsString),
 }
 
@@ -49,7 +48,7 @@ impl SecretOrigin {
     /// Reads the secret.
     ///
     /// # Errors
-    /// One line with the file or the command.
+    /// A message of one line with the file or the command.
     pub fn read(&self) -> Result<Secret, String> {
         match self {
             SecretOrigin::KeyFile(path) => {
@@ -72,11 +71,11 @@ impl SecretOrigin {
         }
     }
 
-    /// The secret that the environment names, for all files that need one: by `TENSORFS_KEY_FILE`,
-    /// `TENSORFS_PASSPHRASE_FILE` or `TENSORFS_KEY_COMMAND`. An empty variable counts as unset.
+    /// The secret that an environment variable names, for all files that need one. The variables are
+    /// `TENSORFS_KEY_FILE`, `TENSORFS_PASSPHRASE_FILE` and `TENSORFS_KEY_COMMAND`. An empty variable counts as unset.
     ///
     /// # Errors
-    /// Two of them are set, or the error of `read`, in one line.
+    /// A message of one line, if two of the variables are set or `read` fails.
     pub fn of_environment() -> Result<Option<Secret>, String> {
         let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         let mut named = [
@@ -102,7 +101,7 @@ fn in_file(path: &Path, why: &str) -> String {
     format!("{}: {why}", shown_path(path))
 }
 
-/// All bytes of a file, which may be a pipe. A FIFO without a writer is waited for, up to `limit`.
+/// All bytes of a file, which may be a pipe. Waits up to `limit` for the writer of a FIFO.
 fn read_file(path: &Path, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String> {
     let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
     let mut file = std::fs::OpenOptions::new()
@@ -113,7 +112,8 @@ fn read_file(path: &Path, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String>
     let mut output = Output::new();
     let since = Instant::now();
     loop {
-        // Before the first writer comes, a read of a FIFO finds its end, but poll finds nothing.
+        // Before the first writer has opened the FIFO, a read would return the end of the file, but poll(2)
+        // reports nothing.
         let waited = poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLIN)], STEP_MS);
         let read = match waited {
             Ok(0) | Err(Errno::EINTR) => Ok(Arrived::Nothing),
@@ -132,15 +132,15 @@ fn read_file(path: &Path, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String>
     }
 }
 
-/// The outcome of a read of an `Output`.
+/// The outcome of one read to an `Output`.
 enum Arrived {
     Bytes,
-    /// No bytes are there yet.
+    /// No bytes have arrived yet.
     Nothing,
     End,
 }
 
-/// Bytes that arrive, in memory that is allocated once, so that no copy of them is left behind.
+/// Received bytes. The memory is allocated once, so no copy of the bytes is left behind by a reallocation.
 struct Output {
     bytes: Zeroizing<Vec<u8>>,
     len: usize,
@@ -154,7 +154,7 @@ impl Output {
     /// Reads once.
     ///
     /// # Errors
-    /// A part of a sentence: the read failed, or the bytes are too many.
+    /// A part of a sentence, if the read failed or there are too many bytes.
     fn read(&mut self, from: &mut impl Read) -> Result<Arrived, String> {
         match from.read(&mut self.bytes[self.len..]) {
             Ok(0) => return Ok(Arrived::End),
@@ -175,7 +175,7 @@ impl Output {
     }
 }
 
-/// A shell in a process group of its own. When it is dropped before its end, the group is killed.
+/// A shell in a process group of its own. If it is dropped while the shell runs, the group is killed.
 struct Shell {
     child: Child,
     ended: bool,
@@ -184,14 +184,14 @@ struct Shell {
 impl Drop for Shell {
     fn drop(&mut self) {
         if !self.ended {
-            // The shell is not waited for, so no other group has its number.
+            // The exit of the shell was not collected, so no other process group can have its number.
             let _ = killpg(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGKILL);
             let _ = self.child.wait();
         }
     }
 }
 
-/// The output of a command until its shell ends. Processes that it leaves behind may hold the pipe.
+/// The output of a command up to the exit of its shell. Processes that the shell leaves behind may keep the pipe open.
 fn run(command: &OsString, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String> {
     let mut shell = Command::new("/bin/sh");
     shell.arg("-c").arg(command).stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
@@ -208,7 +208,7 @@ fn run(command: &OsString, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String
         if let Some(status) = status.filter(|status| !status.success()) {
             return Err(format!("the command failed: {status}"));
         }
-        // The pipe holds no more than the longest output, so this ends.
+        // This ends: `read` fails once there are more than `LEN_MAX` bytes.
         while let Arrived::Bytes = output.read(&mut pipe)? {}
         if shell.ended {
             return Ok(output.into_bytes());
@@ -291,7 +291,7 @@ mod tests {
         let (_folder, fifo) = fifo();
         let command = format!("cat '{}' & echo {HEX}", fifo.display());
         assert_eq!(SecretOrigin::KeyCommand(command.into()).read(), Ok(key()));
-        // The process ends with this writer.
+        // The process ends after this writer.
         drop(std::fs::OpenOptions::new().write(true).open(fifo).expect("it still reads"));
     }
 

@@ -15,7 +15,7 @@ use nix::libc;
 use super::file_system::FileSystem;
 use crate::version::{EntryKind, FileId, QueueKey, Time, Version};
 
-/// The version that a system call reported.
+/// The version in the metadata that a system call returned.
 pub fn local_version(meta: &std::fs::Metadata) -> Version {
     let born =
         meta.created().ok().and_then(|born| born.duration_since(SystemTime::UNIX_EPOCH).ok());
@@ -34,16 +34,16 @@ pub fn local_version(meta: &std::fs::Metadata) -> Version {
     stat.version()
 }
 
-/// The facts of a local file that a system call reports.
+/// The metadata of a local file.
 struct LocalStat {
     dev: u64,
     ino: u64,
-    /// Its creation, since 1970, if the file system records it.
+    /// Time of creation since 1970, if the file system records it.
     born: Option<Duration>,
     len: u64,
-    /// Last change of the bytes.
+    /// Time of the last change of the bytes.
     modified: Time,
-    /// Last change of the attributes.
+    /// Time of the last change of the attributes.
     changed: Time,
     nlink: u64,
     mode: u32,
@@ -53,7 +53,7 @@ struct LocalStat {
 
 impl LocalStat {
     fn version(&self) -> Version {
-        // A new file may get the number of a deleted one, but not its creation time.
+        // A new file can get the inode number of a deleted file, but not its creation time.
         let born = self.born.map_or(0, |born| born.as_nanos() as u64);
         let kind = match self.mode & libc::S_IFMT {
             libc::S_IFREG => EntryKind::File,
@@ -74,8 +74,8 @@ impl LocalStat {
     }
 }
 
-/// The version of the file at `path` now, without following links. For a remote file system the
-/// server is asked, not the client's cache.
+/// The current version of the file at `path`. Links are not followed. On a remote file system this asks the
+/// server and bypasses the client's cache.
 ///
 /// # Errors
 /// The errors of statx(2).
@@ -90,7 +90,7 @@ pub(crate) fn version_now(path: &Path) -> io::Result<Version> {
     }
 }
 
-/// The version of the file of this name in the open `folder`, without following links.
+/// The version of the entry `name` of the open `folder`. Links are not followed.
 ///
 /// # Errors
 /// The errors of statx(2).
@@ -119,9 +119,9 @@ fn of_statx(stat: &libc::statx) -> Version {
     local.version()
 }
 
-/// The version of an open file, not from the cache of a remote file system's client.
+/// The current version of an open file. On a remote file system this asks the server and bypasses the client's cache.
 pub(super) fn stat_now(file: &File) -> io::Result<Version> {
-    // A client of NFS may have attributes that are a minute old.
+    // The attributes in the cache of an NFS client can be a minute old.
     match statx(file.as_raw_fd(), c"", libc::AT_EMPTY_PATH | libc::AT_STATX_FORCE_SYNC) {
         Err(e) if lacks_statx(&e) => file.metadata().map(|meta| local_version(&meta)),
         outcome => outcome,
@@ -136,7 +136,7 @@ pub(super) fn stat_file(file: &File, file_system: FileSystem) -> io::Result<Vers
     stat_now(file)
 }
 
-/// The version of the file at `path` on `file_system`, links not followed.
+/// The version of the file at `path` on `file_system`. Links are not followed.
 pub(super) fn stat_path(path: &Path, file_system: FileSystem) -> io::Result<Version> {
     if file_system.is_local() {
         return std::fs::symlink_metadata(path).map(|meta| local_version(&meta));
@@ -144,22 +144,22 @@ pub(super) fn stat_path(path: &Path, file_system: FileSystem) -> io::Result<Vers
     version_now(path)
 }
 
-/// Whether statx(2) is unavailable: old kernels answer ENOSYS, and some sandboxes EPERM.
+/// Whether the error means that statx(2) is not available. Old kernels return ENOSYS, and some sandboxes EPERM.
 pub(crate) fn lacks_statx(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM))
 }
 
-/// The version of the file `name` in the folder with the descriptor `folder`. With
-/// `AT_STATX_FORCE_SYNC` in `flags` the server of a remote file system is asked.
+/// The version of the file `name` in the folder with the descriptor `folder`. With `AT_STATX_FORCE_SYNC` in
+/// `flags`, the server of a remote file system is asked.
 fn statx(folder: i32, name: &CStr, flags: i32) -> io::Result<Version> {
     let mut found = MaybeUninit::<libc::statx>::zeroed();
     let mask = libc::STATX_BASIC_STATS | libc::STATX_BTIME;
-    // SAFETY: `name` ends with a zero byte, and the kernel writes one `statx` to `found`, which
-    // outlives the call.
+    // SAFETY: `name` ends with a zero byte. The kernel writes one `statx` structure to `found`, which outlives
+    // the call.
     let result = unsafe { libc::statx(folder, name.as_ptr(), flags, mask, found.as_mut_ptr()) };
     if result != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: all zeros are a valid `statx`, and the kernel has written over them.
+    // SAFETY: an all-zero `statx` is valid, and the kernel has filled it.
     Ok(of_statx(unsafe { found.assume_init_ref() }))
 }

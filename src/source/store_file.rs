@@ -1,4 +1,4 @@
-//! Files of stores that are not the local file system.
+//! Files of stores other than the local file system.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use super::store_kind::StoreKind;
 use crate::error::{Error, Result};
 use crate::version::Version;
 
-/// A file of such a store in one version.
+/// A file of a store in one version.
 #[derive(Debug)]
 pub struct StoreFile {
     store: Arc<dyn StoreKind>,
@@ -23,7 +23,7 @@ pub struct StoreFile {
 }
 
 impl StoreFile {
-    /// The store that it lies in.
+    /// The store of the file.
     pub(super) fn store(&self) -> &Arc<dyn StoreKind> {
         &self.store
     }
@@ -50,19 +50,19 @@ impl StoreFile {
         self.store.name()
     }
 
-    /// Its local copy, if it is open.
+    /// The local copy, if it is open.
     pub(super) fn copy(&self) -> Option<Arc<LocalCopy>> {
         if self.notes.is_changed() { None } else { self.copy.opened() }
     }
 
-    /// Opens its local copy, if the store has all of it now.
+    /// Opens the local copy, if the store has the whole file now.
     pub(super) fn open_local_copy(&self) {
         if !self.notes.is_changed() {
             self.copy.open(None);
         }
     }
 
-    /// The place of its local copy.
+    /// The slot for the local copy.
     pub(super) fn copy_slot(&self) -> &CopySlot {
         &self.copy
     }
@@ -75,12 +75,12 @@ impl StoreFile {
         self.store.sha256(&self.path, &self.version)
     }
 
-    /// The version at its path now.
+    /// The current version at the path.
     pub(super) fn look(&self) -> Result<Version> {
         self.store.version(&self.path).map_err(|e| Error::io(&self.path, "stat", e))
     }
 
-    /// The same file in the version `version`.
+    /// The same file with the version `version`.
     pub(super) fn in_version(&self, version: Version) -> StoreFile {
         StoreFile::new(&self.store, &self.path, version)
     }
@@ -100,7 +100,7 @@ impl StoreFile {
                 _ => Error::io(&self.path, "read", e),
             }
         })?;
-        // The store may have all of it now.
+        // After this read, the store may have the whole file.
         self.copy.open(until);
         Ok(())
     }

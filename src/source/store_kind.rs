@@ -1,4 +1,4 @@
-//! The operations of a store that is not the local file system.
+//! The operations of a store other than the local file system.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -11,44 +11,42 @@ use super::parts::MemoryParts;
 use super::store_probe::StoreProbe;
 use crate::version::Version;
 
-/// A kind of store beside the local file system. Its paths are absolute. They have no `.`, no `..` and
-/// no links.
+/// A kind of store other than the local file system. Its paths are absolute and contain no `.`, no `..` and no links.
 pub trait StoreKind: fmt::Debug + Send + Sync {
     /// Whether a call may wait for another machine, perhaps for ever.
     fn may_block(&self) -> bool {
         true
     }
 
-    /// The version of the file or folder at `path` now. It need not be current for longer than this
-    /// call.
+    /// The current version of the file or folder at `path`. The result may be out of date as soon as the call returns.
     ///
     /// # Errors
-    /// `NotFound` where nothing is there.
+    /// `NotFound` if there is no such file or folder.
     fn version(&self, path: &Path) -> io::Result<Version>;
 
     /// The version of the folder at `path`, and its entries, in any order.
     ///
     /// # Errors
-    /// `NotFound` where no folder is there.
+    /// `NotFound` if there is no such folder.
     fn list(&self, path: &Path) -> io::Result<StoreListing>;
 
-    /// Its name for people: a protocol and a host.
+    /// The name of the store for messages: a protocol and a host.
     fn name(&self) -> Option<String> {
         None
     }
 
-    /// The sha256 of the file at `path` in this `version`, in hexadecimal, if the store knows it without
-    /// reading the file. It asks nobody.
+    /// The SHA-256 of the file at `path` in `version`, in hexadecimal, if the store knows it without reading
+    /// the file. Sends no request.
     fn sha256(&self, path: &Path, version: &Version) -> Option<String> {
         let _ = (path, version);
         None
     }
 
-    /// Fills `buf` with the bytes at `offset` of the file at `path`. After `until` nobody waits for them.
+    /// Fills `buf` with the bytes at `offset` of the file at `path`. The caller does not wait longer than `until`.
     ///
     /// # Errors
-    /// `StaleNetworkFileHandle` if the file is not there in this `version`, `UnexpectedEof` if it ends
-    /// before.
+    /// `StaleNetworkFileHandle` if the file does not have this `version` any more. `UnexpectedEof` if it ends
+    /// before the last of these bytes.
     fn read(
         &self,
         path: &Path,
@@ -75,8 +73,8 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         if parts.write(0, &bytes) { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 
-    /// Fills `buf` like `read`, if the bytes are kept on this machine. Returns whether they are; if not, the contents of
-    /// `buf` are unspecified. It asks no server.
+    /// Fills `buf` like `read`, if the bytes are cached on this machine. Returns whether they are. If not, the
+    /// content of `buf` is unspecified. Sends no request.
     fn read_kept(
         &self,
         path: &Path,
@@ -89,9 +87,9 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         false
     }
 
-    /// A file of this machine with all bytes of the file at `path` in this `version`, and its path. It has
-    /// them for as long as it, a duplicate or a mapping is open. `None` if there is none now. It asks no
-    /// server, and answers before `until`.
+    /// A file of this machine with all bytes of the file at `path` in `version`, and its path. The bytes stay
+    /// while the file, a duplicate of its descriptor or a mapping of it is open. `None` if there is none now.
+    /// Sends no request, and returns before `until`.
     fn local_copy(
         &self,
         path: &Path,
@@ -102,22 +100,22 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Which credentials requests carry, by the name of where they come from. `None` if it has none.
+    /// The source of the credentials that requests carry, in words. `None` if the store uses no credentials.
     fn credentials(&self) -> Option<String> {
         None
     }
 
-    /// Tries how the file at `path`, which is in `version`, is served.
+    /// Measures how the server serves the file at `path`, which has `version`.
     ///
     /// # Errors
-    /// `Unsupported` if there is no server; its refusal, or no answer in time.
+    /// `Unsupported` if there is no server. Also fails if the server refuses a request, or does not answer in time.
     fn probe(&self, path: &Path, version: &Version) -> io::Result<StoreProbe> {
         let _ = (path, version);
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// Whether `version` tells the bytes of its file from all others that were ever at its path, so that
-    /// a copy of them can be kept for other processes.
+    /// Whether `version` identifies the bytes: no other bytes at the path ever had this version. Then a copy
+    /// can be kept for other processes.
     fn tells_bytes(&self, _version: &Version) -> bool {
         false
     }
@@ -128,8 +126,8 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
 pub struct StoreListing {
     /// The version of the folder.
     pub version: Version,
-    /// Names in it, each with the version of the file or folder, or of the link.
+    /// Names in the folder. Each has the version of the file, the folder or the link itself.
     pub entries: Vec<(OsString, Version)>,
-    /// Whether names are left out because the store failed to tell their versions.
+    /// Whether names are missing because their versions could not be read.
     pub partial: bool,
 }

@@ -1,44 +1,44 @@
-//! The results of a trial of a store.
+//! The results of measurements of a store.
 
 use std::time::Duration;
 
-/// The mark that tells one state of a file of a store from another.
+/// The property by which the store tells states of a file apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateMark {
-    /// An ETag that is strong, a generation or a commit.
+    /// A strong ETag, a generation or a commit.
     Strong,
-    /// An ETag of the length and the second of the last change.
+    /// An ETag made of the length and the time of the last change in seconds.
     LengthAndTime,
-    /// An ETag of which the server says that other bytes may have it.
+    /// A weak ETag: the server says that other bytes may have the same ETag.
     Weak,
-    /// The time of the last change alone.
+    /// Only the time of the last change.
     Time,
-    /// Nothing but the length.
+    /// Only the length.
     Length,
 }
 
-/// Bytes of a file that were read for a trial.
+/// A sample of a file that was read for a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoreSample {
-    /// How many.
+    /// Number of bytes.
     pub len: u64,
-    /// The time that they took.
+    /// Duration of the reads.
     pub took: Duration,
-    /// Requests under way at a time.
+    /// Number of concurrent requests.
     pub at_a_time: usize,
 }
 
-/// How a store serves one file, by requests that were sent just now.
+/// How a store serves one file, measured with requests that were sent just now.
 #[derive(Clone, Debug)]
 pub struct StoreProbe {
-    /// The mark that tells states of the file apart.
+    /// The property that tells states of the file apart.
     pub mark: StateMark,
-    /// Whether a part of the file comes for a part that is asked for. `None` if the file is empty.
+    /// Whether a range request gets exactly the range. `None` if the file is empty.
     pub obeys_ranges: Option<bool>,
-    /// Whether a request for another state of the file is refused. `None` if there is no such request.
+    /// Whether the server refuses a request for another state of the file. `None` if the store has no such requests.
     pub obeys_conditions: Option<bool>,
-    /// The usual time to the first byte.
+    /// Median time to the first byte.
     pub first_byte: Duration,
-    /// Bytes that were read, with many requests at a time. `None` if there are none to be read.
+    /// A sample read with many concurrent requests. `None` if nothing can be read in parts.
     pub sample: Option<StoreSample>,
 }

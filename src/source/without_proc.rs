@@ -1,4 +1,4 @@
-//! Opens files if `/proc` is not mounted, as in some chroots and sandboxes.
+//! Opens files where `/proc` is not mounted, for example in some chroots and sandboxes.
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl, open, openat};
 use nix::sys::stat::Mode;
 
-/// Maximum number of attempts to open a file that keeps being replaced.
+/// Maximum number of tries to open a file that keeps being replaced.
 pub(super) const OPEN_TRIES: usize = 10;
 
 pub(super) fn not_regular() -> io::Error {
@@ -21,12 +21,12 @@ pub(super) fn leads_elsewhere() -> io::Error {
     io::Error::new(io::ErrorKind::NotFound, "it leads somewhere else now")
 }
 
-/// Opens the regular file at `path`, an absolute path without symbolic links, for reading, with
-/// additional `flags`. Each folder is opened relative to its parent and no link is followed, so
-/// that the file is the one at this path, even if others change the path meanwhile.
+/// Opens the regular file at `path` for reading, with additional `flags`. `path` is absolute and without
+/// symbolic links. Each folder is opened relative to its parent, and no link is followed. So the file is the
+/// one at this path even if others change the path meanwhile.
 ///
-/// With `/proc` a file is opened through the descriptor that was checked. Here it is opened a
-/// second time, without waiting, and compared, so that a FIFO put in its place is refused as well.
+/// With `/proc`, a file is opened through the descriptor that was checked. Without it, the file is opened a second
+/// time, without waiting, and both descriptors are compared. So a FIFO that was put in its place is refused as well.
 pub(super) fn open_regular(path: &Path, flags: OFlag) -> io::Result<(File, Metadata)> {
     let here = OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
     let (folder, name) = match (path.parent(), path.file_name()) {
@@ -34,7 +34,7 @@ pub(super) fn open_regular(path: &Path, flags: OFlag) -> io::Result<(File, Metad
         _ => return Err(leads_elsewhere()),
     };
     for _ in 0..OPEN_TRIES {
-        // While this descriptor is open, no other file gets its inode number.
+        // While this descriptor is open, no other file can get the inode number.
         let looked_at = File::from(openat(&folder, name, here | OFlag::O_PATH, Mode::empty())?);
         let expected = looked_at.metadata()?;
         if !expected.is_file() {
@@ -43,13 +43,13 @@ pub(super) fn open_regular(path: &Path, flags: OFlag) -> io::Result<(File, Metad
         let reading = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         let file = match openat(&folder, name, here | reading | flags, Mode::empty()) {
             Ok(file) => File::from(file),
-            // The file became a link or a socket, or was deleted.
+            // The file was replaced by a link or a socket, or was deleted.
             Err(Errno::ELOOP | Errno::ENXIO | Errno::ENOENT) => continue,
             Err(e) => return Err(e.into()),
         };
         let opened = file.metadata()?;
         if (opened.dev(), opened.ino()) == (expected.dev(), expected.ino()) {
-            // With O_NONBLOCK io_uring does not wait for bytes of the file.
+            // With O_NONBLOCK, io_uring would not wait for the bytes of the file. So the flag is removed.
             fcntl(&file, FcntlArg::F_SETFL(flags))?;
             return Ok((file, opened));
         }
@@ -68,7 +68,7 @@ fn folder_at(path: &Path) -> io::Result<OwnedFd> {
     for component in components {
         let Component::Normal(name) = component else { return Err(leads_elsewhere()) };
         reached = match openat(&reached, name, folder, Mode::empty()) {
-            // With `O_PATH` the link itself is opened, and it is not a folder.
+            // With `O_PATH` and `O_NOFOLLOW` the link itself is opened, and a link is not a folder.
             Err(Errno::ENOTDIR | Errno::ELOOP) => return Err(leads_elsewhere()),
             other => other?,
         };

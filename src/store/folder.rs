@@ -1,4 +1,5 @@
-//! An open folder: its names and their attributes are those of one folder, also while others move.
+//! A folder opened by its descriptor. All names and attributes come from this one folder, even if it is renamed
+//! or another folder takes its path.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -20,18 +21,18 @@ use crate::version::Version;
 #[derive(Debug)]
 pub struct OpenFolder {
     folder: File,
-    /// The path that it was opened by.
+    /// The path by which the folder was opened.
     path: PathBuf,
 }
 
 const FLAGS: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_CLOEXEC);
 
 impl OpenFolder {
-    /// Opens the folder at `path`, which lies in the folder `base` without a link in between: a
-    /// link may have taken the place of a folder that had this path.
+    /// Opens the folder at `path`, which lies in the folder `base`. The path from `base` to the folder must
+    /// contain no symbolic link, because someone may have replaced a folder by a link meanwhile.
     ///
     /// # Errors
-    /// The errors of open(2). `ELOOP` or `ENOTDIR` where a link is on the way.
+    /// The errors of open(2). `ELOOP` or `ENOTDIR` if a component of the path is a link.
     pub fn open(base: &Path, path: &Path) -> io::Result<OpenFolder> {
         let rest = path.strip_prefix(base).unwrap_or(path);
         if rest.as_os_str().is_empty() {
@@ -41,13 +42,13 @@ impl OpenFolder {
         let how = OpenHow::new().flags(FLAGS).resolve(ResolveFlag::RESOLVE_NO_SYMLINKS);
         match fcntl::openat2(&above, rest, how) {
             Ok(folder) => Ok(OpenFolder::of(folder.into(), path)),
-            // Kernels before 5.6 have no such call, and sandboxes hide it.
+            // openat2(2) does not exist before Linux 5.6, and some sandboxes forbid it.
             Err(Errno::ENOSYS | Errno::EPERM) => OpenFolder::open_and_compare(base, path),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Opens the folder, and looks where it lies.
+    /// Opens the folder, and compares its real path with the expected one.
     fn open_and_compare(base: &Path, path: &Path) -> io::Result<OpenFolder> {
         let flags = FLAGS.union(OFlag::O_NOFOLLOW);
         let folder = OpenFolder::of(fcntl::open(path, flags, Mode::empty())?.into(), path);
@@ -62,8 +63,8 @@ impl OpenFolder {
         OpenFolder { folder, path: path.to_owned() }
     }
 
-    /// A path that leads to the open folder, wherever it lies now. Some containers have no /proc:
-    /// there it is the path that the folder was opened by.
+    /// A path that leads to the open folder wherever it is now. Some containers have no `/proc`. There, it is
+    /// the path by which the folder was opened.
     fn here(&self) -> PathBuf {
         let here = PathBuf::from(format!("/proc/self/fd/{}", self.folder.as_raw_fd()));
         let inode = |meta: fs::Metadata| local_version(&meta).file();
@@ -84,9 +85,9 @@ impl OpenFolder {
     /// The names in the folder, sorted.
     ///
     /// # Errors
-    /// Where the folder cannot be read.
+    /// If the folder cannot be read.
     pub fn list(&self) -> io::Result<Vec<OsString>> {
-        // A path by /proc would lead there too, but each use of it takes as long as several calls.
+        // A path in `/proc` would lead to the folder too, but each use of such a path takes the time of several calls.
         let mut folder = Dir::openat(&self.folder, c".", FLAGS, Mode::empty())?;
         let mut names = Vec::new();
         for entry in folder.iter() {
@@ -100,11 +101,11 @@ impl OpenFolder {
         Ok(names)
     }
 
-    /// The version of the folder, and its entries by name. Names that are gone meanwhile or cannot be
-    /// looked at are left out.
+    /// The version of the folder, and its entries by name. An entry is left out if it was removed meanwhile, or
+    /// if its version cannot be read.
     ///
     /// # Errors
-    /// Where the folder cannot be read.
+    /// If the folder cannot be read.
     pub fn entries(&self) -> io::Result<StoreListing> {
         let (version, names) = (self.version()?, self.list()?);
         let (mut entries, mut partial) = (Vec::with_capacity(names.len()), false);
@@ -117,10 +118,10 @@ impl OpenFolder {
         Ok(StoreListing { version, entries, partial })
     }
 
-    /// The version of the file or folder of this name, or of the link of this name.
+    /// The version of the entry `name`. If the entry is a link, the version of the link itself.
     ///
     /// # Errors
-    /// Where nothing has this name.
+    /// If there is no such entry.
     pub fn version_of_name(&self, name: &OsStr) -> io::Result<Version> {
         match version_in_folder(&self.folder, name) {
             Err(e) if lacks_statx(&e) => {

@@ -1,4 +1,5 @@
-//! Models of the local hub cache by `ORG/NAME`, where no path of that name exists. Nothing is fetched.
+//! Models of the local hub cache, named `ORG/NAME`. Such a name is used only if no path of this name exists.
+//! Nothing is downloaded.
 
 use std::fs;
 use std::io;
@@ -7,29 +8,28 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result, shown, shown_path};
 use crate::format::names::{HubId, hub_model};
 
-/// The variable that names the cache, in messages.
+/// The variable that sets the folder of the cache, for messages.
 const CACHE_VARIABLE: &str = "HF_HUB_CACHE";
 
-/// The revision of a model without one.
+/// The revision that is used if the name has none.
 const MAIN: &str = "main";
 
 /// Maximum number of revisions that a message names.
 const NAMED_MAX: usize = 6;
 
-/// Deepest folder of references: `refs/pr/1`.
+/// Maximum depth of the files of references. An example is `refs/pr/1`.
 const REFS_DEPTH: usize = 4;
 
-/// Whether `source` has the form of a model of the hub, `ORG/NAME` or `ORG/NAME@REVISION`. Accesses
-/// no file system.
+/// Whether `source` has the form `ORG/NAME` or `ORG/NAME@REVISION` of a model of the hub. Accesses no file system.
 pub fn has_form(source: &Path) -> bool {
     source.to_str().and_then(HubId::parse).is_some()
 }
 
-/// The path that `source` means: the snapshot of a model in the hub cache of this user, if `source` is
-/// its name and no path. All other paths are returned as they are, without a look at them.
+/// The path that `source` stands for. If `source` is a model name and no such path exists, this is the snapshot
+/// of the model in the hub cache of this user. Every other path is returned unchanged, without a check.
 ///
 /// # Errors
-/// If there is neither such a path nor such a model; and if the model lacks the revision.
+/// If neither such a path nor such a model exists, or if the model does not have the revision.
 pub fn resolve(source: &Path) -> Result<PathBuf> {
     let Some(id) = source.to_str().and_then(HubId::parse) else { return Ok(source.to_owned()) };
     match fs::symlink_metadata(source) {
@@ -39,7 +39,8 @@ pub fn resolve(source: &Path) -> Result<PathBuf> {
     in_cache(source, id, &cache_of(&|name| std::env::var_os(name).map(PathBuf::from)))
 }
 
-/// The folder of the hub cache, by the variables of the environment, as huggingface_hub finds it.
+/// The folder of the hub cache. It follows from the environment variables by the rules of the Python package
+/// huggingface_hub.
 pub(super) fn cache_of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     let variable = |name| variable(name).filter(|value| !value.as_os_str().is_empty());
     let home = || variable("HOME");
@@ -54,7 +55,7 @@ pub(super) fn cache_of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<Pat
     given.or_else(of_home).or_else(of_xdg).map(expanded).or_else(of_user)
 }
 
-/// The snapshot of the model `id` in `cache`. `source` is what the user wrote.
+/// The snapshot of the model `id` in `cache`. `source` is the name as the user wrote it, for messages.
 fn in_cache(source: &Path, id: HubId<'_>, cache: &Option<PathBuf>) -> Result<PathBuf> {
     let missing =
         |why: String| Err(Error::io(source, "open", io::Error::new(io::ErrorKind::NotFound, why)));
@@ -75,7 +76,7 @@ fn in_cache(source: &Path, id: HubId<'_>, cache: &Option<PathBuf>) -> Result<Pat
     let commit = read_ref(&model.join("refs").join(revision));
     let snapshot = match &commit {
         Some(commit) => Some(snapshots.join(commit)),
-        // A commit is one folder name.
+        // The folder of a snapshot has the name of its commit, which contains no slash.
         None if !revision.contains('/') => Some(snapshots.join(revision)),
         None => None,
     };
@@ -101,7 +102,7 @@ fn in_cache(source: &Path, id: HubId<'_>, cache: &Option<PathBuf>) -> Result<Pat
     })
 }
 
-/// The commit in a file of references.
+/// The commit in a reference file of the hub cache.
 pub(super) fn read_ref(path: &Path) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let commit = text.trim();
@@ -109,7 +110,8 @@ pub(super) fn read_ref(path: &Path) -> Option<String> {
     is_name.then(|| commit.to_owned())
 }
 
-/// The revisions of `model` that have a snapshot: its references, then commits without one.
+/// The revisions of `model` that have a snapshot. First the names of references, then the commits that no
+/// reference names.
 fn revisions(model: &Path) -> Vec<String> {
     let names_in = |folder: &Path| -> Vec<String> {
         let entries = fs::read_dir(folder).into_iter().flatten().filter_map(io::Result::ok);
@@ -157,7 +159,7 @@ mod tests {
         for (first, expected) in expected.into_iter().enumerate() {
             let variable = |name: &str| {
                 let position = all.iter().position(|(other, _)| *other == name)?;
-                // Those before are empty, which is as if they were not set.
+                // The variables before `first` are set to the empty text, which counts as unset.
                 Some(PathBuf::from(if position < first { "" } else { all[position].1 }))
             };
             assert_eq!(cache_of(&variable), Some(expected.into()));

@@ -1,5 +1,5 @@
-//! Where sources lie: a store lists folders, finds versions and opens sources. It is the local file
-//! system, or a store of another kind.
+//! Stores of source files. A store lists folders, finds versions and opens sources. It is the local file system
+//! or a remote one.
 
 pub mod disk_cache;
 pub mod folder;
@@ -33,15 +33,15 @@ use remote_settings::StoreSettings;
 pub use remote_settings::{SERVER_URL, is_server_url};
 pub use remote_status::{EndpointStatus, RemoteStatus, remote_status};
 
-/// A place that holds sources. Clones are handles of the same one.
+/// A place that has sources. Clones are handles of the same place.
 #[derive(Clone, Debug, Default)]
 pub struct Store(Option<Arc<dyn StoreKind>>);
 
-/// The stores of other kinds, by the path that those of their files begin with.
+/// The stores registered with `add`, by the common start of the paths of their files.
 static OTHERS: RwLock<Vec<(PathBuf, Store)>> = RwLock::new(Vec::new());
 
 impl Store {
-    /// The file systems of this machine.
+    /// The local file systems of this machine.
     pub const LOCAL: Store = Store(None);
 
     /// Registers `kind` as the store of all paths below the absolute path `root`.
@@ -81,7 +81,7 @@ impl Store {
         kind.map_or_else(|| Store::of(path), |kind| Store(Some(kind.clone())))
     }
 
-    /// It with a disk cache at `place`, if it is not the file systems of this machine.
+    /// The same store with a disk cache at `place`. The local file systems get no disk cache.
     #[must_use]
     pub fn cached(self, place: Option<&DiskCachePlace>) -> Store {
         match (self.0, place) {
@@ -90,12 +90,12 @@ impl Store {
         }
     }
 
-    /// Whether it is the file systems of this machine, so that paths in it are paths of this machine.
+    /// Whether this is the store of the local file systems. Then its paths are paths of this machine.
     pub fn is_local(&self) -> bool {
         self.0.is_none()
     }
 
-    /// Whether a look at `folder` may wait for another machine, perhaps for ever.
+    /// Whether an access to `folder` may wait for another machine, perhaps for ever.
     pub fn may_block(&self, folder: &Path) -> bool {
         match &self.0 {
             None => !FileSystem::of_folder(folder).is_local(),
@@ -103,10 +103,10 @@ impl Store {
         }
     }
 
-    /// `path`, absolute and without links.
+    /// `path` as an absolute path without symbolic links.
     ///
     /// # Errors
-    /// Where nothing is there, or a folder on the way cannot be read.
+    /// If nothing is at the path, or a folder of the path cannot be read.
     pub fn real_path(&self, path: &Path) -> io::Result<PathBuf> {
         match &self.0 {
             None if is_url(path) => Err(io::Error::new(
@@ -118,10 +118,10 @@ impl Store {
         }
     }
 
-    /// `path`, absolute, perhaps with links. Nothing need be there.
+    /// `path` as an absolute path, which may contain symbolic links. It need not exist.
     ///
     /// # Errors
-    /// Where the working directory is gone.
+    /// If the working directory does not exist any more.
     pub fn absolute(&self, path: &Path) -> io::Result<PathBuf> {
         if self.is_local() && !is_url(path) { std::path::absolute(path) } else { Ok(plain(path)) }
     }
@@ -129,7 +129,7 @@ impl Store {
     /// The names in a folder, sorted.
     ///
     /// # Errors
-    /// Where there is no such folder, or it cannot be read.
+    /// If there is no such folder, or it cannot be read.
     pub fn names(&self, folder: &Path) -> io::Result<Vec<OsString>> {
         match &self.0 {
             None => OpenFolder::open(folder, folder)?.list(),
@@ -140,10 +140,11 @@ impl Store {
         }
     }
 
-    /// The entries of a folder, by name. It lies in the folder `base` without a link in between.
+    /// The entries of a folder by name. The folder lies in the folder `base`, and the path between them
+    /// contains no symbolic link.
     ///
     /// # Errors
-    /// Where there is no such folder, or it cannot be read.
+    /// If there is no such folder, or it cannot be read.
     pub fn list(&self, base: &Path, folder: &Path) -> io::Result<StoreListing> {
         let Some(kind) = &self.0 else { return OpenFolder::open(base, folder)?.entries() };
         let mut listing = kind.list(folder)?;
@@ -151,10 +152,10 @@ impl Store {
         Ok(listing)
     }
 
-    /// The version of the file or folder at `path`, or of the link there.
+    /// The version of the file or folder at `path`. If a link is there, the version of the link itself.
     ///
     /// # Errors
-    /// Where nothing is there, or a folder on the way cannot be read.
+    /// If nothing is at the path, or a folder of the path cannot be read.
     pub fn version(&self, path: &Path) -> io::Result<Version> {
         match &self.0 {
             None => fs::symlink_metadata(path).map(|meta| local_version(&meta)),
@@ -162,10 +163,10 @@ impl Store {
         }
     }
 
-    /// The version of the file or folder that `path` leads to, through links.
+    /// The version of the file or folder at `path`, with links followed.
     ///
     /// # Errors
-    /// Where nothing is there, or a folder on the way cannot be read.
+    /// If nothing is at the path, or a folder of the path cannot be read.
     pub fn version_behind_links(&self, path: &Path) -> io::Result<Version> {
         match &self.0 {
             None => fs::metadata(path).map(|meta| local_version(&meta)),
@@ -173,11 +174,11 @@ impl Store {
         }
     }
 
-    /// The version of the file or folder at `path`, or of the link there, as its server has it
-    /// now: a client of a network file system may remember an older one.
+    /// The version at `path` like `version`, but as the server has it now. The client of a network file system
+    /// may have cached an older version.
     ///
     /// # Errors
-    /// Where nothing is there, or a folder on the way cannot be read.
+    /// If nothing is at the path, or a folder of the path cannot be read.
     pub fn fresh_version(&self, path: &Path) -> io::Result<Version> {
         match &self.0 {
             None => version_now(path),
@@ -185,10 +186,10 @@ impl Store {
         }
     }
 
-    /// Opens the source at `path`, which is absolute and without links.
+    /// Opens the source at `path`, which is absolute and without symbolic links.
     ///
     /// # Errors
-    /// `Error::Io` where it cannot be opened, or is no regular file.
+    /// `Error::Io` if it cannot be opened, or is not a regular file.
     pub fn open(&self, path: &Path) -> Result<Arc<Source>> {
         let Some(kind) = &self.0 else { return Source::open(path) };
         let failed = |e| Error::io(path, "open", e);
@@ -200,20 +201,21 @@ impl Store {
         Ok(Source::stored(kind, path, version))
     }
 
-    /// Its name for people: a protocol and a host. `None` if it has no server.
+    /// The name of the store for messages: a protocol and a host. `None` if the store has no server.
     pub fn server(&self) -> Option<String> {
         self.0.as_ref()?.name()
     }
 
-    /// Which credentials requests to its server carry, by the name of where they come from.
+    /// The source of the credentials that requests to the server carry, in words.
     pub fn credentials(&self) -> Option<String> {
         self.0.as_ref()?.credentials()
     }
 
-    /// Tries how its server serves the file at `path`, which is in `version`.
+    /// Measures how the server serves the file at `path`, which has `version`.
     ///
     /// # Errors
-    /// `Unsupported` if it has no server; a refusal, or no answer in time.
+    /// `Unsupported` if the store has no server. Also fails if the server refuses a request, or does not answer
+    /// in time.
     pub fn probe(&self, path: &Path, version: &Version) -> io::Result<StoreProbe> {
         match &self.0 {
             None => Err(io::ErrorKind::Unsupported.into()),
@@ -221,8 +223,8 @@ impl Store {
         }
     }
 
-    /// The source at `path`, which was `version` when it was looked at; not opened before it is
-    /// read. Its bytes are valid only if `check` then finds the same version.
+    /// The source at `path`, whose version was `version` at an earlier look. It is not opened before the first
+    /// read. Its bytes are valid only if a later `check` finds the same version.
     pub fn closed(&self, path: &Path, version: Version) -> Arc<Source> {
         match &self.0 {
             None => Source::closed(path, version),
@@ -231,7 +233,7 @@ impl Store {
     }
 }
 
-/// A path of another store without superfluous slashes. The two of a URL stay.
+/// A path of another store without superfluous slashes. The two slashes after the scheme of a URL remain.
 fn plain(path: &Path) -> PathBuf {
     let url = path.to_str().filter(|_| is_url(path)).and_then(|url| url.split_once("://"));
     match url {

@@ -1,4 +1,4 @@
-//! Settings of the remote source of a process, which go before the variables of the environment.
+//! Settings of remote sources that options set. They take precedence over environment variables.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -12,13 +12,13 @@ use crate::error::shown_path;
 use crate::open_options::RemoteSettings;
 use crate::sync::RwLock;
 
-/// The settings in force. A child of a fork keeps them.
+/// The settings for all remote sources of the process. A child made by fork(2) keeps them.
 static IN_FORCE: RwLock<Option<RemoteSettings>> = RwLock::new(None);
 
 /// Maximum length of a file with credentials, in bytes.
 const CREDENTIALS_LEN_MAX: u64 = 1 << 20;
 
-/// Variables that credentials of S3 come from before any file.
+/// Variables that have credentials of S3, and that S3 reads before any file.
 const AWS_KEYS: [&str; 5] = [
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
@@ -27,7 +27,7 @@ const AWS_KEYS: [&str; 5] = [
     "AWS_SKIP_SIGNATURE",
 ];
 
-/// Variables that tokens and keys of other sources come from before any file.
+/// Variables that have tokens and keys of other servers, and that are read before any file.
 const OTHER_KEYS: [&str; 11] = [
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
@@ -37,39 +37,39 @@ const OTHER_KEYS: [&str; 11] = [
     "AZURE_STORAGE_SAS_TOKEN",
     "AZURE_STORAGE_CONNECTION_STRING",
     "AZURE_SKIP_SIGNATURE",
-    // The file says where its key or signature goes.
+    // The file also says for which account its key or signature is.
     "AZURE_STORAGE_ACCOUNT",
     "AZURE_STORAGE_ACCOUNT_NAME",
     "AZURE_STORAGE_BLOB_ENDPOINT",
 ];
 
-/// Schemes of URLs with credentials, and with certificates of servers.
+/// Schemes of URLs for which the options for a credentials file and for server certificates have a meaning.
 const HAVE_CREDENTIALS: [&str; 8] = ["s3", "gs", "az", "abfs", "abfss", "hf", "http", "https"];
 
-/// Schemes of URLs whose server an option can name.
+/// Schemes of URLs whose server an option can set.
 const HAVE_ENDPOINTS: [&str; 6] = ["s3", "gs", "az", "abfs", "abfss", "hf"];
 
-/// Schemes of URLs with profiles and regions.
+/// Schemes of URLs for which a profile and a region have a meaning.
 const HAVE_PROFILES: [&str; 1] = ["s3"];
 
-/// The settings of one store: its own, or else those in force.
+/// The settings of one store. `None` stands for those of the process.
 #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct StoreSettings(pub(super) Option<Arc<RemoteSettings>>);
 
 #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
 impl StoreSettings {
-    /// The setting for the variable `name`, else its value in the environment.
+    /// The setting that replaces the variable `name`, or else the value of the variable.
     pub(super) fn variable(&self, name: &str) -> Option<String> {
         self.ask(|settings| settings.variable(name)).or_else(|| std::env::var(name).ok())
     }
 
-    /// Whether an option names the file with the credentials, so that they come from nowhere else.
+    /// Whether an option names a credentials file. Then no other credentials are used.
     pub(super) fn names_credentials_file(&self) -> bool {
         self.ask(|settings| settings.credentials_file.clone()).is_some()
     }
 
-    /// Whether an option names the profile of AWS.
+    /// Whether an option names a profile of AWS.
     pub(super) fn names_profile(&self) -> bool {
         self.ask(|settings| settings.profile.clone()).is_some()
     }
@@ -83,11 +83,11 @@ impl StoreSettings {
 }
 
 impl RemoteSettings {
-    /// Puts the settings in force for all remote sources of this process that have none of their own
-    /// and are not open yet.
+    /// Applies these settings to all remote sources of the process that have no settings of their own and are
+    /// not open yet.
     ///
     /// # Errors
-    /// One line, if a file cannot be read.
+    /// A message of one line, if a file cannot be read or the server is not valid.
     #[doc(hidden)]
     pub fn take_effect(&self) -> Result<(), String> {
         self.check()?;
@@ -95,10 +95,10 @@ impl RemoteSettings {
         Ok(())
     }
 
-    /// Tries whether the files can be read, and the server can be one.
+    /// Checks that the files can be read and the URL of the server is valid.
     ///
     /// # Errors
-    /// One line, if not.
+    /// A message of one line, if a check fails.
     #[doc(hidden)]
     pub fn check(&self) -> Result<(), String> {
         if self.endpoint.as_ref().is_some_and(|url| !is_server_url(url)) {
@@ -116,10 +116,10 @@ impl RemoteSettings {
         Ok(())
     }
 
-    /// Refuses settings that mean nothing for any of the sources `paths`.
+    /// Refuses settings that have no meaning for any of the sources `paths`.
     ///
     /// # Errors
-    /// One line with the first of them.
+    /// A message of one line about the first such setting.
     #[doc(hidden)]
     pub fn check_use(&self, paths: &[PathBuf]) -> Result<(), String> {
         let given = [
@@ -149,7 +149,7 @@ impl RemoteSettings {
         ))
     }
 
-    /// The value that stands for the variable `name`. An empty one means that there is none.
+    /// The value that replaces the variable `name`. An empty value means that the variable counts as unset.
     fn variable(&self, name: &str) -> Option<String> {
         let path = |path: &Option<PathBuf>| Some(path.as_ref()?.to_str()?.to_owned());
         let file = self.credentials_file.as_deref();
@@ -160,7 +160,8 @@ impl RemoteSettings {
             | "NETRC"
             | "HF_TOKEN_PATH" => path(&self.credentials_file),
             "AZURE_STORAGE_CONNECTION_STRING" if file.is_some() => {
-                // A file that cannot be read any more does not lead to another account.
+                // If the file has become unreadable, the value is empty. Otherwise the variable could lead to
+                // another account.
                 file.map(|file| {
                     text_in(file).map(|text| text.trim().to_owned()).unwrap_or_default()
                 })
@@ -181,10 +182,10 @@ impl RemoteSettings {
     }
 }
 
-/// The form of the URL of a server, for messages.
+/// The form of a server's URL, for messages.
 pub const SERVER_URL: &str = "http(s)://HOST[:PORT], without a user or a query";
 
-/// Whether `url` names a server, and has no secrets.
+/// Whether `url` is the URL of a server and contains no secrets.
 pub fn is_server_url(url: &str) -> bool {
     let rest = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
     rest.is_some_and(|rest| !rest.is_empty() && !rest.contains(['@', '?', '#']))
@@ -193,12 +194,12 @@ pub fn is_server_url(url: &str) -> bool {
 /// The text of a file with credentials.
 fn text_in(file: &Path) -> io::Result<String> {
     let text = bytes_in(file, CREDENTIALS_LEN_MAX)?;
-    // The error of the conversion would hold the credentials.
+    // The error of the conversion is not passed on, because it contains the credentials.
     let not_text = |_| io::Error::new(io::ErrorKind::InvalidData, "is not UTF-8");
     String::from_utf8(text).map_err(not_text)
 }
 
-/// The bytes of a file of settings, `len_max` at most.
+/// The bytes of a settings file, at most `len_max`.
 pub(super) fn bytes_in(file: &Path, len_max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_regular(file)?.take(len_max + 1).read_to_end(&mut bytes)?;
@@ -210,7 +211,7 @@ pub(super) fn bytes_in(file: &Path, len_max: u64) -> io::Result<Vec<u8>> {
 }
 
 fn open_regular(path: &Path) -> io::Result<File> {
-    // A FIFO of this name must not block.
+    // With `O_NONBLOCK` the open does not wait, even if the path is a FIFO.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     match file.metadata()?.is_file() {
         true => Ok(file),

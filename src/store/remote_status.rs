@@ -1,4 +1,4 @@
-//! The counters of servers and of disk caches.
+//! Counters of servers and disk caches, for `status`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,15 +16,15 @@ static OF_HOSTS: PerProcess<Mutex<BTreeMap<String, Arc<EndpointCounters>>>> = Pe
 /// Counters of one host.
 #[derive(Debug, Default)]
 pub(super) struct EndpointCounters {
-    /// Requests that were sent, tries again and second ones included.
+    /// Requests that were sent, including retries and hedged requests.
     pub(super) requests: Counter,
     /// Requests that were sent again after a failure.
     pub(super) retries: Counter,
-    /// Second requests for what the first did not bring in the usual time.
+    /// Hedged requests: second copies of requests that were not answered in the usual time.
     pub(super) hedges: Counter,
-    /// Bytes of bodies that came.
+    /// Bytes of answer bodies that were received.
     pub(super) bytes: Counter,
-    /// Requests under way.
+    /// Requests in flight.
     pub(super) now: Counter,
     /// Time from a request to the headers of its answer.
     pub(super) first_byte: Latency,
@@ -36,27 +36,27 @@ pub(super) fn counters_of(host: &str) -> Arc<EndpointCounters> {
     all.entry(host.to_owned()).or_default().clone()
 }
 
-/// The facts about a server, for `status`. Numbers are those of this process since its start.
+/// The counters of a server, for `status`. Each counter begins at 0 when the process starts.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct EndpointStatus {
-    /// Its host.
+    /// Host of the server.
     pub host: String,
     /// Requests that were sent.
     pub requests: u64,
     /// Part of `requests`: those that were sent again after a failure.
     pub retries: u64,
-    /// Part of `requests`: second ones, because the first did not bring an answer in the usual time.
+    /// Part of `requests`: second copies of requests that were not answered in the usual time.
     pub hedges: u64,
-    /// Bytes that came.
+    /// Bytes that were received.
     pub bytes: u64,
-    /// Requests under way.
+    /// Requests in flight.
     pub requests_now: u64,
     /// Time from a request to the first byte of its answer, in microseconds.
     pub first_byte_us: Waits,
 }
 
-/// The facts about remote sources, for `status`.
+/// The state of the remote sources, for `status`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct RemoteStatus {
@@ -66,7 +66,7 @@ pub struct RemoteStatus {
     pub disk_caches: Vec<DiskCacheStatus>,
 }
 
-/// The facts about the remote sources of this process. `None` if it has none.
+/// The status of the remote sources of this process. `None` if there are none.
 pub fn remote_status() -> Option<RemoteStatus> {
     let all = OF_HOSTS.get_or_init(Mutex::default).lock().clone();
     let endpoints = all.into_iter().map(|(host, counters)| EndpointStatus {

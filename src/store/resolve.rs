@@ -1,5 +1,5 @@
-//! Where symbolic links may lead: inside the source, into the blobs of the same hub folder, or
-//! into folders that the user named; for a library, to any file that its caller may read.
+//! Targets that symbolic links may have. They may lead inside the source, into the blobs of the same hub folder, or
+//! into folders that the user named. In a library, a link may lead to any file that the caller can read.
 
 use std::ffi::OsString;
 use std::io;
@@ -19,15 +19,15 @@ use super::Store;
 #[derive(Clone, Debug)]
 pub struct LinkBounds {
     store: Store,
-    /// Clones share it: the source may move.
+    /// Root folder of the source. Clones share it, because the source may be moved.
     root: Arc<RwLock<PathBuf>>,
     follow: Vec<PathBuf>,
     links: Links,
-    /// The queue of the mount of this source, if there is one.
+    /// The read queue of the mount of this source, if it is mounted.
     own: Arc<OnceLock<QueueKey>>,
 }
 
-/// Why a name is left out.
+/// The reason why a name is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Unusable {
     /// A link whose target is not there.
@@ -38,23 +38,23 @@ pub enum Unusable {
     Outside,
     /// A link to a folder outside of the source, while links to files may lead anywhere.
     FolderOutside,
-    /// A name that the operating system does not let the caller look at.
+    /// A name that the operating system does not let this process access.
     Denied,
     /// Neither a file nor a folder: a FIFO, a socket or a device.
     Special,
     /// A weight file whose name is not UTF-8.
     NotUtf8,
-    /// A link to a folder that it lies in.
+    /// A link to a folder that contains the link.
     Above,
-    /// A folder in too many folders.
+    /// A folder that is nested too deeply.
     TooDeep,
     /// A folder that cannot be read.
     Unreadable,
-    /// A folder from which links lead to too much.
+    /// A folder whose links lead to too many folders.
     TooManyLinks,
-    /// A folder of too many files.
+    /// A folder with too many files.
     TooManyFiles,
-    /// A part of the mount of this source.
+    /// A file or folder of the mount of this source.
     Mount,
 }
 
@@ -136,7 +136,7 @@ impl Unusable {
 }
 
 impl LinkBounds {
-    /// LinkBounds of the source at `root` of `store`; both it and `follow` are absolute and without links.
+    /// The bounds for the source at `root` of `store`. `root` and `follow` are absolute and without symbolic links.
     pub fn new(store: Store, root: PathBuf, follow: Vec<PathBuf>, links: Links) -> LinkBounds {
         LinkBounds { store, root: Arc::new(RwLock::new(root)), follow, links, own: Arc::default() }
     }
@@ -151,18 +151,19 @@ impl LinkBounds {
         self.root.read().clone()
     }
 
-    /// The folder of the user that `path` lies in: the links on the way to it are the user's own.
+    /// The folder in which links may lie on the path of `path` without a check: the root of the source or a
+    /// folder that the user named.
     pub fn base_of(&self, path: &Path) -> PathBuf {
         let mut bases = [self.root()].into_iter().chain(self.follow.iter().cloned());
         bases.find(|base| path.starts_with(base)).unwrap_or_else(|| PathBuf::from("/"))
     }
 
-    /// Leaves out everything whose reads belong to `queue`.
+    /// From now on, leaves out every file and folder whose reads belong to `queue`.
     pub fn leave_out(&self, queue: QueueKey) {
         let _ = self.own.set(queue);
     }
 
-    /// Whether the file or folder is left out by its queue.
+    /// Whether the file or folder is left out because of its queue.
     pub fn leaves_out(&self, version: &Version) -> bool {
         self.own.get() == Some(&version.queue_key())
     }
@@ -172,7 +173,7 @@ impl LinkBounds {
         *self.root.write() = root;
     }
 
-    /// Resolves `path`, which lies in the source, to its real path and metadata.
+    /// Resolves `path`, which lies in the source, to its real path and its version.
     ///
     /// # Errors
     /// The reason why the target may not be read.
@@ -196,16 +197,17 @@ impl LinkBounds {
     }
 }
 
-/// Maximum number of links on the way of one link, as the kernel follows.
+/// Maximum number of links that are followed one after another. The kernel has the same limit.
 const LINKS_MAX: usize = 40;
 
 impl Store {
-    /// The real paths of the folders whose entries decide where the link at `link` leads. `real` is
-    /// the path that it leads to. The folder of `link`, which is a real path, may be among them.
+    /// The real paths of the folders whose entries decide where the link at `link` leads. `link` is a path in a
+    /// folder without symbolic links, and `real` is the path to which it leads. The folder of `link` itself may
+    /// be among the results.
     pub fn folders_on_the_way(&self, link: &Path, real: Option<&Path>) -> Vec<PathBuf> {
         let Some(folder) = link.parent().filter(|_| self.is_local()) else { return Vec::new() };
         let Ok(target) = std::fs::read_link(link) else { return Vec::new() };
-        // Most links lead straight to their target.
+        // Most links lead directly to their target, without further links.
         if let Some(real) = real.filter(|real| without_dots(&folder.join(&target)) == **real) {
             return real.parent().map(Path::to_owned).into_iter().collect();
         }
@@ -214,7 +216,7 @@ impl Store {
         folders.chain(last).collect()
     }
 
-    /// The real paths of the further links on the way of the link at `link`, which is a real path.
+    /// The real paths of the further links that are followed from the link at `link`, whose folder is a real path.
     pub fn links_on_the_way(&self, link: &Path) -> Vec<PathBuf> {
         let target = std::fs::read_link(link).ok().filter(|_| self.is_local());
         let steps = link.parent().zip(target).map(|(folder, target)| steps(folder, &target));
@@ -231,15 +233,15 @@ impl Store {
     }
 }
 
-/// The way of a link.
+/// The links that were followed from one link.
 struct Steps {
     /// The real paths of the further links.
     links: Vec<PathBuf>,
-    /// The real path of the folder in which it ends, if it ends.
+    /// The real path of the folder that contains the final target, if it was reached.
     last: Option<PathBuf>,
 }
 
-/// The way of a link in `folder`, a real path, to `target`.
+/// Follows a link in the real path `folder` to `target`.
 fn steps(folder: &Path, target: &Path) -> Steps {
     let mut steps = Steps { links: Vec::new(), last: None };
     let mut here = folder.to_owned();
@@ -269,13 +271,13 @@ fn steps(folder: &Path, target: &Path) -> Steps {
     steps
 }
 
-/// The names of a path, the last one first.
+/// The names in a path, the last name first.
 fn names_of(path: &Path) -> Vec<OsString> {
     let names = path.components().filter(|part| !matches!(part, Component::CurDir));
     names.rev().map(|part| part.as_os_str().to_owned()).collect()
 }
 
-/// `path` with each `..` taken for the folder above, which is wrong behind links.
+/// `path` with each `..` removed together with the name before it. After a symbolic link, this is not the right path.
 fn without_dots(path: &Path) -> PathBuf {
     let mut plain = PathBuf::new();
     for part in path.components() {

@@ -1,4 +1,4 @@
-//! Questions to a server of Redis, each on the thread that asks, with tries again until its deadline.
+//! Commands to a Redis server. Each runs on the calling thread and is retried until its deadline.
 
 use std::io::{self, ErrorKind};
 use std::ops::Range;
@@ -12,33 +12,33 @@ use crate::sync::Mutex;
 
 use super::link::{RedisAnswer, RedisLink, RedisQuestion, time_left};
 
-/// Time limit of a connection.
+/// Time limit for opening a connection.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 
-/// Shortest time of a try, if there is as much.
+/// Minimum duration of a try, if the deadline allows it.
 const TRY_MIN: Duration = Duration::from_millis(200);
 
-/// Pause before another try.
+/// Pause before the next try.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Maximum number of tries without any connection.
+/// Maximum number of tries that get no connection.
 const UNREACHABLE_MAX: u32 = 4;
 
 /// Why a try failed.
 enum RedisFailure {
     /// There was no connection.
     Unconnected(io::Error),
-    /// The connection failed, or what came by it is not of Redis.
+    /// The connection failed, or the received bytes are not the Redis protocol.
     Broken(io::Error),
-    /// The server refuses, with this code.
+    /// The server refuses the command with this code.
     Refused(String),
 }
 
-/// A server.
+/// A Redis server.
 pub(super) struct RedisClient {
     host: String,
     port: u16,
-    /// Connections that nobody uses. A child of a fork makes its own.
+    /// Idle connections. A child made by fork(2) opens its own.
     idle: PerProcess<Mutex<Vec<RedisLink>>>,
 }
 
@@ -47,15 +47,16 @@ impl RedisClient {
         RedisClient { host, port, idle: PerProcess::new() }
     }
 
-    /// Its host and port, for people.
+    /// Host and port of the server, for messages.
     pub(super) fn name(&self) -> String {
         format!("{}:{}", self.host, self.port)
     }
 
-    /// The bytes `range` of `key`; fewer if it is shorter, none if it is not there.
+    /// The bytes `range` of the value of `key`. The result is shorter if the value is, and empty if there is no
+    /// such key.
     ///
     /// # Errors
-    /// The refusal of the server, or no answer in time.
+    /// If the server refuses the command, or does not answer in time.
     pub(super) fn part(
         &self,
         key: &[u8],
@@ -66,8 +67,8 @@ impl RedisClient {
         answer.map_or_else(|| Ok(Vec::new()), bytes_of)
     }
 
-    /// The first bytes of each of `keys`, up to the length beside it, and the lengths of the values of
-    /// `others`, in one round trip. The length of a value that is not there is 0.
+    /// The first bytes of the value of each of `keys`, up to the length given with the key, and the lengths of
+    /// the values of `others`. Takes one round trip. The length is 0 if there is no such value.
     ///
     /// # Errors
     /// The errors of `part`.
@@ -129,7 +130,7 @@ impl RedisClient {
         }
     }
 
-    /// One try. It takes a part of the time, so that there is some for another.
+    /// Tries once. A try may take half of the time that is left, so that another try is possible.
     fn try_once(
         &self,
         questions: &[RedisQuestion],
@@ -156,7 +157,7 @@ impl RedisClient {
         refusal.map_or(Ok(answers), |code| Err(RedisFailure::Refused(code)))
     }
 
-    /// A failure as the error of a read.
+    /// Converts a failure into the error of a read.
     fn meaning(&self, failed: &RedisFailure) -> io::Error {
         let name = self.name();
         let error = match failed {
@@ -182,7 +183,7 @@ impl RedisClient {
     }
 }
 
-/// GETRANGE for the bytes `range` of `key`.
+/// The command GETRANGE for the bytes `range` of `key`.
 fn part_of(key: &[u8], range: &Range<u64>) -> RedisQuestion {
     let (first, last) = (range.start.to_string(), range.end.saturating_sub(1).to_string());
     let words = [b"GETRANGE", key, first.as_bytes(), last.as_bytes()];
@@ -226,7 +227,7 @@ mod tests {
 
     use super::*;
 
-    /// A client of a server that reads a command on each connection, and then does as `answer` says.
+    /// A client of a server that reads one command on each connection, and then calls `answer`.
     fn client_of(answer: impl Fn(&mut TcpStream) + Send + 'static) -> RedisClient {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -255,7 +256,7 @@ mod tests {
         let before = Instant::now();
         let error = failure(&client, 1_000_000, Duration::from_millis(600));
         assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
-        // The bytes take a quarter of an hour.
+        // Without a limit, the bytes would take a quarter of an hour.
         assert!(before.elapsed() < Duration::from_secs(60));
     }
 

@@ -1,5 +1,5 @@
-//! A connection to a server of Redis. Nothing of it lasts longer than its deadline, and no reply takes more
-//! memory than its command allows, whatever the server sends: that is why no client library serves here.
+//! A connection to a Redis server. No call lasts longer than its deadline, and no reply takes more memory than
+//! its command allows, whatever the server sends. Client libraries do not guarantee this, so none is used.
 
 use std::io::{self, BufRead as _, BufReader, ErrorKind, Read, Write as _};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs as _};
@@ -7,23 +7,23 @@ use std::time::{Duration, Instant};
 
 use crate::asked::Asked;
 
-/// Longest line of an answer, in bytes.
+/// Maximum length of a line of a reply in bytes.
 const LINE_MAX: u64 = 4096;
 
-/// Longest code of a refusal that is shown, in characters.
+/// Maximum number of characters of an error code that are shown.
 const CODE_MAX: usize = 32;
 
-/// Bytes of a value that are given memory before they have come.
+/// Maximum number of bytes that are allocated for a value before any of it was received.
 const FIRST_ROOM: u64 = 1 << 20;
 
-/// A command as it is sent, and the most bytes that a value in its answer may have.
+/// An encoded command, and the maximum length of the value in its reply in bytes.
 pub(super) struct RedisQuestion {
     packed: Vec<u8>,
     most: u64,
 }
 
 impl RedisQuestion {
-    /// The command of these words.
+    /// The command that consists of `words`.
     pub(super) fn new(words: &[&[u8]], most: u64) -> RedisQuestion {
         let mut packed = format!("*{}\r\n", words.len()).into_bytes();
         for word in words {
@@ -40,7 +40,7 @@ impl RedisQuestion {
 pub(super) enum RedisAnswer {
     Bytes(Vec<u8>),
     Number(u64),
-    /// A refusal, by its code.
+    /// An error reply, with its code.
     Refused(String),
 }
 
@@ -49,7 +49,7 @@ pub(super) struct RedisLink {
     reader: BufReader<TimedStream>,
 }
 
-/// A connection with the time at which it ends.
+/// A connection with the deadline of the current call.
 struct TimedStream {
     stream: TcpStream,
     deadline: Instant,
@@ -62,13 +62,13 @@ fn too_late() -> io::Error {
 /// The time until `deadline`.
 ///
 /// # Errors
-/// `TimedOut` if there is none.
+/// `TimedOut` if the deadline has passed.
 pub(super) fn time_left(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(too_late()) } else { Ok(left) }
 }
 
-/// The error of a call whose time was over is `TimedOut`.
+/// Turns the error of a call that ran out of time into `TimedOut`.
 fn as_timeout(error: io::Error) -> io::Error {
     if error.kind() == ErrorKind::WouldBlock { too_late() } else { error }
 }
@@ -81,10 +81,10 @@ impl Read for TimedStream {
 }
 
 impl RedisLink {
-    /// Connects to the first address of `host` that answers. Each address gets its part of the time.
+    /// Connects to the first address of `host` that accepts. The time is divided among the addresses.
     ///
     /// # Errors
-    /// The failure of the last address, or of the look for addresses.
+    /// The failure of the last address, or of the name resolution.
     pub(super) fn open(host: &str, port: u16, deadline: Instant) -> io::Result<RedisLink> {
         let addresses = addresses_of(host, port, deadline)?;
         let mut failed = io::Error::new(ErrorKind::NotFound, "the host has no address");
@@ -102,11 +102,11 @@ impl RedisLink {
         Err(failed)
     }
 
-    /// The answers to `questions`, in order. After an error the link is of no use any more.
+    /// Sends `questions` and returns the replies in order. After an error the connection cannot be used any more.
     ///
     /// # Errors
-    /// `TimedOut` at `deadline`, `InvalidData` if an answer is not one of Redis or is longer than its question
-    /// allows, and the errors of the connection.
+    /// `TimedOut` at `deadline`. `InvalidData` if a reply is not valid or is longer than its question allows.
+    /// Also the errors of the connection.
     pub(super) fn ask(
         &mut self,
         questions: &[RedisQuestion],
@@ -140,7 +140,7 @@ impl RedisLink {
     }
 }
 
-/// The addresses of `host`. A resolver that does not answer is left behind at `deadline`.
+/// Resolves `host`. If the resolver does not answer by `deadline`, its thread is abandoned.
 fn addresses_of(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);
@@ -155,8 +155,8 @@ fn not_redis(why: &str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, why)
 }
 
-/// One answer, with a value of up to `most` bytes. There are no answers of several values to the commands
-/// that are sent.
+/// Reads one reply with a value of at most `most` bytes. None of the commands used here gets a reply with
+/// several values.
 fn read_answer(reader: &mut impl io::BufRead, most: u64) -> io::Result<RedisAnswer> {
     let mut line = Vec::new();
     reader.by_ref().take(LINE_MAX).read_until(b'\n', &mut line)?;

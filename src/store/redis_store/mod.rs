@@ -1,8 +1,9 @@
-//! Checkpoints in Redis, as tensorizer stores them: `redis://HOST[:PORT]/PREFIX`. A prefix of keys is a
-//! folder with one file.
+//! Checkpoints in Redis, in the layout of tensorizer: `redis://HOST[:PORT]/PREFIX`. A prefix of keys is shown
+//! as a folder with one file.
 //!
-//! Redis keeps no versions: no byte is handed out before all of its tensor was compared with the hashes in
-//! the header of the tensor, and later parts of it are compared with checksums that were taken then.
+//! Redis has no versions of values. So a tensor is compared as a whole with the hashes in its header before a
+//! reader gets any byte of it. That comparison also yields checksums, and later reads of the tensor are
+//! compared with them. Encrypted tensors are not compared: readers check their MACs.
 
 mod client;
 mod link;
@@ -25,22 +26,23 @@ use crate::version::{QueueKey, Version};
 use client::RedisClient;
 use values::RedisFile;
 
-/// The first part of all URLs.
+/// The scheme of all URLs.
 const SCHEME: &str = "redis://";
 
-/// The port of Redis.
+/// The default port of Redis.
 const PORT: u16 = 6379;
 
-/// The name of the file that a prefix has.
+/// The name of the only file in the folder of a prefix.
 const FILE: &str = "model.tensors";
 
-/// Time limit of a call that nobody gave one.
+/// Time limit of a call for which the caller sets no deadline.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A read times out earlier than its reader, by 1 / `REASON_PART` of its time, so that the reader gets the error.
+/// A request ends before the deadline of its reader, by 1 / `REASON_PART` of the time, so that the reader still
+/// gets the error message.
 const REASON_PART: u32 = 20;
 
-/// The stores of this process, by what their URLs begin with.
+/// The stores of this process, by the roots of their URLs.
 static STORES: PerProcess<Mutex<HashMap<PathBuf, Arc<RedisStore>>>> = PerProcess::new();
 
 /// Whether `path` is a URL of Redis.
@@ -48,7 +50,7 @@ pub(super) fn is_redis(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().starts_with(SCHEME.as_bytes())
 }
 
-/// The store of the keys at `url`. One of a URL that is not usable says so in each call.
+/// The store of the keys at `url`. If the URL is not usable, each call to the store returns that error.
 pub(super) fn store_of(url: &Path) -> Arc<dyn StoreKind> {
     let rest = url.to_str().and_then(|url| url.strip_prefix(SCHEME)).unwrap_or_default();
     let authority = rest.split('/').next().unwrap_or_default();
@@ -64,7 +66,7 @@ fn parse_authority(authority: &str) -> Result<(String, u16), &'static str> {
     if authority.contains('@') {
         return Err("user names and passwords do not belong into a URL, where others see them");
     }
-    // The address of IPv6 has colons too.
+    // An IPv6 address contains colons too.
     let (host, port) = match authority.rsplit_once(':') {
         Some((host, port)) if !port.ends_with(']') => (host, port.parse().map_err(|_| EXPECTED)?),
         _ => (authority, PORT),
@@ -77,12 +79,12 @@ fn parse_authority(authority: &str) -> Result<(String, u16), &'static str> {
     Ok((plain.to_owned(), port))
 }
 
-/// A server of Redis.
+/// A Redis server.
 struct RedisStore {
     /// `redis://HOST[:PORT]`.
     root: PathBuf,
     client: Result<RedisClient, &'static str>,
-    /// Checkpoints as they were seen last, by their prefixes.
+    /// The last known state of each checkpoint, by its prefix.
     known: PerProcess<Mutex<HashMap<String, Arc<RedisFile>>>>,
 }
 
@@ -92,7 +94,7 @@ impl fmt::Debug for RedisStore {
     }
 }
 
-/// The meaning of a path, with its prefix of keys.
+/// The meaning of a path. Each variant has the prefix of keys.
 enum RedisPlace<'a> {
     Folder(&'a str),
     File(&'a str),
@@ -139,12 +141,12 @@ impl RedisStore {
         Version::of_tagged_object(self.queue(), number, file.len, None)
     }
 
-    /// The checkpoint below `prefix` as it is now.
+    /// Reads the current state of the checkpoint below `prefix`.
     fn look(&self, prefix: &str, deadline: Instant) -> io::Result<Arc<RedisFile>> {
         let found = Arc::new(RedisFile::load(self.client()?, prefix, deadline)?);
         let mut known = self.known.get_or_init(Mutex::default).lock();
         match known.get(prefix) {
-            // Its tensors may be checked already.
+            // Tensors of the known state may have been checked already.
             Some(before) if before.number == found.number => Ok(before.clone()),
             _ => {
                 known.insert(prefix.to_owned(), found.clone());
@@ -153,7 +155,7 @@ impl RedisStore {
         }
     }
 
-    /// The checkpoint below `prefix` in `version`.
+    /// The checkpoint below `prefix`, if it still has `version`.
     fn in_version(
         &self,
         prefix: &str,
@@ -172,7 +174,7 @@ impl RedisStore {
     }
 }
 
-/// A number that stands for `bytes`.
+/// A hash of `bytes` with 64 bits.
 fn number_of(bytes: &[u8]) -> u64 {
     let Digest(digest) = Digest::of(bytes);
     digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte))

@@ -1,5 +1,5 @@
-//! The values of one checkpoint, in the layout of tensorizer: `PREFIX:header:0` has the beginning of the
-//! file, `PREFIX:NAME:OFFSET` the header of a tensor or its data. Together they are one file.
+//! The values of one checkpoint, in the layout of tensorizer. `PREFIX:header:0` has the beginning of the file.
+//! `PREFIX:NAME:OFFSET` has the header or the data of a tensor. Together, the values make up one file.
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind};
@@ -17,19 +17,19 @@ use crate::format::tensorizer::{self, ENTRIES_LEN_MAX, HEAD_LEN, HashedTensor, S
 use crate::hash::Digest;
 use crate::sync::{Condvar, Mutex};
 
-/// Bytes of a block, of which the checksum is kept once its tensor was checked.
+/// Length of a block in bytes. Checksums of blocks are kept once their tensor was checked.
 const BLOCK_LEN: u64 = 64 << 10;
 
-/// Bytes that are asked for at a time.
+/// Maximum number of bytes of one request.
 const PART_LEN: u64 = 8 << 20;
 
 /// Length of the end marker after the last tensor. Redis does not store the marker.
 const END_MARK_LEN: u64 = 8;
 
-/// Maximum number of tensors whose headers are asked for in one round trip.
+/// Maximum number of tensors whose headers are requested in one round trip.
 const HEADERS_MAX: usize = 4096;
 
-/// Maximum number of bytes of all headers together, which stay in memory.
+/// Maximum total length of all headers in bytes. They stay in memory.
 const HEADERS_LEN_MAX: u64 = 256 << 20;
 
 fn invalid(why: String) -> io::Error {
@@ -40,42 +40,42 @@ fn invalid(why: String) -> io::Error {
 pub(super) struct RedisFile {
     /// The beginning of the file: the head and the list of tensors.
     description: Vec<u8>,
-    /// In the order of their bytes, without gaps.
+    /// The tensors in file order. There are no gaps between them.
     tensors: Vec<RedisTensor>,
     pub(super) len: u64,
-    /// A number that stands for the description and all headers, which have the hashes of all data. It is odd
-    /// if the data is compared with them.
+    /// A hash of the description and of all headers, which contain the hashes of the data. It is odd if the
+    /// data is compared with those hashes.
     pub(super) number: u64,
 }
 
-/// A tensor of it.
+/// A tensor of the file.
 struct RedisTensor {
     place: StoredPlace,
     header: Vec<u8>,
-    /// The key of its data.
+    /// The Redis key of the data.
     key: Vec<u8>,
-    /// Its hashes. `None` if its bytes are encrypted: then they have MACs, which readers check.
+    /// The hashes of the tensor. `None` if its bytes are encrypted: then readers check MACs instead.
     hashed: Option<HashedTensor>,
     check: TensorCheck,
-    /// The checksums of the blocks that were read, if there are no hashes.
+    /// The checksums of the blocks that were read. Used only if there are no hashes.
     seen: Mutex<HashMap<u64, Digest>>,
 }
 
-/// The comparison of a tensor with its hashes. One reader at a time does it, the others wait for it. If the
-/// time of a reader ends, the next one goes on with it.
+/// The comparison of a tensor with its hashes. One reader at a time does the comparison, and the others wait.
+/// If this reader runs out of time, the next one continues.
 #[derive(Default)]
 struct TensorCheck {
     stage: Mutex<CheckStage>,
     changed: Condvar,
 }
 
-/// How far the comparison is.
+/// The progress of the comparison.
 enum CheckStage {
-    /// Nobody compares now.
+    /// No reader is comparing. The field has the part that is done.
     Open(HashedStart),
-    /// A reader compares.
+    /// A reader is comparing.
     Busy,
-    /// All bytes were compared. These are the checksums of the blocks.
+    /// All bytes were compared. The field has the checksums of the blocks.
     Done(Arc<[Digest]>),
 }
 
@@ -85,23 +85,23 @@ impl Default for CheckStage {
     }
 }
 
-/// The hashes of the header and of the first bytes of the data.
+/// The state of the hashes after the header and the first `len` bytes of the data.
 #[derive(Default)]
 struct HashedStart {
     crc32: crc32fast::Hasher,
     sha256: Sha256,
-    /// The checksums of the blocks, as they have come.
+    /// The checksums of the blocks that were read so far.
     sums: Vec<Digest>,
     len: u64,
 }
 
-/// The part of a reader in the comparison.
+/// The result of `TensorCheck::turn`.
 enum CheckTurn<'a> {
     Mine(CheckWork<'a>),
     Done(Arc<[Digest]>),
 }
 
-/// The comparison in the hands of one reader. Others go on with it when it is dropped.
+/// The comparison while one reader does it. When this is dropped, another reader can continue.
 struct CheckWork<'a> {
     check: &'a TensorCheck,
     start: HashedStart,
@@ -109,7 +109,8 @@ struct CheckWork<'a> {
 }
 
 impl TensorCheck {
-    /// The turn of a reader, which waits until `deadline` for another one.
+    /// Begins or continues the comparison, or returns its result. Waits until `deadline` for another reader
+    /// that is comparing.
     fn turn(&self, deadline: Instant) -> io::Result<CheckTurn<'_>> {
         let mut stage = self.stage.lock();
         loop {
@@ -140,11 +141,11 @@ impl Drop for CheckWork<'_> {
 }
 
 impl RedisFile {
-    /// Reads the list of tensors and their headers below `prefix`.
+    /// Reads the list of tensors and the headers below `prefix`.
     ///
     /// # Errors
-    /// `NotFound` if nothing is there, `InvalidData` if it is not the layout of tensorizer, and the errors of
-    /// the server.
+    /// `NotFound` if there is no such prefix. `InvalidData` if the values do not have the layout of tensorizer.
+    /// Also the errors of the server.
     pub(super) fn load(
         client: &RedisClient,
         prefix: &str,
@@ -171,7 +172,7 @@ impl RedisFile {
         RedisFile { description, tensors, len: 0, number: 0 }.with_hashes()
     }
 
-    /// It with the hashes in its headers, after the check that these agree with the list.
+    /// Adds the hashes in the headers to the tensors, after a check that the headers agree with the list.
     fn with_hashes(self) -> io::Result<RedisFile> {
         let data_end = self.tensors.last().map_or(0, |tensor| tensor.place.data.end);
         let too_long = || invalid("its tensors pass 2^64 bytes".to_owned());
@@ -196,16 +197,15 @@ impl RedisFile {
         file.tensors.iter().for_each(|tensor| all.extend_from_slice(&tensor.header));
         let Digest(digest) = Digest::of(&all);
         let number = digest.iter().take(8).fold(0, |all, byte| all << 8 | u64::from(*byte));
-        // Encrypted bytes are not compared with hashes.
+        // An even number, because encrypted bytes are not compared with hashes.
         file.number = if is_encrypted { number & !1 } else { number | 1 };
         Ok(file)
     }
 
-    /// Fills `buf` with the bytes at `offset`, which it has.
+    /// Fills `buf` with the bytes of the file at `offset`. The file must contain all of them.
     ///
     /// # Errors
-    /// `StaleNetworkFileHandle` if values are not those of the headers any more, and the errors of the
-    /// server.
+    /// `StaleNetworkFileHandle` if the values do not match the headers any more. Also the errors of the server.
     pub(super) fn read(
         &self,
         client: &RedisClient,
@@ -231,8 +231,8 @@ impl RedisFile {
         Ok(())
     }
 
-    /// Copies what lies in memory of the bytes `wanted` of the file to their places in `buf`. The end mark
-    /// is zeros.
+    /// Copies those bytes in the range `wanted` of the file that are in memory to their places in `buf`. The
+    /// end marker is zeros.
     fn copy_described(&self, wanted: &Range<u64>, buf: &mut [u8]) {
         copy_overlap(0, &self.description, wanted, buf);
         let first = self.tensors.partition_point(|tensor| tensor.place.data.end <= wanted.start);
@@ -246,7 +246,7 @@ impl RedisFile {
     }
 }
 
-/// Whether the headers of a tensor and of the one before it are asked for in one round trip.
+/// Whether the header of a tensor is requested in the same round trip as that of the tensor before it.
 fn in_one_trip() -> impl FnMut(&StoredPlace, &StoredPlace) -> bool {
     let (mut count, mut len) = (1, 0);
     move |before, place| {
@@ -257,7 +257,7 @@ fn in_one_trip() -> impl FnMut(&StoredPlace, &StoredPlace) -> bool {
     }
 }
 
-/// The tensors at `places`, with their headers, after the check that their data has its length.
+/// Reads the headers of the tensors at `places`, and checks that the data of each has the expected length.
 fn headers(
     client: &RedisClient,
     prefix: &str,
@@ -268,7 +268,7 @@ fn headers(
         let offset = offset.to_string();
         [prefix.as_bytes(), &place.stored_name, offset.as_bytes()].join(&b':')
     };
-    // One byte more, so that a value that is too long is seen.
+    // One byte more is requested, so that a value that is too long is detected.
     let start_of = |place: &StoredPlace| (key(place, place.header.start), place.header_len() + 1);
     let of_headers: Vec<_> = places.iter().map(start_of).collect();
     let of_data: Vec<_> = places.iter().map(|place| key(place, place.data.start)).collect();
@@ -293,7 +293,7 @@ fn headers(
     Ok(tensors)
 }
 
-/// The described bytes of a file, for the parser.
+/// The bytes of a file that are in memory, for the parser.
 struct DescribedBytes<'a>(&'a RedisFile);
 
 impl RangeReader for DescribedBytes<'_> {
@@ -316,7 +316,7 @@ impl RedisTensor {
         self.place.data.end - self.place.data.start
     }
 
-    /// Fills `buf` with the bytes `within` of its data.
+    /// Fills `buf` with the bytes `within` of the data.
     fn read(
         &self,
         client: &RedisClient,
@@ -345,8 +345,8 @@ impl RedisTensor {
         })
     }
 
-    /// Fills `buf` with the bytes `within` of its data, of which `is_known` has the checksums by the numbers
-    /// of the blocks.
+    /// Fills `buf` with the bytes `within` of the data. `is_known` compares the checksum of a block with the
+    /// known one, by the number of the block.
     fn read_blocks(
         &self,
         client: &RedisClient,
@@ -370,8 +370,8 @@ impl RedisTensor {
         Ok(())
     }
 
-    /// Reads what is left of its data and compares all with its hashes. Copies what it reads of the bytes
-    /// `within` to `buf`, and returns the checksums of all blocks.
+    /// Reads the rest of the data and compares the whole tensor with its hashes. Copies those bytes of `within`
+    /// that it reads to `buf`. Returns the checksums of all blocks.
     fn check(
         &self,
         client: &RedisClient,
@@ -408,7 +408,7 @@ impl RedisTensor {
         Ok(sums)
     }
 
-    /// Its header as it is hashed: with zeros in place of the hashes.
+    /// The header in the form in which it is hashed: with zeros in place of the hashes.
     fn hashed_header(&self, hashed: &HashedTensor) -> Vec<u8> {
         let mut header = self.header.clone();
         for place in hashed.hashes.places() {
@@ -418,7 +418,7 @@ impl RedisTensor {
         header
     }
 
-    /// The bytes `range` of its data.
+    /// Reads the bytes `range` of the data.
     fn part(
         &self,
         client: &RedisClient,
@@ -443,13 +443,14 @@ impl StoredPlace {
         self.header.end - self.header.start
     }
 
-    /// Its name, for people.
+    /// The name of the tensor, for messages.
     fn shown_name(&self) -> String {
         quoted(&String::from_utf8_lossy(&self.stored_name))
     }
 }
 
-/// Copies what `bytes`, which begin at `start`, have of `wanted` to its place in `buf`.
+/// Copies those bytes of `bytes` that lie in the range `wanted` to their place in `buf`. `bytes` begins at byte
+/// `start` of the file.
 fn copy_overlap(start: u64, bytes: &[u8], wanted: &Range<u64>, buf: &mut [u8]) {
     let (from, to) = (start.max(wanted.start), (start + bytes.len() as u64).min(wanted.end));
     if from < to {
@@ -471,7 +472,7 @@ mod tests {
         let CheckTurn::Mine(mut work) = check.turn(soon()).unwrap() else { panic!("is done") };
         let late = check.turn(soon()).err().unwrap();
         assert_eq!(late.kind(), ErrorKind::TimedOut);
-        // Another one goes on where this one stops.
+        // Another reader continues where this one has stopped.
         work.start.len = 7;
         drop(work);
         let CheckTurn::Mine(mut work) = check.turn(soon()).unwrap() else { panic!("is done") };

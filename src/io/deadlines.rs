@@ -1,4 +1,4 @@
-//! Deadlines of those who wait, kept by one thread for each owner.
+//! Deadlines of work in progress. One thread for each owner watches them.
 
 use std::io;
 use std::sync::{Arc, Weak};
@@ -6,21 +6,21 @@ use std::time::{Duration, Instant};
 
 use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, thread};
 
-/// When the thread looks for overdue work again.
+/// The next time at which the thread looks for overdue work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NextLook {
-    /// At this time: no deadline comes before.
+    /// At this time. No deadline is earlier.
     At(Instant),
-    /// Once somebody calls: there is no deadline.
+    /// When the thread is woken. There is no deadline now.
     WhenCalled,
-    /// Never: the owner is gone, and the thread ends.
+    /// Never. The owner no longer exists, and the thread ends.
     Never,
 }
 
-/// A thread that ends overdue work. Clones are handles of the same thread.
+/// A thread that ends overdue work of its owner. Clones are handles of the same thread.
 ///
-/// The function that it calls holds its owner by `Weak`, and returns `NextLook::Never` once that
-/// is gone; the owner calls when it is dropped.
+/// The function that the thread calls must not keep the owner alive. It returns `NextLook::Never` when the
+/// owner no longer exists. So the owner wakes the thread when it is dropped.
 #[derive(Clone, Debug, Default)]
 pub struct Deadlines(Arc<Clock>);
 
@@ -28,7 +28,7 @@ pub struct Deadlines(Arc<Clock>);
 struct Clock {
     state: Mutex<State>,
     changed: Condvar,
-    /// Whether the thread looks again before a deadline that begins now has passed.
+    /// Whether the thread will look again before a deadline that begins now can pass.
     awake: AtomicBool,
 }
 
@@ -39,10 +39,10 @@ struct State {
 }
 
 impl Deadlines {
-    /// Starts the thread, unless it runs. `expire` ends overdue work, on that thread.
+    /// Starts the thread, unless it is running. The thread calls `expire`, which ends overdue work.
     ///
     /// # Errors
-    /// Where no thread can be started.
+    /// If no thread can be started.
     pub fn start(
         &self,
         name: &str,
@@ -61,11 +61,11 @@ impl Deadlines {
         Ok(())
     }
 
-    /// Starts the thread, unless it runs. It calls `tick` of `owner` every `interval` while that
-    /// says that there is more to look after, else when it is woken.
+    /// Starts the thread, unless it is running. The thread calls `tick` with `owner`. If `tick` returns true,
+    /// the next call is after `interval`. Otherwise it is when the thread is woken.
     ///
     /// # Errors
-    /// Where no thread can be started.
+    /// If no thread can be started.
     pub fn start_ticks<T: Send + Sync + 'static>(
         &self,
         name: &str,
@@ -80,14 +80,14 @@ impl Deadlines {
         })
     }
 
-    /// A deadline begins: wakes the thread, unless it looks in time anyway.
+    /// Notes that a deadline begins. Wakes the thread, unless it looks in time anyway.
     pub fn added(&self) {
         if !self.0.awake.swap(true, Ordering::SeqCst) {
             self.wake();
         }
     }
 
-    /// Wakes the thread, which checks all deadlines now.
+    /// Wakes the thread, which then checks all deadlines.
     pub fn wake(&self) {
         self.0.state.lock().woken = true;
         self.0.changed.notify_one();
@@ -97,7 +97,7 @@ impl Deadlines {
 impl Clock {
     fn run(&self, mut expire: impl FnMut() -> NextLook) {
         loop {
-            // From here on a new deadline calls, unless another one is known at the end.
+            // From here on a new deadline wakes the thread, until `awake` is set again below.
             self.awake.store(false, Ordering::SeqCst);
             let due = match expire() {
                 NextLook::At(due) => Some(due),

@@ -1,4 +1,4 @@
-//! The reads of one device, and the threads that carry them out.
+//! The reads of one device and the threads that execute them.
 
 use std::collections::VecDeque;
 use std::io;
@@ -25,44 +25,44 @@ use crate::version::QueueKey;
 /// Idle time after which a thread ends.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// Reads shorter than this are answered by the ring's thread: waking another thread takes longer
-/// than the answer.
+/// Reads shorter than this number of bytes are answered by the thread of the ring, because waking another
+/// thread takes longer than the answer.
 const ANSWERED_HERE_MAX: usize = 64 << 10;
 
-/// Bounds of the number of threads that answer reads of a ring; in between it is the number of
+/// Bounds of the number of threads that answer reads of a ring. Between them, the number is that of the
 /// processors. The lower bound is two, so that one blocked callback does not block all answers.
 const ANSWERING: (usize, usize) = (2, 8);
 
-/// The reads of one disk or network mount, as `status` reports them.
+/// The reads of one disk, network mount or store, for `status`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct QueueStatus {
-    /// The device.
+    /// The device, or the name of the store.
     pub device: String,
-    /// Its file system.
+    /// The name of the file system. `None` for a store.
     pub file_system: Option<String>,
-    /// Whether that waits for no other machine or program.
+    /// Whether the file system answers without another machine or process.
     pub local: bool,
     /// `io_uring`, `pread` or `not started`.
     pub backend: String,
-    /// Why it is `pread`.
+    /// The reason, if `backend` is `pread`.
     pub why: Option<String>,
-    /// The setting of O_DIRECT.
+    /// The setting for O_DIRECT.
     pub direct: String,
     /// Whether the file system refuses O_DIRECT.
     pub direct_refused: bool,
-    /// Its threads.
+    /// Number of threads.
     pub threads: usize,
     /// Reads that wait for their turn.
     pub queued: usize,
-    /// Reads under way.
+    /// Reads in flight.
     pub in_flight: usize,
-    /// Reads past their deadline that the kernel has not returned.
+    /// Reads past their deadline that the kernel has not completed.
     pub stuck: usize,
 }
 
-/// Sets up a ring on the calling thread and carries out the reads of a queue there, until it is
-/// closed. Fails where there is no ring, or none any more.
+/// Sets up a ring on the calling thread and executes the reads of a queue there, until the queue is closed.
+/// Fails if no ring can be set up, or if the ring fails later.
 pub(super) type RingDriver = fn(&Arc<DeviceQueue>) -> io::Result<()>;
 
 /// Wakes the thread that waits in a ring.
@@ -75,7 +75,7 @@ impl Waker {
     }
 
     fn wake(&self) {
-        // It fails only where 2^64 - 2 calls wait: then the thread is awake anyway.
+        // A write fails only if 2^64 - 2 calls were not read yet. Then the thread is awake anyway.
         let _ = self.0.write(1);
     }
 
@@ -91,14 +91,14 @@ impl Waker {
 /// The reads of one device.
 pub(super) struct DeviceQueue {
     key: QueueKey,
-    /// Name of the store of sources that are no local files.
+    /// Name of the store, for sources that are not local files.
     store: Option<String>,
-    /// The file system of local files.
+    /// The file system, for local files.
     file_system: Option<FileSystem>,
     pub(super) settings: Settings,
     pub(super) counters: Arc<Counters>,
     deadlines: Deadlines,
-    /// Carries out reads in a ring, on the thread that calls it.
+    /// Executes reads in a ring on the calling thread.
     driver: RingDriver,
     /// Whether the file system has refused O_DIRECT.
     direct_refused: AtomicBool,
@@ -112,24 +112,24 @@ pub(super) struct DeviceQueue {
 #[derive(Default)]
 pub(super) struct State {
     pub(super) queue: FetchQueue,
-    /// Set when the engine is gone.
+    /// Set when the engine is dropped.
     pub(super) closed: bool,
     ring: RingState,
-    /// Reads that the ring's thread leaves to the pool.
+    /// Reads that the thread of the ring has handed to the pool.
     handed: VecDeque<(u64, Transfer)>,
-    /// Completed reads that the pool answers. Their deadlines run until then.
+    /// Completed reads that the pool has to answer. Their deadlines run until then.
     pub(super) over: VecDeque<CompletedRead>,
-    /// Number of threads that answer reads of `over`.
+    /// Number of threads that are answering reads of `over`.
     answering: usize,
-    /// Number of threads, including the ring's thread.
+    /// Number of threads, including the thread of the ring.
     threads: usize,
-    /// Number of threads with a job, until they request the next.
+    /// Number of threads with a task. A thread counts until it requests the next one.
     busy: usize,
-    /// Number of threads that wait for work, and how many of them were notified but have not woken
-    /// up yet.
+    /// Number of threads that wait for work. `called` is the number of those that were notified but have not
+    /// woken up yet.
     idle: usize,
     called: usize,
-    /// Reason why the last start of a thread failed.
+    /// Error of the last thread that could not be started.
     no_thread: Option<String>,
 }
 
@@ -143,11 +143,11 @@ pub(super) struct CompletedRead {
 /// The next task of a thread.
 pub(super) enum NextWork {
     ReadJob(ReadJob),
-    /// A read that the ring's thread has begun and left to the pool.
+    /// A read that the thread of the ring has begun and handed to the pool.
     Handed(u64, Transfer),
-    /// A completed read, to be answered.
+    /// A completed read that has to be answered.
     CompletedRead(CompletedRead),
-    /// Nothing now; only for the thread of a ring.
+    /// No task now. Returned only to the thread of a ring.
     None,
     End,
 }
@@ -155,13 +155,13 @@ pub(super) enum NextWork {
 /// The state of the ring, if io_uring is used.
 #[derive(Default)]
 enum RingState {
-    /// The first fetch sets it up.
+    /// The first fetch will set up the ring.
     Wanted,
     /// The ring's thread is setting it up.
     Starting,
-    /// The ring is in use; `asleep` while its thread waits and has not been woken.
+    /// The ring is in use. `asleep` is true while its thread waits and nobody has woken it.
     On { waker: Arc<Waker>, asleep: bool },
-    /// The ring is unavailable, for this reason.
+    /// The ring is not available, for the reason in the string.
     Off(String),
     /// The queue never uses a ring.
     #[default]
@@ -232,7 +232,7 @@ impl DeviceQueue {
         }
         state.threads += usize::from(start);
         pool |= !state.handed.is_empty() || state.may_answer(self.answering_max);
-        // The thread that wakes up needs the lock at once.
+        // The lock is released first, because the woken thread needs it at once.
         drop(state);
         if let Some(waker) = to_wake {
             waker.wake();
@@ -255,7 +255,7 @@ impl DeviceQueue {
                 self.work.notify_one();
                 return true;
             }
-            // A thread that is about to ask for work takes it, and wakes further threads.
+            // A thread that is about to request its next task takes this work, and wakes further threads.
             if state.busy < state.threads {
                 return true;
             }
@@ -265,7 +265,7 @@ impl DeviceQueue {
         self.start_thread(move || queue.work_in_pool())
     }
 
-    /// Starts a thread that `State::threads` already counts.
+    /// Starts a thread that is already included in `State::threads`.
     fn start_thread(&self, work: impl FnOnce() + Send + 'static) -> bool {
         let thread = std::thread::Builder::new().name("tensorfs-read".to_owned());
         let started = thread.spawn(work);
@@ -275,9 +275,8 @@ impl DeviceQueue {
         started.is_ok()
     }
 
-    /// Hands a read of the ring's thread to the pool. A read through the page cache waits and
-    /// copies, one that the kernel puts off waits as well, and the ring's thread serves all reads
-    /// of the queue.
+    /// Hands a read from the thread of the ring to the pool. That thread serves all reads of the queue, so it must not
+    /// wait. A read through the page cache waits and copies, and a read that the kernel postpones waits too.
     pub(super) fn hand_over(self: &Arc<Self>, id: u64, transfer: Transfer) {
         self.state.lock().handed.push_back((id, transfer));
         if !self.call_pool() {
@@ -288,8 +287,8 @@ impl DeviceQueue {
         }
     }
 
-    /// Answers a completed read of the ring. The pool gives long answers: copying many bytes takes
-    /// longer than reading them, and one thread serves all reads of the ring.
+    /// Answers a completed read of the ring. Long answers are left to the pool: copying many bytes takes longer
+    /// than reading them, and one thread serves all reads of the ring.
     pub(super) fn over(self: &Arc<Self>, id: u64, transfer: Transfer, result: Result<()>) {
         let over = CompletedRead { id, transfer, result };
         let call = {
@@ -302,7 +301,7 @@ impl DeviceQueue {
             state.over.push_back(over);
             state.may_answer(self.answering_max)
         };
-        // If no thread is woken, a thread that is answering takes it next.
+        // If no thread is woken here, a thread that is answering takes this read next.
         if call && !self.call_pool() {
             let over = self.state.lock().over.pop_front();
             if let Some(over) = over {
@@ -315,7 +314,7 @@ impl DeviceQueue {
         self.carry(id, || result.and_then(|()| transfer.finish()));
     }
 
-    /// Carries out a read with `pread(2)`, however long the kernel takes.
+    /// Executes a read with `pread(2)`, however long the kernel takes.
     fn read(&self, mut transfer: Transfer) -> Result<ReadBuffer> {
         if transfer.fill_zeros() {
             return transfer.finish();
@@ -346,8 +345,8 @@ impl DeviceQueue {
         self.finish(id, guarded(read));
     }
 
-    /// The first thread: carries out all reads in a ring, or serves as a thread of the pool
-    /// where there is no ring.
+    /// The first thread of the queue: executes all reads in a ring. If there is no ring, it becomes a thread of
+    /// the pool.
     fn work(self: &Arc<Self>) {
         if let Err(e) = (self.driver)(self) {
             let reason = format!("io_uring is unavailable: {e}");
@@ -363,23 +362,23 @@ impl DeviceQueue {
         }
     }
 
-    /// The ring is set up, and `waker` wakes its thread: reads go there from now on.
+    /// Notes that the ring is set up and that `waker` wakes its thread. From now on, reads go to the ring.
     pub(super) fn ring_begins(&self, waker: Arc<Waker>) {
-        // This thread exists once: `tensorfs bench` tells its processor time from the pool's.
+        // Only one thread has this name, so `tensorfs bench` can show its CPU time apart from that of the pool.
         let _ = nix::sys::prctl::set_name(c"tensorfs-ring");
         let mut state = self.state.lock();
         state.ring = RingState::On { waker, asleep: false };
         state.busy += 1;
     }
 
-    /// The thread of the ring carries out no more reads there.
+    /// Notes that the thread executes no more reads in the ring.
     pub(super) fn ring_ends(&self) {
         let _ = nix::sys::prctl::set_name(c"tensorfs-read");
         self.state.lock().busy -= 1;
     }
 
-    /// The next job for the ring's thread. If there is none, the thread counts as asleep from now
-    /// on. `drained` is true if the kernel has no reads of the ring.
+    /// The next task for the thread of the ring. If there is none, the thread counts as asleep from now on.
+    /// `drained` says whether the kernel has no reads of the ring.
     pub(super) fn next_for_ring(&self, drained: bool) -> NextWork {
         let mut state = self.state.lock();
         if state.closed && drained {
@@ -395,14 +394,14 @@ impl DeviceQueue {
         NextWork::None
     }
 
-    /// Notes that the ring's thread is awake and needs no wake-up.
+    /// Notes that the thread of the ring is awake, so nobody has to wake it.
     pub(super) fn ring_is_awake(&self) {
         if let RingState::On { asleep, .. } = &mut self.state.lock().ring {
             *asleep = false;
         }
     }
 
-    /// Counts one system call that reads, whether it succeeded or failed.
+    /// Counts one read system call, whether it succeeded or failed.
     pub(super) fn count_read(&self, transfer: &Transfer, result: &io::Result<usize>) {
         self.counters.source_reads.add(1);
         self.counters.source_reads_direct.add(u64::from(transfer.is_direct()));
@@ -412,8 +411,8 @@ impl DeviceQueue {
         self.counters.source_bytes.add(*result.as_ref().unwrap_or(&0) as u64);
     }
 
-    /// Handles a thread that could not be started. If the queue has another thread, that does the
-    /// work.
+    /// Handles the error of a thread that could not be started. If the queue has another thread, that one does
+    /// the work.
     fn thread_failed(&self, e: &io::Error) {
         let mut state = self.state.lock();
         state.threads -= 1;
@@ -429,7 +428,7 @@ impl DeviceQueue {
         }
     }
 
-    /// A thread of the pool: works until there is nothing to do for a while.
+    /// The loop of a pool thread. It ends after `IDLE_MAX` without work.
     fn work_in_pool(self: &Arc<Self>) {
         let mut busy = false;
         loop {
@@ -437,7 +436,7 @@ impl DeviceQueue {
             busy = true;
             match work {
                 NextWork::ReadJob(job) => {
-                    // Further threads may find work as well.
+                    // There may be work for further threads.
                     self.wake();
                     self.carry(job.id, || self.read(Transfer::begin(job, self.settings.direct)?));
                 }
@@ -455,7 +454,7 @@ impl DeviceQueue {
         }
     }
 
-    /// Waits for work; `busy` says whether this thread has just done some.
+    /// Waits for the next task. `busy` says whether this thread has just completed one.
     fn next_for_pool(&self, busy: bool) -> NextWork {
         let mut state = self.state.lock();
         state.busy -= usize::from(busy);
@@ -502,8 +501,8 @@ impl DeviceQueue {
             let asleep = matches!(state.ring, RingState::On { asleep: true, .. });
             (finished, asleep && state.queue.has_work())
         };
-        // A thread of the pool goes on by itself. The ring's thread does not know that the pool
-        // made room.
+        // A pool thread takes the next read by itself. The thread of the ring does not notice that the pool has
+        // completed a read, so it is woken.
         if ring_waits {
             self.wake();
         }
@@ -511,7 +510,7 @@ impl DeviceQueue {
             Some(FinishedFetch::Unanswered(done)) => done,
             Some(FinishedFetch::Late(source)) => {
                 drop(result);
-                // It may have opened the file after the last reader had closed it.
+                // The read may have opened the file after the last reader had closed it.
                 release_unpinned(&[source]);
                 self.counters.source_stuck_now.sub(1);
                 self.wake();
@@ -526,7 +525,7 @@ impl DeviceQueue {
         answer(done, result);
     }
 
-    /// Answers overdue fetches with an error. Returns when the next fetch will be overdue.
+    /// Answers overdue fetches with an error. Returns the time at which the next fetch becomes overdue.
     pub(super) fn expire(&self, now: Instant) -> Option<Instant> {
         let no_thread = {
             let mut state = self.state.lock();
@@ -559,12 +558,12 @@ impl DeviceQueue {
             let message = format!("the bytes at {offset} did not come within {seconds} s");
             let e = io::Error::new(io::ErrorKind::TimedOut, message);
             answer(done, Err(Error::io(source.uri(), "read", e)));
-            // The store still has what the disk of a local copy does not give.
+            // If the disk of a local copy does not answer, the next reads go to the store.
             if self.file_system.is_some() {
                 source.leave_copy();
             }
         }
-        // Readers are answered first, because logging may have to wait.
+        // Readers are answered before the log is written, because logging may have to wait.
         for (source, offset) in stalled {
             let path = shown_path(source.path());
             tracing::error!(
@@ -575,7 +574,7 @@ impl DeviceQueue {
         oldest?.checked_add(timeout)
     }
 
-    /// Ends the queue: its threads end, and waiting reads get an error.
+    /// Closes the queue: its threads end, and waiting readers get an error.
     pub(super) fn close(&self) {
         let (failed, stuck) = {
             let mut state = self.state.lock();
@@ -596,7 +595,7 @@ impl DeviceQueue {
         }
     }
 
-    /// State and settings of the queue, for people.
+    /// State and settings of the queue, for `status`.
     pub(super) fn status(&self) -> QueueStatus {
         let state = self.state.lock();
         let (backend, why) = match &state.ring {
@@ -631,14 +630,14 @@ impl State {
     }
 }
 
-/// Runs `work`; a panic in it fails only this read.
+/// Runs `work`. If it panics, only this read fails.
 pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
         Err(Error::internal("reading failed by an error in tensorfs: see the log for the panic"))
     })
 }
 
-/// Calls back. A panic in the callback does not end the thread.
+/// Calls `done` with `result`. A panic in `done` does not end the thread.
 pub(super) fn answer(done: FetchCallback, result: Result<ReadBuffer>) {
     if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
         tracing::error!("a reader's callback panicked");

@@ -1,4 +1,4 @@
-//! Shares of something scarce: a source that stalls holds a limited part of it.
+//! Limits for a scarce resource: a source that stalls can hold only a part of it.
 
 use std::borrow::Borrow;
 use std::collections::HashMap;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::source::Source;
 
-/// Names a source by its address. The holder of a key keeps the source alive.
+/// Identifies a source by its address. Whoever stores a key must keep the source alive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SourceKey(usize);
 
@@ -18,7 +18,7 @@ impl SourceKey {
     }
 }
 
-/// Counts and bounds the units of a resource that each source (key) holds.
+/// Counts and limits the units of a resource that each key holds. A key stands for a source.
 #[derive(Debug)]
 pub struct PerSourceLimiter<K> {
     each_max: u64,
@@ -28,24 +28,24 @@ pub struct PerSourceLimiter<K> {
 }
 
 impl<K: Eq + Hash> Default for PerSourceLimiter<K> {
-    /// One without bounds, for callers that compare what each holds themselves.
+    /// A limiter without limits, for callers that compare the amounts themselves.
     fn default() -> PerSourceLimiter<K> {
         PerSourceLimiter::new(u64::MAX, u64::MAX)
     }
 }
 
 impl<K: Eq + Hash> PerSourceLimiter<K> {
-    /// At most `each_max` for each source, and `total_max` for all together.
+    /// A limiter with at most `each_max` units for each key and `total_max` units in total.
     pub fn new(each_max: u64, total_max: u64) -> PerSourceLimiter<K> {
         PerSourceLimiter { each_max, total_max, total: 0, held: HashMap::new() }
     }
 
-    /// Whether all together hold less than their bound.
+    /// Whether the total is below its limit.
     pub fn has_room(&self) -> bool {
         self.total < self.total_max
     }
 
-    /// Whether `key` holds less than its share, however much all hold.
+    /// Whether the amount of `key` is below its limit. The total is not considered.
     pub fn has_share_for<Q: Eq + Hash + ?Sized>(&self, key: &Q) -> bool
     where
         K: Borrow<Q>,
@@ -53,7 +53,7 @@ impl<K: Eq + Hash> PerSourceLimiter<K> {
         self.held(key) < self.each_max
     }
 
-    /// Whether `key` may take more.
+    /// Whether `key` may take another unit.
     pub fn has_room_for<Q: Eq + Hash + ?Sized>(&self, key: &Q) -> bool
     where
         K: Borrow<Q>,
@@ -69,18 +69,19 @@ impl<K: Eq + Hash> PerSourceLimiter<K> {
         self.held.get(key).copied().unwrap_or(0)
     }
 
-    /// The amount that all hold.
+    /// The amount that all keys hold together.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// Notes that `key` holds `amount` more. The caller has looked for room, or goes without.
+    /// Adds `amount` to that of `key`. Limits are not checked: the caller has checked them, or exceeds them on
+    /// purpose.
     pub fn take(&mut self, key: K, amount: u64) {
         self.total += amount;
         *self.held.entry(key).or_default() += amount;
     }
 
-    /// Notes that `key` no longer holds `amount`, which it took.
+    /// Subtracts `amount`, which `key` has taken before.
     pub fn give_back<Q: Eq + Hash + ?Sized>(&mut self, key: &Q, amount: u64)
     where
         K: Borrow<Q>,

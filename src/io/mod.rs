@@ -1,7 +1,7 @@
-//! Moving bytes: reads of sources, each from a place in a file to a place in memory.
+//! Reads of sources. A read moves bytes from a place in a file to a place in memory.
 //!
-//! `read_all` reads on the calling thread. An `Engine` reads on threads of its own, which
-//! each device has a queue for, and answers by callback; each of its reads has a deadline.
+//! `read_all` reads on the calling thread. An `Engine` has a queue for each device. It reads on threads of its
+//! own, and passes the bytes to a callback. Each read has a deadline.
 
 mod deadlines;
 mod device_queue;
@@ -45,10 +45,11 @@ pub use device_queue::QueueStatus;
 /// Default time limit of a read.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Gap between two reads that a server is asked for with one request: its bytes come faster than another answer.
+/// Maximum gap in bytes between two reads that are sent to a server as one request. The bytes of the gap arrive
+/// faster than a second answer.
 const REQUEST_GAP: u64 = 256 << 10;
 
-/// Longest such request, which takes as much memory.
+/// Maximum length in bytes of such a joined request. The request takes the same amount of memory.
 const REQUEST_MAX: u64 = 4 << 20;
 
 /// One read: `target.len()` bytes at `offset` of `source`.
@@ -57,15 +58,15 @@ pub struct Read<'a> {
     pub source: &'a Arc<Source>,
     /// Offset in the source.
     pub offset: u64,
-    /// The memory that they go to.
+    /// The memory for the bytes.
     pub target: &'a mut [u8],
 }
 
-/// Carries out all `reads` one after the other on the calling thread, decrypts their bytes, then confirms that no source
-/// has changed.
+/// Executes all `reads` one after another on the calling thread and decrypts their bytes. After that, checks
+/// that no source has changed.
 ///
 /// # Errors
-/// Returns the first failure; the contents of the targets are then unspecified.
+/// Returns the first failure. The contents of the targets are then unspecified.
 pub fn read_all(reads: &mut [Read<'_>]) -> Result<()> {
     if reads.len() > 1 && reads.iter().any(|read| is_answered(read.source)) {
         reads.sort_unstable_by_key(|read| (Arc::as_ptr(read.source), read.offset));
@@ -76,13 +77,13 @@ pub fn read_all(reads: &mut [Read<'_>]) -> Result<()> {
     check_all(reads)
 }
 
-/// Whether a server answers each read of `source`, and bytes that nobody wants may be read of it.
+/// Whether a read of `source` is a request to a server, and may be extended by bytes that nobody has requested.
 fn is_answered(source: &Source) -> bool {
     source.local().is_none() && source.reads_may_block() && !source.is_encrypted()
 }
 
-/// Carries out `reads`, which come by source and offset. Those that lie near each other on a server are one
-/// request, apart from those whose bytes are kept on this machine.
+/// Executes `reads`, which are sorted by source and offset. Reads whose bytes are cached on this machine are
+/// copied from there. Of the others, those near each other on a server become one request.
 fn read_together(reads: &mut [Read<'_>]) -> Result<()> {
     let is_kept = |read: &mut Read<'_>| {
         is_answered(read.source) && read.source.read_kept(read.target, read.offset)
@@ -133,7 +134,7 @@ fn read_one(Read { source, offset, target }: &mut Read<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Like `read_all`, but encrypted bytes stay as they are stored.
+/// Like `read_all`, but does not decrypt.
 ///
 /// # Errors
 /// The errors of `read_all`.
@@ -148,7 +149,7 @@ fn check_all(reads: &[Read<'_>]) -> Result<()> {
     distinct(reads).try_for_each(|source| source.check_after_read())
 }
 
-/// The sources of `reads`; reads of one source mostly follow each other.
+/// The sources of `reads`. A source appears once for consecutive reads of it.
 fn distinct<'a>(reads: &'a [Read<'_>]) -> impl Iterator<Item = &'a Arc<Source>> {
     let mut last: Option<&Arc<Source>> = None;
     reads
@@ -157,28 +158,28 @@ fn distinct<'a>(reads: &'a [Read<'_>]) -> impl Iterator<Item = &'a Arc<Source>> 
         .filter(move |source| !last.replace(source).is_some_and(|last| Arc::ptr_eq(last, source)))
 }
 
-/// The urgency of a fetch, by who waits for it.
+/// The urgency of a fetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Priority {
-    /// A reader waits now.
+    /// A reader waits for the bytes.
     Demand,
-    /// Nobody waits yet.
+    /// No reader waits for the bytes yet.
     Prefetch,
 }
 
-/// Cost of a callback, which decides the thread that calls it.
+/// The cost of a callback. It decides which thread calls it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effort {
-    /// Updates bookkeeping only.
+    /// The callback only updates bookkeeping.
     Short,
-    /// Updates bookkeeping, and delivers the bytes to the readers that wait for them.
+    /// The callback updates bookkeeping, and copies the bytes to the readers that wait for them.
     AsAwaited,
-    /// Copies the bytes, or computes with them.
+    /// The callback copies the bytes, or computes with them.
     Long,
 }
 
 impl Effort {
-    /// The effort once a reader waits.
+    /// The cost once a reader waits.
     fn awaited(self) -> Effort {
         if self == Effort::AsAwaited { Effort::Long } else { self }
     }
@@ -188,7 +189,7 @@ words! {
     /// How reads are passed to the kernel.
     #[derive(Default, Hash)]
     pub enum Backend {
-        /// io_uring for local file systems where the kernel allows it, else threads.
+        /// io_uring for local file systems if the kernel allows it, otherwise threads.
         #[default]
         Auto = "auto",
         /// Like `Auto`, but warns if io_uring is unavailable.
@@ -202,7 +203,7 @@ words! {
     /// Whether reads go past the kernel's page cache (O_DIRECT).
     #[derive(Default, Hash)]
     pub enum DirectIo {
-        /// Reads of a local file system that the cache does not hold.
+        /// Reads of a local file system whose bytes are mostly not in the page cache.
         #[default]
         Auto = "auto",
         /// All reads, unless the file system refuses O_DIRECT.
@@ -212,15 +213,15 @@ words! {
     }
 }
 
-/// How an engine reads.
+/// Settings of an engine.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
     /// How reads are passed to the kernel.
     pub backend: Backend,
-    /// Whether they go past the page cache.
+    /// Whether reads go past the page cache.
     pub direct: DirectIo,
-    /// Time limit of a fetch, from the reader's request or, for a prefetch, from when it is sent to
-    /// the source. `None`: no limit.
+    /// Time limit of a fetch. It begins with the reader's request. For a prefetch, it begins when the read is
+    /// sent to the source. `None` means no limit.
     pub timeout: Option<Duration>,
 }
 
@@ -231,32 +232,32 @@ impl Default for Settings {
     }
 }
 
-/// Memory in bytes that a fetch of `range` takes: the pages around it, and around the rest of
-/// encrypted pieces that it has a part of.
+/// Number of bytes of memory that a fetch of `range` takes. The range is extended to whole encrypted pieces, if
+/// there are any, and to whole pages.
 pub fn memory_for(source: &Source, range: &Range<u64>) -> u64 {
     Buffer::len_for(&source.cover(range))
 }
 
-/// The function that a fetch calls back.
+/// The callback of a fetch.
 pub type FetchCallback = Box<dyn FnOnce(Result<ReadBuffer>) + Send>;
 
-/// Bytes to be read by an engine.
+/// A request to an engine for bytes of a source.
 pub struct Fetch {
     /// The source of the bytes.
     pub source: Arc<Source>,
-    /// The range of the bytes; not empty.
+    /// The range of the bytes. It must not be empty.
     pub range: Range<u64>,
-    /// How much of them the page cache held when the caller asked, which decides whether they are
-    /// read past it. `None` if the caller did not ask.
+    /// The part of the range that was in the page cache when the caller checked. It decides whether the read
+    /// goes past the page cache. `None` if the caller did not check.
     pub cached: Option<CachedPages>,
-    /// The urgency.
+    /// The urgency of the fetch.
     pub priority: Priority,
     /// Cost of `done`.
     pub effort: Effort,
-    /// Whether encrypted bytes stay as they are stored.
+    /// Whether encrypted bytes are returned without decryption.
     pub stored: bool,
-    /// Reservation of at least `memory_for(source, range)` bytes. The memory is taken when the read is
-    /// sent.
+    /// A reservation of at least `memory_for(source, range)` bytes, or existing memory. New memory is allocated
+    /// when the read is sent.
     pub target: ReadTarget,
     /// Called once, on a thread of the engine.
     pub done: FetchCallback,
@@ -275,17 +276,17 @@ impl fmt::Debug for Ticket {
     }
 }
 
-/// The facts about an engine, for `status`.
+/// The state of an engine, for `status`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct EngineStatus {
     /// Time limit of a read, in seconds.
     pub timeout_s: Option<f64>,
-    /// One for each disk and network mount that was read.
+    /// One entry for each disk, network mount and store that was read.
     pub device_queues: Vec<QueueStatus>,
 }
 
-/// Carries out reads. Clones are handles of one engine, which ends with the last of them.
+/// Executes reads. Clones are handles of one engine, which ends when the last of them is dropped.
 #[derive(Clone)]
 pub struct Engine(Arc<EngineInner>);
 
@@ -298,18 +299,18 @@ struct EngineInner {
 
 impl Drop for EngineInner {
     fn drop(&mut self) {
-        // The thread of the deadlines answers the reads that are left. Without that thread there
-        // are none.
+        // The thread that watches deadlines answers the remaining reads. If this thread was never started,
+        // there are no reads.
         self.queues.closed.store(true, Ordering::SeqCst);
         self.deadlines.wake();
     }
 }
 
-/// The queues of an engine. The thread of the deadlines has them as well.
+/// The queues of an engine. The thread that watches deadlines shares them.
 #[derive(Default)]
 struct Queues {
     by_device: Mutex<HashMap<QueueKey, Arc<DeviceQueue>>>,
-    /// Whether the engine is gone.
+    /// Whether the engine was dropped.
     closed: AtomicBool,
 }
 
@@ -318,7 +319,7 @@ impl Queues {
         self.by_device.lock().values().cloned().collect()
     }
 
-    /// Fails overdue reads, or all reads once the engine is closed.
+    /// Answers overdue reads with an error, or all reads if the engine was dropped.
     fn expire(&self) -> NextLook {
         if self.closed.load(Ordering::SeqCst) {
             self.by_device.lock().drain().for_each(|(_, queue)| queue.close());
@@ -337,22 +338,20 @@ impl fmt::Debug for Engine {
 }
 
 impl Engine {
-    /// Creates an engine. Its threads start with the first fetch, so the process may fork before
-    /// that.
+    /// Creates an engine. Its threads start with the first fetch, so the process may call fork(2) before that.
     pub fn start(settings: Settings, counters: Arc<Counters>) -> Engine {
         let (queues, deadlines) = (Arc::default(), Deadlines::default());
         Engine(Arc::new(EngineInner { settings, counters, queues, deadlines }))
     }
 
-    /// Reads from the kernel's page cache on the calling thread, without disk reads and without
-    /// waiting. Returns whether the page cache held everything; if not, the contents of the targets
-    /// are unspecified.
+    /// Reads from the kernel's page cache on the calling thread, without disk reads and without waiting.
+    /// Returns whether the page cache had all bytes. If not, the contents of the targets are unspecified.
     ///
     /// # Errors
     /// `Error::Changed` if a source has changed.
     pub fn read_cached(&self, reads: &mut [Read<'_>]) -> Result<bool> {
-        // All ranges are checked before the first is copied, because RWF_NOWAIT itself starts
-        // readahead.
+        // All ranges are checked before the first one is copied, because a read with RWF_NOWAIT can start the
+        // kernel's readahead.
         for read in reads.iter() {
             read.source.check_known()?;
             let range = read.offset..read.offset + read.target.len() as u64;
@@ -363,12 +362,12 @@ impl Engine {
         self.copy_reads(reads)
     }
 
-    /// Carries out reads whose bytes the kernel's page cache was found to hold, like `read_cached`.
+    /// Executes reads like `read_cached`, for bytes that were just found in the page cache.
     ///
     /// # Errors
     /// `Error::Changed` if a source has changed.
     pub(crate) fn copy_reads(&self, reads: &mut [Read<'_>]) -> Result<bool> {
-        // The page cache has the stored bytes.
+        // The page cache has the encrypted bytes only.
         if reads.iter().any(|read| read.source.is_encrypted()) {
             return Ok(false);
         }
@@ -391,10 +390,9 @@ impl Engine {
         Ok(true)
     }
 
-    /// Calls `copy` with a function that copies bytes of `range` from the kernel's page cache, if
-    /// the cache holds all of them. That function takes an offset and a target, and returns whether
-    /// the cache still held the bytes. Returns whether `copy` was called and returned true; if not,
-    /// the copied bytes are unspecified.
+    /// Calls `copy` if all bytes of `range` are in the kernel's page cache. The argument of `copy` is a function that
+    /// copies bytes of `range` from an offset to a target, and returns whether the page cache still had them. The
+    /// result is true if `copy` was called and returned true. If not, the copied bytes are unspecified.
     ///
     /// # Errors
     /// `Error::Changed` if the source has changed.
@@ -413,13 +411,13 @@ impl Engine {
         source.local().map_or(Ok(()), |local| local.check_open(&file)).map(|()| true)
     }
 
-    /// Whether the kernel reports that its page cache holds all of `range`. Never waits.
+    /// Whether the kernel reports that all of `range` is in the page cache. Never waits.
     pub fn is_cached(&self, source: &Arc<Source>, range: &Range<u64>) -> bool {
         self.cached_pages(source, range).is_some_and(CachedPages::is_all)
     }
 
-    /// How much of `range` the kernel's page cache holds. `None` if the kernel does not tell, if the
-    /// bytes are encrypted, and where reads do not depend on it. Never waits.
+    /// The part of `range` that is in the kernel's page cache. `None` if the kernel does not report it, if the
+    /// bytes are encrypted, or if reads do not depend on it. Never waits.
     pub(crate) fn cached_pages(
         &self,
         source: &Arc<Source>,
@@ -432,8 +430,8 @@ impl Engine {
         page_cache::cached_pages(&*open_file(source)?, range)
     }
 
-    /// Queues a fetch. Never waits for a source. `done` is called exactly once, also if the engine
-    /// ends first. It is called on another thread, unless the process cannot start a single thread.
+    /// Queues a fetch. Never waits for a source. `done` is called exactly once, even if the engine ends first.
+    /// It is called on another thread, unless the process cannot start any thread.
     pub fn submit(&self, fetch: Fetch) -> Ticket {
         let queues = self.0.queues.clone();
         if let Err(e) = self.0.deadlines.start("tensorfs-watch", move || queues.expire()) {
@@ -449,15 +447,15 @@ impl Engine {
         Ticket { queue: Arc::downgrade(&queue), id }
     }
 
-    /// Notes that a reader waits for a fetch from now on. If the fetch is still queued as a
-    /// prefetch, it goes before other prefetches, and its deadline counts from now.
+    /// Notes that a reader waits for a fetch from now on. If the fetch is still queued as a prefetch, it is
+    /// moved before the other prefetches, and its time limit begins now.
     pub fn promote(&self, ticket: &Ticket) {
         if let Some(queue) = ticket.queue.upgrade() {
             queue.promote(ticket.id);
         }
     }
 
-    /// The facts for `status`.
+    /// The state of the engine, for `status`.
     pub fn status(&self) -> EngineStatus {
         EngineStatus {
             timeout_s: self.0.settings.timeout.map(|timeout| timeout.as_secs_f64()),
@@ -479,7 +477,7 @@ impl Engine {
     }
 }
 
-/// The open file with the bytes of `source`, if there is one and it is open. Never waits.
+/// The open file with the bytes of `source`. `None` if it is not open, or there is no such file. Never waits.
 fn open_file(source: &Source) -> Option<Arc<std::fs::File>> {
     match source.local() {
         Some(local) => local.open_file(),

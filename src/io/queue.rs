@@ -1,5 +1,5 @@
-//! The fetches of one device: which goes next, which are under way, which are overdue. It decides
-//! and counts; its caller reads and calls back.
+//! The fetches of one device: which are queued, which are in flight, and which are overdue. This type only
+//! decides and counts. Its caller executes the reads and calls the callbacks.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -11,61 +11,61 @@ use super::memory::{ReadTarget, ReservedBytes};
 use super::{CachedPages, Effort, Fetch, FetchCallback, Priority};
 use crate::source::Source;
 
-/// Maximum number of reads of a device that the kernel has at a time, overdue ones included.
+/// Maximum number of reads of a device that are in flight in the kernel, including overdue ones.
 pub(super) const SENT_MAX: usize = 64;
 
-/// A device with this many overdue reads gets no more: a source that does not answer keeps
-/// no more threads and buffers.
+/// Number of overdue reads from which a device gets no further reads. So a device that does not answer holds a
+/// limited number of threads and buffers.
 pub(super) const STUCK_MAX: usize = SENT_MAX_OF_ONE;
 
-/// Maximum number of reads of one source that the kernel has at a time, so that a stalled source
-/// leaves room for others.
+/// Maximum number of reads of one source that are in flight in the kernel. So a stalled source leaves capacity
+/// to others.
 pub(super) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 
-/// A source with this many overdue reads gets no more.
+/// Number of overdue reads from which a source gets no further reads.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
-/// A fetch for a backend to carry out.
+/// A read for a backend to execute.
 pub(super) struct ReadJob {
     pub(super) id: u64,
     pub(super) source: Arc<Source>,
     pub(super) range: Range<u64>,
-    /// The start of its deadline.
+    /// Start of its time limit.
     pub(super) since: Instant,
-    /// Whether encrypted bytes stay as they are stored.
+    /// Whether encrypted bytes are returned without decryption.
     pub(super) stored: bool,
     pub(super) target: ReadTarget,
     pub(super) cached: Option<CachedPages>,
 }
 
-/// A fetch that is answered with an error.
+/// A fetch that has to be answered with an error.
 pub(super) struct Failed {
     pub(super) source: Arc<Source>,
     pub(super) offset: u64,
     pub(super) done: FetchCallback,
 }
 
-/// A fetch that has left the kernel.
+/// A fetch whose read has completed.
 pub(super) enum FinishedFetch {
-    /// Its answer is due.
+    /// The fetch has to be answered.
     Unanswered(FetchCallback),
-    /// It was answered before, because it was overdue; with its source.
+    /// The fetch was answered with an error before, because it was overdue. The field is its source.
     Late(Arc<Source>),
 }
 
-/// A fetch from its submission until it has left the kernel.
+/// A fetch, from its submission until its read has completed.
 struct Flight {
     source: Arc<Source>,
     range: Range<u64>,
-    /// The start of its deadline: when a reader asked for it. Until one does, when it was
-    /// submitted, and then when it was sent.
+    /// Start of its time limit. This is the time of a reader's request. For a prefetch, it is the time of
+    /// submission while it is queued, and after that the time at which it was sent.
     since: Instant,
-    /// Cost of the answer, as far as is known: it may grow once a reader waits.
+    /// Cost of the answer as known so far. It may grow when a reader begins to wait.
     effort: Effort,
     stored: bool,
     cached: Option<CachedPages>,
     stage: FlightStage,
-    /// `None` if the fetch was answered before its read came back.
+    /// `None` if the fetch was answered before its read completed.
     done: Option<FetchCallback>,
 }
 
@@ -74,26 +74,26 @@ enum FlightStage {
     Sent(Arc<ReservedBytes>),
 }
 
-/// The fetches of one source.
+/// The queued fetches of one source.
 #[derive(Default)]
 struct OfSource {
-    /// The fetches by priority.
+    /// Numbers of the queued fetches, by priority.
     queued: [BTreeSet<u64>; 2],
-    /// The one of them that is in `Queue::ready`, by priority.
+    /// The number of this source's fetch in `FetchQueue::ready`, by priority.
     ready: [Option<u64>; 2],
 }
 
-/// All fetches of a device. Numbers are given in the order of submission.
+/// All fetches of a device. They are numbered in the order of submission.
 pub(super) struct FetchQueue {
     next_id: u64,
     flights: BTreeMap<u64, Flight>,
-    /// Those that were not sent; their flights keep the sources alive.
+    /// The sources with queued fetches. Their entries in `flights` keep the sources alive.
     sources: HashMap<SourceKey, OfSource>,
-    /// The first fetch of each source that may send one, by priority.
+    /// The first queued fetch of each source that may send one, by priority.
     ready: [BTreeSet<u64>; 2],
-    /// Fetches that the kernel has.
+    /// Fetches in flight in the kernel, including overdue ones.
     sent: PerSourceLimiter<SourceKey>,
-    /// Sent fetches that are overdue.
+    /// Fetches in flight that are overdue.
     stuck: PerSourceLimiter<SourceKey>,
 }
 
@@ -127,7 +127,7 @@ impl FetchQueue {
         id
     }
 
-    /// Moves a queued prefetch to `Priority::Demand`; its time limit counts from `now`.
+    /// Changes a queued prefetch to `Priority::Demand`. Its time limit begins at `now`.
     pub(super) fn promote(&mut self, id: u64, now: Instant) {
         let Some(flight) = self.flights.get_mut(&id) else {
             return;
@@ -153,7 +153,7 @@ impl FetchQueue {
         self.may_send() && self.ready.iter().any(|ready| !ready.is_empty())
     }
 
-    /// Returns the fetch to send next, and counts it as sent.
+    /// Returns the read to send next, and counts it as in flight.
     pub(super) fn pick(&mut self, now: Instant) -> Option<ReadJob> {
         if !self.may_send() {
             return None;
@@ -184,12 +184,12 @@ impl FetchQueue {
         Some(ReadJob { id, source, range, since, stored, target, cached })
     }
 
-    /// Whether the answer to a fetch has `Effort::Long`.
+    /// Whether the answer to the fetch has `Effort::Long`.
     pub(super) fn is_long(&self, id: u64) -> bool {
         self.flights.get(&id).is_some_and(|flight| flight.effort == Effort::Long)
     }
 
-    /// Removes a completed fetch; `None` if there is none with this number.
+    /// Removes a fetch whose read has completed. `None` if there is no fetch with this number.
     pub(super) fn finish(&mut self, id: u64) -> Option<FinishedFetch> {
         let flight = self.flights.remove(&id)?;
         let key = SourceKey::of(&flight.source);
@@ -201,8 +201,8 @@ impl FetchQueue {
         Some(flight.done.map_or(FinishedFetch::Late(flight.source), FinishedFetch::Unanswered))
     }
 
-    /// Gives up the fetches whose time limit of `timeout` has passed. Sent ones stay as stuck
-    /// fetches, and their memory no longer counts.
+    /// Returns the fetches whose time limit `timeout` has passed. Those in flight remain as stuck ones, and
+    /// their memory no longer counts.
     pub(super) fn expire(&mut self, now: Instant, timeout: Duration) -> Vec<Failed> {
         let overdue = |flight: &Flight| now.duration_since(flight.since) >= timeout;
         let unanswered = self.flights.iter().filter(|(_, flight)| flight.done.is_some());
@@ -211,13 +211,13 @@ impl FetchQueue {
         ids.into_iter().filter_map(|id| self.give_up(id)).collect()
     }
 
-    /// All fetches that were not answered yet. Sent ones stay, as stuck ones.
+    /// Returns all fetches that were not answered yet. Those in flight remain as stuck ones.
     pub(super) fn fail_all(&mut self) -> Vec<Failed> {
         let ids: Vec<u64> = self.flights.keys().copied().collect();
         ids.into_iter().filter_map(|id| self.give_up(id)).collect()
     }
 
-    /// Gives up the fetches that were not sent yet.
+    /// Returns and removes the fetches that were not sent yet.
     pub(super) fn fail_queued(&mut self) -> Vec<Failed> {
         let queued = |flight: &Flight| matches!(flight.stage, FlightStage::Queued(..));
         let ids: Vec<u64> =
@@ -256,22 +256,23 @@ impl FetchQueue {
         self.flights.len() - self.sent.total() as usize
     }
 
-    /// Number of fetches that the kernel has, without the stuck ones.
+    /// Number of fetches in flight in the kernel, without the stuck ones.
     pub(super) fn in_flight(&self) -> usize {
         (self.sent.total() - self.stuck.total()) as usize
     }
 
-    /// Number of stuck fetches: given up, but not returned by the kernel.
+    /// Number of stuck fetches: they were answered with an error, but the kernel has not completed their reads.
     pub(super) fn stuck(&self) -> usize {
         self.stuck.total() as usize
     }
 
-    /// Updates the fetches of a source in `ready`, after any change of the source.
+    /// Updates the entries of a source in `ready`. Must be called after each change of the source's fetches.
     fn refresh(&mut self, key: SourceKey) {
         let Some(of_source) = self.sources.get_mut(&key) else {
             return;
         };
-        // Only the shares of this source: the room of the device changes without a refresh.
+        // Only the limits of this source are checked here. The limits of the device change without a call of
+        // `refresh`.
         let may_send = self.sent.has_share_for(&key) && self.stuck.has_share_for(&key);
         for priority in 0..self.ready.len() {
             let first = of_source.queued[priority].first().copied().filter(|_| may_send);

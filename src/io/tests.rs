@@ -16,7 +16,7 @@ use super::*;
 mod answers;
 mod deadlines;
 
-/// Longest wait for anything that must happen.
+/// Maximum wait for events that must happen.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Rng(u64);
@@ -40,7 +40,7 @@ fn bytes(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// Folders on the disk and in memory, as far as there are such.
+/// Folders on a disk and in memory, if the machine has both.
 fn folders() -> Vec<TempDir> {
     let shm = Path::new("/dev/shm");
     let mut folders = vec![tempfile::tempdir().unwrap()];
@@ -57,7 +57,7 @@ fn file(folder: &TempDir, name: &str, bytes: &[u8]) -> (PathBuf, Arc<Source>) {
     (path, source)
 }
 
-/// Drops a file from the page cache.
+/// Removes a file from the page cache.
 fn make_cold(path: &Path) {
     let file = File::open(path).unwrap();
     file.sync_all().unwrap();
@@ -75,7 +75,7 @@ fn engine(backend: Backend, direct: DirectIo) -> (Engine, Arc<Counters>) {
     (Engine::start(settings, counters.clone()), counters)
 }
 
-/// A fetch whose result arrives at the receiver.
+/// A fetch, and the receiver of its result.
 fn fetch(
     source: &Arc<Source>,
     range: Range<u64>,
@@ -198,7 +198,8 @@ fn a_read_goes_by_what_its_caller_was_told_of_the_page_cache() {
         eprintln!("skipped: no O_DIRECT here");
         return;
     }
-    // The file was just written, so the page cache holds it, whatever the caller says.
+    // The page cache has the whole file, because it was just written. The caller's value `cached` decides all
+    // the same.
     for (cached, direct) in [(0, 1), (256, 0), (230, 0), (200, 1)] {
         let before = counters.source_reads_direct.get();
         let range = 0..contents.len() as u64;
@@ -398,7 +399,7 @@ fn when_the_engine_ends_every_fetch_is_answered_and_its_threads_go() {
 
 #[test]
 fn an_error_of_the_disk_keeps_its_number_and_file_and_o_direct_is_not_insisted_on() {
-    // A regular file whose unmapped parts cannot be read.
+    // A regular file of which some parts cannot be read: those that are not mapped.
     let path = PathBuf::from(format!("/proc/{}/mem", std::process::id()));
     let source = Source::open(&path).unwrap();
     let (engine, counters) = engine(Backend::Auto, DirectIo::Always);
@@ -425,7 +426,7 @@ fn a_fetch_past_its_deadline_fails_at_once_and_its_memory_lives_until_it_is_back
     for backend in BACKENDS {
         make_cold(&path);
         let counters = Arc::new(Counters::default());
-        // Too short for the disk, mostly.
+        // For most reads, the disk is slower than this.
         let timeout = Some(Duration::from_micros(500));
         let settings = Settings { backend, timeout, ..Settings::default() };
         let engine = Engine::start(settings, counters.clone());
@@ -458,7 +459,7 @@ fn a_fetch_past_its_deadline_fails_at_once_and_its_memory_lives_until_it_is_back
     }
 }
 
-/// A queue with fetches of `n` sources, and what their callbacks said.
+/// A queue with fetches of `n` sources, and the number of callbacks that were called.
 fn queue_of(
     n: usize,
     each: u64,
@@ -521,7 +522,7 @@ fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_
         device_queue::answer(failed.done, Err(Error::internal("")));
     }
     assert_eq!(answers.load(Ordering::SeqCst), 100);
-    // Memory of queued reads is free, and that of stuck ones does not count although it is held.
+    // The memory of queued reads was freed. That of stuck reads is still held, but does not count.
     assert_eq!((used > 0, budget.used()), (true, 0));
 
     let source = jobs[0].source.clone();
@@ -534,7 +535,7 @@ fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_
     assert_eq!((queue.stuck(), queue.in_flight()), (0, 0));
 }
 
-// A reader that joined a read-ahead which had been queued for long inherited its deadline.
+// An earlier version had a bug here: a reader that joined a queued prefetch inherited its old deadline.
 #[test]
 fn the_time_of_what_was_read_ahead_begins_when_a_reader_asks_or_when_it_is_sent() {
     let (mut queue, _sources, _budget, _folder, _) = queue_of(1, 3);
@@ -542,7 +543,7 @@ fn the_time_of_what_was_read_ahead_begins_when_a_reader_asks_or_when_it_is_sent(
     let (after, timeout) = (|n| start + Duration::from_secs(n), Duration::from_secs(60));
     let job = queue.pick(after(40)).unwrap();
     queue.promote(2, after(55));
-    // The first was sent, the last was promoted, and the one between was left alone.
+    // The first fetch was sent, the last one was promoted, and the one between them did not change.
     let mut expired = |now| -> Vec<u64> {
         let failed = queue.expire(now, timeout);
         failed.into_iter().map(|failed| failed.offset).collect()
@@ -580,7 +581,7 @@ fn a_budget_is_never_passed_and_kept_memory_counts() {
     assert_eq!(buffer.as_ptr() as u64 % 4096, 0);
     assert!(buffer.iter().all(|byte| *byte == 0));
     buffer[199_999] = 1;
-    // Memory that the buffer does not need has gone back.
+    // Reserved bytes that the buffer does not need were returned.
     assert_eq!((buffer.reserved(), budget.used()), (200_704, (768 << 10) + 200_704));
     let start = buffer.as_ptr();
     drop(buffer);

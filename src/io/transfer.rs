@@ -1,5 +1,5 @@
-//! One fetch on its way: which system call comes next, and what its result means. Backends only
-//! carry the calls out.
+//! The execution of one fetch: which system call comes next, and the meaning of its result. A backend only
+//! makes the calls.
 
 use std::fs::File;
 use std::io;
@@ -17,39 +17,39 @@ use crate::error::{Error, Result, shown_path};
 use crate::source::{LocalCopy, LocalFile, Source};
 use crate::zeros::are_zeros;
 
-/// Maximum number of EAGAIN results that are retried.
+/// Maximum number of EAGAIN results after which a read is retried.
 const AGAIN_MAX: u32 = 100;
 
-/// The pause before a read that follows a second EAGAIN.
+/// Pause before each retry after the second EAGAIN.
 pub(super) const AGAIN_PAUSE: Duration = Duration::from_millis(1);
 
-/// A fetch that is being read.
+/// A fetch in execution.
 pub(super) struct Transfer {
     source: Arc<Source>,
     /// The local copy that is read in place of a store.
     copy: Option<Arc<LocalCopy>>,
-    /// The open file, which stays open even if the source is closed. `None` if a store is read.
+    /// The open file. It stays open even if the source is closed. `None` if a store is read.
     file: Option<Arc<File>>,
-    /// Descriptor for O_DIRECT. `None` if the bytes are read through the page cache.
+    /// A descriptor for O_DIRECT. `None` if the bytes are read through the page cache.
     direct: Option<Arc<File>>,
     buffer: Buffer,
-    /// Where the bytes are copied from the buffer at the end, if the disk cannot write there.
+    /// Memory to which the bytes are copied from the buffer at the end. Set if the disk cannot write there directly.
     place: Option<GivenMemory>,
-    /// Offset in the file of the buffer's first byte.
+    /// Offset in the file of the first byte of the buffer.
     start: u64,
-    /// The buffer is filled up to here.
+    /// Number of bytes from the start of the buffer that are filled, or need not be.
     have: usize,
-    /// Range of the wanted bytes in the buffer.
+    /// Range of the requested bytes in the buffer.
     wanted: Range<usize>,
-    /// Range of the bytes that are read: longer where these are whole encrypted pieces.
+    /// Range in the buffer of the bytes that have to be read. For encrypted sources it is extended to whole pieces.
     needed: Range<usize>,
-    /// Whether the bytes are decrypted.
+    /// Whether the bytes have to be decrypted.
     decrypts: bool,
-    /// Whether reading past the page cache was intended but impossible.
+    /// Whether a read past the page cache was intended but not possible.
     refused: bool,
     /// Number of EAGAIN results so far.
     again: u32,
-    /// The start of its deadline.
+    /// Start of the time limit.
     since: Instant,
     began: Instant,
     span: Span,
@@ -66,7 +66,7 @@ pub(super) enum Next {
 }
 
 impl Transfer {
-    /// Opens what is needed and decides how to read. May wait for the file system.
+    /// Opens the file if necessary, and decides how to read. May wait for the file system.
     pub(super) fn begin(job: ReadJob, direct: DirectIo) -> Result<Transfer> {
         let ReadJob { source, range, since, stored, target, cached, .. } = job;
         let decrypts = !stored && source.is_encrypted();
@@ -97,7 +97,7 @@ impl Transfer {
         let refused = past_cache && direct.is_none();
         let mut target = target;
         let (mut buffer, place, start) = match (target.take_unaligned(), &direct) {
-            // Whole encrypted pieces are decrypted in their place.
+            // If the range consists of whole encrypted pieces, they are decrypted in place.
             (Some(place), None) if needed == range => {
                 (Buffer::unaligned(place, target), None, range.start)
             }
@@ -139,7 +139,7 @@ impl Transfer {
         })
     }
 
-    /// Fills the memory if the wanted bytes are zeros that no file holds. Returns whether they are.
+    /// Fills the memory if the requested bytes are zeros that no file contains. Returns whether they are.
     pub(super) fn fill_zeros(&mut self) -> bool {
         let is_zeros = are_zeros(self.start);
         if is_zeros {
@@ -148,22 +148,22 @@ impl Transfer {
         is_zeros
     }
 
-    /// Number of wanted bytes.
+    /// Number of requested bytes.
     pub(super) fn len(&self) -> usize {
         self.wanted.len()
     }
 
-    /// Whether the bytes are decrypted, which takes longer than reading them.
+    /// Whether the bytes have to be decrypted, which takes longer than reading them.
     pub(super) fn decrypts(&self) -> bool {
         self.decrypts
     }
 
-    /// Whether it reads past the page cache.
+    /// Whether the reads go past the page cache.
     pub(super) fn is_direct(&self) -> bool {
         self.direct.is_some()
     }
 
-    /// Whether the file system refused to read past the page cache.
+    /// Whether a read past the page cache was intended but not possible.
     pub(super) fn is_refused(&self) -> bool {
         self.refused
     }
@@ -175,14 +175,14 @@ impl Transfer {
         Some((file, self.start + self.have as u64, &mut self.buffer[self.have..end]))
     }
 
-    /// Reads all bytes from a store, within the time limit of a read.
+    /// Reads all bytes from a store, within the rest of the time limit.
     pub(super) fn read_stored(&mut self, timeout: Option<Duration>) -> Result<()> {
         let offset = self.start + self.needed.start as u64;
         let until = timeout.and_then(|timeout| self.since.checked_add(timeout));
         self.source.read_until(&mut self.buffer[self.needed.clone()], offset, until)
     }
 
-    /// Takes the result of the read.
+    /// Handles the result of a read, and returns the next step.
     pub(super) fn advance(&mut self, result: io::Result<usize>) -> Next {
         match result {
             Ok(0) if self.have < self.needed.end && self.leave_copy() => Next::Read,
@@ -206,21 +206,20 @@ impl Transfer {
         }
     }
 
-    /// Takes `n` bytes that have arrived.
+    /// Handles `n` bytes that have arrived.
     fn take(&mut self, n: usize) -> Next {
         self.have += n;
         if self.have >= self.needed.end {
             return Next::End(Ok(()));
         }
-        // A direct read cannot begin at this offset.
+        // A direct read cannot begin at this offset, so the rest is read through the page cache.
         if !(self.have as u64).is_multiple_of(ALIGN) {
             self.direct = None;
         }
         Next::Read
     }
 
-    /// Reads from the store from now on, because the local copy cannot be read. Returns whether it was
-    /// read from one.
+    /// Switches from the local copy to the store, because the copy cannot be read. Returns whether there was a copy.
     fn leave_copy(&mut self) -> bool {
         if self.copy.take().is_none() {
             return false;
@@ -230,7 +229,7 @@ impl Transfer {
         true
     }
 
-    /// Reads through the page cache from now on, because the file system refuses direct reads.
+    /// Switches to reads through the page cache, because the file system refuses direct reads.
     fn leave_direct(&mut self) {
         let copy = self.copy.as_deref().map(LocalCopy::local);
         if let Some(local) = self.source.local().or(copy) {
@@ -241,18 +240,18 @@ impl Transfer {
         self.have = self.have.max(self.needed.start);
     }
 
-    /// Writes off its memory, which the kernel may still use.
+    /// Writes the memory off, because the kernel may still use it.
     pub(super) fn leak_buffer(&self) {
         self.buffer.leak_buffer();
     }
 
-    /// Decrypts the bytes, and returns them if the file has not changed. If they have a place to be
-    /// copied to, that has them too.
+    /// Checks that the file has not changed, and decrypts and returns the bytes. If `place` is set, copies them
+    /// there too.
     pub(super) fn finish(mut self) -> Result<ReadBuffer> {
         let _entered = self.span.clone().entered();
         match (self.source.local(), &self.file) {
             (Some(local), Some(file)) => local.check_open(file)?,
-            // A store answers for the version that the read names, and a copy keeps its bytes.
+            // A store checks the version with each read, and the bytes of a local copy do not change.
             _ => self.source.check_known()?,
         }
         if self.decrypts {

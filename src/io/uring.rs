@@ -1,4 +1,4 @@
-//! The backend for reads past the page cache: one thread per queue, all of them in one io_uring.
+//! The backend for reads past the page cache. Each queue has one thread, which executes all its reads in one io_uring.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -14,38 +14,38 @@ use super::queue::{ReadJob, SENT_MAX};
 use super::transfer::{Next, Transfer};
 use crate::error::Error;
 
-/// Entries of the submission queue: every read, the poll, and room.
+/// Number of entries of the submission queue: one for each read, one for the poll, and a reserve.
 const ENTRIES: u32 = 128;
 
-/// The mark of the poll's completion; all other marks are slots.
+/// The user data of the poll. The user data of a read is the index of its slot.
 const WAKE: u64 = u64::MAX;
 
-/// Retries of a submission that failed with ENOMEM.
+/// Maximum number of retries of a submission that the kernel refuses for lack of resources.
 const SUBMIT_TRIES: u32 = 200;
 
-/// The pause between two tries.
+/// Pause between two retries.
 const SUBMIT_PAUSE: Duration = Duration::from_millis(10);
 
-/// A ring, and the transfers whose memory the kernel writes to.
+/// A ring, and the transfers to whose memory the kernel writes.
 struct UringDriver {
     uring: IoUring,
     waker: Arc<Waker>,
     slots: Vec<Option<UringSlot>>,
     free: Vec<usize>,
-    /// Reads that the kernel has.
+    /// Number of reads in the kernel.
     sent: usize,
 }
 
 struct UringSlot {
     id: u64,
     transfer: Transfer,
-    /// Whether the kernel reads it on a worker thread at once.
+    /// Whether the kernel is told to execute the read on a worker thread at once.
     on_worker: bool,
 }
 
 impl Drop for UringDriver {
     fn drop(&mut self) {
-        // The kernel may still write to their memory, so it is never freed.
+        // The kernel may still write to the memory of these reads, so it is never freed.
         self.slots.drain(..).flatten().for_each(std::mem::forget);
     }
 }
@@ -65,8 +65,8 @@ impl UringDriver {
         {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's is too old"));
         }
-        // The default is a few workers per processor, and a read that has to wait occupies one.
-        // Kernels before 5.15 do not know this call, and have no such low bound.
+        // By default, the kernel has only a few workers per processor, and each waiting read occupies one.
+        // Kernels before 5.15 do not know this call, and do not have this low limit.
         let _ = uring.submitter().register_iowq_max_workers(&mut [SENT_MAX as u32, 0]);
         let waker = Arc::new(Waker::new()?);
         let slots = (0..SENT_MAX).map(|_| None).collect();
@@ -77,19 +77,19 @@ impl UringDriver {
     }
 
     fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
-        // SAFETY: a read's memory lies in its slot until its completion, or is leaked; its
-        // descriptor too. The poll has no memory, and its descriptor lives as long as the ring.
+        // SAFETY: the memory and the descriptor of a read stay in its slot until its completion, or are leaked.
+        // The poll has no memory, and its descriptor lives as long as the ring.
         unsafe { self.uring.submission().push(entry) }.map_err(io::Error::other)
     }
 
-    /// Polls for one `Waker::wake`.
+    /// Adds a poll for one `Waker::wake`.
     fn poll(&mut self) -> io::Result<()> {
         let fd = types::Fd(self.waker.fd());
         let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build().user_data(WAKE);
         self.push(&entry)
     }
 
-    /// Sends the next read of a slot.
+    /// Pushes the next read of a slot.
     fn send(&mut self, index: usize) -> io::Result<()> {
         let Some(slot) = &mut self.slots[index] else {
             return Ok(());
@@ -117,7 +117,8 @@ impl UringDriver {
             };
             match e.raw_os_error() {
                 Some(libc::EINTR) => {}
-                // Completions make room; without any, the kernel is short of memory.
+                // If there are completions, handling them frees resources. If there are none, the kernel is
+                // short of memory.
                 Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => {
                     if !self.uring.completion().is_empty() {
                         return Ok(());
@@ -131,10 +132,10 @@ impl UringDriver {
     }
 }
 
-/// Maximum number of bytes of one read, a multiple of the alignment: Linux reads no more at a time.
+/// Maximum number of bytes of one read. Linux does not read more at a time. It is a multiple of the alignment.
 const READ_MAX: u32 = 0x7fff_f000;
 
-/// Builds the best ring that the kernel supports: each option saves interrupts and locks.
+/// Builds a ring with the best options that the kernel supports. Each option saves interrupts or locks.
 fn build() -> io::Result<IoUring> {
     let best = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(ENTRIES);
     match best {
@@ -149,26 +150,25 @@ fn build() -> io::Result<IoUring> {
     }
 }
 
-/// Whether a ring can be set up here.
+/// Checks whether a ring can be set up.
 ///
 /// # Errors
-/// The reason why not.
+/// The reason, if not.
 pub(super) fn probe() -> io::Result<()> {
     UringDriver::new().map(drop)
 }
 
-/// Carries out the reads of `queue` in a ring, until the queue is closed and the kernel has given
-/// everything back.
+/// Executes the reads of `queue` in a ring, until the queue is closed and the kernel has completed all reads.
 ///
 /// # Errors
-/// Where there is no ring, or none any more. All its reads were then answered.
+/// If no ring can be set up, or if the ring fails later. All reads in the ring have then been answered.
 pub(super) fn drive(queue: &Arc<DeviceQueue>) -> io::Result<()> {
     let mut ring = UringDriver::new()?;
     queue.ring_begins(ring.waker.clone());
     let ended = catch_unwind(AssertUnwindSafe(|| serve(queue, &mut ring)));
     let outcome = ended.unwrap_or_else(|_| Err(io::Error::other("it panicked")));
     if outcome.is_err() {
-        // Their memory stays with the ring, which leaks it.
+        // The memory of these reads stays in the ring, which leaks it.
         let mut ids = Vec::new();
         for UringSlot { id, transfer, .. } in ring.slots.iter().flatten() {
             transfer.leak_buffer();
@@ -186,7 +186,7 @@ pub(super) fn drive(queue: &Arc<DeviceQueue>) -> io::Result<()> {
 fn serve(queue: &Arc<DeviceQueue>, ring: &mut UringDriver) -> io::Result<()> {
     let mut back = Vec::with_capacity(ENTRIES as usize);
     loop {
-        // At most SENT_MAX reads are sent at a time, so there is a slot for each.
+        // At most `SENT_MAX` reads are in flight, so there is a slot for each.
         loop {
             match queue.next_for_ring(ring.sent == 0) {
                 NextWork::ReadJob(job) => take(queue, ring, job)?,
@@ -208,7 +208,7 @@ fn serve(queue: &Arc<DeviceQueue>, ring: &mut UringDriver) -> io::Result<()> {
     }
 }
 
-/// Begins a job and sends its first read.
+/// Begins a job and pushes its first read.
 fn take(queue: &Arc<DeviceQueue>, ring: &mut UringDriver, job: ReadJob) -> io::Result<()> {
     let id = job.id;
     let index = ring.free.pop().expect("the queue gives out no more than there are slots");
@@ -230,7 +230,7 @@ fn take(queue: &Arc<DeviceQueue>, ring: &mut UringDriver, job: ReadJob) -> io::R
     }
 }
 
-/// Takes the result of a slot's read, and sends the next or answers.
+/// Handles the result of a slot's read. Then pushes the next read, or answers.
 fn came_back(
     queue: &Arc<DeviceQueue>,
     ring: &mut UringDriver,
@@ -245,7 +245,7 @@ fn came_back(
         Ok(n) => Ok(n),
         Err(_) => Err(io::Error::from_raw_os_error(-result)),
     };
-    // The kernel would have to wait, which it does on a worker thread only.
+    // The kernel would have to wait for this read. It can do so only on a worker thread.
     slot.on_worker |= result.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock);
     queue.count_read(&slot.transfer, &result);
     let next = slot.transfer.advance(result);
@@ -277,7 +277,7 @@ pub(super) mod tests {
     };
     use crate::source::Source;
 
-    /// Makes a system call fail with EPERM on this thread and those that it starts.
+    /// Makes a system call fail with EPERM on this thread and on threads that it starts later.
     pub(crate) fn refuse(call: libc::c_long) {
         fail(call, libc::EPERM);
     }
@@ -307,7 +307,7 @@ pub(super) mod tests {
         Engine::start(settings, Arc::default())
     }
 
-    /// A fetch of bytes of a file in `folder`, and what it is answered.
+    /// A fetch of bytes of a file in `folder`, and the receiver of its answer.
     fn fetch_in(folder: &Path) -> (Fetch, Receiver<Result<Vec<u8>, String>>) {
         let path = folder.canonicalize().unwrap().join("a");
         File::create(&path).unwrap().write_all(b"right bytes").unwrap();
@@ -323,14 +323,14 @@ pub(super) mod tests {
         (Fetch { source, range, cached, priority, effort, stored, target, done }, receiver)
     }
 
-    /// The bytes of a file in `folder` as the engine gets them.
+    /// The bytes of a file in `folder` as the engine reads them.
     fn read_in(folder: &Path, engine: &Engine) -> Result<Vec<u8>, String> {
         let (fetch, answer) = fetch_in(folder);
         engine.submit(fetch);
         answer.recv_timeout(Duration::from_secs(30)).unwrap()
     }
 
-    /// A ring whose first read the kernel puts off, as pread(2) does.
+    /// A ring driver whose first read the kernel postpones. The same happens to pread(2).
     fn drive_putting_off(queue: &Arc<DeviceQueue>) -> io::Result<()> {
         fail(libc::SYS_pread64, libc::EAGAIN);
         let mut ring = UringDriver::new()?;
@@ -401,10 +401,11 @@ pub(super) mod tests {
     fn where_no_thread_can_be_started_the_fetch_fails_at_once_and_later_ones_need_not() {
         let folder = tempfile::tempdir().unwrap();
         let device = |path: &Path| std::fs::metadata(path).map(|meta| meta.dev()).ok();
-        // In a bare root it is a folder of the same disk, whose queue must not run.
+        // On a machine without a mount at `/dev/shm` that is a folder on the same disk. That disk's queue must
+        // not be running.
         let is_other =
             device(Path::new("/dev/shm")).is_some_and(|shm| Some(shm) != device(folder.path()));
-        // The second time the thread that keeps deadlines runs already.
+        // In the second round, the thread that watches deadlines is running already.
         for watched in [false, true] {
             let engine = engine();
             if watched && is_other {

@@ -17,7 +17,7 @@ use super::Source;
 use super::permissions::ACL;
 use crate::error::{Error, Result};
 
-/// The rights of the owner of a copy, who has read the sources to make it.
+/// The owner's permissions for a copy. The owner has read the sources to make it.
 const OWNER: u32 = 0o600;
 
 /// The permissions of the files that a copy is made of.

@@ -133,7 +133,7 @@ impl LocalFile {
     /// The open file, reopened if it was closed.
     ///
     /// # Errors
-    /// `Error::Io` where it cannot be opened, `Error::Changed` where another file stands there.
+    /// `Error::Io` if the file cannot be opened. `Error::Changed` if another file is at the path now.
     pub fn file(&self) -> Result<Arc<File>> {
         self.file.file()
     }

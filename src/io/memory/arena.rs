@@ -1,5 +1,5 @@
-//! A range of addresses on huge pages, cut into buffers. The disk reads into few large stretches
-//! of memory with far less work than into many small pages, and pages are faulted in only once.
+//! An address range on huge pages from which buffers are allocated. The disk reads into few large pieces of
+//! memory with far less work than into many small pages. Each page is faulted in only once.
 
 use std::ptr::NonNull;
 
@@ -8,26 +8,26 @@ use nix::sys::mman::{MmapAdvise, madvise};
 use super::free_list::FreeList;
 use crate::mapping::{HUGE, Mapping};
 
-/// An address range and which parts of it are free.
+/// An address range, and which parts of it are free.
 pub(super) struct Arena {
     mapping: Mapping,
     free: FreeList,
-    /// For each huge page whether there may be memory behind it.
+    /// For each huge page, whether physical memory may be allocated for it.
     touched: Vec<bool>,
     /// Number of touched huge pages.
     touched_pages: usize,
 }
 
 impl Arena {
-    /// Reserves addresses for at least `bytes`; the system adds memory when it is written to.
+    /// Reserves an address range of at least `bytes`. The kernel allocates memory when a page is first written.
     pub(super) fn new(bytes: usize) -> Option<Arena> {
         let len = bytes.checked_next_multiple_of(HUGE)?;
         let mapping = Mapping::new(len).ok()?;
         mapping.advise(MmapAdvise::MADV_HUGEPAGE);
-        // Otherwise a child shares the pages: the kernel copies them, and a read under way ends in
-        // the wrong copy.
+        // Otherwise a child made by fork(2) would share the pages. The kernel would copy them at the next
+        // write, and a read in flight could end in the copy of the wrong process.
         mapping.advise(MmapAdvise::MADV_DONTFORK);
-        // A core dump leaves out bytes of tensors, which may be decrypted ones.
+        // Core dumps do not contain the bytes of tensors, which may be decrypted.
         mapping.advise(MmapAdvise::MADV_DONTDUMP);
         Some(Arena {
             mapping,
@@ -37,8 +37,7 @@ impl Arena {
         })
     }
 
-    /// Allocates `len` bytes, a multiple of the page size, at the lowest free address, so that few
-    /// pages are in use.
+    /// Allocates `len` bytes, a multiple of the page size, at the lowest free address. So few huge pages are in use.
     pub(super) fn take(&mut self, len: usize) -> Option<NonNull<u8>> {
         let offset = self.free.take(len)?;
         for touched in &mut self.touched[offset / HUGE..(offset + len).div_ceil(HUGE)] {
@@ -48,22 +47,22 @@ impl Arena {
         Some(unsafe { self.mapping.start().add(offset) })
     }
 
-    /// Frees bytes that `take` returned.
+    /// Frees bytes that `take` has returned.
     pub(super) fn give_back(&mut self, start: NonNull<u8>, len: usize) {
         self.free.give_back(start.as_ptr() as usize - self.mapping.start().as_ptr() as usize, len);
     }
 
-    /// Bytes of huge pages that may have memory behind them.
+    /// Number of bytes of huge pages that may have physical memory.
     pub(super) fn touched(&self) -> usize {
         self.touched_pages * HUGE
     }
 
-    /// Returns the memory of unused huge pages to the system.
+    /// Returns the memory of unused huge pages to the kernel.
     pub(super) fn trim(&mut self) {
         for (offset, len) in self.free.stretches() {
             let pages = offset.div_ceil(HUGE)..(offset + len) / HUGE;
             for page in pages.filter(|page| self.touched[*page]).collect::<Vec<_>>() {
-                // SAFETY: the page lies in a free stretch of the arena, so nothing refers to it.
+                // SAFETY: the page lies in a free part of the arena, so there is no reference to it.
                 let freed = unsafe {
                     let page = self.mapping.start().add(page * HUGE);
                     madvise(page.cast(), HUGE, MmapAdvise::MADV_DONTNEED)

@@ -1,4 +1,4 @@
-//! Memory for reads: page-aligned, under one hard limit, reused instead of returned.
+//! Memory for reads. It is page-aligned, has one hard limit, and is reused instead of being returned to the system.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
@@ -14,15 +14,15 @@ use crate::counters::Counters;
 pub(in crate::io) use crate::source::page_cache::{ALIGN, pages_around};
 use crate::sync::Mutex;
 
-/// Buffers of at least this size come from the arena, which keeps their memory for the next read.
+/// Minimum size in bytes of buffers that come from the arena. The arena keeps their memory for later reads.
 const KEPT_MIN: usize = 64 << 10;
 
-/// The arena has limit + limit / SPARE_PART + SPARE bytes: buffers of unlike
-/// sizes leave gaps, and overdue reads keep theirs.
+/// The arena has limit + limit / `SPARE_PART` + `SPARE` bytes. The surplus is for gaps between buffers of
+/// different sizes, and for the buffers of overdue reads.
 const SPARE_PART: u64 = 4;
 const SPARE: u64 = 8 << 20;
 
-/// Memory for reads, bounded. Clones share the limit.
+/// A bounded amount of memory for reads. Clones share the limit.
 #[derive(Clone)]
 pub struct Budget(Arc<BudgetInner>);
 
@@ -34,9 +34,9 @@ struct BudgetInner {
 
 #[derive(Default)]
 struct State {
-    /// Bytes of reservations.
+    /// Total number of reserved bytes.
     used: u64,
-    /// Arena, created for the first large buffer.
+    /// The arena. It is created for the first large buffer.
     arena: Option<Arena>,
 }
 
@@ -55,7 +55,7 @@ impl BudgetInner {
         }
         let arena = state.arena.as_mut()?;
         let start = arena.take(len)?;
-        // Gaps between buffers may have memory behind them, too.
+        // The gaps between buffers may have physical memory too.
         if arena.touched() as u64 > self.limit {
             arena.trim();
         }
@@ -64,22 +64,22 @@ impl BudgetInner {
 }
 
 impl Budget {
-    /// Creates a budget of `limit` bytes; `counters` show its use.
+    /// Creates a budget of `limit` bytes. `counters` show its use.
     pub fn new(limit: u64, counters: Arc<Counters>) -> Budget {
         Budget(Arc::new(BudgetInner { limit, counters, state: Mutex::default() }))
     }
 
-    /// Maximum number of bytes that reservations hold at a time.
+    /// Maximum number of bytes that may be reserved at a time.
     pub fn limit(&self) -> u64 {
         self.0.limit
     }
 
-    /// Bytes that reservations hold now.
+    /// Number of bytes that are reserved now.
     pub fn used(&self) -> u64 {
         self.0.state.lock().used
     }
 
-    /// Reserves `bytes` of memory. `None` if they exceed the limit.
+    /// Reserves `bytes` of memory. `None` if that would exceed the limit.
     pub fn try_reserve(&self, bytes: u64) -> Option<Reservation> {
         {
             let mut state = self.0.state.lock();
@@ -90,7 +90,7 @@ impl Budget {
         Some(Reservation(Arc::new(share)))
     }
 
-    /// Returns free memory of the arena to the system.
+    /// Returns free memory of the arena to the kernel.
     pub fn trim(&self) {
         if let Some(arena) = &mut self.0.state.lock().arena {
             arena.trim();
@@ -104,19 +104,18 @@ impl fmt::Debug for Budget {
     }
 }
 
-/// A reservation of memory, which returns to the budget on drop.
+/// Reserved bytes of a budget. Dropping the reservation returns them.
 #[derive(Debug)]
 pub struct Reservation(Arc<ReservedBytes>);
 
-/// A reservation's bytes; they can be written off while someone else holds the reservation.
+/// The bytes of a reservation. They can be written off while someone else holds the reservation.
 pub(in crate::io) struct ReservedBytes {
     budget: Arc<BudgetInner>,
     bytes: AtomicU64,
 }
 
 impl ReservedBytes {
-    /// Writes the bytes off: they no longer count against the budget, although their memory is
-    /// still in use.
+    /// Writes the bytes off. They no longer count against the budget, although their memory is still in use.
     pub(in crate::io) fn leak(&self) {
         self.budget.give_back(self.bytes.swap(0, Ordering::Relaxed));
     }
@@ -135,17 +134,17 @@ impl fmt::Debug for ReservedBytes {
 }
 
 impl Reservation {
-    /// Its bytes.
+    /// Number of reserved bytes.
     pub fn len(&self) -> u64 {
         self.0.bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether it holds nothing.
+    /// Whether no bytes are reserved.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Takes `bytes` off as a reservation of their own; at most what this one has.
+    /// Moves `bytes` to a new reservation, or all bytes if this one has fewer.
     pub fn split(&mut self, bytes: u64) -> Reservation {
         let bytes = bytes.min(self.len());
         self.0.bytes.fetch_sub(bytes, Ordering::Relaxed);
@@ -153,15 +152,14 @@ impl Reservation {
         Reservation(Arc::new(share))
     }
 
-    /// Returns the bytes above `bytes` to the budget.
+    /// Returns the bytes beyond `bytes` to the budget.
     fn shrink(&mut self, bytes: u64) {
         let over = self.len().saturating_sub(bytes);
         drop(self.split(over));
     }
 }
 
-/// Where the bytes of a fetch go: to new memory that a reservation is for, or to memory that is
-/// there already.
+/// Destination of the bytes of a fetch: new memory, whose bytes are reserved, or existing memory.
 #[derive(Debug)]
 pub struct ReadTarget {
     reservation: Reservation,
@@ -171,22 +169,22 @@ pub struct ReadTarget {
 #[derive(Debug)]
 enum TargetMemory {
     New,
-    /// The pages around the bytes, which the disk can write to.
+    /// The pages around the bytes. The disk can write to them.
     Pages(GivenMemory),
-    /// The bytes alone, at any address. A reservation is for a read past the page cache.
+    /// Only the bytes themselves, at any address. The reservation is for a buffer that a read past the page
+    /// cache needs.
     Bytes(GivenMemory),
 }
 
-/// Memory that one fetch alone writes to.
+/// Existing memory that only one fetch writes to.
 pub(in crate::io) struct GivenMemory {
     start: NonNull<u8>,
     len: usize,
-    /// Keeps them alive.
+    /// Keeps the memory alive.
     _keep: Arc<dyn Send + Sync>,
 }
 
-// SAFETY: the fetch that has the memory is the only one to use it, as `ReadTarget::given` and
-// `ReadTarget::unaligned` demand.
+// SAFETY: only the fetch that has the memory uses it, which `ReadTarget::given` and `ReadTarget::unaligned` require.
 unsafe impl Send for GivenMemory {}
 // SAFETY: the memory is written through `&mut`, and read through `&Buffer`.
 unsafe impl Sync for GivenMemory {}
@@ -198,10 +196,10 @@ impl fmt::Debug for GivenMemory {
 }
 
 impl GivenMemory {
-    /// Fills it with as many bytes.
+    /// Fills the memory with `bytes`, which have the same length.
     pub(in crate::io) fn fill(&mut self, bytes: &[u8]) {
-        // SAFETY: the memory has this length, its bytes are initialised or come from outside of
-        // Rust, and nobody else uses them, as `ReadTarget::unaligned` demands.
+        // SAFETY: the memory has this length. Its bytes are initialized or come from outside of Rust, and
+        // nobody else uses them, which `ReadTarget::unaligned` requires.
         let own = unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) };
         own.copy_from_slice(bytes);
     }
@@ -214,11 +212,11 @@ impl From<Reservation> for ReadTarget {
 }
 
 impl ReadTarget {
-    /// The `len` bytes from `start` on, whole pages that live as long as `keep`.
+    /// The `len` bytes from `start` on as destination. They are whole pages and live as long as `keep`.
     ///
     /// # Safety
-    /// The bytes are initialised or come from outside of Rust. Nobody else writes to them from now
-    /// on, and nobody reads them before the fetch has come back.
+    /// The bytes are initialized or come from outside of Rust. Nobody else writes to them from now on, and
+    /// nobody reads them before the fetch has completed.
     pub(super) unsafe fn given(
         reservation: Reservation,
         start: NonNull<u8>,
@@ -229,7 +227,8 @@ impl ReadTarget {
         ReadTarget { reservation, memory }
     }
 
-    /// The `len` bytes from `start` on, as many as are read, which live as long as `keep`.
+    /// The `len` bytes from `start` on as destination. Their number is that of the bytes read, and they live as
+    /// long as `keep`.
     ///
     /// # Safety
     /// The conditions of `given`.
@@ -243,7 +242,7 @@ impl ReadTarget {
         ReadTarget { reservation, memory }
     }
 
-    /// Takes the memory that may begin at any address. The target then has new memory.
+    /// Takes the memory out, if it is the kind that may begin at any address. The target then stands for new memory.
     pub(in crate::io) fn take_unaligned(&mut self) -> Option<GivenMemory> {
         match std::mem::replace(&mut self.memory, TargetMemory::New) {
             TargetMemory::Bytes(memory) => Some(memory),
@@ -259,25 +258,25 @@ impl ReadTarget {
     }
 }
 
-/// Page-aligned memory, but for that of an unaligned target; all of it initialised.
+/// Initialized memory. It is page-aligned, unless it comes from an unaligned target.
 struct AlignedPages {
     start: NonNull<u8>,
     len: usize,
-    /// Whether its bytes are wiped before others get the memory.
+    /// Whether the bytes are overwritten with zeros before others get the memory.
     wiped: bool,
-    /// Owner that gets the memory on drop.
+    /// The owner, to which the memory returns on drop.
     home: PageOwner,
 }
 
 enum PageOwner {
-    /// The arena of this budget, which lives at least as long.
+    /// The arena of this budget. The reference keeps it alive.
     Arena(Arc<BudgetInner>),
     Heap,
     /// The caller of the fetch.
     Given(#[expect(dead_code, reason = "keeps it alive")] GivenMemory),
 }
 
-// SAFETY: memory that `AlignedPages` alone owns, like a Box.
+// SAFETY: `AlignedPages` is the only owner of the memory, like a `Box`.
 unsafe impl Send for AlignedPages {}
 // SAFETY: the memory is written through `&mut` only.
 unsafe impl Sync for AlignedPages {}
@@ -287,7 +286,7 @@ impl AlignedPages {
         Layout::from_size_align(len, ALIGN as usize).expect("a length of memory fits")
     }
 
-    /// Allocates `len` bytes, a multiple of the page size and not zero.
+    /// Allocates `len` bytes. `len` is a multiple of the page size and not zero.
     fn new(len: usize, budget: &Arc<BudgetInner>) -> io::Result<AlignedPages> {
         if len >= KEPT_MIN
             && let Some(start) = budget.take(len)
@@ -295,7 +294,7 @@ impl AlignedPages {
             let home = PageOwner::Arena(budget.clone());
             return Ok(AlignedPages { start, len, wiped: false, home });
         }
-        // SAFETY: the layout's size is not zero.
+        // SAFETY: the size of the layout is not zero.
         let address = unsafe { alloc_zeroed(AlignedPages::layout(len)) };
         let start = NonNull::new(address).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(AlignedPages { start, len, wiped: false, home: PageOwner::Heap })
@@ -305,10 +304,10 @@ impl AlignedPages {
 impl Drop for AlignedPages {
     fn drop(&mut self) {
         if self.wiped {
-            // SAFETY: all bytes are initialised, and `&mut self` is the only access to them.
+            // SAFETY: all bytes are initialized, and `&mut self` is the only access to them.
             let bytes = unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) };
             bytes.fill(0);
-            // The compiler must not leave the writes out because nothing reads the bytes.
+            // Without this, the compiler could remove the writes, because nothing reads the bytes.
             std::hint::black_box(bytes);
         }
         match &self.home {
@@ -318,7 +317,7 @@ impl Drop for AlignedPages {
                 }
             }
             PageOwner::Given(_) => {}
-            // SAFETY: allocated with this layout, and dropped once.
+            // SAFETY: the memory was allocated with this layout, and is dropped once.
             PageOwner::Heap => unsafe {
                 dealloc(self.start.as_ptr(), AlignedPages::layout(self.len))
             },
@@ -326,23 +325,23 @@ impl Drop for AlignedPages {
     }
 }
 
-/// Memory under a budget: page-aligned, but for that of an unaligned target.
+/// Memory that counts against a budget. It is page-aligned, unless it comes from an unaligned target.
 pub struct Buffer {
-    /// Dropped before the reservation: no other reader gets bytes that are still in use.
+    /// Declared before the reservation, so it is dropped first. Otherwise the budget could give bytes away that
+    /// are still in use.
     pages: AlignedPages,
     reservation: Reservation,
     len: usize,
 }
 
 impl Buffer {
-    /// A buffer of `len` bytes, which `reservation` is for. Its bytes are zeros or those of an
-    /// earlier buffer.
+    /// A buffer of `len` bytes, for which `reservation` was made. The bytes are zeros or those of an earlier buffer.
     pub fn new(len: usize, reservation: Reservation) -> Buffer {
         Buffer::try_new(len, reservation.into())
             .unwrap_or_else(|_| handle_alloc_error(AlignedPages::layout(len)))
     }
 
-    /// A buffer of `len` bytes at `target`. Fails where the system has no memory.
+    /// A buffer of `len` bytes in the memory of `target`. Fails if the system has no memory.
     pub(in crate::io) fn try_new(len: usize, target: ReadTarget) -> io::Result<Buffer> {
         let wanted = len.next_multiple_of(ALIGN as usize).max(ALIGN as usize);
         let ReadTarget { mut reservation, memory } = target;
@@ -358,8 +357,8 @@ impl Buffer {
         Ok(Buffer { pages, reservation, len })
     }
 
-    /// The memory `given` of an unaligned target, for a read through the page cache. The
-    /// reservation of the target is given back.
+    /// A buffer in the memory `given`, which `take_unaligned` has taken from `target`, for a read through the
+    /// page cache. The reservation of the target is returned to its budget.
     pub(in crate::io) fn unaligned(given: GivenMemory, target: ReadTarget) -> Buffer {
         let mut reservation = target.reservation;
         reservation.shrink(0);
@@ -369,24 +368,24 @@ impl Buffer {
         Buffer { pages, reservation, len }
     }
 
-    /// Bytes to reserve for a read of `range`, wherever it begins: the pages around it.
+    /// Number of bytes to reserve for a read of `range`: the length of the pages around it.
     pub fn len_for(range: &Range<u64>) -> u64 {
         let pages = pages_around(range);
         (pages.end - pages.start).max(ALIGN)
     }
 
-    /// Its bytes are decrypted: they are wiped before others get the memory. Memory of the caller of
-    /// a read stays as it is.
+    /// Notes that the buffer will have decrypted bytes. They are overwritten with zeros before others get the
+    /// memory. Memory of the caller of a read is not overwritten.
     pub fn wipe_on_drop(&mut self) {
         self.pages.wiped = !matches!(self.pages.home, PageOwner::Given(_));
     }
 
-    /// Bytes that the buffer counts against the budget.
+    /// Number of bytes of the buffer that count against the budget.
     pub fn reserved(&self) -> u64 {
         self.reservation.len()
     }
 
-    /// Writes its memory off: the memory is never reused, and no longer counts.
+    /// Writes the memory off: it is never reused, and no longer counts against the budget.
     pub(in crate::io) fn leak_buffer(&self) {
         self.reservation.0.leak();
     }
@@ -396,14 +395,14 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: these are `len` bytes of the pages, which were initialised when they were made.
+        // SAFETY: these are `len` bytes of the pages, which were initialized at their creation.
         unsafe { std::slice::from_raw_parts(self.pages.start.as_ptr(), self.len) }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: `len` bytes of the pages, initialised when they were made; `&mut self` is the only access.
+        // SAFETY: these are `len` bytes of the pages, initialized at their creation. `&mut self` is the only access.
         unsafe { std::slice::from_raw_parts_mut(self.pages.start.as_ptr(), self.len) }
     }
 }
@@ -414,17 +413,17 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// The bytes of a fetch: a buffer, and where in it they lie.
+/// The bytes of a fetch: a buffer and their range in it.
 #[derive(Debug)]
 pub struct ReadBuffer {
     buffer: Buffer,
     bytes: Range<usize>,
-    /// When the first read for it was made.
+    /// Start of the first read for the fetch.
     pub(crate) began: Instant,
 }
 
 impl ReadBuffer {
-    /// `bytes` of `buffer`; they lie inside of it.
+    /// The bytes in the range `bytes` of `buffer`. The range has to lie inside of it.
     pub fn new(buffer: Buffer, bytes: Range<usize>) -> ReadBuffer {
         assert!(bytes.start <= bytes.end && bytes.end <= buffer.len, "the bytes lie in the buffer");
         ReadBuffer { buffer, bytes, began: Instant::now() }

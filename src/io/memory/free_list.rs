@@ -1,18 +1,18 @@
-//! The free stretches of a range, which join again with their neighbours.
+//! The free parts of a range of addresses. Adjacent free parts are joined.
 
 use std::collections::BTreeMap;
 
-/// The free stretches of a range: offset to length. Neighbours are joined.
+/// The free parts of a range, as a map from offset to length. Adjacent parts are joined.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FreeList(BTreeMap<usize, usize>);
 
 impl FreeList {
-    /// A range of `len` bytes, all of them free.
+    /// A range of `len` bytes that is free as a whole.
     pub(crate) fn new(len: usize) -> FreeList {
         FreeList(BTreeMap::from([(0, len)]))
     }
 
-    /// Takes `len` bytes: of the stretches that are long enough the one with the lowest offset.
+    /// Takes `len` bytes from the free part with the lowest offset that is long enough. Returns their offset.
     pub(crate) fn take(&mut self, len: usize) -> Option<usize> {
         let (&offset, &free) = self.0.iter().find(|(_, free)| **free >= len)?;
         self.0.remove(&offset);
@@ -22,7 +22,7 @@ impl FreeList {
         Some(offset)
     }
 
-    /// Takes back `len` bytes at `offset`, which `take` gave out.
+    /// Frees the `len` bytes at `offset`, which were taken before.
     pub(crate) fn give_back(&mut self, mut offset: usize, mut len: usize) {
         if let Some((&before, &free)) = self.0.range(..offset).next_back()
             && before + free == offset
@@ -36,13 +36,13 @@ impl FreeList {
         self.0.insert(offset, len);
     }
 
-    /// Whether the `len` bytes of the range are all free.
+    /// Whether all `len` bytes of the range are free.
     #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn is_whole(&self, len: usize) -> bool {
         self.0.get(&0) == Some(&len)
     }
 
-    /// Offset and length of each stretch, in their order.
+    /// Offset and length of each free part, in ascending order.
     pub(crate) fn stretches(&self) -> impl Iterator<Item = (usize, usize)> {
         self.0.iter().map(|(&offset, &len)| (offset, len))
     }

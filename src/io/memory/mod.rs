@@ -1,5 +1,4 @@
-//! Memory that reads put bytes into: bounded buffers for bytes in passing, regions for bytes that
-//! stay.
+//! Memory that reads write to: bounded buffers for bytes that are needed briefly, and regions for bytes that stay.
 
 mod arena;
 mod buffer;

@@ -1,5 +1,5 @@
-//! Memory for bytes that stay: on huge pages where the system has them, faulted in by the first
-//! write or ahead of it.
+//! Memory for bytes that stay. It is on huge pages if the system has them. Its pages are faulted in by the
+//! first write, or earlier on request.
 
 use std::fmt;
 use std::io;
@@ -12,7 +12,7 @@ use nix::sys::mman::{MmapAdvise, madvise};
 use super::buffer::{ALIGN, ReadTarget, Reservation};
 use crate::mapping::{HUGE, Mapping};
 
-/// Memory that reads fill, and that is read only afterwards.
+/// Memory that is first filled by reads and then only read.
 pub struct Region {
     home: RegionOwner,
     start: NonNull<u8>,
@@ -23,13 +23,15 @@ pub struct Region {
 enum RegionOwner {
     /// The region itself.
     Own(#[expect(dead_code, reason = "keeps it alive")] Mapping),
-    /// The caller; this value keeps the memory alive.
+    /// The caller of `foreign`. This value keeps the memory alive.
     Foreign(#[expect(dead_code, reason = "keeps it alive")] Box<dyn Send + Sync>),
 }
 
-// SAFETY: the mapping belongs to the region alone; see `put` and `target` for who writes.
+// SAFETY: the region is the only owner of the mapping. The callers of `target`, `unaligned` and `bytes` promise
+// who writes.
 unsafe impl Send for Region {}
-// SAFETY: the bytes are read through `LoadedBytes` only, which nobody writes to.
+// SAFETY: shared access is only through `LoadedBytes`, to which nobody writes, and through `bytes`, whose
+// caller is the only user.
 unsafe impl Sync for Region {}
 
 impl Region {
@@ -52,13 +54,12 @@ impl Region {
         Ok(Arc::new(Region { home: RegionOwner::Own(mapping), start, len }))
     }
 
-    /// Wraps `len` bytes of the caller from `start` on, which is page-aligned. `keep` is dropped on
-    /// any thread, once no read can write there any more.
+    /// Wraps `len` bytes of the caller from `start` on, which is page-aligned. `keep` is dropped once no read
+    /// can write there any more. This may happen on any thread.
     ///
     /// # Safety
-    /// The memory lives as long as `keep`. The bytes of it that a plan uses are initialised,
-    /// or were allocated outside of Rust; nobody reads or writes them until `keep` is dropped, or
-    /// until a load into the region has succeeded.
+    /// The memory lives as long as `keep`. Those bytes that a plan uses are initialized, or were allocated outside of
+    /// Rust. Nobody reads or writes them until `keep` is dropped or a load into the region has succeeded.
     pub unsafe fn foreign(
         start: NonNull<u8>,
         len: usize,
@@ -68,17 +69,16 @@ impl Region {
         Arc::new(Region { home: RegionOwner::Foreign(keep), start, len })
     }
 
-    /// Advises the kernel to use huge pages where the region covers whole ones: they are faulted in
-    /// faster.
+    /// Advises the kernel to use huge pages wherever the region covers whole ones. Such pages are faulted in faster.
     pub fn on_huge_pages(&self) {
         self.advise(0..self.len, true);
     }
 
-    /// Advises the kernel whether absent pages are to be huge, where `range` covers whole huge
-    /// pages.
+    /// Advises the kernel whether pages that are not present yet shall be huge. This concerns the whole huge
+    /// pages in `range`.
     ///
     /// # Panics
-    /// If the region does not have these bytes.
+    /// If `range` is not inside the region.
     pub(crate) fn advise(&self, range: Range<usize>, huge: bool) {
         assert!(range.start <= range.end && range.end <= self.len, "bytes of the region");
         // SAFETY: the range lies in the region.
@@ -87,21 +87,21 @@ impl Region {
         let len = range.len().saturating_sub(skip) / HUGE * HUGE;
         if len > 0 {
             let advice = if huge { MmapAdvise::MADV_HUGEPAGE } else { MmapAdvise::MADV_NOHUGEPAGE };
-            // SAFETY: the range lies in the region, and its bytes stay what they are. If the advice
+            // SAFETY: the range lies in the region, and the advice does not change its bytes. If the advice
             // fails, the region is only slower.
             let _ = unsafe { madvise(start.add(skip).cast(), len, advice) };
         }
     }
 
-    /// Faults in the pages of `range` now, so that no read waits for them. Returns whether that
-    /// succeeded; it needs Linux 5.14.
+    /// Faults in the pages of `range` now, so that later reads do not wait for that. Returns whether this
+    /// succeeded. It needs Linux 5.14.
     ///
     /// # Panics
-    /// If the region does not have these bytes.
+    /// If `range` is not inside the region.
     pub(crate) fn populate(&self, range: Range<usize>) -> bool {
         assert!(range.start <= range.end && range.end <= self.len, "bytes of the region");
         let start = range.start / ALIGN as usize * ALIGN as usize;
-        // SAFETY: the pages lie in the region, and their bytes stay what they are.
+        // SAFETY: the pages lie in the region, and the call does not change their bytes.
         let done = unsafe {
             let page = self.start.add(start).cast();
             madvise(page, range.end - start, MmapAdvise::MADV_POPULATE_WRITE)
@@ -109,12 +109,12 @@ impl Region {
         done.is_ok()
     }
 
-    /// Its first byte.
+    /// The address of the first byte.
     pub fn start(&self) -> NonNull<u8> {
         self.start
     }
 
-    /// Its length in bytes.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -124,11 +124,11 @@ impl Region {
         self.len == 0
     }
 
-    /// The target of a fetch into bytes `range`, whole pages. `reservation` is given back with them.
+    /// The target of a fetch into the bytes `range`, which are whole pages. `reservation` is returned to its
+    /// budget when the bytes of the fetch are dropped.
     ///
     /// # Safety
-    /// No other code writes to these bytes from now on, or reads them before the fetch has
-    /// completed.
+    /// No other code writes to these bytes from now on, or reads them before the fetch has completed.
     pub(crate) unsafe fn target(
         self: &Arc<Self>,
         range: Range<usize>,
@@ -137,16 +137,17 @@ impl Region {
         let ends = [range.start, range.end];
         let aligned = ends.iter().all(|end| end.is_multiple_of(ALIGN as usize));
         assert!(aligned && range.start < range.end && range.end <= self.len, "pages of the region");
-        // SAFETY: `range` lies in the region, which the target keeps alive, and whose bytes are
-        // initialised or of somebody else. The caller promises that nobody else uses them.
+        // SAFETY: `range` lies in the region, which the target keeps alive. Its bytes are initialized or come
+        // from outside of Rust. The caller promises that nobody else uses them.
         unsafe {
             let start = self.start.add(range.start);
             ReadTarget::given(reservation, start, range.len(), self.clone())
         }
     }
 
-    /// The target of a fetch into bytes `range`, which need not be pages. `staging` is for the read
-    /// if the disk cannot write there, and is given back with them.
+    /// The target of a fetch into the bytes `range`, which need not be whole pages. `staging` is for a buffer,
+    /// which is needed if the disk cannot write to the bytes directly. It is returned to its budget when the
+    /// bytes of the fetch are dropped.
     ///
     /// # Safety
     /// The conditions of `target`.
@@ -156,30 +157,29 @@ impl Region {
         staging: Reservation,
     ) -> ReadTarget {
         assert!(range.start < range.end && range.end <= self.len, "bytes of the region");
-        // SAFETY: `range` lies in the region, which the target keeps alive, and whose bytes are
-        // initialised or of somebody else. The caller promises that nobody else uses them.
+        // SAFETY: `range` lies in the region, which the target keeps alive. Its bytes are initialized or come
+        // from outside of Rust. The caller promises that nobody else uses them.
         unsafe {
             let start = self.start.add(range.start);
             ReadTarget::unaligned(staging, start, range.len(), self.clone())
         }
     }
 
-    /// Its bytes `offset..offset + len`.
+    /// The bytes `offset..offset + len` of the region.
     ///
     /// # Safety
     /// No other code reads these bytes or writes to them while the slice is in use.
     #[expect(clippy::mut_from_ref, reason = "the caller alone uses these bytes")]
     pub(crate) unsafe fn bytes(&self, offset: usize, len: usize) -> &mut [u8] {
         assert!(offset <= self.len && len <= self.len - offset, "bytes of the region");
-        // SAFETY: the bytes lie in the region and are initialised, and no other code uses them now.
+        // SAFETY: the bytes lie in the region and are initialized, and no other code uses them now.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(offset), len) }
     }
 
-    /// Turns a region of `new` into memory that no longer changes. `None` if a read can still write
-    /// to it.
+    /// Turns a region made by `new` into memory that no longer changes. `None` if a read may still write to it.
     ///
     /// # Panics
-    /// If the region is foreign, because some of its bytes may be uninitialised.
+    /// If the region was made by `foreign`, because some of its bytes may be uninitialized.
     pub fn finish(self: Arc<Self>) -> Option<LoadedBytes> {
         assert!(matches!(self.home, RegionOwner::Own(_)), "all of it can be read");
         Arc::into_inner(self).map(|region| LoadedBytes(Arc::new(region)))
@@ -192,7 +192,7 @@ impl fmt::Debug for Region {
     }
 }
 
-/// Filled memory; clones share its bytes.
+/// Memory that was filled. Clones share the bytes.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Loader, LoaderConfig};
@@ -212,8 +212,8 @@ impl std::ops::Deref for LoadedBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: these are `len` bytes of the mapping, zeros where nothing was written; nothing
-        // writes to them now.
+        // SAFETY: these are `len` bytes of the mapping, and they are zeros unless something was written.
+        // Nothing writes to them any more.
         unsafe { std::slice::from_raw_parts(self.0.start.as_ptr(), self.0.len) }
     }
 }

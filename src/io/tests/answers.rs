@@ -1,5 +1,5 @@
-//! Which thread answers: the ring's thread is there for all reads of a device, so it must give no
-//! long answer, and a blocked answer must block no other read.
+//! Tests of which thread answers a read. The thread of the ring serves all reads of a device, so it must not
+//! call long callbacks. A blocked callback must not block other reads.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -14,8 +14,8 @@ use crate::source::Source;
 
 const MIB: u64 = 1 << 20;
 
-/// A fetch of a MiB whose callback takes long with the bytes: it says that it has begun, and goes
-/// on once the sender that comes with it is dropped. Then its result arrives.
+/// A fetch of 1 MiB whose callback takes long. The first receiver gets a message when the callback begins. The
+/// callback continues when the sender is dropped. After that, its result arrives at the last receiver.
 fn long(
     source: &Arc<Source>,
     n: u64,
@@ -57,7 +57,7 @@ fn long_answers_that_are_held_up_hold_up_no_other_read() {
             (begun, go, result)
         })
         .collect();
-    // Any one of them may begin first.
+    // Any of the callbacks may begin first.
     wait_until("an answer begins", || held.iter().any(|(begun, ..)| begun.try_recv().is_ok()));
     for n in 16..24 {
         let range = n * MIB..(n + 1) * MIB;
@@ -67,7 +67,7 @@ fn long_answers_that_are_held_up_hold_up_no_other_read() {
         let filled = result.recv_timeout(PATIENCE).expect("an answer").unwrap();
         assert!(*filled == contents[range.start as usize..range.end as usize]);
     }
-    // All callbacks go on, because any of them may have begun.
+    // All callbacks are released, because any of them may have begun.
     let results: Vec<_> = held.into_iter().map(|(_, _, result)| result).collect();
     for (n, result) in results.into_iter().enumerate() {
         let filled = result.recv_timeout(PATIENCE).expect("an answer").unwrap();
@@ -84,7 +84,7 @@ fn what_waits_for_a_thread_to_answer_it_fails_at_its_deadline_and_the_device_goe
     let (_, other) = file(&folder, "b", &contents);
     let (engine, counters) = always_direct(Some(Duration::from_secs(3600)));
     let budget = budget(64 << 20);
-    // Enough to hold all threads, and fewer than make a device give up.
+    // Enough reads to occupy all threads, but fewer than make the device stop.
     let (held, results): (Vec<_>, Vec<_>) = (0..STUCK_MAX as u64 / 2)
         .map(|n| {
             let (fetch, begun, go, result) = long(&source, n, &budget);
@@ -112,7 +112,7 @@ fn what_waits_for_a_thread_to_answer_it_fails_at_its_deadline_and_the_device_goe
     assert!(results.iter().all(|result| result.recv_timeout(PATIENCE).is_err()), "a second answer");
     wait_until("all reads back", || counters.source_stuck_now.get() == 0);
     wait_until("all memory back", || budget.used() == 0);
-    // Reads that end late leave no file open that nobody holds.
+    // A read that completes late leaves no file open that nobody uses.
     assert!(source.local().unwrap().open_file().is_none());
     assert_eq!(*get(&engine, &source, 5..50).unwrap(), contents[5..50]);
 }

@@ -1,4 +1,4 @@
-//! The thread that keeps deadlines. `tests/lost_wakeups.rs` has its model.
+//! Tests of the thread that watches deadlines. `tests/lost_wakeups.rs` has a model of it.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -28,6 +28,6 @@ fn the_thread_looks_at_due_times_and_when_it_is_called_until_its_owner_is_gone()
     assert_eq!(receive.recv(), Ok(4));
     drop(owner);
     deadlines.wake();
-    // The end drops the sender.
+    // When the thread ends, it drops the sender.
     assert_eq!(receive.iter().collect::<Vec<_>>(), [5]);
 }

@@ -1,4 +1,4 @@
-//! Cuts a catalog into virtual files.
+//! Divides a catalog into virtual files.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::error::Fault;
 use crate::format::{OutputFormat, names};
 use crate::hash::{Digest, Hasher};
 
-/// The order of the tensors of a file, and the alignment of its data.
+/// The order of the tensors in a file, and the alignment of its data.
 ///
 /// ```
 /// use tensorfs::{FileSpec, OutputFormat, TensorOrder};
@@ -18,10 +18,10 @@ use crate::hash::{Digest, Hasher};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorOrder {
-    /// The order that mounts show: data begins on a page, and tensors are in the order of the disk
-    /// if their alignment allows it.
+    /// The order that mounts show. The data begins on a page boundary. The tensors are in the order of their
+    /// bytes on the disk, if their alignment allows it.
     Mounted,
-    /// The order in which the reference implementation of the format saves tensors.
+    /// The order in which the reference implementation of the format writes tensors.
     Saved,
 }
 
@@ -44,22 +44,22 @@ pub struct FileSpec {
     pub format: OutputFormat,
     /// Order of its tensors.
     pub order: TensorOrder,
-    /// Positions of its tensors in the catalog, ascending; `None` for all tensors.
+    /// Positions of its tensors in the catalog, in ascending order. `None` stands for all tensors.
     pub tensors: Option<Arc<[u32]>>,
 }
 
 impl FileSpec {
-    /// A file of all tensors, as mounts show it.
+    /// A file of all tensors, in the order that mounts show.
     pub fn single(name: &str, format: OutputFormat) -> FileSpec {
         FileSpec { name: name.to_owned(), format, order: TensorOrder::Mounted, tensors: None }
     }
 
-    /// A file of all tensors, as the reference implementation of `format` saves it.
+    /// A file of all tensors, in the order in which the reference implementation of `format` writes them.
     pub fn saved(name: &str, format: OutputFormat) -> FileSpec {
         FileSpec { order: TensorOrder::Saved, ..FileSpec::single(name, format) }
     }
 
-    /// Positions of its tensors in `catalog`, ascending.
+    /// Positions of its tensors in `catalog`, in ascending order.
     pub fn positions(&self, catalog: &Catalog) -> Vec<u32> {
         match &self.tensors {
             Some(tensors) => tensors.to_vec(),
@@ -67,7 +67,7 @@ impl FileSpec {
         }
     }
 
-    /// A hash of the spec. Specs with the same hash lay out the same file of one catalog.
+    /// A hash of the spec. For the same catalog, specs with the same hash result in the same file.
     pub fn digest(&self) -> Digest {
         let FileSpec { name, format, order, tensors } = self;
         let mut hasher = Hasher::new();
@@ -82,10 +82,10 @@ impl FileSpec {
     }
 }
 
-/// The virtual files of the set `name`. Shards that are shown as they are need none.
+/// The virtual files of the set `name`. Empty if the view shows the original shards.
 ///
 /// # Errors
-/// `view` if the catalog cannot be cut into the files of the view.
+/// `view` if the catalog cannot be divided into the files of the view.
 pub fn arrange(name: &str, catalog: &Catalog, view: &View) -> Result<Vec<FileSpec>, Fault> {
     let single = FileSpec::single(name, view.format);
     let Some(groups) = view.files.groups(catalog)? else {

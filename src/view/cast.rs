@@ -27,7 +27,7 @@ use crate::hash::Digest;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DtypeCast {
-    /// Floating point tensors are cast to this type, but for quantized ones and their scales.
+    /// Floating point tensors are cast to this type, except quantized tensors and their scales.
     To(Dtype),
     /// The tensors that a list names are cast to the type that it says.
     Map(Arc<DtypeMap>),
@@ -46,14 +46,14 @@ pub enum DtypeCast {
 /// ```
 pub type DtypeMap = NameMap<Dtype>;
 
-/// The words of the types that all floating point tensors can be cast to.
+/// The names in options of the types to which all floating point tensors can be cast.
 const WORDS: [(&str, Dtype); 3] = [("bf16", Dtype::Bf16), ("f16", Dtype::F16), ("f32", Dtype::F32)];
 
 impl DtypeCast {
-    /// The cast that `word` asks for: a value of `dtype=`. `read` gets the bytes of `map=FILE`.
+    /// The cast for `word`, a value of the option `dtype=`. `read` reads the file of `map=FILE` or `like:FILE`.
     ///
     /// # Errors
-    /// One line without the option.
+    /// A message of one line without the name of the option.
     pub fn parse(word: &str, read: ReadFile<'_>) -> Result<DtypeCast, String> {
         if let Some((_, dtype)) = WORDS.iter().find(|(known, _)| *known == word) {
             return Ok(DtypeCast::To(*dtype));
@@ -73,16 +73,16 @@ impl DtypeCast {
         Err("bf16, f16, f32, map=FILE or like:FILE".to_owned())
     }
 
-    /// The types that `text` lists: a JSON object of tensor names and types, as torch or
-    /// safetensors call them. `path` is its name in errors.
+    /// The cast in `text`, a JSON object of tensor names and types. The types have the names of torch or
+    /// safetensors. `path` is the name of the file in errors.
     ///
     /// # Errors
-    /// One line with the file and the tensor.
+    /// A message of one line with the file and the tensor.
     pub fn map(path: &Path, text: &[u8]) -> Result<DtypeCast, String> {
         dtypes_in(path, text).map(|map| DtypeCast::Map(Arc::new(map)))
     }
 
-    /// The file that it was read from, with the hash of its text.
+    /// The file of the list, with the hash of its text.
     pub(crate) fn read_from(&self) -> Option<(&Path, Digest)> {
         match self {
             DtypeCast::To(_) => None,
@@ -90,7 +90,7 @@ impl DtypeCast {
         }
     }
 
-    /// The new types of the tensors at `positions`. Those that `keep` matches stay as they are.
+    /// The new types of the tensors at `positions`. Tensors that `keep` matches keep their type.
     pub(super) fn dtypes(
         &self,
         catalog: &Catalog,
@@ -154,7 +154,7 @@ impl fmt::Display for DtypeCast {
 }
 
 impl DtypeMap {
-    /// Refuses a list that names other tensors.
+    /// Refuses a list that names a tensor which is not among `tensors`.
     fn check<'a>(&self, tensors: impl Iterator<Item = Tensor<'a>>) -> Result<(), Fault> {
         let known: HashSet<&str> = tensors.map(|tensor| tensor.name).collect();
         let names = self.values.keys().map(String::as_str);
@@ -169,7 +169,7 @@ impl DtypeMap {
         Err(Fault::new(ErrorKind::View, message).tensor(first))
     }
 
-    /// Refuses a list that lacks one of `tensors`.
+    /// Refuses a list that does not name all of `tensors`.
     fn check_all<'a>(&self, tensors: impl Iterator<Item = Tensor<'a>>) -> Result<(), Fault> {
         let names = tensors.map(|tensor| tensor.name);
         let unknown: Vec<&str> = names.filter(|name| !self.values.contains_key(*name)).collect();
@@ -184,11 +184,11 @@ impl DtypeMap {
     }
 }
 
-/// The tensors of a set that are quantized.
+/// The quantized tensors of a set.
 struct Quantized<'a> {
     /// Names of tensors whose elements have 8 bits or fewer.
     names: HashSet<&'a str>,
-    /// Whether one of them is of a floating point type.
+    /// Whether the type of one of them is a floating point type.
     has_floats: bool,
 }
 
@@ -203,9 +203,10 @@ impl<'a> Quantized<'a> {
         quantized
     }
 
-    /// Whether `tensor` belongs to the quantization: its values scale others. It is named like a
-    /// quantized tensor with `_` or `.` and more, as `weight_scale_inv` and `weight.absmax`, or its
-    /// own name has the word scale and the set has FP8 or narrower floats.
+    /// Whether `tensor` belongs to the quantization, for example as a scale of other tensors. One sign is a
+    /// name that consists of the name of a quantized tensor, then `_` or `.`, and more text. Examples are
+    /// `weight_scale_inv` and `weight.absmax`. The other sign is the word `scale` in the last part of the name,
+    /// if the set has floats of 8 bits or fewer.
     fn owns(&self, tensor: &Tensor<'_>) -> bool {
         let name = tensor.name;
         let own = name.rsplit('.').next().unwrap_or(name);
@@ -215,7 +216,7 @@ impl<'a> Quantized<'a> {
     }
 }
 
-/// The types that `text` lists. `path` is its name in errors.
+/// The types in the list `text`. `path` is the name of the file in errors.
 fn dtypes_in(path: &Path, text: &[u8]) -> Result<DtypeMap, String> {
     let form = "expected a JSON object of tensor names and dtypes, {\"NAME\": \"BF16\", ...}";
     NameMap::parse(path, text, form, |value| {
@@ -232,7 +233,7 @@ fn dtype_of(word: &str) -> Option<Dtype> {
     Dtype::from_torch(torch).or_else(|| Dtype::from_name(word))
 }
 
-/// Refuses a cast that there is not.
+/// Refuses a cast that is not supported.
 fn check(tensor: &Tensor<'_>, to: Dtype) -> Result<(), Fault> {
     if tensor.dtype == to {
         return Ok(());

@@ -1,5 +1,5 @@
-//! The files of rules that say how tensors are cut for tensor parallelism: their TOML, and the rules
-//! for known families of models.
+//! Rules for the division of tensors in tensor parallelism. This file has the TOML form of rule files, and uses
+//! the built-in rules for families of models.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use super::rules::{NamePattern, RuleTable, parse_toml};
 use crate::error::shown_path;
 use crate::hash::Digest;
 
-/// Rules that say how each rank of a tensor-parallel group gets its part of each tensor.
+/// Rules for the part of each tensor that each rank of a tensor-parallel group gets.
 ///
 /// ```
 /// use tensorfs::CutRules;
@@ -29,43 +29,43 @@ use crate::hash::Digest;
 /// ```
 #[derive(Clone, Debug)]
 pub struct CutRules {
-    /// `None` for the rules of a family.
+    /// The file of the rules. `None` for the rules of a family.
     path: Option<PathBuf>,
     digest: Digest,
-    /// Their name in messages.
+    /// The name of the rules in messages.
     name: String,
     pub(super) table: RuleTable<CutRule>,
 }
 
-/// A rule for tensors.
+/// A rule for the tensors that its pattern matches.
 #[derive(Clone, Debug)]
 pub(super) struct CutRule {
     pub(super) action: CutAction,
-    /// Whether it may match no tensor.
+    /// Whether it is allowed that the rule matches no tensor.
     pub(super) is_optional: bool,
 }
 
-/// The treatment of a tensor by a rule.
+/// The treatment of the tensors of a rule.
 #[derive(Clone, Debug)]
 pub(super) enum CutAction {
-    /// Each rank gets a part.
+    /// Each rank gets a part of the tensor.
     Cut(Cut),
-    /// Each rank gets all of it.
+    /// Each rank gets the whole tensor.
     Repeat,
-    /// The checkpoint is refused for this reason.
+    /// The checkpoint is refused, for the reason in the string.
     Refuse(String),
 }
 
-/// How the indices of a dimension are given to the ranks.
+/// The division of a dimension among the ranks.
 #[derive(Clone, Debug)]
 pub(super) struct Cut {
-    /// The dimension, negative from the last one on.
+    /// The dimension. A negative number counts from the last dimension.
     pub(super) dim: i64,
-    /// The number of equal units in it, of which each rank gets equally many.
+    /// The number of equal units in the dimension. Each rank gets the same number of units.
     pub(super) units: Option<Units>,
-    /// Whether a unit is replicated to several ranks if there are fewer units than ranks.
+    /// Whether several ranks get the same unit if there are fewer units than ranks.
     pub(super) replicate: bool,
-    /// The consecutive parts of the dimension, each of which is cut separately.
+    /// The consecutive parts of the dimension, each of which is divided separately.
     pub(super) parts: PartSizes,
 }
 
@@ -77,13 +77,13 @@ const PARTS_MAX: u64 = 1 << 16;
 #[serde(untagged)]
 pub(super) enum Units {
     Number(u64),
-    /// The number under this key of `config.json`.
+    /// The number with this key in `config.json`.
     Key(String),
-    /// The number under the first of these keys that is there.
+    /// The number with the first of these keys that `config.json` has.
     Keys(Vec<String>),
 }
 
-/// The extents of the parts of a dimension.
+/// The sizes of the parts of a dimension.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum PartSizes {
@@ -116,17 +116,17 @@ struct CutRuleToml {
 }
 
 impl CutRules {
-    /// The rules in `text`, which is TOML. `path` is its file.
+    /// Parses rules from `text`, which is TOML. `path` is the file of the text.
     ///
     /// # Errors
-    /// One line with the file and the rule.
+    /// A message of one line with the file and the rule.
     pub fn parse(path: &Path, text: &[u8]) -> Result<CutRules, String> {
         let table = parse(text).map_err(|why| format!("{}: {why}", shown_path(path)))?;
         let name = format!("tp-rules={}", shown_path(path));
         Ok(CutRules { path: Some(path.to_owned()), digest: Digest::of(text), name, table })
     }
 
-    /// The rules for models with this `model_type` in `config.json`, `None` if there are none.
+    /// The rules for models with this `model_type` in `config.json`. `None` if there are none.
     pub(super) fn of_family(model_type: &str) -> Option<Result<CutRules, String>> {
         let text = families::rules(model_type)?;
         let name = format!("the rules for {model_type}");
@@ -139,22 +139,22 @@ impl CutRules {
         Some(rules)
     }
 
-    /// The file that they were read from, `None` for the rules of a family.
+    /// The file of the rules. `None` for the rules of a family.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// Hash of their text.
+    /// Hash of the text of the rules.
     pub(crate) fn digest(&self) -> Digest {
         self.digest
     }
 
-    /// Their name, for messages.
+    /// The name of the rules, for messages.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
-    /// A rule, for messages.
+    /// The description of a rule, for messages.
     pub(super) fn told(&self, rule: usize) -> String {
         format!("{}: {}", self.name, self.table.label(rule))
     }
@@ -199,7 +199,7 @@ fn add(table: &mut RuleTable<CutRule>, number: &str, rule: CutRuleToml) -> Resul
     Ok(())
 }
 
-/// The cut that a rule with these keys describes.
+/// The division that a rule with these keys describes.
 fn cut_of(
     dim: i64,
     units: Option<Units>,

@@ -1,11 +1,11 @@
-//! The rules for tensor parallelism of known families of models.
+//! Built-in rules for tensor parallelism of well-known families of models.
 //!
-//! Projections into heads and into the inner dimension of an MLP are cut by output, those back by
-//! input, and the vocabulary by token. Norms and routers are repeated. A tensor of a module that
-//! is cut, but of another kind than weight and bias, is refused: scales and packed weights of
-//! quantized models need rules of their own.
+//! Projections to heads and to the inner dimension of an MLP are divided along their output dimension. The
+//! projections back are divided along their input dimension, and the vocabulary by token. Each rank gets norms
+//! and routers as a whole. If a module is divided, a tensor of it that is neither weight nor bias is refused,
+//! because scales and packed weights of quantized models need rules of their own.
 
-/// The values of `model_type` that have rules.
+/// The values of `model_type` for which there are rules.
 pub(super) const NAMES: [&str; 8] =
     ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_neox"];
 

@@ -1,4 +1,4 @@
-//! How many files a catalog becomes, and which tensors each one holds.
+//! Division of a catalog into files: their number, and the tensors of each file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,7 +12,7 @@ use crate::error::{ErrorKind, Fault, real_name, shown_path};
 use crate::hash::Digest;
 use crate::size::parse_size;
 
-/// How the tensors of a set become files.
+/// The division of the tensors of a set into files.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Files, OpenOptions, View};
@@ -31,18 +31,18 @@ pub enum Files {
     /// One virtual file per set.
     #[default]
     Single,
-    /// Shards and weight map as they are.
+    /// The original shards and weight map.
     Original,
-    /// As many files as it takes for none to have more bytes of tensors, except for a file of one
-    /// tensor that is larger.
+    /// Files with at most this number of tensor bytes each, and as few files as the order of the tensors
+    /// allows. A tensor that is larger gets a file of its own.
     ShardSize(u64),
-    /// This number of files, whose sizes differ as little as the order of the tensors allows.
+    /// This number of files. The largest of them is as small as the order of the tensors allows.
     ShardCount(u64),
-    /// The files that a list names.
+    /// The files that a list assigns to the tensors.
     Map(Arc<FileMap>),
 }
 
-/// The file of each tensor, by number.
+/// The number of the file of each tensor.
 ///
 /// ```
 /// use tensorfs::{FileMap, Files};
@@ -59,10 +59,10 @@ pub type FileMap = NameMap<u64>;
 pub const LAYOUTS: &str = "single, original, shards=N, shards=SIZE like 5GB, or map=FILE";
 
 impl Files {
-    /// The files that `word` asks for: a value of `layout=`. `read` gets the bytes of `map=FILE`.
+    /// The division for `word`, a value of the option `layout=`. `read` reads the file of `map=FILE`.
     ///
     /// # Errors
-    /// One line without the option.
+    /// A message of one line without the name of the option.
     pub fn parse(word: &str, read: ReadFile<'_>) -> Result<Files, String> {
         match word.split_once('=') {
             None if word == "single" => Ok(Files::Single),
@@ -82,11 +82,11 @@ impl Files {
         }
     }
 
-    /// The files that `text` lists: a JSON object of tensor names and file numbers, as the
-    /// `fqn_to_index_mapping` of torch and NeMo. `path` is its name in errors.
+    /// The division in `text`, a JSON object of tensor names and file numbers. It has the form of
+    /// `fqn_to_index_mapping` of torch and NeMo. `path` is the name of the file in errors.
     ///
     /// # Errors
-    /// One line with the file and the tensor.
+    /// A message of one line with the file and the tensor.
     pub fn map(path: &Path, text: &[u8]) -> Result<Files, String> {
         let form = "expected a JSON object of tensor names and file numbers, {\"NAME\": 1, ...}";
         let numbers = NameMap::parse(path, text, form, |value| match value.as_u64() {
@@ -98,8 +98,8 @@ impl Files {
         Ok(Files::Map(Arc::new(numbers)))
     }
 
-    /// The lowest number of a file that gets no tensor, if files of higher numbers get some. Only a
-    /// weight map tells then which files there are.
+    /// The lowest file number without tensors that is followed by a number with tensors. If there is such a
+    /// gap, only a weight map shows which files exist.
     #[doc(hidden)]
     pub fn lowest_gap(&self) -> Option<u64> {
         let Files::Map(map) = self else { return None };
@@ -107,7 +107,7 @@ impl Files {
         (1..).zip(given).find(|(expected, found)| expected != found).map(|(gap, _)| gap)
     }
 
-    /// The file that it was read from, with the hash of its text.
+    /// The file of the list, with the hash of its text.
     pub(crate) fn read_from(&self) -> Option<(&Path, Digest)> {
         match self {
             Files::Map(map) => Some(map.read_from()),
@@ -115,9 +115,8 @@ impl Files {
         }
     }
 
-    /// The tensors of each file of `catalog`, as positions in ascending order, with the number of
-    /// the file. Files without tensors do not exist. `None` if all tensors are in one file, or if
-    /// the files of the source stay.
+    /// The tensors of each file of `catalog`: the number of the file, and positions in ascending order. There are no
+    /// files without tensors. `None` if all tensors are in one file, or if the view shows the original files.
     pub(super) fn groups(&self, catalog: &Catalog) -> Result<Option<Groups>, Fault> {
         let (total, files) = match self {
             Files::Single | Files::Original => return Ok(None),
@@ -144,14 +143,14 @@ impl Files {
     }
 }
 
-/// Largest number of a file: names have at least five digits, and may have more.
+/// Maximum number of a file. Numbers in file names have at least five digits, and may have more.
 const NUMBER_MAX: u64 = 999_999_999;
 
-/// Files of a catalog.
+/// The division of a catalog into files.
 pub(super) struct Groups {
-    /// The number in each name.
+    /// The total number in each file name.
     pub(super) total: u64,
-    /// Number from 1, and positions in ascending order.
+    /// For each file its number, which begins at 1, and the positions of its tensors in ascending order.
     pub(super) files: Vec<(u64, Vec<u32>)>,
 }
 
@@ -184,7 +183,7 @@ impl FileMap {
             );
             return Err(Fault::new(ErrorKind::View, message).tensor(first));
         }
-        // All tensors are named, so further names are those of no tensor.
+        // All tensors of the catalog are in the list, so any other name in it belongs to no tensor.
         let unknown: Vec<&str> = self
             .values
             .keys()
@@ -201,7 +200,7 @@ impl FileMap {
         }
         let mut files: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
         for (position, number) in self.values.values().enumerate() {
-            // Both are in the order of names.
+            // The list and the catalog are both sorted by name.
             files.entry(*number).or_default().push(position as u32);
         }
         let total = files.keys().next_back().copied().unwrap_or(1);
@@ -209,14 +208,14 @@ impl FileMap {
     }
 }
 
-/// A number of files, or a size of each.
+/// Parses a number of files or a size of each file.
 fn shards(text: &str) -> Option<Files> {
     let number = parse_size(text).filter(|number| *number > 0)?;
     let is_count = text.ends_with(|c: char| c.is_ascii_digit());
     Some(if is_count { Files::ShardCount(number) } else { Files::ShardSize(number) })
 }
 
-/// Positions of all tensors in the order of their first bytes on disk, and their lengths.
+/// Positions of all tensors, sorted by the place of their first bytes on the disk, and their lengths.
 fn in_disk_order(catalog: &Catalog) -> (Vec<u32>, Vec<u64>) {
     let mut order: Vec<u32> = (0..catalog.len() as u32).collect();
     order.sort_by_cached_key(|&position| {
@@ -227,9 +226,10 @@ fn in_disk_order(catalog: &Catalog) -> (Vec<u32>, Vec<u64>) {
     (order, lens)
 }
 
-/// Ends of the files that the hub makes of tensors of these lengths: a tensor of more than `most`
-/// bytes gets a file at once, and another that does not fit closes the file before it. The tensors
-/// of one file need not follow each other, so each end is the list of the file's tensors.
+/// Divides tensors of these lengths in the same way as the Python package huggingface_hub. A tensor of more
+/// than `most` bytes gets a file of its own at once. A smaller tensor that does not fit into the open file
+/// closes that file and opens the next one. So the tensors of a file need not be consecutive. Each element of
+/// the result lists the tensors of one file.
 fn ends_by_size(lens: &[u64], most: u64) -> Vec<Vec<usize>> {
     let mut files = Vec::new();
     let (mut open, mut bytes) = (Vec::new(), 0_u64);
@@ -251,8 +251,8 @@ fn ends_by_size(lens: &[u64], most: u64) -> Vec<Vec<usize>> {
     files
 }
 
-/// The tensors of `count` files of consecutive tensors, the largest of which is as small as it can
-/// be. No file is empty.
+/// Divides the tensors into `count` files of consecutive tensors, so that the largest file is as small as
+/// possible. No file is empty. Each element of the result lists the tensors of one file.
 fn ends_by_count(lens: &[u64], count: usize) -> Vec<Vec<usize>> {
     let total = lens.iter().fold(0_u64, |sum, len| sum.saturating_add(*len));
     let needed = |most: u64| {
@@ -275,7 +275,7 @@ fn ends_by_count(lens: &[u64], count: usize) -> Vec<Vec<usize>> {
     let (mut open, mut bytes) = (Vec::new(), 0_u64);
     for (index, &len) in lens.iter().enumerate() {
         let is_full = bytes.saturating_add(len) > high;
-        // Each file that is still to come needs a tensor.
+        // Each of the remaining files needs at least one tensor.
         let is_due = lens.len() - index == count - files.len() - 1;
         if !open.is_empty() && (is_full || is_due) {
             files.push(std::mem::take(&mut open));
@@ -288,7 +288,7 @@ fn ends_by_count(lens: &[u64], count: usize) -> Vec<Vec<usize>> {
     files
 }
 
-/// Numbers files, and turns indices of `order` into ascending positions.
+/// Numbers the files, and converts indices of `order` to positions in ascending order.
 fn cut(order: &[u32], files: &[Vec<usize>]) -> Vec<(u64, Vec<u32>)> {
     let positions = |file: &Vec<usize>| {
         let mut positions: Vec<u32> = file.iter().map(|&index| order[index]).collect();
@@ -381,7 +381,7 @@ mod tests {
             prop_assert_eq!(files.concat(), (0..lens.len()).collect::<Vec<_>>());
             let len = |file: &[usize]| file.iter().map(|&at| lens[at]).sum::<u64>();
             let largest = files.iter().map(|file| len(file)).max();
-            // Every way to choose the ends.
+            // The best of all possible divisions.
             let best = (0_u32..1 << (lens.len() - 1))
                 .filter(|ends| ends.count_ones() as usize == count - 1)
                 .map(|ends| {

@@ -1,8 +1,8 @@
-//! How a checkpoint is presented: the files that its catalog is cut into, and their format.
+//! The presentation of a checkpoint: the files into which its catalog is divided, and their format.
 //!
-//! Discovery (`open_options`) ends with a proved catalog. The view decides what is shown of it.
-//! Layout, reader, cache, verify-on-read and mount take the catalog and the file specs as they
-//! come. `checkpoint::present` applies the view.
+//! Discovery (`checkpoint::discover`) results in a proved catalog. The view decides which parts of it are
+//! shown, and how. `checkpoint::present` applies the view. Layout, reader, cache, verify-on-read and mount use
+//! the resulting catalog and file specs without further changes.
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ mod rules;
 mod select;
 
 words! {
-    /// How the weight map is shown.
+    /// Presentation of the weight map.
     ///
     /// ```
     /// use tensorfs::{MapPolicy, View};
@@ -44,15 +44,15 @@ words! {
     /// ```
     #[derive(Default)]
     pub enum MapPolicy {
-        /// It assigns every tensor to its virtual file.
+        /// The weight map is shown, and assigns every tensor to its virtual file.
         #[default]
         Rewrite = "rewrite",
-        /// It is not shown.
+        /// The weight map is not shown.
         Hide = "hide",
     }
 }
 
-/// How a checkpoint is presented.
+/// The presentation of a checkpoint.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, OutputFormat, OpenOptions, View};
@@ -65,22 +65,22 @@ words! {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct View {
-    /// How the tensors become files.
+    /// The division of the tensors into files.
     pub files: Files,
-    /// Format of virtual files.
+    /// The format of virtual files.
     pub format: OutputFormat,
-    /// How the weight map is shown.
+    /// The presentation of the weight map.
     pub map: MapPolicy,
-    /// The tensors that it has; all if there is none.
+    /// Globs for the tensors that the view has. If there are none, it has all tensors.
     pub include: Vec<NameGlob>,
-    /// The tensors that it does not have.
+    /// Globs for the tensors that the view does not have.
     pub exclude: Vec<NameGlob>,
-    /// The rank of a tensor-parallel group whose slices it has; whole tensors if there is none.
+    /// The rank of a tensor-parallel group whose parts the view has. `None` for whole tensors.
     pub shard: Option<TensorParallel>,
-    /// Other names of its tensors, and the tensors that it splits and joins.
+    /// Rules that rename, split and join tensors.
     pub rename: Option<Arc<RenameRules>>,
-    /// Other element types of its tensors.
+    /// The element types to which tensors are cast.
     pub dtype: Option<DtypeCast>,
-    /// The tensors that keep their element types, by their names in the view.
+    /// Globs for the tensors that keep their element types. They match names in the view.
     pub keep: Vec<NameGlob>,
 }

@@ -1,4 +1,4 @@
-//! A file with a value for each tensor: `{"NAME": VALUE, ...}` in JSON.
+//! A file that assigns a value to each tensor, in JSON: `{"NAME": VALUE, ...}`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,21 +9,21 @@ use crate::error::{ErrorKind, quoted, shown_path};
 use crate::format::json::{UniqueMap, object};
 use crate::hash::Digest;
 
-/// The values that a file gives tensors.
+/// The values that a file assigns to tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NameMap<T> {
-    /// The file.
+    /// The path of the file.
     pub path: PathBuf,
     digest: Digest,
     pub(super) values: BTreeMap<String, T>,
 }
 
 impl<T> NameMap<T> {
-    /// Parses the text of a file, which has this `form`. `value` reads a value, or says why it is
-    /// none.
+    /// Parses the text of a file, whose form `form` describes in errors. `value` converts a JSON value, or
+    /// returns why it is not valid.
     ///
     /// # Errors
-    /// One line, with the file.
+    /// A message of one line with the file.
     pub(super) fn parse(
         path: &Path,
         text: &[u8],
@@ -44,7 +44,7 @@ impl<T> NameMap<T> {
         Ok(NameMap { path: path.to_owned(), digest, values })
     }
 
-    /// The file, and the digest of its text.
+    /// The file, and the hash of its text.
     pub(super) fn read_from(&self) -> (&Path, Digest) {
         (&self.path, self.digest)
     }

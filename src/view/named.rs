@@ -1,4 +1,4 @@
-//! Several views of one source, by name: the file of `views=`, and all ranks of `tp=`.
+//! Several views of one source with names: the file of the option `views=`, or all ranks of the option `tp=`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,8 +11,7 @@ use super::{ReadFile, TensorParallel, View};
 use crate::error::{quoted, shown_path};
 use crate::hash::Digest;
 
-/// Several views of one source, each of which is shown as a folder. The name of a view is the path
-/// of its folder.
+/// Several views of one source. Each is shown as a folder, and its name is the path of this folder.
 ///
 /// ```
 /// use tensorfs::NamedViews;
@@ -38,22 +37,22 @@ pub struct NamedViews {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum ViewsOrigin {
-    /// A file, with the hash of its text and of each file that its views name.
+    /// A file, with a hash of its text and of all files that its views name.
     File(PathBuf, Digest),
     /// All ranks of this view.
     Ranks(Box<View>),
 }
 
-/// Maximum number of views of a file: the mount has all files of the source once in each.
+/// Maximum number of views in a file. It is limited because the mount shows all files of the source in each view.
 const VIEWS_MAX: usize = 100;
 
 /// Maximum number of ranks that are shown as folders.
 const RANK_FOLDERS_MAX: u32 = 256;
 
-/// Names that stand for something else in a folder of checkpoints.
+/// Names that have another meaning in a folder of checkpoints.
 const RESERVED: [&str; 2] = ["sharded", "consolidated"];
 
-/// Options that may be given more than once.
+/// Options that can be given several times.
 const LISTS: [&str; 3] = ["include", "exclude", "keep"];
 
 /// Options whose values are numbers.
@@ -67,12 +66,12 @@ struct ViewsToml {
 }
 
 impl NamedViews {
-    /// The views in `text`, which is TOML with a table for each view and the options of views as
-    /// keys. `path` is its file. `read` gets the bytes of files that views name; relative paths
-    /// begin in the folder of `path`.
+    /// Parses the views in `text`, which is TOML with a table for each view. The keys are options of views.
+    /// `path` is the file of the text. `read` reads the files that views name. Relative paths are relative to
+    /// the folder of `path`.
     ///
     /// # Errors
-    /// One line with the file, the view and the option.
+    /// A message of one line with the file, the view and the option.
     pub fn parse(path: &Path, text: &[u8], read: ReadFile<'_>) -> Result<NamedViews, String> {
         let fail = |why: String| format!("{}: {why}", shown_path(path));
         let form = "expected TOML with a [view.NAME] table for each view";
@@ -99,7 +98,7 @@ impl NamedViews {
         Ok(NamedViews { origin, views })
     }
 
-    /// `view`, which names the ranks of a tensor-parallel group, for each of them: `tp-N/rank-0` to
+    /// One view for each rank of the tensor-parallel group in `view`. Their names are `tp-N/rank-0` to
     /// `tp-N/rank-M`, where N is the number of ranks and M is N - 1.
     ///
     /// ```
@@ -113,7 +112,7 @@ impl NamedViews {
     /// ```
     ///
     /// # Errors
-    /// One line if it has more than 256 ranks or none, or if it is no view.
+    /// A message of one line, if there are no ranks or more than 256, or if the view is not valid.
     pub fn of_ranks(view: &View) -> Result<NamedViews, String> {
         let shard = view.shard.clone().unwrap_or_default();
         let ranks = shard.ranks;
@@ -134,18 +133,17 @@ impl NamedViews {
         })
     }
 
-    /// Names and views, in the order of the names.
+    /// Names and views, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &View)> {
         self.views.iter().map(|(name, view)| (name.as_str(), view))
     }
 
-    /// The file that they were read from. `None` for the ranks of a view.
+    /// The file of the views. `None` for the ranks of a view.
     pub fn path(&self) -> Option<&Path> {
         self.read_from().map(|(path, _)| path)
     }
 
-    /// The file that they were read from, with a hash of its text and of each file that its views
-    /// name.
+    /// The file of the views, with a hash of its text and of all files that the views name.
     pub(crate) fn read_from(&self) -> Option<(&Path, Digest)> {
         match &self.origin {
             ViewsOrigin::File(path, digest) => Some((path, *digest)),
@@ -153,7 +151,7 @@ impl NamedViews {
         }
     }
 
-    /// The view whose ranks they are.
+    /// The view of whose ranks these are the views. `None` for views from a file.
     pub(crate) fn ranks_of(&self) -> Option<&View> {
         match &self.origin {
             ViewsOrigin::File(..) => None,
@@ -162,7 +160,7 @@ impl NamedViews {
     }
 }
 
-/// Refuses names that cannot be those of folders. The error says why.
+/// Refuses names that cannot be names of folders. The error says why.
 fn check_name(name: &str) -> Result<(), String> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     if name.is_empty() || name.len() > 100 || !name.chars().all(is_plain) || name.starts_with('.') {

@@ -1,4 +1,5 @@
-//! Views as words: the options of mounts and commands, and the JSON of `user.tensorfs.source`.
+//! Views in text form: the options of mounts and commands, and the JSON of the attribute
+//! `user.tensorfs.source`.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -13,17 +14,17 @@ use crate::format::OutputFormat;
 use crate::hash::{Digest, Hasher};
 use crate::words::UnknownWord;
 
-/// The part of a file that an option needs.
+/// The content of a file that an option needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OptionFile {
-    /// All bytes of a text.
+    /// The whole text of the file.
     Text,
     /// The element types of the tensors of a checkpoint, as JSON: `{"NAME": "BF16", ...}`.
     Dtypes,
 }
 
-/// Gets the absolute path and the bytes of a file that an option names, or one line that says why
-/// it cannot.
+/// A function that reads a file named by an option. It returns the absolute path and the content. Its error is
+/// a message of one line.
 pub type ReadFile<'a> = &'a mut dyn FnMut(&Path, OptionFile) -> Result<(PathBuf, Vec<u8>), String>;
 
 /// All options of views.
@@ -32,10 +33,10 @@ const OPTIONS: [&str; 11] = [
     KEEP,
 ];
 
-/// The option that changes no tensor and no virtual file.
+/// The option that affects neither tensors nor virtual files.
 const WEIGHT_MAP: &str = "weight-map";
 
-/// Options that may be given more than once.
+/// Options that can be given several times.
 const INCLUDE: &str = "include";
 const EXCLUDE: &str = "exclude";
 const KEEP: &str = "keep";
@@ -64,11 +65,11 @@ fn rules<T>(
 }
 
 impl View {
-    /// Sets the option `key` to `value`. `read` gets the bytes of files that it names. `None` if no
-    /// option of views has that name.
+    /// Sets the option `key` to `value`. `read` reads the file that the value names. `None` if views have no
+    /// option of this name.
     ///
     /// # Errors
-    /// One line without the option: the values that are expected.
+    /// A message of one line with the expected values, without the name of the option.
     pub fn set(
         &mut self,
         key: &str,
@@ -98,7 +99,8 @@ impl View {
         Some(set)
     }
 
-    /// The values that `set` takes for the option `key` as it is. Empty if it is not given.
+    /// The present value of the option `key`, in the form that `set` accepts. There is one element for each
+    /// value. Empty if the option is not set.
     fn get(&self, key: &str) -> Vec<String> {
         let globs = |globs: &[NameGlob]| globs.iter().map(ToString::to_string).collect();
         let shard = self.shard.as_ref();
@@ -118,20 +120,20 @@ impl View {
         value.into_iter().collect()
     }
 
-    /// The rank whose options are being set. It has 0 ranks until their number is set.
+    /// The rank whose options are being set. It has 0 ranks until the option `tp` is set.
     fn shard_mut(&mut self) -> &mut TensorParallel {
         self.shard.get_or_insert_default()
     }
 
-    /// Whether it stands for all ranks of a tensor-parallel group.
+    /// Whether the view stands for all ranks of a tensor-parallel group.
     pub(crate) fn has_all_ranks(&self) -> bool {
         self.shard.as_ref().is_some_and(|shard| shard.ranks > 0 && shard.rank.is_none())
     }
 
-    /// The view of these options, which are pairs of name and value.
+    /// The view with these options, which are pairs of name and value.
     ///
     /// # Errors
-    /// One line: the first option that is none or has another value, or `check`.
+    /// A message of one line, if an option or its value is not valid, or if `check` fails.
     pub fn from_words<'a>(
         words: impl IntoIterator<Item = (&'a str, &'a str)>,
         read: ReadFile<'_>,
@@ -148,10 +150,10 @@ impl View {
         Ok(view)
     }
 
-    /// Refuses options that exclude each other.
+    /// Refuses options that cannot be combined.
     ///
     /// # Errors
-    /// One line with the options.
+    /// A message of one line with the options.
     pub fn check(&self) -> Result<(), String> {
         let is_original = self.files == Files::Original;
         if is_original && !self.keeps_tensors() {
@@ -191,8 +193,8 @@ impl View {
         Ok(())
     }
 
-    /// A hash of all that decides which tensors and files it makes of a catalog, with the text of each
-    /// file that it was read from.
+    /// A hash of everything that decides which tensors and files the view makes of a catalog. It includes the
+    /// texts of the files that options name.
     pub fn digest(&self) -> Digest {
         let mut hasher = Hasher::new();
         let mut add = |text: &[u8]| {
@@ -205,13 +207,13 @@ impl View {
             values.iter().for_each(|value| add(value.as_bytes()));
         }
         self.files_read().for_each(|(_, digest)| add(&digest.0));
-        // Rules of ranks may come from no file.
+        // The rules of a family of models come from no file, so they are added here.
         let cuts = self.shard.iter().filter_map(|shard| shard.rules.as_ref());
         cuts.for_each(|rules| add(&rules.digest().0));
         hasher.finish()
     }
 
-    /// The options as JSON, for programs that find the source behind a mount.
+    /// The options as JSON, for programs that look for the source of a mount.
     pub(crate) fn to_json(&self) -> Map<String, Value> {
         let mut json = Map::new();
         for key in OPTIONS {
@@ -232,7 +234,7 @@ impl View {
         json
     }
 
-    /// The files that its options were read from, with the hashes of their texts.
+    /// The files that options name, with the hashes of their contents.
     #[doc(hidden)]
     pub fn files_read(&self) -> impl Iterator<Item = (&Path, Digest)> {
         let dtypes = self.dtype.as_ref().and_then(DtypeCast::read_from);
@@ -245,13 +247,13 @@ impl View {
         self.files.read_from().into_iter().chain(rules).chain(dtypes).chain(cuts)
     }
 
-    /// The view that `to_json` wrote. `None` if another version wrote words that are not known
-    /// here, or if a file that the view was read from has changed since.
+    /// The view from the result of `to_json`. `None` if another version of tensorfs wrote options that are not
+    /// known here, or if the content of a named file has changed since.
     pub(crate) fn from_json(json: &Value, read: ReadFile<'_>) -> Option<View> {
         let mut view = View::default();
         for key in OPTIONS {
             let Some(value) = json.get(key) else {
-                // Another version wrote no value where there always is one.
+                // A value that is always written here is missing, so another version wrote this.
                 view.get(key).is_empty().then_some(())?;
                 continue;
             };

@@ -1,4 +1,4 @@
-//! The part of a checkpoint that one rank of a tensor-parallel group has.
+//! The part of a checkpoint that belongs to one rank of a tensor-parallel group.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,15 +11,15 @@ use super::rules::dim_of;
 use crate::catalog::{Catalog, Projected, ProjectedFrom, Tensor, TensorParts};
 use crate::error::{ErrorKind, Fault, quoted};
 
-/// Gets the bytes of the `config.json` of a checkpoint, `None` if there is none, or one line that
-/// says why it cannot.
+/// A function that reads the `config.json` of a checkpoint. It returns `None` if there is no such file. Its
+/// error is a message of one line.
 pub type ReadConfig<'a> = &'a dyn Fn() -> Result<Option<Vec<u8>>, String>;
 
 /// Maximum number of ranks of a group.
 pub(super) const RANKS_MAX: u32 = 1 << 16;
 
-/// The part of one rank of a tensor-parallel group: its slices of the tensors that are cut, and all
-/// others whole.
+/// The part of one rank of a tensor-parallel group. The rank has its slices of the tensors that are divided,
+/// and all other tensors as a whole.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -39,15 +39,14 @@ pub(super) const RANKS_MAX: u32 = 1 << 16;
 pub struct TensorParallel {
     /// Number of ranks.
     pub ranks: u32,
-    /// The rank, from 0. `None` stands for all ranks, each of which needs a view of its own:
-    /// `NamedViews::of_ranks`.
+    /// The number of the rank, which begins at 0. `None` stands for all ranks. Then `NamedViews::of_ranks`
+    /// makes a view for each of them.
     pub rank: Option<u32>,
-    /// The rules by which tensors are cut. If `None`, those for the family of models that
-    /// `config.json` names.
+    /// The rules for the division of tensors. If `None`, the rules for the family of models that `config.json` names.
     pub rules: Option<Arc<CutRules>>,
 }
 
-/// A rank of a group, and the number of its ranks.
+/// The number of a rank, and the number of ranks of its group.
 pub(super) struct OneRank {
     ranks: u64,
     rank: u64,
@@ -56,15 +55,15 @@ pub(super) struct OneRank {
 /// The tensors of a rank.
 pub(super) struct RankTensors {
     pub(super) catalog: Catalog,
-    /// The dimension in which each of them is cut; `None` if the rank has all of it.
+    /// For each tensor, the dimension that is divided. `None` if the rank has the whole tensor.
     pub(super) cuts: Vec<Option<usize>>,
 }
 
 impl TensorParallel {
-    /// The rank of the group.
+    /// The number of the rank and of the ranks, after a check.
     ///
     /// # Errors
-    /// One line with the options if they are no such numbers.
+    /// A message of one line with the options, if the numbers are not valid.
     pub(super) fn one_rank(&self) -> Result<OneRank, String> {
         let TensorParallel { ranks, rank, .. } = self;
         if !(1..=RANKS_MAX).contains(ranks) {
@@ -76,11 +75,11 @@ impl TensorParallel {
         }
     }
 
-    /// The tensors at the positions `selected` of `catalog`, as the rank has them.
+    /// The tensors at the positions `selected` of `catalog`, as this rank has them.
     ///
     /// # Errors
-    /// `view` with the rule and the tensor if a rule does not fit, and `misaligned` if sub-byte
-    /// elements would be cut inside a byte.
+    /// `view` with the rule and the tensor if a rule does not fit. `misaligned` if elements of less than a byte
+    /// would be divided inside a byte.
     pub(super) fn project(
         &self,
         catalog: &Catalog,
@@ -187,7 +186,7 @@ impl OneRank {
         Ok(TensorParts { dim, parts })
     }
 
-    /// The indices of the rank in a dimension of `units` equal units.
+    /// The indices of the rank in a dimension that has `units` equal units.
     fn unit_range(
         &self,
         units: u64,
@@ -221,8 +220,8 @@ impl OneRank {
         Err(format!("{units} units{name} cannot be given to {ranks} ranks evenly{hint}"))
     }
 
-    /// The indices of the rank in each part of a dimension. As with `torch.chunk`, the first ranks
-    /// have equally many, and the last ones fewer or none.
+    /// The indices of the rank in each part of a dimension. The division is that of `torch.chunk`: the first
+    /// ranks have equal numbers of indices, and the last ones have fewer or none.
     fn part_ranges(
         &self,
         parts: &PartSizes,
@@ -233,7 +232,7 @@ impl OneRank {
         let sizes = match parts {
             PartSizes::Equal(1) => vec![size],
             PartSizes::Equal(count) if size.is_multiple_of(*count) => {
-                // More parts than indices have none each.
+                // If the dimension has no indices, all parts are empty.
                 if size == 0 { vec![0] } else { vec![size / count; *count as usize] }
             }
             PartSizes::Equal(count) => return Err(wrong(format!("{count} equal parts"))),
@@ -255,7 +254,7 @@ impl OneRank {
     }
 }
 
-/// The `config.json` of a checkpoint, read when a rule needs it.
+/// The `config.json` of a checkpoint. It is read when a rule first needs it.
 struct Config<'a> {
     read: ReadConfig<'a>,
     parsed: Option<Value>,
@@ -284,7 +283,7 @@ impl Config<'_> {
         Ok(self.parsed.as_ref().and_then(|config| config.get(key)))
     }
 
-    /// The rules for the family of models.
+    /// The rules for the family of models that `config.json` names.
     fn family(&mut self) -> Result<CutRules, String> {
         let model_type = self.get("model_type")?.and_then(Value::as_str).unwrap_or_default();
         let known = families::NAMES.join(", ");
@@ -297,7 +296,7 @@ impl Config<'_> {
         })
     }
 
-    /// A number of units, and its origin for messages.
+    /// A number of units, and its source for messages.
     fn units(&mut self, units: &Units) -> Result<(u64, String), String> {
         let keys = match units {
             Units::Number(number) => return Ok((*number, String::new())),
@@ -313,8 +312,7 @@ impl Config<'_> {
     }
 }
 
-/// The JSON in `text`, as Python writes it: the bare words NaN, Infinity and -Infinity count as
-/// null, and a byte order mark may stand before it.
+/// Parses JSON as Python writes it. The words NaN, Infinity and -Infinity count as null. A byte order mark is skipped.
 fn parse(text: &[u8]) -> Result<Value, String> {
     let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
     serde_json::from_slice(text).or_else(|error| {
@@ -323,7 +321,7 @@ fn parse(text: &[u8]) -> Result<Value, String> {
     })
 }
 
-/// `text` with null instead of the numbers that JSON does not have.
+/// `text` with null in place of the numbers that JSON does not have.
 fn without_words(text: &[u8]) -> Vec<u8> {
     let mut plain = Vec::with_capacity(text.len());
     let (mut rest, mut is_string) = (text, false);

@@ -1,4 +1,4 @@
-//! The tensors of a view: a catalog made from a catalog.
+//! The tensors of a view, as a catalog made from another catalog.
 
 use super::View;
 use super::parallel::{RankTensors, ReadConfig};
@@ -7,7 +7,7 @@ use crate::catalog::{Catalog, Projected, ProjectedFrom};
 use crate::error::{ErrorKind, Fault};
 
 impl View {
-    /// Whether its tensors are those of the source, under their names.
+    /// Whether the view has the tensors of the source, unchanged and under their names.
     pub fn keeps_tensors(&self) -> bool {
         let View { files: _, format: _, map: _, include, exclude, shard, rename, dtype, keep: _ } =
             self;
@@ -15,20 +15,20 @@ impl View {
         keeps_names && shard.is_none() && dtype.is_none()
     }
 
-    /// The catalog of the view: selects tensors, takes the slices of a rank, splits them, joins them
-    /// or names them anew, and casts them. Each step sees the names that the one before it gives.
-    /// `read_config` is called if a rule needs `config.json`.
+    /// The catalog of the view. The steps are: select tensors, take the slices of a rank, split, join or rename
+    /// tensors, and cast them. Each step uses the names that result from the step before. `read_config` is
+    /// called if a rule needs `config.json`.
     ///
     /// # Errors
-    /// `view` if a rule does not fit the catalog, `overflow` if the tensors of the view have 2^63
-    /// bytes or more, and the errors of `Catalog::project`.
+    /// `view` if a rule does not fit the catalog. `overflow` if the tensors of the view have 2^63 bytes or
+    /// more. Also the errors of `Catalog::project`.
     pub(crate) fn project(
         &self,
         catalog: &Catalog,
         read_config: ReadConfig<'_>,
     ) -> Result<Catalog, Fault> {
         let catalog = self.project_unchecked(catalog, read_config)?;
-        // Sums of lengths of tensors do not overflow then, in a file or in a load.
+        // With this limit, sums of tensor lengths in a file or in a load cannot overflow.
         if i64::try_from(catalog.data_len()).is_err() {
             let message = format!(
                 "the tensors have {} bytes or more in all, tensorfs takes checkpoints and views of \

@@ -1,4 +1,4 @@
-//! The names that a file of rules gives to tensors, and the tensors that it splits and joins.
+//! Applies the rules of a file that rename, split and join tensors.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use crate::catalog::{Catalog, Projected, ProjectedFrom, Tensor, TensorParts};
 use crate::error::{ErrorKind, Fault, quoted, shown_path};
 use crate::hash::Digest;
 
-/// The rules of a file that renames, splits and joins tensors.
+/// The rules of a file that rename, split and join tensors.
 ///
 /// ```
 /// use tensorfs::RenameRules;
@@ -36,43 +36,43 @@ pub struct RenameRules {
     rules: Rules,
 }
 
-/// A tensor under its name in the view.
+/// A tensor with its name in the view.
 pub(super) struct NamedTensor {
     name: String,
-    /// Position of the tensor, or of the first of its parts.
+    /// Position of the tensor, or of the tensor of its first part.
     position: u32,
-    /// The parts that it is made of; `None` for the whole tensor.
+    /// The parts that make up the tensor. `None` if it is a whole tensor of the catalog.
     parts: Option<Box<TensorParts>>,
-    /// The rule that it follows.
+    /// The number of the rule that was applied. `None` if no rule matched.
     rule: Option<usize>,
 }
 
-/// The tensors that one rule joins under one name.
+/// The positions of the tensors that one rule joins to one tensor. An element is `None` until its tensor is found.
 type Operands = Vec<Option<u32>>;
 
 impl RenameRules {
-    /// The rules in `text`, which is TOML. `path` is its file.
+    /// Parses rules from `text`, which is TOML. `path` is the file of the text.
     ///
     /// # Errors
-    /// One line with the file and the rule.
+    /// A message of one line with the file and the rule.
     pub fn parse(path: &Path, text: &[u8]) -> Result<RenameRules, String> {
         let rules = Rules::parse(path, text)?;
         Ok(RenameRules { path: path.to_owned(), digest: Digest::of(text), rules })
     }
 
-    /// The file that they were read from.
+    /// The file of the rules.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Hash of their text.
+    /// Hash of the text of the rules.
     pub(crate) fn digest(&self) -> Digest {
         self.digest
     }
 
-    /// The name of the tensor `name`, or of the tensor that it is a part of, by these rules: by the
-    /// rule for this very name, otherwise by the first regex that matches, otherwise `name` itself.
-    /// Rules that split tensors do not count.
+    /// The new name of the tensor `name`, or the name of the tensor that it is joined into. The rule for
+    /// exactly this name has precedence. Otherwise the first regex that matches is used. If no rule matches,
+    /// the result is `name`. Rules that split tensors are ignored.
     pub fn apply(&self, name: &str) -> String {
         let names = &self.rules.names;
         let found = names.find(name);
@@ -80,12 +80,12 @@ impl RenameRules {
         renamed.unwrap_or_else(|| name.to_owned())
     }
 
-    /// The tensors of `catalog` at the positions `selected`, by these rules. `cuts` has, for each
-    /// tensor of a rank, the dimension in which it is cut already; it is empty for whole tensors.
+    /// The tensors of `catalog` at the positions `selected`, after these rules. For the tensors of a rank,
+    /// `cuts` has the dimension of each tensor that is divided already. For whole tensors, `cuts` is empty.
     ///
     /// # Errors
-    /// `view` with the file, the rule and the tensor, and `misaligned` where sub-byte elements
-    /// would be cut inside a byte.
+    /// `view` with the file, the rule and the tensor. `misaligned` if elements of less than a byte would be
+    /// divided inside a byte.
     pub(super) fn project(
         &self,
         catalog: &Catalog,
@@ -105,7 +105,7 @@ impl RenameRules {
         self.projected(&catalog, &self.renamed(&catalog, &all)?, &self.rules.names)
     }
 
-    /// The catalog of these tensors. `table` has their rules.
+    /// The catalog of the tensors `named`. `table` has their rules.
     fn projected<R>(
         &self,
         catalog: &Catalog,
@@ -131,17 +131,18 @@ impl RenameRules {
         })
     }
 
-    /// The option, its file and a rule of it.
+    /// The option, its file and one of its rules, for messages.
     fn told(&self, label: &str) -> String {
         format!("rename={}: {label}", shown_path(&self.path))
     }
 
-    /// An error of a rule.
+    /// The error of a rule.
     fn fault(&self, label: &str, why: &str) -> Fault {
         Fault::new(ErrorKind::View, format!("{}: {why}", self.told(label)))
     }
 
-    /// The tensors and the parts of those that are split, sorted by name.
+    /// The tensors at `positions`, with the parts of a tensor in place of the tensor if a rule splits it.
+    /// Sorted by name.
     fn split(
         &self,
         catalog: &Catalog,
@@ -189,8 +190,7 @@ impl RenameRules {
         self.sorted(catalog, named, splits)
     }
 
-    /// The tensors at `positions` under their new names, and those that are joined from them,
-    /// sorted by name.
+    /// The tensors at `positions` with their new names, and the tensors that are joined from them. Sorted by name.
     fn renamed(&self, catalog: &Catalog, positions: &[u32]) -> Result<Vec<NamedTensor>, Fault> {
         let names = &self.rules.names;
         let mut used = vec![false; names.rules.len()];
@@ -230,7 +230,7 @@ impl RenameRules {
             let why = format!("{verb} none of the {} tensors", positions.len());
             return Err(self.fault(names.label(rule), &why));
         }
-        // Errors name the first tensor, whatever the order of the map.
+        // Sorted, so that an error always names the same tensor.
         let mut joins: Vec<_> = found_joins.into_iter().collect();
         joins.sort_unstable();
         for ((rule, name), operands) in joins {
@@ -239,7 +239,7 @@ impl RenameRules {
         self.sorted(catalog, named, names)
     }
 
-    /// The tensor `name` that a rule joins from these tensors.
+    /// The tensor `name` that a rule joins from the tensors `operands`.
     fn joined(
         &self,
         catalog: &Catalog,
@@ -286,7 +286,7 @@ impl RenameRules {
         Ok(NamedTensor { name, position: positions[0], parts, rule: Some(rule) })
     }
 
-    /// `named`, sorted by name. Refuses two tensors of one name.
+    /// Sorts `named` by name. Refuses two tensors with the same name.
     fn sorted<R>(
         &self,
         catalog: &Catalog,
@@ -322,7 +322,7 @@ impl PartialEq for RenameRules {
 
 impl Eq for RenameRules {}
 
-/// The extents of the parts that a dimension of extent `size` is split into.
+/// The sizes of the parts into which a dimension of `size` indices is split.
 fn part_sizes(sizes: Option<&[u64]>, count: u64, size: u64) -> Result<Vec<u64>, String> {
     match sizes {
         Some(sizes) => match sizes.iter().try_fold(0_u64, |sum, &one| sum.checked_add(one)) {
@@ -334,7 +334,7 @@ fn part_sizes(sizes: Option<&[u64]>, count: u64, size: u64) -> Result<Vec<u64>, 
     }
 }
 
-/// Whether two tensors can be joined along a dimension.
+/// Whether two tensors can be joined along the dimension `dim`.
 fn may_join(first: &Tensor<'_>, other: &Tensor<'_>, dim: usize) -> bool {
     let same = |at: usize| at == dim || first.shape[at] == other.shape[at];
     (first.dtype, first.stored) == (other.dtype, other.stored)

@@ -1,4 +1,4 @@
-//! The files of rules that give tensors other names, split tensors and join them: their TOML.
+//! The TOML form of files with rules that rename, split and join tensors.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -13,21 +13,21 @@ use crate::error::{quoted, shown_path};
 /// The rules of a file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Rules {
-    /// The rules that split tensors, by their order in the file.
+    /// The rules that split tensors, in file order.
     pub(super) splits: RuleTable<SplitRule>,
-    /// The rules that name tensors anew or join them: joins first, each in the order of the file.
+    /// The rules that rename or join tensors. Those that join come first. Each of the two groups is in file order.
     pub(super) names: RuleTable<NameRule>,
 }
 
-/// Rules of which each tensor follows one at most.
+/// Rules of which at most one applies to each tensor.
 #[derive(Clone, Debug)]
 pub(super) struct RuleTable<R> {
     pub(super) rules: Vec<R>,
-    /// The number of each rule and the tensors that it is about, for messages.
+    /// For each rule its number and its pattern, for messages.
     labels: Vec<String>,
-    /// Rule and operand of each exact name.
+    /// For each exact name, the rule and the operand.
     exact: HashMap<String, (usize, usize)>,
-    /// Rule, operand and regex, by precedence.
+    /// For each regex, the rule and the operand, in order of precedence.
     regexes: Vec<(usize, usize, Regex)>,
 }
 
@@ -36,27 +36,27 @@ pub(super) struct RuleTable<R> {
 pub(super) struct SplitRule {
     /// The names of the parts.
     pub(super) to: Vec<String>,
-    /// The dimension, negative from the last one on.
+    /// The dimension. A negative number counts from the last dimension.
     pub(super) dim: i64,
-    /// The extent of each part; `None` if all have the same.
+    /// The size of each part. `None` if all parts have the same size.
     pub(super) sizes: Option<Vec<u64>>,
 }
 
-/// A rule that names tensors anew.
+/// A rule that renames tensors.
 #[derive(Clone, Debug)]
 pub(super) struct NameRule {
     /// The new name.
     pub(super) to: String,
-    /// The number of tensors that it joins and the dimension; `None` if each keeps to itself.
+    /// The number of tensors that the rule joins, and the dimension. `None` if it does not join tensors.
     pub(super) join: Option<(usize, i64)>,
 }
 
-/// A rule that a tensor follows.
+/// The rule that applies to a tensor.
 pub(super) struct RuleMatch<'a> {
     pub(super) rule: usize,
-    /// Its place among the tensors that the rule joins.
+    /// The index of the tensor among those that the rule joins.
     pub(super) operand: usize,
-    /// `None` for an exact name.
+    /// The regex that matched. `None` for an exact name.
     regex: Option<&'a Regex>,
 }
 
@@ -101,10 +101,10 @@ struct FuseToml {
 }
 
 impl Rules {
-    /// The rules in `text`, which is TOML. `path` is its file.
+    /// Parses rules from `text`, which is TOML. `path` is the file of the text.
     ///
     /// # Errors
-    /// One line with the file and the rule.
+    /// A message of one line with the file and the rule.
     pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Rules, String> {
         let fail = |why: String| format!("{}: {why}", shown_path(path));
         let form = "expected TOML with [[rename]], [[split]] and [[fuse]] tables, each with from or \
@@ -169,10 +169,10 @@ impl Rules {
     }
 }
 
-/// The value that `text` describes, which is TOML.
+/// Parses a value from `text`, which is TOML.
 ///
 /// # Errors
-/// The line and the mistake.
+/// A message with the line and the mistake.
 pub(super) fn parse_toml<T: DeserializeOwned>(text: &[u8]) -> Result<T, String> {
     let utf8 =
         std::str::from_utf8(text).map_err(|e| format!("not UTF-8 at byte {}", e.valid_up_to()))?;
@@ -182,7 +182,7 @@ pub(super) fn parse_toml<T: DeserializeOwned>(text: &[u8]) -> Result<T, String> 
     })
 }
 
-/// The dimension `dim` of a tensor, counted from the end if it is negative.
+/// The dimension `dim` of a tensor. A negative number counts from the last dimension.
 pub(super) fn dim_of(dim: i64, tensor: &Tensor<'_>) -> Result<usize, String> {
     let count = tensor.shape.len() as i64;
     let own = if dim < 0 { count.saturating_add(dim) } else { dim };
@@ -192,14 +192,14 @@ pub(super) fn dim_of(dim: i64, tensor: &Tensor<'_>) -> Result<usize, String> {
     Err(format!("has shape {:?}, which has no dimension {dim}", tensor.shape))
 }
 
-/// The tensors that a rule is about.
+/// The tensors to which a rule applies.
 pub(super) enum NamePattern {
     Exact(String),
     Regex(String),
 }
 
 impl NamePattern {
-    /// The only one of the two that is given.
+    /// The pattern from the one argument that is `Some`. Exactly one of the two must be.
     pub(super) fn one_of(
         from: Option<String>,
         regex: Option<String>,
@@ -213,7 +213,7 @@ impl NamePattern {
 }
 
 impl<R> RuleTable<R> {
-    /// Adds the tensors that the next rule is about, whose new names are `to`. The caller adds the rule.
+    /// Adds the patterns of the next rule, whose new names are `to`. The caller adds the rule itself.
     pub(super) fn add(
         &mut self,
         number: &str,
@@ -256,18 +256,18 @@ impl<R> RuleTable<R> {
         Ok(())
     }
 
-    /// Whether it has no rules.
+    /// Whether there are no rules.
     pub(super) fn is_empty(&self) -> bool {
         self.rules.is_empty()
     }
 
-    /// The number of a rule and the tensors that it is about, for messages.
+    /// The number of a rule and its pattern, for messages.
     pub(super) fn label(&self, rule: usize) -> &str {
         &self.labels[rule]
     }
 
-    /// The rule that the tensor `name` follows: the one for this very name, otherwise the first one
-    /// with a regex that matches.
+    /// The rule that applies to the tensor `name`: the one for exactly this name, or else the first one with a
+    /// regex that matches.
     pub(super) fn find(&self, name: &str) -> Option<RuleMatch<'_>> {
         if let Some(&(rule, operand)) = self.exact.get(name) {
             return Some(RuleMatch { rule, operand, regex: None });
@@ -293,21 +293,22 @@ impl<R> Default for RuleTable<R> {
 }
 
 impl RuleMatch<'_> {
-    /// The name that the template `to` gives to the tensor `name`.
+    /// The name that the template `to` yields for the tensor `name`.
     pub(super) fn renamed(&self, name: &str, to: &str) -> String {
         let regex = self.regex.map(|regex| regex.replace_all(name, to).into_owned());
         regex.unwrap_or_else(|| to.to_owned())
     }
 }
 
-/// The last line of an error of a regex, which says what is wrong; the others draw the place.
+/// The last line of the error of a regex, which names the mistake. The other lines only draw its place.
 fn one_line(error: &regex::Error) -> String {
     let text = error.to_string();
     let last = text.lines().last().unwrap_or_default();
     format!("not a regex: {}", last.trim().trim_start_matches("error: "))
 }
 
-/// Refuses a replacement that names a group which the regex lacks: it would be replaced by nothing.
+/// Refuses a template that names a group which the regex does not have. Such a group would be replaced by an
+/// empty text.
 fn check_groups(regex: &Regex, to: &str) -> Result<(), String> {
     let mut rest = to;
     while let Some(dollar) = rest.find('$') {

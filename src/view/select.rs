@@ -1,4 +1,4 @@
-//! Which tensors of a catalog a view has, by globs.
+//! Selection of the tensors of a view by globs.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use globset::{GlobBuilder, GlobMatcher};
 use crate::catalog::{Catalog, named_some};
 use crate::error::{ErrorKind, Fault, quoted};
 
-/// A glob that matches whole names of tensors. `*` and `?` match dots too.
+/// A glob for whole names of tensors. `*` and `?` match dots too.
 ///
 /// ```
 /// use tensorfs::NameGlob;
@@ -24,14 +24,14 @@ pub struct NameGlob {
     matcher: GlobMatcher,
 }
 
-/// Longest glob, in bytes.
+/// Maximum length of a glob in bytes.
 const GLOB_LEN_MAX: usize = 4096;
 
 impl NameGlob {
-    /// The glob `text`.
+    /// Parses the glob `text`.
     ///
     /// # Errors
-    /// One line that says what is wrong with it.
+    /// A message of one line with the mistake.
     pub fn new(text: &str) -> Result<NameGlob, String> {
         if text.is_empty() || text.len() > GLOB_LEN_MAX {
             return Err(format!("a glob of 1 to {GLOB_LEN_MAX} bytes, like model.layers.0.*"));
@@ -41,7 +41,7 @@ impl NameGlob {
         Ok(NameGlob { text: text.to_owned(), matcher: glob.compile_matcher() })
     }
 
-    /// Whether it matches the whole of `name`.
+    /// Whether the glob matches the whole of `name`.
     pub fn matches(&self, name: &str) -> bool {
         self.matcher.is_match(name)
     }
@@ -61,8 +61,8 @@ impl fmt::Display for NameGlob {
     }
 }
 
-/// The positions of the tensors of `catalog` that one of `include` matches, or all if there is
-/// none, without those that one of `exclude` matches.
+/// The positions of the selected tensors of `catalog`. A tensor is selected if a glob of `include` matches it,
+/// or `include` is empty, and no glob of `exclude` matches it.
 pub(super) fn select(
     catalog: &Catalog,
     include: &[NameGlob],
@@ -75,7 +75,7 @@ pub(super) fn select(
     let mut selected = Vec::new();
     let (used_to_include, used_to_exclude) = used.split_at_mut(include.len());
     for tensor in catalog.tensors() {
-        // Every glob is asked, to know which match nothing.
+        // Every glob is tried, to find out which of them match no tensor.
         let any = |globs: &[NameGlob], used: &mut [bool]| {
             let mut matched = false;
             for (glob, used) in globs.iter().zip(used) {

@@ -1,9 +1,9 @@
 //! Safe wrappers of CUDA's driver interface.
 //!
-//! All functions are looked up by name when the first GPU is opened. A driver that lacks one gives
-//! an error, not a panic, and unknown error codes stay numbers. Each call binds its context on the
-//! calling thread and restores the previous one. Memory that copies use is kept until they are
-//! over, also if a call fails.
+//! All functions are looked up by name when the first GPU is opened. If the driver lacks a function, the result
+//! is an error and not a panic. Error codes that are not known here are reported as numbers. Each call binds
+//! its context on the calling thread and restores the previous context. Memory that copies use is kept until
+//! the copies are complete, even if a call fails.
 
 mod pinned;
 mod stream;
@@ -32,15 +32,15 @@ macro_rules! driver {
         impl Driver {
             /// Loads the driver, or returns why it cannot be used.
             fn load() -> std::result::Result<Driver, String> {
-                // SAFETY: the driver's initialisers run, as in every program that uses it.
+                // SAFETY: this runs the initializers of the driver, like in every program that uses it.
                 if !unsafe { sys::is_culib_present() } {
                     return Err("there is no NVIDIA driver: libcuda.so.1 cannot be loaded".into());
                 }
-                // SAFETY: the driver's initialisers run, as in every program that uses it. The
+                // SAFETY: this runs the initializers of the driver, like in every program that uses it. The
                 // library was found above, so this does not panic.
                 let library = unsafe { sys::culib() };
                 Ok(Driver { $($name: {
-                    // SAFETY: the type is the one that the interface gives the function.
+                    // SAFETY: the type is the one that the interface defines for the function.
                     let symbol = unsafe {
                         library.get::<unsafe extern "C" fn($($arg),*) -> c_uint>(
                             concat!(stringify!($name), "\0").as_bytes(),
@@ -96,28 +96,28 @@ driver! {
 }
 
 impl Driver {
-    /// The driver, loaded and initialised. An error names GPU `ordinal`.
+    /// The loaded and initialized driver. An error names GPU `ordinal`.
     fn get(ordinal: Option<u32>) -> Result<&'static Driver> {
         static DRIVER: OnceLock<std::result::Result<Driver, String>> = OnceLock::new();
         let driver = DRIVER
             .get_or_init(Driver::load)
             .as_ref()
             .map_err(|why| failed(ordinal, why.clone(), None))?;
-        // SAFETY: it takes a number only. After the first time it does nothing.
+        // SAFETY: the only argument is a number. After the first call this does nothing.
         driver.check(ordinal, "cuInit", unsafe { (driver.cuInit)(0) })?;
         Ok(driver)
     }
 
-    /// The outcome of a call as a result.
+    /// Converts the result code of a call.
     fn check(&self, ordinal: Option<u32>, function: &'static str, code: c_uint) -> Result<()> {
         if code == 0 {
             return Ok(());
         }
         let text = |get: unsafe extern "C" fn(c_uint, *mut *const c_char) -> c_uint| {
             let mut text: *const c_char = null();
-            // SAFETY: the pointer is written to, and then is null or points to a static text.
+            // SAFETY: the call writes to the pointer, which then is null or points to a static text.
             let known = unsafe { get(code, &mut text) } == 0 && !text.is_null();
-            // SAFETY: the driver's text ends with a zero byte and is never freed.
+            // SAFETY: the text of the driver ends with a zero byte and is never freed.
             known.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
         };
         let name = text(self.cuGetErrorName).unwrap_or_else(|| "an unknown error".to_owned());
@@ -127,7 +127,7 @@ impl Driver {
     }
 }
 
-/// Calls a function of the driver of a context.
+/// Calls a driver function in a context.
 macro_rules! call {
     ($context:expr, $name:ident($($arg:expr),* $(,)?)) => {
         $context.check(stringify!($name), ($context.driver.$name)($($arg),*))
@@ -148,7 +148,7 @@ use call;
 #[derive(Clone)]
 pub struct Gpu(Arc<Context>);
 
-/// The primary context of a device, which all code of the process shares.
+/// The primary context of a device. All code of the process shares it.
 struct Context {
     driver: &'static Driver,
     ordinal: u32,
@@ -157,7 +157,7 @@ struct Context {
     name: String,
 }
 
-// SAFETY: a context may be used by any thread, and by several at once.
+// SAFETY: any thread may use a context, and several threads may use it at once.
 unsafe impl Send for Context {}
 // SAFETY: the driver lets any thread use a context.
 unsafe impl Sync for Context {}
@@ -167,21 +167,20 @@ impl Context {
         self.driver.check(Some(self.ordinal), function, code)
     }
 
-    /// Binds the context to this thread as long as the result lives.
+    /// Binds the context to this thread until the result is dropped.
     fn enter(&self) -> Result<Entered<'_>> {
         let mut before = null_mut();
-        // SAFETY: the pointer is written to.
+        // SAFETY: the call writes to the pointer.
         unsafe { call!(self, cuCtxGetCurrent(&mut before)) }?;
         if before == self.raw {
             return Ok(Entered { context: self, before: None });
         }
-        // SAFETY: the context is retained.
+        // SAFETY: the context was retained.
         unsafe { call!(self, cuCtxSetCurrent(self.raw)) }?;
         Ok(Entered { context: self, before: Some(before) })
     }
 
-    /// Calls `give_back`, which frees something. A failure is only logged: mostly it reports work
-    /// that failed before.
+    /// Calls `give_back`, which frees a resource. An error is only logged, because it is usually that of earlier work.
     fn give_back(&self, give_back: impl FnOnce(&Context) -> Result<()>) {
         let entered = self.enter().or_else(|_| self.enter());
         if let Err(e) = entered.and_then(|_entered| give_back(self)) {
@@ -192,7 +191,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once by `Gpu::open`; nothing that was made in it is left.
+        // SAFETY: `Gpu::open` has retained the context once, and nothing that was created in it is left.
         let released = unsafe { call!(self, cuDevicePrimaryCtxRelease_v2(self.device)) };
         if let Err(e) = released {
             tracing::warn!("{e}");
@@ -200,17 +199,17 @@ impl Drop for Context {
     }
 }
 
-/// A context that is bound to this thread.
+/// A context that is bound to this thread. The drop restores the previous one.
 pub(crate) struct Entered<'a> {
     context: &'a Context,
-    /// The context that was bound before, where it was another one.
+    /// The context that was bound before, if it was another one.
     before: Option<sys::CUcontext>,
 }
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         if let Some(before) = self.before {
-            // SAFETY: it was bound to this thread before, or is null.
+            // SAFETY: this context was bound to this thread before, or is null.
             let bound = unsafe { call!(self.context, cuCtxSetCurrent(before)) };
             if let Err(e) = bound {
                 tracing::warn!("{e}");
@@ -220,20 +219,20 @@ impl Drop for Entered<'_> {
 }
 
 impl Gpu {
-    /// Number of GPUs here.
+    /// Number of GPUs of this machine.
     ///
     /// # Errors
     /// If there is no driver, or it cannot be used.
     pub fn count() -> Result<u32> {
         let driver = Driver::get(None)?;
         let mut count = 0;
-        // SAFETY: the pointer is written to.
+        // SAFETY: the call writes to the pointer.
         let code = unsafe { (driver.cuDeviceGetCount)(&mut count) };
         driver.check(None, "cuDeviceGetCount", code)?;
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
-    /// Opens GPU `ordinal` in its primary context, which the process may already use.
+    /// Opens GPU `ordinal` in its primary context, which other code of the process may use already.
     ///
     /// # Errors
     /// If there is no driver or no such GPU, or it cannot be used.
@@ -246,14 +245,14 @@ impl Gpu {
         }
         let check = |function, code| driver.check(Some(ordinal), function, code);
         let mut device = 0;
-        // SAFETY: the pointer is written to.
+        // SAFETY: the call writes to the pointer.
         check("cuDeviceGet", unsafe { (driver.cuDeviceGet)(&mut device, ordinal as c_int) })?;
         let mut text = [0u8; 256];
         let (start, len) = (text.as_mut_ptr().cast(), text.len() as c_int);
-        // SAFETY: at most `len` bytes are written there, the text with its zero.
+        // SAFETY: the call writes at most `len` bytes, including the final zero.
         check("cuDeviceGetName", unsafe { (driver.cuDeviceGetName)(start, len, device) })?;
         let mut raw = null_mut();
-        // SAFETY: the pointer is written to; `Context` releases the device's context.
+        // SAFETY: the call writes to the pointer. `Context` releases the context of the device.
         let code = unsafe { (driver.cuDevicePrimaryCtxRetain)(&mut raw, device) };
         check("cuDevicePrimaryCtxRetain", code)?;
         let name =
@@ -261,29 +260,29 @@ impl Gpu {
         Ok(Gpu(Arc::new(Context { driver, ordinal, device, raw, name })))
     }
 
-    /// Its number.
+    /// The number of the GPU.
     pub fn ordinal(&self) -> u32 {
         self.0.ordinal
     }
 
-    /// Its name, such as `NVIDIA H200`.
+    /// The name of the GPU, for example `NVIDIA H200`.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// Binds its context to this thread as long as the result lives.
+    /// Binds the context of the GPU to this thread until the result is dropped.
     pub(crate) fn enter(&self) -> Result<Entered<'_>> {
         self.0.enter()
     }
 
-    /// Free bytes of its memory, and total bytes.
+    /// Free and total memory of the GPU in bytes.
     ///
     /// # Errors
-    /// The refusals of the driver.
+    /// The errors of the driver.
     pub fn memory(&self) -> Result<(u64, u64)> {
         let _entered = self.0.enter()?;
         let (mut free, mut total) = (0, 0);
-        // SAFETY: the pointers are written to.
+        // SAFETY: the call writes to the pointers.
         unsafe { call!(self.0, cuMemGetInfo_v2(&mut free, &mut total)) }?;
         Ok((free as u64, total as u64))
     }
@@ -300,29 +299,29 @@ impl Gpu {
         Err(failed(Some(self.0.ordinal), message, None))
     }
 
-    /// Allocates `len` bytes, which are not cleared.
+    /// Allocates `len` bytes. Their content is unspecified.
     ///
     /// # Errors
-    /// If the GPU has too little free memory; the message says how much it has.
+    /// If the GPU has too little free memory. The message says how much it has.
     pub fn allocate(&self, len: u64) -> Result<Arc<DeviceMemory>> {
         let _entered = self.0.enter()?;
         let mut address = 0;
-        // SAFETY: the pointer is written to.
+        // SAFETY: the call writes to the pointer.
         let allocated = unsafe { call!(self.0, cuMemAlloc_v2(&mut address, len as usize)) };
         if let Err(e) = allocated {
-            // If memory is short, this error says more than the driver's.
+            // If memory is short, this error is more precise than the driver's.
             self.has_room(len)?;
             return Err(e);
         }
         Ok(Arc::new(DeviceMemory { gpu: self.clone(), address, len, home: Home::Own }))
     }
 
-    /// Wraps `len` bytes of the caller's memory on this GPU. `keep` is dropped on any thread, once
-    /// this crate no longer uses them.
+    /// Wraps `len` bytes of the caller's memory on this GPU. `keep` is dropped once this crate no longer uses
+    /// the memory. This may happen on any thread.
     ///
     /// # Safety
-    /// The memory lives as long as `keep`. Nobody uses the loaded bytes of it until
-    /// the load is over, other than by work that is in a `ForeignStream` that the load waits for.
+    /// The memory lives as long as `keep`. Nobody uses the bytes that a load writes until the load has ended.
+    /// The only exception is work in a `ForeignStream` for which the load waits.
     pub unsafe fn foreign(
         &self,
         address: u64,
@@ -348,24 +347,24 @@ pub struct DeviceMemory {
 }
 
 enum Home {
-    /// Allocated here.
+    /// Memory allocated by `Gpu::allocate`.
     Own,
-    /// Memory of the caller; this value keeps it alive.
+    /// Memory of the caller. This value keeps it alive.
     Foreign(#[expect(dead_code, reason = "keeps it alive")] Box<dyn Send + Sync>),
 }
 
 impl DeviceMemory {
-    /// The GPU that it belongs to.
+    /// The GPU to which the memory belongs.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
 
-    /// Address of its first byte on the GPU.
+    /// Address of the first byte on the GPU.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Its length in bytes.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
@@ -375,19 +374,19 @@ impl DeviceMemory {
         self.len == 0
     }
 
-    /// Copies bytes from `at` on to the host and waits for the copy, but not for other work.
+    /// Copies bytes from byte `offset` on to the host. Waits for this copy, but not for other work.
     ///
     /// # Errors
-    /// The refusals of the driver.
+    /// The errors of the driver.
     pub fn read(&self, offset: u64, to: &mut [u8]) -> Result<()> {
         let from = self.part(offset, to.len() as u64);
         let context = &self.gpu.0;
         let _entered = context.enter()?;
-        // SAFETY: both ends have `to.len()` bytes, and the copy is over when the call returns.
+        // SAFETY: both sides have `to.len()` bytes, and the copy is complete when the call returns.
         unsafe { call!(context, cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from, to.len())) }
     }
 
-    /// Address of `len` bytes from `at` on.
+    /// Address of the `len` bytes from byte `offset` on.
     fn part(&self, offset: u64, len: u64) -> u64 {
         assert!(offset <= self.len && len <= self.len - offset, "bytes of the device's memory");
         self.address + offset
@@ -397,7 +396,7 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         if let Home::Own = self.home {
-            // SAFETY: allocated by `Gpu::allocate`; copies keep it alive, so none is under way.
+            // SAFETY: `Gpu::allocate` has allocated the memory. Copies keep it alive, so none is in progress.
             self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuMemFree_v2(self.address)) });
         }
     }

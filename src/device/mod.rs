@@ -1,7 +1,7 @@
-//! Memory on GPUs, and transfers of bytes to it.
+//! Memory of GPUs, and transfers of bytes to it.
 //!
-//! The driver is loaded when a GPU is opened; a machine without one gets an error that says so.
-//! Only `cuda` knows the driver's interface, and only `cufile` knows that of cuFile.
+//! The driver is loaded when a GPU is opened. On a machine without a driver, this is an error. Only the module
+//! `cuda` knows the driver's interface, and only `cufile` knows that of cuFile.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -21,13 +21,13 @@ pub(crate) use pinned_pool::PinnedPool;
 
 use crate::error::{DriverCall, Error};
 
-/// The error of GPU `ordinal`, or of CUDA as a whole if it is `None`.
+/// An error of GPU `ordinal`, or of CUDA in general if it is `None`.
 fn failed(ordinal: Option<u32>, message: String, call: Option<DriverCall>) -> Error {
     let device = ordinal.map_or("cuda".to_owned(), |ordinal| format!("cuda:{ordinal}"));
     Error::Device { device, message, call }
 }
 
-/// A GPU. This build opens none: the cargo feature `cuda` is off.
+/// A GPU. This build cannot open any, because the cargo feature `cuda` is off.
 ///
 /// ```
 /// use tensorfs::Gpu;
@@ -46,7 +46,7 @@ impl Gpu {
     /// Opens GPU `ordinal`.
     ///
     /// # Errors
-    /// Always: this build supports no GPUs.
+    /// Always, because this build supports no GPUs.
     pub fn open(ordinal: u32) -> crate::error::Result<Gpu> {
         let message = "this build of tensorfs has no GPUs; build it with the feature `cuda`";
         Err(failed(Some(ordinal), message.to_owned(), None))
@@ -60,13 +60,13 @@ mod regions {
     use super::{DeviceMemory, Gpu};
     use crate::error::Result;
 
-    /// Maximum number of bytes of regions that share an allocation; a longer region has its own.
+    /// Maximum total size in bytes of regions that share an allocation. A longer region has an allocation of its own.
     const TOGETHER: u64 = 256 << 20;
 
-    /// Alignment of regions in an allocation.
+    /// Alignment in bytes of regions in an allocation.
     const ALIGN: u64 = 256;
 
-    /// Part of a device's memory that tensors are loaded into.
+    /// A part of the memory of a device into which tensors are loaded.
     ///
     /// ```no_run
     /// use tensorfs::{Checkpoint, Gpu, Loader, LoaderConfig, TensorRequest};
@@ -79,7 +79,7 @@ mod regions {
     /// ```
     #[derive(Clone, Debug)]
     pub struct DeviceRegion {
-        /// Allocation that the region lies in, kept alive by it.
+        /// The allocation that contains the region. The region keeps it alive.
         pub memory: Arc<DeviceMemory>,
         /// Offset of the region in the allocation.
         pub offset: u64,
@@ -94,23 +94,23 @@ mod regions {
             DeviceRegion { memory, offset: 0, len }
         }
 
-        /// Address of its first byte on the device.
+        /// Address of the first byte on the device.
         pub fn address(&self) -> u64 {
             self.memory.address() + self.offset
         }
     }
 
-    /// Bytes of an allocation that a region of `len` bytes takes.
+    /// Number of bytes that a region of `len` bytes takes in an allocation.
     fn taken(len: &u64) -> u64 {
         len.max(&1).checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX)
     }
 
     impl Gpu {
-        /// Allocates regions of these lengths, in few large allocations. Each allocation lives as
-        /// long as any region in it.
+        /// Allocates regions of these lengths, in few large allocations. Each allocation lives as long as one
+        /// of its regions.
         ///
         /// # Errors
-        /// If the device has too little free memory; the message says how much it has.
+        /// If the device has too little free memory. The message says how much it has.
         pub fn regions(&self, lens: &[u64]) -> Result<Vec<DeviceRegion>> {
             self.check_room(lens)?;
             let mut regions = Vec::with_capacity(lens.len());
@@ -121,12 +121,13 @@ mod regions {
             Ok(regions)
         }
 
-        /// Refuses regions that take more memory than is free.
+        /// Refuses regions of these lengths if they take more memory than is free.
         pub(crate) fn check_room(&self, lens: &[u64]) -> Result<()> {
             self.has_room(lens.iter().map(taken).fold(0u64, u64::saturating_add))
         }
 
-        /// The regions of `regions`, each handed over as soon as it is there, until `wanted` says no.
+        /// Like `regions`, but passes each region to `wanted` as soon as it is allocated. Stops if `wanted`
+        /// returns `false`.
         pub(crate) fn each_region(
             &self,
             lens: &[u64],

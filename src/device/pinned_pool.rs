@@ -1,5 +1,5 @@
-//! Pinned memory that reads land in on their way to a GPU. It grows in steps while reads are
-//! under way, since pinning takes time, and is kept for the next load.
+//! Pinned memory into which reads for a GPU write. Pinning takes time, so the memory grows in steps while reads
+//! are in flight. It is kept for the next load.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -10,13 +10,13 @@ use crate::error::Result;
 use crate::io::{FreeList, ReadTarget, Reservation};
 use crate::sync::Mutex;
 
-/// Bytes that are pinned at a time.
+/// Number of bytes that are pinned at a time.
 const STEP: u64 = 64 << 20;
 
-/// Unit of steps: whole huge pages.
+/// The size of a step is a multiple of this number of bytes, so that it consists of whole huge pages.
 const UNIT: u64 = 2 << 20;
 
-/// Pinned memory of one loader. Clones share it.
+/// The pinned memory of one loader. Clones share it.
 #[derive(Clone)]
 pub(crate) struct PinnedPool(Arc<PoolInner>);
 
@@ -27,33 +27,33 @@ struct PoolInner {
 
 #[derive(Default)]
 struct State {
-    /// The memory, step by step, and the free stretches of each.
+    /// The memory of each step, and the free parts of it.
     steps: Vec<(Arc<Pinned>, FreeList)>,
-    /// Bytes of all steps, in use or not.
+    /// Total number of bytes of all steps, whether in use or not.
     pinned: u64,
-    /// Bytes in use, and their peak.
+    /// Number of bytes in use, and its maximum.
     used: u64,
     used_peak: u64,
     /// Whether a thread is pinning the next step.
     growing: bool,
-    /// Whether growing has failed, so that the pool stays as it is.
+    /// Whether the pool could not grow, so that it keeps its size.
     full: bool,
-    /// Worst kind of pinning of the steps.
+    /// The worst way of pinning among the steps.
     how: Pinning,
     /// Time spent pinning.
     pinning: Duration,
 }
 
-/// The memory that a pool has taken.
+/// The use of a pool.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PinnedUsage {
-    /// Bytes pinned.
+    /// Number of pinned bytes.
     pub(crate) pinned: u64,
     /// Maximum number of bytes in use since the last call of `PinnedPool::taken`.
     pub(crate) peak: u64,
     /// Time spent pinning since the last call of `PinnedPool::taken`.
     pub(crate) pinning: Duration,
-    /// How they are pinned.
+    /// The way in which the memory is pinned.
     pub(crate) how: Pinning,
 }
 
@@ -69,7 +69,7 @@ impl PoolInner {
 }
 
 impl State {
-    /// Removes and returns the steps that are entirely free.
+    /// Removes and returns the steps that are free as a whole.
     fn take_unused(&mut self) -> Vec<Arc<Pinned>> {
         let unused: Vec<_> = self
             .steps
@@ -81,7 +81,7 @@ impl State {
         unused
     }
 
-    /// Takes `len` bytes of the first step that has them free.
+    /// Takes `len` consecutive bytes from the first step that has them free.
     fn take(&mut self, len: usize) -> Option<Slice> {
         let slice = self.steps.iter_mut().find_map(|(pinned, free)| {
             let offset = free.take(len)?;
@@ -98,13 +98,13 @@ impl PinnedPool {
         PinnedPool(Arc::new(PoolInner { gpu, state: Mutex::default() }))
     }
 
-    /// A read into `len` bytes of pinned memory, which come back with the last owner of its bytes.
-    /// None while other reads hold all of it.
+    /// A target for a read into `len` bytes of pinned memory. They return to the pool when the bytes of the
+    /// read are dropped. `None` if the free memory does not suffice because of other reads.
     pub(crate) fn target(&self, len: u64, reservation: Reservation) -> Option<ReadTarget> {
         let slice = self.0.state.lock().take(usize::try_from(len).ok()?)?;
         let pool: Weak<PoolInner> = Arc::downgrade(&self.0);
         let give_back = move |slice: Slice| {
-            // Without a pool it is unpinned here and now.
+            // If the pool was dropped, the memory is unpinned when the slice is dropped here.
             if let Some(pool) = pool.upgrade() {
                 pool.put_back(&slice);
             }
@@ -112,14 +112,14 @@ impl PinnedPool {
         Some(slice.lend(reservation, Box::new(give_back)))
     }
 
-    /// Whether the pool is to grow; the caller must then call `grow`. The pool has at most `limit`
-    /// bytes, unless `alone`: a load with no read in flight would wait for other loads, which may
-    /// keep their memory for ever.
+    /// Whether the pool should grow. If so, the caller must call `grow`. The limit of the pool is `limit`
+    /// bytes. It does not apply if `alone` is true, which means that the load has no read in flight. Such a
+    /// load would otherwise wait for other loads, which may keep their memory for ever.
     pub(crate) fn begins_to_grow(&self, limit: u64, alone: bool) -> bool {
         let mut state = self.0.state.lock();
         let fits = state.pinned < limit;
         if !state.growing && alone && state.used == 0 && (state.full || !fits) {
-            // All free steps are too short.
+            // No free step is long enough.
             let free = state.take_unused();
             drop(state);
             drop(free);
@@ -130,10 +130,10 @@ impl PinnedPool {
         grows
     }
 
-    /// Pins one more step, for a load that needs at most `wanted` bytes at a time.
+    /// Pins one more step of at least `len` bytes, for a load that needs at most `wanted` bytes at a time.
     ///
     /// # Errors
-    /// If no memory can be pinned, and the pool has none.
+    /// If no memory can be pinned and the pool is empty.
     pub(crate) fn grow(&self, len: u64, limit: u64, wanted: u64) -> Result<()> {
         let before = self.0.state.lock().pinned;
         let left = limit.saturating_sub(before);
@@ -160,14 +160,14 @@ impl PinnedPool {
         }
     }
 
-    /// Unpins and frees steps that are not in use.
+    /// Unpins and frees the steps that are not in use.
     pub(crate) fn release(&self) {
         let free = self.0.state.lock().take_unused();
-        // Unpinning takes time, so the lock is not held.
+        // Unpinning takes time, so the lock was released before.
         drop(free);
     }
 
-    /// The use of the pool since the last call.
+    /// The use of the pool. The maximum and the time are those since the last call.
     pub(crate) fn taken(&self) -> PinnedUsage {
         let mut state = self.0.state.lock();
         let (used, peak) = (state.used, state.used_peak);

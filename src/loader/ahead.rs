@@ -1,5 +1,5 @@
-//! Populates the memory of a load ahead of its reads, on threads of its own: a read that waits for
-//! pages delays the reads behind it.
+//! Populates the memory of a load ahead of its reads: threads fault in its pages. A read that had to wait for
+//! pages would delay the reads after it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,39 +16,41 @@ use crate::io::Region;
 use crate::plan::Plan;
 use crate::sync::Mutex;
 
-/// Maximum number of threads that ask for memory: more are faster than any disk.
+/// Maximum number of threads that populate memory. This number is faster than any disk.
 const THREADS_MAX: usize = 8;
 
-/// Bytes that a thread populates at a time: a huge page. No other thread can map memory meanwhile.
+/// Number of bytes that a thread populates at a time, which is a huge page. Other threads cannot map memory
+/// during such a call.
 const PART_LEN: usize = 2 << 20;
 
-/// The memory that a load has allocated, and its populated parts.
+/// The memory that a load has allocated, and the parts of it that are populated.
 pub(super) struct Populator<'a> {
     loader: &'a Loader,
     regions: &'a [Arc<Region>],
     parts: Vec<PopulatePart>,
-    /// When this load began, if it takes part in the choice of the size of pages.
+    /// The time at which the choice of page size was made from which this load started. `None` for the first load.
     began: Option<Instant>,
     state: Mutex<State>,
 }
 
-/// Memory that is asked for at a time: number of the region, and bytes of it.
+/// A part of memory that is populated with one call: number of its region, and range of bytes in it.
 type PopulatePart = (usize, Range<usize>);
 
 struct State {
     choice: Choice,
-    /// The first part that no thread has taken yet.
+    /// The first part that no thread has taken.
     next: usize,
-    /// Whether each part is populated, and the number of populated parts from the first on.
+    /// Whether each part is populated. `ready` is the number of populated parts from the first one on, without gaps.
     there: Vec<bool>,
     ready: usize,
-    /// Number of parts from the first on that the load waits for.
+    /// The number of parts, from the first one on, for which the load waits.
     awaited: Option<usize>,
-    /// Whether population has ended: the remaining pages come at their first write.
+    /// Whether population has ended. The remaining pages are faulted in by their first write.
     ended: bool,
-    /// The last region that was advised, and the page size for the rest of it.
+    /// The region for which the kernel was last advised on the page size, and this size. The advice covers the
+    /// rest of the region.
     advised: Option<(usize, PageSize)>,
-    /// Regions that were advised to use small pages.
+    /// Regions for which small pages were advised.
     small: Vec<usize>,
     stats: MemoryStats,
 }
@@ -84,7 +86,7 @@ impl<'a> Populator<'a> {
         !self.parts.is_empty()
     }
 
-    /// Starts the threads. They notify `back` when the memory that the load waits for is populated.
+    /// Starts the threads. They send a message to `back` when the memory for which the load waits is populated.
     pub(super) fn ask_beside<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
@@ -100,8 +102,8 @@ impl<'a> Populator<'a> {
         self.state.lock().ended |= !started;
     }
 
-    /// Whether the first `len` bytes of a region, and the regions before it, are populated, or
-    /// population has ended. If not, `back` is notified once they are.
+    /// Whether the first `len` bytes of `region` and all earlier regions are populated, or population has
+    /// ended. If not, a message is sent to the load when this is the case.
     pub(super) fn are_there(&self, region: u32, len: usize) -> bool {
         let wanted = (region as usize, len);
         let needed = self.parts.partition_point(|(region, range)| (*region, range.start) < wanted);
@@ -131,11 +133,11 @@ impl<'a> Populator<'a> {
             }
             self.done(number, size, thread_time().saturating_sub(started), back);
         }
-        // Other threads may still be at work, so population does not end here.
+        // Other threads may still be populating, so population does not end here.
         std::mem::forget(leaves);
     }
 
-    /// The next part, and its page size.
+    /// Takes the next part. Returns its number and page size.
     fn take(&self) -> Option<(usize, PageSize)> {
         let mut state = self.state.lock();
         let number = state.next;
@@ -156,7 +158,7 @@ impl<'a> Populator<'a> {
         Some((number, size))
     }
 
-    /// Records a populated part.
+    /// Notes that a part is populated.
     fn done(&self, number: usize, size: PageSize, time: Duration, back: &Sender<LoadMessage>) {
         let mut state = self.state.lock();
         let len = self.parts[number].1.len();
@@ -184,13 +186,13 @@ impl<'a> Populator<'a> {
 impl Drop for Populator<'_> {
     fn drop(&mut self) {
         let state = self.state.get_mut();
-        // Small pages that stay may become huge later, like the rest of the memory.
+        // Small pages that remain may be merged to huge ones later, like those of other memory.
         for &region in &state.small {
             self.regions[region].advise(0..self.regions[region].len(), true);
         }
         if state.next > 0 {
             let mut last = self.loader.choice();
-            // If another load has ended meanwhile, its choice is as good and stays.
+            // If another load has ended meanwhile, its choice is kept. It is as good as this one.
             if last.made_at == self.began {
                 *last = LastChoice { choice: state.choice.clone(), made_at: Some(Instant::now()) };
             }
@@ -198,7 +200,7 @@ impl Drop for Populator<'_> {
     }
 }
 
-/// Ends population and notifies the load if a thread ends early.
+/// Ends population and sends a message to the load, if a thread ends early.
 struct Leaves<'a>(&'a Populator<'a>, &'a Sender<LoadMessage>);
 
 impl Drop for Leaves<'_> {
@@ -208,8 +210,8 @@ impl Drop for Leaves<'_> {
     }
 }
 
-/// The memory that `plan` has found, in parts. The caller's memory is left alone: it is mostly
-/// populated, and may be of any kind.
+/// The memory that the load allocates for `plan`, in parts. Memory of the caller is left out: most of it is
+/// populated already, and it may be of any kind.
 fn parts_of(plan: &Plan, regions: &[Arc<Region>]) -> Vec<PopulatePart> {
     let mut parts = Vec::new();
     for (number, (region, &len)) in regions.iter().zip(&plan.regions).enumerate() {
@@ -227,8 +229,7 @@ fn parts_of(plan: &Plan, regions: &[Arc<Region>]) -> Vec<PopulatePart> {
     parts
 }
 
-/// Processor time of this thread. It is the cost of pages, without the time in which other threads
-/// ran.
+/// CPU time of this thread. It measures the cost of pages without the time in which other threads ran.
 fn thread_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
@@ -245,7 +246,7 @@ mod tests {
 
     const LEN: usize = 9 << 20;
 
-    /// One tensor of LEN bytes, and the bytes.
+    /// A checkpoint with one tensor of LEN bytes, and these bytes.
     fn checkpoint(folder: &Path) -> (Arc<Checkpoint>, Vec<u8>) {
         checkpoint_of(folder, LEN)
     }
@@ -278,7 +279,7 @@ mod tests {
             let loaded = loader.load_all(&checkpoint).unwrap();
             assert!(loaded.bytes(0) == data, "{pages:?}");
             let MemoryStats { huge, small, .. } = loaded.report.stats.memory;
-            // Before Linux 5.14 nothing is asked for.
+            // Before Linux 5.14 no memory is populated.
             assert!(huge + small == 0 || huge + small >= LEN as u64, "{huge} {small}");
             assert!(pages != Some(PageSize::Small) || huge == 0, "{huge}");
             assert!(
@@ -298,7 +299,7 @@ mod tests {
         let loaded = loader.load_all(&checkpoint).unwrap();
         assert!(loaded.bytes(0) == data);
         let MemoryStats { huge, small, .. } = loaded.report.stats.memory;
-        // Before Linux 5.14 nothing is asked for.
+        // Before Linux 5.14 no memory is populated.
         assert!(huge == 0 && (small == 0 || small >= len as u64), "{huge} {small}");
         let probe = Region::new(PART_LEN as u64).unwrap();
         assert_eq!(small > 0, probe.populate(0..PART_LEN));

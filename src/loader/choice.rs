@@ -1,24 +1,23 @@
-//! Chooses huge or small pages by their cost. On most machines huge pages are several times
-//! cheaper. A host that takes free memory back from virtual machines takes whole huge pages and
-//! leaves scattered small ones, and memory that the host must provide again is the most expensive.
-//! So both sizes are tried, and the cheaper one is kept until it gets more expensive. The supply of
-//! either size may run out.
+//! The choice between huge and small pages by their cost. On most machines huge pages are several times cheaper. In a
+//! virtual machine it can be the reverse: a host that takes back free memory takes it in whole huge pages, and leaves
+//! single small ones. Memory that the host has to provide again is the most expensive. So both sizes are tried, and
+//! the cheaper one is used until it becomes more expensive. The supply of either size can run out.
 
 use std::time::{Duration, Instant};
 
 use super::PageSize;
 
-/// Bytes of memory per measurement. A measurement must cost less than it saves.
+/// Number of bytes of one measurement. A measurement must cost less than it saves.
 const STRETCH: u64 = 4 << 20;
 
-/// Bytes until the other size is tried again: initial value and maximum.
+/// Number of bytes until the other size is tried again: initial value and maximum.
 const WAIT_MIN: u64 = 16 << 20;
 const WAIT_MAX: u64 = 1 << 30;
 
-/// A load that begins within this time after another one finds memory in the same state.
+/// Maximum time between two loads for which memory counts as unchanged.
 const SOON: Duration = Duration::from_millis(500);
 
-/// The other size.
+/// The other page size.
 fn other(pages: PageSize) -> PageSize {
     match pages {
         PageSize::Huge => PageSize::Small,
@@ -26,32 +25,33 @@ fn other(pages: PageSize) -> PageSize {
     }
 }
 
-/// Chooses the next page size from the measured cost of each size.
+/// Chooses the next page size by the measured cost of both sizes.
 #[derive(Clone, Debug)]
 pub(super) struct Choice {
     now: PageSize,
-    /// Whether `now` is only a trial.
+    /// Whether `now` is used only for a trial.
     trial: bool,
-    /// Nanoseconds per byte of huge pages and of small ones, at the last measurement.
+    /// Cost of huge pages and of small pages at the last measurement, in nanoseconds per byte.
     cost: [Option<f64>; 2],
-    /// Bytes taken since the last judgement, and the time that they took.
+    /// Number of bytes since the last measurement, and the time that they took.
     bytes: u64,
     time: Duration,
-    /// Bytes before the next trial, and the rest of them.
+    /// Number of bytes between two trials. `left` is the rest of it until the next trial.
     wait: u64,
     left: u64,
 }
 
-/// The choice of the load that ended last.
+/// The choice at the end of the last load.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LastChoice {
     pub(super) choice: Choice,
-    /// Time at which that load ended, `None` if there was none.
+    /// Time at which that load ended. `None` if there was none.
     pub(super) made_at: Option<Instant>,
 }
 
 impl LastChoice {
-    /// The first choice of the next load: a load that begins soon goes on where this one ended.
+    /// The first choice of the next load. A load that begins soon after the last one continues with the choice
+    /// at its end.
     pub(super) fn for_the_next(&self) -> Choice {
         let is_soon = self.made_at.is_some_and(|made_at| made_at.elapsed() < SOON);
         if is_soon { self.choice.clone() } else { self.choice.clone().next() }
@@ -78,9 +78,9 @@ impl Choice {
         self.now
     }
 
-    /// Records that `bytes` in pages of `size` took a thread the time `time`.
+    /// Notes that a thread needed the time `time` for `bytes` in pages of `size`.
     pub(super) fn took(&mut self, size: PageSize, bytes: u64, time: Duration) {
-        // The choice may have changed while this thread was at work.
+        // The choice may have changed while this thread was populating.
         if size != self.now {
             return;
         }
@@ -104,14 +104,14 @@ impl Choice {
             }
             self.left = self.wait;
         } else if self.left == 0 || before.is_some_and(|before| cost > 2.0 * before) {
-            // The next trial is due, or the current pages have become more expensive.
+            // The next trial is due, or the current page size has become more expensive.
             self.now = other(size);
             self.trial = true;
         }
     }
 
-    /// The choice for a load after a pause, in which much may have changed. Small pages are
-    /// compared with huge ones at once.
+    /// The choice for a load after a pause, in which much may have changed. If small pages were in use, huge
+    /// pages are tried at once.
     pub(super) fn next(self) -> Choice {
         let now = if self.trial { other(self.now) } else { self.now };
         let left = if now == PageSize::Small { 0 } else { self.left };
@@ -125,8 +125,8 @@ mod tests {
 
     const PART: u64 = 2 << 20;
 
-    /// Takes `bytes` of pages, which take the nanoseconds a KiB that `cost` returns. Returns how
-    /// many of them were huge.
+    /// Simulates the population of `bytes`. `cost` returns the cost of a page size in nanoseconds per KiB.
+    /// Returns the number of bytes in huge pages.
     fn take(choice: &mut Choice, bytes: u64, cost: &mut dyn FnMut(PageSize) -> u64) -> u64 {
         let mut huge = 0;
         for _ in 0..bytes / PART {
@@ -160,8 +160,7 @@ mod tests {
     #[test]
     fn the_choice_changes_within_few_megabytes_when_the_cheaper_pages_are_used_up() {
         let mut choice = Choice::default();
-        // 1 GiB of huge pages and 2 GiB of small pages are cheap, and all further ones are
-        // expensive.
+        // 1 GiB of huge pages and 2 GiB of small pages are cheap. All further pages are expensive.
         let mut left = [1 << 30, 2 << 30];
         let mut cost = |pages| {
             let here: &mut u64 = &mut left[pages as usize];
@@ -174,7 +173,7 @@ mod tests {
             }
         };
         take(&mut choice, (3 << 30) + (128 << 20), &mut cost);
-        // All cheap pages are taken.
+        // All cheap pages were used.
         assert_eq!(left, [0, 0]);
     }
 
@@ -215,7 +214,7 @@ mod tests {
         let mut huge = 0;
         for _ in 0..64 {
             let mut choice = last.for_the_next();
-            // Each of seven threads takes one part before the first part is there.
+            // Each of seven threads takes one part before the first part is populated.
             let sizes = [choice.now(); 7];
             for size in sizes {
                 huge += u64::from(size == PageSize::Huge);

@@ -1,8 +1,8 @@
-//! Reads by cuFile, directly from the disk to the GPU, before the other reads of a load.
+//! Reads with cuFile, directly from the disk to the GPU. They precede the other reads of a load.
 //!
-//! Bytes that it does not read, for any reason, are left to them, so the result is the same. A call
-//! of cuFile cannot be taken back: its threads own all that they use, and a load that has waited
-//! too long for one goes without it.
+//! If cuFile does not read some bytes for any reason, the other reads of the load read them. So the result is
+//! the same. A call of cuFile cannot be cancelled. Therefore the reader threads own everything that they use,
+//! and a load that has waited too long for cuFile continues without it.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -25,32 +25,31 @@ use crate::source::Source;
 use crate::sync::Mutex;
 use crate::zeros::are_zeros;
 
-/// Maximum number of reader threads. cuFile itself splits large reads and distributes the parts.
+/// Maximum number of reader threads. cuFile itself also splits large reads and executes the parts concurrently.
 const READERS_MAX: usize = 8;
 
-/// Maximum number of reads that replace one chunk: many small reads take longer than one chunk that
-/// is moved.
+/// Maximum number of reads in place of one chunk. More small reads take longer than one chunk whose bytes are moved.
 const PARTS_MAX: usize = 64;
 
-/// Minimum length of memory that is registered, because registration takes time too.
+/// Minimum length in bytes of memory that is registered. Registration takes time too.
 const REGISTER_MIN: u64 = 1 << 20;
 
-/// The library as a loader has found it. The search runs once, because it may take seconds.
+/// The library, or why it cannot be used. A loader looks for it once, because that may take seconds.
 pub(super) type CuFileCell = Arc<OnceLock<std::result::Result<&'static CuFile, String>>>;
 
-/// The chunks that cuFile has read, and those that it leaves to the other reads.
+/// The result of the reads with cuFile, and the part of the plan that is left to the other reads.
 #[derive(Default)]
 pub(super) struct Early {
-    /// The regions, if the reads by cuFile have allocated them.
+    /// The regions, if this step has allocated them.
     pub(super) regions: Option<Vec<DeviceRegion>>,
-    /// The plan without the chunks that were read, `None` if none was.
+    /// The plan without the chunks that were read. `None` if no chunk was read.
     pub(super) rest: Option<Plan>,
     pub(super) events: Vec<ReadEvent>,
-    /// Bytes of the plan that are already read.
+    /// Number of bytes of the plan that were read, including gaps between requested bytes.
     pub(super) read: u64,
-    /// The bytes that cuFile was asked for.
+    /// Number of bytes that cuFile has read, without gaps.
     pub(super) bytes: u64,
-    /// Why cuFile has read none.
+    /// The reason, if cuFile has read no bytes.
     pub(super) unused: Option<String>,
     /// Time to allocate the regions.
     pub(super) allocate: Duration,
@@ -62,14 +61,14 @@ impl Early {
     }
 }
 
-/// The load that begins with the reads by cuFile.
+/// The data of a load that its first step, the reads with cuFile, needs.
 pub(super) struct Beginning<'a> {
     pub(super) gpu: &'a Gpu,
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) plan: &'a Plan,
-    /// The regions, if the caller provides them.
+    /// The regions of the caller, if the caller provides them.
     pub(super) given: Option<&'a [DeviceRegion]>,
-    /// Stream that waits for earlier work in the regions.
+    /// A stream that waits for earlier work in the regions.
     pub(super) stream: &'a CudaStream,
     pub(super) started: Instant,
 }
@@ -95,7 +94,7 @@ impl CuFileJob {
     fn of(beginning: &Beginning<'_>, number: usize, chunk: &Chunk) -> Option<CuFileJob> {
         let Beginning { checkpoint, plan, .. } = beginning;
         let source = &checkpoint.sources()[chunk.shard.0 as usize];
-        // cuFile would read encrypted bytes as they are stored.
+        // cuFile would load encrypted bytes without decrypting them.
         let is_local = source.local().is_some() && !source.may_block();
         if !is_local || source.is_encrypted() || are_zeros(chunk.range.start) {
             return None;
@@ -129,7 +128,7 @@ impl CuFileJob {
     }
 }
 
-/// The jobs, and how far the readers are.
+/// The jobs, and the progress of the readers.
 struct CuFileQueue {
     jobs: Vec<CuFileJob>,
     state: Mutex<State>,
@@ -137,17 +136,17 @@ struct CuFileQueue {
 
 #[derive(Default)]
 struct State {
-    /// Whether everything that reads need is prepared.
+    /// Whether the preparations for reads have ended.
     ready: bool,
     /// Whether no further job may begin.
     over: bool,
     next: usize,
-    /// The current job of each reader, and the time of its begin.
+    /// The current job of each reader, and the time of its start.
     under_way: [Option<(usize, Instant)>; READERS_MAX],
 }
 
 impl CuFileQueue {
-    /// The next job for a reader, which has finished its previous one.
+    /// The next job for a reader that has finished its previous job.
     fn next(&self, reader: usize) -> Option<(usize, Instant)> {
         let mut state = self.state.lock();
         state.ready = true;
@@ -162,14 +161,14 @@ impl CuFileQueue {
         self.state.lock().over = true;
     }
 
-    /// Whether a reader has asked for a job. If not, no job will begin.
+    /// Whether a reader has requested a job. If not, no job will begin from now on.
     fn starts(&self) -> bool {
         let mut state = self.state.lock();
         state.over |= !state.ready;
         state.ready
     }
 
-    /// The job that has been under way for longer than `timeout`.
+    /// A job that has been running for longer than `timeout`.
     fn overdue(&self, timeout: Duration) -> Option<&CuFileJob> {
         let state = self.state.lock();
         let mut late = state.under_way.iter().flatten();
@@ -177,34 +176,33 @@ impl CuFileQueue {
     }
 }
 
-/// Messages of the readers to the thread that loads. The end of the channel says that they are
-/// done.
+/// A message from a reader to the thread that loads. The channel closes when all readers have ended.
 enum CuFileReport {
-    /// A chunk is in its place.
+    /// A chunk was read to its place.
     Read { job: usize, reader: usize, times: Times },
     /// A file has changed.
     Failed(Error),
-    /// cuFile cannot be used, or not for this shard.
+    /// cuFile cannot be used at all, or not for this shard.
     Refused(String),
 }
 
-/// A shard that is open for cuFile.
+/// A shard that is registered with cuFile.
 struct Opened {
     handle: FileHandle,
-    /// File to check whether the shard has changed.
+    /// The file, for checks whether the shard has changed.
     file: Arc<fs::File>,
 }
 
 #[derive(Default)]
 struct Shards {
-    /// Shards that readers have open. A shard is closed before it is opened again, because a file
-    /// cannot be registered twice.
+    /// Shards that readers have open. A shard is closed before it is opened again, because cuFile cannot
+    /// register a file twice.
     open: HashMap<ShardId, Weak<Opened>>,
     /// Shards that cuFile cannot read.
     refused: HashSet<ShardId>,
 }
 
-/// Everything that readers need. The last reader drops it.
+/// Everything that the readers need. The last reader drops it.
 struct CuFileWork {
     library: &'static CuFile,
     gpu: Gpu,
@@ -217,8 +215,8 @@ impl Loader {
     /// Reads all chunks that cuFile can read, if cuFile is enabled.
     ///
     /// # Errors
-    /// Fails if the GPU has no memory, a shard has changed, a read does not end, or `progress`
-    /// returns `false`. Then only overdue reads still use caller-provided memory.
+    /// Fails if the GPU has too little memory, a shard has changed, a read does not end, or `progress` returns
+    /// `false`. After that, only overdue reads still use memory of the caller.
     pub(super) fn read_early(
         &self,
         found: &CuFileCell,
@@ -240,7 +238,7 @@ impl Loader {
         let own = if given.is_none() { Some(gpu.regions(&plan.regions)?) } else { None };
         let allocate = if own.is_some() { begun.elapsed() } else { Duration::ZERO };
         let regions = own.as_deref().or(*given).unwrap_or_default();
-        // cuFile cannot wait for a stream, so this thread waits.
+        // cuFile cannot wait for a stream, so this thread does.
         stream.drain()?;
         let queue = Arc::new(CuFileQueue { jobs, state: Mutex::default() });
         let told =
@@ -303,7 +301,8 @@ impl Loader {
             }
             if failed.is_some() {
                 queue.end();
-                // No caller uses memory that this load has allocated.
+                // If the load has allocated the memory, the caller does not use it, so this need not wait for
+                // the readers.
                 if given.is_none() {
                     break;
                 }
@@ -335,7 +334,7 @@ impl Loader {
     }
 }
 
-/// The timeout error of a cuFile read, worded as for other reads.
+/// The timeout error of a read with cuFile. It has the words of any other timed-out read.
 fn overdue(job: &CuFileJob, timeout: Duration) -> Error {
     let offset = job.parts.first().map_or(0, |part| part.offset);
     let seconds = timeout.as_secs_f64();
@@ -343,14 +342,14 @@ fn overdue(job: &CuFileJob, timeout: Duration) -> Error {
     Error::io(job.source.uri(), "read", io::Error::new(io::ErrorKind::TimedOut, message))
 }
 
-/// The regions, and whether their memory may be registered. Caller-provided memory may not, because
-/// its pages may hold other data.
+/// The regions, and whether their memory may be registered. Memory of the caller may not be registered, because
+/// its pages may contain other data.
 fn destinations(plan: &Plan, regions: &[DeviceRegion]) -> Vec<(DeviceRegion, bool)> {
     let all = regions.iter().zip(&plan.given);
     all.map(|(region, given)| (region.clone(), !given)).collect()
 }
 
-/// Starts the first reader, which starts the others once all that they need is prepared.
+/// Starts the first reader. It prepares everything that readers need, and then starts the others.
 fn start(
     found: CuFileCell,
     gpu: Gpu,
@@ -365,7 +364,7 @@ fn start(
         };
         for reader in 1..work.queue.jobs.len().min(READERS_MAX) {
             let (work, tell) = (work.clone(), tell.clone());
-            // If it fails, there are fewer readers.
+            // If this fails, there are fewer readers.
             let _ = spawn(move || work.read(reader, tell));
         }
         work.read(0, tell);
@@ -392,7 +391,7 @@ impl CuFileWork {
             let memory = &region.memory;
             let registered = known.entry(memory.address()).or_insert_with(|| {
                 let wanted = may && memory.len() >= REGISTER_MIN;
-                // Without registration reads take a little longer.
+                // Without registration, reads take a little longer.
                 if wanted { Registered::new(library, memory).ok() } else { None }
             });
             Destination { registered: registered.clone(), region }
@@ -402,8 +401,8 @@ impl CuFileWork {
         Ok(CuFileWork { library, gpu, queue, shards: Mutex::default(), regions })
     }
 
-    /// Reads until there is nothing left. It lets go of its part of the work before the channel
-    /// ends.
+    /// Reads until no job is left. Drops its reference to the work before its sender, so the work is dropped
+    /// before the channel closes.
     fn read(self: Arc<Self>, reader: usize, tell: Sender<CuFileReport>) {
         if let Err(e) = self.read_all(reader, &tell) {
             let _ = tell.send(e);
@@ -451,14 +450,14 @@ impl CuFileWork {
         Ok(())
     }
 
-    /// Closes the shard that a reader has open. It holds the lock, like `open`.
+    /// Closes the shard that a reader has open. Like `open`, this holds the lock of the shards.
     fn close(&self, current: &mut Option<(ShardId, Arc<Opened>)>) {
         let shards = self.shards.lock();
         *current = None;
         drop(shards);
     }
 
-    /// The shard of a job, which it opens if necessary. `None` if cuFile cannot read it.
+    /// The shard of a job. Opens it if necessary. `None` if cuFile cannot read it.
     fn open<'a>(
         &self,
         job: &CuFileJob,
@@ -483,7 +482,7 @@ impl CuFileWork {
     fn register(&self, source: &Arc<Source>) -> std::result::Result<Opened, String> {
         let local = source.local().ok_or("it is no local file")?;
         let file = local.file().map_err(|e| e.to_string())?;
-        // Each load needs a descriptor of its own: two loads cannot register the same one.
+        // Each load needs a descriptor of its own, because the same one cannot be registered twice.
         let direct = local
             .direct_file(&file)
             .ok_or("it cannot be read past the page cache")?
@@ -500,7 +499,7 @@ impl CuFileWork {
             while have < part.len {
                 let (offset, left) = (part.offset + have, part.len - have);
                 match handle.read(offset, to, part.place + have, left)? {
-                    // The next read of the shard finds out whether it is shorter.
+                    // The next regular read of the shard detects whether the shard has become shorter.
                     0 => return Err(format!("no byte at {offset}")),
                     read => have += read,
                 }

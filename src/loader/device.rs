@@ -1,10 +1,10 @@
-//! Loads to a GPU: reads land in pinned memory, and the GPU copies the bytes from there.
+//! Loads to a GPU. Reads write to pinned memory, and the GPU copies the bytes from there.
 //!
-//! One thread gives the copies of each read to a stream as soon as its bytes are there, another
-//! waits until they are over; then the memory is free for the next read. The allocation of pinned
-//! memory and of GPU memory takes time, so more threads allocate while reads are under way.
-//! Elements that are cast pass by a bounded memory on the GPU. Two streams take turns there, so
-//! that one copies while the other casts.
+//! One thread submits the copies of a read to a stream as soon as its bytes have arrived. Another thread waits
+//! until the copies are complete. After that, the memory is free for the next read. The allocation of pinned
+//! memory and of GPU memory takes time, so further threads allocate while reads are in flight. Elements that
+//! have to be cast go through a bounded buffer on the GPU. Two streams take turns with this, so that one copies
+//! while the other casts.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -32,10 +32,10 @@ use crate::plan::{
 use crate::strided::StridedCopy;
 use crate::sync::Mutex;
 
-/// Alignment of the parts of memory for casts.
+/// Alignment in bytes of the parts of a buffer for casts.
 const ALIGN: u64 = 256;
 
-/// The state that a loader keeps of each GPU, and of cuFile.
+/// The state that a loader keeps for each GPU, and for cuFile.
 #[derive(Debug, Default)]
 pub(super) struct Gpus(Mutex<HashMap<u32, Arc<Kept>>>, CuFileCell);
 
@@ -65,7 +65,7 @@ impl Kept {
     }
 }
 
-/// Tensors on a GPU.
+/// Tensors loaded to a GPU.
 ///
 /// ```no_run
 /// use tensorfs::{Checkpoint, Gpu, Loader, LoaderConfig, TensorRequest};
@@ -85,8 +85,7 @@ pub struct LoadedDevice {
 }
 
 impl LoadedDevice {
-    /// The memory that holds request `number`. Clones keep the memory alive, which other tensors
-    /// may share.
+    /// The memory of request `number`. Clones keep the memory alive. Other tensors may be in the same allocation.
     pub fn place(&self, number: usize) -> DeviceRegion {
         let placement = &self.placements[number];
         let region = &self.regions[placement.region as usize];
@@ -107,7 +106,7 @@ impl LoadedDevice {
         Ok(bytes)
     }
 
-    /// Extent of request `number` in each dimension.
+    /// Size of request `number` in each dimension.
     pub fn shape(&self, number: usize) -> &[u64] {
         &self.placements[number].shape
     }
@@ -118,11 +117,10 @@ impl LoadedDevice {
     }
 }
 
-/// Maximum number of runs of a tensor that share bytes of its shard. Each is copied to the GPU
-/// separately.
+/// Maximum number of runs of one tensor that share bytes of its shard. Each such run is copied to the GPU separately.
 const REPEATS_MAX: u64 = 1 << 14;
 
-/// Refuses tensors that repeat their elements more than `REPEATS_MAX` times: each copy takes a call.
+/// Refuses tensors that repeat their elements more than `REPEATS_MAX` times, because each copy takes a driver call.
 fn check_repeats(plan: &Plan) -> Result<()> {
     let repeats = |one: &Move| {
         let copy = one.copy.map(|number| &plan.copies[number as usize]);
@@ -139,14 +137,14 @@ fn check_repeats(plan: &Plan) -> Result<()> {
 }
 
 impl Loader {
-    /// Loads `requests` of `checkpoint` into memory of `gpu`. Calls `progress` several times a
-    /// second, and stops if it returns `false`.
+    /// Loads `requests` of `checkpoint` into memory of `gpu`. Calls `progress` several times a second. If it
+    /// returns `false`, the load stops.
     ///
     /// # Errors
-    /// The first failure. Nothing then stays on the GPU.
+    /// The first failure. Nothing remains on the GPU then.
     ///
     /// # Panics
-    /// Panics if a request has a destination. `fill_device` takes such requests.
+    /// If a request has a destination. Such requests are for `fill_device`.
     pub fn load_device(
         &self,
         gpu: &Gpu,
@@ -179,15 +177,14 @@ impl Loader {
         Ok(LoadedDevice { regions, placements: plan.placements, report })
     }
 
-    /// Executes `plan` into `regions` of `gpu`, once all earlier work of the stream `after` is
-    /// done. The regions are as many as those of the plan, and each is at least as long.
+    /// Executes `plan` into `regions` of `gpu`, after all earlier work of the stream `after` is complete. There
+    /// must be one region for each region of the plan, and each must be at least as long.
     ///
-    /// When it returns, the load no longer uses the regions, and work of any stream sees their
-    /// bytes.
+    /// When this returns, the load no longer uses the regions, and the work of any stream sees their bytes.
     ///
     /// # Errors
-    /// The first failure. The regions then hold undefined bytes. An overdue read of cuFile keeps
-    /// its region, and writes there whenever it ends.
+    /// The first failure. The bytes of the regions are then undefined. An overdue read of cuFile keeps its
+    /// region alive, and may write there at any later time.
     #[doc(hidden)]
     pub fn fill_device(
         &self,
@@ -209,7 +206,7 @@ impl Loader {
         filled.map(|(_, report)| report)
     }
 
-    /// Fills the regions `given`, or new ones if it is `None`.
+    /// Fills the regions `given`, or new regions if it is `None`.
     fn fill_regions(
         &self,
         gpu: &Gpu,
@@ -281,7 +278,7 @@ impl Loader {
             let (jobs, todo) = channel::<MoveJob>();
             let (back, returned) = channel::<LoadMessage>();
             let (sent, waiting) = channel();
-            // Reads that are not waited for also hold senders of jobs.
+            // Reads for which the load does not wait have senders of jobs too, so the channel may stay open.
             let end = StopMovers(jobs.clone(), 1);
             let mut regions = Regions { there: Vec::new(), coming: None };
             match given {
@@ -323,7 +320,7 @@ impl Loader {
             let events = done?;
             let lost = |_| Error::internal("a thread of the load ended");
             let mut regions = joined.map_err(lost)?;
-            // Regions without a read may still be pending.
+            // Regions without a read may not be allocated yet.
             if let Some(last) = copies.plan.regions.len().checked_sub(1) {
                 regions.get(last as u32)?;
             }
@@ -332,18 +329,18 @@ impl Loader {
     }
 }
 
-/// The regions of a plan, in their order. Some may be pending.
+/// The regions of a plan, in order. Some may not be allocated yet.
 struct Regions {
     there: Vec<DeviceRegion>,
     coming: Option<Receiver<DeviceRegion>>,
 }
 
 impl Regions {
-    /// Region `number`. Waits if it is pending.
+    /// Region `number`. Waits until it is allocated.
     fn get(&mut self, number: u32) -> Result<&DeviceRegion> {
         while self.there.len() <= number as usize {
             let next = self.coming.as_ref().and_then(|coming| coming.recv().ok());
-            // The allocating thread has already reported the reason.
+            // The allocating thread has reported the reason already.
             let ended = || Error::internal("the memory of the GPU was not allocated");
             self.there.push(next.ok_or_else(ended)?);
         }
@@ -351,15 +348,15 @@ impl Regions {
     }
 }
 
-/// Pinned memory in which reads land.
+/// The pinned memory to which reads write.
 struct PinnedLanding<'scope, 'env> {
     checkpoint: &'env Checkpoint,
     pool: &'env PinnedPool,
-    /// Maximum bytes of pinned memory.
+    /// Maximum number of bytes of pinned memory.
     limit: u64,
-    /// The memory that all reads of the load would take at once.
+    /// Number of bytes that all reads of the load would take at once.
     wanted: u64,
-    /// A reservation of no bytes: the memory is there already.
+    /// A budget without bytes. The memory exists already, so nothing is reserved.
     none: Budget,
     scope: &'scope Scope<'scope, 'env>,
     back: Sender<LoadMessage>,
@@ -414,11 +411,11 @@ impl Landing for PinnedLanding<'_, '_> {
     }
 }
 
-/// A stream, and its memory on the GPU for casts.
+/// A stream, and its buffer on the GPU for casts.
 struct Line {
     stream: Arc<CudaStream>,
-    /// Elements before the cast. If there are several runs, the elements after the cast follow
-    /// them.
+    /// The buffer has the elements before the cast. If there are several runs, the elements after the cast
+    /// follow them.
     scratch: Option<(Arc<DeviceMemory>, Arc<Kernels>)>,
 }
 
@@ -448,17 +445,17 @@ struct Copies<'a> {
     gpu: &'a Gpu,
     plan: &'a Plan,
     lines: &'a [Line],
-    /// Whether the load has ended, with success or not.
+    /// Whether the load has ended, successfully or not.
     over: AtomicBool,
-    /// Nanoseconds during which copies were under way.
+    /// Time in which copies were in progress, in nanoseconds.
     copying: AtomicU64,
-    /// Copies from the host so far.
+    /// Number of copies from the host so far.
     number: AtomicU64,
-    /// Nanoseconds spent on allocation of GPU memory.
+    /// Time spent on the allocation of GPU memory, in nanoseconds.
     allocating: AtomicU64,
 }
 
-/// Copies under way: number of their chunk, begin and end of its read, begin of the copies.
+/// Copies in progress: number of their chunk, start and end of its read, and start of the copies.
 struct UnderWay {
     chunk: usize,
     began: Instant,
@@ -473,13 +470,13 @@ impl<'a> Copies<'a> {
         Copies { gpu, plan, lines, over, copying, number, allocating }
     }
 
-    /// Allocates the regions, in the order in which they are filled, while reads are under way.
+    /// Allocates the regions in the order in which they are filled, while reads are in flight.
     fn allocate(&self, region: &Sender<DeviceRegion>, back: &Sender<LoadMessage>) {
         let mut started = Instant::now();
         let allocated = self.gpu.each_region(&self.plan.regions, &mut |one| {
             self.allocating.fetch_add(nanos(started.elapsed()), Ordering::Relaxed);
             started = Instant::now();
-            // If the load has ended, there is no receiver and allocation stops.
+            // If the load has ended, there is no receiver, and allocation stops.
             region.send(one).is_ok()
         });
         if let Err(e) = allocated {
@@ -487,12 +484,12 @@ impl<'a> Copies<'a> {
         }
     }
 
-    /// Binds the GPU's context to a thread of the load. Without it each call binds the context.
+    /// Binds the GPU's context to a thread of the load. Otherwise each call would bind it.
     fn bound(&self) -> Option<Entered<'_>> {
         self.lines.first()?.stream.enter().ok()
     }
 
-    /// Queues copies on the streams until no more reads can arrive.
+    /// Submits copies to the streams until no more reads can arrive.
     fn work(
         &self,
         mut regions: Regions,
@@ -519,7 +516,7 @@ impl<'a> Copies<'a> {
         regions
     }
 
-    /// Waits for copies, the oldest first, until there are no more.
+    /// Waits for copies, the oldest first, until no more can come.
     fn finish(&self, waiting: &Receiver<UnderWay>, back: &Sender<LoadMessage>) {
         let _bound = self.bound();
         let mut last: Option<Instant> = None;
@@ -573,8 +570,7 @@ impl<'a> Copies<'a> {
         sending.copy(from, len, &region.memory, region.offset + offset)
     }
 
-    /// Copies runs that are cast, or spread, or both: all runs of the innermost dimension at a
-    /// time.
+    /// Copies runs that have to be cast or spread. All runs of the innermost dimension are copied with one call.
     fn spread(
         &self,
         sending: &mut Sending,
@@ -617,7 +613,7 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Casts rows of elements through `scratch`.
+/// Casts rows of elements with the buffer `scratch`.
 fn cast_rows(
     sending: &mut Sending,
     scratch: &Arc<DeviceMemory>,

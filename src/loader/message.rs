@@ -9,13 +9,13 @@ use crate::error::Result;
 
 /// Messages to the thread that loads.
 pub(super) enum LoadMessage {
-    /// A read has ended: its bytes are in their place, or it has failed.
+    /// A read has ended. Its bytes are in their place, or it has failed.
     Read { chunk: usize, outcome: Result<Times> },
-    /// There is more memory for reads to land in, or its allocation has failed.
+    /// There is more memory to which reads can write, or its allocation has failed.
     More(Result<()>),
 }
 
-/// Begin of a read, arrival of its bytes, and begin and end of their move.
+/// Start of a read, arrival of its bytes, and start and end of their move.
 pub(super) struct Times {
     pub(super) began: Instant,
     pub(super) came: Instant,

@@ -1,5 +1,5 @@
-//! Loads tensors of a checkpoint into memory, without the mount, and without a copy in between if
-//! the layout of the shards allows it.
+//! Loads tensors of a checkpoint into memory without the mount. If the layout of the shards allows it, the
+//! bytes are read directly into their place.
 
 mod ahead;
 mod choice;
@@ -31,26 +31,26 @@ use choice::LastChoice;
 pub use device::LoadedDevice;
 pub use page_cache_copy::CachedPart;
 
-/// Memory for reads that do not go to their place at once, in bytes.
+/// Maximum memory in bytes for reads whose bytes are moved to their place afterwards.
 const STAGING_LEN: u64 = 128 << 20;
 
-/// The same memory for a load to a GPU, which takes bytes faster than most disks give them.
+/// The same for a load to a GPU. A GPU takes bytes faster than most disks deliver them.
 const STAGING_LEN_DEVICE: u64 = 256 << 20;
 
-/// Number of concurrent reads, which keeps a disk busy.
+/// Number of concurrent reads. This number keeps a disk busy.
 const DEPTH: usize = 32;
 
-/// Maximum bytes that the calling thread copies out of the page cache itself: starting other
-/// threads would take as long.
+/// Maximum number of bytes that the calling thread copies from the page cache itself. Starting other threads
+/// would take as long.
 const INLINE_MAX_BYTES: u64 = 1 << 20;
 
-/// Minimum bytes of a load for which threads populate memory and try which pages cost less.
+/// Minimum number of bytes of a load for which threads populate memory and measure which page size costs less.
 const POPULATE_MIN_BYTES: u64 = 4 << 20;
 
-/// Loads below this size skip the free-memory check, which takes as long as a small load.
+/// Minimum number of bytes of a load for which free memory is checked. The check takes as long as a small load.
 const MEMORY_CHECK_MIN_BYTES: u64 = 16 << 20;
 
-/// The device of the kernel module that cuFile uses.
+/// The device file of the kernel module that cuFile uses.
 pub const CUFILE_MODULE: &str = "/dev/nvidia-fs0";
 
 /// Settings of a loader.
@@ -67,19 +67,19 @@ pub struct LoaderConfig {
     pub settings: Settings,
     /// Maximum number of concurrent reads, at least one.
     pub depth: usize,
-    /// Maximum staging memory in bytes, for bytes that are moved after the read.
+    /// Maximum memory in bytes for bytes that are moved to their place after the read.
     pub staging: u64,
-    /// Largest load that the calling thread copies out of the page cache by itself.
+    /// Maximum number of bytes of a load that the calling thread copies from the page cache itself.
     pub inline_max_bytes: u64,
-    /// Smallest load whose memory is populated ahead of the reads.
+    /// Minimum number of bytes of a load whose memory is populated ahead of the reads.
     pub populate_min_bytes: u64,
-    /// Page size of such memory; `None`: the size that costs less, found out by trying.
+    /// Page size of populated memory. `None` stands for the cheaper size, which the loader finds by measurements.
     pub pages: Option<PageSize>,
     /// Limits of the plans.
     #[doc(hidden)]
     pub limits: PlanLimits,
-    /// Device of the kernel module for cuFile, usually `CUFILE_MODULE`. If the device exists, reads
-    /// to a GPU use cuFile where possible. `None` disables cuFile.
+    /// Device file of the kernel module for cuFile, usually `CUFILE_MODULE`. If it exists, reads to a GPU use
+    /// cuFile if possible. `None` turns cuFile off.
     pub cufile: Option<PathBuf>,
 }
 
@@ -109,7 +109,7 @@ impl LoaderConfig {
     }
 }
 
-/// Sizes of pages of memory.
+/// Page sizes of memory.
 ///
 /// ```
 /// use tensorfs::{Loader, LoaderConfig, PageSize};
@@ -120,11 +120,11 @@ impl LoaderConfig {
 pub enum PageSize {
     /// Huge pages, if the system has them.
     Huge,
-    /// Pages of the smallest size.
+    /// Pages of the smallest size of the system.
     Small,
 }
 
-/// A loader. Keeps its threads from one load to the next, and pinned memory.
+/// A loader. It keeps its threads and pinned memory for the next load.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Loader, LoaderConfig};
@@ -142,7 +142,7 @@ pub struct Loader {
     engine: Engine,
     counters: Arc<Counters>,
     config: LoaderConfig,
-    /// The cheaper page size, as found by earlier loads.
+    /// The choice of page size at the end of the last load.
     choice: Mutex<LastChoice>,
     #[cfg(feature = "cuda")]
     gpus: device::Gpus,
@@ -164,13 +164,13 @@ pub struct Loader {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes read so far.
+    /// Number of bytes read so far.
     pub read: u64,
-    /// Bytes that the whole load reads.
+    /// Number of bytes that the whole load reads.
     pub total: u64,
 }
 
-/// The cost of a load.
+/// Measurements of a load.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Loader, LoaderConfig};
@@ -182,31 +182,31 @@ pub struct Progress {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
-    /// Requested bytes.
+    /// Number of requested bytes.
     pub wanted: u64,
-    /// Bytes read for them.
+    /// Number of bytes that were read for them.
     pub read: u64,
     /// Number of reads of shards.
     pub reads: u64,
-    /// Reads past the kernel's page cache, which `reads` counts too.
+    /// Number of reads past the kernel's page cache. They are included in `reads`.
     pub reads_direct: u64,
-    /// Bytes that were read directly into their place. The others were moved once.
+    /// Number of bytes that were read directly into their place. All other bytes were moved once.
     pub placed: u64,
-    /// Time for the plan.
+    /// Time to make the plan.
     pub plan: Duration,
-    /// Time from the first read to the last byte in its place.
+    /// Time to execute the plan, until the last byte was in its place.
     pub load: Duration,
-    /// Time that threads spent moving bytes, summed.
+    /// Time in which threads moved bytes, summed over the threads.
     pub moving: Duration,
-    /// Peak of staging memory in bytes.
+    /// Maximum of the memory in bytes for reads whose bytes are moved.
     pub staging_peak: u64,
     /// Population of memory ahead of the reads.
     pub memory: MemoryStats,
-    /// The cost on a GPU, for a load to one.
+    /// Measurements of the GPU, for a load to one.
     pub device: Option<DeviceStats>,
 }
 
-/// Statistics of the population of memory. Times are processor times, summed over all threads.
+/// Measurements of the population of memory. Times are CPU times, summed over all threads.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Loader, LoaderConfig};
@@ -218,17 +218,17 @@ pub struct Stats {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
-    /// Bytes populated in huge pages.
+    /// Number of bytes populated in huge pages.
     pub huge: u64,
-    /// Time for these.
+    /// Time for the bytes in huge pages.
     pub huge_time: Duration,
-    /// Bytes populated in small pages.
+    /// Number of bytes populated in small pages.
     pub small: u64,
-    /// Time for these.
+    /// Time for the bytes in small pages.
     pub small_time: Duration,
 }
 
-/// The cost of a load to a GPU.
+/// Measurements of a load to a GPU.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Loader, LoaderConfig};
@@ -240,25 +240,25 @@ pub struct MemoryStats {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DeviceStats {
-    /// Time to allocate memory on the GPU, which may overlap with reads.
+    /// Time to allocate memory of the GPU. It may overlap with reads.
     pub allocate: Duration,
-    /// Memory that is pinned now, for this load and the next.
+    /// Number of bytes of host memory that are pinned now, for this load and the next.
     pub pinned: u64,
-    /// Kind of pinning: `registered`, `allocated` by the driver, or `pageable` if it failed.
+    /// The way of pinning: `registered`, `allocated` by the driver, or `pageable` if pinning failed.
     pub pinning: &'static str,
-    /// Time to pin memory, which may overlap with reads.
+    /// Time to pin memory. It may overlap with reads.
     pub pin: Duration,
-    /// Time during which bytes were copied to the GPU.
+    /// Time in which bytes were being copied to the GPU.
     pub copy: Duration,
     /// Number of copies from the host to the GPU.
     pub copies: u64,
-    /// Bytes that cuFile read, without the memory of the host.
+    /// Number of bytes that cuFile has read, without the use of host memory.
     pub cufile: u64,
-    /// Why cuFile read none, if it was enabled.
+    /// The reason why cuFile has read no bytes, if it was enabled.
     pub cufile_unused: Option<String>,
 }
 
-/// One read of a load, with the times of its stages since the begin of the load.
+/// One read of a load. All times are relative to the start of the load.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Loader, LoaderConfig};
@@ -274,17 +274,17 @@ pub struct DeviceStats {
 pub struct ReadEvent {
     /// The shard.
     pub shard: ShardId,
-    /// Its bytes.
+    /// The range of bytes in the shard.
     pub range: Range<u64>,
-    /// Number that no other concurrent read has.
+    /// A number that no concurrent read has.
     pub slot: usize,
-    /// Time at which it was sent to the engine.
+    /// Time at which the read was sent to the engine.
     pub sent: Duration,
-    /// Time at which it was sent to the kernel.
+    /// Time at which the read was sent to the kernel.
     pub began: Duration,
-    /// Time at which its bytes had arrived.
+    /// Time at which the bytes had arrived.
     pub came: Duration,
-    /// Begin and end of their move, `None` if they were not moved.
+    /// Start and end of the move of the bytes. `None` if they were not moved.
     pub moved: Option<Range<Duration>>,
 }
 
@@ -300,9 +300,9 @@ pub struct ReadEvent {
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// The cost.
+    /// The measurements.
     pub stats: Stats,
-    /// Its reads, in the order in which they ended.
+    /// The reads of the load, in the order in which they ended.
     pub events: Vec<ReadEvent>,
 }
 
@@ -331,15 +331,14 @@ impl LoadedTensors {
         &memory[range]
     }
 
-    /// The memory that holds request `number`, and the range in it. Clones of the memory keep it
-    /// alive.
+    /// The memory that contains request `number`, and the range in it. Clones of the memory keep it alive.
     pub fn place(&self, number: usize) -> (&LoadedBytes, Range<usize>) {
         let placement = &self.placements[number];
         let offset = placement.offset as usize;
         (&self.memories[placement.region as usize], offset..offset + placement.len as usize)
     }
 
-    /// Extent of request `number` in each dimension.
+    /// Size of request `number` in each dimension.
     pub fn shape(&self, number: usize) -> &[u64] {
         &self.placements[number].shape
     }
@@ -351,7 +350,7 @@ impl LoadedTensors {
 }
 
 impl Loader {
-    /// A loader. Its threads start at their first use.
+    /// A new loader. Its threads start when they are first needed.
     pub fn new(config: LoaderConfig) -> Loader {
         let counters = Arc::new(Counters::default());
         let engine = Engine::start(config.settings, counters.clone());
@@ -371,11 +370,11 @@ impl Loader {
         self.choice.lock()
     }
 
-    /// Plans the reads for `requests`, and the places of their bytes.
+    /// Plans the reads for `requests` and the places of their bytes.
     ///
     /// # Errors
-    /// Fails if a part lies outside its tensor or does not end on bytes, or if a type cannot be
-    /// cast.
+    /// Fails if a part is not inside its tensor, if it does not begin and end on whole bytes, or if a type
+    /// cannot be cast.
     #[doc(hidden)]
     pub fn plan(&self, checkpoint: &Checkpoint, requests: &[TensorRequest]) -> Result<Plan> {
         self.plan_by(checkpoint, requests, &self.config.limits)
@@ -393,12 +392,12 @@ impl Loader {
             .map_err(|fault| checkpoint.refused(fault))
     }
 
-    /// Refuses a load that needs more bytes of memory than are available. The kernel grants any
-    /// amount, and kills the process when it is used. A plan takes memory for each read, so
-    /// requests are checked before they are planned.
+    /// Refuses a load that needs more bytes of memory than are available. Without this check, the kernel would
+    /// grant the memory and kill the process when the memory is used. The plan itself takes memory for each
+    /// read, so requests are checked before they are planned.
     ///
     /// # Errors
-    /// An error with the needed and the available bytes.
+    /// An error that names the needed and the available bytes.
     pub fn check_memory(&self, checkpoint: &Checkpoint, needed: u64) -> Result<()> {
         let available =
             if needed < MEMORY_CHECK_MIN_BYTES { None } else { system_memory::available() };
@@ -413,14 +412,14 @@ impl Loader {
         }
     }
 
-    /// Loads `requests` of `checkpoint` into new memory. Calls `progress` several times a second,
-    /// and stops if it returns `false`.
+    /// Loads `requests` of `checkpoint` into new memory. Calls `progress` several times a second. If it returns
+    /// `false`, the load stops.
     ///
     /// # Errors
-    /// The first failure. Bytes that were read before it are dropped.
+    /// The first failure. The bytes read so far are dropped.
     ///
     /// # Panics
-    /// Panics if a request has a destination. `fill` takes such requests.
+    /// If a request has a destination. Such requests are for `fill`.
     pub fn load(
         &self,
         checkpoint: &Checkpoint,
@@ -447,7 +446,7 @@ impl Loader {
         Ok(LoadedTensors { memories, placements: plan.placements, report })
     }
 
-    /// Loads all tensors of `checkpoint`, in the catalog's order.
+    /// Loads all tensors of `checkpoint`, in the order of the catalog.
     ///
     /// # Errors
     /// The errors of `load`.
@@ -458,7 +457,7 @@ impl Loader {
     }
 }
 
-/// The span of one load.
+/// The tracing span of one load.
 fn span_of(checkpoint: &Checkpoint, plan: &Plan) -> tracing::Span {
     let (tensors, bytes) = (plan.placements.len(), plan.wanted);
     let folder = &checkpoint.directory;

@@ -1,5 +1,5 @@
-//! Copies parts of tensors from the kernel's page cache on the calling thread, because a plan and
-//! other threads take longer.
+//! Copies parts of tensors from the kernel's page cache on the calling thread. For small parts, a plan and
+//! other threads would take longer.
 
 use std::ops::Range;
 
@@ -9,28 +9,27 @@ use crate::checkpoint::Checkpoint;
 use crate::error::Result;
 use crate::strided::{OuterBox, SourceBox, StridedCopy};
 
-/// Longest run that is copied this way. Several threads copy a longer one faster.
+/// Maximum number of bytes of a part that is a single run. For a longer run, several threads are faster.
 const RUN_MAX: u64 = 4 << 20;
 
-/// Maximum bytes of a part, maximum number of its runs, and maximum distance from its first byte to
-/// its last. With these limits a copy, which cannot be stopped, takes less than a tenth of a
-/// second.
+/// Maximum number of bytes of a part of several runs, maximum number of its runs, and maximum distance in bytes from
+/// its start to its end. A copy cannot be stopped. With these limits, it takes less than a tenth of a second.
 const PART_MAX: u64 = 64 << 20;
 const RUNS_MAX: u64 = 4 << 20;
 const SPAN_MAX: u64 = 512 << 20;
 
-/// Minimum length of a gap between two runs that is skipped. A shorter gap is copied, because a
-/// system call costs as much.
+/// Minimum length in bytes of a gap between two runs that is not copied. The copy of a shorter gap costs less
+/// than another system call.
 const SKIP_MIN: u64 = 8 << 10;
 
-/// Largest average length of tensors that are mapped whether or not the page cache holds them. The
-/// kernel's read-ahead brings many of them at once.
+/// Maximum mean length in bytes of tensors for which a mapping is preferred even if the page cache does not
+/// have them. The kernel's read-ahead reads many of them at once.
 const MAPPED_MEAN_MAX: u64 = 64 << 10;
 
-/// Length of the buffer for runs that are copied together. It stays in a core's cache.
+/// Length in bytes of the buffer for runs that are copied together. It fits in the cache of a CPU core.
 const SCRATCH_LEN: u64 = 128 << 10;
 
-/// A part of a tensor that is copied on the calling thread if the page cache holds it.
+/// A part of a tensor that can be copied on the calling thread if it is in the page cache.
 #[derive(Debug)]
 pub struct CachedPart {
     shard: ShardId,
@@ -38,7 +37,8 @@ pub struct CachedPart {
 }
 
 impl CachedPart {
-    /// A part of tensor `tensor`, or all of it: `None` unless it lies in one piece and is small.
+    /// The part `part` of tensor `tensor`, or the whole tensor. `None` if the tensor has several pieces, or the
+    /// part is too large.
     pub fn of(
         checkpoint: &Checkpoint,
         tensor: usize,
@@ -55,12 +55,12 @@ impl CachedPart {
 }
 
 impl Loader {
-    /// Copies a part of tensor `tensor`, or all of it, to `into`, row-major, on this thread and
-    /// without waiting: if it is a `CachedPart`, and the kernel's page cache holds it. Returns
-    /// whether it did; else `into` holds bytes that mean nothing.
+    /// Copies a part of tensor `tensor`, or all of it, to `into` in row-major order. This uses only the calling
+    /// thread and does not wait. Returns whether the part is a `CachedPart` and was in the kernel's page cache.
+    /// If not, the content of `into` is unspecified.
     ///
     /// # Errors
-    /// The shard is no longer the file that was opened.
+    /// If the shard is no longer the file that was opened.
     pub fn copy_from_page_cache(
         &self,
         checkpoint: &Checkpoint,
@@ -74,10 +74,10 @@ impl Loader {
         }
     }
 
-    /// Whether a mapping of `range` of a shard costs less than a read past the page cache: the
-    /// kernel reports that the cache holds most of it, or the tensors are so small on average that
-    /// own memory for each takes longer than their reads. False where access to the shard may wait,
-    /// or its bytes are not stored as they are loaded. Never waits.
+    /// Whether a mapping of `range` of a shard costs less than a read past the page cache. One case is that
+    /// most of the range is in the page cache. The other case is tensors so small on average that the
+    /// allocation of memory for each would take longer than its read. False if access to the shard may wait, or
+    /// if its stored bytes differ from the loaded ones. Never waits.
     pub fn is_better_mapped(
         &self,
         checkpoint: &Checkpoint,
@@ -86,14 +86,15 @@ impl Loader {
     ) -> bool {
         let sources = checkpoint.sources();
         let source = &sources[shard.0 as usize];
-        // As if all shards were of one length: a sum takes too long for each request.
+        // This assumes that all shards have the same length. A sum over all shards would take too long for each
+        // request.
         let len = source.len().saturating_mul(sources.len() as u64);
         let are_small = len <= checkpoint.catalog().len() as u64 * MAPPED_MEAN_MAX;
         let cached = self.engine.cached_pages(source, range);
         cached.is_some_and(|cached| are_small || cached.is_most())
     }
 
-    /// Copies a part of this checkpoint, as `copy_from_page_cache` does.
+    /// Copies a part of this checkpoint like `copy_from_page_cache`.
     ///
     /// # Errors
     /// The errors of `copy_from_page_cache`.
@@ -111,9 +112,9 @@ impl Loader {
     }
 }
 
-/// Shard and runs of the indices `part` of a tensor, or of all of it; they follow each other in the
-/// part. `None` if the tensor has several pieces, the part is empty or does not lie in the tensor,
-/// a run does not begin and end on bytes, or the tensor is cast.
+/// Shard and runs of the indices `part` of a tensor, or of all of it. In the part, the runs are consecutive.
+/// `None` if the tensor has several pieces or is cast, if the part is empty or not inside the tensor, or if a
+/// run does not begin and end on whole bytes.
 fn runs_of(tensor: &Tensor<'_>, part: Option<&[Range<u64>]>) -> Option<(ShardId, StridedCopy)> {
     let mut pieces = tensor.pieces().take(if tensor.cast().is_some() { 0 } else { 2 });
     let (Some(piece), None) = (pieces.next(), pieces.next()) else { return None };
@@ -150,11 +151,11 @@ fn runs_of(tensor: &Tensor<'_>, part: Option<&[Range<u64>]>) -> Option<(ShardId,
     (runs.run_len() > 0 && runs.is_ascending()).then(|| (shard, runs.behind(start)))
 }
 
-/// First byte and length of a part, which is not empty and lies in `shape`, if it is one run of
-/// whole bytes. This test is faster than `StridedCopy::new`.
+/// First byte and length of a part, if the part is a single run of whole bytes. The part must not be empty and
+/// must lie inside of `shape`. This test is faster than `StridedCopy::new`.
 fn only_run(part: &[Range<u64>], shape: &[u64], bits: u64) -> Option<(u64, u64)> {
     let len = |range: &Range<u64>| range.end - range.start;
-    // Each dimension before this one has one index. Each dimension after it must have all.
+    // The part has one index in each dimension before this one. It must have all indices in each dimension after it.
     let cut = part.iter().position(|range| len(range) > 1).unwrap_or(part.len());
     let after = part.iter().zip(shape).skip(cut + 1);
     if after.into_iter().any(|(range, &size)| len(range) != size) {
@@ -166,15 +167,15 @@ fn only_run(part: &[Range<u64>], shape: &[u64], bits: u64) -> Option<(u64, u64)>
     (from.is_multiple_of(8) && run.is_multiple_of(8)).then_some((from / 8, run / 8))
 }
 
-/// Copies runs one after the other to `into`. `read` takes an offset and a target, and returns
-/// whether it succeeded. Returns whether all reads succeeded.
+/// Copies runs one after another to `into`. `read` reads from an offset to a target, and returns whether it
+/// succeeded. Returns whether all reads succeeded.
 fn copy(runs: &StridedCopy, into: &mut [u8], read: &dyn Fn(u64, &mut [u8]) -> bool) -> bool {
     let (run_len, total) = (runs.run_len(), runs.count());
     let mut scratch = Vec::new();
     let mut rest = into;
     let (mut first, mut start) = (0, runs.run(0).0);
     while first < total {
-        // Runs from `first` to before `next` lie in bytes `start..end`, close to each other.
+        // The runs from `first` up to `next` lie close together, in bytes `start..end`.
         let (mut next, mut end, mut after) = (first + 1, start + run_len, 0);
         while next < total {
             after = runs.run(next).0;
@@ -207,7 +208,7 @@ fn copy(runs: &StridedCopy, into: &mut [u8], read: &dyn Fn(u64, &mut [u8]) -> bo
 mod tests {
     use super::*;
 
-    /// Bits of a part, one after the other, as they lie in a tensor of this shape.
+    /// The bits of a part in order, as positions in a tensor of this shape.
     fn bits_of(part: &[Range<u64>], shape: &[u64], bits: u64) -> Vec<u64> {
         let mut elements = vec![0];
         for (range, size) in part.iter().zip(shape) {

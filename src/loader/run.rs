@@ -1,6 +1,6 @@
-//! Executes one load. Reads are sent in the order of the plan, with enough of them in flight to
-//! keep the disk busy. Their bytes arrive in their place, or other threads move them there. The
-//! memory in which reads land, and the threads that move bytes, differ between the host and a GPU.
+//! Executes one load. Reads are sent in the order of the plan, and enough of them are in flight to keep the
+//! disk busy. Their bytes are read directly into their place, or other threads move them there. Loads to the
+//! host and to a GPU differ in the memory to which reads write, and in the threads that move bytes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,42 +25,40 @@ use crate::sync::Mutex;
 /// Maximum number of threads that move bytes.
 const MOVERS_MAX: usize = 8;
 
-/// Interval at which a load asks whether it may continue.
+/// Interval at which a load calls `progress` to ask whether it may continue.
 pub(super) const ASK: Duration = Duration::from_millis(50);
 
-/// Bytes to move: number of their chunk, time of their arrival, and the bytes. `None` ends the
-/// work.
+/// Bytes to move: number of their chunk, time of their arrival, and the bytes. `None` ends the thread.
 pub(super) type MoveJob = Option<(usize, Instant, ReadBuffer)>;
 
-/// The memory in which the reads of a load land.
+/// The memory to which the reads of a load write.
 pub(super) trait Landing {
-    /// Memory for a read, or `None` while other reads hold all staging memory. `alone`: no read of
-    /// this load is in flight.
+    /// Memory for a read, or `None` if it has to wait for other reads. `alone` says that no read of this load
+    /// is in flight.
     fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget>;
 
-    /// Whether the bytes are moved from there afterwards.
+    /// Whether the bytes are moved to their place after the read.
     fn is_moved(&self, chunk: &Chunk) -> bool;
 
-    /// Whether the caller provides this memory.
+    /// Whether the memory belongs to the caller.
     fn is_given(&self, chunk: &Chunk) -> bool;
 }
 
 impl Loader {
-    /// Executes `plan` into `regions`. They are as many as those of the plan, and each is at least
-    /// as long.
+    /// Executes `plan` into `regions`. There must be one region for each region of the plan, and each must be
+    /// at least as long.
     ///
-    /// After a success no read writes to the regions any more. After a failure reads may still be
-    /// under way, and each holds a clone of its region. If they write to caller-provided memory,
-    /// `fill` returns only when they have ended or are overdue. Overdue reads write there whenever
-    /// the disk answers.
+    /// After a success, no read writes to the regions any more. After a failure, reads may still be in flight,
+    /// and each of them has a clone of its region. If they write to memory of the caller, `fill` returns only
+    /// when they have ended or are overdue. An overdue read may write there at any later time.
     ///
     /// # Errors
-    /// The first failure. The regions then hold undefined bytes.
+    /// The first failure. The bytes of the regions are then undefined.
     ///
     /// # Safety
-    /// The plan is an unchanged result of `Loader::plan` for this checkpoint. No two regions share
-    /// a byte that the plan uses. No other code reads or writes a region until this call returns,
-    /// and after a failure until no read holds a clone of the region.
+    /// The plan is an unchanged result of `Loader::plan` for this checkpoint. No two regions share a byte that
+    /// the plan uses. No other code reads or writes a region until this call returns. After a failure, this
+    /// applies until no read has a clone of the region.
     pub unsafe fn fill(
         &self,
         checkpoint: &Checkpoint,
@@ -82,15 +80,15 @@ struct HostLoad<'a> {
     plan: &'a Plan,
     checkpoint: &'a Checkpoint,
     regions: &'a [Arc<Region>],
-    /// Budget for reads that do not go directly to their place.
+    /// The budget for reads whose bytes do not go directly to their place.
     budget: Budget,
     peak: AtomicU64,
-    /// Nanoseconds spent moving.
+    /// Time spent moving bytes, in nanoseconds.
     moving: AtomicU64,
     ahead: Populator<'a>,
 }
 
-/// Executes `plan`. `Loader::fill` states the conditions for the regions.
+/// Executes `plan`. The conditions for the regions are those of `Loader::fill`.
 pub(super) fn run(
     loader: &Loader,
     checkpoint: &Checkpoint,
@@ -101,7 +99,7 @@ pub(super) fn run(
     let _span = span_of(checkpoint, plan).entered();
     let started = Instant::now();
     let before = (loader.counters.source_reads.get(), loader.counters.source_reads_direct.get());
-    // The longest read must fit, or it would wait forever.
+    // The budget must have room for the longest read, which would wait for ever otherwise.
     let is_moved = |chunk: &&Chunk| place_of(plan, checkpoint, chunk).is_none();
     let moved: Vec<&Chunk> = plan.chunks.iter().filter(is_moved).collect();
     let is_staged =
@@ -133,7 +131,7 @@ pub(super) fn run(
         let shares = !moved.is_empty() || shared.ahead.has_parts();
         let cores = if shares { available_parallelism().map_or(1, |n| n.get()) } else { 1 };
         let movers = cores.min(MOVERS_MAX).min(moved.len());
-        // Reads that are not waited for also hold senders of jobs.
+        // Reads for which the load does not wait have senders of jobs too, so the channel may stay open.
         let end = StopMovers(jobs.clone(), movers);
         for _ in 0..movers {
             let (todo, back, shared) = (todo.clone(), back.clone(), &shared);
@@ -167,15 +165,15 @@ pub(super) fn run(
     Ok(Report { stats, events })
 }
 
-/// Memory that the read of `chunk` takes, in bytes.
+/// Number of bytes of memory that the read of `chunk` takes.
 pub(super) fn memory_of(checkpoint: &Checkpoint, chunk: &Chunk) -> u64 {
     memory_for(&checkpoint.sources()[chunk.shard.0 as usize], &chunk.range)
 }
 
-/// Region and byte into which `chunk` is read, `None` if its bytes are moved. A remote file system
-/// may answer after the load has given up, when the caller already uses its memory for something
-/// else. So its reads do not go directly to caller-provided memory. Encrypted pieces of which a chunk has
-/// a part only are decrypted in memory of their own.
+/// The region and the byte at which `chunk` is read. `None` if its bytes are moved there after the read. This
+/// is the case for memory of the caller and a remote file system: a late answer could arrive after the load has
+/// failed, when the caller uses the memory for something else. It is also the case if the chunk has only a part
+/// of an encrypted piece, which is decrypted in other memory.
 fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32, u64)> {
     let (ChunkTarget::Place { region, offset } | ChunkTarget::Unaligned { region, offset }) =
         chunk.target
@@ -187,7 +185,7 @@ fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32,
     (is_direct && source.cover(&chunk.range) == chunk.range).then_some((region, offset))
 }
 
-/// Ends the population of memory with the load, however the load ends.
+/// Ends the population of memory when the load ends, successfully or not.
 struct StopPopulating<'a>(&'a Populator<'a>);
 
 impl Drop for StopPopulating<'_> {
@@ -196,7 +194,7 @@ impl Drop for StopPopulating<'_> {
     }
 }
 
-/// Tells this number of movers that no more comes, however the load ends.
+/// Tells this number of movers that no more bytes come, when the load ends successfully or not.
 pub(super) struct StopMovers(pub(super) Sender<MoveJob>, pub(super) usize);
 
 impl Drop for StopMovers {
@@ -216,8 +214,8 @@ pub(super) struct Load<'a> {
 }
 
 impl Load<'_> {
-    /// Sends all reads and waits for all of them. The first failure ends it, but it still waits for
-    /// reads under way that write to caller-provided memory. Returns the event of each read.
+    /// Sends all reads and waits for them. The first failure ends the load, but this still waits for reads in
+    /// flight that write to memory of the caller. Returns the event of each read.
     pub(super) fn go(
         self,
         returned: &Receiver<LoadMessage>,
@@ -230,7 +228,7 @@ impl Load<'_> {
         let (mut next, mut read) = (0, 0);
         let mut failed: Option<Error> = None;
         let mut events = Vec::with_capacity(chunks.len());
-        // Reads under way, each with its slot and the time when it was sent.
+        // Reads in flight. Each has its slot and the time at which it was sent.
         let mut sent: HashMap<usize, (usize, Instant)> = HashMap::new();
         let mut slots: Vec<usize> = (0..depth).rev().collect();
         loop {
@@ -262,7 +260,7 @@ impl Load<'_> {
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {}
-                // Each read has its own sender, and `self` has another one.
+                // Each read has a sender, and so has `self`.
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::internal("a thread of the load ended"));
                 }
@@ -279,7 +277,7 @@ impl Load<'_> {
         let back = self.back.clone();
         let done: crate::io::FetchCallback = match self.landing.is_moved(chunk) {
             false => Box::new(move |outcome: Result<ReadBuffer>| {
-                // Its memory is dropped before the load counts the read as done.
+                // The memory of the read is released before the load counts the read as complete.
                 let outcome = outcome.map(|filled| filled.began);
                 let times = |began| Times { began, came: Instant::now(), moved: None };
                 let _ = back.send(LoadMessage::Read { chunk: number, outcome: outcome.map(times) });
@@ -300,7 +298,7 @@ impl Load<'_> {
             }
         };
         let range = chunk.range.clone();
-        // The bytes of an unaligned read may have to be copied to their place.
+        // The bytes of an unaligned read may have to be copied to their place by the callback.
         let effort = match chunk.target {
             ChunkTarget::Unaligned { .. } => Effort::Long,
             _ => Effort::Short,
@@ -323,8 +321,8 @@ impl Landing for HostLoad<'_> {
                 if matches!(chunk.target, ChunkTarget::Unaligned { .. }) {
                     let staging = self.reserve(chunk, alone)?;
                     let region = &self.regions[region as usize];
-                    // SAFETY: the plan gives these bytes to this chunk alone, each chunk is sent
-                    // once, and the region is read after all have come back.
+                    // SAFETY: the plan assigns these bytes to this chunk only, each chunk is sent once, and the
+                    // region is read after all reads have completed.
                     return Some(unsafe {
                         region.unaligned(offset as usize..end as usize, staging)
                     });
@@ -334,8 +332,8 @@ impl Landing for HostLoad<'_> {
                 let len = Buffer::len_for(&chunk.range);
                 let none = self.budget.try_reserve(0)?;
                 let region = &self.regions[region as usize];
-                // SAFETY: the plan gives the pages around a chunk to that chunk alone, each
-                // chunk is sent once, and the region is read after all have come back.
+                // SAFETY: the plan assigns the pages around a chunk to this chunk only, each chunk is sent
+                // once, and the region is read after all reads have completed.
                 Some(unsafe { region.target(start as usize..(start + len) as usize, none) })
             }
         }
@@ -352,7 +350,7 @@ impl Landing for HostLoad<'_> {
 }
 
 impl HostLoad<'_> {
-    /// Staging memory for a read.
+    /// Reserves memory for a read whose bytes do not go directly to their place.
     fn reserve(&self, chunk: &Chunk, alone: bool) -> Option<Reservation> {
         let reservation = self.budget.try_reserve(memory_of(self.checkpoint, chunk));
         debug_assert!(reservation.is_some() || !alone, "a chunk fits into the budget");
@@ -360,7 +358,7 @@ impl HostLoad<'_> {
         reservation
     }
 
-    /// Executes the plan on this thread if the page cache holds all bytes that it reads.
+    /// Executes the plan on this thread if all bytes that it reads are in the page cache.
     fn copy_cached(
         &self,
         loader: &Loader,
@@ -378,8 +376,7 @@ impl HostLoad<'_> {
                 ChunkTarget::Place { region, offset }
                 | ChunkTarget::Unaligned { region, offset } => {
                     let region = &self.regions[region as usize];
-                    // SAFETY: the plan gives these bytes to this chunk alone, and the region is
-                    // read when the load is over.
+                    // SAFETY: the plan assigns these bytes to this chunk only, and the region is read after the load.
                     unsafe { region.bytes(offset as usize, len(chunk)) }
                 }
                 ChunkTarget::Spread(_) => staged.next()?.as_mut_slice(),
@@ -438,8 +435,7 @@ impl HostLoad<'_> {
                 ChunkTarget::Place { region, offset }
                 | ChunkTarget::Unaligned { region, offset } => {
                     let region = &self.regions[*region as usize];
-                    // SAFETY: the plan gives these bytes to this chunk alone, and the region is
-                    // read when the load is over.
+                    // SAFETY: the plan assigns these bytes to this chunk only, and the region is read after the load.
                     unsafe { region.bytes(*offset as usize, filled.len()) }
                         .copy_from_slice(&filled);
                 }
@@ -458,8 +454,7 @@ impl HostLoad<'_> {
         let region = &self.regions[one.region as usize];
         let put = |from: &[u8], offset: u64| {
             let len = one.cast.map_or(from.len() as u64, |cast| cast.len_after(from.len() as u64));
-            // SAFETY: no two moves of a plan share a byte of a region, and the region is read
-            // after all of them.
+            // SAFETY: no two moves of a plan share a byte of a region, and the region is read after all of them.
             let to = unsafe { region.bytes(offset as usize, len as usize) };
             match one.cast {
                 Some(cast) => cast.convert(from, to),

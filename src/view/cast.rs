@@ -29,9 +29,9 @@ use crate::hash::Digest;
 pub enum DtypeCast {
     /// Floating point tensors are cast to this type, except quantized tensors and their scales.
     To(Dtype),
-    /// The tensors that a list names are cast to the type that it says.
+    /// The tensors that a list names are cast to the types in the list.
     Map(Arc<DtypeMap>),
-    /// All tensors are cast to the types that they have in another checkpoint.
+    /// All tensors are cast to the types that they have in another checkpoint, except those that the view keeps.
     Like(Arc<DtypeMap>),
 }
 

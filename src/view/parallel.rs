@@ -139,8 +139,9 @@ impl TensorParallel {
         Fault::new(ErrorKind::View, format!("tp={}: {why}", self.ranks))
     }
 
-    /// Refuses rules that match no tensor, whatever is selected. The rules of a family are about
-    /// whole models, and a file may be one shard, so one of them must match.
+    /// Refuses rules that match no tensor of the whole catalog, even if the view does not select all of it.
+    /// Rules of a family are for whole models, while a file may be a single shard. So for them it is enough
+    /// that one rule matches.
     fn check_used(&self, catalog: &Catalog, rules: &CutRules) -> Result<(), Fault> {
         let mut used: Vec<bool> = rules.table.rules.iter().map(|rule| rule.is_optional).collect();
         let mut matched = false;

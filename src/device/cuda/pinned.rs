@@ -1,4 +1,4 @@
-//! Pinned memory: host memory that a GPU accesses by itself, and slices of it that reads fill.
+//! Pinned memory: host memory that a GPU can access directly. Reads fill slices of it.
 
 use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut};
@@ -10,23 +10,23 @@ use super::{Gpu, call, failed, sys};
 use crate::error::Result;
 use crate::io::{ReadTarget, Region, Reservation};
 
-/// Threads that fault memory in before it is pinned: more are not faster.
+/// Number of threads that fault memory in before it is pinned. More threads are not faster.
 const TOUCHERS: usize = 4;
 
-/// How memory was pinned for asynchronous copies, best first.
+/// The way in which host memory was prepared for asynchronous copies, the best way first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Pinning {
-    /// Memory of this crate, registered with the driver.
+    /// Memory of this crate that is registered with the driver.
     #[default]
     Registered,
-    /// Allocated by the driver (slower): cuMemHostAlloc.
+    /// Memory allocated by the driver with cuMemHostAlloc, which takes longer.
     Allocated,
-    /// Unpinned memory: the driver copies the bytes once more, which is slow.
+    /// Memory that is not pinned. The driver copies the bytes an additional time, which is slow.
     Pageable,
 }
 
 impl Pinning {
-    /// Its name, for people and in JSON.
+    /// The name of the way, for messages and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Pinning::Registered => "registered",
@@ -36,7 +36,7 @@ impl Pinning {
     }
 }
 
-/// Host memory that the GPU can access by itself.
+/// Host memory that the GPU can access directly.
 pub(in crate::device) struct Pinned {
     gpu: Gpu,
     start: NonNull<u8>,
@@ -46,14 +46,15 @@ pub(in crate::device) struct Pinned {
     _region: Option<Arc<Region>>,
 }
 
-// SAFETY: the memory is reached through slices alone, each of which has bytes of its own.
+// SAFETY: the memory is accessed only through slices, and no two slices share a byte.
 unsafe impl Send for Pinned {}
-// SAFETY: shared references only read its address and length.
+// SAFETY: shared references only read the address and the length.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// `len` bytes. The driver allocates memory that cannot be registered, and the `first` of a loader
-    /// is not pinned where even that fails. A warning says so of the first.
+    /// Memory of `len` bytes. If it cannot be registered, the driver allocates it. If that fails too and
+    /// `first` is true, the memory stays unpinned. `first` says that this is the first memory of a loader; only
+    /// then a warning is logged.
     pub(in crate::device) fn new(gpu: &Gpu, len: usize, first: bool) -> Result<Arc<Pinned>> {
         let _entered = gpu.0.enter()?;
         let region = Region::new(len as u64).ok();
@@ -64,7 +65,7 @@ impl Pinned {
         if let Some(region) = &region {
             fault_in(region);
             let start = region.start();
-            // SAFETY: memory of our own, which stays until it is unregistered.
+            // SAFETY: the memory is our own, and is kept until it is unregistered.
             let registered = unsafe {
                 let portable = sys::CU_MEMHOSTREGISTER_PORTABLE;
                 call!(gpu.0, cuMemHostRegister_v2(start.as_ptr().cast(), len, portable))
@@ -75,7 +76,7 @@ impl Pinned {
             }
         }
         let mut start = null_mut();
-        // SAFETY: the pointer is written to.
+        // SAFETY: the call writes to the pointer.
         let allocated =
             unsafe { call!(gpu.0, cuMemHostAlloc(&mut start, len, sys::CU_MEMHOSTALLOC_PORTABLE)) };
         if let (Ok(()), Some(start)) = (allocated, NonNull::new(start.cast())) {
@@ -97,7 +98,7 @@ impl Pinned {
         self.how
     }
 
-    /// Its length in bytes.
+    /// Length in bytes.
     pub(in crate::device) fn len(&self) -> usize {
         self.len
     }
@@ -108,11 +109,11 @@ impl Drop for Pinned {
         let start: *mut c_void = self.start.as_ptr().cast();
         match self.how {
             Pinning::Registered => self.gpu.0.give_back(|gpu| {
-                // SAFETY: registered by `new`; copies keep it alive, so none is under way.
+                // SAFETY: `new` has registered the memory. Copies keep it alive, so none is in progress.
                 unsafe { call!(gpu, cuMemHostUnregister(start)) }
             }),
             Pinning::Allocated => self.gpu.0.give_back(|gpu| {
-                // SAFETY: allocated by `new`; copies keep it alive, so none is under way.
+                // SAFETY: `new` has allocated the memory. Copies keep it alive, so none is in progress.
                 unsafe { call!(gpu, cuMemFreeHost(start)) }
             }),
             Pinning::Pageable => {}
@@ -120,7 +121,7 @@ impl Drop for Pinned {
     }
 }
 
-/// Faults in the pages of a region on several threads, because the driver does it on one.
+/// Faults in the pages of a region on several threads, because the driver would use only one.
 fn fault_in(region: &Region) {
     let (start, len) = (region.start().as_ptr().addr(), region.len());
     let each = len.div_ceil(TOUCHERS).next_multiple_of(2 << 20);
@@ -128,8 +129,7 @@ fn fault_in(region: &Region) {
         for from in (0..len).step_by(each) {
             let touch = move || {
                 let (start, len) = ((start + from) as *mut c_void, each.min(len - from));
-                // SAFETY: these are bytes of the region. If the call fails, they are faulted in
-                // later.
+                // SAFETY: the bytes lie in the region. If the call fails, the pages are faulted in later.
                 unsafe { libc::madvise(start, len, libc::MADV_POPULATE_WRITE) };
             };
             let named = std::thread::Builder::new().name("tensorfs-touch".to_owned());
@@ -138,24 +138,24 @@ fn fault_in(region: &Region) {
             }
         }
     });
-    // A child that shared the pages would make the kernel copy them while a read is under way.
-    // SAFETY: the bytes of the region.
+    // A child made by fork(2) that shared the pages would make the kernel copy them during a read.
+    // SAFETY: these are the bytes of the region.
     unsafe { libc::madvise(start as *mut c_void, len, libc::MADV_DONTFORK) };
 }
 
-/// A stretch of pinned memory, which shares no byte with other slices.
+/// A part of pinned memory. No two slices share a byte.
 pub(in crate::device) struct Slice {
-    /// The memory that it is a part of.
+    /// The memory that contains the slice.
     pub(in crate::device) pinned: Arc<Pinned>,
-    /// Its first byte there.
+    /// Offset of the first byte in that memory.
     pub(in crate::device) offset: usize,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub(in crate::device) len: usize,
 }
 
 impl Slice {
-    /// A read into these bytes. They go to `give_back` once the read and the owner of its bytes
-    /// are done with them.
+    /// The target of a read into these bytes. `give_back` gets the slice when the read has ended and its bytes
+    /// have been dropped.
     pub(in crate::device) fn lend(
         self,
         reservation: Reservation,
@@ -165,18 +165,18 @@ impl Slice {
         // SAFETY: the slice lies in the pinned memory.
         let (start, len) = (unsafe { self.pinned.start.add(self.offset) }, self.len);
         let lent = Lent(Some((self, give_back)));
-        // SAFETY: the slice lives as long as `lent`, and no other slice has its bytes, which come
-        // from the kernel or the driver.
+        // SAFETY: the slice lives as long as `lent`, and no other slice has its bytes. They come from the
+        // kernel or the driver.
         let region = unsafe { Region::foreign(start, len, Box::new(lent)) };
-        // SAFETY: the region is used for this read alone, and nobody else has its bytes.
+        // SAFETY: the region is used for this read only, and nobody else uses its bytes.
         unsafe { region.target(0..len, reservation) }
     }
 }
 
-/// Callback that takes a slice back.
+/// Callback to which a slice is returned.
 pub(in crate::device) type GiveBack = Box<dyn FnOnce(Slice) + Send + Sync>;
 
-/// A lent slice and the callback that takes it back.
+/// A lent slice and the callback to which it is returned.
 struct Lent(Option<(Slice, GiveBack)>);
 
 impl Drop for Lent {

@@ -1,4 +1,4 @@
-//! Work for GPUs: copies out of pinned memory, kernels, and the order between streams.
+//! Work for GPUs: copies from pinned memory, kernels, and the order between streams.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_uint};
@@ -12,46 +12,46 @@ use crate::error::Result;
 use crate::io::ReadBuffer;
 use crate::sync::Mutex;
 
-/// The kernels as PTX text, which the driver compiles for its GPU. It ends with a zero.
+/// The kernels as PTX text, which the driver compiles for its GPU. The text ends with a zero byte.
 const PTX: &str = concat!(include_str!("../cast.ptx"), "\0");
 
-/// `CU_STREAM_NON_BLOCKING`: work of others on the legacy stream does not wait for the stream.
+/// `CU_STREAM_NON_BLOCKING`: the stream and the legacy stream, which other code may use, do not wait for each other.
 const NON_BLOCKING: c_uint = 1;
 
 /// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`: a thread that waits for the event sleeps.
 const BLOCKING_EVENT: c_uint = 1 | 2;
 
-/// Largest distance between rows that one copy supports.
+/// Maximum distance in bytes between rows that one copy call supports.
 const PITCH_MAX: u64 = (1 << 31) - 1;
 
-/// Threads per block of a kernel, and most blocks: with more elements each thread casts several.
+/// Number of threads per block of a kernel, and maximum number of blocks. If there are more elements than
+/// threads, each thread casts several.
 const BLOCK: u64 = 256;
 const BLOCKS_MAX: u64 = 1 << 15;
 
-/// A stream of the caller, such as the current stream of torch.
+/// A stream of the caller, for example the current stream of torch.
 #[derive(Clone, Copy, Debug)]
 pub struct ForeignStream(u64);
 
 impl ForeignStream {
-    /// The stream with this handle; zero is the legacy stream.
+    /// The stream with this handle. Zero is the legacy stream.
     ///
     /// # Safety
-    /// The stream belongs to the primary context of the GPU that it is used with, and lives as long
-    /// as this value.
+    /// The stream belongs to the primary context of the GPU with which it is used, and lives as long as this value.
     pub unsafe fn from_raw(handle: u64) -> ForeignStream {
         ForeignStream(handle)
     }
 }
 
-/// A CUDA stream: work for a GPU that is done in order.
+/// A CUDA stream. The GPU executes the work of a stream in order.
 pub(crate) struct CudaStream {
     gpu: Gpu,
     raw: sys::CUstream,
-    /// Unused events, kept for reuse.
+    /// Events that are kept for reuse.
     events: Mutex<Vec<CudaEvent>>,
 }
 
-// SAFETY: a stream may be used by any thread, and by several at once.
+// SAFETY: any thread may use a stream, and several threads may use it at once.
 unsafe impl Send for CudaStream {}
 // SAFETY: the driver lets any thread use the handle.
 unsafe impl Sync for CudaStream {}
@@ -62,13 +62,13 @@ struct CudaEvent {
     raw: sys::CUevent,
 }
 
-// SAFETY: an event may be used by any thread.
+// SAFETY: any thread may use an event.
 unsafe impl Send for CudaEvent {}
 
 impl CudaEvent {
     fn new(gpu: &Gpu) -> Result<CudaEvent> {
         let mut raw = null_mut();
-        // SAFETY: the pointer is written to.
+        // SAFETY: the call writes to the pointer.
         unsafe { call!(gpu.0, cuEventCreate(&mut raw, BLOCKING_EVENT)) }?;
         Ok(CudaEvent { gpu: gpu.clone(), raw })
     }
@@ -76,51 +76,50 @@ impl CudaEvent {
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, and no code uses it any more.
+        // SAFETY: `new` has created the event, and nothing uses it any more.
         self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuEventDestroy_v2(self.raw)) });
     }
 }
 
 impl CudaStream {
-    /// Creates a stream that no other stream waits for.
+    /// Creates a stream. The legacy stream does not wait for it.
     pub(crate) fn new(gpu: &Gpu) -> Result<Arc<CudaStream>> {
         let _entered = gpu.0.enter()?;
         let mut raw = null_mut();
-        // SAFETY: the pointer is written to.
+        // SAFETY: the call writes to the pointer.
         unsafe { call!(gpu.0, cuStreamCreate(&mut raw, NON_BLOCKING)) }?;
         Ok(Arc::new(CudaStream { gpu: gpu.clone(), raw, events: Mutex::default() }))
     }
 
-    /// Binds its context to this thread as long as the result lives.
+    /// Binds the context of the stream to this thread until the result is dropped.
     pub(crate) fn enter(&self) -> Result<Entered<'_>> {
         self.gpu.0.enter()
     }
 
-    /// Makes later work of this stream wait for all work that `other` already has.
+    /// Makes later work of this stream wait for all work that was submitted to `other` before.
     pub(crate) fn wait_for(&self, other: ForeignStream) -> Result<()> {
         let context = &self.gpu.0;
         let _entered = context.enter()?;
         let event = CudaEvent::new(&self.gpu)?;
-        // SAFETY: both streams live. The driver allows the event to be destroyed before it is
-        // reached.
+        // SAFETY: both streams exist. The driver allows that an event is destroyed before it is reached.
         unsafe {
             call!(context, cuEventRecord(event.raw, other.0 as sys::CUstream))?;
             call!(context, cuStreamWaitEvent(self.raw, event.raw, 0))
         }
     }
 
-    /// Starts copies out of `source`, which is kept until they are over.
+    /// Begins to submit copies from `source`, which is kept until they are complete.
     pub(crate) fn send(self: &Arc<Self>, source: ReadBuffer) -> Sending {
         let used = Used { source, memory: Vec::new(), kernels: None };
         Sending { stream: self.clone(), used: Some(used) }
     }
 
-    /// Waits until all work of the stream is done, or of the context if that fails. If both fail,
-    /// the device is lost.
+    /// Waits until all work of the stream is complete. If that fails, waits for all work of the context. If
+    /// that fails too, the device is lost.
     pub(crate) fn drain(&self) -> Result<()> {
         let context = &self.gpu.0;
         let _entered = context.enter().or_else(|_| context.enter())?;
-        // SAFETY: the stream lives.
+        // SAFETY: the stream exists.
         unsafe { call!(context, cuStreamSynchronize(self.raw)) }
             // SAFETY: the context is bound.
             .or_else(|_| unsafe { call!(context, cuCtxSynchronize()) })
@@ -137,7 +136,7 @@ impl Drop for CudaStream {
         if let Err(e) = self.drain() {
             tracing::warn!("{e}");
         }
-        // SAFETY: made by `new`, and no code uses it any more.
+        // SAFETY: `new` has created the stream, and nothing uses it any more.
         self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuStreamDestroy_v2(self.raw)) });
     }
 }
@@ -148,39 +147,39 @@ impl fmt::Debug for CudaStream {
     }
 }
 
-/// Rows of bytes at equal distances.
+/// Rows of bytes with equal distances.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PitchedRows {
-    /// Offset of the first row in the source, and the distance between rows there.
+    /// Offset of the first row in the source, and distance between the starts of rows there.
     pub(crate) from: u64,
     pub(crate) from_pitch: u64,
-    /// The address that they go to.
+    /// Offset of the first row in the target, and distance between the starts of rows there.
     pub(crate) to: u64,
     pub(crate) to_pitch: u64,
-    /// Bytes of a row.
+    /// Number of bytes of a row, and number of rows.
     pub(crate) width: u64,
     pub(crate) count: u64,
 }
 
 impl PitchedRows {
-    /// Bytes from the first row to the end of the last, in the source and in the target.
+    /// Number of bytes from the start of the first row to the end of the last one, in the source and in the target.
     fn spans(&self) -> (u64, u64) {
         let steps = self.count - 1;
         (steps * self.from_pitch + self.width, steps * self.to_pitch + self.width)
     }
 }
 
-/// Memory that copies use.
+/// Resources that copies use.
 struct Used {
     source: ReadBuffer,
     memory: Vec<Arc<DeviceMemory>>,
     kernels: Option<Arc<Kernels>>,
 }
 
-/// Copies out of the bytes of one read, which are being submitted to a stream.
+/// Copies from the bytes of one read, while they are being submitted to a stream.
 pub(crate) struct Sending {
     stream: Arc<CudaStream>,
-    /// `None` if the copies are over.
+    /// `None` if the copies are complete.
     used: Option<Used>,
 }
 
@@ -189,7 +188,7 @@ impl Sending {
         self.used.as_mut().expect("the copies are not over")
     }
 
-    /// Copies `len` bytes from `from` on to byte `at` of `to`.
+    /// Copies the `len` bytes from byte `from` of the source on to byte `offset` of `to`.
     pub(crate) fn copy(
         &mut self,
         from: u64,
@@ -204,7 +203,7 @@ impl Sending {
         let context = &self.stream.gpu.0;
         let _entered = context.enter()?;
         let raw = self.stream.raw;
-        // SAFETY: both ends have `len` bytes, and are kept until the copy is over.
+        // SAFETY: both sides have `len` bytes, and are kept until the copy is complete.
         unsafe { call!(context, cuMemcpyHtoDAsync_v2(target, start, len as usize, raw)) }
     }
 
@@ -216,7 +215,7 @@ impl Sending {
         self.rows(sys::CUmemorytype::CU_MEMORYTYPE_HOST, start, rows, to)
     }
 
-    /// Copies rows of `from`, after all earlier work of the stream.
+    /// Copies rows from `from` to `to`, after all earlier work of the stream.
     pub(crate) fn spread(
         &mut self,
         from: &Arc<DeviceMemory>,
@@ -247,7 +246,7 @@ impl Sending {
         self.pitched(kind, start, target, rows)
     }
 
-    /// Submits a copy of `rows`, whose memory at both addresses is kept by the caller.
+    /// Submits a copy of `rows`. The caller has to keep the memory on both sides.
     fn pitched(
         &mut self,
         kind: sys::CUmemorytype,
@@ -277,12 +276,12 @@ impl Sending {
         };
         let context = &self.stream.gpu.0;
         let _entered = context.enter()?;
-        // SAFETY: the rows lie in memory that is kept until the copy is over.
+        // SAFETY: the rows lie in memory that is kept until the copy is complete.
         unsafe { call!(context, cuMemcpy2DAsync_v2(&copy, self.stream.raw)) }
     }
 
-    /// Casts elements from byte `from.1` of `from.0` on to byte `to.1` of `to.0`, after all earlier
-    /// work of the stream.
+    /// Casts elements after all earlier work of the stream. They begin at byte `from.1` of `from.0`, and the
+    /// result begins at byte `to.1` of `to.0`.
     pub(crate) fn cast(
         &mut self,
         kernels: &Arc<Kernels>,
@@ -310,8 +309,8 @@ impl Sending {
             [(&raw mut source).cast(), (&raw mut target).cast(), (&raw mut elements).cast()];
         let (parameters, extra) = (parameters.as_mut_ptr(), null_mut());
         let (raw, threads) = (self.stream.raw, BLOCK as c_uint);
-        // SAFETY: the kernel has these parameters, and reads and writes `elements` of them;
-        // memory and kernels are kept until it is over.
+        // SAFETY: the kernel has these parameters, and reads and writes `elements` elements. The memory and the
+        // kernels are kept until it is complete.
         unsafe {
             call!(
                 context,
@@ -322,18 +321,18 @@ impl Sending {
 
     fn keep(&mut self, memory: &Arc<DeviceMemory>) {
         let kept = &mut self.used().memory;
-        // Memory kept earlier may be in the list twice, which does no harm.
+        // Memory that was added earlier may appear twice in the list, which does no harm.
         if !kept.iter().rev().take(4).any(|kept| Arc::ptr_eq(kept, memory)) {
             kept.push(memory.clone());
         }
     }
 
-    /// Ends the submission; the result waits for the copies.
+    /// Ends the submission. The result can wait for the copies.
     pub(crate) fn commit(self) -> Result<SentCopies> {
         let context = &self.stream.gpu.0;
         let entered = context.enter()?;
         let event = self.stream.event()?;
-        // SAFETY: both live.
+        // SAFETY: the event and the stream exist.
         unsafe { call!(context, cuEventRecord(event.raw, self.stream.raw)) }?;
         drop(entered);
         Ok(SentCopies { sending: self, event })
@@ -344,7 +343,7 @@ impl Drop for Sending {
     fn drop(&mut self) {
         let Some(used) = self.used.take() else { return };
         if let Err(e) = self.stream.drain() {
-            // Copies may still be under way.
+            // Copies may still be in progress, so their memory is never freed.
             tracing::error!("{e}; memory that the GPU may use stays as it is");
             std::mem::forget(used);
         }
@@ -354,18 +353,18 @@ impl Drop for Sending {
 /// Copies that were submitted to a stream.
 pub(crate) struct SentCopies {
     sending: Sending,
-    /// Event that is reached when the copies are over.
+    /// An event that is reached when the copies are complete.
     event: CudaEvent,
 }
 
 impl SentCopies {
-    /// Waits until the copies are over. Their source is free then, also if the wait fails.
+    /// Waits until the copies are complete. After that the source is free, even if the wait failed.
     pub(crate) fn wait(self) -> Result<()> {
         let SentCopies { mut sending, event } = self;
         {
             let context = &sending.stream.gpu.0;
             let _entered = context.enter()?;
-            // SAFETY: the event lives.
+            // SAFETY: the event exists.
             unsafe { call!(context, cuEventSynchronize(event.raw)) }?;
         }
         drop(sending.used.take());
@@ -374,7 +373,7 @@ impl SentCopies {
     }
 }
 
-/// The kernels, loaded to a GPU.
+/// The kernels, loaded into a GPU.
 pub(crate) struct Kernels {
     gpu: Gpu,
     module: sys::CUmodule,
@@ -382,22 +381,22 @@ pub(crate) struct Kernels {
     functions: Mutex<HashMap<&'static str, sys::CUfunction>>,
 }
 
-// SAFETY: modules and functions may be used by any thread, and by several at once.
+// SAFETY: any thread may use modules and functions, and several threads may use them at once.
 unsafe impl Send for Kernels {}
 // SAFETY: the driver lets any thread use the handle.
 unsafe impl Sync for Kernels {}
 
 impl Kernels {
-    /// Loads the kernels, which the driver compiles.
+    /// Loads the kernels. The driver compiles them.
     pub(crate) fn load(gpu: &Gpu) -> Result<Arc<Kernels>> {
         let _entered = gpu.0.enter()?;
         let mut module = null_mut();
-        // SAFETY: the text ends with a zero; the pointer is written to.
+        // SAFETY: the text ends with a zero byte. The call writes to the pointer.
         unsafe { call!(gpu.0, cuModuleLoadData(&mut module, PTX.as_ptr().cast())) }?;
         Ok(Arc::new(Kernels { gpu: gpu.clone(), module, functions: Mutex::default() }))
     }
 
-    /// The kernel of `cast`. The context is bound.
+    /// The kernel for `cast`. The context has to be bound.
     fn function(&self, cast: Cast) -> Result<sys::CUfunction> {
         let mut functions = self.functions.lock();
         if let Some(function) = functions.get(cast.kernel()) {
@@ -405,7 +404,7 @@ impl Kernels {
         }
         let name = CString::new(cast.kernel()).expect("names of kernels have no zero");
         let mut function = null_mut();
-        // SAFETY: the pointer is written to; the module lives.
+        // SAFETY: the call writes to the pointer, and the module exists.
         unsafe {
             call!(self.gpu.0, cuModuleGetFunction(&mut function, self.module, name.as_ptr()))
         }?;
@@ -422,7 +421,7 @@ impl fmt::Debug for Kernels {
 
 impl Drop for Kernels {
     fn drop(&mut self) {
-        // SAFETY: loaded by `load`; work that uses the module keeps it alive, so none is under way.
+        // SAFETY: `load` has loaded the module. Work that uses it keeps it alive, so none is in progress.
         self.gpu.0.give_back(|gpu| unsafe { call!(gpu, cuModuleUnload(self.module)) });
     }
 }

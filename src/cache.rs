@@ -1,9 +1,9 @@
-//! Blocks of virtual files in memory, under a hard bound: blocks that were read ahead or are being
-//! read, and the reads that wait for them.
+//! A bounded cache of blocks of virtual files. It has blocks that were read ahead, blocks that are being read,
+//! and the reads that wait for them.
 //!
-//! No function here waits. A read that finds its bytes is answered at once. Otherwise its callback
-//! is kept with the blocks that it needs, and the thread that completes the last of them calls it.
-//! If memory is used up, a read waits in a queue and holds none.
+//! No function here waits. A read whose bytes are in memory is answered at once. Otherwise its callback is
+//! stored with the blocks that it needs, and is called by the thread that completes the last of them. If there
+//! is no free memory, a read waits in a queue without memory of its own.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -45,17 +45,17 @@ const TICK: Duration = Duration::from_millis(250);
 /// Time without a request after which a block is dropped.
 const IDLE_TIME: Duration = Duration::from_secs(5);
 
-/// Ticks without held memory after which free memory is returned to the system: fresh memory costs
+/// Number of ticks without reserved memory after which free memory is returned to the system. New memory costs
 /// more than keeping some for a while.
 const QUIET_TICKS: u32 = 20;
 
 /// Maximum number of blocks that are examined to find one to evict.
 const LOOKED_AT_MAX: usize = 128;
 
-/// Smallest budget: a few of the largest blocks.
+/// Smallest budget in bytes. It has room for a few of the largest blocks.
 pub const BUDGET_MIN: u64 = 16 << 20;
 
-/// Called once with the bytes of a read.
+/// The callback of a read. It is called once, with the bytes or the error.
 pub type Answer = Box<dyn FnOnce(std::result::Result<&[u8], &Error>) + Send>;
 
 /// The blocks of all open files of a mount.
@@ -67,28 +67,28 @@ struct CacheInner {
     budget: Budget,
     windows: GatherWindows,
     counters: Arc<Counters>,
-    /// Longest time that a read may wait for memory.
+    /// Maximum time that a read may wait for memory.
     timeout: Option<Duration>,
     started: Instant,
     next_file: AtomicU64,
     state: Mutex<State>,
-    /// Ticks since anything was held.
+    /// Number of ticks since memory was last reserved.
     quiet: AtomicU32,
     deadlines: Deadlines,
 }
 
 struct State {
     files: HashMap<u64, FileBlocks>,
-    /// Loaded blocks, by file and start, and when they were last requested.
+    /// Loaded blocks by file and start, with the time of the last request for each.
     idle: LruCache<(u64, u64), Instant>,
     /// Reads that wait for memory.
     queue: WaitQueue,
-    /// Reads without blocks that are under way.
+    /// Reads without blocks that are in progress.
     uncached: Vec<UncachedRead>,
     loading: Loading,
 }
 
-/// A read to be answered.
+/// A read that has to be answered.
 struct ReadRequest {
     file: Arc<CachedFile>,
     reader: u64,
@@ -97,7 +97,7 @@ struct ReadRequest {
     answer: Answer,
 }
 
-/// Bytes of a read that no block holds, and the plan and memory for reading them.
+/// A part of a read for which there is no block, with the plan and the memory to read it.
 struct Hole {
     start: u64,
     plan: BlockPlan,
@@ -105,13 +105,13 @@ struct Hole {
 }
 
 thread_local! {
-    /// Bytes from the kernel's page cache on their way to an answer.
+    /// Buffer for bytes that are copied from the kernel's page cache to an answer.
     static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Cache {
-    /// Creates a cache that reads with `engine` into memory of `budget`. A read that waits longer
-    /// than `timeout` for memory fails.
+    /// Creates a cache that reads with `engine` into memory of `budget`. A read fails if it waits for memory
+    /// for longer than `timeout`.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -160,10 +160,10 @@ impl Cache {
         })
     }
 
-    /// Reads bytes `range` of `file`, cut at its end. Never waits: `answer` is called on this
-    /// thread if the bytes are in memory, else on the thread that reads the last of them. It must
-    /// not wait for another read. `reader` identifies the open handle of the file, because each
-    /// handle may read the tensors in its own order.
+    /// Reads the bytes `range` of `file`, as far as the file has them. Never waits. `answer` is called on this
+    /// thread if the bytes are in memory, and otherwise on the thread that reads the last of them. It must not
+    /// wait for another read. `reader` identifies the open handle of the file, because each handle may read the
+    /// tensors in another order.
     pub fn read(&self, file: &Arc<CachedFile>, reader: u64, range: Range<u64>, answer: Answer) {
         let inner = &self.0;
         inner.counters.reads.add(1);
@@ -185,7 +185,7 @@ impl Cache {
         }
     }
 
-    /// The memory bound and the memory in use, in bytes.
+    /// The limit of the memory and the memory in use, in bytes.
     pub fn memory(&self) -> (u64, u64) {
         (self.0.budget.limit(), self.0.budget.used())
     }
@@ -203,13 +203,13 @@ impl CacheInner {
         u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// Maximum memory for readahead; the rest is for waiting readers.
+    /// Maximum number of bytes for readahead. The rest is for reads of waiting readers.
     fn ahead_max(&self) -> u64 {
         self.budget.limit() / 4 * 3
     }
 
-    /// Answers a read whose bytes are in the kernel's page cache. Otherwise returns it and the
-    /// reads of sources that it takes.
+    /// Answers a read if its bytes are in the kernel's page cache. Otherwise returns the read, and its plan if
+    /// one was made.
     fn answer_from_page_cache(
         &self,
         request: ReadRequest,
@@ -241,7 +241,7 @@ impl CacheInner {
         })
     }
 
-    /// Counts and calls the answer of a read.
+    /// Answers a read and counts it.
     fn answer(&self, request: ReadRequest, outcome: std::result::Result<&[u8], &Error>) {
         match outcome {
             Ok(bytes) => {
@@ -253,8 +253,8 @@ impl CacheInner {
         (request.answer)(outcome);
     }
 
-    /// Answers a read, or lets it wait for blocks that are being read. Returns the read if it has
-    /// to wait in the queue. `plan` are its reads of sources, if they are known.
+    /// Answers a read, or makes it wait for blocks that are being read. Returns the read if it has to wait in
+    /// the queue. `plan` is its plan, if there is one.
     fn admit(
         self: &Arc<Self>,
         request: ReadRequest,
@@ -296,12 +296,11 @@ impl CacheInner {
         None
     }
 
-    /// Drops blocks in `range` that were read before one of their sources changed, as far as that
-    /// is known without waiting. They are read again, which fails, so that old bytes do not hide
-    /// the change.
+    /// Drops blocks in `range` if one of their sources has changed since, as far as that is known without
+    /// waiting. The blocks are read again, which fails. So old bytes do not hide the change.
     ///
-    /// Thousands of shards may have a part in a block, so they are looked at without the lock.
-    /// Bytes that are read meanwhile are checked when they come.
+    /// A block may have parts of thousands of shards, so these checks are made without the lock. Bytes that are
+    /// read meanwhile are checked when they arrive.
     fn drop_outdated(&self, file: &CachedFile, range: &Range<u64>) {
         let ready = self.state.lock().of(file).ready(range);
         for (start, bytes, sources) in ready {
@@ -314,9 +313,8 @@ impl CacheInner {
         }
     }
 
-    /// Returns the blocks and holes that cover `range`, and for each hole, by its start, the reads
-    /// that fill it: `known` ones of the whole range, or new ones. They are planned without the lock,
-    /// until nothing has changed meanwhile.
+    /// Returns the blocks and holes that cover `range`, and the plan of each hole by its start. `known` is a plan for
+    /// the whole range. Other plans are made without the lock, until the holes have not changed meanwhile.
     fn plan(
         &self,
         file: &CachedFile,
@@ -339,8 +337,8 @@ impl CacheInner {
         }
     }
 
-    /// Notes which blocks a read takes its bytes from. Also returns whether one of them is still
-    /// being read ahead.
+    /// Registers the blocks that a read takes its bytes from. Also returns whether one of them is still being
+    /// read ahead.
     fn wait_for(
         &self,
         state: &mut State,
@@ -369,7 +367,7 @@ impl CacheInner {
             };
             let within = (part.start - start) as usize..(part.end - start) as usize;
             let Some(block) = file.blocks.get_mut(&start) else {
-                // The block was evicted for another part of this read.
+                // An earlier part of this read has removed the block.
                 this.pieces.push(ReadPiece { block: there, within });
                 continue;
             };
@@ -395,7 +393,7 @@ impl CacheInner {
             };
             if ready.is_some() {
                 if block.asked >= block.end - start {
-                    // The kernel caches the bytes that it was given, so they are not kept twice.
+                    // The kernel has cached the bytes that it got, so the block is not kept as well.
                     file.blocks.remove(&start);
                     idle.pop(&(id, start));
                 } else {
@@ -412,7 +410,7 @@ impl CacheInner {
         (pending, late)
     }
 
-    /// Answers a read whose pieces are complete.
+    /// Answers a read whose pieces are all loaded.
     fn finish(&self, pending: &Mutex<Pending>) {
         let mut this = pending.lock();
         let Some(request) = this.request.take() else { return };
@@ -497,7 +495,7 @@ impl CacheInner {
         if let Err(error) = outcome {
             tracing::debug!("{error}");
         }
-        // Its memory is freed for waiting reads.
+        // This frees the memory of the block for waiting reads.
         drop(loaded);
         self.pump();
     }
@@ -532,7 +530,7 @@ impl CacheInner {
         }
     }
 
-    /// Reserves memory for a read, or returns why it has to wait.
+    /// Reserves memory for a read, or returns the reason why it has to wait.
     fn reserve_in_turn(
         &self,
         state: &mut State,
@@ -548,7 +546,7 @@ impl CacheInner {
         self.reserve(state, plan.memory()).ok_or(WaitReason::Memory)
     }
 
-    /// Reserves `need` bytes of memory, and evicts loaded blocks for them if necessary.
+    /// Reserves `need` bytes of memory. If necessary, evicts loaded blocks.
     fn reserve(&self, state: &mut State, need: u64) -> Option<Reservation> {
         loop {
             if let Some(reservation) = self.budget.try_reserve(need) {
@@ -573,8 +571,8 @@ impl CacheInner {
         }
     }
 
-    /// Evicts a block without requests for `age`, if there is one among the oldest. Blocks that
-    /// were read ahead stay longer while their file is read.
+    /// Evicts one of the oldest blocks, if one was not requested for `age`. Blocks that were read ahead stay
+    /// longer while their file is being read.
     fn evict_stale(&self, state: &mut State, age: Duration) -> bool {
         let State { files, idle, .. } = state;
         let is_stale = |(&(id, start), since): (&(u64, u64), &Instant)| {
@@ -589,8 +587,8 @@ impl CacheInner {
         true
     }
 
-    /// Drops the blocks in `range` without planned bytes. Blocks that are being read are dropped
-    /// once they are loaded.
+    /// Drops the blocks in `range` that contain no planned bytes. Blocks that are being read are dropped when
+    /// they are loaded.
     fn leave(&self, state: &mut State, file: &CachedFile, range: &Range<u64>) {
         let State { files, idle, .. } = state;
         let Some(blocks) = files.get_mut(&file.id).map(|file| &mut file.blocks) else { return };
@@ -600,7 +598,7 @@ impl CacheInner {
         let planner = file.planner.lock();
         for (&start, block) in blocks.range_mut(first.unwrap_or(range.start)..range.end) {
             match &block.data {
-                // Another reader may still need the other part of the block.
+                // Another reader may still need another part of the block.
                 _ if planner.is_planned(&(start..block.end)) => {}
                 Data::Ready(..) => dropped.push(start),
                 Data::Loading { waiters, .. } => block.left = waiters.is_empty(),
@@ -630,14 +628,14 @@ impl CacheInner {
         self.deadlines.added();
     }
 
-    /// Admits reads that wait for memory, if some is free now.
+    /// Admits waiting reads, if memory is free now.
     fn pump(self: &Arc<Self>) {
         let mut index = 0;
         while self.budget.used() < self.budget.limit() {
             let Some(request) = self.state.lock().queue.take(index) else { return };
             match self.admit(request, None) {
                 None => self.counters.reads_queued_now.sub(1),
-                // A read of another source may fit.
+                // A read of another source may still be admitted.
                 Some(waiting) => {
                     self.state.lock().queue.insert(waiting);
                     index += 1;
@@ -646,8 +644,8 @@ impl CacheInner {
         }
     }
 
-    /// Fails reads that have waited too long for memory, and evicts idle blocks. Returns whether
-    /// further ticks are needed.
+    /// Answers reads that have waited too long for memory with an error, and evicts idle blocks. Returns
+    /// whether further ticks are needed.
     fn tick(self: &Arc<Self>) -> bool {
         let mut late = Vec::new();
         let mut state = self.state.lock();

@@ -1,7 +1,7 @@
-//! Writes what a mount shows as real files, which appear whole under their names, or not at all.
+//! Writes the content of a mount as real files. A file appears complete under its name, or not at all.
 //!
-//! `Copier::write_file` writes one file, `Copier::write_folder` a tree of them (`Outline`). Both take
-//! a bounded amount of memory, however large the tensors are.
+//! `Copier::write_file` writes one file, and `Copier::write_folder` writes a tree of files (`Outline`). Both
+//! use a bounded amount of memory, however large the tensors are.
 
 mod contents;
 mod copy;
@@ -38,23 +38,23 @@ use crate::source::{CopyMode, Source};
 /// Length in bytes of the blocks that stat(2) counts.
 const STAT_BLOCK_LEN: u64 = 512;
 
-/// How files are written.
+/// Options for writing files.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WriteOptions {
-    /// Existing files are replaced.
+    /// Whether existing files are replaced.
     pub replace: bool,
-    /// The files are read back from the disk and compared.
+    /// Whether the files are read back from the disk and compared.
     pub verify: bool,
-    /// Other weight files may lie beside the new ones.
+    /// Whether other weight files may be in the folders of the new ones.
     pub beside_others: bool,
 }
 
-/// A file that is written.
+/// The content of a new file.
 #[derive(Clone, Copy)]
 pub enum NewFile<'a> {
     /// All bytes of a reader.
     Bytes(&'a Reader),
-    /// Tensors with the hashes that a tensorizer file has.
+    /// Tensors, as a tensorizer file with the hashes of the format.
     Tensorizer(&'a TensorizerFile),
 }
 
@@ -75,15 +75,15 @@ impl NewFile<'_> {
 }
 
 impl Copier {
-    /// Writes `content` to a new file `target`. `watch.bytes` gets no bytes of a tensorizer file, which is
-    /// not written in order.
+    /// Writes `content` to a new file `target`. `watch.bytes` gets no bytes of a tensorizer file, because such
+    /// a file is not written in order.
     ///
-    /// Only users who may read all sources and the replaced file may read the new file. Where this succeeds,
-    /// `target` was that file, whatever other processes do.
+    /// Only users who can read all sources and the replaced file can read the new file. If this succeeds, then
+    /// `target` was the new file at some moment, whatever other processes do.
     ///
     /// # Errors
-    /// Errors of the sources, of `watch` and of the file system, and `Error::Usage` if `target` exists
-    /// and is not to be replaced. After an error nothing is left of the file.
+    /// Errors of the sources, of `watch` and of the file system. `Error::Usage` if `target` exists and shall
+    /// not be replaced. After an error nothing remains of the new file.
     pub fn write_file(
         &self,
         content: NewFile<'_>,
@@ -108,7 +108,7 @@ impl Copier {
             source.check()?;
         }
         if let Some(there) = there {
-            // The replaced file had this mode, whatever the umask is now.
+            // The replaced file had this mode, so the present umask is not applied.
             mode.set(partial.file(), there.mode()).map_err(failed)?;
             partial.file().sync_all().map_err(failed)?;
         }
@@ -133,11 +133,11 @@ impl Copier {
     }
 }
 
-/// The regular file at `target` that a new file will replace. The link to the new file checks again.
+/// The regular file at `target` that the new file will replace. This is checked again when the new file gets its name.
 ///
 /// # Errors
-/// `Error::Usage` if `target` exists and is not to be replaced, and an I/O error if it is neither a file
-/// nor a link that can be replaced.
+/// `Error::Usage` if `target` exists and shall not be replaced, or if it is neither a file nor a link that can
+/// be replaced.
 fn replaceable(target: &Path, replace: bool) -> Result<Option<Metadata>> {
     let Ok(there) = std::fs::symlink_metadata(target) else { return Ok(None) };
     if !replace && !there.is_dir() {
@@ -153,23 +153,23 @@ fn replaceable(target: &Path, replace: bool) -> Result<Option<Metadata>> {
     Ok(Some(there).filter(Metadata::is_file))
 }
 
-/// A new file whose bytes come from memory. It appears whole under its name, or not at all.
+/// A new file whose bytes come from memory. It appears complete under its name, or not at all.
 #[derive(Debug)]
 pub struct MemoryFile {
     target: PathBuf,
     replace: bool,
     partial: TemporaryFile,
-    /// The same file, for writing.
+    /// The same file, for writes.
     writer: UnalignedTarget,
     /// The mode of the replaced file.
     mode: Option<u32>,
 }
 
 impl MemoryFile {
-    /// Begins the file `target`. `replace`: in place of a file of that name, whose mode it takes.
+    /// Begins the file `target`. If `replace` is true, it replaces an existing file and gets that file's mode.
     ///
     /// # Errors
-    /// Errors of the file system, and `Error::Usage` if `target` exists and is not to be replaced.
+    /// Errors of the file system. `Error::Usage` if `target` exists and shall not be replaced.
     pub fn create(target: &Path, replace: bool) -> Result<MemoryFile> {
         let mode = replaceable(target, replace)?.map(|there| there.mode() & 0o7777);
         let failed = |e| Error::io(target, "write", e);
@@ -179,17 +179,17 @@ impl MemoryFile {
         Ok(MemoryFile { target: target.to_owned(), replace, partial, writer, mode })
     }
 
-    /// Its later name.
+    /// The name that the file will get.
     pub fn target(&self) -> &Path {
         &self.target
     }
 
-    /// The file, for writing.
+    /// The file, for writes.
     pub fn writer(&self) -> &dyn WriteAt {
         &self.writer
     }
 
-    /// Reserves the space of `len` bytes, so that a full disk is reported at once.
+    /// Reserves space for `len` bytes, so that a full disk is reported at once.
     ///
     /// # Errors
     /// Errors of the file system.
@@ -200,10 +200,10 @@ impl MemoryFile {
         reserved.map_err(|e| Error::io(&self.target, "write", e))
     }
 
-    /// Gives the file its name, once the disk has it.
+    /// Gives the file its name, after its bytes have reached the disk.
     ///
     /// # Errors
-    /// Errors of the file system, and `Error::Usage` if the name is taken. Nothing is left then.
+    /// Errors of the file system. `Error::Usage` if the name exists. Nothing remains of the file then.
     pub fn publish(mut self) -> Result<()> {
         let MemoryFile { target, replace, partial, mode, .. } = &mut self;
         let set = mode.map(|mode| partial.file().set_permissions(Permissions::from_mode(mode)));
@@ -213,7 +213,7 @@ impl MemoryFile {
     }
 }
 
-/// A file that is not to be replaced.
+/// The error if a file exists and shall not be replaced.
 fn taken(target: &Path) -> Error {
     let target = shown_path(target);
     Error::usage(format!(
@@ -222,14 +222,14 @@ fn taken(target: &Path) -> Error {
     ))
 }
 
-/// Something that cannot be replaced whatever is asked for.
+/// The error if something exists that can never be replaced.
 fn in_the_way(target: &Path, what: &str) -> Error {
     let target = shown_path(target);
     Error::usage(format!("{target}: {what}; remove it, or write somewhere else"))
 }
 
-/// The outcome of giving a file or folder its name, which another program may have taken since this
-/// run looked.
+/// Converts the result of giving a file or folder its name. Another program may have taken the name since the
+/// last check.
 fn named(target: &Path, outcome: io::Result<()>) -> Result<()> {
     outcome.map_err(|e| {
         if e.kind() != io::ErrorKind::AlreadyExists {
@@ -241,10 +241,10 @@ fn named(target: &Path, outcome: io::Result<()>) -> Result<()> {
     })
 }
 
-/// Refuses to write `len` bytes if the file system of `folder` says that it has not so much space.
+/// Refuses to write `len` bytes if the file system of `folder` reports less free space.
 fn check_space(folder: &Path, target: &Path, len: u64) -> Result<()> {
     let Ok(stat) = statvfs(folder) else { return Ok(()) };
-    // Some file systems do not count.
+    // Some file systems report no sizes.
     if stat.blocks() == 0 {
         return Ok(());
     }

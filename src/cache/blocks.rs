@@ -1,4 +1,4 @@
-//! The blocks of one file, by offset, and the blocks and holes of a range.
+//! The blocks of one file by offset, and the blocks and holes of a range.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,29 +21,29 @@ pub(super) struct FileBlocks {
     pub(super) last_read: Instant,
 }
 
-/// Some bytes of a file.
+/// A block: consecutive bytes of a file.
 pub(super) struct CachedBlock {
     pub(super) end: u64,
     /// Number of its bytes that were requested.
     pub(super) asked: u64,
-    /// Whether it is read ahead, not for a waiting reader.
+    /// Whether the block is being read or was read ahead, and not for a waiting reader.
     pub(super) ahead: bool,
-    /// Whether its reader went elsewhere before the block was loaded.
+    /// Whether its reader went to another place before the block was loaded.
     pub(super) left: bool,
     pub(super) data: Data,
 }
 
 pub(super) enum Data {
-    /// Being read.
+    /// The block is being read.
     Loading { waiters: Vec<Waiter>, tickets: Vec<Ticket> },
-    /// Loaded from these sources.
+    /// The block was loaded from these sources.
     Ready(Arc<Block>, Arc<[Arc<Source>]>),
 }
 
-/// The start of a block, its bytes, and the sources that they were read from.
+/// The start of a loaded block, its bytes, and its sources.
 pub(super) type Ready = (u64, Arc<Block>, Arc<[Arc<Source>]>);
 
-/// A read whose piece number `piece` waits for a block.
+/// A read that waits for a block, and the number of its piece that comes from the block.
 pub(super) struct Waiter {
     pub(super) pending: Arc<Mutex<Pending>>,
     pub(super) piece: usize,
@@ -57,23 +57,23 @@ pub(super) struct Pending {
     pub(super) left: usize,
 }
 
-/// A part of a read: bytes `within` of a block.
+/// A part of a read: the bytes `within` of a block.
 pub(super) struct ReadPiece {
     pub(super) block: Option<Arc<Block>>,
     pub(super) within: Range<usize>,
 }
 
-/// A part of a range: a block that holds it, or a hole.
+/// A part of a range: a block that contains it, or a hole.
 pub(super) enum Cover {
-    /// A block: its start, the part, and the block's bytes if they are loaded, because it may be
+    /// The start of a block and the part. Also the bytes of the block if it is loaded, because it may be
     /// dropped meanwhile.
     CachedBlock(u64, Range<u64>, Option<Arc<Block>>),
-    /// A part that no block covers, and the range of the block to be made.
+    /// A part that no block covers, and the range of the block that has to be read for it.
     Hole(Range<u64>, Range<u64>),
 }
 
 impl Cover {
-    /// The bytes of the block that is to be made for a part that no block covers.
+    /// For a hole, the range of the block that has to be read.
     pub(super) fn hole(&self) -> Option<&Range<u64>> {
         match self {
             Cover::Hole(_, block) => Some(block),
@@ -87,7 +87,7 @@ impl FileBlocks {
         FileBlocks { blocks: BTreeMap::new(), planner, last_read: Instant::now() }
     }
 
-    /// End of the first block that holds bytes of `range`, if one does.
+    /// End of the first block that overlaps `range`, if there is one.
     pub(super) fn end_of_overlap(&self, range: &Range<u64>) -> Option<u64> {
         let before = self
             .blocks
@@ -98,7 +98,7 @@ impl FileBlocks {
         found.map(|(_, block)| block.end)
     }
 
-    /// Like `end_of_overlap`, and keeps that block because it is expected to be requested.
+    /// Like `end_of_overlap`. Also keeps this block from being dropped, because a request for it is expected.
     pub(super) fn want(&mut self, range: &Range<u64>) -> Option<u64> {
         let over = self.end_of_overlap(range)?;
         if let Some((_, block)) = self.blocks.range_mut(..over).next_back() {
@@ -107,7 +107,7 @@ impl FileBlocks {
         Some(over)
     }
 
-    /// The loaded blocks that hold bytes of `range`, by start.
+    /// The loaded blocks that overlap `range`, in ascending order.
     pub(super) fn ready(&self, range: &Range<u64>) -> Vec<Ready> {
         let before = self.blocks.range(..=range.start).next_back();
         let first = before.map_or(range.start, |(start, _)| *start);
@@ -118,15 +118,15 @@ impl FileBlocks {
         self.blocks.range(first..range.end).filter_map(ready).collect()
     }
 
-    /// Drops the block at `start` if it is the one with these bytes. Returns whether it was.
+    /// Drops the block at `start` if it is loaded and has these bytes. Returns whether it did.
     pub(super) fn remove_ready(&mut self, start: u64, bytes: &Arc<Block>) -> bool {
         let is =
             |block: &CachedBlock| matches!(&block.data, Data::Ready(b, _) if Arc::ptr_eq(b, bytes));
         self.blocks.get(&start).is_some_and(is) && self.blocks.remove(&start).is_some()
     }
 
-    /// The blocks that hold bytes of `range`, and the holes between them, in order. A block for a
-    /// hole has the bytes that `widen` returns for it, as far as no other block has them.
+    /// The blocks that overlap `range` and the holes between them, in order. `widen` returns the range of the
+    /// block for a hole. That range is cut at neighbouring blocks.
     pub(super) fn covers(
         &self,
         range: &Range<u64>,

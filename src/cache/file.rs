@@ -10,7 +10,7 @@ use crate::reader::Reader;
 use crate::source::release_unpinned;
 use crate::sync::Mutex;
 
-/// An open file whose reads go through a cache. Its blocks are dropped with it.
+/// An open file whose reads go through a cache. When it is dropped, its blocks are dropped.
 pub struct CachedFile {
     pub(super) id: u64,
     pub(super) reader: Reader,
@@ -21,7 +21,7 @@ pub struct CachedFile {
     pub(super) on_storm: Option<OnStorm>,
 }
 
-/// Called with a file and the range of a tensor that is requested page by page; must not wait.
+/// Called with a file and the range of a tensor that is requested page by page. Must not wait.
 pub type OnStorm = Box<dyn Fn(&Arc<CachedFile>, Range<u64>) + Send + Sync>;
 
 impl CachedFile {
@@ -42,7 +42,7 @@ impl Drop for CachedFile {
                 }
             }
         }
-        // Read-ahead may have opened the sources again after their last pin was gone.
+        // Readahead may have opened the sources again after their last pin was removed.
         release_unpinned(self.reader.sources());
     }
 }

@@ -1,4 +1,4 @@
-//! Bytes under way by source: no source may take all the memory.
+//! Bytes that are being read, by source. The limit keeps one source from taking all the memory.
 
 use std::sync::Arc;
 
@@ -6,13 +6,13 @@ use crate::io::{PerSourceLimiter, SourceKey};
 use crate::reader::BlockPlan;
 use crate::source::Source;
 
-/// Bytes under way, by source; its reads keep the source alive.
+/// Number of bytes that are being read, by source. The reads keep their sources alive.
 #[derive(Default)]
 pub(super) struct Loading(PerSourceLimiter<SourceKey>);
 
 impl Loading {
-    /// The first source of `plan` that has more than half of `limit` bytes under way already,
-    /// with those of the plan: a source that stalls must leave memory to the others.
+    /// The first source of `plan` that would have more than half of `limit` bytes in progress with this plan,
+    /// and has some in progress already. This leaves memory for other sources if one stalls.
     pub(super) fn refusing(&self, plan: &BlockPlan, limit: u64) -> Option<SourceKey> {
         let mut sources = plan.sources().map(|(source, len)| (SourceKey::of(source), len));
         let refusing = sources.find(|(source, len)| {

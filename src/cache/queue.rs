@@ -1,4 +1,4 @@
-//! Reads that wait for memory, and their order.
+//! The queue of reads that wait for memory.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -7,10 +7,10 @@ use super::ReadRequest;
 use crate::io::SourceKey;
 use crate::reader::BlockPlan;
 
-/// Waiting time up to which newer reads that need less may overtake a read.
+/// Waiting time up to which newer reads may overtake a read if they need less memory.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The reads, oldest first.
+/// The waiting reads, the oldest first.
 #[derive(Default)]
 pub(super) struct WaitQueue(VecDeque<QueuedRead>);
 
@@ -20,14 +20,14 @@ pub(super) struct QueuedRead {
     pub(super) reason: WaitReason,
 }
 
-/// Why a read has to wait.
+/// The reason why a read has to wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WaitReason {
     /// Too little memory is free for the read.
     Memory,
-    /// This source has too many bytes under way.
+    /// Too many bytes of this source are being read already.
     SourceQuota(SourceKey),
-    /// Other reads go first.
+    /// Other reads have precedence.
     Fairness,
 }
 
@@ -36,13 +36,13 @@ impl WaitQueue {
         self.0.is_empty()
     }
 
-    /// Inserts a read at its place by age.
+    /// Inserts a read at the position that corresponds to its age.
     pub(super) fn insert(&mut self, waiting: QueuedRead) {
         let place = self.0.partition_point(|other| other.request.since <= waiting.request.since);
         self.0.insert(place, waiting);
     }
 
-    /// Removes the read at `place`.
+    /// Removes the read at position `place`.
     pub(super) fn take(&mut self, place: usize) -> Option<ReadRequest> {
         self.0.remove(place).map(|waiting| waiting.request)
     }
@@ -53,16 +53,16 @@ impl WaitQueue {
         self.0.front().is_some_and(is_overdue).then(|| self.take(0)).flatten()
     }
 
-    /// Whether a read that arrived at `since`, and takes memory for `plan`, has to wait so that it
-    /// does not starve an older one.
+    /// Whether a read that arrived at `since` and needs memory for `plan` has to wait, because it could starve
+    /// an older one.
     pub(super) fn holds_back(&self, since: Instant, plan: &BlockPlan) -> bool {
         let mut older = self.0.iter().take_while(|waiting| waiting.request.since < since);
         older.any(|QueuedRead { request, reason }| {
             let waits = request.since.elapsed();
             waits >= PATIENCE
                 && match reason {
-                    // The order alternates every second, so that other reads progress even if a
-                    // stalled source keeps its memory for long.
+                    // The precedence alternates every second. So other reads progress even if a stalled source
+                    // holds memory for long.
                     WaitReason::Memory => waits.as_secs() % 2 == 1,
                     WaitReason::SourceQuota(of) => {
                         plan.sources().any(|(source, _)| SourceKey::of(source) == *of)
@@ -72,7 +72,7 @@ impl WaitQueue {
         })
     }
 
-    /// Makes the oldest read one that has waited for `waits`.
+    /// Makes the oldest read look as if it had waited for `waits`.
     #[cfg(test)]
     pub(super) fn age_oldest(&mut self, waits: Duration) {
         if let Some(waiting) = self.0.front_mut() {

@@ -1,4 +1,4 @@
-//! Readahead: reads the ranges that a file's planner returns, as far as memory allows.
+//! Readahead: reads the ranges that the planner of a file returns, as far as memory allows.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,18 +9,19 @@ use super::{CacheInner, CachedFile, Hole, State};
 use crate::io::{Priority, Reservation};
 use crate::prefetch::{Advice, Request, StreamId};
 
-/// Time without reads of a file after which its blocks that were read ahead may be evicted.
+/// Time without reads of a file after which its read-ahead blocks may be evicted.
 const STALE_TIME: Duration = Duration::from_secs(2);
 
-/// Where and why reading a range ahead stops.
+/// The place and the reason of the end of a readahead.
 struct Refused {
-    /// The first offset that is not read.
+    /// The first offset that was not read.
     from: u64,
-    /// Whether the reason is that enough of its source is under way; otherwise memory is short.
+    /// Whether the reason is that enough bytes of the source are being read already. Otherwise there is too
+    /// little memory.
     is_put_off: bool,
 }
 
-/// Reading ahead in one file.
+/// The readahead of one file.
 #[derive(Clone, Copy)]
 pub(super) struct Readahead<'a> {
     pub(super) cache: &'a Arc<CacheInner>,
@@ -28,7 +29,7 @@ pub(super) struct Readahead<'a> {
 }
 
 impl Readahead<'_> {
-    /// Notices if a tensor in the source's page cache is requested page by page.
+    /// Detects that a tensor in the page cache is requested page by page.
     pub(super) fn watch_storm(self, range: Range<u64>) {
         let Readahead { cache, file } = self;
         let Some(on_storm) = &file.on_storm else { return };
@@ -42,8 +43,7 @@ impl Readahead<'_> {
     /// Reads ahead the ranges that are likely to be requested next.
     pub(super) fn look_ahead(self, reader: u64, range: &Range<u64>, late: bool) {
         let Readahead { cache, file } = self;
-        // The orders are sorted before the planner is locked, because other reads wait for its
-        // lock.
+        // The orders are sorted before the planner is locked, because other reads wait for that lock.
         file.reader.sort_orders();
         let request = Request { range: range.clone(), reader, late, now: cache.now() };
         let most = cache.ahead_max();
@@ -77,18 +77,18 @@ impl Readahead<'_> {
         }
     }
 
-    /// Reads `range` ahead, as far as possible.
+    /// Reads `range` ahead, up to the limits.
     fn read(self, stream: StreamId, range: Range<u64>) -> Result<(), Refused> {
         let Readahead { cache, file } = self;
         let mut offset = range.start;
         while offset < range.end {
             if file.reader.gathers_far(offset..range.end) {
-                // Each part of such a tensor takes all of its bytes.
+                // Each block of such a tensor would take all bytes of the tensor.
                 return Ok(());
             }
             let mut plan = file.reader.plan_first_block(offset..range.end);
             let end = offset + plan.len();
-            // The read itself copies these bytes from the page cache, with one copy less.
+            // A regular read copies these bytes directly from the page cache, with one copy less.
             if plan.is_cached(&cache.engine) {
                 offset = end;
                 continue;
@@ -99,7 +99,7 @@ impl Readahead<'_> {
                 offset = over;
                 continue;
             }
-            // If enough of the source is under way, memory is not the limit.
+            // If enough bytes of the source are being read already, memory is not the limit.
             let is_put_off = state.loading.refusing(&plan, cache.ahead_max()).is_some();
             let may = state.queue.is_empty() && !is_put_off;
             let reservation = may
@@ -118,8 +118,8 @@ impl Readahead<'_> {
         Ok(())
     }
 
-    /// Reserves `need` bytes for readahead. If necessary, evicts blocks that were read ahead of
-    /// readers that went elsewhere, and blocks without recent requests.
+    /// Reserves `need` bytes for readahead. If necessary, evicts blocks whose readers went to another place,
+    /// and blocks without recent requests.
     fn reserve(self, state: &mut State, stream: StreamId, need: u64) -> Option<Reservation> {
         let Readahead { cache, file } = self;
         let others = cache.ahead_max().checked_sub(need)?;

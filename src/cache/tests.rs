@@ -1,4 +1,4 @@
-//! Tests of the cache in states that take time or luck to come about.
+//! Tests of the cache in states that otherwise need time or luck to occur.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,7 +11,7 @@ use crate::io::{Buffer, DirectIo, Settings};
 
 const MIB: u64 = 1 << 20;
 
-/// Longest wait for anything that must happen.
+/// Maximum wait for events that must happen.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Fixture {
@@ -21,7 +21,7 @@ struct Fixture {
     counters: Arc<Counters>,
 }
 
-/// A cache of 16 MiB whose reads take memory, whatever the kernel has cached.
+/// A cache of 16 MiB. Its reads take memory even if the kernel has their bytes in the page cache.
 fn fixture() -> Fixture {
     let counters = Arc::new(Counters::default());
     let settings = Settings { direct: DirectIo::Always, ..Settings::default() };
@@ -32,7 +32,7 @@ fn fixture() -> Fixture {
 }
 
 impl Fixture {
-    /// Creates a file of `mib` MiB, each filled with its own number.
+    /// Creates a file of `mib` MiB. The bytes of each MiB are its number.
     fn file(&self, name: &str, mib: u8) -> Arc<CachedFile> {
         let path = self.folder.path().canonicalize().unwrap().join(name);
         let bytes: Vec<u8> = (0..mib).flat_map(|n| vec![n; MIB as usize]).collect();
@@ -40,7 +40,7 @@ impl Fixture {
         self.cache.open(Reader::whole(Source::open(&path).unwrap()), None)
     }
 
-    /// Begins a read, whose answer arrives at the receiver.
+    /// Begins a read. Its answer arrives at the receiver.
     fn read(&self, file: &Arc<CachedFile>, range: Range<u64>) -> Receiver<Vec<u8>> {
         let (send, receive) = channel();
         let answer = move |outcome: std::result::Result<&[u8], &Error>| {
@@ -54,7 +54,7 @@ impl Fixture {
         self.cache.0.state.lock()
     }
 
-    /// Puts the MiB at `start` of a file into the cache, as if it had been read ahead at `since`.
+    /// Adds the MiB at `start` of a file to the cache, as if it had been read ahead at `since`.
     fn put(&self, file: &Arc<CachedFile>, start: u64, since: Instant) {
         let buffer = Buffer::new(MIB as usize, self.budget.try_reserve(MIB).unwrap());
         let sources = file.reader.sources().into();
@@ -67,7 +67,7 @@ impl Fixture {
     }
 }
 
-// Blocks without further requests once left no memory for readahead until they were dropped.
+// An earlier version had a bug: blocks without further requests left no memory for readahead until they were dropped.
 #[test]
 fn what_nobody_asks_for_any_more_makes_way_for_what_is_read_ahead() {
     let now = Instant::now();
@@ -91,7 +91,7 @@ fn left(fixture: &Fixture, file: &Arc<CachedFile>, range: Range<u64>) -> Vec<u64
     state.of(file).blocks.keys().copied().take_while(|&start| start < 4 * MIB).collect()
 }
 
-// Blocks with a requested page once stayed when their reader went elsewhere.
+// An earlier version had a bug: blocks with a requested page stayed when their reader went to another place.
 #[test]
 fn the_rest_of_a_block_that_is_left_goes_with_it_and_no_block_before_it() {
     let fixture = fixture();
@@ -111,7 +111,8 @@ fn plan_two_of_three(fixture: &Fixture, file: &Arc<CachedFile>) {
     assert_eq!(advice.ahead.unwrap().1.first(), Some(&(MIB..3 * MIB)));
 }
 
-// A block was once dropped if its last part was left and its first part had been requested in part.
+// An earlier version had a bug: a block was dropped if its reader left its last part and had requested only a
+// part of its first.
 #[test]
 fn a_block_stays_that_another_reader_still_needs_a_part_of() {
     let fixture = fixture();
@@ -125,8 +126,8 @@ fn a_block_stays_that_another_reader_still_needs_a_part_of() {
     assert_eq!(left(&fixture, &file, MIB + MIB / 2..end), [3 * MIB]);
 }
 
-// The planner once took evicted blocks for held until their stream was gone, and did not plan them
-// again.
+// An earlier version had a bug: the planner took evicted blocks for loaded until their stream ended, and did
+// not plan them again.
 #[test]
 fn the_planner_learns_of_blocks_that_make_way_before_anybody_has_asked_for_them() {
     let fixture = fixture();
@@ -137,9 +138,8 @@ fn the_planner_learns_of_blocks_that_make_way_before_anybody_has_asked_for_them(
     assert!(!is_planned(MIB..2 * MIB) && is_planned(2 * MIB..3 * MIB));
 }
 
-/// Reads pages of `file`, one after the other, until one has to wait in the queue behind the
-/// read that stands there, which is kept from growing older than a second. Returns the receiver of
-/// the waiting read.
+/// Reads pages of `file` one after another until one has to wait in the queue behind the read that waits there.
+/// That read is kept from getting older than a second. Returns the receiver of the read that has to wait.
 fn read_until_one_waits(fixture: &Fixture, file: &Arc<CachedFile>) -> Receiver<Vec<u8>> {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -153,7 +153,7 @@ fn read_until_one_waits(fixture: &Fixture, file: &Arc<CachedFile>) -> Receiver<V
     }
 }
 
-// A read of half of the memory was overtaken by small ones until its deadline.
+// An earlier version had a bug: small reads overtook a read of half of the memory until its deadline.
 #[test]
 fn a_read_that_waits_long_for_much_memory_is_no_longer_overtaken_by_small_ones() {
     let fixture = fixture();
@@ -184,7 +184,7 @@ fn a_read_that_waits_long_for_its_source_holds_back_others_of_that_one_only() {
     assert_eq!(second.recv_timeout(PATIENCE).unwrap(), [8; 4096]);
 }
 
-// A source that stalled once took all four of these reads, and left none to other sources.
+// An earlier version had a bug: a stalled source took all four of these reads, and left none to other sources.
 #[test]
 fn reads_without_blocks_of_one_source_leave_room_for_those_of_another() {
     let fixture = fixture();
@@ -202,7 +202,7 @@ fn reads_without_blocks_of_one_source_leave_room_for_those_of_another() {
     assert!(is_taken(&other) && !is_taken(&other));
 }
 
-/// Records for each line of the log whether the cache was locked while it was written.
+/// Records for each line of the log whether the cache was locked while the line was written.
 struct Log {
     cache: Cache,
     locked: Arc<Mutex<Vec<bool>>>,
@@ -214,7 +214,7 @@ impl tracing::Subscriber for Log {
     }
 
     fn event(&self, _: &tracing::Event<'_>) {
-        // Other threads lock it, too, but never for long.
+        // Other threads lock the cache too, but never for long.
         let end = Instant::now() + Duration::from_secs(5);
         let mut locked = true;
         while locked && Instant::now() < end {
@@ -233,8 +233,8 @@ impl tracing::Subscriber for Log {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-// All sources of a block, perhaps thousands, were once checked while other reads waited for the
-// lock.
+// An earlier version had a bug: all sources of a block, perhaps thousands, were checked while other reads
+// waited for the lock.
 #[test]
 fn whether_a_source_has_changed_is_looked_at_without_the_lock() {
     let fixture = fixture();

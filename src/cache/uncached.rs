@@ -1,6 +1,6 @@
-//! Reads without blocks, each on a thread of its own: reads that need too much memory because they
-//! are large, or because thousands of shards have a part in them. Only a few run at a time, with a
-//! deadline like all others.
+//! Reads without blocks, each on a thread of its own. They need too much memory for blocks, because they are
+//! large or because thousands of shards have a part in them. Only a few of them run at a time. They have a
+//! deadline like all reads.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -10,24 +10,24 @@ use super::{CacheInner, ReadRequest, State, too_late};
 use crate::io::SourceKey;
 use crate::sync::{Mutex, MutexGuard};
 
-/// Maximum number of such reads, including those whose thread still waits for the source after the
-/// answer.
+/// Maximum number of such reads. A read that was answered with an error counts until its thread no longer waits
+/// for the source.
 const UNCACHED_MAX: usize = 4;
 
-/// Maximum number of them that begin in one source, so that one that stalls leaves room for others.
+/// Maximum number of such reads whose first byte is in the same source. So a source that stalls leaves some to others.
 const UNCACHED_OF_SOURCE_MAX: usize = 3;
 
-/// A read whose thread has not ended.
+/// A read without blocks whose thread has not ended.
 #[derive(Clone)]
 pub(super) struct UncachedRead {
-    /// `None` once it is answered.
+    /// `None` once the read is answered.
     request: Arc<Mutex<Option<ReadRequest>>>,
-    /// The source of its first bytes.
+    /// The source of the first byte.
     source: Option<SourceKey>,
 }
 
 impl UncachedRead {
-    /// Takes a read in among `others`, or returns it if there are too many, or too many of its source.
+    /// Adds a read to `others`. Returns it if there are too many reads in total, or of its source.
     pub(super) fn take_in(
         others: &mut Vec<UncachedRead>,
         request: ReadRequest,
@@ -42,7 +42,7 @@ impl UncachedRead {
         Ok(read)
     }
 
-    /// Takes a read in and starts its thread. Returns the read if there are too many.
+    /// Begins a read and starts its thread. Returns the read if there are too many.
     pub(super) fn begin(
         cache: &Arc<CacheInner>,
         mut state: MutexGuard<'_, State>,
@@ -59,7 +59,7 @@ impl UncachedRead {
         cache.deadlines.added();
         let (of, this) = (cache.clone(), self.clone());
         let read = move || this.carry_out(&of);
-        // If no thread can be started, the read is dropped, which answers it with an error.
+        // If no thread can be started, the read is dropped, and the drop answers it with an error.
         if let Err(e) = std::thread::Builder::new().name("read".to_owned()).spawn(read) {
             tracing::error!("cannot start a thread: {e}");
             self.strike_out(cache);
@@ -77,7 +77,7 @@ impl UncachedRead {
             let read = || cache.windows.read_at(&file.reader, range.start, &mut bytes);
             let outcome = catch_unwind(AssertUnwindSafe(read));
             let request = self.request.lock().take();
-            // After a panic the read is dropped, which answers it with an error.
+            // After a panic, the read is dropped, and the drop answers it with an error.
             if let (Some(request), Ok(outcome)) = (request, outcome) {
                 cache.answer(request, outcome.as_ref().map(|_| bytes.as_slice()));
             }
@@ -90,7 +90,7 @@ impl UncachedRead {
         cache.state.lock().uncached.retain(|other| !Arc::ptr_eq(&other.request, &self.request));
     }
 
-    /// Fails the read if it is overdue.
+    /// Answers the read with an error if it is overdue.
     pub(super) fn expire(&self, cache: &CacheInner) {
         let Some(timeout) = cache.timeout else { return };
         let late = self.request.lock().take_if(|request| request.since.elapsed() >= timeout);

@@ -1,4 +1,4 @@
-//! Hashes of the bytes of tensors, which are recorded or read.
+//! Hashes of the bytes of tensors. They come from records, or from reads of the tensors.
 
 use std::ops::Range;
 use std::path::Path;
@@ -15,30 +15,30 @@ use crate::sweep::{RANGE_MAX, Sweep};
 use crate::verify::Recorded;
 use crate::view::FileSpec;
 
-/// Bytes that a thread reads at a time, unless one tensor is longer.
+/// Maximum number of bytes that a thread reads at a time.
 const STEP_LEN: u64 = RANGE_MAX;
 
-/// The hash of each `CHUNK_LEN` of a tensor.
+/// The hash of each chunk of `CHUNK_LEN` bytes of a tensor.
 pub type TensorDigests = Vec<Digest>;
 
-/// The contents of the tensors of a checkpoint.
+/// Access to the hashes of the tensors of a checkpoint.
 pub struct Contents {
     checkpoint: Arc<Checkpoint>,
-    /// Checksums of all shards as they are now; `None` if they are not recorded, or if a shard is
+    /// Recorded checksums of all shards in their present versions. `None` if there are none, or if a shard is
     /// encrypted.
     recorded: Option<Recorded>,
 }
 
-/// Neighbours in the merged file that are read together.
+/// Consecutive bytes of the merged file that are read together.
 struct ReadStep {
     range: Range<u64>,
-    /// Positions in the list of wanted tensors and their ranges.
+    /// Parts of tensors: the position in the list of requested tensors, and the range in the file.
     parts: Vec<(usize, Range<u64>)>,
 }
 
 impl Contents {
-    /// The contents of `checkpoint`, with the checksums in the folder `store`. Checksums of encrypted
-    /// shards are those of the stored bytes, which differ with each encryption, so they are left out.
+    /// The hashes for `checkpoint`, with recorded checksums from the folder `store`. Checksums of encrypted
+    /// shards are not used. They are those of the stored bytes, which differ with each encryption.
     pub fn new(checkpoint: &Arc<Checkpoint>, store: Option<&Path>) -> Contents {
         let recorded = Recorded::load(store, &checkpoint.directory);
         let is_plain = !checkpoint.sources().iter().any(|source| source.is_encrypted());
@@ -51,9 +51,9 @@ impl Contents {
         self.recorded.is_some()
     }
 
-    /// The recorded hashes of a tensor. `None` if they are not recorded, as those of zeros that no
-    /// shard holds, or if the tensor lies in several pieces or is cast: the hashes of the pieces are
-    /// not those of its bytes then.
+    /// The recorded hashes of a tensor. `None` if there are none, for example for zeros that no shard contains.
+    /// Also `None` if the tensor has several pieces or is cast, because the hashes of the pieces are then not
+    /// those of its bytes.
     pub fn recorded(&self, tensor: &Tensor<'_>) -> Option<TensorDigests> {
         if tensor.len == 0 {
             return Some(Vec::new());
@@ -73,8 +73,8 @@ impl Contents {
         (whole && piece.is_contiguous()).then(|| sums.digests_of(piece.range).collect())
     }
 
-    /// Reads the tensors at `positions` of the catalog, and hashes them. `progress` is called with
-    /// numbers of bytes; its error ends the work.
+    /// Reads and hashes the tensors at `positions` of the catalog. `progress` is called with numbers of bytes.
+    /// An error of `progress` ends the work.
     ///
     /// # Errors
     /// Errors of the sources and of `progress`.
@@ -117,12 +117,12 @@ impl Contents {
     }
 }
 
-/// Reads the tensor at `position` of the catalog of `checkpoint`, and passes its bytes on in order, in
-/// bounded memory. An error of `pass` ends the work.
+/// Reads the tensor at `position` of the catalog of `checkpoint`, and passes its bytes to `pass` in order. The
+/// memory is bounded. An error of `pass` ends the work.
 ///
 /// # Errors
-/// Errors of the sources and of `pass`. A shard that has changed meanwhile is one too, after all bytes
-/// were passed on.
+/// Errors of the sources and of `pass`. A shard that has changed meanwhile is an error too. It is reported
+/// after all bytes were passed.
 pub fn read_tensor(
     checkpoint: &Arc<Checkpoint>,
     sweep: &Sweep,
@@ -143,8 +143,8 @@ pub fn read_tensor(
     reader.sources().iter().try_for_each(|source| source.check())
 }
 
-/// The reads for tensors that lie at `ranges` of a file: neighbours together, long ones in parts,
-/// each a multiple of `CHUNK_LEN`.
+/// The reads for tensors at these `ranges` of a file. Adjacent tensors are read together. Long ones are read in
+/// parts, each of which is a multiple of `CHUNK_LEN`.
 fn steps(ranges: impl Iterator<Item = Range<u64>>) -> Vec<ReadStep> {
     let mut ordered: Vec<(usize, Range<u64>)> = ranges.enumerate().collect();
     ordered.retain(|(_, range)| !range.is_empty());

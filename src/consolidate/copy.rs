@@ -1,5 +1,4 @@
-//! Copies the bytes of a reader to a new file: reads by the engine, writes on several threads,
-//! bounded memory.
+//! Copies the bytes of a reader to a new file. The engine reads, several threads write, and the memory is bounded.
 
 use std::fs::File;
 use std::ops::Range;
@@ -17,21 +16,20 @@ use crate::io::{Buffer, Settings};
 use crate::reader::Reader;
 use crate::sweep::{RANGE_MAX, Sweep};
 
-/// Bytes that a thread reads and writes at a time, if the page cache takes the writes.
+/// Number of bytes that a thread reads and writes at a time if writes go to the page cache.
 const CACHED_WINDOW_LEN: u64 = 512 << 10;
 
-/// Bytes that a thread reads and writes at a time past the page cache.
+/// Number of bytes that a thread reads and writes at a time if writes go past the page cache.
 const DIRECT_WINDOW_LEN: u64 = RANGE_MAX;
 
-/// Gets all bytes of a file in order.
+/// A callback that gets all bytes of a file in order.
 pub type OnBytes<'a> = &'a mut dyn FnMut(&[u8]);
 
-/// Receives the progress and the bytes of a copy.
+/// Callbacks for the progress and the bytes of a copy.
 pub struct Watch<'a> {
-    /// Called in turn with the number of bytes that were written or read back. Its error ends the
-    /// work.
+    /// Called with numbers of bytes that were written or read back. An error of it ends the work.
     pub progress: &'a mut dyn FnMut(u64) -> Result<()>,
-    /// Called with the bytes of each window in turn.
+    /// Called with the bytes of each window in order.
     pub bytes: Option<OnBytes<'a>>,
 }
 
@@ -41,38 +39,39 @@ pub struct Copier {
     reused: AtomicU64,
 }
 
-/// Where a new file is written.
+/// The place of a new file.
 #[derive(Clone, Copy)]
 pub(super) struct NewPlace<'a> {
     pub(super) file: &'a File,
-    /// The folder that has the file.
+    /// The folder that contains the file.
     pub(super) folder: &'a Path,
     /// The name of the file in errors.
     pub(super) shown: &'a Path,
 }
 
-/// A window that was written.
+/// A range of a file that was written at a time.
 struct Window {
-    /// Its bytes, if they are passed on.
+    /// The bytes, if there is a callback for them.
     bytes: Option<Buffer>,
     range: Range<u64>,
-    /// The hash of its bytes, if they are read back or recorded.
+    /// The hash of the bytes, if they will be read back or recorded in a journal.
     digest: Option<Digest>,
 }
 
 impl Copier {
-    /// A copier that reads by `settings`.
+    /// A copier that reads with `settings`.
     pub fn new(settings: Settings) -> Copier {
         let sweep = Sweep::for_readers(settings, tensor_writer::THREADS);
         Copier { sweep, reused: AtomicU64::new(0) }
     }
 
-    /// Ends waits for a source once it is set. The progress of a copy has to fail then as well.
+    /// A flag that ends waits for a source when it is set. The `progress` callback has to return an error then
+    /// as well.
     pub fn stopped(&self) -> Arc<AtomicBool> {
         self.sweep.stopped()
     }
 
-    /// Bytes that a killed run had written, and that were there still.
+    /// Number of bytes from a killed run that were still there and were not written again.
     pub fn reused(&self) -> u64 {
         self.reused.load(Ordering::Relaxed)
     }
@@ -81,13 +80,12 @@ impl Copier {
         self.reused.fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Writes all bytes of `reader` to the file at `place`, and waits until the disk has them. `verify`:
-    /// reads them back and compares. With `part` it goes on where a killed run stopped, and keeps the
-    /// journal.
+    /// Writes all bytes of `reader` to the file at `place`, and waits until the disk has them. If `verify` is
+    /// true, reads them back and compares them. If there is a `part`, continues where a killed run has stopped,
+    /// and writes the journal.
     ///
     /// # Errors
-    /// Errors of the sources, of the file system and of `watch`, and an I/O error if other bytes
-    /// came back.
+    /// Errors of the sources, of the file system and of `watch`. An I/O error if other bytes are read back.
     pub(super) fn copy(
         &self,
         reader: &Reader,
@@ -105,7 +103,7 @@ impl Copier {
         let start = written.last().map_or(0, |last| last.range.end);
         self.add_reused(start);
         let target = Target::new(file, folder, reader.len()).map_err(failed)?;
-        // Each encrypted piece is decrypted for every window that has a part of it.
+        // Each encrypted piece is decrypted for every window that contains a part of it, so long windows are better.
         let is_long = target.is_direct() || reader.is_encrypted();
         let len = if is_long { DIRECT_WINDOW_LEN } else { CACHED_WINDOW_LEN };
         let windows = Windows { start, len, file_len: reader.len() };
@@ -148,7 +146,8 @@ impl Copier {
         self.sweep.in_order(written.len() as u64, &compare, &mut |len| (watch.progress)(len))
     }
 
-    /// The first of the ranges `recorded` that `file` has as they were written. `len` is the length that it will have.
+    /// Those of the ranges `recorded`, from the first one on, whose bytes in `file` have the recorded hash.
+    /// `len` is the length that the file will have.
     fn still_there(
         &self,
         mut recorded: Vec<WrittenRange>,
@@ -187,7 +186,7 @@ impl Copier {
     }
 }
 
-/// How the rest of a file is cut into windows.
+/// The division of the rest of a file into windows.
 struct Windows {
     start: u64,
     len: u64,

@@ -1,8 +1,8 @@
 //! Writes a tree of files into a folder.
 //!
-//! All files are written into a partial folder first. A new folder takes its name whole. The files of
-//! a folder that exists take their names one by one, once all of them are whole. A run that was killed
-//! leaves the partial folder, in which the next one goes on.
+//! All files are first written into a partial folder. A new folder then gets its name as a whole. If the folder
+//! exists, the files get their names one by one after all of them are complete. A killed run leaves the partial
+//! folder, and the next run continues in it.
 
 use std::collections::HashSet;
 use std::fs::{File, Metadata};
@@ -26,11 +26,11 @@ use crate::format::names::is_of_weights;
 use crate::hash::Digest;
 use crate::source::CopyMode;
 
-/// Name of the partial folder in a folder that exists.
+/// Name from which that of the partial folder is made, if the target folder exists.
 const INNER: &str = "tensorfs";
 
-/// Names in a partial folder: the files while they are written, by number, so that nobody takes them
-/// for whole ones; the folders and files under their names.
+/// Names in a partial folder. `PARTS` has the files while they are written, under numbers instead of their
+/// names, so that nobody takes them for complete ones. `TREE` has the folders and files under their names.
 const PARTS: &str = "parts";
 const TREE: &str = "tree";
 
@@ -38,29 +38,29 @@ const TREE: &str = "tree";
 #[derive(Clone, Copy)]
 struct TargetFolder<'a> {
     out: &'a Path,
-    /// Whether it was there before.
+    /// Whether the folder existed before.
     exists: bool,
 }
 
-/// A file to write among the parts.
+/// A file that is written among the parts.
 struct NewPart<'a> {
     file: &'a OutlineFile,
     /// Its number among the parts.
     number: usize,
-    /// Its later name.
+    /// The path that it will get.
     shown: &'a Path,
     /// The file that it replaces.
     replaced: Option<&'a Metadata>,
 }
 
 impl Copier {
-    /// Writes all folders and files of `outline` to the folder `out`, which is created if it does not
-    /// exist. Files of other names stay in it.
+    /// Writes all folders and files of `outline` to the folder `out`, which is created if necessary. Files with
+    /// other names stay in it.
     ///
     /// # Errors
-    /// Errors of the sources, of `watch` and of the file system; `Error::Usage` if a file exists and
-    /// is not to be replaced, if it is a file of the source, or if other weight files would lie beside
-    /// the new ones. After an error nothing new is left.
+    /// Errors of the sources, of `watch` and of the file system. `Error::Usage` if a file exists and shall not
+    /// be replaced, if it is a file of the source, or if other weight files are in the same folder as new ones.
+    /// After an error no new file remains.
     pub fn write_folder(
         &self,
         outline: &Outline,
@@ -81,7 +81,7 @@ impl Copier {
         let beside = partial_path(out);
         let mut left = None;
         if exists && std::fs::symlink_metadata(&beside).is_ok() {
-            // A process was killed: before the folder was made by another one, or after it took its name.
+            // A run was killed after its folder got its name, or before someone else created the folder.
             let failed = |e| Error::io(out, "write", e);
             let partial = PartialFolder::claim(&beside).map_err(failed)?;
             if Journal::is_of(&partial, job) {
@@ -101,14 +101,14 @@ impl Copier {
         let place = if exists { partial_path(&out.join(INNER)) } else { beside };
         let target = TargetFolder { out, exists };
         let done = self.write_at(outline, &place, job, target, options, watch);
-        // The user may remove the folder that was made meanwhile, and go on.
+        // The user may remove the folder that was created meanwhile, and continue.
         if let (Err(_), Some(left)) = (&done, &mut left) {
             left.keep();
         }
         done
     }
 
-    /// Writes the files by the partial folder at `place`.
+    /// Writes the files with the partial folder at `place`.
     fn write_at(
         &self,
         outline: &Outline,
@@ -167,11 +167,11 @@ impl Copier {
         (watch.progress)(len)
     }
 
-    /// Writes `file` to a new file `target`, as `write_file` does. Goes on where a killed run of the same
-    /// job stopped.
+    /// Writes `file` to a new file `target`, like `write_file`. Continues where a killed run of the same job
+    /// has stopped.
     ///
     /// # Errors
-    /// The errors of `write_file`. After a full disk the part that is written stays.
+    /// The errors of `write_file`. If the disk is full, the written part is kept.
     pub fn write_one(
         &self,
         file: &OutlineFile,
@@ -213,7 +213,7 @@ impl Copier {
             source.check()?;
         }
         if let Some(there) = there {
-            // The replaced file had this mode, whatever the umask is now.
+            // The replaced file had this mode, so the present umask is not applied.
             let mut mode = CopyMode::of(file.content.sources())?;
             mode.add(&there, target);
             mode.set(&new, there.mode()).map_err(failed)?;
@@ -226,7 +226,7 @@ impl Copier {
         named(target, published.and_then(|()| parent.sync_all()))
     }
 
-    /// Writes one file to its place among `parts`.
+    /// Writes one file among the parts.
     fn write_part(
         &self,
         new_part: NewPart<'_>,
@@ -268,15 +268,15 @@ impl Copier {
     }
 }
 
-/// Refuses to write into `out` if files there would be lost, or would be mixed with the new ones.
-/// Those that a killed run has made, and nobody has changed since, may be replaced.
+/// Refuses to write into `out` if files there would be lost, or mixed with the new ones. Files that a killed
+/// run has made, and that nobody has changed since, may be replaced.
 fn check_names(
     outline: &Outline,
     out: &Path,
     options: WriteOptions,
     journal: &Journal,
 ) -> Result<()> {
-    // They may have to be scanned, and are mostly not needed.
+    // The files of the source may have to be scanned, and mostly they are not needed.
     let mut source_files = None;
     for folder in outline.folders.iter().filter(|folder| folder.path != Path::new("")) {
         let there = out.join(&folder.path);
@@ -304,7 +304,7 @@ fn check_names(
     folders.iter().try_for_each(|folder| refuse_other_weights(folder, &new))
 }
 
-/// Refuses to replace what is at `there`, unless it is a file that may be replaced.
+/// Refuses to replace the object at `there`, unless it is a file that may be replaced.
 fn check_replaced(
     there: &Path,
     meta: &Metadata,
@@ -321,7 +321,7 @@ fn check_replaced(
     if may_replace { Ok(()) } else { Err(taken(there)) }
 }
 
-/// Refuses a folder with weight files that are not among the `new` ones.
+/// Refuses a folder with weight files that are not in `new`.
 fn refuse_other_weights(folder: &Path, new: &HashSet<PathBuf>) -> Result<()> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Ok(()) };
     let mut others = entries.filter_map(|entry| Some(entry.ok()?.path()));
@@ -335,19 +335,19 @@ fn refuse_other_weights(folder: &Path, new: &HashSet<PathBuf>) -> Result<()> {
     }
 }
 
-/// The place of file `number` in the partial folder.
+/// The path of file `number` in the partial folder.
 fn part(number: usize) -> PathBuf {
     Path::new(PARTS).join(number.to_string())
 }
 
-/// The files in a partial folder before they take their names.
+/// The files in a partial folder, before they get their names.
 struct Parts {
     partial: PartialFolder,
     journal: Journal,
 }
 
 impl Parts {
-    /// The parts of `job` in the folder `path`: those that a killed run left, or none.
+    /// The parts for `job` in the folder `path`: those of a killed run, or none.
     fn open(path: &Path, job: Digest) -> io::Result<Parts> {
         Parts::of(PartialFolder::claim(path)?, job)
     }
@@ -360,7 +360,7 @@ impl Parts {
         }
     }
 
-    /// Takes files back that a killed run had put under their names in a new folder.
+    /// Moves files back to the parts if a killed run has given them their names in the tree of a new folder.
     fn take_back(&self, outline: &Outline) -> io::Result<()> {
         let (ours, tree) = (self.partial.folder(), Path::new(TREE));
         if folder_below(ours, tree).is_err() {
@@ -372,7 +372,7 @@ impl Parts {
         self.partial.remove(tree)
     }
 
-    /// Bytes that the first `count` parts take on the disk.
+    /// Number of bytes that the first `count` parts take on the disk.
     fn space(&self, count: usize) -> u64 {
         let metas = (0..count).filter_map(|number| self.meta(number).ok());
         metas.map(|meta| (meta.blocks() * STAT_BLOCK_LEN).min(meta.len())).sum()
@@ -382,20 +382,20 @@ impl Parts {
         self.partial.open(&part(number))?.metadata()
     }
 
-    /// Whether a killed run of this job has given the part its name, `path`.
+    /// Whether a killed run of this job has moved the part to its name, `path`.
     fn is_done(&self, number: usize, path: &Path) -> bool {
         self.journal.is_named(number, path) && self.meta(number).is_err()
     }
 
-    /// Whether a killed run has made the file `path`, and nobody has changed it since.
+    /// Whether a killed run has made the file at `path`, and nobody has changed it since.
     fn has_made(&self, path: &Path) -> bool {
         std::fs::symlink_metadata(path).is_ok_and(|meta| self.journal.is_ours(&meta))
     }
 
-    /// Notes the first `count` parts as whole, before they take their names.
+    /// Records the first `count` parts as complete, before they get their names.
     fn note_whole(&mut self, count: usize) -> io::Result<()> {
         for number in 0..count {
-            // The parts that are missing have their names.
+            // Parts that are missing here have their names already.
             if let Ok(meta) = self.meta(number) {
                 self.journal.add_whole(number, &meta);
             }
@@ -403,8 +403,8 @@ impl Parts {
         self.journal.sync(&self.partial)
     }
 
-    /// Leaves the parts to a later run after a full disk, and says so; also those of a killed run after a
-    /// refusal.
+    /// Keeps the parts for a later run if the disk is full, and adds this to the error. Also keeps those of a
+    /// killed run if this run was refused.
     fn kept_after(&mut self, error: Error) -> Error {
         let kind = match &error {
             Error::Io { source, .. } => source.kind(),
@@ -428,7 +428,7 @@ impl Parts {
         Error::Io { uri, action, source: io::Error::new(kind, message) }
     }
 
-    /// Gives all files their names in a new folder, and that the name `out`, which no file has.
+    /// Gives all files their names in a new tree, and then gives the tree the name `out`, which must not exist.
     fn publish_whole(&self, outline: &Outline, out: &Path) -> Result<()> {
         let failed = |e: io::Error| Error::io(out, "write", e);
         let (ours, tree) = (self.partial.folder(), Path::new(TREE));
@@ -448,13 +448,13 @@ impl Parts {
         self.partial.parent().sync_all().map_err(failed)
     }
 
-    /// Moves all files to the folder `out`: weights last, so that
-    /// a program that finds the weights finds the other files too.
+    /// Moves all files to the folder `out`. Weights are moved last, so that a program that finds them also
+    /// finds the other files.
     fn publish_files(&self, outline: &Outline, out: &Path, replace: bool) -> Result<()> {
         let mut made = Vec::new();
         let published = self.move_files(outline, out, replace, &mut made);
         if published.is_err() {
-            // Replaced files cannot come back; new ones are removed.
+            // Replaced files cannot be restored, but new ones are removed.
             for (path, kind) in made.into_iter().rev() {
                 let folder = folder_below(self.partial.parent(), folder_of(path));
                 let _ = folder.map(|folder| unlinkat(&folder, name_of(path), kind));
@@ -494,8 +494,8 @@ impl Parts {
         Ok(())
     }
 
-    /// Makes the folders that `out` does not have. Each is found without links, which another user may
-    /// put there.
+    /// Creates the folders that `out` does not have. Each is opened without following links, which another user
+    /// may have put there.
     fn make_folders<'a>(
         &self,
         outline: &'a Outline,
@@ -517,7 +517,7 @@ impl Parts {
         Ok(())
     }
 
-    /// Gives file `number` its name `to`. The folder is found without links.
+    /// Moves file `number` to its name `to`. The folder is opened without following links.
     fn move_file(&self, number: usize, file: &OutlineFile, to: &Path, replace: bool) -> Result<()> {
         let failed = |e| Error::io(to, "write", e);
         let folder = folder_below(self.partial.parent(), folder_of(&file.path)).map_err(failed)?;
@@ -526,7 +526,7 @@ impl Parts {
     }
 }
 
-/// `path` below `root`, without the slash that joining an empty path adds.
+/// `path` below `root`, without the slash that `join` adds for an empty path.
 fn in_tree(root: &Path, path: &Path) -> PathBuf {
     if path.as_os_str().is_empty() { root.to_owned() } else { root.join(path) }
 }
@@ -547,7 +547,7 @@ mod tests {
         Outline::of(&Tree::scan(source, &OpenOptions::default()).unwrap()).unwrap()
     }
 
-    /// Leaves the parts of a run that was killed after the first `count` files had their names in `out`.
+    /// Leaves the parts of a run that was killed after the first `count` files got their names in `out`.
     fn kill_after(
         count: usize,
         copier: &Copier,
@@ -589,7 +589,7 @@ mod tests {
             let out = home.path().join(count.to_string());
             std::fs::create_dir(&out).unwrap();
             kill_after(count, &copier, &outline, &out, &mut |_| Ok(()));
-            // The user changes a file that has its name already, or makes one that has it not.
+            // The user changes a file that has its name already, or makes a file with a name that is still free.
             let mine = out.join(&outline.files[count.saturating_sub(1)].path);
             let theirs = std::fs::read(&mine).ok();
             std::fs::write(&mine, "mine").unwrap();
@@ -608,7 +608,7 @@ mod tests {
                 assert!(bytes(&out) == bytes(&good), "{count}: {}", file.path.display());
             }
             assert!(!partial_path(&out.join(INNER)).exists());
-            // Without the journal of that run they are files of the user.
+            // Without the journal of that run, the files count as files of the user.
             assert!(write(&out, &outline).is_err());
         }
     }
@@ -668,7 +668,7 @@ mod tests {
         }
         copier.write_folder(&outline, &out, options, &mut watch).unwrap();
         assert!(copier.reused() > 0 && !partial_path(&out).exists());
-        // A folder that takes the files removes what is left of the run.
+        // A folder with these files exists, so the next run removes what is left of the killed one.
         let mut parts = Parts::open(&partial_path(&out), outline.job().unwrap()).unwrap();
         parts.partial.keep();
         drop(parts);

@@ -1,9 +1,11 @@
-//! The ranges that a run has written, so that the next run to the same place goes on where it was killed.
+//! The journal of a run: the ranges that it has written. The next run to the same place continues where this
+//! one was killed.
 //!
-//! The journal is a text in the partial folder. Its first line names the job: the versions of all
-//! sources, the bytes that are made of them, and this program. Each range that was written follows with its
-//! hash. A later run of the same job reads the ranges back and compares them: bytes that did not reach the disk are
-//! written again. A run of another job ignores the journal, and starts from the beginning.
+//! The journal is a text file in the partial folder. Its first line identifies the job: the versions of all
+//! sources, the resulting bytes, and this program. A line for each written range follows, with its hash. A
+//! later run of the same job reads the ranges back and compares them. Bytes that did not reach the disk are
+//! written again. A run of another job empties the folder and starts from the beginning. It only takes over the
+//! list of complete files, which it may replace.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, Metadata};
@@ -16,23 +18,23 @@ use super::tensor_writer::WrittenRange;
 use crate::atomic_file::PartialFolder;
 use crate::hash::Digest;
 
-/// Its name in the partial folder.
+/// Name of the journal in the partial folder.
 const NAME: &str = "journal";
 
-/// A file that is made to see the rights of a new file.
+/// A file that is created to learn the permissions of a new file.
 const PROBE: &str = "rights";
 
-/// Begins the first line. The number changes with the form of the journal and of the partial folder.
+/// Start of the first line. The number changes with the format of the journal and of the partial folder.
 const START: &str = "tensorfs consolidate 1";
 
-/// How much work a loss of power may cost.
+/// Maximum time between two syncs, which is the work that a power failure can cost.
 const SYNC_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Tells a finished file from all others, also from itself after a change of its bytes: device, inode, length, and
+/// Identifies a finished file, and changes when its bytes change. It consists of device, inode, length, and
 /// time of the last change in seconds and nanoseconds.
 type Stamp = [u64; 5];
 
-/// A part that is written, and its journal.
+/// A part that is being written, and its journal.
 pub(super) struct RecordedPart<'a> {
     pub(super) partial: &'a PartialFolder,
     pub(super) journal: &'a mut Journal,
@@ -40,12 +42,12 @@ pub(super) struct RecordedPart<'a> {
 }
 
 impl RecordedPart<'_> {
-    /// The ranges that are written, from the first byte on.
+    /// The ranges that were written, from the first byte on without gaps.
     pub(super) fn written(&self) -> Vec<WrittenRange> {
         self.journal.written.get(&self.number).cloned().unwrap_or_default()
     }
 
-    /// Opens the part at `place` if ranges of it are written, else makes it anew.
+    /// Opens the part at `place` if ranges of it were written. Otherwise creates it anew.
     ///
     /// # Errors
     /// The errors of the file system.
@@ -53,7 +55,7 @@ impl RecordedPart<'_> {
         if !self.written().is_empty()
             && let Ok(file) = self.partial.open(place)
         {
-            // The rights that a new file would have: an earlier run may have had another umask.
+            // The permissions of a new file, because the earlier run may have had another umask.
             let probe = Path::new(PROBE);
             self.partial.remove(probe)?;
             let rights = self.partial.create(probe, mode)?.metadata()?.permissions();
@@ -66,10 +68,10 @@ impl RecordedPart<'_> {
         self.partial.create(place, mode)
     }
 
-    /// Notes that a range of `file`, which is the part, is written.
+    /// Records that a range of the part, which is open as `file`, was written.
     ///
     /// # Errors
-    /// If the disk does not take the bytes.
+    /// If the bytes cannot be synced to the disk.
     pub(super) fn add(&mut self, file: &File, written: WrittenRange) -> io::Result<()> {
         let WrittenRange { range, digest } = &written;
         let number = self.number;
@@ -83,23 +85,23 @@ impl RecordedPart<'_> {
     }
 }
 
-/// The journal of a job.
+/// The journal of one job.
 pub(super) struct Journal {
-    /// `None` once it could not be written: the job goes on without.
+    /// `None` after the journal could not be written. The job continues without it.
     file: Option<File>,
-    /// The ranges of each part that are written, from the first byte on.
+    /// The written ranges of each part, from the first byte on without gaps.
     written: HashMap<usize, Vec<WrittenRange>>,
-    /// The parts that were whole before they took their names.
+    /// The parts that were complete before they got their names.
     whole: HashMap<usize, Stamp>,
-    /// Files of earlier runs that were killed while files took their names.
+    /// Files of earlier runs that were killed while files got their names.
     earlier: HashSet<Stamp>,
-    /// Whether an earlier run has left it.
+    /// Whether an earlier run has left the journal.
     pub(super) is_continued: bool,
     synced: Instant,
 }
 
 impl Journal {
-    /// Whether `partial` has the journal of `job`.
+    /// Whether the journal in `partial` is that of `job`.
     pub(super) fn is_of(partial: &PartialFolder, job: Digest) -> bool {
         let first = format!("{START} {job}\n");
         let mut begin = vec![0; first.len()];
@@ -107,7 +109,7 @@ impl Journal {
         read.is_ok() && begin == first.as_bytes()
     }
 
-    /// Opens the journal of `job` in `partial`. If `partial` is of another job, empties it.
+    /// Opens the journal of `job` in `partial`. If it is that of another job, `partial` is emptied.
     ///
     /// # Errors
     /// The errors of the file system.
@@ -125,7 +127,7 @@ impl Journal {
             journal.is_continued = true;
             let mut bytes = Vec::new();
             file.read_to_end(&mut bytes)?;
-            // A line that a loss of power has cut or filled with zeros ends the journal.
+            // A line that a power failure has cut off or filled with zeros ends the journal.
             let mut len = 0;
             let mut is_same = false;
             for line in bytes.split_inclusive(|&byte| byte == b'\n') {
@@ -156,7 +158,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Takes one line. `None` if it is damaged.
+    /// Reads one line. `None` if it is damaged.
     fn read_line(&mut self, line: &str) -> Option<()> {
         let mut parts = line.split(' ');
         let kind = parts.next()?;
@@ -180,7 +182,7 @@ impl Journal {
         Some(())
     }
 
-    /// A range takes the place of those from its first byte on, which did not reach the disk.
+    /// Adds a range. It replaces all ranges that end after its start, because their bytes did not reach the disk.
     fn note(&mut self, part: usize, written: WrittenRange) {
         let ranges = self.written.entry(part).or_default();
         ranges.retain(|earlier| earlier.range.end <= written.range.start);
@@ -197,7 +199,7 @@ impl Journal {
         }
     }
 
-    /// Whether a later run would find anything.
+    /// Whether a later run would find written ranges.
     pub(super) fn has_progress(&self) -> bool {
         self.file.is_some() && self.written.values().any(|ranges| !ranges.is_empty())
     }
@@ -212,20 +214,20 @@ impl Journal {
         Ok(())
     }
 
-    /// Notes that `part` is whole, and will take its name.
+    /// Records that `part` is complete, before it gets its name.
     pub(super) fn add_whole(&mut self, part: usize, meta: &Metadata) {
         let stamp = stamp_of(meta);
         self.add_line(&format!("whole {part}{}", numbers(&stamp)));
         self.note_whole(part, stamp);
     }
 
-    /// A part that is written again, as to verify it, may have a file with its name from a killed run.
+    /// If a part is written again, for example to verify it, a file from a killed run may still have its name.
     fn note_whole(&mut self, part: usize, stamp: Stamp) {
         let before = self.whole.insert(part, stamp).filter(|before| *before != stamp);
         self.earlier.extend(before);
     }
 
-    /// Whether the file at `path` is `part`, as a killed run of this job has named it.
+    /// Whether the file at `path` is `part`, to which a killed run of this job has given its name.
     pub(super) fn is_named(&self, part: usize, path: &Path) -> bool {
         let there = std::fs::symlink_metadata(path);
         there.is_ok_and(|meta| self.whole.get(&part) == Some(&stamp_of(&meta)))
@@ -287,7 +289,7 @@ mod tests {
             assert!(journal.is_ours(&meta) && journal.is_continued);
             assert_eq!(std::fs::read(&path).unwrap(), text);
         }
-        // A range that is written again takes the place of those behind it.
+        // A range that is written again replaces those after it.
         let mut journal = Journal::open(&partial, job).unwrap();
         RecordedPart { partial: &partial, journal: &mut journal, number: 0 }
             .add(&file, range(10, 15))
@@ -302,7 +304,7 @@ mod tests {
                 journal.written.is_empty() && journal.whole.is_empty() && journal.is_ours(&meta)
             );
         }
-        // Nothing is left of the first job but the files that it had made.
+        // Only the files that the first job had completed are still known.
         assert!(ends(&Journal::open(&partial, job).unwrap(), 0).is_empty());
     }
 }

@@ -19,16 +19,16 @@ use crate::source::{Source, read_text};
 use crate::version::Version;
 use crate::view::FileSpec;
 
-/// The bytes of a file.
+/// The content of a file.
 #[derive(Clone, Debug)]
 pub enum OutlineContent {
-    /// Tensors of a checkpoint behind one header.
+    /// Tensors of a checkpoint after one header.
     Virtual(VirtualFile),
-    /// Tensors of a checkpoint as a tensorizer file.
+    /// Tensors of a checkpoint, as a tensorizer file.
     Tensorizer(TensorizerFile),
-    /// A file of the source as it is.
+    /// A file of the source, unchanged.
     Whole(Arc<Source>),
-    /// Text made for the view, and the sources that it is made of.
+    /// Text that is made for the view, and the sources from which it is made.
     Text(Arc<[u8]>, Arc<[Arc<Source>]>),
 }
 
@@ -46,8 +46,8 @@ impl OutlineContent {
         })
     }
 
-    /// A reader of the bytes; `None` for text and for tensorizer files, whose hashes are not known
-    /// before they are written.
+    /// A reader of the bytes. `None` for text, and for tensorizer files, whose hashes are known only when they
+    /// are written.
     ///
     /// # Errors
     /// The errors of `Reader::open`.
@@ -75,12 +75,12 @@ impl OutlineContent {
 pub struct OutlineFile {
     /// Path below the root.
     pub path: PathBuf,
-    /// Its bytes.
+    /// The content of the file.
     pub content: OutlineContent,
 }
 
 impl OutlineFile {
-    /// Whether it holds weights, or says which file does.
+    /// Whether the file contains weights, or says which files do.
     pub fn is_weights(&self) -> bool {
         matches!(self.content, OutlineContent::Virtual(_)) || names::is_of_weights(&self.path)
     }
@@ -91,11 +91,11 @@ impl OutlineFile {
 pub struct OutlineFolder {
     /// Path below the root.
     pub path: PathBuf,
-    /// Permission bits of the folder of the source.
+    /// Permission bits of the source folder.
     pub mode: u32,
 }
 
-/// The folders and files that a mount of a source shows, parents before children.
+/// The folders and files that a mount of a source shows. Parents come before their children.
 #[derive(Clone, Debug, Default)]
 pub struct Outline {
     /// The folders, the root first.
@@ -106,12 +106,12 @@ pub struct Outline {
     pub checkpoints: Vec<Arc<Checkpoint>>,
     /// Notes on unusual but valid input, a line each.
     pub notes: Vec<String>,
-    /// The files that were found beside those that are shown.
+    /// All files that the scan of the source has found.
     pub source_files: SourceFiles,
 }
 
 impl Outline {
-    /// Names the job of writing it: equal only if every byte is.
+    /// A hash that identifies the job of writing this outline. It is equal only if all written bytes are.
     ///
     /// # Errors
     /// The errors of `VirtualFile::summary`.
@@ -146,11 +146,11 @@ impl Outline {
         Ok(hasher.finish())
     }
 
-    /// Proves everything in `tree`.
+    /// Proves all checkpoints in `tree`.
     ///
     /// # Errors
-    /// The first refusal, `Error::Usage` if there is no checkpoint, and a refusal of a source of
-    /// which the scan left out parts.
+    /// The first refusal of a checkpoint. `Error::Usage` if there is no checkpoint. Also a refusal if the scan
+    /// has left out parts of the source.
     pub fn of(tree: &Tree) -> Result<Outline> {
         if let Some(summary) = tree.left_out.summary().filter(|_| tree.left_out.is_partial()) {
             return Err(incomplete_source_error(&tree.source, summary));
@@ -186,11 +186,11 @@ impl Outline {
         Ok(outline)
     }
 
-    /// The tensors of `checkpoint` in files by number, with the names and the weight map that torch's
-    /// consolidation gives them, and nothing else.
+    /// The tensors of `checkpoint` in numbered files. The file names and the weight map are those that the
+    /// consolidation of torch makes. There are no other files.
     ///
     /// # Errors
-    /// `Error::Usage` if `numbers` lacks a tensor, names one that is not there, or has the number 0.
+    /// `Error::Usage` if `numbers` lacks a tensor, names one that does not exist, or contains the number 0.
     pub fn numbered(
         checkpoint: &Arc<Checkpoint>,
         numbers: &BTreeMap<String, u64>,
@@ -235,7 +235,7 @@ impl Outline {
         Ok(outline)
     }
 
-    /// Adds the files of a folder; returns their number.
+    /// Adds the files of a folder. Returns their number.
     fn add(&mut self, tree: &Tree, id: FolderId, proved: &Proved) -> Result<usize> {
         for set in &proved.sets {
             match &set.outcome {
@@ -277,7 +277,7 @@ impl Outline {
         Ok(count)
     }
 
-    /// Bytes of all files, at most `u64::MAX`.
+    /// Total length of all files in bytes, or `u64::MAX` if it is more.
     ///
     /// # Errors
     /// The errors of `OutlineContent::len_bytes`.
@@ -286,10 +286,10 @@ impl Outline {
         lens.try_fold(0, |sum, len| Ok(u64::saturating_add(sum, len?)))
     }
 
-    /// The file that has all tensors of the one checkpoint.
+    /// The file that contains all tensors of the only checkpoint.
     ///
     /// # Errors
-    /// `Error::Refused` if the view shows several checkpoints, or one as several files.
+    /// `Error::Refused` if the view shows several checkpoints, or one checkpoint as several files.
     pub fn single(&self, source: &Path) -> Result<&OutlineFile> {
         let weights: Vec<&OutlineFile> =
             self.files.iter().filter(|file| self.has_tensors(file)).collect();
@@ -309,14 +309,14 @@ impl Outline {
         }
     }
 
-    /// The one file to write if `out` is the name of a weights file, with all tensors and in the format
-    /// of that name. `None` if `out` is a folder. Errors name `source`.
+    /// The only file to write, if `out` is the name of a weights file. It contains all tensors, in the format
+    /// of the name. `None` if `out` is a folder. `source` is the name of the source in errors.
     ///
     /// # Errors
-    /// `Error::Usage` if the view shows a file in another format. `Error::Refused` if it shows several
-    /// files of weights, if `out` is a file of the source, or if a tensorizer file cannot hold a tensor.
+    /// `Error::Usage` if the view shows a file in another format. `Error::Refused` if it shows several weight
+    /// files, if `out` is a file of the source, or if a tensorizer file cannot store a tensor.
     pub fn file_at(&self, out: &Path, source: &Path) -> Result<Option<OutlineFile>> {
-        // The suffix counts, also of a name that is not UTF-8.
+        // Only the suffix matters, even if the name is not UTF-8.
         let name = out.file_name().unwrap_or_default().to_string_lossy();
         let named = match OutputFormat::of_name(&name) {
             Some(format) => InputFormat::from(format),
@@ -332,7 +332,7 @@ impl Outline {
         }
         let shown = self.single(source)?;
         let (found, virtual_format) = self.formats_of(shown)?;
-        // A tensorizer file takes the place of the file that is shown without an option.
+        // A tensorizer file is made in place of the file that the view shows by default.
         let is_made = named == InputFormat::Tensorizer && found == InputFormat::Safetensors;
         if found != named && !is_made {
             let advice = if found != virtual_format {
@@ -358,8 +358,8 @@ impl Outline {
         Ok(Some(file))
     }
 
-    /// The format of `file`, which has all tensors, and that of virtual files. They differ if the view
-    /// shows the files of the source.
+    /// The format of `file`, which contains all tensors, and the format of virtual files. They differ if the
+    /// view shows the files of the source.
     fn formats_of(&self, file: &OutlineFile) -> Result<(InputFormat, InputFormat)> {
         if let OutlineContent::Virtual(file) = &file.content {
             let format = file.spec().format.into();
@@ -372,8 +372,8 @@ impl Outline {
         Ok((checkpoint.format_of(shard), checkpoint.format.into()))
     }
 
-    /// The checkpoint and the number of the shard that `file` shows as it is. Several weight maps may name
-    /// one shard: the first checkpoint counts.
+    /// The checkpoint and the number of the shard that `file` shows unchanged. If several weight maps name the
+    /// same shard, the first checkpoint is returned.
     fn shard_of(&self, file: &OutlineFile) -> Result<(&Arc<Checkpoint>, usize)> {
         let OutlineContent::Whole(source) = &file.content else {
             return Err(Error::internal("a file that is made is no shard"));
@@ -391,10 +391,10 @@ impl Outline {
         Ok(self.source_files.with_origin()?.with(shown.map(|source| source.path())))
     }
 
-    /// The tensors of `file`, which has all of them, as a tensorizer file.
+    /// The tensors of `file`, which contains all of them, as a tensorizer file.
     fn tensorizer_file(&self, file: &OutlineFile) -> Result<TensorizerFile> {
         let OutlineContent::Virtual(file) = &file.content else {
-            // A file that is shown as it is has the tensors of its checkpoint.
+            // A file that is shown unchanged contains the tensors of its checkpoint.
             let (checkpoint, _) = self.shard_of(file)?;
             let spec = FileSpec::single(&checkpoint.name, OutputFormat::default());
             return TensorizerFile::new(checkpoint, &spec, None);
@@ -414,7 +414,7 @@ impl Outline {
     }
 }
 
-/// The shards and the weight map that the weight map `name` of `folder` is made of.
+/// The shards and the weight map from which the weight map `name` of `folder` is made.
 fn map_sources(folder: &Folder, proved: &Proved, name: &OsStr) -> Arc<[Arc<Source>]> {
     let mut sources = Vec::new();
     for set in &proved.sets {
@@ -433,11 +433,10 @@ fn map_sources(folder: &Folder, proved: &Proved, name: &OsStr) -> Arc<[Arc<Sourc
     sources.into()
 }
 
-/// The version of a file that the scan has found. Attributes of a file system that is not local may
-/// come from the kernel's cache and be older than the file, so a file that no proof reads is looked at
-/// anew.
+/// The version of a file that the scan has found. The attributes of a remote file system may come from the
+/// kernel's cache and be out of date. So the version of a file that no proof reads is read again.
 fn version_of(file: &File) -> Version {
-    // A link may lead to a file of any name.
+    // A link may lead to a file with any name.
     let name = Path::new(&file.name);
     let is_proved = names::is_of_weights(name)
         || name.to_str().is_some_and(|it| it.ends_with(manifest::SUFFIX));
@@ -447,11 +446,11 @@ fn version_of(file: &File) -> Version {
     file.version_now().ok().filter(Version::is_file).unwrap_or(file.version)
 }
 
-/// Checks that the `config.json` at `path` still has the digests `configs`, which it had when it
-/// decided how the weights beside it are cut.
+/// Checks that the `config.json` at `path` still has the digests `configs`. With these digests, it has decided
+/// how the weights next to it are divided.
 ///
 /// # Errors
-/// `Error::Changed` if it has another text. `Error::Usage` if it cannot be read.
+/// `Error::Changed` if its text has changed. `Error::Usage` if it cannot be read.
 fn check_config(path: &Path, configs: &[Digest]) -> Result<()> {
     if configs.is_empty() {
         return Ok(());

@@ -11,11 +11,11 @@ use crate::mount_origin::{MountOrigin, resolve_bytes};
 use crate::store::Store;
 use crate::version::FileId;
 
-/// Maximum number of mounts of which each is the source of the next.
+/// Maximum length of a chain of mounts in which each is the source of the next.
 const MOUNTS_MAX: usize = 8;
 
-/// The files of a source: also of checkpoints that a mount does not show, and of the source behind a
-/// mount.
+/// The files of a source. They include those of checkpoints that the mount does not show, and those of the
+/// source of a mount on which the source lies.
 #[derive(Clone, Debug, Default)]
 pub struct SourceFiles {
     ids: HashSet<FileId>,
@@ -24,13 +24,13 @@ pub struct SourceFiles {
 }
 
 impl SourceFiles {
-    /// The files that the scan of `tree` has found, or the file that is its source.
+    /// All files that the scan of `tree` has found. If the source is a single file, only that file.
     pub fn of(tree: &Tree) -> SourceFiles {
         SourceFiles::named(tree, &|name| tree.only.as_deref().is_none_or(|only| name == only))
     }
 
-    /// The files of `of`. If the source is one file, also `config.json` and all files with weights beside it,
-    /// which may belong to it.
+    /// Like `of`. If the source is a single file, also `config.json` and all weight files next to it, because
+    /// they may belong to it.
     pub fn and_beside(tree: &Tree) -> SourceFiles {
         SourceFiles::named(tree, &|name| {
             let is_other = |only| name != only && name != "config.json";
@@ -38,14 +38,14 @@ impl SourceFiles {
         })
     }
 
-    /// The files of `tree` with the names that count.
+    /// The files of `tree` whose names satisfy `counts`.
     fn named(tree: &Tree, counts: &dyn Fn(&OsStr) -> bool) -> SourceFiles {
         let mut ids = HashSet::new();
         for id in tree.ids() {
             let folder = tree.folder(id);
             let files = folder.files.iter().filter(|file| counts(&file.name));
             ids.extend(files.map(|file| file.version.file()));
-            // Files whose names no checkpoint has are files of the source all the same.
+            // Files whose names do not fit a checkpoint are files of the source as well.
             let misfits = folder.misfits.iter().filter(|misfit| counts(&misfit.name));
             ids.extend(misfits.filter_map(|misfit| id_of(&folder.path.join(&misfit.name))));
         }
@@ -54,7 +54,7 @@ impl SourceFiles {
         SourceFiles { ids, path: tree.source.clone() }
     }
 
-    /// The files behind the mount that `path` may lie on; none if it does not.
+    /// The files of the source of the mount that contains `path`. Empty if `path` is not on a mount.
     ///
     /// # Errors
     /// The errors of `with_origin`.
@@ -62,10 +62,10 @@ impl SourceFiles {
         SourceFiles { path: path.to_owned(), ..SourceFiles::default() }.with_origin()
     }
 
-    /// With the files behind the mount that the source may lie on. Scans them.
+    /// Adds the files of the source of the mount on which this source lies, if there is one. Scans that source.
     ///
     /// # Errors
-    /// If the source behind the mount is not known, or cannot be scanned.
+    /// If the source of the mount is unknown or cannot be scanned.
     pub fn with_origin(&self) -> Result<SourceFiles> {
         let mut all = self.clone();
         for _ in 0..MOUNTS_MAX {
@@ -87,7 +87,7 @@ impl SourceFiles {
         Ok(all)
     }
 
-    /// With the files at `paths`.
+    /// Adds the files at `paths`.
     #[must_use]
     pub fn with<'a>(mut self, paths: impl IntoIterator<Item = &'a Path>) -> SourceFiles {
         self.ids.extend(paths.into_iter().filter_map(id_of));
@@ -99,7 +99,7 @@ impl SourceFiles {
         id_of(path).is_some_and(|id| self.ids.contains(&id))
     }
 
-    /// Refuses to replace `target` if it is one of the files.
+    /// Refuses to replace `target` if it is one of these files.
     ///
     /// # Errors
     /// The refusal.
@@ -112,7 +112,7 @@ impl SourceFiles {
     }
 }
 
-/// Refuses a URL where results are written.
+/// Refuses a URL as the target of results.
 ///
 /// # Errors
 /// The refusal.
@@ -125,7 +125,7 @@ pub fn refuse_url(target: &Path) -> Result<()> {
 }
 
 fn id_of(path: &Path) -> Option<FileId> {
-    // No file of this machine is one of a remote source.
+    // A file of this machine is never a file of a remote source.
     if is_url(path) {
         return None;
     }

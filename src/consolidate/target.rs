@@ -1,4 +1,4 @@
-//! A new file that is written at any place, past the page cache if that is possible.
+//! A new file that is written at any offset, past the page cache if possible.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -15,10 +15,10 @@ use crate::atomic_file::name_of_open;
 use crate::source::FileSystem;
 use crate::sync::Mutex;
 
-/// Offsets, lengths and memory of writes past the page cache are multiples of this.
+/// Alignment in bytes of offsets, lengths and memory of writes past the page cache.
 pub(super) const ALIGN: usize = 4096;
 
-/// Files below this size are written through the page cache.
+/// Files with fewer bytes than this are written through the page cache.
 const DIRECT_MIN: u64 = 16 << 20;
 
 /// A file that is being written.
@@ -26,13 +26,13 @@ pub(super) struct Target<'a> {
     file: &'a File,
     /// Whether writes go past the page cache.
     direct: AtomicBool,
-    /// The last bytes of the file, which do not fill a block, and their offset.
+    /// The offset and the bytes of the end of the file, if they do not fill a block.
     tail: Mutex<Option<(u64, Vec<u8>)>>,
 }
 
 impl<'a> Target<'a> {
-    /// Prepares `file`, which is in `folder`, for `len` bytes, and reserves their space, so that a
-    /// full disk is reported at once.
+    /// Prepares `file`, which is in `folder`, for `len` bytes. Reserves space for them, so that a full disk is
+    /// reported at once.
     ///
     /// # Errors
     /// The errors of the file system.
@@ -48,8 +48,8 @@ impl<'a> Target<'a> {
         self.direct.load(Ordering::Relaxed)
     }
 
-    /// Writes `bytes` at `offset`, a multiple of `ALIGN`. Bytes that end within a block are the
-    /// last of the file. The bytes are in the file after `finish`.
+    /// Writes `bytes` at `offset`, a multiple of `ALIGN`. If their length is not a multiple of `ALIGN`, they
+    /// must be the last bytes of the file. All bytes are in the file after `finish`.
     ///
     /// # Errors
     /// The errors of the file system.
@@ -57,7 +57,7 @@ impl<'a> Target<'a> {
         if self.is_direct() && bytes.as_ptr().addr().is_multiple_of(ALIGN) {
             let (blocks, tail) = bytes.split_at(bytes.len() / ALIGN * ALIGN);
             match self.file.write_all_at(blocks, offset) {
-                // The device wants larger blocks.
+                // The device needs a larger alignment.
                 Err(e) if e.raw_os_error() == Some(Errno::EINVAL as i32) => self.leave_direct()?,
                 Err(e) => return Err(e),
                 Ok(()) => {
@@ -71,7 +71,7 @@ impl<'a> Target<'a> {
         self.file.write_all_at(bytes, offset)
     }
 
-    /// Writes through the page cache from now on.
+    /// Switches to writes through the page cache.
     fn leave_direct(&self) -> io::Result<()> {
         if self.direct.swap(false, Ordering::Relaxed) && !set_direct(self.file, false) {
             return Err(io::Error::other("the file stays open for direct writes only"));
@@ -79,7 +79,7 @@ impl<'a> Target<'a> {
         Ok(())
     }
 
-    /// Writes the rest, and waits until the disk has the file.
+    /// Writes the end of the file, and waits until the disk has all bytes.
     ///
     /// # Errors
     /// The errors of the file system.
@@ -91,7 +91,7 @@ impl<'a> Target<'a> {
         self.file.sync_all()
     }
 
-    /// Prepares reads of the file that come from the disk, not from the page cache, if possible.
+    /// Prepares reads that come from the disk if possible, and not from the page cache.
     pub(super) fn read_back(&self) {
         let _ = self.leave_direct();
         read_back(self.file);
@@ -106,28 +106,29 @@ impl<'a> Target<'a> {
     }
 }
 
-/// Parts of blocks that `UnalignedTarget` keeps.
+/// Maximum number of parts of blocks that `UnalignedTarget` keeps in memory.
 const EDGES_MAX: usize = 256;
 
-/// A file whose parts begin and end within blocks. Whole blocks of a part go past the page cache, if
-/// the file system can do that and the memory lies in a block as it does in the file.
+/// A file that is written in parts, which begin and end inside blocks. Whole blocks of a part are written past
+/// the page cache, if the file system supports that. The memory of the part must have the same offset inside a
+/// block as its place in the file.
 #[derive(Debug)]
 pub(super) struct UnalignedTarget {
     file: File,
     /// The same file, opened with O_DIRECT.
     direct: Option<File>,
-    /// Whether the device refused such a write.
+    /// Whether the device has refused a write past the page cache.
     is_refused: AtomicBool,
-    /// First and last bytes of parts, in blocks that they do not fill, with their offsets. They are
-    /// written together: a write to the page cache waits for all writes past it.
+    /// The first and last bytes of parts, which do not fill a block, with their offsets. They are collected and
+    /// written together, because a write to the page cache waits for all writes past it.
     edges: Mutex<Vec<(u64, Vec<u8>)>>,
 }
 
 impl UnalignedTarget {
-    /// `file`, written through the page cache.
+    /// `file`, which is written through the page cache at first.
     ///
     /// # Errors
-    /// If the process has no descriptors left.
+    /// If the process has no file descriptor left.
     pub(super) fn cached(file: &File) -> io::Result<UnalignedTarget> {
         let file = file.try_clone()?;
         Ok(UnalignedTarget {
@@ -138,8 +139,8 @@ impl UnalignedTarget {
         })
     }
 
-    /// Prepares the file, a new one in `folder`, for `len` bytes, and reserves their space, so that
-    /// a full disk is reported at once. A long file is written past the page cache from now on.
+    /// Prepares the file, which is new and in `folder`, for `len` bytes. Reserves space for them, so that a
+    /// full disk is reported at once. A long file is written past the page cache from now on.
     ///
     /// # Errors
     /// The errors of the file system.
@@ -154,7 +155,7 @@ impl UnalignedTarget {
         Ok(())
     }
 
-    /// Writes blocks past the page cache. Returns whether the device took them.
+    /// Writes blocks past the page cache. Returns whether the device accepted them.
     fn write_blocks(&self, blocks: &[u8], offset: u64) -> io::Result<bool> {
         let Some(direct) = &self.direct else { return Ok(false) };
         if self.is_refused.load(Ordering::Relaxed) {
@@ -162,7 +163,7 @@ impl UnalignedTarget {
         }
         match direct.write_all_at(blocks, offset) {
             Ok(()) => Ok(true),
-            // The device wants larger blocks.
+            // The device needs a larger alignment.
             Err(e) if e.raw_os_error() == Some(Errno::EINVAL as i32) => {
                 self.is_refused.store(true, Ordering::Relaxed);
                 Ok(false)
@@ -203,15 +204,14 @@ impl tensor_writer::WriteAt for UnalignedTarget {
     }
 }
 
-/// Reserves the space of `file`, a new file in `folder`, for `len` bytes, so that a full disk is
-/// reported at once.
+/// Reserves space for `len` bytes in `file`, a new file in `folder`, so that a full disk is reported at once.
 ///
 /// # Errors
 /// The errors of the file system.
 pub(super) fn reserve_space(file: &File, folder: &Path, len: u64) -> io::Result<FileSystem> {
     let file_system = FileSystem::at(folder);
-    // Pages that fallocate(2) makes in memory are made before the bytes are there: that costs time,
-    // and the check of the free space is exact there.
+    // In memory file systems, fallocate(2) would allocate pages before the bytes exist, which takes time. And
+    // there, the check of free space is exact.
     if file_system.is_in_memory() {
         file.set_len(len)?;
     } else {
@@ -220,13 +220,13 @@ pub(super) fn reserve_space(file: &File, folder: &Path, len: u64) -> io::Result<
     Ok(file_system)
 }
 
-/// Drops the pages of `file`, so that it is read from the disk.
+/// Removes the pages of `file` from the page cache, so that it is read from the disk.
 pub(super) fn read_back(file: &File) {
     let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
     let _ = nix::fcntl::posix_fadvise(file, 0, 0, advice);
 }
 
-/// Turns writes past the page cache on or off. Returns whether the file system did it.
+/// Turns writes past the page cache on or off. Returns whether the file system did so.
 fn set_direct(file: &File, on: bool) -> bool {
     let Ok(flags) = fcntl(file, FcntlArg::F_GETFL) else { return false };
     let mut flags = OFlag::from_bits_retain(flags);
@@ -242,7 +242,7 @@ fn reserve(file: &File, len: u64) -> io::Result<()> {
     match fallocate(file, FallocateFlags::empty(), 0, signed) {
         Ok(()) => Ok(()),
         Err(e @ (Errno::ENOSPC | Errno::EDQUOT | Errno::EFBIG | Errno::EIO)) => Err(e.into()),
-        // Not all file systems support it.
+        // Not all file systems support fallocate(2).
         Err(_) => file.set_len(len),
     }
 }
@@ -257,7 +257,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let len = DIRECT_MIN as usize + 12_345;
         let expected: Vec<u8> = (0..len as u32).map(|byte| ((byte * 37) >> 9) as u8).collect();
-        // More edges than are kept, parts within one block, and parts of many blocks.
+        // There are more edges than are kept, parts inside one block, and parts of many blocks.
         let mut starts = vec![0];
         for step in (0_usize..).map(|number| 1 + number * 7919 % 30_011) {
             match starts[starts.len() - 1] + step {
@@ -274,7 +274,7 @@ mod tests {
             if is_reserved {
                 target.reserve(folder.path(), len as u64).unwrap();
             }
-            // Memory of a part that lies in a block as in the file, or `shift` bytes behind that.
+            // The memory of a part has the same offset inside a block as its place in the file, plus `shift` bytes.
             let write = |number: usize, shift: usize| {
                 let (start, end) = (starts[number], starts[number + 1]);
                 let mut memory = vec![0; end - start + 2 * ALIGN];

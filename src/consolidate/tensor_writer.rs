@@ -1,7 +1,7 @@
-//! Writes tensors into a tensorizer file, on several threads.
+//! Writes tensors into a tensorizer file with several threads.
 //!
-//! Each tensor is hashed while it is written, and its header follows once the hashes are known. The
-//! list of tensors at the start of the file is written last.
+//! Each tensor is hashed while it is written. Its header is written when the hashes are known. The list of
+//! tensors at the start of the file is written last.
 
 use std::fs::File;
 use std::io;
@@ -21,54 +21,54 @@ use crate::hash::{Digest, Hasher};
 use crate::parallel::{JobProgress, in_any_order};
 use crate::sync::Mutex;
 
-/// Threads that hash and write.
+/// Number of threads that hash and write.
 pub(super) const THREADS: usize = 6;
 
-/// Bytes that a thread reads and writes at a time, a multiple of `PIECE_LEN`. Neighbours that have fewer bytes together are
-/// written together.
+/// Maximum number of bytes that a thread reads and writes at a time, a multiple of `PIECE_LEN`. Consecutive
+/// tensors that fit into this number are written together.
 const STEP_LEN: u64 = 4 << 20;
 
-/// Bytes that are hashed twice in turn, so that the second hash finds them in the processor's
-/// cache.
+/// Number of bytes that are hashed with one function and then with the other, so that the second function finds
+/// them in the CPU cache.
 const HASH_STEP_LEN: usize = 128 << 10;
 
-/// Passes and bytes of memory of the derivation of a key from a passphrase, as the reference
-/// implementation chooses them: the preset "moderate" of libsodium.
+/// Number of passes, and memory in bytes, for deriving a key from a passphrase. The reference implementation
+/// uses the same values, the preset "moderate" of libsodium.
 const OPS_LIMIT: u64 = 3;
 const MEM_LIMIT: u64 = 256 << 20;
 
-/// Where the bytes of tensors come from.
+/// The source of the bytes of tensors.
 pub trait TensorBytes: Sync {
-    /// Copies bytes of the tensor at `index` from `offset` on to `target`.
+    /// Copies the bytes of the tensor at `index` from `offset` on to `target`.
     ///
     /// # Errors
-    /// If they cannot be read.
+    /// If the bytes cannot be read.
     fn read(&self, index: usize, offset: u64, target: &mut [u8]) -> Result<()>;
 
-    /// Bytes of the tensor at `index`, if they are in memory.
+    /// The bytes `range` of the tensor at `index`, if they are in memory.
     fn in_memory(&self, _index: usize, _range: &Range<u64>) -> Option<&[u8]> {
         None
     }
 }
 
-/// A file that is written at any place by several threads.
+/// A file that several threads write at any offset.
 pub trait WriteAt: Sync {
     /// Writes all of `bytes` at `offset`.
     ///
     /// # Errors
-    /// If the file does not take them.
+    /// If the bytes cannot be written.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
-    /// Writes what the target still keeps.
+    /// Writes the bytes that the target has kept in memory.
     ///
     /// # Errors
-    /// If the file does not take it.
+    /// If the bytes cannot be written.
     fn flush(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Length of the blocks of the file in bytes, if writes of memory that lies in a block as it does in the
-    /// file are faster.
+    /// Block length of the file in bytes, if writes are faster from memory that has the same offset inside a
+    /// block as its place in the file.
     fn block_len(&self) -> Option<usize> {
         None
     }
@@ -80,7 +80,7 @@ impl WriteAt for File {
     }
 }
 
-/// Bytes of the file that were written, and their hash.
+/// A range of the file that was written, and the hash of its bytes.
 #[derive(Clone, Debug)]
 pub(super) struct WrittenRange {
     pub(super) range: Range<u64>,
@@ -88,7 +88,7 @@ pub(super) struct WrittenRange {
 }
 
 impl WrittenRange {
-    /// Refuses bytes that were read back with another digest.
+    /// Refuses bytes that were read back if their hash `digest` differs.
     pub(super) fn compare(&self, digest: &Digest, shown: &Path) -> Result<()> {
         if *digest == self.digest {
             return Ok(());
@@ -99,24 +99,25 @@ impl WrittenRange {
     }
 }
 
-/// The key that a new file is encrypted with.
+/// The key with which a new file is encrypted.
 #[derive(Clone, Debug)]
 pub struct WriteKey {
     key: Arc<DataKey>,
-    /// How it is derived from a passphrase, `None` for a plain key.
+    /// The derivation of the key from a passphrase. `None` for a plain key.
     derivation: Option<KeyDerivation>,
 }
 
 impl WriteKey {
-    /// The key `key`, which `derivation` derives if it is given.
+    /// The key `key`. `derivation` says how it was derived from a passphrase, if it was.
     pub fn new(key: DataKey, derivation: Option<KeyDerivation>) -> WriteKey {
         WriteKey { key: Arc::new(key), derivation }
     }
 
-    /// The key of `secret`. A passphrase gets a new salt, and takes `MEM_LIMIT` bytes of memory.
+    /// The key of `secret`. For a passphrase, a new salt is made, and the derivation takes `MEM_LIMIT` bytes of
+    /// memory.
     ///
     /// # Errors
-    /// If the system gives no random bytes, or not the memory.
+    /// If the system returns no random bytes, or has too little memory.
     pub fn of_secret(secret: &Secret) -> Result<WriteKey> {
         if let Ok(key) = secret.key_of(None) {
             return Ok(WriteKey { key, derivation: None });
@@ -128,7 +129,7 @@ impl WriteKey {
     }
 }
 
-/// Random bytes of the system.
+/// Random bytes from the system.
 fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let filled = getrandom::fill(&mut bytes);
@@ -142,7 +143,7 @@ pub struct TensorWriter {
     encoder: FileEncoder,
     /// The key of an encrypted file.
     key: Option<Arc<DataKey>>,
-    /// Whether hashes of the written bytes are kept, for reading them back.
+    /// Whether hashes of the written bytes are kept, to compare the bytes when they are read back.
     keep_digests: bool,
     pub(super) written: Vec<WrittenRange>,
 }
@@ -176,7 +177,7 @@ impl HeaderHashes {
     }
 }
 
-/// One call of `TensorWriter::write`.
+/// The data of one call of `TensorWriter::write`.
 struct WriteCall<'a> {
     headers: &'a [TensorHeader],
     bytes: &'a dyn TensorBytes,
@@ -185,16 +186,16 @@ struct WriteCall<'a> {
     /// Name of the target for errors.
     shown: &'a Path,
     keep_digests: bool,
-    /// Memory of groups and steps that are written.
+    /// Buffers for groups and steps.
     buffers: Mutex<Vec<StepBuffer>>,
 }
 
-/// Memory for the bytes of a step.
+/// A buffer for the bytes of a step.
 #[derive(Default)]
 struct StepBuffer(Vec<u8>);
 
 impl StepBuffer {
-    /// `len` bytes with any content. Their address and `offset` leave the same remainder modulo `block_len`.
+    /// `len` bytes with unspecified content. Their address modulo `block_len` equals `offset` modulo `block_len`.
     fn bytes(&mut self, len: usize, offset: u64, block_len: usize) -> &mut [u8] {
         let needed = len + block_len - 1;
         if self.0.len() < needed {
@@ -207,40 +208,40 @@ impl StepBuffer {
 }
 
 impl TensorWriter {
-    /// A writer of the file that begins at `start` of its target, with `entries_len` bytes for the
-    /// list of tensors.
+    /// A writer of a file that begins at byte `start` of its target. `entries_len` is the length of its list of
+    /// tensors in bytes.
     pub fn new(start: u64, entries_len: u64) -> TensorWriter {
         let encoder = FileEncoder::new(start, entries_len);
         TensorWriter { encoder, key: None, keep_digests: false, written: Vec::new() }
     }
 
-    /// The same writer, which encrypts data.
+    /// The same writer with encryption of the data.
     #[must_use]
     pub fn encrypted(self, key: &WriteKey) -> TensorWriter {
         let encoder = self.encoder.encrypted(key.derivation);
         TensorWriter { encoder, key: Some(key.key.clone()), ..self }
     }
 
-    /// The same writer, which keeps hashes of the bytes that it writes.
+    /// The same writer. `keep_digests` says whether it keeps hashes of the bytes that it writes.
     pub(super) fn keeping_digests(self, keep_digests: bool) -> TensorWriter {
         TensorWriter { keep_digests, ..self }
     }
 
-    /// Bytes of data of the tensors so far.
+    /// Number of data bytes of the tensors so far.
     pub fn data_len(&self) -> u64 {
         self.encoder.data_len()
     }
 
-    /// End of the file in its target, with the mark behind the last tensor.
+    /// The end of the file in its target, including the end mark.
     pub fn end(&self) -> u64 {
         self.encoder.end() + END_MARK.len() as u64
     }
 
-    /// Describes `tensors`, which follow those of earlier calls. They have to be written next.
+    /// Describes `tensors`, which follow those of earlier calls. They have to be written before the next call.
     ///
     /// # Errors
-    /// `Error::Refused` if the format cannot hold a tensor, or a name is taken. The writer is as
-    /// before then.
+    /// `Error::Refused` if the format cannot store a tensor, or if a name exists already. The writer is
+    /// unchanged then.
     pub fn describe(&mut self, tensors: &[NewTensor], shown: &Path) -> Result<Vec<TensorHeader>> {
         let mut failed = None;
         let mut nonce = || {
@@ -257,11 +258,11 @@ impl TensorWriter {
         }
     }
 
-    /// Writes the described tensors with their headers to `target`. `progress` gets numbers of
-    /// bytes on the calling thread; its error ends the work. `shown` names the target in errors.
+    /// Writes the described tensors with their headers to `target`. `progress` is called with numbers of bytes
+    /// on the calling thread. An error of it ends the work. `shown` is the name of the target in errors.
     ///
     /// # Errors
-    /// Errors of `bytes`, of the target and of `progress`. The target is not a whole file then.
+    /// Errors of `bytes`, of the target and of `progress`. The target is then not a complete file.
     pub fn write(
         &mut self,
         headers: &[TensorHeader],
@@ -282,8 +283,7 @@ impl TensorWriter {
         Ok(())
     }
 
-    /// Writes the list of tensors and the end mark. The target is a whole file then, until the next
-    /// `write`.
+    /// Writes the list of tensors and the end mark. The target is then a complete file until the next `write`.
     ///
     /// # Errors
     /// Errors of the target.
@@ -301,7 +301,8 @@ impl TensorWriter {
     }
 }
 
-/// Neighbours that are written together: at most `STEP_LEN` bytes, or one tensor.
+/// Groups of consecutive tensors that are written together. A group has at most `STEP_LEN` bytes, or is a
+/// single tensor.
 fn groups(headers: &[TensorHeader]) -> Vec<Range<usize>> {
     let mut groups: Vec<Range<usize>> = Vec::new();
     for (index, header) in headers.iter().enumerate() {
@@ -345,7 +346,7 @@ impl WriteCall<'_> {
         Ok(written)
     }
 
-    /// Writes one tensor in steps, and then its header.
+    /// Writes a single tensor in steps, and then its header.
     fn write_large(&self, index: usize, progress: &JobProgress<'_>) -> Result<Vec<WrittenRange>> {
         let mut header = self.headers[index].clone();
         let mut hashes = HeaderHashes::of(&header);
@@ -391,8 +392,8 @@ impl WriteCall<'_> {
         Ok(vec![written(header.start, header.bytes()), data])
     }
 
-    /// Encrypts bytes of the tensor from `offset` on, the start of a piece, and returns the MACs of
-    /// their pieces. Plain tensors have none.
+    /// Encrypts bytes of a tensor from `offset` on, where a piece must begin. Returns the MACs of the pieces.
+    /// Without encryption there are none.
     fn seal(&self, header: &TensorHeader, offset: u64, bytes: &mut [u8]) -> Vec<Mac> {
         let (Some(key), Some(encryption)) = (self.key, header.encryption()) else {
             return Vec::new();

@@ -18,14 +18,13 @@ use crate::source::Source;
 use crate::sweep::Sweep;
 use crate::view::FileSpec;
 
-/// Bytes that are read back at a time.
+/// Number of bytes that are read back at a time.
 const STEP_LEN: u64 = 4 << 20;
 
-/// Tensors of a checkpoint that become a tensorizer file, in the order of their bytes in the
-/// source.
+/// Tensors of a checkpoint that are written as a tensorizer file, in the order of their bytes in the source.
 #[derive(Clone, Debug)]
 pub struct TensorizerFile {
-    /// The same tensors as a safetensors file, whose bytes are copied.
+    /// The same tensors as a safetensors file, from which the bytes are copied.
     file: VirtualFile,
     tensors: Arc<[NewTensor]>,
     /// Offset of the data of each tensor in `file`.
@@ -36,10 +35,10 @@ pub struct TensorizerFile {
 }
 
 impl TensorizerFile {
-    /// The file of the tensors that `spec` names, encrypted with `key` if it is given.
+    /// The file of the tensors that `spec` names. It is encrypted with `key`, if there is one.
     ///
     /// # Errors
-    /// `Error::Refused` if the format cannot hold a tensor, or all of them.
+    /// `Error::Refused` if the format cannot store a tensor, or all of them together.
     pub fn new(
         checkpoint: &Arc<Checkpoint>,
         spec: &FileSpec,
@@ -54,7 +53,7 @@ impl TensorizerFile {
         places.sort_by_key(|&(position, _)| {
             let tensor = catalog.tensor_at(position);
             let first = tensor.first_piece();
-            // Empty tensors lie where another one begins.
+            // Empty tensors have the same start as another tensor.
             (first.shard, first.range.start, tensor.len, position)
         });
         let tensor = |&(position, _): &(usize, u64)| {
@@ -85,7 +84,7 @@ impl TensorizerFile {
         }
     }
 
-    /// Its name.
+    /// The name of the file.
     pub fn name(&self) -> String {
         let name = &self.file.spec().name;
         let stem = name.strip_suffix(OutputFormat::Safetensors.suffix()).unwrap_or(name);
@@ -97,7 +96,7 @@ impl TensorizerFile {
         self.len
     }
 
-    /// Whether it has no bytes. It always has a head, so this is false.
+    /// Whether the file has no bytes. It always has a head, so this is false.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -113,7 +112,7 @@ impl TensorizerFile {
     }
 }
 
-/// The tensors of a reader.
+/// The tensors of `reader`, as the source of bytes for a `TensorWriter`.
 struct ReaderTensors<'a> {
     sweep: &'a Sweep,
     reader: Reader,
@@ -131,12 +130,11 @@ impl TensorBytes for ReaderTensors<'_> {
 }
 
 impl Copier {
-    /// Writes `file` to the new file at `place`, and waits until the disk has it. `verify`: reads it back
-    /// and compares.
+    /// Writes `file` to the new file at `place`, and waits until the disk has it. If `verify` is true, reads it
+    /// back and compares it.
     ///
     /// # Errors
-    /// Errors of the sources, of the file system and of `watch`, and an I/O error if other bytes
-    /// came back.
+    /// Errors of the sources, of the file system and of `watch`. An I/O error if other bytes are read back.
     pub(super) fn copy_tensors(
         &self,
         file: &TensorizerFile,
@@ -168,7 +166,7 @@ impl Copier {
     }
 }
 
-/// Reads bytes back and compares them with those that were written.
+/// Reads a range back and compares it with the bytes that were written.
 fn compare(
     written: &WrittenRange,
     target: &File,

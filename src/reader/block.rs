@@ -1,4 +1,4 @@
-//! One block of a virtual file: the bytes of its reads are put into place as they arrive.
+//! One block of a virtual file. The bytes of its reads are copied to their places as they arrive.
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::sync::Mutex;
 pub enum Block {
     /// The bytes of one read.
     Read(ReadBuffer),
-    /// Bytes gathered from several reads.
+    /// Bytes that were gathered from several reads.
     Gathered(Buffer),
 }
 
@@ -29,10 +29,10 @@ impl Deref for Block {
     }
 }
 
-/// Called with the outcome of a block.
+/// Called with the block, or with its error.
 pub type Done = Box<dyn FnOnce(Result<Block>) + Send>;
 
-/// Some bytes of a source, `range`, and their place in a block.
+/// The bytes `range` of a source, and their place in a block.
 #[derive(Debug)]
 pub(super) struct BlockUse {
     pub(super) range: Range<u64>,
@@ -41,28 +41,28 @@ pub(super) struct BlockUse {
 
 #[derive(Debug)]
 pub(super) enum BlockPlace {
-    /// Contiguous bytes from this offset in the block on.
+    /// Consecutive bytes of the block, from this offset on.
     Run(u64),
-    /// Bytes spread over the block, which begins `before` bytes before the tensor, or `after` bytes
-    /// after its start.
+    /// Bytes spread over the block. The block begins `before` bytes before the start of the tensor, or `after`
+    /// bytes after it.
     Scatter { before: u64, after: u64, runs: Arc<StridedCopy>, part: RunRange },
-    /// Elements that are cast into the block, which begins at this byte of the file.
+    /// Elements that are cast into the block. The block begins at this byte of the file.
     Cast(u64, CastPlace),
 }
 
-/// A block that is being put together.
+/// A block whose bytes are still arriving.
 pub(super) struct BlockAssembly {
-    /// `None` while a thread copies into it.
+    /// `None` while a thread copies into the buffer.
     buffer: Option<Buffer>,
-    /// Reads whose bytes are not in the buffer.
+    /// Number of reads whose bytes were not copied to the buffer yet.
     left: usize,
-    /// Reads that have come and are not copied yet.
+    /// Reads that have completed but were not copied yet.
     come: Vec<Come>,
-    /// Callback, taken once all bytes are copied, or by the first read that fails.
+    /// The callback. It is taken when all bytes are copied, or by the first read that fails.
     done: Option<Done>,
 }
 
-/// The bytes of one read, which began at `start` of its source, and their places.
+/// The bytes of one read, which begins at byte `start` of its source, and their places.
 struct Come {
     bytes: ReadBuffer,
     start: u64,
@@ -70,14 +70,14 @@ struct Come {
 }
 
 impl BlockAssembly {
-    /// A block of `buffer` that waits for the bytes of `reads` reads.
+    /// A block in `buffer` that waits for the bytes of `reads` reads.
     pub(super) fn new(buffer: Buffer, reads: usize, done: Done) -> Arc<Mutex<BlockAssembly>> {
         let (buffer, done) = (Some(buffer), Some(done));
         Arc::new(Mutex::new(BlockAssembly { buffer, left: reads, come: Vec::new(), done }))
     }
 
-    /// Copies the bytes of one read to their places. One thread copies at a time; other threads
-    /// leave their bytes to it, and go on.
+    /// Copies the bytes of one read to their places. Only one thread copies at a time. Other threads leave
+    /// their bytes to it and return.
     pub(super) fn add(
         block: &Mutex<BlockAssembly>,
         outcome: Result<ReadBuffer>,
@@ -131,9 +131,9 @@ impl Come {
 }
 
 impl BlockUse {
-    /// Copies the bytes, with which `bytes` begins. The bytes of `others` follow. As long as uses are alike, as
-    /// columns of a transposed tensor are, they are copied at once. Returns the number of uses that were
-    /// copied.
+    /// Copies the bytes of this use, which are at the start of `bytes`. The bytes of `others` follow them. Uses
+    /// that have the same form are copied together, for example the columns of a transposed tensor. Returns the
+    /// number of copied uses.
     pub(super) fn copy_with(&self, others: &[&BlockUse], bytes: &[u8], block: &mut [u8]) -> usize {
         if let BlockPlace::Scatter { before, after, runs, part } = &self.place
             && !runs.is_ascending()
@@ -155,7 +155,7 @@ impl BlockUse {
         1
     }
 
-    /// Bytes of the block from these runs to those of `next`, if they are alike.
+    /// Distance in the block between these runs and those of `next`, if both have the same form.
     fn step_to(&self, next: &BlockUse) -> Option<u64> {
         let BlockPlace::Scatter { runs, part, .. } = &self.place else { return None };
         let BlockPlace::Scatter { runs: others, part: other, .. } = &next.place else {
@@ -168,7 +168,7 @@ impl BlockUse {
         other.target.checked_sub(part.target).filter(|_| is_alike)
     }
 
-    /// Copies the bytes out of a read that began at `start` of the source.
+    /// Copies the bytes from the result of a read that began at byte `start` of the source.
     pub(super) fn copy(&self, read: &[u8], start: u64, block: &mut [u8]) {
         let Range { start: from, end } = self.range;
         let bytes = &read[(from - start) as usize..(end - start) as usize];
@@ -194,7 +194,7 @@ mod tests {
 
     const PARTS: usize = 64;
 
-    /// A block of as many parts as `PARTS`, a page each. Its outcome arrives at the receiver.
+    /// A block of `PARTS` parts of one page each. Its outcome arrives at the receiver.
     fn block(budget: &Budget) -> (Arc<Mutex<BlockAssembly>>, Receiver<Result<Block>>) {
         let (send, receive) = channel();
         let reservation = budget.try_reserve((PARTS << 12) as u64).unwrap();
@@ -203,7 +203,7 @@ mod tests {
         (BlockAssembly::new(buffer, PARTS, done), receive)
     }
 
-    /// Brings part `n`, whose bytes are all `n`.
+    /// Adds part `n`. All its bytes are `n`.
     fn add(block: &Mutex<BlockAssembly>, budget: &Budget, n: usize) {
         let mut buffer = Buffer::new(4096, budget.try_reserve(4096).unwrap());
         buffer.fill(n as u8);

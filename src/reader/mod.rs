@@ -1,4 +1,4 @@
-//! Reads of a virtual file: the extents of a layout, turned into reads of its sources.
+//! Reads of a virtual file. The extents of its layout are converted to reads of its sources.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,17 +24,17 @@ mod plan;
 mod tests;
 mod windows;
 
-/// Maximum number of bytes read at a time, which bounds the memory that gathering takes.
+/// Maximum number of bytes read at a time. It limits the memory for gathering.
 const WINDOW_LEN_MAX: usize = 8 << 20;
 
-/// Maximum number of parts of a window that gathers elements of another order than the source's. Each part
-/// has elements of all rows of the window, so that a shorter window takes as many.
+/// Maximum number of parts of a window whose elements are in another order than in the source. Each part has
+/// elements of all rows of the window, so a shorter window would have the same number of parts.
 const WINDOW_PARTS_MAX: u64 = 32 << 10;
 
-/// Maximum number of parts of a block that gathers such elements. Longer reads of them go through windows.
+/// Maximum number of parts of a block with such elements. Longer reads of them go through `GatherWindows`.
 const GATHER_PARTS_MAX: u64 = 256;
 
-/// An open virtual file, or a file of the source as it is.
+/// An open virtual file, or an unchanged file of the source.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Reader};
@@ -47,15 +47,15 @@ const GATHER_PARTS_MAX: u64 = 256;
 /// ```
 #[derive(Clone, Debug)]
 pub struct Reader {
-    /// `None` for a whole file.
+    /// `None` for an unchanged file.
     layout: Option<Arc<Layout>>,
     /// The sources by shard number.
     sources: Vec<Arc<Source>>,
     len: u64,
-    /// The virtual file, whose tensor names decide in which orders they may be read. `None` for a
-    /// whole file.
+    /// The virtual file. The names of its tensors decide in which orders they may be read. `None` for an
+    /// unchanged file.
     file: Option<VirtualFile>,
-    /// Set once the tensors are sorted.
+    /// Set when the tensors have been sorted.
     orders: Arc<OnceLock<Orders>>,
     /// Whether a thread is sorting the orders or has sorted them.
     sorting: Arc<AtomicBool>,
@@ -78,7 +78,7 @@ impl Reader {
         })
     }
 
-    /// A reader of `source` as it is.
+    /// A reader of the unchanged file `source`.
     #[doc(hidden)]
     pub fn whole(source: Arc<Source>) -> Reader {
         let len = source.len();
@@ -102,7 +102,7 @@ impl Reader {
         self.len == 0
     }
 
-    /// How far to read ahead of its readers.
+    /// The maximum readahead for the readers of this file.
     pub(crate) fn reach(&self) -> Reach {
         let is_far =
             |source: &Arc<Source>| source.store_kind().is_some() && source.copy().is_none();
@@ -115,7 +115,7 @@ impl Reader {
         &self.sources
     }
 
-    /// The source of the first of bytes `range` that are not of the header.
+    /// The source of the first byte of `range` that does not belong to the header.
     pub(crate) fn first_source(&self, range: &Range<u64>) -> Option<&Arc<Source>> {
         let Some(layout) = &self.layout else { return self.sources.first() };
         let start = range.start.max(layout.header().len() as u64);
@@ -132,7 +132,7 @@ impl Reader {
         first
     }
 
-    /// Whether bytes `range` come from no shard: those of tensors of which a file has the shape only.
+    /// Whether the bytes `range` are in no shard. This is the case for tensors of which a file has only the shape.
     #[doc(hidden)]
     pub fn is_unstored(&self, range: Range<u64>) -> bool {
         let Some(layout) = &self.layout else { return false };
@@ -146,14 +146,14 @@ impl Reader {
         is_unstored
     }
 
-    /// Whether some of its tensors are encrypted in the source.
+    /// Whether the source has encrypted tensors.
     #[doc(hidden)]
     pub fn is_encrypted(&self) -> bool {
         self.layout.is_some() && self.sources.iter().any(|source| source.is_encrypted())
     }
 
-    /// The bytes that are decrypted for bytes `range`, as far as they follow each other in the file:
-    /// `range` and the rest of the encrypted pieces that it has a part of.
+    /// The range that has to be decrypted for `range`, as far as its bytes are consecutive in the file. It is
+    /// `range`, extended to whole encrypted pieces.
     pub(crate) fn cover(&self, range: &Range<u64>) -> Range<u64> {
         let Some(layout) = self.layout.as_ref().filter(|_| self.is_encrypted()) else {
             return range.clone();
@@ -172,8 +172,8 @@ impl Reader {
         start.min(range.start)..end.max(range.end)
     }
 
-    /// At the first call, sorts the tensors in other orders than the file's. Meanwhile only the
-    /// file's order is available, so that no other thread waits.
+    /// At the first call, sorts the tensors in orders other than that of the file. Until this has ended, only
+    /// the order of the file is available, so that no other thread waits.
     #[doc(hidden)]
     pub fn sort_orders(&self) {
         let (Some(layout), Some(file)) = (&self.layout, &self.file) else { return };
@@ -184,11 +184,11 @@ impl Reader {
         }
     }
 
-    /// Reads bytes of the virtual file from `offset` on into `buf`, on this thread.
+    /// Reads bytes of the file from `offset` on into `buf`, on this thread.
     ///
-    /// Returns how many: fewer than `buf.len()` only at the end of the file.
+    /// Returns the number of bytes. It is less than `buf.len()` only at the end of the file.
     /// # Errors
-    /// The errors of the sources; the content of `buf` is then undefined.
+    /// The errors of the sources. The content of `buf` is then undefined.
     pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize> {
         let len = (buf.len() as u64).min(self.len.saturating_sub(offset)) as usize;
         let mut window_len = WINDOW_LEN_MAX;
@@ -210,8 +210,8 @@ impl Reader {
         Ok(len)
     }
 
-    /// Reads bytes of the file from `start` on into `target`, which gathers far more bytes than memory
-    /// should hold at a time.
+    /// Reads bytes of the file from `start` on into `target` in small steps. For this read, more bytes have to
+    /// be gathered than memory should contain at a time.
     fn read_streamed(&self, start: u64, target: &mut [u8]) -> Result<()> {
         let Some(layout) = &self.layout else { return Ok(()) };
         let range = start..start + target.len() as u64;
@@ -220,9 +220,9 @@ impl Reader {
         })
     }
 
-    /// The reads of the first part of bytes `range` that takes little memory: all of it, or a half,
-    /// a quarter and so on, down to one byte. Rows are read with the bytes between them, so one
-    /// byte of the file may take 64 KiB of memory.
+    /// The plan for the first part of the bytes `range` that takes little memory. The part is all of `range`,
+    /// or a half, a quarter and so on, down to one byte. Rows are read together with the bytes between them, so
+    /// one byte of the file may take 64 KiB of memory.
     fn plan_window(&self, mut range: Range<u64>) -> BlockPlan {
         loop {
             let half = range.start..range.start + (range.end - range.start) / 2;
@@ -236,9 +236,8 @@ impl Reader {
         }
     }
 
-    /// Whether bytes `range` lie in more parts of shards than are planned at a time, or gather far more
-    /// bytes than they are. The plan of their reads then takes much memory, so they are read in steps, with
-    /// `read_at`.
+    /// Whether the bytes `range` are in more parts of shards than are planned at a time, or need many more bytes to be
+    /// gathered than they have. The plan of such a read would take much memory, so it is read in steps with `read_at`.
     #[doc(hidden)]
     pub fn is_scattered(&self, range: &Range<u64>) -> bool {
         self.is_scattered_in(range, GATHER_PARTS_MAX)
@@ -252,20 +251,20 @@ impl Reader {
         })
     }
 
-    /// Whether a block at the start of bytes `range` is scattered because it gathers elements that lie
-    /// far from each other. It is not worth a read ahead.
+    /// Whether a block at the start of the bytes `range` is scattered because its elements are far apart in the
+    /// source. Readahead of such a block is not worthwhile.
     pub(crate) fn gathers_far(&self, range: Range<u64>) -> bool {
         let block = range.start..range.end.min(range.start + BLOCK_LEN);
         self.layout.as_ref().is_some_and(|layout| layout.has_gathers()) && self.is_scattered(&block)
     }
 
-    /// Whether bytes `range` gather far more bytes than memory should hold at a time.
+    /// Whether more bytes have to be gathered for `range` than memory should contain at a time.
     fn is_streamed(&self, range: &Range<u64>) -> bool {
         let layout = self.layout.as_ref().filter(|layout| layout.has_gathers());
         layout.is_some_and(|layout| is_streamed(&layout.extent_count(range), range))
     }
 
-    /// The reads that bytes `range` take; the range lies inside the file.
+    /// The plan of the reads for the bytes `range`, which have to be inside the file.
     #[doc(hidden)]
     pub fn plan_block(&self, range: Range<u64>) -> BlockPlan {
         match &self.layout {
@@ -274,7 +273,7 @@ impl Reader {
         }
     }
 
-    /// The reads of the first part of bytes `range`, of a length that is good for a block.
+    /// The plan for the first part of the bytes `range`. The length of the part is good for a block.
     #[doc(hidden)]
     pub fn plan_first_block(&self, range: Range<u64>) -> BlockPlan {
         let first = |mut len: u64| {
@@ -287,18 +286,18 @@ impl Reader {
         let plan = self.plan_block(first(BLOCK_LEN));
         let gathers = self.layout.as_ref().is_some_and(|layout| layout.has_gathers());
         if gathers && plan.len() < plan.spread_len() {
-            // A shorter block would gather as many bytes.
+            // For a shorter block, the same number of bytes would be gathered.
             return plan;
         }
         let mut longer = first(plan.good_len());
         if self.is_encrypted() {
-            // Each encrypted piece is decrypted for one block, not for two.
+            // The block ends with an encrypted piece, so that no piece is decrypted for two blocks.
             longer.end = self.cover(&longer).end;
             if self.is_scattered(&longer) {
                 longer = range.start..range.start + plan.len();
             }
         }
-        // Only column pieces are worth longer blocks, whose extents are mapped again.
+        // A longer block is worthwhile only for column pieces. Its extents have to be mapped again.
         if longer.end - longer.start == plan.len() { plan } else { self.plan_block(longer) }
     }
 }
@@ -309,7 +308,7 @@ fn is_streamed(count: &ExtentCount, range: &Range<u64>) -> bool {
 
 impl TensorMap for Reader {
     fn at(&self, offset: u64) -> TensorSpan {
-        // A whole file counts as one tensor.
+        // An unchanged file counts as one tensor.
         let (place, range) = match &self.layout {
             Some(layout) => layout.tensor_at(offset),
             None => (Some(0), 0..self.len),

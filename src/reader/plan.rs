@@ -1,5 +1,5 @@
-//! The reads that a stretch of a virtual file takes: planned once, and then carried out from the
-//! kernel's page cache, on the calling thread, or by the engine.
+//! The reads for a part of a virtual file. They are planned once. After that, the bytes are copied from the
+//! kernel's page cache, or read on the calling thread or by the engine.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -15,53 +15,52 @@ use crate::io::{
 use crate::layout::{Extent, GAP_MAX, Layout};
 use crate::source::Source;
 
-/// Maximum number of parts of shards that are planned at a time. Each takes a page of memory or
-/// more if it is read by itself.
+/// Maximum number of parts of shards that are planned at a time. Each takes at least one page of memory if it
+/// is read separately.
 pub(super) const PARTS_MAX: u64 = 8 << 10;
 
-/// Maximum number of bytes between two wanted ranges that are read in a file whose tensors are
-/// gathered.
+/// Maximum gap in bytes between two ranges that are read together, in a file with gathered tensors.
 const GATHER_GAP_MAX: u64 = 4 << 10;
 
-/// Longest read that wanted ranges are merged into.
+/// Maximum length in bytes of a read of several ranges.
 const MERGED_LEN_MAX: u64 = 8 << 20;
 
-/// Maximum number of bytes that a thread spreads at a time, through memory that it keeps.
+/// Maximum number of bytes that a thread spreads at a time. They go through a buffer that the thread keeps.
 pub(super) const SPREAD_LEN_MAX: u64 = 16 << 20;
 
-/// Bytes that are spread at a time, so that they are in a core's cache when they are.
+/// Number of bytes that are spread at a time. They fit into the cache of a CPU core.
 const STREAMED_LEN: u64 = 1 << 20;
 
-/// Usual length of a block.
+/// Usual length of a block in bytes.
 pub(super) const BLOCK_LEN: u64 = 1 << 20;
 
-/// Longest block, if many shards have a part in it.
+/// Maximum length in bytes of a block, if many shards have parts in it.
 const BLOCK_LEN_MAX: u64 = 8 << 20;
 
-/// Length of the reads of a block whose rows have gaps, and the shortest such block.
+/// Length in bytes of the reads for a block whose rows have gaps, and minimum length of such a block.
 const SPARSE_READ_LEN: u64 = 4 << 20;
 const SPARSE_LEN_MIN: u64 = 64 << 10;
 
-/// Shortest read of a shard that is worth its own disk access.
+/// Minimum length in bytes of a read of a shard that is worth a disk access of its own.
 const PART_LEN: u64 = 1 << 20;
 
 thread_local! {
-    /// Bytes of column pieces on their way to their places.
+    /// Buffer for the bytes of column pieces before they are copied to their places.
     static SCRATCH: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// The reads that a block takes.
+/// The plan of the reads for a block.
 #[derive(Debug)]
 pub struct BlockPlan {
     /// Length of the block.
     len: u64,
-    /// Whether encrypted bytes stay as they are stored.
+    /// Whether encrypted bytes are returned without decryption.
     stored: bool,
     header: Option<HeaderUse>,
     fetches: Vec<Planned>,
 }
 
-/// Bytes `range` of the header, which lie at `offset` in the block.
+/// The bytes `range` of the header. Their place in the block is at `offset`.
 #[derive(Debug)]
 struct HeaderUse {
     offset: u64,
@@ -74,7 +73,7 @@ struct HeaderUse {
 struct Planned {
     source: Arc<Source>,
     range: Range<u64>,
-    /// How much of it the page cache holds, once that was asked.
+    /// The part of the range that is in the page cache, if that was checked.
     cached: Option<CachedPages>,
     uses: Vec<BlockUse>,
 }
@@ -86,11 +85,11 @@ impl Planned {
     }
 }
 
-/// Carries out reads of sources. Returns `false` if it did not, because that needs the disk.
+/// A function that executes reads of sources. Returns `false` if it did not, because they would need the disk.
 type Carry<'a> = &'a dyn Fn(&mut [Read<'_>]) -> Result<bool>;
 
 impl BlockPlan {
-    /// The reads of bytes `range` of a whole file.
+    /// The plan for the bytes `range` of an unchanged file.
     pub(super) fn of_source(source: &Arc<Source>, range: Range<u64>) -> BlockPlan {
         let len = range.end - range.start;
         let uses = vec![BlockUse { range: range.clone(), place: BlockPlace::Run(0) }];
@@ -98,7 +97,7 @@ impl BlockPlan {
         BlockPlan { len, stored: true, header: None, fetches: vec![fetch] }
     }
 
-    /// The reads of bytes `range` of a virtual file, whose shards are `sources`.
+    /// The plan for the bytes `range` of a virtual file, whose shards are `sources`.
     pub(super) fn of_layout(
         layout: &Arc<Layout>,
         sources: &[Arc<Source>],
@@ -109,8 +108,8 @@ impl BlockPlan {
         wanted.plan(sources)
     }
 
-    /// Calls `carry_out` with plans of reads that fill a block of bytes `range` together. Each takes
-    /// little memory, however far the bytes lie from each other.
+    /// Calls `carry_out` with several plans, whose reads together fill the block for the bytes `range`. Each
+    /// plan takes little memory, however far apart the bytes are in the source.
     ///
     /// # Errors
     /// The first error of `carry_out`.
@@ -140,7 +139,7 @@ impl BlockPlan {
         self.len
     }
 
-    /// A good length for a block that begins like this one, which has the usual length.
+    /// A good length for a block with the same start. This block must have the usual length.
     pub(super) fn good_len(&self) -> u64 {
         let uses = self.fetches.iter().flat_map(|fetch| &fetch.uses);
         let scattered = uses.filter(|one| match &one.place {
@@ -151,13 +150,13 @@ impl BlockPlan {
         let (parts, rows) = scattered.fold((0, 0), |(parts, bytes), one| {
             (parts + 1, bytes + (one.range.end - one.range.start))
         });
-        // Runs far from each other each have a page of memory or more.
+        // Runs that are far apart take at least one page of memory each.
         let whole = |one: &BlockUse| matches!(one.place, BlockPlace::Run(_));
         let runs = self.fetches.iter().filter(|fetch| fetch.uses.iter().all(whole));
         let bytes = runs.map(Planned::memory).sum::<u64>().max(rows);
         if bytes > 2 * self.len && bytes >= BLOCK_LEN / 2 {
-            // Rows of larger boxes are read with the bytes between them. The block is shorter, so
-            // that they fit into the memory for read-ahead.
+            // The rows are those of larger boxes, and are read together with the bytes between them. So the
+            // block is made shorter, and its reads fit into the memory for readahead.
             let len = u128::from(self.len) * u128::from(SPARSE_READ_LEN) / u128::from(bytes);
             return (len as u64 / SPARSE_LEN_MIN * SPARSE_LEN_MIN).clamp(SPARSE_LEN_MIN, BLOCK_LEN);
         }
@@ -167,33 +166,33 @@ impl BlockPlan {
         (parts * PART_LEN).next_multiple_of(BLOCK_LEN).min(BLOCK_LEN_MAX)
     }
 
-    /// Memory that the reads take, in bytes.
+    /// Number of bytes of memory that the reads take.
     pub fn memory(&self) -> u64 {
         let reads: u64 = self.fetches.iter().map(Planned::memory).sum();
         if self.is_one_read() { reads } else { reads + self.len }
     }
 
-    /// Bytes that go through memory of the thread that fills the block.
+    /// Number of bytes that go through the buffer of the thread that fills the block.
     pub(super) fn spread_len(&self) -> u64 {
         let uses = self.fetches.iter().flat_map(|fetch| &fetch.uses);
         let spread = uses.filter(|one| !matches!(one.place, BlockPlace::Run(_)));
         spread.map(|one| one.range.end - one.range.start).sum()
     }
 
-    /// Whether the bytes of the block are those of one read.
+    /// Whether the block is the result of a single read.
     fn is_one_read(&self) -> bool {
         let [Planned { range, uses, .. }] = self.fetches.as_slice() else { return false };
         let [BlockUse { place: BlockPlace::Run(0), .. }] = uses.as_slice() else { return false };
         range.end - range.start == self.len
     }
 
-    /// The sources and how many bytes of each are read.
+    /// The sources, and the number of bytes that are read of each.
     pub fn sources(&self) -> impl Iterator<Item = (&Arc<Source>, u64)> {
         self.fetches.iter().map(|fetch| (&fetch.source, fetch.range.end - fetch.range.start))
     }
 
-    /// Asks the kernel about each read until the page cache does not hold one. Returns whether it
-    /// holds all. The reads that are carried out later go by the answers.
+    /// Checks for each read whether the page cache has its bytes, and stops at the first that it does not have.
+    /// Returns whether it has all of them. The results are stored for the execution of the reads.
     pub fn is_cached(&mut self, engine: &Engine) -> bool {
         self.fetches.iter_mut().all(|fetch| {
             fetch.cached = engine.cached_pages(&fetch.source, &fetch.range);
@@ -201,11 +200,11 @@ impl BlockPlan {
         })
     }
 
-    /// Fills `block` from the kernel's page cache and never waits. Returns `false` if the cache
-    /// does not hold all bytes, or if rows take too much memory of the thread.
+    /// Fills `block` from the kernel's page cache. Never waits. Returns `false` if bytes are missing there, or
+    /// if rows would take too much memory of the thread.
     ///
     /// # Errors
-    /// The errors of the sources; the content of `block` is then undefined.
+    /// The errors of the sources. The content of `block` is then undefined.
     pub fn read_cached(&mut self, engine: &Engine, block: &mut [u8]) -> Result<bool> {
         let is_small = self.spread_len() <= BLOCK_LEN_MAX;
         Ok(is_small
@@ -213,8 +212,8 @@ impl BlockPlan {
             && self.fill(block, &|reads| engine.copy_reads(reads))?)
     }
 
-    /// Fills `block` with the bytes that `carry` reads. Runs are read to their places, the bytes of
-    /// column pieces and of casts go through memory of this thread.
+    /// Fills `block` with bytes that `carry` reads. Runs are read directly to their places. The bytes of column
+    /// pieces and of casts go through a buffer of this thread.
     pub(super) fn fill(&self, block: &mut [u8], carry: Carry<'_>) -> Result<bool> {
         self.put_header(block);
         let uses = self.fetches.iter().flat_map(|fetch| {
@@ -231,7 +230,7 @@ impl BlockPlan {
         let len = |range: &Range<u64>| (range.end - range.start) as usize;
         let scratch_len = scattered.iter().map(|(_, one)| len(&one.range)).sum();
         let mut scratch = SCRATCH.take();
-        // The buffer never shrinks, because fresh memory costs more than the copies through it.
+        // The buffer never shrinks, because new memory costs more than the copies through the buffer.
         if scratch.len() < scratch_len {
             scratch.resize(scratch_len, 0);
         }
@@ -266,8 +265,8 @@ impl BlockPlan {
         }
     }
 
-    /// Reads the block without waiting; `done` is called with all its bytes, or with the first
-    /// error. `reservation` holds the memory that the plan takes.
+    /// Reads the block without waiting. `done` is called with all its bytes, or with the first error.
+    /// `reservation` has the memory that the plan takes.
     pub fn fetch(
         mut self,
         engine: &Engine,
@@ -308,7 +307,7 @@ impl BlockPlan {
     }
 }
 
-/// Copies the bytes of `uses`, which follow each other in `bytes`, to their places in `block`.
+/// Copies the bytes of `uses` to their places in `block`. They are consecutive in `bytes`.
 fn spread(mut uses: &[&BlockUse], mut bytes: &[u8], block: &mut [u8]) {
     while let Some(first) = uses.first() {
         let count = first.copy_with(&uses[1..], bytes, block);
@@ -318,15 +317,15 @@ fn spread(mut uses: &[&BlockUse], mut bytes: &[u8], block: &mut [u8]) {
     }
 }
 
-/// Wanted bytes of a block, before their reads are planned.
+/// The bytes of a block for which reads will be planned.
 struct WantedBytes<'a> {
     layout: &'a Arc<Layout>,
-    /// The bytes of the block in the file.
+    /// The range of the block in the file.
     block: Range<u64>,
     header: Option<HeaderUse>,
-    /// Numbers of shards, and their bytes.
+    /// Numbers of shards, and uses of their bytes.
     bytes: Vec<(usize, BlockUse)>,
-    /// How many of them are spread over the block, from the first to the last of each extent.
+    /// Total length of the ranges whose bytes are spread over the block.
     spread_len: u64,
 }
 
@@ -359,7 +358,7 @@ impl<'a> WantedBytes<'a> {
         self.bytes.push((shard.0 as usize, BlockUse { range, place }));
     }
 
-    /// Whether their reads take as much memory as a thread should use at a time.
+    /// Whether the reads of the added bytes take as much memory as a thread should use at a time.
     fn is_long(&self) -> bool {
         self.spread_len >= STREAMED_LEN || self.bytes.len() as u64 >= PARTS_MAX
     }
@@ -372,7 +371,7 @@ impl<'a> WantedBytes<'a> {
         let header = self.header.take();
         let mut plan = BlockPlan { len, stored: false, header, fetches: Vec::new() };
         wanted.sort_by_key(|(shard, wanted)| (*shard, wanted.range.start));
-        // Gathers have chosen their gaps.
+        // For gathers, the layout has merged close ranges already.
         let gap = if self.layout.has_gathers() { GATHER_GAP_MAX } else { GAP_MAX };
         let same_shard = |first: &(usize, BlockUse), next: &(usize, BlockUse)| first.0 == next.0;
         let reads: Vec<_> = coalesce(&wanted, |one| &one.1.range, same_shard, gap, MERGED_LEN_MAX)
@@ -389,7 +388,7 @@ impl<'a> WantedBytes<'a> {
     }
 }
 
-/// Adds bytes to `uses`. If they follow the last ones in the file as in the source, both are one.
+/// Adds bytes to `uses`. If they follow the last ones both in the file and in the source, the two become one use.
 fn add_use(uses: &mut Vec<BlockUse>, wanted: BlockUse) {
     if let (Some(last), BlockPlace::Run(offset)) = (uses.last_mut(), &wanted.place)
         && let BlockPlace::Run(before) = last.place

@@ -1,4 +1,4 @@
-//! Memory that reads of narrow columns take, by their plans.
+//! Tests of the memory that reads of narrow columns take according to their plans.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,7 +11,7 @@ use crate::dtype::Dtype;
 use crate::format::safetensors;
 use crate::{Checkpoint, OpenOptions, RenameRules, View};
 
-/// Columns of a tensor of bytes in a sparse file, each row of which is marked.
+/// Columns of a tensor of bytes in a sparse file. Each row of the file has a mark.
 struct Columns {
     folder: tempfile::TempDir,
     rows: u64,
@@ -52,13 +52,13 @@ impl Columns {
         (row ^ (row >> 8)) as u8 | 1 << (column % 8)
     }
 
-    /// The bytes of the columns in the file.
+    /// The range of the columns in the file.
     fn range(&self) -> Range<u64> {
         let start = self.reader.layout.as_ref().unwrap().header().len() as u64;
         start..start + self.rows * self.width
     }
 
-    /// Reads the columns in steps of `step` bytes.
+    /// Reads the columns in steps of `step` bytes, and checks them.
     fn assert_right(&self, step: usize) {
         assert!(self.folder.path().is_dir());
         let range = self.range();
@@ -73,7 +73,7 @@ impl Columns {
     }
 }
 
-// A read of 4 KiB took 256 MiB of memory.
+// An earlier version had a bug: a read of 4 KiB took 256 MiB of memory.
 #[test]
 fn rows_of_one_byte_that_are_read_with_long_gaps_take_little_memory_at_a_time() {
     let columns = Columns::new(4096, 65_000, 1);
@@ -90,7 +90,8 @@ fn rows_of_one_byte_that_are_read_with_long_gaps_take_little_memory_at_a_time() 
     columns.assert_right(100);
 }
 
-// A block of rows of two bytes took a page of memory for each of them, and more for the plan.
+// An earlier version had a bug: a block with rows of two bytes took a page of memory for each row, and more for
+// the plan.
 #[test]
 fn rows_of_two_bytes_that_lie_far_from_each_other_are_read_a_few_at_a_time() {
     let columns = Columns::new(20_000, 70_000, 2);

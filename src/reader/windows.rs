@@ -1,7 +1,7 @@
-//! Long windows of tensors whose elements stand in another order in their shard, as of transposed ones.
+//! Long windows of tensors whose elements are in another order than in their shard, for example transposed tensors.
 //!
-//! Rows of such a tensor lie all over its bytes. The rows of a window together come in runs which are worth a
-//! read each, and the reads of all parts of the window are answered from it.
+//! The bytes of a row of such a tensor are scattered over the shard. The bytes of all rows of a window together
+//! form runs that are long enough to be read. All reads inside the window are then answered from it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,38 +21,39 @@ use crate::sync::{Condvar, Mutex};
 use crate::system_memory;
 use crate::zeros::are_zeros;
 
-/// Shortest window, and the longest one.
+/// Minimum and maximum length of a window in bytes.
 const WINDOW_MIN: u64 = 1 << 20;
 const WINDOW_MAX: u64 = 64 << 20;
 
-/// Memory of the pages of which a window has a part.
+/// Extra bytes for the pages at the ends of a window.
 const WINDOW_ENDS: u64 = 64 << 10;
 
-/// Average length of reads of the source that are worth a read each.
+/// Mean length in bytes from which reads of the source are worth a read each.
 const GOOD_READ: u64 = 64 << 10;
 
-/// Bytes that are read from a place one by one before its window is read.
+/// Number of bytes that are read from a place without a window before its window is read.
 const TRIED_MAX: u64 = 256 << 10;
 
-/// Places that are remembered, and threads that fill one window.
+/// Maximum number of places that are remembered, and maximum number of threads that fill one window.
 const PLACES_MAX: usize = 32;
 const FILLERS_MAX: usize = 4;
 
-/// Gap up to which two ranges of a shard are asked of the kernel as one.
+/// Maximum gap in bytes between two ranges of a shard that are requested from the kernel as one.
 const AHEAD_GAP: u64 = 64 << 10;
 
-/// Longest part of a shard that is asked for at a time, but by a sweep, whose reads have no deadline.
+/// Maximum number of bytes of a shard that are requested from the kernel at a time. There is no limit for a
+/// sweep, whose reads have no deadline.
 const AHEAD_MAX: u64 = 4 << 30;
 
-/// Longest wait for a window that another thread reads.
+/// Maximum wait for a window that another thread reads.
 const WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// Windows of open files, in bounded memory.
 pub struct GatherWindows {
     budget: Budget,
-    /// Maximum number of bytes of all windows.
+    /// Maximum total number of bytes of all windows.
     most: u64,
-    /// Whether all reads go forward, so that a window is read at the first of them.
+    /// Whether all reads go forward. Then a window is read at the first read inside it.
     is_sweep: bool,
     state: Mutex<WindowList>,
 }
@@ -60,7 +61,7 @@ pub struct GatherWindows {
 #[derive(Default)]
 struct WindowList {
     windows: Vec<Arc<GatherWindow>>,
-    /// Places that were read lately, the latest at the end.
+    /// Places that were read recently, the latest at the end.
     tried: Vec<Tried>,
 }
 
@@ -72,16 +73,16 @@ struct WindowPlace {
 
 struct Tried {
     place: WindowPlace,
-    /// Bytes that were read there one by one, or `TRIED_MAX` if the window was read.
+    /// Number of bytes that were read there without a window, or `TRIED_MAX` if the window was read.
     bytes: u64,
 }
 
 struct GatherWindow {
     place: WindowPlace,
     due: Due,
-    /// Bytes that were taken from it.
+    /// Number of bytes that were copied from the window.
     taken: AtomicU64,
-    /// Time of the last read of it.
+    /// Time of the last read from the window.
     used: Mutex<Instant>,
     content: Mutex<WindowBytes>,
     filled: Condvar,
@@ -90,25 +91,25 @@ struct GatherWindow {
 enum WindowBytes {
     Waiting,
     There(Arc<GatheredBytes>),
-    /// The read failed. Threads that wait for it read without a window.
+    /// The read of the window failed. Threads that wait for it read without a window.
     Failed,
 }
 
 struct GatheredBytes {
     bytes: Buffer,
-    /// The sources that they come from.
+    /// The sources of the bytes.
     sources: Vec<Arc<Source>>,
 }
 
-/// Parts of shards, in order and apart from each other.
+/// Parts of shards, in order and with gaps between them.
 type ShardParts = BTreeMap<ShardId, Vec<Range<u64>>>;
 
-/// Why a window is to be read.
+/// The reason why a window has to be read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Due {
-    /// Enough of it was read.
+    /// Enough bytes of it were read without a window.
     Tried,
-    /// The window before was read, or all reads go forward.
+    /// The window before it was read, or all reads go forward.
     GoesOn,
 }
 
@@ -119,13 +120,13 @@ impl WindowPlace {
 }
 
 impl GatherWindows {
-    /// Windows in memory of `budget`, at most `most` bytes. `is_sweep`: all reads go forward.
+    /// Windows in memory of `budget`, with at most `most` bytes. `is_sweep` says that all reads go forward.
     pub(crate) fn new(budget: Budget, most: u64, is_sweep: bool) -> GatherWindows {
         GatherWindows { budget, most, is_sweep, state: Mutex::default() }
     }
 
-    /// Reads bytes of a file from `offset` on into `target`, through windows where that saves reads.
-    /// Returns how many: fewer than `target.len()` only at the end of the file.
+    /// Reads bytes of a file from `offset` on into `target`. Uses windows if that saves reads. Returns the
+    /// number of bytes, which is less than `target.len()` only at the end of the file.
     ///
     /// # Errors
     /// The errors of `Reader::read_at`.
@@ -145,14 +146,15 @@ impl GatherWindows {
         Ok(len)
     }
 
-    /// The window of a file that has byte `offset`, or bytes that need no window, and whether it is one.
+    /// The range of the window that contains byte `offset`, or a range that needs no window. Also returns which
+    /// of the two it is.
     fn window_at(&self, reader: &Reader, offset: u64) -> (Range<u64>, bool) {
         let layout = reader.layout.as_ref().filter(|layout| layout.has_gathers());
         let Some(layout) = layout.filter(|_| !reader.is_encrypted()) else {
             return (offset..reader.len(), false);
         };
         let (_, tensor) = layout.tensor_at(offset);
-        // The one before stays while a window is read, with the pages at its ends.
+        // While a window is read, the one before it remains in memory, including the pages at its ends.
         let most = (self.most / 2).saturating_sub(WINDOW_ENDS).max(1);
         let longest = WINDOW_MAX.min(most).min(tensor.end - tensor.start);
         let mut len = WINDOW_MIN.min(longest);
@@ -172,8 +174,8 @@ impl GatherWindows {
         (start..(start + len).min(tensor.end), true)
     }
 
-    /// Copies the bytes `part` of the file from the window at `range`. Returns `false` if there is none, for
-    /// which the bytes are read by themselves.
+    /// Copies the bytes `part` of the file from the window at `range`. Returns `false` if there is no window.
+    /// The bytes then have to be read without one.
     fn take(
         &self,
         reader: &Reader,
@@ -200,7 +202,7 @@ impl GatherWindows {
         drop(state);
         let bytes = if is_new { self.fill(reader, &window)? } else { window.wait(WAIT_MAX) };
         if !is_new && bytes.as_ref().is_none_or(|bytes| bytes.is_changed()) {
-            // Nobody else waits for it, or takes its bytes.
+            // After this, no other thread waits for the window or uses its bytes.
             self.forget(&window);
             return Ok(false);
         }
@@ -219,7 +221,7 @@ impl GatherWindows {
         self.state.lock().windows.retain(|other| !Arc::ptr_eq(other, window));
     }
 
-    /// Reads a window. `None` if there is no memory for it.
+    /// Reads the bytes of a window. `None` if there is no memory for it.
     fn fill(
         &self,
         reader: &Reader,
@@ -240,7 +242,7 @@ impl GatherWindows {
         Ok(Some(bytes))
     }
 
-    /// Memory for a window, for which those give way that were not used last.
+    /// Allocates memory for a window. If necessary, drops the windows that were not used for longest.
     fn memory(&self, range: &Range<u64>, new: &Arc<GatherWindow>) -> Option<Buffer> {
         let len = Buffer::len_for(range);
         loop {
@@ -254,7 +256,7 @@ impl GatherWindows {
         }
     }
 
-    /// Drops the window that was used longest ago, but `kept`. Returns whether there was one.
+    /// Drops the window that was not used for longest, except `kept`. Returns whether there was one.
     fn drop_oldest(&self, kept: &Arc<GatherWindow>) -> bool {
         let mut state = self.state.lock();
         let windows = state.windows.iter().enumerate();
@@ -273,7 +275,7 @@ impl GatherWindows {
 }
 
 impl WindowList {
-    /// Whether and why the window at `range` is to be read, of which `len` bytes are wanted.
+    /// Whether the window at `range` has to be read for a request of `len` bytes in it, and the reason.
     fn due(
         &mut self,
         layout: &Arc<Layout>,
@@ -294,7 +296,7 @@ impl WindowList {
             Some(place) => self.tried.remove(place),
             None => Tried { place: WindowPlace::new(layout, range), bytes: 0 },
         };
-        // Bytes of a window that had to make way are late.
+        // If the window was read before and then dropped, the count starts again.
         tried.bytes = if tried.bytes >= TRIED_MAX { len } else { tried.bytes + len };
         let is_due = tried.bytes >= TRIED_MAX.min(range.end - range.start) || is_new && goes_on;
         if is_due {
@@ -326,7 +328,7 @@ impl GatherWindow {
         }
     }
 
-    /// The bytes of a window that another thread reads, if they come within `timeout`.
+    /// Waits for the bytes of a window that another thread reads. `None` if they do not come within `timeout`.
     fn wait(&self, timeout: Duration) -> Option<Arc<GatheredBytes>> {
         let is_waiting = |content: &mut WindowBytes| matches!(content, WindowBytes::Waiting);
         match &*self.filled.wait_timeout_while(self.content.lock(), timeout, is_waiting) {
@@ -335,7 +337,7 @@ impl GatherWindow {
         }
     }
 
-    /// Bytes of memory that it holds.
+    /// Number of bytes of memory that the window has.
     fn held(&self) -> u64 {
         match &*self.content.lock() {
             WindowBytes::There(bytes) => bytes.bytes.reserved(),
@@ -344,7 +346,7 @@ impl GatherWindow {
     }
 }
 
-/// Wakes the threads that wait for a window, also if its read fails or panics.
+/// Wakes the threads that wait for a window when the read ends, even if it fails or panics.
 struct FailUnlessFilled<'a> {
     windows: &'a GatherWindows,
     window: &'a Arc<GatherWindow>,
@@ -371,7 +373,7 @@ impl GatheredBytes {
     }
 }
 
-/// The parts of shards from which bytes `range` are read.
+/// The parts of shards from which the bytes `range` are read.
 fn shard_parts(layout: &Layout, range: &Range<u64>) -> ShardParts {
     let mut found = ShardParts::new();
     layout.extents(range.clone(), &mut |extent| {
@@ -392,7 +394,7 @@ fn shard_parts(layout: &Layout, range: &Range<u64>) -> ShardParts {
     found
 }
 
-/// Adds a part to the last one if it lies near its end.
+/// Adds a part to `parts`. If it is close to the last part, the two become one.
 fn add_part(parts: &mut Vec<Range<u64>>, part: Range<u64>) {
     match parts.last_mut() {
         Some(last) if last.start <= part.start && part.start <= last.end + AHEAD_GAP => {
@@ -402,8 +404,8 @@ fn add_part(parts: &mut Vec<Range<u64>>, part: Range<u64>) {
     }
 }
 
-/// Ranges to read ahead for `parts`: all bytes from the first to the last part if the parts are at least half
-/// of them, or if the reader goes on and will want the others too.
+/// The ranges to read ahead for `parts`. This is the whole range from the first part to the last one in two
+/// cases: if the parts make up at least half of it, or if the reader continues and will need the rest too.
 fn ranges_ahead(parts: Vec<Range<u64>>, goes_on: bool, longest: u64) -> Vec<Range<u64>> {
     let (Some(first), Some(last)) = (parts.first(), parts.last()) else { return parts };
     let span = first.start..last.end;
@@ -412,8 +414,8 @@ fn ranges_ahead(parts: Vec<Range<u64>>, goes_on: bool, longest: u64) -> Vec<Rang
     if len >= span_len / 2 || goes_on && span_len <= longest { vec![span] } else { parts }
 }
 
-/// Asks the kernel for the bytes of local shards from which a window is gathered, so that they come in long
-/// reads. They are left out if they would fill much of the memory.
+/// Asks the kernel to read the bytes from which a window is gathered, so that it uses long reads. This is done
+/// for local shards only, and not if the bytes would fill much of the memory.
 fn read_ahead(reader: &Reader, parts: ShardParts, goes_on: bool, longest: u64) {
     let free = system_memory::available().unwrap_or(0) / 2;
     for (shard, parts) in parts {
@@ -429,7 +431,7 @@ fn read_ahead(reader: &Reader, parts: ShardParts, goes_on: bool, longest: u64) {
     }
 }
 
-/// Reads bytes from `start` on into `target`, on several threads.
+/// Reads bytes from `start` on into `target` with several threads.
 fn fill_in_parts(reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
     let threads = available_parallelism().map_or(1, |cores| cores.get()).min(FILLERS_MAX);
     let len = target.len().div_ceil(threads).next_multiple_of(4096);
@@ -446,7 +448,7 @@ fn fill_in_parts(reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
 mod tests {
     use super::*;
 
-    // All of a cold tensor was asked for of which a reader wanted a few rows.
+    // An earlier version had a bug: all of a cold tensor was requested although a reader needed only a few rows.
     #[test]
     fn a_window_asks_for_its_own_parts_of_a_shard_unless_the_reader_goes_on() {
         const GIB: u64 = 1 << 30;
@@ -464,7 +466,7 @@ mod tests {
         assert_eq!(ranges_ahead(near, false, AHEAD_MAX), std::slice::from_ref(&(0..4 * GIB)));
     }
 
-    // A read waited as long as another one that stalled.
+    // An earlier version had a bug: a read waited for another one that stalled.
     #[test]
     fn a_read_does_not_wait_for_ever_for_the_window_of_another() {
         let checkpoint = crate::Checkpoint::open("tests/fixtures/hf/gpt2_tiny".as_ref()).unwrap();

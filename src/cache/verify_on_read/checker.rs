@@ -1,6 +1,5 @@
-//! Reads the bytes that gates compare, for all files of a mount. Jobs take turns with a few steps
-//! at a time, so that a large tensor does not delay small ones, and a stalled shard does not delay
-//! others.
+//! Reads the bytes that gates compare with checksums, for all files of a mount. Jobs take turns, with a few
+//! steps each. So a large tensor does not delay small ones, and a stalled shard does not delay others.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,33 +19,33 @@ use crate::sync::Mutex;
 
 use super::job::{ChecksumJob, JobOutcome, STEP_LEN, Step};
 
-/// Maximum number of steps read at the same time, in all and of one source.
+/// Maximum number of steps that are read concurrently, in total and of one source.
 const STEPS_MAX: usize = 8;
 const SOURCE_STEPS_MAX: u64 = 4;
 
-/// Time after which a step under way no longer counts for `STEPS_MAX`: its source may never answer.
+/// Time after which a running step no longer counts for `STEPS_MAX`, because its source may never answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Maximum number of steps, slow ones included.
+/// Maximum number of running steps, including slow ones.
 const SLOW_STEPS_MAX: u64 = 64;
 
-/// Memory that a step takes at most, in bytes: it may begin and end within a page.
+/// Maximum memory of a step in bytes. A step may begin and end inside a page.
 const STEP_MEMORY: u64 = STEP_LEN + (64 << 10);
 
-/// Memory that steps take at most, in bytes, while sources answer.
+/// Maximum memory of all steps in bytes, while sources answer.
 pub const MEMORY: u64 = STEPS_MAX as u64 * STEP_MEMORY;
 
 /// Time between two checks for overdue jobs.
 const TICK: Duration = Duration::from_millis(250);
 
-/// The facts about a checker, for `status`.
+/// The state of a checker, for `status`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct CheckerStatus {
-    /// Its reads.
+    /// The engine of the checker.
     #[serde(flatten)]
     pub engine: EngineStatus,
-    /// Number of jobs under way.
+    /// Number of jobs that have not ended.
     pub jobs: usize,
 }
 
@@ -58,20 +57,20 @@ struct CheckerInner {
     engine: Engine,
     budget: Budget,
     counters: Arc<Counters>,
-    /// Longest time that a job may wait for its next step.
+    /// Maximum time that a job may go without progress.
     timeout: Option<Duration>,
     deadlines: Deadlines,
     state: Mutex<CheckerState>,
 }
 
 struct CheckerState {
-    /// Jobs with steps to begin, the next one first.
+    /// Jobs with further steps. The first job has the next turn.
     queue: VecDeque<Arc<ChecksumJob>>,
     /// All jobs that have not ended.
     jobs: Vec<Arc<ChecksumJob>>,
-    /// When the steps under way began.
+    /// Start times of the running steps.
     running: Vec<Instant>,
-    /// Those steps by source, which they keep alive.
+    /// Number of running steps by source. The steps keep their sources alive.
     steps: PerSourceLimiter<SourceKey>,
 }
 
@@ -114,7 +113,7 @@ impl Checker {
         Ok(Checker(inner))
     }
 
-    /// The facts for `status`.
+    /// The state of the checker, for `status`.
     pub fn status(&self) -> CheckerStatus {
         CheckerStatus { engine: self.0.engine.status(), jobs: self.0.state.lock().jobs.len() }
     }
@@ -132,14 +131,14 @@ impl Checker {
 }
 
 impl CheckerInner {
-    /// Begins as many steps as may be under way.
+    /// Begins steps until the maximum number is running.
     fn dispatch(self: &Arc<Self>) {
         loop {
             let next = self.state.lock().next();
             let Some((job, step, source, begun)) = next else { return };
             let memory = Buffer::len_for(&step.range);
             let Some(reservation) = self.budget.try_reserve(memory) else {
-                // Steps under way return their memory and call this function again.
+                // Running steps will return their memory and call this function again.
                 job.put_back(step);
                 let mut state = self.state.lock();
                 state.ended(&source, begun);
@@ -175,7 +174,7 @@ impl CheckerInner {
     ) {
         let failed = match outcome {
             Ok(bytes) => {
-                // A job that has ended needs no more bytes.
+                // A job that has ended does not need the bytes.
                 if !job.has_ended() {
                     job.compare(step, &bytes);
                     self.counters.checked_bytes.add(bytes.len() as u64);
@@ -191,19 +190,19 @@ impl CheckerInner {
             state.jobs.retain(|other| !Arc::ptr_eq(other, job));
             state.queue.retain(|other| !Arc::ptr_eq(other, job));
             drop(state);
-            // The job may have reopened sources after the requesting file was closed.
+            // The job may have opened sources again after the file of the request was closed.
             release_unpinned(&job.sources());
         }
         self.dispatch();
     }
 
-    /// Gives those who wait for a job its outcome. The counters change before the answers are given.
+    /// Answers those who wait for a job. The counters change before that.
     fn end(&self, job: &Arc<ChecksumJob>, outcome: JobOutcome) {
         self.counters.checksum_mismatches.add(outcome.bad.len() as u64);
         job.end(outcome);
     }
 
-    /// Ends jobs that are overdue. Returns whether any is left.
+    /// Ends overdue jobs. Returns whether jobs or steps are left.
     fn tick(self: &Arc<Self>) -> bool {
         let jobs = self.state.lock().jobs.clone();
         if let Some(timeout) = self.timeout
@@ -232,8 +231,8 @@ impl CheckerInner {
 }
 
 impl CheckerState {
-    /// Takes the next step, of the first job whose source has fewer than `SOURCE_STEPS_MAX` steps
-    /// under way. The job then goes behind the others.
+    /// Takes the next step. It is that of the first job whose source has fewer than `SOURCE_STEPS_MAX` running
+    /// steps. This job is then moved to the end of the queue.
     fn next(&mut self) -> Option<(Arc<ChecksumJob>, Step, Arc<Source>, Instant)> {
         let now = Instant::now();
         let quick = self.running.iter().filter(|begun| now - **begun < PATIENCE).count();
@@ -260,7 +259,7 @@ impl CheckerState {
         None
     }
 
-    /// The step of `source` that began at `begun` is no longer under way.
+    /// Notes that the step of `source` that began at `begun` has ended.
     fn ended(&mut self, source: &Arc<Source>, begun: Instant) {
         let index = self.running.iter().position(|other| *other == begun);
         index.map(|index| self.running.swap_remove(index));
@@ -268,7 +267,7 @@ impl CheckerState {
     }
 }
 
-/// The error of bytes that are not compared in time.
+/// The error if bytes are not compared in time.
 fn late(source: &Source, timeout: Duration) -> Error {
     let seconds = timeout.as_secs_f64();
     let message =

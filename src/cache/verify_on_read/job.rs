@@ -1,4 +1,4 @@
-//! Some units of a file that are compared together.
+//! A job: units of a file that are compared together.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -17,17 +17,17 @@ use super::{ChecksumGate, WaitingRead};
 /// Maximum number of bytes that are read at a time.
 pub(super) const STEP_LEN: u64 = 4 << 20;
 
-/// Units that are compared together, because one read requested all of them.
+/// Units that are compared together, because they belong to the same request.
 pub(super) struct ChecksumJob {
     gate: Arc<ChecksumGate>,
     pub(super) units: Vec<u32>,
     state: Mutex<JobState>,
-    /// Changed under the lock of the gate.
+    /// Changed only while the lock of the gate is held.
     waiters: Mutex<Vec<Arc<WaitingRead>>>,
 }
 
 struct JobState {
-    /// The steps that are still to be read, the last one first.
+    /// The steps that were not begun, in reverse order.
     left: Vec<Step>,
     in_flight: usize,
     /// Time of the last progress.
@@ -40,13 +40,13 @@ struct JobState {
 #[derive(Default)]
 #[must_use]
 pub(super) struct JobOutcome {
-    /// Errors of units that differ, by unit.
+    /// The error of each unit that differs.
     pub(super) bad: HashMap<u32, Arc<Error>>,
-    /// Why the job's bytes could not be read.
+    /// The error, if bytes of the job could not be read.
     pub(super) failed: Option<Arc<Error>>,
 }
 
-/// Consecutive chunks of a shard.
+/// One step of a job: consecutive chunks of a shard.
 pub(super) struct Step {
     pub(super) shard: u32,
     pub(super) range: Range<u64>,
@@ -88,7 +88,7 @@ impl ChecksumJob {
         Some(step)
     }
 
-    /// Puts back a step that there is no memory for.
+    /// Puts back a step for which there is no memory.
     pub(super) fn put_back(&self, step: Step) {
         let mut state = self.state.lock();
         state.in_flight -= 1;
@@ -126,15 +126,15 @@ impl ChecksumJob {
         let mut state = self.state.lock();
         state.outcome.bad.extend(units.into_iter().map(|unit| (unit, error.clone())));
         if state.outcome.bad.len() == self.units.len() {
-            // All units are known to differ.
+            // All units differ, so no further bytes are needed.
             state.left.clear();
         }
         drop(state);
         tracing::error!("{error}; reads of it through the mount fail");
     }
 
-    /// Notes that a step is done or could not be read. If that ends the job, returns its outcome
-    /// for `end`.
+    /// Notes that a step has ended, with its error if its bytes could not be read. If this ends the job,
+    /// returns the outcome for `end`.
     pub(super) fn step_ended(&self, failed: Option<Error>) -> Option<JobOutcome> {
         let mut state = self.state.lock();
         state.in_flight -= 1;
@@ -152,7 +152,7 @@ impl ChecksumJob {
         Some(std::mem::take(&mut state.outcome))
     }
 
-    /// Fails a job without progress since `before`; returns its outcome for `end`.
+    /// Ends a job that had no progress since `before`, with an error. Returns the outcome for `end`.
     pub(super) fn expire(
         &self,
         before: Instant,
@@ -172,7 +172,7 @@ impl ChecksumJob {
         Some(outcome)
     }
 
-    /// Whether it has ended.
+    /// Whether the job has ended.
     pub(super) fn has_ended(&self) -> bool {
         self.state.lock().ended
     }
@@ -193,7 +193,7 @@ impl ChecksumJob {
         self.gate.ended(self, outcome);
     }
 
-    /// The sources that it has read.
+    /// The sources of the job.
     pub(super) fn sources(&self) -> Vec<Arc<Source>> {
         let mut shards: Vec<u32> = self
             .units
@@ -207,7 +207,7 @@ impl ChecksumJob {
     }
 }
 
-/// The chunks of `units`, with consecutive chunks joined into one step.
+/// The chunks of `units`. Consecutive chunks become one step.
 fn steps(gate: &ChecksumGate, units: &[u32]) -> Vec<Step> {
     let mut chunks: Vec<(u32, ChecksumChunk)> = Vec::new();
     for (shard, range) in units.iter().flat_map(|&unit| gate.bytes_of(unit)) {

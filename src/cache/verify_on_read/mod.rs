@@ -1,10 +1,9 @@
-//! Checksum gates: bytes of a file are served only after the tensors that they belong to were read
+//! Checksum gates. They allow bytes of a file to be served only after the tensors of these bytes were read
 //! completely and compared with their checksums.
 //!
-//! A gate belongs to one version of a file and remembers the result for each tensor. A tensor is
-//! compared once for all reads of it. No thread waits: the thread that compares the last bytes of
-//! a read answers it. Bytes that differ stay refused. Bytes that cannot be read are tried again by
-//! the next read.
+//! A gate belongs to one version of a file, and remembers the result for each tensor. A tensor is compared once
+//! for all reads of it. No thread waits: a read is answered by the thread that compares its last bytes. Bytes
+//! that differ are refused from then on. If bytes cannot be read, the next read tries again.
 
 mod checker;
 mod job;
@@ -27,10 +26,10 @@ use crate::verify::{Mismatch, Recorded};
 pub use checker::{Checker, CheckerStatus, MEMORY};
 use job::ChecksumJob;
 
-/// Called once, with whether bytes may be served.
+/// A callback that is called once. `Ok` means that the bytes may be served.
 pub type CheckAnswer = Box<dyn FnOnce(std::result::Result<(), &Error>) + Send>;
 
-/// State of a unit: not compared, equal to its record, or different.
+/// The state of a unit: not compared, equal to its checksum, or different.
 const UNKNOWN: u8 = 0;
 const GOOD: u8 = 1;
 const BAD: u8 = 2;
@@ -40,11 +39,11 @@ const BAD: u8 = 2;
 enum Guarded {
     /// A virtual file. A unit is a tensor of its catalog.
     Virtual(VirtualFile),
-    /// A whole file, this shard. A unit is one of its parts.
+    /// A whole file, which is this shard. A unit is a part of the shard.
     Shard(ShardId),
 }
 
-/// Guards one version of a file.
+/// A gate for one version of a file.
 pub struct ChecksumGate {
     checkpoint: Arc<Checkpoint>,
     guarded: Guarded,
@@ -59,20 +58,20 @@ pub struct ChecksumGate {
 struct GateState {
     /// The job that compares each unit.
     checking: HashMap<u32, Arc<ChecksumJob>>,
-    /// By unit: how it differs.
+    /// The error of each unit that differs.
     bad: HashMap<u32, Arc<Error>>,
 }
 
-/// A request for some bytes.
+/// A request that waits for units to be compared.
 struct WaitingRead {
     units: Vec<u32>,
     state: Mutex<Left>,
 }
 
 struct Left {
-    /// Number of unfinished jobs.
+    /// Number of jobs that have not ended.
     jobs: usize,
-    /// `None` once it is given.
+    /// `None` once it was called.
     answer: Option<CheckAnswer>,
 }
 
@@ -83,12 +82,12 @@ impl std::fmt::Debug for ChecksumGate {
 }
 
 impl ChecksumGate {
-    /// The gate of a virtual file; `None` if a shard has no checksums.
+    /// The gate of a virtual file. `None` if a shard has no checksums.
     pub fn of_file(file: &VirtualFile, recorded: &Recorded) -> Option<ChecksumGate> {
         ChecksumGate::new(file.checkpoint(), Guarded::Virtual(file.clone()), recorded)
     }
 
-    /// The gate of the shard called `name` as it is.
+    /// The gate of the whole shard `name`.
     pub fn of_shard(
         checkpoint: &Arc<Checkpoint>,
         name: &str,
@@ -119,8 +118,8 @@ impl ChecksumGate {
         Some(ChecksumGate { checkpoint, guarded, sums, states, inner })
     }
 
-    /// Calls `answer` once all units of bytes `range` of the file are compared: at once if they
-    /// already are, else on the thread that compares the last of them. Never waits.
+    /// Calls `answer` when all units of the bytes `range` of the file are compared. If they are already, it is
+    /// called at once, and otherwise on the thread that compares the last of them. Never waits.
     pub fn when_checked(
         self: &Arc<Self>,
         checker: &Checker,
@@ -154,14 +153,14 @@ impl ChecksumGate {
             inner.checking.extend(job.iter().map(|job| (*unit, job.clone())));
         }
         jobs.extend(job.clone());
-        // The last of the units may have become good between the two checks of the states.
+        // The last of the units may have become good between the two checks of their states.
         if jobs.is_empty() {
             drop(inner);
             return answer(Ok(()));
         }
         let left = Left { jobs: jobs.len(), answer: Some(answer) };
         let waiting = Arc::new(WaitingRead { units, state: Mutex::new(left) });
-        // Waiters are added under the lock, because a job that ends takes its waiters under it.
+        // Waiters are added while the lock is held, because a job that ends takes its waiters under this lock.
         jobs.iter().for_each(|job| job.add_waiter(waiting.clone()));
         drop(inner);
         if let Some(job) = job {
@@ -169,7 +168,7 @@ impl ChecksumGate {
         }
     }
 
-    /// Whether all units of bytes `range` were compared and match their record.
+    /// Whether all units of the bytes `range` were compared and are equal to their checksums.
     pub fn is_good(&self, range: Range<u64>) -> bool {
         let good = |unit: u32| self.states[unit as usize].load(Ordering::Acquire) == GOOD;
         self.units_of(range).is_ok_and(|units| units.into_iter().all(good))
@@ -189,7 +188,7 @@ impl ChecksumGate {
         })
     }
 
-    /// The bytes of a unit: shard and range.
+    /// The bytes of a unit, as shards and ranges.
     fn bytes_of(&self, unit: u32) -> Vec<(u32, Range<u64>)> {
         match &self.guarded {
             Guarded::Virtual(file) => {
@@ -208,7 +207,7 @@ impl ChecksumGate {
         &self.checkpoint.sources()[shard as usize]
     }
 
-    /// Bytes that differ from their checksum, as an error.
+    /// The error of bytes that differ from their checksum.
     fn mismatch(&self, shard: u32, chunk: &ChecksumChunk, found: Digest) -> Error {
         let known = &self.sums[shard as usize];
         let catalog = self.checkpoint.source_catalog();
@@ -245,7 +244,7 @@ impl ChecksumGate {
         }
     }
 
-    /// Notes that one of the jobs of `waiting` is done, or has failed.
+    /// Notes that one of the jobs of `waiting` has ended, with its error if it has failed.
     fn answer(&self, waiting: &WaitingRead, failed: Option<&Error>) {
         let mut left = waiting.state.lock();
         left.jobs -= 1;

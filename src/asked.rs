@@ -1,22 +1,23 @@
-//! A call that may never return, such as one to a file system: it runs on a thread of its own, which
-//! is abandoned if the result is late.
+//! Runs a call that may never return, such as a call to a file system, on a thread of its own. If the result is
+//! late, the caller abandons the thread.
 
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
-/// Stack size of the thread, as for the first thread of a process: the question may be any work.
+/// Stack size of the thread, in bytes. It equals that of the first thread of a process, because the call may do
+/// any work.
 const STACK: usize = 8 << 20;
 
-/// A question that was asked.
+/// A call that runs on a thread of its own.
 pub struct Asked<T> {
     answer: Receiver<T>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl<T: Send + 'static> Asked<T> {
-    /// Calls `ask` on a thread of this name.
+    /// Calls `ask` on a new thread named `name`.
     ///
     /// # Errors
     /// If the thread cannot be started.
@@ -29,10 +30,11 @@ impl<T: Send + 'static> Asked<T> {
         Ok(Asked { answer, thread: Some(thread) })
     }
 
-    /// The answer, which comes once. The thread has ended then.
+    /// Waits for the result and returns it. Only one call can return it. When this call returns the result, the
+    /// thread has ended.
     ///
     /// # Errors
-    /// `Timeout` if it does not come within `limit`, `Disconnected` if `ask` panicked.
+    /// `Timeout` if the result does not arrive within `limit`, `Disconnected` if `ask` panicked.
     pub fn within(&mut self, limit: Duration) -> Result<T, RecvTimeoutError> {
         let answer = self.answer.recv_timeout(limit)?;
         if let Some(thread) = self.thread.take() {

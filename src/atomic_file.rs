@@ -1,4 +1,4 @@
-//! A file that is written under another name, or none, and takes its own name once it is whole.
+//! Writes a file without a name or under a temporary name. The file gets its own name when it is complete.
 
 mod partial;
 
@@ -16,32 +16,32 @@ use nix::unistd::linkat;
 
 pub use partial::{PartialFolder, folder_below, partial_path, rename_new, rename_over};
 
-/// Folder with the names of open files, by which they can be linked.
+/// The folder that lists the open files of this process. An open file can be linked by its name in this folder.
 const OPEN_FILES: &str = "/proc/self/fd";
 
-/// Name of a whole file in a partial folder.
+/// Name of the complete file in a partial folder.
 const WHOLE: &str = "whole";
 
-/// How long a file that is whole waits for another process that writes the same file.
+/// Maximum time that a complete file waits for another process that writes the same file.
 const PUBLISH_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A file that is being written. It is removed when it is dropped before it was published.
+/// A file that is being written. If it is dropped before it was published, the file is removed.
 #[derive(Debug)]
 pub struct TemporaryFile {
     file: File,
     place: Place,
 }
 
-/// Where a file is before it is published.
+/// The place of a file.
 #[derive(Debug)]
 enum Place {
-    /// It has no name. The folder keeps other writers of the same file out, if it is there already.
+    /// The file has no name. If the folder exists already, it keeps other writers of the same file out.
     Nameless(Option<PartialFolder>),
-    /// It has a name that no other writer has.
+    /// The file has a name that no other writer uses.
     Path(PathBuf),
-    /// It is the file `WHOLE` of this folder.
+    /// The file is the file `WHOLE` of this folder.
     Partial(PartialFolder),
-    /// It has its own name.
+    /// The file has its own name.
     Published,
 }
 
@@ -54,21 +54,22 @@ impl Drop for TemporaryFile {
 }
 
 impl TemporaryFile {
-    /// Creates the file `path` by `options`, which have to say that it is created. No other writer
-    /// may use that name.
+    /// Creates the file `path` with `options`, which must say that the file is created. No other writer may use
+    /// this name.
     ///
     /// # Errors
-    /// If it cannot be created.
+    /// If the file cannot be created.
     pub fn create(path: PathBuf, options: &OpenOptions) -> io::Result<TemporaryFile> {
         Ok(TemporaryFile { file: options.open(&path)?, place: Place::Path(path) })
     }
 
-    /// Creates the file that will be `target`, with the permission bits `mode`, for reading and writing:
-    /// without a name if the file system can do that, so that nothing is left even of a process that
-    /// is killed. Else in a partial folder; one that a killed process has left is removed.
+    /// Creates the file that will later get the name `target`, with the permission bits `mode`, for reading and
+    /// writing. If the file system allows it, the file has no name, so that nothing is left behind even if the
+    /// process is killed. Otherwise the file is created in a partial folder. A partial folder that a killed
+    /// process has left is removed.
     ///
     /// # Errors
-    /// If it cannot be created, or another process is writing it.
+    /// If the file cannot be created, or if another process is writing it.
     pub fn create_beside(target: &Path, mode: u32) -> io::Result<TemporaryFile> {
         if let Some(file) = nameless_in(folder_of(target), mode) {
             return Ok(TemporaryFile { file, place: Place::Nameless(None) });
@@ -76,10 +77,10 @@ impl TemporaryFile {
         TemporaryFile::create_claimed(target, mode)
     }
 
-    /// `create_beside`, which keeps other writers of `target` out from now on.
+    /// Like `create_beside`, but keeps other writers of `target` out from now on.
     ///
     /// # Errors
-    /// The errors of `create_beside`.
+    /// The same errors as those of `create_beside`.
     pub fn create_claimed(target: &Path, mode: u32) -> io::Result<TemporaryFile> {
         let folder = PartialFolder::claim(&partial_path(target))?;
         folder.clear()?;
@@ -95,18 +96,18 @@ impl TemporaryFile {
         &self.file
     }
 
-    /// Leaves the file under the name that it was created with.
+    /// Keeps the file under the name with which it was created.
     pub fn keep(mut self) {
         self.place = Place::Published;
     }
 
-    /// Gives the file the name `target` in the same folder. `replace`: in place of a file of that
-    /// name; else such a file is an error.
+    /// Gives the file the name `target` in the same folder. If `replace` is true, the file replaces an existing
+    /// file of this name. Otherwise an existing file is an error.
     ///
-    /// Where this succeeds, `target` was this file, whatever other processes do.
+    /// If this succeeds, `target` was this file at that moment, no matter what other processes do.
     ///
     /// # Errors
-    /// If `target` cannot be made. The file is removed when `self` is dropped then.
+    /// If `target` cannot be created. The file is then removed when `self` is dropped.
     pub fn publish(&mut self, target: &Path, replace: bool) -> io::Result<()> {
         match &self.place {
             Place::Nameless(claimed) => {
@@ -132,7 +133,7 @@ impl TemporaryFile {
             Err(Errno::EEXIST) if replace => {}
             other => return Ok(other?),
         }
-        // A link replaces nothing, so the file needs another name for a moment.
+        // `linkat` cannot replace a file, so the new file first gets a temporary name, which is then renamed.
         let own;
         let folder = match claimed {
             Some(claimed) => claimed,
@@ -147,7 +148,7 @@ impl TemporaryFile {
     }
 }
 
-/// A file without a name in `folder`, if the file system can do that.
+/// Creates a file without a name in `folder`. Returns `None` if the file system does not support this.
 fn nameless_in(folder: &Path, mode: u32) -> Option<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(mode).custom_flags(libc::O_TMPFILE);
@@ -155,7 +156,7 @@ fn nameless_in(folder: &Path, mode: u32) -> Option<File> {
     name_of_open(&file).exists().then_some(file)
 }
 
-/// Gives `file`, which is the file `WHOLE` of `folder`, the name `target` beside the folder.
+/// Gives `file`, which is the file `WHOLE` of `folder`, the name `target` in the folder that contains `folder`.
 fn take_name(folder: &PartialFolder, file: &File, target: &Path, replace: bool) -> io::Result<()> {
     let name = Path::new(target.file_name().unwrap_or_default());
     let there = folder.open(WHOLE.as_ref())?.metadata()?;
@@ -167,7 +168,7 @@ fn take_name(folder: &PartialFolder, file: &File, target: &Path, replace: bool) 
     publish(folder.folder(), WHOLE.as_ref(), folder.parent(), name)
 }
 
-/// Makes the names in `folder` survive a loss of power.
+/// Writes the names in `folder` to disk, so that they survive a power failure.
 ///
 /// # Errors
 /// If the file system fails.
@@ -175,7 +176,7 @@ pub fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
-/// The folder that `path` lies in.
+/// The folder that contains `path`.
 pub fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -183,7 +184,7 @@ pub fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// A name by which an open file can be opened again or linked, while it is open.
+/// A path by which an open file can be opened again or linked while it is open.
 pub fn name_of_open(file: &File) -> PathBuf {
     Path::new(OPEN_FILES).join(file.as_raw_fd().to_string())
 }
@@ -199,7 +200,7 @@ mod tests {
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
-    /// A file of one of the kinds that will be `target`.
+    /// Creates a file of one of the four kinds, which will get the name `target`.
     fn of_kind(kind: usize, target: &Path) -> TemporaryFile {
         match kind {
             0 => TemporaryFile::create_beside(target, 0o600).unwrap(),
@@ -220,7 +221,7 @@ mod tests {
     #[test]
     fn a_file_has_its_name_once_it_is_published_and_leaves_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
-        // The longest name there is.
+        // The longest name that is allowed.
         let target = folder.path().join("a".repeat(255));
         for kind in 0..4 {
             for (number, replace) in [false, false, true].into_iter().enumerate() {

@@ -1,12 +1,12 @@
-//! Casts elements from one floating point type to another, like torch on the CPU.
+//! Casts elements from one floating point type to another with the results of torch on the CPU.
 //!
-//! Values are rounded to the nearest, ties to even. Values that are too large become infinite. Wide
-//! types are narrowed through `F32`. For these values torch gives the same bits everywhere. The
-//! bits of a NaN depend on the processor, and even on the length of the tensor. The casts here give
-//! the bits that torch gives for a long tensor on x86-64 with AVX2 or AVX-512. For example, a NaN
-//! that is narrowed to `BF16` becomes `0xFFFF` from some types and `0x7FC0` from others.
+//! Values are rounded to the nearest value, ties to even. Values that are too large become infinite. Types
+//! wider than `F32` are narrowed through `F32`. For all these values, torch returns the same bits on every
+//! processor. The bits of a NaN, however, depend on the processor and even on the length of the tensor. The
+//! casts here return the bits that torch returns for a long tensor on x86-64 with AVX2 or AVX-512. For example,
+//! a NaN that is narrowed to `BF16` becomes `0xFFFF` from some types and `0x7FC0` from others.
 //!
-//! `src/device/cast.cu` has functions of the same names for GPUs, with equal bits.
+//! `src/device/cast.cu` has functions with the same names for GPUs. They return the same bits.
 
 use std::fmt;
 use std::ops::Range;
@@ -16,12 +16,12 @@ use crate::dtype::Dtype;
 /// A cast from one element type to another.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Cast {
-    /// Position in [`PAIRS`].
+    /// Index in [`PAIRS`].
     pair: u8,
 }
 
 impl Cast {
-    /// The cast between two types, `None` if there is none. No type has a cast to itself.
+    /// The cast from one type to another, `None` if there is none. There is no cast from a type to itself.
     pub fn new(from: Dtype, to: Dtype) -> Option<Cast> {
         if from == to {
             return None;
@@ -40,17 +40,17 @@ impl Cast {
         self.pair().to
     }
 
-    /// Length in bytes of the cast of `len` bytes of whole elements.
+    /// Length in bytes of the result of a cast of `len` bytes, which are whole elements.
     pub fn len_after(self, len: u64) -> u64 {
         len / (self.from().bits() / 8) * (self.to().bits() / 8)
     }
 
-    /// Length in bytes of the elements of which the cast has `len` bytes.
+    /// Length in bytes of the elements whose cast has `len` bytes.
     pub fn len_before(self, len: u64) -> u64 {
         len / (self.to().bits() / 8) * (self.from().bits() / 8)
     }
 
-    /// The bytes of the elements that bytes `range` of their cast come from.
+    /// The byte range, before the cast, of the elements that contain bytes `range` after the cast.
     pub fn elements_before(self, range: &Range<u64>) -> Range<u64> {
         if range.is_empty() {
             return 0..0;
@@ -59,12 +59,12 @@ impl Cast {
         range.start / out * width..range.end.div_ceil(out) * width
     }
 
-    /// Name of the kernel that does the same on a GPU.
+    /// Name of the GPU kernel that does the same cast.
     pub fn kernel(self) -> &'static str {
         self.pair().kernel
     }
 
-    /// Casts all elements of `from`, which are little-endian and at any address.
+    /// Casts all elements of `from`, which are little-endian and need no alignment.
     ///
     /// # Panics
     ///
@@ -72,25 +72,26 @@ impl Cast {
     pub fn convert(self, from: &[u8], to: &mut [u8]) {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
-            // SAFETY: the processor has AVX2, the only feature that the function is compiled for.
+            // SAFETY: the processor has AVX2, which is the only feature that the function is compiled for.
             return unsafe { (self.pair().convert_avx2)(from, to) };
         }
         self.convert_anywhere(from, to);
     }
 
-    /// Casts like `convert`, with the instructions that every processor of the architecture has.
+    /// Casts like `convert`, but only with instructions that every processor of the architecture has.
     ///
     /// # Panics
     ///
-    /// Panics as `convert` does.
+    /// Panics if the two slices do not hold the same whole number of elements.
     #[doc(hidden)]
     pub fn convert_anywhere(self, from: &[u8], to: &mut [u8]) {
         (self.pair().convert)(from, to);
     }
 
-    /// Casts whole elements `from` into a window on their target. The results begin at byte `start`
-    /// of the target, and `window` holds its bytes from `window_start` on. Results outside the
-    /// window are left out; of an element across its edge the window gets the part inside.
+    /// Casts `from`, which holds whole elements, and writes a part of the results to `window`. The results
+    /// begin at byte `start` of the target. `window` holds the bytes of the target from byte `window_start` on.
+    /// Results outside the window are not written. Of an element that crosses an edge of the window, only the
+    /// bytes inside are written.
     pub fn convert_into(self, from: &[u8], start: u64, window: &mut [u8], window_start: u64) {
         let (width, out) = (self.from().bits() / 8, self.to().bits() / 8);
         let end = start + self.len_after(from.len() as u64);
@@ -131,19 +132,20 @@ impl fmt::Debug for Cast {
     }
 }
 
-/// One cast: its types, its kernel and its function.
+/// A cast: its two types, its GPU kernel and its function.
 struct Pair {
     from: Dtype,
     to: Dtype,
     kernel: &'static str,
     convert: fn(&[u8], &mut [u8]),
-    /// The same function, compiled for processors with AVX2. It gives the same bits: arithmetic of
-    /// floats is rounded alike everywhere, and the bits of NaNs are chosen by integers.
+    /// The same function, compiled for processors with AVX2. It returns the same bits, because all processors
+    /// round the arithmetic of floats in the same way, and because integer operations choose the bits of a NaN.
     #[cfg(target_arch = "x86_64")]
     convert_avx2: unsafe fn(&[u8], &mut [u8]),
 }
 
-/// One row of [`PAIRS`]: the types of the bits, and the function from one to the other.
+/// A row of [`PAIRS`]: the two integer types that hold the bits of an element, and the function that converts
+/// one to the other.
 macro_rules! pair {
     ($from:ident $to:ident $kernel:literal $bits:ty => $out:ty, $convert:expr) => {
         Pair {
@@ -194,8 +196,8 @@ static PAIRS: &[Pair] = &[
     pair!(F8E8M0 Bf16 "cast_f8_e8m0_bf16" u8 => u16, |x| E8M0.bf16[usize::from(x)]),
 ];
 
-/// Converts elements of `A` bytes to elements of `B` bytes. The compiler vectorizes it, for the
-/// processor of the function that it is inlined into.
+/// Converts elements of `A` bytes to elements of `B` bytes. The compiler vectorizes this function for the
+/// processor features of the function into which it is inlined.
 #[inline(always)]
 fn map<const A: usize, const B: usize>(
     from: &[u8],
@@ -216,7 +218,8 @@ fn map<const A: usize, const B: usize>(
 }
 
 // ---------------------------------------------------------------------------------------------
-// Elements are bits here, not floats: Rust does not specify the bits of a NaN after arithmetic.
+// Below, elements are integers with the bits of a float. Rust does not specify the bits of a NaN after an
+// operation on floats.
 
 const SIGN: u32 = 0x8000_0000;
 const ABS: u32 = 0x7FFF_FFFF;
@@ -240,8 +243,8 @@ const fn f32_to_bf16(bits: u32, nan: u16) -> u16 {
 
 const fn f32_to_f16(bits: u32) -> u16 {
     let abs = bits & ABS;
-    // Below 2^-14 the last place of the result is 2^-24. The last place of 0.5 is 2^-24 too, so the
-    // sum rounds.
+    // Below 2^-14 the last bit of the result stands for 2^-24. The last bit of 0.5 in `F32` also stands for
+    // 2^-24, so the addition rounds to it.
     let tiny = (f32::from_bits(abs) + 0.5).to_bits().wrapping_sub(0x3F00_0000);
     let normal = abs.wrapping_sub(112 << 23).wrapping_add(0xFFF + ((abs >> 13) & 1)) >> 13;
     let finite = if abs < 0x3880_0000 { tiny } else { normal };
@@ -254,8 +257,8 @@ const fn f32_to_f16(bits: u32) -> u16 {
 const fn f16_to_f32(bits: u16) -> u32 {
     let sign = (bits as u32 & 0x8000) << 16;
     let abs = (bits as u32 & 0x7FFF) << 13;
-    // A subnormal is a fraction of 2^-14 without the leading one. Its bits add the one, and the
-    // subtraction removes it.
+    // A subnormal is a fraction of 2^-14 without the leading one. `|` adds the leading one, and the subtraction
+    // removes it.
     let tiny = (f32::from_bits(abs | 0x3880_0000) - f32::from_bits(0x3880_0000)).to_bits();
     let special = if abs >= 0x0F80_0000 { 112 << 23 } else { 0 };
     let quiet = if abs > 0x0F80_0000 { QUIET } else { 0 };
@@ -263,7 +266,7 @@ const fn f16_to_f32(bits: u16) -> u32 {
     sign | if abs < 0x0080_0000 { tiny } else { large }
 }
 
-/// The results for the 256 values of an 8-bit type.
+/// The results for the 256 values of an 8-bit type, in the types to which it can be cast.
 struct Table {
     f32: [u32; 256],
     f16: [u16; 256],
@@ -291,7 +294,7 @@ static E4M3FNUZ: Table = table!(e4m3fnuz);
 static E5M2FNUZ: Table = table!(e5m2fnuz);
 static E8M0: Table = table!(e8m0);
 
-/// The only NaN of types whose NaN has no sign. It is a signalling NaN.
+/// The only NaN of types whose NaN has no sign. It is a signaling NaN.
 const SIGNALLING: u32 = INFINITY | 1;
 
 const fn e4m3(byte: u8) -> u32 {
@@ -329,7 +332,7 @@ const fn sign(byte: u8) -> u32 {
     (byte as u32 & 0x80) << 24
 }
 
-/// Converts an 8-bit float with sign, exponent and `width` bits of fraction, like [`f16_to_f32`].
+/// Converts an 8-bit float that has a sign, an exponent and `width` bits of fraction, like [`f16_to_f32`].
 const fn finite(byte: u8, width: u32, bias: u32) -> u32 {
     let abs = (byte as u32 & 0x7F) << (23 - width);
     let least = (128 - bias) << 23;

@@ -1,6 +1,6 @@
 //! The time of the day.
 
-/// Now, in seconds since 1970.
+/// The current time in seconds since 1970.
 pub fn unix_now() -> u64 {
     std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs())
 }

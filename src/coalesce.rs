@@ -1,18 +1,21 @@
-//! Ranges of one file that are worth reading together.
+//! Groups ranges of a file that are worth one read.
 
 use std::ops::Range;
 
-/// Long reads of a store end at multiples of this where they can: the disk cache of remote sources keeps blocks of this
-/// length, and a block that two reads have a part of is read twice.
+/// Long reads of a store end at multiples of this number of bytes if possible. The disk cache of remote sources
+/// stores blocks of this length. If a block belongs to two reads, it is read twice.
 pub const CUT: u64 = 16 << 10;
 
-/// Where shorter reads end if they can, so that the pages of a read are no longer than it may be.
+/// Shorter reads end at multiples of this number of bytes if possible. Then a read is not longer than its limit
+/// after it was extended to whole pages.
 const PAGE: u64 = 4096;
 
-/// A rest shorter than this part of the longest read is no read of its own.
+/// If the bytes that remain after the longest read are fewer than the longest read divided by this number, they
+/// are not read separately. The range is then split into two reads of about the same length.
 const REST_PART: u64 = 8;
 
-/// The end of the first read of `range`, whose pages have at most `most` bytes, at least one page.
+/// The end of the first read of `range`. The pages that this read covers have at most `most` bytes. `most` is
+/// at least a page.
 pub fn first_read_end(range: &Range<u64>, most: u64) -> u64 {
     let end_of = |len: u64, cut: u64| range.start.saturating_add(len) / cut * cut;
     let last = end_of(most, PAGE);
@@ -27,11 +30,11 @@ pub fn first_read_end(range: &Range<u64>, most: u64) -> u64 {
     }
 }
 
-/// Groups `sorted` items, which come by file and first byte, into reads.
+/// Groups items into reads. The items in `sorted` are sorted by file and by first byte.
 ///
-/// An item joins the group before it if `together` says so of the first item of the group and of
-/// itself, if at most `gap` bytes lie between, and if the read then has at most `max` bytes. Each
-/// group comes with the range that covers it. An item longer than `max` is a group of its own.
+/// An item joins the previous group on three conditions: `together` returns true for the first item of the group and
+/// this item, at most `gap` bytes lie between the group and the item, and the read then has at most `max` bytes. Each
+/// group is returned with the range that covers it. An item that is longer than `max` is a group of its own.
 pub fn coalesce<T>(
     sorted: &[T],
     range_of: impl Fn(&T) -> &Range<u64>,
@@ -68,7 +71,7 @@ mod tests {
 
     type Item = (u32, Range<u64>);
 
-    /// The reads of `items` and the number of items in each.
+    /// The ranges of the reads of `items`, with the number of items in each.
     fn reads(items: &[Item], gap: u64, max: u64) -> Vec<(Range<u64>, usize)> {
         let groups = coalesce(items, |item| &item.1, |a, b| a.0 == b.0, gap, max);
         groups.map(|(range, group)| (range, group.len())).collect()

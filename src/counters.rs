@@ -1,15 +1,15 @@
-//! Counters of a running mount: plain atomic numbers that any thread may add to and read while they
-//! change.
+//! Counters of a running mount. They are atomic numbers that any thread may increase and read at any time.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Number of classes of latency: class `n` counts durations from 2^(n-1) to 2^n microseconds.
+/// Number of classes of latency. Class `n` counts durations from 2^(n-1) to 2^n microseconds, and the last
+/// class also counts all longer ones.
 const LATENCY_CLASSES: usize = 32;
 
-/// A number that only grows, or goes up and down.
+/// A number that either only grows or also decreases.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
@@ -19,18 +19,18 @@ impl Counter {
         self.0.fetch_add(n, Ordering::Relaxed);
     }
 
-    /// Takes `n` away.
+    /// Subtracts `n`.
     pub fn sub(&self, n: u64) {
         self.0.fetch_sub(n, Ordering::Relaxed);
     }
 
-    /// The value now.
+    /// The current value.
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// Durations, as a histogram with classes of powers of two.
+/// A histogram of durations. The bounds of its classes are powers of two.
 #[derive(Debug, Default)]
 pub struct Latency {
     classes: [Counter; LATENCY_CLASSES],
@@ -47,7 +47,7 @@ impl Latency {
         self.sum_us.add(micros);
     }
 
-    /// The histogram now.
+    /// The current histogram.
     pub fn histogram(&self) -> Histogram {
         let counts = self.classes.iter().map(Counter::get).enumerate();
         let rows = counts.filter(|(_, count)| *count > 0);
@@ -57,7 +57,7 @@ impl Latency {
         }
     }
 
-    /// Its percentiles and the histogram, for `status`.
+    /// The percentiles and the histogram, for `status`.
     pub fn waits(&self) -> Waits {
         Waits {
             p50: self.percentile_us(50),
@@ -67,8 +67,8 @@ impl Latency {
         }
     }
 
-    /// The least power of two of microseconds that at least `percent` of the durations stay
-    /// below; 0 if nothing was counted.
+    /// The smallest power of two, in microseconds, below which at least `percent` percent of the durations lie;
+    /// 0 if nothing was counted.
     pub fn percentile_us(&self, percent: u64) -> u64 {
         let counts = self.classes.each_ref().map(Counter::get);
         let total: u64 = counts.iter().sum();
@@ -84,7 +84,7 @@ impl Latency {
     }
 }
 
-/// Durations, as `status` reports them.
+/// A histogram of durations, in the form in which `status` reports it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Histogram {
@@ -95,42 +95,42 @@ pub struct Histogram {
     pub below_us: Vec<(u64, u64)>,
 }
 
-/// Waits, as `status` reports them, in microseconds.
+/// Waiting times in microseconds, in the form in which `status` reports them.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Waits {
-    /// Half of them are shorter.
+    /// Half of the waits are shorter.
     pub p50: u64,
-    /// 99 of 100 are shorter.
+    /// 99 of 100 waits are shorter.
     pub p99: u64,
-    /// All are shorter.
+    /// All waits are shorter.
     pub max: u64,
-    /// All of them.
+    /// The histogram of all waits.
     pub histogram: Histogram,
 }
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// The counters of one mount, or of one reader without a mount. Bytes and numbers since
-        /// the start, but for those named "now".
+        /// The counters of a mount, or of a reader without a mount. They count bytes and events since the
+        /// start, except for the counters whose name ends in "now".
         #[derive(Debug, Default)]
         pub struct Counters {
             $($(#[$doc])* pub $name: Counter,)*
-            /// Time from a read's arrival to its answer, if it had to wait for the source.
+            /// Time from the arrival of a read to its answer, for reads that had to wait for the source.
             pub wait: Latency,
         }
 
-        /// The values of `Counters` at one moment.
+        /// The values of `Counters` at a point in time.
         #[derive(Clone, Debug, Default, Serialize, Deserialize)]
         #[serde(default)]
         pub struct CounterValues {
             $($(#[$doc])* pub $name: u64,)*
-            /// The times of `wait`.
+            /// The durations of `wait`.
             pub wait_us: Waits,
         }
 
         impl Counters {
-            /// The values now.
+            /// The current values.
             pub fn values(&self) -> CounterValues {
                 CounterValues {
                     $($name: self.$name.get(),)*
@@ -142,57 +142,57 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Reads answered, with bytes or an error.
+    /// Reads that were answered, with bytes or with an error.
     reads,
-    /// Reads answered with an error.
+    /// Reads that were answered with an error.
     read_errors,
-    /// Bytes that were served in answers.
+    /// Bytes that were returned in answers.
     bytes_served,
-    /// Part of `bytes_served`: bytes copied from pages of the source that the kernel had cached.
+    /// Part of `bytes_served`: bytes that were copied from the page cache of the kernel.
     bytes_from_page_cache,
-    /// Part of `bytes_served`: bytes that were read from the source for the answer, or were being
-    /// read.
+    /// Part of `bytes_served`: bytes that were read from the source for this answer, or whose read was in
+    /// flight already.
     bytes_from_source,
-    /// Part of `bytes_served`: bytes that had been read ahead, or were left from an earlier read.
+    /// Part of `bytes_served`: bytes that had been read ahead or that remained from an earlier read.
     bytes_from_cache,
     /// Reads that found all their bytes in memory.
     hits,
     /// Reads that waited for the source.
     misses,
-    /// Bytes read from sources, for whatever reason.
+    /// Bytes that were read from sources, for any reason.
     source_bytes,
     /// Reads of sources.
     source_reads,
-    /// Part of `source_reads`: reads past the kernel's page cache (O_DIRECT).
+    /// Part of `source_reads`: reads that bypass the page cache of the kernel (O_DIRECT).
     source_reads_direct,
-    /// Reads of sources that failed.
+    /// Failed reads of sources.
     source_errors,
-    /// Reads of sources and other requests to them without an answer within the deadline.
+    /// Reads of sources, and other requests to them, that got no answer before the deadline.
     source_timeouts,
-    /// Reads of sources under way now.
+    /// Reads of sources that are in flight now.
     source_reads_now,
-    /// Reads of sources past their deadline that the kernel has not returned, now.
+    /// Reads of sources whose deadline has passed and from which the kernel has not returned yet.
     source_stuck_now,
-    /// Bytes read ahead of the readers.
+    /// Bytes that were read ahead.
     prefetched_bytes,
     /// Part of `prefetched_bytes`: bytes that readers requested afterwards.
     prefetch_used_bytes,
-    /// Part of `prefetched_bytes`: bytes that were dropped unread.
+    /// Part of `prefetched_bytes`: bytes that were dropped before a reader requested them.
     prefetch_wasted_bytes,
-    /// Times that read-ahead was cut because there was no memory for it.
+    /// Number of times that read-ahead was shortened because of a lack of memory.
     prefetch_cuts,
-    /// Opens of files that the daemon serves.
+    /// Opens of files whose reads the daemon serves.
     opens,
-    /// Opens of files that the kernel serves by itself (passthrough). Their reads are not counted.
+    /// Opens of files whose reads the kernel serves by itself (passthrough). These reads are not counted.
     opens_passthrough,
-    /// Bytes put into the kernel's page cache before they were requested.
+    /// Bytes that were put into the page cache of the kernel before a reader requested them.
     stored_bytes,
     /// Bytes of sources that were compared with their checksums (`verify=read`).
     checked_bytes,
-    /// Tensors and headers that differ from their checksums.
+    /// Tensors and headers that did not match their checksums.
     checksum_mismatches,
-    /// Memory held by the cache and by reads under way, now.
+    /// Bytes of memory that the cache and the reads in flight use now.
     cache_bytes_now,
-    /// Reads that wait for memory, now.
+    /// Reads that wait for memory now.
     reads_queued_now,
 }

@@ -1,10 +1,10 @@
-//! Element types: the one table of their names, here and in torch, and their widths.
+//! Element types. One table lists their names in headers, their names in torch and their widths.
 
 use serde::{Deserialize, Deserializer, de};
 
 macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident $name:literal $bits:literal $torch:expr,)*) => {
-        /// An element type of safetensors 0.8, in the order of the reference implementation.
+        /// An element type of safetensors 0.8. The values are in the order of the reference implementation.
         ///
         /// ```
         /// use tensorfs::Dtype;
@@ -16,7 +16,8 @@ macro_rules! dtypes {
         pub enum Dtype { $($(#[$doc])* $variant,)* }
 
         impl Dtype {
-            /// All element types, narrowest first.
+            /// All element types, in the order of the reference implementation: sorted by width, except that
+            /// `Bool` comes first.
             pub const ALL: &'static [Dtype] = &[$(Dtype::$variant,)*];
 
             /// Name in a header, for example `BF16`.
@@ -30,7 +31,7 @@ macro_rules! dtypes {
                 match self { $(Dtype::$variant => $bits,)* }
             }
 
-            /// Name in torch, for example `bfloat16`. `None` if torch does not have it.
+            /// Name in torch, for example `bfloat16`. `None` if torch does not have the type.
             pub(crate) fn torch_name(self) -> Option<&'static str> {
                 match self { $(Dtype::$variant => $torch,)* }
             }
@@ -86,18 +87,18 @@ dtypes! {
 }
 
 impl Dtype {
-    /// The type of this exact name.
+    /// The type whose name in headers is exactly `name`.
     pub fn from_name(name: &str) -> Option<Dtype> {
         Dtype::ALL.iter().copied().find(|dtype| dtype.name() == name)
     }
 
-    /// The type of this name in torch.
+    /// The type whose name in torch is `name`.
     pub(crate) fn from_torch(name: &str) -> Option<Dtype> {
         Dtype::ALL.iter().copied().find(|dtype| dtype.torch_name() == Some(name))
     }
 
-    /// Number of bits of a tensor of this shape, multiplied left to right as the reference
-    /// implementation does; `None` if that exceeds 2^64.
+    /// Number of bits of a tensor of this shape, `None` if a product is 2^64 or more. The dimensions are
+    /// multiplied from left to right, like in the reference implementation.
     pub fn bits_of(self, shape: &[u64]) -> Option<u64> {
         let mut bits = 1u64;
         for &dim in shape {
@@ -113,7 +114,7 @@ impl std::fmt::Display for Dtype {
     }
 }
 
-/// Start of the message by which a parser recognises an unknown dtype among JSON errors.
+/// Beginning of the message by which a parser recognizes an unknown dtype among JSON errors.
 pub(crate) const UNKNOWN_DTYPE: &str = "unknown dtype ";
 
 impl<'de> Deserialize<'de> for Dtype {

@@ -1,7 +1,7 @@
-//! One error type, every case with the file, the tensor and the numbers.
+//! The error type of the crate. Every case names the file and the tensor and gives the numbers.
 //!
-//! A `Fault` is an error that a parser or a proof found in its input; it knows names inside a
-//! checkpoint only. Callers get an `Error`: a fault with its path, or a failed system call.
+//! A `Fault` is an error that a parser or a proof found in its input. It knows only names inside a checkpoint.
+//! Callers get an `Error`: a fault with the path of the checkpoint, or a failed system call.
 
 use std::fmt;
 use std::io;
@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 pub type Result<T> = std::result::Result<T, Error>;
 
 words! {
-    /// The kind of a refusal, as printed by `--json`.
+    /// The kind of an error, in the form in which `--json` prints it.
     ///
     /// ```
     /// use tensorfs::{Checkpoint, ErrorKind};
@@ -29,7 +29,7 @@ words! {
     /// ```
     #[derive(Hash)]
     pub enum ErrorKind {
-        /// Fewer bytes than the fixed part of the format.
+        /// The file has fewer bytes than the fixed part of the format.
         TooShort = "too_short",
         /// The announced header is larger than the format allows.
         HeaderTooLarge = "header_too_large",
@@ -41,23 +41,23 @@ words! {
         HeaderJson = "header_json",
         /// The header is not the binary form that its format prescribes.
         HeaderDecode = "header_decode",
-        /// One key twice in a header, a weight map or a metadata map.
+        /// A key occurs twice in a header, a weight map or a metadata map.
         DuplicateKey = "duplicate_key",
         /// A dtype that the format does not have.
         UnknownDtype = "unknown_dtype",
-        /// A sub-byte tensor, or piece of one, does not end on a byte.
+        /// A tensor, or a piece of a tensor, whose elements are smaller than a byte does not end on a byte.
         Misaligned = "misaligned",
-        /// A size or offset passes 2^64.
+        /// A size or an offset is 2^64 or more.
         Overflow = "overflow",
         /// The bytes of a tensor do not match its dtype and shape.
         SizeMismatch = "size_mismatch",
-        /// Tensors leave bytes between them unused.
+        /// Bytes between tensors belong to no tensor.
         OffsetGap = "offset_gap",
         /// Tensors share bytes.
         OffsetOverlap = "offset_overlap",
-        /// The file is shorter than its header says.
+        /// The file is shorter than its header requires.
         DataTruncated = "data_truncated",
-        /// The file is longer than its header says.
+        /// The file is longer than its header allows.
         DataTrailing = "data_trailing",
         /// The file is a git-lfs pointer, not the weights.
         LfsPointer = "lfs_pointer",
@@ -65,26 +65,26 @@ words! {
         ZipPrefix = "zip_prefix",
         /// The tensors of the file are encrypted, and the key or the passphrase for them is missing.
         KeyRequired = "key_required",
-        /// A key was given for a file that is not encrypted, or a plain file is among encrypted ones of
-        /// one checkpoint.
+        /// A key was passed for a file that is not encrypted, or a checkpoint has both encrypted files and
+        /// files that are not encrypted.
         NotEncrypted = "not_encrypted",
-        /// Encrypted bytes do not match their MAC: the key is another one, or the file is damaged.
+        /// Encrypted bytes do not match their MAC: the key is wrong, or the file is damaged.
         DecryptFailed = "decrypt_failed",
         /// The weight map is not JSON of the expected form.
         WeightMap = "index_json",
-        /// The weight map names something that is not a plain `*.safetensors` file name.
+        /// The weight map contains a name that is not a plain file name of the form `*.safetensors`.
         UnsafePath = "unsafe_path",
         /// A shard is absent or not a regular file.
         ShardMissing = "shard_missing",
         /// A tensor is absent from the shard that should hold it.
         TensorMissing = "tensor_missing",
-        /// A shard holds a tensor that nothing announces.
+        /// A shard holds a tensor that is not listed for it.
         TensorUnlisted = "tensor_unlisted",
         /// Two shards hold a tensor of the same name.
         DuplicateTensor = "duplicate_tensor",
-        /// The DCP sharding note is absent or malformed.
+        /// The DCP sharding information is absent or malformed.
         DcpInfo = "dcp_info",
-        /// The offsets of a DCP piece are not usable.
+        /// The offsets of a DCP piece cannot be used.
         DcpOffsets = "dcp_offsets",
         /// Pieces of one tensor differ in the number of dimensions.
         DcpRank = "dcp_rank",
@@ -94,21 +94,21 @@ words! {
         DcpHole = "dcp_hole",
         /// Pieces cover the same elements.
         DcpOverlap = "dcp_overlap",
-        /// Nothing proves that the last pieces are there, and the caller wants a proof.
+        /// Nothing proves that the last pieces exist, and the caller requires a proof.
         UnprovenTail = "unproven_tail",
         /// The bytes of a file do not match a recorded hash.
         HashMismatch = "hash_mismatch",
-        /// No checksums are recorded of a file that is to be compared with them.
+        /// A file is to be compared with recorded checksums, but none are recorded for it.
         NotRecorded = "not_recorded",
-        /// The view that was asked for does not fit the checkpoint.
+        /// The requested view does not fit the checkpoint.
         View = "view",
         /// A file changed while it was in use.
         Changed = "changed",
-        /// The operating system refused.
+        /// The operating system reported an error.
         Io = "io",
-        /// A device is unavailable, or its driver refused.
+        /// A device is unavailable, or its driver reported an error.
         Device = "device",
-        /// The request itself makes no sense.
+        /// The request itself is not valid.
         Usage = "usage",
         /// The caller stopped the operation.
         Cancelled = "cancelled",
@@ -119,7 +119,7 @@ words! {
     }
 }
 
-/// A fault of an input, in terms of the checkpoint that it belongs to.
+/// A fault of an input. It names files and tensors by their names in the checkpoint.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Error};
@@ -135,25 +135,25 @@ pub struct Fault {
     pub kind: ErrorKind,
     /// Name of the file inside the checkpoint, if it is known.
     pub file: Option<String>,
-    /// Name of the tensor, if there is one.
+    /// Name of the tensor, if the fault concerns one.
     pub tensor: Option<String>,
-    /// Expected and found, with numbers, and what to do: one line, no final stop.
+    /// The expected and the found values with their numbers, and advice. It is one line without a final period.
     pub message: String,
 }
 
 impl Fault {
-    /// A fault of which only the kind and the message are known.
+    /// A fault for which only the kind and the message are known.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Fault { kind, file: None, tensor: None, message: message.into() }
     }
 
-    /// The same fault, about tensor `name`.
+    /// The same fault, for tensor `name`.
     pub fn tensor(mut self, name: &str) -> Self {
         self.tensor = Some(name.to_owned());
         self
     }
 
-    /// The same fault, in file `name` of the checkpoint; a file already named stays.
+    /// The same fault, for file `name` of the checkpoint. If the fault names a file already, that name stays.
     pub fn in_file(mut self, name: &str) -> Self {
         self.file.get_or_insert_with(|| name.to_owned());
         self
@@ -169,7 +169,7 @@ impl fmt::Display for Fault {
     }
 }
 
-/// Where a source of bytes, or a folder of sources, lies.
+/// The location of a source of bytes, or of a folder of sources.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Error};
@@ -181,14 +181,14 @@ impl fmt::Display for Fault {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SourceUri {
-    /// A file or folder of this machine.
+    /// A file or folder on this machine.
     Path(PathBuf),
-    /// An object of a remote store, or a folder of them.
+    /// An object of a remote store, or a folder of objects.
     Url(String),
 }
 
 impl SourceUri {
-    /// The path, or the URL as a path, as the functions of this crate take it.
+    /// The path. A URL is returned as a path, in the form that the functions of this crate accept.
     pub fn path(&self) -> Option<&Path> {
         match self {
             SourceUri::Path(path) => Some(path),
@@ -217,7 +217,8 @@ impl fmt::Display for SourceUri {
     }
 }
 
-/// Schemes of remote stores, and whether what follows a `?` may be a signature: else it belongs to a key.
+/// Schemes of remote stores. The flag tells whether the text after a `?` may be a signature; otherwise it
+/// belongs to the key.
 pub const SCHEMES: [(&str, bool); 9] = [
     ("s3", false),
     ("gs", false),
@@ -237,22 +238,22 @@ pub fn is_url(path: &Path) -> bool {
     end.is_some_and(|end| SCHEMES.iter().any(|(name, _)| name.as_bytes() == &bytes[..end]))
 }
 
-/// Whether `name` begins like a URL, of a remote store or of something else.
+/// Whether `name` begins like a URL, whether of a remote store or of something else.
 fn has_scheme(name: &str) -> bool {
     let is_letter = |c: char| c.is_ascii_alphanumeric() || "+-.".contains(c);
     let scheme = name.split_once("://").map_or("", |(scheme, _)| scheme);
     !scheme.is_empty() && scheme.chars().all(is_letter)
 }
 
-/// A URL without what may be secret in it: the user before the host, and what follows a `?` where that does
-/// not belong to a key.
+/// A URL without its possible secrets: the user before the host, and the text after a `?` unless it belongs to
+/// the key.
 fn without_secrets(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
     let known = SCHEMES.iter().find(|(name, _)| *name == scheme);
-    // A password may have a slash. In the URLs of stores an `@` may belong to a key.
+    // A password may contain a slash. In the URLs of known stores an `@` may also belong to the key after the host.
     let end = if known.is_some() { rest.find('/') } else { rest.rfind('@').map(|at| at + 1) };
     let (authority, path) = rest.split_at(end.unwrap_or(rest.len()));
-    // Azure has the container before its host.
+    // URLs of Azure have the container before the host, where other URLs have the user.
     let is_secret = |user: &str| !scheme.starts_with("abfs") || user.contains(':');
     let place = match authority.rsplit_once('@').filter(|(user, _)| is_secret(user)) {
         Some((_, host)) => format!("***@{host}{path}"),
@@ -265,7 +266,7 @@ fn without_secrets(url: &str) -> String {
     }
 }
 
-/// Everything that an operation of this crate can fail with.
+/// All errors of the operations of this crate.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Error};
@@ -276,10 +277,10 @@ fn without_secrets(url: &str) -> String {
 /// ```
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The input is not a checkpoint that can be served right.
+    /// The input is not a checkpoint that can be served correctly.
     #[error("{uri}: {fault}")]
     Refused {
-        /// The file or directory at fault.
+        /// The file or directory that contains the fault.
         uri: SourceUri,
         /// The fault that was found.
         fault: Fault,
@@ -289,45 +290,45 @@ pub enum Error {
     Io {
         /// The file or directory.
         uri: SourceUri,
-        /// The failed action as a verb: `open`, `read`.
+        /// The action that failed, as a verb: `open`, `read`.
         action: &'static str,
-        /// The reason given by the operating system.
+        /// The error that the operating system returned.
         source: io::Error,
     },
-    /// A file is no longer the one that was opened.
+    /// A file is no longer the file that was opened.
     #[error("{uri}: {}", shown(detail))]
     Changed {
         /// The file.
         uri: SourceUri,
-        /// The difference, with both values.
+        /// The difference, with the values before and now.
         detail: String,
     },
-    /// A device is unavailable, or its driver refused.
+    /// A device is unavailable, or its driver reported an error.
     #[error("{}: {}", shown(device), shown(message))]
     Device {
-        /// The device, as `cuda:0`.
+        /// The device, for example `cuda:0`.
         device: String,
-        /// The fault, and advice.
+        /// The fault, with advice.
         message: String,
-        /// The call that the driver refused, where there was one.
+        /// The driver call that failed, if there was one.
         call: Option<DriverCall>,
     },
-    /// The request makes no sense, whatever the input.
+    /// The request is not valid, no matter what the input is.
     #[error("{}", shown(message))]
     Usage {
-        /// The fault, and advice.
+        /// The fault, with advice.
         message: String,
     },
     /// The caller stopped the operation.
     #[error("{}", shown(message))]
     Cancelled {
-        /// The operation, and what it leaves behind.
+        /// The operation, and the files that it leaves behind.
         message: String,
     },
     /// The machine has too little memory for the operation.
     #[error("{}", shown(message))]
     OutOfMemory {
-        /// How much is needed, how much there is, and what to do.
+        /// The needed amount, the available amount, and advice.
         message: String,
     },
     /// tensorfs itself is at fault.
@@ -338,7 +339,7 @@ pub enum Error {
     },
 }
 
-/// A call that a driver has refused.
+/// A driver call that failed.
 ///
 /// ```
 /// use tensorfs::{Error, Gpu};
@@ -353,12 +354,13 @@ pub struct DriverCall {
     pub function: &'static str,
     /// The code that it returned.
     pub code: u32,
-    /// The driver's name of the code.
+    /// The name of the code in the driver.
     pub name: String,
 }
 
 impl Error {
-    /// `fault` found in the directory or file `path`; a file that the fault names is appended.
+    /// An error for `fault`, which was found in the directory or file `path`. If the fault names a file, its
+    /// name is appended to the path.
     pub fn refused(path: &Path, fault: Fault) -> Self {
         let uri = match &fault.file {
             Some(name) => path.join(name).into(),
@@ -367,32 +369,32 @@ impl Error {
         Error::Refused { uri, fault }
     }
 
-    /// A failed system call on the file or folder `uri`.
+    /// An error for a failed system call on the file or folder `uri`.
     pub fn io(uri: impl Into<SourceUri>, action: &'static str, source: io::Error) -> Self {
         Error::Io { uri: uri.into(), action, source }
     }
 
-    /// The file `uri` is no longer the one that was opened.
+    /// An error that says that the file `uri` is no longer the file that was opened.
     pub fn changed(uri: impl Into<SourceUri>, detail: impl Into<String>) -> Self {
         Error::Changed { uri: uri.into(), detail: detail.into() }
     }
 
-    /// A request that makes no sense.
+    /// An error for a request that is not valid.
     pub fn usage(message: impl Into<String>) -> Self {
         Error::Usage { message: message.into() }
     }
 
-    /// The caller stopped the operation.
+    /// An error for an operation that the caller stopped.
     pub fn cancelled(message: impl Into<String>) -> Self {
         Error::Cancelled { message: message.into() }
     }
 
-    /// tensorfs itself is at fault.
+    /// An error for a bug of tensorfs.
     pub fn internal(message: impl Into<String>) -> Self {
         Error::Internal { message: message.into() }
     }
 
-    /// A copy of the error, for each set that a file belongs to.
+    /// A copy of the error, for each of the sets that a file belongs to.
     pub(crate) fn copied(&self) -> Error {
         match self {
             Error::Refused { uri, fault } => {
@@ -437,7 +439,7 @@ impl Error {
         }
     }
 
-    /// The file or directory at fault, if there is one and it has a path.
+    /// The file or directory that the error concerns, if there is one and if it has a path.
     pub fn path(&self) -> Option<&Path> {
         match self {
             Error::Refused { uri, .. } | Error::Io { uri, .. } | Error::Changed { uri, .. } => {
@@ -451,7 +453,7 @@ impl Error {
         }
     }
 
-    /// The tensor at fault, if there is one.
+    /// The tensor that the error concerns, if there is one.
     pub fn tensor(&self) -> Option<&str> {
         match self {
             Error::Refused { fault, .. } => fault.tensor.as_deref(),
@@ -460,35 +462,36 @@ impl Error {
     }
 }
 
-/// Longest name printed in a message, in characters: names may be of any length.
+/// Maximum length of a name in a message, in characters, because names can have any length.
 const NAME_SHOWN_MAX: usize = 200;
 
-/// Longest message printed, in characters: shapes may have any number of dimensions.
+/// Maximum length of a message, in characters, because shapes can have any number of dimensions.
 const MESSAGE_SHOWN_MAX: usize = 1000;
 
-/// `name` in backquotes, control characters escaped and the far end cut, fit for one line.
+/// `name` in backquotes for a message of one line: control characters are escaped, and the end of a long name is cut.
 pub fn quoted(name: &str) -> String {
     format!("`{}`", shortened(&shown(name), NAME_SHOWN_MAX))
 }
 
-/// `count` of a thing: `1 shard`, `3 shards`.
+/// The count with its noun: `1 shard`, `3 shards`.
 pub fn counted(count: usize, thing: &str) -> String {
     format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
 }
 
-/// `path` fit for one line.
+/// `path` as text for one line of a message.
 pub fn shown_path(path: &Path) -> String {
     shown(&real_name(path))
 }
 
-/// `path` as it is, for programs: JSON, options. Text for people goes through `shown_path`.
+/// `path` for programs: JSON, options. Nothing is escaped, but the secrets in a URL are replaced. Text for
+/// people uses `shown_path`.
 pub fn real_name(path: &Path) -> String {
     let name = path.to_string_lossy();
     if has_scheme(&name) { without_secrets(&name) } else { name.into_owned() }
 }
 
-/// `text` fit for one line of a terminal or a log: characters that could end the line, move the
-/// cursor or change the order of the text are escaped. Names in a source may hold anything.
+/// `text` for one line of a terminal or a log. Characters that could end the line, move the cursor or change
+/// the direction of the text are escaped, because names in a source may contain any character.
 pub fn shown(text: &str) -> String {
     escaped(text, |_| false)
 }
@@ -506,8 +509,8 @@ fn escaped(text: &str, keep: impl Fn(char) -> bool) -> String {
     line
 }
 
-/// Whether `c` is not seen as itself: controls, marks of text direction, separators of lines, and
-/// characters without width.
+/// Whether `c` has no visible form of its own: control characters, marks of text direction, line separators,
+/// and characters without width.
 pub fn is_hidden(c: char) -> bool {
     c.is_control()
         || matches!(c,

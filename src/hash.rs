@@ -1,9 +1,9 @@
-//! The hash that finds accidental changes: XXH3 with 128 bits.
+//! The hash that detects accidental changes: XXH3 with 128 bits.
 //!
-//! It is not cryptographic and need not be: it guards against a flipped bit, a lost write or a file
-//! that was saved anew, not against a forger, who could rewrite the record as well. It runs at
-//! memory speed on one core, so that checking costs as much as reading. With 128 bits two different
-//! contents do not collide by chance. Hashes that other tools use as names are sha256.
+//! The hash is not cryptographic and need not be. It detects a flipped bit, a lost write or a file that was
+//! saved again. It does not protect against a forger, who could also rewrite the record of the hashes. One core
+//! computes it at the speed of memory, so that a check costs no more time than the read. With 128 bits, two
+//! different contents do not get the same hash by chance. Hashes that other tools use as names are sha256.
 
 use twox_hash::XxHash3_128;
 
@@ -24,7 +24,7 @@ impl Digest {
     }
 }
 
-/// Bytes in hexadecimal.
+/// `bytes` in hexadecimal digits.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -41,22 +41,22 @@ impl std::fmt::Debug for Digest {
     }
 }
 
-/// A hash of bytes that come in parts.
+/// Computes the hash of bytes that arrive in parts.
 #[derive(Clone, Default)]
 pub struct Hasher(XxHash3_128);
 
 impl Hasher {
-    /// A hasher that has seen no bytes.
+    /// A hasher without bytes.
     pub fn new() -> Hasher {
         Hasher::default()
     }
 
-    /// Adds bytes.
+    /// Adds `bytes` to the input of the hash.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
     }
 
-    /// The hash of all bytes so far.
+    /// The hash of all bytes that were added so far.
     pub fn finish(&self) -> Digest {
         Digest(self.0.finish_128().to_be_bytes())
     }
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn the_hash_is_xxh3_of_128_bits_as_other_programs_print_it() {
-        // `xxhsum -H2` of an empty file, and of "a".
+        // The expected values are those of `xxhsum -H2` for an empty file and for "a".
         assert_eq!(Digest::of(b"").to_string(), "99aa06d3014798d86001c324468d497f");
         assert_eq!(Digest::of(b"a").to_string(), "a96faf705af16834e6c632b61e964e1f");
     }

@@ -1,9 +1,9 @@
-//! The byte layout of one virtual file: the shard and the bytes at each offset.
+//! The byte layout of one virtual file: which bytes of which shard are at each offset of the file.
 //!
-//! Invariant: the header and the tensors cover `0..len` with no hole and no overlap, and the
-//! pieces of a tensor cover it (the catalog's proof). Extents are computed, not stored, so that a
-//! tensor cut by columns into millions of runs takes as much memory as one cut by rows. The module
-//! is pure: it has no I/O, no clock and no threads. `reader` turns extents into reads.
+//! Invariant: the header and the tensors cover `0..len` without a gap or an overlap, and the pieces of a tensor cover
+//! the tensor, which the catalog has proved. Extents are computed when they are needed and are not stored. A tensor
+//! that is cut by columns into millions of runs therefore takes no more memory than a tensor that is cut by rows. The
+//! module is pure: it has no I/O, no clock and no threads. `reader` turns extents into reads.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -18,18 +18,17 @@ use crate::format::{OutputFormat, bintensors, safetensors};
 use crate::strided::{OuterBox, RunRange, StridedCopy};
 use crate::view::{FileSpec, TensorOrder};
 
-/// Tensor data of a virtual safetensors file begins at a multiple of this number of bytes. It is a
-/// page, so that tensors in a mapping of the file are aligned as in a mapping of the data.
+/// Tensor data of a virtual safetensors file begins at a multiple of this number of bytes. It is the size of a page,
+/// so that a tensor in a mapping of the whole file has the same alignment as in a mapping of the data alone.
 pub const DATA_ALIGN: u64 = 4096;
 
-/// Maximum number of bytes of a shard between two wanted ranges that are read rather than skipped.
+/// Maximum gap in bytes between two wanted ranges of a shard. A gap up to this length is read along with them.
 pub(crate) const GAP_MAX: u64 = 64 << 10;
 
-/// Maximum number of bytes of a shard from the first to the last of runs that are one extent though
-/// they do not follow each other.
+/// Maximum number of bytes of a shard from the first to the last run of an extent whose runs are not adjacent.
 const SPAN_MAX: u64 = 8 << 20;
 
-/// Boundary at which data begins in a file of the reference implementation.
+/// Alignment of the data in a file that the reference implementation has saved, in bytes.
 const SAVED_ALIGN: u64 = 8;
 
 /// The bytes of one virtual file.
@@ -48,22 +47,22 @@ const SAVED_ALIGN: u64 = 8;
 pub struct Layout {
     header: Vec<u8>,
     tensors: Vec<PlacedTensor>,
-    /// The cast of each tensor; empty if there is none. Pieces of a cast tensor are those of the
+    /// The cast of each tensor; empty if no tensor is cast. The pieces of a tensor with a cast refer to its
     /// bytes before the cast.
     casts: Vec<Option<Cast>>,
-    /// The pieces of all tensors, one tensor after another; those of a tensor by first byte.
+    /// The pieces of all tensors, grouped by tensor. The pieces of a tensor are sorted by first byte.
     pieces: Vec<PlacedPiece>,
-    /// Whether the elements of a piece stand in another order in their shard.
+    /// Whether some piece has its elements in another order in its shard.
     has_gathers: bool,
     len: u64,
 }
 
-/// A tensor at its place in the file, which ends where the next one begins.
+/// A tensor and its place in the file. It ends where the next tensor begins.
 #[derive(Debug)]
 struct PlacedTensor {
     /// Position in `Catalog::tensors`.
     tensor: u32,
-    /// End of its pieces in `pieces`.
+    /// Index in `pieces` after the last piece of the tensor.
     pieces_end: u32,
     /// Offset in the file.
     start: u64,
@@ -72,15 +71,15 @@ struct PlacedTensor {
 #[derive(Debug)]
 struct PlacedPiece {
     shard: ShardId,
-    /// Offset in the shard of the piece's first byte.
+    /// Offset in the shard of the first byte of the piece.
     source: u64,
-    /// Largest end of this piece and the earlier pieces of its tensor, to find pieces by range.
+    /// The largest end of this piece and of all earlier pieces of the same tensor. It is used to find pieces by range.
     reach: u64,
-    /// `None` if all bytes of the tensor are one run.
+    /// `None` if all bytes of the tensor are one run of the shard.
     runs: Option<Arc<StridedCopy>>,
 }
 
-/// Some bytes of a virtual file and their source.
+/// Bytes of a virtual file, and where they come from.
 #[derive(Debug)]
 pub enum Extent<'a> {
     /// Bytes of the header.
@@ -90,7 +89,7 @@ pub enum Extent<'a> {
         /// The bytes.
         bytes: &'a [u8],
     },
-    /// Consecutive bytes of a shard.
+    /// Adjacent bytes of a shard.
     Run {
         /// Offset in the file.
         offset: u64,
@@ -99,57 +98,57 @@ pub enum Extent<'a> {
         /// The bytes of the shard.
         range: Range<u64>,
     },
-    /// Runs of a shard that are spread over a part of the file.
+    /// Runs of a shard that are not adjacent in the file.
     Scatter {
-        /// Offset in the file of the tensor that the runs count from.
+        /// Offset in the file of the tensor. The positions of `runs` count from there.
         tensor_at: u64,
         /// The shard.
         shard: ShardId,
-        /// The bytes of the shard. Some between the runs may not be wanted.
+        /// The bytes of the shard. Some of the bytes between the runs may not be wanted.
         range: Range<u64>,
-        /// The runs of the piece in the tensor.
+        /// The runs of the whole piece, with their positions in the tensor.
         runs: Arc<StridedCopy>,
-        /// The part of the runs.
+        /// The part of `runs` that this extent covers.
         part: RunRange,
     },
     /// Bytes of a shard whose elements are cast.
     Cast {
         /// The shard.
         shard: ShardId,
-        /// The bytes of the shard: whole elements. Some results may lie outside the wanted bytes,
-        /// and some bytes between runs may not be wanted.
+        /// The bytes of the shard, which are whole elements. Some results may lie outside the wanted bytes, and
+        /// some bytes between runs may not be wanted.
         range: Range<u64>,
-        /// The place of the results.
+        /// The place of the results in the file.
         place: CastPlace,
     },
 }
 
-/// How many extents a stretch of a virtual file has.
+/// The number of extents of a byte range of a virtual file.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ExtentCount {
-    /// Their number.
+    /// Number of extents.
     pub(crate) extents: u64,
-    /// About how many bytes are read for those that gather elements in another order than the shard's.
+    /// Approximate number of bytes that are read for the extents whose elements are in another order in the shard.
     pub(crate) gathered: u64,
 }
 
-/// A tensor whose bytes follow each other in one shard as they are.
+/// A tensor whose bytes are adjacent in one shard and are not changed.
 pub(crate) struct PlainRun {
-    /// Its bytes in the file.
+    /// The bytes of the tensor in the file.
     pub(crate) bytes: Range<u64>,
     /// The shard.
     pub(crate) shard: ShardId,
-    /// Offset in the shard of its first byte.
+    /// Offset in the shard of the first byte of the tensor.
     pub(crate) source: u64,
 }
 
-/// The place in a virtual file of elements that are cast.
+/// The place of cast elements in a virtual file.
 #[derive(Clone, Debug)]
 pub struct CastPlace {
     cast: Cast,
-    /// Offset in the file of the tensor.
+    /// Offset of the tensor in the file.
     tensor_start: u64,
-    /// The bytes of the tensor before the cast: where the run begins, or several runs.
+    /// The place of the elements in the tensor before the cast: the first byte of one run, or several runs.
     runs: CastRuns,
 }
 
@@ -160,8 +159,8 @@ enum CastRuns {
 }
 
 impl CastPlace {
-    /// Casts `bytes`, those of the extent, into `window`, which holds the bytes of the file from
-    /// `window_start` on.
+    /// Casts `bytes`, which are the bytes of the extent, and writes the results to `window`. `window` holds the
+    /// bytes of the file from `window_start` on.
     pub fn convert(&self, bytes: &[u8], window: &mut [u8], window_start: u64) {
         let CastPlace { cast, tensor_start, runs } = self;
         let mut convert = |bytes: &[u8], offset: u64| {
@@ -176,7 +175,7 @@ impl CastPlace {
         }
     }
 
-    /// Whether the elements are spread over the tensor.
+    /// Whether the elements are several runs of the tensor.
     pub fn is_spread(&self) -> bool {
         matches!(self.runs, CastRuns::Several(..))
     }
@@ -185,14 +184,14 @@ impl CastPlace {
 impl Layout {
     /// The layout of one virtual file of `catalog`.
     ///
-    /// In safetensors files of mounts, tensors are sorted by width of their dtype, widest first, so
-    /// that each is aligned. Tensors of one width are sorted by shard and offset of their first
-    /// piece, which is the order on disk, then by name. Mounts show bintensors files as they are
-    /// saved.
+    /// In safetensors files of mounts, tensors are sorted by the width of their dtype, widest first, so that
+    /// each tensor is aligned. Tensors of the same width are sorted by the shard and the offset of their first
+    /// piece, which is their order on disk, and then by name. Bintensors files are shown with the order in
+    /// which the format saves tensors.
     ///
     /// # Errors
-    /// `header_too_large` if one file cannot hold all tensors, `misaligned` if rows of sub-byte
-    /// elements do not begin on bytes, `unknown_dtype` if the format lacks a dtype.
+    /// `header_too_large` if one file cannot hold all tensors, `misaligned` if rows of elements smaller than a
+    /// byte do not begin on bytes, `unknown_dtype` if the format does not have a dtype.
     pub fn of(catalog: &Catalog, spec: &FileSpec) -> Result<Layout, Fault> {
         let metadata = catalog.metadata.as_deref();
         let (order, header) = match (spec.format, spec.order) {
@@ -220,7 +219,7 @@ impl Layout {
         Layout::new(catalog, &order, header)
     }
 
-    /// The layout of `header` and the tensors at the positions `order`.
+    /// The layout of a file that consists of `header` and the tensors at the positions `order` of the catalog.
     fn new(catalog: &Catalog, order: &[u32], header: Vec<u8>) -> Result<Layout, Fault> {
         let ordered = || order.iter().map(|&index| catalog.tensor_at(index as usize));
         let mut end = header.len() as u64;
@@ -239,7 +238,7 @@ impl Layout {
                 .checked_add(tensor.len)
                 .ok_or_else(|| Fault::new(ErrorKind::Overflow, message))?;
         }
-        // Kernel and programs count file sizes in signed 64 bits.
+        // The kernel and programs store file sizes in signed 64-bit integers.
         if i64::try_from(end).is_err() {
             let message = format!("the file would have {end} bytes, more than a file can have");
             return Err(Fault::new(ErrorKind::Overflow, message));
@@ -249,7 +248,7 @@ impl Layout {
         Ok(Layout { header, tensors, casts, pieces, has_gathers, len: end })
     }
 
-    /// Whether the elements of a piece stand in another order in their shard.
+    /// Whether some piece has its elements in another order in its shard.
     pub(crate) fn has_gathers(&self) -> bool {
         self.has_gathers
     }
@@ -259,22 +258,22 @@ impl Layout {
         self.len
     }
 
-    /// Whether the file has no bytes. It always has a header, so this is false.
+    /// Whether the file has no bytes. This is always false, because a file always has a header.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The 8 bytes of length and the header text.
+    /// The 8 bytes of the header length and the text of the header.
     pub fn header(&self) -> &[u8] {
         &self.header
     }
 
-    /// Tensors in file order: position in `Catalog::tensors` and offset in the file.
+    /// The tensors in the order of the file: the position in `Catalog::tensors` and the offset in the file.
     pub fn tensors(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
         self.tensors.iter().map(|placed| (placed.tensor as usize, placed.start))
     }
 
-    /// The tensors that bytes `range` belong to, as positions in `Catalog::tensors`.
+    /// The tensors to which bytes `range` belong, as positions in `Catalog::tensors`.
     pub fn tensors_in(&self, range: Range<u64>) -> impl Iterator<Item = usize> + '_ {
         let first = self.first_at(range.start).unwrap_or(self.tensors.len());
         let placed = self.tensors[first..].iter();
@@ -283,8 +282,8 @@ impl Layout {
             .map(|placed| placed.tensor as usize)
     }
 
-    /// The place in the file of the tensor at `offset`, and its bytes. For the header, `None` and
-    /// the bytes of the header.
+    /// The place in the file of the tensor that contains byte `offset`, and the bytes of this tensor. If
+    /// `offset` lies in the header, `None` and the bytes of the header.
     pub fn tensor_at(&self, offset: u64) -> (Option<u32>, Range<u64>) {
         let header_len = self.header.len() as u64;
         if offset < header_len {
@@ -296,12 +295,12 @@ impl Layout {
         }
     }
 
-    /// The bytes of the tensor at `place` in the file, `None` if there is none.
+    /// The bytes of the tensor at `place` in the file, `None` if there is no such place.
     pub fn bytes_at(&self, place: u32) -> Option<Range<u64>> {
         ((place as usize) < self.tensors.len()).then(|| self.bytes_of(place as usize))
     }
 
-    /// The tensor at `offset`, if its bytes follow each other in one shard as they are.
+    /// The tensor that contains byte `offset`, if its bytes are adjacent in one shard and are not changed.
     pub(crate) fn plain_run_at(&self, offset: u64) -> Option<PlainRun> {
         let index = self.first_at(offset).filter(|_| offset >= self.header.len() as u64)?;
         let bytes = self.bytes_of(index);
@@ -315,13 +314,13 @@ impl Layout {
         }
     }
 
-    /// The first tensor that ends after `offset`.
+    /// The first tensor in the file that ends after `offset`.
     fn first_at(&self, offset: u64) -> Option<usize> {
         if offset >= self.len {
             return None;
         }
-        // It is the last tensor that begins at or before `offset`. Empty tensors at the same start
-        // come before it.
+        // This is the last tensor that begins at or before `offset`. Empty tensors that begin at the same
+        // offset come before it.
         let after = self.tensors.partition_point(|placed| placed.start <= offset);
         if after == 0 { (!self.tensors.is_empty()).then_some(0) } else { Some(after - 1) }
     }
@@ -331,9 +330,9 @@ impl Layout {
         self.tensors[index].start..end
     }
 
-    /// Calls `visit` for the extents of bytes `range`, which is clamped to the file.
+    /// Calls `visit` for each extent of bytes `range`. A range that ends after the file is cut at the end of the file.
     ///
-    /// `Header` and `Run` extents and the runs of `Scatter` ones cover the range once.
+    /// `Header` extents, `Run` extents and the runs of `Scatter` extents cover each byte of the range exactly once.
     #[doc(hidden)]
     pub fn extents<'a>(&'a self, range: Range<u64>, visit: &mut dyn FnMut(Extent<'a>)) {
         let range = range.start.min(self.len)..range.end.min(self.len);
@@ -352,8 +351,8 @@ impl Layout {
         }
     }
 
-    /// About how many extents bytes `range` have, and how those are read that gather elements, by
-    /// arithmetic.
+    /// Estimates by arithmetic how many extents bytes `range` have, and how many bytes are read for extents
+    /// that gather elements in another order.
     pub(crate) fn extent_count(&self, range: &Range<u64>) -> ExtentCount {
         let first = self.first_at(range.start).unwrap_or(self.tensors.len());
         let mut found = ExtentCount::default();
@@ -384,9 +383,9 @@ impl Layout {
         found
     }
 
-    /// The part of bytes `range` of the file that lies in a tensor, whose bytes are `bytes`, and
-    /// the pieces that end after its start. The part counts from the tensor's start, in bytes
-    /// before a cast.
+    /// The part of bytes `range` of the file that lies in the tensor `index`, whose bytes are `bytes`, and the
+    /// pieces of the tensor that end after the start of this part. The part is counted from the start of the
+    /// tensor, in bytes before a cast.
     fn pieces_in(
         &self,
         index: usize,
@@ -451,15 +450,15 @@ impl Layout {
     }
 }
 
-/// The positions of the tensors of a file, sorted by `key`, then by name.
+/// The positions of the tensors of a file, sorted by `key` and then by name.
 fn sorted<K: Ord>(catalog: &Catalog, spec: &FileSpec, key: impl Fn(&Tensor<'_>) -> K) -> Vec<u32> {
     let mut order = spec.positions(catalog);
-    // Positions are in the order of names.
+    // The catalog is sorted by name, so positions are in the order of names.
     order.sort_by_cached_key(|&position| (key(&catalog.tensor_at(position as usize)), position));
     order
 }
 
-/// The header entries of the tensors at the positions `order`.
+/// The header entries of the tensors at the positions `order` of the catalog.
 fn entries<'a>(
     catalog: &'a Catalog,
     order: &'a [u32],
@@ -476,7 +475,7 @@ fn safetensors_header(
     order: &[u32],
     align: u64,
 ) -> Result<Vec<u8>, Fault> {
-    // Other formats allow tensors of this name.
+    // Other formats allow a tensor whose name is that of the metadata.
     let taken = catalog.tensor(safetensors::METADATA).map(|tensor| tensor.position() as u32);
     if taken.is_some_and(|taken| order.contains(&taken)) {
         let message = "safetensors keeps this name for metadata; rename the tensor, or show the \
@@ -496,14 +495,14 @@ fn safetensors_header(
     })
 }
 
-/// `fault` with the file that the tensor lies in.
+/// `fault` with the name of the file that contains the tensor.
 fn located(catalog: &Catalog, fault: Fault) -> Fault {
     let tensor = fault.tensor.as_deref().and_then(|name| catalog.tensor(name));
     let file = tensor.map(|tensor| catalog.shard(tensor.first_piece().shard).name.as_str());
     file.map_or_else(|| fault.clone(), |file| fault.clone().in_file(file))
 }
 
-/// Adds the pieces of `tensor` to `placed`, none for an empty tensor.
+/// Adds the pieces of `tensor` to `placed`. An empty tensor has none.
 fn place(tensor: &Tensor<'_>, placed: &mut Vec<PlacedPiece>) -> Result<(), Fault> {
     let first_own = placed.len();
     let stored_len = tensor.cast().map_or(tensor.len, |cast| cast.len_before(tensor.len));

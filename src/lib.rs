@@ -1,8 +1,8 @@
 #![doc = include_str!("../README.md")]
-// Without `internal` the parts that only the programs use are dead code.
+// Without the feature `internal`, the parts that only the programs use are dead code.
 #![cfg_attr(not(feature = "internal"), allow(dead_code, unreachable_pub, unused_imports))]
 
-// The modules below declare enums by its macro.
+// The modules below declare enums with the macro of this module.
 #[macro_use]
 mod words;
 
@@ -75,8 +75,7 @@ pub use view::{
 };
 pub use words::UnknownWord;
 
-/// All modules, for the programs and the Python package of this repository. Any release may change
-/// them.
+/// All modules, for the programs and the Python package of this repository. They may change in any release.
 #[cfg(feature = "internal")]
 #[doc(hidden)]
 pub mod internal {

@@ -1,5 +1,5 @@
-//! Finds the source of a path on a tensorfs mount: a process that can read the source does not need
-//! the mount.
+//! Finds the source of a path on a tensorfs mount. A process that may read the source can open it directly,
+//! without the mount.
 
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
@@ -16,14 +16,15 @@ use crate::open_options::{OpenOptions, ZeroWeights};
 use crate::source::{read_option_file, read_text};
 use crate::view::{Files, View};
 
-/// Extended attribute of the files and folders of a mount, with the source of each.
+/// Extended attribute that names the source of each file and folder of a mount.
 pub const XATTR_SOURCE: &str = "user.tensorfs.source";
 
-/// Extended attribute of what a mount shows by a link to some users only, for a daemon that shows the
-/// mount to others. Only root sees it, and nobody can set it on a mount.
+/// Extended attribute of files and folders that a mount shows only to some users, because links lead to them.
+/// It is for a daemon that shows this mount to others. Only root can read it, and nobody can set it on a mount.
 pub const XATTR_LIMITED: &str = "trusted.tensorfs.limited";
 
-/// Whether a mount shows `path` to some users only, because links lead to it.
+/// Whether a mount shows `path` only to some users, because links lead to it. Also true if it is unknown,
+/// because the attribute could not be read.
 pub fn is_limited(path: &Path) -> bool {
     let none = [libc::ENODATA, libc::EOPNOTSUPP, libc::EPERM, libc::ENOSYS];
     match xattr::get(path, XATTR_LIMITED) {
@@ -32,25 +33,26 @@ pub fn is_limited(path: &Path) -> bool {
     }
 }
 
-/// The source behind a path on a mount.
+/// The source of a path on a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MountOrigin {
-    /// The source: a folder, or a file of the set that is shown.
+    /// The path of the source: a folder, or a file of the set that the mount shows.
     pub path: PathBuf,
-    /// Options that the mount opened it with.
+    /// The options with which the mount opened the source.
     pub options: OpenOptions,
-    /// Name of the file on the mount, if it holds some of the tensors only.
+    /// Name of the file on the mount, if the file contains only some of the tensors.
     pub part: Option<String>,
 }
 
 impl MountOrigin {
-    /// The path and the options that show what `given` makes of what the mount shows. `has_view`:
-    /// whether `given` has any option of views. How the source is found follows from the mount, the
-    /// rest from `given`. The mount has chosen between a file and a set of the same name already.
+    /// The path and the options that open the source directly and give the same result as opening the path on
+    /// the mount with `given`. `has_view` tells whether `given` sets an option of a view. Options that are set
+    /// in `given` win. `prefer` and `links` come from the mount, because the mount has already chosen between a
+    /// file and a set of the same name.
     ///
-    /// `None` if the source alone does not show that: then the path on the mount is opened with
-    /// `given`. A view is put on the source only if the mount has none, and if neither it nor the
-    /// proof of its sets depends on files: a mount shows other ones than its source.
+    /// `None` if opening the source alone cannot give this result. The caller then opens the path on the mount with
+    /// `given`. A view of `given` is applied to the source only if the mount has no view of its own, and if neither
+    /// the view nor the proof of the sets depends on files, because a mount shows other files than its source.
     pub fn open_with(self, given: &OpenOptions, has_view: bool) -> Option<(PathBuf, OpenOptions)> {
         let MountOrigin { path, options: mounted, part } = self;
         if part.is_some() {
@@ -88,60 +90,59 @@ impl MountOrigin {
     }
 }
 
-/// Whether the view shows the files that it finds. Commands about tensors choose `Files::Original` for
-/// any view, which as an option excludes other options.
+/// Whether the view shows the original files. Commands about tensors set `Files::Original` for any view. If a
+/// caller sets it as an option, it excludes other options.
 fn shows_files(view: &View) -> bool {
     view.files == Files::Original && view.keeps_tensors()
 }
 
-/// Whether `path` lies on a mount of root or of the caller.
+/// Whether `path` lies on a mount that belongs to root or to the caller.
 pub fn is_on_mount(path: &Path) -> bool {
     attribute(path).is_some()
 }
 
-/// Whether `path` lies on a mount, which has made it.
+/// Whether `path` lies on a mount and is always read through it. This is mostly because the mount generated the
+/// bytes at `path`.
 pub fn is_made(path: &Path) -> bool {
     attribute(path).flatten().is_some_and(|json| json.get("made").is_some())
 }
 
-/// The source behind `path`, if `path` lies on a mount of root or of the caller, and the caller may
+/// The source of `path`, if `path` lies on a mount that belongs to root or to the caller, and if the caller may
 /// read the source.
 pub fn resolve_mount(path: &Path) -> Option<MountOrigin> {
     resolve(path)?.ok()
 }
 
-/// Why `path` is read through its mount, although the mount names its source: the mount was made by
-/// files that have changed since. `None` for all other paths.
+/// The reason why `path` is read through its mount although the mount names its source: a file that the mount
+/// used has changed since, or another version of tensorfs created the mount. `None` for all other paths.
 pub fn changed_since_mount(path: &Path) -> Option<String> {
     resolve(path)?.err().flatten()
 }
 
-/// Why the mount shows no checkpoint at `path`, if it has shown one or refuses one for what it knows
-/// itself. `None` for all other paths.
+/// The reason why the mount shows no checkpoint at `path`: it showed a checkpoint there earlier, or it refuses
+/// one for a reason that only the mount knows. `None` for all other paths.
 pub fn missing_on_mount(path: &Path) -> Option<String> {
     let json = attribute(path)??;
     json.get("missing").and_then(Value::as_str).map(str::to_owned)
 }
 
-/// The source behind `path` for commands about the bytes of the source, `None` if `path` lies on no
-/// mount. The options have no view but the format, and are there even if the view of the mount
-/// cannot be made again. The error says that the source is not known, or that the caller may not
-/// read it.
+/// The source of `path` for commands about the bytes of the source, `None` if `path` lies on no mount. The view
+/// of the options has only its format. The options are returned even if the view of the mount cannot be created
+/// again. It is an error if the source is not known, or if the caller may not read it.
 pub fn resolve_bytes(path: &Path) -> Option<Result<MountOrigin, &'static str>> {
     let origin = attribute(path)?.and_then(|json| {
         let path = source_in(&json)?;
         let options = OpenOptions::of_bytes_in_json(json.get("view")?)?;
-        // A server says itself who may read.
+        // A server checks itself who may read.
         let is_allowed = is_url(&path) || can_read(&path);
         is_allowed.then_some(MountOrigin { path, options, part: None })
     });
     Some(origin.ok_or("its mount does not name a source that you may read"))
 }
 
-/// The source behind `path`. `None` if `path` lies on no such mount, or is always read through it,
-/// or shows no checkpoint there.
-/// The error says what has changed since the mount; it is `None` if the caller may not read the
-/// source.
+/// The source of `path`. `None` if `path` lies on no such mount, if it is always read through the mount, or if
+/// the mount shows no checkpoint there. The error tells which file has changed since the mount. It is `None` if
+/// the caller may not read the source.
 fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
     let json = attribute(path)??;
     if json.get("made").is_some() {
@@ -151,7 +152,8 @@ fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
         return None;
     }
     let source = source_in(&json)?;
-    // The mount cuts tensors by the texts that it read, which may have changed since.
+    // The mount cuts tensors according to the texts of `config.json` that it has read. These files may have
+    // changed since.
     let given = json.pointer("/view/config").and_then(Value::as_str).map(Path::new);
     let is_same = |pair: &(PathBuf, String)| is_unchanged(&pair.0, &pair.1, given);
     if !configs_in(&json, &source)?.iter().all(is_same) {
@@ -167,16 +169,16 @@ fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
     Some(if is_readable { Ok(origin) } else { Err(None) })
 }
 
-/// The text of the mount about the source of `path`. `None` if `path` lies on no such mount; then
-/// `Some(None)` if the mount says nothing.
+/// The attribute of the mount that describes the source of `path`. `None` if `path` lies on no such mount.
+/// `Some(None)` if `path` lies on such a mount but has no such attribute.
 fn attribute(path: &Path) -> Option<Option<Value>> {
-    // The descriptor is held, so that the attribute is read from the file that was checked.
+    // The descriptor stays open, so that the attribute is read from the same file that was checked.
     let held = std::fs::OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_PATH | libc::O_CLOEXEC)
         .open(path)
         .ok()?;
-    // On other file systems any user may have written the attribute.
+    // On other file systems, any user may have set the attribute.
     if !mountinfo::is_on_ours(&held) {
         return None;
     }
@@ -193,8 +195,8 @@ fn source_in(json: &Value) -> Option<PathBuf> {
     Some(source)
 }
 
-/// The folders whose `config.json` the mount has read, for what lies at `source` and below, and the
-/// hash of each text.
+/// The folders whose `config.json` the mount has read for the files at `source` and below it, with the hash of
+/// each text.
 fn configs_in(json: &Value, source: &Path) -> Option<Vec<(PathBuf, String)>> {
     let mut configs = Vec::new();
     if let Some(digest) = json.get("config").and_then(Value::as_str) {
@@ -207,7 +209,8 @@ fn configs_in(json: &Value, source: &Path) -> Option<Vec<(PathBuf, String)>> {
     Some(configs)
 }
 
-/// Whether the `config.json` of the folder, or the one that the mount was given, has this hash.
+/// Whether the `config.json` of the folder has this hash. If the mount was created with another `config.json`,
+/// that file is checked instead.
 fn is_unchanged(folder: &Path, digest: &str, given: Option<&Path>) -> bool {
     let file = match given {
         Some(given) if given.is_dir() && given.join("config.json").exists() => {
@@ -220,14 +223,14 @@ fn is_unchanged(folder: &Path, digest: &str, given: Option<&Path>) -> bool {
     text.is_ok_and(|(_, text)| Digest::of(&text).to_string() == digest)
 }
 
-/// Whether the caller may read the weights at `source`: the file, or all in the folder.
+/// Whether the caller may read the weights at `source`: the file, or all weight files in the folder.
 fn can_read(source: &Path) -> bool {
     let Ok(entries) = std::fs::read_dir(source) else {
         return std::fs::File::open(source).is_ok();
     };
     let is_weights = |path: &Path| {
         let name = path.file_name().and_then(std::ffi::OsStr::to_str);
-        // Opening a FIFO of such a name would block.
+        // Opening a FIFO with the name of a weight file would block.
         name.is_some_and(names::is_weights) && path.is_file()
     };
     let mut paths = entries.filter_map(Result::ok).map(|entry| entry.path());

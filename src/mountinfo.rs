@@ -6,42 +6,42 @@ use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Type of our mounts in the mount table.
+/// Type of tensorfs mounts in the mount table.
 pub const FSTYPE: &str = "fuse.tensorfs";
 
-/// One line of the mount table.
+/// A line of the mount table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mount {
     /// Number of the mount.
     pub id: u32,
     /// Number of the parent mount.
     pub parent: u32,
-    /// Minor number of its device, which also names the FUSE connection.
+    /// Minor number of the device of the mount. It also identifies the FUSE connection.
     pub minor: u32,
-    /// The folder that it is mounted on.
+    /// The folder on which the file system is mounted.
     pub target: PathBuf,
-    /// Type, for example `fuse.tensorfs`.
+    /// Type of the file system, for example `fuse.tensorfs`.
     pub fstype: String,
-    /// Device name: for tensorfs mounts the source, or the value of `fsname=`.
+    /// Device name. For tensorfs mounts this is the source, or the value of `fsname=`.
     pub source: String,
-    /// Owner of a FUSE mount, as numbered in the mount's own user namespace.
+    /// Owner of a FUSE mount, as a number in the user namespace of the mount.
     pub owner: Option<u32>,
 }
 
 impl Mount {
-    /// Whether it is a tensorfs mount with this device number.
+    /// Whether this is a tensorfs mount with the minor device number `minor`.
     pub fn is_ours_of(&self, minor: u32) -> bool {
         self.minor == minor && self.fstype == FSTYPE
     }
 
-    /// Whether the attributes of the mount can be trusted: it belongs to root, or to the effective
-    /// user of this process.
+    /// Whether the attributes on the mount can be trusted: the mount belongs to root, or to `user`, the
+    /// effective user of this process.
     fn is_trusted(&self, user: Option<u32>) -> bool {
         self.owner.is_some_and(|owner| owner == 0 || Some(owner) == user)
     }
 }
 
-/// All mounts that the calling thread sees.
+/// All mounts that are visible to the calling thread.
 ///
 /// # Errors
 /// If the mount table cannot be read.
@@ -50,9 +50,9 @@ pub fn all() -> std::io::Result<Vec<Mount>> {
     Ok(table.split(|&byte| byte == b'\n').filter_map(parse_line).collect())
 }
 
-/// Another place of the tensorfs mount with this device number, whose daemon serves it there: a bind,
-/// or a copy in the mount namespace of a process, with its number. Sees those of which this process may
-/// read the table.
+/// Finds another place where the daemon of the tensorfs mount with this device number serves it. This is a bind
+/// mount, or a copy in the mount namespace of another process, whose process number is returned too. Only mount
+/// tables that this process may read are searched.
 pub fn copy_of(minor: u32) -> Option<(Option<u32>, PathBuf)> {
     let found = |table: &[u8]| {
         let mut mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
@@ -88,7 +88,7 @@ pub fn ours() -> std::io::Result<Vec<Mount>> {
     Ok(all()?.into_iter().filter(|mount| mount.fstype == FSTYPE).collect())
 }
 
-/// The mounts on `target`, the one on top last.
+/// The mounts on `target`. The topmost mount comes last.
 ///
 /// # Errors
 /// If the mount table cannot be read.
@@ -106,14 +106,14 @@ pub fn ours_at(target: &Path) -> std::io::Result<Option<Mount>> {
     Ok(at(target)?.pop().filter(|mount| mount.fstype == FSTYPE))
 }
 
-/// The number of the mount that the path of `ours` leads to: its own, unless another one covers it or a
-/// folder above it. Asks no file system.
+/// The number of the mount to which the path of `ours` leads. This is `ours` itself, unless another mount
+/// covers it or a folder above it. No file system is accessed.
 pub fn seen_at(ours: &Mount, table: &[Mount]) -> u32 {
     let with_id = |id: u32| table.iter().find(|mount| mount.id == id);
     let root = Path::new("/");
     let mut at = ours.parent;
-    // The first mount of a namespace is its own parent, and the table of a process whose root is a plain
-    // folder lacks the mount of that folder.
+    // The first mount of a namespace is its own parent. If the root of a process is a plain folder, its table
+    // does not contain the mount of that folder.
     while let Some(above) = with_id(at)
         && above.target != root
         && above.parent != above.id
@@ -130,14 +130,14 @@ pub fn seen_at(ours: &Mount, table: &[Mount]) -> u32 {
     at
 }
 
-/// Whether `file` lies on a trusted tensorfs mount. Any user may mount a file system of this type
-/// with any answers, so the mount must belong to root or to the caller.
+/// Whether `file` lies on a trusted tensorfs mount. Any user may mount a file system of this type that returns
+/// any data, so the mount must belong to root or to the caller.
 ///
-/// While `file` is open its file system is in use, so that no other file system gets its number.
+/// While `file` is open, its file system is in use, so that no other file system gets the same device number.
 pub fn is_on_ours(file: &File) -> bool {
     let Ok(meta) = file.metadata() else { return false };
     let (major, minor) = (nix::sys::stat::major(meta.dev()), nix::sys::stat::minor(meta.dev()));
-    // FUSE has no devices of its own, so its major number is 0.
+    // A FUSE file system has no device of its own, so its major number is 0.
     if major != 0 {
         return false;
     }
@@ -145,8 +145,8 @@ pub fn is_on_ours(file: &File) -> bool {
     is_ours_in(&table, minor, trusted_user())
 }
 
-/// Whether the file system `minor` is a trusted tensorfs mount. The table has one line for each of
-/// its mount points, and all of them must agree.
+/// Whether the file system with the device number `minor` is a trusted tensorfs mount. The table has a line for
+/// each of its mount points, and all of these lines must agree.
 fn is_ours_in(table: &[u8], minor: u64, user: Option<u32>) -> bool {
     let mut mounts = table
         .split(|&byte| byte == b'\n')
@@ -156,8 +156,8 @@ fn is_ours_in(table: &[u8], minor: u64, user: Option<u32>) -> bool {
     mounts.peek().is_some() && mounts.all(|mount| mount.fstype == FSTYPE && mount.is_trusted(user))
 }
 
-/// The effective user of this process, if its user namespace is the initial one. The mount table
-/// shows numbers of the mount's user namespace, and in a nested namespace the same number may be
+/// The effective user of this process, if the user namespace of the process is the initial one. The mount table
+/// contains numbers of the user namespace of the mount. In a nested namespace the same number may stand for
 /// another user.
 fn trusted_user() -> Option<u32> {
     let map = std::fs::read_to_string("/proc/self/uid_map").ok()?;
@@ -165,8 +165,8 @@ fn trusted_user() -> Option<u32> {
     first.then(|| nix::unistd::geteuid().as_raw())
 }
 
-/// The layers of the overlay file system with device number `dev`, from the mount table. Empty if
-/// it is not listed.
+/// The layers of the overlay file system with device number `dev`, from the mount table. Empty if the table
+/// does not list this number.
 pub(super) fn overlay_layers(dev: u64) -> Vec<PathBuf> {
     let (major, minor) = (nix::sys::stat::major(dev), nix::sys::stat::minor(dev));
     let device = format!("{major}:{minor}");
@@ -175,7 +175,8 @@ pub(super) fn overlay_layers(dev: u64) -> Vec<PathBuf> {
     table.split(|&byte| byte == b'\n').find(of_device).map(layers_of_line).unwrap_or_default()
 }
 
-/// The layers in the options of one line: `lowerdir=/a:/b,upperdir=/c`, or `lowerdir+=/a` each.
+/// The layers in the options of one line, which have the form `lowerdir=/a:/b,upperdir=/c`, or `lowerdir+=/a`
+/// for each layer.
 fn layers_of_line(line: &[u8]) -> Vec<PathBuf> {
     let options = line.rsplit(|&byte| byte == b' ').next().unwrap_or_default();
     let mut layers = Vec::new();
@@ -191,7 +192,7 @@ fn layers_of_line(line: &[u8]) -> Vec<PathBuf> {
     layers.into_iter().map(|layer| PathBuf::from(OsString::from_vec(layer))).collect()
 }
 
-/// Splits at colons, except after a backslash. Data layers follow two colons.
+/// Splits `value` at colons, except at a colon after a backslash. Two colons come before a data layer.
 fn split_layers(value: &[u8]) -> Vec<Vec<u8>> {
     let mut layers = vec![Vec::new()];
     let mut bytes = value.iter();
@@ -207,7 +208,7 @@ fn split_layers(value: &[u8]) -> Vec<Vec<u8>> {
     layers
 }
 
-/// `36 35 98:0 /root /target opts... - type source superopts`
+/// Parses a line such as `36 35 98:0 /root /target opts... - type source superopts`.
 fn parse_line(line: &[u8]) -> Option<Mount> {
     let mut of_mount = line.split(|&byte| byte == b' ');
     let mut number = || std::str::from_utf8(of_mount.next()?).ok()?.parse().ok();
@@ -224,7 +225,7 @@ fn parse_line(line: &[u8]) -> Option<Mount> {
     Some(Mount { id, parent, minor, target, fstype, source, owner })
 }
 
-/// Undoes the octal escapes (`\040`) of the mount table.
+/// Decodes the octal escapes of the mount table, such as `\040`.
 fn unescape(field: &[u8]) -> OsString {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -245,15 +246,15 @@ fn unescape(field: &[u8]) -> OsString {
     OsString::from_vec(bytes)
 }
 
-/// `path` as in the mount table: absolute, with links resolved. The last part is left as it is if
-/// it is a dead mount, because resolving that fails.
+/// `path` in the form that the mount table uses: absolute, with links resolved. If the last part is a dead
+/// mount, it is not resolved, because resolving it fails.
 ///
 /// # Errors
-/// Fails where `path` leads nowhere.
+/// If `path` leads nowhere.
 pub fn absolute_target(path: &Path) -> std::io::Result<PathBuf> {
     match std::fs::canonicalize(path) {
         Err(e) if e.raw_os_error() == Some(nix::libc::ENOTCONN) => {
-            // A trailing slash would make the last part empty.
+            // With a trailing slash the last part would be empty.
             let path = PathBuf::from_iter(std::path::absolute(path)?.components());
             match (path.parent(), path.file_name()) {
                 (Some(parent), Some(name)) => Ok(std::fs::canonicalize(parent)?.join(name)),
@@ -314,12 +315,12 @@ mod tests {
             seen_at(table.iter().find(|mount| mount.id == 43).unwrap(), &table)
         };
         assert_eq!(seen(&[]), 43);
-        // Beside it, below it, and on the root of another process.
+        // The other mount is beside `ours`, below it, or on the root of another process.
         assert_eq!(seen(&[(50, 30, "/srv/b"), (51, 43, "/srv/a/x"), (52, 28, "/")]), 43);
         assert_eq!(seen(&[(50, 43, "/srv/a")]), 50);
         assert_eq!(seen(&[(50, 43, "/srv/a"), (51, 50, "/srv/a")]), 51);
         assert_eq!(seen(&[(50, 30, "/srv")]), 50);
-        // Another mount has the same place on the one that covers the folder.
+        // The place of the other mount lies on the mount that covers the folder.
         assert_eq!(seen(&[(50, 30, "/srv"), (51, 50, "/srv/a")]), 51);
         // The root of the process is a plain folder, or a mount that is its own parent.
         let table = table_of(&[(30, 1, "/srv"), (43, 30, "/srv/a"), (7, 7, "/"), (8, 7, "/b")]);

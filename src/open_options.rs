@@ -1,4 +1,4 @@
-//! The options for the open of a source: how its sets are found and proved, and the view on them.
+//! The options for opening a source. They tell how its sets are found and proved, and which view is applied.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::format::tensorizer::keys::Secret;
 use crate::view::{NamedViews, OptionFile, ReadFile, View};
 
 words! {
-    /// The choice if a whole file and a sharded set have the same name.
+    /// Chooses between a whole file and a sharded set of the same name.
     ///
     /// ```
     /// use tensorfs::{Checkpoint, OpenOptions, Prefer};
@@ -23,17 +23,17 @@ words! {
     /// ```
     #[derive(Default)]
     pub enum Prefer {
-        /// The whole file, as transformers does.
+        /// The whole file, which transformers prefers.
         #[default]
         File = "file",
-        /// The sharded set, as diffusers does.
+        /// The sharded set, which diffusers prefers.
         Shards = "shards",
     }
 }
 
 words! {
-    /// The weights that are shown of a checkpoint of DeepSpeed ZeRO-1 or ZeRO-2. A checkpoint of
-    /// ZeRO-3 always shows the weights of the optimizer, because it has no others.
+    /// Chooses the weights of a DeepSpeed checkpoint of ZeRO-1 or ZeRO-2 that are shown. A ZeRO-3 checkpoint
+    /// has only the weights of the optimizer, which are always shown.
     ///
     /// ```
     /// use tensorfs::{Checkpoint, Dtype, OpenOptions, ZeroWeights};
@@ -46,15 +46,15 @@ words! {
     /// ```
     #[derive(Default)]
     pub enum ZeroWeights {
-        /// The weights of the model, mostly of 16 bits.
+        /// The weights of the model, which mostly have 16 bits.
         #[default]
         Module = "module",
-        /// The weights of the optimizer in F32, joined from the files of all ranks.
+        /// The F32 weights of the optimizer, joined from the files of all ranks.
         Fp32 = "fp32",
     }
 }
 
-/// Allowed targets of symbolic links of the source.
+/// The allowed targets of symbolic links in the source.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, Links, OpenOptions};
@@ -66,16 +66,16 @@ words! {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Links {
-    /// Any file that the caller may read, and folders inside the source. A library reads with the
-    /// rights of its caller, for its caller alone.
+    /// Any file that the caller may read, and folders inside the source. A library reads with the rights of its
+    /// caller, and only for this caller.
     #[default]
     Anywhere,
-    /// Targets inside the source, in the blobs of the same hub folder and in `OpenOptions::follow`.
-    /// A mount shows files to other users, and any user may have put a link there.
+    /// Targets inside the source, in the blobs of the same hub folder and in `OpenOptions::follow`. A mount needs this
+    /// restriction, because it shows files to other users, and any user may have created a link in the source.
     Inside,
 }
 
-/// A folder of this machine that keeps what was read from remote sources.
+/// A folder on this machine that stores bytes of remote sources.
 ///
 /// ```
 /// use tensorfs::{DiskCachePlace, OpenOptions};
@@ -87,12 +87,12 @@ pub enum Links {
 pub struct DiskCachePlace {
     /// The folder, an absolute path.
     pub folder: PathBuf,
-    /// Bytes that it may take. If `None`, a tenth of its file system stays free, and at least 1 GiB.
+    /// Maximum number of bytes in the folder. If `None`, a tenth of its file system stays free, and at least 1 GiB.
     pub size: Option<u64>,
 }
 
-/// Where a remote source is, and where its credentials come from. They name files with secrets, and have
-/// none. `None` stands for the environment.
+/// The location of a remote source and the origin of its credentials. The settings name files that contain
+/// secrets, but contain no secrets themselves. For a setting that is `None`, the environment is used.
 ///
 /// ```
 /// use tensorfs::{OpenOptions, RemoteSettings};
@@ -102,23 +102,23 @@ pub struct DiskCachePlace {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct RemoteSettings {
-    /// The credentials file, in the format of the provider's own tools.
+    /// The credentials file, in the format of the tools of the provider.
     pub credentials_file: Option<PathBuf>,
-    /// The profile of AWS.
+    /// The AWS profile.
     pub profile: Option<String>,
     /// The server.
     pub endpoint: Option<String>,
-    /// The region of AWS.
+    /// The AWS region.
     pub region: Option<String>,
-    /// Certificates to trust besides those of the machine.
+    /// Certificates that are trusted in addition to those of the machine.
     pub ca_file: Option<PathBuf>,
 }
 
-/// The layout of a hub cache, which has several checkpoints, and is no view.
+/// The layout of a hub cache. It is not a view, because it contains several checkpoints.
 #[doc(hidden)]
 pub const HUB: &str = "hub";
 
-/// How a checkpoint, or a tree of them, is opened.
+/// The options with which a checkpoint, or a tree of checkpoints, is opened.
 ///
 /// ```
 /// use tensorfs::{Checkpoint, OpenOptions};
@@ -129,50 +129,50 @@ pub const HUB: &str = "hub";
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OpenOptions {
-    /// Choice between a whole file and a sharded set.
+    /// Chooses between a whole file and a sharded set of the same name.
     pub prefer: Prefer,
-    /// The weights of checkpoints of DeepSpeed.
+    /// The weights of DeepSpeed checkpoints that are shown.
     pub zero: ZeroWeights,
-    /// The tensors of pickles of torch that are shown.
+    /// The tensors of torch pickles that are shown.
     pub state: TrainingState,
     /// Allowed targets of symbolic links.
     pub links: Links,
-    /// Folders outside the source into which symbolic links may lead.
+    /// Folders outside the source to which symbolic links may lead.
     pub follow: Vec<PathBuf>,
-    /// Number of shard files that a set must have.
+    /// Number of shard files that a set must have, if it is known.
     pub expect_shards: Option<u64>,
-    /// File with the names, dtypes and shapes of all tensors.
+    /// A file with the names, dtypes and shapes of all tensors.
     pub reference: Option<PathBuf>,
-    /// A folder whose small files are shown beside the weights of the one checkpoint, or one such
-    /// file: `config.json`, those of the tokenizer and others without weights. They win over files of
-    /// the same name in the source.
+    /// A folder whose small files are shown beside the weights of the only checkpoint, or one such file:
+    /// `config.json`, the files of the tokenizer and other files without weights. They replace files of the
+    /// same name in the source.
     pub config: Option<PathBuf>,
-    /// Folder for indexes. If `None`, every start reads all headers.
+    /// The folder for indexes. If `None`, all headers are read at every start.
     pub index: Option<PathBuf>,
-    /// The place of blocks of remote sources. If `None`, no blocks are kept.
+    /// The folder that stores blocks of remote sources. If `None`, no blocks are stored.
     pub disk_cache: Option<DiskCachePlace>,
-    /// Where a remote source is, and its credentials. If `None`, the environment says so.
+    /// The location of a remote source and the origin of its credentials. If `None`, the environment is used.
     pub remote: Option<Arc<RemoteSettings>>,
     /// How the sets are presented.
     pub view: View,
-    /// Several views, each of which a mount shows as a folder. Then `view` is the default.
+    /// Several views. A mount shows each view as a folder, and `view` is the default.
     pub views: Option<Arc<NamedViews>>,
-    /// A tree of models is shown as a cache of the Hugging Face hub.
+    /// Whether a tree of models is shown in the layout of a Hugging Face hub cache.
     pub hub: bool,
-    /// Opens encrypted tensorizer files.
+    /// The secret that opens encrypted tensorizer files.
     pub secret: Option<Arc<Secret>>,
 }
 
 impl OpenOptions {
-    /// The options that `set_word` knows.
+    /// The options that `set_word` accepts.
     #[doc(hidden)]
     pub const WORDS: [&str; 2] = ["zero", "state"];
 
-    /// Sets the option `key`, `zero` or `state`, to the one of its words that is `value`. Returns `false`
-    /// if `key` is none of them.
+    /// Sets the option `key`, which is `zero` or `state`, to the word `value`. Returns `false` if `key` is any
+    /// other option.
     ///
     /// # Errors
-    /// One line if it has no such word.
+    /// A message of one line if the option has no such word.
     #[doc(hidden)]
     pub fn set_word(&mut self, key: &str, value: &str) -> Result<bool, String> {
         let unknown = |words| format!("{key}={value}: expected {words}");
@@ -184,9 +184,9 @@ impl OpenOptions {
         Ok(true)
     }
 
-    /// The options as JSON, for programs that find the source behind a mount. The places of indexes and
-    /// of the disk cache are left out, which other users may not use, and so is the reference, which they may not be
-    /// allowed to read.
+    /// The options as JSON, for programs that find the source of a mount. The folders of the index and of the
+    /// disk cache are left out, because other users may not use them. The reference is left out, because other
+    /// users may not be allowed to read it. The remote settings and the secret are left out too.
     #[doc(hidden)]
     pub fn to_json(&self) -> Value {
         let all_ranks = self.views.as_ref().and_then(|views| views.ranks_of());
@@ -215,10 +215,10 @@ impl OpenOptions {
         json.into()
     }
 
-    /// If its view has no rank of a tensor-parallel group, takes the views of all ranks instead.
+    /// If the view has the option for a tensor-parallel group but no rank, replaces it by the views of all ranks.
     ///
     /// # Errors
-    /// One line if they are too many, or if it is no view.
+    /// A message of one line if there are too many ranks, or if the view is not valid.
     #[doc(hidden)]
     pub fn show_all_ranks(&mut self) -> Result<(), String> {
         if self.view.has_all_ranks() && self.views.is_none() && !self.hub {
@@ -228,9 +228,8 @@ impl OpenOptions {
         Ok(())
     }
 
-    /// The options that `to_json` wrote, also those of the release before; `None` if another
-    /// version wrote words that are not known here, or if a file that the view names has changed.
-    /// `read` gets the bytes of such files.
+    /// The options that `to_json` wrote, in this release or in the one before. `None` if another version wrote words
+    /// that are not known here, or if a file that the view names has changed. `read` returns the bytes of such files.
     #[doc(hidden)]
     pub fn from_json(json: &Value, read: ReadFile<'_>) -> Option<OpenOptions> {
         let views = match json.get("views") {
@@ -262,8 +261,8 @@ impl OpenOptions {
         Some(options)
     }
 
-    /// The options that `to_json` wrote, as far as they decide which files of the source are read.
-    /// The view has only its format. No file that a view names is read.
+    /// The part of the options that `to_json` wrote which decides which files of the source are read. The view
+    /// has only its format. No file that a view names is read.
     #[doc(hidden)]
     pub fn of_bytes_in_json(json: &Value) -> Option<OpenOptions> {
         let format = json.get("format")?.as_str()?.parse().ok()?;
@@ -271,7 +270,7 @@ impl OpenOptions {
         Some(OpenOptions { view, ..OpenOptions::without_view(json)? })
     }
 
-    /// The options that `to_json` wrote, without any view.
+    /// The options that `to_json` wrote, without the view.
     fn without_view(json: &Value) -> Option<OpenOptions> {
         let follow = json.get("follow")?.as_array()?.iter();
         Some(OpenOptions {
@@ -288,7 +287,7 @@ impl OpenOptions {
                 .map(|folder| folder.as_str().map(PathBuf::from))
                 .collect::<Option<_>>()?,
             expect_shards: json.get("expect-shards").and_then(Value::as_u64),
-            // Files that the mount does not show are not part of its source.
+            // Files that the mount does not show do not belong to its source.
             links: Links::Inside,
             ..OpenOptions::default()
         })

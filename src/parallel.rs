@@ -1,4 +1,4 @@
-//! Numbered jobs on several threads, with their results in order on one, or with their progress.
+//! Runs numbered jobs on several threads. The calling thread gets the results in order, or reports of their progress.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -6,12 +6,12 @@ use std::sync::mpsc::{Sender, channel};
 use crate::error::{Error, Result};
 use crate::sync::{Condvar, Mutex};
 
-/// The numbers that may be begun.
+/// Controls which job may begin next.
 struct Gate {
     state: Mutex<WindowTurns>,
     moved: Condvar,
     count: u64,
-    /// Maximum number of jobs that are begun and whose results are not taken.
+    /// Maximum number of jobs that have begun and whose results were not passed on yet.
     ahead: u64,
 }
 
@@ -23,7 +23,7 @@ struct WindowTurns {
 }
 
 impl Gate {
-    /// The next number, once it may be begun; `None` after the last one and after a stop.
+    /// Waits until the next job may begin, and returns its number. `None` after the last job and after a stop.
     fn next(&self) -> Option<u64> {
         let mut state = self.state.lock();
         loop {
@@ -49,7 +49,7 @@ impl Gate {
     }
 }
 
-/// Stops the others when a thread ends, also by a panic.
+/// Stops the other threads when a thread ends by a panic, or always if the flag is set.
 struct StopAtEnd<'a>(&'a Gate, bool);
 
 impl Drop for StopAtEnd<'_> {
@@ -60,11 +60,12 @@ impl Drop for StopAtEnd<'_> {
     }
 }
 
-/// Calls `work` with every number below `count`, on as many threads as `threads` says, and `each`
-/// with the results in order, on the calling thread. At most `ahead` results exist at a time.
+/// Calls `work` with each number below `count`, on at most `threads` threads. Calls `each` with the results in
+/// order, on the calling thread. At most `ahead` results exist at the same time.
 ///
 /// # Errors
-/// The error of the lowest number that failed, or the error of `each`. The other threads end first.
+/// The error of the lowest number that failed, or the error of `each`. All threads have ended before the error
+/// is returned.
 pub(crate) fn in_parallel<T: Send>(
     count: u64,
     threads: usize,
@@ -75,7 +76,7 @@ pub(crate) fn in_parallel<T: Send>(
     let gate = Gate { state: Mutex::default(), moved: Condvar::new(), count, ahead: ahead.max(1) };
     let (sender, results) = channel();
     std::thread::scope(|scope| {
-        // An error or a panic of `each` ends the threads as well.
+        // An error or a panic of `each` also stops the threads.
         let _stop = StopAtEnd(&gate, true);
         let threads = (threads as u64).min(count).max(1);
         let mut started = 0;
@@ -112,7 +113,7 @@ pub(crate) fn in_parallel<T: Send>(
     })
 }
 
-/// The error of the lowest item number, once all threads ended early.
+/// The error of the lowest number that failed, after all threads have ended early.
 fn lowest_error<T>(results: std::collections::BTreeMap<u64, Result<T>>) -> Error {
     let error = results.into_values().find_map(Result::err);
     error.unwrap_or_else(|| Error::internal("a thread ended without a result"))
@@ -133,23 +134,23 @@ fn carry_out<T>(
     }
 }
 
-/// The progress of a job, or its end.
+/// A report of the progress of a job, or its end.
 enum JobEvent<T> {
     Bytes(u64),
     End(usize, Result<T>),
 }
 
-/// Tells the calling thread of `in_any_order` how far a job is.
+/// Reports the progress of a job to the thread that called `in_any_order`.
 pub(crate) struct JobProgress<'a> {
     send: &'a dyn Fn(u64),
     is_stopped: &'a AtomicBool,
 }
 
 impl JobProgress<'_> {
-    /// Reports `bytes` more.
+    /// Reports that the job has processed another `bytes` bytes.
     ///
     /// # Errors
-    /// If another job failed, or the caller ended the work.
+    /// If another job has failed, or the caller has stopped the work.
     pub(crate) fn add(&self, bytes: u64) -> Result<()> {
         (self.send)(bytes);
         if self.is_stopped.load(Ordering::Relaxed) {
@@ -159,12 +160,11 @@ impl JobProgress<'_> {
     }
 }
 
-/// Calls `work` with every number below `count`, on as many threads as `threads` says, and
-/// `progress` with the bytes that the jobs report, on the calling thread. Returns the results by
-/// number.
+/// Calls `work` with each number below `count`, on at most `threads` threads. Calls `progress` with the numbers
+/// of bytes that the jobs report, on the calling thread. Returns the results in the order of the numbers.
 ///
 /// # Errors
-/// The first error of a job or of `progress`. The other threads end first.
+/// The first error of a job or of `progress`. All threads have ended before the error is returned.
 pub(crate) fn in_any_order<T: Send>(
     count: usize,
     threads: usize,
@@ -205,7 +205,7 @@ pub(crate) fn in_any_order<T: Send>(
                 }
             };
             if let Err(error) = outcome {
-                // Later errors are those of jobs that end for this one.
+                // Later errors come from jobs that end because of this error.
                 is_stopped.store(true, Ordering::Relaxed);
                 failed.get_or_insert(error);
             }

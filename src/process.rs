@@ -1,11 +1,10 @@
-//! State of one process: a child made by fork(2) begins anew.
+//! State of one process. A child process that was created by fork(2) gets new state.
 //!
-//! A child has none of its parent's threads, and locks that those held stay locked in it for
-//! ever. So each process keeps the state that its threads share, and a child never looks at its
-//! parent's.
+//! A child has none of the threads of its parent. A lock that such a thread held stays locked forever in the child. So
+//! each process has its own state, which its threads share, and a child never accesses the state of its parent.
 //!
-//! A process number does not identify a process: in a PID namespace of its own a child may have the
-//! number that its parent has outside. `token` identifies it.
+//! A process number does not identify a process: in its own PID namespace, a child may have the same number
+//! that its parent has outside. `token` identifies a process.
 
 use std::num::NonZeroUsize;
 use std::ptr::{self, NonNull};
@@ -15,8 +14,8 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use nix::libc;
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// A number that no ancestor of this process by fork has. It stays the same while the process
-/// lives.
+/// A number that identifies this process among itself and its ancestors by fork. The number does not change
+/// while the process lives.
 pub fn token() -> u64 {
     static OF_PROCESS: Token = Token::new();
     OF_PROCESS.get(wiped_page)
@@ -25,13 +24,13 @@ pub fn token() -> u64 {
 /// Memory that the kernel fills with zeros in a child (`MADV_WIPEONFORK`), or `NO_PAGE`.
 struct Token(AtomicPtr<AtomicU64>);
 
-/// Stands for memory that the kernel did not provide.
+/// The address that marks that the kernel did not provide memory.
 static NO_PAGE: AtomicU64 = AtomicU64::new(0);
 
-/// The next token. A child continues from its parent's value.
+/// The next token. A child continues from the value of its parent.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// Number of forks from the first process to this one, counted if there is no such memory.
+/// Number of forks from the first process to this process. It is counted only if the kernel did not provide memory.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 extern "C" fn count_fork() {
@@ -43,21 +42,21 @@ impl Token {
         Token(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// The token of this process. `make` provides the memory. No lock is taken, since a thread of
-    /// the parent may hold it during a fork.
+    /// The token of this process. `make` allocates the memory. The function uses no lock, because a thread of
+    /// the parent might hold it during a fork.
     fn get(&self, make: fn() -> Option<NonNull<AtomicU64>>) -> u64 {
         let mut page = self.0.load(Ordering::Acquire);
         if page.is_null() {
             let made = make().map_or_else(without_page, NonNull::as_ptr);
             let before = self.0.compare_exchange(page, made, Ordering::AcqRel, Ordering::Acquire);
-            // If several threads come here at once, all but one leave a page unused.
+            // If several threads get here at the same time, each of them but one leaves a page unused.
             page = before.map_or_else(|first| first, |_| made);
         }
         if ptr::eq(page, &NO_PAGE) {
             let forks = u64::from(FORKS.load(Ordering::Relaxed));
             return forks << 32 | u64::from(std::process::id());
         }
-        // SAFETY: the page is never unmapped, and begins with zeros or a token.
+        // SAFETY: the page is never unmapped, and it begins with zeros or with a token.
         let own = unsafe { &*page };
         match own.load(Ordering::Relaxed) {
             0 => {
@@ -70,12 +69,12 @@ impl Token {
     }
 }
 
-/// A page of zeros, which a child finds full of zeros again. `None` if the kernel has no such
-/// memory: some sandboxes emulate a kernel without it.
+/// Allocates a page of zeros, which the kernel fills with zeros again in a child. `None` if the kernel has no
+/// such memory: some sandboxes emulate a kernel without it.
 fn wiped_page() -> Option<NonNull<AtomicU64>> {
     const LEN: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-    // SAFETY: the mapping is new, and no other code refers to it. It stays, or is unmapped at once.
+    // SAFETY: the mapping is new, and no other code refers to it. It is either never unmapped or unmapped at once.
     unsafe {
         let page = mmap_anonymous(None, LEN, protection, MapFlags::MAP_PRIVATE).ok()?;
         if madvise(page, LEN.get(), MmapAdvise::MADV_WIPEONFORK).is_err() {
@@ -86,18 +85,18 @@ fn wiped_page() -> Option<NonNull<AtomicU64>> {
     }
 }
 
-/// Counts forks from now on: those by fork(3), which all libraries use.
+/// Begins to count forks. All libraries use fork(3), which is counted.
 fn without_page() -> *mut AtomicU64 {
-    // SAFETY: the function only adds to a counter. If it is registered twice, it adds two.
+    // SAFETY: the function only increases a counter. If it is registered twice, a fork adds two, which does no harm.
     unsafe { libc::pthread_atfork(None, None, Some(count_fork)) };
     (&raw const NO_PAGE).cast_mut()
 }
-/// A value that each process makes for itself at the first use.
+/// A value that each process creates for itself at the first use.
 #[derive(Debug)]
 pub struct PerProcess<T> {
-    /// The value of the process that came first, with its token.
+    /// The value of the first process that used it, with the token of this process.
     own: OnceLock<(u64, T)>,
-    /// The values of its descendants.
+    /// The values of the processes that descend from the first process.
     next: OnceLock<Box<PerProcess<T>>>,
 }
 
@@ -107,8 +106,8 @@ impl<T> PerProcess<T> {
         PerProcess { own: OnceLock::new(), next: OnceLock::new() }
     }
 
-    /// The value of this process, which `make` makes if there is none. If
-    /// several threads make it at once, the first value stays and the others are dropped.
+    /// The value of this process. If it does not exist, `make` creates it. If several threads create it at the
+    /// same time, the first value is used and the others are dropped.
     pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
         let process = token();
         let (mut held, mut make) = (self, Some(make));
@@ -117,8 +116,8 @@ impl<T> PerProcess<T> {
                 Some((owner, value)) if *owner == process => return value,
                 Some(_) => held = held.next.get_or_init(|| Box::new(PerProcess::new())),
                 None => {
-                    // The value is made before the cell is taken: a child of a fork in between
-                    // would find the cell taken for ever.
+                    // The value is created before the cell is set. Otherwise a child of a fork in between would
+                    // find the cell locked forever.
                     if let Some(make) = make.take() {
                         let _ = held.own.set((process, make()));
                     }
@@ -148,16 +147,16 @@ mod tests {
     #[test]
     fn the_value_of_another_process_is_never_looked_at() {
         let value = PerProcess::new();
-        // The value is as a child finds it: another process has made it.
+        // The value looks like it does in a child: another process has created it.
         value.own.set((0, 1)).unwrap();
         assert_eq!(*value.get_or_init(|| 2), 2);
         assert_eq!(*value.get_or_init(|| 3), 2);
     }
 
-    /// Whether a child finds another token than its parent has.
+    /// Whether a child gets another token than its parent.
     fn differs_in_a_child(token: &Token, make: fn() -> Option<NonNull<AtomicU64>>) -> bool {
         let own = token.get(make);
-        // SAFETY: the child only reads its token, and ends.
+        // SAFETY: the child only reads its token and then ends.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let same = token.get(make) == own;
@@ -165,7 +164,7 @@ mod tests {
             unsafe { libc::_exit(i32::from(same)) };
         }
         let mut status = 0;
-        // SAFETY: the status is written to.
+        // SAFETY: the call writes only to the status.
         let waited = unsafe { libc::waitpid(child, &mut status, 0) };
         assert_eq!(token.get(make), own, "it stays the same in the parent");
         waited == child && status == 0

@@ -1,6 +1,6 @@
-//! Sizes in bytes as text: as options take them, and as people read them.
+//! Sizes in bytes as text: in the form of options, and in a form for people.
 
-/// Units that options take, in lower case, with their bytes. `GB` is decimal, as on the hub.
+/// The units that options accept, in lower case, with their number of bytes. `GB` is decimal, as on the hub.
 const UNITS: [(&str, u64); 14] = [
     ("", 1),
     ("b", 1),
@@ -18,8 +18,8 @@ const UNITS: [(&str, u64); 14] = [
     ("tb", 1_000_000_000_000),
 ];
 
-/// The bytes of a whole number with a unit or without: `64M` and `64MiB` are 64 times 2^20, and `64MB`
-/// 64 times 10^6.
+/// Parses a whole number with or without a unit, and returns the number of bytes. `64M` and `64MiB` are 64
+/// times 2^20, and `64MB` is 64 times 10^6.
 pub fn parse_size(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -28,7 +28,7 @@ pub fn parse_size(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(*bytes)
 }
 
-/// `bytes` for people, in the largest binary unit that is not larger: `128 MiB`, `44.93 MiB`.
+/// `bytes` as text for people, in the largest binary unit that is not larger than `bytes`: `128 MiB`, `44.93 MiB`.
 pub fn shown_size(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     match units.iter().find(|(shift, _)| bytes >> shift > 0) {
@@ -40,13 +40,13 @@ pub fn shown_size(bytes: u64) -> String {
     }
 }
 
-/// `bytes` for people in few columns: `128M`, `44.93M`.
+/// `bytes` as short text for people: `128M`, `44.93M`.
 pub fn short_size(bytes: u64) -> String {
     let shown = shown_size(bytes);
     shown.trim_end_matches(['i', 'B']).replace(' ', "")
 }
 
-/// `bytes` as options take them, in the largest unit that is exact: `128M`.
+/// `bytes` in the form of options, in the largest unit in which the number is whole: `128M`.
 pub fn option_size(bytes: u64) -> String {
     let units = [(40, "T"), (30, "G"), (20, "M"), (10, "K")];
     let exact = units.iter().find(|(shift, _)| bytes > 0 && bytes.trailing_zeros() >= *shift);

@@ -1,9 +1,10 @@
-//! A box as equal runs of bytes in two boxes that hold it, by arithmetic: a piece in its shard and in
-//! its tensor, or a part in a piece and in memory.
+//! Describes a box as runs of bytes of equal length in two larger boxes that contain it. The two are either a
+//! shard and a tensor that contain a piece, or a piece and memory that contain a part. All positions are
+//! computed by arithmetic.
 //!
-//! The target is row-major. So is the source mostly, and the runs then stand in the same order in both.
-//! `gather` is for a source with other strides, as that of a transposed tensor.
-//! The module is pure: it has no I/O.
+//! The target is row-major. The source is mostly row-major too, and the runs then have the same order in both.
+//! `gather` is for a source with other strides, such as those of a transposed tensor. The module is pure: it
+//! has no I/O.
 
 mod gather;
 mod tiles;
@@ -15,7 +16,7 @@ pub use self::gather::Gather;
 
 use crate::error::{ErrorKind, Fault};
 
-/// One dimension over which runs are spread.
+/// A dimension over which the runs are spread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stride {
     /// Number of steps.
@@ -26,7 +27,7 @@ pub struct Stride {
     pub to: u64,
 }
 
-/// Equal runs of bytes, at strides in a source and in a target.
+/// Runs of bytes of equal length, at strides in a source and in a target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StridedCopy {
     /// Byte of the source at which the first run begins.
@@ -35,38 +36,38 @@ pub struct StridedCopy {
     to: u64,
     /// Length of each run in bytes of the source.
     run_len: u64,
-    /// Dimensions, outermost first; empty for one run.
+    /// The dimensions over which the runs are spread, outermost first; empty if there is one run.
     strides: Vec<Stride>,
-    /// Whether the runs stand in the source in this order, with no byte in two of them.
+    /// Whether the runs have this order in the source too, and no byte of the source belongs to two runs.
     ascending: bool,
 }
 
-/// A box of a source that holds another one.
+/// A box of the source that contains another box.
 #[derive(Clone, Copy, Debug)]
 pub struct SourceBox<'a> {
-    /// Its extent in each dimension.
+    /// Extent of the box in each dimension.
     pub shape: &'a [u64],
-    /// Elements from one index of a dimension to the next; `None` if it is row-major.
+    /// Number of elements from one index of a dimension to the next; `None` if the box is row-major.
     pub strides: Option<&'a [u64]>,
-    /// Where the other one begins in it.
+    /// Position in this box at which the other box begins.
     pub offset: &'a [u64],
 }
 
-/// A row-major box that holds another one.
+/// A row-major box that contains another box.
 #[derive(Clone, Copy, Debug)]
 pub struct OuterBox<'a> {
-    /// Its extent in each dimension.
+    /// Extent of the box in each dimension.
     pub shape: &'a [u64],
-    /// Where the other one begins in it.
+    /// Position in this box at which the other box begins.
     pub offset: &'a [u64],
 }
 
 impl StridedCopy {
-    /// The runs of a box of extent `size`, which holds at least one element. `bits` are the widths
-    /// of an element in the source and in the target.
+    /// The runs of a box of extent `size`, which contains at least one element. `bits` is the width of an
+    /// element in the source and in the target.
     ///
     /// # Errors
-    /// A run of sub-byte elements that does not begin and end on a byte.
+    /// If elements are smaller than a byte, and a run of them does not begin and end on a byte.
     pub fn new(
         from: SourceBox<'_>,
         to: OuterBox<'_>,
@@ -74,12 +75,12 @@ impl StridedCopy {
         bits: (u64, u64),
     ) -> Result<StridedCopy, Fault> {
         let (mut from_start, mut to_start) = (0, 0);
-        // The run in bits of the source and of the target.
+        // Length of the run in bits, in the source and in the target.
         let mut run = bits;
         let (mut from_row, mut to_row) = bits;
         let mut strides: Vec<Stride> = Vec::new();
-        // From the innermost dimension outwards: one run grows while the next index follows it in
-        // both sides.
+        // The loop goes from the innermost dimension outwards. The run grows over a dimension as long as the
+        // elements at the next index are adjacent to it on both sides.
         for dim in (0..size.len()).rev() {
             let from_step = from.strides.map_or(from_row, |strides| strides[dim] * bits.0);
             from_start += from.offset[dim] * from_step;
@@ -116,12 +117,12 @@ impl StridedCopy {
         Ok(StridedCopy { from: from_start / 8, to: to_start / 8, run_len, strides, ascending })
     }
 
-    /// The runs of a piece in its tensor: the piece is the box `to.offset` of extent `piece` in a
-    /// tensor of extent `to.shape`, with these strides in its shard. The source begins with its first
-    /// element.
+    /// The runs of a piece in its tensor. The piece is the box at `to.offset` of extent `piece` in a tensor of
+    /// extent `to.shape`. `strides` are those of the piece in its shard. The source begins with the first
+    /// element of the piece.
     ///
     /// # Errors
-    /// The errors of `new`.
+    /// The same errors as those of `new`.
     pub fn of_piece(
         strides: Option<&[u64]>,
         to: OuterBox<'_>,
@@ -137,7 +138,7 @@ impl StridedCopy {
         StridedCopy { from, to: 0, run_len: len, strides: Vec::new(), ascending: true }
     }
 
-    /// The same runs in a source that has `before` more bytes in front.
+    /// The same runs in a source that begins `before` bytes earlier.
     pub(crate) fn behind(self, before: u64) -> StridedCopy {
         StridedCopy { from: self.from + before, ..self }
     }
@@ -147,13 +148,14 @@ impl StridedCopy {
         self.run_len
     }
 
-    /// Whether the runs stand in the source in their order, with no byte in two of them. The functions
-    /// for parts of the runs are for such copies; `gather` is for all others.
+    /// Whether the runs have the same order in the source, and no byte of the source belongs to two runs. The
+    /// functions for parts of the runs require this. `gather` is for all other copies.
     pub fn is_ascending(&self) -> bool {
         self.ascending
     }
 
-    /// The same runs in the order of the source. Runs of the same bytes follow each other.
+    /// The same runs in the order of the source. If bytes of the source belong to several runs, these runs
+    /// follow each other.
     pub fn in_source_order(&self) -> StridedCopy {
         let mut strides = self.strides.clone();
         strides.sort_by_key(|stride| Reverse(stride.from));
@@ -165,12 +167,12 @@ impl StridedCopy {
         self.strides.iter().map(|stride| stride.count).product()
     }
 
-    /// The innermost dimension over which the runs are spread; `None` for one run.
+    /// The innermost dimension over which the runs are spread; `None` if there is one run.
     pub fn innermost(&self) -> Option<Stride> {
         self.strides.last().copied()
     }
 
-    /// Bytes of source and target at which run `k` begins.
+    /// The bytes of the source and of the target at which run `k` begins.
     pub fn run(&self, mut k: u64) -> (u64, u64) {
         let (mut from, mut to) = (self.from, self.to);
         for stride in self.strides.iter().rev() {
@@ -181,22 +183,23 @@ impl StridedCopy {
         (from, to)
     }
 
-    /// Byte of the target at which run `k` begins.
+    /// The byte of the target at which run `k` begins.
     fn target(&self, k: u64) -> u64 {
         self.run(k).1
     }
 
-    /// The bytes of the source from the first byte of a run to the last one.
+    /// The range of the source from the first byte of the first run to the last byte of the last run.
     pub fn source_span(&self) -> Range<u64> {
         self.from..self.run(self.count() - 1).0 + self.run_len
     }
 
-    /// The bytes of the target from the first run to the last, for elements of the same width.
+    /// The range of the target from the first run to the last run, if elements have the same width in source
+    /// and target.
     pub fn target_span(&self) -> Range<u64> {
         self.to..self.target(self.count() - 1) + self.run_len
     }
 
-    /// The runs inside bytes `range` of the target.
+    /// The parts of the runs that lie in bytes `range` of the target.
     pub fn inside(&self, range: &Range<u64>) -> Option<RunRange> {
         let first = self.first_run(|start| start + self.run_len > range.start);
         let end = self.first_run(|start| start >= range.end);
@@ -210,9 +213,9 @@ impl StridedCopy {
         Some(RunRange { runs: first..end, bytes, target: first_start + skipped })
     }
 
-    /// Calls `visit` for the parts of `part` that are worth one read each. Runs are read together
-    /// if at most `gap` bytes of the source lie between them and the read then has at most `max`
-    /// bytes. Runs that follow each other in the source are one part of any length.
+    /// Calls `visit` for each group of runs of `part` that is worth one read. Runs are read together if at most
+    /// `gap` bytes of the source lie between them and the read then has at most `max` bytes. If all runs are
+    /// adjacent in the source, they are one group of any length.
     pub fn each_read(&self, part: RunRange, gap: u64, max: u64, visit: &mut dyn FnMut(RunRange)) {
         let dense_len = self.strides.iter().rev().try_fold(self.run_len, |len, stride| {
             (stride.from == len).then_some(len * stride.count)
@@ -236,8 +239,8 @@ impl StridedCopy {
         visit(group);
     }
 
-    /// Calls `visit` for groups of all runs: those of one group have at most `gap` bytes between them, and
-    /// lie in at most `max` bytes if a run has no more.
+    /// Calls `visit` for groups of all runs. Consecutive runs of a group have at most `gap` bytes between them. A
+    /// group covers at most `max` bytes, or one run if that is longer.
     pub fn each_near(&self, gap: u64, max: u64, visit: &mut dyn FnMut(RunRange)) {
         let total = self.count();
         let mut first = 0;
@@ -256,8 +259,7 @@ impl StridedCopy {
         }
     }
 
-    /// About how many parts `each_read` makes of `part` if their length is not limited, by
-    /// arithmetic.
+    /// Estimates by arithmetic how many groups `each_read` forms of `part` if their length is not limited.
     pub fn reads_in(&self, part: &RunRange, gap: u64) -> u64 {
         let (mut len, mut joined) = (self.run_len, 1);
         for stride in self.strides.iter().rev() {
@@ -270,7 +272,8 @@ impl StridedCopy {
         (part.runs.end - part.runs.start).div_ceil(joined)
     }
 
-    /// The first run whose start in the target satisfies `holds`, which holds from some run on.
+    /// The first run whose start in the target satisfies `holds`. `holds` must be false up to some run, and
+    /// true for all later runs.
     fn first_run(&self, holds: impl Fn(u64) -> bool) -> u64 {
         let (mut low, mut high) = (0, self.count());
         while low < high {
@@ -284,8 +287,8 @@ impl StridedCopy {
         low
     }
 
-    /// Calls `visit` for each run of `part`: its bytes, counted from the first byte of the part, and
-    /// its first byte in the target.
+    /// Calls `visit` for each run of `part` with the bytes of the run, counted from the first byte of the part,
+    /// and the first byte of the run in the target.
     pub fn each_run(&self, part: &RunRange, mut visit: impl FnMut(Range<u64>, u64)) {
         let RunRange { runs, bytes, .. } = part;
         let inner = self.innermost().unwrap_or(Stride { count: 1, from: 0, to: 0 });
@@ -303,8 +306,8 @@ impl StridedCopy {
         }
     }
 
-    /// Copies `bytes`, the bytes `part.bytes` of the source, to their places in `target`, which
-    /// holds the bytes of the target from `target_start` on.
+    /// Copies `bytes`, which are bytes `part.bytes` of the source, to their places in `target`. `target` holds
+    /// the bytes of the target from `target_start` on.
     pub fn scatter(&self, part: &RunRange, bytes: &[u8], target: &mut [u8], target_start: u64) {
         self.each_row(part, self.run_len, bytes, &mut |row, place| {
             copy_run(row, &mut target[(place - target_start) as usize..]);
@@ -312,32 +315,33 @@ impl StridedCopy {
     }
 }
 
-/// The runs that a byte range of the target needs.
+/// The runs that are needed for a byte range of the target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunRange {
-    /// Their numbers.
+    /// The numbers of the runs.
     pub runs: Range<u64>,
-    /// The bytes of the source from the first of them to the last.
+    /// The bytes of the source from the first to the last of these runs.
     pub bytes: Range<u64>,
-    /// Offset in the target of the first byte.
+    /// Offset in the target of the first of these bytes.
     pub target: u64,
 }
 
 impl RunRange {
-    /// Whether its bytes follow each other in the target too.
+    /// Whether these bytes are adjacent in the target too.
     pub fn is_contiguous(&self) -> bool {
         self.runs.end - self.runs.start == 1
     }
 }
 
 impl Stride {
-    /// Whether the runs of a dimension with these bits per step go on with the same steps.
+    /// Whether the next dimension continues the runs of this dimension with the same steps. `from` and `to` are
+    /// its steps in bits.
     fn is_continued_by(&self, from: u64, to: u64) -> bool {
         from == self.count * self.from && to == self.count * self.to
     }
 }
 
-/// Copies a run to the beginning of `to`. Single elements are copied without a call.
+/// Copies a run to the beginning of `to`. A run that is a single element is copied without a function call.
 #[inline]
 pub(crate) fn copy_run(run: &[u8], to: &mut [u8]) {
     if let Ok(element) = <[u8; 2]>::try_from(run) {
@@ -349,7 +353,7 @@ pub(crate) fn copy_run(run: &[u8], to: &mut [u8]) {
     }
 }
 
-/// Whether runs at these strides stand in the source in their order, with no byte in two of them.
+/// Whether runs at these strides have the same order in the source, and no byte of the source belongs to two runs.
 fn is_ascending(strides: &[Stride], run_len: u64) -> bool {
     let mut end = run_len;
     strides.iter().rev().all(|stride| {
@@ -366,7 +370,7 @@ mod tests {
     use super::*;
     use crate::strides::row_major;
 
-    /// A piece of extent `size` in a stored box and in a tensor.
+    /// A piece of extent `size` in a stored box and in a tensor, for tests.
     #[derive(Debug)]
     struct Case {
         size: Vec<u64>,
@@ -375,7 +379,7 @@ mod tests {
         tensor: Vec<u64>,
     }
 
-    /// The last dimension of each is even, so that elements of 4 bits begin and end on bytes.
+    /// The last dimension of each box is even, so that elements of 4 bits begin and end on bytes.
     fn case() -> impl Strategy<Value = Case> {
         let dim = (1_u64..5, 0_u64..3, 0_u64..3, 0_u64..3);
         (prop::collection::vec(dim.clone(), 0..4), dim).prop_map(|(outer, last)| {
@@ -391,7 +395,7 @@ mod tests {
         })
     }
 
-    /// The bit of the source and of the target at which each element begins.
+    /// The bits of the source and of the target at which each element begins.
     fn elements(case: &Case, bits: u64) -> Vec<(u64, u64)> {
         let mut all = vec![(0, 0)];
         for dim in 0..case.size.len() {

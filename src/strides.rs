@@ -1,6 +1,6 @@
-//! Strides of boxes: the elements from one index of a dimension to the next.
+//! Strides of boxes. A stride is the number of elements from one index of a dimension to the next.
 
-/// Strides of a row-major box.
+/// The strides of a row-major box.
 pub(crate) fn row_major(shape: &[u64]) -> Vec<u64> {
     let mut step = 1_u64;
     let mut strides: Vec<u64> = shape
@@ -16,14 +16,14 @@ pub(crate) fn row_major(shape: &[u64]) -> Vec<u64> {
     strides
 }
 
-/// Whether the elements of a box of these strides follow each other in the order of the box.
+/// Whether the elements of a box with these strides are adjacent and in row-major order.
 pub(crate) fn is_row_major(shape: &[u64], strides: &[u64]) -> bool {
     let dims = shape.iter().zip(strides).zip(row_major(shape));
     shape.contains(&0) || dims.into_iter().all(|((&size, &own), right)| size == 1 || own == right)
 }
 
-/// Whether each stride is larger than the extent of the dimensions within it, so that no two elements
-/// overlap. A stride of 0 repeats elements.
+/// Whether each stride is larger than the distance from the first to the last element of the inner dimensions.
+/// Then no two elements overlap, except that a stride of 0 repeats elements.
 pub(crate) fn are_nested(shape: &[u64], strides: &[u64]) -> bool {
     let long = shape.iter().zip(strides).filter(|&(&size, &stride)| size > 1 && stride > 0);
     let mut dims: Vec<(u64, u64)> = long.map(|(&size, &stride)| (stride, size)).collect();
@@ -36,8 +36,8 @@ pub(crate) fn are_nested(shape: &[u64], strides: &[u64]) -> bool {
     })
 }
 
-/// Elements from the first one of a box to its last one, both included; 0 if it has none. `None` if
-/// they are 2^64 or more.
+/// Number of elements from the first to the last element of a box, including both; 0 if the box is empty.
+/// `None` if the number is 2^64 or more.
 pub(crate) fn reach(shape: &[u64], strides: &[u64]) -> Option<u64> {
     if shape.contains(&0) {
         return Some(0);

@@ -1,8 +1,7 @@
-//! Many ranges, read in bounded memory on several threads, and handed on in order.
+//! Reads many ranges on several threads in bounded memory, and passes them on in order.
 //!
-//! Bytes that are in memory or in the page cache are copied on the thread that wants them. All
-//! others are read by the engine: each read has a deadline, and none is waited for once the sweep
-//! is stopped.
+//! Bytes that are in memory or in the page cache are copied by the thread that needs them. The engine reads all other
+//! bytes. Each of its reads has a deadline, and when the sweep is stopped, it no longer waits for any read.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,26 +19,26 @@ use crate::parallel::in_parallel;
 use crate::reader::{GatherWindows, Reader};
 use crate::source::Source;
 
-/// Longest range.
+/// Maximum length of a range, in bytes.
 pub const RANGE_MAX: u64 = 4 << 20;
 
-/// Threads that read ranges, and ranges that are read and not yet handed on.
+/// Number of threads that read ranges. `AHEAD` is the maximum number of ranges that are read and not yet passed on.
 const THREADS: usize = 4;
 const AHEAD: u64 = 8;
 
-/// Maximum memory that the reads of a range may take; ranges that need more are read in parts.
+/// Maximum memory in bytes for the reads of a range. A range whose reads need more is read in parts.
 const PLAN_MAX: u64 = 24 << 20;
 
-/// Maximum memory for tensors whose elements stand in another order in their shard.
+/// Maximum memory in bytes for tensors whose elements have another order in their shard.
 const GATHER_MAX: u64 = 128 << 20;
 
-/// Shortest part that the engine reads.
+/// A range of at most this number of bytes is not divided further for the engine.
 const PART_MIN: usize = 4096;
 
-/// Time between two looks at `Sweep::stopped` while a read is waited for.
+/// Interval at which a thread that waits for a read checks `Sweep::stopped`.
 const STOP_LOOK: Duration = Duration::from_millis(50);
 
-/// Reads ranges. All its reads share one engine and one bound of memory.
+/// Reads ranges. All its reads share an engine and a limit of memory.
 pub struct Sweep {
     engine: Engine,
     budget: Budget,
@@ -50,22 +49,22 @@ pub struct Sweep {
 }
 
 impl Sweep {
-    /// A sweep that reads by `settings`.
+    /// A sweep that reads with `settings`.
     pub fn new(settings: Settings) -> Sweep {
         Sweep::for_readers(settings, THREADS)
     }
 
-    /// As `new`, where up to `readers` threads read.
+    /// Like `new`, for up to `readers` threads that read.
     pub(crate) fn for_readers(settings: Settings, readers: usize) -> Sweep {
         Sweep::with(settings, THREADS, AHEAD, AHEAD * RANGE_MAX + readers as u64 * PLAN_MAX)
     }
 
-    /// A sweep on `threads` threads that reads through the page cache, where the next reader finds the
-    /// bytes. Only the time limit of `settings` counts. Each thread may have begun two reads.
+    /// A sweep on `threads` threads that reads through the page cache, so that the next reader finds the bytes
+    /// there. Of `settings`, only the time limit is used. Each thread may have two reads in flight.
     pub fn cached(settings: Settings, threads: usize) -> Sweep {
         let settings = Settings { backend: Backend::Pread, direct: DirectIo::Never, ..settings };
         let ahead = 2 * threads as u64;
-        // A piece that is encrypted is read as a whole.
+        // An encrypted piece is read as a whole, so a read may need `PLAN_MAX`.
         Sweep::with(settings, threads, ahead, (ahead + 2) * PLAN_MAX)
     }
 
@@ -78,13 +77,14 @@ impl Sweep {
         Sweep { engine, budget, windows, threads, ahead, stopped: Arc::default() }
     }
 
-    /// Ends waits for a source once it is set. The taker of the results has to fail then as well.
+    /// A flag that ends all waits for a source when it is set. The function that receives the results must then
+    /// fail as well.
     pub fn stopped(&self) -> Arc<AtomicBool> {
         self.stopped.clone()
     }
 
-    /// Calls `work`, which reads, with every number below `count`, on several threads, and `each` with
-    /// the results in order, on the calling thread.
+    /// Calls `work`, which reads, with each number below `count`, on several threads. Calls `each` with the
+    /// results in order, on the calling thread.
     ///
     /// # Errors
     /// The error of the lowest number that failed, or the error of `each`.
@@ -100,7 +100,7 @@ impl Sweep {
     /// Reads bytes `range` of `reader`.
     ///
     /// # Errors
-    /// Errors of the sources, reads past their deadline among them.
+    /// Errors of the sources, including reads that exceed their deadline.
     pub fn read(&self, reader: &Reader, range: &Range<u64>) -> Result<Buffer> {
         let mut bytes = self.buffer(range)?;
         self.fill(reader, range.start, &mut bytes)?;
@@ -110,7 +110,7 @@ impl Sweep {
     /// Reads the bytes of `reader` from `start` on into `target`.
     ///
     /// # Errors
-    /// The errors of `read`.
+    /// The same errors as those of `read`.
     pub(crate) fn fill(&self, reader: &Reader, start: u64, target: &mut [u8]) -> Result<()> {
         let range = start..start + target.len() as u64;
         let in_memory = reader.sources().iter().all(|source| source.is_in_memory());
@@ -126,7 +126,7 @@ impl Sweep {
         }
         let memory = plan.memory();
         if memory > PLAN_MAX {
-            // Thousands of small tensors, each with its own read.
+            // The range covers thousands of small tensors, each of which needs its own read.
             if target.len() <= PART_MIN {
                 return reader.read_at(start, target).map(drop);
             }
@@ -142,11 +142,11 @@ impl Sweep {
         Ok(())
     }
 
-    /// Begins to read bytes `range` of `source`, while the caller does something else. `stored`:
-    /// encrypted bytes stay as they are stored.
+    /// Begins to read bytes `range` of `source` while the caller continues. If `stored` is true, encrypted
+    /// bytes are not decrypted.
     ///
     /// # Errors
-    /// If more ranges are begun than the sweep has memory for.
+    /// If more reads are in flight than the sweep has memory for.
     pub fn begin<'a>(
         &'a self,
         source: &'a Arc<Source>,
@@ -154,14 +154,14 @@ impl Sweep {
         stored: bool,
     ) -> Result<PendingRead<'a>> {
         let mut read = PendingRead { sweep: self, source, range, stored, answer: None };
-        // These are copied by the thread that wants them, which finds them in its caches.
+        // Other bytes are copied by the thread that needs them, so that they are in the caches of its processor.
         if !source.is_in_memory() && !self.engine.is_cached(source, &read.range) {
             read.answer = Some(read.fetch()?);
         }
         Ok(read)
     }
 
-    /// Memory for bytes `range`.
+    /// Allocates memory for bytes `range`.
     pub(crate) fn buffer(&self, range: &Range<u64>) -> Result<Buffer> {
         let reserved = self.reserve(Buffer::len_for(range))?;
         Ok(Buffer::new((range.end - range.start) as usize, reserved))
@@ -186,7 +186,7 @@ impl Sweep {
     }
 }
 
-/// A read that was begun.
+/// A read that has begun.
 pub struct PendingRead<'a> {
     sweep: &'a Sweep,
     source: &'a Arc<Source>,
@@ -197,15 +197,15 @@ pub struct PendingRead<'a> {
 }
 
 impl PendingRead<'_> {
-    /// The bytes that it reads.
+    /// The range that is read.
     pub fn range(&self) -> Range<u64> {
         self.range.clone()
     }
 
-    /// Waits for the bytes.
+    /// Waits for the bytes and returns them.
     ///
     /// # Errors
-    /// Errors of the source, a deadline that has passed among them.
+    /// Errors of the source, including a deadline that has passed.
     pub fn wait(self) -> Result<ReadBuffer> {
         if let Some(answer) = &self.answer {
             return self.sweep.wait(answer);
@@ -222,7 +222,7 @@ impl PendingRead<'_> {
             let len = bytes.len();
             return Ok(ReadBuffer::new(bytes, 0..len));
         }
-        // The page cache has dropped them meanwhile.
+        // The page cache has dropped the bytes in the meantime.
         drop(bytes);
         self.sweep.wait(&self.fetch()?)
     }

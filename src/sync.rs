@@ -1,19 +1,19 @@
-//! Locks as in `std::sync`, without poisoning: a thread that panics ends its own work only.
+//! Locks like those of `std::sync`, but without poisoning: if a thread panics, other threads continue to work.
 //!
-//! They are not those of `parking_lot`: all of its locks share one table of waiting threads. A
-//! child of a fork inherits the entries of threads that it does not have, and may inherit the
-//! table locked, whereas the state of these locks lies in the locks alone.
+//! The locks of `parking_lot` cannot be used, because all of them share one table of waiting threads. A child
+//! of a fork inherits the entries of threads that it does not have, and it may inherit a locked table. The
+//! locks here keep their whole state in themselves.
 
 use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
 
-// Code that has a model takes these from here too: the model has others in their place.
+// Code with a concurrency model also imports these names from here. In the model, other types replace them.
 pub(crate) use std::sync::atomic::{AtomicBool, Ordering};
 pub(crate) use std::thread;
 
 pub use std::sync::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
-/// A lock for one thread at a time.
+/// A lock that one thread can hold at a time.
 #[derive(Debug, Default)]
 pub struct Mutex<T>(std::sync::Mutex<T>);
 
@@ -23,12 +23,12 @@ impl<T> Mutex<T> {
         Mutex(std::sync::Mutex::new(value))
     }
 
-    /// Waits until no other thread holds the lock, and takes it.
+    /// Waits until no other thread holds the lock, and acquires it.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the lock if no thread holds it.
+    /// Acquires the lock if no thread holds it.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         match self.0.try_lock() {
             Ok(guard) => Some(guard),
@@ -37,18 +37,18 @@ impl<T> Mutex<T> {
         }
     }
 
-    /// The value; `&mut self` proves that no thread holds the lock.
+    /// Access to the value. `&mut self` proves that no thread holds the lock.
     pub fn get_mut(&mut self) -> &mut T {
         self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The value, without the lock.
+    /// Returns the value and drops the lock.
     pub fn into_inner(self) -> T {
         self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A lock for one writer or many readers at a time.
+/// A lock that one writer or many readers can hold at a time.
 #[derive(Debug, Default)]
 pub struct RwLock<T>(std::sync::RwLock<T>);
 
@@ -58,43 +58,43 @@ impl<T> RwLock<T> {
         RwLock(std::sync::RwLock::new(value))
     }
 
-    /// Waits until no thread writes, and takes the lock as one of many readers.
+    /// Waits until no thread holds the lock for writing, and acquires it for reading.
     pub fn read(&self) -> RwLockReadGuard<'_, T> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no other thread holds the lock, and takes it as the writer.
+    /// Waits until no other thread holds the lock, and acquires it for writing.
     pub fn write(&self) -> RwLockWriteGuard<'_, T> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Lets threads wait, without the lock, for a change of what a `Mutex` guards.
+/// Lets threads wait for a change of the value in a `Mutex`. The lock is released while they wait.
 #[derive(Debug, Default)]
 pub struct Condvar(std::sync::Condvar);
 
 impl Condvar {
-    /// A condition that no thread waits for.
+    /// A condition for which no thread waits.
     pub const fn new() -> Condvar {
         Condvar(std::sync::Condvar::new())
     }
 
-    /// Wakes one thread that waits.
+    /// Wakes one waiting thread.
     pub fn notify_one(&self) {
         self.0.notify_one();
     }
 
-    /// Wakes all threads that wait.
+    /// Wakes all waiting threads.
     pub fn notify_all(&self) {
         self.0.notify_all();
     }
 
-    /// Waits for a notification; may return without one.
+    /// Waits for a notification. It may also return without a notification.
     pub fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
         self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a notification for at most `timeout`; may return earlier.
+    /// Waits at most `timeout` for a notification. It may also return earlier without one.
     pub fn wait_timeout<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,
@@ -103,7 +103,7 @@ impl Condvar {
         self.0.wait_timeout(guard, timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Waits while `condition` holds, for at most `timeout`.
+    /// Waits at most `timeout`, as long as `condition` is true.
     pub fn wait_timeout_while<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,

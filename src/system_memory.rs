@@ -1,5 +1,5 @@
-//! The memory of the machine, of a process and of its control groups, as the kernel tells it. The kernel
-//! grants any amount, and kills a process when it is used.
+//! The memory of the machine, of a process and of its control groups, as reported by the kernel. The kernel
+//! allows any allocation, but kills a process that uses more memory than there is.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ pub fn of_machine(key: &str) -> Option<u64> {
     field(&std::fs::read_to_string("/proc/meminfo").ok()?, key)
 }
 
-/// The field `key` of the status of a process, in bytes.
+/// The field `key` of /proc/PID/status of process `pid`, in bytes.
 pub fn of_process(pid: u32, key: &str) -> Option<u64> {
     field(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?, key)
 }
@@ -20,7 +20,7 @@ fn field(text: &str, key: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Maximum bytes that this process can get, `None` if the system does not tell.
+/// Maximum number of bytes that this process can still allocate, `None` if the system does not report it.
 pub fn available() -> Option<u64> {
     let (memory, swap) = (of_machine("MemAvailable")?, of_machine("SwapFree").unwrap_or(0));
     let groups = groups(&own_groups(), Path::new(GROUPS));
@@ -28,7 +28,7 @@ pub fn available() -> Option<u64> {
     Some(left.fold(memory.saturating_add(swap), u64::min))
 }
 
-/// The lowest limit of memory of the control groups of this process, `None` if there is none.
+/// The lowest memory limit of the control groups of this process in bytes, `None` if there is no limit.
 pub fn limit() -> Option<u64> {
     groups(&own_groups(), Path::new(GROUPS)).iter().filter_map(Group::limit).min()
 }
@@ -37,9 +37,9 @@ fn own_groups() -> String {
     std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default()
 }
 
-/// The control groups of memory that `text` (`/proc/self/cgroup`) names, and those above them, below
-/// `root`. Which kind of hierarchy is mounted there does not matter. In a container a path may be
-/// that of the host, which does not exist there; only its top does.
+/// The memory control groups that `text` (`/proc/self/cgroup`) names, and the groups above them, as folders below
+/// `root`. It does not matter whether version 1 or version 2 is mounted there. In a container, `text` may contain the
+/// path of a group on the host. This path does not exist in the container, except for its topmost folder.
 fn groups(text: &str, root: &Path) -> Vec<Group> {
     let lines = text.lines().filter_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
@@ -63,8 +63,8 @@ struct Group {
 }
 
 impl Group {
-    /// The rest of its limit, in bytes, where the machine has `swap` left to swap to. `None` without a
-    /// limit.
+    /// The bytes that remain below the limit of the group, if the machine has `swap` bytes of free swap. `None`
+    /// if there is no limit.
     fn left(&self, swap: u64) -> Option<u64> {
         if self.is_v1 { self.left_v1(swap) } else { self.left_v2(swap) }
     }
@@ -81,7 +81,7 @@ impl Group {
         Some(memory.saturating_add(own_swap).saturating_add(cached))
     }
 
-    /// Version 1 has one limit for memory, and another one for memory and swap together.
+    /// Version 1 has a limit for memory, and another limit for the sum of memory and swap.
     fn left_v1(&self, swap: u64) -> Option<u64> {
         let memory =
             self.rest("memory.limit_in_bytes", "memory.usage_in_bytes")?.saturating_add(swap);
@@ -90,8 +90,8 @@ impl Group {
         Some(memory.min(both.unwrap_or(u64::MAX)).saturating_add(cached))
     }
 
-    /// Bytes that the group uses and the kernel frees when they are needed: mostly the page cache,
-    /// without files in memory such as those of tmpfs.
+    /// Bytes that the group uses but that the kernel frees when they are needed. This is mostly the page cache,
+    /// without files that exist only in memory such as those of tmpfs.
     fn cached<const N: usize>(&self, keys: [&str; N]) -> u64 {
         let Ok(text) = std::fs::read_to_string(self.folder.join("memory.stat")) else { return 0 };
         let values = text.lines().filter_map(|line| {
@@ -101,12 +101,12 @@ impl Group {
         values.fold(0, u64::saturating_add)
     }
 
-    /// The rest of the limit in one file, given the use in another one.
+    /// The limit in the file `limit` minus the use in the file `used`, in bytes.
     fn rest(&self, limit: &str, used: &str) -> Option<u64> {
         Some(self.number(limit)?.saturating_sub(self.number(used).unwrap_or(0)))
     }
 
-    /// The number in a file. Version 2 writes `max` if there is no limit, which gives `None`.
+    /// The number in a file. If there is no limit, version 2 writes `max`, for which this returns `None`.
     fn number(&self, file: &str) -> Option<u64> {
         std::fs::read_to_string(self.folder.join(file)).ok()?.trim().parse().ok()
     }
@@ -118,7 +118,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// Writes files to a new folder.
+    /// Creates a folder with these files.
     fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (path, text) in files {
@@ -187,7 +187,7 @@ mod tests {
             ("pod/memory.max", "10737418240\n"),
             ("pod/memory.current", "8589934592\n"),
             ("pod/memory.stat", &stat),
-            // This group has more left than the group above it.
+            // More remains below the limit of this group than below the limit of its parent.
             ("pod/own/memory.max", "9663676416\n"),
             ("pod/own/memory.current", "1073741824\n"),
             ("pod/own/memory.stat", "inactive_file 0\n"),
@@ -196,7 +196,7 @@ mod tests {
         let root = tree(&[
             ("memory/pod/memory.limit_in_bytes", "10737418240\n"),
             ("memory/pod/memory.usage_in_bytes", "8589934592\n"),
-            // The counters of the group alone, and with all below it.
+            // The counters of the group itself, and the counters that include all groups below it.
             (
                 "memory/pod/memory.stat",
                 "inactive_file 1\ntotal_inactive_file 4096\ntotal_active_file 8192\n",

@@ -1,17 +1,17 @@
-//! The version of a file, a folder or a link: which one it is, and in which state, as its store tells
-//! without reading it.
+//! The version of a file, a folder or a link. It identifies the object and its state by information that the
+//! store provides without reading the bytes.
 
 use std::fmt;
 
 /// Seconds and nanoseconds since 1970.
 pub type Time = (i64, i64);
 
-/// The device or service that answers reads: those of one share a queue.
+/// The device or service that answers reads. Reads with the same key share a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum QueueKey {
-    /// The device, or network mount, of local files.
+    /// The device, or the network mount, of local files.
     Device(u64),
-    /// A store of another kind, by a number of its own.
+    /// A store of another kind, by its number.
     Store(u64),
 }
 
@@ -39,16 +39,17 @@ pub(crate) enum EntryKind {
     Special,
 }
 
-/// Which file it is: all links to a file have the same one, and another file in its place has another.
+/// Identifies a file. All links to a file have the same `FileId`, and another file that replaces it has another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId {
     pub(crate) queue: QueueKey,
-    /// Unique in the queue: of a local file its inode number and the creation time of the inode.
+    /// A number that is unique in the queue. For a local file it consists of the inode number and the creation
+    /// time of the inode.
     pub(crate) number: [u64; 2],
 }
 
-/// Tells one state of a file from another. Two versions are equal only if no byte and no attribute
-/// differs, as far as the store tells.
+/// Identifies a state of a file. If two versions are equal, no byte and no attribute differs, as far as the
+/// store can tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Version {
     /// Length in bytes.
@@ -59,68 +60,69 @@ pub struct Version {
     pub(crate) modified: Option<Time>,
     /// Time of the last change of bytes or attributes. Nobody can set it back.
     pub(crate) changed: Option<Time>,
-    /// Numbers that differ if the attributes do.
+    /// Numbers that differ if the attributes differ.
     pub(crate) attributes: [u64; 2],
 }
 
-/// The file, and the length and modification time of its bytes.
+/// The identity of the file, with the length and the modification time of its bytes.
 type ContentId = (FileId, u64, Option<Time>);
 
 impl Version {
-    /// Which file it is of.
+    /// The file that this is a version of.
     pub fn file(&self) -> FileId {
         self.file
     }
 
-    /// The queue that reads of the file belong to.
+    /// The queue of the reads of the file.
     pub fn queue_key(&self) -> QueueKey {
         self.file.queue
     }
 
-    /// The part of it that tells the bytes of one version from those of another.
+    /// The part of the version that changes when the bytes change.
     pub fn content(&self) -> ContentId {
         (self.file, self.len, self.modified)
     }
 
-    /// Time of the last change of the bytes, if the store has it.
+    /// Time of the last change of the bytes, if the store provides it.
     pub fn modified(&self) -> Option<Time> {
         self.modified
     }
 
-    /// The time that a file of it shows: that of its bytes, where the store has that.
+    /// The time that a mount shows for the file: the time of the last change of the bytes, if the store
+    /// provides it, and otherwise that of the last change of any kind.
     pub fn shown_time(&self) -> Option<Time> {
         self.modified.or(self.changed)
     }
 
-    /// Time of the last change of bytes or attributes, if the store has it.
+    /// Time of the last change of bytes or attributes, if the store provides it.
     pub fn changed(&self) -> Option<Time> {
         self.modified.max(self.changed)
     }
 
-    /// Time of the last change of bytes or attributes by the clock of the store: unlike that of the
-    /// bytes, nobody can set it.
+    /// Time of the last change of bytes or attributes by the clock of the store. Unlike the modification time
+    /// of the bytes, nobody can set this time.
     pub fn attributes_changed(&self) -> Option<Time> {
         self.changed.or(self.modified)
     }
 
-    /// Whether it is one of a file.
+    /// Whether this is a version of a file.
     pub fn is_file(&self) -> bool {
         self.kind == EntryKind::File
     }
 
-    /// Whether it is one of a folder.
+    /// Whether this is a version of a folder.
     pub fn is_folder(&self) -> bool {
         self.kind == EntryKind::Folder
     }
 
-    /// Whether it is one of a link.
+    /// Whether this is a version of a link.
     pub fn is_link(&self) -> bool {
         self.kind == EntryKind::Link
     }
 
-    /// A version of a file or a folder of a store that is not the local file system. `number` tells it
-    /// from all others in the queue: it has that of the object and, where objects are replaced and
-    /// never changed, that of the version.
+    /// A version of a file or a folder in a store that is not the local file system. `number` identifies it
+    /// among all objects of the queue. It includes the number of the object. If a store replaces objects and
+    /// never changes them, it also includes the number of the version of the object.
     pub fn of_object(
         queue: QueueKey,
         number: [u64; 2],
@@ -133,8 +135,8 @@ impl Version {
         Version { len, file, kind, modified, changed, attributes: [0; 2] }
     }
 
-    /// As `of_object`, of a file whose `number` tells all of its bytes, as an ETag does. `changed` is
-    /// for people: two versions with different times may have the same bytes.
+    /// Like `of_object`, for a file whose `number` identifies all of its bytes, like an ETag. `changed` is for
+    /// people: two versions with different times may have the same bytes.
     pub fn of_tagged_object(
         queue: QueueKey,
         number: [u64; 2],
@@ -144,7 +146,7 @@ impl Version {
         Version { modified: None, ..Version::of_object(queue, number, false, len, changed) }
     }
 
-    /// It without its queue, which has another number after each mount of a file system.
+    /// The version without its queue, whose number may change whenever the file system is mounted.
     #[must_use]
     pub fn lasting(self) -> Version {
         Version { file: FileId { queue: QueueKey::Device(0), ..self.file }, ..self }
@@ -162,7 +164,7 @@ impl Version {
         [first, second, self.len, seconds as u64, nanoseconds as u64]
     }
 
-    /// All its numbers, for files and for other processes.
+    /// All numbers of the version, for files and for other processes.
     pub fn to_words(&self) -> [u64; 14] {
         let (is_store, queue) = match self.file.queue {
             QueueKey::Device(dev) => (0, dev),
@@ -185,7 +187,7 @@ impl Version {
         all
     }
 
-    /// The version with the numbers of `to_words`.
+    /// The version with the numbers that `to_words` returned.
     pub fn from_words(words: &[u64; 14]) -> Version {
         let time = |at: usize| {
             let [known, seconds, nanoseconds] = [words[at], words[at + 1], words[at + 2]];

@@ -1,9 +1,9 @@
-//! Types whose values are words of options and of JSON: one table each gives `Display`, `FromStr` and
-//! the list of words for errors.
+//! Types whose values are words of options and of JSON. One table for each type provides `Display`, `FromStr`
+//! and the list of words for errors.
 
 use std::fmt;
 
-/// The error of a word that a type does not know; shows the known words.
+/// The error for a word that is not a value of the type. It shows the known words.
 ///
 /// ```
 /// use tensorfs::Prefer;
@@ -46,7 +46,7 @@ macro_rules! words {
             #[allow(dead_code, unreachable_pub, reason = "the type may be private")]
             pub const ALL: &[$type] = &[$($type::$variant),+];
 
-            /// The word that stands for this value.
+            /// The word for this value.
             #[allow(unreachable_pub, reason = "the type may be private")]
             pub const fn as_str(self) -> &'static str {
                 match self {

@@ -1,16 +1,16 @@
-//! Zeros that no file holds, for tensors of which a shard has the shape only.
+//! Zeros that no file contains. They are the bytes of tensors of which a shard stores only the shape.
 //!
-//! Linux counts bytes of files in signed 64 bits, so no file has a byte 2^63. Every shard counts as
-//! having zeros from there on. Such a tensor has its piece there, and is cut, joined, cast, read and
-//! loaded like any other.
+//! Linux stores file sizes in signed 64-bit integers, so no file has a byte 2^63. Every shard is treated as if
+//! it had zeros from this offset on. The piece of a tensor of zeros lies there, so such a tensor is cut,
+//! joined, cast, read and loaded like any other tensor.
 
-/// First of the zeros behind every shard.
+/// Offset of the first zero after every shard.
 pub(crate) const ZEROS_START: u64 = 1 << 63;
 
-/// Maximum number of zeros that the tensors of one shard may have, in bytes.
+/// Maximum number of bytes of zeros that all tensors of one shard may have.
 pub(crate) const ZEROS_LEN_MAX: u64 = 1 << 62;
 
-/// Whether the byte at `offset` of a shard is one of the zeros behind its file.
+/// Whether the byte at `offset` of a shard is one of the zeros after the file.
 pub(crate) const fn are_zeros(offset: u64) -> bool {
     offset >= ZEROS_START
 }

@@ -1,9 +1,9 @@
-//! The folder beside a file or folder that is being written. It holds the parts until they take their
-//! names.
+//! A partial folder: the folder beside a file or folder that is being written. It contains the parts until they
+//! get their final names.
 //!
-//! Its name follows from that of the target, so that one run takes over what another one that was
-//! killed has left. Its lock keeps two runs apart. All work goes through its descriptor: who may
-//! rename it can neither add a part nor redirect one.
+//! The name of the partial folder is derived from the name of the target, so that a run can take over the
+//! partial folder of a run that was killed. The lock in the folder keeps two runs apart. All operations use the
+//! descriptor of the folder: a user who can rename the folder can neither add a part nor redirect one.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -24,28 +24,28 @@ use super::folder_of;
 use crate::error::shown_path;
 use crate::hash::Digest;
 
-/// End of the name of a partial folder.
+/// Suffix of the name of a partial folder.
 const SUFFIX: &str = ".tensorfs-partial";
 
-/// Longest part of the target's name that is kept as it is. A name has at most 255 bytes, and at most
-/// 143 on some file systems.
+/// Maximum length of the part of the target's name that the name of the partial folder begins with, in bytes. A
+/// name may have at most 255 bytes, and on some file systems at most 143.
 const NAME_LEN_MAX: usize = 72;
 
-/// The file whose lock is that of the folder. A network file system has no locks of folders.
+/// The file whose lock stands for the lock of the folder. Network file systems cannot lock folders.
 const LOCK: &str = "lock";
 
-/// A file that is made and removed at once, to learn who owns new files.
+/// A file that is created and removed at once, to find out which owner the file system gives to new files.
 const PROBE: &str = "probe";
 
-/// How folders are opened.
+/// The flags with which folders are opened.
 const FOLDER: OFlag =
     OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
 
-/// How often a lock is tried that another process holds.
+/// Interval between attempts to get a lock that another process holds.
 const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// A partial folder that this process has locked. It is removed when it is dropped, unless it is to
-/// be kept.
+/// A partial folder that this process has locked. When this value is dropped, the folder is removed, unless
+/// `keep` was called.
 #[derive(Debug)]
 pub struct PartialFolder {
     path: PathBuf,
@@ -60,18 +60,17 @@ impl Drop for PartialFolder {
         if self.is_kept || remove_all_in(&self.folder, Some(LOCK)).is_err() {
             return;
         }
-        // A process that waits for the folder makes a new lock from here on, and has it.
+        // From here on, a process that waits for the folder can create a new lock file and lock it.
         let _ = unlinkat(&self.folder, LOCK, UnlinkatFlags::NoRemoveDir);
         let _ = unlinkat(&self.parent, self.name(), UnlinkatFlags::RemoveDir);
     }
 }
 
 impl PartialFolder {
-    /// Makes the folder at `path`, or takes over the one that a killed process left, with all that is
-    /// in it.
+    /// Creates the folder at `path`. If a killed process has left this folder, takes it over with everything in it.
     ///
     /// # Errors
-    /// If another process writes there, or if others than this user could have filled the folder.
+    /// If another process is writing there, or if other users could have put files into the folder.
     pub fn claim(path: &Path) -> io::Result<PartialFolder> {
         let parent = File::open(folder_of(path))?;
         let name = path.file_name().unwrap_or_default();
@@ -105,7 +104,7 @@ impl PartialFolder {
                            writes it or was killed";
                 return Err(foreign(path, why));
             }
-            // The process that had the lock may have removed or renamed the folder meanwhile.
+            // In the meantime, the previous owner of the lock may have removed or renamed the folder.
             if inode_at(&parent, name) == Some(inode(&folder)?)
                 && inode_at(&folder, OsStr::new(LOCK)) == Some(held)
             {
@@ -115,10 +114,10 @@ impl PartialFolder {
         }
     }
 
-    /// `claim`, which waits as long as `limit` for another process.
+    /// Like `claim`, but waits up to `limit` for another process.
     ///
     /// # Errors
-    /// The errors of `claim`.
+    /// The same errors as those of `claim`.
     pub fn claim_within(path: &Path, limit: Duration) -> io::Result<PartialFolder> {
         let started = Instant::now();
         loop {
@@ -131,27 +130,27 @@ impl PartialFolder {
         }
     }
 
-    /// Its path.
+    /// The path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its descriptor.
+    /// The descriptor of the folder.
     pub fn folder(&self) -> &File {
         &self.folder
     }
 
-    /// The folder that it lies in.
+    /// The folder that contains this folder.
     pub fn parent(&self) -> &File {
         &self.parent
     }
 
-    /// Leaves it to a later run when it is dropped.
+    /// Keeps the folder for a later run when this value is dropped.
     pub fn keep(&mut self) {
         self.is_kept = true;
     }
 
-    /// Removes all that is in it.
+    /// Removes everything in the folder except the lock.
     ///
     /// # Errors
     /// The errors of the file system.
@@ -159,7 +158,7 @@ impl PartialFolder {
         remove_all_in(&self.folder, Some(LOCK))
     }
 
-    /// Removes the file or folder `name` in it, if it is there.
+    /// Removes the file or folder `name` from the folder, if it exists.
     ///
     /// # Errors
     /// The errors of the file system.
@@ -167,7 +166,7 @@ impl PartialFolder {
         remove_at(&self.folder, name)
     }
 
-    /// Waits until the disk has its name and those in it.
+    /// Waits until the name of the folder and the names in it are on disk.
     ///
     /// # Errors
     /// The errors of the file system.
@@ -176,23 +175,23 @@ impl PartialFolder {
         self.parent.sync_all()
     }
 
-    /// Makes the folder `name` in it.
+    /// Creates the folder `name` in this folder.
     ///
     /// # Errors
-    /// If it cannot be made, or is there.
+    /// If the folder cannot be created, or if the name exists already.
     pub fn make_folder(&self, name: &Path, mode: u32) -> io::Result<()> {
         Ok(mkdirat(&self.folder, name, Mode::from_bits_retain(mode))?)
     }
 
-    /// Makes the new file `name` in it, which this process may read and write.
+    /// Creates the new file `name` in the folder, for reading and writing.
     ///
     /// # Errors
-    /// If it cannot be made, or is there.
+    /// If the file cannot be created, or if the name exists already.
     pub fn create(&self, name: &Path, mode: u32) -> io::Result<File> {
         self.open_as(name, OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL, mode)
     }
 
-    /// Opens the file `name` in it, which must be a regular file with that name alone.
+    /// Opens the file `name` in the folder. It must be a regular file without another name.
     ///
     /// # Errors
     /// If there is no such file.
@@ -215,7 +214,7 @@ impl PartialFolder {
     }
 }
 
-/// The path beside `target` of the folder for what becomes it.
+/// The path of the partial folder for `target`, which is beside `target`.
 pub fn partial_path(target: &Path) -> PathBuf {
     let name = target.file_name().unwrap_or_default().as_bytes();
     let mut partial = OsString::from(".");
@@ -227,10 +226,11 @@ pub fn partial_path(target: &Path) -> PathBuf {
     folder_of(target).join(partial)
 }
 
-/// Gives the file or folder `from` in the folder `from_in` the name `to` in `to_in`, which must be free.
+/// Renames the file or folder `from` in the folder `from_in` to `to` in the folder `to_in`. The new name must
+/// not exist.
 ///
 /// # Errors
-/// If the name is taken, and the errors of the file system.
+/// If the new name exists, and the errors of the file system.
 pub fn rename_new(
     from_in: &impl AsFd,
     from: &Path,
@@ -241,11 +241,12 @@ pub fn rename_new(
         Err(Errno::EINVAL | Errno::ENOSYS | Errno::EOPNOTSUPP) => {}
         other => return Ok(other?),
     }
-    // The file system has no such rename. A link fails as well if the name is taken.
+    // The file system does not support this rename. `linkat` also fails if the new name exists.
     match linkat(from_in, from, to_in, to, AtFlags::empty()) {
         Ok(()) => return Ok(unlinkat(from_in, from, UnlinkatFlags::NoRemoveDir)?),
         Err(Errno::EEXIST) => return Err(Errno::EEXIST.into()),
-        // A folder, or a file system without links: the check comes just before.
+        // `from` is a folder, or the file system does not support links. The name is checked immediately before
+        // the rename.
         Err(_) => {}
     }
     if fstatat(to_in, to, AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
@@ -254,7 +255,8 @@ pub fn rename_new(
     rename_over(from_in, from, to_in, to)
 }
 
-/// Gives the file `from` in the folder `from_in` the name `to` in `to_in`, in place of a file of that name.
+/// Renames the file `from` in the folder `from_in` to `to` in the folder `to_in`. An existing file of this name
+/// is replaced.
 ///
 /// # Errors
 /// The errors of the file system.
@@ -267,7 +269,7 @@ pub fn rename_over(
     Ok(nix::fcntl::renameat(from_in, from, to_in, to)?)
 }
 
-/// Opens the folder `path` below `root`. Follows no links.
+/// Opens the folder `path` below `root` without following links.
 ///
 /// # Errors
 /// If a part of the path is not a folder, and the errors of the file system.
@@ -279,7 +281,7 @@ pub fn folder_below(root: &impl AsFd, path: &Path) -> io::Result<File> {
     Ok(folder.into())
 }
 
-/// Takes the lock that marks `file` as being written. `None` if the file system has no locks.
+/// Locks `file`, which marks that this process is writing. `None` if the file system has no locks.
 fn lock(file: File) -> io::Result<Option<Flock<File>>> {
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),
@@ -291,15 +293,15 @@ fn lock(file: File) -> io::Result<Option<Flock<File>>> {
     }
 }
 
-/// Refuses a folder that others could have filled.
+/// Returns an error if other users could have put files into the folder.
 fn check_owner(folder: &File, path: &Path) -> io::Result<()> {
     let meta = folder.metadata()?;
     let is_open = meta.mode() & 0o022 != 0;
     if meta.uid() == geteuid().as_raw() && !is_open {
         return Ok(());
     }
-    // Some file systems show other owners and modes than those of the process. A file that is made
-    // here tells which: nobody can put another one in the place of its descriptor.
+    // Some file systems show other owners and modes than those that the process sets. A new file shows which
+    // owner and mode the file system gives: nobody can replace the file behind its descriptor.
     let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
     let _ = unlinkat(folder, PROBE, UnlinkatFlags::NoRemoveDir);
     let made = openat(folder, PROBE, flags, Mode::from_bits_retain(0o600));
@@ -325,7 +327,7 @@ fn foreign(path: &Path, why: &str) -> io::Error {
     refused(path, why, "remove it, or write somewhere else")
 }
 
-/// The error about a folder that this user may be unable to remove, as in `/tmp`.
+/// The error for a folder that this user may not be able to remove, for example in `/tmp`.
 fn of_another(path: &Path, why: &str) -> io::Error {
     let advice = "write somewhere else, or under another name; only that user and root may remove it \
                   from a folder like /tmp";
@@ -337,7 +339,7 @@ fn refused(path: &Path, why: &str, advice: &str) -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, message)
 }
 
-/// Device and inode number.
+/// Device number and inode number.
 fn inode(file: &File) -> io::Result<(u64, u64)> {
     file.metadata().map(|meta| (meta.dev(), meta.ino()))
 }
@@ -347,7 +349,7 @@ fn inode_at(folder: &File, name: &OsStr) -> Option<(u64, u64)> {
     Some((stat.st_dev, stat.st_ino))
 }
 
-/// Removes everything in `folder` but the file `kept`.
+/// Removes everything in `folder` except the file `kept`.
 fn remove_all_in(folder: &File, kept: Option<&str>) -> io::Result<()> {
     let mut names = Vec::new();
     for entry in Dir::openat(folder, ".", FOLDER, Mode::empty())?.iter() {
@@ -359,7 +361,7 @@ fn remove_all_in(folder: &File, kept: Option<&str>) -> io::Result<()> {
     names.iter().try_for_each(|name| remove_at(folder, Path::new(name)))
 }
 
-/// Removes the file or folder `name` in `folder`, if it is there.
+/// Removes the file or folder `name` in `folder`, if it exists.
 fn remove_at(folder: &File, name: &Path) -> io::Result<()> {
     match unlinkat(folder, name, UnlinkatFlags::NoRemoveDir) {
         Ok(()) | Err(Errno::ENOENT) => Ok(()),
@@ -408,7 +410,7 @@ mod tests {
                     for _ in 0..50 {
                         let limit = Duration::from_secs(60);
                         let folder = PartialFolder::claim_within(&path, limit).unwrap();
-                        // It fails if another thread has the folder as well.
+                        // Creating the file fails if another thread has the folder too.
                         drop(folder.create(Path::new("part"), 0o600).unwrap());
                     }
                 });

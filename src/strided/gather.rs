@@ -1,52 +1,55 @@
-//! Runs of a target that stand in another order in the source, or share bytes there: those of a
-//! transposed tensor, or of an expanded one.
+//! Runs of a target that have another order in the source, or that share bytes there. Examples are the runs of
+//! a transposed tensor and those of an expanded tensor.
 //!
-//! Any range of the target is a few boxes of whole runs. The runs of each box are taken in the order of
-//! the source, so that those near each other are one read, and no list of them is needed.
+//! Any range of the target consists of a few boxes of whole runs and at most two cut runs. The runs of each box
+//! are visited in the order of the source. Runs that are near each other are then one read, and no list of the
+//! runs is needed.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::{RunRange, Stride, StridedCopy};
 
-/// Bytes of the source that cost as much as a read of their own.
+/// The cost of a separate read, as the number of bytes of the source that could be read in the same time.
 const READ_COST: u64 = 8 << 10;
 
-/// Gap over which runs are read together if far more lies between them than is wanted.
+/// Maximum gap in bytes over which runs are read together, used if the gaps contain far more bytes than the runs.
 const SMALL_GAP: u64 = 4 << 10;
 
-/// The runs that a byte range of the target needs.
+/// The runs that are needed for a byte range of the target.
 #[derive(Debug)]
 pub struct Gather {
-    /// Runs that the range cuts: at most two.
+    /// The runs that the range cuts. There are at most two.
     cut: Vec<RunRange>,
-    /// The other runs: boxes of them, each in the order of the source.
+    /// The other runs, as boxes of runs. The runs of each box have the order of the source.
     boxes: Vec<Arc<StridedCopy>>,
     /// Maximum number of bytes between runs that are read together.
     gap: u64,
-    /// Number of reads, and about how many bytes they read.
+    /// Number of reads. `read_len` is the approximate number of bytes that they read.
     reads: u64,
     read_len: u64,
 }
 
-/// Groups of runs of a copy in the order of the source. A group is `steps` steps of one dimension, with all
-/// of its inner dimensions.
+/// Groups of runs of a copy, in the order of the source. A group consists of `steps` steps of one dimension,
+/// with all of its inner dimensions.
 struct RunGroups {
-    /// Runs of a step, and steps of the dimension and of a group.
+    /// Number of runs per step. `count` is the number of steps of the dimension, and `steps` the number of
+    /// steps per group.
     unit: u64,
     count: u64,
     steps: u64,
 }
 
 impl RunGroups {
-    /// Number of groups of `runs` runs.
+    /// Number of groups that `runs` runs form.
     fn number(&self, runs: u64) -> u64 {
         runs / (self.unit * self.count) * self.count.div_ceil(self.steps)
     }
 }
 
 impl StridedCopy {
-    /// The runs inside bytes `range` of the target. Reads have at most `max` bytes, if a run has no more.
+    /// The parts of the runs that lie in bytes `range` of the target. A read has at most `max` bytes, or one
+    /// run if that is longer.
     pub fn gather(&self, range: &Range<u64>, max: u64) -> Gather {
         let mut whole = self.first_run(|start| start + self.run_len > range.start)
             ..self.first_run(|start| start >= range.end);
@@ -63,14 +66,14 @@ impl StridedCopy {
         gather
     }
 
-    /// Calls `visit` for boxes of runs in the order of the source, which together are the runs `runs`.
+    /// Calls `visit` for boxes of runs that together are the runs `runs`. Each box is in the order of the source.
     pub(super) fn each_box(&self, mut runs: Range<u64>, visit: &mut dyn FnMut(StridedCopy)) {
         let innermost = self.strides.len().saturating_sub(1);
         if self.strides.is_empty() && !runs.is_empty() {
             return visit(self.clone());
         }
         while runs.start < runs.end {
-            // The outermost dimension of which the next runs are whole steps, and the runs of a step.
+            // Finds the outermost dimension in which the next runs are whole steps, and the number of runs per step.
             let (mut dim, mut unit) = (innermost, 1);
             while dim > 0 {
                 let longer = unit * self.strides[dim].count;
@@ -91,8 +94,8 @@ impl StridedCopy {
         }
     }
 
-    /// How the runs are grouped that have at most `gap` bytes between them, in at most `max` bytes. They
-    /// stand in the order of the source.
+    /// Determines how runs in the order of the source are grouped. Runs of a group have at most `gap` bytes
+    /// between them, and a group covers at most `max` bytes.
     fn groups(&self, gap: u64, max: u64) -> RunGroups {
         let (mut unit, mut len) = (1, self.run_len);
         for stride in self.strides.iter().rev() {
@@ -113,8 +116,8 @@ impl StridedCopy {
         RunGroups { unit, count: 1, steps: 1 }
     }
 
-    /// Calls `visit` for groups of all runs, which stand in the order of the source: those of one group
-    /// have at most `gap` bytes between them, and lie in at most `max` bytes if a run has no more.
+    /// Calls `visit` for groups of all runs, which must be in the order of the source. Consecutive runs of a group
+    /// have at most `gap` bytes between them. A group covers at most `max` bytes, or one run if that is longer.
     pub fn each_group(&self, gap: u64, max: u64, visit: &mut dyn FnMut(RunRange)) {
         let RunGroups { unit, count, steps } = self.groups(gap, max);
         for row in 0..self.count() / (unit * count) {
@@ -131,7 +134,7 @@ impl StridedCopy {
 }
 
 impl Gather {
-    /// Adds run `k` if the range has a part of it only. Returns whether it has.
+    /// Adds run `k` to `cut` if only a part of it lies in the range. Returns whether this is the case.
     fn cut_run(&mut self, copy: &StridedCopy, k: u64, range: &Range<u64>) -> bool {
         let (from, to) = copy.run(k);
         let target = to.max(range.start);
@@ -145,7 +148,7 @@ impl Gather {
         true
     }
 
-    /// Chooses the gap by the cost of the reads.
+    /// Chooses `gap` by the cost of the reads.
     fn settle(&mut self, max: u64) {
         let spans = self.boxes.iter().map(|one| one.source_span());
         let span_len = spans.fold(0_u64, |sum, span| sum.saturating_add(span.end - span.start));
@@ -167,13 +170,13 @@ impl Gather {
         self.reads
     }
 
-    /// Approximate number of bytes that they read.
+    /// Approximate number of bytes that these reads return.
     pub fn read_len(&self) -> u64 {
         self.read_len
     }
 
-    /// Calls `visit` for the runs of each read. A part that is not contiguous comes with the copy that
-    /// its runs are of.
+    /// Calls `visit` for the runs of each read. If the part is not contiguous, the copy to which its runs
+    /// belong is passed too.
     pub fn each_read(&self, max: u64, visit: &mut dyn FnMut(Option<&Arc<StridedCopy>>, RunRange)) {
         self.cut.iter().for_each(|part| visit(None, part.clone()));
         for one in &self.boxes {
@@ -190,8 +193,8 @@ pub(super) mod tests {
     use super::*;
     use crate::strides::{are_nested, reach};
 
-    /// Shape, and strides in items, of a tensor whose elements have places of their own, but for
-    /// dimensions that repeat them.
+    /// The shape of a tensor, and its strides in items. No two elements share a place, except that some
+    /// dimensions repeat the elements.
     pub(in crate::strided) fn tensor() -> impl Strategy<Value = (Vec<u64>, Vec<u64>)> {
         let dim = (1_u64..6, 1_u64..3, 0_u64..3, 0..4_u8);
         prop::collection::vec((dim, any::<u16>()), 0..5).prop_map(|mut dims| {
@@ -212,7 +215,7 @@ pub(super) mod tests {
         })
     }
 
-    /// The item of each element.
+    /// The item at which each element is stored.
     pub(in crate::strided) fn items(shape: &[u64], strides: &[u64]) -> Vec<u64> {
         let mut all = vec![0];
         for (&size, &stride) in shape.iter().zip(strides) {
@@ -279,13 +282,13 @@ pub(super) mod tests {
             assert!(!copy.is_ascending());
             copy.gather(&range, 8 << 20)
         };
-        // A small one is read as it lies there.
+        // A small part is read as one range of the source.
         let small = gathered(512, 512, 0..1 << 19);
         assert!(small.reads() == 1 && small.read_len() <= 1 << 20, "{small:?}");
-        // Each column of a larger one is a read.
+        // In a larger part, each column is a read.
         let large = gathered(1 << 14, 1 << 10, 0..1 << 20);
         assert_eq!((large.reads(), large.read_len()), (1 << 10, 1 << 20));
-        // Reads of single elements cost more than all bytes.
+        // Here, one read for each element would cost more than reading all bytes.
         let tall = gathered(1 << 10, 1 << 20, 3 << 20..5 << 20);
         assert!(tall.reads() < 1 << 10 && tall.read_len() > 1 << 30, "{tall:?}");
         assert!(tall.boxes.len() <= 3);

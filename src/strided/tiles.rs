@@ -1,27 +1,27 @@
-//! Runs of another order in the source than in the target, as those of a transposed tensor, copied in
-//! tiles. Each line of memory is then read and written once, and not once for each of its elements.
+//! Copies runs whose order differs between the source and the target, for example the runs of a transposed tensor. The
+//! copy proceeds in tiles, so that each cache line is read and written once, and not once for each of its elements.
 
 use std::ops::Range;
 
 use super::{RunRange, Stride, StridedCopy};
 
-/// Runs along each side of a tile.
+/// Number of runs along each side of a tile.
 const TILE: usize = 32;
 
-/// Two dimensions of which tiles are made.
+/// The two dimensions that are divided into tiles.
 struct Plane {
-    /// The dimension whose runs lie near each other in the source.
+    /// The dimension whose runs are near each other in the source.
     across: Stride,
-    /// The dimension whose runs follow each other in the target.
+    /// The dimension whose runs are adjacent in the target.
     along: Stride,
-    /// Bytes of a run in the target.
+    /// Length of a run in the target, in bytes.
     placed_len: u64,
 }
 
 impl StridedCopy {
-    /// Calls `visit` for bytes that follow each other in the target and together are the runs of `part`,
-    /// and for the byte of the target at which they begin. A run has `placed_len` bytes in the target.
-    /// `bytes` are the bytes `part.bytes` of the source.
+    /// Calls `visit` for groups of bytes that are adjacent in the target, with the byte of the target at which
+    /// each group begins. Together they are the runs of `part`. A run has `placed_len` bytes in the target.
+    /// `bytes` holds bytes `part.bytes` of the source.
     pub fn each_row(
         &self,
         part: &RunRange,
@@ -54,8 +54,8 @@ impl StridedCopy {
         });
     }
 
-    /// Calls `visit` for the planes of all runs: the plane, the bytes of the source from the first run to
-    /// its first one, and the byte of the target at which it begins.
+    /// Calls `visit` for each plane of the runs with three values: the plane, the distance in bytes of its
+    /// first run from the first of all runs in the source, and the byte of the target at which it begins.
     fn each_plane(&self, placed_len: u64, visit: &mut dyn FnMut(&Plane, u64, u64)) {
         let one = Stride { count: 1, from: 0, to: 0 };
         let mut outer = self.strides.clone();
@@ -71,8 +71,8 @@ impl StridedCopy {
         }
     }
 
-    /// Bytes of the source that are worth one read together, so that tiles are whole, if the runs are
-    /// taken in the order of the source.
+    /// Number of bytes of the source that should be read together, so that tiles are whole, if the runs are
+    /// visited in the order of the source.
     pub fn tile_span(&self) -> u64 {
         let dense = self.strides.iter().rev().try_fold(self.run_len, |len, stride| {
             if stride.from == len { Ok(len.saturating_mul(stride.count)) } else { Err(len) }
@@ -80,8 +80,8 @@ impl StridedCopy {
         dense.unwrap_or_else(|row| row.saturating_mul(TILE as u64))
     }
 
-    /// The runs of `count` parts like `part`. Their bytes follow each other in a source, and they are
-    /// `step` bytes from each other in the target. `None` if the runs of the part are no box.
+    /// The runs of `count` parts like `part`, whose bytes are adjacent in a source and which are `step` bytes
+    /// apart in the target. `None` if the runs of the part do not form a box.
     pub fn stacked(&self, part: &RunRange, count: u64, step: u64) -> Option<StridedCopy> {
         let Range { start, end } = part.runs;
         let mut inner = Vec::new();
@@ -109,8 +109,8 @@ impl StridedCopy {
 }
 
 impl Plane {
-    /// Calls `visit` for the bytes of each part of a row. `from` begins with the first run, whose place
-    /// is `to`.
+    /// Calls `visit` for the bytes of each part of a row. `from` begins with the first run, which is placed at
+    /// byte `to` of the target.
     fn each_row<const WIDTH: usize>(
         &self,
         from: &[u8],
@@ -148,7 +148,7 @@ impl Plane {
     }
 }
 
-/// Copies runs that are `step` bytes from each other.
+/// Copies runs that are `step` bytes apart in `from`.
 fn take_runs<const WIDTH: usize>(from: &[u8], step: usize, runs: &mut [[u8; WIDTH]]) {
     if step == WIDTH {
         let bytes = runs.as_flattened_mut();
@@ -169,7 +169,7 @@ mod tests {
     use super::super::gather::tests::{items, tensor};
     use super::*;
 
-    /// The runs of a tensor with these strides, and the bytes of a source that has them.
+    /// The runs of a tensor with these strides, and the bytes of a source that has these strides.
     fn stored(shape: &[u64], strides: &[u64], width: u64) -> (StridedCopy, Vec<u8>) {
         let zeros = vec![0; shape.len()];
         let to = OuterBox { shape, offset: &zeros };
@@ -214,7 +214,7 @@ mod tests {
             let shape = [batch, rows, columns];
             let (copy, source) = stored(&shape, &[rows * columns, 1, rows], width);
             let right = right(&shape, &[rows * columns, 1, rows], width, &source);
-            // A range of whole rows of the first matrix.
+            // The range consists of whole rows of the first matrix.
             let (first, end) = (first.min(rows - 1), (first + more).min(rows));
             let row = columns * width;
             let gather = copy.gather(&(first * row..end * row), width);

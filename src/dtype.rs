@@ -114,7 +114,7 @@ impl std::fmt::Display for Dtype {
     }
 }
 
-/// Beginning of the message by which a parser recognizes an unknown dtype among JSON errors.
+/// Start of the message by which a parser recognizes an unknown dtype among JSON errors.
 pub(crate) const UNKNOWN_DTYPE: &str = "unknown dtype ";
 
 impl<'de> Deserialize<'de> for Dtype {

@@ -299,8 +299,8 @@ impl CacheInner {
     /// Drops blocks in `range` if one of their sources has changed since, as far as that is known without
     /// waiting. The blocks are read again, which fails. So old bytes do not hide the change.
     ///
-    /// A block may have parts of thousands of shards, so these checks are made without the lock. Bytes that are
-    /// read meanwhile are checked when they arrive.
+    /// A block may have parts of thousands of shards, so these checks are done without the lock. Bytes that
+    /// arrive from a read during the checks are checked then.
     fn drop_outdated(&self, file: &CachedFile, range: &Range<u64>) {
         let ready = self.state.lock().of(file).ready(range);
         for (start, bytes, sources) in ready {
@@ -313,8 +313,9 @@ impl CacheInner {
         }
     }
 
-    /// Returns the blocks and holes that cover `range`, and the plan of each hole by its start. `known` is a plan for
-    /// the whole range. Other plans are made without the lock, until the holes have not changed meanwhile.
+    /// Returns the blocks and holes that cover `range`, and the plan of each hole by its start. `known` is a
+    /// plan for the whole range. Other plans are computed without the lock. If the holes have changed after
+    /// that, the plans are computed again.
     fn plan(
         &self,
         file: &CachedFile,

@@ -38,7 +38,7 @@ struct ReadStep {
 
 impl Contents {
     /// The hashes for `checkpoint`, with recorded checksums from the folder `store`. Checksums of encrypted
-    /// shards are not used. They are those of the stored bytes, which differ with each encryption.
+    /// shards are not used: they belong to the stored bytes, which differ with each encryption.
     pub fn new(checkpoint: &Arc<Checkpoint>, store: Option<&Path>) -> Contents {
         let recorded = Recorded::load(store, &checkpoint.directory);
         let is_plain = !checkpoint.sources().iter().any(|source| source.is_encrypted());
@@ -51,9 +51,9 @@ impl Contents {
         self.recorded.is_some()
     }
 
-    /// The recorded hashes of a tensor. `None` if there are none, for example for zeros that no shard contains.
-    /// Also `None` if the tensor has several pieces or is cast, because the hashes of the pieces are then not
-    /// those of its bytes.
+    /// The recorded hashes of a tensor. `None` if no hashes are recorded, for example for zeros that no shard
+    /// contains. Also `None` if the tensor has several pieces or is cast, because the hashes of the pieces are
+    /// then not the hashes of the tensor.
     pub fn recorded(&self, tensor: &Tensor<'_>) -> Option<TensorDigests> {
         if tensor.len == 0 {
             return Some(Vec::new());
@@ -121,8 +121,8 @@ impl Contents {
 /// memory is bounded. An error of `pass` ends the work.
 ///
 /// # Errors
-/// Errors of the sources and of `pass`. A shard that has changed meanwhile is an error too. It is reported
-/// after all bytes were passed.
+/// Errors of the sources and of `pass`. It is also an error if a shard changes during the read. This error is
+/// returned after all bytes were passed.
 pub fn read_tensor(
     checkpoint: &Arc<Checkpoint>,
     sweep: &Sweep,

@@ -26,7 +26,7 @@ use crate::format::names::is_of_weights;
 use crate::hash::Digest;
 use crate::source::CopyMode;
 
-/// Name from which that of the partial folder is made, if the target folder exists.
+/// The partial folder gets its name from this name if the target folder exists.
 const INNER: &str = "tensorfs";
 
 /// Names in a partial folder. `PARTS` has the files while they are written, under numbers instead of their
@@ -347,7 +347,7 @@ struct Parts {
 }
 
 impl Parts {
-    /// The parts for `job` in the folder `path`: those of a killed run, or none.
+    /// The parts for `job` in the folder `path`: the parts that a killed run has left, or none.
     fn open(path: &Path, job: Digest) -> io::Result<Parts> {
         Parts::of(PartialFolder::claim(path)?, job)
     }
@@ -360,7 +360,7 @@ impl Parts {
         }
     }
 
-    /// Moves files back to the parts if a killed run has given them their names in the tree of a new folder.
+    /// If a killed run has moved parts into the tree of a new folder, moves these files back to the parts.
     fn take_back(&self, outline: &Outline) -> io::Result<()> {
         let (ours, tree) = (self.partial.folder(), Path::new(TREE));
         if folder_below(ours, tree).is_err() {
@@ -387,7 +387,7 @@ impl Parts {
         self.journal.is_named(number, path) && self.meta(number).is_err()
     }
 
-    /// Whether a killed run has made the file at `path`, and nobody has changed it since.
+    /// Whether a killed run has created the file at `path`, and nobody has changed it since.
     fn has_made(&self, path: &Path) -> bool {
         std::fs::symlink_metadata(path).is_ok_and(|meta| self.journal.is_ours(&meta))
     }
@@ -403,8 +403,8 @@ impl Parts {
         self.journal.sync(&self.partial)
     }
 
-    /// Keeps the parts for a later run if the disk is full, and adds this to the error. Also keeps those of a
-    /// killed run if this run was refused.
+    /// If the disk is full, keeps the parts for a later run and adds this to the error. If this run was
+    /// refused, keeps the parts of a killed run.
     fn kept_after(&mut self, error: Error) -> Error {
         let kind = match &error {
             Error::Io { source, .. } => source.kind(),

@@ -101,7 +101,7 @@ pub(super) struct Journal {
 }
 
 impl Journal {
-    /// Whether the journal in `partial` is that of `job`.
+    /// Whether the journal in `partial` belongs to `job`.
     pub(super) fn is_of(partial: &PartialFolder, job: Digest) -> bool {
         let first = format!("{START} {job}\n");
         let mut begin = vec![0; first.len()];
@@ -227,13 +227,13 @@ impl Journal {
         self.earlier.extend(before);
     }
 
-    /// Whether the file at `path` is `part`, to which a killed run of this job has given its name.
+    /// Whether the file at `path` is `part`, which a killed run of this job has moved there.
     pub(super) fn is_named(&self, part: usize, path: &Path) -> bool {
         let there = std::fs::symlink_metadata(path);
         there.is_ok_and(|meta| self.whole.get(&part) == Some(&stamp_of(&meta)))
     }
 
-    /// Whether a killed run has made the file, and nobody has changed it since.
+    /// Whether a killed run has created the file, and nobody has changed it since.
     pub(super) fn is_ours(&self, meta: &Metadata) -> bool {
         let stamp = stamp_of(meta);
         self.earlier.contains(&stamp) || self.whole.values().any(|whole| *whole == stamp)

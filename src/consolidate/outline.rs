@@ -28,7 +28,7 @@ pub enum OutlineContent {
     Tensorizer(TensorizerFile),
     /// A file of the source, unchanged.
     Whole(Arc<Source>),
-    /// Text that is made for the view, and the sources from which it is made.
+    /// Text that is generated for the view, and the sources from which it is generated.
     Text(Arc<[u8]>, Arc<[Arc<Source>]>),
 }
 
@@ -332,7 +332,7 @@ impl Outline {
         }
         let shown = self.single(source)?;
         let (found, virtual_format) = self.formats_of(shown)?;
-        // A tensorizer file is made in place of the file that the view shows by default.
+        // A tensorizer file is written in place of the file that the view shows by default.
         let is_made = named == InputFormat::Tensorizer && found == InputFormat::Safetensors;
         if found != named && !is_made {
             let advice = if found != virtual_format {

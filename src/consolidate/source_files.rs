@@ -14,8 +14,8 @@ use crate::version::FileId;
 /// Maximum length of a chain of mounts in which each is the source of the next.
 const MOUNTS_MAX: usize = 8;
 
-/// The files of a source. They include those of checkpoints that the mount does not show, and those of the
-/// source of a mount on which the source lies.
+/// The files of a source. They include the files of checkpoints that the mount does not show. If the source
+/// lies on a mount, they also include the files of the source of this mount.
 #[derive(Clone, Debug, Default)]
 pub struct SourceFiles {
     ids: HashSet<FileId>,

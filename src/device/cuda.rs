@@ -180,7 +180,7 @@ impl Context {
         Ok(Entered { context: self, before: Some(before) })
     }
 
-    /// Calls `give_back`, which frees a resource. An error is only logged, because it is usually that of earlier work.
+    /// Calls `give_back`, which frees a resource. An error is only logged, because it usually belongs to earlier work.
     fn give_back(&self, give_back: impl FnOnce(&Context) -> Result<()>) {
         let entered = self.enter().or_else(|_| self.enter());
         if let Err(e) = entered.and_then(|_entered| give_back(self)) {

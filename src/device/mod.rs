@@ -1,7 +1,7 @@
 //! Memory of GPUs, and transfers of bytes to it.
 //!
-//! The driver is loaded when a GPU is opened. On a machine without a driver, this is an error. Only the module
-//! `cuda` knows the driver's interface, and only `cufile` knows that of cuFile.
+//! The driver is loaded when a GPU is opened. On a machine without a driver, opening a GPU is an error. Only the
+//! module `cuda` calls the interface of the driver, and only the module `cufile` calls the interface of cuFile.
 
 #[cfg(feature = "cuda")]
 mod cuda;

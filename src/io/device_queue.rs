@@ -29,8 +29,8 @@ const IDLE_MAX: Duration = Duration::from_secs(10);
 /// thread takes longer than the answer.
 const ANSWERED_HERE_MAX: usize = 64 << 10;
 
-/// Bounds of the number of threads that answer reads of a ring. Between them, the number is that of the
-/// processors. The lower bound is two, so that one blocked callback does not block all answers.
+/// Minimum and maximum number of threads that answer reads of a ring. Between these limits, the number of threads is
+/// the number of processors. The minimum is two, so that one blocked callback does not block all answers.
 const ANSWERING: (usize, usize) = (2, 8);
 
 /// The reads of one disk, network mount or store, for `status`.
@@ -364,7 +364,8 @@ impl DeviceQueue {
 
     /// Notes that the ring is set up and that `waker` wakes its thread. From now on, reads go to the ring.
     pub(super) fn ring_begins(&self, waker: Arc<Waker>) {
-        // Only one thread has this name, so `tensorfs bench` can show its CPU time apart from that of the pool.
+        // Only one thread has this name, so `tensorfs bench` can show its CPU time separately from the CPU time
+        // of the pool.
         let _ = nix::sys::prctl::set_name(c"tensorfs-ring");
         let mut state = self.state.lock();
         state.ring = RingState::On { waker, asleep: false };

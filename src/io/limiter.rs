@@ -74,14 +74,14 @@ impl<K: Eq + Hash> PerSourceLimiter<K> {
         self.total
     }
 
-    /// Adds `amount` to that of `key`. Limits are not checked: the caller has checked them, or exceeds them on
-    /// purpose.
+    /// Adds `amount` to the units that `key` holds. Limits are not checked: the caller has checked them, or
+    /// exceeds them on purpose.
     pub fn take(&mut self, key: K, amount: u64) {
         self.total += amount;
         *self.held.entry(key).or_default() += amount;
     }
 
-    /// Subtracts `amount`, which `key` has taken before.
+    /// Subtracts `amount` units, which `take` added for `key` before.
     pub fn give_back<Q: Eq + Hash + ?Sized>(&mut self, key: &Q, amount: u64)
     where
         K: Borrow<Q>,

@@ -155,7 +155,7 @@ impl BlockUse {
         1
     }
 
-    /// Distance in the block between these runs and those of `next`, if both have the same form.
+    /// Distance in the block between these runs and the runs of `next`, if both have the same form.
     fn step_to(&self, next: &BlockUse) -> Option<u64> {
         let BlockPlace::Scatter { runs, part, .. } = &self.place else { return None };
         let BlockPlace::Scatter { runs: others, part: other, .. } = &next.place else {

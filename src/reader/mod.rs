@@ -172,8 +172,8 @@ impl Reader {
         start.min(range.start)..end.max(range.end)
     }
 
-    /// At the first call, sorts the tensors in orders other than that of the file. Until this has ended, only
-    /// the order of the file is available, so that no other thread waits.
+    /// At the first call, sorts the tensors in all orders except the order of the file. Until this has ended,
+    /// only the order of the file is available, so that no other thread waits.
     #[doc(hidden)]
     pub fn sort_orders(&self) {
         let (Some(layout), Some(file)) = (&self.layout, &self.file) else { return };

@@ -155,8 +155,8 @@ impl BlockPlan {
         let runs = self.fetches.iter().filter(|fetch| fetch.uses.iter().all(whole));
         let bytes = runs.map(Planned::memory).sum::<u64>().max(rows);
         if bytes > 2 * self.len && bytes >= BLOCK_LEN / 2 {
-            // The rows are those of larger boxes, and are read together with the bytes between them. So the
-            // block is made shorter, and its reads fit into the memory for readahead.
+            // The rows belong to larger boxes and are read together with the bytes between them. So the block
+            // is made shorter, and its reads fit into the memory for readahead.
             let len = u128::from(self.len) * u128::from(SPARSE_READ_LEN) / u128::from(bytes);
             return (len as u64 / SPARSE_LEN_MIN * SPARSE_LEN_MIN).clamp(SPARSE_LEN_MIN, BLOCK_LEN);
         }

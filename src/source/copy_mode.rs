@@ -1,8 +1,8 @@
 //! The permission bits of a file copied from sources. A user who cannot read every one of the sources must not
 //! be able to read the copy.
 //!
-//! Only the permission bits and the ACLs of the files are considered, not those of the folders above them. The
-//! tools cp(1) and tar(1) follow the same rule.
+//! Only the permission bits and the ACLs of the files are considered. The folders above the files are not
+//! considered. The tools cp(1) and tar(1) follow the same rule.
 
 use std::fs::{File, Metadata, Permissions};
 use std::io;
@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 /// The owner's permissions for a copy. The owner has read the sources to make it.
 const OWNER: u32 = 0o600;
 
-/// The permissions of the files that a copy is made of.
+/// The permissions of the files from which a copy is made.
 #[derive(Clone, Debug, Default)]
 pub struct CopyMode(Vec<Of>);
 
@@ -52,8 +52,8 @@ impl CopyMode {
         Ok(all)
     }
 
-    /// Adds a file with metadata `meta` at `path`, which the copy is made of or replaces. Users who cannot read
-    /// this file must not be able to read the copy.
+    /// Adds a file with metadata `meta` at `path`. The copy is made from this file or replaces it. Users who
+    /// cannot read this file must not be able to read the copy.
     pub fn add(&mut self, meta: &Metadata, path: &Path) {
         // A file system without ACLs returns an error.
         let has_acl = xattr::get(path, ACL).is_ok_and(|acl| acl.is_some());
@@ -90,9 +90,9 @@ impl CopyMode {
         file.set_permissions(Permissions::from_mode(mode))
     }
 
-    /// The read and write bits: for the owner, and for the group `gid` and others if they can read all files.
-    /// Users can be in the group of the copy but not in that of a file, or the reverse. So a file that grants
-    /// access to only one of these classes grants it to the group of the copy only if both groups are the same.
+    /// The read and write bits: for the owner, and for the group `gid` and others if they can read all files. A user
+    /// can be in the group of the copy but not in the group of a file, or the reverse. So a file that grants access to
+    /// only one of these classes grants it to the group of the copy only if both groups are the same.
     fn bits(&self, gid: u32) -> u32 {
         let everyone = |of: &Of| of.mode & 0o044 == 0o044;
         let same_group = |of: &Of| of.mode & 0o040 != 0 && of.gid == gid && !of.has_acl;

@@ -110,7 +110,8 @@ impl LocalFile {
         &self.file.path
     }
 
-    /// The known version: that of the open, updated after changes of attributes that do not affect the bytes.
+    /// The known version. It is the version at the open, updated after changes of attributes that do not affect
+    /// the bytes.
     pub(super) fn version(&self) -> Version {
         *self.version.lock()
     }
@@ -337,8 +338,8 @@ impl LocalFile {
         self.notes.set_changed(self.path(), detail, self.file.is_pinned())
     }
 
-    /// Whether the file is known to have changed, or a check finds that it has. The check is made only on a
-    /// local file system, so this never waits.
+    /// Whether the file is known to have changed, or a check finds that it has changed. Only files on local
+    /// file systems are checked, so this never waits.
     pub(super) fn is_changed_now(&self) -> bool {
         let changed = |file: Arc<File>| self.check_open(&file).is_err();
         self.notes.is_changed()

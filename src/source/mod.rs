@@ -376,7 +376,7 @@ impl Source {
     }
 
     /// Whether the tensors are encrypted. Then the stored bytes must not be returned to a reader who expects
-    /// those of an engine.
+    /// the decrypted bytes that an engine returns.
     pub fn is_encrypted(&self) -> bool {
         self.decryptor().is_some()
     }

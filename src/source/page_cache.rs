@@ -176,7 +176,7 @@ pub(crate) fn read_ahead(file: &File, bytes: &Range<u64>) {
 /// The number of cached pages in a sample of `pages`. Each page is tried with a read of one byte that does not
 /// wait. If most of the sample is not cached, the number is 0.
 fn sampled_pages(file: &File, pages: &Range<u64>) -> Option<CachedPages> {
-    // A read of a missing page starts the kernel's readahead. The new descriptor turns that off.
+    // A read of a missing page starts the kernel's readahead. The new descriptor disables readahead.
     let file = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
     let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_RANDOM;
     nix::fcntl::posix_fadvise(&file, 0, 0, advice).ok()?;

@@ -149,8 +149,8 @@ pub(crate) fn lacks_statx(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM))
 }
 
-/// The version of the file `name` in the folder with the descriptor `folder`. With `AT_STATX_FORCE_SYNC` in
-/// `flags`, the server of a remote file system is asked.
+/// The version of the file `name` in the folder with the descriptor `folder`. If `flags` contains
+/// `AT_STATX_FORCE_SYNC`, the kernel requests the version from the server of a remote file system.
 fn statx(folder: i32, name: &CStr, flags: i32) -> io::Result<Version> {
     let mut found = MaybeUninit::<libc::statx>::zeroed();
     let mask = libc::STATX_BASIC_STATS | libc::STATX_BTIME;

@@ -75,7 +75,7 @@ impl Store {
         found.next().map_or(Store::LOCAL, |(_, store)| store.clone())
     }
 
-    /// The store of the first of `sources`, else that of the file or folder at `path`.
+    /// The store of the first of `sources`. If `sources` is empty, the store of the file or folder at `path`.
     pub fn of_sources(sources: &[Arc<Source>], path: &Path) -> Store {
         let kind = sources.first().and_then(|source| source.store_kind());
         kind.map_or_else(|| Store::of(path), |kind| Store(Some(kind.clone())))

@@ -52,7 +52,7 @@ const HAVE_ENDPOINTS: [&str; 6] = ["s3", "gs", "az", "abfs", "abfss", "hf"];
 /// Schemes of URLs for which a profile and a region have a meaning.
 const HAVE_PROFILES: [&str; 1] = ["s3"];
 
-/// The settings of one store. `None` stands for those of the process.
+/// The settings of one store. If `None`, the settings of the process are used.
 #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct StoreSettings(pub(super) Option<Arc<RemoteSettings>>);

@@ -156,7 +156,7 @@ impl CheckerInner {
                 cached: None,
                 priority,
                 effort,
-                // The checksums are those of the stored bytes.
+                // The checksums were computed from the stored bytes.
                 stored: true,
                 target,
                 done,
@@ -231,8 +231,8 @@ impl CheckerInner {
 }
 
 impl CheckerState {
-    /// Takes the next step. It is that of the first job whose source has fewer than `SOURCE_STEPS_MAX` running
-    /// steps. This job is then moved to the end of the queue.
+    /// Takes the next step from the first job whose source has fewer than `SOURCE_STEPS_MAX` running steps.
+    /// This job is then moved to the end of the queue.
     fn next(&mut self) -> Option<(Arc<ChecksumJob>, Step, Arc<Source>, Instant)> {
         let now = Instant::now();
         let quick = self.running.iter().filter(|begun| now - **begun < PATIENCE).count();

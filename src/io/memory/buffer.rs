@@ -227,11 +227,11 @@ impl ReadTarget {
         ReadTarget { reservation, memory }
     }
 
-    /// The `len` bytes from `start` on as destination. Their number is that of the bytes read, and they live as
-    /// long as `keep`.
+    /// A target that consists of the `len` bytes from `start` on. The read must have exactly `len` bytes. The
+    /// bytes live as long as `keep`.
     ///
     /// # Safety
-    /// The conditions of `given`.
+    /// The same conditions as those of `given`.
     pub(super) unsafe fn unaligned(
         reservation: Reservation,
         start: NonNull<u8>,
@@ -335,7 +335,8 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// A buffer of `len` bytes, for which `reservation` was made. The bytes are zeros or those of an earlier buffer.
+    /// A buffer of `len` bytes, for which `reservation` was made. The bytes are zeros or contents of an earlier
+    /// buffer.
     pub fn new(len: usize, reservation: Reservation) -> Buffer {
         Buffer::try_new(len, reservation.into())
             .unwrap_or_else(|_| handle_alloc_error(AlignedPages::layout(len)))

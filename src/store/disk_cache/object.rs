@@ -144,7 +144,7 @@ impl CachedObject {
         }
     }
 
-    /// Opens the object whose map is at `path`. If `key` is given, the map has to be that of `key`.
+    /// Opens the object whose map is at `path`. If `key` is passed, the map must belong to `key`.
     ///
     /// # Errors
     /// `InvalidData` if the files are damaged or do not belong together.

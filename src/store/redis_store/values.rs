@@ -246,7 +246,7 @@ impl RedisFile {
     }
 }
 
-/// Whether the header of a tensor is requested in the same round trip as that of the tensor before it.
+/// Whether the header of a tensor is requested in the same round trip as the header of the tensor before it.
 fn in_one_trip() -> impl FnMut(&StoredPlace, &StoredPlace) -> bool {
     let (mut count, mut len) = (1, 0);
     move |before, place| {

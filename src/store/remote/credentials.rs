@@ -32,7 +32,7 @@ const HTTPS_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long "no credentials" is cached.
 const NONE_FOR: Duration = Duration::from_secs(60);
 
-/// The variable with the URL of a service for temporary credentials (STS) other than that of AWS.
+/// The variable with the URL of a service for temporary credentials (STS) that replaces the service of AWS.
 const STS: &str = "AWS_ENDPOINT_URL_STS";
 
 /// Providers of credentials, each with its name in messages.

@@ -104,7 +104,7 @@ fn parse(text: &[u8]) -> io::Result<Vec<(Vec<String>, StoreEntry)>> {
     Ok(responses_in(text).map_err(bad)?.into_iter().filter_map(entry_of).collect())
 }
 
-/// The entries of the listed folder, by name. `None` if the listing is not that of a folder.
+/// The entries of the listed folder, by name. `None` if the listing does not describe a folder.
 fn entries_of(
     listed: Vec<(Vec<String>, StoreEntry)>,
     target: &str,

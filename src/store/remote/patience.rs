@@ -3,7 +3,7 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-/// The first pause, before a random part is taken off.
+/// The first pause, before a random part is subtracted.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The longest pause, unless the server asks for a longer one.

@@ -75,7 +75,7 @@ fn mark_of(endpoint: &Endpoint, state: &ObjectState) -> StateMark {
     }
 }
 
-/// Whether an ETag consists of the time of the last change and the length, like those of nginx.
+/// Whether an ETag consists of the time of the last change and the length, as nginx creates ETags.
 fn is_of_time(tag: &str, len: u64, modified: i64) -> bool {
     tag.eq_ignore_ascii_case(&format!("{modified:x}-{len:x}"))
 }
@@ -112,8 +112,8 @@ async fn first_bytes(
     Ok((obeys_ranges, times[FIRST_BYTES / 2]))
 }
 
-/// Whether the server refuses a request whose condition the object does not meet. `None` if the server is asked
-/// without conditions.
+/// Whether the server refuses a request whose condition the object does not meet. `None` if requests to the
+/// server have no conditions.
 async fn try_condition(
     endpoint: &Endpoint,
     target: &str,

@@ -440,7 +440,8 @@ fn is_on(given: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
     ["1", "true", "yes", "on"].contains(&word.as_str())
 }
 
-/// The token of this user and the name of its source. The places are those of the Python package huggingface_hub.
+/// The token of this user and the name of its source. The same places are searched as in the Python package
+/// huggingface_hub.
 fn token_of(given: &dyn Fn(&str) -> Option<String>) -> Option<(String, String)> {
     if is_on(given, "HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return None;

@@ -300,7 +300,7 @@ impl CacheInner {
     /// waiting. The blocks are read again, which fails. So old bytes do not hide the change.
     ///
     /// A block may have parts of thousands of shards, so these checks are done without the lock. Bytes that
-    /// arrive from a read during the checks are checked then.
+    /// arrive during these checks are checked on arrival.
     fn drop_outdated(&self, file: &CachedFile, range: &Range<u64>) {
         let ready = self.state.lock().of(file).ready(range);
         for (start, bytes, sources) in ready {

@@ -146,8 +146,8 @@ impl Copier {
         self.sweep.in_order(written.len() as u64, &compare, &mut |len| (watch.progress)(len))
     }
 
-    /// Those of the ranges `recorded`, from the first one on, whose bytes in `file` have the recorded hash.
-    /// `len` is the length that the file will have.
+    /// The ranges at the start of the list `recorded` whose bytes in `file` have the recorded hash. The result
+    /// ends before the first range that differs. `len` is the length that the file will have.
     fn still_there(
         &self,
         mut recorded: Vec<WrittenRange>,

@@ -109,7 +109,7 @@ impl Journal {
         read.is_ok() && begin == first.as_bytes()
     }
 
-    /// Opens the journal of `job` in `partial`. If it is that of another job, `partial` is emptied.
+    /// Opens the journal of `job` in `partial`. If the journal there belongs to another job, `partial` is emptied.
     ///
     /// # Errors
     /// The errors of the file system.

@@ -22,7 +22,7 @@ const NAMES: [&CStr; 2] = [c"libcufile.so.0", c"libcufile.so"];
 /// `CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE`: allows reads without the kernel module.
 const ALLOW_COMPAT_MODE: c_int = 1;
 
-/// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`: the kind of a file that is given by its descriptor.
+/// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`: the kind of file handle that is a file descriptor.
 const OPAQUE_FD: c_int = 1;
 
 /// The error code if other code of the process has opened the driver already.
@@ -43,7 +43,7 @@ struct Description {
     operations: *const c_void,
 }
 
-/// The descriptor of a file. It has the size of a pointer, because other kinds of files are given by pointers.
+/// The descriptor of a file. It has the size of a pointer, because file handles of other kinds are pointers.
 #[repr(C)]
 union Descriptor {
     fd: c_int,
@@ -165,7 +165,7 @@ unsafe impl Send for FileHandle {}
 unsafe impl Sync for FileHandle {}
 
 impl FileHandle {
-    /// Registers `file`, a descriptor of its own that is open with O_DIRECT.
+    /// Registers `file`, which must be open with O_DIRECT. A descriptor can be registered only once.
     pub(crate) fn register(library: &'static CuFile, file: File) -> Result<FileHandle, String> {
         let mut descriptor = Descriptor { pointer: null_mut() };
         descriptor.fd = file.as_raw_fd();

@@ -83,7 +83,7 @@ fn is_answered(source: &Source) -> bool {
 }
 
 /// Executes `reads`, which are sorted by source and offset. Reads whose bytes are cached on this machine are
-/// copied from there. Of the others, those near each other on a server become one request.
+/// copied from there. Other reads that are near each other on a server become one request.
 fn read_together(reads: &mut [Read<'_>]) -> Result<()> {
     let is_kept = |read: &mut Read<'_>| {
         is_answered(read.source) && read.source.read_kept(read.target, read.offset)

@@ -198,8 +198,8 @@ fn a_read_goes_by_what_its_caller_was_told_of_the_page_cache() {
         eprintln!("skipped: no O_DIRECT here");
         return;
     }
-    // The page cache has the whole file, because it was just written. The caller's value `cached` decides all
-    // the same.
+    // The page cache has the whole file, because it was just written. Nevertheless, the value `cached` of the
+    // caller decides.
     for (cached, direct) in [(0, 1), (256, 0), (230, 0), (200, 1)] {
         let before = counters.source_reads_direct.get();
         let range = 0..contents.len() as u64;

@@ -186,7 +186,7 @@ impl<'a> Populator<'a> {
 impl Drop for Populator<'_> {
     fn drop(&mut self) {
         let state = self.state.get_mut();
-        // Small pages that remain may be merged to huge ones later, like those of other memory.
+        // Small pages that remain may be merged to huge pages later, like the small pages of other memory.
         for &region in &state.small {
             self.regions[region].advise(0..self.regions[region].len(), true);
         }

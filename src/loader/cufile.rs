@@ -61,7 +61,7 @@ impl Early {
     }
 }
 
-/// The data of a load that its first step, the reads with cuFile, needs.
+/// The data of a load that is needed for the reads with cuFile, which are the first step of the load.
 pub(super) struct Beginning<'a> {
     pub(super) gpu: &'a Gpu,
     pub(super) checkpoint: &'a Checkpoint,

@@ -561,7 +561,7 @@ pub fn close_apart(sources: &[Arc<Source>], close: impl FnOnce() + Send + 'stati
     }
 }
 
-/// Closes those of `sources` that are open and not pinned. Does not wait.
+/// Closes the open sources among `sources`, except pinned ones. Does not wait.
 pub fn release_unpinned(sources: &[Arc<Source>]) {
     let left: Vec<Arc<Source>> =
         sources.iter().filter(|source| source.is_open_unpinned()).cloned().collect();

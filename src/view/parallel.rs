@@ -221,8 +221,8 @@ impl OneRank {
         Err(format!("{units} units{name} cannot be given to {ranks} ranks evenly{hint}"))
     }
 
-    /// The indices of the rank in each part of a dimension. The division is that of `torch.chunk`: the first
-    /// ranks have equal numbers of indices, and the last ones have fewer or none.
+    /// The indices of the rank in each part of a dimension. A part is divided in the same way as by
+    /// `torch.chunk`: the first ranks have equal numbers of indices, and the last ones have fewer or none.
     fn part_ranges(
         &self,
         parts: &PartSizes,

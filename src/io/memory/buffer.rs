@@ -242,7 +242,8 @@ impl ReadTarget {
         ReadTarget { reservation, memory }
     }
 
-    /// Takes the memory out, if it is the kind that may begin at any address. The target then stands for new memory.
+    /// Takes the memory out, if it is the kind that may begin at any address. After that, the target is one for
+    /// new memory.
     pub(in crate::io) fn take_unaligned(&mut self) -> Option<GivenMemory> {
         match std::mem::replace(&mut self.memory, TargetMemory::New) {
             TargetMemory::Bytes(memory) => Some(memory),

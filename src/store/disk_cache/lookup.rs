@@ -154,8 +154,8 @@ impl CachedObject {
         }
     }
 
-    /// Fills `place` with the bytes of the data file from `at` on. The read goes past the page cache if that
-    /// does not have most of them.
+    /// Fills `place` with the bytes of the data file from `at` on. If the page cache does not have most of
+    /// these bytes, the read goes past the page cache.
     fn read_bytes(&self, at: u64, place: &mut [u8]) -> io::Result<()> {
         let cached = cached_pages(&self.data, &(at..at + place.len() as u64));
         let aligned = place.len() / ALIGN as usize * ALIGN as usize;

@@ -1,7 +1,7 @@
 //! Google Cloud Storage: the URL of a bucket.
 //!
 //! Requests use its XML API, which lists objects in the same way as S3. The version of an object is its
-//! generation, a number that each state of the object has for itself.
+//! generation, a number that changes whenever the object is replaced.
 
 use std::io;
 

@@ -143,7 +143,7 @@ async fn whole_listing(
     Ok(found)
 }
 
-/// Those of the files `names` in the folder `key` that exist.
+/// The files among `names` that exist in the folder `key`.
 async fn looks_of(
     endpoint: &Arc<Endpoint>,
     key: &str,

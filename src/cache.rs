@@ -296,8 +296,8 @@ impl CacheInner {
         None
     }
 
-    /// Drops blocks in `range` if one of their sources has changed since, as far as that is known without
-    /// waiting. The blocks are read again, which fails. So old bytes do not hide the change.
+    /// Drops blocks in `range` if one of their sources has changed since the blocks were read, as far as this
+    /// is known without waiting. The blocks are read again, which fails. So old bytes do not hide the change.
     ///
     /// A block may have parts of thousands of shards, so these checks are done without the lock. Bytes that
     /// arrive during these checks are checked on arrival.

@@ -90,8 +90,8 @@ impl Cast {
 
     /// Casts `from`, which holds whole elements, and writes a part of the results to `window`. The results
     /// begin at byte `start` of the target. `window` holds the bytes of the target from byte `window_start` on.
-    /// Results outside the window are not written. Of an element that crosses an edge of the window, only the
-    /// bytes inside are written.
+    /// Results outside the window are not written. If an element crosses an edge of the window, only its bytes
+    /// inside the window are written.
     pub fn convert_into(self, from: &[u8], start: u64, window: &mut [u8], window_start: u64) {
         let (width, out) = (self.from().bits() / 8, self.to().bits() / 8);
         let end = start + self.len_after(from.len() as u64);

@@ -250,7 +250,7 @@ fn unescape(field: &[u8]) -> OsString {
 /// mount, it is not resolved, because resolving it fails.
 ///
 /// # Errors
-/// If `path` leads nowhere.
+/// The error of the system if `path` leads nowhere.
 pub fn absolute_target(path: &Path) -> std::io::Result<PathBuf> {
     match std::fs::canonicalize(path) {
         Err(e) if e.raw_os_error() == Some(nix::libc::ENOTCONN) => {

@@ -60,7 +60,7 @@ impl Sweep {
     }
 
     /// A sweep on `threads` threads that reads through the page cache, so that the next reader finds the bytes
-    /// there. Of `settings`, only the time limit is used. Each thread may have two reads in flight.
+    /// there. Only the time limit of `settings` is used. Each thread may have two reads in flight.
     pub fn cached(settings: Settings, threads: usize) -> Sweep {
         let settings = Settings { backend: Backend::Pread, direct: DirectIo::Never, ..settings };
         let ahead = 2 * threads as u64;

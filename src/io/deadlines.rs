@@ -9,7 +9,7 @@ use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, thread};
 /// The next time at which the thread looks for overdue work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NextLook {
-    /// At this time. No deadline is earlier.
+    /// The thread looks at this time. No deadline is earlier.
     At(Instant),
     /// When the thread is woken. There is no deadline now.
     WhenCalled,

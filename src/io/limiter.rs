@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::source::Source;
 
-/// Identifies a source by its address. Whoever stores a key must keep the source alive.
+/// Identifies a source by its address. The owner of a key must keep the source alive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SourceKey(usize);
 

@@ -522,7 +522,7 @@ fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_
         device_queue::answer(failed.done, Err(Error::internal("")));
     }
     assert_eq!(answers.load(Ordering::SeqCst), 100);
-    // The memory of queued reads was freed. That of stuck reads is still held, but does not count.
+    // The memory of queued reads was freed. The memory of stuck reads is still held, but does not count.
     assert_eq!((used > 0, budget.used()), (true, 0));
 
     let source = jobs[0].source.clone();

@@ -13,7 +13,7 @@ pub enum StateMark {
     Weak,
     /// Only the time of the last change.
     Time,
-    /// Only the length.
+    /// The length and nothing else.
     Length,
 }
 

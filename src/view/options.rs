@@ -120,7 +120,7 @@ impl View {
         value.into_iter().collect()
     }
 
-    /// The rank whose options are being set. It has 0 ranks until the option `tp` is set.
+    /// The settings of tensor parallelism that options change. The number of ranks is 0 until the option `tp` is set.
     fn shard_mut(&mut self) -> &mut TensorParallel {
         self.shard.get_or_insert_default()
     }

@@ -58,12 +58,12 @@ pub(super) const TEMPORARY: &str = "tmp";
 /// Minimum number of seconds between two updates of the time of last use of an object.
 const USE_NOTED: i64 = 5;
 
-/// Where a read of blocks may look for the bytes.
+/// The places where a read of blocks may look for the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlockReach {
-    /// In the kernel's page cache only. Such a read never waits.
+    /// The read uses only the page cache of the kernel, so it never waits.
     Memory,
-    /// On the disk. Such a read may wait.
+    /// The read may go to the disk, so it may wait.
     Disk,
 }
 

@@ -150,7 +150,7 @@ fn grown(failures: u32) -> Duration {
     PAUSE.saturating_mul(1 << failures.saturating_sub(1).min(10)).min(PAUSE_MAX)
 }
 
-/// `pause`, shortened by a random part of at most half of it. So many readers do not retry at the same time.
+/// `pause`, shortened by a random part of at most half of it, so that many readers do not retry at the same time.
 fn shortened(pause: Duration) -> Duration {
     let chance = getrandom::u32().unwrap_or_default();
     pause.mul_f64(0.5 + f64::from(chance) / f64::from(u32::MAX) / 2.0)

@@ -1,4 +1,5 @@
-//! The user behind a request, and whether a user may read a path of the source by its permission bits.
+//! The user behind a request, and checks by permission bits whether a user may read a path of the
+//! source.
 
 use std::cell::OnceCell;
 use std::os::unix::fs::MetadataExt;
@@ -6,7 +7,7 @@ use std::path::Path;
 
 use super::sharing::NodeAccess;
 
-/// The user behind a request of the kernel.
+/// The user whose process sent a request to the kernel.
 #[derive(Clone)]
 pub(crate) struct Caller {
     pub uid: u32,
@@ -20,12 +21,12 @@ impl Caller {
         Caller { uid, gid, pid, further: OnceCell::new() }
     }
 
-    /// Whether `access` lets the caller in.
+    /// Whether `access` lets this user see the file or folder.
     pub(crate) fn may_see(&self, access: &NodeAccess) -> bool {
         access.allows(self.uid, &mut |gid| self.is_in(gid))
     }
 
-    /// Whether `access` lets the caller list a folder.
+    /// Whether `access` lets this user list the folder.
     pub(crate) fn may_list(&self, access: &NodeAccess) -> bool {
         access.allows_list(self.uid, &mut |gid| self.is_in(gid))
     }
@@ -36,15 +37,15 @@ impl Caller {
     }
 }
 
-/// The further groups of a process, which stand in /proc only. They count if the process is still that
-/// of user `uid`.
+/// The supplementary groups of a process, from `/proc/PID/status`. The list is empty if the process
+/// does not run as user `uid`: its number may belong to another process by now.
 pub(crate) fn further_groups(pid: i32, uid: u32) -> Vec<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let numbers = |key: &str| -> Vec<u32> {
         let line = status.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_default();
         line.split_whitespace().filter_map(|number| number.parse().ok()).collect()
     };
-    // Effective, and that of file systems.
+    // The effective user id and the file system user id.
     let uids = numbers("Uid:");
     if [1, 3].iter().any(|nth| uids.get(*nth) == Some(&uid)) {
         numbers("Groups:")
@@ -55,12 +56,13 @@ pub(crate) fn further_groups(pid: i32, uid: u32) -> Vec<u32> {
 
 /// Whether user `uid` of group `gid` may list the folder `path` and pass all folders above it.
 ///
-/// Checks owner, primary group and others only: membership in further groups does not count.
+/// Checks owner, primary group and others only. Supplementary groups do not count.
 pub(crate) fn may_read_folder(path: &Path, uid: u32, gid: u32) -> bool {
     allowed(path, 0o5, uid, gid) && may_pass(path, uid, gid)
 }
 
-/// Whether user `uid` of group `gid` may read the file `path`, in the same sense.
+/// Whether user `uid` of group `gid` may read the file `path` and pass all folders above it.
+/// Supplementary groups do not count.
 pub(crate) fn may_read_file(path: &Path, uid: u32, gid: u32) -> bool {
     allowed(path, 0o4, uid, gid) && may_pass(path, uid, gid)
 }

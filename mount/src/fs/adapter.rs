@@ -1,8 +1,7 @@
 //! The FUSE adapter: translate, call, reply.
 //!
-//! No handler waits: requests that access the source are answered from another thread, with EIO if
-//! the source takes too long. A panic in a handler is answered with EIO and does not end the
-//! thread.
+//! No handler waits for the source. Another thread answers a request that accesses the source, with EIO if the
+//! source takes too long. A panic in a handler is answered with EIO and does not end the thread.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -43,13 +42,13 @@ use crate::serve::page_cache_store::StoreQueue;
 use crate::serve::requests::Operation;
 use crate::serve::service::Service;
 
-/// Maximum number of files of the source that getattr checks at once.
+/// Maximum number of source files that getattr requests check at the same time.
 const LOOKS_MAX: usize = 8;
 
-/// Requests that the kernel keeps in flight for one mount; its default of 12 starves readahead.
+/// Maximum number of background requests in flight for one mount. The kernel's default of 12 starves readahead.
 const MAX_BACKGROUND: u16 = 128;
 
-/// Number of requests in flight at which the kernel stops reading ahead.
+/// Number of background requests in flight at which the kernel stops reading ahead.
 const CONGESTION: u16 = 96;
 
 mod adopting;
@@ -60,7 +59,7 @@ pub(crate) mod takeover;
 
 use adopting::Adoptions;
 
-/// A slot for one of the `LOOKS_MAX` concurrent checks.
+/// One of the `LOOKS_MAX` slots for checks of the source. The drop frees the slot.
 struct Looking(Arc<FsState>);
 
 impl Looking {
@@ -80,7 +79,7 @@ impl Drop for Looking {
 struct Handle {
     node: Arc<Node>,
     opened: Arc<OpenFile>,
-    /// The registered file, while the kernel serves reads by passthrough.
+    /// The registration of the file with the kernel, while the kernel serves reads by passthrough.
     backing: Option<Arc<Backing>>,
     heat: Option<HandleHeat>,
 }
@@ -103,11 +102,11 @@ struct FsState {
     /// The connection to the kernel.
     connection: Arc<OwnedFd>,
     adoptions: Adoptions,
-    /// Whether another process takes over, so that lookups and handles must not change any more.
+    /// Whether another process takes over this mount. Lookups and handles must not change then.
     frozen: RwLock<bool>,
-    /// Whether a thread checks all open sources because a read found a changed one.
+    /// Whether a thread is checking all open sources, because a read found that one of them changed.
     sweeping: AtomicBool,
-    /// Number of files that getattr checks now.
+    /// Number of source files that getattr requests are checking now.
     looks: AtomicUsize,
 }
 
@@ -171,11 +170,11 @@ impl FsState {
         reply: Timed<ReplyData>,
     ) {
         let handles = self.handles.read();
-        // A handle that could not be taken over from another process is not known.
+        // A handle that could not be taken over from the previous process is not in the table.
         let Some(handle) = handles.get(&fh).cloned() else { return reply.error(Errno::EIO) };
         drop(handles);
         if handle.node.ino != ino {
-            // Without this, a handle of another process could give the bytes of another file.
+            // Handle numbers of the previous process may be in use here for other files.
             return reply.error(Errno::EIO);
         }
         let opened = handle.opened.current();
@@ -225,7 +224,7 @@ impl FsState {
         self.service.read(gate.as_ref(), &file, fh, range, Box::new(answer));
     }
 
-    /// Reads a file that follows its source without the cache, because it has changed or may have.
+    /// Reads current bytes past the cache. The file follows its source, which has changed or may have.
     fn read_as_it_is(
         self: &Arc<Self>,
         handle: Arc<Handle>,
@@ -245,7 +244,7 @@ impl FsState {
             match outcome {
                 Ok((bytes, changed)) => {
                     reply.ok().data(&bytes);
-                    // This waits for the answer, so it comes after it.
+                    // `forget` waits until the kernel has this answer, so the answer is sent first.
                     if changed {
                         shared.watcher.forget(handle.node.ino);
                     }
@@ -255,8 +254,8 @@ impl FsState {
         });
     }
 
-    /// Makes the kernel drop its cached pages of changed sources. Runs on another thread, because
-    /// it waits for reads that this thread may have to answer.
+    /// Makes the kernel drop its cached pages of changed sources. This runs on a thread of its own, because it
+    /// waits for reads that the calling thread may have to answer.
     fn sweep(self: &Arc<Self>) {
         if !self.sweeping.swap(true, Ordering::Relaxed) {
             let shared = self.clone();
@@ -270,8 +269,8 @@ impl FsState {
         }
     }
 
-    /// The current version of a file that follows its source: that of the open file, or of the
-    /// file at its path.
+    /// The current version of the source of a file that follows its source. It is the version of the file that is
+    /// open, or of the file that is now at the source path if none is open.
     fn look(&self, node: &Node, fh: Option<FileHandle>) -> Option<Version> {
         let handles = self.handles.read();
         let handle = fh.and_then(|fh| handles.get(&fh.0)).cloned();
@@ -283,7 +282,7 @@ impl FsState {
         }
     }
 
-    /// Calls `answer` once the folder `node` is listed; checks it again before a listing from offset 0.
+    /// Calls `answer` once the folder `node` is listed. At offset 0 the folder is first checked for changes.
     fn answer_listed<R>(
         self: Arc<Self>,
         node: Arc<Node>,
@@ -303,8 +302,7 @@ impl FsState {
             let give = |pending: PendingReply<KnownAnswer<Timed<R>>>| {
                 pending.take().into_iter().for_each(KnownAnswer::give);
             };
-            // Stalled folders must not take all threads, so beyond the limit the known names are the
-            // answer.
+            // Stalled folders must not take all threads. Beyond `LOOKS_MAX`, the answer is the listing in memory.
             let looking = if offset == 0 { Looking::begin(&self) } else { None };
             let Some(looking) = looking else { return give(pending) };
             pool.spawn(pending, move |pending| {
@@ -320,7 +318,7 @@ impl FsState {
             Some(node) => {
                 let frozen = self.frozen.read();
                 if *frozen {
-                    // The kernel looks the name up again, at the process that takes over.
+                    // The kernel repeats the lookup, and the process that takes over answers it.
                     return reply.error(Errno::ESTALE);
                 }
                 self.nodes.looked_up(node);
@@ -330,14 +328,14 @@ impl FsState {
         }
     }
 
-    /// Whether the caller may see `node`. The kernel has checked owner, group and mode of its own place.
-    /// Does not ask the source.
+    /// Whether the caller may see `node` by the rules of the mount. The kernel has already checked owner, group and
+    /// mode of the node. Does not access the source.
     fn may_see(&self, node: &Node, caller: &Caller) -> bool {
         let access = node.access();
         access.map_or(!self.nodes.lacks_access(node), |access| caller.may_see(&access))
     }
 
-    /// As `may_see`, for all that a folder shows.
+    /// Whether the caller may list the folder `node` by the rules of the mount. Does not access the source.
     fn may_list(&self, node: &Node, caller: &Caller) -> bool {
         let access = node.access();
         access.map_or(!self.nodes.lacks_access(node), |access| caller.may_list(&access))
@@ -384,7 +382,7 @@ impl Filesystem for TensorFs {
         let granted = wanted.map(|flag| config.add_capabilities(flag).is_ok());
         let _ = config.set_max_background(MAX_BACKGROUND);
         let _ = config.set_congestion_threshold(CONGESTION);
-        // Largest request; reads and writes share the limit, and the system may allow more.
+        // The limit of a request holds for reads and writes. The kernel may allow more.
         let _ = config.set_max_write(MAX_REQUEST);
         let passthrough = self.0.passthrough(config);
         self.0.passthrough.store(passthrough == Feature::On, Ordering::Relaxed);
@@ -407,7 +405,8 @@ impl Filesystem for TensorFs {
             let (folder, name, caller) = (node.folder(), name.to_owned(), caller_of(req));
             let pool = shared.service.blocking.clone();
             let (known, wanted, asker) = (shared.clone(), name.clone(), caller.clone());
-            // A source that does not answer takes no folder and makes no name.
+            // If the source does not answer, the answer is what the folder was last listed with: a folder, or no
+            // entry. A file may have changed, so the answer for a file is EIO.
             let known = KnownAnswer::new(reply, move |reply: Timed<ReplyEntry>, _late| match known
                 .nodes
                 .listed_entry(folder, &wanted)
@@ -443,8 +442,7 @@ impl Filesystem for TensorFs {
                 return reply.ok().attr(&TTL, &attr_of(&shared.common, &node));
             }
             let known = attr_of(&shared.common, &node);
-            // Stalled files must not take all threads, so beyond the limit the known attributes are
-            // the answer.
+            // Stalled files must not take all threads. Beyond `LOOKS_MAX`, the attributes in memory are the answer.
             let Some(looking) = Looking::begin(&shared) else {
                 return reply.ok().attr(&TTL, &known);
             };
@@ -511,7 +509,8 @@ impl Filesystem for TensorFs {
         _lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
-        // Nothing is written. Linux before 5.16 asks once, although open says that it need not.
+        // Nothing is written, so there is nothing to flush. Linux before 5.16 sends one flush, although the reply
+        // to open has the flag FOPEN_NOFLUSH.
         reply.error(Errno::ENOSYS);
     }
 
@@ -526,7 +525,7 @@ impl Filesystem for TensorFs {
         _out_size: u32,
         reply: ReplyIoctl,
     ) {
-        // Programs ask every file whether it is a terminal.
+        // Programs send every file the ioctl that checks for a terminal.
         reply.error(Errno::ENOTTY);
     }
 
@@ -609,9 +608,10 @@ impl Filesystem for TensorFs {
                 if !shared.may_list(&node, &caller) {
                     return reply.error(Errno::EACCES);
                 }
-                // A process that takes over does not know the lookups of a late answer. It keeps the
-                // files that a folder shows without them. Anything else would reach the program: an
-                // error, or names without numbers, which C libraries leave out.
+                // An answer can come after the state was handed to a process that takes over. That process does not
+                // know the lookups of this answer, but it keeps all files that a folder shows. The other answers
+                // would harm the reader of the folder: an error would fail it, and C libraries leave out entries
+                // without inode numbers.
                 for (next, name, node) in entries(&shared.nodes, &node, offset) {
                     if next > 2 && !shared.may_see(&node, &caller) {
                         continue;
@@ -640,7 +640,7 @@ impl Filesystem for TensorFs {
                 let Some(reply) = pending.take() else { return };
                 match found {
                     Ok(fs) => {
-                        // Nothing can be written, so nothing is free.
+                        // The mount is read-only, so it has no free blocks.
                         let frsize = fs.fragment_size();
                         reply.ok().statfs(
                             fs.blocks(),
@@ -669,7 +669,7 @@ impl Filesystem for TensorFs {
 
     fn listxattr(&self, req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
         self.0.ask_xattrs(req, ino, reply, move |found, reply| {
-            // Copies of a file do not need the one for other mounts.
+            // The attribute `XATTR_LIMITED` is for other mounts only: a copy of a file does not need it.
             let listed = found.iter().filter(|(key, _)| *key != XATTR_LIMITED);
             let names: String = listed.map(|(key, _)| format!("{key}\0")).collect();
             reply_xattr(Some(names.as_bytes()), size, reply);
@@ -682,7 +682,7 @@ fn caller_of(req: &Request) -> Caller {
     Caller::new(req.uid(), req.gid(), req.pid())
 }
 
-/// How long the kernel may use a name of `node`. It must ask for each user if not all may see it.
+/// How long the kernel may cache a name of `node`. Zero if the answer is different for each user.
 fn ttl_of(node: &Node) -> Duration {
     if node.access().is_some_and(|access| access.is_limited()) { Duration::ZERO } else { TTL }
 }

@@ -1,8 +1,9 @@
-//! Decides whether what is found in a folder that changes is whole, on its way, or broken.
+//! Decides whether a set in a folder that changes is whole, still arriving, or broken.
 //!
-//! A set is on its way while a process has one of its files open for writing, while a download
-//! beside it goes on, or while the last change of it is recent and it is not whole. Where the
-//! kernel does not tell who writes, a pause without a change stands for the end of the writing.
+//! A set is still arriving in three cases: a process has one of its files open for writing, a
+//! download into the same folder goes on, or the set is not whole and its last change is recent.
+//! Where the kernel does not tell whether a process writes a file, a pause without changes counts
+//! as the end of the writing.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, Instant, SystemTime};
@@ -16,53 +17,54 @@ use tensorfs::internal::version::Version;
 
 use crate::serve::file_events::{Writer, writer_of};
 
-/// Time until the next look at files that a process writes. The end of the writing also makes an
-/// event.
+/// Time until the next look at files that a process writes. An event at the end of the writing
+/// makes the look earlier.
 const WRITTEN: Duration = Duration::from_secs(1);
 
-/// How long a file must be unreadable: it may have been moved during the proof.
+/// Minimum time for which a file must be unreadable before its error is shown. Within this time,
+/// the file may only have been moved during the proof.
 const UNSETTLED: Duration = Duration::from_secs(2);
 
-/// How long files must be unchanged, at least, if nobody knows whether they are written.
+/// Minimum time for which files must be unchanged if it is not known whether a process writes them.
 const UNSURE: Duration = Duration::from_secs(1);
 
-/// Files of local file systems must be unchanged for 1 / `REFUSED_PART` of the grace, if the kernel does
-/// not tell this user whether they are written.
+/// If the kernel does not tell this user about writers, files of local file systems must be
+/// unchanged for the grace time divided by `REFUSED_PART`.
 const REFUSED_PART: u32 = 6;
 
-/// Minimum and maximum time for which a set must be unchanged if it does not say what belongs to
-/// it.
+/// Minimum and maximum time for which a set with an unproven tail must be unchanged. The files of
+/// that set do not say how many of them there are.
 const TAIL_MIN: Duration = Duration::from_millis(1500);
 const TAIL_MAX: Duration = Duration::from_secs(10);
 
-/// The grace of a mount that is not watched, for files of which nobody knows who writes them.
+/// The grace time of a mount that is not watched, for files whose writers are not known.
 const ARRIVAL_GRACE: Duration = Duration::from_secs(30);
 
-/// A set's state when it was checked last.
+/// The state of a set at its last check.
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
     name: String,
     /// Hash of the state of its files.
     state: u64,
-    /// Time at which it was first seen in this state.
+    /// Time at which the set was first seen in this state.
     since: Instant,
-    /// Whether it is shown, or its error is.
+    /// Whether the mount shows the set or its error.
     shown: bool,
 }
 
-/// The sets of a folder that are on their way.
+/// The sets of a folder, and which of them are still arriving.
 #[derive(Debug, Default)]
 pub(super) struct Arrivals {
-    /// The state of all sets.
+    /// The states of all sets of the folder.
     pub(super) marks: Vec<Mark>,
-    /// Names of the sets that are on their way.
+    /// Names of the sets that are still arriving, which the mount does not show yet.
     pub(super) held: Vec<String>,
-    /// Time until the next look. `None` if nothing is on its way.
+    /// Time until the next look. `None` if nothing is arriving.
     pub(super) again: Option<Duration>,
 }
 
 impl Arrivals {
-    /// Shows the held-back sets that another process showed before, as `was_shown` tells.
+    /// Shows those of the held-back sets that the previous process showed, by `was_shown`.
     pub(super) fn show(&mut self, was_shown: impl Fn(&str) -> bool) {
         self.held.retain(|name| !was_shown(name));
         for mark in &mut self.marks {
@@ -75,37 +77,37 @@ impl Arrivals {
     }
 }
 
-/// Whether a process writes one of some files.
+/// Whether any process writes one of the files of a set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Writing {
     GoesOn,
-    /// It has ended if the files stay unchanged for this time; zero if the kernel says so.
+    /// Not known for sure: the writing counts as ended once the files are unchanged for this time.
+    /// Zero if the kernel says that no process writes them.
     EndsAfter(Duration),
 }
 
-/// The facts about a set that decide.
+/// The facts that decide whether a set is held back.
 #[derive(Clone, Copy, Debug)]
 struct SetFacts {
-    /// Its tail; `None` if it is refused.
+    /// Whether the last pieces of the set are proved. `None` if the set is refused.
     proved: Option<Tail>,
-    /// Whether a process writes one of its files, or how long they must be unchanged to count as
-    /// written.
+    /// Whether a process writes one of the files.
     writing: Writing,
-    /// Whether a download beside it goes on.
+    /// Whether a download into the same folder goes on.
     downloading: bool,
-    /// Time since its last change.
+    /// Time since the last change of the set.
     quiet: Duration,
-    /// Longest time between the changes of two of its files.
+    /// Longest time between two successive changes of its files.
     pause: Duration,
     /// Number of its files.
     files: usize,
-    /// If a file changed or could not be read during the proof, the time since the first such proof
-    /// of this state.
+    /// If a file changed or could not be read during the proof: the time since the first proof of
+    /// this state that failed so.
     unsettled: Option<Duration>,
 }
 
-/// How long to hold the set back, `None` if it is shown, or its error. A set that is refused is
-/// broken after `grace` without a change.
+/// How long to hold the set back. `None`: the set or its error is shown now. A refused set counts
+/// as broken once it is unchanged for `grace`.
 fn held_for(facts: &SetFacts, grace: Duration) -> Option<Duration> {
     let waits = |needed: Duration| needed.checked_sub(facts.quiet).filter(|left| !left.is_zero());
     let Writing::EndsAfter(unsure) = facts.writing else { return Some(WRITTEN) };
@@ -116,8 +118,8 @@ fn held_for(facts: &SetFacts, grace: Duration) -> Option<Duration> {
         None if facts.downloading => return Some(WRITTEN),
         None => grace,
         Some(Tail::Unproven) if facts.downloading => return Some(WRITTEN),
-        // Nothing says how many shards there are. If they came one after the other, the next one
-        // would have come after a similar pause.
+        // The files do not say how many shards there are. If the shards came one after the other,
+        // the next one would have come after a pause similar to those before.
         Some(Tail::Unproven) if facts.files > 1 => (facts.pause * 3).clamp(TAIL_MIN, TAIL_MAX),
         Some(Tail::Unproven) => TAIL_MAX,
         Some(Tail::Proven) => Duration::ZERO,
@@ -125,7 +127,7 @@ fn held_for(facts: &SetFacts, grace: Duration) -> Option<Duration> {
     waits(sure.max(unsure))
 }
 
-/// Judges the sets of folder `id`. `before` are the marks of the last look.
+/// Decides which sets of folder `id` are held back. `before` are the marks of the last look.
 pub(super) fn judge(
     tree: &Tree,
     id: FolderId,
@@ -167,8 +169,8 @@ pub(super) fn judge(
     arrivals
 }
 
-/// Why a set that has come to a mount which is not watched may not be whole yet. `is_known`: the
-/// mount has shown as many shards of it before.
+/// Why a set that came to an unwatched mount may not be whole yet. `None` if it may be shown.
+/// `is_known` says that the mount has shown at least this number of its shards before.
 pub(super) fn is_arriving(
     folder: &Folder,
     set: &Set,
@@ -196,12 +198,12 @@ pub(super) fn is_arriving(
     })
 }
 
-/// Whether a plain file that no listing had before is held back, and for how long: a process writes
-/// it, or has just written it.
+/// How long a plain file that is new in its folder is held back: a process writes it, or has just
+/// written it. `None` if it is shown now.
 pub(super) fn plain_held_for(entry: &MountEntry, grace: Duration) -> Option<Duration> {
     let Content::Whole { file, proved: None } = &entry.content else { return None };
     let quiet = since(changed_at(&file.version));
-    // Nobody asks about the many files that have been there for long.
+    // The kernel is not asked about writers of old files: there may be many of them.
     if quiet >= grace {
         return None;
     }
@@ -212,7 +214,7 @@ pub(super) fn plain_held_for(entry: &MountEntry, grace: Duration) -> Option<Dura
     }
 }
 
-/// Whether the name says that the file is not whole yet.
+/// Whether the name marks a file as unfinished.
 pub(super) fn is_unfinished(name: &std::ffi::OsStr) -> bool {
     let name = name.to_string_lossy();
     names::UNFINISHED.iter().any(|end| name.ends_with(end))
@@ -223,7 +225,7 @@ fn is_unsettled(set: &Set) -> bool {
     matches!(&set.outcome, Err(Error::Changed { .. } | Error::Io { .. }))
 }
 
-/// Hash of all that tells one state of a set from another.
+/// Hash of the facts that distinguish the states of a set.
 fn state_of(set: &Set, files: &[&File]) -> u64 {
     let mut hash = DefaultHasher::new();
     (set.outcome.is_ok(), set.kind.as_str()).hash(&mut hash);
@@ -233,7 +235,7 @@ fn state_of(set: &Set, files: &[&File]) -> u64 {
     hash.finish()
 }
 
-/// Whether a process writes one of `files`. A file with a hole is mostly one that is being filled.
+/// Whether a process writes one of `files`. A file with a hole is probably being filled.
 fn writing(files: &[&File], local: bool, grace: Duration) -> Writing {
     let unsure = if local { (grace / REFUSED_PART).max(UNSURE) } else { UNSURE };
     let mut time = Duration::ZERO;
@@ -248,7 +250,7 @@ fn writing(files: &[&File], local: bool, grace: Duration) -> Writing {
     Writing::EndsAfter(time)
 }
 
-/// Whether a process writes the file. The kernel knows those of this machine.
+/// Whether a process writes the file. The kernel knows only the writers on this machine.
 fn writer_of_file(file: &File, ask: bool) -> Writer {
     if !file.store.is_local() {
         return Writer::Unknown { sparse: false };
@@ -256,7 +258,8 @@ fn writer_of_file(file: &File, ask: bool) -> Writer {
     writer_of(&file.path, ask)
 }
 
-/// Time since the last change of `files`, and of the names in `folder` if `names`.
+/// Time since the last change of `files`. If `names` is set, a change of the names in `folder`
+/// counts too.
 fn quiet(folder: &Folder, files: &[&File], names: bool) -> Duration {
     let times = files.iter().map(|file| changed_at(&file.version));
     let names = folder.version.filter(|_| names || files.is_empty());
@@ -264,7 +267,7 @@ fn quiet(folder: &Folder, files: &[&File], names: bool) -> Duration {
     last.map_or(Duration::MAX, since)
 }
 
-/// Longest time between the changes of two of `files`.
+/// Longest time between two successive changes of `files`.
 fn longest_pause(files: &[&File]) -> Duration {
     let mut times: Vec<Duration> = files.iter().map(|file| changed_at(&file.version)).collect();
     times.sort();
@@ -277,14 +280,14 @@ fn changed_at(version: &Version) -> Duration {
     Duration::new(seconds.try_into().unwrap_or(0), nanoseconds.try_into().unwrap_or(0))
 }
 
-/// Time since `then`, zero if it lies in the future.
+/// Time since `then`. Zero if `then` is in the future.
 fn since(then: Duration) -> Duration {
     let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
     now.saturating_sub(then)
 }
 
-/// Whether a download into folder `id` goes on: in it, in the folder that the hub's client keeps
-/// for downloads, or in the blobs of its hub model.
+/// Whether a download goes on: into folder `id`, into the folder below it where the hub's client
+/// keeps unfinished downloads, or into the blobs of its hub model.
 fn is_downloading(tree: &Tree, id: FolderId, grace: Duration) -> bool {
     let child = |id: FolderId, names: &[&str]| {
         names.iter().try_fold(id, |id, name| {
@@ -305,13 +308,13 @@ fn is_downloading(tree: &Tree, id: FolderId, grace: Duration) -> bool {
     })
 }
 
-/// Whether a process writes the file, or has done so within `grace`.
+/// Whether a process writes the file, or has changed it within `grace`.
 fn is_active(file: &File, grace: Duration) -> bool {
     let Ok(now) = file.version_now() else { return false };
     since(changed_at(&now)) < grace || writer_of_file(file, true) == Writer::Present
 }
 
-/// The hub model that folder `id` is part of.
+/// The folder of the hub model that contains folder `id`.
 pub(super) fn hub_model(tree: &Tree, id: FolderId) -> Option<FolderId> {
     let parents = std::iter::successors(Some(id), |&id| tree.folder(id).parent);
     parents.into_iter().find(|&id| {
@@ -335,7 +338,7 @@ mod tests {
     #[test]
     fn a_whole_set_that_nobody_writes_is_shown_at_once() {
         assert_eq!(held_for(&facts(Some(Tail::Proven)), GRACE), None);
-        // A download beside it is of another file.
+        // The download must be of another file, since this set is proved whole.
         let downloading = SetFacts { downloading: true, ..facts(Some(Tail::Proven)) };
         assert_eq!(held_for(&downloading, GRACE), None);
     }

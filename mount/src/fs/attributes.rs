@@ -14,26 +14,27 @@ use super::inodes::Nodes;
 use super::node::{Node, NodeKind};
 use super::sharing::{Limit, PASS, READ, Sharing, is_super, names_of_folder};
 
-/// Maximum number of folders whose `config.json` the attribute of a folder above them names.
+/// Maximum number of `config.json` files below a folder whose hashes the source attribute of that
+/// folder lists.
 const CONFIGS_MAX: usize = 100;
 
-/// Maximum number of folders that the answer to another user names.
+/// Maximum number of folders in the list that another user gets.
 const MODELS_MAX: usize = 10_000;
 
-/// The reason why a checkpoint is not shown, for those who may not know which one it is.
+/// The reason why a checkpoint is not shown, for users who may not learn its name.
 const MISSING: &str = "a checkpoint of the mount is not shown";
 
-/// The file that decides how tensors are cut.
+/// The file that decides how a view cuts tensors for its ranks.
 const CONFIG: &str = "config.json";
 
 /// Extended attribute with the version of a file's content.
 pub(crate) const XATTR_VERSION: &str = "user.tensorfs.version";
 
-/// Extended attribute of weights: whether the last pieces of their checkpoint are proved, as
-/// `proven` or `unproven`.
+/// Extended attribute of weight files: `proven` if the last pieces of their checkpoint are proved,
+/// else `unproven`.
 pub(crate) const XATTR_TAIL: &str = "user.tensorfs.tail";
 
-/// The value of `XATTR_TAIL`, for weights.
+/// The value of `XATTR_TAIL` for a weight file. `None` for other files.
 pub(crate) fn tail_of(nodes: &Nodes, node: &Node) -> Option<(&'static str, String)> {
     let name = node.path.file_name()?.to_str()?;
     let weights = match &node.kind {
@@ -48,20 +49,20 @@ pub(crate) fn tail_of(nodes: &Nodes, node: &Node) -> Option<(&'static str, Strin
 /// Facts that all files of a mount share.
 #[derive(Clone, Debug)]
 pub(crate) struct Common {
-    /// The users of the mount, and their rights.
+    /// The owner of the mount, and the rules of `access=`.
     pub sharing: Arc<Sharing>,
     /// Whether the kernel may serve whole files by passthrough.
     pub passthrough: bool,
     /// Whether reads of the source have a deadline.
     pub has_deadline: bool,
-    /// Whether it was mounted as root, which passthrough requires.
+    /// Whether the mount was made by root. Passthrough requires that.
     pub is_root: bool,
-    /// The source.
+    /// Path of the source.
     pub source: PathBuf,
 }
 
-/// The folders of checkpoints that a user of these groups may list. Those that links lead to count once
-/// somebody has looked at them.
+/// The folders of checkpoints that user `uid` in the groups `gids` may list. A folder that a link leads
+/// to counts once a request has looked at its permissions.
 pub(crate) fn folders_listable_by(nodes: &Nodes, uid: u32, gids: &[u32]) -> Vec<PathBuf> {
     let tree = &nodes.tree();
     let tops = tree.families().into_iter().filter(|top| tree.contains(*top));
@@ -69,7 +70,8 @@ pub(crate) fn folders_listable_by(nodes: &Nodes, uid: u32, gids: &[u32]) -> Vec<
     readable.take(MODELS_MAX).map(|top| tree.folder(top).relative.clone()).collect()
 }
 
-/// Whether user `uid` may list the folder `id` and pass all folders above it. Does not ask the source.
+/// Whether user `uid` may list the folder `id` and pass all folders above it. Does not access the
+/// source.
 fn may_list(nodes: &Nodes, id: FolderId, uid: u32, is_in: &mut dyn FnMut(u32) -> bool) -> bool {
     let (tree, sharing) = (&nodes.tree(), nodes.sharing());
     let mut next = Some(id);
@@ -101,7 +103,7 @@ pub(crate) fn of(nodes: &Nodes, node: &Node, caller: &Caller) -> Vec<(&'static s
     if access.as_ref().is_some_and(|access| !caller.may_see(access)) {
         return found;
     }
-    // Only root sees an attribute of this name.
+    // The kernel shows attributes with this name to root only.
     if access.is_some_and(|access| access.is_limited()) {
         found.push((XATTR_LIMITED, "1".to_owned()));
     }
@@ -117,7 +119,7 @@ pub(crate) fn of(nodes: &Nodes, node: &Node, caller: &Caller) -> Vec<(&'static s
         _ => true,
     };
     if may_read_folder(&folder, uid, gid) && may_read_files() {
-        // A hash tells of its text.
+        // A hash reveals the text of a config, so only users who may read the config get its hash.
         let may_read_config = |folder: &Path| {
             let real = std::fs::canonicalize(folder.join(CONFIG));
             real.is_ok_and(|config| may_read_file(&config, uid, gid))
@@ -133,8 +135,9 @@ pub(crate) fn of(nodes: &Nodes, node: &Node, caller: &Caller) -> Vec<(&'static s
                     && may_read_folder(path, uid, gid)
                     && may_read_config(path))
             });
-        // The mount is read itself if the caller may not know of a model. It is read too if links lead
-        // elsewhere: another mount of this folder alone does not know the rules there.
+        // Other programs read the files through the mount in two cases: the caller may not learn of a
+        // model, or links lead out of the folder. In the second case, a mount of this folder alone
+        // would not know the rules for the targets of the links.
         let has_rules = nodes.sharing().has_rules();
         let is_part = tree.only.is_none() && folder != tree.source_now();
         let through_mount = is_hidden || (has_rules && is_part && leads_out(tree, node.folder()));
@@ -142,7 +145,7 @@ pub(crate) fn of(nodes: &Nodes, node: &Node, caller: &Caller) -> Vec<(&'static s
             below.into_iter().map(|(path, (_, hash))| (path, hash)).collect();
         let follows = is_part && !has_rules;
         let source = source_of(tree, node, config, &hashes_below, through_mount, follows);
-        // The reason names the checkpoint.
+        // The reason contains the name of the checkpoint.
         let is_told = !has_rules || is_super(uid);
         let missing = node
             .is_folder()
@@ -163,10 +166,10 @@ fn with_missing(source: String, missing: Option<String>) -> String {
     json.to_string()
 }
 
-/// Whether a file that is shown in a folder or below it may be a tensorizer file.
+/// Whether a file that this folder or a folder below it shows may be a tensorizer file.
 fn may_hold_tensorizer(tree: &Tree, id: FolderId) -> bool {
     if let Some(only) = &tree.only {
-        // Names of no format say nothing.
+        // A name of no known format does not exclude tensorizer.
         return names::is_tensorizer(only) || InputFormat::of_name(only).is_none();
     }
     let folder = tree.folder(id);
@@ -175,7 +178,7 @@ fn may_hold_tensorizer(tree: &Tree, id: FolderId) -> bool {
         || folder.children.iter().any(|(_, child)| may_hold_tensorizer(tree, *child))
 }
 
-/// Whether links in the folder `id`, or below it, lead out of it.
+/// Whether links in the folder `id`, or in a folder below it, lead out of it.
 fn leads_out(tree: &Tree, id: FolderId) -> bool {
     let top = tree.folder(id).path.clone();
     let mut left = vec![id];
@@ -192,7 +195,7 @@ fn leads_out(tree: &Tree, id: FolderId) -> bool {
     false
 }
 
-/// Whether a node of a mount with a key may have encrypted weights.
+/// Whether `node` may have encrypted weights. The mount has a key.
 fn may_be_encrypted(tree: &Tree, node: &Node) -> bool {
     match &node.kind {
         NodeKind::File { content: Content::Virtual(file), .. } => {
@@ -205,16 +208,16 @@ fn may_be_encrypted(tree: &Tree, node: &Node) -> bool {
     }
 }
 
-/// Where the bytes of a node come from.
+/// The origin of the bytes of a node.
 struct PlaceInSource {
     folder: PathBuf,
-    /// A weight file there, the first one of a virtual file.
+    /// Name of a weight file in that folder. For a virtual file, it is the first one.
     member: Option<String>,
-    /// The name of a virtual file that has only some of the tensors.
+    /// Name of the virtual file, if that has only some of the tensors.
     part: Option<String>,
 }
 
-/// Where the bytes of `node` come from. `path` is the path of its folder in the source.
+/// The origin of the bytes of `node`. `path` is the path of its folder in the source.
 fn place_in_source(tree: &Tree, node: &Node, path: &Path) -> PlaceInSource {
     let mut place = PlaceInSource { folder: path.to_owned(), member: None, part: None };
     match &node.kind {
@@ -222,7 +225,8 @@ fn place_in_source(tree: &Tree, node: &Node, path: &Path) -> PlaceInSource {
         NodeKind::File { content: Content::Virtual(file), .. } => {
             let checkpoint = file.checkpoint();
             place.folder.clone_from(&checkpoint.directory);
-            // A file of DeepSpeed alone is another checkpoint, or none.
+            // A single file of a DeepSpeed checkpoint is another checkpoint or none, so only the
+            // folder is named.
             let is_of_folder = checkpoint.kind == SetKind::DeepSpeed;
             let mut shards = checkpoint.catalog().shards.iter().filter(|_| !is_of_folder);
             place.member = shards.next().map(|shard| shard.name.clone());
@@ -236,20 +240,22 @@ fn place_in_source(tree: &Tree, node: &Node, path: &Path) -> PlaceInSource {
     place
 }
 
-/// Whether `folder` shows the file, which lies in the folder with the config of its model.
+/// Whether the file is of the folder with the config of the model. `folder` shows the file but does
+/// not contain it.
 fn is_of_model_folder(folder: &Folder, file: &File) -> bool {
     file.name.to_str().is_some_and(|name| folder.file(name).is_none())
 }
 
-/// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read,
-/// `below` the folders below it with such a text.
+/// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read.
+/// `below` has the folders below the node that have such a config, each with the hash of the text.
 ///
-/// The folders between the root and the folders of ranks have the source of the root, marked as
-/// made. Folders of a hub cache that stand for none of the source have none. Both are read through
-/// the mount, as with `through_mount`. So are texts that the mount has made, which have the source of
-/// their folder, marked as made; files of `config=` and of the folder with the config of a model, which
-/// have none; and encrypted weights, and in a
-/// mount that has a key all that may hold some, which have none.
+/// A reader uses the files of the source itself, or reads through the mount. It reads through the mount
+/// if the value has `"made": true`: with `through_mount`, for folders between the root and the folders
+/// of ranks, for generated texts, and for more than `CONFIGS_MAX` configs. The value of a folder
+/// between the root and the folders of ranks names the root, and the value of a generated text names
+/// its folder. Some nodes have no value, and are read through the mount as well: folders that
+/// `layout=hub` makes, files of `config=` and of the folder with the config of the model, and in a
+/// mount with a key all that may be encrypted.
 fn source_of(
     tree: &Tree,
     node: &Node,
@@ -271,7 +277,8 @@ fn source_of(
     }
     let mut view = tree.options_of(&found).to_json();
     let PlaceInSource { folder, member, part } = place_in_source(tree, node, &found.path);
-    // The mount shows what links in the folder lead to elsewhere in its source.
+    // Links in this folder may lead elsewhere in the source of the mount, and the mount shows their
+    // targets. `follow` allows these targets to a mount of this folder alone.
     if follows
         && let (Some(follow), Some(root)) =
             (view["follow"].as_array_mut(), tree.source_now().to_str())
@@ -291,7 +298,8 @@ fn source_of(
     if let Some(config) = config {
         json["config"] = config.into();
     }
-    // More are not compared one by one: the folder is read through the mount.
+    // Beyond `CONFIGS_MAX`, configs are not compared one by one: the folder is read through the
+    // mount.
     if is_made || is_text || below.len() > CONFIGS_MAX {
         json["made"] = true.into();
     } else if !below.is_empty() {

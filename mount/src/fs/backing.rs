@@ -1,5 +1,5 @@
-//! Files that the kernel serves by passthrough. A registration belongs to the connection, not to
-//! the process, so another process that takes over goes on with it.
+//! Files that the kernel serves by passthrough. A registration belongs to the FUSE connection, not
+//! to the process. It stays valid when another process takes over the connection.
 
 use std::fs::File;
 use std::io;
@@ -15,7 +15,7 @@ mod request {
     ioctl_write_ptr!(backing_close, 229, 2, u32);
 }
 
-/// The registration of a file, closed when it is dropped.
+/// The registration of a file with the kernel. The drop ends it.
 #[derive(Debug)]
 pub(super) struct Backing {
     id: u32,
@@ -37,12 +37,12 @@ impl Backing {
         Backing { id, connection: connection.clone() }
     }
 
-    /// Its number.
+    /// The number of the registration.
     pub(super) fn id(&self) -> u32 {
         self.id
     }
 
-    /// Opens `fh` with this file.
+    /// Answers an open request: the kernel serves handle `fh` from this file.
     pub(super) fn reply(&self, reply: ReplyOpen, fh: FileHandle) {
         // SAFETY: the registration is open on the connection of `reply` for as long as `self`
         // exists, and `into_raw` keeps the value from closing it.

@@ -1,4 +1,4 @@
-//! The entries of a folder with their positions, as readdir wants them.
+//! The entries of a folder with their readdir positions.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::inodes::Nodes;
 use super::node::Node;
 
-/// The entries of `folder` behind position `offset`, each with its own.
+/// The entries of `folder` after position `offset`, each with its own position.
 pub(super) fn entries(
     nodes: &Nodes,
     folder: &Arc<Node>,

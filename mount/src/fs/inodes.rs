@@ -1,8 +1,8 @@
 //! The inodes of a mount: folders, files, their attributes and their open files.
 //!
-//! This module is independent of FUSE; `adapter` translates. An inode number identifies a path and
-//! a version of its content: a file that is replaced in the source gets a new one, and programs
-//! that have the old one open keep it.
+//! This module is independent of FUSE: `adapter` translates between the two. An inode number identifies a path and
+//! a version of its content. A file that is replaced in the source gets a new number, and programs that have the
+//! old file open keep the old number.
 
 mod changes;
 mod checks;
@@ -39,8 +39,8 @@ pub(super) mod carried;
 /// The entries of a folder, by name.
 pub(crate) type Listing = Vec<(OsString, Arc<Node>)>;
 
-/// Positions of the entries of a folder in readdir, each with the index of the entry. An entry
-/// keeps its position while others come and go, so that a reader of the folder misses none.
+/// The readdir position of each entry of a folder, with the index of the entry. An entry keeps its position when
+/// other entries are added or removed, so that a reader of the folder misses none.
 pub(crate) type Positions = Vec<(u64, usize)>;
 
 /// The entries of a folder.
@@ -48,15 +48,15 @@ pub(crate) type Positions = Vec<(u64, usize)>;
 struct Listed {
     entries: Arc<Listing>,
     positions: Arc<Positions>,
-    /// Why sets of it are refused. `None` if none is.
+    /// Why sets of the folder are refused. `None` if no set is refused.
     refused: Option<Refusal>,
-    /// Time of the last check whether a refused set has become whole.
+    /// Time of the last check of a refused set for whether it has become whole.
     asked: Instant,
     /// Names of the sets that are shown.
     shown: Arc<BTreeSet<String>>,
-    /// Names that are only shown as part of a set.
+    /// Names of weight files that the folder shows only as part of a set.
     weights: Arc<BTreeSet<String>>,
-    /// The sets at the last look, and the names of those that are on their way.
+    /// The states of the sets at the last look, and the names of those that are still arriving.
     marks: Arc<[Mark]>,
     held: Arc<[String]>,
 }
@@ -64,7 +64,7 @@ struct Listed {
 /// A folder of the tree.
 struct FolderState {
     node: Arc<Node>,
-    /// Its entries; `None` until it is proved.
+    /// The entries. `None` until the folder is proved.
     listed: Option<Listed>,
 }
 
@@ -73,7 +73,7 @@ struct FolderState {
 enum Refusal {
     /// The files do not form a valid checkpoint.
     Proved,
-    /// A file changed, or could not be read, during the proof.
+    /// A file changed or could not be read during the proof.
     Unsettled,
 }
 
@@ -89,15 +89,15 @@ impl Refusal {
 /// A request that waits for a folder to be listed.
 type Waiter = Box<dyn FnOnce(&Nodes) + Send>;
 
-/// How far the proof of a family of folders has come.
+/// The state of the proof of a family of folders.
 enum Progress {
     Unproved,
     Proving(Vec<Waiter>),
     Proved,
 }
 
-/// The proof of a family. If the proof ends without an outcome, because of a panic or because no
-/// thread could start, the waiters are dropped, which answers EIO. The next look tries again.
+/// A proof of a family that runs now. If it ends without an outcome, after a panic or because no thread could
+/// start, the waiters are dropped and their requests get EIO. The next look tries again.
 struct Proving {
     nodes: Arc<Nodes>,
     top: FolderId,
@@ -105,7 +105,7 @@ struct Proving {
 }
 
 impl Proving {
-    /// Notes that the proof has an outcome.
+    /// Notes that the proof has an outcome, so that the drop does nothing.
     fn end(&mut self) {
         self.ended = true;
     }
@@ -113,7 +113,8 @@ impl Proving {
 
 impl Drop for Proving {
     fn drop(&mut self) {
-        // A folder that is gone is forgotten, and others may have asked for it since.
+        // Only a proof without an outcome is reset. After an outcome, the folder may be forgotten, and other
+        // requests may have begun a new proof.
         if self.ended {
             return;
         }
@@ -125,55 +126,55 @@ impl Drop for Proving {
     }
 }
 
-/// The meaning of a name in a folder.
+/// The result of looking up a name in a folder.
 #[derive(Debug)]
 pub(crate) enum NameEntry {
     /// The node with this name.
     Found(Arc<Node>),
-    /// No node.
+    /// No node has this name.
     Absent,
-    /// A node that was replaced in the source since it was proved.
+    /// The node with this name was replaced in the source since it was proved.
     Stale,
 }
 
 /// All nodes of a mount.
 pub(crate) struct Nodes {
     tree: Arc<Tree>,
-    /// Locks by the top folder of a family, each held while it is proved.
+    /// One lock for each family, by its top folder. A thread holds the lock while it proves the family.
     refresh: Mutex<HashMap<FolderId, Arc<Mutex<()>>>>,
     by_ino: RwLock<HashMap<u64, Arc<Node>>>,
-    /// The folders that were asked for.
+    /// The folders that a request has asked for.
     folders: RwLock<HashMap<FolderId, FolderState>>,
-    /// Number of shards of each set with an unproven tail or recorded shapes, by the path of its
-    /// folder, which may come back, and by name.
+    /// Number of shards of each set that has an unproven tail or takes shapes from records. The keys are the path
+    /// of the folder and the name of the set: a folder that is removed may come back at its path.
     shards_proved: Mutex<HashMap<PathBuf, HashMap<String, usize>>>,
-    /// Whether the last pieces of the sets that are shown are proved.
+    /// Whether the last pieces of each shown set are proved.
     tails: Tails,
     /// The state of each set.
     sets: SetStates,
-    /// Progress of each proof, by the top folder of a family.
+    /// The state of the proof of each family, by its top folder.
     progress: Mutex<HashMap<FolderId, Progress>>,
-    /// Sets that came from an index, and sets whose headers were read.
+    /// Number of sets that came from an index, and number of sets whose headers were read.
     indexed: [AtomicU64; 2],
-    /// Whether weights are compared with checksums as they are read.
+    /// Whether weights are compared with checksums when they are read.
     checked: bool,
-    /// The users of the mount, and their rights.
+    /// The owner of the mount, and the rules of `access=`.
     sharing: Arc<Sharing>,
-    /// Facts about files that another process served before.
+    /// Facts about files that the previous process served.
     marks: FileMarks,
-    /// If changes of the source are followed.
+    /// The state of the watch, if changes of the source are followed.
     watched: Option<changes::SourceWatch>,
     /// The last checks of folders, for a source that is not watched.
     checks: checks::FolderChecks,
 }
 
-/// Minimum time between two checks whether a refused set has become whole.
+/// Minimum time between two checks of a refused set for whether it has become whole.
 const ASK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Nodes {
-    /// The nodes of `tree`, with nothing proved yet. `checked`: weights are compared with checksums
-    /// as they are read. `grace`: changes of the source are followed, and this is the time after
-    /// which a set that is not whole counts as broken.
+    /// The nodes of `tree`, with nothing proved yet. `checked`: weights are compared with checksums when they are
+    /// read. `grace` is set if changes of the source are followed: a set that is not whole counts as broken after
+    /// this time.
     pub(crate) fn new(
         tree: Tree,
         checked: bool,
@@ -198,12 +199,12 @@ impl Nodes {
             checks,
         };
         nodes.log_idle_rules();
-        // The kernel knows the root without a lookup.
+        // The kernel knows the root folder without a lookup.
         nodes.folder(0);
         nodes
     }
 
-    /// The source. Its folders are replaced when they are scanned again.
+    /// The folders and files of the source. A folder is replaced in the tree when it is scanned again.
     pub(crate) fn tree(&self) -> Arc<Tree> {
         self.tree.clone()
     }
@@ -228,19 +229,20 @@ impl Nodes {
         });
         let node = known.node.clone();
         drop(folders);
-        // A folder is forgotten after it has left the tree, so it is not forgotten too early.
+        // Folders are forgotten after they have left the tree. If this one left the tree since it was inserted, it
+        // has to be forgotten here.
         if !self.tree.contains(id) {
             self.forget_folder(id);
         }
         Some(node)
     }
 
-    /// The entries of `folder`, if they are known already.
+    /// The entries of `folder`. `None` until it is listed.
     pub(crate) fn listing(&self, folder: FolderId) -> Option<Arc<Listing>> {
         self.listed(folder).map(|listed| listed.entries)
     }
 
-    /// The entries of `folder` and their positions, if they are known already.
+    /// The entries of `folder` and their positions. `None` until it is listed.
     pub(crate) fn positions(&self, folder: FolderId) -> Option<(Arc<Listing>, Arc<Positions>)> {
         self.listed(folder).map(|listed| (listed.entries, listed.positions))
     }
@@ -249,8 +251,8 @@ impl Nodes {
         self.folders.read().get(&folder)?.listed.clone()
     }
 
-    /// Calls `then` once `folder` is listed: at once, or from the thread that proves it, so that a
-    /// slow proof does not block other requests.
+    /// Calls `then` once `folder` is listed. If it is listed already, the caller's thread calls `then`. Otherwise
+    /// the thread that proves the folder does, so that a slow proof does not block other requests.
     pub(crate) fn when_listed(
         self: &Arc<Self>,
         pool: &BlockingPool,
@@ -283,8 +285,7 @@ impl Nodes {
         }
     }
 
-    /// Proves a family and lists its folders, then calls all waiters. Returns the outcome
-    /// of each set.
+    /// Proves a family, lists its folders, and then calls all waiters. Returns the outcome of each set.
     pub(crate) fn prove(&self, top: FolderId) -> Vec<SetOutcome> {
         let tree = self.tree();
         let _span = tracing::debug_span!("prove", folder = ?tree.folder(top).relative).entered();
@@ -352,17 +353,16 @@ impl Nodes {
         outcomes
     }
 
-    /// The lock that is held while the family of `top` is proved.
+    /// The lock that a thread holds while it proves the family of `top`.
     pub(super) fn family_lock(&self, top: FolderId) -> Arc<Mutex<()>> {
         self.refresh.lock().entry(top).or_default().clone()
     }
 
-    /// Makes the indexes of all families in the background, so that the first access to a folder
-    /// finds one.
+    /// Makes the indexes of all families in the background, so that the first access to a folder finds its index.
     pub(crate) fn index_rest(self: &Arc<Self>) {
         let tree = self.tree();
         let mut tops = tree.families();
-        // Many links may lead to one folder, which has one index.
+        // Several links may lead to the same folder, which has only one index.
         let mut seen = HashSet::new();
         tops.retain(|&top| seen.insert(tree.folder(top).path.clone()));
         if self.tree().options.index.is_none() || tops.len() < 2 {
@@ -375,8 +375,8 @@ impl Nodes {
                 let listed = nodes.listing(top).is_some();
                 let tree = nodes.tree();
                 drop(nodes);
-                // The proof is dropped and only the index stays, so that memory does not grow with
-                // the number of models.
+                // Only the index is kept. The proof is dropped, so that memory does not grow with the number of
+                // models.
                 if !listed {
                     guarded(|| drop(tree.prove(top)));
                 }
@@ -387,13 +387,13 @@ impl Nodes {
         }
     }
 
-    /// Whether the last pieces of the sets that are shown are proved.
+    /// Whether the last pieces of each shown set are proved.
     pub(crate) fn tails(&self) -> &Tails {
         &self.tails
     }
 
-    /// Makes the nodes of the entries of `folder`, without the folders that are `emptied`. Nodes of
-    /// unchanged files stay.
+    /// Makes the nodes of the entries of `folder`, without its subfolders in `emptied`. Unchanged files keep their
+    /// nodes.
     fn list(
         &self,
         tree: &Tree,
@@ -442,7 +442,7 @@ impl Nodes {
                 let positions = Arc::new(changes::positions(state.listed.as_ref(), &entries));
                 state.listed.replace(Listed { positions, ..listed })
             }
-            // The folder was removed meanwhile.
+            // The folder was removed in the meantime.
             None => Some(listed),
         };
         drop(folders);
@@ -455,7 +455,7 @@ impl Nodes {
         }
     }
 
-    /// Notes that a listing no longer has these entries.
+    /// Notes that these entries are no longer in a listing.
     fn unlist<'a>(&self, entries: impl IntoIterator<Item = &'a (OsString, Arc<Node>)>) {
         for (_, node) in entries.into_iter().filter(|(_, node)| !node.is_folder()) {
             node.listings.fetch_sub(1, Ordering::Relaxed);
@@ -463,12 +463,13 @@ impl Nodes {
         }
     }
 
-    /// Forgets a folder that the tree no longer has. Its nodes live on while the kernel knows them
-    /// or programs have them open.
+    /// Forgets a folder that the tree no longer has. Its nodes live on while the kernel refers to them or programs
+    /// have them open.
     pub(crate) fn forget_folder(&self, id: FolderId) {
         let state = self.folders.write().remove(&id);
         let mut progress = self.progress.lock();
-        // The thread that proves it now calls the waiters, and forgets it after that.
+        // During a proof, the state stays: the thread that proves the folder calls the waiters and forgets the
+        // state after that.
         if matches!(progress.get(&id), Some(Progress::Proved | Progress::Unproved)) {
             progress.remove(&id);
         }
@@ -478,7 +479,7 @@ impl Nodes {
         self.checks.forget(id);
         self.watched.iter().for_each(|watched| watched.forget(id));
         let Some(FolderState { node, listed }) = state else { return };
-        // Another folder may have taken its place.
+        // Another folder may be at this path by now.
         if node.folder() == id {
             self.sets.take_out(&node.path);
             if self.watched.is_some() {
@@ -495,8 +496,7 @@ impl Nodes {
         node.lookups.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Takes back `times` lookups of an inode number by the kernel. Returns whether the node was
-    /// dropped.
+    /// Subtracts `times` from the kernel's lookup count of an inode number. Returns whether the node was dropped.
     pub(crate) fn forget(&self, ino: u64, times: u64) -> bool {
         let Some(node) = self.node(ino) else {
             self.marks.forget(ino, times);
@@ -507,9 +507,9 @@ impl Nodes {
         self.drop_if_unused(&node)
     }
 
-    /// Drops a node that no folder shows and the kernel does not know.
+    /// Drops a node that is in no listing and that the kernel does not refer to.
     fn drop_if_unused(&self, node: &Node) -> bool {
-        // The lock keeps a listing from taking up the node again meanwhile.
+        // The lock keeps another listing from using this node again during the check.
         let mut by_ino = self.by_ino.write();
         let unused = node.lookups.load(Ordering::Relaxed) == 0
             && node.listings.load(Ordering::Relaxed) == 0
@@ -522,11 +522,11 @@ impl Nodes {
         let Some(listed) = self.listed(folder) else { return NameEntry::Absent };
         match find(&listed.entries, name) {
             Some(node) if node.is_outdated() => {
-                // A file that belongs to no checkpoint may disappear and come back by itself.
+                // A file that belongs to no checkpoint can disappear and come back on its own.
                 let gone = node.is_plain() && self.tree().file_now(folder, name).is_none();
                 if gone { NameEntry::Absent } else { NameEntry::Stale }
             }
-            // A weight map follows from the headers of its set.
+            // A weight map is made from the headers of its set, so it is outdated when a file of the set is.
             Some(node) if node.is_text() && name != ERROR_FILE => {
                 let outdated =
                     listed.entries.iter().any(|(_, node)| node.is_virtual() && node.is_outdated());
@@ -538,7 +538,7 @@ impl Nodes {
         }
     }
 
-    /// Whether a refused set of `folder` may have become whole. Looks from time to time only.
+    /// Whether a refused set of `folder` may have become whole. Checks the source only once in `ASK_INTERVAL`.
     fn may_be_whole(&self, folder: FolderId, listed: &Listed) -> bool {
         match listed.refused {
             None => false,
@@ -547,7 +547,7 @@ impl Nodes {
         }
     }
 
-    /// Whether the next check whether a refused set of `folder` has become whole is due.
+    /// Whether the next check of a refused set of `folder` is due.
     fn may_ask(&self, folder: FolderId) -> bool {
         let mut folders = self.folders.write();
         let Some(listed) = folders.get_mut(&folder).and_then(|state| state.listed.as_mut()) else {
@@ -560,8 +560,8 @@ impl Nodes {
         due
     }
 
-    /// Proves the family of `folder` again from the current source if `name` is stale. Returns the
-    /// entry.
+    /// The entry `name` of `folder`. If the entry is stale, the family of `folder` is first proved again from the
+    /// current source.
     pub(crate) fn fresh_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let listing = self.listing(folder)?;
         if let Some(node) = find(&listing, name).filter(|node| node.is_plain()) {
@@ -610,8 +610,8 @@ impl Nodes {
         found.then_some(node)
     }
 
-    /// Registers the node of a folder. Returns the known node of its path, which the kernel may
-    /// know, if there is one: then it stands for the new folder.
+    /// Registers the node of a folder. If a node of the same path is registered already, the kernel may refer to
+    /// it: then that node is returned and represents the new folder.
     fn registered_folder(&self, mut node: Node) -> Arc<Node> {
         let access = self.access_without_source(&node);
         let mut by_ino = self.by_ino.write();
@@ -631,9 +631,9 @@ impl Nodes {
         node
     }
 
-    /// Registers `node` by its inode number, for one more listing. Returns the known node if it is the same file in the
-    /// same version. Takes the next free number if another file has this one, and a new version if
-    /// the known one was found outdated.
+    /// Registers `node` by its inode number, and counts one more listing of it. Returns the registered node if that
+    /// is the same file in the same version. If the number belongs to another file, the node gets the next free
+    /// number. If the registered version was found outdated, the node gets a new version.
     fn registered(&self, mut node: Arc<Node>) -> Arc<Node> {
         let access = self.look_at_access(&node);
         let mut by_ino = self.by_ino.write();

@@ -1,8 +1,9 @@
 //! Follows changes of the source while it is mounted.
 //!
-//! One thread takes the events of folders and decides when to look at which one. Other threads
-//! look, since a folder may lie on a file system that never answers: one at a time, and another
-//! one when all wait for long. Events of one folder in a row are one look.
+//! One thread reads the events of folders and decides which folder to look at next. The looks run
+//! on other threads, because a folder may lie on a file system that never answers. One thread looks
+//! at one folder after the other. If all threads have waited for more than `STUCK`, another thread
+//! starts. Several events of one folder in a row cause one look.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;
@@ -26,78 +27,80 @@ use crate::serve::blocking::guarded;
 use crate::serve::file_events::writers_are_known;
 use crate::serve::folder_events::FolderEvents;
 
-/// Minimum and maximum time from one look at a folder to the next one. In between it is as long as
-/// the look took, several times.
+/// Minimum and maximum pause between two looks at the same folder. Between these limits, the pause
+/// is a multiple of the time that the look took.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// A look at a folder that takes longer may wait for a file system that does not answer.
+/// A look that takes longer than this probably waits for a file system that does not answer.
 const STUCK: Duration = Duration::from_secs(1);
 
-/// Most threads that look, and most of them for one file system that is not local.
+/// Maximum number of threads that look at folders, and of those that may wait for the same file
+/// system that is not local.
 const THREADS_MAX: usize = 8;
 const STUCK_MAX: usize = 2;
 
-/// Time between two looks at all folders, also at those that have events: mounts on folders of the
-/// source make none.
+/// Time between two rounds over all folders. The rounds include folders that have events, because a
+/// mount on a folder of the source causes no event.
 const ROUND: Duration = Duration::from_secs(30);
 
-/// Longest sleep of the thread.
+/// Longest sleep of the thread that reads events.
 const SLEEP_MAX: Duration = Duration::from_secs(30);
 
-/// The part that follows the source, for `status`.
+/// The state of the watch, for `status`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct WatchStatus {
-    /// The word of `watch=`.
+    /// The value of `watch=`.
     pub mode: String,
     pub folders_with_events: usize,
     pub folders_polled: usize,
-    /// Number of changes that were seen.
+    /// Number of changes that were found.
     pub changes: u64,
-    /// How often events were lost.
+    /// Number of times that events were lost.
     pub overflows: u64,
-    /// Sets that may not be whole yet.
+    /// Paths of sets that may not be whole yet.
     pub incomplete: Vec<String>,
-    /// Whether the kernel says who writes a file.
+    /// Whether the kernel tells which files are being written.
     pub writers_known: bool,
 }
 
-/// Something to look at.
+/// A place of the source to look at.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum StoreLook {
     /// The folder at this real path.
     Folder(PathBuf),
-    /// The family with this top folder, in which something is on its way.
+    /// The family with this top folder, in which something is still arriving.
     Family(FolderId),
     /// The path of the source that the user gave.
     Given,
 }
 
-/// A look that a thread takes now.
+/// A look that a thread is taking now.
 struct RunningLook {
     look: StoreLook,
-    /// The file systems that it may wait for.
+    /// The file systems on which the look may wait.
     devices: BTreeSet<QueueKey>,
     since: Instant,
 }
 
 #[derive(Default)]
 struct State {
-    /// Pending looks, and whether their folders have certainly changed.
+    /// Pending looks. The value says whether the folder of the look has certainly changed.
     todo: BTreeMap<StoreLook, bool>,
-    /// Times before which folders are not looked at again.
+    /// The times before which folders must not be looked at again.
     not_before: HashMap<StoreLook, Instant>,
     looking: Vec<RunningLook>,
-    /// Devices of local file systems: a look that waits does not wait for them.
+    /// Devices of local file systems. Looks are not expected to stall on them.
     local: HashSet<QueueKey>,
-    /// Folders without events.
+    /// Folders without events, which are polled.
     polled: BTreeSet<PathBuf>,
-    /// States of folders outside the tree, into which links of the tree lead.
+    /// Versions of folders outside the source that links of the source lead to.
     outside: HashMap<PathBuf, Version>,
     /// Folders whose last look failed.
     failing: BTreeSet<PathBuf>,
-    /// Target of the user's path at the last check; `None` if it still is the source.
+    /// The folder that the user's path leads to since the last check, if that is not the source any
+    /// more.
     elsewhere: Option<PathBuf>,
     told_full: bool,
 }
@@ -107,7 +110,8 @@ impl State {
         *self.todo.entry(look).or_default() |= changed;
     }
 
-    /// The first pending look after `last` that may begin, unless it waits for a file system.
+    /// The first pending look after `last` that may begin: no thread takes it now, and its pause is
+    /// over.
     fn next_after(&self, last: Option<&StoreLook>) -> Option<StoreLook> {
         let now = Instant::now();
         let after = last.map_or(Bound::Unbounded, Bound::Excluded);
@@ -115,19 +119,20 @@ impl State {
         pending.find(|look| self.may_begin(look, now)).cloned()
     }
 
-    /// Whether no thread takes this look now, and its pause is over.
+    /// Whether no thread takes this look now and its pause is over.
     fn may_begin(&self, look: &StoreLook, now: Instant) -> bool {
         let runs = self.looking.iter().any(|running| running.look == *look);
         !runs && self.not_before.get(look).is_none_or(|time| *time <= now)
     }
 
-    /// Notes that the caller takes this look, which asks `devices`. Returns whether its folder has
-    /// certainly changed, and `None` if the look may not begin.
+    /// Notes that the calling thread takes this look, which accesses `devices`. Returns whether its
+    /// folder has certainly changed. `None` if the look may not begin.
     fn take(&mut self, look: &StoreLook, mut devices: BTreeSet<QueueKey>) -> Option<bool> {
         devices.retain(|device| !self.local.contains(device));
         let (looking, since) = (&self.looking, Instant::now());
         let is_held_up = looking.len() >= STUCK_MAX && is_held_up(&devices, looking);
-        // Other threads may have taken it, or all places, while the caller listed the devices.
+        // While the caller listed the devices, other threads may have taken this look or all of the
+        // allowed threads.
         if is_held_up || looking.len() >= THREADS_MAX || !self.may_begin(look, since) {
             return None;
         }
@@ -149,13 +154,14 @@ pub(crate) struct Live {
     interval: Duration,
     events: FolderEvents,
     state: Mutex<State>,
-    /// Looks that found something, and changes that were lost to a full queue.
+    /// Number of looks that found a change, and number of times that the event queue overflowed and
+    /// lost changes.
     changes: AtomicU64,
     overflows: AtomicU64,
 }
 
 impl Live {
-    /// Begins to follow the source of `nodes`, if `options` say so.
+    /// Starts to follow the source of `nodes`, if `options` say so.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -186,7 +192,7 @@ impl Live {
         Ok(Some(live))
     }
 
-    /// The facts for `tensorfs status`.
+    /// The state for `tensorfs status`.
     pub(crate) fn status(&self) -> WatchStatus {
         let folders_with_events = self.events.len();
         let state = self.state.lock();
@@ -233,7 +239,7 @@ impl Live {
         }
     }
 
-    /// Waits for events, and until `poll` or the next thing to do at most.
+    /// Waits for events, at most until `poll` or until the next pending look may begin.
     fn wait(&self, poll: Instant) {
         let state = self.state.lock();
         let next = if state.todo.is_empty() {
@@ -242,7 +248,8 @@ impl Live {
             let ready = |look| state.not_before.get(look).copied().unwrap_or_else(Instant::now);
             state.todo.keys().map(ready).min()
         } else {
-            // The threads that look take the next one themselves, unless they are stuck.
+            // The threads that look take the next pending look themselves, unless all of them are
+            // stuck.
             let stuck = state.looking.iter().map(|looking| looking.since + STUCK);
             stuck.filter(|time| *time > Instant::now()).min()
         };
@@ -259,15 +266,16 @@ impl Live {
         self.events.wait(PollTimeout::try_from(time.as_millis()).unwrap_or(PollTimeout::MAX));
     }
 
-    /// Looks whether any folder has changed.
+    /// Adds a look at every folder, for changes that caused no event.
     fn look_at_all(&self) {
         let paths = self.nodes.tree().paths();
         let mut state = self.state.lock();
         paths.into_iter().for_each(|path| state.add(StoreLook::Folder(path), false));
     }
 
-    /// Looks whether a folder without events has changed. The source itself is one of them: another
-    /// folder may be mounted on it. The links on the way to it have no events either.
+    /// Adds a look at each folder without events. The root of the source is always among them,
+    /// since another folder may be mounted on it, and so is the path that the user gave: the links
+    /// in it have no events.
     fn poll(&self) {
         let root = self.nodes.tree().folder(0).path.clone();
         let mut state = self.state.lock();
@@ -276,7 +284,7 @@ impl Live {
         state.add(StoreLook::Given, false);
     }
 
-    /// Starts the threads that are needed.
+    /// Starts threads for the pending looks.
     fn begin_looks(self: &Arc<Self>) {
         self.state.lock().forget_past_pauses();
         loop {
@@ -299,7 +307,7 @@ impl Live {
         }
     }
 
-    /// Takes the next thing to look at.
+    /// The next pending look that may begin, which the calling thread takes.
     fn begin(&self) -> Option<(StoreLook, bool)> {
         let mut last = None;
         loop {
@@ -309,7 +317,7 @@ impl Live {
             }
             let look = state.next_after(last.as_ref())?;
             drop(state);
-            // This takes long in a large folder, so the lock is not held.
+            // Listing the devices of a large folder takes long, so the lock is not held during it.
             let devices = self.devices(&look);
             if let Some(changed) = self.state.lock().take(&look, devices) {
                 return Some((look, changed));
@@ -318,7 +326,7 @@ impl Live {
         }
     }
 
-    /// The devices that a look asks.
+    /// The devices that a look accesses.
     fn devices(&self, look: &StoreLook) -> BTreeSet<QueueKey> {
         let tree = self.nodes.tree();
         match look {
@@ -327,12 +335,13 @@ impl Live {
                 let family = tree.family(*top).into_iter();
                 family.flat_map(|id| tree.devices(&tree.folder(id).path)).collect()
             }
-            // The file systems of these links are not known. No other look waits for them.
+            // The file systems of the links in the user's path are not known, so they hold up no
+            // other look.
             StoreLook::Given => BTreeSet::new(),
         }
     }
 
-    /// Body of a thread: looks at one thing after the other.
+    /// The body of a thread: takes one look after the other.
     fn look(self: &Arc<Self>, look: StoreLook, changed: bool) {
         let mut next = Some((look, changed));
         while let Some((look, changed)) = next {
@@ -382,7 +391,7 @@ impl Live {
                 }
                 let mut state = self.state.lock();
                 let first = state.failing.insert(path.to_owned());
-                // No event tells when it can be read again.
+                // No event will say when the folder can be read again, so it is polled.
                 state.polled.insert(path.to_owned());
                 drop(state);
                 if first {
@@ -406,8 +415,8 @@ impl Live {
         }
     }
 
-    /// If a link on the way to the source was switched, follows it once the source is gone, and else
-    /// says so once.
+    /// Handles a link in the user's path that now leads to another folder. If the old source is
+    /// gone, the mount follows the link. Otherwise the log says once that the link has changed.
     fn look_at_given_path(&self) {
         let tree = self.nodes.tree();
         if self.nodes.follow_given() {
@@ -426,13 +435,14 @@ impl Live {
         }
     }
 
-    /// Takes over a change that was found at `path`. Returns the families that were proved again.
+    /// Applies a change that was found at `path` to the nodes. Returns the top folders of the
+    /// families that were proved again.
     fn took(&self, path: &Path, change: &TreeChange) -> BTreeSet<FolderId> {
         let mut state = self.state.lock();
         for path in &change.leading_here {
             state.add(StoreLook::Folder(path.clone()), true);
         }
-        // A folder may have changed between its listing and its watch.
+        // A folder may have changed after its listing and before its watch began.
         for path in &change.to_watch {
             state.add(StoreLook::Folder(path.clone()), false);
         }
@@ -448,12 +458,12 @@ impl Live {
         proved
     }
 
-    /// Watches the folder, or notes that it must be polled.
+    /// Watches the folder for events, or notes that it must be polled.
     fn watch(&self, path: &Path) {
         let tree = self.nodes.tree();
         let is_local = !tree.store().may_block(path);
         let sees = match self.watch {
-            // The kernel tells of changes of its own file systems.
+            // The kernel has events for its own file systems only, not for other stores.
             _ if !tree.store().is_local() => false,
             Watch::Inotify => true,
             Watch::Auto => is_local,
@@ -502,7 +512,7 @@ impl Live {
         if tree.device(path).is_some() {
             return tree.may_have_changed(path);
         }
-        // The tree remembers only its own folders.
+        // The path is outside the tree, which has versions of its own folders only.
         let Ok(now) = tree.store().fresh_version(path) else {
             return self.state.lock().outside.remove(path).is_some();
         };
@@ -510,7 +520,7 @@ impl Live {
     }
 }
 
-/// Whether as many of the looks `running` as may wait already wait for one of `devices`.
+/// Whether `STUCK_MAX` of the looks `running` already wait for one of `devices`.
 fn is_held_up(devices: &BTreeSet<QueueKey>, running: &[RunningLook]) -> bool {
     let waiting = |device| running.iter().filter(|look| look.devices.contains(device)).count();
     devices.iter().any(|device| waiting(device) >= STUCK_MAX)
@@ -543,8 +553,8 @@ mod tests {
         let folder = |index: usize| StoreLook::Folder(format!("/{index:02}").into());
         let mut state = State::default();
         (0..=THREADS_MAX).for_each(|index| state.add(folder(index), index == 0));
-        // Each thread asks a file system of its own, and has found its look before any other thread
-        // took one.
+        // Each thread uses a file system of its own, and has chosen its look before any other
+        // thread took one.
         let take = |state: &mut State, index: usize| {
             state.take(&folder(index), BTreeSet::from([QueueKey::Device(index as u64)]))
         };
@@ -566,7 +576,7 @@ mod tests {
             devices: devices.iter().copied().map(QueueKey::Device).collect(),
             since: Instant::now(),
         };
-        // Two folders with links into file system 7, and one with links into 8.
+        // Two folders have links into file system 7, and one has links into file system 8.
         let looks = [running("/a", &[7]), running("/b", &[7]), running("/c", &[8])];
         let is_held_up = |devices: &[u64]| {
             super::is_held_up(&devices.iter().copied().map(QueueKey::Device).collect(), &looks)
@@ -574,7 +584,7 @@ mod tests {
         assert!(is_held_up(&[7]));
         assert!(is_held_up(&[7, 8]));
         assert!(!is_held_up(&[8]));
-        // A folder of a local file system without links.
+        // A folder of a local file system without links is never held up.
         assert!(!is_held_up(&[]));
     }
 }

@@ -34,24 +34,28 @@ pub(crate) const ROOT: u64 = 1;
 pub(crate) struct Node {
     /// Inode number.
     pub(crate) ino: u64,
-    /// Folder of the source that it is, or lies in. Another folder may take its place.
+    /// The folder of the source that this node is, or that its file lies in. Another folder may
+    /// replace it.
     folder: AtomicUsize,
     /// Path in the mount.
     pub(crate) path: PathBuf,
     /// Folder or file.
     pub(crate) kind: NodeKind,
-    /// Length in bytes and time of the last change. They change for a file that follows its source.
+    /// Length in bytes, and time of the last change. Both are updated for a file that follows its
+    /// source.
     attributes: Mutex<(u64, SystemTime)>,
-    /// Lookups of the inode number by the kernel, minus those that it has forgotten.
+    /// Number of the kernel's lookups of this inode number, minus those that the kernel has
+    /// forgotten.
     pub(crate) lookups: AtomicU64,
-    /// Whether it was opened, so that the kernel may have pages of it.
+    /// Whether the file was ever opened, so that the kernel may have cached pages of it.
     was_opened: AtomicBool,
     /// Whether its source was found changed or replaced.
     outdated: AtomicBool,
-    /// Number of listings that have it, 1 for a folder of the tree. Without one it lives only while
-    /// it is open or the kernel knows it.
+    /// Number of listings that contain the node. It is 1 for a folder of the tree. At 0 the node
+    /// lives only while it is open or the kernel refers to it.
     pub(crate) listings: AtomicUsize,
-    /// The users who may see it, if there are rules and it is known.
+    /// The users who may see the node. `None` if the mount has no rules, or if they are not
+    /// determined yet.
     access: RwLock<Option<Arc<NodeAccess>>>,
 }
 
@@ -65,13 +69,14 @@ pub(crate) enum NodeKind {
     File {
         /// The origin of its bytes.
         content: Content,
-        /// Content version in hexadecimal; for a plain file, the version at its listing.
+        /// Content version in hexadecimal. For a plain file, it is the version at its listing.
         version: String,
-        /// The open file, while a process has it open.
+        /// The state of the open file, while any program has it open.
         open: Mutex<Weak<OpenFile>>,
         /// Version of its source at the last open.
         last: Mutex<Option<Version>>,
-        /// The gate that compares its bytes with checksums, if `verify=read` is given.
+        /// The gate that compares its bytes with checksums before they are served, with
+        /// `verify=read`.
         gate: Option<Arc<ChecksumGate>>,
     },
 }
@@ -107,7 +112,8 @@ impl Node {
         }
     }
 
-    /// The users who may see it, if there are rules and it is known.
+    /// The users who may see the node. `None` if the mount has no rules, or if they are not
+    /// determined yet.
     pub(crate) fn access(&self) -> Option<Arc<NodeAccess>> {
         self.access.read().clone()
     }
@@ -116,12 +122,12 @@ impl Node {
         *self.access.write() = access;
     }
 
-    /// Folder of the source that it is, or lies in.
+    /// The folder of the source that this node is, or that its file lies in.
     pub(crate) fn folder(&self) -> FolderId {
         self.folder.load(Ordering::Relaxed)
     }
 
-    /// Notes that the folder has been replaced by another one at the same path.
+    /// Notes that another folder has replaced the node's folder at the same path.
     pub(crate) fn set_folder(&self, folder: FolderId) {
         self.folder.store(folder, Ordering::Relaxed);
     }
@@ -131,7 +137,7 @@ impl Node {
         matches!(self.kind, NodeKind::Folder)
     }
 
-    /// Content version in hexadecimal; folders have none.
+    /// Content version in hexadecimal. `None` for a folder.
     pub(crate) fn version(&self) -> Option<String> {
         let NodeKind::File { version, .. } = &self.kind else { return None };
         if !self.follows() {
@@ -146,7 +152,7 @@ impl Node {
         Some(version_of(&hash.finalize()))
     }
 
-    /// The version that the file had when it was listed; empty for a folder.
+    /// The version that the file had when it was listed. Empty for a folder.
     pub(crate) fn listed_version(&self) -> &str {
         match &self.kind {
             NodeKind::File { version, .. } => version,
@@ -159,7 +165,7 @@ impl Node {
         self.attributes.lock().0
     }
 
-    /// The gate that compares its bytes with checksums, if `verify=read` is given.
+    /// The gate that compares its bytes with checksums before they are served, with `verify=read`.
     pub(crate) fn gate(&self) -> Option<&Arc<ChecksumGate>> {
         match &self.kind {
             NodeKind::File { gate, .. } => gate.as_ref(),
@@ -176,23 +182,24 @@ impl Node {
         self.attributes.lock().1 = system_time(mtime);
     }
 
-    /// Takes length and time of a file that follows its source from `now`.
+    /// Sets length and time of a file that follows its source to those of `now`.
     pub(crate) fn set_attributes(&self, now: &Version) {
         *self.attributes.lock() = (now.len, system_time(now.shown_time().unwrap_or_default()));
     }
 
-    /// Whether it is an unproved file of the source, which always shows its current content.
+    /// Whether the node is an unproved file of the source. Reads of it always return the current
+    /// content.
     pub(crate) fn follows(&self) -> bool {
         matches!(&self.kind, NodeKind::File { content, .. } if follows(content))
     }
 
-    /// Whether it is a file of the source that no checkpoint depends on.
+    /// Whether the node is a file of the source that belongs to no checkpoint.
     pub(crate) fn is_plain(&self) -> bool {
         matches!(&self.kind, NodeKind::File { content, .. } if is_plain(content))
     }
 
-    /// Current version of the file at its path. `None` if it does not follow its source or was
-    /// replaced.
+    /// The current version of the file at the source path. `None` if the node does not follow its
+    /// source, or if another file is at that path.
     pub(crate) fn look(&self) -> Option<Version> {
         let NodeKind::File { content: Content::Whole { file, proved: None }, .. } = &self.kind
         else {
@@ -202,7 +209,7 @@ impl Node {
         (now.file() == file.version.file()).then_some(now)
     }
 
-    /// Whether it was never opened, so that no reader has any of its bytes.
+    /// Whether the file was never opened, so that no reader has any of its bytes.
     pub(crate) fn is_unread(&self) -> bool {
         !self.was_opened.load(Ordering::SeqCst)
     }
@@ -212,11 +219,12 @@ impl Node {
         self.was_opened.store(true, Ordering::SeqCst);
     }
 
-    /// Whether the source has changed: another file is in its place, or its proved bytes differ.
-    /// Accesses the source.
+    /// Whether the source has changed: another file is at its path, or bytes that were proved are
+    /// different. Accesses the source.
     pub(crate) fn is_outdated(&self) -> bool {
         let NodeKind::File { content, .. } = &self.kind else { return false };
-        // After one that has changed no other is asked: a server may take the whole time of each.
+        // Once one source has changed, the others are not checked: a server may take the whole
+        // deadline for each.
         let has_changed = AtomicBool::new(false);
         let is_current = |source: &Arc<Source>| {
             if has_changed.load(Ordering::Relaxed) {
@@ -249,7 +257,7 @@ impl Node {
         outdated
     }
 
-    /// Whether it was found that what was proved has changed. Does not ask the source.
+    /// Whether an earlier check found the proved content changed. Does not access the source.
     pub(crate) fn is_known_to_be_outdated(&self) -> bool {
         self.outdated.load(Ordering::SeqCst)
     }
@@ -260,10 +268,11 @@ impl Node {
     }
 
     /// Opens the file for reading. All open handles share the result, and `watcher` watches its
-    /// sources while any is open. Also returns whether the kernel's cached pages are still valid.
+    /// sources while any handle is open. Also returns whether the pages that the kernel has cached
+    /// are still valid.
     ///
     /// # Errors
-    /// `Error::Changed` if another file is in its place.
+    /// `Error::Changed` if another file is at its path.
     pub(crate) fn open(
         &self,
         watcher: &Arc<Watcher>,
@@ -273,7 +282,8 @@ impl Node {
         let NodeKind::File { content, open, last, .. } = &self.kind else {
             return Err(Error::internal("a folder cannot be read"));
         };
-        // The lock is held during the open, so that the file is opened and watched only once.
+        // The lock is held during the open, so that simultaneous requests open and watch the file
+        // only once.
         let mut shared = open.lock();
         let opened = match shared.upgrade() {
             Some(opened) => {
@@ -303,8 +313,8 @@ impl Node {
         Ok((opened, unchanged))
     }
 
-    /// Makes `opened` read the current state of its source, if the file follows its source and that
-    /// has changed. Returns whether it had. Accesses the source.
+    /// If the file follows its source and the source has changed, makes `opened` read the current
+    /// content. Returns whether the source had changed. Accesses the source.
     ///
     /// # Errors
     /// Errors of the source.
@@ -346,14 +356,14 @@ impl Node {
         })
     }
 
-    /// Its path in the mount and that of its folder, for the log.
+    /// The path of the file in the mount and the path of its folder, for the log.
     pub(crate) fn log_names(&self) -> (String, String) {
         let folder = self.path.parent().map(real_name).filter(|folder| !folder.is_empty());
         (real_name(&self.path), folder.unwrap_or_else(|| ".".to_owned()))
     }
 
-    /// Notes an open by process and user `caller`, and returns what notes the reads. `None` for
-    /// files that no checkpoint depends on, and text.
+    /// Records an open by the process and user of `caller`, and returns the recorder for its reads.
+    /// `None` for generated text and for files that belong to no checkpoint.
     pub(crate) fn heat(&self, heat: &Heat, opener: Opener) -> Option<HandleHeat> {
         let NodeKind::File { content, version, .. } = &self.kind else { return None };
         let file = match content {
@@ -364,7 +374,7 @@ impl Node {
         heat.opened(self.ino, &self.path, version, file, opener)
     }
 
-    /// The open file, if a program has it open.
+    /// The state of the open file. `None` if no program has it open.
     pub(crate) fn opened(&self) -> Option<Arc<OpenFile>> {
         let NodeKind::File { open, .. } = &self.kind else { return None };
         open.lock().upgrade()
@@ -410,14 +420,15 @@ pub(crate) fn file_node(
     let mut add = |version: Version| {
         newest = newest.max(version.shown_time());
         let (file, content) = (version.file_words(), version.content_words());
-        // A plain file stays the same one when it is written to.
+        // A plain file keeps its identity when it is written to, so only the identity of the file
+        // counts.
         let words = if plain { &file[..] } else { &content[..] };
         words.iter().for_each(|word| hash.update(word.to_le_bytes()));
     };
     let len = match &shown.content {
         Content::Virtual(file) => {
             file.sources().iter().for_each(|source| add(source.version()));
-            // A checkpoint without a layout is refused, so it has one.
+            // A checkpoint without a layout is refused, so this checkpoint has one.
             let summary = file.summary().ok();
             summary.inspect(|summary| hash.update(summary.header.0));
             summary.map_or(0, |summary| summary.len)
@@ -439,7 +450,7 @@ pub(crate) fn file_node(
     Arc::new(Node::new(ino_of(&digest), folder, path, len, newest.unwrap_or_default(), kind))
 }
 
-/// Whether both are the same file in the same version. The version covers path and content.
+/// Whether both nodes are the same file in the same version. The version covers path and content.
 pub(crate) fn same_file(a: &Node, b: &Node) -> bool {
     match (&a.kind, &b.kind) {
         (NodeKind::File { version: a, .. }, NodeKind::File { version: b, .. }) => a == b,
@@ -447,7 +458,7 @@ pub(crate) fn same_file(a: &Node, b: &Node) -> bool {
     }
 }
 
-/// Whether the bytes of both come from files at the same paths.
+/// Whether the bytes of both nodes come from files at the same paths.
 pub(crate) fn same_place(a: &Node, b: &Node) -> bool {
     let (NodeKind::File { content: a, .. }, NodeKind::File { content: b, .. }) = (&a.kind, &b.kind)
     else {
@@ -465,7 +476,7 @@ pub(crate) fn same_place(a: &Node, b: &Node) -> bool {
     }
 }
 
-/// Copies the node with the next inode number, because another file has its number.
+/// Copies the node with the next inode number, because another file has the number of `node`.
 pub(crate) fn renumbered(node: &Node) -> Node {
     let version = match &node.kind {
         NodeKind::Folder => String::new(),
@@ -474,8 +485,8 @@ pub(crate) fn renumbered(node: &Node) -> Node {
     numbered(node, node.ino.wrapping_add(1).max(ROOT + 1), version)
 }
 
-/// Copies the node with a new version, because a version with the same lengths and times was found
-/// changed. The kernel's pages and assembled copies of that version must not be used for this one.
+/// Copies the node with a new version. A version with the same lengths and times was found changed,
+/// so the kernel's pages and the assembled copies of that version must not be used for this node.
 pub(crate) fn reversioned(node: &Node) -> Node {
     let mut hash = Sha256::new();
     hash.update(node.ino.to_le_bytes());
@@ -504,7 +515,7 @@ fn numbered(node: &Node, ino: u64, version: String) -> Node {
     }
 }
 
-/// The part of a digest that is the version, in hexadecimal.
+/// The part of a digest that is used as the version, in hexadecimal.
 fn version_of(digest: &[u8]) -> String {
     hex(&digest[8..24])
 }

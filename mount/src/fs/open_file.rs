@@ -19,10 +19,10 @@ use crate::serve::change_watcher::Watched;
 /// An open file, shared by all its handles.
 pub(crate) struct OpenFile(RwLock<Arc<Current>>);
 
-/// The version of an open file that readers get. A file that follows its source gets a new one
-/// when the source has changed. Its sources stay open as long.
+/// The content of an open file as readers get it now. A file that follows its source gets a new
+/// `Current` when the source has changed. The sources stay open until this value is dropped.
 pub(crate) struct Current {
-    /// This field is first, so that it is dropped before the sources are closed.
+    /// This field must be dropped before the sources are closed, so it comes first.
     pub(crate) file: OpenContent,
     _held: SourceGuard,
 }
@@ -31,7 +31,7 @@ pub(crate) struct Current {
 struct SourceGuard {
     watched: Option<Watched>,
     pins: Vec<Pin>,
-    /// Whether all sources lie on local file systems, which close files at once.
+    /// Whether all sources lie on local file systems, where closing a file does not block.
     local: bool,
     /// Path in the mount.
     path: PathBuf,
@@ -40,7 +40,7 @@ struct SourceGuard {
 
 impl Drop for SourceGuard {
     fn drop(&mut self) {
-        // The watch ends first: it must not reopen files that the pins close.
+        // The watch ends before the pins are dropped: it must not reopen files that the pins close.
         self.watched = None;
         let pins = std::mem::take(&mut self.pins);
         if !self.local {
@@ -54,19 +54,20 @@ impl OpenFile {
         OpenFile(RwLock::new(current))
     }
 
-    /// Makes readers use `current` from now on.
+    /// Makes readers get `current` from now on.
     pub(super) fn set_current(&self, current: Arc<Current>) {
         *self.0.write() = current;
     }
 
-    /// The version that readers get now.
+    /// The content that readers get now.
     pub(crate) fn current(&self) -> Arc<Current> {
         self.0.read().clone()
     }
 }
 
 impl Current {
-    /// Keeps the sources of `file`, a file at `path` in the mount, open and, with `watch`, watched.
+    /// Keeps the sources of `file` open, and with `watch` also watched. `path` is the path of the
+    /// file in the mount.
     pub(super) fn hold(
         file: OpenContent,
         path: &Path,
@@ -81,15 +82,16 @@ impl Current {
         Ok(Arc::new(Current { file, _held }))
     }
 
-    /// Whether its sources are what they were when they were opened. Asks the sources.
+    /// Whether the sources still have the versions that they had when they were opened. Accesses
+    /// the sources.
     pub(super) fn is_unchanged(&self) -> bool {
         // Every source is checked, so that each changed one is marked.
         all_hold(self.file.sources(), &|source| source.check().is_ok())
     }
 
-    /// As `is_unchanged`, but asks no server: reads of a store name the version that they want, so that a
-    /// replaced object is the error of the next read. Also in a mount that is taken over, where nobody has
-    /// looked at the sources before.
+    /// Whether the sources are unchanged, without requests to a server. Each read of a store names
+    /// the version that it wants, so a replaced object makes the next read fail. This also holds in
+    /// a mount that is taken over, where the sources have not been checked yet.
     pub(super) fn is_unchanged_once_open(&self) -> bool {
         match &self.file {
             OpenContent::Virtual(_) => {
@@ -99,8 +101,8 @@ impl Current {
         }
     }
 
-    /// Whether `range` of a file that follows its source may hold bytes that were not there when
-    /// it was opened. Never waits.
+    /// Whether `range` of a file that follows its source may contain bytes that did not exist when
+    /// the file was opened. Never waits.
     pub(crate) fn may_have_grown(&self, range: &Range<u64>) -> bool {
         let OpenContent::Whole(file) = &self.file else { return false };
         let source = &file.reader().sources()[0];
@@ -108,7 +110,7 @@ impl Current {
         source.is_changed_now() || (beyond && source.may_block())
     }
 
-    /// Current bytes `range` of a file of the source; fewer at the end of the file.
+    /// The current bytes of `range` of a source file. There are fewer bytes at the end of the file.
     ///
     /// # Errors
     /// Errors of the source.
@@ -171,10 +173,11 @@ impl OpenContent {
     }
 }
 
-/// Opens `content`; `on_fault_storm` is asked what to call when a virtual file is read page by page.
+/// Opens `content`. For a virtual file, `on_fault_storm` makes the function that is called when a
+/// program reads the file page by page.
 ///
 /// # Errors
-/// `Error::Changed` if another file is in its place.
+/// `Error::Changed` if another file is at its path.
 pub(super) fn open_file(
     content: &Content,
     cache: &Cache,

@@ -1,17 +1,17 @@
-//! The mode of each open file: passthrough or daemon. The kernel allows one mode per inode, so the
-//! first open decides.
+//! The mode of each open file: served by the kernel (passthrough) or by the daemon. The kernel
+//! allows only one mode for an inode, so the first open decides.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-/// The modes by inode number, of open files only. `B` is the registration of a file that the kernel
+/// The modes of the open files, by inode number. `B` is the registration of a file that the kernel
 /// serves.
 pub(crate) struct OpenModes<B>(HashMap<u64, OpenMode<B>>);
 
 enum OpenMode<B> {
-    /// The kernel, by itself, while this is alive.
+    /// The kernel serves the file while this registration exists.
     Kernel(Weak<B>),
-    /// The daemon; number of open handles.
+    /// The daemon serves the file, with this number of open handles.
     Daemon(usize),
 }
 
@@ -30,7 +30,7 @@ impl<B> OpenModes<B> {
         }
     }
 
-    /// Whether the daemon serves it.
+    /// Whether the daemon serves the file.
     pub(crate) fn is_by_us(&self, ino: u64) -> bool {
         matches!(self.0.get(&ino), Some(OpenMode::Daemon(_)))
     }
@@ -48,7 +48,7 @@ impl<B> OpenModes<B> {
         }
     }
 
-    /// Notes that a handle that the kernel served is closed and its registration dropped.
+    /// Notes that a handle was closed which the kernel served. Its registration has been dropped.
     pub(crate) fn closed_by_kernel(&mut self, ino: u64) {
         if matches!(self.0.get(&ino), Some(OpenMode::Kernel(backing)) if backing.strong_count() == 0)
         {
@@ -56,8 +56,8 @@ impl<B> OpenModes<B> {
         }
     }
 
-    /// Notes that a handle that the daemon served is closed. After the last one, the next open may
-    /// use passthrough.
+    /// Notes that a handle was closed which the daemon served. After the last of them, the next
+    /// open may use passthrough.
     pub(crate) fn closed_by_us(&mut self, ino: u64) {
         let Some(OpenMode::Daemon(handles)) = self.0.get_mut(&ino) else { return };
         *handles -= 1;
@@ -87,7 +87,7 @@ mod tests {
         serving.closed_by_us(2);
         drop(backing);
         assert!(serving.by_kernel(11).is_none());
-        // Another open came in between, and the daemon serves the file now.
+        // Another open came in between, and since then the daemon serves the file.
         serving.opened_by_us(12);
         serving.closed_by_kernel(11);
         serving.closed_by_kernel(12);

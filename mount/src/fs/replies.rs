@@ -1,4 +1,5 @@
-//! Replies to the kernel: attributes, errors, and the error of a source that does not answer.
+//! Replies to the kernel: attributes, errors, and the answer for a source that does not answer in
+//! time.
 
 use std::time::Duration;
 
@@ -13,24 +14,26 @@ use super::node::{Node, NodeKind};
 use crate::serve::blocking::Fail;
 use crate::serve::requests::{Operation, RequestTimer};
 
-/// How long the kernel keeps names and attributes: files of the source may be replaced.
+/// How long the kernel may cache names and attributes. It is short because files of the source may
+/// be replaced.
 pub(super) const TTL: Duration = Duration::from_secs(1);
 
-/// A reply to a request that is counted and timed.
+/// A reply to a request, with the timer that counts and times the request.
 pub(super) struct Timed<R> {
     pub(super) reply: R,
     pub(super) timer: RequestTimer,
 }
 
 impl<R> Timed<R> {
-    /// The reply, for an answer that is not an error.
+    /// The reply, for a successful answer.
     pub(super) fn ok(self) -> R {
         self.timer.succeeded();
         self.reply
     }
 }
 
-/// Whether an error is a true answer: there is no such name or attribute, or it does not fit.
+/// Whether an errno is a regular answer and not a failure: the name or attribute does not exist, or
+/// the value does not fit.
 fn is_answer(errno: Errno) -> bool {
     [Errno::ENOENT, Errno::NO_XATTR, Errno::ERANGE].iter().any(|known| known.code() == errno.code())
 }
@@ -69,7 +72,8 @@ fail!(
     ReplyDirectoryPlus
 );
 
-/// A getattr reply, with the known attributes as the answer if the source does not answer.
+/// A reply to getattr. If the source does not answer in time, the attributes in memory are the
+/// answer.
 pub(super) struct KnownAttr {
     pub(super) reply: Timed<ReplyAttr>,
     pub(super) known: FileAttr,
@@ -77,17 +81,18 @@ pub(super) struct KnownAttr {
 
 impl Fail for KnownAttr {
     fn fail(self) {
-        // An old answer in place of one that does not come counts as an error.
+        // The source did not answer, so the request counts as failed although the kernel gets old
+        // attributes.
         drop(self.reply.timer);
         self.reply.reply.attr(&TTL, &self.known);
     }
 }
 
-/// A reply with a known answer if the source does not answer: what was listed before.
+/// A reply that is made from the last listing if the source does not answer in time.
 pub(super) struct KnownAnswer<R> {
     reply: R,
-    /// Gives the answer, or fails if there is none. The second argument says whether the source has
-    /// not answered in time.
+    /// Sends the answer, or an error if there is none. The second argument says whether the source
+    /// has missed the deadline.
     answer: Box<dyn FnOnce(R, bool) + Send>,
 }
 
@@ -96,12 +101,12 @@ impl<R> KnownAnswer<R> {
         KnownAnswer { reply, answer: Box::new(answer) }
     }
 
-    /// The reply, for an answer of the source.
+    /// The reply, to be answered from the source.
     pub(super) fn into_reply(self) -> R {
         self.reply
     }
 
-    /// Gives the answer.
+    /// Sends the answer from the last listing. The source has not missed the deadline.
     pub(super) fn give(self) {
         (self.answer)(self.reply, false);
     }
@@ -140,7 +145,7 @@ pub(super) fn attr_of(common: &Common, node: &Node) -> FileAttr {
     }
 }
 
-/// The errno of a failed operation on `node`, after a line in the log.
+/// Logs a failed operation on `node` and returns its errno.
 pub(super) fn logged(operation: Operation, node: &Node, error: &Error) -> Errno {
     let (file, model) = node.log_names();
     tracing::error!(op = operation.as_str(), file, model, "{error}");
@@ -153,7 +158,7 @@ pub(super) fn logged(operation: Operation, node: &Node, error: &Error) -> Errno 
 }
 
 /// Every failed read returns EIO. A changed source and a checksum mismatch were logged when they
-/// were first seen, bytes that cannot be decrypted are seen here.
+/// were found. Bytes that cannot be decrypted are logged here.
 pub(super) fn logged_as_eio(node: &Node, error: &Error) -> Errno {
     let is_logged = match error {
         Error::Changed { .. } => true,

@@ -1,5 +1,5 @@
-//! The checkpoints that a mount shows, refuses or has lost, for `status` and for commands that would
-//! read the source behind the mount.
+//! The checkpoints that a mount shows, refuses or has lost. `status` reports them, and programs that
+//! want to read the source instead of the mount check them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -10,16 +10,17 @@ use tensorfs::internal::checkpoint::Set;
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::sync::Mutex;
 
-/// Maximum number of checkpoints of one state that `status` names.
+/// Maximum number of checkpoints in one state that `status` lists.
 const NAMED_MAX: usize = 20;
 
-/// Maximum number of checkpoints that are remembered after they have gone.
+/// Maximum number of checkpoints that the mount remembers after they have disappeared.
 const ABSENT_MAX: usize = 100;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum SetState {
     Shown,
-    /// The reason, and whether it lies in what the mount knows, not in the files of the source.
+    /// The reason. The flag says that the reason is the mount's history and not the files of the
+    /// source.
     Refused(String, bool),
     Absent,
 }
@@ -28,12 +29,14 @@ enum SetState {
 pub(crate) struct SetOutcome {
     pub name: String,
     pub outcome: Result<(), Error>,
-    /// Whether it is not shown yet, nor its error, because it may not be whole.
+    /// Whether the set is held back because it may not be whole. Neither the set nor its error is
+    /// shown then.
     pub on_its_way: bool,
 }
 
 impl SetOutcome {
-    /// The outcome of `set`, in the folder at `path`, which is on its way.
+    /// The outcome of `set` in the folder at `path`, which is held back because it is still
+    /// arriving.
     pub(super) fn held(path: &Path, set: Set) -> SetOutcome {
         let why = "is on its way; it is shown once it is whole";
         let error = set.outcome.err().unwrap_or_else(|| Error::changed(path.join(&set.name), why));
@@ -41,18 +44,18 @@ impl SetOutcome {
     }
 }
 
-/// The checkpoints of the folders that were visited, for `status`.
+/// The checkpoints of the folders that requests have visited, for `status`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct SetsStatus {
-    /// Number of those that are shown.
+    /// Number of checkpoints that are shown.
     pub shown: usize,
     pub refused: Vec<NamedSet>,
-    /// Those that are gone from the source.
+    /// Checkpoints that are gone from the source.
     pub absent: Vec<NamedSet>,
-    /// Why the source could not be read at the last look.
+    /// The error of the last look at the source, if it could not be read.
     pub source: Option<String>,
-    /// Listings of folders of a source that is not watched.
+    /// Number of times that folders were listed again, for a source that is not watched.
     pub looks: u64,
 }
 
@@ -65,16 +68,17 @@ pub(crate) struct NamedSet {
     pub why: Option<String>,
 }
 
-/// The checkpoints of the folders that were visited, by their paths in the mount.
+/// The states of the checkpoints of visited folders, by their paths in the mount.
 #[derive(Default)]
 pub(crate) struct SetStates {
     by_path: Mutex<BTreeMap<PathBuf, SetState>>,
-    /// Why the source could not be read at the last look.
+    /// The error of the last look at the source, if it could not be read.
     source_error: Mutex<Option<String>>,
 }
 
 impl SetStates {
-    /// Takes the sets of `folder`, a path in the mount. Those in `held` are refused by the mount.
+    /// Records the states of `sets`, which are in `folder`, a path in the mount. The mount refuses
+    /// the sets in `held` because of its history.
     pub(super) fn note(&self, folder: &Path, sets: &[Set], held: &BTreeSet<String>) {
         let mut states = self.by_path.lock();
         for (path, state) in states.iter_mut() {
@@ -92,7 +96,7 @@ impl SetStates {
         forget_most(&mut states);
     }
 
-    /// Notes that a folder, a path in the mount, is gone.
+    /// Notes that `folder`, a path in the mount, is gone.
     pub(super) fn take_out(&self, folder: &Path) {
         let mut states = self.by_path.lock();
         let below = states.iter_mut().filter(|(path, _)| path.starts_with(folder));
@@ -100,8 +104,8 @@ impl SetStates {
         forget_most(&mut states);
     }
 
-    /// Takes the outcome of a look at the source itself. Returns whether it could be read before, and
-    /// cannot now.
+    /// Records whether the source itself could be read. Returns true if it cannot be read now but
+    /// could before.
     pub(super) fn note_source(&self, error: Option<&Error>) -> bool {
         let now = error.map(Error::to_string);
         let before = std::mem::replace(&mut *self.source_error.lock(), now);
@@ -112,7 +116,7 @@ impl SetStates {
         self.source_error.lock().clone()
     }
 
-    /// The facts for `tensorfs status`.
+    /// The counts and names for `tensorfs status`.
     pub(super) fn status(&self) -> SetsStatus {
         let states = self.by_path.lock();
         let named = |path: &PathBuf, why| NamedSet { name: shown_path(path), why };
@@ -131,8 +135,8 @@ impl SetStates {
         }
     }
 
-    /// If no checkpoint at or below `path` is shown: why one is not that a reader of the source
-    /// alone might see otherwise.
+    /// If no checkpoint at or below `path` is shown: the reason for one of them that a program
+    /// which reads the source itself could not find out.
     pub(super) fn missing(&self, path: &Path) -> Option<String> {
         let states = self.by_path.lock();
         let mut below = states.iter().filter(|(set, _)| set.starts_with(path));
@@ -147,7 +151,7 @@ impl SetStates {
     }
 }
 
-/// Forgets sets that are gone beyond the number that is remembered.
+/// Forgets the sets beyond `ABSENT_MAX` that are gone.
 fn forget_most(states: &mut BTreeMap<PathBuf, SetState>) {
     let absent = states.values().filter(|state| **state == SetState::Absent).count();
     let mut left = absent.saturating_sub(ABSENT_MAX);

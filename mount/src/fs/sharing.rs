@@ -1,9 +1,9 @@
-//! The users who may see each part of a mount: the rules of `access=`, and the limits that the targets
-//! of links add to them.
+//! The users who may see each part of a mount. The rules of `access=` and the permissions of link
+//! targets limit them.
 //!
-//! The kernel enforces owner, group and mode of each file. Several limits rarely fit into one mode, so
-//! the daemon checks all of them whenever somebody looks up, lists or opens what has any. The mode
-//! that the kernel sees then lets in at least all whom the limits let in.
+//! The kernel enforces owner, group and mode of each file. Several limits rarely fit into one mode. So
+//! the daemon checks all limits whenever a user looks up, lists or opens a file or folder that has
+//! any. The mode that the kernel gets lets in at least all users whom the limits let in.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,23 +22,24 @@ pub(crate) struct Rights {
     pub mode: u32,
 }
 
-/// The largest modes. Nothing can be written: the write bit lets the owner remove a copy of a folder.
+/// The largest modes. The mount is read-only. The write bit is set so that the owner of a copy of a
+/// folder can remove the copy.
 const FOLDER_BITS: u32 = 0o755;
 const FILE_BITS: u32 = 0o444;
 
-/// The bits of a mode for one class of users.
+/// Permission bits of one class of users in a mode.
 pub(crate) const READ: u32 = 4;
 pub(crate) const PASS: u32 = 1;
 
-/// Classes of users, as bits.
+/// Classes of users, as bits of `Limit::classes`.
 const OWNER: u32 = 4;
 const GROUP: u32 = 2;
 const OTHERS: u32 = 1;
 
-/// How long limits hold that depend on permissions of the source.
+/// How long limits stay valid that were read from permissions of the source.
 const LOOKED_FOR: Duration = Duration::from_secs(1);
 
-/// The users who have a permission.
+/// The users who have a certain permission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Limit {
     uid: u32,
@@ -47,7 +48,7 @@ pub(crate) struct Limit {
 }
 
 impl Limit {
-    /// The users who have `bit` in a mode.
+    /// The users who have permission `bit` by `rights`.
     pub(crate) fn of(rights: Rights, bit: u32) -> Limit {
         let has =
             |shift: u32, class: u32| if rights.mode >> shift & bit == bit { class } else { 0 };
@@ -55,7 +56,7 @@ impl Limit {
         Limit { uid: rights.uid, gid: rights.gid, classes }
     }
 
-    /// The users whom the kernel and the daemon do not refuse, and no others.
+    /// Only the users whom `is_super` names.
     fn nobody() -> Limit {
         Limit { uid: geteuid().as_raw(), gid: 0, classes: 0 }
     }
@@ -64,7 +65,7 @@ impl Limit {
         self.classes & class != 0
     }
 
-    /// Whether it lets in user `uid`, who is in the groups that `is_in` names.
+    /// Whether the limit lets in user `uid`. `is_in` says whether the user is in a group.
     pub(crate) fn allows(&self, uid: u32, is_in: &mut dyn FnMut(u32) -> bool) -> bool {
         if is_super(uid) || self.classes == OWNER | GROUP | OTHERS {
             return true;
@@ -72,17 +73,17 @@ impl Limit {
         if uid == self.uid {
             return self.has(OWNER);
         }
-        // Groups cost a look at the process.
+        // The groups of a process are read from /proc, so they are looked up only if they matter.
         if self.has(GROUP) == self.has(OTHERS) {
             return self.has(OTHERS);
         }
         self.has(if is_in(self.gid) { GROUP } else { OTHERS })
     }
 
-    /// Whether it surely lets in all whom `other` lets in.
+    /// Whether this limit certainly lets in all users whom `other` lets in.
     fn contains(&self, other: &Limit) -> bool {
         let whole_group = self.has(GROUP) && self.has(OTHERS);
-        // Its owner may be any user in the classes of the other one.
+        // The owner of this limit may be in any class of `other`.
         let own = self.uid == other.uid || is_super(self.uid) || self.has(OWNER);
         let owner = match self.uid == other.uid {
             true => self.has(OWNER),
@@ -96,7 +97,7 @@ impl Limit {
     }
 }
 
-/// Whether nothing is refused to this user: root, and the user of this process, who reads the source.
+/// Whether the user is never refused: root, and the user of this process, who reads the source.
 pub(crate) fn is_super(uid: u32) -> bool {
     uid == 0 || uid == geteuid().as_raw()
 }
@@ -106,16 +107,17 @@ pub(crate) fn is_super(uid: u32) -> bool {
 pub(crate) struct NodeAccess {
     /// Owner, group and mode, as the kernel sees them.
     pub rights: Rights,
-    /// All of these have to let a user in.
+    /// All of these limits have to let a user in.
     limits: Vec<Limit>,
-    /// These too, to list a folder.
+    /// To list a folder, these limits have to let the user in as well.
     lists: Vec<Limit>,
-    /// Time of the look at the source, if the limits depend on its permissions.
+    /// Time at which the permissions of the source were read, if the limits depend on them.
     looked: Option<Instant>,
 }
 
 impl NodeAccess {
-    /// `rights` are those of its own place. `None`: nobody is let in by `limits`.
+    /// The access by `limits`, which are the limits to see and those to list. `None` lets nobody
+    /// in. `rights` are those that the rules give to the path of the node itself.
     pub(crate) fn new(
         rights: Rights,
         is_folder: bool,
@@ -135,27 +137,27 @@ impl NodeAccess {
         NodeAccess { rights, limits, lists, looked }
     }
 
-    /// Nobody but root and the user of this process.
+    /// Lets in only root and the user of this process.
     pub(crate) fn closed(is_folder: bool) -> NodeAccess {
         NodeAccess::new(rights_of(Limit::nobody(), is_folder), is_folder, None, None)
     }
 
-    /// Whether it is shown to some of the users only whom its own place lets in.
+    /// Whether some users may not see it although its own owner, group and mode let them in.
     pub(crate) fn is_limited(&self) -> bool {
         !self.limits.is_empty()
     }
 
-    /// Whether user `uid` may see it, and read it if it is a file.
+    /// Whether user `uid` may see it. For a file, this includes reading.
     pub(crate) fn allows(&self, uid: u32, is_in: &mut dyn FnMut(u32) -> bool) -> bool {
         self.limits.iter().all(|limit| limit.allows(uid, is_in))
     }
 
-    /// Whether user `uid` may list it.
+    /// Whether user `uid` may list the folder.
     pub(crate) fn allows_list(&self, uid: u32, is_in: &mut dyn FnMut(u32) -> bool) -> bool {
         self.allows(uid, is_in) && self.lists.iter().all(|limit| limit.allows(uid, is_in))
     }
 
-    /// Whether the permissions of the source have to be looked at again.
+    /// Whether the permissions of the source have to be read again.
     pub(crate) fn is_old(&self) -> bool {
         self.looked.is_some_and(|looked| looked.elapsed() >= LOOKED_FOR)
     }
@@ -171,18 +173,18 @@ fn most_bits(is_folder: bool) -> u32 {
     if is_folder { FOLDER_BITS } else { FILE_BITS }
 }
 
-/// To whom a mount belongs, and the rules that give parts of it to others.
+/// The owner of a mount, and the rules that give parts of it to others.
 #[derive(Clone, Debug)]
 pub(crate) struct Sharing {
     uid: u32,
     gid: u32,
-    /// Permission bits taken away.
+    /// The permission bits that are removed from each mode.
     umask: u32,
     rules: Arc<[AccessRule]>,
 }
 
 impl Sharing {
-    /// As the options say; `uid` and `gid` are those of this process.
+    /// The sharing that `options` define. `uid` and `gid` are those of this process.
     pub(crate) fn new(options: &Options, uid: u32, gid: u32) -> Sharing {
         Sharing {
             uid: options.uid.unwrap_or(uid),
@@ -192,17 +194,18 @@ impl Sharing {
         }
     }
 
-    /// Whether there are rules. Without one, what links lead to is for all users of the mount.
+    /// Whether the mount has rules. Without rules, all users of the mount may see the targets of
+    /// links.
     pub(crate) fn has_rules(&self) -> bool {
         !self.rules.is_empty()
     }
 
-    /// The first rule about any of the names of one place.
+    /// The first rule that matches any of the `names` of one file or folder.
     pub(crate) fn rule_of(&self, names: &[PathBuf]) -> Option<usize> {
         self.rules.iter().position(|rule| names.iter().any(|name| rule.matches(name)))
     }
 
-    /// The rights that a rule gives, or those of the mount.
+    /// The rights that a rule gives. Without a rule, those of the whole mount.
     pub(crate) fn rights_by(&self, rule: Option<usize>, is_folder: bool) -> Rights {
         let rule = rule.and_then(|rule| self.rules.get(rule));
         let mode = rule.and_then(|rule| rule.mode).unwrap_or(!self.umask);
@@ -213,12 +216,13 @@ impl Sharing {
         }
     }
 
-    /// The rights of a place of these names.
+    /// The rights of a file or folder with these names.
     pub(crate) fn rights(&self, names: &[PathBuf], is_folder: bool) -> Rights {
         self.rights_by(self.rule_of(names), is_folder)
     }
 
-    /// The rights that the kernel sees of what `access` is about. If that is not known, nobody's.
+    /// The rights that the kernel gets for a node with `access`. If the mount has rules and the
+    /// access is not known yet, nobody has rights.
     pub(crate) fn rights_of(&self, access: Option<&NodeAccess>, is_folder: bool) -> Rights {
         match access {
             Some(access) => access.rights,
@@ -227,8 +231,8 @@ impl Sharing {
         }
     }
 
-    /// The globs of the rules that are about nothing in the source. A rule about the file that a set is
-    /// merged into counts by its folder.
+    /// The globs of the rules that match nothing in the source. A rule about the file that a set is
+    /// merged into counts as used if its folder exists.
     pub(crate) fn idle_rules(&self, tree: &Tree) -> Vec<String> {
         let mut idle: Vec<&AccessRule> = self.rules.iter().collect();
         for id in tree.ids() {
@@ -250,7 +254,7 @@ impl Sharing {
     }
 }
 
-/// The fault of a rule that is about nothing, and advice.
+/// The message about a rule that matches nothing.
 pub(crate) fn idle_rule(glob: &str) -> String {
     format!(
         "access={}: nothing in the source matches, so this rule keeps nobody out; paths are those in \
@@ -264,8 +268,9 @@ pub(crate) fn names_of_folder(tree: &Tree, folder: &Folder) -> Vec<PathBuf> {
     names(tree, folder, &folder.relative)
 }
 
-/// The names of what lies at `path` in the mount, in `folder` or that folder itself: its path in the
-/// mount, and its path in the source where views or `layout=hub` show it elsewhere.
+/// The names of the file or folder at `path` in the mount. `folder` is the folder itself or the one
+/// that contains the file. The names are the path in the mount and, where views or `layout=hub`
+/// change it, the path in the source.
 pub(crate) fn names(tree: &Tree, folder: &Folder, path: &Path) -> Vec<PathBuf> {
     let mut names = vec![path.to_owned()];
     let in_source = match tree.view_folder(folder) {
@@ -277,7 +282,8 @@ pub(crate) fn names(tree: &Tree, folder: &Folder, path: &Path) -> Vec<PathBuf> {
         }
         None => None,
     };
-    // Only `.` is about the root, which a view is not.
+    // A view folder is not the root of the source. The empty path would stand for the root, which
+    // only the glob `.` matches.
     names.extend(in_source.filter(|name| !name.as_os_str().is_empty()));
     names
 }
@@ -290,7 +296,7 @@ mod tests {
         Limit::of(Rights { uid, gid, mode }, READ)
     }
 
-    /// Users and groups, apart from root.
+    /// Test users and their groups, without root.
     fn users() -> Vec<(u32, Vec<u32>)> {
         let groups: [&[u32]; 4] = [&[], &[11], &[12], &[11, 12]];
         (7..10).flat_map(|uid| groups.map(|groups| (uid, groups.to_vec()))).collect()

@@ -1,8 +1,9 @@
-//! The places that a file or folder of the mount is made of, and the users who may read all of them: by
-//! the rules of `access=`, and behind links by the permissions of the source.
+//! The files and folders of the source that a node of the mount is made of, and the users who may read
+//! all of them. The rules of `access=` decide, and behind links the permissions of the source.
 //!
-//! The bytes of a node come from known inodes at known real paths. Its limits are those of the very
-//! paths, and a file that is not at its path without a link in between is for nobody.
+//! The bytes of a node come from known inodes at known real paths. The node has the limits of
+//! exactly these paths. If a file is not at its path, or only behind a link, nobody may see the
+//! node.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -17,11 +18,11 @@ use tensorfs::internal::version::FileId;
 use super::node::{Node, NodeKind};
 use super::sharing::{Limit, NodeAccess, PASS, READ, Rights, Sharing, names, names_of_folder};
 
-/// The kind of a place that a link leads to.
+/// The kind of a file or folder that a link leads to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     File,
-    /// A folder, and whether it is to be listed.
+    /// A folder, and whether the caller wants to list it.
     Folder(bool),
     /// Another link.
     Link,
@@ -36,19 +37,19 @@ impl Kind {
 struct Survey<'a> {
     sharing: &'a Sharing,
     tree: &'a Tree,
-    /// The folder in which the node lies, or that it is.
+    /// The folder that the node is, or that contains it.
     folder: &'a Folder,
-    /// The last folder of the source that was opened.
+    /// The last folder of the source that was opened, and its path.
     opened: Option<(PathBuf, OpenFolder)>,
     limits: Vec<Limit>,
     lists: Vec<Limit>,
-    /// Whether something is not what the tree knows.
+    /// Whether a file or folder of the source differs from the state in the tree.
     changed: bool,
-    /// Whether permissions of the source were asked for.
+    /// Whether permissions of the source were read.
     asked: bool,
 }
 
-/// Whether the access of `node` is found without the source.
+/// Whether the access of `node` can be found without access to the source.
 pub(crate) fn is_known_without_source(tree: &Tree, node: &Node) -> bool {
     node.is_folder() && !tree.folder(node.folder()).is_linked()
 }
@@ -80,7 +81,7 @@ pub(crate) fn access_of(sharing: &Sharing, tree: &Tree, node: &Node) -> NodeAcce
 }
 
 impl Survey<'_> {
-    /// The links that lead to the folder `id`, or to one that it lies in.
+    /// Adds the limits of the links that lead to the folder `id` or to a folder above it.
     fn folder(&mut self, id: FolderId, lists: bool) {
         let folder = self.tree.folder(id);
         if !folder.is_linked() {
@@ -101,11 +102,12 @@ impl Survey<'_> {
         }
     }
 
-    /// The files that the bytes of a file in folder `id` come from. `own` are its names.
+    /// Adds the limits of the source files that make up a file in folder `id`. `own` are the names
+    /// of the file.
     fn content(&mut self, id: FolderId, content: &Content, own: &[PathBuf]) {
         let folder = self.tree.folder(id);
         match content {
-            // The user who mounted has named the folder of this file for the users of the checkpoint.
+            // The user who mounted chose the folder of this file for the users of the checkpoint.
             Content::Whole { file, .. } if self.is_of_config(file) => {
                 self.changed |= !self.is_at(&file.path, file.version.file());
             }
@@ -130,7 +132,7 @@ impl Survey<'_> {
                     }
                 }
             }
-            // It tells of the files beside it.
+            // A generated text reveals facts about the files beside it, so their limits count.
             Content::Text(_) => {
                 for member in self.tree.family(id) {
                     self.folder(member, false);
@@ -146,7 +148,7 @@ impl Survey<'_> {
         }
     }
 
-    /// Whether `config=` shows the file, and no link leads to it.
+    /// Whether the file is from `config=`, and no link leads to it.
     fn is_of_config(&self, file: &File) -> bool {
         let config = self.tree.options.config.as_deref();
         let real = config.and_then(|config| std::fs::canonicalize(config).ok());
@@ -154,8 +156,8 @@ impl Survey<'_> {
         real.is_some_and(is_there) && self.tree.is_config_file(file)
     }
 
-    /// The folder of the family of `id` that has the set in `directory`, with the limits of the folders
-    /// from there up to `id`.
+    /// The folder that has the set in `directory`, from the family of `id`. Adds the limits of that
+    /// folder and of the folders from there up to `id`.
     fn member(&mut self, id: FolderId, directory: &Path) -> Option<FolderId> {
         let family = self.tree.family(id);
         let found = family.into_iter().find(|member| self.tree.folder(*member).path == directory);
@@ -171,9 +173,9 @@ impl Survey<'_> {
         found
     }
 
-    /// The file that has a name in a folder, at its real path.
+    /// Adds the limits of the file `name` in `folder`, whose real path is `path`.
     fn file(&mut self, folder: &Folder, name: &OsStr, path: &Path, id: FileId, own: &[PathBuf]) {
-        // Another mount has found that it is not for all.
+        // If the file lies on another mount of tensorfs, that mount may have limited its users.
         self.changed |= !self.is_at(path, id) || is_limited(path);
         let place = folder.path.join(name);
         let link = Some(place.as_path()).filter(|place| *place != path);
@@ -183,7 +185,7 @@ impl Survey<'_> {
         }
     }
 
-    /// The further links on the way of `link`.
+    /// Adds the limits of further links that are on the way of `link`.
     fn way(&mut self, link: &Path, own: &[PathBuf]) {
         for further in self.tree.store().links_on_the_way(link) {
             self.target(&further, Kind::Link, own, None);
@@ -205,8 +207,8 @@ impl Survey<'_> {
         folder.version_of_name(name).is_ok_and(|now| now.file() == id)
     }
 
-    /// The limits of the real path `path`, which a place of the names `own` leads to, by `link` if it is
-    /// a file.
+    /// Adds the limits of the real path `path`, to which a node with the names `own` leads. For a
+    /// file, `link` is the link to it.
     fn target(&mut self, path: &Path, kind: Kind, own: &[PathBuf], link: Option<&Path>) {
         let root = self.tree.root();
         let mut same_rule = false;
@@ -221,21 +223,21 @@ impl Survey<'_> {
         if self.tree.options.hub {
             self.shown_in_hub(path, kind);
         }
-        // A rule about both paths gives both to the same users, whatever the source says. The files of
-        // one model in a hub cache belong together.
+        // A rule that covers both paths gives both to the same users, so the permissions of the source
+        // do not count. The files of one model in a hub cache belong together.
         let is_own = link.is_some_and(|link| self.tree.store().is_own_blob(link, path));
         if !same_rule && !is_own {
             self.in_source(path, kind, &root);
         }
     }
 
-    /// The names of a path in the source, as the view of the node has it.
+    /// The names of a path of the source, as the view of the node shows it.
     fn names_in_source(&self, path: &Path) -> Vec<PathBuf> {
         let view = self.tree.view_folder(self.folder).map(|view| view.join(path));
         std::iter::once(path.to_owned()).chain(view).collect()
     }
 
-    /// The limits of the paths at which `layout=hub` shows a path of the source.
+    /// Adds the limits of the paths at which `layout=hub` shows a path of the source.
     fn shown_in_hub(&mut self, path: &Path, kind: Kind) {
         let file = path.file_name().filter(|_| !kind.is_folder());
         let folder = if file.is_some() { path.parent().unwrap_or(path) } else { path };
@@ -247,7 +249,7 @@ impl Survey<'_> {
         }
     }
 
-    /// Only users are let in who may do with `rights` what `kind` is for.
+    /// Lets in only users to whom `rights` give the access that `kind` requires.
     fn limit(&mut self, rights: Rights, kind: Kind) {
         match kind {
             Kind::File | Kind::Link => self.admit(Limit::of(rights, READ)),
@@ -260,7 +262,7 @@ impl Survey<'_> {
         }
     }
 
-    /// Only users are let in who may pass the folders of these names.
+    /// Lets in only users who may pass the folders with these names.
     fn above(&mut self, folders: Vec<Vec<PathBuf>>) {
         for names in folders.into_iter().filter(|names| !names[0].as_os_str().is_empty()) {
             self.admit(Limit::of(self.sharing.rights(&names, true), PASS));
@@ -273,8 +275,8 @@ impl Survey<'_> {
         }
     }
 
-    /// The limits of the permissions of `path` and of the folders above it. The source itself is left
-    /// out: its mount shares it. A folder of `follow=` is not.
+    /// Adds the limits of the permissions of `path` and of the folders above it. The root of the
+    /// source does not count, since the mount shares it. Folders of `follow=` count.
     fn in_source(&mut self, path: &Path, kind: Kind, root: &Path) {
         self.asked = true;
         let base = self.tree.base_of(path);

@@ -10,26 +10,26 @@ use tensorfs::internal::error::shown_path;
 use tensorfs::internal::hash::Digest;
 use tensorfs::internal::sync::Mutex;
 
-/// Sets that `status` names.
+/// Maximum number of sets that `status` lists.
 const NAMED_MAX: usize = 20;
 
 /// The remedy for an unproven tail.
 pub(crate) const REMEDY: &str =
     "settle it with -o expect-shards=N or reference=FILE, or a manifest (verify --write-manifest)";
 
-/// The last pieces of the sets that are shown, for `status`.
+/// The numbers of sets with proven and unproven tails, for `status`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct TailStatus {
     /// Number of sets whose last pieces are proved.
     pub proven: usize,
-    /// Number of the others.
+    /// Number of sets whose last pieces are not proved.
     pub unproven: usize,
-    /// The files of the others.
+    /// The files of the sets whose last pieces are not proved.
     pub files: Vec<String>,
 }
 
-/// The tail of each set that is shown.
+/// For each shown set, whether its last pieces are proved.
 #[derive(Default)]
 pub(crate) struct Tails(Mutex<BTreeMap<FolderId, FolderTails>>);
 
@@ -40,16 +40,17 @@ struct FolderTails {
     path: PathBuf,
     /// Names of the virtual files of sets with an unproven tail.
     unproven: Vec<String>,
-    /// Number of the other sets.
+    /// Number of sets of the folder whose tail is proved.
     proven: usize,
-    /// The tail of the set of each weight file in the mount.
+    /// For each weight file in the mount, the tail of its set.
     files: BTreeMap<String, Tail>,
-    /// Hash of the `config.json` that decides how its tensors are cut.
+    /// Hash of the `config.json` that decides how the tensors of the folder are cut.
     config: Option<Digest>,
 }
 
 impl Tails {
-    /// Replaces the notes on the sets of a folder. Warns once of each set with an unproven tail.
+    /// Replaces the records about the sets of a folder. Logs one warning for each set with an
+    /// unproven tail.
     pub(crate) fn note(&self, tree: &Tree, id: FolderId, proved: &Proved) {
         let source = tree.folder(id);
         let mut folder = FolderTails { path: source.relative.clone(), ..FolderTails::default() };
@@ -86,7 +87,7 @@ impl Tails {
         self.0.lock().remove(&id);
     }
 
-    /// The warnings given so far.
+    /// The warnings that were logged so far.
     pub(crate) fn warnings(&self, tree: &Tree) -> Vec<String> {
         let folders = self.0.lock();
         let paths = folders.iter().flat_map(|(id, folder)| {
@@ -101,14 +102,14 @@ impl Tails {
         self.0.lock().get(&folder)?.files.get(name).copied()
     }
 
-    /// Hash of the `config.json` that decides how the tensors of `folder` are cut, `None` if none
-    /// does.
+    /// Hash of the `config.json` that decides how the tensors of `folder` are cut. `None` if no
+    /// config decides.
     pub(crate) fn config_of(&self, folder: FolderId) -> Option<Digest> {
         self.0.lock().get(&folder)?.config
     }
 
-    /// The folders of the source whose `config.json` decides how tensors below `path` in the mount are
-    /// cut, `path` itself left out, and the hash of each text.
+    /// The folders of the source below `path` in the mount whose `config.json` decides how tensors are
+    /// cut, with the hash of each text. `path` itself is not included.
     pub(crate) fn configs_below(
         &self,
         tree: &Tree,
@@ -122,7 +123,7 @@ impl Tails {
         there.map(|(id, digest)| (tree.folder(id).path.clone(), (id, digest.to_string()))).collect()
     }
 
-    /// The facts for `tensorfs status`.
+    /// The numbers for `tensorfs status`.
     pub(crate) fn status(&self) -> TailStatus {
         let folders = self.0.lock();
         let unproven: usize = folders.values().map(|folder| folder.unproven.len()).sum();

@@ -1,5 +1,5 @@
-//! `verify=read`: the files whose tensors are compared with the checksums of `tensorfs verify`
-//! before they are served.
+//! `verify=read`: selects the files whose tensors are compared with the checksums of `tensorfs
+//! verify` before they are served.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -11,18 +11,18 @@ use tensorfs::internal::checkpoint::{Content, FolderId, MountEntry, Proved, Tree
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::verify::Recorded;
 
-/// The gates of the files that a folder shows, by name.
+/// For each file name that a folder shows, the gate that compares its bytes with checksums.
 pub(crate) type ChecksumGates = HashMap<OsString, Arc<ChecksumGate>>;
 
-/// Reads the headers, and refuses the sets of `folder` without checksums or with other headers.
-/// Returns the gates of the other sets.
+/// Reads the headers of the sets of `folder`, and refuses the sets that have no checksums or whose
+/// headers differ from the recorded ones. Returns the gates of the remaining sets.
 pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> ChecksumGates {
     let mut directory = tree.folder(folder).path.clone();
     let mut recorded = recorded_of(tree, &directory);
     let mut gates = ChecksumGates::new();
     for set in proved.sets.iter_mut().filter(|set| set.shown_at_parent.is_none()) {
         let Ok(checkpoint) = &set.outcome else { continue };
-        // A folder may show the checkpoint of a folder below it.
+        // A folder may show a checkpoint that lies in a folder below it.
         if checkpoint.directory != directory {
             directory.clone_from(&checkpoint.directory);
             recorded = recorded_of(tree, &directory);
@@ -53,7 +53,7 @@ fn recorded_of(tree: &Tree, directory: &Path) -> Recorded {
     recorded
 }
 
-/// Whether a file may be shown: weights only if they have a gate.
+/// Whether a file may be shown. Weights must have a gate.
 pub(crate) fn may_show(shown: &MountEntry, gates: &ChecksumGates) -> bool {
     let weights = match &shown.content {
         Content::Virtual(_) => true,

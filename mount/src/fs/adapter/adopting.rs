@@ -1,7 +1,7 @@
-//! Open files of another process, until this one has proved them.
+//! Open files of the previous process that this process has not proved yet.
 //!
-//! Requests for such a file wait for its proof, until the deadline of a request to its source. All
-//! other requests are answered meanwhile.
+//! Requests for one of these files wait for its proof, at most for the deadline of a request to its
+//! source. All other requests are answered in the meantime.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,25 +13,26 @@ use tensorfs::internal::sync::Mutex;
 use super::FsState;
 use crate::serve::blocking::{Fail, guarded};
 
-/// The open files that are not proved yet.
+/// The open files of the previous process that are not proved yet.
 #[derive(Default)]
 pub(super) struct Adoptions {
     /// The files by inode number.
     files: Mutex<HashMap<u64, AdoptedFile>>,
-    /// Number of `files` and of those whose requests go on now, so that a request after the last proof takes no lock.
+    /// Number of `files` and of files whose requests are being continued. At 0, a request takes no
+    /// lock.
     count: AtomicUsize,
 }
 
 struct AdoptedFile {
     /// Path in the mount.
     path: PathBuf,
-    /// Requests that wait for it.
+    /// Requests that wait for the proof of the file.
     waiters: Vec<Box<dyn FnOnce() + Send>>,
 }
 
 impl Adoptions {
-    /// Notes that the file at `path` in the mount is not proved yet. Call it before the first
-    /// request is read.
+    /// Notes that the file at `path` in the mount is not proved yet. Must be called before the
+    /// first request is read.
     pub(super) fn begin(&self, ino: u64, path: &Path) {
         let file = AdoptedFile { path: path.to_owned(), waiters: Vec::new() };
         if self.files.lock().insert(ino, file).is_none() {
@@ -39,15 +40,15 @@ impl Adoptions {
         }
     }
 
-    /// Notes that the file is proved, or lost, and goes on with the requests that wait for it.
+    /// Notes that the proof of the file has ended, and continues the requests that wait for it.
     pub(super) fn end(&self, ino: u64) {
         if self.go_on(ino) {
             self.count_end();
         }
     }
 
-    /// Goes on with the requests that wait for the file. It counts as not proved until `count_end`,
-    /// which must follow if this returns true.
+    /// Continues the requests that wait for the file. If this returns true, `count_end` must
+    /// follow: until then the file counts as not proved.
     pub(super) fn go_on(&self, ino: u64) -> bool {
         let file = self.files.lock().remove(&ino);
         let is_first = file.is_some();
@@ -55,17 +56,17 @@ impl Adoptions {
         is_first
     }
 
-    /// Counts a file of `go_on` as proved.
+    /// Counts the file of a `go_on` that returned true as proved.
     pub(super) fn count_end(&self) {
         self.count.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Whether no file is left.
+    /// Whether all proofs have ended.
     pub(super) fn are_over(&self) -> bool {
         self.count.load(Ordering::SeqCst) == 0
     }
 
-    /// The path of the file, if it is not proved yet.
+    /// The path of the file in the mount. `None` if its proof has ended.
     fn path(&self, ino: u64) -> Option<PathBuf> {
         if self.are_over() {
             return None;
@@ -73,7 +74,7 @@ impl Adoptions {
         self.files.lock().get(&ino).map(|file| file.path.clone())
     }
 
-    /// Calls `then` once the file is proved: at once if it is.
+    /// Calls `then` once the proof of the file has ended, or at once if it has ended already.
     pub(super) fn when_over(&self, ino: u64, then: impl FnOnce() + Send + 'static) {
         if !self.are_over() {
             let mut files = self.files.lock();
@@ -86,8 +87,9 @@ impl Adoptions {
 }
 
 impl FsState {
-    /// Calls `then` once the file of this number is proved: at once, unless another process had it
-    /// open. `reply` fails if that takes too long.
+    /// Calls `then` once the proof of the file with this inode number has ended. Files that the
+    /// previous process did not have open need no proof, so `then` is called at once. `reply` fails
+    /// if the proof takes too long.
     pub(super) fn when_adopted<R: Fail>(
         self: &Arc<Self>,
         ino: u64,

@@ -1,7 +1,7 @@
-//! The order in which open files of another process are proved.
+//! The order in which open files of the previous process are proved.
 //!
-//! A file system that stalls holds every thread that asks it. So few proofs at a time ask the same
-//! file systems, and the others find threads.
+//! A file system that stalls blocks every thread that accesses it. So only a few proofs at a time
+//! access the same file systems, and threads remain for the other proofs.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -12,26 +12,26 @@ use tensorfs::internal::version::QueueKey;
 
 use crate::serve::blocking::guarded;
 
-/// Maximum number of proofs at a time that ask the same file systems. Each has a thread.
+/// Maximum number of simultaneous proofs that access the same file systems. Each has a thread.
 const EACH_MAX: u64 = 8;
 
-/// The devices and stores that a proof reads from.
+/// The devices and stores that a proof accesses.
 pub(super) type Devices = BTreeSet<QueueKey>;
 
-/// Begins a proof, without a wait. The proof ends with its turn.
+/// Starts a proof without waiting. The proof lasts until its `Turn` is dropped.
 type Begin = Box<dyn FnOnce(Turn) + Send>;
 
-/// Proofs that run, and those that wait for them.
+/// The proofs that run, and those that wait for their turn.
 pub(super) struct AdoptionQueue(Mutex<State>);
 
 struct State {
     running: PerSourceLimiter<Devices>,
     waiting: HashMap<Devices, VecDeque<Begin>>,
-    /// Whether a thread begins proofs now. It begins all that can begin.
+    /// Whether a thread is starting proofs now. That thread starts all that may start.
     is_beginning: bool,
 }
 
-/// A proof that runs. Its drop begins the next one.
+/// The turn of a proof that runs. Its drop starts the next proof.
 pub(super) struct Turn {
     queue: Arc<AdoptionQueue>,
     devices: Devices,
@@ -51,7 +51,8 @@ impl AdoptionQueue {
         Arc::new(AdoptionQueue(Mutex::new(state)))
     }
 
-    /// Calls `begin` once fewer than `EACH_MAX` proofs ask exactly `devices`: at once, if they do.
+    /// Calls `begin` once fewer than `EACH_MAX` proofs access exactly the set `devices`, at once if
+    /// that is so already.
     pub(super) fn add(
         self: &Arc<Self>,
         devices: Devices,
@@ -61,7 +62,8 @@ impl AdoptionQueue {
         self.advance();
     }
 
-    /// Begins the proofs that can begin. A proof that ends at once does not nest the next one.
+    /// Starts the proofs that may start. A loop does this, so that a proof that ends at once does
+    /// not start the next one from its own stack frame.
     fn advance(self: &Arc<Self>) {
         loop {
             let mut state = self.0.lock();
@@ -101,7 +103,8 @@ mod tests {
         devices.iter().copied().map(QueueKey::Device).collect()
     }
 
-    /// Adds `count` proofs on `devices`. Each sends its turn, which ends with the drop of it.
+    /// Adds `count` proofs on `devices`. Each proof sends its turn, so it ends when the receiver
+    /// drops the turn.
     fn add(queue: &Arc<AdoptionQueue>, devices: &[u64], count: u64) -> Receiver<Turn> {
         let (send, turns): (Sender<Turn>, _) = channel();
         for _ in 0..count {
@@ -135,7 +138,7 @@ mod tests {
             queue.add(on(&[7]), |_| panic!("on purpose"));
         }
         let (send, ended) = channel();
-        // More than a stack would hold, if each began the next one.
+        // A stack could not hold this number of proofs if each proof started the next one.
         for _ in 0..100_000 {
             let send = send.clone();
             queue.add(on(&[7]), move |turn| drop((turn, send.send(()))));

@@ -1,4 +1,4 @@
-//! Opens of files: by the daemon, or by the kernel from a real file.
+//! Opens of files, which the daemon or the kernel serves from then on.
 
 use std::fs::File;
 use std::io;
@@ -15,28 +15,29 @@ use crate::serve::blocking::PendingReply;
 use crate::serve::heat::Opener;
 use crate::serve::requests::Operation;
 
-/// Maximum number of times that a file is opened for one request.
+/// Maximum number of times that one open request opens the file.
 const OPENS_MAX: usize = 2;
 
-/// A file that is opened and can be returned to the kernel.
+/// A file that was opened for a request.
 struct Ready {
     opened: Arc<OpenFile>,
     current: Arc<Current>,
     /// Whether the kernel's cached pages of the file are still valid.
     unchanged: bool,
-    /// The file that the kernel may serve by itself.
+    /// The real file that the kernel may serve by passthrough.
     whole: Option<Arc<File>>,
-    /// Why there is no copy of a file that the kernel serves from one.
+    /// Why there is no assembled copy, for a file that the kernel serves from a copy.
     lack: Option<String>,
 }
 
 impl Ready {
-    /// Whether the kernel could serve it from a copy, and there is none.
+    /// Whether the kernel could serve the file only from a copy, and there is no copy.
     fn lacks_copy(&self) -> bool {
         self.whole.is_none() && matches!(self.current.file, OpenContent::Virtual(_))
     }
 
-    /// The error of an open of `node` that lacks the copy which the kernel serves to others.
+    /// The error of an open of `node`, for which there is no copy, while the kernel serves a copy
+    /// to other programs.
     fn refused(self, node: &Node) -> Error {
         let lack = self.lack.as_deref().unwrap_or("its content has changed");
         let reason = format!(
@@ -48,8 +49,8 @@ impl Ready {
 }
 
 impl FsState {
-    /// Opens a file. Only this part accesses the source. `in_use` is true if the kernel serves the
-    /// file to other programs.
+    /// Opens a file. Only this function accesses the source. `in_use` says that the kernel serves
+    /// the file to other programs.
     fn open_file(&self, node: &Node, in_use: bool) -> Result<Ready, Errno> {
         // ESTALE makes the kernel look the name up again, which finds the new file.
         if node.is_outdated() {
@@ -64,14 +65,15 @@ impl FsState {
         let current = opened.current();
         let mut lack = None;
         let whole = match &current.file {
-            // In passthrough the kernel compares no checksums.
+            // In passthrough, no bytes are compared with checksums.
             _ if node.gate().is_some() => None,
             // Reads of a proved file that has changed must fail with EIO, which passthrough would
             // not do.
             OpenContent::Whole(file) if !file.reader().is_empty() => {
                 let source = &file.reader().sources()[0];
                 source.open_local_copy();
-                // The kernel would wait for another machine without a deadline.
+                // In passthrough, the kernel would wait for a remote file system without a
+                // deadline.
                 let hangs = source.reads_may_block() && self.common.has_deadline;
                 (!source.is_changed() && !hangs).then(|| source.open_bytes()).flatten()
             }
@@ -102,17 +104,18 @@ impl FsState {
             let (frozen, serving) = (self.frozen.read(), self.serving.lock());
             let known = serving.by_kernel(ino);
             let lacks_copy = known.is_some() && ready.as_ref().is_ok_and(Ready::lacks_copy);
-            // The copy may have become ready since this open looked for it, and serve another one.
+            // Another thread may have made the copy after this open looked for it, and the kernel
+            // may serve that copy to others.
             if !lacks_copy || opens == OPENS_MAX {
                 break (ready, known, lacks_copy, frozen, serving);
             }
         };
-        // After the deadline the opened file is dropped.
+        // Once the deadline has passed, the reply is gone and the opened file is dropped.
         let Some(reply) = pending.take() else { return };
         let ready = match ready {
-            // The kernel looks the name up again, at the process that takes over.
+            // The kernel repeats the lookup, and the process that takes over answers it.
             Ok(_) if *frozen => Err(Errno::ESTALE),
-            // The open mode cannot change while the file is open.
+            // The mode of an inode cannot change while the file is open.
             Ok(ready) if lacks_copy => Err(logged(Operation::Open, &node, &ready.refused(&node))),
             ready => ready,
         };
@@ -120,8 +123,8 @@ impl FsState {
             Ok(ready) => ready,
             Err(errno) => return reply.error(errno),
         };
-        // The kernel allows one mode per inode: while it serves the file to others, it serves this
-        // handle too.
+        // The kernel allows only one mode for an inode. While it serves the file to others, it
+        // serves this handle too.
         let by_kernel = match (known, whole) {
             (Some(backing), _) => Some(backing),
             (None, Some(file)) if !serving.is_by_us(ino) => self.backing(&node, &file),

@@ -1,4 +1,4 @@
-//! Passthrough: files that the kernel reads by itself.
+//! Passthrough: files that the kernel reads without the daemon.
 
 use std::fs::File;
 use std::io;
@@ -13,7 +13,7 @@ use super::FsState;
 use crate::serve::kernel::Feature;
 
 impl FsState {
-    /// Requests passthrough for whole files from the kernel.
+    /// Asks the kernel for passthrough of whole files.
     pub(super) fn passthrough(&self, config: &mut KernelConfig) -> Feature {
         if !self.common.passthrough {
             return Feature::Off;
@@ -21,8 +21,8 @@ impl FsState {
         if !self.common.is_root {
             return Feature::Refused("mounted without root".to_owned());
         }
-        // Depth 1: the backing files lie on a disk file system, and an overlay may be stacked on
-        // the mount.
+        // At stack depth 1, the backing files have to lie on a disk file system, and an overlay may
+        // be mounted on top of the mount.
         let can = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
             && config.set_max_stack_depth(1).is_ok();
         if can { Feature::On } else { Feature::Refused("the kernel is too old".to_owned()) }
@@ -39,8 +39,8 @@ impl FsState {
                 if node.is_virtual() {
                     self.service.copy_refused(&e);
                 }
-                // Other errors may come from the file system of this one file; missing rights
-                // affect all files.
+                // Missing rights affect all files, so passthrough is turned off. Another error may
+                // come from the file system of this file alone.
                 if e.kind() == io::ErrorKind::PermissionDenied
                     && self.passthrough.swap(false, Ordering::Relaxed)
                 {

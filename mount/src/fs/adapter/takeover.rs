@@ -1,9 +1,8 @@
-//! Inodes, lookups and open files of a mount, as one process hands them to the next.
+//! Inodes, lookups and open files of a mount, which one process hands over to the next.
 //!
-//! An inode number follows from the path and the content version, so a process that proves the same
-//! source has the same numbers. Only facts that do not follow from the source are carried: how often
-//! the kernel looked up each number, the open handles, and the files behind handles whose source may
-//! be gone.
+//! An inode number follows from the path and the content version. So a process that proves the same source has the
+//! same numbers. Only facts that do not follow from the source are handed over: the number of the kernel's lookups
+//! of each inode, the open handles, and the open files whose source may be gone.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::OsString;
@@ -34,14 +33,14 @@ use super::{FsState, Handle, TensorFs};
 use crate::log;
 use crate::serve::change_watcher::Forget;
 
-/// Maximum number of descriptors that one mount hands over beside its connection. Handles that
-/// would need more get errors if their source is gone.
+/// Maximum number of descriptors that one mount hands over in addition to its connection. If a handle has no
+/// descriptor because of this limit and its source is gone, its reads fail.
 const FILES_MAX: usize = 200;
 
-/// Maximum number of files that the warning about lost ones names.
+/// Maximum number of files that the warning about lost handles lists.
 const LOST_NAMED_MAX: usize = 3;
 
-/// Maximum number of bytes of the descriptions of open files.
+/// Maximum size in bytes of the descriptions of open files.
 const CONTENTS_MAX: usize = 64 << 20;
 
 /// The state of a file system, without descriptors and contents.
@@ -52,20 +51,20 @@ pub(crate) struct CarriedFs {
     nodes: Vec<CarriedNode>,
     /// Handle and inode number.
     handles: Vec<(u64, u64)>,
-    /// Inode number and registration of files that the kernel serves.
+    /// Inode number and number of the registration, for files that the kernel serves.
     backings: Vec<(u64, u32)>,
 }
 
-/// A file of the source that programs read.
+/// A source file that programs have open.
 #[derive(Debug, Deserialize, Serialize)]
 struct CarriedSource {
     path: OsString,
     known: [u64; 14],
-    /// Number of its descriptor.
+    /// Index of its descriptor in `Carried::files`.
     file: Option<usize>,
 }
 
-/// A file or folder that the kernel knows.
+/// A file or folder that the kernel refers to.
 #[derive(Debug, Deserialize, Serialize)]
 struct CarriedNode {
     ino: u64,
@@ -78,38 +77,38 @@ struct CarriedNode {
     outdated: bool,
     last: Option<[u64; 14]>,
     sources: Vec<usize>,
-    /// How its bytes follow from its sources, while it is open.
+    /// How the bytes of an open file are made from its sources.
     content: Option<CarriedContent>,
 }
 
 #[derive(Debug, Deserialize, Serialize)]
 enum CarriedContent {
-    /// A virtual file: place and length of the saved checkpoint, the name in it, and the hash of its
-    /// header.
+    /// A virtual file: offset and length of the saved checkpoint in `Carried::contents`, the name of the file in
+    /// the checkpoint, and the hash of its header.
     Virtual((usize, usize), String, String),
     /// A file of the source, and whether it was proved.
     Whole(bool),
-    /// Place and length of a text.
+    /// A generated text: offset and length in `Carried::contents`.
     Text((usize, usize)),
 }
 
-/// The state of a file system.
+/// The state of a file system, with descriptors and contents.
 #[derive(Debug, Default)]
 pub(crate) struct Carried {
     pub(crate) facts: CarriedFs,
     /// Saved checkpoints and texts.
     pub(crate) contents: Vec<u8>,
-    /// Open files of the source.
+    /// Descriptors of open source files.
     pub(crate) files: Vec<OwnedFd>,
 }
 
 /// The result of a takeover.
 struct TakenUp {
-    /// Number of open handles.
+    /// Number of open handles that were taken over.
     handles: usize,
-    /// Handles whose content is gone: their reads fail.
+    /// Number of handles whose content is gone. Their reads fail.
     lost: usize,
-    /// Some files that they are of.
+    /// Paths of some files with lost handles.
     lost_files: BTreeSet<PathBuf>,
 }
 
@@ -137,14 +136,14 @@ impl TakenUp {
     }
 }
 
-/// Collects what is carried.
+/// Collects the state to hand over.
 #[derive(Default)]
 struct Packer {
     carried: Carried,
     sources: HashMap<usize, usize>,
-    /// Places of the saved checkpoints; `None` for one that cannot be saved.
+    /// Offset and length of each saved checkpoint. `None` for a checkpoint that cannot be saved.
     checkpoints: HashMap<usize, Option<(usize, usize)>>,
-    /// The queues of the tensorfs mounts.
+    /// The device queues of tensorfs mounts.
     mounts: HashSet<QueueKey>,
 }
 
@@ -158,9 +157,9 @@ impl Packer {
         })
     }
 
-    /// Adds the descriptor of a source that is open. A file on a mount is opened again by its path:
-    /// the service manager polls the descriptors that it keeps, and would wait for the process that
-    /// serves that mount, which the same restart may have stopped.
+    /// Adds the descriptor of an open source. A file on a tensorfs mount is opened again by its path instead. The
+    /// reason: the service manager polls the descriptors that it keeps. The poll would wait for the process that
+    /// serves that mount, and the same restart may have stopped that process.
     fn file(&mut self, source: &Arc<Source>) {
         let index = self.source(source);
         let slot = &mut self.carried.facts.sources[index].file;
@@ -183,7 +182,7 @@ impl Packer {
         Some((offset, bytes.len()))
     }
 
-    /// Adds the facts about a file that no process since the one of the mark has listed.
+    /// Adds the facts about a file that came with the last takeover and that this process has not listed since.
     fn mark(&mut self, ino: u64, mark: &FileMark) {
         let CarriedFs { sources, nodes, .. } = &mut self.carried.facts;
         let first = sources.len();
@@ -207,7 +206,7 @@ impl Packer {
         });
     }
 
-    /// Describes the content of an open file, so that it can be read without its names.
+    /// Describes the content of an open file, so that the next process can read it without the paths.
     fn describe(&mut self, node: &Node) -> Option<CarriedContent> {
         let NodeKind::File { content, .. } = &node.kind else { return None };
         Some(match content {
@@ -231,7 +230,7 @@ impl Packer {
     }
 }
 
-/// Whether a new process may not find the content of this open file by its path.
+/// Whether a new process may fail to find the content of this open file at its path.
 fn may_be_gone(node: &Node, opened: &OpenFile) -> bool {
     let moved = |source: &Arc<Source>| !source.may_block() && !source.is_at_path();
     node.listings.load(Ordering::Relaxed) == 0
@@ -240,8 +239,8 @@ fn may_be_gone(node: &Node, opened: &OpenFile) -> bool {
 }
 
 impl TensorFs {
-    /// From now on, or no more, lookups and handles stay what they are: what would change them is
-    /// answered with ESTALE, which makes the kernel ask again.
+    /// Freezes lookups and handles, or ends the freeze. During the freeze, requests that would change them are
+    /// answered with ESTALE, which makes the kernel repeat the request.
     pub(crate) fn set_frozen(&self, frozen: bool) {
         *self.0.frozen.write() = frozen;
     }
@@ -273,7 +272,7 @@ impl TensorFs {
         let mut known: HashMap<u64, Arc<Node>> =
             shared.nodes.known().into_iter().map(|node| (node.ino, node)).collect();
         known.extend(open.values().map(|handle| (handle.node.ino, handle.node.clone())));
-        // The descriptors of files that may be gone come first: their number is limited.
+        // The number of descriptors is limited, so those of files that may be gone come first.
         let mut nodes: Vec<_> = known.into_values().collect();
         let is_there = |node: &Arc<Node>| {
             open.get(&node.ino).is_none_or(|handle| !may_be_gone(node, &handle.opened))
@@ -312,9 +311,9 @@ impl TensorFs {
         }
     }
 
-    /// Takes up the state of another process, before any request is read. Does not access the source:
-    /// the open files are proved by `Takeover::begin`, other files when they are looked up. `forget`
-    /// makes the kernel drop its pages of an inode.
+    /// Takes over the state of the previous process, before any request is read. Does not access the source:
+    /// `Takeover::begin` proves the open files, and lookups prove the other files. `forget` makes the kernel drop
+    /// its pages of an inode.
     pub(crate) fn take_up(&self, carried: Carried, forget: Forget) -> Takeover {
         let Carried { facts, contents, files } = carried;
         let shared = &self.0;
@@ -356,8 +355,8 @@ impl TensorFs {
         Takeover { taking: Arc::new(taking), families, unlisted }
     }
 
-    /// Waits until all open files of another process are proved, for `limit` at most. Returns whether
-    /// they are.
+    /// Waits until the proofs of all open files of the previous process have ended, at most for `limit`. Returns
+    /// whether they have.
     pub(crate) fn wait_for_adoptions(&self, limit: Duration) -> bool {
         let started = Instant::now();
         while !self.0.adoptions.are_over() {
@@ -373,23 +372,24 @@ impl TensorFs {
 /// A takeover whose open files are not proved yet.
 pub(crate) struct Takeover {
     taking: Arc<Taking>,
-    /// The open files by their folder.
+    /// The open files by the folder that contains them.
     families: BTreeMap<FolderId, Vec<Adopted>>,
     /// Open files whose folder is gone.
     unlisted: Vec<Adopted>,
 }
 
-/// An open file that is taken over.
+/// An open file of the previous process.
 struct Adopted {
-    /// Its index in the nodes of the state.
+    /// The index of the file in `CarriedFs::nodes`.
     index: usize,
     ino: u64,
     handles: Vec<u64>,
 }
 
 impl Takeover {
-    /// Begins to prove the open files: each folder on a thread of its own, and each file whose folder
-    /// is gone. Few at a time ask the same file systems. Requests for a file wait for it meanwhile.
+    /// Starts the proofs of the open files. Each folder, and each file whose folder is gone, is proved on a thread
+    /// of its own. Only a few proofs at a time access the same file systems. Requests for a file wait for its
+    /// proof.
     pub(crate) fn begin(self) {
         let Takeover { taking, families, unlisted } = self;
         let (nodes, pool) = (taking.shared.nodes.clone(), taking.shared.service.blocking.clone());
@@ -405,14 +405,14 @@ impl Takeover {
         }
         for (folder, files) in families {
             let place = taking.path(&files[0]);
-            // The proof of a folder asks its whole family.
+            // The proof of a folder accesses its whole family.
             let family = tree.family(tree.family_of(folder)).into_iter();
             let devices = family.flat_map(|id| tree.devices(&tree.folder(id).path)).collect();
             let (taking, nodes, pool) = (taking.clone(), nodes.clone(), pool.clone());
             queue.add(devices, move |turn| {
                 let family = AdoptedFamily { taking, folder: Some(folder), files, _turn: turn };
-                // The folder is proved on one thread, and its sources are opened on another one: other
-                // requests wait for the first one only.
+                // One thread proves the folder, and another one opens its sources. Requests for other files wait
+                // for the first thread only.
                 let then = pool.clone();
                 nodes.when_listed(&pool, folder, move |_| {
                     then.spawn_detached(&place, move || family.take());
@@ -422,13 +422,13 @@ impl Takeover {
     }
 }
 
-/// The open files of one folder, or one file whose folder is gone. Requests for those that are left
-/// at its end fail.
+/// The open files of one folder, or one file whose folder is gone. The drop fails the requests for the files that
+/// are still not proved.
 struct AdoptedFamily {
     taking: Arc<Taking>,
     folder: Option<FolderId>,
     files: Vec<Adopted>,
-    /// Other proofs wait for its end.
+    /// The drop of the turn starts other proofs.
     _turn: Turn,
 }
 
@@ -442,8 +442,8 @@ impl AdoptedFamily {
             if self.taking.take(self.folder, adopted) || !shared.adoptions.go_on(ino) {
                 continue;
             }
-            // The kernel drops its old pages. That waits for reads of this file, and no other file waits
-            // for it.
+            // The kernel has to drop its old pages. That waits for reads of this file, so it runs on a thread of
+            // its own and holds up no other file.
             let (counted, forget) = (shared.clone(), self.taking.forget.clone());
             let counts = Ends(move || counted.adoptions.count_end());
             shared.service.blocking.spawn_detached(&place, move || {
@@ -464,7 +464,7 @@ impl Drop for AdoptedFamily {
     }
 }
 
-/// Calls its function at the end of the block, also after a panic.
+/// Calls its function when it is dropped, also after a panic.
 struct Ends<F: FnMut()>(F);
 
 impl<F: FnMut()> Drop for Ends<F> {
@@ -473,16 +473,16 @@ impl<F: FnMut()> Drop for Ends<F> {
     }
 }
 
-/// A takeover.
+/// The state of a takeover that runs.
 struct Taking {
     shared: Arc<FsState>,
     facts: CarriedFs,
     contents: Vec<u8>,
     forget: Forget,
-    /// The sources of files that no folder shows any more, each made once. That may take long, so no
-    /// lock is held.
+    /// The sources of files that no folder shows any more. Each source is opened only once. Opening may take long,
+    /// so no lock is held during it.
     made: Vec<OnceLock<Arc<Source>>>,
-    /// Open files of the source, until they are used.
+    /// Descriptors of source files, until each is used.
     files: Mutex<Vec<Option<File>>>,
     result: Mutex<TakenUp>,
 }
@@ -509,7 +509,7 @@ fn mark_of(facts: &CarriedFs, carried: &CarriedNode) -> FileMark {
 }
 
 impl Taking {
-    /// Takes over one file. Returns whether the kernel's cached pages of it are still valid. Accesses
+    /// Takes over one file. Returns whether the pages that the kernel has cached of it are still valid. Accesses
     /// the source.
     fn take(&self, folder: Option<FolderId>, adopted: Adopted) -> bool {
         let shared = &self.shared;
@@ -541,14 +541,14 @@ impl Taking {
         PathBuf::from(&self.facts.nodes[adopted.index].path)
     }
 
-    /// The devices that its sources lay on.
+    /// The devices on which the sources of the file were.
     fn devices(&self, adopted: &Adopted) -> Devices {
         let carried = self.facts.nodes[adopted.index].sources.iter();
         let known = carried.filter_map(|index| self.facts.sources.get(*index));
         known.map(|source| Version::from_words(&source.known).queue_key()).collect()
     }
 
-    /// The source with this number in the state. Accesses it.
+    /// The source with this index in `CarriedFs::sources`. Accesses the source.
     fn source(&self, index: usize) -> Option<Arc<Source>> {
         let carried = self.facts.sources.get(index)?;
         let file = || self.files.lock().get_mut(carried.file?)?.take();
@@ -556,8 +556,8 @@ impl Taking {
         Some(self.made.get(index)?.get_or_init(adopt).clone())
     }
 
-    /// Opens a file of this process whose handles are taken over. Also returns whether the kernel's
-    /// cached pages are still valid.
+    /// Opens a file of this process to which handles are taken over. Also returns whether the pages that the kernel
+    /// has cached are still valid.
     fn open(&self, node: &Arc<Node>) -> (Option<Arc<OpenFile>>, bool) {
         let shared = &self.shared;
         let storm = || shared.store_queue.on_fault_storm(node.ino, node.gate().cloned());
@@ -570,7 +570,7 @@ impl Taking {
         }
     }
 
-    /// A file that no folder shows any more, with the content that it had.
+    /// A file that no folder shows any more, with the content that the previous process had open.
     fn gone(
         &self,
         folder: Option<FolderId>,
@@ -581,7 +581,7 @@ impl Taking {
         let cached =
             |reader, storm| -> Arc<CachedFile> { shared.service.cache.open(reader, storm) };
         let path = PathBuf::from(&carried.path);
-        // Nothing could compare these bytes with their checksums.
+        // The bytes of this file cannot be compared with checksums, so with `verify=read` they are lost.
         let unchecked = shared.service.checker.is_some();
         let (content, open) = match carried.content.as_ref()? {
             CarriedContent::Text(place) => {
@@ -608,7 +608,7 @@ impl Taking {
                     .find(|file| file.spec().name == *name)
                     .unwrap_or_else(|| checkpoint.single_file());
                 let reader = Reader::open(&file).ok()?;
-                // Another version of the program may lay out the same checkpoint in another way.
+                // A different version of the program may lay out the same checkpoint differently.
                 let found = file.summary().ok()?.header.to_string();
                 if reader.len() != carried.len || found != *header {
                     let path = shown_path(&path);
@@ -654,7 +654,7 @@ impl Taking {
         let backing = id.map(|id| Arc::new(Backing::adopted(&shared.connection, id)));
         let opened = match (opened, &backing) {
             (Some(opened), _) => opened,
-            // The kernel serves it from the registered file.
+            // The kernel serves the file from the registered file.
             (None, Some(_)) => {
                 let empty = OpenContent::Text(Arc::from([]));
                 let Ok(opened) = node.open_with(empty, &shared.watcher, &shared.service) else {
@@ -676,7 +676,7 @@ impl Taking {
             drop(serving);
             shared.service.opened(node.ino, &node.path, opened.current().file.cached());
             let (node, opened, backing) = (node.clone(), opened.clone(), backing.clone());
-            // The reader is not known any more.
+            // The program that opened the handle is not known any more.
             let handle = Handle { node, opened, backing, heat: None };
             shared.handles.write().insert(*fh, Arc::new(handle));
         }
@@ -684,7 +684,7 @@ impl Taking {
     }
 }
 
-/// The source that another process had open, with its descriptor if that was handed over.
+/// The source that the previous process had open, with its descriptor if that was handed over.
 fn adopt_source(carried: &CarriedSource, file: Option<File>, tree: &Tree) -> Arc<Source> {
     let (path, known) = (Path::new(&carried.path), Version::from_words(&carried.known));
     match file {

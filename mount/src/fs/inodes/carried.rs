@@ -1,4 +1,4 @@
-//! The nodes that the kernel knows, for a process that takes over, and in that process.
+//! Nodes that the kernel refers to, as they are handed over to the next process and taken up there.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -12,15 +12,15 @@ use tensorfs::internal::version::Version;
 use super::super::node::{Node, NodeKind};
 use super::Nodes;
 
-/// Facts about a file that another process served, until this process lists it.
+/// Facts about a file of the previous process, until this process lists the file.
 #[derive(Debug)]
 pub(crate) struct FileMark {
     pub(crate) version: String,
-    /// Lookups by the kernel.
+    /// Number of the kernel's lookups.
     pub(crate) lookups: u64,
-    /// Whether it was opened, so that the kernel may have pages of it.
+    /// Whether the file was opened, so that the kernel may have cached pages of it.
     pub(crate) opened: bool,
-    /// Whether its source was found changed: this version must not come back.
+    /// Whether its source was found changed. This version must not be used again then.
     pub(crate) outdated: bool,
     /// Version of its source at the last open.
     pub(crate) last: Option<Version>,
@@ -33,14 +33,15 @@ pub(crate) struct FileMark {
 pub(super) struct FileMarks(Mutex<HashMap<u64, FileMark>>);
 
 impl FileMarks {
-    /// Whether the other process found this version changed.
+    /// Whether the previous process found the version of `node` changed.
     pub(super) fn is_outdated(&self, node: &Node) -> bool {
         let marks = self.0.lock();
         let mark = marks.get(&node.ino);
         mark.is_some_and(|mark| mark.outdated && mark.version == node.listed_version())
     }
 
-    /// Whether the other process showed this file in this version. Asks for it only if there are marks.
+    /// Whether the previous process showed this file in this version. Calls `node` only if there are
+    /// marks.
     pub(super) fn has(&self, node: impl FnOnce() -> Arc<Node>) -> bool {
         if self.0.lock().is_empty() {
             return false;
@@ -51,8 +52,8 @@ impl FileMarks {
         mark.is_some_and(|mark| !mark.outdated && mark.version == node.listed_version())
     }
 
-    /// Sets a new node to what the other process knew of this version, so that all changes since
-    /// count.
+    /// Sets a new node to the state that the previous process had recorded for this version. A
+    /// change of the source since then is found at the next check.
     pub(super) fn apply(&self, node: &Node) {
         let NodeKind::File { content, .. } = &node.kind else { return };
         let mut marks = self.0.lock();
@@ -74,8 +75,8 @@ impl FileMarks {
             .for_each(|(source, known)| source.set_known(known));
     }
 
-    /// Takes back `times` lookups of a file that is not listed yet. The kernel has no page of a file
-    /// that it has forgotten.
+    /// Subtracts `times` from the lookup count of a file that is not listed yet. At 0 the mark is
+    /// removed: the kernel has no pages of a file that it has forgotten.
     pub(super) fn forget(&self, ino: u64, times: u64) {
         let mut marks = self.0.lock();
         if let Some(mark) = marks.get_mut(&ino) {
@@ -88,15 +89,15 @@ impl FileMarks {
 }
 
 impl Nodes {
-    /// The nodes that the kernel knows.
+    /// The nodes that the kernel refers to.
     pub(crate) fn known(&self) -> Vec<Arc<Node>> {
         let by_ino = self.by_ino.read();
         let known = by_ino.values().filter(|node| node.lookups.load(Ordering::Relaxed) > 0);
         known.cloned().collect()
     }
 
-    /// Calls `each` with the files of another process that were not listed here, and that the kernel
-    /// knows.
+    /// Calls `each` with the marks of files that this process has not listed and that the kernel
+    /// refers to.
     pub(crate) fn each_mark(&self, mut each: impl FnMut(u64, &FileMark)) {
         let by_ino = self.by_ino.read();
         let marks = self.marks.0.lock();
@@ -104,7 +105,7 @@ impl Nodes {
         left.for_each(|(ino, mark)| each(*ino, mark));
     }
 
-    /// Keeps facts about a file of another process until it is listed here.
+    /// Stores the mark of a file of the previous process until the file is listed here.
     pub(crate) fn mark(&self, ino: u64, mark: FileMark) {
         self.marks.0.lock().insert(ino, mark);
     }
@@ -118,7 +119,7 @@ impl Nodes {
     }
 
     /// Adds `lookups` to the lookup count of the folder at `path`, if its inode number is `ino`.
-    /// Programs that are in this folder do not look it up again.
+    /// Programs whose working folder it is do not look it up again.
     pub(crate) fn know_folder(&self, path: &Path, ino: u64, lookups: u64) {
         let node = self.folder_at(path).and_then(|id| self.folder(id));
         if let Some(node) = node.filter(|node| node.ino == ino) {
@@ -126,7 +127,7 @@ impl Nodes {
         }
     }
 
-    /// Registers a node that another process made by its number.
+    /// Registers a node that the previous process made, by its inode number.
     pub(crate) fn insert_carried(&self, node: Arc<Node>) {
         let mark = self.marks.0.lock().remove(&node.ino);
         node.lookups.fetch_add(mark.map_or(0, |mark| mark.lookups), Ordering::Relaxed);

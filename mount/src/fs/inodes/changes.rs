@@ -1,4 +1,4 @@
-//! Changes of a source that is watched: they pass from the tree to the nodes, and from there to the
+//! Changes of a source that is watched, which pass from the tree to the nodes and from there to the
 //! kernel.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -16,28 +16,30 @@ use super::super::arrival::{self, Arrivals};
 use super::super::node::{Node, file_node};
 use super::{FolderState, Listed, Listing, Nodes, Positions, Progress, log_refusals};
 
-/// Maximum number of sets in `watch.incomplete` of `status`: sets that are held back.
+/// Maximum number of paths in `watch.incomplete` of `status`, which lists the sets that are held
+/// back.
 const NAMED_MAX: usize = 20;
 
-/// The kernel's memory of a name or a folder, which is out of date.
+/// A name or attributes that the kernel has cached and that are out of date.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum OutOfDate {
-    /// The meaning of the name in this folder.
+    /// The kernel's entry for this name in the folder with this inode number.
     Name(u64, OsString),
     /// The attributes of this inode.
     Attributes(u64),
 }
 
-/// Tells the kernel what is out of date. It must not wait.
+/// Tells the kernel which of its cached facts are out of date. The function must not wait.
 pub(crate) type TellKernel = Box<dyn Fn(OutOfDate) + Send + Sync>;
 
 /// The additional state of a mount whose source is watched.
 pub(super) struct SourceWatch {
-    /// How long a set that is not whole counts as on its way.
+    /// How long a set that is not whole counts as still arriving.
     grace: Duration,
-    /// Families to look at again, by the top folder, because something in them is on its way.
+    /// Time of the next look at each family in which something is still arriving, by its top
+    /// folder.
     due: Mutex<BTreeMap<FolderId, Instant>>,
-    /// Called for an earlier time in `due`.
+    /// Called when `due` gets an earlier time.
     wake: OnceLock<Box<dyn Fn() + Send + Sync>>,
     tell_kernel: OnceLock<TellKernel>,
 }
@@ -52,7 +54,7 @@ impl SourceWatch {
         }
     }
 
-    /// Notes when the family of `top` must be looked at again.
+    /// Sets the time after which the family of `top` must be looked at again. `None` removes it.
     pub(super) fn set_due(&self, top: FolderId, again: Option<Duration>) {
         let mut due = self.due.lock();
         match again {
@@ -69,8 +71,9 @@ impl SourceWatch {
         self.due.lock().remove(&top);
     }
 
-    /// Takes the sets that are on their way out of a folder, and returns them. `before` is its listing
-    /// until now. If there is none, what another process showed (`was_shown`) stays.
+    /// Removes the sets that are still arriving from a folder, and returns them. `before` is the
+    /// previous listing of the folder. If there is none, the sets that the previous process showed
+    /// (`was_shown`) stay.
     pub(super) fn hold_back(
         &self,
         tree: &Tree,
@@ -102,8 +105,9 @@ impl SourceWatch {
         (arrivals, held)
     }
 
-    /// Removes plain files that are on their way from `shown`. Returns the time until the next look.
-    /// Files of the listing `before` stay, and those that another process showed (`was_shown`).
+    /// Removes plain files that are still arriving from `shown`. Returns the time until the next
+    /// look. Files in the listing `before` stay. Without a listing, the files stay that the previous
+    /// process showed (`was_shown`).
     pub(super) fn hold_back_plain(
         &self,
         shown: &mut Vec<MountEntry>,
@@ -130,7 +134,7 @@ impl SourceWatch {
         again
     }
 
-    /// Tells the kernel about the names that differ between two listings of the folder `node`.
+    /// Tells the kernel which names differ between two listings of the folder `node`.
     pub(super) fn tell_kernel(&self, node: &Node, before: &Listing, now: &Listing) {
         let Some(tell) = self.tell_kernel.get() else { return };
         let names = differences(before, now);
@@ -151,7 +155,7 @@ fn is_of_set(tree: &Tree, id: FolderId, set: &Set, entry: &MountEntry) -> bool {
     files.any(|file| entry.content.sources().iter().any(|source| source.version() == file.version))
 }
 
-/// The names of `before` that stand for something else in `now`, or for nothing.
+/// The names of `before` that mean another node in `now`, or none.
 fn differences(before: &Listing, now: &Listing) -> Vec<OsString> {
     let differs = |(name, node): &&(OsString, Arc<Node>)| {
         super::find(now, name).is_none_or(|found| found.ino != node.ino)
@@ -159,8 +163,8 @@ fn differences(before: &Listing, now: &Listing) -> Vec<OsString> {
     before.iter().filter(differs).map(|(name, _)| name.clone()).collect()
 }
 
-/// The positions of the entries `now`. Names that were listed before keep theirs, and new ones come
-/// after all others.
+/// The positions of the entries `now`. Names of the listing `before` keep their positions, and new
+/// names follow after all others.
 pub(super) fn positions(before: Option<&Listed>, now: &Listing) -> Positions {
     let mut known: HashMap<&OsStr, u64> = HashMap::new();
     for (position, index) in before.iter().flat_map(|before| before.positions.iter()) {
@@ -185,8 +189,8 @@ pub(super) fn positions(before: Option<&Listed>, now: &Listing) -> Positions {
 }
 
 impl Nodes {
-    /// Begins to tell of changes: `tell_kernel` about names, and `wake` when `next_due` may be
-    /// earlier than it was.
+    /// Sets the functions that are called for changes: `tell_kernel` for changed names, and `wake`
+    /// when `next_due` may have become earlier.
     pub(crate) fn set_watcher(
         &self,
         tell_kernel: TellKernel,
@@ -198,12 +202,12 @@ impl Nodes {
         }
     }
 
-    /// Time of the next look at something that is on its way.
+    /// Time of the next look at something that is still arriving.
     pub(crate) fn next_due(&self) -> Option<Instant> {
         self.watched.as_ref()?.due.lock().values().min().copied()
     }
 
-    /// Paths of the sets that are on their way, for `status`.
+    /// Paths of the sets that are still arriving, for `status`.
     pub(crate) fn incomplete(&self) -> Vec<String> {
         let Some(watched) = &self.watched else { return Vec::new() };
         let tops: Vec<FolderId> = watched.due.lock().keys().copied().collect();
@@ -216,7 +220,7 @@ impl Nodes {
         names.take(NAMED_MAX).collect()
     }
 
-    /// Takes the families that are due.
+    /// Removes and returns the families whose next look is due.
     pub(crate) fn take_due(&self) -> Vec<FolderId> {
         let Some(watched) = &self.watched else { return Vec::new() };
         let (mut due, now) = (watched.due.lock(), Instant::now());
@@ -226,8 +230,8 @@ impl Nodes {
         tops
     }
 
-    /// Takes a change of the tree over. Costs as much as the families of the changed folders.
-    /// Returns the top folders of the families that were proved again.
+    /// Applies a change of the tree to the nodes. The cost grows with the families of the changed
+    /// folders. Returns the top folders of the families that were proved again.
     pub(crate) fn apply(&self, change: &TreeChange) -> BTreeSet<FolderId> {
         for &id in &change.removed {
             self.forget_folder(id);
@@ -236,7 +240,8 @@ impl Nodes {
         let (mut tops, mut plain) = (BTreeSet::new(), Vec::new());
         for changed in &change.changed {
             let id = changed.id;
-            // The blobs of a hub model show what its snapshots do not.
+            // The blobs of a hub model show the files that its snapshots do not show. So a change
+            // of a snapshot changes the listing of the blobs.
             let model = arrival::hub_model(&tree, id).map(|model| tree.folder(model));
             let children = model.iter().flat_map(|model| &model.children);
             let blobs: Vec<FolderId> =
@@ -258,7 +263,8 @@ impl Nodes {
         tops
     }
 
-    /// Proves the family of `top` again, if it was asked for before. Returns whether it was.
+    /// Proves the family of `top` again if a request has asked for it before. Returns whether that
+    /// is so.
     pub(crate) fn prove_again(&self, top: FolderId) -> bool {
         let progress = self.progress.lock();
         if matches!(progress.get(&top), None | Some(Progress::Unproved)) {
@@ -271,7 +277,7 @@ impl Nodes {
         true
     }
 
-    /// Takes changes of plain files `names` of folder `id` over. Returns whether the folder is
+    /// Applies changes of the plain files `names` to folder `id`. Returns whether the folder is
     /// listed.
     fn update_plain(&self, top: FolderId, id: FolderId, names: &[OsString]) -> bool {
         let lock = self.family_lock(top);
@@ -284,8 +290,8 @@ impl Nodes {
         }
     }
 
-    /// Takes changes of plain files over into the entries `listed`. Returns false if another thread
-    /// has replaced them meanwhile, as a name that is found outdated does.
+    /// Applies changes of plain files to the entries `listed`. Returns false if another thread has
+    /// replaced the listing in the meantime, which `renew` does for an outdated name.
     fn update_plain_of(
         &self,
         listed: &Listed,

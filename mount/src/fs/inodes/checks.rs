@@ -1,8 +1,9 @@
-//! Checks of the folders of a source that is not watched, each at a request about the folder.
+//! Checks of the folders of a source that is not watched. A request about a folder causes the check
+//! of that folder.
 //!
-//! Such a mount keeps the names that it found at its start. Once one of them is away, or a set is
-//! refused, the names of this folder are those of the source, so that what comes back is shown. A
-//! check of a folder that has not changed costs one stat(2).
+//! An unwatched mount keeps the names that it found at its start. Once one of the names of a folder
+//! is gone, or a set of the folder is refused, the folder shows the current names of the source, so
+//! that files that come back are shown. The check of an unchanged folder costs one stat(2).
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -18,22 +19,23 @@ use tensorfs::internal::sync::Mutex;
 use super::super::node::Node;
 use super::{ASK_INTERVAL, NameEntry, Nodes, Refusal, find, log_refusals};
 
-/// The last check for changes of each folder of one mount.
+/// The last check of each folder of one mount.
 #[derive(Default)]
 pub(super) struct FolderChecks {
-    /// The number of the first folder that came after the start.
+    /// The number of the first folder that was found after the start of the mount.
     first_new: FolderId,
     folders: Mutex<HashMap<FolderId, Arc<FolderCheck>>>,
-    /// Folders that were listed again.
+    /// Number of times that a folder was listed again.
     listings: AtomicU64,
 }
 
-/// The facts about one folder.
+/// The state of the checks of one folder.
 #[derive(Default)]
 struct FolderCheck {
-    /// Whether its names are those of the source, not those of the start.
+    /// Whether the folder shows the current names of the source, and not those of the start.
     follows: AtomicBool,
-    /// Its version at the last check, and the time of that. Held during a check.
+    /// Version of the folder at the last check, and the time of that check. The lock is held during
+    /// a check.
     last: Mutex<Option<(FolderVersion, Instant)>>,
 }
 
@@ -47,7 +49,7 @@ impl FolderChecks {
         self.folders.lock().entry(id).or_default().clone()
     }
 
-    /// Whether the folder came after the start.
+    /// Whether the folder was found after the start of the mount.
     pub(super) fn is_new(&self, id: FolderId) -> bool {
         id >= self.first_new
     }
@@ -56,15 +58,15 @@ impl FolderChecks {
         self.folders.lock().remove(&id);
     }
 
-    /// Folders that were listed again, for `status`.
+    /// Number of times that a folder was listed again, for `status`.
     pub(super) fn listings(&self) -> u64 {
         self.listings.load(Ordering::Relaxed)
     }
 }
 
 impl Nodes {
-    /// Finds out what has come, gone or changed in `folder`, unless the source is watched. Accesses
-    /// the source, which may be slow.
+    /// Finds entries of `folder` that are new, gone or changed. Does nothing if the source is
+    /// watched. Accesses the source, which may be slow.
     pub(crate) fn check_family(&self, folder: FolderId) {
         if self.watched.is_some() || !self.tree.contains(folder) {
             return;
@@ -79,7 +81,7 @@ impl Nodes {
         }
     }
 
-    /// The entry `name` of `folder`, which is listed, as it is now. Accesses the source.
+    /// The current entry `name` of the listed folder `folder`. Accesses the source.
     pub(crate) fn current_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let mut found = self.entry(folder, name);
         let needs_check = match &found {
@@ -87,7 +89,8 @@ impl Nodes {
             NameEntry::Found(_) => name == ERROR_FILE || self.tree.folder(folder).has_links(),
             NameEntry::Absent | NameEntry::Stale => true,
         };
-        // The next answer may be that it is too early to ask again whether a refused set is whole.
+        // The second `entry` may answer `Absent` only because the next check of a refused set is
+        // not due yet.
         let was_stale = matches!(found, NameEntry::Stale);
         if needs_check && self.watched.is_none() {
             self.check_family(folder);
@@ -100,8 +103,8 @@ impl Nodes {
         }
     }
 
-    /// The entry `name` of `folder` as it was listed: a folder, or no entry. `None` if the folder is
-    /// not listed, or the entry is a file, which may have changed.
+    /// The entry `name` of `folder` at its last listing: a folder, or `Absent`. `None` if the folder
+    /// is not listed, or if the entry is a file, which may have changed.
     pub(crate) fn listed_entry(&self, folder: FolderId, name: &OsStr) -> Option<NameEntry> {
         match find(&*self.listing(folder)?, name) {
             Some(node) if node.is_folder() => Some(NameEntry::Found(node)),
@@ -110,8 +113,8 @@ impl Nodes {
         }
     }
 
-    /// Whether the folder `child`, which `parent` shows, is gone or another one, so that a check of
-    /// the parent finds out more.
+    /// Checks the folder `child`, which `parent` shows. If `child` is gone or was replaced, the
+    /// parent is listed again. Returns whether that happened.
     fn check_child(&self, parent: FolderId, child: FolderId) -> bool {
         let tree = &self.tree;
         if self.watched.is_some() || tree.is_there(child) {
@@ -135,11 +138,11 @@ impl Nodes {
         let (path, partial) = (folder.path.clone(), folder.partial);
         let follows = check.follows.load(Ordering::Relaxed) || self.checks.is_new(id);
         let same = last.as_ref().is_some_and(|(then, at)| {
-            // Others may not tell of each change.
+            // The version of a remote folder may not change with every change in it.
             let is_sure = || !partial && (!follows || !tree.store().may_block(&path));
             then.is_settled_as(&now) && (at.elapsed() < ASK_INTERVAL || is_sure())
         });
-        // The path of the user may lead elsewhere by now.
+        // The user's path may lead to another folder by now.
         if same && (now.is_there() || !tree.shows_source(id)) {
             return;
         }
@@ -156,7 +159,7 @@ impl Nodes {
         self.list_again(id);
     }
 
-    /// Lists a folder of the source again, and takes over what has changed.
+    /// Lists a folder of the source again and applies the changes.
     fn list_again(&self, id: FolderId) {
         let tree = &self.tree;
         self.checks.listings.fetch_add(1, Ordering::Relaxed);
@@ -173,15 +176,15 @@ impl Nodes {
         }
     }
 
-    /// Takes the outcome of listing the folder `id` again, if it is the source. Returns whether the source
-    /// could be read before, and cannot now.
+    /// Records the outcome of listing the folder `id` again, if that folder is the source. Returns
+    /// true if the source cannot be read now but could before.
     pub(crate) fn note_source(&self, id: FolderId, error: Option<&Error>) -> bool {
-        // Models of a hub cache stay as the source does.
+        // In a hub cache, only the root counts as the source, not the folders of its models.
         let is_source = || !self.tree.options.hub || self.tree.folder(id).path == self.tree.root();
         self.tree.shows_source(id) && is_source() && self.sets.note_source(error)
     }
 
-    /// Shows nothing of the source at `id`, which cannot be read.
+    /// Removes the entries of folder `id` from the mount, because the source cannot be read.
     fn take_out_source(&self, id: FolderId, error: &Error) {
         if self.note_source(id, Some(error)) {
             tracing::warn!("{error}; the mount shows nothing of it until it is back");
@@ -196,7 +199,7 @@ impl Nodes {
         }
     }
 
-    /// Follows the path of the user to another folder once the source is gone. Returns whether it
+    /// Once the source is gone, follows the user's path to another folder. Returns whether the path
     /// leads to one.
     pub(crate) fn follow_given(&self) -> bool {
         let before = self.tree.source_now();
@@ -206,7 +209,7 @@ impl Nodes {
         true
     }
 
-    /// Examines the files of a family again, and proves it.
+    /// Scans the files of a family again, and proves the family.
     fn prove_from_source(&self, folder: FolderId) {
         let top = self.tree.family_of(folder);
         let lock = self.family_lock(top);
@@ -214,7 +217,8 @@ impl Nodes {
         self.prove_rescanned(top);
     }
 
-    /// As `prove_from_source`, for a caller that has the lock of the family.
+    /// Scans the files of a family again, and proves the family. The caller holds the lock of the
+    /// family.
     pub(super) fn prove_rescanned(&self, top: FolderId) {
         self.tree.rescan(top);
         tracing::info!("files have changed in the source; proving them again");

@@ -1,4 +1,4 @@
-//! Sets that a mount refuses because of those that it has shown before, and sets that are gone.
+//! Sets that a mount refuses because of the sets that it has shown before, and sets that are gone.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -13,23 +13,23 @@ use super::super::arrival;
 use super::super::sets::SetsStatus;
 use super::{Listed, Nodes};
 
-/// The index, for `status`.
+/// The use of the index, for `status`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct IndexStatus {
-    /// Its folder.
+    /// Path of the folder with the index.
     pub folder: Option<String>,
     pub sets_from_index: u64,
     pub sets_from_headers: u64,
 }
 
 impl Nodes {
-    /// The sets that are shown, refused or gone, for `tensorfs status`. Does not ask the source.
+    /// The sets that are shown, refused or gone, for `tensorfs status`. Does not access the source.
     pub(crate) fn sets_status(&self) -> SetsStatus {
         SetsStatus { looks: self.checks.listings(), ..self.sets.status() }
     }
 
-    /// How many sets came from an index, for `tensorfs status`.
+    /// The number of sets that came from an index, for `tensorfs status`.
     pub(crate) fn index_status(&self) -> IndexStatus {
         let [index, headers] = &self.indexed;
         IndexStatus {
@@ -39,8 +39,8 @@ impl Nodes {
         }
     }
 
-    /// If no checkpoint at or below `path` is shown: why one is not that a reader of the source
-    /// alone might see otherwise. Accesses the source.
+    /// If no checkpoint at or below `path` is shown: the reason for one of them that a program
+    /// which reads the source itself could not find out. Accesses the source.
     pub(crate) fn missing(&self, path: &Path) -> Option<String> {
         let why = self.sets.missing(path)?;
         let source = self.tree.source_now();
@@ -48,7 +48,7 @@ impl Nodes {
         Some(away.unwrap_or(why))
     }
 
-    /// Refuses sets for what the mount knows of them, and returns their names.
+    /// Refuses the sets that contradict what the mount has shown before. Returns their names.
     pub(super) fn refuse_by_history(
         &self,
         tree: &Tree,
@@ -73,7 +73,7 @@ impl Nodes {
         held
     }
 
-    /// Refuses a set that has come while the mount was there, and may not be whole yet.
+    /// Refuses a set that appeared after the start of the mount and may not be whole yet.
     fn refuse_arriving(&self, tree: &Tree, id: FolderId, set: &mut Set) {
         let Ok(checkpoint) = &set.outcome else { return };
         let folder = tree.folder(id);
@@ -81,7 +81,7 @@ impl Nodes {
         let proved = self.shards_proved.lock();
         let before = proved.get(&folder.relative).and_then(|sets| sets.get(&set.name)).copied();
         drop(proved);
-        // Fewer are refused for another reason.
+        // `refuse_fewer_shards` handles a set with fewer shards.
         let is_known = before.is_some_and(|before| now <= before);
         if let Some(why) = arrival::is_arriving(&folder, set, checkpoint, is_known) {
             set.outcome = Err(Error::changed(&folder.path, why));
@@ -89,10 +89,11 @@ impl Nodes {
     }
 
     /// Refuses a set that has fewer shards than this mount has proved before, if the shards
-    /// themselves cannot show that one is missing.
+    /// themselves cannot show that a shard is missing.
     fn refuse_fewer_shards(&self, tree: &Tree, folder: FolderId, set: &mut Set) {
         let Ok(checkpoint) = &set.outcome else { return };
-        // Recorded shapes reveal lost pieces, but not a tensor that was lost whole.
+        // Recorded shapes show that pieces of a tensor are missing, but not that a whole tensor is
+        // missing.
         if checkpoint.tail != Tail::Unproven && !checkpoint.catalog().shapes_recorded {
             return;
         }
@@ -112,7 +113,7 @@ impl Nodes {
         set.outcome = Err(Error::refused(&tree.folder(folder).path, fault));
     }
 
-    /// Forgets how many shards sets had that are gone from the folder as a whole.
+    /// Forgets the number of shards of each set that is completely gone from the folder.
     pub(super) fn forget_shards(&self, tree: &Tree, id: FolderId, folder: &Proved) {
         if let Some(sets) = self.shards_proved.lock().get_mut(&tree.folder(id).relative) {
             sets.retain(|name, _| folder.sets.iter().any(|set| set.name == *name));

@@ -1,4 +1,4 @@
-//! Nodes that another process made, and that this one takes over.
+//! Nodes of the previous process that this process takes over.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use crate::serve::change_watcher::Watcher;
 use crate::serve::service::Service;
 
 impl Node {
-    /// A file that no folder of this process shows, which another process knew under this number
-    /// and version.
+    /// A file that no folder of this process shows, with the inode number and version that the
+    /// previous process used.
     pub(crate) fn carried(
         ino: u64,
         folder: FolderId,
@@ -32,7 +32,7 @@ impl Node {
         node
     }
 
-    /// Notes that its source was found changed or replaced.
+    /// Notes that the source of the file was found changed or replaced.
     pub(crate) fn set_outdated(&self) {
         self.outdated.store(true, Ordering::SeqCst);
     }
@@ -45,20 +45,20 @@ impl Node {
         }
     }
 
-    /// Version of its source at the last open.
+    /// Version of the source at the last open.
     pub(crate) fn last(&self) -> Option<Version> {
         let NodeKind::File { last, .. } = &self.kind else { return None };
         *last.lock()
     }
 
-    /// Sets the version of its source at the last open.
+    /// Sets the version of the source at the last open.
     pub(crate) fn set_last(&self, last_version: Version) {
         if let NodeKind::File { last, .. } = &self.kind {
             *last.lock() = Some(last_version);
         }
     }
 
-    /// Opens the file with this content. All later opens share the result.
+    /// Opens the file with `content`. All later opens share the result.
     ///
     /// # Errors
     /// If a source cannot be opened.

@@ -1,10 +1,10 @@
-//! Blocking calls to a source, which may never answer: each runs on a thread of its own, and the
-//! reply that waits for it has a deadline.
+//! Blocking calls to a source, which may never answer. Each call runs on a thread of its own, and
+//! the reply that waits for it has a deadline.
 //!
-//! A thread that waits for the source cannot be interrupted. It runs to its end, and a late result
-//! is dropped. The number of threads is bounded, for each file and in total. A call without a free
-//! thread waits in a queue until its deadline, and fails at once if all threads are past their
-//! deadlines.
+//! A thread that waits for the source cannot be interrupted. It runs until its call returns, and a
+//! late result is dropped. The number of threads is bounded, for each file and in total. If no
+//! thread is free, a call waits in a queue until its deadline. If all threads are past their
+//! deadlines, the call fails at once.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,13 +21,13 @@ use tracing::Span;
 
 use super::in_flight::{InFlight, Unanswered};
 
-/// Maximum number of threads for one file, so that a stalled file takes no more.
+/// Maximum number of threads for one file, so that a stalled file does not take all threads.
 const PLACE_MAX: u64 = 4;
 
 /// Maximum number of threads in total.
 const THREADS_MAX: u64 = 64;
 
-/// Maximum number of stalls remembered, so that each is logged once.
+/// Maximum number of paths in `State::told`, so that each stall is logged only once.
 const TOLD_MAX: usize = 1024;
 
 /// A reply that can fail.
@@ -44,7 +44,7 @@ struct PoolShared {
     in_flight: InFlight,
     timeout: Option<Duration>,
     counters: Arc<Counters>,
-    /// The secret of the source, whose derivations make calls late.
+    /// The secret of the source. If a key derivation delays a call, the log names it as the reason.
     secret: Option<Arc<Secret>>,
     state: Mutex<State>,
     deadlines: Deadlines,
@@ -58,11 +58,11 @@ impl Drop for PoolShared {
 
 struct State {
     next: u64,
-    /// Replies with a deadline, by number. The first one is due first.
+    /// The replies that have a deadline, by number. The reply with the lowest number is due first.
     due: BTreeMap<u64, Due>,
-    /// Threads at work, by the path that they ask about.
+    /// Number of threads that work for each path.
     threads: PerSourceLimiter<PathBuf>,
-    /// Threads that are past their deadline.
+    /// Number of threads for each path that are past their deadline.
     held: PerSourceLimiter<PathBuf>,
     /// Numbers of failed replies whose threads are still blocked.
     late: BTreeSet<u64>,
@@ -87,7 +87,7 @@ impl Default for State {
 
 struct Due {
     deadline: Instant,
-    /// Whether a thread works on it.
+    /// Whether a thread works on the request.
     asked: bool,
     place: PathBuf,
     reply: Arc<dyn Late>,
@@ -95,38 +95,38 @@ struct Due {
 
 struct BlockingJob {
     place: PathBuf,
-    /// Number of the reply. `None` if there is no reply.
+    /// Number of the reply. `None` if no reply waits for the work.
     number: Option<u64>,
     work: Box<dyn FnOnce() + Send>,
 }
 
 /// A reply that may have been sent already.
 trait Late: Send + Sync {
-    /// Fails it. Returns whether it was not sent yet.
+    /// Fails the reply. Returns false if it was sent already.
     fn fail(&self) -> bool;
 }
 
 impl<R: Fail> Late for Mutex<Option<(R, Unanswered)>> {
     fn fail(&self) -> bool {
         let reply = self.lock().take();
-        // The request counts as answered after the reply.
+        // The request counts as unanswered until the reply has failed.
         reply.map(|(reply, _unanswered)| reply.fail()).is_some()
     }
 }
 
-/// A pending reply: until it is sent or its deadline has passed.
+/// A reply that is neither sent nor past its deadline.
 pub(crate) struct PendingReply<R: Fail> {
     pool: BlockingPool,
     number: u64,
     place: PathBuf,
     reply: Arc<Mutex<Option<(R, Unanswered)>>>,
-    /// Set while the reply that was taken is on its way.
+    /// Keeps the request counted as unanswered after the reply was taken, until it is sent.
     taken: Mutex<Option<Unanswered>>,
 }
 
 impl<R: Fail> PendingReply<R> {
-    /// The reply. `None` after the deadline. The request counts as answered when this is dropped,
-    /// so the caller keeps it until the reply is sent.
+    /// The reply. `None` after the deadline. The request counts as answered when this
+    /// `PendingReply` is dropped, so the caller keeps it until the reply is sent.
     pub(crate) fn take(&self) -> Option<R> {
         let (reply, unanswered) = self.reply.lock().take()?;
         *self.taken.lock() = Some(unanswered);
@@ -145,20 +145,20 @@ impl<R: Fail> Drop for PendingReply<R> {
     }
 }
 
-/// Runs a handler. A panic drops its reply, which answers EIO.
+/// Runs a handler. If the handler panics, its reply is dropped, which answers EIO.
 pub(crate) fn guarded(handler: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(handler)).is_err() {
         tracing::error!("a request failed by a bug in tensorfs and was answered with EIO");
     }
 }
 
-/// The span of the current request, if requests are traced. Otherwise one check is the only cost.
+/// The span of the current request. If requests are not traced, the only cost is one check.
 pub(crate) fn current_span() -> Span {
     if tracing::enabled!(tracing::Level::TRACE) { Span::current() } else { Span::none() }
 }
 
-/// Runs `work`, which does not ask the source but may wait, on a thread of its own. If no thread
-/// starts, `work` is dropped. Returns whether it runs.
+/// Runs `work` on a thread of its own. `work` must not access the source, but may wait. If no
+/// thread starts, `work` is dropped. Returns whether it runs.
 pub(crate) fn offload(work: impl FnOnce() + Send + 'static) -> bool {
     let thread = std::thread::Builder::new().name("offload".to_owned());
     let started = thread.spawn(move || guarded(work));
@@ -196,7 +196,7 @@ impl BlockingPool {
         &self.0.in_flight
     }
 
-    /// A pending reply about `place`, a path in the mount. Its deadline starts now.
+    /// Makes a pending reply about `place`, a path in the mount. Its deadline starts now.
     pub(crate) fn pending<R: Fail>(&self, place: &Path, reply: R) -> PendingReply<R> {
         let unanswered = self.0.in_flight.begin();
         let (place, reply) = (place.to_owned(), Arc::new(Mutex::new(Some((reply, unanswered)))));
@@ -213,8 +213,8 @@ impl BlockingPool {
         PendingReply { pool: self.clone(), number, place, reply, taken: Mutex::default() }
     }
 
-    /// Runs `work`, which asks the source for a reply, on a thread of its own, and not at all once
-    /// it is too late. If no thread starts, the reply fails.
+    /// Runs `work`, which accesses the source for a reply, on a thread of its own. If the deadline
+    /// passes before a thread is free, `work` does not run. If no thread starts, the reply fails.
     pub(crate) fn spawn<R: Fail>(
         &self,
         pending: PendingReply<R>,
@@ -233,7 +233,7 @@ impl BlockingPool {
         self.run(BlockingJob { place, number, work: Box::new(work) });
     }
 
-    /// Runs `work` on a thread of its own, however late: no reply waits for it.
+    /// Runs `work` on a thread of its own. No reply waits for the work, so it has no deadline.
     pub(crate) fn spawn_detached(&self, place: &Path, work: impl FnOnce() + Send + 'static) {
         self.run(BlockingJob { place: place.to_owned(), number: None, work: Box::new(work) });
     }
@@ -264,7 +264,7 @@ impl BlockingPool {
         }
     }
 
-    /// Drops the jobs that now have room, because no thread starts for them.
+    /// Drops the jobs that could begin now, because no thread starts for them.
     fn give_up(&self, mut number: Option<u64>, mut place: PathBuf) {
         loop {
             let next = self.0.state.lock().ended(number, &place);
@@ -273,7 +273,7 @@ impl BlockingPool {
         }
     }
 
-    /// Body of a thread: runs `job` and then queued jobs.
+    /// The body of a thread: runs `job` and then jobs from the queue.
     fn work(&self, job: BlockingJob) {
         let mut next = Some(job);
         while let Some(BlockingJob { place, number, work }) = next {
@@ -284,7 +284,7 @@ impl BlockingPool {
 }
 
 impl PoolShared {
-    /// Fails the replies that are due.
+    /// Fails the replies whose deadline has passed.
     fn expire(&self, timeout: Duration) -> NextLook {
         let (late, unasked) = self.state.lock().expired(Instant::now());
         let failed: Vec<Due> = late.into_iter().filter(|due| due.reply.fail()).collect();
@@ -294,7 +294,7 @@ impl PoolShared {
         next.map_or(NextLook::WhenCalled, NextLook::At)
     }
 
-    /// Counts a reply that has failed, and logs the first one of a stall.
+    /// Counts a reply that has failed. Logs the first failed reply of a stall.
     fn note_late(&self, due: Due, timeout: Duration) {
         self.counters.source_timeouts.add(1);
         let mut state = self.state.lock();
@@ -344,8 +344,8 @@ impl State {
         Some(job)
     }
 
-    /// Removes the replies that are due, and the jobs whose replies are gone. Their drop takes the
-    /// lock, so the caller drops them without it.
+    /// Removes the replies whose deadline has passed, and the jobs whose replies are gone. Dropping
+    /// them takes the lock of the state, so the caller drops them after it has released the lock.
     fn expired(&mut self, now: Instant) -> (Vec<Due>, Vec<BlockingJob>) {
         let mut late = Vec::new();
         while let Some(first) = self.due.first_entry().filter(|first| first.get().deadline <= now) {
@@ -370,7 +370,7 @@ mod tests {
 
     use super::*;
 
-    /// Sends whether it was answered.
+    /// Sends whether the reply is an answer (true) or an error (false).
     struct TestReply(Sender<bool>);
 
     impl Fail for TestReply {
@@ -379,7 +379,7 @@ mod tests {
         }
     }
 
-    /// Long enough that a busy machine does not look like a stalled source.
+    /// The timeout is long enough that a busy machine is not taken for a stalled source.
     const TIMEOUT: Duration = Duration::from_millis(1500);
 
     fn pool() -> (BlockingPool, Arc<Counters>) {
@@ -387,7 +387,7 @@ mod tests {
         (BlockingPool::start(Some(TIMEOUT), counters.clone(), None).unwrap(), counters)
     }
 
-    /// Asks a source about `place`, which answers once `held` is dropped.
+    /// Sends a request about `place` to a source that answers once `held` is dropped.
     fn ask(pool: &BlockingPool, place: &str, held: &Arc<Mutex<()>>) -> Receiver<bool> {
         let (send, receive) = channel();
         let pending = pool.pending(Path::new(place), TestReply(send));
@@ -419,10 +419,10 @@ mod tests {
         let late = ask(&pool, "b", &stalled);
         assert!(!late.recv().unwrap());
         assert!(start.elapsed() >= TIMEOUT);
-        // It is counted just after the reply.
+        // The counter changes just after the reply is sent.
         wait_for(|| counters.source_timeouts.get() == 1);
         drop(held);
-        // The sender is dropped, and has sent no second answer.
+        // The sender is dropped and has sent no second reply.
         assert!(late.recv().is_err());
         wait_for(|| pool.0.state.lock().threads.total() == 0);
         assert!(ask(&pool, "b", &stalled).recv().unwrap());
@@ -442,7 +442,7 @@ mod tests {
         wait_for(|| counters.source_timeouts.get() == 50);
         wait_for(|| pool.0.state.lock().queue.is_empty());
         assert_eq!(pool.0.state.lock().threads.total(), PLACE_MAX);
-        // From now on its calls fail without waiting.
+        // All threads of this path are past their deadlines, so further calls fail without waiting.
         let start = Instant::now();
         assert!(!ask(&pool, "b", &stalled).recv().unwrap());
         assert!(start.elapsed() < TIMEOUT);

@@ -1,10 +1,10 @@
-//! Detects changes of a source while it is read: the kernel must not serve old cached pages beside
-//! new bytes, and cached reads do not reach the daemon.
+//! Detects changes of a source while programs read it. Cached reads do not reach the daemon, so the
+//! kernel would serve old cached pages together with new bytes.
 //!
-//! Events of the kernel come at once. A check of every open source each second finds changes
-//! without an event (a write through a mapping, another machine on a network file system). Separate
-//! threads check file systems that may not answer, so that a stalled source hides no change of
-//! another.
+//! Events of the kernel report changes at once. A check of every open source each second finds
+//! changes that cause no event, such as a write through a mapping or a write by another machine to
+//! a network file system. File systems that may not answer are checked by separate threads, so that
+//! a stalled source does not delay the detection of changes in other sources.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, OnceLock, Weak};
@@ -22,8 +22,8 @@ use super::file_events::{self, FileEvents, FileWatch};
 /// Time between two checks of all open sources.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Maximum number of threads that check the sources of one file system: one, and one more for each
-/// stalled source.
+/// Maximum number of threads that check the sources of one file system. The first thread checks all
+/// sources, and one more starts for each stalled source.
 const LOOKS_MAX: usize = 8;
 
 /// Makes the kernel drop its cached pages of an inode.
@@ -31,7 +31,7 @@ pub(crate) type Forget = Arc<dyn Fn(u64) + Send + Sync>;
 
 /// Watches the sources of open files.
 pub(crate) struct Watcher {
-    /// `None` if inotify is unavailable: then only the check each second finds changes.
+    /// `None` if inotify is unavailable. Then only the check each second finds changes.
     events: Option<Arc<FileEvents>>,
     state: Mutex<State>,
     forget: OnceLock<Forget>,
@@ -39,10 +39,10 @@ pub(crate) struct Watcher {
 
 #[derive(Default)]
 struct State {
-    /// The inode of each watch and its sources, by number of the watch.
+    /// For the number of each watch: the inode of the file, and its sources.
     open: HashMap<u64, (u64, Vec<Watching>)>,
     next: u64,
-    /// Checks of file systems that may not answer, by device.
+    /// Pending checks on file systems that may not answer, by device.
     queues: HashMap<QueueKey, LookQueue>,
 }
 
@@ -53,14 +53,15 @@ struct Watching {
     events: Option<Arc<FileWatch>>,
 }
 
-/// Sources of one file system that wait to be looked at. It has a thread for each source being
-/// looked at.
+/// Pending checks of the sources of one file system. One thread runs for each source that is being
+/// checked.
 #[derive(Default)]
 struct LookQueue {
     todo: VecDeque<Look>,
-    /// Watch and source of each entry of `todo`, so that none waits twice.
+    /// Number of the watch and address of the source for each entry of `todo`, so that no source is
+    /// queued twice.
     queued: HashSet<(u64, usize)>,
-    /// The sources being checked, with the time at which the check began.
+    /// Addresses of the sources that are being checked, with the start time of each check.
     looking: HashMap<usize, Instant>,
 }
 
@@ -85,7 +86,7 @@ impl LookQueue {
         }
     }
 
-    /// Takes the next check, and marks its source as being checked.
+    /// Takes the next check from the queue, and marks its source as being checked.
     fn begin(&mut self) -> Option<Look> {
         let free = |look: &Look| !self.looking.contains_key(&look.address());
         let index = self.todo.iter().position(free)?;
@@ -95,7 +96,8 @@ impl LookQueue {
         Some(look)
     }
 
-    /// Whether another thread is needed: there is none, or all are blocked.
+    /// Whether another thread is needed: no thread runs, or all have been blocked for at least
+    /// `SWEEP_INTERVAL`.
     fn wants_thread(&self) -> bool {
         self.looking.len() < LOOKS_MAX
             && self.looking.values().all(|since| since.elapsed() >= SWEEP_INTERVAL)
@@ -123,7 +125,7 @@ impl Drop for Watched {
 }
 
 impl Watcher {
-    /// A watcher that does nothing until `start`.
+    /// Makes a watcher that finds no changes until `start`.
     pub(crate) fn new() -> Arc<Watcher> {
         let events = FileEvents::new().map_err(|e| {
             tracing::warn!("changes of the source are seen within a second only: inotify: {e}");
@@ -132,7 +134,7 @@ impl Watcher {
         Arc::new(Watcher { events: events.ok(), state, forget: OnceLock::new() })
     }
 
-    /// Starts the thread that handles changes.
+    /// Starts the thread that checks for changes.
     pub(crate) fn start(self: &Arc<Self>, forget: Forget) -> std::io::Result<()> {
         let _ = self.forget.set(forget);
         let watcher = self.clone();
@@ -140,8 +142,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// Watches the open `sources` of inode `ino` until the result is dropped. `unread`: no reader
-    /// has any of their bytes yet.
+    /// Watches the open `sources` of inode `ino` until the result is dropped. `unread` says that no
+    /// reader has any of their bytes yet.
     pub(crate) fn watch(
         self: &Arc<Self>,
         ino: u64,
@@ -163,7 +165,8 @@ impl Watcher {
         Watched { watcher: self.clone(), number }
     }
 
-    /// Watches `source` with inotify, and makes the watch its witness of writes.
+    /// Watches `source` with inotify. The watch becomes the witness that tells the source of
+    /// writes.
     fn events_of(&self, source: &Arc<Source>, unread: bool) -> Option<Arc<FileWatch>> {
         let file_source = source.local()?;
         let file = file_source.open_file()?;
@@ -179,7 +182,8 @@ impl Watcher {
                 tracing::debug!("{}: not watched: inotify: {e}", shown_path(source.path()));
             })
             .ok()?;
-        // The kernel knows only the changes that this machine makes to a remote file system.
+        // For a remote file system, the kernel has events only for changes by this machine, so the
+        // watch is no witness.
         if local {
             let confirmed = if unread { source.settle() } else { source.check() };
             if confirmed.is_ok() {
@@ -214,8 +218,8 @@ impl Watcher {
         }
     }
 
-    /// Checks the chosen sources, and forgets the inodes of changed ones. Does not wait for file
-    /// systems that may not answer.
+    /// Checks the sources that `chosen` selects, and drops the cached pages of changed ones. Does
+    /// not wait for file systems that may not answer.
     fn check(self: &Arc<Self>, chosen: impl Fn(u64, &Watching) -> bool) {
         let open: Vec<_> =
             self.state.lock().open.iter().map(|(n, watch)| (*n, watch.clone())).collect();
@@ -236,7 +240,7 @@ impl Watcher {
         self.look();
     }
 
-    /// Starts the threads that pending checks need.
+    /// Starts the threads that the pending checks need.
     fn look(self: &Arc<Self>) {
         let mut state = self.state.lock();
         state.queues.retain(|_, queue| !queue.todo.is_empty() || !queue.looking.is_empty());
@@ -252,12 +256,12 @@ impl Watcher {
         }
     }
 
-    /// Body of a thread: checks one source after the other, until none is left.
+    /// The body of a thread: checks one source after the other, until no check is pending.
     fn look_on(&self, key: QueueKey, first: Look) {
         let mut next = Some(first);
         while let Some(look) = next {
             let Look { number, ino, source } = &look;
-            // The drop may close the file, so it comes before the check counts as done.
+            // Dropping `held` may close the file, so it is dropped before the check counts as done.
             let held = source.upgrade();
             if held.as_ref().is_some_and(|source| has_changed(source, None)) {
                 self.changed(*number, *ino, std::slice::from_ref(source));
@@ -275,8 +279,8 @@ impl Watcher {
         queue.begin()
     }
 
-    /// Forgets inode `ino` because of its changed sources. Once for each source is enough, since no
-    /// bytes of a changed source get into the cache again.
+    /// Makes the kernel drop its pages of inode `ino`, because some of its sources have changed.
+    /// Once for each source is enough: bytes of a changed source do not get into the cache again.
     fn changed(&self, number: u64, ino: u64, changed: &[Weak<Source>]) {
         if changed.is_empty() {
             return;
@@ -293,7 +297,8 @@ impl Watcher {
 
     /// Makes the kernel drop its cached pages of inode `ino`.
     pub(crate) fn forget(&self, ino: u64) {
-        // This waits for reads of the inode, which may wait for a stalled source.
+        // The kernel waits for pending reads of the inode, and these may wait for a stalled source.
+        // So another thread makes the call.
         if let Some(forget) = self.forget.get() {
             let off_thread = forget.clone();
             if !offload(move || off_thread(ino)) {
@@ -307,18 +312,18 @@ impl Watcher {
         self.check(|shown, _| shown == ino);
     }
 
-    /// Checks all open sources now, because a read has found a changed one.
+    /// Checks all open sources now, because a read has found a changed source.
     pub(crate) fn sweep(self: &Arc<Self>) {
         self.check(|_, _| true);
     }
 }
 
-/// Checks a source and returns whether it has changed. If all its times are the same, tells
-/// `events` that no process has written through a mapping.
+/// Checks a source and returns whether it has changed. If its times are unchanged, tells `events`
+/// that no process has written through a mapping.
 fn has_changed(source: &Arc<Source>, events: Option<&FileWatch>) -> bool {
     let (closes, before) = (events.map(FileWatch::closes), source.version());
     let changed = source.check().is_err() && source.is_changed();
-    // The check opens a file that was closed when its watch ended meanwhile.
+    // The check may have opened a file whose watch ended in the meantime. It is closed again.
     source.release();
     let notes_stores = source.local().is_some_and(|local| local.file_system().notes_stores());
     let same = !changed && source.version() == before && notes_stores;
@@ -334,7 +339,7 @@ mod tests {
 
     use super::*;
 
-    // A file that was closed during its check stayed open until the mount ended.
+    // A regression: a file whose watch ended during its check stayed open until the mount ended.
     #[test]
     fn a_check_leaves_no_file_open_that_no_reader_holds() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,6 +1,7 @@
-//! inotify events of open source files: whether a file was touched, and whether it was written.
+//! inotify events of open source files. They tell whether a file was touched and whether it was
+//! written.
 //!
-//! The inode of a file is watched, so that a write under any of its names is seen.
+//! The watch is on the inode of a file, so it finds a write under any name of the file.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -20,7 +21,7 @@ use tensorfs::internal::error::shown_path;
 use tensorfs::internal::source::WriteWitness;
 use tensorfs::internal::sync::Mutex;
 
-/// `F_SETSIG` of fcntl(2), which libc does not name.
+/// The command `F_SETSIG` of fcntl(2), which the crate libc lacks.
 const F_SETSIG: libc::c_int = 10;
 
 /// The events of one mount.
@@ -33,13 +34,14 @@ pub(crate) struct FileEvents {
 
 #[derive(Default)]
 struct State {
-    /// Several sources may be one inode, which the kernel watches once.
+    /// The watched files of each kernel watch. Several sources may have the same inode, which the
+    /// kernel watches only once.
     watches: HashMap<WatchDescriptor, Vec<Weak<FileWatch>>>,
     /// Numbers of the watches whose files were touched.
     touched: HashSet<u64>,
 }
 
-/// The watched files that had events since `take_touched` was called before.
+/// The watched files that had events since the last call of `take_touched`.
 #[derive(Debug, Default)]
 pub(crate) struct Touched(HashSet<u64>);
 
@@ -60,12 +62,12 @@ pub(crate) struct FileWatch {
     number: u64,
     events: Arc<FileEvents>,
     descriptor: WatchDescriptor,
-    /// Whether a system call wrote to it.
+    /// Whether a system call wrote to the file.
     written: AtomicBool,
-    /// Whether its events are incomplete: the watch has ended, or events were lost.
+    /// Whether events are missing, because the watch has ended or events were lost.
     blind: AtomicBool,
-    /// Number of closes by processes that could write through a mapping, and the number of these
-    /// after which the file was found unchanged.
+    /// `closes` is the number of closes by processes that could have written through a mapping.
+    /// `confirmed` is the number of closes at the last check that found the file unchanged.
     closes: AtomicU64,
     confirmed: AtomicU64,
 }
@@ -78,26 +80,26 @@ impl std::fmt::Debug for FileWatch {
 
 impl FileEvents {
     /// # Errors
-    /// If this user has no inotify instance left.
+    /// If this user has reached the limit of inotify instances.
     pub(crate) fn new() -> nix::Result<Arc<FileEvents>> {
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(Arc::new(FileEvents { inotify, wake, state: Mutex::default() }))
     }
 
-    /// Watches the inode of `file` until `FileWatch::end`. `local`: the file system answers at
-    /// once.
+    /// Watches the inode of `file` until `FileWatch::end`. `local` says that the file system
+    /// answers at once.
     ///
     /// # Errors
-    /// If the user has no watch left, or there is no `/proc`.
+    /// If the user has reached the limit of watches, or if `/proc` is missing.
     pub(crate) fn watch(self: &Arc<Self>, file: &File, local: bool) -> nix::Result<Arc<FileWatch>> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let mask =
             AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_CLOSE_WRITE;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        // The lock is held, so that the end of another watch of this inode does not end this one
-        // too. For a remote file system it is not, since that may be slow and its watch is no
-        // witness.
+        // The lock keeps another thread that ends its watch of this inode from ending this watch
+        // too. A remote file system may be slow, so the lock is not held for it. Its watch is no
+        // witness, so it may end.
         let locked = local.then(|| self.state.lock());
         let descriptor = self.inotify.add_watch(path.as_str(), mask)?;
         let watch = Arc::new(FileWatch {
@@ -123,7 +125,7 @@ impl FileEvents {
         let _ = self.wake.read();
     }
 
-    /// Takes the files touched since the last call.
+    /// Returns the files that were touched since the last call.
     pub(crate) fn take_touched(&self) -> Touched {
         self.read();
         Touched(std::mem::take(&mut self.state.lock().touched))
@@ -131,8 +133,8 @@ impl FileEvents {
 
     /// Reads all pending events.
     fn read(&self) {
-        // The lock is held during the whole read: the next thread that locks finds every event that
-        // this one has read.
+        // The lock is held during the whole read. So the next thread that takes the lock finds all
+        // events that this thread has read.
         let mut state = self.state.lock();
         while let Ok(events) = self.inotify.read_events() {
             for event in events {
@@ -157,7 +159,7 @@ impl State {
             if mask.contains(AddWatchFlags::IN_MODIFY) {
                 watch.written.store(true, Ordering::SeqCst);
             }
-            // Stores through a mapping make no event. The close of the file does.
+            // A store through a mapping causes no event, but closing the file does.
             if mask.contains(AddWatchFlags::IN_CLOSE_WRITE) {
                 watch.closes.fetch_add(1, Ordering::SeqCst);
             }
@@ -172,13 +174,14 @@ impl State {
 }
 
 impl FileWatch {
-    /// Number of closes by processes that could write through a mapping, in the events read so far.
+    /// Number of closes, in the events read so far, by processes that could have written through a
+    /// mapping.
     pub(crate) fn closes(&self) -> u64 {
         self.closes.load(Ordering::SeqCst)
     }
 
-    /// Notes that the times of the file were unchanged after `closes` closes: until then no process
-    /// had written through a mapping.
+    /// Notes that the times of the file were unchanged after `closes` closes. Up to then, no
+    /// process had written through a mapping.
     pub(crate) fn confirm(&self, closes: u64) {
         self.confirmed.fetch_max(closes, Ordering::SeqCst);
     }
@@ -198,8 +201,8 @@ impl FileWatch {
 
 impl WriteWitness for FileWatch {
     fn written(&self, file: &File) -> Option<bool> {
-        // This comes before the events are read: the kernel queues IN_CLOSE_WRITE before the writer
-        // count drops, so a writer is seen here or by its event.
+        // The writer is checked before the events are read. The kernel queues IN_CLOSE_WRITE before
+        // it decreases the count of writers. So this function finds either the writer or its event.
         let writer = has_writer(file);
         self.events.read();
         if !self.events.state.lock().touched.is_empty() {
@@ -214,9 +217,9 @@ impl WriteWitness for FileWatch {
     }
 }
 
-/// Makes stores through mappings change the time of `file`, by flushing it if a process may make
-/// such stores: the kernel changes the time only at the first store to a clean page. May wait for
-/// the disk.
+/// Flushes `file` if a process may write to it through a mapping. The kernel changes the time of a
+/// file only at the first store to a clean page, so after the flush the next store changes the
+/// time. May wait for the disk.
 pub(crate) fn note_stores(file: &File) {
     if has_writer(file) != Ok(false) {
         let _ = file.sync_data();
@@ -230,20 +233,21 @@ pub(crate) enum Writer {
     Present,
     /// No process has it open for writing.
     Absent,
-    /// The kernel does not tell. `sparse`: the file has ranges that nobody has written, as one that was
-    /// given its length first.
+    /// The kernel does not tell. `sparse` says that the file has ranges that were never written, for
+    /// example because its length was set before its bytes were written.
     Unknown { sparse: bool },
 }
 
-/// Whether the kernel has refused to tell this process who writes a file.
+/// Whether the kernel has refused to tell this process about the writers of a file.
 static IS_REFUSED: AtomicBool = AtomicBool::new(false);
 
-/// Whether it was known who writes each file that was asked about.
+/// Whether the kernel has answered all questions about the writers of files.
 pub(crate) fn writers_are_known() -> bool {
     !IS_REFUSED.load(Ordering::Relaxed)
 }
 
-/// Whether any process has the file at `path` open for writing. `ask`: whether the kernel may know.
+/// Whether any process has the file at `path` open for writing. The kernel is queried only if `ask`
+/// is set.
 pub(crate) fn writer_of(path: &Path, ask: bool) -> Writer {
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
     let Ok(file) = File::options().read(true).custom_flags(flags).open(path) else {
@@ -268,7 +272,7 @@ pub(crate) fn writer_of(path: &Path, ask: bool) -> Writer {
     Writer::Unknown { sparse: is_sparse(&file) }
 }
 
-/// Whether the file has a hole or preallocated (unwritten) space.
+/// Whether the file has a hole, or space that is allocated but not written.
 fn is_sparse(file: &File) -> bool {
     let Ok(len) = file.metadata().map(|meta| meta.len()) else { return false };
     let end = lseek(file, 0, Whence::SeekHole);
@@ -281,15 +285,15 @@ fn is_sparse(file: &File) -> bool {
 ///
 /// # Errors
 /// `EACCES` if the file belongs to another user and this process lacks CAP_LEASE. Other errors if the
-/// file system does not know.
+/// file system does not support leases.
 fn has_writer(file: &File) -> nix::Result<bool> {
     let fd = file.as_raw_fd();
     let set = |command, argument: libc::c_int| {
         // SAFETY: `fd` is open while `file` is borrowed, and the commands take an int.
         Errno::result(unsafe { libc::fcntl(fd, command, argument) })
     };
-    // If another process opens the file during the lease, the kernel sends this signal. It is
-    // ignored by default; SIGIO would end the process.
+    // If another process opens the file during the lease, the kernel sends this signal. SIGURG is
+    // ignored by default, while SIGIO would end the process.
     set(F_SETSIG, libc::SIGURG)?;
     match set(libc::F_SETLEASE, libc::F_RDLCK as libc::c_int) {
         Ok(_) => {

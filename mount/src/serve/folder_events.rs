@@ -1,4 +1,4 @@
-//! inotify events of folders: which of them may have other entries than before.
+//! inotify events of folders. They tell which folders may have different entries than before.
 
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::AsFd;
@@ -12,9 +12,9 @@ use tensorfs::internal::sync::Mutex;
 
 /// The watched folders of one mount.
 pub(crate) struct FolderEvents {
-    /// `None` if inotify is unavailable or not wanted.
+    /// `None` if inotify is unavailable or turned off.
     inotify: Option<Inotify>,
-    /// Ends `wait` early.
+    /// Makes `wait` return early.
     wake: EventFd,
     state: Mutex<State>,
 }
@@ -22,30 +22,30 @@ pub(crate) struct FolderEvents {
 #[derive(Default)]
 struct State {
     watches: HashMap<PathBuf, WatchDescriptor>,
-    /// The kernel watches an inode once. While a folder moves, or is mounted at two places, it has
-    /// several paths.
+    /// The paths of each kernel watch. The kernel watches an inode only once, but a folder has
+    /// several paths while it is moved or if it is mounted at two places.
     paths: HashMap<WatchDescriptor, BTreeSet<PathBuf>>,
     /// Number of watches that have ended.
     ends: u64,
-    /// Folders that took the place of watched ones, since the last call of `take`: their entries
-    /// before the new watch had no events.
+    /// Folders that replaced watched folders since the last call of `take`. Changes before the new
+    /// watch caused no event.
     replaced: BTreeSet<PathBuf>,
 }
 
-/// Folders that had events.
+/// The folders that had events.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct FoldersTouched {
     /// Their paths.
     pub(crate) paths: BTreeSet<PathBuf>,
-    /// Whether events were lost, so that any folder may have had some.
+    /// Whether events were lost. Then any folder may have changed.
     pub(crate) overflow: bool,
 }
 
 impl FolderEvents {
-    /// Events by inotify, or none if not `wanted`.
+    /// Makes the watcher of folders. If `wanted` is false, it has no events.
     ///
     /// # Errors
-    /// If the process has no descriptor left.
+    /// If the process has no free descriptor.
     pub(crate) fn new(wanted: bool) -> nix::Result<FolderEvents> {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let flags = InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK;
@@ -58,7 +58,7 @@ impl FolderEvents {
         Ok(FolderEvents { inotify, wake, state: Mutex::default() })
     }
 
-    /// Whether events come at all.
+    /// Whether there are events at all.
     pub(crate) fn is_on(&self) -> bool {
         self.inotify.is_some()
     }
@@ -68,11 +68,11 @@ impl FolderEvents {
         self.state.lock().watches.len()
     }
 
-    /// Watches the folder at `path`, also if it is watched already: another folder may have taken
-    /// its place.
+    /// Watches the folder at `path`. A path that is watched already is watched again, because
+    /// another folder may be at this path now.
     ///
     /// # Errors
-    /// `ENOSPC` if the user has no watch left.
+    /// `ENOSPC` if the user has reached the limit of watches.
     pub(crate) fn watch(&self, path: &Path) -> nix::Result<()> {
         let inotify = self.inotify.as_ref().ok_or(Errno::ENOSYS)?;
         let mask = AddWatchFlags::IN_CREATE
@@ -85,12 +85,13 @@ impl FolderEvents {
             | AddWatchFlags::IN_MOVE_SELF
             | AddWatchFlags::IN_ONLYDIR
             | AddWatchFlags::IN_DONT_FOLLOW;
-        // The lock is not held meanwhile: the file system of the folder may not answer.
+        // The lock is not held during `add_watch`, because the file system of the folder may not
+        // answer.
         let (mut state, descriptor) = loop {
             let ends = self.state.lock().ends;
             let descriptor = inotify.add_watch(path, mask)?;
             let state = self.state.lock();
-            // Another thread may have ended the watch that this call has found.
+            // Another thread may have ended the watch whose descriptor this call got.
             if state.ends == ends || state.paths.contains_key(&descriptor) {
                 break (state, descriptor);
             }
@@ -113,7 +114,7 @@ impl FolderEvents {
         }
     }
 
-    /// Waits for an event or `wake`, for `timeout` at most.
+    /// Waits for an event or for `wake`, at most for `timeout`.
     pub(crate) fn wait(&self, timeout: PollTimeout) {
         let mut fds = vec![PollFd::new(self.wake.as_fd(), PollFlags::POLLIN)];
         let events = self.inotify.as_ref().map(|inotify| inotify.as_fd());
@@ -122,12 +123,12 @@ impl FolderEvents {
         let _ = self.wake.read();
     }
 
-    /// Ends `wait` of another thread.
+    /// Makes `wait` in another thread return.
     pub(crate) fn wake(&self) {
         let _ = self.wake.write(1);
     }
 
-    /// Takes the folders that had events since the last call.
+    /// Returns the folders that had events since the last call.
     pub(crate) fn take(&self) -> FoldersTouched {
         let mut touched = FoldersTouched::default();
         let Some(inotify) = &self.inotify else { return touched };
@@ -237,7 +238,7 @@ mod tests {
     #[test]
     fn a_folder_that_is_watched_while_its_other_path_is_left_stays_watched() {
         let folders = Folders::new(&["a", "b"]);
-        // Two paths of one inode, as of a folder that is mounted twice.
+        // These are two paths of the same inode, as for a folder that is mounted twice.
         let other = folders.path("b/../a");
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -272,7 +273,7 @@ mod tests {
         let folders = Folders::new(&["a"]);
         std::fs::remove_dir(folders.path("a")).unwrap();
         std::fs::create_dir(folders.path("a")).unwrap();
-        // The new watch comes before the end of the old one is read.
+        // The new watch begins before the event for the end of the old watch is read.
         folders.1.watch(&folders.path("a")).unwrap();
         assert_eq!(folders.touched(), ["a"]);
         folders.write("a/file");

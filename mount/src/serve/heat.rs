@@ -1,7 +1,9 @@
-//! Which tensors are read, how much, how often and by which programs, within bounded memory.
+//! Counts which tensors are read, how much, how often and by which programs. The memory for the
+//! counters is bounded.
 //!
-//! Only reads that reach the daemon are seen: the kernel answers reads from its page cache and
-//! reads of passthrough files by itself, and its readahead asks for bytes that no program read.
+//! Only reads that reach the daemon are counted. The kernel answers reads from its page cache and
+//! reads of passthrough files without the daemon. Its readahead requests bytes that no program has
+//! read, and they are counted.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -21,31 +23,34 @@ use tensorfs::internal::error::real_name;
 use tensorfs::internal::layout::Layout;
 use tensorfs::internal::sync::Mutex;
 
-/// Maximum number of tensors that are counted; each takes 32 bytes. The least recently read
-/// files are evicted.
+/// Maximum number of tensors with counters, each of 32 bytes. Beyond it, the counters of the least
+/// recently opened files are dropped.
 const TENSORS_MAX: usize = 1 << 20;
 
-/// Maximum number of files that are counted.
+/// Maximum number of files with counters.
 const FILES_MAX: usize = 4096;
 
-/// Number of readers that are distinguished: one bit each. All others share the last bit.
+/// Number of readers that are distinguished, by one bit each. All further readers share the last
+/// bit.
 const READERS_MAX: usize = 64;
 
-/// Name of the processes that ask mounts whether they answer. They are no readers.
+/// Name of the processes that check whether a mount answers. Their opens are not counted.
 pub(crate) const PROBE_NAME: &CStr = c"tensorfs-probe";
 
-/// Maximum number of bytes of names in an answer.
+/// Maximum size in bytes of the names in an answer.
 const ANSWER_MAX: usize = 4 << 20;
 
-/// Parts of a tensor that are distinguished, one bit each, and the minimum length of one: the
-/// kernel's readahead touches a part or two of the tensors beside the one that is read.
+/// Maximum number of parts of a tensor, with one bit for each, and the minimum length of a part in
+/// bytes. Parts are this long because the kernel's readahead touches a part or two of the tensors
+/// next to the one that a program reads.
 const PARTS_MAX: u64 = 64;
 const PART_LEN_MIN: u64 = 2 << 20;
 
-/// Bytes of a range in an answer.
+/// Estimated size in bytes of a range in an answer.
 const RANGE_TEXT_LEN: usize = 24;
 
-/// Maximum number of tensors in an answer, those with most bytes of each file first.
+/// Maximum number of tensors in an answer. Of each file, the tensors with the most bytes read come
+/// first.
 const TENSORS_SHOWN: usize = 60_000;
 
 /// The report of `tensorfs heat`, which `warm --heat` reads.
@@ -53,26 +58,26 @@ const TENSORS_SHOWN: usize = 60_000;
 #[serde(default)]
 pub(crate) struct HeatReport {
     pub readers: Vec<ReaderRow>,
-    /// Those with most bytes first.
+    /// The files with the most bytes read come first.
     pub files: Vec<FileRow>,
-    /// Files without counters, because there was no memory for them.
+    /// Number of files without counters, because there was no memory for them.
     pub files_left_out: u64,
-    /// Whether more tensors were read than are here.
+    /// Whether some tensors that were read are missing because the answer has limits.
     pub cut: bool,
 }
 
-/// A program of a user. Readers beyond the limit are one row without both.
+/// A program of a user. All readers beyond `READERS_MAX` are one row, without user and program.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct ReaderRow {
     pub uid: Option<u32>,
-    /// `None` if the kernel names no process, or it was gone.
+    /// `None` if the kernel gives no process number, or if the process has ended.
     pub program: Option<String>,
     pub opens: u64,
     pub bytes: u64,
 }
 
-/// A file. Only virtual files have tensors.
+/// A file of the mount. Only virtual files have tensors.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct FileRow {
@@ -95,14 +100,14 @@ pub(crate) struct FileRow {
 #[serde(default)]
 pub(crate) struct TensorRow {
     pub name: String,
-    /// Its first byte in the file.
+    /// The position of its first byte in the file.
     pub offset: u64,
     pub len: u64,
     pub bytes: u64,
     pub reads: u64,
-    /// Its readers, as indices.
+    /// Its readers, as indices into `HeatReport::readers`.
     pub by: Vec<usize>,
-    /// First and last byte of the parts that were read. `None` stands for all of it.
+    /// Ranges of the parts that were read, in bytes of the tensor. `None` means the whole tensor.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ranges: Option<Vec<(u64, u64)>>,
 }
@@ -113,17 +118,17 @@ pub(crate) struct Heat(Mutex<HeatState>);
 
 #[derive(Default)]
 struct HeatState {
-    /// By inode number, which stands for a path and a version.
+    /// The files by inode number, which identifies a path and a version.
     files: HashMap<u64, Arc<FileHeat>>,
     tensors: usize,
     readers: Vec<Arc<HeatReader>>,
-    /// Files without counters, because there was no memory for them.
+    /// Number of files without counters, because there was no memory for them.
     left_out: u64,
 }
 
 /// A user and a program.
 struct HeatReader {
-    /// `None` stands for all readers beyond the limit.
+    /// User and program. `None` for all readers beyond `READERS_MAX`.
     who: Option<(u32, String)>,
     opens: Counter,
     bytes: Counter,
@@ -138,11 +143,12 @@ struct FileHeat {
     reads: Counter,
     bytes: Counter,
     opens: Counter,
-    /// Time of the last open, in seconds.
+    /// Time of the last open, in seconds since 1970.
     opened_unix: AtomicU64,
 }
 
-/// The tensors of a virtual file, in its order. They have no names once the file is gone.
+/// The tensors of a virtual file, in the order of the file. Their names are not available once the
+/// file is gone.
 struct TensorsHeat {
     described: Mutex<(Weak<Checkpoint>, Weak<Layout>)>,
     counters: Box<[TensorHeat]>,
@@ -154,17 +160,17 @@ struct TensorHeat {
     reads: Counter,
     /// One bit for each reader.
     readers: AtomicU64,
-    /// One bit for each part of which something was read.
+    /// One bit for each part of which any byte was read.
     parts: AtomicU64,
 }
 
-/// Length of the parts of a tensor of `len` bytes.
+/// Length in bytes of the parts of a tensor of `len` bytes.
 fn part_len(len: u64) -> u64 {
     len.div_ceil(PARTS_MAX).max(PART_LEN_MIN)
 }
 
 impl TensorHeat {
-    /// Notes that bytes `read` of a tensor of `len` bytes were handed out. They are not empty.
+    /// Counts a read of bytes `read` of a tensor of `len` bytes. `read` is not empty.
     fn read(&self, read: Range<u64>, len: u64, reader: u64) {
         self.bytes.add(read.end - read.start);
         self.reads.add(1);
@@ -178,7 +184,7 @@ impl TensorHeat {
         }
     }
 
-    /// The parts of a tensor of `len` bytes of which something was read, joined.
+    /// The ranges of a tensor of `len` bytes whose parts were read. Adjacent parts are one range.
     fn ranges(&self, len: u64) -> Vec<Range<u64>> {
         let (parts, part_len) = (self.parts.load(Ordering::Relaxed), part_len(len));
         let mut ranges: Vec<Range<u64>> = Vec::new();
@@ -193,7 +199,7 @@ impl TensorHeat {
     }
 }
 
-/// Notes the reads of one open handle.
+/// Counts the reads of one open handle.
 pub(crate) struct HandleHeat {
     file: Arc<FileHeat>,
     /// The layout of a virtual file.
@@ -204,7 +210,7 @@ pub(crate) struct HandleHeat {
 }
 
 impl HandleHeat {
-    /// Notes that bytes `range` were handed out.
+    /// Counts a read of bytes `range` of the file.
     pub(crate) fn read(&self, range: Range<u64>) {
         let len = range.end - range.start;
         self.file.reads.add(1);
@@ -235,8 +241,8 @@ pub(crate) struct Opener {
 }
 
 impl Heat {
-    /// Notes an open by `opener`, and returns what notes its reads. `None` if
-    /// there is no memory for counters, or if the process is a probe of the service of this mount.
+    /// Counts an open by `opener`, and returns the counter for its reads. `None` if there is no
+    /// memory for counters, or if the process is a health check by the service of this mount.
     pub(crate) fn opened(
         &self,
         ino: u64,
@@ -321,7 +327,7 @@ impl HeatState {
             self.tensors = self.files.values().map(|heat| heat.tensors_len()).sum();
         }
         while is_full(self) {
-            // Nobody else holds the counters of a file that is not open.
+            // If a file is not open, this map has the only reference to its counters.
             let closed = self.files.iter().filter(|(_, heat)| Arc::strong_count(heat) == 1);
             let oldest = closed.min_by_key(|(_, heat)| heat.opened_unix.load(Ordering::Relaxed));
             let ino = oldest.map(|(ino, _)| *ino)?;
@@ -347,7 +353,7 @@ impl HeatState {
     }
 }
 
-/// The rest of the bounds of an answer.
+/// The remaining limits of an answer.
 struct Room {
     tensors: usize,
     bytes: usize,
@@ -359,12 +365,12 @@ impl FileHeat {
         self.tensors.as_ref().map_or(0, |tensors| tensors.counters.len())
     }
 
-    /// Whether it is a virtual file that the mount no longer has.
+    /// Whether the mount no longer has this virtual file.
     fn is_gone(&self) -> bool {
         self.tensors.as_ref().is_some_and(|tensors| tensors.described().is_none())
     }
 
-    /// `None` if the mount no longer has the file.
+    /// The row of the report. `None` if the mount no longer has the file.
     fn row(&self, room: &mut Room) -> Option<FileRow> {
         let mut row = FileRow {
             path: real_name(&self.path),
@@ -384,13 +390,15 @@ impl FileHeat {
 }
 
 impl TensorsHeat {
-    /// The checkpoint and the layout, which have the names of the tensors. `None` once the file is gone.
+    /// The checkpoint and the layout, from which the names of the tensors come. `None` once the
+    /// file is gone.
     fn described(&self) -> Option<(Arc<Checkpoint>, Arc<Layout>)> {
         let described = self.described.lock();
         Some((described.0.upgrade()?, described.1.upgrade()?))
     }
 
-    /// If the layout is gone, takes that of a file of the same version: it has the same tensors.
+    /// If the layout is gone, uses the layout of another file of the same version, which has the
+    /// same tensors.
     fn describe(&self, checkpoint: &Arc<Checkpoint>, layout: &Arc<Layout>) {
         if self.described().is_none() && layout.tensors().count() == self.counters.len() {
             *self.described.lock() = (Arc::downgrade(checkpoint), Arc::downgrade(layout));
@@ -427,7 +435,7 @@ impl TensorsHeat {
                 ranges: None,
             };
             let ranges = heat.ranges(len);
-            // Without them the row stands for the whole tensor.
+            // A row without ranges means the whole tensor.
             if ranges != std::slice::from_ref(&(0..len))
                 && let Some(rest) = room.bytes.checked_sub(ranges.len() * RANGE_TEXT_LEN)
             {
@@ -453,8 +461,8 @@ impl HeatReader {
     }
 }
 
-/// The name of process `pid`; empty if the kernel names no process, or it is gone. Names of
-/// programs are short and come from /proc, which does not wait.
+/// The name of process `pid`. Empty if the kernel gives no process number, or if the process has
+/// ended. The name is read from /proc, which does not block.
 fn program_of(pid: u32) -> String {
     if pid == 0 {
         return String::new();
@@ -466,7 +474,7 @@ fn program_of(pid: u32) -> String {
 /// The parent of a process.
 fn parent_of(pid: u32) -> Option<Pid> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name of the process, in parentheses, comes before its state and its parent.
+    // The line has the name of the process in parentheses, then its state, then its parent.
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(1)?.parse().ok().map(Pid::from_raw)
 }

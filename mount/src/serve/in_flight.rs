@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Time between two looks at requests that others answer.
+/// Time between two checks of requests that other threads answer.
 const TICK: Duration = Duration::from_micros(500);
 
 /// Counts the requests that are not answered yet.
@@ -13,16 +13,17 @@ pub(crate) struct InFlight(Arc<InFlightCounts>);
 
 #[derive(Default)]
 struct InFlightCounts {
-    /// Requests that began in even and in odd periods.
+    /// Number of unanswered requests that began in even periods, and of those that began in odd
+    /// periods.
     unanswered: [AtomicUsize; 2],
-    /// Number of the present period.
+    /// Number of the current period.
     period: AtomicUsize,
 }
 
-/// One request that is not answered yet, until this is dropped.
+/// One request that is not answered yet. Its drop counts as the answer.
 pub(crate) struct Unanswered {
     counts: Arc<InFlightCounts>,
-    /// Index of the count that has it.
+    /// Index of the counter that includes this request.
     index: usize,
 }
 
@@ -35,24 +36,25 @@ impl InFlight {
             let index = period % 2;
             counts.unanswered[index].fetch_add(1, Ordering::SeqCst);
             let begun = Unanswered { counts: counts.clone(), index };
-            // Otherwise it might be missed by the wait for the requests of an earlier period.
+            // If the period changed in between, a wait for the requests of earlier periods might
+            // miss this request.
             if counts.period.load(Ordering::SeqCst) == period {
                 return begun;
             }
         }
     }
 
-    /// Waits until no request is without an answer, for `limit` at most. Returns whether none is.
+    /// Waits until all requests are answered, at most for `limit`. Returns whether they are.
     pub(crate) fn wait_for_all(&self, limit: Duration) -> bool {
         let counts = &self.0.unanswered;
         wait_until(limit, || counts.iter().all(|count| count.load(Ordering::SeqCst) == 0))
     }
 
-    /// Waits until the requests are answered that have begun before, for `limit` at most. Returns
-    /// whether they are. Others may begin meanwhile.
+    /// Waits until all requests are answered that began before this call, at most for `limit`.
+    /// Returns whether they are. New requests may begin in the meantime.
     pub(crate) fn wait_for_earlier(&self, limit: Duration) -> bool {
         let started = Instant::now();
-        // Each count has requests that began before.
+        // Both counters may include requests that began before this call.
         (0..2).all(|_| {
             let ended = &self.0.unanswered[self.0.period.fetch_add(1, Ordering::SeqCst) % 2];
             let limit = limit.saturating_sub(started.elapsed());
@@ -94,7 +96,7 @@ mod tests {
             let mut last = in_flight.begin();
             drop(earlier);
             while !wait.is_finished() {
-                // There is always one, as while programs read.
+                // At each moment one request is unanswered, as it is while programs read.
                 let next = in_flight.begin();
                 drop(std::mem::replace(&mut last, next));
             }

@@ -1,7 +1,7 @@
-//! The kernel's settings of a mount: readahead window, size of requests, and number of background
-//! requests. Each is set if allowed, read back, and reported.
+//! The kernel's settings of a mount: the readahead window, the size of requests, and the number of
+//! background requests. Each setting is changed if that is allowed, read back, and reported.
 //!
-//! This code does not touch the mount itself, only files of the kernel about it.
+//! This code accesses only the kernel's files about the mount, never the mount itself.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -15,35 +15,38 @@ use tensorfs::internal::size::shown_size;
 
 use crate::options::Options;
 
-/// Default of `readahead=`, in bytes: two requests of the kernel's default size. More gains nothing
-/// beside the daemon's own read-ahead, and makes random page faults slower.
+/// Default of `readahead=` in bytes, which is two requests of the kernel's default size. A larger
+/// window gains nothing, because the daemon reads ahead too, and it makes random page faults
+/// slower.
 pub(crate) const READAHEAD: u64 = 2 << 20;
 
-/// Largest read that the kernel is asked for, in bytes: its default limit.
+/// Size in bytes of the largest read request that the daemon asks the kernel for. It is the
+/// kernel's default limit.
 pub(crate) const MAX_REQUEST: u32 = 1 << 20;
 
-/// Largest request in pages, for kernels without an adjustable limit.
+/// Size of the largest request in pages, for kernels whose limit cannot be changed.
 const PAGES_FIXED: u64 = 256;
 
 /// A feature of the FUSE protocol.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Feature {
-    /// The daemon does not ask for it.
+    /// The daemon does not request the feature.
     Off,
-    /// Requested and granted.
+    /// The feature was requested and granted.
     On,
-    /// Requested and not granted, with the reason.
+    /// The feature was requested and not granted, for this reason.
     Refused(String),
 }
 
 /// Result of the INIT handshake.
 #[derive(Clone, Debug)]
 pub(crate) struct Init {
-    /// Requested limit of background requests.
+    /// The requested limit of background requests.
     pub max_background: u16,
-    /// Number of requests in flight at which the kernel stops reading ahead, as requested.
+    /// The requested number of background requests in flight at which the kernel stops reading
+    /// ahead.
     pub congestion_threshold: u16,
-    /// Whether parts of one O_DIRECT read are requested at once.
+    /// Whether the kernel requests all parts of one O_DIRECT read at the same time.
     pub async_dio: Feature,
     /// Whether each thread has its own descriptor.
     pub clone_fd: Feature,
@@ -55,26 +58,26 @@ pub(crate) struct Init {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Knob {
-    /// Its name; the name of its option if it has one.
+    /// The name of the option for this setting, or of the setting if it has no option.
     pub name: String,
     /// The requested value: bytes, a number or a flag.
     pub wanted: Value,
     /// The value in force; null if it is unknown.
     pub got: Value,
-    /// Why the value differs from the wanted one, or why it is unknown.
+    /// Why the value differs from the requested one, or why it is unknown.
     pub why_not: Option<String>,
-    /// The consequence, if there is one.
+    /// The consequence of a worse value, if there is one.
     pub cost: Option<String>,
 }
 
-/// All knobs of a mount.
+/// The settings of a mount.
 #[derive(Clone, Debug)]
 pub(crate) struct KernelReport {
     /// One entry for each setting.
     pub knobs: Vec<Knob>,
 }
 
-/// The folders with the kernel's settings.
+/// The folders with the kernel's files for its settings.
 pub(crate) struct KernelPaths {
     sys: PathBuf,
     sysctl: PathBuf,
@@ -85,8 +88,9 @@ impl KernelPaths {
         KernelPaths { sys: "/sys".into(), sysctl: "/proc/sys".into() }
     }
 
-    /// Sets the other settings and reports all. Comes once the mount answers, because INIT resets the
-    /// window. `minor` names the connection; `request` is the result of `before_mount`.
+    /// Sets the settings that are not fixed before mount(2), and reports all. Must be called once the
+    /// mount answers, because INIT resets the readahead window. `minor` is the minor device number of
+    /// the mount. `request` is the result of `before_mount`.
     pub(crate) fn after_init(
         &self,
         minor: Option<u32>,
@@ -118,15 +122,15 @@ impl KernelPaths {
         }
     }
 
-    /// The size of requests that the kernel allows. Comes before mount(2), because a connection keeps the
-    /// limit of its creation.
+    /// The size of requests that the kernel allows. Must be called before mount(2), because a
+    /// connection keeps the limit that was set at its creation.
     pub(crate) fn before_mount(&self) -> Knob {
         let wanted = u64::from(MAX_REQUEST);
         let path = self.sysctl.join("fs/fuse/max_pages_limit");
         let pages = wanted.div_ceil(page());
         let (limit, why) = match read(&path) {
             Ok(limit) => (limit, format!("{} is {limit} pages", shown_path(&path))),
-            // Kernels before 6.13.
+            // Kernels before 6.13 do not have this file.
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 (PAGES_FIXED, format!("{}: there is no such limit", shown_path(&path)))
             }
@@ -149,7 +153,7 @@ impl KernelPaths {
             return knob.because("the mount is not in the mount table".to_owned()).costs(cost);
         };
         let path = self.sys.join(format!("class/bdi/0:{minor}/read_ahead_kb"));
-        // The kernel rounds down to pages.
+        // The kernel rounds the window down to whole pages.
         let kib = (wanted.div_ceil(page()) * page()) >> 10;
         let written = write(&path, kib);
         let got = match read(&path) {
@@ -167,8 +171,8 @@ impl KernelPaths {
         known.because(format!("{}: {why}", shown_path(&path))).costs(effect)
     }
 
-    /// A limit that INIT requested, read from the control file system of FUSE if that is mounted. The
-    /// kernel may grant an ordinary user less.
+    /// The value of a limit that INIT requested, read from the control file system of FUSE if that is
+    /// mounted. The kernel may grant users other than root a lower limit.
     fn background(&self, minor: Option<u32>, name: &str, asked: u16) -> Knob {
         let knob = Knob::new(name, json!(asked), Value::Null);
         let Some(minor) = minor else {
@@ -201,12 +205,12 @@ impl Knob {
         Knob { cost: Some(cost.to_owned()), ..self }
     }
 
-    /// The settings that are worse than requested, for people.
+    /// A message if the value is worse than requested: the values, the reason and the cost.
     pub(crate) fn degraded(&self) -> Option<String> {
         Some(format!("{}: {}", self.shortfall()?, self.cost.as_ref()?))
     }
 
-    /// As `degraded`, without the cost.
+    /// A message if the value is worse than requested: the values and the reason.
     fn shortfall(&self) -> Option<String> {
         let (_, why) = (self.cost.as_ref()?, self.why_not.as_deref()?);
         let is = match (self.got.as_u64(), self.wanted.as_u64()) {
@@ -220,21 +224,21 @@ impl Knob {
         Some(format!("{} {is} ({why})", self.name))
     }
 
-    /// Whether its values are bytes.
+    /// Whether the value is a number of bytes.
     pub(crate) fn is_size(&self) -> bool {
         matches!(self.name.as_str(), "readahead" | "max_request")
     }
 }
 
 impl KernelReport {
-    /// All drawbacks, on one line.
+    /// One line with all settings that are worse than requested.
     pub(crate) fn degraded(&self) -> Option<String> {
         let lines: Vec<_> = self.knobs.iter().filter_map(Knob::degraded).collect();
         (!lines.is_empty()).then(|| format!("slower than it could be: {}", lines.join("; ")))
     }
 
-    /// Logs one warning with all drawbacks, if there are any. Users other than root cannot mend them, so
-    /// their line leaves the costs out.
+    /// Logs one warning with all settings that are worse than requested. Only root can change these
+    /// settings, so the warning for other users leaves the costs out.
     pub(crate) fn log(&self) {
         let Some(mut line) = self.degraded() else { return };
         if !geteuid().is_root() && !tracing::enabled!(tracing::Level::INFO) {
@@ -257,13 +261,13 @@ fn write(path: &Path, number: u64) -> io::Result<()> {
     file.write_all(number.to_string().as_bytes())
 }
 
-/// The message of the system, without its number.
+/// The operating system's message, without the error number.
 pub(crate) fn reason(error: &io::Error) -> String {
     let text = error.to_string();
     text.split_once(" (os error").map_or(text.as_str(), |(text, _)| text).to_owned()
 }
 
-/// Bytes of a page.
+/// Size of a memory page in bytes.
 pub(crate) fn page() -> u64 {
     let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
     page.and_then(|page| u64::try_from(page).ok()).unwrap_or(4096)
@@ -273,7 +277,7 @@ pub(crate) fn page() -> u64 {
 mod tests {
     use super::*;
 
-    /// The files of a kernel whose mount has the minor number 51.
+    /// The settings files of a kernel whose mount has the minor device number 51.
     struct Kernel {
         folder: tempfile::TempDir,
         paths: KernelPaths,
@@ -300,7 +304,7 @@ mod tests {
             std::fs::read_to_string(self.folder.path().join(path)).unwrap().trim().to_owned()
         }
 
-        /// Replaces a file by a folder, which not even root can read or write.
+        /// Replaces a file by a folder, which even root cannot read or write as a file.
         fn close(&self, path: &str) {
             let path = self.folder.path().join(path);
             std::fs::remove_file(&path).unwrap();

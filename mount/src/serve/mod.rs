@@ -1,5 +1,5 @@
-//! Services below the inodes: the engine and the cache, copies on a local disk, changes of the
-//! source, and the settings of the kernel.
+//! The services that inodes use: the engine and the cache, copies on a local disk, detection of
+//! changes of the source, and the settings of the kernel.
 
 pub(crate) mod assemble;
 pub(crate) mod blocking;

@@ -1,8 +1,8 @@
-//! Puts tensors into the kernel's page cache before a program reads them: a program that maps a
-//! file and touches it page by page would wait for each page.
+//! Puts tensors into the kernel's page cache before a program reads them. A program that maps a
+//! file and touches it page by page would otherwise wait for each page.
 //!
-//! One thread does this. It may wait for pages that pending reads lock, so threads that answer
-//! reads must not wait for it.
+//! One thread does this work. It may wait for pages that pending reads have locked, so threads that
+//! answer reads must not wait for this thread.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -14,19 +14,20 @@ use tensorfs::internal::counters::Counters;
 
 use super::change_watcher::{Forget, Watcher};
 
-/// Puts bytes at an offset of an inode into the kernel's page cache.
+/// Puts bytes into the kernel's page cache. The arguments are the inode number, the offset and the
+/// bytes.
 pub(crate) type StoreBytes = Box<dyn Fn(u64, u64, &[u8]) -> std::io::Result<()> + Send>;
 
-/// Bytes put into the page cache at a time.
+/// Number of bytes that are put into the page cache at a time.
 const STEP: u64 = 1 << 20;
 
 /// Size of a page of the page cache.
 const PAGE: u64 = 4096;
 
-/// Maximum number of queued tensors; further ones are left to page faults.
+/// Maximum number of queued tensors. Further tensors are read by page faults.
 const QUEUE_MAX: usize = 16;
 
-/// Reader number of these reads, which no open handle has.
+/// The reader number that these reads use. No open handle has this number.
 const STORE_READER: u64 = u64::MAX;
 
 struct StoreTask {
@@ -40,7 +41,7 @@ struct StoreTask {
 #[derive(Clone)]
 pub(crate) struct StoreQueue(SyncSender<StoreTask>);
 
-/// The receiver of the queue, until the thread is started.
+/// The receiving end of the queue, until the thread is started.
 pub(crate) struct StoreWorker(Receiver<StoreTask>);
 
 /// A queue, and its worker.
@@ -50,12 +51,12 @@ pub(crate) fn store_queue() -> (StoreQueue, StoreWorker) {
 }
 
 impl StoreQueue {
-    /// The callback for page-by-page reads of inode `ino`, whose bytes have to pass `gate`.
+    /// The callback for page-by-page reads of inode `ino`. The bytes have to pass `gate`.
     pub(crate) fn on_fault_storm(&self, ino: u64, gate: Option<Arc<ChecksumGate>>) -> OnStorm {
         let send = self.0.clone();
         Box::new(move |file, range| {
             let (file, gate) = (Arc::downgrade(file), gate.clone());
-            // If the queue is full, the thread is busy already.
+            // If the queue is full, the tensor is read by page faults.
             let _ = send.try_send(StoreTask { file, ino, range, gate });
         })
     }
@@ -75,8 +76,9 @@ impl StoreWorker {
             while let Ok(task) = self.0.recv() {
                 push(&cache, &counters, &task, &store);
                 let Some(file) = task.file.upgrade() else { continue };
-                // Pages that changed since they were read must not stay. Whether it has may take
-                // long to find out, and then the watcher forgets it.
+                // Pages must not stay in the page cache if a source has changed since they were
+                // read. `check_known` finds changes that are known already. The watcher looks for
+                // others, which may take long, and drops the pages then.
                 if file.reader().sources().iter().any(|source| source.check_known().is_err()) {
                     forget(task.ino);
                 } else {
@@ -89,8 +91,9 @@ impl StoreWorker {
     }
 }
 
-/// Puts the whole pages of a tensor into the page cache, but for zeros that no shard holds: a tensor
-/// of them may have any length. Stops if a page cannot be read or stored, or if the file is closed.
+/// Puts the whole pages of a tensor into the page cache. Zeros that no shard contains are left out,
+/// because a tensor of zeros may have any length. Stops if a page cannot be read or stored, or if
+/// the file is closed.
 fn push(cache: &Cache, counters: &Counters, task: &StoreTask, store: &StoreBytes) {
     let end = task.range.end / PAGE * PAGE;
     let mut offset = task.range.start.next_multiple_of(PAGE);

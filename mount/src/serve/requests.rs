@@ -1,4 +1,4 @@
-//! Requests of the kernel, counted and timed by operation. No lock is taken.
+//! Counts and times the kernel's requests by operation, without a lock.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +9,8 @@ use tensorfs::internal::counters::{Counter, Histogram, Latency};
 use tensorfs::words;
 
 words! {
-    /// A request of the kernel that has an answer. Others (forget, release, flush) are not counted.
+    /// A kernel request that gets an answer. Other requests (forget, release, flush) are not
+    /// counted.
     pub(crate) enum Operation {
         /// Find a name in a folder.
         Lookup = "lookup",
@@ -58,7 +59,7 @@ impl Requests {
         RequestTimer { requests: self.clone(), operation, since: Instant::now(), ok: false }
     }
 
-    /// The counts now, by operation.
+    /// The current counts, by operation.
     pub(crate) fn counts(&self) -> BTreeMap<String, RequestCounts> {
         let rows = Operation::ALL.iter().zip(&self.0).map(|(operation, counters)| {
             let (ok, errors) = (counters.ok.get(), counters.errors.get());
@@ -77,7 +78,7 @@ pub(crate) struct RequestTimer {
 }
 
 impl RequestTimer {
-    /// Notes that the request is answered as it should be.
+    /// Notes that the request got a regular answer.
     pub(crate) fn succeeded(mut self) {
         self.ok = true;
     }

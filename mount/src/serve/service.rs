@@ -1,4 +1,5 @@
-//! The service behind the reads of a mount: engine, cache and counters, and their part of `status`.
+//! The service that answers the reads of a mount: engine, cache and counters, and their part of
+//! `status`.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -28,32 +29,32 @@ use super::requests::{RequestCounts, Requests};
 use crate::log;
 use crate::options::{CACHE_DEFAULT, Options, Passthrough, Verify};
 
-/// Maximum number of files that `status` names, the most read first.
+/// Maximum number of files that `status` lists. The files with the most bytes read come first.
 const FILES_SHOWN: usize = 20;
 
-/// The facts about a service, for `status`.
+/// The state of a service, for `status`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct ServiceStatus {
-    /// The options in force, in the words of `-o`.
+    /// The options in force, as `-o` spells them.
     pub options: Value,
     pub counters: CounterValues,
-    /// By operation of the kernel.
+    /// Counts for each kernel operation.
     pub requests: BTreeMap<String, RequestCounts>,
     pub cache: CacheStatus,
-    /// The settings of the kernel, once the mount answers.
+    /// The settings of the kernel. `None` until the mount answers.
     pub kernel: Option<Vec<Knob>>,
     pub engine: EngineStatus,
     /// The servers and the disk caches of a remote source.
     pub remote: Option<RemoteStatus>,
-    /// The part that compares checksums.
+    /// The state of the part that compares checksums.
     pub checksums: Option<CheckerStatus>,
     pub assemble: Option<AssembleStatus>,
     pub log_lines_dropped: u64,
     pub log_lines_limited: u64,
-    /// Number of handles.
+    /// Number of open handles.
     pub open_files: usize,
-    /// Those with most bytes read.
+    /// The files with the most bytes read.
     pub files: Vec<FileStatus>,
 }
 
@@ -70,7 +71,7 @@ pub(crate) struct CacheStatus {
 #[serde(default)]
 pub(crate) struct FileStatus {
     pub path: String,
-    /// Number of handles.
+    /// Number of open handles.
     pub open: usize,
     pub bytes_served: u64,
 }
@@ -78,9 +79,9 @@ pub(crate) struct FileStatus {
 /// The parts that serve the reads of one mount.
 pub(crate) struct Service {
     pub(crate) counters: Arc<Counters>,
-    /// Requests of the kernel, by operation.
+    /// Counters of the kernel's requests, by operation.
     pub(crate) requests: Arc<Requests>,
-    /// Which tensors are read.
+    /// Counters of the reads of each tensor.
     pub(crate) heat: Heat,
     pub(crate) cache: Cache,
     /// Runs calls to the source other than reads.
@@ -88,7 +89,7 @@ pub(crate) struct Service {
     engine: Engine,
     /// Compares bytes with checksums, with `verify=read`.
     pub(crate) checker: Option<Checker>,
-    /// Writes hot virtual files as real files.
+    /// Writes files that are read often as real files.
     pub(crate) assembler: Option<Assembler>,
     /// The options in force.
     options: Value,
@@ -98,22 +99,22 @@ pub(crate) struct Service {
     files: Mutex<FileUses>,
 }
 
-/// Bytes that were read of the files of a mount, by inode number.
+/// Bytes that were read from the files of a mount, by inode number.
 #[derive(Default)]
 struct FileUses {
     open: BTreeMap<u64, FileUse>,
-    /// Closed files that `status` may show. Other closed files are forgotten, because files come
-    /// and go for as long as a mount lasts.
+    /// Closed files that `status` may list. Other closed files are forgotten, since the number of
+    /// files that were ever opened has no limit.
     closed: BTreeMap<u64, FileUse>,
 }
 
-/// Bytes that were read of one file.
+/// Bytes that were read from one file.
 #[derive(Default)]
 struct FileUse {
     path: String,
-    /// Number of handles.
+    /// Number of open handles.
     open: usize,
-    /// Bytes served by earlier opens.
+    /// Number of bytes that reads of earlier opens got.
     bytes_before: u64,
     current: Weak<CachedFile>,
 }
@@ -156,8 +157,8 @@ impl FileUses {
     }
 }
 
-/// The assembler, not started yet, if `options` ask for one. Its folder must be apart from
-/// `places`, the source and the mount.
+/// Makes the assembler if `options` ask for one, but does not start it. Its folder must not overlap
+/// any of `places`, the source and the mount.
 ///
 /// # Errors
 /// One line with the reason why the folder cannot be used.
@@ -175,7 +176,8 @@ pub(crate) fn assembler(options: &Options, places: &[&Path]) -> Result<Option<As
 }
 
 impl Service {
-    /// Starts engine, cache and the other parts by `options`. `secret` is that of the source.
+    /// Starts engine, cache and the other parts as `options` say. `secret` is the secret of the
+    /// source.
     ///
     /// # Errors
     /// One line with the reason.
@@ -198,8 +200,8 @@ impl Service {
             .map_err(no_thread)?;
         let checker = match options.verify {
             Verify::Read => {
-                // The checker reads through the page cache, so that readers find the compared bytes
-                // there.
+                // The checker reads through the page cache, so that the reads of programs find the
+                // compared bytes there.
                 let always = settings.direct == DirectIo::Always;
                 let direct = if always { DirectIo::Always } else { DirectIo::Never };
                 let engine = Engine::start(Settings { direct, ..settings }, counters.clone());
@@ -227,7 +229,7 @@ impl Service {
     }
 
     /// Reads bytes `range` of `file`, which must pass `gate` if there is one. Never waits. `answer`
-    /// is called as by `Cache::read`, and dropped only by a bug.
+    /// is called in the same way as by `Cache::read`. Only a bug drops it without a call.
     pub(crate) fn read(
         self: &Arc<Self>,
         gate: Option<&Arc<ChecksumGate>>,
@@ -255,15 +257,15 @@ impl Service {
         let _ = self.kernel.set(report.knobs);
     }
 
-    /// The assembled copy of a virtual file in this version, if there is one.
+    /// The assembled copy of a virtual file in this version. `None` if there is none.
     pub(crate) fn copy_of(&self, version: &str, file: &CachedFile) -> Option<Arc<File>> {
         self.assembler.as_ref()?.ready(version, file.reader())
     }
 
-    /// The assembled copy of a virtual file that the kernel serves from it to other programs.
+    /// The assembled copy of a virtual file, while the kernel serves that copy to other programs.
     ///
     /// # Errors
-    /// Why it cannot be used: a clause.
+    /// The reason why the copy cannot be used, as a clause.
     pub(crate) fn copy_in_use(
         &self,
         version: &str,
@@ -273,7 +275,7 @@ impl Service {
         assembler.in_use(version, file.reader())
     }
 
-    /// Notes an open of a virtual file, or that `served` bytes of it were read.
+    /// Tells the assembler of an open of a virtual file, or that `served` bytes of it were read.
     pub(crate) fn read_by_us(&self, version: &str, file: &CachedFile, served: Option<usize>) {
         let Some(assembler) = &self.assembler else { return };
         match served {
@@ -282,31 +284,31 @@ impl Service {
         }
     }
 
-    /// Notes that the kernel refuses the copy of a virtual file.
+    /// Tells the assembler that the kernel refuses the copy of a virtual file.
     pub(crate) fn copy_refused(&self, error: &io::Error) {
         if let Some(assembler) = &self.assembler {
             assembler.give_up(error);
         }
     }
 
-    /// Notes an open of the file `path` of the mount.
+    /// Counts an open of the file at `path` in the mount.
     pub(crate) fn opened(&self, ino: u64, path: &Path, file: Option<&Arc<CachedFile>>) {
         self.files.lock().opened(ino, path, file);
     }
 
-    /// Notes the close of a handle. The file must still exist.
+    /// Counts the close of a handle. The file must still be in the table.
     pub(crate) fn closed(&self, ino: u64) {
         self.files.lock().closed(ino);
     }
 
-    /// Ends the work in the background and leaves no half-written file.
+    /// Ends the work in the background. No partly written file remains.
     pub(crate) fn stop(&self) {
         if let Some(assembler) = &self.assembler {
             assembler.stop();
         }
     }
 
-    /// The facts for `tensorfs status`. Never waits for the source.
+    /// The state for `tensorfs status`. Never waits for the source.
     pub(crate) fn status(&self) -> ServiceStatus {
         let (budget, used) = self.cache.memory();
         let files = self.files.lock();
@@ -356,7 +358,7 @@ mod tests {
         assert!(files.open.is_empty());
         let kept: Vec<u64> = files.closed.values().map(|used| used.bytes_before).collect();
         assert_eq!((kept.len(), kept.iter().min()), (FILES_SHOWN, Some(&980)));
-        // A file that is opened again goes on counting.
+        // A file that is opened again keeps its earlier count.
         let ino = files.closed.first_key_value().map(|(ino, _)| *ino).unwrap();
         files.opened(ino, Path::new("/a"), None);
         assert_eq!(files.open[&ino].bytes_before, kept[0]);

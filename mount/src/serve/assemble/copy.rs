@@ -14,18 +14,18 @@ use tensorfs::internal::sweep::{RANGE_MAX, Sweep};
 use super::entry::CopyFailure;
 use super::folder::Partial;
 
-/// Bytes of a copy that are read back at a time.
+/// Number of bytes of a copy that are read back at a time.
 const STEP: usize = 8 << 20;
 
-/// Dirty bytes before a flush to the disk: more would make other writers wait, and evict pages of
-/// others from the page cache.
+/// Number of dirty bytes after which the copy is flushed to the disk. With more dirty bytes, other
+/// writers would wait, and pages of other files would be evicted from the page cache.
 const FLUSH: u64 = 64 << 20;
 
-/// Called after every step with the bytes done and the duration of the step. May wait, or end the
-/// work.
+/// Called after every step with the number of bytes done and the duration of the step. The function
+/// may wait, or stop the copying by an error.
 pub(super) type Throttle<'a> = &'a dyn Fn(u64, Duration) -> Result<(), CopyFailure>;
 
-/// Writes all bytes of `reader` into `partial`. Returns their checksum.
+/// Writes all bytes of `reader` into `partial`. Returns the checksum of the bytes.
 pub(super) fn fill(
     partial: &Partial,
     reader: &Reader,
@@ -56,7 +56,7 @@ pub(super) fn fill(
     Ok(hex(&hash.finalize()))
 }
 
-/// The checksum of the first `len` bytes of a file, read from the medium if possible.
+/// The checksum of the first `len` bytes of a file. They are read from the disk if possible.
 pub(super) fn checksum(
     file: &File,
     len: u64,
@@ -78,8 +78,8 @@ pub(super) fn checksum(
     Ok(hex(&hash.finalize()))
 }
 
-/// Drops the clean pages of a file from the page cache, so that reads come from the medium. A tmpfs
-/// has no medium.
+/// Drops the clean pages of a file from the page cache, so that reads come from the disk. A tmpfs
+/// has no disk.
 fn forget_cached(file: &File) {
     let advice = PosixFadviseAdvice::POSIX_FADV_DONTNEED;
     if let Err(e) = posix_fadvise(file, 0, 0, advice) {

@@ -1,4 +1,4 @@
-//! The progress of the copy of one file, and the reason of its failure.
+//! The progress of the copy of one file, and the reason if the copy failed.
 
 use std::fs::File;
 use std::io;
@@ -10,31 +10,32 @@ use tensorfs::Error;
 
 use super::record::Record;
 
-/// A file is hot once it was opened this often and 1 / `HOT_PART` of its bytes were served.
+/// A file is copied once it was opened at least this number of times and its length divided by
+/// `HOT_PART` was read in bytes.
 const HOT_OPENS: u64 = 2;
 
-/// See `HOT_OPENS`: the length of a file divided by this. Tools look at headers often, and read the
-/// rest rarely.
+/// Divisor of the length of a file, for the limit at `HOT_OPENS`. The limit exists because tools
+/// read headers often and the other bytes rarely.
 const HOT_PART: u64 = 2;
 
-/// The reason why a copy was not made, or not used.
+/// The reason why a copy was not made or not used.
 #[derive(Debug)]
 pub(super) enum CopyFailure {
-    /// The daemon ends.
+    /// The daemon is stopping.
     Stopped,
     /// Another process writes the same file.
     Busy,
     /// Another process removed the copy.
     Gone,
-    /// It is larger than the budget.
+    /// The copy is larger than the budget.
     TooLarge { len: u64, budget: u64 },
-    /// Not enough room can be made.
+    /// The space for the copy cannot be freed.
     NoRoom { len: u64, budget: u64 },
     /// A source changed or could not be read.
     Source(Error),
     /// The operation on the folder that failed.
     Folder(&'static str, io::Error),
-    /// A copy does not hold the bytes that it should.
+    /// The bytes of the copy differ from the bytes that were written.
     Differs,
 }
 
@@ -61,11 +62,11 @@ impl std::fmt::Display for CopyFailure {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct CopyStatus {
-    /// The version of the file.
+    /// The version of the file of the mount.
     pub version: String,
     pub len: u64,
     pub state: String,
-    /// The part that is done, up to 1.
+    /// The fraction that is done, from 0 to 1.
     pub progress: f64,
     /// Why there is no copy.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -77,22 +78,22 @@ pub(crate) struct CopyStatus {
 pub(super) enum Stage {
     /// There is no copy.
     Absent,
-    /// It waits to be written, or to be verified again.
+    /// The file is queued to be written, or its copy to be verified again.
     Queued,
-    /// Its bytes are being written.
+    /// The bytes of the copy are being written.
     Writing,
-    /// Its bytes are being read back.
+    /// The bytes of the copy are being read back.
     Verifying,
-    /// It may be used.
+    /// The copy may be used.
     Ready {
         /// Version of the copy when it was verified.
         record: Record,
         /// The open copy, while it is in use.
         open: Weak<File>,
-        /// Time of the last touch of the record.
+        /// Time of the last update of the record's modification time.
         touched: Option<Instant>,
     },
-    /// It could not be made. `again` is the time of the next attempt.
+    /// The copy could not be made. `again` is the time of the next attempt.
     Failed { again: Option<Instant> },
 }
 
@@ -101,7 +102,7 @@ pub(super) struct CopyEntry {
     pub(super) len: u64,
     pub(super) opens: u64,
     pub(super) served: u64,
-    /// Bytes written or verified.
+    /// Number of bytes written or verified.
     pub(super) done: u64,
     pub(super) stage: Stage,
     /// Reason of the last failure.
@@ -121,12 +122,12 @@ impl CopyEntry {
         }
     }
 
-    /// Whether a copy is worth its space.
+    /// Whether the file is read often enough for a copy.
     pub(super) fn is_hot(&self) -> bool {
         self.len > 0 && self.opens >= HOT_OPENS && self.served >= self.len.div_ceil(HOT_PART)
     }
 
-    /// Whether a copy may be begun now.
+    /// Whether the writing of a copy may start now.
     pub(super) fn may_start(&self) -> bool {
         match self.stage {
             Stage::Absent => true,
@@ -135,7 +136,7 @@ impl CopyEntry {
         }
     }
 
-    /// The facts for `status`. `None` if there is no copy.
+    /// The state for `status`. `None` if there is no copy.
     pub(super) fn status(&self, version: &str) -> Option<CopyStatus> {
         let state = match self.stage {
             Stage::Absent => return None,

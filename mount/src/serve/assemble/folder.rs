@@ -1,8 +1,9 @@
 //! The folder of assembled copies: its checks, its lock, its files and its budget.
 //!
-//! Several daemons may share it. Every change of its entries takes the lock of the folder, briefly.
-//! The writer locks a copy that is being written, and each user of a copy locks it while it is
-//! open. The locks are flock(2)'s, so they end with the process.
+//! Several daemons may share the folder. A daemon takes the lock of the folder for a short time
+//! whenever it changes the entries. The writer of a copy locks the copy while it writes, and each
+//! user of a copy locks it while the copy is open. The locks are those of flock(2), so they end
+//! with the process.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Write};
@@ -22,17 +23,18 @@ use tensorfs::internal::version::Version;
 use super::entry::CopyFailure;
 use super::record::Record;
 
-/// Marks a folder as one for copies, so that other files are never treated as copies. Its lock is
-/// the lock of the folder.
+/// This file marks a folder for copies, so that files of other folders are never treated as copies.
+/// The lock of this file is the lock of the folder.
 const MARKER: &str = ".tensorfs-assemble";
 
-/// How long to wait for the lock of the folder, which is only held briefly.
+/// Maximum time to wait for the lock of the folder. Processes hold it only for a short time.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Without a budget, 1 / `RESERVE_PART` of the file system stays free, and at least `RESERVE_MIN`.
+/// Without a budget, this fraction (1 / `RESERVE_PART`) of the file system stays free, and at least
+/// `RESERVE_MIN`.
 const RESERVE_PART: u64 = 10;
 
-/// See `RESERVE_PART`.
+/// Minimum number of free bytes of the file system, without a budget.
 const RESERVE_MIN: u64 = 1 << 30;
 
 /// A folder of assembled copies.
@@ -45,14 +47,14 @@ pub(super) struct CopyFolder {
 /// The folder while its lock is held.
 pub(super) struct Locked<'a> {
     folder: &'a CopyFolder,
-    /// Closing it releases the lock.
+    /// The file whose close releases the lock.
     _lock: File,
 }
 
-/// A copy being written. The drop removes it unless it is published.
+/// A copy that is being written. The drop removes the file unless it was published.
 pub(super) struct Partial {
     version: String,
-    /// Locked while it is open.
+    /// The file, which is locked while it is open.
     temporary: TemporaryFile,
     pub(super) len: u64,
 }
@@ -63,17 +65,17 @@ impl Partial {
     }
 }
 
-/// The meaning of a file name in the folder.
+/// The kind of a file, by its name in the folder.
 #[derive(Debug, PartialEq, Eq)]
 enum CopyFileKind {
     Copy,
     Record,
     Partial,
-    /// A record being written.
+    /// A record that is being written.
     NewRecord,
 }
 
-/// A file of the folder with a known kind.
+/// A file of the folder whose kind is known.
 struct FoundCopy {
     kind: CopyFileKind,
     version: String,
@@ -82,11 +84,11 @@ struct FoundCopy {
 }
 
 impl CopyFolder {
-    /// The folder at `path`, which is made if it does not exist. It must not overlap any of
+    /// Opens the folder at `path`, and creates it if it does not exist. It must not overlap any of
     /// `others`.
     ///
     /// # Errors
-    /// One line with the reason why it cannot be used.
+    /// One line with the reason why the folder cannot be used.
     pub(super) fn open(
         path: &Path,
         limit: Option<u64>,
@@ -94,7 +96,8 @@ impl CopyFolder {
     ) -> Result<CopyFolder, String> {
         let fail = |why: &dyn std::fmt::Display| format!("assemble={}: {why}", shown_path(path));
         let path = place_of(path).map_err(|why| fail(&why))?;
-        // This check comes before the folder is made, so that nothing is left in the source.
+        // This check comes before the folder is created, so that no folder is created in the
+        // source.
         for other in others {
             if lies_in(&path, other) || lies_in(other, &path) {
                 let other = shown_path(other);
@@ -125,7 +128,7 @@ impl CopyFolder {
         Ok(folder)
     }
 
-    /// Marks the folder. Fails if it holds other files.
+    /// Creates the marker file. Fails if the folder contains other files.
     fn mark(&self) -> io::Result<()> {
         let marker = self.path.join(MARKER);
         if std::fs::symlink_metadata(&marker).is_ok_and(|meta| meta.is_file()) {
@@ -142,7 +145,7 @@ impl CopyFolder {
         Ok(())
     }
 
-    /// Its path.
+    /// The path of the folder.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
@@ -160,7 +163,7 @@ impl CopyFolder {
         self.path.join(format!("{version}.partial-{}", std::process::id()))
     }
 
-    /// Takes the lock of the folder, within `LOCK_TIMEOUT`.
+    /// Takes the lock of the folder. Fails after `LOCK_TIMEOUT`.
     pub(super) fn lock(&self) -> Result<Locked<'_>, CopyFailure> {
         let fail = |e| CopyFailure::Folder("lock", e);
         let marker = self.path.join(MARKER);
@@ -186,8 +189,8 @@ impl CopyFolder {
         (record.version == version).then_some(record)
     }
 
-    /// Opens the copy of `version`, and keeps it from being evicted while it is open. Also returns
-    /// its copy.
+    /// Opens the copy of `version`, and prevents its eviction while it is open. Also returns the
+    /// version of the copy file.
     pub(super) fn open_copy(&self, version: &str) -> io::Result<(File, Version)> {
         let mut options = OpenOptions::new();
         options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
@@ -202,15 +205,15 @@ impl CopyFolder {
         Ok((file, local_version(&meta)))
     }
 
-    /// Notes the time of an open of the copy of `version`, so that the least recently opened copy
-    /// can be evicted.
+    /// Records the time of an open of the copy of `version`. The least recently opened copies are
+    /// evicted first.
     pub(super) fn touch(&self, version: &str) {
-        // Fails if the copy was evicted, which does no harm.
+        // This fails if the copy was evicted, which does no harm.
         let record = File::open(self.record_path(version));
         let _ = record.and_then(|record| record.set_modified(SystemTime::now()));
     }
 
-    /// Bytes that all copies may take, if `used` are taken now.
+    /// Number of bytes that all copies may take, if they take `used` now.
     fn budget(&self, used: u64) -> io::Result<u64> {
         let fs = nix::sys::statvfs::statvfs(&self.path)?;
         let available = used + fs.blocks_available() * fs.fragment_size();
@@ -221,20 +224,20 @@ impl CopyFolder {
         })
     }
 
-    /// Bytes that all copies may take, and bytes that they take.
+    /// Number of bytes that all copies may take, and number of bytes that they take.
     pub(super) fn usage(&self) -> io::Result<(u64, u64)> {
         let used = used(&self.files()?);
         Ok((self.budget(used)?, used))
     }
 
-    /// The files of the folder with known kinds.
+    /// The files of the folder whose kind is known.
     fn files(&self) -> io::Result<Vec<FoundCopy>> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
             let Some((kind, version)) = name.to_str().and_then(parse_name) else { continue };
-            // Another process may have removed it meanwhile.
+            // Another process may have removed the file in the meantime.
             let Ok(meta) = entry.metadata() else { continue };
             let version = version.to_owned();
             found.push(FoundCopy { kind, version, path: entry.path(), len: meta.len() });
@@ -244,7 +247,8 @@ impl CopyFolder {
 }
 
 impl Locked<'_> {
-    /// Removes unfinished files of processes that are gone, then returns the records of all copies.
+    /// Removes unfinished files of processes that have ended. Then returns the records of all
+    /// copies.
     pub(super) fn sweep(&self) -> io::Result<Vec<Record>> {
         let files = self.folder.files()?;
         let mut records = Vec::new();
@@ -258,7 +262,7 @@ impl Locked<'_> {
                         records.push(record);
                         false
                     }
-                    // Its writer died before it wrote the record.
+                    // The writer ended before it wrote the record.
                     None => true,
                 },
             };
@@ -270,7 +274,7 @@ impl Locked<'_> {
         Ok(records)
     }
 
-    /// Whether another process writes `version` now.
+    /// Whether another process is writing `version` now.
     pub(super) fn is_being_written(&self, version: &str) -> io::Result<bool> {
         let files = self.folder.files()?;
         let mut partials = files
@@ -279,8 +283,8 @@ impl Locked<'_> {
         Ok(partials.any(|file| !is_unlocked(&file.path)))
     }
 
-    /// Makes room for `len` bytes: removes the least recently opened copies that no process has
-    /// open, if that is enough. Returns their versions.
+    /// Frees space for `len` bytes. Removes the least recently opened copies that no process has
+    /// open, if that is enough. Returns the versions of the removed copies.
     pub(super) fn make_room(&self, len: u64) -> Result<Vec<String>, CopyFailure> {
         let fail = |e| CopyFailure::Folder("look at", e);
         let files = self.folder.files().map_err(fail)?;
@@ -302,8 +306,8 @@ impl Locked<'_> {
             if freed >= over {
                 break;
             }
-            // All stay locked until the search ends: a process that opens one meanwhile does
-            // without it.
+            // All of these files stay locked until the search ends. If a process opens one of them
+            // in the meantime, it goes on without the copy.
             if let Some(lock) = unopened(&file.path) {
                 freed += file.len;
                 evicted.push((lock, file.version.clone()));
@@ -323,7 +327,7 @@ impl Locked<'_> {
         meta.and_then(|meta| meta.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
     }
 
-    /// Begins a file of `len` bytes, and allocates its space at once.
+    /// Creates a file of `len` bytes and allocates its space.
     pub(super) fn begin(&self, version: &str, len: u64) -> Result<Partial, CopyFailure> {
         let fail = |e| CopyFailure::Folder("write to", e);
         if !is_version(version) {
@@ -339,14 +343,15 @@ impl Locked<'_> {
         }
         let size = i64::try_from(len).map_err(|_| fail(Errno::EFBIG.into()))?;
         match nix::fcntl::fallocate(partial.file(), FallocateFlags::empty(), 0, size) {
-            // Without fallocate, the length at least counts against the budget.
+            // On a file system without fallocate, only the length is set. It counts against the
+            // budget.
             Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => partial.file().set_len(len).map_err(fail)?,
             other => other.map_err(|e| fail(e.into()))?,
         }
         Ok(partial)
     }
 
-    /// Renames a written and verified file to its final name, then writes its record.
+    /// Renames a written and verified copy to its final name, and then writes its record.
     pub(super) fn publish(
         &self,
         mut partial: Partial,
@@ -355,7 +360,7 @@ impl Locked<'_> {
         partial.file().set_permissions(PermissionsExt::from_mode(0o400))?;
         partial.file().sync_all()?;
         let version = partial.version.clone();
-        // The record of an older copy must not be beside the new one.
+        // The record of an older copy must not be next to the new copy.
         remove_if_there(&self.folder.record_path(&version))?;
         partial.temporary.publish(&self.folder.copy_path(&version), true)?;
         let written = (|| {
@@ -369,7 +374,7 @@ impl Locked<'_> {
         written
     }
 
-    /// Writes a record atomically, also with respect to a loss of power.
+    /// Writes a record atomically, so that a loss of power leaves either the old or the new record.
     pub(super) fn write_record(&self, record: &Record) -> io::Result<()> {
         let path = self.folder.path.join(format!("{}.record-new", record.version));
         let mut options = OpenOptions::new();
@@ -383,15 +388,16 @@ impl Locked<'_> {
         sync_folder(&self.folder.path)
     }
 
-    /// Removes the copy of `version`. The record goes first, because a copy without one is not
-    /// used.
+    /// Removes the copy of `version`. The record is removed first, because a copy without a record
+    /// is not used.
     pub(super) fn remove(&self, version: &str) -> io::Result<()> {
         remove_if_there(&self.folder.record_path(version))?;
         remove_if_there(&self.folder.copy_path(version))
     }
 }
 
-/// `path`, absolute and without links. Its last part need not exist.
+/// The absolute path of `path`, without links. The last component may be missing in the file
+/// system.
 fn place_of(path: &Path) -> Result<PathBuf, String> {
     match std::fs::canonicalize(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
@@ -409,21 +415,23 @@ fn place_of(path: &Path) -> Result<PathBuf, String> {
     }
 }
 
-/// Whether `path` is `folder` or lies in it, by inode numbers, so that other paths to it count too.
+/// Whether `path` is `folder` or lies in it. Inode numbers are compared, so the result does not
+/// depend on which paths lead to the folder.
 fn lies_in(path: &Path, folder: &Path) -> bool {
     let inode = |meta: Metadata| (meta.dev(), meta.ino());
     let Ok(folder) = std::fs::metadata(folder).map(inode) else { return false };
     path.ancestors().any(|above| std::fs::metadata(above).is_ok_and(|meta| inode(meta) == folder))
 }
 
-/// Bytes of all copies, including those being written. Records are small and do not count.
+/// Number of bytes of all copies, including those that are being written. Records are small and do
+/// not count.
 fn used(files: &[FoundCopy]) -> u64 {
     let copies =
         files.iter().filter(|file| matches!(file.kind, CopyFileKind::Copy | CopyFileKind::Partial));
     copies.map(|file| file.len).sum()
 }
 
-/// The kind of file that a name stands for, and the version in the name.
+/// The kind of file that `name` means, and the version in the name.
 fn parse_name(name: &str) -> Option<(CopyFileKind, &str)> {
     let (version, rest) = name.split_once('.')?;
     let kind = match rest {
@@ -436,7 +444,7 @@ fn parse_name(name: &str) -> Option<(CopyFileKind, &str)> {
     is_version(version).then_some((kind, version))
 }
 
-/// Whether `version` is a valid version, and so a safe file name.
+/// Whether `version` is a valid version. A valid version is also a safe file name.
 fn is_version(version: &str) -> bool {
     let digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     (16..=64).contains(&version.len()) && version.bytes().all(digit)
@@ -449,21 +457,21 @@ fn remove_if_there(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether the writer of the partial file at `path` is gone, and its lock with it.
+/// Whether the writer of the partial file at `path` has ended: the lock of the file is free then.
 fn is_unlocked(path: &Path) -> bool {
     File::open(path).is_ok_and(|file| {
         flock(&file, FlockArg::LockExclusiveNonblock).is_ok_and(|unlocked| unlocked)
     })
 }
 
-/// The file at `path`, locked. `None` if a process has it open as a copy.
+/// Opens and locks the file at `path`. `None` if a process has it open as a copy.
 fn unopened(path: &Path) -> Option<File> {
     let file = File::open(path).ok()?;
     flock(&file, FlockArg::LockExclusiveNonblock).ok()?.then_some(file)
 }
 
-/// Locks an open file until it is closed, by the kernel too if that serves it. Returns false if it
-/// is locked elsewhere.
+/// Locks an open file until it is closed. If the kernel serves the file by passthrough, the lock
+/// lasts until the kernel closes it too. Returns false if another process has locked the file.
 #[expect(deprecated, reason = "its replacement unlocks the file while the kernel still holds it")]
 fn flock(file: &File, how: FlockArg) -> io::Result<bool> {
     match nix::fcntl::flock(file.as_raw_fd(), how) {

@@ -1,4 +1,4 @@
-//! The last value of a query that a file system may never answer.
+//! The last value of a query to a file system that may never answer.
 
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
@@ -6,14 +6,14 @@ use std::time::Duration;
 use tensorfs::internal::asked::Asked;
 use tensorfs::internal::sync::Mutex;
 
-/// A query that runs on its own thread.
+/// The last value of a query, which runs on a thread of its own.
 pub(super) struct Latest<T>(Mutex<State<T>>);
 
 struct State<T> {
     value: Option<T>,
-    /// The running query.
+    /// The query that runs now.
     asked: Option<Asked<Option<T>>>,
-    /// Whether it has exceeded the time limit of a caller.
+    /// Whether the query that runs has exceeded the time limit of a caller.
     late: bool,
 }
 
@@ -24,8 +24,8 @@ impl<T> Default for Latest<T> {
 }
 
 impl<T: Copy + Send + 'static> Latest<T> {
-    /// The value of `ask`, or the last one if it does not come within `limit`. Also returns whether
-    /// it came. While a query is late, calls neither start another nor wait.
+    /// The value of `ask`, if it returns within `limit`, and otherwise the last value. Also returns
+    /// whether the value is new. While a query is late, calls neither start another query nor wait.
     pub(super) fn get(
         &self,
         limit: Duration,
@@ -44,7 +44,7 @@ impl<T: Copy + Send + 'static> Latest<T> {
 }
 
 impl<T: Send + 'static> State<T> {
-    /// Waits for the answer of the running query.
+    /// Waits for the answer of the query that runs.
     fn wait(&mut self, limit: Duration) {
         let Some(asked) = &mut self.asked else { return };
         let answer = asked.within(limit);

@@ -1,9 +1,8 @@
-//! Writes hot virtual files into a folder in the background (`-o assemble=DIR`), so that the kernel
+//! Writes virtual files that are read often into a folder in the background (`-o assemble=DIR`), so that the kernel
 //! serves later opens from one real file.
 //!
-//! A copy is used only after its bytes were read back and compared, and only while it is the very
-//! file that was verified. A failure here never fails a reader: the daemon goes on serving the file
-//! itself.
+//! A copy is used only after its bytes were read back and compared, and only while the file is the one that was
+//! verified. A failure here never fails a read: the daemon continues to serve the file itself.
 
 mod copy;
 mod entry;
@@ -43,20 +42,20 @@ const BACK_OFF: Duration = Duration::from_secs(5 * 60);
 /// Time until the next check of a file that another process writes.
 const BUSY_BACK_OFF: Duration = Duration::from_secs(10);
 
-/// Readers that were served within this time count as active; the work then yields to them.
+/// If a reader was served within this time, readers count as active, and the work yields to them.
 const RECENT: Duration = Duration::from_millis(100);
 
-/// Length of the pause after a step, as a multiple of the step, while there are readers.
+/// Length of the pause after a step, as a multiple of the duration of the step, while readers are active.
 const YIELD_FACTOR: u32 = 4;
 
 /// Longest pause after a step.
 const YIELD_MAX: Duration = Duration::from_secs(1);
 
-/// Minimum age of a source's last change: two changes within one tick of the file system's clock
-/// have the same times.
+/// Minimum age of the last change of a source. Two changes within one tick of the file system's clock have the same
+/// times, so a younger change may hide another.
 const SETTLED: Duration = Duration::from_millis(100);
 
-/// Shortest time between two touches of a record.
+/// Minimum time between two updates of a record's modification time.
 const TOUCH_INTERVAL: Duration = Duration::from_secs(60);
 
 /// How long `status` waits for the folder.
@@ -65,7 +64,7 @@ const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long `stop` waits for the current work.
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A job for the thread.
+/// A job for the thread that assembles.
 enum CopyJob {
     Write { version: String, reader: Reader },
     Verify { record: Record },
@@ -79,12 +78,12 @@ struct State {
     stopping: bool,
     /// The copy that is being written.
     partial: Option<PathBuf>,
-    /// Time until which the folder is not used, after an error.
+    /// Time until which the folder is not used because of an error.
     backoff: Option<Instant>,
 }
 
 impl State {
-    /// Removes the writes from the queue. Further reads of the files queue them again.
+    /// Removes all writes from the queue. Further reads of the files queue them again.
     fn cancel_writes(&mut self) {
         let jobs = std::mem::take(&mut self.queue);
         for job in jobs {
@@ -104,9 +103,9 @@ pub(crate) struct AssembleStatus {
     pub dir: String,
     pub budget: Option<u64>,
     pub used: Option<u64>,
-    /// Whether the folder does not answer, and `used` may be out of date.
+    /// Whether the folder does not answer. `used` may be out of date then.
     pub stalled: bool,
-    /// Time for which the folder is not used, after an error.
+    /// Number of seconds for which the folder is still not used because of an error.
     pub backoff_s: u64,
     pub files: Vec<CopyStatus>,
 }
@@ -115,7 +114,7 @@ pub(crate) struct AssembleStatus {
 pub(crate) struct Assembler {
     shared: Arc<AssemblerState>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// Bytes that the folder may hold, and bytes that it holds.
+    /// Number of bytes that the folder may contain, and number of bytes that it contains.
     usage: Latest<(u64, u64)>,
 }
 
@@ -125,19 +124,18 @@ struct AssemblerState {
     /// Reads the sources.
     sweep: Sweep,
     started: Instant,
-    /// Time of the last answer to a reader, in milliseconds after `started`; 0 if there was none.
+    /// Time of the last answer to a reader, in milliseconds after `started`. It is 0 before the first answer.
     last_served: AtomicU64,
     state: Mutex<State>,
     wake: Condvar,
 }
 
 impl Assembler {
-    /// Opens `dir` for copies of up to `limit` bytes. The folder is made if it does not exist. It
-    /// must neither lie in nor contain the folders `apart`: the source and the mount. Sources are read
-    /// by `settings`.
+    /// Opens `dir` for copies of up to `limit` bytes in total. The folder is created if it does not exist. It must
+    /// not overlap the folders `apart`, which are the source and the mount. The sources are read with `settings`.
     ///
-    /// Copies of earlier runs are used if they are unchanged since their verification; others are
-    /// verified again in the background first.
+    /// Copies of earlier runs are used if they are unchanged since their verification. Changed copies are verified
+    /// again in the background before they are used.
     ///
     /// # Errors
     /// One line with the reason why the folder cannot be used.
@@ -161,7 +159,7 @@ impl Assembler {
         Ok(Assembler { shared, thread: Mutex::default(), usage: Latest::default() })
     }
 
-    /// Begins to assemble.
+    /// Starts the thread that assembles.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -175,22 +173,21 @@ impl Assembler {
         Ok(())
     }
 
-    /// The open, verified copy of `version`, the file that `reader` reads.
+    /// The open, verified copy of `version`. `reader` reads the same file from the sources.
     ///
-    /// An encrypted source gets no copy, because the copy would be plain.
+    /// A file with an encrypted source gets no copy, because the copy would not be encrypted.
     ///
-    /// The copy is not evicted while the file is open, even if only the kernel has it open. Reads
-    /// metadata only.
+    /// The copy is not evicted while the file is open, even if only the kernel has it open. Reads metadata only.
     pub(crate) fn ready(&self, version: &str, reader: &Reader) -> Option<Arc<File>> {
         let is_off = reader.is_encrypted() || self.shared.state.lock().stopping;
         if is_off { None } else { self.shared.find(version, reader).ok() }
     }
 
-    /// Like `ready`, for a file that the kernel serves from its copy to programs that have it open.
-    /// It goes on after `give_up`: the kernel took this copy.
+    /// The open, verified copy of a file that the kernel already serves from its copy to programs. Unlike `ready`,
+    /// this still works after `give_up`, because the kernel has accepted this copy.
     ///
     /// # Errors
-    /// Why the copy cannot be used: a clause.
+    /// The reason why the copy cannot be used, as a clause.
     pub(crate) fn in_use(&self, version: &str, reader: &Reader) -> Result<Arc<File>, String> {
         self.shared.find(version, reader)
     }
@@ -222,27 +219,28 @@ impl Assembler {
         self.shared.wake.notify_all();
     }
 
-    /// The facts for `status`. Hardly waits for the folder: where that does not answer, its usage
-    /// is what it was before.
+    /// The state for `status`. Waits for the folder for `STATUS_TIMEOUT` at most. If the folder does not answer,
+    /// its usage is the last known one.
     pub(crate) fn status(&self) -> AssembleStatus {
         let shared = self.shared.clone();
         let (usage, answered) = self.usage.get(STATUS_TIMEOUT, move || shared.folder.usage().ok());
         self.shared.status(usage, answered)
     }
 
-    /// Ends the current work and removes its partial file, within about a second.
+    /// Ends the current work and removes its partial file. This takes about one second at most.
     pub(crate) fn stop(&self) {
         self.shared.state.lock().stopping = true;
         self.shared.sweep.stopped().store(true, Ordering::Relaxed);
         self.shared.wake.notify_all();
-        // The lock is held to the end. A second caller waits for it, and may then end the process.
+        // The lock is held until the end of this function. A second caller waits for it and may then end the
+        // process.
         let mut held = self.thread.lock();
         let Some(thread) = held.take() else { return };
         let started = Instant::now();
         while !thread.is_finished() && started.elapsed() < STOP_TIMEOUT {
             std::thread::sleep(Duration::from_millis(2));
         }
-        // The thread may wait for a disk; its partial file must not stay.
+        // The thread may be waiting for a disk. Its partial file must not remain.
         let partial = self.shared.state.lock().partial.take();
         if let Some(path) = partial {
             let _ = std::fs::remove_file(path);
@@ -257,7 +255,7 @@ impl Drop for Assembler {
 }
 
 impl AssemblerState {
-    /// Takes over the copies in the folder.
+    /// Registers the copies that are in the folder.
     fn take_over(&self) -> Result<(), CopyFailure> {
         let locked = self.folder.lock()?;
         let records = locked.sweep().map_err(|e| CopyFailure::Folder("look at", e))?;
@@ -287,7 +285,7 @@ impl AssemblerState {
         Ok(())
     }
 
-    /// The open, verified copy of `version`, or why there is none.
+    /// The open, verified copy of `version`, or the reason why there is none.
     fn find(&self, version: &str, reader: &Reader) -> Result<Arc<File>, String> {
         let state = self.state.lock();
         let known = match state.entries.get(version).map(|entry| &entry.stage) {
@@ -299,7 +297,7 @@ impl AssemblerState {
         };
         drop(state);
         let ours = known.is_some();
-        // Another process may have written it.
+        // Another process may have written the copy.
         let (record, open) = match known {
             Some(known) => known,
             None => (self.folder.record(version).ok_or("the copy is gone")?, None),
@@ -307,8 +305,8 @@ impl AssemblerState {
         match state_of(reader) {
             Ok(sources) if sources == record.sources => {}
             Ok(_) => {
-                // Its sources were changed since, and then everything that the version covers was
-                // restored.
+                // The sources were changed after the copy was made, and later everything that the version covers
+                // was restored. So the version is the same, but the copy may not be.
                 self.forget(version, &record);
                 return Err("the copy is of an earlier state of the source".to_owned());
             }
@@ -323,7 +321,7 @@ impl AssemblerState {
                 self.opened_copy(version, record, &file);
                 Ok(file)
             }
-            // Another process is evicting it, or has evicted it.
+            // Another process is evicting the copy or has evicted it.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 Err("another process has locked the copy".to_owned())
             }
@@ -349,7 +347,7 @@ impl AssemblerState {
         }
     }
 
-    /// Notes an open of the copy.
+    /// Records an open of the copy.
     fn opened_copy(&self, version: &str, record: Record, file: &Arc<File>) {
         let mut locked = self.state.lock();
         let state = &mut *locked;
@@ -360,20 +358,20 @@ impl AssemblerState {
         let before = match &entry.stage {
             Stage::Ready { touched, .. } => *touched,
             Stage::Absent | Stage::Failed { .. } => None,
-            // Another thread has just found the copy changed.
+            // Another thread has just found that the copy changed.
             Stage::Queued | Stage::Writing | Stage::Verifying => return,
         };
         let mut touched = before;
         if before.is_none_or(|before| before.elapsed() >= TOUCH_INTERVAL) {
             touched = Some(Instant::now());
-            // The touch writes to the disk, so the thread does it.
+            // The touch writes to the disk, so the thread that assembles does it.
             state.queue.push_back(CopyJob::Touch { version: version.to_owned() });
             self.wake.notify_all();
         }
         entry.stage = Stage::Ready { record, open: Arc::downgrade(file), touched };
     }
 
-    /// Forgets a copy that is gone or has other content. It may be made again.
+    /// Forgets a copy that is gone or has other bytes. The file may be copied again.
     fn forget(&self, version: &str, record: &Record) {
         let mut state = self.state.lock();
         let Some(entry) = state.entries.get_mut(version) else { return };
@@ -392,7 +390,7 @@ impl AssemblerState {
         }
     }
 
-    /// Counts, and queues the file for writing once it is hot.
+    /// Counts opens and served bytes, and queues the file for writing once it is read often enough.
     fn count(&self, version: &str, reader: &Reader, opens: u64, served: u64) {
         let mut locked = self.state.lock();
         let state = &mut *locked;
@@ -455,7 +453,8 @@ impl AssemblerState {
 
     /// Writes and verifies the copy of `version`.
     fn write(&self, version: &str, reader: &Reader) -> Result<Record, CopyFailure> {
-        // The pins keep the sources open: a closed source that is replaced cannot be opened again.
+        // The pins keep the sources open. If a source were closed and replaced in the file system, it could not be
+        // opened again.
         let pins: tensorfs::Result<Vec<_>> =
             reader.sources().iter().map(|source| source.pin()).collect();
         let _pins = pins.map_err(CopyFailure::Source)?;
@@ -498,7 +497,7 @@ impl AssemblerState {
         record.map_err(|e| CopyFailure::Folder("write to", e))
     }
 
-    /// Makes room, and begins the copy.
+    /// Frees space and creates the copy.
     fn begin(&self, version: &str, len: u64) -> Result<Partial, CopyFailure> {
         let fail = |e| CopyFailure::Folder("look at", e);
         let locked = self.folder.lock()?;
@@ -508,14 +507,14 @@ impl AssemblerState {
         }
         for evicted in locked.make_room(len)? {
             tracing::info!("{}: evicted the copy {evicted}", shown_path(self.folder.path()));
-            // A queued entry stays: its job is in the queue.
+            // An entry that is queued stays, because its job is in the queue.
             let queued = |entry: &CopyEntry| matches!(entry.stage, Stage::Queued);
             let mut state = self.state.lock();
             if state.entries.get(&evicted).is_some_and(|entry| !queued(entry)) {
                 state.entries.remove(&evicted);
             }
         }
-        // The path is noted before the file exists, so that `stop` finds it.
+        // The path is recorded before the file exists, so that `stop` always finds it.
         {
             let mut state = self.state.lock();
             if state.stopping {
@@ -526,7 +525,7 @@ impl AssemblerState {
         locked.begin(version, len)
     }
 
-    /// Verifies a copy that has changed since its verification, by its checksum.
+    /// Verifies a copy that has changed since its last verification, by the checksum in its record.
     fn verify(&self, record: Record) -> Result<Record, CopyFailure> {
         self.set_stage(&record.version, Stage::Verifying);
         let fail = |e| CopyFailure::Folder("verify a copy in", e);
@@ -549,13 +548,13 @@ impl AssemblerState {
         Ok(record)
     }
 
-    /// Waits until the last change of the sources is `SETTLED` ago.
+    /// Waits until the last change of the sources is at least `SETTLED` ago.
     fn settle(&self, reader: &Reader) -> Result<(), CopyFailure> {
         let ages = reader.sources().iter().filter_map(|source| {
             let (seconds, nanos) = source.version().attributes_changed()?;
             let seconds = Duration::from_secs(u64::try_from(seconds).ok()?);
             let nanos = Duration::from_nanos(u64::try_from(nanos).ok()?);
-            // A time in the future does not count.
+            // A time in the future is ignored.
             (SystemTime::UNIX_EPOCH + seconds + nanos).elapsed().ok()
         });
         match ages.min() {
@@ -564,7 +563,7 @@ impl AssemblerState {
         }
     }
 
-    /// Notes progress, and yields to readers.
+    /// Records the progress, and pauses if readers are active.
     fn pace(&self, version: &str, done: u64, took: Duration) -> Result<(), CopyFailure> {
         if let Some(entry) = self.state.lock().entries.get_mut(version) {
             entry.done = done;
@@ -575,7 +574,7 @@ impl AssemblerState {
         self.sleep(pause)
     }
 
-    /// Sleeps, but fails at once when the assembler stops.
+    /// Sleeps for `pause`. Fails at once when the assembler stops.
     fn sleep(&self, pause: Duration) -> Result<(), CopyFailure> {
         let deadline = Instant::now() + pause;
         let mut state = self.state.lock();
@@ -597,7 +596,7 @@ impl AssemblerState {
         }
     }
 
-    /// Notes the outcome of the work on `version`.
+    /// Records the outcome of the work on `version`.
     fn finish(&self, version: &str, outcome: Result<Record, CopyFailure>) {
         let mut locked = self.state.lock();
         let state = &mut *locked;
@@ -623,7 +622,7 @@ impl AssemblerState {
         let again = back_off.map(|time| Instant::now() + time);
         entry.stage = Stage::Failed { again };
         let why = failure.to_string();
-        // The same reason is logged only once.
+        // A reason is logged only once for each file.
         if entry.failure != why && !matches!(failure, CopyFailure::Busy) {
             let dir = shown_path(self.folder.path());
             tracing::warn!("{version} is not assembled in {dir}: {why}");
@@ -654,7 +653,7 @@ impl AssemblerState {
     }
 }
 
-/// Whether an open failed only because too many files are open. It tells nothing about the file.
+/// Whether an open failed only because too many files are open. Such an error says nothing about the copy.
 fn lacks_descriptors(error: &io::Error) -> bool {
     error
         .raw_os_error()

@@ -1,5 +1,5 @@
-//! The record beside an assembled copy: the sources of its bytes, their checksum, and the version
-//! of the copy when it was verified.
+//! The record next to an assembled copy: the sources of its bytes, their checksum, and the version
+//! of the copy file when it was verified.
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -7,7 +7,7 @@ use tensorfs::internal::hash::hex;
 use tensorfs::internal::reader::Reader;
 use tensorfs::internal::version::Version;
 
-/// Version of the record's format. Other versions are not read.
+/// Version of the format of records. Records of other versions are ignored.
 const FORMAT: u64 = 2;
 
 /// The record of one copy.
@@ -17,18 +17,18 @@ pub(super) struct Record {
     pub(super) version: String,
     /// Checksum of all bytes, in hexadecimal, as `sha256sum` prints it.
     pub(super) sha256: String,
-    /// State of the sources that the bytes were read from; see `state_of`.
+    /// State of the sources from which the bytes were read, as `state_of` returns it.
     pub(super) sources: String,
     /// Folder of the sources, for people.
     pub(super) source: String,
-    /// Version of the copy at its verification.
+    /// Version of the copy file at its verification.
     pub(super) copy: Version,
     /// Time of writing in seconds since 1970, for people.
     pub(super) written: u64,
 }
 
 impl Record {
-    /// The stored form.
+    /// The record as it is stored.
     pub(super) fn to_json(&self) -> Value {
         json!({
             "format": FORMAT,
@@ -42,7 +42,7 @@ impl Record {
         })
     }
 
-    /// Decodes a record. `None` if `text` is not one.
+    /// Decodes a record. `None` if `text` is not a valid record.
     pub(super) fn parse(text: &[u8]) -> Option<Record> {
         let value: Value = serde_json::from_slice(text).ok()?;
         let text = |value: &Value| value.as_str().map(str::to_owned);
@@ -64,12 +64,13 @@ impl Record {
 
 /// The state of the sources of a virtual file.
 ///
-/// The version of the content does not cover their change times, since a file keeps its version when only its mode
-/// or its links change. But a copy outlives the mount and its watch over the sources: a file that
-/// was written and had its times set back must not match the copied one.
+/// The version of the content does not cover the change times of the sources, because a file keeps
+/// its version when only its mode or its links change. But a copy is used in later mounts, and
+/// between two mounts the sources are not watched. If a file was written in between and its
+/// modification time was set back, its state must not match the state at the copying.
 ///
 /// # Errors
-/// Errors of the sources; a changed source is an error.
+/// Errors of the sources. A changed source is an error.
 pub(super) fn state_of(reader: &Reader) -> tensorfs::Result<String> {
     let mut hash = Sha256::new();
     for source in reader.sources() {

@@ -1,4 +1,4 @@
-//! Assembling with real files: a small checkpoint, its reader, and folders for copies.
+//! Tests of assembling with real files: a small checkpoint, its reader, and folders for copies.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +16,8 @@ struct Place {
     root: tempfile::TempDir,
 }
 
-/// Length of each shard's tensor. Both together take more than two steps of the copying.
+/// Length in bytes of the tensor in each shard. Both tensors together take more than two steps of
+/// the copying.
 const TENSOR_LEN: u64 = 9 << 20;
 
 const VERSION: &str = "0123456789abcdef0123456789abcdef";
@@ -53,7 +54,7 @@ impl Place {
     }
 
     fn start(&self) -> Assembler {
-        // Without a limit nothing is assembled on a disk of which nine tenths are full.
+        // Without a limit, nothing would be assembled on a disk that is nine tenths full.
         self.start_limited(1 << 30)
     }
 
@@ -178,7 +179,7 @@ fn a_copy_with_a_flipped_byte_is_not_used_and_dropped() {
     assert!(assembler.ready(VERSION, &reader).is_none());
     wait_for_state(&assembler, VERSION, "failed");
     assert!(place.names().is_empty());
-    // The daemon that starts after it refuses a damaged copy too.
+    // A daemon that starts later must refuse a damaged copy too.
     let assembler = place.start();
     drop(assembled(&assembler, VERSION, &reader));
     assembler.stop();
@@ -203,7 +204,7 @@ fn a_copy_that_the_kernel_serves_is_used_after_it_refused_another_one() {
         local_version(&same.metadata().unwrap()),
         local_version(&served.metadata().unwrap())
     );
-    // It is still compared.
+    // The copy is still compared.
     fs::set_permissions(place.copy(), fs::Permissions::from_mode(0o600)).unwrap();
     let why = assembler.in_use(VERSION, &reader).unwrap_err();
     assert!(why.contains("touched"), "{why}");
@@ -233,7 +234,7 @@ fn a_copy_that_was_only_touched_is_used_again_once_it_was_verified() {
     let place = Place::new();
     let (assembler, reader) = (place.start(), place.reader());
     let held = assembled(&assembler, VERSION, &reader);
-    // A restored backup has another inode and other times.
+    // A file that was restored from a backup has another inode and other times.
     let bytes = fs::read(place.copy()).unwrap();
     fs::remove_file(place.copy()).unwrap();
     fs::write(place.copy(), &bytes).unwrap();
@@ -294,17 +295,18 @@ fn the_copy_opened_longest_ago_makes_room_and_one_that_is_open_does_not() {
         let record = File::open(place.dir().join(format!("{version}.json"))).unwrap();
         record.set_modified(opened).unwrap();
     };
-    // The other assembler plays another daemon, which has the older copy open.
+    // This assembler represents another daemon, which has the older copy open.
     let another = place.start_limited(2 * len);
     let held = another.ready(VERSION, &reader).unwrap();
-    // Its touch of the record must not come after the age is set.
+    // The touch of the record by this assembler must not come after the age is set.
     another.stop();
     age(VERSION, old - Duration::from_secs(60));
     age(OTHER, old);
     drop(assembled(&assembler, third, &reader));
     assert!(assembler.ready(OTHER, &reader).is_none());
     assert!(place.copy().exists());
-    // A closed file whose backing the kernel still holds counts as open.
+    // A file that programs have closed counts as open while the kernel still has it as a backing
+    // file.
     let kernels = held.try_clone().unwrap();
     drop(held);
     let still = assembler.ready(third, &reader);
@@ -349,8 +351,8 @@ fn what_a_killed_daemon_left_is_removed_and_what_a_living_one_writes_is_not() {
     drop(place.start());
     let orphan = place.dir().join(format!("{VERSION}.partial-1"));
     fs::write(&orphan, "half").unwrap();
-    // Killed between renaming the copy and writing its record, and between writing the record and
-    // renaming it.
+    // These files remain if the process is killed between renaming the copy and writing its record,
+    // or between writing the record and renaming it.
     fs::write(place.dir().join(format!("{OTHER}.safetensors")), "copy").unwrap();
     fs::write(place.dir().join(format!("{OTHER}.record-new")), "{").unwrap();
     fs::write(place.dir().join("3333333333333333.json"), "{}").unwrap();
@@ -419,7 +421,7 @@ fn fill_a_disk(place: &Place) {
     heat(&assembler, VERSION, &reader);
     wait_for_state(&assembler, VERSION, "failed");
     assert_eq!(place.names(), ["fill"]);
-    // The file system may also be full in the middle of a copy.
+    // The file system may also become full in the middle of a copy.
     let failure = assembler.shared.folder.lock().unwrap().begin(OTHER, 20 << 20).err().unwrap();
     assert!(matches!(failure, CopyFailure::Folder(..)), "{failure}");
     assert_eq!(place.names(), ["fill"]);

@@ -1,8 +1,8 @@
-//! Limits the memory that the C library's allocator keeps, for a daemon with many short-lived
-//! threads.
+//! Limits the free memory that the C library's allocator keeps. The daemon has many threads that
+//! run for a short time only.
 
-/// Keeps the allocator from giving each thread its own heap, whose free memory other threads cannot
-/// use. Call it before any thread is started.
+/// Prevents the allocator from giving each thread a heap of its own, because other threads cannot
+/// use the free memory of that heap. Must be called before any thread is started.
 pub(crate) fn keep_small() {
     #[cfg(target_env = "gnu")]
     {

@@ -1,8 +1,8 @@
-//! Mounts and unmounts a FUSE connection: by mount(2) if this process may, else through the setuid
-//! program `fusermount3`.
+//! Mounts and unmounts a FUSE connection. This uses mount(2) if the process may call it, and
+//! otherwise the setuid program `fusermount3`.
 //!
-//! fuser is not used for this: it drops the subtype on direct mounts, does not try fusermount3 if
-//! `/dev/fuse` cannot be opened, and may unmount a folder twice.
+//! fuser is not used for this, for three reasons. It drops the subtype on direct mounts, it does
+//! not try fusermount3 if `/dev/fuse` cannot be opened, and it may unmount a folder twice.
 
 use std::fs::File;
 use std::io;
@@ -25,25 +25,26 @@ use crate::options::{Options, escape};
 /// The device of FUSE.
 const DEVICE: &str = "/dev/fuse";
 
-/// The setuid program that mounts for ordinary users.
+/// The setuid program that mounts for users other than root.
 const FUSERMOUNT: &str = "fusermount3";
 
-/// MS_NOSYMFOLLOW of mount(2), which kernels before 5.10 ignore. `fusermount3` does not know it.
+/// The flag MS_NOSYMFOLLOW of mount(2). Kernels before 5.10 ignore it, and `fusermount3` has no
+/// option for it.
 const NOSYMFOLLOW: MsFlags = MsFlags::from_bits_retain(256);
 
-/// A fresh mount.
+/// A mount that was just made and is not served yet.
 #[derive(Debug)]
 pub(crate) struct Attached {
     /// The connection to the kernel.
     pub fd: OwnedFd,
-    /// Whether `fusermount3` made it.
+    /// Whether `fusermount3` made the mount.
     pub by_fusermount: bool,
 }
 
-/// Mounts a connection without a server on `target`, named `fsname` in the mount table.
+/// Makes a mount on `target` that no daemon serves yet. `fsname` is its source in the mount table.
 ///
 /// # Errors
-/// One line with a remedy.
+/// One line with the reason and a remedy.
 pub(crate) fn attach(target: &Path, fsname: &str, options: &Options) -> Result<Attached, String> {
     if geteuid().is_root() {
         match attach_directly(target, fsname, options) {
@@ -84,7 +85,7 @@ fn attach_directly(target: &Path, fsname: &str, options: &Options) -> nix::Resul
     if options.allow_other {
         data.push_str(",allow_other");
     }
-    // Without SELinux the kernel refuses a context as an unknown option.
+    // Without SELinux, the kernel refuses a mount with a context as an unknown option.
     if Path::new("/sys/fs/selinux").exists() {
         for context in &options.contexts {
             let (key, value) = context.split_once('=').unwrap_or((context, ""));
@@ -139,28 +140,28 @@ fn attach_by_fusermount(target: &Path, fsname: &str, options: &Options) -> Resul
     receive_fd(&ours).map_err(fail)
 }
 
-/// Takes the descriptor that fusermount3 sent.
+/// Receives the descriptor that fusermount3 sends.
 fn receive_fd(socket: &UnixStream) -> io::Result<OwnedFd> {
     let (_, fds) = descriptors::receive(socket, &mut [0], true)?;
     let first = fds.into_iter().next();
     first.ok_or_else(|| io::Error::other(format!("{FUSERMOUNT} sent no descriptor")))
 }
 
-/// The way to unmount.
+/// How to unmount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Detach {
-    /// Only if nothing uses it.
+    /// Only if no process uses the mount.
     Clean,
-    /// At once; open files stay usable.
+    /// At once. Open files stay usable.
     Lazy,
-    /// At once; open files fail.
+    /// At once. Reads of open files fail.
     Force,
 }
 
 /// Unmounts the topmost mount on `target`.
 ///
 /// # Errors
-/// `EBUSY` if it is in use, or the error of the system.
+/// `EBUSY` if it is in use, or another error of the system.
 pub(crate) fn detach(target: &Path, how: Detach) -> io::Result<()> {
     let flags = match how {
         Detach::Clean => MntFlags::empty(),
@@ -179,8 +180,9 @@ pub(crate) fn detach(target: &Path, how: Detach) -> io::Result<()> {
     }
 }
 
-/// Ends the connection of the device `minor`, if the file system for that is mounted. MNT_FORCE does so too,
-/// but for root only, and needs a path to the mount.
+/// Ends the FUSE connection of the device with the minor number `minor`, if the control file system
+/// of FUSE is mounted. The flag MNT_FORCE of umount2(2) also ends it, but only for root, and it
+/// needs a path to the mount.
 pub(crate) fn abort_connection(minor: u32) {
     let _ = std::fs::write(format!("/sys/fs/fuse/connections/{minor}/abort"), "1");
 }

@@ -1,5 +1,5 @@
-//! Mounts in the background: a child serves the mount, and the parent returns the child's outcome
-//! once the mount answers.
+//! Mounts in the background. A child process serves the mount, and the parent returns once the
+//! child reports that the mount answers, or an error.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, PipeReader, Write};
@@ -19,24 +19,24 @@ use crate::log;
 use crate::log::LogTarget;
 use crate::options::{LogFormat, Options};
 
-/// Arguments that make a process the child: it serves and reports on its standard output, which is
-/// a pipe to the parent.
+/// Arguments that make a process the child. The child serves the mount and reports to its parent
+/// through its standard output, which is a pipe.
 const CHILD: [&str; 2] = ["internal", "daemon"];
 
-/// The same for a child that ends with its parent.
+/// Arguments for a child that ends when its parent ends.
 const CHILD_OF_RUN: [&str; 2] = ["internal", "run-daemon"];
 
 /// The line by which the child reports that the mount answers.
 const READY: &str = "ready";
 
-/// Longest time that opening a log file may take if there is no system log.
+/// Maximum time to open a log file, on a machine without a system log.
 const LOG_LIMIT: Duration = Duration::from_secs(10);
 
-/// How long the parent waits for the end of a child that has reported a failure.
+/// Maximum time for which the parent waits for the end of a child that has reported an error.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// Starts the child and waits until its mount answers. The child serves until the unmount, or until
-/// `lifeline` ends.
+/// the writing end of `lifeline` is closed.
 ///
 /// # Errors
 /// The error of the child. Nothing stays mounted.
@@ -58,7 +58,7 @@ pub(crate) fn run_in_background(
         command.arg("-o").arg(option);
     }
     command.arg("--").arg(source).arg(target);
-    // The child reports failures on standard output, and logs warnings.
+    // The child reports errors on standard output and logs warnings on standard error.
     if log::is_quiet() {
         command.stderr(Stdio::null());
     }
@@ -75,7 +75,7 @@ pub(crate) fn run_in_background(
             Err(format!("the daemon ended before the mount answered ({status})"))
         }
         reason => {
-            // A child that waits for a source can end only once the source answers.
+            // A child that waits for the source cannot end before the source answers.
             let started = Instant::now();
             while child.try_wait().map_err(fail)?.is_none() && started.elapsed() < END_LIMIT {
                 std::thread::sleep(Duration::from_millis(1));
@@ -85,16 +85,16 @@ pub(crate) fn run_in_background(
     }
 }
 
-/// As the child, first closes the caller's descriptors and then sends `line` to the parent, so that
-/// none is open when the parent returns.
+/// Called by the child: first closes the descriptors of the caller, then sends `line` to the
+/// parent. So none of these descriptors is open when the parent returns.
 pub(crate) fn report(line: &str) -> std::io::Result<()> {
     let mut parent = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
     inherited::let_go()?;
     parent.write_all(format!("{line}\n").as_bytes())
 }
 
-/// Mounts and serves until it is unmounted. With `is_child` reports to the parent once the
-/// mount answers.
+/// Mounts, and serves until the unmount. With `is_child`, the process reports to its parent once
+/// the mount answers.
 ///
 /// # Errors
 /// One line with the reason. Nothing stays mounted.
@@ -131,20 +131,20 @@ pub(crate) struct LiveMount {
     pub source: PathBuf,
     /// The mount point, as in the mount table.
     pub target: PathBuf,
-    /// Minor number of its device.
+    /// Minor number of the mount's device.
     pub minor: Option<u32>,
-    /// Warnings for the user, one a line. The log has them already.
+    /// Warnings for the user, one on each line. They are in the log already.
     warnings: Vec<String>,
-    /// Hands it over to another process.
+    /// Hands the mount over to another process.
     pub giver: Giver,
 }
 
-/// Mounts, calls `tell` once the mount answers, and serves until it is unmounted. From then
-/// on the signals of `ending` take it off; until then they end the process. With `handed` it takes
-/// over that mount instead, which must have the same source, target and options.
+/// Mounts, calls `tell` once the mount answers, and serves until the unmount. From the call of
+/// `tell` on, the signals of `ending` unmount. Before it, they end the process. With `handed`, this
+/// process takes over that mount instead. The mount must have the same source, target and options.
 ///
 /// # Errors
-/// One line with the reason, also that of `tell`. Nothing stays mounted.
+/// One line with the reason, which may be the error of `tell`. Nothing stays mounted.
 pub(crate) fn serve(
     source: &Path,
     target: &Path,
@@ -174,7 +174,8 @@ pub(crate) fn serve(
     plan.open_assembler(received.is_none())?;
     let warnings = plan.warnings();
     if log_file.is_some() && tracing::enabled!(tracing::Level::WARN) {
-        // With `log=FILE` the warnings go to that file; the user at the terminal needs them too.
+        // With `log=FILE`, the warnings go to that file. The user at the terminal needs them as
+        // well.
         warnings.iter().for_each(|warning| log::say(warning));
     }
     let (source, target) = (plan.source.clone(), plan.target.clone());
@@ -202,7 +203,7 @@ pub(crate) fn serve(
     ended
 }
 
-/// The options that differ from the defaults, as words for the log.
+/// The options that differ from their defaults, as text for the log.
 fn words_of(options: &Options) -> String {
     let (given, defaults) = (options.to_json(), Options::default().to_json());
     let defaults = Options::words(&defaults);
@@ -214,10 +215,10 @@ fn words_of(options: &Options) -> String {
     if words.is_empty() { "ro".to_owned() } else { words.join(",") }
 }
 
-/// Chooses the form of further log lines.
+/// Sets the format of further log lines.
 ///
 /// # Errors
-/// One line with the reason why they cannot have it.
+/// One line with the reason why the format cannot be used.
 pub(crate) fn log_in(format: LogFormat, is_file: bool) -> Result<(), String> {
     match format {
         LogFormat::Json => log::write_json(true),
@@ -228,10 +229,11 @@ pub(crate) fn log_in(format: LogFormat, is_file: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Changes the form of further log lines, after `log_in`. The process logs to no file.
+/// Changes the format of further log lines after `log_in`. Must not be called by a process that
+/// logs to a file.
 ///
 /// # Errors
-/// One line with the reason why they cannot have it. They keep the form that they had.
+/// One line with the reason why the format cannot be used. The old format stays.
 pub(crate) fn change_log(format: LogFormat) -> Result<(), String> {
     if format != LogFormat::Journal {
         log::to_stderr().map_err(|e| format!("log-format={format}: {e}"))?;
@@ -241,9 +243,10 @@ pub(crate) fn change_log(format: LogFormat) -> Result<(), String> {
     Ok(())
 }
 
-/// Leaves terminal, session and working directory, closes the caller's descriptors, and reports
-/// success to the parent. With `system_log` the log goes to the system log from now on, or to a file
-/// that answers in that time; with fields if that is wanted too. `warnings` were printed on standard error, and go to the log too.
+/// Detaches from the terminal, the session and the working folder, closes the descriptors of the
+/// caller, and reports success to the parent. With `system_log`, further log lines go to the system
+/// log, or without one to a file. The value is the time limit for opening that file, and whether log
+/// lines have fields. `warnings` were printed on standard error, and are now logged as well.
 fn detach_from_parent(
     system_log: Option<(Duration, bool)>,
     warnings: &[String],
@@ -253,14 +256,14 @@ fn detach_from_parent(
     if let Some((limit, with_fields)) = system_log {
         match log::to_system_log(limit, with_fields)? {
             LogTarget::System => {}
-            // In a container every mount logs to such a file, so this is no warning.
+            // In a container, every mount logs to this file, so the note is not a warning.
             LogTarget::Fallback(note) if tracing::enabled!(tracing::Level::INFO) => log::say(&note),
             LogTarget::Fallback(_) => {}
             LogTarget::Nowhere(warning) => log::say(&warning),
         }
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     }
-    // The log holds all warnings before the command returns.
+    // All warnings must be in the log before the command returns.
     log::flush();
     report(READY)
 }

@@ -1,7 +1,7 @@
-//! The clients' end of the control socket of a mount: finding the socket, and asking.
+//! The client side of the control socket of a mount: finds the socket and sends requests.
 //!
-//! A socket is named by the mount's device and the daemon's pid (`51-1234.sock`), so that the mount
-//! table of any namespace leads to it.
+//! The name of a socket has the minor number of the mount's device and the pid of the daemon
+//! (`51-1234.sock`). So a client finds the socket from the mount table of any namespace.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
@@ -22,44 +22,47 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tensorfs::words;
 
-/// Longest reply that a client accepts, in bytes: the peer may be another user's program.
+/// Maximum size in bytes of a reply that a client accepts. The other side may be a program of
+/// another user.
 const REPLY_MAX: usize = 16 << 20;
 
-/// Age from which a socket that refuses connections is stale: a younger one may not listen yet.
+/// Minimum age of a socket that counts as stale if it refuses connections. The daemon of a younger
+/// socket may not listen yet.
 pub(super) const MAKING_TIME: Duration = Duration::from_secs(1);
 
 words! {
-    /// The word of a request.
+    /// A request, by its word in the message.
     pub(crate) enum Question {
-        /// The report of the mount.
+        /// Requests the status of the mount.
         Status = "status",
-        /// The tensors that are read.
+        /// Requests the counters of the reads of each tensor.
         Heat = "heat",
     }
 }
 
-/// The result of asking at the socket of a mount.
+/// The result of a request to the socket of a mount.
 #[derive(Debug)]
 pub(crate) enum Reply<T> {
-    /// The pid and the answer of the daemon. The pid is 0 if it is not in this namespace.
+    /// The pid and the answer of the daemon. The pid is 0 if the daemon is in another pid
+    /// namespace.
     Answer(i32, T),
-    /// The daemon does not answer this user, for that reason.
+    /// The daemon refuses to answer this user, for this reason.
     Refused(String),
-    /// The daemon of that pid does not answer in time.
+    /// The daemon with this pid has not answered in time.
     Silence(i32),
-    /// Only the socket: its daemon was killed.
+    /// There is a socket, but its daemon was killed.
     Leftover,
-    /// No socket.
+    /// There is no socket.
     Nothing,
 }
 
-/// The answer to a request that is not granted.
+/// The answer to a request that the daemon refuses.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct RequestRefusal {
     pub error: String,
 }
 
-/// Folders for the sockets of user `uid`, the best one first.
+/// Folders for the sockets of user `uid`, in the order of preference.
 pub(super) fn folders(uid: u32) -> Vec<PathBuf> {
     if uid == 0 {
         return vec!["/run/tensorfs".into()];
@@ -69,7 +72,7 @@ pub(super) fn folders(uid: u32) -> Vec<PathBuf> {
         bases.extend(std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from));
     }
     bases.push(format!("/run/user/{uid}").into());
-    // Folders that others may write to, or that another user owns, are not used.
+    // Folders that other users may write to or that another user owns are not used.
     bases.retain(|base| base.is_absolute() && is_private(base, uid).is_ok());
     bases.dedup();
     let mut folders: Vec<_> = bases.into_iter().map(|base| base.join("tensorfs")).collect();
@@ -77,8 +80,8 @@ pub(super) fn folders(uid: u32) -> Vec<PathBuf> {
     folders
 }
 
-/// Whether `folder` is a folder, not a link to one, where only user `uid` gets in. Others may enter
-/// that of root, and change nothing.
+/// Checks that `folder` is a folder and not a link, and that only user `uid` may enter it. Other
+/// users may enter the folder of root, but not change it.
 pub(super) fn is_private(folder: &Path, uid: u32) -> io::Result<()> {
     let meta = std::fs::symlink_metadata(folder)?;
     let problem = match () {
@@ -91,7 +94,7 @@ pub(super) fn is_private(folder: &Path, uid: u32) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::PermissionDenied, problem))
 }
 
-/// The sockets in `folder`, each with the minor number of its mount.
+/// The sockets in `folder`, each with the minor number of its mount's device.
 pub(super) fn sockets(folder: &Path) -> Vec<(u32, PathBuf)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
     let sockets = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()));
@@ -103,7 +106,7 @@ pub(super) fn sockets(folder: &Path) -> Vec<(u32, PathBuf)> {
     named.collect()
 }
 
-/// Removes a socket of this user if its daemon is gone.
+/// Removes a socket of this user if its daemon has ended.
 pub(super) fn remove_if_stale(path: &Path) {
     let age = |meta: std::fs::Metadata| {
         SystemTime::now()
@@ -112,7 +115,7 @@ pub(super) fn remove_if_stale(path: &Path) {
             .filter(|_| meta.uid() == euid())
     };
     let old = std::fs::symlink_metadata(path).ok().and_then(age).is_some_and(|a| a > MAKING_TIME);
-    // A refusal comes at once, so the time limit is short.
+    // A socket without a listener refuses at once, so a short time limit is enough.
     if old && matches!(reach(path, Duration::from_millis(1)), Err(Errno::ECONNREFUSED)) {
         let _ = std::fs::remove_file(path);
     }
@@ -122,17 +125,18 @@ pub(super) fn euid() -> u32 {
     geteuid().as_raw()
 }
 
-/// All sockets of user `owner`, each with the minor number of its mount.
+/// All sockets of user `owner`, each with the minor number of its mount's device.
 pub(crate) fn sockets_of(owner: u32) -> Vec<(u32, PathBuf)> {
     let folders = folders(owner).into_iter();
     folders.filter(|folder| is_private(folder, owner).is_ok()).flat_map(|f| sockets(&f)).collect()
 }
 
-/// Whether the daemon of the mount `minor` of user `owner` was killed and cannot end: a thread of it waits for
-/// a file system. The kernel keeps the connection as long, and readers of the mount wait.
+/// Whether the daemon of the mount `minor` of user `owner` was killed but cannot end, because one
+/// of its threads waits for a file system. The kernel keeps the connection until that thread ends,
+/// and readers of the mount wait until then.
 pub(crate) fn is_killed_but_waits(owner: u32, minor: u32) -> bool {
     let sockets = sockets_of(owner).into_iter().filter(|(of, _)| *of == minor);
-    // A daemon that has taken the mount over has a socket too.
+    // A daemon that has taken over the mount has a socket too.
     let mut pids = sockets.map(|(_, path)| pid_in_name(&path)).peekable();
     pids.peek().is_some() && pids.all(|pid| pid.is_some_and(is_exiting))
 }
@@ -142,8 +146,8 @@ fn pid_in_name(path: &Path) -> Option<u32> {
     path.file_stem()?.to_str()?.split_once('-')?.1.parse().ok()
 }
 
-/// Whether the process has begun to end, as `flags` of its stat tell: PF_EXITING of linux/sched.h. Does not
-/// wait for the process.
+/// Whether the process has begun to end. The flag PF_EXITING (linux/sched.h) in `/proc/PID/stat`
+/// says so. Does not wait for the process.
 pub(crate) fn is_exiting(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
@@ -151,8 +155,8 @@ pub(crate) fn is_exiting(pid: u32) -> bool {
     flags.is_some_and(|flags| flags & 0x4 != 0)
 }
 
-/// Puts `question` to a mount of user `owner` at the sockets `paths`, until `deadline`.
-/// Removes sockets of this user that killed daemons have left.
+/// Sends `question` to a mount of user `owner` through the sockets `paths`, with the time limit
+/// `deadline`. Removes sockets of this user whose daemons were killed.
 pub(crate) fn ask<T: DeserializeOwned>(
     owner: u32,
     paths: &[PathBuf],
@@ -189,14 +193,15 @@ fn ask_at<T: DeserializeOwned>(
             Err(Errno::EAGAIN) => return Reply::Silence(0),
             Err(_) => return Reply::Nothing,
         };
-        // The owner of the folder can put any socket there, but cannot pose as another user.
+        // The owner of the folder could place a socket of any program there, but the kernel reports
+        // the true user of the other side.
         if peer.uid() != owner {
             return Reply::Nothing;
         }
         match converse(stream, question, deadline) {
             Ok(Ok(answer)) => return Reply::Answer(peer.pid(), answer),
             Ok(Err(RequestRefusal { error })) => return Reply::Refused(error),
-            // Too many clients, or the daemon is ending: another attempt decides.
+            // The daemon has too many clients or is ending. Another attempt shows which.
             Err(e) if is_hung_up(&e) && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -210,7 +215,7 @@ fn is_hung_up(e: &io::Error) -> bool {
     matches!(e.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
-/// The time until `deadline`, at least 1 ms: a timeout of 0 would mean no limit.
+/// The time until `deadline`, but at least 1 ms, because a timeout of 0 would mean no limit.
 fn rest_until(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }
@@ -238,12 +243,12 @@ fn converse<T: DeserializeOwned>(
     if let Ok(refusal) = serde_json::from_slice(&reply) {
         return Ok(Err(refusal));
     }
-    // A reply of another shape counts as no answer.
+    // A reply of another structure counts as no answer.
     serde_json::from_slice(&reply).map(Ok).map_err(|_| io::ErrorKind::InvalidData.into())
 }
 
-/// Connects within `limit`: a stopped daemon accepts no connection, and connecting blocks once its
-/// backlog is full.
+/// Connects within `limit`. A daemon that is stopped accepts no connection, and connecting blocks
+/// once the backlog of its socket is full.
 fn reach(path: &Path, limit: Duration) -> nix::Result<(UnixStream, UnixCredentials)> {
     let flags = SockFlag::SOCK_CLOEXEC;
     let stream = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;

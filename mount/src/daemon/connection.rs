@@ -1,11 +1,12 @@
-//! The connection to the kernel: its handshake, the threads that read it, and how another process
-//! takes it over.
+//! The connection to the kernel: its handshake, the threads that read requests from it, and how
+//! another process takes it over.
 //!
-//! fuser begins each session with the handshake of a fresh connection, and its threads run until
-//! the connection ends. Both are met from outside. A socket stands in for the connection during the
-//! handshake, so that a connection whose handshake is done already can be served. To stop, a file
-//! takes the place of the connection, under its number: a read of that file fails, which ends each
-//! thread once it has dispatched its request. Late replies land in that file and are passed on.
+//! fuser starts each session with the handshake of a new connection, and its threads run until the
+//! connection ends. A takeover needs neither, so this module works around both. During the
+//! handshake, a socket takes the place of the connection, so that a connection whose handshake is
+//! already done can be served. To stop the threads, a file replaces the connection under the same
+//! descriptor number. Reads of that file fail, so each thread ends once it has dispatched its
+//! request. Late replies are written to that file, and from there they are sent to the kernel.
 
 #![expect(clippy::host_endian_bytes, reason = "the kernel uses the byte order of the machine")]
 
@@ -34,10 +35,11 @@ use crate::fs::adapter::TensorFs;
 /// Name of the device of FUSE in its folder.
 const DEVICE_NAME: &str = "fuse";
 
-/// Longest message of the handshake, in bytes.
+/// Maximum size of a handshake message, in bytes.
 const INIT_MAX: usize = 64 << 10;
 
-/// Bytes of the header of a reply or notification: length, error or code, number of the request.
+/// Size in bytes of the header of a reply or notification: length, error or code, number of the
+/// request.
 const HEADER: usize = 16;
 
 /// FUSE_NOTIFY_INVAL_INODE
@@ -50,19 +52,19 @@ const STORE: i32 = 4;
 /// FUSE_NOTIFY_RESEND
 const RESEND: i32 = 7;
 
-/// Offset of the second half of the flags in an INIT request, and FUSE_HAS_RESEND in it.
+/// Offset of the upper half of the flags in an INIT request, and the bit FUSE_HAS_RESEND in it.
 const HAS_RESEND: (usize, u32) = (56, 1 << 7);
 
-/// How long the threads, which do not block, may take to end.
+/// Maximum time for the threads to end. They do not block.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Poll interval for threads that end, and for late replies.
+/// Interval between checks for threads that end and for late replies.
 const TICK: Duration = Duration::from_micros(500);
 
-/// Longest time between two looks at late replies.
+/// Maximum interval between two checks for late replies.
 const TICK_MAX: Duration = Duration::from_millis(50);
 
-/// The exchange of FUSE_INIT on a connection, as it was done once.
+/// The FUSE_INIT exchange of a connection, which is done only once.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 pub(crate) struct FuseInit {
     request: Vec<u8>,
@@ -70,11 +72,11 @@ pub(crate) struct FuseInit {
 }
 
 impl FuseInit {
-    /// Whether the kernel can send requests without an answer once more, to another process.
+    /// Whether the kernel can send unanswered requests again, to another process.
     pub(crate) fn can_resend(&self) -> bool {
         let (offset, flag) = HAS_RESEND;
         let word = self.request.get(offset..offset + 4).and_then(|word| word.first_chunk());
-        // Tests hide the feature, which the kernel has since 6.9.
+        // Kernels have this feature since 6.9. Tests turn it off.
         let hidden = std::env::var_os("TENSORFS_NO_RESEND").is_some();
         !hidden && word.is_some_and(|word| u32::from_ne_bytes(*word) & flag != 0)
     }
@@ -87,11 +89,11 @@ pub(crate) struct OpenSession {
     pub(crate) handshake: FuseInit,
 }
 
-/// Begins to serve `connection` with `threads` threads. With `done`, another process did that
-/// handshake.
+/// Starts to serve `connection` with `threads` threads. `done` is the handshake of another process
+/// that has served the connection before.
 ///
 /// # Errors
-/// If the connection has ended, or if this version would answer the handshake in another way.
+/// If the connection has ended, or if this version would answer the handshake differently.
 pub(crate) fn open_session(
     fs: TensorFs,
     connection: &OwnedFd,
@@ -109,7 +111,7 @@ pub(crate) fn open_session(
     ours.write_all(&request)?;
     let mut config = Config::default();
     config.n_threads = Some(threads);
-    // The kernel enforces access; `All` only means that fuser adds no check of its own.
+    // The kernel enforces access. `All` only means that fuser adds no check of its own.
     let session = Session::from_fd(fs, theirs, SessionACL::All, config)?;
     let reply = read_message(&mut ours)?;
     match done {
@@ -136,7 +138,7 @@ fn read_message(file: &mut File) -> io::Result<Vec<u8>> {
     Ok(message)
 }
 
-/// Makes `number`, which is open, a descriptor of `file`.
+/// Makes the open descriptor `number` refer to `file`.
 fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
     // SAFETY: `ManuallyDrop` leaves the number to its owner, which keeps it open while it serves.
     let mut place = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
@@ -144,33 +146,34 @@ fn put_in_place(file: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Closes every connection of this process. With the last process that has it open a connection ends,
-/// and its readers get errors.
+/// Closes every connection of this process. A connection ends when the last process closes it, and
+/// its readers get errors then.
 ///
-/// The end of the process would close them too, but not before the last of its threads has ended, and
-/// one that waits for a source ends with the answer.
+/// The end of the process would close the connections too, but only after the last of its threads has
+/// ended. A thread that waits for a source ends only once the source answers.
 pub(crate) fn let_go() {
     let Ok(nothing) = File::open("/dev/null") else { return };
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().filter_map(Result::ok);
-    // Collected before the first one is closed: the folder itself is among them.
+    // The numbers are collected before any descriptor is closed, because the descriptor of this
+    // folder is among them.
     let numbers: Vec<RawFd> =
         entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
     for number in numbers {
         let path = std::fs::read_link(format!("/proc/self/fd/{number}"));
         if path.is_ok_and(|path| path.ends_with(DEVICE_NAME)) {
-            // Its number stays taken, for another thread may use it.
+            // The number stays in use, because another thread may still use it.
             let _ = put_in_place(nothing.as_fd(), number);
         }
     }
 }
 
 impl OpenSession {
-    /// Number of its descriptor, for `StoppedReads::begin`.
+    /// Number of the session's descriptor, for `StoppedReads::begin`.
     pub(crate) fn number(&self) -> RawFd {
         self.session.as_fd().as_raw_fd()
     }
 
-    /// Serves until the connection ends, or its reads are stopped.
+    /// Serves until the connection ends or the reads are stopped.
     ///
     /// # Errors
     /// The reason why it ended, unless it was an unmount.
@@ -179,20 +182,21 @@ impl OpenSession {
     }
 }
 
-/// A session whose threads end, while its replies still reach the kernel.
+/// A session whose threads are ended, while its late replies still reach the kernel.
 pub(crate) struct StoppedReads {
-    /// Set once no more replies are to be passed on.
+    /// Set to end the thread that sends late replies.
     over: Arc<AtomicBool>,
-    /// Passes on late replies.
+    /// The thread that sends late replies to the kernel.
     late: JoinHandle<()>,
 }
 
 impl StoppedReads {
-    /// Ends the threads of the session whose descriptor is `number`, without losing a request:
-    /// those that were read are dispatched, the others stay in the kernel. Waits until `ended`.
+    /// Ends the threads of the session whose descriptor is `number`, without losing a request.
+    /// Requests that were read are dispatched, and the others stay in the kernel. Waits until
+    /// `ended` returns true.
     ///
     /// # Errors
-    /// If a thread does not end. The session then goes on.
+    /// If a thread does not end in time. The session then continues.
     pub(crate) fn begin(
         connection: &Arc<OwnedFd>,
         number: RawFd,
@@ -221,14 +225,14 @@ impl StoppedReads {
         Ok(StoppedReads { over, late })
     }
 
-    /// Returns once all replies that were given until now are sent. Later ones are dropped.
+    /// Sends all replies that exist now, and then returns. Later replies are dropped.
     pub(crate) fn end(self) {
         self.over.store(true, Ordering::SeqCst);
         let _ = self.late.join();
     }
 }
 
-/// Sends the replies in `late` to the kernel as they come.
+/// Sends the replies that are appended to the file `late` to the kernel.
 fn pass_on(late: &File, to: &File, over: &AtomicBool) {
     let (mut offset, mut pause) = (0, TICK);
     loop {
@@ -237,7 +241,7 @@ fn pass_on(late: &File, to: &File, over: &AtomicBool) {
         while let Some(reply) = next_reply(late, offset) {
             (offset, pause) = (offset + reply.len() as u64, TICK);
             let mut to = to;
-            // The kernel may not wait for it any more.
+            // The kernel may no longer wait for this reply.
             if let Err(e) = to.write(&reply) {
                 tracing::debug!("a late reply is dropped: {e}");
             }
@@ -249,7 +253,7 @@ fn pass_on(late: &File, to: &File, over: &AtomicBool) {
     }
 }
 
-/// The reply at `offset`. Each is appended as a whole.
+/// The reply at `offset`. Each reply is appended by one write.
 fn next_reply(late: &File, offset: u64) -> Option<Vec<u8>> {
     let mut len = [0; 4];
     late.read_exact_at(&mut len, offset).ok()?;
@@ -261,12 +265,13 @@ fn next_reply(late: &File, offset: u64) -> Option<Vec<u8>> {
 /// The signal that makes a blocked read return. Programs ignore it by default.
 const WAKE_UP: Signal = Signal::SIGURG;
 
-/// Lets `WAKE_UP` reach this thread and those that it starts, whatever the signals of its starter.
+/// Unblocks `WAKE_UP` for this thread and the threads that it starts, in case the calling thread
+/// has it blocked.
 pub(crate) fn allow_wake_up() {
     let _ = SigSet::from(WAKE_UP).thread_unblock();
 }
 
-/// Makes `WAKE_UP` interrupt system calls, and do nothing else.
+/// Sets a handler for `WAKE_UP` that does nothing, so that the signal only interrupts system calls.
 fn ignore_wake_up() -> io::Result<()> {
     extern "C" fn nothing(_: libc::c_int) {}
     let action = SigAction::new(SigHandler::Handler(nothing), SaFlags::empty(), SigSet::empty());
@@ -291,7 +296,7 @@ fn wake_readers() {
     }
 }
 
-/// Messages to the kernel that answer no request.
+/// Sends messages to the kernel that are not replies.
 #[derive(Clone)]
 pub(crate) struct Notifications(Arc<OwnedFd>);
 
@@ -303,10 +308,10 @@ impl Notifications {
     /// Makes the kernel drop its cached pages and attributes of an inode.
     ///
     /// # Errors
-    /// If the kernel refuses it. An inode that it does not know is no error.
+    /// If the kernel refuses the message. It is no error if the kernel does not know the inode.
     pub(crate) fn invalidate(&self, ino: u64) -> io::Result<()> {
         let mut body = ino.to_ne_bytes().to_vec();
-        // From offset 0 to the end.
+        // The range is from offset 0 to the end.
         body.extend([0; 16]);
         self.send(INVALIDATE, &[&body])
     }
@@ -316,7 +321,7 @@ impl Notifications {
     /// # Errors
     /// The errors of `invalidate`.
     pub(crate) fn invalidate_attributes(&self, ino: u64) -> io::Result<()> {
-        // A negative offset stands for no pages.
+        // A negative offset means that no pages are dropped.
         let body = [ino.to_ne_bytes(), (-1i64).to_ne_bytes(), [0; 8]].concat();
         self.send(INVALIDATE, &[&body])
     }
@@ -357,7 +362,7 @@ impl Notifications {
         let len = HEADER + body.iter().map(|part| part.len()).sum::<usize>();
         let mut header = (len as u32).to_ne_bytes().to_vec();
         header.extend(code.to_ne_bytes());
-        // Number 0: the answer to no request.
+        // Number 0 means that the message is not a reply.
         header.extend([0; 8]);
         let parts: Vec<_> =
             std::iter::once(&header[..]).chain(body.iter().copied()).map(IoSlice::new).collect();

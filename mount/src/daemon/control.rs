@@ -1,5 +1,5 @@
-//! The control socket of a mount, the daemon's end: it answers one line of JSON to one line of JSON,
-//! for the mount's owner and for root.
+//! The daemon's side of the control socket of a mount. It answers a request, one line of JSON, with
+//! one line of JSON. The owner of the mount and root may ask.
 
 use std::fs::{DirBuilder, Permissions};
 use std::io::{self, Read, Write};
@@ -27,24 +27,24 @@ use super::connection;
 use super::status::Told;
 use crate::fs::access::further_groups;
 
-/// How long a client may take over one request.
+/// Maximum time for one request of a client.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum number of connections at once. One more ends the oldest, so that silent clients do not
-/// block others.
+/// Maximum number of simultaneous connections. A further connection closes the oldest one, so that
+/// silent clients do not block others.
 const CLIENTS_MAX: usize = 16;
 
 /// Maximum number of connections of users who are neither root nor the owner.
 const OTHERS_MAX: usize = 8;
 
-/// Longest request, in bytes.
+/// Maximum size of a request, in bytes.
 const REQUEST_MAX: usize = 4096;
 
-/// The user at the other end of a connection.
+/// The user on the other side of a connection.
 #[derive(Clone, Debug)]
 pub(crate) struct ControlPeer {
     pub uid: u32,
-    /// Primary and further groups.
+    /// Primary and supplementary groups.
     pub gids: Vec<u32>,
 }
 
@@ -56,28 +56,28 @@ impl ControlPeer {
         Ok(ControlPeer { uid: peer.uid(), gids })
     }
 
-    /// Whether it may know everything: root, and the user of this process.
+    /// Whether the user may learn all facts: root, and the user of this process.
     pub(crate) fn is_trusted(&self) -> bool {
         self.uid == 0 || self.uid == euid()
     }
 }
 
-/// Facts about a mount: they name its socket and begin every reply.
+/// Facts about a mount. The name of its socket comes from them, and every reply begins with them.
 pub(crate) struct MountFacts {
     /// The mount point.
     pub target: PathBuf,
-    /// The source.
+    /// Path of the source.
     pub source: PathBuf,
-    /// Minor number of its device.
+    /// Minor number of the mount's device.
     pub minor: u32,
-    /// Whether other users may ask.
+    /// Whether users who are not trusted may send requests.
     pub is_public: bool,
 }
 
-/// The sockets of this process, for `exit`, which drops nothing.
+/// Paths of the sockets of this process. `exit` removes them, because it drops no values.
 static OPEN: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// The socket of a running mount; removed when this is dropped.
+/// The control socket of a running mount. The drop removes it.
 #[derive(Debug)]
 pub(crate) struct Control {
     path: PathBuf,
@@ -88,12 +88,12 @@ impl Drop for Control {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
         OPEN.lock().retain(|path| *path != self.path);
-        // Wakes the thread, whose accept then fails.
+        // This wakes the thread, whose accept then fails.
         let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
     }
 }
 
-/// Closes the connections, removes the sockets and ends the process with success.
+/// Closes the connections, removes the sockets, and ends the process with exit status 0.
 pub(crate) fn exit() -> ! {
     connection::let_go();
     for path in OPEN.lock().drain(..) {
@@ -103,8 +103,9 @@ pub(crate) fn exit() -> ! {
     std::process::exit(0)
 }
 
-/// Answers requests about `mount` with the result of `reply`, which must not block. Users that are
-/// not trusted reach it only if the mount is public, and `reply` must know what they may know.
+/// Answers requests about `mount` with the result of `reply`, which must not block. Users who are
+/// not trusted can connect only if the mount is public. `reply` must restrict what these users
+/// learn.
 ///
 /// # Errors
 /// The reason why there is no socket.
@@ -114,7 +115,7 @@ pub(crate) fn serve(
 ) -> io::Result<Control> {
     let mut failure = io::ErrorKind::NotFound.into();
     for folder in folders(euid()) {
-        // Others can reach sockets of root only.
+        // Other users can enter only the socket folder of root.
         let is_public = mount.is_public && euid() == 0;
         let made = make_folder(&folder, is_public);
         match made.and_then(|()| listen(&folder, mount.minor, is_public)) {
@@ -131,7 +132,7 @@ fn make_folder(folder: &Path, is_public: bool) -> io::Result<()> {
         _ => is_private(folder, euid())?,
     }
     if is_public {
-        // The names in it are numbers, and each socket has its own mode.
+        // The file names in this folder are only numbers, and each socket has a mode of its own.
         std::fs::set_permissions(folder, Permissions::from_mode(0o755))?;
     }
     Ok(())
@@ -140,7 +141,7 @@ fn make_folder(folder: &Path, is_public: bool) -> io::Result<()> {
 fn listen(folder: &Path, minor: u32, is_public: bool) -> io::Result<(PathBuf, UnixListener)> {
     sweep(folder);
     let path = folder.join(format!("{minor}-{}.sock", std::process::id()));
-    // No other running mount has this device and this pid.
+    // No other running mount has this device number and this pid, so an existing file is stale.
     let _ = std::fs::remove_file(&path);
     let listener = UnixListener::bind(&path)?;
     let mode = if is_public { 0o666 } else { 0o600 };
@@ -153,7 +154,7 @@ fn listen(folder: &Path, minor: u32, is_public: bool) -> io::Result<(PathBuf, Un
     Ok((path, listener))
 }
 
-/// Removes sockets of killed daemons from a folder of this user.
+/// Removes the sockets of daemons that were killed from a folder of this user.
 fn sweep(folder: &Path) {
     for (_, path) in sockets(folder) {
         remove_if_stale(&path);
@@ -199,17 +200,18 @@ fn start(
 /// Makes the reply to a request.
 type StatusSource = Box<dyn Fn(&[u8], &ControlPeer) -> Value + Send>;
 
-/// One thread for all clients. No client can make it wait.
+/// One thread answers all clients. No client can make it wait.
 struct Server {
     listener: Arc<UnixListener>,
-    /// The oldest first.
+    /// The clients, the oldest first.
     clients: Vec<Client>,
-    /// Whether users who are not trusted may ask.
+    /// Whether users who are not trusted may send requests.
     is_public: bool,
     answer: StatusSource,
 }
 
-/// A connection: the request as far as it has come, then the reply as far as it is not sent.
+/// A connection, with the part of the request that was read so far, or the part of the reply that
+/// is not sent yet.
 struct Client {
     stream: UnixStream,
     peer: ControlPeer,
@@ -226,7 +228,7 @@ impl Server {
                 Ok(true) => match self.accept() {
                     Ok(()) => {}
                     Err(e) if e.raw_os_error() == Some(nix::libc::EINVAL) => return,
-                    // Possibly no descriptor is free; closing other connections frees one.
+                    // Perhaps no descriptor is free. Closing other connections frees one.
                     Err(e) => {
                         tracing::debug!("control socket: {e}");
                         std::thread::sleep(Duration::from_millis(100));
@@ -245,8 +247,8 @@ impl Server {
         }
     }
 
-    /// Waits until a client can be served or is past its deadline. Returns whether a new client is
-    /// waiting.
+    /// Waits until a client can be served or a client's deadline has passed. Returns whether a new
+    /// client is waiting.
     fn wait(&self) -> io::Result<bool> {
         let listener = PollFd::new(self.listener.as_fd(), PollFlags::POLLIN);
         let clients = self.clients.iter().map(|client| {
@@ -257,7 +259,7 @@ impl Server {
         let mut all: Vec<_> = std::iter::once(listener).chain(clients).collect();
         let next = self.clients.iter().map(|client| client.deadline).min();
         let timeout = next.map_or(PollTimeout::NONE, |deadline| {
-            // Rounded up: with 0 ms the loop would spin during the last millisecond.
+            // The time is rounded up. With 0 ms, the loop would spin during the last millisecond.
             let rest = deadline.saturating_duration_since(Instant::now()).as_millis() + 1;
             PollTimeout::try_from(rest).unwrap_or(PollTimeout::MAX)
         });
@@ -280,14 +282,15 @@ impl Server {
                 continue;
             }
             stream.set_nonblocking(true)?;
-            // Other users take no room from the owner and from root.
+            // Connections of other users do not count against the limit for the owner and root.
             let is_trusted = peer.is_trusted();
             let most = if is_trusted { CLIENTS_MAX } else { OTHERS_MAX };
             let mut alike = (0..self.clients.len())
                 .filter(|index| self.clients[*index].peer.is_trusted() == is_trusted);
             let oldest = alike.next().filter(|_| alike.count() + 1 >= most);
             if let Some(oldest) = oldest {
-                // It may have sent its request already: then it gets its reply first.
+                // The client may have sent its request already. Then it gets its reply before it is
+                // closed.
                 let _ = self.clients.remove(oldest).advance(&self.answer);
             }
             let deadline = Instant::now() + CLIENT_TIMEOUT;
@@ -296,14 +299,14 @@ impl Server {
     }
 }
 
-/// Whether `e` only means that nothing can be done now.
+/// Whether `e` only means that the call would block now.
 fn waits(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
 impl Client {
-    /// Reads and writes as much as possible now. If `waits` accepts the error, there is more to do;
-    /// otherwise the connection is closed.
+    /// Reads and writes as much as possible without blocking. On an error for which `waits` is
+    /// true, the rest is done later. On any other error, the connection is closed.
     fn advance(&mut self, answer: &StatusSource) -> io::Result<()> {
         let mut piece = [0; 512];
         while self.reply.is_none() {
@@ -369,14 +372,15 @@ mod tests {
         let started = Instant::now();
         assert!(matches!(ask_in(folder.path()), Reply::Answer(..)));
         assert!(started.elapsed() < CLIENT_TIMEOUT / 2);
-        // Each connection is closed in the end.
+        // Each of the silent connections gets closed in the end.
         for mut stream in silent {
             assert_eq!(said(&mut stream), "");
         }
         assert!(started.elapsed() < CLIENT_TIMEOUT * 2);
     }
 
-    // Clients that came while others were accepted used to be disconnected, and had to retry.
+    // A regression: clients that connected while others were accepted were disconnected and had to
+    // retry.
     #[test]
     fn clients_that_ask_at_once_are_all_answered() {
         let folder = tempfile::tempdir().unwrap();
@@ -418,7 +422,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         drop(serve_in(folder.path(), 51));
         assert!(sockets(folder.path()).is_empty());
-        // std does not remove the file of a dropped listener.
+        // The standard library does not remove the socket file of a dropped listener.
         drop(UnixListener::bind(folder.path().join("9-1.sock")).unwrap());
         assert!(matches!(ask_in(folder.path()), Reply::Leftover));
         std::thread::sleep(MAKING_TIME + Duration::from_millis(100));

@@ -1,4 +1,4 @@
-//! Open descriptors in messages from one process to another.
+//! Open descriptors that one process sends to another in messages.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -15,7 +15,7 @@ const FDS_MAX: usize = 253;
 /// Sends a message with `fds`. Never waits.
 ///
 /// # Errors
-/// If the peer has ended, or takes no message now.
+/// If the other side has closed the socket, or if the message cannot be sent without waiting.
 pub(crate) fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
     let with_fds = [ControlMessage::ScmRights(&fds)];
@@ -26,8 +26,8 @@ pub(crate) fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> i
     Ok(())
 }
 
-/// The length of the next message, and its descriptors. Without `wait` it fails with `WouldBlock` if
-/// there is none.
+/// Receives the next message into `bytes`. Returns its length and its descriptors. If `wait` is
+/// false and there is no message, the error is `WouldBlock`.
 ///
 /// # Errors
 /// If there is no message.
@@ -59,27 +59,28 @@ pub(crate) fn receive(
     Ok((message.bytes, fds))
 }
 
-/// Open files on their way through processes that must not wait for their file systems.
+/// Open files that are sent through processes which must not wait for the file systems of these
+/// files.
 ///
-/// A process that closes a file, also by its end or at the start of a program, waits for the answer
-/// of a file system that does not answer, if that one is a FUSE file system. So the files lie in the
-/// queue of a socket: no process has them open, and the kernel lets go of them without a wait.
+/// A process that closes a file of a FUSE file system waits for the answer of that file system,
+/// which may never come. The end of a process and the start of a program in it close files too. So
+/// the files are in the queue of a socket: no process has them open, and the kernel releases them
+/// without waiting.
 #[derive(Debug)]
 pub(crate) struct Parcel {
     read: OwnedFd,
-    /// Held open: a service manager drops sockets whose other end is closed.
+    /// The other end must stay open: a service manager drops a socket whose other end is closed.
     write: OwnedFd,
 }
 
 impl Parcel {
-    /// # Errors
-    /// If the system refuses the sockets, or takes no more files in messages.
+    /// If the system refuses the sockets, or if the queue cannot take all files.
     pub(crate) fn pack(files: Vec<OwnedFd>) -> io::Result<Parcel> {
         let flags = SockFlag::SOCK_CLOEXEC;
         let (read, write) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
         let fds: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
         let sent = fds.chunks(FDS_MAX).try_for_each(|fds| send(&write, b".", fds));
-        // The caller must not wait for it.
+        // Closing the files may wait for their file systems, so another thread closes them.
         std::thread::Builder::new().name("close".to_owned()).spawn(move || drop(files))?;
         sent.map(|()| Parcel { read, write })
     }

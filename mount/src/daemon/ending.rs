@@ -1,4 +1,4 @@
-//! Handling of the signals that end a mount, and of SIGHUP.
+//! Handles the signals that end a mount, and SIGHUP.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,16 +20,17 @@ use super::{control, place};
 use crate::log;
 use crate::serve::service::Service;
 
-/// How long open files are served after a signal.
+/// Time for which open files are still served after a signal.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Whether a signal has ended the mount of this process.
+/// Whether a signal has ended the mount that this process serves.
 static SIGNALLED: AtomicBool = AtomicBool::new(false);
 
-/// Longest time for a message to the service manager.
+/// Maximum time for a message to the service manager.
 const NOTIFY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Blocks the signals that end a mount or a command, in this thread and in threads that it starts.
+/// Blocks the signals that end a mount or a command, in this thread and in the threads that it
+/// starts.
 pub(crate) fn block_signals() {
     let signals = SigSet::from_iter(ending_signals().iter().chain([Signal::SIGHUP]));
     if let Err(e) = signals.thread_block() {
@@ -37,8 +38,8 @@ pub(crate) fn block_signals() {
     }
 }
 
-/// The signals that end a command. A signal that was ignored when the program started, as SIGHUP is
-/// by nohup, is left out: the kernel would deliver it to `wait` all the same.
+/// The signals that end a command. A signal that was ignored when the program started is left out,
+/// as nohup ignores SIGHUP, because `wait` would receive it nevertheless.
 pub(crate) fn ending_signals() -> SigSet {
     let ending = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGHUP];
     SigSet::from_iter(ending.into_iter().filter(|&signal| !is_ignored(signal)))
@@ -51,7 +52,7 @@ fn is_ignored(signal: Signal) -> bool {
     ignored >> (signal as u32 - 1) & 1 == 1
 }
 
-/// Notifies the service manager, if there is one, and does not wait for one that hangs.
+/// Sends a message to the service manager, if there is one. Waits for `NOTIFY_TIMEOUT` at most.
 pub(crate) fn notify(state: NotifyState<'static>, status: String) {
     let (send, receive) = channel();
     let tell = move || {
@@ -67,19 +68,20 @@ pub(crate) fn notify(state: NotifyState<'static>, status: String) {
 pub(crate) struct Ending {
     /// The mount point.
     pub target: PathBuf,
-    /// Minor number of its device. Another mount may get it once the connection has ended.
+    /// Minor number of the mount's device. Another mount may get this number after the connection
+    /// has ended.
     pub minor: Option<u32>,
     /// The connection to the kernel.
     pub connection: Arc<OwnedFd>,
     pub service: Arc<Service>,
-    /// Held during the unmount: the process must not end meanwhile.
+    /// A lock that is held during the unmount: the process must not end during it.
     pub taking_off: Arc<Mutex<()>>,
 }
 
 impl Ending {
     /// Unmounts at the first signal. Files that are still open are served until the last one is
-    /// closed, for `DRAIN_TIMEOUT` at most or until a second signal; then their readers get errors.
-    /// The process ends with the last file.
+    /// closed, and then the process ends. After `DRAIN_TIMEOUT` or at a second signal, the process
+    /// ends in any case, and readers get errors.
     pub(crate) fn unmount_on_signal(&self) {
         let terminal = ends_with_terminal();
         let Some(signal) = wait_for_end(terminal) else { return };
@@ -100,7 +102,7 @@ impl Ending {
         let done = if is_off { "unmounted" } else { "cannot unmount" };
         notify(NotifyState::Stopping, format!("{done} {target}"));
         let drain = move || {
-            // Without open files the process has ended by then.
+            // If no file is open, the process has ended by now.
             std::thread::sleep(Duration::from_secs(1));
             let seconds = DRAIN_TIMEOUT.as_secs();
             let used = if is_off { "files are still open; they fail" } else { "all reads fail" };
@@ -111,7 +113,7 @@ impl Ending {
             control::exit();
         };
         let draining = std::thread::Builder::new().name("drain".to_owned()).spawn(drain);
-        // `stop` may wait for a disk.
+        // `stop` may wait for a disk, so the other thread already runs.
         self.service.stop();
         match draining {
             Ok(_) => drop(wait_for_end(terminal)),
@@ -120,7 +122,8 @@ impl Ending {
         control::exit();
     }
 
-    /// Whether the connection to the kernel is open. It closes with the last use of the mount.
+    /// Whether the connection to the kernel is open. It closes when nothing uses the mount any
+    /// more.
     fn is_connected(&self) -> bool {
         let mut polled = [PollFd::new(self.connection.as_fd(), PollFlags::empty())];
         let ended = poll(&mut polled, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
@@ -128,8 +131,8 @@ impl Ending {
     }
 }
 
-/// Waits for a signal that ends the mount. SIGHUP reopens the log file. It ends the mount only if
-/// the process had a terminal (`terminal`) that is gone now.
+/// Waits for a signal that ends the mount. SIGHUP reopens the log file. SIGHUP ends the mount only
+/// if the process had a terminal (`terminal`) that is gone now.
 fn wait_for_end(terminal: bool) -> Option<Signal> {
     let awaited = SigSet::from_iter(ending_signals().iter().chain([Signal::SIGHUP]));
     loop {
@@ -142,12 +145,14 @@ fn wait_for_end(terminal: bool) -> Option<Signal> {
     }
 }
 
-/// Whether a signal, and not an unmount by another process, has ended the mount of this process.
+/// Whether the mount of this process was ended by a signal, and not by an unmount from another
+/// process.
 pub(crate) fn was_signalled() -> bool {
     SIGNALLED.load(Ordering::SeqCst)
 }
 
-/// Whether this process has to end with its terminal: it has one, and SIGHUP was not ignored.
+/// Whether this process has to end when its terminal is closed: it has a terminal, and SIGHUP was
+/// not ignored at its start.
 pub(crate) fn ends_with_terminal() -> bool {
     has_terminal() && ending_signals().contains(Signal::SIGHUP)
 }

@@ -1,7 +1,8 @@
-//! The state of a mount, for the process that takes it over.
+//! The state of a mount, which is handed to the process that takes over the mount.
 //!
-//! The state is a sealed file in memory: a header, facts as JSON, then bytes that the facts point
-//! to. Its descriptor goes along with the connection and a parcel of the source's open files.
+//! The state is a sealed file in memory. It has a header, facts as JSON, and bytes to which the
+//! facts refer. The file is handed over together with the connection and a parcel of the source's
+//! open files.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -23,37 +24,38 @@ use super::server::KernelServer;
 use crate::fs::adapter::takeover::{Carried, CarriedFs};
 use crate::options::Options;
 
-/// First bytes of a state.
+/// First bytes of a state file.
 const MAGIC: &[u8; 8] = b"TFSSTATE";
 
-/// Bytes of magic, version and length of the facts.
+/// Size in bytes of the header: magic, version and length of the facts.
 const HEADER: usize = 24;
 
-/// Version of the state. It increases with every change of its content.
+/// Version of the state format. It increases with every change of the format.
 const VERSION: u64 = 5;
 
-/// Longest state, in bytes.
+/// Maximum size of a state, in bytes.
 const STATE_MAX: u64 = 1 << 30;
 
-/// The version of the state that this program writes and understands.
+/// The version of the state format that this program writes and understands.
 pub(crate) fn state_version() -> u64 {
-    // Tests make a program of another version by this variable.
+    // Tests use this variable to simulate a program of another version.
     let forced = std::env::var("TENSORFS_STATE_VERSION").ok();
     forced.and_then(|version| version.parse().ok()).unwrap_or(VERSION)
 }
 
-/// A mount on its way to another process.
+/// A mount that is being handed to another process.
 #[derive(Debug)]
 pub(crate) struct Handed {
     /// The connection to the kernel.
     pub(crate) connection: OwnedFd,
-    /// The state.
+    /// The file with the state.
     pub(crate) state: OwnedFd,
-    /// Open files of the source, in the order of the state.
+    /// Open files of the source, in the order in which the state refers to them.
     pub(crate) files: Parcel,
 }
 
-/// A mount as it was ordered: only a mount of the same order is taken over.
+/// The source, target and options as the user gave them. A process takes over only a mount for
+/// which these are equal.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 pub(super) struct MountIdentity {
     source: OsString,
@@ -68,17 +70,17 @@ impl MountIdentity {
     }
 }
 
-/// A mount, which stays the same in every process that serves it.
+/// Facts about a mount that stay the same in every process that serves it.
 #[derive(Clone, Deserialize, Serialize)]
 pub(crate) struct MountRecord {
     pub(super) mount: MountIdentity,
-    /// The path that it reads.
+    /// The path that the mount reads.
     pub(super) read: ReadPath,
     /// The mount point, absolute.
     pub(super) target: OsString,
     /// Whether `fusermount3` made the mount.
     pub(super) by_fusermount: bool,
-    /// Minor number of its device.
+    /// Minor number of the mount's device.
     pub(super) minor: Option<u32>,
 }
 
@@ -90,7 +92,7 @@ struct Facts {
     fs: CarriedFs,
 }
 
-/// The state of a mount that this process is to take over.
+/// The state of a mount that this process is going to take over.
 pub(crate) struct Received {
     pub(crate) connection: OwnedFd,
     pub(crate) mount: MountRecord,
@@ -100,7 +102,7 @@ pub(crate) struct Received {
     files: Parcel,
 }
 
-/// Hands over a mount that this process serves. Clones are about the same mount.
+/// Hands over a mount that this process serves. All clones refer to the same mount.
 #[derive(Clone)]
 pub(crate) struct Giver {
     pub(super) server: KernelServer,
@@ -108,17 +110,17 @@ pub(crate) struct Giver {
 }
 
 impl Giver {
-    /// Waits until `stop` and `give` would not wait for the source, for `limit` at most. Returns
-    /// whether they would not.
+    /// Waits until `stop` and `give` can run without waiting for the source, at most for `limit`.
+    /// Returns whether they can.
     pub(crate) fn prepare(&self, limit: Duration) -> bool {
         self.server.prepare_to_stop(limit)
     }
 
-    /// Stops serving, and returns what another process needs. Requests wait in the kernel until
-    /// that process serves, or `resume` is called.
+    /// Stops serving, and returns the state for the next process. Requests wait in the kernel until
+    /// that process serves or `resume` is called.
     ///
     /// # Errors
-    /// If the mount cannot be handed over now. It is served as before.
+    /// If the mount cannot be handed over now. Then this process continues to serve it.
     pub(crate) fn stop(&self) -> io::Result<Handed> {
         self.server.stop()?;
         let handed = self.write(self.server.fs().carry()).and_then(|(state, files)| {
@@ -131,7 +133,7 @@ impl Giver {
         handed
     }
 
-    /// Serves again after `stop`, because no other process does.
+    /// Continues to serve after `stop`, because no other process has taken over.
     ///
     /// # Errors
     /// If the connection has ended.
@@ -139,8 +141,8 @@ impl Giver {
         self.server.resume()
     }
 
-    /// Ends the service after `stop`, because another process serves the mount. Calls `tell` once this
-    /// process may end; after that it may end at any time.
+    /// Ends the service after `stop`, because another process serves the mount now. Calls `tell` once
+    /// this process may end.
     pub(crate) fn give(&self, tell: impl FnOnce()) {
         self.server.give(tell);
     }
@@ -166,10 +168,10 @@ impl Giver {
 }
 
 impl Received {
-    /// Reads a state that `Giver` made, for a mount of `source` on `target` with `options`.
+    /// Reads a state that a `Giver` wrote, for a mount of `source` on `target` with `options`.
     ///
     /// # Errors
-    /// One line with the reason why it cannot be used.
+    /// One line with the reason why the state cannot be used.
     pub(crate) fn read(
         handed: Handed,
         source: &Path,
@@ -189,8 +191,9 @@ impl Received {
         Ok(Received { connection, mount, handshake, fs, contents, files })
     }
 
-    /// Takes the state of its file system out, with the open files. From now on the end of this process
-    /// may wait for their file systems, and so may that of every program that it starts.
+    /// Returns the state of the file system with the open files. From now on, the end of this process
+    /// may wait for the file systems of these files. The same is true for every program that this
+    /// process starts.
     ///
     /// # Errors
     /// If no descriptor is free.
@@ -206,7 +209,8 @@ fn parse(state: &File) -> Result<(Facts, Vec<u8>), String> {
     if !(HEADER as u64..=STATE_MAX).contains(&len) {
         return Err(format!("the state has {len} bytes"));
     }
-    // A writer that kept the file must not change it while it is parsed.
+    // The writer may still have the file open. The seal ensures that the file does not change while
+    // it is parsed.
     let seals = fcntl(state, FcntlArg::F_GET_SEALS).unwrap_or(0);
     if !SealFlag::from_bits_truncate(seals).contains(SealFlag::F_SEAL_WRITE) {
         return Err("the state is not sealed".to_owned());
@@ -236,16 +240,17 @@ fn parse(state: &File) -> Result<(Facts, Vec<u8>), String> {
 }
 
 impl Handed {
-    /// All descriptors: connection, state, and the files in a parcel.
+    /// All descriptors: the connection, the state, and the two ends of the parcel.
     pub(crate) fn into_descriptors(self) -> [OwnedFd; 4] {
         let [read, write] = self.files.into_descriptors();
         [self.connection, self.state, read, write]
     }
 
-    /// The descriptors of `into_descriptors`. `None` if their number is another one.
+    /// Restores the value from the descriptors of `into_descriptors`. `None` if there are more or
+    /// fewer of them.
     pub(crate) fn from_descriptors(all: Vec<OwnedFd>) -> Option<Handed> {
         let [connection, state, read, write] = all.try_into().ok()?;
-        // fuser does not accept the numbers of the standard streams.
+        // fuser does not accept the descriptor numbers of the standard streams.
         debug_assert!(connection.as_raw_fd() > 2);
         Some(Handed { connection, state, files: Parcel::from_descriptors([read, write]) })
     }

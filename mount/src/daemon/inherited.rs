@@ -1,5 +1,5 @@
-//! State that a process inherits from its caller and a daemon must not keep: ignored and blocked
-//! signals, and open descriptors.
+//! State that a process inherits from its caller and that a daemon must not keep: ignored and
+//! blocked signals, and open descriptors.
 
 use std::fs::File;
 use std::os::fd::{BorrowedFd, RawFd};
@@ -13,11 +13,11 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction
 use nix::unistd::{dup2_stderr, dup2_stdin, dup2_stdout};
 use tensorfs::internal::sync::Mutex;
 
-/// Names the descriptors that a program got from its predecessor in the same process:
-/// `NAME=NUMBER`, with spaces in between.
+/// Environment variable with the descriptors that this program got from the previous program in the
+/// same process. The format is `NAME=NUMBER`, separated by spaces.
 pub(crate) const HANDED_OVER: &str = "TENSORFS_HANDED_OVER";
 
-/// Signals that a caller may have ignored, as nohup and shells do.
+/// Signals that the caller may have set to be ignored, as nohup and shells do.
 const IGNORABLE: [Signal; 8] = [
     Signal::SIGHUP,
     Signal::SIGINT,
@@ -29,7 +29,7 @@ const IGNORABLE: [Signal; 8] = [
     Signal::SIGCHLD,
 ];
 
-/// Descriptors of the caller that are still open.
+/// Descriptors of the caller that are still open in this process.
 static DESCRIPTORS: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
 
 /// Whether standard output was closed when the process started.
@@ -41,29 +41,29 @@ extern "C" fn note_output() {
     OUTPUT_CLOSED.store(flags == -1, Ordering::Relaxed);
 }
 
-// The runtime of Rust puts `/dev/null` in the place of a closed standard output before `main`.
-// SAFETY: the loader calls the functions of this section, and this one needs nothing of the runtime.
+// Before `main`, Rust's runtime opens `/dev/null` in place of a closed standard output.
 #[unsafe(link_section = ".init_array")]
 #[used]
 static NOTE_OUTPUT: extern "C" fn() = note_output;
 
-/// Whether there is no standard output: what is written there would be lost.
+/// Whether standard output was closed at the start of the process, so that output would be lost.
 pub(crate) fn is_output_closed() -> bool {
     OUTPUT_CLOSED.load(Ordering::Relaxed)
 }
 
-/// Unblocks all signals, and restores the action of SIGCHLD: while that is ignored, waiting for a
-/// child fails. Call it before the first thread starts.
+/// Unblocks all signals, and restores the default action of SIGCHLD: while SIGCHLD is ignored,
+/// waiting for a child fails. Must be called before the first thread starts.
 pub(crate) fn restore_signals() {
     restore(Signal::SIGCHLD);
-    // A predecessor left its signals blocked, so that one to end waits until this program takes it.
+    // The previous program in this process left its signals blocked. So a signal that ends the
+    // process waits until this program handles it.
     if std::env::var_os(HANDED_OVER).is_none() {
         // With these arguments the call cannot fail.
         let _ = SigSet::empty().thread_set_mask();
     }
 }
 
-/// Restores the default action of every signal that a caller may have ignored.
+/// Restores the default action of every signal in `IGNORABLE`.
 pub(crate) fn restore_ignored() {
     IGNORABLE.into_iter().for_each(restore);
 }
@@ -75,14 +75,14 @@ pub(crate) fn restore(signal: Signal) {
     let _ = unsafe { sigaction(signal, &default) };
 }
 
-/// Notes the inherited descriptors above standard error and makes them close-on-exec. Call it
-/// before the process opens its own.
+/// Records the inherited descriptors above standard error, and makes them close-on-exec. Must be
+/// called before the process opens descriptors of its own.
 pub(crate) fn note_descriptors() {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().filter_map(Result::ok);
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<RawFd>().ok());
     let mut descriptors: Vec<RawFd> = numbers.filter(|&number| number > 2).collect();
-    // Here the folder itself is closed again. A descriptor that stays open and is not close-on-exec
-    // came through exec.
+    // The descriptor of the folder is closed by now. A descriptor that is open and not
+    // close-on-exec was inherited.
     descriptors.retain(|&number| {
         // SAFETY: the number is used for these fcntl calls only, which fail if it is not open.
         let descriptor = unsafe { BorrowedFd::borrow_raw(number) };
@@ -109,7 +109,7 @@ pub(crate) fn let_go() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Lets `command` begin without blocked signals, though this process blocks some.
+/// Makes `command` start without blocked signals, although this process blocks some.
 pub(crate) fn unblock_signals_of(command: &mut Command) -> &mut Command {
     let unblock = || Ok(SigSet::empty().thread_set_mask()?);
     // SAFETY: the closure makes one system call, and takes no lock and no memory.

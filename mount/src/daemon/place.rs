@@ -1,8 +1,8 @@
-//! Unmounts a mount wherever it is by now: a folder of its path may have been renamed, and another
-//! mount may cover it or a folder of its path. Also says which folders lie in a mount.
+//! Unmounts a mount wherever it is now: a folder of its path may have been renamed, and another
+//! mount may cover it or a folder of its path. Also checks which folders lie in a mount.
 //!
-//! The mount table tells where it is. A descriptor of the mount, or of its parent folder, would be
-//! simpler, but would keep others from unmounting that file system.
+//! The mount table says where the mount is. An open descriptor of the mount or of its parent folder
+//! would be simpler to use, but would prevent other processes from unmounting that file system.
 
 use std::fs::File;
 use std::io;
@@ -20,14 +20,13 @@ use tensorfs::internal::open_options::OpenOptions;
 use super::attach::{self, Detach};
 use crate::options::Options;
 
-/// Maximum number of mounts that are moved aside, as a bound.
+/// Maximum number of mounts that are moved aside for one unmount.
 const COVERS_MAX: usize = 1000;
 
-/// Takes the mount with this device number out of the tree, also where it was bound to other
-/// places. Open files go on. Mounts of others on top of it stay.
+/// Unmounts the mount with the minor device number `minor` everywhere, including its bind mounts.
+/// Open files stay usable. Mounts of other file systems on top of it stay.
 ///
-/// # Errors
-/// The first failure.
+/// The first error, if a mount remains.
 pub(crate) fn take_off(minor: u32) -> io::Result<()> {
     let mut failure = None;
     let mut tried = Vec::new();
@@ -37,7 +36,7 @@ pub(crate) fn take_off(minor: u32) -> io::Result<()> {
         let Some(mount) = table.iter().rev().find(is_next) else { break };
         tried.push(mount.id);
         let taken_off = take_one_off(mount, &table);
-        // Another process may have unmounted it meanwhile.
+        // Another process may have unmounted it in the meantime.
         if let Err(e) = taken_off
             && is_there(mount.id)
         {
@@ -55,21 +54,23 @@ fn take_one_off(ours: &Mount, table: &[Mount]) -> io::Result<()> {
         .or_else(|refused| take_from_beneath_by_propagation(ours, table).map_err(|_| refused))
 }
 
-/// Whether the mount with this number is in the table.
+/// Whether the mount with this id is in the mount table.
 fn is_there(id: u32) -> bool {
     mountinfo::all().is_ok_and(|table| table.iter().any(|mount| mount.id == id))
 }
 
-/// The first folder on the path of mount `ours`, mount point included, that another mount covers.
+/// The first folder on the path of the mount `ours` that another mount covers. The mount point
+/// itself counts as part of the path.
 fn first_cover(ours: &Mount, table: &[Mount]) -> io::Result<Option<PathBuf>> {
     let parent_of = |mount: &&Mount| table.iter().find(|other| other.id == mount.parent);
     let mut way = vec![ours.id];
     for mount in std::iter::successors(Some(ours), parent_of) {
-        // The first mount of a namespace is its own parent.
+        // The first mount of a namespace has its own id as the parent.
         if way.contains(&mount.parent) {
             break;
         }
-        // The table of a process whose root is a plain folder does not have the mount of that folder.
+        // If the root of this process is a plain folder, the mount of that folder is not in the
+        // table.
         way.push(mount.parent);
     }
     let folders: Vec<&Path> = ours.target.ancestors().collect();
@@ -82,8 +83,9 @@ fn first_cover(ours: &Mount, table: &[Mount]) -> io::Result<Option<PathBuf>> {
     is_ours.then_some(None).ok_or_else(|| io::Error::other("no path leads to it"))
 }
 
-/// Unmounts `ours`, which other mounts cover: moves them aside and back, which does not disturb
-/// their open files. The kernel cannot move a mount whose parent is shared.
+/// Unmounts `ours`, which other mounts cover. Moves these mounts aside, unmounts, and moves them
+/// back. Their open files are not affected. The kernel cannot move a mount whose parent is a shared
+/// mount.
 fn take_from_beneath(ours: &Mount, table: &[Mount]) -> io::Result<()> {
     let move_mount = |from: &Path, to: &Path| {
         mount(Some(from), to, None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(io::Error::from)
@@ -99,7 +101,7 @@ fn take_from_beneath(ours: &Mount, table: &[Mount]) -> io::Result<()> {
             Ok(Some(cover)) => cover,
             Err(e) => break Err(e),
         };
-        // A mount cannot be moved into itself.
+        // The folder must not be below the cover, because a mount cannot be moved into itself.
         let folder = match aside.take().map_or_else(|| make_folder(&cover), Ok) {
             Ok(folder) => aside.insert(folder),
             Err(e) => break Err(e),
@@ -123,7 +125,7 @@ fn take_from_beneath(ours: &Mount, table: &[Mount]) -> io::Result<()> {
     taken_off
 }
 
-/// Makes a temporary folder for moved mounts, which is not below `cover`.
+/// Makes a temporary folder for the mounts that are moved aside. It is not below `cover`.
 fn make_folder(cover: &Path) -> io::Result<PathBuf> {
     let name = format!("tensorfs-aside-{}", std::process::id());
     let mut made = Err(io::ErrorKind::NotFound.into());
@@ -140,12 +142,12 @@ fn make_folder(cover: &Path) -> io::Result<PathBuf> {
     made
 }
 
-/// Unmounts a mount that is shared with other mount namespaces, and leaves the mounts on top in
+/// Unmounts a mount that is shared with other mount namespaces. The mounts on top of it stay in
 /// place.
 ///
-/// In a private namespace of this thread the mounts on top are unmounted first, which no other
-/// namespace sees. Then the parent mount joins the peer group of the real one, so that the kernel
-/// propagates the unmount of `ours` to all namespaces. Needs Linux 5.15.
+/// This thread enters a private mount namespace. There it unmounts the mounts on top, which affects
+/// no other namespace. Then the parent mount joins the peer group of the original parent, so that
+/// the kernel propagates the unmount of `ours` to all namespaces. This needs Linux 5.15.
 fn take_from_beneath_by_propagation(ours: &Mount, table: &[Mount]) -> io::Result<()> {
     let hidden = || io::Error::other("something is mounted on top, and no path leads below it");
     let below = table.iter().find(|mount| mount.id == ours.parent).ok_or_else(hidden)?;
@@ -154,7 +156,7 @@ fn take_from_beneath_by_propagation(ours: &Mount, table: &[Mount]) -> io::Result
         return Err(hidden());
     }
     let (target, root, minor) = (ours.target.clone(), below.target.clone(), ours.minor);
-    // In the new namespace the mount has another id.
+    // In the new namespace, the mount has another id.
     let is_copy = move |mount: &&Mount| mount.is_ours_of(minor) && mount.target == target;
     let in_own_namespace = move || -> io::Result<()> {
         unshare(CloneFlags::CLONE_NEWNS)?;
@@ -181,7 +183,7 @@ fn take_from_beneath_by_propagation(ours: &Mount, table: &[Mount]) -> io::Result
     }
 }
 
-/// Makes the private mount with root `copy` a peer of the shared one with root `group`.
+/// Makes the private mount with root `copy` a peer of the shared mount with root `group`.
 fn join_group(copy: &File, group: &File) -> io::Result<()> {
     // MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH and MOVE_MOUNT_SET_GROUP, as in
     // linux/mount.h.
@@ -193,12 +195,12 @@ fn join_group(copy: &File, group: &File) -> io::Result<()> {
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The number of the mount that `path` leads to. Does not ask its file system.
+/// The id of the mount that `path` leads to. Does not access its file system.
 fn mount_at(path: &Path) -> io::Result<u32> {
     mount_of(&open_path(path)?)
 }
 
-/// The number of the mount that `file`, opened by `open_path`, lies on.
+/// The id of the mount that contains `file`, which `open_path` opened.
 fn mount_of(file: &File) -> io::Result<u32> {
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
     let text = info.lines().find_map(|line| line.strip_prefix("mnt_id:"));
@@ -212,7 +214,8 @@ fn open_path(folder: &Path) -> io::Result<File> {
     options.read(true).custom_flags(flags).open(folder)
 }
 
-/// The folder of indexes. It must not lie in the mount itself, whose daemon would wait for itself.
+/// The folder of indexes. `None` if the folder lies in the mount itself: the daemon would wait for
+/// itself.
 pub(super) fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> {
     let folder = options.index_dir.folder()?;
     if lies_in(&folder, target) {
@@ -222,7 +225,8 @@ pub(super) fn index_folder(options: &Options, target: &Path) -> Option<PathBuf> 
     Some(folder)
 }
 
-/// Leaves out a disk cache in the mount itself, whose daemon would wait for itself.
+/// Removes the disk cache from `open` if it lies in the mount itself: the daemon would wait for
+/// itself.
 pub(super) fn check_disk_cache(open: &mut OpenOptions, target: &Path) {
     let within = open.disk_cache.take_if(|place| lies_in(&place.folder, target));
     if let Some(place) = within {
@@ -230,7 +234,7 @@ pub(super) fn check_disk_cache(open: &mut OpenOptions, target: &Path) {
     }
 }
 
-/// Refuses a folder of `config=` in the mount itself.
+/// Refuses a folder for `config=` that lies in the mount itself.
 pub(crate) fn check_config(open: &OpenOptions, target: &Path) -> Result<(), String> {
     let Some(config) = open.config.as_ref().filter(|config| lies_in(config, target)) else {
         return Ok(());
@@ -239,9 +243,10 @@ pub(crate) fn check_config(open: &OpenOptions, target: &Path) -> Result<(), Stri
     Err(format!("config={config}: lies in the mount {target}: name a folder elsewhere"))
 }
 
-/// Whether `path`, of which the end need not exist, lies in the mount on `target`.
+/// Whether `path` lies in the mount on `target`. The last components of `path` may be missing in
+/// the file system.
 fn lies_in(path: &Path, target: &Path) -> bool {
     let there = || path.ancestors().find_map(|path| std::fs::canonicalize(path).ok());
-    // The name comes first: the mount may not answer now.
+    // The names are compared first, because the mount may not answer now.
     path.starts_with(target) || there().is_some_and(|there| there.starts_with(target))
 }

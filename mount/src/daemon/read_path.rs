@@ -1,5 +1,5 @@
-//! The choice of a mount whose source lies on another mount of tensorfs: that mount, or the source
-//! behind it.
+//! The choice for a source that lies on another mount of tensorfs: the new mount reads either that
+//! mount or the source behind it.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -16,24 +16,26 @@ use tensorfs::internal::store::hub_cache;
 use super::stalled::unless_stalled;
 use crate::options::Options;
 
-/// The path that a mount reads. The process that makes the mount chooses it, and those that take the
-/// mount over keep to it: the other mount may be gone by then.
+/// The path that a mount reads. The process that makes the mount chooses it. Processes that take
+/// over the mount use the same path, because the other mount may be gone by then.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum ReadPath {
-    /// The source, which lies on no mount of tensorfs.
+    /// The source, which is not on a mount of tensorfs.
     Source,
-    /// The source, which lies on such a mount.
+    /// The source, which is on a mount of tensorfs.
     Mount,
-    /// The source behind that mount, and the JSON of the options that open it.
+    /// The source behind another mount of tensorfs, and the JSON of the options that open it.
     Behind(OsString, Value),
-    /// The snapshot of a model of the hub cache that the source named, and whether it lies on such a
-    /// mount. Another download may move the name to another snapshot.
+    /// The snapshot of a model in the hub cache whose name was given as the source, and whether the
+    /// snapshot is on a mount of tensorfs. The path is stored because another download may assign a
+    /// newer snapshot to the name.
     Snapshot(OsString, bool),
 }
 
 impl ReadPath {
-    /// The choice for a new mount of `source`, and the path and the options that open it. `given` is
-    /// the source as it was ordered: a path, or the name of a model in the hub cache.
+    /// Chooses what a new mount of `source` reads. Also returns the path and the options that open
+    /// it. `given` is the source as the user gave it: a path, or the name of a model in the hub
+    /// cache.
     pub(super) fn find(
         given: &Path,
         source: &Path,
@@ -55,11 +57,12 @@ impl ReadPath {
         }
     }
 
-    /// The path that a mount of `source` reads: what it has read `before`, or what the source means.
+    /// The path that a mount of `source` reads: the path that it has read `before`, or else the path
+    /// that `source` means.
     ///
     /// # Errors
-    /// The outer error says that the file system did not answer within `limit`, the inner one that
-    /// `source` names no model.
+    /// The outer error means that the file system did not answer within `limit`. The inner error
+    /// means that `source` names no model.
     pub(super) fn meant(
         before: Option<&ReadPath>,
         source: &Path,
@@ -75,7 +78,7 @@ impl ReadPath {
         }
     }
 
-    /// The path that it reads for `source`.
+    /// The path that this choice reads for `source`.
     pub(super) fn path<'a>(&'a self, source: &'a Path) -> &'a Path {
         match self {
             ReadPath::Source | ReadPath::Mount => source,
@@ -83,11 +86,10 @@ impl ReadPath {
         }
     }
 
-    /// The path and the options that open what a mount of `source` has read so far.
+    /// The path and the options that open what a mount of `source` reads.
     ///
     /// # Errors
-    /// One line if there is no mount of tensorfs at `source` any more, or if a file of the views has
-    /// changed.
+    /// One line, if the mount of tensorfs at `source` is gone or if a file of the views has changed.
     pub(super) fn open(
         &self,
         source: &Path,

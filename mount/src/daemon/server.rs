@@ -1,4 +1,4 @@
-//! The threads that answer the kernel, and their stop: another process may take over.
+//! The threads that answer the kernel, and how they are stopped for a takeover by another process.
 
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
@@ -11,11 +11,11 @@ use super::connection::{self, FuseInit, OpenSession, StoppedReads, allow_wake_up
 use crate::fs::adapter::TensorFs;
 use crate::serve::in_flight::InFlight;
 
-/// How long a stop waits for answers. Requests without one go to the process that takes over, or
-/// are answered late.
+/// Maximum time for which a stop waits for answers. Requests that are unanswered by then go to the
+/// process that takes over, or are answered late.
 const DRAIN_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// The threads of one mount. Clones share them.
+/// The threads that serve one mount. All clones refer to the same threads.
 #[derive(Clone)]
 pub(crate) struct KernelServer(Arc<KernelServerShared>);
 
@@ -32,16 +32,16 @@ struct KernelServerShared {
 struct KernelServerState {
     /// Number of the session's descriptor.
     number: RawFd,
-    /// Set once all threads have ended.
+    /// The result of the session, set once all threads have ended.
     ended: Option<io::Result<()>>,
     phase: ServerPhase,
 }
 
 enum ServerPhase {
     Serving,
-    /// Reads nothing; late replies still go out.
+    /// No requests are read, but late replies are still sent.
     Stopped(Option<StoppedReads>),
-    /// Another process serves.
+    /// Another process serves the mount.
     Given,
 }
 
@@ -90,12 +90,13 @@ impl KernelServer {
         &self.0.connection
     }
 
-    /// The file system that it serves.
+    /// The file system that the threads serve.
     pub(crate) fn fs(&self) -> &TensorFs {
         &self.0.fs
     }
 
-    /// Waits until the connection ends, and returns how; `None` once another process serves it.
+    /// Waits until the connection ends, and returns the result of the session. `None` once another
+    /// process serves the mount.
     pub(crate) fn wait(&self) -> Option<io::Result<()>> {
         let mut state = self.0.state.lock();
         loop {
@@ -107,8 +108,8 @@ impl KernelServer {
         }
     }
 
-    /// Waits until `stop` and `give` would not wait for the source, for `limit` at most, while
-    /// requests are served. Returns whether they would not.
+    /// Waits until `stop` and `give` can run without waiting for the source, at most for `limit`.
+    /// Requests are served in the meantime. Returns whether they can.
     pub(crate) fn prepare_to_stop(&self, limit: Duration) -> bool {
         let (shared, started) = (&*self.0, Instant::now());
         shared.fs.wait_for_adoptions(limit)
@@ -116,11 +117,11 @@ impl KernelServer {
                 || shared.in_flight.wait_for_earlier(limit.saturating_sub(started.elapsed())))
     }
 
-    /// Stops reading requests, waits a short time for the answers of those that were read, and lets
-    /// nothing change any more that another process needs to know.
+    /// Stops reading requests, and waits a short time for the answers to those that were read. From
+    /// then on, nothing changes in the state that another process needs.
     ///
     /// # Errors
-    /// If it does not serve now. It then goes on as before.
+    /// If it is not serving now. It then continues as before.
     pub(crate) fn stop(&self) -> io::Result<()> {
         let shared = &*self.0;
         if !shared.fs.wait_for_adoptions(Duration::ZERO) {
@@ -133,7 +134,7 @@ impl KernelServer {
             }
             state.number
         };
-        // `wait` must not take the end of the threads for the end of the connection.
+        // `wait` must not mistake the end of the threads for the end of the connection.
         let ended = || shared.state.lock().ended.is_some();
         shared.state.lock().phase = ServerPhase::Stopped(None);
         let stopped = match StoppedReads::begin(&shared.connection, number, ended) {
@@ -150,7 +151,7 @@ impl KernelServer {
         Ok(())
     }
 
-    /// Serves again after `stop`, because no other process does.
+    /// Continues to serve after `stop`, because no other process has taken over.
     ///
     /// # Errors
     /// If the connection has ended.
@@ -165,15 +166,15 @@ impl KernelServer {
         let mut state = shared.state.lock();
         state.number = opened.number();
         state.ended = None;
-        // Late replies of the first session are passed on for as long as this process lives.
+        // Late replies of the first session are sent to the kernel until this process ends.
         state.phase = ServerPhase::Serving;
         drop(state);
         self.run(opened)
     }
 
-    /// Leaves the connection to another process. Calls `tell` once all requests that were read are
-    /// answered, unless the kernel gives them to that process. After that this process may end at any
-    /// time.
+    /// Leaves the connection to another process. If the kernel cannot send unanswered requests to
+    /// that process, this first waits until all of them are answered. Then it calls `tell`, and this
+    /// process may end at any time.
     pub(crate) fn give(&self, tell: impl FnOnce()) {
         let shared = &*self.0;
         let stopped = match &mut shared.state.lock().phase {
@@ -184,10 +185,11 @@ impl KernelServer {
             if !shared.handshake.can_resend() {
                 shared.in_flight.wait_for_all(Duration::MAX);
             }
-            // A reply that is not sent here would be given again by the other process.
+            // A reply that was not sent here would be sent again by the other process.
             stopped.end();
         }
-        // The other process goes on with the registrations of passthrough, which a drop would close.
+        // The other process continues to use the registrations for passthrough. A drop would close
+        // them.
         std::mem::forget(shared.fs.clone());
         connection::let_go();
         tell();

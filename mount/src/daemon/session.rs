@@ -1,4 +1,4 @@
-//! One mount from the first check to the last request, as `mount --foreground` serves it.
+//! One mount, from the first check to the last request, as `mount --foreground` serves it.
 
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
@@ -45,23 +45,23 @@ use crate::serve::kernel::{KernelPaths, Knob};
 use crate::serve::page_cache_store;
 use crate::serve::service::{self, Service};
 
-/// Maximum number of queued invalidations of names and attributes in the kernel.
+/// Maximum number of queued messages that tell the kernel about outdated names and attributes.
 const OUT_OF_DATE_MAX: usize = 4096;
 
-/// How long a fresh mount may take to answer its first request.
+/// Maximum time for a new mount to answer its first request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Arguments that make a process the probe of the mount that comes after them.
+/// Arguments that make a process the probe of a mount. The path of the mount follows them.
 const PROBE: [&str; 3] = ["internal", "probe-mount", "--"];
 
-/// The work of the probe: whether the mount on `target` answers. The kernel may answer stat(2) from
-/// its cache, but asks the daemon for each statvfs(3).
+/// The work of the probe: finds out whether the mount on `target` answers. It uses statvfs(3), for which the kernel
+/// always asks the daemon. The kernel may answer stat(2) from its cache.
 pub(crate) fn answers(target: &Path) -> bool {
     nix::sys::statvfs::statvfs(target).is_ok()
 }
 
-/// The work of a probe that reads the first byte of a file, if there is one near the root. A file that
-/// cannot be read is an answer too.
+/// The work of a probe that reads the first byte of a file near the root, if there is a file. A read that fails
+/// counts as an answer.
 pub(crate) fn answers_read(target: &Path) -> bool {
     let mut folders = vec![target.to_owned()];
     for _ in 0..PROBED_MAX {
@@ -82,20 +82,20 @@ pub(crate) fn answers_read(target: &Path) -> bool {
     answers(target)
 }
 
-/// Maximum number of folders that a probe lists, and of entries in each.
+/// Maximum number of folders that a probe lists, and maximum number of entries of each.
 const PROBED_MAX: usize = 64;
 
-/// Minimum and maximum number of threads that take requests. They never block, so more threads
-/// than cores do not help.
+/// Minimum and maximum number of threads that read requests. They never block, so more threads than cores would not
+/// help.
 const THREADS: std::ops::RangeInclusive<usize> = 2..=8;
 
-/// A source and the folder that it is to be mounted on, checked.
+/// A source and a target folder that are checked and ready to be mounted.
 pub(crate) struct MountPlan {
     /// Absolute path of the source.
     pub source: PathBuf,
-    /// The mount point, absolute.
+    /// The mount point, as an absolute path.
     pub target: PathBuf,
-    /// The mount as it was ordered, and what it reads.
+    /// The mount as the user ordered it, and the path that it reads.
     identity: (MountIdentity, ReadPath),
     nodes: Arc<Nodes>,
     assembler: Option<Assembler>,
@@ -103,16 +103,15 @@ pub(crate) struct MountPlan {
 }
 
 impl MountPlan {
-    /// Opens the folder of `assemble=`, if there is one.
+    /// Opens the folder of `assemble=`, if the option is set.
     ///
-    /// `fresh`: the mount is not there yet.
+    /// `fresh` says that the mount does not exist yet.
     ///
     /// # Errors
-    /// One line with the reason why it cannot be used. A folder that does not answer is an error
-    /// too.
+    /// One line with the reason why the folder cannot be used. It is also an error if the folder does not answer.
     pub(crate) fn open_assembler(&mut self, fresh: bool) -> Result<(), String> {
         let options = self.options.clone();
-        // A mount that is taken over has no server now: a look at it would wait for this process.
+        // A mount that is being taken over is not served now, so accessing it would wait for this process.
         let target = fresh.then(|| self.target.clone());
         let places: Vec<_> = [self.nodes.tree().source.clone()].into_iter().chain(target).collect();
         let folder = options.assemble.as_deref().map(shown_path);
@@ -126,7 +125,7 @@ impl MountPlan {
         Ok(())
     }
 
-    /// Warnings for the user, one a line. The log has them already.
+    /// Warnings for the user, one on each line. They are in the log already.
     pub(crate) fn warnings(&self) -> Vec<String> {
         self.nodes.warnings()
     }
@@ -141,10 +140,10 @@ pub(crate) struct Running {
     giver: Giver,
 }
 
-/// Checks source and target, and proves as many checkpoints as the mount requires.
+/// Checks source and target, and proves checkpoints until one of them is valid.
 ///
 /// # Errors
-/// One line with the reason. A source or target that does not answer is an error too.
+/// One line with the reason. It is also an error if the source or the target does not answer.
 pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<MountPlan, String> {
     let place = target.to_owned();
     let stalls = |why: String| format!("{}: {why}; not mounted", shown_path(target));
@@ -153,7 +152,8 @@ pub(crate) fn plan(source: &Path, target: &Path, options: Options) -> Result<Mou
     plan_on(source, target, place, options, None)
 }
 
-/// As `plan`, for a mount that nobody serves now: nothing asks the mount. It reads what it has read.
+/// Plans a takeover of a mount that no process serves now. Does not access the mount. The mount reads the same path
+/// as before.
 ///
 /// # Errors
 /// The errors of `plan`.
@@ -167,8 +167,8 @@ pub(crate) fn plan_takeover(
     plan_on(source, target, place.into(), options, Some(read))
 }
 
-/// `target` and `place` are the mount point as it was given and the absolute one. `before`: what the
-/// mount has read, if it is there already.
+/// Probes and plans. `target` is the mount point as it was given, and `place` is its absolute path. `before` is the
+/// path that the mount has read so far, if the mount exists already.
 fn plan_on(
     source: &Path,
     target: &Path,
@@ -192,8 +192,9 @@ fn plan_on(
     planned.map_err(|why| stalls(&asked, why))?
 }
 
-/// Probes the folders and files that `options` name. An index folder or a disk cache that does not answer
-/// is not used; any other one that does not is an error. `reads` files in each have to answer too.
+/// Probes the folders and files that `options` name. If an index folder or a disk cache does not answer, it is not
+/// used. If another one does not answer, that is an error. In each folder, the first byte of up to `reads` files is
+/// read too.
 fn probe_options(source: &Path, options: &mut Options, reads: usize) -> Result<(), String> {
     let limit = options.io_timeout;
     let follow = options.open.follow.iter().map(|folder| ("follow", folder));
@@ -223,8 +224,8 @@ fn probe_options(source: &Path, options: &mut Options, reads: usize) -> Result<(
     Ok(())
 }
 
-/// Makes the kernel write no core dump of this process, whose memory holds a key and plain bytes. A
-/// limit of 1 byte, unlike 0, also holds for dumps that a program takes by a pipe.
+/// Prevents core dumps of this process, whose memory has a key and decrypted bytes. A limit of 1 byte also prevents
+/// dumps to a program through a pipe, which a limit of 0 does not.
 fn refuse_core_dumps() {
     let hard = getrlimit(Resource::RLIMIT_CORE).map_or(1, |(_, hard)| hard.min(1));
     if let Err(e) = setrlimit(Resource::RLIMIT_CORE, hard, hard) {
@@ -232,7 +233,7 @@ fn refuse_core_dumps() {
     }
 }
 
-/// `given` is the source as it was ordered, `source` the path that it means.
+/// `given` is the source as the user gave it, and `source` is the path that it means.
 fn plan_source(
     given: &Path,
     source: &Path,
@@ -282,10 +283,10 @@ fn plan_source(
     let live = options.watch() != Watch::Off;
     let sharing = Sharing::new(&options, geteuid().as_raw(), getegid().as_raw());
     let nodes = Arc::new(Nodes::new(tree, checked, live.then_some(options.watch_grace), sharing));
-    // A mount that is there stays, even if all its checkpoints are refused now.
+    // A mount that exists already stays, even if all its checkpoints are refused now.
     if fresh {
         match prove_enough(&nodes) {
-            // Missing and broken checkpoints may become whole.
+            // A watched source may get a whole checkpoint later.
             Err(why) if live => tracing::warn!("{why}; the source is watched"),
             outcome => outcome?,
         }
@@ -293,7 +294,7 @@ fn plan_source(
     Ok(MountPlan { source, target, identity, nodes, assembler: None, options })
 }
 
-/// Proves checkpoints until one succeeds. Fails if all are refused.
+/// Proves checkpoints until one is valid. Fails if all are refused.
 fn prove_enough(nodes: &Nodes) -> Result<(), String> {
     let tree = nodes.tree();
     let families = tree.families().into_iter().map(|top| {
@@ -303,8 +304,8 @@ fn prove_enough(nodes: &Nodes) -> Result<(), String> {
     prove_until_one(families, &|| tree.nothing_found())
 }
 
-/// As `prove_enough`, for families with the paths of their folders. A panic is about its family
-/// only: it is a refusal, and reads of the folder try again.
+/// Proves families until a checkpoint is valid. `families` has the path of each family's folder. A panic counts as
+/// a refusal of that family only, and later reads of the folder try its proof again.
 fn prove_until_one(
     families: impl Iterator<Item = (String, impl FnOnce() -> Vec<SetOutcome>)>,
     nothing_found: &dyn Fn() -> String,
@@ -339,7 +340,7 @@ fn prove_until_one(
     }
 }
 
-/// Mounts, starts to serve, and returns once the mount answers.
+/// Mounts and starts to serve. Returns once the mount answers.
 ///
 /// # Errors
 /// One line with the reason. Nothing stays mounted.
@@ -379,12 +380,12 @@ pub(crate) fn start(plan: MountPlan) -> Result<Running, String> {
     Ok(running)
 }
 
-/// Serves a mount that another process has stopped to serve, and returns once it answers. `log` has
-/// the result.
+/// Serves a mount that another process has stopped serving. Returns once the mount answers. The result of the
+/// takeover is in the log.
 ///
 /// # Errors
-/// One line with the reason. Then this process has read nothing from the connection, and another
-/// one may still serve it.
+/// One line with the reason. In this case, this process has read nothing from the connection, so another process
+/// may still serve it.
 pub(crate) fn take_over(plan: MountPlan, received: Received) -> Result<Running, String> {
     let (target, options) = (plan.target.clone(), plan.options.clone());
     let service =
@@ -403,11 +404,11 @@ pub(crate) fn take_over(plan: MountPlan, received: Received) -> Result<Running, 
     Ok(running)
 }
 
-/// A connection, and how it came.
+/// A connection, and how it was made.
 struct Connected {
     by_fusermount: bool,
     connection: Arc<OwnedFd>,
-    /// The handshake and the state of the process that served it before.
+    /// For a takeover: the handshake and the state of the process that served the connection before.
     received: Option<(FuseInit, Carried)>,
 }
 
@@ -455,11 +456,11 @@ fn serve(
     let mut takeover = None;
     if let Some((handshake, carried)) = received {
         takeover = Some(fs.take_up(carried, forget.clone()));
-        // If the rest fails, the other process goes on with the registrations of passthrough, which
-        // a drop would close.
+        // If a later step fails, the other process continues to use the registrations for passthrough. A drop would
+        // close them.
         std::mem::forget(fs.clone());
-        // Requests that the other process read but has not answered come once more. They come
-        // before any thread of this one reads, so none is answered twice.
+        // The kernel sends requests again that the other process has read but not answered. It does so before any
+        // thread of this process reads, so that no request is answered twice.
         if handshake.can_resend() {
             notifications.resend()?;
         }
@@ -477,9 +478,9 @@ fn serve(
     Ok((server, live))
 }
 
-/// Starts the thread that tells the kernel which names and attributes are out of date. It may wait
-/// for requests that other threads answer. If its queue is full, the kernel asks again by itself
-/// after a second.
+/// Starts the thread that tells the kernel which names and attributes are out of date. It may wait for requests
+/// that other threads answer. If its queue is full, a message is dropped, and the kernel's cached fact expires
+/// after one second.
 fn kernel_teller(kernel: Notifications) -> io::Result<TellKernel> {
     let (send, receive) = std::sync::mpsc::sync_channel(OUT_OF_DATE_MAX);
     let tell = move || {
@@ -497,7 +498,7 @@ fn kernel_teller(kernel: Notifications) -> io::Result<TellKernel> {
     Ok(Box::new(move |out_of_date| drop(send.try_send(out_of_date))))
 }
 
-/// The control socket. The mount works without it.
+/// The control socket. If it cannot be made, the mount works without it.
 fn control(
     running: &Running,
     minor: u32,
@@ -509,7 +510,7 @@ fn control(
     let facts = control::MountFacts { target, source, minor, is_public };
     let service = running.service.clone();
     let reply = move |question, peer: &ControlPeer| match question {
-        // Others learn the names of the models that they may list.
+        // Users who are not trusted get only the names of the models that they may list.
         Question::Status if !peer.is_trusted() => {
             let models = folders_listable_by(&nodes, peer.uid, &peer.gids);
             let name = |path: &PathBuf| match path.as_os_str().is_empty() {
@@ -539,7 +540,7 @@ fn control(
 }
 
 impl Running {
-    /// Reports what the kernel granted, and opens the control socket.
+    /// Reports the settings that the kernel granted, and opens the control socket.
     fn finish(
         &mut self,
         nodes: Arc<Nodes>,
@@ -554,7 +555,7 @@ impl Running {
         }
         nodes.index_rest();
         if let Some(minor) = self.minor {
-            // File systems without a disk have the major number 0.
+            // The device of a file system without a disk has the major number 0.
             let own = nix::sys::stat::makedev(0, u64::from(minor));
             nodes.tree().leave_out(QueueKey::Device(own));
         }
@@ -562,13 +563,13 @@ impl Running {
             self.minor.and_then(|minor| control(self, minor, nodes, options.allow_other, live));
     }
 
-    /// Hands the mount over to another process.
+    /// The value that hands the mount over to another process.
     pub(crate) fn giver(&self) -> Giver {
         self.giver.clone()
     }
 
-    /// Waits for a probe process that stats the root of the mount. A process that waits for its own
-    /// mount could not be killed, because its exit would wait for the answer.
+    /// Waits until a probe process has checked the root of the mount. This process does not check its own mount: if
+    /// the mount did not answer, this process could not be killed, because its exit would wait for the answer.
     fn wait_for_answer(&self) -> io::Result<()> {
         let mut probe = Command::new("/proc/self/exe");
         probe.arg0("tensorfs").args(PROBE).arg(&self.target);
@@ -579,7 +580,7 @@ impl Running {
         }
     }
 
-    /// Unmounts at once; open files fail.
+    /// Unmounts at once. Reads of open files fail.
     pub(crate) fn take_off(&self) {
         if attach::detach(&self.target, Detach::Force).is_err()
             && let Some(minor) = self.minor
@@ -588,9 +589,9 @@ impl Running {
         }
     }
 
-    /// Serves until the unmount, by another process or by this one on SIGTERM or SIGINT.
+    /// Serves until the unmount, which another process makes, or this process on SIGTERM or SIGINT.
     ///
-    /// The signals must be blocked in all threads: see `ending::block_signals`.
+    /// The signals must be blocked in all threads, as `ending::block_signals` does.
     ///
     /// # Errors
     /// The reason why the connection ended, unless it was an unmount.

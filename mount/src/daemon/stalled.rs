@@ -1,4 +1,5 @@
-//! Time limits for work on file systems that may never answer: at the start of a mount, and in commands.
+//! Time limits for work on file systems that may never answer, at the start of a mount and in
+//! commands.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -24,11 +25,11 @@ pub(crate) const READ_ONE: usize = 1;
 /// Interval between checks for the end of a process.
 const PROCESS_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Number of threads that wait for something else than a source.
+/// Number of threads that are waiting for something other than a source.
 static ELSEWHERE: AtomicUsize = AtomicUsize::new(0);
 
-/// Does `work`, which may wait for something else than a source: a reader of standard output, or a disk
-/// that takes what is written. `unless_stalled` does not count that time.
+/// Runs `work`, which may wait for something other than a source, such as a reader of standard output
+/// or a disk that is written to. `unless_stalled` does not count this time.
 pub(crate) fn elsewhere<T>(work: impl FnOnce() -> T) -> T {
     ELSEWHERE.fetch_add(1, Ordering::SeqCst);
     let done = work();
@@ -36,19 +37,21 @@ pub(crate) fn elsewhere<T>(work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Runs `work` on its own thread and returns its result. Without `limit` it waits for ever.
+/// Runs `work` on a thread of its own and returns its result. Without `limit`, the wait has no end.
 ///
-/// A file system that is slow but keeps answering is no error.
+/// It is no error if a file system is slow but continues to answer.
 ///
 /// # Errors
-/// Part of a sentence with the reason: for as long as `limit` neither that thread ran nor one that was
-/// started after it, so each waits for an answer. The thread is then left running.
+/// A clause with the reason. The error means that for the time `limit`, neither the thread of `work`
+/// nor any thread started after it has run, so all of them wait for an answer. The threads then
+/// continue to wait.
 pub(crate) fn unless_stalled<T: Send + 'static>(
     limit: Option<Duration>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, String> {
-    // The thread may be left behind, and must not receive the signals that end the mount.
-    // Threads that are there already do other work, such as to answer the supervisor.
+    // The thread may remain after an error, so it must not receive the signals that end the mount.
+    // Threads that exist already do other work, for example answer the supervisor, so they do not
+    // count.
     let others = activity(&Activity::new());
     let blocked = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK);
     let started = Asked::on_thread("start", work);
@@ -68,7 +71,8 @@ pub(crate) fn unless_stalled<T: Send + 'static>(
             (before, idle) = (now, Duration::ZERO);
             continue;
         }
-        // Ticks, not a clock: time in which the process was stopped does not count.
+        // Ticks are counted instead of reading a clock, so that time in which the process was
+        // stopped does not count.
         idle += tick;
         if let Some(limit) = limit.filter(|limit| idle >= *limit) {
             return Err(no_answer(limit));
@@ -80,12 +84,12 @@ fn no_answer(limit: Duration) -> String {
     format!("no answer within {} seconds (io-timeout=)", limit.as_secs_f64())
 }
 
-/// Probes `path`, a file or folder that need not exist, from another process, because a process
-/// cannot end while one of its threads waits for a file system. Fails only if there is no answer.
-/// `reads` files in it have to answer too.
+/// Probes `path`, a file or folder that may be missing, from another process. A process cannot end
+/// while one of its threads waits for a file system. In a folder, the first byte of up to `reads`
+/// files is read too. Fails only if an answer does not come, or if the probe cannot run.
 ///
 /// # Errors
-/// Part of a sentence: an answer took longer than `limit`.
+/// A clause: an answer took longer than `limit`.
 pub(crate) fn probe_path(path: &Path, reads: usize, limit: Option<Duration>) -> Result<(), String> {
     let mut command = Command::new("/proc/self/exe");
     let reads = format!("--reads={reads}");
@@ -117,18 +121,18 @@ pub(crate) fn probe_path(path: &Path, reads: usize, limit: Option<Duration>) -> 
     }
 }
 
-/// Runs `command` to its end, and kills it at `deadline`. Its status and its output, which has to fit
-/// into a pipe; `None` if it was killed.
+/// Runs `command` until it ends, and kills it at `deadline`. Returns its status and its output, which
+/// must fit into a pipe. `None` if it was killed.
 ///
 /// # Errors
-/// If it cannot be started.
+/// If the program cannot be started.
 pub(crate) fn run_until(mut command: Command, deadline: Instant) -> io::Result<Option<Output>> {
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn()?;
     while child.try_wait()?.is_none() {
         if Instant::now() > deadline {
             let _ = child.kill();
-            // A process that waits for a file system ends once that answers.
+            // If the process waits for a file system, it ends only once that answers.
             let _ = Asked::on_thread("reap", move || child.wait());
             return Ok(None);
         }
@@ -137,12 +141,12 @@ pub(crate) fn run_until(mut command: Command, deadline: Instant) -> io::Result<O
     child.wait_with_output().map(Some)
 }
 
-/// The work of the probe: looks at `probed`, and writes a byte after each answer. It does so for each
-/// entry of a folder, because a long folder takes many answers.
+/// The work of the probe: examines `probed`, and writes one byte after each answer of the file
+/// system. For a folder, it writes a byte for each entry, because a long folder takes many answers.
 pub(crate) fn answer_probe(probed: &Path, reads: usize) {
     let answered = || drop(io::stdout().write_all(b".").and_then(|()| io::stdout().flush()));
     let read_from = |path: &Path| {
-        // Opening a FIFO of such a name would block.
+        // The check avoids opening a FIFO with this name, which would block.
         if path.is_file() && reads > 0 {
             answered();
             let _ = File::open(path).and_then(|mut file| file.read(&mut [0]));
@@ -161,21 +165,21 @@ pub(crate) fn answer_probe(probed: &Path, reads: usize) {
     weights.take(reads).for_each(|entry| read_from(&entry.path()));
 }
 
-/// The threads of a process, and what they have done: how often each began to wait, and its CPU time in
-/// ticks of the clock.
+/// The activity of each thread of a process: the number of times that it began to wait, and its CPU
+/// time in user and system mode in clock ticks.
 type Activity = BTreeMap<String, [u64; 3]>;
 
-/// The activity of all threads of this process but `others`.
+/// The activity of all threads of this process except those in `others`.
 fn activity(others: &Activity) -> Activity {
     let entries = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let threads = entries.filter_map(|thread| {
         let name = thread.file_name().into_string().ok()?;
-        // It may have ended meanwhile.
+        // The thread may have ended in the meantime.
         let read =
             |file: &str| std::fs::read_to_string(thread.path().join(file)).unwrap_or_default();
         let (status, stat) = (read("status"), read("stat"));
         let waits = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
-        // The name of the thread, in parentheses, comes before the numbered fields.
+        // The line has the name of the thread in parentheses, then the numbered fields.
         let numbered = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
         let mut fields = numbered.split_whitespace().skip(11);
         let words = [waits, fields.next(), fields.next()];
@@ -194,7 +198,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_millis(400);
 
-    /// Runs `work` while another thread, which was there before, wakes up all the time.
+    /// Runs `work` while another thread, which was started before, wakes up again and again.
     fn beside_a_busy_thread<T: Send + 'static>(
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, String> {

@@ -1,4 +1,4 @@
-//! The folder that a mount is made on: its checks before anything is mounted.
+//! The folder that a mount is made on, and the checks of that folder before the mount.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,10 +16,11 @@ use tensorfs::internal::version::FileId;
 use super::attach::{self, Detach};
 use super::client;
 
-/// How long a mount that is there may take to show that it is dead.
+/// Maximum time for an existing mount to show that its daemon is dead.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The folder to mount on. Unmounts a tensorfs mount there whose daemon is dead.
+/// Checks the folder to mount on, and returns its absolute path. If a tensorfs mount is there whose
+/// daemon is dead, unmounts it.
 ///
 /// # Errors
 /// One line with the reason why nothing can be mounted there.
@@ -55,17 +56,17 @@ pub(super) fn check_target(target: &Path) -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// Says so if the mount that is made now hides something.
+/// Logs a warning if the new mount hides files of the folder.
 pub(super) fn warn_of_content(target: &Path) {
     if std::fs::read_dir(target).is_ok_and(|mut entries| entries.next().is_some()) {
         tracing::warn!("{}: is not empty; the mount hides what is there", shown_path(target));
     }
 }
 
-/// Whether the daemon of the mount on `path` is gone.
+/// Whether the daemon of the mount on `path` has ended.
 ///
-/// Calls statvfs, which always reaches the daemon; the kernel may answer stat(2) from its cache for
-/// a second. A daemon that lives but does not answer is not dead.
+/// Calls statvfs, which always reaches the daemon, while the kernel may answer stat(2) from its
+/// cache for a second. A daemon that is alive but does not answer is not dead.
 fn is_dead(path: &Path) -> bool {
     let path = path.to_owned();
     let asked = Asked::on_thread("is-dead", move || statvfs(&path).map(drop));
@@ -74,12 +75,13 @@ fn is_dead(path: &Path) -> bool {
 }
 
 /// Refuses a mount inside its own source, which would contain itself, and a mount above its source,
-/// which would hide it. Compares inodes, so that other paths to the same folders count too.
+/// which would hide the source. Compares inodes, so that the result does not depend on which paths
+/// lead to the folders.
 ///
 /// # Errors
 /// One line with both paths.
 pub(super) fn check_nesting(source: &Path, target: &Path) -> Result<(), String> {
-    // The scan says why a source cannot be used.
+    // If the source cannot be used, the scan reports the reason.
     let Ok(source) = std::fs::canonicalize(source) else { return Ok(()) };
     let source_id = file_id(&source);
     if target.ancestors().any(|above| file_id(above) == source_id) {
@@ -94,7 +96,8 @@ pub(super) fn check_nesting(source: &Path, target: &Path) -> Result<(), String> 
     Ok(())
 }
 
-/// As `check_nesting`, for the links of the source, which may lead to the mount point.
+/// Refuses a mount on a folder inside or above its own source, like `check_nesting`, and also a
+/// mount on a folder that a link in the source leads to.
 ///
 /// # Errors
 /// One line with both paths.

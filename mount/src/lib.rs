@@ -16,7 +16,8 @@ use tensorfs::internal::error::is_url;
 
 pub use options::Options;
 
-/// Runs the command that the process was started as.
+/// Runs the program that the process was started as: the `tensorfs` command, the helper of
+/// mount(8), or the generator for systemd.
 pub fn main() -> ExitCode {
     daemon::inherited::restore_signals();
     daemon::allocator::keep_small();

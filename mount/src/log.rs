@@ -1,8 +1,9 @@
-//! The targets of log lines: standard error until the daemon is in the background, then the system
-//! log or a file.
+//! The targets of log lines. Lines go to standard error until the daemon is in the background, and
+//! then to the system log or a file.
 //!
-//! A command writes its lines itself. A daemon queues them for a thread: a blocked stream (a full
-//! pipe, a stopped terminal, a stalled disk) must not block the threads that answer readers.
+//! A command writes its lines itself. A daemon queues them for a thread, because a stream that
+//! blocks (a full pipe, a stopped terminal, a stalled disk) must not block the threads that answer
+//! readers.
 
 mod events;
 mod journal;
@@ -28,30 +29,30 @@ use line::Line;
 use output::{Destination, Output};
 use queue::Queue;
 
-/// Environment variable with tracing directives.
+/// Environment variable with filter directives of the crate `tracing`.
 const FILTER: &str = "TENSORFS_LOG";
 
-/// Time limit for writing queued lines at the end of the process or before the stream changes.
+/// Time limit for writing queued lines, at the end of the process and before the stream is changed.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
-/// The queue of a daemon; a command has none.
+/// The queue of a daemon. A command has no queue.
 static QUEUE: OnceLock<Arc<Queue>> = OnceLock::new();
 
-/// The mount point, for the lines that machines read.
+/// The mount point, which is a field of JSON lines and of journal entries.
 static MOUNT: OnceLock<String> = OnceLock::new();
 
-/// Whether only failures are written.
+/// Whether only errors are written.
 static QUIET: AtomicBool = AtomicBool::new(false);
 
 /// Whether lines are JSON.
 static JSON: AtomicBool = AtomicBool::new(false);
 
-/// Writes all further lines as JSON objects, one a line, or as text.
+/// Sets whether all further lines are JSON objects, one on each line, or text.
 pub(crate) fn write_json(is_json: bool) {
     JSON.store(is_json, Ordering::Relaxed);
 }
 
-/// Names the mount that this process serves.
+/// Sets the mount that this process serves, for log lines.
 pub(crate) fn set_mount(target: &Path) {
     let _ = MOUNT.set(tensorfs::internal::error::real_name(target));
 }
@@ -61,7 +62,7 @@ pub(crate) fn mount() -> Option<&'static str> {
     MOUNT.get().map(String::as_str)
 }
 
-/// Leaves out notes, and warnings on standard error.
+/// Turns off notes, and warnings on standard error.
 pub(crate) fn be_quiet() {
     QUIET.store(true, Ordering::Relaxed);
 }
@@ -71,7 +72,8 @@ pub(crate) fn is_quiet() -> bool {
     QUIET.load(Ordering::Relaxed)
 }
 
-/// Crates whose log may have secrets: texts that are signed, answers with tokens, signed URLs.
+/// Crates whose log lines may contain secrets, such as texts that are signed, answers with tokens,
+/// or signed URLs.
 const SILENT: [&str; 7] = [
     "reqsign_aws_core",
     "reqsign_aws_v4",
@@ -82,12 +84,13 @@ const SILENT: [&str; 7] = [
     "hyper",
 ];
 
-/// Starts logging to standard error: warnings, more with each `verbose`, or what
-/// `TENSORFS_LOG` says; errors only if this process is to be quiet.
+/// Starts logging to standard error. By default, warnings are logged, and each `verbose` adds a
+/// level. `TENSORFS_LOG` replaces this default. A quiet process logs only errors.
 pub(crate) fn start(verbose: u8) {
     let default = match verbose {
         _ if is_quiet() => "error",
-        // fuser warns of requests that tensorfs does not implement.
+        // fuser warns about requests that tensorfs does not implement, so only its errors are
+        // logged.
         0 => "warn,fuser=error",
         1 => "info,fuser=warn",
         2 => "debug",
@@ -97,12 +100,12 @@ pub(crate) fn start(verbose: u8) {
     let chosen = given.unwrap_or_else(|| EnvFilter::new(default));
     let silent = SILENT.iter().filter_map(|name| format!("{name}=off").parse().ok());
     let filter = silent.fold(chosen, EnvFilter::add_directive);
-    // A second call, as tests make, changes nothing.
+    // A second call, which tests make, changes nothing.
     let _ = tracing_subscriber::registry().with(filter).with(Events).try_init();
 }
 
-/// Makes the log non-blocking for all threads: lines are queued, or dropped and counted if the
-/// queue is full.
+/// Makes sure that no thread waits for the log. Lines are queued. If the queue is full, lines are
+/// dropped and counted.
 ///
 /// # Errors
 /// If the thread that writes them cannot be started.
@@ -110,7 +113,7 @@ pub(crate) fn never_wait() -> io::Result<()> {
     let queue = Arc::new(Queue::default());
     queue.write_to(Destination::Stderr, Output::stderr())?;
     if QUEUE.set(queue).is_ok() {
-        // The default hook writes to standard error, which may block.
+        // The default hook writes panics to standard error, which may block.
         std::panic::set_hook(Box::new(|panic| {
             send(Line::new(&panic.to_string(), severity(Level::ERROR)), false);
         }));
@@ -129,7 +132,7 @@ pub(crate) fn to_stderr() -> io::Result<()> {
 /// Sends all further lines to `file`.
 ///
 /// # Errors
-/// If it cannot be opened.
+/// If the file cannot be opened.
 pub(crate) fn to_file(file: &Path) -> io::Result<()> {
     write_to(Destination::File(file.to_owned()))
 }
@@ -142,11 +145,11 @@ pub(crate) fn to_journal() -> io::Result<()> {
     write_to(Destination::Journal)
 }
 
-/// Sends all further lines to the journal if standard error goes there anyway, as that of a service
-/// does.
+/// Sends all further lines to the journal if standard error is connected to the journal, as in a
+/// service.
 pub(crate) fn to_journal_of_service() {
     if journal::is_stderr() {
-        // Otherwise the lines go there as text.
+        // If this fails, the lines go to the journal as text.
         let _ = to_journal();
     }
 }
@@ -156,15 +159,17 @@ pub(crate) fn to_journal_of_service() {
 pub(crate) enum LogTarget {
     /// To the journal or syslog.
     System,
-    /// To a fallback file; the text names it, and the files that could not be opened.
+    /// The lines go to a fallback file. The text has its path, and the paths of files that could
+    /// not be opened.
     Fallback(String),
-    /// To no file until a system log appears; the text says why, and what to do.
+    /// The lines are lost until a system log appears. The text has the reason and a remedy.
     Nowhere(String),
 }
 
-/// Sends all further lines to the system log, in journald's native protocol if `with_fields`
-/// and if there is one. If there is no system log, to the first fallback file that can be opened. Each
-/// candidate gets `limit` to answer. If no candidate works, lines are lost until a system log appears.
+/// Sends all further lines to the system log. With `with_fields`, they go to the journal in its native
+/// protocol, if there is a journal. If there is no system log, they go to the first fallback file that
+/// can be opened. The time limit for each candidate is `limit`. If no candidate works, lines are lost
+/// until a system log appears.
 ///
 /// # Errors
 /// If the thread that writes them cannot be started.
@@ -201,7 +206,8 @@ fn write_to(destination: Destination) -> io::Result<()> {
     switch(destination, output)
 }
 
-/// Opens `destination` on a thread, which is left running if it takes longer than `limit`.
+/// Opens `destination` on another thread. If that takes longer than `limit`, this function returns
+/// an error and the thread continues.
 fn open_in_time(destination: &Destination, limit: Duration) -> io::Result<Output> {
     let (send, receive) = std::sync::mpsc::channel();
     let destination = destination.clone();
@@ -215,50 +221,52 @@ fn open_in_time(destination: &Destination, limit: Duration) -> io::Result<Output
 
 fn switch(destination: Destination, output: Output) -> io::Result<()> {
     let Some(queue) = QUEUE.get() else { return Ok(()) };
-    // Queued lines go to the old stream if it accepts them in time.
+    // The queued lines go to the old stream, if it accepts them in time.
     queue.flush(FLUSH_LIMIT);
     queue.write_to(destination, output)
 }
 
-/// Reopens the log file, for example after its rotation, and does not wait for that. Does nothing
-/// if the log is not a file.
+/// Closes the log file and opens it again, for example after log rotation. Does not wait until that
+/// is done. Does nothing if the log is not a file.
 pub(crate) fn reopen() {
     if let Some(queue) = QUEUE.get() {
         queue.reopen();
     }
 }
 
-/// Waits until all lines are written, for `FLUSH_LIMIT` at most, because the log may block.
+/// Waits until all lines are written. The log may block, so the time limit is `FLUSH_LIMIT`.
 pub(crate) fn flush() {
     if let Some(queue) = QUEUE.get() {
         queue.flush(FLUSH_LIMIT);
     }
 }
 
-/// Number of lines about requests that were not written because there were too many.
+/// Number of lines about requests that were left out because of the limit on such lines.
 pub(crate) fn limited() -> u64 {
     QUEUE.get().map_or(0, |queue| queue.limited())
 }
 
-/// Number of lines dropped because the queue was full or writing failed.
+/// Number of lines that were dropped because the queue was full or because writing failed.
 pub(crate) fn dropped() -> u64 {
     QUEUE.get().map_or(0, |queue| queue.dropped())
 }
 
-/// Writes one line to standard error, also if the log goes elsewhere. A daemon and a command that
-/// starts one drop the line if standard error accepts nothing for `FLUSH_LIMIT`.
+/// Writes one line to standard error, even if the log goes elsewhere. If standard error accepts
+/// nothing for `FLUSH_LIMIT`, the line is dropped. That is so in a daemon and in a command that
+/// starts one.
 pub(crate) fn say(message: &str) {
     say_as("tensorfs", message);
 }
 
-/// Writes one line like `say`, which is no failure, unless this process is to be quiet.
+/// Writes one line that is not an error to standard error, like `say`. A quiet process does not
+/// write it.
 pub(crate) fn note(message: &str) {
     if !is_quiet() {
         say(message);
     }
 }
 
-/// Writes one line like `say`, as the program `name`.
+/// Writes one line to standard error, like `say`, with `name` as the name of the program.
 pub(crate) fn say_as(name: &str, message: &str) {
     let line = match as_json(&Line::new(message, severity(Level::ERROR))) {
         Some(json) => format!("{json}\n"),
@@ -268,30 +276,30 @@ pub(crate) fn say_as(name: &str, message: &str) {
         flush();
         output::write_in_time(&line, FLUSH_LIMIT);
     } else {
-        // There is no other place to report a failure.
+        // A failure to write cannot be reported anywhere else.
         let _ = io::stderr().write_all(line.as_bytes());
     }
 }
 
-/// Queues a line, or writes it to standard error if there is no queue. Lines about requests are
-/// limited in number.
+/// Queues a line. Without a queue, writes it to standard error. The number of lines about requests
+/// is limited.
 fn send(line: Line, is_request: bool) {
     match QUEUE.get() {
         Some(queue) => queue.push(line, is_request),
         None => {
-            // There is no other place to report a failure to write.
+            // A failure to write cannot be reported anywhere else.
             let _ = io::stderr().write_all(output::on_stderr(&line).as_bytes());
         }
     }
 }
 
-/// `line` as JSON, if lines are JSON.
+/// The JSON form of `line`. `None` if lines are text.
 fn as_json(line: &Line) -> Option<String> {
     let is_json = JSON.load(Ordering::Relaxed);
     is_json.then(|| line.to_json(&output::now(), MOUNT.get().map(String::as_str)))
 }
 
-/// A line in journald's native protocol.
+/// The line in the native protocol of journald.
 fn for_journal(line: &Line) -> Vec<u8> {
     let message = as_json(line).map(|json| Line::new(&json, line.severity));
     message.as_ref().unwrap_or(line).to_journal(MOUNT.get().map(String::as_str))

@@ -35,7 +35,7 @@ words! {
     /// Whether the kernel may serve whole files by passthrough.
     #[derive(Default)]
     pub enum Passthrough {
-        /// It may, if it can.
+        /// The kernel may, if it is able to.
         #[default]
         Auto = "auto",
         /// Never, for tests and comparisons.
@@ -56,17 +56,17 @@ words! {
 }
 
 words! {
-    /// The form of log lines.
+    /// The format of log lines.
     #[derive(Default)]
     pub enum LogFormat {
-        /// Fields where the journal takes them, text elsewhere.
+        /// Fields if the log goes to the journal, and text otherwise.
         #[default]
         Auto = "auto",
         /// Text.
         Human = "human",
-        /// One JSON object a line.
+        /// One JSON object on each line.
         Json = "json",
-        /// Fields, to the journal only.
+        /// Fields. The log must go to the journal.
         Journal = "journal",
     }
 }
@@ -74,13 +74,13 @@ words! {
 words! {
     /// How changes of the source are found while it is mounted.
     pub enum Watch {
-        /// By inotify, and by polling where inotify sees nothing.
+        /// By inotify, and by polling for file systems without inotify events.
         Auto = "auto",
-        /// By inotify, also on file systems where it sees only what this machine changes.
+        /// By inotify. On a remote file system, only changes by this machine have events.
         Inotify = "inotify",
-        /// By looking at every folder again and again.
+        /// By checking every folder at an interval.
         Poll = "poll",
-        /// Not at all: the mount shows what was there at its start.
+        /// Not at all: the mount shows the folders as they were at its start.
         Off = "off",
     }
 }
@@ -91,13 +91,13 @@ const WATCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Default of `watch-grace=`.
 const WATCH_GRACE: Duration = Duration::from_secs(30);
 
-/// The place of the indexes.
+/// Where indexes are stored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum IndexDir {
     /// The user's cache folder.
     #[default]
     OfUser,
-    /// No folder: all headers are read at every start.
+    /// No folder: every start reads all headers.
     Nowhere,
     /// This folder.
     At(PathBuf),
@@ -109,7 +109,7 @@ impl IndexDir {
         if value == "none" { IndexDir::Nowhere } else { IndexDir::At(value.into()) }
     }
 
-    /// The folder. `None` if indexes are not kept.
+    /// The folder. `None` if indexes are not stored.
     pub(crate) fn folder(&self) -> Option<PathBuf> {
         match self {
             IndexDir::OfUser => Some(IndexStore::of_user()?.folder().to_owned()),
@@ -119,79 +119,82 @@ impl IndexDir {
     }
 }
 
-/// Default of `io-timeout=`: how long a read of a source may take.
+/// Default of `io-timeout=`, the time limit for a read of a source.
 const IO_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Default of `cache=`, in bytes. The kernel's page cache keeps the data; this memory only has to
-/// keep the disk busy with read-ahead.
+/// Default of `cache=` in bytes. The data itself is cached in the kernel's page cache. This memory
+/// only has to be large enough for read-ahead to keep the disk busy.
 pub(crate) const CACHE_DEFAULT: u64 = 128 << 20;
 
 /// All options of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// How the source is opened and presented.
+    /// How the source is opened and how it is shown.
     pub open: OpenOptions,
-    /// Whether any option of views was given, also with its default.
+    /// Whether the user gave any option of views, even if its value is the default.
     pub has_view: bool,
     /// Owner of all files.
     pub uid: Option<u32>,
     /// Group of all files.
     pub gid: Option<u32>,
-    /// Permission bits taken away.
+    /// Permission bits that are removed from each mode.
     pub umask: u32,
     /// Whether other users may access the mount.
     pub allow_other: bool,
-    /// Rules that give parts of the mount to users and groups; the first that matches counts.
+    /// Rules that give parts of the mount to users and groups. The first rule that matches a path
+    /// applies.
     pub(crate) access: Vec<AccessRule>,
     /// Device name in the mount table.
     pub fsname: Option<String>,
-    /// File that the daemon logs to.
+    /// File that the daemon writes its log to.
     pub log: Option<PathBuf>,
-    /// The form of log lines.
+    /// The format of log lines.
     pub log_format: LogFormat,
     /// Whether the kernel may serve whole files by passthrough.
     pub passthrough: Passthrough,
-    /// Whether this flag of mount(2) is requested.
+    /// Whether the mount gets the flag `noexec` of mount(2).
     pub noexec: bool,
-    /// Flag of mount(2) that was asked for.
+    /// Whether the mount gets the flag `noatime` of mount(2).
     pub noatime: bool,
-    /// Whether this flag of mount(2) is requested. Kernels before 5.10 do not have it.
+    /// Whether the mount gets the flag `nosymfollow` of mount(2). Kernels before 5.10 do not have
+    /// this flag.
     pub nosymfollow: bool,
-    /// Whether `rw` was given; the mount is read-only all the same.
+    /// Whether the user gave `rw`. The mount is read-only nevertheless.
     pub rw: bool,
-    /// SELinux contexts, for the kernel.
+    /// SELinux contexts, which are passed to the kernel.
     pub contexts: Vec<String>,
-    /// Bytes that the cache of blocks may hold.
+    /// Maximum size in bytes of the cache of blocks.
     pub cache: Option<u64>,
-    /// How sources are read.
+    /// How the engine reads sources.
     pub io: Backend,
-    /// Whether sources are read past the kernel's page cache.
+    /// Whether reads of sources bypass the kernel's page cache.
     pub direct: DirectIo,
-    /// How long a read of a source may take before it fails. `None`: no limit.
+    /// Time limit for a read of a source. `None` means no limit.
     pub io_timeout: Option<Duration>,
-    /// Readahead window of the kernel, in bytes; 0 turns readahead off.
+    /// Readahead window of the kernel in bytes. 0 turns readahead off.
     pub readahead: Option<u64>,
-    /// Folder that hot virtual files are written into as real ones.
+    /// Folder for real copies of virtual files that are read often.
     pub assemble: Option<PathBuf>,
-    /// Bytes that this folder may hold.
+    /// Maximum size in bytes of all copies in that folder.
     pub assemble_size: Option<u64>,
-    /// The place of the indexes.
+    /// Where indexes are stored.
     pub index_dir: IndexDir,
-    /// Where blocks of remote sources are kept.
+    /// Where blocks of remote sources are stored on a local disk.
     pub(crate) disk_cache: DiskCacheOptions,
-    /// Where remote sources are, and where their credentials come from.
+    /// Addresses of remote sources, and where their credentials come from.
     pub(crate) remote: RemoteSettings,
     /// Where the key or the passphrase of encrypted files comes from.
     pub(crate) secret: Option<SecretOrigin>,
     /// When weights are compared with their checksums.
     pub verify: Verify,
-    /// How changes of the source are found, if it was given.
+    /// How changes of the source are found, if the user set that.
     pub watch: Option<Watch>,
-    /// How the command that mounts finds changes of the source otherwise.
+    /// How changes of the source are found if the user did not set that. Each command has its own
+    /// default.
     pub(crate) watch_default: Watch,
     /// Time between two polls of the source.
     pub watch_interval: Duration,
-    /// How long a set that is not whole counts as on its way.
+    /// How long a set that is not whole counts as still arriving.
     pub watch_grace: Duration,
 }
 
@@ -234,22 +237,22 @@ impl Default for Options {
     }
 }
 
-/// Options without effect here: defaults, options for mount(8) only, and options that do not matter
-/// to a read-only mount.
+/// Options that have no effect here: defaults, options that only mount(8) uses, and options that
+/// make no difference for a read-only mount.
 const IGNORED: &str = "ro defaults auto noauto nofail _netdev user nouser users nousers \
     owner noowner group nogroup nodev nosuid dev suid diratime nodiratime relatime norelatime strictatime \
     nostrictatime lazytime nolazytime async sync dirsync mand nomand silent loud \
     default_permissions iversion noiversion";
 
-/// Starts of options that are for other programs.
+/// Prefixes of options that are for other programs.
 const IGNORED_STARTS: [&str; 4] = ["x-", "X-", "comment=", "user="];
 
-/// Options with an SELinux context.
+/// Prefixes of options with an SELinux context.
 const CONTEXTS: [&str; 4] = ["context=", "fscontext=", "defcontext=", "rootcontext="];
 
 impl Options {
-    /// Parses option strings as given to `-o`, in order. `sloppy`: unknown options are ignored, as
-    /// with `-s` of mount(8).
+    /// Parses option strings in the form of `-o`, in order. `sloppy` means that unknown options are
+    /// ignored, as with the flag `-s` of mount(8).
     ///
     /// # Errors
     /// One line with the option and its allowed values.
@@ -283,15 +286,16 @@ impl Options {
         Ok(options)
     }
 
-    /// The value of `io-timeout=` in option strings; the default if it is wrong. No file is read.
+    /// The value of `io-timeout=` in option strings. If the value is not valid, the default. No
+    /// file is read.
     pub(crate) fn io_timeout_in(strings: &[String]) -> Option<Duration> {
         let mut words: Vec<String> = strings.iter().flat_map(|s| split(s)).collect();
         words.retain(|option| name_of(option) == "io-timeout");
         Options::parse(&words, false).unwrap_or_default().io_timeout
     }
 
-    /// The option strings `defaults` and `own` as one: an option of `own` replaces the default of
-    /// the same name.
+    /// Merges the option strings `defaults` and `own`. An option in `own` replaces the option with
+    /// the same name in `defaults`.
     pub(crate) fn merge(defaults: &str, own: &str) -> String {
         let own = split(own);
         let names: Vec<&str> = own.iter().map(|option| name_of(option)).collect();
@@ -348,8 +352,8 @@ impl Options {
         Err(format!("unknown option {}{}", quoted(option), hint(key, names)))
     }
 
-    /// The first of the option strings, which were parsed, that is for none of `uses`, and its own
-    /// use.
+    /// The first option in `strings` whose use is not one of `uses`, and the use of that option.
+    /// The strings were parsed before.
     pub(crate) fn other_than(strings: &[String], uses: &[Use]) -> Option<(String, Option<Use>)> {
         let of_command = |option: &String| {
             let (key, value) = match option.split_once('=') {
@@ -367,16 +371,17 @@ impl Options {
         with_uses.find(|(_, own)| own.is_none_or(|own| !uses.contains(&own)))
     }
 
-    /// How an engine reads by these options.
+    /// The settings of an engine with these options.
     pub(crate) fn settings(&self) -> Settings {
         Settings { backend: self.io, direct: self.direct, timeout: self.io_timeout }
     }
 
-    /// How the source is opened, with the secret that these options or the environment name. Reads
-    /// the file of the secret, or runs its command. Puts the settings of remote sources in force.
+    /// The options to open the source, with the secret that these options or the environment name.
+    /// Reads the file with the secret, or runs the command that prints it. Also makes the settings
+    /// of remote sources take effect.
     ///
     /// # Errors
-    /// One line that says why there is no secret, or which file cannot be read.
+    /// One line with the reason why there is no secret, or with the file that cannot be read.
     pub(crate) fn open_with_secret(&self) -> Result<OpenOptions, String> {
         self.remote.take_effect()?;
         let open = OpenOptions { disk_cache: self.disk_cache.place(), ..self.open.clone() };
@@ -390,7 +395,7 @@ impl Options {
         Ok(OpenOptions { secret: secret.map(Arc::new), ..open })
     }
 
-    /// Reads the secret once, for several sources, some of which may not be encrypted.
+    /// Reads the secret once, for use with several sources. Some of them may not be encrypted.
     ///
     /// # Errors
     /// The errors of `open_with_secret`.
@@ -404,7 +409,7 @@ impl Options {
         Ok(())
     }
 
-    /// Notes where the secret comes from.
+    /// Records where the secret comes from.
     fn set_secret(&mut self, origin: SecretOrigin) -> Result<(), String> {
         match self.secret.replace(origin) {
             None => Ok(()),
@@ -412,7 +417,7 @@ impl Options {
         }
     }
 
-    /// How changes of the source are found. `layout=hub` shows what is there at its start.
+    /// How changes of the source are found. By default, `layout=hub` does not follow changes.
     pub fn watch(&self) -> Watch {
         let default = if self.open.hub { Watch::Off } else { self.watch_default };
         self.watch.unwrap_or(default)
@@ -427,8 +432,8 @@ impl Options {
         json
     }
 
-    /// The options in `json`, which `to_json` wrote, as they are given to `-o`. Other keys are
-    /// left out.
+    /// The options in `json`, which `to_json` wrote, in the form of `-o`. Other keys of `json` are
+    /// ignored.
     pub(crate) fn words(json: &Value) -> Vec<String> {
         let options = json.as_object().into_iter().flatten();
         let words = options.flat_map(|(name, value)| {
@@ -445,8 +450,8 @@ fn name_of(option: &str) -> &str {
     option.split_once('=').map_or(option, |(key, _)| key)
 }
 
-/// Splits at commas. `\,` is a comma inside a value and `\\` a backslash. Commas inside the double
-/// quotes of an SELinux context do not split.
+/// Splits a string at commas. `\,` means a comma in a value, and `\\` means a backslash. Commas
+/// between the double quotes of an SELinux context do not split.
 fn split(options: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut chars = options.chars().peekable();
@@ -499,8 +504,8 @@ mod tests {
         assert!(!parse("nosymfollow,symfollow").unwrap().nosymfollow);
     }
 
-    /// The options of mount(8), version 2.42, that do not depend on the file system, and their
-    /// opposites.
+    /// The options of mount(8) version 2.42 that do not depend on the file system, each with its
+    /// opposite.
     const OF_MOUNT: &str = "async sync atime noatime auto noauto context=a fscontext=a \
         defcontext=a rootcontext=a defaults dev nodev diratime nodiratime dirsync exec noexec \
         group nogroup iversion noiversion mand nomand _netdev nofail relatime norelatime \

@@ -1,4 +1,4 @@
-//! The `tensorfs` command; called as `mount.tensorfs`, the mount(8) helper.
+//! The `tensorfs` command. When it is called as `mount.tensorfs`, it is the helper of mount(8).
 
 use std::process::ExitCode;
 

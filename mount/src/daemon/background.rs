@@ -243,7 +243,7 @@ pub(crate) fn change_log(format: LogFormat) -> Result<(), String> {
     Ok(())
 }
 
-/// Detaches from the terminal, the session and the working folder, closes the descriptors of the
+/// Detaches from the terminal, the session and the working directory, closes the descriptors of the
 /// caller, and reports success to the parent. With `system_log`, further log lines go to the system
 /// log, or without one to a file. The value is the time limit for opening that file, and whether log
 /// lines have fields. `warnings` were printed on standard error, and are now logged as well.

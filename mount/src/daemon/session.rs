@@ -85,7 +85,7 @@ pub(crate) fn answers_read(target: &Path) -> bool {
 /// Maximum number of folders that a probe lists, and maximum number of entries of each.
 const PROBED_MAX: usize = 64;
 
-/// Minimum and maximum number of threads that read requests. They never block, so more threads than cores would not
+/// Minimum and maximum number of threads that read requests. They never block, so more than the cores would not
 /// help.
 const THREADS: std::ops::RangeInclusive<usize> = 2..=8;
 

@@ -1,5 +1,5 @@
-//! Events of `tracing` as lines of the log. A field `op` marks the error of a request: such lines
-//! are limited in number.
+//! Turns events of `tracing` into lines of the log. A field `op` marks the error of a request. The
+//! number of these lines is limited.
 
 use std::fmt::{Debug, Write};
 
@@ -11,10 +11,10 @@ use tracing_subscriber::registry::LookupSpan;
 
 use super::line::Line;
 
-/// Fields that machines read. The text for people says the same in its own words.
+/// Fields for programs that read the log. The text of the message has the same facts for people.
 const FIELDS: [&str; 3] = ["op", "file", "model"];
 
-/// The layer that makes lines of events.
+/// The `tracing` layer that turns events into log lines.
 pub(super) struct Events;
 
 /// The fields of a span, as text.
@@ -67,7 +67,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Events {
     }
 }
 
-/// The severity of a level, in the numbers of syslog and the journal.
+/// The severity of a level, as a number of syslog and the journal.
 pub(super) fn severity(level: Level) -> u32 {
     match level {
         Level::ERROR => 3,
@@ -77,7 +77,7 @@ pub(super) fn severity(level: Level) -> u32 {
     }
 }
 
-/// The parts of an event or a span.
+/// The message and the fields of an event or a span.
 #[derive(Default)]
 struct Found {
     message: String,

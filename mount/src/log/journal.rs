@@ -1,4 +1,4 @@
-//! The socket of the journal in its native protocol, whose messages have fields.
+//! The socket of the journal for its native protocol, in which messages have fields.
 
 use std::io::{self, IoSlice, Write};
 use std::os::fd::{AsRawFd, RawFd};
@@ -23,10 +23,10 @@ pub(super) fn connect() -> io::Result<UnixDatagram> {
     Ok(socket)
 }
 
-/// Sends one message. A message that is too long for the socket goes as a sealed file in memory.
+/// Sends one message. A message that is too long for the socket is sent as a sealed file in memory.
 ///
 /// # Errors
-/// If the journal does not take it.
+/// If the journal does not accept the message.
 pub(super) fn send(socket: &UnixDatagram, message: &[u8]) -> io::Result<()> {
     match socket.send(message) {
         Ok(_) => Ok(()),
@@ -44,7 +44,7 @@ fn send_file(socket: &UnixDatagram, message: &[u8]) -> io::Result<()> {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let mut file = std::fs::File::from(memfd_create("tensorfs-log", flags)?);
     file.write_all(message)?;
-    // The journal takes only a file that nobody can change any more.
+    // The journal accepts the file only if no process can change it any more.
     fcntl(&file, FcntlArg::F_ADD_SEALS(SealFlag::all()))?;
     let fds: [RawFd; 1] = [file.as_raw_fd()];
     let rights = [ControlMessage::ScmRights(&fds)];
@@ -53,10 +53,10 @@ fn send_file(socket: &UnixDatagram, message: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether standard error goes to the journal, as that of a service does.
+/// Whether standard error is connected to the journal, as in a service.
 pub(super) fn is_stderr() -> bool {
     let Some(stream) = std::env::var("JOURNAL_STREAM").ok() else { return false };
-    // Not opened anew: the descriptor itself counts.
+    // The path is not opened: only the existing descriptor can be compared with the variable.
     let meta = std::fs::metadata("/proc/self/fd/2");
     meta.is_ok_and(|meta| stream == format!("{}:{}", meta.dev(), meta.ino()))
 }

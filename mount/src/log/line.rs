@@ -1,12 +1,12 @@
-//! One line of the log, and its forms.
+//! One line of the log, and the formats in which it is written.
 
 use serde_json::{Map, Value};
 use tensorfs::internal::error::shown;
 
-/// Longest line, in bytes: a message may quote names of any length.
+/// Maximum size of a line in bytes. Messages may contain names of any length.
 pub(super) const LINE_MAX: usize = 16 << 10;
 
-/// Maximum number of bytes of the value of a field.
+/// Maximum size of the value of a field, in bytes.
 const VALUE_MAX: usize = 4 << 10;
 
 /// Maximum number of fields of a line.
@@ -14,11 +14,11 @@ const FIELDS_MAX: usize = 16;
 
 /// A line of the log.
 pub(super) struct Line {
-    /// The line for people, without its end.
+    /// The line for people, without the newline.
     pub text: String,
-    /// Severity in syslog's numbers: 3 is an error.
+    /// Severity as a number of syslog. 3 is an error.
     pub severity: u32,
-    /// The part of the line that is no field and no level. `None`: the whole text.
+    /// The line without the level and the fields. `None` if the whole text is the message.
     pub message: Option<String>,
     /// Facts about the line, such as the operation and the file.
     pub fields: Vec<(&'static str, String)>,
@@ -31,7 +31,7 @@ impl Line {
         Line { text, severity, message: None, fields: Vec::new() }
     }
 
-    /// This line with its message and its fields.
+    /// This line with `message` and `fields`.
     pub(super) fn with_fields(
         mut self,
         message: &str,
@@ -43,7 +43,7 @@ impl Line {
         self
     }
 
-    /// Bytes that it takes.
+    /// Size of the line in bytes.
     pub(super) fn len(&self) -> usize {
         let fields = self.fields.iter().map(|(name, value)| name.len() + value.len());
         self.text.len() + self.message.as_ref().map_or(0, String::len) + fields.sum::<usize>()
@@ -75,7 +75,7 @@ impl Line {
         Value::Object(object).to_string()
     }
 
-    /// The line in journald's native protocol.
+    /// The line in the native protocol of journald.
     pub(super) fn to_journal(&self, mount: Option<&str>) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut field = |name: &str, value: &str| {

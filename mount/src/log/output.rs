@@ -20,13 +20,13 @@ use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use super::line::Line;
 use super::{as_json, for_journal, journal};
 
-/// The socket of the system log; journald listens there too.
+/// The socket of the system log. journald listens on it too.
 const SYSLOG: &str = "/dev/log";
 
-/// Facility of our lines in the system log: daemon.
+/// The syslog facility of the lines: daemon.
 const FACILITY: u32 = 3 << 3;
 
-/// Name of the log file in a folder that the daemon makes.
+/// Name of the log file in the folder that the daemon creates.
 const FILE_NAME: &str = "tensorfs.log";
 
 /// The target of a daemon's log.
@@ -35,25 +35,25 @@ pub(super) enum Destination {
     #[default]
     Stderr,
     SystemLog,
-    /// journald, in its native protocol.
+    /// journald, by its native protocol.
     Journal,
     File(PathBuf),
-    /// A file in a folder that only this user can write to. The folder is made if it does not
+    /// A file in a folder that only this user can write to. The folder is created if it does not
     /// exist.
     Private {
         folder: PathBuf,
-        /// The user's folder that contains it, if any.
+        /// The user's folder that contains this folder, if there is one.
         home: Option<PathBuf>,
     },
-    /// No target until there is a system log.
+    /// No target until a system log appears.
     Nowhere,
 }
 
 impl Destination {
-    /// Opens it.
+    /// Opens the destination.
     ///
     /// # Errors
-    /// If it cannot be opened.
+    /// If the destination cannot be opened.
     pub(super) fn open(&self) -> io::Result<Output> {
         match self {
             Destination::Stderr => Ok(Output::stderr()),
@@ -61,10 +61,10 @@ impl Destination {
             Destination::Journal => journal::connect().map(|socket| Output::Journal(Some(socket))),
             Destination::Nowhere => Ok(Output::SystemLog(None)),
             Destination::File(path) => {
-                // O_NOCTTY: a terminal must not become the daemon's controlling terminal.
+                // With O_NOCTTY, a terminal does not become the controlling terminal of the daemon.
                 let mut options = File::options();
                 options.append(true).create(true).custom_flags(libc::O_NOCTTY);
-                // Lines name files of the source, which not everybody may know.
+                // Lines contain paths of the source, which not all users may learn.
                 options.mode(0o640);
                 options.open(path).map(Output::File)
             }
@@ -74,7 +74,7 @@ impl Destination {
         }
     }
 
-    /// The file, if it is one.
+    /// The path of the file, if the destination is a file.
     pub(super) fn path(&self) -> Option<PathBuf> {
         match self {
             Destination::File(path) => Some(path.clone()),
@@ -87,7 +87,7 @@ impl Destination {
     }
 }
 
-/// Files for the log if there is no system log, the best one first.
+/// Files for the log on a machine without a system log, in the order of preference.
 pub(super) fn fallback_files() -> Vec<Destination> {
     let mut files = Vec::new();
     if geteuid().is_root() {
@@ -106,11 +106,11 @@ pub(super) fn fallback_files() -> Vec<Destination> {
     files
 }
 
-/// Opens the log file in `folder`, which is made if it does not exist. Does not follow links of
-/// other users.
+/// Opens the log file in `folder`, which is created if it does not exist. Does not follow links
+/// that other users made.
 fn open_private(folder: &Path, home: Option<&Path>) -> io::Result<File> {
     if let Some(home) = home {
-        // If others can write to this folder, they could place links below it.
+        // If other users can write to this folder, they could place links in it.
         is_of_user(&metadata_of_nearest(home)?, 0o002)?;
         if let Some(parent) = folder.parent() {
             std::fs::create_dir_all(parent)?;
@@ -142,7 +142,7 @@ fn open_private(folder: &Path, home: Option<&Path>) -> io::Result<File> {
     Ok(file)
 }
 
-/// Looks at `folder` or, if it does not exist, at the nearest folder above that does.
+/// The metadata of `folder`, or if it does not exist, of the nearest existing folder above it.
 fn metadata_of_nearest(folder: &Path) -> io::Result<Metadata> {
     match (std::fs::metadata(folder), folder.parent()) {
         (Err(e), Some(parent)) if e.kind() == io::ErrorKind::NotFound => {
@@ -152,7 +152,7 @@ fn metadata_of_nearest(folder: &Path) -> io::Result<Metadata> {
     }
 }
 
-/// Fails unless a folder belongs to this user and gives others none of the rights `denied`.
+/// Fails if a folder belongs to another user, or if other users have any of the rights `denied`.
 fn is_of_user(meta: &Metadata, denied: u32) -> io::Result<()> {
     let problem = match () {
         () if meta.uid() != geteuid().as_raw() => "the folder belongs to another user",
@@ -162,12 +162,12 @@ fn is_of_user(meta: &Metadata, denied: u32) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::PermissionDenied, problem))
 }
 
-/// An open stream for lines.
+/// An open stream for log lines.
 pub(super) enum Output {
     Stderr,
-    /// The socket of the system log, if there was one.
+    /// The socket of the system log. `None` if it was not there at the last attempt.
     SystemLog(Option<UnixDatagram>),
-    /// The socket of the journal, if there was one.
+    /// The socket of the journal. `None` if it was not there at the last attempt.
     Journal(Option<UnixDatagram>),
     File(File),
 }
@@ -177,7 +177,7 @@ impl Output {
         Output::Stderr
     }
 
-    /// Device and inode number of the file, if it is one.
+    /// Device and inode number of the file. `None` if the stream is not a file.
     pub(super) fn identity(&self) -> Option<(u64, u64)> {
         match self {
             Output::File(file) => file.metadata().ok().map(|meta| (meta.dev(), meta.ino())),
@@ -185,14 +185,14 @@ impl Output {
         }
     }
 
-    /// Writes a line. May block for ever.
+    /// Writes a line. May block without limit.
     ///
     /// # Errors
-    /// If the stream refuses it.
+    /// If the line cannot be written.
     pub(super) fn write(&mut self, line: &Line) -> io::Result<()> {
         let pid = std::process::id();
         match self {
-            // `std::io::Stderr` is avoided: its lock would block other threads.
+            // `std::io::Stderr` is not used here: its lock would block other threads.
             Output::Stderr => write_all(io::stderr().as_fd(), on_stderr(line).as_bytes()),
             Output::File(file) => {
                 let text = match as_json(line) {
@@ -210,7 +210,7 @@ impl Output {
                 {
                     return Ok(());
                 }
-                // A restarted system log listens on a new socket.
+                // A system log that was restarted listens on a new socket.
                 *socket = None;
                 socket.insert(connect()?).send(message.as_bytes()).map(|_| ())
             }
@@ -232,7 +232,7 @@ impl Output {
 pub(super) fn on_stderr(line: &Line) -> String {
     if let Some(json) = as_json(line) {
         format!("{json}\n")
-    // The journal reads the severity off the line.
+    // The journal reads the severity from a prefix of the line.
     } else if std::env::var_os("JOURNAL_STREAM").is_some() {
         format!("<{}>{}\n", line.severity, line.text)
     } else {
@@ -240,7 +240,7 @@ pub(super) fn on_stderr(line: &Line) -> String {
     }
 }
 
-/// Writes a line to standard error if it accepts one within `limit`.
+/// Writes a line to standard error, if standard error accepts data within `limit`.
 pub(super) fn write_in_time(line: &str, limit: Duration) {
     let stderr = io::stderr();
     let timeout = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
@@ -257,7 +257,7 @@ fn write_all(stream: BorrowedFd<'_>, mut bytes: &[u8]) -> io::Result<()> {
         match nix::unistd::write(stream, bytes) {
             Ok(len) => bytes = &bytes[len..],
             Err(Errno::EINTR) => {}
-            // Another process may have made the stream non-blocking.
+            // Another process may have set the stream to non-blocking.
             Err(Errno::EAGAIN) => {
                 let mut polled = [PollFd::new(stream, PollFlags::POLLOUT)];
                 let _ = poll(&mut polled, PollTimeout::NONE);
@@ -315,7 +315,7 @@ mod tests {
     #[test]
     fn a_folder_of_the_users_own_home_that_others_could_write_to_is_closed_to_them() {
         let temp = tempfile::tempdir().unwrap();
-        // The specification of XDG_STATE_HOME requires missing folders to be made.
+        // The specification of XDG_STATE_HOME requires that missing folders are created.
         let state = temp.path().join("not/there");
         let folder = state.join("tensorfs");
         open_private(&folder, Some(&state)).unwrap();
@@ -334,7 +334,7 @@ mod tests {
         std::fs::remove_file(folder.join(FILE_NAME)).unwrap();
         nix::unistd::mkfifo(&folder.join(FILE_NAME), Mode::S_IRWXU).unwrap();
         assert!(open_private(&folder, None).is_err());
-        // With a reader it could be opened.
+        // With a reader, the FIFO could be opened.
         let mut options = File::options();
         options.read(true).custom_flags(libc::O_NONBLOCK);
         let _reader = options.open(folder.join(FILE_NAME)).unwrap();

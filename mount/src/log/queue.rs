@@ -1,4 +1,4 @@
-//! Log lines that wait to be written, and the thread that writes them.
+//! The queue of log lines, and the thread that writes them.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,17 +16,18 @@ use super::output::{Destination, Output};
 /// Maximum number of queued lines.
 const LINES_MAX: usize = 1024;
 
-/// Maximum number of bytes in queued lines.
+/// Maximum size of all queued lines, in bytes.
 const BYTES_MAX: usize = 1 << 20;
 
-/// Maximum number of lines about requests in `LIMIT_TIME`: a reader that fails may try again at
-/// once, for ever.
+/// Maximum number of lines about requests in `LIMIT_TIME`. A reader whose read fails may repeat it
+/// without end.
 const REQUESTS_MAX: u32 = 20;
 
-/// Time after which lines about requests are written again, with the number of those that were not.
+/// The interval of that limit. After it, one line says how many lines about requests were left out,
+/// and further lines are written.
 const LIMIT_TIME: Duration = Duration::from_secs(5);
 
-/// The queue between the threads that log and the one that writes.
+/// The queue between the threads that log and the thread that writes.
 #[derive(Default)]
 pub(super) struct Queue {
     state: Mutex<State>,
@@ -37,19 +38,21 @@ pub(super) struct Queue {
 struct State {
     lines: VecDeque<Line>,
     bytes: usize,
-    /// Number of dropped lines, and the part of it that the log reports.
+    /// Number of dropped lines, and how many of them the log has reported.
     dropped: u64,
     told: u64,
-    /// Lines queued before the first dropped one.
+    /// Number of queued lines that come before the first dropped line.
     before_loss: usize,
-    /// Lines about requests since this time.
+    /// Start time of the current limit interval, and number of lines about requests in it.
     requests: (Option<Instant>, u32),
-    /// Lines about requests that were not written, and those of them since `requests` began.
+    /// Number of lines about requests that were left out, in total and in the current limit
+    /// interval.
     limited: u64,
     limited_now: u64,
-    /// Number of the thread that writes. Threads with lower numbers end once their write returns.
+    /// Number of the thread that writes. A thread with a lower number ends once its current write
+    /// returns.
     writer: u64,
-    /// Whether it writes a line.
+    /// Whether that thread is writing a line.
     writing: bool,
     /// Whether the last line could not be written.
     failing: bool,
@@ -61,12 +64,12 @@ struct State {
 }
 
 impl Queue {
-    /// Queues a line, or drops it if the queue is full, or if it is one of too many about requests.
-    /// Never waits for the log.
+    /// Queues a line. The line is dropped if the queue is full, and left out if there are too many
+    /// lines about requests. Never waits for the log.
     pub(super) fn push(&self, line: Line, is_request: bool) {
         let mut state = self.state.lock();
         if is_request && !state.may_log_request(Instant::now()) {
-            // The thread that writes notes the number later.
+            // The thread that writes will report the number of lines later.
             if state.limited_now == 1 {
                 drop(state);
                 self.changed.notify_all();
@@ -83,7 +86,7 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Number of lines about requests that were not written.
+    /// Number of lines about requests that were left out.
     pub(super) fn limited(&self) -> u64 {
         self.state.lock().limited
     }
@@ -93,7 +96,7 @@ impl Queue {
         self.state.lock().dropped
     }
 
-    /// Waits until all lines are written, for `limit` at most.
+    /// Waits until all lines are written, at most for `limit`.
     pub(super) fn flush(&self, limit: Duration) {
         let deadline = Instant::now() + limit;
         let mut state = self.state.lock();
@@ -108,8 +111,8 @@ impl Queue {
         }
     }
 
-    /// Writes all further lines to `output`, which `destination` has opened. The thread that writes
-    /// to the old one is left running, since it may hang there.
+    /// Writes all further lines to `output`, which is the opened `destination`. The thread that
+    /// writes to the old output is not stopped, because it may hang in a write.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -131,8 +134,9 @@ impl Queue {
         Ok(())
     }
 
-    /// Reopens the log file on a new thread, which logs that and becomes the writer. If the file is
-    /// still the same, the old thread stays the writer, although it may hang there.
+    /// Reopens the log file on a new thread. That thread logs the reopening and becomes the writer.
+    /// If the path still leads to the same file, the old thread stays the writer, even if it hangs
+    /// in a write.
     pub(super) fn reopen(self: &Arc<Self>) {
         let mut state = self.state.lock();
         let destination = state.destination.clone();
@@ -173,7 +177,7 @@ impl Queue {
         }
     }
 
-    /// Body of a writer thread: writes lines until another thread takes over.
+    /// The body of a writer thread: writes lines until another thread is the writer.
     fn write(&self, number: u64, mut output: Output) {
         let mut state = self.state.lock();
         while state.writer == number {
@@ -209,7 +213,7 @@ impl Queue {
 }
 
 impl State {
-    /// Makes thread `number` the one that writes.
+    /// Makes thread `number` the writer.
     fn adopt(&mut self, number: u64) {
         self.writer = number;
         self.writing = false;
@@ -223,7 +227,7 @@ impl State {
         number
     }
 
-    /// Whether a line about a request may be written now. Counts it.
+    /// Whether a line about a request may be written now. Counts the line.
     fn may_log_request(&mut self, now: Instant) -> bool {
         let (since, count) = &mut self.requests;
         if since.is_none_or(|since| now.duration_since(since) >= LIMIT_TIME) {
@@ -238,12 +242,13 @@ impl State {
         is_allowed
     }
 
-    /// The time for the note about lines that were not written, if there are any.
+    /// The time at which the number of lines that were left out must be reported. `None` if there
+    /// are none.
     fn limit_ends(&self) -> Option<Instant> {
         self.requests.0.filter(|_| self.limited_now > 0).map(|since| since + LIMIT_TIME)
     }
 
-    /// Queues the note about lines that were not written, if there are any.
+    /// Queues the report about lines that were left out, if there are any.
     fn note_limited(&mut self) {
         let count = std::mem::take(&mut self.limited_now);
         if count > 0 {
@@ -254,7 +259,7 @@ impl State {
         }
     }
 
-    /// Counts a line that is dropped.
+    /// Counts a line that was dropped.
     fn lose(&mut self) {
         if self.dropped == self.told {
             self.before_loss = self.lines.len();
@@ -266,14 +271,14 @@ impl State {
         !self.lines.is_empty() || self.has_losses()
     }
 
-    /// Whether dropped lines are not yet reported and the log works again.
+    /// Whether there are dropped lines to report and the log works again.
     fn has_losses(&self) -> bool {
         !self.failing && self.dropped > self.told
     }
 
-    /// The next line to be written. A note about losses takes the place of the dropped lines. It
-    /// comes with the number of lines dropped so far, which becomes `told` once the note is
-    /// written.
+    /// The next line to write. At the position of dropped lines, it is a report of their number.
+    /// The report comes with the number of all lines dropped so far. `told` gets this number once
+    /// the report is written.
     fn next(&mut self) -> Option<(Line, Option<u64>)> {
         if self.has_losses() && self.before_loss == 0 {
             let lost = self.dropped - self.told;
@@ -287,8 +292,8 @@ impl State {
     }
 }
 
-/// Starts a thread with all signals blocked, so that those that end the process reach the thread
-/// that waits for them.
+/// Starts a thread that blocks all signals. Signals that end the process then reach the thread that
+/// waits for them.
 pub(super) fn start_thread(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
     let started = std::thread::Builder::new().name("log".to_owned()).spawn(work);
@@ -307,10 +312,10 @@ mod tests {
     use super::super::line::LINE_MAX;
     use super::*;
 
-    /// Long enough that a busy machine does not look like a hanging log.
+    /// The timeout is long enough that a busy machine is not mistaken for a hanging log.
     const LONG: Duration = Duration::from_secs(30);
 
-    /// A queue that writes to a full pipe without a reader.
+    /// A queue whose output is a full pipe that is not read.
     fn blocked() -> (Arc<Queue>, OwnedFd) {
         let (reader, writer) = pipe().unwrap();
         fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).unwrap();
@@ -318,7 +323,8 @@ mod tests {
         fcntl(&writer, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
         let queue = Arc::new(Queue::default());
         queue.write_to(Destination::Nowhere, Output::File(writer.into())).unwrap();
-        // From then on the writer takes no line: it waits with the first one.
+        // The writer takes the first line and waits while it writes. From then on, it takes no
+        // further line.
         queue.push(Line::new("first", 4), false);
         while !queue.state.lock().writing {
             std::thread::yield_now();
@@ -424,7 +430,7 @@ mod tests {
         let (note, lost) = state.next().unwrap();
         assert!(note.text.starts_with("1 lines"));
         assert_eq!(lost, Some(1));
-        // The note fails, and another line is lost.
+        // Writing the report fails, and another line is dropped.
         state.failing = true;
         state.lose();
         assert!(state.next().is_none());

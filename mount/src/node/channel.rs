@@ -1,5 +1,5 @@
-//! The channel between the supervisor and a worker: one message of JSON in each packet, with open
-//! descriptors.
+//! The channel between the supervisor and a worker. Each packet has one JSON message, and may carry
+//! open descriptors.
 
 use std::fs::File;
 use std::io;
@@ -13,36 +13,38 @@ use serde::{Deserialize, Serialize};
 
 use crate::daemon::descriptors;
 
-/// Longest message, in bytes. Less than the default size of the buffer of a socket.
+/// Maximum size of a message in bytes. It is less than the default size of a socket's buffer.
 const MESSAGE_MAX: usize = 128 << 10;
 
 /// A command that the supervisor sends to a worker.
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 #[serde(tag = "do", rename_all = "kebab-case")]
 pub(super) enum Order {
-    /// Mount, or take over the mount whose descriptors come along. The first message.
+    /// Mount, or take over the mount whose descriptors come with this message. This is the first
+    /// message.
     Start { source: PathBuf, target: PathBuf, options: String },
     /// Answer with `Report::Pong`.
     Ping,
-    /// Open the log file anew.
+    /// Close the log file and open it again by its path.
     ReopenLog,
     /// Unmount and end.
     Stop,
-    /// Answer with `Report::Prepared` once a handover would not wait for the source.
+    /// Answer with `Report::Prepared` once a handover can run without waiting for the source.
     Prepare,
     /// Stop reading requests, and answer with `Report::State`.
     HandOver,
-    /// End without an unmount, after `Report::State`.
+    /// End without an unmount. This order follows `Report::State`.
     Give,
 }
 
-/// From a worker to the supervisor.
+/// A message that a worker sends to the supervisor.
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 #[serde(tag = "is", rename_all = "kebab-case")]
 pub(super) enum Report {
-    /// The mount answers. `target` is as in the mount table, and `minor` is the number of its device.
+    /// The mount answers. `target` is its path in the mount table, and `minor` is the minor number of
+    /// its device.
     Ready { target: PathBuf, minor: Option<u32> },
-    /// Another process has unmounted it. The worker ends.
+    /// Another process has unmounted the mount. The worker ends.
     Unmounted,
     /// The worker ends, for this reason.
     Failed { message: String },
@@ -50,9 +52,10 @@ pub(super) enum Report {
     Pong,
     /// The answer to `Order::Prepare`.
     Prepared,
-    /// The descriptors come along with which another worker takes the mount over.
+    /// The answer to `Order::HandOver`. It carries the descriptors with which another worker takes
+    /// over the mount.
     State,
-    /// The answer to `Order::Give`: all requests are answered, or go to the next worker.
+    /// The answer to `Order::Give`: all requests are answered, or the next worker will get them.
     Given,
     /// The mount cannot be handed over, for this reason.
     NotHandedOver { message: String },
@@ -65,7 +68,8 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    /// A channel and its other end, which the child gets as standard input.
+    /// Makes a channel. The second value is the other end, which the child gets as its standard
+    /// input.
     ///
     /// # Errors
     /// If no descriptor is free.
@@ -75,10 +79,10 @@ impl Channel {
         Ok((Channel { socket: ours }, theirs))
     }
 
-    /// The channel on the standard input of this process, which becomes `/dev/null`.
+    /// The channel on the standard input of this process. Standard input becomes `/dev/null`.
     ///
     /// # Errors
-    /// If standard input is no socket.
+    /// If standard input is not a socket.
     pub(super) fn from_stdin() -> io::Result<Channel> {
         let socket = io::stdin().as_fd().try_clone_to_owned()?;
         nix::sys::socket::getsockname::<nix::sys::socket::UnixAddr>(socket.as_raw_fd())?;
@@ -86,10 +90,11 @@ impl Channel {
         Ok(Channel { socket })
     }
 
-    /// Sends `message` with `fds`. Never waits: a peer that takes no messages is an error.
+    /// Sends `message` with `fds`. Never waits: if the other end does not accept messages, that is
+    /// an error.
     ///
     /// # Errors
-    /// If the peer has ended, or takes no message now.
+    /// If the other end is closed, or if the message cannot be sent without waiting.
     pub(super) fn send(&self, message: &impl Serialize, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         let bytes = serde_json::to_vec(message)?;
         if bytes.len() > MESSAGE_MAX {
@@ -99,11 +104,11 @@ impl Channel {
         descriptors::send(&self.socket, &bytes, fds)
     }
 
-    /// The next message and its descriptors. `None`: the peer has ended. Without `wait` it fails with
-    /// `WouldBlock` if there is no message.
+    /// The next message and its descriptors. `None` if the other end is closed. If `wait` is false
+    /// and there is no message, the error is `WouldBlock`.
     ///
     /// # Errors
-    /// If there is no message, or a wrong one.
+    /// If there is no message, or if it is not valid.
     pub(super) fn receive<M: DeserializeOwned>(
         &self,
         wait: bool,

@@ -1,5 +1,4 @@
-//! The config of `tensorfs serve`: a TOML file with one table per mount. Errors name the file, the
-//! line and the key.
+//! The config of `tensorfs serve`: a TOML file with one table for each mount. Errors have file, line and key.
 
 use std::fmt::{self, Write as _};
 use std::io::Read;
@@ -18,19 +17,19 @@ use toml::de::{DeTable, DeValue};
 
 use crate::options::{LogFormat, Options, escape, nearest};
 
-/// Longest config file, in bytes.
+/// Maximum size of a config file, in bytes.
 const LEN_MAX: u64 = 4 << 20;
 
-/// Longest name of a mount.
+/// Maximum length of the name of a mount.
 const NAME_MAX: usize = 64;
 
-/// Longest path of a socket, in bytes.
+/// Maximum length of the path of a socket, in bytes.
 const SOCKET_PATH_MAX: usize = 107;
 
 /// Default of `watchdog`.
 const WATCHDOG: Duration = Duration::from_secs(30);
 
-/// A config, checked.
+/// A config that has been checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Config {
     /// Settings of the service.
@@ -39,10 +38,10 @@ pub(crate) struct Config {
     pub mounts: Vec<MountConfig>,
 }
 
-/// The place where metrics are served.
+/// The address at which metrics are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum MetricsAddress {
-    /// A port of this machine.
+    /// A TCP port of this machine.
     Tcp(SocketAddr),
     /// A socket file.
     Unix(PathBuf),
@@ -60,18 +59,18 @@ impl fmt::Display for MetricsAddress {
 /// Settings of the service: the table `[service]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ServiceConfig {
-    /// Where metrics are served, if they are.
+    /// The address at which metrics are served. `None` if they are not served.
     pub metrics: Option<MetricsAddress>,
-    /// The form of log lines of the supervisor, and of workers whose mount gives none.
+    /// The format of log lines of the supervisor, and of workers whose mount sets no format.
     pub log_format: LogFormat,
-    /// How long a worker may stay silent before it is replaced. `None`: for ever.
+    /// Time without an answer after which a worker is replaced. `None` if workers are never replaced for silence.
     pub watchdog: Option<Duration>,
 }
 
 /// One mount: a table `[[mount]]`, with the defaults applied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MountConfig {
-    /// Its name in messages.
+    /// The name of the mount in messages.
     pub name: String,
     /// Absolute path or URL of the source, or the name of a model in the hub cache.
     pub source: PathBuf,
@@ -86,12 +85,12 @@ pub(crate) struct MountConfig {
 pub(crate) enum ConfigError {
     /// The file cannot be read.
     Unreadable(String),
-    /// Its content is wrong.
+    /// The content of the file is wrong.
     Wrong(String),
 }
 
 impl ConfigError {
-    /// The line.
+    /// The reason.
     pub(crate) fn message(&self) -> &str {
         match self {
             ConfigError::Unreadable(message) | ConfigError::Wrong(message) => message,
@@ -100,17 +99,17 @@ impl ConfigError {
 }
 
 impl Config {
-    /// Reads and checks the config in `file`. Does not look at sources and targets.
+    /// Reads and checks the config in `file`. Does not access sources and targets.
     ///
     /// # Errors
-    /// The first fault of it.
+    /// The first fault in the config.
     pub(crate) fn read(file: &Path) -> Result<Config, ConfigError> {
         let text = read_file(file)
             .map_err(|why| ConfigError::Unreadable(format!("{}: {why}", shown_path(file))))?;
         Config::parse(file, &text).map_err(ConfigError::Wrong)
     }
 
-    /// Parses `text`; errors name it as `file`.
+    /// Parses `text`. Errors call it `file`.
     fn parse(file: &Path, text: &str) -> Result<Config, String> {
         let document = Document { file, text };
         let table = DeTable::parse(text).map_err(|e| {
@@ -161,7 +160,7 @@ impl Config {
     }
 }
 
-/// The first mount, with the line of each, that reads itself through others.
+/// The index of the first mount that would read itself through other mounts. `mounts` has the line of each.
 fn circle_in(mounts: &[(MountConfig, usize)]) -> Option<usize> {
     let below = |mount: &MountConfig| mounts.iter().position(|(it, _)| mount.lies_on(it));
     (0..mounts.len()).find(|index| {
@@ -171,12 +170,12 @@ fn circle_in(mounts: &[(MountConfig, usize)]) -> Option<usize> {
 }
 
 impl MountConfig {
-    /// Whether its source lies on the mount `other`, by the paths of the config.
+    /// Whether the source of this mount lies on the mount `other`, by the paths in the config.
     pub(super) fn lies_on(&self, other: &MountConfig) -> bool {
         self.name != other.name && self.source.starts_with(&other.target)
     }
 
-    /// Why it cannot stand beside `other`.
+    /// Why this mount and `other` cannot both be in the config.
     fn conflict_with(&self, other: &MountConfig) -> Option<String> {
         let target = shown_path(&self.target);
         if self.name == other.name {
@@ -193,7 +192,7 @@ impl MountConfig {
     }
 }
 
-/// The text of a regular file. Any other file could block.
+/// The text of a regular file. Other files are refused, because reading them could block.
 fn read_file(file: &Path) -> Result<String, String> {
     let mut options = std::fs::File::options();
     let opened = options
@@ -215,14 +214,14 @@ fn read_file(file: &Path) -> Result<String, String> {
     })
 }
 
-/// A config file, for errors.
+/// A config file, from which errors get their line numbers.
 struct Document<'a> {
     file: &'a Path,
     text: &'a str,
 }
 
 impl Document<'_> {
-    /// The number of the line with byte `offset`.
+    /// The number of the line that contains byte `offset`.
     fn line(&self, offset: usize) -> usize {
         let before = &self.text.as_bytes()[..offset.min(self.text.len())];
         before.iter().filter(|&&byte| byte == b'\n').count() + 1
@@ -232,8 +231,8 @@ impl Document<'_> {
         format!("{}:{}: {message}", shown_path(self.file), self.line(span.start))
     }
 
-    /// Checks the options of key `key`. Their paths must be absolute, because the service has no
-    /// working directory of its own.
+    /// Checks the options that the key `key` has as its value. Paths in them must be absolute, because the service
+    /// has no working directory of its own.
     fn options(&self, options: &str, span: Range<usize>, key: &str) -> Result<(), String> {
         let mut parsed = Options::parse(&[options], false)
             .map_err(|e| self.error(span.clone(), &format!("{key}: {e}")))?;
@@ -246,13 +245,13 @@ impl Document<'_> {
     }
 }
 
-/// A string of the file and its place.
+/// A string of the config file and its position.
 type Text = (String, Range<usize>);
 
 /// A table of the file.
 struct Section<'a> {
     document: &'a Document<'a>,
-    /// Its key.
+    /// The key of the table.
     name: &'static str,
     table: &'a DeTable<'a>,
     span: Range<usize>,
@@ -261,7 +260,7 @@ struct Section<'a> {
 impl<'a> Section<'a> {
     /// Refuses keys that are not in `known`.
     fn check_keys(&self, known: &[&str]) -> Result<(), String> {
-        // The first one of the file, not of the alphabet.
+        // The error is about the first unknown key in the file, not the first in alphabetical order.
         let unknown = self.table.keys().filter(|key| !known.contains(&key.get_ref().as_ref()));
         let Some(key) = unknown.min_by_key(|key| key.span().start) else { return Ok(()) };
         let word = key.get_ref().as_ref();
@@ -273,7 +272,7 @@ impl<'a> Section<'a> {
         Err(self.document.error(key.span(), &message))
     }
 
-    /// `key` with the name of this table.
+    /// `key` with the name of this table in front.
     fn full(&self, key: &str) -> String {
         if self.name.is_empty() { key.to_owned() } else { format!("{}.{key}", self.name) }
     }
@@ -319,7 +318,7 @@ impl<'a> Section<'a> {
         } else if !path.components().all(plain) {
             "expected a path without `..`"
         } else {
-            // Without a slash at the end, as in the mount table.
+            // The path ends without a slash, as in the mount table.
             return Ok(path.components().collect());
         };
         Err(self.wrong(key, span, &format!("{}: {problem}", shown_path(path))))
@@ -367,7 +366,7 @@ impl<'a> Section<'a> {
         array.iter().map(section).collect()
     }
 
-    /// Its number of seconds `key`; 0 means none.
+    /// The value of `key` as a number of seconds. `None` if the value is 0.
     fn seconds(&self, key: &'static str, default: Duration) -> Result<Option<Duration>, String> {
         let Some(value) = self.value(key) else { return Ok(Some(default)) };
         let number = match value.get_ref() {
@@ -385,7 +384,7 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// This table as `[service]`.
+    /// Reads this table as `[service]`.
     fn service(&self) -> Result<ServiceConfig, String> {
         self.check_keys(&["watchdog", "metrics", "metrics-public", "log-format"])?;
         let log_format = match self.string("log-format")? {
@@ -402,8 +401,8 @@ impl<'a> Section<'a> {
         })
     }
 
-    /// The address of metrics. They show names of mounts, so a port for other machines must be
-    /// asked for by name.
+    /// The address for metrics. Metrics contain the names of mounts. So an address that other machines can reach
+    /// needs `metrics-public`.
     fn metrics(&self) -> Result<Option<MetricsAddress>, String> {
         let is_public = match self.value("metrics-public").map(|value| (value, value.get_ref())) {
             None => false,
@@ -435,7 +434,7 @@ impl<'a> Section<'a> {
         Ok(Some(MetricsAddress::Tcp(address)))
     }
 
-    /// This table as `[[mount.access]]`, in the form of a mount option.
+    /// Reads this table as `[[mount.access]]`. Returns a mount option.
     fn access(&self) -> Result<String, String> {
         self.check_keys(&["path", "owner", "group", "mode"])?;
         let (path, _) = self.required("path")?;
@@ -450,7 +449,7 @@ impl<'a> Section<'a> {
         Ok(escape(&rule))
     }
 
-    /// This table as `[[mount]]`.
+    /// Reads this table as `[[mount]]`.
     fn mount(&self, defaults: &str) -> Result<MountConfig, String> {
         self.check_keys(&["name", "source", "target", "options", "access"])?;
         let (name, span) = self.required("name")?;
@@ -466,7 +465,7 @@ impl<'a> Section<'a> {
         }
         let (source, target) = (self.source()?, self.path("target")?);
         let (own, span) = self.string("options")?.unwrap_or((String::new(), self.span.clone()));
-        // The mount table shows the device name to all users, so it is not the source.
+        // All users can read the device name in the mount table, so it is the name of the mount and not the source.
         let defaults = Options::merge(&format!("fsname={name}"), defaults);
         let mut options = Options::merge(&defaults, &own);
         self.document.options(&options, span, "mount.options")?;
@@ -479,7 +478,7 @@ impl<'a> Section<'a> {
     }
 }
 
-/// The type of a value, with its article.
+/// The type of a value, with its article, for errors.
 fn kind(value: &DeValue<'_>) -> &'static str {
     match value {
         DeValue::String(_) => "a string",
@@ -492,7 +491,7 @@ fn kind(value: &DeValue<'_>) -> &'static str {
     }
 }
 
-/// `a`, `b` or `c`.
+/// The names as a text: `a`, `b` or `c`.
 fn list(names: &[&str]) -> String {
     let mut text = String::new();
     for (index, name) in names.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! Metrics and health of the service, by HTTP.
+//! Metrics and health of the service, served by HTTP.
 //!
-//! The supervisor posts its facts on a board and never waits. A thread of the exporter takes them
-//! from there, and asks the control sockets of the workers, each for a bounded time. The page
-//! shows a worker that does not answer by `mount_up` 0.
+//! The supervisor posts its facts on a board and never waits. A thread of the exporter reads the
+//! board, and sends requests to the control sockets of the workers, with a time limit for each. If
+//! a worker does not answer, the page has `mount_up` 0 for its mount.
 
 mod http;
 mod page;
@@ -19,41 +19,42 @@ use crate::daemon::client::{self, Question, Reply};
 use crate::daemon::status::{Status, Told};
 use http::{HttpReply, HttpServer};
 
-/// How long the workers have for their answers. Prometheus waits for ten seconds.
+/// Time limit for the answers of the workers. Prometheus waits for ten seconds.
 const LIMIT: Duration = Duration::from_secs(2);
 
-/// Workers that are asked at once.
+/// Maximum number of workers that are asked at the same time.
 const ASKED_MAX: usize = 32;
 
-/// Maximum age of the cached metrics page: clients at once share one request to the workers.
+/// Maximum age of the cached metrics page. Clients that come at the same time share one set of
+/// requests to the workers.
 const PAGE_AGE: Duration = Duration::from_millis(500);
 
-/// Time without news of the supervisor after which the service is not healthy.
+/// Time without a post by the supervisor after which the service counts as not healthy.
 const STALE: Duration = Duration::from_secs(30);
 
-/// The facts about a mount that the supervisor knows.
+/// Facts of the supervisor about a mount.
 #[derive(Clone, Debug)]
 pub(super) struct PostedMount {
     pub name: String,
-    /// Process of its worker.
+    /// Pid of its worker.
     pub pid: Option<u32>,
     pub is_serving: bool,
-    /// Its state in one word.
+    /// Its state as one word.
     pub state: &'static str,
-    /// Number of failed starts since it served.
+    /// Number of failed starts since the mount last served.
     pub failures: u32,
 }
 
-/// The facts about the service that the supervisor knows.
+/// Facts of the supervisor about the service.
 #[derive(Clone, Debug)]
 struct Posted {
     at: Instant,
     mounts: Vec<PostedMount>,
-    /// Whether the last config that was read is in force.
+    /// Whether the last config that was read is in use.
     is_config_good: bool,
 }
 
-/// The place where the supervisor leaves its facts.
+/// The facts that the supervisor posted last.
 pub(super) struct Board(Mutex<Posted>);
 
 impl Default for Board {
@@ -64,20 +65,20 @@ impl Default for Board {
 }
 
 impl Board {
-    /// Posts the present facts.
+    /// Posts the current facts.
     pub(super) fn post(&self, mounts: Vec<PostedMount>, is_config_good: bool) {
         *self.0.lock() = Posted { at: Instant::now(), mounts, is_config_good };
     }
 }
 
-/// The server of metrics; it ends when this is dropped.
+/// The server of metrics. The drop stops it.
 pub(super) struct Exporter {
     pub address: MetricsAddress,
     _server: HttpServer,
 }
 
 impl Exporter {
-    /// Starts to serve at `address`.
+    /// Starts the server at `address`.
     ///
     /// # Errors
     /// One line with the reason.
@@ -92,7 +93,7 @@ impl Exporter {
 
 struct Pages {
     board: Arc<Board>,
-    /// The last page of metrics.
+    /// The last page of metrics, and the time at which it was made.
     last: Mutex<Option<(Instant, Arc<str>)>>,
 }
 
@@ -115,7 +116,8 @@ impl Pages {
         HttpReply::text(503, &format!("the supervisor is stuck for {} s\n", age.as_secs()))
     }
 
-    /// Whether all mounts serve. Reasons are left out: they name files of the sources.
+    /// The reply that says whether all mounts serve. It leaves out the reasons, because they
+    /// contain paths of the sources.
     fn readiness(&self) -> HttpReply {
         let posted = self.board.0.lock().clone();
         let missing = posted.mounts.iter().filter(|mount| !mount.is_serving);
@@ -129,7 +131,7 @@ impl Pages {
     }
 
     fn metrics(&self) -> Arc<str> {
-        // The lock makes clients that ask at once wait for one page.
+        // The lock makes clients that come at the same time wait for one page.
         let mut last = self.last.lock();
         if let Some((made, page)) = &*last
             && made.elapsed() < PAGE_AGE
@@ -144,7 +146,8 @@ impl Pages {
     }
 }
 
-/// The answers of all workers, in the order of `mounts`.
+/// The answers of all workers, in the order of `mounts`. `None` for a worker that did not answer in
+/// time.
 fn ask_all(mounts: &[PostedMount]) -> Vec<Option<Told<Status>>> {
     let owner = geteuid().as_raw();
     let deadline = Instant::now() + LIMIT;
@@ -166,7 +169,7 @@ fn ask_all(mounts: &[PostedMount]) -> Vec<Option<Told<Status>>> {
     std::thread::scope(|scope| {
         for _ in 0..mounts.len().min(ASKED_MAX) {
             let thread = std::thread::Builder::new().name("scrape".to_owned());
-            // Without a thread the mounts that are left count as silent.
+            // If no thread starts, the remaining mounts count as silent.
             let _ = thread.spawn_scoped(scope, work);
         }
     });

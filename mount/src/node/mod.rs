@@ -1,4 +1,4 @@
-//! The node service: a supervisor and one worker process per mount.
+//! The node service: a supervisor, and one worker process for each mount.
 
 mod channel;
 pub(crate) mod config;

@@ -1,5 +1,4 @@
-//! One mount of the config, from the supervisor's side: it is waiting, starting, serving or
-//! unmounted.
+//! The supervisor's state of one mount of the config: waiting, starting, serving or unmounted.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -13,33 +12,34 @@ use super::metrics::PostedMount;
 use super::worker_process::{End, Sight, WorkerProcess};
 use crate::options::Options;
 
-/// Time before the second start after a failure. It doubles with each further one.
+/// Time before the second start after a failure. The time doubles with each further failure.
 const BACK_OFF_MIN: Duration = Duration::from_millis(250);
 
 /// Longest time between two starts.
 const BACK_OFF_MAX: Duration = Duration::from_secs(60);
 
-/// A mount that has served for so long begins with `BACK_OFF_MIN` again.
+/// After a mount has served for this time, the wait after a failure begins with `BACK_OFF_MIN`
+/// again.
 const STABLE: Duration = Duration::from_secs(60);
 
-/// Seconds that a worker has to take over a mount: its `io-timeout=`, within these limits. The readers
-/// wait meanwhile.
+/// Limits in seconds for the time in which a worker must take over a mount. The time itself is
+/// `io-timeout=`. Readers of the mount wait during it.
 const TAKEOVER_MIN: u32 = 10;
 const TAKEOVER_MAX: u32 = 30;
 
-/// Words for mounts that serve, but not on their targets.
+/// Words for the state of mounts that serve, but not on their target.
 const COVERED: &str = "covered";
 const MOVED: &str = "moved";
 
-/// The present state of a mount.
+/// The current state of a mount.
 enum Phase {
-    /// Its worker starts at this time, if the target is free.
+    /// The worker starts at this time, if the target is free.
     Waiting(Instant),
     /// The worker has not mounted yet, or the mount has not answered.
     Starting(WorkerProcess),
-    /// The mount has answered, at this time.
+    /// The mount has answered. The time is that of its first answer.
     Serving(WorkerProcess, Instant),
-    /// Somebody else unmounted it. It stays off until a reload.
+    /// Another process unmounted it. It stays unmounted until a reload.
     Unmounted,
 }
 
@@ -47,25 +47,26 @@ enum Phase {
 pub(super) struct ServiceMount {
     pub config: MountConfig,
     phase: Phase,
-    /// The mount point, as in the mount table if it has been there.
+    /// The mount point. Once the mount exists, this is its path in the mount table.
     target: PathBuf,
-    /// Starts that failed since it served.
+    /// Number of failed starts since the mount last served.
     failures: u32,
-    /// Failures since it last served for `STABLE`: they decide the time before the next start.
+    /// Number of failures since the mount last served for `STABLE`. This number decides the time
+    /// before the next start.
     unstable: u32,
     /// Reason of the last failure.
     failure: Option<String>,
-    /// Descriptors of the mount as another worker left it, for the first start.
+    /// Descriptors of the mount that the previous worker handed over, for the first start.
     handed: Vec<OwnedFd>,
-    /// Whether its worker takes over a mount.
+    /// Whether the current worker is taking over a mount.
     is_takeover: bool,
-    /// Ticks since its worker began to take over a mount.
+    /// Number of ticks since the current worker began to take over a mount.
     takeover_ticks: u32,
-    /// If it serves, but not on its target: a word for it, and the reason.
+    /// If the mount serves but not on its target: a word for the state, and the reason.
     hidden: Option<(&'static str, String)>,
-    /// Whether its last worker has failed to take over, so that nobody serves the mount that is there.
+    /// Whether its last worker failed to take over, so that the mount exists but no process serves it.
     is_abandoned: bool,
-    /// Whether it has served, or failed, since it was configured.
+    /// Whether the mount has served or failed since it was configured.
     pub has_outcome: bool,
 }
 
@@ -89,17 +90,18 @@ impl ServiceMount {
         }
     }
 
-    /// Makes the first worker take over a mount that another one left.
+    /// Makes the first worker take over the mount of these descriptors, which the previous worker
+    /// handed over.
     pub(super) fn go_on_with(&mut self, handed: Vec<OwnedFd>) {
         self.handed = handed;
     }
 
-    /// The mount point, as in the mount table if it has been there.
+    /// The mount point. Once the mount exists, this is its path in the mount table.
     pub(super) fn target(&self) -> &Path {
         &self.target
     }
 
-    /// Its worker, if it has one.
+    /// The worker, if there is one.
     pub(super) fn worker(&self) -> Option<&WorkerProcess> {
         match &self.phase {
             Phase::Starting(worker) | Phase::Serving(worker, _) => Some(worker),
@@ -114,7 +116,7 @@ impl ServiceMount {
         }
     }
 
-    /// Takes its worker away, for the end of the mount.
+    /// Removes and returns the worker, for the end of the mount.
     pub(super) fn take_worker(&mut self) -> Option<WorkerProcess> {
         match std::mem::replace(&mut self.phase, Phase::Unmounted) {
             Phase::Starting(worker) | Phase::Serving(worker, _) => Some(worker),
@@ -122,32 +124,33 @@ impl ServiceMount {
         }
     }
 
-    /// Whether it serves on its target.
+    /// Whether the mount serves on its target.
     pub(super) fn is_serving(&self) -> bool {
         matches!(self.phase, Phase::Serving(..)) && self.hidden.is_none()
     }
 
-    /// Whether it serves where its folder was renamed to.
+    /// Whether the mount serves at another path, to which its folder was renamed.
     pub(super) fn has_moved(&self) -> bool {
         self.hidden.as_ref().is_some_and(|(word, _)| *word == MOVED)
     }
 
-    /// Whether programs may read from it: a worker that takes over has the readers of the last one.
+    /// Whether programs may be reading from the mount. A worker that takes over a mount also takes
+    /// over the readers.
     pub(super) fn may_have_readers(&self) -> bool {
         self.worker().is_some_and(WorkerProcess::has_mount)
     }
 
-    /// Whether another worker has left it, and its own one is to take it over.
+    /// Whether the previous worker has handed over the mount and the next one has not started yet.
     pub(super) fn is_handed(&self) -> bool {
         !self.handed.is_empty()
     }
 
-    /// Takes the descriptors of the mount that no worker has taken over yet.
+    /// Removes and returns the descriptors of the mount, if no worker has taken it over yet.
     pub(super) fn take_handed(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.handed)
     }
 
-    /// When its worker is to be started.
+    /// The time at which the worker must be started. `None` if the mount is not waiting.
     pub(super) fn starts_at(&self) -> Option<Instant> {
         match self.phase {
             Phase::Waiting(at) => Some(at),
@@ -155,7 +158,7 @@ impl ServiceMount {
         }
     }
 
-    /// Starts it at once if it is not there: after a reload.
+    /// After a reload: starts the worker at once if it is waiting or the mount was unmounted.
     pub(super) fn retry(&mut self) {
         if matches!(self.phase, Phase::Waiting(_) | Phase::Unmounted) {
             let handed = self.take_handed();
@@ -174,7 +177,7 @@ impl ServiceMount {
         }
     }
 
-    /// Takes the worker's messages, and notes that it serves or has ended.
+    /// Reads the worker's messages, and updates the state if the worker serves now or has ended.
     pub(super) fn advance(&mut self) {
         let Some(worker) = self.worker_mut() else { return };
         worker.receive();
@@ -189,7 +192,7 @@ impl ServiceMount {
         }
     }
 
-    /// Notes that its worker has ended.
+    /// Handles the end of the worker.
     fn end(&mut self, end: End) {
         match end {
             End::Unmounted => drop(self.unmounted()),
@@ -198,7 +201,7 @@ impl ServiceMount {
         }
     }
 
-    /// Notes that somebody took it off. Returns its worker.
+    /// Handles an unmount by another process. Returns the worker.
     fn unmounted(&mut self) -> Option<WorkerProcess> {
         let (name, target) = (&self.config.name, shown_path(&self.config.target));
         tracing::warn!("mount {name}: {target} was unmounted; it stays off until a reload");
@@ -206,8 +209,9 @@ impl ServiceMount {
         self.take_worker()
     }
 
-    /// Compares the mount table with what it serves. Returns its worker if the mount was taken off: it
-    /// serves the files that are open, and another one may serve the target.
+    /// Compares the mount table with the state of the mount. If another process has unmounted it,
+    /// returns the worker. That worker still serves the files that are open, and a new worker may
+    /// serve the target.
     pub(super) fn look(&mut self, table: &[Mount]) -> Option<WorkerProcess> {
         let Phase::Serving(worker, _) = &self.phase else { return None };
         let target = shown_path(&worker.target);
@@ -249,7 +253,8 @@ impl ServiceMount {
         (self.failures, self.failure) = (0, None);
     }
 
-    /// Notes that it cannot start before the mount `below` serves, on which its source lies.
+    /// Records that the mount cannot start before the mount `below` serves, because its source lies
+    /// on that mount.
     pub(super) fn hold_back(&mut self, below: &str) {
         let reason =
             format!("its source lies on mount {below}, which does not serve; it starts after it");
@@ -259,7 +264,7 @@ impl ServiceMount {
         (self.has_outcome, self.failure) = (true, Some(reason));
     }
 
-    /// Notes a failure, and when to try again.
+    /// Records a failure, and sets the time of the next attempt.
     fn fail(&mut self, reason: String) {
         if std::mem::take(&mut self.is_takeover) {
             let name = &self.config.name;
@@ -278,7 +283,7 @@ impl ServiceMount {
         self.failures = self.failures.saturating_add(1);
         let name = &self.config.name;
         let line = format!("mount {name}: {reason}; next try in {} s", wait.as_secs_f64());
-        // One line for a reason that stays.
+        // A reason that stays the same is logged only once as an error.
         if self.failures > 1 && self.failure.as_ref() == Some(&reason) {
             tracing::debug!("{line}");
         } else {
@@ -288,13 +293,14 @@ impl ServiceMount {
         self.phase = Phase::Waiting(Instant::now() + wait);
     }
 
-    /// Whether its worker has failed to take over the mount, since the last call.
+    /// Returns whether the worker has failed to take over the mount since the last call.
     pub(super) fn take_abandoned(&mut self) -> bool {
         std::mem::take(&mut self.is_abandoned)
     }
 
-    /// Counts a second. Returns the worker if it or its mount has been silent for `limit` seconds, if it
-    /// takes too long to take over the mount, or if it waits for its source although it has ended.
+    /// Counts a second. Removes and returns the worker in three cases. The worker or its mount has
+    /// been silent for `limit` seconds, the takeover of the mount takes too long, or the process of
+    /// the worker cannot end because one of its threads waits for a file system.
     pub(super) fn tick(&mut self, limit: u32) -> Option<WorkerProcess> {
         self.takeover_ticks = self.takeover_ticks.saturating_add(1);
         let (is_takeover, ticks) = (self.is_takeover, self.takeover_ticks);
@@ -325,7 +331,7 @@ impl ServiceMount {
         silent
     }
 
-    /// Its facts for the metrics.
+    /// The facts for the metrics.
     pub(super) fn posted(&self) -> PostedMount {
         PostedMount {
             name: self.config.name.clone(),
@@ -336,7 +342,7 @@ impl ServiceMount {
         }
     }
 
-    /// Its state in a word, and the reason of its last failure.
+    /// The state as one word, and the reason of the last failure.
     pub(super) fn state(&self) -> (&'static str, Option<&str>) {
         match &self.phase {
             Phase::Serving(..) => match &self.hidden {
@@ -352,7 +358,7 @@ impl ServiceMount {
     }
 }
 
-/// Seconds that a worker with these options has to take over its mount.
+/// Number of seconds in which a worker with these options must take over its mount.
 fn takeover_limit(options: &str) -> u32 {
     let timeout = Options::parse(&[options], false).ok().and_then(|options| options.io_timeout);
     let seconds = timeout
@@ -383,7 +389,7 @@ mod tests {
         assert_eq!(mount.posted().failures, 3);
         mount.serve();
         assert_eq!(mount.posted().failures, 0);
-        // It did not serve for long.
+        // The mount served for less than `STABLE`.
         let pause = pause_after_failure(&mut mount);
         assert!(pause >= BACK_OFF_MIN * 8, "{pause:?}");
         assert_eq!(mount.posted().failures, 1);

@@ -1,4 +1,4 @@
-//! Messages of the supervisor to the service manager, by sd_notify(3).
+//! Messages from the supervisor to the service manager, by sd_notify(3).
 
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::time::Duration;
@@ -6,13 +6,13 @@ use std::time::Duration;
 use nix::sys::signal::{SigSet, SigmaskHow};
 use sd_notify::NotifyState;
 
-/// Maximum number of messages that wait for a service manager that takes none.
+/// Maximum number of messages that wait for a service manager that reads none.
 const WAITING_MAX: usize = 64;
 
-/// Longest status, in bytes.
+/// Maximum size of a status text, in bytes.
 const STATUS_MAX: usize = 2000;
 
-/// How long the end of the process waits for the last messages.
+/// Maximum time for which the end of the process waits until the last messages are sent.
 const LAST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Variables of the service manager that only the supervisor may use.
@@ -34,13 +34,13 @@ enum Note {
     Status(String),
 }
 
-/// Sends messages from a thread of its own: a service manager that hangs does not stop the
-/// supervisor. Without a service manager it does nothing.
+/// Sends messages from a thread of its own, so that a service manager that hangs does not stop the
+/// supervisor. Without a service manager, it does nothing.
 pub(super) struct Notifier {
-    /// The queue, and the end of the thread.
+    /// The queue, and a channel that closes when the thread ends.
     thread: Option<(SyncSender<Note>, Receiver<()>)>,
     status: String,
-    /// How often the service manager wants a sign of life.
+    /// The interval of the service manager's watchdog.
     pub watchdog: Option<Duration>,
 }
 
@@ -63,14 +63,15 @@ impl Notifier {
         self.send(Note::Stopping);
     }
 
-    /// Tells that the supervisor works. Call it after each round of the supervisor's loop.
+    /// Tells the service manager that the supervisor works. Must be called after each round of the
+    /// supervisor's loop.
     pub(super) fn alive(&self) {
         if self.watchdog.is_some() {
             self.send(Note::Watchdog);
         }
     }
 
-    /// Sets the one line that `systemctl status` shows. Returns whether it is new.
+    /// Sets the line that `systemctl status` shows. Returns whether the line has changed.
     pub(super) fn status(&mut self, mut status: String) -> bool {
         if status.len() > STATUS_MAX {
             let end = (0..=STATUS_MAX).rev().find(|&end| status.is_char_boundary(end));
@@ -87,7 +88,7 @@ impl Notifier {
 
     fn send(&self, note: Note) {
         if let Some((queue, _)) = &self.thread {
-            // If the queue is full, the service manager hangs.
+            // If the queue is full, the service manager hangs, and the message is dropped.
             let _ = queue.try_send(note);
         }
     }

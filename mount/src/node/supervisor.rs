@@ -1,8 +1,8 @@
-//! The supervisor of `tensorfs serve`: starts a worker per mount, replaces those that end, reloads
-//! the config, and tells the service manager about it.
+//! The supervisor of `tensorfs serve`. It starts a worker for each mount, replaces workers that end, reloads the
+//! config, and reports the state to the service manager.
 //!
-//! One thread, which waits for no worker, no mount and no source: it polls, and processes of their
-//! own touch the file systems. So a mount that hangs cannot stop the others.
+//! The supervisor has one thread, which waits for no worker, no mount and no source. It polls, and other processes
+//! access the file systems. So a mount that hangs cannot stop the other mounts.
 
 use std::io::{self, PipeReader};
 use std::os::fd::AsFd;
@@ -34,48 +34,49 @@ use crate::daemon::ending::{ending_signals, ends_with_terminal, has_terminal};
 /// Time between two checks of the workers.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Poll interval of the mount table while a target is not free.
+/// Interval between checks of the mount table while a target is not free.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Ticks that a worker has to unmount and to serve open files. It needs up to 11.
+/// Number of ticks in which a worker must unmount and finish serving open files. A worker needs up to 11.
 const LEAVING_TICKS: u32 = 13;
 
-/// Ticks after which a killed worker is left to itself: it waits for a file system.
+/// Number of ticks after which the supervisor gives up a killed worker, which waits for a file system.
 const STUCK_TICKS: u32 = 5;
 
-/// Ticks that programs which unmount have at the end of the service, and before a worker starts.
+/// Number of ticks for which the end of the service, or a worker at the same place, waits for a program that
+/// unmounts.
 const HELPER_TICKS: u32 = 5;
 
-/// Ticks after which the service is ready although mounts are still starting.
+/// Number of ticks after which the service counts as ready although mounts are still starting.
 const READY_TICKS: u32 = 240;
 
-/// A worker that has to end.
+/// A worker that has been told to end.
 struct Leaving {
     worker: WorkerProcess,
     name: String,
-    /// Ticks since it was told to.
+    /// Number of ticks since the order to end.
     ticks: u32,
     is_killed: bool,
 }
 
-/// A worker whose mount was taken off while programs have files of it open. It ends with them.
+/// Name and worker of a mount that was unmounted while files are open. The worker ends when they are closed.
 type Detached = (String, WorkerProcess);
-/// A program that unmounts. It may wait for their file systems.
+/// A program that unmounts. It may have to wait for the file systems of the mounts.
 struct Helper {
     child: Child,
-    /// The mount point as in the config, if it ends a connection: no worker starts there before.
+    /// If the program ends a connection: the mount point in the config. No worker starts there before.
     place: Option<PathBuf>,
     ticks: u32,
     /// Whether the end of the service waits for it.
     is_awaited: bool,
 }
 
-/// A config that a thread reads.
+/// A read of the config that is running on another thread.
 struct Reading {
-    /// Ends with the thread.
+    /// This pipe closes when the thread ends.
     done: PipeReader,
     config: Receiver<Result<Config, ConfigError>>,
-    /// Whether another reload was requested meanwhile.
+    /// Whether another reload was requested during the read.
     again: bool,
 }
 
@@ -84,35 +85,36 @@ pub(crate) struct Supervisor {
     file: PathBuf,
     config: Config,
     verbose: u8,
-    /// Whether the service ends with its terminal.
+    /// Whether the service has to end when its terminal is closed.
     terminal: bool,
     mounts: Vec<ServiceMount>,
     leaving: Vec<Leaving>,
     detached: Vec<Detached>,
     helpers: Vec<Helper>,
-    /// Children of the program that ran in this process before, until they have ended.
+    /// Child processes of the program that ran in this process before. Each is removed when it has ended.
     earlier: Vec<Pid>,
     reading: Option<Reading>,
     notifier: Notifier,
-    /// Facts for the metrics, and their server.
+    /// The facts for the metrics. `exporter` serves them.
     board: Arc<Board>,
     exporter: Option<Exporter>,
-    /// Why the last reload was refused.
+    /// The reason why the last reload was refused.
     refusal: Option<String>,
-    /// Ticks since the start, or the last reload.
+    /// Number of ticks since the start or the last reload.
     ticks: u32,
     is_ready: bool,
     is_first: bool,
-    /// Ticks since the signal to end.
+    /// Number of ticks since the signal to end.
     stopping: Option<u32>,
-    /// The handover of all mounts.
+    /// The handover of all mounts, while it runs.
     suspension: Option<Suspension>,
 }
 
-/// Blocks the signals that the supervisor takes. Call it before the first thread starts.
+/// Blocks the signals that the supervisor reads from the returned descriptor. Must be called before the first
+/// thread starts.
 ///
 /// # Errors
-/// If the system refuses it.
+/// If the system refuses to block them.
 pub(crate) fn take_signals() -> io::Result<SignalFd> {
     let always = [Signal::SIGHUP, Signal::SIGCHLD];
     let signals = SigSet::from_iter(ending_signals().iter().chain(always));
@@ -121,7 +123,7 @@ pub(crate) fn take_signals() -> io::Result<SignalFd> {
     Ok(SignalFd::with_flags(&signals, flags)?)
 }
 
-/// The children of this thread. Call it before this program starts one.
+/// The child processes of this thread. Must be called before this program starts a child.
 fn children() -> Vec<Pid> {
     let listed = std::fs::read_to_string("/proc/thread-self/children").unwrap_or_default();
     let pids = listed.split_whitespace().filter_map(|pid| pid.parse().ok());
@@ -135,7 +137,7 @@ impl Supervisor {
         for mount in &mut mounts {
             mount.go_on_with(stored.take(&mount.config.name));
         }
-        // A service that goes on does not end because no mount can be made now.
+        // A service that continues after a restart or an upgrade does not end when no mount can be made.
         let is_first = stored.take(suspension::SERVICE).is_empty();
         for name in stored.names() {
             tracing::info!("mount {name}: not in the config any more; its readers get errors");
@@ -187,7 +189,7 @@ impl Supervisor {
                     return Ok(());
                 }
             } else if self.suspension.is_some() {
-                // Readiness is decided by the next process.
+                // The next process reports readiness.
             } else if let Some(failure) = self.announce() {
                 return Err(failure);
             }
@@ -195,7 +197,7 @@ impl Supervisor {
         }
     }
 
-    /// Serves metrics where the config says so. The mounts go on without it.
+    /// Starts or stops the server of metrics as the config says. The mounts do not depend on it.
     fn serve_metrics(&mut self) {
         let wanted = self.config.service.metrics.as_ref();
         if self.exporter.as_ref().map(|exporter| &exporter.address) == wanted {
@@ -209,8 +211,7 @@ impl Supervisor {
         }
     }
 
-    /// Takes off the dead mounts that no worker will replace: those of an earlier config, of a
-    /// service that was killed.
+    /// Unmounts dead mounts that no worker will replace. A service with another config was killed and left them.
     fn remove_dead_mounts(&mut self) {
         let is_config = |target: &Path| self.config.mounts.iter().any(|m| m.target == target);
         let there = mountinfo::ours().unwrap_or_default().into_iter().map(|mount| mount.target);
@@ -220,7 +221,7 @@ impl Supervisor {
         }
     }
 
-    /// Notes a program that takes mounts off.
+    /// Adds a program that unmounts to the list of helpers.
     fn help(&mut self, started: io::Result<Child>, place: Option<PathBuf>, is_awaited: bool) {
         match started {
             Ok(child) => self.helpers.push(Helper { child, place, ticks: 0, is_awaited }),
@@ -228,11 +229,11 @@ impl Supervisor {
         }
     }
 
-    /// Kills a worker, and ends the connection of its mount.
+    /// Kills a worker and ends the connection of its mount.
     fn kill(&mut self, worker: WorkerProcess, name: String) {
         let is_at = |mount: &ServiceMount| mount.config.target == worker.place;
         let has_successor = self.mounts.iter().any(|it| is_at(it) && it.worker().is_some());
-        // A successor starts once this mount is off, and may have its device number.
+        // The successor started after this mount was gone, so its mount may have the same device number.
         if worker.has_mount() && !has_successor {
             self.help(worker.abort(), Some(worker.place.clone()), true);
         } else {
@@ -241,7 +242,7 @@ impl Supervisor {
         self.leaving.push(Leaving { worker, name, ticks: 0, is_killed: true });
     }
 
-    /// Ends the connections of mounts that no worker could take over.
+    /// Ends the connections of mounts that their workers failed to take over.
     fn abort_abandoned(&mut self) {
         for index in 0..self.mounts.len() {
             let place = self.mounts[index].config.target.clone();
@@ -252,7 +253,7 @@ impl Supervisor {
         }
     }
 
-    /// Waits for an event, until `tick` at most.
+    /// Waits for an event, but at most until `tick`.
     fn wait(&self, signals: &SignalFd, tick: Instant) {
         let giving = self.suspension.iter().flat_map(Suspension::workers);
         let workers = self.mounts.iter().filter_map(ServiceMount::worker).chain(giving);
@@ -263,7 +264,7 @@ impl Supervisor {
         let now = Instant::now();
         let can_start = |mount: &&ServiceMount| self.awaited(mount).is_none();
         let due = self.mounts.iter().filter(can_start).filter_map(ServiceMount::starts_at);
-        // A mount that is due has no free target.
+        // A mount that is due now waits for its target to become free.
         let starts = due.map(|at| if at <= now { now + POLL_INTERVAL } else { at });
         let next = starts.chain([tick]).min().unwrap_or(tick);
         let rest = next.saturating_duration_since(now) + Duration::from_millis(1);
@@ -286,13 +287,13 @@ impl Supervisor {
                 Ok(Ok(signal @ (Signal::SIGTERM | Signal::SIGINT | Signal::SIGQUIT))) => {
                     self.stop(signal);
                 }
-                // A child has ended; `advance` finds it.
+                // This is SIGCHLD. `advance` finds the child that has ended.
                 _ => {}
             }
         }
     }
 
-    /// Stops all mounts. A second signal ends workers that serve open files.
+    /// Stops all mounts. A second signal also ends workers that still serve open files.
     fn stop(&mut self, signal: Signal) {
         if let Some(suspension) = &mut self.suspension {
             suspension.signal = Some(signal);
@@ -318,33 +319,33 @@ impl Supervisor {
         }
     }
 
-    /// Orders the workers to hand over their mounts.
+    /// Orders all workers to hand over their mounts.
     fn begin_suspension(&mut self, purpose: Purpose) {
         self.notifier.status("handing over".to_owned());
         self.look_at_mounts();
         let (mut workers, mut stored) = (Vec::new(), Stored::default());
         for mut mount in std::mem::take(&mut self.mounts) {
-            // One that has moved is made anew on its target.
+            // A mount that was moved is made again on its target.
             let has_moved = mount.has_moved();
             let is_handed = mount.may_have_readers() && !has_moved;
             let name = mount.config.name.clone();
             let handed = mount.take_handed();
             match mount.take_worker() {
                 Some(worker) if is_handed => workers.push((name, worker)),
-                // Its readers have some seconds more.
+                // The readers of this mount get some more seconds.
                 Some(worker) if has_moved => worker.order(&Order::Stop),
-                // Nobody reads this mount yet.
+                // No program reads from this mount yet.
                 Some(worker) => worker.signal(Signal::SIGKILL),
                 None if !handed.is_empty() => stored.insert(name, handed),
                 None => {}
             }
         }
-        // The readers of the other mounts wait, so these have no more time for theirs.
+        // The readers of the other mounts wait, so leaving workers get no more time for open files.
         self.leaving.drain(..).for_each(|leaving| leaving.worker.signal(Signal::SIGKILL));
         self.suspension = Some(Suspension::begin(purpose, workers, stored));
     }
 
-    /// Goes on with the handover of all mounts. Returns whether this process has to end.
+    /// Continues the handover of all mounts. Returns whether this process has to end.
     fn suspend(&mut self) -> bool {
         if self.suspension.as_mut().is_none_or(|suspension| !suspension.advance()) {
             return false;
@@ -352,7 +353,7 @@ impl Supervisor {
         let Some(mut stored) = self.suspension.take().and_then(Suspension::finish) else {
             return true;
         };
-        // The new program does not run, so this one goes on.
+        // The new program could not be started, so this process continues.
         self.mounts = self.config.mounts.iter().cloned().map(ServiceMount::new).collect();
         for mount in &mut self.mounts {
             mount.go_on_with(stored.take(&mount.config.name));
@@ -360,8 +361,7 @@ impl Supervisor {
         false
     }
 
-    /// Lets another version of the program take over, if it has replaced the file of this one.
-    /// Returns whether it does.
+    /// If another version has replaced the executable file, lets it take over. Returns whether it does.
     fn upgrade(&mut self) -> bool {
         let Some(program) = suspension::replaced_program() else { return false };
         match suspension::check_state_version(&program) {
@@ -377,13 +377,13 @@ impl Supervisor {
         }
     }
 
-    /// Ends the worker of a mount that leaves the config.
+    /// Ends the worker of a mount that is no longer in the config.
     fn end_mount(&mut self, mount: &mut ServiceMount) {
         let name = mount.config.name.clone();
         match mount.take_worker() {
             Some(worker) => self.end_worker(name, worker),
-            // A worker that crashed may have left a dead mount. Without these descriptors, one that
-            // waited for its next worker is dead too.
+            // A worker that crashed may have left a dead mount. Closing the descriptors of a mount that waited for
+            // its next worker makes that mount dead too.
             None => {
                 drop(mount.take_handed());
                 self.remove_rest_of(mount.target());
@@ -396,9 +396,9 @@ impl Supervisor {
         self.leaving.push(Leaving { worker, name, ticks: 0, is_killed: false });
     }
 
-    /// Looks whether the mounts are on their targets.
+    /// Checks whether the mounts are on their targets.
     fn look_at_mounts(&mut self) {
-        // Without the table nothing is known to have changed.
+        // If the mount table cannot be read, no change is known.
         let Ok(table) = mountinfo::all() else { return };
         for mount in &mut self.mounts {
             if let Some(worker) = mount.look(&table) {
@@ -407,7 +407,7 @@ impl Supervisor {
         }
     }
 
-    /// Takes a dead mount off `target`, if there is one.
+    /// Unmounts the dead mount on `target`, if there is one.
     fn remove_rest_of(&mut self, target: &Path) {
         if mountinfo::ours_at(target).is_ok_and(|mount| mount.is_some()) {
             self.help(start_cleaning(&[target.to_owned()]), None, true);
@@ -430,7 +430,7 @@ impl Supervisor {
         }
     }
 
-    /// Reads the config on a thread, because its file system may not answer.
+    /// Starts a thread that reads the config. The file system of the config may not answer.
     fn start_reading(&self) -> io::Result<Reading> {
         let (done, ends) = io::pipe()?;
         let (send, config) = channel();
@@ -444,7 +444,7 @@ impl Supervisor {
         started.map(|_| Reading { done, config, again: false })
     }
 
-    /// Applies the config that a thread has read.
+    /// Applies the config, if the thread has read it.
     fn take_config(&mut self) {
         let Some(reading) = &self.reading else { return };
         let Ok(read) = reading.config.try_recv() else { return };
@@ -454,7 +454,7 @@ impl Supervisor {
             return;
         }
         match read {
-            // A new version reads the config itself.
+            // A new version of the program reads the config itself.
             Ok(_) if self.upgrade() => return,
             Ok(config) => self.apply(config),
             Err(error) => self.refuse(error.message().to_owned()),
@@ -470,8 +470,8 @@ impl Supervisor {
         (self.is_ready, self.ticks) = (false, 0);
     }
 
-    /// Ends the mounts that are not in `config`, and starts those that are new. A mount with another
-    /// source, target or option is both.
+    /// Ends the mounts that are not in `config`, and adds those that are new in it. A mount with a changed source,
+    /// target or option is ended and added again.
     fn apply(&mut self, mut config: Config) {
         let format = config.service.log_format;
         if format != self.config.service.log_format
@@ -511,7 +511,7 @@ impl Supervisor {
         self.serve_metrics();
     }
 
-    /// Counts a second: replaces silent workers, and kills those that do not end.
+    /// Counts a second. Replaces silent workers, and kills workers that were told to end but do not.
     fn tick(&mut self) {
         self.notifier.alive();
         self.ticks = self.ticks.saturating_add(1);
@@ -552,7 +552,7 @@ impl Supervisor {
         }
     }
 
-    /// Takes the messages and the ends of all children, and starts the workers that are due.
+    /// Reads all workers' messages, handles children that have ended, and starts workers that are due.
     fn advance(&mut self) {
         self.mounts.iter_mut().for_each(ServiceMount::advance);
         self.detached.retain_mut(|(_, worker)| {
@@ -569,7 +569,7 @@ impl Supervisor {
         self.start_due();
     }
 
-    /// Lets go of the leaving workers that have ended or cannot end, and cleans up where they served.
+    /// Removes the workers in `leaving` that have ended or cannot end. Unmounts dead mounts that they have left.
     fn let_go_of_leaving(&mut self) {
         let mut ended = Vec::new();
         self.leaving.retain_mut(|Leaving { worker, name, ticks, is_killed }| {
@@ -592,7 +592,7 @@ impl Supervisor {
         }
     }
 
-    /// Lets go of the helpers that have ended, and of all once the service stops and its time is over.
+    /// Removes helpers that have ended. Once the time of a stopping service is over, kills and removes all.
     fn let_go_of_helpers(&mut self) {
         let out_of_time = self.stopping.is_some_and(|_| self.leaving.is_empty())
             && self
@@ -607,7 +607,7 @@ impl Supervisor {
         });
     }
 
-    /// Starts the workers that are due, unless they wait for another mount.
+    /// Starts the workers that are due, unless their mount waits for another mount.
     fn start_due(&mut self) {
         let now = Instant::now();
         for index in 0..self.mounts.len() {
@@ -626,15 +626,15 @@ impl Supervisor {
         }
     }
 
-    /// The mount on which the source of `mount` lies, if that one does not serve: the folder below it
-    /// is another source. A mount that is taken over keeps to what it reads, and waits for none.
+    /// The mount on which the source of `mount` lies, if that mount does not serve: the folder below its mount
+    /// point would be another source. A mount that is taken over reads the same path as before, and need not wait.
     fn awaited(&self, mount: &ServiceMount) -> Option<&ServiceMount> {
         let is_below =
             |other: &&ServiceMount| mount.config.lies_on(&other.config) && !other.is_serving();
         self.mounts.iter().find(is_below).filter(|_| !mount.is_handed())
     }
 
-    /// Whether no worker that has to end still has its mount on `place`.
+    /// Whether a new worker may mount on `place`: no leaving worker and no helper still needs the place.
     fn is_free(&self, place: &Path) -> bool {
         if self.helpers.iter().any(|helper| helper.place.as_deref() == Some(place)) {
             return false;
@@ -646,8 +646,7 @@ impl Supervisor {
         })
     }
 
-    /// Tells the service manager the state. Returns the failure that ends the service: no mount can
-    /// be made at its start.
+    /// Reports the state to the service manager. Returns an error if no mount could be made at the start.
     fn announce(&mut self) -> Option<String> {
         let are_decided = self.mounts.iter().all(|mount| mount.has_outcome);
         let serving = self.mounts.iter().filter(|mount| mount.is_serving()).count();
@@ -670,7 +669,7 @@ impl Supervisor {
         None
     }
 
-    /// The state in one line.
+    /// The state as one line.
     fn status(&self, serving: usize) -> String {
         let mut parts = vec![match self.mounts.len() {
             0 => format!("no mounts in {}", shown_path(&self.file)),

@@ -1,9 +1,10 @@
-//! Mounts that go on while the supervisor is replaced: by a restart of the service, or by another
+//! Keeps mounts alive while the supervisor is replaced by a restart of the service or by another
 //! version of the program.
 //!
-//! Each worker stops to read its connection and ends. Its connection, its state and open files of
-//! the source wait meanwhile: in the descriptor store of systemd, or in this process, which then
-//! runs the new program. The new supervisor gives them to new workers.
+//! Each worker stops reading its connection and ends. In the meantime, its connection, its state
+//! and the open files of its source are stored. They are stored either in the descriptor store of
+//! systemd, or in this process, which then runs the new program. The new supervisor passes them to
+//! new workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -35,27 +36,29 @@ use crate::daemon::handover::state_version;
 use crate::daemon::inherited::HANDED_OVER;
 use crate::daemon::stalled::run_until;
 
-/// Ticks that a worker has to prepare, while all mounts are served, and then to stop and to end.
+/// Number of ticks for two steps: first for a worker to prepare while all mounts are served, and
+/// then for it to stop and end.
 const GIVING_TICKS: u32 = 6;
 
-/// Longest time for an answer of the service manager, or of another version. Readers wait meanwhile.
+/// Time limit for an answer of the service manager or of another version of the program. Readers
+/// wait during it.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Longest time for the answer of a program. All mounts are served meanwhile, and the service manager
-/// of a busy machine may need long.
+/// Time limit for the answer of a program. All mounts are served during it. The limit is long,
+/// because the service manager of a busy machine may need much time.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Stands for the service itself among the names of mounts, none of which has no letters. Its descriptor
-/// tells the next process that it goes on with a service, also if no mount is handed over.
+/// The empty name stands for the service itself, since no mount has an empty name. Its descriptor
+/// tells the next process that it continues a service, even if no mount is handed over.
 pub(super) const SERVICE: &str = "";
 
-/// The descriptors of mounts without a worker, by name of the mount.
+/// The descriptors of mounts that have no worker, by the name of the mount.
 #[derive(Debug, Default)]
 pub(super) struct Stored(BTreeMap<String, Vec<OwnedFd>>);
 
 impl Stored {
-    /// Takes the descriptors that this process got when it was started. Call it once, before any
-    /// other thread runs.
+    /// Takes the descriptors that this process got at its start. Must be called only once, before
+    /// other threads run.
     pub(super) fn from_environment() -> Stored {
         let number = |name: &str| std::env::var(name).ok()?.parse::<RawFd>().ok();
         let mut found: Vec<(String, RawFd)> = Vec::new();
@@ -64,7 +67,8 @@ impl Stored {
             let count = number("LISTEN_FDS").unwrap_or(0);
             let numbers = 3..3_i32.saturating_add(count);
             found.extend(names.split(':').map(str::to_owned).zip(numbers));
-            // The service manager would pass them again, and keep connections open that have ended.
+            // Otherwise the service manager would pass these descriptors again, and keep ended
+            // connections open.
             if let Err(e) = ServiceManager::forget(found.iter().map(|(name, _)| name.as_str())) {
                 tracing::error!("the service manager keeps old descriptors: {e}");
             }
@@ -83,12 +87,12 @@ impl Stored {
         Stored(last_handover(found.into_iter().filter_map(own)))
     }
 
-    /// The descriptors of the mount `name`.
+    /// Removes and returns the descriptors of the mount `name`.
     pub(super) fn take(&mut self, name: &str) -> Vec<OwnedFd> {
         self.0.remove(name).unwrap_or_default()
     }
 
-    /// Names of the mounts that are left.
+    /// Names of the mounts whose descriptors are still here.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }
@@ -97,9 +101,9 @@ impl Stored {
         self.0.insert(name, fds);
     }
 
-    /// The descriptors with their names, which tell this handover from earlier ones.
+    /// The descriptors, each with a name that distinguishes this handover from earlier ones.
     fn named(&self) -> Vec<(String, &OwnedFd)> {
-        // The clock never goes back while descriptors are kept.
+        // This clock does not go back while descriptors are stored.
         let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from);
         let generation = now.unwrap_or_default().as_nanos();
         let mut named = Vec::new();
@@ -112,20 +116,20 @@ impl Stored {
         named
     }
 
-    /// Leaves the descriptors to the service manager until the next start of the service.
+    /// Stores the descriptors in the service manager until the next start of the service.
     ///
     /// # Errors
-    /// If there is no service manager, or it does not take them.
+    /// If there is no service manager, or if it refuses them.
     fn store(&self) -> io::Result<()> {
         let manager = ServiceManager::connect()?;
         for (name, fd) in self.named() {
             manager.send(&format!("FDSTORE=1\nFDNAME={name}\n"), Some(fd.as_fd()))?;
         }
-        // The manager may drop messages of a process that has ended.
+        // The manager may drop messages of a process that has already ended, so this waits.
         manager.wait()
     }
 
-    /// Runs `program` with the arguments of this process in its place.
+    /// Replaces this process by `program`, with the same arguments. Returns only if that fails.
     fn exec(&self, program: &Path) -> io::Error {
         let mut pairs = Vec::new();
         for (name, fd) in self.named() {
@@ -137,20 +141,22 @@ impl Stored {
         let args: Vec<OsString> = std::env::args_os().skip(1).collect();
         let mut command = Command::new(program);
         command.arg0("tensorfs").args(args).env(HANDED_OVER, pairs.join(" "));
-        // The pid stays, so the new program would take numbers for its own that are closed now.
+        // The pid stays the same, so the new program would believe that these descriptor numbers,
+        // which are closed now, are meant for it.
         for name in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
             command.env_remove(name);
         }
         let error = command.exec();
         for fd in self.0.values().flatten() {
-            // Workers would inherit it, and keep a connection open that has to end.
+            // Workers would inherit the descriptor, and keep a connection open that has to end.
             let _ = fcntl(fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC));
         }
         error
     }
 }
 
-/// The descriptors of the last handover, by name of the mount. A mount that lacks one is left out.
+/// The descriptors of the last handover, by the name of the mount. A mount with a missing
+/// descriptor is left out.
 fn last_handover<T>(found: impl Iterator<Item = (String, T)>) -> BTreeMap<String, Vec<T>> {
     let mut by_generation: BTreeMap<u128, BTreeMap<_, BTreeMap<usize, T>>> = BTreeMap::new();
     for (name, fd) in found {
@@ -192,8 +198,8 @@ impl ServiceManager {
         Ok(ServiceManager { socket, address })
     }
 
-    /// Drops the stored descriptors of these names. Readers wait, so this does not wait until it is done:
-    /// the manager takes all messages of this process in their order.
+    /// Removes the stored descriptors with these names. Readers wait, so this does not wait for the
+    /// manager. The manager handles all messages of this process in order.
     fn forget<'a>(names: impl Iterator<Item = &'a str>) -> io::Result<()> {
         let names: BTreeSet<&str> = names.collect();
         if names.is_empty() {
@@ -206,10 +212,10 @@ impl ServiceManager {
         Ok(())
     }
 
-    /// Waits until it has taken all messages.
+    /// Waits until the service manager has handled all messages.
     ///
     /// # Errors
-    /// If that takes too long.
+    /// If the service manager does not do so within `ANSWER_TIMEOUT`.
     fn wait(&self) -> io::Result<()> {
         let (read, write) = io::pipe()?;
         self.send("BARRIER=1\n", Some(write.as_fd()))?;
@@ -232,9 +238,9 @@ impl ServiceManager {
     }
 }
 
-/// Whether the service manager stops this service in order to start it again.
+/// Whether the service manager stops this service because it is going to start it again.
 ///
-/// A stop unmounts, so a doubt means that.
+/// If that cannot be found out, the answer is no, and the stop unmounts.
 pub(crate) fn is_restart() -> bool {
     let Some(unit) = std::env::var_os("TENSORFS_UNIT") else { return false };
     let mut command = Command::new("systemctl");
@@ -247,7 +253,7 @@ pub(crate) fn is_restart() -> bool {
     })
 }
 
-/// The path of this process's executable, if it now leads to another file.
+/// The path of this process's executable, if another file is at this path now.
 pub(super) fn replaced_program() -> Option<PathBuf> {
     let running = std::fs::metadata("/proc/self/exe").ok()?;
     let link = std::fs::read_link("/proc/self/exe").ok()?;
@@ -258,7 +264,7 @@ pub(super) fn replaced_program() -> Option<PathBuf> {
     ((running.dev(), running.ino()) != (now.dev(), now.ino())).then_some(path)
 }
 
-/// Asks another version of the program whether it can go on with the mounts of this one.
+/// Asks another version of the program whether it can take over the mounts of this one.
 ///
 /// # Errors
 /// One line with the reason why it cannot.
@@ -286,22 +292,22 @@ fn output_in_time(command: Command) -> Option<String> {
     output.status.success().then(|| String::from_utf8(output.stdout).ok()).flatten()
 }
 
-/// The reason why all workers hand over their mounts.
+/// Why all workers hand over their mounts.
 #[derive(Debug)]
 pub(super) enum Purpose {
-    /// The service manager starts the service again.
+    /// The service manager restarts the service.
     Restart,
-    /// This program takes the place of the running one.
+    /// This program replaces the one that runs.
     Upgrade(PathBuf),
 }
 
-/// A worker that hands over its mount.
+/// A worker that is handing over its mount.
 struct Giving {
     name: String,
     worker: WorkerProcess,
-    /// Whether it was told to prepare. It takes no order before it has mounted.
+    /// Whether the worker was told to prepare. It accepts no order before it has mounted.
     is_told: bool,
-    /// The descriptors that it has handed over.
+    /// The descriptors that the worker has sent.
     fds: Vec<OwnedFd>,
 }
 
@@ -310,17 +316,18 @@ pub(super) struct Suspension {
     purpose: Purpose,
     giving: Vec<Giving>,
     stored: Stored,
-    /// Whether the workers have the order to stop.
+    /// Whether the workers have been ordered to stop.
     are_ordered: bool,
-    /// Ticks since it began, or since that order.
+    /// Number of ticks since the handover began, or since that order.
     ticks: u32,
-    /// A signal to end that came meanwhile.
+    /// A signal to end that arrived during the handover.
     pub signal: Option<Signal>,
 }
 
 impl Suspension {
-    /// Makes `workers` hand over their mounts, all at once: a worker that waits for its source holds up
-    /// the others while they still serve. The mounts in `stored` have no worker.
+    /// Makes all `workers` hand over their mounts together. They first prepare while all of them still
+    /// serve, so a worker that waits for its source delays the others only in this step. The mounts in
+    /// `stored` have no worker.
     pub(super) fn begin(
         purpose: Purpose,
         workers: Vec<(String, WorkerProcess)>,
@@ -361,7 +368,8 @@ impl Suspension {
         self.giving.iter().map(|giving| &giving.worker)
     }
 
-    /// Takes messages and ends of the workers. Returns whether all have ended.
+    /// Reads messages of the workers, and handles those that have ended. Returns whether all have
+    /// ended.
     pub(super) fn advance(&mut self) -> bool {
         let stored = &mut self.stored;
         self.giving.retain_mut(|Giving { name, worker, is_told, fds }| {
@@ -387,8 +395,9 @@ impl Suspension {
                     stored.insert(name.clone(), std::mem::take(fds));
                 }
                 None => return true,
-                // Without the kernel's resending, requests that a killed worker has read would wait
-                // for ever, so only an orderly end counts.
+                // If the kernel cannot send requests again, the requests that a killed worker has
+                // read would wait for ever. So the descriptors are used only if the worker ended
+                // regularly.
                 Some(End::Unmounted | End::Stopped) if !fds.is_empty() => {
                     stored.insert(name.clone(), std::mem::take(fds));
                 }
@@ -406,14 +415,15 @@ impl Suspension {
         self.giving.is_empty()
     }
 
-    /// Leaves the mounts to the next process. Returns only if this process is to end (`None`), or to
-    /// go on with the mounts itself.
+    /// Passes the mounts to the next process. Returns `None` if this process has to end, and the
+    /// descriptors if it has to serve the mounts itself. Does not return if another program replaces
+    /// this one.
     pub(super) fn finish(mut self) -> Option<Stored> {
         if let Ok(nothing) = File::open("/dev/null") {
             self.stored.insert(SERVICE.to_owned(), vec![nothing.into()]);
         }
         if let (Purpose::Upgrade(_), Some(signal)) = (&self.purpose, self.signal) {
-            // This process takes it once more, and now obeys it.
+            // The process gets the signal again, and handles it this time.
             let _ = kill(Pid::this(), signal);
             return Some(self.stored);
         }

@@ -1,5 +1,5 @@
-//! A worker: the process that serves one mount for the supervisor. It takes orders on its standard
-//! input, and unmounts and ends when the supervisor ends.
+//! A worker: the process that serves one mount for the supervisor. It gets orders through its
+//! standard input. When the supervisor ends, it unmounts and ends.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -16,19 +16,22 @@ use crate::daemon::{background, connection, ending, inherited};
 use crate::log;
 use crate::options::{Options, Watch};
 
-/// Longest wait for a source before a handover: longer than the supervisor waits.
+/// Maximum time to wait for the source before a handover. It is longer than the time for which the
+/// supervisor waits.
 const PREPARE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Serves the mount of the first order until the supervisor stops it or somebody unmounts it.
+/// Serves the mount of the first order until the supervisor stops it or another process unmounts
+/// the mount.
 ///
 /// # Errors
-/// The reason why it ended. The supervisor has it too.
+/// The reason why the worker ended. The supervisor gets it too.
 pub(crate) fn run() -> Result<(), String> {
     let failed = |e: io::Error| format!("no channel to a supervisor: {e}");
     let channel = Arc::new(Channel::from_stdin().map_err(failed)?);
     inherited::note_descriptors();
     inherited::restore_ignored();
-    // Signals of the supervisor's terminal are for the supervisor.
+    // The worker leaves the supervisor's session, so that signals of the terminal reach only the
+    // supervisor.
     let _ = setsid();
     let _ = std::env::set_current_dir("/");
     match channel.receive(true).map_err(failed)? {
@@ -62,7 +65,7 @@ fn serve(
     giver: &OnceLock<Giver>,
 ) -> Result<(), String> {
     let mut options = Options::parse(&[options], false)?;
-    // A node serves for long, and its stores change.
+    // A node service runs for a long time, and its sources change.
     options.watch_default = Watch::Auto;
     background::serve(source, target, options, handed, |mounted| {
         log::flush();
@@ -72,10 +75,10 @@ fn serve(
     })
 }
 
-/// Starts the thread that takes orders.
+/// Starts the thread that handles orders.
 fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> {
-    // A signal to end must not reach this thread: before the mount is there it ends the process, and
-    // then another thread waits for it.
+    // This thread blocks all signals. Before the mount exists, a signal ends the process. After
+    // that, another thread waits for signals.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
     let started = std::thread::Builder::new().name("orders".to_owned()).spawn(move || {
         while let Ok(Some((order, _))) = channel.receive(true) {
@@ -86,20 +89,21 @@ fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> 
                 Order::Prepare => prepare(&channel, giver.get()),
                 Order::HandOver => hand_over(&channel, giver.get()),
                 Order::Give => {
-                    // A thread that waits for its source may keep this process from ending, so the
-                    // supervisor does not wait for the end.
+                    // A thread that waits for its source may prevent the end of this process. So
+                    // the supervisor waits for this message and not for the end.
                     let tell = || drop(channel.send(&Report::Given, &[]));
                     match giver.get() {
                         Some(giver) => giver.give(tell),
                         None => tell(),
                     }
-                    // The end of the supervisor means nothing to a mount of another process.
+                    // The mount belongs to another process now, so this worker ignores the end of
+                    // the supervisor.
                     return;
                 }
                 Order::Start { .. } => tracing::error!("a second order to start; not obeyed"),
             }
         }
-        // A worker without a supervisor would serve a mount that nobody can reload or stop.
+        // A worker without a supervisor would serve a mount that no one could reload or stop.
         tracing::debug!("the supervisor is gone");
         end(giver.get());
     });
@@ -107,15 +111,15 @@ fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> 
     started.map(|_| ())
 }
 
-/// Waits until a handover would not wait for the source, and tells it. If that takes too long, the
-/// supervisor kills this process.
+/// Waits until a handover can run without waiting for the source, and reports that. If it takes too
+/// long, the supervisor kills this process.
 fn prepare(channel: &Channel, giver: Option<&Giver>) {
     if giver.is_none_or(|giver| giver.prepare(PREPARE_TIMEOUT)) {
         let _ = channel.send(&Report::Prepared, &[]);
     }
 }
 
-/// Stops serving, and sends what another worker needs.
+/// Stops serving, and sends the descriptors that another worker needs.
 fn hand_over(channel: &Channel, giver: Option<&Giver>) {
     let not_yet = || io::Error::other("the mount does not answer yet");
     let sent = giver.ok_or_else(not_yet).and_then(|giver| {
@@ -133,8 +137,8 @@ fn hand_over(channel: &Channel, giver: Option<&Giver>) {
     }
 }
 
-/// Ends this process as SIGTERM does: by unmounting, if it has mounted. Otherwise it may have a mount that
-/// it was to take over.
+/// Ends this process as SIGTERM would. If it has mounted, it unmounts. Otherwise it may have the
+/// connection of a mount that it was told to take over, so it closes that.
 fn end(giver: Option<&Giver>) {
     if giver.is_none() {
         connection::let_go();

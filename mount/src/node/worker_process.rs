@@ -1,4 +1,5 @@
-//! The supervisor's side of a worker: its process, its channel, and the checks that it answers.
+//! The supervisor's view of a worker: its process, its channel, and the checks that the worker has
+//! to answer.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,63 +20,64 @@ use crate::daemon::inherited::HANDED_OVER;
 /// Ticks between two pings of a worker.
 const PING_TICKS: u32 = 5;
 
-/// Ticks that a process may take to end.
+/// Number of ticks after which a process that has begun to end counts as stuck.
 const EXIT_TICKS: u32 = 2;
 
-/// Ticks between two probes of its mount, each by a process.
+/// Number of ticks between two probes of the mount. A separate process makes each probe.
 const PROBE_TICKS: u32 = 30;
 
 /// A worker.
 pub(super) struct WorkerProcess {
     child: Child,
     channel: Channel,
-    /// Whether the channel may have more messages.
+    /// Whether more messages may arrive on the channel.
     is_open: bool,
-    /// The mount point as in the config.
+    /// The mount point in the config.
     pub place: PathBuf,
-    /// The mount point: as in the mount table once the mount is there.
+    /// The mount point. Once the mount exists, this is its path in the mount table.
     pub target: PathBuf,
-    /// Minor number of the device of the mount, once the mount is there.
+    /// Minor number of the mount's device. `None` until the mount exists.
     minor: Option<u32>,
-    /// The number of its mount on the target, which a bind of it elsewhere does not have.
+    /// The id of the mount on the target. A bind mount of it elsewhere has another id.
     mount_id: Option<u32>,
-    /// Whether it has mounted, and nobody has unmounted it.
+    /// Whether the worker has mounted and no other process has unmounted it.
     pub is_mounted: bool,
     /// Whether it was started to take over a mount.
     is_takeover: bool,
-    /// The reason for its end, if it has told one.
+    /// How the worker ended, if it has reported that.
     end: Option<End>,
-    /// Whether it can hand over its mount without a wait for the source.
+    /// Whether the worker can hand over its mount without waiting for the source.
     pub is_prepared: bool,
-    /// The answer to the order to hand over.
+    /// The answer to `Order::HandOver`: the descriptors, or the reason why there are none.
     state: Option<Result<Vec<OwnedFd>, String>>,
-    /// Whether it has left its mount to the next worker.
+    /// Whether the worker has left its mount to the next worker.
     pub has_given: bool,
-    /// Ticks since the last check began, and those of them that do not count.
+    /// Ticks since the last check began.
     ticks: Silence,
-    /// Ticks since it began to end.
+    /// Number of ticks since the process began to end.
     exiting: u32,
-    /// Ticks since a program last asked the mount.
+    /// Number of ticks since the last probe of the mount.
     unprobed: u32,
-    /// Whether a ping waits for its answer.
+    /// Whether the worker has not answered the last ping yet.
     pinged: bool,
-    /// A process that asks the mount.
+    /// The process that probes the mount.
     probe: Option<Child>,
     /// Whether a probe has read from the mount.
     has_answered: bool,
 }
 
-/// Ticks since a check of a worker began.
+/// Number of ticks since a check of a worker began.
 #[derive(Debug, Default)]
 struct Silence {
     total: u32,
-    /// Ticks in which the worker was not stuck: it ran, or waited for a processor.
+    /// Number of ticks in which the worker was not stuck: it ran or waited for a processor.
     excused: u32,
 }
 
 impl Silence {
-    /// Counts a tick without an answer. Returns all ticks once `limit` of them count, and at twice the
-    /// limit in any case: a loop without end runs too.
+    /// Counts a tick without an answer. Returns the number of all ticks once `limit` ticks without an
+    /// excuse are counted. At twice the limit, the number is returned in any case, because a worker in
+    /// an endless loop also runs.
     fn count(&mut self, limit: u32, has_run: impl FnOnce() -> bool) -> Option<u32> {
         self.total = self.total.saturating_add(1);
         if self.excused < limit && has_run() {
@@ -85,41 +87,42 @@ impl Silence {
     }
 }
 
-/// Whether a thread of the process runs, or waits for a processor. Does not wait for the process.
+/// Whether any thread of the process runs or waits for a processor. Does not wait for the process.
 fn has_thread_to_run(pid: u32) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
     threads.filter_map(Result::ok).any(|thread| {
-        // The name of the thread, in parentheses, comes before the state.
+        // The line has the name of the thread in parentheses before the state.
         let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
         stat.rsplit_once(')').is_some_and(|(_, rest)| rest.starts_with(" R"))
     })
 }
 
-/// Where the mount of a worker is.
+/// Where the mount of a worker is now.
 pub(super) enum Sight {
-    /// It is on its mount point.
+    /// The mount is on its mount point.
     There,
-    /// Another mount covers it.
+    /// Another mount covers the mount.
     Covered(Mount),
-    /// It is at another path: its folder, or one above, was renamed.
+    /// The mount is at another path: its folder or a folder above it was renamed.
     Moved(PathBuf),
-    /// It is in no folder any more. Programs may still have files of it open.
+    /// The mount is in no folder any more. Programs may still have files of it open.
     Off,
 }
 
 /// How a worker ended.
 pub(super) enum End {
-    /// Another process took its mount off.
+    /// Another process unmounted its mount.
     Unmounted,
-    /// It ended by itself, as an order or a signal told it.
+    /// The worker ended regularly, after an order or a signal.
     Stopped,
-    /// It failed, for this reason.
+    /// The worker failed, for this reason.
     Failed(String),
 }
 
-/// A process of this program, with `args`.
+/// A command that runs this program with `args`.
 pub(super) fn program(args: &[&str]) -> Command {
-    // The running version, also after an upgrade of the file.
+    // This path means the version that runs now, even if the file has been replaced by another
+    // version.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("tensorfs").args(args).stdin(Stdio::null()).stdout(Stdio::null());
     for name in VARIABLES.into_iter().chain([HANDED_OVER]) {
@@ -129,8 +132,8 @@ pub(super) fn program(args: &[&str]) -> Command {
 }
 
 impl WorkerProcess {
-    /// Starts the worker of `mount`. With `handed` it takes over the mount that these descriptors
-    /// are about.
+    /// Starts the worker of `mount`. With `handed`, the worker takes over the mount that these
+    /// descriptors belong to.
     ///
     /// # Errors
     /// If no process can be started.
@@ -170,7 +173,7 @@ impl WorkerProcess {
         })
     }
 
-    /// Where its mount is, by the mount table.
+    /// Where the mount is, by the mount table.
     pub(super) fn sight(&self, table: &[Mount]) -> Sight {
         let Some(minor) = self.minor else { return Sight::There };
         let ours: Vec<&Mount> = table.iter().filter(|mount| mount.is_ours_of(minor)).collect();
@@ -190,12 +193,12 @@ impl WorkerProcess {
         self.child.id()
     }
 
-    /// Whether it has a mount: its own, or the one that it is to take over.
+    /// Whether the worker has a mount: its own, or the one that it is taking over.
     pub(super) fn has_mount(&self) -> bool {
         self.is_mounted || self.is_takeover
     }
 
-    /// Kills it, and starts a program that ends the connection of its mount.
+    /// Kills the worker, and starts a program that ends the connection of its mount.
     ///
     /// # Errors
     /// If no process can be started.
@@ -204,12 +207,12 @@ impl WorkerProcess {
         start_abort(&self.target, self.minor)
     }
 
-    /// The channel, while messages may come.
+    /// The descriptor of the channel, while messages may arrive.
     pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.is_open.then(|| self.channel.as_fd())
     }
 
-    /// Takes all messages that are there.
+    /// Reads all messages that have arrived.
     pub(super) fn receive(&mut self) {
         while self.is_open {
             match self.channel.receive::<Report>(false) {
@@ -236,7 +239,7 @@ impl WorkerProcess {
         }
     }
 
-    /// Whether a program has read from the mount. The first call starts that program.
+    /// Whether a program has read from the mount. The first call starts a program that reads.
     pub(super) fn has_answered(&mut self) -> bool {
         if !self.has_answered && self.is_mounted {
             match &mut self.probe {
@@ -258,10 +261,12 @@ impl WorkerProcess {
         started.map_err(|e| tracing::warn!("cannot start a process: {e}")).ok()
     }
 
-    /// Counts a second. If the worker or its mount has been silent for `limit` seconds, returns for how
-    /// long. Seconds in which it waits for a processor do not count, up to `limit` of them.
+    /// Counts a second. If the worker or its mount has been silent for `limit` seconds, returns the
+    /// time of the silence in seconds. Seconds in which the worker waits for a processor do not count,
+    /// up to `limit` of them.
     ///
-    /// Ticks, not a clock: time in which the supervisor was stopped too does not count.
+    /// Ticks are counted instead of reading a clock, so that time in which the supervisor was
+    /// stopped too does not count.
     pub(super) fn tick(&mut self, limit: u32) -> Option<u32> {
         self.unprobed += 1;
         let has_probed =
@@ -278,7 +283,8 @@ impl WorkerProcess {
         if self.ticks.total >= PING_TICKS.min(limit.div_ceil(2)) {
             self.ticks = Silence::default();
             self.pinged = true;
-            // A worker that takes no message is silent, too.
+            // If the worker does not accept the message, it gives no answer, so it counts as silent
+            // too.
             let _ = self.channel.send(&Order::Ping, &[]);
             if self.has_answered && self.unprobed >= PROBE_TICKS.min(limit) {
                 self.unprobed = 0;
@@ -288,7 +294,7 @@ impl WorkerProcess {
         None
     }
 
-    /// How it ended, if it has.
+    /// How the worker ended. `None` if it has not ended.
     pub(super) fn ended(&mut self) -> Option<End> {
         let status = match self.child.try_wait() {
             Ok(None) => return None,
@@ -303,8 +309,8 @@ impl WorkerProcess {
         })
     }
 
-    /// Counts a second, before `tick`. Returns how it ended if it cannot: a thread of it waits for a file
-    /// system.
+    /// Counts a second. Must be called before `tick`. If the process has begun to end but cannot,
+    /// because a thread of it waits for a file system, returns how it ended.
     pub(super) fn stuck_end(&mut self) -> Option<End> {
         self.exiting = if is_exiting(self.pid()) { self.exiting + 1 } else { 0 };
         if self.exiting < EXIT_TICKS {
@@ -316,24 +322,24 @@ impl WorkerProcess {
         Some(self.end.take().unwrap_or_else(|| End::Failed(why())))
     }
 
-    /// Sends it an order. A worker that takes none is ended by a signal.
+    /// Sends an order to the worker. If the worker does not accept it, a signal ends the worker.
     pub(super) fn order(&self, order: &Order) {
         if self.channel.send(order, &[]).is_err() {
             self.signal(if *order == Order::Give { Signal::SIGKILL } else { Signal::SIGTERM });
         }
     }
 
-    /// The answer to [`Order::HandOver`], once.
+    /// The answer to [`Order::HandOver`]. It is returned only once.
     pub(super) fn take_state(&mut self) -> Option<Result<Vec<OwnedFd>, String>> {
         self.state.take()
     }
 
-    /// Orders it to open its log file anew.
+    /// Orders the worker to close its log file and open it again.
     pub(super) fn reopen_log(&self) {
         let _ = self.channel.send(&Order::ReopenLog, &[]);
     }
 
-    /// Sends it a signal. It must not have been waited for.
+    /// Sends a signal to the worker. The process must not have been waited for.
     pub(super) fn signal(&self, signal: Signal) {
         if let Ok(pid) = i32::try_from(self.pid()) {
             let _ = kill(Pid::from_raw(pid), signal);
@@ -344,15 +350,15 @@ impl WorkerProcess {
 impl Drop for WorkerProcess {
     fn drop(&mut self) {
         if let Some(probe) = &mut self.probe {
-            // It ends once the mount is gone; a process that is not waited for is collected at the
-            // end of this one.
+            // The probe ends once the mount is gone. The system removes a process that was not
+            // waited for when this process ends.
             let _ = probe.kill();
             let _ = probe.try_wait();
         }
     }
 }
 
-/// The end of a process in words.
+/// The end of a process, as text.
 fn how(status: ExitStatus) -> String {
     match (status.signal().and_then(|number| Signal::try_from(number).ok()), status.code()) {
         (Some(signal), _) => format!("was killed by {signal}"),
@@ -361,7 +367,7 @@ fn how(status: ExitStatus) -> String {
     }
 }
 
-/// Starts a program that takes the dead ones of the mounts on `targets` off.
+/// Starts a program that unmounts those mounts on `targets` that are dead.
 ///
 /// # Errors
 /// If no process can be started.
@@ -369,9 +375,10 @@ pub(super) fn start_cleaning(targets: &[PathBuf]) -> io::Result<Child> {
     program(&["umount", "--dead", "--"]).args(targets).spawn()
 }
 
-/// Starts a program that ends the connection of the mount on `target`, so that its readers get errors. The
-/// end of the process that serves it is not enough: as long as a thread of it waits for a source, the
-/// kernel keeps its connection open. With `minor` it is the mount of that device, wherever it is.
+/// Starts a program that ends the connection of the mount on `target`, so that its readers get
+/// errors. The end of the process that serves the mount is not enough: while one of its threads
+/// waits for a source, the kernel keeps the connection open. With `minor`, the program ends the
+/// connection of the mount with this device number, at any path.
 ///
 /// # Errors
 /// If no process can be started.
@@ -394,7 +401,7 @@ mod tests {
         };
         assert_eq!(silent_for(|_| false), Some(30));
         assert_eq!(silent_for(|_| true), Some(60));
-        // It has a processor again after 20 s, and still does not answer.
+        // The worker gets a processor again after 20 s, and still does not answer.
         assert_eq!(silent_for(|tick| tick < 20), Some(50));
         let mut endless = Silence::default();
         assert!((0..1000).all(|_| endless.count(u32::MAX, || true).is_none()));
@@ -414,7 +421,7 @@ mod tests {
                 std::thread::yield_now();
             }
         };
-        // Both run while they start.
+        // Both processes have a thread that runs while they start.
         wait_for(&sleeps, false);
         wait_for(&runs, true);
         kill(Pid::from_raw(i32::try_from(runs.id()).unwrap()), Signal::SIGSTOP).unwrap();

@@ -6,35 +6,36 @@ use glob::{MatchOptions, Pattern};
 use nix::unistd::{Group, User};
 use tensorfs::internal::format::names;
 
-/// The values of the option, for its errors.
+/// The format of the option's value, for errors.
 const EXPECTED: &str = "GLOB:OWNER:GROUP:MODE, as in team-a/**:root:team-a:0750";
 
-/// A `*` stands for a part of one name.
+/// A `*` matches a part of a single path component.
 const MATCH: MatchOptions = MatchOptions {
     case_sensitive: true,
     require_literal_separator: true,
     require_literal_leading_dot: false,
 };
 
-/// A rule: the paths that it is about, and their owner, group and permission bits.
+/// A rule: the paths that it applies to, and their owner, group and permission bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct AccessRule {
     pattern: Pattern,
-    /// The folder that `DIR/**` is about as well.
+    /// For the glob `DIR/**`: the folder DIR, to which the rule applies as well.
     folder: Option<Pattern>,
-    /// Owner, if it is not the one of the mount.
+    /// Owner. `None` means the owner of the mount.
     pub owner: Option<u32>,
-    /// Group, if it is not the one of the mount.
+    /// Group. `None` means the group of the mount.
     pub group: Option<u32>,
-    /// Permission bits of folders, if they are not those of the mount. Files have them without `x`.
+    /// Permission bits of folders. `None` means those of the mount. Files get the same bits without
+    /// `x`.
     pub mode: Option<u32>,
 }
 
 impl AccessRule {
-    /// Parses the value of the option. Each part but the first may be empty.
+    /// Parses the value of the option. All parts except the first may be empty.
     ///
     /// # Errors
-    /// The expected values.
+    /// The expected format.
     pub(crate) fn parse(text: &str) -> Result<AccessRule, String> {
         let parts: Vec<&str> = text.rsplitn(4, ':').collect();
         let [mode, group, owner, glob] = parts.as_slice() else { return Err(EXPECTED.to_owned()) };
@@ -47,26 +48,27 @@ impl AccessRule {
         Ok(AccessRule { pattern: pattern_of(glob)?, folder, owner: owner?, group: group?, mode })
     }
 
-    /// Whether it is about `path` in the mount. `DIR/**` is about DIR too. Only `.` is about the
-    /// root of the mount.
+    /// Whether the rule applies to `path` in the mount. `DIR/**` also applies to DIR. Only the glob
+    /// `.` applies to the root of the mount.
     pub(crate) fn matches(&self, path: &Path) -> bool {
         let pattern = self.pattern.as_str();
         if path.as_os_str().is_empty() || pattern == "." {
             return path.as_os_str().is_empty() && pattern == ".";
         }
-        // A name that is not UTF-8 matches by the rest of its path.
+        // Bytes of a name that are not UTF-8 become a placeholder character, so the other
+        // characters of the path still match.
         let text = path.to_string_lossy();
         let patterns = [Some(&self.pattern), self.folder.as_ref()];
         patterns.into_iter().flatten().any(|pattern| pattern.matches_with(&text, MATCH))
     }
 
-    /// Whether it names files of weights, which are merged into others.
+    /// Whether the glob names weight files, which a mount may merge into other files.
     pub(crate) fn is_about_weights(&self) -> bool {
         let name = self.glob().rsplit('/').next().unwrap_or_default();
         names::is_weights(name) || names::weight_map_output(name).is_some()
     }
 
-    /// Its glob.
+    /// The glob of the rule.
     pub(crate) fn glob(&self) -> &str {
         self.pattern.as_str()
     }
@@ -94,7 +96,7 @@ fn id_of(
     if text.is_empty() {
         return Ok(None);
     }
-    // The last number means "no one" to the kernel.
+    // The largest number means "no one" to the kernel.
     if let Ok(number) = text.parse::<u32>()
         && number < u32::MAX
     {

@@ -1,4 +1,4 @@
-//! The options about the disk cache of remote sources.
+//! The options of the disk cache for remote sources.
 
 use std::path::PathBuf;
 
@@ -7,14 +7,14 @@ use tensorfs::DiskCachePlace;
 use tensorfs::internal::error::real_name;
 use tensorfs::internal::store::disk_cache::{NOWHERE, default_folder, folder_of_variable};
 
-/// Where blocks of remote sources are kept, as it was said.
+/// Where blocks of remote sources are stored, as the options say.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DiskCacheOptions {
-    /// The folder; the inner `None` is `cache-dir=none`.
+    /// The folder that the user gave. The inner `None` means `cache-dir=none`.
     given: Option<Option<PathBuf>>,
-    /// Bytes that it may take.
+    /// Maximum size of the disk cache in bytes.
     pub(super) size: Option<u64>,
-    /// Whether there is one unless it is turned off, as for mounts.
+    /// Whether there is a disk cache by default, as for mounts.
     pub(crate) is_default: bool,
 }
 
@@ -23,22 +23,22 @@ impl DiskCacheOptions {
         self.given = Some((folder.as_os_str() != NOWHERE).then_some(folder));
     }
 
-    /// The options of a mount that says nothing else.
+    /// The options of a mount for which the user set none.
     pub(crate) fn of_mounts() -> DiskCacheOptions {
         DiskCacheOptions { is_default: true, ..DiskCacheOptions::default() }
     }
 
-    /// From now on there is none.
+    /// Turns the disk cache off.
     pub(crate) fn turn_off(&mut self) {
         self.given = Some(None);
     }
 
-    /// The path of the folder, if one was given.
+    /// The path of the folder, if the user gave one.
     pub(super) fn path(&mut self) -> Option<&mut PathBuf> {
         self.given.as_mut()?.as_mut()
     }
 
-    /// The folder as it was given, for `status`.
+    /// The folder as the user gave it, for `status`.
     pub(super) fn shown(&self) -> Value {
         match &self.given {
             None => Value::Null,
@@ -47,7 +47,7 @@ impl DiskCacheOptions {
         }
     }
 
-    /// The place of the cache in force. `None` if there is none.
+    /// The folder and size of the disk cache that is used. `None` if there is no disk cache.
     pub(crate) fn place(&self) -> Option<DiskCachePlace> {
         let folder = match &self.given {
             Some(given) => given.clone(),

@@ -1,15 +1,16 @@
-//! Help on the options: for `mount --help`, for other commands, for completion and for the docs.
+//! Help texts for the options: for `mount --help`, for other commands, for shell completion and for
+//! the docs.
 
 use tensorfs::internal::open_options::HUB;
 
 use super::row::{OptionRow, Use};
 use super::table::{self, GROUPS};
 
-/// Column of the explanations in the help, and width of its lines.
+/// Column at which explanations begin in the help, and maximum width of its lines.
 const COLUMN: usize = 21;
 const WIDTH: usize = 78;
 
-/// The names of the options for these uses.
+/// The names of the options that have these uses.
 pub(crate) fn names_for(uses: &[Use]) -> String {
     let name = |row: &OptionRow| {
         if row.is_for(uses, "") {
@@ -20,7 +21,7 @@ pub(crate) fn names_for(uses: &[Use]) -> String {
     table::rows().filter_map(name).collect::<Vec<_>>().join(", ")
 }
 
-/// The help on all options.
+/// The help text for all options.
 pub(crate) fn help() -> String {
     let mut text = String::new();
     for group in GROUPS {
@@ -42,7 +43,7 @@ pub(crate) fn help() -> String {
     text
 }
 
-/// Writes a term and its explanation, in lines of `WIDTH`.
+/// Writes a term and its explanation, wrapped at `WIDTH`.
 fn write_entry(text: &mut String, term: &str, explanation: &str) {
     let mut line = format!("{term:<COLUMN$}");
     if term.len() >= COLUMN {
@@ -63,11 +64,12 @@ fn write_entry(text: &mut String, term: &str, explanation: &str) {
     text.push('\n');
 }
 
-/// A word that completion offers for `-o`.
+/// A word that shell completion offers after `-o`.
 pub(crate) struct Completion {
-    /// An option up to its value, or with the part of it that is known: `layout=`, `layout=single`, `views=`.
+    /// An option with the part of its value that is fixed, such as `layout=`, `layout=single` or
+    /// `views=`.
     pub text: String,
-    /// Whether the name of a file or folder follows.
+    /// Whether the path of a file or folder follows the text.
     pub is_path: bool,
     pub explanation: &'static str,
 }
@@ -79,13 +81,13 @@ impl Completion {
         &self.text[..end]
     }
 
-    /// The value, as far as it is known.
+    /// The part of the value that is fixed.
     pub(crate) fn value(&self) -> &str {
         &self.text[self.key().len()..]
     }
 }
 
-/// All options of `mount`, or those of a command with these uses, with their values.
+/// All options with their values: those of `mount`, or those of a command with `uses`.
 pub(crate) fn completions(uses: Option<&[Use]>) -> Vec<Completion> {
     let mut all = Vec::new();
     for row in table::rows().filter(|row| !row.help.is_empty()) {
@@ -95,7 +97,7 @@ pub(crate) fn completions(uses: Option<&[Use]>) -> Vec<Completion> {
             }
             let sign = if row.takes_value() { "=" } else { "" };
             let text = format!("{}{sign}{}", row.name, value.text);
-            // `shards=` has a number or a size.
+            // `shards=` accepts a number or a size, which have the same text here.
             if all.iter().any(|one: &Completion| one.text == text) {
                 continue;
             }
@@ -165,7 +167,8 @@ mod tests {
         assert!(!of_ls.iter().any(|it| it == "layout=single" || it == "cache="), "{of_ls:?}");
     }
 
-    /// Options, each with title and place in `docs/` of the page that says more.
+    /// Options for which another page has more details. Each row has the option, the title of the
+    /// page, and its path in `docs/`.
     const PAGES: &[(&str, &str, &str)] = &[
         ("layout", "Views", "guides/views.md"),
         ("format", "Bintensors", "formats/checkpoints.md#bintensors"),
@@ -195,7 +198,7 @@ mod tests {
         }
     }
 
-    /// The tables of `docs/reference/options.md`.
+    /// The tables in `docs/reference/options.md`.
     fn docs() -> String {
         let mut text = String::new();
         for group in GROUPS {

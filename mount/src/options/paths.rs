@@ -1,4 +1,4 @@
-//! The paths among the options.
+//! Handles the paths in the options.
 
 use std::path::PathBuf;
 
@@ -7,8 +7,8 @@ use tensorfs::internal::source::SecretOrigin;
 use super::{IndexDir, Options};
 
 impl Options {
-    /// Makes the paths among the options absolute: the daemon leaves the working directory, and
-    /// keeps no descriptor of its caller that a path may name.
+    /// Makes all paths in the options absolute. The daemon leaves the working directory, and it closes
+    /// the descriptors of its caller, which a path in `/dev/fd` may name.
     ///
     /// # Errors
     /// If the working directory is gone.
@@ -16,7 +16,7 @@ impl Options {
         for path in self.paths() {
             *path = std::path::absolute(&*path)?;
             let of_descriptor = ["/dev/fd", "/proc/self/fd"].iter().any(|p| path.starts_with(p));
-            // The path of a pipe cannot be resolved.
+            // For a pipe, this path cannot be resolved, so it stays.
             if of_descriptor && let Ok(real) = std::fs::canonicalize(&*path) {
                 *path = real;
             }
@@ -24,7 +24,7 @@ impl Options {
         Ok(())
     }
 
-    /// The paths among the options.
+    /// All paths in the options.
     pub(crate) fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
         let index_dir = match &mut self.index_dir {
             IndexDir::At(folder) => Some(folder),

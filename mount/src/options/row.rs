@@ -1,4 +1,4 @@
-//! One mount option: name, parser, value for `status`, help and docs page.
+//! One mount option: its name, parser, value for `status`, and help text.
 
 use serde_json::Value;
 use tensorfs::internal::open_options::HUB;
@@ -7,18 +7,19 @@ use tensorfs::internal::source::read_option_file;
 
 use super::Options;
 
-/// The use of an option for commands other than `mount`. Each command has some of these uses.
+/// The purpose of an option for commands other than `mount`. Each command accepts the options of
+/// certain purposes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Use {
     /// How the source is found and proved.
     Source,
-    /// The tensors of a view.
+    /// Which tensors a view has.
     View,
-    /// The format of its files.
+    /// The format of the files of the view.
     Format,
-    /// Its number of files.
+    /// The number of files of the view.
     Layout,
-    /// The files beside those with tensors.
+    /// Which files without tensors the view shows.
     Files,
     /// Several views.
     Views,
@@ -28,7 +29,7 @@ pub(crate) enum Use {
     Reads,
 }
 
-/// Stores the value of an option; the error says which values there are.
+/// Stores the value of an option. The error text lists the expected values.
 type SetValue = fn(&mut Options, &str) -> Result<(), String>;
 
 /// Sets the option `key` of the view.
@@ -38,17 +39,17 @@ pub(super) fn set_view(options: &mut Options, key: &str, value: &str) -> Result<
     set.unwrap_or_else(|| Err("another option".to_owned()))
 }
 
-/// The effect of an option.
+/// How an option is applied.
 enum Effect {
-    /// It takes a value.
+    /// The option takes a value.
     Value(SetValue),
-    /// It takes a value, and is one of the view.
+    /// The option takes a value and belongs to the view.
     View,
-    /// It takes none.
+    /// The option takes no value.
     Flag(fn(&mut Options)),
 }
 
-/// Options about one subject.
+/// Options on one subject.
 pub(super) struct OptionGroup {
     pub(super) title: &'static str,
     pub(super) rows: &'static [OptionRow],
@@ -57,18 +58,19 @@ pub(super) struct OptionGroup {
 /// One option.
 pub(super) struct OptionRow {
     pub(super) name: &'static str,
-    /// Whether it may be given more than once.
+    /// Whether the option may be given more than once.
     pub(super) repeats: bool,
-    /// The commands that take it too.
+    /// The purpose that makes other commands accept the option.
     commands: Option<Use>,
     effect: Effect,
-    /// Its value in `tensorfs status`, if it is shown there.
+    /// The function that returns the value for `tensorfs status`. `None` if `status` does not show
+    /// the option.
     pub(super) shown: Option<fn(&Options) -> Value>,
-    /// Syntax and explanation of its values.
+    /// Syntax and explanation of the values.
     pub(super) help: &'static [(&'static str, &'static str)],
 }
 
-/// Rows that the same commands take.
+/// Rows that all have the purpose `commands`.
 pub(super) const fn for_all<const N: usize>(
     commands: Use,
     mut rows: [OptionRow; N],
@@ -91,7 +93,7 @@ impl OptionRow {
         OptionRow { name, repeats: false, commands: None, effect, shown: None, help }
     }
 
-    /// An option of the view, which has its parser and its value.
+    /// An option of the view. The view parses it and shows its value.
     pub(super) const fn view(
         name: &'static str,
         help: &'static [(&'static str, &'static str)],
@@ -122,7 +124,8 @@ impl OptionRow {
         self
     }
 
-    /// The option with this value, which `shown` returned. `None` if it is not given.
+    /// The option in the form of `-o`, with the value that `shown` returned. `None` if the value
+    /// means that the option was not given.
     pub(super) fn word(&self, value: &Value) -> Option<String> {
         let text = match (value, value.as_u64().filter(|_| self.help[0].0 == "SIZE")) {
             (Value::Null | Value::Bool(false), _) => return None,
@@ -138,7 +141,7 @@ impl OptionRow {
         !matches!(self.effect, Effect::Flag(_))
     }
 
-    /// The use of the option with this value for commands other than `mount`.
+    /// The purpose of the option with this value, for commands other than `mount`.
     pub(super) fn commands(&self, value: &str) -> Option<Use> {
         match self.commands {
             Some(Use::Layout) if value == HUB => Some(Use::Hub),
@@ -146,12 +149,12 @@ impl OptionRow {
         }
     }
 
-    /// Whether a command with these uses takes the option with this value.
+    /// Whether a command with these uses accepts the option with this value.
     pub(super) fn is_for(&self, uses: &[Use], value: &str) -> bool {
         self.commands(value).is_some_and(|own| uses.contains(&own))
     }
 
-    /// Applies the option, with its value if it takes one.
+    /// Applies the option. `value` is used if the option takes a value.
     pub(super) fn apply(&self, options: &mut Options, value: &str) -> Result<(), String> {
         match self.effect {
             Effect::Value(set) => set(options, value),
@@ -163,7 +166,8 @@ impl OptionRow {
         }
     }
 
-    /// The forms of its value: a word, or a prefix and a placeholder, as `map=` and `FILE`.
+    /// The forms of the option's value: a word, or a prefix and a placeholder, such as `map=` and
+    /// `FILE`.
     pub(super) fn values(&self) -> impl Iterator<Item = ValueSyntax> {
         self.help.iter().flat_map(|&(syntax, explanation)| {
             let explanation = if syntax.contains('|') { "" } else { explanation };
@@ -179,9 +183,10 @@ impl OptionRow {
 /// One form of the value of an option.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ValueSyntax {
-    /// The part that every value of this form begins with.
+    /// The part with which every value of this form begins.
     pub(super) text: &'static str,
-    /// The part that the user chooses, as `FILE`; empty if the value is a word.
+    /// The placeholder for the part that the user chooses, such as `FILE`. Empty if the value is a
+    /// word.
     pub(super) chosen: &'static str,
     pub(super) explanation: &'static str,
 }

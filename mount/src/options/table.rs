@@ -1,4 +1,4 @@
-//! The options of a mount, one row each, in groups.
+//! The options of a mount, in groups. Each option is one row.
 
 use std::ffi::OsStr;
 use std::ops::RangeInclusive;
@@ -21,26 +21,27 @@ use super::access::AccessRule;
 use super::row::{OptionGroup, OptionRow, Use, for_all, set_view};
 use super::{CACHE_DEFAULT, IndexDir, Options};
 
-/// Largest cache: a larger value is a typing error.
+/// Maximum size of the cache. A larger value is probably a typing error.
 const CACHE_MAX: u64 = 1 << 40;
 
-/// Smallest disk cache.
+/// Minimum size of the disk cache.
 const DISK_CACHE_MIN: u64 = 16 << 20;
 
-/// Largest readahead window: one fault may read half of it before the requested byte.
+/// Maximum readahead window. For one page fault, the kernel may read half of the window before the
+/// requested byte.
 const READAHEAD_MAX: u64 = 1 << 30;
 
-/// All rows.
+/// All rows of all groups.
 pub(super) fn rows() -> impl Iterator<Item = &'static OptionRow> {
     GROUPS.iter().flat_map(|group| group.rows)
 }
 
-/// The row of the option `name`, given with a value or without.
+/// The row of the option `name`. `with_value` says whether the user gave a value.
 pub(super) fn find(name: &str, with_value: bool) -> Option<&'static OptionRow> {
     rows().find(|row| row.name == name && row.takes_value() == with_value)
 }
 
-/// The options that `tensorfs status` shows, apart from those of `OpenOptions`.
+/// The options that `tensorfs status` shows, without those of `OpenOptions`.
 pub(super) fn shown(options: &Options) -> impl Iterator<Item = (&'static str, Value)> + '_ {
     rows().filter_map(|row| Some((row.name, row.shown?(options))))
 }
@@ -63,7 +64,7 @@ fn path(value: &str) -> Result<Option<PathBuf>, String> {
     text(value).map(|path| Some(path.into()))
 }
 
-/// The URL of a server. It has no login and no query, which may be secret.
+/// The URL of a server. It must not contain a login or a query, since both may be secret.
 fn server(value: &str) -> Result<Option<String>, String> {
     let expected = || SERVER_URL.to_owned();
     is_server_url(value).then(|| Some(value.to_owned())).ok_or_else(expected)
@@ -78,7 +79,7 @@ fn folder(value: &str) -> Result<PathBuf, String> {
 }
 
 fn id(value: &str) -> Result<Option<u32>, String> {
-    // The last one means "no one" to the kernel.
+    // The largest number means "no one" to the kernel.
     let id = value.parse().ok().filter(|id| *id < u32::MAX);
     id.map(Some).ok_or_else(|| "a number".to_owned())
 }
@@ -104,7 +105,7 @@ pub(super) const GROUPS: &[OptionGroup] = &[
     OptionGroup { title: "Mount table and log", rows: PLACE },
 ];
 
-/// The files of a checkpoint.
+/// Options for the files that the mount shows.
 const FILES: &[OptionRow] = &[
     OptionRow::value(
         "layout",
@@ -174,7 +175,7 @@ const FILES: &[OptionRow] = &[
     .for_commands(Use::Views),
 ];
 
-/// The tensors in them.
+/// Options for the tensors in these files.
 const TENSORS: [OptionRow; 8] = [
     OptionRow::view(
         "include",
@@ -221,7 +222,7 @@ const TENSORS: [OptionRow; 8] = [
     .repeats(),
 ];
 
-/// How the source is found, proved and opened.
+/// Options for how the source is found, proved and opened.
 const SOURCE: [OptionRow; 17] = [
     OptionRow::value(
         "prefer",
@@ -388,7 +389,7 @@ const SOURCE: [OptionRow; 17] = [
     .shown(|options| shown_file(options.remote.ca_file.as_deref())),
 ];
 
-/// How changes of the source are found.
+/// Options for how changes of the source are found.
 const CHANGES: &[OptionRow] = &[
     OptionRow::value(
         "watch",
@@ -420,7 +421,7 @@ const CHANGES: &[OptionRow] = &[
     ),
 ];
 
-/// Owners and permissions.
+/// Options for owners and permissions.
 const USERS: &[OptionRow] = &[
     OptionRow::flag(
         "allow_other",
@@ -461,7 +462,7 @@ const USERS: &[OptionRow] = &[
     ),
 ];
 
-/// How bytes are read.
+/// Options for how bytes are read.
 const READING: &[OptionRow] = &[
     OptionRow::value(
         "cache",
@@ -564,7 +565,7 @@ const READING: &[OptionRow] = &[
     ),
 ];
 
-/// The mount table, the flags of mount(2), and the log.
+/// Options for the mount table, the flags of mount(2), and the log.
 const PLACE: &[OptionRow] = &[
     OptionRow::value(
         "fsname",

@@ -1,5 +1,5 @@
-//! A small HTTP server for pages of text. Clients are bounded in number, time and length of their
-//! requests: the oldest makes room for a new one.
+//! A small HTTP server for pages of text. The number of clients, their time and the length of their
+//! requests are bounded. If there are too many clients, the oldest connection is closed.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -23,16 +23,16 @@ use tensorfs::internal::sync::Mutex;
 
 use crate::node::config::MetricsAddress;
 
-/// Maximum number of clients at once.
+/// Maximum number of simultaneous clients.
 const CLIENTS_MAX: usize = 16;
 
-/// How long a client may take for its request and to take the reply.
+/// Maximum time for a client to send its request and receive the reply.
 const CLIENT_TIME: Duration = Duration::from_secs(10);
 
-/// Longest request, in bytes.
+/// Maximum size of a request, in bytes.
 const REQUEST_MAX: usize = 8 << 10;
 
-/// Interval between checks whether the server must end.
+/// Interval between checks for the end of the server.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A reply.
@@ -74,11 +74,11 @@ impl HttpReply {
     }
 }
 
-/// A running server. It ends when this is dropped.
+/// A server that runs. The drop stops it.
 pub(super) struct HttpServer {
     ends: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
-    /// The socket, if it is a file.
+    /// The path of the socket, if the server listens on a socket file.
     file: Option<PathBuf>,
 }
 
@@ -99,13 +99,13 @@ enum HttpListener {
     Unix(UnixListener),
 }
 
-/// A connection of either kind. Reads and writes wait for a bounded time.
+/// A TCP or Unix connection. Reads and writes have a time limit.
 struct HttpStream(File);
 
 type Answer = Arc<dyn Fn(&str) -> HttpReply + Send + Sync>;
 
 impl HttpServer {
-    /// Serves the replies of `answer` to paths.
+    /// Starts a server. `answer` makes the reply for the path of a request.
     ///
     /// # Errors
     /// If the address cannot be used.
@@ -131,7 +131,7 @@ impl HttpServer {
     }
 }
 
-/// Listens on a socket file. A socket that nobody listens on is replaced.
+/// Listens on a socket file. If a socket file exists and no process listens on it, it is replaced.
 fn bind_file(path: &Path) -> io::Result<UnixListener> {
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
     if is_socket
@@ -155,7 +155,7 @@ fn accept(listener: &HttpListener, answer: &Answer, ends: &AtomicBool) {
             continue;
         }
         let Ok((stream, kept)) = listener.accept().and_then(|s| s.twice()) else {
-            // Another error, such as too many open files, may last.
+            // Another error, such as too many open files, may persist, so the loop pauses.
             std::thread::sleep(Duration::from_millis(10));
             continue;
         };
@@ -237,18 +237,18 @@ impl HttpListener {
 }
 
 impl HttpStream {
-    /// This stream, and another handle of it.
+    /// This stream, and a second handle to it.
     fn twice(self) -> io::Result<(HttpStream, HttpStream)> {
         let other = HttpStream(self.0.try_clone()?);
         Ok((self, other))
     }
 
-    /// Ends the connection; reads and writes of its other handle fail.
+    /// Ends the connection. Reads and writes through its other handle fail.
     fn end(&self) {
         let _ = shutdown(self.0.as_raw_fd(), Shutdown::Both);
     }
 
-    /// Makes the next read and write fail at `deadline`.
+    /// Makes the next read or write fail if it is not done by `deadline`.
     fn set_timeout(&self, deadline: Instant) -> io::Result<()> {
         let rest = deadline.saturating_duration_since(Instant::now());
         if rest < Duration::from_millis(1) {

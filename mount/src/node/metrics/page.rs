@@ -1,4 +1,5 @@
-//! The page of metrics, in the text format of Prometheus. It names mounts, and no paths.
+//! The page of metrics, in the text format of Prometheus. It contains names of mounts, but no
+//! paths.
 
 use std::fmt::Write;
 
@@ -14,10 +15,11 @@ use crate::serve::service::ServiceStatus;
 /// The content type of the page.
 pub(super) const TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Upper bounds of the classes of a histogram, as powers of two of microseconds: 16 us to 67 s.
+/// Upper bounds of the buckets of a histogram, as exponents of two, in microseconds: 16 us to 67 s.
 const BOUNDS: [u32; 12] = [4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26];
 
-/// A metric: name, help, and its value in the answer about a `T`. A counter is called `..._total`, a gauge is not.
+/// A metric: its name, its help text, and the function that returns its value from a `T`. The name
+/// of a counter ends in `_total`, the name of a gauge does not.
 type Row<T> = (&'static str, &'static str, fn(&T) -> u64);
 
 /// Metrics with one value for each mount.
@@ -61,7 +63,7 @@ const ROWS: &[Row<ServiceStatus>] = &[
     ("open_files", "Open handles of files.", |it| it.open_files as u64),
 ];
 
-/// Counters of each server of a mount with a remote source.
+/// Counters for each server of a mount with a remote source.
 const ENDPOINT_ROWS: &[Row<EndpointStatus>] = &[
     ("remote_requests_total", "Requests to servers.", |it| it.requests),
     ("remote_retries_total", "Requests that were sent again after a failure.", |it| it.retries),
@@ -81,7 +83,8 @@ const DISK_ROWS: &[Row<DiskCacheStatus>] = &[
     }),
 ];
 
-/// The page. `answers` are those of the workers of `mounts`; a worker that did not answer has none.
+/// Writes the page. `answers` has the answers of the workers of `mounts`, and `None` for a worker
+/// that did not answer.
 pub(super) fn write(
     mounts: &[PostedMount],
     answers: &[Option<Told<Status>>],
@@ -170,7 +173,7 @@ impl Page {
         let _ = writeln!(self.0, "{} {value}", if labels.is_empty() { "" } else { "}" });
     }
 
-    /// Counters of which each is a value of one label.
+    /// Writes several counters as one metric, with a label that distinguishes them.
     fn labelled(
         &mut self,
         answered: &[(&str, &Told<Status>)],
@@ -239,7 +242,7 @@ impl Page {
         }
     }
 
-    /// Servers and disk caches, if any mount has a remote source.
+    /// Writes the metrics of servers and disk caches, if any mount has a remote source.
     fn remotes(&mut self, answered: &[(&str, &Told<Status>)]) {
         let remotes: Vec<(&str, &RemoteStatus)> = answered
             .iter()
@@ -274,7 +277,8 @@ impl Page {
         }
     }
 
-    /// A histogram of a worker: its classes in microseconds, not cumulated.
+    /// Writes a histogram of a worker. The counts of its buckets, in microseconds, are not
+    /// cumulative.
     fn histogram(&mut self, name: &str, labels: &[(&str, &str)], histogram: &Histogram) {
         let below = |bound: u64| -> u64 {
             let classes = histogram.below_us.iter().filter(|(class, _)| *class <= bound);

@@ -116,11 +116,11 @@ pub(crate) struct SourceArgs {
     pub verbose: u8,
 }
 
-/// A command that has a source, and the options of mounts that it takes.
+/// A command that reads a source, and the uses of the mount options that it accepts.
 pub(crate) struct SourceCommand {
-    /// Its name.
+    /// The name of the command.
     pub name: &'static str,
-    /// The uses of these options.
+    /// The uses of the mount options that the command accepts.
     pub uses: &'static [Use],
 }
 
@@ -128,7 +128,8 @@ use Use::{Files, Format, Hub, Layout, Reads, Source, View, Views};
 
 pub(crate) const WARM: SourceCommand =
     SourceCommand { name: "warm", uses: &[Source, View, Format, Layout] };
-/// `warm` without `--heat`, which names files.
+/// `warm` without `--heat`. A list for `--heat` has names of virtual files, so only with it are
+/// options about files accepted.
 pub(crate) const WARM_ALL: SourceCommand = SourceCommand { name: "warm", uses: &[Source, View] };
 /// `cache warm`.
 pub(crate) const CACHE: SourceCommand = SourceCommand { name: "cache", uses: &[Source, View] };
@@ -150,7 +151,7 @@ pub(crate) const DIFF: SourceCommand = SourceCommand { name: "diff", uses: &[Sou
 pub(crate) const REPORT: SourceCommand =
     SourceCommand { name: "report", uses: &[Source, View, Format, Layout] };
 
-/// All commands that have a source. Completion offers each its own options.
+/// All commands that read a source. Shell completion offers each of them its own options.
 pub(crate) const SOURCE_COMMANDS: [&SourceCommand; 13] = [
     &CAT,
     &WARM,
@@ -170,7 +171,7 @@ pub(crate) const SOURCE_COMMANDS: [&SourceCommand; 13] = [
 /// `tensorfs doctor` with a URL.
 pub(crate) const DOCTOR: SourceCommand = SourceCommand { name: "doctor", uses: &[Use::Source] };
 
-/// Names the options of a command in its help.
+/// Adds the names of the options that a command accepts to the help text of its argument `-o`.
 fn takes(command: &'static SourceCommand) -> impl FnOnce(Arg) -> Arg {
     move |arg| arg.help(format!("Options as for mount: {}", options::names_for(command.uses)))
 }

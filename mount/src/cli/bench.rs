@@ -1,4 +1,5 @@
-//! `tensorfs bench`: the same bytes through a mount and from a real consolidated file, in turns.
+//! `tensorfs bench`: measures reads of the same bytes through a mount and from a real consolidated
+//! file, in turns.
 
 pub(super) mod args;
 mod job;
@@ -43,7 +44,7 @@ use report::Measured;
 use scratch::Scratch;
 use worker::Trouble;
 
-/// Minimum time that a run gets, and the bytes that earn another second.
+/// Minimum time limit of a run, and the number of bytes for which the limit grows by one second.
 const LIMIT_MIN: Duration = Duration::from_secs(60);
 const LIMIT_BYTES_PER_SECOND: u64 = 20_000_000;
 
@@ -59,18 +60,18 @@ impl From<Trouble> for Failure {
 /// The checkpoint that is measured.
 #[derive(Debug)]
 struct Subject {
-    /// The source.
+    /// Path of the source.
     source: PathBuf,
-    /// The virtual file, from the root of the mount.
+    /// Path of the virtual file below the root of the mount.
     shown: PathBuf,
-    /// The shard files.
+    /// Paths of the shard files.
     shards: Vec<PathBuf>,
-    /// The folder of the checkpoint.
+    /// Path of the folder with the checkpoint.
     folder: PathBuf,
     bytes: u64,
     tensors: usize,
     kind: &'static str,
-    /// The real file with the same bytes.
+    /// Path of the real file with the same bytes.
     file: PathBuf,
     options: Vec<String>,
     limit: Duration,
@@ -85,11 +86,11 @@ pub(super) fn run(args: &BenchArgs) -> Outcome {
     in_json(args, bench(args))
 }
 
-/// If JSON was requested and nothing is printed yet, prints the failure as JSON too.
+/// If JSON was requested and nothing is printed yet, prints the error as JSON too.
 pub(super) fn in_json(args: &BenchArgs, outcome: Outcome) -> Outcome {
     match &outcome {
         Err(failure) if args.json && !matches!(failure, Failure::Told) => {
-            // The failure goes to standard error even if this cannot be printed.
+            // The error also goes to standard error, so a failure to print it here is ignored.
             let _ = print_json(&json!({
                 "ok": false,
                 "class": failure.kind().as_str(),
@@ -116,7 +117,7 @@ fn bench(args: &BenchArgs) -> Outcome {
             "the bench reads one view: give no views= or layout=hub, and rank= with tp=".to_owned(),
         ));
     }
-    // This check comes before any file is made or mounted.
+    // This check comes before any file is written and before anything is mounted.
     args.against.as_deref().map_or(Ok(()), check_file)?;
     if open.view.format != OutputFormat::default() {
         return Err(Failure::Usage("the bench reads safetensors; leave format= out".to_owned()));
@@ -137,7 +138,7 @@ fn bench(args: &BenchArgs) -> Outcome {
         OpenOptions { secret: options.open_with_secret().map_err(Failure::Failed)?.secret, ..open };
     let tree = Tree::scan(path.as_deref().unwrap_or(&source), &open)?;
     let mut subject = look(&tree, &source, args, method)?;
-    // Both the checkpoint and this file are removed when this function returns.
+    // The drop at the end of this function removes the checkpoint and this file.
     let written = consolidate(&mut subject, args)?;
     let outcome = measure(&subject, args);
     if args.keep {
@@ -149,8 +150,8 @@ fn bench(args: &BenchArgs) -> Outcome {
     outcome
 }
 
-/// The source behind a path on a mount, and the options that open it as the new mount will. Without
-/// such a path, the options that were given.
+/// If the argument is a path on a mount: the source behind it, and the options that open that
+/// source as the new mount will. Otherwise no path, and the options of the command.
 fn behind(args: &BenchArgs, options: &Options) -> Result<(Option<PathBuf>, OpenOptions), Failure> {
     let source = args.source.as_deref();
     let Some((source, origin)) = source.and_then(|path| Some((path, resolve_mount(path)?))) else {
@@ -165,13 +166,13 @@ fn behind(args: &BenchArgs, options: &Options) -> Result<(Option<PathBuf>, OpenO
     Ok((Some(path), open))
 }
 
-/// Whether there is a real file at `path` that can be read.
+/// Fails unless `path` is a regular file that can be read.
 fn check_file(path: &Path) -> Outcome {
     let failed = |why: &dyn std::fmt::Display| {
         let path = shown_path(path);
         Err(Failure::Failed(format!("--against {path}: {why}; without it, a file is written")))
     };
-    // Opening a pipe would block.
+    // Opening a FIFO would block, so the type is checked first.
     match std::fs::metadata(path).map(|meta| meta.is_file().then(|| File::open(path))) {
         Ok(Some(Ok(_))) => Ok(()),
         Ok(None) => failed(&"not a regular file"),
@@ -179,7 +180,7 @@ fn check_file(path: &Path) -> Outcome {
     }
 }
 
-/// Seconds that reading `bytes` may take.
+/// The time limit for reading `bytes` bytes.
 fn limit(args: &BenchArgs, bytes: u64) -> Duration {
     let default = LIMIT_MIN + Duration::from_secs(bytes / LIMIT_BYTES_PER_SECOND);
     args.time_limit.map_or(default, Duration::from_secs)
@@ -187,7 +188,7 @@ fn limit(args: &BenchArgs, bytes: u64) -> Duration {
 
 fn make_checkpoint(args: &BenchArgs) -> Result<Scratch, Failure> {
     let dir = args.dir.clone().unwrap_or_else(std::env::temp_dir);
-    // The consolidated file, as long again, will lie beside it.
+    // The consolidated file will be in the same folder and needs the same space again.
     let scratch = Scratch::new(&dir, 2 * args.size, args.keep)?;
     let made = args.make.as_ref().and_then(ValueEnum::to_possible_value);
     let name = made.as_ref().map_or("", |value| value.get_name());
@@ -199,7 +200,7 @@ fn make_checkpoint(args: &BenchArgs) -> Result<Scratch, Failure> {
     Ok(scratch)
 }
 
-/// Finds the largest checkpoint of `tree`, which is what a mount of `source` shows.
+/// Finds the largest checkpoint that a mount of `source` shows. `tree` is the scan of the source.
 fn look(tree: &Tree, source: &Path, args: &BenchArgs, method: Method) -> Result<Subject, Failure> {
     let mut largest: Option<Subject> = None;
     let mut refusal = None;
@@ -240,7 +241,8 @@ fn look(tree: &Tree, source: &Path, args: &BenchArgs, method: Method) -> Result<
     }
 }
 
-/// Writes the consolidated file if none is given, and compares it with the mounted file.
+/// Writes the consolidated file, unless the arguments name one. Compares the file with the mounted
+/// file.
 fn consolidate(subject: &mut Subject, args: &BenchArgs) -> Result<Option<Scratch>, Failure> {
     let mounted = Mounted::start(&subject.source, &subject.options, subject.limit)?;
     let shown = mounted.path().join(&subject.shown);
@@ -300,7 +302,7 @@ fn measure(subject: &Subject, args: &BenchArgs) -> Outcome {
     if failed { Err(Failure::Told) } else { Ok(()) }
 }
 
-/// The machine and the build that the figures belong to.
+/// Facts about the machine and the build with which the figures were measured.
 fn facts(subject: &Subject) -> Result<Value, Failure> {
     let failed = |e: std::io::Error| Failure::Failed(format!("{}: {e}", shown_path(&subject.file)));
     let mounted = Mounted::start(&subject.source, &subject.options, subject.limit)?;
@@ -369,7 +371,7 @@ fn title(facts: &Value) -> String {
     )
 }
 
-/// Notes about the figures.
+/// Remarks on the figures.
 fn notes(measured: &[Measured]) -> Vec<String> {
     let mut notes = Vec::new();
     for measured in measured {
@@ -402,7 +404,7 @@ fn notes(measured: &[Measured]) -> Vec<String> {
     notes
 }
 
-/// Shows progress on a terminal, on a line that the next message replaces.
+/// Shows progress on a terminal. The next message overwrites the line.
 fn progress(what: &str) {
     let mut error = std::io::stderr();
     if error.is_terminal() && !log::is_quiet() {
@@ -411,7 +413,7 @@ fn progress(what: &str) {
     }
 }
 
-/// Bytes that this user can write to the file system of `path`.
+/// Number of bytes that this user can still write to the file system of `path`.
 fn space_free(path: &Path) -> std::io::Result<u64> {
     let stat = nix::sys::statvfs::statvfs(path)?;
     Ok(stat.blocks_available() * stat.fragment_size())

@@ -1,4 +1,4 @@
-//! `tensorfs cache`: what the disk cache of remote sources keeps, its checks, how it is filled, and its end.
+//! `tensorfs cache`: lists, checks, fills and empties the disk cache of remote sources.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -57,7 +57,7 @@ pub(super) fn run(args: &CacheArgs) -> Outcome {
     }
 }
 
-/// The arguments of `tensorfs warm` that mean the same.
+/// The arguments of `tensorfs warm` that do the same as `cache warm` with `args`.
 fn warm_args(args: &CacheArgs) -> Result<WarmArgs, Failure> {
     let usage = |why: &str| Failure::Usage(why.to_owned());
     if args.keep.is_some() {
@@ -77,7 +77,8 @@ fn warm_args(args: &CacheArgs) -> Result<WarmArgs, Failure> {
     Ok(WarmArgs { source, heat: None, progress: args.progress })
 }
 
-/// The folder that the arguments name, or that a mount would use.
+/// The folder of the disk cache: the one that the arguments name, or the one that a mount would
+/// use.
 fn folder_of(args: &CacheArgs) -> Result<PathBuf, Failure> {
     if args.keep.is_some() && args.action != CacheAction::Prune {
         return Err(Failure::Usage("--keep goes with prune".to_owned()));

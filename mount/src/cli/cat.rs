@@ -10,19 +10,20 @@ use super::args;
 use super::output::{Failure, Outcome, RawOutput};
 use super::sources::{one_checkpoint, query_options};
 
-/// First bytes of a `.npy` file, and its version.
+/// The first bytes of a `.npy` file: the magic and the version.
 const NPY_MAGIC: &[u8] = b"\x93NUMPY\x01\x00";
 
-/// Bytes in front of the header text: those, and the length of the text.
+/// Number of bytes before the header text: the first bytes, and the length of the text.
 const NPY_PREFIX_LEN: usize = NPY_MAGIC.len() + 2;
 
-/// The data of a `.npy` file begins at a multiple of this.
+/// The data of a `.npy` file begins at a multiple of this number of bytes.
 const NPY_ALIGN: usize = 64;
 
-/// Maximum number of dimensions of an array of numpy.
+/// Maximum number of dimensions of a numpy array.
 const NPY_DIMENSIONS_MAX: usize = 64;
 
-/// Names that are suggested for one that is not there, and how near they have to be, from 0 to 1.
+/// If a name does not exist: the maximum number of similar names to suggest, and their minimum
+/// similarity, from 0 to 1.
 const SUGGESTED_MAX: usize = 3;
 const NEAR_MIN: f64 = 0.7;
 
@@ -57,7 +58,7 @@ pub(super) fn run(args: &args::CatArgs) -> Outcome {
     let read = read_tensor(&checkpoint, &Sweep::new(settings), tensor.position(), &mut |bytes| {
         match output.write(bytes) {
             Ok(true) => Ok(()),
-            // Nobody reads any more.
+            // The reader has closed the pipe.
             Ok(false) => Err(tensorfs::Error::cancelled("the reader has gone")),
             Err(failure) => {
                 failed = Some(failure);
@@ -72,8 +73,8 @@ pub(super) fn run(args: &args::CatArgs) -> Outcome {
     }
 }
 
-/// Names of `catalog` that are like `name`, in quotes, the nearest first. Parts that lead to a name may
-/// be left out, as in `wte.weight` for `transformer.wte.weight`.
+/// Names in `catalog` that are similar to `name`, in quotes, the most similar first. Leading parts may
+/// be missing in `name`, such as in `wte.weight` for `transformer.wte.weight`.
 fn suggested(catalog: &Catalog, name: &str) -> Vec<String> {
     let dots = name.matches('.').count();
     let near_names = catalog.tensors().filter_map(|tensor| {
@@ -89,7 +90,7 @@ fn suggested(catalog: &Catalog, name: &str) -> Vec<String> {
     rated.iter().take(SUGGESTED_MAX).map(|(_, name)| quoted(name)).collect()
 }
 
-/// The header of a `.npy` file with this tensor, as `numpy.save` writes it.
+/// The header of a `.npy` file for this tensor. It has the same bytes that `numpy.save` writes.
 fn npy_header(tensor: &Tensor<'_>) -> Result<Vec<u8>, Failure> {
     let refused = |why: String| Failure::Failed(format!("tensor {}: {why}", quoted(tensor.name)));
     let Some(descr) = npy_descr(tensor.dtype) else {
@@ -106,24 +107,24 @@ fn npy_header(tensor: &Tensor<'_>) -> Result<Vec<u8>, Failure> {
         )));
     }
     let sizes: Vec<String> = tensor.shape.iter().map(u64::to_string).collect();
-    // A tuple of one has a comma at its end.
+    // In Python, a tuple with one element ends in a comma.
     let comma = if sizes.len() == 1 { "," } else { "" };
     let shape = sizes.join(", ");
     let mut text =
         format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({shape}{comma}), }}");
-    // numpy leaves room for a first dimension that grows.
+    // numpy leaves space for the first dimension to grow to 20 digits.
     let growth = tensor.shape.first().map_or(0, |size| 21 - size.to_string().len());
     text.push_str(&" ".repeat(growth));
-    // A whole `NPY_ALIGN` of spaces where none is needed, as numpy does.
+    // If no padding is needed, numpy adds `NPY_ALIGN` spaces, and so does this code.
     let end = (NPY_PREFIX_LEN + text.len() + 2).next_multiple_of(NPY_ALIGN);
     text.push_str(&" ".repeat(end - NPY_PREFIX_LEN - text.len() - 1));
     text.push('\n');
-    // At most 64 numbers of 20 digits.
+    // The text fits into 16 bits: the shape has at most 64 numbers of 20 digits.
     let len = text.len() as u16;
     Ok([NPY_MAGIC, &len.to_le_bytes(), text.as_bytes()].concat())
 }
 
-/// The `descr` of numpy for a type, `None` if it has none.
+/// The `descr` of numpy for a dtype. `None` if numpy has no such type.
 fn npy_descr(dtype: Dtype) -> Option<&'static str> {
     Some(match dtype {
         Dtype::Bool => "|b1",

@@ -1,4 +1,4 @@
-//! Tables: aligned and fit to a terminal, or with tabs for programs.
+//! Tables: aligned and cut to the width of a terminal, or separated by tabs for programs.
 
 use console::{Alignment, measure_text_width, pad_str, truncate_str};
 
@@ -6,19 +6,19 @@ use tensorfs::internal::size::shown_size;
 
 use super::output::{Outcome, print_bytes, print_text, terminal_width};
 
-/// Between two columns.
+/// Number of spaces between two columns.
 const GAP: usize = 2;
 
-/// Minimum width of a column with names, if it has longer ones.
+/// Minimum width of a column with names, if a name is longer.
 const NAME_MIN: usize = 16;
 
 /// A column.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Column {
     pub title: &'static str,
-    /// Minimum width, so that columns of a table that is drawn again keep their places.
+    /// Minimum width. It keeps the position of columns in a table that is redrawn.
     pub min: usize,
-    /// How long it stays where not all columns fit: that with the largest number goes first.
+    /// If not all columns fit, the column with the largest number is left out first.
     pub rank: u8,
     pub kind: ColumnKind,
 }
@@ -26,40 +26,41 @@ pub(super) struct Column {
 /// The content of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ColumnKind {
-    /// Numbers, to the right.
+    /// Numbers, aligned to the right.
     Number,
-    /// Words, to the left.
+    /// Words, aligned to the left.
     Word,
-    /// Names, which are cut in front where there is no room.
+    /// Names. If a name is too long, its beginning is cut off.
     Name,
 }
 
 /// A row.
 #[derive(Clone, Debug)]
 pub(super) enum TableRow {
-    /// A cell for each column.
+    /// One cell for each column.
     Cells(Vec<String>),
-    /// The first cell, and a remark in place of all others.
+    /// The first cell, and a remark that replaces all other cells.
     Remark(String, String),
 }
 
-/// A table. Its first column always stays.
+/// A table. Its first column is never left out.
 pub(super) struct TextTable {
     pub columns: Vec<Column>,
     pub rows: Vec<TableRow>,
 }
 
 impl TextTable {
-    /// Prints it: aligned on a terminal, and cut to its width; with tabs elsewhere.
+    /// Prints the table. On a terminal, it is aligned and cut to the width. Otherwise, cells are
+    /// separated by tabs.
     pub(super) fn print(&self) -> Outcome {
         match terminal_width() {
             Some(width) => print_text(&(self.lines(Some(width)).join("\n") + "\n")),
-            // Tabs pass; the cells are escaped.
+            // `print_text` would escape the tabs. The cells are escaped already.
             None => print_bytes((self.tabbed().join("\n") + "\n").as_bytes()),
         }
     }
 
-    /// All cells with a tab between them, below the titles.
+    /// The titles and all cells, separated by tabs.
     fn tabbed(&self) -> Vec<String> {
         let titles = self.columns.iter().map(|column| column.title).collect::<Vec<_>>().join("\t");
         let row = |row: &TableRow| match row {
@@ -69,8 +70,8 @@ impl TextTable {
         std::iter::once(titles).chain(self.rows.iter().map(row)).collect()
     }
 
-    /// Aligned lines, the titles first. With a width, columns are left out and names are cut until it
-    /// is kept.
+    /// The titles and rows as aligned lines. With `width`, columns are left out and names are cut
+    /// until the lines fit.
     pub(super) fn lines(&self, width: Option<usize>) -> Vec<String> {
         let widths = self.widths(width);
         let line = |row: &TableRow| match row {
@@ -100,7 +101,7 @@ impl TextTable {
         cells.collect::<Vec<_>>().join(&" ".repeat(GAP))
     }
 
-    /// The width of each column; `None` for those that are left out.
+    /// The width of each column. `None` for a column that is left out.
     fn widths(&self, width: Option<usize>) -> Vec<Option<usize>> {
         let wanted: Vec<usize> = (0..self.columns.len()).map(|index| self.wanted(index)).collect();
         let Some(width) = width else { return wanted.into_iter().map(Some).collect() };
@@ -126,7 +127,7 @@ impl TextTable {
         widths
     }
 
-    /// The width that shows the whole column.
+    /// The width at which no cell of the column is cut.
     fn wanted(&self, index: usize) -> usize {
         let Column { title, min, .. } = self.columns[index];
         let cells = self.rows.iter().filter_map(|row| match row {
@@ -138,12 +139,13 @@ impl TextTable {
     }
 }
 
-/// `text` in `width` columns of a terminal, cut in front if it is longer: the end of a path tells more.
+/// `text` in `width` columns of a terminal. If it is longer, its beginning is cut off, because the end
+/// of a path is more specific.
 fn pad(text: &str, width: usize, side: Alignment) -> String {
     pad_str(&end_of(text, width), width, side, None).into_owned()
 }
 
-/// The end of `text` that fits into `width` columns of a terminal.
+/// As much of the end of `text` as fits into `width` columns of a terminal.
 pub(super) fn end_of(text: &str, width: usize) -> String {
     if measure_text_width(text) <= width {
         return text.to_owned();
@@ -154,12 +156,12 @@ pub(super) fn end_of(text: &str, width: usize) -> String {
     format!("..{end}")
 }
 
-/// A cell with a number of bytes: with a unit on a terminal, and all digits for programs.
+/// A cell with a number of bytes. On a terminal it has a unit, and for programs it has all digits.
 pub(super) fn bytes_cell(bytes: u64) -> String {
     if terminal_width().is_some() { shown_size(bytes) } else { bytes.to_string() }
 }
 
-/// The share of `part` in the sum of both.
+/// `part` as a percentage of the sum of both numbers.
 pub(super) fn percent(part: Option<u64>, other: Option<u64>) -> String {
     match (part, other) {
         (Some(part), Some(other)) if part + other > 0 => {

@@ -1,6 +1,6 @@
-//! `tensorfs completions`: the script of clap, which knows commands and flags, with two additions: the
-//! options behind `-o`, and the mounts where a command takes one. Mounts are read from /proc/mounts, and
-//! none is touched: one that hangs would block the shell.
+//! `tensorfs completions`: the script of clap, which completes commands and flags, with two additions.
+//! It also completes the options after `-o`, and mounts for commands that take a mount. Mounts are read
+//! from /proc/mounts. No mount is accessed, because a mount that hangs would block the shell.
 
 use std::fmt::Write as _;
 
@@ -15,10 +15,10 @@ const BASH: &str = include_str!("completion/tensorfs.bash");
 const ZSH: &str = include_str!("completion/tensorfs.zsh");
 const FISH: &str = include_str!("completion/tensorfs.fish");
 
-/// Value name of arguments that are mounts.
+/// The value name of arguments that are mounts.
 const MOUNT_POINT: &str = "MNT";
 
-/// The command whose source may be a mount or any other path.
+/// The command whose source is a mount or any other path.
 const WARM: &str = "warm";
 
 pub(super) fn run(shell: Shell) -> Outcome {
@@ -34,7 +34,7 @@ pub(super) fn run(shell: Shell) -> Outcome {
     print_bytes(script.as_bytes())
 }
 
-/// The commands that take `-o`, with the options that each offers.
+/// The commands that accept `-o`, each with the options that it offers.
 fn commands_with_options() -> Vec<(String, Vec<Completion>)> {
     let cli = Cli::command();
     let takes_options =
@@ -46,7 +46,7 @@ fn commands_with_options() -> Vec<(String, Vec<Completion>)> {
     commands.collect()
 }
 
-/// The commands that take mounts.
+/// The commands whose argument is a mount.
 fn commands_with_mounts() -> Vec<String> {
     let cli = Cli::command();
     let takes_mounts = |command: &&Command| {
@@ -56,7 +56,7 @@ fn commands_with_mounts() -> Vec<String> {
     cli.get_subcommands().filter(takes_mounts).map(|it| it.get_name().to_owned()).collect()
 }
 
-/// The flags of these commands that take a value.
+/// The flags of these commands that need a value.
 fn flags_with_values(commands: &[String]) -> Vec<String> {
     let cli = Cli::command();
     let commands = commands.iter().filter_map(|name| cli.find_subcommand(name));
@@ -108,7 +108,7 @@ fn zsh(generated: &str) -> String {
     script.replacen("\n_tensorfs() {", &format!("\n{functions}\n_tensorfs() {{"), 1)
 }
 
-/// An option as `_values` of zsh takes it, from the rows of all its values.
+/// An option in the format of zsh's `_values`, made from the rows of all its values.
 fn zsh_value(rows: &[Completion]) -> String {
     let first = &rows[0];
     let words: Vec<&str> =
@@ -124,7 +124,8 @@ fn zsh_value(rows: &[Completion]) -> String {
     format!("*{}[{about}]{action}", first.key().trim_end_matches('='))
 }
 
-/// Completes the paths of `command` in a script of zsh by `action`. They are its last argument.
+/// Changes a zsh script so that `action` completes the paths of `command`. The paths are the last
+/// argument of the command.
 fn complete_last_path(script: &mut String, command: &str, action: &str) {
     let Some(start) = script.find(&format!("\n({command})\n")) else { return };
     let Some(len) = script[start..].find("&& ret=0") else { return };

@@ -1,4 +1,4 @@
-//! `tensorfs consolidate`: what a mount would show, as real files.
+//! `tensorfs consolidate`: writes the files that a mount would show as real files.
 
 use std::time::Instant;
 
@@ -39,7 +39,7 @@ pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
     };
     clean_up_on_signals();
     let mut watch = Watch { progress: &mut progress, bytes: None };
-    // Each read of the source has a deadline of its own.
+    // Each read of the source has its own deadline, so the whole work needs none.
     elsewhere(|| match &single {
         Some(file) => copier.write_one(file, &args.out, write, &mut watch),
         None => copier.write_folder(&outline, &args.out, write, &mut watch),

@@ -1,4 +1,5 @@
-//! `tensorfs convert`: a checkpoint as a real file, as the package of a format would write it.
+//! `tensorfs convert`: writes a checkpoint as a real file. It has the bytes that the package of its
+//! format would write.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -45,7 +46,7 @@ pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     conversion.report(&target, &written)
 }
 
-/// The format to write: that of `--to`, or of the name of OUT.
+/// The format to write: the value of `--to`, or the format that the name of OUT implies.
 fn format(args: &args::ConvertArgs) -> Result<To, Failure> {
     let named = args.out.file_name().and_then(|name| To::of_name(name.to_str()?));
     args.to.or(named).ok_or_else(|| {
@@ -57,7 +58,7 @@ fn format(args: &args::ConvertArgs) -> Result<To, Failure> {
     })
 }
 
-/// Refuses the options of a view that `convert` could not follow.
+/// Refuses view options that `convert` does not support.
 fn check_view(to: To, view: &View) -> Result<(), Failure> {
     let (format, files) = (to.as_str(), &view.files);
     let message = match files {
@@ -83,7 +84,8 @@ fn check_view(to: To, view: &View) -> Result<(), Failure> {
     Err(Failure::Usage(message))
 }
 
-/// The key of the new file, if it is encrypted. Reads it, or derives it.
+/// The key of the new file, if it is to be encrypted. The key is read from a file or derived from a
+/// passphrase.
 fn write_key(args: &args::ConvertArgs, to: To) -> Result<Option<WriteKey>, Failure> {
     let origin = match (&args.key_file, &args.passphrase_file) {
         (Some(path), _) => SecretOrigin::KeyFile(path.clone()),
@@ -101,7 +103,7 @@ fn write_key(args: &args::ConvertArgs, to: To) -> Result<Option<WriteKey>, Failu
 }
 
 impl To {
-    /// The format of a file, by its name.
+    /// The format that the name of a file implies.
     fn of_name(name: &str) -> Option<To> {
         match OutputFormat::of_name(name) {
             Some(OutputFormat::Safetensors) => Some(To::Safetensors),
@@ -118,7 +120,7 @@ impl To {
         }
     }
 
-    /// Suffix of the names of its files.
+    /// The suffix of file names in this format.
     fn suffix(self) -> &'static str {
         match self {
             To::Bintensors => OutputFormat::Bintensors.suffix(),
@@ -128,7 +130,7 @@ impl To {
     }
 }
 
-/// A checkpoint that is converted.
+/// A conversion of one checkpoint.
 struct Conversion<'a> {
     args: &'a args::ConvertArgs,
     to: To,
@@ -141,8 +143,8 @@ struct Conversion<'a> {
 struct WrittenFiles {
     files: usize,
     bytes: u64,
-    /// The name of the algorithm, and the digest in hexadecimal. Tensorizer files have hashes of
-    /// their own instead.
+    /// Name of the hash algorithm, and the digest in hexadecimal. `None` for tensorizer files,
+    /// which contain hashes.
     digest: Option<(&'static str, String)>,
 }
 
@@ -152,8 +154,8 @@ impl Conversion<'_> {
         WriteOptions { replace: force, verify, beside_others: true }
     }
 
-    /// Calls `write` with a watch of `bytes` bytes to write. `hash` gets those of a file that is written
-    /// in order.
+    /// Calls `write` with a progress bar for `bytes` bytes. `hash` gets the bytes of a file that is
+    /// written in order.
     fn watched(
         &self,
         bytes: u64,
@@ -168,7 +170,7 @@ impl Conversion<'_> {
         };
         let mut each = |bytes: &[u8]| hash(bytes);
         clean_up_on_signals();
-        // Each read of the source has a deadline of its own.
+        // Each read of the source has its own deadline, so the whole work needs none.
         elsewhere(|| write(&mut Watch { progress: &mut progress, bytes: Some(&mut each) }))?;
         bar.finish_and_clear();
         Ok(())
@@ -197,7 +199,7 @@ impl Conversion<'_> {
         })
     }
 
-    /// Writes one tensorizer file, or several if `files` says so.
+    /// Writes one tensorizer file, or several if the view has several files.
     fn write_tensorizer(
         &mut self,
         copier: &Copier,
@@ -256,8 +258,9 @@ impl Conversion<'_> {
         Ok(written)
     }
 
-    /// Refuses to overwrite a file of the source, also of one behind a mount, and the file of the key. Only
-    /// a checkpoint of one file may be overwritten by itself.
+    /// Refuses to overwrite a file of the source, even if the source is behind a mount, and the
+    /// file with the key. A checkpoint that is only one file may be overwritten by its own
+    /// conversion.
     fn keep_source(&self, target: &Path) -> Result<(), Failure> {
         refuse_url(target)?;
         if std::fs::metadata(target).is_err() {
@@ -329,11 +332,11 @@ impl Conversion<'_> {
     }
 }
 
-/// The file to write for the checkpoint `name`.
+/// The path of the file to write for the checkpoint `name`.
 fn target(out: &Path, name: &str, to: To) -> Result<PathBuf, Failure> {
     let is_folder = out.as_os_str().as_encoded_bytes().ends_with(b"/");
     if out.is_dir() {
-        // A mount may show its source in another format than the stored one.
+        // A mount may show its source in a format that is not the format of the source.
         let suffix = OutputFormat::of_name(name).map_or("", OutputFormat::suffix);
         let stem = name.strip_suffix(suffix).unwrap_or(name);
         return Ok(out.join(format!("{stem}{}", to.suffix())));
@@ -352,8 +355,9 @@ fn target(out: &Path, name: &str, to: To) -> Result<PathBuf, Failure> {
     }
 }
 
-/// The digest that `convert` prints for a format, and its name: the one that `save_with_checksum` of the bintensors
-/// package returns by default, or the one by which hubs name files.
+/// The hash that `convert` prints for a format, with its name. For bintensors, it is the default of
+/// `save_with_checksum` in the bintensors package. For safetensors, it is the hash by which hubs
+/// name files.
 fn digest_of(format: OutputFormat) -> (&'static str, Box<dyn DynDigest>) {
     match format {
         OutputFormat::Bintensors => ("sha1", Box::<Sha1>::default()),

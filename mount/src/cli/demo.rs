@@ -1,8 +1,8 @@
-//! `tensorfs demo`: makes small checkpoints as savers leave them, mounts them, and compares every
-//! byte of the mounted files with its expected value.
+//! `tensorfs demo`: writes small checkpoints in the formats of common training tools, mounts them,
+//! and compares every byte of the mounted files with its expected value.
 //!
-//! Each byte of a tensor is computed from the tensor's number and the byte's place, so the
-//! comparison shares no code with the layout and the gathering that it tests.
+//! Each byte of a tensor is computed from the number of the tensor and the position of the byte. So
+//! the comparison shares no code with the layout and the gathering that it tests.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -28,7 +28,7 @@ use crate::log;
 /// Time limit for the daemon to exit after the unmount.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Prints a line, unless the command was told to stop.
+/// Prints a line. Fails if a signal has told the command to stop.
 macro_rules! tell {
     ($($line:tt)*) => {
         check_stopped().and_then(|()| print_text(&format!("{}\n", format_args!($($line)*))))
@@ -61,12 +61,12 @@ pub(super) fn run(args: &args::DemoArgs) -> Outcome {
     let template = std::env::temp_dir().join("tensorfs-demo-XXXXXX");
     let made = nix::unistd::mkdtemp(&template)
         .map_err(|e| Failure::Failed(format!("{}: {e}", shown_path(&template))))?;
-    // The mount table has no links in its paths.
+    // Paths in the mount table contain no links, so this path must not contain any.
     let root = fs::canonicalize(&made).unwrap_or(made);
     let outcome = demo(&root);
     let mount = root.join("mnt");
     if let Err(e) = take_off(&mount) {
-        // Removing the folder would reach into the mount.
+        // Removing the folder now would also remove through the mount.
         log::say(&format!("{}: {e}", shown_path(&mount)));
     } else if args.keep {
         let _ = print_text(&format!("\nThe checkpoints stay in {}\n", shown_path(&root)));
@@ -76,7 +76,7 @@ pub(super) fn run(args: &args::DemoArgs) -> Outcome {
     outcome
 }
 
-/// Takes the mount off if it is there still, and waits for the daemon.
+/// Unmounts, if it is still mounted, and waits until the daemon ends.
 fn take_off(mount: &Path) -> io::Result<()> {
     if !mountinfo::at(mount)?.is_empty() {
         unmount(mount)?;
@@ -104,11 +104,11 @@ fn demo(root: &Path) -> Outcome {
         write_checkpoint(&folder, &tensors, cut).map_err(failed)?;
         tell!("  {name:<12} {what}")?;
     }
-    // Rank shards alone do not say how many they are.
+    // Rank shards alone do not say how many of them there are.
     let shards = "expect-shards=4";
     tell!("\n$ tensorfs mount {} {} -o {shards}", shown_path(&models), shown_path(&mount))?;
     let log = format!("log={}", crate::options::escape(&real_name(&root.join("log"))));
-    // A temporary checkpoint needs no index in the cache of the user.
+    // A temporary checkpoint needs no index in the user's cache folder.
     let options = [log, "index-dir=none".to_owned(), shards.to_owned()];
     background::run_in_background(&models, &mount, &options, false, 0, None)
         .map_err(Failure::Failed)?;
@@ -131,7 +131,8 @@ fn tensors() -> Vec<Tensor> {
     TENSORS.iter().map(tensor).collect()
 }
 
-/// Prints what `folder` of the mount shows and compares its weights.
+/// Prints the files that `folder` of the mount shows, and compares the weights with their expected
+/// bytes.
 fn show(folder: &Path) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(folder)));
     tell!("\n$ ls -l {}", shown_path(folder))?;
@@ -149,7 +150,7 @@ fn show(folder: &Path) -> Outcome {
     Ok(())
 }
 
-/// Reads `file` from end to end. Returns how many tensors and bytes it has.
+/// Reads `file` from start to end and compares it. Returns its numbers of tensors and bytes.
 fn compare(file: &Path) -> Result<(usize, u64), Failure> {
     let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(file)));
     let wrong = |what: String| Failure::Failed(format!("{}: {what}", shown_path(file)));
@@ -181,7 +182,7 @@ fn compare(file: &Path) -> Result<(usize, u64), Failure> {
 }
 
 fn unmount(mount: &Path) -> io::Result<()> {
-    // A file indexer may have the mount open for a moment.
+    // A file indexer may have the mount open for a moment, so this is repeated.
     for _ in 0..50 {
         match detach(mount, Detach::Clean) {
             Err(e) if e.kind() == io::ErrorKind::ResourceBusy => {

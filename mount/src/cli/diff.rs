@@ -1,4 +1,4 @@
-//! `tensorfs diff`: the tensors in which two checkpoints differ.
+//! `tensorfs diff`: finds the tensors in which two checkpoints differ.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
@@ -22,13 +22,13 @@ use super::verify::bar;
 struct DiffSide {
     checkpoint: Arc<Checkpoint>,
     contents: Contents,
-    /// Hashes of tensors whose bytes are compared, by position.
+    /// Hashes of the tensors whose bytes are compared, by position in the catalog.
     digests: HashMap<usize, TensorDigests>,
 }
 
-/// A tensor of both sides.
+/// A tensor that both checkpoints have.
 struct Pair {
-    /// Positions in the first and in the second catalog.
+    /// Positions of the tensor in the first and in the second catalog.
     first: usize,
     second: usize,
     same_shape: bool,
@@ -43,7 +43,7 @@ impl Pair {
     }
 }
 
-/// The result.
+/// The differences between the two checkpoints.
 #[derive(Default)]
 struct Difference {
     pairs: Vec<Pair>,
@@ -51,9 +51,9 @@ struct Difference {
     gone: Vec<usize>,
     /// Positions in the second catalog of tensors that the first one lacks.
     added: Vec<usize>,
-    /// The same tensors by other names: positions in both.
+    /// Positions in both catalogs of tensors that are equal but have different names.
     renamed: Vec<(usize, usize)>,
-    /// Bytes that were read.
+    /// Number of bytes that were read.
     read: u64,
 }
 
@@ -105,14 +105,14 @@ fn by_name(first: &DiffSide, second: &DiffSide) -> Difference {
     found
 }
 
-/// Dtype and shape, by which a tensor may be another one that was renamed.
+/// Dtype and shape. A renamed tensor has the same form as before.
 type Form = (Dtype, Vec<u64>);
 
 fn form_of(tensor: &Tensor<'_>) -> Form {
     (tensor.dtype, tensor.shape.to_vec())
 }
 
-/// Compares the bytes of pairs of one form, and finds renamed tensors.
+/// Compares the bytes of the pairs that have the same form, and finds renamed tensors.
 fn compare_bytes(
     first: &mut DiffSide,
     second: &mut DiffSide,
@@ -166,13 +166,13 @@ fn compare_bytes(
     Ok(())
 }
 
-/// The type that the elements of a tensor are cast from, if no shard holds any of them. Tensors of one
-/// form and one such type have the same bytes.
+/// If no shard has bytes of the tensor, so that it is all zeros: the dtype as stored. Two of these
+/// tensors have the same bytes if they have the same form and the same stored dtype.
 fn zeros_of(tensor: &Tensor<'_>) -> Option<Dtype> {
     (tensor.len > 0 && tensor.is_stored_zeros()).then_some(tensor.stored)
 }
 
-/// Where the pieces of a tensor lie, the same for hard links and links to one file.
+/// The places of the pieces of a tensor. Hard links and links to the same file have equal places.
 fn places(checkpoint: &Checkpoint, tensor: &Tensor<'_>) -> Vec<impl PartialEq + use<>> {
     let place = |piece: tensorfs::Piece<'_>| {
         let version = checkpoint.sources()[piece.shard.0 as usize].version();
@@ -184,15 +184,15 @@ fn places(checkpoint: &Checkpoint, tensor: &Tensor<'_>) -> Vec<impl PartialEq + 
 }
 
 impl DiffSide {
-    /// Bytes of the tensors at `positions` whose hashes are not recorded.
+    /// Number of bytes of the tensors at `positions` that have no recorded hash.
     fn unknown(&self, positions: &[usize]) -> u64 {
         let tensors = positions.iter().map(|&at| self.checkpoint.catalog().tensor_at(at));
         let unknown = tensors.filter(|tensor| self.contents.recorded(tensor).is_none());
         unknown.map(|tensor| tensor.len).sum()
     }
 
-    /// Takes the recorded hashes of the tensors at `positions`, and reads the others. Returns the
-    /// bytes that it read.
+    /// Sets the hashes of the tensors at `positions`: recorded hashes, or hashes of the bytes,
+    /// which are read. Returns the number of bytes that were read.
     fn hash(
         &mut self,
         sweep: &Sweep,
@@ -215,7 +215,8 @@ impl DiffSide {
 }
 
 impl Difference {
-    /// Takes tensors that no shard holds from `gone` and `added`, where their bytes are the same.
+    /// Moves zero tensors, which no shard contains, from `gone` and `added` to `renamed` if their
+    /// bytes are equal.
     fn find_renamed_zeros(&mut self, first: &DiffSide, second: &DiffSide) {
         let key = |side: &DiffSide, position: usize| {
             let tensor = side.checkpoint.catalog().tensor_at(position);
@@ -224,8 +225,8 @@ impl Difference {
         self.take_renamed(|old| key(first, old), |new| key(second, new));
     }
 
-    /// Takes tensors of equal form and bytes from `gone` and `added`. A tensor without bytes is
-    /// like any other of its form, so it counts as gone and added.
+    /// Moves tensors with equal form and bytes from `gone` and `added` to `renamed`. A tensor
+    /// without bytes is equal to any other of its form, so it is not moved.
     fn find_renamed(&mut self, first: &DiffSide, second: &DiffSide) {
         let key = |side: &DiffSide, position: usize| {
             let tensor = side.checkpoint.catalog().tensor_at(position);
@@ -235,7 +236,8 @@ impl Difference {
         self.take_renamed(|old| key(first, old), |new| key(second, new));
     }
 
-    /// Takes tensors of equal keys from `gone` and `added`, in the order of their positions.
+    /// Moves tensors with equal keys from `gone` and `added` to `renamed`, in the order of their
+    /// positions.
     fn take_renamed<K: Eq + std::hash::Hash>(
         &mut self,
         old_key: impl Fn(usize) -> Option<K>,

@@ -1,8 +1,9 @@
-//! `tensorfs doctor`: what this machine has for mounting and reading, and what it lacks; with a file, what
-//! its pickles ask for; with a URL, how its server can be read.
+//! `tensorfs doctor`: reports the features of this machine for mounting and reading, and which are
+//! missing. With a file, it reports the names that the file's pickles ask for. With a URL, it
+//! reports how the server can be read.
 //!
-//! Every line comes from a test that ran just now. A result that could not be determined is called
-//! unknown.
+//! Every line comes from a test that has just been run. If a test has no clear result, the state is
+//! `unknown`.
 
 mod machine;
 mod mounting;
@@ -25,11 +26,11 @@ use super::stopping::{clean_up_on_signals, take_signals};
 words! {
     /// The result of a check.
     enum Health {
-        /// Works at full speed.
+        /// It works at full speed.
         Ok = "ok",
         /// It works, but worse than it could.
         Degraded = "degraded",
-        /// Absent.
+        /// It is absent.
         Missing = "missing",
         /// It cannot be determined.
         Unknown = "unknown",
@@ -41,9 +42,9 @@ words! {
 struct Check {
     name: &'static str,
     state: Health,
-    /// The finding, and its meaning.
+    /// The finding and its consequence.
     found: String,
-    /// The remedy.
+    /// How to improve it.
     advice: Option<String>,
 }
 
@@ -111,14 +112,15 @@ pub(super) fn run(args: &args::DoctorArgs) -> Outcome {
     outcome
 }
 
-/// Whether standard output is a terminal, and neither `NO_COLOR` nor `TERM` rules colours out.
+/// Whether the output has colours: standard output is a terminal, and neither `NO_COLOR` nor `TERM`
+/// turns colours off.
 fn in_colour() -> bool {
     let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let dumb = std::env::var_os("TERM").is_none_or(|value| value == "dumb");
     std::io::stdout().is_terminal() && !plain && !dumb
 }
 
-/// One line for each check, and one below it for its advice.
+/// One line for each check, with its advice on a line below.
 fn table(checks: &[Check], colour: bool) -> String {
     let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
     let mut text = String::new();

@@ -1,8 +1,9 @@
-//! The generator for systemd: orders each service after the file systems that its mounts are made of and
-//! made on. systemd runs it at boot and at each `daemon-reload`, before it starts any unit.
+//! The generator for systemd. It orders each service of tensorfs after the file systems that
+//! contain the sources and targets of its mounts. systemd runs it at boot and at each
+//! `daemon-reload`, before any unit starts.
 //!
-//! It reads text only. A look at a source could wait for a server that does not answer, and systemd
-//! would wait with it.
+//! The generator reads only config files. Accessing a source could wait for a server that does not
+//! answer, and systemd would wait too.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -17,22 +18,23 @@ use toml::de::{DeTable, DeValue};
 
 use crate::log;
 
-/// Name of the link to the program by which systemd calls it.
+/// The name by which systemd calls the program: a link with this name leads to the program.
 pub(crate) const NAME: &str = "tensorfs-generator";
 
-/// Folder of the configs.
+/// Folder with the config files.
 const CONFIG_FOLDER: &str = "/etc/tensorfs";
 
-/// Longest name of a unit, in bytes.
+/// Maximum length of the name of a unit, in bytes.
 const UNIT_NAME_MAX: usize = 255;
 
-/// Runs with the arguments that systemd passes: folders for generated units. The first one is used.
+/// Runs the generator. systemd passes folders for generated units as arguments. The first of them
+/// is used.
 pub(crate) fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
     let Some(units) = args.next() else {
         log::say_as(NAME, "usage: tensorfs-generator UNITS; systemd calls it with its folder");
         return ExitCode::from(2);
     };
-    // Tests give another folder behind the three of systemd.
+    // Tests pass a fourth folder, which replaces the folder of configs.
     let configs = args.nth(2).map_or_else(|| PathBuf::from(CONFIG_FOLDER), PathBuf::from);
     let failures = run(&configs, Path::new(&units));
     for failure in &failures {
@@ -41,7 +43,7 @@ pub(crate) fn main(mut args: impl Iterator<Item = OsString>) -> ExitCode {
     if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Writes a drop-in for each unit that has a config in `configs`. Returns what failed.
+/// Writes a drop-in file for each unit that has a config in `configs`. Returns the errors.
 fn run(configs: &Path, units: &Path) -> Vec<String> {
     let files = match config_files(configs) {
         Ok(files) => files,
@@ -52,12 +54,12 @@ fn run(configs: &Path, units: &Path) -> Vec<String> {
     files.into_iter().filter_map(failure).collect()
 }
 
-/// The units with a config in `folder`, each with its file.
+/// The names of the units with a config in `folder`, each with the path of its config.
 fn config_files(folder: &Path) -> io::Result<Vec<(String, PathBuf)>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(folder)? {
         let file = entry?.path();
-        // Anything else could block.
+        // Reading a file of another type could block.
         if !fs::metadata(&file).is_ok_and(|metadata| metadata.is_file()) {
             continue;
         }
@@ -73,7 +75,7 @@ fn config_files(folder: &Path) -> io::Result<Vec<(String, PathBuf)>> {
     Ok(files)
 }
 
-/// Writes the drop-in of `unit`, whose config is `file`.
+/// Writes the drop-in file of `unit`. `file` is the config of the unit.
 fn write_order(unit: &str, file: &Path, units: &Path) -> Result<(), String> {
     let failed = |path: &Path, e: io::Error| format!("{}: {e}", shown_path(path));
     let text = fs::read_to_string(file).map_err(|e| failed(file, e))?;
@@ -89,14 +91,15 @@ fn write_order(unit: &str, file: &Path, units: &Path) -> Result<(), String> {
     fs::write(&written, drop_in).map_err(|e| failed(&written, e))
 }
 
-/// Source and target of a mount, as far as its config has them.
+/// Source and target of a mount. `None` if the config does not have them.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct MountPaths {
     source: Option<String>,
     target: Option<String>,
 }
 
-/// The paths of each `[[mount]]`. Leaves errors of the config to the service, which tells them.
+/// The paths of each `[[mount]]`. Faults in the config are ignored here, because the service
+/// reports them.
 fn paths_of_toml(text: &str) -> Result<Vec<MountPaths>, String> {
     let table = DeTable::parse(text).map_err(|e| e.message().replace('\n', " "))?;
     let Some(DeValue::Array(mounts)) = table.get_ref().get("mount").map(|value| value.get_ref())
@@ -111,7 +114,7 @@ fn paths_of_toml(text: &str) -> Result<Vec<MountPaths>, String> {
     Ok(paths.collect())
 }
 
-/// The paths in an environment file of systemd. Values with a backslash are left out.
+/// The paths in an environment file of systemd. Values that contain a backslash are ignored.
 fn paths_of_instance(text: &str) -> Vec<MountPaths> {
     let mut paths = MountPaths::default();
     for line in text.lines() {
@@ -130,12 +133,13 @@ fn paths_of_instance(text: &str) -> Vec<MountPaths> {
     vec![paths]
 }
 
-/// The text of the drop-in. `None` if the mounts need no order.
+/// The text of the drop-in file. `None` if the mounts need no order.
 fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
     let mut units = Vec::new();
     for mount in mounts {
         let source = mount.source.as_deref().map(Path::new).into_iter().flat_map(Path::ancestors);
-        // systemd makes a unit of the mount on the target itself, which the service makes.
+        // The target itself is left out. systemd has a unit for the mount on it, but that is the
+        // mount that the service makes.
         let target = mount.target.as_deref().map(Path::new).into_iter().flat_map(Path::ancestors);
         units.extend(source.chain(target.skip(1)).filter_map(mount_unit));
     }
@@ -156,8 +160,9 @@ fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
     Some(text)
 }
 
-/// The unit of a file system that is mounted on `folder`, as `systemd-escape --path` names it. `None`
-/// for the root, which is always there, and for a path that no unit can have.
+/// The mount unit for a file system that is mounted on `folder`, with the name that `systemd-escape
+/// --path` prints. `None` for the root, which is always mounted, and for paths that cannot be in the
+/// name of a unit.
 fn mount_unit(folder: &Path) -> Option<String> {
     if folder.is_relative() || folder.components().any(|part| part.as_os_str() == "..") {
         return None;

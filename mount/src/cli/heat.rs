@@ -16,7 +16,7 @@ use crate::daemon::client::{self, Question, Reply};
 use crate::daemon::status::Told;
 use crate::serve::heat::{HeatReport, ReaderRow, TensorRow};
 
-/// Reads that the daemon cannot see.
+/// The note about reads that do not reach the daemon.
 const UNSEEN: &str = "reads that the kernel answers from its page cache or by passthrough are not \
                       seen; its readahead counts for the program that has the file open";
 
@@ -25,7 +25,7 @@ pub(super) fn run(args: &args::HeatArgs) -> Outcome {
     if args.json { print_json(&json!(heat)) } else { print_text(&to_text(&heat, args.lines)) }
 }
 
-/// The heat that the daemon of the mount on `target` reports.
+/// The report of the daemon of the mount on `target`.
 fn heat_of(target: &Path) -> Result<Told<HeatReport>, Failure> {
     let shown_target = shown_path(target);
     let failed = |e: std::io::Error| Failure::Failed(format!("/proc/self/mountinfo: {e}"));
@@ -109,7 +109,7 @@ fn to_text(told: &Told<HeatReport>, lines: usize) -> String {
     text
 }
 
-/// A reader, for people.
+/// A reader, as text for people.
 fn reader_text(reader: &ReaderRow) -> String {
     match (reader.uid, &reader.program) {
         (Some(uid), Some(program)) => format!("{} of user {uid}", shown(program)),

@@ -1,4 +1,4 @@
-//! `tensorfs index`: shows the indexes of a source, and makes those that are missing.
+//! `tensorfs index`: shows the indexes of a source, and writes those that are missing.
 
 use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::{FolderId, IndexState, Origin, Proved, Tree};
@@ -13,35 +13,35 @@ use super::output::{Failure, Outcome, print_json, print_text};
 use super::sources::{open_bytes, query_options};
 use crate::log;
 
-/// The index of a folder, and what the folder holds.
+/// The index of a folder, and the checkpoints in the folder.
 struct IndexReport {
     directory: String,
-    /// A word for the fate of the index.
+    /// The state of the index as one word, such as whether it is new.
     state: &'static str,
-    /// Why the former index was unusable, or why none can be kept.
+    /// Why the previous index was not usable, or why no index can be stored.
     reason: Option<String>,
     index: IndexState,
     sets: usize,
     tensors: usize,
     shards: usize,
-    /// Number of shards with recorded checksums, and the time of the recording.
+    /// Number of shards with recorded checksums, and the time at which they were recorded.
     checksums: Option<(usize, i64)>,
-    /// The refusals of its sets.
+    /// The errors of the sets that are refused.
     refused: Vec<String>,
 }
 
 pub(super) fn run(args: &args::IndexArgs) -> Outcome {
     let options = query_options(&args.source, &args::INDEX)?;
-    // There is an index for each format.
+    // Each format of files has an index of its own.
     let mut tree = open_bytes("index", &args.source, options)?;
-    // A checkpoint that is too large for one file has an index too.
+    // A checkpoint that is too large for one virtual file has an index too.
     tree.options.view.files = Files::Original;
     if tree.options.index.is_none() {
         let message = "no indexes are kept: give --index-dir DIR, or set HOME";
         return Err(Failure::Failed(message.to_owned()));
     }
     let mut reports = Vec::new();
-    // Why no index is kept of sets that were found.
+    // Why some sets that were found have no index.
     let mut unkept: Option<String> = None;
     for head in tree.families() {
         let forget = |id: &FolderId| args.rebuild && tree.forget_index(*id);
@@ -54,7 +54,7 @@ pub(super) fn run(args: &args::IndexArgs) -> Outcome {
             let why = refusal.map(ToString::to_string);
             match report(&tree, id, proved, forgotten.contains(&id)) {
                 Some(report) => reports.push(report),
-                // A run of DeepSpeed has no files of its checkpoint.
+                // The folder of a DeepSpeed run does not contain the files of its checkpoint.
                 None => unkept = unkept.or(why),
             }
         }
@@ -115,7 +115,7 @@ impl IndexReport {
         Some(now.saturating_sub(u64::try_from(self.index.made).ok()?))
     }
 
-    /// Whether the next start finds it.
+    /// Whether the index is stored, so that the next start finds it.
     fn is_kept(&self) -> bool {
         self.index.len.is_some()
     }

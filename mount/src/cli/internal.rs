@@ -1,8 +1,8 @@
-//! Commands that this program gives itself: the daemon of a mount, and the probes. They are not part of
-//! the command line of a user: `tensorfs internal COMMAND`.
+//! Commands that this program runs itself, as `tensorfs internal COMMAND`: the daemon of a mount, and
+//! the probes. They are not part of the command line for users.
 //!
-//! A probe asks a file system that may never answer. It is a process, because a thread that waits for
-//! such a file system keeps its process from ending.
+//! A probe accesses a file system that may never answer. It is a separate process, because a thread
+//! that waits for a file system prevents its process from ending.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -16,11 +16,12 @@ use super::{args, mount, mount_helper, run, seen, serve, umount};
 use crate::daemon::{background, handover, session, stalled};
 use crate::serve::heat::PROBE_NAME;
 
-/// First argument of such a process.
+/// First argument of an internal command.
 pub(crate) const WORD: &str = "internal";
 
-/// The command by which a script calls the helper of mount(8), since it cannot choose the name of the process. Its
-/// arguments are not for clap, as those of a process of that name are not.
+/// The command with which a script calls the helper of mount(8), because a script cannot choose the
+/// name of the process. clap does not parse its arguments. The same is true for a process with the
+/// name of the helper.
 const MOUNT_HELPER: &str = "mount-helper";
 
 #[derive(Debug, Parser)]
@@ -56,7 +57,7 @@ enum InternalCommand {
     AbortMount { target: PathBuf, minor: Option<u32> },
 }
 
-/// Runs the command in `args`, which begin with `WORD`.
+/// Runs the command in `args`, whose first word is `WORD`.
 pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     let args: Vec<OsString> = args.collect();
     if args.get(1).is_some_and(|command| command == MOUNT_HELPER) {
@@ -69,7 +70,8 @@ pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
             return super::print_usage(&InternalCli::try_parse_from(shown).err().unwrap_or(error));
         }
     };
-    // The kernel names a process after the file that it was started from: `exe` in `/proc/self/`.
+    // The kernel would name the process `exe`, after the file in `/proc/self/` from which it was
+    // started.
     let name = match &command {
         InternalCommand::Daemon(_) | InternalCommand::RunDaemon(_) | InternalCommand::Worker(_) => {
             c"tensorfs"

@@ -75,19 +75,19 @@ pub(super) fn run(args: &args::LoadArgs) -> Outcome {
     print_text(&(to_text(&load) + &notes.collect::<String>()))
 }
 
-/// A load that is done.
+/// A load that has ended.
 struct FinishedLoad<'a> {
     checkpoint: &'a Checkpoint,
     report: &'a Report,
-    /// Time to open the checkpoint.
+    /// Time that opening the checkpoint took.
     opened: Duration,
-    /// The GPU it went to, and the time to open that.
+    /// The GPU that was loaded to, and the time that opening the GPU took.
     gpu: Option<&'a (Gpu, Duration)>,
 }
 
 impl FinishedLoad<'_> {
-    /// Time from opening the checkpoint to the last byte in its place. Opening the GPU is not
-    /// included, since a program that uses one has it open already.
+    /// Time from the start of opening the checkpoint until the last byte is loaded. The time to
+    /// open the GPU is not included, because a program that uses a GPU has it open already.
     fn total(&self) -> Duration {
         let stats = &self.report.stats;
         self.opened + stats.plan + stats.load
@@ -157,7 +157,7 @@ fn to_text(load: &FinishedLoad<'_>) -> String {
     text
 }
 
-/// Describes how memory was populated ahead of the reads.
+/// Describes how much memory was populated before the reads.
 fn memory_of(memory: &MemoryStats) -> String {
     let of = |bytes, time: Duration, pages| match bytes {
         0 => format!("none in {pages} pages"),
@@ -170,7 +170,7 @@ fn memory_of(memory: &MemoryStats) -> String {
     format!("{}, {small}", of(memory.huge, memory.huge_time, "huge"))
 }
 
-/// Whether cuFile was used, if the user asked for it.
+/// The result of cuFile, if the user requested it.
 fn cufile_of(device: &DeviceStats) -> Option<String> {
     match &device.cufile_unused {
         Some(why) => Some(format!("not used: {why}")),
@@ -227,7 +227,7 @@ fn to_json(load: &FinishedLoad<'_>) -> Value {
     })
 }
 
-/// Writes the reads of a load in the format of Chrome's traces: a row per slot.
+/// Writes the reads of a load in Chrome's trace format, with one row for each slot.
 fn write_trace(path: &Path, checkpoint: &Checkpoint, report: &Report) -> std::io::Result<()> {
     let mut events = Vec::new();
     for event in &report.events {
@@ -261,7 +261,7 @@ fn write_trace(path: &Path, checkpoint: &Checkpoint, report: &Report) -> std::io
     written
 }
 
-/// The start of each trace: keys are written in order.
+/// The first bytes of each trace. Keys are written in a fixed order.
 const TRACE_START: &[u8] = br#"{"displayTimeUnit":"#;
 
 /// Refuses to overwrite a file that is not a trace.

@@ -1,5 +1,5 @@
-//! The manual pages. The text after the options of a command has lines of its own, which clap_mangen
-//! would join: here each term of it gets a paragraph.
+//! The manual pages. clap_mangen would join the lines of the text after a command's options. Here
+//! each term in that text gets a paragraph of its own.
 
 use std::fs;
 use std::io;
@@ -8,10 +8,10 @@ use std::path::Path;
 use clap::Command;
 use clap_mangen::Man;
 
-/// Longest word of a page that is not broken after its commas.
+/// Maximum length of a word that is not broken after its commas.
 const WORD_MAX: usize = 40;
 
-/// Writes the page of `command` and those of its subcommands into `folder`.
+/// Writes the page of `command` and the pages of its subcommands into `folder`.
 pub(super) fn write_pages(command: Command, folder: &Path) -> io::Result<()> {
     let mut command = command.disable_help_subcommand(true);
     command.build();
@@ -26,7 +26,7 @@ fn write_page(command: &Command, folder: &Path) -> io::Result<()> {
     fs::write(folder.join(name), page(command.clone())?)
 }
 
-/// The page of `command`.
+/// The manual page of `command`.
 pub(super) fn page(command: Command) -> io::Result<Vec<u8>> {
     let after = command
         .get_after_long_help()
@@ -51,7 +51,7 @@ pub(super) fn page(command: Command) -> io::Result<Vec<u8>> {
     Ok(with_breaks(&String::from_utf8_lossy(&page)).into_bytes())
 }
 
-/// The page with places in its long words where a line may end.
+/// The page, with marks in long words at which a line may end.
 fn with_breaks(page: &str) -> String {
     let mut text = String::with_capacity(page.len());
     for line in page.lines() {
@@ -65,8 +65,8 @@ fn with_breaks(page: &str) -> String {
     text
 }
 
-/// The section with the lines of `text`: a line that ends with a colon is a heading, an indented one
-/// begins with a term, and one that is indented further goes on.
+/// The section with the lines of `text`. A line that ends in a colon is a heading. An indented line
+/// begins with a term, and a line that is indented further continues the previous one.
 fn notes(text: &str) -> String {
     let mut roff = String::from(".SH NOTES\n");
     let (mut in_terms, mut ends) = (false, true);
@@ -79,7 +79,7 @@ fn notes(text: &str) -> String {
                 let (term, meaning) = line.split_once(' ').unwrap_or((line, ""));
                 let (term, meaning) = (escaped(term), escaped(meaning.trim_start()));
                 roff.push_str(&format!(".TP\n\\fB{term}\\fR\n"));
-                // An empty line would be one on the page.
+                // An empty line would also appear on the page.
                 if !meaning.is_empty() {
                     roff.push_str(&format!("{meaning}\n"));
                 }
@@ -91,7 +91,7 @@ fn notes(text: &str) -> String {
                 roff.push_str(&format!(".SS \"{}\"\n", escaped(line.trim_end_matches(':'))));
             }
             _ if in_terms => roff.push_str(&format!(".PP\n{}\n", escaped(line))),
-            // A sentence that begins a line does so on the page.
+            // A sentence that begins a line of `text` also begins a line on the page.
             _ if ends => roff.push_str(&format!(".br\n{}\n", escaped(line))),
             _ => roff.push_str(&format!("{}\n", escaped(line))),
         }
@@ -101,10 +101,10 @@ fn notes(text: &str) -> String {
     roff
 }
 
-/// `text` as roff shows it.
+/// `text` with roff's special characters escaped.
 fn escaped(text: &str) -> String {
     let text = text.replace('\\', "\\e").replace('-', "\\-");
-    // A request begins with a dot or a quote.
+    // roff takes a line that begins with a dot or a quote as a request.
     if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }
 }
 

@@ -1,4 +1,4 @@
-//! The commands, one file each.
+//! The commands, each in a file of its own.
 
 mod args;
 mod bench;
@@ -48,8 +48,8 @@ use crate::options::Options;
 use args::{Cli, Command};
 use output::{Failure, Outcome, print_bytes, print_clap, print_json};
 
-/// The arguments of the process. `--progress` alone takes no value, so that a path may follow; a word
-/// of its own that is one is joined to it.
+/// The arguments of the process. `--progress` without `=` takes no value, because a path may follow.
+/// If the next word is a value of `--progress`, it is joined to it by `=`.
 fn arguments() -> Vec<OsString> {
     let mut joined: Vec<OsString> = Vec::new();
     for arg in std::env::args_os() {
@@ -62,8 +62,8 @@ fn arguments() -> Vec<OsString> {
     joined
 }
 
-/// Prints help, the version, or the error in the arguments. Arguments are shown escaped, since they
-/// may be names of files.
+/// Prints the help, the version, or the error in the arguments. The arguments are escaped, because
+/// they may contain file names.
 fn usage(error: clap::Error) -> ExitCode {
     let args = arguments().into_iter().map(|arg| shown(&arg.to_string_lossy()));
     print_usage(&Cli::try_parse_from(args).err().unwrap_or(error))
@@ -92,7 +92,7 @@ pub(crate) fn main() -> ExitCode {
     status
 }
 
-/// Carries out a command that reads `source`. It fails if the source does not answer within
+/// Runs a command that reads `source`. The command fails if the source does not answer within
 /// `io-timeout=`.
 fn in_time(command: Command, source: &args::SourceArgs) -> ExitCode {
     if matches!(command, Command::Consolidate(_) | Command::Convert(_)) {
@@ -107,7 +107,8 @@ fn in_time(command: Command, source: &args::SourceArgs) -> ExitCode {
         }
         _ => false,
     };
-    // A probe that waits for a file system does not keep this process.
+    // A probe is another process, so a file system that does not answer cannot keep this process
+    // from ending.
     let probe = |path: &PathBuf| {
         probe_path(path, READ_ONE, limit).map_err(|why| format!("{}: {why}", shown_path(path)))
     };
@@ -162,7 +163,8 @@ fn carry_out(mut command: Command) -> ExitCode {
     finish(outcome, log::say)
 }
 
-/// The source of a command, and how it is read. A mount has deadlines of its own.
+/// The arguments about the source of a command. `None` for commands without a source, and for a
+/// mount, which has deadlines of its own.
 fn source_of(command: &mut Command) -> Option<&mut args::SourceArgs> {
     Some(match command {
         Command::Cat(args) => &mut args.source,
@@ -192,7 +194,8 @@ fn source_of(command: &mut Command) -> Option<&mut args::SourceArgs> {
     })
 }
 
-/// Makes the sources of a command the paths that they mean. A mount does so itself, by its deadline.
+/// Replaces names of hub models in the sources of a command by their paths. A mount does this
+/// itself, with its own deadline.
 fn resolve_sources(command: &mut Command) -> Outcome {
     match command {
         Command::Bench(args) => {
@@ -212,7 +215,7 @@ fn resolve_sources(command: &mut Command) -> Outcome {
     in_json(source, found)
 }
 
-/// The exit status of a command that ended so; `complain` gets one line about a failure.
+/// The exit status of a command with this outcome. `complain` gets one line about an error.
 fn finish(outcome: Outcome, complain: impl FnOnce(&str)) -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -225,12 +228,12 @@ fn finish(outcome: Outcome, complain: impl FnOnce(&str)) -> ExitCode {
     }
 }
 
-/// If JSON was requested and nothing is printed yet, prints the failure as JSON too.
+/// If JSON was requested and nothing is printed yet, prints the error as JSON too.
 fn in_json(args: &args::SourceArgs, outcome: Outcome) -> Outcome {
     told_in_json(args.json, &args.source, outcome)
 }
 
-/// `in_json` for any command; `source` is what it was asked about.
+/// Does the work of `in_json` for any command. `source` is the path that the command was given.
 fn told_in_json(json: bool, source: &Path, outcome: Outcome) -> Outcome {
     match &outcome {
         Err(failure) if json && !matches!(failure, Failure::Told) => {
@@ -242,7 +245,7 @@ fn told_in_json(json: bool, source: &Path, outcome: Outcome) -> Outcome {
                 "sets": [],
                 "notes": [],
             });
-            // The failure goes to standard error even if this cannot be printed.
+            // The error also goes to standard error, so a failure to print it here is ignored.
             let _ = print_json(&json);
         }
         _ => {}
@@ -250,7 +253,7 @@ fn told_in_json(json: bool, source: &Path, outcome: Outcome) -> Outcome {
     outcome
 }
 
-/// For a command that tells by its exit status 1 that things differ: a failure has the status 2.
+/// For a command whose exit status 1 means that things differ: an error gets the exit status 2.
 fn as_trouble(outcome: Outcome) -> Outcome {
     outcome.map_err(|failure| match failure {
         Failure::Told => failure,

@@ -1,4 +1,4 @@
-//! `tensorfs mount`: mounts a source, in the background or from this process.
+//! `tensorfs mount`: mounts a source, and serves it in the background or from this process.
 
 use super::args;
 use super::output::{Failure, Outcome};
@@ -27,13 +27,13 @@ pub(super) fn run(args: &args::MountArgs) -> Outcome {
     .map_err(Failure::Failed)
 }
 
-/// Serves a mount for a parent that waits on standard output until it answers.
+/// Serves a mount. A parent process waits for the report on standard output that the mount answers.
 pub(super) fn daemon(args: &args::MountArgs) -> Outcome {
     let (_, options) = start(args)?;
     background::run(&args.source, &args.target, options, true).map_err(Failure::Failed)
 }
 
-/// Starts the log; returns the options as words and parsed.
+/// Starts the log. Returns the options as strings and as parsed options.
 fn start(args: &args::MountArgs) -> Result<(Vec<String>, Options), Failure> {
     log::never_wait().map_err(|e| Failure::Failed(format!("cannot start a thread: {e}")))?;
     let mut words = args.options.clone();

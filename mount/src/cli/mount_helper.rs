@@ -1,7 +1,8 @@
 //! `mount.tensorfs SRC MNT [-sfnv] [-o OPTIONS]`: the helper that mount(8) calls, so that
 //! `mount -t tensorfs` and lines in fstab work.
 //!
-//! Exit status as mount(8) defines it: 1 usage, 2 system error, 32 mount failure.
+//! The exit status is as mount(8) defines it: 1 for wrong usage, 2 for a system error, 32 for a
+//! failed mount.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -37,7 +38,7 @@ struct Call {
     fake: bool,
     sloppy: bool,
     verbose: u8,
-    /// Text that was asked for in place of a mount.
+    /// Help or version text to print instead of mounting.
     text: Option<String>,
 }
 
@@ -79,7 +80,7 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
     let mut call = Call::default();
     let mut operands_only = false;
     while let Some(arg) = args.next() {
-        // An argument that is not UTF-8 can only be a path.
+        // An argument that is not UTF-8 is not a flag, so it is a path.
         let flags = match arg.to_str().and_then(|arg| arg.strip_prefix('-')) {
             Some(flags) if !operands_only && !flags.is_empty() => flags,
             _ => {
@@ -104,7 +105,8 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Call, String> {
     Ok(call)
 }
 
-/// Takes the flags of one word. The value of a flag is the rest of the word, or the next of `args`.
+/// Reads the flags in one word. The value of a flag is the rest of the word, or the next word in
+/// `args`.
 fn take_flags(
     call: &mut Call,
     flags: &str,
@@ -115,7 +117,7 @@ fn take_flags(
         match flag {
             's' => call.sloppy = true,
             'f' => call.fake = true,
-            // `-n` means not to write mtab, which is never written.
+            // `-n` asks not to write mtab. The helper never writes it.
             'n' => {}
             'v' => call.verbose += 1,
             'o' | 't' | 'N' => {
@@ -127,7 +129,7 @@ fn take_flags(
                 match flag {
                     'o' => call.options.push(value),
                     'N' => return Err("mounting in another namespace (-N) is not supported".into()),
-                    // The subtype of the name does not matter.
+                    // `-t` names a subtype, which makes no difference here.
                     _ => {}
                 }
                 return Ok(());

@@ -1,4 +1,4 @@
-//! How a command ends, and what it prints on standard output.
+//! The outcome of a command, and functions that print to standard output.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -14,19 +14,19 @@ use crate::daemon::inherited::is_output_closed;
 use crate::daemon::stalled::elsewhere;
 use crate::log;
 
-/// The note on a checkpoint that may lack its last pieces.
+/// The note about a checkpoint whose last pieces may be missing.
 pub(super) const UNPROVEN_TAIL: &str =
     "tail: unproven: a lost last piece would not show; -o expect-shards= or reference= prove it";
 
 /// The reason why a command failed.
 pub(super) enum Failure {
-    /// The request makes no sense.
+    /// The arguments are wrong.
     Usage(String),
-    /// It could not be done.
+    /// The command could not do its work.
     Failed(String),
-    /// The library refused, or failed.
+    /// An error of the library.
     Error(tensorfs::Error),
-    /// It could not be done, and the output says why.
+    /// The command could not do its work, and its output already has the reason.
     Told,
 }
 
@@ -57,8 +57,8 @@ impl From<tensorfs::Error> for Failure {
 /// Result of a command.
 pub(super) type Outcome = Result<(), Failure>;
 
-/// Prints the refusals of sets on standard error, and fails if there are any. Several views may be
-/// refused by the same line, which is printed once.
+/// Prints the errors of refused sets on standard error, and fails if there are any. Several views
+/// may be refused with the same message, which is printed only once.
 pub(super) fn tell_refusals<'a>(refused: impl Iterator<Item = &'a tensorfs::Error>) -> Outcome {
     let mut told = HashSet::new();
     for line in refused.map(ToString::to_string) {
@@ -69,15 +69,15 @@ pub(super) fn tell_refusals<'a>(refused: impl Iterator<Item = &'a tensorfs::Erro
     if told.is_empty() { Ok(()) } else { Err(Failure::Told) }
 }
 
-/// Prints `value` on one line or, for a terminal, indented.
+/// Prints `value` on one line, or indented if standard output is a terminal.
 pub(super) fn print_json(value: &Value) -> Outcome {
     let is_terminal = io::stdout().is_terminal();
     let text = if is_terminal { format!("{value:#}\n") } else { format!("{value}\n") };
     print_bytes(plain_json(&text).as_bytes())
 }
 
-/// Escapes all characters that a terminal would not show as themselves: serde_json escapes only the
-/// first 32.
+/// Escapes all characters that a terminal would not display as they are. serde_json escapes only
+/// the first 32 characters of ASCII.
 fn plain_json(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     for c in text.chars() {
@@ -92,21 +92,21 @@ fn plain_json(text: &str) -> String {
     plain
 }
 
-/// Prints lines for people. A closed pipe is no failure. The caller escapes names with `shown`:
-/// line ends are not escaped here.
+/// Prints text for people. It is no error if the pipe is closed. The caller escapes names with
+/// `shown`, because this function does not escape newlines.
 pub(super) fn print_text(text: &str) -> Outcome {
     print_bytes(shown_lines(text).as_bytes())
 }
 
-/// Prints bytes unchanged, for programs. A closed pipe is no failure.
+/// Prints bytes unchanged, for programs. It is no error if the pipe is closed.
 pub(super) fn print_bytes(bytes: &[u8]) -> Outcome {
     check_output()?;
     let mut output = io::stdout().lock();
-    // The process would not see what a later flush says.
+    // This flush reports errors. Errors of the flush at the end of the process would be lost.
     printed(elsewhere(|| output.write_all(bytes).and_then(|()| output.flush())))
 }
 
-/// Fails if there is no standard output.
+/// Fails if standard output is closed.
 fn check_output() -> Outcome {
     if is_output_closed() {
         let message = "cannot write to standard output: it is closed";
@@ -115,14 +115,15 @@ fn check_output() -> Outcome {
     Ok(())
 }
 
-/// Prints help or the version, or on standard error what is wrong with the arguments.
+/// Prints help or the version on standard output, or the error in the arguments on standard error.
 pub(super) fn print_clap(message: &clap::Error) -> Outcome {
     let written = message.print().and_then(|()| io::stdout().flush());
-    // Nothing can be said where standard error takes nothing.
+    // If standard error cannot be written, the error cannot be reported anywhere else.
     if message.use_stderr() { Ok(()) } else { check_output().and_then(|()| printed(written)) }
 }
 
-/// The outcome of a command that has written to standard output. A closed pipe is no failure.
+/// The outcome of a command that has written to standard output. It is no error if the pipe is
+/// closed.
 fn printed(written: io::Result<()>) -> Outcome {
     match written {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
@@ -132,7 +133,8 @@ fn printed(written: io::Result<()>) -> Outcome {
     }
 }
 
-/// The outcome of a report that `printed` about the file or folder `out`, which is written.
+/// The outcome of a command that has written the file or folder `out`. `printed` is the outcome of
+/// printing its report.
 pub(super) fn reported(out: &Path, printed: Outcome) -> Outcome {
     let of_output = |failure: Failure| {
         let message = failure.message();
@@ -141,26 +143,26 @@ pub(super) fn reported(out: &Path, printed: Outcome) -> Outcome {
     printed.map_err(of_output)
 }
 
-/// The width of the terminal on standard output. `None` if that is none.
+/// The width of the terminal on standard output. `None` if standard output is not a terminal.
 pub(super) fn terminal_width() -> Option<usize> {
     io::stdout().is_terminal().then(|| console::Term::stdout().size().1.max(1).into())
 }
 
-/// Standard output for many bytes, for programs.
+/// Standard output for large amounts of bytes.
 pub(super) struct RawOutput {
     file: File,
 }
 
 impl RawOutput {
     /// # Errors
-    /// If it is a terminal, unless `force`.
+    /// If standard output is a terminal and `force` is not set.
     pub(super) fn open(force: bool) -> Result<RawOutput, Failure> {
         check_output()?;
         if !force && io::stdout().is_terminal() {
             let why = "standard output is a terminal: write to a file with `>`, or give --force";
             return Err(Failure::Usage(why.to_owned()));
         }
-        // Without the buffer of `stdout`, which looks for ends of lines.
+        // The buffer of `stdout` is not used, because it searches for newlines.
         let copy = io::stdout()
             .as_fd()
             .try_clone_to_owned()
@@ -168,7 +170,7 @@ impl RawOutput {
         Ok(RawOutput { file: copy.into() })
     }
 
-    /// Writes `bytes`. Returns false if the pipe is closed, which is no failure.
+    /// Writes `bytes`. Returns false if the pipe is closed, which is no error.
     pub(super) fn write(&mut self, bytes: &[u8]) -> Result<bool, Failure> {
         match elsewhere(|| self.file.write_all(bytes)) {
             Ok(()) => Ok(true),
@@ -178,12 +180,12 @@ impl RawOutput {
     }
 }
 
-/// How fast `bytes` were moved, in the decimal units of disks and networks.
+/// The speed at which `bytes` were moved, in decimal units as for disks and networks.
 pub(super) fn speed(bytes: u64, seconds: f64) -> String {
     format!("{}/s", indicatif::DecimalBytes((bytes as f64 / seconds.max(1e-9)) as u64))
 }
 
-/// A name fit for one line.
+/// A name that fits on one line: quoted if it is empty or has hidden characters.
 pub(super) fn printable(name: &str) -> String {
     if name.is_empty() || name.chars().any(is_hidden) {
         return quoted(name);

@@ -1,4 +1,5 @@
-//! `tensorfs ls` and `tensorfs inspect`: what a source holds and where it lies.
+//! `tensorfs ls` and `tensorfs inspect`: list the tensors of a source and where their data is
+//! stored.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -17,10 +18,10 @@ use super::columns::{Column, ColumnKind, TableRow, TextTable, bytes_cell};
 use super::output::{Failure, Outcome, print_json, print_text, printable, tell_refusals};
 use super::sources::{FoundSet, open_source_with_views, prove_all, query_options};
 
-/// A tensor and its place in the file that shows it.
+/// A tensor and its position in the file that shows it.
 struct TensorPlace<'a> {
     tensor: Tensor<'a>,
-    /// Offset in that file.
+    /// Offset of the tensor in that file.
     file_offset: u64,
 }
 
@@ -28,10 +29,11 @@ struct TensorPlace<'a> {
 struct Shown {
     directory: String,
     checkpoint: Arc<Checkpoint>,
-    /// Length of the file.
+    /// Length of the file in bytes.
     size: u64,
     data_start: u64,
-    /// Position in the catalog and offset in the file, in file order.
+    /// For each tensor in the order of the file: its position in the catalog, and its offset in the
+    /// file.
     order: Vec<(usize, u64)>,
 }
 
@@ -64,7 +66,7 @@ pub(super) fn ls(args: &args::LsArgs) -> Outcome {
     tell_refusals(refused.iter().map(|(_, _, error)| error))
 }
 
-/// One line a checkpoint.
+/// A table with one line for each checkpoint.
 fn short(shown: &[Shown], refused: &[(String, String, Error)]) -> TextTable {
     use ColumnKind::{Name, Number, Word};
     let column = |title, rank, kind| Column { title, min: 0, rank, kind };
@@ -107,7 +109,7 @@ fn short(shown: &[Shown], refused: &[(String, String, Error)]) -> TextTable {
     }
 }
 
-/// The path of a checkpoint below the source, for people.
+/// The path of a checkpoint below the source, as text for people.
 fn path_of(directory: &str, name: &str) -> String {
     let slash = if directory.is_empty() { "" } else { "/" };
     format!("{}{slash}{}", shown(directory), shown(name))
@@ -158,7 +160,7 @@ pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
     tell_refusals(refused.iter().map(|(_, _, error)| error))
 }
 
-/// Notes as lines for people.
+/// The notes as lines of text for people.
 fn text_of(notes: &[String]) -> String {
     notes.iter().map(|note| format!("note: {}\n", shown(note))).collect()
 }
@@ -311,9 +313,10 @@ impl Shown {
         );
     }
 
-    /// The names of tensors that are stored in the bytes of one before them, with the name of that one.
+    /// The names of tensors that share their bytes with an earlier tensor, each with the name of that
+    /// tensor.
     fn ties(&self) -> HashMap<&str, &str> {
-        // A few numbers for each of what may be millions.
+        // There may be millions of tensors, so only a few numbers are stored for each.
         let mut places: Vec<_> = self
             .tensors()
             .filter_map(|TensorPlace { tensor, .. }| {
@@ -368,7 +371,7 @@ impl Shown {
     }
 }
 
-/// Number and length of the runs that a piece has in its tensor.
+/// Number and length of the contiguous runs of a piece in its tensor.
 fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
     if piece.shape.contains(&0) {
         return (0, 0);
@@ -376,7 +379,8 @@ fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
     let to = OuterBox { shape: tensor.shape, offset: piece.offset };
     match StridedCopy::of_piece(piece.strides, to, piece.shape, tensor.stored.bits()) {
         Ok(runs) => (runs.count(), runs.run_len()),
-        // Only pieces of a checkpoint with `layout=original` cannot be cut into runs.
+        // This error is possible only for a checkpoint with `layout=original`, whose pieces need
+        // not be runs.
         Err(_) => (1, piece.len()),
     }
 }

@@ -1,4 +1,4 @@
-//! `tensorfs report`: a page that shows where the tensors of a checkpoint lie.
+//! `tensorfs report`: writes an HTML page that shows where the tensors of a checkpoint are stored.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -20,12 +20,12 @@ use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, reported, tell_refusals};
 use super::sources::{FoundSet, open_source, prove_all, query_options, refuse_several_views};
 
-/// The page, with marks for its parts.
+/// The page, with placeholders for its parts.
 const PAGE: &str = include_str!("report/page.html");
 const STYLE: &str = include_str!("report/page.css");
 const SCRIPT: &str = include_str!("report/page.js");
 
-/// The beginning of every page, by which an earlier report is known.
+/// Number of bytes at the start of every page by which an earlier report is recognized.
 const PAGE_START: usize = 96;
 
 pub(super) fn run(args: &args::ReportArgs) -> Outcome {
@@ -92,12 +92,14 @@ fn sets_len(report: &Value) -> usize {
     report["sets"].as_array().map_or(0, Vec::len)
 }
 
-/// The page with `report` as its data. Names in it may hold anything, also the end of a script.
+/// The page with `report` as its data. Names in the data may contain any characters, even the end
+/// tag of a script.
 fn page(report: &Value) -> String {
     let mut data = String::new();
     for c in report.to_string().chars() {
         match c {
-            // They occur in strings only, where JSON has another spelling for them.
+            // In JSON these characters occur only in strings, and there they can be written as
+            // escapes.
             '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => {
                 data.push_str(&format!("\\u{:04x}", u32::from(c)));
             }
@@ -109,7 +111,7 @@ fn page(report: &Value) -> String {
     fill(before) + &data + &fill(rest)
 }
 
-/// Refuses to replace a file that is no report. Returns whether there is a report.
+/// Refuses to replace a file that is not a report. Returns whether there is a report.
 fn check_target(args: &args::ReportArgs) -> Result<bool, Failure> {
     let Ok(meta) = std::fs::metadata(&args.html) else { return Ok(false) };
     let mut start = Vec::new();
@@ -136,7 +138,8 @@ fn keep_named(named: &[PathBuf], target: &Path) -> Result<(), Failure> {
     Err(Failure::Failed(format!("{}: {message}", shown_path(target))))
 }
 
-/// Adds the files of a set, whose names and tensors the page tells.
+/// Adds the files of a set to the files whose readers may read the page: the page contains their
+/// names and tensors.
 fn add_files(mode: &mut CopyMode, tree: &Tree, directory: &Path, set: &Set) {
     let ids = tree.ids().into_iter().map(|id| tree.folder(id));
     for folder in ids.filter(|folder| folder.relative == directory) {
@@ -148,7 +151,8 @@ fn add_files(mode: &mut CopyMode, tree: &Tree, directory: &Path, set: &Set) {
     }
 }
 
-/// Writes the page for users who may read all that it is made of, and the page that it replaces.
+/// Writes the page with a mode that lets in only users who may read all of its sources and the page
+/// that it replaces.
 fn write(path: &Path, page: &[u8], mut mode: CopyMode) -> std::io::Result<()> {
     if let Ok(there) = std::fs::metadata(path) {
         mode.add(&there, path);
@@ -161,7 +165,7 @@ fn write(path: &Path, page: &[u8], mut mode: CopyMode) -> std::io::Result<()> {
     file.publish(path, true)
 }
 
-/// The checkpoint without the view, if there is one.
+/// The checkpoint without the view. `None` if there is no view.
 fn stored_form(
     tree: &Tree,
     directory: &Path,
@@ -188,7 +192,7 @@ fn stored_form(
     Ok(None)
 }
 
-/// Values that repeat, each once.
+/// A list of values in which equal values are stored only once.
 #[derive(Default)]
 struct Table {
     values: Vec<Value>,
@@ -209,7 +213,7 @@ impl Table {
 /// Number of a file, and offset in it.
 type FilePlace = (usize, u64);
 
-/// The files that show a checkpoint, and the place of each tensor.
+/// The files that show a checkpoint, and for each tensor its file and offset.
 fn files_of(checkpoint: &Arc<Checkpoint>) -> Result<(Vec<Value>, Vec<FilePlace>), Error> {
     let catalog = checkpoint.catalog();
     let mut places = vec![(0, 0); catalog.len()];
@@ -235,7 +239,7 @@ fn files_of(checkpoint: &Arc<Checkpoint>) -> Result<(Vec<Value>, Vec<FilePlace>)
     let mut counts = vec![0; catalog.shards.len()];
     for tensor in catalog.tensors() {
         let piece = tensor.first_piece();
-        // Zeros that the file does not hold stand behind it.
+        // Zeros that the file does not contain are addressed behind the end of the file.
         let start = piece.range.start.min(catalog.shard(piece.shard).file_len);
         places[tensor.position()] = (piece.shard.0 as usize, start);
         counts[piece.shard.0 as usize] += 1;
@@ -252,12 +256,12 @@ fn files_of(checkpoint: &Arc<Checkpoint>) -> Result<(Vec<Value>, Vec<FilePlace>)
     Ok((shards.collect(), places))
 }
 
-/// Bytes of a shard that describe the others.
+/// Number of bytes of a shard that are header and not data.
 fn header_len(shard: &Shard) -> u64 {
     shard.described.iter().map(|range| range.end - range.start).sum()
 }
 
-/// A set as the page takes it: columns of its tensors.
+/// A set in the format of the page: one column for each property of its tensors.
 fn describe(
     tree: &Tree,
     directory: &Path,
@@ -286,7 +290,7 @@ fn describe(
             data[piece.shard.0 as usize] += len;
             piece_shard.push(piece.shard.0);
             piece_start.push(piece.range.start);
-            // With the bytes between its rows.
+            // The range includes the bytes between the rows of the piece.
             piece_end.push(piece.range.end);
             piece_box.push(boxes.number(json!([piece.offset, piece.shape])));
         }
@@ -327,7 +331,7 @@ fn describe(
     }))
 }
 
-/// Groups of tensors with the same recorded bytes, the largest first.
+/// Groups of tensors with equal recorded checksums, the largest first.
 fn duplicates(checkpoint: &Checkpoint, contents: &Contents) -> Vec<Vec<usize>> {
     let mut by_content: HashMap<_, Vec<usize>> = HashMap::new();
     for tensor in checkpoint.catalog().tensors().filter(|tensor| tensor.len > 0) {
@@ -342,7 +346,7 @@ fn duplicates(checkpoint: &Checkpoint, contents: &Contents) -> Vec<Vec<usize>> {
     groups.into_iter().map(|(_, group)| group).collect()
 }
 
-/// The tensors that a view changes: name, form as stored, form as shown.
+/// The tensors that a view changes: name, form as stored, and form as shown.
 fn changes(stored: &Checkpoint, presented: &Checkpoint) -> Vec<[String; 3]> {
     let form = |tensor: &Tensor<'_>| format!("{} {:?}", tensor.dtype.name(), tensor.shape);
     let mut changes = Vec::new();

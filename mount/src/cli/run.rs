@@ -1,8 +1,8 @@
-//! `tensorfs run`: mounts in a private folder for one command, and ends as the command ends.
+//! `tensorfs run`: mounts in a private folder for one command, and unmounts when the command ends.
 //!
 //! The command stays in the process group of this process, so that the terminal and pipelines treat it
-//! as they would without a mount. The daemon holds one end of a pipe: it takes the mount off once this
-//! process is gone, however that ended.
+//! as if there were no mount. This process has the writing end of a pipe open. When it ends for any
+//! reason, the pipe closes and the daemon unmounts.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, PipeWriter, Read};
@@ -27,13 +27,14 @@ use crate::daemon::{background, ending, inherited};
 use crate::log;
 use crate::options::Options;
 
-/// Stands for the mount in the arguments of the command.
+/// The placeholder for the mount in the arguments of the command.
 const PLACEHOLDER: &[u8] = b"{}";
 
-/// Environment variable of the command that names the mount.
+/// The environment variable with which the command finds the mount.
 const VARIABLE: &str = "TENSORFS_MOUNT";
 
-/// Exit status for a command that cannot be run, and for one that is not there, as shells have them.
+/// Exit statuses, as shells define them: for a command that cannot be run, and for one that does not
+/// exist.
 const NOT_EXECUTABLE: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
@@ -61,8 +62,8 @@ pub(super) fn run(args: &args::RunArgs) -> Result<ExitCode, Failure> {
     Options::parse(&words, false).map_err(Failure::Usage)?;
     log::start(args.verbose);
     let failed = |what: &str, e: io::Error| Failure::Failed(format!("{what}: {e}"));
-    // From here on a signal must not end this process before the folder is removed. Until there is a
-    // command, Ctrl-Z stops this process as it stops the daemon that begins to mount.
+    // From here on, a signal must not end this process before the folder is removed. Until the
+    // command starts, Ctrl-Z stops both this process and the daemon that is mounting.
     let taken = SigSet::from_iter(PASSED.into_iter().chain([Signal::SIGCHLD]));
     let mut ending = taken;
     ending.remove(Signal::SIGTSTP);
@@ -78,7 +79,7 @@ pub(super) fn run(args: &args::RunArgs) -> Result<ExitCode, Failure> {
     match end {
         Ok(CommandEnd::Exited(code)) => Ok(ExitCode::from(code)),
         Ok(CommandEnd::Killed(signal)) => Ok(end_by(signal)),
-        // A signal to stop has ended the daemon too.
+        // A signal that stops this process has ended the daemon too.
         Err(failure) => match stopped_by(&signals) {
             Some(signal) => Ok(end_by(signal)),
             None => Err(failure),
@@ -86,7 +87,7 @@ pub(super) fn run(args: &args::RunArgs) -> Result<ExitCode, Failure> {
     }
 }
 
-/// Mounts for a command of `run`, and takes the mount off once standard input ends.
+/// Mounts for a command of `run`. Unmounts when standard input reaches its end.
 pub(super) fn daemon(args: &args::MountArgs) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(format!("cannot watch for the end of run: {e}"));
     let mut lifeline =
@@ -103,7 +104,7 @@ pub(super) fn daemon(args: &args::MountArgs) -> Outcome {
     outcome
 }
 
-/// Takes the mount off `target`, and removes that folder. Open files are served until they are closed.
+/// Unmounts `target` and removes that folder. Open files are served until they are closed.
 fn take_off(target: &Path) {
     if mountinfo::ours_at(target).is_ok_and(|mount| mount.is_some())
         && let Err(e) = detach(target, Detach::Lazy)
@@ -118,10 +119,10 @@ fn take_off(target: &Path) {
     }
 }
 
-/// The mount of a command. The drop takes it off.
+/// The mount of a command. The drop unmounts it.
 struct RunMount {
     target: PathBuf,
-    /// Closes with this process, which the daemon sees.
+    /// The pipe closes when this process ends, and then the daemon unmounts.
     _lifeline: PipeWriter,
 }
 
@@ -156,7 +157,7 @@ impl Drop for RunMount {
     }
 }
 
-/// Runs the command, unless a signal to stop has come meanwhile.
+/// Runs the command, unless a signal to stop has arrived already.
 fn serve(
     args: &args::RunArgs,
     mount: &RunMount,
@@ -185,7 +186,7 @@ fn serve(
     }
 }
 
-/// `word` with the path of the mount for each `{}`.
+/// `word`, in which the path of the mount replaces each `{}`.
 fn replaced(word: &OsString, target: &Path) -> OsString {
     let mut text = Vec::new();
     let mut rest = word.as_bytes();
@@ -198,32 +199,33 @@ fn replaced(word: &OsString, target: &Path) -> OsString {
     OsString::from_vec(text)
 }
 
-/// Waits for the end of the command, and passes signals to it.
+/// Waits for the end of the command, and passes signals to the command.
 fn wait(child: &Child, signals: &SignalFd) -> io::Result<CommandEnd> {
     let pid = Pid::from_raw(child.id().cast_signed());
     loop {
         match waitpid(pid, Some(WaitPidFlag::WNOHANG | WaitPidFlag::WUNTRACED))? {
             WaitStatus::Exited(_, code) => return Ok(CommandEnd::Exited(code as u8)),
             WaitStatus::Signaled(_, signal, _) => return Ok(CommandEnd::Killed(signal)),
-            // The shell is to see a stopped job. SIGCONT goes on to the command below.
+            // The shell has to see a stopped job. SIGCONT is passed to the command below.
             WaitStatus::Stopped(..) => raise(Signal::SIGSTOP)?,
             _ => {}
         }
         let Some(came) = signals.read_signal()? else { continue };
         let signal = Signal::try_from(came.ssi_signo.cast_signed())?;
-        // A signal of the terminal goes to all of the process group, and so to the command too.
+        // A signal from the terminal goes to the whole process group, so the command has got it
+        // already.
         let is_of_terminal = came.ssi_code > 0 && signal != Signal::SIGCONT;
         if signal != Signal::SIGCHLD && !is_of_terminal {
-            // The command may have ended by now.
+            // An error means that the command has ended, which does no harm.
             let _ = kill(pid, signal);
         }
     }
 }
 
-/// A signal that has come and that ends a command.
+/// A signal that has arrived and that ends a command.
 fn stopped_by(signals: &SignalFd) -> Option<Signal> {
     let ending = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
-    // A read would wait for the next signal.
+    // Only signals that are pending are read: reading without one would wait.
     let mut pending = nix::poll::PollFd::new(signals.as_fd(), nix::poll::PollFlags::POLLIN);
     while nix::poll::poll(std::slice::from_mut(&mut pending), nix::poll::PollTimeout::ZERO)
         .is_ok_and(|ready| ready > 0)
@@ -237,8 +239,8 @@ fn stopped_by(signals: &SignalFd) -> Option<Signal> {
     None
 }
 
-/// Ends this process by `signal`, as the command has ended, without a second core dump. If it does not
-/// end, returns the status that shells give then.
+/// Ends this process with the signal that ended the command, but without a second core dump. If the
+/// signal does not end it, returns the exit status that shells use for the signal.
 fn end_by(signal: Signal) -> ExitCode {
     let _ = setrlimit(Resource::RLIMIT_CORE, 0, 0);
     inherited::restore(signal);

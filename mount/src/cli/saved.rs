@@ -1,8 +1,8 @@
-//! Writes checkpoints as savers leave them: the numbered shards of transformers and the rank
-//! shards of torch DCP.
+//! Writes checkpoints in the formats of common tools: numbered shards as transformers writes them,
+//! and rank shards as torch DCP writes them.
 //!
-//! Each byte of a tensor is computed from the tensor's number and the byte's place. The data does
-//! not compress.
+//! Each byte of a tensor is computed from the number of the tensor and the position of the byte.
+//! The data cannot be compressed.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -13,10 +13,10 @@ use serde_json::{Value, json};
 use tensorfs::Dtype;
 use tensorfs::internal::format::safetensors;
 
-/// Bytes that go to a file at a time.
+/// Number of bytes that are written to a file at a time.
 const BUFFER_LEN: usize = 1 << 20;
 
-/// A tensor of a checkpoint; its number is its place in the list.
+/// A tensor of a checkpoint. Its number is its index in the list.
 #[derive(Clone, Debug)]
 pub(super) struct Tensor {
     pub(super) name: String,
@@ -34,21 +34,21 @@ impl Tensor {
 /// How a checkpoint is cut into shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cut {
-    /// Whole tensors in order, spread over this number of shards with a weight map.
+    /// Whole tensors in order, distributed over this number of shards, with a weight map.
     HuggingFace(u64),
-    /// torch DCP: number of parts along the first and the last dimension, which have to be
-    /// multiples of them.
+    /// torch DCP: number of parts along the first and along the last dimension. These dimensions
+    /// must be multiples of the numbers.
     Dcp(u64, u64),
 }
 
-/// A part of a tensor: number, first index and extent in each dimension.
+/// A part of a tensor: the number of the tensor, and the start index and size in each dimension.
 struct Part {
     number: usize,
     offset: Vec<u64>,
     shape: Vec<u64>,
 }
 
-/// Writes the shards of a checkpoint into `folder`, and a `config.json` beside them.
+/// Writes the shards of a checkpoint and a `config.json` into `folder`.
 pub(super) fn write_checkpoint(folder: &Path, tensors: &[Tensor], cut: Cut) -> io::Result<()> {
     fs::write(folder.join("config.json"), "{\n  \"model_type\": \"demo\"\n}\n")?;
     match cut {
@@ -66,12 +66,12 @@ pub(super) fn write_checkpoint(folder: &Path, tensors: &[Tensor], cut: Cut) -> i
     }
 }
 
-/// Byte `at` of tensor `number`.
+/// The byte at `offset` of tensor `number`.
 pub(super) fn byte_of(number: usize, offset: u64) -> u8 {
     word_of(number, offset / 8)[(offset % 8) as usize]
 }
 
-/// Eight bytes of tensor `number`: a mix of both numbers (splitmix64).
+/// Eight bytes of tensor `number`, which splitmix64 computes from both numbers.
 fn word_of(number: usize, word: u64) -> [u8; 8] {
     let mut x = (number as u64) << 48 | word;
     x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -80,7 +80,7 @@ fn word_of(number: usize, word: u64) -> [u8; 8] {
     (x ^ (x >> 31)).to_le_bytes()
 }
 
-/// The bytes of tensor `number` from `start` on.
+/// Fills `bytes` with the bytes of tensor `number` from offset `start` on.
 fn fill(number: usize, start: u64, bytes: &mut [u8]) {
     let head = (start.next_multiple_of(8) - start).min(bytes.len() as u64) as usize;
     let (head, rest) = bytes.split_at_mut(head);
@@ -103,7 +103,7 @@ fn write_hugging_face(folder: &Path, tensors: &[Tensor], shards: u64) -> io::Res
         let name = format!("model-{:05}-of-{shards:05}.safetensors", shard + 1);
         let (mut start, mut parts) = (0, Vec::new());
         for (number, tensor) in tensors.iter().enumerate() {
-            // The middle of a tensor decides its shard, so that a long tensor in front leaves no
+            // The middle of a tensor decides its shard. So a long tensor at the start leaves no
             // shard empty.
             if (start + tensor.len() / 2) * shards / total.max(1) == shard {
                 let (offset, shape) = (vec![0; tensor.shape.len()], tensor.shape.clone());
@@ -119,8 +119,8 @@ fn write_hugging_face(folder: &Path, tensors: &[Tensor], shards: u64) -> io::Res
     fs::write(folder.join("model.safetensors.index.json"), format!("{json:#}\n"))
 }
 
-/// The part of a tensor that the rank at `cell` of a grid saves. A tensor with one dimension
-/// is whole on the first rank, as replicated ones are.
+/// The part of a tensor that the rank at `cell` of the grid saves. A tensor with one dimension is
+/// saved as a whole by the first rank, as DCP does for replicated tensors.
 fn dcp_part(number: usize, shape: &[u64], grid: [u64; 2], cell: [u64; 2]) -> Option<Part> {
     let mut part = Part { number, offset: vec![0; shape.len()], shape: shape.to_vec() };
     if shape.len() == 1 {
@@ -174,7 +174,7 @@ fn write_part(file: &mut impl Write, tensor: &Tensor, part: &Part) -> io::Result
     let rows: u64 = part.shape[..last].iter().product();
     let mut bytes = vec![0; (part.shape[last] * width) as usize];
     for row in 0..rows {
-        // The element of the whole tensor at which this row begins.
+        // The index in the whole tensor of the element with which this row begins.
         let (mut rest, mut element, mut stride) = (row, part.offset[last], tensor.shape[last]);
         for dim in (0..last).rev() {
             element += (part.offset[dim] + rest % part.shape[dim]) * stride;

@@ -1,5 +1,5 @@
-//! The mounts of tensorfs as their daemons report them. This process never accesses a mount point: a
-//! hanging daemon would block it.
+//! The mounts of tensorfs as their daemons report them. This process never accesses a mount point,
+//! because a daemon that hangs would block it.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -19,13 +19,13 @@ use crate::daemon::client::{self, Question, Reply};
 use crate::daemon::stalled::run_until;
 use crate::daemon::status::{Listable, Status, Told};
 
-/// How long a daemon may take to answer.
+/// Time limit for the answer of a daemon.
 pub(super) const LIMIT: Duration = Duration::from_secs(2);
 
-/// Arguments that make a process ask whether the mount that comes after them is dead.
+/// Arguments that make a process check whether a mount is dead. The path of the mount follows them.
 const PROBE: [&str; 3] = ["internal", "probe-dead", "--"];
 
-/// Exit status of such a process if the mount is dead.
+/// Exit status of that process if the mount is dead.
 const DEAD: u8 = 3;
 
 words! {
@@ -33,14 +33,14 @@ words! {
     pub(super) enum MountState {
         /// Its daemon answers.
         Running = "running",
-        /// Its daemon answers, but the mount is not in the mount table: unmounted while files are open,
-        /// or in another mount namespace.
+        /// Its daemon answers, but the mount is not in the mount table: it was unmounted while files
+        /// are open, or it is in another mount namespace.
         Detached = "detached",
-        /// It has no control socket, but is not dead.
+        /// It has no control socket, but it is not dead.
         NoSocket = "no-socket",
-        /// Its daemon is there and does not answer.
+        /// Its daemon runs and does not answer.
         NoAnswer = "no-answer",
-        /// Its daemon is gone.
+        /// Its daemon has ended.
         Dead = "dead",
         /// It belongs to another user.
         NotYours = "not-yours",
@@ -48,7 +48,7 @@ words! {
 }
 
 impl MountState {
-    /// The explanation for people.
+    /// The state as text for people.
     pub(super) fn text(self) -> &'static str {
         match self {
             MountState::Running => "running",
@@ -61,10 +61,10 @@ impl MountState {
     }
 }
 
-/// A mount and the report of its daemon, as `--json` prints it.
+/// A mount and the report of its daemon, in the form of `--json`.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Seen {
-    /// Minor number of its device, which is unique.
+    /// Minor number of the mount's device, which is unique.
     #[serde(skip)]
     pub minor: u32,
     /// The mount point.
@@ -72,13 +72,13 @@ pub(super) struct Seen {
     pub target: PathBuf,
     pub state: MountState,
     pub owner: Option<u32>,
-    /// `None` for the mount of another user.
+    /// Path of the source. `None` for a mount of another user.
     pub source: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pid: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<Memory>,
-    /// The folders of models of another user's mount that this user may list.
+    /// For a mount of another user: the folders of models that this user may list.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub models: Option<Vec<String>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -92,7 +92,7 @@ pub(super) struct Seen {
     pub asked: Instant,
 }
 
-/// Resident memory of a process, now and at its peak, in bytes.
+/// Resident memory of a process in bytes: its current value and its maximum.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Memory {
     pub rss: Option<u64>,
@@ -104,12 +104,13 @@ fn as_name<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error>
 }
 
 impl Seen {
-    /// The counters of its daemon.
+    /// The counters of the mount's daemon.
     pub(super) fn counters(&self) -> Option<&CounterValues> {
         Some(&self.status.as_ref()?.service.counters)
     }
 
-    /// A mount whose daemon, of process `pid`, says nothing. The pid is 0 if it is not known.
+    /// A mount whose daemon does not report. `pid` is the process of the daemon, or 0 if that is
+    /// not known.
     pub(super) fn silent(mount: Mount, state: MountState, pid: i32) -> Seen {
         let pid = (pid > 0).then_some(pid);
         Seen {
@@ -131,12 +132,12 @@ impl Seen {
         }
     }
 
-    /// A mount whose daemon answers.
+    /// A mount whose daemon has reported.
     pub(super) fn told(mount: Mount, state: MountState, pid: i32, told: Told<Status>) -> Seen {
         let silent = Seen::silent(mount, state, pid);
         Seen {
             source: Some(told.source),
-            // The pid that the kernel reports wins over the pid that the daemon reports.
+            // The pid that the kernel reports is preferred to the pid in the report.
             pid: silent.pid.or(i32::try_from(told.pid).ok()),
             started_unix: Some(told.started_unix),
             uptime_s: Some(told.uptime_s),
@@ -146,11 +147,12 @@ impl Seen {
     }
 }
 
-/// The tensorfs mount on `path`, which may be a link to it. Does not access the mount point.
+/// The tensorfs mount on `path`, which may be a link to the mount point. Does not access the mount
+/// point.
 pub(super) fn find(mounts: &[Mount], path: &Path) -> Option<Mount> {
     // `components` drops trailing slashes and dots.
     let mut path = PathBuf::from_iter(std::path::absolute(path).ok()?.components());
-    // The kernel follows 40 links too.
+    // The limit is the same as the kernel's limit for links.
     for _ in 0..40 {
         let on = |path: &Path| mounts.iter().rev().find(|mount| mount.target == path).cloned();
         if let Some(mount) = on(&path) {
@@ -166,8 +168,8 @@ pub(super) fn find(mounts: &[Mount], path: &Path) -> Option<Mount> {
     None
 }
 
-/// Asks the daemons of `mounts`, and those of the caller that serve no mount in the table, for
-/// `limit` at most. `probe`: also tests whether a mount without a socket is dead.
+/// Asks the daemons of `mounts`, and those daemons of this user whose mounts are not in the mount
+/// table, at most for `limit`. With `probe`, also checks whether mounts without a socket are dead.
 pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
     let owner = geteuid().as_raw();
     let is_known = |minor: u32| mounts.iter().any(|mount| mount.minor == minor);
@@ -186,8 +188,8 @@ pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen
     seen
 }
 
-/// Asks the daemons of `mounts`, all at the same time. Leaves out mounts that were unmounted
-/// meanwhile.
+/// Asks the daemons of `mounts`, all at the same time. Mounts that were unmounted in the meantime
+/// are left out.
 pub(super) fn ask(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen> {
     let mut seen = ask_each(mounts, limit, probe);
     if seen.iter().any(|one| one.state != MountState::Running) {
@@ -229,7 +231,7 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
     let (user, owner) = (geteuid(), mount.owner.unwrap_or_default());
     let is_ours = owner == user.as_raw();
     if !is_ours && !user.is_root() {
-        // Its daemon may tell the names of models that this user may list.
+        // The daemon may report the names of models that this user may list.
         let models = match client::ask(owner, sockets, Question::Status, deadline) {
             Reply::Answer(_, Listable { models }) => Some(models),
             _ => None,
@@ -240,14 +242,15 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
         Reply::Answer(pid, told) => return Seen::told(mount, MountState::Running, pid, told),
         Reply::Silence(pid) => return Seen::silent(mount, MountState::NoAnswer, pid),
         Reply::Leftover => MountState::Dead,
-        // Only a user who may access the mount can find out whether it is dead.
+        // Only a user who may access the mount can find out whether the mount is dead.
         Reply::Nothing if probe && is_ours => probe_from_outside(&mount.target, deadline),
         Reply::Nothing | Reply::Refused(_) => MountState::NoSocket,
     };
     Seen::silent(mount, state, 0)
 }
 
-/// Returns the dead ones of `mounts`. A mount that does not answer within `limit` is not dead.
+/// Returns those of `mounts` that are dead. A mount that does not answer within `limit` is not
+/// dead.
 pub(super) fn dead(mounts: Vec<Mount>, limit: Duration) -> Vec<Mount> {
     let deadline = Instant::now() + limit;
     let is_dead = |mount: &Mount| {
@@ -263,15 +266,15 @@ pub(super) fn dead(mounts: Vec<Mount>, limit: Duration) -> Vec<Mount> {
 
 /// The work of the probe: its exit status says whether the mount on `target` is dead.
 pub(super) fn answer_probe(target: &Path) -> ExitCode {
-    // statvfs always asks the daemon: the kernel caches no answer.
+    // The kernel does not cache the answer to statvfs, so it always asks the daemon.
     match nix::sys::statvfs::statvfs(target) {
         Err(Errno::ENOTCONN | Errno::ECONNABORTED) => ExitCode::from(DEAD),
         _ => ExitCode::SUCCESS,
     }
 }
 
-/// Checks a mount without a socket from another process: a process that waits for a hanging daemon
-/// cannot end.
+/// Checks a mount without a socket from another process, because a process that waits for a hanging
+/// daemon cannot end.
 fn probe_from_outside(target: &Path, deadline: Instant) -> MountState {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("tensorfs").args(PROBE).arg(target);

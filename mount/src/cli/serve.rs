@@ -1,4 +1,4 @@
-//! `tensorfs serve`: all mounts of a config, each in a process of its own.
+//! `tensorfs serve`: serves all mounts of a config, each in a process of its own.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::node::supervisor::{Supervisor, take_signals};
 use crate::node::worker;
 use crate::options::Options;
 
-/// How long `--check` waits for each path.
+/// Time limit of `--check` for each path.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
 pub(super) fn run(args: &args::ServeArgs) -> Outcome {
@@ -35,7 +35,8 @@ pub(super) fn run(args: &args::ServeArgs) -> Outcome {
             counted(config.mounts.len(), "mount")
         ));
     }
-    // A relative path would name another file once the service reloads it elsewhere.
+    // The service may reload the config from another working directory, so the path must be
+    // absolute.
     let failed = |e: std::io::Error| Failure::Failed(format!("cannot start: {e}"));
     let file = std::path::absolute(&args.config).map_err(failed)?;
     inherited::note_descriptors();
@@ -47,10 +48,10 @@ pub(super) fn run(args: &args::ServeArgs) -> Outcome {
     Supervisor::new(&file, config, args.verbose).run(&signals).map_err(Failure::Failed)
 }
 
-/// Refuses mounts that their sources contain or lie on, and two mounts on one folder by different
-/// paths. A service makes the others; those that fail are tried again.
+/// Refuses mounts that contain their source or lie in it, and two mounts on the same folder by
+/// different paths. Other mounts are left to the service, which retries those that fail.
 fn check_places(config: &Config) -> Result<(), String> {
-    // The mount itself says what is wrong with a path that leads nowhere, or does not answer.
+    // If a path does not exist or does not answer, the mount itself reports that.
     let real = |path: &Path| {
         let answers = probe_path(path, READ_NONE, Some(ANSWER_LIMIT)).is_ok();
         let real = answers.then(|| std::fs::canonicalize(path).ok());
@@ -59,7 +60,7 @@ fn check_places(config: &Config) -> Result<(), String> {
     let mut targets: Vec<(PathBuf, &str)> = Vec::new();
     for mount in &config.mounts {
         let (name, source) = (&mount.name, mount.source.clone());
-        // The service may have another hub cache than this user.
+        // The service may use another hub cache than this user.
         let meant = unless_stalled(Some(ANSWER_LIMIT), move || hub_cache::resolve(&source));
         let source = meant.ok().and_then(Result::ok).unwrap_or_else(|| mount.source.clone());
         let (source, target) = (real(&source), real(&mount.target));
@@ -83,7 +84,8 @@ fn check_places(config: &Config) -> Result<(), String> {
     Ok(())
 }
 
-/// Refuses a target that is no folder, and a path of `config=` that leads nowhere or into the mount.
+/// Refuses a target that is not a folder, and a path of `config=` that does not exist or lies in the
+/// mount.
 fn check_kinds(mount: &MountConfig, target: &Path) -> Result<(), String> {
     let Ok(options) = Options::parse(&[&mount.options], false) else { return Ok(()) };
     let found = |path: &Path| {
@@ -104,8 +106,8 @@ fn check_kinds(mount: &MountConfig, target: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Warns of `access=` rules that match nothing in the source. A source that is not there yet, or
-/// does not answer, says nothing about them.
+/// Warns about rules of `access=` that match nothing in the source. If the source does not exist
+/// yet or does not answer, this cannot be checked.
 fn warn_of_idle_rules(mount: &MountConfig) {
     let Ok(options) = Options::parse(&[&mount.options], false) else { return };
     let (limit, source) = (options.io_timeout, mount.source.clone());
@@ -121,7 +123,7 @@ fn warn_of_idle_rules(mount: &MountConfig) {
     }
 }
 
-/// Serves one mount for a supervisor, which has its errors.
+/// Serves one mount for a supervisor. The errors go to the supervisor.
 pub(super) fn work(args: &args::WorkerArgs) -> Outcome {
     log::never_wait().map_err(|e| Failure::Failed(format!("cannot start a thread: {e}")))?;
     log::start(args.verbose);

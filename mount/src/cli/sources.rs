@@ -1,4 +1,5 @@
-//! The checkpoints that a command reads: options, scan and proof.
+//! The checkpoints that a command reads: parses options, scans the source and proves the
+//! checkpoints.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -20,22 +21,22 @@ use super::output::{Failure, Outcome, UNPROVEN_TAIL};
 use crate::log;
 use crate::options::{Options, Use, escape};
 
-/// The commands that show several views or models, for errors.
+/// The commands that accept several views or models, for errors.
 const SEVERAL: &str = "only mount, serve, ls, inspect and consolidate";
 
-/// `--index-dir` as a mount option.
+/// The value of `--index-dir` as a mount option.
 pub(super) fn index_option(folder: Option<&OsStr>) -> Option<String> {
     folder.map(|folder| format!("index-dir={}", escape(&folder.to_string_lossy())))
 }
 
-/// Makes `source` the path that it means, if it names a model of the hub cache.
+/// If `source` is the name of a model in the hub cache, replaces it by the path of the model.
 pub(super) fn resolve(source: &mut PathBuf) -> Outcome {
     *source = hub_cache::resolve(source)?;
     Ok(())
 }
 
-/// Scans the source of a query that is about one view. For a path on a mount, `-o` is about what the
-/// mount shows.
+/// Scans the source of a query about one view. For a path on a mount, `-o` applies to the files that
+/// the mount shows.
 pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<Tree, Failure> {
     if options.open.views.is_some() {
         let why = "option tp needs rank=, or shows a view for each rank";
@@ -44,9 +45,9 @@ pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<T
     scan_source(args, options, false)
 }
 
-/// Scans the source of `command`, which is about the bytes of the source. For a path on a mount,
-/// scans the source behind it without the view of the mount: only what lies there has the checksums
-/// and the index. The view of the tree has the format that was given or is mounted.
+/// Scans the source of `command`, which works on the bytes of the source. For a path on a mount,
+/// this is the source behind the mount: only that source has checksums and an index. The view of
+/// the tree is the one that `-o` gives, or else the view of the mount.
 pub(super) fn open_bytes(
     command: &str,
     args: &args::SourceArgs,
@@ -76,7 +77,7 @@ pub(super) fn open_bytes(
     scan_tree(&path, &OpenOptions { index, ..open })
 }
 
-/// Refuses a path on a mount with several views, for commands about what one view shows.
+/// Refuses a path on a mount with several views, for commands that work on one view.
 pub(super) fn refuse_several_views(args: &args::SourceArgs) -> Result<(), Failure> {
     let origin = resolve_mount(&args.source);
     let Some(views) = origin.and_then(|origin| origin.options.views) else { return Ok(()) };
@@ -90,7 +91,7 @@ pub(super) fn refuse_several_views(args: &args::SourceArgs) -> Result<(), Failur
     )))
 }
 
-/// As `open_source`, also for a source with several views.
+/// Scans the source of a query, like `open_source`, but accepts several views.
 pub(super) fn open_source_with_views(
     args: &args::SourceArgs,
     options: Options,
@@ -118,20 +119,20 @@ fn scan_source(
     scan_tree(&path, &OpenOptions { index, ..open })
 }
 
-/// Scans `path`, and tells what was left out.
+/// Scans `path`, and prints a note about what the scan left out.
 fn scan_tree(path: &Path, options: &OpenOptions) -> Result<Tree, Failure> {
     let tree = Tree::scan(path, options)?;
-    // A source without any checkpoint is refused with the same summary.
+    // If the source has no checkpoint, the error has the same summary.
     if let Some(summary) = tree.left_out.summary().filter(|_| !tree.families().is_empty()) {
         log::note(&format!("{}: {summary}", shown_path(&tree.source)));
     }
     Ok(tree)
 }
 
-/// Parses `-o` of `command`.
+/// Parses the options `-o` of `command`.
 ///
 /// # Errors
-/// Also an option that has no effect on the command.
+/// If an option is wrong, or has no effect on the command.
 pub(super) fn query_options(
     args: &args::SourceArgs,
     command: &args::SourceCommand,
@@ -157,13 +158,13 @@ pub(super) fn query_options(
     Err(Failure::Usage(format!("option {option}: {why}; leave it out")))
 }
 
-/// A set and the folder that it lies in, below the source.
+/// A set, and the path below the source of the folder that contains it.
 pub(super) struct FoundSet {
     pub(super) directory: PathBuf,
     pub(super) set: Set,
 }
 
-/// Proves everything in `tree`. Returns the sets that count and the notes.
+/// Proves all sets in `tree`. Returns the sets that the command has to handle, and notes.
 pub(super) fn prove_all(tree: &Tree) -> Result<(Vec<FoundSet>, Vec<String>), Failure> {
     let mut found = Vec::new();
     let mut notes = skipped_notes(tree);
@@ -178,13 +179,13 @@ pub(super) fn prove_all(tree: &Tree) -> Result<(Vec<FoundSet>, Vec<String>), Fai
     Ok((found, notes))
 }
 
-/// Notes about what the scan of `tree` left out.
+/// Notes about files that the scan of `tree` left out.
 pub(super) fn skipped_notes(tree: &Tree) -> Vec<String> {
     tree.left_out.lines.iter().cloned().chain(tree.left_out.summary()).collect()
 }
 
-/// Proves the family of folders of which `head` is the top. Returns the sets that count and the
-/// notes.
+/// Proves the family of folders with the top folder `head`. Returns the sets that the command has
+/// to handle, and notes.
 pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<FoundSet>, Vec<String>) {
     let (mut found, mut notes) = (Vec::new(), Vec::new());
     for (id, proved) in tree.prove(head) {
@@ -199,9 +200,9 @@ pub(super) fn prove_family(tree: &Tree, head: FolderId) -> (Vec<FoundSet>, Vec<S
     (found, notes)
 }
 
-/// The one checkpoint of the source, the notes about it, and the files of the source. It need not fit
-/// into one virtual file.
-/// Options about files and their format are without effect: the caller refuses or follows them.
+/// The only checkpoint of the source, notes about it, and the files of the source. The checkpoint may
+/// be too large for one virtual file. Options about files and their format have no effect: the caller
+/// refuses or applies them.
 pub(super) fn one_checkpoint(
     args: &args::SourceArgs,
     mut options: Options,
@@ -222,8 +223,8 @@ pub(super) fn one_checkpoint(
         }
         Err(found) => {
             let name = |found: &FoundSet| {
-                // The name of a file identifies the set, even if the set is shown under another
-                // name.
+                // The name of a file identifies the set, because the mount may show the set under
+                // another name.
                 let file = found.set.files.first().unwrap_or(&found.set.name);
                 shown_path(&found.directory.join(file))
             };

@@ -1,4 +1,4 @@
-//! `tensorfs status`: the mounts of tensorfs and the reports of their daemons.
+//! `tensorfs status`: shows the mounts of tensorfs and the reports of their daemons.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -60,7 +60,7 @@ pub(super) fn run(args: &args::StatusArgs) -> Outcome {
     if missing.is_empty() && !seen.iter().any(is_bad) { Ok(()) } else { Err(Failure::Told) }
 }
 
-/// One line a mount.
+/// A table with one line for each mount.
 fn short(seen: &[Seen]) -> TextTable {
     use ColumnKind::{Name, Number, Word};
     let column = |title, rank, kind| Column { title, min: 0, rank, kind };
@@ -93,7 +93,7 @@ fn short(seen: &[Seen]) -> TextTable {
     }
 }
 
-/// One mount, for people.
+/// One mount, as text for people.
 fn block(seen: &Seen) -> String {
     let mut lines = vec![("state", state_text(seen))];
     lines.extend(seen.source.clone().map(|source| ("source", source)));
@@ -116,7 +116,8 @@ fn block(seen: &Seen) -> String {
     }
     let mut text = format!("{}\n", shown_path(&seen.target));
     for (label, said) in lines.iter().filter(|(_, said)| !said.is_empty()) {
-        // The reply of another user's daemon must not reach the terminal as commands.
+        // The reply may come from the daemon of another user, so it must not reach the terminal as
+        // control characters.
         let _ = writeln!(text, "  {label:<9} {}", shown_path(Path::new(said)));
     }
     text
@@ -133,7 +134,7 @@ fn state_text(seen: &Seen) -> String {
     text
 }
 
-/// The answer of a daemon, each line with its label. Lines may be empty.
+/// The report of a daemon, as lines with labels. Lines may be empty.
 fn status_lines(status: &Status) -> Vec<(&'static str, String)> {
     let Status { service, checkpoints, .. } = status;
     let away = checkpoints.source.clone().unwrap_or_default();
@@ -151,7 +152,7 @@ fn status_lines(status: &Status) -> Vec<(&'static str, String)> {
     lines
 }
 
-/// Sets with an unproven tail; empty if there are none.
+/// The sets with an unproven tail. Empty if there are none.
 fn tail_text(tail: &TailStatus) -> String {
     let sets = match tail.unproven {
         0 => return String::new(),
@@ -161,7 +162,7 @@ fn tail_text(tail: &TailStatus) -> String {
     format!("unproven in {} {sets}: {}; {REMEDY}", tail.unproven, tail.files.join("; "))
 }
 
-/// Rules of `access=` that match nothing; empty if there are none.
+/// The rules of `access=` that match nothing. Empty if there are none.
 fn idle_rules_text(rules: &[String]) -> String {
     if rules.is_empty() {
         return String::new();
@@ -169,7 +170,7 @@ fn idle_rules_text(rules: &[String]) -> String {
     format!("nothing in the source matches {}: these rules keep nobody out", rules.join(", "))
 }
 
-/// Requests of the kernel by operation, with the mean time of each.
+/// The kernel's requests by operation, with the mean time of each operation.
 fn requests_text(requests: &BTreeMap<String, RequestCounts>) -> String {
     let parts = requests.iter().filter_map(|(operation, RequestCounts { ok, errors, time })| {
         let mean = time.sum_us.checked_div(ok + errors)?;
@@ -179,7 +180,7 @@ fn requests_text(requests: &BTreeMap<String, RequestCounts>) -> String {
     parts.collect::<Vec<_>>().join(", ")
 }
 
-/// The counters, in words.
+/// The counters, as text.
 fn counter_lines(c: &CounterValues) -> Vec<(&'static str, String)> {
     let asked = c.hits + c.misses;
     let mut lines = vec![
@@ -239,7 +240,7 @@ fn counter_lines(c: &CounterValues) -> Vec<(&'static str, String)> {
     lines
 }
 
-/// The requests to servers, and the use of disk caches.
+/// Requests to servers, and bytes from and for disk caches.
 fn remote_lines(remote: &RemoteStatus) -> Vec<(&'static str, String)> {
     let server = |endpoint: &EndpointStatus| {
         let Waits { p50, p99, .. } = endpoint.first_byte_us;
@@ -293,7 +294,7 @@ fn memory_text(seen: &Seen) -> String {
     parts.join("; ")
 }
 
-/// ` (12.3 %)`, or empty if `whole` is 0.
+/// The share as text, such as ` (12.3 %)`. Empty if `whole` is 0.
 fn share(part: u64, whole: u64) -> String {
     if whole == 0 {
         return String::new();
@@ -301,7 +302,7 @@ fn share(part: u64, whole: u64) -> String {
     format!(" ({:.1} %)", 100.0 * part as f64 / whole as f64)
 }
 
-/// Microseconds, for people.
+/// A number of microseconds as text for people.
 pub(super) fn duration(micros: u64) -> String {
     match micros {
         0..1_000 => format!("{micros} us"),
@@ -310,7 +311,8 @@ pub(super) fn duration(micros: u64) -> String {
     }
 }
 
-/// A report of any shape, in lines: one for each key of an object, one for each object of a list.
+/// A report of any structure, as lines: one for each key of an object, and one for each object in a
+/// list.
 fn rows(report: &Value) -> Vec<String> {
     match report {
         Value::Null => Vec::new(),
@@ -332,7 +334,7 @@ fn row(key: &str, value: &Value) -> Vec<String> {
     }
 }
 
-/// A setting of the kernel: its value, and the wanted one if that differs.
+/// A setting of the kernel: its value, and the requested value if it differs.
 fn knob_text(knob: &Knob) -> String {
     let text = |value: &Value| match value.as_u64() {
         Some(bytes) if knob.is_size() => shown_size(bytes),
@@ -347,7 +349,7 @@ fn knob_text(knob: &Knob) -> String {
     format!("{name}: {got_text} instead of {}{why}", text(wanted))
 }
 
-/// A value of any shape, in a few words.
+/// A value of any structure, as short text.
 fn compact(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

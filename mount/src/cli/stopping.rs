@@ -1,5 +1,5 @@
-//! How a command that has to clean up is stopped: it cleans up, and then ends by the signal, so that
-//! the shell sees what ended it.
+//! How a signal stops a command that has to clean up. The command cleans up and then ends itself
+//! with the same signal, so that the shell learns which signal ended it.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::time::Duration;
@@ -10,18 +10,18 @@ use tensorfs::{Error, Result};
 
 use crate::daemon::ending::{block_signals, ending_signals};
 
-/// The first signal that told the command to stop, 0 until then.
+/// The first signal that told the command to stop. It is 0 until then.
 static STOPPED_BY: AtomicI32 = AtomicI32::new(0);
 
-/// Whether there is something to clean up.
+/// Whether there are files to remove.
 static CLEANS_UP: AtomicBool = AtomicBool::new(false);
 
-/// How long after the first signal another one counts as the same: timeout(1) sends two at once, one
-/// to the process and one to its group.
+/// Time after the first signal in which another signal counts as the same. timeout(1) sends two
+/// signals together: one to the process and one to its process group.
 const SAME: Duration = Duration::from_millis(100);
 
-/// Takes the signals that end a command. One that comes before `clean_up_on_signals` ends the process at
-/// once, as does a second one. Call this before the first thread starts.
+/// Handles the signals that end a command. A signal before `clean_up_on_signals` ends the process
+/// at once, and so does a second signal. Must be called before the first thread starts.
 pub(super) fn take_signals() {
     block_signals();
     std::thread::spawn(|| {
@@ -39,17 +39,17 @@ pub(super) fn take_signals() {
     });
 }
 
-/// Makes a signal that would end the process fail `check_stopped` from now on.
+/// From now on, a signal that would end the process makes `check_stopped` fail instead.
 pub(super) fn clean_up_on_signals() {
     CLEANS_UP.store(true, Ordering::SeqCst);
 }
 
-/// Whether the command was told to stop.
+/// Whether a signal has told the command to stop.
 pub(super) fn is_stopped() -> bool {
     STOPPED_BY.load(Ordering::SeqCst) != 0
 }
 
-/// Fails once the command was told to stop. It writes files, and leaves none of them.
+/// Fails if a signal has told the command to stop. A command that writes files then removes them.
 ///
 /// # Errors
 /// `Error::Cancelled`.
@@ -60,15 +60,15 @@ pub(super) fn check_stopped() -> Result<()> {
     Ok(())
 }
 
-/// Ends the process by the signal that told the command to stop, if one did. Called when the
-/// command has cleaned up.
+/// If a signal has told the command to stop, ends the process with that signal. Must be called
+/// after the command has cleaned up.
 pub(super) fn end_if_stopped() {
     if let Ok(signal) = Signal::try_from(STOPPED_BY.load(Ordering::SeqCst)) {
         end_by(signal);
     }
 }
 
-/// Ends the process by `signal`, whose action is the default one.
+/// Ends the process with `signal`, which has its default action.
 fn end_by(signal: Signal) {
     let _ = SigSet::from(signal).thread_unblock();
     let _ = raise(signal);

@@ -1,4 +1,4 @@
-//! `tensorfs top`: the running mounts, in a table that is updated.
+//! `tensorfs top`: shows the running mounts in a table that is updated.
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write as _};
@@ -22,15 +22,15 @@ use super::status::duration;
 use crate::daemon::status::CounterOf;
 use crate::serve::service::CacheStatus;
 
-/// Maximum number of files that are listed.
+/// Maximum number of files in the list.
 const FILES_MAX: usize = 10;
 
-/// Minimum number of lines of the list of files: an empty one, the title, a file, and the number of
-/// the others.
+/// Minimum number of lines for the list of files: an empty line, the title, one file, and the
+/// number of the other files.
 const FILES_MIN: usize = 4;
 
-/// The columns after the mount, and how long each stays where not all fit: that with the largest
-/// number goes first.
+/// The columns after the mount: title, minimum width and rank. If not all columns fit, the column
+/// with the largest rank is left out first.
 const COLUMNS: [(&str, usize, u8); 12] = [
     ("GB/s", 6, 1),
     ("SRC GB/s", 6, 5),
@@ -46,7 +46,7 @@ const COLUMNS: [(&str, usize, u8); 12] = [
     ("RSS", 6, 7),
 ];
 
-/// Keys that end it: q, Ctrl-C and Ctrl-D.
+/// Keys that end the program: q, Ctrl-C and Ctrl-D.
 const ENDING_KEYS: [u8; 4] = [b'q', b'Q', 3, 4];
 
 pub(super) fn run(args: &args::TopArgs) -> Outcome {
@@ -64,13 +64,13 @@ pub(super) fn run(args: &args::TopArgs) -> Outcome {
     print_text(&text)
 }
 
-/// Time limit for an answer in the live table: a daemon that does not answer must delay neither the
-/// keys nor the other mounts.
+/// Time limit for the answer of a daemon in the live table. A daemon that does not answer must
+/// delay neither the keys nor the other mounts.
 fn short_limit(interval: Duration) -> Duration {
     interval.clamp(Duration::from_millis(250), Duration::from_secs(1))
 }
 
-/// The mounts, each once even if it is mounted in several places.
+/// The mounts. A mount that is in several places is listed only once.
 fn look(args: &args::TopArgs, limit: Duration) -> io::Result<Vec<Seen>> {
     let mut mounts = mountinfo::ours()?;
     if !args.targets.is_empty() {
@@ -84,12 +84,12 @@ fn look(args: &args::TopArgs, limit: Duration) -> io::Result<Vec<Seen>> {
     Ok(seen)
 }
 
-/// Shows tables until a key or a signal ends it.
+/// Shows tables until a key or a signal ends the program.
 fn live(args: &args::TopArgs) -> io::Result<()> {
     let interval = args.interval;
     let ending = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
     let mut awaited = SigSet::from_iter(ending);
-    // The terminal has another size: the last table is drawn again.
+    // When the terminal changes its size, the last table is drawn again.
     awaited.add(Signal::SIGWINCH);
     awaited.thread_block()?;
     let signals = SignalFd::with_flags(&awaited, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
@@ -120,8 +120,8 @@ fn live(args: &args::TopArgs) -> io::Result<()> {
     }
 }
 
-/// Waits for a key or a signal until `end`. Returns false if a key, or the end of the terminal,
-/// ends the program.
+/// Waits for a key or a signal until `end`. Returns false if a key or the end of the terminal ends
+/// the program.
 fn wait(signals: &SignalFd, end: Instant) -> io::Result<bool> {
     let stdin = io::stdin();
     let mut fds = [stdin.as_fd(), signals.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
@@ -135,8 +135,7 @@ fn wait(signals: &SignalFd, end: Instant) -> io::Result<bool> {
     Ok(len > 0 && !keys[..len].iter().any(|key| ENDING_KEYS.contains(key)))
 }
 
-/// The terminal in its live mode: alternate screen, no cursor, unbuffered keys. The drop restores
-/// it.
+/// The terminal in live mode: alternate screen, no cursor, unbuffered keys. The drop restores it.
 struct Screen {
     before: Termios,
 }
@@ -178,8 +177,9 @@ fn write_all(text: &str) -> io::Result<()> {
     output.flush()
 }
 
-/// The activity between two readings: one line for each mount of the second, the busiest first, then
-/// the busiest files. Fits into `width` columns and `height` lines; what does not fit is counted.
+/// The activity between two looks: one line for each mount of the second look, the busiest first,
+/// then the busiest files. The page has at most `width` columns and `height` lines. It says how many
+/// lines are missing.
 fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usize>) -> Vec<String> {
     if now.is_empty() {
         return vec!["no tensorfs mounts".to_owned()];
@@ -189,7 +189,7 @@ fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usiz
         .map(|seen| (before.iter().find(|old| is_same(old, seen)), seen))
         .map(|(old, seen)| (old, seen, per_second(old, seen, |c| c.bytes_served)))
         .collect();
-    // Trouble is shown in any case. Then as in top(1).
+    // Mounts with trouble come first. The others are sorted by speed, as in top(1).
     let is_fine = |seen: &Seen| !matches!(seen.state, MountState::Dead | MountState::NoAnswer);
     mounts.sort_by(|(_, a, a_rate), (_, b, b_rate)| {
         let rate = |rate: &Option<f64>| rate.unwrap_or(-1.0);
@@ -214,7 +214,8 @@ fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usiz
     let rows = mounts.iter().map(|(old, seen, _)| row(*old, seen)).collect();
     let table = TextTable { columns: [vec![name], others.to_vec()].concat(), rows };
     let mut lines = table.lines(width);
-    // The files get what the mounts leave, and a third in any case, if that has room for one.
+    // The files get the lines that the mounts do not need, but at least a third if that is enough
+    // for one file.
     let most = of_files.len().min(FILES_MAX + 2);
     let least = most.min(height.map_or(most, |height| height / 3));
     if least >= most.min(FILES_MIN) {
@@ -228,7 +229,7 @@ fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usiz
     lines
 }
 
-/// Cuts `lines` to `height`; the last one then counts those that are not shown.
+/// Cuts `lines` to `height`. If lines are missing, the last line has their number.
 fn fit(lines: &mut Vec<String>, height: Option<usize>) {
     let Some(height) = height.filter(|height| lines.len() > *height) else { return };
     let shown = height.saturating_sub(1);
@@ -237,7 +238,7 @@ fn fit(lines: &mut Vec<String>, height: Option<usize>) {
     lines.push(format!("{more} more"));
 }
 
-/// Whether two looks saw the same daemon.
+/// Whether both looks saw the same daemon.
 fn is_same(old: &Seen, new: &Seen) -> bool {
     old.minor == new.minor && old.pid == new.pid
 }
@@ -278,7 +279,7 @@ fn row(old: Option<&Seen>, new: &Seen) -> TableRow {
     ])
 }
 
-/// By how much a counter has grown.
+/// The growth of a counter.
 fn grown(old: Option<&Seen>, new: &Seen, count: CounterOf) -> Option<u64> {
     Some(count(new.counters()?).saturating_sub(count(old?.counters()?)))
 }
@@ -288,7 +289,7 @@ fn per_second(old: Option<&Seen>, new: &Seen, count: CounterOf) -> Option<f64> {
     Some(grown(old, new, count)? as f64 / seconds.max(0.001))
 }
 
-/// A file that was read.
+/// A file that was read between two looks.
 struct File {
     /// Bytes per second.
     rate: f64,
@@ -394,7 +395,7 @@ mod tests {
             }
             assert!(lines[0].starts_with("MOUNT ") && lines[0].contains("GB/s"), "{lines:#?}");
             assert!(lines[1].contains("/7 ") && lines[1].contains("dead: its"), "{lines:#?}");
-            // The busiest first.
+            // The busiest mount comes first.
             assert!(lines[2].contains("/29 ") && lines[2].contains("29.000"), "{lines:#?}");
             assert!(lines[3].contains("/28 "), "{lines:#?}");
             let mounts = lines.iter().position(String::is_empty).unwrap_or(lines.len());

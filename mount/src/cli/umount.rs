@@ -16,7 +16,7 @@ use crate::daemon::client;
 use crate::log;
 use crate::node::suspension;
 
-/// How long a mount may take to show that it is dead. The kernel answers for a dead one at once.
+/// Time limit for the check whether a mount is dead. For a dead mount, the kernel answers at once.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn run(args: &args::UmountArgs) -> Outcome {
@@ -28,7 +28,7 @@ pub(super) fn run(args: &args::UmountArgs) -> Outcome {
         (true, _) => Detach::Lazy,
         _ => Detach::Clean,
     };
-    // One that fails does not keep the others mounted.
+    // If one unmount fails, the others are still tried.
     let failures = args.targets.iter().filter_map(|target| unmount(target, how).err());
     finish(failures.collect())
 }
@@ -61,8 +61,8 @@ fn unmount(target: &Path, how: Detach) -> Result<(), String> {
     Ok(())
 }
 
-/// Ends the connection of the mount on `target`, so that its readers get errors, and takes it off. With
-/// `minor` it is the mount of that device, wherever it is. Without a mount there is nothing to do.
+/// Ends the connection of the mount on `target`, so that its readers get errors, and unmounts it. With
+/// `minor`, this is the mount with that device number, at any path. Does nothing if there is no mount.
 pub(super) fn abort(target: &Path, minor: Option<u32>) -> Outcome {
     let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(target)));
     let mut mounts = mountinfo::ours().map_err(failed)?;
@@ -78,7 +78,7 @@ pub(super) fn abort(target: &Path, minor: Option<u32>) -> Outcome {
         }
     }
     for mount in mounts.iter().rev() {
-        // A mount that covers it belongs to others.
+        // If another mount covers this one, that mount belongs to someone else and stays.
         let on_top = mountinfo::ours_at(&mount.target).map_err(failed)?;
         if on_top.is_some_and(|on_top| on_top.id == mount.id) {
             detach(&mount.target, Detach::Force).map_err(failed)?;
@@ -87,11 +87,11 @@ pub(super) fn abort(target: &Path, minor: Option<u32>) -> Outcome {
     Ok(())
 }
 
-/// Unmounts the dead mounts on `targets`; without targets, all that this user may unmount. Other
-/// mounts stay.
+/// Unmounts those mounts on `targets` that are dead. Without targets, all dead mounts that this
+/// user may unmount. Other mounts stay.
 fn remove_dead(targets: &[PathBuf]) -> Outcome {
-    // Nobody serves the mounts of a service that is being restarted, so a probe would wait. The next
-    // start removes those that are dead.
+    // During a restart of the service, no process serves its mounts, so a probe would wait. The next
+    // start unmounts the dead ones.
     if suspension::is_restart() {
         return Ok(());
     }
@@ -109,9 +109,9 @@ fn remove_dead(targets: &[PathBuf]) -> Outcome {
         mounts.retain(|mount| places.contains(&mount.target));
     }
     let mut failures = Vec::new();
-    // The mount on top of a place comes last in the table.
+    // The mount on top of others at the same place comes last in the table.
     for mount in seen::dead(mounts, PROBE_TIMEOUT).iter().rev() {
-        // Another process may have put a new mount there meanwhile.
+        // Another process may have mounted there in the meantime.
         let on_top = mountinfo::ours_at(&mount.target).ok().flatten();
         let waits = client::is_killed_but_waits(mount.owner.unwrap_or_default(), mount.minor);
         let how = if waits { Detach::Force } else { Detach::Lazy };

@@ -1,4 +1,4 @@
-//! `tensorfs verify`: the proof, then every byte.
+//! `tensorfs verify`: proves checkpoints, and then reads every byte.
 
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -39,10 +39,10 @@ pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
     let mut notes = skipped_notes(&tree);
     let bar = bar(args.progress, 0);
     let mut report = VerifyReport::default();
-    // Families are verified one after the other: the headers of a whole tree may not fit into
-    // memory.
+    // Families are verified one after the other, because the headers of a whole tree may not fit
+    // into memory.
     for head in tree.families() {
-        // The index is part of what is verified, so the proof does not use it.
+        // The proof does not use the index, because the index is verified too.
         let store = tree.options.index.take();
         let (found, more) = prove_family(&tree, head);
         tree.options.index = store;
@@ -63,13 +63,13 @@ pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
 #[derive(Default)]
 struct VerifyReport {
     sets: Vec<Value>,
-    /// The kind and the message of the first refusal.
+    /// The kind and the message of the first error.
     first_refusal: Option<(Value, String)>,
     unproven: bool,
 }
 
 impl VerifyReport {
-    /// Reads a set and reports it; returns the notes about it.
+    /// Reads a set and reports it. Returns notes about the set.
     fn verify(
         &mut self,
         args: &args::VerifyArgs,
@@ -130,7 +130,8 @@ impl VerifyReport {
     fn finish(self, args: &args::VerifyArgs, tree: &Tree, notes: &[String]) -> Outcome {
         let strict = args.strict && self.unproven;
         let source = shown_path(&tree.source);
-        // Parts of the tree that the scan left out are not verified. `open_bytes` has warned of them.
+        // Parts of the tree that the scan left out are not verified. `open_bytes` has warned about
+        // them.
         let left_out = tree.left_out.summary().filter(|_| tree.left_out.is_partial());
         let partial =
             left_out.map(|why| (json!(ErrorKind::Usage.as_str()), format!("{source}: {why}")));
@@ -161,8 +162,8 @@ impl VerifyReport {
     }
 }
 
-/// Prints the report of a set and lines as sha256sum prints them. Only these lines go to standard
-/// output, so that `sha256sum -c` can read it.
+/// Prints the report of a set, or the lines in the format of sha256sum. With `--sha256`, only these
+/// lines go to standard output, so that `sha256sum -c` can read it.
 fn report_text(args: &args::VerifyArgs, text: &str, sums: &[u8]) -> Outcome {
     if !args.sha256 {
         return print_text(text);
@@ -171,8 +172,8 @@ fn report_text(args: &args::VerifyArgs, text: &str, sums: &[u8]) -> Outcome {
     print_bytes(sums)
 }
 
-/// The folder of the source as the user named it, so that relative paths stay valid; the real
-/// folder if the user named a mount, which does not show the shards.
+/// The folder of the source as the user named it, so that relative paths stay valid. If the user
+/// named a mount, which does not show the shards, it is the real folder.
 fn named_source(args: &args::VerifyArgs, tree: &Tree) -> PathBuf {
     let folder = |path: &Path| match tree.only {
         Some(_) => path.parent().map(Path::to_owned).unwrap_or_default(),
@@ -190,17 +191,17 @@ fn named_source(args: &args::VerifyArgs, tree: &Tree) -> PathBuf {
     }
 }
 
-/// A set that was read.
+/// A set that was read and compared.
 struct Judged {
     checkpoint: Arc<Checkpoint>,
     verified: Verified,
-    /// State of the checksums.
+    /// The state of the recorded checksums, as a word.
     checksums: &'static str,
-    /// Why the former file of checksums was unusable.
+    /// Why the previous file of checksums was not usable.
     doubt: Option<String>,
 }
 
-/// Reads a set and records its checksums if nothing differs.
+/// Reads a set, and records its checksums if nothing differs.
 fn judge(
     args: &args::VerifyArgs,
     settings: Settings,
@@ -224,7 +225,7 @@ fn judge(
     if verified.mismatch.is_none() {
         if let Err(why) = recorded.keep(fresh) {
             tracing::info!("checksums are not recorded: {why}");
-            // Known checksums stay known even if their new times cannot be stored.
+            // Checksums that are known stay valid even if their new times cannot be stored.
             if verified.unknown > 0 {
                 checksums = "not_recorded";
             }
@@ -263,7 +264,7 @@ impl Judged {
         }
     }
 
-    /// Describes the bytes that differ.
+    /// Adds a description of the bytes that differ.
     fn describe_mismatch(&self, line: &mut Value) {
         let Some(mismatch) = &self.verified.mismatch else { return };
         let digests = mismatch.digests;
@@ -340,7 +341,7 @@ impl Judged {
         text
     }
 
-    /// The sha256 of the shards in `folder`, in the format of sha256sum.
+    /// The sha256 of each shard in `folder`, in the format of sha256sum.
     fn sha256_lines(&self, folder: &Path) -> Vec<u8> {
         let mut lines = Vec::new();
         for (name, sum) in &self.verified.sha256 {
@@ -374,13 +375,13 @@ fn describe_refusal(line: &mut Value, error: &Error) {
     line["notes"] = json!([]);
 }
 
-/// Bytes that are read to verify these sets.
+/// Number of bytes that are read to verify these sets.
 fn len_of(found: &[FoundSet]) -> u64 {
     let checkpoints = found.iter().filter_map(|found| found.set.outcome.as_ref().ok());
     checkpoints.map(|checkpoint: &Arc<Checkpoint>| bytes_to_read(checkpoint)).sum()
 }
 
-/// A progress bar of `total` bytes, drawn as `progress` says.
+/// A progress bar for `total` bytes. `progress` says whether it is drawn.
 pub(super) fn bar(progress: When, total: u64) -> ProgressBar {
     let drawn = match progress {
         When::Always => true,
@@ -415,7 +416,7 @@ fn write_manifest_if_asked(
     Ok(Some(real_name(&path)))
 }
 
-/// Writes a file atomically, with the permissions of `mode`.
+/// Writes a file atomically, with the permissions in `mode`.
 fn write_whole(path: &Path, text: &[u8], mode: &CopyMode) -> std::io::Result<()> {
     let bits = mode.in_folder(path.parent().unwrap_or(Path::new(".")));
     let mut new = TemporaryFile::create_beside(path, bits)?;
@@ -425,7 +426,7 @@ fn write_whole(path: &Path, text: &[u8], mode: &CopyMode) -> std::io::Result<()>
     new.publish(path, true)
 }
 
-/// Progress without a terminal: a line at a time on standard error.
+/// Progress output without a terminal: one line at a time on standard error.
 mod plain {
     use std::io::{self, Write};
 

@@ -34,22 +34,22 @@ use super::verify::bar;
 use crate::log;
 use crate::serve::heat::{HeatReport, TensorRow};
 
-/// Bytes that a thread reads before it takes the next part.
+/// Number of bytes that a thread reads before it takes the next part.
 const PART_LEN: u64 = 8 << 20;
 
-/// Bytes of one read.
+/// Size of one read in bytes.
 const READ_LEN: usize = 1 << 20;
 
 /// Number of threads that read.
 const THREADS: usize = 4;
 
-/// Bytes between two tensors that are read with them.
+/// Maximum gap in bytes between two ranges that are read together.
 const GAP: u64 = 64 << 10;
 
-/// Longest file of `--heat`, in bytes.
+/// Maximum size in bytes of the file for `--heat`.
 const HEAT_MAX: u64 = 64 << 20;
 
-/// A file and the bytes of it to read.
+/// A file, and the ranges of its bytes to read.
 struct WarmFile {
     path: PathBuf,
     ranges: Vec<Range<u64>>,
@@ -133,7 +133,7 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
     tell_refusals(refused.iter())
 }
 
-/// Says so if `total` bytes are more than the page cache can have.
+/// Prints a note if `total` bytes are more than the page cache can hold.
 fn note_if_too_long(total: u64) {
     let available = system_memory::of_machine("MemAvailable");
     if available.is_some_and(|available| total > available) {
@@ -146,7 +146,7 @@ fn note_if_too_long(total: u64) {
     }
 }
 
-/// Prints the lines on standard error, and fails if there are any.
+/// Prints the lines on standard error. Fails if there are any.
 fn tell_lines(lines: &[String]) -> Outcome {
     lines.iter().for_each(|line| log::say(line));
     if lines.is_empty() { Ok(()) } else { Err(Failure::Told) }
@@ -160,9 +160,10 @@ fn len_of(range: &Range<u64>) -> u64 {
     range.end - range.start
 }
 
-/// All files of a mount below `path`, or the file at it, whole.
+/// The file at `path`, or all files below it. `path` is on a mount, and the files are read as a
+/// whole.
 ///
-/// `not_shown` gets the lines that say which checkpoints the mount refuses.
+/// `not_shown` gets the lines about checkpoints that the mount refuses.
 fn files_below(path: &Path, not_shown: &mut Vec<String>) -> Result<Vec<WarmFile>, Failure> {
     let meta = std::fs::symlink_metadata(path).map_err(|e| cannot(path, &e))?;
     if meta.is_file() {
@@ -174,7 +175,7 @@ fn files_below(path: &Path, not_shown: &mut Vec<String>) -> Result<Vec<WarmFile>
         for entry in std::fs::read_dir(path).map_err(|e| cannot(path, &e))? {
             let entry = entry.map_err(|e| cannot(path, &e))?;
             let below = entry.path();
-            // A source may have a file of this name, from a copy of a mount.
+            // A source may contain a file with this name that was copied from a mount.
             if entry.file_name() == ERROR_FILE && is_made(&below) {
                 let text = std::fs::read(&below).map_err(|e| cannot(&below, &e))?;
                 let lines = String::from_utf8_lossy(&text);
@@ -189,10 +190,11 @@ fn files_below(path: &Path, not_shown: &mut Vec<String>) -> Result<Vec<WarmFile>
     Ok(files)
 }
 
-/// Ranges of bytes of each shard of a checkpoint.
+/// For each shard of a checkpoint, the ranges of its bytes to read.
 type ShardRanges = Vec<Vec<Range<u64>>>;
 
-/// The shards of `found`: whole, the tensors of a view, or the tensors that `heat` lists.
+/// The shards of `found`, with the ranges to read: all bytes, the tensors of a view, or the tensors
+/// that `heat` lists.
 fn of_source(
     found: &[FoundSet],
     all_bytes: bool,
@@ -211,8 +213,8 @@ fn of_source(
     Ok(files)
 }
 
-/// The bytes of each shard of `checkpoint`, the one of `found`: all, those of the tensors of a view, or
-/// those of the tensors that `heat` lists.
+/// The ranges to read from each shard of `checkpoint`, which is the outcome of `found`: all bytes, the
+/// tensors of a view, or the tensors that `heat` lists.
 fn ranges_of_set(
     found: &FoundSet,
     checkpoint: &Arc<Checkpoint>,
@@ -234,13 +236,13 @@ fn ranges_of_set(
     }
 }
 
-/// The bytes of all tensors, and the headers of their shards.
+/// The ranges of all tensors, and those of the headers of their shards.
 fn of_all_tensors(catalog: &Catalog) -> Result<ShardRanges, Failure> {
     let mut ranges = vec![Vec::new(); catalog.shards.len()];
     for tensor in catalog.tensors() {
         add_tensor(&tensor, None, &mut ranges)?;
     }
-    // Every reader of a shard reads its header.
+    // Every program that reads a shard reads its header.
     for (shard, ranges) in catalog.shards.iter().zip(&mut ranges) {
         if !ranges.is_empty() {
             ranges.extend(shard.described.iter().cloned());
@@ -249,8 +251,8 @@ fn of_all_tensors(catalog: &Catalog) -> Result<ShardRanges, Failure> {
     Ok(ranges)
 }
 
-/// The bytes of the tensors that `heat` lists for the files `names` of `directory`, and the shards that
-/// it lists as read whole. `missing` counts the tensors that the catalog does not have.
+/// The ranges of the tensors that `heat` lists for the files `names` of `directory`, and all bytes of
+/// shards that it lists as read whole. `missing` counts listed tensors that the catalog does not have.
 fn of_hot_tensors(
     catalog: &Catalog,
     directory: &Path,
@@ -275,8 +277,8 @@ fn of_hot_tensors(
     Ok(ranges)
 }
 
-/// Adds the bytes of `tensor`, or those of them that `hot` lists, to the ranges of its shards. Rows
-/// with short gaps between them are read with the gaps.
+/// Adds the bytes of `tensor` to the ranges of its shards: all, or those that `hot` lists. Short
+/// gaps between rows are read too.
 fn add_tensor(
     tensor: &Tensor<'_>,
     hot: Option<&TensorRow>,
@@ -296,7 +298,8 @@ fn add_tensor(
         let rows = StridedCopy::of_piece(piece.strides, to, piece.shape, bits)
             .map_err(|fault| Failure::Failed(format!("{}: {fault}", tensor.name)))?;
         if !rows.is_ascending() {
-            // Any part of it lies all over the piece.
+            // In this order, each range of the tensor is spread over the whole piece, so all of the
+            // piece is read.
             ranges.push(piece.range);
             continue;
         }
@@ -322,7 +325,8 @@ fn add_tensor(
 }
 
 impl WarmFile {
-    /// The ranges, joined where they are close. `None` without any.
+    /// The file with its ranges, in which close ranges are joined. `None` if there are no bytes to
+    /// read.
     fn joined(path: PathBuf, mut ranges: Vec<Range<u64>>) -> Option<WarmFile> {
         ranges.retain(|range| !range.is_empty());
         ranges.sort_by_key(|range| range.start);
@@ -339,12 +343,12 @@ impl WarmFile {
     }
 }
 
-/// The output of `tensorfs heat --json`: the tensors that were read, by file of the mount. Files
-/// without tensors were read as a whole.
+/// The output of `tensorfs heat --json`: for each file of the mount, the tensors that were read. A
+/// file without tensors was read as a whole.
 struct HeatFile(BTreeMap<PathBuf, Vec<TensorRow>>);
 
-/// Byte ranges to read of a tensor in a heat list. All `len` bytes, if the tensor had another length when
-/// the list was recorded.
+/// The ranges of a tensor that a heat list asks for. If the tensor had another length when the list
+/// was recorded, the range is all `len` bytes.
 fn ranges_in(hot: &TensorRow, len: u64) -> Vec<Range<u64>> {
     match &hot.ranges {
         Some(ranges) if hot.len == len => {
@@ -386,7 +390,7 @@ impl HeatFile {
         self.0.get(file).is_some_and(Vec::is_empty)
     }
 
-    /// The files of the mount on `mount` that lie below `path`.
+    /// The listed files of the mount on `mount` that are below `path`.
     fn on_mount(
         &self,
         mount: &Path,
@@ -424,7 +428,7 @@ impl HeatFile {
     }
 }
 
-/// The bytes of `tensors` in the weights file at `path`, and those of its header.
+/// The ranges of `tensors` in the weights file at `path`, and those of its header.
 fn ranges_of(
     path: &Path,
     file: File,
@@ -443,7 +447,8 @@ fn ranges_of(
     let mut all: Vec<_> = description.tensors().map(|tensor| (tensor.start, tensor.name)).collect();
     all.sort_unstable();
     for (index, &(start, tensor)) in all.iter().enumerate() {
-        // Bytes between two tensors are none of either, and do no harm here.
+        // The range ends at the next tensor. It may include bytes between two tensors, and reading
+        // these does no harm.
         let end = all[index..].iter().map(|(next, _)| *next).find(|next| *next > start);
         places.insert(tensor, start..end.unwrap_or(len));
     }
@@ -475,7 +480,7 @@ impl RangeReader for OpenWeights {
     }
 }
 
-/// Reads all ranges with some threads. The first error ends all.
+/// Reads all ranges with several threads. The first error ends all threads.
 fn read_all(files: &[WarmFile], bar: &ProgressBar) -> Outcome {
     let parts: Vec<(&Path, Range<u64>)> = files
         .iter()

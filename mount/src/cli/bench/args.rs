@@ -88,20 +88,20 @@ words! {
 }
 
 words! {
-    /// Content of the page cache when a run begins.
+    /// The content of the page cache when a run begins.
     pub(super) enum CacheState {
-        /// Nothing.
+        /// No bytes.
         Cold = "cold",
-        /// All that the mount shows, and the real file.
+        /// The bytes that the mount shows, and the real file.
         Warm = "warm",
-        /// The shards but nothing of the mount, and the real file.
+        /// The shards and the real file, but no bytes of the mount.
         SourceCached = "source-cached",
-        /// Nothing, and the kernel serves the mount from an assembled file.
+        /// No bytes. The kernel serves the mount from an assembled file.
         Assembled = "assembled",
     }
 }
 
-/// One thing that is measured.
+/// A way of reading and a state of the page cache that are measured together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Case {
     pub(super) name: String,
@@ -160,7 +160,7 @@ impl Case {
 }
 
 impl Pattern {
-    /// Whether the reader keeps everything that it reads in memory.
+    /// Whether the reader keeps all bytes that it reads in memory.
     pub(super) fn keeps_all(self) -> bool {
         matches!(self, Pattern::Load | Pattern::FromPretrained)
     }

@@ -1,11 +1,11 @@
-//! The work of a child of the bench: it reads a file in one of the measured ways, or copies,
-//! compares, evicts and makes files.
+//! The work of the bench's child processes. A child reads a file in one of the measured ways, or
+//! copies, compares, makes or evicts files.
 //!
-//! Only children touch the mount: a mount that hangs blocks a child, which the bench kills, and
-//! never the bench.
+//! Only child processes access the mount. A mount that hangs blocks a child, which the bench then
+//! kills, but it never blocks the bench.
 //!
-//! A reader says `ready` on standard output and waits for a line on standard input. Every job
-//! ends with one line of JSON: what it found, or `{"error": ...}`, or `{"skip": ...}`.
+//! A child that reads prints `ready` and waits for a line on standard input. Every job ends with
+//! one line of JSON: its result, `{"error": ...}` or `{"skip": ...}`.
 
 use std::fs::File;
 use std::io::{self, BufRead, Read, Write};
@@ -23,35 +23,35 @@ use super::args::{BenchArgs, Pattern};
 use super::make;
 use super::map::Map;
 
-/// Environment variable that makes the process a child, and names its job.
+/// Environment variable that makes the process a child. Its value is the name of the job.
 pub(super) const JOB: &str = "TENSORFS_BENCH_JOB";
 
-/// Environment variable that holds the seed for shuffling the tensors.
+/// Environment variable with the seed for shuffling the tensors.
 pub(super) const SEED: &str = "TENSORFS_BENCH_SEED";
 
-/// The line by which a reader says that it waits.
+/// The line with which a reader reports that it waits.
 pub(super) const READY: &str = "ready";
 
-/// Bytes of a buffered read, and of a copy out of a mapping.
+/// Size in bytes of a buffered read, and of a copy out of a mapping.
 const READ_LEN: usize = 1 << 20;
 
-/// Bytes of an O_DIRECT read.
+/// Size in bytes of an O_DIRECT read.
 const DIRECT_LEN: usize = 8 << 20;
 
-/// Alignment that O_DIRECT requires of its memory.
+/// Alignment in bytes that O_DIRECT requires for its buffer.
 const DIRECT_ALIGN: usize = 4096;
 
-/// Threads of `read4`.
+/// Number of threads of the pattern `read4`.
 const THREADS: u64 = 4;
 
-/// Bytes of a small read, and how many there are at most.
+/// Size in bytes of a small read, and maximum number of small reads.
 const SMALL_LEN: u64 = 4096;
 const SMALL_READS_MAX: u64 = 8192;
 
-/// Distance of the bytes that a digest looks at: one in each page.
+/// Distance in bytes between the bytes that a digest includes: one in each page.
 const DIGEST_STEP: u64 = 4096;
 
-/// Does the job called `name` and prints its outcome. Returns whether it went well.
+/// Runs the job `name` and prints its result. Returns whether it succeeded.
 pub(super) fn run(name: &str, args: &BenchArgs) -> bool {
     let source = args.source.as_deref().unwrap_or(Path::new(""));
     let other = args.against.as_deref().unwrap_or(Path::new(""));
@@ -73,7 +73,7 @@ pub(super) fn run(name: &str, args: &BenchArgs) -> bool {
         Err(e) if e.kind() == io::ErrorKind::Unsupported => json!({ "skip": e.to_string() }),
         Err(e) => json!({ "error": e.to_string() }),
     };
-    // After the bench was stopped, no process reads the line.
+    // If the bench was stopped, no process reads this line, so an error is ignored.
     let _ = writeln!(io::stdout(), "{line}");
     done.is_ok()
 }
@@ -84,14 +84,14 @@ pub(super) fn evict(file: &File) -> io::Result<()> {
 }
 
 fn copy(from: &Path, to: &Path) -> io::Result<Value> {
-    // For this user alone: the mount does not tell who may read the shards.
+    // Only this user may read the copy, because the mount does not say who may read the shards.
     let to = File::options().write(true).create_new(true).mode(0o600).open(to)?;
     let (mut from, mut to) = (File::open(from)?, to);
     let mut buffer = vec![0; DIRECT_LEN];
     loop {
         let len = from.read(&mut buffer)?;
         if len == 0 {
-            // Pages that are not written yet cannot be dropped.
+            // Dirty pages could not be evicted later, so they are written to the disk now.
             to.sync_all()?;
             return Ok(json!({}));
         }
@@ -118,7 +118,7 @@ fn compare(a: &Path, b: &Path) -> io::Result<Value> {
     Ok(json!({ "difference": null }))
 }
 
-/// A checksum of the bytes that were read, independent of their order.
+/// A checksum of the bytes that were read. It does not depend on the order of the reads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct ContentDigest {
     sum: u64,
@@ -126,7 +126,7 @@ struct ContentDigest {
 }
 
 impl ContentDigest {
-    /// Adds `bytes`, which are at `offset` of the file.
+    /// Adds `bytes`, which come from `offset` of the file.
     fn add(&mut self, offset: u64, bytes: &[u8]) {
         let first = offset.next_multiple_of(DIGEST_STEP) - offset;
         for index in (first..bytes.len() as u64).step_by(DIGEST_STEP as usize) {
@@ -142,7 +142,7 @@ impl ContentDigest {
     }
 }
 
-/// Waits for the signal to begin, reads all of `path`, and returns the time taken.
+/// Waits for the line to begin, reads all of `path`, and returns the time that this took.
 fn measure(pattern: Pattern, path: &Path) -> io::Result<Value> {
     let mut buffer = vec![1; DIRECT_LEN + DIRECT_ALIGN];
     let seed = std::env::var(SEED).ok().and_then(|seed| seed.parse().ok()).unwrap_or(0);
@@ -233,7 +233,8 @@ fn read_direct(path: &Path, buffer: &mut [u8]) -> io::Result<ContentDigest> {
     let buffer = &mut buffer[aligned..][..DIRECT_LEN];
     let len = file.metadata()?.len();
     let mut digest = ContentDigest::default();
-    // A read may end early at the end of the file only: from there the place is not aligned.
+    // With O_DIRECT, a read may be short only at the end of the file, because offsets must be
+    // aligned.
     while digest.bytes < len {
         match file.read_at(buffer, digest.bytes)? {
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -243,7 +244,7 @@ fn read_direct(path: &Path, buffer: &mut [u8]) -> io::Result<ContentDigest> {
     Ok(digest)
 }
 
-/// Copies `len` bytes at `start` of a mapping into `buffer`, piece by piece.
+/// Copies `len` bytes from offset `start` of a mapping into `buffer`, in pieces.
 fn copy_out(map: &Map, start: u64, len: u64, buffer: &mut [u8]) -> ContentDigest {
     let mut digest = ContentDigest::default();
     for offset in (0..len).step_by(buffer.len()) {
@@ -254,14 +255,14 @@ fn copy_out(map: &Map, start: u64, len: u64, buffer: &mut [u8]) -> ContentDigest
     digest
 }
 
-/// A tensor and where it lies in the file.
+/// A tensor and its range in the file.
 struct FileTensor {
     name: String,
     start: u64,
     len: u64,
 }
 
-/// Copies tensor after tensor out of a mapping, in the order that `arrange` puts them in.
+/// Copies the tensors out of a mapping one after the other. `arrange` sets their order.
 fn read_mapped(
     path: &Path,
     arrange: impl FnOnce(&mut [FileTensor]),
@@ -275,8 +276,8 @@ fn read_mapped(
     Ok(copied.fold(ContentDigest::default(), ContentDigest::merge))
 }
 
-/// Reads pages all over the file, one after another. Every `seed` reads the same pages, each once,
-/// in another order.
+/// Reads pages that are spread over the file, one after the other. All seeds read the same pages,
+/// each page once, but in different orders.
 fn read_random(path: &Path, seed: u64, buffer: &mut [u8]) -> io::Result<ContentDigest> {
     let file = File::open(path)?;
     let pages = file.metadata()?.len() / SMALL_LEN;
@@ -293,7 +294,7 @@ fn read_random(path: &Path, seed: u64, buffer: &mut [u8]) -> io::Result<ContentD
     Ok(digest)
 }
 
-/// The tensors of a safetensors file, in data order.
+/// The tensors of a safetensors file, in the order of their data.
 fn tensors(file: &File) -> io::Result<Vec<FileTensor>> {
     let wrong = |what: String| io::Error::other(format!("not a safetensors file: {what}"));
     let mut prefix = [0; PREFIX_LEN as usize];
@@ -315,11 +316,11 @@ fn tensors(file: &File) -> io::Result<Vec<FileTensor>> {
     Ok(placed.collect())
 }
 
-/// Puts `items` in an order that only `seed` decides.
+/// Shuffles `items`. The order depends only on `seed`.
 fn shuffle<T>(items: &mut [T], seed: u64) {
     let mut state = seed;
     for index in (1..items.len()).rev() {
-        // The generator of Knuth's MMIX; its upper bits are the good ones.
+        // This is the generator of Knuth's MMIX. Its upper bits are the most random.
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         items.swap(index, ((state >> 33) % (index as u64 + 1)) as usize);

@@ -1,4 +1,4 @@
-//! The machine that is measured: kernel, cores, memory, and the file system and device of a file.
+//! Facts about the machine: kernel, cores, memory, and the file system and device of a file.
 
 use std::fs;
 use std::io;
@@ -19,7 +19,7 @@ pub(super) fn describe() -> Value {
     })
 }
 
-/// File system and device below `path`, with the readahead window of the device.
+/// File system and device of `path`, with the readahead window of the device.
 pub(super) fn below(path: &Path) -> io::Result<Value> {
     let device = fs::metadata(path)?.dev();
     let (major, minor) = (major(device), minor(device));
@@ -42,7 +42,7 @@ pub(super) fn readahead_kib(major: u64, minor: u64) -> Option<u64> {
     let paths = [
         format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb"),
         format!("/sys/dev/block/{major}:{minor}/queue/read_ahead_kb"),
-        // A partition has the queue of its disk.
+        // A partition uses the queue of its disk.
         format!("/sys/dev/block/{major}:{minor}/../queue/read_ahead_kb"),
     ];
     let text = paths.iter().find_map(|path| fs::read_to_string(path).ok())?;

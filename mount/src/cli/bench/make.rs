@@ -1,4 +1,5 @@
-//! The checkpoints that the bench makes: names and shapes like Llama's, bf16, any size.
+//! The checkpoints that the bench writes: names and shapes like those of Llama, in bf16, of any
+//! size.
 
 use std::io;
 use std::path::Path;
@@ -8,19 +9,20 @@ use tensorfs::Dtype;
 use super::args::Made;
 use crate::cli::saved::{Cut, Tensor, write_checkpoint};
 
-/// Width of the model. Cut by columns into `RANKS` parts, its rows are 2 KiB long in each.
+/// Width of the model. If the rows are cut into `RANKS` parts, each part is 2 KiB long.
 const HIDDEN: u64 = 4096;
 
-/// Width of the MLP. Checkpoints cut by columns use `HIDDEN` instead, so that all rows are 2 KiB.
+/// Width of the MLP. Checkpoints that are cut by columns use `HIDDEN` instead, so that the parts of
+/// all rows are 2 KiB long.
 const INTERMEDIATE: u64 = 14336;
 
-/// Rows of a key or value projection.
+/// Number of rows of a key or value projection.
 const KEYS: u64 = 1024;
 
-/// Rows of an embedding.
+/// Number of rows of an embedding.
 const VOCABULARY: u64 = 32000;
 
-/// Shards of each checkpoint.
+/// Number of shards of each checkpoint.
 const RANKS: u64 = 4;
 
 /// Writes a checkpoint of about `size` bytes into `folder`.
@@ -33,7 +35,8 @@ pub(super) fn make(folder: &Path, made: Made, size: u64) -> io::Result<()> {
     write_checkpoint(folder, &llama(size, intermediate), cut)
 }
 
-/// Tensors of about `size` bytes: as many layers as fit best, then all tensors scaled in rows.
+/// Tensors with a total size of about `size` bytes. The number of layers is chosen first, and then
+/// the number of rows of all tensors is scaled.
 fn llama(size: u64, intermediate: u64) -> Vec<Tensor> {
     let layer = (2 * HIDDEN + 2 * KEYS) * HIDDEN + 3 * HIDDEN * intermediate;
     let embeddings = 2 * VOCABULARY * HIDDEN;

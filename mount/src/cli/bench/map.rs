@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
-/// A whole file, mapped shared and for reading, as safetensors maps it.
+/// A whole file in a shared read-only mapping, as safetensors maps it.
 #[derive(Debug)]
 pub(super) struct Map {
     start: NonNull<c_void>,
@@ -29,8 +29,8 @@ impl Map {
         Ok(Map { start: start?, len })
     }
 
-    /// Copies the bytes at `offset` into `target`. If they cannot be read, the process ends with
-    /// SIGBUS, as every reader of a mapping does.
+    /// Copies the bytes at `offset` into `target`. If they cannot be read, SIGBUS ends the process,
+    /// as for every program that reads a mapping.
     pub(super) fn copy(&self, offset: usize, target: &mut [u8]) {
         let end = offset.checked_add(target.len()).filter(|end| *end <= self.len);
         assert!(end.is_some(), "{} bytes at {offset} of {}", target.len(), self.len);

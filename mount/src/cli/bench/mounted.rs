@@ -1,5 +1,5 @@
-//! The mounts that the bench makes: a daemon of the same program in a temporary folder, which is
-//! unmounted and removed in every case.
+//! The mounts that the bench makes. Each has a daemon of the same program and a temporary folder.
+//! The mount and the folder are removed in every case.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -23,16 +23,16 @@ use crate::cli::seen;
 use crate::daemon::attach::{Detach, detach};
 use crate::options::escape;
 
-/// How long the mount may stay busy before it is taken off lazily.
+/// Time for which the mount may be busy before it is unmounted lazily.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a daemon may take to end after its mount is off.
+/// Time limit for the daemon to end after the unmount.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A mount and the daemon that serves it.
 #[derive(Debug)]
 pub(super) struct Mounted {
-    /// Holds the mount point, and the files that the daemon writes.
+    /// Folder with the mount point and the files that the daemon writes.
     home: PathBuf,
     target: PathBuf,
     daemon: Child,
@@ -48,7 +48,7 @@ impl Mounted {
     ) -> Result<Mounted, Trouble> {
         let template = std::env::temp_dir().join("tensorfs-bench-XXXXXX");
         let made = nix::unistd::mkdtemp(&template).map_err(|e| failed(&template, e.into()))?;
-        // The mount table has no links in its paths.
+        // Paths in the mount table contain no links, so this path must not contain any.
         let home = fs::canonicalize(&made).map_err(|e| failed(&made, e))?;
         match spawn(&home, source, options) {
             Ok((daemon, ready)) => {
@@ -94,7 +94,7 @@ impl Mounted {
         &self.target
     }
 
-    /// Processor time that the daemon has taken, all its threads together.
+    /// Processor time that all threads of the daemon have used.
     pub(super) fn cpu(&self) -> Option<Duration> {
         clock_gettime(self.clock?).ok().map(Duration::from)
     }
@@ -109,12 +109,12 @@ impl Mounted {
         of_process(self.daemon.id(), "VmHWM")
     }
 
-    /// The daemon.
+    /// The pid of the daemon.
     pub(super) fn pid(&self) -> u32 {
         self.daemon.id()
     }
 
-    /// The read-ahead counters of the daemon, by name. Empty where it does not say.
+    /// The read-ahead counters of the daemon, by name. Empty if the daemon does not answer.
     pub(super) fn read_ahead(&self) -> BTreeMap<String, u64> {
         let Ok(Some(mount)) = mountinfo::ours_at(&self.target) else { return BTreeMap::new() };
         let seen = seen::ask(vec![mount], seen::LIMIT, false);
@@ -146,7 +146,7 @@ impl Mounted {
             if !busy || Instant::now() > deadline {
                 break;
             }
-            // A file indexer may have the mount open for a moment.
+            // A file indexer may have the mount open for a moment, so this is repeated.
             std::thread::sleep(Duration::from_millis(20));
         }
         if self.is_mounted() {
@@ -163,7 +163,7 @@ impl Drop for Mounted {
             let _ = wait(&mut self.daemon, END_TIMEOUT);
             self.unmount();
         }
-        // The folder stays if the mount does: removing it would reach into the mount.
+        // If the mount remains, the folder remains too: removing it would reach into the mount.
         if self.is_mounted() {
             crate::log::say(&format!("{}: cannot unmount", shown_path(&self.target)));
         } else if let Err(e) = fs::remove_dir_all(&self.home) {
@@ -176,7 +176,7 @@ fn failed(path: &Path, error: io::Error) -> Trouble {
     Trouble::Failed(format!("{}: {error}", shown_path(path)))
 }
 
-/// Starts the daemon in the foreground, as a child of this process, and the socket on which it
+/// Starts the daemon as a child of this process. Also returns the socket on which the daemon
 /// reports that it is ready.
 fn spawn(home: &Path, source: &Path, options: &[String]) -> io::Result<(Child, UnixDatagram)> {
     let target = home.join("mnt");
@@ -196,7 +196,8 @@ fn spawn(home: &Path, source: &Path, options: &[String]) -> io::Result<(Child, U
         let log = home.join("log");
         command.arg("-o").arg(format!("log={}", escape(&real_name(&log))));
     }
-    // A temporary checkpoint needs no index in the cache of the user; `-o index-dir=` wins.
+    // A temporary checkpoint needs no index in the user's cache folder. `-o index-dir=` has
+    // precedence.
     command.env(tensorfs::internal::index::STORE_VARIABLE, "none");
     command.arg("--").arg(source).arg(target).stdin(Stdio::null()).stdout(Stdio::null());
     // The child gets its own process group, so that only the bench receives Ctrl-C.

@@ -12,21 +12,21 @@ use super::args::Evict;
 use super::job;
 use super::worker::Trouble;
 
-/// The kernel's switch for dropping all clean pages, folders and inodes.
+/// The kernel's switch that drops all clean pages, folders and inodes.
 const DROP_CACHES: &str = "/proc/sys/vm/drop_caches";
 
 words! {
-    /// The method of emptying the page cache that a bench uses.
+    /// How a bench empties the page cache.
     pub(super) enum Method {
-        /// All that the machine has cached.
+        /// Everything that the machine has cached is dropped.
         DropCaches = "drop-caches",
-        /// The files that are measured.
+        /// The files that are measured are evicted.
         Fadvise = "fadvise",
     }
 }
 
 impl Method {
-    /// The method for `wanted` that this process may use.
+    /// The method for `wanted`, if this process has the rights for it.
     pub(super) fn choose(wanted: Evict) -> Result<Method, Trouble> {
         let may = geteuid().is_root() && File::options().write(true).open(DROP_CACHES).is_ok();
         match wanted {
@@ -39,7 +39,8 @@ impl Method {
         }
     }
 
-    /// Drops at least `files` from the page cache, and touches memory for the largest of them.
+    /// Drops at least `files` from the page cache. Then allocates and touches memory of the size of
+    /// the largest file.
     pub(super) fn evict(self, files: &[PathBuf]) -> Result<(), Trouble> {
         match self {
             Method::DropCaches => {
@@ -60,13 +61,14 @@ impl Method {
 }
 
 /// Allocates, touches and frees `len` bytes. Hosts take free memory away from virtual machines, and
-/// its first use is slower than the disk: without this the first run would pay for it.
+/// the first use of that memory is slower than the disk. Without this function, that would slow
+/// down the first run.
 fn touch_memory(len: u64) {
     let len = len.min(of_machine("MemAvailable").unwrap_or(0) / 2);
     std::hint::black_box(vec![1_u8; len as usize]);
 }
 
-/// Fraction of `files` that is cached. `None` if the kernel does not tell.
+/// Fraction of `files` that is in the page cache. `None` if the kernel does not tell.
 pub(super) fn cached_part(files: &[PathBuf]) -> Option<f64> {
     let (mut cached, mut all) = (0, 0);
     for path in files {

@@ -1,7 +1,7 @@
-//! The cases that Python runs: loads by safetensors and by transformers.
+//! The cases that run in Python: loads with safetensors and with transformers.
 //!
-//! Each program says `ready` once all is imported, waits for a line, and ends with one line of
-//! JSON, as every reader does.
+//! Each program prints `ready` after its imports, waits for a line, and ends with one line of JSON,
+//! as every reader does.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -9,16 +9,16 @@ use std::process::Command;
 
 use super::args::Pattern;
 
-/// Environment variable with the Python that has safetensors.
+/// Environment variable with the path of a Python that has safetensors.
 const PYTHON: &str = "TENSORFS_PYTHON";
 
-/// The Python that is used.
+/// The Python to run.
 pub(super) fn interpreter() -> OsString {
     std::env::var_os(PYTHON).unwrap_or_else(|| "python3".into())
 }
 
-/// The program that Python runs for `pattern`; `None` if the case is not for Python. `path` is what
-/// is loaded, `beside` a folder with the other files of the checkpoint.
+/// The command that runs the Python program for `pattern`. `None` if the pattern is not for Python.
+/// `path` is the file to load, and `beside` is a folder with the other files of the checkpoint.
 pub(super) fn command(pattern: Pattern, path: &Path, beside: &Path) -> Option<Command> {
     let program = match pattern {
         Pattern::Load => LOAD,
@@ -30,7 +30,8 @@ pub(super) fn command(pattern: Pattern, path: &Path, beside: &Path) -> Option<Co
     Some(command)
 }
 
-/// Integers of the same size replace a dtype that numpy does not know: the bytes are the same.
+/// For a dtype that numpy does not have, integers of the same size are used, because only the bytes
+/// matter.
 const LOAD: &str = r#"
 import json, sys, time
 try:
@@ -56,9 +57,9 @@ except Exception as error:
     print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
 "#;
 
-/// Both the mounted and the real file are loaded through a folder of links, so that they have the
-/// same name and config. Every page of every parameter is touched, because parameters may be mapped
-/// and not yet read.
+/// The mounted file and the real file are each loaded through a folder of links, so that both have
+/// the same name and config. Every page of every parameter is touched, because parameters may be
+/// mapped and not read yet.
 const FROM_PRETRAINED: &str = r#"
 import json, os, sys, tempfile, time
 path, beside = sys.argv[1:]

@@ -1,4 +1,4 @@
-//! The figures of the bench: medians, spread and ratios, as a table and as JSON.
+//! The figures of the bench (medians, spread and ratios), as a table and as JSON.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,7 +10,7 @@ use super::args::Case;
 use super::threads::Taken;
 
 words! {
-    /// Which side a run was on.
+    /// The side of a run.
     pub(super) enum Side {
         Mount = "mount",
         File = "file",
@@ -28,16 +28,16 @@ pub(super) struct Run {
     pub(super) digest: Option<String>,
     /// Processor time of the reader.
     pub(super) reader_cpu: Option<f64>,
-    /// Processor time and peak memory of the daemon.
+    /// Processor time of the daemon, and its peak memory.
     pub(super) daemon_cpu: Option<f64>,
     pub(super) daemon_peak: Option<u64>,
     /// Number of reads, for patterns that are measured in reads.
     pub(super) operations: Option<u64>,
-    /// Processor time of the daemon's threads.
+    /// Processor time of the daemon's threads, by name.
     pub(super) threads: Vec<Taken>,
     /// The read-ahead counters of the daemon, by name.
     pub(super) read_ahead: BTreeMap<String, u64>,
-    /// Fraction of the files that was cached when the run began.
+    /// Fraction of the files that was in the page cache when the run began.
     pub(super) cached: Option<f64>,
 }
 
@@ -73,13 +73,13 @@ impl Run {
     }
 }
 
-/// Median and spread of some figures.
+/// Median and spread of a series of figures.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 struct Spread {
     median: f64,
     min: f64,
     max: f64,
-    /// Median distance from the median.
+    /// Median of the distances from the median.
     mad: f64,
 }
 
@@ -129,7 +129,7 @@ impl Measured {
         Spread::of(self.on(side).map(Run::gbps))
     }
 
-    /// Ratios of the runs of one round.
+    /// The ratios of mount to file for the two runs of each round.
     fn pairs(&self) -> Option<Spread> {
         let pair = |run: &Run| {
             let other = self.on(Side::File).find(|other| other.round == run.round)?;
@@ -154,8 +154,8 @@ impl Measured {
         Spread::of(self.on(side).filter_map(Run::ops))
     }
 
-    /// Processor time for each GB of the busiest thread of each name, and whether a single thread
-    /// has that name in every run.
+    /// For each thread name: the processor time per GB of the busiest thread, and whether only one
+    /// thread has that name in every run.
     fn threads(&self) -> Vec<Value> {
         let runs =
             || self.on(Side::Mount).flat_map(|run| run.threads.iter().map(move |t| (run, t)));
@@ -172,7 +172,7 @@ impl Measured {
         names.into_iter().map(told).collect()
     }
 
-    /// The median of each counter of the daemon's reading ahead.
+    /// The median of each read-ahead counter of the daemon.
     fn read_ahead(&self) -> BTreeMap<&str, f64> {
         let names: BTreeSet<&String> =
             self.on(Side::Mount).flat_map(|run| run.read_ahead.keys()).collect();
@@ -187,7 +187,7 @@ impl Measured {
         self.on(Side::Mount).filter_map(|run| run.daemon_peak).max()
     }
 
-    /// Whether all runs saw the same bytes.
+    /// Whether all runs read the same bytes.
     pub(super) fn agrees(&self) -> bool {
         let mut digests = self.runs.iter().map(|run| (run.bytes, &run.digest));
         let first = digests.next();
@@ -224,7 +224,7 @@ impl Measured {
         })
     }
 
-    /// Its line of the table.
+    /// The line of the case in the table.
     pub(super) fn row(&self) -> String {
         if let Some(reason) = &self.failed {
             return format!("{:<20} failed: {reason}\n", self.case.name);
@@ -252,7 +252,7 @@ impl Measured {
     }
 }
 
-/// The head of the table.
+/// The header line of the table.
 pub(super) fn head() -> String {
     format!(
         "{:<20} {:>18} {:>18} {:>6} {:>18} {:>6} {:>8} {:>9}\n",

@@ -1,4 +1,4 @@
-//! The rounds of a case: one run on each side; the side that goes first alternates.
+//! The rounds of a case. Each round has one run on each side. The side that goes first alternates.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,15 +18,15 @@ use super::worker::{self, Trouble, Worker};
 use super::{Subject, page_cache, progress};
 use crate::options::{Options, escape};
 
-/// Maximum processor seconds for each GB that a daemon takes while the kernel serves the file
-/// without it.
+/// Maximum processor time in seconds per GB that a daemon uses while the kernel serves the file
+/// without the daemon.
 const IDLE_CPU_PER_GB: f64 = 0.02;
 
-/// Interval between checks whether a file is assembled.
+/// Interval between checks of whether a file is assembled.
 const ASSEMBLE_LOOK: Duration = Duration::from_millis(500);
 
-/// Measures `case`. The outcome holds the failure of a side; the call fails only when the bench is
-/// stopped.
+/// Measures `case`. If a side fails, the result says so. The function itself fails only if the
+/// bench is stopped.
 pub(super) fn measure(
     subject: &Subject,
     case: &Case,
@@ -53,7 +53,7 @@ fn rounds(
     runs: &mut Vec<Run>,
 ) -> Result<(), Trouble> {
     if case.pattern.keeps_all() {
-        // The tensors are in memory all at once.
+        // All tensors are in memory at the same time.
         let wanted = subject.bytes + subject.bytes / 4;
         if of_machine("MemAvailable").is_some_and(|free| free < wanted) {
             let wanted = shown_size(wanted);
@@ -85,7 +85,7 @@ fn rounds(
     Ok(())
 }
 
-/// A run on the real file.
+/// A run that reads the real file.
 fn on_file(subject: &Subject, case: &Case, round: u32) -> Result<Run, Trouble> {
     let file = std::slice::from_ref(&subject.file);
     let start =
@@ -103,8 +103,8 @@ fn on_file(subject: &Subject, case: &Case, round: u32) -> Result<Run, Trouble> {
     }
 }
 
-/// A run on the mount. The mount is fresh, so that neither the kernel nor the daemon has anything
-/// cached, unless it has assembled the file.
+/// A run that reads the mount. The mount is new, so neither the kernel nor the daemon has cached
+/// anything. Only a mount with an assembled file is used again.
 fn on_mount(
     subject: &Subject,
     case: &Case,
@@ -155,13 +155,15 @@ fn on_mount(
     run.read_ahead = counters_since(mounted.read_ahead(), &counted);
     run.daemon_peak = mounted.peak().filter(|_| reset);
     if case.state == CacheState::Warm {
-        // The pages of the mount count, and the kernel tells nothing about them.
+        // The relevant pages are those of the mount, and the kernel does not tell how many are
+        // cached.
         run.cached = None;
     }
     Ok(run)
 }
 
-/// Lets `reader` begin and returns its figures. `files` hold the bytes that it reads.
+/// Lets `reader` begin, and returns its figures. `files` are the files that contain the bytes that
+/// it reads.
 fn begin(reader: Worker, files: &[PathBuf]) -> Result<Run, Trouble> {
     let cached = page_cache::cached_part(files);
     let found = reader.go()?;
@@ -218,7 +220,7 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
 /// A mount that has assembled the file, so that the kernel serves it without the daemon.
 #[derive(Debug)]
 struct Assembled {
-    // This field is first, so that the mount ends before its folder is removed.
+    // The fields are dropped in order: the mount has to end before its folder is removed.
     mounted: Mounted,
     folder: Scratch,
 }
@@ -250,7 +252,7 @@ impl Assembled {
         Ok(assembled)
     }
 
-    /// Reads the file once and checks that the daemon took almost no processor time.
+    /// Reads the file once, and checks that the daemon has used almost no processor time.
     fn is_served_by_the_kernel(&self, subject: &Subject) -> Result<bool, Trouble> {
         let shown = self.mounted.path().join(&subject.shown);
         worker::run("evict", &[shown.as_os_str()], subject.limit)?;

@@ -10,10 +10,10 @@ use tensorfs::internal::size::shown_size;
 use super::space_free;
 use super::worker::Trouble;
 
-/// Space that stays free, in bytes.
+/// Number of bytes that must stay free.
 const SPARE: u64 = 256 << 20;
 
-/// A folder that is removed with its contents when this is dropped, unless `keep` is set.
+/// A folder that is removed with its contents on drop, unless `keep` is set.
 #[derive(Debug)]
 pub(super) struct Scratch {
     path: PathBuf,
@@ -21,7 +21,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Makes a folder in `dir`, which needs `bytes` of free space.
+    /// Creates a folder in `dir`. Fails if fewer than `bytes` are free.
     pub(super) fn new(dir: &Path, bytes: u64, keep: bool) -> Result<Scratch, Trouble> {
         let failed = |e: io::Error| Trouble::Failed(format!("{}: {e}", shown_path(dir)));
         let free = space_free(dir).map_err(failed)?;
@@ -37,7 +37,7 @@ impl Scratch {
         Ok(Scratch { path: path.map_err(|e| failed(e.into()))?, keep })
     }
 
-    /// Makes a folder in `dir`, or else on the file system of the shards.
+    /// Creates a folder in `dir`, or without it on the file system of the shards.
     pub(super) fn beside(
         shards: &[PathBuf],
         dir: Option<&Path>,
@@ -49,7 +49,7 @@ impl Scratch {
         }
         let device = |path: &Path| std::fs::metadata(path).map(|meta| meta.dev()).ok();
         let first = shards.first().map(PathBuf::as_path).unwrap_or(Path::new("/"));
-        // The folder of the shards itself is no candidate, since the mount shows it.
+        // The folder of the shards itself cannot be used, because the mount shows it.
         let above = first.ancestors().nth(2).map(Path::to_owned);
         let candidates = [Some(std::env::temp_dir()), above];
         let mut reasons = Vec::new();

@@ -1,4 +1,4 @@
-//! The processor time of the threads of a daemon, by their names.
+//! The processor time of the threads of a daemon, by thread name.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,24 +6,24 @@ use std::path::Path;
 
 use serde::Serialize;
 
-/// Nanoseconds of a tick of /proc/PID/stat: every Linux reports 100 ticks a second.
+/// Nanoseconds in a clock tick of /proc/PID/stat. Linux always reports 100 ticks per second there.
 const TICK_NS: u64 = 10_000_000;
 
 /// CPU time of the threads of a process so far.
 #[derive(Debug, Default)]
 pub(super) struct Threads {
-    /// Name and nanoseconds, by thread number.
+    /// For each thread number, the name of the thread and its processor time in nanoseconds.
     all: BTreeMap<u32, (String, u64)>,
 }
 
 /// CPU time of the threads of one name between two samples.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Taken {
-    /// Their name, without the number at its end.
+    /// The name of the threads, without a number at the end.
     pub(super) name: String,
-    /// How many there are.
+    /// Number of threads with this name.
     pub(super) threads: usize,
-    /// Seconds of all these threads, and of the busiest one.
+    /// Seconds of processor time of all these threads, and of the busiest of them.
     #[serde(rename = "cpu_s")]
     pub(super) all: f64,
     #[serde(rename = "busiest_cpu_s")]
@@ -31,7 +31,7 @@ pub(super) struct Taken {
 }
 
 impl Threads {
-    /// The threads of process `pid`; empty if `/proc` does not show it.
+    /// The threads of process `pid`. Empty if `/proc` does not show the process.
     pub(super) fn of(pid: u32) -> Threads {
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
         let thread = |entry: fs::DirEntry| {
@@ -42,7 +42,7 @@ impl Threads {
         Threads { all: tasks.filter_map(|entry| thread(entry.ok()?)).collect() }
     }
 
-    /// Processor time of each thread since `before`, by name, without threads that have ended.
+    /// Processor time since `before`, by thread name. Threads that have ended are not included.
     pub(super) fn since(&self, before: &Threads) -> Vec<Taken> {
         let mut by_name: BTreeMap<&str, Taken> = BTreeMap::new();
         for (number, (name, now)) in &self.all {
@@ -58,7 +58,8 @@ impl Threads {
     }
 }
 
-/// The name without a number behind a dash: `fuser-0` and `fuser-1` do the same work.
+/// The name without a dash and a number at the end. For example, `fuser-0` and `fuser-1` do the
+/// same work.
 fn family(name: &str) -> &str {
     let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
     if stem.len() < name.len() { stem.strip_suffix('-').unwrap_or(name) } else { name }
@@ -73,7 +74,7 @@ fn taken(task: &Path) -> Option<u64> {
 
 /// User and system time from the line of `stat`, for kernels without `schedstat`.
 fn in_ticks(stat: &str) -> Option<u64> {
-    // The name, in brackets, may hold anything.
+    // The line has the name of the thread in parentheses, and the name may contain any characters.
     let mut fields = stat.rsplit_once(") ")?.1.split(' ').skip(11);
     let (user, system): (u64, u64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
     Some((user + system) * TICK_NS)

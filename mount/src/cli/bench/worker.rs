@@ -1,4 +1,5 @@
-//! The children of the bench as the bench sees them: each has a time limit, and none outlives it.
+//! The bench's view of its child processes. Each child has a time limit, and no child runs longer
+//! than the bench.
 
 use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader, Write};
@@ -15,20 +16,20 @@ use super::args::Pattern;
 use super::{job, python};
 use crate::cli::stopping::is_stopped;
 
-/// Interval between checks whether the bench was told to stop.
+/// Interval between checks of whether a signal has told the bench to stop.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How long a killed child may take to end.
+/// Time limit for a killed child to end.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The reason why a job has no outcome.
+/// Why a job has no result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Trouble {
-    /// The bench was told to stop.
+    /// A signal has told the bench to stop.
     Stopped,
-    /// It cannot be done on this machine, for this reason.
+    /// The job cannot be done on this machine, for this reason.
     Skip(String),
-    /// It failed, for this reason.
+    /// The job failed, for this reason.
     Failed(String),
 }
 
@@ -38,7 +39,7 @@ impl From<io::Error> for Trouble {
     }
 }
 
-/// Fails once the bench was told to stop.
+/// Fails if a signal has told the bench to stop.
 pub(super) fn check_stopped() -> Result<(), Trouble> {
     if is_stopped() { Err(Trouble::Stopped) } else { Ok(()) }
 }
@@ -60,7 +61,7 @@ pub(super) fn start(job: &str, words: &[&OsStr], limit: Duration) -> Result<Work
     Worker::spawn(command, limit)
 }
 
-/// Runs `job` to its end.
+/// Runs `job` until it ends, and returns its result.
 pub(super) fn run(job: &str, words: &[&OsStr], limit: Duration) -> Result<Value, Trouble> {
     start(job, words, limit)?.outcome()
 }
@@ -91,7 +92,7 @@ pub(super) fn reader(
     }
 }
 
-/// Reads `path` from end to end, so that the page cache has it.
+/// Reads all of `path`, so that it is in the page cache.
 pub(super) fn warm(path: &Path, limit: Duration) -> Result<(), Trouble> {
     reader(Pattern::Read, path, path, 0, limit)?.go().map(drop)
 }
@@ -148,12 +149,12 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         let _ = self.child.kill();
-        // A child that hangs in the kernel ends with the mount.
+        // A child that hangs in the kernel ends when the mount does.
         let _ = wait(&mut self.child, KILL_TIMEOUT);
     }
 }
 
-/// The outcome in a line of a child.
+/// The result in a line that a child has printed.
 fn judge(line: &str) -> Result<Value, Trouble> {
     let said = |value: &Value, key: &str| value[key].as_str().map(str::to_owned);
     match serde_json::from_str::<Value>(line) {
@@ -166,7 +167,7 @@ fn judge(line: &str) -> Result<Value, Trouble> {
     }
 }
 
-/// Waits until `child` ends, for `limit` at most.
+/// Waits until `child` ends, at most for `limit`.
 pub(super) fn wait(
     child: &mut Child,
     limit: Duration,

@@ -1,5 +1,5 @@
-//! Facilities of the machine for fast reads: system calls, memory and limits; and its container or
-//! init system.
+//! Features of the machine for fast reads: system calls, memory and limits. Also detects the
+//! container and the init system.
 
 use std::fs;
 use std::path::Path;
@@ -13,13 +13,13 @@ use tensorfs::internal::system_memory;
 use super::Check;
 use crate::serve::kernel;
 
-/// Minimum number of descriptors with which all shards of a large checkpoint stay open.
+/// Minimum limit of descriptors at which all shards of a large checkpoint can stay open.
 const FILES_ENOUGH: u64 = 4096;
 
-/// Memory below which read-ahead is reduced.
+/// Memory in bytes below which the amount of read-ahead is reduced.
 const MEMORY_ENOUGH: u64 = 512 << 20;
 
-/// Numbers of capabilities, as in linux/capability.h.
+/// Numbers of capabilities, from linux/capability.h.
 const CAP_SYS_ADMIN: u32 = 21;
 const CAP_LEASE: u32 = 28;
 
@@ -40,7 +40,7 @@ pub(super) fn checks() -> Vec<Check> {
     ]
 }
 
-/// Whether this process has CAP_SYS_ADMIN over the whole machine.
+/// Whether this process has CAP_SYS_ADMIN for the whole machine.
 pub(super) fn is_admin() -> bool {
     ProcStatus::of_this_process().has(CAP_SYS_ADMIN) && !in_user_namespace()
 }
@@ -50,7 +50,7 @@ fn in_user_namespace() -> bool {
     map.split_whitespace().ne(["0", "0", "4294967295"])
 }
 
-/// `/proc/self/status`.
+/// The text of `/proc/self/status`.
 struct ProcStatus(String);
 
 impl ProcStatus {
@@ -63,7 +63,7 @@ impl ProcStatus {
         lines.find(|(key, _)| *key == name).map(|(_, value)| value.trim())
     }
 
-    /// Whether it has the capability with this number, in its own namespace.
+    /// Whether the process has the capability with this number in its own namespace.
     fn has(&self, capability: u32) -> bool {
         let set = self.field("CapEff").and_then(|set| u64::from_str_radix(set, 16).ok());
         set.is_some_and(|set| set >> capability & 1 == 1)
@@ -137,7 +137,7 @@ fn memory() -> Check {
 fn open_files() -> Check {
     let name = "open files";
     match getrlimit(Resource::RLIMIT_NOFILE) {
-        // The daemon raises the soft limit.
+        // The daemon raises its soft limit, so only the hard limit counts.
         Ok((_, hard)) if hard < FILES_ENOUGH => Check::degraded(
             name,
             format!("at most {hard}: shards are closed and opened again while they are read"),
@@ -183,7 +183,7 @@ fn inotify() -> Check {
     }
 }
 
-/// A read lease tells whether a process writes a file.
+/// Checks read leases, with which the kernel tells whether a process writes a file.
 fn leases() -> Check {
     let name = "leases";
     let shown = "with watch= the others are shown after a pause of their writer, whole or not";
@@ -200,7 +200,7 @@ fn leases() -> Check {
 }
 
 fn systemd() -> Check {
-    // sd_booted(3) looks at this folder.
+    // sd_booted(3) checks for this folder.
     if Path::new("/run/systemd/system").is_dir() {
         return Check::ok("systemd", "runs this system: units and automounts can be used");
     }

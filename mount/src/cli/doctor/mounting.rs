@@ -17,10 +17,10 @@ use crate::daemon::attach::{self, Attached, Detach};
 use crate::options::Options;
 use crate::serve::kernel::{self, KernelPaths, Knob, READAHEAD, reason};
 
-/// How long the kernel may take to send the first request of a connection.
+/// Time limit in milliseconds for the first request of a connection from the kernel.
 const OFFER_TIMEOUT_MS: u16 = 2000;
 
-/// Folders in which mount(8) looks for helpers.
+/// Folders in which mount(8) searches for helpers.
 const HELPER_FOLDERS: [&str; 2] = ["/sbin", "/usr/sbin"];
 
 /// The control file system of FUSE.
@@ -33,7 +33,7 @@ pub(super) struct Trial {
     readahead: Knob,
 }
 
-/// The offer of the kernel in INIT, the first request of a connection.
+/// The features that the kernel offers in INIT, the first request of a connection.
 #[derive(Debug, PartialEq, Eq)]
 struct Offer {
     /// Version of the protocol.
@@ -45,16 +45,16 @@ const FUSE_MAX_PAGES: u64 = 1 << 22;
 const FUSE_INIT_EXT: u64 = 1 << 30;
 const FUSE_PASSTHROUGH: u64 = 1 << 37;
 
-/// Mounts a connection without a server on a temporary folder, and unmounts it.
+/// Mounts on a temporary folder without serving the mount, and unmounts it.
 ///
 /// # Errors
-/// The reason why nothing can be mounted.
+/// The reason why a mount is not possible.
 pub(super) fn trial() -> Result<Trial, String> {
     let template = std::env::temp_dir().join("tensorfs-doctor-XXXXXX");
     let folder = nix::unistd::mkdtemp(&template)
         .map_err(|e| format!("{}: {}; set TMPDIR", shown_path(&template), e.desc()))?;
     let trial = trial_on(&folder);
-    // The folder remains if the unmount failed; its name tells where it comes from.
+    // If the unmount failed, the folder remains. Its name says that it is from the doctor.
     if let Err(e) = std::fs::remove_dir(&folder) {
         crate::log::say(&format!("{}: {e}", shown_path(&folder)));
     }
@@ -67,20 +67,20 @@ fn trial_on(folder: &Path) -> Result<Trial, String> {
     let minor = mountinfo::ours_at(folder).ok().flatten().map(|mount| mount.minor);
     let readahead = KernelPaths::real().set_readahead(minor, READAHEAD);
     let offer = first_request(File::from(fd)).ok().as_deref().and_then(Offer::parse);
-    // The connection is closed, so no reader waits for it.
+    // The connection is closed by now, so no program waits for the mount.
     if let Err(e) = attach::detach(folder, Detach::Lazy) {
         crate::log::say(&format!("{}: cannot unmount: {e}", shown_path(folder)));
     }
     Ok(Trial { by_fusermount, offer, readahead })
 }
 
-/// The first request of a connection, which is then closed.
+/// The first request of a connection. The connection is closed then.
 fn first_request(mut device: File) -> io::Result<Vec<u8>> {
     let mut ready = [PollFd::new(device.as_fd(), PollFlags::POLLIN)];
     if poll(&mut ready, PollTimeout::from(OFFER_TIMEOUT_MS))? == 0 {
         return Err(io::ErrorKind::TimedOut.into());
     }
-    // The kernel insists on a buffer of 8 KiB at least.
+    // The kernel requires a buffer of at least 8 KiB.
     let mut request = vec![0; 64 << 10];
     let len = device.read(&mut request)?;
     request.truncate(len);
@@ -88,8 +88,8 @@ fn first_request(mut device: File) -> io::Result<Vec<u8>> {
 }
 
 impl Offer {
-    /// Reads an INIT request: a header of 40 bytes with the operation in its second word, then
-    /// version, readahead and flags.
+    /// Parses an INIT request. It has a header of 40 bytes, with the operation in the second word,
+    /// and then version, readahead and flags.
     fn parse(request: &[u8]) -> Option<Offer> {
         const INIT: u32 = 26;
         #[expect(clippy::host_endian_bytes, reason = "the kernel speaks as the machine does")]
@@ -111,7 +111,7 @@ impl Offer {
     }
 }
 
-/// Requirements of a mount, and whether they are met.
+/// The requirements of a mount, and whether each is met.
 pub(super) fn checks(trial: &Result<Trial, String>) -> Vec<Check> {
     let mut checks = vec![device(), fusermount(), trial_mount(trial)];
     checks.extend([allow_other(), helper(), control()]);
@@ -126,7 +126,7 @@ fn device() -> Check {
     let name = "/dev/fuse";
     let open_to_all = "give it mode 0666, as udev does";
     match File::options().read(true).write(true).open(name) {
-        // fusermount3 opens it with the rights of its caller.
+        // fusermount3 opens the device with the rights of its caller.
         Ok(device) if device.metadata().is_ok_and(|meta| meta.mode() & 0o006 != 0o006) => {
             Check::degraded(name, "can be opened, but not by every user", open_to_all)
         }
@@ -295,7 +295,7 @@ fn request_limit() -> Check {
 mod tests {
     use super::*;
 
-    /// An INIT request of protocol 7.45 with these flags.
+    /// An INIT request of protocol version 7.45 with these flags.
     fn request(flags: u32, more_flags: u32) -> Vec<u8> {
         let mut words = [0u32; 26];
         (words[1], words[10], words[11]) = (26, 7, 45);

@@ -1,5 +1,5 @@
-//! `tensorfs doctor FILE`: what a file with pickles is, which names its pickles ask for, and whether the
-//! file is shown.
+//! `tensorfs doctor FILE`: reports the kind of a file with pickles, the names that its pickles ask
+//! for, and whether a mount would show the file.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -13,10 +13,10 @@ use tensorfs::{Checkpoint, Error, ErrorKind, Fault};
 
 use super::super::output::{Failure, Outcome, print_json, print_text};
 
-/// Names on one line of the report.
+/// Maximum number of names on one line of the report.
 const NAMED_MAX: usize = 12;
 
-/// The file by itself as a checkpoint, or why it is none.
+/// The file opened as a checkpoint, or the reason why it is not one.
 type Opened = Result<Arc<Checkpoint>, Error>;
 
 pub(super) fn run(file: &Path, as_json: bool) -> Outcome {
@@ -31,7 +31,7 @@ pub(super) fn run(file: &Path, as_json: bool) -> Outcome {
     outcome
 }
 
-/// Fails if the file is hostile, or if not all of it was scanned.
+/// Fails if the file is hostile or was not scanned completely.
 fn verdict(file: &Path, scan: &PickleScan) -> Outcome {
     let hostile = scan.names_of(NameRisk::Hostile).count();
     let message = if hostile > 0 {
@@ -78,7 +78,7 @@ fn lines(file: &Path, scan: Option<&PickleScan>, opened: &Opened) -> String {
                 0 => "no names".to_owned(),
                 count => format!("{}: ", counted(count, "name")),
             };
-            // Those that matter are all told.
+            // Only safe names are cut to `NAMED_MAX`. All others are listed.
             let most = if risk == NameRisk::Safe { NAMED_MAX } else { names.len() };
             found.push_str(
                 &names.iter().take(most).map(|name| shown(name)).collect::<Vec<_>>().join(", "),

@@ -1,5 +1,5 @@
-//! `tensorfs doctor URL`: whether a remote source can be read from here, with which credentials, what its
-//! server keeps to, and how fast it is.
+//! `tensorfs doctor URL`: reports whether a remote source can be read from here, with which
+//! credentials, which guarantees its server gives, and how fast it is.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -17,10 +17,10 @@ use super::super::output::{Failure, Outcome, print_bytes, print_json};
 use super::{Check, in_colour, table};
 use crate::options::Options;
 
-/// Folders in folders in which a file to try is looked for.
+/// Maximum depth of folders in which a file for the test is searched.
 const DEPTH_MAX: usize = 4;
 
-/// The page with the remedies.
+/// The page of the docs with remedies.
 const PAGE: &str = "docs/guides/object-stores.md";
 
 pub(super) fn run(url: &Path, options: &[String], as_json: bool) -> Outcome {
@@ -55,7 +55,8 @@ pub(super) fn run(url: &Path, options: &[String], as_json: bool) -> Outcome {
     outcome
 }
 
-/// Looks at the source, lists it, tries one of its files, and opens it as a checkpoint.
+/// Requests the version of the source, lists it, tests one of its files, and opens the source as a
+/// checkpoint.
 fn ask(store: &Store, url: &Path, checks: &mut Vec<Check>) -> Result<(), Error> {
     let failed = |path: &Path, action, e| Error::io(path, action, e);
     let look = Stopwatch::start();
@@ -75,7 +76,7 @@ fn ask(store: &Store, url: &Path, checks: &mut Vec<Check>) -> Result<(), Error> 
         None => checks.push(Check::unknown("file", "there is none to try")),
         Some((path, version)) => {
             let probe = match store.probe(&path, &version) {
-                // There is nothing to try: values of Redis are compared with their hashes.
+                // This store has no ranges to test: values of Redis are compared with their hashes.
                 Err(e) if e.kind() == std::io::ErrorKind::Unsupported => {
                     return checkpoint(url, checks);
                 }
@@ -91,7 +92,7 @@ fn ask(store: &Store, url: &Path, checks: &mut Vec<Check>) -> Result<(), Error> 
     checkpoint(url, checks)
 }
 
-/// The largest file of the first folder that has one.
+/// The largest file of the first folder that contains any file.
 fn largest_file(store: &Store, url: &Path) -> std::io::Result<Option<(PathBuf, Version)>> {
     let mut folder = url.to_owned();
     for _ in 0..DEPTH_MAX {
@@ -108,7 +109,7 @@ fn largest_file(store: &Store, url: &Path) -> std::io::Result<Option<(PathBuf, V
     Ok(None)
 }
 
-/// The results of a trial of the file at `path`.
+/// The checks that the test of the file at `path` gives.
 fn checks_of(probe: &StoreProbe, path: &Path) -> Vec<Check> {
     let name = shown_path(path.file_name().unwrap_or_default().as_ref());
     let mut checks = vec![mark(probe.mark)];
@@ -163,7 +164,7 @@ fn mark(mark: StateMark) -> Check {
     }
 }
 
-/// Opens the source as a checkpoint, if it is one. A folder of folders need not be.
+/// Opens the source as a checkpoint. A source that only has further folders may be none.
 fn checkpoint(url: &Path, checks: &mut Vec<Check>) -> Result<(), Error> {
     let opening = Stopwatch::start();
     match Checkpoint::open(url) {
@@ -178,7 +179,7 @@ fn checkpoint(url: &Path, checks: &mut Vec<Check>) -> Result<(), Error> {
     Ok(())
 }
 
-/// The time and the requests since a start.
+/// Measures the time and the number of requests since its start.
 struct Stopwatch {
     began: Instant,
     requests: u64,
@@ -195,7 +196,7 @@ impl Stopwatch {
     }
 }
 
-/// Requests to all servers so far.
+/// Number of requests to all servers so far.
 fn requests() -> u64 {
     let status = remote_status().unwrap_or_default();
     status.endpoints.iter().map(|endpoint| endpoint.requests).sum()

@@ -22,16 +22,17 @@ use super::{HeatFile, WarmFile, cannot, len_of, ranges_of_set};
 use crate::log;
 use crate::options::Options;
 
-/// Bytes of one read.
+/// Size of one read in bytes.
 const READ_LEN: u64 = 8 << 20;
 
 /// Number of threads that read.
 const THREADS: usize = 16;
 
-/// Shards with the bytes of them to read.
+/// Shards, each with the ranges of its bytes to read.
 type WantedBytes = Vec<(Arc<Source>, Vec<Range<u64>>)>;
 
-/// Reads the shards of the remote source of `args`, or the tensors of `heat`, into its disk cache.
+/// Reads the shards of the remote source of `args` into its disk cache. With `heat`, reads only the
+/// tensors that `heat` lists.
 pub(super) fn run(args: &args::WarmArgs, mut options: Options, heat: Option<&HeatFile>) -> Outcome {
     options.disk_cache.is_default = true;
     let all_bytes = options.open.view.keeps_tensors();
@@ -82,7 +83,8 @@ pub(super) fn run(args: &args::WarmArgs, mut options: Options, heat: Option<&Hea
     tell_refusals(refused.iter())
 }
 
-/// The shards of `found` with the bytes of them to read, and how many tensors of `heat` they lack.
+/// The shards of `found` with the ranges to read, and the number of tensors in `heat` that they do
+/// not have.
 fn wanted_of(
     found: &[FoundSet],
     all_bytes: bool,
@@ -100,7 +102,7 @@ fn wanted_of(
     Ok((wanted, missing))
 }
 
-/// Reads all ranges with some threads. The first error ends all.
+/// Reads all ranges with several threads. The first error ends all threads.
 fn read_all(wanted: &WantedBytes, progress: &ProgressBar) -> Outcome {
     let mut parts: Vec<(&Arc<Source>, Range<u64>)> = Vec::new();
     for (source, ranges) in wanted {
@@ -138,7 +140,7 @@ fn read_all(wanted: &WantedBytes, progress: &ProgressBar) -> Outcome {
     first_failure.map_or(Ok(()), Err)
 }
 
-/// Refuses a cache that has not kept what was read, in the versions that were read.
+/// Fails if the disk cache does not have the bytes that were read, in the versions that were read.
 fn check_kept(place: &DiskCachePlace, wanted: &WantedBytes) -> Outcome {
     for (source, ranges) in wanted {
         let len: u64 = ranges.iter().map(len_of).sum();

@@ -76,7 +76,7 @@ words! {
     pub enum Watch {
         /// By inotify, and by polling for file systems without inotify events.
         Auto = "auto",
-        /// By inotify. On a remote file system, only changes by this machine have events.
+        /// By inotify only. On a remote file system, only changes by this machine have events.
         Inotify = "inotify",
         /// By checking every folder at an interval.
         Poll = "poll",
@@ -91,7 +91,7 @@ const WATCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Default of `watch-grace=`.
 const WATCH_GRACE: Duration = Duration::from_secs(30);
 
-/// Where indexes are stored.
+/// The folder in which indexes are stored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum IndexDir {
     /// The user's cache folder.
@@ -177,7 +177,7 @@ pub struct Options {
     pub assemble: Option<PathBuf>,
     /// Maximum size in bytes of all copies in that folder.
     pub assemble_size: Option<u64>,
-    /// Where indexes are stored.
+    /// The folder in which indexes are stored.
     pub index_dir: IndexDir,
     /// Where blocks of remote sources are stored on a local disk.
     pub(crate) disk_cache: DiskCacheOptions,

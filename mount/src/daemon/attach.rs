@@ -150,11 +150,11 @@ fn receive_fd(socket: &UnixStream) -> io::Result<OwnedFd> {
 /// How to unmount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Detach {
-    /// Only if no process uses the mount.
+    /// Unmounts only if no process uses the mount.
     Clean,
-    /// At once. Open files stay usable.
+    /// Unmounts at once. Open files stay usable.
     Lazy,
-    /// At once. Reads of open files fail.
+    /// Unmounts at once. Reads of open files fail.
     Force,
 }
 

@@ -49,7 +49,7 @@ const PART_LEN_MIN: u64 = 2 << 20;
 /// Estimated size in bytes of a range in an answer.
 const RANGE_TEXT_LEN: usize = 24;
 
-/// Maximum number of tensors in an answer. Of each file, the tensors with the most bytes read come
+/// Maximum number of tensors in an answer. The tensors of each file with the most bytes read come
 /// first.
 const TENSORS_SHOWN: usize = 60_000;
 

@@ -157,7 +157,7 @@ pub(crate) fn to_journal_of_service() {
 /// The target of a daemon's log.
 #[derive(Debug)]
 pub(crate) enum LogTarget {
-    /// To the journal or syslog.
+    /// The lines go to the journal or to syslog.
     System,
     /// The lines go to a fallback file. The text has its path, and the paths of files that could
     /// not be opened.

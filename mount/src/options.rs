@@ -76,7 +76,7 @@ words! {
     pub enum Watch {
         /// By inotify, and by polling for file systems without inotify events.
         Auto = "auto",
-        /// By inotify only. On a remote file system, only changes by this machine have events.
+        /// By inotify, even on remote file systems, where only changes by this machine have events.
         Inotify = "inotify",
         /// By checking every folder at an interval.
         Poll = "poll",
@@ -286,7 +286,7 @@ impl Options {
         Ok(options)
     }
 
-    /// The value of `io-timeout=` in option strings. If the value is not valid, the default. No
+    /// The value of `io-timeout=` in option strings, or its default if the value is not valid. No
     /// file is read.
     pub(crate) fn io_timeout_in(strings: &[String]) -> Option<Duration> {
         let mut words: Vec<String> = strings.iter().flat_map(|s| split(s)).collect();

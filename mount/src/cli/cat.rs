@@ -112,7 +112,7 @@ fn npy_header(tensor: &Tensor<'_>) -> Result<Vec<u8>, Failure> {
     let shape = sizes.join(", ");
     let mut text =
         format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({shape}{comma}), }}");
-    // numpy leaves space for the first dimension to grow to 20 digits.
+    // numpy leaves space for the first dimension to grow to 21 digits.
     let growth = tensor.shape.first().map_or(0, |size| 21 - size.to_string().len());
     text.push_str(&" ".repeat(growth));
     // If no padding is needed, numpy adds `NPY_ALIGN` spaces, and so does this code.

@@ -66,7 +66,7 @@ pub(super) fn run(args: &args::DemoArgs) -> Outcome {
     let outcome = demo(&root);
     let mount = root.join("mnt");
     if let Err(e) = take_off(&mount) {
-        // Removing the folder now would also remove through the mount.
+        // The folder stays, because removing it would also descend into the mount.
         log::say(&format!("{}: {e}", shown_path(&mount)));
     } else if args.keep {
         let _ = print_text(&format!("\nThe checkpoints stay in {}\n", shown_path(&root)));

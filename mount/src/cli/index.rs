@@ -16,7 +16,7 @@ use crate::log;
 /// The index of a folder, and the checkpoints in the folder.
 struct IndexReport {
     directory: String,
-    /// The state of the index as one word, such as whether it is new.
+    /// The state of the index as one word, such as `fresh` or `rebuilt`.
     state: &'static str,
     /// Why the previous index was not usable, or why no index can be stored.
     reason: Option<String>,

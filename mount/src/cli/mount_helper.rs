@@ -129,7 +129,7 @@ fn take_flags(
                 match flag {
                     'o' => call.options.push(value),
                     'N' => return Err("mounting in another namespace (-N) is not supported".into()),
-                    // `-t` names a subtype, which makes no difference here.
+                    // `-t` gives the type of the file system. Its subtype makes no difference here.
                     _ => {}
                 }
                 return Ok(());

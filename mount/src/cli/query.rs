@@ -379,8 +379,7 @@ fn runs_of(tensor: &Tensor<'_>, piece: &Piece<'_>) -> (u64, u64) {
     let to = OuterBox { shape: tensor.shape, offset: piece.offset };
     match StridedCopy::of_piece(piece.strides, to, piece.shape, tensor.stored.bits()) {
         Ok(runs) => (runs.count(), runs.run_len()),
-        // This error is possible only for a checkpoint with `layout=original`, whose pieces need
-        // not be runs.
+        // Only a checkpoint with `layout=original` can have pieces that cannot be cut into runs.
         Err(_) => (1, piece.len()),
     }
 }

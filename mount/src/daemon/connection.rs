@@ -42,14 +42,14 @@ const INIT_MAX: usize = 64 << 10;
 /// request.
 const HEADER: usize = 16;
 
-/// FUSE_NOTIFY_INVAL_INODE
+/// The notification codes FUSE_NOTIFY_INVAL_INODE and FUSE_NOTIFY_INVAL_ENTRY.
 const INVALIDATE: i32 = 2;
 const INVALIDATE_NAME: i32 = 3;
 
-/// FUSE_NOTIFY_STORE
+/// The notification code FUSE_NOTIFY_STORE.
 const STORE: i32 = 4;
 
-/// FUSE_NOTIFY_RESEND
+/// The notification code FUSE_NOTIFY_RESEND.
 const RESEND: i32 = 7;
 
 /// Offset of the upper half of the flags in an INIT request, and the bit FUSE_HAS_RESEND in it.

@@ -32,8 +32,8 @@ const UNSURE: Duration = Duration::from_secs(1);
 /// unchanged for the grace time divided by `REFUSED_PART`.
 const REFUSED_PART: u32 = 6;
 
-/// Minimum and maximum time for which a set with an unproven tail must be unchanged. The files of
-/// that set do not say how many of them there are.
+/// Minimum and maximum time for which a set with an unproven tail must be unchanged. The tail is
+/// the last pieces: the files of that set do not say how many files there are.
 const TAIL_MIN: Duration = Duration::from_millis(1500);
 const TAIL_MAX: Duration = Duration::from_secs(10);
 
@@ -77,7 +77,7 @@ impl Arrivals {
     }
 }
 
-/// Whether any process writes one of the files of a set.
+/// Whether a process writes any of the files of a set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Writing {
     GoesOn,

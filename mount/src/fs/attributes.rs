@@ -249,13 +249,13 @@ fn is_of_model_folder(folder: &Folder, file: &File) -> bool {
 /// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read.
 /// `below` has the folders below the node that have such a config, each with the hash of the text.
 ///
-/// A reader uses the files of the source itself, or reads through the mount. It reads through the mount
-/// if the value has `"made": true`: with `through_mount`, for folders between the root and the folders
-/// of ranks, for generated texts, and for more than `CONFIGS_MAX` configs. The value of a folder
-/// between the root and the folders of ranks names the root, and the value of a generated text names
-/// its folder. Some nodes have no value, and are read through the mount as well: folders that
-/// `layout=hub` makes, files of `config=` and of the folder with the config of the model, and in a
-/// mount with a key all that may be encrypted.
+/// A program that opens the mount reads either the files of the source itself or the files of the
+/// mount. It reads those of the mount in three cases. First, the value has `"made": true`: with
+/// `through_mount`, for folders between the root and the folders of ranks, for generated texts, and for
+/// more than `CONFIGS_MAX` configs. The value of a folder between the root and the folders of ranks
+/// names the root, and the value of a generated text names its folder. Second, the node has no value:
+/// folders that `layout=hub` makes, and files of `config=` or of the folder with the config of the
+/// model. Third, the mount has a key: nodes that may be encrypted have no value.
 fn source_of(
     tree: &Tree,
     node: &Node,

@@ -11,7 +11,7 @@ use fuser::{BackingId, FileHandle, FopenFlags, ReplyOpen};
 mod request {
     use nix::ioctl_write_ptr;
 
-    // FUSE_DEV_IOC_BACKING_CLOSE
+    // The request FUSE_DEV_IOC_BACKING_CLOSE.
     ioctl_write_ptr!(backing_close, 229, 2, u32);
 }
 

@@ -2,7 +2,8 @@
 //!
 //! This module is independent of FUSE: `adapter` translates between the two. An inode number identifies a path and
 //! a version of its content. A file that is replaced in the source gets a new number, and programs that have the
-//! old file open keep the old number.
+//! old file open keep the old number. A family is a folder with those subfolders whose checkpoints are proved
+//! together with it.
 
 mod changes;
 mod checks;
@@ -145,8 +146,9 @@ pub(crate) struct Nodes {
     by_ino: RwLock<HashMap<u64, Arc<Node>>>,
     /// The folders that a request has asked for.
     folders: RwLock<HashMap<FolderId, FolderState>>,
-    /// Number of shards of each set that has an unproven tail or takes shapes from records. The keys are the path
-    /// of the folder and the name of the set: a folder that is removed may come back at its path.
+    /// Number of shards of each set that has an unproven tail or whose headers record the shapes of whole tensors.
+    /// The keys are the path of the folder and the name of the set: a folder that is removed may come back at its
+    /// path.
     shards_proved: Mutex<HashMap<PathBuf, HashMap<String, usize>>>,
     /// Whether the last pieces of each shown set are proved.
     tails: Tails,

@@ -1,9 +1,10 @@
 //! Follows changes of the source while it is mounted.
 //!
-//! One thread reads the events of folders and decides which folder to look at next. The looks run
-//! on other threads, because a folder may lie on a file system that never answers. One thread looks
-//! at one folder after the other. If all threads have waited for more than `STUCK`, another thread
-//! starts. Several events of one folder in a row cause one look.
+//! A look compares a folder of the source, or a family of folders, with what the mount knows of it.
+//! One thread reads the events of folders and decides which look is next. Other threads take the
+//! looks, because a folder may lie on a file system that never answers. A thread takes one look
+//! after the other. If all threads have waited for more than `STUCK`, another thread starts.
+//! Several events of one folder in a row cause one look.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;
@@ -35,8 +36,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// A look that takes longer than this probably waits for a file system that does not answer.
 const STUCK: Duration = Duration::from_secs(1);
 
-/// Maximum number of threads that look at folders, and of those that may wait for the same file
-/// system that is not local.
+/// Maximum number of threads that take looks, in total and for one file system that is not local.
 const THREADS_MAX: usize = 8;
 const STUCK_MAX: usize = 2;
 
@@ -131,8 +131,8 @@ impl State {
         devices.retain(|device| !self.local.contains(device));
         let (looking, since) = (&self.looking, Instant::now());
         let is_held_up = looking.len() >= STUCK_MAX && is_held_up(&devices, looking);
-        // While the caller listed the devices, other threads may have taken this look or all of the
-        // allowed threads.
+        // While the caller listed the devices, other threads may have taken this look, or the
+        // maximum number of threads may have been reached.
         if is_held_up || looking.len() >= THREADS_MAX || !self.may_begin(look, since) {
             return None;
         }

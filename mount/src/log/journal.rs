@@ -56,7 +56,8 @@ fn send_file(socket: &UnixDatagram, message: &[u8]) -> io::Result<()> {
 /// Whether standard error is connected to the journal, as in a service.
 pub(super) fn is_stderr() -> bool {
     let Some(stream) = std::env::var("JOURNAL_STREAM").ok() else { return false };
-    // The path is not opened: only the existing descriptor can be compared with the variable.
+    // The variable has the device and inode numbers of the descriptor itself, so the path must not
+    // be opened again.
     let meta = std::fs::metadata("/proc/self/fd/2");
     meta.is_ok_and(|meta| stream == format!("{}:{}", meta.dev(), meta.ino()))
 }

@@ -60,7 +60,7 @@ pub(super) struct ServiceMount {
     handed: Vec<OwnedFd>,
     /// Whether the current worker is taking over a mount.
     is_takeover: bool,
-    /// Number of ticks since the current worker began to take over a mount.
+    /// Number of ticks of one second since the current worker began to take over a mount.
     takeover_ticks: u32,
     /// If the mount serves but not on its target: a word for the state, and the reason.
     hidden: Option<(&'static str, String)>,

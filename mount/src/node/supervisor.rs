@@ -31,7 +31,7 @@ use super::worker_process::{WorkerProcess, start_abort, start_cleaning};
 use crate::daemon::background;
 use crate::daemon::ending::{ending_signals, ends_with_terminal, has_terminal};
 
-/// Time between two checks of the workers.
+/// A tick, which is the time between two checks of the workers.
 const TICK: Duration = Duration::from_secs(1);
 
 /// Interval between checks of the mount table while a target is not free.

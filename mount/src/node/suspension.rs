@@ -36,8 +36,8 @@ use crate::daemon::handover::state_version;
 use crate::daemon::inherited::HANDED_OVER;
 use crate::daemon::stalled::run_until;
 
-/// Number of ticks for two steps: first for a worker to prepare while all mounts are served, and
-/// then for it to stop and end.
+/// Number of ticks of one second for each of two steps: first for a worker to prepare while all
+/// mounts are served, and then for it to stop and end.
 const GIVING_TICKS: u32 = 6;
 
 /// Time limit for an answer of the service manager or of another version of the program. Readers

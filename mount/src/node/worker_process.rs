@@ -17,7 +17,7 @@ use super::notifier::VARIABLES;
 use crate::daemon::client::is_exiting;
 use crate::daemon::inherited::HANDED_OVER;
 
-/// Ticks between two pings of a worker.
+/// Number of ticks of one second between two pings of a worker.
 const PING_TICKS: u32 = 5;
 
 /// Number of ticks after which a process that has begun to end counts as stuck.

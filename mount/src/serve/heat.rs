@@ -112,7 +112,7 @@ pub(crate) struct TensorRow {
     pub ranges: Option<Vec<(u64, u64)>>,
 }
 
-/// The heat of one mount.
+/// The counts of the reads of one mount.
 #[derive(Default)]
 pub(crate) struct Heat(Mutex<HeatState>);
 
@@ -134,7 +134,7 @@ struct HeatReader {
     bytes: Counter,
 }
 
-/// The heat of one version of a file.
+/// The counts of the reads of one version of a file.
 struct FileHeat {
     path: PathBuf,
     version: String,

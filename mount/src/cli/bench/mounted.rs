@@ -163,7 +163,8 @@ impl Drop for Mounted {
             let _ = wait(&mut self.daemon, END_TIMEOUT);
             self.unmount();
         }
-        // If the mount remains, the folder remains too: removing it would reach into the mount.
+        // If the mount remains, the folder remains too, because removing it would also descend into
+        // the mount.
         if self.is_mounted() {
             crate::log::say(&format!("{}: cannot unmount", shown_path(&self.target)));
         } else if let Err(e) = fs::remove_dir_all(&self.home) {

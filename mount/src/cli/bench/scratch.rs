@@ -21,7 +21,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Creates a folder in `dir`. Fails if fewer than `bytes` are free.
+    /// Creates a folder in `dir`. Fails if fewer than `bytes` plus `SPARE` bytes are free.
     pub(super) fn new(dir: &Path, bytes: u64, keep: bool) -> Result<Scratch, Trouble> {
         let failed = |e: io::Error| Trouble::Failed(format!("{}: {e}", shown_path(dir)));
         let free = space_free(dir).map_err(failed)?;
@@ -37,7 +37,8 @@ impl Scratch {
         Ok(Scratch { path: path.map_err(|e| failed(e.into()))?, keep })
     }
 
-    /// Creates a folder in `dir`, or without it on the file system of the shards.
+    /// Creates a folder in `dir`. Without `dir`, in another folder on the file system of the
+    /// shards.
     pub(super) fn beside(
         shards: &[PathBuf],
         dir: Option<&Path>,

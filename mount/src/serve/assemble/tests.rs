@@ -92,7 +92,7 @@ fn content(file: &File) -> Vec<u8> {
     bytes
 }
 
-/// Opens and reads the file until it is hot.
+/// Opens and reads the file until it is hot, which means that it was read often enough for a copy.
 fn heat(assembler: &Assembler, version: &str, reader: &Reader) {
     assembler.opened(version, reader);
     assembler.served(version, reader, reader.len());

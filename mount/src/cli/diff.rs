@@ -33,7 +33,7 @@ struct Pair {
     second: usize,
     same_shape: bool,
     same_dtype: bool,
-    /// Whether the bytes are equal; `None` if they are not compared.
+    /// Whether the bytes are equal. `None` if they are not compared.
     same_bytes: Option<bool>,
 }
 

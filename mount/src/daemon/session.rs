@@ -591,7 +591,7 @@ impl Running {
 
     /// Serves until the unmount, which another process makes, or this process on SIGTERM or SIGINT.
     ///
-    /// The signals must be blocked in all threads, as `ending::block_signals` does.
+    /// `ending::block_signals` must have blocked the signals in all threads.
     ///
     /// # Errors
     /// The reason why the connection ended, unless it was an unmount.

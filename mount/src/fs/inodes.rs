@@ -231,8 +231,8 @@ impl Nodes {
         });
         let node = known.node.clone();
         drop(folders);
-        // Folders are forgotten after they have left the tree. If this one left the tree since it was inserted, it
-        // has to be forgotten here.
+        // Folders are forgotten after they leave the tree. If this one left after it was inserted, it is forgotten
+        // here.
         if !self.tree.contains(id) {
             self.forget_folder(id);
         }
@@ -377,8 +377,7 @@ impl Nodes {
                 let listed = nodes.listing(top).is_some();
                 let tree = nodes.tree();
                 drop(nodes);
-                // Only the index is kept. The proof is dropped, so that memory does not grow with the number of
-                // models.
+                // Only the index is kept. The proof is dropped, so that memory does not grow with each model.
                 if !listed {
                     guarded(|| drop(tree.prove(top)));
                 }
@@ -394,8 +393,8 @@ impl Nodes {
         &self.tails
     }
 
-    /// Makes the nodes of the entries of `folder`, without its subfolders in `emptied`. Unchanged files keep their
-    /// nodes.
+    /// Makes the nodes of the entries of `folder`, without its subfolders in `emptied`. Unchanged files keep
+    /// theirs.
     fn list(
         &self,
         tree: &Tree,
@@ -562,8 +561,7 @@ impl Nodes {
         due
     }
 
-    /// The entry `name` of `folder`. If the entry is stale, the family of `folder` is first proved again from the
-    /// current source.
+    /// The entry `name` of `folder`. If it is stale, the family of `folder` is first proved again from the source.
     pub(crate) fn fresh_entry(&self, folder: FolderId, name: &OsStr) -> Option<Arc<Node>> {
         let listing = self.listing(folder)?;
         if let Some(node) = find(&listing, name).filter(|node| node.is_plain()) {

@@ -62,7 +62,7 @@ pub(crate) struct Knob {
     pub name: String,
     /// The requested value: bytes, a number or a flag.
     pub wanted: Value,
-    /// The value in force; null if it is unknown.
+    /// The value in force. It is null if it is unknown.
     pub got: Value,
     /// Why the value differs from the requested one, or why it is unknown.
     pub why_not: Option<String>,

@@ -160,9 +160,9 @@ fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
     Some(text)
 }
 
-/// The mount unit for a file system that is mounted on `folder`, with the name that `systemd-escape
-/// --path` prints. `None` for the root, which is always mounted, and for paths that cannot be in the
-/// name of a unit.
+/// The mount unit for a file system that is mounted on `folder`. Its name is the one that
+/// `systemd-escape --path` prints. `None` for the root, which is always mounted, and for paths that
+/// cannot be in the name of a unit.
 fn mount_unit(folder: &Path) -> Option<String> {
     if folder.is_relative() || folder.components().any(|part| part.as_os_str() == "..") {
         return None;

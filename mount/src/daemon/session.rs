@@ -589,7 +589,7 @@ impl Running {
         }
     }
 
-    /// Serves until the unmount, which another process makes, or this process on SIGTERM or SIGINT.
+    /// Serves until the unmount. Another process unmounts, or this process does on one of `ending::ending_signals`.
     ///
     /// `ending::block_signals` must have blocked the signals in all threads.
     ///

@@ -89,7 +89,7 @@ fn no_answer(limit: Duration) -> String {
 /// files is read too. Fails only if an answer does not come, or if the probe cannot run.
 ///
 /// # Errors
-/// A clause: an answer took longer than `limit`.
+/// A clause: an answer took longer than `limit`, or the probe could not run.
 pub(crate) fn probe_path(path: &Path, reads: usize, limit: Option<Duration>) -> Result<(), String> {
     let mut command = Command::new("/proc/self/exe");
     let reads = format!("--reads={reads}");

@@ -1,11 +1,12 @@
-"""The build backend of `pip install ./python`: maturin builds the package, and cargo the command, which the wheel holds too.
+"""The build backend of `pip install ./python`. maturin builds the package. cargo builds the command `tensorfs`, which
+the wheel contains too.
 
 Environment variables say what is built. `python/wheel` sets them for a release:
 
-- TENSORFS_WHEEL_PROFILE: the profile of cargo, `release` without it.
-- TENSORFS_WHEEL_TARGET and TENSORFS_WHEEL_PLATFORM: a target of Rust such as `aarch64-unknown-linux-gnu`, and the tag of its
-  wheels, such as `manylinux_2_28`. zig links for the oldest C library that the tag allows. Without them the wheel is for
-  this machine.
+- TENSORFS_WHEEL_PROFILE: the cargo profile. Without this variable it is `release`.
+- TENSORFS_WHEEL_TARGET and TENSORFS_WHEEL_PLATFORM: a Rust target such as `aarch64-unknown-linux-gnu`, and the platform
+  tag of its wheels, such as `manylinux_2_28`. zig links against the oldest C library that the tag allows. Without these
+  variables, the wheel is for the processor and the C library of the build machine.
 """
 
 import os
@@ -28,7 +29,8 @@ from maturin import (  # noqa: F401
 
 HERE = Path(__file__).resolve().parent
 WORKSPACE = HERE.parent
-# maturin looks for a folder of this name, which is that of the native module. pip installs the scripts in it.
+# maturin packs this folder into the wheel: its name is the name of the native module, with the suffix `.data`. pip
+# installs the scripts in this folder.
 DATA = HERE / "tensorfs._tensorfs.data"
 
 HELPER = """\
@@ -39,16 +41,16 @@ file=$(readlink -f -- "$0") && exec "${file%/*}/tensorfs" internal mount-helper 
 
 
 class UnsupportedOperation(Exception):
-    """What the interface of build backends has for a hook that does nothing here."""
+    """A build frontend expects this exception from a hook that the backend does not support (PEP 517)."""
 
 
 def build_sdist(sdist_directory, config_settings=None):
-    """Refuses: maturin would pack the package without the command."""
+    """Always raises `UnsupportedOperation`, because maturin would make a source package that lacks the command."""
     raise UnsupportedOperation("the wheel holds the command, which is built from the whole repository: make a checkout")
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    """Builds the wheel. The folder of what goes in beside the package exists during the build only."""
+    """Builds the wheel. The folder `DATA`, which holds the scripts of the wheel, exists only during the build."""
     profile = os.environ.get("TENSORFS_WHEEL_PROFILE", "release")
     target = os.environ.get("TENSORFS_WHEEL_TARGET")
     arguments = ["--locked", "--profile", profile]
@@ -59,7 +61,8 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     os.environ["MATURIN_PEP517_ARGS"] = f"{given} {shlex.join(arguments)}"
     try:
         place_command(build_command(profile, target), with_symbols=target is None)
-        # The metadata that pip asked for before are those of a wheel for this machine.
+        # The metadata in `metadata_directory` are for a wheel of the build machine, so another target does not use
+        # them.
         return maturin.build_wheel(wheel_directory, config_settings, None if target else metadata_directory)
     finally:
         os.environ["MATURIN_PEP517_ARGS"] = given
@@ -75,32 +78,35 @@ def build_command(profile, target):
         cargo = ["cargo-zigbuild", "zigbuild"]
         where = ["--target", with_glibc(target, environment["TENSORFS_WHEEL_PLATFORM"])]
         if target.endswith("musl"):
-            # As maturin does for the native module: a static program finds no libraries at run time.
+            # Links dynamically, as maturin does for the native module: a static program cannot load libraries at run
+            # time.
             flags = environment.get("RUSTFLAGS", "")
             environment["RUSTFLAGS"] = f"{flags} -C target-feature=-crt-static".strip()
     command = [*cargo, "--locked", "--profile", profile, "--package", "tensorfs-mount", "--bin", "tensorfs", *where]
     print("Running `{}`".format(shlex.join(command)), flush=True)
-    # pip reads the standard output of a backend.
+    # pip reads the standard output of a build backend, so cargo writes to standard error.
     subprocess.run(command, cwd=WORKSPACE, env=environment, stdout=sys.stderr, check=True)
     folder = "debug" if profile == "dev" else profile
     return Path(environment.get("CARGO_TARGET_DIR", WORKSPACE / "target")).joinpath(*filter(None, [target]), folder, "tensorfs")
 
 
 def with_glibc(target, platform):
-    """The target in the words of cargo-zigbuild, with the version of glibc that `manylinux_2_28` allows."""
+    """The target in the notation of cargo-zigbuild: with the glibc version of a platform tag such as
+    `manylinux_2_28`."""
     found = re.fullmatch(r"manylinux_(\d+)_(\d+)", platform)
     return f"{target}.{found[1]}.{found[2]}" if found else target
 
 
 def place_command(program, with_symbols):
-    """Puts the program and the helper of mount(8) where maturin looks for scripts."""
+    """Puts the program `tensorfs` and the helper of mount(8) into the folder from which maturin takes scripts."""
     scripts = DATA / "scripts"
     shutil.rmtree(DATA, ignore_errors=True)
     scripts.mkdir(parents=True)
     if with_symbols:
         subprocess.run(["strip", "-o", scripts / "tensorfs", program], check=True)
     else:
-        # The profile of a release strips it, for any architecture.
+        # The cargo profile of a release has stripped the program already. `strip` of the build machine may lack its
+        # architecture.
         shutil.copyfile(program, scripts / "tensorfs")
     helper = scripts / "mount.tensorfs"
     helper.write_text(HELPER)

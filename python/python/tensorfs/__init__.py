@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors form, in one file or many, loaded at the speed of the disk.
+"""Loads checkpoints in safetensors form, from one file or many, at the speed of the disk.
 
     import tensorfs
 
@@ -25,10 +25,10 @@ from ._tails import UnprovenTailWarning
 from ._tensorfs import Tensor, __version__, release_pinned
 
 PySafeSlice = Slice
-"""The name that safetensors uses."""
+"""The name of `Slice` in safetensors."""
 
 TensorMeta = TensorMetadata
-"""The name that safetensors uses."""
+"""The name of `TensorMetadata` in safetensors."""
 
 __all__ = [
     "Consolidated",

@@ -1,4 +1,4 @@
-"""safetensors files in memory."""
+"""Reads safetensors files that are in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ._tensorfs import describe
 
 
 def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Name, and `dtype`, `shape` and `data`, of each tensor of a file; `data` is a copy that may be written to."""
+    """The tensors of a file: for each, its name, and a dict with `dtype`, `shape` and `data`. `data` is a writable
+    copy."""
     whole = memoryview(bytes)
     return [
         (name, {"dtype": dtype, "shape": shape, "data": bytearray(whole[start:end])})
@@ -17,7 +18,7 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 def load(data: bytes, framework: Any) -> dict[str, Any]:
-    """The tensors of a file, in memory of their own."""
+    """The tensors of the file `data`. Each tensor has memory of its own."""
     tensors = {}
     for name, found in deserialize(data):
         made = framework.of_bytes(found["data"], found["dtype"], found["shape"], name)

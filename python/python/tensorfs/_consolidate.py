@@ -1,4 +1,4 @@
-"""Writing a checkpoint as real files."""
+"""Writes the files that a mount of a checkpoint would show."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ Path = Union[str, os.PathLike[str]]
 
 class _Written(NamedTuple):
     files: int
-    """Number of files."""
+    """Number of written files."""
     bytes: int
-    """Bytes of all files."""
+    """Length of all written files together, in bytes."""
 
 
 class Consolidated(_Written):
-    """The files that `consolidate` has written: a pair of their number and their bytes, with one more attribute."""
+    """The result of `consolidate`: a pair of the number of written files and their length in bytes, with the attribute
+    `unproven_tails`."""
 
     unproven_tails: list[str]
-    """The folders of checkpoints whose last pieces nothing proves; empty if there are none. A lost last shard would
-    only have made their tensors smaller."""
+    """The folders of checkpoints without a proof that their last pieces are there. If the last shard of such a
+    checkpoint was lost, its tensors only look smaller. The list is empty if every checkpoint is proved."""
 
 
 def consolidate(
@@ -68,25 +69,27 @@ def consolidate(
     If the name of `out` ends in `.safetensors`, `.bt` or `.tensors`, `out` becomes one file with all tensors instead.
     `format="bintensors"` is needed for `.bt`.
 
-    `numbers` gives the number of a file for each tensor. Then `out` is always a folder, and the files are
-    `model-0000I-of-0000N.safetensors` and `model.safetensors.index.json`, as from the consolidation of torch, and
-    `source` may be several files of one checkpoint.
+    `numbers` maps the name of each tensor to the number of the file that it is written to. With `numbers`, `out` is
+    always a folder. Its files have the names that the consolidation of torch uses: `model-0000I-of-0000N.safetensors`
+    and `model.safetensors.index.json`. `source` may then be a list of several files of one checkpoint.
 
-    The other arguments up to `state` are the options of `tensorfs mount`: `layout` is "shards=8", "shards=5GB",
-    "map=FILE" or "original", `format` is "bintensors", `weight_map` is "hide", `config` is a folder whose small files
-    are written beside the weights, or one such file, and those of `safe_open` are as there. If `source` is on a mount,
-    they apply to what the mount shows.
+    The other arguments up to `state` are options of `tensorfs mount`. `layout` is "shards=8", "shards=5GB", "map=FILE"
+    or "original". `format` is "bintensors". `weight_map` is "hide". `config` is a small file, or a folder of small
+    files, that is written beside the weights. The other options mean the same as in `safe_open`. If `source` is on a
+    mount, all these options apply to the files that the mount shows.
 
     `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`, `unproven_tail`, `cache_dir`,
-    `cache_dir_size` and `remote` are those of `safe_open`; they are about the files of `source`, as the options of
-    `tensorfs mount` are. The warning, or error, about a checkpoint whose last pieces nothing proves comes before anything
-    is written. The files that are written are not encrypted.
+    `cache_dir_size` and `remote` mean the same as in `safe_open`, and apply to the files of `source`. If there is no
+    proof that the last pieces of a checkpoint are there, the warning or the error comes before the first file is
+    written. The written files are not encrypted.
 
-    `overwrite` replaces files that are there. `verify` reads the files back and compares them.
+    With `overwrite`, existing files are replaced. With `verify`, the written files are read back from the disk, and
+    compared with hashes of the bytes that were written.
 
-    `io_timeout`, or TENSORFS_IO_TIMEOUT, is the number of seconds until opening `source`, or a read of it, fails.
+    `io_timeout` is a deadline in seconds for opening `source`, and for each read of it. By default it is the
+    environment variable TENSORFS_IO_TIMEOUT.
 
-    Each file appears whole or not at all. An error or Ctrl-C leaves nothing.
+    A file appears under its name only when it is complete. After an error or Ctrl-C, none of the files is left.
     """
     arguments = dict(locals())
     files = [("layout", layout), ("format", format), ("weight-map", weight_map)]

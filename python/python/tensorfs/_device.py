@@ -7,15 +7,15 @@ import sys
 
 from ._errors import error
 
-# The names that safetensors knows; torch judges the number.
+# The device names that safetensors accepts. torch checks whether there is a device with that number.
 _KNOWN = re.compile(r"cpu|mps(:0)?|(cuda|musa|npu|xpu|xla|mlu|hpu)(:\d+)?|\d+", re.ASCII)
 
 _DIGITS_MAX = 9
-"""Most digits of a number that torch and the driver take."""
+"""The most digits of a device number that torch and the GPU driver accept."""
 
 
 def parse(device: object) -> int | None:
-    """The GPU that a word, a number or a `torch.device` means; None for the CPU."""
+    """The number of the GPU that `device` names, which is a text, a number or a `torch.device`. None for the CPU."""
     if device is None:
         return None
     text = str(device)
@@ -36,6 +36,6 @@ def parse(device: object) -> int | None:
 
 
 def _current() -> int:
-    """The GPU that torch uses if none is named."""
+    """The number of the GPU that torch uses by default. 0 if torch is not imported, or finds no GPU."""
     torch = sys.modules.get("torch")
     return torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""The functions that a module in place of one of safetensors has, for the tensors of its framework."""
+"""The functions of the modules that replace those of safetensors, such as `tensorfs.flax` for `safetensors.flax`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class DropIn(Generic[T]):
-    """The functions of a framework by its name, which is also that of its module here and in safetensors."""
+    """The functions for one framework. `framework` is the name of its module in tensorfs and in safetensors."""
 
     def __init__(self, framework: str) -> None:
         self._framework = framework
 
         def load(data: bytes) -> dict[str, T]:
-            """All tensors of a safetensors file in memory, on the CPU."""
+            """All tensors of a safetensors file that is in memory. The tensors are on the CPU."""
             return _bytes.load(data, _frameworks.find(framework))
 
         def load_file(filename: Source, *, backend: str = "mmap", names: Names = None, **how: Any) -> dict[str, T]:
@@ -30,24 +30,25 @@ class DropIn(Generic[T]):
                 return opened.get_tensors(names)
 
         def save(tensors: dict[str, T], metadata: dict[str, str] | None = None) -> bytes:
-            """The bytes of a file with these tensors. safetensors writes them and must be installed."""
+            """The bytes of a safetensors file with these tensors. The package safetensors makes them, and must be
+            installed."""
             return bytes(self.genuine().save(tensors, metadata))
 
         def save_file(
             tensors: dict[str, T], filename: Union[str, os.PathLike[str]], metadata: dict[str, str] | None = None
         ) -> None:
-            """Writes these tensors to a file. safetensors writes it and must be installed."""
+            """Writes these tensors to a safetensors file. The package safetensors does this, and must be installed."""
             self.genuine().save_file(tensors, filename, metadata)
 
-        # Functions and no methods: so they are pickled by their name.
+        # These are functions and not methods, so that pickle stores each of them by its name.
         for function in (load, load_file, save, save_file):
             function.__module__, function.__qualname__ = f"tensorfs.{framework}", function.__name__
         self.load, self.load_file, self.save, self.save_file = load, load_file, save, save_file
 
     def genuine(self) -> Any:
-        """The module of safetensors, which writes all files.
+        """The module of safetensors for this framework. It writes all files.
 
-        Raises `ImportError` if it is not installed.
+        Raises `ImportError` if safetensors is not installed.
         """
         module = f"safetensors.{self._framework}"
         try:

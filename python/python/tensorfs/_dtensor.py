@@ -1,4 +1,4 @@
-"""The part of the whole tensor that the local shard of a torch DTensor holds."""
+"""Finds the part of the whole tensor that the local shard of a torch DTensor holds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from typing import Any, Iterator, List, Tuple
 
 Ranges = List[Tuple[int, int]]
-"""Indices along one dimension, as (first index, end), in the order of the shard."""
+"""Ranges of indices along one dimension, each as (first index, end), in the order in which the shard stores them."""
 
 Box = List[Tuple[int, int]]
-"""First index and end in each dimension of the whole tensor."""
+"""A part of the whole tensor: first index and end in each dimension."""
 
 _BOXES_MAX = 1 << 16
-"""Most boxes of a shard: each is loaded by itself."""
+"""The most boxes of one shard. Each box is loaded by a request of its own, so a shard with more boxes is refused."""
 
 
 class Unknown(Exception):
@@ -22,7 +22,7 @@ class Unknown(Exception):
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor, of any version of torch."""
+    """Whether `tensor` is a DTensor. The module that defines the class depends on the version of torch."""
     for name in ("torch.distributed.tensor", "torch.distributed._tensor"):
         found = getattr(sys.modules.get(name), "DTensor", None)
         if found is not None and isinstance(tensor, found):
@@ -31,8 +31,8 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local_boxes(dtensor: Any, local_shape: list[int]) -> list[Box]:
-    """The boxes of the whole tensor that lie one after the other in the memory of the contiguous local shard; empty if
-    the shard is.
+    """The boxes of the whole tensor that the contiguous local shard holds, in the order of its memory. An empty shard
+    has no boxes.
 
     Raises `Unknown` if the placements do not determine them, or contradict the shape of the shard.
     """
@@ -40,7 +40,7 @@ def local_boxes(dtensor: Any, local_shape: list[int]) -> list[Box]:
     differs = Unknown(f"has a local shard of shape {local_shape}, which {_shown(dtensor)} do not make of {whole}")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        # A process outside of the mesh holds nothing.
+        # A process outside of the mesh has no elements.
         if math.prod(local_shape):
             raise differs
         return []
@@ -50,8 +50,8 @@ def local_boxes(dtensor: Any, local_shape: list[int]) -> list[Box]:
         splits = [_Split(mesh, number, coordinate[number], dtensor.placements[number]) for number in mesh_dims]
         candidates[dim] = list(_candidates(whole[dim], splits, _order(dtensor, dim)))
     if not math.prod(local_shape):
-        # FSDP2 gives an empty shard of an empty shard another shape than the placements do: [0, 0], not [3,
-        # 0].
+        # The shape of an empty shard is not compared: where the placements say [3, 0], FSDP2 says [0, 0], if an empty
+        # shard was sharded again.
         if math.prod(whole) and not any([] in several for several in candidates.values()):
             raise differs
         return []
@@ -75,14 +75,14 @@ class _Split:
 
     def __init__(self, mesh: Any, mesh_dim: int, rank: int, placement: Any) -> None:
         self.mesh_dim, self.size, self.rank = mesh_dim, mesh.size(mesh_dim), rank
-        # 1 for `Shard`.
+        # Only a `_StridedShard` has a split factor. A `Shard` counts as 1.
         self.factor = int(getattr(placement, "split_factor", 1))
 
     def chunk(self, ranges: Ranges) -> Ranges:
         return _chunk(ranges, self.size, self.rank)
 
     def strided(self, ranges: Ranges) -> Ranges:
-        """The result joins this rank's part of each of `factor` chunks."""
+        """Cuts the ranges into `factor` chunks, takes the part of this rank from each chunk, and joins these parts."""
         parts = (self.chunk(_chunk(ranges, self.factor, index)) for index in range(self.factor))
         return _joined(itertools.chain.from_iterable(parts))
 
@@ -91,7 +91,7 @@ def _sharded(placements: Any) -> dict[int, list[int]]:
     """The mesh dimensions over which each dimension of the tensor is split."""
     sharded: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(placements):
-        # A derived class may have any meaning.
+        # Only the classes of torch itself are accepted: a derived class may place elements differently.
         kind = type(placement)
         name = kind.__name__ if kind.__module__.startswith("torch.") else ""
         if name in ("Shard", "_StridedShard"):
@@ -102,7 +102,8 @@ def _sharded(placements: Any) -> dict[int, list[int]]:
 
 
 def _order(dtensor: Any, dim: int) -> list[int] | None:
-    """The order in which mesh dimensions split this dimension. None if it is from left to right."""
+    """The order in which the mesh dimensions split the tensor dimension `dim`. None if the order is from left to
+    right."""
     for entry in getattr(dtensor._spec, "shard_order", None) or ():
         if entry.tensor_dim == dim:
             return list(entry.mesh_dims)
@@ -110,7 +111,8 @@ def _order(dtensor: Any, dim: int) -> list[int] | None:
 
 
 def _candidates(size: int, splits: list[_Split], order: list[int] | None) -> Iterator[Ranges]:
-    """The indices of a dimension that one rank may hold. All candidates are equal if the dimension divides evenly."""
+    """The ranges of indices of one dimension that this rank may hold, one result for each possible meaning of the
+    placements. All results are equal if the dimension divides evenly."""
     whole = [(0, size)] if size else []
     in_order = splits if order is None else [split for number in order for split in splits if split.mesh_dim == number]
     ranges = whole
@@ -126,8 +128,9 @@ def _candidates(size: int, splits: list[_Split], order: list[int] | None) -> Ite
 
 
 def _decoded(splits: list[_Split]) -> list[_Split] | None:
-    """The order of plain splits that `_StridedShard` means in FSDP2: mesh dimensions further to the right have split
-    the dimension before. None if it means no order, or no split is strided."""
+    """The order of plain splits that `_StridedShard` stands for in FSDP2. There, its split factor is the product of the
+    sizes of those mesh dimensions to its right that have split the tensor dimension before. None if no order fits the
+    factors, or if no split is strided."""
     if all(split.factor == 1 for split in splits):
         return None
     order: list[_Split] = []
@@ -143,7 +146,8 @@ def _decoded(splits: list[_Split]) -> list[_Split] | None:
 
 
 def _chunk(ranges: Ranges, count: int, number: int) -> Ranges:
-    """Chunk `number` of `count`, as `torch.chunk` cuts them: of equal length except the last ones."""
+    """Chunk `number` of the `count` chunks into which `torch.chunk` would cut these indices. All chunks have the same
+    length, except that the last ones may be shorter or empty."""
     length = -(-_length(ranges) // count)
     first, end = number * length, (number + 1) * length
     taken, before = [], 0
@@ -170,8 +174,8 @@ def _length(ranges: Ranges) -> int:
 
 
 def _boxes(held: list[Ranges]) -> list[Box]:
-    """The rows of a shard with these indices."""
-    # Up to the last dimension with gaps each index gets its own box.
+    """The boxes of a shard with these indices in each dimension."""
+    # `cut` is the last dimension with several ranges. Each index of the dimensions before it gets its own box.
     cut = max((dim for dim, ranges in enumerate(held) if len(ranges) > 1), default=0)
     if math.prod(map(_length, held[:cut])) * len(held[cut] if held else ()) > _BOXES_MAX:
         raise Unknown("has a local shard of too many parts")

@@ -17,7 +17,8 @@ class SafetensorError(Exception):
     path: str | None = None
     """The file or folder at fault."""
     tensor: str | None = None
-    """The tensor at fault; or the first one of the load, and the number of others."""
+    """The name of the tensor at fault. If the error is about a load of several tensors: the name of the first tensor of
+    this load, and the number of the others."""
 
 
 class DtypeError(SafetensorError, TypeError):
@@ -29,7 +30,7 @@ class MismatchError(SafetensorError, RuntimeError):
 
 
 class GroupError(SafetensorError):
-    """A rank died, does not answer, or sees other files. All ranks raise the same error."""
+    """A rank of a process group died, does not answer, or sees other files. All ranks raise the same error."""
 
     rank: int | None = None
     """The rank at fault."""
@@ -56,7 +57,7 @@ def error(
     path: str | None = None,
     tensor: str | None = None,
 ) -> SafetensorError:
-    """An exception to raise."""
+    """Makes an exception for the caller to raise."""
     genuine = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
     made = (cls if genuine is None else _derived(cls, genuine))(shown(message))
     made.kind, made.path, made.tensor = kind, path, tensor
@@ -73,7 +74,7 @@ def _derived(cls: type[SafetensorError], genuine: type[Exception]) -> type[Safet
         return found
 
     def reduce(self: SafetensorError) -> object:
-        # Pickles it as `cls`, which exists in every process.
+        # Pickles the exception as `cls`, because only processes that import safetensors have the derived class.
         return _unpickled, (cls, self.args, self.__dict__)
 
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}

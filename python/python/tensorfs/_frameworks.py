@@ -1,4 +1,5 @@
-"""The frameworks: each gives memory, and makes tensors of the bytes loaded there."""
+"""One class for each framework: it allocates memory, and makes tensors of the bytes that are loaded into that
+memory."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from ._errors import DtypeError, MismatchError, error
 from ._tensorfs import Area, Tensor
 
 PAGE = 4096
-"""A region begins at the first page boundary of its memory."""
+"""Bytes of a page. A region of a plan begins at the first page boundary of the memory that is allocated for it."""
 
 Placed = tuple[str, int, int, int, str, tuple[int, ...]]
-"""Name, region, first byte in it, length in bytes, dtype and shape."""
+"""A tensor in a region of a plan: name, number of the region, first byte in the region, length in bytes, dtype and
+shape."""
 
 _SHARED = {
     "F64": "float64",
@@ -37,7 +39,7 @@ _SMALL_FLOATS = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 PACKED = "F4"
-"""torch stores two elements of this dtype in one of its own."""
+"""torch stores two elements of this dtype in one element of `float4_e2m1fn_x2`."""
 
 _TORCH = {**_SHARED, **_SMALL_FLOATS, "BOOL": "bool", PACKED: "float4_e2m1fn_x2"}
 
@@ -47,7 +49,7 @@ class Torch:
 
     name = "pytorch"
     finish: Any = None
-    # For a mapped file safetensors lets torch do the indexing.
+    # If a file is mapped, safetensors indexes its slices by torch. So the rules of torch apply here too.
     indexes_itself = True
 
     def __init__(self, gpu: int | None) -> None:
@@ -95,8 +97,8 @@ class Torch:
         return made, self._address(made, wanted)
 
     def maker(self, dtype: str) -> Any:
-        """A function that makes a tensor of a shape, with its address, faster than `empty`; None where only `empty`
-        can."""
+        """A function that takes a shape, and returns a new tensor and its address, faster than `empty`. None for a
+        dtype that only `empty` supports."""
         found = self._makers.get(dtype)
         if found is None:
             found = self._makers[dtype] = self._maker(dtype)
@@ -119,7 +121,7 @@ class Torch:
 
     def _address(self, made: Any, wanted: Any) -> int:
         """The address of a new tensor. Refuses it if it does not have the requested dtype."""
-        # Another library may have replaced torch.empty. The text of a device takes long to make.
+        # Another library may have replaced torch.empty. `is_cpu` is faster than `device.type`, which makes a text.
         is_there = made.is_cpu if self._on_cpu else made.device.type == self._device.type
         if made.dtype is not wanted or not is_there:
             raise error(
@@ -127,7 +129,7 @@ class Torch:
                 "as within deepspeed's zero.Init; load outside of it",
                 cls=MismatchError,
             )
-        # Within some blocks, such as FakeTensorMode, torch makes tensors without memory.
+        # Within some `with` blocks, such as FakeTensorMode, torch makes tensors without memory.
         address = made.data_ptr() if type(made) is self._torch.Tensor else 0
         if address == 0 and (made.numel() or type(made) is not self._torch.Tensor):
             raise error(
@@ -137,25 +139,26 @@ class Torch:
         return address
 
     def stream(self) -> int | None:
-        """The stream of a GPU that may still use memory which torch has returned."""
+        """The current stream of the GPU, whose operations may still use memory that torch has allocated again. None on
+        the CPU."""
         if self._on_cpu:
             return None
         return self._torch.cuda.current_stream(self._device).cuda_stream
 
     def over(self, area: Area) -> Any:
-        """The bytes of an area, to make views of."""
+        """A tensor over the bytes of an area, of which `views` makes tensors."""
         # Views of a tensor that was made in inference mode would always be inference tensors.
         with self._torch.inference_mode(False):
             return self._torch.frombuffer(_buffer(area), dtype=self._torch.uint8)
 
     def mode(self) -> object:
-        """The state that decides, beside the arguments, which kind of tensor torch makes."""
+        """The state of torch that decides, beside the arguments, which kind of tensor torch makes."""
         return self._torch.is_inference_mode_enabled(), type(self._torch.empty(0))
 
     def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
         """The tensors in filled areas, by name."""
         as_strided, on_cpu = self._torch.as_strided, self._on_cpu
-        # Only one call of torch for each tensor, since there may be many.
+        # There may be many tensors, so each one takes only one call of torch.
         typed: dict[tuple[int, str], tuple[Any, int, int]] = {}
         tensors = {}
         for name, region, offset, nbytes, dtype, shape in placed:
@@ -181,7 +184,7 @@ class Torch:
         return tensors
 
     def of_bytes(self, data: bytearray, dtype: str, shape: Sequence[int], name: str) -> Any:
-        """A tensor that lies in `data`."""
+        """A tensor that uses the memory of `data`."""
         if not data:
             return self.empty(dtype, shape, name)[0]
         made = self._torch.frombuffer(data, dtype=self.dtype(dtype, name))
@@ -192,7 +195,7 @@ class Torch:
 
     def refuse(self, index: Any, shape: Sequence[int]) -> None:
         """Raises the exception of torch for an index that does not fit."""
-        # One byte stands for all elements. A tensor on meta cannot be asked with a mask.
+        # Indexes a tensor of this shape whose elements share one byte. A meta tensor cannot be indexed by a mask.
         self._torch.zeros((), dtype=self._torch.uint8, device=self._device).expand(tuple(shape))[index]
 
 
@@ -202,7 +205,7 @@ class Numpy:
     name = "numpy"
     indexes_itself = False
     finish: Any = None
-    """Makes a tensor of a filled array. None: the array is the tensor that a caller gets."""
+    """The function that makes a tensor of a filled array. None if the caller gets the array itself."""
 
     def __init__(self, gpu: int | None) -> None:
         import numpy
@@ -284,7 +287,7 @@ class Numpy:
         return tensors
 
     def of_bytes(self, data: bytearray, dtype: str, shape: Sequence[int], name: str) -> Any:
-        """An array that lies in `data`."""
+        """An array that uses the memory of `data`."""
         return self._numpy.ndarray(tuple(shape), self.dtype(dtype, name), data)
 
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
@@ -314,7 +317,7 @@ class DLPack:
         return dtype
 
     def check(self, dtype: str, shape: Sequence[int], name: str) -> None:
-        """Takes every tensor."""
+        """Accepts every tensor."""
 
     def empty(self, dtype: str, shape: Sequence[int], name: str) -> tuple[Any, int]:
         made = Tensor.empty(dtype, list(shape))
@@ -338,10 +341,10 @@ class DLPack:
 
 
 class FromNumpy(Numpy):
-    """Tensors that another framework makes of arrays of numpy, without a copy where it can."""
+    """Tensors that another framework makes of numpy arrays. Some frameworks do this without a copy."""
 
     made_by: tuple[str, str]
-    """The module and the function that makes one."""
+    """The module, and its function that makes a tensor of an array."""
 
     def __init__(self, gpu: int | None) -> None:
         super().__init__(gpu)
@@ -349,7 +352,7 @@ class FromNumpy(Numpy):
         self.finish = getattr(importlib.import_module(module), function)
 
     def is_array(self, tensor: Any) -> bool:
-        """Whether it is an array that `finish` takes, and no tensor yet."""
+        """Whether `tensor` is still a numpy array, which `finish` has to make a tensor of."""
         return isinstance(tensor, self._numpy.ndarray)
 
     def stepped(self, tensor: Any, steps: tuple[slice, ...]) -> Any:
@@ -382,9 +385,10 @@ class Paddle(FromNumpy):
 
     name = "paddle"
     made_by = ("paddle", "to_tensor")
-    # Dtypes that numpy has by ml_dtypes only, and integers of their width.
+    # Dtypes that numpy has only by ml_dtypes, each with an integer dtype of the same width, in which paddle takes the
+    # bytes.
     _BY_WIDTH = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-    # It would take arrays of 16-bit integers without a sign for bfloat16.
+    # Dtypes that paddle lacks. It would take an array of unsigned 16-bit integers for bfloat16.
     _LACKS = ("U16", "U32", "U64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
 
     def __init__(self, gpu: int | None) -> None:
@@ -427,21 +431,21 @@ WIDTHS = {
     **dict.fromkeys(("F32", "U32", "I32"), 4),
     **dict.fromkeys(("F16", "BF16", "U16", "I16"), 2),
 }
-"""Bytes of an element, for dtypes with more than one."""
+"""Bytes of an element, for dtypes whose elements have more than one byte."""
 
 
 def is_known(framework: object) -> bool:
-    """Whether `patched()` opens files for it: those of other frameworks stay with safetensors."""
+    """Whether `patched()` opens files for this framework with tensorfs. For other frameworks safetensors opens them."""
     return framework in _NAMES
 
 
 def is_from_numpy(framework: object) -> bool:
-    """Whether its tensors are made of arrays of numpy."""
+    """Whether the tensors of this framework are made of numpy arrays."""
     return framework in _FROM_NUMPY
 
 
 def find(framework: object, gpu: int | None = None) -> Any:
-    """The framework that a word means, with tensors on the CPU or a GPU."""
+    """The framework with this name, for tensors on the CPU or on a GPU."""
     if not isinstance(framework, str):
         raise TypeError(f"framework has to be a str, not {type(framework).__name__}")
     cls = _NAMES.get(framework) or _FROM_NUMPY.get(framework)

@@ -1,4 +1,5 @@
-"""A process group: its ranks prove the same checkpoint, and a load ends with the same result on all of them."""
+"""A process group: its ranks check that they have opened the same checkpoint, and a load succeeds or fails on all of
+them."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ from ._errors import GroupError, SafetensorError
 from ._tensorfs import Cancel, Checkpoint, process_token
 
 _LOOKS = (0.0002, 0.01)
-"""Least and greatest time between two looks into the mailbox, in seconds."""
+"""Shortest and longest time between two looks into the mailbox, in seconds."""
 
 _BEAT_MAX = 1.0
-"""Greatest time between two signs of life of a rank, in seconds."""
+"""Longest time between two signs of life of a rank, in seconds."""
 
 _GONE_MAX = 60.0
-"""Seconds in which the end of a rank is noticed, for groups without a deadline."""
+"""In a group without a deadline: the seconds that a rank waits until the end of another rank is noticed."""
 
 _GOOD = "{}"
-"""The outcome of an operation that no rank failed."""
+"""The outcome of an operation in which no rank failed."""
 
 _ENDED = "its process has ended"
 
 STORE_LOST = "the store of the process group does not answer: rank 0, or the launcher that holds it, has ended or hangs"
-"""Without the store the ranks cannot tell each other more, so that all raise this."""
+"""All ranks raise this error if the store is lost, because they cannot exchange messages about the cause."""
 
 
 class Mailbox(Protocol):
@@ -41,16 +42,16 @@ class Mailbox(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes | None:
-        """The value of a key, None without one. Does not wait."""
+        """The value of a key, or None if the key is not set. Does not wait."""
 
     def claim(self, key: str, value: str) -> str:
-        """Sets a key unless it is set, and returns its value."""
+        """Sets a key if it has no value yet. Returns the value that it has then."""
 
     def delete(self, key: str) -> None: ...
 
 
 class Group:
-    """The ranks of a group, as a handle or a load uses them. Its operations come in the same order on all ranks."""
+    """The group of one `safe_open` or of one load. All ranks begin its operations in the same order."""
 
     def __init__(
         self,
@@ -62,9 +63,10 @@ class Group:
         timeout: float | None = 60.0,
     ) -> None:
         self.rank, self.size, self.mailbox, self.timeout = rank, size, mailbox, timeout
-        # For the thread that watches the others: a mailbox of a store answers one call at a time.
+        # A second mailbox, for the thread that watches the other ranks: a connection to a store answers one call at a
+        # time.
         self.beside = beside
-        # Makes the collectives, at the first use, from a word that is the same on all ranks.
+        # Makes the object for collectives, at its first use, from a word that is the same on all ranks.
         self._make_wire, self._wire = wire, None
         self.hosts: list[str] = []
         self._pids: dict[int, int] = {}
@@ -72,22 +74,23 @@ class Group:
         self._closed = False
         self._process = process_token()
         self._lock = threading.Lock()
-        # Descriptors that tell when the process of a rank of this host ends.
+        # A descriptor for each other rank of this host. It becomes readable when the process of that rank ends.
         self._watched: dict[int, int] = {}
-        # Messages of the last operation, which no rank reads any more once all have begun the next one.
+        # The keys of the messages of the last operation. Once all ranks have begun the next operation, no rank reads
+        # them any more.
         self.old: list[str] = []
 
     @property
     def mates(self) -> list[int]:
-        """The ranks of this host, with this one."""
+        """The ranks on this host, including this rank."""
         return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
 
     def pid(self, rank: int) -> int:
-        """The process number of a rank of this host."""
+        """The process id of a rank on this host."""
         return self._pids[rank]
 
     def wire_of(self, word: str) -> Any:
-        """The collectives of the group."""
+        """The object for the collectives of the group. The first call makes it from `word`."""
         if self._make_wire is None:
             raise _errors.error("this process group has no collectives", cls=GroupError)
         if self._wire is None:
@@ -96,8 +99,8 @@ class Group:
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[Operation]:
-        """A block that all ranks enter. If it fails on one of them, it fails on all of them with the same error; if it
-        does not, it ends when all have come to its end."""
+        """A block that all ranks enter. If it fails on one rank, it fails on all ranks with the same error. Otherwise
+        it ends when all ranks have come to its end."""
         if process_token() != self._process:
             raise _errors.error("this process group belongs to the process that opened it", cls=GroupError)
         with self._lock:
@@ -116,7 +119,7 @@ class Group:
                 try:
                     raise common from None
                 finally:
-                    # Else this frame and the error would refer to each other.
+                    # Without this, the frame and the error would refer to each other.
                     del common
             finally:
                 operation.end()
@@ -133,7 +136,7 @@ class Group:
             if rank != self.rank and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(OSError):
                     watched[rank] = os.pidfd_open(pid)
-        # At once, since the thread that watches uses it.
+        # Set in one step, because the watching thread uses it.
         self._watched = watched
         differing = _differing(every)
         if differing is not None:
@@ -144,7 +147,8 @@ class Group:
             os.close(descriptor)
 
     def ended(self, seconds: float, wake: int) -> int | None:
-        """Waits until `wake` is readable, and returns a rank of this host whose process has ended meanwhile."""
+        """Waits until `wake` is readable, or the process of another rank of this host has ended, or `seconds` have
+        passed. Returns a rank whose process has ended, or None."""
         poll = select.poll()
         for descriptor in (wake, *self._watched.values()):
             poll.register(descriptor, select.POLLIN)
@@ -164,7 +168,7 @@ class Group:
             wire.drop(failed)
 
     def close(self) -> None:
-        """Lets go of what watches the other ranks. Waits for nobody."""
+        """Closes the descriptors that watch the other ranks, and the collectives. Waits for no other rank."""
         with self._lock:
             watched, self._watched = self._watched, {}
             for descriptor in watched.values():
@@ -187,11 +191,11 @@ class Operation:
         self._looked = time.monotonic()
         self._watcher = threading.Thread(target=self._watch, name="tensorfs-group", daemon=True)
         self.cancel = Cancel()
-        """Ends the loads of this rank when another one fails."""
+        """Cancels the loads of this rank when another rank fails."""
         self._watcher.start()
 
     def exchange(self, message: bytes, ranks: list[int] | None = None) -> list[bytes]:
-        """Sends a message to all ranks, and returns those of all, or of `ranks`."""
+        """Sends a message to all ranks. Returns the messages of all ranks, or of `ranks`."""
         self.post(str(self._said), message)
         said = [self.wait(str(self._said), rank) for rank in ranks or range(self._group.size)]
         self._said += 1
@@ -208,7 +212,7 @@ class Operation:
         self._mailbox.set(key, message)
 
     def wait(self, word: str, rank: int) -> bytes:
-        """Waits for the message of a rank, as long as that one lives."""
+        """Waits for the message of a rank. Raises the error of the operation if that rank ends."""
         key = self._key(f"{word}/{rank}")
         found: list[bytes] = []
 
@@ -221,7 +225,8 @@ class Operation:
         return found[0]
 
     def until(self, is_done: Callable[[], bool]) -> None:
-        """Waits for a condition. Raises the error of the operation as soon as it has failed on any rank."""
+        """Waits until `is_done()` is true. Raises the error of the operation as soon as the operation has failed on any
+        rank."""
         pause = _LOOKS[0]
         while not is_done():
             self.check()
@@ -230,7 +235,8 @@ class Operation:
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """A block that waits for collectives. They fail because a rank is gone: its end, or its silence, is the error."""
+        """A block that waits for collectives. A collective fails if a rank is gone. The block then waits for the error
+        about that rank, and raises it in place of the error of the collective."""
         try:
             yield
         except RuntimeError as failed:
@@ -241,8 +247,9 @@ class Operation:
 
     @contextlib.contextmanager
     def files_of(self, rank: int) -> Iterator[None]:
-        """A block that opens files of a rank of this host. They are gone if it has failed, or if its process has ended: that
-        is the error then, and not the missing file."""
+        """A block that opens files of another rank of this host. The files are missing if that rank has failed or its
+        process has ended. The block then waits for the error about that rank, and raises it in place of the error about
+        the file."""
         try:
             yield
         except OSError as failed:
@@ -253,7 +260,7 @@ class Operation:
             raise
 
     def check(self) -> None:
-        """Raises the error of the operation if it has failed on any rank."""
+        """Raises the error of the operation if the operation has failed on any rank."""
         if self._lost is not None:
             raise _Common(self._lost)
         if self._outcome not in (None, _GOOD):
@@ -263,14 +270,14 @@ class Operation:
             raise _errors.error(STORE_LOST, "group", cls=GroupError)
 
     def finish(self) -> None:
-        """Waits until all ranks have come here. Then no rank can fail any more."""
+        """Waits until all ranks have come to the end of the block. From then on the operation cannot fail any more."""
         self.exchange(b"")
         outcome = self._mailbox.claim(self._key("outcome"), _GOOD)
         if outcome != _GOOD:
             raise _exception(outcome)
 
     def common(self, failed: BaseException) -> BaseException:
-        """The error of all ranks, after this one has failed with `failed`."""
+        """The error that all ranks raise, after this rank has failed with `failed`."""
         if isinstance(failed, _Common):
             return failed.taken()
         try:
@@ -280,7 +287,7 @@ class Operation:
         return failed if outcome == _GOOD or not isinstance(failed, Exception) else _exception(outcome).error
 
     def end(self) -> None:
-        """Ends the watch. Leaves only the last messages in the mailbox."""
+        """Ends the watching thread. The messages of this operation stay in the mailbox until the next operation."""
         self._over = True
         os.eventfd_write(self._wake, 1)
         self._watcher.join()
@@ -291,7 +298,7 @@ class Operation:
         return f"{self.name}/{word}"
 
     def _watch(self) -> None:
-        """Body of the thread that shows that this rank lives, and looks whether the others do."""
+        """Body of the thread that sends signs of life of this rank, and watches for those of the other ranks."""
         try:
             self._watch_with(self._group.beside)
         except Exception:
@@ -301,7 +308,7 @@ class Operation:
 
     def _watch_with(self, mailbox: Mailbox) -> None:
         group, beat, next_look = self._group, 0, 0.0
-        # The last sign of life of each other rank, and when it changed.
+        # The last sign of life of each other rank, and the time at which it changed.
         seen = dict.fromkeys(set(range(group.size)) - {group.rank}, (b"", time.monotonic()))
         pause = min((group.timeout or 60.0) / 20, _BEAT_MAX)
         while not self._over:
@@ -309,7 +316,7 @@ class Operation:
             mailbox.set(self._key(f"beat/{group.rank}"), str(beat).encode())
             if time.monotonic() >= next_look and group.timeout:
                 self._refuse_silent(mailbox, seen, group.timeout)
-                # The store answers all ranks, one after the other.
+                # The store answers the ranks one after the other, so the pause grows with their number.
                 next_look = time.monotonic() + pause + group.size * 0.01
             ended = group.ended(pause, self._wake)
             if ended is not None:
@@ -321,7 +328,7 @@ class Operation:
             self._looked = time.monotonic()
 
     def _refuse_silent(self, mailbox: Mailbox, seen: dict[int, tuple[bytes, float]], limit: float) -> None:
-        """Ends the operation if a rank has shown no life for most of the deadline."""
+        """Lets the operation fail if a rank has given no sign of life for 80% of the deadline."""
         for rank, (before, since) in seen.items():
             now, beat = time.monotonic(), mailbox.get(self._key(f"beat/{rank}"))
             if beat is not None and beat != before:
@@ -332,14 +339,15 @@ class Operation:
 
 
 class _Common(Exception):
-    """Carries an error that all ranks know."""
+    """Carries the error with which an operation fails on all ranks."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self.error = error
 
     def taken(self) -> Exception:
-        """The error, which has this as its context when it is raised: they must not refer to each other."""
+        """The error. When it is raised, this exception becomes its context. The two must not refer to each other, so
+        this exception gives up its reference."""
         error = self.error
         del self.error
         return error
@@ -375,7 +383,7 @@ def _told(failed: BaseException, rank: int) -> str:
 
 
 def _exception(outcome: str) -> _Common:
-    """The error of a message."""
+    """The error that a message from `_told` stands for."""
     told = json.loads(outcome)
     message = f"rank {told['rank']}: {told['message']}"
     if told["class"] == "OSError":
@@ -390,10 +398,11 @@ def _exception(outcome: str) -> _Common:
 
 
 def _differing(every: list[dict[str, Any]]) -> tuple[int, str] | None:
-    """A rank that sees other files than most, and in what they differ."""
+    """The first rank whose files differ from those of most ranks, and the difference as a text. None if all ranks
+    agree."""
 
     def state(one: dict[str, Any]) -> str:
-        # Another host has its own numbers for the same file.
+        # Without the last item of a file, which differs between hosts for the same file.
         return json.dumps([one["catalog"], [file[:4] for file in one["files"]]])
 
     states = [state(one) for one in every]
@@ -420,7 +429,7 @@ def _shown(file: list[Any]) -> str:
 
 
 def _host() -> str:
-    """The same for processes that share a kernel, process numbers and a network name."""
+    """A text that is equal for processes which share a running kernel, a namespace of process ids and a host name."""
     words = [socket.gethostname()]
     for path, read in (("/proc/sys/kernel/random/boot_id", lambda p: open(p).read().strip()), ("/proc/self/ns/pid", os.readlink)):
         try:

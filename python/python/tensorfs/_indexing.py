@@ -9,7 +9,8 @@ from ._errors import error
 
 
 class Cut(NamedTuple):
-    """The wanted indices of one dimension; a `single` one is no dimension of the result."""
+    """The wanted indices of one dimension. `single` means that the index was a number: the result lacks this
+    dimension."""
 
     start: int
     stop: int
@@ -22,8 +23,8 @@ class Cut(NamedTuple):
 
 
 def plain(index: Any, shape: Sequence[int]) -> list[tuple[int, int]] | None:
-    """First index and end in each dimension, for the usual indices: plain slices without steps. None for others, which
-    may be valid too."""
+    """First index and end in each dimension, if the index consists of plain slices without steps. None for any other
+    index, which may be valid too."""
     items = index if type(index) is tuple else (index,)
     if len(items) > len(shape):
         return None
@@ -43,7 +44,7 @@ def plain(index: Any, shape: Sequence[int]) -> list[tuple[int, int]] | None:
 
 
 def simple(index: Any, shape: Sequence[int]) -> list[Cut] | None:
-    """Reads an index as torch does. None if only torch can interpret or refuse it."""
+    """Interprets an index by the rules of torch. None if only torch can interpret or refuse this index."""
     items = [_scalar(item) for item in _items(index)]
     if any(item is not Ellipsis and type(item) not in (int, slice) for item in items) or items.count(Ellipsis) > 1:
         return None
@@ -68,7 +69,7 @@ def simple(index: Any, shape: Sequence[int]) -> list[Cut] | None:
 
 
 def strict(index: Any, shape: Sequence[int]) -> list[Cut]:
-    """Reads an index as safetensors does: an index past the end is an error."""
+    """Interprets an index by the rules of safetensors: an index past the end is an error."""
     if isinstance(index, list):
         if index:
             raise error("Non empty lists are not implemented")
@@ -81,7 +82,7 @@ def strict(index: Any, shape: Sequence[int]) -> list[Cut]:
     shown = f"Error during slicing [{', '.join(map(_shown, items, parsed))}] with shape {list(shape)}: "
     if len(items) > len(shape):
         raise error(f"{shown}more slicing indexes than dimensions in tensor")
-    # From the last one on: if several are wrong, safetensors names the last.
+    # Begins with the last dimension: if the index is wrong in several dimensions, safetensors names the last of them.
     for dim, cut in reversed(list(enumerate(parsed))):
         size = shape[dim]
         # An empty slice of an empty dimension is valid, though it begins past the end.
@@ -129,7 +130,8 @@ def _parsed(item: Any, dimension: int, size: int) -> Cut:
 
 
 def _scalar(item: Any) -> Any:
-    """The value of an integer array or tensor without dimensions, as an int. Any other item as it is: a bool or a byte is a mask."""
+    """Converts an integer array or tensor without dimensions to an int. Returns any other item unchanged, and also
+    bools and unsigned bytes, which are masks."""
     if getattr(item, "shape", None) == () and not str(getattr(item, "dtype", "")).endswith(("bool", "uint8")):
         try:
             return operator.index(item)

@@ -1,4 +1,4 @@
-"""Loading into existing memory: of tensors, arrays, buffers."""
+"""Loads checkpoints into the memory of existing tensors, arrays and buffers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ._targets import Target, count_write, target_of
 from ._tensorfs import Checkpoint, Loader, can_cast, unwritable
 
 _COMPARED_MAX = 64 << 20
-"""Bytes read at a time when the bytes of two tensors are compared."""
+"""The most bytes that are read of each tensor at a time, when two tensors are compared."""
 
 
 class Loaded(NamedTuple):
-    """Names without a counterpart, in the fields that torch uses."""
+    """Names that only the mapping or only the checkpoint has. The fields have the names that torch uses."""
 
     missing_keys: list[str]
-    """Names in the mapping only. Their memory is unchanged."""
+    """Names that only the mapping has. Their memory is unchanged."""
     unexpected_keys: list[str]
-    """Names in the checkpoint only."""
+    """Names that only the checkpoint has."""
 
 
 class _TensorRequest(NamedTuple):
@@ -64,23 +64,25 @@ def load_into(
     share: str | None = None,
     **how: Any,
 ) -> Loaded:
-    """Loads a checkpoint into what `mapping` has by the same names: tensors of torch on the CPU or on GPUs, arrays of
-    numpy, other objects that take DLPack, or writable buffers. They have to be contiguous and of the right shape. For a
-    DTensor the local shard is filled, and only its part of the tensor is read.
+    """Loads each tensor of a checkpoint into the object that `mapping` has under the same name: a torch tensor on the
+    CPU or on a GPU, a numpy array, another object that supports DLPack, or a writable buffer. The objects have to be
+    contiguous and of the right shape. For a DTensor, only the part that its local shard holds is read.
 
-    With `strict` the names must be the same; otherwise the common ones are loaded. With `cast` floating point elements
-    are cast to the target's F32, F16 or BF16; every other differing dtype is an error. Nothing is written unless all
-    tensors fit. `zero`, `state`, `key`, `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`,
-    `unproven_tail`, `cache_dir` and `cache_dir_size` are those of `safe_open`, and `how` are its arguments about reading and
-    about remote sources.
+    With `strict`, the mapping and the checkpoint must have the same names. Otherwise the names that both of them have
+    are loaded. With `cast`, floating point elements are cast to the dtype of the object, if it is F32, F16 or BF16. Any
+    other difference between dtypes is an error. Nothing is written unless all tensors fit. `zero`, `state`, `key`,
+    `passphrase`, `key_file`, `passphrase_file`, `expect_shards`, `reference`, `unproven_tail`, `cache_dir` and
+    `cache_dir_size` mean the same as in `safe_open`. `how` are arguments of `safe_open` about reading and about remote
+    sources.
 
-    Several names may share the same memory, as tied weights do. One of them in the checkpoint is enough; if it has
-    several, their bytes must be equal.
+    Several names may share the same memory, as tied weights do. The checkpoint needs to have only one of these names.
+    If it has several of them, their bytes must be equal.
 
-    With a `process_group` all its ranks call it, each with its own mapping, and each byte is read once: see `safe_open`.
+    With a `process_group`, all its ranks call this function, each with its own mapping, and each byte is read once: see
+    `safe_open`.
 
-    After a failure, for example by Ctrl-C, the memory holds old and new bytes. If a disk did not answer in time, it may
-    still write to the memory later: do not use that memory again.
+    After a failure, or after Ctrl-C, the memory holds a mixture of old and new bytes. If the failure was that a disk
+    did not answer in time, the disk may still write to the memory later: do not use that memory again.
     """
     if not hasattr(mapping, "items"):
         hint = ", such as its state_dict()" if hasattr(mapping, "state_dict") else ""
@@ -101,11 +103,11 @@ def load_into(
 
 
 class _Job(NamedTuple):
-    """A load that fits."""
+    """A load whose tensors all fit."""
 
     checkpoint: Checkpoint
     by_gpu: dict[int | None, list[_TensorRequest]]
-    """None is the CPU."""
+    """The requests by the number of their GPU. None is the CPU."""
     written: list[Any]
     """The owners of all memory that is written."""
     result: Loaded
@@ -114,7 +116,7 @@ class _Job(NamedTuple):
 def _job(
     mapping: Mapping[str, Any], filename: Source, checkpoint: Checkpoint, loader: Loader, strict: bool, cast: bool
 ) -> _Job:
-    """Refuses what does not fit, before anything is written."""
+    """Checks that all tensors fit, before anything is written. Raises an error if one does not."""
     every = {facts[0]: Info(*facts) for facts in checkpoint.tensors()}
     targets = {name: target_of(into, name) for name, into in mapping.items() if name in every}
     absent = [name for name in mapping if name not in every]
@@ -129,7 +131,7 @@ def _job(
     by_device: dict[int | None, dict[int, list[_TensorRequest]]] = {}
     for name, target in targets.items():
         if target.nbytes:
-            # One of several names that share memory is enough.
+            # Of several names that share memory, only one is loaded.
             by_device.setdefault(target.gpu, {})[target.address] = requests[name]
     by_gpu = {gpu: [request for several in found.values() for request in several] for gpu, found in by_device.items()}
     return _Job(checkpoint, by_gpu, [target.owner for target in (*targets.values(), *aliases.values())], result)
@@ -165,7 +167,8 @@ def _carried_out_by(team: Team, make: Callable[[], _Job]) -> Loaded:
 
 @contextlib.contextmanager
 def _counted(written: list[Any]) -> Iterator[None]:
-    # Before, because nothing may come between a failure and it; and after, for what was computed meanwhile.
+    # Counts before the load, because an interrupted load may not reach the count after it. Counts again after the load,
+    # for values that a backward pass saved in the meantime.
     count_write(written)
     try:
         yield
@@ -184,7 +187,7 @@ def _differing_names(filename: Source, names: Loaded) -> SafetensorError:
 
 
 def _aliases(absent: list[str], mapping: Mapping[str, Any], targets: dict[str, Target]) -> dict[str, Target]:
-    """The names in `absent` whose memory another name fills, with that memory."""
+    """Those names in `absent` whose memory is filled by the load of another name, each with its target."""
     filled: dict[Hashable, list[Target]] = {}
     for target in targets.values():
         filled.setdefault(target.identity, []).append(target)
@@ -194,7 +197,7 @@ def _aliases(absent: list[str], mapping: Mapping[str, Any], targets: dict[str, T
         try:
             target = target_of(mapping[name], name)
         except Exception:
-            # Memory of another kind is left as it is.
+            # Objects without usable memory are not written to.
             continue
         if any(map(target.is_alias_of, filled.get(target.identity, []))):
             aliases[name] = target
@@ -202,14 +205,14 @@ def _aliases(absent: list[str], mapping: Mapping[str, Any], targets: dict[str, T
 
 
 def _requests(info: Info, target: Target, cast: bool) -> list[_TensorRequest]:
-    """The parts that fill a target, one after the other."""
+    """The requests that fill a target, in the order of its memory."""
     becomes = _cast(info, target, cast)
     if not target.nbytes:
         return []
     if target.boxes is None:
         return [_TensorRequest(info, None, becomes, target.address, target.nbytes, target.owner)]
     requests, address = [], target.address
-    # The share of a box in the memory is its share of the elements.
+    # A box takes the same fraction of the bytes as of the elements.
     elements = sum(map(_elements, target.boxes))
     for box in target.boxes:
         nbytes = target.nbytes * _elements(box) // elements
@@ -240,18 +243,18 @@ def _cast(info: Info, target: Target, cast: bool) -> str | None:
 
 
 def _is_packed(target: Target) -> bool:
-    """Whether torch stores two elements in one."""
+    """Whether the target has the dtype in which torch stores two elements in one."""
     return target.dtype == _frameworks.PACKED
 
 
 def _unpacked(target: Target) -> list[int] | None:
-    """Its shape in elements."""
+    """The shape of the target, counted in elements of the checkpoint."""
     shape = target.shape
     return [*shape[:-1], shape[-1] * 2] if _is_packed(target) and shape else shape
 
 
 def _check_writable(targets: dict[str, Target]) -> None:
-    """Refuses read-only memory, such as a file that is mapped for reading: a write would end the process."""
+    """Refuses read-only memory, such as a file that is mapped for reading: a write to it would end the process."""
     names = [name for name, target in targets.items() if target.nbytes and target.gpu is None]
     refused = unwritable([(targets[name].address, targets[name].nbytes) for name in names])
     if refused is not None:
@@ -283,7 +286,7 @@ def _check_shared(
 
 
 def _same_bytes(one: list[_TensorRequest], other: list[_TensorRequest], checkpoint: Checkpoint, loader: Loader) -> bool:
-    """Whether both have the same length and the same bytes, which are read."""
+    """Whether the tensors of both requests have the same length and the same bytes. Reads these bytes."""
     pairs: Iterator[tuple[list[_TensorRequest], list[_TensorRequest]]] = iter([(one, other)])
     if [_extent(request) for request in one] == [_extent(request) for request in other]:
         slabs = [_slabs(request) for request in one], [_slabs(request) for request in other]
@@ -292,7 +295,7 @@ def _same_bytes(one: list[_TensorRequest], other: list[_TensorRequest], checkpoi
 
 
 def _read(requests: list[_TensorRequest], checkpoint: Checkpoint, loader: Loader) -> bytearray:
-    """The bytes of parts, one after the other, in memory of their own."""
+    """Reads the parts, one after the other, into new memory."""
     into = bytearray(sum(request.nbytes for request in requests))
     target = target_of(into, "")
     ends = itertools.accumulate((request.nbytes for request in requests), initial=target.address)
@@ -306,7 +309,7 @@ def _slabs(request: _TensorRequest) -> Iterator[_TensorRequest]:
     """Splits a part into consecutive pieces of at most `_COMPARED_MAX` bytes."""
     box = _box(request)
     bits = request.nbytes * 8 // _elements(box)
-    # Rows of other widths need not end on whole bytes.
+    # If an element is not a whole number of bytes, a row may end within a byte.
     dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), None)
     if request.nbytes <= _COMPARED_MAX or bits % 8 or dim is None:
         yield request

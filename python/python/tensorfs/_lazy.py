@@ -1,4 +1,4 @@
-"""Tensors by name that are read when they are indexed, such as transformers takes as `state_dict=`."""
+"""A dict of tensors that are read when they are indexed. transformers accepts such a dict as `state_dict=`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ._open import Slice, Source, safe_open
 
 
 class LazyTensor(Slice):
-    """A tensor that is read when it is indexed, with the facts that code asks a tensor for before it takes its bytes."""
+    """A tensor that is read when it is indexed. Its attributes, such as `dtype` and `shape`, need no read."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self._opened, self._info.name)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the framework."""
+        """The dtype, as an object of the framework."""
         return self._reader.framework.dtype(self._info.dtype, self._info.name)
 
     @property
@@ -52,11 +52,11 @@ class LazyTensors(dict[str, LazyTensor]):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """The cost of all loads so far, as of `safe_open`."""
+        """The cost of all loads so far, as in `safe_open.stats`."""
         return self._opened.stats
 
     def close(self) -> None:
-        """Lets go of what is loaded ahead. The tensors can still be read."""
+        """Frees the memory of tensors that were loaded ahead. All tensors can still be read."""
         reader = self._opened._open
         if reader is not None:
             reader.close()
@@ -71,8 +71,8 @@ class LazyTensors(dict[str, LazyTensor]):
 def lazy(
     filename: Source, framework: str = "pt", device: Any = "cpu", *, names: Names = None, **how: Any
 ) -> LazyTensors:
-    """The tensors of a checkpoint, or those that `names` selects, by name in file order: each is read when it is indexed,
-    and only as much of it as the index asks for. `how` are further arguments of `safe_open`.
+    """A dict with the tensors of a checkpoint, or those that `names` selects, in file order. A tensor is read when it
+    is indexed, and only the indexed part of it. `how` are further arguments of `safe_open`.
 
         config = AutoConfig.from_pretrained("llama")
         model = AutoModelForCausalLM.from_pretrained(

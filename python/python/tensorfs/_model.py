@@ -34,7 +34,8 @@ def load_into_model(model: Any, tensors: dict[str, Any], strict: bool) -> tuple[
     for name in tensors.keys() & spans.keys():
         filled.setdefault(spans[name].device, []).append(spans[name])
     lacking = set()
-    # One name stands for all that share its memory: the one that would fill the others.
+    # Of missing names that share memory, only one is returned: the name with the longest memory, which would fill the
+    # others.
     for name in sorted(missing, key=lambda name: (name in spans and -spans[name].length, name)):
         span = spans.get(name)
         if span is None:
@@ -53,7 +54,7 @@ def load_into_model(model: Any, tensors: dict[str, Any], strict: bool) -> tuple[
 
 
 def _refuse_conflicts(state: dict[str, Any], spans: dict[str, _Span], tensors: dict[str, Any]) -> None:
-    """Refuses tensors if one would overwrite another with different bytes. Comes before any write."""
+    """Refuses tensors if one would overwrite another with different bytes. Runs before any write."""
     # `load_state_dict` refuses a tensor of another shape.
     names = [name for name in tensors if name in spans and tensors[name].shape == state[name].shape]
     for group in _overlapping(names, spans):
@@ -85,17 +86,17 @@ def _overlapping(names: list[str], spans: dict[str, _Span]) -> list[list[str]]:
 def _overwritten(
     state: dict[str, Any], spans: dict[str, _Span], tensors: dict[str, Any], names: list[str]
 ) -> str | None:
-    """The first name whose bytes are overwritten if all are written in this order; None if there is none. Tries this on
-    scratch memory of the same length."""
+    """The first name whose bytes would be overwritten if all tensors were written in this order. None if there is no
+    such name. Tries the writes on scratch memory of the same length."""
     import torch
 
     first = state[names[0]]
     if all(_layout(state[name], spans[name]) == _layout(first, spans[names[0]]) for name in names):
-        # Tied weights: no copy is needed.
+        # All names have the same layout, as tied weights do: their bytes are compared without scratch memory.
         right = _raw(tensors[names[-1]].to(first.dtype))
         different = (name for name in names if not torch.equal(_raw(tensors[name].to(first.dtype)), right))
         return next(different, None)
-    # Aligned for elements of any width.
+    # A multiple of 16 bytes, which is aligned for elements of any width.
     base = min(spans[name].start for name in names) // 16 * 16
     length = max(spans[name].end for name in names) - base
     memory = torch.empty(length, dtype=torch.uint8, device=tensors[names[0]].device)
@@ -110,7 +111,7 @@ def _overwritten(
         try:
             view.copy_(tensors[name])
         except RuntimeError:
-            # `load_state_dict` refuses a tensor with several elements in one place.
+            # `load_state_dict` refuses a tensor in which several elements share the same memory.
             continue
         views[name] = view
     pairs = ((name, view, tensors[name].to(view.dtype)) for name, view in views.items())
@@ -122,7 +123,7 @@ def _layout(tensor: Any, span: _Span) -> tuple[Any, ...]:
 
 
 def _raw(tensor: Any) -> Any:
-    """The bytes of a tensor, so that no NaN differs from itself."""
+    """The bytes of a tensor: unlike a NaN, its bytes are equal to themselves."""
     import torch
 
     return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)

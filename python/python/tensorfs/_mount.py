@@ -1,4 +1,4 @@
-"""Mounting a checkpoint for a block of code, by the program `tensorfs`."""
+"""Mounts a checkpoint for the time of a `with` block, by the program `tensorfs`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from ._open import dtype_word
 from ._tails import UnprovenTailWarning
 from ._tensorfs import real_name
 
-# Tells where the mount is, and waits for the end of standard input: for the end of the block, or of this process.
+# Prints the path of the mount, and then waits for the end of standard input, which comes at the end of the block or of
+# this process.
 _HOLD = "printf '%s\\0' \"$TENSORFS_MOUNT\"; exec cat > /dev/null"
 
 _MISSING = (
@@ -36,9 +37,10 @@ def mount(source: Union[str, os.PathLike[str]], **options: Any) -> Iterator[Path
         with tensorfs.mount("run7", dtype="bf16") as folder:
             model = AutoModel.from_pretrained(folder)
 
-    `options` are those of `tensorfs mount -o`, with `_` for `-`: a word, number or path, a list of them for an option that
-    may be given more than once, and True for an option without a value; `dtype` may be one of torch. The mount ends with this process too, however that
-    ends. Files that are open then can be read on.
+    `options` are the options of `tensorfs mount -o`, with `_` in place of `-`. Their values are words, numbers or
+    paths, a list of them for an option that may be given more than once, and True for an option without a value.
+    `dtype` may also be a dtype of torch. The mount also ends when this process ends, even if it is killed. Files that
+    are still open can be read to their end.
     """
     program = os.environ.get("TENSORFS_BIN") or shutil.which("tensorfs") or _installed_with_us()
     if not program:
@@ -49,7 +51,7 @@ def mount(source: Union[str, os.PathLike[str]], **options: Any) -> Iterator[Path
         words += (part for text in _texts(name, value) for part in ("-o", text))
     with tempfile.TemporaryFile() as said:
         try:
-            # Ctrl-C is for this process, which unmounts at the end of the block.
+            # The new session keeps Ctrl-C from the program: this process gets it, and unmounts at the end of the block.
             process = subprocess.Popen(
                 [*words, "--", "sh", "-c", _HOLD],
                 stdin=subprocess.PIPE,
@@ -63,7 +65,7 @@ def mount(source: Union[str, os.PathLike[str]], **options: Any) -> Iterator[Path
         try:
             assert process.stdout is not None
             with process.stdout as output:
-                # `tensorfs run` has the pipe open until the end.
+                # `tensorfs run` keeps the pipe open until it ends, so this reads up to the NUL byte only.
                 while not place.endswith(b"\0") and (more := os.read(output.fileno(), 4096)):
                     place += more
             said.seek(0)
@@ -75,25 +77,26 @@ def mount(source: Union[str, os.PathLike[str]], **options: Any) -> Iterator[Path
                 warnings.warn(line, UnprovenTailWarning if "unproven" in line else UserWarning, stacklevel=3)
             yield Path(os.fsdecode(place[:-1]))
         finally:
-            # A child that was forked inside of the block leaves it to its parent.
+            # A child that was forked inside of the block leaves the unmount to its parent.
             if os.getpid() == owner:
                 assert process.stdin is not None
                 process.stdin.close()
                 if place.endswith(b"\0"):
-                    # Such a child may hold the pipe.
+                    # A forked child may still hold the other pipe open, so that closing it here is not enough.
                     process.terminate()
                 elif process.poll() is None:
-                    # The daemon, which is in its group until the mount answers, may wait for the source.
+                    # The daemon may be waiting for the source. It is in the process group of the program until the
+                    # mount answers.
                     os.killpg(process.pid, signal.SIGTERM)
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(0.5)
-                    # A daemon that cannot end takes off the mount once it can.
+                    # A daemon that cannot end yet removes the mount as soon as it can.
                     process.kill()
                 process.wait()
 
 
 def _installed_with_us() -> str | None:
-    """The program of our wheel, for an environment that is not activated."""
+    """The program of the installed wheel. It is not in PATH if the Python environment is not activated."""
     try:
         files = importlib.metadata.files("tensorfs-loader") or []
     except importlib.metadata.PackageNotFoundError:
@@ -103,7 +106,7 @@ def _installed_with_us() -> str | None:
 
 
 def _texts(name: str, value: Any) -> Iterator[str]:
-    """An option as `-o` takes it: nothing, once, or once for each of several values."""
+    """The texts for `-o` of one option: none for an option that is off, or one for each value."""
     if isinstance(value, (list, tuple)):
         for one in value:
             yield from _texts(name, one)

@@ -13,8 +13,8 @@ Names = Union[str, re.Pattern[str], Iterable[str], None]
 
 
 def select(names: Names, every: list[str]) -> list[str]:
-    """The names of `every` that are meant, in its order. Raises if a glob or an expression matches none, and if an exact
-    name is not there."""
+    """The names in `every` that `names` selects, in the order of `every`. Raises an error if a glob or an expression
+    matches no name, or if an exact name is missing."""
     if names is None:
         return every
     if isinstance(names, (str, re.Pattern)):

@@ -24,10 +24,11 @@ Source = Union[StrPath, Sequence[StrPath], Mapping[str, StrPath]]
 """The sources of a checkpoint: a path, a list of files, or a mapping from tensor names to files."""
 
 _BATCH_MAX = 512 << 20
-"""Most bytes that `tensors` and `prefetch` load at a time. A longer tensor is loaded alone."""
+"""The most bytes of a batch, which `tensors` and `prefetch` load at a time. A longer tensor is loaded alone."""
 
 _BATCH_FIRST = 16 << 20
-"""Most bytes of the first batch, so that the first tensor is there soon. Each batch may be twice the one before."""
+"""The most bytes of the first batch. It is small so that the first tensor is there soon. The limit doubles from batch
+to batch."""
 
 
 class TensorMetadata(NamedTuple):
@@ -37,9 +38,11 @@ class TensorMetadata(NamedTuple):
     shape: list[int]
     nbytes: int
     data_offsets: tuple[int, int] | None
-    """Its bytes in the data section. None if the checkpoint is not one file, or if they do not lie there as loaded."""
+    """First byte and end of the tensor in the data section. None if the checkpoint has several files, or if the stored
+    bytes differ from those that are loaded."""
     pieces: list[tuple[str, int, int]]
-    """File, first byte and end of each piece. A piece of a view may be rows with bytes of other tensors between them."""
+    """File, first byte and end of each piece of the tensor. With a view, a piece may be rows with other bytes between
+    them."""
 
 
 Globs = Union[str, Sequence[str], None]
@@ -47,7 +50,7 @@ Globs = Union[str, Sequence[str], None]
 
 
 def view_words(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The options of a view among the arguments of a function, as `mount -o` takes them."""
+    """The options of a view that are among `arguments`, as pairs of a name and a value of `mount -o`."""
     words = []
     if arguments["keep"] and arguments["dtype"] is None:
         raise error("keep needs dtype")
@@ -65,7 +68,7 @@ def view_words(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def choice_words(zero: str | None = None, state: str | None = None) -> list[tuple[str, str]]:
-    """The choices of the tensors that are shown, as options of `mount -o`."""
+    """The options that choose which tensors a view shows, as pairs of a name and a value of `mount -o`."""
     words = []
     for key, word in (("zero", zero), ("state", state)):
         if word is not None:
@@ -86,7 +89,8 @@ def dtype_word(dtype: Any) -> str:
 
 
 Secret = Union[tuple[str, bytes], None]
-"""The key or the passphrase of encrypted files, as the native part takes it. None: that of the environment."""
+"""The key or the passphrase of encrypted files: its kind, and its bytes or the path of its file. None means the secret
+that the environment names."""
 
 
 def secret_of(
@@ -95,7 +99,7 @@ def secret_of(
     key_file: StrPath | None,
     passphrase_file: StrPath | None,
 ) -> Secret:
-    """The one of the arguments that is given."""
+    """The argument that is given, checked. More than one is an error."""
     given: list[tuple[str, bytes]] = []
     if key is not None:
         if not isinstance(key, (str, bytes, bytearray, memoryview)):
@@ -117,7 +121,7 @@ def secret_of(
 
 
 PROOF_WORDS = ("expect_shards", "reference", "unproven_tail", "cache_dir", "cache_dir_size")
-"""The arguments of `proof_of`, but for those of a remote source."""
+"""The arguments of `proof_of`, except those of a remote source."""
 
 
 def proof_of(
@@ -128,7 +132,8 @@ def proof_of(
     cache_dir_size: int | str | None = None,
     **remote: Any,
 ) -> Proof:
-    """The arguments about the last pieces of a checkpoint, and about remote ones."""
+    """Checks the arguments about the proof of the last pieces of a checkpoint, and about remote sources, and combines
+    them."""
     if expect_shards is not None:
         number = -1 if isinstance(expect_shards, bool) else operator.index(expect_shards)
         if not 1 <= number < 1 << 64:
@@ -148,8 +153,9 @@ def open_checkpoint(
     secret: Secret = None,
     proof: Proof | None = None,
 ) -> Checkpoint:
-    """Opens `source`, of any of its types, within the deadline of `loader`, and presents it as `view` says. `secret`
-    opens encrypted files. Warns if neither the files nor `proof` prove that the last pieces are there."""
+    """Opens `source` within the deadline of `loader`. `view` has the options of a view, and `secret` the key of
+    encrypted files. Warns, or raises an error, if neither the files nor `proof` prove that the last pieces are
+    there."""
     proof = proof_of() if proof is None else proof
     checkpoint = _open_checkpoint(source, loader, list(view), secret, proof)
     if checkpoint.unproven_tail is not None:
@@ -160,7 +166,7 @@ def open_checkpoint(
 def _open_checkpoint(
     source: Source, loader: Loader, words: list[tuple[str, str]], secret: Secret, proof: Proof
 ) -> Checkpoint:
-    # This thread does not access the file system, which might not answer.
+    # The native part opens files on another thread, because a file system may never answer.
     try:
         if isinstance(source, (str, os.PathLike)):
             return Checkpoint.open(_path(source), loader.timeout, words, secret, proof.demands)
@@ -184,53 +190,57 @@ def _path(path: StrPath) -> str:
 
 
 class safe_open:
-    """An open checkpoint: everything `safetensors.safe_open` has, and more.
+    """An open checkpoint, with all methods of `safetensors.safe_open`, and more.
 
-    `filename` is a safetensors file; or a folder with a checkpoint in shards of any kind, a weight map, a list of
-    files, a mapping from tensor names to files, or any of these on a mount, whose source is then read directly.
-    `framework` is "pt", "np", or "dlpack" for objects that every other framework accepts.
+    `filename` is a safetensors file, a folder with a checkpoint in shards of any supported kind, a weight map, a list
+    of files, or a mapping from tensor names to files. If these are on a mount of tensorfs, the source of the mount is
+    read directly. `framework` is "pt", "np", "flax", "mlx", "paddle", "tensorflow", or "dlpack" for objects that all
+    frameworks with DLPack accept.
 
-    Tensors own their memory. With `copy=False` they share the memory of the mapped files, if they lie there in one
-    piece: writing to one changes no file, but a process that reads it ends if the file is truncated later. With
-    `copy=None` they do so if the page cache holds them when they are requested, or if the checkpoint has only small ones.
+    By default each tensor has memory of its own. With `copy=False`, a tensor that lies in its file in one piece shares
+    the memory of the mapped file. A write to such a tensor does not change the file. If the file is truncated later, a
+    read of the tensor ends the process. With `copy=None`, tensors share the mapped file only if the page cache holds
+    them when they are requested, or if the checkpoint has only small tensors.
 
-    `include` and `exclude` are globs for the names of the tensors that it has, and `rename` is a file with rules for
-    other names, and for tensors that are split or joined, as the options of mounts. `dtype` is "bf16", "f16", "f32" or
-    a dtype of torch, to which floating point tensors are cast while they are read, except for quantized tensors, their
-    scales, and those that the globs `keep` match. With "like:FILE" each tensor gets the dtype that it has in the
-    checkpoint FILE. They apply to what the source shows.
+    `include` and `exclude` are globs that select tensors by name. `rename` is a file with rules that rename, split or
+    join tensors. They are like the mount options of these names. `dtype` is "bf16", "f16", "f32" or a dtype of torch,
+    to which floating point tensors are cast while they are read. Quantized tensors, their scales, and tensors that
+    match a glob in `keep` are not cast. With "like:FILE" each tensor gets the dtype that it has in the checkpoint FILE.
+    If the source is on a mount, these arguments apply to the tensors that the mount shows.
 
-    `tp` is the number of ranks of a tensor-parallel group, and `rank` is one of them, from 0: the tensors are the slices
-    of that rank. `tp_rules` is a file with rules that say how they are cut. Without it the family of models decides,
-    by the `config.json` beside the shards.
+    `tp` is the number of ranks of a tensor-parallel group, and `rank` is the number of one of them, from 0. Each tensor
+    is then the slice that this rank needs. `tp_rules` is a file with rules that say how tensors are cut. Without it,
+    built-in rules apply, which the `config.json` beside the shards selects by the family of the model.
 
-    `zero="fp32"` shows the weights of the optimizer of a DeepSpeed checkpoint in F32, in place of those of the model, and
-    `state="all"` shows all tensors of files of `torch.save` and of distributed checkpoints, with the state of the
-    training, under their full names.
+    `zero="fp32"` shows the F32 weights of the optimizer of a DeepSpeed checkpoint, in place of the weights of the
+    model. `state="all"` shows all tensors of distributed checkpoints and of files of `torch.save`, including the
+    training state, under their full names.
 
-    Encrypted tensorizer files need their `key`, 32 bytes or 64 hexadecimal digits, or a `key_file` with it; or their
-    `passphrase`, or a `passphrase_file`. One of them is given, or set as TENSORFS_KEY_FILE, TENSORFS_PASSPHRASE_FILE or
-    TENSORFS_KEY_COMMAND.
+    Encrypted tensorizer files need one of `key` (32 bytes, or 64 hexadecimal digits), `key_file`, `passphrase` and
+    `passphrase_file`. Without these arguments, the environment variable TENSORFS_KEY_FILE, TENSORFS_PASSPHRASE_FILE or
+    TENSORFS_KEY_COMMAND has to be set.
 
     `expect_shards` is the number of shard files, and `reference` is a file with the names, dtypes and shapes of all
-    tensors: a safetensors file, a manifest, or a weight map. A checkpoint that differs is refused. They prove that no
-    last shard is lost. Without a proof there is an `UnprovenTailWarning`, once for a checkpoint; with
-    `unproven_tail="error"`, or TENSORFS_UNPROVEN_TAIL=error, an error.
+    tensors: a safetensors file, a manifest, or a weight map. A checkpoint that differs is refused. Each of these two
+    arguments proves that the last shard is not lost. Without a proof there is an `UnprovenTailWarning`, once for each
+    checkpoint. With `unproven_tail="error"`, or TENSORFS_UNPROVEN_TAIL=error, there is an error in its place.
 
-    With a `process_group` of torch.distributed all its ranks open the same files, and `get_tensors`, `tensors`,
-    `get_sharded` and `push_tensor` are collective: all ranks call them, each for what it wants, and each byte is read
-    once. Ranks of one host share their reads with `share="host"`, the default if there is one host, and all ranks
-    exchange bytes by gloo with `share="network"`. All other methods load for this rank alone.
+    With a `process_group` of torch.distributed, all its ranks open the same files. The methods `get_tensors`,
+    `tensors`, `get_sharded` and `push_tensor` are collective then: all ranks call them, each rank for the tensors that
+    it wants, and each byte is read once. With `share="host"`, the ranks of one host share their reads. This is the
+    default if all ranks are on one host. With `share="network"`, all ranks exchange bytes by gloo. All other methods
+    load for the calling rank only.
 
-    `cache_dir` is a folder that keeps blocks of remote sources for later starts and other processes, and `cache_dir_size`
-    is how much it may take, as "100G". By default nothing is kept, unless TENSORFS_CACHE_DIR names a folder.
+    `cache_dir` is the folder of a disk cache, which stores blocks of remote sources for later runs and for other
+    processes. `cache_dir_size` is the most disk space that it may take, such as "100G". By default the folder is the
+    one in TENSORFS_CACHE_DIR. If neither is set, there is no disk cache.
 
-    `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` say where a remote source lies, and which file or
-    profile its credentials come from, as the options of `tensorfs mount` do. They are for this checkpoint alone, and go
-    before the environment.
+    `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` say where a remote source lies, and from which
+    file or profile its credentials come. They are like the options of `tensorfs mount`, apply to this checkpoint only,
+    and take precedence over environment variables.
 
-    The other arguments control reading, and have the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
-    TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT as defaults.
+    The other arguments control reading. Their defaults are the environment variables TENSORFS_CHUNK, TENSORFS_IO_DEPTH,
+    TENSORFS_PINNED_MAX, TENSORFS_SOURCE, TENSORFS_ENGINE and TENSORFS_IO_TIMEOUT.
     """
 
     def __init__(
@@ -270,7 +280,7 @@ class safe_open:
         share: str | None = None,
         **remote: Unpack[RemoteSource],
     ) -> None:
-        # All of them, to open it again where it is unpickled.
+        # All arguments, because unpickling opens the checkpoint again with them.
         arguments = {word: value for word, value in locals().items() if word not in ("self", "remote")} | dict(remote)
         self._filename, self._framework, self._gpu = filename, framework, _device.parse(device)
         self._how = {word: arguments[word] for word in _settings.WORDS}
@@ -291,7 +301,7 @@ class safe_open:
             raise
 
     def _begin(self) -> Reader:
-        """Opens it, for this rank alone."""
+        """Opens the checkpoint in this process, without the other ranks."""
         given = self._arguments
         framework, backend, copy = (given[word] for word in ("framework", "backend", "copy"))
         if backend not in ("mmap", "pread"):
@@ -319,7 +329,7 @@ class safe_open:
             self._team.group.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the arguments: whoever unpickles it opens the checkpoint again, as it is there and then."""
+        """Pickles the arguments. Unpickling opens the checkpoint again, with the content that its files have then."""
         self._reader()
         if self._team is not None:
             raise TypeError("a safe_open of a process group is not pickled: other processes are not in the group")
@@ -333,7 +343,7 @@ class safe_open:
         return f"<tensorfs.safe_open {self._shown_name()!r}: {state}>"
 
     def _shown_name(self) -> str:
-        """The path or the URL, or the list of them, without what may be secret in it."""
+        """The path or the URL, or the list of them, without the parts that may be secret."""
         if isinstance(self._filename, (str, os.PathLike)):
             return real_name(os.fsdecode(self._filename))
         files = self._filename.values() if isinstance(self._filename, Mapping) else self._filename
@@ -369,8 +379,8 @@ class safe_open:
         return self._reader().whole(self._info(name))
 
     def get_tensors(self, names: Names = None) -> dict[str, Any]:
-        """All tensors, or the selected ones, by name in file order. They are read together. In a process group all ranks
-        call it, each with its own `names`."""
+        """A dict of all tensors, or the selected ones, in file order. They are read together. In a process group all
+        ranks call this method, each with its own `names`."""
         if self._team is not None:
             return self._team.load(self._reader(), self._gpu, lambda: [(info, None) for info in self._infos(names)])
         if not self._reader().copy:
@@ -380,16 +390,18 @@ class safe_open:
         return self._reader().load([(info, None) for info in self._infos(names)])
 
     def get_slice(self, name: str) -> Slice:
-        """The tensor of this name, for indexing: only the bytes of the requested part are read."""
+        """The tensor of this name as a `Slice`. Indexing it reads only the bytes of the requested part."""
         return Slice(self, self._info(name))
 
     def get_sharded(self, name: str, dim: int) -> Any:
-        """The part of a tensor of this rank of the process group: the dimension is cut as `torch.chunk` cuts it, so that
-        last ranks may have less than others, or nothing. All ranks call it."""
+        """The part of a tensor that belongs to this rank of the process group. The dimension `dim` is cut as
+        `torch.chunk` cuts it: the last ranks may get fewer indices than the others, or none. All ranks call this
+        method."""
         return self._group().load(self._reader(), self._gpu, lambda: [self._shard(self._info(name), dim)])[name]
 
     def push_tensor(self, name: str, rank: int) -> Any:
-        """The tensor on this rank of the process group, None on all others. All ranks call it."""
+        """Returns the tensor on the rank `rank` of the process group, and None on all other ranks. All ranks call this
+        method."""
         team = self._group()
 
         def wanted() -> list[tuple[Info, Part]]:
@@ -417,10 +429,12 @@ class safe_open:
     def tensors(
         self, names: Names = None, *, shard: int | Mapping[str, int] | None = None
     ) -> Iterator[tuple[str, Any]]:
-        """Pairs of name and tensor in file order. The next tensors are loaded meanwhile, in bounded memory.
+        """Yields pairs of name and tensor in file order. While the caller uses a tensor, the next ones are loaded, in
+        bounded memory.
 
-        In a process group all ranks iterate, each with its own `names`. With `shard` each gets its part, as of
-        `get_sharded`: the dimension of all tensors that have it, or of those in a mapping. Others come whole.
+        In a process group all ranks iterate, each with its own `names`. With `shard`, each rank gets its part of each
+        tensor, as from `get_sharded`. `shard` is one dimension for all tensors, or a mapping from names to dimensions.
+        A tensor that lacks the dimension, or is not in the mapping, is returned whole.
         """
         if shard is not None or self._team is not None:
             return self._group().iterate(self._reader(), self._gpu, lambda: self._sharded(names, shard), _batches)
@@ -446,8 +460,8 @@ class safe_open:
     ) -> PrefetchLoader:
         """Begins to load tensors, or rows of them, in the background.
 
-        `plan` gives for each name the requested rows as a slice, or None for all. `threads` exists because safetensors
-        has it; it does not change the number of threads.
+        `plan` maps each name to the requested rows as a slice, or to None for all rows. `threads` exists because
+        safetensors has this argument. It does not change the number of threads.
         """
         reader = self._reader()
         gpu = self._gpu if device is None else _device.parse(device)
@@ -465,8 +479,8 @@ class safe_open:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """The cost of all loads of this checkpoint so far: bytes wanted and read, reads, seconds. Small tensors and
-        parts that were in the page cache are not counted."""
+        """The cost of all loads of this checkpoint so far: bytes requested, bytes read, number of reads, and seconds.
+        Small tensors and parts that were copied from the page cache are not counted."""
         reader = self._reader()
         ahead, unused = reader.ahead
         return {**reader.stats, "bytes_ahead": ahead, "bytes_ahead_unused": unused}
@@ -488,7 +502,7 @@ class safe_open:
         return Info(*facts)
 
     def _infos(self, names: Names) -> list[Info]:
-        """The facts of the tensors that are meant, in file order."""
+        """The facts about the tensors that `names` selects, in file order."""
         checkpoint = self._checkpoint()
         every = [Info(*facts) for facts in checkpoint.tensors()]
         ordered = [every[position] for position in checkpoint.file_order()]
@@ -503,12 +517,13 @@ def _opened_again(cls: type[safe_open], arguments: dict[str, Any]) -> safe_open:
 
 
 class Slice:
-    """A tensor for indexing."""
+    """A tensor that is read by indexing it."""
 
     def __init__(self, opened: safe_open, info: Info) -> None:
         reader = opened._reader()
         self._opened, self._reader, self._info = opened, reader, info
-        # Makes a tensor of a shape, if parts are copied from the page cache.
+        # Makes a tensor of a given shape, for parts that are copied from the page cache. None if parts are never copied
+        # in this way.
         self._make: Any = reader.framework.maker(info.dtype) if reader.copy and reader.loader.on_cpu else None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -563,7 +578,7 @@ def _refuse_unfit(reader: Reader, wanted: list[tuple[Info, Part]]) -> None:
     for info, part in wanted:
         reader.framework.check(info.dtype, info.shape, info.name)
         if part is not None and part[0] != (0, info.shape[0]):
-            # An element may be shorter than a byte.
+            # Rows of elements that are shorter than a byte may begin within a byte.
             rows = max(info.shape[0], 1)
             if any(info.nbytes * 8 // rows * bound % 8 for bound in part[0]):
                 raise error(
@@ -575,7 +590,8 @@ def _refuse_unfit(reader: Reader, wanted: list[tuple[Info, Part]]) -> None:
 
 
 def _background(reader: Reader, batches: list[list[tuple[Info, Part]]], ahead: int | None) -> PrefetchLoader:
-    """Loads batches one after the other, at most `ahead` of them before they are requested."""
+    """Loads batches one after the other in the background. At most `ahead` batches are loaded before they are
+    requested. None means no limit."""
     by_name = {info.name: (info, part) for batch in batches for info, part in batch}
 
     def load(names: Sequence[str], cancel: Cancel) -> dict[str, Any]:
@@ -595,7 +611,8 @@ def _one_by_one(reader: Reader, wanted: list[tuple[Info, Part]]) -> Iterator[tup
 
 
 def _batches(wanted: list[tuple[Info, Part]], most: int | None = None) -> list[list[tuple[Info, Part]]]:
-    """Splits `wanted` into batches that are loaded together, of at most `most` bytes or one tensor."""
+    """Splits `wanted` into batches. The tensors of a batch are loaded together. A batch has at most `most` bytes, or is
+    one longer tensor."""
     batches: list[list[tuple[Info, Part]]] = []
     longest = _BATCH_MAX if most is None else most
     length, limit = 0, min(_BATCH_FIRST // 2, longest)

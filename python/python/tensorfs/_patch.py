@@ -1,4 +1,4 @@
-"""`with tensorfs.patched():` for code that cannot be changed."""
+"""`with tensorfs.patched():` makes code that uses safetensors load by tensorfs, without a change of that code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ._tensorfs import SCHEMES
 
 
 class _Block:
-    """A block that was entered. A task that took over its context may outlive it."""
+    """A `with` block of `patched`. An async task that has copied the context of the block may run longer than the
+    block."""
 
     def __init__(self, around: _Block | None, copy: bool | None, remote: RemoteSource) -> None:
         self.around, self.copy, self.remote, self.ended = around, copy, remote, False
@@ -30,7 +31,8 @@ _lock = threading.Lock()
 
 
 class _Searched:
-    """A module, and the names that were bound to `safe_open`, to the genuine one or to ours, when it had `count` names."""
+    """A module, and those of its names that are bound to `safe_open`: to that of safetensors, or to its stand-in. The
+    names were found when the module had `count` names."""
 
     __slots__ = ("module", "names", "is_ours", "is_large", "count", "bindings")
 
@@ -43,7 +45,7 @@ class _Searched:
     def search(self, count: int) -> None:
         self.count = count
         either = {id(_stand_in), id(_stand_in.genuine)}
-        # Most modules have none, which this finds fastest.
+        # Most modules have no such name. This test finds that out fastest.
         if self.is_ours or self.is_large or either.isdisjoint(map(id, list(self.names.values()))):
             self.bindings = []
         else:
@@ -51,30 +53,33 @@ class _Searched:
 
 
 _NAME = "safe_open"
-"""The name that most modules give it."""
+"""The name that most modules give to `safe_open`."""
 
 _LARGE = sys.stdlib_module_names | {"cuda", "mpmath", "numpy", "pandas", "scipy", "sympy", "torch", "triton"}
-"""Large packages, with most attributes of a process. If they import `safe_open`, it is under `_NAME` only."""
+"""Large packages, which have most of the attributes in a process. They are searched for the name `_NAME` only."""
 
 _searched: dict[str, _Searched] = {}
 _known: dict[str, Any] = {}
-"""The modules of `_searched`."""
+"""`sys.modules` at the time of the last search."""
 _names: list[dict[str, Any]] = []
-"""Their names, and how many these are: thousands of modules are compared at once."""
+"""The names of each module in `_searched`; `_counts` has their numbers. As lists, thousands of modules are compared in
+one step."""
 _counts: list[int] = []
 _bound: list[_Searched] = []
-"""Those with bindings."""
+"""The modules in `_searched` that have bindings."""
 _users = 0
 _stand_in: Any = None
 
 
 @contextlib.contextmanager
 def patched(*, copy: bool | None = None, **remote: Unpack[RemoteSource]) -> Iterator[None]:
-    """Replaces `safetensors.safe_open` within the block, in this thread and async task alone, also where it was imported
-    before. The `load_file` and `load_model` of `safetensors`, which use it, load by tensorfs too. safetensors still
-    loads tensors for other frameworks and devices. By default tensors that the page cache holds share the mapped files,
-    as all tensors of safetensors do; with `copy=False` all of them do, with `copy=True` none: see `safe_open`.
-    `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` are those of `safe_open`, for URLs that are opened.
+    """Replaces `safetensors.safe_open` within the block, also in modules that imported it before. Only the thread or
+    async task that enters the block is affected. `load_file` and `load_model` of safetensors call `safe_open`, so they
+    load by tensorfs too. Tensors for frameworks other than torch and numpy, and for devices that tensorfs does not
+    support, are still loaded by safetensors. By default tensors that the page cache holds share the memory of the
+    mapped files, as all tensors of safetensors do. With `copy=False` all tensors share it, with `copy=True` none: see
+    `safe_open`. `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` mean the same as in `safe_open`, and
+    apply to URLs.
     """
     block = _Block(_innermost.get(), copy, _settings.in_this_folder(remote))
     _install()
@@ -97,7 +102,8 @@ def _active() -> _Block | None:
 
 
 def _after_fork() -> None:
-    # A thread of the parent, which the child does not have, may have held the old lock.
+    # Another thread of the parent may have held the lock during the fork. The child lacks that thread, so the lock
+    # would never be free.
     global _lock
     _lock = threading.Lock()
 
@@ -126,9 +132,9 @@ def _uninstall() -> None:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Replaces `old` by `new` in every module, since most import it by name.
+    """Replaces `old` by `new` in every module, because most modules import `safe_open` by name.
 
-    Only modules with other names than at the last time are searched: there may be thousands.
+    There may be thousands of modules. So only those whose number of names has changed since the last call are searched.
     """
     global _known, _counts, _bound
     modules = sys.modules.copy()
@@ -150,7 +156,8 @@ def _replace(old: Any, new: Any) -> None:
             if each.count != count:
                 each.search(count)
         _bound = [each for each in _searched.values() if each.bindings]
-    # A name may be bound to it later, in place of None.
+    # A module that had None under this name may have bound the name to `old` later, which its number of names does not
+    # show.
     if id(old) in map(id, map(dict.get, _names, itertools.repeat(_NAME))):
         for each in _searched.values():
             if each.names.get(_NAME) is old and not each.is_ours:

@@ -1,4 +1,4 @@
-"""Tensors that are loaded in the background, batch by batch, and returned once."""
+"""Tensors that are loaded in the background, batch by batch. Each tensor is returned once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _running: set[PrefetchLoader] = set()
 
 
 def _close_all() -> None:
-    # A thread that the end of the interpreter stops may crash the process.
+    # If the interpreter stops a loading thread at its end, the process may crash. So the threads end before.
     for loader in list(_running):
         loader.close()
 
@@ -25,7 +25,7 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 class PrefetchLoader:
-    """Tensors being loaded. Each is returned once, by `take` or by iterating."""
+    """Tensors that are being loaded. Each is returned once, by `take` or by iterating."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PrefetchLoader:
         return len(self._batch_of)
 
     def take(self, name: str) -> Any:
-        """Waits for the tensor of this name and returns it. Each can be taken once."""
+        """Waits for the tensor of this name and returns it. Each tensor can be taken once."""
         if name not in self._batch_of:
             raise error(f"tensor {name} is not in the prefetch plan", tensor=name)
         self._check_process()
@@ -72,7 +72,7 @@ class PrefetchLoader:
             return self._ready.pop(name)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Pairs of name and tensor as they are loaded, without those that were taken."""
+        """Yields pairs of name and tensor in the order of loading, except those that `take` has returned."""
         for batch in self._batches:
             for name in batch:
                 self._check_process()
@@ -87,7 +87,7 @@ class PrefetchLoader:
                 del tensor
 
     def close(self) -> None:
-        """Ends the load and lets go of what was not taken. Tensors that were taken stay as they are."""
+        """Ends the load and frees tensors that were not returned yet. Tensors that were returned stay valid."""
         if process_token() != self._process:
             return
         self._cancel.cancel()
@@ -97,7 +97,7 @@ class PrefetchLoader:
             self._changed.notify_all()
         self._thread.join()
         self._ready.clear()
-        # The traceback refers to the frames that raised and caught it, and to their objects.
+        # The traceback of the error refers to frames, which keep their objects alive.
         self._failed = None
 
     def __enter__(self) -> PrefetchLoader:
@@ -107,7 +107,7 @@ class PrefetchLoader:
         self.close()
 
     def _check_process(self) -> None:
-        # Its thread exists in the parent only.
+        # After a fork, the loading thread exists in the parent only.
         if process_token() != self._process:
             raise error("this prefetch belongs to the process that started it; start another one")
 
@@ -137,7 +137,7 @@ class PrefetchLoader:
             try:
                 tensors = self._load(batch, self._cancel)
             except BaseException as failed:
-                # The frames hold the memory of the load.
+                # The frames of the traceback would keep the memory of the load alive.
                 traceback.clear_frames(failed.__traceback__)
                 with self._changed:
                     self._failed = failed

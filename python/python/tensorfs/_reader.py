@@ -12,17 +12,19 @@ Part = Optional[List[Tuple[int, int]]]
 """The wanted part of a tensor: first index and end in each dimension; None for all."""
 
 _WHOLE_MAX = 4 << 20
-"""Longest tensor that the calling thread copies at once if the page cache holds it."""
+"""Length in bytes of the longest tensor that the calling thread itself copies, if the page cache holds it."""
 
 _PLACE_MIN = 1 << 20
-"""Tensors from this length on get memory that the disk can write to directly; shorter ones are copied."""
+"""Tensors with at least this length in bytes get memory that the disk can write to directly. Shorter tensors are
+copied."""
 
 
 _OWN_MIN = 4 << 20
-"""Tensors from this length on are loaded ahead alone; shorter ones in batches."""
+"""Tensors with at least this length in bytes are loaded ahead alone. Shorter tensors are loaded ahead in batches."""
 
 _BATCH = 8 << 20
-"""A batch ends with the tensor that brings it to this length. Its tensors share memory, which each of them keeps."""
+"""A batch of tensors that are loaded ahead ends when it has this length in bytes. Its tensors share one memory, which
+stays allocated as long as any of them exists."""
 
 
 class Info(NamedTuple):
@@ -42,9 +44,9 @@ class Reader:
         self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool | None = True
     ) -> None:
         self.checkpoint, self.framework, self.loader, self.strict = checkpoint, framework, loader, strict
-        # Whether every tensor gets its own memory. None: those that are not better mapped.
+        # Whether every tensor gets its own memory. None: only tensors that are not better mapped get their own memory.
         self.copy = copy if loader.on_cpu else True
-        # Mapped shards: the base object for views, and its address; None if a shard cannot be mapped.
+        # For each mapped shard: the base object for views, and its address. None if a shard cannot be mapped.
         self._mapped: dict[int, tuple[Any, int] | None] = {}
         # The cost of all loads, summed up.
         self.stats: dict[str, Any] = {}
@@ -52,12 +54,13 @@ class Reader:
         self._ahead = Ahead() if loader.on_cpu else None
         # Whether the last small tensor that was requested was missing in the page cache.
         self._is_cold = False
-        # With `copy=None`: what tells which tensors are better mapped, and whether one was not.
+        # With `copy=None`: the loader, which decides which tensors are better mapped. `_misses` says whether a
+        # requested tensor was not.
         self._maps = loader if self.copy is None else None
         self._misses = False
 
     def close(self) -> None:
-        """Lets go of what was loaded ahead. Later requests load their own tensors."""
+        """Frees what was loaded ahead. Later requests load their tensors themselves."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -67,7 +70,8 @@ class Reader:
         return (0, 0) if self._ahead is None else self._ahead.bytes
 
     def shared(self, info: Info, part: Part, shape: Sequence[int]) -> Any:
-        """A tensor, or rows of it, in the mapped shard. None if it is not contiguous or not aligned there."""
+        """A tensor, or rows of it, in the memory of the mapped shard. None if the bytes are not contiguous or not
+        aligned there, if the shard cannot be mapped, or, with `copy=None`, if the tensor is better copied."""
         if info.nbytes == 0 or 0 in shape:
             return None
         found = self.loader.run_of(self.checkpoint, info.position)
@@ -90,7 +94,7 @@ class Reader:
         if shard not in self._mapped:
             area = Area.of_shard(self.checkpoint, shard, self.loader.timeout)
             self._mapped[shard] = None if area is None else (self.framework.over(area), area.address)
-            # The shard may have been truncated before it was mapped.
+            # Checks the shard again, which may have been truncated before it was mapped.
             self.loader.run_of(self.checkpoint, info.position)
         mapped = self._mapped[shard]
         if mapped is None:
@@ -99,7 +103,7 @@ class Reader:
         return self.framework.views([mapped], [place])[info.name]
 
     def all_shared(self, infos: Sequence[Info]) -> dict[str, Any]:
-        """Tensors in the mapped shards, in this order. Those that cannot be shared are read together."""
+        """Tensors in the memory of mapped shards, in this order. Those that cannot be shared are read together."""
         tensors = {info.name: self.shared(info, None, info.shape) for info in infos}
         missing: list[tuple[Info, Part]] = [(info, None) for info in infos if tensors[info.name] is None]
         if missing:
@@ -111,7 +115,8 @@ class Reader:
             made = self.shared(info, None, info.shape)
             if made is not None:
                 if self._misses and self._ahead is not None:
-                    # Else the next tensor that is missing would not be expected.
+                    # Read-ahead has to learn of this request too: otherwise it would not expect the next tensor that is
+                    # not mapped.
                     self._ahead.ask(self.checkpoint, info.position, False, begins=False)
                 return made
             self._misses = True
@@ -126,7 +131,7 @@ class Reader:
         try:
             return self._whole_now(info)
         except BaseException:
-            # A load that fails or is interrupted is not carried on behind the caller's back.
+            # After a load that failed or was interrupted, the loads ahead of it do not go on in the background.
             if self._ahead is not None:
                 self._ahead.drop()
             raise
@@ -171,7 +176,7 @@ class Reader:
         except MemoryError:
             pass
         except Exception:
-            # If the request itself fails later, its error gives the reason.
+            # The error is dropped: if a request for the tensor fails later, it raises its own error.
             ahead.close()
         finally:
             ahead.unchoose(wanted)
@@ -180,7 +185,7 @@ class Reader:
         return self.loader.plan(self.checkpoint, [(info.position, None, None, None) for info in infos])
 
     def _begin_plan(self, ahead: Ahead, infos: list[Info], plan: Plan) -> None:
-        """Begins to load tensors into memory that they share: most of it lies on huge pages then."""
+        """Begins to load tensors into memory that they share, because most of a large memory lies on huge pages."""
         areas, memory = self._memory_of(plan)
         mode = self.framework.mode()
         placed = {place[0]: place for place in plan.placed(self.checkpoint)}
@@ -188,7 +193,7 @@ class Reader:
         ahead.begin(self.loader, self.checkpoint, plan, memory, tensors)
 
     def _memory_of(self, plan: Plan) -> tuple[list[tuple[Any, int]], list[Any]]:
-        """New memory for a plan: as `views` takes it, and as loads do."""
+        """Allocates memory for a plan. Returns it in the form for `views`, and in the form for `Loader.fill`."""
         areas = [self.framework.area(room) for room in plan.rooms]
         memory = [area[0] if area[1] == 0 else (area[1], area[2], area[0]) for area in areas]
         return [area[:2] for area in areas], memory
@@ -201,13 +206,13 @@ class Reader:
         (mode, areas, place), took = found
         if took is not None:
             self._count(took)
-        # Torch makes other tensors within some blocks than outside of them.
+        # Within some `with` blocks, such as inference mode, torch makes another kind of tensor than outside of them.
         if mode != self.framework.mode():
             return None
         return self.framework.views(areas, [place])[info.name]
 
     def part(self, info: Info, part: list[tuple[int, int]], shape: list[int]) -> Any:
-        """The indices `part` of a tensor, as a tensor of this shape."""
+        """The part `part` of a tensor, as a tensor of the shape `shape`."""
         if not self.copy:
             made = self.shared(info, part, shape)
             if made is not None:
@@ -222,7 +227,7 @@ class Reader:
         return self._load_to(info, part, tensor, address)
 
     def _load_to(self, info: Info, part: Part, tensor: Any, address: int) -> Any:
-        """Loads a part into a new tensor of its shape, which nothing else uses yet."""
+        """Loads a part into `tensor`, a new tensor of its shape that nothing else uses yet."""
         plan = self.loader.plan(self.checkpoint, [(info.position, part, None, address)])
         self._fill(plan, [(address, plan.placements[0][2], tensor)], None)
         return tensor
@@ -260,7 +265,7 @@ class Reader:
 
 
 class FinishingReader(Reader):
-    """A reader for a framework that makes its tensors of filled arrays."""
+    """A reader for a framework that makes its tensors of filled numpy arrays."""
 
     def whole(self, info: Info) -> Any:
         return self._finished(super().whole(info))
@@ -278,19 +283,19 @@ class FinishingReader(Reader):
         return self._all_finished(super().all_shared(infos))
 
     def _all_finished(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        # One after the other, so that an array that was copied is freed before the next copy.
+        # Tensors are made one after the other, so that an array that was copied is freed before the next copy.
         for name in tensors:
             tensors[name] = self._finished(tensors[name])
         return tensors
 
     def _finished(self, tensor: Any) -> Any:
-        # A method of the base class may have called another one of this class.
+        # The tensor may be finished already: a method of the base class may have called another method of this class.
         return self.framework.finish(tensor) if self.framework.is_array(tensor) else tensor
 
 
 def reader_for(
     checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool | None = True
 ) -> Reader:
-    """The reader that gives tensors of this framework."""
+    """The reader that makes tensors of this framework."""
     cls = Reader if framework.finish is None else FinishingReader
     return cls(checkpoint, framework, loader, strict, copy)

@@ -1,4 +1,5 @@
-"""The requests of the ranks of a group, and which rank reads which part. Pure: equal requests give equal schedules."""
+"""Decides which rank of a group reads which part of the requested tensors. The module is pure: from the same requests,
+all ranks compute the same schedule."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ Box = tuple[tuple[int, int], ...]
 """First index and end in each dimension of the whole tensor."""
 
 _READ_MAX = 1 << 20
-"""The loader reads at most as many bytes at a time where it has to spread them. Requests for parts of the same rows are
-read together only if the rows are no longer."""
+"""The most bytes that the loader reads at a time if it has to spread them over several places. Requests for parts of
+the same rows are read together only if a row is not longer than this."""
 
 _ROW_MIN = 1 << 20
-"""From this length of an index on, the parts of it that different ranks ask for are read one by one."""
+"""If the elements of one index have at least this length in bytes, the parts of them that different ranks ask for are
+read one by one."""
 
 
 class Want(NamedTuple):
@@ -25,7 +27,7 @@ class Want(NamedTuple):
     box: Box
     cast: str | None
     bits: int
-    """The length of an element as it is handed out."""
+    """The length of an element in bits, after a cast."""
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +40,7 @@ class Segment(NamedTuple):
     want: Want
     box: Box
     ranks: tuple[int, ...]
-    """Those that ask for it."""
+    """The ranks that ask for this part."""
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +48,7 @@ class Segment(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Its first byte in the memory of the want."""
+        """The first byte of the segment in the memory of the want."""
         first, stride = 0, 1
         for (start, _), (low, high) in reversed(list(zip(self.box, self.want.box))):
             first += (start - low) * stride
@@ -72,8 +74,8 @@ class Piece(NamedTuple):
         return sum(segment.nbytes for segment in self.segments)
 
     def reads(self, shape: Sequence[int]) -> Iterator[tuple[Segment, Segment]]:
-        """Each segment with a part of it, as a rank reads them: few rows at a time if the segments are parts of rows, so
-        that no byte is read twice."""
+        """Pairs of a segment and a part of it, in the order in which a rank reads these parts. If the segments are
+        parts of the same rows, few rows are read at a time, so that no byte is read twice."""
         dim = next((dim for dim, (low, high) in enumerate(self.segments[0].box) if high - low > 1), None)
         same_rows = dim is not None and len({one.box[: dim + 1] for one in self.segments}) == 1
         if dim is None or not same_rows or len({one.box for one in self.segments}) == 1:
@@ -87,7 +89,8 @@ class Piece(NamedTuple):
                 yield one, _narrowed(one, dim, start, min(start + step, high))
 
     def weight(self, size: int) -> int:
-        """Bytes that its reader sends in a group of this size: once to all, or to each rank by itself."""
+        """Bytes that the reader of this piece sends in a group of `size` ranks. A segment for all ranks is sent once.
+        Any other segment is sent once to each of its ranks."""
         return sum(one.nbytes * (1 if len(one.ranks) == size else len(one.ranks)) for one in self.segments)
 
 
@@ -101,11 +104,11 @@ class Schedule(NamedTuple):
     alone: dict[int, list[Piece]]
     """Pieces of each rank that no other rank asks for."""
     shared: dict[int, list[Piece]]
-    """Pieces that each rank reads for several."""
+    """Pieces that each rank reads for several ranks."""
 
     def rounds(self, limit: int, size: int) -> list[Round]:
-        """The shared pieces in rounds: in each of them a rank sends at most `limit` bytes. Pieces for all ranks and
-        pieces for some of them are in different rounds."""
+        """Divides the shared pieces into rounds. In each round, a rank sends at most `limit` bytes. Pieces for all
+        ranks and pieces for some of the ranks are in different rounds."""
         rounds: list[Round] = []
         for is_for_all in (True, False):
             first = len(rounds)
@@ -136,8 +139,8 @@ def decoded(message: bytes) -> list[Want]:
 
 
 def schedule(wants: dict[int, list[Want]], shape_of: Callable[[int], Sequence[int]], limit: int, size: int) -> Schedule:
-    """Divides the requests of each rank among the ranks: whoever asks for a part may read it, and all read about the
-    same number of bytes. A shared piece weighs at most `limit` bytes, if its dtype can be cut."""
+    """Divides the reads of all requested parts among the ranks. A rank reads only parts that it asks for itself, and
+    all ranks read about the same number of bytes. A shared piece has a `weight` of at most `limit` bytes."""
     by_tensor: dict[int, dict[Want, list[int]]] = {}
     for rank, several in sorted(wants.items()):
         for want in dict.fromkeys(several):
@@ -149,7 +152,7 @@ def schedule(wants: dict[int, list[Want]], shape_of: Callable[[int], Sequence[in
         pieces.extend(_pieces(segments, shape_of(position), limit, size))
     made = Schedule({rank: [] for rank in sorted(wants)}, {rank: [] for rank in sorted(wants)})
     read = dict.fromkeys(sorted(wants), 0)
-    # Those that only one rank may read come first, so that the others can make up for them.
+    # The pieces that only one rank asks for come first, so that the shared pieces can balance the load.
     for piece in sorted(pieces, key=lambda piece: len(piece.ranks) > 1):
         ranks = piece.ranks
         reader = min(ranks, key=lambda rank: read[rank])
@@ -167,7 +170,8 @@ def chunk_of(size: int, count: int, number: int) -> tuple[int, int]:
 
 def _pieces(segments: list[Segment], shape: Sequence[int], limit: int, size: int) -> Iterator[Piece]:
     if any(segment.want.bits % 8 for segment in segments):
-        # A cut between elements shorter than a byte may lie within a byte. Each rank reads one that is too long.
+        # The elements are no whole bytes, so a cut could lie within a byte. If a segment is too long, each of its ranks
+        # reads all of it.
         for segment in segments:
             fits = Piece((segment,)).weight(size) <= limit
             yield from [Piece((segment,))] if fits else [Piece((segment._replace(ranks=(rank,)),)) for rank in segment.ranks]
@@ -176,7 +180,8 @@ def _pieces(segments: list[Segment], shape: Sequence[int], limit: int, size: int
 
 
 def _cut(segments: list[Segment], shape: Sequence[int], dim: int, limit: int, size: int) -> Iterator[Piece]:
-    """Cuts segments that agree in the dimensions before `dim`, where they have one index."""
+    """Cuts segments into pieces along `dim` and later dimensions. In each dimension before `dim`, all segments have the
+    same single index."""
     whole = Piece(tuple(segments))
     if dim == len(shape) or len(whole.ranks) == 1:
         yield whole

@@ -1,4 +1,4 @@
-"""safetensors files from memory that the caller names."""
+"""Makes safetensors files of memory whose addresses the caller passes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Iterator, Mapping, NoReturn, Sequence, Union
 
 from ._errors import error
 
-# Word of numpy and torch -> name in a header and bits of an element, in the order in which tensors lie in a file: a tensor
-# then begins at a multiple of the length of its elements.
+# Name of a dtype in numpy and torch -> name in a header, and bits of an element. Tensors lie in a file in the order of
+# this table: so each tensor begins at a multiple of the length of its elements.
 _DTYPES = {
     "uint64": ("U64", 64),
     "int64": ("I64", 64),
@@ -43,9 +43,9 @@ _WIDTH_OF_LENGTHS = 64
 
 
 class TensorSpec:
-    """A tensor in memory for `serialize` and `serialize_file`: dtype as a word of numpy or torch, shape, address, and length in
-    bytes. The memory must stay until they return. A `float4_e2m1fn_x2` of torch has two elements in each of its own, and
-    twice as many in the last dimension of `shape`."""
+    """A tensor in memory, for `serialize` and `serialize_file`: the name of its dtype in numpy or torch, its shape, its
+    address, and its length in bytes. The memory must stay valid until these functions return. An element of the torch
+    dtype `float4_e2m1fn_x2` holds two elements of the file, so the attribute `shape` doubles the last dimension."""
 
     __slots__ = ("_dtype", "_shape", "_data_ptr", "_data_len")
 
@@ -60,12 +60,12 @@ class TensorSpec:
 
     @property
     def dtype(self) -> str:
-        """The dtype as in a header."""
+        """The name of the dtype in a header."""
         return self._dtype
 
     @property
     def shape(self) -> list[int]:
-        """The shape as in a header."""
+        """The shape in a header."""
         return list(self._shape)
 
     @property
@@ -84,7 +84,7 @@ class TensorSpec:
 
 
 def serialize(tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes of a file with these tensors."""
+    """The bytes of a safetensors file with these tensors."""
     return b"".join(_parts(tensor_dict, metadata))
 
 
@@ -93,14 +93,14 @@ def serialize_file(
     filename: Union[str, os.PathLike[str]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes these tensors to a file, which takes its name once it is whole."""
+    """Writes these tensors to a safetensors file, which takes its name once it is whole."""
     if not isinstance(filename, (str, os.PathLike)):
         raise TypeError(f"filename: expected a str or a path, not {type(filename).__name__}")
     path = os.fsdecode(filename)
     parts = _parts(tensor_dict, metadata)
     header = next(parts)
     try:
-        # A file with a name of its own, so that a reader sees the old file or the new one.
+        # Writes to a temporary file first, so that a reader sees either the old file or the whole new file.
         with tempfile.NamedTemporaryFile(dir=os.path.dirname(path) or ".", prefix=".tensorfs-", delete=False) as file:
             try:
                 file.write(header)
@@ -117,7 +117,7 @@ def serialize_file(
 
 
 def _parts(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None) -> Iterator[Any]:
-    """The header, and then the bytes of each tensor where they lie."""
+    """The header, and then the bytes of each tensor, without a copy."""
     header: dict[str, Any] = {}
     if metadata is not None:
         for key, value in metadata.items():
@@ -167,7 +167,7 @@ def _unsigned(number: Any) -> int:
 
 
 def _umask() -> int:
-    """The bits that new files of this process lack."""
+    """The umask of this process: the permission bits that its new files lack."""
     with open("/proc/self/status") as status:
         found = next((line for line in status if line.startswith("Umask:")), "Umask: 022")
     return int(found.split()[1], 8)

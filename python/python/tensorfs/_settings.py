@@ -17,7 +17,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "engine": (str,),
     "io_timeout": (int, float),
 }
-"""The settings of a loader, as arguments, and what their values may be."""
+"""The arguments that are settings of a loader, and the types that their values may have."""
 
 WORDS = tuple(TYPES)
 
@@ -31,7 +31,7 @@ def loader(
     io_timeout: float | str | None = None,
     gpu: int | None = None,
 ) -> Loader:
-    """The loader for these settings, to the CPU or a GPU. Equal settings share one loader."""
+    """The loader with these settings, for the CPU or for a GPU. Equal settings share one loader."""
 
     return _loader(
         _size(*_chosen("chunk", chunk), 4096, 1 << 30),
@@ -45,12 +45,13 @@ def loader(
 
 
 def unproven_tail(given: str | None = None) -> str:
-    """The consequence of an unproven tail: "warn" or "error"."""
+    """The consequence of a missing proof that the last pieces are there: "warn" or "error"."""
     return _word(*_chosen("unproven_tail", given), ("warn", "error"))
 
 
 def disk_cache(folder: str | None = None, size: int | str | None = None) -> tuple[str | None, int | None]:
-    """The folder of the disk cache of remote sources, None for none, and the bytes that it may take."""
+    """The folder of the disk cache for remote sources, or None for no disk cache, and the most bytes that it may
+    take."""
     name, value = _chosen("cache_dir", folder)
     if value == "":
         raise ValueError(f"{name}: expected a folder, or none")
@@ -75,21 +76,21 @@ if TYPE_CHECKING:
 else:
 
     class _Unpacked:
-        """`Unpack` of Python 3.10, which has none: `get_type_hints` finds the form itself."""
+        """Replaces `typing.Unpack` in Python 3.10, which lacks it: `Unpack[X]` is X, so `get_type_hints` finds X."""
 
         def __class_getitem__(cls, form):
             return form
 
-    # Those who ask for type hints at run time need its name.
+    # `get_type_hints` looks this name up at run time.
     Unpack = getattr(typing, "Unpack", _Unpacked)
 
 Remote = Union[tuple[Optional[str], Optional[str], Optional[str], Optional[str], Optional[str]], None]
-"""Where a remote source lies: the file with the credentials, the profile, the server, the region, and the file of
-certificates. None: the environment says so."""
+"""The settings of a remote source: the file with the credentials, the profile, the server, the region, and the file of
+certificates. None means that all of them come from the environment."""
 
 
 def remote(given: Mapping[str, Any]) -> Remote:
-    """The settings of one remote source, which are arguments of that name."""
+    """Checks the settings of one remote source. `given` has the arguments by name."""
     for name, value in given.items():
         if name not in REMOTE_WORDS:
             raise TypeError(f"unexpected argument {name!r}")
@@ -105,7 +106,8 @@ def remote(given: Mapping[str, Any]) -> Remote:
 
 
 def in_this_folder(given: RemoteSource) -> RemoteSource:
-    """The arguments of one remote source, checked, with paths that mean the same in every working directory."""
+    """The arguments of one remote source, checked. Their paths are absolute, so that they mean the same in every
+    working directory."""
     chosen = remote(given)
     return {} if chosen is None else typing.cast(RemoteSource, dict(zip(REMOTE_WORDS, chosen)))
 

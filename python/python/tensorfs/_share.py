@@ -1,5 +1,5 @@
-"""Group loads: each rank reads a part, and what others need reaches them by memory of the host, by its page cache, or by
-collectives."""
+"""Loads of a process group: each rank reads a part, and the other ranks get the bytes by shared memory, by the page
+cache of the host, or by collectives."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from ._requests import Box, Piece, Round, Schedule, Segment, Want
 from ._tensorfs import Area, Checkpoint, Loader
 
 _WIRE = 64 << 20
-"""Bytes of all buffers of collectives in one rank."""
+"""Bytes of all buffers for collectives in one rank."""
 
 _ROUND = 64 << 20
-"""Bytes that a rank reads into the page cache before the others copy them."""
+"""The most bytes that a rank reads into the page cache before the other ranks copy them."""
 
 _FILES_MAX = 128
-"""Most files of shared memory of a load."""
+"""The most files of shared memory that one load uses."""
 
 SHARES = (None, "host", "network")
 
 
 Find = Callable[[], "list[tuple[Info, Part]]"]
-"""Tells what a rank asks for. If it raises, it does so within the operation, so that all ranks know."""
+"""A function that returns the tensors and parts that this rank asks for. It is called within the operation, so that an
+exception in it becomes an error of all ranks."""
 
 
 class Place(NamedTuple):
@@ -46,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Team:
-    """The group of a handle or a load, and how its ranks share what they read."""
+    """The group of a `safe_open` or a load, and the way in which its ranks share what they read."""
 
     def __init__(self, process_group: Any, share: str | None, how: dict[str, Any]) -> None:
         if share not in SHARES:
@@ -61,13 +62,13 @@ class Team:
         self.group.close()
 
     def loader(self, gpu: int | None = None, **other: Any) -> Loader:
-        """The loader of the settings of the handle, to the CPU or a GPU."""
+        """The loader with the settings of the `safe_open` or load, changed by `other`, for the CPU or for a GPU."""
         return _settings.loader(**{**self._how, **other}, gpu=gpu)
 
     @property
     def by_host(self) -> bool:
-        """Whether ranks of one host share their reads, and hosts exchange nothing. Unless it is given, they do if there
-        is one host only."""
+        """Whether ranks share their reads only with ranks of the same host, so that hosts exchange nothing. Without the
+        argument `share`, this is so if all ranks are on one host."""
         return self._share == "host" or (self._share is None and len(self.group.mates) == self.group.size)
 
     @property
@@ -76,14 +77,14 @@ class Team:
         return self.group.mates if self.by_host else list(range(self.group.size))
 
     def plan(self, operation: Operation, checkpoint: Checkpoint, wants: Sequence[Want], limit: int) -> Schedule:
-        """Tells the others what this rank asks for, and divides the reads."""
+        """Exchanges the requests of all ranks, and divides the reads among the ranks."""
         ranks = self.ranks
         every = operation.exchange(_requests.encoded(wants))
         asked = {rank: _requests.decoded(every[rank]) for rank in ranks}
         return _requests.schedule(asked, _shapes(checkpoint), limit, len(ranks))
 
     def load(self, reader: Reader, gpu: int | None, find: Find) -> dict[str, Any]:
-        """Loads tensors, or parts of them, into new memory. Each rank may ask for others."""
+        """Loads tensors, or parts of them, into new memory. Each rank may ask for different tensors."""
         with self.group.operation() as operation:
             wanted = find()
             for info, _ in wanted:
@@ -109,7 +110,8 @@ class Team:
         find: Find,
         cut: Callable[[list[tuple[Info, Part]]], list[list[tuple[Info, Part]]]],
     ) -> Iterator[tuple[str, Any]]:
-        """Loads batch after batch, all ranks the same tensors at the same time."""
+        """Loads batch after batch. All ranks load the same batch at the same time, each rank the tensors of it that it
+        asks for."""
         with self.group.operation() as operation:
             mine = {info.position: (info, part) for info, part in find()}
             every = operation.exchange(json.dumps(list(mine)).encode())
@@ -130,7 +132,7 @@ class Team:
             raise
 
     def leave(self, why: str) -> None:
-        """Ends the operation that the other ranks are in, or begin next."""
+        """Makes the operation fail that the other ranks are in, or begin next."""
         with contextlib.suppress(Exception), self.group.operation():
             raise _errors.error(why, "group", cls=GroupError)
 
@@ -141,7 +143,7 @@ class Team:
         places: Sequence[Place],
         count: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        """Loads into memory that is there already."""
+        """Loads into existing memory."""
         by_want: dict[Want, list[Place]] = {}
         for place in places:
             by_want.setdefault(place.want, []).append(place)
@@ -151,8 +153,9 @@ class Team:
     def _load_shared(
         self, operation: Operation, reader: Reader, wanted: Sequence[tuple[Info, Part]], wants: list[Want]
     ) -> Callable[[], dict[str, Any]]:
-        """Loads wants of several ranks of a host into memory that they share, each rank a part of it. In the end each
-        maps it privately: what it writes there is its own. Other wants get memory of their own."""
+        """Loads the wants that several ranks of a host have in common into shared memory. Each rank reads a part of
+        them. In the end each rank maps this memory privately, so that no other rank sees its writes. All other wants
+        get ordinary memory."""
         checkpoint, loader, me = reader.checkpoint, reader.loader, self.group.rank
         schedule = self.plan(operation, checkpoint, wants, _ROUND)
         several = [piece for pieces in schedule.shared.values() for piece in pieces]
@@ -181,12 +184,13 @@ class Team:
 
 
 class _Blocks:
-    """Memory that ranks of a host share: regions of a plan that all of them have made alike, in files without names."""
+    """Memory that the ranks of a host share. It consists of the regions of a plan, which is the same on all ranks, and
+    lies in files without names."""
 
     def __init__(self, group: Group, operation: Operation, plan: Any, wants: list[Want]) -> None:
         self._placements = {want: place for want, place in zip(wants, plan.placements)}
         lengths = [length - _frameworks.PAGE for length in plan.rooms]
-        # A file for several regions if there are many.
+        # If there are more regions than files, a file holds several regions.
         each = -(-len(lengths) // _FILES_MAX) or 1
         starts = [sum(lengths[number // each * each : number]) for number in range(len(lengths))]
         self._regions = [(number // each, starts[number], length) for number, length in enumerate(lengths)]
@@ -206,7 +210,7 @@ class _Blocks:
                     for descriptor in found:
                         self._files.append(os.open(f"/proc/{group.pid(leader)}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
             if total:
-                # The files of the leader are there until all have opened them.
+                # The leader keeps its files open until all ranks have opened them.
                 operation.post("opened")
                 for rank in group.mates if group.rank == leader else ():
                     operation.wait("opened", rank)
@@ -222,13 +226,13 @@ class _Blocks:
         return want in self._placements
 
     def place(self, segment: Segment) -> tuple[Area, int]:
-        """Where the bytes of a segment go."""
+        """The area and the address that the bytes of a segment are loaded to."""
         region, offset, *_ = self._placements[segment.want]
         area = self._maps[region, False]
         return area, area.address + offset + segment.offset
 
     def mapped(self, framework: Any, names: dict[str, Want]) -> Callable[[], dict[str, Any]]:
-        """Makes the tensors of these wants, once all ranks have read."""
+        """A function that makes the tensors of these wants. It is called once all ranks have read their parts."""
         placed = []
         for name, want in names.items():
             region, offset, nbytes, dtype, shape = self._placements[want]
@@ -245,7 +249,7 @@ class _Blocks:
 
 
 class _Exchange:
-    """A load into memory that each rank has."""
+    """A load of a group into existing memory of each rank."""
 
     limit = _ROUND
 
@@ -262,7 +266,8 @@ class _Exchange:
         self.schedule = team.plan(operation, checkpoint, list(places), self.limit)
 
     def read(self, pieces: Sequence[Piece], **other: str) -> None:
-        """Reads the segments of this rank in these pieces to their places, with `other` settings."""
+        """Reads those segments of these pieces that this rank asks for to their places. `other` changes settings of the
+        loader."""
         by_gpu: dict[int | None, list[tuple[Segment, Place]]] = {}
         for piece in pieces:
             for one in piece.segments:
@@ -277,7 +282,7 @@ class _Exchange:
 
 
 class _PageCache(_Exchange):
-    """Ranks of a host take turns: each part is read by one of them, and the others copy it from the page cache."""
+    """One rank of a host reads each part into the page cache, and the other ranks of the host copy it from there."""
 
     def run(self) -> None:
         me = self.group.rank
@@ -295,10 +300,10 @@ class _PageCache(_Exchange):
 
 
 class _Collectives(_Exchange):
-    """Each part is read by one rank, which sends it to the others, while it reads the next."""
+    """Each part is read by one rank. The rank sends the part to the other ranks while it reads the next one."""
 
     def __init__(self, team: Team, *rest: Any) -> None:
-        # Two buffers to send, and those of all ranks to receive.
+        # Each rank has two buffers to send from, and one buffer for each rank to receive into.
         self.limit = max(_WIRE // (team.group.size + 2) // 4096 * 4096, 64 << 10)
         super().__init__(team, *rest)
         self._wire: Any = None
@@ -314,7 +319,7 @@ class _Collectives(_Exchange):
                 self.operation.cancel.cancel()
                 raise
             finally:
-                # A read that is under way keeps its own memory, and ends within the deadline.
+                # This does not wait: a read that is under way keeps its memory alive, and ends within the deadline.
                 beside.shutdown(wait=False, cancel_futures=True)
         self.read(self.schedule.alone[self.group.rank])
 
@@ -337,11 +342,11 @@ class _Collectives(_Exchange):
         return all(len(one.ranks) == size for several in by_rank.values() for piece in several for one in piece.segments)
 
     def _sent(self, by_rank: Round, reader: int, to: int) -> list[Segment]:
-        """The segments that a rank sends to another one in a round, in this order."""
+        """The segments that the rank `reader` sends to the rank `to` in a round, in the order of sending."""
         return [one for piece in by_rank.get(reader, ()) for one in piece.segments if to in one.ranks]
 
     def _staged(self, by_rank: Round) -> tuple[Any, int]:
-        """Reads the pieces of this rank into a buffer, as they are sent."""
+        """Reads the pieces of this rank into a new buffer, in the order in which they are sent."""
         me = self.group.rank
         if self._is_for_all(by_rank):
             segments = self._sent(by_rank, me, me)
@@ -370,7 +375,8 @@ class _Collectives(_Exchange):
         return buffer, address
 
     def _exchange(self, by_rank: Round, buffer: Any, address: int) -> None:
-        """Sends and receives a round, by the collective that its pieces need, and puts the bytes into place."""
+        """Sends and receives the bytes of a round, by the collective that its pieces need, and copies the received
+        bytes to their places."""
         me, length = self.group.rank, len(buffer)
         received = {rank: self._sent(by_rank, rank, me) for rank in self.ranks}
         if not self._is_for_all(by_rank):
@@ -406,7 +412,7 @@ class _Collectives(_Exchange):
 
 
 def want_of(info: Info, part: Part, cast: str | None = None, nbytes: int = 0) -> Want:
-    """The request for a tensor or a part of it; with a cast, of this length."""
+    """The request for a tensor or a part of it. With a cast, `nbytes` is the length after the cast."""
     whole = tuple((0, size) for size in info.shape)
     box = whole if part is None else tuple(part)
     elements = _requests.elements_of(whole if cast is None else box)
@@ -430,7 +436,7 @@ def _places(wants: Sequence[Want], areas: Sequence[tuple[Any, int]], placed: Seq
 
 
 def _shapes(checkpoint: Checkpoint) -> Callable[[int], Sequence[int]]:
-    """The shape of the tensor at a position."""
+    """A function that returns the shape of the tensor at a position."""
     return lambda position: checkpoint.tensor_at(position)[3]
 
 

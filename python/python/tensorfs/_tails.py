@@ -1,4 +1,4 @@
-"""Checkpoints whose last pieces nothing proves: the warning about them, and the error in its place."""
+"""The warning, or the error, about a checkpoint without a proof that its last pieces are there."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from ._errors import error
 from ._settings import Remote
 
 UnprovenTail = tuple[str, str, int]
-"""Path and message of the native part, and a number that is the same for the same files."""
+"""A path and a message from the native part, and a number that is the same for the same files."""
 
 
 class UnprovenTailWarning(UserWarning):
-    """Nothing proves that the last pieces of a checkpoint are there: if the last rank shard was lost, its tensors only
-    look smaller.
+    """Nothing proves that the last pieces of a checkpoint are there. If the shard of the last rank was lost, the
+    tensors only look smaller.
 
-    `expect_shards=`, `reference=` and a manifest beside the shards prove it. With `unproven_tail="error"` or
-    TENSORFS_UNPROVEN_TAIL=error it is an error.
+    Each of `expect_shards=`, `reference=` and a manifest beside the shards is such a proof. With
+    `unproven_tail="error"` or TENSORFS_UNPROVEN_TAIL=error there is an error in place of this warning.
     """
 
 
 class Proof(NamedTuple):
-    """The proof of the last pieces of a checkpoint that a caller asks for."""
+    """The arguments of a caller about the proof of the last pieces of a checkpoint, and about remote sources."""
 
     demands: tuple[int | None, str | None, str | None, int | None, Remote]
-    """The number of its shards, a file that knows its tensors, the folder of a disk cache with its size, and where the
-    checkpoint lies if it is remote."""
+    """The number of shards, the reference file that lists all tensors, the folder of the disk cache, its size in bytes,
+    and the settings of a remote source."""
     unproven: str
-    """The consequence if nothing proves them: "warn" or "error"."""
+    """The consequence if nothing proves the last pieces: "warn" or "error"."""
 
 
-# By the files of a checkpoint: the registry of Python's filters for the warning about it.
+# For each set of files, by its number: the registry in which the warning filters of Python note that the warning was
+# shown.
 _registries: dict[int, dict[Any, Any]] = {}
 
 
 def judge(found: Iterable[UnprovenTail], proof: Proof) -> None:
-    """Warns of each of these checkpoints, once as long as the filters of Python stay the same; or raises the error."""
+    """Warns about each of these checkpoints, or raises the error. As long as the warning filters of Python stay the
+    same, the warning about a checkpoint is shown once."""
     for path, message, files in found:
         if proof.unproven == "error":
             raise error(message, "unproven_tail", path=path)
@@ -46,14 +48,15 @@ def judge(found: Iterable[UnprovenTail], proof: Proof) -> None:
 
 def _warn(message: str, registry: dict[Any, Any]) -> None:
     filename, line, module = _caller()
-    # Python shows a warning once for each line of code.
+    # Python shows a warning once for each line of code that causes it. If it was shown for another line, this line
+    # counts as shown too.
     if any(isinstance(key, tuple) for key in registry):
         registry[message, UnprovenTailWarning, line] = True
     warnings.warn_explicit(message, UnprovenTailWarning, filename, line, module, registry)
 
 
 def _caller() -> tuple[str, int, str]:
-    """File, line and module of the code that called this package, also by way of safetensors."""
+    """File, line and module of the code that called this package, directly or by way of safetensors."""
     frame = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))

@@ -1,4 +1,4 @@
-"""Memory to load into: of torch, of numpy, and of others."""
+"""Finds the memory of torch tensors, numpy arrays and other objects, to load into it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class Target(NamedTuple):
     address: int
     nbytes: int
     dtype: str | None
-    """None where it is bytes of anything."""
+    """None for a plain buffer, which takes the bytes of any dtype."""
     shape: list[int] | None
-    """The shape of the whole tensor, as its framework counts; None where it is bytes of anything."""
+    """The shape of the whole tensor, in elements of its framework. None for a plain buffer."""
     owner: Any
     """The object that keeps the memory alive."""
     gpu: int | None = None
     """Number of its GPU. None for the CPU."""
     boxes: list[Box] | None = None
-    """The parts of the tensor that lie there one after the other. None if it holds the whole tensor."""
+    """The parts of the tensor that the memory holds, one after the other. None if it holds the whole tensor."""
     identity: Hashable = None
-    """Equal if two targets are the same memory, even with no bytes. None if that is unknown."""
+    """A value that is equal for two targets with the same memory, even if the memory has no bytes. None if it is not
+    known whether memory is the same."""
 
     def is_alias_of(self, other: Target) -> bool:
         """Whether filling the other target fills this one with the same bytes."""
@@ -44,7 +45,7 @@ Refused = Callable[[str], SafetensorError]
 def target_of(into: Any, name: str) -> Target:
     """The memory of an object.
 
-    Raises `MismatchError` if it has none, or none that can be loaded into.
+    Raises `MismatchError` if the object has no memory, or memory that cannot be loaded into.
     """
 
     def refused(why: str) -> SafetensorError:
@@ -61,7 +62,7 @@ def target_of(into: Any, name: str) -> Target:
         except (BufferError, TypeError) as e:
             raise refused(str(e)) from None
         except Exception as e:
-            # Code of another library, which may raise any exception.
+            # The code of another library, which may raise any exception, makes the DLPack capsule.
             raise refused(f"does not give its memory by DLPack: {type(e).__name__}: {e}") from None
         identity = (None, address, nbytes) if nbytes else None
         return Target(address, nbytes, dtype, list(shape), owner, identity=identity)
@@ -69,8 +70,8 @@ def target_of(into: Any, name: str) -> Target:
 
 
 def count_write(owners: Iterable[Any]) -> None:
-    """Has torch count a write to the tensors among the owners of targets: a backward pass that needs what they held
-    before is refused then."""
+    """Makes torch count a write to each tensor among the owners of targets. torch then refuses a backward pass that
+    needs the old values of such a tensor."""
     torch = sys.modules.get("torch")
     if torch is None:
         return
@@ -84,7 +85,8 @@ def count_write(owners: Iterable[Any]) -> None:
                 if increment is not None:
                     increment(tensor)
                 elif not _dtensor.is_dtensor(tensor):
-                    # In older versions of torch a write of no bytes counts as well, and views share the counter.
+                    # Older versions of torch lack `increment_version`. There, a write of no bytes to a view counts,
+                    # because views share the counter.
                     torch.Tensor.detach(tensor).view(-1)[:0].view(torch.uint8).zero_()
 
 
@@ -112,13 +114,13 @@ def _of_torch(torch: Any, into: Any, refused: Refused) -> Target:
         raise refused(str(e)) from None
     shape = list(into.shape)
     is_whole = boxes == [[(0, size) for size in shape]] or 0 in shape
-    # Only the local shard may keep the memory alive, and only the DTensor the shard.
+    # Both are owners: perhaps only the local shard keeps the memory alive, and only the DTensor keeps the shard alive.
     return found._replace(shape=shape, boxes=None if is_whole else boxes, owner=(into, local))
 
 
 def _of_plain(torch: Any, into: Any, refused: Refused) -> Target:
     """A plain tensor, whose elements lie in its own memory."""
-    # A Python subclass may override every attribute.
+    # A Python subclass may override every attribute, so the attributes of `torch.Tensor` are used.
     own = _asked_of(torch.Tensor, into)
     with torch._C.DisableTorchFunctionSubclass():
         _refuse_other_kinds(torch, into, refused)
@@ -135,13 +137,13 @@ def _of_plain(torch: Any, into: Any, refused: Refused) -> Target:
             end = own("storage_offset")() * own("element_size")() + nbytes
             has = storage.nbytes()
         except (RuntimeError, NotImplementedError):
-            # For example the arguments within torch.func.
+            # For example, the arguments of a function within torch.func have no memory.
             raise refused("has no memory of its own") from None
         if not is_plain:
             raise refused("is not contiguous")
         if nbytes and (address == 0 or has < end):
             raise refused(f"has {has if address else 0} bytes of memory, and needs {end}; allocate it first")
-        # Tensors without elements have no address.
+        # Tensors without elements have no address, so their storage identifies them.
         identity = (gpu, address, nbytes) if nbytes else (storage._cdata, end)
         return Target(address, nbytes, dtype, shape, into, gpu, identity=identity)
 
@@ -156,7 +158,7 @@ def _asked_of(cls: type, into: Any) -> Callable[[str], Any]:
 
 
 def _refuse_other_kinds(torch: Any, into: Any, refused: Refused) -> None:
-    """Refuses tensors whose elements do not lie in their memory."""
+    """Refuses tensors whose elements do not lie in the memory of the tensor itself."""
     kind = type(into)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise refused(f"is a {kind.__module__}.{kind.__qualname__}, of which it is not known where its elements lie")
@@ -178,7 +180,7 @@ def _of_buffer(into: Any, refused: Refused) -> Target:
         raise refused(f"is a {type(into).__name__}, which has no memory to load into") from None
     if view.readonly or not view.c_contiguous:
         raise refused("is not contiguous, or must not be written to")
-    # This holds the buffer, so that it cannot be resized meanwhile.
+    # `held` keeps the buffer exported, so that it cannot be resized during the load.
     held = (ctypes.c_char * view.nbytes).from_buffer(view)
     address = ctypes.addressof(held)
     identity = (None, address, view.nbytes) if view.nbytes else None

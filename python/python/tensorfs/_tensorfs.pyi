@@ -1,4 +1,4 @@
-"""The native part. Private: it trusts the addresses that it is given."""
+"""The native part of the package. It is private, because it trusts the memory addresses that its callers pass."""
 
 from os import PathLike
 from typing import Any, Callable, Sequence, final

@@ -13,10 +13,12 @@ from ._errors import GroupError, error
 from ._group import STORE_LOST, Group
 
 _opened: Counter[str] = Counter()
-"""How many handles and loads have used each group of torch, by its name. It is the same on all ranks."""
+"""The number of `safe_open` and `load_into` calls that have used each group of torch, by the name of the group. It is
+the same on all ranks."""
 
 _stores: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-"""Connections to the store of each group: for the thread of a load, for the one that watches, and for collectives."""
+"""Three connections to the store of each group: for the thread of a load, for the watching thread, and for
+collectives."""
 
 
 def group_of(process_group: Any, timeout: float | None) -> Group:
@@ -45,7 +47,8 @@ def group_of(process_group: Any, timeout: float | None) -> Group:
 
 
 def _within(timeout: float | None, work: Callable[[], Any]) -> Any:
-    """Does what may wait for a store that is gone, on a thread that nobody waits for."""
+    """The result of `work`, which may wait for ever if the store is gone. It runs on a thread of its own, for which
+    this waits `timeout` seconds only."""
     done: list[Any] = []
 
     def run() -> None:
@@ -71,7 +74,7 @@ def _store_of(dist: Any, process_group: Any) -> Any:
 
 
 class Mailbox:
-    """A `Store` of torch."""
+    """A `Store` of torch, as a mailbox."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -90,7 +93,7 @@ class Mailbox:
 
 
 class Wire:
-    """Collectives over gloo, in a group of their own: what fails in there does not break the group of the caller."""
+    """Collectives over gloo, in a group of their own, so that a failure does not break the group of the caller."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float | None) -> None:
         import torch
@@ -101,19 +104,21 @@ class Wire:
         self._group = ProcessGroupGloo(store, rank, size, timeout=limit)
 
     def drop(self, failed: bool) -> None:
-        """Lets go of it; after a failure without a wait for collectives that end at their deadline only."""
+        """Frees the gloo group, which may wait for collectives until their deadline. After a failure another thread
+        does that, so that this one does not wait."""
         group, self._group = [self._group], None
         if failed:
-            # The end of the interpreter waits for this thread, and may not stop it.
+            # This is no daemon thread: the interpreter has to wait for it at its end, and must not stop it.
             threading.Thread(target=group.clear, name="tensorfs-group").start()
 
     def buffer(self, nbytes: int) -> tuple[Any, int]:
-        """Memory that collectives take, and its address."""
+        """New memory for collectives, and its address."""
         made = self._torch.empty(nbytes, dtype=self._torch.uint8)
         return made, made.data_ptr()
 
     def all_gather(self, into: Any, of: Any) -> Callable[[], bool]:
-        """Begins to send `of` to all ranks. The result tells whether it is done, and raises if it failed."""
+        """Begins to send `of` to all ranks. Returns a function that tells whether this is done, and raises an error if
+        it failed."""
         return _done(self._group._allgather_base(into, of))
 
     def broadcast(self, of: Any, root: int) -> Callable[[], bool]:

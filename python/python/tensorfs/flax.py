@@ -1,4 +1,4 @@
-"""Checkpoints as arrays of jax: in place of `safetensors.flax`."""
+"""Loads checkpoints as arrays of jax. This module replaces `safetensors.flax`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints as arrays of mlx: in place of `safetensors.mlx`."""
+"""Loads checkpoints as arrays of mlx. This module replaces `safetensors.mlx`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints as numpy arrays: in place of `safetensors.numpy`."""
+"""Loads checkpoints as numpy arrays. This module replaces `safetensors.numpy`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ load_file = _functions.load_file
 
 
 def save(tensor_dict: dict[str, numpy.ndarray], metadata: dict[str, str] | None = None) -> bytes:
-    """The bytes of a file with these arrays. safetensors writes them and must be installed."""
+    """The bytes of a safetensors file with these arrays. The package safetensors makes them, and must be installed."""
     return bytes(_functions.genuine().save(tensor_dict, metadata))
 
 
@@ -40,5 +40,5 @@ def save_file(
     filename: Union[str, os.PathLike[str]],
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Writes these arrays to a file. safetensors writes it and must be installed."""
+    """Writes these arrays to a safetensors file. The package safetensors does this, and must be installed."""
     _functions.genuine().save_file(tensor_dict, filename, metadata)

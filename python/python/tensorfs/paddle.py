@@ -1,4 +1,4 @@
-"""Checkpoints as tensors of paddle: in place of `safetensors.paddle`."""
+"""Loads checkpoints as tensors of paddle. This module replaces `safetensors.paddle`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ save_file = _functions.save_file
 
 _NUMPY = {
     **{word: word for word in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")},
-    # numpy lacks these: others of their width stand for them.
+    # numpy lacks these dtypes: another dtype of the same width stands for each of them.
     **{"bfloat16": "float16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"},
 }
 
 
 def __getattr__(name: str) -> Any:
-    """`NPDTYPES`, which needs paddle: the other names of this module do not, so `__all__` lacks it."""
+    """Makes `NPDTYPES`, which needs paddle. It is not in `__all__`, because the other names of this module do not need
+    paddle."""
     if name != "NPDTYPES":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -57,7 +58,7 @@ def _numpy_types() -> dict[Any, type]:
 
 
 def load(data: bytes, device: Any = "cpu") -> dict[str, paddle.Tensor]:
-    """All tensors of a safetensors file in memory."""
+    """All tensors of a safetensors file that is in memory."""
     return _bytes.load(data, _frameworks.find("paddle", _device.parse(device)))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as tensors of tensorflow: in place of `safetensors.tensorflow`."""
+"""Loads checkpoints as tensors of tensorflow. This module replaces `safetensors.tensorflow`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints as torch tensors: in place of `safetensors.torch`."""
+"""Loads checkpoints as torch tensors. This module replaces `safetensors.torch`."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ def load_model(
     backend: str = "mmap",
     **how: Any,
 ) -> tuple[set[str], list[str]]:
-    """Loads a checkpoint by `model.load_state_dict`, which copies it; `load_into` does not. Returns the names that the
-    checkpoint lacks, and those that the model lacks. With `strict` raises a `RuntimeError` for them.
+    """Loads a checkpoint into a model by `model.load_state_dict`, which copies all tensors. `tensorfs.load_into` loads
+    without that copy. Returns the names that the checkpoint lacks, and the names that the model lacks. With `strict`,
+    such names raise a `RuntimeError`.
 
-    If names share memory in the model, as tied weights do, one of them in the checkpoint is enough; several there must
-    have the same bytes.
+    If several names share memory in the model, as tied weights do, the checkpoint needs to have only one of them. If it
+    has several of them, their bytes must be equal.
     """
     return load_into_model(model, load_file(filename, device, backend=backend, **how), strict)
 
@@ -65,8 +66,8 @@ def load_model(
 def save_model(
     model: torch.nn.Module, filename: str, metadata: dict[str, str] | None = None, force_contiguous: bool = True
 ) -> None:
-    """Writes a model to a file, with one of several names that share memory. safetensors writes it and must be
-    installed."""
+    """Writes a model to a safetensors file. Of several names that share memory, only one is written. The package
+    safetensors does this, and must be installed."""
     _functions.genuine().save_model(model, filename, metadata, force_contiguous)
 
 

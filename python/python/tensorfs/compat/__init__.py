@@ -1,1 +1,1 @@
-"""Stand-ins for other packages: their names and arguments, with the loader of tensorfs behind them."""
+"""Modules that replace other packages: they have the names and arguments of those packages, and load with tensorfs."""

@@ -1,4 +1,4 @@
-"""Files that are opened together, and their tensors in the order in which other packages return them."""
+"""Files that are opened together, and their tensors in the order in which the replaced packages return them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPENED_AT_A_TIME = 16
 
 
 class OneFile:
-    """A file as it lies there, even if it is a shard of a checkpoint."""
+    """One file with its own tensors. If the file is a shard of a checkpoint, these are the pieces in this shard."""
 
     def __init__(self, path: str, checkpoint: Checkpoint) -> None:
         self.path, self._checkpoint = path, checkpoint
@@ -33,13 +33,13 @@ class OneFile:
         return self._checkpoint.metadata()
 
     def data_offsets(self, info: Info) -> list[int]:
-        """First byte and end of a tensor in the data section."""
+        """First byte and end of a tensor in the data section of the file."""
         offsets = self._checkpoint.data_offsets(info.position)
         return list(offsets) if offsets is not None else [0, info.nbytes]
 
     @property
     def header_length(self) -> int | None:
-        """Bytes before the data section. None in a file without tensors."""
+        """Length in bytes of all that is before the data section. None for a file without tensors."""
         for info in self.infos:
             offsets, pieces = self._checkpoint.data_offsets(info.position), self._checkpoint.pieces(info.position)
             if offsets is not None and pieces:
@@ -48,12 +48,12 @@ class OneFile:
 
     @property
     def source(self) -> str:
-        """Its path without links, by which a checkpoint of several files names it."""
+        """The path of the file without links. A checkpoint of several files names its files by such paths."""
         return str(self._checkpoint.files[0])
 
 
 class FileSet:
-    """Files that form a checkpoint: independent ones, or shards, whose tensors are whole then."""
+    """Files that form a checkpoint: independent files, or shards, of which the pieces are joined to whole tensors."""
 
     def __init__(self, paths: Sequence[str], gpu: int | None = None, **how: Any) -> None:
         self.paths = list(paths)
@@ -65,7 +65,7 @@ class FileSet:
         facts = self._checkpoint.tensors()
         infos = [Info(*facts[position]) for position in self._checkpoint.file_order()]
         self.infos = sorted(infos, key=self.file_of)
-        """The tensors, file by file in the order of the paths, and within a file as they lie there."""
+        """The tensors: file by file in the order of the paths, and within a file in the order of their bytes."""
         self.by_name = {info.name: info for info in self.infos}
         self._reader: Reader | None = None
 
@@ -83,13 +83,13 @@ class FileSet:
         of_source = {file.source: index for index, file in reversed(list(enumerate(self.files)))}
         found = {}
         for name, position, *_ in self._checkpoint.tensors():
-            # A shard may have a tensor under another name.
+            # A shard may have a piece of a tensor under another name.
             pieces = self._checkpoint.pieces(position) if name not in of_name else []
             found[name] = of_name.get(name, of_source.get(pieces[0][0], 0) if pieces else 0)
         return found
 
     def file_of(self, info: Info) -> int:
-        """The index of the file with a tensor, or with its first piece."""
+        """The index of the file that has a tensor, or its first piece."""
         return self._file_of[info.name]
 
     def load(self, infos: Sequence[Info]) -> dict[str, Any]:
@@ -99,8 +99,8 @@ class FileSet:
         return self._torch_reader().load(wanted) if wanted else {}
 
     def stream(self, infos: Sequence[Info], ahead: int, most: int | None = None) -> PrefetchLoader:
-        """Begins to load tensors of torch in this order: batch by batch, `ahead` of them before they are requested.
-        `most` is the most bytes of a batch, where a longer tensor is alone."""
+        """Begins to load tensors of torch in this order, batch by batch. At most `ahead` batches are loaded before they
+        are requested. `most` is the most bytes of a batch; a longer tensor forms a batch of its own."""
         wanted: list[tuple[Info, Part]] = [(info, None) for info in infos]
         _refuse_unfit(self._torch_reader(), wanted)
         return _background(self._torch_reader(), _batches(wanted, most), ahead)

@@ -9,8 +9,8 @@ from .._reader import Info, Part
 
 
 class GroupLoads:
-    """Loads of a process group. All ranks make the same calls in the same order: each byte is read by one of them, and
-    an error of one is an error of all."""
+    """Loads of a process group. All ranks make the same calls in the same order. Each byte is read by one rank, and an
+    error of one rank is an error of all ranks."""
 
     def __init__(self, paths: Sequence[str], gpu: int | None, process_group: Any, **how: Any) -> None:
         self._gpu = gpu
@@ -18,7 +18,8 @@ class GroupLoads:
         self._opened = safe_open(list(paths), "pt", device, process_group=process_group, **how)
 
     def load(self, dims: Mapping[str, int | None]) -> dict[str, Any]:
-        """Tensors by name: the part of this rank in a dimension, or the whole tensor where that is None."""
+        """Tensors by name. `dims` maps each name to the dimension in which the tensor is cut into the parts of the
+        ranks, or to None for the whole tensor."""
         cut = {name: dim for name, dim in dims.items() if dim is not None}
         if not cut:
             return self._opened.get_tensors(list(dims))
@@ -27,12 +28,12 @@ class GroupLoads:
         return dict(self._opened.tensors(list(dims), shard=cut))
 
     def push(self, name: str, rank: int) -> Any:
-        """A tensor on one rank, None on the others."""
+        """Returns the tensor on the rank `rank`, and None on all other ranks."""
         return self._opened.push_tensor(name, rank)
 
     def stream(self, names: Sequence[str], most: int | None) -> Generator[tuple[str, Any], None, None]:
-        """Pairs of name and tensor in this order, batch by batch of at most `most` bytes. An iterator that is left early
-        is an error on the other ranks."""
+        """Yields pairs of name and tensor in this order. They are loaded in batches of at most `most` bytes. If a rank
+        leaves the loop early, that is an error on the other ranks."""
         batches = _batches([(self._opened._info(name), None) for name in names], most)
         try:
             for batch in batches:
@@ -44,5 +45,5 @@ class GroupLoads:
             raise
 
     def close(self) -> None:
-        """Closes the files. Waits for no other rank."""
+        """Closes the files. Does not wait for other ranks."""
         self._opened.__exit__()

@@ -1,4 +1,4 @@
-"""Safetensors files by the names and arguments of the fastsafetensors package.
+"""Loads safetensors files with the names and arguments of the fastsafetensors package.
 
     from tensorfs.compat.fastsafetensors import ParallelLoader, SingleGroup
 
@@ -8,7 +8,7 @@
     loader.close()
 
 The modules `common`, `loader`, `file_buffer`, `parallel_loader`, `auto_loader`, `config`, `ep_slice`, `frameworks` and
-`st_types` have the names that the modules of the package have.
+`st_types` have the same names as the modules of that package.
 """
 
 from .auto_loader import AutoLoader

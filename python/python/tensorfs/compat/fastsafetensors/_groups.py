@@ -13,7 +13,8 @@ _FRAMEWORKS = ("pt", "pytorch", "torch")
 
 
 def group_of(pg: Any) -> Any:
-    """The group that an argument means: an object with `size` and `rank`. Raises `TypeError` for what is no group."""
+    """The group that an argument stands for: an object with the methods `size` and `rank`. Raises `TypeError` if it is
+    no group."""
     if pg is None:
         return SingleGroup()
     is_group = callable(getattr(pg, "size", None)) and callable(getattr(pg, "rank", None))
@@ -24,14 +25,14 @@ def group_of(pg: Any) -> Any:
 
 
 def check_framework(framework: Any) -> None:
-    """Refuses other frameworks than torch."""
+    """Refuses all frameworks except torch."""
     if framework not in _FRAMEWORKS:
         raise error(f"framework {framework!r} is not supported: expected one of {', '.join(_FRAMEWORKS)}")
 
 
 def device_of(device: Any) -> Device:
-    """The device that an argument of torch, or a text, means. Raises `ValueError` for one that is neither the CPU nor a
-    GPU, and `RuntimeError` for a GPU that torch does not find."""
+    """The device that a text or a `torch.device` names. Raises `ValueError` if it is neither the CPU nor a GPU, and
+    `RuntimeError` if torch finds no GPU."""
     try:
         import torch
     except ImportError:
@@ -45,7 +46,7 @@ def device_of(device: Any) -> Device:
 
 
 def gpu_of(device: Device) -> int | None:
-    """The number of the GPU: without a number, of the one that torch uses now. None for the CPU."""
+    """The number of the GPU. If the device has no number, the GPU that torch uses now. None for the CPU."""
     if device.type == DeviceType.CPU:
         return None
     import torch

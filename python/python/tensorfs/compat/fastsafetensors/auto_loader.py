@@ -1,4 +1,4 @@
-"""`AutoLoader`: `PipelineParallel` as a file of JSON configures it."""
+"""`AutoLoader`: a `PipelineParallel` that is configured by a JSON file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOADER = "base"
 
 
 class AutoLoader:
-    """The tensors of files one after the other, as `load_config()` configures it."""
+    """Returns the tensors of files one after the other. `load_config()` configures how they are loaded."""
 
     def __init__(self, pg: Any, hf_weights_files: Sequence[StrPath], device: Any = "cpu") -> None:
         self._config = load_config()
@@ -28,9 +28,10 @@ class AutoLoader:
         return self._config
 
     def iterate_weights(self) -> Generator[tuple[str, Any], None, None]:
-        """Pairs of name and tensor, file by file, and within a file as they lie there. Tensors own their memory."""
+        """Yields pairs of name and tensor, file by file, and within a file in the order of their bytes. Tensors own
+        their memory."""
         return self._pipeline.iterate_weights()
 
     def close(self) -> None:
-        """Closes the loader. Tensors that were returned stay."""
+        """Closes the loader. Tensors that were returned stay valid."""
         self._pipeline.close()

@@ -1,4 +1,4 @@
-"""Headers, and the group of one process."""
+"""The header of a file, and the group of one process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class SingleGroup:
     """The group of one process."""
 
     def size(self) -> int:
-        """The number of its processes."""
+        """The number of processes, which is 1."""
         return 1
 
     def rank(self) -> int:
-        """The number of this process."""
+        """The number of this process, which is 0."""
         return 0
 
 
@@ -39,16 +39,16 @@ class SafeTensorsMetadata:
         self.src = file.path
         found = file.metadata
         self.metadata: Any = "" if found is None else found
-        """The metadata in it; an empty text if it has none."""
+        """The metadata in the header. An empty text if there are none."""
         self.tensors = {
             info.name: TensorFrame(DType(info.dtype), list(info.shape), file.data_offsets(info)) for info in file.infos
         }
         self.header_length = file.header_length
-        """Bytes before the data of tensors. None in a file without tensors."""
+        """Length in bytes of all that is before the data of the tensors. None for a file without tensors."""
 
     @classmethod
     def from_file(cls, filename: str | os.PathLike[str], framework: Any = None) -> SafeTensorsMetadata:
-        """The header of a file, judged as `tensorfs.safe_open` does. `framework` has no effect."""
+        """The header of a file. It is checked as by `tensorfs.safe_open`. `framework` has no effect."""
         return cls(OneFile.open(os.fspath(filename), _settings.loader()))
 
     def __repr__(self) -> str:

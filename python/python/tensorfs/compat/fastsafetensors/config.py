@@ -1,4 +1,4 @@
-"""The configuration of `AutoLoader`, from a file of JSON."""
+"""The configuration of `AutoLoader`, from a JSON file."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Mapping
 
 CONFIG_ENV_VAR = "FASTSAFETENSORS_CONFIG"
-"""The variable with the path of the file."""
+"""The environment variable with the path of the configuration file."""
 DEFAULT_CONFIG_PATH = "fastsafetensors.json"
-"""The file that counts without the variable, if it is there."""
+"""The configuration file if the environment variable is not set and this file exists."""
 
 _GROUPS = ("parallel", "debug")
 _OF_ALL_LOADERS = ("framework", "debug_log", "set_numa", "disable_cache")
@@ -43,8 +43,8 @@ class LoaderConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderConfig:
-        """Takes fields from the top and from the groups "parallel" and "debug". Any other object is the section of a
-        loader. Unknown fields are ignored."""
+        """Takes fields from the top level of `data`, and from its objects "parallel" and "debug". Any other object is
+        the section of a loader. Unknown fields are ignored."""
         known = {one.name for one in fields(cls) if not one.name.startswith("_")}
         values: dict[str, Any] = {}
         sections: dict[str, dict[str, Any]] = {}
@@ -59,7 +59,7 @@ class LoaderConfig:
 
     @classmethod
     def from_file(cls, path: str) -> LoaderConfig:
-        """The configuration in a file."""
+        """The configuration in a JSON file."""
         with open(path, encoding="utf-8") as opened:
             return cls.from_dict(json.load(opened))
 

@@ -8,11 +8,12 @@ import sys
 from typing import Callable, Pattern
 
 DEFAULT_EXPERT_PATTERN: Pattern[str] = re.compile(r"\.experts\.(\d+)\.")
-"""Where a name has the number of its expert."""
+"""Finds the number of the expert in the name of a tensor."""
 
 
 def owned_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int]:
-    """First expert and end of a rank: consecutive ones, where the first ranks have one more if they do not divide."""
+    """The consecutive experts of a rank, as first expert and end. If the experts do not divide evenly, each of the
+    first ranks has one expert more."""
     if ep_size <= 0:
         raise ValueError(f"ep_size={ep_size}: expected a number from 1 on")
     if not 0 <= ep_rank < ep_size:
@@ -25,7 +26,7 @@ def owned_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[in
 def expert_parallel_filter(
     num_experts: int, ep_size: int, ep_rank: int, pattern: Pattern[str] = DEFAULT_EXPERT_PATTERN
 ) -> Callable[[str], bool]:
-    """A filter that keeps the experts of a rank, and all tensors that are of no expert."""
+    """A filter that keeps the tensors of the experts of a rank, and all tensors that belong to no expert."""
     first, end = owned_expert_range(num_experts, ep_size, ep_rank)
 
     def keep(name: str) -> bool:
@@ -37,8 +38,8 @@ def expert_parallel_filter(
 
 def expert_parallel_filter_from_env() -> Callable[[str], bool] | None:
     """The filter that FASTSAFETENSORS_EP_SLICE=1, FASTSAFETENSORS_EP_NUM_EXPERTS, FASTSAFETENSORS_EP_SIZE and
-    FASTSAFETENSORS_EP_RANK ask for. Without the last two the group of torch counts, or else WORLD_SIZE and RANK. None
-    if there is one rank only, or no number of experts."""
+    FASTSAFETENSORS_EP_RANK configure. Without the last two variables, size and rank are those of the default group of
+    torch, or else WORLD_SIZE and RANK. None if there is only one rank, or if the number of experts is not set."""
     experts = int(os.environ.get("FASTSAFETENSORS_EP_NUM_EXPERTS", "0"))
     if os.environ.get("FASTSAFETENSORS_EP_SLICE", "0") != "1" or experts <= 0:
         return None

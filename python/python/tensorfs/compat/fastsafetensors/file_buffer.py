@@ -11,33 +11,33 @@ from .st_types import Device, DType
 
 
 class Kept(NamedTuple):
-    """A tensor of the files."""
+    """The place and the facts of a tensor in the files."""
 
     rank: int
-    """The rank of its file."""
+    """The rank that reads the file of the tensor."""
     file: int
-    """The number of its file among those of the rank, sorted by path."""
+    """The number of the file among the files of that rank, sorted by path."""
     filename: str
     shape: list[int]
     dtype: str
 
 
 class Local:
-    """The tensors of a process that loads alone. They are there already, and each call returns the same memory."""
+    """The tensors of a process that loads alone. They are loaded already, and each call returns the same memory."""
 
     def __init__(self, tensors: Mapping[str, TensorBase]) -> None:
         self._tensors = tensors
 
     def take(self, dims: Mapping[str, int]) -> dict[str, TensorBase]:
-        """Tensors by name. The dimensions have no effect, because the parts of one process are whole."""
+        """Tensors by name. The dimensions have no effect, because a single process gets whole tensors."""
         return {name: self._tensors[name] for name in dims}
 
     def push(self, name: str, rank: int) -> TensorBase | None:
-        """A tensor."""
+        """The tensor of this name, whatever `rank` is."""
         return self._tensors[name]
 
     def close(self) -> None:
-        """Does nothing: others may hold the tensors."""
+        """Does nothing, because the caller may still use the tensors."""
 
 
 class Shared:
@@ -47,7 +47,8 @@ class Shared:
         self._loads, self._kept, self._dtype = loads, kept, dtype
 
     def take(self, dims: Mapping[str, int]) -> dict[str, TensorBase]:
-        """The parts of this rank in these dimensions, where less than 0 means the whole tensor."""
+        """The parts of this rank, by name. `dims` has the dimension in which each tensor is cut; a negative number
+        means the whole tensor."""
         for name, dim in dims.items():
             if dim >= len(self._kept[name].shape):
                 raise IndexError(f"tensor {name!r} of shape {self._kept[name].shape} has no dimension {dim}")
@@ -55,7 +56,7 @@ class Shared:
         return {name: self._wrapped(name, loaded.pop(name)) for name in dims}
 
     def push(self, name: str, rank: int) -> TensorBase | None:
-        """A tensor on one rank, None on the others."""
+        """Returns the tensor on the rank `rank`, and None on all other ranks."""
         tensor = self._loads.push(name, rank)
         return None if tensor is None else self._wrapped(name, tensor)
 
@@ -68,11 +69,9 @@ class Shared:
 
 
 class FilesBufferOnDevice:
-    """The tensors of files.
-
-    In a group of one they are loaded already. Each call returns the same memory: writing to a tensor changes those that
-    are returned later. In a group of several processes each call loads what it returns. All ranks make the same calls in
-    the same order then, and each byte is read by one of them.
+    """The tensors of files. In a group of one process, they are loaded already. Each call returns the same memory: a
+    write to a tensor changes the tensors that later calls return. In a group of several processes, each call loads the
+    tensors that it returns. All ranks have to make the same calls in the same order, and each byte is read by one rank.
 
     Tensors stay valid after `close`, also with `borrowed_tensors=True`.
     """
@@ -86,7 +85,7 @@ class FilesBufferOnDevice:
         self._tensors: Local | Shared | None = tensors
 
     def close(self) -> None:
-        """Lets go of the tensors and closes the files."""
+        """Closes the files, and gives up the references to the tensors."""
         closed, self._tensors = self._tensors, None
         if closed is not None:
             closed.close()
@@ -102,28 +101,29 @@ class FilesBufferOnDevice:
     def get_tensor_wrapped(
         self, tensor_name: str, device: Device | None = None, dtype: DType = DType.AUTO
     ) -> TensorBase:
-        """This tensor, as an object with its device and its dtype."""
+        """The tensor of this name, as an object with its device and its dtype."""
         return self.get_sharded_wrapped(tensor_name, -1, device, dtype)
 
     def get_tensor(self, tensor_name: str, device: Device | None = None, dtype: DType = DType.AUTO) -> Any:
-        """This tensor."""
+        """The tensor of this name."""
         return self.get_tensor_wrapped(tensor_name, device, dtype).get_raw()
 
     def get_sharded_wrapped(
         self, tensor_name: str, dim: int, device: Device | None = None, dtype: DType = DType.AUTO
     ) -> TensorBase:
-        """`get_sharded`, as an object with its device and its dtype."""
+        """The result of `get_sharded`, as an object with its device and its dtype."""
         return self._take({tensor_name: dim})[tensor_name].to(device=device, dtype=dtype)
 
     def get_sharded(self, tensor_name: str, dim: int, device: Device | None = None, dtype: DType = DType.AUTO) -> Any:
-        """The part of this tensor that belongs to this rank: the dimension is cut as `torch.chunk` cuts it. With
-        `dim=-1`, and in a group of one, the whole tensor."""
+        """The part of a tensor that belongs to this rank. The dimension `dim` is cut as `torch.chunk` cuts it. With
+        `dim=-1`, and in a group of one process, this is the whole tensor."""
         return self.get_sharded_wrapped(tensor_name, dim, device, dtype).get_raw()
 
     def push_tensor(
         self, tensor_name: str, dst_rank: int, device: Device | None = None, dtype: DType = DType.AUTO
     ) -> Any:
-        """This tensor on the rank `dst_rank`, None on the others. In a group of one the tensor."""
+        """Returns the tensor on the rank `dst_rank`, and None on all other ranks. A group of one process always gets
+        the tensor."""
         self._find(tensor_name)
         pushed = self._open(tensor_name).push(tensor_name, dst_rank)
         return None if pushed is None else pushed.to(device=device, dtype=dtype).get_raw()
@@ -131,23 +131,24 @@ class FilesBufferOnDevice:
     def get_multi_cols(
         self, tensor_names: Sequence[str], dim: int, device: Device | None = None, dtype: DType = DType.AUTO
     ) -> TensorBase:
-        """The parts of this rank of these tensors, as of `get_sharded`, one after the other in that dimension: file by
-        file, and those of a file in this order."""
+        """The parts that `get_sharded` would return for these tensors, joined in the dimension `dim`. They are joined
+        file by file, and within a file in the order of `tensor_names`."""
         if not tensor_names:
             raise IndexError("get_multi_cols: expected one name or more")
         for name in tensor_names:
-            # As the package, also for a single tensor.
+            # Raises an error for a dimension that does not exist, even for a single tensor, as the replaced package
+            # does.
             self._find(name).shape[dim]
         by_file = sorted(tensor_names, key=lambda name: self.key_to_rank_lidx[name])
         parts = self._take(dict.fromkeys(by_file, dim))
         return joined([parts[name] for name in by_file], dim).to(device=device, dtype=dtype)
 
     def as_dict(self, tensor_shard_dim: Mapping[str, int]) -> dict[str, TensorBase]:
-        """`get_sharded_wrapped` of each name in its dimension."""
+        """The result of `get_sharded_wrapped` for each name and its dimension."""
         return self._take(tensor_shard_dim)
 
     def iter_local_tensors(self, tensor_names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Pairs of name and tensor, in a group of one only."""
+        """Yields pairs of name and tensor. Works only in a group of one process."""
         if self.pg.size() > 1:
             raise RuntimeError(f"iter_local_tensors: expected a group of one process, not of {self.pg.size()}")
         for name in tensor_names:

@@ -9,7 +9,7 @@ from ... import _frameworks
 from .st_types import Device, DeviceType, DType
 
 _BY_BYTES = (DType.F8_E8M0, DType.F4)
-"""Dtypes that torch does not join."""
+"""Dtypes whose tensors torch cannot join, so that their bytes are joined."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class TensorBase:
         return self.real_tensor
 
     def get_shape(self) -> list[int]:
-        """Its shape, as headers count elements."""
+        """The shape in elements as a header counts them."""
         shape = list(self.real_tensor.shape)
         if self.dtype == DType.F4:
             shape[-1] *= 2
@@ -48,7 +48,7 @@ class TensorBase:
         return int(self.real_tensor.data_ptr())
 
     def to(self, device: Device | None = None, dtype: DType = DType.AUTO) -> TensorBase:
-        """The same elements on another device, or with another dtype. Without a difference this object itself."""
+        """The same elements on another device, or with another dtype. If both are unchanged, this object itself."""
         device = self.device if device is None else device
         dtype = self.dtype if dtype == DType.AUTO else dtype
         if (device, dtype) == (self.device, self.dtype):
@@ -61,7 +61,7 @@ class TensorBase:
         return self._with(self.real_tensor.contiguous())
 
     def clone(self) -> TensorBase:
-        """A copy of it."""
+        """A copy with memory of its own."""
         return self._with(self.real_tensor.clone())
 
     def detach(self) -> TensorBase:
@@ -89,12 +89,12 @@ def torch_dtype(dtype: DType) -> Any:
 
 
 def wrapped(tensor: Any, dtype: str) -> TensorBase:
-    """A tensor of torch with the dtype that the header gives it."""
+    """A tensor of torch, wrapped with the dtype that its header states."""
     return TensorBase(Device(DeviceType(tensor.device.type), tensor.device.index), DType(dtype), tensor)
 
 
 def joined(tensors: Sequence[TensorBase], dim: int) -> TensorBase:
-    """The tensors one after the other in a dimension."""
+    """The tensors, joined one after the other in the dimension `dim`."""
     import torch
 
     first = tensors[0]

@@ -23,7 +23,7 @@ class SafeTensorsFileLoader:
     """Loads the tensors of files into the memory of a device.
 
     `pg` is a process group of torch, a `SingleGroup`, or None. `device` is the CPU or a GPU. The other arguments exist
-    because the package has them, and have no effect.
+    because fastsafetensors has them. They have no effect.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class SafeTensorsFileLoader:
         self._closed = False
 
     def set_tensor_filter(self, keep_tensor: Filter | None) -> None:
-        """Loads only the tensors for whose names `keep_tensor` is true. None: all."""
+        """Sets a filter: only tensors for whose names `keep_tensor` is true are loaded. None means all tensors."""
         self._filter = keep_tensor
 
     def add_filenames(self, filenames: Mapping[int, Sequence[StrPath]]) -> None:
-        """Adds files, by the rank that reads them. They are opened together with those that were added before: the
-        shards of a checkpoint are whole tensors then."""
+        """Adds files. `filenames` maps each rank to the files that it reads. They are opened together with all files
+        that were added before, so that the pieces in the shards of a checkpoint are joined to whole tensors."""
         ranks = dict(self._ranks)
         for rank, path in _in_turn(filenames):
             ranks[path] = rank
@@ -70,7 +70,7 @@ class SafeTensorsFileLoader:
         return [info.name for info in self._infos()]
 
     def get_shape(self, tensor_name: str) -> list[int]:
-        """The shape of a tensor. Raises `ValueError` for one that the filter leaves out."""
+        """The shape of a tensor. Raises `ValueError` if the filter leaves the tensor out."""
         if self._filter is not None and not self._filter(tensor_name):
             raise ValueError(f"the filter leaves the tensor {tensor_name!r} out")
         if self._files is None:
@@ -101,8 +101,8 @@ class SafeTensorsFileLoader:
         allow_inflight: bool = False,
         borrowed_tensors: bool = False,
     ) -> FilesBufferOnDevice:
-        """Loads the tensors; in a group of several processes it only opens the files, on all ranks. `dtype` casts tensors
-        to a dtype that is not longer than their own."""
+        """Loads the tensors. In a group of several processes it only opens the files, and all ranks have to call it.
+        `dtype` casts tensors to a dtype whose elements are not longer than the stored ones."""
         if self._closed:
             raise error("the loader is closed: make another one")
         if borrowed_tensors and self.pg.size() > 1:
@@ -125,11 +125,11 @@ class SafeTensorsFileLoader:
         return FilesBufferOnDevice(kept, Local(tensors), self.pg, borrowed_tensors)
 
     def reset(self) -> None:
-        """Forgets the files. Buffers stay as they are."""
+        """Forgets the added files. The buffers that were returned stay valid."""
         self._set({}, None)
 
     def close(self) -> None:
-        """Forgets the files, and loads nothing more. Buffers stay as they are."""
+        """Forgets the added files, and loads nothing more. The buffers that were returned stay valid."""
         self.reset()
         self._closed = True
 
@@ -142,7 +142,7 @@ class SafeTensorsFileLoader:
         return [info for info in infos if self._filter is None or self._filter(info.name)]
 
     def _kept(self, files: FileSet, infos: Sequence[Info]) -> dict[str, Kept]:
-        """Where each tensor is, in the order of the ranks and of their sorted paths."""
+        """The place of each tensor by name, in the order of the ranks, and within a rank of the sorted paths."""
         places: dict[str, tuple[int, int]] = {}
         for rank in range(self.pg.size()):
             of_rank = sorted(path for path in files.paths if self._ranks[path] == rank)
@@ -157,7 +157,7 @@ class SafeTensorsFileLoader:
 
 
 class fastsafe_open:
-    """Files whose tensors are loaded, to take one after the other.
+    """Opens files and loads all their tensors, which `get_tensor` returns one by one.
 
     `filenames` is a path, a list of paths, or a mapping from ranks to lists of paths.
     """
@@ -187,7 +187,7 @@ class fastsafe_open:
         self.loader.close()
 
     def metadata(self) -> dict[str, Any]:
-        """The metadata of each file, by its path; an empty text for a file without any."""
+        """The metadata of each file, by its path. An empty text for a file without metadata."""
         return {path: header.metadata for path, (header, _) in self.loader.meta.items()}
 
     def keys(self) -> list[str]:
@@ -204,7 +204,8 @@ class fastsafe_open:
 
 
 def _in_turn(filenames: Mapping[int, Sequence[StrPath]]) -> list[tuple[int, str]]:
-    """Rank and path: the first file of each rank, then the second of each."""
+    """Pairs of rank and path: the first file of each rank, then the second file of each rank, and further in this
+    way."""
     if not isinstance(filenames, Mapping):
         raise TypeError(f"filenames: expected a mapping from ranks to lists of paths, not {type(filenames).__name__}")
     found = []

@@ -1,4 +1,4 @@
-"""`ParallelLoader`: the tensors of many files one after the other, while the next are loaded."""
+"""`ParallelLoader`: returns the tensors of many files one after the other, while the next ones are loaded."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ class BudgetInfeasibleError(ValueError):
 
 
 class PipelineParallel:
-    """The tensors of files one after the other, while the next are loaded by a thread.
+    """Returns the tensors of files one after the other, while a thread loads the next ones.
 
-    In a group of several processes all ranks iterate, and each byte is read by one of them. Nothing is loaded ahead there.
+    In a group of several processes, all ranks have to iterate, and each byte is read by one rank. Nothing is loaded
+    ahead.
 
-    `queue_size` is how many batches of tensors are loaded before they are requested, besides the next one; with -1
-    nothing is loaded ahead. `max_batch_bytes` is the most bytes of a batch. `device_memory_budget` limits the batches
-    that are in memory at a time, and the tensors that were returned: all of them, those that `resident_tensor` is true
-    for, or none with `accumulate_resident=False`. The arguments about broadcasts, `overlap_io`, `borrowed_tensors` and
-    `use_chunk_budget_as_allocation_size` are checked, and have no effect.
+    `queue_size` is the number of batches that are loaded before they are requested, in addition to the next batch. With
+    -1 nothing is loaded ahead. `max_batch_bytes` is the most bytes of a batch. `device_memory_budget` limits the bytes
+    of the batches that are in memory at a time, together with the returned tensors that the caller keeps. By default
+    the caller is expected to keep all tensors. With `resident_tensor`, it keeps those for whose names the function is
+    true, and with `accumulate_resident=False` none. The arguments about broadcasts, `borrowed_tensors` and
+    `use_chunk_budget_as_allocation_size` are checked, but have no effect. `overlap_io` has no effect.
     """
 
     def __init__(
@@ -77,15 +79,17 @@ class PipelineParallel:
         self.queue_size, self.use_tqdm_on_load = queue_size, use_tqdm_on_load
         self.max_batch_bytes, self.device_memory_budget = max_batch_bytes, device_memory_budget
         self._resident: Filter | None = resident_tensor if accumulate_resident else lambda name: False
-        """Whether a tensor stays. None: all do."""
+        """Whether the caller keeps the tensor of a name. None if the caller keeps all tensors."""
         if is_limited and self.hf_weights_files:
             self._limits(self._wanted(self._open()))
 
     def iterate_weights(self) -> Generator[tuple[str, Any], None, None]:
-        """Pairs of name and tensor, file by file, and within a file as they lie there. Tensors own their memory."""
+        """Yields pairs of name and tensor, file by file, and within a file in the order of their bytes. Tensors own
+        their memory."""
         if not self.hf_weights_files:
             return
-        # Tensors share the memory of their batch, which one that stays would keep.
+        # The tensors of a batch share memory. A tensor that the caller keeps is copied, so that it does not keep the
+        # whole batch.
         stays = self._resident if self.device_memory_budget is not None else None
         with self._begun() as weights:
             for name, tensor in weights:
@@ -96,14 +100,14 @@ class PipelineParallel:
                 del tensor
 
     def close(self) -> None:
-        """Closes the loader. Tensors that were returned stay."""
+        """Closes the loader. Tensors that were returned stay valid."""
         self.loader.close()
 
     @contextlib.contextmanager
     def _begun(self) -> Iterator[Iterable[tuple[str, Any]]]:
-        """The load, which ends with the block."""
+        """Begins the load, which ends with the block."""
         with contextlib.ExitStack() as ends:
-            # The group first: what one rank cannot open is an error on all of them.
+            # The group opens the files first, so that a file that one rank cannot open is an error on all ranks.
             loads = None if self.pg.size() == 1 else GroupLoads(self._paths(), gpu_of(self.loader.device), self.pg)
             if loads is not None:
                 ends.callback(loads.close)
@@ -127,7 +131,7 @@ class PipelineParallel:
         return [info for info in files.infos if keep is None or keep(info.name)]
 
     def _limits(self, infos: Sequence[Info]) -> tuple[int | None, int]:
-        """The most bytes of a batch, and the batches that are loaded ahead."""
+        """The most bytes of a batch, and the number of batches that are loaded ahead."""
         ahead, most = max(self.queue_size + 1, 0), self.max_batch_bytes
         longest = max(infos, key=lambda info: info.nbytes, default=None)
         if longest is None:
@@ -141,10 +145,10 @@ class PipelineParallel:
             return most, ahead
         stay = sum(info.nbytes for info in infos if self._resident is None or self._resident(info.name))
         if self._resident is None:
-            # Every batch stays, and nothing else is in memory.
+            # The caller keeps every batch, and nothing else is in memory.
             _check_budget(stay <= budget, budget, stay, 0)
             return most, ahead
-        # Beside the batches that are loaded ahead there are the one in use, and the one that is being loaded.
+        # In memory are also the batch in use and the batch that is being loaded.
         while ahead and (budget - stay) // (ahead + 2) < longest.nbytes:
             ahead -= 1
         of_batch = (budget - stay) // (ahead + 2)
@@ -153,10 +157,10 @@ class PipelineParallel:
 
 
 class ParallelLoader(PipelineParallel):
-    """`PipelineParallel` with a loader of its own.
+    """A `PipelineParallel` that makes its own `SafeTensorsFileLoader`.
 
-    With `all_local` every process reads all files itself, whatever its group. Arguments that only
-    `SafeTensorsFileLoader` has are as there.
+    With `all_local`, every process reads all files itself, even in a group. The arguments that belong to
+    `SafeTensorsFileLoader` mean the same as there.
     """
 
     def __init__(
@@ -223,7 +227,7 @@ def _check(holds: bool, message: str) -> None:
 def _with_bar(
     files: FileSet, infos: Sequence[Info], weights: Iterable[tuple[str, Any]], is_wanted: bool
 ) -> Generator[tuple[str, Any], None, None]:
-    """The same pairs, with a bar of tqdm that counts files."""
+    """Yields the same pairs, and shows a bar of tqdm that counts files."""
     bar = _bar(len(files.paths)) if is_wanted and _is_first_rank() else None
     if bar is None:
         yield from weights

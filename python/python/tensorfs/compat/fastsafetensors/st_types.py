@@ -1,4 +1,4 @@
-"""Devices and dtypes, by the names of the package."""
+"""Devices and dtypes, with the names that fastsafetensors uses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Device:
 
     @classmethod
     def from_str(cls, s: str) -> Device:
-        """The device that a word such as "cuda:0" means. Raises `ValueError` for others."""
+        """The device that a text such as "cuda:0" names. Raises `ValueError` for any other text."""
         kind, colon, number = s.partition(":")
         if kind.lower() not in [known.value for known in DeviceType]:
             raise ValueError(f"device {s}: expected cpu, cuda or gpu, with a number or without")
@@ -37,7 +37,7 @@ class Device:
 
 
 class DType(Enum):
-    """Dtypes, as headers name them. AUTO is that of the file."""
+    """Dtypes, with the names that headers use. AUTO stands for the dtype in the file."""
 
     BOOL = "BOOL"
     I8 = "I8"

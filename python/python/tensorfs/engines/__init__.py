@@ -1,1 +1,1 @@
-"""Load formats for inference engines. The engines find them by their entry points; nobody has to import them."""
+"""Load formats for inference engines. The engines find them by entry points, so no program has to import them."""

@@ -20,17 +20,18 @@ class Part(NamedTuple):
     box: tuple[tuple[int, int], ...]
     """First index and end in each dimension of the stored tensor."""
     dims: tuple[int | None, ...]
-    """The dimension of the stored tensor behind each one of this tensor, None for one of a single index that the stored
-    tensor lacks. Its others have one index only."""
+    """For each dimension of this tensor: the dimension of the stored tensor that it is, or None for an added dimension
+    of size 1. In all other dimensions of the stored tensor, the box has one index."""
     strides: tuple[int, ...]
-    """In elements of the stored tensor, as torch has them for a view of it."""
+    """The strides that torch gives to this view of the stored tensor, in elements."""
     offset: int
 
     def shape(self) -> tuple[int, ...]:
         return tuple(1 if dim is None else self.box[dim][1] - self.box[dim][0] for dim in self.dims)
 
     def narrowed(self, dim: int, start: int, stop: int) -> Part | None:
-        """None if it is no part of the stored tensor: without the single index of a dimension."""
+        """The part with the indices from `start` to `stop` in `dim`. None if an added dimension would lose its only
+        index."""
         stored = self.dims[dim]
         if stored is None:
             return self if (start, stop) == (0, 1) else None
@@ -56,13 +57,13 @@ class Part(NamedTuple):
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of a checkpoint that is read when something asks for its values. Its parts and views are lazy too, and
-    none of them can be written to: so a part that is read later has the bytes of the checkpoint."""
+    """A tensor of a checkpoint that is read when its values are needed. Its parts and views are lazy too. None of them
+    can be written to, so that a part which is read later has the bytes of the checkpoint."""
 
     _found: Any
     """The stored tensor, for indexing."""
     _part: Part | None
-    """None for views that are no parts of it: they have their values from the beginning."""
+    """None for a view that is no part of the stored tensor. Such a view has its values from the beginning."""
     _value: torch.Tensor | None
 
     _stored_len: int
@@ -81,7 +82,8 @@ class LazyTensor(torch.Tensor):
         return made
 
     def _layout(self) -> torch.Tensor:
-        """A tensor without values that has the shape and the strides of this one, in a memory of the same length."""
+        """A tensor without values that has the shape and the strides of this one. Its memory has the length of the
+        stored tensor."""
         memory = torch.empty(self._stored_len, dtype=torch.uint8, device="meta").untyped_storage()
         made = torch.empty(0, dtype=self.dtype, device="meta")
         return made.set_(memory, self.storage_offset(), self.shape, self.stride())
@@ -101,8 +103,8 @@ class LazyTensor(torch.Tensor):
         return self._value
 
     def stored(self) -> torch.Tensor:
-        """An ordinary tensor with the values and with the strides and the offset of this one, in memory that has the
-        whole stored tensor, which is read for it."""
+        """An ordinary tensor with the values, the strides and the offset of this one. Its memory holds the whole stored
+        tensor, which is read for this."""
         value = self._value
         facts = None if value is None else (value.untyped_storage().nbytes(), value.storage_offset(), value.stride())
         if value is None or facts != (self._stored_len, self.storage_offset(), self.stride()):
@@ -119,7 +121,7 @@ class LazyTensor(torch.Tensor):
         return part and LazyTensor._of_part(self._found, part, self.dtype, str(self._on), self._stored_len)
 
     def parts(self, parts: list[Part | None]) -> list[LazyTensor | None] | None:
-        """Other parts of the same stored tensor. None if one is no such part."""
+        """Other parts of the same stored tensor. None if any of them is None."""
         return None if None in parts else [self.part(part) for part in parts]
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -144,7 +146,8 @@ class LazyTensor(torch.Tensor):
         is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
         if not is_view:
             return func(*tree_map_only(LazyTensor, plain, args), **tree_map_only(LazyTensor, plain, kwargs))
-        # Torch judges it by the strides of this tensor: those of its values may be others.
+        # torch decides by the strides of this tensor whether the view is possible. The tensor with the values may have
+        # other strides.
         layouts = func(*tree_map_only(LazyTensor, LazyTensor._layout, args), **kwargs)
         values = func(*tree_map_only(LazyTensor, plain, args), **kwargs)
         if isinstance(values, torch.Tensor) and (values.is_conj() or values.is_neg()):
@@ -154,10 +157,10 @@ class LazyTensor(torch.Tensor):
             return args[0]._viewed(values, layouts)
         return [args[0]._viewed(value, layout) for value, layout in zip(values, layouts)]
 
-    # These do not pass through the dispatcher.
+    # These methods do not pass through the dispatcher of torch.
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        # A copy, since an array can be written to.
+        # A copy, because an array can be written to.
         return self.value().clone().numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
@@ -189,7 +192,8 @@ class LazyTensor(torch.Tensor):
 def _wrapper(
     shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype, device: str
 ) -> LazyTensor:
-    # Below it is on no device, so that torch refuses `parameter.data = lazy`, which would leave a parameter without memory.
+    # For torch, the wrapper itself is on the device "meta". So torch refuses `parameter.data = lazy`, which would leave
+    # a parameter without memory.
     made: LazyTensor = torch.Tensor._make_wrapper_subclass(
         LazyTensor, shape, strides=strides, storage_offset=offset, dtype=dtype, device="meta", dispatch_device=True
     )
@@ -203,7 +207,7 @@ def _has_lazy(value: Any) -> bool:
 
 
 def lazy_tensor(opened: safe_open, name: str, facts: TensorMetadata, device: str) -> LazyTensor | None:
-    """A tensor that is read later. None if its elements are no elements of torch."""
+    """A tensor that is read later. None if torch has no such elements."""
     dtype = _frameworks._TORCH.get(facts.dtype)
     if facts.dtype == _frameworks.PACKED or dtype is None or not hasattr(torch, dtype):
         return None
@@ -285,7 +289,8 @@ _SLICING: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _same,
     _aten.alias.default: _same,
 }
-"""Operations whose result is another part of the same tensor. None as a result: it is not, or torch judges it."""
+"""Operations whose result is another part of the same tensor. Their functions return None if the result is no such
+part, or if torch has to judge the arguments."""
 
 _BY_STRIDES = {
     _aten.as_strided,

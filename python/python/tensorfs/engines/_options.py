@@ -31,7 +31,8 @@ _OF_MODEL: dict[str, tuple[type, ...]] = {
     "expect_shards": (int,),
     "reference": (str,),
 }
-"""Arguments of `safe_open` for the checkpoint of the model itself, and for no other that belongs to it."""
+"""Arguments of `safe_open` for the checkpoint of the model itself. They do not apply to other checkpoints, such as that
+of its draft model."""
 
 WORDS = (*_OWN, *_READING, *_OF_MODEL)
 """All options."""
@@ -44,7 +45,7 @@ class Options(NamedTuple):
     """The options of a loader."""
 
     path: str | None
-    """The checkpoint to load in place of the model's: a folder, a file or a URL."""
+    """The checkpoint that is loaded in place of the checkpoint of the model: a folder, a file or a URL."""
     process_group: bool
     """Whether the ranks of a group share their reads."""
     lazy: bool
@@ -58,8 +59,8 @@ class Options(NamedTuple):
 
 
 def options_of(given: Any, engine_words: Collection[str] = ()) -> tuple[Options, dict[str, Any]]:
-    """The options in `model_loader_extra_config`, and those that belong to the engine. Raises `ValueError`, in one line,
-    for an option that does not exist and for a value that it does not take."""
+    """The options of tensorfs in `model_loader_extra_config`, and separately those that belong to the engine. Raises
+    `ValueError`, with a message in one line, for an unknown option and for a value that an option does not accept."""
     with _refused_by("load format tensorfs, model_loader_extra_config"):
         if not isinstance(given or {}, Mapping):
             raise ValueError(f"expected a JSON object, not {type(given).__name__}")
@@ -75,7 +76,7 @@ def options_of(given: Any, engine_words: Collection[str] = ()) -> tuple[Options,
 
 
 def options_of_weight_loader(given: Mapping[str, Any]) -> Options:
-    """The options of a weight loader, whose ranks know nothing of each other. Raises `ValueError` as above."""
+    """The options of a weight loader, whose ranks do not communicate. Raises `ValueError` like `options_of`."""
     with _refused_by("TensorfsWeightLoader"):
         _check(given, [word for word in WORDS if word not in _IN_GROUPS])
         return _options(given, given.get("lazy", True), False)
@@ -105,14 +106,14 @@ def _check(given: Mapping[str, Any], words: Collection[str], engine_words: Colle
         raise ValueError("keep needs dtype")
     if given.get("path") == "":
         raise ValueError("path: expected a folder, a file or a URL, not nothing")
-    # Refuses values before the model is made. No engine is started and nothing is read.
+    # Refuses wrong values now, before the engine makes the model. These calls read nothing.
     _settings.loader(**{word: given[word] for word in _settings.WORDS if word in given})
     _settings.unproven_tail(given.get("unproven_tail"))
 
 
 @contextlib.contextmanager
 def _refused_by(place: str) -> Iterator[None]:
-    """Names in each refusal where the option was given."""
+    """Adds `place`, where the options were given, to the message of each refusal within the block."""
     try:
         yield
     except ValueError as refused:

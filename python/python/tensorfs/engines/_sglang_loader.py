@@ -39,11 +39,11 @@ def _class_over(chosen: type) -> Any:
 
 
 class _Weights(DefaultModelLoader):  # type: ignore[misc]
-    """Loads the weights with tensorfs. Which files belong to a model, SGLang decides as for its own format."""
+    """Loads the weights with tensorfs. SGLang decides which files belong to a model, as it does for its own format."""
 
     options: Options
     model_path: str | None
-    """The model that the option `path` replaces."""
+    """The model whose checkpoint the option `path` replaces."""
 
     def download_model(self, model_config: Any) -> None:
         if self.options.path is None and not os.path.isdir(model_config.model_path):
@@ -72,7 +72,7 @@ class _Weights(DefaultModelLoader):  # type: ignore[misc]
         )
 
     def _files_of(self, source: Any, resolved_source: Any) -> Any:
-        """The files of a source, as SGLang chooses them; or its folder, if that has weights of another format."""
+        """The files of a source that SGLang chooses, or the folder of the source if it has no safetensors files."""
         if resolved_source is not None:
             return sorted_files(resolved_source.weight_files)
         folder = source.model_or_path
@@ -84,14 +84,16 @@ class _Weights(DefaultModelLoader):  # type: ignore[misc]
         if source.model_config is not None:
             hf_config = source.model_config.hf_config
             files = maybe_add_mtp_safetensors(files, folder, "model.safetensors.index.json", hf_config)
-        # SGLang may give each rank another order, and the ranks of a group have to name the same files.
+        # SGLang may give each rank another order, but the ranks of a group have to name the same files in the same
+        # order.
         return sorted_files(files)
 
     def _device(self) -> str:
         return device_of(None if current_platform.device_type == "cuda" else "cpu")
 
     def _group(self) -> Any:
-        """The ranks that load at the same time, as SGLang says: all, if it says nothing."""
+        """The group of the ranks that load at the same time. SGLang may name it. By default it is the group of all
+        ranks."""
         if not self.options.process_group or not torch.distributed.is_initialized():
             return None
         group = self.load_config.load_group

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from ._options import options_of
 from ._weights import device_of, group_of, sorted_files, weights
 
-# Below a name of vLLM, so that its settings of logging apply.
+# The name begins with `vllm`, so that the logging settings of vLLM apply.
 logger = init_logger("vllm.tensorfs")
 
 _ENGINE_WORDS = ("enable_weights_track",)
@@ -27,15 +27,15 @@ _ENGINE_WORDS = ("enable_weights_track",)
 
 
 class TensorfsModelLoader(DefaultModelLoader):
-    """Loads the weights with tensorfs. Which files belong to a model, and which weights a rank skips, vLLM decides as
-    for its own format `safetensors`."""
+    """Loads the weights with tensorfs. vLLM decides which files belong to a model, and which weights a rank skips, as
+    it does for its own format `safetensors`."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self.options, of_engine = options_of(load_config.model_loader_extra_config, _ENGINE_WORDS)
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=of_engine))
         if load_config.safetensors_load_strategy not in (None, "torchao"):
             logger.warning("load format tensorfs: safetensors_load_strategy has no effect")
-        # The model that is loaded, if `path` stands for its checkpoint.
+        # The model that is being loaded, if `path` replaces its checkpoint.
         self._replaced: str | None = None
 
     def download_model(self, model_config: Any) -> None:
@@ -48,8 +48,8 @@ class TensorfsModelLoader(DefaultModelLoader):
         return weights_of_model
 
     def _path_of(self, model_config: Any) -> str | None:
-        """The option `path`; not for the draft of a model, with weights of its own, nor for weights of another place that
-        a running engine is told to load."""
+        """The option `path`. None for a draft model, which has weights of its own, and for other weights that a running
+        engine is told to load."""
         vllm_config = get_current_vllm_config_or_none()
         speculative = getattr(vllm_config, "speculative_config", None)
         target = getattr(speculative, "target_model_config", None)
@@ -60,7 +60,7 @@ class TensorfsModelLoader(DefaultModelLoader):
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Any]]:
         if self.load_config.safetensors_load_strategy == "torchao":
-            # vLLM puts these tensors together again by the metadata of each file.
+            # vLLM itself joins the tensors of such a checkpoint, by the metadata of each file.
             logger.warning("load format tensorfs: vLLM itself loads checkpoints of torchao")
             return super()._get_weights_iterator(source)
         if self.counter_before_loading_weights == 0.0:
@@ -75,7 +75,8 @@ class TensorfsModelLoader(DefaultModelLoader):
             found = replaced if source.subfolder is None else f"{replaced.rstrip('/')}/{source.subfolder}"
 
         def wanted(name: str) -> bool:
-            # The files of `path` are not chosen by vLLM, which leaves out those with unused weights only.
+            # vLLM leaves out files that have only unused weights. It does not choose the files of `path`, so unused
+            # weights are left out here.
             is_unused = replaced is not None and source.is_unused_weight is not None and source.is_unused_weight(name)
             return not is_unused and not should_skip_weight(name, self.local_expert_ids)
 
@@ -92,7 +93,7 @@ class TensorfsModelLoader(DefaultModelLoader):
             yield source.prefix + name, tensor
 
     def _files_of(self, source: Any) -> Any:
-        """The files of a source, as vLLM chooses them; or its folder, if that has weights of another format."""
+        """The files of a source that vLLM chooses, or the folder of the source if it has no safetensors files."""
         folder = source.model_or_path if source.subfolder is None else os.path.join(source.model_or_path, source.subfolder)
         if source.allow_patterns_overrides is None and os.path.isdir(folder) and not _has_safetensors(folder):
             return folder
@@ -125,8 +126,8 @@ class TensorfsModelLoader(DefaultModelLoader):
         return device_of("cpu" if on_cpu else self.load_config.device)
 
     def _group(self) -> Any:
-        """The ranks that load the same model at the same time. The stages of a pipeline are no such ranks: only one of
-        them loads the draft of a model."""
+        """The group of the ranks that load the same model at the same time. It has only the ranks of one stage of a
+        pipeline, because only one stage loads the draft model."""
         return group_of(parallel_state._TP) if self.options.process_group else None
 
 

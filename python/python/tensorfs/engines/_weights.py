@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, as engines iterate over them."""
+"""The tensors of a checkpoint, in the form in which engines iterate over them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ._lazy import lazy_tensor
 from ._options import Options
 
 _LAZY_MIN = 1 << 20
-"""Tensors from this length on are read when they are used. Shorter ones are read at once, with those after them."""
+"""Tensors with at least this length in bytes are read when they are used. Shorter tensors are read before, in
+groups."""
 
 _SHORT_MAX = 64 << 20
-"""Short tensors that are read together end with the one that brings them to this length."""
+"""A group of short tensors, which are read together, ends when it has this length in bytes."""
 
 Wanted = Callable[[str], bool]
 
@@ -28,8 +29,9 @@ def weights(
     process_group: Any = None,
     bar: Callable[[int], Any] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Pairs of name and tensor of a checkpoint. `wanted` tells by its name whether a tensor is loaded. In a process
-    group all ranks iterate, and each may want others. `bar` makes a progress bar for a number of bytes."""
+    """Yields pairs of name and tensor of a checkpoint. `wanted` says for the name of a tensor whether it is loaded. In
+    a process group all ranks have to iterate, and each rank may want different tensors. `bar` makes a progress bar for
+    a number of bytes."""
     how = options.arguments(is_model)
     if options.lazy:
         how.pop("share", None)
@@ -44,8 +46,8 @@ def weights(
 
 
 def weights_by_name(source: Source, options: Options, *, is_model: bool = True) -> dict[str, Any]:
-    """All tensors of a checkpoint for the CPU. They are read when they are used, or without the option `lazy` views of
-    mapped files as far as those allow it."""
+    """All tensors of a checkpoint, on the CPU. With the option `lazy`, they are read when they are used. Without it,
+    they are views of mapped files, where that is possible."""
     if options.lazy:
         return dict(_lazy(_open_lazily(source, "cpu", options.arguments(is_model)), "cpu", None))
     with safe_open(source, "pt", "cpu", copy=False, **options.arguments(is_model)) as opened:
@@ -57,9 +59,9 @@ def _names(opened: safe_open, wanted: Wanted | None) -> list[str]:
 
 
 def _open_lazily(source: Source, device: str, how: dict[str, Any]) -> safe_open:
-    """An open checkpoint for tensors that are read later. They hold it, and nothing closes it."""
+    """An open checkpoint for tensors that are read later. It stays open as long as these tensors exist."""
     opened = safe_open(source, "pt", device, **how)
-    # Nothing is loaded ahead, which would be parts of other ranks.
+    # Ends loading ahead, which would load parts that only other ranks use.
     opened._reader().close()
     return opened
 
@@ -88,7 +90,7 @@ def _together(opened: safe_open, names: list[str]) -> Iterator[list[str]]:
 
 
 def _if_long(opened: safe_open, name: str, device: str) -> Any:
-    """A tensor that is read when it is used. None if it is short, or if its elements are none of torch."""
+    """A tensor that is read when it is used. None if it is short, or if torch has no such elements."""
     facts = opened.get_tensor_metadata(name)
     return lazy_tensor(opened, name, facts, device) if facts.nbytes >= _LAZY_MIN else None
 
@@ -104,7 +106,8 @@ def _counted(pairs: Iterator[tuple[str, Any]], total: int, bar: Callable[[int], 
 
 
 def device_of(word: str | None = None) -> str:
-    """The device that tensors are loaded to: the current NVIDIA GPU of torch, or the CPU; with "cpu", the CPU."""
+    """The device that tensors are loaded to: the current NVIDIA GPU of torch. It is the CPU if `word` is "cpu", or if
+    there is no NVIDIA GPU."""
     import torch
 
     if word == "cpu" or torch.version.hip is not None or not torch.cuda.is_available():
@@ -113,13 +116,14 @@ def device_of(word: str | None = None) -> str:
 
 
 def group_of(coordinator: Any) -> Any:
-    """The group of torch that ranks agree in, of a group coordinator of an engine. None for a single rank."""
+    """The group of torch by which the ranks of an engine's group coordinator exchange messages. None for a single
+    rank."""
     from torch.distributed import ProcessGroup
 
     if coordinator is None or coordinator.world_size < 2:
         return None
     group = coordinator.cpu_group
-    # Groups that change while they run are of classes of their own.
+    # A group whose members can change while it runs has another class, and is not used.
     return group if isinstance(group, ProcessGroup) else None
 
 

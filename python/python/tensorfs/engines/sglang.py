@@ -13,7 +13,7 @@ _HOOKED = (
 
 
 def register() -> None:
-    """Adds the load format to SGLang. SGLang calls it in each of its processes, and may do so several times."""
+    """Adds the load format to SGLang. SGLang calls this function in each of its processes, possibly several times."""
     try:
         from sglang.srt.arg_groups import choices
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -23,7 +23,7 @@ def register() -> None:
         for target, hook in zip(_HOOKED, (_verify_load_format, _get_model_loader)):
             if all(registered is not hook for _, registered, _ in HookRegistry._hooks.get(target, ())):
                 HookRegistry.register(target, hook, HookType.AROUND)
-    # Nothing here may disturb users of other load formats.
+    # An error here must not affect users of other load formats.
     except Exception as failed:
         logging.getLogger("sglang.tensorfs").warning(
             "load format tensorfs is not available: this version of SGLang does not fit tensorfs (%s: %s)",
@@ -33,12 +33,12 @@ def register() -> None:
 
 
 def is_ours(load_format: object) -> bool:
-    """Whether a load format, as SGLang has it, is that of tensorfs."""
+    """Whether `load_format`, a value of SGLang, is the load format of tensorfs."""
     return isinstance(load_format, str) and load_format.lower() == _LOAD_FORMAT
 
 
 def _verify_load_format(original: Callable[[Any], None], config: Any) -> None:
-    """Around the check of load formats, which knows those of an enum only."""
+    """Wraps the check of load formats in SGLang, which accepts only the members of an enum."""
     if not is_ours(config.load_format):
         original(config)
         return
@@ -49,7 +49,7 @@ def _verify_load_format(original: Callable[[Any], None], config: Any) -> None:
 
 
 def _get_model_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
-    """Around the choice of a loader, which has the same reason."""
+    """Wraps the choice of a loader in SGLang, which also knows only the members of this enum."""
     if not is_ours(load_config.load_format):
         return original(load_config, model_config)
     from ._sglang_loader import loader_for

@@ -18,9 +18,9 @@ _Weights: Any = getattr(base_weight_loader, "ConsumableWeightsDict", dict)
 
 
 class TensorfsWeightLoader(base_weight_loader.BaseWeightLoader):  # type: ignore[misc]
-    """Loads the weights with tensorfs. Tensors are read when the model uses them, and only the parts that it uses: so each
-    rank reads its own part of layers, experts and tensors, whatever the mapping of the ranks. The arguments are the
-    options of the load format; with `lazy=False` tensors are views of mapped files."""
+    """Loads the weights with tensorfs. A tensor is read when the model uses it, and only the part that the model uses.
+    So each rank reads only its own layers, experts and parts of tensors, for every mapping of the ranks. The arguments
+    are the options of the load format. With `lazy=False`, tensors are views of mapped files."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options_of_weight_loader(options)
@@ -29,7 +29,8 @@ class TensorfsWeightLoader(base_weight_loader.BaseWeightLoader):  # type: ignore
     def load_weights(
         self, checkpoint_dir: str, mapping: Any = None, use_consolidated: bool = False, **_: Any
     ) -> dict[str, Any]:
-        """All tensors of a folder by name. TensorRT-LLM calls it for the model, and then for its draft."""
+        """All tensors of a folder by name. TensorRT-LLM calls this method for the model, and then for its draft
+        model."""
         folder = os.fspath(checkpoint_dir)
         if self._model is None:
             self._model = folder
@@ -40,13 +41,14 @@ class TensorfsWeightLoader(base_weight_loader.BaseWeightLoader):  # type: ignore
         return found
 
     def cleanup(self) -> None:
-        """The next folder is that of a model again. Tensors that are still used stay valid."""
+        """Forgets the model: the next call of `load_weights` is for a model, not for a draft model. Tensors that are
+        still used stay valid."""
         self._model = None
 
 
 def _files_in(folder: str, use_consolidated: bool) -> Any:
-    """The files of a folder, as TensorRT-LLM chooses them; or the folder, if that has weights of another format."""
+    """The files of a folder that TensorRT-LLM would choose, or the folder if it has no safetensors files."""
     files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    # Some repositories have the weights twice.
+    # Some repositories have the weights twice: once in files whose names contain "consolidated".
     chosen = [name for name in files if ("consolidated" in name) == use_consolidated] or files
     return [os.path.join(folder, name) for name in chosen] or folder

@@ -8,7 +8,7 @@ _LOAD_FORMAT = "tensorfs"
 
 
 def register() -> None:
-    """Adds the load format to vLLM. vLLM calls it in each of its processes, and may do so several times."""
+    """Adds the load format to vLLM. vLLM calls this function in each of its processes, possibly several times."""
     try:
         from vllm.model_executor import model_loader
 
@@ -17,7 +17,7 @@ def register() -> None:
         from ._vllm_loader import TensorfsModelLoader
 
         model_loader.register_model_loader(_LOAD_FORMAT)(TensorfsModelLoader)
-    # An error here would end the process, also of users of other load formats.
+    # An error here would end the process, even for users of other load formats.
     except Exception as failed:
         logging.getLogger("vllm.tensorfs").warning(
             "load format tensorfs is not available: this version of vLLM does not fit tensorfs (%s: %s)",

@@ -1,4 +1,4 @@
-"""Safetensors files by the names and arguments of the instanttensor package.
+"""Loads safetensors files with the names and arguments of the instanttensor package.
 
     from tensorfs.compat.instanttensor import safe_open
 

@@ -16,23 +16,24 @@ from .._in_group import GroupLoads
 from ._settings import Candidate, Reading, reading_of
 
 _AHEAD = 1
-"""Batches that are loaded before they are requested."""
+"""The number of batches that are loaded before they are requested."""
 
 
 class safe_open:
-    """Safetensors files, whose tensors are loaded once, in file order.
+    """Opens safetensors files, whose tensors are loaded once, in file order.
 
     `filename` is a path or a list of paths, which is sorted. `framework` is "pt". `device` is a GPU, or the CPU.
-    `buffer_size` is the most bytes that are loaded at a time, where a longer tensor is loaded alone. `chunk_size` and
-    `io_depth` are the `chunk` and the `io_depth` of tensorfs; a `backend` that reads through the page cache is
-    `source="buffered"`. `max_free_mem_usage` limits what is loaded at a time to a share of the free memory of the GPU.
-    `concurrency` is checked, and has no effect. With `copy=False` tensors own their memory too.
+    `buffer_size` is the most bytes that are loaded at a time. A longer tensor is loaded alone. `chunk_size` and
+    `io_depth` set `chunk` and `io_depth` of tensorfs. A `backend` that reads through the page cache sets
+    `source="buffered"`. `max_free_mem_usage` limits the bytes that are loaded at a time to this fraction of the free
+    memory of the GPU. `concurrency` is checked, but has no effect. Tensors own their memory even with `copy=False`.
 
-    All ranks of a `process_group` open the same files and iterate. Each byte is read by one of them, and the load begins
-    with the loop.
+    All ranks of a `process_group` have to open the same files, and to iterate. Each byte is read by one rank, and the
+    load begins with the loop.
 
-    With `load_now=False` the load begins when the context is entered. `tensor_filter` is a list of patterns, of which
-    one has to match the whole name: globs, names (`tensor_name_match_mode="exact"`) or regular expressions ("regex").
+    With `load_now=False` the load begins when the context is entered. `tensor_filter` is a list of patterns. A tensor
+    is loaded if a pattern matches its whole name. The patterns are globs, or exact names
+    (`tensor_name_match_mode="exact"`), or regular expressions (`"regex"`).
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class safe_open:
         self.filename, self.framework, self.device = paths, framework, device
         self.process_group, self.copy = process_group, copy
         if size > 1 and paths:
-            # The group first: what one rank cannot open is an error on all of them.
+            # The group opens the files first, so that a file that one rank cannot open is an error on all ranks.
             self._loads = GroupLoads(paths, gpu, process_group, **reading.how)
         self._files = FileSet(paths, gpu, **reading.how) if paths else None
         self._infos = [] if self._files is None else [info for info in self._files.infos if matches(info.name)]
@@ -104,14 +105,15 @@ class safe_open:
         return next((file.metadata for file in reversed(files) if file.metadata is not None), None)
 
     def get_tensor_metadata(self, name: str) -> tuple[Any, Any]:
-        """Dtype and shape, as torch's, of a tensor."""
+        """The dtype and the shape of a tensor, as objects of torch."""
         import torch
 
         info = self._by_name[name]
         return _torch_dtype(info), torch.Size(info.shape)
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Pairs of name and tensor in file order, once. The next tensors are loaded meanwhile, in bounded memory."""
+        """Yields pairs of name and tensor in file order. It can be called once. While the caller uses a tensor, the
+        next ones are loaded, in bounded memory."""
         if self._closed:
             raise RuntimeError("tensors() after the end of the context")
         if self._iterated:
@@ -177,7 +179,7 @@ def _sorted(filename: Any) -> list[str]:
 
 
 def _gpu_of(device: Any) -> int | None:
-    """The number of the GPU; None for the CPU, which the package does not load to."""
+    """The number of the GPU. None for the CPU, which instanttensor itself does not support."""
     if device is None or isinstance(device, bool):
         raise TypeError(f"device: expected a GPU, not {device!r}")
     kind = str(device).partition(":")[0]
@@ -192,7 +194,7 @@ def _most(reading: Reading, gpu: int | None) -> int | None:
     if gpu is not None:
         import torch
 
-        # A batch is in use while the next is loaded.
+        # A batch is in use while the next one is loaded.
         limits.append(int(torch.cuda.mem_get_info(gpu)[0] * reading.free_share) // (_AHEAD + 1))
     return max(1, min(limits)) if limits else None
 

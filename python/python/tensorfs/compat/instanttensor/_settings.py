@@ -1,4 +1,5 @@
-"""The arguments about reading, and their variables: judged as by the package, and turned into settings of tensorfs."""
+"""Checks the arguments about reading, and their environment variables, by the rules of instanttensor, and converts them
+to settings of tensorfs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _DEPTH_MAX = 1024
 
 
 class Backend(Enum):
-    """The ways of reading that the package has."""
+    """The ways of reading that instanttensor has."""
 
     AIO = 0
     AIO_BUFFERED = 1
@@ -25,7 +26,7 @@ class Backend(Enum):
 
 
 class BackendPolicy(Enum):
-    """Several ways of reading, by their purpose."""
+    """Groups of ways of reading, by their purpose."""
 
     BUFFERED = "BUFFERED"
 
@@ -37,14 +38,14 @@ _WITH_THREADS = (Backend.MMAP, Backend.CUFILE)
 
 
 class Reading(NamedTuple):
-    """The meaning of the arguments for tensorfs."""
+    """The arguments, converted to settings of tensorfs."""
 
     how: dict[str, Any]
     """Settings of a loader."""
     buffer: Optional[int]
     """The most bytes of a batch of tensors."""
     free_share: float
-    """The share of the free memory of the GPU that may be taken."""
+    """The fraction of the free memory of the GPU that batches may take."""
 
 
 def reading_of(
@@ -56,9 +57,9 @@ def reading_of(
     backend: Union[Candidate, list[Candidate], None],
     group_size: int,
 ) -> Reading:
-    """Judges the arguments. Where one is None, its variable counts.
+    """Checks the arguments. For an argument that is None, its environment variable counts.
 
-    Raises `ValueError`, and `RuntimeError` for a share of memory that there cannot be.
+    Raises `ValueError` for a wrong argument, and `RuntimeError` for a fraction of memory that is not between 0 and 1.
     """
     buffer = _chosen("buffer_size", buffer_size, int)
     chunk = _chosen("chunk_size", chunk_size, int)
@@ -138,5 +139,6 @@ def _backends_of_environment() -> list[Candidate] | None:
 
 
 def _source(candidates: Sequence[Candidate] | None) -> str | None:
-    """By the first candidate: reads through the page cache, or as tensorfs chooses."""
+    """The setting `source` for the first candidate: "buffered" if it reads through the page cache. None lets tensorfs
+    choose."""
     return "buffered" if candidates and candidates[0] in _THROUGH_PAGE_CACHE else None

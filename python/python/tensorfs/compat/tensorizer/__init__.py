@@ -1,11 +1,11 @@
-"""Tensorizer files by the names and arguments of the tensorizer package.
+"""Reads and writes tensorizer files, with the names and arguments of the tensorizer package.
 
     from tensorfs.compat.tensorizer import TensorDeserializer
 
     with TensorDeserializer("model.tensors", device="cpu") as tensors:
         model.load_state_dict(tensors)
 
-The module `serialization` reads and writes, `torch_compat` is for `torch.save` and `torch.load`.
+The module `serialization` reads and writes files. The module `torch_compat` is for `torch.save` and `torch.load`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # These modules need torch, and the others do not.
+    # Only these two modules need torch, so they are imported when they are first used.
     if name in ("torch_compat", "utils"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The device that tensors are loaded to, as torch chooses it."""
+"""The device that tensors are loaded to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 
 class Device:
-    """The wanted device: None for the first GPU that torch finds, or the CPU if it finds none."""
+    """The device that the caller wants. With `wanted=None`, the first GPU that torch finds, or the CPU if torch finds
+    no GPU."""
 
     def __init__(self, wanted: Any) -> None:
         self.torch: Any = None
@@ -32,7 +33,7 @@ class Device:
         return self._wanted is None or self._wanted.type == "cpu"
 
     def target(self) -> Any:
-        """The device of torch. A GPU without a number is the one that torch uses now."""
+        """The device as an object of torch. A GPU without a number stands for the GPU that torch uses now."""
         wanted, torch = self._wanted, self.torch
         if wanted.type != "cuda" or wanted.index is not None:
             return wanted
@@ -40,7 +41,7 @@ class Device:
         return default if default.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
     def gpu(self) -> int | None:
-        """The number of the GPU. None for other devices, which get their tensors from the CPU."""
+        """The number of the GPU. None for other devices, whose tensors are loaded to the CPU first."""
         if self._wanted is None or self._wanted.type != "cuda":
             return None
         return int(self.target().index)

@@ -1,4 +1,4 @@
-"""The hashes in the headers of tensors, compared with the bytes in memory."""
+"""Compares the bytes of tensors in memory with the hashes in their headers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEP = 64 << 20
 
 
 class HashMismatchError(SafetensorError):
-    """The bytes of a tensor do not have the hash that its header says."""
+    """The bytes of a tensor do not match a hash in its header."""
 
 
 class Loaded(NamedTuple):
@@ -32,7 +32,7 @@ class Loaded(NamedTuple):
 
 
 def mismatch(loaded: Loaded) -> str | None:
-    """The first hash that is not that of the bytes, as a message. None if all are."""
+    """A message about the first hash in the header that the bytes do not match. None if they match all hashes."""
     data = memoryview((ctypes.c_char * loaded.nbytes).from_address(loaded.address)) if loaded.nbytes else memoryview(b"")
     for kind, value in loaded.header.hashes:
         found = _HASHES[kind](loaded.header.hashed, data)
@@ -46,7 +46,7 @@ def mismatch(loaded: Loaded) -> str | None:
 
 
 def mismatches(all_loaded: Iterable[Loaded]) -> list[str | None]:
-    """`mismatch` of each, by all cores."""
+    """The result of `mismatch` for each tensor, computed on all cores."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "tensorfs-hash") as pool:
         return list(pool.map(mismatch, all_loaded))
 

@@ -1,4 +1,4 @@
-"""`TensorSerializer`: tensors of torch, and arrays of numpy, written to tensorizer files."""
+"""`TensorSerializer`: writes tensors of torch and arrays of numpy to tensorizer files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ._stored import Path, TensorType, shown_name
 from .stream_io import local_path
 
 _BATCH_MAX = 256 << 20
-"""Most bytes of copies and of removed tensors that are written together. A longer one is written alone."""
+"""The most bytes, in one batch, of copies and of tensors that are removed from their module after the write. A longer
+tensor is written alone."""
 
 _CODES = {
     **{"bool": "|b1", "uint8": "|u1", "int8": "|i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4"},
@@ -39,7 +40,7 @@ _CODES = {
         )
     },
 }
-"""Dtypes of torch and of numpy, as a file names them."""
+"""The codes of dtypes in a file, by the names of the dtypes in torch and numpy."""
 
 
 class _ToWrite(NamedTuple):
@@ -50,35 +51,35 @@ class _ToWrite(NamedTuple):
     type: TensorType
     tensor: Any
     remove_from: Any = None
-    """The module that loses the tensor once it is written."""
+    """The module from which the tensor is removed after the write."""
 
 
 class _Memory(NamedTuple):
-    """The bytes of a tensor."""
+    """A tensor as it is written, with the place of its bytes in memory."""
 
     dtype: str
     shape: list[int]
     address: int | None
-    """None for zeros that no memory holds."""
+    """None for a meta tensor, which has no memory. Its bytes are zeros."""
     length: int | None
-    """None for a tensor without data."""
+    """The length in bytes. None for a tensor whose data is not written."""
     owner: Any
     is_copy: bool = False
-    """Whether this is the only one who keeps the bytes."""
+    """Whether the bytes are a copy, which only this object keeps alive."""
 
 
 class TensorSerializer:
     """Writes a tensorizer file.
 
     `file_obj` is a path or a `file://` URL, a descriptor, or a binary file object that can seek. A file at a path
-    appears whole when this is closed; until then, the file that was there before stays. A link at the path stays, and
-    leads to the new file. A file object has to be at its first byte, is cut behind the last tensor, and is closed with
-    this.
+    appears whole when the serializer is closed. Until then, the old file at this path stays. If the path is a link, the
+    link stays, and leads to the new file. A file object has to be at its first byte. When the serializer is closed, the
+    file object is truncated after the last tensor and closed.
 
-    `encryption` has the key that the data is encrypted with. No plain byte of it is written.
+    `encryption` has the key with which the data is encrypted. No unencrypted byte of the data is written.
 
-    `compress_tensors` changes nothing, as in the tensorizer package. `limit_cpu_concurrency` changes nothing: a fixed
-    number of threads makes the hashes.
+    `compress_tensors` has no effect, as in the tensorizer package. `limit_cpu_concurrency` has no effect, because a
+    fixed number of threads computes the hashes.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class TensorSerializer:
         if limit_cpu_concurrency is not None and operator.index(limit_cpu_concurrency) < 1:
             raise ValueError(f"limit_cpu_concurrency={limit_cpu_concurrency}: expected a number from 1 on, or None")
         self._names: dict[str, Path] = {}
-        # The type of the steps in each layer.
+        # For each layer of nested dicts and lists: the type of its keys, which is `str` for a dict and `int` for a
+        # list.
         self._layers: dict[Path, type] = {}
         self._failed = False
         self._process = process_token()
@@ -110,7 +112,7 @@ class TensorSerializer:
 
     @property
     def total_tensor_bytes(self) -> int:
-        """Bytes of the tensors that are written so far."""
+        """Bytes of the tensors that have been written so far."""
         return self._open().data_len
 
     def write_tensor(self, idx: int, name: str | Path, tensor_type: TensorType | int, tensor: Any) -> None:
@@ -132,7 +134,7 @@ class TensorSerializer:
         self._write(_of_module(m, remove_tensors, include_non_persistent_buffers))
 
     def close(self) -> None:
-        """Ends the file, which gets its name then. After an error nothing is left of it at its path.
+        """Completes the file, which appears at its path then. After an error, no part of the file is left at its path.
 
         Raises `ValueError` if no tensor was written: a file without tensors cannot be read.
         """
@@ -182,7 +184,7 @@ class TensorSerializer:
             raise
 
     def _add_name(self, one: _ToWrite) -> None:
-        """Refuses a tensor whose name could not be told from those of others."""
+        """Records the name of a tensor. Refuses a name that a reader could confuse with the name of another tensor."""
         path = one.path
         if not all(isinstance(step, str) or (type(step) is int and step >= 0) for step in path) or not path:
             raise TypeError(f"name {path!r}: expected a text, or a path of texts and positions")
@@ -224,7 +226,7 @@ def _check_file_object(file_obj: Any) -> None:
 
 
 def _cut(file: Any, length: int) -> None:
-    """Removes what was behind the first `length` bytes of a file object, which stands there."""
+    """Truncates a file object to its first `length` bytes. Its position is the end of these bytes, before and after."""
     if hasattr(file, "truncate"):
         file.seek(0, os.SEEK_END)
         if file.tell() > length:
@@ -302,7 +304,7 @@ def _described(one: _ToWrite) -> _Memory:
 
 
 def _memory_of(one: _ToWrite) -> _Memory:
-    """The bytes of a tensor, on the CPU and without gaps."""
+    """The bytes of a tensor, on the CPU and contiguous."""
     described, tensor, torch = _described(one), one.tensor, sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):
         import numpy
@@ -327,7 +329,7 @@ def _memory_of(one: _ToWrite) -> _Memory:
 
 
 def _check_storage(one: _ToWrite) -> None:
-    """Refuses a tensor whose storage was cut or freed under it: it would be read past its end."""
+    """Refuses a tensor whose storage was shortened or freed, because a read would go past the end of the storage."""
     tensor = one.tensor
     if not tensor.numel():
         return
@@ -343,8 +345,8 @@ def _no_memory(one: _ToWrite, why: str) -> SafetensorError:
 
 
 def _without_zeros(described: _Memory, length: int) -> _Memory:
-    """A meta tensor without data, if the tensorizer package reads it: it has dimensions, and numpy has its dtype. The
-    zeros of another one are written."""
+    """How a meta tensor is written. Its data is left out if the tensorizer package can read that: the tensor has
+    dimensions, and numpy has its dtype. Otherwise zeros are written."""
     if (described.shape and "\0" not in described.dtype) or not length:
         return described
     return described._replace(length=length)
@@ -359,7 +361,7 @@ def _code(dtype: str, one: _ToWrite) -> str:
 
 
 def _native(one: _ToWrite, memory: _Memory) -> tuple[bytes, int, int, str, list[int], int | None, int | None]:
-    """A tensor as the native part takes it."""
+    """A tensor in the form that the native part expects."""
     name = shown_name(one.path)
     raw = name.encode() if isinstance(name, str) else b"\x1e" + json.dumps(name, separators=(",", ":")).encode()
     return raw, int(one.type), one.module_index, memory.dtype, memory.shape, memory.address, memory.length

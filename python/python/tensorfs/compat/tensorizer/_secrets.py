@@ -1,4 +1,4 @@
-"""Keys of encrypted files, as the tensorizer package names them."""
+"""The keys of encrypted files, in classes with the names of the tensorizer package."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _KEY_LEN = 32
 _SALT_LEN = 16
 
 _WORK_MAX = 16 << 30
-"""Most bytes that the passes of a derivation write together. Files with more are refused."""
+"""The most bytes that all passes of a key derivation write together. A file that needs more is refused."""
 
 
 class CryptographyError(SafetensorError):
-    """A key is missing, wrong, or for a file without encryption."""
+    """A key is missing or wrong, or was given for a file that is not encrypted."""
 
 
 def _checked_key(key: Any) -> bytes:
@@ -44,7 +44,7 @@ def _checked_passphrase(source: Any, encoding: str) -> bytes:
 
 
 class _OpsLimit(enum.IntEnum):
-    """Passes of a key derivation, by the presets of libsodium."""
+    """The presets of libsodium for the number of passes of a key derivation."""
 
     MIN = 1
     INTERACTIVE = 2
@@ -53,7 +53,7 @@ class _OpsLimit(enum.IntEnum):
 
 
 class _MemLimit(enum.IntEnum):
-    """Memory of a key derivation in bytes, by the presets of libsodium."""
+    """The presets of libsodium for the memory of a key derivation, in bytes."""
 
     MIN = 8 << 10
     INTERACTIVE = 64 << 20
@@ -62,7 +62,7 @@ class _MemLimit(enum.IntEnum):
 
 
 class _Derivation(NamedTuple):
-    """How a key is derived from a passphrase."""
+    """The parameters with which a key is derived from a passphrase."""
 
     passes: int
     memory_bytes: int
@@ -70,7 +70,7 @@ class _Derivation(NamedTuple):
 
 
 def _checked_derivation(opslimit: Any, memlimit: Any, salt: Any) -> _Derivation:
-    """The limits and the salt of a key derivation, if readers take them."""
+    """The limits and the salt of a key derivation. Raises an error for values that readers would refuse."""
     for name, limit, other in (("opslimit", opslimit, _MemLimit), ("memlimit", memlimit, _OpsLimit)):
         if isinstance(limit, other) or not isinstance(limit, (int, type(None))):
             raise TypeError(f"{name}: expected a number or None, not {type(limit).__name__.lstrip('_')}")
@@ -92,9 +92,9 @@ def _checked_derivation(opslimit: Any, memlimit: Any, salt: Any) -> _Derivation:
 
 @dataclasses.dataclass(init=False, repr=False)
 class EncryptionParams:
-    """The key that a file is encrypted with: `key`, 32 bytes. `random` and `from_string` make one.
+    """The key that a file is encrypted with. `key` has its 32 bytes. `random` and `from_string` make a new key.
 
-    `EncryptionParams(key)` takes a key that is there already. Keep `key`, or the passphrase: it opens the file.
+    `EncryptionParams(key)` uses an existing key. Keep `key`, or the passphrase: the file can only be opened with it.
     """
 
     OpsLimit = _OpsLimit
@@ -122,11 +122,11 @@ class EncryptionParams:
         *,
         encoding: str = "utf-8",
     ) -> EncryptionParams:
-        """The key of a passphrase, by Argon2id. `DecryptionParams.from_string` derives it again.
+        """Derives a key from a passphrase, by Argon2id. `DecryptionParams.from_string` derives the same key again.
 
-        `opslimit` is the number of passes, 3 by default, and `memlimit` the memory in bytes, 256 MiB by default. At most
-        1 GiB of memory is used, and all passes together write 16 GiB at most. `salt` has 16 bytes; None makes a random
-        one. The file keeps all three.
+        `opslimit` is the number of passes, 3 by default, and `memlimit` the memory in bytes, 256 MiB by default. At
+        most 1 GiB of memory is used, and all passes together write 16 GiB at most. `salt` has 16 bytes. None makes a
+        random salt. The file stores these three values.
         """
         passphrase, derivation = _checked_passphrase(source, encoding), _checked_derivation(opslimit, memlimit, salt)
         made = cls(derive_key(passphrase, *derivation))
@@ -135,7 +135,7 @@ class EncryptionParams:
 
     @property
     def salt(self) -> bytes:
-        """The salt of a passphrase. Raises `ValueError` for a key that is not derived from one."""
+        """The salt of the derivation. Raises `ValueError` for a key that is not derived from a passphrase."""
         if self._derivation is None:
             raise ValueError("the key is not derived from a passphrase, so it has no salt")
         return self._derivation.salt
@@ -175,7 +175,7 @@ class DecryptionParams:
 
 
 def secret_of(encryption: Any) -> Secret:
-    """The secret of an argument `encryption` for reading."""
+    """The secret in the argument `encryption` of a reader."""
     if encryption is None:
         return None
     if not isinstance(encryption, DecryptionParams):
@@ -188,7 +188,7 @@ def secret_of(encryption: Any) -> Secret:
 
 
 def key_of(encryption: Any) -> tuple[bytes | None, tuple[int, int, bytes] | None]:
-    """The key of an argument `encryption` for writing, and its derivation."""
+    """The key in the argument `encryption` of a writer, and its derivation."""
     if encryption is None:
         return None, None
     if not isinstance(encryption, EncryptionParams):

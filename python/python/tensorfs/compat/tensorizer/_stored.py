@@ -1,4 +1,5 @@
-"""The list of tensors of a tensorizer file, and their headers. The native part has proved both before."""
+"""Decodes the list of tensors of a tensorizer file, and the headers of its tensors. The native part has checked both
+before, so this module does not check them again."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, Union
 from ..._errors import error
 
 HEAD_LEN = 73
-"""Bytes of the fixed head. The list of tensors follows."""
+"""Length of the fixed head in bytes. The list of tensors follows it."""
 
 _ENCRYPTED, _VERSIONED = 1, 2
 """Flags of the head."""
@@ -19,7 +20,7 @@ _LONG = 5
 """The version of an entry whose dimensions have 64 bits."""
 
 _PATH_MARK = 0x1E
-"""First byte of a name that is a path."""
+"""First byte of a name that encodes a path."""
 
 Step = Union[str, int]
 Path = tuple[Step, ...]
@@ -27,7 +28,7 @@ Path = tuple[Step, ...]
 
 
 class TensorType(IntEnum):
-    """How a tensor was saved."""
+    """The role in which a tensor was saved."""
 
     PARAM = 0
     BUFFER = 1
@@ -42,16 +43,16 @@ class HashType(IntEnum):
 
 
 class Entry(NamedTuple):
-    """A tensor of the list."""
+    """An entry in the list of tensors."""
 
     path: Path
     type: TensorType
     dtype: str
-    """The code of numpy."""
+    """The code of the dtype in numpy."""
     torch_dtype: str | None
-    """The dtype of torch, where numpy has none for it."""
+    """The name of the dtype in torch, if numpy lacks this dtype."""
     shape: tuple[int, ...]
-    """As torch and numpy count."""
+    """The shape in elements of torch and numpy."""
     is_long: bool
     header: tuple[int, int]
     """First byte and end of its header in the file."""
@@ -59,7 +60,8 @@ class Entry(NamedTuple):
 
     @property
     def numpy_code(self) -> str:
-        """The code of numpy for its array: that of integers, if numpy lacks its dtype."""
+        """The numpy code for an array of this tensor. If numpy lacks the dtype, it is a code of integers of the same
+        width."""
         return self.dtype if self.torch_dtype is None else self.dtype.replace("V", "i")
 
     @property
@@ -78,7 +80,7 @@ class Header(NamedTuple):
 
     module_index: int
     hashed: bytes
-    """Its part of the bytes that are hashed. The data follows."""
+    """The part of the header that the hashes cover. They also cover the data of the tensor, which follows it."""
     hashes: list[tuple[HashType, bytes]]
 
 
@@ -95,7 +97,8 @@ def shown_name(path: Path) -> str | Path:
 
 
 def area_of(head: bytes, start: int, path: str) -> tuple[int, int]:
-    """First byte and end of the list of tensors. `head` has the first bytes, which begin at `start`."""
+    """First byte and end of the list of tensors. `head` has the first bytes of the tensorizer file, which begins at
+    byte `start`."""
     if len(head) < HEAD_LEN or not head.startswith(b"|TZR|"):
         raise error(f"{path}: is no tensorizer file; load it by tensorfs.safe_open", "header_decode", path=path)
     (length,) = struct.unpack_from("<Q", head, 65)
@@ -103,7 +106,7 @@ def area_of(head: bytes, start: int, path: str) -> tuple[int, int]:
 
 
 def decode_list(head: bytes, area: bytes) -> StoredList:
-    """The list of tensors. `head` has the bytes in front of it."""
+    """Decodes the list of tensors, whose bytes are `area`. `head` has the bytes before the list."""
     (version,) = struct.unpack_from("<I", head, 5)
     flags = head[9]
     (count,) = struct.unpack_from("<Q", head, 57)
@@ -139,7 +142,7 @@ def decode_header(header: bytes, is_long: bool, is_encrypted: bool) -> Header:
     (length,) = struct.unpack_from("<H", header, offset)
     offset += 2
     end = offset + length
-    # In front of the hash, its own value counts as zeros, and what says how data is encrypted does not count.
+    # A hash is computed with zeros in place of all hash values, and without the part that describes the encryption.
     hashed = bytearray(header)
     hashes = []
     count, offset = header[offset], offset + 1
@@ -166,7 +169,8 @@ def _shape(data: bytes, offset: int, is_long: bool) -> tuple[tuple[int, ...], in
 
 
 def nested(entries: list[tuple[Path, Any]], wrap: Any) -> Any:
-    """Values by their paths, as nested dicts and lists. `wrap` makes what is returned of the dict of a layer."""
+    """Values by their paths, as nested dicts and lists. `wrap` converts the dict of a layer to the object that is
+    returned."""
     base: dict[Step, Any] = {}
     for path, value in entries:
         if not path:
@@ -179,7 +183,7 @@ def nested(entries: list[tuple[Path, Any]], wrap: Any) -> Any:
 
 
 class _Layer(dict[Step, Any]):
-    """A dict that was made for a layer, and is no value itself."""
+    """A dict that was made for a layer. Any other dict is a value."""
 
 
 def _wrapped(layer: dict[Step, Any], wrap: Any) -> Any:
@@ -187,7 +191,7 @@ def _wrapped(layer: dict[Step, Any], wrap: Any) -> Any:
 
 
 def as_list_or_dict(layer: dict[Step, Any]) -> Any:
-    """The layer as it was saved: a list if its keys are positions."""
+    """A layer as it was saved: as a list if its keys are positions."""
     if layer and all(isinstance(step, int) for step in layer):
         return [layer[step] for step in sorted(layer)]  # type: ignore[type-var]
     return layer

@@ -1,4 +1,4 @@
-"""`TensorDeserializer` and `TensorSerializer`: in place of `tensorizer.serialization`."""
+"""`TensorDeserializer` and `TensorSerializer`. This module replaces `tensorizer.serialization`."""
 
 from __future__ import annotations
 
@@ -47,30 +47,32 @@ __all__ = [
 ]
 
 FilterFuncType = Callable[[Union[str, Sequence[Step]]], Any]
-"""Says for the name of a tensor, or its path as a tuple, whether to load it."""
+"""A function that gets the name of a tensor, or its path as a tuple, and says whether to load the tensor."""
 
 _CAST_TO = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
-"""Dtypes that tensors are cast to while they are read."""
+"""The dtypes to which tensors can be cast while they are read."""
 
 
 _BATCH_MAX = 512 << 20
-"""Most bytes that are loaded together while a loop goes over the tensors. A longer tensor is loaded alone."""
+"""The most bytes that are loaded together while a loop goes over the tensors. A longer tensor is loaded alone."""
 
 
 class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["TensorDeserializer"]):
-    """The tensors of a tensorizer file by name, as parameters of torch; if torch is not installed, as arrays of numpy.
+    """The tensors of a tensorizer file by name. They are parameters of torch, or arrays of numpy if torch is not
+    installed.
 
-    `file_obj` is a path, a `file://` URL, a binary file object or a descriptor. A file object is closed with this, or
-    as soon as everything is loaded. `device` is the first GPU by default, and the CPU if torch finds none. `dtype` is a
-    dtype of torch that every tensor is cast to, except booleans. `filter_func` says which tensors it has.
+    `file_obj` is a path, a URL (`file://`, or of a remote source such as `s3://`), a binary file object or a
+    descriptor. A file object is closed together with the deserializer, or as soon as all tensors are loaded. By default
+    `device` is the first GPU, or the CPU if torch finds no GPU. `dtype` is a dtype of torch to which all tensors are
+    cast, except booleans. `filter_func` chooses the tensors of the mapping.
 
-    All tensors are loaded at once; with `lazy_load` each is loaded when it is asked for. With `verify_hash` the bytes of
-    each are compared with the hashes in the file. `encryption` has the key of an encrypted file.
+    All tensors are loaded at once. With `lazy_load`, each tensor is loaded when it is first used. With `verify_hash`,
+    the bytes of each tensor are compared with the hashes in the file. `encryption` has the key of an encrypted file.
 
-    `plaid_mode`, `plaid_mode_buffers` and `num_readers` change nothing: the engine of tensorfs chooses.
+    `plaid_mode`, `plaid_mode_buffers` and `num_readers` have no effect: the engine of tensorfs decides how to read.
 
-    Raises `tensorfs.SafetensorError` for a file that is refused; `HashMismatchError` and `CryptographyError` are such
-    errors.
+    Raises `tensorfs.SafetensorError` for a file that is refused. `HashMismatchError` and `CryptographyError` are
+    subclasses of it.
     """
 
     def __init__(
@@ -112,7 +114,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self.total_tensor_bytes: int = sum(
                 self._positions[entry.path][4] if lazy_load else entry.data_length for entry in wanted
             )
-            """Bytes of all tensors that it has. As in the tensorizer package, meta tensors count with `lazy_load` only."""
+            """Bytes of all tensors of the mapping. As in the tensorizer package, meta tensors count with `lazy_load`
+            only."""
             self.total_bytes_read = 0
             """Bytes of tensors that were read so far."""
             if not lazy_load:
@@ -137,7 +140,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self.close()
 
     def close(self) -> None:
-        """Closes the file. Tensors that are loaded stay."""
+        """Closes the file. Tensors that are loaded stay valid."""
         self._is_closed = True
         self._cleanup.close()
 
@@ -170,8 +173,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def tree(
         self, prefix: Iterable[Step] | None = None, *, default: Any = None, filter_func: FilterFuncType | None = None
     ) -> Any:
-        """The tensors as they were saved: in nested dicts and lists, or those below the path `prefix`; or the tensor
-        with this path. `default` if there is none."""
+        """The tensors in nested dicts and lists, as they were saved. With `prefix`, only the tensors below this path,
+        or the one tensor that has this path. Returns `default` if there are no such tensors."""
         if isinstance(prefix, (str, int)):
             raise TypeError(f"prefix: expected a sequence of keys, not {type(prefix).__name__}; for one key pass ({prefix!r},)")
         found = self._nested(tuple(prefix or ()), filter_func, as_list_or_dict)
@@ -189,9 +192,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def read_tensors(
         self, filter_func: FilterFuncType | None = None, num_tensors: int = -1, verify_hash: bool | None = None
     ) -> Iterator[tuple[int, int, Any, Any]]:
-        """For each tensor: index of its module, its `TensorType`, its name, and the tensor.
+        """Yields for each tensor: the index of its module, its `TensorType`, its name, and the tensor.
 
-        With `num_tensors` at most that many. The next call goes on behind the last one.
+        `num_tensors` is the most tensors that one call returns. The next call goes on after the last of them.
         """
         for path, tensor in self._read(filter_func, num_tensors, lambda paths: self._loaded(paths, verify_hash)):
             entry = self._entries[path]
@@ -204,11 +207,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         allow_raw_data: bool = False,
         verify_hash: bool | None = None,
     ) -> Iterator[tuple[int, int, Any, Any, bool, str | None]]:
-        """For each tensor: index of its module, its `TensorType`, its name, its array, whether numpy lacks its dtype,
-        and the name of that dtype in torch.
+        """Yields for each tensor: the index of its module, its `TensorType`, its name, its array, whether numpy lacks
+        its dtype, and in that case the name of the dtype in torch.
 
-        A tensor whose dtype numpy lacks, such as bfloat16, raises `ValueError`; with `allow_raw_data` its array has
-        integers of the same bits. `num_tensors` is as in `read_tensors`.
+        A tensor whose dtype numpy lacks, such as bfloat16, raises `ValueError`. With `allow_raw_data`, its array has
+        integers with the same bits instead. `num_tensors` is as in `read_tensors`.
         """
         if not self._device.is_cpu:
             raise RuntimeError(f"read_numpy_arrays gives arrays on the CPU, but the device is {self._device}")
@@ -238,10 +241,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 yield path, loaded
 
     def load_into_module(self, m: Any, filter_func: FilterFuncType | None = None, verify_hash: bool | None = None) -> int:
-        """Gives a module its parameters and buffers. Those it has, also without memory, are replaced. Returns their
-        number.
+        """Gives a module the parameters and buffers of the file, in place of its own ones, which may be without memory.
+        Returns the number of loaded tensors.
 
-        The file has to be written by `write_module`.
+        The file has to be one that `write_module` has written.
         """
         modules = dict(m.named_modules())
         chosen = [entry for entry in self._entries.values() if filter_func is None or filter_func(entry.name)]
@@ -265,9 +268,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return len(chosen)
 
     def verify_module(self, m: Any) -> tuple[bool, list[tuple[Any, bool]]]:
-        """Whether a module has the tensors of the file, by their hashes, and the same for each tensor."""
+        """Compares the tensors of a module with the hashes in the file. Returns whether all of them match, and a list
+        that says for each tensor whether it matches."""
         there = {**m.state_dict(), **dict(m.named_buffers())}
-        # A tensor of the top module begins with a dot.
+        # In the file, the name of a tensor of the top module begins with a dot.
         found = {path: there.get(entry.joined.removeprefix(".")) for path, entry in self._entries.items()}
         on_cpu = {path: tensor.detach().cpu().contiguous() for path, tensor in found.items() if tensor is not None}
         headers = self._all_headers(list(on_cpu))
@@ -282,7 +286,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return all(result for _, result in results), results
 
     def _loaded(self, paths: list[Path], verify_hash: bool | None) -> list[Any]:
-        """Tensors by path, from the cache if they are there."""
+        """The tensors with these paths. Those that are not in the cache are loaded."""
         missing = [path for path in paths if path not in self._cache]
         if missing:
             self._load(missing, self._verify_hash if verify_hash is None else verify_hash)
@@ -293,7 +297,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         torch, gpu = self._device.torch, self._device.gpu()
         framework = _frameworks.find("np" if torch is None else "pt", gpu)
         infos = [self._positions[path] for path in paths]
-        # Hashes are those of the stored elements.
+        # The hashes are about the stored elements, so these are not cast before they are verified.
         cast = None if verify or torch is None else _CAST_TO.get(str(self._dtype))
         made, requests = [], []
         for name, position, dtype, shape, nbytes in infos:
@@ -311,15 +315,15 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             checked = [self._in_memory(path, headers[path], tensor) for path, tensor in zip(paths, hosts)]
             _hashes.check(checked, self._source.name)
         for number, path in enumerate(paths):
-            # Each tensor is let go before the next one is cast.
+            # Each loaded tensor is freed before the next one is cast.
             self._cache[path], made[number] = self._finished(made[number]), None
 
     def _finished(self, tensor: Any) -> Any:
-        """A loaded tensor as users get it."""
+        """A loaded tensor in the form that callers get: cast, on the device, and as a parameter."""
         torch = self._device.torch
         if torch is None:
             return tensor
-        # A cast while it was read is one from floats to floats.
+        # A cast during the read does not change this, because it is always from floats to floats.
         has_gradient = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         cast = None if self._dtype is None or tensor.dtype == torch.bool else self._dtype
         tensor = tensor.to(device=self._device.target(), dtype=cast)
@@ -358,7 +362,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return numpy.ndarray(entry.shape, entry.numpy_code, memory)
 
     def _fill(self, requests: list[tuple[int, str | None, int, int, Any]], gpu: int | None, stream: Any) -> None:
-        """Loads tensors: position, dtype to cast to, address, bytes and owner of the memory of each."""
+        """Loads tensors. A request has the position of a tensor, the dtype to cast to, and the address, the length in
+        bytes and the owner of its memory."""
         self._check_open()
         if not requests:
             return
@@ -385,7 +390,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def _all_headers(self, paths: list[Path]) -> dict[Path, Header]:
         missing = [self._entries[path] for path in paths if path not in self._headers]
         if missing:
-            # Later tensors are likely to be asked for, too.
+            # The headers of all other tensors are likely to be needed too, so they are read together.
             missing = [entry for entry in self._entries.values() if entry.path not in self._headers]
             self._check_open()
             read = self._checkpoint.read_ranges(0, [entry.header for entry in missing], self._loader.timeout)

@@ -1,4 +1,4 @@
-"""Files by path or `file://` URL: in place of `tensorizer.stream_io`."""
+"""Opens files by path or URL. This module replaces `tensorizer.stream_io`."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def open_stream(
     s3_signature_version: str | None = None,
     certificate_handling: Any = None,
 ) -> BinaryIO:
-    """Opens a local file by its path, or by a `file://` URL, at its byte `begin`. A mode that writes makes the folders
-    above it. `buffer_size` is in bytes.
+    """Opens a local file by its path, or by a `file://` URL, at its byte `begin`. A mode that writes makes the missing
+    folders of the path. `buffer_size` is in bytes.
 
-    The other arguments are about S3 and HTTP, and change nothing, as in the tensorizer package.
+    The other arguments are about S3 and HTTP. They have no effect on local files, as in the tensorizer package.
 
     Raises `ValueError` for other URLs, and for modes that are not binary.
     """
@@ -63,9 +63,9 @@ def open_stream(
 
 
 def local_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes], hint: str = "") -> str:
-    """The path that a path or a URL means.
+    """The local path that `spec` names, which is a path or a `file://` URL.
 
-    Raises `ValueError` for a URL of something that is no local file, with `hint` for one of a remote source.
+    Raises `ValueError` for any other URL. If the URL is that of a remote source, `hint` ends the message.
     """
     text = os.fsdecode(spec)
     found = _URL.fullmatch(text) if isinstance(spec, (str, bytes)) else None
@@ -84,7 +84,7 @@ def local_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes], hint: 
 def source_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
     """The path or the URL that tensors are read from.
 
-    Raises `ValueError` for a URL of another kind.
+    Raises `ValueError` for a URL that tensorfs cannot read.
     """
     text = os.fsdecode(spec)
     found = _URL.fullmatch(text) if isinstance(spec, (str, bytes)) else None
@@ -97,10 +97,10 @@ def source_path(spec: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> st
 
 
 class TensorSource:
-    """The bytes that `spec` stands for: at a path or a URL, or behind a descriptor.
+    """The bytes that `spec` names: at a path or a URL, or of a descriptor or a file object.
 
-    A file object that reads a regular file is read by its descriptor. The rest of any other one is copied to memory if
-    it begins as a tensorizer file.
+    A file object that reads a regular file is read by its descriptor. Any other file object is copied to memory, from
+    its position to its end, if a tensorizer file begins there.
     """
 
     def __init__(self, spec: Any) -> None:
@@ -108,7 +108,8 @@ class TensorSource:
         self._descriptor: int | None = None
         self._path = ""
         self.start = 0
-        """Where the tensorizer file begins: at the position of a file object. Its offsets count from byte 0."""
+        """First byte of the tensorizer file, which begins at the position of a file object. Its offsets still count
+        from byte 0 of the file object."""
         if isinstance(spec, bool):
             raise TypeError("expected a path, a URL, a file object or a descriptor, not bool")
         if isinstance(spec, int):
@@ -124,21 +125,22 @@ class TensorSource:
             self.start = _position_of(spec)
 
     def open(self, loader: Loader, secret: Secret) -> Checkpoint:
-        """The checkpoint that it is. `secret` opens it if it is encrypted."""
+        """Opens these bytes as a checkpoint. `secret` is the key if they are encrypted."""
         descriptor = self._descriptor if self._given is None else _regular_file(self._given)
         if self._given is None and descriptor is None:
             return open_checkpoint(self._path, loader, (), secret)
         if descriptor is not None:
             return Checkpoint.open_descriptor(descriptor, self.name, loader.timeout, secret, self.start)
         head = _head_of(self._given)
-        # A file object may have no end. One that ends within the head is refused when it is opened.
+        # A file object may have no end, so the head is checked before the copy. A file that ends within the head is
+        # refused when the copy is opened.
         if len(head) == HEAD_LEN and not head.startswith(b"|TZR|"):
             message = f"{self.name}: does not begin with `|TZR|` at byte {self.start}, so it is no tensorizer file"
             raise error(message, "header_decode", path=self.name)
         descriptor = os.memfd_create("tensorfs-tensors", os.MFD_CLOEXEC)
         try:
             with open(descriptor, "wb", buffering=0, closefd=False) as copy:
-                # A hole stands for the bytes in front.
+                # The copy has a hole in place of the bytes before `start`.
                 copy.seek(self.start)
                 copy.write(head)
                 shutil.copyfileobj(self._given, copy, _COPIED)
@@ -154,7 +156,7 @@ class TensorSource:
 
 
 def _name_of(spec: Any) -> str:
-    """The name of a file object in messages. Refuses objects that are none."""
+    """The name of a file object in messages. Refuses an object that is no file object for reading."""
     if isinstance(spec, io.TextIOBase) or not hasattr(spec, "read"):
         raise TypeError(f"expected a path, a URL or a binary file object, not {type(spec).__name__}")
     if hasattr(spec, "readable") and not spec.readable():
@@ -164,7 +166,7 @@ def _name_of(spec: Any) -> str:
 
 
 def _position_of(spec: Any) -> int:
-    """The position of a file object; 0 for one that does not tell it, or no place of a file."""
+    """The position of a file object. 0 if the object does not tell its position, or tells one that no file can have."""
     position: Any = None
     with contextlib.suppress(AttributeError, NotImplementedError, OSError, ValueError):
         position = spec.tell()
@@ -174,7 +176,8 @@ def _position_of(spec: Any) -> int:
 
 
 def _head_of(spec: Any) -> bytes:
-    """The next bytes of a file object: the head of a tensorizer file, or all if there are fewer."""
+    """The next bytes of a file object: the length of the head of a tensorizer file, or fewer if the file object ends
+    before."""
     head = b""
     while len(head) < HEAD_LEN and (read := spec.read(HEAD_LEN - len(head))):
         head += read
@@ -182,10 +185,11 @@ def _head_of(spec: Any) -> bytes:
 
 
 def _regular_file(spec: Any) -> int | None:
-    """The descriptor of a file object that reads a regular file."""
+    """The descriptor of a file object that reads a regular file. None for any other file object."""
     opened = spec.file if type(spec).__module__ == "tempfile" and hasattr(spec, "file") else spec
     raw = opened.raw if isinstance(opened, (io.BufferedReader, io.BufferedRandom)) else opened
-    # Another file object, such as one that unpacks, may give the descriptor of a file with other bytes.
+    # Any other file object may return the descriptor of a file with other bytes. For example, it may decompress that
+    # file.
     if not isinstance(raw, io.FileIO):
         return None
     descriptor = None

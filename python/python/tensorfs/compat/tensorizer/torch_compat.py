@@ -1,4 +1,4 @@
-"""`torch.save` and `torch.load` with the tensors in a tensorizer file: in place of `tensorizer.torch_compat`.
+"""`torch.save` and `torch.load` with the tensors in a tensorizer file. This module replaces `tensorizer.torch_compat`.
 
     with tensorizer_saving():
         torch.save(module, "module.pt")          # and module.pt.tensors
@@ -33,15 +33,15 @@ _FileLike = Any
 """The first argument of `torch.load`: a path or a file object."""
 
 _MARK, _VERSION, _STORAGE = "TensorizerPickler", 0, "storage"
-"""Begin of the persistent id of a storage; its number and the dtype of torch follow."""
+"""The first three items of the persistent id of a storage. The number of the storage and its torch dtype follow."""
 
 
 class _Block(NamedTuple):
-    """A block that was entered."""
+    """A `with` block that was entered."""
 
     file_obj: Any
     replaces: Any
-    """The function of the caller that saves or loads the tensors; None for the usual way."""
+    """The function of the caller that saves or loads the tensors. None if this module does that."""
     arguments: dict[str, Any]
     suppress_weights_only: bool
 
@@ -54,7 +54,7 @@ class _Call(NamedTuple):
 
     @property
     def takes_all(self) -> bool:
-        """Whether every tensor of the file belongs to the file of torch."""
+        """Whether the file of torch has to refer to every tensor of the tensorizer file."""
         return self.block.replaces is None and self.block.arguments.get("filter_func") is None
 
     def refused(self, tensor: object, why: str) -> SafetensorError:
@@ -71,7 +71,7 @@ _call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("tensorfs.c
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps the storages of tensors for the tensorizer file, and pickles their numbers."""
+    """Pickles the number of each storage in place of its bytes, and collects the storages for the tensorizer file."""
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
@@ -81,7 +81,7 @@ class _Pickler(pickle.Pickler):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        # The subclass of torch is asked after this class.
+        # torch defines `persistent_id` in a subclass. It is renamed, so that the method of this class is called first.
         if "persistent_id" in cls.__dict__:
             cls._other_id = cls.__dict__["persistent_id"]  # type: ignore[method-assign]
             del cls.persistent_id
@@ -121,13 +121,14 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Takes the storages of tensors from the tensorizer file, once the first is asked for."""
+    """Takes the storages of tensors from the tensorizer file, which is loaded when the first storage is needed."""
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
         self._call = _call.get()
         self._tensors: dict[Any, Any] | None = None
-        # The storages that were taken, by number, with their lengths in bytes; and their numbers by address in torch.
+        # The storages that were used, by number, each with its length in bytes. `_numbers` has their numbers by the
+        # address of the torch object.
         self._taken: dict[int, tuple[Any, int]] = {}
         self._numbers: dict[int, int] = {}
 
@@ -159,7 +160,7 @@ class _Unpickler(pickle.Unpickler):
             self._taken[number] = storage, storage.nbytes()
             self._numbers[storage._cdata] = number
         storage, _ = self._taken[number]
-        # torch wants a storage without a dtype as one of bytes.
+        # torch expects a storage without a dtype to be a storage of bytes.
         return torch.TypedStorage(wrap_storage=storage, dtype=dtype or torch.uint8, _internal=True)
 
     def find_class(self, module: str, name: str) -> Any:
@@ -169,8 +170,8 @@ class _Unpickler(pickle.Unpickler):
         return found
 
     def _rebuild(self, rebuild: Any, storage: Any, offset: int, size: Any, stride: Any, *others: Any) -> Any:
-        """Makes a tensor on a storage. Refuses one that lies beyond its end: torch would lengthen the storage by memory
-        that nobody has filled."""
+        """Makes a tensor on a storage. Refuses a tensor that extends past the end of the storage, because torch would
+        lengthen the storage by uninitialized memory."""
         number = self._numbers.get(getattr(getattr(storage, "_untyped_storage", storage), "_cdata", 0))
         if number is not None and 0 not in size:
             dtype = next((other for other in others if isinstance(other, torch.dtype)), storage.dtype)
@@ -180,7 +181,7 @@ class _Unpickler(pickle.Unpickler):
 
     def load(self) -> Any:
         loaded = super().load()
-        # Code of the saved objects may make tensors in other ways.
+        # Code of the saved objects may have made tensors without `_rebuild`, so the lengths are checked again.
         for number, (storage, _) in self._taken.items():
             self._check_length(number, storage.nbytes())
         if self._call is not None and self._tensors is not None and self._call.takes_all:
@@ -203,7 +204,7 @@ class _Unpickler(pickle.Unpickler):
         storage = tensor.untyped_storage()
         if storage.nbytes() == tensor.nbytes and tensor.is_contiguous():
             return storage
-        # A loader may return views of longer memory.
+        # The function of the caller may return views of longer memory.
         return tensor.clone(memory_format=torch.contiguous_format).untyped_storage()
 
     @staticmethod
@@ -215,7 +216,7 @@ class _Unpickler(pickle.Unpickler):
             tensors = deserializer.tree(default=[])
             if not isinstance(tensors, list):
                 raise call.refused(next(iter(tensors)), "has a name; expected a number")
-            # A filter leaves numbers out.
+            # If there is a filter, some numbers are missing.
             found = dict(zip(sorted(deserializer), tensors))
         for number, tensor in found.items():
             if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.uint8:
@@ -232,7 +233,8 @@ _genuine: dict[str, Any] = {}
 
 
 def _after_fork() -> None:
-    # A thread of the parent, which the child does not have, may have held the old lock.
+    # Another thread of the parent may have held the lock during the fork. The child lacks that thread, so the lock
+    # would never be free.
     global _lock
     _lock = threading.Lock()
 
@@ -241,7 +243,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _beside(f: Any) -> str | None:
-    """The tensorizer file beside the file `f` of torch; None for a file in memory."""
+    """The path of the tensorizer file beside the file `f` of torch. None for a file in memory."""
     if isinstance(f, io.BytesIO):
         logger.warning("a file in memory has no name, so its tensors stay in it; set file_obj to choose a file for them")
         return None
@@ -250,7 +252,7 @@ def _beside(f: Any) -> str | None:
 
 @contextlib.contextmanager
 def _called(block: _Block, f: Any) -> Iterator[bool]:
-    """A call within `block`. Whether its tensors are in a tensorizer file."""
+    """Lasts as long as a call within `block`. Yields whether the tensors of the call are in a tensorizer file."""
     file_obj = block.file_obj
     if file_obj is None:
         file_obj = _beside(f)
@@ -318,12 +320,14 @@ def _within(name: str, variable: contextvars.ContextVar[_Block | None], block: _
 def tensorizer_saving(
     file_obj: Any = None, *, save_func: Callable[[Any, Any, dict[str, Any]], Any] | None = None, **kwargs: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """Within this block `torch.save` writes the tensors to a tensorizer file, in this thread and async task alone.
+    """Within this block `torch.save` writes the tensors to a tensorizer file. Only the thread or async task that enters
+    the block is affected.
 
-    `file_obj` is that file, as `TensorSerializer` takes it, or a function that returns it for the first argument of
-    `torch.save`; None there leaves the tensors to torch. By default it is beside the file of torch, with `.tensors`
-    added to the name. `save_func(file_obj, tensors, kwargs)` writes the tensors in place of `TensorSerializer`, which
-    gets `kwargs` otherwise.
+    `file_obj` is the tensorizer file, in a form that `TensorSerializer` accepts. It may also be a function: it gets the
+    first argument of `torch.save`, and returns the tensorizer file, or None to leave the tensors in the file of torch.
+    By default, the tensorizer file has the path of the file of torch, with `.tensors` added. If there is a `save_func`,
+    `save_func(file_obj, tensors, kwargs)` writes the tensors. Otherwise `TensorSerializer` writes them, with the
+    arguments `kwargs`.
     """
     return _within("save", _saving, _Block(file_obj, save_func, kwargs, False), _save)
 
@@ -335,12 +339,14 @@ def tensorizer_loading(
     suppress_weights_only: bool = False,
     **kwargs: Any,
 ) -> contextlib.AbstractContextManager[None]:
-    """Within this block `torch.load` takes the tensors of a save by `tensorizer_saving` from their tensorizer file, in
-    this thread and async task alone. Other files of torch are loaded as always.
+    """Within this block `torch.load` loads files that were saved within `tensorizer_saving`, and takes their tensors
+    from the tensorizer file. Other files of torch are loaded as always. Only the thread or async task that enters the
+    block is affected.
 
-    `file_obj` is as in `tensorizer_saving`. `load_func(file_obj, kwargs)` returns the tensors in place of
-    `TensorDeserializer`, which gets `kwargs` otherwise: `map_location` has no effect on them, `device=` does.
-    `suppress_weights_only` has torch ignore `weights_only=True`, which it refuses here.
+    `file_obj` means the same as in `tensorizer_saving`. If there is a `load_func`, `load_func(file_obj, kwargs)`
+    returns the tensors. Otherwise `TensorDeserializer` loads them, with the arguments `kwargs`: their device is chosen
+    by `device=`, and not by `map_location`. With `suppress_weights_only`, torch ignores `weights_only=True`, which it
+    would refuse within this block.
 
     Raises `TypeError` for a `dtype`, because the file has the bytes of tensors without their dtypes.
     """

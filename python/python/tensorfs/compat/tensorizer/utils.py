@@ -1,4 +1,4 @@
-"""Memory in use, and models without memory: in place of `tensorizer.utils`."""
+"""Measures the memory in use, and makes models without memory. This module replaces `tensorizer.utils`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ __all__ = [
 
 
 def convert_bytes(num: float, decimal: bool = True) -> str:
-    """A number of bytes in the largest unit below it, such as "1.5 GB"; with `decimal=False` "1.4 GiB"."""
+    """A number of bytes as a text, in the largest unit that is not above it, such as "1.5 GB". With `decimal=False` the
+    units are powers of 1024, such as "1.4 GiB"."""
     step, infix = (1000, "") if decimal else (1024, "i")
     units = ["bytes", *(f"{letter}{infix}B" for letter in "KMGTP")]
     while num >= step and len(units) > 1:
@@ -40,7 +41,7 @@ class CPUMemoryUsage(NamedTuple):
     """Memory of the host in bytes."""
 
     maxrss: int
-    """The most that this process and its ended children have held at a time."""
+    """The greatest resident memory of this process so far, plus that of the largest of its ended children."""
     free: int
     """Memory that nothing uses, not even the page cache."""
 
@@ -77,7 +78,7 @@ class GlobalGPUMemoryUsage(NamedTuple):
 
 
 class TorchGPUMemoryUsage(NamedTuple):
-    """Memory of a GPU that torch holds, in bytes."""
+    """Memory of a GPU that torch has reserved, in bytes."""
 
     reserved: int
     reserved_max: int
@@ -103,7 +104,7 @@ class TorchGPUMemoryUsage(NamedTuple):
 
 
 class MemoryUsage(NamedTuple):
-    """Memory of the host, of a GPU, and of torch there."""
+    """Memory of the host, of a GPU, and of torch on that GPU."""
 
     cpu: CPUMemoryUsage
     gpu: Optional[GlobalGPUMemoryUsage]
@@ -133,7 +134,7 @@ def get_gpu_name() -> str:
 
 
 class _Unallocated(torch.overrides.TorchFunctionMode):
-    """Has `torch.empty` make meta tensors, whose initialization takes no time."""
+    """Makes `torch.empty` return meta tensors, whose initialization takes no time."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -149,8 +150,9 @@ def _unallocated() -> Iterator[None]:
 
 
 def no_init_or_tensor(loading_code: Callable[..., Any] | None = None) -> Any:
-    """Within this block, or within the call of `loading_code`, whose result it returns, a model gets parameters without
-    memory: `load_into_module` gives it those of a file. Other threads are not affected."""
+    """Makes models get parameters without memory, within this `with` block or within a call of `loading_code`, whose
+    result is returned. `load_into_module` can then give them the parameters of a file. Other threads are not
+    affected."""
     if loading_code is None:
         return _unallocated()
     if not callable(loading_code):

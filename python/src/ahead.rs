@@ -1,9 +1,9 @@
-//! Loading ahead: if the tensors of a handle are requested in a known order, the next ones are
-//! loaded into bounded memory before their requests.
+//! Loading ahead: if the tensors of an open checkpoint are requested in a known order, the next ones are loaded into
+//! bounded memory before their requests.
 //!
-//! Python allocates the memory, threads here fill it. They never take the GIL, and end when there is
-//! nothing to load. Python objects are dropped with the state unlocked, since that may run code of the
-//! user.
+//! Python allocates the memory, and threads of this module fill it. These threads never take the GIL, and end when
+//! there is nothing to load. Python objects are dropped only while the state is unlocked, because a drop may run code
+//! of the user.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::ErrorKind;
@@ -26,52 +26,52 @@ use crate::errors::raised;
 use crate::loading::{Loader, Memory, Plan, facts, run_of};
 use crate::waiting::POLL_INTERVAL;
 
-/// Maximum number of bytes loaded ahead by one handle, and by all handles together.
+/// Maximum number of bytes that are loaded ahead for one open checkpoint, and for all of them together.
 const HELD_MAX: u64 = 256 << 20;
 const HELD_MAX_ALL: u64 = 512 << 20;
 
-/// Tensors up to this length are copied on request while the page cache holds them, since another
-/// thread would take longer.
+/// Tensors below this length in bytes are small: if the page cache holds them, they are copied on request, because
+/// another thread would take longer.
 const SMALL_MAX: u64 = 1 << 20;
 
-/// Maximum number of small tensors loaded ahead. More are loaded when half of them are taken.
+/// Maximum number of small tensors that are loaded ahead. New ones are begun once at most half of this number is left.
 const SMALL_HELD_MAX: usize = 2048;
 
-/// Number of next tensors that are considered for loading, without and with small ones.
+/// Number of expected tensors that are considered for loading ahead: without small tensors, and with them.
 const LOOK_AHEAD: usize = 32;
 const LOOK_AHEAD_SMALL: usize = 2560;
 
-/// Threads of one handle that load ahead: while one finishes a tensor, the other keeps the disk
-/// busy.
+/// Number of threads that load ahead for one open checkpoint: while one thread finishes a tensor, the other keeps the
+/// disk busy.
 const THREADS: usize = 2;
 
-/// Requests after which an expected but not requested tensor is dropped, if its memory is needed.
+/// Number of requests after which a tensor that was expected but not requested is dropped, if its memory is needed.
 const STALE: u64 = 24;
 
-/// Unexpected requests in a row after which everything is dropped.
+/// Number of unexpected requests in a row after which everything that was loaded ahead is dropped.
 const LOST: u32 = 4;
 
-/// For checkpoints with more tensors, the orders are computed only at the second request.
+/// For checkpoints with more tensors than this, the orders are computed only at the second request.
 const ORDERED_AT_ONCE: usize = 4096;
 
-/// Bytes that all handles of this process have loaded ahead.
+/// Bytes that are loaded ahead for all open checkpoints of this process.
 fn held_by_all() -> &'static AtomicU64 {
     static HELD: PerProcess<AtomicU64> = PerProcess::new();
     HELD.get_or_init(AtomicU64::default)
 }
 
-/// The order that was right last in this process, by its place in `Order::ALL`; higher if there is
-/// none yet.
+/// The last order in this process that predicted requests, as its index in `Order::ALL`. A higher number means that
+/// there is none yet.
 static USUAL: AtomicUsize = AtomicUsize::new(usize::MAX);
 
 /// Tensors that are loaded together.
 struct Job {
     plan: Arc<plan::Plan>,
-    /// Memory of the load, until it is done. From then on its tensors keep it.
+    /// Memory of the load, until the load is done. After that, its tensors keep the memory alive.
     regions: Mutex<Vec<Arc<Region>>>,
     checkpoint: Arc<tensorfs::Checkpoint>,
     loader: Arc<core::Loader>,
-    /// Number of its tensors that are not taken yet. Changes under the lock of the state.
+    /// Number of its tensors that are not taken yet. It changes only under the lock of the state.
     left: AtomicUsize,
     cancelled: AtomicBool,
     stats: Mutex<Option<core::Stats>>,
@@ -79,7 +79,7 @@ struct Job {
     overdue: Mutex<Option<tensorfs::Error>>,
 }
 
-/// A payload, and the statistics of its load.
+/// The payload of a tensor, and the statistics of its load.
 type Taken<'py> = (Py<PyAny>, Option<Bound<'py, PyDict>>);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -95,11 +95,11 @@ struct Entry {
     job: Arc<Job>,
     progress: Progress,
     len: u64,
-    /// Whether its job loads other tensors too.
+    /// Whether the job of this tensor loads other tensors too.
     is_with_others: bool,
-    /// Number of the request at which it was begun.
+    /// Number of the request at which the load of this tensor was begun.
     born: u64,
-    /// Python makes the tensor of this.
+    /// The Python object of which Python code makes the tensor.
     payload: Py<PyAny>,
 }
 
@@ -107,19 +107,19 @@ struct Entry {
 struct State {
     learner: Option<RequestLearner>,
     entries: HashMap<usize, Entry>,
-    /// Tensors whose memory is being allocated. A request for one removes it.
+    /// Tensors whose memory is being allocated, with their length in bytes. A request for such a tensor removes it.
     chosen: HashMap<usize, u64>,
     /// Tensors that are not loaded ahead, because they are mapped.
     mapped: HashSet<usize>,
     queue: VecDeque<Arc<Job>>,
-    /// Bytes of all entries.
+    /// Bytes of all tensors in `entries`.
     held: u64,
     small: usize,
     requests: u64,
     /// Unexpected requests in a row.
     lost: u32,
     threads: usize,
-    /// Nothing is loaded ahead any more.
+    /// Whether loading ahead has ended.
     closed: bool,
     unused: u64,
 }
@@ -156,9 +156,9 @@ impl State {
         removed
     }
 
-    /// Returns the tensors to begin now: the next ones that there is memory for. Small ones only if
-    /// `small` says so, and none that `maps` maps. `stale` gets what makes way for them. The tensor
-    /// at `position` is the one that is asked for now.
+    /// Returns the tensors to begin now: the next expected tensors, as far as memory allows. Small tensors are among
+    /// them only if `small` is true. Tensors that `maps` finds better mapped are left out. `stale` gets the entries
+    /// that are removed to free memory. `position` is the tensor of the current request.
     fn next(
         &mut self,
         checkpoint: &tensorfs::Checkpoint,
@@ -169,7 +169,7 @@ impl State {
     ) -> Vec<usize> {
         let Some(learner) = self.learner.take() else { return Vec::new() };
         let (mut free, mut wanted) = (self.free(position), Vec::new());
-        // Mostly no small ones: they are begun in large batches.
+        // Most requests begin no small tensors, because these are begun in large batches.
         let small = small && self.small <= SMALL_HELD_MAX / 2;
         let mut left = if small { SMALL_HELD_MAX - self.small } else { 0 };
         let look = if left > 0 { LOOK_AHEAD_SMALL } else { LOOK_AHEAD };
@@ -217,7 +217,7 @@ impl State {
         mine.for_each(|entry| entry.progress = progress);
     }
 
-    /// Bytes that may be loaded ahead now. The tensor at `position` is about to be returned.
+    /// Bytes that may be loaded ahead now. The tensor at `position` does not count, because it is about to be returned.
     fn free(&self, position: usize) -> u64 {
         let taken = self.entries.get(&position).map_or(0, |entry| entry.len);
         let chosen: u64 = self.chosen.values().sum();
@@ -227,11 +227,11 @@ impl State {
     }
 }
 
-/// The tensors that one handle loads ahead.
+/// The tensors that are loaded ahead for one open checkpoint.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Ahead {
     shared: Arc<Shared>,
-    /// Token of the process that made it: a child of a fork has none of its threads.
+    /// Token of the process that made this object. A child of a fork lacks the threads of that process.
     process: u64,
 }
 
@@ -242,9 +242,9 @@ impl Ahead {
         Ahead { shared: Arc::default(), process: token() }
     }
 
-    /// Notes a request for the tensor at `position`. Returns whether it is being loaded already, so
-    /// that `take` returns it, and the positions of the tensors to begin now. With `maps`, tensors
-    /// that are better mapped are not begun. Nothing is begun if `begins` is false.
+    /// Records a request for the tensor at `position`. Returns whether this tensor is loaded ahead, so that `take`
+    /// returns it, and the positions of the tensors to begin now. With `maps`, tensors that are better mapped are not
+    /// begun. If `begins` is false, no tensors are begun.
     #[pyo3(signature = (checkpoint, position, small, maps=None, begins=true))]
     fn ask(
         &self,
@@ -268,7 +268,7 @@ impl Ahead {
         }
         state.requests += 1;
         if state.learner.is_none() {
-            // Many handles are opened for one tensor only.
+            // Many checkpoints are opened for one tensor only.
             if state.requests == 1 && checkpoint.catalog().len() > ORDERED_AT_ONCE {
                 return (false, Vec::new());
             }
@@ -305,8 +305,8 @@ impl Ahead {
         (is_there, wanted)
     }
 
-    /// Begins to load `plan` into `memory`, in the background. `tensors` are its tensors: position,
-    /// length, and payload, which `take` returns.
+    /// Begins to load `plan` into `memory`, in the background. `tensors` has, for each tensor of the plan, its
+    /// position, its length in bytes, and the payload that `take` returns.
     fn begin(
         &self,
         loader: &Loader,
@@ -350,7 +350,7 @@ impl Ahead {
                 .insert(position, Entry { job, progress, len, is_with_others, born, payload });
         }
         if job.left.load(Ordering::Relaxed) == 0 {
-            // All its tensors were requested meanwhile.
+            // All tensors of the job were requested in the meantime.
             drop(state);
             return Ok(());
         }
@@ -363,7 +363,7 @@ impl Ahead {
             let (shared, process) = (self.shared.clone(), self.process);
             let thread = std::thread::Builder::new().name("tensorfs-ahead".to_owned());
             if thread.spawn(move || work(&shared, process)).is_err() {
-                // Each request then loads its own tensor.
+                // Without a thread nothing is loaded ahead, and each request loads its own tensor.
                 self.shared.state.lock().threads -= 1;
                 self.close();
             }
@@ -371,7 +371,7 @@ impl Ahead {
         Ok(())
     }
 
-    /// Notes that the remaining ones of these tensors are not begun.
+    /// Records that those of these tensors that are not begun yet will not be begun.
     fn unchoose(&self, positions: Vec<usize>) {
         if token() == self.process {
             let mut state = self.shared.state.lock();
@@ -410,7 +410,7 @@ impl Ahead {
                 if progress != Progress::Loaded {
                     return Ok(None);
                 }
-                // It may have been loaded long ago.
+                // The tensor may have been loaded long ago, so the files are checked for changes.
                 loader.check(py, &entry.job.checkpoint, position)?;
                 let stats = entry.job.stats.lock().take();
                 let told = stats.map(|stats| facts(py, &stats)).transpose()?;
@@ -438,7 +438,7 @@ impl Ahead {
         }
     }
 
-    /// Drops everything and ends loading ahead. Does not wait.
+    /// Drops everything that is loaded ahead, and ends loading ahead. Does not wait.
     fn close(&self) {
         if token() != self.process {
             return;
@@ -496,13 +496,13 @@ fn work(shared: &Shared, process: u64) {
         state.mark(&job, Progress::Loading);
         drop(state);
         let loaded = catch_unwind(AssertUnwindSafe(|| load(&job))).unwrap_or(false);
-        // A child forked by this thread does not get here.
+        // If a child is forked during the load, only the parent has this thread.
         debug_assert_eq!(process, token());
         let mut state = shared.state.lock();
         state.mark(&job, if loaded { Progress::Loaded } else { Progress::Failed });
         drop(state);
         shared.changed.notify_all();
-        // The taker of the tensor lets go of its memory last, with the interpreter.
+        // The memory is freed by the thread that takes the tensor, which holds the GIL.
         drop(job);
     }
 }
@@ -510,7 +510,8 @@ fn work(shared: &Shared, process: u64) {
 /// Carries out a job. If it fails, the requests for its tensors load them and report the error.
 fn load(job: &Job) -> bool {
     let mut goes_on = |_| !job.cancelled.load(Ordering::Relaxed);
-    // A tensor that is never requested must not keep the memory of the others of its job.
+    // The job must not keep the memory after the load: a tensor that is never requested would keep the memory of all
+    // tensors of its job.
     let regions = std::mem::take(&mut *job.regions.lock());
     // SAFETY: the caller of `begin` gave the memory to this plan alone, and does not use it before
     // the job is done; the plan is of this checkpoint.

@@ -30,29 +30,30 @@ use zeroize::Zeroizing;
 use crate::errors::raised;
 use crate::waiting::{Doing, beside, beside_with};
 
-/// A checkpoint. A child of a fork reopens it on first use.
+/// An open checkpoint. A child of a fork opens it again at the first use.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Checkpoint {
     first: Arc<core::Checkpoint>,
-    /// The token of the process that opened it.
+    /// The token of the process that opened the checkpoint.
     process: u64,
     again: PerProcess<Arc<core::Checkpoint>>,
-    /// Keeps a file open that no path leads to.
+    /// Keeps a file open that has no path.
     _pin: Option<Pin>,
 }
 
 /// Name, position, dtype, shape and length in bytes.
 type Facts = (String, usize, &'static str, Vec<u64>, u64);
 
-/// Name of a file, its length, seconds and nanoseconds of its last change, and its version as text.
+/// State of a file: its name, its length in bytes, the seconds and nanoseconds of its last change, and its version as
+/// text.
 type FileState = (String, u64, Option<i64>, i64, String);
 
-/// Options of a view, and those that `OpenOptions::set_word` knows, as pairs of name and value.
+/// Options of a view, and options that `OpenOptions::set_word` accepts, as pairs of name and value.
 pub(crate) type ViewWords = Vec<(String, String)>;
 
 impl Checkpoint {
-    /// Opens on another thread: a file system that does not answer must not block this one, which
-    /// checks for Ctrl-C and the deadline. Time in which keys are derived does not count.
+    /// Calls `open` on another thread, because a file system that does not answer must not block this thread, which
+    /// checks for Ctrl-C and for the deadline. The time for deriving keys does not count towards the deadline.
     fn opened(
         py: Python<'_>,
         timeout: Option<f64>,
@@ -78,7 +79,7 @@ impl Checkpoint {
         Ok(Checkpoint { first, process: token(), again: PerProcess::new(), _pin: None })
     }
 
-    /// The checkpoint of this process.
+    /// The checkpoint as this process has it open.
     pub(crate) fn own(&self) -> Arc<core::Checkpoint> {
         if token() == self.process {
             return self.first.clone();
@@ -94,8 +95,8 @@ impl Checkpoint {
 
 #[pymethods]
 impl Checkpoint {
-    /// Opens `path`: a single weight file; a weight map with its shards; the one checkpoint in a
-    /// folder; or the source behind any of these on a mount.
+    /// Opens `path`: a single weight file, a weight map with its shards, or a folder with one checkpoint. If the path
+    /// is on a mount, its source is opened instead.
     #[staticmethod]
     #[pyo3(signature = (path, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None, None)))]
     fn open(
@@ -132,9 +133,8 @@ impl Checkpoint {
         })
     }
 
-    /// Opens the regular file behind a descriptor, which no path has to lead to. Messages call it
-    /// `name`. The descriptor is not needed later. A child of a fork cannot read the file. A tensorizer
-    /// file may begin at byte `start`.
+    /// Opens the regular file of a descriptor. The file may be without a path. Messages call it `name`. The descriptor
+    /// may be closed afterwards. A child of a fork cannot read the file. A tensorizer file may begin at byte `start`.
     #[staticmethod]
     #[pyo3(signature = (descriptor, name, timeout, secret = None, start = 0))]
     fn open_descriptor(
@@ -156,7 +156,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Opens the files that hold these tensors.
+    /// Opens the tensors in `map`, each from the file that the map gives.
     #[staticmethod]
     #[pyo3(signature = (map, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None, None)))]
     fn open_map(
@@ -174,17 +174,17 @@ impl Checkpoint {
         })
     }
 
-    /// All tensors, by name.
+    /// The facts about all tensors, sorted by name.
     fn tensors(&self) -> Vec<Facts> {
         self.first.catalog().tensors().map(|tensor| Checkpoint::facts(&tensor)).collect()
     }
 
-    /// The tensor of this name.
+    /// The facts about the tensor of this name.
     fn tensor(&self, name: &str) -> Option<Facts> {
         self.first.catalog().tensor(name).map(|tensor| Checkpoint::facts(&tensor))
     }
 
-    /// The tensor at this position.
+    /// The facts about the tensor at this position.
     fn tensor_at(&self, position: usize) -> PyResult<Facts> {
         let catalog = self.first.catalog();
         if position >= catalog.len() {
@@ -213,9 +213,8 @@ impl Checkpoint {
         dtypes
     }
 
-    /// File, first byte and end of each piece of the tensor at this position, without zeros that no
-    /// file holds. If the piece is a
-    /// part of a larger stored box, the bytes between its rows are of other tensors.
+    /// File, first byte and end of each piece of the tensor at this position, except pieces of zeros that no file
+    /// holds. If a piece is a part of a larger stored box, other bytes lie between its rows.
     fn pieces(&self, position: usize) -> Vec<(String, u64, u64)> {
         let (checkpoint, catalog) = (&self.first, self.first.catalog());
         let pieces = catalog.tensor_at(position).pieces().filter(|piece| !piece.is_zeros());
@@ -226,9 +225,8 @@ impl Checkpoint {
         pieces.map(piece).collect()
     }
 
-    /// First byte and end in the data section of the tensor at this position. `None` unless the
-    /// checkpoint is one file with one header in front of all data, and the tensor's bytes follow
-    /// each other there as they are loaded.
+    /// First byte and end of the tensor at this position in the data section. `None` unless the checkpoint is one file
+    /// with one header before all data, and the tensor is loaded as the bytes that lie there in one run.
     fn data_offsets(&self, position: usize) -> Option<(u64, u64)> {
         let catalog = self.first.catalog();
         let [shard] = catalog.shards.as_slice() else { return None };
@@ -245,7 +243,7 @@ impl Checkpoint {
         Some((piece.range.start.checked_sub(start)?, piece.range.end.checked_sub(start)?))
     }
 
-    /// The bytes of each of `ranges`, as (first byte, end), of the file with this number.
+    /// The bytes of each of `ranges` in the file with the number `file`. A range is (first byte, end).
     ///
     /// # Errors
     /// The errors of a read, `TimeoutError` past the deadline, and `IndexError` if there is no such
@@ -281,9 +279,8 @@ impl Checkpoint {
         self.first.catalog().metadata.as_deref().cloned()
     }
 
-    /// The facts that differ between states of it: a hash of its headers and the view, and for each
-    /// file its name, its length, seconds and nanoseconds of its last change, and its version, which
-    /// other hosts call otherwise.
+    /// Facts by which two states of the checkpoint can be told apart: a hash of its tensors under the view, and the
+    /// state of each file. The version of the same file differs between hosts.
     fn state(&self) -> (u64, Vec<FileState>) {
         let checkpoint = &self.first;
         let mut hasher = DefaultHasher::new();
@@ -303,7 +300,7 @@ impl Checkpoint {
         (hasher.finish(), checkpoint.sources().iter().map(file).collect())
     }
 
-    /// The reason if nothing proves its last pieces.
+    /// The message if nothing proves that the last pieces of the checkpoint are there.
     #[getter]
     fn unproven_tail(&self) -> Option<UnprovenTail> {
         unproven_tail(&self.first)
@@ -313,24 +310,25 @@ impl Checkpoint {
         self.first.catalog().len()
     }
 
-    /// The reason why its files belong together.
+    /// The reason why the files belong together, in one word.
     #[getter]
     fn kind(&self) -> &'static str {
         self.first.kind.as_str()
     }
 
-    /// Its files.
+    /// The paths of the files.
     #[getter]
     fn files(&self) -> Vec<PathBuf> {
         self.first.sources().iter().map(|source| source.path().to_owned()).collect()
     }
 }
 
-/// The secret of encrypted files: the option of a mount that it stands for, or `key` or `passphrase`,
-/// and the value as bytes.
+/// The secret of encrypted files: its kind, which is `key`, `passphrase`, or the name of a mount option, and its value
+/// as bytes.
 pub(crate) type SecretWord = (String, Vec<u8>);
 
-/// The secret that an argument names, or else the environment. May read a file or run a command.
+/// The secret that `word` names. Without `word`, the secret that the environment names. May read a file or run a
+/// command.
 pub(crate) fn secret_of(word: Option<SecretWord>) -> tensorfs::Result<Option<Arc<Secret>>> {
     let Some((kind, value)) = word else {
         let secret = SecretOrigin::of_environment().map_err(tensorfs::Error::usage)?;
@@ -351,12 +349,12 @@ pub(crate) fn secret_of(word: Option<SecretWord>) -> tensorfs::Result<Option<Arc
 /// the file of certificates.
 type PyRemote = (Option<PathBuf>, Option<String>, Option<String>, Option<String>, Option<PathBuf>);
 
-/// Demands of a caller on a checkpoint: the number of its shards, a file with its tensors, the folder
-/// of the disk cache with its size, and where it lies if it is remote.
+/// Arguments of a caller: the number of shards, the reference file, the folder of the disk cache, the size of the disk
+/// cache in bytes, and the settings of a remote source.
 pub(crate) type Demands =
     (Option<u64>, Option<PathBuf>, Option<PathBuf>, Option<u64>, Option<PyRemote>);
 
-/// The options with these demands, and none else.
+/// The default options, with these demands and this secret.
 pub(crate) fn demanding(
     demands: Demands,
     secret: Option<Arc<Secret>>,
@@ -374,8 +372,8 @@ pub(crate) fn demanding(
     })
 }
 
-/// Refuses settings of a remote source that mean nothing for the sources `paths` and the files that
-/// `options` names. A mount reads a remote source itself, so its paths are local ones.
+/// Refuses settings of a remote source that have no meaning for the sources `paths` and for the files that `options`
+/// names. A path on a mount is a local path, even if the mount reads a remote source.
 pub(crate) fn check_settings(options: &OpenOptions, paths: &[PathBuf]) -> tensorfs::Result<()> {
     let Some(settings) = &options.remote else { return Ok(()) };
     let named = paths.iter().chain(&options.reference).chain(&options.config);
@@ -390,7 +388,7 @@ fn settings_of(words: PyRemote) -> tensorfs::Result<Arc<RemoteSettings>> {
     Ok(Arc::new(settings))
 }
 
-/// `options` with the choices among `words` of the tensors that are shown.
+/// `options`, with the words that choose which tensors are shown.
 pub(crate) fn choosing(
     mut options: OpenOptions,
     words: &ViewWords,
@@ -401,13 +399,13 @@ pub(crate) fn choosing(
     Ok(options)
 }
 
-/// The options of a view among `words`.
+/// Those of `words` that are options of a view.
 pub(crate) fn of_view(words: &ViewWords) -> ViewWords {
     let is_of_view = |(key, _): &&(String, String)| !OpenOptions::WORDS.contains(&key.as_str());
     words.iter().filter(is_of_view).cloned().collect()
 }
 
-/// A checkpoint whose last pieces nothing proves: its path, the message, and a number that is the same
+/// A checkpoint without a proof that its last pieces are there: its path, the message, and a number that is the same
 /// for the same files.
 pub(crate) type UnprovenTail = (String, String, u64);
 
@@ -420,15 +418,14 @@ pub(crate) fn unproven_tail(checkpoint: &core::Checkpoint) -> Option<UnprovenTai
     Some((real_name(&checkpoint.directory), error.to_string(), hasher.finish()))
 }
 
-/// The view of the options `words`.
+/// The view that the options `words` describe.
 pub(crate) fn view_of(words: &ViewWords) -> tensorfs::Result<View> {
     let own = of_view(words);
     let pairs = own.iter().map(|(key, value)| (key.as_str(), value.as_str()));
     View::from_words(pairs, &mut read_option_file).map_err(tensorfs::Error::usage)
 }
 
-/// Opens a checkpoint, and presents it by the options `words`. They are parsed before anything is
-/// opened.
+/// Opens a checkpoint, and applies the view that `words` describe. `words` are parsed before anything is opened.
 fn viewed(
     words: &ViewWords,
     open: impl FnOnce() -> tensorfs::Result<Arc<core::Checkpoint>>,
@@ -437,8 +434,8 @@ fn viewed(
     open()?.viewed(&view)
 }
 
-/// Opens `path`. Only the demands, the secret and the choices of `given` count; on a mount the choices
-/// among `words` do.
+/// Opens `path`. Of `given`, only the demands, the secret and the chosen tensors count. On a mount, the choices in
+/// `words` replace those of the mount.
 fn open(
     path: &Path,
     given: &OpenOptions,
@@ -449,7 +446,7 @@ fn open(
         return open_source(path, given, given);
     };
     let OpenOptions { expect_shards, reference, disk_cache, remote, secret, .. } = given.clone();
-    // The mount demands it of a set, and not of a file that is opened alone.
+    // The number of shards that the mount expects applies to a set, and not to a file that is opened alone.
     let expect_shards = expect_shards.or(options.expect_shards);
     let asked = OpenOptions { expect_shards, reference, disk_cache, remote, secret, ..options };
     let options = choosing(asked, words)?;
@@ -458,7 +455,7 @@ fn open(
         let all = core::Checkpoint::open_with(&source, &OpenOptions { index, ..options.clone() })?;
         return match all.virtual_files().find(|file| file.spec().name == part) {
             Some(file) => file.as_checkpoint(),
-            // The source has changed since it was mounted.
+            // No such virtual file: the source has changed since it was mounted.
             None => core::Checkpoint::of_files_with(&[path.to_owned()], None, given),
         };
     }
@@ -469,7 +466,7 @@ fn open(
     open_source(&source, &options, given)
 }
 
-/// Opens a set with `options`, or one file with `given`.
+/// Opens `path`: a set with `options`, or a single file with `given`.
 fn open_source(
     path: &Path,
     options: &OpenOptions,
@@ -484,7 +481,8 @@ fn open_source(
     core::Checkpoint::of_files_with(&[path.to_owned()], None, given)
 }
 
-/// The set at `path`, from the index if that is fresh. It need not fit into one virtual file.
+/// Opens the set at `path`, from the index if the index is up to date. The set may be one that does not fit into one
+/// virtual file.
 fn open_set(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let view = View {
         files: Files::Original,
@@ -496,10 +494,10 @@ fn open_set(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Ch
     core::Checkpoint::open_with(path, &OpenOptions { view, index, ..options.clone() })
 }
 
-/// A tensor of a file in memory: name, dtype, shape, first byte and end.
+/// A tensor of a file that is in memory: name, dtype, shape, first byte and end.
 type Described = (String, &'static str, Vec<u64>, usize, usize);
 
-/// The tensors of a safetensors file in memory, in file order.
+/// The tensors of a safetensors file that is in memory, in file order.
 ///
 /// # Errors
 /// `SafetensorError` if it is not a whole, valid file.

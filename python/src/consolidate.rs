@@ -1,4 +1,4 @@
-//! Writing a checkpoint as files.
+//! Writes a checkpoint as files.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -25,16 +25,16 @@ use crate::checkpoint::{
 use crate::errors::raised;
 use crate::waiting::beside;
 
-/// Longest wait for the files to be gone after Ctrl-C.
+/// The longest wait, after Ctrl-C, for the removal of unfinished files.
 const CLEANUP_MAX: Duration = Duration::from_secs(5);
 
-/// Writes files that show a checkpoint, or one file if `out` is the name of one and there are no
-/// `numbers`. `judge` is called with the checkpoints whose last pieces nothing proves, before anything is
-/// written. Returns the number of files and of bytes.
+/// Writes a checkpoint as files in the folder `out`, or as one file if `out` is the name of a weight file and there are
+/// no `numbers`. `judge` is called before anything is written, with the checkpoints without a proof that their last
+/// pieces are there. Returns the number of files and their length in bytes.
 ///
-/// `sources` is one path, as a mount takes it; with `numbers` it may be several files of one
-/// checkpoint, and the files are those of torch's consolidation. `view` are options of a view, and `config`
-/// is that of a mount. `timeout` is the deadline of opening and of each read, in seconds.
+/// `sources` is one path that a mount would accept. With `numbers`, `sources` may be several files of one checkpoint,
+/// and the written files are like those of torch's consolidation. `view` has options of a view, and `config` the value
+/// of the mount option `config`. `timeout` is the deadline in seconds for opening, and for each read.
 #[pyfunction]
 #[pyo3(signature = (sources, out, numbers, view, overwrite, verify, secret, demands, config, timeout, judge))]
 #[expect(clippy::too_many_arguments, reason = "Python passes them by position")]
@@ -102,8 +102,8 @@ pub(crate) fn consolidate(
     match beside(py, "tensorfs-write", None, "write", None, work) {
         Ok(written) => written.map_err(|error| raised(py, &error, None)),
         Err(interrupted) => {
-            // The files are gone before the exception is seen. If a file system does not answer, they go
-            // once it does.
+            // The written files are removed before the exception is raised. If a file system does not answer, they are
+            // removed once it answers.
             stopped.store(true, Ordering::Relaxed);
             let _ = py.detach(move || wait.recv_timeout(CLEANUP_MAX));
             Err(interrupted)
@@ -111,8 +111,8 @@ pub(crate) fn consolidate(
     }
 }
 
-/// The shards in a folder, which may hold its consolidated files beside them; the folder if there are
-/// none.
+/// The shards in a folder. Consolidated files that lie beside shards are left out. Returns the folder itself if it has
+/// no safetensors files.
 fn shards_in(folder: PathBuf) -> tensorfs::Result<Vec<PathBuf>> {
     let entries = folder.read_dir().map_err(|e| Error::io(&folder, "open", e))?;
     let files = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
@@ -141,7 +141,7 @@ fn outline_of(
         return outline(sources, view, !of_view(words).is_empty(), given);
     };
     let checkpoint = match sources {
-        // One file alone would be taken as it is, without its sharding note.
+        // `of_files_with` would open a single file as it is, and ignore its sharding note.
         [one] => Checkpoint::open_with(one, &given)?,
         several => {
             let reference = given.reference.clone().or_else(|| manifest_beside(several));
@@ -151,7 +151,7 @@ fn outline_of(
     Outline::numbered(&checkpoint.viewed(&view)?, numbers)
 }
 
-/// The manifest of shards that all lie in one folder.
+/// The manifest beside these shards, if they all lie in one folder.
 fn manifest_beside(files: &[PathBuf]) -> Option<PathBuf> {
     let folder = files.first()?.parent()?;
     let manifest = folder.join(manifest::file_name(&names::whole("model")));
@@ -159,8 +159,8 @@ fn manifest_beside(files: &[PathBuf]) -> Option<PathBuf> {
         .then_some(manifest)
 }
 
-/// The files that a mount of the source with this view would show. `has_view` says whether any option
-/// of the view was given.
+/// The files that a mount of the source with this view would show. `has_view` says whether the caller gave any option
+/// of a view.
 fn outline(
     sources: &[PathBuf],
     view: View,

@@ -11,10 +11,10 @@ use pyo3::types::{PyDict, PyDictMethods};
 use tensorfs::Dtype;
 use tensorfs::internal::io::Region;
 
-/// Type and number of the device that is the CPU.
+/// The CPU in DLPack: type and number of the device.
 pub(crate) const CPU: (i32, i32) = (1, 0);
 
-/// Host memory that devices can reach; it is read as CPU memory.
+/// Device type of host memory that GPUs can access too. It is used like memory of the CPU.
 const CUDA_HOST: i32 = 3;
 
 /// Flag of read-only memory.
@@ -78,7 +78,7 @@ struct Held<M> {
     _region: Arc<Region>,
 }
 
-/// Types of all DLPack versions, with code and dtype.
+/// Element types that all versions of DLPack have: type code and dtype.
 const COMMON: &[(u8, Dtype)] = &[
     (0, Dtype::I8),
     (0, Dtype::I16),
@@ -96,7 +96,7 @@ const COMMON: &[(u8, Dtype)] = &[
     (6, Dtype::Bool),
 ];
 
-/// Types of later versions only.
+/// Element types that only later versions of DLPack have.
 const LATER: &[(u8, Dtype)] = &[
     (10, Dtype::F8E4M3),
     (11, Dtype::F8E4M3Fnuz),
@@ -128,7 +128,7 @@ pub(crate) fn shape_of(dtype: Dtype, shape: &[u64], len: usize) -> PyResult<Vec<
         let bytes = shape.last().map(|&last| last as u64 * dtype.bits());
         match (bytes, shape.last_mut()) {
             (Some(bits), Some(last)) if bits.is_multiple_of(8) => *last = (bits / 8) as i64,
-            // Its rows do not end on bytes.
+            // The rows do not end on whole bytes.
             _ => shape = vec![len as i64],
         }
     }
@@ -194,7 +194,7 @@ unsafe fn made<'py>(
     }
 }
 
-/// A consumer calls this once it needs the tensor no more, on any thread.
+/// Frees an exported tensor. The consumer calls this when it no longer needs the tensor, on any thread.
 unsafe extern "C" fn delete<M: HasContext>(managed: *mut M) {
     // SAFETY: the context is the box that `capsule` made, and the deleter is called once.
     drop(unsafe { Box::from_raw((*managed).context().cast::<Held<M>>()) });
@@ -237,7 +237,7 @@ unsafe extern "C" fn ended_versioned(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// Memory to load into: address, length in bytes, dtype, shape, and the object that keeps it.
+/// Memory to load into: address, length in bytes, dtype, shape, and the object that keeps the memory alive.
 type ImportedMemory<'py> = (usize, usize, &'static str, Vec<u64>, Bound<'py, PyAny>);
 
 /// The writable memory of an object that supports DLPack.

@@ -1,4 +1,4 @@
-//! Errors of the core as Python exceptions. Python code chooses the class of each.
+//! Converts errors of the library to Python exceptions. Python code chooses the class of each exception.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use tensorfs::Error;
 use tensorfs::internal::error::{real_name, shown};
 
-/// The exception for `error`. `loaded` names the tensors of the load.
+/// The exception for `error`. `loaded` names the tensors of the load in which it occurred.
 pub(crate) fn raised(py: Python<'_>, error: &Error, loaded: Option<&str>) -> PyErr {
     let path = error.path().map(real_name);
     let (errno, message) = match error {

@@ -1,5 +1,5 @@
-//! The native part of the Python package: opening, planning, reading. The public part is in Python;
-//! this part trusts the addresses that it is given from there.
+//! The native part of the Python package: it opens checkpoints, plans loads and reads. The public part is written in
+//! Python. The native part trusts the memory addresses that the public part passes.
 
 mod ahead;
 mod checkpoint;
@@ -42,20 +42,19 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }
 
-/// The bytes of a size as options take it, like `16M`.
+/// The number of bytes of a size in the notation of options, such as `16M`.
 #[pyfunction]
 fn parse_size(text: &str) -> Option<u64> {
     tensorfs::internal::size::parse_size(text)
 }
 
-/// A path as it is, or a URL without what may be secret in it.
+/// A path as it is, or a URL without the parts that may be secret.
 #[pyfunction]
 fn real_name(name: PathBuf) -> String {
     error::real_name(&name)
 }
 
-/// A number that differs from that of every process that this one was forked from, even if pids
-/// repeat.
+/// A number for this process. The processes from which it was forked have other numbers, even if process ids repeat.
 #[pyfunction]
 fn process_token() -> u64 {
     tensorfs::internal::process::token()

@@ -1,4 +1,4 @@
-//! Loading: the plans of requests, and the loaders of this process.
+//! Loads: plans for requests, and the loaders of this process.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -27,10 +27,10 @@ use crate::errors::raised;
 use crate::memory::{Area, PAGE, bytes_at, region_at, start_of};
 use crate::waiting::{POLL_INTERVAL, beside};
 
-/// Minimum length of memory for which huge pages are requested.
+/// Minimum length of memory, in bytes, for which huge pages are requested.
 const HUGE_MIN: usize = 4 << 20;
 
-/// Memory that must stay free beside a tensor that is loaded ahead.
+/// Bytes of memory that must stay free when a tensor is loaded ahead.
 const SPARE: u64 = 512 << 20;
 
 /// Settings of a loader. Equal settings share one loader.
@@ -48,10 +48,10 @@ struct LoaderKey {
     gpu: Option<u32>,
 }
 
-/// Maximum number of loaders kept for later loads: each has threads.
+/// Maximum number of loaders that are kept for later loads. It is small because each loader has threads.
 const LOADERS_MAX: NonZeroUsize = NonZeroUsize::new(8).expect("not zero");
 
-/// Loaders, by the way in which each loads.
+/// The kept loaders, by their settings.
 type Loaders = LruCache<LoaderKey, Arc<core::Loader>>;
 
 /// The loaders of this process. A child of a fork starts with none.
@@ -60,11 +60,11 @@ fn loaders() -> MutexGuard<'static, Loaders> {
     LOADERS.get_or_init(|| Mutex::new(LruCache::new(LOADERS_MAX))).lock()
 }
 
-/// A request: position of the tensor, part of it as (start, end) by dimension, dtype of the result,
+/// A request: position of the tensor, the requested part as (start, end) in each dimension, dtype of the result, and
 /// address of the buffer.
 type PyRequest = (usize, Option<Vec<(u64, u64)>>, Option<String>, Option<u64>);
 
-/// A way to load; loads that share it share threads.
+/// The settings of a loader. Loads with equal settings share one loader and its threads.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Loader(LoaderKey);
 
@@ -129,8 +129,8 @@ impl Loader {
         Plan { plan: Arc::new(plan), names, tensors, on_gpu: self.0.gpu.is_some() }
     }
 
-    /// Checks that the files of a tensor are unchanged. File systems that may not answer are
-    /// accessed on another thread, within the deadline.
+    /// Checks that the files of a tensor are unchanged. If a file system may not answer, the check runs on another
+    /// thread, within the deadline.
     ///
     /// # Errors
     /// The errors of a read, and `TimeoutError` past the deadline.
@@ -154,8 +154,8 @@ impl Loader {
         checked.map_err(|e| raised(py, &e, Some(name)))
     }
 
-    /// Copies a part of a tensor to memory of its size, by address and length, if the page cache
-    /// holds it.
+    /// Copies a part of a tensor to the `len` bytes at `address`, which is the length of the part, if the page cache
+    /// holds the part.
     pub(crate) fn copy_part(
         &self,
         py: Python<'_>,
@@ -176,9 +176,9 @@ impl Loader {
         })
     }
 
-    /// Drops the loader, so that its threads end.
+    /// Drops the loader of these settings, so that its threads end.
     pub(crate) fn forget(&self) {
-        // Its threads end after the lock is free.
+        // The drop, which ends its threads, comes after the lock is free.
         let forgotten = loaders().pop(&self.0);
         drop(forgotten);
     }
@@ -230,20 +230,20 @@ impl Loader {
         }))
     }
 
-    /// How long a read may take, in seconds. `None`: no limit.
+    /// The deadline of a read in seconds. `None` means no deadline.
     #[getter]
     pub(crate) fn timeout(&self) -> Option<f64> {
         self.0.timeout.map(|timeout| timeout.as_secs_f64())
     }
 
-    /// Whether it loads to host memory.
+    /// Whether the loader loads to host memory.
     #[getter]
     fn on_cpu(&self) -> bool {
         self.0.gpu.is_none()
     }
 
-    /// Shard and first byte of the tensor at `position`. `None` if it is not in one piece, if a
-    /// view casts it, or if no shard holds it, because it is zeros.
+    /// Shard and first byte of the tensor at `position`. `None` if the tensor is not stored in one run of bytes, if a
+    /// view casts it, or if it consists of zeros that no shard holds.
     ///
     /// # Errors
     /// Fails if the shard has changed.
@@ -259,8 +259,8 @@ impl Loader {
         Ok(Some((shard.0, range.start)))
     }
 
-    /// Whether `len` bytes from `start` on of this shard are better mapped than read: it is a local
-    /// file, and the page cache holds most of them or the tensors are small on average.
+    /// Whether the `len` bytes from `start` on in this shard are better mapped than read. They are if the shard is a
+    /// local file, and the page cache holds most of these bytes or the tensors are small on average.
     fn is_better_mapped(
         &self,
         py: Python<'_>,
@@ -273,7 +273,7 @@ impl Loader {
         py.detach(|| loader.is_better_mapped(&checkpoint, ShardId(shard), &(start..start + len)))
     }
 
-    /// Plans a tensor that nobody has asked for yet; None where memory is short.
+    /// Plans the load of a tensor that is not requested yet. `None` if there is not enough memory.
     fn plan_ahead(
         &self,
         py: Python<'_>,
@@ -315,10 +315,10 @@ impl Loader {
         self.planned(py, &self.own(), &checkpoint.own(), requests)
     }
 
-    /// Carries out a plan, into memory of the lengths in `Plan::rooms`: for each region an area, or
-    /// address, length and owner. The memory of a region with a given address begins at that
-    /// address. GPU memory is written after the work that is in `stream` now. Ctrl-C and `cancel`
-    /// end the load; its memory must not be read then. Returns the statistics.
+    /// Carries out a plan. `memory` has, for each region, an area, or address, length and owner of memory, with the
+    /// lengths in `Plan::rooms`. If the requests gave the address of a region, its memory begins at that address. GPU
+    /// memory is written after the work that is in `stream` now. Ctrl-C and `cancel` end the load. The memory must not
+    /// be read then. Returns the statistics.
     #[pyo3(signature = (checkpoint, plan, memory, cancel=None, stream=None))]
     fn fill<'py>(
         &self,
@@ -365,10 +365,11 @@ impl Loader {
                 }
             }
         });
-        // The owners are dropped here, holding the interpreter; pending reads keep theirs.
+        // The owners of the memory are dropped here, where this thread holds the GIL. Pending reads keep their own
+        // references.
         drop(to);
         if interrupted.is_some() || cancelled {
-            // The loader may not be used again soon, so its threads end.
+            // The loader is perhaps not used again soon, so its threads end.
             self.forget();
         }
         py.detach(|| drop(loader));
@@ -379,9 +380,9 @@ impl Loader {
         facts(py, &report.stats)
     }
 
-    /// Copies a part of a tensor, (start, end) by dimension, or all of it, to memory of its size,
-    /// if the tensor is one piece and the kernel's page cache holds that. Returns whether it did;
-    /// if not, the content of the memory is undefined.
+    /// Copies a tensor, or its part with (start, end) in each dimension, to memory of the same length, if the tensor is
+    /// stored in one piece and the page cache holds the requested bytes. Returns whether it copied. If not, the content
+    /// of the memory is undefined.
     fn copy_from_page_cache(
         &self,
         py: Python<'_>,
@@ -400,7 +401,7 @@ impl Loader {
     }
 }
 
-/// Shard and bytes of a tensor that is stored in one piece, as it is loaded.
+/// Shard and byte range of a tensor, if it is loaded as one stored run of bytes.
 pub(crate) fn run_of(
     checkpoint: &tensorfs::Checkpoint,
     position: usize,
@@ -418,8 +419,8 @@ enum To {
     Gpu(Vec<DeviceRegion>, Gpu),
 }
 
-/// Refuses what no GPU of this size could ever hold. The driver does not count memory that torch
-/// keeps for later as free, so no closer check is possible.
+/// Refuses a load that needs more memory than the GPU has in total. Free memory cannot be checked: the driver counts
+/// memory that torch keeps for later as used.
 fn room_of_gpu(ordinal: u32, needed: u64) -> tensorfs::Result<()> {
     let (_, total) = Gpu::open(ordinal)?.memory()?;
     if needed <= total {
@@ -458,7 +459,7 @@ pub(crate) fn facts<'py>(py: Python<'py>, stats: &core::Stats) -> PyResult<Bound
     Ok(facts)
 }
 
-/// Unpins and frees the memory that is kept for further loads to GPUs.
+/// Unpins and frees the pinned memory that is kept for later loads to GPUs.
 #[pyfunction]
 pub(crate) fn release_pinned(py: Python<'_>) {
     py.detach(|| {
@@ -470,10 +471,10 @@ pub(crate) fn release_pinned(py: Python<'_>) {
 /// Memory to load into, for one region of a plan.
 #[derive(FromPyObject)]
 pub(crate) enum Memory {
-    /// Our own memory.
+    /// Memory of this package.
     #[pyo3(transparent)]
     Area(Py<Area>),
-    /// Address, length and owner.
+    /// Other memory: address, length in bytes, and owner.
     Of((usize, usize, Py<PyAny>)),
 }
 
@@ -488,7 +489,7 @@ impl Cancel {
         Cancel(AtomicBool::new(false))
     }
 
-    /// Ends all current and later loads with this.
+    /// Ends all current and later loads that use this object.
     fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -498,9 +499,9 @@ impl Cancel {
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Plan {
     pub(crate) plan: Arc<plan::Plan>,
-    /// The names of its tensors, for messages.
+    /// The names of the tensors, for messages.
     names: Option<String>,
-    /// The tensor of each request.
+    /// The position of the tensor of each request.
     tensors: Vec<usize>,
     on_gpu: bool,
 }
@@ -579,12 +580,12 @@ impl Plan {
 
 #[pymethods]
 impl Plan {
-    /// Required memory length of each region, on the host with room for page alignment. `None` for
-    /// a region with a given address.
+    /// Required length of the memory for each region, in bytes. For the host it includes the bytes for aligning the
+    /// region to a page. `None` for a region whose address the requests gave.
     #[getter]
     fn rooms(&self) -> Vec<Option<usize>> {
         let room = |len: &u64| match self.on_gpu {
-            // A multiple of every element size.
+            // A multiple of 256 is a multiple of every element size.
             true => (*len as usize).next_multiple_of(256).max(256),
             false => (*len as usize).next_multiple_of(PAGE) + PAGE,
         };
@@ -592,15 +593,15 @@ impl Plan {
         regions.map(|(len, given)| (!given).then(|| room(len))).collect()
     }
 
-    /// Region, first byte there, length, dtype and shape of each requested tensor.
+    /// For each requested tensor: region, first byte in the region, length in bytes, dtype and shape.
     #[getter]
     fn placements(&self) -> Vec<(u32, u64, u64, &'static str, Vec<u64>)> {
         let placements = self.plan.placements.iter();
         placements.map(|p| (p.region, p.offset, p.len, p.dtype.name(), p.shape.clone())).collect()
     }
 
-    /// For each request its name, region, first byte there, length, dtype and shape. They are
-    /// tuples, which the garbage collector does not look at again.
+    /// For each request: name, region, first byte in the region, length in bytes, dtype and shape. They are tuples,
+    /// because the garbage collector does not visit such tuples again.
     fn placed<'py>(
         &self,
         py: Python<'py>,
@@ -615,7 +616,7 @@ impl Plan {
         self.tensors.iter().zip(&self.plan.placements).map(entry).collect()
     }
 
-    /// Bytes that will be read.
+    /// Number of bytes that the load will read.
     #[getter]
     fn read(&self) -> u64 {
         self.plan.read
@@ -645,7 +646,7 @@ pub(crate) fn can_cast(from: &str, to: &str) -> PyResult<bool> {
     Ok(Cast::new(from, to).is_some())
 }
 
-/// The loaded tensors, for messages: the first name, and how many more.
+/// The requested tensors as a text for messages: the first name, and the number of the others.
 fn named(checkpoint: &tensorfs::Checkpoint, requests: &[TensorRequest]) -> Option<String> {
     let first = checkpoint.catalog().tensor_at(requests.first()?.tensor).name;
     Some(match requests.len() {

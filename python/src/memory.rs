@@ -1,4 +1,4 @@
-//! Memory: areas of this package, which DLPack exports, and foreign memory by address.
+//! Memory of this package, which DLPack exports, and memory of other owners, which is named by its address.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -23,7 +23,7 @@ use crate::dlpack::{self, CPU};
 use crate::errors::raised;
 use crate::waiting::beside;
 
-/// Alignment of memory with files.
+/// Bytes of a page: the alignment of memory that is mapped from files.
 pub(crate) const PAGE: usize = 4096;
 
 /// `len` bytes of Python memory at `address`.
@@ -41,7 +41,7 @@ pub(crate) unsafe fn bytes_at<'a>(address: usize, len: usize) -> PyResult<&'a mu
     }
 }
 
-/// `len` bytes from the page at `address` on, which `owner` keeps alive.
+/// The `len` bytes from `address` on, which is the start of a page. `owner` keeps them alive.
 ///
 /// # Safety
 /// The bytes that a load uses exist, and no other code uses them until it is over.
@@ -59,7 +59,7 @@ pub(crate) unsafe fn region_at(
     Ok(unsafe { Region::foreign(start, len, Box::new(owner)) })
 }
 
-/// The start of `len` bytes at `address`. `None` for address 0, if `len` is 0.
+/// The start of the `len` bytes at `address`. `None` for no bytes at address 0.
 ///
 /// # Errors
 /// `ValueError` if there are bytes at address 0.
@@ -72,8 +72,8 @@ pub(crate) fn start_of(address: usize, len: usize) -> PyResult<Option<NonNull<u8
     }
 }
 
-/// The position of the first region (address, length) that this process may not write to. `None` if
-/// it may write to all. Tests the first and the last byte of each, and does not change them.
+/// The index of the first region (address, length) that this process must not write to. `None` if it may write to all
+/// regions. Tests the first and the last byte of each region without changing them.
 ///
 /// # Errors
 /// `OSError` if a pipe cannot be made.
@@ -116,11 +116,11 @@ fn retried(call: impl Fn() -> isize) -> io::Result<bool> {
     }
 }
 
-/// Aligned as a page.
+/// A type with the alignment of a page.
 #[repr(align(4096))]
 struct Page;
 
-/// Memory of this package, on huge pages if it is large. A load fills it, then tensors use it.
+/// Memory of this package, on huge pages if it is large. A load fills it, and then tensors use it.
 #[pyclass(frozen, module = "tensorfs._tensorfs")]
 pub(crate) struct Area {
     pub(crate) region: Arc<Region>,
@@ -128,8 +128,8 @@ pub(crate) struct Area {
 
 #[pymethods]
 impl Area {
-    /// A shard of a checkpoint, mapped privately, so that writes copy its pages. `None` if the
-    /// system does not map it, or if its tensors are encrypted.
+    /// A shard of a checkpoint, mapped privately: a write copies the page, and does not change the file. `None` if the
+    /// system cannot map the shard, or if its tensors are encrypted.
     #[staticmethod]
     fn of_shard(
         py: Python<'_>,
@@ -159,8 +159,8 @@ impl Area {
         }))
     }
 
-    /// `len` bytes from `start` on of a file of shared memory: as all processes see them, or
-    /// privately, so that writes copy its pages.
+    /// Maps the `len` bytes from `start` on of a file of shared memory. If `private` is true, writes copy the pages, so
+    /// that no other process sees them.
     ///
     /// # Errors
     /// `OSError` if the system does not map it.
@@ -198,7 +198,7 @@ impl Area {
     }
 }
 
-/// A mapped file: whole pages, the last one padded with zeros.
+/// A mapping of a file. It has whole pages, and the last page is padded with zeros.
 struct Mapping {
     start: NonNull<u8>,
     len: usize,
@@ -255,7 +255,7 @@ impl Tensor {
 
 #[pymethods]
 impl Tensor {
-    /// The tensor at byte `offset` of a filled area. Two tensors must not share a byte.
+    /// A tensor that begins at byte `offset` of a filled area. Two tensors must not share a byte.
     #[new]
     fn new(
         area: &Area,
@@ -282,13 +282,13 @@ impl Tensor {
         Tensor::new(&Area::new(bits / 8)?, 0, (bits / 8) as usize, dtype, shape)
     }
 
-    /// Extent in each dimension.
+    /// Number of elements in each dimension.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.shape)
     }
 
-    /// Name of its element type, as in a header.
+    /// Name of its dtype in a header.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.dtype.name()
@@ -321,8 +321,8 @@ impl Tensor {
         CPU
     }
 
-    /// The tensor for another framework, which shares its memory. Types that older versions lack
-    /// are exported as bytes, sub-byte ones with the last dimension in bytes.
+    /// A DLPack capsule, by which another framework shares the memory of the tensor. Dtypes that older DLPack versions
+    /// lack are exported as bytes. If elements are shorter than a byte, the last dimension counts bytes.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,

@@ -1,4 +1,4 @@
-//! Parts of tensors in the page cache, by an index, in one call.
+//! Copies indexed parts of tensors from the page cache, in one call from Python.
 
 use std::ops::Range;
 
@@ -10,16 +10,15 @@ use tensorfs::internal::loader::CachedPart;
 use crate::checkpoint::Checkpoint;
 use crate::loading::Loader;
 
-/// The part that an index asks for: first index and end in each dimension, and the shape of the
-/// result.
+/// The part that an index selects: first index and end in each dimension, and the shape of the result.
 type Part = (Vec<Range<u64>>, Vec<u64>);
 
-/// The part of the tensor at `position` that `index` selects. `make` makes a tensor of a shape and
-/// returns it with its address. `None` if the index has other items than plain numbers and slices,
-/// if it selects the whole tensor, or if the page cache does not hold the part.
+/// The part of the tensor at `position` that `index` selects. `make` gets a shape, and returns a new tensor and its
+/// address. `None` if the index has items other than plain numbers and slices, if it selects the whole tensor, or if
+/// the page cache does not hold the part.
 ///
 /// # Errors
-/// If the shard has changed, and the errors of `make`.
+/// Fails if the shard has changed, or if `make` fails.
 #[pyfunction]
 pub(crate) fn load_indexed<'py>(
     py: Python<'py>,
@@ -55,7 +54,7 @@ pub(crate) fn load_indexed<'py>(
     Ok(copied.then_some(made))
 }
 
-/// Parses a plain index. `None` for other indices, which may be valid too.
+/// Parses an index of plain numbers and slices. `None` for any other index, which may be valid too.
 fn part_of(index: &Bound<'_, PyAny>, sizes: &[u64]) -> PyResult<Option<Part>> {
     let several = index.cast_exact::<PyTuple>().ok();
     let given = several.map_or(1, |items| items.len());
@@ -87,8 +86,8 @@ fn part_of(index: &Bound<'_, PyAny>, sizes: &[u64]) -> PyResult<Option<Part>> {
     Ok(Some((part, shape)))
 }
 
-/// First index and end in one dimension, and whether the dimension is removed: for a number, or a
-/// slice without a step.
+/// First index and end in one dimension, and whether the result lacks this dimension. `None` unless the item is a
+/// number, or a slice without a step.
 fn bounds(item: &Bound<'_, PyAny>, size: u64) -> PyResult<Option<(u64, u64, bool)>> {
     let py = item.py();
     if let Ok(slice) = item.cast_exact::<PySlice>() {

@@ -1,4 +1,4 @@
-//! Writing tensors of Python as a tensorizer file.
+//! Writes tensors that Python code passes to a tensorizer file.
 
 use std::io;
 use std::mem;
@@ -23,14 +23,15 @@ use crate::errors::raised;
 use crate::memory::bytes_at;
 use crate::waiting::beside;
 
-/// A tensor: name, kind, module, dtype, shape, address or `None`, and length in bytes or `None`.
+/// A tensor that is to be written: name, kind, number of the module, dtype, shape, address or `None`, and length in
+/// bytes or `None`.
 type GivenTensor = (Vec<u8>, u8, u16, String, Vec<u64>, Option<usize>, Option<usize>);
 
-/// Where a file is written.
+/// The place to which a file is written.
 enum WriteTarget {
-    /// A path, which the file takes once it is whole.
+    /// A path. The file appears there once it is whole.
     Path(MemoryFile),
-    /// A Python file.
+    /// A Python file object.
     Object(PythonFile),
 }
 
@@ -51,15 +52,17 @@ impl WriteTarget {
     }
 }
 
-/// A Python file that can be written at any place.
+/// A Python file object, in which bytes can be written at any offset.
 struct PythonFile {
     file: Py<PyAny>,
-    /// Held while the file is moved and written. Holds the first exception that the file has raised.
+    /// Locked while the file object is positioned and written. Contains the first exception that the file object has
+    /// raised.
     exception: Mutex<Option<PyErr>>,
 }
 
 impl PythonFile {
-    /// Writes all of `bytes` at `offset`. `write` of an unbuffered file may take a part only.
+    /// Writes all of `bytes` at `offset`. It repeats `write`, because an unbuffered file object may write only a part
+    /// of the bytes.
     fn write(&self, py: Python<'_>, mut bytes: &[u8], offset: u64) -> PyResult<()> {
         let file = self.file.bind(py);
         file.call_method1("seek", (offset,))?;
@@ -77,7 +80,7 @@ impl PythonFile {
 
 impl WriteAt for PythonFile {
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        // No thread waits for this lock while it holds the GIL.
+        // There is no deadlock: no thread holds the GIL while it waits for this lock.
         let mut exception = self.exception.lock().unwrap_or_else(PoisonError::into_inner);
         Python::attach(|py| self.write(py, bytes, offset)).map_err(|error| {
             let failed = io::Error::other(error.to_string());
@@ -87,8 +90,8 @@ impl WriteAt for PythonFile {
     }
 }
 
-/// The bytes of tensors. Those in memory of Python are kept by their owners while they are written.
-/// `None` stands for zeros that no memory holds.
+/// The bytes of tensors. The Python caller keeps the memory alive while it is written. `None` stands for zeros without
+/// memory.
 struct GivenTensors(Vec<Option<&'static [u8]>>);
 
 impl TensorBytes for GivenTensors {
@@ -106,12 +109,12 @@ impl TensorBytes for GivenTensors {
     }
 }
 
-/// An open file.
+/// A file that is being written.
 struct OpenWriter {
     target: WriteTarget,
-    /// Made at the first write, which knows how long the list of tensors is.
+    /// Made at the first write, because the length of the list of tensors is known then.
     writer: Option<TensorWriter>,
-    /// First byte of the file in its target.
+    /// Offset in the target at which the file begins.
     start: u64,
     entries_len: u64,
     /// The key of an encrypted file.
@@ -127,7 +130,7 @@ impl OpenWriter {
         })
     }
 
-    /// Makes the list long enough for `tensors`, if nothing was written.
+    /// Makes the list of tensors long enough for `tensors`, if nothing is written yet.
     fn reserve(&mut self, tensors: &[NewTensor]) -> tensorfs::Result<()> {
         if self.writer.is_none() {
             let shown = self.target.shown();
@@ -166,42 +169,43 @@ impl OpenWriter {
     }
 }
 
-/// Writes a tensorizer file: TensorizerWriter(path=None, file=None, *, entries_len=262144,
-/// overwrite=True, key=None, derivation=None).
+/// Writes a tensorizer file: TensorizerWriter(path=None, file=None, *, entries_len=262144, overwrite=True, key=None,
+/// derivation=None).
 ///
-/// Give `path`, which appears whole at `finish`, or `file`, an object with `seek`, `tell` and
-/// `write`, whose file begins where it stands. `entries_len` is the least number of bytes for the
-/// list of tensors, at most 16 MiB; the first `write` makes it longer if its tensors need that.
-/// `key`, 32 bytes, encrypts the data. `derivation` says how a passphrase gives it, as `derive_key` took it: passes,
-/// bytes of memory, and salt.
+/// Pass either `path` or `file`. The file at `path` appears whole at `finish`. `file` is an object with `seek`, `tell`
+/// and `write`. The tensorizer file begins at its current position. `entries_len` is the least number of bytes for the
+/// list of tensors, at most 16 MiB. The first `write` makes the list longer if its tensors need that. `key` has 32
+/// bytes, and encrypts the data. `derivation` says how the key was derived from a passphrase, with the arguments of
+/// `derive_key`: passes, bytes of memory, and salt.
 ///
-/// write(tensors): a list of tuples (name, kind, module, dtype, shape, address, length). `name` is
-/// bytes: UTF-8, or b"\x1e" and a path as a JSON array. `kind` is 0 for a parameter, 1 for a buffer, 2
-/// for a value of a state dict. `module` is the number of the module. `dtype` is the text of the
-/// format, such as "<f4" or "<V2\0torch.bfloat16". `length` is in bytes; None makes a meta tensor.
-/// `address` is None for a tensor whose bytes are zeros. The caller keeps the memory until `write`
-/// returns. Hashes are made on several threads, without the GIL.
+/// write(tensors): `tensors` is a list of tuples (name, kind, module, dtype, shape, address, length). `name` is bytes:
+/// UTF-8, or b"\x1e" and a path as a JSON array. `kind` is 0 for a parameter, 1 for a buffer, 2 for a value of a state
+/// dict. `module` is the number of the module. `dtype` is the text that the format uses, such as "<f4" or
+/// "<V2\0torch.bfloat16". `length` is in bytes. None makes a meta tensor. `address` is None for a tensor whose bytes
+/// are zeros. The caller has to keep the memory unchanged until `write` returns. Hashes are computed on several
+/// threads, without the GIL.
 ///
-/// reserve(tensors) makes the list long enough for all of these tensors, whose addresses are not used,
-/// before the first `write` of some of them. It changes nothing after that.
+/// reserve(tensors) makes the list of tensors long enough for all of these tensors. Their addresses are not used. It
+/// has an effect only before the first `write`.
 ///
-/// sync() makes what was written so far a whole file. finish() does the same, ends the writer and
-/// returns the length of the file in bytes; a path gets its name then. abort() ends the writer, and
-/// leaves nothing of a path. After an exception of write() only abort() is of use.
+/// sync() completes the file with the tensors that were written so far. finish() does the same, ends the writer, and
+/// returns the length of the file in bytes. A file at a path appears then. abort() ends the writer, and no file is left
+/// at a path. After an exception of write(), only abort() can be called with success.
 ///
-/// A child made by fork cannot use the writer: each method raises there.
+/// A child of a fork cannot use the writer: each method raises an exception there.
 #[pyclass(module = "tensorfs._tensorfs", frozen)]
 pub(crate) struct TensorizerWriter {
-    /// `None` once it has ended, or failed.
+    /// `None` once the writer has ended or failed.
     open: Arc<Mutex<Option<OpenWriter>>>,
-    /// Token of the process that made it: a thread of that one may hold the lock for ever in a child.
+    /// Token of the process that made the writer. In a child of a fork, the lock may stay locked for ever by a thread
+    /// of that process.
     process: u64,
 }
 
 impl Drop for TensorizerWriter {
     fn drop(&mut self) {
         if token() != self.process {
-            // The temporary name is that of the parent's file, which is kept.
+            // The parent still uses the temporary file, so the child must not remove it.
             mem::forget(self.open.clone());
         }
     }
@@ -257,7 +261,7 @@ impl TensorizerWriter {
         Ok(TensorizerWriter { open: Arc::new(Mutex::new(Some(open))), process: token() })
     }
 
-    /// Writes tensors behind those that were written.
+    /// Writes tensors after those that were written before.
     fn write(&self, py: Python<'_>, tensors: Vec<GivenTensor>) -> PyResult<()> {
         let (mut new, mut bytes) = (Vec::new(), Vec::new());
         for (name, kind, module, dtype, shape, address, len) in tensors {
@@ -272,7 +276,7 @@ impl TensorizerWriter {
         self.run(py, move |open, is_stopped| open.write(&new, &bytes, is_stopped))
     }
 
-    /// Makes the list long enough for these tensors.
+    /// Makes the list of tensors long enough for these tensors.
     fn reserve(&self, py: Python<'_>, tensors: Vec<GivenTensor>) -> PyResult<()> {
         let announced = tensors.into_iter().map(|(name, kind, module, dtype, shape, _, len)| {
             let data_len = len.map(|len| len as u64);
@@ -282,7 +286,7 @@ impl TensorizerWriter {
         self.run(py, move |open, _| open.reserve(&new))
     }
 
-    /// Makes what was written so far a whole file.
+    /// Completes the file with the tensors that were written so far.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         self.run(py, |open, _| open.sync())
     }
@@ -309,7 +313,7 @@ impl TensorizerWriter {
         Ok(len)
     }
 
-    /// Ends the writer. Nothing is left of a path.
+    /// Ends the writer. No file is left at a path.
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
         self.check_process()?;
         let open = self.open.clone();
@@ -317,7 +321,7 @@ impl TensorizerWriter {
         Ok(())
     }
 
-    /// Bytes of data of the tensors so far.
+    /// Bytes of data of the tensors that were written so far.
     #[getter]
     fn data_len(&self, py: Python<'_>) -> PyResult<u64> {
         self.check_process()?;
@@ -339,7 +343,7 @@ impl TensorizerWriter {
         Err(PyRuntimeError::new_err(message))
     }
 
-    /// Runs `work` without the GIL. The writer ends if it fails.
+    /// Runs `work` on another thread, without the GIL. If `work` fails, the writer ends.
     fn run<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -369,7 +373,7 @@ impl TensorizerWriter {
             }
             Ok(None) => Err(closed()),
             Err(interrupted) => {
-                // No thread uses the memory any more when the exception is seen.
+                // Waits for `work`, so that no thread uses the memory any more when the exception is raised.
                 is_stopped.store(true, Ordering::Relaxed);
                 let _ = py.detach(move || wait.recv());
                 Err(interrupted)
@@ -378,7 +382,7 @@ impl TensorizerWriter {
     }
 }
 
-/// A derivation whose files can be opened.
+/// Checks the parameters of a key derivation, so that readers can open the file.
 fn derivation_of(ops_limit: u64, mem_limit: u64, salt: &[u8]) -> PyResult<KeyDerivation> {
     let salt = salt.try_into().map_err(|_| {
         PyValueError::new_err(format!("a salt has {SALT_LEN} bytes, not {}", salt.len()))
@@ -389,7 +393,7 @@ fn derivation_of(ops_limit: u64, mem_limit: u64, salt: &[u8]) -> PyResult<KeyDer
     Ok(derivation)
 }
 
-/// The key of a passphrase: Argon2id with these passes, bytes of memory and salt.
+/// Derives the key from a passphrase, by Argon2id with this number of passes, bytes of memory, and salt.
 #[pyfunction]
 pub(crate) fn derive_key(
     py: Python<'_>,

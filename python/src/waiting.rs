@@ -1,4 +1,4 @@
-//! Waits of the calling thread, which look for Ctrl-C.
+//! Waits for work on other threads. The waiting thread checks for Ctrl-C.
 
 use std::path::Path;
 use std::sync::mpsc::RecvTimeoutError;
@@ -15,14 +15,14 @@ pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The state of work on another thread.
 pub(crate) enum Doing {
-    /// It computes, for a bounded time that does not count.
+    /// The work computes, for a bounded time that does not count towards the deadline.
     Computing,
-    /// It waits. The text is the reason of an error past the deadline.
+    /// The work waits. The text is the reason in the error if the deadline passes.
     Waiting(&'static str),
 }
 
-/// Runs `work` on another thread, waits for it until the deadline, and checks for Ctrl-C meanwhile.
-/// `path` is the file of the work.
+/// Runs `work` on another thread, waits for it until the deadline, and checks for Ctrl-C during the wait. `path` is the
+/// file that errors name.
 ///
 /// # Errors
 /// `TimeoutError` past the deadline, and the exception of a signal.
@@ -38,7 +38,7 @@ pub(crate) fn beside<T: Send + 'static>(
     beside_with(py, name, timeout, action, path, &doing, work)
 }
 
-/// As `beside`, for work that `doing` tells about.
+/// Does the same as `beside`, for work whose current state `doing` returns.
 ///
 /// # Errors
 /// The errors of `beside`.

@@ -190,7 +190,7 @@ class Area:
 
 @final
 class Tensor:
-    """A tensor in memory of its own, for frameworks that accept DLPack."""
+    """A tensor in memory of this package, for frameworks that accept DLPack."""
 
     def __new__(cls, area: Area, offset: int, len: int, dtype: str, shape: Sequence[int]) -> Tensor: ...
     @staticmethod

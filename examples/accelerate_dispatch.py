@@ -1,7 +1,7 @@
-"""Loads shards into a model of accelerate, weight by weight: no more than one of them is in memory twice.
+"""Loads shards into a model of accelerate, weight by weight, so that never more than one weight is in memory twice.
 
-The example saves a small Llama in several shards, makes the same model without memory, and places each weight on the device
-that the map of accelerate names. It compares every weight, bit for bit, with the saved model.
+The example saves a small Llama in several shards, makes the same model without memory, and places each weight on the
+device that the device map of accelerate names. It compares every weight, bit for bit, with the saved model.
 
 Run:   python examples/accelerate_dispatch.py
 Needs: Linux, tensorfs, and `pip install torch transformers accelerate`. No network, no GPU, no FUSE.
@@ -21,7 +21,7 @@ import tensorfs
 
 
 def device_of(name, device_map):
-    """The device of a weight: that of the longest module in the map that holds it."""
+    """The device of a weight: the device of the module in the map that has the longest name and contains the weight."""
     holders = [module for module in device_map if module == "" or name == module or name.startswith(f"{module}.")]
     return device_map[max(holders, key=len)]
 

@@ -1,6 +1,6 @@
-"""A drop-in for `consolidate_safetensors_files` of torch.distributed.checkpoint and of NeMo AutoModel.
+"""Replaces `consolidate_safetensors_files` of torch.distributed.checkpoint and of NeMo AutoModel.
 
-In code that imports it from torch or NeMo, put this instead:
+In code that imports the function from torch or NeMo, import it from this file instead:
 
     from consolidate_safetensors_files import consolidate_safetensors_files
 
@@ -20,7 +20,7 @@ import tensorfs
 
 logger = logging.getLogger(__name__)
 
-# The types that are cast, as torch and safetensors call them.
+# The dtypes between which tensors are cast, with their names in torch and in safetensors.
 FLOATS = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32", "torch.float64": "F64"}
 
 
@@ -39,11 +39,11 @@ def consolidate_safetensors_files(
     """Writes the shards in `input_dir` as `model-0000I-of-0000N.safetensors` with a weight map into `output_dir`.
 
     Without a mapping all tensors go into one file. `cast_dtype` and `fqn_to_dtype_mapping` cast as in NeMo, but nothing
-    is cast to F64. `ignore_missing` leaves out the names of the mapping that no shard has, with a warning, as NeMo does.
-    Without it they are refused, because a shard may be missing.
+    is cast to F64. `ignore_missing` leaves out names of the mapping that are in no shard, with a warning, as NeMo does.
+    Without it such names are an error, because a shard may be missing.
 
-    `num_threads`, `use_staging` and `staging_dir` are taken for their callers. tensorfs decides itself how many threads
-    it uses, and a file gets its name once it is whole.
+    `num_threads`, `use_staging` and `staging_dir` have no effect. They exist so that callers need not change: tensorfs
+    chooses its number of threads, and a file gets its name once it is whole.
     """
     del num_threads, use_staging, staging_dir
     with tensorfs.safe_open(input_dir, framework="np") as opened:
@@ -54,7 +54,7 @@ def consolidate_safetensors_files(
         logger.warning("%s: %d names of the mapping are in no shard, as %s", input_dir, len(missing), missing[0])
         numbers = {name: number for name, number in numbers.items() if name in dtypes}
     casts = _casts(dtypes, cast_dtype, fqn_to_dtype_mapping or {})
-    # A list of casts is a file.
+    # `tensorfs.consolidate` takes a list of casts as a file.
     with tempfile.TemporaryDirectory(prefix="tensorfs-") as folder:
         list_of_casts = os.path.join(folder, "dtypes.json")
         with open(list_of_casts, "w") as file:
@@ -64,7 +64,8 @@ def consolidate_safetensors_files(
 
 
 def _casts(dtypes: Mapping[str, str], cast_dtype: object, listed: Mapping[str, str]) -> dict[str, str]:
-    """The new types of the tensors that are cast. As in NeMo, `cast_dtype` wins, but not over F32 in the list."""
+    """The new dtype of each tensor that is cast. As in NeMo, `cast_dtype` takes precedence over `listed`, except where
+    that says F32."""
     if cast_dtype is not None and str(cast_dtype) not in FLOATS:
         raise ValueError(f"cast_dtype={cast_dtype}: expected one of {', '.join(FLOATS)}")
     casts = {}

@@ -1,10 +1,10 @@
 """Loads the rank shards of a distributed training job through a tensorfs mount with plain transformers.
 
-Four processes save a small Llama with `torch.distributed.checkpoint`. Each saves its part of every
-weight (by row, by column, or replicated). The example mounts the folder of rank shards without
-consolidation, and with the `config.json` of another folder. `from_pretrained` reads the mount with its default settings, and finds one
-`model.safetensors`. The example compares every weight, bit for bit, with the saved model. It
-removes the mount, then all files that it made.
+Four processes save a small Llama with `torch.distributed.checkpoint`. Each process saves its part of every weight
+(rows, columns, or all of it). The example mounts the folder of rank shards without consolidation, together with the
+`config.json` of another folder. `from_pretrained` reads the mount with its default settings, and finds one
+`model.safetensors`. The example compares every weight, bit for bit, with the saved model. It removes the mount, then
+all files that it made.
 
 Run:   python examples/dcp_mount.py [--tensorfs PATH]
 Needs: Linux with FUSE, the `tensorfs` binary, and `pip install torch transformers`.
@@ -58,7 +58,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="tensorfs-example-") as work:
         shards = Path(work, "checkpoint")
         mp.spawn(save_rank, args=(str(shards), str(Path(work, "rendezvous"))), nprocs=RANKS)
-        # The writer saves weights only. A mount takes the other files from any folder.
+        # The writer saves only weights. The mount shows the other files of the folder in its option `config`.
         base = Path(work, "base")
         model.config.save_pretrained(base)
         show("saved", shards)

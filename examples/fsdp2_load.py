@@ -1,7 +1,7 @@
 """Loads shards into a model of FSDP2: each rank reads the rows that it holds, and no rank has the whole model.
 
-The example saves a small Llama in several shards. Four processes make it without memory, shard it, and fill their parts by
-`tensorfs.load_into`. They put the parts together and compare every weight, bit for bit, with the saved model.
+The example saves a small Llama in several shards. Four processes make the model without memory, shard it, and fill
+their parts by `tensorfs.load_into`. They join the parts, and compare every weight, bit for bit, with the saved model.
 
 Run:   python examples/fsdp2_load.py
 Needs: Linux, tensorfs, and `pip install torch transformers`. No network, no GPU, no FUSE.
@@ -38,7 +38,7 @@ def load_rank(rank, shards, rendezvous):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         model.to_empty(device="cpu")
-        # No checkpoint has these buffers.
+        # A checkpoint does not have these buffers, so they are computed again.
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
         tensorfs.load_into(model.state_dict(), shards)
         if wrong := differing(model, original):

@@ -60,7 +60,7 @@ def main():
         mp.spawn(train_rank, args=(str(step), str(whole), str(Path(work, "rendezvous"))), nprocs=RANKS)
         model = small_llama()
         model.load_state_dict(torch.load(whole))
-        # `dcp.save` writes weights only. A mount takes the other files from any folder.
+        # `dcp.save` saves no `config.json`. The mount shows the one of the folder in its option `config`.
         base = Path(work, "base")
         model.config.save_pretrained(base)
         show("saved", step)

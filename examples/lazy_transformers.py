@@ -1,8 +1,8 @@
 """Loads shards into transformers without a mount, in one process and by tensor parallelism: each rank reads its part only.
 
-The example saves a small Llama in several shards. `tensorfs.lazy` gives `from_pretrained` a dict of tensors that are read
-when they are indexed. Two processes load it again by tensor parallelism. The example compares every weight, bit for bit,
-with the saved model, and prints how much each process read.
+The example saves a small Llama in several shards. `tensorfs.lazy` gives `from_pretrained` a dict of tensors that are
+read when they are indexed. Two processes load the model again by tensor parallelism. The example compares every weight,
+bit for bit, with the saved model, and prints how many bytes each process read.
 
 Run:   python examples/lazy_transformers.py
 Needs: Linux, tensorfs, and `pip install torch transformers`. No network, no GPU, no FUSE.
@@ -26,17 +26,17 @@ RANKS = 2
 
 
 def differing(model, original):
-    """The names of the weights of `model`, whole or in parts of ranks, that are not those of `original`."""
+    """The names of weights that differ between `model` and `original`. `model` may be cut into the parts of ranks."""
     wanted, found = original.state_dict(), {}
     for name, tensor in model.state_dict().items():
-        # Each rank has a part of a DTensor, and all of them together make it whole.
+        # Each rank has a part of a DTensor. `full_tensor` joins the parts of all ranks.
         found[name] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     same = {name for name in wanted.keys() & found.keys() if torch.equal(bits(wanted[name]), bits(found[name]))}
     return sorted((wanted.keys() | found.keys()) - same)
 
 
 def forget(folder):
-    """Drops the shards from the page cache: what it holds is copied, and not counted as read."""
+    """Drops the shards from the page cache, because bytes that are copied from there are not counted as read."""
     for shard in Path(folder).glob("*.safetensors"):
         descriptor = os.open(shard, os.O_RDONLY)
         os.fsync(descriptor)
@@ -54,14 +54,14 @@ def load(shards, original, title, **how):
     if wrong := differing(model, original):
         sys.exit(f"{title}: differ from what was saved: {', '.join(wrong)}")
     local = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
-    # Text and end of line in one write: ranks share the output.
+    # The text and the end of the line are one write, because the ranks share the output.
     print(f"{title}: every bit as it was saved; {local} bytes of weights, {read} bytes read\n", end="", flush=True)
 
 
 def load_rank(rank, shards, rendezvous):
     """Loads the part of one rank. Runs in a separate process."""
     torch.set_num_threads(1)
-    # torchrun sets these, and transformers reads them.
+    # transformers reads these variables, which torchrun would set.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     try:

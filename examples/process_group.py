@@ -1,4 +1,5 @@
-"""Four ranks load a checkpoint together: each reads a part of it, and gets the tensors, or the slices, that it asks for.
+"""Four ranks load a checkpoint together. Each rank reads a part of the checkpoint, and gets the tensors or slices that
+it asks for.
 
     torchrun --nproc-per-node 4 examples/process_group.py FOLDER
 

@@ -1,10 +1,10 @@
 """Loads the checkpoints of a torchtitan training through a tensorfs mount with plain transformers.
 
-Four processes train a small Qwen3 of torchtitan for two steps with FSDP2. The checkpoint manager of torchtitan saves them:
-`step-1` with optimizer and scheduler, and `step-2`, the last one, with the weights alone. The example mounts both with the
-names of transformers, which `torchtitan_qwen3.toml` gives, and the `config.json` of another folder. `from_pretrained` reads
-the mounts with its default settings. The example compares every weight, bit for bit, with the model that was trained. It
-removes the mounts, then all files that it made.
+Four processes train a small Qwen3 of torchtitan for two steps with FSDP2. The checkpoint manager of torchtitan saves a
+checkpoint after each step: `step-1` with optimizer and scheduler, and `step-2`, the last one, with the weights only.
+The example mounts both with the names of transformers, which `torchtitan_qwen3.toml` gives, and the `config.json` of
+another folder. `from_pretrained` reads the mounts with its default settings. The example compares every weight, bit for
+bit, with the model that was trained. It removes the mounts, then all files that it made.
 
 Run:   python examples/torchtitan_training.py [--tensorfs PATH]
 Needs: Linux with FUSE, the `tensorfs` binary, and `pip install torch transformers torchtitan`.
@@ -14,7 +14,7 @@ Needs: Linux with FUSE, the `tensorfs` binary, and `pip install torch transforme
 import tempfile
 from pathlib import Path
 
-# First: it sets how transformers is imported.
+# This import comes first, because it sets a variable that transformers reads when it is imported.
 from transformers_mount import check_weights, mounted, parse_args, show
 
 import torch
@@ -44,7 +44,7 @@ def small_config():
 
 
 def transformers_model(config, weights):
-    """The model of transformers that torchtitan's own conversion makes of these weights."""
+    """The model in transformers, with these weights after the conversion that torchtitan itself has."""
     attention, feed_forward = config.layers[0].attention, config.layers[0].feed_forward
     model = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=config.vocab_size,
@@ -93,7 +93,7 @@ def train_rank(rank, folder, rendezvous):
             schedulers.step()
             optimizers.zero_grad()
             manager.save(step, last_step=step == STEPS)
-            # All ranks: this gathers the parts.
+            # All ranks call this, because it gathers the parts of all ranks.
             full = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
             if rank == 0:
                 torch.save(full, Path(folder, f"whole-{step}.pt"))
@@ -109,7 +109,7 @@ def main():
         for step in range(1, STEPS + 1):
             saved = Path(work, "checkpoint", f"step-{step}")
             model = transformers_model(small_config(), torch.load(Path(work, f"whole-{step}.pt")))
-            # torchtitan saves no `config.json`. A mount takes it from any folder.
+            # torchtitan saves no `config.json`. The mount shows the one of the folder in its option `config`.
             base = Path(work, "base")
             model.config.save_pretrained(base)
             show("saved", saved)

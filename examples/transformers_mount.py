@@ -20,7 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# The example loads local files only; a hub request would be a bug. transformers reads this at import.
+# The example loads only local files, so a request to the hub would be a bug. transformers reads this variable at its
+# import.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
@@ -44,7 +45,7 @@ def parse_args(description):
 
 
 def small_llama():
-    """Returns a Llama of about a million BF16 weights, the same ones in every process."""
+    """Returns a Llama of about a million BF16 weights, which are the same in every process."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1000,
@@ -85,7 +86,7 @@ def show(title, folder):
 
 
 def bits(tensor):
-    """Returns the bytes of `tensor`: as floats two NaNs would differ, and -0.0 would equal 0.0."""
+    """Returns the bytes of `tensor`, to compare them. As floats, two NaNs would differ, and -0.0 would equal 0.0."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 

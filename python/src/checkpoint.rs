@@ -399,7 +399,7 @@ pub(crate) fn choosing(
     Ok(options)
 }
 
-/// Those of `words` that are options of a view.
+/// Filters `words` for the options of a view.
 pub(crate) fn of_view(words: &ViewWords) -> ViewWords {
     let is_of_view = |(key, _): &&(String, String)| !OpenOptions::WORDS.contains(&key.as_str());
     words.iter().filter(is_of_view).cloned().collect()
@@ -434,7 +434,7 @@ fn viewed(
     open()?.viewed(&view)
 }
 
-/// Opens `path`. Of `given`, only the demands, the secret and the chosen tensors count. On a mount, the choices in
+/// Opens `path`. Only the demands, the secret and the choice of tensors in `given` count. On a mount, the choices in
 /// `words` replace those of the mount.
 fn open(
     path: &Path,

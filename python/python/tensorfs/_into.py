@@ -131,7 +131,7 @@ def _job(
     by_device: dict[int | None, dict[int, list[_TensorRequest]]] = {}
     for name, target in targets.items():
         if target.nbytes:
-            # Of several names that share memory, only one is loaded.
+            # Only one of several names that share memory is loaded.
             by_device.setdefault(target.gpu, {})[target.address] = requests[name]
     by_gpu = {gpu: [request for several in found.values() for request in several] for gpu, found in by_device.items()}
     return _Job(checkpoint, by_gpu, [target.owner for target in (*targets.values(), *aliases.values())], result)

@@ -34,8 +34,8 @@ def load_into_model(model: Any, tensors: dict[str, Any], strict: bool) -> tuple[
     for name in tensors.keys() & spans.keys():
         filled.setdefault(spans[name].device, []).append(spans[name])
     lacking = set()
-    # Of missing names that share memory, only one is returned: the name with the longest memory, which would fill the
-    # others.
+    # Only one of several missing names that share memory is returned: the name with the longest memory, which would
+    # fill the others.
     for name in sorted(missing, key=lambda name: (name in spans and -spans[name].length, name)):
         span = spans.get(name)
         if span is None:

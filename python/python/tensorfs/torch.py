@@ -66,7 +66,7 @@ def load_model(
 def save_model(
     model: torch.nn.Module, filename: str, metadata: dict[str, str] | None = None, force_contiguous: bool = True
 ) -> None:
-    """Writes a model to a safetensors file. Of several names that share memory, only one is written. The package
+    """Writes a model to a safetensors file. If several names share memory, only one is written. The package
     safetensors does this, and must be installed."""
     _functions.genuine().save_model(model, filename, metadata, force_contiguous)
 

@@ -69,9 +69,11 @@ class Shared:
 
 
 class FilesBufferOnDevice:
-    """The tensors of files. In a group of one process, they are loaded already. Each call returns the same memory: a
-    write to a tensor changes the tensors that later calls return. In a group of several processes, each call loads the
-    tensors that it returns. All ranks have to make the same calls in the same order, and each byte is read by one rank.
+    """The tensors of files.
+
+    In a group of one process, they are loaded already. Each call returns the same memory: a write to a tensor changes
+    the tensors that later calls return. In a group of several processes, each call loads the tensors that it returns.
+    All ranks have to make the same calls in the same order, and each byte is read by one rank.
 
     Tensors stay valid after `close`, also with `borrowed_tensors=True`.
     """

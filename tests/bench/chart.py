@@ -1,6 +1,6 @@
 """Draws the figures of `tensorfs bench --json` as SVG: `python tests/bench/chart.py FIGURES.json > CHART.svg`.
 
-docs/img/speed.svg is made of docs/img/speed.json, which the output of the command can replace.
+docs/img/speed.svg is drawn from docs/img/speed.json. New output of `tensorfs bench --json` can replace that file.
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 from html import escape
 
 WIDTH, LEFT, BAR, CASE, TOP = 760, 130, 14, 42, 64
-# A card of its own: the chart is read on light and on dark pages.
+# The chart has its own background, because it is shown on light and on dark pages.
 STYLE = """
     text { font: 12px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328; }
     .title { font-size: 14px; font-weight: 600; }
@@ -64,7 +64,8 @@ def bar(spread, side, top, scale):
 
 
 def speed(case, side):
-    """Median and range, or None for a case that failed or counts operations."""
+    """The median and the range of the speed. None for a case that failed, or that counts operations in place of
+    bytes."""
     return case[side].get("gb_per_s")
 
 
@@ -73,7 +74,7 @@ def largest(spread):
 
 
 def machine(about):
-    """`bench` writes facts, the kept figures a sentence."""
+    """The machine as a text. `tensorfs bench` writes facts about it, and docs/img/speed.json has a sentence."""
     return about if isinstance(about, str) else f"{about['cores']} cores, Linux {about['kernel']}"
 
 

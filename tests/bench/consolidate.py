@@ -28,7 +28,7 @@ consolidate_safetensors_files(source, out, dict.fromkeys(names, 1), num_threads=
 print(time.perf_counter() - start)
 """
 
-# Name: shape and dtype width of each tensor, number of tensors per 256 MB, and the dimension that ranks cut.
+# Name -> shape of each tensor, bytes of an element, and the dimension that is cut into the parts of the ranks.
 CASES = {
     "rows": ((8192, 8192), 2, 0),
     "columns": ((8192, 8192), 2, 1),
@@ -37,7 +37,7 @@ CASES = {
 
 
 def make(folder, case, megabytes, ranks=8):
-    """Rank shards of bf16 tensors of random bytes."""
+    """Writes rank shards with bf16 tensors of random bytes, and returns the names of the tensors."""
     shape, width, dimension = CASES[case]
     folder.mkdir(parents=True)
     length = int(np.prod(shape)) * width
@@ -59,7 +59,7 @@ def make(folder, case, megabytes, ranks=8):
         with open(folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors", "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for _ in names:
-                # Random tensors would make NaNs of some bytes; neither side looks at values.
+                # Some of the random bytes are NaNs. That does not matter, because no program looks at values.
                 file.write(rng.bytes(part_len))
     return names
 
@@ -70,7 +70,7 @@ def sync_and_drop(cold):
         Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
-# The peak of a process counts what its parent had at the fork, so that a small process has to start it.
+# The peak memory of a process includes the memory of its parent at the fork, so a small process starts the command.
 MEASURE = """
 import os, sys, time
 start = time.perf_counter()

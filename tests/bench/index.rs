@@ -1,8 +1,8 @@
-//! `cargo bench --bench index`: opening large checkpoints from the index, beside parsing their
-//! headers with the genuine `safetensors` crate and beside opening them without an index.
+//! `cargo bench --bench index` times the opening of large checkpoints from the index. It compares this with parsing
+//! their headers by the genuine `safetensors` crate, and with opening them without an index.
 //!
-//! In turns, with a warm page cache; prints medians with minimum and maximum. Nothing fails here:
-//! the figures are for people. `-- --runs N` says how often, `-- --quick` makes all of it small.
+//! The ways take turns, with a warm page cache. The bench prints medians with minimum and maximum. It checks no limits,
+//! because the figures are for people. `-- --runs N` sets the number of runs, and `-- --quick` uses small checkpoints.
 
 #![allow(clippy::unwrap_used, reason = "a bench that panics has failed, as it should")]
 
@@ -20,10 +20,10 @@ use tensorfs::internal::format::safetensors as format;
 use tensorfs::internal::open_options::OpenOptions;
 use tensorfs::internal::view::{Files, View};
 
-/// Longer than what an index takes for freshly written.
+/// A longer time than that in which the index treats a file as just written.
 const SETTLE: Duration = Duration::from_secs(4);
 
-/// How long a mount of the tree, and the indexes of all its models, may take.
+/// The longest time that the mount of the tree and the indexes of all its models may take.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn main() {
@@ -92,7 +92,7 @@ fn shard_paths(folder: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// Bytes of JSON before the data of all shards.
+/// Length of the headers of all shards together, in bytes.
 fn header_bytes(folder: &Path) -> u64 {
     let len = |path: &PathBuf| {
         let mut prefix = [0; 8];
@@ -105,8 +105,8 @@ fn header_bytes(folder: &Path) -> u64 {
 // ---------------------------------------------------------------------------------------------
 // Ways to learn what a checkpoint holds.
 
-/// The header of one shard by the genuine crate, which wants a slice as long as the file. Only
-/// the pages of the header are ever touched.
+/// Parses the header of one shard by the genuine crate, which needs a slice with the length of the file. Only the pages
+/// of the header are touched.
 fn parse_genuine(path: &Path) -> Metadata {
     let mut file = File::open(path).unwrap();
     let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
@@ -136,7 +136,7 @@ fn view(index: Option<&Path>, files: Files) -> OpenOptions {
     OpenOptions { index: index.map(Path::to_owned), view, ..OpenOptions::default() }
 }
 
-/// The index of the one checkpoint that was opened with `folder` for its indexes.
+/// Length in bytes of the index in `folder`, which has the index of one checkpoint.
 fn index_len(folder: &Path) -> u64 {
     fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum()
 }
@@ -235,7 +235,7 @@ fn tree(home: &Path, models: usize, runs: usize) {
     table(&names.map(str::to_owned), &times);
 }
 
-/// The built program.
+/// The program `tensorfs`: the one in TENSORFS_BIN, or the one that was built.
 fn binary() -> Option<PathBuf> {
     if let Some(binary) = std::env::var_os("TENSORFS_BIN") {
         return Some(binary.into());
@@ -244,8 +244,8 @@ fn binary() -> Option<PathBuf> {
     Some(own.parent()?.parent()?.join("tensorfs")).filter(|path| path.exists())
 }
 
-/// Mounts the tree, lists it, waits for `indexes` of them, and unmounts; the times until it was
-/// listed and until they were there.
+/// Mounts the tree, lists it, waits until there are `indexes` indexes, and unmounts. Returns the time until the tree
+/// was listed, and the time until the indexes were there.
 fn mount_tree(
     binary: &Path,
     home: &Path,
@@ -309,7 +309,7 @@ fn peak() -> u64 {
 // ---------------------------------------------------------------------------------------------
 // Times.
 
-/// How long `work` takes; what it made is dropped afterwards.
+/// The time that `work` takes, without the drop of its result.
 fn timed<T>(work: impl FnOnce() -> T) -> Duration {
     let started = Instant::now();
     let made = work();
@@ -318,7 +318,7 @@ fn timed<T>(work: impl FnOnce() -> T) -> Duration {
     time
 }
 
-/// Prints a line for each way, and how long it takes beside the first.
+/// Prints a line for each way: its times, and their ratio to the times of the first way.
 fn table(names: &[String], times: &[Vec<Duration>]) {
     let sorted = |times: &Vec<Duration>| {
         let mut ms: Vec<f64> = times.iter().map(|time| time.as_secs_f64() * 1e3).collect();

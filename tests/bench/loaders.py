@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Times loaders of checkpoints against each other: the same files, in turns, each run in a process of its own.
+"""Compares the speed of checkpoint loaders. They load the same files in turns, and each run is a process of its own.
 
     python tests/bench/loaders.py --dir /scratch --runs 5
 
-Needs torch and tensorfs (`pip install ./python`); measures every other loader that is installed: safetensors,
-fastsafetensors, runai-model-streamer, tensorizer, instanttensor, and torch's own DCP reader. fio gives the speed of the
-disk, where it is installed. A run counts until the last tensor is there, owns its memory and, on a GPU, the device is
-done. After the clock has stopped, the loaded bytes are summed up, the sums are compared between loaders, and the memory is freed under another clock. `hf:warm:untouched` is `hf:warm` with free memory that nobody has touched for a while.
+Needs torch and tensorfs (`pip install ./python`). Measures every other loader that is installed: safetensors,
+fastsafetensors, runai-model-streamer, tensorizer, instanttensor, and torch's own DCP reader. If fio is installed, it
+measures the speed of the disk. The time of a run ends when the last tensor is loaded and owns its memory, and, on a
+GPU, when the device has finished. After that, the loaded bytes are summed up, the sums of all loaders are compared, and
+the time to free the memory is measured separately. The case `hf:warm:untouched` is `hf:warm` with free memory that was
+not in use for a while.
 """
 
 import argparse
@@ -31,7 +33,7 @@ RANKS = 8
 
 
 def write_safetensors(path, tensors, extra=None):
-    """`tensors`: name -> (dtype, shape, bytes-like of its data)."""
+    """Writes a safetensors file. `tensors` maps each name to (dtype, shape, data as a bytes-like object)."""
     header, end = {"__metadata__": {"format": "pt", **(extra or {})}}, 0
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
@@ -47,7 +49,7 @@ def write_safetensors(path, tensors, extra=None):
 
 
 def random_data(rng, length):
-    """Random bytes that are finite as bf16: a sum of them means something."""
+    """Random bytes that are finite numbers as bf16, so that their sum is a number too."""
     import numpy as np
 
     words = rng.integers(0, 1 << 63, (length + 7) // 8, dtype=np.uint64)
@@ -103,7 +105,7 @@ def make_shards(folder, shapes, count):
             file = f"model-{len(files) + 1:05}-of-{count:05}.safetensors"
             write_safetensors(folder / file, part)
             files[file], part, length = list(part), {}, 0
-    # The last shard may have filled up early.
+    # There may be fewer shards than `count`, so the file names get the real number.
     for number, file in enumerate(list(files), 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         (folder / file).rename(folder / name)
@@ -138,7 +140,7 @@ def make_dcp_columns(folder, size):
 
 
 CHECKPOINTS = {"hf": make_hf, "small": make_small, "dcp": make_dcp_columns}
-# Slices are taken of another one's files.
+# Cases that use the files of another checkpoint.
 USES = {"tp0": "hf", "tp1": "hf", "loop": "hf", "pretrained": "hf"}
 
 # ---------------------------------------------------------------------------------------------
@@ -222,7 +224,8 @@ def header_of(file):
         return json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
 
 
-# Loaders: the modules that each needs, its checkpoints, and whether it loads to the CPU, to GPUs, or both.
+# Name of a loader -> its function, the module that it needs, its checkpoints, and whether it loads to the CPU, to GPUs,
+# or to both.
 LOADERS = {
     "tensorfs": (by_tensorfs, "tensorfs", ("hf", "small", "dcp"), "both"),
     "tensorfs-numpy": (by_tensorfs_numpy, "tensorfs", ("hf", "small", "dcp"), "cpu"),
@@ -237,7 +240,7 @@ LOADERS = {
 
 
 def one_of_ranks(file, dim):
-    """Pairs of name and the part that rank 3 of `RANKS` has of each matrix."""
+    """For each matrix: its name, and the part of it that rank 3 of `RANKS` ranks has."""
     for name in file.keys():
         whole = file.get_slice(name)
         shape = whole.get_shape()
@@ -290,7 +293,7 @@ def loop_by_tensorfs(walk, take):
 
 
 def loop_by_safetensors(walk, take):
-    """Over one shard after the other: it opens one file at a time."""
+    """Loops over the shards one after the other, because safetensors opens one file at a time."""
 
     def load(folder, files, device):
         from safetensors import safe_open
@@ -334,7 +337,7 @@ def pretrained(patched):
 
 
 def model_folder(folder):
-    """A folder with the checkpoint and the configuration of its model, beside it."""
+    """A folder beside the checkpoint, with links to its files and with the configuration of its model."""
     beside = folder.with_name(f"{folder.name}-model")
     beside.mkdir(exist_ok=True)
     headers = {}
@@ -362,7 +365,7 @@ def model_folder(folder):
     return beside
 
 
-# Cases: the programs that take part in each, with the function and the packages that it needs.
+# Name of a case -> the programs that take part, each with its function and the module that it needs.
 LOOPS = {
     "loop": {
         "tensorfs load_file": (by_tensorfs, "tensorfs"),
@@ -384,7 +387,7 @@ LOOPS = {
 
 
 def total_of(tensors):
-    """A sum over all bytes, the same for the same bytes whatever the type and order of the tensors."""
+    """A sum over all bytes. It does not depend on the dtypes and the order of the tensors."""
     import numpy as np
     import torch
 
@@ -402,7 +405,7 @@ def total_of(tensors):
     return total
 
 
-# For loads of this many bytes and more it matters whether free memory was in use a moment ago.
+# From this number of bytes on, the time of a load depends on whether the free memory was in use a moment ago.
 TOUCH_MIN = 5e8
 TOUCH = """
 import ctypes, mmap, sys, threading
@@ -418,17 +421,18 @@ for thread in threads: thread.join()
 
 
 def touch_memory(most):
-    """Hosts take free memory away from virtual machines within seconds, and its first use is slow, whoever comes first.
-    So every loader finds free memory that was in use a moment ago: most of it, as nobody knows what it will get."""
+    """Uses most of the free memory once, so that every loader finds memory that was in use a moment ago. Otherwise the
+    first loader would be slow: a host takes free memory away from a virtual machine within seconds, and the next use of
+    this memory is slow."""
     subprocess.run([sys.executable, "-c", TOUCH, str(int(most))], check=False)
 
 
-# So long it takes hosts at most to take back what was freed.
+# Seconds after which a host has taken back memory that was freed.
 UNTOUCHED_SECONDS = 30
 
 
 def one_run(task):
-    """Runs in a process of its own and prints what it took."""
+    """Does one run, in a process of its own, and prints its time and its other figures."""
     folder, device = Path(task["folder"]), task["device"]
     files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
     import torch
@@ -473,7 +477,7 @@ def one_run(task):
 
 
 def bytes_read():
-    """Bytes that this process had read from disks."""
+    """Bytes that were read from disks for this process."""
     for line in Path("/proc/self/io").read_text().splitlines():
         if line.startswith("read_bytes:"):
             return int(line.split()[1])
@@ -481,7 +485,7 @@ def bytes_read():
 
 
 def cool(folder):
-    """Takes the files out of the page cache: with root's help all of it."""
+    """Drops the files from the page cache. As root, drops the whole page cache."""
     os.sync()
     for path in folder.iterdir():
         if path.is_file():
@@ -514,7 +518,7 @@ def run_in_child(task):
 
 
 def run_fio(folder):
-    """The disk's own pace on the same files: io_uring, O_DIRECT, 1 MiB, depth 32. Seconds per byte."""
+    """The speed of the disk on the same files, by fio: io_uring, O_DIRECT, reads of 1 MiB, depth 32."""
     files = ":".join(str(path) for path in sorted(folder.glob("*.safetensors")))
     done = subprocess.run(
         ["fio", "--name=f", f"--filename={files}", "--rw=read", "--bs=1M", "--ioengine=io_uring", "--iodepth=32"]
@@ -535,7 +539,7 @@ def run_fio(folder):
 
 
 def prepare_tensorizer(folder):
-    """tensorizer reads a format of its own, which is not part of the time."""
+    """Writes the files for tensorizer, which reads a format of its own. The time for that does not count."""
     from safetensors.torch import load_file
     from tensorizer import TensorSerializer
 
@@ -547,7 +551,7 @@ def prepare_tensorizer(folder):
         serializer.write_state_dict(state)
         serializer.close()
     except RuntimeError as error:
-        # 60,000 tensors are too many for it.
+        # tensorizer cannot write 60,000 tensors.
         print(f"tensorizer cannot write {folder.name}: {error}", file=sys.stderr)
         (folder / "model.tensors").unlink()
 
@@ -561,7 +565,7 @@ def version_of(package):
 
 
 def runners(case, options):
-    """Name -> task of everything that takes part in a case."""
+    """The tasks of all loaders that take part in a case, by name."""
     kind, how, memory = (*case.split(":"), "touched")[:3]
     folder = str(Path(options.dir, USES.get(kind, kind)))
     tasks = {}
@@ -588,7 +592,8 @@ def measure(case, options):
     results = {name: [] for name in tasks}
     names = list(tasks)
     for number in range(options.runs):
-        # Each run begins with another loader: what comes first meets another machine than what comes last.
+        # Each run begins with another loader, because the first loader finds the machine in another state than the last
+        # one.
         for name in names[number % len(names) :] + names[: number % len(names)]:
             task, folder = tasks[name], Path(tasks[name]["folder"])
             if results[name] and "failed" in results[name][-1]:

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Times `from_pretrained` with and without `tensorfs.patched()`, and loads one by one, in turns.
+"""Times `from_pretrained` with and without `tensorfs.patched()`, `load_file`, and a loop of `get_tensor`, in turns.
 
     python tests/bench/patched.py --dir /scratch
 
-Needs torch, transformers and tensorfs (`pip install ./python`); the models `accelerate`, `diffusers` and `peft` need the
-packages of these names, and load with them in place of `AutoModel.from_pretrained`. Each run is a process of its own.
-The time with the touch counts a look at one byte of every page after the load: mapped tensors are read then. Processor
-time and page faults count both. The sums of all bytes are compared. `cached` files are in the page cache, `cold` ones
-are not, of `half` ones every other tensor is. `touched` memory was in use a moment ago; `untouched` memory was not for
-a while, which costs more on virtual machines.
+Needs torch, transformers and tensorfs (`pip install ./python`). The models `accelerate`, `diffusers` and `peft` also
+need the packages of these names, and load with them in place of `AutoModel.from_pretrained`. Each run is a process of
+its own. The time with the touch includes a read of one byte in every page after the load, because mapped tensors are
+read only then. Processor time and page faults include the touch too. The sums of all bytes are compared. With `cached`,
+all files are in the page cache. With `cold` none are, and with `half` every other tensor is. With `touched`, the free
+memory was in use a moment ago. With `untouched` it was not in use for a while, so that its first use is slower on
+virtual machines.
 """
 
 import argparse
@@ -125,7 +126,8 @@ def by_peft(folder):
     return {name: tensor for name, tensor in model.named_parameters() if "lora" in name}
 
 
-# The folder of each model, what makes it, and what loads it. 5,000 tensors of 0.5 MiB; and 60,000 of 4 KiB.
+# Name of a model -> its folder, the function that makes it, and the function that loads it. `experts` has 5,000 tensors
+# of 0.5 MiB, and `tiny` has 60,000 tensors of 4 KiB.
 MODELS = {
     "llama": ("llama", make_llama, by_transformers),
     "experts": ("experts", lambda folder, size: make_experts(folder, 16, 102, 1024, 256), by_transformers),
@@ -171,7 +173,7 @@ WAYS = {
 
 
 def import_all():
-    """Imports what the runs need, which takes longer than most of them."""
+    """Imports the packages that the runs need. This takes longer than most runs, and does not count."""
     import torch
     import transformers.core_model_loading
     import transformers.models.llama.modeling_llama
@@ -231,8 +233,8 @@ def prepare(folder, state):
 
 
 def in_child(work, *arguments):
-    """The result of `work`, which runs in a process of its own. It shares no memory with others, as it would if they had imported
-    something: each look at an object would copy a page then."""
+    """Runs `work` in a process of its own, and returns its result. The parent must not import large packages: the child
+    would share their memory, and each access to an object would copy a page."""
     output, input = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,10 +1,11 @@
-"""Compares checkpoints of torch that hold pickles with rank safetensors, and with the loaders and scripts of others.
+"""Compares pickled checkpoints of torch with safetensors of ranks, and tensorfs with the loaders and scripts of other
+packages.
 
 Run: `python tests/bench/pickled.py --dir /scratch/bench [--size 4.5G] [--runs 5]` (needs torch, as root for cold reads).
 
-It makes the same weights as `.distcp` files of 4 ranks, as FSDP files of 4 ranks, as `.bin` files by an index, as files of
-DeepSpeed ZeRO-2, and as safetensors of 4 ranks. Then it measures, each figure the median of the runs with the slowest and the
-fastest:
+It makes the same weights as `.distcp` files of 4 ranks, as FSDP files of 4 ranks, as `.bin` files with an index, as
+files of DeepSpeed ZeRO-2, and as safetensors of 4 ranks. Then it measures these cases. Each figure is the median of the
+runs, with the slowest and the fastest run:
 
 - `read`: a mounted file read from start to end, with an empty page cache;
 - `load`: `load_file`, with an empty and a full page cache, beside `torch.load` with and without mmap, and `dcp.load`;
@@ -32,7 +33,7 @@ ROWS = 4096
 KINDS = ("distcp", "ranks", "bin", "zero2")
 MEASURES = ("read", "load", "merge", "open")
 
-# The peak of a process counts what its parent had at the fork, so that a small process has to start it.
+# The peak memory of a process includes the memory of its parent at the fork, so a small process starts the command.
 MEASURE = """
 import os, sys, time
 start = time.perf_counter()
@@ -45,7 +46,7 @@ os.write(int(sys.argv[1]), f"{seconds} {usage.ru_maxrss * 1024}".encode())
 os._exit(0 if status == 0 else 1)
 """
 
-# Each prints its seconds. All bytes are touched, because mapped files are read by that alone.
+# Each program prints its seconds. It touches all bytes, because mapped files are read only when they are touched.
 LOADS = {
     "tensorfs.load_file": """
 import sys, time, torch, tensorfs
@@ -171,7 +172,7 @@ def save_bin(folder, length):
 
 
 def save_zero2(folder, length):
-    """The files of DeepSpeed ZeRO-2, of which the model and the F32 partitions are read."""
+    """Writes the files of DeepSpeed ZeRO-2 that are read: those of the model and of the F32 partitions."""
     from collections import OrderedDict
 
     import torch
@@ -190,7 +191,7 @@ def save_zero2(folder, length):
 
 
 def save_reference(folder, length):
-    """The same weights as safetensors of 4 ranks."""
+    """Writes the same weights as safetensors of 4 ranks."""
     import torch
 
     names, part = names_of(length), ROWS // RANKS
@@ -209,7 +210,7 @@ def save_reference(folder, length):
 
 
 def made(folder, kind, length):
-    """The folder of a kind, which is made unless it is there."""
+    """The folder with the checkpoint of this kind. It is made if it does not exist."""
     out = folder / f"{kind}-{length}"
     if out.is_dir():
         return out
@@ -244,7 +245,7 @@ def run(words):
 
 
 def measured(title, runs, length, one):
-    """Shows the median rate of `runs` calls of `one`, which gives seconds and a peak, and returns it."""
+    """Prints and returns the median rate of `runs` calls of `one`. A call returns its seconds and its peak memory."""
     figures = [one() for _ in range(runs)]
     rates = [length / seconds / 1e6 for seconds, _ in figures]
     median, peak = statistics.median(rates), max(peak for _, peak in figures)
@@ -253,7 +254,7 @@ def measured(title, runs, length, one):
 
 
 def read_mounted(source):
-    """Seconds of a cold read of the mounted file, and the peak of this process."""
+    """Seconds of a cold read of the mounted file, and the peak memory of this process."""
     with tempfile.TemporaryDirectory() as point:
         subprocess.run([BIN, "mount", source, point], check=True)
         try:
@@ -276,7 +277,7 @@ def bench_read(sources, reference, length, args):
 
 
 def load_words(kind, source):
-    """The loads of a source by others: a title, and the words of the command."""
+    """Loads of a source by other packages: for each load its title, and the words of its command."""
     if kind == "distcp":
         return [("dcp.load", [LOADS["dcp.load"], source])]
     files = sorted(path for path in source.iterdir() if path.suffix in (".pt", ".bin"))
@@ -304,13 +305,13 @@ def bench_load(sources, length, args):
                 ours[name] = measured(title, args.runs, length, lambda code=code: one(code, source))
             for title, words in load_words(kind, source):
                 rate = measured(f"load {kind} {state}: {title}", args.runs, length, lambda words=words: one(*words))
-                # Tensors that map a file are compared with tensors that map a file.
+                # A load that maps its files is compared with the load of tensorfs that maps them too.
                 name = "load_file, copy=None" if title.endswith(", mmap") else "load_file"
                 print(f"load {kind} {state}: {name} {ours[name] / rate:.2f} times {title}", flush=True)
 
 
 def peers(kind, source, out):
-    """The scripts of others for a kind: a title, and the words of the command."""
+    """The scripts of other packages for a kind: for each script its title, and the words of its command."""
     python = [sys.executable, "-m"]
     found = []
     if kind == "distcp":

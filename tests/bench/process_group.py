@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Times loads of a process group of gloo on one host, in turns: one rank alone, four ranks that all want everything, and
-four ranks that want a quarter each, beside the group loads of fastsafetensors and InstantTensor, if they are installed.
+"""Times loads of a process group of gloo on one host, in turns: one rank alone, four ranks that each load everything,
+and four ranks that each load a quarter. If fastsafetensors and InstantTensor are installed, their group loads are timed
+too.
 
     python tests/bench/process_group.py --dir /scratch/llama --runs 5
     python tests/bench/process_group.py --dir /scratch/llama --device cuda --ranks 2 --warm
 
-`--dir` is a folder of safetensors shards. Needs torch, tensorfs, and root for a cold page cache. Each run is in new
-processes. It counts from a barrier until the last rank has its tensors. `disk` is what all ranks read from the disk,
-`beside` the growth of the peak of a rank without its own tensors (less than none if some are mapped and not yet touched),
-and `touch` the time to touch each page of the tensors afterwards. With `--device cuda` ranks take the GPUs in turn, also one
-GPU for several ranks. InstantTensor loads to GPUs alone, and its group is one of NCCL, which takes one rank for each GPU.
+`--dir` is a folder of safetensors shards. Needs torch, tensorfs, and root for a cold page cache. Each run starts new
+processes. Its time begins at a barrier, and ends when the last rank has its tensors. `disk` is the number of bytes that
+all ranks read from the disk. `beside` is the growth of the peak memory of a rank, minus its own tensors. It is negative
+if some tensors are mapped and not touched yet. `touch` is the time to touch each page of the tensors afterwards. With
+`--device cuda` the ranks use the GPUs in turn, so that several ranks may share a GPU. InstantTensor loads only to GPUs,
+and needs a group of NCCL, which allows one rank for each GPU.
 """
 
 import argparse
@@ -103,7 +105,7 @@ def instant(folder, group, size, device):
         return dict(f.tensors())
 
 
-# Name -> ranks and load. None: as many as `--ranks`.
+# Name -> number of ranks, and load. None stands for the number in `--ranks`.
 CASES = {
     "alone": (1, alone),
     "everything": (None, everything(None)),

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Times loads and mounted reads of a checkpoint on an HTTP server, in turns: cold, and from the disk cache, beside the same
-files in a folder of this machine. `remote_peers.py` has the programs of others.
+"""Times loads and mounted reads of a checkpoint on an HTTP server, in turns: cold, from the disk cache, and of the same
+files in a local folder. `remote_peers.py` measures other programs.
 
     python tests/bench/remote.py --dir /scratch/remote --size 4G --runs 5 [--rate 8gbit] [--latency 20]
 
-nginx serves the files on the loopback, from its page cache. `--rate` caps the loopback in a network namespace of its own, and
-needs root; `--latency` needs libnginx-mod-http-echo. Each run
-is in new processes, with a cold page cache where this is root. The first line is the server and the cap alone: eight plain
-clients that throw the bytes away. `from_pretrained` is measured where this Python has transformers, and `www/model` of `--dir` a
-model with its `config.json`. `TENSORFS_BIN` names the program.
+nginx serves the files on the loopback, from its page cache. `--rate` caps the loopback in a network namespace of its
+own, and needs root; `--latency` needs libnginx-mod-http-echo. Each run starts new processes, and as root it has a cold
+page cache. The first line of the results shows the server and the cap alone: eight plain clients that discard the
+bytes. `from_pretrained` is measured if this Python has transformers, and if `www/model` in `--dir` is a model with its
+`config.json`. `TENSORFS_BIN` names the program.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def run(*words, **kwargs):
 
 @contextlib.contextmanager
 def served(root, tmp, latency=0):
-    """The port of nginx, which lets each request wait for `latency` milliseconds."""
+    """Runs nginx, which lets each request wait for `latency` milliseconds. Yields its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -110,7 +110,7 @@ def served(root, tmp, latency=0):
 
 
 def plain_clients(port, folder):
-    """The bytes that clients get who throw them away."""
+    """Fetches all files by plain clients, which discard the bytes."""
     files = sorted(folder.glob("*.safetensors"))
     jobs = [(file.name, at, min(at + (8 << 20), file.stat().st_size)) for file in files for at in range(0, file.stat().st_size, 8 << 20)]
     lock = threading.Lock()
@@ -191,7 +191,8 @@ def timed_mount(source, tmp, *options):
 
 
 def timed_load(source, *options):
-    """Seconds until all bytes were in memory, as the command tells: without the end of the process, which gives the memory back."""
+    """Seconds until all bytes were in memory, as the command reports them. They do not include the end of the process,
+    which frees the memory."""
     words = [word for option in options for word in ("-o", option)]
     return json.loads(run(BIN, "load", "--json", source, *words))["total_s"]
 
@@ -207,7 +208,7 @@ print(time.monotonic() - start)
 
 
 def timed_from_pretrained(source, tmp, *options):
-    """Seconds of `from_pretrained` on the mounted folder and a look at all pages, without imports."""
+    """Seconds of `from_pretrained` on the mounted folder, with a touch of all pages, but without imports."""
     with mounted(source, tmp, *options) as place:
         return float(run(sys.executable, "-c", FROM_PRETRAINED, place).split()[-1])
 
@@ -221,7 +222,7 @@ def timed_second_read(source, tmp, *options):
 
 
 def cases(args, tmp, port, folder):
-    """Names of cases, and what does one run of each and returns its seconds."""
+    """Yields the name of each case, and a function that does one run of the case and returns its seconds."""
     url = f"http://127.0.0.1:{port}/model"
     cache = tmp / "cache"
     kept = f"cache-dir={cache},cache-dir-size={max(4 * size_of(args.size), 64 << 20)}"
@@ -262,7 +263,7 @@ def measure(args):
             for name, work in cases(args, tmp, port, folder):
                 cold()
                 if "local folder" not in name and "from the disk cache" not in name:
-                    # The disk of another machine would not be this one's.
+                    # A real server has a disk of its own, so the files are read into the page cache before the run.
                     [read(file) for file in folder.iterdir()]
                 rows.setdefault(name, []).append(total / work() / 1e9)
                 print(f"  {rows[name][-1]:6.3f} GB/s  {name}", file=sys.stderr, flush=True)

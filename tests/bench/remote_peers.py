@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Times other loaders of remote checkpoints over the server of `remote.py`, in turns with tensorfs.
+"""Times other loaders of remote checkpoints with the server of `remote.py`, in turns with tensorfs.
 
     python tests/bench/remote_peers.py --dir /scratch/remote --size 1G --runs 3
 
-Measures those of obstore, runai-model-streamer, s3torchconnector, tensorizer and fsspec that this Python has, and
-`rclone mount`, with its usual reads and with eight at a time, and `s3fs`, where they are installed. Each run is a process of its
-own. The clock of a loader runs from its first request until the last bytes are in memory, without imports and the end of the
-process. The files are in the page cache of the server. `TENSORFS_BIN` names the program.
+Measures those of the packages obstore, runai-model-streamer, s3torchconnector, tensorizer and fsspec that this Python
+has. If they are installed, it also measures `rclone mount`, with its default reads and with eight reads at a time, and
+`s3fs`. Each run is a process of its own. The clock of a loader runs from its first request until the last bytes are in
+memory, without imports and the end of the process. The files are in the page cache of the server. `TENSORFS_BIN` names
+the program.
 """
 
 import argparse
@@ -87,7 +88,7 @@ PEERS = {
 
 
 def make_tensors(folder):
-    """The same tensors in the format of tensorizer."""
+    """Writes the same tensors in the format of tensorizer."""
     made = folder.with_name("tensorizer") / TENSORS
     if made.exists():
         return
@@ -122,7 +123,7 @@ def by_mount(words, tmp, names):
 
 
 def by_program(name, port, folder):
-    """Seconds that a process of its own says the loader took."""
+    """Runs the loader in a process of its own. Returns the seconds that the process reports."""
     environment = {
         **os.environ,
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",

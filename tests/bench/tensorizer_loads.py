@@ -1,10 +1,12 @@
-"""Times loads of tensorizer files beside the tensorizer package, and reads of a mount of one beside the file itself.
+"""Compares loads of tensorizer files with those of the tensorizer package, and reads of a mounted file with reads of
+the file itself.
 
     python tests/bench/tensorizer_loads.py --dir /scratch --runs 5
 
-Needs torch, tensorizer and tensorfs (`pip install ./python`), and 2 x `--size` of the disk. The package writes a state
-dict, plain and encrypted, and everything loads these files to the CPU, in turns, each run in a process of its own that
-was asked for nothing else. The sums of the loaded bytes are compared. The mount needs `tensorfs`, or TENSORFS_BIN.
+Needs torch, tensorizer and tensorfs (`pip install ./python`), and twice `--size` of disk space. The tensorizer package
+writes a state dict to a plain and to an encrypted file. All ways load these files to the CPU, in turns. Each run is a
+process of its own that does nothing else. The sums of the loaded bytes are compared. The mount needs `tensorfs`, or
+TENSORFS_BIN.
 """
 
 import argparse
@@ -41,7 +43,7 @@ def shapes(size):
 
 
 def make(folder, kind, size):
-    """Writes a file by the package, and lets go of the memory with its process."""
+    """Writes a file with the tensorizer package. It runs in a process of its own, whose end frees the memory."""
     import torch
     from tensorizer import EncryptionParams, TensorSerializer
 
@@ -82,7 +84,7 @@ def by_load_file(path, key):
     return tensorfs.torch.load_file(path, key=key)
 
 
-# The first one is what the others are compared with.
+# The other loads are compared with the first one.
 LOADS = {
     "tensorizer": (by_package(), "tensorizer"),
     "tensorizer, num_readers=1": (by_package(num_readers=1), "tensorizer"),
@@ -95,7 +97,7 @@ LOADS = {
 
 
 def one_load(task):
-    """Runs in a process of its own and prints what it took."""
+    """Does one load, in a process of its own, and prints its time and its other figures."""
     import importlib
     import resource
     import warnings
@@ -107,12 +109,12 @@ def one_load(task):
     importlib.import_module(package)
     torch.ones(1)
     key = KEY if task["kind"] == "encrypted" else None
-    # Free memory that was in use a moment ago, and the page cache as the case wants it: see loaders.py.
+    # Brings the free memory and the page cache into the state that the case needs: see loaders.py.
     touch_memory(1.5 * os.path.getsize(task["path"]))
     if task["how"] == "cold":
         cool(Path(task["path"]).parent)
     else:
-        # By another process: memory that this one keeps would become that of tensors.
+        # Another process reads the file: this one might keep memory of the read, and use it for tensors.
         cat(task["path"])
     resident_before = reset_peak()
     before, read_before = resource.getrusage(resource.RUSAGE_SELF), bytes_read()
@@ -133,13 +135,13 @@ def one_load(task):
 
 
 def status(key):
-    """Bytes of memory of this process, by the name in its status."""
+    """Bytes of memory of this process. `key` is the name of the line in its status."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
     return int(line.split()[1]) * 1024
 
 
 def reset_peak():
-    """Forgets the peak of the resident memory so far, and returns the resident memory."""
+    """Resets the peak of the resident memory, and returns the resident memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return status("VmRSS")
 
@@ -176,7 +178,8 @@ def cat(path):
 
 
 def timed_reads(folder, how, runs):
-    """Reads of the file, and of a fresh mount of it as safetensors. `reread` has the mounted file in the page cache too."""
+    """Times reads of the file, and of a new mount of it as safetensors. For `reread`, the mounted file is in the page
+    cache too."""
     path = folder / "model.tensors"
     results = {"file": [], "mount": []}
     with tempfile.TemporaryDirectory(prefix="tensorfs-bench-") as place:

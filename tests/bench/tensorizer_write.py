@@ -4,10 +4,10 @@
     python tests/bench/tensorizer_write.py --dir /dev/shm --runs 5
     python tests/bench/tensorizer_write.py --dir /scratch --kinds encrypted --writers tensorfs,tensorizer
 
-Needs torch, tensorfs (`pip install ./python`) and tensorizer. A run counts from the serializer to the end of `close`.
-`tensorfs` returns when the disk has the file; the tensorizer package does not wait for the disk, `tensorizer+fsync` calls
-fsync after it. Memory is what the peak of the process grows by. The first file of each writer is read back, and its hashes
-and tensors are compared.
+Needs torch, tensorfs (`pip install ./python`) and tensorizer. The time of a run begins with the constructor of the
+serializer, and ends with its `close`. `tensorfs` returns when the disk has the file. The tensorizer package does not
+wait for the disk. So `tensorizer+fsync` also calls fsync. Memory is the growth of the peak memory of the process. The
+first file of each writer is read back, and its hashes and tensors are compared.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def state_dict(size):
     import torch
 
     block = torch.randint(-(2**15), 2**15, (16 << 20,), dtype=torch.int16)
-    block &= ~0x0400  # No infinite number, and none that is not a number.
+    block &= ~0x0400  # Removes infinite numbers and NaNs.
 
     def tensor(*shape):
         made = torch.empty(shape, dtype=torch.int16)
@@ -70,7 +70,7 @@ def peak_kib():
 
 
 def names_of(writer):
-    """The package of a writer, with the names of the tensorizer package."""
+    """The package that has the names of the tensorizer package, for this writer."""
     if writer == "tensorfs":
         import tensorfs.compat.tensorizer as package
     else:
@@ -79,17 +79,17 @@ def names_of(writer):
 
 
 def write(writer, kind, path, size, check):
-    """One run; prints its figures."""
+    """Does one run, and prints its figures."""
     tensors = state_dict(size)
     package = names_of(writer)
     key = package.EncryptionParams.random() if kind == "encrypted" else None
-    # A small file first: threads, imports and the cipher's library are there then.
+    # Writes a small file first, so that threads, imports and the library of the cipher are ready.
     small = package.TensorSerializer(f"{path}.small", encryption=key)
     small.write_state_dict({"model.norm.weight": tensors["model.norm.weight"]})
     small.close()
     os.unlink(f"{path}.small")
     os.sync()
-    # The peak begins anew.
+    # Resets the peak memory.
     Path("/proc/self/clear_refs").write_text("5")
     before, begin = peak_kib(), time.perf_counter()
     serializer = package.TensorSerializer(str(path), encryption=key)

@@ -1,7 +1,7 @@
-"""Measures views of a mount beside the same mount without a view: listing, casts, and files read at once.
+"""Compares mounts with a view and the same mounts without a view: listing, casts, and files that are read at once.
 
-Run as root: `python tests/bench/views.py --dir /dev/shm/bench` (in memory) or with a folder on a disk.
-Each figure is the median of the runs, in turns, with the lowest and the highest.
+Run as root: `python tests/bench/views.py --dir /dev/shm/bench` (in memory) or with a folder on a disk. Each figure is
+the median of the runs, which take turns, with the lowest and the highest figure.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def write(folder, shards, tensors, dtype="BF16", length=4096):
     """Numbered shards of `tensors` tensors each, of `length` bytes."""
     folder.mkdir(parents=True)
     width = {"BF16": 2, "F16": 2, "F32": 4}[dtype]
-    # Bytes below 64 are finite in all of these types.
+    # In all of these dtypes, elements of bytes below 64 are finite numbers.
     data = bytes(byte & 63 for byte in os.urandom(min(length, 1 << 20))) * max(1, length >> 20)
     for shard in range(shards):
         header = {}
@@ -71,7 +71,7 @@ def show(name, values, unit, base=None):
 
 
 def in_turns(runs, ways):
-    """The results of each way, which is called once before it counts."""
+    """The results of each way. The ways take turns, and the first call of each does not count."""
     results = {name: [] for name in ways}
     for run in range(runs + 1):
         for name, way in ways.items():
@@ -134,7 +134,7 @@ for path in sys.argv[1:]:
 
 
 def read_at_once(paths):
-    """Seconds until one process for each file has read it."""
+    """Seconds to read all files at once, with one process for each file."""
     start = time.perf_counter()
     readers = [subprocess.Popen([sys.executable, "-I", "-S", "-c", READ, path]) for path in paths]
     if any(reader.wait() for reader in readers):

@@ -17,17 +17,17 @@ const DTYPES: [Dtype; 9] = [
     Dtype::U64,
 ];
 
-/// A shape whose last dimension keeps cuts of sub-byte elements on bytes.
+/// A random shape. Its last dimension allows cuts at whole bytes, even if elements are shorter than a byte.
 fn shape() -> impl Strategy<Value = Vec<u64>> {
     (prop::collection::vec(1u64..7, 0..4), 0u64..5)
         .prop_map(|(outer, last)| outer.into_iter().chain([4 * last + 4]).collect())
 }
 
-/// Cuts `part` in two, again and again, at places chosen by `choices`.
+/// Cuts `part` into boxes, by repeated cuts in two at the places that `choices` chooses.
 fn split(part: Box_, choices: &[(u8, u8)]) -> Vec<Box_> {
     let Some(((dim, at), rest)) = choices.split_first() else { return vec![part] };
     let dim = *dim as usize % part.shape.len();
-    // Along the last dimension only at multiples of 4: whole bytes for every dtype.
+    // The last dimension is cut only at multiples of 4, which are whole bytes for every dtype.
     let step = if dim + 1 == part.shape.len() { 4 } else { 1 };
     let places = part.shape[dim] / step;
     if places < 2 {
@@ -49,7 +49,8 @@ fn cut(number: usize) -> impl Strategy<Value = Cut> {
         let whole = Box_ { offset: vec![0; shape.len()], shape: shape.clone() };
         let mut boxes: Vec<(usize, Box_)> = Vec::new();
         for (at, part) in split(whole, &choices).into_iter().enumerate() {
-            // A file holds one piece per name, so a shard that has one already passes it on.
+            // A file holds one piece for each name. If a shard has a piece of this tensor already, another shard gets
+            // the piece.
             let mut shard = shards[at];
             while boxes.iter().any(|(other, _)| *other == shard) {
                 shard += 1;

@@ -1,4 +1,4 @@
-//! Whole tensors in memory, cut and joined element by element.
+//! Whole tensors in memory, which are cut and joined element by element.
 
 use std::ops::Range;
 
@@ -41,7 +41,7 @@ impl Dense {
         bytes
     }
 
-    /// The indices `range` of dimension `dim`.
+    /// The part with the indices `range` of dimension `dim`.
     pub(crate) fn part(&self, dim: usize, range: Range<u64>) -> Dense {
         let mut shape = self.shape.clone();
         shape[dim] = range.end - range.start;
@@ -52,14 +52,14 @@ impl Dense {
         Dense { dtype: self.dtype, shape, elements }
     }
 
-    /// The box of these indices.
+    /// The part with these indices in each dimension.
     pub(crate) fn box_of(&self, part: &[Range<u64>]) -> Dense {
         let cut =
             |tensor: Dense, (dim, range): (usize, &Range<u64>)| tensor.part(dim, range.clone());
         part.iter().enumerate().fold(self.clone(), cut)
     }
 
-    /// The tensors one after the other along `dim`.
+    /// Joins the tensors one after the other along `dim`.
     pub(crate) fn join(tensors: &[Dense], dim: usize) -> Dense {
         let first = &tensors[0];
         let mut shape = first.shape.clone();
@@ -73,7 +73,7 @@ impl Dense {
         Dense { dtype: first.dtype, elements: elements.collect(), shape }
     }
 
-    /// The tensor in another type, if there is such a cast.
+    /// The tensor, cast to another dtype.
     pub(crate) fn cast(&self, to: Dtype) -> Dense {
         let Some(cast) = Cast::new(self.dtype, to) else { return self.clone() };
         let bytes = self.bytes();

@@ -1,4 +1,5 @@
-//! A store in memory: the second kind of store, which is slow, stalled, short, changed and listed late on command.
+//! A store in memory, as a second kind of store. On command its answers are slow or stall, its objects are short or
+//! change, and its listings are late.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -15,7 +16,8 @@ use tensorfs::internal::version::{QueueKey, Version};
 /// The number of the last store.
 static LAST: AtomicU64 = AtomicU64::new(0);
 
-/// The store. Its files are objects: they are replaced as a whole, and have no folders of their own.
+/// A store in memory. Its files are objects, which are only replaced as a whole. It has no folders apart from the paths
+/// of objects.
 #[derive(Debug)]
 pub(crate) struct MemoryStore {
     root: PathBuf,
@@ -29,11 +31,11 @@ struct State {
     objects: BTreeMap<PathBuf, Object>,
     /// Number of the last version.
     last: u64,
-    /// Objects that listings do not have yet.
+    /// Objects that listings do not show yet.
     late: BTreeSet<PathBuf>,
     /// Time that each answer takes.
     slow: Duration,
-    /// Whether there is no answer.
+    /// Whether the store does not answer.
     stalled: bool,
     /// Number of calls of each kind: version, list, read.
     calls: [u64; 3],
@@ -43,7 +45,7 @@ struct State {
 struct Object {
     bytes: Arc<[u8]>,
     version: u64,
-    /// The length that the store tells, which may be a lie.
+    /// The length that the store reports. It may differ from the length of the bytes.
     len: u64,
 }
 
@@ -68,7 +70,7 @@ impl MemoryStore {
         self.state.lock().unwrap()
     }
 
-    /// Puts new bytes at `name`.
+    /// Stores new bytes under `name`.
     pub(crate) fn put(&self, name: &str, bytes: &[u8]) {
         let mut state = self.change();
         state.last += 1;
@@ -76,7 +78,7 @@ impl MemoryStore {
         state.objects.insert(self.path(name), Object { bytes: bytes.into(), version, len });
     }
 
-    /// Puts the files in `folder`, and in the folders in it, below `name`.
+    /// Stores the files in `folder` and in its subfolders below `name`.
     pub(crate) fn put_folder(&self, name: &str, folder: &Path) {
         for entry in std::fs::read_dir(folder).unwrap() {
             let entry = entry.unwrap();
@@ -94,14 +96,14 @@ impl MemoryStore {
         self.change().objects.remove(&self.path(name));
     }
 
-    /// Loses the bytes of `name` from byte `len` on, without telling so.
+    /// Drops the bytes of `name` from byte `len` on. The reported length and version do not change.
     pub(crate) fn cut(&self, name: &str, len: usize) {
         let mut state = self.change();
         let object = state.objects.get_mut(&self.path(name)).unwrap();
         object.bytes = object.bytes[..len].into();
     }
 
-    /// From now on, or no more, listings lack `name`.
+    /// Sets whether listings lack `name`.
     pub(crate) fn set_late(&self, name: &str, late: bool) {
         let (mut state, path) = (self.change(), self.path(name));
         if late {
@@ -111,24 +113,24 @@ impl MemoryStore {
         };
     }
 
-    /// Makes each answer take this time.
+    /// Sets the time that each answer takes.
     pub(crate) fn set_slow(&self, slow: Duration) {
         self.change().slow = slow;
     }
 
-    /// From now on, or no more, there is no answer.
+    /// Sets whether the store does not answer.
     pub(crate) fn set_stalled(&self, stalled: bool) {
         let mut state = self.state.lock().unwrap();
         state.stalled = stalled;
         self.changed.notify_all();
     }
 
-    /// How often it was asked for a version, for a listing, and for bytes.
+    /// Number of calls for a version, for a listing, and for bytes.
     pub(crate) fn calls(&self) -> [u64; 3] {
         self.state.lock().unwrap().calls
     }
 
-    /// The state for an answer, once the store answers.
+    /// Waits until the store answers, and returns its state for the answer.
     fn answer(&self, kind: usize) -> MutexGuard<'_, State> {
         let mut state = self.state.lock().unwrap();
         state.calls[kind] += 1;
@@ -188,7 +190,7 @@ impl StoreKind for MemoryStore {
         if entries.is_empty() && path != self.root {
             return Err(not_found());
         }
-        // In an order of its own.
+        // The order of a listing differs from the order of names.
         let entries = entries.into_iter().rev().collect();
         Ok(StoreListing { version: self.folder_version(path), entries, partial: false })
     }

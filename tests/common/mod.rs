@@ -1,4 +1,4 @@
-//! Checkpoints made for tests, and the naive reading that they are compared with.
+//! Makes checkpoints for tests, and reads them in a naive way, to compare results with.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
@@ -30,7 +30,7 @@ pub(crate) struct Cut {
     pub(crate) boxes: Vec<(usize, Box_)>,
 }
 
-/// Byte `at` of tensor `name`.
+/// Byte number `at` of tensor `name`.
 pub(crate) fn byte(name: &str, at: u64) -> u8 {
     let seed = name.bytes().fold(7u64, |a, b| a.wrapping_mul(31).wrapping_add(b.into()));
     let x = (seed ^ at).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -44,8 +44,8 @@ pub(crate) fn bytes(name: &str, dtype: Dtype, shape: &[u64]) -> Vec<u8> {
 }
 
 impl Cut {
-    /// The bytes of one box, element by element; elements are looked at as bits so that those
-    /// of sub-byte dtypes go the same way.
+    /// The bytes of one box, copied element by element. Elements are copied as bits, which also works for elements that
+    /// are shorter than a byte.
     pub(crate) fn piece(&self, part: &Box_) -> Vec<u8> {
         let whole = bytes(&self.name, self.dtype, &self.shape);
         let bits = self.dtype.bits();
@@ -67,7 +67,7 @@ impl Cut {
         piece
     }
 
-    /// Offsets or a shape as torch writes them: pairs of F4 elements in the last dimension.
+    /// Offsets or a shape in the form that torch writes: for F4, the last dimension counts pairs of elements.
     fn saved(&self, numbers: &[u64]) -> Vec<u64> {
         let mut saved = numbers.to_vec();
         if let (Dtype::F4, Some(last)) = (self.dtype, saved.last_mut()) {
@@ -82,18 +82,18 @@ pub(crate) fn dcp_name(number: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", number + 1)
 }
 
-/// Contents of the sharding notes of a DCP shard.
+/// The content of the sharding notes of a DCP shard. Each variant has the content of the one before it too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Notes {
-    /// Where pieces begin, as releases of torch write it: one piece of a tensor in a file.
+    /// The offset of each piece, as releases of torch write it. A file has one piece of a tensor.
     Offsets,
-    /// The name of the tensor besides, as torch's main branch writes it: any number of pieces.
+    /// Also the name of the tensor, as the main branch of torch writes it. A file may have several pieces of a tensor.
     LogicalNames,
-    /// And the shape of the whole tensor.
+    /// Also the shape of the whole tensor.
     WholeShapes,
 }
 
-/// Writes `tensors` as DCP shards into `folder`; a shard without a box is not written.
+/// Writes `tensors` as DCP shards into `folder`. A shard without boxes is not written.
 pub(crate) fn write_dcp(folder: &Path, tensors: &[Cut]) {
     write_dcp_with(folder, tensors, Notes::Offsets);
 }
@@ -141,7 +141,7 @@ pub(crate) fn write_dcp_with(folder: &Path, tensors: &[Cut], notes: Notes) {
     }
 }
 
-/// Writes `tensors` as two DCP shards into `folder`, each with all its pieces of a tensor.
+/// Writes `tensors` as two DCP shards into `folder`. A shard may have several pieces of a tensor.
 pub(crate) fn write_dense_dcp(folder: &Path, tensors: &[Cut]) {
     let mut tensors = tensors.to_vec();
     for (shard, _) in tensors.iter_mut().flat_map(|tensor| &mut tensor.boxes) {
@@ -150,7 +150,7 @@ pub(crate) fn write_dense_dcp(folder: &Path, tensors: &[Cut]) {
     write_dcp_with(folder, &tensors, Notes::WholeShapes);
 }
 
-/// Writes `tensors` whole into two numbered shards in `folder`.
+/// Writes `tensors` into two numbered shards in `folder`. Each tensor is whole in one shard.
 pub(crate) fn write_hf(folder: &Path, tensors: &[Cut]) {
     for number in 0..2 {
         let own = tensors.iter().skip(number).step_by(2);
@@ -175,8 +175,8 @@ pub(crate) fn write_shard(
     fs::write(path, file).unwrap();
 }
 
-/// The tensors of a safetensors file in memory, read by serde_json alone: name to dtype, shape
-/// and bytes.
+/// The tensors of a safetensors file that is in memory: name to dtype, shape and bytes. The header is parsed by
+/// serde_json, without code of tensorfs.
 pub(crate) fn read_naively(file: &[u8]) -> BTreeMap<String, (String, Vec<u64>, Vec<u8>)> {
     let start = 8 + u64::from_le_bytes(*file.first_chunk().unwrap()) as usize;
     let header: BTreeMap<String, serde_json::Value> =

@@ -1,12 +1,12 @@
-//! A server of objects in a process of its own: `tests/python/object_server.py`, or one of
-//! `tests/python/cloud_server.py`, `tests/python/web_server.py` and `tests/python/hub_server.py`.
+//! An object server in a process of its own: `tests/python/object_server.py`, or one of `tests/python/cloud_server.py`,
+//! `tests/python/web_server.py` and `tests/python/hub_server.py`.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// The server, which ends with the value that has started it.
+/// The server. If this value has started its process, the drop of the value ends the process.
 pub(crate) struct ObjectServer {
     child: Option<Child>,
     port: u16,
@@ -38,7 +38,7 @@ impl ObjectServer {
         ObjectServer { child: Some(child), port: line.trim().parse().unwrap() }
     }
 
-    /// The server that another process has started.
+    /// A server that another process has started.
     pub(crate) fn of_port(port: u16) -> ObjectServer {
         ObjectServer { child: None, port }
     }
@@ -51,7 +51,7 @@ impl ObjectServer {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// The variables with which a program reads from here.
+    /// The environment variables with which a program reads from this server.
     pub(crate) fn environment(&self) -> Vec<(&'static str, String)> {
         let fixed = [
             ("AWS_ACCESS_KEY_ID", "AKIDTESTACCESSKEY"),
@@ -85,7 +85,7 @@ impl ObjectServer {
         assert!(answer.starts_with("HTTP/1.1 20"), "{method} {path}: {answer}");
     }
 
-    /// Puts an object; `path` begins with its bucket.
+    /// Stores an object. `path` begins with the name of its bucket.
     pub(crate) fn put(&self, path: &str, bytes: &[u8]) {
         self.send("PUT", &format!("/{path}"), bytes);
     }
@@ -94,12 +94,12 @@ impl ObjectServer {
         self.send("DELETE", &format!("/{path}"), b"");
     }
 
-    /// Sends an order that the script describes.
+    /// Sends one of the commands that the script describes.
     pub(crate) fn order(&self, what: &str, json: &str) {
         self.send("POST", &format!("/-/{what}"), json.as_bytes());
     }
 
-    /// Puts the files of `folder` below `path`.
+    /// Stores the files of `folder` below `path`.
     pub(crate) fn put_folder(&self, path: &str, folder: &Path) {
         for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
             let name = entry.file_name().into_string().unwrap();

@@ -1,4 +1,4 @@
-//! A server of Redis in a process of its own, and checkpoints in it as tensorizer stores them.
+//! A Redis server in a process of its own, with checkpoints in the layout of tensorizer.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -9,17 +9,17 @@ use sha2::{Digest, Sha256};
 
 use crate::written::{StoredTensor, TensorizerFile};
 
-/// The server, which ends with the value that has started it.
+/// The server. The drop of this value ends its process.
 pub(crate) struct RedisServer {
     child: Child,
     pub(crate) port: u16,
 }
 
 impl RedisServer {
-    /// Starts a server without keys. `None` where there is no program for it.
+    /// Starts a server without keys. `None` if its program is not installed.
     pub(crate) fn start() -> Option<RedisServer> {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        // The package redis-tools has the server too, under the name of a tool.
+        // The package redis-tools contains the server too, under the name of a tool.
         let child = ["redis-server", "redis-check-rdb"].into_iter().find_map(|program| {
             let mut words = Command::new(program);
             words.arg0("redis-server").args(["--bind", "127.0.0.1", "--save", "", "--dir", "/"]);
@@ -73,7 +73,7 @@ impl Drop for RedisServer {
 /// A file of one tensor with these bytes and its hashes.
 pub(crate) fn file_of(data: &[u8]) -> (StoredTensor, Vec<u8>) {
     let mut tensor = StoredTensor::new("t", "|u1", &[data.len() as u64], data);
-    // The hashes are those of a header with zeros in their places.
+    // The hashes are computed with zeros in place of the hash values.
     tensor.hashes = vec![(0, vec![0; 4]), (1, vec![0; 32])];
     let hashed = [&tensor.header_bytes(), data].concat();
     let crc32 = crc32fast::hash(&hashed).to_le_bytes().to_vec();

@@ -1,4 +1,4 @@
-//! Random requests of random checkpoints, and what they are to give.
+//! Random requests for random checkpoints, and their expected results.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use tensorfs::internal::plan::{PlanLimits, TensorRequest};
 
 use super::{Box_, Cut, bytes};
 
-/// Small, so that small tensors take several reads; whole pages.
+/// Random limits of plans, in whole pages. They are small, so that small tensors take several reads.
 pub(crate) fn limits() -> impl Strategy<Value = PlanLimits> {
     let sizes = (1u64..4, 0u64..200, 0u64..2000, 1u64..20_000);
     (sizes, any::<bool>(), 0u32..9).prop_map(|((pages, gap, own, slab), in_place, align)| {
@@ -28,10 +28,10 @@ pub(crate) fn limits() -> impl Strategy<Value = PlanLimits> {
     })
 }
 
-/// In each dimension a part of it, by two numbers; where there are none, all.
+/// A part of a tensor: two numbers choose the indices in each dimension. Dimensions without numbers are whole.
 fn part(shape: &[u64], choices: &[(u16, u16)]) -> Option<Vec<Range<u64>>> {
     let ranges = shape.iter().zip(choices).map(|(&size, &(a, b))| {
-        // Along the last dimension at multiples of 4: whole bytes for every dtype.
+        // The last dimension is cut at multiples of 4, which are whole bytes for every dtype.
         let step = if size.is_multiple_of(4) { 4 } else { 1 };
         let (a, b) = (u64::from(a) % (size / step + 1), u64::from(b) % (size / step + 1));
         a.min(b) * step..a.max(b) * step
@@ -39,14 +39,15 @@ fn part(shape: &[u64], choices: &[(u16, u16)]) -> Option<Vec<Range<u64>>> {
     (choices.len() >= shape.len()).then(|| ranges.collect())
 }
 
-/// A request, by numbers that fit any checkpoint.
+/// A random request. Its numbers can be applied to any checkpoint.
 #[derive(Clone, Debug)]
 pub(crate) struct RandomRequest {
     tensor: usize,
     part: Vec<(u16, u16)>,
-    /// Another element type, where there is one.
+    /// The number of another dtype to cast to, if there is such a dtype.
     cast: Option<usize>,
-    /// Byte of a page at which memory waits; beyond it, the one that agrees with the file.
+    /// The offset in a page at which the memory of the caller begins. A number beyond a page stands for the same offset
+    /// as in the file.
     at: Option<u64>,
 }
 
@@ -67,7 +68,7 @@ pub(crate) fn tensor_requests(
     tensors: &[Cut],
     requests: &[RandomRequest],
 ) -> Vec<TensorRequest> {
-    // The catalog has the tensors by name, which is their order.
+    // The catalog sorts the tensors by name, which is also the order here.
     let tensor_request = |request: &RandomRequest| {
         let cut = &tensors[request.tensor];
         let cast = request.cast.map(|number| [Dtype::F32, Dtype::F16, Dtype::Bf16][number]);

@@ -5,16 +5,16 @@
 pub(crate) struct StoredTensor {
     pub(crate) entry: TensorFields,
     pub(crate) header: TensorFields,
-    /// The version of the entry, written in files of versioned entries.
+    /// The version of the entry. It is written if the file has versioned entries.
     pub(crate) version: u32,
-    /// Where the entry says that header and data begin; `None` for where they do.
+    /// The offsets of header and data in the entry. `None` stands for the right offset.
     pub(crate) header_start: Option<u64>,
     pub(crate) data_start: Option<u64>,
-    /// The length of the header in its first field; `None` for what it is.
+    /// The length of the header in its first field. `None` stands for the right length.
     pub(crate) header_len: Option<u64>,
     /// Types and values of hashes.
     pub(crate) hashes: Vec<(u8, Vec<u8>)>,
-    /// The number of hashes and the length of their section; `None` for what they are.
+    /// The number of hashes, and the length of their section. `None` stands for the right number.
     pub(crate) hash_count: Option<u8>,
     pub(crate) hashes_len: Option<u16>,
     /// Bytes between the last field and the data.
@@ -29,7 +29,7 @@ pub(crate) struct TensorFields {
     pub(crate) name: Vec<u8>,
     pub(crate) dtype: Vec<u8>,
     pub(crate) shape: Vec<u64>,
-    /// The number of dimensions; `None` for that of the shape.
+    /// The number of dimensions. `None` stands for the number in the shape.
     pub(crate) rank: Option<u8>,
     pub(crate) name_len: Option<u16>,
     pub(crate) data_len: u64,
@@ -42,19 +42,19 @@ pub(crate) struct TensorizerFile {
     pub(crate) version: u32,
     pub(crate) flags: [u8; 32],
     pub(crate) count: Option<u64>,
-    /// Length of the area of entries in the head, and zeros behind the entries.
+    /// The length of the area of entries in the head, and the number of zeros after the entries.
     pub(crate) area_len: Option<u64>,
     pub(crate) padding: usize,
     pub(crate) tensors: Vec<StoredTensor>,
     /// Zeros between the area of entries and the first header.
     pub(crate) gap: usize,
-    /// The order of the entries; empty for that of the data.
+    /// The order of the entries. If it is empty, the entries have the order of the data.
     pub(crate) order: Vec<usize>,
     pub(crate) end: Vec<u8>,
 }
 
 impl StoredTensor {
-    /// A tensor without faults, whose hashes are of no use.
+    /// A tensor without faults. Its hashes do not match.
     pub(crate) fn new(name: &str, dtype: &str, shape: &[u64], data: &[u8]) -> StoredTensor {
         let fields = TensorFields {
             kind: 2,
@@ -80,7 +80,7 @@ impl StoredTensor {
         }
     }
 
-    /// Changes entry and header alike.
+    /// Makes the same change in the entry and in the header.
     pub(crate) fn both(&mut self, change: impl Fn(&mut TensorFields)) {
         change(&mut self.entry);
         change(&mut self.header);
@@ -111,7 +111,7 @@ impl StoredTensor {
 
 impl TensorFields {
     fn write(&self, bytes: &mut Vec<u8>, is_long: bool) {
-        // An entry has the name first, a header the type.
+        // An entry begins with the name, and a header begins with the type.
         let name_len = self.name_len.unwrap_or(self.name.len() as u16).to_le_bytes();
         bytes.push(self.kind);
         bytes.extend(name_len);
@@ -161,7 +161,7 @@ impl TensorizerFile {
             [] => (0..self.tensors.len()).collect(),
             order => order.to_vec(),
         };
-        // Twice, because the places of tensors depend on the length of the entries.
+        // The entries are encoded twice, because the offsets of the tensors depend on the length of the entries.
         let entries = |places: &[(u64, u64)]| {
             let mut bytes = Vec::new();
             for &index in &order {

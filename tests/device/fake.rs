@@ -1,4 +1,4 @@
-//! The driver of tests/fakecuda, loaded as the driver of this process.
+//! The CUDA driver of tests/fakecuda, which is loaded as the driver of this process.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -17,11 +17,11 @@ use super::common::requests::expected;
 
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// The driver, for one test at a time. At the end nothing may be left in it, nor may anybody have
-/// done what no correct program does.
+/// The driver, for one test at a time. At the end of the test no object may be left in it, and it must not have seen a
+/// call that no correct program makes.
 pub(crate) struct Fake(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
 
-/// Counts of its calls, and of the objects that are alive.
+/// Numbers of calls of the driver, and of objects that are alive.
 #[derive(Debug)]
 pub(crate) struct Report {
     pub(crate) calls: BTreeMap<String, u64>,
@@ -36,10 +36,10 @@ impl Report {
     }
 }
 
-/// A library that cargo has built for this test, in place of another one.
+/// A library that cargo has built for this test. It replaces a real library.
 pub(crate) struct Library {
     file: &'static str,
-    /// File name of the real library, and of this one.
+    /// File name of the real library, which is also that of this one.
     name: &'static CStr,
     /// Prefix of its functions for tests.
     prefix: &'static str,
@@ -61,14 +61,14 @@ impl Library {
         path
     }
 
-    /// Loads it before anybody asks for the other one: by its name it is the one then.
+    /// Loads this library before any code loads the real one. A later load by the same name then gets this library.
     fn handle(&self) -> usize {
         *self.handle.get_or_init(|| {
             let path = CString::new(self.path().to_str().unwrap()).unwrap();
-            // SAFETY: a library of this repository, whose initialisers do nothing.
+            // SAFETY: the library is one of this repository, whose initialisers do nothing.
             let own = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
             assert!(!own.is_null(), "{} cannot be loaded", self.file);
-            // SAFETY: loads nothing anew.
+            // SAFETY: the library is loaded already, so no initialiser runs.
             let found = unsafe { libc::dlopen(self.name.as_ptr(), libc::RTLD_NOW) };
             assert_eq!(own, found, "another {:?} would be used", self.name);
             own as usize
@@ -84,27 +84,27 @@ impl Library {
         // SAFETY: the library is loaded, the name ends with a zero.
         let symbol = unsafe { libc::dlsym(self.handle() as *mut c_void, text.as_ptr()) };
         assert!(!symbol.is_null() && size_of::<F>() == size_of::<*mut c_void>(), "no {name}");
-        // SAFETY: the caller's, and both are as wide as a pointer.
+        // SAFETY: the caller promises that `F` is the type of the function, and both are as wide as a pointer.
         unsafe { std::mem::transmute_copy(&symbol) }
     }
 
     pub(crate) fn set(&self, key: &str, value: impl ToString) {
         let [key, value] = [key, &value.to_string()].map(|text| CString::new(text).unwrap());
-        // SAFETY: the function's type.
+        // SAFETY: this is the type of the function.
         let configure: extern "C" fn(*const c_char, *const c_char) -> u32 =
             unsafe { self.function(&format!("{}_configure", self.prefix)) };
         assert_eq!(configure(key.as_ptr(), value.as_ptr()), 0, "{key:?} = {value:?}");
     }
 
-    /// Has it forget what it was asked for.
+    /// Makes the library forget all calls so far.
     pub(crate) fn forget(&self) {
-        // SAFETY: the function's type.
+        // SAFETY: this is the type of the function.
         let forget: extern "C" fn() = unsafe { self.function(&format!("{}_forget", self.prefix)) };
         forget();
     }
 
     pub(crate) fn report(&self) -> Report {
-        // SAFETY: the function's type.
+        // SAFETY: this is the type of the function.
         let report: extern "C" fn(*mut u8, usize) -> usize =
             unsafe { self.function(&format!("{}_report", self.prefix)) };
         let mut text = vec![0; 1 << 16];
@@ -123,8 +123,8 @@ impl Library {
         }
     }
 
-    /// Fails unless nothing is left and all was done as it should be. Reads of a load that has
-    /// failed may still come, and let go of their memory then.
+    /// Fails if an object is left, or if there was a wrong call. It waits for late reads of a load that has failed,
+    /// because their end frees their memory.
     pub(crate) fn assert_clean(&self) {
         let mut report = self.report();
         for _ in 0..1000 {
@@ -151,11 +151,11 @@ pub(crate) fn library() -> PathBuf {
 /// # Safety
 /// `F` is its type.
 pub(crate) unsafe fn function<F: Copy>(name: &str) -> F {
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises that `F` is the type of the function.
     unsafe { DRIVER.function(name) }
 }
 
-/// Where `part` begins in `bytes`.
+/// The index in `bytes` at which `part` begins.
 pub(crate) fn find(bytes: &[u8], part: &[u8]) -> Option<usize> {
     let (start, part_start) = (bytes.as_ptr().cast(), part.as_ptr().cast());
     // SAFETY: both have at least `len` bytes.
@@ -202,7 +202,7 @@ impl Drop for Fake {
     }
 }
 
-/// Every request has its bytes, and of memory that waited for one nothing else was written to.
+/// Asserts that every request got its bytes, and that no other byte of the memory of the caller was written to.
 pub(crate) fn check_filled(
     plan: &Plan,
     regions: &[DeviceRegion],
@@ -221,7 +221,7 @@ pub(crate) fn check_filled(
             "other bytes arrived"
         );
         if tensor_request.destination.is_some() {
-            // Memory in front belongs to another owner and is unchanged.
+            // The memory before the tensor belongs to another owner, and must be unchanged.
             let mut before = vec![0; placement.offset as usize];
             region.memory.read(region.offset, &mut before).unwrap();
             prop_assert!(before.iter().all(|&byte| byte == 0xA5));

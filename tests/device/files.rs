@@ -1,11 +1,11 @@
-//! The library of tests/fakecufile, loaded as the cuFile of this process.
+//! The library of tests/fakecufile, which is loaded as the cuFile of this process.
 
 use std::path::PathBuf;
 
 use super::fake::{Fake, Library, Report};
 
-/// The library and the driver, for one test at a time. At the end nothing may be left in either,
-/// nor may anybody have done what no correct program does.
+/// The library and the driver, for one test at a time. At the end of the test no object may be left in them, and they
+/// must not have seen a call that no correct program makes.
 pub(crate) struct CuFile {
     pub(crate) cuda: Fake,
 }
@@ -22,7 +22,7 @@ pub(crate) fn library() -> PathBuf {
 /// # Safety
 /// `F` is its type.
 pub(crate) unsafe fn function<F: Copy>(name: &str) -> F {
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises that `F` is the type of the function.
     unsafe { LIBRARY.function(name) }
 }
 
@@ -40,7 +40,7 @@ impl CuFile {
         LIBRARY.set(key, value);
     }
 
-    /// Has both forget what they were asked for.
+    /// Makes both forget all calls so far.
     pub(crate) fn forget(&self) {
         self.cuda.forget();
         LIBRARY.forget();

@@ -1,4 +1,4 @@
-//! Slices of a rank and joined tensors on a device: rows of larger boxes, copied and cast there.
+//! Slices of ranks, and joined tensors, on a device. They are rows of larger boxes, which the device copies and casts.
 
 use std::ops::Range;
 use std::path::Path;
@@ -30,7 +30,7 @@ const RULES: &str = "
     cut = 1
 ";
 
-/// The rank's tensors: `a` and `c` become one, `b` keeps a slice of each half.
+/// Opens the tensors of a rank: `a` and `c` are joined, and `b` has a slice of each half.
 fn open(folder: &Path, ranks: u32, rank: u32) -> Arc<Checkpoint> {
     let rules = CutRules::parse("tp.toml".as_ref(), RULES.as_bytes()).unwrap();
     let join = b"[[fuse]]\nfrom = ['a', 'c']\nto = 'ac'\n";

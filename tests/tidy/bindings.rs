@@ -1,19 +1,19 @@
-//! Names of values: one value each within a block, and one parameter for each value.
+//! Names of values: a name has one value within a block, and each parameter is one value.
 //!
-//! A plain `let x` must not follow another plain `let x` of the same block if its value mentions `x`: the
-//! chain becomes one expression, or the second value has a name of its own. An inner block may bind the
-//! name again, as a closure does that takes a copy. Other patterns are free, such as `let Some(x) = x else`.
+//! A plain `let x` must not follow another plain `let x` of the same block if its value mentions `x`: write one
+//! expression, or give the second value a name of its own. An inner block may bind the name again, for example for a
+//! closure that needs a copy. Other patterns are allowed, such as `let Some(x) = x else`.
 
 use std::collections::BTreeMap;
 
 use super::scan::{Token, after_group, tokens};
 use super::{SHIPPED, SourceFile};
 
-/// Files and folders where the rule does not hold yet.
+/// Files and folders that do not follow the rule yet.
 pub(crate) const UNMENDED: &[&str] = &[];
 
-/// Names that are bound anew from their own value, and functions that take a tuple apart in their
-/// parameters, except below `unmended`.
+/// Names that are bound again from their own value, and functions with a tuple pattern as a parameter. Files below
+/// `unmended` are left out.
 pub(crate) fn binding_violations(files: &[SourceFile], unmended: &[&str]) -> Vec<String> {
     let shipped = files.iter().filter(|file| file.is_rust() && file.is_under(SHIPPED));
     let mut violations = Vec::new();
@@ -75,12 +75,12 @@ fn statement_end(tokens: &[Token<'_>], mut at: usize) -> usize {
     tokens.len()
 }
 
-/// Whether `name` stands in `value` for a value, not for a field, a method, a path or a label.
+/// Whether `value` uses `name` as a value, and not as a field, a method, a path or a label.
 fn mentions(value: &[Token<'_>], name: &str) -> bool {
     let text = |at: Option<usize>| at.and_then(|at| value.get(at)).map_or("", |token| token.text);
     (0..value.len()).filter(|&at| value[at].text == name).any(|at| {
         let before = text(at.checked_sub(1));
-        // The two points of a range or of `..rest` are two tokens.
+        // The two dots of a range or of `..rest` are two tokens.
         let is_member = before == "." && text(at.checked_sub(2)) != ".";
         !is_member && before != "::" && !matches!(text(Some(at + 1)), "::" | ":")
     })
@@ -106,7 +106,7 @@ fn after_generics(tokens: &[Token<'_>], at: usize) -> usize {
     for index in at..tokens.len() {
         match tokens[index].text {
             "<" => depth += 1,
-            // The point of an arrow closes nothing.
+            // The `>` of an arrow closes no generics.
             ">" if tokens[index - 1].text != "-" => depth = depth.saturating_sub(1),
             _ => {}
         }

@@ -41,7 +41,7 @@ fn circles_below(files: &[SourceFile], folder: &str) -> Vec<String> {
     violations
 }
 
-/// Whether the imports of file `from`, followed on and on, reach file `to`.
+/// Whether file `from` imports file `to`, directly or through other files.
 fn reaches(imports: &[Vec<(usize, usize)>], from: usize, to: usize) -> bool {
     let (mut seen, mut open) = (BTreeSet::from([from]), vec![from]);
     while let Some(index) = open.pop() {

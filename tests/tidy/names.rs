@@ -1,14 +1,14 @@
-//! Names of types: one meaning each within a crate.
+//! Names of types: each name has one meaning within a crate.
 
 use std::collections::BTreeMap;
 
 use super::scan::{Token, tokens, without_test_items};
 use super::{SHIPPED, SourceFile};
 
-/// The one private name that every module may have: the state behind its own lock.
+/// The one private type name that every module may use: for the state behind its own lock.
 const PER_MODULE: &str = "State";
 
-/// Type names that stand twice in one crate.
+/// Type names that are defined twice in one crate.
 pub(crate) fn doubled_name_violations(files: &[SourceFile]) -> Vec<String> {
     let mut violations = Vec::new();
     for root in SHIPPED {
@@ -42,7 +42,7 @@ pub(crate) fn doubled_name_violations(files: &[SourceFile]) -> Vec<String> {
 /// The types that `tokens` define: name, line, and whether other modules may name it.
 fn type_names<'a>(tokens: &[Token<'a>]) -> Vec<(&'a str, usize, bool)> {
     let mut found = Vec::new();
-    // For each open brace whether it belongs to a module: only these hold types with names of their own.
+    // For each open brace: whether it belongs to a module. Only types that are defined in modules count.
     let mut open: Vec<bool> = Vec::new();
     let mut module = false;
     for (index, token) in tokens.iter().enumerate() {
@@ -76,7 +76,7 @@ fn type_names<'a>(tokens: &[Token<'a>]) -> Vec<(&'a str, usize, bool)> {
     found
 }
 
-/// Whether the item after `before` is compiled only without a feature, in place of its namesake.
+/// Whether the item after `before` is compiled only without a feature, in place of an item of the same name.
 fn stands_in_for_a_feature(before: &[Token<'_>]) -> bool {
     let item = before.iter().rposition(|token| matches!(token.text, ";" | "}" | "{"));
     let words: Vec<_> = before[item.map_or(0, |end| end + 1)..].iter().map(|t| t.text).collect();

@@ -1,4 +1,4 @@
-//! The checker, checked: each rule flags what it must and passes what it may.
+//! Tests of the rules: each rule flags the samples that break it, and passes the samples that do not.
 
 use super::*;
 

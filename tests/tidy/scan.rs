@@ -1,4 +1,4 @@
-//! Rust source as tokens and paths: enough to tell code from comments, strings and test items.
+//! Rust source as tokens and paths. This is enough to tell code from comments, strings and test items.
 
 /// A word, a punctuation character, or `::`. A string or char literal is the one token `"`.
 #[derive(Clone, Copy, Debug)]
@@ -13,7 +13,7 @@ impl Token<'_> {
     }
 }
 
-/// Splits Rust source into tokens without comments and without what literals hold.
+/// Splits Rust source into tokens, without comments and without the content of literals.
 pub(crate) fn tokens(text: &str) -> Vec<Token<'_>> {
     let bytes = text.as_bytes();
     let mut tokens = Vec::new();
@@ -30,7 +30,7 @@ pub(crate) fn tokens(text: &str) -> Vec<Token<'_>> {
     tokens
 }
 
-/// The length of what stands at the start of `rest`, and the token that it is, if it is one.
+/// The length of the token, comment or space at the start of `rest`, and the token, if it is one.
 fn next_token(rest: &str) -> (usize, Option<&str>) {
     let first = rest.chars().next().unwrap_or(' ');
     if rest.starts_with("//") {
@@ -56,7 +56,8 @@ fn next_token(rest: &str) -> (usize, Option<&str>) {
     (len, (!first.is_whitespace()).then(|| &rest[..len]))
 }
 
-/// `b"..."`, `r#"..."#`, `b'x'` and the like, and raw words `r#type`, whose prefix has `len` bytes.
+/// Literals with a prefix, such as `b"..."`, `r#"..."#` and `b'x'`, and raw words such as `r#type`. The prefix has
+/// `len` bytes.
 fn prefixed_literal(rest: &str, len: usize) -> Option<(usize, Option<&str>)> {
     let (prefix, tail) = rest.split_at(len);
     if prefix == "b" && tail.starts_with('\'') {
@@ -82,7 +83,7 @@ fn prefixed_literal(rest: &str, len: usize) -> Option<(usize, Option<&str>)> {
     None
 }
 
-/// Length up to and with the closing quote, stepping over escapes.
+/// Length up to and including the closing quote. Escaped quotes do not close.
 fn quoted_len(body: &str, quote: char) -> usize {
     let mut escaped = false;
     for (at, c) in body.char_indices() {
@@ -108,7 +109,7 @@ fn char_or_lifetime(rest: &str) -> (usize, Option<&str>) {
     }
 }
 
-/// Block comments nest in Rust.
+/// Length of a block comment. Block comments can be nested in Rust.
 fn block_comment_len(rest: &str) -> usize {
     let (mut depth, mut at) = (0_usize, 0);
     let bytes = rest.as_bytes();
@@ -141,7 +142,7 @@ pub(crate) fn after_group(tokens: &[Token<'_>], open: usize) -> usize {
     tokens.len()
 }
 
-/// The attribute at `at`, as the range of its words and brackets after `#` or `#!`.
+/// The attribute at `at`: the range of its tokens after `#` or `#!`.
 pub(crate) fn attribute(tokens: &[Token<'_>], at: usize) -> Option<std::ops::Range<usize>> {
     if tokens[at].text != "#" {
         return None;
@@ -150,12 +151,12 @@ pub(crate) fn attribute(tokens: &[Token<'_>], at: usize) -> Option<std::ops::Ran
     (tokens.get(open)?.text == "[").then(|| open..after_group(tokens, open))
 }
 
-/// Whether the attribute compiles its item for tests only: `#[test]`, `#[cfg(test)]` and kin.
+/// Whether the attribute compiles its item for tests only, as `#[test]` and `#[cfg(test)]` do.
 pub(crate) fn is_test_attribute(attribute: &[Token<'_>]) -> bool {
     let words: Vec<_> = attribute.iter().filter(|t| t.is_word()).map(|t| t.text).collect();
     match words.as_slice() {
         ["test"] => true,
-        // `any(test, ...)` and `not(test)` also hold in a normal build.
+        // `any(test, ...)` and `not(test)` may be true in a normal build too.
         ["cfg", rest @ ..] => {
             rest.contains(&"test") && !rest.contains(&"not") && !rest.contains(&"any")
         }
@@ -181,7 +182,7 @@ pub(crate) fn without_test_items<'a>(tokens: &[Token<'a>]) -> Vec<Token<'a>> {
     kept
 }
 
-/// The index after the item at `at`: its `;`, its `}`, or the end of what encloses it.
+/// The index after the item at `at`, which ends with its `;`, with its `}`, or with the group that encloses it.
 fn after_item(tokens: &[Token<'_>], mut at: usize) -> usize {
     while at < tokens.len() {
         match tokens[at].text {

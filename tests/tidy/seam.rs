@@ -1,9 +1,9 @@
-//! Files of this machine above the byte seam.
+//! The byte seam: modules above `source`, `store` and `io` must not name files of the local machine.
 
 use super::scan::code_paths;
 use super::{SourceFile, compiled_files};
 
-/// The rooms above `source`, `store` and `io`. They know paths of a store, versions and ranges.
+/// The modules above `source`, `store` and `io`. They may use only paths of a store, versions and ranges.
 const ROOMS: &[&str] = &[
     "src/cache",
     "src/checkpoint/",
@@ -15,8 +15,8 @@ const ROOMS: &[&str] = &[
     "mount/src/serve/",
 ];
 
-/// Names of the local kind, and paths (by their first segments) of calls that take a path or a
-/// descriptor of this machine.
+/// Names of the local kind of store, and paths (by their first segments) of calls that take a path or a descriptor of
+/// the local machine.
 const LOCAL_KIND: &[&str] = &["FileSystem", "LocalFile", "OpenFolder", "local_version"];
 const LOCAL_CALLS: &[&[&str]] = &[
     &["std", "fs"],
@@ -27,7 +27,7 @@ const LOCAL_CALLS: &[&[&str]] = &[
     &["nix", "sys", "statfs"],
 ];
 
-/// The files that name them all the same, and why.
+/// The files that may name them, with the reason.
 const EXCEPTIONS: &[(&str, &str)] = &[
     ("src/checkpoint/files.rs", "opens a file whose descriptor the caller has"),
     ("src/checkpoint/small_files.rs", "config= refuses folders of the kernel"),
@@ -59,8 +59,8 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("mount/src/serve/service.rs", "passes on assembled copies"),
 ];
 
-/// The files of rooms above the seam that name files of this machine and are no exception, and the
-/// exceptions that name none.
+/// The files of modules above the seam that name local files without being an exception, and the exceptions that name
+/// no local files.
 pub(crate) fn seam_violations(files: &[SourceFile]) -> Vec<String> {
     let mut violations = Vec::new();
     for (file, tokens) in ROOMS.iter().flat_map(|room| compiled_files(files, room)) {

@@ -1,4 +1,4 @@
-//! Kernels: a reference for each, found by its name.
+//! Reference code for each kernel, which is found by its name.
 
 use tensorfs::Dtype;
 use tensorfs::internal::cast::Cast;
@@ -8,7 +8,7 @@ use tensorfs::internal::cast::Cast;
 pub(crate) struct Kernel(Cast);
 
 impl Kernel {
-    /// The kernel of this name, where there is one.
+    /// The kernel of this name, if there is one.
     pub(crate) fn named(name: &str) -> Option<Kernel> {
         let casts = Dtype::ALL
             .iter()
@@ -16,22 +16,22 @@ impl Kernel {
         casts.into_iter().find(|cast| cast.kernel() == name).map(Kernel)
     }
 
-    /// Bytes that it reads, and that it writes.
+    /// Number of bytes that the kernel reads, and number of bytes that it writes.
     pub(crate) fn lens(self, elements: u64) -> (u64, u64) {
         (elements * self.0.from().bits() / 8, elements * self.0.to().bits() / 8)
     }
 
-    /// Alignment of addresses in bytes.
+    /// Required alignment of the two addresses, in bytes.
     pub(crate) fn aligns(self) -> (u64, u64) {
         (self.0.from().bits() / 8, self.0.to().bits() / 8)
     }
 
     pub(crate) fn run(self, from: u64, to: u64, elements: u64) {
         let (source, target) = self.lens(elements);
-        // SAFETY: both were found to lie in memory that is there when the kernel was launched.
+        // SAFETY: the launch checked that the source and the target lie in live memory.
         let from = unsafe { std::slice::from_raw_parts(from as *const u8, source as usize) };
-        // SAFETY: the launch checked that the target lies in live memory; only a wrong program
-        // writes there meanwhile.
+        // SAFETY: the launch checked that the target lies in live memory; only a wrong program writes there at the same
+        // time.
         let to = unsafe { std::slice::from_raw_parts_mut(to as *mut u8, target as usize) };
         self.0.convert(from, to);
     }

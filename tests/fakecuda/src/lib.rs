@@ -1,9 +1,8 @@
 //! A CUDA driver without a GPU, for tests: the part of `libcuda.so` that tensorfs calls.
 //!
-//! Memory of a device is memory of the process behind addresses that no host code can use. Each
-//! stream is a thread that does its work in order, and late, so that memory that is used again
-//! too early shows as wrong bytes. Calls that the real driver leaves undefined are refused, or
-//! reported as violations by `fakecuda_report`.
+//! The memory of a device is memory of the process, but its addresses cannot be used by host code. Each stream is a
+//! thread that does its work in order and with delays. So a program that uses memory again too early gets wrong bytes.
+//! Calls whose effect is undefined in the real driver are refused, or reported as violations by `fakecuda_report`.
 
 mod kernels;
 mod settings;
@@ -19,7 +18,7 @@ use kernels::Kernel;
 use state::{CHANGED, Event, Module, State, code, lock};
 use streams::{Rows, Stream, Work};
 
-/// Addresses of contexts: this plus the ordinal.
+/// The address of a context is this number plus the ordinal of its device.
 const CONTEXTS: u64 = 0x00c0_0000;
 
 thread_local! {
@@ -29,7 +28,7 @@ thread_local! {
 
 type Outcome = Result<(), u32>;
 
-/// Carries out a call: counts it, lets it fail where it is to, and writes it to the log.
+/// Carries out a call: counts it, makes it fail if a test wants that, and writes it to the log.
 fn entry(name: &'static str, facts: Value, body: impl FnOnce(&mut State) -> Outcome) -> u32 {
     let mut state = lock();
     let injected = state.counted(name);
@@ -43,8 +42,8 @@ fn entry(name: &'static str, facts: Value, body: impl FnOnce(&mut State) -> Outc
     code
 }
 
-/// Carries out a call that gives something back: one that is to fail is carried out all the same
-/// and returns the error of earlier work, as the driver does.
+/// Carries out a call that frees an object. If it has to fail, the object is freed too, and the call returns an error
+/// of earlier work, as the real driver does.
 fn giving_back(name: &'static str, facts: Value, body: impl FnOnce(&mut State) -> Outcome) -> u32 {
     let mut state = lock();
     let injected = state.counted(name);
@@ -54,19 +53,19 @@ fn giving_back(name: &'static str, facts: Value, body: impl FnOnce(&mut State) -
     code
 }
 
-/// The device whose context this thread has.
+/// The device whose context is bound to this thread.
 fn current(state: &State) -> Result<i32, u32> {
     let ordinal = CURRENT.get().checked_sub(CONTEXTS).ok_or(code::INVALID_CONTEXT)? as i32;
     let held = state.contexts.get(&ordinal).is_some_and(|held| *held > 0);
     if held { Ok(ordinal) } else { Err(code::INVALID_CONTEXT) }
 }
 
-/// Writes a result to where the caller wants it.
+/// Writes a result to the address that the caller passed.
 fn put<T>(to: *mut T, value: T) -> Outcome {
     if to.is_null() {
         return Err(code::INVALID_VALUE);
     }
-    // SAFETY: callers pass the address of a variable of this type, as the driver's interface asks.
+    // SAFETY: callers pass the address of a variable of this type, as the interface of the driver requires.
     unsafe { to.write(value) };
     Ok(())
 }
@@ -175,7 +174,7 @@ extern "C" fn cuCtxSynchronize() -> u32 {
     })
 }
 
-/// Carries out a call that waits until `done`.
+/// Carries out a call that waits until `done` is true.
 fn waiting(
     name: &'static str,
     facts: Value,
@@ -262,7 +261,7 @@ extern "C" fn cuMemHostUnregister(address: u64) -> u32 {
 // ---------------------------------------------------------------------------------------------
 // Copies.
 
-/// A row of bytes.
+/// A copy of one row of bytes.
 fn row(from: u64, to: u64, len: usize) -> Rows {
     let width = len as u64;
     Rows { from, from_pitch: width, to, to_pitch: width, width, height: 1 }
@@ -321,13 +320,13 @@ struct Memcpy2d {
     height: usize,
 }
 
-/// Largest pitch that devices take.
+/// The largest pitch, in bytes, that devices accept.
 const PITCH_MAX: usize = (1 << 31) - 1;
 const HOST: c_uint = 1;
 const DEVICE: c_uint = 2;
 
 impl Memcpy2d {
-    /// The rows, and whether they come from a device. Offsets are not used by anybody.
+    /// The rows to copy, and whether they come from a device. The offsets of the structure are not supported.
     fn rows(&self, state: &State, pinned: bool) -> Result<(Rows, bool), u32> {
         let pitches = [self.from_pitch, self.to_pitch];
         let fits = pitches.iter().all(|pitch| (self.width..=PITCH_MAX).contains(pitch));
@@ -384,8 +383,7 @@ extern "C" fn cuMemcpy2D_v2(copy: *const Memcpy2d) -> u32 {
 // ---------------------------------------------------------------------------------------------
 // Streams and events.
 
-/// Gives work to a stream. The legacy stream, which is no handle, has none: what is given to it
-/// is done at once.
+/// Adds work to the queue of a stream. The legacy stream has no handle and no queue: its work is done at once.
 fn enqueue(state: &mut State, stream: u64, work: Work) -> Outcome {
     let ordinal = current(state)?;
     match (stream, work) {
@@ -395,7 +393,7 @@ fn enqueue(state: &mut State, stream: u64, work: Work) -> Outcome {
             state.reach(event);
             CHANGED.notify_all();
         }
-        // Nobody gives the legacy stream work that could come too early.
+        // Work in the legacy stream is done at once, so it cannot come before the event.
         (0, Work::Wait { .. }) => {}
         (_, work) => {
             let stream = state.streams.get_mut(&stream).ok_or(code::INVALID_HANDLE)?;
@@ -579,7 +577,7 @@ extern "C" fn cuLaunchKernel(
 // ---------------------------------------------------------------------------------------------
 // Names of codes.
 
-/// The codes that this driver gives by itself, and those that tests let calls fail with.
+/// The codes that this driver returns by itself, and the codes with which tests make calls fail.
 const NAMES: &[(u32, &CStr, &CStr)] = &[
     (code::INVALID_VALUE, c"CUDA_ERROR_INVALID_VALUE", c"invalid argument"),
     (code::OUT_OF_MEMORY, c"CUDA_ERROR_OUT_OF_MEMORY", c"out of memory"),
@@ -620,8 +618,7 @@ extern "C" fn cuGetErrorString(error: u32, text: *mut *const c_char) -> u32 {
 // ---------------------------------------------------------------------------------------------
 // Entry points for tests.
 
-/// Sets `key` to `value`, both text that ends with a zero. Returns 0, or 1 where that is nothing
-/// that can be set.
+/// Sets `key` to `value`, both text that ends with a zero. Returns 0, or 1 if there is no such key or value.
 #[unsafe(no_mangle)]
 extern "C" fn fakecuda_configure(key: *const c_char, value: *const c_char) -> u32 {
     // SAFETY: tests pass text that ends with a zero.
@@ -632,14 +629,14 @@ extern "C" fn fakecuda_configure(key: *const c_char, value: *const c_char) -> u3
     u32::from(!set)
 }
 
-/// Forgets calls and violations so far.
+/// Forgets the calls and violations so far.
 #[unsafe(no_mangle)]
 extern "C" fn fakecuda_forget() {
     lock().forget();
 }
 
-/// Writes calls, violations and what is alive as JSON to `to`, at most `len` bytes. Returns the
-/// length of the whole.
+/// Writes the calls, the violations and the live objects as JSON to `to`, at most `len` bytes. Returns the length of
+/// the whole JSON text.
 #[unsafe(no_mangle)]
 extern "C" fn fakecuda_report(to: *mut u8, len: usize) -> usize {
     let text = lock().report().to_string();
@@ -648,8 +645,7 @@ extern "C" fn fakecuda_report(to: *mut u8, len: usize) -> usize {
     text.len()
 }
 
-/// For tests/fakecufile: returns 0 where the device whose context is bound has `len` bytes at
-/// `address`.
+/// For tests/fakecufile: returns 0 if the device whose context is bound has `len` bytes at `address`.
 #[unsafe(no_mangle)]
 extern "C" fn fakecuda_holds(address: u64, len: usize) -> u32 {
     let state = lock();
@@ -657,8 +653,8 @@ extern "C" fn fakecuda_holds(address: u64, len: usize) -> u32 {
     held.err().unwrap_or(0)
 }
 
-/// For tests/fakecufile: writes `len` bytes to the device whose context is bound, and waits for no
-/// stream. Returns 0 where it has them.
+/// For tests/fakecufile: writes `len` bytes to the device whose context is bound, without waiting for a stream. Returns
+/// 0 if the device has these bytes.
 #[unsafe(no_mangle)]
 extern "C" fn fakecuda_write(address: u64, from: u64, len: usize) -> u32 {
     let mut state = lock();

@@ -1,32 +1,31 @@
-//! Settings that a test gives the driver: by `FAKE_*` in the environment when it is loaded, and by
-//! `fakecuda_configure` while it runs.
+//! Settings of the driver. A test sets them by variables `FAKE_*` in the environment before the load, or by
+//! `fakecuda_configure` later.
 
-/// One call that is to fail.
+/// A call that has to fail.
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
     pub(crate) call: String,
-    /// Which one, from 1.
+    /// The number of the call among those of this name, from 1.
     pub(crate) nth: u64,
     pub(crate) code: u32,
 }
 
-/// How the driver behaves.
+/// The settings of the driver.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     /// Number of devices.
     pub(crate) devices: i32,
-    /// Bytes of memory that each has.
+    /// Bytes of memory of each device.
     pub(crate) capacity: u64,
-    /// Most by which work on a stream is late, in microseconds.
+    /// The longest delay of work in a stream, in microseconds.
     pub(crate) delay: u64,
     /// Seed of the delays.
     pub(crate) seed: u64,
-    /// Whether memory that is neither pinned nor registered is refused where a copy is not waited
-    /// for.
+    /// Whether an asynchronous copy is refused if its host memory is neither pinned nor registered.
     pub(crate) strict: bool,
     /// Calls that fail.
     pub(crate) fail: Vec<Failure>,
-    /// File that calls are written to, a line of JSON each.
+    /// The file to which calls are written, as one line of JSON each.
     pub(crate) log: Option<String>,
 }
 
@@ -49,7 +48,7 @@ impl Settings {
         settings
     }
 
-    /// Sets one of them; says whether it could.
+    /// Sets one of the settings. Returns whether it exists and accepts the value.
     pub(crate) fn set(&mut self, key: &str, value: &str) -> bool {
         let number = value.parse::<u64>();
         match (key, number) {
@@ -71,7 +70,7 @@ impl Settings {
     }
 }
 
-/// `name:nth:code`.
+/// Parses `name:nth:code`.
 fn failure(text: &str) -> Option<Failure> {
     let mut words = text.split(':');
     let (call, nth, code) = (words.next()?, words.next()?, words.next()?);

@@ -1,5 +1,5 @@
-//! Everything the driver knows: devices' memory, pinned memory, streams, events, modules, and
-//! what was called. One lock for all; whoever changes something wakes everybody.
+//! The state of the driver: memory of devices, pinned memory, streams, events, modules, and the calls so far. There is
+//! one lock for all of it, and every change wakes all waiting threads.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::settings::Settings;
 use crate::streams::Stream;
 
-/// Set in every address of a device: whoever uses one on the host dies at once.
+/// A bit that is set in every address of a device. A program that uses such an address on the host crashes at once.
 pub(crate) const TAG: u64 = 1 << 62;
 
 /// Content of fresh memory of a device.
@@ -45,21 +45,22 @@ pub(crate) struct OnDevice {
     pub(crate) ordinal: i32,
 }
 
-/// Memory of the host that a device can reach, by address.
+/// Memory of the host that a device can access, by address.
 pub(crate) struct OnHost {
     pub(crate) len: u64,
-    /// Allocated by the driver; else registered.
+    /// Whether the driver has allocated the memory. Otherwise the program has registered it.
     pub(crate) own: bool,
     pub(crate) ordinal: i32,
 }
 
-/// An event: how often it was recorded, and how many of these were reached.
+/// An event: how often it was recorded, and how many of these records the streams have reached.
 #[derive(Default)]
 pub(crate) struct Event {
     pub(crate) recorded: u64,
     pub(crate) reached: u64,
     pub(crate) ordinal: i32,
-    /// Given back; it stays until it is reached, for those that wait for it.
+    /// Whether the program has destroyed the event. The entry stays until all its records are reached, for work that
+    /// waits for them.
     pub(crate) given_back: bool,
 }
 
@@ -72,14 +73,14 @@ pub(crate) struct Module {
 pub(crate) struct State {
     pub(crate) settings: Settings,
     pub(crate) initialised: bool,
-    /// How often the primary context of each device is held.
+    /// The number of references to the primary context of each device.
     pub(crate) contexts: BTreeMap<i32, u64>,
     pub(crate) device: BTreeMap<u64, OnDevice>,
     pub(crate) host: BTreeMap<u64, OnHost>,
     pub(crate) streams: BTreeMap<u64, Stream>,
     pub(crate) events: BTreeMap<u64, Event>,
     pub(crate) modules: BTreeMap<u64, Module>,
-    /// Handles of kernels: the module, and which one.
+    /// Handles of kernels, each with its module and its number in the module.
     pub(crate) functions: BTreeMap<u64, (u64, usize)>,
     next_handle: u64,
     random: u64,
@@ -92,7 +93,7 @@ pub(crate) struct State {
 
 static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| Mutex::new(State::new()));
 
-/// Waited on by streams without work and by callers that wait for streams.
+/// Signals every change, to streams without work and to callers that wait for streams.
 pub(crate) static CHANGED: Condvar = Condvar::new();
 
 pub(crate) fn lock() -> MutexGuard<'static, State> {
@@ -122,7 +123,7 @@ impl State {
         state
     }
 
-    /// Follows changed settings.
+    /// Applies changed settings.
     pub(crate) fn settled(&mut self) {
         self.random = self.settings.seed;
         self.log = self.settings.log.as_ref().map(|path| {
@@ -131,7 +132,7 @@ impl State {
         });
     }
 
-    /// Forgets what was called so far, and what was wrong with it.
+    /// Forgets the calls and the violations so far.
     pub(crate) fn forget(&mut self) {
         self.calls.clear();
         self.copied.clear();
@@ -143,7 +144,7 @@ impl State {
         self.next_handle
     }
 
-    /// Counts a call; the code to fail with where it is one that is to fail.
+    /// Counts a call. Returns the code with which it has to fail, if it has to.
     pub(crate) fn counted(&mut self, name: &'static str) -> Option<u32> {
         let nth = self.calls.entry(name).or_default();
         *nth += 1;
@@ -159,7 +160,7 @@ impl State {
         }
     }
 
-    /// Stream work has come to `event`.
+    /// Records that the work of a stream has reached `event`.
     pub(crate) fn reach(&mut self, event: u64) {
         if let Some(one) = self.events.get_mut(&event) {
             one.reached += 1;
@@ -167,7 +168,7 @@ impl State {
         self.forget_event(event);
     }
 
-    /// Drops `event` if it was given back and nothing can wait for it any more.
+    /// Drops `event` if it was destroyed, and no work can wait for it any more.
     pub(crate) fn forget_event(&mut self, event: u64) {
         let over = |one: &Event| one.given_back && one.reached >= one.recorded;
         if self.events.get(&event).is_some_and(over) {
@@ -175,7 +176,7 @@ impl State {
         }
     }
 
-    /// `event`, unless it was given back.
+    /// The event with this handle, unless it was destroyed.
     pub(crate) fn event(&mut self, event: u64) -> Result<&mut Event, u32> {
         let event = self.events.get_mut(&event).filter(|one| !one.given_back);
         event.ok_or(code::INVALID_HANDLE)
@@ -185,14 +186,14 @@ impl State {
         *self.copied.entry(direction).or_default() += bytes;
     }
 
-    /// Something that no correct program does.
+    /// Records something that no correct program does.
     pub(crate) fn violation(&mut self, what: String) {
         self.violations.push(what);
     }
 
-    /// How late the next piece of work is, in microseconds: a third of it is not.
+    /// The delay of the next piece of work, in microseconds. A third of all work has no delay.
     pub(crate) fn delay(&mut self) -> u64 {
-        // Xorshift: the seed alone decides.
+        // Xorshift: the delays depend only on the seed.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
@@ -222,7 +223,7 @@ impl State {
         })
     }
 
-    /// Bytes of a device's memory in use.
+    /// Bytes of memory of a device that are in use.
     pub(crate) fn used(&self, ordinal: i32) -> u64 {
         self.device.values().filter(|one| one.ordinal == ordinal).map(|one| one.len).sum()
     }
@@ -243,7 +244,7 @@ impl State {
         let used = self.in_flight(address, len);
         self.device.remove(&address);
         match used {
-            // Stays allocated, so that the work meets nobody else's memory.
+            // The memory stays allocated, so that the late work does not write to memory of another owner.
             true => {
                 self.violation(format!("{len} bytes of a device are freed while work uses them"))
             }
@@ -263,7 +264,7 @@ impl State {
         let len = one.len;
         let used = self.in_flight(address, len);
         self.host.remove(&address);
-        // SAFETY: allocated with this length, and in nobody's hands any more.
+        // SAFETY: the memory was allocated with this length, and no other code uses it any more.
         unsafe { std::ptr::write_bytes(address as *mut u8, FREED, len as usize) };
         match used {
             true => self.violation(format!("{len} pinned bytes are freed while work uses them")),
@@ -281,9 +282,9 @@ impl State {
         if self.host.iter().any(overlaps) {
             return Err(code::ALREADY_REGISTERED);
         }
-        // Faults unless the memory is there.
+        // The read crashes if the memory does not exist.
         for page in (address..address + len).step_by(ALIGN) {
-            // SAFETY: what is registered is memory of the process.
+            // SAFETY: registered memory is memory of the process.
             unsafe { std::ptr::read_volatile(page as *const u8) };
         }
         self.host.insert(address, OnHost { len, own: false, ordinal });
@@ -300,8 +301,8 @@ impl State {
         Ok(())
     }
 
-    /// Whether `len` bytes at `address` lie in one piece of memory of device `ordinal`; the
-    /// address without its tag.
+    /// Checks that `len` bytes at `address` lie in one allocation of device `ordinal`. Returns the address without its
+    /// tag.
     pub(crate) fn on_device(&self, address: u64, len: u64, ordinal: i32) -> Result<u64, u32> {
         let address = untagged(address)?;
         let (start, one) = self.device.range(..=address).next_back().ok_or(code::INVALID_VALUE)?;
@@ -309,8 +310,8 @@ impl State {
         if inside { Ok(address) } else { Err(code::INVALID_VALUE) }
     }
 
-    /// Whether `len` bytes at `address` may be copied without waiting: all in one piece of
-    /// memory that is pinned or registered, or all in none unless that is refused.
+    /// Checks that `len` bytes at `address` may be copied asynchronously: all of them lie in one piece of pinned or
+    /// registered memory. If `strict` is off, they may also lie completely outside of such memory.
     pub(crate) fn on_host(&self, address: u64, len: u64) -> Result<(), u32> {
         let touched =
             |(start, one): &(&u64, &OnHost)| **start < address + len && address < **start + one.len;
@@ -337,12 +338,12 @@ fn layout(len: u64) -> Option<Layout> {
 }
 
 fn fresh(len: u64, value: u8) -> Option<u64> {
-    // SAFETY: the length is not zero: the callers look.
+    // SAFETY: the length is not zero, which the callers check.
     let start = unsafe { alloc(layout(len)?) };
     if start.is_null() {
         return None;
     }
-    // SAFETY: the memory just allocated.
+    // SAFETY: the memory was just allocated with this length.
     unsafe { std::ptr::write_bytes(start, value, len as usize) };
     Some(start as u64)
 }

@@ -1,4 +1,4 @@
-//! Streams: a thread and a queue each. Work is done in order and late.
+//! Streams. Each stream has a thread and a queue. Its work is done in order, with delays.
 
 use std::collections::VecDeque;
 use std::thread::JoinHandle;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::kernels::Kernel;
 use crate::state::{CHANGED, State, lock};
 
-/// Rows of bytes: addresses without tag.
+/// A copy of rows of bytes. The addresses are without tag.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
     pub(crate) from: u64,
@@ -19,19 +19,19 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// Bytes from the first to the end of the last, at the source and at the target.
+    /// Number of bytes from the start of the first row to the end of the last row, in the source and in the target.
     pub(crate) fn spans(&self) -> (u64, u64) {
         let steps = self.height.saturating_sub(1);
         (steps * self.from_pitch + self.width, steps * self.to_pitch + self.width)
     }
 
-    /// Copies them.
+    /// Copies the rows.
     pub(crate) fn copy(&self) {
         for row in 0..self.height {
             let from = (self.from + row * self.from_pitch) as *const u8;
             let to = (self.to + row * self.to_pitch) as *mut u8;
-            // SAFETY: both ends were found to lie in memory that is there when the copy was
-            // asked for. To free it before is told as a violation.
+            // SAFETY: the call checked that source and target lie in live memory. If a program frees it before the
+            // copy, that is reported as a violation.
             unsafe { std::ptr::copy(from, to, self.width as usize) };
         }
     }
@@ -55,7 +55,7 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// Starts one; its handle.
+    /// Starts a stream, and returns its handle.
     pub(crate) fn start(state: &mut State, ordinal: i32) -> u64 {
         let handle = state.handle();
         let thread = std::thread::spawn(move || work(handle));
@@ -74,7 +74,7 @@ impl Stream {
         self.queue.is_empty()
     }
 
-    /// Lets its thread end once all is done.
+    /// Makes the thread of the stream end once all its work is done.
     pub(crate) fn close(&mut self) -> Option<JoinHandle<()>> {
         self.closing = true;
         CHANGED.notify_all();

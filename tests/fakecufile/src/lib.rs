@@ -1,7 +1,7 @@
 //! A cuFile without its kernel module, for tests: the part of `libcufile.so.0` that tensorfs calls.
 //!
-//! It reads to the devices of tests/fakecuda, which has to be loaded. Calls that the real library
-//! leaves undefined are refused, or reported as violations by `fakecufile_report`.
+//! It reads into the memory of the devices of tests/fakecuda, which has to be loaded before. Calls whose effect is
+//! undefined in the real library are refused, or reported as violations by `fakecufile_report`.
 
 mod memory;
 mod state;
@@ -36,7 +36,7 @@ const _: () = assert!(size_of::<Description>() == 24);
 /// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`.
 const OPAQUE_FD: c_int = 1;
 
-/// Carries out a call: counts it, and lets it fail where it is to.
+/// Carries out a call: counts it, and makes it fail if a test wants that.
 fn entry(name: &'static str, body: impl FnOnce(&mut State) -> Result<(), c_int>) -> Status {
     let mut state = lock();
     let outcome = state.counted(name).map_or_else(|| body(&mut state), Err);
@@ -71,7 +71,7 @@ extern "C" fn cuFileHandleRegister(
         }
         // SAFETY: callers pass the address of such a structure.
         let Description { kind, fd, operations, .. } = unsafe { description.read() };
-        // SAFETY: takes a number, and says whether it is an open file.
+        // SAFETY: `fcntl` accepts any number, and reports whether it is an open file.
         let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
         if kind != OPAQUE_FD || !operations.is_null() || flags < 0 {
             state.violation(format!("descriptor {fd} of kind {kind} is no open file"));
@@ -126,7 +126,7 @@ extern "C" fn cuFileBufRegister(start: u64, len: usize, flags: c_int) -> Status 
 
 #[unsafe(no_mangle)]
 extern "C" fn cuFileBufDeregister(start: u64) -> Status {
-    // A call that is to fail is carried out all the same.
+    // A call that has to fail is carried out too.
     let mut state = lock();
     let injected = state.counted("cuFileBufDeregister");
     let removed = state.memory.remove(&start);
@@ -192,12 +192,12 @@ extern "C" fn cuFileRead(
     }
 }
 
-/// Return value of a failed read: codes of the system by `errno`, codes of cuFile negated.
+/// Return value of a failed read: -1 with `errno` for a code of the system, or the negated code of cuFile.
 fn failed(code: c_int) -> isize {
     if code >= code::FIRST {
         return -(code as isize);
     }
-    // SAFETY: the variable of this thread.
+    // SAFETY: `__errno_location` returns the address of a variable of this thread.
     unsafe { *libc::__errno_location() = code };
     -1
 }
@@ -205,8 +205,7 @@ fn failed(code: c_int) -> isize {
 // ---------------------------------------------------------------------------------------------
 // Entry points for tests.
 
-/// Sets `key` to `value`, both text that ends with a zero. Returns 0, or 1 where that is nothing
-/// that can be set.
+/// Sets `key` to `value`, both text that ends with a zero. Returns 0, or 1 if there is no such key or value.
 #[unsafe(no_mangle)]
 extern "C" fn fakecufile_configure(key: *const c_char, value: *const c_char) -> u32 {
     // SAFETY: tests pass text that ends with a zero.
@@ -214,14 +213,14 @@ extern "C" fn fakecufile_configure(key: *const c_char, value: *const c_char) -> 
     u32::from(!lock().settings.set(&text(key), &text(value)))
 }
 
-/// Forgets calls and violations so far.
+/// Forgets the calls and violations so far.
 #[unsafe(no_mangle)]
 extern "C" fn fakecufile_forget() {
     lock().forget();
 }
 
-/// Writes calls, violations and what is alive as JSON to `to`, at most `len` bytes. Returns the
-/// length of the whole.
+/// Writes the calls, the violations and the live objects as JSON to `to`, at most `len` bytes. Returns the length of
+/// the whole JSON text.
 #[unsafe(no_mangle)]
 extern "C" fn fakecufile_report(to: *mut u8, len: usize) -> usize {
     let text = lock().report().to_string();

@@ -1,4 +1,4 @@
-//! Bytes of files, and the memory of tests/fakecuda that they go to.
+//! Reads bytes of files, and writes them to the memory of tests/fakecuda.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::{CStr, c_int, c_void};
@@ -6,10 +6,10 @@ use std::sync::OnceLock;
 
 use nix::libc;
 
-/// Unit in which files are read past the page cache.
+/// The unit of direct reads, which bypass the page cache, in bytes.
 const PAGE: u64 = 4096;
 
-/// The driver's own functions for tests.
+/// The functions of the driver that exist for tests.
 #[derive(Clone, Copy)]
 pub(crate) struct Device {
     holds: extern "C" fn(u64, usize) -> u32,
@@ -20,7 +20,7 @@ impl Device {
     pub(crate) fn get() -> Device {
         static DEVICE: OnceLock<Device> = OnceLock::new();
         *DEVICE.get_or_init(|| {
-            // SAFETY: it is loaded already.
+            // SAFETY: the driver is loaded already, so no initialiser runs.
             let driver =
                 unsafe { libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
             assert!(!driver.is_null(), "the driver of tests/fakecuda is not loaded");
@@ -31,7 +31,7 @@ impl Device {
                 found
             };
             let (holds, write) = (find(c"fakecuda_holds"), find(c"fakecuda_write"));
-            // SAFETY: the types of the functions.
+            // SAFETY: these are the types of the functions.
             unsafe {
                 Device {
                     holds: std::mem::transmute::<*mut c_void, extern "C" fn(u64, usize) -> u32>(
@@ -46,18 +46,18 @@ impl Device {
         })
     }
 
-    /// Whether the device whose context is bound has these bytes.
+    /// Whether these bytes are memory of the device whose context is bound.
     pub(crate) fn holds(self, start: u64, len: usize) -> bool {
         (self.holds)(start, len) == 0
     }
 
-    /// Writes bytes to it; says whether it has them.
+    /// Writes bytes to the device whose context is bound. Returns whether they are memory of that device.
     pub(crate) fn write(self, start: u64, bytes: &[u8]) -> bool {
         (self.write)(start, bytes.as_ptr(), bytes.len()) == 0
     }
 }
 
-/// Reads `len` bytes of a file, fewer where it ends, or the code of the system.
+/// Reads `len` bytes of a file, or fewer at its end. An error is the code of the system.
 pub(crate) fn read(fd: c_int, offset: u64, len: usize) -> Result<Vec<u8>, c_int> {
     let (start, end) = (offset / PAGE * PAGE, (offset + len as u64).next_multiple_of(PAGE));
     let room = (end - start).max(PAGE) as usize;
@@ -70,7 +70,7 @@ pub(crate) fn read(fd: c_int, offset: u64, len: usize) -> Result<Vec<u8>, c_int>
     // SAFETY: the memory has `len` bytes.
     let read = unsafe { libc::pread(fd, pages.cast(), room, start as libc::off_t) };
     let outcome = if read < 0 {
-        // SAFETY: the variable of this thread.
+        // SAFETY: `__errno_location` returns the address of a variable of this thread.
         Err(unsafe { *libc::__errno_location() })
     } else {
         // SAFETY: the memory has `bytes.len()` bytes.

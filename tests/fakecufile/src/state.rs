@@ -1,4 +1,4 @@
-//! Everything the library knows: files, memory, what was called, and what a test wants of it.
+//! The state of the library: registered files and memory, the calls so far, and the settings of a test.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -6,7 +6,7 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use serde_json::{Value, json};
 
-/// Codes of the library, as `cufile.h` has them; below them are those of the system.
+/// Codes of the library, as in `cufile.h`. Lower codes are those of the system.
 pub(crate) mod code {
     use std::ffi::c_int;
 
@@ -22,20 +22,20 @@ pub(crate) mod code {
     pub(crate) const HANDLE_ALREADY_REGISTERED: c_int = 5028;
 }
 
-/// How the library behaves.
+/// The settings of the library.
 #[derive(Default)]
 pub(crate) struct Settings {
-    /// Most that one read answers, in bytes; 0: all.
+    /// The most bytes that one read returns. 0 means no limit.
     pub(crate) short: usize,
-    /// How late reads are, and the opening of the driver, in milliseconds.
+    /// The delay of reads, and of the opening of the driver, in milliseconds.
     pub(crate) late: u64,
     pub(crate) late_open: u64,
-    /// Calls that fail: name, which one from 1 or 0 for all, code.
+    /// Calls that have to fail: name, number of the call from 1 (0 means all calls), and code.
     fail: Vec<(String, u64, c_int)>,
 }
 
 impl Settings {
-    /// Sets one of them; says whether it could.
+    /// Sets one of the settings. Returns whether it exists and accepts the value.
     pub(crate) fn set(&mut self, key: &str, value: &str) -> bool {
         match (key, value.parse::<u64>()) {
             ("short", Ok(n)) => self.short = n as usize,
@@ -52,7 +52,7 @@ impl Settings {
     }
 }
 
-/// `name:nth:code`.
+/// Parses `name:nth:code`.
 fn failure(text: &str) -> Option<(String, u64, c_int)> {
     let mut words = text.split(':');
     let (call, nth, code) = (words.next()?, words.next()?, words.next()?);
@@ -62,7 +62,7 @@ fn failure(text: &str) -> Option<(String, u64, c_int)> {
 /// A registered file.
 pub(crate) struct File {
     pub(crate) fd: c_int,
-    /// Reads under way.
+    /// Number of reads that are under way.
     pub(crate) readers: u64,
 }
 
@@ -71,7 +71,7 @@ pub(crate) struct State {
     pub(crate) settings: Settings,
     pub(crate) open: bool,
     pub(crate) files: BTreeMap<usize, File>,
-    /// Registered memory: its length by its address.
+    /// The length of each piece of registered memory, by its address.
     pub(crate) memory: BTreeMap<u64, u64>,
     pub(crate) last_handle: usize,
     calls: BTreeMap<&'static str, u64>,
@@ -85,13 +85,13 @@ pub(crate) fn lock() -> MutexGuard<'static, State> {
 }
 
 impl State {
-    /// Forgets what was called so far, and what was wrong with it.
+    /// Forgets the calls and the violations so far.
     pub(crate) fn forget(&mut self) {
         self.calls.clear();
         self.violations.clear();
     }
 
-    /// Counts a call; the code to fail with where it is one that is to fail.
+    /// Counts a call. Returns the code with which it has to fail, if it has to.
     pub(crate) fn counted(&mut self, name: &'static str) -> Option<c_int> {
         let nth = self.calls.entry(name).or_default();
         *nth += 1;
@@ -100,12 +100,12 @@ impl State {
         all.find(|one| one.0 == name && (one.1 == nth || one.1 == 0)).map(|one| one.2)
     }
 
-    /// Something that no correct program does.
+    /// Records something that no correct program does.
     pub(crate) fn violation(&mut self, what: String) {
         self.violations.push(what);
     }
 
-    /// A read of file `key` is over.
+    /// Records the end of a read of file `key`.
     pub(crate) fn done(&mut self, key: usize) {
         if let Some(file) = self.files.get_mut(&key) {
             file.readers -= 1;

@@ -1,4 +1,4 @@
-//! Faults and their files: the rules, the requests that they hold back, and counts of requests.
+//! Faults: the rules that say which requests they hit, the requests that they hold back, and counts of requests.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// How many reads are remembered of each file.
+/// The most reads of each file that are recorded.
 const RANGES_MAX: usize = 4096;
 
 /// Kinds of requests of the kernel.
@@ -25,19 +25,19 @@ pub(crate) enum Request {
 /// The fate of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
-    /// It is answered after `resume`.
+    /// The request is answered after the command `resume`.
     Stall,
-    /// It is answered later.
+    /// The request is answered after this time.
     Delay(Duration),
-    /// It fails with EIO.
+    /// The request fails with EIO.
     Eio,
-    /// A read gets less than it asked for, as the end of the file allows.
+    /// A read gets fewer bytes than it asked for, but at least one if the file has one there.
     Short,
     /// An open with `O_DIRECT` fails with EINVAL.
     NoDirect,
 }
 
-/// How a request is to be answered.
+/// The answer to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
     Right,
@@ -51,14 +51,14 @@ struct Rule {
     request: Request,
     glob: String,
     fault: Fault,
-    /// Reads in front of it are as they should be.
+    /// The fault hits reads from this offset on.
     from: u64,
 }
 
-/// Answers one request. Dropped without being called, it answers with EIO.
+/// A function that answers one request. If it is dropped without a call, the answer is EIO.
 pub(crate) type Job = Box<dyn FnOnce(Answer) + Send>;
 
-/// A request that is held back: until a time, or until `resume`.
+/// A request that is held back until a time, or until the command `resume`.
 struct Parked {
     path: PathBuf,
     due: Option<Instant>,
@@ -103,7 +103,7 @@ impl Faults {
         self.meet_at(request, path, 0, job);
     }
 
-    /// As `meet`, for a read from `offset` on.
+    /// Does the same as `meet` for a read from `offset` on.
     pub(crate) fn meet_read(&self, path: &Path, offset: u64, job: Job) {
         self.meet_at(Request::Read, path, offset, job);
     }
@@ -129,14 +129,14 @@ impl Faults {
             Some(Fault::Stall) => None,
             Some(Fault::Delay(time)) => Some(Instant::now() + time),
         };
-        // After the end nobody would answer it.
+        // After the end no thread would answer the request.
         if !state.ended {
             state.parked.push(Parked { path: path.to_owned(), due, job });
             self.changed.notify_all();
         }
     }
 
-    /// Notes where a read reads.
+    /// Records the range of a read.
     pub(crate) fn note_range(&self, path: &Path, offset: u64, size: u32) {
         let mut state = self.lock();
         let counts = state.counts.entry(path.to_owned()).or_default();
@@ -154,7 +154,7 @@ impl Faults {
         state.fault(Request::Open, path, 0, |fault| fault == Fault::NoDirect).is_some()
     }
 
-    /// Answers what was held back when its time has come; returns after `end`.
+    /// Answers held-back requests when their time has come. Returns after `end`.
     pub(crate) fn answer_parked(&self) {
         let mut state = self.lock();
         while !state.ended {
@@ -174,7 +174,7 @@ impl Faults {
         }
     }
 
-    /// Fails everything that is held back, and holds nothing back any more.
+    /// Fails all requests that are held back. From then on no request is held back.
     pub(crate) fn end(&self) {
         let mut state = self.lock();
         state.ended = true;
@@ -182,11 +182,11 @@ impl Faults {
         let parked = std::mem::take(&mut state.parked);
         drop(state);
         self.changed.notify_all();
-        // Unanswered replies are EIO.
+        // A reply that is dropped without an answer is EIO.
         drop(parked);
     }
 
-    /// Carries out one line of the control channel; the answer is one line too.
+    /// Carries out one command, which is a line of text. The answer is one line too.
     pub(crate) fn command(&self, line: &str) -> Result<String, String> {
         let words: Vec<_> = line.split_whitespace().collect();
         match words.as_slice() {
@@ -202,7 +202,7 @@ impl Faults {
             ["ranges", glob] => return Ok(self.ranges(glob).to_string()),
             [name, glob, arguments @ ..] => {
                 let (request, fault, from) = fault_named(name, arguments)?;
-                // The last one holds.
+                // If several rules match, the last one applies.
                 self.lock()
                     .rules
                     .insert(0, Rule { request, glob: (*glob).to_owned(), fault, from });
@@ -212,7 +212,7 @@ impl Faults {
         Ok("ok".to_owned())
     }
 
-    /// Removes rules, and lets go what they held back.
+    /// Removes rules, and answers the requests that they held back.
     fn lift(&self, lifted: impl Fn(&Rule) -> bool) {
         let mut state = self.lock();
         state.rules.retain(|rule| !lifted(rule));
@@ -263,13 +263,14 @@ impl State {
     }
 }
 
-/// Answers without the lock, which the answer may take long for.
+/// Answers after the lock is free, because the answer may take long.
 fn now(state: MutexGuard<'_, State>, job: Job, answer: Answer) {
     drop(state);
     job(answer);
 }
 
-/// The fault of a command like `stall`, `eio-open` or `delay-getattr GLOB 100`, and the offset from which on it holds.
+/// The request kind and the fault of a command like `stall`, `eio-open` or `delay-getattr GLOB 100`, and the offset
+/// from which on the fault applies.
 fn fault_named(name: &str, arguments: &[&str]) -> Result<(Request, Fault, u64), String> {
     let number = |text: &str| text.parse().map_err(|_| format!("not a number: {text}"));
     let (fault, request) = match name {
@@ -301,7 +302,7 @@ fn fault_named(name: &str, arguments: &[&str]) -> Result<(Request, Fault, u64), 
     Ok((request, fault, from))
 }
 
-/// Whether `glob`, in which `*` stands for any text, is all of `path`.
+/// Whether `glob` matches the whole of `path`. `*` stands for any text.
 fn matches(glob: &str, path: &Path) -> bool {
     let text = path.to_string_lossy();
     let mut rest: &str = &text;

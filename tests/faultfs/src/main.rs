@@ -1,8 +1,8 @@
 //! `faultfs SRC MNT [SECONDS]`: mirrors a folder and misbehaves on command, as the source of mounts under
 //! test.
 //!
-//! Prints `ready` once it is mounted; then each line on stdin is a command that is answered by one
-//! line on stdout:
+//! Prints `ready` once it is mounted. After that, each line on stdin is a command, and the answer is one line on
+//! stdout:
 //!
 //! - `stall GLOB`: reads of files whose path below SRC matches are answered after `resume`;
 //!   `stall GLOB OFFSET`: those from this offset on;
@@ -14,9 +14,9 @@
 //! - `counts GLOB`, `ranges GLOB`: JSON of what was asked for since the start or `reset`;
 //! - `parked GLOB`: the number of requests that are held back.
 //!
-//! The kernel may answer for that many seconds what a file is, as a client of NFS does.
+//! For `SECONDS`, the kernel may answer questions about the attributes of a file by itself, as a client of NFS does.
 //!
-//! It ends, and takes the mount off, when stdin does, on SIGTERM, and with its parent.
+//! It unmounts and ends when stdin ends, on SIGTERM, or when its parent ends.
 
 mod faults;
 mod mirror;
@@ -35,7 +35,7 @@ use nix::sys::signal::{SigSet, Signal};
 use faults::Faults;
 use mirror::Mirror;
 
-/// Threads that take requests; none of them waits for anything but the disk.
+/// Number of threads that take requests. They wait only for the disk.
 const THREADS: usize = 4;
 
 fn main() -> ExitCode {
@@ -86,12 +86,12 @@ fn run() -> Result<std::convert::Infallible, String> {
         }
     });
     serve_commands(&faults);
-    // The session has to live until here: its end takes the mount off.
+    // The session has to live until here, because its end unmounts.
     let _session = session;
     end(&faults, target)
 }
 
-/// Answers lines until there are no more.
+/// Carries out commands until stdin ends.
 fn serve_commands(faults: &Faults) {
     let mut out = std::io::stdout().lock();
     let mut say = |line: &str| writeln!(out, "{line}").and_then(|()| out.flush());
@@ -102,10 +102,10 @@ fn serve_commands(faults: &Faults) {
     }
 }
 
-/// Fails what is held back, takes the mount off, and ends the process, which ends what is open.
+/// Fails the requests that are held back, unmounts, and ends the process, which closes open files.
 fn end(faults: &Faults, target: &Path) -> ! {
     static ENDING: Mutex<()> = Mutex::new(());
-    // Never let go: a second caller waits for the end that the first one makes.
+    // The lock is never released: a second caller waits until the first one ends the process.
     let _once = ENDING.lock();
     faults.end();
     if umount2(target, MntFlags::MNT_DETACH).is_err() {

@@ -1,5 +1,5 @@
-//! A folder, mirrored read-only through FUSE. The kernel is told to keep nothing, so that every
-//! request arrives here; each goes through `Faults` before it is answered.
+//! Mirrors a folder through FUSE, read-only. The kernel must not cache anything, so every request arrives here. Each
+//! request goes through `Faults` before it is answered.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -21,12 +21,12 @@ use nix::libc;
 
 use crate::faults::{self, Answer, Faults};
 
-/// Identity of a node: a path, and the file there. A file put in another's place is a new one.
+/// Identity of a node: a path, and the number of the file there. A file that replaces another one is a new node.
 type Key = (PathBuf, u64);
 
 #[derive(Default)]
 struct Table {
-    /// Paths relative to the root; node `n` is at `n - 1`. Nodes are never forgotten.
+    /// Paths relative to the root. The path of node `n` is at index `n - 1`. Nodes are never removed.
     paths: Vec<PathBuf>,
     numbers: HashMap<Key, u64>,
     files: HashMap<u64, Arc<File>>,
@@ -35,7 +35,7 @@ struct Table {
 struct Shared {
     root: PathBuf,
     faults: Arc<Faults>,
-    /// How long the kernel may answer what a file is.
+    /// The time for which the kernel may cache names and attributes.
     ttl: Duration,
     table: Mutex<Table>,
     next_handle: AtomicU64,
@@ -62,7 +62,7 @@ impl Shared {
         self.table().paths[ino.0 as usize - 1].clone()
     }
 
-    /// The attributes of what is at `path`, under a number that is its own.
+    /// The attributes of the file or folder at `path`, with the number of its node.
     fn attr(&self, path: &Path) -> io::Result<FileAttr> {
         let meta = fs::symlink_metadata(self.root.join(path))?;
         let mut table = self.table();
@@ -83,7 +83,7 @@ impl Shared {
         let file = file.ok_or(io::Error::from_raw_os_error(libc::EBADF))?;
         let wanted = match answer {
             Answer::Eio => return Err(io::Error::from_raw_os_error(libc::EIO)),
-            // At least one byte: none is the end of the file.
+            // At least one byte, because an empty answer would mean the end of the file.
             Answer::Short => (size / 3).max(1),
             Answer::Right => size,
         };
@@ -127,7 +127,7 @@ fn errno(error: &io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::EIO, Errno::from_i32)
 }
 
-/// Returns the result of `work`, unless the request is to fail.
+/// Returns the result of `work`, or EIO if the request has to fail.
 fn unless_eio<T>(answer: Answer, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     if answer == Answer::Eio { Err(io::Error::from_raw_os_error(libc::EIO)) } else { work() }
 }
@@ -147,7 +147,7 @@ impl Filesystem for Mirror {
         let path = self.0.path(ino);
         let (shared, at) = (self.0.clone(), path.clone());
         let job = move |answer| {
-            // An open file is itself whatever has its name now.
+            // An open file stays the same file, even if another file has its name now.
             let file = fh.and_then(|fh| shared.table().files.get(&fh.0).cloned());
             let attr = unless_eio(answer, || match file {
                 Some(file) => Ok(attr_of(ino.0, &file.metadata()?)),
@@ -178,7 +178,7 @@ impl Filesystem for Mirror {
             Ok(file) => {
                 let fh = shared.next_handle.fetch_add(1, Ordering::Relaxed);
                 shared.table().files.insert(fh, Arc::new(file));
-                // Past the page cache, so that every read arrives here.
+                // Direct I/O bypasses the page cache, so that every read arrives here.
                 reply.opened(FileHandle(fh), FopenFlags::FOPEN_DIRECT_IO);
             }
             Err(e) => reply.error(errno(&e)),
@@ -269,7 +269,7 @@ impl Filesystem for Mirror {
                 Err(e) => return reply.error(errno(&e)),
             };
             for (at, name) in names.iter().enumerate().skip(offset as usize) {
-                // Entries that went away meanwhile are left out.
+                // Entries that were removed in the meantime are left out.
                 let Ok(attr) = shared.attr(&folder.join(name)) else { continue };
                 if reply.add(attr.ino, at as u64 + 1, attr.kind, name) {
                     break;

@@ -1,4 +1,4 @@
-//! Whether the tensors of a description lie in their file.
+//! Checks that the tensors of a description lie within their file.
 
 use tensorfs::internal::format::ShardDescription;
 
@@ -16,7 +16,7 @@ pub(super) fn check_extents(file: &[u8], description: &ShardDescription) {
     assert!(strided.next().is_none(), "strides of no tensor");
 }
 
-/// From the first element to the end of the last one.
+/// The number of bits from the first element to the end of the last one.
 fn bits_spanned(shape: &[u64], strides: &[u64], bits: u64) -> u64 {
     assert_eq!(shape.len(), strides.len());
     if shape.contains(&0) {

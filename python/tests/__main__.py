@@ -9,6 +9,6 @@ import package
 spec = importlib.util.spec_from_file_location("suite", package.ROOT / "tests/python/__main__.py")
 suite = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(suite)
-# One after the other where there is a GPU, which they share.
+# If there is a GPU, the tests run one after the other, because they share it.
 jobs = {"jobs": 1} if Path("/dev/nvidiactl").exists() else {}
 sys.exit(suite.main(str(Path(__file__).parent), **jobs))

@@ -1,10 +1,10 @@
-"""Runs tests of the consolidation of torch or NeMo AutoModel with our drop-in in place of theirs.
+"""Runs the tests of the consolidation of torch or NeMo AutoModel with our replacement of their function.
 
     python python/tests/consolidation_suite.py TEST_FILE [PYTEST OPTION]...
 
 TEST_FILE is `test/distributed/checkpoint/test_consolidate_hf_safetensors.py` in a checkout of PyTorch, or
 `tests/unit_tests/checkpoint/test_consolidate_safetensors.py` in one of NeMo AutoModel. Needs an environment with this
-package, torch, safetensors, numpy, pytest and expecttest. Tests that ask for GPUs run on the CPU where there is none.
+package, torch, safetensors, numpy, pytest and expecttest. Tests that ask for GPUs run on the CPU if there is no GPU.
 docs/guides/consolidate.md has the results.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Python imports this module at its start, also in the ranks that a test starts.
+# Python imports this module when it starts, even in the ranks that a test starts.
 IN_PLACE = """
 import os
 import sys

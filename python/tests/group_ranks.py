@@ -1,4 +1,4 @@
-"""Ranks of a process group without torch: processes that write to each other through a folder.
+"""Ranks of a process group without torch: processes that exchange messages through a folder.
 
 `Ranks(4, code)` runs `code` in four processes, with `rank`, `size`, `group(timeout)`, `folder` and `say(answer)`.
 """
@@ -42,7 +42,7 @@ def failure(work):
 
 
 class FolderMailbox:
-    """Each key is a file."""
+    """A mailbox in which each key is a file."""
 
     def __init__(self, folder):
         self._folder = Path(folder)
@@ -150,7 +150,7 @@ def group(folder, rank, size, number, timeout, wire):
 
 
 class Ranks:
-    """Processes that run `code`, whose answers `answers` returns."""
+    """Processes that run `code`. `answers` returns their answers."""
 
     def __init__(self, size, code, folder):
         paths = json.dumps([p for p in sys.path if p])

@@ -1,4 +1,4 @@
-"""Helpers that the tests of the package share. They use the checkpoints and the judges of `tests/python`."""
+"""Helpers that the tests of the package share. They use the checkpoints and the comparisons of `tests/python`."""
 
 import contextlib
 import importlib.util
@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "tests/python"))
 import tensorfs  # noqa: E402
 from mounts import FIXTURES, Mount, TestCase, wait_until  # noqa: E402, F401
 
-# Most checkpoints of tests are rank shards; `test_tails.py` is about the warning.
+# Most checkpoints of tests are rank shards, which cause this warning. `test_tails.py` tests the warning itself.
 warnings.filterwarnings("ignore", category=tensorfs.UnprovenTailWarning)
 
 has_torch = importlib.util.find_spec("torch") is not None
@@ -51,7 +51,7 @@ def environment(**variables):
 
 
 def threads():
-    """Names of the threads of this process in the kernel."""
+    """The names that the threads of this process have in the kernel."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         # If a thread ends between open and read, the error is ESRCH and not ENOENT.
@@ -61,5 +61,5 @@ def threads():
 
 
 def dlpack_bytes(opened):
-    """Name -> dtype, shape and bytes."""
+    """The tensors of an open checkpoint: name -> dtype, shape and bytes."""
     return {name: (t.dtype, list(t.shape), t.tobytes()) for name, t in opened.get_tensors().items()}

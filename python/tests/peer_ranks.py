@@ -1,9 +1,9 @@
-"""A rank of a gloo group: makes calls with one of two packages and writes what came of them.
+"""A rank of a gloo group. It makes calls with one of two packages, and writes their results.
 
     python peer_ranks.py fastsafetensors|ours RANK SIZE STORE OUT CALLS
 
-`CALLS` is JSON: a list of `{"do": NAME, ...}`. `OUT` gets a pickle: for each call the value, or the class of the exception
-and its bases.
+`CALLS` is a JSON list of `{"do": NAME, ...}`. `OUT` gets a pickle that has, for each call, its value, or the class of
+its exception and the bases of this class.
 """
 
 import contextlib
@@ -54,7 +54,8 @@ class Calls:
 
     def whole(self, files, names):
         with self.buffer(files) as buffer:
-            # Each once: the package frees a file whose tensors were all taken, and sends other memory the second time.
+            # Each tensor is taken once: when all tensors of a file were taken, the package frees the file, and would
+            # send other memory the second time.
             ask = (buffer.get_tensor, buffer.get_tensor_wrapped)
             return [ask[number % 2](name) for number, name in enumerate(names)]
 

@@ -1,5 +1,5 @@
-"""Files for the tests of `tensorfs.compat.fastsafetensors` and `tensorfs.compat.instanttensor`, and the comparison of a call
-on the genuine package with the same call on ours."""
+"""Makes files for the tests of `tensorfs.compat.fastsafetensors` and `tensorfs.compat.instanttensor`, and compares
+calls of the genuine packages with the same calls of ours."""
 
 import contextlib
 import io
@@ -20,7 +20,8 @@ WIDTHS = {
 
 
 def write(path, tensors, metadata=None, pad=True):
-    """Writes a safetensors file of (name, dtype, shape) with bytes that differ from tensor to tensor."""
+    """Writes a safetensors file. `tensors` has (name, dtype, shape) of each tensor. The bytes differ from tensor to
+    tensor."""
     header, data = ({} if metadata is None else {"__metadata__": metadata}), b""
     for number, (name, dtype, shape) in enumerate(tensors):
         count = 1
@@ -85,8 +86,8 @@ def compare(test, label, call, genuine, ours):
 
 
 def differs(test, label, call, genuine, ours, expected):
-    """Asserts a known difference. `expected` is the class that only ours raises, "reads" where only the genuine package
-    raises, or the class that ours raises in place of another one."""
+    """Asserts a known difference. `expected` is the class of the exception that only our package raises, or that it
+    raises in place of another one. It is "reads" if only the genuine package raises an exception."""
     with test.subTest(label):
         _, raised = outcome(call, genuine)
         _, ours_raised = outcome(call, ours)

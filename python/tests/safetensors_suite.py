@@ -1,4 +1,4 @@
-"""Runs safetensors' own test suite with our `safe_open` in place of its own.
+"""Runs the test suite of safetensors with our `safe_open` in place of its own.
 
     python python/tests/safetensors_suite.py [SDIST] [PYTEST OPTION]...
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 VERSION = "0.8.0"
 
-# Tests of a framework, its module in safetensors, and its package.
+# For each framework: its tests, its module in safetensors, and its package.
 OTHERS = [
     ("test_flax_comparison.py", "flax", "jax"),
     ("test_mlx_comparison.py", "mlx", "mlx"),
@@ -24,7 +24,7 @@ OTHERS = [
     ("test_tf_comparison.py", "tensorflow", "tensorflow"),
 ]
 
-# A plugin is imported before any test binds a name.
+# This code is a plugin, because a plugin is imported before any test imports a name.
 PLUGIN = """
 import importlib
 
@@ -75,7 +75,7 @@ def main():
 
 
 def download(folder):
-    """Gets the sdist; making its metadata takes maturin."""
+    """Downloads the sdist. pip needs maturin to make its metadata."""
     subprocess.run(
         [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "safetensors"]
         + ["--dest", str(folder), f"safetensors=={VERSION}"],

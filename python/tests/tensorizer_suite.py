@@ -2,7 +2,8 @@
 
     python python/tests/tensorizer_suite.py CHECKOUT/tests [test_torch_compat test_serialization ...]
 
-The models that the tests download are replaced by one of random weights, so the text that it makes says nothing.
+The models that the tests download are replaced by a model with random weights, so the text that it generates has no
+meaning.
 """
 
 import argparse
@@ -20,7 +21,7 @@ LEFT_OUT = ("s3", "redis", "large_unbuffered")
 
 
 class Tokenizer:
-    """Numbers in place of words, which random weights would not understand."""
+    """A tokenizer that makes numbers in place of words, because words have no meaning for random weights."""
 
     eos_token_id = 2
 
@@ -32,7 +33,7 @@ class Tokenizer:
 
 
 def stand_in():
-    """Has `import tensorizer` find tensorfs."""
+    """Makes `import tensorizer` find the replacement in tensorfs."""
     for name in ("serialization", "stream_io", "torch_compat", "utils"):
         sys.modules[f"tensorizer.{name}"] = getattr(ours, name)
     sys.modules["tensorizer"] = ours
@@ -45,7 +46,7 @@ def stand_in():
 
 
 def random_models():
-    """Has transformers make a small model instead of downloading one."""
+    """Makes transformers create a small model in place of a downloaded one."""
     config = transformers.GPTNeoConfig(
         vocab_size=4000, max_position_embeddings=512, hidden_size=512, num_layers=6, num_heads=8,
         attention_types=[[["global", "local"], 3]], bos_token_id=1, eos_token_id=2,

@@ -1,4 +1,4 @@
-"""The checks, in the order of a machine's life: install, mounts, kills, upgrade, reboots, remove, purge."""
+"""The checks, in the order of the life of a machine: install, mounts, kills, upgrade, reboots, remove, purge."""
 
 import json
 import shlex
@@ -23,7 +23,7 @@ name = "step"
 source = "/data/checkpoints/step-9000"
 target = "/srv/models/step"
 """
-# Target, checkpoint and the unit whose daemon serves it.
+# For each mount: target, checkpoint, and the unit whose daemon serves it.
 INSTANCE = ("/srv/instance", "llama", "tensorfs@llama.service")
 FSTAB_MOUNT = ("/mnt/fstab", "llama", "mnt-fstab.mount")
 AUTOMOUNT = ("/mnt/auto", "step-9000", "mnt-auto.mount")
@@ -39,7 +39,7 @@ class Run:
         self.passed = self.failed = 0
 
     def check(self, title, function, *words):
-        """Runs one check. Its result is printed behind its title."""
+        """Runs one check, and prints its title and its result."""
         begin = time.monotonic()
         try:
             note, word = function(*words), "ok  "
@@ -81,7 +81,7 @@ def without_systemd(run, root, in_root):
 
     def purge():
         at_work("dpkg", "--purge", "tensorfs")
-        # Their parents belong to other packages.
+        # The parent folders of these paths belong to other packages.
         left = [path for path in root.rglob("*tensorfs*") if "root/debs" not in str(path) and path != root]
         equal(left, [], "left behind")
 
@@ -107,24 +107,24 @@ class Guest:
         return int(self.property(unit, "MainPID"))
 
     def mounted(self, target):
-        """Whether a tensorfs is mounted there, by the table alone."""
+        """Whether a tensorfs is mounted on `target`. Only the table of mounts is read."""
         return self.machine.result(f"grep -qF ' {target} fuse.tensorfs ' /proc/self/mounts")[0] == 0
 
     def daemon(self, target):
-        """The process behind a mount, as its status says."""
-        # It waits two seconds for the daemon, which is short for an emulated processor.
+        """The pid of the daemon of a mount, from its status."""
+        # `status` waits two seconds for the daemon, which is short for an emulated processor, so it is repeated.
         mounts = json.loads(self.wait(f"tensorfs status --json {target}", 20, "the status of the mount"))
         found = mounts["mounts"] if isinstance(mounts, dict) and "mounts" in mounts else mounts
         found = found[0] if isinstance(found, list) else found
         return int(found["pid"])
 
     def compare(self, target, model):
-        """Every byte of the mounted file against the expected one, by map and by pread."""
+        """Compares every byte of the mounted file with the expected file, by mmap and by pread."""
         self.run(f"{READER} {target}/model.safetensors /data/expected/{model} /run/once.json once", 120)
 
     def read(self, name, target, model):
-        """Starts a process that maps the file and compares it for ever."""
-        # Five readers would leave an emulated processor no time for anything else.
+        """Starts a process that maps the file, and compares it again and again."""
+        # Without a pause, five readers would take all time of an emulated processor.
         pause = 0.01 if self.machine.slower == 1 else 0.3
         self.run(f"systemctl reset-failed reader-{name} 2>/dev/null; rm -f /run/reader-{name}.json", whatever=True)
         self.run(
@@ -138,7 +138,7 @@ class Guest:
         return json.loads(self.run(f"cat /run/reader-{name}.json 2>/dev/null || echo '{{\"rounds\": 0}}'"))
 
     def goes_on(self, name, more=2):
-        """Waits until the reader has compared the whole file `more` times since now."""
+        """Waits until the reader has compared the whole file `more` times from now on."""
         before = self.state(name)["rounds"]
         deadline = time.monotonic() + 60 * self.machine.slower
         while True:
@@ -213,7 +213,8 @@ def remove_checks(run, guest, mounts):
     run.check("the guest reboots without the package", reboot_without, guest)
 
 
-# The values of `--sections`. Each one goes on where any other leaves the machine; after the last one there are no mounts.
+# The values of `--sections`. A section can start in the state in which any other section leaves the machine. After the
+# last one there are no mounts.
 SECTIONS = {
     "boot": boot_checks,
     "kill": kill_checks,
@@ -301,7 +302,7 @@ def killed(guest, target, model, unit):
     guest.run(f"kill -9 {pid}")
     note = ""
     if target == AUTOMOUNT[0]:
-        # Nothing accesses it: systemd takes the idle mount off, and the next access mounts it again.
+        # No process accesses the mount: systemd unmounts it when it is idle, and the next access mounts it again.
         guest.wait(f"! grep -q ' {target} fuse.tensorfs ' /proc/self/mounts", 60, "the idle mount goes away")
         note = ", after its idle time"
     try:
@@ -310,7 +311,7 @@ def killed(guest, target, model, unit):
     except AssertionError:
         if not unit.endswith(".mount"):
             raise
-        # Nothing watches the daemon of a mount unit: its administrator starts it again.
+        # systemd does not restart the daemon of a mount unit, so the administrator has to start it again.
         note = f", after systemctl restart {unit}"
         begin = time.monotonic()
         guest.run(f"systemctl restart {unit}", 60)
@@ -332,7 +333,7 @@ def upgrade(guest, mounts):
         guest.goes_on(name)
     for _, _, unit in mounts:
         equal(guest.active(unit), "active", unit)
-    # An automount goes away once nobody reads.
+    # An automount is unmounted once no process reads it.
     notes = [f"{before} to {after}"] + [f"{target} {guest.end_reader(name)}" for name, target, _, _ in names]
     program = guest.run(f"readlink /proc/{guest.main_pid('tensorfs.service')}/exe")
     equal(program, "/usr/bin/tensorfs", f"the program of the service after the upgrade ({output})")
@@ -363,7 +364,7 @@ def power_cut(guest, mounts):
 def remove(guest, mounts):
     for target, model, _ in mounts:
         guest.compare(target, model)
-    # A name that the table of mounts escapes.
+    # The table of mounts escapes characters of this name.
     guest.run("mkdir -p '/srv/a b\\c' && tensorfs mount /data/checkpoints/step-9000 '/srv/a b\\c'")
     output = guest.run("DEBIAN_FRONTEND=noninteractive dpkg --remove tensorfs", 120)
     equal(guest.run("grep fuse.tensorfs /proc/self/mounts", whatever=True), "", f"mounts left: {output}")
@@ -380,7 +381,7 @@ def reinstall(guest):
 
 
 def purge(guest):
-    # With a file in use: its reader goes on, and the mount is off.
+    # Unmounts while a file is in use: its reader goes on, and the mount is gone.
     guest.run("mount /mnt/fstab", 60)
     guest.read("last", "/mnt/fstab", "llama")
     output = guest.run("DEBIAN_FRONTEND=noninteractive dpkg --purge tensorfs", 120)

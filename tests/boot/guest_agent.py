@@ -1,4 +1,5 @@
-"""Runs in the guest: takes commands from the virtio port, one JSON object a line, and answers each with its result."""
+"""Runs in the guest. It reads commands from the virtio port, one JSON object on each line, and answers each with its
+result."""
 
 import json
 import os
@@ -17,7 +18,7 @@ def main():
     while True:
         data = os.read(port, 65536)
         if not data:
-            # The host is not connected.
+            # The host is not connected yet.
             time.sleep(0.05)
             continue
         waiting += data
@@ -34,7 +35,7 @@ def send(port, reply):
 
 def answer(call):
     with tempfile.TemporaryFile() as output:
-        # A file and not a pipe: a daemon that keeps it open must not hold the answer up.
+        # The output goes to a file and not to a pipe: a daemon that keeps a pipe open would delay the answer.
         process = subprocess.Popen(
             ["/bin/sh", "-c", call["command"]], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             start_new_session=True,

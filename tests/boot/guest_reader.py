@@ -1,7 +1,9 @@
-"""Runs in the guest: keeps a map and a descriptor of one file, and compares their bytes with the expected file.
+"""Runs in the guest. It keeps a mapping and a descriptor of one file open, and compares their bytes with the expected
+file.
 
-guest_reader.py FILE EXPECTED STATE once|PAUSE: writes its progress to STATE as JSON after every round, for one round, or
-for ever with PAUSE seconds between rounds. Ends with status 1 at the first wrong byte or failed read. A read of a map that fails ends it by SIGBUS.
+guest_reader.py FILE EXPECTED STATE once|PAUSE: runs one round, or endless rounds with PAUSE seconds between them. After
+every round it writes its progress to STATE as JSON. At the first wrong byte or failed read it ends with status 1. A
+failed read of the mapping ends it by SIGBUS.
 """
 
 import json
@@ -38,7 +40,7 @@ def main():
         os.rename(state_path + ".new", state_path)
         if pause == "once":
             return
-        # The next round must ask the daemon again.
+        # Drops the mapped pages, so that the next round asks the daemon again.
         mapped.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         time.sleep(float(pause))

@@ -14,15 +14,17 @@ PACKAGES = "systemd-sysv,udev,dbus,kmod,procps,initramfs-tools,fuse3,python3,zst
 KERNEL = "linux-image-cloud-amd64"
 ROOT_SIZE = "2G"
 DATA_SIZE = "512M"
-# How much longer all may take where the processor is emulated.
+# Factor by which all time limits are longer if the processor is emulated.
 EMULATED = 8
-# Some hosts offer the feature that is off here, but refuse to set it.
+# The feature `arch-capabilities` is off, because some hosts offer it but refuse to set it.
 CPU = "max,arch-capabilities=off"
-# Arguments of qemu for each accelerator. One emulated processor keeps one real one busy, and qemu keeps
-# more translated code than it does by default. qemu 7.2 emulates cmpxchg16b wrongly at times: Linux 6.12 then panics.
+# Arguments of qemu for each accelerator. An emulated machine has one processor, which keeps one real processor busy,
+# and more memory for translated code than by default. qemu 7.2 sometimes emulates cmpxchg16b wrongly, so that Linux
+# 6.12 panics.
 PROCESSOR = {"kvm": ["-accel", "kvm", "-cpu", CPU, "-smp", "2"],
              "tcg": ["-accel", "tcg,tb-size=512", "-cpu", CPU + ",cx16=off", "-smp", "1"]}
-# Further words for the kernel. On a busy host the emulated timer is late, and the kernel would take it for broken.
+# Further arguments of the kernel. On a busy host the emulated timer is late, and without `no_timer_check` the kernel
+# would report it as broken.
 KERNEL_WORDS = {"kvm": "", "tcg": " mitigations=off no_timer_check"}
 AGENT_UNIT = """[Unit]
 Description=Commands of the host
@@ -38,11 +40,11 @@ WantedBy=multi-user.target
 
 
 class Broken(Exception):
-    """The machine or its making failed: no more checks make sense."""
+    """The machine does not work, or could not be made, so that further checks make no sense."""
 
 
 def call(*words, timeout, **popen):
-    """Runs a command of the host to its end; raises `Broken` with its output where it fails."""
+    """Runs a command on the host to its end. Raises `Broken` with its output if it fails."""
     words = [str(word) for word in words]
     try:
         done = subprocess.run(
@@ -82,7 +84,7 @@ def make_base(archive, suite, kernel_suite):
 
 
 def in_root(root, *words, timeout):
-    """Runs a command in the root, without a systemd, as an image builder does."""
+    """Runs a command in the root without systemd, as an image builder does."""
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
     return call("chroot", root, *words, timeout=timeout, env=environment)
 
@@ -92,8 +94,8 @@ def make_disk(folder, image, size):
 
 
 def kvm_boots(work, kernel):
-    """Whether the kernel starts by kvm. There are machines whose kvm is made for special kernels: it emulates each
-    instruction of other ones, slower than qemu does, and lacks some."""
+    """Whether the kernel boots with kvm. The kvm of some machines supports only special kernels: it emulates each
+    instruction of other kernels, slower than qemu does, and lacks some instructions."""
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         return False
     console = work / "kvm.log"
@@ -133,7 +135,7 @@ class Machine:
         self.slower = 1 if self.accelerator == "kvm" else EMULATED
 
     def start(self):
-        """Boots, and waits until the agent answers."""
+        """Boots the machine, and waits until the agent answers."""
         self.port.unlink(missing_ok=True)
         self.boots += 1
         words = [
@@ -172,7 +174,8 @@ class Machine:
         return f"\n{log}\n{console}"
 
     def run(self, command, timeout=60, whatever=False):
-        """Output of a shell command of the guest, without spaces at its ends. It must succeed unless `whatever`."""
+        """Runs a shell command in the guest, and returns its output, without spaces at its ends. The command must
+        succeed, unless `whatever` is true."""
         code, output = self.result(command, timeout)
         if code != 0 and not whatever:
             what = f"not done within {timeout} s" if code is None else f"exit {code}"
@@ -180,13 +183,14 @@ class Machine:
         return output.strip()
 
     def result(self, command, timeout=60):
-        """Exit status (None: not done in time) and output of a shell command of the guest."""
+        """Runs a shell command in the guest. Returns its exit status (None if it did not end in time) and its
+        output."""
         self.calls += 1
         timeout *= self.slower
         request = {"id": self.calls, "command": command, "timeout": timeout}
         self.link.settimeout(10)
         self.link.sendall(json.dumps(request).encode() + b"\n")
-        # The first answer takes a boot.
+        # The first answer comes only after the boot.
         deadline = time.monotonic() + timeout + 30 * self.slower
         self.link.settimeout(1)
         while True:
@@ -217,7 +221,7 @@ class Machine:
             time.sleep(0.2)
 
     def reboot(self):
-        """Ends the guest in order and boots it again; returns the seconds that the end took."""
+        """Shuts the guest down properly, and boots it again. Returns the seconds that the shutdown took."""
         begin = time.monotonic()
         self.run("systemctl --no-block reboot")
         self.wait_end(150)

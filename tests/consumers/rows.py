@@ -1,4 +1,4 @@
-"""Parts that the rows share: a small model in shards, a mount of it, and the same as one real file."""
+"""Parts that the rows share: a small model in shards, a mount of it, and the same model as one real file."""
 
 import importlib.metadata
 import importlib.util
@@ -58,7 +58,7 @@ def llama_tensors(seed=1):
 
 
 def write_shards(folder, tensors, count=3, stem="model"):
-    """A set of the Hugging Face kind."""
+    """Writes a set of shards in the form of Hugging Face."""
     folder.mkdir(parents=True, exist_ok=True)
     names, shards = list(tensors), {}
     for number in range(count):
@@ -82,7 +82,8 @@ def write_tokenizer(folder):
 
 
 def write_rank_shards(folder, tensors, ranks=2):
-    """Files of ranks, as torch's distributed saver writes them: matrices cut by columns, other tensors by rows."""
+    """Writes files of ranks like the distributed saver of torch. Matrices are cut by columns, and other tensors by
+    rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         parts, places = {}, {}
@@ -107,7 +108,8 @@ def needs(*modules):
 
 
 class Row(TestCase):
-    """One program. `self.real` is a folder with one real file, `self.mnt` the mount of shards of the same tensors."""
+    """The test of one program. `self.real` is a folder with one real file, and `self.mnt` is the mount of shards with
+    the same tensors."""
 
     options = ()
 
@@ -120,11 +122,11 @@ class Row(TestCase):
         for folder in (self.shards, self.real):
             (folder / "config.json").write_text(json.dumps(CONFIG))
         self.mnt = self.enter(Mount(self.shards, *self.options)).path
-        # An independent merge: the genuine writer.
+        # The genuine writer makes the real file, independently of tensorfs.
         save_file(self.tensors, self.real / "model.safetensors", metadata=FORMAT)
 
     def used(self, name, version):
-        """Says which program the row was tried with."""
+        """Prints the name and the version of the program that was tested."""
         print(f"ROW {name} {version}", file=sys.stderr)
 
     def assert_same_tensors(self, found, right):
@@ -134,14 +136,14 @@ class Row(TestCase):
             np.testing.assert_array_equal(one, other, name)
 
     def output(self, *command, **how):
-        """The output of a command, which has to succeed."""
+        """Runs a command, which has to succeed, and returns its output."""
         outcome = run(*command, timeout=300, **how)
         self.assert_done(outcome)
         return outcome.stdout
 
 
 def first_line(*command):
-    """The first line that a program prints, as that about its version."""
+    """The first line that a program prints, for example about its version."""
     outcome = run(*command)
     return (outcome.stdout or outcome.stderr).splitlines()[0]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "python/tests"))
-# vLLM takes its platform from this, whatever it was built for.
+# vLLM chooses its platform by this variable, even if it was built for another one.
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -1,4 +1,4 @@
-"""Small checkpoints with the names, dtypes and shapes of model families, as the hub has them."""
+"""Small checkpoints of model families, with the same names, dtypes and numbers of dimensions as on the hub."""
 
 import json
 
@@ -22,7 +22,7 @@ _COMMON = {
 
 
 def of(seed, *shape, dtype=torch.bfloat16):
-    """A tensor whose every bit is random, as far as its dtype allows."""
+    """A tensor of random bits, as far as its dtype allows."""
     made = np.random.default_rng(seed)
     if dtype.is_floating_point and dtype.itemsize > 1:
         return torch.from_numpy(made.standard_normal(shape, np.float32)).to(dtype)
@@ -106,7 +106,7 @@ def gemma(build):
         build.attention(layer)
         build.mlp(f"model.layers.{layer}.mlp")
         build.norms(layer, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    # The head is the embedding.
+    # The head is tied to the embedding, so the checkpoint has no tensor for it.
     build.ends(with_head=False)
     more = {"head_dim": HIDDEN // HEADS, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}
     limits = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 64}
@@ -114,7 +114,7 @@ def gemma(build):
 
 
 def deepseek(build):
-    """With latent attention, and blocks of float8 with a scale each in the experts."""
+    """A model with latent attention. Its experts have blocks of float8, each with a scale."""
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}.self_attn"
         for word, shape in {
@@ -142,7 +142,7 @@ def deepseek(build):
 
 
 def gptq(build):
-    """A llama in groups of four bits."""
+    """A Llama that is quantized to four bits, in groups."""
     for layer in range(LAYERS):
         build.norms(layer)
         for word, rows, columns in (
@@ -181,7 +181,7 @@ def write(folder, family, shards=3):
     index = {"metadata": {"total_size": sum(made.nbytes for made in build.tensors.values())}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config))
-    # Some repositories have the weights twice. The weight map leaves these out.
+    # Some repositories have the weights twice. The weight map does not name this file.
     save_file({"decoy": torch.zeros(3)}, folder / "consolidated.safetensors")
     return build.tensors
 
@@ -195,7 +195,7 @@ def same(one, other):
 
 
 def differences(found, right):
-    """The differences between two iterations over weights, as one line for each tensor."""
+    """The differences between two iterations over weights. Each tensor that differs has one line."""
     found, right = list(found), list(right)
     names = [name for name, _ in found]
     said = [f"{name} comes {names.count(name)} times" for name in set(names) if names.count(name) > 1]

@@ -1,8 +1,9 @@
-"""The interface of TensorRT-LLM that a weight loader is written for.
+"""The interface of TensorRT-LLM for which a weight loader is written.
 
-Its package installs on machines with a GPU only. So the modules below are imported from its sources, if the variable
-TENSORRT_LLM_SOURCES names a checkout of them, and everything that they import beside is a class without code. Without sources
-stand-ins have the methods of the published classes.
+The package of TensorRT-LLM can only be installed on machines with a GPU. So the modules below are imported from a
+checkout of its sources, if the variable TENSORRT_LLM_SOURCES names one. Everything else that these modules import is
+replaced by a class without code. Without sources, this module has replacements with the methods of the published
+classes.
 """
 
 import ast
@@ -27,7 +28,8 @@ GENUINE = [f"{CHECKPOINTS}.{name}" for name in ("base_weight_loader", "base_chec
 
 
 class _Nothing(type):
-    """The class of what a genuine module imports and a weight loader never meets: it calls back, and has any attribute."""
+    """The metaclass of replacements for names that a genuine module imports, but a weight loader never uses. They can
+    be called, and have every attribute."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -36,7 +38,7 @@ class _Nothing(type):
 
 
 def _nothing(name):
-    # As a decorator with an argument it returns the class that it decorates.
+    # If it is used as a decorator with an argument, it returns the class that it decorates.
     body = {"__init__": lambda self, *_, **__: None, "__call__": lambda self, made: made}
     return _Nothing(name, (), body)
 
@@ -94,7 +96,8 @@ class TensorParallelMode:
 
 
 def load_weight_shard(weight, tensor_parallel_size, tensor_parallel_rank, tensor_parallel_mode):
-    """The part of a rank: rows if the layer is parallel in its columns, columns if it is in its rows."""
+    """The part of a weight for a rank. A column-parallel layer is cut by rows of the weight, and a row-parallel layer
+    by columns."""
     dim = tensor_parallel_mode
     if dim is None or tensor_parallel_size <= 1 or len(weight.shape) <= dim:
         return weight.to("cpu")
@@ -105,7 +108,7 @@ def load_weight_shard(weight, tensor_parallel_size, tensor_parallel_rank, tensor
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds each module of the package: in the sources, or a module of stand-ins."""
+    """Finds each module of the package, in the sources or as a module of replacements."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] != "tensorrt_llm":
@@ -141,8 +144,8 @@ def _file_of(module):
 
 
 def _published_slicing():
-    """The function of the sources that cuts a weight for a rank, and the enumeration of its modes, out of a module that
-    imports kernels."""
+    """The function of the sources that cuts a weight for a rank, and the enumeration of its modes. Only these two are
+    run, because their module imports kernels."""
     file = _file_of("tensorrt_llm._torch.modules.linear")
     wanted = ("TensorParallelMode", "load_weight_shard")
     parts = [part for part in ast.parse(file.read_text()).body if getattr(part, "name", None) in wanted]

@@ -1,4 +1,4 @@
-"""A record of the bytes that the load format reads while an engine loads a model."""
+"""Records the bytes that the load format reads while an engine loads a model."""
 
 from unittest import mock
 
@@ -6,8 +6,8 @@ from tensorfs.engines import _lazy, _weights
 
 
 class Recorded:
-    """A block in which every tensor is lazy if the option says so, however short, and opened checkpoints are counted.
-    Models of tests are small."""
+    """A block in which even short tensors are lazy if the option `lazy` is set, because the models of tests are small.
+    It counts the opened checkpoints."""
 
     def __init__(self):
         self._readers, self._lazy = [], []
@@ -15,7 +15,7 @@ class Recorded:
 
         def opened(*given, **how):
             made = safe_open(*given, **how)
-            # It outlives the end of the open checkpoint.
+            # The reader is stored, because it outlives the open checkpoint.
             self._readers.append(made._reader())
             return made
 
@@ -39,6 +39,7 @@ class Recorded:
             one.stop()
 
     def answer(self):
-        """The number of lazy tensors, those of them that were read whole, and the bytes that were read of all checkpoints."""
+        """The number of lazy tensors, the number of those that were read whole, and the number of bytes that were read
+        of all checkpoints."""
         whole = sum(isinstance(made, _lazy.LazyTensor) and made._value is not None for made in self._lazy)
         return {"lazy": len(self._lazy), "whole": whole, "read": sum(one.stats.get("bytes", 0) for one in self._readers)}

@@ -22,7 +22,7 @@ from tensorfs.engines import _sglang_loader  # noqa: E402
 
 
 def coordinator(ranks):
-    """A group of SGLang, as far as a loader uses it."""
+    """A replacement for a group of SGLang, with the parts that a loader uses."""
     group = torch.distributed.new_group(ranks, backend="gloo")
     return SimpleNamespace(world_size=len(ranks), cpu_group=group, device_group=group)
 

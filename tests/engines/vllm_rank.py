@@ -1,6 +1,7 @@
-"""One rank of a tensor-parallel group of vLLM: makes a model and loads it by each of several configurations.
+"""One rank of a tensor-parallel group of vLLM. It makes a model, and loads it with each of several configurations.
 
-Usage: vllm_rank.py RANK MODEL SIZE INIT_METHOD CONFIGS. Prints the hash of each parameter, their length, and what was read.
+Usage: vllm_rank.py RANK MODEL SIZE INIT_METHOD CONFIGS. Prints the hash of each parameter, the length of all
+parameters, and the number of bytes that were read.
 """
 
 import hashlib

@@ -1,4 +1,5 @@
-"""Best figures of this machine: pinned memory to the GPU, memory to memory, the disk, and the cost of pinning."""
+"""Measures the limits of this machine: copies from pinned memory to the GPU, copies in memory, reads of the disk, and
+the cost of pinning."""
 
 import argparse
 import ctypes
@@ -16,7 +17,7 @@ GIB = 1 << 30
 
 
 def median_rate(length, runs, work):
-    """GB/s of `work`, which moves `length` bytes and returns when they are there."""
+    """The rate of `work` in GB/s. `work` moves `length` bytes, and returns when all of them have arrived."""
     work()
     times = []
     for _ in range(runs):
@@ -40,7 +41,7 @@ def to_device(pinned, piece, n_streams):
 
 
 def read_by_threads(path, length, n_threads, buffer):
-    """Reads a file into memory that is there already, each thread a part of it."""
+    """Reads a file into existing memory. Each thread reads a part of it."""
     part = length // n_threads
     view = memoryview(buffer)
 

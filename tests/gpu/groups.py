@@ -1,8 +1,9 @@
-"""Loads of process groups: bytes that each rank gets, on GPUs if there are any, else on the CPU.
+"""Tests of loads of process groups: compares the bytes that each rank gets, on GPUs if there are any, and else on the
+CPU.
 
     TENSORFS_BIN=tensorfs python tests/gpu/groups.py
 
-Several ranks share a GPU if there are fewer GPUs than ranks; a group of NCCL has one rank for each GPU.
+Several ranks share a GPU if there are fewer GPUs than ranks. A group of NCCL has one rank for each GPU.
 """
 
 import json
@@ -116,7 +117,7 @@ class Groups(unittest.TestCase):
         torch.save(right, self.tmp / "right.pt")
 
     def ranks(self, code, size, backend="gloo"):
-        """The outputs of all ranks, which end well."""
+        """Runs the ranks, which have to succeed, and returns their outputs."""
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             port = one.getsockname()[1]

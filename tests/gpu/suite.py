@@ -1,4 +1,5 @@
-"""Loads to a real GPU, compared with what went into the files: bytes, casts, slices, memory that waits, errors."""
+"""Tests of loads to a real GPU: bytes, casts, slices, loads into existing memory, and errors. Results are compared with
+the tensors that were written."""
 
 import gc
 import json
@@ -23,7 +24,7 @@ SMALL = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "
 
 
 def random_tensor(shape, dtype, seed):
-    """Any bits, NaNs and all."""
+    """A tensor of random bits, which include NaNs."""
     generator = torch.Generator().manual_seed(seed)
     length = torch.empty(shape, dtype=dtype, device="meta").nbytes
     data = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
@@ -41,7 +42,7 @@ class Gpu(unittest.TestCase):
         folder = tempfile.TemporaryDirectory(prefix="tensorfs-test-")
         self.addCleanup(folder.cleanup)
         self.tmp = Path(folder.name)
-        # Remains of earlier use are no zeros.
+        # Fills free memory, so that memory of later loads does not contain zeros by chance.
         free, _ = torch.cuda.mem_get_info()
         torch.empty(free // 2, dtype=torch.uint8, device=DEVICE).fill_(0xFF)
         torch.cuda.empty_cache()
@@ -51,7 +52,7 @@ class Gpu(unittest.TestCase):
         self.assertTrue(torch.equal(bits(got), bits(expected)), f"{name}: the bytes differ")
 
     def shards(self, count=4, megabytes=40):
-        """Shards with sizes that leave nothing aligned, and all tensors in them."""
+        """Writes shards whose sizes leave no tensor aligned. Returns all tensors in them."""
         every, weight_map = {}, {}
         dtypes = [torch.bfloat16, torch.float32, torch.uint8, torch.int64, torch.bool, torch.float16]
         for number in range(1, count + 1):
@@ -69,7 +70,7 @@ class Gpu(unittest.TestCase):
         return every
 
     def rank_shards(self, dim, ranks=4):
-        """Rank shards of torch DCP, cut along `dim`."""
+        """Writes rank shards of torch DCP, which are cut along `dim`."""
         every = {f"w{n}": random_tensor((256, 128 * (n + 1)), torch.bfloat16, n) for n in range(6)}
         for rank in range(ranks):
             part, places = {}, {}
@@ -150,7 +151,7 @@ class Gpu(unittest.TestCase):
         for _ in range(20):
             work = work @ work
             work /= work.norm()
-        # Behind the kernels in the stream: it must not come after the load.
+        # This runs in the stream after the kernels above, so the load has to wait for it.
         target.fill_(1.0)
         tensorfs.load_into({name: target}, self.tmp, strict=False)
         self.same(target, expected[name])

@@ -2,12 +2,12 @@
 
 Run: `python tests/mutations [--count 3000] [--seed 1] [--keep FOLDER]` (needs torch; TENSORFS_BIN names a release build).
 
-- Where both read a checkpoint, all tensors are the same, bit by bit.
-- Where tensorfs reads one that torch refuses, the reason is in `UNDERSTOOD`.
-- No command crashes, and none takes more than 64 MB of memory or a second.
+- If both read a checkpoint, all tensors are the same, bit by bit.
+- If tensorfs reads a checkpoint that torch refuses, the reason is in `UNDERSTOOD`.
+- No command crashes, and no command takes more than 64 MB of memory or more than a second.
 
-The checkpoints are those of `tests/fixtures/torch`. It prints each finding, and the counts at the end. `--first 117 --count 1`
-makes the change with this number again.
+The checkpoints are those in `tests/fixtures/torch`. The program prints each finding, and the counts at the end.
+`--first 117 --count 1` makes change number 117 again.
 """
 
 import argparse
@@ -33,17 +33,17 @@ FIXTURES = ROOT / "tests/fixtures/torch"
 BIN = Path(os.environ.get("TENSORFS_BIN", ROOT / "target/release/tensorfs")).resolve()
 MEMORY_MAX = 64_000_000
 SECONDS_MAX = 1.0
-# Tensors that are larger are not read: a stride of 0 makes them of one element.
+# Tensors with more bytes than this are not read: with a stride of 0, a single element can make a tensor of any size.
 BYTES_MAX = 8_000_000
 PATIENCE = 20
-# Why tensorfs reads what torch refuses: by what torch says.
+# The reasons why tensorfs reads a checkpoint that torch refuses, by the message of torch.
 UNDERSTOOD = {
     "'utf-8' codec can't decode": "the identity of the save is no text",
-    # A tensor that is shown has all of them: this one stands where hooks do.
+    # A tensor that tensorfs shows has all arguments. The tensor of this message is in the place of hooks.
     r"_rebuild_tensor_v2\(\) missing 6 required positional arguments": "what is no part of a tensor is not called",
 }
 
-# The peak of a process counts what its parent had at the fork, so that a small process has to start it.
+# The peak memory of a process includes the memory of its parent at the fork, so a small process starts the command.
 RUNNER = """
 import json, os, subprocess, sys, time
 for line in sys.stdin:
@@ -61,7 +61,7 @@ for line in sys.stdin:
 
 
 class Helper:
-    """A process that answers a line for each line. One that does not answer is started anew."""
+    """A process that answers each line with a line. If it does not answer, it is started again."""
 
     def __init__(self, *words):
         self.words, self.process = words, None
@@ -85,7 +85,7 @@ class Helper:
 
 
 def checkpoints():
-    """Each kind with its checkpoints."""
+    """The checkpoints of each kind."""
     kinds = collections.defaultdict(list)
     for path in sorted(FIXTURES.iterdir()):
         if path.is_file():
@@ -125,14 +125,14 @@ class Trial:
         pickles = [path for path in held if path.suffix in (".pt", ".bin", ".distcp") or path.name == ".metadata"]
         if chosen.random() < 0.1:
             return f"{self.path.name}: {mutate.change_folder(chosen, pickles)}"
-        # The file that has the places of the others is changed as often as all of them.
+        # The file that has the offsets in the other files is changed as often as all other files together.
         first = [path for path in pickles if path.name == ".metadata" or "model_states" in path.name]
         path = chosen.choice(first if first and chosen.random() < 0.5 else pickles)
         return f"{self.path.name}: {mutate.change_file(chosen, path, others)}"
 
 
 class Judge:
-    """Runs the programs, and says what is wrong with what they do."""
+    """Runs the programs, and reports what they do wrong."""
 
     def __init__(self, folder, limits):
         self.folder, self.limits = folder, limits

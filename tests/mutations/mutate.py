@@ -1,4 +1,4 @@
-"""Random changes of checkpoints that hold pickles. A changed checkpoint follows from its number and a seed alone."""
+"""Random changes of checkpoints with pickles. The changed checkpoint depends only on its number and on a seed."""
 
 import io
 import pickletools
@@ -25,7 +25,7 @@ GLOBALS = (
 
 
 def change_folder(chosen: random.Random, files: list) -> str:
-    """Removes a file, or puts one in the place of another. Returns what it did."""
+    """Removes a file, or replaces a file by another one. Returns a description of the change."""
     one, other = chosen.choice(files), chosen.choice(files)
     way = chosen.choice(("remove", "copy", "swap"))
     first, second = one.read_bytes(), other.read_bytes()
@@ -39,7 +39,8 @@ def change_folder(chosen: random.Random, files: list) -> str:
 
 
 def change_file(chosen: random.Random, path, others: list) -> str:
-    """Changes the bytes of a file. `others` are files to take bytes of. Returns what it did."""
+    """Changes the bytes of a file. `others` are files from which bytes are taken. Returns a description of the
+    change."""
     data = path.read_bytes()
     ways = [flip, flip, cut, splice]
     if data[:2] == b"PK":
@@ -77,7 +78,7 @@ def splice(chosen, data, others):
 def entries_of(data):
     """Names and bytes of the entries of an archive, in their order."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        # Files whose CRCs were switched off have 0 there.
+        # The bytes are read without `ZipFile.read`, which checks CRCs: if torch writes no CRCs, they are 0.
         for info in archive.infolist():
             start = info.header_offset + 30 + sum(struct.unpack_from("<HH", data, info.header_offset + 26))
             yield info.filename, data[start : start + info.file_size]
@@ -92,7 +93,7 @@ def archive_of(entries, kind=zipfile.ZIP_STORED):
 
 
 def change_entries(chosen, data, others):
-    """Another archive: entries left out, twice, under other names, in another order, deflated, or very many."""
+    """Another archive, in which entries are missing, repeated, renamed, in another order, deflated, or very many."""
     entries = list(entries_of(data))
     one, other = chosen.randrange(len(entries)), chosen.randrange(len(entries))
     name, content = entries[one]
@@ -120,7 +121,7 @@ def change_entries(chosen, data, others):
 
 
 def change_directory(chosen, data, others):
-    """Other fields in a header of an entry, or in the records at the end."""
+    """Changes fields in the header of an entry, or in the records at the end of the archive."""
     magic = chosen.choice((b"PK\1\2", b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7"))
     places = [at for at in range(len(data)) if data.startswith(magic, at)]
     if not places:
@@ -135,10 +136,11 @@ def change_directory(chosen, data, others):
 
 
 def change_pickle_of_archive(chosen, data, others):
-    """The same archive with another pickle, or files of an archive in a row with one of them changed."""
+    """The same archive with another pickle. If `data` is several archives in a row, one of them is changed."""
     ends = [at for at in range(len(data)) if data.startswith(b"PK\5\6", at)]
     if len(ends) > 1:
-        # Items of a distributed checkpoint. The pickle keeps its length, or the places of the others change.
+        # The archives are items of a distributed checkpoint. The pickle keeps its length, so that the offsets of the
+        # other items stay right.
         start = chosen.choice([0, *[end + 22 for end in ends[:-1]]])
         at = data.find(b"\x80\x02", start)
         end = data.find(b"PK", at)
@@ -154,7 +156,7 @@ def change_pickle_of_archive(chosen, data, others):
 
 
 def change_pickle(chosen, data, others):
-    """Another pickle: some of its operations changed, left out, in other places, or repeated very often."""
+    """Another pickle, in which some operations are changed, missing, moved, or repeated very often."""
     ops = operations(data)
     for _ in range(chosen.choice((1, 1, 1, 2, 4))):
         at, to = chosen.randrange(len(ops)), chosen.randrange(len(ops))
@@ -182,7 +184,7 @@ def change_pickle(chosen, data, others):
 
 
 def operations(data):
-    """The operations of a pickle as bytes, with what no operation is at the end."""
+    """The operations of a pickle, each as bytes. The last item has the bytes that are no operation."""
     places = []
     try:
         places.extend(place for _, _, place in pickletools.genops(data))
@@ -193,7 +195,7 @@ def operations(data):
 
 
 def changed_at(chosen, ops, codes, change):
-    """The operations with one of those that have one of `codes` changed."""
+    """The operations, in which one operation with one of `codes` is changed."""
     places = [at for at, op in enumerate(ops) if op[:1] and op[0] in codes]
     if not places:
         return ops

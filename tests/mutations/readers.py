@@ -1,7 +1,8 @@
-"""The tensors that torch reads of a checkpoint. A process of its own takes a question in JSON a line, and answers each.
+"""The tensors that torch reads of a checkpoint. A process of its own gets a question in JSON on each line, and answers
+it.
 
-Nothing here runs code of a file. `torch.load` gets `weights_only=True`, or an unpickler that knows a few names of torch and
-makes an object without methods of any other.
+This module never runs code of a file. `torch.load` gets `weights_only=True`, or an unpickler that knows a few names of
+torch, and makes an object without methods for every other name.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ NAMES = {
 
 
 class Thing:
-    """An object of a class that nobody asks: it takes every call and keeps its attributes."""
+    """An object in place of an unknown class. It accepts every call, and stores its attributes."""
 
     def __init__(self, *args, **kwargs):
         self.args = args
@@ -66,7 +67,8 @@ class Thing:
 
 
 def typed(function, kind, args, state):
-    """`_rebuild_from_type_v2`: tensors as they are, those of several ranks as a `Thing`."""
+    """Replaces `_rebuild_from_type_v2`. Plain tensors are returned as they are, and tensors of several ranks as a
+    `Thing`."""
     if isinstance(kind, type) and issubclass(kind, Thing):
         made = kind()
         made.whole, made.state = tuple(args[2]), state
@@ -98,7 +100,7 @@ def load_pickle(file, **_):
 PICKLE = types.SimpleNamespace(
     __name__="pickle", Unpickler=Unpickler, load=load_pickle, loads=lambda data, **_: load_pickle(io.BytesIO(data))
 )
-# `.metadata` is read with a plain `pickle.load`, which would run what a changed one asks for.
+# torch reads `.metadata` with a plain `pickle.load`, which would run code of a changed file.
 filesystem.pickle = types.SimpleNamespace(load=load_pickle, loads=PICKLE.loads, dumps=pickle.dumps, dump=pickle.dump)
 
 
@@ -143,7 +145,7 @@ def of_dcp(folder):
 
 
 def of_ranks(folder):
-    """Parts put together by torch's own rule for the place of each."""
+    """Tensors that are joined of parts, by the rule of torch for the place of each part."""
     files = sorted(folder.glob("model_world_size_*.pt"), key=lambda path: int(path.stem.split("_")[-1]))
     found = {}
     for path in reversed(files):
@@ -193,7 +195,7 @@ def mesh(mesh):
 
 
 def of_zero(folder, joined):
-    """The model in F32 from the optimizer states of all ranks, or the module of the model states."""
+    """The model in F32, joined from the optimizer states of all ranks, or the module of the model states."""
     tag = folder / (folder / "latest").read_text().strip()
     states = [load(path) for path in ranks(tag, "*_model_states.pt")]
     is_zero3 = not (tag / "mp_rank_00_model_states.pt").exists()
@@ -226,7 +228,7 @@ def of_zero3(states, flats, found):
 
 
 def untrained(states, found):
-    """Tensors that the ranks of ZeRO-3 have parts of in their model states."""
+    """Tensors that are not trained. The ranks of ZeRO-3 have parts of them in their model states."""
     for name, shape in (states[0]["frozen_param_shapes"] or {}).items():
         pieces = torch.cat([state["frozen_param_fragments"][name].reshape(-1) for state in states])
         found[name] = pieces[: shape.numel()].reshape(shape)
@@ -251,7 +253,7 @@ def of_universal(folder):
 
 KINDS = {
     "file": lambda path: named(load(path, True)),
-    # For files that `weights_only` refuses for a name or an operation that it does not know.
+    # This way is for files that `weights_only` refuses because of an unknown name or operation.
     "file, full": lambda path: named(load(path)),
     "index": of_index,
     "dcp": of_dcp,
@@ -274,7 +276,7 @@ def answer(kind, path):
             warnings.simplefilter("ignore")
             found = KINDS[kind](Path(path))
             return {"tensors": {name: summary(tensor) for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}}
-    except BaseException as error:  # Whatever a changed file makes of the readers.
+    except BaseException as error:  # A changed file may cause any exception.
         cause = getattr(error, "failures", None)
         text = next(iter(cause.values()))[0] if cause else error
         return {"refused": f"{type(text).__name__}: {text}"[:600]}

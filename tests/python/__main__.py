@@ -14,22 +14,22 @@ import unittest
 from pathlib import Path
 
 NUMBER = struct.Struct("I")
-# Most tests wait more than they compute. More at once than this would make them wait for each other, and some have
-# deadlines of seconds.
+# Most tests wait more than they compute. With more jobs than this, the tests would wait for each other, and some tests
+# have deadlines of seconds.
 MAX_JOBS = 8
-# Their tests are few and long: they come first, so that none is alone at the end.
+# Modules with few and long tests. They start first, so that none of them runs alone at the end.
 LONG = (
     "test_cloud_stores", "test_documentation", "test_encrypted", "test_handover", "test_header_memory", "test_limits",
     "test_process_group", "test_secrets", "test_snapshots", "test_soak", "test_stalled_commands",
     "test_stalled_restart", "test_tree_memory", "test_views_on_mounts",
 )
-# As in linux/sched.h and linux/mount.h.
+# These are numbers from linux/sched.h and linux/mount.h.
 CLONE_NEWNS = 0x20000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 
 class Result(unittest.TextTestResult):
-    """A line per test, with its duration if that is long."""
+    """Prints a line for each test, with its duration if it was long."""
 
     passed = 0
 
@@ -57,7 +57,8 @@ class Result(unittest.TextTestResult):
 
 
 def main(folder=str(Path(__file__).parent), jobs=min(4 * os.cpu_count(), MAX_JOBS)):
-    # A shell that starts this in the background has both ignored, and tests send them to their children.
+    # A shell that starts this program in the background makes it ignore both signals, but tests send them to their
+    # children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     options = arguments(folder, jobs)
@@ -85,7 +86,8 @@ def arguments(folder, jobs):
 
 
 def run_jobs(options):
-    """Lets processes of this script take one module of tests after the other, and returns the sum of their counts."""
+    """Runs several processes of this script, each of which takes one test module after the other. Returns the sum of
+    their counts."""
     take, give = os.pipe()
     workers = []
     for _ in range(options.jobs):
@@ -97,7 +99,7 @@ def run_jobs(options):
         os.close(report)
         workers.append((process, reports))
     os.close(take)
-    # A pipe holds 16,384 numbers, and a worker that finds no module of its number is done.
+    # The pipe has room for 16,384 numbers. A worker ends when it gets a number that no module has.
     with open(give, "wb") as numbers:
         numbers.write(b"".join(NUMBER.pack(n) for n in range(4096)))
     copy_lines([process.stdout for process, _ in workers])
@@ -126,12 +128,12 @@ def copy_lines(streams):
                 if data:
                     rest[fd] = part
     finally:
-        # The test that each process was at, if this was interrupted.
+        # If the run was interrupted, this shows the test that each process was running.
         sys.stdout.buffer.write(b"".join(part + b"\n" for part in rest.values() if part))
 
 
 def work(suite, take, report):
-    """Runs the modules of tests whose numbers it takes, and reports its counts."""
+    """Runs the test modules whose numbers it takes from the pipe, and reports its counts."""
     modules = {}
     for test in all_tests(suite):
         modules.setdefault(type(test).__module__, unittest.TestSuite()).addTest(test)
@@ -146,7 +148,8 @@ def work(suite, take, report):
 
 
 class Taken(unittest.TestSuite):
-    """The modules of `order` whose numbers come out of the pipe `take`; one suite, so that each is set up and ended once."""
+    """The modules of `order` whose numbers come out of the pipe `take`. They are one suite, so that each module is set
+    up and torn down once."""
 
     _cleanup = False
 
@@ -163,10 +166,10 @@ class Taken(unittest.TestSuite):
 
 
 def own_mounts():
-    """Moves this process to a mount namespace of its own, where it may.
+    """Moves this process to a mount namespace of its own, if it is allowed to.
 
-    A test that makes a namespace copies all mounts into it, and an unmounted mount lives as long as a copy does. So no
-    process may copy the mounts of another.
+    A test that makes a mount namespace copies all mounts into it, and an unmounted mount lives as long as a copy of it.
+    So no process may copy the mounts of another process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) == 0 and libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None):

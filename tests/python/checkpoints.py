@@ -1,4 +1,5 @@
-"""Checkpoints made up for the tests: Hugging Face sets, and DCP sets cut in every way that ranks cut tensors."""
+"""Makes checkpoints for the tests: Hugging Face sets, and DCP sets that are cut in every way in which ranks cut
+tensors."""
 
 import itertools
 import json
@@ -17,7 +18,8 @@ WIDTHS = {1: "U8", 2: "BF16", 4: "F32", 8: "F64"}
 
 
 def write_shard(path, tensors, metadata=FORMAT):
-    """Writes a file by hand: `tensors` is a list of (name, dtype, shape, bytes) in the order of the data."""
+    """Writes a safetensors file without the package. `tensors` is a list of (name, dtype, shape, bytes) in the order of
+    the data."""
     entries, end = {}, 0
     if metadata:
         entries["__metadata__"] = metadata
@@ -32,7 +34,7 @@ def write_shard(path, tensors, metadata=FORMAT):
 
 
 def write_weight_map(folder, shards, stem="model"):
-    """`shards`: file name -> names of the tensors in it."""
+    """Writes a weight map. `shards` maps each file name to the names of the tensors in the file."""
     weight_map = {tensor: shard for shard, tensors in shards.items() for tensor in tensors}
     content = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     Path(folder, f"{stem}.safetensors.index.json").write_text(json.dumps(content))
@@ -43,7 +45,7 @@ def random_bytes(seed, length):
 
 
 def hf_set(folder, n_shards=3, megabytes=4, seed=1):
-    """A Hugging Face set by the genuine writer, with odd shapes, an empty tensor and a scalar in each shard."""
+    """Writes a Hugging Face set by the genuine writer. Each shard has odd shapes, an empty tensor and a scalar."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -77,7 +79,8 @@ def hf_whole(folder):
 
 
 def boxes(shape, counts):
-    """(offset, shape) of every rank's piece on a mesh of `counts` ranks per dimension, cut as torch.chunk cuts."""
+    """(offset, shape) of the piece of each rank, on a mesh with `counts` ranks in each dimension. Tensors are cut as
+    torch.chunk cuts them."""
     per_dimension = []
     for size, count in zip(shape, counts):
         step = -(-size // count)
@@ -88,7 +91,7 @@ def boxes(shape, counts):
 
 
 class DcpSet:
-    """Collects the pieces of a DCP checkpoint per rank: `cut` a tensor as often as needed, then `save`."""
+    """Collects the pieces of a DCP checkpoint for each rank. Call `cut` for each tensor, and then `save`."""
 
     def __init__(self, seed=1):
         self._rng = np.random.default_rng(seed)
@@ -96,7 +99,7 @@ class DcpSet:
         self.tensors = {}
 
     def cut(self, name, shape, counts, width=4):
-        """Adds a tensor of random bytes, cut over a mesh; `width` is the size of an element."""
+        """Adds a tensor of random bytes, which is cut over a mesh. `width` is the size of an element in bytes."""
         data = self._rng.integers(0, 256, math.prod(shape) * width, np.uint8).reshape(*shape, width)
         self.tensors[name] = data
         self.place(name, data, boxes(shape, counts), width)
@@ -137,7 +140,7 @@ def grid_2d(folder):
 
 
 def uneven(folder):
-    """Ranks whose part is smaller, or empty."""
+    """Writes a DCP set in which the parts of some ranks are smaller or empty."""
     one = DcpSet(5).cut("five", (5, 70001), (4, 1), 2).cut("three", (3, 5), (4, 1)).cut("one", (1,), (4,), 8)
     return one.cut("wide", (100, 10), (1, 7), 4).save(folder)
 
@@ -147,7 +150,7 @@ def cube_3d(folder):
 
 
 def rows_of_one(folder, ranks=4):
-    """A matrix with one row per rank, so that a lost last shard cannot be seen from the others."""
+    """Writes a matrix with one row for each rank, so that the other shards do not show that the last shard is lost."""
     return DcpSet(7).cut("w", (ranks, 6), (ranks, 1)).cut("replicated", (5,), (1,), 8).save(folder)
 
 
@@ -156,13 +159,13 @@ def shard_name(number, total, stem="model"):
 
 
 def write_one(path, tensor, seed, metadata=FORMAT, length=SHARD_LEN):
-    """A shard with one tensor of random bytes."""
+    """Writes a shard with one tensor of random bytes."""
     data = random_bytes(seed, length)
     write_shard(path, [(tensor, "U8", [length], data)], metadata)
 
 
 def numbered_set(folder, seed, total=3, stem="model", with_map=True):
-    """Shards with one tensor each: `t1`, `t2` and so on."""
+    """Writes numbered shards with one tensor each: `t1`, `t2` and so on."""
     folder = Path(folder)
     folder.mkdir(parents=True)
     names = [shard_name(n, total, stem) for n in range(1, total + 1)]
@@ -175,20 +178,20 @@ def numbered_set(folder, seed, total=3, stem="model", with_map=True):
 
 
 def overwrite(path, seed=999, length=SHARD_LEN):
-    """New bytes of the same length, written into the same file."""
+    """Writes new bytes of the same length into the same file."""
     with open(path, "r+b") as file:
         file.seek(-length, os.SEEK_END)
         file.write(random_bytes(seed, length))
 
 
 def part_of(data, tensor):
-    """Where the bytes of `tensor` begin and end in the file `data`."""
+    """First byte and end of `tensor` in the file content `data`."""
     header = oracle.read_header(data)
     return [header.data_start + offset for offset in header.tensors[tensor]["data_offsets"]]
 
 
 def hub_cache(folder, checkpoint):
-    """A model folder of a hub cache: a snapshot of links into the blobs beside it. Returns the snapshot."""
+    """Makes the folder of a model in a hub cache: a snapshot of links to the blobs beside it. Returns the snapshot."""
     folder, revision = Path(folder), "a" * 40
     snapshot = folder / "snapshots" / revision
     for made in (snapshot, folder / "blobs", folder / "refs"):
@@ -196,7 +199,7 @@ def hub_cache(folder, checkpoint):
     (folder / "refs/main").write_text(revision)
     for file in sorted(Path(checkpoint).iterdir()):
         content = file.read_bytes()
-        # Large files are named by their sha256, others by the hash of git.
+        # The names of large files are their sha256. Other files have their git hash as their name.
         name = oracle.sha256(content) if file.suffix == ".safetensors" else oracle.sha256(content)[:40]
         (folder / "blobs" / name).write_bytes(content)
         (snapshot / file.name).symlink_to(f"../../blobs/{name}")
@@ -204,7 +207,7 @@ def hub_cache(folder, checkpoint):
 
 
 def sparse_file(path, megabytes):
-    """A file of one tensor that is all holes: it is long and takes no space."""
+    """Writes a file of one tensor that consists of holes: the file is long, but takes no disk space."""
     shape = [megabytes * 1_000_000]
     header = json.dumps({"t": {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0]]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)

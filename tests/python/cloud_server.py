@@ -1,6 +1,6 @@
-"""Servers of objects for tests that speak as Google Cloud Storage (its XML API) and as Azure Blob Storage, with tokens and
-signatures that they check. Faults are those of `ObjectServer`. By itself, `cloud_server.py google` or `cloud_server.py azure`
-prints its port."""
+"""Object servers for tests, with the interfaces of Google Cloud Storage (its XML API) and of Azure Blob Storage. They
+check tokens and signatures, and have the faults of `ObjectServer`. As a program, `cloud_server.py google` or
+`cloud_server.py azure` prints its port."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ class GoogleServer(ObjectServer):
     def __init__(self, page=1000):
         super().__init__(page, GoogleHandler)
         self.tokens = {TOKEN}
-        # Bodies of exchanges of a token.
+        # Bodies of the requests that exchange a token.
         self.exchanges = []
 
     def environment(self):
@@ -158,7 +158,7 @@ def main():
     server = {"google": GoogleServer, "azure": AzureServer}[sys.argv[1]]()
     server.start()
     print(server.port, flush=True)
-    # The end of the input is the end of the program that started this one.
+    # The input ends when the program that has started this one ends.
     sys.stdin.read()
 
 

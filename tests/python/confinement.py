@@ -1,7 +1,7 @@
-"""Programs under the confinement of the shipped units: their capabilities, and their filters of system calls.
+"""Runs programs with the confinement of the shipped units: with their capabilities and their filters of system calls.
 
-`Mount(source, preexec_fn=confined_by("tensorfs@.service"))`. The tests read the unit itself. Its
-system calls are filtered where systemd-analyze and libseccomp2 are installed, its capabilities everywhere.
+`Mount(source, preexec_fn=confined_by("tensorfs@.service"))`. The tests read the unit file itself. System calls are
+filtered if systemd-analyze and libseccomp2 are installed. Capabilities are always limited.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ import tempfile
 
 from mounts import ROOT, is_root
 
-# These are the numbers of linux/prctl.h.
+# These are numbers from linux/prctl.h.
 PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 22, 24, 38
 MODE_FILTER = 2
 
-# Numbers of all capabilities that the shipped units may name, as in linux/capability.h.
+# The numbers of all capabilities that the shipped units may name, from linux/capability.h.
 CAPABILITIES = {
     "CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_DAC_READ_SEARCH": 2, "CAP_FOWNER": 3, "CAP_KILL": 5, "CAP_SETGID": 6,
     "CAP_SETUID": 7, "CAP_IPC_LOCK": 14, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21, "CAP_SYS_NICE": 23,
@@ -31,7 +31,7 @@ CAPABILITIES = {
 # Flags of clone(2) that make namespaces.
 NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 
-# These are the numbers of seccomp.h and linux/seccomp.h.
+# These are numbers from seccomp.h and linux/seccomp.h.
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 EQUAL, GREATER, MASKED_EQUAL = 4, 6, 7
 
@@ -39,7 +39,7 @@ PROT_WRITE, PROT_EXEC, SHM_EXEC = 2, 4, 0o100000
 
 
 def load_filter(program):
-    """Filters the system calls of this process and its children by a program of the kernel's BPF."""
+    """Filters the system calls of this process and its children by a BPF program."""
     code = ctypes.create_string_buffer(program, len(program))
     filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -49,12 +49,12 @@ def load_filter(program):
 
 @functools.cache
 def confined_by(name):
-    """For `preexec_fn`: gives a process of root what the unit `name` gives to its service."""
+    """For `preexec_fn`: limits a process of root as the unit `name` limits its service."""
     return Unit(name).confine
 
 
 def without_capability(name):
-    """For `preexec_fn`: the program that follows has all capabilities of this one but `name`."""
+    """For `preexec_fn`: the started program has all capabilities of this process except `name`."""
     return functools.partial(_drop, {CAPABILITIES[name]})
 
 
@@ -65,7 +65,7 @@ def _drop(numbers):
 
 
 def filters_work():
-    """Whether the system calls of units are filtered here."""
+    """Whether system calls can be filtered on this machine."""
     return bool(shutil.which("systemd-analyze")) and _libseccomp() is not None
 
 
@@ -147,7 +147,7 @@ class _Rules:
 
     def add(self, action, call, *comparisons):
         number = self._lib.seccomp_syscall_resolve_name(call.encode())
-        # A call that only other machines have, or that this version of the library does not know.
+        # A negative number means a call of other architectures, or one that this version of the library does not know.
         if number >= 0:
             compared = (_Comparison * len(comparisons))(*comparisons)
             done = self._lib.seccomp_rule_add_array(

@@ -1,4 +1,5 @@
-"""Faults that a mount has to survive: sources that misbehave on command, readers in processes of their own, limits on the daemon; and figures of a daemon's threads, descriptors and memory.
+"""Faults that a mount has to survive: sources that misbehave on command, readers in processes of their own, and limits
+on the daemon. Also figures of the threads, descriptors and memory of a daemon.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ from mounts import BIN, Child, Mount, detach, run, tensorfs, wait_until
 
 FAULTFS = Path(os.environ.get("TENSORFS_FAULTFS", BIN.with_name("faultfs"))).resolve()
 
-# How long a source may misbehave: a daemon that reads from it cannot be killed meanwhile.
+# The longest time in which a source may misbehave, in seconds. During this time a daemon that reads from it cannot be
+# killed.
 FAULTS_SECONDS = 120
 
 SYS_IO_URING_SETUP = 425
@@ -32,7 +34,7 @@ SYS_CACHESTAT = 451
 SYS_STATX = {"x86_64": 332, "aarch64": 291}[os.uname().machine]
 SYS_INOTIFY_INIT1 = {"x86_64": 294, "aarch64": 26}[os.uname().machine]
 
-# Prints a line per range as soon as it is read: number, errno, sha256, seconds.
+# Prints a line for each range as soon as the range is read: number, errno, sha256, seconds.
 READER = """
 import hashlib, json, mmap, os, sys, threading, time
 path, how, ranges = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -76,8 +78,9 @@ for thread in threads:
     thread.join()
 """
 
-# Reads at random, compares with a file that holds the right bytes, and goes on until a line comes or, with `end`, until
-# every thread has met an error. Prints numbers of reads and of wrong ones, and errno -> number of errors, as JSON.
+# Reads at random places, and compares the bytes with a file that has the right bytes. Goes on until a line comes on
+# stdin or, with `end`, until every thread has met an error. Prints the number of reads, the number of wrong reads, and
+# errno -> number of errors, as JSON.
 LOAD = """
 import collections, json, mmap, os, random, sys, threading, time
 path, right, n_threads, how, after_error = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5]
@@ -126,9 +129,9 @@ os._exit(0)
 
 
 class FaultFs:
-    """`faultfs` over a folder, mounted at `path`; `tell` gives it commands, see tests/faultfs/src/main.rs.
+    """`faultfs` over a folder, mounted at `path`. `tell` sends commands to it: see tests/faultfs/src/main.rs.
 
-    With `remembers` the kernel answers for that many seconds what a file is, as a client of NFS does.
+    `remembers` is the number of seconds for which the kernel caches the attributes of a file, as a client of NFS does.
     """
 
     def __init__(self, source, seconds=FAULTS_SECONDS, remembers=0):
@@ -154,7 +157,7 @@ class FaultFs:
         self._process = subprocess.Popen(
             [FAULTFS, self.source, self.path, str(self._remembers)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        # When it ends it fails what it holds back, and lets go everybody who waits for it.
+        # The end of `faultfs` fails the requests that it holds back, so that no process waits for it any more.
         self._watchdog = subprocess.Popen(
             ["/bin/sh", "-c", f"sleep {self._seconds}; kill {self._process.pid}"], start_new_session=True
         )
@@ -164,7 +167,7 @@ class FaultFs:
             raise AssertionError(f"faultfs did not start: {line!r}")
 
     def tell(self, *words):
-        """Carries out a command; returns its answer."""
+        """Carries out a command, and returns its answer."""
         self._process.stdin.write(" ".join(str(word) for word in words) + "\n")
         answer = self._line(10)
         if not answer or answer.startswith("error"):
@@ -181,7 +184,7 @@ class FaultFs:
         return int(self.tell("parked", glob))
 
     def counts(self, glob="*"):
-        """Path -> what was asked of it."""
+        """Path -> numbers of requests for this path."""
         return json.loads(self.tell("counts", glob))
 
     def ranges(self, glob="*"):
@@ -190,7 +193,8 @@ class FaultFs:
 
     @contextlib.contextmanager
     def lifted(self):
-        """Ends all faults with the block: whoever waits for the source can be ended only then."""
+        """Ends all faults at the end of the block. Before that, a process that waits for the source cannot be
+        killed."""
         try:
             yield self
         finally:
@@ -228,8 +232,8 @@ class FaultFs:
 
 @contextlib.contextmanager
 def slow_file(folder, name="large.safetensors"):
-    """A file of one tensor in the new folder `folder`, behind a `FaultFs` that answers each read late: a command that
-    reads it to its end takes seconds. It is all holes, and what is written from it takes 60 MB."""
+    """A file of one tensor in the new folder `folder`, behind a `FaultFs` that answers each read late, so that a
+    command which reads the whole file takes seconds. The file consists of holes. A copy of it takes 60 MB."""
     folder.mkdir()
     sparse_file(folder / name, 60)
     with FaultFs(folder) as faults:
@@ -254,7 +258,7 @@ class FaultyMount(Mount):
 
     def stop(self):
         try:
-            # A daemon of which a thread waits for the source cannot end.
+            # A daemon cannot end while one of its threads waits for the source.
             if self.faults.running():
                 self.faults.tell("ok")
             return super().stop()
@@ -263,8 +267,8 @@ class FaultyMount(Mount):
 
 
 class FaultyDisk:
-    """A disk with ext4 that holds a copy of `folder`, mounted on the new folder `place`. It misbehaves as `faults`,
-    on which its blocks lie, is told: for that every file in it is `*`. Needs root.
+    """A disk with ext4 that has a copy of `folder`, mounted on the new folder `place`. Its blocks are in a file on
+    `faults`, so the disk misbehaves as `faults` does. Commands for `faults` use the glob `*`. Needs root.
     """
 
     def __init__(self, folder, place):
@@ -312,7 +316,7 @@ class Got:
 
 
 class Reading(Child):
-    """Reads ranges of a file in a process of its own, a thread per range.
+    """Reads ranges of a file in a process of its own, with a thread for each range.
 
     `how`: `pread`, `random` (without the kernel's readahead), `direct` (O_DIRECT) or `mmap`.
     """
@@ -320,11 +324,12 @@ class Reading(Child):
     def __init__(self, path, ranges, how="pread"):
         self.ranges = list(ranges)
         super().__init__(READER, path, how, json.dumps(self.ranges))
-        # Imports take their time on a busy machine.
+        # Imports may take long on a busy machine.
         self.line()
 
     def __exit__(self, *_):
-        """Does not wait for a read that hangs, unlike its base: what it waits for is to be let go after this."""
+        """Unlike its base class, this does not wait for a read that hangs: the fault that the read waits for may end
+        only later."""
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.communicate(timeout=2)
@@ -336,7 +341,7 @@ class Reading(Child):
             raise AssertionError(f"reads hang: not all back within {seconds} s") from None
 
     def finished(self, seconds):
-        """`Got` per range; fails when a read is not back in time."""
+        """A `Got` for each range. Fails if a read does not end in time."""
         code, out, err = self.finish(seconds)
         if code:
             raise AssertionError(f"the reader ended with {code}: {err}")
@@ -348,9 +353,10 @@ class Reading(Child):
 
 
 class Load(Child):
-    """Threads that read a file at random and compare with `right`: `with Load(path, right, 16) as load:`.
+    """Threads that read a file at random places, and compare the bytes with `right`: `with Load(path, right, 16) as
+    load:`.
 
-    They go on until `stopped`; with `after_error="end"` each until its first error.
+    They go on until `stopped` is called. With `after_error="end"`, each thread goes on until its first error.
     """
 
     def __init__(self, path, right, n_threads, how="pread", after_error="go on"):
@@ -361,23 +367,23 @@ class Load(Child):
     __exit__ = Reading.__exit__
 
     def stopped(self, seconds=20):
-        """Stops it; what it has counted."""
+        """Stops the threads, and returns their counts."""
         with contextlib.suppress(BrokenPipeError):
             self.tell()
         return self.ended(seconds)
 
     def ended(self, seconds=20):
-        """Its counts, once all its threads have ended."""
+        """The counts, once all threads have ended."""
         line = self.line(seconds)
         if not line:
             raise AssertionError(f"the readers ended badly: {self.finish()}")
-        # Until then it has the file open.
+        # Until its end the process has the file open.
         self.process.wait(seconds)
         return json.loads(line)
 
 
 def read_ranges(path, ranges, how="pread", seconds=20):
-    """Reads ranges in parallel in another process; `Got` per range."""
+    """Reads ranges in parallel in another process. Returns a `Got` for each range."""
     with Reading(path, ranges, how) as child:
         return child.finished(seconds)
 
@@ -388,7 +394,8 @@ def digest_of(data, offset, length):
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Figures of a daemon: numbers of threads and of descriptors without those of source files, memory now and at its peak in bytes.
+    """Figures of a daemon: the number of threads, the number of descriptors except those of source files, and the
+    memory now and at its peak, in bytes.
     """
 
     descriptors: int
@@ -404,7 +411,7 @@ class Held:
         return cls(n_descriptors, int(fields["Threads"]), int(fields["VmRSS"]) << 10, int(fields["VmHWM"]) << 10)
 
     def grown(self, before):
-        """Which of descriptors and threads there are more of than before, as text; '' for none."""
+        """A text that says whether there are more descriptors or threads than in `before`. Empty if there are not."""
         pairs = [(name, getattr(before, name), getattr(self, name)) for name in ("descriptors", "threads")]
         return ", ".join(f"{name}: {then} -> {now}" for name, then, now in pairs if now > then)
 
@@ -419,7 +426,7 @@ def open_files(m):
 
 
 def status_of(m):
-    """The output of `tensorfs status --json` for a mount; None where the command does not exist."""
+    """The output of `tensorfs status --json` for a mount. None if the command does not exist."""
     outcome = tensorfs("status", "--json", m.path)
     if outcome.code == 2 and "unrecognized subcommand" in outcome.stderr:
         return None
@@ -429,7 +436,7 @@ def status_of(m):
 
 
 def values_of(status, key):
-    """All values of `key`, however deep."""
+    """All values of `key`, at any depth of the nested objects."""
     if isinstance(status, list):
         return [value for item in status for value in values_of(item, key)]
     if not isinstance(status, dict):
@@ -438,7 +445,7 @@ def values_of(status, key):
 
 
 def without_io_uring():
-    """For `preexec_fn`: the kernel answers EPERM when this process or its children ask for an io_uring."""
+    """For `preexec_fn`: the kernel answers EPERM if this process or its children try to make an io_uring."""
     _refuse(SYS_IO_URING_SETUP)
 
 
@@ -448,19 +455,20 @@ def without_statx():
 
 
 def without_inotify():
-    """For `preexec_fn`: the process and its children get no inotify instance, as where the user has no more of them."""
+    """For `preexec_fn`: the process and its children get no inotify instance, as if the limit of the user were
+    reached."""
     _refuse(SYS_INOTIFY_INIT1)
 
 
 def without_cachestat():
-    """Holds back requests that ask what is cached."""
+    """For `preexec_fn`: cachestat(2) fails, so that the process cannot ask what the page cache holds."""
     _refuse(SYS_CACHESTAT)
 
 
 def _refuse(call):
     load, equal, give = 0x20, 0x15, 0x06
     program = [
-        # The number of the system call; these are the same on all machines.
+        # The number of the system call, which is the same on all architectures.
         (load, 0, 0, 0),
         (equal, 0, 1, call),
         (give, 0, 0, 0x0005_0000 | 1),
@@ -479,7 +487,8 @@ def io_uring_works():
 
 
 class Cgroup:
-    """A memory cgroup below the root of whichever version the machine has: `Mount(..., preexec_fn=group.enter)`."""
+    """A memory cgroup below the root, of the cgroup version that the machine has: `Mount(...,
+    preexec_fn=group.enter)`."""
 
     def __init__(self, limit):
         self.limit = limit
@@ -499,7 +508,7 @@ class Cgroup:
 
     def __exit__(self, *_):
         if self.path.exists():
-            # A process that has just ended may count for a moment longer.
+            # A process that has just ended may belong to the cgroup for a moment longer.
             with contextlib.suppress(AssertionError):
                 wait_until(lambda: not (self.path / "cgroup.procs").read_text(), 20, "the cgroup is empty")
             with contextlib.suppress(OSError):
@@ -518,18 +527,18 @@ class Cgroup:
         raise unittest.SkipTest("no memory cgroups here")
 
     def enter(self):
-        """Puts the calling process in."""
+        """Moves the calling process into the cgroup."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     def killed(self):
-        """Number of processes that were killed for memory."""
+        """Number of processes that the kernel killed because of the memory limit."""
         for name in ("memory.oom_control", "memory.events"):
             if (self.path / name).exists():
                 return int(re.search(r"(?m)^oom_kill (\d+)", (self.path / name).read_text())[1])
         raise AssertionError(f"nothing counts kills in {self.path}")
 
     def pressed(self):
-        """How often the limit was reached."""
+        """Number of times that the memory limit was reached."""
         if (self.path / "memory.failcnt").exists():
             return int((self.path / "memory.failcnt").read_text())
         return int(re.search(r"(?m)^max (\d+)", (self.path / "memory.events").read_text())[1])

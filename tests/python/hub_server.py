@@ -1,6 +1,6 @@
-"""A stand-in of the hub of Hugging Face for tests: pinned revisions, listings by pages, links to another host that end,
-tokens, gated and private repositories, renames, limits, and faults on command. By itself it prints its port: a file that is
-put makes a commit of `tests/NAME`, and one that is deleted ends the repository."""
+"""A server for tests that behaves like the hub of Hugging Face: pinned revisions, listings in pages, links to another
+host that expire, tokens, gated and private repositories, renames, limits, and faults on command. As a program it prints
+its port. A PUT of a file makes a commit of `tests/NAME`, and a DELETE removes the repository."""
 
 import hashlib
 import json
@@ -22,8 +22,8 @@ class Repository:
 
 
 class HubServer(ObjectServer):
-    """The hub, with a second server for large files in `links`. `faults` are those of `ObjectServer`, of each server its
-    own."""
+    """The hub, with a second server for large files in `links`. Each of the two servers has its own `faults`, as in
+    `ObjectServer`."""
 
     def __init__(self, page=1000):
         super().__init__(page, HubHandler)
@@ -31,7 +31,7 @@ class HubServer(ObjectServer):
         self.renamed = {}
         self.tokens = {TOKEN}
         self.allowed = {TOKEN}
-        # Files of more bytes are behind links.
+        # Files with more bytes than this are served by links.
         self.small = 4096
         # Whether ranges of small files are served.
         self.ranges = True
@@ -78,7 +78,7 @@ class LinkServer(ObjectServer):
         self.flips = False
 
     def link(self, data):
-        """A link to these bytes, which no other use has."""
+        """A new link to these bytes, for one use."""
         key = hash_of(data)
         flips = self.flips and not data.startswith(b"{")
         self.put(PLACE, key, data[:-1] + bytes([data[-1] ^ 1]) if flips else data)
@@ -203,5 +203,5 @@ if __name__ == "__main__":
     server = HubServer()
     server.start()
     print(server.port, flush=True)
-    # The end of the input is the end of the program that started this one.
+    # The input ends when the program that has started this one ends.
     sys.stdin.read()

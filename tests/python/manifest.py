@@ -1,4 +1,4 @@
-"""The fixtures' manifest: which checkpoints there are, how each is mounted and what it must yield."""
+"""The manifest of the fixtures: the checkpoints, the way in which each one is mounted, and its expected result."""
 
 import json
 import os
@@ -12,7 +12,8 @@ KINDS = {"safetensors", "hf_single", "hf_sharded", "hf_shards_without_index", "d
 
 
 class Entry:
-    """One fixture; `source` is what is given to tensorfs, `shown` the name of the virtual file in the mount."""
+    """One fixture. `source` is the path that tensorfs gets, and `shown` is the name of the virtual file in the
+    mount."""
 
     def __init__(self, fields):
         self.fields = fields
@@ -50,13 +51,15 @@ class Entry:
 
     @property
     def options(self):
-        """`single_and_index` is two entries for one folder: `prefer` says which of them is meant."""
+        """The mount options. Two entries use the folder `single_and_index`, and the option `prefer` selects the file of
+        each."""
         if self.fields["path"].endswith("single_and_index"):
             return ["prefer=shards" if self.kind == "hf_sharded" else "prefer=file"]
         return self.fields.get("options", [])
 
     def whole_file(self):
-        """The bytes that must be shown: made from what is stored, or the file itself where it is one already."""
+        """The expected bytes of the virtual file: made from the shards, or the stored file itself if it is a whole file
+        already."""
         if self.kind == "dcp":
             return oracle.from_dcp(self.source)
         if self.kind == "hf_sharded":
@@ -91,7 +94,7 @@ class BadEntry(Entry):
         return {self.fields["class"], *(self.fields.get("also") or [])}
 
     def build(self, folder):
-        """Makes the case in `folder` when it cannot be stored, and returns what to mount."""
+        """Returns the path to mount. A case that cannot be stored is made in `folder`."""
         if "setup" not in self.fields:
             return self.source
         target = Path(folder) / self.id
@@ -100,7 +103,7 @@ class BadEntry(Entry):
         return target
 
     def names(self, source):
-        """Names that a message may give: the files of the case and the shards that its weight map names."""
+        """Names that a message may contain: the files of the case, and the shards that its weight map names."""
         if source.is_file():
             return {source.name}
         names = {path.name for path in source.iterdir()} | {step["remove"] for step in self.fields.get("setup", []) if "remove" in step}

@@ -1,7 +1,8 @@
-"""Mounts for the tests: always under a temporary folder, always taken down again, never waited for without a limit.
+"""Mounts for the tests. They are always in a temporary folder, are always removed again, and every wait for them has a
+limit.
 
-A read that hangs inside the kernel cannot be interrupted from Python, so every mount has a watchdog: a process of its
-own that kills the daemon after a while, upon which the kernel ends every request with an error.
+Python cannot interrupt a read that hangs in the kernel. So every mount has a watchdog: a process of its own that kills
+the daemon after a while. The kernel then ends every request with an error.
 """
 
 import atexit
@@ -27,24 +28,25 @@ BIN = Path(os.environ.get("TENSORFS_BIN", ROOT / "target/debug/tensorfs")).resol
 HELPER = BIN.with_name("mount.tensorfs")
 FIXTURES = Path(os.environ.get("TENSORFS_FIXTURES", ROOT / "tests/fixtures")).resolve()
 
-# Not the cache of whoever runs the tests.
+# The tests must not use the indexes of the user who runs them.
 INDEX_DIR = tempfile.mkdtemp(prefix="tensorfs-test-index-")
 atexit.register(shutil.rmtree, INDEX_DIR, ignore_errors=True)
 os.environ["TENSORFS_INDEX_DIR"] = INDEX_DIR
-# Each test of the disk cache names its own.
+# Tests of the disk cache set a folder of their own.
 os.environ["TENSORFS_CACHE_DIR"] = "none"
 
 COMMAND_TIMEOUT = 30
 MOUNT_TIMEOUT = 20
 WATCHDOG_SECONDS = 120
-# To notice that something hangs. Less than the eleven seconds for which a daemon serves open files after a signal.
+# Seconds after which something counts as hanging. This is less than the eleven seconds for which a daemon serves open
+# files after a signal.
 HANGS = 10
 
 is_root = os.geteuid() == 0
 needs_root = unittest.skipUnless(is_root, "needs root")
 
 
-# The peak of a process counts what its parent had at the fork, so that a small process has to start it.
+# The peak memory of a process includes the memory of its parent at the fork, so a small process starts the command.
 MEASURE = """
 import os, sys
 pid = os.fork()
@@ -59,7 +61,7 @@ os._exit(code if code >= 0 else 128 - code)
 
 @dataclasses.dataclass
 class Outcome:
-    """What a finished command left behind."""
+    """The result of a finished command."""
 
     code: int
     stdout: str
@@ -71,10 +73,10 @@ class Outcome:
 
 
 def run(*args, timeout=COMMAND_TIMEOUT, **popen):
-    """Runs a command, kills it when it takes longer than `timeout`, and returns its `Outcome`."""
+    """Runs a command, and returns its `Outcome`. Kills the command if it takes longer than `timeout` seconds."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         start = time.monotonic()
-        # Files and not pipes: a daemon that keeps them open must not hold us up.
+        # The output goes to files and not to pipes: a daemon that keeps a pipe open would make this wait.
         process = subprocess.Popen(
             [str(a) for a in args], stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True, **popen
         )
@@ -88,7 +90,7 @@ def run(*args, timeout=COMMAND_TIMEOUT, **popen):
 
 
 def run_measured(*args):
-    """Like `run`; returns the outcome and the peak resident size of the command in bytes."""
+    """Does the same as `run`. Returns the outcome, and the peak resident size of the command in bytes."""
     with tempfile.TemporaryFile() as peak:
         words = [sys.executable, "-S", "-E", "-c", MEASURE, peak.fileno(), *args]
         outcome = run(*words, pass_fds=[peak.fileno()])
@@ -105,7 +107,8 @@ def tensorfs(*args, **kwargs):
 
 
 def wait_until(condition, seconds, what):
-    """Polls `condition` and returns its first true value; fails naming `what` when there is none in time."""
+    """Polls `condition`, and returns its first true value. Fails with the text `what` if there is no such value in
+    time."""
     deadline = time.monotonic() + seconds
     while True:
         value = condition()
@@ -125,7 +128,7 @@ class MountEntry:
 
 
 def mount_table():
-    # Not `splitlines`: the kernel escapes only blanks, and names may hold other ends of lines.
+    # `splitlines` is not used: the kernel escapes only blanks, and names may contain other line ends.
     table = Path("/proc/mounts").read_bytes().decode(errors="surrogateescape")
     return [_mount_entry(line) for line in table.split("\n") if line]
 
@@ -142,7 +145,7 @@ def find_mount(path):
 
 
 def process_gone(pid):
-    """True for a process that ended, also when nobody has collected it yet."""
+    """True for a process that has ended, even if its parent has not waited for it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -150,12 +153,13 @@ def process_gone(pid):
 
 
 def stop_process(pid):
-    """Sends SIGSTOP and waits until no thread runs any more: one that is in a system call may answer until then."""
+    """Sends SIGSTOP, and waits until no thread runs any more. A thread that is in a system call may still answer until
+    then."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
 
     def stopped():
-        # A thread may end while the list is read.
+        # A thread may end while the list of threads is read.
         stats = [read_or_none(task / "stat") for task in tasks.iterdir()]
         return all(stat is None or stat.rpartition(b")")[2].split()[0] == b"T" for stat in stats)
 
@@ -163,13 +167,13 @@ def stop_process(pid):
 
 
 def daemon_of(path):
-    """The pid of the daemon that serves `path`, looked up by its command line, or None."""
+    """The pid of the daemon that serves `path`, or None. It is found by its command line."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
             argv = (entry / "cmdline").read_bytes().split(b"\0")
-            # A command that mounts it in the background names it too.
+            # A command that mounts in the background also names the path, but does not serve it.
             serves = b"--foreground" in argv or argv[1:3] == [b"internal", b"daemon"]
             if b"tensorfs" in os.path.basename(argv[0]) and serves and os.fsencode(path) in argv:
                 if not process_gone(int(entry.name)):
@@ -178,14 +182,14 @@ def daemon_of(path):
 
 
 def waits_of(pid):
-    """A line for each thread of a process: its name, and the function of the kernel in which it waits."""
+    """A line for each thread of a process: its name, and the kernel function in which it waits."""
     threads = sorted(Path(f"/proc/{pid}/task").glob("*"))
     names = [[(read_or_none(thread / file) or b"").decode().strip() for file in ("comm", "wchan")] for thread in threads]
     return "\n".join(f"    {name}: {wait}" for name, wait in names)
 
 
 def kill_daemon_of(path):
-    """Kills the daemon that serves `path`, if there is one. It may be about to end by itself."""
+    """Kills the daemon that serves `path`, if there is one. The daemon may end by itself at the same time."""
     pid = daemon_of(path)
     if pid:
         with contextlib.suppress(ProcessLookupError):
@@ -193,7 +197,7 @@ def kill_daemon_of(path):
 
 
 class MountFailed(Exception):
-    """`tensorfs mount` ended instead of serving; carries its exit code and what it said."""
+    """`tensorfs mount` ended before it served. Has its exit code and its output."""
 
     def __init__(self, code, stderr):
         super().__init__(f"mount ended with {code}: {stderr.strip()}")
@@ -202,7 +206,7 @@ class MountFailed(Exception):
 
 
 class Notified:
-    """The service manager's side of sd_notify: a foreground mount says `READY=1` once it answers."""
+    """The side of the service manager in sd_notify. A foreground mount sends `READY=1` once it answers."""
 
     def __init__(self, path):
         self.path = path
@@ -223,12 +227,12 @@ class Notified:
 class Mount:
     """`with Mount(source, "prefer=shards") as m:` serves `source` at `m.path` until the block ends.
 
-    The daemon runs in the foreground as a child of the test unless `background` is set. `popen` goes to
+    The daemon runs in the foreground as a child of the test, unless `background` is set. `popen` has arguments for
     `subprocess.Popen`, for tests that need another user or other limits.
     """
 
     def __init__(self, source, *options, at=None, background=False, binary=BIN, watchdog=WATCHDOG_SECONDS, **popen):
-        # A path has no two slashes, a URL has.
+        # Only a URL contains `://`.
         self.source = source if "://" in str(source) else Path(source)
         self.options = options
         self.background = background
@@ -302,14 +306,14 @@ class Mount:
         return _content(self._log)
 
     def wait_for_log(self, text, seconds=HANGS):
-        """Waits until the log holds `text`: a daemon answers first and logs then."""
+        """Waits until the log contains `text`, because a daemon answers first, and writes to the log after that."""
         wait_until(lambda: text in self.log(), seconds, f"{text!r} in the log")
 
     def kill(self, number=signal.SIGKILL):
         os.kill(self.pid, number)
 
     def wait_for_exit(self, seconds=HANGS):
-        """Waits for the daemon to end; returns its exit code where it is our child."""
+        """Waits for the end of the daemon. Returns its exit code if it is a child of the test."""
         if self._process and self._process.pid == self.pid:
             return self._process.wait(seconds)
         wait_until(lambda: not self.alive(), seconds, "the daemon ends")
@@ -322,13 +326,14 @@ class Mount:
         return {k: v for k, v in self.popen.items() if k in ("user", "group", "extra_groups", "env")}
 
     def stop(self):
-        """Unmounts and waits for the daemon; returns what went wrong, if anything did, after cleaning up by force."""
+        """Unmounts, and waits for the end of the daemon. If something goes wrong, cleans up by force and returns what
+        went wrong."""
         problem = None
         try:
             if self.mounted():
                 outcome = self.umount()
                 end = time.monotonic() + 10
-                # The kernel may let go of the files of a process a moment after its end.
+                # The kernel may close the files of a process a moment after its end.
                 while "target is busy" in outcome.stderr and time.monotonic() < end:
                     time.sleep(0.1)
                     outcome = self.umount()
@@ -361,7 +366,7 @@ class Mount:
     def _remove_folder(self):
         self._log.close()
         self._notified.close()
-        # Never a recursive delete: the folder could still be a mount.
+        # The folder is never deleted recursively, because it could still be a mount.
         with contextlib.suppress(OSError):
             (self._home / "mnt").rmdir()
         with contextlib.suppress(OSError):
@@ -369,7 +374,7 @@ class Mount:
 
 
 def detach(path):
-    """Lazily unmounts everything on `path`, in whatever way this user may."""
+    """Lazily unmounts everything on `path`, in a way that this user is allowed to."""
     for _ in range(4):
         if find_mount(path) is None:
             return
@@ -378,9 +383,9 @@ def detach(path):
 
 
 class Child:
-    """A Python snippet in a process of its own, for what may hang or die: `with Child(code, args...) as child:`.
+    """Python code in a process of its own, for code that may hang or crash: `with Child(code, args...) as child:`.
 
-    The snippet talks by lines on stdout; a SIGBUS or a hang ends it and not the test.
+    The code prints lines on stdout. A SIGBUS or a hang ends this process, and not the test.
     """
 
     def __init__(self, code, *args, **popen):
@@ -397,12 +402,13 @@ class Child:
         self.process.communicate()
 
     def line(self, seconds=20):
-        """The next line it prints; '' when it ended."""
+        """The next line that the process prints. Empty if the process has ended."""
         out = self.process.stdout.fileno()
         os.set_blocking(out, True)
         line, byte = b"", None
         with _alarm(seconds, "no line from the child"):
-            # Byte by byte: `communicate` does not return what a buffer has taken beyond the line.
+            # Reads byte by byte: a buffer would read beyond the line, and `communicate` does not return bytes in a
+            # buffer.
             while byte not in (b"", b"\n"):
                 byte = os.read(out, 1)
                 line += byte
@@ -413,7 +419,8 @@ class Child:
         self.process.stdin.flush()
 
     def finish(self, seconds=20):
-        """Its exit code (negative: the signal), its stdout and its stderr."""
+        """Waits for the end of the process. Returns its exit code (negative for a signal), its stdout and its
+        stderr."""
         out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
 
@@ -433,7 +440,7 @@ def _alarm(seconds, what):
 
 
 class TestCase(unittest.TestCase):
-    """A test with a temporary folder of its own (`self.tmp`) that looks after what a failing test leaves behind."""
+    """A test with its own temporary folder (`self.tmp`). It cleans up what a failing test leaves behind."""
 
     maxDiff = 2000
 
@@ -461,13 +468,13 @@ class TestCase(unittest.TestCase):
         return value
 
     def open(self, path):
-        """A descriptor of `path` that the end of the test closes."""
+        """Opens `path`, and returns a descriptor, which the end of the test closes."""
         descriptor = os.open(path, os.O_RDONLY)
         self.addCleanup(os.close, descriptor)
         return descriptor
 
     def mount_point(self, name="mnt"):
-        """A folder to mount on, from which the end of the test takes every mount off."""
+        """A folder to mount on. The end of the test removes every mount from it."""
         path = self.tmp / name
         path.mkdir()
         self.addCleanup(detach, path)
@@ -498,7 +505,7 @@ class TestCase(unittest.TestCase):
         self.assertTrue(data == expected, f"{name}: {data and len(data)} other bytes")
 
     def reads_fail(self, descriptor, start, expected, length=100_000):
-        """True when the read is refused with EIO; bytes that are returned must be the expected ones."""
+        """True if the read fails with EIO. If it returns bytes, they must be the expected ones."""
         try:
             data = pread_all(descriptor, length, start)
         except OSError as error:
@@ -512,7 +519,8 @@ class TestCase(unittest.TestCase):
 
 
 def pread_all(descriptor, length, offset):
-    """All bytes up to the end of the file: the kernel returns what it has when an error comes after it."""
+    """All bytes up to the end of the file. Repeats the read, because the kernel returns fewer bytes if an error follows
+    them."""
     parts = []
     while length > 0:
         part = os.pread(descriptor, length, offset)

@@ -5,10 +5,10 @@ map and read and compare every byte.
     python tests/python/node_soak.py --seconds 1200
     python tests/python/node_soak.py --seconds 60 --readers 4
 
-The name of each tensor says which bytes it has, so a reader can check a file of which it knows nothing. Ends non-zero
-on a wrong byte, a reader that hangs, an error in a quiet time, a model that does not come, or a service that does not
-come back. No reader may wait for a source that stalls longer than the bound. Needs root, and gives the service the
-capabilities and the system calls of its unit.
+The name of each tensor says which bytes it has, so that a reader can check any file without other knowledge. The exit
+status is not 0 after a wrong byte, a reader that hangs, an error in a quiet time, a model that does not appear, or a
+service that does not come back. A reader must not wait for a stalled source longer than `STALL_SECONDS`. The script
+needs root, and gives the service the capabilities and the system calls of its unit.
 """
 
 import argparse
@@ -38,22 +38,24 @@ FILE = "model.safetensors"
 DAY = 24 * 3600
 SHARDS = 3
 TENSORS_PER_SHARD = 4
-# A reader that says nothing for so long hangs. A read of a stopped worker waits for its replacement.
+# A reader that prints nothing for this number of seconds hangs. A read of a stopped worker waits until the worker is
+# replaced.
 HANG_SECONDS = 90
-# How long a model or the service may take to come, on a loaded machine.
+# Seconds within which a model or the service has to come, on a loaded machine.
 COME_SECONDS = 60
 WATCHDOG = 4
-# Longest wait for a source that stalls: docs/operate/node.md.
+# Longest time, in seconds, for which a reader may wait for a stalled source: see docs/operate/node.md.
 STALL_SECONDS = 45
-# Requests that a source may leave without an answer, beside reads.
+# Requests, beside reads, that a stalled source may leave without an answer.
 METADATA = ["stall-lookup", "stall-getattr", "stall-readdir", "stall-open", "stall-statfs"]
-# Errors that a reader may get while a worker or a source is changed under it.
+# Errors that a reader may get while its worker or its source changes.
 LOST = {"ENOTCONN", "ECONNABORTED", "ENODEV"}
 EXPECTED = {errno.EIO, errno.ENOTCONN, errno.ECONNABORTED, errno.ENOENT, errno.ESTALE, errno.ENODEV}
 
 
 def write_model(folder, version, length):
-    """Shards of a model whose tensors are named by their content: `v7.t3` has the bytes of number 7 * 64 + 3."""
+    """Writes the shards of a model. The names of tensors say their content: `v7.t3` has the bytes of the number 7 * 64
+    + 3."""
     folder.mkdir()
     share = length // SHARDS // TENSORS_PER_SHARD // 4 * 4 + 4
     shards = {}
@@ -70,11 +72,11 @@ def write_model(folder, version, length):
 
 
 class WrongByte(Exception):
-    """Other bytes than those that the name of the tensor says."""
+    """A tensor has other bytes than its name says."""
 
 
 class Reader:
-    """The process that reads: prints a line of JSON for each file that it has read."""
+    """The code of a reading process. It prints a line of JSON for each file that it has read."""
 
     def __init__(self, targets, seed):
         self.targets = targets
@@ -89,7 +91,7 @@ class Reader:
                 self.read_one(report)
             except OSError as error:
                 report["error"] = error.errno
-                # A mount that is away answers at once.
+                # A missing mount answers at once, so this waits a little.
                 time.sleep(0.02)
             except WrongByte as wrong:
                 report["wrong"] = str(wrong)
@@ -100,7 +102,7 @@ class Reader:
         target = self.random.choice(self.targets)
         models = sorted(os.listdir(target))
         if not models:
-            # Listing a mount point that nothing is mounted on is no read.
+            # If nothing is mounted on the mount point, listing it does not count as a read.
             time.sleep(0.02)
             return
         path = os.path.join(target, self.random.choice(models), FILE)
@@ -108,7 +110,7 @@ class Reader:
         try:
             parts = self.parts(descriptor, path)
             report["reads"] += 1
-            # Also a file that stays open over changes and restarts.
+            # Some files stay open for several reads, and so during changes and restarts.
             for _ in range(self.random.choice([1, 1, 1, 20])):
                 self.compare(descriptor, path, parts, report)
         finally:
@@ -136,7 +138,7 @@ class Reader:
         begin = self.random.randrange(start, end)
         stop = min(end, begin + self.random.choice([1, 4096, 100_000, 1 << 20]))
         if self.mapped:
-            # `mmap` with length 0 hides the error of its stat: it is then an invalid argument.
+            # `mmap` with length 0 would hide an error of its stat, and report an invalid argument.
             length = os.fstat(descriptor).st_size
             with mmap.mmap(descriptor, length, prot=mmap.PROT_READ) as mapped:
                 data = mapped[begin:stop]
@@ -159,7 +161,8 @@ class Reader:
 
 
 class Readers:
-    """Reader processes, replaced when a SIGBUS ends one, and their figures. One that says nothing for `hang` s hangs."""
+    """Reader processes and their figures. A process that a SIGBUS has ended is replaced. A process that prints nothing
+    for `hang` seconds hangs."""
 
     def __init__(self, targets, n, hang=HANG_SECONDS):
         self.targets = targets
@@ -180,7 +183,7 @@ class Readers:
         self.processes[seed] = [process, time.monotonic(), b""]
 
     def collect(self, seconds):
-        """Takes what readers say for so long."""
+        """Collects the lines of the readers for `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             rest = deadline - time.monotonic()
@@ -235,7 +238,7 @@ def stack_of(pid):
 
 
 class Life:
-    """The node: a store, the service, and what happens to them."""
+    """The node: a store, the service, and the events that happen to them."""
 
     def __init__(self, folder, options):
         self.folder = folder
@@ -246,7 +249,7 @@ class Life:
         targets = (folder / "srv" / name for name in ("store", "other", "far"))
         for path in (self.store, self.other, self.disk, folder / "behind", *targets):
             path.mkdir(parents=True)
-        # A source of its own, which stalls, with readers of its own.
+        # A second source, which stalls, with its own readers.
         self.faults = FaultFs(folder / "behind", options.seconds + 3600)
         self.far = folder / "srv/far"
         self.far_readers = None
@@ -304,12 +307,12 @@ class Life:
             self.service = None
 
     def collect(self, seconds):
-        """Takes what all readers say for so long."""
+        """Collects the lines of all readers for `seconds`."""
         self.far_readers.collect(0)
         self.readers.collect(seconds)
 
     def wait_for(self, what, condition):
-        """Waits until `condition` holds, while readers read; notes how long it took."""
+        """Waits until `condition` is true, while readers read. Records the time that this takes."""
         begin = time.monotonic()
         while not condition():
             self.collect(0.02)
@@ -341,7 +344,7 @@ class Life:
         self.wait_for("a new model is shown", lambda: self.is_shown(model))
 
     def model_is_downloaded(self):
-        """Comes file by file."""
+        """A model appears file by file, as in a download."""
         self.version += 1
         whole = self.folder / "whole"
         write_model(whole, self.version, int(self.options.mb * (1 << 20)))
@@ -395,7 +398,7 @@ class Life:
 
     @contextlib.contextmanager
     def nothing_lost(self, what):
-        """In this time no reader may lose its files."""
+        """A block in which no reader may lose its files."""
         self.wait_for("all mounts serve", self.all_serve)
         # Files that were opened before the last kill still fail.
         self.collect(1)
@@ -407,19 +410,19 @@ class Life:
             self.failures.append(f"{what}: {lost} readers lost their files: {dict(self.readers.errors)}")
 
     def lost(self):
-        """Number of readers so far that lost a connection."""
+        """Number of readers that have lost a connection so far."""
         errors = sum(n for name, n in self.readers.errors.items() if name in LOST)
         return errors + self.readers.figures["ended by SIGBUS"]
 
     def service_restarts(self):
-        """As by `systemctl restart`: the mounts go on."""
+        """Restarts the service as `systemctl restart` does. The mounts go on."""
         with self.nothing_lost("a restart"):
             times = self.service.manager.count("READY=1")
             self.service.restart()
             self.wait_for("a restart ends", lambda: self.service.manager.count("READY=1") > times)
 
     def service_is_upgraded(self):
-        """Another file takes the place of the program, and a reload runs it."""
+        """Replaces the file of the program, and reloads the service, which runs the new program."""
         with self.nothing_lost("an upgrade"):
             new = self.binary.with_name("new")
             shutil.copy(BIN, new)
@@ -436,13 +439,13 @@ class Life:
         self.wait_for("new opens work after a stop and a start", self.all_serve)
 
     def service_is_killed(self):
-        """All at once, as systemd does after a SIGKILL of the supervisor."""
+        """Kills all processes of the service at once, as systemd does after a SIGKILL of the supervisor."""
         pids = [*self.service.workers().values(), self.service.process.pid]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         self.service.process.wait(COME_SECONDS)
         wait_until(lambda: all(map(process_gone, pids)), COME_SECONDS, "killed processes end")
-        # Not `end`, which would take the dead mounts off: the next service does.
+        # `end` is not called, because it would remove the dead mounts. The next service has to do that.
         self.service.manager.close()
         self.start()
         self.wait_for("new opens work after a kill of the service", self.all_serve)
@@ -464,7 +467,7 @@ class Life:
         self.service.file.write_text(self.config())
 
     def disk_fills(self):
-        """The disk of indexes, logs and copies, for a while."""
+        """Fills the disk of indexes, logs and copies for a while."""
         if not os.path.ismount(self.disk):
             self.failures.append(f"{self.disk} is no disk of its own")
             return
@@ -479,12 +482,12 @@ class Life:
     # A source that stalls.
 
     def stall(self, words):
-        """Stalls these requests, or everything: then not even a file is closed."""
+        """Stalls these requests. Without words it stalls all requests, even those that close a file."""
         if not words:
             os.kill(self.faults.pid, signal.SIGSTOP)
         for word in words:
             self.faults.tell(word, "*")
-        # The source is read again, and not the page cache.
+        # Makes the next reads read the source, and not the page cache.
         if words:
             Path("/proc/sys/vm/drop_caches").write_text("1")
 
@@ -493,14 +496,15 @@ class Life:
         self.faults.tell("ok")
 
     def stalled_source(self, words, replace):
-        """`replace` while the source stalls: no reader of it hangs, others lose nothing, and it comes back by itself."""
+        """Calls `replace` while the source stalls. No reader of this source hangs, other readers lose nothing, and the
+        mount of the source comes back by itself."""
         self.wait_for("the source that stalls serves", lambda: self.serves(self.far))
         self.counts["stalls of " + ("everything" if not words else "reads" if words == ["stall"] else "requests")] += 1
         if self.options.verbose:
             print(f"      {words}", flush=True)
         self.stall(words)
         try:
-            # Some of its readers wait before, and others while nobody serves.
+            # Some readers wait before the replacement, and others while no process serves the mount.
             self.collect(self.random.uniform(0, 1.5))
             replace(self)
             begin = time.monotonic()
@@ -508,7 +512,7 @@ class Life:
             self.wait_for("ls of a source that stalls ends", lambda: look.poll() is not None)
             if time.monotonic() - begin > STALL_SECONDS:
                 self.failures.append(f"ls of a source that stalls took longer than {STALL_SECONDS} s")
-            # Programs that look at the whole node, where mounts of others may be dead.
+            # These programs look at all mounts of the node, of which some may be dead.
             run(self.binary, "status")
             outcome = run(self.binary, "serve", "--check", "--config", self.service.file)
             if outcome.code:
@@ -563,7 +567,7 @@ class Life:
         self.far_readers = Readers([self.far], 3, STALL_SECONDS)
         begin = time.monotonic()
         interval = self.options.seconds / max(self.options.events, 1)
-        # Each kind once, and then by weight.
+        # Each kind of event happens once, and after that the kinds are chosen by weight.
         order = self.random.sample(list(self.EVENTS), len(self.EVENTS))
         while (elapsed := time.monotonic() - begin) < self.options.seconds and not self.failures:
             self.collect(self.random.uniform(0.2, 1.8) * interval)
@@ -579,9 +583,9 @@ class Life:
         self.quiet()
 
     def quiet(self):
-        """A time in which nothing happens: every read must succeed."""
+        """A time without events, in which every read must succeed."""
         self.wait_for("all mounts serve in the end", lambda: self.all_serve() and self.serves(self.far))
-        # Files that readers opened before may still fail.
+        # Reads of files that were opened before may still fail.
         self.collect(3)
         self.readers.stop()
         self.far_readers.collect(0)

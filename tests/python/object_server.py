@@ -1,5 +1,5 @@
-"""A server of objects for tests: the part of S3 that reads need, with signatures that it checks, plain HTTP, and faults
-on command. Runs in a thread of a test, or by itself: `object_server.py` prints its port.
+"""An object server for tests. It has the part of S3 that reads need, checks signatures, serves plain HTTP, and has
+faults on command. It runs in a thread of a test, or as a program: `object_server.py` prints its port.
 
     PUT, DELETE /BUCKET/KEY   change the objects
     POST /-/faults            a JSON list of faults, which take the place of those before
@@ -27,7 +27,7 @@ from xml.sax.saxutils import escape
 ACCESS_KEY = "AKIDTESTACCESSKEY"
 SECRET_KEY = "a-secret-key-of-the-tests/that+nobody=shows"
 CHUNK = 1 << 16
-# Refusals that are no 403.
+# Refusals whose status is not 403.
 REFUSALS = {"AuthenticationRequired": 401, "InvalidAuthenticationInfo": 401, "InvalidHeaderValue": 400}
 
 
@@ -40,8 +40,8 @@ class Stored:
 
 
 class ObjectServer:
-    """Objects by bucket and key. `faults` is a list of dicts: `kind`, `count` (default 1), and optionally `match` (part
-    of the path), `method`, `seconds`. Each request takes the first fault that fits."""
+    """Objects by bucket and key. `faults` is a list of dicts with `kind`, `count` (default 1), and optionally `match`
+    (a part of the path), `method` and `seconds`. The first fault that fits a request is applied to it."""
 
     def __init__(self, page=1000, handler=None):
         self.objects = {}
@@ -52,11 +52,11 @@ class ObjectServer:
         self.number = 0
         # The form of ETags: "quoted", "bare", "weak" or "none".
         self.tags = "quoted"
-        # Whether answers tell the time of the last change.
+        # Whether answers have the time of the last change.
         self.dates = True
-        # The least time that an answer takes.
+        # The shortest time that an answer takes, in seconds.
         self.delay = 0
-        # Ranges of objects, or HEADs, that wait for each other, as a threading.Barrier: part of the path, and the barrier.
+        # Requests for ranges, or HEAD requests, that wait for each other: a part of the path, and a threading.Barrier.
         self.barrier = None
         self.barrier_method = "GET"
         self.session_token = None
@@ -97,7 +97,7 @@ class ObjectServer:
             self.objects.get(bucket, {}).pop(key, None)
 
     def environment(self):
-        """The variables with which a program reads from here."""
+        """The environment variables with which a program reads from this server."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -153,7 +153,7 @@ class Listener(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # The head of an answer and its first bytes leave at once.
+    # The head of an answer and its first bytes are sent at once, without a buffer.
     wbufsize = -1
     NO_BUCKET = "NoSuchBucket"
 
@@ -242,14 +242,14 @@ class Handler(BaseHTTPRequestHandler):
             is_waited_for = self.command == self.store.barrier_method and (self.command == "HEAD" or "Range" in self.headers)
             waits = barrier is not None and part in self.path and is_waited_for
         if waits:
-            # A client that asks one after the other gets no answer.
+            # A client that sends the requests one after the other gets no answer.
             with contextlib.suppress(threading.BrokenBarrierError):
                 barrier.wait(30)
             with self.store.lock:
                 self.store.barrier = None
 
     def refusal(self, bucket):
-        """Why the request is not allowed."""
+        """The reason why the request is not allowed, or None."""
         if "Authorization" not in self.headers:
             return None if bucket in self.store.public else "AccessDenied"
         key, found, expected = signature(self.store, self)
@@ -261,7 +261,7 @@ class Handler(BaseHTTPRequestHandler):
         return None if hmac.compare_digest(found, expected) else "SignatureDoesNotMatch"
 
     def disturb(self, fault):
-        """Carries out a fault that replaces the answer; returns whether it is one."""
+        """Carries out a fault that replaces the answer. Returns whether `fault` is such a fault."""
         kind = fault["kind"]
         if kind == "busy":
             after = [("Retry-After", str(fault["after"]))] if "after" in fault else []
@@ -286,14 +286,15 @@ class Handler(BaseHTTPRequestHandler):
         return query.get("list-type") == ["2"]
 
     def more_headers(self, stored):
-        """Headers of an object that another kind of server adds."""
+        """Headers of an object that a derived server adds."""
         return []
 
     def more_listed(self, stored):
         return ""
 
     def entries(self, bucket, prefix, delimiter, after="", most=None):
-        """Names and objects in a folder, `None` for folders in it: the first ones behind `after`."""
+        """Pairs of name and object in a folder, with `None` for subfolders. At most `most` entries after the name
+        `after`."""
         found, last = [], None
         names = sorted(self.store.objects[bucket])
         for key in names[bisect.bisect_left(names, max(prefix, after)) :]:
@@ -397,7 +398,7 @@ def main():
     server = ObjectServer(page=int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
     server.start()
     print(server.port, flush=True)
-    # The end of the input is the end of the program that started this one.
+    # The input ends when the program that has started this one ends.
     sys.stdin.read()
 
 

@@ -1,7 +1,7 @@
 """The virtual file that a folder of shards must become, built by plain and slow code.
 
-Shares nothing with tensorfs: it reads the shards, places the pieces and writes the header by the written rules, so
-that a mounted file can be compared with it byte for byte.
+This module shares no code with tensorfs. It reads the shards, places the pieces and writes the header by the documented
+rules, so that a mounted file can be compared with its result byte for byte.
 """
 
 import collections
@@ -22,11 +22,11 @@ BITS = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }
-# By their number in a file.
+# The names of dtypes, by their number in a file.
 BINTENSORS_DTYPES = [
     "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64",
 ]
-# By their text in a file: those of numpy, and those of torch behind a NUL.
+# The names of dtypes, by their text in a file: a code of numpy, or a name of torch after a NUL.
 TENSORIZER_DTYPES = {
     "|b1": "BOOL", "|u1": "U8", "|i1": "I8", "<i2": "I16", "<u2": "U16", "<f2": "F16", "<i4": "I32", "<u4": "U32",
     "<f4": "F32", "<f8": "F64", "<i8": "I64", "<u8": "U64", "<c8": "C64", "torch.bfloat16": "BF16",
@@ -39,7 +39,7 @@ DCP_KEYS = {"DCP_VERSION", "DCP_SHARDING_INFO"}
 
 @dataclasses.dataclass
 class Header:
-    """The header of a safetensors file; `data_start` is where the first tensor's bytes may lie."""
+    """The header of a safetensors file. `data_start` is the first byte after the header."""
 
     metadata: dict
     tensors: dict
@@ -48,7 +48,7 @@ class Header:
 
 @dataclasses.dataclass
 class Piece:
-    """The part of a tensor that one shard holds; `box` is (offset per dimension, shape), in elements."""
+    """The part of a tensor that one shard has. `box` is (offset in each dimension, shape), in elements."""
 
     shard: str
     start: int
@@ -84,7 +84,8 @@ def read_header_of(path):
 
 
 def tensor_bytes(path):
-    """Name -> (dtype, shape, bytes) of a safetensors file, for any dtype, from the offsets in its header."""
+    """Name -> (dtype, shape, bytes) of each tensor of a safetensors file, by the offsets in its header. Works for any
+    dtype."""
     data = Path(path).read_bytes()
     header = read_header(data)
     return {
@@ -102,7 +103,7 @@ def sha256(data):
 
 
 def numeric(name):
-    """Sort key in which `x-2` comes before `x-10`."""
+    """A sort key that puts `x-2` before `x-10`."""
     parts = re.split(r"(\d+)", name)
     return [int(p) if i % 2 else p for i, p in enumerate(parts)], name
 
@@ -168,7 +169,8 @@ def _dcp_tensors(folder):
 
 
 def from_bintensors(path, older=False):
-    """The virtual file of a bintensors file; nothing in it says whether its layout is the older one."""
+    """The virtual file of a bintensors file. `older` selects the older layout, because the file does not say which
+    layout it has."""
     data = Path(path).read_bytes()
     metadata, entries = _Bincode(data[8:]).header(older)
     start = 8 + int.from_bytes(data[:8], "little")
@@ -212,7 +214,7 @@ class _Bincode:
 
 
 def from_tensorizer(path):
-    """The virtual file of a tensorizer file, by its list of tensors alone."""
+    """The virtual file of a tensorizer file. Only its list of tensors is used, not the headers of the tensors."""
     data = Path(path).read_bytes()
     rest, versioned, tensors, zeros = data[73:], data[9] & 2, [], 2**63
 
@@ -238,7 +240,7 @@ def from_tensorizer(path):
         _, start, length = number(8), number(8), number(8)
         content = data[start : start + length]
         if length == 0 and 0 not in shape:
-            # A meta tensor. Its zeros stand behind the file.
+            # The tensor is a meta tensor. Its zeros count as bytes after the end of the file.
             content, start = bytes(BITS[dtype] * math.prod(shape) // 8), zeros
             zeros += len(content)
         tensors.append(Tensor(name, dtype, shape, content, (0, start)))
@@ -246,7 +248,7 @@ def from_tensorizer(path):
 
 
 def from_torch(paths):
-    """The virtual file of files of torch.save, by Python's own unpickler and zip reader."""
+    """The virtual file of files of torch.save, by the unpickler and the zip reader of Python."""
     tensors, pieces = [], {}
     for path in sorted(paths, key=lambda p: numeric(p.name)):
         data = path.read_bytes()
@@ -283,7 +285,7 @@ def from_deepspeed(run, fp32):
     roots = {path.name: (path.read_bytes(), *_zipped_torch(path.read_bytes())) for path in paths}
 
     def run_of(name, tensor):
-        """Elements that follow each other in a file: file, first byte, bytes of an element, bytes."""
+        """A run of elements in a file: file, first byte, bytes of an element, and bytes of the run."""
         data, _, starts = roots[name]
         (kind, key), offset, shape, dtype = tensor
         size = BITS[dtype] // 8
@@ -291,7 +293,7 @@ def from_deepspeed(run, fp32):
         return name, start, size, data[start : start + math.prod(shape) * size]
 
     def joined(name, dtype, shape, parts):
-        """A tensor of parts: runs, first element, number of elements."""
+        """A tensor that is joined of parts. Each part has its runs, its first element, and its number of elements."""
         data, places = b"", []
         for runs, at, count in parts:
             for file, start, size, content in runs:
@@ -343,10 +345,10 @@ LEGACY_TORCH = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 
 
 def _zipped_torch(data):
-    """The root of the pickle, and where the data of each storage begins."""
+    """The root of the pickle, and the offset at which the data of each storage begins."""
     archive = zipfile.ZipFile(io.BytesIO(data))
     (pkl,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-    # Not by `read`: torch may write 0 in place of each CRC.
+    # `read` is not used, because it checks CRCs, and torch may write 0 in place of each CRC.
     begin, length = _stored_at(data, archive.getinfo(pkl)), archive.getinfo(pkl).file_size
     root = _TorchUnpickler(io.BytesIO(data[begin : begin + length])).load()
     folder = pkl.removesuffix("data.pkl") + "data/"
@@ -355,7 +357,8 @@ def _zipped_torch(data):
 
 
 def _legacy_torch(data):
-    """The root of the pickle, and where the data of each storage begins: behind its number of elements."""
+    """The root of the pickle, and the offset at which the data of each storage begins, which is after its number of
+    elements."""
     file = io.BytesIO(data)
     unpicklers = [_TorchUnpickler(file) for _ in range(5)]
     *_, root, keys = [unpickler.load() for unpickler in unpicklers]
@@ -368,7 +371,7 @@ def _legacy_torch(data):
 
 
 def _stored_at(data, info):
-    """Where the bytes of a stored entry begin."""
+    """The offset at which the bytes of a stored entry begin."""
     header = info.header_offset
     return header + 30 + sum(int.from_bytes(data[header + at : header + at + 2], "little") for at in (26, 28))
 
@@ -382,7 +385,7 @@ TORCH_DTYPES = {
 
 
 class _TorchTensor(tuple):
-    """Storage, offset, shape and dtype, with the strides beside them."""
+    """A tensor: a tuple of storage, offset, shape and dtype, with the strides as an attribute."""
 
 
 def _torch_tensor(storage, offset, shape, stride, dtype):
@@ -392,7 +395,7 @@ def _torch_tensor(storage, offset, shape, stride, dtype):
 
 
 class _Unknown(dict):
-    """An object with its attributes."""
+    """An object of an unknown class, with its attributes."""
 
     def __init__(self, *args):
         super().__init__()
@@ -410,7 +413,7 @@ class _OfRanks:
         self.whole, self.state = list(args[2]), state
 
     def parts(self):
-        """The tensors of this file, each with its offset."""
+        """The parts that this file has, each with its offset in the whole tensor."""
         if isinstance(self.state[0], list):
             return [(shard.tensor, list(shard.metadata.shard_offsets)) for shard in self.state[0]]
         local, spec = self.state[1]["_local_tensor"], self.state[1]["_spec"]
@@ -430,7 +433,7 @@ class _OfRanks:
 
 
 def _chunks(indices, count):
-    """The parts of torch.chunk, with empty ones behind them."""
+    """The parts that torch.chunk makes, followed by empty parts up to `count`."""
     length = -(-len(indices) // count)
     return [indices[at * length : (at + 1) * length] for at in range(count)]
 
@@ -484,7 +487,8 @@ class _DistcpUnpickler(pickle.Unpickler):
 
 
 def from_distcp(folder):
-    """The virtual file of a distributed checkpoint of torch: of its model, if a container holds one."""
+    """The virtual file of a distributed checkpoint of torch. If one of its containers is a model, the file has only the
+    tensors of this model."""
     with open(folder / ".metadata", "rb") as file:
         plan = _DistcpUnpickler(file).load()
     metadata, pieces = plan.state_dict_metadata, {}
@@ -497,7 +501,7 @@ def from_distcp(folder):
         name = index.fqn.split(".", 1)[1] if models else index.fqn
         data = (folder / place.relative_path).read_bytes()
         if not data.startswith(b"PK"):
-            # Saved as safetensors.
+            # The item is saved as a safetensors file.
             header = read_header(data)
             entry = header.tensors[index.fqn]
             start = header.data_start + entry["data_offsets"][0]
@@ -516,7 +520,7 @@ def from_distcp(folder):
 
 
 def _gathered(data, tensor, size):
-    """The bytes of a tensor whose first element `data` begins with, in row-major order."""
+    """The bytes of a tensor in row-major order. `data` begins with its first element."""
     _, _, shape, _ = tensor
     items = sum(np.arange(length).reshape([-1] + [1] * (len(shape) - dim - 1)) * stride
                 for dim, (length, stride) in enumerate(zip(shape, tensor.stride)))
@@ -554,7 +558,7 @@ def _assemble(name, dtype, pieces):
         return Tensor(name, dtype, shape, pieces[0].data, first)
     whole = np.zeros(_in_bytes(shape, dtype, BITS[dtype] // 8), np.uint8)
     placed = np.zeros(whole.shape, bool)
-    # The first of equal boxes counts, so it is placed last.
+    # The first of several equal boxes counts, so the pieces are placed in reverse order.
     for piece in reversed(pieces):
         sizes = _in_bytes(piece.box[1], dtype, BITS[dtype] // 8)
         where = tuple(slice(o, o + n) for o, n in zip(_in_bytes(piece.box[0], dtype, 0), sizes))
@@ -565,7 +569,8 @@ def _assemble(name, dtype, pieces):
 
 
 def _in_bytes(dims, dtype, last):
-    """The same place in an array of bytes: a dimension more for wide elements, a shorter last one for packed ones."""
+    """The same place in an array of bytes. Wide elements get one more dimension, and packed elements get a shorter last
+    dimension."""
     if BITS[dtype] >= 8:
         return [*dims, last]
     bits = dims[-1] * BITS[dtype]
@@ -574,7 +579,8 @@ def _in_bytes(dims, dtype, last):
 
 
 def write(tensors, metadata):
-    """The bytes of the virtual file: rules of order, compact JSON, data on a page boundary."""
+    """The bytes of the virtual file: tensors in the documented order, a compact JSON header, and data from a page
+    boundary on."""
     tensors.sort(key=lambda t: (-BITS[t.dtype], t.first, t.name))
     entries, end = {}, 0
     if metadata:

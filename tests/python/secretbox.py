@@ -1,4 +1,4 @@
-"""The cipher of encrypted tensorizer files, written down once more: `crypto_secretbox` of NaCl."""
+"""A second implementation of the cipher of encrypted tensorizer files, which is `crypto_secretbox` of NaCl."""
 
 import struct
 
@@ -18,7 +18,7 @@ _ROUNDS = (
 
 
 def _state(key, inputs):
-    """The state for a key of 32 bytes and four words, which may be arrays."""
+    """The initial state of the cipher for a key of 32 bytes and four input words. The words may be arrays."""
     key = struct.unpack("<8I", key)
     words = [_SIGMA[0], *key[:4], _SIGMA[1], *inputs, _SIGMA[2], *key[4:], _SIGMA[3]]
     return [np.asarray(word, dtype=np.uint32) for word in words]
@@ -62,7 +62,7 @@ def seal(key, nonce, data):
 
 
 def encrypt(key, data, piece=2 << 20, nonce=bytes(range(24))):
-    """The encryption section of a tensor, with its length, and its data in encrypted pieces."""
+    """The encryption section of a tensor with its length, and the data of the tensor in encrypted pieces."""
     macs, sealed = [], []
     for index, start in enumerate(range(0, len(data), piece)):
         number = (int.from_bytes(nonce, "little") + index) % 2**192

@@ -14,14 +14,14 @@ from pathlib import Path
 from confinement import confined_by
 from mounts import BIN, HANGS, TestCase, detach, find_mount, is_root, mount_table, process_gone, wait_until
 
-# A loaded machine starts many processes slowly.
+# Seconds to wait for the service: a loaded machine starts many processes slowly.
 PATIENCE = 60
 
 # Name of the service's unit.
 UNIT = "tensorfs-test.service"
 
 
-# Puts descriptors in order from number 3 on, as a service manager passes them, and runs the program.
+# Renumbers descriptors from 3 on, in order, as a service manager passes them, and runs the program.
 PASS = """
 import os, sys
 count = int(sys.argv[1])
@@ -40,7 +40,7 @@ def has_ended(fd):
 
 
 class Manager:
-    """The service manager: keeps every message to its socket, in order, and the descriptors to store."""
+    """A service manager. It records every message to its socket, in order, and stores the descriptors that it gets."""
 
     def __init__(self, path):
         self.path = path
@@ -61,7 +61,7 @@ class Manager:
                 else:
                     if "FDSTOREREMOVE=1" in lines:
                         self._drop(lambda stored, _, name=name: stored == name)
-                    # A barrier ends when its descriptor is closed.
+                    # The service waits for a barrier until its descriptor is closed.
                     [os.close(fd) for fd in fds]
         return self.messages
 
@@ -71,9 +71,9 @@ class Manager:
             os.close(pair[1])
 
     def passed(self):
-        """Name and number of the stored descriptors, the last one first, as systemd passes them.
+        """Name and number of each stored descriptor, beginning with the last one, as systemd passes them.
 
-        They stay stored until the service removes them by name, or the other end of one is gone.
+        A descriptor stays stored until the service removes it by name, or its other end is closed.
         """
         self.heard()
         self._drop(lambda _, fd: has_ended(fd))
@@ -83,7 +83,7 @@ class Manager:
         return self.heard().count(message)
 
     def status(self):
-        """The last status, or ''."""
+        """The last status that the service has sent. Empty if there is none."""
         return next((m[7:] for m in reversed(self.heard()) if m.startswith("STATUS=")), "")
 
     def let_go(self):
@@ -117,9 +117,9 @@ class SystemCtl:
 class Service:
     """`with Service(folder, config) as service:` runs the service until the block ends.
 
-    A service of root has the capabilities and the system calls of its unit, without `confined=False`.
+    A service of root has only the capabilities and the system calls of its unit, unless `confined` is False.
 
-    The watchdog of `mounts.Mount` is not needed: the end of the block kills the workers, which ends what hangs.
+    The watchdog of `mounts.Mount` is not needed: the end of the block kills the workers, and this ends reads that hang.
     """
 
     def __init__(self, folder, config, *args, **popen):
@@ -145,7 +145,8 @@ class Service:
         return self
 
     def start(self, **more):
-        """Starts the process, with the descriptors that earlier ones stored, and `more` variables."""
+        """Starts the process, with the descriptors that earlier processes have stored. `more` are further environment
+        variables."""
         stored = self.manager.passed()
         env = {**os.environ, "NOTIFY_SOCKET": str(self.manager.path), **self.env, **more}
         words = [str(word) for word in (self.binary, "serve", "--config", self.file, *self.args)]
@@ -153,7 +154,7 @@ class Service:
         if stored:
             env["LISTEN_FDS"] = str(len(stored))
             env["LISTEN_FDNAMES"] = ":".join(name for name, _ in stored)
-            # Numbers that the new ones cannot overwrite.
+            # High numbers, which the renumbered descriptors cannot overwrite.
             high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1000) for _, fd in stored]
             words = [sys.executable, "-c", PASS, str(len(high)), *map(str, high), *words]
             streams["pass_fds"] = high
@@ -162,7 +163,7 @@ class Service:
             [os.close(fd) for fd in high]
 
     def restart(self, **more):
-        """Restarts it as a service manager does. The fake `systemctl` tells the reason of the stop."""
+        """Restarts the service as a service manager does. The fake `systemctl` tells it the reason of the stop."""
         with SystemCtl(self.folder, "restart") as path:
             self.process.terminate()
             self._wait()
@@ -170,7 +171,7 @@ class Service:
         self.start(**more)
 
     def _wait(self):
-        """Waits for the end of the process, and takes its messages meanwhile."""
+        """Waits for the end of the process, and receives its messages during the wait."""
 
         def has_ended():
             self.manager.heard()
@@ -179,7 +180,7 @@ class Service:
         wait_until(has_ended, PATIENCE, "the service ends")
 
     def __exit__(self, *_):
-        # The workers first: without a supervisor they unmount, which a stopped one does not.
+        # Kills the workers first: without a supervisor a worker would unmount, but a stopped worker would not.
         pids = self.workers().values()
         self._kill(self.process.pid)
         self.process.wait(HANGS)
@@ -218,7 +219,7 @@ class Service:
         wait_until(lambda: text in self.manager.status(), PATIENCE, f"the status {text!r}")
 
     def workers(self):
-        """Name of the mount -> pid, of the workers that run."""
+        """The running workers: name of the mount -> pid."""
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
@@ -236,7 +237,7 @@ class Service:
         self.process.send_signal(signal.SIGHUP)
 
     def stop(self):
-        """Ends it as a service manager does; returns its exit status."""
+        """Ends the service as a service manager does. Returns its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
 
@@ -250,7 +251,7 @@ class ServiceCase(TestCase):
     """A test with a service and mount points in its temporary folder."""
 
     def target(self, name):
-        """A mount point, from which the end of the test takes every mount off."""
+        """A mount point. The end of the test removes every mount from it."""
         path = self.tmp / "srv" / name
         path.mkdir(parents=True)
         self.addCleanup(detach, path)

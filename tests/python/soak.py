@@ -3,10 +3,10 @@
     python tests/python/soak.py --seconds 60 --threads 64 --gb 2
     python tests/python/soak.py --seconds 3600 --gb 8 --storm 400 --faults --options cache=64M,io-timeout=2
 
-Builds a Hugging Face set and a column-sharded DCP set whose bytes follow from their place, so that no second copy is
-needed to check them. Ends non-zero on a wrong byte, an error that nothing explains, a reader that hangs, or a daemon
-that holds more descriptors or threads after the load than before it, or more memory than it may. As root the daemon has
-the capabilities and the system calls of its unit.
+Builds a Hugging Face set and a column-sharded DCP set. Their bytes are computed from their place, so that no second
+copy is needed to check them. The exit status is not 0 after a wrong byte, an error that no fault explains, or a reader
+that hangs, and if the daemon has more descriptors or threads after the load than before it, or more memory than
+allowed. As root, the daemon has the capabilities and the system calls of its unit.
 """
 
 import argparse
@@ -43,25 +43,25 @@ LAYERS_PER_SHARD = 7
 WINDOW_MAX = 1 << 20
 BLOCK = 32 << 20
 READERS_PER_PROCESS = 8
-# A read that nobody answers hangs for ever; how soon many readers run again depends on the machine.
+# A read without an answer hangs for ever. The time until many readers run again depends on the machine.
 ERROR_SECONDS = 10
 HANG_SECONDS = 15
 PAGE = 4096
 STORM_FAULTS = 200
 STORM_SECONDS = 300
-# Pages that a thread faults in one go.
+# Number of pages that a thread faults in one batch.
 STORM_BATCH = 20
-# How long threads that have nothing to do may stay.
+# Seconds for which threads without work may stay.
 SETTLE_SECONDS = 20
 WARM_UP_SECONDS = 2
-# Memory that a daemon may hold besides its cache, and the default size of the cache.
+# Bytes of memory that a daemon may use beside its cache, and the default size of the cache.
 SLACK = 64 << 20
 DEFAULT_CACHE = 256 << 20
 RUNNING, PAUSED, ENDING = range(3)
 
 
 def pattern(seed, start, end):
-    """Bytes `start..end` of the tensor number `seed`: a hash of the place of each 8-byte word."""
+    """Bytes `start..end` of the tensor number `seed`. Each word of 8 bytes is a hash of its place."""
     words = np.arange(start // 8, -(-end // 8), dtype=np.uint64)
     words = (words + np.uint64(seed << 40)) * np.uint64(0x9E3779B97F4A7C15)
     words ^= words >> np.uint64(29)
@@ -73,7 +73,8 @@ def blocks(length, step=BLOCK):
 
 
 def write_header(file, tensors, metadata):
-    """`tensors`: name -> (shape, length in bytes), all F32, in the order of the data."""
+    """Writes a header. `tensors` maps names to (shape, length in bytes), in the order of the data. All tensors are
+    F32."""
     entries, end = {"__metadata__": metadata}, 0
     for name, (shape, length) in tensors.items():
         entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + length]}
@@ -83,7 +84,7 @@ def write_header(file, tensors, metadata):
 
 
 def build_hf(folder, length):
-    """Shards of seven layers each, no tensor of which fills pages exactly. Returns name -> (seed, length)."""
+    """Writes shards of seven layers each. No tensor has a length of whole pages. Returns name -> (seed, length)."""
     folder.mkdir()
     shards, contents = {}, {}
     share = length // HF_SHARDS // LAYERS_PER_SHARD
@@ -104,7 +105,7 @@ def build_hf(folder, length):
 
 
 def build_dcp(folder, length):
-    """One matrix of which every rank holds 2 KiB of each row. Returns name -> (seed, length)."""
+    """Writes one matrix, of which every rank has 2 KiB of each row. Returns name -> (seed, length)."""
     folder.mkdir()
     rows = max(length // (RANKS * ROW_BYTES), 1)
     columns = ROW_BYTES // 4
@@ -126,7 +127,7 @@ def build_dcp(folder, length):
 
 @dataclasses.dataclass
 class Target:
-    """A mounted file and what its data must be: (start, end, seed) of every tensor, in the order of the file.
+    """A mounted file and its expected data: (start, end, seed) of every tensor, in the order of the file.
 
     `names` has the names of these tensors, in the same order.
     """
@@ -151,14 +152,14 @@ class Target:
         return cls(str(path), header.data_start, path.stat().st_size, parts, names)
 
     def expected(self, start, end):
-        """The right bytes of a range behind the header."""
+        """The expected bytes of a range after the header."""
         found = [
             pattern(seed, max(start, a) - a, min(end, b) - a) for a, b, seed in self.parts if a < end and b > start
         ]
         return np.concatenate(found)
 
     def window(self, rng):
-        """A range behind the header, often across the border of two tensors."""
+        """A random range after the header, which often crosses the border of two tensors."""
         length = rng.randrange(1, min(WINDOW_MAX, self.size - self.data_start))
         border = rng.choice(self.parts)[0] - rng.randrange(length)
         start = border if rng.random() < 0.2 else rng.randrange(self.data_start, self.size)
@@ -171,7 +172,7 @@ def by_numbers(name):
     return [int(part) if part.isdigit() else part for part in name.split(".")]
 
 
-# The orders in which programs take tensors, each made from a target: numbers of its parts.
+# The orders in which programs take tensors. Each one is a function from a target to the numbers of its parts.
 ORDERS = [
     lambda target: range(len(target.parts)),
     lambda target: sorted(range(len(target.parts)), key=lambda i: target.names[i]),
@@ -181,14 +182,14 @@ ORDERS = [
 
 
 def ranges_at_random(targets, rng):
-    """(target, start, end) of reads anywhere."""
+    """Yields (target, start, end) of reads at random places."""
     while True:
         target = rng.choice(targets)
         yield target, *target.window(rng)
 
 
 def ranges_of_tensors(targets, order):
-    """(target, start, end) of reads that take tensor after tensor from start to end, again and again."""
+    """Yields (target, start, end) of reads that read one tensor after the other from start to end, again and again."""
     while True:
         for target in targets:
             for part in order(target):
@@ -202,7 +203,7 @@ def read_by_pread(descriptor, start, end):
 
 
 def read_mapped(descriptor, start, end):
-    """A copy through a mapping of its own, so that no page stays mapped and with that cached."""
+    """Copies bytes through a new mapping, so that no page stays mapped, and so in the page cache, after the read."""
     base = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     with mmap.mmap(descriptor, end - base, prot=mmap.PROT_READ, offset=base) as mapped:
         return np.frombuffer(mapped[start - base :], np.uint8)
@@ -210,7 +211,7 @@ def read_mapped(descriptor, start, end):
 
 @dataclasses.dataclass
 class Shared:
-    """State shared by readers and the soak: counts per thread, and the faults in force."""
+    """State that the readers and the soak share: counts for each thread, and the current faults."""
 
     counts: multiprocessing.RawArray
     wrong: multiprocessing.RawArray
@@ -224,7 +225,8 @@ class Shared:
 
 
 def reader_process(targets, read, slots, shared, faulty):
-    """Reads until every thread got an error; one that a fault of the source explains counts and ends nothing.
+    """Reads until every thread has got an error. An error that a fault of the source explains is counted, and does not
+    end a thread.
 
     Every second thread reads at random, the others tensor by tensor, in different orders.
     """
@@ -258,7 +260,7 @@ def reader_process(targets, read, slots, shared, faulty):
         thread.start()
     for thread in threads:
         thread.join()
-    # Without the interpreter's tidying up, which is not what is timed.
+    # Ends without the cleanup of the interpreter, whose time must not count.
     os._exit(0)
 
 
@@ -271,7 +273,8 @@ class Storm:
 
 
 def storm(target, n_threads, n_faults, seconds):
-    """Threads of one process that fault single pages of a mapping at random, each `n_faults` of them, in batches."""
+    """Threads of one process that fault single pages of a mapping at random. Each thread faults `n_faults` pages, in
+    batches."""
     done, wrong = (multiprocessing.RawArray("Q", n_threads) for _ in range(2))
     context = multiprocessing.get_context("fork")
     process = context.Process(target=storm_process, args=(target, n_threads, n_faults, done, wrong))
@@ -290,7 +293,7 @@ def storm(target, n_threads, n_faults, seconds):
 
 
 def storm_process(target, n_threads, n_faults, done, wrong):
-    # With the kernel's reading around a fault, and without.
+    # One mapping where the kernel reads pages around a fault, and one where it does not.
     mappings = [np.memmap(target.path, np.uint8, "r") for _ in range(2)]
     mappings[1]._mmap.madvise(mmap.MADV_RANDOM)
 
@@ -302,7 +305,7 @@ def storm_process(target, n_threads, n_faults, done, wrong):
         found = np.empty((STORM_BATCH, PAGE), np.uint8)
         for _ in range(n_faults // STORM_BATCH):
             wanted = [rng.randrange(target.data_start // PAGE, n_pages) for _ in range(STORM_BATCH)]
-            # numpy lets other threads run while it gathers, so that all of them fault at once.
+            # numpy releases the GIL while it gathers, so that all threads fault at the same time.
             np.take(pages[slot % 2], wanted, axis=0, out=found, mode="clip")
             for number, page in zip(wanted, found):
                 wrong[slot] += not np.array_equal(page, target.expected(number * PAGE, (number + 1) * PAGE))
@@ -356,7 +359,7 @@ class Faults(threading.Thread):
 
 
 class Samples(threading.Thread):
-    """The most that a daemon held at any time, by looking every second."""
+    """The greatest figures of a daemon. They are sampled every second."""
 
     def __init__(self, m):
         super().__init__()
@@ -438,7 +441,7 @@ class Soak:
             print(f"{Path(target.path).parent.name}, {when}: read and compared at {rate:.2f} GB/s")
 
     def storm(self, targets):
-        """Page faults of many threads beside the readers."""
+        """Runs a storm of page faults of many threads, while the readers read."""
         for target in targets:
             drop_caches()
             begin = time.monotonic()
@@ -451,7 +454,7 @@ class Soak:
     def read_then_kill(self, m):
         targets = self.targets(m)
         self.start_readers(targets)
-        # Threads and memory made at first use are no leak.
+        # Threads and memory that are made at the first use are no leak.
         self.shared.phase.value = RUNNING
         time.sleep(WARM_UP_SECONDS)
         self.shared.phase.value = PAUSED
@@ -488,7 +491,7 @@ class Soak:
         return faults
 
     def check_held(self, m, before, most):
-        """Compares what the idle daemon holds after the load with what it held before."""
+        """Compares the figures of the idle daemon after the load with those before the load."""
         self.shared.phase.value = PAUSED
         deadline = time.monotonic() + SETTLE_SECONDS
         after = Held.by(m)
@@ -523,7 +526,8 @@ class Soak:
             self.start_reader(targets, len(self.readers) - 1)
 
     def start_reader(self, targets, number):
-        """Every second process reads through mappings; there a dead daemon is a SIGBUS, and so is a bad source."""
+        """Starts a reader. Every second process reads through mappings, where a dead daemon or a bad source causes a
+        SIGBUS."""
         first = number * READERS_PER_PROCESS
         slots = range(first, min(first + READERS_PER_PROCESS, self.n_threads))
         read = read_mapped if number % 2 else read_by_pread
@@ -534,17 +538,17 @@ class Soak:
         self.readers[number] = process
 
     def kill_a_reader(self):
-        """In the middle of its reads, which may keep it for as long as the source stalls."""
+        """Kills a reader during its reads. It may end only when the source no longer stalls."""
         random.choice(self.readers).kill()
 
     def start_the_ended(self, targets):
-        """Starts the readers again that were killed, or met a fault through a mapping."""
+        """Starts readers again that were killed, or that ended by a fault of the source in a mapping."""
         for number, process in enumerate(self.readers):
             if process.exitcode is not None:
                 self.start_reader(targets, number)
 
     def ended_early(self):
-        """Readers that should not have ended. Faults end those with mappings."""
+        """Readers that ended without a reason. A reader with mappings may be ended by a fault of the source."""
         return [p for p in self.readers if not p.is_alive() and not (self.faults and p.exitcode < 0)]
 
     def wait_for_end(self, killed):
@@ -563,7 +567,7 @@ class Soak:
 
 
 def size_of(text):
-    """Bytes of a size like `64M`; 0 for none."""
+    """Number of bytes of a size like `64M`. 0 for None."""
     factor = "KMGT".find(text[-1:].upper()) + 1 if text else 0
     return int(text[:-1] if factor else text) << (10 * factor) if text else 0
 
@@ -575,7 +579,7 @@ def drop_caches():
 
 
 def soak(folder, *arguments):
-    """Runs in a temporary folder below `folder`; True when nothing was wrong."""
+    """Runs a soak in a temporary folder below `folder`. Returns True if nothing was wrong."""
     home = tempfile.mkdtemp(prefix="tensorfs-test-", dir=folder)
     try:
         return Soak(home, *arguments).run()

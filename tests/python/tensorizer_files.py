@@ -1,7 +1,7 @@
-"""Writes tensorizer files as the tensorizer package lays them out, or with one field changed.
+"""Writes tensorizer files in the layout of the tensorizer package, or with one field changed.
 
-The package needs torch, so the tests do without it. The files that `tests/fixtures/make_tensorizer.py` makes of this
-are read by the package.
+The tests do not use the tensorizer package, because it needs torch. `tests/fixtures/make_tensorizer.py` makes files
+with this module, and checks that the package reads them.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import zlib
 
 import secretbox
 
-# Size of the area of entries in files of the package.
+# Bytes of the area of entries in files of the tensorizer package.
 AREA = 256 * 1024
 
 DTYPES = {
@@ -28,7 +28,7 @@ VERSIONED = 2
 
 @dataclasses.dataclass
 class Stored:
-    """A tensor as it is stored: `dtype` is the text in the file. The `entry_` fields replace those of its entry."""
+    """A tensor as it is stored. `dtype` is the text in the file. The fields `entry_...` replace fields of its entry."""
 
     name: bytes
     dtype: bytes
@@ -50,7 +50,7 @@ class Stored:
 
     @classmethod
     def of(cls, name, dtype, shape, data, **fields):
-        """A tensor by its name and dtype in safetensors. A path is a list."""
+        """A tensor with its name and its dtype in safetensors. A name that is a path is a list."""
         import json
 
         raw = b"\x1e" + json.dumps(name, separators=(",", ":")).encode() if isinstance(name, list) else name.encode()
@@ -66,7 +66,7 @@ def _described(name, kind, dtype, shape, is_long):
 
 
 def header_of(tensor):
-    """The header in front of the data of a tensor, with its CRC32 and SHA-256."""
+    """The header before the data of a tensor, with its CRC32 and SHA-256."""
     name, kind, dtype, shape = _described(tensor.name, tensor.kind, tensor.dtype, tensor.shape, tensor.is_long)
     body = struct.pack("<H", 0) + kind + name + dtype + shape
     data_len = struct.pack("<q", len(tensor.data) if tensor.data_len is None else tensor.data_len)
@@ -81,7 +81,7 @@ def header_of(tensor):
     if tensor.hashes is not None:
         before, after = joined(tensor.hashes)
         return before + tensor.encryption + after
-    # The hashes are those of the plain data, without what says how it is encrypted.
+    # The hashes cover the plain data, and a header without the part that describes the encryption.
     empty = b"".join(joined([(0, bytes(4)), (1, bytes(32))]))
     crc = zlib.crc32(tensor.data, zlib.crc32(empty))
     before, after = joined([(0, struct.pack("<I", crc)), (1, hashlib.sha256(empty + tensor.data).digest())])
@@ -89,8 +89,8 @@ def header_of(tensor):
 
 
 def encrypted_file_of(tensors, key, piece=2 << 20, derivation=None):
-    """A file of tensors that are encrypted with `key` in pieces of this length. `derivation` is what the file says of
-    its passphrase: the passes and the memory."""
+    """A file of tensors that are encrypted with `key` in pieces of this length. `derivation` has the passes and the
+    memory of the key derivation that the file states."""
     stored = []
     for number, tensor in enumerate(tensors):
         nonce = hashlib.sha256(tensor.name + bytes([number])).digest()[:24]
@@ -104,8 +104,8 @@ def encrypted_file_of(tensors, key, piece=2 << 20, derivation=None):
 
 
 def write_long(path, length):
-    """Writes a file whose first tensor, `long`, has `length` zeros that take no space, and returns the bytes of the
-    second, `last`."""
+    """Writes a file whose first tensor, `long`, has `length` zeros, which take no disk space. Returns the bytes of the
+    second tensor, `last`."""
     last = bytes(range(1, 17))
     long = Stored.of("long", "U8", [length], b"", is_long=True, hashes=[], data_len=length, entry_len=length)
     end = Stored.of("last", "F32", [4], last, hashes=[])
@@ -124,9 +124,9 @@ def file_of(
     tensors, version=None, area=None, count=None, flags=None, magic=b"|TZR|", end=bytes(8), area_len=None, order=None,
     start=0
 ):
-    """A file of tensors, whose offsets count from the first byte of a file that it begins in at byte `start`. `area` is the
-    size of the area of entries, `area_len` the number that the head has for it, `order` the positions of the tensors
-    in the list."""
+    """A tensorizer file that begins at byte `start` of a larger file, from whose first byte its offsets count. `area`
+    is the size of the area of entries. `area_len` is the number that the head states for this size. `order` has the
+    positions of the tensors in the list."""
     is_long = any(tensor.is_long for tensor in tensors)
     if version is None:
         version = 5 if is_long else 2 if any(b"\0" in tensor.dtype for tensor in tensors) else 1

@@ -1,4 +1,4 @@
-"""Files of torch.save without torch: tensors of numpy arrays in stored zip archives."""
+"""Writes files like those of torch.save, without torch: numpy arrays as tensors, in stored zip archives."""
 
 import collections
 import contextlib
@@ -14,7 +14,7 @@ STORAGES = {"F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storag
 
 
 class Tensor:
-    """A tensor in a storage, an array of one dimension. Strides and offset are in elements."""
+    """A tensor in a storage, which is an array of one dimension. Strides and offset are in elements."""
 
     def __init__(self, storage, shape=None, dtype="F32", offset=0, strides=None):
         self.storage, self.dtype, self.offset = storage, dtype, offset
@@ -30,7 +30,7 @@ class Object:
 
 
 def rows(shape):
-    """The strides of rows that follow each other."""
+    """The strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -42,7 +42,7 @@ def save(path, root, protocol=2, folder="archive"):
     """Writes `root` as torch.save does, with `Tensor` and `Object` in place of tensors and objects."""
     with modules() as named, zipfile.ZipFile(path, "w") as archive:
         def entry(name):
-            # Without a time of the clock, as torch writes it: the same tensors give the same file.
+            # The entry has no current time, as in files of torch, so that the same tensors give the same file.
             return zipfile.ZipInfo(f"{folder}/{name}")
 
         storages = []
@@ -55,9 +55,10 @@ def save(path, root, protocol=2, folder="archive"):
 
 
 def dtensor(named, local, whole, rank, ranks, dim, axis=None):
-    """The part `local` that a rank has of a DTensor of F32 which is cut in a dimension. `named` is of `modules`.
+    """The part `local` that a rank has of an F32 DTensor, which is cut in the dimension `dim`. `named` is the function
+    that `modules` returns.
 
-    `axis` is the number of ranks of the last axis of a mesh, if the tensor is cut over that axis alone.
+    `axis` is the number of ranks in the last axis of a mesh, if the tensor is cut over that axis only.
     """
     tensors = "torch.distributed.tensor"
     kind = named(tensors, "DTensor", "class")
@@ -76,7 +77,7 @@ def dtensor(named, local, whole, rank, ranks, dim, axis=None):
 
 @contextlib.contextmanager
 def modules():
-    """A function that makes classes and functions whose names pickles can ask for, as long as the context lasts."""
+    """Yields a function that makes classes and functions. Pickles can refer to them by name within the block."""
     before = dict(sys.modules)
     try:
         yield _named
@@ -87,7 +88,8 @@ def modules():
 
 
 def changed(data, change):
-    """The pickle `data` after `change` was called with its root. Objects have `args` of their call and a `state`."""
+    """The pickle `data`, after `change` was called with its root. Objects have the attributes `args`, with the
+    arguments of their call, and `state`."""
     with modules() as named:
 
         class Unpickler(pickle.Unpickler):

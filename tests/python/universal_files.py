@@ -1,4 +1,4 @@
-"""Universal checkpoints of DeepSpeed, as `ds_to_universal` writes them, without DeepSpeed."""
+"""Writes universal checkpoints of DeepSpeed like `ds_to_universal`, but without DeepSpeed."""
 
 import collections
 
@@ -7,7 +7,7 @@ import numpy as np
 import torch_files
 from torch_files import Object, Tensor
 
-# The states of each tensor beside its weights.
+# The states of the optimizer that each tensor has beside its weights.
 STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -20,7 +20,8 @@ def shapes_of(arrays):
 
 
 def model_states(weights, module, slices=1, ranks=2, frozen=None, fragments=None, shared=None):
-    """The content of model states. `module` are the tensors of the model, `weights` the trained ones."""
+    """The content of a file of model states. `module` has the tensors of the model, and `weights` those that are
+    trained."""
     return {
         "module": collections.OrderedDict((name, tensor(array)) for name, array in module.items()),
         "param_shapes": [shapes_of(weights)], "frozen_param_shapes": shapes_of(frozen or {}),
@@ -33,13 +34,13 @@ def model_states(weights, module, slices=1, ranks=2, frozen=None, fragments=None
 def save_tensor(folder, name, state, array, flat=False, **marks):
     place = folder / "zero" / name
     place.mkdir(parents=True, exist_ok=True)
-    # The older form of ZeRO-3 has the elements alone.
+    # The older form of ZeRO-3 has only the elements, without marks.
     root = Tensor(np.ascontiguousarray(array).reshape(-1)) if flat else {**marks, "param": tensor(array)}
     torch_files.save(place / f"{state}.pt", root)
 
 
 def save_tensors(folder, weights, flat=False, marks=None):
-    """Writes the weights and their states. Returns all by the names that `state=all` shows."""
+    """Writes the weights and their states. Returns all of them by the names that `state=all` shows."""
     every = {}
     for name, array in weights.items():
         every[name] = array
@@ -59,7 +60,7 @@ def some_weights(seed=1, rows=11):
 
 
 def write_rank_states(folder, weights, frozen, shared, ranks=2, slices=1):
-    """The model states of the ranks of ZeRO-3, each with a part of the tensors that are not trained."""
+    """Writes the model states of the ranks of ZeRO-3. Each rank has a part of the tensors that are not trained."""
     empty = np.zeros(0, np.float32)
     module = {"buffer": np.arange(4, dtype=np.float32), **{name: empty for name in (*frozen, *weights, *shared)}}
     for rank in range(ranks):
@@ -69,7 +70,7 @@ def write_rank_states(folder, weights, frozen, shared, ranks=2, slices=1):
 
 
 def write_universal(run, stage=2, name="global_step4_universal", ranks=2):
-    """A universal checkpoint of one tensor-parallel rank. Returns the tensors of its model."""
+    """Writes a universal checkpoint of one tensor-parallel rank. Returns the tensors of its model."""
     folder, weights = run / name, some_weights()
     folder.mkdir(parents=True)
     buffer = np.arange(4, dtype=np.float32)

@@ -1,5 +1,5 @@
-"""HTTP servers for tests that list folders as WebDAV does, or that ask for a login. Faults are those of `ObjectServer`.
-By itself it is a server of WebDAV, and prints its port."""
+"""HTTP servers for tests: one lists folders as WebDAV does, and one asks for a login. They have the faults of
+`ObjectServer`. As a program, this is the WebDAV server, and prints its port."""
 
 import base64
 import email.utils
@@ -13,9 +13,9 @@ from object_server import REFUSALS, Handler, ObjectServer
 class DavServer(ObjectServer):
     def __init__(self, page=1000, handler=None):
         super().__init__(page, handler or DavHandler)
-        # Whether listings have the ETags of answers.
+        # Whether listings have the same ETags as answers.
         self.lists_tags = True
-        # Whether listings have properties of its own, and places that it says nothing of.
+        # Whether listings have properties that only this server has, and entries without properties.
         self.has_own_properties = False
 
 
@@ -63,7 +63,7 @@ class DavHandler(Handler):
 
 
 class LoginServer(DavServer):
-    """A server of WebDAV that lets one user in."""
+    """A WebDAV server that requires the login of one user."""
 
     def __init__(self, user, password):
         super().__init__(handler=LoginHandler)
@@ -79,5 +79,5 @@ if __name__ == "__main__":
     server = DavServer()
     server.start()
     print(server.port, flush=True)
-    # The end of the input is the end of the program that started this one.
+    # The input ends when the program that has started this one ends.
     sys.stdin.read()

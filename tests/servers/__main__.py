@@ -1,6 +1,6 @@
-"""Released servers, unmodified, as sources: `python tests/servers [-k NAME]...`. Servers that are not installed are skipped.
-`requirements.txt` has those of Python; Azurite is the package `azurite@3.35.0` of npm, and s3s-fs comes by `cargo install
-s3s-fs --version 0.14.1 --features binary --locked`."""
+"""Tests unmodified released servers as sources: `python tests/servers [-k NAME]...`. Servers that are not installed are
+skipped. `requirements.txt` has the Python packages. Azurite is the npm package `azurite@3.35.0`. s3s-fs is installed by
+`cargo install s3s-fs --version 0.14.1 --features binary --locked`."""
 
 import importlib.util
 import sys

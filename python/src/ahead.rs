@@ -116,7 +116,7 @@ struct State {
     held: u64,
     small: usize,
     requests: u64,
-    /// Unexpected requests in a row.
+    /// Number of unexpected requests in a row.
     lost: u32,
     threads: usize,
     /// Whether loading ahead has ended.
@@ -396,7 +396,7 @@ impl Ahead {
             let Some(progress) = state.entries.get(&position).map(|entry| entry.progress) else {
                 return Ok(None);
             };
-            // A tensor that is queued alone is loaded by the caller, which is faster.
+            // A tensor that waits in the queue as a job of its own is loaded by the caller, which is faster.
             let in_turn =
                 |entry: &Entry| entry.progress == Progress::Waiting && entry.is_with_others;
             let waits = state.entries.get(&position).is_some_and(in_turn);
@@ -458,7 +458,7 @@ impl Ahead {
         }
     }
 
-    /// Bytes that are loaded ahead now, and bytes that were loaded ahead but never used.
+    /// Number of bytes that are loaded ahead now, and number of bytes that were loaded ahead but never used.
     #[getter]
     fn bytes(&self) -> (u64, u64) {
         if token() != self.process {

@@ -41,7 +41,7 @@ pub(crate) struct Checkpoint {
     _pin: Option<Pin>,
 }
 
-/// Name, position, dtype, shape and length in bytes.
+/// Facts about a tensor: name, position, dtype, shape and length in bytes.
 type Facts = (String, usize, &'static str, Vec<u64>, u64);
 
 /// State of a file: its name, its length in bytes, the seconds and nanoseconds of its last change, and its version as
@@ -460,7 +460,7 @@ fn open(
         };
     }
     if options.view.files != Files::Original && source.is_file() {
-        // A mount that shows one file shows the set that this file belongs to.
+        // The source of the mount is one file. The mount shows the set to which this file belongs.
         return open_set(&source, &options);
     }
     open_source(&source, &options, given)

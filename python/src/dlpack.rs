@@ -254,8 +254,8 @@ pub(crate) fn memory_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<ImportedMem
         Err(e) if e.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__")?,
         other => other?,
     };
-    // SAFETY: a DLPack producer made the capsule, so it holds these structures. It is not changed,
-    // and frees the tensor when it ends.
+    // SAFETY: a DLPack producer made the capsule, so it holds these structures. The capsule is not changed here, and
+    // its destructor frees the tensor.
     let (tensor, flags) = unsafe {
         let raw = capsule.as_ptr();
         if ffi::PyCapsule_IsValid(raw, NAME_VERSIONED.as_ptr()) == 1 {

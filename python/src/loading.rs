@@ -186,7 +186,7 @@ impl Loader {
 
 #[pymethods]
 impl Loader {
-    /// Sizes are in bytes, `timeout` in seconds. Missing arguments have defaults.
+    /// Sizes are in bytes, and `timeout` is in seconds. Arguments that are `None` get default values.
     #[new]
     #[pyo3(signature = (*, chunk=None, depth=None, staging=None, source="auto", engine="auto", timeout=None, gpu=None))]
     fn new(

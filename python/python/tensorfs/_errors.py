@@ -1,4 +1,4 @@
-"""The exceptions of this package, and how errors of the native part become exceptions."""
+"""The exceptions of this package, and the conversion of errors of the native part to exceptions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 
 class SafetensorError(Exception):
-    """A checkpoint is refused, or a request makes no sense.
+    """A checkpoint is refused, or a request is wrong.
 
-    If `safetensors` is imported, the exception is also an instance of its class of this name.
+    If `safetensors` is imported, the exception is also an instance of `safetensors.SafetensorError`.
     """
 
     kind: str | None = None
@@ -88,7 +88,7 @@ def _unpickled(cls: type[SafetensorError], args: tuple[str], facts: dict[str, ob
 
 
 def not_found(path: object) -> FileNotFoundError:
-    """The error that `safetensors` raises where there is no file."""
+    """The error that `safetensors` raises for a file that does not exist."""
     missing = FileNotFoundError(shown(f"No such file or directory: {path}"))
     missing.errno = 2
     return missing

@@ -77,12 +77,12 @@ class Torch:
         return found
 
     def check(self, dtype: str, shape: Sequence[int], name: str) -> None:
-        """Refuses a tensor that torch cannot have."""
+        """Raises an error for a tensor that torch cannot represent."""
         self.dtype(dtype, name)
         _packed(dtype, shape, name)
 
     def dtype_name(self, dtype: Any) -> str | None:
-        """The name in a header of a dtype of torch."""
+        """The name that headers use for a dtype of torch. None if there is none."""
         if self._names is None:
             found = ((getattr(self._torch, word, None), name) for name, word in _TORCH.items())
             self._names = {dtype: name for dtype, name in found if dtype is not None}
@@ -120,7 +120,7 @@ class Torch:
         return made, self._address(made, self._torch.uint8), length
 
     def _address(self, made: Any, wanted: Any) -> int:
-        """The address of a new tensor. Refuses it if it does not have the requested dtype."""
+        """The address of a new tensor. Refuses a tensor without the requested dtype and device, or without memory."""
         # Another library may have replaced torch.empty. `is_cpu` is faster than `device.type`, which makes a text.
         is_there = made.is_cpu if self._on_cpu else made.device.type == self._device.type
         if made.dtype is not wanted or not is_there:
@@ -156,7 +156,7 @@ class Torch:
         return self._torch.is_inference_mode_enabled(), type(self._torch.empty(0))
 
     def views(self, areas: Sequence[tuple[Any, int]], placed: Sequence[Placed]) -> dict[str, Any]:
-        """The tensors in filled areas, by name."""
+        """Makes the tensors of filled areas, by name."""
         as_strided, on_cpu = self._torch.as_strided, self._on_cpu
         # There may be many tensors, so each one takes only one call of torch.
         typed: dict[tuple[int, str], tuple[Any, int, int]] = {}
@@ -231,7 +231,7 @@ class Numpy:
         return found
 
     def check(self, dtype: str, shape: Sequence[int], name: str) -> None:
-        """Refuses a tensor that numpy cannot have."""
+        """Raises an error for a tensor that numpy cannot represent."""
         self.dtype(dtype, name)
 
     def _find(self, dtype: str, name: str) -> Any:
@@ -251,7 +251,7 @@ class Numpy:
         return self._numpy.dtype(found)
 
     def dtype_name(self, dtype: Any) -> str | None:
-        """The name in a header of a dtype of numpy."""
+        """The name that headers use for a dtype of numpy. None if there is none."""
         if not dtype.isnative:
             return None
         words = {**_SHARED, **_SMALL_FLOATS, "BOOL": "bool"}

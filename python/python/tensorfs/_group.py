@@ -178,7 +178,7 @@ class Group:
 
 
 class Operation:
-    """One operation of a group."""
+    """One operation of a group, such as a load. Each rank has an object for it."""
 
     def __init__(self, group: Group, name: str) -> None:
         self._group, self.name, self._mailbox = group, name, group.mailbox
@@ -367,7 +367,7 @@ _CLASSES: dict[str, type[Exception]] = {
 
 
 def _told(failed: BaseException, rank: int) -> str:
-    """An error of this rank as a message to the others."""
+    """An error of this rank as a message to the other ranks."""
     if isinstance(failed, OSError):
         return json.dumps(
             {"rank": rank, "class": "OSError", "errno": failed.errno or errno.EIO, "message": failed.strerror or str(failed), "path": failed.filename}

@@ -1,4 +1,4 @@
-"""The meaning of an index: which part of a tensor is read."""
+"""Interprets indices: finds the part of a tensor that an index selects."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def strict(index: Any, shape: Sequence[int]) -> list[Cut]:
     # Begins with the last dimension: if the index is wrong in several dimensions, safetensors names the last of them.
     for dim, cut in reversed(list(enumerate(parsed))):
         size = shape[dim]
-        # An empty slice of an empty dimension is valid, though it begins past the end.
+        # An empty slice of an empty dimension is valid, although it begins past the end.
         empty = cut.start == cut.stop == 0
         if not empty and (cut.start >= size or cut.stop > size):
             asked = cut.start if cut.start >= size else cut.stop - 1

@@ -223,7 +223,8 @@ def _requests(info: Info, target: Target, cast: bool) -> list[_TensorRequest]:
 
 
 def _cast(info: Info, target: Target, cast: bool) -> str | None:
-    """The dtype to cast the elements to; None without a cast. Refuses a tensor that does not fit into the target."""
+    """The dtype to which the elements are cast. None if they are not cast. Refuses a tensor that does not fit into the
+    target."""
 
     def refused(expected: object, found: object, what: str, hint: str = "") -> SafetensorError:
         message = f"tensor `{info.name}`: the checkpoint has {what} {expected}, the target {found}{hint}"

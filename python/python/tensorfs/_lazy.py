@@ -44,7 +44,7 @@ def _again(opened: safe_open, name: str) -> LazyTensor:
 
 
 class LazyTensors(dict[str, LazyTensor]):
-    """The tensors of a checkpoint by name, none of which is read yet."""
+    """The tensors of a checkpoint by name. Each is read when it is indexed."""
 
     def __init__(self, opened: safe_open, names: Names = None) -> None:
         super().__init__((info.name, LazyTensor(opened, info)) for info in opened._infos(names))

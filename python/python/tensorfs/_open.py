@@ -83,7 +83,7 @@ def _number(number: Any) -> str:
 
 
 def dtype_word(dtype: Any) -> str:
-    """The dtype of a view as an option: torch.bfloat16 is bf16."""
+    """The dtype of a view in the form of the option: torch.bfloat16 becomes bf16."""
     word = str(dtype).removeprefix("torch.")
     return {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(word, word)
 
@@ -359,11 +359,11 @@ class safe_open:
         return [names[position] for position in self._checkpoint().file_order()]
 
     def metadata(self) -> dict[str, str] | None:
-        """The metadata of the header; merged if there are several files."""
+        """The metadata in the header. If there are several files, their metadata are merged."""
         return self._checkpoint().metadata()
 
     def nbytes(self, names: Names = None) -> int:
-        """Bytes of all tensors, or of the selected ones."""
+        """Length in bytes of all tensors together, or of the selected ones."""
         return sum(info.nbytes for info in self._infos(names))
 
     def get_tensor_metadata(self, name: str) -> TensorMetadata:
@@ -418,7 +418,7 @@ class safe_open:
         return self._team
 
     def _shard(self, info: Info, dim: int) -> tuple[Info, Part]:
-        """The part of a tensor that this rank holds."""
+        """The part of a tensor that belongs to this rank."""
         group, dims = self._group().group, len(info.shape)
         if not -dims <= operator.index(dim) < dims:
             raise error(f"tensor `{info.name}` of shape {info.shape} has no dimension {dim}", tensor=info.name)

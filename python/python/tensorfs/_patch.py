@@ -88,7 +88,7 @@ def patched(*, copy: bool | None = None, **remote: Unpack[RemoteSource]) -> Iter
         yield
     finally:
         block.ended = True
-        # A generator may end in another context than it began in.
+        # A generator may end in another context than the one in which it began.
         with contextlib.suppress(ValueError):
             _innermost.reset(token)
         _uninstall()

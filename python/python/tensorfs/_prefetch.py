@@ -83,7 +83,7 @@ class PrefetchLoader:
                     self._taken.add(name)
                     tensor = self._ready.pop(name)
                 yield name, tensor
-                # A suspended generator must not keep the tensor alive.
+                # While the generator is suspended, it must not keep the tensor alive.
                 del tensor
 
     def close(self) -> None:

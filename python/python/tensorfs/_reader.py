@@ -9,7 +9,7 @@ from ._frameworks import WIDTHS
 from ._tensorfs import Ahead, Area, Cancel, Checkpoint, Loader, Plan
 
 Part = Optional[List[Tuple[int, int]]]
-"""The wanted part of a tensor: first index and end in each dimension; None for all."""
+"""The wanted part of a tensor: first index and end in each dimension. None for the whole tensor."""
 
 _WHOLE_MAX = 4 << 20
 """Length in bytes of the longest tensor that the calling thread itself copies, if the page cache holds it."""
@@ -48,7 +48,7 @@ class Reader:
         self.copy = copy if loader.on_cpu else True
         # For each mapped shard: the base object for views, and its address. None if a shard cannot be mapped.
         self._mapped: dict[int, tuple[Any, int] | None] = {}
-        # The cost of all loads, summed up.
+        # The sums of the costs of all loads.
         self.stats: dict[str, Any] = {}
         # Nothing is loaded ahead for a GPU.
         self._ahead = Ahead() if loader.on_cpu else None
@@ -253,7 +253,7 @@ class Reader:
         return self._carry_out(plan, cancel)
 
     def load_all(self) -> dict[str, Any]:
-        """Loads all tensors, in file order: like `load`, with less work for each tensor."""
+        """Loads all tensors, in file order. It does the same as `load`, with less work for each tensor."""
         for dtype, name in self.checkpoint.dtypes().items():
             self.framework.dtype(dtype, name)
         return self._carry_out(self.loader.plan_all(self.checkpoint), None)

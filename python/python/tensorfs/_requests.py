@@ -35,7 +35,7 @@ class Want(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A part of a want whose bytes follow each other in the memory of that want."""
+    """A part of a want. Its bytes follow each other in the memory for the want."""
 
     want: Want
     box: Box
@@ -99,7 +99,7 @@ Round = dict[int, list[Piece]]
 
 
 class Schedule(NamedTuple):
-    """Which rank reads what."""
+    """The pieces that each rank reads."""
 
     alone: dict[int, list[Piece]]
     """Pieces of each rank that no other rank asks for."""
@@ -131,7 +131,7 @@ def encoded(wants: Sequence[Want]) -> bytes:
 
 
 def decoded(message: bytes) -> list[Want]:
-    """The requests of a message."""
+    """The requests in a message of a rank."""
     return [
         Want(position, tuple((start, stop) for start, stop in box), cast, bits)
         for position, box, cast, bits in json.loads(message)
@@ -162,8 +162,8 @@ def schedule(wants: dict[int, list[Want]], shape_of: Callable[[int], Sequence[in
 
 
 def chunk_of(size: int, count: int, number: int) -> tuple[int, int]:
-    """First index and end of chunk `number` of `count`, as `torch.chunk` and `Shard` cut a dimension: of equal length
-    except the last ones, which may be empty."""
+    """First index and end of chunk `number` of the `count` chunks into which `torch.chunk` and `Shard` cut a dimension.
+    All chunks have the same length, except that the last ones may be shorter or empty."""
     length = -(-size // count)
     return min(number * length, size), min((number + 1) * length, size)
 

@@ -1,4 +1,5 @@
-"""Settings of reading: from arguments, else from the environment, else defaults."""
+"""The settings of reading. A setting comes from its argument, else from its environment variable, else from its
+default."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ exception in it becomes an error of all ranks."""
 
 
 class Place(NamedTuple):
-    """Memory that a want is loaded into."""
+    """Memory into which a want is loaded."""
 
     want: Want
     address: int
     nbytes: int
     owner: Any
     gpu: int | None = None
-    """Number of its GPU. None for the CPU."""
+    """Number of the GPU that has the memory. None for the CPU."""
 
 
 class Team:
@@ -73,7 +73,7 @@ class Team:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that share reads with this one."""
+        """The ranks that share reads with this rank, including this rank."""
         return self.group.mates if self.by_host else list(range(self.group.size))
 
     def plan(self, operation: Operation, checkpoint: Checkpoint, wants: Sequence[Want], limit: int) -> Schedule:

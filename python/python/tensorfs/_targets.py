@@ -12,7 +12,7 @@ from ._tensorfs import memory_of
 
 
 class Target(NamedTuple):
-    """Memory to load a tensor into, or the part of it that this process holds."""
+    """Memory to load into: for a whole tensor, or for the part of a tensor that this process has."""
 
     address: int
     nbytes: int
@@ -23,7 +23,7 @@ class Target(NamedTuple):
     owner: Any
     """The object that keeps the memory alive."""
     gpu: int | None = None
-    """Number of its GPU. None for the CPU."""
+    """Number of the GPU that has the memory. None for the CPU."""
     boxes: list[Box] | None = None
     """The parts of the tensor that the memory holds, one after the other. None if it holds the whole tensor."""
     identity: Hashable = None
@@ -31,10 +31,10 @@ class Target(NamedTuple):
     known whether memory is the same."""
 
     def is_alias_of(self, other: Target) -> bool:
-        """Whether filling the other target fills this one with the same bytes."""
+        """Whether a load into the other target also fills this one with the right bytes."""
         if self.identity is None or self.identity != other.identity or self.dtype not in (None, other.dtype):
             return False
-        # A whole tensor has the same bytes in any shape; the bytes of a shard depend on its position.
+        # A whole tensor has the same bytes in any shape. The bytes of a shard depend on its position in the tensor.
         same = (self.shape, self.boxes) == (other.shape, other.boxes)
         return same or (self.boxes is None and other.boxes is None)
 
@@ -78,7 +78,7 @@ def count_write(owners: Iterable[Any]) -> None:
     increment = getattr(torch.autograd.graph, "increment_version", None)
     with torch._C.DisableTorchFunctionSubclass():
         for owner in owners:
-            # A DTensor has a counter of its own beside that of its local shard.
+            # A DTensor has its own counter of writes, beside the counter of its local shard.
             for tensor in owner if isinstance(owner, tuple) else (owner,):
                 if not isinstance(tensor, torch.Tensor) or torch.Tensor.is_inference(tensor):
                     continue
@@ -119,7 +119,7 @@ def _of_torch(torch: Any, into: Any, refused: Refused) -> Target:
 
 
 def _of_plain(torch: Any, into: Any, refused: Refused) -> Target:
-    """A plain tensor, whose elements lie in its own memory."""
+    """The target for a plain tensor, whose elements lie in its own memory."""
     # A Python subclass may override every attribute, so the attributes of `torch.Tensor` are used.
     own = _asked_of(torch.Tensor, into)
     with torch._C.DisableTorchFunctionSubclass():

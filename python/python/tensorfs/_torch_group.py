@@ -1,4 +1,4 @@
-"""Process groups of torch: their store as a mailbox, and collectives."""
+"""Process groups of torch: their store is used as a mailbox, and they get collectives of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ collectives."""
 
 
 def group_of(process_group: Any, timeout: float | None) -> Group:
-    """The group that `process_group` means: one of `torch.distributed`, or one of this package."""
+    """The group for the argument `process_group`, which is a group of `torch.distributed` or of this package."""
     if isinstance(process_group, Group):
         return process_group
     dist = sys.modules.get("torch.distributed")

@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _numpy_types() -> dict[Any, type]:
-    """The type of numpy for each dtype of paddle."""
+    """For each dtype of paddle, the type of numpy that stands for it."""
     framework, numpy = importlib.import_module("paddle"), importlib.import_module("numpy")
     return {framework.bool: bool, **{getattr(framework, word): getattr(numpy, given) for word, given in _NUMPY.items()}}
 

@@ -72,7 +72,7 @@ def save_model(
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
-    """The address of the memory that a tensor shares with its views; 0 for a tensor without memory."""
+    """The address of the memory that a tensor shares with its views. 0 for a tensor without memory."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):

@@ -24,7 +24,7 @@ class OneFile:
 
     @classmethod
     def open(cls, path: str, loader: Loader) -> OneFile:
-        """Opens the file within the deadline of `loader`."""
+        """Opens the file at `path` within the deadline of `loader`."""
         return cls(path, open_checkpoint([path], loader))
 
     @property

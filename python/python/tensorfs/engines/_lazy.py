@@ -1,4 +1,4 @@
-"""Tensors of torch that are read when they are used, and only the part that is used."""
+"""Tensors of torch that are read when they are used. Only the used part of a tensor is read."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class LazyTensor(torch.Tensor):
         layouts = func(*tree_map_only(LazyTensor, LazyTensor._layout, args), **kwargs)
         values = func(*tree_map_only(LazyTensor, plain, args), **kwargs)
         if isinstance(values, torch.Tensor) and (values.is_conj() or values.is_neg()):
-            # A copy: the memory of the stored tensor has other values.
+            # This is a copy, because the memory of the stored tensor has other values.
             return values.resolve_conj().resolve_neg()
         if isinstance(values, torch.Tensor):
             return args[0]._viewed(values, layouts)
@@ -300,4 +300,4 @@ _BY_STRIDES = {
     _aten._reshape_alias_copy,
     _aten._unsafe_view,
 }
-"""Operations whose result depends on the strides, or on memory around the tensor, and not on its values alone."""
+"""Operations whose result depends not only on the values, but also on the strides, or on memory around the tensor."""

@@ -38,7 +38,7 @@ WORDS = (*_OWN, *_READING, *_OF_MODEL)
 """All options."""
 
 _IN_GROUPS = ("process_group", "share")
-"""Options of ranks that share their reads."""
+"""Options about ranks that share their reads."""
 
 
 class Options(NamedTuple):

@@ -54,7 +54,7 @@ class TensorfsModelLoader(DefaultModelLoader):
         speculative = getattr(vllm_config, "speculative_config", None)
         target = getattr(speculative, "target_model_config", None)
         is_draft = target is not None and target.model != model_config.model
-        # vLLM changes the name in the configuration of the model when it loads other weights.
+        # When vLLM loads other weights, it changes the name of the model in its configuration.
         first = vars(model_config).setdefault("_tensorfs_first", model_config.model)
         return None if is_draft or first != model_config.model else self.options.path
 
@@ -121,7 +121,7 @@ class TensorfsModelLoader(DefaultModelLoader):
     def _device(self) -> str:
         vllm_config = get_current_vllm_config_or_none()
         engrams = getattr(vllm_config, "engram_config", None)
-        # A table of engrams may be larger than the memory of the GPU.
+        # With `cpu_offload`, a table of engrams may be larger than the memory of the GPU.
         on_cpu = not current_platform.is_cuda() or (engrams is not None and engrams.cpu_offload)
         return device_of("cpu" if on_cpu else self.load_config.device)
 

@@ -128,5 +128,5 @@ def group_of(coordinator: Any) -> Any:
 
 
 def sorted_files(files: Sequence[str]) -> list[str]:
-    """The files in an order that is the same on all ranks."""
+    """Sorts files in an order that is the same on all ranks."""
     return sorted(files, key=lambda file: (os.path.basename(file), file))

@@ -36,7 +36,7 @@ class TensorBase:
         return int(self.real_tensor.nbytes)
 
     def copy_to_buffer(self, buf: memoryview) -> None:
-        """Copies its bytes to the first bytes of a buffer."""
+        """Copies the bytes of the tensor to the start of a buffer."""
         import torch
 
         if self.real_tensor.numel():
@@ -73,7 +73,7 @@ class TensorBase:
         return self._with(self.real_tensor.reshape(shape))
 
     def view(self, dtype: DType) -> TensorBase:
-        """Its bytes as elements of another dtype."""
+        """The same bytes as elements of another dtype."""
         return TensorBase(self.device, dtype, self.real_tensor.view(torch_dtype(dtype)))
 
     def __getitem__(self, index: Any) -> TensorBase:
@@ -84,7 +84,7 @@ class TensorBase:
 
 
 def torch_dtype(dtype: DType) -> Any:
-    """The dtype of torch."""
+    """The torch dtype for a dtype of a header."""
     return _frameworks.find("pt").dtype(dtype.value, "")
 
 

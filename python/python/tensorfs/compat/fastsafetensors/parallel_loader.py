@@ -96,7 +96,7 @@ class PipelineParallel:
                 if stays is not None and stays(name):
                     tensor = tensor.clone()
                 yield name, tensor
-                # A suspended generator must not keep the tensor alive.
+                # While the generator is suspended, it must not keep the tensor alive.
                 del tensor
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ class safe_open:
                 raise RuntimeError("tensors() after the end of the context")
 
     def _begin(self) -> None:
-        """Begins to load, once."""
+        """Begins the load, unless it has begun already."""
         if self._begun or self._closed:
             return
         self._begun = True

@@ -13,7 +13,7 @@ from ..._errors import SafetensorError, error
 from ._stored import HashType, Header
 
 _STEP = 64 << 20
-"""Bytes that are hashed by one call."""
+"""The most bytes that one call hashes."""
 
 
 class HashMismatchError(SafetensorError):

@@ -121,7 +121,7 @@ class TensorSerializer:
         self._write([_ToWrite(operator.index(idx), path, TensorType(tensor_type), tensor)])
 
     def write_state_dict(self, state_dict: Any) -> None:
-        """Writes the tensors of a dict or a list, or of dicts and lists within each other. Keys are texts."""
+        """Writes the tensors of a dict or a list, which may contain further dicts and lists. Keys are texts."""
         self._write(_ToWrite(0, path, TensorType.STATE_DICT, tensor) for path, tensor in _leaves(state_dict, ()))
 
     def write_module(
@@ -173,7 +173,7 @@ class TensorSerializer:
             for one in waiting:
                 self._add_name(one)
             writer.reserve([_native(one, _described(one)) for one in waiting])
-            # No tensor is kept once it is written.
+            # Tensors are removed from `waiting`, so that a written tensor can be freed.
             for batch in _batches(waiting.popleft() for _ in range(len(waiting))):
                 writer.write([_native(one, memory) for one, memory in batch])
                 for one, _ in batch:
@@ -285,7 +285,7 @@ def _batches(tensors: Iterable[_ToWrite]) -> Iterator[list[tuple[_ToWrite, _Memo
 
 
 def _described(one: _ToWrite) -> _Memory:
-    """Dtype and shape of a tensor, without its bytes. Refuses what cannot be written."""
+    """Dtype and shape of a tensor, without its bytes. Refuses an object that cannot be written."""
     tensor, torch, numpy = one.tensor, sys.modules.get("torch"), sys.modules.get("numpy")
     name = shown_name(one.path)
     if torch is not None and isinstance(tensor, torch.Tensor):

@@ -66,12 +66,12 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str | Path:
-        """The name as users see it: text, or a path."""
+        """The name that callers see: a text, or a path as a tuple."""
         return shown_name(self.path)
 
     @property
     def joined(self) -> str:
-        """The name of the tensor in tensorfs."""
+        """The name of the tensor in tensorfs: the steps of its path, joined by dots."""
         return ".".join(map(str, self.path))
 
 

@@ -159,7 +159,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return key in self._structure
 
     def keys(self) -> KeysView[Any]:
-        """The names of tensors and layers at the top, in the order of the file."""
+        """The names of the tensors and layers at the top level, in the order of the file."""
         return self._structure.keys()
 
     def __getitem__(self, name: Any) -> Any:
@@ -293,7 +293,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return [self._cache[path] for path in paths]
 
     def _load(self, paths: list[Path], verify: bool) -> None:
-        """Loads tensors together, each to its own memory."""
+        """Loads tensors together, each into memory of its own."""
         torch, gpu = self._device.torch, self._device.gpu()
         framework = _frameworks.find("np" if torch is None else "pt", gpu)
         infos = [self._positions[path] for path in paths]

@@ -197,7 +197,7 @@ class _Unpickler(pickle.Unpickler):
 
     @staticmethod
     def _storage(call: _Call, number: int, tensor: Any) -> Any:
-        """The bytes of a tensor as a storage."""
+        """A storage that has exactly the bytes of a tensor."""
         if not isinstance(tensor, torch.Tensor):
             raise call.refused(number, f"is a {type(tensor).__name__}; expected a tensor")
         tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -298,7 +298,7 @@ def _load(
 
 @contextlib.contextmanager
 def _within(name: str, variable: contextvars.ContextVar[_Block | None], block: _Block, ours: Any) -> Iterator[None]:
-    """Replaces the function `name` of torch. Only this thread and async task are affected."""
+    """Replaces the function `name` of torch. Only the thread or async task that enters the block is affected."""
     with _lock:
         if _users[name] == 0:
             _genuine[name] = getattr(torch, name)
@@ -308,7 +308,7 @@ def _within(name: str, variable: contextvars.ContextVar[_Block | None], block: _
     try:
         yield
     finally:
-        # A generator may end in another context than it began in.
+        # A generator may end in another context than the one in which it began.
         with contextlib.suppress(ValueError):
             variable.reset(token)
         with _lock:

@@ -33,7 +33,7 @@ def convert_bytes(num: float, decimal: bool = True) -> str:
 
 
 def get_device() -> torch.device:
-    """The first GPU, or the CPU if torch finds none."""
+    """The first GPU, or the CPU if torch finds no GPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -129,7 +129,7 @@ def get_mem_usage() -> str:
 
 
 def get_gpu_name() -> str:
-    """The name of the GPU that torch uses; "N/A" without one."""
+    """The name of the GPU that torch uses. "N/A" if there is no GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "N/A"
 
 

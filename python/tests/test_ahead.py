@@ -1,4 +1,4 @@
-"""Loading ahead: the next tensors of a loop over a handle are being loaded already."""
+"""Loading ahead: while a program takes one tensor after the other, the next tensors are loaded already."""
 
 import contextlib
 import gc
@@ -50,9 +50,9 @@ class Ahead(TestCase):
         self.assertEqual(found.tobytes(), self.right(name).tobytes(), name)
 
     def large(self):
-        """A file that is longer than the limit of loading ahead, and the length of its tensors."""
+        """A file that is longer than the limit of loading ahead, and the length of its tensors in bytes."""
         large = self.tmp / "large.safetensors"
-        # The data is a hole of the file.
+        # The data is a hole in the file.
         length, count = 60 << 20, 12
         header = {
             f"t{n:02}": {"dtype": "U8", "shape": [length], "data_offsets": [n * length, (n + 1) * length]}
@@ -164,7 +164,7 @@ class Ahead(TestCase):
         self.assertEqual(held, [4 * length, 4 * length, 0])
         for opened in handles:
             opened.__exit__()
-        # A closed handle makes room.
+        # When the checkpoint is closed, its memory may be used to load ahead for others.
         with tensorfs.safe_open(large, "dlpack") as opened:
             for n in range(3):
                 opened.get_tensor(f"t{n:02}")

@@ -1,4 +1,5 @@
-"""`copy=None`, as in `patched()`: what the page cache holds is mapped, the rest is loaded into memory of its own."""
+"""`copy=None`, as in `patched()`: tensors that the page cache holds are mapped, and all others are loaded into memory
+of their own."""
 
 import contextlib
 import mmap
@@ -34,7 +35,7 @@ def refuse(*numbers):
     filter = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
     assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter, 0, 0) == 0, ctypes.get_errno()
 """
-"""Python code of a function that takes system calls away. The filter returns ENOSYS for them."""
+"""Python code of a function that makes system calls fail with ENOSYS, by a filter."""
 
 CACHESTAT = 451
 MINCORE = {"x86_64": 27, "aarch64": 232}.get(platform.machine())
@@ -69,7 +70,8 @@ class Cached(TestCase):
 
     @contextlib.contextmanager
     def cached(self, *names):
-        """For the block the page cache holds these tensors, which are mapped here, and no others."""
+        """A block in which the page cache holds these tensors, and no other ones. They stay there because they are
+        mapped."""
         with open(self.file, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as kept:
             self.cool()
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
@@ -81,7 +83,7 @@ class Cached(TestCase):
             yield
 
     def cool(self):
-        """Takes the file out of the page cache, but for pages that are mapped."""
+        """Drops the file from the page cache, except pages that are mapped."""
         with open(self.file, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -136,7 +138,7 @@ class Cached(TestCase):
                 os.fsync(shard.fileno())
                 os.posix_fadvise(shard.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             with self.subTest(length), tensorfs.safe_open(file, "np", copy=None) as opened:
-                # The kernel may read ahead what is not mapped yet.
+                # The kernel may read ahead pages that are not mapped yet.
                 found = opened.get_tensor("t150")
                 self.assertEqual(found.tobytes(), random_bytes(150, length))
                 place = mapped(found.ctypes.data)
@@ -227,7 +229,8 @@ print(found[0].endswith(sys.argv[1]), hash(tensor.tobytes()) == hash(open(sys.ar
 
     @unittest.skipIf(os.geteuid(), "only root can become another user")
     def test_a_user_who_may_only_read_the_file_gets_its_cached_tensors_mapped_too(self):
-        # All is imported before: folders of root may be closed to others. The kernel hides the /proc of who was root.
+        # All modules are imported before, because other users may not be able to read folders of root. The kernel hides
+        # the /proc of a process that was root.
         code = """
 import ctypes, os, sys, tensorfs
 with tensorfs.safe_open(sys.argv[1], "np") as opened:

@@ -1,4 +1,5 @@
-"""`tensorfs.compat.tensorizer`: encrypted files that it writes. The limits of passphrases are small, to be quick."""
+"""`tensorfs.compat.tensorizer`: encrypted files that it writes. The key derivations have small limits, so that they are
+fast."""
 
 import dataclasses
 import io
@@ -24,7 +25,7 @@ class Writing(TestCase):
     def setUp(self):
         super().setUp()
         rng = np.random.default_rng(5)
-        # The second has several pieces of 2 MiB.
+        # The second array has several pieces of 2 MiB.
         self.arrays = {
             "a": rng.standard_normal((30, 7)).astype(np.float32),
             "long": rng.integers(0, 255, 5_000_001).astype(np.uint8),

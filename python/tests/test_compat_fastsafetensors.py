@@ -1,5 +1,5 @@
-"""`tensorfs.compat.fastsafetensors`: the same calls on the genuine package and on ours, where the package is installed, and
-what needs neither it nor torch."""
+"""`tensorfs.compat.fastsafetensors`: the same calls on the genuine package and on ours, if the genuine package is
+installed, and tests that need neither it nor torch."""
 
 import importlib
 import importlib.util
@@ -54,7 +54,7 @@ class Peer:
 
 
 class WithFiles(TestCase):
-    """A test with two files, whose order in a list is not that of their names."""
+    """A test with two files. Their order in a list differs from the order of their names."""
 
     def setUp(self):
         super().setUp()
@@ -237,7 +237,7 @@ class TestWithTorch(WithFiles):
 
 @needs_genuine
 class TestTheSameCalls(WithFiles):
-    """The genuine package on the CPU is the judge."""
+    """Results are compared with those of the genuine package on the CPU."""
 
     @classmethod
     def setUpClass(cls):
@@ -277,7 +277,7 @@ class TestTheSameCalls(WithFiles):
             self.same(f"padded: {pad}", self.all_of([path]))
 
     def test_good_files_have_the_same_names_shapes_and_bits(self):
-        # The package knows no C64, and refuses a tensor without bytes that shares its place.
+        # The genuine package lacks C64, and refuses an empty tensor at the offset of another tensor.
         reads = ("all_dtypes", "odd_unsorted")
         for path in sorted_files("safetensors"):
             check = self.different if any(word in path for word in reads) else self.same
@@ -285,7 +285,7 @@ class TestTheSameCalls(WithFiles):
             check(os.path.basename(path), self.all_of([path]), *arguments)
 
     def test_bad_files_are_refused_by_both(self):
-        # Files that can be read in two ways, and trailing bytes: only ours refuses them.
+        # Only our package refuses files that can be read in two ways, and files with trailing bytes.
         refused = ("data_trailing", "dup_", "lone_surrogate", "metadata_int", "metadata_list", "metadata_nested")
         for path in sorted_files("bad/safetensors"):
             name = os.path.basename(path)
@@ -297,7 +297,7 @@ class TestTheSameCalls(WithFiles):
                 self.same_refusal(name, self.all_of([path]))
 
     def same_refusal(self, label, call):
-        """Both refuse, with whatever exception the package happens to raise, or both read the same."""
+        """Both packages refuse, where the genuine one may raise any exception, or both read the same."""
         with self.subTest(label):
             (value, raised), (found, ours_raised) = outcome(call, self.genuine), outcome(call, self.ours)
             self.assertEqual(raised is None, ours_raised is None, f"{raised!r} and {ours_raised!r}")
@@ -375,7 +375,7 @@ class TestTheSameCalls(WithFiles):
                 return [buffer.get_tensor(key) for key in ("w", "i")]
 
             if name == "F32":
-                # The package also judges tensors that the filter leaves out.
+                # The genuine package also checks tensors that the filter leaves out.
                 self.different("F32 of two", filtered, "reads")
             else:
                 self.same(f"{name} of two", filtered)
@@ -421,7 +421,7 @@ class TestTheSameCalls(WithFiles):
 
         if torch.cuda.is_available():
             del calls["a GPU"]
-        # The package raises AttributeError there, of its own code.
+        # The genuine package raises an AttributeError from its own code here.
         self.different("list in place of a mapping", calls.pop("list in place of a mapping"), TypeError)
         for label, call in calls.items():
             self.same(label, call)

@@ -1,5 +1,5 @@
-"""Process groups of `tensorfs.compat.fastsafetensors` and `tensorfs.compat.instanttensor`: gloo groups on the CPU, with the
-genuine fastsafetensors as the judge where it is installed."""
+"""Process groups of `tensorfs.compat.fastsafetensors` and `tensorfs.compat.instanttensor`: gloo groups on the CPU. If
+the genuine fastsafetensors is installed, results are compared with its results."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ import tensorfs
 from package import TestCase, needs_torch
 from peers import plain, sorted_files, write
 
-# Each rank imports torch first.
+# Each rank imports torch first, which takes long.
 SECONDS = 200
 EVEN = [("w", "F32", (6, 4)), ("b", "BF16", (6, 2)), ("e", "F8_E8M0", (6, 6)), ("none", "I64", (0, 6))]
 OTHER = [("v", "F32", (6, 4)), ("u", "U8", (12,)), ("p", "F4", (6, 4)), ("one", "F16", ())]
@@ -73,7 +73,8 @@ class TestTheSameCalls(WithGroups):
         numbered = sorted_files("hf/three_shards")
         calls = [
             {"do": "whole", "names": ["w", "v", "b", "e", "p", "none", "one"], **both},
-            # Parts that are empty, or shorter than those of other ranks, end the package: gloo scatters equal parts only.
+            # The genuine package fails if a part is empty or shorter than the parts of other ranks, because gloo
+            # scatters only equal parts.
             {"do": "tensors", "names": ["w", "v", "b", "e", "u"], "dim": 0, **both},
             {"do": "tensors", "names": ["w", "b", "e", "v"], "dim": 1, **both},
             {"do": "tensors", "names": ["w", "one"], "dim": -1, **both},

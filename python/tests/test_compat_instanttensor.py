@@ -1,8 +1,8 @@
-"""`tensorfs.compat.instanttensor`: the same calls on the genuine package and on ours, where the package is installed, and
-what needs neither it nor torch.
+"""`tensorfs.compat.instanttensor`: the same calls on the genuine package and on ours, if the genuine package is
+installed, and tests that need neither it nor torch.
 
-The genuine package only loads to GPUs. On the CPU it is asked for everything but the bytes of tensors, with the free
-memory of a GPU that is not there. The bytes are compared with those of safetensors."""
+The genuine package loads only to GPUs. On the CPU, the tests call everything in it except loads, and give it the free
+memory of a GPU that does not exist. The bytes of tensors are compared with those of safetensors."""
 
 import contextlib
 import gc
@@ -26,7 +26,7 @@ SMALL = [("w", "F32", (6, 4)), ("b", "BF16", (6,)), ("none", "I64", (0, 3)), ("o
 
 
 class WithFiles(TestCase):
-    """A test with two files, whose order in a list is not that of their names."""
+    """A test with two files. Their order in a list differs from the order of their names."""
 
     def setUp(self):
         super().setUp()
@@ -190,14 +190,15 @@ class TestWithTorch(WithFiles):
 
 
 class _NoGpu:
-    """The properties of a GPU that is not there."""
+    """The properties of a GPU that does not exist."""
 
     is_integrated = False
 
 
 @contextlib.contextmanager
 def a_gpu():
-    """Answers for the questions about memory that the genuine package asks before it opens files."""
+    """A block in which the queries about GPU memory that the genuine package makes before it opens files get
+    answers."""
     with mock.patch("torch.cuda.mem_get_info", lambda *_: (1 << 34, 1 << 35)):
         with mock.patch("torch.cuda.get_device_properties", lambda *_: _NoGpu):
             yield
@@ -237,7 +238,7 @@ class TestTheSameCalls(WithFiles):
 
             return asked
 
-        # A tensor without bytes that shares its place, and no tensors at all: the package refuses them.
+        # The genuine package refuses an empty tensor at the offset of another tensor, and a file without tensors.
         for path in sorted_files("safetensors"):
             name = os.path.basename(path)
             if name in ("odd_unsorted.safetensors", "empty.safetensors"):
@@ -249,7 +250,7 @@ class TestTheSameCalls(WithFiles):
         self.same("metadata", lambda peer: [peer[1](files).metadata() for files in (self.x, [self.x, self.a])])
 
     def test_bad_files_are_refused(self):
-        # The package reads what can be read in two ways, and judges shapes when it loads.
+        # The genuine package reads files that can be read in two ways, and checks shapes only when it loads.
         for path in sorted_files("bad/safetensors"):
             if os.path.basename(path) == "entry_as_array.safetensors":
                 continue

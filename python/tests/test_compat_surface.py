@@ -11,7 +11,7 @@ PAGE = ROOT / "docs/guides/other-loaders.md"
 
 LEFT_OUT = {"ParallelSaver", "get_device_numa_node", "live_allocation_bytes", "live_allocation_count"}
 
-# Not for callers of the package: what its classes make each other with, and its copiers.
+# Names that are not for callers of the package: the constructors that its classes call, and its copiers.
 INTERNAL = {
     "FilesBufferOnDevice.__init__", "SafeTensorsFileLoader.init_numa", "SafeTensorsFileLoader.process_extension_config",
     "SafeTensorsMetadata.__init__", "SafeTensorsMetadata.from_buffer", "SafeTensorsMetadata.from_fd", "SafeTensorsMetadata.get_tensors",

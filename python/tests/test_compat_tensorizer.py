@@ -56,7 +56,7 @@ NESTED = [
 
 
 class _Grows:
-    """Has a tensor that it makes of its storage by itself."""
+    """An object with a tensor that it makes of its storage without the functions of torch."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -95,7 +95,7 @@ class Case(TestCase):
             np.testing.assert_array_equal(given, array)
 
 class Arrays(Case):
-    """The part that works without torch. Where torch is there, tensors are on the CPU."""
+    """The part that works without torch. If torch is installed, tensors are on the CPU."""
 
     def test_tensors_have_their_names_order_and_bytes(self):
         for lazy_load in (False, True):
@@ -144,7 +144,7 @@ class Arrays(Case):
             self.assertEqual([row[3].tobytes() for row in loaded], [raw, raw[:4]])
 
     def test_several_files_lie_in_one_as_the_package_writes_them(self):
-        # The package writes the second file over the end mark of the first one.
+        # The tensorizer package writes the second file over the end mark of the first file.
         for end in (b"", bytes(8)):
             self.check_two_files(end)
 
@@ -180,7 +180,7 @@ class Arrays(Case):
             opened.read(5)
             opened.seek(data.rindex(values.tobytes()))
             opened.write((values + 70).tobytes())
-            # Python writes no bytes out if it seeks to a place that its buffer has.
+            # Python does not flush its buffer if it seeks to a place in the buffer.
             opened.seek(first)
             self.check(self.opened(opened), {"a": values + 70})
 
@@ -316,7 +316,7 @@ class Arrays(Case):
             for lazy_load in (False, True):
                 with self.subTest(kind, lazy_load=lazy_load):
                     if lazy_load and hasattr(source, "read"):
-                        # The load before has closed it.
+                        # The load above has closed the source.
                         self.assertTrue(source.closed)
                         continue
                     self.check(self.opened(source, lazy_load=lazy_load))
@@ -447,7 +447,7 @@ class Arrays(Case):
 
 
 class Encrypted(Case):
-    """Encrypted files that are read."""
+    """Reads of encrypted files."""
 
     KEY = bytes(range(70, 102))
 
@@ -686,7 +686,7 @@ class Writing(Case):
         self.assertEqual([int(row[3][0]) for row in self.rows()], list(range(10_000)))
 
     def test_a_list_of_many_tensors_is_written_in_several_batches(self):
-        # They are copied, to have little-endian numbers.
+        # The arrays are copied, because their numbers have to become little-endian.
         arrays = [np.full(3, number, ">u2") for number in range(10_000)]
         serializer = TensorSerializer(self.out)
         with mock.patch.object(_saving, "_BATCH_MAX", 6000):
@@ -841,7 +841,7 @@ class Tensors(Case):
         self.assertEqual(len(list(self.opened(beside))), 2)
         with tensorizer_loading(device="cpu", verify_hash=True):
             found = torch.load(path, weights_only=False)
-            # A file of torch alone is loaded as always.
+            # A file of torch without a tensorizer file is loaded as always.
             torch.save(shared, self.tmp / "plain.pt")
             self.assertTrue(torch.equal(torch.load(self.tmp / "plain.pt"), shared))
         self.assertEqual((torch.save, torch.load), genuine)
@@ -911,7 +911,7 @@ class Tensors(Case):
         for kind, (asked, nbytes) in wanted.items():
             with self.subTest(kind=kind):
                 if nbytes is None:
-                    # Nothing in a file of torch tells the length of a storage alone.
+                    # For a storage without a tensor, the file of torch does not say its length.
                     self.assertEqual(self.load_mixed(asked, torch.ones(10))._untyped_storage.nbytes(), 40)
                     continue
                 with self.assertRaisesRegex(
@@ -999,7 +999,7 @@ class Tensors(Case):
             if isinstance(theirs, Exception):
                 self.assertIsInstance(ours, Exception)
             elif isinstance(ours, Exception):
-                # The genuine package loads a file with more tensors than the save.
+                # The genuine package loads a tensorizer file that has more tensors than the file of torch.
                 self.assertRegex(str(ours), "is not in the file of torch")
             else:
                 for tensor, other in zip(theirs, ours, strict=True):

@@ -1,4 +1,4 @@
-"""`tensorfs.consolidate`, and the drop-in for the consolidation of torch and NeMo."""
+"""`tensorfs.consolidate`, and the replacement for the consolidation of torch and NeMo."""
 
 import errno
 import importlib.util
@@ -130,7 +130,7 @@ class Consolidate(TestCase):
         index = json.loads((self.out / "model.safetensors.index.json").read_text())
         self.assertEqual(index["metadata"]["total_size"], sum(map(len, whole.values())))
         self.assertEqual(index["weight_map"]["b"], "model-00002-of-00002.safetensors")
-        # Without a mapping, beside the shards, and a second time.
+        # Writes beside the shards without a mapping, and does it a second time.
         for _ in range(2):
             consolidate(str(self.source), str(self.source))
         tensors = self.tensors(self.source / "model-00001-of-00001.safetensors")
@@ -159,7 +159,7 @@ class Consolidate(TestCase):
             found(cast_dtype="torch.bfloat16", fqn_to_dtype_mapping=listed, use_staging=True, staging_dir="/none"),
             {"kept": "F32", "listed": "BF16", "wide": "BF16", **same},
         )
-        # A quantized original was saved as floats.
+        # The original is quantized, and was saved as floats.
         with self.assertLogs("consolidate_safetensors_files", "WARNING"):
             self.assertEqual(found(fqn_to_dtype_mapping={"kept": "F8_E4M3"})["kept"], "F32")
         for word, kind, said in (
@@ -234,7 +234,7 @@ class Consolidate(TestCase):
                 tensorfs.consolidate(self.source, out, **how)
         self.assertEqual(shard.read_bytes(), before)
         self.assertEqual(sorted(os.listdir(self.tmp)), ["one.bt", "one.safetensors", "one.tensors", "src"])
-        # The format is that of the file, which has no suffix.
+        # The source file has no suffix, so its content decides the format.
         blob, tensors = self.tmp / "src/blob", self.tmp / "one.tensors"
         os.rename(self.tmp / "one.safetensors", blob)
         for source, out, how in ((blob, "x.bt", {}), (tensors, "x.safetensors", {"layout": "original"})):
@@ -242,7 +242,7 @@ class Consolidate(TestCase):
                 tensorfs.consolidate(source, self.tmp / out, **how)
             self.assertFalse((self.tmp / out).exists())
         blob.unlink()
-        # A folder of that name stays one, and numbers make a folder.
+        # A folder with the suffix of a file stays a folder, and with `numbers` the output is always a folder.
         (self.tmp / "x.safetensors").mkdir()
         tensorfs.consolidate(self.source, self.tmp / "x.safetensors")
         self.assertIn("model.safetensors", os.listdir(self.tmp / "x.safetensors"))
@@ -251,7 +251,7 @@ class Consolidate(TestCase):
 
     def test_a_full_disk_is_an_os_error_with_its_number(self):
         large = self.tmp / "large.safetensors"
-        # All holes, and far more than the disk has free.
+        # The file consists of holes, and is much longer than the free space of the disk.
         length = shutil.disk_usage(self.tmp).free + (64 << 30)
         header = json.dumps({"t": {"dtype": "U8", "shape": [length], "data_offsets": [0, length]}}).encode()
         large.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -284,7 +284,7 @@ class Consolidate(TestCase):
         os.truncate(large, 8 + len(header) + 10**9)
         code = "import sys, tensorfs; tensorfs.consolidate(sys.argv[1], sys.argv[2])"
         with FaultFs(source) as slow, slow.lifted():
-            # Slow enough that it cannot end before the signal.
+            # The source is so slow that the copy cannot end before the signal.
             slow.tell("delay", "*.safetensors", 300)
             words = [sys.executable, "-c", code, slow.path / large.name, place / "out"]
             with subprocess.Popen(words, stderr=subprocess.PIPE) as process:
@@ -317,7 +317,7 @@ class Consolidate(TestCase):
 
     def test_a_source_that_does_not_answer_is_a_timeout_and_nothing_is_left(self):
         numbers = {"a": 1, "b": 1}
-        # The folder is listed for the list of numbers, within the deadline too.
+        # With `numbers` the folder is listed, which has the same deadline.
         for request, how in (("", {}), ("-lookup", {}), ("-open", {}), ("-getattr", {"numbers": numbers}), ("-readdir", {"numbers": numbers})):
             with self.subTest(request, **how), FaultFs(self.source) as source, source.lifted():
                 source.tell(f"stall{request}", "*")
@@ -326,7 +326,7 @@ class Consolidate(TestCase):
         self.assertEqual(os.listdir(self.tmp), ["src"])
 
     def in_a_stall(self, action, seconds):
-        """The output of a copy whose source stalls in the middle of it, after `action`: two lines."""
+        """Runs a copy whose source stalls in the middle, and calls `action`. Returns the two lines of its output."""
         code = """
 import os, sys, tensorfs
 try:
@@ -350,7 +350,7 @@ os._exit(0)
                 self.assertTrue((place / ".out.tensorfs-partial").exists())
                 action(process)
                 said = [process.stdout.readline() for _ in "12"]
-                # It cannot end before.
+                # The process cannot end while the source stalls.
                 source.tell("ok")
         return said
 

@@ -10,7 +10,7 @@ from package import TestCase, has_torch, python
 
 WORLD = 4
 
-# Each process runs this. Nothing in there waits for another process but the start.
+# Each process runs this code. Only its start waits for the other processes.
 SETUP = """
 import random, sys
 import torch, tensorfs
@@ -301,7 +301,7 @@ class Distributed(TestCase):
         self.run_in_all(PART)
 
     def test_a_backward_pass_that_needs_the_shards_of_before_is_refused(self):
-        # One process is enough: ranks do not wait for each other.
+        # One process is enough, because ranks do not wait for each other.
         ended = "\ndist.destroy_process_group()\nprint('done')"
         environment = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
         self.assertEqual(python(SETUP + WRITTEN + ended, 0, 1, self.tmp, **environment)[-5:], "done\n")

@@ -1,4 +1,4 @@
-"""The load format of inference engines, as far as that needs no engine. `tests/engines` has the rest."""
+"""Tests of the load format for inference engines that need no engine. `tests/engines` has the other tests."""
 
 import logging
 import operator
@@ -35,7 +35,7 @@ REFUSED = {
     "share is about a process group": {"lazy": True, "share": "host"},
 }
 
-# In an interpreter that has none of the engines, and no torch.
+# Runs in an interpreter that has none of the engines, and no torch.
 WITHOUT = """
 import importlib.abc, logging, sys
 
@@ -313,7 +313,7 @@ class Weights(TestCase):
             half = made.narrow(1, 350, 350).unsqueeze(0).unbind()[0].narrow(0, 8, 4)
             for wrong in (-4, 3):
                 self.assertRaises(IndexError, made.unsqueeze, wrong)
-            # That may have read it.
+            # The calls above may have read the tensor.
             asked.clear()
             half.clone()
             self.assertEqual(asked, [(slice(8, 12), slice(350, 700))])
@@ -325,7 +325,7 @@ class Weights(TestCase):
         right["norm"] = np.arange(9.0)
         save_file(right, self.file)
         safe_open, opened = tensorfs.safe_open, []
-        # Copies out of the page cache are not counted.
+        # Reads are direct, because copies from the page cache are not counted.
         options = options_of({"lazy": True, "source": "direct"})[0]
         self.enter(mock.patch.object(_weights, "safe_open", lambda *given, **how: opened.append(safe_open(*given, **how)) or opened[-1]))
         self.enter(mock.patch.object(_weights, "_LAZY_MIN", 1 << 10))

@@ -1,4 +1,5 @@
-"""Every fixture: loaded byte for byte as the manifest says, or refused with a typed error that says what is wrong."""
+"""Every fixture is loaded with the bytes that the manifest states, or refused with a typed error that says what is
+wrong."""
 
 import hashlib
 
@@ -14,7 +15,7 @@ from tensorfs._errors import shown
 
 
 def source(entry):
-    """The path to open: in a folder with two checkpoints, the one that is meant."""
+    """The path to open. In a folder with two checkpoints, it is the path of the checkpoint that the entry means."""
     path = entry.source
     if entry.kind == "hf_single":
         return path / entry.shown
@@ -59,7 +60,7 @@ class Bad(TestCase):
             with tensorfs.safe_open(path, "dlpack") as f:
                 found = {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in f.get_tensors().items()}
         except tensorfs.SafetensorError as error:
-            # Such a folder may hold two checkpoints.
+            # The folder of a broken checkpoint may contain two checkpoints, which is an error of kind `usage`.
             self.assertIn(error.kind, entry.classes | {"usage"}, error)
             return
         if entry.tensors is not None:

@@ -1,4 +1,4 @@
-"""jax, tensorflow, mlx and paddle, where they are installed: what they get is compared with what safetensors gives."""
+"""jax, tensorflow, mlx and paddle, if they are installed: their tensors are compared with those of safetensors."""
 
 import importlib
 import importlib.util
@@ -63,7 +63,7 @@ class Frameworks(TestCase):
             with tensorfs.safe_open(EVERY_DTYPE, word) as f, safetensors.safe_open(EVERY_DTYPE, word) as g:
                 for name in g.keys():
                     right = outcome(lambda: g.get_tensor(name))
-                    # safetensors gives a bfloat16 of paddle for U16.
+                    # safetensors loads U16 as bfloat16 of paddle.
                     if right is None or (word, g.get_slice(name).get_dtype()) == ("paddle", "U16"):
                         continue
                     with self.subTest(framework=word, name=name):
@@ -93,7 +93,7 @@ class Frameworks(TestCase):
         file, copy = self.tmp / "model.safetensors", self.tmp / "copy.safetensors"
         for word, module, _ in HERE:
             if word == "paddle":
-                # safetensors fails to load it.
+                # safetensors cannot load an empty tensor for paddle.
                 del arrays["none"]
             safetensors.numpy.save_file(arrays, file)
             ours, genuine = (importlib.import_module(f"{package}.{module}") for package in ("tensorfs", "safetensors"))
@@ -102,7 +102,7 @@ class Frameworks(TestCase):
                 for found in (ours.load_file(file), ours.load(file.read_bytes()), tensorfs.load_file(file, word, copy=False)):
                     self.assertEqual({name: facts(tensor) for name, tensor in found.items()}, right)
                 self.assertEqual(set(ours.load_file(file, names="a")), {"a"})
-                # They may change the dict that they are given.
+                # The dict is loaded twice, because `save` may change it.
                 self.assertEqual(ours.save(genuine.load_file(file)), genuine.save(genuine.load_file(file)))
                 ours.save_file(genuine.load_file(file), copy, {"k": "v"})
                 with safetensors.safe_open(copy, "np") as f:
@@ -120,7 +120,7 @@ class Frameworks(TestCase):
                     for name, tensor in f.tensors():
                         dtype, shape, data = right[name]
                         self.assertEqual(list(tensor.shape), shape)
-                        # jax makes shorter ones of others.
+                        # jax converts other dtypes to shorter ones.
                         if dtype in ("F32", "F16", "I32"):
                             self.assertTrue(np.asarray(tensor).tobytes() == data, name)
                     with f.prefetch() as loader:
@@ -130,4 +130,4 @@ class Frameworks(TestCase):
 
 
 class FakeGroup:
-    """Stands where a group of torch would: it is refused before anyone looks at it."""
+    """Replaces a group of torch. It is refused before any of its methods is called."""

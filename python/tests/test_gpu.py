@@ -1,5 +1,5 @@
-"""Loads to the memory of a GPU, on a driver whose devices are memory of the process; see tests/fakecuda. Torch itself
-is tested on a machine with a GPU: tests/gpu/run."""
+"""Loads to the memory of a GPU, with a driver whose devices are memory of the process: see tests/fakecuda.
+`tests/gpu/run` tests torch itself, on a machine with a GPU."""
 
 import os
 from pathlib import Path

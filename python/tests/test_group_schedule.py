@@ -1,4 +1,4 @@
-"""The schedule of a process group: which rank reads which part of what the ranks ask for."""
+"""The schedule of a process group: which rank reads which part of the requested tensors."""
 
 import random
 import unittest
@@ -19,7 +19,7 @@ def random_box(choose, shape):
 
 
 def random_wants(choose, size):
-    """The shape of each tensor, and what each rank asks for."""
+    """The shape of each tensor, and the requests of each rank."""
     shapes = [[choose.choice([0, 1, 2, 3, 7, 16, 33]) for _ in range(choose.randint(0, 4))] for _ in range(6)]
     wants = {rank: [] for rank in range(size)}
     for rank in wants:

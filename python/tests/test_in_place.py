@@ -1,4 +1,4 @@
-"""`import tensorfs as safetensors`: every public name of the genuine package, and what it does."""
+"""`import tensorfs as safetensors`: every public name of the genuine package exists, and does the same."""
 
 import importlib
 import inspect
@@ -165,7 +165,7 @@ class Models(TestCase):
         for name, right in model.state_dict().items():
             self.assertTrue(torch.equal(loaded.state_dict()[name], right), name)
 
-        # Names that differ: the same words and the same answers.
+        # The names differ from those of the model. Both packages report that in the same words.
         tensorfs.torch.save_file({"norm.bias": torch.zeros(8), "other": torch.zeros(1)}, file)
         answers, words = [], []
         for package in (tensorfs.torch, safetensors.torch):
@@ -176,7 +176,7 @@ class Models(TestCase):
         self.assertEqual(*answers)
         self.assertEqual(*words)
 
-        # Both names of tied weights in the file.
+        # The file has both names of tied weights.
         both = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         tensorfs.torch.save_file(both, file)
         self.assertEqual(tensorfs.torch.load_model(Model(), file), (set(), []))

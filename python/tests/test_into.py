@@ -1,4 +1,4 @@
-"""`load_into`: memory that is there already."""
+"""`load_into`: loads into existing memory."""
 
 import array
 
@@ -250,7 +250,7 @@ def filled(into, memory=None):
 
 
 class OfTorch(TestCase):
-    """Each test has its own interpreter, because an error here ends it."""
+    """Each test runs in its own interpreter, because an error here ends the interpreter."""
 
     def setUp(self):
         super().setUp()

@@ -47,7 +47,7 @@ class Lazy(TestCase):
         weights = tensorfs.lazy(folder, "np")
         part = weights["embed"][1024:2048]
         np.testing.assert_array_equal(part.view(np.uint8), whole[1024:2048].view(np.uint8))
-        # Bytes that the page cache has all the same, as in a file system in memory, are not counted.
+        # The page cache may still hold the bytes, for example in a file system in memory. Then they are not counted.
         self.assertIn(weights.stats.get("bytes", 0), (0, part.nbytes))
         np.testing.assert_array_equal(weights["embed"][...].view(np.uint8), whole.view(np.uint8))
 
@@ -105,7 +105,7 @@ class Examples(TestCase):
             for title in ("one process", "rank 0 of 2", "rank 1 of 2")
         ]
         whole, *parts = [tuple(map(int, one.groups())) for one in found]
-        # Norms are whole on each rank, and may be loaded ahead.
+        # Each rank has whole norms, which may also be loaded ahead.
         for local, read in parts:
             self.assertLess(max(local, read), whole[0] * 3 // 4)
 

@@ -1,4 +1,4 @@
-"""Folders of symbolic links: a library reads with its caller's rights, wherever the links lead."""
+"""Folders of symbolic links: a library reads with the rights of its caller, and follows links to any place."""
 
 import os
 import shutil

@@ -14,7 +14,7 @@ from test_workers import in_child
 
 
 def mapped(address):
-    """The file that is mapped at this address, and the offset; None if there is none."""
+    """The file that is mapped at this address, and the offset in it. None if there is no such file."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             bounds, _, offset, _, inode, *path = line.split(maxsplit=5)

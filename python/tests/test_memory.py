@@ -1,4 +1,4 @@
-"""Ownership: tensors outlive everything, share no byte, and may be written to."""
+"""Ownership: tensors outlive all other objects, share no byte, and can be written to."""
 
 import gc
 

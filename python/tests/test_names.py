@@ -1,5 +1,5 @@
-"""Exceptions show names of files and tensors, which may hold any character, on one line and without terminal
-commands."""
+"""Exceptions show names of files and tensors on one line and without terminal commands, although names may contain any
+character."""
 
 import unicodedata
 

@@ -1,4 +1,4 @@
-"""Checkpoints in object stores, by URL. The server has the promises of `tests/python/test_object_stores.py`."""
+"""Checkpoints in object stores, by URL. The server is that of `tests/python/test_object_stores.py`."""
 
 import os
 import pickle
@@ -11,10 +11,11 @@ from object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
 from package import FIXTURES, Mount, TestCase, environment, python
 
 URL = "s3://bucket/models/tiny"
-# The environment chooses the server of a bucket once in a process, and other tests have other ones.
+# A process chooses the server of a bucket once, by the environment. Other tests use other servers, so this bucket is
+# used here only.
 OWN_URL = "s3://settings/models/tiny"
 
-# The parent has connections and threads of its own before it forks.
+# The parent already has connections and threads when it forks.
 IN_A_CHILD = """
 import os, sys
 from pathlib import Path
@@ -106,7 +107,7 @@ for url, error in ((url + "/none", FileNotFoundError), ("s3://none/x", FileNotFo
 
 
 class SettingsOfOneSource(TestCase):
-    """Arguments of `safe_open` about one remote source, while the environment names nobody's keys."""
+    """Arguments of `safe_open` about one remote source, while the environment has keys that no server accepts."""
 
     def setUp(self):
         super().setUp()
@@ -143,7 +144,7 @@ class SettingsOfOneSource(TestCase):
         out = self.tmp / "whole.safetensors"
         tensorfs.consolidate(OWN_URL, out, **self.how)
         self.assert_same(safetensors.numpy.load_file(out))
-        # A view reads the config beside the shards, too.
+        # A view also reads the config beside the shards.
         with tensorfs.safe_open(OWN_URL, framework="np", include="*", dtype="f16", **self.how) as file:
             self.assertEqual(set(file.keys()), set(self.expected))
         with self.assertRaises(OSError) as raised:
@@ -151,7 +152,7 @@ class SettingsOfOneSource(TestCase):
         self.assertIn("127.0.0.1:1", str(raised.exception))
 
     def test_a_reference_and_a_config_in_the_bucket_are_asked_for_with_them(self):
-        # A reference for which the keys of the environment are asked would be refused.
+        # With the keys of the environment, the server would refuse the request for the reference.
         index = f"{OWN_URL}/model.safetensors.index.json"
         self.assert_same(tensorfs.load_file(OWN_URL, framework="np", reference=index, **self.how))
         self.assert_same(tensorfs.load_file(self.source, framework="np", reference=index, **self.how))

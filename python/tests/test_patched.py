@@ -1,4 +1,4 @@
-"""`patched()`: code that uses safetensors and cannot be changed."""
+"""`patched()`, for code that uses safetensors and cannot be changed."""
 
 import asyncio
 import contextlib
@@ -135,7 +135,7 @@ class Patched(TestCase):
             with tensorfs.patched():
                 return self.is_ours()
 
-        # In the child the lock is held by a thread that does not exist there.
+        # In the child, the lock would be held by a thread that does not exist there.
         with tensorfs._patch._lock:
             self.assertEqual(in_child(inside), "True")
 

@@ -1,4 +1,5 @@
-"""`zero` and `state`: which tensors of pickles of torch are loaded, consolidated and put into memory."""
+"""`zero` and `state`: they choose which tensors of pickles of torch are loaded, consolidated, and loaded into existing
+memory."""
 
 import numpy as np
 

@@ -24,7 +24,7 @@ class Prefetch(TestCase):
         save_file(self.tensors, self.file)
         self.long = self.tmp / "long.safetensors"
         save_file({"a": np.zeros(16 << 20, np.uint8)}, self.long)
-        # This makes several batches.
+        # A small limit makes several batches.
         before = tensorfs._open._BATCH_MAX
         tensorfs._open._BATCH_MAX = 400_000
         self.addCleanup(setattr, tensorfs._open, "_BATCH_MAX", before)
@@ -165,7 +165,7 @@ class Prefetch(TestCase):
         self.assertGreater(len(areas), 0)
 
         def freed():
-            # The next call lets go of memory that reads still held.
+            # Memory that reads still held is freed by the next call.
             self.opened.keys()
             return all(made() is None for made in areas)
 

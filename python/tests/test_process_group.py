@@ -1,6 +1,6 @@
-"""Loads of a process group: right bytes or the same error on every rank, never a hang, and nothing left.
+"""Loads of a process group: every rank gets the right bytes or the same error, no rank hangs, and no files are left.
 
-Each rank is a process without torch; `test_process_group_torch.py` has groups of torch.
+Each rank is a process without torch. `test_process_group_torch.py` has groups of torch.
 """
 
 import os
@@ -19,10 +19,10 @@ from faults import FaultFs
 from group_ranks import Ranks
 from package import TestCase
 
-# More of them for a run by hand.
+# Number of kills. A run by hand can set a greater number.
 KILLS = int(os.environ.get("TENSORFS_TEST_KILLS", "0"))
 
-# Everything that a group does, compared with what the genuine package reads.
+# Compares all operations of a group with the tensors that the genuine package reads.
 EVERYTHING = """
 source, right = sys.argv[5] if len(sys.argv) > 5 else f"{folder}/all", {}
 with np.load(f"{folder}/right.npz") as saved:
@@ -144,7 +144,7 @@ say(answer[0])
 
 class Refused(TestCase):
     def all_say(self, code, size=3, seconds=60):
-        """The one answer of all ranks."""
+        """The answer of the ranks, which has to be the same on all of them."""
         with Ranks(size, code, self.tmp) as ranks:
             answers = ranks.answers(seconds=seconds)
         self.assertTrue(all(answer == answers[0] for answer in answers), answers)
@@ -176,7 +176,7 @@ say(answer)
         self.assertIn("rank 2: tensor `w`: the checkpoint has shape [4, 5], the target [5, 4]", message)
 
     def test_two_states_of_a_store_are_never_mixed(self):
-        # The same names, shapes and lengths, and other bytes.
+        # The files have the same names, shapes and lengths, but other bytes.
         for which, value in (("one", 1), ("two", 2)):
             (self.tmp / which).mkdir()
             save_file({"w": np.full((100, 10), value, np.float32)}, self.tmp / which / "model.safetensors")
@@ -307,7 +307,7 @@ say(answer)
                     source.tell("stall", "model-00002*")
                     (folder / "stalled").touch()
                     with source.lifted():
-                        # A process that the source keeps cannot end.
+                        # A process that waits for the source cannot end.
                         answers = [ranks.line(rank) for rank in range(3)]
                 self.assertEqual(answers[1:], answers[:-1])
                 self.assertEqual(answers[0][0], "TimeoutError")

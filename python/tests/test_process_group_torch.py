@@ -1,4 +1,5 @@
-"""Loads of process groups of torch, over gloo: the whole world, sub-groups, DTensors, and models."""
+"""Loads of process groups of torch, over gloo: with the group of all ranks, with sub-groups, with DTensors, and with
+models."""
 
 import json
 import os
@@ -16,7 +17,7 @@ from checkpoints import hf_set
 from faults import FaultFs
 from package import ROOT, TestCase, needs_torch
 
-# More of them for a run by hand.
+# Number of kills. A run by hand can set a greater number.
 KILLS = int(os.environ.get("TENSORFS_TEST_KILLS", "0"))
 
 SETUP = """
@@ -81,7 +82,7 @@ class TorchGroups(TestCase):
         return ranks
 
     def finish(self, ranks, seconds=90):
-        """The last lines of the ranks, which end well."""
+        """The last lines of the output of the ranks, which have to succeed."""
         until, found = time.monotonic() + seconds, []
         for rank, one in enumerate(ranks):
             out, err = one.communicate(timeout=max(until - time.monotonic(), 0.1))

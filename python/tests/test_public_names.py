@@ -1,4 +1,4 @@
-"""Every public name of safetensors is a name of ours, with the same arguments."""
+"""Every public name of safetensors exists in this package, with the same arguments."""
 
 import ast
 import importlib
@@ -15,13 +15,14 @@ FOLDER = Path(safetensors.__file__).parent
 MODULES = sorted(file.stem for file in FOLDER.glob("*.py") if not file.stem.startswith("_"))
 # Names of the next version of safetensors, from its changes.
 NEXT = {"PrefetchLoader", "PySafeSlice", "TensorMeta"}
-# They need the framework, so `import *` leaves them out.
+# These names need the framework, so `import *` leaves them out.
 LATER = {"paddle": {"NPDTYPES"}}
 NEXT_OF_SAFE_OPEN = {"get_tensor_meta", "prefetch"}
 
 
 def functions(module):
-    """Name -> arguments of each public function of a module, which may import what is not installed."""
+    """Name -> arguments of each public function of a module. The module is not imported, because it may need packages
+    that are not installed."""
     tree = ast.parse((FOLDER / f"{module}.py").read_text())
     return {
         node.name: node.args
@@ -38,7 +39,7 @@ def constants(module):
 
 
 def imported(module):
-    """The names that a module takes from safetensors itself."""
+    """The names that a module imports from safetensors itself."""
     tree = ast.parse((FOLDER / f"{module}.py").read_text())
     found = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "safetensors")
     names = {alias.asname or alias.name for node in found for alias in node.names}

@@ -22,7 +22,7 @@ class Readme(TestCase):
         text = (ROOT / "docs/guides/python.md").read_text()
         source = (ROOT / "python/python/tensorfs/_settings.py").read_text()
         named = {name.lower() for name in re.findall(r"`TENSORFS_(\w+)`", text)}
-        # `tensorfs.mount` reads the other one, which is no setting.
+        # `TENSORFS_BIN` is no setting: `tensorfs.mount` reads it.
         self.assertEqual(named - {"bin"}, set(re.findall(r'chosen\("(\w+)"', source)))
 
 

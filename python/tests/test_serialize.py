@@ -32,13 +32,15 @@ class Serialize(TestCase):
             drawn = {
                 "".join(choose.choices(letters, k=choose.randrange(8))): (
                     choose.choice(list(DTYPES)),
-                    # safetensors refuses half a byte.
+                    # A shape has at least one dimension: a single F4 element would be half a byte, which safetensors
+                    # refuses.
                     [choose.randrange(6) for _ in range(choose.randrange(1, 4))],
                     choose.randrange(64),
                 )
                 for _ in range(choose.randrange(12))
             }
-            # One entry: safetensors writes several of them in no fixed order. Without tensors its empty metadata are no JSON.
+            # The metadata has at most one entry, because safetensors writes several entries in no fixed order. If there
+            # are no tensors, safetensors writes empty metadata as invalid JSON.
             metadata = choose.choice([None, {choose.choice(letters): choose.choice(letters)}, *[{}] * bool(drawn)])
             made = [
                 package.serialize({n: spec(package, d, s, BYTES.ctypes.data + at) for n, (d, s, at) in drawn.items()}, metadata)
@@ -83,12 +85,12 @@ class Serialize(TestCase):
             self.assertNotIsInstance(found[0], bytes, change)
         for tensors in ([], {1: "spec"}, {"a": {"dtype": "float32", "shape": [1], "data": b"abcd"}}):
             for package in (tensorfs, safetensors):
-                # Ours takes any mapping.
+                # The class of the error may differ, because our package accepts any mapping.
                 self.assertIn(outcome(lambda: package.serialize(tensors)), (TypeError, AttributeError), tensors)
         for metadata in (3, {"a": 1}, {1: "a"}):
             for package in (tensorfs, safetensors):
                 self.assertIn(outcome(lambda: package.serialize({}, metadata)), (TypeError, AttributeError), metadata)
-        # safetensors writes a file that nothing reads.
+        # safetensors would write a file that no reader accepts.
         with self.assertRaisesRegex(tensorfs.SafetensorError, "cannot have the name `__metadata__`"):
             tensorfs.serialize({"__metadata__": spec(tensorfs, "int8", [1])})
 

@@ -1,4 +1,4 @@
-"""The environment and the arguments say how to read."""
+"""Settings of reading, from the environment and from arguments."""
 
 import numpy as np
 from safetensors.numpy import save_file

@@ -1,4 +1,4 @@
-"""Sources that are no path or no weights: models of the hub cache by name, and files of other formats."""
+"""Sources that are not paths of weights: models of the hub cache by name, and files of other formats."""
 
 import io
 import os

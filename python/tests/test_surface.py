@@ -1,4 +1,4 @@
-"""`safe_open` compared with that of safetensors: equal results, equal classes of errors."""
+"""Compares `safe_open` with that of safetensors: results and classes of errors are equal."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from package import Mount, TestCase, dlpack_bytes, needs_ml_dtypes, needs_torch
 
 
 def outcome(work):
-    """The result of `work`, or the classes of its error that a caller may name, and the text."""
+    """The result of `work`. If it fails: the public classes of its error, and the text."""
     try:
         return np.asarray(work()), None
     except Exception as e:
@@ -186,7 +186,7 @@ class SingleFile(TestCase):
                     tensorfs.safe_open(self.file, "pt", source=source) as f,
                 ):
                     part = f.get_slice(name)
-                    # The page cache may lose the file in between.
+                    # The kernel may drop the file from the page cache in between, so it is read again.
                     Path(self.file).read_bytes()
                     for index in indices:
                         with self.subTest(name=name, source=source, index=index):
@@ -327,7 +327,7 @@ class SingleFile(TestCase):
         for handle in (f, part):
             with self.assertRaisesRegex(tensorfs.SafetensorError, "File is closed"):
                 pickle.dumps(handle)
-        # A plain file takes no key.
+        # A file that is not encrypted accepts no key.
         f._open, f._arguments["key"] = f, bytes(32)
         with self.assertRaisesRegex(TypeError, "give key_file="):
             pickle.dumps(f)

@@ -1,4 +1,5 @@
-"""Checkpoints whose last rank shard may be lost: the warning, the error in its place, and what proves that it is not."""
+"""Checkpoints whose last rank shard may be lost: the warning, the error in its place, and the proofs that no shard is
+lost."""
 
 import os
 import pickle
@@ -36,7 +37,7 @@ class Tails(TestCase):
         self.whole = tensorfs.load_file(self.folder, "np", expect_shards=RANKS)
         self.manifest = self.folder / "model.tensorfs-manifest.json"
         command("verify", self.folder, "--write-manifest")
-        # Beside the shards every way of opening them would find it.
+        # The manifest is moved away: beside the shards, every way of opening them would find it.
         self.kept = self.tmp / "kept.json"
         os.replace(self.manifest, self.kept)
         self.lost = self.folder / dcp_name(RANKS)
@@ -110,7 +111,8 @@ for flags in ([], ["-W", "ignore"], ["-W", "always"], ["-W", "error"]):
     done = subprocess.run([sys.executable, *flags, *sys.argv[1:]], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     print(done.returncode, done.stderr.count("{self.folder}: tail: unproven"), done.stderr.count("program.py:4"), done.stdout.strip())
 """
-        # The location of the first warning is that of the program. `error` ends it at the first one.
+        # The location of the first warning is a line of the program. With the filter `error`, the first warning ends
+        # the program.
         lines = python(run, program, self.folder, *self.files).splitlines()
         self.assertEqual(lines, ["0 1 1 loaded", "0 0 0 loaded", "0 7 3 loaded", "1 1 0 "])
 
@@ -149,7 +151,7 @@ for flags in ([], ["-W", "ignore"], ["-W", "always"], ["-W", "error"]):
                 call(expect_shards=np.int64(RANKS), unproven_tail="error")
                 call(reference=self.kept)
                 call(reference=os.fsencode(self.kept), unproven_tail="error")
-                # An explicit list of files is taken without what lies beside them.
+                # For an explicit list of files, other files beside them do not count.
                 if way != "files":
                     shutil.copy(self.kept, self.manifest)
                     call(unproven_tail="error")

@@ -13,7 +13,7 @@ from tensorizer_files import AREA, Stored, file_of
 
 
 class Refusing(io.BytesIO):
-    """A file that takes no more than 1000 bytes at a time, and fails after some bytes."""
+    """A file object that accepts at most 1000 bytes at a time, and fails after a number of bytes."""
 
     def __init__(self, most):
         super().__init__()
@@ -74,7 +74,7 @@ class Writer(TestCase):
         writer.write(self.tuples)
         writer.finish()
         self.assertEqual(len(short.getvalue()), 5 + len(self.expected))
-        # The places in the file count from its first byte.
+        # The offsets in the tensorizer file count from its own first byte.
         self.assertEqual(short.getvalue()[:78], b"12345" + self.expected[:73])
 
     def test_the_exception_of_a_file_object_is_that_of_the_writer_and_ends_it(self):
@@ -181,7 +181,7 @@ writer.finish()
         self.assertEqual(found["long"].shape, (0, 1 << 40))
 
     def encrypted(self, **secret):
-        """Writes tensors that are not empty, of dtypes that numpy has, and returns their bytes."""
+        """Writes tensors that are not empty and have dtypes of numpy. Returns their bytes."""
         full = [0, 2, 4]
         writer = _tensorfs.TensorizerWriter(path=self.path, **secret)
         for number in full:

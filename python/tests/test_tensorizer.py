@@ -1,4 +1,5 @@
-"""Tensorizer files in the package: alone, numbered, in a list, in parts, mapped, and through a mount."""
+"""Tensorizer files in the package: single files, numbered files, lists of files, parts of tensors, mapped files, and
+files on a mount."""
 
 import dataclasses
 
@@ -100,7 +101,7 @@ class Tensorizer(TestCase):
         with tensorfs.safe_open(path, "np", copy=False) as f:
             self.check(f.get_tensors())
             np.testing.assert_array_equal(f.get_slice("wwwwww")[99_000:], arrays["wwwwww"][99_000:])
-            # Each has memory of its own.
+            # Each tensor has memory of its own.
             zeros = f.get_tensors(["ww", "wwwwww"])
             zeros["ww"][:] = 1
             self.assertFalse(zeros["wwwwww"].any())

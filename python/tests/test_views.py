@@ -1,4 +1,4 @@
-"""Views of checkpoints: files of a mount are read from the shards, and have the tensors that the mount shows."""
+"""Views of checkpoints: files on a mount are read from the shards, and have the tensors that the mount shows."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The installed wheel: it has the command and the helper of mount(8) too."""
+"""The installed wheel: it also has the command and the helper of mount(8)."""
 
 import importlib.metadata
 import os
@@ -40,7 +40,7 @@ class Wheel(TestCase):
         self.assertEqual(run(link, SOURCE).code, 1)
         target = self.tmp / "mnt"
         target.mkdir()
-        # Options before, between and after the paths, and a path that is not absolute.
+        # Options are before, between and after the paths, and one path is not absolute.
         for words in (("-f", SOURCE.name, target, "-o", "ro"), (SOURCE.name, "-o", "ro", target, "-f"), ("-f", "--", SOURCE.name, target)):
             self.assert_done(run(link, *words, cwd=SOURCE.parent))
 

@@ -25,7 +25,7 @@ SECONDS = 30
 
 
 def in_child(work, seconds=SECONDS):
-    """The result of `work` in a child made by a plain fork, which must end in time."""
+    """The result of `work` in a child that is made by a plain fork. The child must end in time."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -40,8 +40,8 @@ def in_child(work, seconds=SECONDS):
             os._exit(code)
     os.close(write)
     with open(read, "rb") as answer:
-        # A thread is no way to wait, since some processes must not have one; an alarm is none either, since
-        # the first process of a namespace ignores it.
+        # This waits without a thread, because some processes must not have threads, and without an alarm, because the
+        # first process of a namespace ignores it.
         if not select.select([answer], [], [], seconds)[0]:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -198,7 +198,8 @@ class Forks(TestCase):
         self.assertEqual(in_child(lambda: self.same() and in_child(self.same)), repr("True"))
 
     def test_a_child_with_the_process_number_of_its_parent_loads_too(self):
-        """This happens if the first process of a container makes the first process of another one."""
+        """Equal process numbers happen if the first process of a container makes the first process of another
+        container."""
         unshare = ctypes.CDLL(None, use_errno=True).unshare
         new_user, new_pid = 0x10000000, 0x20000000
 
@@ -218,7 +219,7 @@ class Forks(TestCase):
                 prefetch.close()
                 return os.getpid() == number and self.same()
 
-            # A process with several threads may not do this, so a child in between does.
+            # A process with several threads must not make a namespace of users, so a child does it.
             return right, in_child(lambda: in_namespace(second))
 
         answer = in_child(lambda: in_namespace(first))
@@ -309,7 +310,7 @@ def read_shared(name):
     return shared.get_tensor(name).tobytes()
 
 
-# Loads from a stalled source, prints the outcome, and then that its threads have ended.
+# Loads from a stalled source. Prints the outcome, and then that its threads have ended.
 INTERRUPTED = """
 import os, signal, sys, time
 import numpy as np
@@ -380,7 +381,7 @@ class Interrupts(TestCase):
             killer.start()
             try:
                 self.assertEqual(child.stdout.readline(), "ready\n")
-                # The header is read already; all other reads stall.
+                # The header is read already. All other reads stall.
                 source.tell("stall", "*.safetensors")
                 child.stdin.write("go\n")
                 child.stdin.flush()
@@ -526,7 +527,7 @@ class Failures(TestCase):
     def test_a_source_that_does_not_answer_is_a_timeout(self):
         folder = hf_set(self.tmp / "hf")
         with FaultFs(folder) as source, source.lifted():
-            # The timeout applies to opening too, which must succeed.
+            # The timeout also applies to opening, which must succeed.
             opened = tensorfs.safe_open(source.path, "np", io_timeout=2)
             source.tell("stall", "*.safetensors")
             with self.assertRaises(TimeoutError):
@@ -540,7 +541,8 @@ class Failures(TestCase):
             opened = _tensorfs.Checkpoint.open(source.path / "model.safetensors", None)
             ((_, start, _),) = opened.pieces(0)
             around = np.zeros(length + 4096, np.uint8)
-            # The memory has the page offset of the file, so that bytes can be read directly into it.
+            # The memory has the same offset in a page as the bytes in the file, so that they can be read directly into
+            # it.
             skip = (start - around.ctypes.data) % 4096
             into = around[skip : skip + length]
             plan = loader.plan(opened, [(0, None, None, into.ctypes.data)])
@@ -552,7 +554,7 @@ class Failures(TestCase):
             del owner
             into[:] = 7
             source.tell("ok")
-            # A thread that drops an owner without the interpreter leaves it to the next call.
+            # If a thread drops an owner without the GIL, the next call frees the owner.
             wait_until(lambda: loader.timeout and ends() is None, SECONDS, "the end of late reads")
             self.assertTrue((into == 7).all())
 

@@ -110,8 +110,8 @@ class Team:
         find: Find,
         cut: Callable[[list[tuple[Info, Part]]], list[list[tuple[Info, Part]]]],
     ) -> Iterator[tuple[str, Any]]:
-        """Loads batch after batch. All ranks load the same batch at the same time, each rank the tensors of it that it
-        asks for."""
+        """Loads batch after batch. All ranks load the same batch at the same time, and each rank gets those tensors of
+        the batch that it asks for."""
         with self.group.operation() as operation:
             mine = {info.position: (info, part) for info, part in find()}
             every = operation.exchange(json.dumps(list(mine)).encode())
@@ -132,7 +132,7 @@ class Team:
             raise
 
     def leave(self, why: str) -> None:
-        """Makes the operation fail that the other ranks are in, or begin next."""
+        """Makes the operation that the other ranks are in, or begin next, fail with the reason `why`."""
         with contextlib.suppress(Exception), self.group.operation():
             raise _errors.error(why, "group", cls=GroupError)
 
@@ -184,8 +184,8 @@ class Team:
 
 
 class _Blocks:
-    """Memory that the ranks of a host share. It consists of the regions of a plan, which is the same on all ranks, and
-    lies in files without names."""
+    """Memory that the ranks of a host share, in files without names. It has the regions of a plan, which is the same on
+    all ranks."""
 
     def __init__(self, group: Group, operation: Operation, plan: Any, wants: list[Want]) -> None:
         self._placements = {want: place for want, place in zip(wants, plan.placements)}

@@ -78,7 +78,7 @@ class GlobalGPUMemoryUsage(NamedTuple):
 
 
 class TorchGPUMemoryUsage(NamedTuple):
-    """Memory of a GPU that torch has reserved, in bytes."""
+    """Memory of a GPU that torch has reserved, and the part of it that is in use, in bytes."""
 
     reserved: int
     reserved_max: int

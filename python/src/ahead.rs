@@ -372,7 +372,7 @@ impl Ahead {
     }
 
     /// Records that those of these tensors that are not begun yet will not be begun.
-    fn unchoose(&self, positions: Vec<usize>) {
+    fn drop_choices(&self, positions: Vec<usize>) {
         if token() == self.process {
             let mut state = self.shared.state.lock();
             state.chosen.retain(|position, _| !positions.contains(position));

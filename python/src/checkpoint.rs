@@ -109,7 +109,7 @@ impl Checkpoint {
     ) -> PyResult<Checkpoint> {
         let source = path.clone();
         Checkpoint::opened(py, timeout, Some(&path), secret, move |secret| {
-            let options = choosing(demanding(demands, secret)?, &view)?;
+            let options = with_tensor_choices(options_with_demands(demands, secret)?, &view)?;
             check_settings(&options, std::slice::from_ref(&source))?;
             viewed(&view, || open(&source, &options, &view))
         })
@@ -127,7 +127,7 @@ impl Checkpoint {
         demands: Demands,
     ) -> PyResult<Checkpoint> {
         Checkpoint::opened(py, timeout, None, secret, move |secret| {
-            let options = choosing(demanding(demands, secret)?, &view)?;
+            let options = with_tensor_choices(options_with_demands(demands, secret)?, &view)?;
             check_settings(&options, &files)?;
             viewed(&view, || core::Checkpoint::of_files_with(&files, None, &options))
         })
@@ -168,7 +168,7 @@ impl Checkpoint {
         demands: Demands,
     ) -> PyResult<Checkpoint> {
         Checkpoint::opened(py, timeout, None, secret, move |secret| {
-            let options = choosing(demanding(demands, secret)?, &view)?;
+            let options = with_tensor_choices(options_with_demands(demands, secret)?, &view)?;
             check_settings(&options, &map.values().cloned().collect::<Vec<_>>())?;
             viewed(&view, || core::Checkpoint::of_files_with(&[], Some(&map), &options))
         })
@@ -355,7 +355,7 @@ pub(crate) type Demands =
     (Option<u64>, Option<PathBuf>, Option<PathBuf>, Option<u64>, Option<PyRemote>);
 
 /// The default options, with these demands and this secret.
-pub(crate) fn demanding(
+pub(crate) fn options_with_demands(
     demands: Demands,
     secret: Option<Arc<Secret>>,
 ) -> tensorfs::Result<OpenOptions> {
@@ -389,7 +389,7 @@ fn settings_of(words: PyRemote) -> tensorfs::Result<Arc<RemoteSettings>> {
 }
 
 /// `options`, with the words that choose which tensors are shown.
-pub(crate) fn choosing(
+pub(crate) fn with_tensor_choices(
     mut options: OpenOptions,
     words: &ViewWords,
 ) -> tensorfs::Result<OpenOptions> {
@@ -449,7 +449,7 @@ fn open(
     // The number of shards that the mount expects applies to a set, and not to a file that is opened alone.
     let expect_shards = expect_shards.or(options.expect_shards);
     let asked = OpenOptions { expect_shards, reference, disk_cache, remote, secret, ..options };
-    let options = choosing(asked, words)?;
+    let options = with_tensor_choices(asked, words)?;
     if let Some(part) = part {
         let index = IndexStore::of_user().map(|store| store.folder().to_owned());
         let all = core::Checkpoint::open_with(&source, &OpenOptions { index, ..options.clone() })?;

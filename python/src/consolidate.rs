@@ -19,8 +19,8 @@ use tensorfs::internal::store::hub_cache;
 use tensorfs::internal::view::View;
 
 use crate::checkpoint::{
-    Demands, SecretWord, ViewWords, check_settings, choosing, demanding, of_view, secret_of,
-    unproven_tail, view_of,
+    Demands, SecretWord, ViewWords, check_settings, of_view, options_with_demands, secret_of,
+    unproven_tail, view_of, with_tensor_choices,
 };
 use crate::errors::raised;
 use crate::waiting::beside;
@@ -56,7 +56,8 @@ pub(crate) fn consolidate(
     let options = WriteOptions { replace: overwrite, verify, beside_others: numbered };
     let (to, path) = (out.clone(), sources.first().cloned());
     let work = move || {
-        let demanded = choosing(demanding(demands, secret_of(secret)?)?, &view)?;
+        let demanded =
+            with_tensor_choices(options_with_demands(demands, secret_of(secret)?)?, &view)?;
         let given = OpenOptions { config, ..demanded };
         check_settings(&given, &sources)?;
         let sources = match sources.as_slice() {

@@ -116,11 +116,11 @@ impl Tree {
             || (folder
                 .version
                 .is_some_and(|then| now().is_some_and(|now| then.file() == now.file()))
-                && self.is_led_to(&folder))
+                && self.is_reached_from_parent(&folder))
     }
 
     /// Whether the name of `folder` in its parent folder leads to it.
-    fn is_led_to(&self, folder: &Folder) -> bool {
+    fn is_reached_from_parent(&self, folder: &Folder) -> bool {
         let (Some(parent), Some(name)) = (folder.parent, folder.relative.file_name()) else {
             return true;
         };

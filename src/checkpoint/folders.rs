@@ -161,7 +161,7 @@ impl Folders {
         for target in folder.targets.iter() {
             self.by_target.entry(target.clone()).or_default().insert(id);
         }
-        if let Some(zero) = folder.zero_of_master() {
+        if let Some(zero) = folder.zero_folder_of_tensor() {
             *self.masters.entry(zero.to_owned()).or_default() += 1;
         }
         self.by_id.insert(id, Arc::new(folder));
@@ -204,7 +204,7 @@ impl Folders {
                 self.by_target.remove(target);
             }
         }
-        if let Some(zero) = folder.zero_of_master()
+        if let Some(zero) = folder.zero_folder_of_tensor()
             && let Some(count) = self.masters.get_mut(zero)
         {
             *count -= 1;

@@ -40,14 +40,15 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
         named(source).map(|(name, index)| (name, index, hub.content(name, index))).collect();
     // If a model is in a hub cache of the source and in an ordinary folder too, the hub cache is
     // shown.
-    for (name, index, _) in contents.iter().filter(|(.., of)| *of == Some(Holding::Cached)) {
+    for (name, index, _) in contents.iter().filter(|(.., of)| *of == Some(ModelFolderKind::Cached))
+    {
         hub.add_hub_cache_model(root, name, *index);
     }
     for (name, index, content) in contents {
         match content {
-            Some(Holding::Cached) => {}
-            Some(Holding::Model) => hub.add_model(root, &[name], index),
-            Some(Holding::Models) => hub.add_organization(root, name, index),
+            Some(ModelFolderKind::Cached) => {}
+            Some(ModelFolderKind::Model) => hub.add_model(root, &[name], index),
+            Some(ModelFolderKind::Models) => hub.add_organization(root, name, index),
             None => warn_of_no_model(&scanned[index]),
         }
     }
@@ -56,7 +57,7 @@ pub(super) fn as_hub(scanned: &[Folder], view: Option<usize>) -> Vec<Folder> {
 
 /// The kind of models in a folder of the source.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Holding {
+enum ModelFolderKind {
     /// A model in the form of a hub cache, with its snapshots.
     Cached,
     Model,
@@ -122,14 +123,14 @@ struct Hub<'a> {
 
 impl Hub<'_> {
     /// The kind of models in the folder `index` of the source. `None` if it has no model.
-    fn content(&self, name: &str, index: usize) -> Option<Holding> {
+    fn content(&self, name: &str, index: usize) -> Option<ModelFolderKind> {
         let folder = &self.scanned[index];
         let has_models = || named(folder).any(|(_, child)| has_model_file(&self.scanned[child]));
         match () {
-            () if is_cached(name, folder) => Some(Holding::Cached),
-            () if is_one_model(folder) => Some(Holding::Model),
-            () if has_models() => Some(Holding::Models),
-            () => has_model_file(folder).then_some(Holding::Model),
+            () if is_cached(name, folder) => Some(ModelFolderKind::Cached),
+            () if is_one_model(folder) => Some(ModelFolderKind::Model),
+            () if has_models() => Some(ModelFolderKind::Models),
+            () => has_model_file(folder).then_some(ModelFolderKind::Model),
         }
     }
 

@@ -16,7 +16,7 @@ use super::discover::{Candidate, Discovered, SetKind, Weights, discover, is_note
 use super::folder::{Folder, FolderId};
 use super::indexed::FolderIndex;
 use super::load::OpenShard;
-use super::runs::{Latest, passed_over, refuse_run};
+use super::runs::{Latest, older_checkpoint_of_run, refuse_run};
 use super::set::{Proved, Set, TailEvidence, check_completeness};
 use super::tree::Tree;
 use super::universal::part_of;
@@ -36,7 +36,7 @@ impl Tree {
             Some(Ok(named)) if *named != id && self.folder(id).state_files().is_some() => {
                 let folder = self.folder(id);
                 let run = folder.parent.map(|run| self.folder(run)).unwrap_or_default();
-                passed_over(&run, &folder)
+                older_checkpoint_of_run(&run, &folder)
             }
             Some(Err(_)) if self.folder(id).state_files().is_some() => Proved::default(),
             _ => self.prove_folder(id),

@@ -67,7 +67,7 @@ pub(super) fn refuse_run(folder: &Folder, run: &mut Proved, error: &Error) {
 }
 
 /// The result for a checkpoint folder that is not the last one of `run`. No file of it is read.
-pub(super) fn passed_over(run: &Folder, folder: &Folder) -> Proved {
+pub(super) fn older_checkpoint_of_run(run: &Folder, folder: &Folder) -> Proved {
     let name = folder.relative.file_name().unwrap_or_default().to_string_lossy();
     let note = format!(
         "`{}` does not name the checkpoint in {}; name its folder to read it",

@@ -207,7 +207,7 @@ impl<'a> Scan<'a> {
                 let queue = if is_link { &mut self.behind_links } else { &mut self.next };
                 queue.push_back(child);
             }
-            self.shed()?;
+            self.close_folders_over_limits()?;
         }
         Ok(self.finish())
     }
@@ -291,19 +291,24 @@ impl<'a> Scan<'a> {
     ///
     /// # Errors
     /// The source itself has too many files.
-    fn shed(&mut self) -> Result<()> {
+    fn close_folders_over_limits(&mut self) -> Result<()> {
         if self.linked > self.limits.linked {
             let weigh = |place: &ScanPlace| usize::from(place.linked && place.closed.is_none());
-            self.linked = self.shed_to(self.limits.linked, &weigh, Unusable::TooManyLinks)?;
+            self.linked =
+                self.close_folders_down_to(self.limits.linked, &weigh, Unusable::TooManyLinks)?;
         }
         if self.linked_entries > self.limits.linked_entries {
             let weigh = |place: &ScanPlace| if place.linked { place.len() } else { 0 };
-            self.linked_entries =
-                self.shed_to(self.limits.linked_entries, &weigh, Unusable::TooManyLinks)?;
+            self.linked_entries = self.close_folders_down_to(
+                self.limits.linked_entries,
+                &weigh,
+                Unusable::TooManyLinks,
+            )?;
         }
         if self.entries > self.limits.entries {
             let weigh = |place: &ScanPlace| if place.linked { 0 } else { place.len() };
-            self.entries = self.shed_to(self.limits.entries, &weigh, Unusable::TooManyFiles)?;
+            self.entries =
+                self.close_folders_down_to(self.limits.entries, &weigh, Unusable::TooManyFiles)?;
         }
         Ok(())
     }
@@ -313,7 +318,7 @@ impl<'a> Scan<'a> {
     /// that small folders beside it are not closed. There it closes the heaviest subfolders, or
     /// only the links in them. It does not descend behind links, because a part of a link's target
     /// is of no use.
-    fn shed_to(
+    fn close_folders_down_to(
         &mut self,
         max: usize,
         weigh: &dyn Fn(&ScanPlace) -> usize,

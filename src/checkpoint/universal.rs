@@ -16,7 +16,7 @@ use super::tree::Tree;
 
 impl Folder {
     /// If this is the folder of a tensor and has the weights of the tensor: the path of `zero`, the folder above it.
-    pub(super) fn zero_of_master(&self) -> Option<&Path> {
+    pub(super) fn zero_folder_of_tensor(&self) -> Option<&Path> {
         let zero =
             self.relative.parent().filter(|zero| zero.file_name() == Some(UNIVERSAL.as_ref()));
         zero.filter(|_| self.file(MASTER).is_some())

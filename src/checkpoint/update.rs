@@ -230,7 +230,7 @@ impl Tree {
         }
         let (kept, new) = self.compare_children(before, subfolders);
         let mut grafts = Vec::new();
-        let above = if new.is_empty() { Vec::new() } else { self.folders_to(before) };
+        let above = if new.is_empty() { Vec::new() } else { self.folder_and_ancestors(before) };
         for child in new {
             match self.scan_child(before, child, above.clone()) {
                 Ok(found) => grafts.push((child.name.clone(), found)),
@@ -376,7 +376,7 @@ impl Tree {
 
     /// `folder` and all folders above it. Accesses the source, because a new folder may have the inode number of a
     /// removed one.
-    fn folders_to(&self, folder: &Folder) -> Vec<FileId> {
+    fn folder_and_ancestors(&self, folder: &Folder) -> Vec<FileId> {
         let mut paths = vec![folder.path.clone()];
         let mut next = folder.parent;
         while let Some(id) = next {

@@ -87,7 +87,7 @@ impl<'a> Populator<'a> {
     }
 
     /// Starts the threads. They send a message to `back` when the memory for which the load waits is populated.
-    pub(super) fn ask_beside<'s>(
+    pub(super) fn spawn_populators<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
         cores: usize,
@@ -104,7 +104,7 @@ impl<'a> Populator<'a> {
 
     /// Whether the first `len` bytes of `region` and all earlier regions are populated, or population has
     /// ended. If not, a message is sent to the load when this is the case.
-    pub(super) fn are_there(&self, region: u32, len: usize) -> bool {
+    pub(super) fn are_populated(&self, region: u32, len: usize) -> bool {
         let wanted = (region as usize, len);
         let needed = self.parts.partition_point(|(region, range)| (*region, range.start) < wanted);
         let mut state = self.state.lock();
@@ -327,10 +327,10 @@ mod tests {
         let regions: Vec<_> = plan.regions.iter().map(|&len| Region::new(len).unwrap()).collect();
         let ahead = Populator::new(&loader, &plan, &regions);
         let (back, returned) = channel();
-        assert!(!ahead.are_there(0, 1) && !ahead.are_there(0, LEN));
+        assert!(!ahead.are_populated(0, 1) && !ahead.are_populated(0, LEN));
         ahead.ask(&back);
         assert!(matches!(returned.try_recv(), Ok(LoadMessage::More(Ok(())))));
-        assert!(ahead.are_there(0, 1) && ahead.are_there(0, LEN));
+        assert!(ahead.are_populated(0, 1) && ahead.are_populated(0, LEN));
     }
 
     #[test]
@@ -344,7 +344,7 @@ mod tests {
         let (back, returned) = channel();
         drop(Leaves(&ahead, &back));
         assert!(matches!(returned.try_recv(), Ok(LoadMessage::More(Ok(())))));
-        assert!(ahead.are_there(0, LEN) && ahead.take().is_none());
+        assert!(ahead.are_populated(0, LEN) && ahead.take().is_none());
     }
 
     #[test]

@@ -39,7 +39,7 @@ pub(super) type CuFileCell = Arc<OnceLock<std::result::Result<&'static CuFile, S
 
 /// The result of the reads with cuFile, and the part of the plan that is left to the other reads.
 #[derive(Default)]
-pub(super) struct Early {
+pub(super) struct CuFileResult {
     /// The regions, if this step has allocated them.
     pub(super) regions: Option<Vec<DeviceRegion>>,
     /// The plan without the chunks that were read. `None` if no chunk was read.
@@ -55,14 +55,14 @@ pub(super) struct Early {
     pub(super) allocate: Duration,
 }
 
-impl Early {
-    fn none(why: impl Into<String>) -> Early {
-        Early { unused: Some(why.into()), ..Early::default() }
+impl CuFileResult {
+    fn none(why: impl Into<String>) -> CuFileResult {
+        CuFileResult { unused: Some(why.into()), ..CuFileResult::default() }
     }
 }
 
 /// The data of a load that is needed for the reads with cuFile, which are the first step of the load.
-pub(super) struct Beginning<'a> {
+pub(super) struct CuFileInput<'a> {
     pub(super) gpu: &'a Gpu,
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) plan: &'a Plan,
@@ -91,8 +91,8 @@ struct CuFilePart {
 }
 
 impl CuFileJob {
-    fn of(beginning: &Beginning<'_>, number: usize, chunk: &Chunk) -> Option<CuFileJob> {
-        let Beginning { checkpoint, plan, .. } = beginning;
+    fn of(beginning: &CuFileInput<'_>, number: usize, chunk: &Chunk) -> Option<CuFileJob> {
+        let CuFileInput { checkpoint, plan, .. } = beginning;
         let source = &checkpoint.sources()[chunk.shard.0 as usize];
         // cuFile would load encrypted bytes without decrypting them.
         let is_local = source.local().is_some() && !source.may_block();
@@ -220,19 +220,21 @@ impl Loader {
     pub(super) fn read_early(
         &self,
         found: &CuFileCell,
-        beginning: &Beginning<'_>,
+        beginning: &CuFileInput<'_>,
         progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<Early> {
-        let Some(module) = &self.config.cufile else { return Ok(Early::default()) };
-        let Beginning { gpu, plan, given, stream, .. } = beginning;
+    ) -> Result<CuFileResult> {
+        let Some(module) = &self.config.cufile else { return Ok(CuFileResult::default()) };
+        let CuFileInput { gpu, plan, given, stream, .. } = beginning;
         if let Some(why) = self.refuses(module) {
-            return Ok(Early::none(why));
+            return Ok(CuFileResult::none(why));
         }
         let chunks = plan.chunks.iter().enumerate();
         let jobs: Vec<_> =
             chunks.filter_map(|(n, chunk)| CuFileJob::of(beginning, n, chunk)).collect();
         if jobs.is_empty() {
-            return Ok(Early::none("no tensor is both on a local disk and loaded unchanged"));
+            return Ok(CuFileResult::none(
+                "no tensor is both on a local disk and loaded unchanged",
+            ));
         }
         let begun = Instant::now();
         let own = if given.is_none() { Some(gpu.regions(&plan.regions)?) } else { None };
@@ -245,7 +247,7 @@ impl Loader {
             start(found.clone(), Gpu::clone(gpu), queue.clone(), destinations(plan, regions));
         let mut early = match told {
             Ok(told) => self.wait(beginning, &queue, &told, progress)?,
-            Err(e) => Early::none(format!("no thread can be started: {e}")),
+            Err(e) => CuFileResult::none(format!("no thread can be started: {e}")),
         };
         early.regions = own;
         early.allocate = allocate;
@@ -264,14 +266,14 @@ impl Loader {
     /// Receives the messages of the readers until they have ended.
     fn wait(
         &self,
-        beginning: &Beginning<'_>,
+        beginning: &CuFileInput<'_>,
         queue: &CuFileQueue,
         told: &Receiver<CuFileReport>,
         progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<Early> {
-        let Beginning { plan, given, started, .. } = beginning;
+    ) -> Result<CuFileResult> {
+        let CuFileInput { plan, given, started, .. } = beginning;
         let (timeout, begun) = (self.config.settings.timeout, Instant::now());
-        let mut early = Early::default();
+        let mut early = CuFileResult::default();
         let mut done = HashSet::new();
         let mut failed: Option<Error> = None;
         loop {

@@ -13,9 +13,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
-use super::cufile::{Beginning, CuFileCell};
+use super::cufile::{CuFileCell, CuFileInput};
 use super::message::{LoadMessage, Times};
-use super::run::{Landing, Load, MoveJob, StopMovers, memory_of};
+use super::run::{Load, MoveJob, ReadDestination, StopMovers, memory_of};
 use super::{DeviceStats, Loader, Progress, ReadEvent, Report, Stats, span_of};
 use crate::cast::Cast;
 use crate::checkpoint::Checkpoint;
@@ -224,7 +224,7 @@ impl Loader {
         kept.pool.taken();
         let lines = Line::all(gpu, plan, &kept, after)?;
         let stream = &lines[0].stream;
-        let beginning = Beginning { gpu, checkpoint, plan, given, stream, started };
+        let beginning = CuFileInput { gpu, checkpoint, plan, given, stream, started };
         let early = self.read_early(&self.gpus.1, &beginning, progress)?;
         let given = early.regions.as_deref().or(given);
         let copies = Copies::new(gpu, early.rest.as_ref().unwrap_or(plan), &lines);
@@ -303,7 +303,7 @@ impl Loader {
             waiter
                 .spawn_scoped(scope, move || copies.finish(&waiting, &returns))
                 .map_err(no_thread)?;
-            let landing = PinnedLanding::new(self, checkpoint, copies.plan, pool, scope, &back);
+            let landing = PinnedDestination::new(self, checkpoint, copies.plan, pool, scope, &back);
             let engine = &self.engine;
             let load = Load {
                 plan: copies.plan,
@@ -349,7 +349,7 @@ impl Regions {
 }
 
 /// The pinned memory to which reads write.
-struct PinnedLanding<'scope, 'env> {
+struct PinnedDestination<'scope, 'env> {
     checkpoint: &'env Checkpoint,
     pool: &'env PinnedPool,
     /// Maximum number of bytes of pinned memory.
@@ -362,7 +362,7 @@ struct PinnedLanding<'scope, 'env> {
     back: Sender<LoadMessage>,
 }
 
-impl<'scope, 'env> PinnedLanding<'scope, 'env> {
+impl<'scope, 'env> PinnedDestination<'scope, 'env> {
     fn new(
         loader: &Loader,
         checkpoint: &'env Checkpoint,
@@ -374,7 +374,7 @@ impl<'scope, 'env> PinnedLanding<'scope, 'env> {
         let lens = plan.chunks.iter().map(|chunk| memory_of(checkpoint, chunk));
         let wanted = lens.fold(0u64, u64::saturating_add);
         let none = Budget::new(0, Arc::default());
-        PinnedLanding {
+        PinnedDestination {
             checkpoint,
             pool,
             limit: loader.config.staging,
@@ -386,7 +386,7 @@ impl<'scope, 'env> PinnedLanding<'scope, 'env> {
     }
 }
 
-impl Landing for PinnedLanding<'_, '_> {
+impl ReadDestination for PinnedDestination<'_, '_> {
     fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget> {
         let len = memory_of(self.checkpoint, chunk);
         let target = self.pool.target(len, self.none.try_reserve(0)?);

@@ -32,7 +32,7 @@ pub(super) const ASK: Duration = Duration::from_millis(50);
 pub(super) type MoveJob = Option<(usize, Instant, ReadBuffer)>;
 
 /// The memory to which the reads of a load write.
-pub(super) trait Landing {
+pub(super) trait ReadDestination {
     /// Memory for a read, or `None` if it has to wait for other reads. `alone` says that no read of this load
     /// is in flight.
     fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget>;
@@ -140,7 +140,7 @@ pub(super) fn run(
             started.map_err(|e| Error::io(&checkpoint.directory, "load: start a thread", e))?;
         }
         let over = StopPopulating(&shared.ahead);
-        shared.ahead.ask_beside(scope, cores, &back);
+        shared.ahead.spawn_populators(scope, cores, &back);
         let load = Load { plan, landing: &shared, checkpoint, engine: &loader.engine, jobs, back };
         let done = load.go(&returned, loader.config.depth.max(1), started, progress);
         drop(end);
@@ -206,7 +206,7 @@ impl Drop for StopMovers {
 /// The reads of a load.
 pub(super) struct Load<'a> {
     pub(super) plan: &'a Plan,
-    pub(super) landing: &'a dyn Landing,
+    pub(super) landing: &'a dyn ReadDestination,
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) engine: &'a Engine,
     pub(super) jobs: Sender<MoveJob>,
@@ -309,13 +309,13 @@ impl Load<'_> {
     }
 }
 
-impl Landing for HostLoad<'_> {
+impl ReadDestination for HostLoad<'_> {
     fn target(&self, chunk: &Chunk, alone: bool) -> Option<ReadTarget> {
         match place_of(self.plan, self.checkpoint, chunk) {
             None => self.reserve(chunk, alone).map(ReadTarget::from),
             Some((region, offset)) => {
                 let end = offset + (chunk.range.end - chunk.range.start);
-                if !self.ahead.are_there(region, end as usize) {
+                if !self.ahead.are_populated(region, end as usize) {
                     return None;
                 }
                 if matches!(chunk.target, ChunkTarget::Unaligned { .. }) {

@@ -219,7 +219,7 @@ pub struct Plan {
 }
 
 /// A byte range of a shard, and its target in memory.
-struct Stretch {
+struct ShardRange {
     shard: ShardId,
     range: Range<u64>,
     /// The move of its bytes. Region and offset are relative to the request until the request has a place.
@@ -230,7 +230,7 @@ struct Stretch {
 /// A request whose bytes are moved into memory that is not assigned yet. Requests are sorted by the fields in this
 /// order.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
-struct Placeless {
+struct UnplacedRequest {
     /// Shard and offset of its first byte.
     first: Option<(ShardId, u64)>,
     request: usize,
@@ -239,7 +239,7 @@ struct Placeless {
 }
 
 /// A request that is one contiguous range of a shard and can be read directly into its place.
-struct Straight {
+struct DirectRequest {
     shard: ShardId,
     range: Range<u64>,
     request: u32,
@@ -298,27 +298,27 @@ impl Plan {
                         && decryptor(one.shard).is_none() =>
                 {
                     let (shard, range) = (one.shard, one.range.clone());
-                    straight.push(Straight { shard, range, request: number as u32 });
+                    straight.push(DirectRequest { shard, range, request: number as u32 });
                     extents.truncate(before);
                 }
                 (mine, None) => {
                     let first = mine.first().map(|one| (one.shard, one.range.start));
                     let width = cast.map_or(width, |cast| cast.to().bits() / 8);
-                    placeless.push(Placeless { first, request: number, width });
+                    placeless.push(UnplacedRequest { first, request: number, width });
                 }
                 (_, Some(address)) => {
-                    plan.give_place(number, address, before, decryptor, &mut extents)
+                    plan.assign_destination(number, address, before, decryptor, &mut extents)
                 }
             }
         }
-        plan.read_straight(straight);
-        plan.find_places(placeless);
+        plan.add_direct_reads(straight);
+        plan.assign_memory(placeless);
         for extent in &mut extents {
             let placement = &plan.placements[extent.request as usize];
             extent.step.region = placement.region;
             extent.step.offset += placement.offset;
         }
-        plan.read_spread(extents, decryptor);
+        plan.add_staged_reads(extents, decryptor);
         plan.order();
         let lens = plan.chunks.iter().map(|chunk| chunk.range.end - chunk.range.start);
         plan.read = lens.fold(0, u64::saturating_add);
@@ -357,13 +357,13 @@ impl Plan {
     /// Assigns the memory at `address` to request `number`. If the request is one contiguous range with the same
     /// offset within a page as in the file, its whole pages are read directly into the memory. The remaining bytes
     /// are moved.
-    fn give_place(
+    fn assign_destination(
         &mut self,
         number: usize,
         address: u64,
         before: usize,
         decryptor: DecryptorOf<'_>,
-        extents: &mut Vec<Stretch>,
+        extents: &mut Vec<ShardRange>,
     ) {
         let offset = address % PAGE;
         let region = self.region(offset + self.placements[number].len, true);
@@ -386,18 +386,18 @@ impl Plan {
             if !part.is_empty() {
                 let (offset, run_len) = (part.start - range.start, part.end - part.start);
                 let step = Move { offset, run_len, ..step.clone() };
-                extents.push(Stretch { shard, range: part, step, request });
+                extents.push(ShardRange { shard, range: part, step, request });
             }
         }
     }
 
     /// Assigns memory to the requests whose bytes are moved, in the order of the shards. Small requests share a
     /// region.
-    fn find_places(&mut self, mut requests: Vec<Placeless>) {
+    fn assign_memory(&mut self, mut requests: Vec<UnplacedRequest>) {
         requests.sort_unstable();
         let limits = self.limits;
         let mut slab: Option<u32> = None;
-        for Placeless { request, width, .. } in requests {
+        for UnplacedRequest { request, width, .. } in requests {
             let len = self.placements[request].len;
             let unit = limits.align.max(width);
             let after = |plan: &Plan, slab| plan.regions[slab as usize].next_multiple_of(unit);
@@ -422,7 +422,7 @@ impl Plan {
         number: u32,
         tensor: &Tensor<'_>,
         request: &TensorRequest,
-        extents: &mut Vec<Stretch>,
+        extents: &mut Vec<ShardRange>,
     ) -> Result<(TensorPlacement, Option<Cast>), Fault> {
         let (part, cast, placement) = outcome_of(tensor, request)?;
         let shape = &placement.shape;
@@ -461,7 +461,7 @@ impl Plan {
         base: u64,
         request: u32,
         cast: Option<Cast>,
-        extents: &mut Vec<Stretch>,
+        extents: &mut Vec<ShardRange>,
     ) {
         let PlanLimits { gap, moved, chunk, .. } = self.limits;
         let number = copy.innermost().map(|_| self.copies.len() as u32);
@@ -471,7 +471,7 @@ impl Plan {
             let (from, region, offset) = (0, 0, target);
             let step = Move { from, region, offset, first, runs, run_len, copy: number, cast };
             let range = base + bytes.start..base + bytes.end;
-            extents.push(Stretch { shard, range, step, request });
+            extents.push(ShardRange { shard, range, step, request });
         };
         // Runs may be written to memory in any order, so they are read in the order of the shard.
         let ordered = if copy.is_ascending() { copy } else { copy.in_source_order() };
@@ -488,11 +488,12 @@ impl Plan {
     }
 
     /// Adds the reads of requests that are read directly into their place. Small adjacent requests share a region.
-    fn read_straight(&mut self, mut straight: Vec<Straight>) {
+    fn add_direct_reads(&mut self, mut straight: Vec<DirectRequest>) {
         straight.sort_by_key(|one| (one.shard, one.range.start, one.range.end, one.request));
         let limits = self.limits;
-        let small = |one: &Straight| one.range.end - one.range.start < limits.dedicated_min_bytes;
-        let together = |first: &Straight, next: &Straight| {
+        let small =
+            |one: &DirectRequest| one.range.end - one.range.start < limits.dedicated_min_bytes;
+        let together = |first: &DirectRequest, next: &DirectRequest| {
             next.shard == first.shard && small(first) && small(next)
         };
         let reads = coalesce(&straight, |one| &one.range, together, limits.gap, limits.slab);
@@ -501,7 +502,7 @@ impl Plan {
         }
     }
 
-    fn read_run(&mut self, run: &[Straight], range: Range<u64>) {
+    fn read_run(&mut self, run: &[DirectRequest], range: Range<u64>) {
         let page = range.start / PAGE * PAGE;
         let region = self.region(range.end.next_multiple_of(PAGE) - page, false);
         for one in run {
@@ -527,7 +528,7 @@ impl Plan {
     /// within a page than the shard, or because encrypted pieces end within pages.
     fn read_unaligned(
         &mut self,
-        Stretch { shard, range, step, .. }: &Stretch,
+        ShardRange { shard, range, step, .. }: &ShardRange,
         decryptor: DecryptorOf<'_>,
     ) {
         let decryptor = decryptor(*shard);
@@ -545,20 +546,20 @@ impl Plan {
     }
 
     /// Adds the reads of all other bytes. Adjacent ranges are read together.
-    fn read_spread(&mut self, extents: Vec<Stretch>, decryptor: DecryptorOf<'_>) {
+    fn add_staged_reads(&mut self, extents: Vec<ShardRange>, decryptor: DecryptorOf<'_>) {
         let limits = self.limits;
-        let is_long = |one: &Stretch| {
+        let is_long = |one: &ShardRange| {
             let len = one.range.end - one.range.start;
             limits.in_place && one.is_plain() && len >= limits.place.max(2 * PAGE)
         };
         let (long, extents): (Vec<_>, Vec<_>) = extents.into_iter().partition(is_long);
         long.iter().for_each(|run| self.read_unaligned(run, decryptor));
         let split = |extent| split(extent, limits.moved, decryptor);
-        let mut parts: Vec<Stretch> = extents.into_iter().flat_map(split).collect();
+        let mut parts: Vec<ShardRange> = extents.into_iter().flat_map(split).collect();
         parts.sort_by_key(|part| {
             (part.shard, part.range.start, part.range.end, part.step.region, part.step.offset)
         });
-        let same_shard = |first: &Stretch, next: &Stretch| first.shard == next.shard;
+        let same_shard = |first: &ShardRange, next: &ShardRange| first.shard == next.shard;
         let reads = coalesce(&parts, |part| &part.range, same_shard, limits.gap, limits.moved);
         for (range, run) in reads {
             let moves = self.moves.len() as u32;
@@ -566,7 +567,7 @@ impl Plan {
                 let from = part.range.start - range.start;
                 let one = Move { from, ..part.step.clone() };
                 match self.moves[moves as usize..].last_mut() {
-                    Some(last) if last.goes_on_in(&one) => last.run_len += one.run_len,
+                    Some(last) if last.has_continuation(&one) => last.run_len += one.run_len,
                     _ => self.moves.push(one),
                 }
             }
@@ -579,7 +580,7 @@ impl Plan {
     }
 }
 
-impl Stretch {
+impl ShardRange {
     /// Whether it is one run whose bytes are copied unchanged.
     fn is_plain(&self) -> bool {
         self.step.is_plain()
@@ -588,7 +589,7 @@ impl Stretch {
 
 impl Move {
     /// Whether `next` is the continuation of this run, in the read and in the region.
-    fn goes_on_in(&self, next: &Move) -> bool {
+    fn has_continuation(&self, next: &Move) -> bool {
         self.is_plain()
             && next.is_plain()
             && self.region == next.region
@@ -599,11 +600,11 @@ impl Move {
 
 /// Cuts a range that is one run into ranges of at most `chunk` bytes. `chunk` is a multiple of the width of any
 /// element.
-fn split(extent: Stretch, chunk: u64, decryptor: DecryptorOf<'_>) -> Vec<Stretch> {
-    let Stretch { shard, range, step, request } = extent;
+fn split(extent: ShardRange, chunk: u64, decryptor: DecryptorOf<'_>) -> Vec<ShardRange> {
+    let ShardRange { shard, range, step, request } = extent;
     // A range of several runs is not longer than `chunk`, because `cut` has limited it.
     if range.end - range.start <= chunk || step.runs > 1 {
-        return vec![Stretch { shard, range, step, request }];
+        return vec![ShardRange { shard, range, step, request }];
     }
     let decryptor = decryptor(shard);
     let end_of = |start: u64| {
@@ -624,7 +625,7 @@ fn split(extent: Stretch, chunk: u64, decryptor: DecryptorOf<'_>) -> Vec<Stretch
                 first: 0,
                 ..step.clone()
             };
-            Stretch { shard, range: start..end, step, request }
+            ShardRange { shard, range: start..end, step, request }
         })
         .collect()
 }

@@ -57,13 +57,13 @@ pub(super) struct BlockAssembly {
     /// Number of reads whose bytes were not copied to the buffer yet.
     left: usize,
     /// Reads that have completed but were not copied yet.
-    come: Vec<Come>,
+    come: Vec<CompletedPart>,
     /// The callback. It is taken when all bytes are copied, or by the first read that fails.
     done: Option<Done>,
 }
 
 /// The bytes of one read, which begins at byte `start` of its source, and their places.
-struct Come {
+struct CompletedPart {
     bytes: ReadBuffer,
     start: u64,
     uses: Vec<BlockUse>,
@@ -91,7 +91,7 @@ impl BlockAssembly {
         }
         let finished = match outcome {
             Ok(bytes) => {
-                this.come.push(Come { bytes, start, uses });
+                this.come.push(CompletedPart { bytes, start, uses });
                 let Some(mut buffer) = this.buffer.take() else { return };
                 let mut failed = None;
                 while let Some(come) = this.come.pop() {
@@ -123,7 +123,7 @@ impl BlockAssembly {
     }
 }
 
-impl Come {
+impl CompletedPart {
     fn copy(self, buffer: &mut [u8]) -> Result<()> {
         self.uses.iter().for_each(|part| part.copy(&self.bytes, self.start, buffer));
         Ok(())

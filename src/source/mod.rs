@@ -356,11 +356,11 @@ impl Source {
 
     /// Fills `buf` with the stored bytes at `offset`, if they are cached on this machine. Returns whether they
     /// are. If not, the content of `buf` is unspecified.
-    pub(crate) fn read_kept(&self, buf: &mut [u8], offset: u64) -> bool {
+    pub(crate) fn read_if_cached(&self, buf: &mut [u8], offset: u64) -> bool {
         match self {
             Source::Local(_) => false,
             Source::Stored(_) if are_zeros(offset) => false,
-            Source::Stored(file) => file.read_kept(buf, offset),
+            Source::Stored(file) => file.read_if_cached(buf, offset),
         }
     }
 

@@ -105,8 +105,8 @@ impl StoreFile {
         Ok(())
     }
 
-    pub(super) fn read_kept(&self, buf: &mut [u8], offset: u64) -> bool {
-        self.store.read_kept(&self.path, &self.version, offset, buf, None)
+    pub(super) fn read_if_cached(&self, buf: &mut [u8], offset: u64) -> bool {
+        self.store.read_if_cached(&self.path, &self.version, offset, buf, None)
     }
 
     pub(super) fn ends_before(&self, end: u64) -> Error {

@@ -75,7 +75,7 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
 
     /// Fills `buf` like `read`, if the bytes are cached on this machine. Returns whether they are. If not, the
     /// content of `buf` is unspecified. Sends no request.
-    fn read_kept(
+    fn read_if_cached(
         &self,
         path: &Path,
         version: &Version,
@@ -116,7 +116,7 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
 
     /// Whether `version` identifies the bytes: no other bytes at the path ever had this version. Then a copy
     /// can be kept for other processes.
-    fn tells_bytes(&self, _version: &Version) -> bool {
+    fn identifies_bytes(&self, _version: &Version) -> bool {
         false
     }
 }

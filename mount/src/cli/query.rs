@@ -38,7 +38,7 @@ struct Shown {
 }
 
 pub(super) fn ls(args: &args::LsArgs) -> Outcome {
-    let Looked { shown, notes, refused } = look(&args.source, &args::LS)?;
+    let ListedSource { shown, notes, refused } = look(&args.source, &args::LS)?;
     if args.source.json {
         let sets: Vec<Value> = shown.iter().map(|set| set.json(&|p| set.tensor_json(p))).collect();
         print_answer(&args.source, sets, notes, &refused)?;
@@ -116,7 +116,7 @@ fn path_of(directory: &str, name: &str) -> String {
 }
 
 pub(super) fn inspect(args: &args::InspectArgs) -> Outcome {
-    let Looked { shown, notes, refused } = look(&args.source, &args::INSPECT)?;
+    let ListedSource { shown, notes, refused } = look(&args.source, &args::INSPECT)?;
     let wanted =
         |placed: &TensorPlace<'_>| args.tensor.as_ref().is_none_or(|n| n == placed.tensor.name);
     let found = shown.iter().any(|set| set.tensors().any(|placed| wanted(&placed)));
@@ -166,7 +166,7 @@ fn text_of(notes: &[String]) -> String {
 }
 
 /// The checkpoints of a source, and notes about them.
-struct Looked {
+struct ListedSource {
     /// The proved sets.
     shown: Vec<Shown>,
     notes: Vec<String>,
@@ -174,11 +174,11 @@ struct Looked {
     refused: Vec<(String, String, Error)>,
 }
 
-fn look(args: &args::SourceArgs, command: &args::SourceCommand) -> Result<Looked, Failure> {
+fn look(args: &args::SourceArgs, command: &args::SourceCommand) -> Result<ListedSource, Failure> {
     let options = query_options(args, command)?;
     let tree = open_source_with_views(args, options)?;
     let (found, notes) = prove_all(&tree)?;
-    let mut looked = Looked { shown: Vec::new(), notes, refused: Vec::new() };
+    let mut looked = ListedSource { shown: Vec::new(), notes, refused: Vec::new() };
     for FoundSet { directory, set } in found {
         let directory = real_name(&directory);
         let shown = set.outcome.and_then(|checkpoint| Shown::new(directory.clone(), checkpoint));

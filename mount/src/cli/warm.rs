@@ -231,7 +231,7 @@ fn ranges_of_set(
         Some(heat) => {
             let shown = checkpoint.virtual_files().map(|file| file.spec().name.clone());
             let names: BTreeSet<String> = shown.chain([found.set.name.clone()]).collect();
-            of_hot_tensors(catalog, &found.directory, &names, heat, missing)
+            ranges_of_hot_tensors(catalog, &found.directory, &names, heat, missing)
         }
     }
 }
@@ -253,7 +253,7 @@ fn of_all_tensors(catalog: &Catalog) -> Result<ShardRanges, Failure> {
 
 /// The ranges of the tensors that `heat` lists for the files `names` of `directory`, and all bytes of
 /// shards that it lists as read whole. `missing` counts listed tensors that the catalog does not have.
-fn of_hot_tensors(
+fn ranges_of_hot_tensors(
     catalog: &Catalog,
     directory: &Path,
     names: &BTreeSet<String>,

@@ -28,7 +28,7 @@ const REPLY_MAX: usize = 16 << 20;
 
 /// Minimum age of a socket that counts as stale if it refuses connections. The daemon of a younger
 /// socket may not listen yet.
-pub(super) const MAKING_TIME: Duration = Duration::from_secs(1);
+pub(super) const LISTEN_DELAY_MAX: Duration = Duration::from_secs(1);
 
 words! {
     /// A request, by its word in the message.
@@ -114,7 +114,8 @@ pub(super) fn remove_if_stale(path: &Path) {
             .ok()
             .filter(|_| meta.uid() == euid())
     };
-    let old = std::fs::symlink_metadata(path).ok().and_then(age).is_some_and(|a| a > MAKING_TIME);
+    let old =
+        std::fs::symlink_metadata(path).ok().and_then(age).is_some_and(|a| a > LISTEN_DELAY_MAX);
     // A socket without a listener refuses at once, so a short time limit is enough.
     if old && matches!(reach(path, Duration::from_millis(1)), Err(Errno::ECONNREFUSED)) {
         let _ = std::fs::remove_file(path);

@@ -25,7 +25,7 @@ use super::client::{
 };
 use super::connection;
 use super::status::Told;
-use crate::fs::access::further_groups;
+use crate::fs::access::supplementary_groups;
 
 /// Maximum time for one request of a client.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -52,7 +52,7 @@ impl ControlPeer {
     fn of(stream: &UnixStream) -> nix::Result<ControlPeer> {
         let peer = getsockopt(stream, PeerCredentials)?;
         let mut gids = vec![peer.gid()];
-        gids.extend(further_groups(peer.pid(), peer.uid()));
+        gids.extend(supplementary_groups(peer.pid(), peer.uid()));
         Ok(ControlPeer { uid: peer.uid(), gids })
     }
 
@@ -333,7 +333,7 @@ impl Client {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::daemon::client::{MAKING_TIME, Reply, ask};
+    use crate::daemon::client::{LISTEN_DELAY_MAX, Reply, ask};
 
     fn serve_in(folder: &Path, minor: u32) -> Control {
         let (path, listener) = listen(folder, minor, false).unwrap();
@@ -425,7 +425,7 @@ mod tests {
         // The standard library does not remove the socket file of a dropped listener.
         drop(UnixListener::bind(folder.path().join("9-1.sock")).unwrap());
         assert!(matches!(ask_in(folder.path()), Reply::Leftover));
-        std::thread::sleep(MAKING_TIME + Duration::from_millis(100));
+        std::thread::sleep(LISTEN_DELAY_MAX + Duration::from_millis(100));
         let _one = serve_in(folder.path(), 51);
         let _two = serve_in(folder.path(), 52);
         let mut left: Vec<_> = sockets(folder.path()).into_iter().map(|(of, _)| of).collect();

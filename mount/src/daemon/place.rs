@@ -47,11 +47,11 @@ pub(crate) fn take_off(minor: u32) -> io::Result<()> {
 }
 
 fn take_one_off(ours: &Mount, table: &[Mount]) -> io::Result<()> {
-    if first_cover(ours, table)?.is_none() {
+    if first_covered_folder(ours, table)?.is_none() {
         return attach::detach(&ours.target, Detach::Lazy);
     }
-    take_from_beneath(ours, table)
-        .or_else(|refused| take_from_beneath_by_propagation(ours, table).map_err(|_| refused))
+    unmount_below_covers(ours, table)
+        .or_else(|refused| unmount_by_propagation(ours, table).map_err(|_| refused))
 }
 
 /// Whether the mount with this id is in the mount table.
@@ -61,7 +61,7 @@ fn is_there(id: u32) -> bool {
 
 /// The first folder on the path of the mount `ours` that another mount covers. The mount point
 /// itself counts as part of the path.
-fn first_cover(ours: &Mount, table: &[Mount]) -> io::Result<Option<PathBuf>> {
+fn first_covered_folder(ours: &Mount, table: &[Mount]) -> io::Result<Option<PathBuf>> {
     let parent_of = |mount: &&Mount| table.iter().find(|other| other.id == mount.parent);
     let mut way = vec![ours.id];
     for mount in std::iter::successors(Some(ours), parent_of) {
@@ -86,14 +86,14 @@ fn first_cover(ours: &Mount, table: &[Mount]) -> io::Result<Option<PathBuf>> {
 /// Unmounts `ours`, which other mounts cover. Moves these mounts aside, unmounts, and moves them
 /// back. Their open files are not affected. The kernel cannot move a mount whose parent is a shared
 /// mount.
-fn take_from_beneath(ours: &Mount, table: &[Mount]) -> io::Result<()> {
+fn unmount_below_covers(ours: &Mount, table: &[Mount]) -> io::Result<()> {
     let move_mount = |from: &Path, to: &Path| {
         mount(Some(from), to, None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(io::Error::from)
     };
     let mut aside: Option<PathBuf> = None;
     let mut moved = Vec::new();
     let uncovered = loop {
-        let cover = match first_cover(ours, table) {
+        let cover = match first_covered_folder(ours, table) {
             Ok(None) => break Ok(()),
             Ok(Some(_)) if moved.len() == COVERS_MAX => {
                 break Err(io::Error::other("too many mounts on top"));
@@ -148,7 +148,7 @@ fn make_folder(cover: &Path) -> io::Result<PathBuf> {
 /// This thread enters a private mount namespace. There it unmounts the mounts on top, which affects
 /// no other namespace. Then the parent mount joins the peer group of the original parent, so that
 /// the kernel propagates the unmount of `ours` to all namespaces. This needs Linux 5.15.
-fn take_from_beneath_by_propagation(ours: &Mount, table: &[Mount]) -> io::Result<()> {
+fn unmount_by_propagation(ours: &Mount, table: &[Mount]) -> io::Result<()> {
     let hidden = || io::Error::other("something is mounted on top, and no path leads below it");
     let below = table.iter().find(|mount| mount.id == ours.parent).ok_or_else(hidden)?;
     let group = open_path(&below.target)?;
@@ -165,7 +165,7 @@ fn take_from_beneath_by_propagation(ours: &Mount, table: &[Mount]) -> io::Result
         for _ in 0..COVERS_MAX {
             let table = mountinfo::all()?;
             let ours = table.iter().rev().find(&is_copy).ok_or_else(hidden)?;
-            if let Some(cover) = first_cover(ours, &table)? {
+            if let Some(cover) = first_covered_folder(ours, &table)? {
                 umount2(&cover, MntFlags::MNT_DETACH)?;
                 continue;
             }

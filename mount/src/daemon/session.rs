@@ -35,7 +35,7 @@ use super::target::{check_links, check_nesting, check_target, warn_of_content};
 use crate::fs::adapter::TensorFs;
 use crate::fs::adapter::takeover::{Carried, Takeover};
 use crate::fs::attributes::{Common, folders_listable_by};
-use crate::fs::inodes::{Nodes, OutOfDate, SetOutcome, TellKernel};
+use crate::fs::inodes::{Nodes, OutdatedFact, SetOutcome, TellKernel};
 use crate::fs::live::Live;
 use crate::fs::sharing::Sharing;
 use crate::options::{IndexDir, Options, Passthrough, Verify, Watch};
@@ -486,8 +486,8 @@ fn kernel_teller(kernel: Notifications) -> io::Result<TellKernel> {
     let tell = move || {
         while let Ok(out_of_date) = receive.recv() {
             let told = match out_of_date {
-                OutOfDate::Name(folder, name) => kernel.invalidate_name(folder, &name),
-                OutOfDate::Attributes(ino) => kernel.invalidate_attributes(ino),
+                OutdatedFact::Name(folder, name) => kernel.invalidate_name(folder, &name),
+                OutdatedFact::Attributes(ino) => kernel.invalidate_attributes(ino),
             };
             if let Err(e) = told {
                 tracing::debug!("the kernel was not told of a changed name: {e}");

@@ -32,14 +32,14 @@ impl Caller {
     }
 
     fn is_in(&self, gid: u32) -> bool {
-        let further = || further_groups(self.pid as i32, self.uid);
+        let further = || supplementary_groups(self.pid as i32, self.uid);
         gid == self.gid || self.further.get_or_init(further).contains(&gid)
     }
 }
 
 /// The supplementary groups of a process, from `/proc/PID/status`. The list is empty if the process
 /// does not run as user `uid`: its number may belong to another process by now.
-pub(crate) fn further_groups(pid: i32, uid: u32) -> Vec<u32> {
+pub(crate) fn supplementary_groups(pid: i32, uid: u32) -> Vec<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let numbers = |key: &str| -> Vec<u32> {
         let line = status.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_default();

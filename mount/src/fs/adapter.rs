@@ -32,7 +32,7 @@ use super::node::Node;
 use super::open_file::{OpenContent, OpenFile};
 use super::open_mode::OpenModes;
 use super::replies::{
-    KnownAnswer, KnownAttr, TTL, Timed, attr_of, logged, logged_as_eio, reply_xattr,
+    KnownAttr, ReplyFromListing, TTL, Timed, attr_of, logged, logged_as_eio, reply_xattr,
 };
 use crate::serve::blocking::{Fail, PendingReply, current_span, guarded, offload};
 use crate::serve::change_watcher::Watcher;
@@ -60,16 +60,16 @@ pub(crate) mod takeover;
 use adopting::Adoptions;
 
 /// One of the `LOOKS_MAX` slots for checks of the source. The drop frees the slot.
-struct Looking(Arc<FsState>);
+struct CheckSlot(Arc<FsState>);
 
-impl Looking {
-    fn begin(shared: &Arc<FsState>) -> Option<Looking> {
-        let looking = Looking(shared.clone());
+impl CheckSlot {
+    fn begin(shared: &Arc<FsState>) -> Option<CheckSlot> {
+        let looking = CheckSlot(shared.clone());
         (shared.looks.fetch_add(1, Ordering::Relaxed) < LOOKS_MAX).then_some(looking)
     }
 }
 
-impl Drop for Looking {
+impl Drop for CheckSlot {
     fn drop(&mut self) {
         self.0.looks.fetch_sub(1, Ordering::Relaxed);
     }
@@ -189,7 +189,7 @@ impl FsState {
         let range = offset..offset.saturating_add(u64::from(size));
         let follows = handle.node.follows();
         if follows && opened.may_have_grown(&range) {
-            return self.read_as_it_is(handle, range, reply);
+            return self.read_past_cache(handle, range, reply);
         }
         let (shared, gate) = (self.clone(), handle.node.gate().cloned());
         let wanted = range.clone();
@@ -212,7 +212,7 @@ impl FsState {
                     shared.service.read_by_us(version, file, Some(bytes.len()));
                 }
             }
-            Err(Error::Changed { .. }) if follows => shared.read_as_it_is(handle, wanted, reply),
+            Err(Error::Changed { .. }) if follows => shared.read_past_cache(handle, wanted, reply),
             Err(error) => {
                 reply.error(logged_as_eio(&handle.node, error));
                 drop(unanswered);
@@ -225,7 +225,7 @@ impl FsState {
     }
 
     /// Reads current bytes past the cache. The file follows its source, which has changed or may have.
-    fn read_as_it_is(
+    fn read_past_cache(
         self: &Arc<Self>,
         handle: Arc<Handle>,
         range: Range<u64>,
@@ -293,17 +293,17 @@ impl FsState {
         Timed<R>: Fail,
     {
         let (folder, nodes) = (node.folder(), self.nodes.clone());
-        let known = KnownAnswer::new(reply, move |reply: Timed<R>, late| {
+        let known = ReplyFromListing::new(reply, move |reply: Timed<R>, late| {
             if late && nodes.listing(folder).is_none() { reply.fail() } else { answer(reply) }
         });
         let pool = self.service.blocking.clone();
         let pending = pool.pending(&node.path, known);
         self.nodes.clone().when_listed(&pool.clone(), folder, move |_| {
-            let give = |pending: PendingReply<KnownAnswer<Timed<R>>>| {
-                pending.take().into_iter().for_each(KnownAnswer::give);
+            let give = |pending: PendingReply<ReplyFromListing<Timed<R>>>| {
+                pending.take().into_iter().for_each(ReplyFromListing::give);
             };
             // Stalled folders must not take all threads. Beyond `LOOKS_MAX`, the answer is the listing in memory.
-            let looking = if offset == 0 { Looking::begin(&self) } else { None };
+            let looking = if offset == 0 { CheckSlot::begin(&self) } else { None };
             let Some(looking) = looking else { return give(pending) };
             pool.spawn(pending, move |pending| {
                 self.nodes.check_family(folder);
@@ -407,13 +407,12 @@ impl Filesystem for TensorFs {
             let (known, wanted, asker) = (shared.clone(), name.clone(), caller.clone());
             // If the source does not answer, the answer is what the folder was last listed with: a folder, or no
             // entry. A file may have changed, so the answer for a file is EIO.
-            let known = KnownAnswer::new(reply, move |reply: Timed<ReplyEntry>, _late| match known
-                .nodes
-                .listed_entry(folder, &wanted)
-            {
-                Some(NameEntry::Found(node)) => known.reply_entry(Some(&node), &asker, reply),
-                Some(_) => known.reply_entry(None, &asker, reply),
-                None => reply.error(Errno::EIO),
+            let known = ReplyFromListing::new(reply, move |reply: Timed<ReplyEntry>, _late| {
+                match known.nodes.listed_entry(folder, &wanted) {
+                    Some(NameEntry::Found(node)) => known.reply_entry(Some(&node), &asker, reply),
+                    Some(_) => known.reply_entry(None, &asker, reply),
+                    None => reply.error(Errno::EIO),
+                }
             });
             let pending = pool.pending(&node.path.join(&name), known);
             self.0.nodes.when_listed(&self.0.service.blocking, folder, move |_| {
@@ -443,7 +442,7 @@ impl Filesystem for TensorFs {
             }
             let known = attr_of(&shared.common, &node);
             // Stalled files must not take all threads. Beyond `LOOKS_MAX`, the attributes in memory are the answer.
-            let Some(looking) = Looking::begin(&shared) else {
+            let Some(looking) = CheckSlot::begin(&shared) else {
                 return reply.ok().attr(&TTL, &known);
             };
             let pool = shared.service.blocking.clone();

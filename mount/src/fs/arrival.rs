@@ -171,7 +171,7 @@ pub(super) fn judge(
 
 /// Why a set that came to an unwatched mount may not be whole yet. `None` if it may be shown.
 /// `is_known` says that the mount has shown at least this number of its shards before.
-pub(super) fn is_arriving(
+pub(super) fn why_arriving(
     folder: &Folder,
     set: &Set,
     checkpoint: &Checkpoint,

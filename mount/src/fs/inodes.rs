@@ -21,7 +21,7 @@ use tensorfs::internal::checkpoint::{Content, ERROR_FILE, FolderId, MountEntry, 
 use tensorfs::internal::error::shown_path;
 use tensorfs::internal::sync::{Mutex, RwLock};
 
-pub(crate) use changes::{OutOfDate, TellKernel};
+pub(crate) use changes::{OutdatedFact, TellKernel};
 pub(crate) use history::IndexStatus;
 
 use super::arrival::{Arrivals, Mark, is_unfinished};

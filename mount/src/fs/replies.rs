@@ -89,16 +89,19 @@ impl Fail for KnownAttr {
 }
 
 /// A reply that is made from the last listing if the source does not answer in time.
-pub(super) struct KnownAnswer<R> {
+pub(super) struct ReplyFromListing<R> {
     reply: R,
     /// Sends the answer, or an error if there is none. The second argument says whether the source
     /// has missed the deadline.
     answer: Box<dyn FnOnce(R, bool) + Send>,
 }
 
-impl<R> KnownAnswer<R> {
-    pub(super) fn new(reply: R, answer: impl FnOnce(R, bool) + Send + 'static) -> KnownAnswer<R> {
-        KnownAnswer { reply, answer: Box::new(answer) }
+impl<R> ReplyFromListing<R> {
+    pub(super) fn new(
+        reply: R,
+        answer: impl FnOnce(R, bool) + Send + 'static,
+    ) -> ReplyFromListing<R> {
+        ReplyFromListing { reply, answer: Box::new(answer) }
     }
 
     /// The reply, to be answered from the source.
@@ -112,7 +115,7 @@ impl<R> KnownAnswer<R> {
     }
 }
 
-impl<R: Send + 'static> Fail for KnownAnswer<R> {
+impl<R: Send + 'static> Fail for ReplyFromListing<R> {
     fn fail(self) {
         (self.answer)(self.reply, true);
     }

@@ -37,7 +37,7 @@ const GROUP: u32 = 2;
 const OTHERS: u32 = 1;
 
 /// How long limits stay valid that were read from permissions of the source.
-const LOOKED_FOR: Duration = Duration::from_secs(1);
+const LIMITS_VALID_FOR: Duration = Duration::from_secs(1);
 
 /// The users who have a certain permission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,7 +159,7 @@ impl NodeAccess {
 
     /// Whether the permissions of the source have to be read again.
     pub(crate) fn is_old(&self) -> bool {
-        self.looked.is_some_and(|looked| looked.elapsed() >= LOOKED_FOR)
+        self.looked.is_some_and(|looked| looked.elapsed() >= LIMITS_VALID_FOR)
     }
 }
 

@@ -560,8 +560,8 @@ impl Supervisor {
             worker.ended().is_none()
         });
         self.abort_abandoned();
-        self.let_go_of_leaving();
-        self.let_go_of_helpers();
+        self.remove_ended_leaving();
+        self.remove_ended_helpers();
         let is_running = |pid: &Pid| {
             matches!(waitpid(*pid, Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
         };
@@ -570,7 +570,7 @@ impl Supervisor {
     }
 
     /// Removes the workers in `leaving` that have ended or cannot end. Unmounts dead mounts that they have left.
-    fn let_go_of_leaving(&mut self) {
+    fn remove_ended_leaving(&mut self) {
         let mut ended = Vec::new();
         self.leaving.retain_mut(|Leaving { worker, name, ticks, is_killed }| {
             worker.receive();
@@ -593,7 +593,7 @@ impl Supervisor {
     }
 
     /// Removes helpers that have ended. Once the time of a stopping service is over, kills and removes all.
-    fn let_go_of_helpers(&mut self) {
+    fn remove_ended_helpers(&mut self) {
         let out_of_time = self.stopping.is_some_and(|_| self.leaving.is_empty())
             && self
                 .stopping

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Union
 
 from . import _settings, _tails, _tensorfs
 from ._errors import error
-from ._open import Globs, proof_of, secret_of, view_words
+from ._open import Globs, proof_arguments, secret_of, view_words
 from ._settings import RemoteSource, Unpack
 from ._tails import UnprovenTail
 
@@ -102,7 +102,7 @@ def consolidate(
     paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     listed = None if numbers is None else dict(numbers)
     sources = [os.fspath(path) for path in paths]
-    proof = proof_of(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size, **remote)
+    proof = proof_arguments(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size, **remote)
     unproven: list[str] = []
 
     def judge(found: list[UnprovenTail]) -> None:

@@ -18,16 +18,16 @@ from . import _errors
 from ._errors import GroupError, SafetensorError
 from ._tensorfs import Cancel, Checkpoint, process_token
 
-_LOOKS = (0.0002, 0.01)
+_POLL_SECONDS = (0.0002, 0.01)
 """Shortest and longest time between two looks into the mailbox, in seconds."""
 
-_BEAT_MAX = 1.0
+_HEARTBEAT_SECONDS_MAX = 1.0
 """Longest time between two signs of life of a rank, in seconds."""
 
-_GONE_MAX = 60.0
+_RANK_END_SECONDS_MAX = 60.0
 """In a group without a deadline: the seconds that a rank waits until the end of another rank is noticed."""
 
-_GOOD = "{}"
+_SUCCESS_MESSAGE = "{}"
 """The outcome of an operation in which no rank failed."""
 
 _ENDED = "its process has ended"
@@ -81,7 +81,7 @@ class Group:
         self.old: list[str] = []
 
     @property
-    def mates(self) -> list[int]:
+    def ranks_of_host(self) -> list[int]:
         """The ranks on this host, including this rank."""
         return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
 
@@ -130,7 +130,7 @@ class Group:
         mine = {"host": _host(), "pid": os.getpid(), "catalog": catalog, "files": files}
         every = [json.loads(said) for said in operation.exchange(json.dumps(mine).encode())]
         self.hosts = [one["host"] for one in every]
-        self._pids = {rank: every[rank]["pid"] for rank in self.mates}
+        self._pids = {rank: every[rank]["pid"] for rank in self.ranks_of_host}
         watched = {}
         for rank, pid in self._pids.items():
             if rank != self.rank and hasattr(os, "pidfd_open"):
@@ -227,11 +227,11 @@ class Operation:
     def until(self, is_done: Callable[[], bool]) -> None:
         """Waits until `is_done()` is true. Raises the error of the operation as soon as the operation has failed on any
         rank."""
-        pause = _LOOKS[0]
+        pause = _POLL_SECONDS[0]
         while not is_done():
             self.check()
             time.sleep(pause)
-            pause = min(pause * 1.5, _LOOKS[1])
+            pause = min(pause * 1.5, _POLL_SECONDS[1])
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
@@ -255,15 +255,15 @@ class Operation:
         except OSError as failed:
             if not isinstance(failed, (FileNotFoundError, ProcessLookupError)) and not self._group.has_ended(rank):
                 raise
-            over = time.monotonic() + (self._group.timeout or _GONE_MAX)
+            over = time.monotonic() + (self._group.timeout or _RANK_END_SECONDS_MAX)
             self.until(lambda: time.monotonic() > over)
             raise
 
     def check(self) -> None:
         """Raises the error of the operation if the operation has failed on any rank."""
         if self._lost is not None:
-            raise _Common(self._lost)
-        if self._outcome not in (None, _GOOD):
+            raise _CommonError(self._lost)
+        if self._outcome not in (None, _SUCCESS_MESSAGE):
             raise _exception(self._outcome)
         limit = self._group.timeout
         if limit and time.monotonic() - self._looked > 2 * limit:
@@ -272,19 +272,19 @@ class Operation:
     def finish(self) -> None:
         """Waits until all ranks have come to the end of the block. From then on the operation cannot fail any more."""
         self.exchange(b"")
-        outcome = self._mailbox.claim(self._key("outcome"), _GOOD)
-        if outcome != _GOOD:
+        outcome = self._mailbox.claim(self._key("outcome"), _SUCCESS_MESSAGE)
+        if outcome != _SUCCESS_MESSAGE:
             raise _exception(outcome)
 
     def common(self, failed: BaseException) -> BaseException:
         """The error that all ranks raise, after this rank has failed with `failed`."""
-        if isinstance(failed, _Common):
+        if isinstance(failed, _CommonError):
             return failed.taken()
         try:
-            outcome = self._mailbox.claim(self._key("outcome"), _told(failed, self._group.rank))
+            outcome = self._mailbox.claim(self._key("outcome"), _error_message(failed, self._group.rank))
         except Exception:
             return _errors.error(STORE_LOST, "group", cls=GroupError)
-        return failed if outcome == _GOOD or not isinstance(failed, Exception) else _exception(outcome).error
+        return failed if outcome == _SUCCESS_MESSAGE or not isinstance(failed, Exception) else _exception(outcome).error
 
     def end(self) -> None:
         """Ends the watching thread. The messages of this operation stay in the mailbox until the next operation."""
@@ -303,14 +303,14 @@ class Operation:
             self._watch_with(self._group.beside)
         except Exception:
             self._lost = _errors.error(STORE_LOST, "group", cls=GroupError)
-        if self._lost or self._outcome not in (None, _GOOD):
+        if self._lost or self._outcome not in (None, _SUCCESS_MESSAGE):
             self.cancel.cancel()
 
     def _watch_with(self, mailbox: Mailbox) -> None:
         group, beat, next_look = self._group, 0, 0.0
         # The last sign of life of each other rank, and the time at which it changed.
         seen = dict.fromkeys(set(range(group.size)) - {group.rank}, (b"", time.monotonic()))
-        pause = min((group.timeout or 60.0) / 20, _BEAT_MAX)
+        pause = min((group.timeout or 60.0) / 20, _HEARTBEAT_SECONDS_MAX)
         while not self._over:
             beat += 1
             mailbox.set(self._key(f"beat/{group.rank}"), str(beat).encode())
@@ -338,7 +338,7 @@ class Operation:
                 mailbox.claim(self._key("outcome"), _fault(rank, f"it {what} within {limit:g} s (io_timeout)"))
 
 
-class _Common(Exception):
+class _CommonError(Exception):
     """Carries the error with which an operation fails on all ranks."""
 
     def __init__(self, error: Exception) -> None:
@@ -357,7 +357,7 @@ def _fault(rank: int, why: str) -> str:
     return json.dumps({"rank": rank, "class": "GroupError", "message": why, "kind": "group"})
 
 
-def _of_rank(rank: int, why: str) -> _Common:
+def _of_rank(rank: int, why: str) -> _CommonError:
     return _exception(_fault(rank, why))
 
 
@@ -366,7 +366,7 @@ _CLASSES: dict[str, type[Exception]] = {
 }
 
 
-def _told(failed: BaseException, rank: int) -> str:
+def _error_message(failed: BaseException, rank: int) -> str:
     """An error of this rank as a message to the other ranks."""
     if isinstance(failed, OSError):
         return json.dumps(
@@ -382,19 +382,19 @@ def _told(failed: BaseException, rank: int) -> str:
     return json.dumps({"rank": rank, "class": name, "message": message})
 
 
-def _exception(outcome: str) -> _Common:
-    """The error that a message from `_told` stands for."""
+def _exception(outcome: str) -> _CommonError:
+    """The error that a message from `_error_message` stands for."""
     told = json.loads(outcome)
     message = f"rank {told['rank']}: {told['message']}"
     if told["class"] == "OSError":
-        return _Common(OSError(told["errno"], message, told["path"]))
+        return _CommonError(OSError(told["errno"], message, told["path"]))
     if told["class"] in _CLASSES:
-        return _Common(_CLASSES[told["class"]](message))
+        return _CommonError(_CLASSES[told["class"]](message))
     cls = _errors.CLASSES.get(told["class"], SafetensorError)
     made = _errors.error(message, told["kind"], cls=cls, path=told.get("path"), tensor=told.get("tensor"))
     if isinstance(made, GroupError):
         made.rank = told["rank"]
-    return _Common(made)
+    return _CommonError(made)
 
 
 def _differing(every: list[dict[str, Any]]) -> tuple[int, str] | None:

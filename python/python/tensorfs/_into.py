@@ -10,7 +10,7 @@ from typing import Any, Callable, Hashable, Iterator, Mapping, NamedTuple
 from . import _frameworks, _settings
 from ._dtensor import Box
 from ._errors import MismatchError, SafetensorError, error
-from ._open import Source, StrPath, choice_words, open_checkpoint, proof_of, secret_of
+from ._open import Source, StrPath, choice_words, open_checkpoint, proof_arguments, secret_of
 from ._reader import Info, Part
 from ._share import Place, Team, want_of
 from ._targets import Target, count_write, target_of
@@ -90,7 +90,7 @@ def load_into(
     choices = choice_words(zero, state)
     secret = secret_of(key, passphrase, key_file, passphrase_file)
     remote = {word: how.pop(word) for word in _settings.REMOTE_WORDS if word in how}
-    proof = proof_of(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size, **remote)
+    proof = proof_arguments(expect_shards, reference, unproven_tail, cache_dir, cache_dir_size, **remote)
 
     def job() -> _Job:
         loader = _settings.loader(**how)
@@ -99,7 +99,7 @@ def load_into(
     if process_group is None:
         return _carried_out(job(), how)
     with Team(process_group, share, how) as team:
-        return _carried_out_by(team, job)
+        return _carried_out_in_group(team, job)
 
 
 class _Job(NamedTuple):
@@ -150,7 +150,7 @@ def _carried_out(job: _Job, how: dict[str, Any]) -> Loaded:
     return job.result
 
 
-def _carried_out_by(team: Team, make: Callable[[], _Job]) -> Loaded:
+def _carried_out_in_group(team: Team, make: Callable[[], _Job]) -> Loaded:
     """Carries out the loads of all ranks of a process group together."""
     with team.group.operation() as operation:
         job = make()

@@ -121,10 +121,10 @@ def secret_of(
 
 
 PROOF_WORDS = ("expect_shards", "reference", "unproven_tail", "cache_dir", "cache_dir_size")
-"""The arguments of `proof_of`, except those of a remote source."""
+"""The arguments of `proof_arguments`, except those of a remote source."""
 
 
-def proof_of(
+def proof_arguments(
     expect_shards: int | None = None,
     reference: StrPath | None = None,
     unproven_tail: str | None = None,
@@ -156,7 +156,7 @@ def open_checkpoint(
     """Opens `source` within the deadline of `loader`. `view` has the options of a view, and `secret` the key of
     encrypted files. Warns, or raises an error, if neither the files nor `proof` prove that the last pieces are
     there."""
-    proof = proof_of() if proof is None else proof
+    proof = proof_arguments() if proof is None else proof
     checkpoint = _open_checkpoint(source, loader, list(view), secret, proof)
     if checkpoint.unproven_tail is not None:
         _tails.judge([checkpoint.unproven_tail], proof)
@@ -313,7 +313,7 @@ class safe_open:
         strict = backend == "pread" or not found.indexes_itself
         view = view_words(given)
         secret = secret_of(*(given[word] for word in ("key", "passphrase", "key_file", "passphrase_file")))
-        proof = proof_of(*(given[word] for word in PROOF_WORDS), **self._remote)
+        proof = proof_arguments(*(given[word] for word in PROOF_WORDS), **self._remote)
         checkpoint = open_checkpoint(self._filename, loader, view, secret, proof)
         self._open = reader_for(checkpoint, found, loader, strict, copy)
         return self._open
@@ -554,13 +554,13 @@ class Slice:
             if found is None:
                 reader.framework.refuse(index, info.shape)
                 if info.dtype == _frameworks.PACKED:
-                    raise _halved(info)
+                    raise _splits_packed_pair(info)
                 return reader.whole(info)[index]
             cuts = found
         if all(cut == (0, size, 1, False) for cut, size in zip(cuts, info.shape)):
             return reader.whole(info)
         if info.dtype == _frameworks.PACKED and cuts and cuts[-1].step != 1:
-            raise _halved(info)
+            raise _splits_packed_pair(info)
         shape = [cut.stop - cut.start for cut in cuts if not cut.single]
         part = reader.part(info, [(cut.start, cut.stop) for cut in cuts], shape)
         if all(cut.step == 1 for cut in cuts):
@@ -568,7 +568,7 @@ class Slice:
         return reader.framework.stepped(part, tuple(slice(None, None, cut.step) for cut in cuts if not cut.single))
 
 
-def _halved(info: Info) -> SafetensorError:
+def _splits_packed_pair(info: Info) -> SafetensorError:
     message = f"tensor `{info.name}`: two elements of {info.dtype} are one of torch, which this index would separate"
     return error(f"{message}; take slices, without a step in the last dimension", tensor=info.name)
 

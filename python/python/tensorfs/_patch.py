@@ -81,7 +81,7 @@ def patched(*, copy: bool | None = None, **remote: Unpack[RemoteSource]) -> Iter
     `safe_open`. `credentials_file`, `profile`, `endpoint`, `region` and `ca_file` mean the same as in `safe_open`, and
     apply to URLs.
     """
-    block = _Block(_innermost.get(), copy, _settings.in_this_folder(remote))
+    block = _Block(_innermost.get(), copy, _settings.with_absolute_paths(remote))
     _install()
     try:
         token = _innermost.set(block)

@@ -179,7 +179,7 @@ class Reader:
             # The error is dropped: if a request for the tensor fails later, it raises its own error.
             ahead.close()
         finally:
-            ahead.unchoose(wanted)
+            ahead.drop_choices(wanted)
 
     def _plan(self, infos: Sequence[Info]) -> Plan:
         return self.loader.plan(self.checkpoint, [(info.position, None, None, None) for info in infos])

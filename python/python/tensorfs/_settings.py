@@ -106,7 +106,7 @@ def remote(given: Mapping[str, Any]) -> Remote:
     return None if words == (None,) * 5 else words
 
 
-def in_this_folder(given: RemoteSource) -> RemoteSource:
+def with_absolute_paths(given: RemoteSource) -> RemoteSource:
     """The arguments of one remote source, checked. Their paths are absolute, so that they mean the same in every
     working directory."""
     chosen = remote(given)

@@ -69,12 +69,12 @@ class Team:
     def by_host(self) -> bool:
         """Whether ranks share their reads only with ranks of the same host, so that hosts exchange nothing. Without the
         argument `share`, this is so if all ranks are on one host."""
-        return self._share == "host" or (self._share is None and len(self.group.mates) == self.group.size)
+        return self._share == "host" or (self._share is None and len(self.group.ranks_of_host) == self.group.size)
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that share reads with this rank, including this rank."""
-        return self.group.mates if self.by_host else list(range(self.group.size))
+        return self.group.ranks_of_host if self.by_host else list(range(self.group.size))
 
     def plan(self, operation: Operation, checkpoint: Checkpoint, wants: Sequence[Want], limit: int) -> Schedule:
         """Exchanges the requests of all ranks, and divides the reads among the ranks."""
@@ -196,7 +196,7 @@ class _Blocks:
         self._regions = [(number // each, starts[number], length) for number, length in enumerate(lengths)]
         self._files: list[int] = []
         self._maps: dict[tuple[int, bool], Area] = {}
-        leader, total = group.mates[0], len(lengths)
+        leader, total = group.ranks_of_host[0], len(lengths)
         try:
             if total and group.rank == leader:
                 for first in range(0, total, each):
@@ -212,7 +212,7 @@ class _Blocks:
             if total:
                 # The leader keeps its files open until all ranks have opened them.
                 operation.post("opened")
-                for rank in group.mates if group.rank == leader else ():
+                for rank in group.ranks_of_host if group.rank == leader else ():
                     operation.wait("opened", rank)
             for region in sorted({place[0] for place in plan.placements}):
                 for private in (False, True):

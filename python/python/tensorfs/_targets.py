@@ -91,7 +91,7 @@ def count_write(owners: Iterable[Any]) -> None:
 
 
 def _of_array(numpy: Any, into: Any, refused: Refused) -> Target:
-    own = _asked_of(numpy.ndarray, into)
+    own = _without_overrides(numpy.ndarray, into)
     if not own("flags").c_contiguous or not own("flags").writeable:
         raise refused("is not contiguous, or must not be written to")
     dtype = _frameworks.find("np").dtype_name(own("dtype"))
@@ -121,7 +121,7 @@ def _of_torch(torch: Any, into: Any, refused: Refused) -> Target:
 def _of_plain(torch: Any, into: Any, refused: Refused) -> Target:
     """The target for a plain tensor, whose elements lie in its own memory."""
     # A Python subclass may override every attribute, so the attributes of `torch.Tensor` are used.
-    own = _asked_of(torch.Tensor, into)
+    own = _without_overrides(torch.Tensor, into)
     with torch._C.DisableTorchFunctionSubclass():
         _refuse_other_kinds(torch, into, refused)
         device, layout, shape = own("device"), own("layout"), list(own("shape"))
@@ -148,7 +148,7 @@ def _of_plain(torch: Any, into: Any, refused: Refused) -> Target:
         return Target(address, nbytes, dtype, shape, into, gpu, identity=identity)
 
 
-def _asked_of(cls: type, into: Any) -> Callable[[str], Any]:
+def _without_overrides(cls: type, into: Any) -> Callable[[str], Any]:
     """Attributes and methods of an object as `cls` defines them, without the overrides of a subclass."""
 
     def own(name: str) -> Any:
@@ -164,7 +164,7 @@ def _refuse_other_kinds(torch: Any, into: Any, refused: Refused) -> None:
         raise refused(f"is a {kind.__module__}.{kind.__qualname__}, of which it is not known where its elements lie")
     if torch.nn.parameter.is_lazy(into):
         raise refused("is a parameter that is not initialized yet")
-    own = _asked_of(torch.Tensor, into)
+    own = _without_overrides(torch.Tensor, into)
     if own("is_meta"):
         raise refused("is on meta, which has no memory; allocate it first, as to_empty() does")
     if own("is_nested") or own("is_quantized"):

@@ -62,7 +62,7 @@ const STORE_PART: u32 = 4;
 const WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// Shortest and longest pause between two polls for blocks that another reader fetches.
-const LOOK_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+const POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
 /// A store that keeps the bytes read from the store `inner` in a folder.
 #[derive(Debug)]
@@ -78,7 +78,7 @@ impl CachedStore {
 
     /// The cache key of the file at `path`. `None` if the file cannot be cached.
     fn key(&self, path: &Path, version: &Version) -> Option<ObjectKey> {
-        if !self.inner.tells_bytes(version) || !(1..=LEN_MAX).contains(&version.len) {
+        if !self.inner.identifies_bytes(version) || !(1..=LEN_MAX).contains(&version.len) {
             return None;
         }
         Some(ObjectKey::new(path.to_str()?, version.content_words()))
@@ -96,7 +96,7 @@ impl CachedStore {
         let now = Instant::now();
         let left = until.map(|until| until.saturating_duration_since(now) / 2);
         let give_up = now + left.unwrap_or(WAIT_MAX).min(WAIT_MAX);
-        let mut pause = LOOK_PAUSES.0;
+        let mut pause = POLL_INTERVALS.0;
         let mut todo = runs;
         while let Some(run) = todo.pop() {
             let claim = if cache.may_store(patience.whole()) && object.writable {
@@ -125,7 +125,7 @@ impl CachedStore {
                 Some(Claim::Busy(_)) => {
                     cache.counters.waits.add(1);
                     std::thread::sleep(pause);
-                    pause = (pause * 2).min(LOOK_PAUSES.1);
+                    pause = (pause * 2).min(POLL_INTERVALS.1);
                     todo.extend(cache.take(object, &run, offset, buf, patience));
                 }
             }
@@ -252,7 +252,7 @@ impl StoreKind for CachedStore {
         self.fill(&read, &object, missing, buf)
     }
 
-    fn read_kept(
+    fn read_if_cached(
         &self,
         path: &Path,
         version: &Version,
@@ -291,8 +291,8 @@ impl StoreKind for CachedStore {
         self.inner.sha256(path, version)
     }
 
-    fn tells_bytes(&self, version: &Version) -> bool {
-        self.inner.tells_bytes(version)
+    fn identifies_bytes(&self, version: &Version) -> bool {
+        self.inner.identifies_bytes(version)
     }
 }
 

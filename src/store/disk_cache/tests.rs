@@ -69,7 +69,7 @@ impl StoreKind for CountedStore {
         Ok(())
     }
 
-    fn tells_bytes(&self, _: &Version) -> bool {
+    fn identifies_bytes(&self, _: &Version) -> bool {
         self.is_told
     }
 }

@@ -21,7 +21,7 @@ pub(super) const STUCK: Duration = Duration::from_secs(10);
 
 /// How long a read without a deadline waits, for example the read of a header. The caller that needs the header
 /// may have a deadline itself.
-const UNTIMED: Duration = Duration::from_secs(5);
+const WAIT_WITHOUT_DEADLINE: Duration = Duration::from_secs(5);
 
 /// How long a reader waits for work in the folder.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +36,8 @@ impl DiskPatience {
     /// The patience of a read that begins now and has the deadline `until`.
     pub(super) fn of(until: Option<Instant>) -> DiskPatience {
         let now = Instant::now();
-        let half = until.map_or(UNTIMED, |until| until.saturating_duration_since(now) / 2);
+        let half =
+            until.map_or(WAIT_WITHOUT_DEADLINE, |until| until.saturating_duration_since(now) / 2);
         let whole = half.min(STUCK);
         DiskPatience { whole, end: now + whole }
     }
@@ -177,7 +178,7 @@ mod tests {
     #[test]
     fn half_of_the_time_of_a_read_belongs_to_the_disk() {
         let hour = DiskPatience::of(Some(Instant::now() + Duration::from_secs(3600)));
-        assert_eq!((hour.whole, DiskPatience::of(None).whole), (STUCK, UNTIMED));
+        assert_eq!((hour.whole, DiskPatience::of(None).whole), (STUCK, WAIT_WITHOUT_DEADLINE));
         let short = DiskPatience::of(Some(Instant::now() + Duration::from_secs(4)));
         assert!(short.whole <= Duration::from_secs(2) && short.whole > Duration::ZERO);
         assert!(DiskPatience::of(Some(Instant::now())).whole.is_zero());

@@ -234,7 +234,7 @@ impl StoreKind for RedisStore {
         file.read(self.client()?, offset, buf, deadline)
     }
 
-    fn tells_bytes(&self, version: &Version) -> bool {
+    fn identifies_bytes(&self, version: &Version) -> bool {
         version.file_words()[1] & 1 == 1
     }
 }

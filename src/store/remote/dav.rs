@@ -9,7 +9,7 @@ use reqwest::header::HeaderName;
 
 use super::endpoint::Endpoint;
 use super::listing::{DavState, StoreEntry, is_entry_name};
-use super::location::one_way;
+use super::location::normalize_escapes;
 use super::multistatus::{DavResponse, responses_in};
 use super::request::Wanted;
 use super::state::ObjectState;
@@ -142,7 +142,7 @@ fn entry_of(response: DavResponse) -> Option<(Vec<String>, StoreEntry)> {
 /// The names in a path, all escaped in the same way. `None` if one of them is not valid in a folder.
 fn names_of(path: &str) -> Option<Vec<String>> {
     let parts = path.split('/').filter(|part| !part.is_empty());
-    parts.map(one_way).map(|name| is_entry_name(&name).then_some(name)).collect()
+    parts.map(normalize_escapes).map(|name| is_entry_name(&name).then_some(name)).collect()
 }
 
 #[cfg(test)]

@@ -230,8 +230,12 @@ impl Endpoint {
     ///
     /// # Errors
     /// The cause in `trouble`, if no time is left for another try, or another try would fail too.
-    async fn bear(&self, patience: &mut Patience, trouble: Trouble) -> io::Result<()> {
-        patience.bear(trouble).await?;
+    async fn pause_before_retry(
+        &self,
+        patience: &mut Patience,
+        trouble: Trouble,
+    ) -> io::Result<()> {
+        patience.pause_before_retry(trouble).await?;
         self.counters.retries.add(1);
         Ok(())
     }
@@ -250,7 +254,7 @@ impl Endpoint {
         loop {
             match self.send(wanted, patience.stall_limit()).await {
                 Ok(answer) => return Ok((answer.status(), answer.headers().clone())),
-                Err(trouble) => self.bear(&mut patience, trouble).await?,
+                Err(trouble) => self.pause_before_retry(&mut patience, trouble).await?,
             }
         }
     }
@@ -292,7 +296,7 @@ impl Endpoint {
                 }
                 Err(trouble) => trouble,
             };
-            self.bear(&mut patience, trouble).await?;
+            self.pause_before_retry(&mut patience, trouble).await?;
         }
     }
 
@@ -401,7 +405,7 @@ impl Endpoint {
             }
             match tried {
                 Ok(seen) => state = Some(seen),
-                Err(trouble) => self.bear(&mut patience, trouble).await?,
+                Err(trouble) => self.pause_before_retry(&mut patience, trouble).await?,
             }
         }
         Ok(state)

@@ -153,7 +153,7 @@ pub(super) fn escaped_value(value: &str) -> String {
 }
 
 /// `name`, which may be escaped in any way, escaped in the one way that all URLs here use.
-pub(super) fn one_way(name: &str) -> String {
+pub(super) fn normalize_escapes(name: &str) -> String {
     let mut bytes = Vec::with_capacity(name.len());
     let mut rest = name.as_bytes();
     while let Some((first, after)) = rest.split_first() {
@@ -260,6 +260,6 @@ mod tests {
     fn keys_are_escaped_byte_by_byte() {
         assert_eq!(escaped_key("a/b c+%\u{e9}~"), "a/b%20c%2B%25%C3%A9~");
         assert_eq!(escaped_value("a/b="), "a%2Fb%3D");
-        assert_eq!(one_way("a%20b c%c3%a9%zz"), "a%20b%20c%C3%A9%25zz");
+        assert_eq!(normalize_escapes("a%20b c%c3%a9%zz"), "a%20b%20c%C3%A9%25zz");
     }
 }

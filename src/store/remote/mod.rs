@@ -375,7 +375,7 @@ impl StoreKind for RemoteStore {
         self.run(deadline, probe::probe(endpoint, &target, version, &state, deadline))
     }
 
-    fn tells_bytes(&self, version: &Version) -> bool {
+    fn identifies_bytes(&self, version: &Version) -> bool {
         // Without a strong ETag, the bytes may change while the length stays the same.
         version.file_words()[1] & 1 == 1
     }

@@ -104,7 +104,7 @@ impl Patience {
     ///
     /// # Errors
     /// The cause in `trouble`, if no time is left for another try, or another try would fail too.
-    pub(super) async fn bear(&mut self, trouble: Trouble) -> io::Result<()> {
+    pub(super) async fn pause_before_retry(&mut self, trouble: Trouble) -> io::Result<()> {
         self.tries += 1;
         self.failures += 1;
         let (why, after) = match trouble {

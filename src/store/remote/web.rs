@@ -110,7 +110,7 @@ pub(super) async fn list(
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         Err(e) => return Err(e),
     }
-    let found = looks_of(endpoint, key, wanted, deadline).await?;
+    let found = look_up_all(endpoint, key, wanted, deadline).await?;
     if found.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(found) }
 }
 
@@ -138,13 +138,13 @@ async fn whole_listing(
         let is_file = |(_, entry): &(&String, &StoreEntry)| **entry != StoreEntry::Folder;
         let files = found.iter().filter(is_file).map(|(name, _)| name.clone()).collect();
         found.retain(|_, entry| *entry == StoreEntry::Folder);
-        found.extend(looks_of(endpoint, key, files, deadline).await?);
+        found.extend(look_up_all(endpoint, key, files, deadline).await?);
     }
     Ok(found)
 }
 
 /// The files among `names` that exist in the folder `key`.
-async fn looks_of(
+async fn look_up_all(
     endpoint: &Arc<Endpoint>,
     key: &str,
     names: BTreeSet<String>,

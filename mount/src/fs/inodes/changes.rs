@@ -22,7 +22,7 @@ const NAMED_MAX: usize = 20;
 
 /// A name or attributes that the kernel has cached and that are out of date.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum OutOfDate {
+pub(crate) enum OutdatedFact {
     /// The kernel's entry for this name in the folder with this inode number.
     Name(u64, OsString),
     /// The attributes of this inode.
@@ -30,7 +30,7 @@ pub(crate) enum OutOfDate {
 }
 
 /// Tells the kernel which of its cached facts are out of date. The function must not wait.
-pub(crate) type TellKernel = Box<dyn Fn(OutOfDate) + Send + Sync>;
+pub(crate) type TellKernel = Box<dyn Fn(OutdatedFact) + Send + Sync>;
 
 /// The additional state of a mount whose source is watched.
 pub(super) struct SourceWatch {
@@ -142,9 +142,9 @@ impl SourceWatch {
             return;
         }
         for name in names {
-            tell(OutOfDate::Name(node.ino, name));
+            tell(OutdatedFact::Name(node.ino, name));
         }
-        tell(OutOfDate::Attributes(node.ino));
+        tell(OutdatedFact::Attributes(node.ino));
     }
 }
 

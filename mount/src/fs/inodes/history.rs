@@ -83,7 +83,7 @@ impl Nodes {
         drop(proved);
         // `refuse_fewer_shards` handles a set with fewer shards.
         let is_known = before.is_some_and(|before| now <= before);
-        if let Some(why) = arrival::is_arriving(&folder, set, checkpoint, is_known) {
+        if let Some(why) = arrival::why_arriving(&folder, set, checkpoint, is_known) {
             set.outcome = Err(Error::changed(&folder.path, why));
         }
     }

@@ -9,6 +9,7 @@ import time
 import checkpoints
 from confinement import CAPABILITIES, Unit, confined_by, filters_work, without_capability
 from mounts import Mount, needs_root, tensorfs, wait_until
+from object_server import ObjectServer
 from services import PATIENCE, ServiceCase, mount_config
 
 UNITS = ("tensorfs.service", "tensorfs@.service")
@@ -21,9 +22,11 @@ APPLIED = {
 }
 # These need a service manager, a cgroup, or more rights than a test may have.
 NOT_APPLIED = {
-    "DeviceAllow", "DevicePolicy", "IPAddressAllow", "IPAddressDeny", "LimitMEMLOCK", "LimitNOFILE", "LockPersonality",
+    "DeviceAllow", "DevicePolicy", "LimitMEMLOCK", "LimitNOFILE", "LockPersonality",
     "RestrictRealtime", "RestrictSUIDSGID", "SystemCallArchitectures",
 }
+# Sources may be URLs, on any machine.
+NOT_SET = {"IPAddressAllow", "IPAddressDeny"}
 RESTRICTIONS = r"Capab|Device|IP|Limit|Lock|Mem|NoNew|Restrict[A-Z]\w+s$|RestrictR|RestrictSUID|System|UMask"
 
 
@@ -49,7 +52,21 @@ class Units(ServiceCase):
         for name in UNITS:
             restrictions = {key for key in Unit(name).settings if re.match(RESTRICTIONS, key)}
             self.assertEqual(restrictions - APPLIED - NOT_APPLIED, set(), name)
+            self.assertEqual(restrictions & NOT_SET, set(), name)
             self.assertLessEqual(set(Unit(name).capabilities), set(CAPABILITIES), name)
+
+    # The units allowed no addresses, and a URL in their configs could not be mounted.
+    def test_a_url_is_mounted_within_each_unit(self):
+        store, whole, _ = self.store("store")
+        with ObjectServer() as server:
+            server.public.add("models")
+            for path in (store / "model").iterdir():
+                server.put("models", f"model/{path.name}", path.read_bytes())
+            # The name of the host needs a lookup.
+            url = f"{server.url.replace('127.0.0.1', 'localhost')}/models/model"
+            for name in UNITS:
+                with self.subTest(unit=name), Mount(url, "cache-dir=none", preexec_fn=confined_by(name)) as m:
+                    self.assert_same((m.path / "model.safetensors").read_bytes(), whole)
 
     def test_a_mount_of_the_unit_has_its_capabilities_and_no_more(self):
         store, whole, _ = self.store("store")

@@ -1,6 +1,6 @@
 //! The generator for systemd. It orders each service of tensorfs after the file systems that
-//! contain the sources and targets of its mounts. systemd runs it at boot and at each
-//! `daemon-reload`, before any unit starts.
+//! contain the sources and targets of its mounts, and after the network if a source is a URL. systemd
+//! runs it at boot and at each `daemon-reload`, before any unit starts.
 //!
 //! The generator reads only config files. Accessing a source could wait for a server that does not
 //! answer, and systemd would wait too.
@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use tensorfs::internal::error::shown_path;
+use tensorfs::internal::error::{is_url, shown_path};
 use toml::de::{DeTable, DeValue};
 
 use crate::log;
@@ -26,6 +26,9 @@ const CONFIG_FOLDER: &str = "/etc/tensorfs";
 
 /// Maximum length of the name of a unit, in bytes.
 const UNIT_NAME_MAX: usize = 255;
+
+/// The target that is reached when the machine has its addresses.
+const NETWORK: &str = "network-online.target";
 
 /// Runs the generator. systemd passes folders for generated units as arguments. The first of them
 /// is used.
@@ -135,6 +138,8 @@ fn paths_of_instance(text: &str) -> Vec<MountPaths> {
 
 /// The text of the drop-in file. `None` if the mounts need no order.
 fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
+    let is_remote = |mount: &MountPaths| mount.source.as_deref().is_some_and(|s| is_url(s.as_ref()));
+    let needs_network = mounts.iter().any(is_remote);
     let mut units = Vec::new();
     for mount in mounts {
         let source = mount.source.as_deref().map(Path::new).into_iter().flat_map(Path::ancestors);
@@ -145,6 +150,9 @@ fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
     }
     units.sort();
     units.dedup();
+    if needs_network {
+        units.push(NETWORK.to_owned());
+    }
     if units.is_empty() {
         return None;
     }
@@ -156,6 +164,9 @@ fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
     );
     for unit in units {
         let _ = writeln!(text, "After={unit}");
+    }
+    if needs_network {
+        let _ = writeln!(text, "# This target is part of a boot only if a unit wants it.\nWants={NETWORK}");
     }
     Some(text)
 }
@@ -206,6 +217,15 @@ mod tests {
         let two = format!("{one}[[mount]]\nsource = '/data/more/'\ntarget = '/m'\n");
         let expected = ["data-models.mount", "data-more.mount", "data.mount", "srv.mount"];
         assert_eq!(order(&two), expected);
+    }
+
+    #[test]
+    fn a_service_with_a_url_waits_for_the_network_and_wants_it() {
+        let text = "[[mount]]\nsource = 's3://bucket/data'\ntarget = '/srv/models'\n";
+        assert_eq!(order(text), ["srv.mount", "network-online.target"]);
+        let drop_in = drop_in(Path::new("/c"), &paths_of_instance("SOURCE=https://host/x\n")).unwrap();
+        assert!(drop_in.ends_with("\nWants=network-online.target\n"), "{drop_in}");
+        assert!(!order("[[mount]]\nsource = '/s3:/data'").contains(&NETWORK.to_owned()));
     }
 
     #[test]

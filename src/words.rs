@@ -46,6 +46,10 @@ macro_rules! words {
             #[allow(dead_code, unreachable_pub, reason = "the type may be private")]
             pub const ALL: &[$type] = &[$($type::$variant),+];
 
+            /// The words of all values.
+            #[allow(dead_code, unreachable_pub, reason = "the type may be private")]
+            pub const WORDS: $crate::UnknownWord = $crate::UnknownWord(&[$($word),+]);
+
             /// The word for this value.
             #[allow(unreachable_pub, reason = "the type may be private")]
             pub const fn as_str(self) -> &'static str {
@@ -75,7 +79,7 @@ macro_rules! words {
 
             fn from_str(word: &str) -> ::std::result::Result<$type, Self::Err> {
                 let known = $type::ALL.iter().find(|known| known.as_str() == word);
-                known.copied().ok_or($crate::UnknownWord(&[$($word),+]))
+                known.copied().ok_or($type::WORDS)
             }
         }
     };

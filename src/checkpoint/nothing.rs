@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use crate::error::{counted, shown_path};
-use crate::format::{foreign, names};
+use crate::format::{InputFormat, foreign, names};
 use crate::mount_origin::missing_on_mount;
 use crate::store::Store;
 
@@ -26,9 +26,8 @@ impl Tree {
         if let Some(why) = missing_on_mount(&self.source) {
             return format!("{source}: its mount shows no checkpoint here: {why}");
         }
-        let mut message = format!(
-            "{source}: no safetensors, bintensors, tensorizer or torch files here or below"
-        );
+        let formats = InputFormat::WORDS;
+        let mut message = format!("{source}: no {formats} files here or below");
         let mut add = |part: String| {
             message.push_str("; ");
             message.push_str(&part);

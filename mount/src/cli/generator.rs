@@ -138,7 +138,8 @@ fn paths_of_instance(text: &str) -> Vec<MountPaths> {
 
 /// The text of the drop-in file. `None` if the mounts need no order.
 fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
-    let is_remote = |mount: &MountPaths| mount.source.as_deref().is_some_and(|s| is_url(s.as_ref()));
+    let is_remote =
+        |mount: &MountPaths| mount.source.as_deref().is_some_and(|s| is_url(s.as_ref()));
     let needs_network = mounts.iter().any(is_remote);
     let mut units = Vec::new();
     for mount in mounts {
@@ -166,7 +167,10 @@ fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
         let _ = writeln!(text, "After={unit}");
     }
     if needs_network {
-        let _ = writeln!(text, "# This target is part of a boot only if a unit wants it.\nWants={NETWORK}");
+        let _ = writeln!(
+            text,
+            "# This target is part of a boot only if a unit wants it.\nWants={NETWORK}"
+        );
     }
     Some(text)
 }
@@ -223,7 +227,8 @@ mod tests {
     fn a_service_with_a_url_waits_for_the_network_and_wants_it() {
         let text = "[[mount]]\nsource = 's3://bucket/data'\ntarget = '/srv/models'\n";
         assert_eq!(order(text), ["srv.mount", "network-online.target"]);
-        let drop_in = drop_in(Path::new("/c"), &paths_of_instance("SOURCE=https://host/x\n")).unwrap();
+        let drop_in =
+            drop_in(Path::new("/c"), &paths_of_instance("SOURCE=https://host/x\n")).unwrap();
         assert!(drop_in.ends_with("\nWants=network-online.target\n"), "{drop_in}");
         assert!(!order("[[mount]]\nsource = '/s3:/data'").contains(&NETWORK.to_owned()));
     }

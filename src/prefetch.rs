@@ -13,6 +13,7 @@ use std::ops::Range;
 use self::given::Given;
 use self::planned::PlannedRanges;
 pub use self::reach::Reach;
+pub use self::request::{Advice, Request, StreamId};
 use self::seen::SeenTensor;
 use self::storm::Storms;
 use self::stream::ReadStream;
@@ -22,6 +23,7 @@ use crate::order::{Order, ReadLearner, SMALL, TensorMap, TensorSpan};
 mod given;
 mod planned;
 mod reach;
+mod request;
 mod seen;
 mod storm;
 mod stream;
@@ -84,34 +86,6 @@ const STEPS_MAX: usize = 4096;
 
 /// Bytes of a page: the kernel requests whole pages.
 const PAGE: u64 = 4096;
-
-/// One read of a file.
-#[derive(Clone, Debug)]
-pub struct Request {
-    /// The requested bytes; not empty.
-    pub range: Range<u64>,
-    /// Open handle of the file that sends the request.
-    pub reader: u64,
-    /// Whether the bytes are still being read ahead.
-    pub late: bool,
-    /// Milliseconds since any fixed moment.
-    pub now: u64,
-}
-
-/// Actions after a read.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Advice {
-    /// Bytes to read ahead, in this order, with the stream that they are for.
-    pub ahead: Option<(StreamId, Vec<Range<u64>>)>,
-    /// Bytes that were read ahead and are no longer expected to be requested.
-    pub left: Vec<Range<u64>>,
-    /// Bytes to put into the kernel's page cache, because they are requested page by page.
-    pub push: Option<Range<u64>>,
-}
-
-/// Identifies a stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StreamId(u64);
 
 /// One of the handles that the file is read through.
 #[derive(Debug)]
@@ -186,7 +160,12 @@ impl Planner {
         let loads_now = only_looked && touches.expected().is_none();
         let index = self.stream_of(request, reader, tensors);
         if let Some(index) = index.filter(|_| loads_now) {
-            self.left.extend(self.streams[index].path.drain(..));
+            let stream = &mut self.streams[index];
+            let next = stream.next;
+            let path = std::mem::take(&mut stream.path).into_iter();
+            let (here, elsewhere): (Vec<_>, Vec<_>) = path.partition(|range| range.contains(&next));
+            stream.path = here.into();
+            self.pass(elsewhere);
         }
         self.strike(&request.range);
         self.given.add(&request.range);
@@ -358,7 +337,8 @@ impl Planner {
             self.take_over(index);
             return Some(index);
         }
-        let (planned, window) = self.planned_for(request);
+        let only_looks = self.readers[reader].touches.expected().is_some();
+        let (planned, window) = self.planned_for(request, only_looks);
         if planned.is_empty() && reads_around(request, tensors) {
             return None;
         }
@@ -419,19 +399,29 @@ impl Planner {
 
     /// Takes the ranges that are already read ahead for a reader that begins with `request` from
     /// their stream. Also returns the window of that stream.
-    fn planned_for(&mut self, request: &Request) -> (VecDeque<Range<u64>>, Option<u64>) {
+    fn planned_for(
+        &mut self,
+        request: &Request,
+        only_looks: bool,
+    ) -> (VecDeque<Range<u64>>, Option<u64>) {
         let Range { start, end } = request.range;
         let meets = |range: &Range<u64>| range.start < end && start < range.end;
         let planned = self.streams.iter().position(|s| s.path.iter().any(meets));
         let Some(index) = planned else { return (VecDeque::new(), None) };
         let stream = &mut self.streams[index];
-        let first = stream.path.iter().find(|range| meets(range)).map_or(start, |r| r.start);
-        let taken = stream.take(start.max(first));
+        let met = stream.path.iter().position(meets).unwrap_or(0);
+        let taken = stream.take(start.max(stream.path[met].start));
         let mut planned: VecDeque<Range<u64>> = taken.into_iter().collect();
         let window = stream.window;
         // The reader has ended one tensor and begins the next one.
         if !stream.goes_on() {
-            planned.extend(self.streams.swap_remove(index).path);
+            let mut rest = self.streams.swap_remove(index).path;
+            if only_looks {
+                // It has passed over these tensors.
+                let passed = rest.drain(..met).collect();
+                self.pass(passed);
+            }
+            planned.extend(rest);
         }
         (planned, Some(window))
     }
@@ -625,6 +615,10 @@ impl Planner {
             let Some(next) = next.filter(|_| !planned.is_full()) else { break };
             let page = next.range.start / PAGE * PAGE;
             planned.from = page.saturating_sub(around.before);
+            // The range of the tensor before may reach into this one.
+            if let Some(last) = planned.ranges.last().filter(|last| last.contains(&planned.from)) {
+                planned.from = last.end;
+            }
             planned.fill(&self.given, (page + around.after).min(self.len), window);
             tensor = next;
         }

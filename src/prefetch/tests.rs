@@ -515,3 +515,54 @@ fn only_the_starts_of_tensors_are_read_ahead_of_a_reader_that_looks_at_nothing_e
         at += MIB;
     }
 }
+
+/// Tensors of 8 KiB and of 64 MiB in turns.
+struct Norms;
+
+impl TensorMap for Norms {
+    fn at(&self, offset: u64) -> TensorSpan {
+        let start = offset / (64 * MIB) * (64 * MIB);
+        let (small, place) = (start + (8 << 10), (start / (64 * MIB)) as u32 * 2 + 1);
+        match offset < small {
+            true => TensorSpan { place, range: start..small },
+            false => TensorSpan { place: place + 1, range: small..start + 64 * MIB },
+        }
+    }
+
+    fn after(&self, place: u32, _: Order) -> Option<TensorSpan> {
+        let number = u64::from(place - 1) / 2;
+        let next =
+            if place % 2 == 1 { number * 64 * MIB + (8 << 10) } else { (number + 1) * 64 * MIB };
+        (place < 80).then(|| self.at(next))
+    }
+}
+
+#[test]
+fn starts_that_lie_close_together_are_planned_once() {
+    let mut planner = Planner::new(40 * 64 * MIB, Reach::FAR);
+    let mut planned: Vec<Range<u64>> = Vec::new();
+    for number in 1..30 {
+        for part in 0..4 {
+            let at = number * 64 * MIB - 2 * MIB + part * MIB;
+            let advice = planner.observe(&request(at, MIB, true), u64::MAX, &Norms);
+            let ahead = advice.ahead.map_or_else(Vec::new, |(_, ranges)| ranges);
+            planned.extend(ahead.into_iter().filter(|_| number > 5));
+        }
+    }
+    planned.sort_by_key(|range| range.start);
+    assert!(planned.len() > 10 && planned.is_sorted_by(|a, b| a.end <= b.start), "{planned:?}");
+}
+
+// What was read of each tensor changes: the rest of the bytes around the starts blocked the read-ahead.
+#[test]
+fn starts_that_are_passed_over_do_not_end_the_read_ahead_of_others() {
+    let mut planner = Planner::new(40 * 64 * MIB, Reach::FAR);
+    (1..4).for_each(|number| drop(touch(&mut planner, number)));
+    let mut ahead: Vec<Range<u64>> = Vec::new();
+    for number in 4..36 {
+        let start = number * 64 * MIB;
+        let is_foreseen = ahead.iter().any(|range| range.contains(&start));
+        assert!(is_foreseen || number < 6, "{number}");
+        ahead.extend(read(&mut planner, start, MIB / 2, true));
+    }
+}

@@ -57,6 +57,12 @@ impl Touches {
             let start = tensor.range.start;
             if range.start + SLACK >= start && range.end <= start + SLACK {
                 around.include(start, range);
+                let is_more = range.start >= start && around.after > self.last.after;
+                // The bytes before the next tensor may be read with that.
+                let is_inside = range.end + self.last.before <= tensor.range.end;
+                if self.count > 0 && is_more && is_inside {
+                    *self = Touches::default();
+                }
                 return;
             }
         }

@@ -332,7 +332,10 @@ name = max(opened.keys(), key=lambda name: opened.get_tensor_metadata(name).nbyt
 into = {name: np.zeros(opened.get_slice(name).get_shape(), np.float32)}
 
 def prefetched():
+    # After Ctrl-C between the call and the block, nobody would close the loader.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with opened.prefetch() as loader:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         loader.take(name)
 
 def walk():

@@ -49,6 +49,9 @@ class PrefetchLoader:
         try:
             self._thread.start()
         except BaseException:
+            # Ctrl-C may come when the thread runs already.
+            self._cancel.cancel()
+            self._closed = True
             _running.discard(self)
             raise
 

@@ -1,6 +1,7 @@
 //! Models of the local hub cache, named `ORG/NAME`. Such a name is used only if no path of this name exists.
 //! Nothing is downloaded.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -36,7 +37,14 @@ pub fn resolve(source: &Path) -> Result<PathBuf> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         _ => return Ok(source.to_owned()),
     }
-    in_cache(source, id, &cache_of(&|name| std::env::var_os(name).map(PathBuf::from)))
+    in_cache(source, id, &cache_of(&|name| variable(name).map(PathBuf::from)))
+}
+
+/// The environment variable `name`. If `HOME` is not set, it is the folder of the passwd database: systemd sets it only
+/// for units with `User=`.
+pub(super) fn variable(name: &str) -> Option<OsString> {
+    let of_passwd = || if name == "HOME" { std::env::home_dir() } else { None };
+    std::env::var_os(name).or_else(|| of_passwd().map(PathBuf::into_os_string))
 }
 
 /// The folder of the hub cache. It follows from the environment variables by the rules of the Python package

@@ -12,6 +12,8 @@ use crate::error::shown_path;
 use crate::open_options::RemoteSettings;
 use crate::sync::RwLock;
 
+use super::hub_cache::variable;
+
 /// The settings for all remote sources of the process. A child made by fork(2) keeps them.
 static IN_FORCE: RwLock<Option<RemoteSettings>> = RwLock::new(None);
 
@@ -61,7 +63,8 @@ pub(super) struct StoreSettings(pub(super) Option<Arc<RemoteSettings>>);
 impl StoreSettings {
     /// The setting that replaces the variable `name`, or else the value of the variable.
     pub(super) fn variable(&self, name: &str) -> Option<String> {
-        self.ask(|settings| settings.variable(name)).or_else(|| std::env::var(name).ok())
+        let of_process = || variable(name).and_then(|value| value.into_string().ok());
+        self.ask(|settings| settings.variable(name)).or_else(of_process)
     }
 
     /// Whether an option names a credentials file. Then no other credentials are used.

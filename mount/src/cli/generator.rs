@@ -169,7 +169,9 @@ fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
     if needs_network {
         let _ = writeln!(
             text,
-            "# This target is part of a boot only if a unit wants it.\nWants={NETWORK}"
+            "# This target is part of a boot only if a unit wants it. A server may be reached later than that, so the start\n\
+             # is tried again without an end.\n\
+             Wants={NETWORK}\nAfter=nss-lookup.target\nStartLimitIntervalSec=0\n\n[Service]\nRestartSec=10s"
         );
     }
     Some(text)
@@ -226,10 +228,12 @@ mod tests {
     #[test]
     fn a_service_with_a_url_waits_for_the_network_and_wants_it() {
         let text = "[[mount]]\nsource = 's3://bucket/data'\ntarget = '/srv/models'\n";
-        assert_eq!(order(text), ["srv.mount", "network-online.target"]);
+        let expected = ["srv.mount", "network-online.target", "nss-lookup.target"];
+        assert_eq!(order(text), expected);
         let drop_in =
             drop_in(Path::new("/c"), &paths_of_instance("SOURCE=https://host/x\n")).unwrap();
-        assert!(drop_in.ends_with("\nWants=network-online.target\n"), "{drop_in}");
+        assert!(drop_in.contains("\nWants=network-online.target\n"), "{drop_in}");
+        assert!(drop_in.contains("\nStartLimitIntervalSec=0\n\n[Service]\n"), "{drop_in}");
         assert!(!order("[[mount]]\nsource = '/s3:/data'").contains(&NETWORK.to_owned()));
     }
 

@@ -158,7 +158,7 @@ impl RemoteStore {
     ) -> io::Result<(String, Access)> {
         let invalid = |why| io::Error::new(ErrorKind::InvalidInput, why);
         let (repository, _) = HubRepository::parse(&self.location.authority).map_err(invalid)?;
-        let cache = hub_cache::cache_of(&|name| std::env::var_os(name).map(PathBuf::from));
+        let cache = hub_cache::cache_of(&|name| hub_cache::variable(name).map(PathBuf::from));
         let (access, base) = HubAccess::new(repository, variable, cache, self.pinned.clone())?;
         Ok((base, Access::Hub(Box::new(access))))
     }

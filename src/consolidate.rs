@@ -203,7 +203,8 @@ impl MemoryFile {
     /// Gives the file its name, after its bytes have reached the disk.
     ///
     /// # Errors
-    /// Errors of the file system. `Error::Usage` if the name exists. Nothing remains of the file then.
+    /// Errors of the file system, or `Error::Usage` if the name exists. If the name cannot be given, the new file is
+    /// removed. If only the sync of the folder fails, the file keeps its name.
     pub fn publish(mut self) -> Result<()> {
         let MemoryFile { target, replace, partial, mode, .. } = &mut self;
         let set = mode.map(|mode| partial.file().set_permissions(Permissions::from_mode(mode)));

@@ -1,5 +1,5 @@
-//! Makes catalogs from a proved catalog. A new catalog has some of its tensors, under the same or
-//! other names, and tensors that are joined from parts of its tensors.
+//! Makes catalogs from a proved catalog. A tensor of a new catalog is a tensor of the proved one, under the same or
+//! another name, or is joined from parts of such tensors.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -313,8 +313,8 @@ impl Checkpoint {
     }
 }
 
-/// The set with the catalog `proved`, as `view` presents it according to the record. `None` if the
-/// record is about files that the view does not make.
+/// How `view` presents the set with the catalog `proved`. This is read from `record`, and not computed again. `None`
+/// if a file in the record is not one that the view makes.
 pub(super) fn presented_as_recorded(
     proved: &Catalog,
     record: PresentedRecord,

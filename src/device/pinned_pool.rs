@@ -1,4 +1,4 @@
-//! Pinned memory into which reads for a GPU write. Pinning takes time, so the memory grows in steps while reads
+//! Pinned memory for loads to a GPU. Reads put their bytes into it. Pinning takes time, so the memory grows in steps while reads
 //! are in flight. It is kept for the next load.
 
 use std::fmt;

@@ -68,7 +68,7 @@ pub struct Read<'a> {
 /// # Errors
 /// Returns the first failure. The contents of the targets are then unspecified.
 pub fn read_all(reads: &mut [Read<'_>]) -> Result<()> {
-    if reads.len() > 1 && reads.iter().any(|read| is_request_to_server(read.source)) {
+    if reads.len() > 1 && reads.iter().any(|read| may_join_reads(read.source)) {
         reads.sort_unstable_by_key(|read| (Arc::as_ptr(read.source), read.offset));
         read_together(reads)?;
         return check_all(reads);
@@ -78,7 +78,7 @@ pub fn read_all(reads: &mut [Read<'_>]) -> Result<()> {
 }
 
 /// Whether a read of `source` is a request to a server, and may be extended by bytes that nobody has requested.
-fn is_request_to_server(source: &Source) -> bool {
+fn may_join_reads(source: &Source) -> bool {
     source.local().is_none() && source.reads_may_block() && !source.is_encrypted()
 }
 
@@ -86,7 +86,7 @@ fn is_request_to_server(source: &Source) -> bool {
 /// copied from there. Other reads that are near each other on a server become one request.
 fn read_together(reads: &mut [Read<'_>]) -> Result<()> {
     let is_kept = |read: &mut Read<'_>| {
-        is_request_to_server(read.source) && read.source.read_if_cached(read.target, read.offset)
+        may_join_reads(read.source) && read.source.read_if_cached(read.target, read.offset)
     };
     let asked: Vec<&mut Read<'_>> =
         reads.iter_mut().filter_map(|read| (!is_kept(read)).then_some(read)).collect();
@@ -95,7 +95,7 @@ fn read_together(reads: &mut [Read<'_>]) -> Result<()> {
         .map(|read| (read.source, read.offset..read.offset + read.target.len() as u64))
         .collect();
     let may_join = |first: &(&Arc<Source>, Range<u64>), next: &(&Arc<Source>, Range<u64>)| {
-        Arc::ptr_eq(first.0, next.0) && is_request_to_server(first.0)
+        Arc::ptr_eq(first.0, next.0) && may_join_reads(first.0)
     };
     let groups: Vec<(Range<u64>, usize)> =
         coalesce(&ranges, |one| &one.1, may_join, REQUEST_GAP, REQUEST_MAX)

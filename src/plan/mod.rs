@@ -239,7 +239,7 @@ struct UnplacedRequest {
 }
 
 /// A request that is one contiguous range of a shard and can be read directly into its place.
-struct DirectRequest {
+struct ContiguousRequest {
     shard: ShardId,
     range: Range<u64>,
     request: u32,
@@ -298,7 +298,7 @@ impl Plan {
                         && decryptor(one.shard).is_none() =>
                 {
                     let (shard, range) = (one.shard, one.range.clone());
-                    straight.push(DirectRequest { shard, range, request: number as u32 });
+                    straight.push(ContiguousRequest { shard, range, request: number as u32 });
                     extents.truncate(before);
                 }
                 (mine, None) => {
@@ -311,7 +311,7 @@ impl Plan {
                 }
             }
         }
-        plan.add_direct_reads(straight);
+        plan.add_contiguous_reads(straight);
         plan.assign_memory(placeless);
         for extent in &mut extents {
             let placement = &plan.placements[extent.request as usize];
@@ -488,12 +488,12 @@ impl Plan {
     }
 
     /// Adds the reads of requests that are read directly into their place. Small adjacent requests share a region.
-    fn add_direct_reads(&mut self, mut straight: Vec<DirectRequest>) {
+    fn add_contiguous_reads(&mut self, mut straight: Vec<ContiguousRequest>) {
         straight.sort_by_key(|one| (one.shard, one.range.start, one.range.end, one.request));
         let limits = self.limits;
         let small =
-            |one: &DirectRequest| one.range.end - one.range.start < limits.dedicated_min_bytes;
-        let together = |first: &DirectRequest, next: &DirectRequest| {
+            |one: &ContiguousRequest| one.range.end - one.range.start < limits.dedicated_min_bytes;
+        let together = |first: &ContiguousRequest, next: &ContiguousRequest| {
             next.shard == first.shard && small(first) && small(next)
         };
         let reads = coalesce(&straight, |one| &one.range, together, limits.gap, limits.slab);
@@ -502,7 +502,7 @@ impl Plan {
         }
     }
 
-    fn read_run(&mut self, run: &[DirectRequest], range: Range<u64>) {
+    fn read_run(&mut self, run: &[ContiguousRequest], range: Range<u64>) {
         let page = range.start / PAGE * PAGE;
         let region = self.region(range.end.next_multiple_of(PAGE) - page, false);
         for one in run {

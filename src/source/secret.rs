@@ -132,7 +132,7 @@ fn read_file(path: &Path, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String>
     }
 }
 
-/// The outcome of one read to an `Output`.
+/// The bytes that one call of `Output::read` received.
 enum Arrived {
     Bytes,
     /// No bytes have arrived yet.

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pwd
 import re
 import shutil
 import unittest
@@ -33,6 +34,14 @@ class HubCache(TestCase):
                 self.assert_same((snapshot / "model.safetensors").read_bytes(), checkpoints.hf_whole(self.checkpoint))
                 self.assertEqual((model / "refs/main").read_text(), self.snapshot.name)
             return visible_files(snapshot), visible_files(model / "blobs")
+
+    # systemd sets HOME only for units with `User=`, and the login of a hub was not found at boot.
+    def test_without_the_variable_the_home_folder_is_that_of_the_user(self):
+        told = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "XDG_"))}
+        del told["HOME"]
+        home = pwd.getpwuid(os.geteuid()).pw_dir
+        outcome = tensorfs("ls", "ORG/NO-SUCH-MODEL", env=told, cwd=self.tmp)
+        self.assertIn(f"the hub cache {home}/.cache/huggingface/hub ", outcome.stderr)
 
     # `blobs` showed the shards beside the merged file of the snapshot, so that copies took their bytes twice.
     def test_blobs_show_no_shard_that_a_snapshot_shows_merged(self):

@@ -8,7 +8,7 @@ use tensorfs::internal::sweep::Sweep;
 
 use super::args;
 use super::output::{Failure, Outcome, RawOutput};
-use super::sources::{one_checkpoint, query_options};
+use super::sources::{begin_source_command, one_checkpoint};
 
 /// The first bytes of a `.npy` file: the magic and the version.
 const NPY_MAGIC: &[u8] = b"\x93NUMPY\x01\x00";
@@ -32,7 +32,7 @@ pub(super) fn run(args: &args::CatArgs) -> Outcome {
         return Err(Failure::Usage("cat writes bytes, no JSON; leave --json out".to_owned()));
     }
     let mut output = RawOutput::open(args.force)?;
-    let options = query_options(&args.source, &args::CAT)?;
+    let options = begin_source_command(&args.source, &args::CAT)?;
     let settings = options.settings();
     let (checkpoint, notes, _) = one_checkpoint(&args.source, options)?;
     for note in &notes {

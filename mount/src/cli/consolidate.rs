@@ -11,14 +11,14 @@ use tensorfs::internal::size::shown_size;
 
 use super::args;
 use super::output::{Failure, Outcome, UNPROVEN_TAIL, print_json, print_text, reported, speed};
-use super::sources::{open_source_with_views, query_options};
+use super::sources::{begin_source_command, open_source_with_views};
 use super::stopping::{check_stopped, clean_up_on_signals};
 use super::verify::bar;
 use crate::daemon::stalled::elsewhere;
 
 pub(super) fn run(args: &args::ConsolidateArgs) -> Outcome {
     let started = Instant::now();
-    let options = query_options(&args.source, &args::CONSOLIDATE)?;
+    let options = begin_source_command(&args.source, &args::CONSOLIDATE)?;
     let settings = options.settings();
     let tree = open_source_with_views(&args.source, options)?;
     let outline = Outline::of(&tree)?;

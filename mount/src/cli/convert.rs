@@ -23,14 +23,14 @@ use tensorfs::internal::view::{FileSpec, Files, View, arrange};
 
 use super::args::{self, ConvertArgs, To};
 use super::output::{Failure, Outcome, print_json, print_text, reported};
-use super::sources::{one_checkpoint, query_options};
+use super::sources::{begin_source_command, one_checkpoint};
 use super::stopping::{check_stopped, clean_up_on_signals};
 use super::verify::bar;
 use crate::daemon::stalled::elsewhere;
 
 pub(super) fn run(args: &args::ConvertArgs) -> Outcome {
     let to = format(args)?;
-    let options = query_options(&args.source, &args::CONVERT)?;
+    let options = begin_source_command(&args.source, &args::CONVERT)?;
     check_view(to, &options.open.view)?;
     let (settings, files) = (options.settings(), options.open.view.files.clone());
     let key = write_key(args, to)?;

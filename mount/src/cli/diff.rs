@@ -15,7 +15,7 @@ use tensorfs::internal::sweep::Sweep;
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, printable};
-use super::sources::{one_checkpoint, query_options};
+use super::sources::{begin_source_command, one_checkpoint};
 use super::verify::bar;
 
 /// One of the two checkpoints.
@@ -58,7 +58,7 @@ struct Difference {
 }
 
 pub(super) fn run(args: &args::DiffArgs) -> Outcome {
-    let mut options = query_options(&args.source, &args::DIFF)?;
+    let mut options = begin_source_command(&args.source, &args::DIFF)?;
     options.keep_secret().map_err(Failure::Failed)?;
     let (settings, store) = (options.settings(), options.index_dir.folder());
     let side = |path: &Path, options| -> Result<DiffSide, Failure> {

@@ -10,7 +10,7 @@ use tensorfs::internal::view::Files;
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text};
-use super::sources::{open_bytes, query_options};
+use super::sources::{begin_source_command, open_bytes};
 use crate::log;
 
 /// The index of a folder, and the checkpoints in the folder.
@@ -31,7 +31,7 @@ struct IndexReport {
 }
 
 pub(super) fn run(args: &args::IndexArgs) -> Outcome {
-    let options = query_options(&args.source, &args::INDEX)?;
+    let options = begin_source_command(&args.source, &args::INDEX)?;
     // Each format of files has an index of its own.
     let mut tree = open_bytes("index", &args.source, options)?;
     // A checkpoint that is too large for one virtual file has an index too.

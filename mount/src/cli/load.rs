@@ -18,11 +18,11 @@ use tensorfs::internal::size::shown_size;
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, speed};
-use super::sources::{one_checkpoint, query_options};
+use super::sources::{begin_source_command, one_checkpoint};
 use super::verify::bar;
 
 pub(super) fn run(args: &args::LoadArgs) -> Outcome {
-    let options = query_options(&args.source, &args::LOAD)?;
+    let options = begin_source_command(&args.source, &args::LOAD)?;
     if let Some(path) = &args.trace {
         check_trace(path)?;
     }

@@ -16,7 +16,7 @@ use tensorfs::internal::strided::{OuterBox, StridedCopy};
 use super::args;
 use super::columns::{Column, ColumnKind, TableRow, TextTable, bytes_cell};
 use super::output::{Failure, Outcome, print_json, print_text, printable, tell_refusals};
-use super::sources::{FoundSet, open_source_with_views, prove_all, query_options};
+use super::sources::{FoundSet, begin_source_command, open_source_with_views, prove_all};
 
 /// A tensor and its position in the file that shows it.
 struct TensorPlace<'a> {
@@ -175,7 +175,7 @@ struct ListedSource {
 }
 
 fn look(args: &args::SourceArgs, command: &args::SourceCommand) -> Result<ListedSource, Failure> {
-    let options = query_options(args, command)?;
+    let options = begin_source_command(args, command)?;
     let tree = open_source_with_views(args, options)?;
     let (found, notes) = prove_all(&tree)?;
     let mut looked = ListedSource { shown: Vec::new(), notes, refused: Vec::new() };

@@ -18,7 +18,9 @@ use tensorfs::internal::view::View;
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, reported, tell_refusals};
-use super::sources::{FoundSet, open_source, prove_all, query_options, refuse_several_views};
+use super::sources::{
+    FoundSet, begin_source_command, open_source, prove_all, refuse_several_views,
+};
 
 /// The page, with placeholders for its parts.
 const PAGE: &str = include_str!("report/page.html");
@@ -29,7 +31,7 @@ const SCRIPT: &str = include_str!("report/page.js");
 const PAGE_START: usize = 96;
 
 pub(super) fn run(args: &args::ReportArgs) -> Outcome {
-    let mut options = query_options(&args.source, &args::REPORT)?;
+    let mut options = begin_source_command(&args.source, &args::REPORT)?;
     let mut named: Vec<PathBuf> = options.paths().map(|path| path.clone()).collect();
     named.extend(options.open.view.files_read().map(|(path, _)| path.to_owned()));
     refuse_url(&args.html)?;

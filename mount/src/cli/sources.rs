@@ -129,11 +129,11 @@ fn scan_tree(path: &Path, options: &OpenOptions) -> Result<Tree, Failure> {
     Ok(tree)
 }
 
-/// Parses the options `-o` of `command`.
+/// Starts the log of `command`, raises its limit of open files, and parses its options `-o`.
 ///
 /// # Errors
 /// If an option is wrong, or has no effect on the command.
-pub(super) fn query_options(
+pub(super) fn begin_source_command(
     args: &args::SourceArgs,
     command: &args::SourceCommand,
 ) -> Result<Options, Failure> {

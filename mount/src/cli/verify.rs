@@ -21,11 +21,11 @@ use tensorfs::{Error, ErrorKind};
 
 use super::args::{self, When};
 use super::output::{Failure, Outcome, print_bytes, print_json, print_text, speed};
-use super::sources::{FoundSet, open_bytes, prove_family, query_options, skipped_notes};
+use super::sources::{FoundSet, begin_source_command, open_bytes, prove_family, skipped_notes};
 use crate::log;
 
 pub(super) fn run(args: &args::VerifyArgs) -> Outcome {
-    let mut options = query_options(&args.source, &args::VERIFY)?;
+    let mut options = begin_source_command(&args.source, &args::VERIFY)?;
     if let Some(reference) = &args.reference {
         options.open.reference = Some(reference.clone());
     }

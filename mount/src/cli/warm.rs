@@ -29,7 +29,7 @@ use tensorfs::{Catalog, Checkpoint, Error, Tensor, TrainingState};
 
 use super::args;
 use super::output::{Failure, Outcome, print_json, print_text, speed, tell_refusals};
-use super::sources::{FoundSet, open_source, prove_all, query_options};
+use super::sources::{FoundSet, begin_source_command, open_source, prove_all};
 use super::verify::bar;
 use crate::log;
 use crate::serve::heat::{HeatReport, TensorRow};
@@ -57,7 +57,7 @@ struct WarmFile {
 
 pub(super) fn run(args: &args::WarmArgs) -> Outcome {
     let command = if args.heat.is_some() { &args::WARM } else { &args::WARM_ALL };
-    let options = query_options(&args.source, command)?;
+    let options = begin_source_command(&args.source, command)?;
     let heat = args.heat.as_deref().map(HeatFile::read).transpose()?;
     let path = &args.source.source;
     if is_url(path) {
@@ -227,7 +227,7 @@ fn ranges_of_set(
         None if all_bytes => {
             Ok(catalog.shards.iter().map(|shard| once(0..shard.file_len).collect()).collect())
         }
-        None => of_all_tensors(catalog),
+        None => ranges_of_all_tensors(catalog),
         Some(heat) => {
             let shown = checkpoint.virtual_files().map(|file| file.spec().name.clone());
             let names: BTreeSet<String> = shown.chain([found.set.name.clone()]).collect();
@@ -237,7 +237,7 @@ fn ranges_of_set(
 }
 
 /// The ranges of all tensors, and those of the headers of their shards.
-fn of_all_tensors(catalog: &Catalog) -> Result<ShardRanges, Failure> {
+fn ranges_of_all_tensors(catalog: &Catalog) -> Result<ShardRanges, Failure> {
     let mut ranges = vec![Vec::new(); catalog.shards.len()];
     for tensor in catalog.tensors() {
         add_tensor(&tensor, None, &mut ranges)?;

@@ -232,7 +232,7 @@ impl StoppedReads {
     }
 }
 
-/// Sends the replies that are appended to the file `late` to the kernel.
+/// Sends to the kernel the replies that are appended to the file `late`.
 fn pass_on(late: &File, to: &File, over: &AtomicBool) {
     let (mut offset, mut pause) = (0, TICK);
     loop {

@@ -235,7 +235,7 @@ impl Watcher {
                     changed.push(weak);
                 }
             }
-            self.changed(number, ino, &changed);
+            self.drop_pages_of_changed(number, ino, &changed);
         }
         self.look();
     }
@@ -264,7 +264,7 @@ impl Watcher {
             // Dropping `held` may close the file, so it is dropped before the check counts as done.
             let held = source.upgrade();
             if held.as_ref().is_some_and(|source| has_changed(source, None)) {
-                self.changed(*number, *ino, std::slice::from_ref(source));
+                self.drop_pages_of_changed(*number, *ino, std::slice::from_ref(source));
             }
             drop(held);
             next = self.looked(key, look.address());
@@ -279,9 +279,9 @@ impl Watcher {
         queue.begin()
     }
 
-    /// Makes the kernel drop its pages of inode `ino`, because some of its sources have changed.
-    /// Once for each source is enough: bytes of a changed source do not get into the cache again.
-    fn changed(&self, number: u64, ino: u64, changed: &[Weak<Source>]) {
+    /// Makes the kernel drop its pages of inode `ino`, because some of its sources have changed. Then these sources are
+    /// no longer watched: their bytes do not get into the page cache again.
+    fn drop_pages_of_changed(&self, number: u64, ino: u64, changed: &[Weak<Source>]) {
         if changed.is_empty() {
             return;
         }

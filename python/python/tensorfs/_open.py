@@ -554,13 +554,13 @@ class Slice:
             if found is None:
                 reader.framework.refuse(index, info.shape)
                 if info.dtype == _frameworks.PACKED:
-                    raise _splits_packed_pair(info)
+                    raise _packed_pair_error(info)
                 return reader.whole(info)[index]
             cuts = found
         if all(cut == (0, size, 1, False) for cut, size in zip(cuts, info.shape)):
             return reader.whole(info)
         if info.dtype == _frameworks.PACKED and cuts and cuts[-1].step != 1:
-            raise _splits_packed_pair(info)
+            raise _packed_pair_error(info)
         shape = [cut.stop - cut.start for cut in cuts if not cut.single]
         part = reader.part(info, [(cut.start, cut.stop) for cut in cuts], shape)
         if all(cut.step == 1 for cut in cuts):
@@ -568,7 +568,7 @@ class Slice:
         return reader.framework.stepped(part, tuple(slice(None, None, cut.step) for cut in cuts if not cut.single))
 
 
-def _splits_packed_pair(info: Info) -> SafetensorError:
+def _packed_pair_error(info: Info) -> SafetensorError:
     message = f"tensor `{info.name}`: two elements of {info.dtype} are one of torch, which this index would separate"
     return error(f"{message}; take slices, without a step in the last dimension", tensor=info.name)
 

@@ -188,7 +188,7 @@ impl Sending {
         self.used.as_mut().expect("the copies are not over")
     }
 
-    /// Copies the `len` bytes from byte `from` of the source on to byte `offset` of `to`.
+    /// Submits a copy of `len` bytes of the source, beginning at its byte `from`, to byte `offset` of `to`.
     pub(crate) fn copy(
         &mut self,
         from: u64,

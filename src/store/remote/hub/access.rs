@@ -254,7 +254,9 @@ impl HubAccess {
 
     /// Turns an answer of the hub that is not a success into a `Trouble`.
     fn refusal(&self, status: StatusCode, headers: &HeaderMap) -> Trouble {
-        let code = text_of(headers, ERROR_CODE).filter(|code| is_word(code)).unwrap_or_default();
+        let code = text_of(headers, ERROR_CODE)
+            .filter(|code| is_plain_error_code(code))
+            .unwrap_or_default();
         let number = status.as_u16();
         let answer = if code.is_empty() { number.to_string() } else { format!("{number} {code}") };
         let said = format!("{} answers {answer}", self.host());
@@ -431,7 +433,8 @@ fn wait_of(headers: &HeaderMap) -> Option<Duration> {
     retry_after(headers).or_else(of_limit)
 }
 
-fn is_word(text: &str) -> bool {
+/// Whether the text of a server is a short code that a message may quote.
+fn is_plain_error_code(text: &str) -> bool {
     text.len() < 64 && text.chars().all(|c| c.is_ascii_alphanumeric())
 }
 

@@ -553,7 +553,7 @@ fn starts_that_lie_close_together_are_planned_once() {
     assert!(planned.len() > 10 && planned.is_sorted_by(|a, b| a.end <= b.start), "{planned:?}");
 }
 
-// What was read of each tensor changes: the rest of the bytes around the starts blocked the read-ahead.
+// If a reader takes fewer bytes of each tensor than before, the rest of its starts filled the window.
 #[test]
 fn starts_that_are_passed_over_do_not_end_the_read_ahead_of_others() {
     let mut planner = Planner::new(40 * 64 * MIB, Reach::FAR);

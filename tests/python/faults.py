@@ -427,7 +427,11 @@ def open_files(m):
 
 def status_of(m):
     """The output of `tensorfs status --json` for a mount. None if the command does not exist."""
-    outcome = tensorfs("status", "--json", m.path)
+    for _ in range(3):
+        outcome = tensorfs("status", "--json", m.path)
+        # On a busy machine a daemon may answer too late once.
+        if outcome.code != 1 or '"no-answer"' not in outcome.stdout:
+            break
     if outcome.code == 2 and "unrecognized subcommand" in outcome.stderr:
         return None
     if outcome.code:

@@ -155,17 +155,12 @@ impl Planner {
         }
         let reader = self.reader_of(request.reader);
         let touches = &mut self.readers[reader].touches;
-        let only_looked = touches.expected().is_some();
+        let only_touched = touches.expected().is_some();
         touches.read(&request.range, tensors);
-        let loads_now = only_looked && touches.expected().is_none();
+        let loads_now = only_touched && touches.expected().is_none();
         let index = self.stream_of(request, reader, tensors);
         if let Some(index) = index.filter(|_| loads_now) {
-            let stream = &mut self.streams[index];
-            let next = stream.next;
-            let path = std::mem::take(&mut stream.path).into_iter();
-            let (here, elsewhere): (Vec<_>, Vec<_>) = path.partition(|range| range.contains(&next));
-            stream.path = here.into();
-            self.pass(elsewhere);
+            self.pass_starts(index);
         }
         self.strike(&request.range);
         self.given.add(&request.range);
@@ -337,13 +332,13 @@ impl Planner {
             self.take_over(index);
             return Some(index);
         }
-        let only_looks = self.readers[reader].touches.expected().is_some();
-        let (planned, window) = self.planned_for(request, only_looks);
+        let only_touches = self.readers[reader].touches.expected().is_some();
+        let (planned, window) = self.planned_for(request, only_touches);
         if planned.is_empty() && reads_around(request, tensors) {
             return None;
         }
-        let looked_at = self.readers[reader].touches.tensor();
-        let tensor = looked_at.unwrap_or_else(|| touched(request, tensors));
+        let touched_now = self.readers[reader].touches.tensor();
+        let tensor = touched_now.unwrap_or_else(|| touched(request, tensors));
         // A tensor that is begun at its start is mostly read to its end.
         let at_start = tensor.range.start + PAGE > start && tensor.range.start < end;
         let window = match window {
@@ -381,6 +376,16 @@ impl Planner {
         Some(oldest)
     }
 
+    /// Passes over the planned starts of other tensors, because the reader of stream `index` loads a tensor now.
+    fn pass_starts(&mut self, index: usize) {
+        let stream = &mut self.streams[index];
+        let next = stream.next;
+        let path = std::mem::take(&mut stream.path).into_iter();
+        let (here, elsewhere): (Vec<_>, Vec<_>) = path.partition(|range| range.contains(&next));
+        stream.path = here.into();
+        self.pass(elsewhere);
+    }
+
     /// Notes ranges that a reader has passed over. A reader of half of each row leaves many, so
     /// neighbours are joined.
     fn pass(&mut self, ranges: Vec<Range<u64>>) {
@@ -402,7 +407,7 @@ impl Planner {
     fn planned_for(
         &mut self,
         request: &Request,
-        only_looks: bool,
+        only_touches: bool,
     ) -> (VecDeque<Range<u64>>, Option<u64>) {
         let Range { start, end } = request.range;
         let meets = |range: &Range<u64>| range.start < end && start < range.end;
@@ -416,7 +421,7 @@ impl Planner {
         // The reader has ended one tensor and begins the next one.
         if !stream.goes_on() {
             let mut rest = self.streams.swap_remove(index).path;
-            if only_looks {
+            if only_touches {
                 // It has passed over these tensors.
                 let passed = rest.drain(..met).collect();
                 self.pass(passed);

@@ -31,9 +31,9 @@ impl Around {
 /// The tensors of which one reader read only the start.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Touches {
-    /// Tensor that is looked at, and the bytes around its start so far.
+    /// The tensor whose start is read now, and the requested bytes around that start so far.
     current: Option<(TensorSpan, Around)>,
-    /// The bytes around the start of the tensor before.
+    /// The requested bytes around the start of the previous such tensor.
     last: Around,
     /// Number of such tensors in a row.
     count: u8,
@@ -46,7 +46,7 @@ impl Touches {
         (self.count >= TOUCHED_MIN).then_some(self.last)
     }
 
-    /// The tensor that is looked at, if its reader has only looked at the one before.
+    /// The tensor whose start is read now, if only the start of the previous tensor was read.
     pub(super) fn tensor(&self) -> Option<TensorSpan> {
         self.current.as_ref().filter(|_| self.count > 0).map(|(tensor, _)| tensor.clone())
     }

@@ -160,6 +160,8 @@ impl Planner {
         let loads_now = only_touched && touches.expected().is_none();
         let index = self.stream_of(request, reader, tensors);
         if let Some(index) = index.filter(|_| loads_now) {
+            // It may load them in another order than it touched them in.
+            self.readers[reader].learner = ReadLearner::default();
             self.pass_starts(index);
         }
         self.strike(&request.range);
@@ -619,12 +621,11 @@ impl Planner {
             let next = self.next_tensor(index, reader, &tensor, tensors);
             let Some(next) = next.filter(|_| !planned.is_full()) else { break };
             let page = next.range.start / PAGE * PAGE;
-            planned.from = page.saturating_sub(around.before);
-            // The range of the tensor before may reach into this one.
-            if let Some(last) = planned.ranges.last().filter(|last| last.contains(&planned.from)) {
-                planned.from = last.end;
-            }
-            planned.fill(&self.given, (page + around.after).min(self.len), window);
+            let Range { start, end } = around.of(page, self.len);
+            // The ranges of tensors before may reach into this one.
+            let reached = planned.ranges.iter().filter(|range| range.start < end).map(|r| r.end);
+            planned.from = reached.max().unwrap_or(0).max(start);
+            planned.fill(&self.given, end, window);
             tensor = next;
         }
         planned

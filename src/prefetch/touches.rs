@@ -2,6 +2,7 @@
 //! before they load the first one, as `from_pretrained` does: for these the starts of the next tensors are read ahead,
 //! and not the rest of the current one.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::{PAGE, Request, SLACK};
@@ -10,16 +11,28 @@ use crate::order::{SMALL, TensorMap, TensorSpan};
 /// Number of tensors in a row of which only the start was read, after which the same is expected of the next ones.
 const TOUCHED_MIN: u8 = 2;
 
+/// Maximum number of tensors whose starts may be read at the same time.
+const RECENT_MAX: usize = 4;
+
 /// The bytes around the start of a tensor that a reader requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Around {
     /// Number of bytes before the page of the start.
-    pub(super) before: u64,
+    before: u64,
     /// Number of bytes from that page on.
-    pub(super) after: u64,
+    after: u64,
 }
 
 impl Around {
+    /// The bytes around the start of a tensor on the page `page`, in a file of `len` bytes.
+    pub(super) fn of(self, page: u64, len: u64) -> Range<u64> {
+        page.saturating_sub(self.before)..(page + self.after).min(len)
+    }
+
+    fn max(self, other: Around) -> Around {
+        Around { before: self.before.max(other.before), after: self.after.max(other.after) }
+    }
+
     /// Includes the bytes of a read near a tensor that starts at `start`.
     fn include(&mut self, start: u64, read: &Range<u64>) {
         let page = start / PAGE * PAGE;
@@ -31,10 +44,11 @@ impl Around {
 /// The tensors of which one reader read only the start.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Touches {
-    /// The tensor whose start is read now, and the requested bytes around that start so far.
-    current: Option<(TensorSpan, Around)>,
-    /// The requested bytes around the start of the previous such tensor.
-    last: Around,
+    /// Tensors whose start was read, with the requested bytes around it so far. The one that was read last is the
+    /// first: the kernel requests the bytes around one page in parts, and these arrive between those of the next.
+    recent: VecDeque<(TensorSpan, Around)>,
+    /// The most bytes that were requested around the start of a tensor.
+    widest: Around,
     /// Number of such tensors in a row.
     count: u8,
 }
@@ -43,44 +57,57 @@ impl Touches {
     /// The bytes that the reader is expected to request around the starts of the next tensors, if it requests no
     /// others.
     pub(super) fn expected(&self) -> Option<Around> {
-        (self.count >= TOUCHED_MIN).then_some(self.last)
+        (self.count >= TOUCHED_MIN).then_some(self.widest)
     }
 
-    /// The tensor whose start is read now, if only the start of the previous tensor was read.
+    /// The tensor whose start was read last, if only the start of the tensor before was read.
     pub(super) fn tensor(&self) -> Option<TensorSpan> {
-        self.current.as_ref().filter(|_| self.count > 0).map(|(tensor, _)| tensor.clone())
+        self.recent.front().filter(|_| self.count > 0).map(|(tensor, _)| tensor.clone())
     }
 
     /// Notes a read of the reader.
     pub(super) fn read(&mut self, range: &Range<u64>, tensors: &dyn TensorMap) {
-        if let Some((tensor, around)) = &mut self.current {
-            let start = tensor.range.start;
-            if range.start + SLACK >= start && range.end <= start + SLACK {
-                around.include(start, range);
-                let is_more = range.start >= start && around.after > self.last.after;
-                // The bytes before the next tensor may be read with that.
-                let is_inside = range.end + self.last.before <= tensor.range.end;
-                if self.count > 0 && is_more && is_inside {
-                    *self = Touches::default();
-                }
+        let known = self.recent.iter().position(|(tensor, _)| is_near(range, tensor));
+        if let Some((tensor, mut around)) = known.and_then(|known| self.recent.remove(known)) {
+            around.include(tensor.range.start, range);
+            // Tensors begin at different distances from the start of a page, or behind a short tensor.
+            let is_more =
+                range.start >= tensor.range.start && around.after / 3 * 2 > self.widest.after;
+            // The bytes before the next tensor may be read with that.
+            let is_inside = range.end + self.widest.before <= tensor.range.end;
+            if self.expected().is_some() && is_more && is_inside {
+                *self = Touches::default();
                 return;
             }
+            if self.count > 0 && is_long(&tensor) {
+                self.widest = self.widest.max(around);
+            }
+            return self.recent.push_front((tensor, around));
         }
         let Some(tensor) = tensor_near(range, tensors) else {
             *self = Touches::default();
             return;
         };
+        if let Some((_, around)) = self.recent.front().filter(|(tensor, _)| is_long(tensor)) {
+            self.widest = self.widest.max(*around);
+            self.count = self.count.saturating_add(1);
+        }
         let mut around = Around::default();
         around.include(tensor.range.start, range);
-        let before = self.current.replace((tensor, around));
-        // A short tensor is read as a whole with its start.
-        if let Some((before, around)) = before
-            && before.range.end - before.range.start >= 2 * SLACK
-        {
-            self.count = self.count.saturating_add(1);
-            self.last = around;
-        }
+        self.recent.truncate(RECENT_MAX - 1);
+        self.recent.push_front((tensor, around));
     }
+}
+
+/// Whether a read is of the bytes around the start of `tensor`.
+fn is_near(range: &Range<u64>, tensor: &TensorSpan) -> bool {
+    let start = tensor.range.start;
+    range.start + SLACK >= start && range.end <= start + SLACK
+}
+
+/// Whether a tensor is not read as a whole with its start.
+fn is_long(tensor: &TensorSpan) -> bool {
+    tensor.range.end - tensor.range.start >= 2 * SLACK
 }
 
 /// The tensor that a read begins at, or a little before: the kernel reads as much before a mapped page as after it.

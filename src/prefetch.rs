@@ -246,7 +246,10 @@ impl Planner {
     /// that was planned for the stream.
     pub fn cut_short(&mut self, stream: StreamId, refused: &[Range<u64>]) {
         self.put_off(refused);
-        self.streams.iter_mut().filter(|other| other.id == stream).for_each(ReadStream::halve);
+        self.streams
+            .iter_mut()
+            .filter(|other| other.id == stream)
+            .for_each(|s| s.halve(self.reach.first));
     }
 
     /// Returns ranges to evict for `stream`: the oldest that a reader passed over, or those of the
@@ -280,7 +283,9 @@ impl Planner {
     pub fn dropped(&mut self, range: &Range<u64>, wasted: u64) {
         if wasted > 0 {
             // Its reader is slower than expected, and as many bytes would be dropped again.
-            self.streams.iter_mut().filter(|s| s.has_planned(range)).for_each(ReadStream::halve);
+            let least = self.reach.first;
+            let planned = self.streams.iter_mut().filter(|s| s.has_planned(range));
+            planned.for_each(|s| s.halve(least));
         }
         self.withdraw(range);
         self.judge(0, wasted);
@@ -292,7 +297,7 @@ impl Planner {
         self.wasted += wasted;
         // Readers do not always finish a tensor that they begin.
         if self.wasted > self.used / 8 {
-            self.window = (self.window / 2).max(WINDOW_MIN);
+            self.window = (self.window / 2).max(self.reach.first);
         }
         // Old experience counts less.
         if self.used + self.wasted > 8 * JUDGED_FROM {
@@ -345,9 +350,9 @@ impl Planner {
         let at_start = tensor.range.start + PAGE > start && tensor.range.start < end;
         let window = match window {
             Some(window) => window,
-            None if wasteful => WINDOW_MIN,
+            None if wasteful => self.reach.first,
             None if at_start => self.window,
-            None => (self.window / 2).max(WINDOW_MIN),
+            None => (self.window / 2).max(self.reach.first),
         };
         let hesitates = end - start < SMALL || wasteful;
         let run = if hesitates && planned.is_empty() { 0 } else { SMALL_RUN };

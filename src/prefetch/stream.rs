@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::{SLACK, StreamId, WINDOW_MIN, strike};
+use super::{SLACK, StreamId, strike};
 use crate::order::TensorSpan;
 
 /// Reads that move forward through the file.
@@ -46,9 +46,9 @@ impl ReadStream {
         self.path.iter().any(|planned| planned.start < range.end && range.start < planned.end)
     }
 
-    /// Halves the window.
-    pub(super) fn halve(&mut self) {
-        self.window = (self.window / 2).max(WINDOW_MIN);
+    /// Halves the window, but for the last `least` bytes.
+    pub(super) fn halve(&mut self, least: u64) {
+        self.window = (self.window / 2).max(least);
     }
 
     /// Moves on to `end`, and removes and returns the path's bytes before it. They were passed

@@ -246,10 +246,9 @@ impl Planner {
     /// that was planned for the stream.
     pub fn cut_short(&mut self, stream: StreamId, refused: &[Range<u64>]) {
         self.put_off(refused);
-        self.streams
-            .iter_mut()
-            .filter(|other| other.id == stream)
-            .for_each(|s| s.halve(self.reach.first));
+        if let Some(found) = self.streams.iter_mut().find(|other| other.id == stream) {
+            found.halve(self.reach.first);
+        }
     }
 
     /// Returns ranges to evict for `stream`: the oldest that a reader passed over, or those of the
@@ -283,9 +282,8 @@ impl Planner {
     pub fn dropped(&mut self, range: &Range<u64>, wasted: u64) {
         if wasted > 0 {
             // Its reader is slower than expected, and as many bytes would be dropped again.
-            let least = self.reach.first;
             let planned = self.streams.iter_mut().filter(|s| s.has_planned(range));
-            planned.for_each(|s| s.halve(least));
+            planned.for_each(|s| s.halve(self.reach.first));
         }
         self.withdraw(range);
         self.judge(0, wasted);

@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use self::given::Given;
-use self::planned::PlannedRanges;
+use self::planned::{PlannedRanges, refill};
 pub use self::reach::Reach;
 pub use self::request::{Advice, Request, StreamId};
 use self::seen::SeenTensor;
@@ -155,13 +155,15 @@ impl Planner {
         }
         let reader = self.reader_of(request.reader);
         let touches = &mut self.readers[reader].touches;
-        let only_touched = touches.expected().is_some();
+        let (only_touched, was_pass) = (touches.expected().is_some(), touches.is_pass());
         touches.read(&request.range, tensors);
         let loads_now = only_touched && touches.expected().is_none();
         let index = self.stream_of(request, reader, tensors);
         if let Some(index) = index.filter(|_| loads_now) {
-            // It may load them in another order than it touched them in.
-            self.readers[reader].learner = ReadLearner::default();
+            if was_pass {
+                // It may load the tensors in another order than it touched them in.
+                self.readers[reader].learner = ReadLearner::default();
+            }
             self.pass_starts(index);
         }
         self.strike(&request.range);
@@ -247,7 +249,7 @@ impl Planner {
     pub fn cut_short(&mut self, stream: StreamId, refused: &[Range<u64>]) {
         self.put_off(refused);
         if let Some(found) = self.streams.iter_mut().find(|other| other.id == stream) {
-            found.halve(self.reach.first);
+            found.halve(WINDOW_MIN);
         }
     }
 
@@ -677,13 +679,6 @@ impl Planner {
         let range = next.range.start..beyond.range.start;
         Some(if is_more { TensorSpan { place: beyond.place - 1, range } } else { next })
     }
-}
-
-/// Bytes to add to the `ahead` ones of a window, in whole units where they are many: the last bytes would be a
-/// short read of their own.
-fn refill(window: u64, ahead: u64) -> u64 {
-    let room = window - ahead;
-    if ahead > 0 && room > STEP_UNIT { room / STEP_UNIT * STEP_UNIT } else { room }
 }
 
 /// Removes `read` from `path`.

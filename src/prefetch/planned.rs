@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::given::Given;
 use super::stream::ReadStream;
-use super::{PAGE, PATH_MAX};
+use super::{PAGE, PATH_MAX, STEP_UNIT};
 use crate::order::TensorSpan;
 
 /// Ranges to read ahead for a stream, while they are chosen.
@@ -61,4 +61,11 @@ impl PlannedRanges {
             self.from = start / PAGE * PAGE;
         }
     }
+}
+
+/// Bytes to add to the `ahead` ones of a window, in whole units where they are many: the last bytes would be a
+/// short read of their own.
+pub(super) fn refill(window: u64, ahead: u64) -> u64 {
+    let room = window - ahead;
+    if ahead > 0 && room > STEP_UNIT { room / STEP_UNIT * STEP_UNIT } else { room }
 }

@@ -517,6 +517,48 @@ fn only_the_starts_of_tensors_are_read_ahead_of_a_reader_that_requests_nothing_e
     }
 }
 
+/// Tensors of this many MiB.
+struct EvenOf(u64);
+
+impl TensorMap for EvenOf {
+    fn at(&self, offset: u64) -> TensorSpan {
+        let place = offset / (self.0 * MIB);
+        TensorSpan {
+            place: place as u32 + 1,
+            range: place * self.0 * MIB..(place + 1) * self.0 * MIB,
+        }
+    }
+
+    fn after(&self, place: u32, _: Order) -> Option<TensorSpan> {
+        Some(self.at(u64::from(place) * self.0 * MIB))
+    }
+}
+
+// The ends and starts of tensors that several threads load are read in turns, and passed for touches of starts.
+#[test]
+fn threads_that_load_tensors_pass_for_a_reader_of_starts_in_few_of_their_reads() {
+    let mut random = 1_u64;
+    for (threads, len) in [(2, 8), (4, 8), (8, 8), (4, 12), (4, 16), (8, 16), (2, 32), (4, 64)] {
+        let (tensors, mut touches) = (EvenOf(len), Touches::default());
+        let mut at: Vec<u64> = (0..threads).map(|thread| thread * len * MIB).collect();
+        let (mut next, mut touching) = (threads, 0);
+        let reads = 64 * len * 8;
+        for _ in 0..reads {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let thread = (random >> 33) as usize % at.len();
+            touches.read(&(at[thread]..at[thread] + MIB / 8), &tensors);
+            touching += u64::from(touches.expected().is_some());
+            at[thread] += MIB / 8;
+            if at[thread].is_multiple_of(len * MIB) {
+                at[thread] = next * len * MIB;
+                next += 1;
+            }
+        }
+        let share = touching * 100 / reads;
+        assert!(share <= 6, "{threads} threads, tensors of {len} MiB: {share} % of the reads");
+    }
+}
+
 /// Tensors of 8 KiB and of 64 MiB in turns.
 struct Norms;
 

@@ -11,6 +11,9 @@ use crate::order::{SMALL, TensorMap, TensorSpan};
 /// Number of tensors in a row of which only the start was read, after which the same is expected of the next ones.
 const TOUCHED_MIN: u8 = 2;
 
+/// Number of tensors in a row of which only the start was read, from which these reads are a pass of their own.
+const PASS_MIN: u8 = 8;
+
 /// Maximum number of tensors whose starts may be read at the same time.
 const RECENT_MAX: usize = 4;
 
@@ -60,6 +63,12 @@ impl Touches {
         (self.count >= TOUCHED_MIN).then_some(self.widest)
     }
 
+    /// Whether the reader reads the starts in a pass of its own. Several threads that load tensors also read a few
+    /// starts in a row.
+    pub(super) fn is_pass(&self) -> bool {
+        self.count >= PASS_MIN
+    }
+
     /// The tensor whose start was read last, if only the start of the tensor before was read.
     pub(super) fn tensor(&self) -> Option<TensorSpan> {
         self.recent.front().filter(|_| self.count > 0).map(|(tensor, _)| tensor.clone())
@@ -79,12 +88,14 @@ impl Touches {
                 *self = Touches::default();
                 return;
             }
-            if self.count > 0 && is_long(&tensor) {
+            if self.count > 0 && self.expected().is_none() && is_long(&tensor) {
                 self.widest = self.widest.max(around);
             }
             return self.recent.push_front((tensor, around));
         }
-        let Some(tensor) = tensor_near(range, tensors) else {
+        // The first part of a request may arrive last.
+        let late = || self.expected().and_then(|_| begun_near(range, tensors));
+        let Some(tensor) = tensor_near(range, tensors).or_else(late) else {
             *self = Touches::default();
             return;
         };
@@ -105,9 +116,15 @@ fn is_near(range: &Range<u64>, tensor: &TensorSpan) -> bool {
     range.start + SLACK >= start && range.end <= start + SLACK
 }
 
+/// The tensor that a read lies in, if it begins a little before the read.
+fn begun_near(range: &Range<u64>, tensors: &dyn TensorMap) -> Option<TensorSpan> {
+    let tensor = tensors.at(range.start);
+    (range.start < tensor.range.start + SLACK / 2).then_some(tensor)
+}
+
 /// Whether a tensor is not read as a whole with its start.
 fn is_long(tensor: &TensorSpan) -> bool {
-    tensor.range.end - tensor.range.start >= 2 * SLACK
+    tensor.range.end - tensor.range.start >= 3 * SLACK
 }
 
 /// The tensor that a read begins at, or a little before: the kernel reads as much before a mapped page as after it.

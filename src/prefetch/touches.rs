@@ -12,10 +12,10 @@ use crate::order::{SMALL, TensorMap, TensorSpan};
 const TOUCHED_MIN: u8 = 2;
 
 /// Number of tensors in a row of which only the start was read, from which these reads are a pass of their own.
-const PASS_MIN: u8 = 8;
+const PASS_MIN: u8 = 16;
 
-/// Maximum number of tensors whose starts may be read at the same time.
-const RECENT_MAX: usize = 4;
+/// Maximum number of tensors whose starts may be read at the same time, by parts of requests or by several threads.
+const RECENT_MAX: usize = 16;
 
 /// The bytes around the start of a tensor that a reader requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -122,7 +122,7 @@ fn begun_near(range: &Range<u64>, tensors: &dyn TensorMap) -> Option<TensorSpan>
     (range.start < tensor.range.start + SLACK / 2).then_some(tensor)
 }
 
-/// Whether a tensor is not read as a whole with its start.
+/// Whether a tensor is not read as a whole with its start. Most reads of a shorter one are near a start of a tensor.
 fn is_long(tensor: &TensorSpan) -> bool {
     tensor.range.end - tensor.range.start >= 3 * SLACK
 }

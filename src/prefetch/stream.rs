@@ -46,7 +46,7 @@ impl ReadStream {
         self.path.iter().any(|planned| planned.start < range.end && range.start < planned.end)
     }
 
-    /// Halves the window, but for the last `least` bytes.
+    /// Halves the window. It then has at least `least` bytes.
     pub(super) fn halve(&mut self, least: u64) {
         self.window = (self.window / 2).max(least);
     }

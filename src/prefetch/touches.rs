@@ -52,7 +52,7 @@ pub(super) struct Touches {
     recent: VecDeque<(TensorSpan, Around)>,
     /// The most bytes that were requested around the start of a tensor.
     widest: Around,
-    /// Number of such tensors in a row.
+    /// Number of tensors in a row of which only the start was read.
     count: u8,
 }
 

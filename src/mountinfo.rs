@@ -50,20 +50,18 @@ pub fn all() -> std::io::Result<Vec<Mount>> {
     Ok(table.split(|&byte| byte == b'\n').filter_map(parse_line).collect())
 }
 
-/// Finds another place where the daemon of the tensorfs mount with this device number serves it. This is a bind
-/// mount, or a copy in the mount namespace of another process, whose process number is returned too. Only mount
-/// tables that this process may read are searched.
-pub fn copy_of(minor: u32) -> Option<(Option<u32>, PathBuf)> {
-    let found = |table: &[u8]| {
-        let mut mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
-        mounts.find(|mount| mount.is_ours_of(minor)).map(|mount| mount.target)
+/// All tensorfs mounts with this device number: those of this process, then those in the mount namespace of another
+/// process, with its process number. Only mount tables that this process may read are searched.
+pub fn everywhere(minor: u32) -> Vec<(Option<u32>, Mount)> {
+    let table_of =
+        |process: &str| std::fs::read(format!("/proc/{process}/mountinfo")).unwrap_or_default();
+    let with_minor = |pid: Option<u32>, table: &[u8]| {
+        let mounts = table.split(|&byte| byte == b'\n').filter_map(parse_line);
+        mounts.filter(|mount| mount.is_ours_of(minor)).map(|mount| (pid, mount)).collect::<Vec<_>>()
     };
-    let in_namespace = |pid: &str| std::fs::read(format!("/proc/{pid}/mountinfo"));
-    if let Some(place) = in_namespace("self").ok().and_then(|table| found(&table)) {
-        return Some((None, place));
-    }
-    let mut seen = vec![std::fs::read_link("/proc/self/ns/mnt").ok()?];
-    for process in std::fs::read_dir("/proc").ok()?.filter_map(Result::ok) {
+    let mut found = with_minor(None, &table_of("self"));
+    let mut seen: Vec<_> = std::fs::read_link("/proc/self/ns/mnt").into_iter().collect();
+    for process in std::fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok) {
         let name = process.file_name();
         let Some((name, pid)) = name.to_str().and_then(|n| Some((n, n.parse().ok()?))) else {
             continue;
@@ -73,11 +71,9 @@ pub fn copy_of(minor: u32) -> Option<(Option<u32>, PathBuf)> {
             continue;
         }
         seen.push(namespace);
-        if let Some(place) = in_namespace(name).ok().and_then(|table| found(&table)) {
-            return Some((Some(pid), place));
-        }
+        found.extend(with_minor(Some(pid), &table_of(name)));
     }
-    None
+    found
 }
 
 /// All tensorfs mounts.

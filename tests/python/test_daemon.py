@@ -604,6 +604,19 @@ class Ends(DaemonCase):
         m.wait_for_exit()
         self.assertEqual(self.mounts_below(), [])
 
+    # A mount that another program made at that moment got the device number, and was said to keep the daemon.
+    def test_umount_names_no_mount_that_only_got_its_device_number(self):
+        script = 'set -e; for i in $(seq 30); do "$1" mount "$2" "$3" -o index-dir=none; "$1" umount "$3"; done'
+        places = [self.tmp / f"place{number}" for number in range(4)]
+        for place in places:
+            place.mkdir()
+        words = ["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh", BIN, SOURCE]
+        with contextlib.ExitStack() as stack:
+            piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "stdin": subprocess.DEVNULL}
+            started = [stack.enter_context(subprocess.Popen([*words, place], **piped)) for place in places]
+            said = [process.communicate(timeout=HANGS)[0] for process in started]
+        self.assertEqual(([process.returncode for process in started], said), ([0] * 4, [""] * 4))
+
     def test_a_mount_that_was_moved_or_is_seen_in_two_places_is_taken_off(self):
         moved, second = self.tmp / "moved", self.tmp / "second"
         moved.mkdir(), second.mkdir()

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nix::libc;
 use tensorfs::internal::error::shown_path;
-use tensorfs::internal::mountinfo;
+use tensorfs::internal::mountinfo::{self, Mount};
 
 use super::args;
 use super::output::{Failure, Outcome};
@@ -44,15 +44,21 @@ fn unmount(target: &Path, how: Detach) -> Result<(), String> {
     let Some(ours) = mountinfo::ours_at(&target).map_err(failed)? else {
         return Err(format!("{shown}: not a tensorfs mount"));
     };
+    // Once the mount is gone, another one may get its device number. A copy was there before, too.
+    let before = mountinfo::everywhere(ours.minor);
     detach(&target, how).map_err(|e| match e.raw_os_error() {
         Some(libc::EBUSY) => {
             format!("{shown}: target is busy; close what is open there, or use --lazy")
         }
         _ => failed(e),
     })?;
-    let copy = mountinfo::copy_of(ours.minor).filter(|_| how != Detach::Force);
-    if let Some((process, place)) = copy {
-        let place = shown_path(&place);
+    if how == Detach::Force {
+        return Ok(());
+    }
+    let was_there = |mount: &Mount| before.iter().any(|(_, old)| old == mount);
+    let copy = mountinfo::everywhere(ours.minor).into_iter().find(|(_, mount)| was_there(mount));
+    if let Some((process, copy)) = copy {
+        let place = shown_path(&copy.target);
         let of = process.map_or(String::new(), |pid| {
             format!(" in the mount namespace of process {pid}, until that one ends or unmounts it")
         });

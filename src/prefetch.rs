@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use self::given::Given;
+use self::passed::PassedRanges;
 use self::planned::{PlannedRanges, refill};
 pub use self::reach::Reach;
 pub use self::request::{Advice, Request, StreamId};
@@ -21,6 +22,7 @@ use self::touches::{Around, Touches, reads_around, touched};
 use crate::order::{Order, ReadLearner, SMALL, TensorMap, TensorSpan};
 
 mod given;
+mod passed;
 mod planned;
 mod reach;
 mod request;
@@ -48,12 +50,16 @@ const STEP_MAX: u64 = 8 << 20;
 /// Bytes in whose multiples a window is refilled.
 const STEP_UNIT: u64 = 1 << 20;
 
-/// Largest window, in bytes.
+/// Largest window of a file of this machine, in bytes.
 const WINDOW_MAX: u64 = 64 << 20;
 
 /// Distance from the expected place within which a read continues a stream: reads of the kernel's
 /// readahead arrive in any order.
 const SLACK: u64 = 4 << 20;
+
+/// Distance behind the last read of a stream within which a read may have been overtaken by others of the
+/// stream: the thread that answers it may have to wait for a processor.
+const OVERTAKEN_MAX: u64 = 32 << 20;
 
 /// Consecutive small reads that are needed to count as a stream.
 const SMALL_RUN: u32 = 4;
@@ -68,12 +74,6 @@ const LEFT_READS_FORETOLD: u64 = 256;
 
 /// Reads of a stream outside its planned ranges after which these are no longer expected.
 const ELSEWHERE_READS: u32 = 32;
-
-/// Reads after which bytes that their reader has passed over are no longer expected.
-const PASSED_READS: u64 = 64;
-
-/// Maximum number of ranges that were passed over and may still be requested.
-const PASSED_MAX: usize = 256;
 
 /// Maximum number of requested or planned ranges that are remembered.
 const GIVEN_MAX: usize = 1 << 11;
@@ -117,9 +117,7 @@ pub struct Planner {
     storms: Storms,
     /// Requested or planned bytes, which are not planned again.
     given: Given,
-    /// Planned bytes that a reader passed over, with the number of that read. Another reader may
-    /// still request them.
-    passed: VecDeque<(Range<u64>, u64)>,
+    passed: PassedRanges,
     /// Ranges planned for readers that went elsewhere since the last read.
     left: Vec<Range<u64>>,
 }
@@ -139,7 +137,7 @@ impl Planner {
             wasted: 0,
             storms: Storms::default(),
             given: Given::default(),
-            passed: VecDeque::new(),
+            passed: PassedRanges::default(),
             left: Vec::new(),
         }
     }
@@ -176,9 +174,8 @@ impl Planner {
             self.forget();
             self.given.add(&request.range);
         }
-        while self.passed.len() > PASSED_MAX {
-            let oldest = self.passed.pop_front();
-            oldest.iter().for_each(|(range, _)| self.given.remove(range));
+        while let Some(oldest) = self.passed.pop_excess() {
+            self.given.remove(&oldest);
         }
         let left = std::mem::take(&mut self.left);
         left.iter().for_each(|range| self.given.remove(range));
@@ -190,18 +187,13 @@ impl Planner {
     fn forget(&mut self) {
         self.given.clear();
         let planned = self.streams.iter().flat_map(|stream| &stream.path);
-        let passed = self.passed.iter().map(|(range, _)| range);
-        planned.chain(passed).for_each(|range| self.given.add(range));
+        planned.chain(self.passed.iter()).for_each(|range| self.given.add(range));
     }
 
     /// The parts of `range` that are planned and not read yet.
     fn planned_in(&self, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
         let Range { start, end } = *range;
-        let planned = self
-            .streams
-            .iter()
-            .flat_map(|stream| &stream.path)
-            .chain(self.passed.iter().map(|(range, _)| range));
+        let planned = self.streams.iter().flat_map(|stream| &stream.path).chain(self.passed.iter());
         planned.map(move |part| part.start.max(start)..part.end.min(end)).filter(|p| !p.is_empty())
     }
 
@@ -220,15 +212,7 @@ impl Planner {
     /// Removes bytes that are read from all planned ranges.
     fn strike(&mut self, read: &Range<u64>) {
         self.streams.iter_mut().for_each(|stream| stream.strike(read));
-        let meets = |range: &Range<u64>| range.start < read.end && read.start < range.end;
-        if !self.passed.iter().any(|(range, _)| meets(range)) {
-            return;
-        }
-        for (range, since) in std::mem::take(&mut self.passed) {
-            let mut rest = VecDeque::from([range]);
-            strike(&mut rest, read);
-            self.passed.extend(rest.into_iter().map(|range| (range, since)));
-        }
+        self.passed.strike(read);
     }
 
     /// Returns the tensor that is requested page by page, or 1 GiB of it, when that is first
@@ -256,9 +240,7 @@ impl Planner {
     /// Returns ranges to evict for `stream`: the oldest that a reader passed over, or those of the
     /// stream that was left longest ago. `None` if all other streams go on.
     pub fn make_way(&mut self, stream: StreamId) -> Option<Vec<Range<u64>>> {
-        let is_old = |(_, since): &(Range<u64>, u64)| since + PASSED_READS < self.reads;
-        if self.passed.front().is_some_and(is_old) {
-            let passed = self.passed.pop_front().map(|(range, _)| range)?;
+        if let Some(passed) = self.passed.pop_old(self.reads) {
             self.given.remove(&passed);
             return Some(vec![passed]);
         }
@@ -332,16 +314,17 @@ impl Planner {
             // The window grows once for all late reads within one window.
             if request.late && !wasteful && stream.grown >= stream.window {
                 stream.grown = 0;
-                stream.window = (stream.window * 2).min(WINDOW_MAX);
+                stream.window = (stream.window * 2).min(self.reach.longest);
                 self.window = stream.window;
             }
-            self.pass(passed);
+            self.passed.add(passed, self.reads);
             self.take_over(index);
             return Some(index);
         }
         let only_touches = self.readers[reader].touches.expected().is_some();
         let (planned, window) = self.planned_for(request, only_touches);
-        if planned.is_empty() && reads_around(request, tensors) {
+        let is_around = reads_around(request, tensors) || self.is_overtaken(&request.range);
+        if planned.is_empty() && is_around {
             return None;
         }
         let touched_now = self.readers[reader].touches.tensor();
@@ -371,7 +354,7 @@ impl Planner {
         };
         stream.strike(&request.range);
         let passed = stream.move_on(end);
-        self.pass(passed);
+        self.passed.add(passed, self.reads);
         if self.streams.len() < STREAMS_MAX {
             self.streams.push(stream);
             return Some(self.streams.len() - 1);
@@ -383,6 +366,15 @@ impl Planner {
         Some(oldest)
     }
 
+    /// Whether other reads of a stream have overtaken the read of `range`: they have passed over its bytes.
+    fn is_overtaken(&self, range: &Range<u64>) -> bool {
+        let has_passed = |s: &ReadStream| {
+            s.began <= range.start && range.end <= s.next && s.next - range.start <= OVERTAKEN_MAX
+        };
+        self.passed.iter().any(|passed| passed.contains(&range.start))
+            && self.streams.iter().any(has_passed)
+    }
+
     /// Passes over the planned starts of other tensors, because the reader of stream `index` loads a tensor now.
     fn pass_starts(&mut self, index: usize) {
         let stream = &mut self.streams[index];
@@ -390,23 +382,7 @@ impl Planner {
         let path = std::mem::take(&mut stream.path).into_iter();
         let (here, elsewhere): (Vec<_>, Vec<_>) = path.partition(|range| range.contains(&next));
         stream.path = here.into();
-        self.pass(elsewhere);
-    }
-
-    /// Notes ranges that a reader has passed over. A reader of half of each row leaves many, so
-    /// neighbours are joined.
-    fn pass(&mut self, ranges: Vec<Range<u64>>) {
-        for range in ranges {
-            let is_near = |(near, _): &&mut (Range<u64>, u64)| {
-                near.end <= range.start
-                    && range.start - near.end < SMALL
-                    && range.end - near.start <= WINDOW_MIN
-            };
-            match self.passed.iter_mut().rev().find(is_near) {
-                Some((near, since)) => (near.end, *since) = (range.end, self.reads),
-                None => self.passed.push_back((range, self.reads)),
-            }
-        }
+        self.passed.add(elsewhere, self.reads);
     }
 
     /// Takes the ranges that are already read ahead for a reader that begins with `request` from
@@ -431,7 +407,7 @@ impl Planner {
             if only_touches {
                 // It has passed over these tensors.
                 let passed = rest.drain(..met).collect();
-                self.pass(passed);
+                self.passed.add(passed, self.reads);
             }
             planned.extend(rest);
         }
@@ -552,7 +528,7 @@ impl Planner {
         let live = self.streams.iter().filter(is_live).count() as u64 + 1;
         let least = if only_touches { self.reach.trial } else { 0 };
         let window = self.streams[index].window.max(least);
-        window.min(most / 3 * 2).min(most / live).max(WINDOW_MIN.min(most))
+        window.min(self.reach.share_of(most)).min(most / live).max(WINDOW_MIN.min(most))
     }
 
     /// Gives up the planned ranges of stream `index` once its reader has read elsewhere for long.

@@ -11,15 +11,16 @@ use crate::source::Source;
 pub(super) struct Loading(PerSourceLimiter<SourceKey>);
 
 impl Loading {
-    /// The first source of `plan` that would have more than half of `limit` bytes in progress with this plan,
-    /// and has some in progress already. This leaves memory for other sources if one stalls.
+    /// The first source of `plan` that would have more than its share of `limit` bytes in progress with this plan,
+    /// and has some in progress already. This leaves memory for other sources if one stalls. The share is a half,
+    /// and three quarters for a store, where more bytes have to be in flight.
     pub(super) fn refusing(&self, plan: &BlockPlan, limit: u64) -> Option<SourceKey> {
-        let mut sources = plan.sources().map(|(source, len)| (SourceKey::of(source), len));
-        let refusing = sources.find(|(source, len)| {
-            let under_way = self.0.held(source);
-            under_way > 0 && under_way + len > limit / 2
+        let refusing = plan.sources().find(|(source, len)| {
+            let under_way = self.0.held(&SourceKey::of(source));
+            let share = if source.wanted_in_flight().is_some() { limit / 8 * 7 } else { limit / 2 };
+            under_way > 0 && under_way + len > share
         });
-        refusing.map(|(source, _)| source)
+        refusing.map(|(source, _)| SourceKey::of(source))
     }
 
     pub(super) fn add(&mut self, plan: &BlockPlan) {
@@ -31,6 +32,33 @@ impl Loading {
     pub(super) fn remove(&mut self, charges: &[(Arc<Source>, u64)]) {
         for (source, len) in charges {
             self.0.give_back(&SourceKey::of(source), *len);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reader::Reader;
+    use crate::source::MeasuredStore;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn a_source_may_have_half_of_the_memory_and_one_of_a_measured_store_seven_eighths() {
+        for (wanted, share) in [(None, 8), (Some(1), 14)] {
+            let source = MeasuredStore::file(wanted);
+            let reader = Reader::whole(source.clone());
+            let mut loading = Loading::default();
+            for number in 0..share {
+                let plan = reader.plan_block(number * MIB..(number + 1) * MIB);
+                assert_eq!(loading.refusing(&plan, 16 * MIB), None, "{number} of {share}");
+                loading.add(&plan);
+            }
+            let over = reader.plan_block(20 * MIB..21 * MIB);
+            assert_eq!(loading.refusing(&over, 16 * MIB), Some(SourceKey::of(&source)));
+            loading.remove(&[(source, MIB)]);
+            assert_eq!(loading.refusing(&over, 16 * MIB), None);
         }
     }
 }

@@ -41,6 +41,7 @@ use crate::sync::Mutex;
 use crate::version::QueueKey;
 use device_queue::DeviceQueue;
 pub use device_queue::QueueStatus;
+pub(crate) use queue::SENT_MAX_OF_ONE;
 
 /// Default time limit of a read.
 const TIMEOUT: Duration = Duration::from_secs(60);

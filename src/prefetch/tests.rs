@@ -1,5 +1,6 @@
 //! Planned reads of made-up readers.
 
+use super::passed::PASSED_MAX;
 use super::*;
 
 mod recorded;
@@ -234,6 +235,27 @@ fn what_waits_for_its_source_is_planned_again_and_costs_no_window() {
 
 // For a reader too slow for the time that blocks are kept, each read once fetched 64 MiB.
 #[test]
+fn a_read_that_others_overtake_begins_no_read_ahead_of_its_own() {
+    let mut planner = Planner::new(40 * 64 * MIB, Reach::FAR);
+    let mut read_to = 0;
+    for number in 0..1000_u64 {
+        // Every tenth read arrives after the next nine.
+        let number = match number % 10 {
+            0 if number > 0 => continue,
+            9 if number > 9 => vec![number, number - 9],
+            _ => vec![number],
+        };
+        for number in number {
+            let planned = read(&mut planner, number * MIB, MIB, true);
+            read_to = read_to.max(number * MIB + MIB);
+            let furthest = planned.iter().map(|range| range.end).max().unwrap_or(0);
+            assert!(furthest <= read_to + planner.reach.longest, "{furthest} at {read_to}");
+        }
+    }
+    assert_eq!(planner.streams.len(), 1);
+}
+
+#[test]
 fn what_is_dropped_again_and_again_is_read_ahead_less_and_less() {
     let mut planner = planner();
     (0..64).for_each(|at| drop(read(&mut planner, at * MIB, MIB, true)));
@@ -379,7 +401,7 @@ fn what_a_reader_of_half_of_each_row_passes_over_stays_until_there_is_no_room() 
             assert_eq!(advice.left, [], "at {at}");
             assert!(planner.streams.iter().all(|s| s.path.len() <= 4), "at {at}");
         }
-        assert!(planner.passed.len() <= PASSED_MAX && planner.given.count() <= GIVEN_MAX);
+        assert!(planner.passed.iter().count() <= PASSED_MAX && planner.given.count() <= GIVEN_MAX);
         let left = std::iter::from_fn(|| planner.make_way(StreamId(1))).flatten();
         assert!(left.map(|range| range.end - range.start).sum::<u64>() >= found);
     }
@@ -448,7 +470,7 @@ fn bytes_that_are_read_ahead_have_a_stream_until_they_are_read_or_left() {
         }
     }
     planner.streams.iter().flat_map(|s| &s.path).for_each(|range| held.remove(range));
-    planner.passed.iter().for_each(|(range, _)| held.remove(range));
+    planner.passed.iter().for_each(|range| held.remove(range));
     assert_eq!(held.gap(&(0..2560 * MIB)), Some(0..2560 * MIB), "all of it has an owner");
     assert_eq!(twice, 0, "nothing is planned while it is planned");
 }

@@ -6,14 +6,14 @@ use std::sync::{Arc, OnceLock};
 
 use crate::checkpoint::VirtualFile;
 use crate::error::Result;
-use crate::io::{read_all, read_all_stored};
+use crate::io::{SENT_MAX_OF_ONE, read_all, read_all_stored};
 use crate::layout::{Extent, ExtentCount, Layout, PlainRun};
 use crate::order::{LayerPart, Order, Orders, TensorMap, TensorSpan};
 use crate::prefetch::Reach;
 use crate::source::Source;
 use crate::zeros::are_zeros;
 
-use self::plan::{BLOCK_LEN, PARTS_MAX, SPREAD_LEN_MAX};
+use self::plan::{BLOCK_LEN, PARTS_MAX, SPREAD_LEN_MAX, STORE_BLOCK_LEN_MAX};
 pub use block::{Block, Done};
 pub use plan::BlockPlan;
 pub use windows::GatherWindows;
@@ -273,6 +273,14 @@ impl Reader {
         }
     }
 
+    /// Usual length of a block. Of a store, as many blocks as are read at a time together have the bytes that
+    /// have to be in flight.
+    fn usual_block_len(&self) -> u64 {
+        let wanted = self.sources.iter().find_map(|source| source.wanted_in_flight()).unwrap_or(0);
+        let len = wanted / SENT_MAX_OF_ONE as u64;
+        len.next_multiple_of(BLOCK_LEN).clamp(BLOCK_LEN, STORE_BLOCK_LEN_MAX)
+    }
+
     /// The plan for the first part of the bytes `range`. The length of the part is good for a block.
     #[doc(hidden)]
     pub fn plan_first_block(&self, range: Range<u64>) -> BlockPlan {
@@ -283,13 +291,14 @@ impl Reader {
             }
             first(len)
         };
-        let plan = self.plan_block(first(BLOCK_LEN));
+        let usual_len = self.usual_block_len();
+        let plan = self.plan_block(first(usual_len));
         let gathers = self.layout.as_ref().is_some_and(|layout| layout.has_gathers());
         if gathers && plan.len() < plan.spread_len() {
             // For a shorter block, the same number of bytes would be gathered.
             return plan;
         }
-        let mut longer = first(plan.good_len());
+        let mut longer = first(plan.good_len(usual_len));
         if self.is_encrypted() {
             // The block ends with an encrypted piece, so that no piece is decrypted for two blocks.
             longer.end = self.cover(&longer).end;

@@ -34,6 +34,9 @@ const STREAMED_LEN: u64 = 1 << 20;
 /// Usual length of a block in bytes.
 pub(super) const BLOCK_LEN: u64 = 1 << 20;
 
+/// Maximum usual length of a block of a store.
+pub(super) const STORE_BLOCK_LEN_MAX: u64 = 4 << 20;
+
 /// Maximum length in bytes of a block, if many shards have parts in it.
 const BLOCK_LEN_MAX: u64 = 8 << 20;
 
@@ -139,8 +142,8 @@ impl BlockPlan {
         self.len
     }
 
-    /// A good length for a block with the same start. This block must have the usual length.
-    pub(super) fn good_len(&self) -> u64 {
+    /// A good length for a block with the same start. This block must have the usual length `usual`.
+    pub(super) fn good_len(&self, usual: u64) -> u64 {
         let uses = self.fetches.iter().flat_map(|fetch| &fetch.uses);
         let scattered = uses.filter(|one| match &one.place {
             BlockPlace::Run(_) => false,
@@ -161,7 +164,7 @@ impl BlockPlan {
             return (len as u64 / SPARSE_LEN_MIN * SPARSE_LEN_MIN).clamp(SPARSE_LEN_MIN, BLOCK_LEN);
         }
         if rows < BLOCK_LEN / 2 {
-            return BLOCK_LEN;
+            return usual;
         }
         (parts * PART_LEN).next_multiple_of(BLOCK_LEN).min(BLOCK_LEN_MAX)
     }

@@ -9,6 +9,7 @@ use std::path::Path;
 use super::*;
 use crate::dtype::Dtype;
 use crate::format::safetensors;
+use crate::source::MeasuredStore;
 use crate::{Checkpoint, OpenOptions, RenameRules, View};
 
 /// Columns of a tensor of bytes in a sparse file. Each row of the file has a mark.
@@ -113,4 +114,14 @@ fn columns_of_kib_are_read_in_large_windows_and_blocks() {
     assert_eq!(plan.len(), range.end - range.start);
     let block = columns.reader.plan_first_block(range);
     assert_eq!(block.len(), BLOCK_LEN);
+}
+
+#[test]
+fn blocks_of_a_store_are_longer_where_more_bytes_have_to_be_in_flight() {
+    const MIB: u64 = 1 << 20;
+    let block_len = |wanted: Option<u64>| {
+        Reader::whole(MeasuredStore::file(wanted)).plan_first_block(5..1 << 30).len()
+    };
+    let wanted = [None, Some(0), Some(32 * MIB), Some(33 * MIB), Some(100 * MIB), Some(1 << 40)];
+    assert_eq!(wanted.map(block_len), [1, 1, 1, 2, 4, 4].map(|len| len * MIB));
 }

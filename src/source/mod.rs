@@ -35,6 +35,8 @@ pub use secret::SecretOrigin;
 pub use stat::local_version;
 pub(crate) use stat::{lacks_statx, version_in_folder, version_now};
 pub use store_file::StoreFile;
+#[cfg(test)]
+pub(crate) use store_kind::tests::MeasuredStore;
 pub use store_kind::{StoreKind, StoreListing};
 pub use store_probe::{StateMark, StoreProbe, StoreSample};
 
@@ -225,6 +227,12 @@ impl Source {
             Source::Local(_) => None,
             Source::Stored(file) => Some(file.store()),
         }
+    }
+
+    /// Number of bytes in flight that keep the connections to the store busy, if that was measured. `None` if the
+    /// bytes are on this machine.
+    pub(crate) fn wanted_in_flight(&self) -> Option<u64> {
+        self.store_kind().filter(|_| self.copy().is_none())?.wanted_in_flight()
     }
 
     fn notes(&self) -> &Notes {

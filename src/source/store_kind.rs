@@ -35,6 +35,12 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Number of bytes in flight that keep the connections to the store busy: with fewer they idle, with more
+    /// the bytes wait for each other. `None` if that was not measured.
+    fn wanted_in_flight(&self) -> Option<u64> {
+        None
+    }
+
     /// The SHA-256 of the file at `path` in `version`, in hexadecimal, if the store knows it without reading
     /// the file. Sends no request.
     fn sha256(&self, path: &Path, version: &Version) -> Option<String> {
@@ -130,4 +136,50 @@ pub struct StoreListing {
     pub entries: Vec<(OsString, Version)>,
     /// Whether names are missing because their versions could not be read.
     pub partial: bool,
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::source::Source;
+    use crate::version::QueueKey;
+    use std::sync::Arc;
+
+    /// A store that has measured how many bytes in flight it needs, and that reads nothing.
+    #[derive(Debug)]
+    pub(crate) struct MeasuredStore(pub(crate) Option<u64>);
+
+    impl MeasuredStore {
+        /// A file of 1 GiB in a store of its own.
+        pub(crate) fn file(wanted_in_flight: Option<u64>) -> Arc<Source> {
+            let store: Arc<dyn StoreKind> = Arc::new(MeasuredStore(wanted_in_flight));
+            let version = Version::of_tagged_object(QueueKey::Store(1), [1, 1], 1 << 30, None);
+            Source::stored(&store, Path::new("s3://b/object"), version)
+        }
+    }
+
+    impl StoreKind for MeasuredStore {
+        fn version(&self, _: &Path) -> io::Result<Version> {
+            Err(io::ErrorKind::NotFound.into())
+        }
+
+        fn list(&self, _: &Path) -> io::Result<StoreListing> {
+            Err(io::ErrorKind::NotFound.into())
+        }
+
+        fn read(
+            &self,
+            _: &Path,
+            _: &Version,
+            _: u64,
+            _: &mut [u8],
+            _: Option<Instant>,
+        ) -> io::Result<()> {
+            Err(io::ErrorKind::NotFound.into())
+        }
+
+        fn wanted_in_flight(&self) -> Option<u64> {
+            self.0
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! Stores of source files. A store lists folders, finds versions and opens sources. It is the local file system
 //! or a remote one.
 
+mod bandwidth;
 pub mod disk_cache;
 pub mod folder;
 pub mod hub_cache;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::bandwidth::Bandwidth;
 use super::disk_cache::{DiskCacheStatus, statuses};
 use crate::counters::{Counter, Latency, Waits};
 use crate::process::PerProcess;
@@ -28,6 +29,8 @@ pub(super) struct EndpointCounters {
     pub(super) now: Counter,
     /// Time from a request to the headers of its answer.
     pub(super) first_byte: Latency,
+    /// The rate and latency of its answers with bytes of objects.
+    pub(super) bandwidth: Mutex<Bandwidth>,
 }
 
 /// The counters of `host`.

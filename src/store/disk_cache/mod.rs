@@ -225,6 +225,10 @@ impl StoreKind for CachedStore {
         self.inner.name()
     }
 
+    fn wanted_in_flight(&self) -> Option<u64> {
+        self.inner.wanted_in_flight()
+    }
+
     fn read(
         &self,
         path: &Path,

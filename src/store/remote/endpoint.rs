@@ -147,6 +147,11 @@ impl Endpoint {
         Ok((request, is_signed))
     }
 
+    /// Number of bytes in flight that keep the server busy. `None` before that is measured.
+    pub(super) fn wanted_in_flight(&self) -> Option<u64> {
+        self.counters.bandwidth.lock().wanted_in_flight()
+    }
+
     fn lost(&self, e: reqwest::Error) -> Trouble {
         lost_connection(&self.host, e)
     }
@@ -422,7 +427,9 @@ impl Endpoint {
         have: &mut usize,
         limit: Duration,
     ) -> Result<ObjectState, Trouble> {
+        let sent = Instant::now();
         let mut answer = self.send_twice_if_slow(wanted, limit).await?;
+        self.counters.bandwidth.lock().answered(sent.elapsed(), Instant::now());
         let state = check_answer(answer.status(), answer.headers(), &range, version)?;
         let before = *have;
         while let Some(frame) = self.frame(&mut answer, limit).await? {
@@ -434,6 +441,7 @@ impl Endpoint {
             }
             *have += frame.len();
         }
+        self.counters.bandwidth.lock().arrived((*have - before) as u64, Instant::now());
         if *have == parts.len() {
             Ok(state)
         } else {

@@ -301,6 +301,10 @@ impl StoreKind for RemoteStore {
         Some(format!("{scheme} at {}", self.endpoint().ok()?.host))
     }
 
+    fn wanted_in_flight(&self) -> Option<u64> {
+        self.endpoint().ok()?.wanted_in_flight()
+    }
+
     fn version(&self, path: &Path) -> io::Result<Version> {
         let key = self.key(path)?;
         if key.is_empty() {

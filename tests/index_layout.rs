@@ -44,7 +44,7 @@ fn headers(stored: &[Stored<'_>]) -> Vec<ShardHeader> {
             end += dtype.bits_of(shape).unwrap() / 8;
             tensors.push(Entry {
                 name: (*name).to_owned(),
-                dtype: *dtype,
+                facts: (*dtype).into(),
                 shape: shape.to_vec(),
                 data_offsets: start..end,
             });

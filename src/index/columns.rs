@@ -11,9 +11,8 @@ use std::collections::HashMap;
 use bincode::{BorrowDecode, Encode};
 
 use crate::cast::Cast;
-use crate::catalog::Shard;
-use crate::catalog::ShardId;
 use crate::catalog::tensors::{Lists, PieceRow, ROW_MAJOR, TensorColumns, WHOLE};
+use crate::catalog::{Shard, ShardId};
 use crate::dtype::Dtype;
 use crate::strides::{are_nested, reach};
 use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START, are_zeros};

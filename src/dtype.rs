@@ -114,6 +114,26 @@ impl std::fmt::Display for Dtype {
     }
 }
 
+/// The facts that a shard records of a tensor besides its name, its shape and its place. All pieces of a tensor have
+/// the same facts, and views keep them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TensorFacts {
+    /// Element type.
+    pub dtype: Dtype,
+}
+
+impl From<Dtype> for TensorFacts {
+    fn from(dtype: Dtype) -> TensorFacts {
+        TensorFacts { dtype }
+    }
+}
+
+impl std::fmt::Display for TensorFacts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.dtype.fmt(f)
+    }
+}
+
 /// Start of the message by which a parser recognizes an unknown dtype among JSON errors.
 pub(crate) const UNKNOWN_DTYPE: &str = "unknown dtype ";
 

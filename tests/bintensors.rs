@@ -105,8 +105,7 @@ fn good_fixtures_hold_what_the_manifest_says() {
         let header = parse_file(&fixture(entry["path"].as_str().unwrap())).unwrap();
         let described = |e: &tensorfs::internal::format::safetensors::Entry| {
             let bytes = e.data_offsets.end - e.data_offsets.start;
-            let json =
-                serde_json::json!({ "dtype": e.dtype.name(), "shape": e.shape, "nbytes": bytes });
+            let json = serde_json::json!({ "dtype": e.facts.dtype.name(), "shape": e.shape, "nbytes": bytes });
             (e.name.clone(), json)
         };
         let found: BTreeMap<_, _> = header.tensors.iter().map(described).collect();
@@ -253,7 +252,7 @@ fn read_by_genuine(file: &[u8]) -> Option<Vec<(String, String, Vec<usize>)>> {
 fn described(header: &Header) -> Vec<(String, String, Vec<usize>)> {
     let entry = |e: &tensorfs::internal::format::safetensors::Entry| {
         let shape = e.shape.iter().map(|&dim| dim as usize).collect();
-        (e.name.clone(), e.dtype.name().to_owned(), shape)
+        (e.name.clone(), e.facts.dtype.name().to_owned(), shape)
     };
     header.tensors.iter().map(entry).collect()
 }

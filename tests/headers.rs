@@ -122,7 +122,7 @@ proptest! {
         file.resize(file.len() + total as usize, 0);
         let header = Header::of_file(&file).unwrap();
         prop_assert_eq!(header.metadata.unwrap_or_default(), metadata);
-        let mut read: Vec<_> = header.tensors.into_iter().map(|e| (e.name, (e.dtype, e.shape))).collect();
+        let mut read: Vec<_> = header.tensors.into_iter().map(|e| (e.name, (e.facts.dtype, e.shape))).collect();
         read.sort();
         prop_assert_eq!(read, tensors.into_iter().collect::<Vec<_>>());
     }

@@ -44,7 +44,7 @@ fn headers(stored: &[Stored<'_>]) -> Vec<ShardHeader> {
             end += dtype.bits_of(shape).unwrap() / 8;
             tensors.push(Entry {
                 name: (*name).to_owned(),
-                dtype: *dtype,
+                facts: (*dtype).into(),
                 shape: shape.to_vec(),
                 data_offsets: start..end,
             });
@@ -183,8 +183,8 @@ fn sample() -> Index {
 // The layout.
 
 /// Where this fails the layout of the file, of what it says of tensors, or of the virtual file
-/// has changed: then the version in `src/index/mod.rs` goes up, and the new bytes become the
-/// fixture.
+/// has changed: then the version in `src/index/mod.rs` goes up, or for the columns of tensors that
+/// in `src/index/columns.rs`, and the new bytes become the fixture.
 #[test]
 fn version_7_is_laid_out_as_it_was_when_it_was_fixed() {
     let expected = sample();

@@ -63,13 +63,13 @@ fn fixtures(section: &str) -> Vec<Value> {
 /// The tensors of a file by its description.
 fn read(description: &ShardDescription, file: &[u8]) -> Tensors {
     let tensor = |t: tensorfs::internal::format::TensorDescription<'_>| {
-        let len = t.dtype.bits_of(t.shape).expect("it was checked") / 8;
+        let len = t.facts.dtype.bits_of(t.shape).expect("it was checked") / 8;
         let bytes = if t.start >= ZEROS_START {
             vec![0; len as usize]
         } else {
             file[t.start as usize..(t.start + len) as usize].to_vec()
         };
-        (t.name.to_owned(), (t.dtype, t.shape.to_vec(), bytes))
+        (t.name.to_owned(), (t.facts.dtype, t.shape.to_vec(), bytes))
     };
     description.tensors().map(tensor).collect()
 }
@@ -84,7 +84,7 @@ fn check(description: &ShardDescription, file: &[u8]) {
     assert!(ranges.is_sorted_by(|a, b| a.end < b.start), "{ranges:?}");
     let mut zeros_end = ZEROS_START;
     for tensor in description.tensors() {
-        let len = tensor.dtype.bits_of(tensor.shape).expect("it was checked") / 8;
+        let len = tensor.facts.dtype.bits_of(tensor.shape).expect("it was checked") / 8;
         if tensor.start >= ZEROS_START {
             assert!(tensor.start >= zeros_end, "two tensors of the same zeros");
             zeros_end = tensor.start + len;

@@ -114,9 +114,9 @@ proptest! {
         let file = written(&new, &data, &[first, new.len() - first], is_seen);
         let description = parse_file(&file).unwrap();
         let tensor = |t: tensorfs::internal::format::TensorDescription<'_>| {
-            let len = t.dtype.bits_of(t.shape).unwrap() / 8;
+            let len = t.facts.dtype.bits_of(t.shape).unwrap() / 8;
             let bytes = file[t.start as usize..(t.start + len) as usize].to_vec();
-            (t.name.to_owned(), (t.dtype, t.shape.to_vec(), bytes))
+            (t.name.to_owned(), (t.facts.dtype, t.shape.to_vec(), bytes))
         };
         let found: BTreeMap<_, _> = description.tensors().map(tensor).collect();
         prop_assert_eq!(check_hashes(&file), found.len());

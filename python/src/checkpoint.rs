@@ -509,7 +509,7 @@ pub(crate) fn describe(py: Python<'_>, data: &[u8]) -> PyResult<Vec<Described>> 
     let described = header.tensors.into_iter().map(|entry| {
         let range = entry.data_offsets;
         let (first, end) = (start + range.start as usize, start + range.end as usize);
-        (entry.name, entry.dtype.name(), entry.shape, first, end)
+        (entry.name, entry.facts.dtype.name(), entry.shape, first, end)
     });
     Ok(described.collect())
 }

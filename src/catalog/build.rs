@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::coverage::{self, Covered, FoundPiece};
 use super::heads::{HeadTensors, Stored};
 use super::name_order::{self, Ref};
-use super::tensors::{BoxSlice, Builder, ROWS_MAX, span};
+use super::tensors::{BoxSlice, Builder, ROWS_MAX};
 use super::{Catalog, Shard, ShardHeader, ShardId, named_some};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::dcp;
@@ -42,8 +42,7 @@ pub(super) fn of_whole_tensors(
     let mut columns = Builder::with_room(refs.iter().map(|one| name(one).len()));
     for one in &refs {
         let stored = tensors[one.shard as usize].get(one.index as usize);
-        let Stored { name, dtype, shape, start, strides } = stored;
-        columns.push_stored(name, dtype, shape, strides, ShardId(one.shard), start);
+        columns.push_stored(stored, ShardId(one.shard));
     }
     catalog.columns = Arc::new(columns.finish());
     catalog.shapes_recorded = shards.iter().all(|shard| shard.header.records_shapes());
@@ -73,9 +72,8 @@ pub(super) fn of_dcp_shards(
     let mut shapes_recorded = !refs.is_empty();
     for same in by_tensor() {
         if let Some((whole, recorded)) = alone(same, &pieces) {
-            let Stored { dtype, shape, start, strides, .. } = whole;
-            let shard = ShardId(same[0].shard);
-            columns.push_stored(name(&same[0]), dtype, shape, strides, shard, start);
+            let whole = Stored { name: name(&same[0]), ..whole };
+            columns.push_stored(whole, ShardId(same[0].shard));
             shapes_recorded &= recorded;
             continue;
         }
@@ -83,8 +81,8 @@ pub(super) fn of_dcp_shards(
         let tensor =
             coverage::prove(found, shard_name).map_err(|fault| fault.tensor(name(&same[0])))?;
         shapes_recorded &= tensor.shape_recorded;
-        let Covered { dtype, shape, pieces, replicas, .. } = &tensor;
-        columns.push(name(&same[0]), *dtype, shape, pieces, replicas);
+        let Covered { facts, shape, pieces, replicas, .. } = &tensor;
+        columns.push(name(&same[0]), *facts, shape, pieces, replicas);
     }
     catalog.columns = Arc::new(columns.finish());
     catalog.shapes_recorded = shapes_recorded;
@@ -228,20 +226,9 @@ fn alone<'a>(same: &[Ref], pieces: &[HeadTensors<'a>]) -> Option<(Stored<'a>, bo
 fn found(one: &Ref, pieces: &[HeadTensors<'_>]) -> FoundPiece {
     let (pieces, index) = (&pieces[one.shard as usize], one.index as usize);
     let (stored, place) = (pieces.get(index), pieces.place(index));
-    let Stored { dtype, shape, start, strides, .. } = stored;
-    // The header was checked, so the piece ends within its file.
-    let len = match strides {
-        Some(strides) => span(dtype, shape, strides),
-        None => dtype.bits_of(shape).unwrap_or(0) / 8,
-    };
-    let box_id = BoxSlice {
-        shard: ShardId(one.shard),
-        range: start..start + len,
-        offset: place.offset.to_vec(),
-        shape: shape.to_vec(),
-        strides: strides.map(<[u64]>::to_vec),
-    };
-    FoundPiece { dtype, box_id, whole_shape: place.whole_shape.map(<[u64]>::to_vec) }
+    let box_id = BoxSlice::of(stored, ShardId(one.shard), place.offset);
+    let whole_shape = place.whole_shape.map(<[u64]>::to_vec);
+    FoundPiece { facts: stored.facts, box_id, whole_shape }
 }
 
 /// The part of a name before the number at its end. `None` if there is no such number.

@@ -8,12 +8,12 @@ use std::collections::HashMap;
 use super::tensors::BoxSlice;
 use super::tiling::{Flaw, contains, flaw, hole_end};
 use super::{ShardId, Tensor, named_some};
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, TensorFacts};
 use crate::error::{ErrorKind, Fault};
 
 /// A piece of a tensor, in the form in which its shard describes it.
 pub(super) struct FoundPiece {
-    pub(super) dtype: Dtype,
+    pub(super) facts: TensorFacts,
     pub(super) box_id: BoxSlice,
     /// The shape of the whole tensor, if the shard records it.
     pub(super) whole_shape: Option<Vec<u64>>,
@@ -21,7 +21,7 @@ pub(super) struct FoundPiece {
 
 /// A tensor for which it is proved that its pieces cover it.
 pub(super) struct Covered {
-    pub(super) dtype: Dtype,
+    pub(super) facts: TensorFacts,
     pub(super) shape: Vec<u64>,
     /// Whether a shard records the shape. If no shard does, the shape is inferred from the pieces.
     pub(super) shape_recorded: bool,
@@ -36,7 +36,7 @@ pub(super) fn prove<'a>(
     found: Vec<FoundPiece>,
     shard_name: impl Fn(ShardId) -> &'a str,
 ) -> Result<Covered, Fault> {
-    let dtype = found[0].dtype;
+    let facts = found[0].facts;
     agree(&found, &shard_name)?;
     let recorded = recorded_shape(&found, &shard_name)?;
     let mut pieces: Vec<BoxSlice> = found.into_iter().map(|found| found.box_id).collect();
@@ -44,8 +44,8 @@ pub(super) fn prove<'a>(
     let reached = reach(&pieces);
     let shape_recorded = recorded.is_some();
     let shape = recorded.unwrap_or_else(|| reached.clone());
-    let Some(bits) = dtype.bits_of(&shape) else {
-        let message = format!("{dtype} {shape:?} has 2^64 bits or more");
+    let Some(bits) = facts.dtype.bits_of(&shape) else {
+        let message = format!("{facts} {shape:?} has 2^64 bits or more");
         return Err(Fault::new(ErrorKind::Overflow, message).in_file(first_shard));
     };
     pieces.sort_by_key(|piece| (piece.shard, piece.range.start));
@@ -56,7 +56,7 @@ pub(super) fn prove<'a>(
             shape: shape.clone(),
             ..pieces.remove(0)
         }];
-        return Ok(Covered { dtype, shape, shape_recorded, pieces: whole, replicas: Vec::new() });
+        return Ok(Covered { facts, shape, shape_recorded, pieces: whole, replicas: Vec::new() });
     }
     let shards: Vec<ShardId> = pieces.iter().map(|piece| piece.shard).collect();
     pieces.retain(|piece| !piece.shape.contains(&0));
@@ -73,10 +73,10 @@ pub(super) fn prove<'a>(
         });
     }
     if bits % 8 != 0 {
-        let message = format!("{dtype} {shape:?} has {bits} bits, not whole bytes");
+        let message = format!("{facts} {shape:?} has {bits} bits, not whole bytes");
         return Err(Fault::new(ErrorKind::Misaligned, message));
     }
-    Ok(Covered { dtype, shape, shape_recorded, pieces, replicas })
+    Ok(Covered { facts, shape, shape_recorded, pieces, replicas })
 }
 
 /// Refuses `tensor` unless it has the `dtype` and `shape` of the reference.
@@ -112,8 +112,9 @@ fn agree<'a>(found: &[FoundPiece], shard_name: &impl Fn(ShardId) -> &'a str) -> 
             let message = format!("{first_rank} dimensions in {first_shard}, {rank} in {shard}");
             return Err(Fault::new(ErrorKind::DcpRank, message).in_file(shard));
         }
-        if other.dtype != first.dtype {
-            let message = format!("{} in {first_shard}, {} in {shard}", first.dtype, other.dtype);
+        if other.facts != first.facts {
+            let (own, first) = (other.facts, first.facts);
+            let message = format!("{first} in {first_shard}, {own} in {shard}");
             return Err(Fault::new(ErrorKind::DcpDtype, message).in_file(shard));
         }
     }

@@ -15,7 +15,7 @@ use super::flat_range::boxes_of;
 use super::heads::Stored;
 use super::tensors::{BoxSlice, Builder, ROWS_MAX};
 use super::{Catalog, ShardHeader, ShardId, named_some};
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, TensorFacts};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::{FlatRun, StateFile, ZeroModel, ZeroParam, ZeroPart, ZeroPartition};
 
@@ -38,27 +38,30 @@ pub(super) struct FlatPiece {
 
 /// A tensor that consists of ranges of elements.
 pub(super) struct FlatTensor {
-    pub(super) dtype: Dtype,
+    pub(super) facts: TensorFacts,
     pub(super) shape: Vec<u64>,
     pub(super) pieces: Vec<FlatPiece>,
 }
 
 /// Where a tensor of a model is stored: whole in one shard, or in ranges of several shards.
-pub(super) enum ModelSource {
-    Whole { dtype: Dtype, shape: Vec<u64>, strides: Option<Vec<u64>>, shard: ShardId, start: u64 },
+pub(super) enum ModelSource<'a> {
+    Whole(Stored<'a>, ShardId),
     Flat(FlatTensor),
 }
 
-impl ModelSource {
+/// The tensors of a model by name.
+pub(super) type ModelSources<'a> = BTreeMap<String, ModelSource<'a>>;
+
+impl ModelSource<'_> {
     fn shape(&self) -> &[u64] {
         match self {
-            ModelSource::Whole { shape, .. } => shape,
+            ModelSource::Whole(stored, _) => stored.shape,
             ModelSource::Flat(tensor) => &tensor.shape,
         }
     }
 }
 
-fn wrong(kind: ErrorKind, message: String) -> Fault {
+pub(super) fn wrong(kind: ErrorKind, message: String) -> Fault {
     Fault::new(kind, message)
 }
 
@@ -108,7 +111,7 @@ pub(super) fn ties_of<'a>(
     let tensors = model.header.tensors();
     let all = || (0..tensors.len()).map(|index| tensors.get(index));
     let with_bytes = || all().filter(|stored| !stored.shape.contains(&0));
-    let place = |stored: &Stored<'a>| (stored.start, stored.dtype, stored.shape, stored.strides);
+    let place = |stored: &Stored<'a>| (stored.start, stored.facts, stored.shape, stored.strides);
     let by_place: HashMap<_, &str> = with_bytes()
         .filter(|stored| joined.contains(stored.name))
         .map(|stored| (place(&stored), stored.name))
@@ -121,7 +124,7 @@ pub(super) fn ties_of<'a>(
 
 /// Adds a tensor that is joined from ranges of elements.
 pub(super) fn join(
-    sources: &mut BTreeMap<String, ModelSource>,
+    sources: &mut ModelSources<'_>,
     joined: &mut BTreeSet<String>,
     name: String,
     tensor: FlatTensor,
@@ -130,7 +133,7 @@ pub(super) fn join(
         let message = "stands twice in the shapes of the model states".to_owned();
         return Err(wrong(ErrorKind::DuplicateTensor, message).tensor(&name));
     }
-    if let Some(ModelSource::Whole { shape, .. }) = sources.get(&name)
+    if let Some(ModelSource::Whole(Stored { shape, .. }, _)) = sources.get(&name)
         && *shape != tensor.shape
     {
         let message = format!(
@@ -145,22 +148,17 @@ pub(super) fn join(
 }
 
 /// The tensors that the shard `shard` has whole.
-pub(super) fn tensors_in(shards: &[&ShardHeader], shard: ShardId) -> BTreeMap<String, ModelSource> {
+pub(super) fn tensors_in<'a>(shards: &[&'a ShardHeader], shard: ShardId) -> ModelSources<'a> {
     let tensors = shards[shard.0 as usize].header.tensors();
-    let source = |index| {
-        let stored = tensors.get(index);
-        let (dtype, shape, start) = (stored.dtype, stored.shape.to_vec(), stored.start);
-        let strides = stored.strides.map(<[u64]>::to_vec);
-        (stored.name.to_owned(), ModelSource::Whole { dtype, shape, strides, shard, start })
-    };
-    (0..tensors.len()).map(source).collect()
+    let all = (0..tensors.len()).map(|index| tensors.get(index));
+    all.map(|stored| (stored.name.to_owned(), ModelSource::Whole(stored, shard))).collect()
 }
 
 /// The catalog of the tensors in `sources`, under all names that `model` has for them.
 pub(super) fn catalog_of(
     shards: &[&ShardHeader],
     model: &ZeroModel,
-    sources: &BTreeMap<String, ModelSource>,
+    sources: &ModelSources<'_>,
     joined: &JoinedNames<'_>,
 ) -> Result<Catalog, Fault> {
     let mut catalog = empty_catalog(shards)?;
@@ -169,16 +167,16 @@ pub(super) fn catalog_of(
     let mut columns = Builder::with_room(names.iter().map(|(name, _)| name.len()));
     for (name, source) in &names {
         match &sources[*source] {
-            ModelSource::Whole { dtype, shape, strides, shard, start } => {
-                columns.push_stored(name, *dtype, shape, strides.as_deref(), *shard, *start);
+            ModelSource::Whole(stored, shard) => {
+                columns.push_stored(Stored { name, ..*stored }, *shard);
             }
             ModelSource::Flat(tensor) => {
                 let found = tensor.found();
                 let shard_name = |id: ShardId| shards[id.0 as usize].name.as_str();
                 let covered =
                     coverage::prove(found, shard_name).map_err(|fault| fault.tensor(name))?;
-                let Covered { dtype, shape, pieces, replicas, .. } = &covered;
-                columns.push(name, *dtype, shape, pieces, replicas);
+                let Covered { facts, shape, pieces, replicas, .. } = &covered;
+                columns.push(name, *facts, shape, pieces, replicas);
             }
         }
         if columns.rows() > ROWS_MAX {
@@ -195,7 +193,7 @@ pub(super) fn catalog_of(
 /// additional names.
 fn names_of<'s>(
     model: &'s ZeroModel,
-    sources: &'s BTreeMap<String, ModelSource>,
+    sources: &'s ModelSources<'_>,
     joined: &JoinedNames<'s>,
 ) -> Result<Vec<(&'s str, &'s str)>, Fault> {
     let is_joined = |name: &str| joined.names.contains(name);
@@ -224,11 +222,11 @@ fn names_of<'s>(
 }
 
 /// A note about the tensors that come from the model states as 16-bit floats.
-fn short_floats(names: &[(&str, &str)], sources: &BTreeMap<String, ModelSource>) -> Option<String> {
-    let is_short = |source: &ModelSource| {
-        let (ModelSource::Whole { dtype, .. } | ModelSource::Flat(FlatTensor { dtype, .. })) =
-            source;
-        matches!(dtype, Dtype::F16 | Dtype::Bf16)
+fn short_floats(names: &[(&str, &str)], sources: &ModelSources<'_>) -> Option<String> {
+    let is_short = |source: &ModelSource<'_>| {
+        let (ModelSource::Whole(Stored { facts, .. }, _)
+        | ModelSource::Flat(FlatTensor { facts, .. })) = source;
+        matches!(facts.dtype, Dtype::F16 | Dtype::Bf16)
     };
     let short: Vec<&str> =
         names.iter().filter(|(_, of)| is_short(&sources[*of])).map(|(name, _)| *name).collect();
@@ -289,14 +287,14 @@ fn frozen_by_name(model: &ZeroModel) -> HashMap<&str, &(ZeroParam, Option<FlatRu
 impl FlatTensor {
     /// The boxes of its pieces. There is at least one.
     fn found(&self) -> Vec<FoundPiece> {
-        let FlatTensor { dtype, shape, pieces } = self;
-        let item_len = dtype.bits() / 8;
+        let FlatTensor { facts, shape, pieces } = self;
+        let item_len = facts.dtype.bits() / 8;
         let mut found = Vec::new();
         let mut add = |shard, start: u64, (offset, size): (Vec<u64>, Vec<u64>)| {
             let len = size.iter().product::<u64>() * item_len;
             let box_id =
                 BoxSlice { shard, range: start..start + len, offset, shape: size, strides: None };
-            found.push(FoundPiece { dtype: *dtype, box_id, whole_shape: Some(shape.clone()) });
+            found.push(FoundPiece { facts: *facts, box_id, whole_shape: Some(shape.clone()) });
             start + len
         };
         for piece in pieces {
@@ -560,7 +558,7 @@ impl<'a> ZeroFiles<'a> {
 }
 
 fn flat_tensor(dtype: Dtype, param: &ZeroParam, pieces: Vec<FlatPiece>) -> FlatTensor {
-    FlatTensor { dtype, shape: param.shape.clone(), pieces }
+    FlatTensor { facts: dtype.into(), shape: param.shape.clone(), pieces }
 }
 
 /// The pieces for the elements `own` of a tensor. `runs` follow each other as one sequence of elements, in which

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use crate::dtype::Dtype;
+use crate::dtype::TensorFacts;
 use crate::error::Fault;
 use crate::format::dcp;
 use crate::format::deepspeed::{ZeroPart, slice_fault};
@@ -45,7 +45,7 @@ struct TextPool {
 #[derive(Debug, Default)]
 struct HeadColumns {
     names: TextPool,
-    dtypes: Vec<Dtype>,
+    facts: Vec<TensorFacts>,
     /// For each tensor, the index of its shape in `lists`.
     shapes: Vec<u32>,
     /// For each tensor, the offset of its first byte in the shard.
@@ -114,7 +114,7 @@ pub(super) struct HeadTensors<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct Stored<'a> {
     pub(super) name: &'a str,
-    pub(super) dtype: Dtype,
+    pub(super) facts: TensorFacts,
     pub(super) shape: &'a [u64],
     /// Offset of its first byte, from the beginning of the file.
     pub(super) start: u64,
@@ -242,9 +242,9 @@ impl HeadColumns {
     fn push(&mut self, shard: &ShardDescription) -> Range<usize> {
         let first = self.starts.len();
         let mut before: (&[u64], u32) = (&[], NONE);
-        for TensorDescription { name, dtype, shape, start } in shard.tensors() {
+        for TensorDescription { name, facts, shape, start } in shard.tensors() {
             self.names.push(name);
-            self.dtypes.push(dtype);
+            self.facts.push(facts);
             if before.1 == NONE || before.0 != shape {
                 before = (shape, self.lists.add(shape));
             }
@@ -271,9 +271,7 @@ impl HeadColumns {
         }
         first
     }
-}
 
-impl HeadColumns {
     #[inline]
     fn strides(&self, row: usize) -> Option<&[u64]> {
         if self.strided.is_empty() {
@@ -401,7 +399,7 @@ impl<'a> HeadTensors<'a> {
         let row = self.first + index;
         Stored {
             name: self.name(index),
-            dtype: self.columns.dtypes[row],
+            facts: self.columns.facts[row],
             shape: self.columns.lists.get(self.columns.shapes[row]),
             start: self.columns.starts[row],
             strides: self.columns.strides(row),
@@ -440,11 +438,16 @@ impl<'a> HeadTensors<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::Dtype;
     use crate::format::safetensors::Entry;
 
     fn shard(name: &str) -> ShardDescription {
-        let entry =
-            Entry { name: name.to_owned(), dtype: Dtype::U8, shape: vec![2], data_offsets: 0..2 };
+        let entry = Entry {
+            name: name.to_owned(),
+            facts: Dtype::U8.into(),
+            shape: vec![2],
+            data_offsets: 0..2,
+        };
         Header { metadata: None, tensors: vec![entry], header_len: 40 }.into()
     }
 

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Catalog;
+use super::heads::Stored;
 use super::tensors::{BoxSlice, Builder, Piece, ROWS_MAX, Tensor};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
@@ -56,19 +57,16 @@ impl Catalog {
         tensors: impl ExactSizeIterator<Item = Projected<'a>> + Clone,
     ) -> Result<Catalog, Fault> {
         let mut columns = Builder::with_room(tensors.clone().map(|tensor| tensor.name.len()));
-        let mut stored = Vec::with_capacity(tensors.len());
-        let mut is_cast = false;
+        let dtypes = tensors.clone().map(|tensor| tensor.dtype).collect();
         for Projected { name, from, dtype } in tensors {
             let position = match from {
                 ProjectedFrom::Whole(position) => position,
                 ProjectedFrom::Parts(parts) => parts.parts[0].0,
             };
             let tensor = self.tensor_at(position as usize);
-            stored.push(tensor.stored);
-            is_cast |= tensor.stored != dtype;
             let parts = match from {
                 ProjectedFrom::Whole(_) => {
-                    push_whole(&mut columns, name, dtype, &tensor);
+                    push_whole(&mut columns, name, &tensor);
                     continue;
                 }
                 ProjectedFrom::Parts(parts) => parts,
@@ -78,11 +76,13 @@ impl Catalog {
                 let message = format!("shape {:?} as {dtype} passes 2^64 bits", joined.shape);
                 return Err(Fault::new(ErrorKind::Overflow, message).tensor(name));
             }
+            let facts = tensor.facts();
             if joined.pieces.is_empty() {
-                let first = tensor.first_piece();
-                columns.push_whole(name, dtype, &joined.shape, first.shard, first.range.start);
+                let Piece { shard, range: Range { start, .. }, .. } = tensor.first_piece();
+                let shape = &joined.shape;
+                columns.push_stored(Stored { name, facts, shape, start, strides: None }, shard);
             } else {
-                columns.push(name, dtype, &joined.shape, &joined.pieces, &joined.replicas);
+                columns.push(name, facts, &joined.shape, &joined.pieces, &joined.replicas);
             }
             if columns.rows() > ROWS_MAX {
                 let message = "the view has more tensors and pieces than a catalog can have";
@@ -91,7 +91,7 @@ impl Catalog {
         }
         Ok(Catalog {
             shards: self.shards.clone(),
-            columns: Arc::new(columns.finish_cast(if is_cast { stored } else { Vec::new() })),
+            columns: Arc::new(columns.finish_cast(dtypes)),
             metadata: self.metadata.clone(),
             shapes_recorded: self.shapes_recorded,
             notes: self.notes.clone(),
@@ -181,19 +181,20 @@ impl PartPlace<'_> {
 }
 
 /// Adds the whole of `tensor` under the name `name`.
-fn push_whole(columns: &mut Builder, name: &str, dtype: Dtype, tensor: &Tensor<'_>) {
+fn push_whole(columns: &mut Builder, name: &str, tensor: &Tensor<'_>) {
+    let facts = tensor.facts();
     let mut pieces = tensor.pieces();
     let mut replicas = tensor.replicas().peekable();
     match (pieces.len(), pieces.next()) {
-        (1, Some(one))
-            if one.shape == tensor.shape && one.is_contiguous() && replicas.peek().is_none() =>
+        (1, Some(Piece { shard, range, shape, strides, .. }))
+            if shape == tensor.shape && replicas.peek().is_none() =>
         {
-            columns.push_whole(name, dtype, tensor.shape, one.shard, one.range.start);
+            columns.push_stored(Stored { name, facts, shape, start: range.start, strides }, shard);
         }
         _ => {
             let pieces: Vec<BoxSlice> = tensor.pieces().map(slice).collect();
             let replicas: Vec<BoxSlice> = replicas.map(slice).collect();
-            columns.push(name, dtype, tensor.shape, &pieces, &replicas);
+            columns.push(name, facts, tensor.shape, &pieces, &replicas);
         }
     }
 }
@@ -288,7 +289,7 @@ mod tests {
             let mut pieces: Vec<BoxSlice> = boxes.into_iter().enumerate().map(piece).collect();
             pieces.sort_by_key(|piece| (piece.shard, piece.range.start));
             let replicas = [pieces[0].clone()];
-            columns.push(&format!("{number}"), Dtype::Bf16, shape, &pieces, &replicas);
+            columns.push(&format!("{number}"), Dtype::Bf16.into(), shape, &pieces, &replicas);
         }
         let shard = |end: &u64| Shard { name: end.to_string(), file_len: *end, described: vec![] };
         Catalog {

@@ -6,8 +6,9 @@ use std::fmt;
 use std::ops::Range;
 
 use super::ShardId;
+use super::heads::Stored;
 use crate::cast::Cast;
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, TensorFacts};
 use crate::strides::reach;
 use crate::zeros::are_zeros;
 
@@ -228,6 +229,11 @@ impl<'a> Tensor<'a> {
         self.index as usize
     }
 
+    /// The facts that the shards record of it.
+    pub(crate) fn facts(&self) -> TensorFacts {
+        TensorFacts { dtype: self.stored }
+    }
+
     /// The pieces that cover it once, sorted by shard and offset. Empty pieces are left out, unless
     /// the tensor is empty.
     pub fn pieces(&self) -> impl ExactSizeIterator<Item = Piece<'a>> + Clone + use<'a> {
@@ -315,6 +321,25 @@ pub(super) struct BoxSlice {
     pub(super) strides: Option<Vec<u64>>,
 }
 
+impl BoxSlice {
+    /// The piece `stored` of `shard`, from the index `offset` of its tensor on.
+    pub(super) fn of(stored: Stored<'_>, shard: ShardId, offset: &[u64]) -> BoxSlice {
+        let Stored { facts, shape, start, strides, .. } = stored;
+        // The header was checked, so the piece ends within its file.
+        let len = match strides {
+            Some(strides) => span(facts.dtype, shape, strides),
+            None => facts.dtype.bits_of(shape).unwrap_or(0) / 8,
+        };
+        BoxSlice {
+            shard,
+            range: start..start + len,
+            offset: offset.to_vec(),
+            shape: shape.to_vec(),
+            strides: strides.map(<[u64]>::to_vec),
+        }
+    }
+}
+
 /// Builder of the columns.
 #[derive(Default)]
 pub(super) struct Builder {
@@ -342,7 +367,7 @@ impl Builder {
     pub(super) fn push(
         &mut self,
         name: &str,
-        dtype: Dtype,
+        facts: TensorFacts,
         shape: &[u64],
         pieces: &[BoxSlice],
         replicas: &[BoxSlice],
@@ -356,7 +381,7 @@ impl Builder {
             let row = self.row(box_id, shape);
             self.columns.replicas.push((index, row));
         }
-        self.push_head(name, dtype, shape);
+        self.push_head(name, facts, shape);
     }
 
     /// Number of tensors and pieces, plus all numbers of their boxes.
@@ -366,44 +391,19 @@ impl Builder {
         columns.len() + pieces + columns.lists.numbers.len()
     }
 
-    /// Adds a tensor that is a single piece from offset `start` on, with strides if there are any.
-    pub(super) fn push_stored(
-        &mut self,
-        name: &str,
-        dtype: Dtype,
-        shape: &[u64],
-        strides: Option<&[u64]>,
-        shard: ShardId,
-        start: u64,
-    ) {
-        let Some(strides) = strides else {
-            return self.push_whole(name, dtype, shape, shard, start);
-        };
-        let range = start..start + span(dtype, shape, strides);
-        let piece = BoxSlice {
-            shard,
-            range,
-            offset: vec![0; shape.len()],
-            shape: shape.to_vec(),
-            strides: Some(strides.to_vec()),
-        };
-        self.push(name, dtype, shape, &[piece], &[]);
-    }
-
-    /// Adds a tensor that is a single piece from offset `start` on.
-    pub(super) fn push_whole(
-        &mut self,
-        name: &str,
-        dtype: Dtype,
-        shape: &[u64],
-        shard: ShardId,
-        start: u64,
-    ) {
+    /// Adds a tensor that is the single piece `stored` of `shard`.
+    pub(super) fn push_stored(&mut self, stored: Stored<'_>, shard: ShardId) {
+        let Stored { name, facts, shape, start, strides } = stored;
+        if strides.is_some() {
+            let piece = BoxSlice::of(stored, shard, &vec![0; shape.len()]);
+            return self.push(name, facts, shape, &[piece], &[]);
+        }
         self.columns.pieces.push(PieceRow { shard, box_id: WHOLE, start });
-        self.push_head(name, dtype, shape);
+        self.push_head(name, facts, shape);
     }
 
-    fn push_head(&mut self, name: &str, dtype: Dtype, shape: &[u64]) {
+    fn push_head(&mut self, name: &str, facts: TensorFacts, shape: &[u64]) {
+        let TensorFacts { dtype } = facts;
         let shape_id = self.list(shape);
         let columns = &mut self.columns;
         columns.names.push_str(name);
@@ -416,9 +416,12 @@ impl Builder {
         }
     }
 
-    /// Finishes the columns. Each tensor is cast from its dtype in `stored`.
-    pub(super) fn finish_cast(self, stored: Vec<Dtype>) -> TensorColumns {
-        TensorColumns { stored, ..self.columns }
+    /// Finishes the columns. Each tensor is cast to its dtype in `dtypes`.
+    pub(super) fn finish_cast(self, dtypes: Vec<Dtype>) -> TensorColumns {
+        if dtypes == self.columns.dtypes {
+            return self.columns;
+        }
+        TensorColumns { stored: self.columns.dtypes, dtypes, ..self.columns }
     }
 
     pub(super) fn finish(self) -> TensorColumns {

@@ -7,8 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::deepspeed::{
-    FlatPiece, FlatTensor, JoinedNames, ModelSource, catalog_of, frozen_of, join, numel_of,
-    tensors_in, ties_of,
+    FlatPiece, FlatTensor, JoinedNames, ModelSource, ModelSources, catalog_of, frozen_of, join,
+    numel_of, tensors_in, ties_of, wrong,
 };
 use super::heads::Stored;
 use super::{Catalog, ShardHeader, ShardId, named_some};
@@ -34,10 +34,6 @@ struct UniversalFiles<'a> {
     is_of_ranks: bool,
     parts: Vec<UniversalPart<'a>>,
     names: Vec<&'a str>,
-}
-
-fn wrong(kind: ErrorKind, message: String) -> Fault {
-    Fault::new(kind, message)
 }
 
 /// Whether the shard has one tensor of a universal checkpoint.
@@ -194,7 +190,7 @@ impl<'a> UniversalFiles<'a> {
     /// about them.
     fn drop_slices(
         &self,
-        sources: &mut BTreeMap<String, ModelSource>,
+        sources: &mut ModelSources<'_>,
         joined: &BTreeSet<String>,
     ) -> Result<Option<String>, Fault> {
         if self.is_of_ranks || self.models.len() == 1 {
@@ -224,11 +220,12 @@ impl<'a> UniversalFiles<'a> {
     }
 }
 
-impl UniversalPart<'_> {
+impl<'a> UniversalPart<'a> {
     /// Makes the tensor of the file. `of` has the parts of the tensor that the tensor-parallel
     /// ranks record.
-    fn source(&self, of: &[&ZeroParam]) -> Result<ModelSource, Fault> {
-        let Stored { dtype, shape, start, strides, .. } = self.stored;
+    fn source(&self, of: &[&ZeroParam]) -> Result<ModelSource<'a>, Fault> {
+        let Stored { facts, shape, start, strides, .. } = self.stored;
+        let dtype = facts.dtype;
         let fault = |kind, message| Err(wrong(kind, message).tensor(self.file.param));
         if self.file.is_master() && dtype != Dtype::F32 {
             return fault(ErrorKind::DcpDtype, format!("has the dtype {dtype}, not F32"));
@@ -246,14 +243,12 @@ impl UniversalPart<'_> {
         if of.len() == 1 && numel == total && is_reshaped && is_run {
             let pieces = vec![FlatPiece { shard: self.id, start, range: 0..numel }];
             let shape = param.shape.clone();
-            return Ok(ModelSource::Flat(FlatTensor { dtype, shape, pieces }));
+            return Ok(ModelSource::Flat(FlatTensor { facts, shape, pieces }));
         }
         let is_flat = self.facts.is_flat;
         let of_slices = of.len() > 1 && (numel == total || shape == param.shape);
         if !is_flat && (shape == param.shape || of_slices || self.is_cut_vocabulary(of)) {
-            let strides = strides.map(<[u64]>::to_vec);
-            let shape = shape.to_vec();
-            return Ok(ModelSource::Whole { dtype, shape, strides, shard: self.id, start });
+            return Ok(ModelSource::Whole(self.stored, self.id));
         }
         let told: Vec<&[u64]> = of.iter().map(|param| param.shape.as_slice()).collect();
         let message = format!(

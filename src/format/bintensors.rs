@@ -244,7 +244,8 @@ impl<R: Read> Decoder<R> {
         self.memory.add(PLACE_MEMORY)?;
         let start = self.uint("the start of a tensor")?;
         let end = self.uint("the end of a tensor")?;
-        let entry = Entry { name: String::new(), dtype, shape, data_offsets: start..end };
+        let entry =
+            Entry { name: String::new(), facts: dtype.into(), shape, data_offsets: start..end };
         check_entry(&entry, previous_end)?;
         Ok(entry)
     }

@@ -126,11 +126,11 @@ pub(crate) fn plain_placements(shard: &ShardDescription) -> Option<Vec<PiecePlac
     (notes.len() == shard.len()).then_some(())?;
     let mut places = Vec::with_capacity(notes.len());
     for (index, tensor) in shard.tensors().enumerate() {
-        let TensorDescription { name, dtype, shape, .. } = tensor;
+        let TensorDescription { name, facts, shape, .. } = tensor;
         let index = if by_name.is_empty() { index } else { *by_name.get(name)? };
         let place = std::mem::take(&mut notes[index].1);
         let whole = place.whole_shape.as_deref();
-        let fits = dtype != Dtype::F4
+        let fits = facts.dtype != Dtype::F4
             && place.offset.len() == shape.len()
             && whole.is_none_or(|whole| whole.len() == shape.len());
         let mut ends = place.offset.iter().zip(shape).enumerate();
@@ -226,7 +226,7 @@ fn numbers(entry: &TensorDescription<'_>, key: &str, value: &Value) -> Result<Ve
     let all: Option<Vec<u64>> = list.iter().map(|number| number.as_u64()).collect();
     let mut numbers = all.ok_or_else(|| bad("integers from 0 to 2^64 - 1 expected"))?;
     // torch counts pairs of F4 elements in the last dimension, the header counts single elements.
-    if let (Dtype::F4, Some(last)) = (entry.dtype, numbers.last_mut()) {
+    if let (Dtype::F4, Some(last)) = (entry.facts.dtype, numbers.last_mut()) {
         *last = last.checked_mul(2).ok_or_else(|| bad("passes 2^64"))?;
     }
     Ok(numbers)
@@ -245,7 +245,12 @@ mod tests {
 
     /// A shard with one entry `e` of this dtype and shape, and `note` about it.
     fn shard(dtype: Dtype, shape: &[u64], note: &Value) -> ShardDescription {
-        let entry = Entry { name: "e".into(), dtype, shape: shape.to_vec(), data_offsets: 0..0 };
+        let entry = Entry {
+            name: "e".into(),
+            facts: dtype.into(),
+            shape: shape.to_vec(),
+            data_offsets: 0..0,
+        };
         let info = serde_json::json!({ "e": note }).to_string();
         let metadata = BTreeMap::from([(SHARDING_INFO.to_owned(), info)]);
         Header { metadata: Some(metadata), tensors: vec![entry], header_len: 0 }.into()
@@ -276,7 +281,7 @@ mod tests {
     fn plain(note: &str) -> Option<Vec<PiecePlace>> {
         let entry = |name: &str, data_offsets| Entry {
             name: name.into(),
-            dtype: Dtype::U8,
+            facts: Dtype::U8.into(),
             shape: vec![1, 2],
             data_offsets,
         };

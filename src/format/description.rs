@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::dtype::Dtype;
+use crate::dtype::TensorFacts;
 use crate::format::deepspeed::ZeroPart;
 use crate::format::safetensors::Header;
 use crate::format::tensorizer::decryptor::EncryptedTensor;
@@ -70,7 +70,7 @@ struct DescriptionRow {
     name_end: u32,
     /// Range of the indexes of its shape in `numbers`.
     shape: (u32, u32),
-    dtype: Dtype,
+    facts: TensorFacts,
     start: u64,
 }
 
@@ -79,8 +79,8 @@ struct DescriptionRow {
 pub struct TensorDescription<'a> {
     /// Name.
     pub name: &'a str,
-    /// Element type.
-    pub dtype: Dtype,
+    /// Its facts, such as its element type.
+    pub facts: TensorFacts,
     /// Extent of each dimension, outermost first.
     pub shape: &'a [u64],
     /// Offset of its first byte in the file. For a tensor without data, it is the offset of zeros
@@ -93,31 +93,18 @@ impl ShardDescription {
     /// Reserves memory for `tensors` tensors.
     pub(super) fn with_room(data_start: u64, tensors: usize, names_len: usize) -> Self {
         ShardDescription {
-            metadata: None,
             described: std::iter::once(0..data_start).collect(),
-            encrypted: None,
-            next_file: None,
-            left_out: None,
-            places: None,
-            strided: Vec::new(),
-            rank: None,
-            crcs: Vec::new(),
-            zero: None,
             names: String::with_capacity(names_len),
             tensors: Vec::with_capacity(tensors),
-            numbers: Vec::new(),
+            ..ShardDescription::default()
         }
     }
 
     /// Adds a tensor. `shape` is a range of indexes into `numbers`.
-    pub(super) fn push(&mut self, name: &str, dtype: Dtype, shape: (u32, u32), start: u64) {
+    pub(super) fn push(&mut self, name: &str, facts: TensorFacts, shape: (u32, u32), start: u64) {
         self.names.push_str(name);
-        self.tensors.push(DescriptionRow {
-            name_end: self.names.len() as u32,
-            shape,
-            dtype,
-            start,
-        });
+        let name_end = self.names.len() as u32;
+        self.tensors.push(DescriptionRow { name_end, shape, facts, start });
     }
 
     /// Sets the strides of the tensor that was added last.
@@ -144,11 +131,11 @@ impl ShardDescription {
     /// Its tensors, in the order of the file.
     pub fn tensors(&self) -> impl Iterator<Item = TensorDescription<'_>> {
         let mut begin = 0;
-        self.tensors.iter().map(move |&DescriptionRow { name_end, shape, dtype, start }| {
+        self.tensors.iter().map(move |&DescriptionRow { name_end, shape, facts, start }| {
             let name = &self.names[begin..name_end as usize];
             begin = name_end as usize;
             let shape = &self.numbers[shape.0 as usize..shape.1 as usize];
-            TensorDescription { name, dtype, shape, start }
+            TensorDescription { name, facts, shape, start }
         })
     }
 }
@@ -167,12 +154,8 @@ impl From<Header> for ShardDescription {
                 numbers.extend_from_slice(&entry.shape);
                 (begin, numbers.len() as u32)
             });
-            description.push(
-                &entry.name,
-                entry.dtype,
-                shape,
-                data_start + entry.data_offsets.start,
-            );
+            let start = data_start + entry.data_offsets.start;
+            description.push(&entry.name, entry.facts, shape, start);
         }
         description.numbers = numbers;
         description.metadata = header.metadata;

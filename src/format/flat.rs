@@ -54,7 +54,7 @@ pub fn parse(text: &[u8], file_len: u64) -> Option<ShardDescription> {
     let mut description = ShardDescription::with_room(data_start, rows.len(), names_len);
     description.metadata = metadata;
     for HeaderRow { name, shape, dtype, data } in rows {
-        description.push(name, dtype, shape, data_start + data.start);
+        description.push(name, dtype.into(), shape, data_start + data.start);
     }
     description.set_numbers(numbers);
     Some(description)
@@ -142,7 +142,7 @@ mod tests {
     type Fields<'a> = Vec<(&'a str, Dtype, &'a [u64], u64)>;
 
     fn told(description: &ShardDescription) -> Fields<'_> {
-        description.tensors().map(|t| (t.name, t.dtype, t.shape, t.start)).collect()
+        description.tensors().map(|t| (t.name, t.facts.dtype, t.shape, t.start)).collect()
     }
 
     /// Checks that both parsers give the same result for `text`, if the fast parser accepts it.

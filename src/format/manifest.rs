@@ -56,7 +56,7 @@ impl Reference {
     /// The tensors of a shard.
     pub fn from_description(shard: &ShardDescription) -> Reference {
         let known =
-            |t: TensorDescription<'_>| (t.name.to_owned(), Some((t.dtype, t.shape.to_vec())));
+            |t: TensorDescription<'_>| (t.name.to_owned(), Some((t.facts.dtype, t.shape.to_vec())));
         let tensors = shard.tensors().map(known);
         Reference { tensors: tensors.collect(), shards: None, total_size: None }
     }

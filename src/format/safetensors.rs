@@ -14,7 +14,7 @@ use std::ops::Range;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, Visitor};
 
-use crate::dtype::{Dtype, UNKNOWN_DTYPE};
+use crate::dtype::{Dtype, TensorFacts, UNKNOWN_DTYPE};
 use crate::error::{ErrorKind, Fault};
 use crate::format::json::{UniqueMap, duplicate, kind_of};
 
@@ -40,8 +40,8 @@ pub const METADATA: &str = "__metadata__";
 pub struct Entry {
     /// Name, which may be any string.
     pub name: String,
-    /// Element type.
-    pub dtype: Dtype,
+    /// Its facts, such as its element type.
+    pub facts: TensorFacts,
     /// Extent of each dimension, outermost first; empty for a scalar.
     pub shape: Vec<u64>,
     /// Range of its bytes, relative to the end of the header.
@@ -230,7 +230,7 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
             let EntryJson { dtype, shape, data_offsets } = map.next_value()?;
             let name = self.current.take().unwrap_or_default();
             let data_offsets = Range { start: data_offsets.0, end: data_offsets.1 };
-            tensors.push(Entry { name, dtype, shape, data_offsets });
+            tensors.push(Entry { name, facts: dtype.into(), shape, data_offsets });
         }
         Ok(Raw { metadata: metadata.flatten().map(|map| map.0), tensors })
     }
@@ -319,25 +319,24 @@ pub(super) fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault>
             ),
         ));
     }
-    let Some(bits) = entry.dtype.bits_of(&entry.shape) else {
+    let Entry { facts, shape, .. } = entry;
+    let Some(bits) = facts.dtype.bits_of(shape) else {
         return Err(Fault::new(
             ErrorKind::Overflow,
-            format!("{} {:?} has 2^64 bits or more", entry.dtype, entry.shape),
+            format!("{facts} {shape:?} has 2^64 bits or more"),
         ));
     };
     if bits % 8 != 0 {
         return Err(Fault::new(
             ErrorKind::Misaligned,
-            format!("{} {:?} has {bits} bits, not whole bytes", entry.dtype, entry.shape),
+            format!("{facts} {shape:?} has {bits} bits, not whole bytes"),
         ));
     }
     if bits / 8 != end - start {
         return Err(Fault::new(
             ErrorKind::SizeMismatch,
             format!(
-                "{} {:?} needs {} bytes, its data_offsets [{start}, {end}] hold {}",
-                entry.dtype,
-                entry.shape,
+                "{facts} {shape:?} needs {} bytes, its data_offsets [{start}, {end}] hold {}",
                 bits / 8,
                 end - start
             ),

@@ -281,7 +281,7 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
         let begin = numbers.len() as u32;
         numbers.extend_from_slice(shape);
         let start = zeros.unwrap_or(data.start);
-        description.push(name, *dtype, (begin, numbers.len() as u32), start);
+        description.push(name, (*dtype).into(), (begin, numbers.len() as u32), start);
         append(&mut described, header);
     }
     if !end_mark.is_empty() {

@@ -11,14 +11,17 @@ use std::collections::HashMap;
 use bincode::{BorrowDecode, Encode};
 
 use crate::cast::Cast;
-use crate::catalog::Shard;
-use crate::catalog::ShardId;
 use crate::catalog::tensors::{Lists, PieceRow, ROW_MAJOR, TensorColumns, WHOLE};
+use crate::catalog::{Shard, ShardId};
 use crate::dtype::Dtype;
 use crate::strides::{are_nested, reach};
 use crate::zeros::{ZEROS_LEN_MAX, ZEROS_START, are_zeros};
 
 use super::frame::{List, Numbers};
+
+/// The version of the columns, which has to be increased with every change of them. It is a part of the version of
+/// each kind of file that has columns.
+pub(super) const VERSION: u32 = 1;
 
 /// Maximum number of bytes that a name can share with the previous name. It is limited, so that the
 /// decoded names do not need many times the memory of the index.

@@ -35,9 +35,9 @@ pub use view_record::{ConfigRecord, PresentedFile, PresentedRecord, ViewRecord};
 /// Extension of index files.
 pub const EXTENSION: &str = "index";
 
-/// The version has to be increased with every change of the content, of the proof, and of the
+/// The number has to be increased with every change of the content, of the proof, and of the
 /// layout of a file, because an index has results of the program version that wrote it.
-const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 7 };
+const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 6 + columns::VERSION };
 
 /// A file that was used to make the sets of a folder.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -17,9 +17,9 @@ use super::frame::{self, FileKind, List, Numbers};
 use super::store::{IndexStore, VIEW_EXTENSION};
 use super::{Index, SetRecord, VirtualFileRecord, is_file_name};
 
-/// The version has to be increased with every change of the content, of the steps of a view, and of
+/// The number has to be increased with every change of the content, of the steps of a view, and of
 /// the layout of a file.
-const KIND: FileKind = FileKind { magic: b"TFSVIEWS", version: 2 };
+const KIND: FileKind = FileKind { magic: b"TFSVIEWS", version: 1 + columns::VERSION };
 
 /// The sets of an index as a view presents them.
 #[derive(Clone, Debug, PartialEq)]

@@ -113,13 +113,13 @@ impl Dtypes {
         let parsed = known.parse(&name, &mut reader, TrainingState::default());
         let description = parsed.map_err(system)?.map_err(|fault| fail(fault.to_string()))?;
         for tensor in description.tensors().filter(|tensor| wanted(tensor.name)) {
-            let known = self.0.entry(tensor.name.to_owned()).or_insert(tensor.dtype);
-            if *known != tensor.dtype {
+            let dtype = tensor.facts.dtype;
+            let known = self.0.entry(tensor.name.to_owned()).or_insert(dtype);
+            if *known != dtype {
                 let tensor_name = quoted(tensor.name);
                 return Err(fail(format!(
-                    "tensor {tensor_name} is {} here, and {known} in another file of the folder; \
-                     name one file",
-                    tensor.dtype
+                    "tensor {tensor_name} is {dtype} here, and {known} in another file of the folder; \
+                     name one file"
                 )));
             }
         }

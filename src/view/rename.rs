@@ -337,7 +337,7 @@ fn part_sizes(sizes: Option<&[u64]>, count: u64, size: u64) -> Result<Vec<u64>, 
 /// Whether two tensors can be joined along the dimension `dim`.
 fn may_join(first: &Tensor<'_>, other: &Tensor<'_>, dim: usize) -> bool {
     let same = |at: usize| at == dim || first.shape[at] == other.shape[at];
-    (first.dtype, first.stored) == (other.dtype, other.stored)
+    (first.dtype, first.facts()) == (other.dtype, other.facts())
         && first.shape.len() == other.shape.len()
         && (0..first.shape.len()).all(same)
 }

@@ -76,7 +76,7 @@ fn parse(
         let TensorPlace { dtype, shape, start, strides, .. } = item.tensor;
         let begin = numbers.len() as u32;
         numbers.extend_from_slice(&shape);
-        description.push(name, dtype, (begin, numbers.len() as u32), start);
+        description.push(name, dtype.into(), (begin, numbers.len() as u32), start);
         if let Some(strides) = strides {
             description.set_strides(strides);
         }
@@ -135,11 +135,11 @@ fn described_by_header(header: Header, chunks: &[StoredChunk]) -> Result<ShardDe
             && *offset == chunk.offset
             && logical_name.is_none()
             && whole_shape.as_ref().is_none_or(|whole| *whole == tensor.shape);
-        if held.dtype != tensor.dtype || !is_same {
+        if held.facts.dtype != tensor.dtype || !is_same {
             let message = format!(
                 "its chunk at {:?} is {} of shape {:?} by `.metadata`, and {} of shape {:?} at \
                  {offset:?} in this file; save the checkpoint again",
-                chunk.offset, tensor.dtype, chunk.shape, held.dtype, held.shape
+                chunk.offset, tensor.dtype, chunk.shape, held.facts, held.shape
             );
             return fault(ErrorKind::DcpOffsets, message);
         }
@@ -152,7 +152,7 @@ fn described_by_header(header: Header, chunks: &[StoredChunk]) -> Result<ShardDe
         let begin = numbers.len() as u32;
         numbers.extend_from_slice(&chunk.shape);
         let shape = (begin, numbers.len() as u32);
-        description.push(&chunk.tensor.name, chunk.tensor.dtype, shape, start);
+        description.push(&chunk.tensor.name, chunk.tensor.dtype.into(), shape, start);
         places.push(place_of(chunk, chunk.offset.clone()));
     }
     Ok(finished(description, numbers, places))

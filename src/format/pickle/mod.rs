@@ -280,7 +280,7 @@ fn describe_universal(
     let is_vocabulary = !is_flat && zero::is_vocabulary(values)?;
     let TensorPlace { dtype, shape, start, strides, .. } = place;
     let mut description = ShardDescription::with_room(0, 1, PARAM.len());
-    description.push(PARAM, dtype, (0, shape.len() as u32), start);
+    description.push(PARAM, dtype.into(), (0, shape.len() as u32), start);
     if let Some(strides) = strides {
         description.set_strides(strides);
     }
@@ -339,7 +339,7 @@ fn describe(
         let begin = numbers.len() as u32;
         numbers.extend_from_slice(&tensor.place.shape);
         let shape = (begin, numbers.len() as u32);
-        description.push(&tensor.name, tensor.place.dtype, shape, tensor.place.start);
+        description.push(&tensor.name, tensor.place.dtype.into(), shape, tensor.place.start);
         if let Some(strides) = tensor.place.strides.take() {
             description.set_strides(strides);
         }

@@ -123,7 +123,7 @@ fn tensors_are_ranges_of_the_entries_of_their_storages() {
     let bytes = plain();
     let description = parse_file(&bytes).unwrap();
     let found: Vec<(&str, Dtype, &[u64])> =
-        description.tensors().map(|t| (t.name, t.dtype, t.shape)).collect();
+        description.tensors().map(|t| (t.name, t.facts.dtype, t.shape)).collect();
     let shapes: [&[u64]; 3] = [&[2, 2], &[2], &[]];
     assert_eq!(
         found,
@@ -451,7 +451,7 @@ fn the_file_of_one_rank_of_a_parallel_model_is_refused() {
 fn is_bounded(bytes: &[u8]) -> bool {
     let Ok(description) = parse_file(bytes) else { return true };
     description.tensors().all(|tensor| {
-        let len = tensor.dtype.bits_of(tensor.shape).unwrap() / 8;
+        let len = tensor.facts.dtype.bits_of(tensor.shape).unwrap() / 8;
         tensor.start.checked_add(len).is_some_and(|end| end <= bytes.len() as u64)
     })
 }

@@ -61,9 +61,10 @@ fn check(header: &Header, file_len: u64) {
     for entry in &header.tensors {
         assert_eq!(entry.data_offsets.start, end, "{entry:?} does not follow");
         end = entry.data_offsets.end;
-        let bits = entry.shape.iter().try_fold(u128::from(entry.dtype.bits()), |bits, dim| {
-            bits.checked_mul(u128::from(*dim))
-        });
+        let bits =
+            entry.shape.iter().try_fold(u128::from(entry.facts.dtype.bits()), |bits, dim| {
+                bits.checked_mul(u128::from(*dim))
+            });
         let bytes = u128::from(entry.data_offsets.end - entry.data_offsets.start);
         assert_eq!(bits, Some(bytes * 8), "{entry:?} has another size");
     }
@@ -74,7 +75,7 @@ fn check(header: &Header, file_len: u64) {
     let metadata = header.metadata.clone().unwrap_or_default();
     let len = |entry: &Entry| entry.data_offsets.end - entry.data_offsets.start;
     let tensors =
-        header.tensors.iter().map(|e| (e.name.as_str(), e.dtype, e.shape.as_slice(), len(e)));
+        header.tensors.iter().map(|e| (e.name.as_str(), e.facts.dtype, e.shape.as_slice(), len(e)));
     let file = encode(&metadata, tensors).expect("far from the limit");
     assert_eq!(file.len() % 8, 0);
     let Some(file_len) = end.checked_add(file.len() as u64) else { return };
@@ -82,8 +83,8 @@ fn check(header: &Header, file_len: u64) {
     assert_eq!(again.tensors, header.tensors);
     assert_eq!(again.metadata.unwrap_or_default(), metadata);
     let mut sorted: Vec<&Entry> = header.tensors.iter().collect();
-    sorted.sort_by_key(|entry| (Reverse(number_of(entry.dtype)), &entry.name));
-    let widths: Vec<u64> = sorted.iter().map(|entry| entry.dtype.bits()).collect();
+    sorted.sort_by_key(|entry| (Reverse(number_of(entry.facts.dtype)), &entry.name));
+    let widths: Vec<u64> = sorted.iter().map(|entry| entry.facts.dtype.bits()).collect();
     assert!(widths.is_sorted_by(|a, b| a >= b), "the order does not align: {widths:?}");
 }
 
@@ -98,7 +99,7 @@ fn compare(file: &[u8], ours: &Result<Header, Fault>) {
             let ours: BTreeMap<_, _> = header
                 .tensors
                 .iter()
-                .map(|e| (e.name.clone(), (e.dtype.name().to_owned(), e.shape.clone())))
+                .map(|e| (e.name.clone(), (e.facts.dtype.name().to_owned(), e.shape.clone())))
                 .collect();
             let theirs: BTreeMap<_, _> = tensors
                 .iter()

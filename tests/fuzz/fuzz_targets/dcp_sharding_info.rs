@@ -45,7 +45,12 @@ fn header_for(note: &str, notes: &serde_json::Map<String, Value>, choice: [u8; 4
     let size = if size < 128 { u64::from(size) } else { u64::MAX - u64::from(size - 128) };
     let tensors = notes.iter().skip(usize::from(missing == u8::MAX)).map(|(name, note)| {
         let rank = note.get("saved_offsets").and_then(Value::as_array).map_or(0, Vec::len);
-        Entry { name: name.clone(), dtype, shape: vec![size; rank], data_offsets: 0..0 }
+        Entry {
+            name: name.clone(),
+            facts: dtype.into(),
+            shape: vec![size; rank],
+            data_offsets: 0..0,
+        }
     });
     let mut metadata = BTreeMap::from([(SHARDING_INFO.to_owned(), note.to_owned())]);
     if version < 192 {
@@ -69,7 +74,7 @@ fn check(header: &Header, notes: &serde_json::Map<String, Value>, places: &[Piec
         // As the note says it: pairs of F4 elements in the last dimension.
         let saved = |numbers: &[u64]| {
             let mut saved = numbers.to_vec();
-            if let (Dtype::F4, Some(last)) = (entry.dtype, saved.last_mut()) {
+            if let (Dtype::F4, Some(last)) = (entry.facts.dtype, saved.last_mut()) {
                 *last /= 2;
             }
             Value::from(saved)

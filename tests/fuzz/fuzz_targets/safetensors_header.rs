@@ -54,9 +54,10 @@ fn check(header: &Header, file_len: u64) {
     for entry in &header.tensors {
         assert_eq!(entry.data_offsets.start, end, "{entry:?} does not follow");
         end = entry.data_offsets.end;
-        let bits = entry.shape.iter().try_fold(u128::from(entry.dtype.bits()), |bits, dim| {
-            bits.checked_mul(u128::from(*dim))
-        });
+        let bits =
+            entry.shape.iter().try_fold(u128::from(entry.facts.dtype.bits()), |bits, dim| {
+                bits.checked_mul(u128::from(*dim))
+            });
         let bytes = u128::from(entry.data_offsets.end - entry.data_offsets.start);
         assert_eq!(bits, Some(bytes * 8), "{entry:?} has another size");
     }
@@ -69,7 +70,7 @@ fn check(header: &Header, file_len: u64) {
         let metadata = header.metadata.clone().unwrap_or_default();
         let tensors = header.tensors.iter().map(|entry| {
             let len = entry.data_offsets.end - entry.data_offsets.start;
-            (entry.name.as_str(), entry.dtype, entry.shape.as_slice(), len)
+            (entry.name.as_str(), entry.facts.dtype, entry.shape.as_slice(), len)
         });
         let file = encode(&metadata, tensors, align).expect("far from the limit");
         assert_eq!(file.len() as u64 % align, 0);

@@ -35,7 +35,7 @@ fn check(file: &[u8]) {
     let mut names = BTreeSet::new();
     for tensor in description.tensors() {
         assert!(names.insert(tensor.name.to_owned()), "{} stands twice", tensor.name);
-        let bits = tensor.dtype.bits_of(tensor.shape).expect("it was checked");
+        let bits = tensor.facts.dtype.bits_of(tensor.shape).expect("it was checked");
         assert_eq!(bits % 8, 0);
         // Tensors without data are zeros behind the file.
         if tensor.start >= 1 << 63 {

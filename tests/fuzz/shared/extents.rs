@@ -7,8 +7,8 @@ pub(super) fn check_extents(file: &[u8], description: &ShardDescription) {
     for (number, tensor) in description.tensors().enumerate() {
         let strides = strided.next_if(|(strided, _)| *strided as usize == number);
         let bits = match strides {
-            Some((_, strides)) => bits_spanned(tensor.shape, strides, tensor.dtype.bits()),
-            None => tensor.dtype.bits_of(tensor.shape).expect("it was checked"),
+            Some((_, strides)) => bits_spanned(tensor.shape, strides, tensor.facts.dtype.bits()),
+            None => tensor.facts.dtype.bits_of(tensor.shape).expect("it was checked"),
         };
         let end = tensor.start.checked_add(bits / 8).expect("it was checked");
         assert!(end <= file.len() as u64, "{} ends at {end} of {}", tensor.name, file.len());

@@ -52,7 +52,8 @@ impl PassedRanges {
 
     /// Removes and returns the oldest range, if its bytes are no longer expected at read number `now`.
     pub(super) fn pop_old(&mut self, now: u64) -> Option<Range<u64>> {
-        self.0.pop_front_if(|(_, since)| *since + PASSED_READS < now).map(|(range, _)| range)
+        let is_old = self.0.front().is_some_and(|(_, since)| since + PASSED_READS < now);
+        is_old.then(|| self.0.pop_front()).flatten().map(|(range, _)| range)
     }
 
     /// Removes and returns the oldest range, if there are too many.

@@ -273,7 +273,7 @@ impl Reader {
         }
     }
 
-    /// Usual length of a block. Of a store, as many blocks as are read at a time together have the bytes that
+    /// Usual length of a block. As many blocks of a store as are read at a time have the bytes together that
     /// have to be in flight.
     fn usual_block_len(&self) -> u64 {
         let wanted = self.sources.iter().find_map(|source| source.wanted_in_flight()).unwrap_or(0);

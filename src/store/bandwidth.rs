@@ -109,10 +109,10 @@ mod tests {
     #[test]
     fn a_reader_that_pauses_does_not_lower_it_and_a_slower_server_does() {
         let mut bandwidth = Bandwidth::default();
-        let now = run(&mut bandwidth, Instant::now(), 1.0, 400e6, 20);
-        let now = run(&mut bandwidth, now + Duration::from_secs(30), 0.3, 400e6, 20);
+        let pause = run(&mut bandwidth, Instant::now(), 1.0, 400e6, 20);
+        let slower = run(&mut bandwidth, pause + Duration::from_secs(30), 0.3, 400e6, 20);
         assert!(bandwidth.wanted_in_flight().unwrap() > 15_000_000);
-        run(&mut bandwidth, now, 3.0, 40e6, 20);
+        run(&mut bandwidth, slower, 3.0, 40e6, 20);
         assert!(bandwidth.wanted_in_flight().unwrap() < 2_000_000);
     }
 

@@ -50,8 +50,11 @@ const STEP_MAX: u64 = 8 << 20;
 /// Bytes in whose multiples a window is refilled.
 const STEP_UNIT: u64 = 1 << 20;
 
-/// Largest window of a file of this machine, in bytes.
+/// Largest window in bytes, unless more bytes have to be in flight.
 const WINDOW_MAX: u64 = 64 << 20;
+
+/// Largest window in bytes, whatever has to be in flight.
+const FAR_WINDOW_MAX: u64 = 256 << 20;
 
 /// Distance from the expected place within which a read continues a stream: reads of the kernel's
 /// readahead arrive in any order.
@@ -111,6 +114,8 @@ pub struct Planner {
     reads: u64,
     /// Window of the stream that grew last, used for new streams.
     window: u64,
+    /// Largest window, in bytes.
+    longest: u64,
     /// Read-ahead bytes that were requested, and that were dropped unread.
     used: u64,
     wasted: u64,
@@ -133,6 +138,7 @@ impl Planner {
             seen: SeenTensor::default(),
             reads: 0,
             window: reach.first,
+            longest: WINDOW_MAX,
             used: 0,
             wasted: 0,
             storms: Storms::default(),
@@ -140,6 +146,13 @@ impl Planner {
             passed: PassedRanges::default(),
             left: Vec::new(),
         }
+    }
+
+    /// Notes how many bytes have to be in flight, if that was measured. Windows may then be twice as long: bytes
+    /// arrive in any order, and those that have arrived wait for the ones before them.
+    pub fn need_in_flight(&mut self, wanted: Option<u64>) {
+        let longest = wanted.unwrap_or(0).saturating_mul(2);
+        self.longest = longest.clamp(WINDOW_MAX, FAR_WINDOW_MAX);
     }
 
     /// Notes a read, and returns the actions after it. All streams together hold at most `most`
@@ -314,7 +327,7 @@ impl Planner {
             // The window grows once for all late reads within one window.
             if request.late && !wasteful && stream.grown >= stream.window {
                 stream.grown = 0;
-                stream.window = (stream.window * 2).min(self.reach.longest);
+                stream.window = (stream.window * 2).min(self.longest);
                 self.window = stream.window;
             }
             self.passed.add(passed, self.reads);
@@ -528,7 +541,8 @@ impl Planner {
         let live = self.streams.iter().filter(is_live).count() as u64 + 1;
         let least = if only_touches { self.reach.trial } else { 0 };
         let window = self.streams[index].window.max(least);
-        window.min(self.reach.share_of(most)).min(most / live).max(WINDOW_MIN.min(most))
+        let share = if self.longest > WINDOW_MAX { most / 8 * 7 } else { most / 3 * 2 };
+        window.min(share).min(most / live).max(WINDOW_MIN.min(most))
     }
 
     /// Gives up the planned ranges of stream `index` once its reader has read elsewhere for long.

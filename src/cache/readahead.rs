@@ -47,7 +47,11 @@ impl Readahead<'_> {
         file.reader.sort_orders();
         let request = Request { range: range.clone(), reader, late, now: cache.now() };
         let most = cache.ahead_max();
-        let advice = file.planner.lock().observe(&request, most, &file.reader);
+        let wanted = file.reader.wanted_in_flight();
+        let mut planner = file.planner.lock();
+        planner.need_in_flight(wanted);
+        let advice = planner.observe(&request, most, &file.reader);
+        drop(planner);
         let Advice { ahead, left, push } = advice;
         if !left.is_empty() {
             let mut state = cache.state.lock();

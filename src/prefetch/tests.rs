@@ -249,7 +249,7 @@ fn a_read_that_others_overtake_begins_no_read_ahead_of_its_own() {
             let planned = read(&mut planner, number * MIB, MIB, true);
             read_to = read_to.max(number * MIB + MIB);
             let furthest = planned.iter().map(|range| range.end).max().unwrap_or(0);
-            assert!(furthest <= read_to + planner.reach.longest, "{furthest} at {read_to}");
+            assert!(furthest <= read_to + planner.longest, "{furthest} at {read_to}");
         }
     }
     assert_eq!(planner.streams.len(), 1);

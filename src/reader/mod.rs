@@ -273,11 +273,15 @@ impl Reader {
         }
     }
 
+    /// Number of bytes in flight that keep the connections to the store busy, if that was measured.
+    pub(crate) fn wanted_in_flight(&self) -> Option<u64> {
+        self.sources.iter().find_map(|source| source.wanted_in_flight())
+    }
+
     /// Usual length of a block. As many blocks of a store as are read at a time have the bytes together that
     /// have to be in flight.
     fn usual_block_len(&self) -> u64 {
-        let wanted = self.sources.iter().find_map(|source| source.wanted_in_flight()).unwrap_or(0);
-        let len = wanted / SENT_MAX_OF_ONE as u64;
+        let len = self.wanted_in_flight().unwrap_or(0) / SENT_MAX_OF_ONE as u64;
         len.next_multiple_of(BLOCK_LEN).clamp(BLOCK_LEN, STORE_BLOCK_LEN_MAX)
     }
 

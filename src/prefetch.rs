@@ -153,6 +153,7 @@ impl Planner {
     pub fn need_in_flight(&mut self, wanted: Option<u64>) {
         let longest = wanted.unwrap_or(0).saturating_mul(2);
         self.longest = longest.clamp(WINDOW_MAX, FAR_WINDOW_MAX);
+        self.window = self.window.min(self.longest);
     }
 
     /// Notes a read, and returns the actions after it. All streams together hold at most `most`
@@ -542,7 +543,7 @@ impl Planner {
         let least = if only_touches { self.reach.trial } else { 0 };
         let window = self.streams[index].window.max(least);
         let share = if self.longest > WINDOW_MAX { most / 8 * 7 } else { most / 3 * 2 };
-        window.min(share).min(most / live).max(WINDOW_MIN.min(most))
+        window.min(share).min(self.longest).min(most / live).max(WINDOW_MIN.min(most))
     }
 
     /// Gives up the planned ranges of stream `index` once its reader has read elsewhere for long.

@@ -13,11 +13,12 @@ pub(super) struct Loading(PerSourceLimiter<SourceKey>);
 impl Loading {
     /// The first source of `plan` that would have more than its share of `limit` bytes in progress with this plan,
     /// and has some in progress already. This leaves memory for other sources if one stalls. The share is a half,
-    /// and three quarters for a store, where more bytes have to be in flight.
+    /// and up to seven eighths where more bytes have to be in flight.
     pub(super) fn refusing(&self, plan: &BlockPlan, limit: u64) -> Option<SourceKey> {
         let refusing = plan.sources().find(|(source, len)| {
             let under_way = self.0.held(&SourceKey::of(source));
-            let share = if source.wanted_in_flight().is_some() { limit / 8 * 7 } else { limit / 2 };
+            let wanted = source.wanted_in_flight().unwrap_or(0);
+            let share = wanted.clamp(limit / 2, limit / 8 * 7);
             under_way > 0 && under_way + len > share
         });
         refusing.map(|(source, _)| SourceKey::of(source))
@@ -45,8 +46,9 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn a_source_may_have_half_of_the_memory_and_one_of_a_measured_store_seven_eighths() {
-        for (wanted, share) in [(None, 8), (Some(1), 14)] {
+    fn a_source_may_have_half_of_the_memory_and_up_to_seven_eighths_if_it_needs_more() {
+        for (wanted, share) in [(None, 8), (Some(1), 8), (Some(10 * MIB), 10), (Some(1 << 40), 14)]
+        {
             let source = MeasuredStore::file(wanted);
             let reader = Reader::whole(source.clone());
             let mut loading = Loading::default();

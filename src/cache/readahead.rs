@@ -47,7 +47,8 @@ impl Readahead<'_> {
         file.reader.sort_orders();
         let request = Request { range: range.clone(), reader, late, now: cache.now() };
         let most = cache.ahead_max();
-        let wanted = file.reader.wanted_in_flight();
+        let source = file.reader.first_source(range);
+        let wanted = source.and_then(|source| source.wanted_in_flight());
         let mut planner = file.planner.lock();
         planner.need_in_flight(wanted);
         let advice = planner.observe(&request, most, &file.reader);
@@ -90,7 +91,7 @@ impl Readahead<'_> {
                 // Each block of such a tensor would take all bytes of the tensor.
                 return Ok(());
             }
-            let mut plan = file.reader.plan_first_block(offset..range.end);
+            let mut plan = file.reader.plan_first_block(offset..range.end, cache.ahead_max());
             let end = offset + plan.len();
             // A regular read copies these bytes directly from the page cache, with one copy less.
             if plan.is_cached(&cache.engine) {

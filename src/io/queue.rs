@@ -25,9 +25,6 @@ pub(crate) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 /// Number of overdue reads from which a source gets no further reads.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
-/// Minimum number of bytes in flight up to which a store gets prefetches, whatever was measured.
-const STORE_IN_FLIGHT_MIN: u64 = 16 << 20;
-
 /// A read for a backend to execute.
 pub(super) struct ReadJob {
     pub(super) id: u64,
@@ -98,8 +95,6 @@ pub(super) struct FetchQueue {
     sent: PerSourceLimiter<SourceKey>,
     /// Fetches in flight that are overdue.
     stuck: PerSourceLimiter<SourceKey>,
-    /// Bytes of the fetches in flight, without overdue ones.
-    sent_bytes: u64,
 }
 
 impl Default for FetchQueue {
@@ -111,7 +106,6 @@ impl Default for FetchQueue {
             ready: Default::default(),
             sent: PerSourceLimiter::new(SENT_MAX_OF_ONE as u64, SENT_MAX as u64),
             stuck: PerSourceLimiter::new(STUCK_MAX_OF_ONE as u64, STUCK_MAX as u64),
-            sent_bytes: 0,
         }
     }
 }
@@ -156,31 +150,15 @@ impl FetchQueue {
 
     /// Whether `pick` would return a fetch.
     pub(super) fn has_work(&self) -> bool {
-        self.next().is_some()
-    }
-
-    /// Number of the fetch to send next.
-    fn next(&self) -> Option<u64> {
-        let [demanded, prefetches] = &self.ready;
-        if !self.may_send() {
-            return None;
-        }
-        let first = || prefetches.first().copied().filter(|id| self.may_prefetch(*id));
-        demanded.first().copied().or_else(first)
-    }
-
-    /// Whether a prefetch is worthwhile now. With more bytes in flight than a store needs, each answer takes
-    /// longer, also for a reader that waits.
-    fn may_prefetch(&self, id: u64) -> bool {
-        let Some(flight) = self.flights.get(&id) else { return false };
-        let len = flight.range.end - flight.range.start;
-        let may_have = |wanted: u64| self.sent_bytes + len <= wanted.max(STORE_IN_FLIGHT_MIN);
-        self.sent_bytes == 0 || flight.source.wanted_in_flight().is_none_or(may_have)
+        self.may_send() && self.ready.iter().any(|ready| !ready.is_empty())
     }
 
     /// Returns the read to send next, and counts it as in flight.
     pub(super) fn pick(&mut self, now: Instant) -> Option<ReadJob> {
-        let id = self.next()?;
+        if !self.may_send() {
+            return None;
+        }
+        let id = *self.ready.iter().find_map(|ready| ready.first())?;
         let flight = self.flights.get_mut(&id)?;
         let (source, range, cached) = (flight.source.clone(), flight.range.clone(), flight.cached);
         let stored = flight.stored;
@@ -195,7 +173,6 @@ impl FetchQueue {
         let of_source = self.sources.entry(key).or_default();
         of_source.queued[priority as usize].remove(&id);
         self.sent.take(key, 1);
-        self.sent_bytes += range.end - range.start;
         let sent = match &flight.stage {
             FlightStage::Queued(_, target) => FlightStage::Sent(target.reserved()),
             FlightStage::Sent(_) => return None,
@@ -217,9 +194,8 @@ impl FetchQueue {
         let flight = self.flights.remove(&id)?;
         let key = SourceKey::of(&flight.source);
         self.sent.give_back(&key, 1);
-        match flight.done {
-            Some(_) => self.sent_bytes -= flight.range.end - flight.range.start,
-            None => self.stuck.give_back(&key, 1),
+        if flight.done.is_none() {
+            self.stuck.give_back(&key, 1);
         }
         self.refresh(key);
         Some(flight.done.map_or(FinishedFetch::Late(flight.source), FinishedFetch::Unanswered))
@@ -257,7 +233,6 @@ impl FetchQueue {
         match &flight.stage {
             FlightStage::Sent(reserved) => {
                 reserved.leak();
-                self.sent_bytes -= flight.range.end - flight.range.start;
                 self.stuck.take(key, 1);
             }
             FlightStage::Queued(priority, _) => {

@@ -12,7 +12,6 @@ use tempfile::TempDir;
 
 use super::queue::{FetchQueue, FinishedFetch, SENT_MAX, SENT_MAX_OF_ONE, STUCK_MAX_OF_ONE};
 use super::*;
-use crate::source::MeasuredStore;
 
 mod answers;
 mod deadlines;
@@ -508,36 +507,6 @@ fn one_source_never_takes_all_of_a_device() {
     assert!(!queue.has_work());
     assert!(matches!(queue.finish(jobs[0].id), Some(FinishedFetch::Unanswered(_))));
     assert!(queue.has_work());
-}
-
-#[test]
-fn a_store_gets_prefetches_up_to_the_bytes_that_it_needs_in_flight_and_demands_beyond_them() {
-    const MIB: u64 = 1 << 20;
-    for (wanted, expected) in
-        [(None, SENT_MAX_OF_ONE), (Some(24 * MIB), 24), (Some(1), 16), (Some(1 << 40), 32)]
-    {
-        let (source, budget) = (MeasuredStore::file(wanted), budget(1 << 30));
-        let mut queue = FetchQueue::default();
-        for number in 0..40 {
-            let range = number * MIB..(number + 1) * MIB;
-            queue.push(fetch(&source, range, Priority::Prefetch, &budget).0, Instant::now());
-        }
-        let jobs: Vec<_> = std::iter::from_fn(|| queue.pick(Instant::now())).collect();
-        assert_eq!((jobs.len(), queue.has_work()), (expected, false), "{wanted:?}");
-        queue.promote(39, Instant::now());
-        assert_eq!(queue.has_work(), expected < SENT_MAX_OF_ONE);
-        let demanded = queue.pick(Instant::now()).map(|job| job.id);
-        assert_eq!(demanded, (expected < SENT_MAX_OF_ONE).then_some(39));
-        // The memory of overdue reads does not count, so others are sent in their place.
-        for job in &jobs[..3] {
-            queue.finish(job.id);
-        }
-        assert!(queue.has_work(), "{wanted:?}");
-        queue.expire(Instant::now() + Duration::from_secs(60), Duration::from_secs(1));
-        for job in &jobs[3..] {
-            assert!(matches!(queue.finish(job.id), Some(FinishedFetch::Late(_))));
-        }
-    }
 }
 
 #[test]

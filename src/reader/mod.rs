@@ -273,21 +273,18 @@ impl Reader {
         }
     }
 
-    /// Number of bytes in flight that keep the connections to the store busy, if that was measured.
-    pub(crate) fn wanted_in_flight(&self) -> Option<u64> {
-        self.sources.iter().find_map(|source| source.wanted_in_flight())
-    }
-
-    /// Usual length of a block. As many blocks of a store as are read at a time have the bytes together that
-    /// have to be in flight.
-    fn usual_block_len(&self) -> u64 {
-        let len = self.wanted_in_flight().unwrap_or(0) / SENT_MAX_OF_ONE as u64;
+    /// Usual length of a block that begins with `range`, if all blocks have `most` bytes of memory. As many blocks of
+    /// a store as are read at a time have the bytes together that have to be in flight.
+    fn usual_block_len(&self, range: &Range<u64>, most: u64) -> u64 {
+        let wanted = self.first_source(range).and_then(|source| source.wanted_in_flight());
+        let len = wanted.unwrap_or(0).div_ceil(SENT_MAX_OF_ONE as u64).min(most / 16);
         len.next_multiple_of(BLOCK_LEN).clamp(BLOCK_LEN, STORE_BLOCK_LEN_MAX)
     }
 
-    /// The plan for the first part of the bytes `range`. The length of the part is good for a block.
+    /// The plan for the first part of the bytes `range`. The length of the part is good for a block, if all
+    /// blocks have `most` bytes of memory.
     #[doc(hidden)]
-    pub fn plan_first_block(&self, range: Range<u64>) -> BlockPlan {
+    pub fn plan_first_block(&self, range: Range<u64>, most: u64) -> BlockPlan {
         let first = |mut len: u64| {
             let first = |len| range.start..range.end.min(range.start + len);
             while len > 1 && self.is_scattered(&first(len)) {
@@ -295,7 +292,7 @@ impl Reader {
             }
             first(len)
         };
-        let usual_len = self.usual_block_len();
+        let usual_len = self.usual_block_len(&range, most);
         let plan = self.plan_block(first(usual_len));
         let gathers = self.layout.as_ref().is_some_and(|layout| layout.has_gathers());
         if gathers && plan.len() < plan.spread_len() {

@@ -166,7 +166,7 @@ impl BlockPlan {
         if rows < BLOCK_LEN / 2 {
             return usual;
         }
-        (parts * PART_LEN).next_multiple_of(BLOCK_LEN).min(BLOCK_LEN_MAX)
+        (parts * PART_LEN).next_multiple_of(BLOCK_LEN).clamp(usual, BLOCK_LEN_MAX)
     }
 
     /// Number of bytes of memory that the reads take.

@@ -100,7 +100,7 @@ fn rows_of_two_bytes_that_lie_far_from_each_other_are_read_a_few_at_a_time() {
     assert!(columns.reader.is_scattered(&range));
     let plan = columns.reader.plan_window(range.clone());
     assert!(plan.sources().count() as u64 <= PARTS_MAX);
-    let block = columns.reader.plan_first_block(range);
+    let block = columns.reader.plan_first_block(range, 96 << 20);
     assert!(block.memory() <= 2 * SPREAD_LEN_MAX + block.len(), "{}", block.memory());
     columns.assert_right(64 << 10);
 }
@@ -112,16 +112,24 @@ fn columns_of_kib_are_read_in_large_windows_and_blocks() {
     assert!(!columns.reader.is_scattered(&range));
     let plan = columns.reader.plan_window(range.clone());
     assert_eq!(plan.len(), range.end - range.start);
-    let block = columns.reader.plan_first_block(range);
+    let block = columns.reader.plan_first_block(range, 96 << 20);
     assert_eq!(block.len(), BLOCK_LEN);
 }
 
 #[test]
 fn blocks_of_a_store_are_longer_where_more_bytes_have_to_be_in_flight() {
     const MIB: u64 = 1 << 20;
-    let block_len = |wanted: Option<u64>| {
-        Reader::whole(MeasuredStore::file(wanted)).plan_first_block(5..1 << 30).len()
+    let block_len = |wanted: Option<u64>, most: u64| {
+        Reader::whole(MeasuredStore::file(wanted)).plan_first_block(5..1 << 30, most).len()
     };
     let wanted = [None, Some(0), Some(32 * MIB), Some(33 * MIB), Some(100 * MIB), Some(1 << 40)];
-    assert_eq!(wanted.map(block_len), [1, 1, 1, 2, 4, 4].map(|len| len * MIB));
+    assert_eq!(
+        wanted.map(|wanted| block_len(wanted, 96 * MIB)),
+        [1, 1, 1, 2, 4, 4].map(|n| n * MIB)
+    );
+    // Many blocks fit into little memory.
+    assert_eq!(
+        [6, 24, 96].map(|most| block_len(Some(1 << 40), most * MIB)),
+        [1, 2, 4].map(|n| n * MIB)
+    );
 }

@@ -5,7 +5,10 @@ use std::time::{Duration, Instant};
 /// Shortest time over which a rate is measured.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
 
-/// Number of intervals of which the highest rate counts. A reader that pauses lowers the others.
+/// Number of intervals after which the next bytes end a pause of the reader, which has no rate.
+const PAUSE_INTERVALS: u32 = 4;
+
+/// Number of intervals of which the highest rate counts. A reader that waits for something else lowers the others.
 const INTERVALS: usize = 16;
 
 /// Time after which the shortest latency is measured anew, because the way to the server may have changed.
@@ -48,13 +51,17 @@ impl Bandwidth {
             return;
         };
         let (elapsed, bytes) = (now.saturating_duration_since(began), before + bytes);
-        if elapsed < INTERVAL_MIN.max(self.least_latency().unwrap_or_default()) {
+        let interval = INTERVAL_MIN.max(self.least_latency().unwrap_or_default());
+        if elapsed < interval {
             self.interval = Some((began, bytes));
+            return;
+        }
+        self.interval = Some((now, 0));
+        if elapsed > PAUSE_INTERVALS * interval {
             return;
         }
         self.rates[self.measured % INTERVALS] = bytes as f64 / elapsed.as_secs_f64();
         self.measured += 1;
-        self.interval = Some((now, 0));
     }
 
     fn least_latency(&self) -> Option<Duration> {

@@ -429,8 +429,9 @@ impl Endpoint {
     ) -> Result<ObjectState, Trouble> {
         let sent = Instant::now();
         let mut answer = self.send_twice_if_slow(wanted, limit).await?;
-        self.counters.bandwidth.lock().answered(sent.elapsed(), Instant::now());
+        let latency = sent.elapsed();
         let state = check_answer(answer.status(), answer.headers(), &range, version)?;
+        self.counters.bandwidth.lock().answered(latency, Instant::now());
         let before = *have;
         while let Some(frame) = self.frame(&mut answer, limit).await? {
             if !parts.write(*have, &frame) {

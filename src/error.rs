@@ -238,7 +238,7 @@ pub fn is_url(path: &Path) -> bool {
     end.is_some_and(|end| SCHEMES.iter().any(|(name, _)| name.as_bytes() == &bytes[..end]))
 }
 
-/// Whether `name` begins like a URL, whether of a remote store or of something else.
+/// Whether `name` begins like a URL of any kind, also if it is not a URL of a remote store.
 fn has_scheme(name: &str) -> bool {
     let is_letter = |c: char| c.is_ascii_alphanumeric() || "+-.".contains(c);
     let scheme = name.split_once("://").map_or("", |(scheme, _)| scheme);

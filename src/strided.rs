@@ -213,8 +213,8 @@ impl StridedCopy {
         Some(RunRange { runs: first..end, bytes, target: first_start + skipped })
     }
 
-    /// Calls `visit` for each group of runs of `part` that is worth one read. Runs are read together if at most
-    /// `gap` bytes of the source lie between them and the read then has at most `max` bytes. If all runs are
+    /// Calls `visit` once for each group of runs of `part` that one read should fetch. Runs are read together if at
+    /// most `gap` bytes of the source lie between them and the read then has at most `max` bytes. If all runs are
     /// adjacent in the source, they are one group of any length.
     pub fn each_read(&self, part: RunRange, gap: u64, max: u64, visit: &mut dyn FnMut(RunRange)) {
         let dense_len = self.strides.iter().rev().try_fold(self.run_len, |len, stride| {

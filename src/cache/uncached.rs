@@ -14,7 +14,8 @@ use crate::sync::{Mutex, MutexGuard};
 /// for the source.
 const UNCACHED_MAX: usize = 4;
 
-/// Maximum number of such reads whose first byte is in the same source. So a source that stalls leaves some to others.
+/// Maximum number of such reads whose first byte is in the same source. So a source that stalls leaves some of the
+/// reads to other sources.
 const UNCACHED_OF_SOURCE_MAX: usize = 3;
 
 /// A read without blocks whose thread has not ended.

@@ -100,7 +100,8 @@ struct StoredFile {
     /// Shorter than a mark, or empty, if the file ends early. If another file follows, these bytes
     /// are the magic of that file.
     end_mark: Range<u64>,
-    /// Offset of the first byte of the tensorizer file that follows in place of the mark.
+    /// Offset of the first byte of the next tensorizer file, if one follows in place of the end
+    /// mark.
     next_file: Option<u64>,
 }
 

@@ -79,7 +79,7 @@ enum FlightStage {
 struct OfSource {
     /// Numbers of the queued fetches, by priority.
     queued: [BTreeSet<u64>; 2],
-    /// The number of this source's fetch in `FetchQueue::ready`, by priority.
+    /// For each priority, the number of the fetch that this source has in `FetchQueue::ready`.
     ready: [Option<u64>; 2],
 }
 

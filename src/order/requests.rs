@@ -1,7 +1,7 @@
 //! Learns the order in which the tensors of a checkpoint are requested, and predicts the next ones.
 //!
-//! Each order is tried on every request, and the one that predicted the last requests best predicts
-//! the next ones.
+//! Each order is tried on every request. The order with the best predictions of the last requests
+//! predicts the next requests.
 
 use std::collections::VecDeque;
 

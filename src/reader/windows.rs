@@ -404,8 +404,8 @@ fn add_part(parts: &mut Vec<Range<u64>>, part: Range<u64>) {
     }
 }
 
-/// The ranges to read ahead for `parts`. This is the whole range from the first part to the last one in two
-/// cases: if the parts make up at least half of it, or if the reader continues and will need the rest too.
+/// The ranges to read ahead for `parts`. The result is the whole range from the first part to the last one in two
+/// cases: the parts are at least half of this range, or the reader continues and will need the rest too.
 fn ranges_ahead(parts: Vec<Range<u64>>, goes_on: bool, longest: u64) -> Vec<Range<u64>> {
     let (Some(first), Some(last)) = (parts.first(), parts.last()) else { return parts };
     let span = first.start..last.end;

@@ -90,9 +90,9 @@ impl CopyMode {
         file.set_permissions(Permissions::from_mode(mode))
     }
 
-    /// The read and write bits: for the owner, and for the group `gid` and others if they can read all files. A user
-    /// can be in the group of the copy but not in the group of a file, or the reverse. So a file that grants access to
-    /// only one of these classes grants it to the group of the copy only if both groups are the same.
+    /// The read and write bits of the owner, and those of the group `gid` and of others if they can read all files. The
+    /// group of a file may have other members than the group of the copy. If a file can be read by only one of the
+    /// classes group and others, the group of the copy gets access only if both groups are the same.
     fn bits(&self, gid: u32) -> u32 {
         let everyone = |of: &Of| of.mode & 0o044 == 0o044;
         let same_group = |of: &Of| of.mode & 0o040 != 0 && of.gid == gid && !of.has_acl;

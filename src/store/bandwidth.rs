@@ -14,8 +14,8 @@ const INTERVALS: usize = 16;
 /// Time after which the shortest latency is measured anew, because the way to the server may have changed.
 const LATENCY_AGE_MAX: Duration = Duration::from_secs(60);
 
-/// Factor between the bandwidth-delay product and the bytes in flight. It lets the measured rate grow until
-/// it is that of the connection, and covers the variation of the latency.
+/// Factor between the bandwidth-delay product and the bytes in flight. It lets the measured rate grow up to the rate of
+/// the connection, and covers the variation of the latency.
 const GAIN: f64 = 2.0;
 
 /// Measures the rate at which a server sends, and the time that its first bytes take.

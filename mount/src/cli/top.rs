@@ -229,7 +229,8 @@ fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usiz
     lines
 }
 
-/// Cuts `lines` to `height`. If lines are missing, the last line has their number.
+/// Cuts `lines` to `height`. If this leaves out lines, the last line gives the number of the lines
+/// that were left out.
 fn fit(lines: &mut Vec<String>, height: Option<usize>) {
     let Some(height) = height.filter(|height| lines.len() > *height) else { return };
     let shown = height.saturating_sub(1);

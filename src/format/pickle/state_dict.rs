@@ -382,7 +382,7 @@ fn is_tensor(values: &Values<'_>, id: NodeId) -> bool {
 enum Key<'v> {
     Text(&'v str),
     Int(i64),
-    /// A value of another type, by its number.
+    /// A value of another type: the number of its node.
     Other(NodeId),
 }
 

@@ -17,7 +17,8 @@ use crate::format::tensorizer::{self, ENTRIES_LEN_MAX, HEAD_LEN, HashedTensor, S
 use crate::hash::Digest;
 use crate::sync::{Condvar, Mutex};
 
-/// Length of a block in bytes. Checksums of blocks are kept once their tensor was checked.
+/// Length of a block in bytes. The checksums of the blocks of a tensor are kept after the tensor
+/// was checked.
 const BLOCK_LEN: u64 = 64 << 10;
 
 /// Maximum number of bytes of one request.

@@ -94,7 +94,7 @@ words! {
         Cold = "cold",
         /// The bytes that the mount shows, and the real file.
         Warm = "warm",
-        /// The shards and the real file, but no bytes of the mount.
+        /// The shards and the real file, but no bytes of the mounted file.
         SourceCached = "source-cached",
         /// No bytes. The kernel serves the mount from an assembled file.
         Assembled = "assembled",

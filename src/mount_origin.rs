@@ -9,10 +9,10 @@ use nix::libc;
 use serde_json::Value;
 
 use crate::error::is_url;
-use crate::format::{TrainingState, names};
+use crate::format::names;
 use crate::hash::Digest;
 use crate::mountinfo;
-use crate::open_options::{OpenOptions, ZeroWeights};
+use crate::open_options::OpenOptions;
 use crate::source::{read_option_file, read_text};
 use crate::view::{Files, View};
 
@@ -60,23 +60,20 @@ impl MountOrigin {
         }
         let follow = mounted.follow.iter().chain(&given.follow).cloned().collect();
         let of_files = given.expect_shards.is_some() || given.reference.is_some();
-        let open = OpenOptions {
+        let mut open = OpenOptions {
             follow,
             expect_shards: given.expect_shards.or(mounted.expect_shards),
             config: given.config.clone().or_else(|| mounted.config.clone()),
-            zero: if given.zero == ZeroWeights::default() { mounted.zero } else { given.zero },
-            state: if given.state == TrainingState::default() {
-                mounted.state
-            } else {
-                given.state
-            },
+            zero: given.zero,
+            state: given.state,
             reference: given.reference.clone(),
             index: given.index.clone(),
             disk_cache: given.disk_cache.clone(),
             remote: given.remote.clone(),
             secret: given.secret.clone(),
-            ..mounted
+            ..mounted.clone()
         };
+        open.take_torch_choices_of(&mounted);
         if !has_view {
             return Some((path, open));
         }

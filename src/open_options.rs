@@ -270,6 +270,17 @@ impl OpenOptions {
         Some(OpenOptions { view, ..OpenOptions::without_view(json)? })
     }
 
+    /// Takes `zero` and `state` of `mounted`, where these options have the default.
+    #[doc(hidden)]
+    pub fn take_torch_choices_of(&mut self, mounted: &OpenOptions) {
+        if self.zero == ZeroWeights::default() {
+            self.zero = mounted.zero;
+        }
+        if self.state == TrainingState::default() {
+            self.state = mounted.state;
+        }
+    }
+
     /// The options that `to_json` wrote, without the view.
     fn without_view(json: &Value) -> Option<OpenOptions> {
         let follow = json.get("follow")?.as_array()?.iter();

@@ -12,7 +12,7 @@ use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::mount_origin::{
     MountOrigin, changed_since_mount, resolve_bytes, resolve_mount,
 };
-use tensorfs::internal::open_options::{OpenOptions, Prefer, ZeroWeights};
+use tensorfs::internal::open_options::{OpenOptions, Prefer};
 use tensorfs::internal::store::hub_cache;
 use tensorfs::internal::view::{Files, View};
 
@@ -58,13 +58,12 @@ pub(super) fn open_bytes(
     let path = match resolve_bytes(&args.source) {
         None => args.source.clone(),
         Some(Ok(MountOrigin { path, options: mounted, .. })) => {
+            open.take_torch_choices_of(&mounted);
             let found_by_default = open.prefer == Prefer::default();
             let prefer = if found_by_default { mounted.prefer } else { open.prefer };
             let view = if options.has_view { open.view } else { mounted.view };
-            let zero_by_default = open.zero == ZeroWeights::default();
-            let zero = if zero_by_default { mounted.zero } else { open.zero };
             let follow = mounted.follow.into_iter().chain(open.follow).collect();
-            open = OpenOptions { prefer, zero, view, follow, ..open };
+            open = OpenOptions { prefer, view, follow, ..open };
             path
         }
         Some(Err(why)) => {

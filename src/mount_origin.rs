@@ -60,20 +60,20 @@ impl MountOrigin {
         }
         let follow = mounted.follow.iter().chain(&given.follow).cloned().collect();
         let of_files = given.expect_shards.is_some() || given.reference.is_some();
-        let mut open = OpenOptions {
+        let (zero, state) = given.zero_and_state_or(&mounted);
+        let open = OpenOptions {
             follow,
             expect_shards: given.expect_shards.or(mounted.expect_shards),
             config: given.config.clone().or_else(|| mounted.config.clone()),
-            zero: given.zero,
-            state: given.state,
+            zero,
+            state,
             reference: given.reference.clone(),
             index: given.index.clone(),
             disk_cache: given.disk_cache.clone(),
             remote: given.remote.clone(),
             secret: given.secret.clone(),
-            ..mounted.clone()
+            ..mounted
         };
-        open.take_torch_choices_of(&mounted);
         if !has_view {
             return Some((path, open));
         }

@@ -52,7 +52,7 @@ pub fn all() -> std::io::Result<Vec<Mount>> {
 
 /// All tensorfs mounts with this device number: those of this process, then those in the mount namespace of another
 /// process, with its process number. Only mount tables that this process may read are searched.
-pub fn everywhere(minor: u32) -> Vec<(Option<u32>, Mount)> {
+pub fn in_all_namespaces(minor: u32) -> Vec<(Option<u32>, Mount)> {
     let table_of =
         |process: &str| std::fs::read(format!("/proc/{process}/mountinfo")).unwrap_or_default();
     let with_minor = |pid: Option<u32>, table: &[u8]| {

@@ -270,15 +270,12 @@ impl OpenOptions {
         Some(OpenOptions { view, ..OpenOptions::without_view(json)? })
     }
 
-    /// Takes `zero` and `state` of `mounted`, where these options have the default.
+    /// `zero` and `state`. If one has the default, the value of `mounted` is returned.
     #[doc(hidden)]
-    pub fn take_torch_choices_of(&mut self, mounted: &OpenOptions) {
-        if self.zero == ZeroWeights::default() {
-            self.zero = mounted.zero;
-        }
-        if self.state == TrainingState::default() {
-            self.state = mounted.state;
-        }
+    pub fn zero_and_state_or(&self, mounted: &OpenOptions) -> (ZeroWeights, TrainingState) {
+        let zero = if self.zero == ZeroWeights::default() { mounted.zero } else { self.zero };
+        let is_default = self.state == TrainingState::default();
+        (zero, if is_default { mounted.state } else { self.state })
     }
 
     /// The options that `to_json` wrote, without the view.

@@ -307,8 +307,9 @@ impl Planner {
         self.used + self.wasted >= JUDGED_FROM && self.wasted > self.used
     }
 
-    /// Moves on the stream that `request` belongs to, and returns it. `None` for bytes that the
-    /// kernel reads around a page, before the page's tensor: no reader continues there.
+    /// Moves on the stream that `request` belongs to, and returns it. `None` if no reader continues
+    /// there: for bytes that the kernel reads around a page, before the page's tensor, and for a read
+    /// that others have overtaken.
     fn stream_of(
         &mut self,
         request: &Request,
@@ -337,8 +338,9 @@ impl Planner {
         }
         let only_touches = self.readers[reader].touches.expected().is_some();
         let (planned, window) = self.planned_for(request, only_touches);
-        let is_around = reads_around(request, tensors) || self.is_overtaken(&request.range);
-        if planned.is_empty() && is_around {
+        if planned.is_empty()
+            && (reads_around(request, tensors) || self.is_overtaken(&request.range))
+        {
             return None;
         }
         let touched_now = self.readers[reader].touches.tensor();

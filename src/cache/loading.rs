@@ -17,9 +17,8 @@ impl Loading {
     pub(super) fn refusing(&self, plan: &BlockPlan, limit: u64) -> Option<SourceKey> {
         let refusing = plan.sources().find(|(source, len)| {
             let under_way = self.0.held(&SourceKey::of(source));
-            let wanted = source.wanted_in_flight().unwrap_or(0);
-            let share = wanted.clamp(limit / 2, limit / 8 * 7);
-            under_way > 0 && under_way + len > share
+            let wanted = || source.wanted_in_flight().unwrap_or(0).min(limit / 8 * 7);
+            under_way > 0 && under_way + len > limit / 2 && under_way + len > wanted()
         });
         refusing.map(|(source, _)| SourceKey::of(source))
     }

@@ -13,7 +13,7 @@ use crate::prefetch::Reach;
 use crate::source::Source;
 use crate::zeros::are_zeros;
 
-use self::plan::{BLOCK_LEN, PARTS_MAX, SPREAD_LEN_MAX, STORE_BLOCK_LEN_MAX};
+use self::plan::{BLOCK_LEN, BLOCKS_MIN, PARTS_MAX, SPREAD_LEN_MAX, STORE_BLOCK_LEN_MAX};
 pub use block::{Block, Done};
 pub use plan::BlockPlan;
 pub use windows::GatherWindows;
@@ -273,16 +273,17 @@ impl Reader {
         }
     }
 
-    /// Usual length of a block that begins with `range`, if all blocks have `most` bytes of memory. As many blocks of
-    /// a store as are read at a time have the bytes together that have to be in flight.
+    /// Usual length of a block at the start of `range`. The maximum number of reads of one source, each of this length,
+    /// have no more bytes than have to be in flight: more of them wait for each other. `most` is the memory of all
+    /// blocks together.
     fn usual_block_len(&self, range: &Range<u64>, most: u64) -> u64 {
         let wanted = self.first_source(range).and_then(|source| source.wanted_in_flight());
-        let len = wanted.unwrap_or(0).div_ceil(SENT_MAX_OF_ONE as u64).min(most / 16);
-        len.next_multiple_of(BLOCK_LEN).clamp(BLOCK_LEN, STORE_BLOCK_LEN_MAX)
+        let len = (wanted.unwrap_or(0) / SENT_MAX_OF_ONE as u64).min(most / BLOCKS_MIN);
+        (len / BLOCK_LEN * BLOCK_LEN).clamp(BLOCK_LEN, STORE_BLOCK_LEN_MAX)
     }
 
-    /// The plan for the first part of the bytes `range`. The length of the part is good for a block, if all
-    /// blocks have `most` bytes of memory.
+    /// The plan for the first part of the bytes `range`. The length of the part is good for a block.
+    /// `most` is the memory of all blocks together.
     #[doc(hidden)]
     pub fn plan_first_block(&self, range: Range<u64>, most: u64) -> BlockPlan {
         let first = |mut len: u64| {

@@ -34,6 +34,9 @@ const STREAMED_LEN: u64 = 1 << 20;
 /// Usual length of a block in bytes.
 pub(super) const BLOCK_LEN: u64 = 1 << 20;
 
+/// Minimum number of blocks of a store for which there is memory: their usual length is shorter in a small cache.
+pub(super) const BLOCKS_MIN: u64 = 16;
+
 /// Maximum usual length of a block of a store.
 pub(super) const STORE_BLOCK_LEN_MAX: u64 = 4 << 20;
 

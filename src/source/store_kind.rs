@@ -147,7 +147,7 @@ pub(crate) mod tests {
 
     /// A store that has measured how many bytes in flight it needs, and that reads nothing.
     #[derive(Debug)]
-    pub(crate) struct MeasuredStore(pub(crate) Option<u64>);
+    pub(crate) struct MeasuredStore(Option<u64>);
 
     impl MeasuredStore {
         /// A file of 1 GiB in a store of its own.

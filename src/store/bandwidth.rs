@@ -82,7 +82,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// The bytes in flight after `secs` at `rate` bytes per second, in answers of 1 MiB.
+    /// Answers of 1 MiB arrive for `secs` seconds at `rate` bytes per second. Returns the time at the end.
     fn run(
         bandwidth: &mut Bandwidth,
         from: Instant,

@@ -58,12 +58,12 @@ pub(super) fn open_bytes(
     let path = match resolve_bytes(&args.source) {
         None => args.source.clone(),
         Some(Ok(MountOrigin { path, options: mounted, .. })) => {
-            open.take_torch_choices_of(&mounted);
+            let (zero, state) = open.zero_and_state_or(&mounted);
             let found_by_default = open.prefer == Prefer::default();
             let prefer = if found_by_default { mounted.prefer } else { open.prefer };
             let view = if options.has_view { open.view } else { mounted.view };
             let follow = mounted.follow.into_iter().chain(open.follow).collect();
-            open = OpenOptions { prefer, view, follow, ..open };
+            open = OpenOptions { prefer, zero, state, view, follow, ..open };
             path
         }
         Some(Err(why)) => {

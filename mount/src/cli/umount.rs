@@ -44,20 +44,24 @@ fn unmount(target: &Path, how: Detach) -> Result<(), String> {
     let Some(ours) = mountinfo::ours_at(&target).map_err(failed)? else {
         return Err(format!("{shown}: not a tensorfs mount"));
     };
-    // Once the mount is gone, another one may get its device number. A copy was there before, too.
-    let before = mountinfo::everywhere(ours.minor);
+    let mut copies = match how {
+        Detach::Force => Vec::new(),
+        _ => mountinfo::in_all_namespaces(ours.minor),
+    };
+    copies.retain(|(_, mount)| *mount != ours);
     detach(&target, how).map_err(|e| match e.raw_os_error() {
         Some(libc::EBUSY) => {
             format!("{shown}: target is busy; close what is open there, or use --lazy")
         }
         _ => failed(e),
     })?;
-    if how == Detach::Force {
+    if copies.is_empty() {
         return Ok(());
     }
-    let was_there = |mount: &Mount| before.iter().any(|(_, old)| old == mount);
-    let copy = mountinfo::everywhere(ours.minor).into_iter().find(|(_, mount)| was_there(mount));
-    if let Some((process, copy)) = copy {
+    // Copies may have gone with the mount, and a mount of another program may have got its device number.
+    let was_there = |mount: &Mount| copies.iter().any(|(_, copy)| copy == mount);
+    let mut now = mountinfo::in_all_namespaces(ours.minor).into_iter();
+    if let Some((process, copy)) = now.find(|(_, mount)| was_there(mount)) {
         let place = shown_path(&copy.target);
         let of = process.map_or(String::new(), |pid| {
             format!(" in the mount namespace of process {pid}, until that one ends or unmounts it")

@@ -199,14 +199,19 @@ impl DeviceQueue {
 
     /// Queues a fetch and returns its number.
     pub(super) fn submit(self: &Arc<Self>, fetch: Fetch) -> u64 {
+        let wanted = fetch.source.wanted_in_flight();
         let mut state = self.state.lock();
+        state.queue.limit_prefetches(wanted);
         let id = state.queue.push(fetch, Instant::now());
         self.wake_from(state);
         id
     }
 
-    pub(super) fn promote(&self, id: u64) {
-        self.state.lock().queue.promote(id, Instant::now());
+    pub(super) fn promote(self: &Arc<Self>, id: u64) {
+        let mut state = self.state.lock();
+        state.queue.promote(id, Instant::now());
+        // The limit of prefetches may have held it back.
+        self.wake_from(state);
     }
 
     /// Wakes or starts a thread if there is work that can be done now.
@@ -527,7 +532,7 @@ impl DeviceQueue {
     }
 
     /// Answers overdue fetches with an error. Returns the time at which the next fetch becomes overdue.
-    pub(super) fn expire(&self, now: Instant) -> Option<Instant> {
+    pub(super) fn expire(self: &Arc<Self>, now: Instant) -> Option<Instant> {
         let no_thread = {
             let mut state = self.state.lock();
             if state.threads > 0 { None } else { state.no_thread.take() }
@@ -564,6 +569,8 @@ impl DeviceQueue {
                 source.leave_copy();
             }
         }
+        // Overdue prefetches no longer count, so others may be sent.
+        self.wake();
         // Readers are answered before the log is written, because logging may have to wait.
         for (source, offset) in stalled {
             let path = shown_path(source.path());

@@ -25,6 +25,9 @@ pub(crate) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 /// Number of overdue reads from which a source gets no further reads.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
+/// Minimum for the limit of bytes that prefetches have in flight.
+const PREFETCH_MAX_MIN: u64 = 32 << 20;
+
 /// A read for a backend to execute.
 pub(super) struct ReadJob {
     pub(super) id: u64,
@@ -65,6 +68,8 @@ struct Flight {
     stored: bool,
     cached: Option<CachedPages>,
     stage: FlightStage,
+    /// Bytes of this fetch in `FetchQueue::prefetching`.
+    prefetching: u64,
     /// `None` if the fetch was answered before its read completed.
     done: Option<FetchCallback>,
 }
@@ -95,6 +100,11 @@ pub(super) struct FetchQueue {
     sent: PerSourceLimiter<SourceKey>,
     /// Fetches in flight that are overdue.
     stuck: PerSourceLimiter<SourceKey>,
+    /// Bytes of the prefetches that are in flight and not overdue, and the number of bytes from which no further ones
+    /// are sent. All answers of a server share its bandwidth, so each prefetch beyond those that fill it delays the
+    /// bytes that are read next.
+    prefetching: u64,
+    prefetching_max: u64,
 }
 
 impl Default for FetchQueue {
@@ -106,6 +116,8 @@ impl Default for FetchQueue {
             ready: Default::default(),
             sent: PerSourceLimiter::new(SENT_MAX_OF_ONE as u64, SENT_MAX as u64),
             stuck: PerSourceLimiter::new(STUCK_MAX_OF_ONE as u64, STUCK_MAX as u64),
+            prefetching: 0,
+            prefetching_max: u64::MAX,
         }
     }
 }
@@ -121,7 +133,9 @@ impl FetchQueue {
         self.sources.entry(key).or_default().queued[priority as usize].insert(id);
         let stage = FlightStage::Queued(priority, target);
         let done = Some(done);
-        let flight = Flight { source, range, since: now, effort, stored, cached, stage, done };
+        let (since, prefetching) = (now, 0);
+        let flight =
+            Flight { source, range, since, effort, stored, cached, stage, prefetching, done };
         self.flights.insert(id, flight);
         self.refresh(key);
         id
@@ -144,21 +158,29 @@ impl FetchQueue {
         }
     }
 
-    fn may_send(&self) -> bool {
-        self.sent.has_room() && self.stuck.has_room()
+    /// Limits the bytes that prefetches have in flight to those that the server needs, `wanted`. `None`: no limit.
+    pub(super) fn limit_prefetches(&mut self, wanted: Option<u64>) {
+        self.prefetching_max = wanted.map_or(u64::MAX, |wanted| wanted.max(PREFETCH_MAX_MIN));
+    }
+
+    /// The fetch to send next.
+    fn next(&self) -> Option<u64> {
+        if !self.sent.has_room() || !self.stuck.has_room() {
+            return None;
+        }
+        let [demands, prefetches] = &self.ready;
+        let may_prefetch = self.prefetching < self.prefetching_max;
+        demands.first().or_else(|| prefetches.first().filter(|_| may_prefetch)).copied()
     }
 
     /// Whether `pick` would return a fetch.
     pub(super) fn has_work(&self) -> bool {
-        self.may_send() && self.ready.iter().any(|ready| !ready.is_empty())
+        self.next().is_some()
     }
 
     /// Returns the read to send next, and counts it as in flight.
     pub(super) fn pick(&mut self, now: Instant) -> Option<ReadJob> {
-        if !self.may_send() {
-            return None;
-        }
-        let id = *self.ready.iter().find_map(|ready| ready.first())?;
+        let id = self.next()?;
         let flight = self.flights.get_mut(&id)?;
         let (source, range, cached) = (flight.source.clone(), flight.range.clone(), flight.cached);
         let stored = flight.stored;
@@ -168,6 +190,8 @@ impl FetchQueue {
         };
         if priority == Priority::Prefetch {
             flight.since = now;
+            flight.prefetching = range.end - range.start;
+            self.prefetching += flight.prefetching;
         }
         let since = flight.since;
         let of_source = self.sources.entry(key).or_default();
@@ -194,6 +218,7 @@ impl FetchQueue {
         let flight = self.flights.remove(&id)?;
         let key = SourceKey::of(&flight.source);
         self.sent.give_back(&key, 1);
+        self.prefetching -= flight.prefetching;
         if flight.done.is_none() {
             self.stuck.give_back(&key, 1);
         }
@@ -233,6 +258,7 @@ impl FetchQueue {
         match &flight.stage {
             FlightStage::Sent(reserved) => {
                 reserved.leak();
+                self.prefetching -= std::mem::take(&mut flight.prefetching);
                 self.stuck.take(key, 1);
             }
             FlightStage::Queued(priority, _) => {

@@ -15,6 +15,7 @@ use super::*;
 
 mod answers;
 mod deadlines;
+mod prefetches;
 
 /// Maximum wait for events that must happen.
 const PATIENCE: Duration = Duration::from_secs(30);

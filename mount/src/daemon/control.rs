@@ -88,7 +88,7 @@ impl Drop for Control {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
         OPEN.lock().retain(|path| *path != self.path);
-        // This wakes the thread, whose accept then fails.
+        // This wakes the thread, which then ends.
         let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
     }
 }
@@ -224,10 +224,11 @@ impl Server {
     fn run(mut self) {
         loop {
             match self.wait() {
-                Ok(false) => {}
-                Ok(true) => match self.accept() {
+                // The socket was shut down. `accept` does not report this, because it does not wait.
+                Ok(events) if events.contains(PollFlags::POLLHUP) => return,
+                Ok(events) if events.is_empty() => {}
+                Ok(_) => match self.accept() {
                     Ok(()) => {}
-                    Err(e) if e.raw_os_error() == Some(nix::libc::EINVAL) => return,
                     // Perhaps no descriptor is free. Closing other connections frees one.
                     Err(e) => {
                         tracing::debug!("control socket: {e}");
@@ -247,9 +248,9 @@ impl Server {
         }
     }
 
-    /// Waits until a client can be served or a client's deadline has passed. Returns whether a new
-    /// client is waiting.
-    fn wait(&self) -> io::Result<bool> {
+    /// Waits until a client can be served or a client's deadline has passed. Returns the events of
+    /// the listener.
+    fn wait(&self) -> io::Result<PollFlags> {
         let listener = PollFd::new(self.listener.as_fd(), PollFlags::POLLIN);
         let clients = self.clients.iter().map(|client| {
             let wanted =
@@ -267,7 +268,7 @@ impl Server {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(e) => return Err(e.into()),
         }
-        Ok(all[0].any().unwrap_or(true))
+        Ok(all[0].revents().unwrap_or(PollFlags::POLLIN))
     }
 
     fn accept(&mut self) -> io::Result<()> {
@@ -431,6 +432,21 @@ mod tests {
         let mut left: Vec<_> = sockets(folder.path()).into_iter().map(|(of, _)| of).collect();
         left.sort_unstable();
         assert_eq!(left, [51, 52]);
+    }
+
+    // A regression: the thread ran on without waiting.
+    #[test]
+    fn the_thread_of_a_socket_ends_with_its_mount() {
+        let folder = tempfile::tempdir().unwrap();
+        let control = serve_in(folder.path(), 51);
+        assert!(matches!(ask_in(folder.path()), Reply::Answer(..)));
+        let listener = Arc::downgrade(&control.listener);
+        drop(control);
+        let until = Instant::now() + CLIENT_TIMEOUT;
+        while listener.strong_count() > 0 {
+            assert!(Instant::now() < until, "the thread still runs");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     #[test]

@@ -217,19 +217,34 @@ impl fmt::Display for SourceUri {
     }
 }
 
-/// Schemes of remote stores. The flag tells whether the text after a `?` may be a signature; otherwise it
-/// belongs to the key.
-pub const SCHEMES: [(&str, bool); 9] = [
-    ("s3", false),
-    ("gs", false),
-    ("az", true),
-    ("abfs", true),
-    ("abfss", true),
-    ("hf", false),
-    ("http", true),
-    ("https", true),
-    ("redis", true),
-];
+/// A fact about the URLs and the options of a scheme.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SchemeFact {
+    /// The text after a `?` may be a signature. Without this fact, it belongs to the key.
+    Signature,
+    /// The options for a credentials file and for server certificates have a meaning.
+    Credentials,
+    /// An option can set the server.
+    Endpoint,
+    /// A profile and a region have a meaning.
+    Profile,
+}
+
+/// Schemes of remote stores, with the facts about each.
+pub const SCHEMES: [(&str, &[SchemeFact]); 9] = {
+    use SchemeFact::{Credentials, Endpoint, Profile, Signature};
+    [
+        ("s3", &[Credentials, Endpoint, Profile]),
+        ("gs", &[Credentials, Endpoint]),
+        ("az", &[Signature, Credentials, Endpoint]),
+        ("abfs", &[Signature, Credentials, Endpoint]),
+        ("abfss", &[Signature, Credentials, Endpoint]),
+        ("hf", &[Credentials, Endpoint]),
+        ("http", &[Signature, Credentials]),
+        ("https", &[Signature, Credentials]),
+        ("redis", &[Signature]),
+    ]
+};
 
 /// Whether `path` is a URL of a remote store.
 pub fn is_url(path: &Path) -> bool {
@@ -259,7 +274,7 @@ fn without_secrets(url: &str) -> String {
         Some((_, host)) => format!("***@{host}{path}"),
         None => rest.to_owned(),
     };
-    let is_signed = known.is_none_or(|(_, signed)| *signed);
+    let is_signed = known.is_none_or(|(_, facts)| facts.contains(&SchemeFact::Signature));
     match place.find('?').filter(|_| is_signed) {
         Some(end) => format!("{scheme}://{}?***", &place[..end]),
         None => format!("{scheme}://{place}"),

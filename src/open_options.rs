@@ -80,7 +80,7 @@ pub enum Links {
 /// ```
 /// use tensorfs::{DiskCachePlace, OpenOptions};
 ///
-/// let place = DiskCachePlace { folder: "/var/cache/tensorfs/remote".into(), size: Some(100 << 30) };
+/// let place = DiskCachePlace::new("/var/cache/tensorfs/remote".into(), Some(100 << 30));
 /// let options = OpenOptions { disk_cache: Some(place), ..OpenOptions::default() };
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -89,6 +89,13 @@ pub struct DiskCachePlace {
     pub folder: PathBuf,
     /// Maximum number of bytes in the folder. If `None`, a tenth of its file system stays free, and at least 1 GiB.
     pub size: Option<u64>,
+}
+
+impl DiskCachePlace {
+    /// The place with this folder and this size, and the defaults of any other fields.
+    pub fn new(folder: PathBuf, size: Option<u64>) -> DiskCachePlace {
+        DiskCachePlace { folder, size }
+    }
 }
 
 /// The location of a remote source and the origin of its credentials. The settings name files that contain

@@ -167,7 +167,7 @@ impl RemoteKind {
 impl StoreKind for RemoteKind {
     fn store(&self) -> Store {
         let place = self.cache.as_ref().map(|folder| folder.path().to_owned());
-        let place = place.map(|folder| DiskCachePlace { folder, size: Some(64 << 20) });
+        let place = place.map(|folder| DiskCachePlace::new(folder, Some(64 << 20)));
         Store::of(&self.folder()).cached(place.as_ref())
     }
 

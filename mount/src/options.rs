@@ -373,7 +373,7 @@ impl Options {
 
     /// The settings of an engine with these options.
     pub(crate) fn settings(&self) -> Settings {
-        Settings { backend: self.io, direct: self.direct, timeout: self.io_timeout }
+        Settings::new(self.io, self.direct, self.io_timeout)
     }
 
     /// The options to open the source, with the secret that these options or the environment name.

@@ -360,7 +360,7 @@ pub(crate) fn options_with_demands(
     secret: Option<Arc<Secret>>,
 ) -> tensorfs::Result<OpenOptions> {
     let (expect_shards, reference, folder, size, remote) = demands;
-    let disk_cache = folder.map(|folder| DiskCachePlace { folder, size });
+    let disk_cache = folder.map(|folder| DiskCachePlace::new(folder, size));
     let remote = remote.map(settings_of).transpose()?;
     Ok(OpenOptions {
         expect_shards,

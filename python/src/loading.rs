@@ -75,7 +75,7 @@ impl Loader {
             return loader.clone();
         }
         let LoaderKey { chunk, depth, staging, direct, backend, cufile, timeout, gpu } = self.0;
-        let settings = Settings { backend, direct, timeout };
+        let settings = Settings::new(backend, direct, timeout);
         let limits = match gpu {
             Some(_) => PlanLimits { chunk, moved: chunk, ..PlanLimits::device() },
             None => PlanLimits { chunk, ..PlanLimits::default() },

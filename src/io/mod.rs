@@ -226,10 +226,16 @@ pub struct Settings {
     pub timeout: Option<Duration>,
 }
 
+impl Settings {
+    /// The settings with these values, and the defaults of any others.
+    pub fn new(backend: Backend, direct: DirectIo, timeout: Option<Duration>) -> Settings {
+        Settings { backend, direct, timeout }
+    }
+}
+
 impl Default for Settings {
     fn default() -> Settings {
-        let (backend, direct) = (Backend::default(), DirectIo::default());
-        Settings { backend, direct, timeout: Some(TIMEOUT) }
+        Settings::new(Backend::default(), DirectIo::default(), Some(TIMEOUT))
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use nix::libc;
 
-use crate::error::shown_path;
+use crate::error::{SCHEMES, SchemeFact, shown_path};
 use crate::open_options::RemoteSettings;
 use crate::sync::RwLock;
 
@@ -44,15 +44,6 @@ const OTHER_KEYS: [&str; 11] = [
     "AZURE_STORAGE_ACCOUNT_NAME",
     "AZURE_STORAGE_BLOB_ENDPOINT",
 ];
-
-/// Schemes of URLs for which the options for a credentials file and for server certificates have a meaning.
-const HAVE_CREDENTIALS: [&str; 8] = ["s3", "gs", "az", "abfs", "abfss", "hf", "http", "https"];
-
-/// Schemes of URLs whose server an option can set.
-const HAVE_ENDPOINTS: [&str; 6] = ["s3", "gs", "az", "abfs", "abfss", "hf"];
-
-/// Schemes of URLs for which a profile and a region have a meaning.
-const HAVE_PROFILES: [&str; 1] = ["s3"];
 
 /// The settings of one store. If `None`, the settings of the process are used.
 #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
@@ -126,26 +117,29 @@ impl RemoteSettings {
     #[doc(hidden)]
     pub fn check_use(&self, paths: &[PathBuf]) -> Result<(), String> {
         let given = [
-            ("credentials_file", self.credentials_file.is_some(), &HAVE_CREDENTIALS[..]),
-            ("profile", self.profile.is_some(), &HAVE_PROFILES[..]),
-            ("endpoint", self.endpoint.is_some(), &HAVE_ENDPOINTS[..]),
-            ("region", self.region.is_some(), &HAVE_PROFILES[..]),
-            ("ca_file", self.ca_file.is_some(), &HAVE_CREDENTIALS[..]),
+            ("credentials_file", self.credentials_file.is_some(), SchemeFact::Credentials),
+            ("profile", self.profile.is_some(), SchemeFact::Profile),
+            ("endpoint", self.endpoint.is_some(), SchemeFact::Endpoint),
+            ("region", self.region.is_some(), SchemeFact::Profile),
+            ("ca_file", self.ca_file.is_some(), SchemeFact::Credentials),
         ];
         let begins = |path: &PathBuf, scheme: &str| {
             let rest = path.as_os_str().as_encoded_bytes().strip_prefix(scheme.as_bytes());
             rest.is_some_and(|rest| rest.starts_with(b"://"))
         };
-        let is_used = |schemes: &[&str]| {
-            paths.iter().any(|path| schemes.iter().any(|scheme| begins(path, scheme)))
+        let schemes_with = |fact| {
+            let having = SCHEMES.iter().filter(move |(_, facts)| facts.contains(&fact));
+            having.map(|(scheme, _)| *scheme)
         };
-        let Some((name, _, schemes)) =
-            given.iter().find(|(_, is_given, schemes)| *is_given && !is_used(schemes))
+        let is_used =
+            |fact| paths.iter().any(|path| schemes_with(fact).any(|scheme| begins(path, scheme)));
+        let Some(&(name, _, fact)) =
+            given.iter().find(|(_, is_given, fact)| *is_given && !is_used(*fact))
         else {
             return Ok(());
         };
         let path = paths.first().map(|path| shown_path(path)).unwrap_or_default();
-        let schemes = schemes.join("://, ");
+        let schemes = schemes_with(fact).collect::<Vec<_>>().join("://, ");
         Err(format!(
             "{path}: {name}= means nothing here: leave it out, or name a source that has it \
              ({schemes}://)"

@@ -54,6 +54,6 @@ impl DiskCacheOptions {
             None => folder_of_variable()
                 .unwrap_or_else(|| self.is_default.then(default_folder).flatten()),
         };
-        Some(DiskCachePlace { folder: folder?, size: self.size })
+        Some(DiskCachePlace::new(folder?, self.size))
     }
 }

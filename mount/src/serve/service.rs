@@ -190,8 +190,7 @@ impl Service {
             assembler.start()?;
         }
         let counters = Arc::new(Counters::default());
-        let settings =
-            Settings { backend: options.io, direct: options.direct, timeout: options.io_timeout };
+        let settings = options.settings();
         let limit = options.cache.unwrap_or(CACHE_DEFAULT).max(BUDGET_MIN);
         let engine = Engine::start(settings, counters.clone());
         let budget = Budget::new(limit, counters.clone());

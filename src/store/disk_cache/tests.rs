@@ -91,7 +91,7 @@ impl Bench {
     }
 
     fn place(&self) -> DiskCachePlace {
-        DiskCachePlace { folder: self.folder.path().join("a/cache"), size: self.size }
+        DiskCachePlace::new(self.folder.path().join("a/cache"), self.size)
     }
 
     /// The bytes that a newly started process reads.

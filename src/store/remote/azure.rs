@@ -1,20 +1,40 @@
-//! Azure Blob Storage: the URL of a container, and the listing of a folder in it.
+//! Azure Blob Storage: the URL of a container, the signatures of requests, and the listing of a folder.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::io;
 use std::time::Instant;
 
-use reqsign_azure_storage::Credential;
+use http::request::Parts;
+use reqsign_azure_storage::{
+    AzureCliCredentialProvider, ClientCertificateCredentialProvider,
+    ClientSecretCredentialProvider, Credential, ImdsCredentialProvider, RequestSigner,
+    WorkloadIdentityCredentialProvider,
+};
 use reqsign_core::time::Timestamp;
-use reqwest::Method;
+use reqwest::header::HeaderValue;
+use reqwest::{Method, StatusCode};
 use serde::Deserialize;
 
-use super::access::{Access, AzureAccess};
-use super::endpoint::Endpoint;
-use super::listing::{StoreEntry, is_entry_name};
-use super::location::{escaped_value, is_confidential, parse_container};
-use super::request::Wanted;
+use super::credentials::{Providers, Signed, Variable, is_on, no_credentials, sign_with};
+use super::listing::{StoreEntries, StoreEntry, is_entry_name};
+use super::patience::Trouble;
+use super::request::{Refusal, Requests, Wanted};
+use super::shared::RemoteClients;
 use super::state::ObjectState;
+use super::url::{escaped_value, is_confidential};
+use crate::store::remote_settings::StoreSettings;
+
+/// The version of Azure's protocol that requests name.
+const VERSION: &str = "2021-12-02";
+
+/// Suffixes of the host names of Azure accounts. Tokens are sent to such hosts only.
+const SUFFIXES: [&str; 5] = [
+    ".core.windows.net",
+    ".core.chinacloudapi.cn",
+    ".core.usgovcloudapi.net",
+    ".core.cloudapi.de",
+    ".fabric.microsoft.com",
+];
 
 /// Maximum length in bytes of one page of a listing. A page has at most 5000 blobs, with names of at most 1024
 /// characters.
@@ -28,6 +48,114 @@ const EMULATOR_ACCOUNT: &str = "devstoreaccount1";
 const EMULATOR_KEY: &str =
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==";
 
+/// A container of Azure, and how requests to it are authenticated.
+pub(super) struct AzureAccess {
+    /// The account key or the shared access signature from the environment. Never printed.
+    own: Option<Credential>,
+    /// Whether requests are signed. `AZURE_SKIP_SIGNATURE` turns this off.
+    is_wanted: bool,
+    /// Whether a token may be obtained from a credential service. The token is sent to the server, so the
+    /// connection has to be confidential.
+    may_ask: bool,
+}
+
+impl AzureAccess {
+    pub(super) async fn sign(&self, clients: &RemoteClients, parts: &mut Parts) -> Signed {
+        parts.headers.insert("x-ms-version", HeaderValue::from_static(VERSION));
+        let credential = match &self.own {
+            _ if !self.is_wanted => None,
+            None if self.may_ask => clients.chain(providers).get().await,
+            own => own.clone(),
+        };
+        let Some(credential) = credential else { return Ok(false) };
+        sign_with(RequestSigner::new(), &credential, parts).await
+    }
+
+    pub(super) async fn credentials(&self, clients: &RemoteClients) -> String {
+        match &self.own {
+            _ if !self.is_wanted => {
+                "AZURE_SKIP_SIGNATURE is set: requests are not signed".to_owned()
+            }
+            Some(Credential::SharedKey { .. }) => "the key of the environment".to_owned(),
+            Some(_) => "the shared access signature of the environment".to_owned(),
+            None if self.may_ask => {
+                let advice = "set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN";
+                clients.chain(providers).origin(advice).await
+            }
+            None => no_credentials("the server gets no token, as others could read it"),
+        }
+    }
+
+    /// Drops an expired token.
+    pub(super) async fn mend(&self, clients: &RemoteClients, refusal: &Refusal) -> Option<Trouble> {
+        let is_unknown = refusal.is_signed && refusal.status == StatusCode::UNAUTHORIZED;
+        clients.chain(providers).drop_if(is_unknown && self.own.is_none(), refusal).await
+    }
+
+    pub(super) fn why_denied(&self, refusal: &Refusal) -> &'static str {
+        match refusal.code.as_str() {
+            "AuthenticationFailed" | "AuthorizationFailure" if self.own.is_some() => {
+                "the key or the signature is wrong, or the clock of this machine"
+            }
+            _ if refusal.is_signed => "the credentials do not allow it",
+            _ if self.is_wanted => {
+                "no credentials were found, and it is not public: set AZURE_STORAGE_KEY or \
+                 AZURE_STORAGE_SAS_TOKEN"
+            }
+            _ => "AZURE_SKIP_SIGNATURE is set, and it is not public",
+        }
+    }
+}
+
+/// The providers of credentials, with their names in messages. There are none if an option names a file, since
+/// that file has a key or a signature.
+fn providers(settings: &StoreSettings) -> Providers<Credential> {
+    if settings.names_credentials_file() {
+        return Vec::new();
+    }
+    vec![
+        ("a client secret", Box::new(ClientSecretCredentialProvider::new())),
+        ("a client certificate", Box::new(ClientCertificateCredentialProvider::new())),
+        ("a workload identity", Box::new(WorkloadIdentityCredentialProvider::new())),
+        ("the Azure CLI", Box::new(AzureCliCredentialProvider::new())),
+        ("the machine", Box::new(ImdsCredentialProvider::new())),
+    ]
+}
+
+/// The container and perhaps the host that `rest` begins with, which is a URL without its scheme and `://`.
+///
+/// # Errors
+/// The errors of `parse_container`.
+pub(super) fn container_of(rest: &str) -> Result<String, String> {
+    let authority = rest.split('/').next().unwrap_or_default();
+    parse_container(authority).map(|_| authority.to_owned())
+}
+
+/// The container and the host in `CONTAINER[@HOST]`, a part of a URL.
+///
+/// # Errors
+/// If the text has another form, the message says why.
+fn parse_container(authority: &str) -> Result<(&str, Option<&str>), String> {
+    let expected =
+        "expected az://CONTAINER/PATH, or abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH";
+    let (container, host) = match authority.split_once('@') {
+        Some((container, host)) => (container, Some(host)),
+        None => (authority, None),
+    };
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-$_.".contains(c);
+    if container.is_empty() || !container.chars().all(is_plain) {
+        return Err(format!("names no container: {expected}"));
+    }
+    let is_host = |host: &str| {
+        SUFFIXES.iter().any(|suffix| host.ends_with(suffix))
+            && host.chars().all(|c| c.is_ascii_alphanumeric() || "-.".contains(c))
+    };
+    if host.is_some_and(|host| !is_host(host)) {
+        return Err(format!("names no account of Azure: {expected}"));
+    }
+    Ok((container, host))
+}
+
 /// The settings from the environment variables of Azure.
 struct AzureSettings {
     account: Option<String>,
@@ -37,7 +165,7 @@ struct AzureSettings {
 }
 
 impl AzureSettings {
-    fn of(variable: &dyn Fn(&str) -> Option<String>) -> io::Result<AzureSettings> {
+    fn of(variable: Variable<'_>) -> io::Result<AzureSettings> {
         let given = |names: &[&str]| {
             let mut found = names.iter().filter_map(|name| variable(name));
             found.find(|value| !value.is_empty())
@@ -95,8 +223,8 @@ fn own_server(server: &str) -> io::Result<String> {
 /// If no account is named, or its URL is not usable.
 pub(super) fn access_of(
     authority: &str,
-    variable: &dyn Fn(&str) -> Option<String>,
-) -> io::Result<(String, Access)> {
+    variable: Variable<'_>,
+) -> io::Result<(String, AzureAccess)> {
     let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why.to_owned());
     let settings = AzureSettings::of(variable)?;
     let (container, host) = parse_container(authority).map_err(|why| invalid(&why))?;
@@ -114,10 +242,9 @@ pub(super) fn access_of(
     };
     // A key or a signature is valid for one account only.
     let own = settings.credential.filter(|_| is_own);
-    let word = variable("AZURE_SKIP_SIGNATURE").unwrap_or_default().to_lowercase();
-    let is_wanted = !["1", "true", "yes", "on"].contains(&word.as_str());
+    let is_wanted = !is_on(variable, "AZURE_SKIP_SIGNATURE");
     let access = AzureAccess { own, is_wanted, may_ask: is_confidential(&server) };
-    Ok((format!("{server}/{container}"), Access::Azure(Box::new(access))))
+    Ok((format!("{server}/{container}"), access))
 }
 
 /// The entries of the folder `key` by name. If `most` is given, at most this number of entries is requested.
@@ -125,13 +252,13 @@ pub(super) fn access_of(
 /// # Errors
 /// If the server refuses the request, or does not answer in time.
 pub(super) async fn list(
-    endpoint: &Endpoint,
+    requests: &impl Requests,
     key: &str,
     most: Option<u32>,
     deadline: Instant,
-) -> io::Result<BTreeMap<String, StoreEntry>> {
+) -> io::Result<StoreEntries> {
     let prefix = if key.is_empty() { String::new() } else { format!("{key}/") };
-    let mut entries = BTreeMap::new();
+    let mut entries = StoreEntries::new();
     let mut marker = String::new();
     for _ in 0..PAGES_MAX {
         let mut target = String::from("?restype=container&comp=list&delimiter=%2F");
@@ -143,7 +270,7 @@ pub(super) async fn list(
         }
         target.push_str(&format!("&prefix={}", escaped_value(&prefix)));
         let wanted = Wanted::new(Method::GET, target);
-        let text = endpoint.whole(&wanted, PAGE_LEN_MAX, deadline).await?;
+        let (_, text) = requests.answer(&wanted, PAGE_LEN_MAX, deadline).await?;
         let page = AzurePage::parse(&text)?;
         page.blobs.take(&prefix, &mut entries);
         marker = page.next_marker.unwrap_or_default();
@@ -216,7 +343,7 @@ impl AzurePage {
 
 impl AzureBlobs {
     /// Adds the entries below `prefix`. Names that are not valid in a folder are left out.
-    fn take(self, prefix: &str, entries: &mut BTreeMap<String, StoreEntry>) {
+    fn take(self, prefix: &str, entries: &mut StoreEntries) {
         for blob in self.blobs {
             let name = blob.name.strip_prefix(prefix).filter(|name| is_entry_name(name));
             let (Some(name), properties) = (name, blob.properties) else { continue };
@@ -258,7 +385,7 @@ mod tests {
             </Blobs><NextMarker>m=1</NextMarker></EnumerationResults>";
         let page = AzurePage::parse(text.as_bytes()).unwrap();
         assert_eq!(page.next_marker.as_deref(), Some("m=1"));
-        let mut entries = BTreeMap::new();
+        let mut entries = StoreEntries::new();
         page.blobs.take("a/", &mut entries);
         let state = ObjectState::new(7, "0x8D", Some(1_445_412_480));
         let expected = [
@@ -280,7 +407,6 @@ mod tests {
                 found.map(|(_, value)| (*value).to_owned())
             };
             access_of(authority, &variable).map(|(base, access)| {
-                let Access::Azure(access) = access else { unreachable!() };
                 let host = base.split('/').nth(2).unwrap_or_default().to_owned();
                 (host, access.own.is_some())
             })
@@ -302,5 +428,17 @@ mod tests {
         assert!(server("c", &[key]).is_err());
         let bad = [account, ("AZURE_STORAGE_ENDPOINT", "http://u:hunter2@host")];
         assert!(!server("c", &bad).unwrap_err().to_string().contains("hunter2"));
+    }
+
+    #[test]
+    fn a_url_names_a_container_and_perhaps_an_account_of_azure() {
+        assert_eq!(parse_container("c").unwrap(), ("c", None));
+        let host = "a.dfs.core.windows.net";
+        assert_eq!(parse_container("c@a.dfs.core.windows.net").unwrap(), ("c", Some(host)));
+        for bad in
+            ["", "@a.dfs.core.windows.net", "c@evil.example.com", "c@a/core.windows.net", "c@x@y"]
+        {
+            parse_container(bad).unwrap_err();
+        }
     }
 }

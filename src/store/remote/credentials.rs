@@ -1,22 +1,21 @@
 //! Credentials for object stores. A chain of providers is tried when credentials are first needed, and again
-//! before they expire.
-
-pub(super) mod aws;
-pub(super) mod azure;
-pub(super) mod google;
+//! before they expire. The providers of each kind of server are in its file.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use http::request::Parts;
 use reqsign_core::time::Timestamp;
 use reqsign_core::{
     CommandExecute, CommandOutput, Context, Env, Error, FileRead, HttpSend, OsEnv,
-    ProvideCredentialDyn, Result, SigningCredential,
+    ProvideCredentialDyn, Result, SignRequest, SigningCredential,
 };
 
-use super::location::is_confidential;
+use super::patience::{Trouble, unusable};
+use super::request::Refusal;
+use super::url::is_confidential;
 use crate::store::remote_settings::StoreSettings;
 
 /// Time limit for the whole chain.
@@ -34,6 +33,15 @@ const NONE_FOR: Duration = Duration::from_secs(60);
 
 /// The variable with the URL of a service for temporary credentials (STS) that replaces the service of AWS.
 const STS: &str = "AWS_ENDPOINT_URL_STS";
+
+/// The name of the provider that reads a profile of AWS. Messages show the name of the profile as well.
+pub(super) const PROFILE: &str = "a profile";
+
+/// Returns the value of an environment variable, or of the setting that replaces the variable.
+pub(super) type Variable<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// Whether a request was signed. An error if the credentials cannot sign it.
+pub(super) type Signed = std::result::Result<bool, Trouble>;
 
 /// Providers of credentials, each with its name in messages.
 pub(super) type Providers<C> = Vec<(&'static str, Box<dyn ProvideCredentialDyn<Credential = C>>)>;
@@ -70,9 +78,10 @@ impl<C: SigningCredential> CredentialChain<C> {
     pub(super) fn new(
         providers: Providers<C>,
         settings: &StoreSettings,
-        context: Context,
+        context: &Context,
     ) -> CredentialChain<C> {
-        let (settings, held) = (settings.clone(), tokio::sync::Mutex::default());
+        let (settings, context) = (settings.clone(), context.clone());
+        let held = tokio::sync::Mutex::default();
         CredentialChain { providers, settings, context, held }
     }
 
@@ -100,6 +109,11 @@ impl<C: SigningCredential> CredentialChain<C> {
         found.as_ref().map(|(_, way)| *way)
     }
 
+    /// The source of the credentials, in words. `advice` says how a user without credentials names them.
+    pub(super) async fn origin(&self, advice: &str) -> String {
+        self.way().await.map_or_else(|| no_credentials(advice), |way| format!("from {way}"))
+    }
+
     /// The credentials of the first provider that has valid ones. The message of a failed provider may contain
     /// secrets, so it is not logged.
     async fn ask(&self) -> Found<C> {
@@ -114,7 +128,7 @@ impl<C: SigningCredential> CredentialChain<C> {
             }
         }
         // If an option names a file or a profile, the profile is the first provider.
-        let is_aws = self.providers.first().is_some_and(|(name, _)| *name == aws::PROFILE);
+        let is_aws = self.providers.first().is_some_and(|(name, _)| *name == PROFILE);
         if self.settings.names_credentials_file() || is_aws && self.settings.names_profile() {
             tracing::warn!(
                 "the file or profile of credentials that the options name has none for this source; \
@@ -124,11 +138,42 @@ impl<C: SigningCredential> CredentialChain<C> {
         None
     }
 
-    /// Drops the cached credentials, because the server says that they have expired. The next request obtains
-    /// new ones.
-    pub(super) async fn forget(&self) {
+    /// Drops the cached credentials if a refusal means that they `have_ended`. The next request obtains new ones.
+    pub(super) async fn drop_if(&self, have_ended: bool, refusal: &Refusal) -> Option<Trouble> {
+        if !have_ended {
+            return None;
+        }
         *self.held.lock().await = None;
+        Some(Trouble::Broken(format!("{}: the credentials have ended", refusal.said)))
     }
+}
+
+/// The text that requests are not signed because no credentials were found.
+pub(super) fn no_credentials(advice: &str) -> String {
+    format!("none were found, so that requests are not signed: {advice}")
+}
+
+/// Whether the variable `name` is set to a word for "yes".
+pub(super) fn is_on(variable: Variable<'_>, name: &str) -> bool {
+    let word = variable(name).unwrap_or_default().to_lowercase();
+    ["1", "true", "yes", "on"].contains(&word.as_str())
+}
+
+/// Signs the request `parts` with `signer`.
+pub(super) async fn sign_with<S: SignRequest>(
+    signer: S,
+    credential: &S::Credential,
+    parts: &mut Parts,
+) -> Signed {
+    let nothing = Context::new();
+    let signed = signer.sign_request(&nothing, parts, Some(credential), None).await;
+    // The details of the error may contain secrets.
+    signed.map(|()| true).map_err(|_| cannot_sign())
+}
+
+/// The error if credentials cannot sign a request.
+pub(super) fn cannot_sign() -> Trouble {
+    unusable("the credentials cannot sign a request")
 }
 
 /// The environment variables as the settings of a source change them. An empty variable counts as unset.

@@ -7,12 +7,12 @@ use reqsign_core::time::Timestamp;
 use reqwest::Method;
 use reqwest::header::HeaderName;
 
-use super::endpoint::Endpoint;
-use super::listing::{DavState, StoreEntry, is_entry_name};
-use super::location::normalize_escapes;
+use super::listing::{StoreEntry, is_entry_name};
 use super::multistatus::{DavResponse, responses_in};
-use super::request::Wanted;
+use super::request::{Requests, Wanted};
 use super::state::ObjectState;
+use super::url::normalize_escapes;
+use crate::sync::Mutex;
 
 /// Maximum length of a listing in bytes.
 const LISTING_LEN_MAX: usize = 64 << 20;
@@ -22,17 +22,30 @@ const DEPTH: HeaderName = HeaderName::from_static("depth");
 /// Time limit of the first listing request to a server. A server without WebDAV may never answer such a request.
 const FIRST_LIMIT: Duration = Duration::from_secs(5);
 
+/// Whether an HTTP server lists folders by WebDAV.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum DavState {
+    /// The server has not been asked for a listing yet.
+    #[default]
+    Unknown,
+    /// The server has listed a folder.
+    Lists,
+    /// The server has not answered a listing request in the way of WebDAV.
+    ListsNothing,
+}
+
 /// The entries of the folder at `target`, which is the path of a URL. The names of the entries are escaped.
 /// `None` if the server does not list the folder.
 ///
 /// # Errors
 /// If the server does not answer in time, or its answer is not a valid listing.
 pub(super) async fn list(
-    endpoint: &Endpoint,
+    requests: &impl Requests,
+    dav: &Mutex<DavState>,
     target: &str,
     deadline: Instant,
 ) -> io::Result<Option<Vec<(String, StoreEntry)>>> {
-    let Some(text) = ask(endpoint, target, "1", deadline).await? else { return Ok(None) };
+    let Some(text) = ask(requests, dav, target, "1", deadline).await? else { return Ok(None) };
     Ok(entries_of(parse(&text)?, target))
 }
 
@@ -41,22 +54,24 @@ pub(super) async fn list(
 /// # Errors
 /// If the server does not answer in time, or its answer is not a valid listing.
 pub(super) async fn is_folder(
-    endpoint: &Endpoint,
+    requests: &impl Requests,
+    dav: &Mutex<DavState>,
     target: &str,
     deadline: Instant,
 ) -> io::Result<Option<bool>> {
-    let Some(text) = ask(endpoint, target, "0", deadline).await? else { return Ok(None) };
+    let Some(text) = ask(requests, dav, target, "0", deadline).await? else { return Ok(None) };
     Ok(Some(parse(&text)?.iter().any(|(_, entry)| *entry == StoreEntry::Folder)))
 }
 
 async fn ask(
-    endpoint: &Endpoint,
+    requests: &impl Requests,
+    dav: &Mutex<DavState>,
     target: &str,
     depth: &str,
     deadline: Instant,
 ) -> io::Result<Option<Vec<u8>>> {
     let Ok(method) = Method::from_bytes(b"PROPFIND") else { return Ok(None) };
-    let before = *endpoint.dav.lock();
+    let before = *dav.lock();
     let until = match before {
         DavState::ListsNothing => return Ok(None),
         DavState::Unknown => deadline.min(Instant::now() + FIRST_LIMIT),
@@ -64,8 +79,8 @@ async fn ask(
     };
     let mut wanted = Wanted::new(method, format!("{}/", target.trim_end_matches('/')));
     wanted.headers.push((DEPTH, depth.to_owned()));
-    let (after, answer) = match endpoint.whole(&wanted, LISTING_LEN_MAX, until).await {
-        Ok(text) if is_listing(&text) => (DavState::Lists, Ok(Some(text))),
+    let (after, answer) = match requests.answer(&wanted, LISTING_LEN_MAX, until).await {
+        Ok((_, text)) if is_listing(&text) => (DavState::Lists, Ok(Some(text))),
         Ok(_) => (DavState::ListsNothing, Ok(None)),
         Err(e) => match e.kind() {
             // The folder does not exist, or this user may not list it.
@@ -74,14 +89,14 @@ async fn ask(
             _ if before == DavState::Lists => (before, Err(e)),
             // The server may still support WebDAV. A later listing tries again.
             io::ErrorKind::TimedOut => {
-                let host = &endpoint.host;
+                let host = requests.host();
                 tracing::warn!("{host}: no listing of WebDAV in time; the weight map counts ({e})");
                 (before, Ok(None))
             }
             _ => (DavState::ListsNothing, Ok(None)),
         },
     };
-    let mut state = endpoint.dav.lock();
+    let mut state = dav.lock();
     // Another request may have changed the state meanwhile.
     if *state == before {
         *state = after;

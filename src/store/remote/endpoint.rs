@@ -10,25 +10,20 @@ use reqwest::header::{self, HeaderMap, HeaderName};
 use reqwest::{Method, Response, StatusCode};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-use super::access::{Access, S3Signing};
+use super::access::Access;
 use super::hedging;
-use super::listing::DavState;
 use super::patience::{Patience, Trouble, lost_connection, no_answer, unusable};
-use super::request::Wanted;
+use super::request::{Refusal, Requests, Wanted};
 use super::shared::{RemoteClients, RemoteProcess};
 use super::state::{
     ObjectState, check_answer, content_range, len_of, replaced, retry_after, text_of,
 };
 use crate::source::MemoryParts;
 use crate::store::remote_status::{EndpointCounters, counters_of};
-use crate::sync::Mutex;
 use crate::version::Version;
 
 /// Maximum number of bytes of an error answer that are read.
 const ERROR_LEN_MAX: usize = 64 << 10;
-
-/// The header in which S3 names the region of a bucket.
-const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region");
 
 /// The header in which Azure names the reason of a refusal.
 const AZURE_CODE: HeaderName = HeaderName::from_static("x-ms-error-code");
@@ -43,8 +38,6 @@ pub(super) struct Endpoint {
     pub(super) address: String,
     pub(super) access: Access,
     pub(super) clients: Arc<RemoteClients>,
-    /// Whether the server lists folders by WebDAV.
-    pub(super) dav: Mutex<DavState>,
     slots: Arc<Semaphore>,
     counters: Arc<EndpointCounters>,
 }
@@ -66,31 +59,21 @@ impl Endpoint {
         let slots = RemoteProcess::get()?.slots_of(&host);
         let counters = counters_of(&host);
         let address = url.as_str().trim_end_matches('/').to_owned();
-        let dav = Mutex::default();
-        Ok(Endpoint { base, host, address, access, clients, dav, slots, counters })
-    }
-
-    fn base(&self) -> String {
-        match self.access.s3() {
-            Some(S3Signing { by_region: Some(base), region, .. }) => {
-                base.replace("{region}", &region.lock())
-            }
-            _ => self.base.clone(),
-        }
+        Ok(Endpoint { base, host, address, access, clients, slots, counters })
     }
 
     /// Sends a request once and returns the successful answer, of which the headers have been read.
     pub(super) async fn send(&self, wanted: &Wanted, limit: Duration) -> Result<Response, Trouble> {
         self.counters.requests.add(1);
         let sent = Instant::now();
-        if let Access::Hub(hub) = &self.access {
+        if let Some(hub) = self.access.hub() {
             let answer = hub.send(&self.clients.direct, wanted, limit).await?;
             self.counters.first_byte.add(sent.elapsed());
             return Ok(answer);
         }
         let (request, is_signed) = self.request(wanted).await?;
         // The client removes a login when it follows a redirect to another host.
-        let is_open = matches!(self.access, Access::Open | Access::Login(_));
+        let is_open = matches!(self.access, Access::Web(_));
         let client = if is_open { &self.clients.following } else { &self.clients.direct };
         let mut answer = match tokio::time::timeout(limit, client.execute(request)).await {
             Ok(Ok(answer)) => answer,
@@ -129,9 +112,9 @@ impl Endpoint {
 
     /// The HTTP request for `wanted`, and whether it is signed.
     async fn request(&self, wanted: &Wanted) -> Result<(reqwest::Request, bool), Trouble> {
-        let url: reqwest::Url = format!("{}{}", self.base(), wanted.target)
-            .parse()
-            .map_err(|_| unusable("is no usable URL"))?;
+        let base = self.access.base().unwrap_or_else(|| self.base.clone());
+        let url: reqwest::Url =
+            format!("{base}{}", wanted.target).parse().map_err(|_| unusable("is no usable URL"))?;
         let mut builder = http::Request::builder().method(wanted.method.clone()).uri(url.as_str());
         builder = builder.header(header::ACCEPT_ENCODING, "identity");
         for (name, value) in &wanted.headers {
@@ -167,17 +150,16 @@ impl Endpoint {
             Some(code) => code.to_owned(),
             None => code_of(answer).await,
         };
-        if let Some(trouble) = self.other_region(&headers, &code) {
-            return trouble;
-        }
         let number = status.as_u16();
         let answer = if code.is_empty() { number.to_string() } else { format!("{number} {code}") };
         let said = format!("{} answers {answer}", self.host);
         let refused = |kind, why: String| Trouble::Final(io::Error::new(kind, why));
-        if self.access.have_ended(status, &code, is_signed) {
-            self.access.forget(&self.clients).await;
-            return Trouble::Broken(format!("{said}: the credentials have ended"));
+        let refusal = Refusal { status, headers, code, is_signed, said };
+        if let Some(trouble) = self.access.mend(&self.clients, &refusal).await {
+            return trouble;
         }
+        let Refusal { headers, code, said, .. } = &refusal;
+        let passing = |after| Trouble::Passing { why: said.clone(), after };
         match status {
             StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE => replaced(),
             StatusCode::NOT_FOUND | StatusCode::GONE => {
@@ -189,35 +171,21 @@ impl Endpoint {
                 refused(io::ErrorKind::NotFound, format!("{said}: {why}"))
             }
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
-                let why = self.access.why_denied(status, &code, is_signed);
+                let why = self.access.why_denied(&refusal);
                 refused(io::ErrorKind::PermissionDenied, format!("{said}: {why}"))
             }
             StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT => {
-                Trouble::Passing { why: said, after: retry_after(&headers) }
+                passing(retry_after(headers))
             }
             status if status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED => {
-                Trouble::Passing { why: said, after: retry_after(&headers) }
+                passing(retry_after(headers))
             }
-            _ if code == "RequestTimeout" => Trouble::Passing { why: said, after: None },
+            _ if code == "RequestTimeout" => passing(None),
             StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => {
-                refused(io::ErrorKind::Unsupported, said)
+                refused(io::ErrorKind::Unsupported, refusal.said)
             }
-            _ => refused(io::ErrorKind::Other, said),
+            _ => refused(io::ErrorKind::Other, refusal.said),
         }
-    }
-
-    /// Stores the region that the server names, if it differs from the current one. The next try then uses that
-    /// region.
-    fn other_region(&self, headers: &HeaderMap, code: &str) -> Option<Trouble> {
-        let signing = self.access.s3()?;
-        let region = text_of(headers, BUCKET_REGION)?.to_owned();
-        let is_plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
-        if region.is_empty() || !region.chars().all(is_plain) || *signing.region.lock() == region {
-            return None;
-        }
-        let why = format!("the bucket is in the region {region} ({code})");
-        *signing.region.lock() = region;
-        Some(Trouble::Broken(why))
     }
 
     /// Waits for one of the places for concurrent requests to the server.
@@ -264,47 +232,6 @@ impl Endpoint {
         }
     }
 
-    /// The whole body of the answer to a request. It may have at most `len_max` bytes.
-    ///
-    /// # Errors
-    /// If the server refuses the request, or does not answer in time.
-    pub(super) async fn whole(
-        &self,
-        wanted: &Wanted,
-        len_max: usize,
-        deadline: Instant,
-    ) -> io::Result<Vec<u8>> {
-        self.answer(wanted, len_max, deadline).await.map(|(_, body)| body)
-    }
-
-    /// The headers and the whole body of the answer to a request. The body may have at most `len_max` bytes.
-    ///
-    /// # Errors
-    /// The errors of `whole`.
-    pub(super) async fn answer(
-        &self,
-        wanted: &Wanted,
-        len_max: usize,
-        deadline: Instant,
-    ) -> io::Result<(HeaderMap, Vec<u8>)> {
-        let _slot = self.slot(deadline).await?;
-        let mut patience = Patience::until(deadline, false);
-        loop {
-            let limit = patience.stall_limit();
-            let trouble = match self.send(wanted, limit).await {
-                Ok(answer) => {
-                    let headers = answer.headers().clone();
-                    match self.body(answer, len_max, limit).await {
-                        Ok(body) => return Ok((headers, body)),
-                        Err(trouble) => trouble,
-                    }
-                }
-                Err(trouble) => trouble,
-            };
-            self.pause_before_retry(&mut patience, trouble).await?;
-        }
-    }
-
     async fn body(
         &self,
         mut answer: Response,
@@ -343,39 +270,6 @@ impl Endpoint {
     fn short(&self, found: u64, wanted: u64) -> Trouble {
         let why = format!("{} ended its answer after {found} of {wanted} bytes", self.host);
         Trouble::Passing { why, after: None }
-    }
-
-    /// The state of the object at `target`: its length, its ETag and its time.
-    ///
-    /// # Errors
-    /// `NotFound` if there is no such object. Also fails if the server refuses the request, or does not answer
-    /// in time.
-    pub(super) async fn look(&self, target: &str, deadline: Instant) -> io::Result<ObjectState> {
-        let asked = self.headers(&Wanted::new(Method::HEAD, target), deadline).await;
-        match asked {
-            Ok((_, headers)) => {
-                if let Some(len) = len_of(&headers) {
-                    return Ok(ObjectState::of_headers(&headers, len));
-                }
-            }
-            Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
-            Err(e) => return Err(e),
-        }
-        // If the server does not support HEAD, or sends no length with it, the answer to a range request has
-        // the length.
-        let mut wanted = Wanted::new(Method::GET, target);
-        wanted.headers.push((header::RANGE, "bytes=0-0".to_owned()));
-        let (status, headers) = self.headers(&wanted, deadline).await?;
-        let range = text_of(&headers, header::CONTENT_RANGE).and_then(content_range);
-        match (status, range) {
-            (StatusCode::PARTIAL_CONTENT, Some((_, Some(len)))) => {
-                Ok(ObjectState::of_headers(&headers, len))
-            }
-            _ => {
-                let why = format!("{} tells no length: it has to serve ranges", self.host);
-                Err(io::Error::new(io::ErrorKind::InvalidData, why))
-            }
-        }
     }
 
     /// Fills `parts` with the bytes at `offset` of the object at `target`, if the object still has `version`.
@@ -451,6 +345,64 @@ impl Endpoint {
     }
 }
 
+impl Requests for Endpoint {
+    fn host(&self) -> &str {
+        &self.host
+    }
+
+    async fn answer(
+        &self,
+        wanted: &Wanted,
+        len_max: usize,
+        deadline: Instant,
+    ) -> io::Result<(HeaderMap, Vec<u8>)> {
+        let _slot = self.slot(deadline).await?;
+        let mut patience = Patience::until(deadline, false);
+        loop {
+            let limit = patience.stall_limit();
+            let trouble = match self.send(wanted, limit).await {
+                Ok(answer) => {
+                    let headers = answer.headers().clone();
+                    match self.body(answer, len_max, limit).await {
+                        Ok(body) => return Ok((headers, body)),
+                        Err(trouble) => trouble,
+                    }
+                }
+                Err(trouble) => trouble,
+            };
+            self.pause_before_retry(&mut patience, trouble).await?;
+        }
+    }
+
+    async fn look(&self, target: &str, deadline: Instant) -> io::Result<ObjectState> {
+        let asked = self.headers(&Wanted::new(Method::HEAD, target), deadline).await;
+        match asked {
+            Ok((_, headers)) => {
+                if let Some(len) = len_of(&headers) {
+                    return Ok(ObjectState::of_headers(&headers, len));
+                }
+            }
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
+            Err(e) => return Err(e),
+        }
+        // If the server does not support HEAD, or sends no length with it, the answer to a range request has
+        // the length.
+        let mut wanted = Wanted::new(Method::GET, target);
+        wanted.headers.push((header::RANGE, "bytes=0-0".to_owned()));
+        let (status, headers) = self.headers(&wanted, deadline).await?;
+        let range = text_of(&headers, header::CONTENT_RANGE).and_then(content_range);
+        match (status, range) {
+            (StatusCode::PARTIAL_CONTENT, Some((_, Some(len)))) => {
+                Ok(ObjectState::of_headers(&headers, len))
+            }
+            _ => {
+                let why = format!("{} tells no length: it has to serve ranges", self.host);
+                Err(io::Error::new(io::ErrorKind::InvalidData, why))
+            }
+        }
+    }
+}
+
 /// One place for a concurrent request to the server. It is freed when this is dropped.
 struct RequestSlot<'a> {
     _permit: SemaphorePermit<'a>,
@@ -488,6 +440,7 @@ fn is_code(text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::web::WebAccess;
     use super::*;
     use crate::store::remote_settings::StoreSettings;
 
@@ -495,7 +448,9 @@ mod tests {
     fn an_address_has_one_spelling_and_servers_of_one_host_have_different_ones() {
         let clients = RemoteProcess::get().unwrap().clients_of(&StoreSettings::default()).unwrap();
         let address = |base: &str| {
-            Endpoint::new(base.to_owned(), Access::Open, clients.clone()).unwrap().address
+            Endpoint::new(base.to_owned(), Access::Web(WebAccess::default()), clients.clone())
+                .unwrap()
+                .address
         };
         assert_eq!(address("HTTP://Host:80/a/"), address("http://host/a"));
         let bases = ["http://host/a", "http://host/b", "https://host/a", "http://host:81/a"];

@@ -22,32 +22,31 @@ mod request;
 mod s3;
 mod shared;
 mod state;
+mod url;
 mod web;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fmt;
 use std::future::Future;
 use std::io::{self, ErrorKind};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use reqwest::header::AUTHORIZATION;
-
 use crate::process::PerProcess;
 use crate::source::{MemoryParts, StoreKind, StoreListing, StoreProbe};
-use crate::store::hub_cache;
 use crate::store::remote_settings::StoreSettings;
 use crate::sync::Mutex;
 use crate::version::{QueueKey, Version};
 
 use access::Access;
 use endpoint::Endpoint;
-use hub::{HubAccess, HubRepository, tree};
+use hub::{PinnedCommit, tree};
 use listing::StoreEntry;
-use location::{Location, Protocol, escaped_key, is_confidential};
-use shared::{RemoteClients, RemoteProcess, shared_one};
+use location::Location;
+use request::Requests;
+use shared::{RemoteProcess, shared_one};
 use state::{ObjectState, hash_of};
 
 /// Time limit of a call for which the caller sets no deadline.
@@ -86,11 +85,8 @@ struct RemoteStore {
     own: PerProcess<Result<Arc<Endpoint>, (ErrorKind, String)>>,
     /// The last known state of each object, by the number of the object.
     known: PerProcess<Mutex<HashMap<u64, ObjectState>>>,
-    /// The names of existing files that were requested, by the keys of their folders. They are listed for HTTP
-    /// servers that cannot list folders.
-    asked: PerProcess<Mutex<HashMap<String, BTreeSet<String>>>>,
-    /// The resolved commit of a repository. A child made by fork(2) keeps it.
-    pinned: Arc<Mutex<Option<String>>>,
+    /// The resolved commit of a repository.
+    pinned: PinnedCommit,
     /// The time at which each folder was last found. Most folders have no state of their own.
     folders: PerProcess<Mutex<HashMap<String, Instant>>>,
 }
@@ -103,10 +99,9 @@ impl fmt::Debug for RemoteStore {
 
 impl RemoteStore {
     fn new(location: Location, settings: StoreSettings) -> RemoteStore {
-        let (own, known, asked) = (PerProcess::new(), PerProcess::new(), PerProcess::new());
-        let folders = PerProcess::new();
+        let (own, known, folders) = (PerProcess::new(), PerProcess::new(), PerProcess::new());
         let pinned = Arc::default();
-        RemoteStore { location, settings, own, known, asked, pinned, folders }
+        RemoteStore { location, settings, own, known, pinned, folders }
     }
 
     fn endpoint(&self) -> io::Result<&Arc<Endpoint>> {
@@ -118,49 +113,9 @@ impl RemoteStore {
 
     fn new_endpoint(&self) -> io::Result<Endpoint> {
         let clients = RemoteProcess::get()?.clients_of(&self.settings)?;
-        let variable = |name: &str| self.settings.variable(name);
-        let authority = self.location.authority.as_str();
-        let (base, access) = match self.location.protocol {
-            Protocol::S3 => s3::access_of(authority, &variable)?,
-            Protocol::Google => google::access_of(authority, &variable)?,
-            Protocol::Azure => azure::access_of(authority, &variable)?,
-            Protocol::Http => (self.location.root.clone(), self.web_access(&clients, &variable)?),
-            Protocol::Hub => self.hub_access(&variable)?,
-        };
+        let Location { root, authority } = &self.location;
+        let (base, access) = Access::of(root, authority, &clients, &self.pinned)?;
         Endpoint::new(base, access, clients)
-    }
-
-    fn web_access(
-        &self,
-        clients: &RemoteClients,
-        variable: &dyn Fn(&str) -> Option<String>,
-    ) -> io::Result<Access> {
-        let authority = self.location.authority.as_str();
-        // A login is for a host name without a port.
-        let host = match authority.rsplit_once(':') {
-            Some((host, port)) if port.bytes().all(|b| b.is_ascii_digit()) => host,
-            _ => authority,
-        };
-        let is_secure = is_confidential(&self.location.root);
-        let found = netrc::login_for(host.trim_matches(['[', ']']), is_secure, variable)?;
-        let Some(login) = found else { return Ok(Access::Open) };
-        let unusable =
-            |_| io::Error::new(ErrorKind::InvalidInput, "the login of .netrc is not usable");
-        let builder = clients.following.get(&self.location.root);
-        let signed = builder.basic_auth(login.user, Some(login.password)).build();
-        let header = signed.map_err(unusable)?.headers().get(AUTHORIZATION).cloned();
-        Ok(header.map_or(Access::Open, Access::Login))
-    }
-
-    fn hub_access(
-        &self,
-        variable: &dyn Fn(&str) -> Option<String>,
-    ) -> io::Result<(String, Access)> {
-        let invalid = |why| io::Error::new(ErrorKind::InvalidInput, why);
-        let (repository, _) = HubRepository::parse(&self.location.authority).map_err(invalid)?;
-        let cache = hub_cache::cache_of(&|name| hub_cache::variable(name).map(PathBuf::from));
-        let (access, base) = HubAccess::new(repository, variable, cache, self.pinned.clone())?;
-        Ok((base, Access::Hub(Box::new(access))))
     }
 
     /// Runs `work` on this thread until `deadline`.
@@ -177,15 +132,6 @@ impl RemoteStore {
 
     fn key(&self, path: &Path) -> io::Result<String> {
         self.location.key(path).ok_or_else(|| ErrorKind::NotFound.into())
-    }
-
-    /// The path of the object `key` in a URL, escaped.
-    fn target(&self, key: &str) -> String {
-        match self.location.protocol {
-            // The keys of HTTP servers are escaped already.
-            Protocol::Http => web::target(key, ""),
-            _ => format!("/{}", escaped_key(key)),
-        }
     }
 
     fn queue(&self) -> io::Result<QueueKey> {
@@ -215,13 +161,14 @@ impl RemoteStore {
     /// The state of the object `key`. `None` if it is a folder.
     async fn look(&self, key: &str, deadline: Instant) -> io::Result<Option<ObjectState>> {
         let endpoint = self.endpoint()?;
-        if self.location.protocol == Protocol::Hub {
-            return tree::look(endpoint, key, deadline).await;
+        if let Some(hub) = endpoint.access.hub() {
+            return tree::look(hub, &**endpoint, key, deadline).await;
         }
+        let target = endpoint.access.target(key);
         let name = key.rsplit('/').next().unwrap_or_default();
         let file_first = web::is_file_name(name);
         if file_first {
-            match endpoint.look(&self.target(key), deadline).await {
+            match endpoint.look(&target, deadline).await {
                 Err(e) if e.kind() == ErrorKind::NotFound => {}
                 found => return found.map(Some),
             }
@@ -232,28 +179,15 @@ impl RemoteStore {
         if file_first {
             return Err(ErrorKind::NotFound.into());
         }
-        endpoint.look(&self.target(key), deadline).await.map(Some)
+        endpoint.look(&target, deadline).await.map(Some)
     }
 
     async fn is_folder(&self, key: &str, deadline: Instant) -> io::Result<bool> {
-        let endpoint = self.endpoint()?;
-        match self.location.protocol {
-            Protocol::Hub => Ok(tree::look(endpoint, key, deadline).await?.is_none()),
-            _ if self.was_folder(key) => Ok(true),
-            Protocol::S3 | Protocol::Google => {
-                let found = s3::list(endpoint, key, Some(2), deadline).await?;
-                Ok(self.note_folder(key, !found.is_empty()))
-            }
-            Protocol::Azure => {
-                let found = azure::list(endpoint, key, Some(2), deadline).await?;
-                Ok(self.note_folder(key, !found.is_empty()))
-            }
-            Protocol::Http if self.asked_in(key).is_empty() => {
-                let found = web::is_folder(endpoint, key, deadline).await?;
-                Ok(self.note_folder(key, found))
-            }
-            Protocol::Http => Ok(true),
+        if self.was_folder(key) {
+            return Ok(true);
         }
+        let endpoint = self.endpoint()?;
+        Ok(self.note_folder(key, endpoint.access.is_folder(endpoint, key, deadline).await?))
     }
 
     /// Whether `key` was found to be a folder within the last two seconds. The start of a program checks the
@@ -271,18 +205,6 @@ impl RemoteStore {
             folders.remove(key);
         }
         is_there
-    }
-
-    fn asked_in(&self, key: &str) -> BTreeSet<String> {
-        self.asked.get_or_init(Mutex::default).lock().get(key).cloned().unwrap_or_default()
-    }
-
-    fn note_asked(&self, key: &str) {
-        if self.location.protocol == Protocol::Http {
-            let (folder, name) = key.rsplit_once('/').unwrap_or(("", key));
-            let mut asked = self.asked.get_or_init(Mutex::default).lock();
-            asked.entry(folder.to_owned()).or_default().insert(name.to_owned());
-        }
     }
 }
 
@@ -314,7 +236,9 @@ impl StoreKind for RemoteStore {
         match self.run(deadline, self.look(&key, deadline))? {
             None => self.folder_version(&key),
             Some(state) => {
-                self.note_asked(&key);
+                if let Access::Web(web) = &self.endpoint()?.access {
+                    web.note_found(&key);
+                }
                 self.object_version(&key, state)
             }
         }
@@ -325,14 +249,7 @@ impl StoreKind for RemoteStore {
         let endpoint = self.endpoint()?;
         let below =
             |name: &str| if key.is_empty() { name.to_owned() } else { format!("{key}/{name}") };
-        let found = self.run(deadline, async {
-            match self.location.protocol {
-                Protocol::S3 | Protocol::Google => s3::list(endpoint, &key, None, deadline).await,
-                Protocol::Http => web::list(endpoint, &key, self.asked_in(&key), deadline).await,
-                Protocol::Azure => azure::list(endpoint, &key, None, deadline).await,
-                Protocol::Hub => tree::list(endpoint, &key, deadline).await,
-            }
-        })?;
+        let found = self.run(deadline, endpoint.access.list(endpoint, &key, None, deadline))?;
         let version = |(name, entry): (String, StoreEntry)| {
             let version = match entry {
                 StoreEntry::Folder => self.folder_version(&below(&name))?,
@@ -342,7 +259,7 @@ impl StoreKind for RemoteStore {
         };
         let entries = found.into_iter().map(version).collect::<io::Result<VersionedNames>>()?;
         // In an object store, a folder exists only through its objects. A WebDAV folder may be empty.
-        let is_there = !entries.is_empty() || self.location.protocol == Protocol::Http;
+        let is_there = !entries.is_empty() || matches!(endpoint.access, Access::Web(_));
         self.note_folder(&key, is_there);
         if !is_there && !key.is_empty() {
             return Err(ErrorKind::NotFound.into());
@@ -351,7 +268,8 @@ impl StoreKind for RemoteStore {
     }
 
     fn sha256(&self, path: &Path, version: &Version) -> Option<String> {
-        let (state, sha256) = tree::sha256_of(self.endpoint().ok()?, &self.key(path).ok()?)?;
+        let (state, sha256) =
+            tree::sha256_of(self.endpoint().ok()?.access.hub()?, &self.key(path).ok()?)?;
         state.is_of(version).then_some(sha256)
     }
 
@@ -375,7 +293,8 @@ impl StoreKind for RemoteStore {
         let (key, deadline) = (self.key(path)?, deadline_of(None));
         let known = self.known.get_or_init(Mutex::default).lock().get(&self.number(&key)?).cloned();
         let state = known.filter(|state| state.is_of(version)).ok_or(ErrorKind::NotFound)?;
-        let (endpoint, target) = (self.endpoint()?, self.target(&key));
+        let endpoint = self.endpoint()?;
+        let target = endpoint.access.target(&key);
         self.run(deadline, probe::probe(endpoint, &target, version, &state, deadline))
     }
 
@@ -397,13 +316,14 @@ impl StoreKind for RemoteStore {
             return Err(ErrorKind::UnexpectedEof.into());
         }
         let (key, deadline) = (self.key(path)?, deadline_of(until));
-        let (target, number) = (self.target(&key), self.number(&key)?);
+        let endpoint = self.endpoint()?;
+        let (target, number) = (endpoint.access.target(&key), self.number(&key)?);
         let known = self.known.get_or_init(Mutex::default);
         let before = known.lock().get(&number).filter(|state| state.is_of(version)).cloned();
-        let endpoint = self.endpoint()?;
         let seen = self.run(deadline, async {
-            if self.location.protocol == Protocol::Hub
-                && tree::read_cached(endpoint, &key, version, offset, parts, deadline).await?
+            if let Some(hub) = endpoint.access.hub()
+                && tree::read_cached(hub, &**endpoint, &key, version, offset, parts, deadline)
+                    .await?
             {
                 return Ok(None);
             }

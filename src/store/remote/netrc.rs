@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use nix::libc;
 
+use super::credentials::Variable;
 use crate::error::shown_path;
 
 /// Maximum length of the file in bytes.
@@ -29,7 +30,7 @@ pub(super) struct Login {
 pub(super) fn login_for(
     host: &str,
     is_secure: bool,
-    variable: &dyn Fn(&str) -> Option<String>,
+    variable: Variable<'_>,
 ) -> io::Result<Option<Login>> {
     let given = |name: &str| variable(name).filter(|value| !value.is_empty());
     let named = given("NETRC").map(PathBuf::from);

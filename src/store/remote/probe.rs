@@ -8,9 +8,8 @@ use reqwest::header::{self, HeaderName};
 use reqwest::{Method, StatusCode};
 use tokio::task::JoinSet;
 
-use super::access::Access;
 use super::endpoint::Endpoint;
-use super::request::Wanted;
+use super::request::{Requests, Wanted};
 use super::state::{ObjectState, content_range, text_of};
 use crate::source::{MemoryParts, StateMark, StoreProbe, StoreSample};
 use crate::version::Version;
@@ -28,9 +27,7 @@ const AT_A_TIME: usize = 16;
 /// Time after which no further request is sent.
 const SAMPLE_LIMIT: Duration = Duration::from_secs(3);
 
-/// An ETag, a Google generation and a time that no object has.
-const OTHER_TAG: &str = "\"tensorfs-doctor\"";
-const OTHER_GENERATION: &str = "\"1\"";
+/// A time that no object has.
 const OTHER_TIME: &str = "Thu, 01 Jan 1970 00:00:00 GMT";
 
 /// Measures how the server of `endpoint` serves the object at `target`, which has `version`.
@@ -44,7 +41,7 @@ pub(super) async fn probe(
     state: &ObjectState,
     deadline: Instant,
 ) -> io::Result<StoreProbe> {
-    let mark = mark_of(endpoint, state);
+    let mark = mark_of(state);
     if version.len == 0 {
         let (obeys_ranges, obeys_conditions) = (None, None);
         let began = Instant::now();
@@ -62,15 +59,12 @@ pub(super) async fn probe(
     Ok(StoreProbe { mark, obeys_ranges, obeys_conditions, first_byte, sample })
 }
 
-fn mark_of(endpoint: &Endpoint, state: &ObjectState) -> StateMark {
-    let is_named = matches!(endpoint.access, Access::Google(_) | Access::Hub(_));
+fn mark_of(state: &ObjectState) -> StateMark {
     match (state.tag.as_str(), state.modified) {
         ("", Some(_)) => StateMark::Time,
         ("", None) => StateMark::Length,
         _ if state.is_weak => StateMark::Weak,
-        (tag, Some(modified)) if !is_named && is_of_time(tag, state.len, modified) => {
-            StateMark::LengthAndTime
-        }
+        (tag, Some(modified)) if is_of_time(tag, state.len, modified) => StateMark::LengthAndTime,
         _ => StateMark::Strong,
     }
 }
@@ -120,13 +114,10 @@ async fn try_condition(
     state: &ObjectState,
     deadline: Instant,
 ) -> io::Result<Option<bool>> {
-    let condition = match (&endpoint.access, state.condition()) {
-        (Access::Hub(_), _) | (_, None) => return Ok(None),
-        (Access::Google(_), Some(_)) => (header::IF_MATCH, OTHER_GENERATION),
-        (_, Some((name, _))) if name == header::IF_MATCH => (header::IF_MATCH, OTHER_TAG),
-        (_, Some((name, _))) => (name, OTHER_TIME),
+    let (Some(tag), Some((name, _))) = (endpoint.access.other_tag(), state.condition()) else {
+        return Ok(None);
     };
-    let (name, value) = condition;
+    let value = if name == header::IF_MATCH { tag } else { OTHER_TIME };
     let wanted = first_byte_wanted(target, Some((name, value.to_owned())));
     match endpoint.headers(&wanted, deadline).await {
         Ok(_) => Ok(Some(false)),

@@ -1,19 +1,29 @@
-//! S3: the URL of a bucket, and the listing of a folder in it. Google Cloud Storage is listed in the same way.
+//! S3: the URL of a bucket, the signatures of requests, and the listing of a folder. Google Cloud Storage is listed in
+//! the same way.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::time::Instant;
 
+use http::request::Parts;
+use reqsign_aws_core::{
+    AssumeRoleWithWebIdentityCredentialProvider, Credential, ECSCredentialProvider,
+    EnvCredentialProvider, IMDSv2CredentialProvider, ProcessCredentialProvider,
+    ProfileCredentialProvider, SSOCredentialProvider,
+};
+use reqsign_aws_v4::RequestSigner;
 use reqsign_core::time::Timestamp;
 use reqwest::Method;
+use reqwest::header::{HeaderName, HeaderValue};
 use serde::Deserialize;
 
-use super::access::{Access, S3Signing};
-use super::endpoint::Endpoint;
-use super::listing::{StoreEntry, is_entry_name};
-use super::location::escaped_value;
-use super::request::Wanted;
-use super::state::ObjectState;
+use super::credentials::{PROFILE, Providers, Signed, Variable, is_on, sign_with};
+use super::listing::{StoreEntries, StoreEntry, is_entry_name};
+use super::patience::Trouble;
+use super::request::{Refusal, Requests, Wanted};
+use super::shared::RemoteClients;
+use super::state::{ObjectState, text_of};
+use super::url::escaped_value;
+use crate::store::remote_settings::StoreSettings;
 use crate::sync::Mutex;
 
 /// Maximum length in bytes of one page of a listing. A page has 1000 keys of at most 1024 bytes.
@@ -25,27 +35,113 @@ const PAGES_MAX: usize = 1000;
 /// The region of a bucket if none is configured. The server's answer corrects it.
 const REGION: &str = "us-east-1";
 
+/// The SHA-256 of an empty body. All requests here have an empty body.
+const NO_BYTES_SHA256: &str = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+
+/// The header in which S3 names the region of a bucket.
+const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region");
+
+/// A bucket of S3, and how requests to it are signed.
+#[derive(Debug)]
+pub(super) struct S3Access {
+    /// The region of the bucket. The server's answer may correct it.
+    region: Mutex<String>,
+    /// Whether requests are signed. `AWS_SKIP_SIGNATURE` turns this off.
+    is_wanted: bool,
+    /// The URL of the bucket with the placeholder `{region}`, if the host name depends on the region.
+    by_region: Option<String>,
+}
+
+impl S3Access {
+    pub(super) fn base(&self) -> Option<String> {
+        Some(self.by_region.as_ref()?.replace("{region}", &self.region.lock()))
+    }
+
+    pub(super) async fn sign(&self, clients: &RemoteClients, parts: &mut Parts) -> Signed {
+        if !self.is_wanted {
+            return Ok(false);
+        }
+        let Some(credential) = clients.chain(providers).get().await else { return Ok(false) };
+        let hash = HeaderValue::from_static(NO_BYTES_SHA256);
+        parts.headers.insert("x-amz-content-sha256", hash);
+        let signer = RequestSigner::new("s3", &self.region.lock().clone());
+        sign_with(signer, &credential, parts).await
+    }
+
+    pub(super) async fn credentials(&self, clients: &RemoteClients) -> String {
+        if !self.is_wanted {
+            return "AWS_SKIP_SIGNATURE is set: requests are not signed".to_owned();
+        }
+        let chain = clients.chain(providers);
+        if chain.way().await == Some(PROFILE) {
+            let name = clients.settings.variable("AWS_PROFILE").filter(|name| !name.is_empty());
+            return format!("from the profile {}", name.as_deref().unwrap_or("default"));
+        }
+        chain.origin("set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE").await
+    }
+
+    /// Stores the region that the server names, if it differs from the current one, and drops expired credentials.
+    pub(super) async fn mend(&self, clients: &RemoteClients, refusal: &Refusal) -> Option<Trouble> {
+        let code = refusal.code.as_str();
+        let is_plain = |region: &&str| {
+            !region.is_empty() && region.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
+        };
+        let region = text_of(&refusal.headers, BUCKET_REGION).filter(is_plain);
+        if let Some(region) = region.filter(|region| *self.region.lock() != **region) {
+            *self.region.lock() = region.to_owned();
+            return Some(Trouble::Broken(format!("the bucket is in the region {region} ({code})")));
+        }
+        let have_ended = ["ExpiredToken", "TokenRefreshRequired"].contains(&code);
+        clients.chain(providers).drop_if(have_ended, refusal).await
+    }
+
+    pub(super) fn why_denied(&self, refusal: &Refusal) -> &'static str {
+        match refusal.is_signed {
+            true => "the credentials do not allow it",
+            false if self.is_wanted => {
+                "no credentials were found, and it is not public: set AWS_ACCESS_KEY_ID and \
+                 AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            }
+            false => "AWS_SKIP_SIGNATURE is set, and it is not public",
+        }
+    }
+}
+
+/// The providers of credentials in the order of AWS, with their names in messages. If an option names a file or
+/// a profile, the profile is the only provider.
+fn providers(settings: &StoreSettings) -> Providers<Credential> {
+    if settings.names_credentials_file() || settings.names_profile() {
+        return vec![
+            (PROFILE, Box::new(ProfileCredentialProvider::default())),
+            ("SSO", Box::new(SSOCredentialProvider::default())),
+            ("a program of a profile", Box::new(ProcessCredentialProvider::default())),
+        ];
+    }
+    vec![
+        ("the environment", Box::new(EnvCredentialProvider::new())),
+        (PROFILE, Box::new(ProfileCredentialProvider::default())),
+        ("SSO", Box::new(SSOCredentialProvider::default())),
+        ("a web identity", Box::new(AssumeRoleWithWebIdentityCredentialProvider::default())),
+        ("a program of a profile", Box::new(ProcessCredentialProvider::default())),
+        ("the container", Box::new(ECSCredentialProvider::default())),
+        ("the machine", Box::new(IMDSv2CredentialProvider::default())),
+    ]
+}
+
 /// The URL of a bucket and the authentication for it, from the settings that `variable` returns.
 ///
 /// # Errors
 /// If the URL of the server is not usable.
-pub(super) fn access_of(
-    bucket: &str,
-    variable: &dyn Fn(&str) -> Option<String>,
-) -> io::Result<(String, Access)> {
+pub(super) fn access_of(bucket: &str, variable: Variable<'_>) -> io::Result<(String, S3Access)> {
     let given = |names: [&str; 2]| {
         let mut found = names.into_iter().filter_map(variable);
         found.find(|value| !value.is_empty())
-    };
-    let is_on = |name| {
-        let word = variable(name).unwrap_or_default().to_lowercase();
-        ["1", "true", "yes", "on"].contains(&word.as_str())
     };
     let region = given(["AWS_REGION", "AWS_DEFAULT_REGION"]).unwrap_or_else(|| REGION.to_owned());
     let own = given(["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"]);
     let (base, by_region) = match own {
         Some(server) => {
-            (own_base(&server, bucket, is_on("AWS_VIRTUAL_HOSTED_STYLE_REQUEST"))?, None)
+            (own_base(&server, bucket, is_on(variable, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"))?, None)
         }
         // The certificates of AWS are not valid for host names with further dots.
         None if bucket.contains('.') => {
@@ -57,9 +153,8 @@ pub(super) fn access_of(
             (base.clone(), Some(base))
         }
     };
-    let is_wanted = !is_on("AWS_SKIP_SIGNATURE");
-    let signing = S3Signing { region: Mutex::new(region), is_wanted, by_region };
-    Ok((base, Access::S3(signing)))
+    let is_wanted = !is_on(variable, "AWS_SKIP_SIGNATURE");
+    Ok((base, S3Access { region: Mutex::new(region), is_wanted, by_region }))
 }
 
 /// The URL of a bucket on a server other than AWS.
@@ -85,13 +180,13 @@ fn own_base(server: &str, bucket: &str, in_host: bool) -> io::Result<String> {
 /// # Errors
 /// If the server refuses the request, or does not answer in time.
 pub(super) async fn list(
-    endpoint: &Endpoint,
+    requests: &impl Requests,
     key: &str,
     most: Option<u32>,
     deadline: Instant,
-) -> io::Result<BTreeMap<String, StoreEntry>> {
+) -> io::Result<StoreEntries> {
     let prefix = if key.is_empty() { String::new() } else { format!("{key}/") };
-    let mut entries = BTreeMap::new();
+    let mut entries = StoreEntries::new();
     let mut token: Option<String> = None;
     for _ in 0..PAGES_MAX {
         let mut target = String::from("?list-type=2&delimiter=%2F");
@@ -103,7 +198,7 @@ pub(super) async fn list(
         }
         target.push_str(&format!("&prefix={}", escaped_value(&prefix)));
         let wanted = Wanted::new(Method::GET, format!("/{target}"));
-        let text = endpoint.whole(&wanted, PAGE_LEN_MAX, deadline).await?;
+        let (_, text) = requests.answer(&wanted, PAGE_LEN_MAX, deadline).await?;
         let page = S3Page::parse(&text)?;
         token = page.next_token();
         page.take(&prefix, &mut entries)?;
@@ -167,7 +262,7 @@ impl S3Page {
     }
 
     /// Adds the entries below `prefix`. Names that are not valid in a folder are left out.
-    fn take(self, prefix: &str, entries: &mut BTreeMap<String, StoreEntry>) -> io::Result<()> {
+    fn take(self, prefix: &str, entries: &mut StoreEntries) -> io::Result<()> {
         if self.is_truncated.as_deref().is_some_and(|text| text.trim() == "true")
             && self.next_token().is_none()
         {
@@ -214,7 +309,7 @@ mod tests {
             <CommonPrefixes><Prefix>a//</Prefix></CommonPrefixes></ListBucketResult>"#;
         let page = S3Page::parse(text.as_bytes()).unwrap();
         assert_eq!(page.next_token().as_deref(), Some("t=1"));
-        let mut entries = BTreeMap::new();
+        let mut entries = StoreEntries::new();
         page.take("a/", &mut entries).unwrap();
         let state = ObjectState::new(7, "e-1", Some(1_445_412_480));
         let expected = [
@@ -229,7 +324,7 @@ mod tests {
         let page = S3Page::parse(b"<ListBucketResult></ListBucketResult>").unwrap();
         assert_eq!(page.next_token(), None);
         let cut = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>";
-        S3Page::parse(cut).unwrap().take("", &mut BTreeMap::new()).unwrap_err();
+        S3Page::parse(cut).unwrap().take("", &mut StoreEntries::new()).unwrap_err();
         S3Page::parse(b"<html></html>").unwrap_err();
         S3Page::parse(b"<ListBucketResult><Contents>").unwrap_err();
     }

@@ -1,6 +1,7 @@
 //! State that all remote stores of a process share: the threads that drive connections, the HTTP clients, the
 //! credentials, and the limit of concurrent requests to each server.
 
+use std::any::{Any, TypeId};
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::io;
@@ -8,10 +9,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use reqsign_core::{Context, SigningCredential};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
 
-use super::credentials::{CredentialChain, aws, azure, context_of, google};
+use super::credentials::{CredentialChain, Providers, context_of};
 use crate::process::PerProcess;
 use crate::store::remote_settings::{StoreSettings, bytes_in};
 use crate::sync::Mutex;
@@ -56,9 +58,9 @@ pub(super) struct RemoteClients {
     pub(super) following: reqwest::Client,
     /// A client that returns redirects to the caller, because a signature is valid for one server only.
     pub(super) direct: reqwest::Client,
-    pub(super) aws: CredentialChain<reqsign_aws_core::Credential>,
-    pub(super) azure: CredentialChain<reqsign_azure_storage::Credential>,
-    pub(super) google: CredentialChain<reqsign_google::Credential>,
+    context: Context,
+    /// A `CredentialChain` for each type of credentials.
+    chains: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
 }
 
 impl RemoteProcess {
@@ -126,10 +128,18 @@ impl RemoteClients {
         let direct = client(reqwest::redirect::Policy::none(), true)?;
         let of_host = client(reqwest::redirect::Policy::none(), false)?;
         let context = context_of(settings.clone(), following.clone(), of_host);
-        let aws = CredentialChain::new(aws::providers(&settings), &settings, context.clone());
-        let azure = CredentialChain::new(azure::providers(&settings), &settings, context.clone());
-        let google = CredentialChain::new(google::providers(&settings), &settings, context);
-        Ok(RemoteClients { settings, following, direct, aws, azure, google })
+        let chains = Mutex::default();
+        Ok(RemoteClients { settings, following, direct, context, chains })
+    }
+
+    /// The chain for credentials of the type `C`, created at the first use from its providers.
+    pub(super) fn chain<C: SigningCredential>(
+        &self,
+        providers: fn(&StoreSettings) -> Providers<C>,
+    ) -> Arc<CredentialChain<C>> {
+        let new = || CredentialChain::new(providers(&self.settings), &self.settings, &self.context);
+        let chain = shared_one(&mut self.chains.lock(), TypeId::of::<C>(), || Arc::new(new()));
+        chain.downcast().unwrap_or_else(|_| Arc::new(new()))
     }
 }
 

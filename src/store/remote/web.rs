@@ -1,21 +1,25 @@
-//! Folders of HTTP servers. WebDAV servers list them. Other servers cannot list folders: there, the weight map
-//! names the shards, and files with well-known names are tried.
+//! HTTP servers: the logins in requests, and folders. WebDAV servers list folders. Other servers cannot: there, the
+//! weight map names the shards, and files with well-known names are tried.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use reqwest::Method;
+use http::request::Parts;
+use reqwest::header::{AUTHORIZATION, HeaderValue};
+use reqwest::{Method, StatusCode};
 use tokio::task::JoinSet;
 
-use super::dav;
-use super::endpoint::Endpoint;
-use super::listing::StoreEntry;
-use super::request::Wanted;
-use super::shared::REQUESTS_MAX;
+use super::dav::{self, DavState};
+use super::listing::{StoreEntries, StoreEntry};
+use super::netrc;
+use super::request::{Refusal, Requests, Wanted};
+use super::shared::{REQUESTS_MAX, RemoteClients};
+use super::url::{authority_of, is_confidential};
 use crate::format::names;
 use crate::format::weight_map::WeightMap;
+use crate::sync::Mutex;
 
 /// Name of the weight map. A URL with such a file below it is a folder.
 const WEIGHT_MAP: &str = "model.safetensors.index.json";
@@ -49,6 +53,151 @@ const OF_FILES: [&str; 6] = [".json", ".txt", ".md", ".jinja", ".model", ".py"];
 /// Maximum number of bytes of a weight map.
 const MAP_LEN_MAX: usize = 256 << 20;
 
+/// An HTTP server.
+#[derive(Default)]
+pub(super) struct WebAccess {
+    /// The user's name and password as an `Authorization` header. Never printed.
+    login: Option<HeaderValue>,
+    /// Whether the server lists folders by WebDAV.
+    dav: Mutex<DavState>,
+    /// The names of existing files that were requested, by the keys of their folders. They are listed for servers
+    /// that cannot list folders.
+    asked: Mutex<HashMap<String, BTreeSet<String>>>,
+}
+
+impl WebAccess {
+    fn asked_in(&self, key: &str) -> BTreeSet<String> {
+        self.asked.lock().get(key).cloned().unwrap_or_default()
+    }
+
+    /// Adds the login to a request. Returns whether there is one.
+    pub(super) fn sign(&self, parts: &mut Parts) -> bool {
+        parts.headers.extend(self.login.clone().map(|login| (AUTHORIZATION, login)));
+        self.login.is_some()
+    }
+
+    pub(super) fn credentials(&self) -> String {
+        let words = match self.login {
+            Some(_) => "the login of .netrc for this host",
+            None => "none: .netrc has no login for this host",
+        };
+        words.to_owned()
+    }
+
+    pub(super) fn why_denied(&self, refusal: &Refusal) -> &'static str {
+        match refusal.status {
+            _ if self.login.is_some() => "the login of .netrc does not allow it",
+            StatusCode::UNAUTHORIZED => "it asks for a login: add its host to the file .netrc",
+            _ => "it is not public",
+        }
+    }
+
+    /// Whether `key` is a folder: files in it were requested, WebDAV says so, or there is a weight map or a whole
+    /// model in it.
+    ///
+    /// # Errors
+    /// If the server refuses a request, or does not answer in time.
+    pub(super) async fn is_folder(
+        &self,
+        requests: &impl Requests,
+        key: &str,
+        deadline: Instant,
+    ) -> io::Result<bool> {
+        if !self.asked_in(key).is_empty() {
+            return Ok(true);
+        }
+        if let Some(is_folder) =
+            dav::is_folder(requests, &self.dav, &target(key, ""), deadline).await?
+        {
+            return Ok(is_folder);
+        }
+        for name in [WEIGHT_MAP, WHOLE] {
+            match requests.look(&target(key, name), deadline).await {
+                Ok(_) => return Ok(true),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(false)
+    }
+
+    /// The files of the folder `key`. A WebDAV server lists all of them. For any other server, they are the files
+    /// that the weight map names, those with well-known names, and those that were requested by name before.
+    ///
+    /// # Errors
+    /// `NotFound` if none of the files exists. Also fails if the server refuses a request, or does not answer in time.
+    pub(super) async fn list(
+        &self,
+        requests: &Arc<impl Requests>,
+        key: &str,
+        deadline: Instant,
+    ) -> io::Result<StoreEntries> {
+        if let Some(listed) = dav::list(&**requests, &self.dav, &target(key, ""), deadline).await? {
+            return whole_listing(requests, key, listed, deadline).await;
+        }
+        let mut wanted = self.asked_in(key);
+        wanted.extend([WEIGHT_MAP, WHOLE].into_iter().chain(BESIDE).map(str::to_owned));
+        let map = Wanted::new(Method::GET, target(key, WEIGHT_MAP));
+        match requests.answer(&map, MAP_LEN_MAX, deadline).await {
+            Ok((_, text)) => {
+                let shards = WeightMap::names_in(&text).into_iter();
+                // A name with one of these characters would mean something else in a URL.
+                wanted.extend(shards.filter(|name| !name.contains(['%', '?', '#', '/'])));
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+        let found = look_up_all(requests, key, wanted, deadline).await?;
+        if found.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(found) }
+    }
+
+    /// Notes that the file `key` exists.
+    pub(super) fn note_found(&self, key: &str) {
+        let (folder, name) = key.rsplit_once('/').unwrap_or(("", key));
+        self.asked.lock().entry(folder.to_owned()).or_default().insert(name.to_owned());
+    }
+}
+
+/// The host with its port that `rest` begins with, which is a URL without its scheme and `://`.
+///
+/// # Errors
+/// If the URL names no host, or has a query, the message says why.
+pub(super) fn host_of(rest: &str) -> Result<String, String> {
+    let host = authority_of(rest, "names no host")?;
+    if rest.contains(['?', '#']) {
+        let why = "URLs with `?` or `#` are not supported: name the file or folder itself";
+        return Err(why.to_owned());
+    }
+    Ok(host)
+}
+
+/// The server of `authority` at `root`, its URL, and the login for it.
+///
+/// # Errors
+/// If the login is not usable.
+pub(super) fn access_of(
+    root: &str,
+    authority: &str,
+    clients: &RemoteClients,
+) -> io::Result<(String, WebAccess)> {
+    // A login is for a host name without a port.
+    let host = match authority.rsplit_once(':') {
+        Some((host, port)) if port.bytes().all(|b| b.is_ascii_digit()) => host,
+        _ => authority,
+    };
+    let variable = |name: &str| clients.settings.variable(name);
+    let is_secure = is_confidential(root);
+    let found = netrc::login_for(host.trim_matches(['[', ']']), is_secure, &variable)?;
+    let unusable =
+        |_| io::Error::new(io::ErrorKind::InvalidInput, "the login of .netrc is not usable");
+    let signed = found.map(|login| {
+        let builder = clients.following.get(root).basic_auth(login.user, Some(login.password));
+        builder.build().map_err(unusable)
+    });
+    let login = signed.transpose()?.and_then(|signed| signed.headers().get(AUTHORIZATION).cloned());
+    Ok((root.to_owned(), WebAccess { login, ..WebAccess::default() }))
+}
+
 /// Whether a URL that ends in `name` is expected to be a file.
 pub(super) fn is_file_name(name: &str) -> bool {
     names::is_weights(name)
@@ -62,73 +211,21 @@ pub(super) fn target(key: &str, name: &str) -> String {
     format!("/{key}{slash}{name}")
 }
 
-/// Whether `key` is a folder: WebDAV says so, or there is a weight map or a whole model in it.
-///
-/// # Errors
-/// If the server refuses a request, or does not answer in time.
-pub(super) async fn is_folder(
-    endpoint: &Endpoint,
-    key: &str,
-    deadline: Instant,
-) -> io::Result<bool> {
-    if let Some(is_folder) = dav::is_folder(endpoint, &target(key, ""), deadline).await? {
-        return Ok(is_folder);
-    }
-    for name in [WEIGHT_MAP, WHOLE] {
-        match endpoint.look(&target(key, name), deadline).await {
-            Ok(_) => return Ok(true),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(false)
-}
-
-/// The files of the folder `key`. A WebDAV server lists all of them. For any other server, they are the files that the
-/// weight map names, those with well-known names, and `asked`: files that were requested by name before.
-///
-/// # Errors
-/// `NotFound` if none of the files exists. Also fails if the server refuses a request, or does not answer in time.
-pub(super) async fn list(
-    endpoint: &Arc<Endpoint>,
-    key: &str,
-    asked: BTreeSet<String>,
-    deadline: Instant,
-) -> io::Result<BTreeMap<String, StoreEntry>> {
-    if let Some(listed) = dav::list(endpoint, &target(key, ""), deadline).await? {
-        return whole_listing(endpoint, key, listed, deadline).await;
-    }
-    let mut wanted = asked;
-    wanted.extend([WEIGHT_MAP, WHOLE].into_iter().chain(BESIDE).map(str::to_owned));
-    let map = Wanted::new(Method::GET, target(key, WEIGHT_MAP));
-    match endpoint.whole(&map, MAP_LEN_MAX, deadline).await {
-        Ok(text) => {
-            let shards = WeightMap::names_in(&text).into_iter();
-            // A name with one of these characters would mean something else in a URL.
-            wanted.extend(shards.filter(|name| !name.contains(['%', '?', '#', '/'])));
-        }
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        Err(e) => return Err(e),
-    }
-    let found = look_up_all(endpoint, key, wanted, deadline).await?;
-    if found.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(found) }
-}
-
 /// The entries of a WebDAV listing. The states in it are used only if the first file has the same state in the
 /// headers of its own answer. If not, each file is looked up.
 async fn whole_listing(
-    endpoint: &Arc<Endpoint>,
+    requests: &Arc<impl Requests>,
     key: &str,
     listed: Vec<(String, StoreEntry)>,
     deadline: Instant,
-) -> io::Result<BTreeMap<String, StoreEntry>> {
-    let mut found: BTreeMap<String, StoreEntry> = listed.into_iter().collect();
+) -> io::Result<StoreEntries> {
+    let mut found: StoreEntries = listed.into_iter().collect();
     let first = found.iter().find_map(|(name, entry)| match entry {
         StoreEntry::Object(state) => Some((name, state)),
         StoreEntry::Folder => None,
     });
     let Some((name, state)) = first else { return Ok(found) };
-    let says_same = match endpoint.look(&target(key, name), deadline).await {
+    let says_same = match requests.look(&target(key, name), deadline).await {
         Ok(seen) => seen == *state,
         // The file was removed since the listing.
         Err(e) if e.kind() == io::ErrorKind::NotFound => false,
@@ -138,32 +235,32 @@ async fn whole_listing(
         let is_file = |(_, entry): &(&String, &StoreEntry)| **entry != StoreEntry::Folder;
         let files = found.iter().filter(is_file).map(|(name, _)| name.clone()).collect();
         found.retain(|_, entry| *entry == StoreEntry::Folder);
-        found.extend(look_up_all(endpoint, key, files, deadline).await?);
+        found.extend(look_up_all(requests, key, files, deadline).await?);
     }
     Ok(found)
 }
 
 /// The files among `names` that exist in the folder `key`.
 async fn look_up_all(
-    endpoint: &Arc<Endpoint>,
+    requests: &Arc<impl Requests>,
     key: &str,
     names: BTreeSet<String>,
     deadline: Instant,
-) -> io::Result<BTreeMap<String, StoreEntry>> {
+) -> io::Result<StoreEntries> {
     if names.len() > NAMES_MAX {
         let why = format!("has {} files to ask for, more than {NAMES_MAX}", names.len());
         return Err(io::Error::other(why));
     }
     let mut looks = JoinSet::new();
     let mut rest = names.into_iter();
-    let mut found = BTreeMap::new();
+    let mut found = StoreEntries::new();
     loop {
         // More concurrent requests would wait for a free place anyway.
         for name in rest.by_ref().take(REQUESTS_MAX - looks.len()) {
-            let (endpoint, target) = (endpoint.clone(), target(key, &name));
+            let (requests, target) = (requests.clone(), target(key, &name));
             let is_beside = BESIDE.contains(&name.as_str());
             looks.spawn(async move {
-                let state = endpoint.look(&target, deadline).await;
+                let state = requests.look(&target, deadline).await;
                 (name, is_beside, state)
             });
         }

@@ -5,18 +5,17 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use reqwest::header::{self, HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Client, Method, Response, StatusCode, Url};
 use tokio::sync::OnceCell;
 
+use super::super::credentials::{Variable, is_on};
 use super::super::patience::{Trouble, lost_connection, no_answer, unusable};
 use super::super::request::Wanted;
 use super::super::state::{len_of, replaced, retry_after, text_of};
-use super::{GIT_DIGITS, HubFile, HubRepository, HubTree, SHA256_DIGITS, is_hash};
-use crate::sync::Mutex;
+use super::{GIT_DIGITS, HubFile, HubRepository, HubTree, PinnedCommit, SHA256_DIGITS, is_hash};
 
 /// The URL of the public hub.
 const HUB: &str = "https://huggingface.co";
@@ -55,7 +54,7 @@ pub(in crate::store::remote) struct HubAccess {
     /// The hub cache of this user.
     pub(super) cache: Option<PathBuf>,
     /// The commit that was resolved first. A process made by fork(2) uses the commit of its parent.
-    pub(super) pinned: Arc<Mutex<Option<String>>>,
+    pub(super) pinned: PinnedCommit,
     pub(super) tree: OnceCell<HubTree>,
 }
 
@@ -68,16 +67,16 @@ enum HubAnswer {
 }
 
 impl HubAccess {
-    /// The access to `repository` with the settings of the environment variables. Also returns the URL of the hub.
+    /// The access to `repository` with the settings of the environment variables. Returns it after the URL of the hub.
     ///
     /// # Errors
     /// If a variable has no usable value.
-    pub(in crate::store::remote) fn new(
+    pub(super) fn new(
         repository: HubRepository,
-        variable: &dyn Fn(&str) -> Option<String>,
+        variable: Variable<'_>,
         cache: Option<PathBuf>,
-        pinned: Arc<Mutex<Option<String>>>,
-    ) -> io::Result<(HubAccess, String)> {
+        pinned: PinnedCommit,
+    ) -> io::Result<(String, HubAccess)> {
         let bad = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why.to_owned());
         let given = |name: &str| variable(name).filter(|value| !value.is_empty());
         let endpoint = given("HF_ENDPOINT").unwrap_or_else(|| HUB.to_owned());
@@ -101,12 +100,15 @@ impl HubAccess {
         let tree = OnceCell::new();
         let access =
             HubAccess { repository, base, token, token_origin, offline, cache, pinned, tree };
-        Ok((access, hub))
+        Ok((hub, access))
     }
 
-    /// The variable or the file that the token comes from, if there is one.
-    pub(in crate::store::remote) fn token_origin(&self) -> Option<&str> {
-        self.token_origin.as_deref()
+    /// The source of the token, in words.
+    pub(in crate::store::remote) fn credentials(&self) -> String {
+        match &self.token_origin {
+            Some(origin) => format!("the token of {origin}"),
+            None => "none: HF_TOKEN is not set, and there is no token file".to_owned(),
+        }
     }
 
     /// Sends a request once and returns the successful answer, of which the headers have been read. If the
@@ -438,14 +440,9 @@ fn is_plain_error_code(text: &str) -> bool {
     text.len() < 64 && text.chars().all(|c| c.is_ascii_alphanumeric())
 }
 
-fn is_on(given: &dyn Fn(&str) -> Option<String>, name: &str) -> bool {
-    let word = given(name).unwrap_or_default().to_lowercase();
-    ["1", "true", "yes", "on"].contains(&word.as_str())
-}
-
 /// The token of this user and the name of its source. The same places are searched as in the Python package
 /// huggingface_hub.
-fn token_of(given: &dyn Fn(&str) -> Option<String>) -> Option<(String, String)> {
+fn token_of(given: Variable<'_>) -> Option<(String, String)> {
     if is_on(given, "HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return None;
     }
@@ -485,7 +482,8 @@ mod tests {
             let found = variables.iter().find(|(known, _)| *known == name);
             found.map(|(_, value)| (*value).to_owned())
         };
-        HubAccess::new(repository, &variable, None, Arc::default()).map(|(access, _)| access)
+        HubAccess::new(repository, &variable, None, PinnedCommit::default())
+            .map(|(_, access)| access)
     }
 
     #[test]

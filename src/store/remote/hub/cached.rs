@@ -6,8 +6,8 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use super::super::location::escaped_key;
 use super::super::state::ObjectState;
+use super::super::url::escaped_key;
 use super::{GIT_DIGITS, HubAccess, HubFile, HubTree, SHA256_DIGITS, is_hash};
 use crate::error::shown_path;
 use crate::store::hub_cache::read_ref;

@@ -8,13 +8,18 @@ mod cached;
 pub(super) mod tree;
 
 use std::collections::HashMap;
+use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use reqwest::Url;
 
+use super::credentials::Variable;
 use super::state::ObjectState;
 use crate::format::names::{self, is_hub_name};
+use crate::store::hub_cache;
+use crate::sync::Mutex;
 
 pub(super) use access::HubAccess;
 
@@ -117,6 +122,24 @@ impl HubRepository {
             HubKind::Datasets => folder.replacen("models", "datasets", 1),
         }
     }
+}
+
+/// The commit that a repository was resolved to, if it was. A child made by fork(2) keeps it.
+pub(super) type PinnedCommit = Arc<Mutex<Option<String>>>;
+
+/// The URL of the hub, and the access to the repository that `authority` names.
+///
+/// # Errors
+/// If a variable has no usable value.
+pub(super) fn access_of(
+    authority: &str,
+    variable: Variable<'_>,
+    pinned: &PinnedCommit,
+) -> io::Result<(String, HubAccess)> {
+    let invalid = |why| io::Error::new(io::ErrorKind::InvalidInput, why);
+    let (repository, _) = HubRepository::parse(authority).map_err(invalid)?;
+    let cache = hub_cache::cache_of(&|name| hub_cache::variable(name).map(PathBuf::from));
+    HubAccess::new(repository, variable, cache, pinned.clone())
 }
 
 /// All files of one commit.

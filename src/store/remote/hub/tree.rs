@@ -1,6 +1,6 @@
 //! The commit of a repository, and the files of that commit.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::io;
 use std::time::Instant;
 
@@ -9,12 +9,10 @@ use reqwest::header::{self, HeaderMap};
 use reqwest::{Method, Url};
 use serde::Deserialize;
 
-use super::super::access::Access;
-use super::super::endpoint::Endpoint;
-use super::super::listing::StoreEntry;
-use super::super::location::{escaped_key, escaped_value};
-use super::super::request::Wanted;
+use super::super::listing::{StoreEntries, StoreEntry};
+use super::super::request::{Requests, Wanted};
 use super::super::state::{ObjectState, text_of};
+use super::super::url::{escaped_key, escaped_value};
 use super::{GIT_DIGITS, HubAccess, HubFile, HubTree, SHA256_DIGITS, cached, is_hash};
 use crate::source::MemoryParts;
 use crate::version::Version;
@@ -29,23 +27,16 @@ fn invalid(why: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
-fn hub_of(endpoint: &Endpoint) -> io::Result<&HubAccess> {
-    match &endpoint.access {
-        Access::Hub(hub) => Ok(hub),
-        _ => Err(io::ErrorKind::Unsupported.into()),
-    }
-}
-
 /// The files of the repository. They are requested once.
 ///
 /// # Errors
 /// If the hub refuses the request, or does not answer in time.
-pub(in crate::store::remote) async fn tree_of(
-    endpoint: &Endpoint,
+async fn tree_of<'a>(
+    hub: &'a HubAccess,
+    requests: &impl Requests,
     deadline: Instant,
-) -> io::Result<&HubTree> {
-    let hub = hub_of(endpoint)?;
-    let tree = hub.tree.get_or_try_init(|| load(endpoint, hub, deadline)).await?;
+) -> io::Result<&'a HubTree> {
+    let tree = hub.tree.get_or_try_init(|| load(hub, requests, deadline)).await?;
     *hub.pinned.lock() = Some(tree.commit.clone());
     Ok(tree)
 }
@@ -55,11 +46,12 @@ pub(in crate::store::remote) async fn tree_of(
 /// # Errors
 /// `NotFound` if there is no such file or folder. Also the errors of `tree_of`.
 pub(in crate::store::remote) async fn look(
-    endpoint: &Endpoint,
+    hub: &HubAccess,
+    requests: &impl Requests,
     key: &str,
     deadline: Instant,
 ) -> io::Result<Option<ObjectState>> {
-    let tree = tree_of(endpoint, deadline).await?;
+    let tree = tree_of(hub, requests, deadline).await?;
     if let Some(file) = tree.file(key) {
         return Ok(Some(file.state.clone()));
     }
@@ -74,13 +66,14 @@ pub(in crate::store::remote) async fn look(
 /// # Errors
 /// The errors of `tree_of`.
 pub(in crate::store::remote) async fn list(
-    endpoint: &Endpoint,
+    hub: &HubAccess,
+    requests: &impl Requests,
     key: &str,
     deadline: Instant,
-) -> io::Result<BTreeMap<String, StoreEntry>> {
-    let tree = tree_of(endpoint, deadline).await?;
+) -> io::Result<StoreEntries> {
+    let tree = tree_of(hub, requests, deadline).await?;
     let prefix = if key.is_empty() { String::new() } else { format!("{key}/") };
-    let mut entries = BTreeMap::new();
+    let mut entries = StoreEntries::new();
     for file in tree.files.values() {
         match file.key.strip_prefix(&prefix).map(|rest| (rest, rest.split_once('/'))) {
             Some((name, None)) => {
@@ -101,15 +94,15 @@ pub(in crate::store::remote) async fn list(
 /// # Errors
 /// The errors of `tree_of`.
 pub(in crate::store::remote) async fn read_cached(
-    endpoint: &Endpoint,
+    hub: &HubAccess,
+    requests: &impl Requests,
     key: &str,
     version: &Version,
     offset: u64,
     parts: &mut MemoryParts<'_>,
     deadline: Instant,
 ) -> io::Result<bool> {
-    let file = tree_of(endpoint, deadline).await?.file(key);
-    let hub = hub_of(endpoint)?;
+    let file = tree_of(hub, requests, deadline).await?.file(key);
     let is_it = |file: &&HubFile| file.state.is_of(version);
     let Some(file) = file.filter(is_it) else { return Ok(false) };
     let mut at = offset;
@@ -124,10 +117,10 @@ pub(in crate::store::remote) async fn read_cached(
 
 /// The state of the file `key` in the resolved commit, and its SHA-256.
 pub(in crate::store::remote) fn sha256_of(
-    endpoint: &Endpoint,
+    hub: &HubAccess,
     key: &str,
 ) -> Option<(ObjectState, String)> {
-    let file = hub_of(endpoint).ok()?.tree.get()?.file(key)?;
+    let file = hub.tree.get()?.file(key)?;
     Some((file.state.clone(), file.sha256.clone()?))
 }
 
@@ -168,7 +161,7 @@ struct HubLargeFile {
     size: u64,
 }
 
-async fn load(endpoint: &Endpoint, hub: &HubAccess, deadline: Instant) -> io::Result<HubTree> {
+async fn load(hub: &HubAccess, requests: &impl Requests, deadline: Instant) -> io::Result<HubTree> {
     let pinned = hub.pinned.lock().clone();
     if let Some(name) = hub.offline {
         return cached::tree_of(hub, name, pinned);
@@ -176,7 +169,8 @@ async fn load(endpoint: &Endpoint, hub: &HubAccess, deadline: Instant) -> io::Re
     let (id, kind) = (hub.repository.id(), hub.repository.kind());
     let revision = pinned.unwrap_or_else(|| hub.repository.revision().to_owned());
     let about = format!("api/{kind}/{id}/revision/{}", escaped_value(&revision));
-    let text = endpoint.whole(&Wanted::new(Method::GET, about), PAGE_LEN_MAX, deadline).await?;
+    let wanted = Wanted::new(Method::GET, about);
+    let (_, text) = requests.answer(&wanted, PAGE_LEN_MAX, deadline).await?;
     let found: HubRevision = serde_json::from_slice(&text)
         .map_err(|e| invalid(format!("the hub tells no commit: {e}")))?;
     if !is_hash(&found.sha, GIT_DIGITS) {
@@ -189,7 +183,7 @@ async fn load(endpoint: &Endpoint, hub: &HubAccess, deadline: Instant) -> io::Re
     for _ in 0..PAGES_MAX {
         let Some(page) = next.take() else { break };
         let wanted = Wanted::new(Method::GET, page);
-        let (headers, text) = endpoint.answer(&wanted, PAGE_LEN_MAX, deadline).await?;
+        let (headers, text) = requests.answer(&wanted, PAGE_LEN_MAX, deadline).await?;
         let entries: Vec<HubEntry> = serde_json::from_slice(&text)
             .map_err(|e| invalid(format!("the hub lists no files: {e}")))?;
         let listed = entries.into_iter().filter_map(|entry| file_of(entry, modified));

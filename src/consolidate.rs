@@ -45,7 +45,7 @@ pub struct WriteOptions {
     pub replace: bool,
     /// Whether the files are read back from the disk and compared.
     pub verify: bool,
-    /// Whether other weight files may be in the folders of the new ones.
+    /// Whether other weight files may be in the folders of the new weight files.
     pub beside_others: bool,
 }
 
@@ -78,8 +78,8 @@ impl Copier {
     /// Writes `content` to a new file `target`. `watch.bytes` gets no bytes of a tensorizer file, because such
     /// a file is not written in order.
     ///
-    /// Only users who can read all sources and the replaced file can read the new file. If this succeeds, then
-    /// `target` was the new file at some moment, whatever other processes do.
+    /// Only users who can read all sources and the replaced file can read the new file. If the call succeeds, `target`
+    /// was the new file at some moment, whatever other processes did.
     ///
     /// # Errors
     /// Errors of the sources, of `watch` and of the file system. `Error::Usage` if `target` exists and shall
@@ -136,8 +136,8 @@ impl Copier {
 /// The regular file at `target` that the new file will replace. This is checked again when the new file gets its name.
 ///
 /// # Errors
-/// `Error::Usage` if `target` exists and shall not be replaced, or if it is neither a file nor a link that can
-/// be replaced.
+/// `Error::Usage` if `target` exists and shall not be replaced, or if `target` is neither a file nor a link that can be
+/// replaced.
 fn replaceable(target: &Path, replace: bool) -> Result<Option<Metadata>> {
     let Ok(there) = std::fs::symlink_metadata(target) else { return Ok(None) };
     if !replace && !there.is_dir() {

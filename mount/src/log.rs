@@ -251,9 +251,8 @@ pub(crate) fn dropped() -> u64 {
     QUEUE.get().map_or(0, |queue| queue.dropped())
 }
 
-/// Writes one line to standard error, even if the log goes elsewhere. If standard error accepts
-/// nothing for `FLUSH_LIMIT`, the line is dropped. That is so in a daemon and in a command that
-/// starts one.
+/// Writes one line to standard error, even if the log goes elsewhere. In a daemon, and in a command
+/// that starts a daemon, the line is dropped if standard error accepts nothing for `FLUSH_LIMIT`.
 pub(crate) fn say(message: &str) {
     say_as("tensorfs", message);
 }

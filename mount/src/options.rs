@@ -1,4 +1,5 @@
-//! Mount options (`-o`): those of tensorfs, and those that mount(8), systemd and SELinux add.
+//! Mount options (`-o`): the options of tensorfs, and the options that mount(8), systemd and
+//! SELinux add.
 
 mod access;
 mod disk_cache;
@@ -35,10 +36,10 @@ words! {
     /// Whether the kernel may serve whole files by passthrough.
     #[derive(Default)]
     pub enum Passthrough {
-        /// The kernel may, if it is able to.
+        /// The kernel may serve them, if it is able to.
         #[default]
         Auto = "auto",
-        /// Never, for tests and comparisons.
+        /// The kernel never serves them. This is for tests and comparisons.
         Never = "never",
     }
 }
@@ -47,7 +48,7 @@ words! {
     /// When weights are compared with their recorded checksums.
     #[derive(Default)]
     pub enum Verify {
-        /// Mounts do not compare.
+        /// Weights are not compared.
         #[default]
         None = "none",
         /// Each tensor is compared as a whole before its first byte is served.

@@ -212,8 +212,9 @@ fn refs_by_name<'a>(tensors: &[HeadTensors<'a>], name: &impl Fn(&Ref) -> &'a str
     refs
 }
 
-/// If a tensor has only one piece, and the piece is the whole tensor: the piece, and whether the
-/// note records the whole shape.
+/// The only piece of a tensor, if this piece is the whole tensor. Also returns whether the note
+/// records the whole shape. `None` if the tensor has several pieces, or if the piece is only a part
+/// of the tensor.
 fn alone<'a>(same: &[Ref], pieces: &[HeadTensors<'a>]) -> Option<(Stored<'a>, bool)> {
     let [one] = same else { return None };
     let (pieces, index) = (&pieces[one.shard as usize], one.index as usize);
@@ -234,14 +235,14 @@ fn found(one: &Ref, pieces: &[HeadTensors<'_>]) -> FoundPiece {
 /// The part of a name before the number at its end. `None` if there is no such number.
 fn before_number(name: &str) -> Option<&str> {
     let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
-    // A dot separates the names of modules, and many modules have a number as their name. Such a
-    // number is no number of a piece.
+    // A dot separates the names of modules, and many modules have a number as their name. A number
+    // after a dot is therefore not the number of a piece.
     (stem.len() < name.len() && !stem.ends_with('.')).then_some(stem)
 }
 
-/// Refuses an entry whose note has lost the name of its tensor. Its own name has a number like
-/// those of the pieces of a tensor, but without the name in the note it would be a tensor of its
-/// own.
+/// Refuses an entry whose sharding note has lost the name of the tensor. The name of such an entry
+/// ends in a number, like the names of the pieces of a tensor. Without the name in the note, the
+/// entry would count as a separate tensor.
 fn check_names(shards: &[&ShardHeader], pieces: &[HeadTensors<'_>]) -> Result<(), Fault> {
     let entries = || {
         let shards = shards.iter().zip(pieces);

@@ -162,7 +162,7 @@ fn reach(pieces: &[BoxSlice]) -> Vec<u64> {
 
 /// Removes pieces whose box also occurs earlier in the list, and returns them as replicas. The list
 /// is sorted by shard. Savers write a box once per file. A box that occurs twice in a file is
-/// refused, because it is unknown which of both is valid.
+/// refused, because it is unknown which of the two is valid.
 fn split_replicas<'a>(
     pieces: &mut Vec<BoxSlice>,
     shard_name: &impl Fn(ShardId) -> &'a str,

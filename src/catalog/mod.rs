@@ -109,8 +109,8 @@ pub struct Catalog {
     /// The metadata of all shards, merged, without the keys of sharding notes. `None` if no shard
     /// has other keys, and no shard has an empty metadata map.
     pub metadata: Option<Arc<BTreeMap<String, String>>>,
-    /// Whether the shards record the whole shape of every tensor. If they do, a missing last piece
-    /// is noticed.
+    /// Whether the shards record the whole shape of every tensor. If the shards record all shapes,
+    /// a missing last piece is noticed.
     pub shapes_recorded: bool,
     /// Findings that are unusual but no errors, one line each.
     pub notes: Vec<String>,

@@ -45,9 +45,9 @@ pub(crate) struct TensorParts {
 impl Catalog {
     /// Makes the catalog of `tensors`. They must be sorted by name, and no name may occur twice.
     ///
-    /// The new catalog is proved because this one is. The pieces of each tensor here cover it once.
-    /// So the intersections of the pieces with a part cover the part once, and the parts of a new
-    /// tensor follow each other.
+    /// The new catalog is proved because this catalog is proved. The pieces of each tensor of this
+    /// catalog cover the tensor once. So the intersections of the pieces with a part cover the part
+    /// once, and the parts of a new tensor follow each other.
     ///
     /// # Errors
     /// `misaligned` if rows of sub-byte elements do not begin and end at whole bytes. `overflow` if

@@ -188,8 +188,8 @@ impl TensorColumns {
 
     /// The sum for `Catalog::data_len`. No tensor has 2^64 bits or more: see `Dtype::bits_of`.
     pub(super) fn data_len(&self) -> u64 {
-        // Many tensors have the same shape, so each product is computed once. Lists that are
-        // offsets may have a product that overflows, so it saturates.
+        // Many tensors have the same shape, so each product is computed once. Some lists are
+        // offsets, whose product may overflow, so the products saturate.
         let product = |product: u64, &number: &u64| product.saturating_mul(number);
         let counts: Vec<u64> = (0..self.lists.len())
             .map(|id| self.lists.get(id as ListId).iter().fold(1, product))
@@ -229,7 +229,7 @@ impl<'a> Tensor<'a> {
         self.index as usize
     }
 
-    /// The facts that the shards record of it.
+    /// The facts that the shards record about the tensor.
     pub(crate) fn facts(&self) -> TensorFacts {
         TensorFacts { dtype: self.stored }
     }

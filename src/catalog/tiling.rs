@@ -1,14 +1,14 @@
 //! Proves that boxes fill a shape: each element is in exactly one box.
 //!
-//! The proof counts corners. Each corner of a box has a weight of 1 or -1. It is 1 if an even
-//! number of the corner's coordinates are ends of the box, and -1 otherwise. The number of boxes
-//! that contain an element is the sum of the weights of all corners whose coordinates do not exceed
-//! those of the element in any dimension. So the boxes fill the shape exactly if their weights
-//! equal those of the shape itself.
+//! The proof counts corners. Each corner of a box has a weight of 1 or -1. The weight is 1 if an
+//! even number of the corner's coordinates are ends of the box, and -1 otherwise. The number of
+//! boxes that contain an element is the sum of the weights of all corners of which no coordinate is
+//! larger than the same coordinate of the element. So the boxes fill the shape exactly if the
+//! corners of all boxes have the same weights as the corners of the shape itself.
 //!
 //! Corners are computed one dimension after another, and sorted after each dimension. Where boxes
-//! meet, most corners cancel out. For n boxes of a fixed number of dimensions this takes O(n log
-//! n), no matter how the boxes are nested.
+//! meet, most corners cancel out. For n boxes of a fixed number of dimensions the proof takes O(n
+//! log n), no matter how the boxes are nested.
 
 use std::cmp::Ordering;
 
@@ -131,8 +131,9 @@ impl Boxes<'_> {
         corners.retain(|corner| corner.weight != 0);
     }
 
-    /// The flaw at the first corner that remains. No other remaining corner has coordinates that
-    /// are all less or equal, so its weight is the number of boxes at this place minus one.
+    /// The flaw at the first corner that remains. Each other remaining corner has at least one
+    /// larger coordinate. So the weight of the first corner is the number of boxes at its place
+    /// minus one.
     fn flaw_at(&self, corner: &Corner) -> Option<Flaw> {
         let mut place = vec![0; self.shape.len()];
         for (nth, &dim) in self.dims.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! Handles a source, or a folder of it, that is away: says what is missing, and where the path that
-//! the user gave leads now.
+//! Handles a source, or a folder of the source, that is missing: reports what is missing, and where
+//! the path that the user gave leads now.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -153,8 +153,8 @@ impl<'a> StateFiles<'a> {
     /// A note for a set that has only the model states. `zero` are the facts in them.
     ///
     /// # Errors
-    /// There are optimizer states of more ranks than the model states record, so some files are of
-    /// another run.
+    /// There are optimizer states of more ranks than the model states record, so some files come
+    /// from another run.
     pub(super) fn note_of_model(&self, zero: Option<&ZeroPart>) -> Result<String, Fault> {
         let shown = "the weights of `module` are shown";
         let found = self.optimizers.len() as u64;

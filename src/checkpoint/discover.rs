@@ -131,7 +131,7 @@ pub(super) struct Candidate {
 pub(super) struct Discovered {
     /// Sets that are shown if their proof succeeds.
     pub(super) winners: Vec<Candidate>,
-    /// Sets whose name is shown for another set.
+    /// Sets that are not shown, because another set is shown under their name.
     pub(super) losers: Vec<Candidate>,
     /// A line for each loser, with the name, the winner and the loser.
     pub(super) notes: Vec<String>,
@@ -514,8 +514,8 @@ fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) ->
                            remove the old ones";
             Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(shards[0].1))
         } else {
-            // The name of a rank file may lack the number of ranks. The tensors in the file have it, and it is
-            // checked later.
+            // The name of a rank file may lack the number of ranks. The tensors in the file record this number, and it
+            // is checked later.
             let last = shards.iter().map(|(number, _)| *number).max().unwrap_or(0);
             let total = if *total == 0 { last.saturating_add(1) } else { *total };
             numbering_fault(u64::from(*kind != SetKind::Ranks), total, shards)

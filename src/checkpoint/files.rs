@@ -152,8 +152,8 @@ fn of_shards(
 ) -> Result<Arc<Checkpoint>> {
     let (kind, catalog) =
         catalog_of(loaded, map.as_ref()).map_err(|fault: Fault| Error::refused(&folder, fault))?;
-    // The caller requested exactly these files, so no file is missing. Only for DCP shards without recorded shapes is
-    // it unknown whether last pieces are missing.
+    // The caller requested exactly these files, so no file is missing. Whether last pieces of tensors are missing is
+    // unknown only for DCP shards without recorded shapes.
     let proven = check_demands(&folder, &catalog, options)?
         || kind != SetKind::Dcp
         || catalog.shapes_recorded;

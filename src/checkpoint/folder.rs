@@ -111,7 +111,7 @@ impl File {
 }
 
 impl Folder {
-    /// Whether the tree has made the folder, and it is not the root. An example are the folders
+    /// Whether the tree has made the folder, and it is not the root. Examples are the folders
     /// between the root and the models of `OpenOptions::hub`. The root counts as the folder of the
     /// source.
     pub fn is_made_below_root(&self) -> bool {
@@ -169,8 +169,8 @@ impl Folder {
         self.file(self.latest_name())
     }
 
-    /// The name of the `latest` file. `latest` goes before the file for universal checkpoints,
-    /// because a universal checkpoint is converted from another checkpoint.
+    /// The name of the `latest` file. `latest` takes precedence over the file for universal
+    /// checkpoints, because a universal checkpoint is converted from another checkpoint.
     pub(super) fn latest_name(&self) -> &'static str {
         if self.file(LATEST).is_some() { LATEST } else { LATEST_UNIVERSAL }
     }

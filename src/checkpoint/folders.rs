@@ -77,7 +77,8 @@ impl Weight {
         }
     }
 
-    /// Refuses this weight of `views` views if it exceeds `limits`. The error is the reason.
+    /// Refuses these numbers, which are those of `views` views together, if they exceed `limits`. The error is the
+    /// reason.
     pub(super) fn check(self, views: usize, limits: ScanLimits) -> Result<(), String> {
         let counts = [
             (self.entries, limits.entries, "files and folders"),

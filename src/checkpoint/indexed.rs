@@ -43,7 +43,7 @@ pub(super) struct FolderIndex<'a> {
     pub(super) store: IndexStore,
     tree: &'a Tree,
     pub(super) folder: &'a Folder,
-    /// Start of the work in seconds since 1970. The index does not know later changes.
+    /// Start of the work in seconds since 1970. The index does not cover changes after this time.
     started: i64,
 }
 

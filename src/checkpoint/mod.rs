@@ -80,7 +80,8 @@ words! {
     pub enum Tail {
         /// Shapes, sizes or the number of shards prove that no last piece is missing.
         Proven = "proven",
-        /// It is not known whether a last piece is missing: the tensor would only look smaller.
+        /// It is not known whether a last piece is missing: without that piece, the tensor would
+        /// only look smaller.
         Unproven = "unproven",
     }
 }

@@ -101,14 +101,15 @@ impl Tree {
         proved.weights = names.chain(weights.keys()).cloned().collect();
         if let Some(only) = only {
             winners.retain(|set| set.files().any(|file| file == only));
-            // The user named one file of a set that lost its name, so this set is used.
+            // The user named a file of a set that is not shown, because another set is shown under its name. The set of
+            // the named file is used.
             if winners.is_empty() {
                 winners = losers.into_iter().filter(|set| set.files().any(|f| f == only)).collect();
             }
             proved.notes.clear();
         }
         let mut judged = prove_sets(folder, &weights, winners, self.options_of(folder));
-        // Files of torch that are refused are shown unchanged, because nobody would mistake them
+        // Files of torch that are refused are shown unchanged, because no program would take them
         // for a model.
         for set in judged.iter().filter(|set| set.is_torch && set.outcome.is_err()) {
             proved.weights.retain(|name| !set.files.contains(name));

@@ -66,7 +66,8 @@ pub(super) fn refuse_run(folder: &Folder, run: &mut Proved, error: &Error) {
     }
 }
 
-/// The result for a checkpoint folder that is not the last one of `run`. No file of it is read.
+/// The result for a checkpoint folder that is not the last one of `run`. No file of that folder is
+/// read.
 pub(super) fn older_checkpoint_of_run(run: &Folder, folder: &Folder) -> Proved {
     let name = folder.relative.file_name().unwrap_or_default().to_string_lossy();
     let note = format!(

@@ -314,10 +314,10 @@ impl<'a> Scan<'a> {
     }
 
     /// Closes folders until the remaining weight is at most three quarters of `max`. Returns the
-    /// remaining weight. Descends as long as one subfolder weighs more than half of its parent, so
-    /// that small folders beside it are not closed. There it closes the heaviest subfolders, or
-    /// only the links in them. It does not descend behind links, because a part of a link's target
-    /// is of no use.
+    /// remaining weight. Descends from the root as long as one subfolder has more than half of the
+    /// weight of its parent, so that the small folders beside that subfolder are not closed. In the
+    /// folder at which the descent ends, the heaviest subfolders are closed, or only the links in
+    /// them. The descent does not pass links, because a part of a link's target is of no use.
     fn close_folders_down_to(
         &mut self,
         max: usize,

@@ -47,8 +47,8 @@ const OTHER_WEIGHTS: [&str; 14] = [
     ".onnx_data",
 ];
 
-/// The small files in the folder `options.config`, or the one file if it is a file, sorted by name.
-/// Empty without that option, or if nothing can be read.
+/// The small files in the folder `options.config`, sorted by name. If `options.config` is a file,
+/// that file. Empty without that option, or if nothing can be read.
 pub(super) fn small_files(options: &OpenOptions) -> Vec<File> {
     let Some(path) = &options.config else { return Vec::new() };
     let store = Store::for_options(path, options);
@@ -95,8 +95,8 @@ fn is_folder(store: &Store, real: &Path) -> bool {
     store.version(real).is_ok_and(|version| version.is_folder())
 }
 
-/// Whether the name is neither that of a file with weights, nor that of a file that lists such
-/// files.
+/// Whether this is the name of a small file: neither the name of a file with weights, nor of a file
+/// that lists files with weights.
 fn is_small_name(name: &str) -> bool {
     let other = OTHER_WEIGHTS.iter().any(|end| name.to_ascii_lowercase().ends_with(end));
     !(name.starts_with('.')

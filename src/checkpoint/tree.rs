@@ -34,8 +34,8 @@ pub struct Tree {
     pub only: Option<String>,
     /// The names that the scan left out.
     pub left_out: LeftOut,
-    /// All folders. A folder is replaced as a whole when it is examined again, so that a change
-    /// costs only the work for its own folder.
+    /// All folders. A folder is replaced as a whole when it is examined again, so that a change in
+    /// one folder requires work for that folder only.
     pub(super) folders: RwLock<Folders>,
     pub(super) bounds: LinkBounds,
     /// If there are several views: the path of the folder of each view in the tree, and its

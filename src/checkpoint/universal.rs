@@ -48,9 +48,9 @@ impl Tree {
     }
 
     /// The folders to examine if `folder` may have changed, parents before children. In general these are all folders
-    /// of its family. For a folder of a tensor in a universal checkpoint, which may have thousands of them, these are
-    /// the folder and the folders above it up to the top of the family. To examine all of them, call this for the
-    /// top.
+    /// of its family. A universal checkpoint may have thousands of folders of tensors. For such a folder, the result is
+    /// only this folder and the folders above it, up to the top of the family. To examine the whole family, call this
+    /// for the top.
     pub fn folders_to_check(&self, folder: FolderId) -> Vec<FolderId> {
         let top = self.family_of(folder);
         if folder == top || self.universal_of(&self.folder(folder)).is_none() {

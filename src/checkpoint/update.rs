@@ -113,8 +113,8 @@ impl Tree {
         own.chain(children).chain(files).map(|version| version.queue_key()).collect()
     }
 
-    /// From now on, leaves out all folders and files on the device `queue`. It is used for the mount itself, which
-    /// would otherwise contain itself.
+    /// From now on, leaves out all folders and files on the device `queue`. This is used for the device of the mount,
+    /// because the mount would otherwise contain itself.
     pub fn leave_out(&self, queue: QueueKey) {
         self.bounds.leave_out(queue);
     }
@@ -284,7 +284,7 @@ impl Tree {
         true
     }
 
-    /// The limits minus the rest of the tree. They apply to `folder` and its new entries.
+    /// The limits for `folder` and its new entries: the limits of a source, minus the numbers of the rest of the tree.
     fn limits_without(&self, folder: &Folder) -> ScanLimits {
         let folders = self.folders.read();
         let Weight { entries, linked, linked_entries } = folders.weight;
@@ -322,9 +322,8 @@ impl Tree {
         (kept, new)
     }
 
-    /// Scans the folder `child`, which is new in `parent`. `above` has `parent` and all folders above it. The error
-    /// is the line that says why the folder is left out, if there is such a line.
-    /// if there is one.
+    /// Scans the folder `child`, which is new in `parent`. `above` has `parent` and all folders above it. The error is
+    /// the line that says why the folder is left out, if there is such a line.
     fn scan_child(
         &self,
         parent: &Folder,

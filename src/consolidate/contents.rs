@@ -143,8 +143,8 @@ pub fn read_tensor(
     reader.sources().iter().try_for_each(|source| source.check())
 }
 
-/// The reads for tensors at these `ranges` of a file. Adjacent tensors are read together. Long ones are read in
-/// parts, each of which is a multiple of `CHUNK_LEN`.
+/// The reads for tensors at these `ranges` of a file. Adjacent tensors are read together. Long tensors are read in
+/// parts, whose lengths are multiples of `CHUNK_LEN`.
 fn steps(ranges: impl Iterator<Item = Range<u64>>) -> Vec<ReadStep> {
     let mut ordered: Vec<(usize, Range<u64>)> = ranges.enumerate().collect();
     ordered.retain(|(_, range)| !range.is_empty());

@@ -27,7 +27,7 @@ pub type OnBytes<'a> = &'a mut dyn FnMut(&[u8]);
 
 /// Callbacks for the progress and the bytes of a copy.
 pub struct Watch<'a> {
-    /// Called with numbers of bytes that were written or read back. An error of it ends the work.
+    /// Called with numbers of bytes that were written or read back. An error of the callback ends the work.
     pub progress: &'a mut dyn FnMut(u64) -> Result<()>,
     /// Called with the bytes of each window in order.
     pub bytes: Option<OnBytes<'a>>,

@@ -29,8 +29,8 @@ use crate::source::CopyMode;
 /// The partial folder gets its name from this name if the target folder exists.
 const INNER: &str = "tensorfs";
 
-/// Names in a partial folder. `PARTS` has the files while they are written, under numbers instead of their
-/// names, so that nobody takes them for complete ones. `TREE` has the folders and files under their names.
+/// Names in a partial folder. `PARTS` has the files while they are written, under numbers instead of their names, so
+/// that no program takes them for complete files. `TREE` has the folders and files under their names.
 const PARTS: &str = "parts";
 const TREE: &str = "tree";
 
@@ -58,8 +58,8 @@ impl Copier {
     /// other names stay in it.
     ///
     /// # Errors
-    /// Errors of the sources, of `watch` and of the file system. `Error::Usage` if a file exists and shall not
-    /// be replaced, if it is a file of the source, or if other weight files are in the same folder as new ones.
+    /// Errors of the sources, of `watch` and of the file system. `Error::Usage` if a file exists and shall not be
+    /// replaced, if it is a file of the source, or if other weight files are in the same folder as new weight files.
     /// After an error no new file remains.
     pub fn write_folder(
         &self,
@@ -268,15 +268,15 @@ impl Copier {
     }
 }
 
-/// Refuses to write into `out` if files there would be lost, or mixed with the new ones. Files that a killed
-/// run has made, and that nobody has changed since, may be replaced.
+/// Refuses to write into `out` if files there would be lost, or mixed with the new files. Files that a killed run has
+/// made may be replaced, if they are unchanged since.
 fn check_names(
     outline: &Outline,
     out: &Path,
     options: WriteOptions,
     journal: &Journal,
 ) -> Result<()> {
-    // The files of the source may have to be scanned, and mostly they are not needed.
+    // The list of the files of the source may need a scan, and in most cases the list is not needed.
     let mut source_files = None;
     for folder in outline.folders.iter().filter(|folder| folder.path != Path::new("")) {
         let there = out.join(&folder.path);
@@ -387,7 +387,7 @@ impl Parts {
         self.journal.is_named(number, path) && self.meta(number).is_err()
     }
 
-    /// Whether a killed run has created the file at `path`, and nobody has changed it since.
+    /// Whether a killed run has created the file at `path`, and the file is unchanged since.
     fn has_made(&self, path: &Path) -> bool {
         std::fs::symlink_metadata(path).is_ok_and(|meta| self.journal.is_ours(&meta))
     }
@@ -395,7 +395,7 @@ impl Parts {
     /// Records the first `count` parts as complete, before they get their names.
     fn note_whole(&mut self, count: usize) -> io::Result<()> {
         for number in 0..count {
-            // Parts that are missing here have their names already.
+            // Parts that are missing among the parts have got their names already.
             if let Ok(meta) = self.meta(number) {
                 self.journal.add_whole(number, &meta);
             }
@@ -403,8 +403,8 @@ impl Parts {
         self.journal.sync(&self.partial)
     }
 
-    /// If the disk is full, keeps the parts for a later run and adds this to the error. If this run was
-    /// refused, keeps the parts of a killed run.
+    /// If the disk is full, keeps the parts for a later run, and the error says so. If this run was refused, keeps the
+    /// parts of a killed run.
     fn kept_after(&mut self, error: Error) -> Error {
         let kind = match &error {
             Error::Io { source, .. } => source.kind(),
@@ -454,7 +454,7 @@ impl Parts {
         let mut made = Vec::new();
         let published = self.move_files(outline, out, replace, &mut made);
         if published.is_err() {
-            // Replaced files cannot be restored, but new ones are removed.
+            // Replaced files cannot be restored, but new files are removed.
             for (path, kind) in made.into_iter().rev() {
                 let folder = folder_below(self.partial.parent(), folder_of(path));
                 let _ = folder.map(|folder| unlinkat(&folder, name_of(path), kind));

@@ -221,7 +221,8 @@ impl Journal {
         self.note_whole(part, stamp);
     }
 
-    /// If a part is written again, for example to verify it, a file from a killed run may still have its name.
+    /// If a part is written again, for example to verify it, a file that a killed run has written may still have the
+    /// name of the part.
     fn note_whole(&mut self, part: usize, stamp: Stamp) {
         let before = self.whole.insert(part, stamp).filter(|before| *before != stamp);
         self.earlier.extend(before);
@@ -233,7 +234,7 @@ impl Journal {
         there.is_ok_and(|meta| self.whole.get(&part) == Some(&stamp_of(&meta)))
     }
 
-    /// Whether a killed run has created the file, and nobody has changed it since.
+    /// Whether a killed run has created the file, and the file is unchanged since.
     pub(super) fn is_ours(&self, meta: &Metadata) -> bool {
         let stamp = stamp_of(meta);
         self.earlier.contains(&stamp) || self.whole.values().any(|whole| *whole == stamp)

@@ -80,7 +80,7 @@ pub struct OutlineFile {
 }
 
 impl OutlineFile {
-    /// Whether the file contains weights, or says which files do.
+    /// Whether the file contains weights, or lists the files that contain weights.
     pub fn is_weights(&self) -> bool {
         matches!(self.content, OutlineContent::Virtual(_)) || names::is_of_weights(&self.path)
     }
@@ -111,7 +111,8 @@ pub struct Outline {
 }
 
 impl Outline {
-    /// A hash that identifies the job of writing this outline. It is equal only if all written bytes are.
+    /// A hash that identifies the job of writing this outline. Two hashes are equal only if all written bytes are
+    /// equal.
     ///
     /// # Errors
     /// The errors of `VirtualFile::summary`.
@@ -446,8 +447,8 @@ fn version_of(file: &File) -> Version {
     file.version_now().ok().filter(Version::is_file).unwrap_or(file.version)
 }
 
-/// Checks that the `config.json` at `path` still has the digests `configs`. With these digests, it has decided
-/// how the weights next to it are divided.
+/// Checks that the `config.json` at `path` still has the digests `configs`. The text with these digests has decided how
+/// the weights next to the file are divided.
 ///
 /// # Errors
 /// `Error::Changed` if its text has changed. `Error::Usage` if it cannot be read.

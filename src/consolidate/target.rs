@@ -210,8 +210,8 @@ impl tensor_writer::WriteAt for UnalignedTarget {
 /// The errors of the file system.
 pub(super) fn reserve_space(file: &File, folder: &Path, len: u64) -> io::Result<FileSystem> {
     let file_system = FileSystem::at(folder);
-    // In memory file systems, fallocate(2) would allocate pages before the bytes exist, which takes time. And
-    // there, the check of free space is exact.
+    // In memory file systems, fallocate(2) would allocate pages before the bytes exist, which takes time. For these
+    // file systems, the check of free space is exact.
     if file_system.is_in_memory() {
         file.set_len(len)?;
     } else {

@@ -28,8 +28,8 @@ pub(super) const THREADS: usize = 6;
 /// tensors that fit into this number are written together.
 const STEP_LEN: u64 = 4 << 20;
 
-/// Number of bytes that are hashed with one function and then with the other, so that the second function finds
-/// them in the CPU cache.
+/// Number of bytes that are hashed with the first function and then with the second one, so that the second function
+/// finds the bytes in the CPU cache.
 const HASH_STEP_LEN: usize = 128 << 10;
 
 /// Number of passes, and memory in bytes, for deriving a key from a passphrase. The reference implementation
@@ -258,8 +258,8 @@ impl TensorWriter {
         }
     }
 
-    /// Writes the described tensors with their headers to `target`. `progress` is called with numbers of bytes
-    /// on the calling thread. An error of it ends the work. `shown` is the name of the target in errors.
+    /// Writes the described tensors with their headers to `target`. `progress` is called with numbers of bytes on the
+    /// calling thread. An error of `progress` ends the work. `shown` is the name of the target in errors.
     ///
     /// # Errors
     /// Errors of `bytes`, of the target and of `progress`. The target is then not a complete file.

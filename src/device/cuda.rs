@@ -202,7 +202,7 @@ impl Drop for Context {
 /// A context that is bound to this thread. The drop restores the previous one.
 pub(crate) struct Entered<'a> {
     context: &'a Context,
-    /// The context that was bound before, if it was another one.
+    /// The context that was bound before, if it was another context.
     before: Option<sys::CUcontext>,
 }
 

@@ -21,7 +21,7 @@ pub(crate) use pinned_pool::PinnedPool;
 
 use crate::error::{DriverCall, Error};
 
-/// An error of GPU `ordinal`, or of CUDA in general if it is `None`.
+/// An error of GPU `ordinal`, or of CUDA in general if `ordinal` is `None`.
 fn failed(ordinal: Option<u32>, message: String, call: Option<DriverCall>) -> Error {
     let device = ordinal.map_or("cuda".to_owned(), |ordinal| format!("cuda:{ordinal}"));
     Error::Device { device, message, call }

@@ -98,8 +98,8 @@ impl PinnedPool {
         PinnedPool(Arc::new(PoolInner { gpu, state: Mutex::default() }))
     }
 
-    /// A target for a read into `len` bytes of pinned memory. They return to the pool when the bytes of the
-    /// read are dropped. `None` if the free memory does not suffice because of other reads.
+    /// A target for a read into `len` bytes of pinned memory. The memory returns to the pool when the bytes of the read
+    /// are dropped. `None` if the free memory does not suffice because of other reads.
     pub(crate) fn target(&self, len: u64, reservation: Reservation) -> Option<ReadTarget> {
         let slice = self.0.state.lock().take(usize::try_from(len).ok()?)?;
         let pool: Weak<PoolInner> = Arc::downgrade(&self.0);
@@ -112,9 +112,9 @@ impl PinnedPool {
         Some(slice.lend(reservation, Box::new(give_back)))
     }
 
-    /// Whether the pool should grow. If so, the caller must call `grow`. The limit of the pool is `limit`
-    /// bytes. It does not apply if `alone` is true, which means that the load has no read in flight. Such a
-    /// load would otherwise wait for other loads, which may keep their memory for ever.
+    /// Whether the pool should grow. If so, the caller must call `grow`. The limit of the pool is `limit` bytes. The
+    /// limit does not apply if `alone` is true, which means that the load has no read in flight. Such a load would
+    /// otherwise wait for other loads, which may keep their memory for ever.
     pub(crate) fn begins_to_grow(&self, limit: u64, alone: bool) -> bool {
         let mut state = self.0.state.lock();
         let fits = state.pinned < limit;

@@ -56,7 +56,7 @@ pub(super) struct Columns<'a> {
     numbers: List<u64>,
     /// Combinations of dtype and shape. A shape is the index of a list.
     kinds: List<(u32, u32)>,
-    /// Index of the combination of each tensor.
+    /// For each tensor, the index of its combination of dtype and shape.
     kind_of: Numbers<'a>,
     /// Boxes: offset and shape, which are indexes of lists.
     boxes: List<(u32, u32)>,
@@ -74,7 +74,7 @@ pub(super) struct Columns<'a> {
     replicas: List<(u32, u32, u32, u64)>,
 }
 
-/// The columns of a view. Its tensors may be cast, or may be inside larger stored boxes.
+/// The columns of a view, in which tensors may be cast, and pieces may be parts of larger boxes that the shards store.
 #[derive(BorrowDecode, Encode)]
 pub(super) struct ViewColumns<'a> {
     columns: Columns<'a>,
@@ -141,7 +141,7 @@ fn encode(tensors: &TensorColumns, shards: &[Shard]) -> Columns<'static> {
         numbers: List(lists.numbers.clone()),
         kinds: List(kinds),
         kind_of,
-        // Casts, and boxes inside larger boxes, occur only in views: see `ViewColumns`.
+        // Only views have casts, and pieces that are parts of larger stored boxes: see `ViewColumns`.
         boxes: List(tensors.boxes.clone()),
         piece_counts: if single { none() } else { counts().collect() },
         shards: tensors.pieces.iter().map(|row| u64::from(row.shard.0)).collect(),
@@ -200,8 +200,9 @@ fn differences(ends: &[u32]) -> impl Iterator<Item = u64> {
 }
 
 /// Decodes the tensors of `view`. `shards` are the shards to which they refer. Checks every
-/// property on which readers depend, with one exception: that pieces cover their tensor without
-/// overlap is checked only by the sum of their sizes.
+/// property on which readers depend, with one exception. It does not check that the pieces of a
+/// tensor cover the tensor without overlap, but only that the sum of their sizes is the size of the
+/// tensor.
 pub(super) fn decode_view(view: ViewColumns<'_>, shards: &[Shard]) -> Result<TensorColumns, Doubt> {
     let columns = &view.columns;
     // The bytes limit the number of items for which memory is reserved.
@@ -454,9 +455,9 @@ fn decode_names(columns: &Columns<'_>, len: usize) -> Result<(String, Vec<u64>),
             return Err("has a name that does not end");
         }
         let (own, after) = text.split_at(own);
-        // The previous name has to be smaller. As both share a prefix, this is so if its other
-        // bytes are smaller, and the first of these bytes mostly decides. The first name has no
-        // previous name.
+        // The previous name has to be smaller. Both names share a prefix, so only the bytes after
+        // the prefix are compared. In most cases the first of these bytes decides. The first name
+        // has no previous name.
         let rest_before = &names[before.start + shared..before.end];
         let first_tells = matches!((rest_before.first(), own.first()), (Some(a), Some(b)) if a < b);
         if !first_tells && !ends.is_empty() && rest_before >= own {

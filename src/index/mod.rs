@@ -35,8 +35,8 @@ pub use view_record::{ConfigRecord, PresentedFile, PresentedRecord, ViewRecord};
 /// Extension of index files.
 pub const EXTENSION: &str = "index";
 
-/// The number has to be increased with every change of the content, of the proof, and of the
-/// layout of a file, because an index has results of the program version that wrote it.
+/// The version number has to be increased with every change of the content, of the proof, and of
+/// the layout of a file, because an index has results of the program version that wrote it.
 const KIND: FileKind = FileKind { magic: b"TENSORFS", version: 6 + columns::VERSION };
 
 /// A file that was used to make the sets of a folder.
@@ -106,8 +106,8 @@ pub struct Index {
 }
 
 /// Minimum time in seconds between the last change of a file and the time at which it is examined.
-/// With it, a later write cannot give the file the same times. Some file systems store times in
-/// steps of two seconds.
+/// If this time has passed, a later write cannot give the file the same times. Some file systems
+/// store times in steps of two seconds.
 pub(crate) const SETTLED: i64 = 2;
 
 /// The current time in seconds since 1970, in the form in which indexes and checksums record it.
@@ -116,7 +116,7 @@ pub(crate) fn now() -> i64 {
 }
 
 /// An index in the form in which it is encoded. Strings and lists are borrowed, or are a `List`. So
-/// no more memory is reserved than the bytes can fill.
+/// decoding reserves no more memory than the bytes can fill.
 #[derive(BorrowDecode, Encode)]
 struct IndexContent<'a> {
     folder: &'a [u8],
@@ -186,8 +186,8 @@ fn decode_ranges(ranges: &Ranges) -> Result<Vec<Range<u64>>, &'static str> {
     ranges.iter().map(range).collect()
 }
 
-/// Whether a file in a folder can have this name. It is checked because commands write files with
-/// these names.
+/// Whether a file in a folder can have this name. The name is checked because commands write files
+/// with the names in an index.
 fn is_file_name(name: &str) -> bool {
     !matches!(name, "" | "." | "..") && !name.contains(['/', '\0'])
 }

@@ -1,10 +1,11 @@
 //! Checksums of all bytes of the shards of a folder. They are recorded when the shards are first
 //! read completely.
 //!
-//! They are in a file beside the index. The index is deleted at any doubt, and the checksums must not be. For each
-//! shard, the file records how the shard is cut into parts, and hashes of every part. The parts are its description,
-//! each stored piece of a tensor, and the bytes that no tensor uses. Large parts have a hash for each `CHUNK_LEN`
-//! bytes, so that the place of a difference is known to within `CHUNK_LEN` bytes. This module accesses no file.
+//! The checksums are in a file beside the index, and not in the index: the index is deleted at any doubt, and the
+//! checksums must be kept. For each shard, the file records how the shard is cut into parts, and hashes of every part.
+//! The parts are its description, each stored piece of a tensor, and the bytes that no tensor uses. Large parts have a
+//! hash for each `CHUNK_LEN` bytes, so that the place of a difference is known to within `CHUNK_LEN` bytes. This module
+//! accesses no file.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 //! next start does not need to select, rename, cut and cast the tensors, and to make the layouts.
 //!
 //! A record belongs to one index file, which is identified by its checksum, and to one view, which
-//! is identified by its hash. Like the index it is only a copy: if it is out of date or damaged, it
-//! is written again.
+//! is identified by its hash. Like the index, a record is only a copy: if it is out of date or
+//! damaged, it is written again.
 
 use std::collections::HashSet;
 
@@ -17,8 +17,8 @@ use super::frame::{self, FileKind, List, Numbers};
 use super::store::{IndexStore, VIEW_EXTENSION};
 use super::{Index, SetRecord, VirtualFileRecord, is_file_name};
 
-/// The number has to be increased with every change of the content, of the steps of a view, and of
-/// the layout of a file.
+/// The version number has to be increased with every change of the content, of the steps of a view,
+/// and of the layout of a file.
 const KIND: FileKind = FileKind { magic: b"TFSVIEWS", version: 1 + columns::VERSION };
 
 /// The sets of an index as a view presents them.
@@ -115,7 +115,7 @@ impl ViewRecord {
         content.into_record(sets)
     }
 
-    /// Decodes the record in `bytes`, which follow an index with the sets `sets` in the same bytes. The record may be
+    /// Decodes the record in `bytes`, which were found behind an index file with the sets `sets`. The record may be
     /// written by another version of tensorfs.
     pub fn decode_behind(bytes: &[u8], sets: &[SetRecord]) -> Result<ViewRecord, &'static str> {
         frame::unwrap::<ViewContent<'_>>(KIND, bytes)?.into_record(sets)

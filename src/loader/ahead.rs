@@ -19,8 +19,8 @@ use crate::sync::Mutex;
 /// Maximum number of threads that populate memory. This number is faster than any disk.
 const THREADS_MAX: usize = 8;
 
-/// Number of bytes that a thread populates at a time, which is a huge page. Other threads cannot map memory
-/// during such a call.
+/// Number of bytes that a thread populates with one call: the size of a huge page. Other threads cannot map memory
+/// during the call.
 const PART_LEN: usize = 2 << 20;
 
 /// The memory that a load has allocated, and the parts of it that are populated.
@@ -28,7 +28,8 @@ pub(super) struct Populator<'a> {
     loader: &'a Loader,
     regions: &'a [Arc<Region>],
     parts: Vec<PopulatePart>,
-    /// The time at which the choice of page size was made from which this load started. `None` for the first load.
+    /// The time at which an earlier load made the choice of page size with which this load began. `None` for the first
+    /// load.
     began: Option<Instant>,
     state: Mutex<State>,
 }
@@ -102,8 +103,8 @@ impl<'a> Populator<'a> {
         self.state.lock().ended |= !started;
     }
 
-    /// Whether the first `len` bytes of `region` and all earlier regions are populated, or population has
-    /// ended. If not, a message is sent to the load when this is the case.
+    /// Whether the first `len` bytes of `region` and all earlier regions are populated, or population has ended. If
+    /// not, the load gets a message once they are populated or population ends.
     pub(super) fn are_populated(&self, region: u32, len: usize) -> bool {
         let wanted = (region as usize, len);
         let needed = self.parts.partition_point(|(region, range)| (*region, range.start) < wanted);
@@ -192,7 +193,8 @@ impl Drop for Populator<'_> {
         }
         if state.next > 0 {
             let mut last = self.loader.choice();
-            // If another load has ended meanwhile, its choice is kept. It is as good as this one.
+            // If another load has ended meanwhile, the choice of that load is kept, because it is as good as the choice
+            // of this load.
             if last.made_at == self.began {
                 *last = LastChoice { choice: state.choice.clone(), made_at: Some(Instant::now()) };
             }
@@ -210,8 +212,8 @@ impl Drop for Leaves<'_> {
     }
 }
 
-/// The memory that the load allocates for `plan`, in parts. Memory of the caller is left out: most of it is
-/// populated already, and it may be of any kind.
+/// The memory that the load allocates for `plan`, in parts. Memory of the caller is left out: most of this memory is
+/// populated already, and it may be memory of any kind.
 fn parts_of(plan: &Plan, regions: &[Arc<Region>]) -> Vec<PopulatePart> {
     let mut parts = Vec::new();
     for (number, (region, &len)) in regions.iter().zip(&plan.regions).enumerate() {

@@ -1,6 +1,6 @@
 //! The choice between huge and small pages by their cost. On most machines huge pages are several times cheaper. In a
-//! virtual machine it can be the reverse: a host that takes back free memory takes it in whole huge pages, and leaves
-//! single small ones. Memory that the host has to provide again is the most expensive. So both sizes are tried, and
+//! virtual machine small pages can be cheaper: a host that takes back free memory takes whole huge pages, and leaves
+//! single small pages. Memory that the host has to provide again is the most expensive. So both sizes are tried, and
 //! the cheaper one is used until it becomes more expensive. The supply of either size can run out.
 
 use std::time::{Duration, Instant};
@@ -36,7 +36,7 @@ pub(super) struct Choice {
     /// Number of bytes since the last measurement, and the time that they took.
     bytes: u64,
     time: Duration,
-    /// Number of bytes between two trials. `left` is the rest of it until the next trial.
+    /// Number of bytes between two trials. `left` is the number of bytes that remain until the next trial.
     wait: u64,
     left: u64,
 }
@@ -50,8 +50,8 @@ pub(super) struct LastChoice {
 }
 
 impl LastChoice {
-    /// The first choice of the next load. A load that begins soon after the last one continues with the choice
-    /// at its end.
+    /// The first choice of the next load. A load that begins soon after the last load continues with the choice at the
+    /// end of the last load.
     pub(super) fn for_the_next(&self) -> Choice {
         let is_soon = self.made_at.is_some_and(|made_at| made_at.elapsed() < SOON);
         if is_soon { self.choice.clone() } else { self.choice.clone().next() }

@@ -1,4 +1,4 @@
-//! Reads with cuFile, directly from the disk to the GPU. They precede the other reads of a load.
+//! Reads with cuFile, directly from the disk to the GPU. The reads with cuFile precede the other reads of a load.
 //!
 //! If cuFile does not read some bytes for any reason, the other reads of the load read them. So the result is
 //! the same. A call of cuFile cannot be cancelled. Therefore the reader threads own everything that they use,
@@ -28,7 +28,8 @@ use crate::zeros::are_zeros;
 /// Maximum number of reader threads. cuFile itself also splits large reads and executes the parts concurrently.
 const READERS_MAX: usize = 8;
 
-/// Maximum number of reads in place of one chunk. More small reads take longer than one chunk whose bytes are moved.
+/// Maximum number of reads with cuFile that replace the read of one chunk. More small reads take longer than one read
+/// of the chunk and the move of its bytes.
 const PARTS_MAX: usize = 64;
 
 /// Minimum length in bytes of memory that is registered. Registration takes time too.
@@ -336,7 +337,7 @@ impl Loader {
     }
 }
 
-/// The timeout error of a read with cuFile. It has the words of any other timed-out read.
+/// The timeout error of a read with cuFile. Its text is the same as for any other read that timed out.
 fn overdue(job: &CuFileJob, timeout: Duration) -> Error {
     let offset = job.parts.first().map_or(0, |part| part.offset);
     let seconds = timeout.as_secs_f64();
@@ -351,7 +352,7 @@ fn destinations(plan: &Plan, regions: &[DeviceRegion]) -> Vec<(DeviceRegion, boo
     all.map(|(region, given)| (region.clone(), !given)).collect()
 }
 
-/// Starts the first reader. It prepares everything that readers need, and then starts the others.
+/// Starts the first reader. The first reader prepares everything that readers need, and then starts the other readers.
 fn start(
     found: CuFileCell,
     gpu: Gpu,

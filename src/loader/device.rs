@@ -1,10 +1,10 @@
 //! Loads to a GPU. Reads write to pinned memory, and the GPU copies the bytes from there.
 //!
-//! One thread submits the copies of a read to a stream as soon as its bytes have arrived. Another thread waits
-//! until the copies are complete. After that, the memory is free for the next read. The allocation of pinned
-//! memory and of GPU memory takes time, so further threads allocate while reads are in flight. Elements that
-//! have to be cast go through a bounded buffer on the GPU. Two streams take turns with this, so that one copies
-//! while the other casts.
+//! One thread submits the copies of a read to a stream as soon as its bytes have arrived. Another thread waits until
+//! the copies are complete. After that, the memory is free for the next read. The allocation of pinned memory and of
+//! GPU memory takes time, so further threads allocate while reads are in flight. Elements that have to be cast go
+//! through a bounded buffer on the GPU. The work alternates between two streams, so that one stream copies while the
+//! other stream casts.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -278,7 +278,8 @@ impl Loader {
             let (jobs, todo) = channel::<MoveJob>();
             let (back, returned) = channel::<LoadMessage>();
             let (sent, waiting) = channel();
-            // Reads for which the load does not wait have senders of jobs too, so the channel may stay open.
+            // Reads for which the load does not wait also hold senders of jobs, so the channel may stay open after the
+            // load.
             let end = StopMovers(jobs.clone(), 1);
             let mut regions = Regions { there: Vec::new(), coming: None };
             match given {

@@ -9,9 +9,9 @@ use crate::error::Result;
 
 /// Messages to the thread that loads.
 pub(super) enum LoadMessage {
-    /// A read has ended. Its bytes are in their place, or it has failed.
+    /// A read has ended. Its bytes are in their place, or the read has failed.
     Read { chunk: usize, outcome: Result<Times> },
-    /// There is more memory to which reads can write, or its allocation has failed.
+    /// There is more memory to which reads can write, or the allocation of more memory has failed.
     More(Result<()>),
 }
 

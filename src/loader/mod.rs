@@ -34,14 +34,14 @@ pub use page_cache_copy::CachedPart;
 /// Maximum memory in bytes for reads whose bytes are moved to their place afterwards.
 const STAGING_LEN: u64 = 128 << 20;
 
-/// The same for a load to a GPU. A GPU takes bytes faster than most disks deliver them.
+/// The same maximum for a load to a GPU. A GPU takes bytes faster than most disks deliver them.
 const STAGING_LEN_DEVICE: u64 = 256 << 20;
 
 /// Number of concurrent reads. This number keeps a disk busy.
 const DEPTH: usize = 32;
 
-/// Maximum number of bytes that the calling thread copies from the page cache itself. Starting other threads
-/// would take as long.
+/// Maximum number of bytes that the calling thread copies from the page cache itself. The start of other threads would
+/// take as long as the copy of these bytes.
 const INLINE_MAX_BYTES: u64 = 1 << 20;
 
 /// Minimum number of bytes of a load for which threads populate memory and measure which page size costs less.

@@ -22,8 +22,8 @@ const SPAN_MAX: u64 = 512 << 20;
 /// than another system call.
 const SKIP_MIN: u64 = 8 << 10;
 
-/// Maximum mean length in bytes of tensors for which a mapping is preferred even if the page cache does not
-/// have them. The kernel's read-ahead reads many of them at once.
+/// Maximum mean length in bytes of tensors for which a mapping is preferred even if the page cache does not have these
+/// tensors, because the kernel's read-ahead reads many of them at once.
 const MAPPED_MEAN_MAX: u64 = 64 << 10;
 
 /// Length in bytes of the buffer for runs that are copied together. It fits in the cache of a CPU core.
@@ -74,10 +74,10 @@ impl Loader {
         }
     }
 
-    /// Whether a mapping of `range` of a shard costs less than a read past the page cache. One case is that
-    /// most of the range is in the page cache. The other case is tensors so small on average that the
-    /// allocation of memory for each would take longer than its read. False if access to the shard may wait, or
-    /// if its stored bytes differ from the loaded ones. Never waits.
+    /// Whether a mapping of `range` of a shard costs less than a read past the page cache. This is so if most of the
+    /// range is in the page cache. It is also so if the tensors are so small on average that the allocation of memory
+    /// for a tensor would take longer than its read. False if access to the shard may wait, or if the stored bytes of
+    /// the shard differ from the bytes that a load returns. Never waits.
     pub fn is_better_mapped(
         &self,
         checkpoint: &Checkpoint,
@@ -86,8 +86,8 @@ impl Loader {
     ) -> bool {
         let sources = checkpoint.sources();
         let source = &sources[shard.0 as usize];
-        // This assumes that all shards have the same length. A sum over all shards would take too long for each
-        // request.
+        // This assumes that all shards have the same length. The sum over all shards would take too long, because each
+        // request would need it.
         let len = source.len().saturating_mul(sources.len() as u64);
         let are_small = len <= checkpoint.catalog().len() as u64 * MAPPED_MEAN_MAX;
         let cached = self.engine.cached_pages(source, range);
@@ -155,7 +155,8 @@ fn runs_of(tensor: &Tensor<'_>, part: Option<&[Range<u64>]>) -> Option<(ShardId,
 /// must lie inside of `shape`. This test is faster than `StridedCopy::new`.
 fn only_run(part: &[Range<u64>], shape: &[u64], bits: u64) -> Option<(u64, u64)> {
     let len = |range: &Range<u64>| range.end - range.start;
-    // The part has one index in each dimension before this one. It must have all indices in each dimension after it.
+    // The part has one index in each dimension before the dimension `cut`. It must have all indices in each dimension
+    // after `cut`.
     let cut = part.iter().position(|range| len(range) > 1).unwrap_or(part.len());
     let after = part.iter().zip(shape).skip(cut + 1);
     if after.into_iter().any(|(range, &size)| len(range) != size) {

@@ -131,7 +131,8 @@ pub(super) fn run(
         let shares = !moved.is_empty() || shared.ahead.has_parts();
         let cores = if shares { available_parallelism().map_or(1, |n| n.get()) } else { 1 };
         let movers = cores.min(MOVERS_MAX).min(moved.len());
-        // Reads for which the load does not wait have senders of jobs too, so the channel may stay open.
+        // Reads for which the load does not wait also hold senders of jobs, so the channel may stay open after the
+        // load.
         let end = StopMovers(jobs.clone(), movers);
         for _ in 0..movers {
             let (todo, back, shared) = (todo.clone(), back.clone(), &shared);
@@ -170,10 +171,10 @@ pub(super) fn memory_of(checkpoint: &Checkpoint, chunk: &Chunk) -> u64 {
     memory_for(&checkpoint.sources()[chunk.shard.0 as usize], &chunk.range)
 }
 
-/// The region and the byte at which `chunk` is read. `None` if its bytes are moved there after the read. This
-/// is the case for memory of the caller and a remote file system: a late answer could arrive after the load has
-/// failed, when the caller uses the memory for something else. It is also the case if the chunk has only a part
-/// of an encrypted piece, which is decrypted in other memory.
+/// The region and the byte at which `chunk` is read. `None` if the bytes of the chunk are moved there after the read.
+/// This is so if the memory belongs to the caller and the file system is remote: a late answer could arrive after the
+/// load has failed, when the caller uses the memory for something else. This is also so if the chunk has only a part of
+/// an encrypted piece, which is decrypted in other memory.
 fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32, u64)> {
     let (ChunkTarget::Place { region, offset } | ChunkTarget::Unaligned { region, offset }) =
         chunk.target
@@ -194,7 +195,7 @@ impl Drop for StopPopulating<'_> {
     }
 }
 
-/// Tells this number of movers that no more bytes come, when the load ends successfully or not.
+/// When the load ends, successfully or not, tells this number of movers that no more bytes come.
 pub(super) struct StopMovers(pub(super) Sender<MoveJob>, pub(super) usize);
 
 impl Drop for StopMovers {
@@ -260,7 +261,7 @@ impl Load<'_> {
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {}
-                // Each read has a sender, and so has `self`.
+                // This cannot occur, because each read and `self` hold a sender.
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::internal("a thread of the load ended"));
                 }

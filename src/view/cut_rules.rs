@@ -1,5 +1,5 @@
-//! Rules for the division of tensors in tensor parallelism. This file has the TOML form of rule files, and uses
-//! the built-in rules for families of models.
+//! Rules for the division of tensors in tensor parallelism. This module parses rule files, which are TOML, and also the
+//! built-in rules for families of models.
 
 use std::path::{Path, PathBuf};
 

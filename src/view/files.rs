@@ -143,7 +143,7 @@ impl Files {
     }
 }
 
-/// Maximum number of a file. Numbers in file names have at least five digits, and may have more.
+/// Largest number that a file can have. In file names, numbers are written with at least five digits.
 const NUMBER_MAX: u64 = 999_999_999;
 
 /// The division of a catalog into files.
@@ -183,7 +183,7 @@ impl FileMap {
             );
             return Err(Fault::new(ErrorKind::View, message).tensor(first));
         }
-        // All tensors of the catalog are in the list, so any other name in it belongs to no tensor.
+        // All tensors of the catalog are in the list, so any other name in the list belongs to no tensor.
         let unknown: Vec<&str> = self
             .values
             .keys()

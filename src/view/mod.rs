@@ -1,8 +1,8 @@
 //! The presentation of a checkpoint: the files into which its catalog is divided, and their format.
 //!
-//! Discovery (`checkpoint::discover`) results in a proved catalog. The view decides which parts of it are
-//! shown, and how. `checkpoint::present` applies the view. Layout, reader, cache, verify-on-read and mount use
-//! the resulting catalog and file specs without further changes.
+//! Discovery (`checkpoint::discover`) results in a proved catalog. The view decides which parts of the catalog are
+//! shown, and how. `checkpoint::present` applies the view. Layout, reader, cache, verify-on-read and mount use the
+//! resulting catalog and file specs without further changes.
 
 use std::sync::Arc;
 

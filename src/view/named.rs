@@ -151,7 +151,7 @@ impl NamedViews {
         }
     }
 
-    /// The view of whose ranks these are the views. `None` for views from a file.
+    /// If these are the views of all ranks of one view: that view. `None` for views from a file.
     pub(crate) fn ranks_of(&self) -> Option<&View> {
         match &self.origin {
             ViewsOrigin::File(..) => None,

@@ -253,7 +253,8 @@ impl View {
         let mut view = View::default();
         for key in OPTIONS {
             let Some(value) = json.get(key) else {
-                // A value that is always written here is missing, so another version wrote this.
+                // `to_json` of this version always writes an option that has a default value. If such an option is
+                // missing, another version wrote the JSON.
                 view.get(key).is_empty().then_some(())?;
                 continue;
             };

@@ -139,9 +139,9 @@ impl TensorParallel {
         Fault::new(ErrorKind::View, format!("tp={}: {why}", self.ranks))
     }
 
-    /// Refuses rules that match no tensor of the whole catalog, even if the view does not select all of it.
-    /// Rules of a family are for whole models, while a file may be a single shard. So for them it is enough
-    /// that one rule matches.
+    /// Refuses rules that match no tensor of the whole catalog, even if the view selects only a part of the catalog.
+    /// Rules of a family are for whole models, while a file may be a single shard. So it is enough that one rule of the
+    /// family matches.
     fn check_used(&self, catalog: &Catalog, rules: &CutRules) -> Result<(), Fault> {
         let mut used: Vec<bool> = rules.table.rules.iter().map(|rule| rule.is_optional).collect();
         let mut matched = false;

@@ -199,7 +199,7 @@ pub(super) enum NamePattern {
 }
 
 impl NamePattern {
-    /// The pattern from the one argument that is `Some`. Exactly one of the two must be.
+    /// The pattern from the one argument that is `Some`. Exactly one of the two arguments must be `Some`.
     pub(super) fn one_of(
         from: Option<String>,
         regex: Option<String>,
@@ -266,8 +266,8 @@ impl<R> RuleTable<R> {
         &self.labels[rule]
     }
 
-    /// The rule that applies to the tensor `name`: the one for exactly this name, or else the first one with a
-    /// regex that matches.
+    /// The rule that applies to the tensor `name`: the rule for exactly this name, or else the first rule whose regex
+    /// matches.
     pub(super) fn find(&self, name: &str) -> Option<RuleMatch<'_>> {
         if let Some(&(rule, operand)) = self.exact.get(name) {
             return Some(RuleMatch { rule, operand, regex: None });
@@ -300,7 +300,7 @@ impl RuleMatch<'_> {
     }
 }
 
-/// The last line of the error of a regex, which names the mistake. The other lines only draw its place.
+/// The last line of the error of a regex, which names the mistake. The other lines only mark the place of the mistake.
 fn one_line(error: &regex::Error) -> String {
     let text = error.to_string();
     let last = text.lines().last().unwrap_or_default();

@@ -128,8 +128,8 @@ use Use::{Files, Format, Hub, Layout, Reads, Source, View, Views};
 
 pub(crate) const WARM: SourceCommand =
     SourceCommand { name: "warm", uses: &[Source, View, Format, Layout] };
-/// `warm` without `--heat`. A list for `--heat` has names of virtual files, so only with it are
-/// options about files accepted.
+/// `warm` without `--heat`. Options about files are accepted only with `--heat`, because a list for
+/// `--heat` has names of virtual files.
 pub(crate) const WARM_ALL: SourceCommand = SourceCommand { name: "warm", uses: &[Source, View] };
 /// `cache warm`.
 pub(crate) const CACHE: SourceCommand = SourceCommand { name: "cache", uses: &[Source, View] };

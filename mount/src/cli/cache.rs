@@ -77,8 +77,8 @@ fn warm_args(args: &CacheArgs) -> Result<WarmArgs, Failure> {
     Ok(WarmArgs { source, heat: None, progress: args.progress })
 }
 
-/// The folder of the disk cache: the one that the arguments name, or the one that a mount would
-/// use.
+/// The folder of the disk cache: the folder that the arguments name, or the folder that a mount
+/// would use.
 fn folder_of(args: &CacheArgs) -> Result<PathBuf, Failure> {
     if args.keep.is_some() && args.action != CacheAction::Prune {
         return Err(Failure::Usage("--keep goes with prune".to_owned()));

@@ -166,8 +166,8 @@ fn compare_bytes(
     Ok(())
 }
 
-/// If no shard has bytes of the tensor, so that it is all zeros: the dtype as stored. Two of these
-/// tensors have the same bytes if they have the same form and the same stored dtype.
+/// The stored dtype of a tensor of zeros, of which no shard has bytes. `None` for any other tensor.
+/// Two such tensors have the same bytes if they have the same form and the same stored dtype.
 fn zeros_of(tensor: &Tensor<'_>) -> Option<Dtype> {
     (tensor.len > 0 && tensor.is_stored_zeros()).then_some(tensor.stored)
 }

@@ -26,13 +26,13 @@ use super::stopping::{clean_up_on_signals, take_signals};
 words! {
     /// The result of a check.
     enum Health {
-        /// It works at full speed.
+        /// The checked feature works at full speed.
         Ok = "ok",
-        /// It works, but worse than it could.
+        /// The checked feature works, but worse than it could.
         Degraded = "degraded",
-        /// It is absent.
+        /// The checked feature is absent.
         Missing = "missing",
-        /// It cannot be determined.
+        /// The check has no clear result.
         Unknown = "unknown",
     }
 }

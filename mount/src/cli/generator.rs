@@ -177,7 +177,7 @@ fn drop_in(file: &Path, mounts: &[MountPaths]) -> Option<String> {
     Some(text)
 }
 
-/// The mount unit for a file system that is mounted on `folder`. Its name is the one that
+/// The mount unit for a file system that is mounted on `folder`. The unit has the name that
 /// `systemd-escape --path` prints. `None` for the root, which is always mounted, and for paths that
 /// cannot be in the name of a unit.
 fn mount_unit(folder: &Path) -> Option<String> {

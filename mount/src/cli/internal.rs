@@ -20,8 +20,8 @@ use crate::serve::heat::PROBE_NAME;
 pub(crate) const WORD: &str = "internal";
 
 /// The command with which a script calls the helper of mount(8), because a script cannot choose the
-/// name of the process. clap does not parse its arguments. The same is true for a process with the
-/// name of the helper.
+/// name of the process. clap parses neither the arguments of this command nor those of a process
+/// with the name of the helper.
 const MOUNT_HELPER: &str = "mount-helper";
 
 #[derive(Debug, Parser)]

@@ -48,8 +48,8 @@ use crate::options::Options;
 use args::{Cli, Command};
 use output::{Failure, Outcome, print_bytes, print_clap, print_json};
 
-/// The arguments of the process. `--progress` without `=` takes no value, because a path may follow.
-/// If the next word is a value of `--progress`, it is joined to it by `=`.
+/// The arguments of the process. `--progress` without `=` takes no value, because a path may follow. If the next word
+/// is a value of `--progress`, the two words are joined by `=`.
 fn arguments() -> Vec<OsString> {
     let mut joined: Vec<OsString> = Vec::new();
     for arg in std::env::args_os() {
@@ -253,7 +253,7 @@ fn told_in_json(json: bool, source: &Path, outcome: Outcome) -> Outcome {
     outcome
 }
 
-/// For a command whose exit status 1 means that things differ: an error gets the exit status 2.
+/// The outcome of a command whose exit status 1 means that a difference was found. An error gets the exit status 2.
 fn as_trouble(outcome: Outcome) -> Outcome {
     outcome.map_err(|failure| match failure {
         Failure::Told => failure,

@@ -206,7 +206,8 @@ fn wait(child: &Child, signals: &SignalFd) -> io::Result<CommandEnd> {
         match waitpid(pid, Some(WaitPidFlag::WNOHANG | WaitPidFlag::WUNTRACED))? {
             WaitStatus::Exited(_, code) => return Ok(CommandEnd::Exited(code as u8)),
             WaitStatus::Signaled(_, signal, _) => return Ok(CommandEnd::Killed(signal)),
-            // The shell has to see a stopped job. SIGCONT is passed to the command below.
+            // When the command stops, this process stops too, so that the shell sees a stopped job. The code below
+            // passes SIGCONT to the command.
             WaitStatus::Stopped(..) => raise(Signal::SIGSTOP)?,
             _ => {}
         }
@@ -225,7 +226,7 @@ fn wait(child: &Child, signals: &SignalFd) -> io::Result<CommandEnd> {
 /// A signal that has arrived and that ends a command.
 fn stopped_by(signals: &SignalFd) -> Option<Signal> {
     let ending = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
-    // Only signals that are pending are read: reading without one would wait.
+    // Only pending signals are read, because a read without a pending signal would wait.
     let mut pending = nix::poll::PollFd::new(signals.as_fd(), nix::poll::PollFlags::POLLIN);
     while nix::poll::poll(std::slice::from_mut(&mut pending), nix::poll::PollTimeout::ZERO)
         .is_ok_and(|ready| ready > 0)

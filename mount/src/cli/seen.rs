@@ -33,16 +33,16 @@ words! {
     pub(super) enum MountState {
         /// Its daemon answers.
         Running = "running",
-        /// Its daemon answers, but the mount is not in the mount table: it was unmounted while files
-        /// are open, or it is in another mount namespace.
+        /// The daemon answers, but the mount is not in the mount table: the mount was unmounted while files are open,
+        /// or it is in another mount namespace.
         Detached = "detached",
-        /// It has no control socket, but it is not dead.
+        /// The mount has no control socket, but it is not dead.
         NoSocket = "no-socket",
-        /// Its daemon runs and does not answer.
+        /// The daemon of the mount runs and does not answer.
         NoAnswer = "no-answer",
-        /// Its daemon has ended.
+        /// The daemon of the mount has ended.
         Dead = "dead",
-        /// It belongs to another user.
+        /// The mount belongs to another user.
         NotYours = "not-yours",
     }
 }
@@ -249,8 +249,7 @@ fn inspect(mount: Mount, sockets: &[PathBuf], deadline: Instant, probe: bool) ->
     Seen::silent(mount, state, 0)
 }
 
-/// Returns those of `mounts` that are dead. A mount that does not answer within `limit` is not
-/// dead.
+/// Returns the dead mounts among `mounts`. A mount that does not answer within `limit` is not dead.
 pub(super) fn dead(mounts: Vec<Mount>, limit: Duration) -> Vec<Mount> {
     let deadline = Instant::now() + limit;
     let is_dead = |mount: &Mount| {

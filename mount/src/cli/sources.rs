@@ -47,7 +47,8 @@ pub(super) fn open_source(args: &args::SourceArgs, options: Options) -> Result<T
 
 /// Scans the source of `command`, which works on the bytes of the source. For a path on a mount,
 /// this is the source behind the mount: only that source has checksums and an index. The view of
-/// the tree is the one that `-o` gives. Without one, it has only the format of the mount.
+/// the tree is the view that `-o` gives. If `-o` gives no view, the view of the tree has only the
+/// format of the mount.
 pub(super) fn open_bytes(
     command: &str,
     args: &args::SourceArgs,

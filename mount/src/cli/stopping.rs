@@ -16,8 +16,8 @@ static STOPPED_BY: AtomicI32 = AtomicI32::new(0);
 /// Whether there are files to remove.
 static CLEANS_UP: AtomicBool = AtomicBool::new(false);
 
-/// Time after the first signal in which another signal counts as the same. timeout(1) sends two
-/// signals together: one to the process and one to its process group.
+/// Time after the first signal in which a further signal does not count as a second one. timeout(1)
+/// sends two signals together: one to the process and one to its process group.
 const SAME: Duration = Duration::from_millis(100);
 
 /// Handles the signals that end a command. A signal before `clean_up_on_signals` ends the process

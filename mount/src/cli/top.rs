@@ -189,7 +189,7 @@ fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usiz
         .map(|seen| (before.iter().find(|old| is_same(old, seen)), seen))
         .map(|(old, seen)| (old, seen, per_second(old, seen, |c| c.bytes_served)))
         .collect();
-    // Mounts with trouble come first. The others are sorted by speed, as in top(1).
+    // Mounts with trouble come first. The other mounts are sorted by speed, as in top(1).
     let is_fine = |seen: &Seen| !matches!(seen.state, MountState::Dead | MountState::NoAnswer);
     mounts.sort_by(|(_, a, a_rate), (_, b, b_rate)| {
         let rate = |rate: &Option<f64>| rate.unwrap_or(-1.0);
@@ -214,8 +214,8 @@ fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usiz
     let rows = mounts.iter().map(|(old, seen, _)| row(*old, seen)).collect();
     let table = TextTable { columns: [vec![name], others.to_vec()].concat(), rows };
     let mut lines = table.lines(width);
-    // The files get the lines that the mounts do not need, but at least a third if that is enough
-    // for one file.
+    // The files get the lines that the mounts do not need, but at least a third of all lines if
+    // that is enough for one file.
     let most = of_files.len().min(FILES_MAX + 2);
     let least = most.min(height.map_or(most, |height| height / 3));
     if least >= most.min(FILES_MIN) {

@@ -28,7 +28,7 @@ pub(super) fn run(args: &args::UmountArgs) -> Outcome {
         (true, _) => Detach::Lazy,
         _ => Detach::Clean,
     };
-    // If one unmount fails, the others are still tried.
+    // If one unmount fails, the other mounts are still unmounted.
     let failures = args.targets.iter().filter_map(|target| unmount(target, how).err());
     finish(failures.collect())
 }
@@ -58,7 +58,8 @@ fn unmount(target: &Path, how: Detach) -> Result<(), String> {
     if copies.is_empty() {
         return Ok(());
     }
-    // Copies may have gone with the mount, and a mount of another program may have got its device number.
+    // Copies may have been unmounted together with the mount, and a mount of another program may have got the device
+    // number since.
     let was_there = |mount: &Mount| copies.iter().any(|(_, copy)| copy == mount);
     let mut now = mountinfo::in_all_namespaces(ours.minor).into_iter();
     if let Some((process, copy)) = now.find(|(_, mount)| was_there(mount)) {
@@ -119,7 +120,7 @@ fn remove_dead(targets: &[PathBuf]) -> Outcome {
         mounts.retain(|mount| places.contains(&mount.target));
     }
     let mut failures = Vec::new();
-    // The mount on top of others at the same place comes last in the table.
+    // If several mounts are at the same place, the topmost mount comes last in the table.
     for mount in seen::dead(mounts, PROBE_TIMEOUT).iter().rev() {
         // Another process may have mounted there in the meantime.
         let on_top = mountinfo::ours_at(&mount.target).ok().flatten();

@@ -225,7 +225,8 @@ fn judge(
     if verified.mismatch.is_none() {
         if let Err(why) = recorded.keep(fresh) {
             tracing::info!("checksums are not recorded: {why}");
-            // Checksums that are known stay valid even if their new times cannot be stored.
+            // Known checksums stay valid even if the new times of the files cannot be stored with
+            // them.
             if verified.unknown > 0 {
                 checksums = "not_recorded";
             }

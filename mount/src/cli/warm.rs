@@ -236,7 +236,7 @@ fn ranges_of_set(
     }
 }
 
-/// The ranges of all tensors, and those of the headers of their shards.
+/// The ranges of all tensors, and the ranges of the headers of their shards.
 fn ranges_of_all_tensors(catalog: &Catalog) -> Result<ShardRanges, Failure> {
     let mut ranges = vec![Vec::new(); catalog.shards.len()];
     for tensor in catalog.tensors() {
@@ -298,8 +298,8 @@ fn add_tensor(
         let rows = StridedCopy::of_piece(piece.strides, to, piece.shape, bits)
             .map_err(|fault| Failure::Failed(format!("{}: {fault}", tensor.name)))?;
         if !rows.is_ascending() {
-            // In this order, each range of the tensor is spread over the whole piece, so all of the
-            // piece is read.
+            // The rows do not ascend in the shard, so a range of the tensor may be spread over the
+            // whole piece. The whole piece is read.
             ranges.push(piece.range);
             continue;
         }
@@ -428,7 +428,7 @@ impl HeatFile {
     }
 }
 
-/// The ranges of `tensors` in the weights file at `path`, and those of its header.
+/// The ranges of `tensors` in the weights file at `path`, and the range of its header.
 fn ranges_of(
     path: &Path,
     file: File,

@@ -141,7 +141,8 @@ pub(crate) struct LiveMount {
 
 /// Mounts, calls `tell` once the mount answers, and serves until the unmount. From the call of
 /// `tell` on, the signals of `ending` unmount. Before it, they end the process. With `handed`, this
-/// process takes over that mount instead. The mount must have the same source, target and options.
+/// process takes over the mount in `handed` instead. That mount must have the same source, target
+/// and options.
 ///
 /// # Errors
 /// One line with the reason, which may be the error of `tell`. Nothing stays mounted.
@@ -243,10 +244,10 @@ pub(crate) fn change_log(format: LogFormat) -> Result<(), String> {
     Ok(())
 }
 
-/// Detaches from the terminal, the session and the working directory, closes the descriptors of the
-/// caller, and reports success to the parent. With `system_log`, further log lines go to the system
-/// log, or without one to a file. The value is the time limit for opening that file, and whether log
-/// lines have fields. `warnings` were printed on standard error, and are now logged as well.
+/// Detaches from the terminal, the session and the working directory, closes the descriptors of the caller, and reports
+/// success to the parent. With `system_log`, further log lines go to the system log, or to a file if there is no system
+/// log. The value of `system_log` is the time limit for opening that file, and whether log lines have fields.
+/// `warnings` were printed on standard error, and are now logged as well.
 fn detach_from_parent(
     system_log: Option<(Duration, bool)>,
     warnings: &[String],

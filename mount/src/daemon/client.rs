@@ -202,7 +202,8 @@ fn ask_at<T: DeserializeOwned>(
         match converse(stream, question, deadline) {
             Ok(Ok(answer)) => return Reply::Answer(peer.pid(), answer),
             Ok(Err(RequestRefusal { error })) => return Reply::Refused(error),
-            // The daemon has too many clients or is ending. Another attempt shows which.
+            // The daemon has too many clients or is ending. Another attempt shows which of the two
+            // is true.
             Err(e) if is_hung_up(&e) && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(5));
             }

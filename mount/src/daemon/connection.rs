@@ -2,11 +2,12 @@
 //! another process takes it over.
 //!
 //! fuser starts each session with the handshake of a new connection, and its threads run until the
-//! connection ends. A takeover needs neither, so this module works around both. During the
-//! handshake, a socket takes the place of the connection, so that a connection whose handshake is
-//! already done can be served. To stop the threads, a file replaces the connection under the same
-//! descriptor number. Reads of that file fail, so each thread ends once it has dispatched its
-//! request. Late replies are written to that file, and from there they are sent to the kernel.
+//! connection ends. A takeover must neither repeat the handshake nor wait for the end of the
+//! connection, so this module works around both facts. During the handshake, a socket takes the
+//! place of the connection, so that a connection whose handshake is already done can be served. To
+//! stop the threads, a file replaces the connection under the same descriptor number. Reads of that
+//! file fail, so each thread ends once it has dispatched its request. Late replies are written to
+//! that file, and from there they are sent to the kernel.
 
 #![expect(clippy::host_endian_bytes, reason = "the kernel uses the byte order of the machine")]
 
@@ -192,8 +193,8 @@ pub(crate) struct StoppedReads {
 
 impl StoppedReads {
     /// Ends the threads of the session whose descriptor is `number`, without losing a request.
-    /// Requests that were read are dispatched, and the others stay in the kernel. Waits until
-    /// `ended` returns true.
+    /// Requests that were read are dispatched, and all other requests stay in the kernel. Waits
+    /// until `ended` returns true.
     ///
     /// # Errors
     /// If a thread does not end in time. The session then continues.

@@ -31,7 +31,7 @@ use crate::fs::access::supplementary_groups;
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Maximum number of simultaneous connections. A further connection closes the oldest one, so that
-/// silent clients do not block others.
+/// silent clients do not block other clients.
 const CLIENTS_MAX: usize = 16;
 
 /// Maximum number of connections of users who are neither root nor the owner.
@@ -62,7 +62,7 @@ impl ControlPeer {
     }
 }
 
-/// Facts about a mount. The name of its socket comes from them, and every reply begins with them.
+/// Facts about a mount, for the name of its control socket and for the beginning of every reply.
 pub(crate) struct MountFacts {
     /// The mount point.
     pub target: PathBuf,
@@ -74,7 +74,7 @@ pub(crate) struct MountFacts {
     pub is_public: bool,
 }
 
-/// Paths of the sockets of this process. `exit` removes them, because it drops no values.
+/// Paths of the sockets of this process. `exit` removes these files itself, because it drops no values.
 static OPEN: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// The control socket of a running mount. The drop removes it.
@@ -434,7 +434,7 @@ mod tests {
         assert_eq!(left, [51, 52]);
     }
 
-    // A regression: the thread ran on without waiting.
+    // A regression: after the drop of the socket, the thread ran in a loop without waiting.
     #[test]
     fn the_thread_of_a_socket_ends_with_its_mount() {
         let folder = tempfile::tempdir().unwrap();

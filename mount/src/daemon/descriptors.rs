@@ -74,6 +74,7 @@ pub(crate) struct Parcel {
 }
 
 impl Parcel {
+    /// # Errors
     /// If the system refuses the sockets, or if the queue cannot take all files.
     pub(crate) fn pack(files: Vec<OwnedFd>) -> io::Result<Parcel> {
         let flags = SockFlag::SOCK_CLOEXEC;

@@ -38,8 +38,8 @@ pub(crate) fn block_signals() {
     }
 }
 
-/// The signals that end a command. A signal that was ignored when the program started is left out,
-/// as nohup ignores SIGHUP, because `wait` would receive it nevertheless.
+/// The signals that end a command. A signal that was ignored when the program started, as SIGHUP is
+/// under nohup, is left out, because `wait` would receive that signal nevertheless.
 pub(crate) fn ending_signals() -> SigSet {
     let ending = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGHUP];
     SigSet::from_iter(ending.into_iter().filter(|&signal| !is_ignored(signal)))

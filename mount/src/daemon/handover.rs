@@ -191,9 +191,8 @@ impl Received {
         Ok(Received { connection, mount, handshake, fs, contents, files })
     }
 
-    /// Returns the state of the file system with the open files. From now on, the end of this process
-    /// may wait for the file systems of these files. The same is true for every program that this
-    /// process starts.
+    /// Returns the state of the file system with the open files. From now on, the end of this process may wait for the
+    /// file systems of these files. The start of a program by this process may wait for these file systems too.
     ///
     /// # Errors
     /// If no descriptor is free.

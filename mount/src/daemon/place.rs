@@ -26,6 +26,7 @@ const COVERS_MAX: usize = 1000;
 /// Unmounts the mount with the minor device number `minor` everywhere, including its bind mounts.
 /// Open files stay usable. Mounts of other file systems on top of it stay.
 ///
+/// # Errors
 /// The first error, if a mount remains.
 pub(crate) fn take_off(minor: u32) -> io::Result<()> {
     let mut failure = None;

@@ -117,11 +117,11 @@ impl KernelServer {
                 || shared.in_flight.wait_for_earlier(limit.saturating_sub(started.elapsed())))
     }
 
-    /// Stops reading requests, and waits a short time for the answers to those that were read. From
-    /// then on, nothing changes in the state that another process needs.
+    /// Stops reading requests, and waits a short time for the answers to the requests that were
+    /// read. From then on, nothing changes in the state that another process needs.
     ///
     /// # Errors
-    /// If it is not serving now. It then continues as before.
+    /// If this process does not serve the mount now, or cannot stop now. Nothing changes then.
     pub(crate) fn stop(&self) -> io::Result<()> {
         let shared = &*self.0;
         if !shared.fs.wait_for_adoptions(Duration::ZERO) {

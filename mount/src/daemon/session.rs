@@ -85,8 +85,8 @@ pub(crate) fn answers_read(target: &Path) -> bool {
 /// Maximum number of folders that a probe lists, and maximum number of entries of each.
 const PROBED_MAX: usize = 64;
 
-/// Minimum and maximum number of threads that read requests. They never block, so more than the cores would not
-/// help.
+/// Minimum and maximum number of threads that read requests. These threads never block, so more threads than cores
+/// would not help.
 const THREADS: std::ops::RangeInclusive<usize> = 2..=8;
 
 /// A source and a target folder that are checked and ready to be mounted.
@@ -193,8 +193,8 @@ fn plan_on(
 }
 
 /// Probes the folders and files that `options` name. If an index folder or a disk cache does not answer, it is not
-/// used. If another one does not answer, that is an error. In each folder, the first byte of up to `reads` files is
-/// read too.
+/// used. If any other folder or file does not answer, that is an error. In each folder, the first byte of up to `reads`
+/// files is read too.
 fn probe_options(source: &Path, options: &mut Options, reads: usize) -> Result<(), String> {
     let limit = options.io_timeout;
     let follow = options.open.follow.iter().map(|folder| ("follow", folder));

@@ -42,9 +42,8 @@ pub(crate) fn elsewhere<T>(work: impl FnOnce() -> T) -> T {
 /// It is no error if a file system is slow but continues to answer.
 ///
 /// # Errors
-/// A clause with the reason. The error means that for the time `limit`, neither the thread of `work`
-/// nor any thread started after it has run, so all of them wait for an answer. The threads then
-/// continue to wait.
+/// A clause with the reason. The error means that for the time `limit`, neither the thread of `work` nor any thread
+/// started after it has run, so all of these threads wait for an answer. They continue to wait after the error.
 pub(crate) fn unless_stalled<T: Send + 'static>(
     limit: Option<Duration>,
     work: impl FnOnce() -> T + Send + 'static,
@@ -132,7 +131,7 @@ pub(crate) fn run_until(mut command: Command, deadline: Instant) -> io::Result<O
     while child.try_wait()?.is_none() {
         if Instant::now() > deadline {
             let _ = child.kill();
-            // If the process waits for a file system, it ends only once that answers.
+            // If the process waits for a file system, it ends only once that file system answers.
             let _ = Asked::on_thread("reap", move || child.wait());
             return Ok(None);
         }
@@ -169,7 +168,7 @@ pub(crate) fn answer_probe(probed: &Path, reads: usize) {
 /// time in user and system mode in clock ticks.
 type Activity = BTreeMap<String, [u64; 3]>;
 
-/// The activity of all threads of this process except those in `others`.
+/// The activity of all threads of this process that are not in `others`.
 fn activity(others: &Activity) -> Activity {
     let entries = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let threads = entries.filter_map(|thread| {

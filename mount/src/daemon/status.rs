@@ -10,7 +10,7 @@ use crate::fs::tails::TailStatus;
 use crate::serve::service::ServiceStatus;
 
 /// An answer to the owner of the mount or to root. It has these facts about the mount, and the
-/// requested ones.
+/// requested facts.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Told<T> {
     /// The mount point.

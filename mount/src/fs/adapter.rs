@@ -1,4 +1,4 @@
-//! The FUSE adapter: translate, call, reply.
+//! The FUSE adapter: translates the kernel's requests to calls, and the results of the calls to replies.
 //!
 //! No handler waits for the source. Another thread answers a request that accesses the source, with EIO if the
 //! source takes too long. A panic in a handler is answered with EIO and does not end the thread.
@@ -45,7 +45,8 @@ use crate::serve::service::Service;
 /// Maximum number of source files that getattr requests check at the same time.
 const LOOKS_MAX: usize = 8;
 
-/// Maximum number of background requests in flight for one mount. The kernel's default of 12 starves readahead.
+/// Maximum number of background requests in flight for one mount. The kernel's default of 12 is too small for
+/// readahead.
 const MAX_BACKGROUND: u16 = 128;
 
 /// Number of background requests in flight at which the kernel stops reading ahead.
@@ -224,7 +225,7 @@ impl FsState {
         self.service.read(gate.as_ref(), &file, fh, range, Box::new(answer));
     }
 
-    /// Reads current bytes past the cache. The file follows its source, which has changed or may have.
+    /// Reads current bytes past the cache. The file follows its source, and the source has changed or may have changed.
     fn read_past_cache(
         self: &Arc<Self>,
         handle: Arc<Handle>,
@@ -302,7 +303,8 @@ impl FsState {
             let give = |pending: PendingReply<ReplyFromListing<Timed<R>>>| {
                 pending.take().into_iter().for_each(ReplyFromListing::give);
             };
-            // Stalled folders must not take all threads. Beyond `LOOKS_MAX`, the answer is the listing in memory.
+            // Stalled folders must not take all threads. If `LOOKS_MAX` checks are running already, the answer is the
+            // listing in memory.
             let looking = if offset == 0 { CheckSlot::begin(&self) } else { None };
             let Some(looking) = looking else { return give(pending) };
             pool.spawn(pending, move |pending| {
@@ -405,8 +407,8 @@ impl Filesystem for TensorFs {
             let (folder, name, caller) = (node.folder(), name.to_owned(), caller_of(req));
             let pool = shared.service.blocking.clone();
             let (known, wanted, asker) = (shared.clone(), name.clone(), caller.clone());
-            // If the source does not answer, the answer is what the folder was last listed with: a folder, or no
-            // entry. A file may have changed, so the answer for a file is EIO.
+            // If the source does not answer, the reply comes from the last listing of the folder: a subfolder, or the
+            // error that there is no such entry. A file may have changed since, so the reply for a file is EIO.
             let known = ReplyFromListing::new(reply, move |reply: Timed<ReplyEntry>, _late| {
                 match known.nodes.listed_entry(folder, &wanted) {
                     Some(NameEntry::Found(node)) => known.reply_entry(Some(&node), &asker, reply),
@@ -441,7 +443,8 @@ impl Filesystem for TensorFs {
                 return reply.ok().attr(&TTL, &attr_of(&shared.common, &node));
             }
             let known = attr_of(&shared.common, &node);
-            // Stalled files must not take all threads. Beyond `LOOKS_MAX`, the attributes in memory are the answer.
+            // Stalled files must not take all threads. If `LOOKS_MAX` checks are running already, the attributes in
+            // memory are the answer.
             let Some(looking) = CheckSlot::begin(&shared) else {
                 return reply.ok().attr(&TTL, &known);
             };
@@ -608,9 +611,9 @@ impl Filesystem for TensorFs {
                     return reply.error(Errno::EACCES);
                 }
                 // An answer can come after the state was handed to a process that takes over. That process does not
-                // know the lookups of this answer, but it keeps all files that a folder shows. The other answers
-                // would harm the reader of the folder: an error would fail it, and C libraries leave out entries
-                // without inode numbers.
+                // know the lookups of this answer, but it keeps all files that a folder shows. Any other answer would
+                // harm the program that reads the folder: with an error its listing would fail, and C libraries leave
+                // out entries without inode numbers.
                 for (next, name, node) in entries(&shared.nodes, &node, offset) {
                     if next > 2 && !shared.may_see(&node, &caller) {
                         continue;

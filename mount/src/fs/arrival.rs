@@ -21,8 +21,8 @@ use crate::serve::file_events::{Writer, writer_of};
 /// makes the look earlier.
 const WRITTEN: Duration = Duration::from_secs(1);
 
-/// Minimum time for which a file must be unreadable before its error is shown. Within this time,
-/// the file may only have been moved during the proof.
+/// Minimum time for which a file must be unreadable before its error is shown. A younger error may
+/// only mean that the file was moved during the proof.
 const UNSETTLED: Duration = Duration::from_secs(2);
 
 /// Minimum time for which files must be unchanged if it is not known whether a process writes them.
@@ -64,7 +64,8 @@ pub(super) struct Arrivals {
 }
 
 impl Arrivals {
-    /// Shows those of the held-back sets that the previous process showed, by `was_shown`.
+    /// Shows the held-back sets that the previous process showed. `was_shown` tells whether it
+    /// showed a set.
     pub(super) fn show(&mut self, was_shown: impl Fn(&str) -> bool) {
         self.held.retain(|name| !was_shown(name));
         for mark in &mut self.marks {
@@ -81,8 +82,9 @@ impl Arrivals {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Writing {
     GoesOn,
-    /// Not known for sure: the writing counts as ended once the files are unchanged for this time.
-    /// Zero if the kernel says that no process writes them.
+    /// The writing counts as ended once the files are unchanged for this time. The time is zero if
+    /// the kernel says that no process writes the files. Otherwise it is not known whether a
+    /// process writes them.
     EndsAfter(Duration),
 }
 
@@ -101,13 +103,13 @@ struct SetFacts {
     pause: Duration,
     /// Number of its files.
     files: usize,
-    /// If a file changed or could not be read during the proof: the time since the first proof of
-    /// this state that failed so.
+    /// The time since the first proof of this state that failed because a file changed or could not
+    /// be read. `None` if the proof did not fail for this reason.
     unsettled: Option<Duration>,
 }
 
-/// How long to hold the set back. `None`: the set or its error is shown now. A refused set counts
-/// as broken once it is unchanged for `grace`.
+/// How long to hold the set back. `None` means that the set or its error is shown now. A refused
+/// set counts as broken once it is unchanged for `grace`.
 fn held_for(facts: &SetFacts, grace: Duration) -> Option<Duration> {
     let waits = |needed: Duration| needed.checked_sub(facts.quiet).filter(|left| !left.is_zero());
     let Writing::EndsAfter(unsure) = facts.writing else { return Some(WRITTEN) };
@@ -119,7 +121,7 @@ fn held_for(facts: &SetFacts, grace: Duration) -> Option<Duration> {
         None => grace,
         Some(Tail::Unproven) if facts.downloading => return Some(WRITTEN),
         // The files do not say how many shards there are. If the shards came one after the other,
-        // the next one would have come after a pause similar to those before.
+        // the next shard would have come after a pause similar to the earlier pauses.
         Some(Tail::Unproven) if facts.files > 1 => (facts.pause * 3).clamp(TAIL_MIN, TAIL_MAX),
         Some(Tail::Unproven) => TAIL_MAX,
         Some(Tail::Proven) => Duration::ZERO,
@@ -170,7 +172,7 @@ pub(super) fn judge(
 }
 
 /// Why a set that came to an unwatched mount may not be whole yet. `None` if it may be shown.
-/// `is_known` says that the mount has shown at least this number of its shards before.
+/// `is_known` says that the mount has shown the set before, with at least as many shards.
 pub(super) fn why_arriving(
     folder: &Folder,
     set: &Set,

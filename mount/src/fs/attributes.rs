@@ -240,8 +240,8 @@ fn place_in_source(tree: &Tree, node: &Node, path: &Path) -> PlaceInSource {
     place
 }
 
-/// Whether the file is of the folder with the config of the model. `folder` shows the file but does
-/// not contain it.
+/// Whether the file comes from the subfolder that has the config of the model. `folder` shows the
+/// file but does not contain it.
 fn is_of_model_folder(folder: &Folder, file: &File) -> bool {
     file.name.to_str().is_some_and(|name| folder.file(name).is_none())
 }
@@ -249,13 +249,12 @@ fn is_of_model_folder(folder: &Folder, file: &File) -> bool {
 /// The value of `XATTR_SOURCE`. `config` is the hash of the `config.json` that the view read.
 /// `below` has the folders below the node that have such a config, each with the hash of the text.
 ///
-/// A program that opens the mount reads either the files of the source itself or the files of the
-/// mount. It reads those of the mount in three cases. First, the value has `"made": true`: with
-/// `through_mount`, for folders between the root and the folders of ranks, for generated texts, and for
-/// more than `CONFIGS_MAX` configs. The value of a folder between the root and the folders of ranks
-/// names the root, and the value of a generated text names its folder. Second, the node has no value:
-/// folders that `layout=hub` makes, and files of `config=` or of the folder with the config of the
-/// model. Third, the mount has a key: nodes that may be encrypted have no value.
+/// A program that opens the mount reads either the files of the source itself or the files of the mount. It reads the
+/// files of the mount in three cases. First, the value has `"made": true`: with `through_mount`, for folders between
+/// the root and the folders of ranks, for generated texts, and for more than `CONFIGS_MAX` configs. The value of a
+/// folder between the root and the folders of ranks names the root, and the value of a generated text names its folder.
+/// Second, the node has no value: folders that `layout=hub` makes, and files of `config=` or of the folder with the
+/// config of the model. Third, the mount has a key: nodes that may be encrypted have no value.
 fn source_of(
     tree: &Tree,
     node: &Node,

@@ -174,9 +174,9 @@ pub(crate) struct Nodes {
 const ASK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Nodes {
-    /// The nodes of `tree`, with nothing proved yet. `checked`: weights are compared with checksums when they are
-    /// read. `grace` is set if changes of the source are followed: a set that is not whole counts as broken after
-    /// this time.
+    /// The nodes of `tree`, with nothing proved yet. `checked` says whether weights are compared with checksums when
+    /// they are read. `grace` is set if changes of the source are followed: a set that is not whole counts as broken
+    /// after this time.
     pub(crate) fn new(
         tree: Tree,
         checked: bool,
@@ -231,8 +231,8 @@ impl Nodes {
         });
         let node = known.node.clone();
         drop(folders);
-        // Folders are forgotten after they leave the tree. If this one left after it was inserted, it is forgotten
-        // here.
+        // A folder is forgotten after it leaves the tree. If this folder has left the tree since the check above, that
+        // may have been before its insertion, so it is forgotten here.
         if !self.tree.contains(id) {
             self.forget_folder(id);
         }
@@ -393,8 +393,8 @@ impl Nodes {
         &self.tails
     }
 
-    /// Makes the nodes of the entries of `folder`, without its subfolders in `emptied`. Unchanged files keep
-    /// theirs.
+    /// Makes the nodes of the entries of `folder`, without its subfolders in `emptied`. Unchanged files keep their
+    /// nodes.
     fn list(
         &self,
         tree: &Tree,
@@ -464,7 +464,7 @@ impl Nodes {
         }
     }
 
-    /// Forgets a folder that the tree no longer has. Its nodes live on while the kernel refers to them or programs
+    /// Forgets a folder that the tree no longer has. Its nodes are kept while the kernel refers to them or programs
     /// have them open.
     pub(crate) fn forget_folder(&self, id: FolderId) {
         let state = self.folders.write().remove(&id);
@@ -527,7 +527,7 @@ impl Nodes {
                 let gone = node.is_plain() && self.tree().file_now(folder, name).is_none();
                 if gone { NameEntry::Absent } else { NameEntry::Stale }
             }
-            // A weight map is made from the headers of its set, so it is outdated when a file of the set is.
+            // A weight map is made from the headers of its set, so it is outdated when a file of the set is outdated.
             Some(node) if node.is_text() && name != ERROR_FILE => {
                 let outdated =
                     listed.entries.iter().any(|(_, node)| node.is_virtual() && node.is_outdated());

@@ -1,8 +1,8 @@
 //! Follows changes of the source while it is mounted.
 //!
-//! A look compares a folder of the source, or a family of folders, with what the mount knows of it.
-//! One thread reads the events of folders and decides which look is next. Other threads take the
-//! looks, because a folder may lie on a file system that never answers. A thread takes one look
+//! A look compares a folder of the source, or a family of folders, with the state that the mount
+//! knows. One thread reads the events of folders and decides which look is next. Other threads take
+//! the looks, because a folder may lie on a file system that never answers. A thread takes one look
 //! after the other. If all threads have waited for more than `STUCK`, another thread starts.
 //! Several events of one folder in a row cause one look.
 
@@ -99,8 +99,7 @@ struct State {
     outside: HashMap<PathBuf, Version>,
     /// Folders whose last look failed.
     failing: BTreeSet<PathBuf>,
-    /// The folder that the user's path leads to since the last check, if that is not the source any
-    /// more.
+    /// The folder to which the user's path led at the last check, if that folder is not the source.
     elsewhere: Option<PathBuf>,
     told_full: bool,
 }
@@ -248,8 +247,8 @@ impl Live {
             let ready = |look| state.not_before.get(look).copied().unwrap_or_else(Instant::now);
             state.todo.keys().map(ready).min()
         } else {
-            // The threads that look take the next pending look themselves, unless all of them are
-            // stuck.
+            // The threads that take looks begin the next pending look themselves, unless all of
+            // them are stuck.
             let stuck = state.looking.iter().map(|looking| looking.since + STUCK);
             stuck.filter(|time| *time > Instant::now()).min()
         };
@@ -273,9 +272,9 @@ impl Live {
         paths.into_iter().for_each(|path| state.add(StoreLook::Folder(path), false));
     }
 
-    /// Adds a look at each folder without events. The root of the source is always among them,
-    /// since another folder may be mounted on it, and so is the path that the user gave: the links
-    /// in it have no events.
+    /// Adds a look at each folder without events. The root of the source is always among these
+    /// folders, since another folder may be mounted on it. A look at the path that the user gave is
+    /// always added too, because the links in this path have no events.
     fn poll(&self) {
         let root = self.nodes.tree().folder(0).path.clone();
         let mut state = self.state.lock();

@@ -51,8 +51,8 @@ pub(crate) struct Node {
     was_opened: AtomicBool,
     /// Whether its source was found changed or replaced.
     outdated: AtomicBool,
-    /// Number of listings that contain the node. It is 1 for a folder of the tree. At 0 the node
-    /// lives only while it is open or the kernel refers to it.
+    /// Number of listings that contain the node. It is 1 for a folder of the tree. At 0 the node is
+    /// kept only while it is open or the kernel refers to it.
     pub(crate) listings: AtomicUsize,
     /// The users who may see the node. `None` if the mount has no rules, or if they are not
     /// determined yet.
@@ -182,7 +182,7 @@ impl Node {
         self.attributes.lock().1 = system_time(mtime);
     }
 
-    /// Sets length and time of a file that follows its source to those of `now`.
+    /// Sets length and time of a file that follows its source to the length and time of `now`.
     pub(crate) fn set_attributes(&self, now: &Version) {
         *self.attributes.lock() = (now.len, system_time(now.shown_time().unwrap_or_default()));
     }
@@ -223,8 +223,8 @@ impl Node {
     /// different. Accesses the source.
     pub(crate) fn is_outdated(&self) -> bool {
         let NodeKind::File { content, .. } = &self.kind else { return false };
-        // Once one source has changed, the others are not checked: a server may take the whole
-        // deadline for each.
+        // Once one source has changed, the other sources are not checked, because a server may take
+        // the whole deadline for each of them.
         let has_changed = AtomicBool::new(false);
         let is_current = |source: &Arc<Source>| {
             if has_changed.load(Ordering::Relaxed) {

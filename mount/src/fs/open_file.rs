@@ -40,7 +40,8 @@ struct SourceGuard {
 
 impl Drop for SourceGuard {
     fn drop(&mut self) {
-        // The watch ends before the pins are dropped: it must not reopen files that the pins close.
+        // The watch ends before the pins are dropped. The drop of the pins closes files, which the
+        // watch must not reopen.
         self.watched = None;
         let pins = std::mem::take(&mut self.pins);
         if !self.local {
@@ -90,8 +91,8 @@ impl Current {
     }
 
     /// Whether the sources are unchanged, without requests to a server. Each read of a store names
-    /// the version that it wants, so a replaced object makes the next read fail. This also holds in
-    /// a mount that is taken over, where the sources have not been checked yet.
+    /// the version that it wants, so a replaced object makes the next read fail. This is also true
+    /// in a mount that is taken over, where the sources have not been checked yet.
     pub(super) fn is_unchanged_once_open(&self) -> bool {
         match &self.file {
             OpenContent::Virtual(_) => {

@@ -135,8 +135,8 @@ impl SetStates {
         }
     }
 
-    /// If no checkpoint at or below `path` is shown: the reason for one of them that a program
-    /// which reads the source itself could not find out.
+    /// The reason why a checkpoint at or below `path` is not shown. `None` if any checkpoint there
+    /// is shown, or if programs that read the source itself would find out the reason.
     pub(super) fn missing(&self, path: &Path) -> Option<String> {
         let states = self.by_path.lock();
         let mut below = states.iter().filter(|(set, _)| set.starts_with(path));

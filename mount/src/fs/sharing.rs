@@ -1,9 +1,9 @@
 //! The users who may see each part of a mount. The rules of `access=` and the permissions of link
 //! targets limit them.
 //!
-//! The kernel enforces owner, group and mode of each file. Several limits rarely fit into one mode. So
-//! the daemon checks all limits whenever a user looks up, lists or opens a file or folder that has
-//! any. The mode that the kernel gets lets in at least all users whom the limits let in.
+//! The kernel enforces owner, group and mode of each file. Several limits rarely fit into one mode. So the daemon
+//! checks all limits whenever a user looks up, lists or opens a file or folder that has limits. The mode that the
+//! kernel gets lets in at least all users whom the limits let in.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -116,8 +116,9 @@ pub(crate) struct NodeAccess {
 }
 
 impl NodeAccess {
-    /// The access by `limits`, which are the limits to see and those to list. `None` lets nobody
-    /// in. `rights` are those that the rules give to the path of the node itself.
+    /// The access that `limits` define: first the limits for seeing the node, then the limits for
+    /// listing it. `None` lets nobody in. `rights` are the rights that the rules give to the path
+    /// of the node itself.
     pub(crate) fn new(
         rights: Rights,
         is_folder: bool,
@@ -173,7 +174,7 @@ fn most_bits(is_folder: bool) -> u32 {
     if is_folder { FOLDER_BITS } else { FILE_BITS }
 }
 
-/// The owner of a mount, and the rules that give parts of it to others.
+/// The owner of a mount, and the rules that give parts of the mount to other users.
 #[derive(Clone, Debug)]
 pub(crate) struct Sharing {
     uid: u32,
@@ -184,7 +185,7 @@ pub(crate) struct Sharing {
 }
 
 impl Sharing {
-    /// The sharing that `options` define. `uid` and `gid` are those of this process.
+    /// The sharing that `options` define. `uid` and `gid` are the user and the group of this process.
     pub(crate) fn new(options: &Options, uid: u32, gid: u32) -> Sharing {
         Sharing {
             uid: options.uid.unwrap_or(uid),
@@ -205,7 +206,7 @@ impl Sharing {
         self.rules.iter().position(|rule| names.iter().any(|name| rule.matches(name)))
     }
 
-    /// The rights that a rule gives. Without a rule, those of the whole mount.
+    /// The rights that a rule gives. Without a rule, the rights of the whole mount.
     pub(crate) fn rights_by(&self, rule: Option<usize>, is_folder: bool) -> Rights {
         let rule = rule.and_then(|rule| self.rules.get(rule));
         let mode = rule.and_then(|rule| rule.mode).unwrap_or(!self.umask);
@@ -231,8 +232,8 @@ impl Sharing {
         }
     }
 
-    /// The globs of the rules that match nothing in the source. A rule about the file that a set is
-    /// merged into counts as used if its folder exists.
+    /// The globs of the rules that match nothing in the source. A rule about the merged file of a
+    /// set counts as used if the folder of that file exists.
     pub(crate) fn idle_rules(&self, tree: &Tree) -> Vec<String> {
         let mut idle: Vec<&AccessRule> = self.rules.iter().collect();
         for id in tree.ids() {
@@ -268,9 +269,9 @@ pub(crate) fn names_of_folder(tree: &Tree, folder: &Folder) -> Vec<PathBuf> {
     names(tree, folder, &folder.relative)
 }
 
-/// The names of the file or folder at `path` in the mount. `folder` is the folder itself or the one
-/// that contains the file. The names are the path in the mount and, where views or `layout=hub`
-/// change it, the path in the source.
+/// The names of the file or folder at `path` in the mount. `folder` is the folder itself or the
+/// folder that contains the file. The names are the path in the mount and, where views or
+/// `layout=hub` change it, the path in the source.
 pub(crate) fn names(tree: &Tree, folder: &Folder, path: &Path) -> Vec<PathBuf> {
     let mut names = vec![path.to_owned()];
     let in_source = match tree.view_folder(folder) {

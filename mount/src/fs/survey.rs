@@ -1,9 +1,9 @@
-//! The files and folders of the source that a node of the mount is made of, and the users who may read
-//! all of them. The rules of `access=` decide, and behind links the permissions of the source.
+//! The files and folders of the source that a node of the mount is made of, and the users who may read all of them. The
+//! rules of `access=` limit these users. Behind links, the permissions of the source limit them too.
 //!
 //! The bytes of a node come from known inodes at known real paths. The node has the limits of
-//! exactly these paths. If a file is not at its path, or only behind a link, nobody may see the
-//! node.
+//! exactly these paths. If a file is not at its path, or if its path leads through a link, nobody
+//! may see the node.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -185,7 +185,7 @@ impl Survey<'_> {
         }
     }
 
-    /// Adds the limits of further links that are on the way of `link`.
+    /// Adds the limits of the other links through which `link` leads to its target.
     fn way(&mut self, link: &Path, own: &[PathBuf]) {
         for further in self.tree.store().links_on_the_way(link) {
             self.target(&further, Kind::Link, own, None);

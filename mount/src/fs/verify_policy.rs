@@ -15,7 +15,7 @@ use tensorfs::internal::verify::Recorded;
 pub(crate) type ChecksumGates = HashMap<OsString, Arc<ChecksumGate>>;
 
 /// Reads the headers of the sets of `folder`, and refuses the sets that have no checksums or whose
-/// headers differ from the recorded ones. Returns the gates of the remaining sets.
+/// headers differ from the recorded headers. Returns the gates of the remaining sets.
 pub(crate) fn admit(tree: &Tree, folder: FolderId, proved: &mut Proved) -> ChecksumGates {
     let mut directory = tree.folder(folder).path.clone();
     let mut recorded = recorded_of(tree, &directory);

@@ -23,8 +23,8 @@ const BYTES_MAX: usize = 1 << 20;
 /// without end.
 const REQUESTS_MAX: u32 = 20;
 
-/// The interval of that limit. After it, one line says how many lines about requests were left out,
-/// and further lines are written.
+/// The interval to which `REQUESTS_MAX` applies. After the interval, one line says how many lines
+/// about requests were left out, and further lines are written.
 const LIMIT_TIME: Duration = Duration::from_secs(5);
 
 /// The queue between the threads that log and the thread that writes.

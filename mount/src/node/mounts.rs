@@ -37,9 +37,9 @@ enum Phase {
     Waiting(Instant),
     /// The worker has not mounted yet, or the mount has not answered.
     Starting(WorkerProcess),
-    /// The mount has answered. The time is that of its first answer.
+    /// The mount has answered. The time is the time of the first answer.
     Serving(WorkerProcess, Instant),
-    /// Another process unmounted it. It stays unmounted until a reload.
+    /// Another process unmounted the mount. It stays unmounted until a reload.
     Unmounted,
 }
 

@@ -40,7 +40,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Number of ticks in which a worker must unmount and finish serving open files. A worker needs up to 11.
 const LEAVING_TICKS: u32 = 13;
 
-/// Number of ticks after which the supervisor gives up a killed worker, which waits for a file system.
+/// Number of ticks after which the supervisor gives up a killed worker that does not end, because it waits for a file
+/// system.
 const STUCK_TICKS: u32 = 5;
 
 /// Number of ticks for which the end of the service, or a worker at the same place, waits for a program that
@@ -64,7 +65,8 @@ type Detached = (String, WorkerProcess);
 /// A program that unmounts. It may have to wait for the file systems of the mounts.
 struct Helper {
     child: Child,
-    /// If the program ends a connection: the mount point in the config. No worker starts there before.
+    /// If the program ends a connection: the mount point in the config. No worker starts there before the program has
+    /// ended.
     place: Option<PathBuf>,
     ticks: u32,
     /// Whether the end of the service waits for it.
@@ -211,7 +213,8 @@ impl Supervisor {
         }
     }
 
-    /// Unmounts dead mounts that no worker will replace. A service with another config was killed and left them.
+    /// Unmounts dead mounts that no worker will replace. An earlier service with another config left these mounts when
+    /// it was killed.
     fn remove_dead_mounts(&mut self) {
         let is_config = |target: &Path| self.config.mounts.iter().any(|m| m.target == target);
         let there = mountinfo::ours().unwrap_or_default().into_iter().map(|mount| mount.target);
@@ -233,7 +236,8 @@ impl Supervisor {
     fn kill(&mut self, worker: WorkerProcess, name: String) {
         let is_at = |mount: &ServiceMount| mount.config.target == worker.place;
         let has_successor = self.mounts.iter().any(|it| is_at(it) && it.worker().is_some());
-        // The successor started after this mount was gone, so its mount may have the same device number.
+        // The successor started after this mount was gone, so the mount of the successor may have the same device
+        // number.
         if worker.has_mount() && !has_successor {
             self.help(worker.abort(), Some(worker.place.clone()), true);
         } else {
@@ -332,7 +336,7 @@ impl Supervisor {
             let handed = mount.take_handed();
             match mount.take_worker() {
                 Some(worker) if is_handed => workers.push((name, worker)),
-                // The readers of this mount get some more seconds.
+                // This worker unmounts, and serves the readers of its mount for some more seconds.
                 Some(worker) if has_moved => worker.order(&Order::Stop),
                 // No program reads from this mount yet.
                 Some(worker) => worker.signal(Signal::SIGKILL),
@@ -592,7 +596,7 @@ impl Supervisor {
         }
     }
 
-    /// Removes helpers that have ended. Once the time of a stopping service is over, kills and removes all.
+    /// Removes helpers that have ended. Once the time of a stopping service is over, kills and removes all helpers.
     fn remove_ended_helpers(&mut self) {
         let out_of_time = self.stopping.is_some_and(|_| self.leaving.is_empty())
             && self
@@ -626,8 +630,9 @@ impl Supervisor {
         }
     }
 
-    /// The mount on which the source of `mount` lies, if that mount does not serve: the folder below its mount
-    /// point would be another source. A mount that is taken over reads the same path as before, and need not wait.
+    /// The mount on which the source of `mount` lies, if that other mount does not serve. Without the other mount, the
+    /// path of the source would lead to a folder below its mount point, which is another source. A mount that is taken
+    /// over reads the same path as before, and need not wait.
     fn awaited(&self, mount: &ServiceMount) -> Option<&ServiceMount> {
         let is_below =
             |other: &&ServiceMount| mount.config.lies_on(&other.config) && !other.is_serving();

@@ -101,7 +101,7 @@ impl Stored {
         self.0.insert(name, fds);
     }
 
-    /// The descriptors, each with a name that distinguishes this handover from earlier ones.
+    /// The descriptors, each with a name that distinguishes this handover from earlier handovers.
     fn named(&self) -> Vec<(String, &OwnedFd)> {
         // This clock does not go back while descriptors are stored.
         let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from);
@@ -297,7 +297,7 @@ fn output_in_time(command: Command) -> Option<String> {
 pub(super) enum Purpose {
     /// The service manager restarts the service.
     Restart,
-    /// This program replaces the one that runs.
+    /// The program at this path replaces the running program.
     Upgrade(PathBuf),
 }
 

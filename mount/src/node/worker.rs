@@ -1,5 +1,5 @@
 //! A worker: the process that serves one mount for the supervisor. It gets orders through its
-//! standard input. When the supervisor ends, it unmounts and ends.
+//! standard input. When the supervisor ends, the worker unmounts and ends too.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -138,7 +138,7 @@ fn hand_over(channel: &Channel, giver: Option<&Giver>) {
 }
 
 /// Ends this process as SIGTERM would. If it has mounted, it unmounts. Otherwise it may have the
-/// connection of a mount that it was told to take over, so it closes that.
+/// connection of a mount that it was told to take over, so it closes that connection.
 fn end(giver: Option<&Giver>) {
     if giver.is_none() {
         connection::let_go();

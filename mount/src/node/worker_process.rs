@@ -38,7 +38,7 @@ pub(super) struct WorkerProcess {
     pub target: PathBuf,
     /// Minor number of the mount's device. `None` until the mount exists.
     minor: Option<u32>,
-    /// The id of the mount on the target. A bind mount of it elsewhere has another id.
+    /// The id of the mount on the target. A bind mount of this mount at another path has another id.
     mount_id: Option<u32>,
     /// Whether the worker has mounted and no other process has unmounted it.
     pub is_mounted: bool,
@@ -75,9 +75,8 @@ struct Silence {
 }
 
 impl Silence {
-    /// Counts a tick without an answer. Returns the number of all ticks once `limit` ticks without an
-    /// excuse are counted. At twice the limit, the number is returned in any case, because a worker in
-    /// an endless loop also runs.
+    /// Counts a tick without an answer. Returns the number of all ticks once the worker was stuck in `limit` of them.
+    /// After twice `limit` ticks, returns the number in any case, because a worker in an endless loop also runs.
     fn count(&mut self, limit: u32, has_run: impl FnOnce() -> bool) -> Option<u32> {
         self.total = self.total.saturating_add(1);
         if self.excused < limit && has_run() {
@@ -193,7 +192,7 @@ impl WorkerProcess {
         self.child.id()
     }
 
-    /// Whether the worker has a mount: its own, or the one that it is taking over.
+    /// Whether the worker has a mount: its own mount, or the mount that it is taking over.
     pub(super) fn has_mount(&self) -> bool {
         self.is_mounted || self.is_takeover
     }
@@ -261,9 +260,8 @@ impl WorkerProcess {
         started.map_err(|e| tracing::warn!("cannot start a process: {e}")).ok()
     }
 
-    /// Counts a second. If the worker or its mount has been silent for `limit` seconds, returns the
-    /// time of the silence in seconds. Seconds in which the worker waits for a processor do not count,
-    /// up to `limit` of them.
+    /// Counts a second. If the worker or its mount has been silent for `limit` seconds, returns the time of the silence
+    /// in seconds. Seconds in which the worker runs or waits for a processor do not count, up to `limit` of them.
     ///
     /// Ticks are counted instead of reading a clock, so that time in which the supervisor was
     /// stopped too does not count.
@@ -309,8 +307,8 @@ impl WorkerProcess {
         })
     }
 
-    /// Counts a second. Must be called before `tick`. If the process has begun to end but cannot,
-    /// because a thread of it waits for a file system, returns how it ended.
+    /// Counts a second. Must be called before `tick`. If the process has begun to end but cannot
+    /// end, because one of its threads waits for a file system, returns how it ended.
     pub(super) fn stuck_end(&mut self) -> Option<End> {
         self.exiting = if is_exiting(self.pid()) { self.exiting + 1 } else { 0 };
         if self.exiting < EXIT_TICKS {

@@ -26,8 +26,8 @@ pub(crate) struct AccessRule {
     pub owner: Option<u32>,
     /// Group. `None` means the group of the mount.
     pub group: Option<u32>,
-    /// Permission bits of folders. `None` means those of the mount. Files get the same bits without
-    /// `x`.
+    /// Permission bits of folders. `None` means the permission bits of the mount. Files get the
+    /// same bits without `x`.
     pub mode: Option<u32>,
 }
 

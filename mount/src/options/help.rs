@@ -87,7 +87,7 @@ impl Completion {
     }
 }
 
-/// All options with their values: those of `mount`, or those of a command with `uses`.
+/// All options with their values: the options of `mount`, or the options of a command with `uses`.
 pub(crate) fn completions(uses: Option<&[Use]>) -> Vec<Completion> {
     let mut all = Vec::new();
     for row in table::rows().filter(|row| !row.help.is_empty()) {

@@ -41,7 +41,7 @@ pub(super) fn find(name: &str, with_value: bool) -> Option<&'static OptionRow> {
     rows().find(|row| row.name == name && row.takes_value() == with_value)
 }
 
-/// The options that `tensorfs status` shows, without those of `OpenOptions`.
+/// The options that `tensorfs status` shows, without the options of `OpenOptions`.
 pub(super) fn shown(options: &Options) -> impl Iterator<Item = (&'static str, Value)> + '_ {
     rows().filter_map(|row| Some((row.name, row.shown?(options))))
 }

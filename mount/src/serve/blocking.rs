@@ -120,7 +120,7 @@ pub(crate) struct PendingReply<R: Fail> {
     number: u64,
     place: PathBuf,
     reply: Arc<Mutex<Option<(R, Unanswered)>>>,
-    /// Keeps the request counted as unanswered after the reply was taken, until it is sent.
+    /// Keeps the request counted as unanswered from the call of `take` until the reply is sent.
     taken: Mutex<Option<Unanswered>>,
 }
 

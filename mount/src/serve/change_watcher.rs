@@ -218,8 +218,8 @@ impl Watcher {
         }
     }
 
-    /// Checks the sources that `chosen` selects, and drops the cached pages of changed ones. Does
-    /// not wait for file systems that may not answer.
+    /// Checks the sources that `chosen` selects, and drops the cached pages of changed sources.
+    /// Does not wait for file systems that may not answer.
     fn check(self: &Arc<Self>, chosen: impl Fn(u64, &Watching) -> bool) {
         let open: Vec<_> =
             self.state.lock().open.iter().map(|(n, watch)| (*n, watch.clone())).collect();
@@ -323,7 +323,7 @@ impl Watcher {
 fn has_changed(source: &Arc<Source>, events: Option<&FileWatch>) -> bool {
     let (closes, before) = (events.map(FileWatch::closes), source.version());
     let changed = source.check().is_err() && source.is_changed();
-    // The check may have opened a file whose watch ended in the meantime. It is closed again.
+    // The check may have opened a file whose watch ended in the meantime. This call closes the file again.
     source.release();
     let notes_stores = source.local().is_some_and(|local| local.file_system().notes_stores());
     let same = !changed && source.version() == before && notes_stores;

@@ -97,9 +97,9 @@ impl FileEvents {
         let mask =
             AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_CLOSE_WRITE;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        // The lock keeps another thread that ends its watch of this inode from ending this watch
-        // too. A remote file system may be slow, so the lock is not held for it. Its watch is no
-        // witness, so it may end.
+        // While the lock is held, another thread that ends its watch of this inode cannot end this
+        // watch too. A remote file system may be slow, so the lock is not held for a remote file.
+        // The watch of a remote file is no witness, so it may end.
         let locked = local.then(|| self.state.lock());
         let descriptor = self.inotify.add_watch(path.as_str(), mask)?;
         let watch = Arc::new(FileWatch {

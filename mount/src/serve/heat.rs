@@ -3,7 +3,7 @@
 //!
 //! Only reads that reach the daemon are counted. The kernel answers reads from its page cache and
 //! reads of passthrough files without the daemon. Its readahead requests bytes that no program has
-//! read, and they are counted.
+//! read, and these bytes are counted.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -23,8 +23,8 @@ use tensorfs::internal::error::real_name;
 use tensorfs::internal::layout::Layout;
 use tensorfs::internal::sync::Mutex;
 
-/// Maximum number of tensors with counters, each of 32 bytes. Beyond it, the counters of the least
-/// recently opened files are dropped.
+/// Maximum number of tensors with counters, each of 32 bytes. If there are more, the counters of
+/// the least recently opened files are dropped.
 const TENSORS_MAX: usize = 1 << 20;
 
 /// Maximum number of files with counters.
@@ -41,15 +41,15 @@ pub(crate) const PROBE_NAME: &CStr = c"tensorfs-probe";
 const ANSWER_MAX: usize = 4 << 20;
 
 /// Maximum number of parts of a tensor, with one bit for each, and the minimum length of a part in
-/// bytes. Parts are this long because the kernel's readahead touches a part or two of the tensors
-/// next to the one that a program reads.
+/// bytes. Parts are this long so that the kernel's readahead touches only one or two parts of the
+/// tensors next to the tensor that a program reads.
 const PARTS_MAX: u64 = 64;
 const PART_LEN_MIN: u64 = 2 << 20;
 
 /// Estimated size in bytes of a range in an answer.
 const RANGE_TEXT_LEN: usize = 24;
 
-/// Maximum number of tensors in an answer. The tensors of each file with the most bytes read come
+/// Maximum number of tensors in an answer. In each file, the tensors with the most bytes read come
 /// first.
 const TENSORS_SHOWN: usize = 60_000;
 

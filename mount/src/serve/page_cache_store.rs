@@ -78,7 +78,7 @@ impl StoreWorker {
                 let Some(file) = task.file.upgrade() else { continue };
                 // Pages must not stay in the page cache if a source has changed since they were
                 // read. `check_known` finds changes that are known already. The watcher looks for
-                // others, which may take long, and drops the pages then.
+                // other changes, which may take long, and then drops the pages of changed sources.
                 if file.reader().sources().iter().any(|source| source.check_known().is_err()) {
                     forget(task.ino);
                 } else {

@@ -228,7 +228,8 @@ impl Service {
     }
 
     /// Reads bytes `range` of `file`, which must pass `gate` if there is one. Never waits. `answer`
-    /// is called in the same way as by `Cache::read`. Only a bug drops it without a call.
+    /// is called in the same way as by `Cache::read`. Only a bug could drop `answer` without a
+    /// call.
     pub(crate) fn read(
         self: &Arc<Self>,
         gate: Option<&Arc<ChecksumGate>>,
@@ -274,7 +275,8 @@ impl Service {
         assembler.in_use(version, file.reader())
     }
 
-    /// Tells the assembler of an open of a virtual file, or that `served` bytes of it were read.
+    /// Tells the assembler that a virtual file was opened, or that `served` bytes of this file were
+    /// read.
     pub(crate) fn read_by_us(&self, version: &str, file: &CachedFile, served: Option<usize>) {
         let Some(assembler) = &self.assembler else { return };
         match served {

@@ -50,8 +50,8 @@ def local_boxes(dtensor: Any, local_shape: list[int]) -> list[Box]:
         splits = [_Split(mesh, number, coordinate[number], dtensor.placements[number]) for number in mesh_dims]
         candidates[dim] = list(_candidates(whole[dim], splits, _order(dtensor, dim)))
     if not math.prod(local_shape):
-        # The shape of an empty shard is not compared: where the placements say [3, 0], FSDP2 says [0, 0], if an empty
-        # shard was sharded again.
+        # The shape of an empty shard is not compared. If an empty shard was sharded again, FSDP2 gives it the shape [0,
+        # 0], where the placements give [3, 0].
         if math.prod(whole) and not any([] in several for several in candidates.values()):
             raise differs
         return []
@@ -128,9 +128,9 @@ def _candidates(size: int, splits: list[_Split], order: list[int] | None) -> Ite
 
 
 def _decoded(splits: list[_Split]) -> list[_Split] | None:
-    """The order of plain splits that `_StridedShard` stands for in FSDP2. There, its split factor is the product of the
-    sizes of those mesh dimensions to its right that have split the tensor dimension before. None if no order fits the
-    factors, or if no split is strided."""
+    """The order of plain splits that `_StridedShard` stands for in FSDP2. There, the split factor of a `_StridedShard`
+    is the product of the sizes of those mesh dimensions to its right that have split the tensor dimension before. None
+    if no order fits the factors, or if no split is strided."""
     if all(split.factor == 1 for split in splits):
         return None
     order: list[_Split] = []

@@ -298,7 +298,8 @@ class Operation:
         return f"{self.name}/{word}"
 
     def _watch(self) -> None:
-        """Body of the thread that sends signs of life of this rank, and watches for those of the other ranks."""
+        """Body of the thread that sends signs of life of this rank, and watches for the signs of life of the other
+        ranks."""
         try:
             self._watch_with(self._group.beside)
         except Exception:
@@ -402,7 +403,7 @@ def _differing(every: list[dict[str, Any]]) -> tuple[int, str] | None:
     agree."""
 
     def state(one: dict[str, Any]) -> str:
-        # Without the last item of a file, which differs between hosts for the same file.
+        # The last item of a file is left out, because it differs between hosts for the same file.
         return json.dumps([one["catalog"], [file[:4] for file in one["files"]]])
 
     states = [state(one) for one in every]

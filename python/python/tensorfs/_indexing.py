@@ -130,8 +130,8 @@ def _parsed(item: Any, dimension: int, size: int) -> Cut:
 
 
 def _scalar(item: Any) -> Any:
-    """Converts an integer array or tensor without dimensions to an int. Returns any other item unchanged, and also
-    bools and unsigned bytes, which are masks."""
+    """Converts an integer array or tensor without dimensions to an int. Returns any other item unchanged. Bools and
+    unsigned bytes are masks, so they stay unchanged too."""
     if getattr(item, "shape", None) == () and not str(getattr(item, "dtype", "")).endswith(("bool", "uint8")):
         try:
             return operator.index(item)

@@ -167,8 +167,8 @@ def _carried_out_in_group(team: Team, make: Callable[[], _Job]) -> Loaded:
 
 @contextlib.contextmanager
 def _counted(written: list[Any]) -> Iterator[None]:
-    # Counts before the load, because an interrupted load may not reach the count after it. Counts again after the load,
-    # for values that a backward pass saved in the meantime.
+    # Counts a write before the load, because an interrupted load may not reach the count after the load. Counts another
+    # write after the load, for values that a backward pass saved in the meantime.
     count_write(written)
     try:
         yield

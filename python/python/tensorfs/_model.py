@@ -92,7 +92,7 @@ def _overwritten(
 
     first = state[names[0]]
     if all(_layout(state[name], spans[name]) == _layout(first, spans[names[0]]) for name in names):
-        # All names have the same layout, as tied weights do: their bytes are compared without scratch memory.
+        # Here all names have the same layout, as tied weights do, so their bytes are compared without scratch memory.
         right = _raw(tensors[names[-1]].to(first.dtype))
         different = (name for name in names if not torch.equal(_raw(tensors[name].to(first.dtype)), right))
         return next(different, None)
@@ -123,7 +123,7 @@ def _layout(tensor: Any, span: _Span) -> tuple[Any, ...]:
 
 
 def _raw(tensor: Any) -> Any:
-    """The bytes of a tensor: unlike a NaN, its bytes are equal to themselves."""
+    """The bytes of a tensor, for comparisons: a NaN is not equal to itself, but its bytes are."""
     import torch
 
     return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)

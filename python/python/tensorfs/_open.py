@@ -363,7 +363,7 @@ class safe_open:
         return self._checkpoint().metadata()
 
     def nbytes(self, names: Names = None) -> int:
-        """Length in bytes of all tensors together, or of the selected ones."""
+        """Length in bytes of all tensors together, or of the selected tensors."""
         return sum(info.nbytes for info in self._infos(names))
 
     def get_tensor_metadata(self, name: str) -> TensorMetadata:
@@ -379,7 +379,7 @@ class safe_open:
         return self._reader().whole(self._info(name))
 
     def get_tensors(self, names: Names = None) -> dict[str, Any]:
-        """A dict of all tensors, or the selected ones, in file order. They are read together. In a process group all
+        """A dict of all tensors, or the selected tensors, in file order. They are read together. In a process group all
         ranks call this method, each with its own `names`."""
         if self._team is not None:
             return self._team.load(self._reader(), self._gpu, lambda: [(info, None) for info in self._infos(names)])

@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 class _Searched:
-    """A module, and those of its names that are bound to `safe_open`: to that of safetensors, or to its stand-in. The
+    """A module, and its names that are bound to the `safe_open` of safetensors, or to the class that replaces it. The
     names were found when the module had `count` names."""
 
     __slots__ = ("module", "names", "is_ours", "is_large", "count", "bindings")

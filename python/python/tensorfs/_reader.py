@@ -44,7 +44,8 @@ class Reader:
         self, checkpoint: Checkpoint, framework: Any, loader: Loader, strict: bool, copy: bool | None = True
     ) -> None:
         self.checkpoint, self.framework, self.loader, self.strict = checkpoint, framework, loader, strict
-        # Whether every tensor gets its own memory. None: only tensors that are not better mapped get their own memory.
+        # Whether every tensor gets its own memory. None means that only tensors that are not better mapped get their
+        # own memory.
         self.copy = copy if loader.on_cpu else True
         # For each mapped shard: the base object for views, and its address. None if a shard cannot be mapped.
         self._mapped: dict[int, tuple[Any, int] | None] = {}
@@ -55,7 +56,7 @@ class Reader:
         # Whether the last small tensor that was requested was missing in the page cache.
         self._is_cold = False
         # With `copy=None`: the loader, which decides which tensors are better mapped. `_misses` says whether a
-        # requested tensor was not.
+        # requested tensor was not better mapped.
         self._maps = loader if self.copy is None else None
         self._misses = False
 

@@ -93,7 +93,7 @@ def serialize_file(
     filename: Union[str, os.PathLike[str]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes these tensors to a safetensors file, which takes its name once it is whole."""
+    """Writes these tensors to a safetensors file, which appears under its name when it is complete."""
     if not isinstance(filename, (str, os.PathLike)):
         raise TypeError(f"filename: expected a str or a path, not {type(filename).__name__}")
     path = os.fsdecode(filename)

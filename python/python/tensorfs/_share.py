@@ -132,7 +132,8 @@ class Team:
             raise
 
     def leave(self, why: str) -> None:
-        """Makes the operation that the other ranks are in, or begin next, fail with the reason `why`."""
+        """Makes an operation of the group fail with the reason `why`: the operation that the other ranks are in, or
+        that they begin next."""
         with contextlib.suppress(Exception), self.group.operation():
             raise _errors.error(why, "group", cls=GroupError)
 

@@ -31,7 +31,7 @@ class Target(NamedTuple):
     known whether memory is the same."""
 
     def is_alias_of(self, other: Target) -> bool:
-        """Whether a load into the other target also fills this one with the right bytes."""
+        """Whether a load into the other target also fills this target with the right bytes."""
         if self.identity is None or self.identity != other.identity or self.dtype not in (None, other.dtype):
             return False
         # A whole tensor has the same bytes in any shape. The bytes of a shard depend on its position in the tensor.
@@ -114,7 +114,8 @@ def _of_torch(torch: Any, into: Any, refused: Refused) -> Target:
         raise refused(str(e)) from None
     shape = list(into.shape)
     is_whole = boxes == [[(0, size) for size in shape]] or 0 in shape
-    # Both are owners: perhaps only the local shard keeps the memory alive, and only the DTensor keeps the shard alive.
+    # Both the DTensor and its local shard are owners: it may be that only the local shard keeps the memory alive, and
+    # only the DTensor keeps the local shard alive.
     return found._replace(shape=shape, boxes=None if is_whole else boxes, owner=(into, local))
 
 

@@ -47,8 +47,8 @@ def group_of(process_group: Any, timeout: float | None) -> Group:
 
 
 def _within(timeout: float | None, work: Callable[[], Any]) -> Any:
-    """The result of `work`, which may wait for ever if the store is gone. It runs on a thread of its own, for which
-    this waits `timeout` seconds only."""
+    """The result of `work`, which may wait for ever if the store is gone. `work` runs on a thread of its own, and the
+    caller waits at most `timeout` seconds for that thread."""
     done: list[Any] = []
 
     def run() -> None:

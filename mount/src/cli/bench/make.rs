@@ -1,5 +1,5 @@
-//! The checkpoints that the bench writes: names and shapes like those of Llama, in bf16, of any
-//! size.
+//! The checkpoints that the bench writes. Their tensors have the names and shapes of Llama, in
+//! bf16. A checkpoint may have any size.
 
 use std::io;
 use std::path::Path;

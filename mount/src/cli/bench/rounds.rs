@@ -155,8 +155,8 @@ fn on_mount(
     run.read_ahead = counters_since(mounted.read_ahead(), &counted);
     run.daemon_peak = mounted.peak().filter(|_| reset);
     if case.state == CacheState::Warm {
-        // The relevant pages are those of the mount, and the kernel does not tell how many are
-        // cached.
+        // The relevant pages are the pages of the mount, and the kernel does not tell how many of
+        // them are cached.
         run.cached = None;
     }
     Ok(run)

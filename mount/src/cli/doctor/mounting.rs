@@ -74,7 +74,7 @@ fn trial_on(folder: &Path) -> Result<Trial, String> {
     Ok(Trial { by_fusermount, offer, readahead })
 }
 
-/// The first request of a connection. The connection is closed then.
+/// Reads the first request of a connection, and then closes the connection.
 fn first_request(mut device: File) -> io::Result<Vec<u8>> {
     let mut ready = [PollFd::new(device.as_fd(), PollFlags::POLLIN)];
     if poll(&mut ready, PollTimeout::from(OFFER_TIMEOUT_MS))? == 0 {

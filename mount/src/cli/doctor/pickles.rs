@@ -78,7 +78,7 @@ fn lines(file: &Path, scan: Option<&PickleScan>, opened: &Opened) -> String {
                 0 => "no names".to_owned(),
                 count => format!("{}: ", counted(count, "name")),
             };
-            // Only safe names are cut to `NAMED_MAX`. All others are listed.
+            // Only safe names are cut to `NAMED_MAX`. All other names are listed.
             let most = if risk == NameRisk::Safe { NAMED_MAX } else { names.len() };
             found.push_str(
                 &names.iter().take(most).map(|name| shown(name)).collect::<Vec<_>>().join(", "),

@@ -56,7 +56,7 @@ impl Adoptions {
         is_first
     }
 
-    /// Counts the file of a `go_on` that returned true as proved.
+    /// Counts a file as proved, after `go_on` has returned true for the file.
     pub(super) fn count_end(&self) {
         self.count.fetch_sub(1, Ordering::SeqCst);
     }

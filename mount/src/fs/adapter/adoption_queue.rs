@@ -27,7 +27,7 @@ pub(super) struct AdoptionQueue(Mutex<State>);
 struct State {
     running: PerSourceLimiter<Devices>,
     waiting: HashMap<Devices, VecDeque<Begin>>,
-    /// Whether a thread is starting proofs now. That thread starts all that may start.
+    /// Whether a thread is starting proofs now. That thread starts all proofs that may start.
     is_beginning: bool,
 }
 
@@ -51,8 +51,8 @@ impl AdoptionQueue {
         Arc::new(AdoptionQueue(Mutex::new(state)))
     }
 
-    /// Calls `begin` once fewer than `EACH_MAX` proofs access exactly the set `devices`, at once if
-    /// that is so already.
+    /// Calls `begin` as soon as fewer than `EACH_MAX` proofs access exactly the set `devices`,
+    /// which may be at once.
     pub(super) fn add(
         self: &Arc<Self>,
         devices: Devices,

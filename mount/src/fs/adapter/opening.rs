@@ -105,7 +105,7 @@ impl FsState {
             let known = serving.by_kernel(ino);
             let lacks_copy = known.is_some() && ready.as_ref().is_ok_and(Ready::lacks_copy);
             // Another thread may have made the copy after this open looked for it, and the kernel
-            // may serve that copy to others.
+            // may serve that copy to other programs.
             if !lacks_copy || opens == OPENS_MAX {
                 break (ready, known, lacks_copy, frozen, serving);
             }
@@ -123,8 +123,8 @@ impl FsState {
             Ok(ready) => ready,
             Err(errno) => return reply.error(errno),
         };
-        // The kernel allows only one mode for an inode. While it serves the file to others, it
-        // serves this handle too.
+        // The kernel allows only one mode for an inode. While the kernel serves the file to other
+        // programs, it serves this handle too.
         let by_kernel = match (known, whole) {
             (Some(backing), _) => Some(backing),
             (None, Some(file)) if !serving.is_by_us(ino) => self.backing(&node, &file),

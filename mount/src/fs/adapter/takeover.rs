@@ -182,7 +182,8 @@ impl Packer {
         Some((offset, bytes.len()))
     }
 
-    /// Adds the facts about a file that came with the last takeover and that this process has not listed since.
+    /// Adds the facts in `mark` about a file of the previous process, which this process has not listed since its
+    /// takeover of the mount.
     fn mark(&mut self, ino: u64, mark: &FileMark) {
         let CarriedFs { sources, nodes, .. } = &mut self.carried.facts;
         let first = sources.len();
@@ -272,7 +273,7 @@ impl TensorFs {
         let mut known: HashMap<u64, Arc<Node>> =
             shared.nodes.known().into_iter().map(|node| (node.ino, node)).collect();
         known.extend(open.values().map(|handle| (handle.node.ino, handle.node.clone())));
-        // The number of descriptors is limited, so those of files that may be gone come first.
+        // The number of descriptors is limited, so the descriptors of files that may be gone come first.
         let mut nodes: Vec<_> = known.into_values().collect();
         let is_there = |node: &Arc<Node>| {
             open.get(&node.ino).is_none_or(|handle| !may_be_gone(node, &handle.opened))
@@ -442,8 +443,8 @@ impl AdoptedFamily {
             if self.taking.take(self.folder, adopted) || !shared.adoptions.go_on(ino) {
                 continue;
             }
-            // The kernel has to drop its old pages. That waits for reads of this file, so it runs on a thread of
-            // its own and holds up no other file.
+            // The kernel has to drop its old pages. This waits for reads of the file, so it runs on a thread of its
+            // own, and no other file has to wait.
             let (counted, forget) = (shared.clone(), self.taking.forget.clone());
             let counts = Ends(move || counted.adoptions.count_end());
             shared.service.blocking.spawn_detached(&place, move || {
@@ -509,7 +510,7 @@ fn mark_of(facts: &CarriedFs, carried: &CarriedNode) -> FileMark {
 }
 
 impl Taking {
-    /// Takes over one file. Returns whether the pages that the kernel has cached of it are still valid. Accesses
+    /// Takes over one file. Returns whether the pages of the file that the kernel has cached are still valid. Accesses
     /// the source.
     fn take(&self, folder: Option<FolderId>, adopted: Adopted) -> bool {
         let shared = &self.shared;
@@ -581,7 +582,8 @@ impl Taking {
         let cached =
             |reader, storm| -> Arc<CachedFile> { shared.service.cache.open(reader, storm) };
         let path = PathBuf::from(&carried.path);
-        // The bytes of this file cannot be compared with checksums, so with `verify=read` they are lost.
+        // The bytes of this file cannot be compared with checksums, so with `verify=read` the file is lost, unless it
+        // is a generated text.
         let unchecked = shared.service.checker.is_some();
         let (content, open) = match carried.content.as_ref()? {
             CarriedContent::Text(place) => {

@@ -119,7 +119,7 @@ impl Nodes {
     }
 
     /// Adds `lookups` to the lookup count of the folder at `path`, if its inode number is `ino`.
-    /// Programs whose working directory it is do not look it up again.
+    /// Programs that have this folder as their working directory do not look it up again.
     pub(crate) fn know_folder(&self, path: &Path, ino: u64, lookups: u64) {
         let node = self.folder_at(path).and_then(|id| self.folder(id));
         if let Some(node) = node.filter(|node| node.ino == ino) {

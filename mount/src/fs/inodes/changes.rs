@@ -155,7 +155,7 @@ fn is_of_set(tree: &Tree, id: FolderId, set: &Set, entry: &MountEntry) -> bool {
     files.any(|file| entry.content.sources().iter().any(|source| source.version() == file.version))
 }
 
-/// The names of `before` that mean another node in `now`, or none.
+/// The names in the listing `before` that have another node, or no node, in the listing `now`.
 fn differences(before: &Listing, now: &Listing) -> Vec<OsString> {
     let differs = |(name, node): &&(OsString, Arc<Node>)| {
         super::find(now, name).is_none_or(|found| found.ino != node.ino)
@@ -263,8 +263,8 @@ impl Nodes {
         tops
     }
 
-    /// Proves the family of `top` again if a request has asked for it before. Returns whether that
-    /// is so.
+    /// Proves the family of `top` again if a request has asked for it before. Returns whether the
+    /// family was proved again.
     pub(crate) fn prove_again(&self, top: FolderId) -> bool {
         let progress = self.progress.lock();
         if matches!(progress.get(&top), None | Some(Progress::Unproved)) {

@@ -32,7 +32,7 @@ pub(super) struct FolderChecks {
 /// The state of the checks of one folder.
 #[derive(Default)]
 struct FolderCheck {
-    /// Whether the folder shows the current names of the source, and not those of the start.
+    /// Whether the folder shows the current names of the source, and not the names that the mount found at its start.
     follows: AtomicBool,
     /// Version of the folder at the last check, and the time of that check. The lock is held during
     /// a check.

@@ -39,8 +39,9 @@ impl Nodes {
         }
     }
 
-    /// If no checkpoint at or below `path` is shown: the reason for one of them that a program
-    /// which reads the source itself could not find out. Accesses the source.
+    /// The reason why a checkpoint at or below `path` is not shown. `None` if any checkpoint there
+    /// is shown, or if programs that read the source itself would find out the reason. Accesses the
+    /// source.
     pub(crate) fn missing(&self, path: &Path) -> Option<String> {
         let why = self.sets.missing(path)?;
         let source = self.tree.source_now();

@@ -2,7 +2,7 @@
 //!
 //! Several daemons may share the folder. A daemon takes the lock of the folder for a short time
 //! whenever it changes the entries. The writer of a copy locks the copy while it writes, and each
-//! user of a copy locks it while the copy is open. The locks are those of flock(2), so they end
+//! user of a copy locks it while the copy is open. The locks are made with flock(2), so they end
 //! with the process.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
@@ -306,8 +306,8 @@ impl Locked<'_> {
             if freed >= over {
                 break;
             }
-            // All of these files stay locked until the search ends. If a process opens one of them
-            // in the meantime, it goes on without the copy.
+            // All of these files stay locked until the search ends. A process that opens one of
+            // them in the meantime continues without the copy.
             if let Some(lock) = unopened(&file.path) {
                 freed += file.len;
                 evicted.push((lock, file.version.clone()));
@@ -343,8 +343,8 @@ impl Locked<'_> {
         }
         let size = i64::try_from(len).map_err(|_| fail(Errno::EFBIG.into()))?;
         match nix::fcntl::fallocate(partial.file(), FallocateFlags::empty(), 0, size) {
-            // On a file system without fallocate, only the length is set. It counts against the
-            // budget.
+            // On a file system without fallocate, only the length is set. This length counts
+            // against the budget.
             Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => partial.file().set_len(len).map_err(fail)?,
             other => other.map_err(|e| fail(e.into()))?,
         }

@@ -1,8 +1,8 @@
 //! Writes virtual files that are read often into a folder in the background (`-o assemble=DIR`), so that the kernel
 //! serves later opens from one real file.
 //!
-//! A copy is used only after its bytes were read back and compared, and only while the file is the one that was
-//! verified. A failure here never fails a read: the daemon continues to serve the file itself.
+//! A copy is used only after its bytes were read back and compared, and only while the file of the copy is the file
+//! that was verified. A failure of a copy never fails a read: the daemon continues to serve the file itself.
 
 mod copy;
 mod entry;
@@ -52,7 +52,7 @@ const YIELD_FACTOR: u32 = 4;
 const YIELD_MAX: Duration = Duration::from_secs(1);
 
 /// Minimum age of the last change of a source. Two changes within one tick of the file system's clock have the same
-/// times, so a younger change may hide another.
+/// times, so a second change soon after a younger change may leave the times the same.
 const SETTLED: Duration = Duration::from_millis(100);
 
 /// Minimum time between two updates of a record's modification time.
@@ -305,8 +305,8 @@ impl AssemblerState {
         match state_of(reader) {
             Ok(sources) if sources == record.sources => {}
             Ok(_) => {
-                // The sources were changed after the copy was made, and later everything that the version covers
-                // was restored. So the version is the same, but the copy may not be.
+                // The sources were changed after the copy was made, and later everything that the version covers was
+                // restored. So the version is the same, but the copy may have other bytes.
                 self.forget(version, &record);
                 return Err("the copy is of an earlier state of the source".to_owned());
             }

@@ -89,7 +89,7 @@ class LazyTensor(torch.Tensor):
         return made.set_(memory, self.storage_offset(), self.shape, self.stride())
 
     def value(self) -> torch.Tensor:
-        """An ordinary tensor with the values. They are read once."""
+        """An ordinary tensor with the values. The values are read only once."""
         if self._value is None:
             assert self._part is not None
             box, dims = self._part[:2]
@@ -104,7 +104,7 @@ class LazyTensor(torch.Tensor):
 
     def stored(self) -> torch.Tensor:
         """An ordinary tensor with the values, the strides and the offset of this one. Its memory holds the whole stored
-        tensor, which is read for this."""
+        tensor, so the whole stored tensor is read."""
         value = self._value
         facts = None if value is None else (value.untyped_storage().nbytes(), value.storage_offset(), value.stride())
         if value is None or facts != (self._stored_len, self.storage_offset(), self.stride()):

@@ -21,7 +21,7 @@ from ._weights import device_of, group_of, sorted_files, weights
 
 
 def loader_for(original: Callable[..., Any], load_config: Any, model_config: Any) -> Any:
-    """A loader that gets its weights from tensorfs. Its class is derived from the one that SGLang chooses for the
+    """A loader that gets its weights from tensorfs. Its class is derived from the class that SGLang chooses for the
     format `safetensors`."""
     options, _ = options_of(load_config.model_loader_extra_config)
     plain = copy.copy(load_config)

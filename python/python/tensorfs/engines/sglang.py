@@ -49,7 +49,7 @@ def _verify_load_format(original: Callable[[Any], None], config: Any) -> None:
 
 
 def _get_model_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
-    """Wraps the choice of a loader in SGLang, which also knows only the members of this enum."""
+    """Wraps the choice of a loader in SGLang, which also accepts only the members of the enum of load formats."""
     if not is_ours(load_config.load_format):
         return original(load_config, model_config)
     from ._sglang_loader import loader_for

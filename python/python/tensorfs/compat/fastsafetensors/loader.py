@@ -102,7 +102,7 @@ class SafeTensorsFileLoader:
         borrowed_tensors: bool = False,
     ) -> FilesBufferOnDevice:
         """Loads the tensors. In a group of several processes it only opens the files, and all ranks have to call it.
-        `dtype` casts tensors to a dtype whose elements are not longer than the stored ones."""
+        `dtype` casts tensors to a dtype whose elements are not longer than the stored elements."""
         if self._closed:
             raise error("the loader is closed: make another one")
         if borrowed_tensors and self.pg.size() > 1:

@@ -148,7 +148,7 @@ class PipelineParallel:
             # The caller keeps every batch, and nothing else is in memory.
             _check_budget(stay <= budget, budget, stay, 0)
             return most, ahead
-        # In memory are also the batch in use and the batch that is being loaded.
+        # The batch in use and the batch that is being loaded are also in memory.
         while ahead and (budget - stay) // (ahead + 2) < longest.nbytes:
             ahead -= 1
         of_batch = (budget - stay) // (ahead + 2)

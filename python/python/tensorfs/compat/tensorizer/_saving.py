@@ -226,7 +226,8 @@ def _check_file_object(file_obj: Any) -> None:
 
 
 def _cut(file: Any, length: int) -> None:
-    """Truncates a file object to its first `length` bytes. Its position is the end of these bytes, before and after."""
+    """Truncates a file object to its first `length` bytes. Its position is at the end of these bytes, both before and
+    after the call."""
     if hasattr(file, "truncate"):
         file.seek(0, os.SEEK_END)
         if file.tell() > length:
@@ -345,8 +346,8 @@ def _no_memory(one: _ToWrite, why: str) -> SafetensorError:
 
 
 def _without_zeros(described: _Memory, length: int) -> _Memory:
-    """How a meta tensor is written. Its data is left out if the tensorizer package can read that: the tensor has
-    dimensions, and numpy has its dtype. Otherwise zeros are written."""
+    """How a meta tensor is written. Its data is left out if the tensorizer package can read a tensor without data: the
+    tensor must have dimensions, and numpy must have its dtype. Otherwise zeros are written."""
     if (described.shape and "\0" not in described.dtype) or not length:
         return described
     return described._replace(length=length)

@@ -194,7 +194,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     ) -> Iterator[tuple[int, int, Any, Any]]:
         """Yields for each tensor: the index of its module, its `TensorType`, its name, and the tensor.
 
-        `num_tensors` is the most tensors that one call returns. The next call goes on after the last of them.
+        `num_tensors` is the most tensors that one call returns. The next call continues after the last of these
+        tensors.
         """
         for path, tensor in self._read(filter_func, num_tensors, lambda paths: self._loaded(paths, verify_hash)):
             entry = self._entries[path]

@@ -6,8 +6,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
-/// Stack size of the thread, in bytes. The first thread of a process has a stack of the same size. The call may
-/// do any work, so it needs this size.
+/// Stack size of the thread in bytes. It is the stack size of the first thread of a process, because the call may do
+/// any work.
 const STACK: usize = 8 << 20;
 
 /// A call that runs on a thread of its own.

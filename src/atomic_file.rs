@@ -35,7 +35,7 @@ pub struct TemporaryFile {
 /// The place of a file.
 #[derive(Debug)]
 enum Place {
-    /// The file has no name. If the folder exists already, it keeps other writers of the same file out.
+    /// The file has no name. A partial folder, if there is one, keeps other writers of the same file out.
     Nameless(Option<PartialFolder>),
     /// The file has a name that no other writer uses.
     Path(PathBuf),

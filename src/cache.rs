@@ -1,9 +1,9 @@
 //! A bounded cache of blocks of virtual files. It has blocks that were read ahead, blocks that are being read,
 //! and the reads that wait for them.
 //!
-//! No function here waits. A read whose bytes are in memory is answered at once. Otherwise its callback is
-//! stored with the blocks that it needs, and is called by the thread that completes the last of them. If there
-//! is no free memory, a read waits in a queue without memory of its own.
+//! No function here waits. A read whose bytes are in memory is answered at once. Otherwise the callback of the read is
+//! stored with the blocks that the read needs, and the thread that completes the last of these blocks calls it. If
+//! there is no free memory, the read waits in a queue, and uses no memory there.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -45,8 +45,8 @@ const TICK: Duration = Duration::from_millis(250);
 /// Time without a request after which a block is dropped.
 const IDLE_TIME: Duration = Duration::from_secs(5);
 
-/// Number of ticks without reserved memory after which free memory is returned to the system. New memory costs
-/// more than keeping some for a while.
+/// Number of ticks without a reservation of memory after which free memory is returned to the system. Keeping the
+/// memory for this time is cheaper than getting new memory from the system.
 const QUIET_TICKS: u32 = 20;
 
 /// Maximum number of blocks that are examined to find one to evict.
@@ -97,7 +97,7 @@ struct ReadRequest {
     answer: Answer,
 }
 
-/// A part of a read for which there is no block, with the plan and the memory to read it.
+/// A part of a read that no block covers, with the plan and the memory for reading it.
 struct Hole {
     start: u64,
     plan: BlockPlan,
@@ -161,9 +161,9 @@ impl Cache {
     }
 
     /// Reads the bytes `range` of `file`, as far as the file has them. Never waits. `answer` is called on this
-    /// thread if the bytes are in memory, and otherwise on the thread that reads the last of them. It must not
-    /// wait for another read. `reader` identifies the open handle of the file, because each handle may read the
-    /// tensors in another order.
+    /// thread if the bytes are in memory, and otherwise on the thread that reads the last of them. `answer` must not
+    /// wait for another read. `reader` identifies the open handle of the file, because each handle may read the tensors
+    /// in another order.
     pub fn read(&self, file: &Arc<CachedFile>, reader: u64, range: Range<u64>, answer: Answer) {
         let inner = &self.0;
         inner.counters.reads.add(1);
@@ -296,8 +296,9 @@ impl CacheInner {
         None
     }
 
-    /// Drops blocks in `range` if one of their sources has changed since the blocks were read, as far as this
-    /// is known without waiting. The blocks are read again, which fails. So old bytes do not hide the change.
+    /// Drops the blocks in `range` of which a source has changed since they were read, as far as this is known without
+    /// waiting. The next read of these bytes then reads the source and fails. Without this, the old bytes would hide
+    /// the change.
     ///
     /// A block may have parts of thousands of shards, so these checks are done without the lock. Bytes that
     /// arrive during these checks are checked on arrival.
@@ -394,7 +395,8 @@ impl CacheInner {
             };
             if ready.is_some() {
                 if block.asked >= block.end - start {
-                    // The kernel has cached the bytes that it got, so the block is not kept as well.
+                    // All bytes of the block are requested now, and the kernel caches them. So the block is not kept
+                    // too.
                     file.blocks.remove(&start);
                     idle.pop(&(id, start));
                 } else {
@@ -599,7 +601,7 @@ impl CacheInner {
         let planner = file.planner.lock();
         for (&start, block) in blocks.range_mut(first.unwrap_or(range.start)..range.end) {
             match &block.data {
-                // Another reader may still need another part of the block.
+                // Another part of the block is planned, so another reader may still need it.
                 _ if planner.is_planned(&(start..block.end)) => {}
                 Data::Ready(..) => dropped.push(start),
                 Data::Loading { waiters, .. } => block.left = waiters.is_empty(),

@@ -294,7 +294,7 @@ static E4M3FNUZ: Table = table!(e4m3fnuz);
 static E5M2FNUZ: Table = table!(e5m2fnuz);
 static E8M0: Table = table!(e8m0);
 
-/// The only NaN of types whose NaN has no sign. It is a signaling NaN.
+/// The NaN for types that have only one NaN, without a sign. It is a signaling NaN.
 const SIGNALLING: u32 = INFINITY | 1;
 
 const fn e4m3(byte: u8) -> u32 {

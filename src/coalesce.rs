@@ -6,8 +6,8 @@ use std::ops::Range;
 /// stores blocks of this length. If a block belongs to two reads, it is read twice.
 pub const CUT: u64 = 16 << 10;
 
-/// Shorter reads end at multiples of this number of bytes if possible. Then a read is not longer than its limit
-/// after it was extended to whole pages.
+/// Shorter reads end at multiples of this number of bytes if possible. So a read does not exceed its limit when it is
+/// extended to whole pages.
 const PAGE: u64 = 4096;
 
 /// If the bytes that remain after the longest read are fewer than the longest read divided by this number, they

@@ -83,7 +83,7 @@ impl Copier {
     ///
     /// # Errors
     /// Errors of the sources, of `watch` and of the file system. `Error::Usage` if `target` exists and shall
-    /// not be replaced. After an error nothing remains of the new file.
+    /// not be replaced. After an error, the new file is removed completely.
     pub fn write_file(
         &self,
         content: NewFile<'_>,
@@ -108,7 +108,7 @@ impl Copier {
             source.check()?;
         }
         if let Some(there) = there {
-            // The replaced file had this mode, so the present umask is not applied.
+            // The new file gets the mode of the replaced file, so the present umask is not applied.
             mode.set(partial.file(), there.mode()).map_err(failed)?;
             partial.file().sync_all().map_err(failed)?;
         }
@@ -143,7 +143,7 @@ fn replaceable(target: &Path, replace: bool) -> Result<Option<Metadata>> {
     if !replace && !there.is_dir() {
         return Err(taken(target));
     }
-    // A broken link can be replaced. A link to a device may be intended, so it is refused.
+    // A broken link can be replaced. A link to a device is refused, because the user may have made it on purpose.
     let leads_to_file = || std::fs::metadata(target).ok().is_none_or(|meta| meta.is_file());
     if !(there.is_file() || (there.is_symlink() && leads_to_file())) {
         let what =

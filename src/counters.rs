@@ -155,7 +155,7 @@ counters! {
     bytes_from_source,
     /// Part of `bytes_served`: bytes that had been read ahead or that remained from an earlier read.
     bytes_from_cache,
-    /// Reads that found all their bytes in memory.
+    /// Reads whose bytes were all in memory.
     hits,
     /// Reads that waited for the source.
     misses,
@@ -171,7 +171,7 @@ counters! {
     source_timeouts,
     /// Reads of sources that are in flight now.
     source_reads_now,
-    /// Reads of sources whose deadline has passed and from which the kernel has not returned yet.
+    /// Reads of sources whose deadline has passed, but which the kernel has not completed yet.
     source_stuck_now,
     /// Bytes that were read ahead.
     prefetched_bytes,

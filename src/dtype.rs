@@ -97,8 +97,8 @@ impl Dtype {
         Dtype::ALL.iter().copied().find(|dtype| dtype.torch_name() == Some(name))
     }
 
-    /// Number of bits of a tensor of this shape, `None` if a product is 2^64 or more. The dimensions are
-    /// multiplied from left to right, like in the reference implementation.
+    /// Number of bits of a tensor of this shape. `None` if the number, or a product on the way to it, is 2^64 or more.
+    /// The dimensions are multiplied from left to right, like in the reference implementation.
     pub fn bits_of(self, shape: &[u64]) -> Option<u64> {
         let mut bits = 1u64;
         for &dim in shape {

@@ -1,9 +1,10 @@
 //! The hash that detects accidental changes: XXH3 with 128 bits.
 //!
-//! The hash is not cryptographic and need not be. It detects a flipped bit, a lost write or a file that was
-//! saved again. It does not protect against a forger, who could also rewrite the record of the hashes. One core
-//! computes it at the speed of memory, so that a check costs no more time than the read. With 128 bits, two
-//! different contents do not get the same hash by chance. Hashes that other tools use as names are sha256.
+//! The hash is not cryptographic, because it does not have to resist attacks. It detects a flipped bit, a lost write or
+//! a file that was saved again. It does not protect against an attacker, who could also rewrite the record of the
+//! hashes. One core computes the hash as fast as it can read memory, so a check takes no more time than the read. With
+//! 128 bits, two different contents do not get the same hash by chance. Hashes that other tools use as names are
+//! sha256.
 
 use twox_hash::XxHash3_128;
 

@@ -22,7 +22,8 @@ use crate::view::{FileSpec, TensorOrder};
 /// so that a tensor in a mapping of the whole file has the same alignment as in a mapping of the data alone.
 pub const DATA_ALIGN: u64 = 4096;
 
-/// Maximum gap in bytes between two wanted ranges of a shard. A gap up to this length is read along with them.
+/// If the gap between two wanted ranges of a shard has at most this number of bytes, the ranges and the gap are read
+/// together.
 pub(crate) const GAP_MAX: u64 = 64 << 10;
 
 /// Maximum number of bytes of a shard from the first to the last run of an extent whose runs are not adjacent.
@@ -52,7 +53,7 @@ pub struct Layout {
     casts: Vec<Option<Cast>>,
     /// The pieces of all tensors, grouped by tensor. The pieces of a tensor are sorted by first byte.
     pieces: Vec<PlacedPiece>,
-    /// Whether some piece has its elements in another order in its shard.
+    /// Whether the elements of some piece have another order in its shard.
     has_gathers: bool,
     len: u64,
 }
@@ -248,7 +249,7 @@ impl Layout {
         Ok(Layout { header, tensors, casts, pieces, has_gathers, len: end })
     }
 
-    /// Whether some piece has its elements in another order in its shard.
+    /// Whether the elements of some piece have another order in its shard.
     pub(crate) fn has_gathers(&self) -> bool {
         self.has_gathers
     }
@@ -282,8 +283,8 @@ impl Layout {
             .map(|placed| placed.tensor as usize)
     }
 
-    /// The place in the file of the tensor that contains byte `offset`, and the bytes of this tensor. If
-    /// `offset` lies in the header, `None` and the bytes of the header.
+    /// The place in the file of the tensor that contains byte `offset`, and the bytes of this tensor. If `offset` lies
+    /// in the header, the place is `None`, and the bytes are those of the header.
     pub fn tensor_at(&self, offset: u64) -> (Option<u32>, Range<u64>) {
         let header_len = self.header.len() as u64;
         if offset < header_len {

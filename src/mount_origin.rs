@@ -20,11 +20,12 @@ use crate::view::{Files, View};
 pub const XATTR_SOURCE: &str = "user.tensorfs.source";
 
 /// Extended attribute of files and folders that a mount shows only to some users, because links lead to them.
-/// It is for a daemon that shows this mount to others. Only root can read it, and nobody can set it on a mount.
+/// It is for the daemon of another mount whose source is this mount. Only root can read it, and nobody can set it on a
+/// mount.
 pub const XATTR_LIMITED: &str = "trusted.tensorfs.limited";
 
-/// Whether a mount shows `path` only to some users, because links lead to it. Also true if it is unknown,
-/// because the attribute could not be read.
+/// Whether a mount shows `path` only to some users, because links lead to it. Also true if the attribute could not be
+/// read, so that this is unknown.
 pub fn is_limited(path: &Path) -> bool {
     let none = [libc::ENODATA, libc::EOPNOTSUPP, libc::EPERM, libc::ENOSYS];
     match xattr::get(path, XATTR_LIMITED) {
@@ -46,9 +47,9 @@ pub struct MountOrigin {
 
 impl MountOrigin {
     /// The path and the options that open the source directly and give the same result as opening the path on
-    /// the mount with `given`. `has_view` tells whether `given` sets an option of a view. Options that are set
-    /// in `given` win. `prefer` and `links` come from the mount, because the mount has already chosen between a
-    /// file and a set of the same name.
+    /// the mount with `given`. `has_view` tells whether `given` sets an option of a view. Options that are set in
+    /// `given` have precedence. `prefer` and `links` come from the mount, because the mount has already chosen between
+    /// a file and a set of the same name.
     ///
     /// `None` if opening the source alone cannot give this result. The caller then opens the path on the mount with
     /// `given`. A view of `given` is applied to the source only if the mount has no view of its own, and if neither
@@ -87,8 +88,8 @@ impl MountOrigin {
     }
 }
 
-/// Whether the view shows the original files. Commands about tensors set `Files::Original` for any view. If a
-/// caller sets it as an option, it excludes other options.
+/// Whether the view shows the original files. Commands about tensors set `Files::Original` for any view, so the view
+/// must also keep all tensors: as an option, `Files::Original` cannot be combined with other options of a view.
 fn shows_files(view: &View) -> bool {
     view.files == Files::Original && view.keeps_tensors()
 }
@@ -116,7 +117,7 @@ pub fn changed_since_mount(path: &Path) -> Option<String> {
     resolve(path)?.err().flatten()
 }
 
-/// The reason why the mount shows no checkpoint at `path`: it showed a checkpoint there earlier, or it refuses
+/// The reason why the mount shows no checkpoint at `path`, if the mount showed a checkpoint there earlier, or refuses
 /// one for a reason that only the mount knows. `None` for all other paths.
 pub fn missing_on_mount(path: &Path) -> Option<String> {
     let json = attribute(path)??;
@@ -130,7 +131,7 @@ pub fn resolve_bytes(path: &Path) -> Option<Result<MountOrigin, &'static str>> {
     let origin = attribute(path)?.and_then(|json| {
         let path = source_in(&json)?;
         let options = OpenOptions::of_bytes_in_json(json.get("view")?)?;
-        // A server checks itself who may read.
+        // For a URL, the server checks whether the caller may read.
         let is_allowed = is_url(&path) || can_read(&path);
         is_allowed.then_some(MountOrigin { path, options, part: None })
     });

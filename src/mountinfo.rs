@@ -108,8 +108,8 @@ pub fn seen_at(ours: &Mount, table: &[Mount]) -> u32 {
     let with_id = |id: u32| table.iter().find(|mount| mount.id == id);
     let root = Path::new("/");
     let mut at = ours.parent;
-    // The first mount of a namespace is its own parent. If the root of a process is a plain folder, its table
-    // does not contain the mount of that folder.
+    // The first mount of a namespace is its own parent. If the root of the process is a plain folder, the mount of that
+    // folder is not in the table of the process.
     while let Some(above) = with_id(at)
         && above.target != root
         && above.parent != above.id
@@ -188,7 +188,7 @@ fn layers_of_line(line: &[u8]) -> Vec<PathBuf> {
     layers.into_iter().map(|layer| PathBuf::from(OsString::from_vec(layer))).collect()
 }
 
-/// Splits `value` at colons, except at a colon after a backslash. Two colons come before a data layer.
+/// Splits `value` at colons, except at a colon after a backslash. A data layer has two colons in front of it.
 fn split_layers(value: &[u8]) -> Vec<Vec<u8>> {
     let mut layers = vec![Vec::new()];
     let mut bytes = value.iter();
@@ -343,7 +343,7 @@ mod tests {
         ] {
             assert!(!believed(&of(owner), user), "{owner} read by {user:?}");
         }
-        // Bound to several places; and a table in which one of them says something else.
+        // A mount that is bound to several places, and tables in which the line of one place differs.
         let own = || line(51, "/", FSTYPE, "user_id=0,");
         let sub = line(51, "/model", FSTYPE, "user_id=0,");
         assert!(believed(&[own(), sub], Some(1000)));

@@ -66,8 +66,8 @@ words! {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Links {
-    /// Any file that the caller may read, and folders inside the source. A library reads with the rights of its
-    /// caller, and only for this caller.
+    /// Any file that the caller may read, and folders inside the source. This is safe in a library, because it reads
+    /// with the rights of its caller, and only for this caller.
     #[default]
     Anywhere,
     /// Targets inside the source, in the blobs of the same hub folder and in `OpenOptions::follow`. A mount needs this
@@ -268,8 +268,8 @@ impl OpenOptions {
         Some(options)
     }
 
-    /// The part of the options that `to_json` wrote which decides which files of the source are read. The view
-    /// has only its format. No file that a view names is read.
+    /// Reads from the output of `to_json` only the options that decide which files of the source are read. The view has
+    /// only its format. No file that a view names is read.
     #[doc(hidden)]
     pub fn of_bytes_in_json(json: &Value) -> Option<OpenOptions> {
         let format = json.get("format")?.as_str()?.parse().ok()?;
@@ -277,7 +277,8 @@ impl OpenOptions {
         Some(OpenOptions { view, ..OpenOptions::without_view(json)? })
     }
 
-    /// `zero` and `state`. If one has the default, the value of `mounted` is returned.
+    /// `zero` and `state` of these options. If one of them has its default, the value in `mounted` is returned in its
+    /// place.
     #[doc(hidden)]
     pub fn zero_and_state_or(&self, mounted: &OpenOptions) -> (ZeroWeights, TrainingState) {
         let zero = if self.zero == ZeroWeights::default() { mounted.zero } else { self.zero };

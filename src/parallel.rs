@@ -11,7 +11,7 @@ struct Gate {
     state: Mutex<WindowTurns>,
     moved: Condvar,
     count: u64,
-    /// Maximum number of jobs that have begun and whose results were not passed on yet.
+    /// Maximum number of begun jobs whose results were not passed to the caller yet.
     ahead: u64,
 }
 
@@ -49,7 +49,7 @@ impl Gate {
     }
 }
 
-/// Stops the other threads when a thread ends by a panic, or always if the flag is set.
+/// Stops the other threads when it is dropped: only if its thread panics, or always if the flag is set.
 struct StopAtEnd<'a>(&'a Gate, bool);
 
 impl Drop for StopAtEnd<'_> {
@@ -205,7 +205,7 @@ pub(crate) fn in_any_order<T: Send>(
                 }
             };
             if let Err(error) = outcome {
-                // Later errors come from jobs that end because of this error.
+                // Errors after this one come from jobs that end because of it.
                 is_stopped.store(true, Ordering::Relaxed);
                 failed.get_or_insert(error);
             }

@@ -1,11 +1,11 @@
-//! The read-ahead planner of one file: takes offset and length of each read, and returns ranges to
-//! fetch.
+//! The read-ahead planner of one file. It gets the offset and the length of each read, and returns the ranges to read
+//! ahead.
 //!
-//! Reads are sorted into streams, each moving forward through the file. The planner reads ahead of
-//! each stream by a window, which grows while the reader has to wait. Tensors bound the window: a
-//! reader that begins a tensor mostly reads it to its end, and then goes on with the next tensor of
-//! an order that is learned from the tensors it has begun so far. Pure: no I/O, no clock (the time
-//! is an argument), no threads.
+//! Reads are sorted into streams. A stream is a series of reads that move forward through the file. For each stream,
+//! the planner reads a number of bytes ahead, the window, which grows while the reader has to wait. A window depends on
+//! the tensors too: a reader that begins a tensor mostly reads it to its end. It then continues with the next tensor of
+//! an order that was learned from the tensors that it has begun so far. The module is pure: it has no I/O, no clock
+//! (the time is an argument) and no threads.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -34,48 +34,49 @@ mod stream;
 mod tests;
 mod touches;
 
-/// Maximum number of streams of one file; further readers share them.
+/// Maximum number of streams of one file. If there are more, a new stream replaces the least recently used one.
 const STREAMS_MAX: usize = 16;
 
-/// Readers of one file whose orders are remembered.
+/// Maximum number of readers of one file whose orders are remembered.
 const READERS_MAX: usize = 16;
 
-/// Smallest window, in bytes, and the first one of a file of this machine.
+/// Minimum window in bytes. It is also the first window for a file of this machine.
 const WINDOW_MIN: u64 = 2 << 20;
 
-/// Windows are refilled once this many bytes, or half of a shorter one, have been read: longer steps leave a
-/// distant server without requests meanwhile.
+/// A window is refilled when this number of bytes of it has been read, or half of the window if that is less. If it
+/// were refilled later, a distant server would have no requests for some time.
 const STEP_MAX: u64 = 8 << 20;
 
-/// Bytes in whose multiples a window is refilled.
+/// A window is refilled by a multiple of this number of bytes.
 const STEP_UNIT: u64 = 1 << 20;
 
-/// Largest window in bytes, unless more bytes have to be in flight.
+/// Maximum window in bytes, unless the server needs more bytes in flight.
 const WINDOW_MAX: u64 = 64 << 20;
 
-/// Largest window in bytes, whatever has to be in flight.
+/// Maximum window in bytes, whatever number of bytes the server needs in flight.
 const FAR_WINDOW_MAX: u64 = 256 << 20;
 
-/// Distance from the expected place within which a read continues a stream: reads of the kernel's
-/// readahead arrive in any order.
+/// A read continues a stream if its distance from the expected place is at most this number of bytes, because the reads
+/// of the kernel's readahead arrive in any order.
 const SLACK: u64 = 4 << 20;
 
-/// Distance behind the last read of a stream within which a read may have been overtaken by others of the
-/// stream: the thread that answers it may have to wait for a processor.
+/// Maximum distance in bytes from a read to the end of its stream at which later reads of the stream may have overtaken
+/// it. The thread that answers a read may have to wait for a processor.
 const OVERTAKEN_MAX: u64 = 32 << 20;
 
-/// Consecutive small reads that are needed to count as a stream.
+/// Number of consecutive small reads after which they count as a stream.
 const SMALL_RUN: u32 = 4;
 
-/// Minimum read-ahead bytes to judge their use by.
+/// Minimum number of read-ahead bytes from which the share of used bytes is judged.
 const JUDGED_FROM: u64 = 32 << 20;
 
-/// Reads without continuation until a stream counts as abandoned: `LEFT_READS` for each stream
-/// or, if a reader follows a predicted order, `LEFT_READS_FORETOLD` in all.
+/// A stream counts as abandoned if this number of reads has arrived since its last read. The number is `LEFT_READS` for
+/// each stream, or `LEFT_READS_FORETOLD` in all if a reader follows a predicted order.
 const LEFT_READS: u64 = 4;
 const LEFT_READS_FORETOLD: u64 = 256;
 
-/// Reads of a stream outside its planned ranges after which these are no longer expected.
+/// Number of consecutive reads of a stream outside its planned ranges after which reads of these ranges are no longer
+/// expected.
 const ELSEWHERE_READS: u32 = 32;
 
 /// Maximum number of requested or planned ranges that are remembered.
@@ -90,7 +91,7 @@ const STEPS_MAX: usize = 4096;
 /// Bytes of a page: the kernel requests whole pages.
 const PAGE: u64 = 4096;
 
-/// One of the handles that the file is read through.
+/// A handle through which the file is read.
 #[derive(Debug)]
 struct FileReader {
     id: u64,
@@ -110,20 +111,21 @@ pub struct Planner {
     readers: Vec<FileReader>,
     /// Tensors that were read.
     seen: SeenTensor,
-    /// Reads so far.
+    /// Number of reads so far.
     reads: u64,
-    /// Window of the stream that grew last, used for new streams.
+    /// Window of the stream whose window grew last. New streams begin with it.
     window: u64,
     /// Largest window, in bytes.
     longest: u64,
-    /// Read-ahead bytes that were requested, and that were dropped unread.
+    /// Number of read-ahead bytes that were requested, and number of read-ahead bytes that were dropped before a
+    /// request.
     used: u64,
     wasted: u64,
     storms: Storms,
     /// Requested or planned bytes, which are not planned again.
     given: Given,
     passed: PassedRanges,
-    /// Ranges planned for readers that went elsewhere since the last read.
+    /// Planned ranges that were given up since the last read, because their readers read elsewhere.
     left: Vec<Range<u64>>,
 }
 
@@ -148,16 +150,17 @@ impl Planner {
         }
     }
 
-    /// Notes how many bytes have to be in flight, if that was measured. Windows may then be twice as long: bytes
-    /// arrive in any order, and those that have arrived wait for the ones before them.
+    /// Notes how many bytes have to be in flight, if that was measured. Windows may then have up to twice this number
+    /// of bytes, because bytes arrive in any order, and bytes that arrive early stay in the window until the bytes
+    /// before them arrive.
     pub fn need_in_flight(&mut self, wanted: Option<u64>) {
         let longest = wanted.unwrap_or(0).saturating_mul(2);
         self.longest = longest.clamp(WINDOW_MAX, FAR_WINDOW_MAX);
         self.window = self.window.min(self.longest);
     }
 
-    /// Notes a read, and returns the actions after it. All streams together hold at most `most`
-    /// bytes.
+    /// Notes a read, and returns the actions that follow from it. The read-ahead bytes of all streams together are at
+    /// most `most`.
     pub fn observe(&mut self, request: &Request, most: u64, tensors: &dyn TensorMap) -> Advice {
         self.reads += 1;
         let push = self.storms.push(request, tensors);
@@ -173,7 +176,7 @@ impl Planner {
         let index = self.stream_of(request, reader, tensors);
         if let Some(index) = index.filter(|_| loads_now) {
             if was_pass {
-                // It may load the tensors in another order than it touched them in.
+                // The reader may load the tensors in another order than the order in which it read their starts.
                 self.readers[reader].learner = ReadLearner::default();
             }
             self.pass_starts(index);
@@ -196,8 +199,8 @@ impl Planner {
         Advice { ahead, left, push }
     }
 
-    /// Forgets given bytes except planned ones: the kernel has dropped them, or there are too many
-    /// ranges.
+    /// Forgets the bytes in `given` except planned bytes, because the kernel has dropped them or because there are too
+    /// many ranges.
     fn forget(&mut self) {
         self.given.clear();
         let planned = self.streams.iter().flat_map(|stream| &stream.path);
@@ -216,33 +219,31 @@ impl Planner {
         self.planned_in(range).next().is_some()
     }
 
-    /// Forgets planned bytes of `range`, which are not read ahead or no longer held.
+    /// Forgets the planned bytes of `range`, because they are not read ahead now or were dropped.
     fn withdraw(&mut self, range: &Range<u64>) {
         let parts: Vec<Range<u64>> = self.planned_in(range).collect();
         parts.iter().for_each(|part| self.given.remove(part));
         self.strike(range);
     }
 
-    /// Removes bytes that are read from all planned ranges.
+    /// Removes bytes that a reader has read from all planned ranges.
     fn strike(&mut self, read: &Range<u64>) {
         self.streams.iter_mut().for_each(|stream| stream.strike(read));
         self.passed.strike(read);
     }
 
-    /// Returns the tensor that is requested page by page, or 1 GiB of it, when that is first
-    /// noticed. `observe` does this too; this function is for reads that need nothing from the
-    /// source.
+    /// Returns the tensor that is requested page by page, or 1 GiB of it, once this is noticed. `observe` does this
+    /// too. This function is for reads that need no bytes of the source.
     pub fn storm(&mut self, request: &Request, tensors: &dyn TensorMap) -> Option<Range<u64>> {
         self.storms.push(request, tensors)
     }
 
-    /// Notes that the bytes `refused` are not read yet, because enough bytes of their source are
-    /// under way.
+    /// Notes that the bytes `refused` are not read yet, because enough bytes of their source are in flight.
     pub fn put_off(&mut self, refused: &[Range<u64>]) {
         refused.iter().for_each(|range| self.withdraw(range));
     }
 
-    /// Notes that the cache has no memory for the bytes `refused`. Each range is the end of one
+    /// Notes that the cache has no memory for the bytes `refused`. Each of these ranges is the last part of a range
     /// that was planned for the stream.
     pub fn cut_short(&mut self, stream: StreamId, refused: &[Range<u64>]) {
         self.put_off(refused);
@@ -251,8 +252,8 @@ impl Planner {
         }
     }
 
-    /// Returns ranges to evict for `stream`: the oldest that a reader passed over, or those of the
-    /// stream that was left longest ago. `None` if all other streams go on.
+    /// Returns ranges to evict so that `stream` gets memory: the oldest range that a reader skipped, or the ranges of
+    /// the stream that was abandoned longest ago. `None` if all other streams continue.
     pub fn make_way(&mut self, stream: StreamId) -> Option<Vec<Range<u64>>> {
         if let Some(passed) = self.passed.pop_old(self.reads) {
             self.given.remove(&passed);
@@ -279,7 +280,7 @@ impl Planner {
     /// requested.
     pub fn dropped(&mut self, range: &Range<u64>, wasted: u64) {
         if wasted > 0 {
-            // Its reader is slower than expected, and as many bytes would be dropped again.
+            // The reader is slower than expected. With the same window, as many bytes would be dropped again.
             let planned = self.streams.iter_mut().filter(|s| s.has_planned(range));
             planned.for_each(|s| s.halve(self.reach.first));
         }
@@ -295,7 +296,7 @@ impl Planner {
         if self.wasted > self.used / 8 {
             self.window = (self.window / 2).max(self.reach.first);
         }
-        // Old experience counts less.
+        // Older numbers count less than recent ones.
         if self.used + self.wasted > 8 * JUDGED_FROM {
             self.used /= 2;
             self.wasted /= 2;
@@ -307,9 +308,10 @@ impl Planner {
         self.used + self.wasted >= JUDGED_FROM && self.wasted > self.used
     }
 
-    /// Moves on the stream that `request` belongs to, and returns it. `None` if no reader continues
-    /// there: for bytes that the kernel reads around a page, before the page's tensor, and for a read
-    /// that others have overtaken.
+    /// Moves the stream to which `request` belongs forward, and returns its index. If there is none, begins a stream.
+    /// `None` if no stream continues after this read. This is the case for a read that the kernel adds in front of a
+    /// requested page and that ends where the tensor of the page begins, and for a read that other reads have
+    /// overtaken.
     fn stream_of(
         &mut self,
         request: &Request,
@@ -326,7 +328,7 @@ impl Planner {
             stream.run = stream.run.saturating_add(1);
             stream.strike(&request.range);
             let passed = stream.move_on(end);
-            // The window grows once for all late reads within one window.
+            // The window grows at most once for all late reads within one window.
             if request.late && !wasteful && stream.grown >= stream.window {
                 stream.grown = 0;
                 stream.window = (stream.window * 2).min(self.longest);
@@ -345,7 +347,7 @@ impl Planner {
         }
         let touched_now = self.readers[reader].touches.tensor();
         let tensor = touched_now.unwrap_or_else(|| touched(request, tensors));
-        // A tensor that is begun at its start is mostly read to its end.
+        // If a reader begins at the start of a tensor, it mostly reads the tensor to its end.
         let at_start = tensor.range.start + PAGE > start && tensor.range.start < end;
         let window = match window {
             Some(window) => window,
@@ -382,7 +384,7 @@ impl Planner {
         Some(oldest)
     }
 
-    /// Whether other reads of a stream have overtaken the read of `range`: they have passed over its bytes.
+    /// Whether other reads of a stream have overtaken the read of `range`, so that the stream has skipped its bytes.
     fn is_overtaken(&self, range: &Range<u64>) -> bool {
         let has_passed = |s: &ReadStream| {
             s.began <= range.start && range.end <= s.next && s.next - range.start <= OVERTAKEN_MAX
@@ -391,7 +393,7 @@ impl Planner {
             && self.streams.iter().any(has_passed)
     }
 
-    /// Passes over the planned starts of other tensors, because the reader of stream `index` loads a tensor now.
+    /// Counts the planned starts of other tensors as skipped, because the reader of stream `index` loads a tensor now.
     fn pass_starts(&mut self, index: usize) {
         let stream = &mut self.streams[index];
         let next = stream.next;
@@ -401,8 +403,8 @@ impl Planner {
         self.passed.add(elsewhere, self.reads);
     }
 
-    /// Takes the ranges that are already read ahead for a reader that begins with `request` from
-    /// their stream. Also returns the window of that stream.
+    /// If bytes of `request` are planned for a stream, removes these bytes and the planned ranges after them from that
+    /// stream, and returns them for a new stream. Also returns the window of that stream.
     fn planned_for(
         &mut self,
         request: &Request,
@@ -417,11 +419,11 @@ impl Planner {
         let taken = stream.take(start.max(stream.path[met].start));
         let mut planned: VecDeque<Range<u64>> = taken.into_iter().collect();
         let window = stream.window;
-        // The reader has ended one tensor and begins the next one.
+        // The reader has finished one tensor and begins the next one.
         if !stream.goes_on() {
             let mut rest = self.streams.swap_remove(index).path;
             if only_touches {
-                // It has passed over these tensors.
+                // The reader has skipped these tensors.
                 let passed = rest.drain(..met).collect();
                 self.passed.add(passed, self.reads);
             }
@@ -430,7 +432,8 @@ impl Planner {
         (planned, Some(window))
     }
 
-    /// Gives stream `index` the bytes after its last read that are planned for another stream.
+    /// If the bytes right after the last read of stream `index` are planned for another stream, moves them to stream
+    /// `index`.
     fn take_over(&mut self, index: usize) {
         let next = self.streams[index].next;
         if self.streams[index].goes_on() {
@@ -441,8 +444,8 @@ impl Planner {
         }
     }
 
-    /// The index of the reader called `id`. A new reader begins with the order learned from the
-    /// latest one.
+    /// The index of the reader called `id`. A new reader begins with the order that was learned from the reader with
+    /// the latest read.
     fn reader_of(&mut self, id: u64) -> usize {
         let found = self.readers.iter().position(|reader| reader.id == id);
         let index = found.unwrap_or_else(|| {
@@ -467,7 +470,7 @@ impl Planner {
         let mut tensor = stream.tensor.clone();
         if !is_new {
             let here = tensors.at(stream.next - 1);
-            // The kernel reads a little more than its reader requests.
+            // The kernel reads a little more than the program requests.
             let is_begun = stream.goes_on() || stream.next >= tensor.range.end + SLACK;
             let is_before = stream.next <= tensor.range.start;
             if here.place == tensor.place || !is_begun || is_before {
@@ -511,7 +514,7 @@ impl Planner {
         self.leave_path_of_reader_elsewhere(index, window);
         let needed = if self.is_wasteful() { 4 * SMALL_RUN } else { SMALL_RUN };
         let stream = &self.streams[index];
-        // Many bytes are planned at a time, to avoid many small reads.
+        // Ranges are planned only if many bytes of the window are free, to avoid many small reads.
         if stream.run < needed || stream.ahead() > window - (window / 2).min(STEP_MAX) {
             return None;
         }
@@ -524,7 +527,7 @@ impl Planner {
         let stream = &mut self.streams[index];
         in_tensor.iter().rev().for_each(|range| stream.path.push_front(range.clone()));
         beyond.iter().for_each(|range| stream.plan(range.clone()));
-        // The range that comes next stays in front.
+        // The range that is expected next stays the first one.
         let next = stream.next;
         if let Some(taken) = stream.take(next) {
             stream.path.push_front(taken);
@@ -535,7 +538,7 @@ impl Planner {
     /// Maximum number of bytes that stream `index` reads ahead, if all streams together hold at
     /// most `most`.
     fn window_of(&self, index: usize, only_touches: bool, most: u64) -> u64 {
-        // One that has ended, or whose next bytes are planned for another, needs no memory.
+        // A stream that has no planned ranges, or had no read recently, needs no memory.
         let is_live = |s: &&ReadStream| {
             s.id != self.streams[index].id
                 && !s.path.is_empty()
@@ -548,7 +551,7 @@ impl Planner {
         window.min(share).min(self.longest).min(most / live).max(WINDOW_MIN.min(most))
     }
 
-    /// Gives up the planned ranges of stream `index` once its reader has read elsewhere for long.
+    /// Gives up the planned ranges of stream `index` after `ELSEWHERE_READS` consecutive reads elsewhere.
     fn leave_path_of_reader_elsewhere(&mut self, index: usize, window: u64) {
         let stream = &mut self.streams[index];
         let is_full = stream.ahead() > window / 2 || stream.path.len() >= PATH_MAX;
@@ -560,8 +563,8 @@ impl Planner {
         }
     }
 
-    /// The ranges to read ahead for stream `index`, tensor by tensor. They start at the end of its last
-    /// read: the rest of that tensor goes before later ones.
+    /// The ranges to read ahead for stream `index`, tensor by tensor. They start at the end of its last read, so the
+    /// rest of the current tensor comes before the tensors after it.
     fn ranges_ahead(
         &self,
         index: usize,
@@ -574,7 +577,8 @@ impl Planner {
         let beyond = self.beyond(stream, &self.readers[reader].learner);
         let mut planned = PlannedRanges::after(stream, refill(window, ahead));
         let mut tensor = stream.tensor.clone();
-        // An order that is learned may lead back. The others do not, and name many tiny tensors.
+        // A learned order may lead back to a tensor that was visited. The other orders do not lead back. They may visit
+        // many tiny tensors, so those are not recorded.
         let may_lead_back = self.readers[reader].learner.order() == Order::Layers;
         let mut visited = Vec::new();
         for _ in 0..STEPS_MAX {
@@ -600,7 +604,7 @@ impl Planner {
         planned
     }
 
-    /// The bytes around the starts of the next tensors, for a reader that reads no others.
+    /// The bytes around the starts of the next tensors, for a reader that reads no other bytes.
     fn starts_ahead(
         &self,
         index: usize,
@@ -620,7 +624,7 @@ impl Planner {
             let Some(next) = next.filter(|_| !planned.is_full()) else { break };
             let page = next.range.start / PAGE * PAGE;
             let Range { start, end } = around.of(page, self.len);
-            // The ranges of tensors before may reach into this one.
+            // The ranges around earlier starts may contain the first of these bytes.
             let reached = planned.ranges.iter().filter(|range| range.start < end).map(|r| r.end);
             planned.from = reached.max().unwrap_or(0).max(start);
             planned.fill(&self.given, end, window);
@@ -629,7 +633,8 @@ impl Planner {
         planned
     }
 
-    /// Where another stream has begun to read, from byte `from` on: the bytes after that have been read.
+    /// The first offset, from byte `from` on, at which another stream has begun to read. The bytes after this offset
+    /// have been read.
     fn read_by_others(&self, stream: &ReadStream, from: u64) -> u64 {
         let has_read =
             |s: &ReadStream| s.id != stream.id && self.is_recent(s) && s.next - s.began > SLACK;
@@ -637,10 +642,10 @@ impl Planner {
         others.map(|s| s.began).min().unwrap_or(self.len)
     }
 
-    /// Maximum number of bytes to read ahead if some lie beyond the current tensor.
+    /// Maximum number of bytes to read ahead if some of them lie beyond the current tensor.
     fn beyond(&self, stream: &ReadStream, reader: &ReadLearner) -> u64 {
         match reader.trust() {
-            // A reader that has read most of a tensor may go on to the next.
+            // A reader that has read most of a tensor may continue with the next tensor.
             0 | 1 if !reader.is_mistaken() => {
                 let Range { start, end } = stream.tensor.range;
                 let read = stream.next.saturating_sub(stream.began.max(start));
@@ -666,7 +671,7 @@ impl Planner {
         if reader.order() != Order::File || next.range.end - next.range.start >= SMALL {
             return Some(next);
         }
-        // There may be many tiny tensors: in the order of the file they are planned together.
+        // There may be many tiny tensors, so in the order of the file they are planned together.
         let beyond = tensors.at((next.range.start + SMALL).min(self.len - 1));
         let is_more = beyond.place > next.place + 1;
         let range = next.range.start..beyond.range.start;

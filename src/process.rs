@@ -24,7 +24,7 @@ pub fn token() -> u64 {
 /// Memory that the kernel fills with zeros in a child (`MADV_WIPEONFORK`), or `NO_PAGE`.
 struct Token(AtomicPtr<AtomicU64>);
 
-/// The address that marks that the kernel did not provide memory.
+/// This address means that the kernel did not provide memory.
 static NO_PAGE: AtomicU64 = AtomicU64::new(0);
 
 /// The next token. A child continues from the value of its parent.
@@ -49,7 +49,8 @@ impl Token {
         if page.is_null() {
             let made = make().map_or_else(without_page, NonNull::as_ptr);
             let before = self.0.compare_exchange(page, made, Ordering::AcqRel, Ordering::Acquire);
-            // If several threads get here at the same time, each of them but one leaves a page unused.
+            // If several threads get here at the same time, only the page of one thread is used, and the other pages
+            // stay unused.
             page = before.map_or_else(|first| first, |_| made);
         }
         if ptr::eq(page, &NO_PAGE) {
@@ -69,8 +70,8 @@ impl Token {
     }
 }
 
-/// Allocates a page of zeros, which the kernel fills with zeros again in a child. `None` if the kernel has no
-/// such memory: some sandboxes emulate a kernel without it.
+/// Allocates a page of zeros, which the kernel fills with zeros again in a child. `None` if the kernel does not support
+/// this, as in some sandboxes that emulate a kernel.
 fn wiped_page() -> Option<NonNull<AtomicU64>> {
     const LEN: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
@@ -147,7 +148,7 @@ mod tests {
     #[test]
     fn the_value_of_another_process_is_never_looked_at() {
         let value = PerProcess::new();
-        // The value looks like it does in a child: another process has created it.
+        // The value now looks as in a child: its token is that of another process.
         value.own.set((0, 1)).unwrap();
         assert_eq!(*value.get_or_init(|| 2), 2);
         assert_eq!(*value.get_or_init(|| 3), 2);

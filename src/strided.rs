@@ -1,6 +1,6 @@
-//! Describes a box as runs of bytes of equal length in two larger boxes that contain it. The two are either a
-//! shard and a tensor that contain a piece, or a piece and memory that contain a part. All positions are
-//! computed by arithmetic.
+//! Describes a box as runs of bytes of equal length in two larger boxes that contain it, the source and the target.
+//! These are either a shard and a tensor that contain a piece, or a piece and memory that contain a part. All positions
+//! are computed by arithmetic.
 //!
 //! The target is row-major. The source is mostly row-major too, and the runs then have the same order in both.
 //! `gather` is for a source with other strides, such as those of a transposed tensor. The module is pure: it

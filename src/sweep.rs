@@ -1,7 +1,7 @@
 //! Reads many ranges on several threads in bounded memory, and passes them on in order.
 //!
 //! Bytes that are in memory or in the page cache are copied by the thread that needs them. The engine reads all other
-//! bytes. Each of its reads has a deadline, and when the sweep is stopped, it no longer waits for any read.
+//! bytes. Each read of the engine has a deadline. When the sweep is stopped, it no longer waits for any read.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -154,7 +154,8 @@ impl Sweep {
         stored: bool,
     ) -> Result<PendingRead<'a>> {
         let mut read = PendingRead { sweep: self, source, range, stored, answer: None };
-        // Other bytes are copied by the thread that needs them, so that they are in the caches of its processor.
+        // If the bytes are in memory or in the page cache, the thread that needs them copies them itself, so that they
+        // are in the caches of its processor.
         if !source.is_in_memory() && !self.engine.is_cached(source, &read.range) {
             read.answer = Some(read.fetch()?);
         }

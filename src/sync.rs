@@ -1,8 +1,8 @@
 //! Locks like those of `std::sync`, but without poisoning: if a thread panics, other threads continue to work.
 //!
-//! The locks of `parking_lot` cannot be used, because all of them share one table of waiting threads. A child
-//! of a fork inherits the entries of threads that it does not have, and it may inherit a locked table. The
-//! locks here keep their whole state in themselves.
+//! The locks of `parking_lot` cannot be used, because all of them share one table of waiting threads. A child of a fork
+//! inherits the entries of threads that exist only in its parent, and it may inherit a locked table. The locks here
+//! keep their whole state in themselves.
 
 use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;

@@ -196,7 +196,8 @@ mod tests {
         let root = tree(&[
             ("memory/pod/memory.limit_in_bytes", "10737418240\n"),
             ("memory/pod/memory.usage_in_bytes", "8589934592\n"),
-            // The counters of the group itself, and the counters that include all groups below it.
+            // The counters without the prefix `total_` are those of the group itself. The others include all groups
+            // below it.
             (
                 "memory/pod/memory.stat",
                 "inactive_file 1\ntotal_inactive_file 4096\ntotal_active_file 8192\n",

@@ -1,4 +1,4 @@
-//! Reads every byte of a checkpoint, to find errors that the proof of its headers cannot find.
+//! Reads every byte of a checkpoint, to find errors that the check of its headers cannot find.
 //!
 //! Each byte is read once, by several threads. All hashes are computed from this one read: the
 //! checksums that are compared with recorded ones, the checksums that are compared between
@@ -265,7 +265,7 @@ fn compare_replica(
     if used.strides.is_some() || replica.strides.is_some() {
         return Err(checkpoint.refused(strided_replica(checkpoint, tensor, &used, replica)));
     }
-    // Both begin at the beginning of a part, so they are cut into the same chunks.
+    // Both pieces begin at the beginning of a part, so both are cut into the same chunks.
     let digests = |piece: &Piece<'_>| {
         let sums = sums[piece.shard.0 as usize].as_ref()?;
         Some(sums.digests_of(piece.range.clone()).collect::<Vec<_>>())

@@ -39,7 +39,8 @@ pub(crate) enum EntryKind {
     Special,
 }
 
-/// Identifies a file. All links to a file have the same `FileId`, and another file that replaces it has another one.
+/// Identifies a file. All links to a file have the same `FileId`. A file that replaces another file has a different
+/// `FileId`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId {
     pub(crate) queue: QueueKey,
@@ -120,9 +121,9 @@ impl Version {
         self.kind == EntryKind::Link
     }
 
-    /// A version of a file or a folder in a store that is not the local file system. `number` identifies it
-    /// among all objects of the queue. It includes the number of the object. If a store replaces objects and
-    /// never changes them, it also includes the number of the version of the object.
+    /// A version of a file or a folder in a store that is not the local file system. `number` identifies the file or
+    /// folder among all objects of the queue. `number` includes the number of the object. If a store replaces objects
+    /// and never changes them, `number` also includes the number of the version of the object.
     pub fn of_object(
         queue: QueueKey,
         number: [u64; 2],

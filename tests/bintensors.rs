@@ -1,4 +1,5 @@
-//! The bintensors header: what the genuine crate makes of the same bytes, and the fixtures.
+//! Tests of the bintensors header, with fixtures, and with random bytes that the genuine crate
+//! reads too.
 
 use std::borrow::Cow;
 use std::cmp::Reverse;

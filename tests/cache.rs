@@ -1,5 +1,5 @@
-//! Reads through the cache: the same bytes as read directly, whoever reads what at the same
-//! time, and never more memory than allowed.
+//! Tests of reads through the cache: they return the same bytes as direct reads, also with concurrent
+//! readers, and never use more memory than allowed.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

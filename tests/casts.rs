@@ -1,7 +1,9 @@
-//! Casts give what torch gives, and the kernels for GPUs give what the casts give.
+//! Tests that casts give the same bits as torch, and that the GPU kernels give the same bits as the
+//! casts.
 //!
-//! `fixtures/casts/torch.json` holds hashes of what torch made of inputs that this makes again:
-//! all elements of 8 and 16 bits, and of wider types those where rounding may go wrong.
+//! `fixtures/casts/torch.json` holds hashes of the results of torch. The tests make the same inputs
+//! again: all elements of 8 and 16 bits, and those elements of wider types for which an error in
+//! rounding is likely.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

@@ -1,4 +1,5 @@
-//! Files that are written from a checkpoint: compared as they are read back, and removed after an error.
+//! Tests of files that are written from a checkpoint: they are read back and compared, and removed after an
+//! error.
 
 use std::fs;
 use std::os::unix::fs::FileExt;

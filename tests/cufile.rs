@@ -1,5 +1,6 @@
 //! Loading to GPUs by cuFile, on a library and a driver whose devices are memory of the process:
-//! see tests/fakecufile and tests/fakecuda. With more random plans by `TENSORFS_TEST_PLANS`.
+//! see tests/fakecufile and tests/fakecuda. `TENSORFS_TEST_PLANS` sets a larger number of random
+//! plans.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

@@ -1,7 +1,7 @@
 //! Dependencies of this repository, checked against the lock file: origins, licences, bans, and the
 //! packages that the core may reach.
 //!
-//! Reads `cargo metadata`, so a dependency of a dependency is seen as well as a direct one.
+//! The tests read `cargo metadata`, so they check indirect dependencies as well as direct ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -1,6 +1,6 @@
 //! Loading to GPUs, on a driver whose devices are memory of the process: see tests/fakecuda.
 //!
-//! With more random plans, which take a minute on a slow machine:
+//! This command runs more random plans, which take a minute on a slow machine:
 //!
 //! ```sh
 //! TENSORFS_TEST_PLANS=10000 cargo test -p tensorfs --features cuda --test device

@@ -1,4 +1,4 @@
-//! Checkpoints of files that are named one by one, and what a child of a fork gets of them.
+//! Tests of checkpoints of files that are named one by one, also in a child of a fork.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

@@ -1,4 +1,5 @@
-//! Files of other formats: each is named for what it is, and no file of ours ever is.
+//! Tests of files of other formats. The message must name the format of each such file, and must
+//! never name another format for a supported file.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

@@ -1,4 +1,5 @@
-//! The safetensors header: what it accepts, what it refuses, and that it reads what it writes.
+//! Tests of the safetensors header: which headers are accepted and refused, and that written
+//! headers can be read back.
 
 use std::collections::BTreeMap;
 

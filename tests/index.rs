@@ -1,4 +1,5 @@
-//! Opening from the index: the same as from the headers, and only as long as nothing has changed.
+//! Tests that opening from the index gives the same result as opening from the headers, and that an
+//! index is used only while nothing has changed.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

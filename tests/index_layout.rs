@@ -1,5 +1,5 @@
-//! Indexes as bytes: the layout is frozen, nothing damaged is believed, and what is believed can
-//! be used without a look at it.
+//! Tests of the bytes of an index: the layout does not change, a damaged index is refused, and the
+//! content of an accepted index can be used without further checks.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

@@ -1,4 +1,4 @@
-//! Random requests of random checkpoints, planned and loaded.
+//! Tests that plan and load random requests for random checkpoints.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

@@ -1,4 +1,5 @@
-//! Loads of encrypted tensorizer files: whole pieces are decrypted in their place, others beside it.
+//! Tests of loads of encrypted tensorizer files. Whole pieces are decrypted in their final place. Other
+//! pieces are decrypted in a buffer.
 
 use std::fs::File;
 use std::ops::Range;

@@ -1,5 +1,5 @@
-//! Models of structures in which a lost wakeup would hang a read. loom runs their threads in every
-//! order, and fails where all of them wait.
+//! Models of structures in which a lost wakeup would hang a read. loom runs the threads of each model in
+//! every order, and fails if all of them wait.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

@@ -1,4 +1,5 @@
-//! The promises of every kind of store and source, as one function that runs on each kind.
+//! Tests of the guarantees that every kind of store and source must give. One function runs the tests on each
+//! kind.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

@@ -1,4 +1,5 @@
-//! Tensorizer files that are written: read back, with their hashes, and refused if the format cannot hold them.
+//! Tests of written tensorizer files: they can be read back, their hashes match, and tensors that the format cannot
+//! hold are refused.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -1,8 +1,8 @@
 //! The rules of this repository that the compiler does not check, as tests that read the sources.
 //!
-//! Each rule is a function from files to violations (`file:line: what`), so `samples` can
-//! prove that it fails when it should. No dependencies: a scanner that knows comments, strings,
-//! attributes and `use` trees is enough, and cannot break with a parser's next release.
+//! Each rule is a function from files to violations (`file:line: what`), so `samples` can test that the rule
+//! finds a violation. The tests have no dependencies: a scanner that knows comments, strings, attributes and
+//! `use` trees is enough, and no new release of a parser can break it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;

@@ -1,5 +1,5 @@
-//! The records of views beside an index: a start from a record shows what the first start showed,
-//! and only as long as index, view and `config.json` are the same.
+//! Tests of the records of views beside an index. A start from a record must show the same files as the first
+//! start. A record may be used only while the index, the view and `config.json` are the same.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

@@ -1,5 +1,6 @@
-//! Views that split and join tensors, compared with a loop over their elements: random boxes over
-//! random shards, read through layout and reader, loaded, and checked against checksums.
+//! Tests of views that split and join tensors. Random boxes over random shards are read through
+//! layout and reader, loaded, and compared with checksums. The expected values come from a loop
+//! over the elements.
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]
 

@@ -30,14 +30,15 @@ use crate::waiting::POLL_INTERVAL;
 const HELD_MAX: u64 = 256 << 20;
 const HELD_MAX_ALL: u64 = 512 << 20;
 
-/// Tensors below this length in bytes are small: if the page cache holds them, they are copied on request, because
-/// another thread would take longer.
+/// Tensors of fewer bytes than this are small. If the page cache holds a small tensor, it is copied when it is
+/// requested, because a copy by another thread would take longer.
 const SMALL_MAX: u64 = 1 << 20;
 
 /// Maximum number of small tensors that are loaded ahead. New ones are begun once at most half of this number is left.
 const SMALL_HELD_MAX: usize = 2048;
 
-/// Number of expected tensors that are considered for loading ahead: without small tensors, and with them.
+/// Number of expected tensors that are considered for loading ahead, if small tensors are not loaded ahead, and if they
+/// are.
 const LOOK_AHEAD: usize = 32;
 const LOOK_AHEAD_SMALL: usize = 2560;
 
@@ -71,11 +72,11 @@ struct Job {
     regions: Mutex<Vec<Arc<Region>>>,
     checkpoint: Arc<tensorfs::Checkpoint>,
     loader: Arc<core::Loader>,
-    /// Number of its tensors that are not taken yet. It changes only under the lock of the state.
+    /// Number of tensors of the job that no request has taken yet. It changes only while the state is locked.
     left: AtomicUsize,
     cancelled: AtomicBool,
     stats: Mutex<Option<core::Stats>>,
-    /// The timeout error of a load, so that no caller waits for the same source twice.
+    /// The timeout error of the load. It is kept so that no later caller waits for the same source again.
     overdue: Mutex<Option<tensorfs::Error>>,
 }
 
@@ -157,8 +158,9 @@ impl State {
     }
 
     /// Returns the tensors to begin now: the next expected tensors, as far as memory allows. Small tensors are among
-    /// them only if `small` is true. Tensors that `maps` finds better mapped are left out. `stale` gets the entries
-    /// that are removed to free memory. `position` is the tensor of the current request.
+    /// them only if `small` is true. Tensors for which `maps` returns true are left out, because mapping them is better
+    /// than loading them. `stale` gets the entries that are removed to free memory. `position` is the tensor of the
+    /// current request.
     fn next(
         &mut self,
         checkpoint: &tensorfs::Checkpoint,
@@ -243,8 +245,8 @@ impl Ahead {
     }
 
     /// Records a request for the tensor at `position`. Returns whether this tensor is loaded ahead, so that `take`
-    /// returns it, and the positions of the tensors to begin now. With `maps`, tensors that are better mapped are not
-    /// begun. If `begins` is false, no tensors are begun.
+    /// returns it. Also returns the positions of the tensors whose loads have to begin now. If `maps` is given, loads
+    /// of tensors that are better mapped are not begun. If `begins` is false, no loads are begun.
     #[pyo3(signature = (checkpoint, position, small, maps=None, begins=true))]
     fn ask(
         &self,
@@ -363,7 +365,7 @@ impl Ahead {
             let (shared, process) = (self.shared.clone(), self.process);
             let thread = std::thread::Builder::new().name("tensorfs-ahead".to_owned());
             if thread.spawn(move || work(&shared, process)).is_err() {
-                // Without a thread nothing is loaded ahead, and each request loads its own tensor.
+                // If no thread can be started, nothing is loaded ahead, and each request loads its own tensor.
                 self.shared.state.lock().threads -= 1;
                 self.close();
             }
@@ -371,7 +373,7 @@ impl Ahead {
         Ok(())
     }
 
-    /// Records that those of these tensors that are not begun yet will not be begun.
+    /// Records that no load will begin for these tensors. Loads that have begun already are not affected.
     fn drop_choices(&self, positions: Vec<usize>) {
         if token() == self.process {
             let mut state = self.shared.state.lock();
@@ -379,8 +381,8 @@ impl Ahead {
         }
     }
 
-    /// Waits for a tensor that is loaded ahead. Returns its payload, and the statistics of its load
-    /// unless they were returned before. `None` if the caller has to load it.
+    /// Waits for a tensor that is loaded ahead. Returns the payload of the tensor. Also returns the statistics of its
+    /// load, unless an earlier call returned them. `None` if the caller has to load the tensor.
     fn take<'py>(
         &self,
         py: Python<'py>,

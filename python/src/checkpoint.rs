@@ -133,8 +133,9 @@ impl Checkpoint {
         })
     }
 
-    /// Opens the regular file of a descriptor. The file may be without a path. Messages call it `name`. The descriptor
-    /// may be closed afterwards. A child of a fork cannot read the file. A tensorizer file may begin at byte `start`.
+    /// Opens the regular file of a descriptor. The file need not have a path. Messages use `name` for it. The caller
+    /// may close the descriptor afterwards. A child of a fork cannot read the file. If it is a tensorizer file, it may
+    /// begin at byte `start` of the open file.
     #[staticmethod]
     #[pyo3(signature = (descriptor, name, timeout, secret = None, start = 0))]
     fn open_descriptor(
@@ -225,8 +226,8 @@ impl Checkpoint {
         pieces.map(piece).collect()
     }
 
-    /// First byte and end of the tensor at this position in the data section. `None` unless the checkpoint is one file
-    /// with one header before all data, and the tensor is loaded as the bytes that lie there in one run.
+    /// First byte and end, within the data section, of the tensor at this position. `None` if the checkpoint has
+    /// several files or several headers, or if the tensor is not one run of stored bytes that is loaded without a cast.
     fn data_offsets(&self, position: usize) -> Option<(u64, u64)> {
         let catalog = self.first.catalog();
         let [shard] = catalog.shards.as_slice() else { return None };
@@ -300,7 +301,8 @@ impl Checkpoint {
         (hasher.finish(), checkpoint.sources().iter().map(file).collect())
     }
 
-    /// The message if nothing proves that the last pieces of the checkpoint are there.
+    /// The message of the warning that the last pieces of the checkpoint may be missing. `None` if something proves
+    /// that none is missing.
     #[getter]
     fn unproven_tail(&self) -> Option<UnprovenTail> {
         unproven_tail(&self.first)
@@ -405,8 +407,8 @@ pub(crate) fn of_view(words: &ViewWords) -> ViewWords {
     words.iter().filter(is_of_view).cloned().collect()
 }
 
-/// A checkpoint without a proof that its last pieces are there: its path, the message, and a number that is the same
-/// for the same files.
+/// A checkpoint whose last pieces may be missing, because nothing proves that they exist: its path, the message, and a
+/// number that is the same for the same files.
 pub(crate) type UnprovenTail = (String, String, u64);
 
 pub(crate) fn unproven_tail(checkpoint: &core::Checkpoint) -> Option<UnprovenTail> {
@@ -434,8 +436,8 @@ fn viewed(
     open()?.viewed(&view)
 }
 
-/// Opens `path`. Only the demands, the secret and the choice of tensors in `given` count. On a mount, the choices in
-/// `words` replace those of the mount.
+/// Opens `path`. Only the demands, the secret and the choice of tensors in `given` are used. On a mount, the choices
+/// in `words` replace those of the mount.
 fn open(
     path: &Path,
     given: &OpenOptions,
@@ -455,7 +457,7 @@ fn open(
         let all = core::Checkpoint::open_with(&source, &OpenOptions { index, ..options.clone() })?;
         return match all.virtual_files().find(|file| file.spec().name == part) {
             Some(file) => file.as_checkpoint(),
-            // No such virtual file: the source has changed since it was mounted.
+            // The source has no such virtual file any more, because it has changed since it was mounted.
             None => core::Checkpoint::of_files_with(&[path.to_owned()], None, given),
         };
     }
@@ -481,7 +483,7 @@ fn open_source(
     core::Checkpoint::of_files_with(&[path.to_owned()], None, given)
 }
 
-/// Opens the set at `path`, from the index if the index is up to date. The set may be one that does not fit into one
+/// Opens the set at `path`, from the index if the index is up to date. Also opens a set that does not fit into one
 /// virtual file.
 fn open_set(path: &Path, options: &OpenOptions) -> tensorfs::Result<Arc<core::Checkpoint>> {
     let view = View {

@@ -29,8 +29,8 @@ use crate::waiting::beside;
 const CLEANUP_MAX: Duration = Duration::from_secs(5);
 
 /// Writes a checkpoint as files in the folder `out`, or as one file if `out` is the name of a weight file and there are
-/// no `numbers`. `judge` is called before anything is written, with the checkpoints without a proof that their last
-/// pieces are there. Returns the number of files and their length in bytes.
+/// no `numbers`. `judge` is called before anything is written. It gets the checkpoints whose last pieces may be
+/// missing, because nothing proves that they exist. Returns the number of files and their length in bytes.
 ///
 /// `sources` is one path that a mount would accept. With `numbers`, `sources` may be several files of one checkpoint,
 /// and the written files are like those of torch's consolidation. `view` has options of a view, and `config` the value

@@ -30,7 +30,7 @@ use crate::waiting::{POLL_INTERVAL, beside};
 /// Minimum length of memory, in bytes, for which huge pages are requested.
 const HUGE_MIN: usize = 4 << 20;
 
-/// Bytes of memory that must stay free when a tensor is loaded ahead.
+/// Number of bytes of system memory that must stay free when a tensor is loaded ahead.
 const SPARE: u64 = 512 << 20;
 
 /// Settings of a loader. Equal settings share one loader.
@@ -129,8 +129,8 @@ impl Loader {
         Plan { plan: Arc::new(plan), names, tensors, on_gpu: self.0.gpu.is_some() }
     }
 
-    /// Checks that the files of a tensor are unchanged. If a file system may not answer, the check runs on another
-    /// thread, within the deadline.
+    /// Checks that the files of a tensor are unchanged. If one of the file systems might never answer, the check runs
+    /// on another thread, within the deadline.
     ///
     /// # Errors
     /// The errors of a read, and `TimeoutError` past the deadline.
@@ -154,8 +154,8 @@ impl Loader {
         checked.map_err(|e| raised(py, &e, Some(name)))
     }
 
-    /// Copies a part of a tensor to the `len` bytes at `address`, which is the length of the part, if the page cache
-    /// holds the part.
+    /// Copies a part of a tensor to the memory at `address`, if the page cache holds the part. `len` is the length of
+    /// the part in bytes. Returns whether it copied.
     pub(crate) fn copy_part(
         &self,
         py: Python<'_>,
@@ -317,8 +317,8 @@ impl Loader {
 
     /// Carries out a plan. `memory` has, for each region, an area, or address, length and owner of memory, with the
     /// lengths in `Plan::rooms`. If the requests gave the address of a region, its memory begins at that address. GPU
-    /// memory is written after the work that is in `stream` now. Ctrl-C and `cancel` end the load. The memory must not
-    /// be read then. Returns the statistics.
+    /// memory is written after the work that is in `stream` now. Ctrl-C and `cancel` end the load. After such an end,
+    /// the memory must not be read. Returns the statistics.
     #[pyo3(signature = (checkpoint, plan, memory, cancel=None, stream=None))]
     fn fill<'py>(
         &self,
@@ -339,7 +339,7 @@ impl Loader {
         let (loader, checkpoint) = (self.own(), checkpoint.own());
         let (mut interrupted, mut cancelled): (Option<PyErr>, bool) = (None, false);
         let mut looked = Instant::now();
-        // Only the main thread handles signals; in other threads the interpreter may be ending.
+        // Only the main thread handles signals. In other threads, the interpreter may be shutting down during the call.
         let main = gettid() == getpid();
         let filled = py.detach(|| {
             let mut goes_on = |_| {
@@ -369,7 +369,7 @@ impl Loader {
         // references.
         drop(to);
         if interrupted.is_some() || cancelled {
-            // The loader is perhaps not used again soon, so its threads end.
+            // The loader may not be needed again soon, so it is dropped and its threads end.
             self.forget();
         }
         py.detach(|| drop(loader));

@@ -32,7 +32,7 @@ pub(crate) const PAGE: usize = 4096;
 /// The bytes exist, were allocated outside of Rust, and no other code uses them meanwhile.
 ///
 /// # Errors
-/// `ValueError` if there are bytes at address 0, which objects without memory report.
+/// `ValueError` if `len` is not 0 and the address is 0. Objects without memory report this address.
 pub(crate) unsafe fn bytes_at<'a>(address: usize, len: usize) -> PyResult<&'a mut [u8]> {
     match start_of(address, len)? {
         // SAFETY: the caller's promise.
@@ -59,7 +59,7 @@ pub(crate) unsafe fn region_at(
     Ok(unsafe { Region::foreign(start, len, Box::new(owner)) })
 }
 
-/// The start of the `len` bytes at `address`. `None` for no bytes at address 0.
+/// The start of the `len` bytes at `address`. `None` if the address and `len` are both 0.
 ///
 /// # Errors
 /// `ValueError` if there are bytes at address 0.
@@ -104,7 +104,7 @@ fn is_writable(output: &OwnedFd, input: &OwnedFd, address: usize) -> io::Result<
     Ok(sent && retried(|| unsafe { libc::read(output.as_raw_fd(), byte, 1) })?)
 }
 
-/// Repeats a call that moves one byte until it succeeds; `false` for EFAULT.
+/// Repeats a call that moves one byte until it succeeds. Returns `false` if it fails with EFAULT.
 fn retried(call: impl Fn() -> isize) -> io::Result<bool> {
     loop {
         match Errno::result(call()) {

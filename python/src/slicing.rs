@@ -47,7 +47,7 @@ pub(crate) fn load_indexed<'py>(
     // This check comes before `make`, so that no unused tensor is made.
     let Some(part) = CachedPart::of(&checkpoint, position, Some(&part)) else { return Ok(None) };
     let made = make.call1((PyTuple::new(py, shape)?,))?;
-    // The tensor has this part's dtype and shape, and nobody else has it yet.
+    // The new tensor has the dtype and the shape of the part, and no other code has a reference to it yet.
     let (made, address): (Bound<'py, PyAny>, usize) = made.extract()?;
     let len = (bits / 8) as usize;
     let copied = loader.copy_part(py, &checkpoint, position, &part, address, len)?;
@@ -86,8 +86,8 @@ fn part_of(index: &Bound<'_, PyAny>, sizes: &[u64]) -> PyResult<Option<Part>> {
     Ok(Some((part, shape)))
 }
 
-/// First index and end in one dimension, and whether the result lacks this dimension. `None` unless the item is a
-/// number, or a slice without a step.
+/// First index and end in one dimension, and whether the index removes this dimension from the result. `None` unless
+/// the item is a number, or a slice without a step.
 fn bounds(item: &Bound<'_, PyAny>, size: u64) -> PyResult<Option<(u64, u64, bool)>> {
     let py = item.py();
     if let Ok(slice) = item.cast_exact::<PySlice>() {

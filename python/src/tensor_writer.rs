@@ -80,7 +80,7 @@ impl PythonFile {
 
 impl WriteAt for PythonFile {
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        // There is no deadlock: no thread holds the GIL while it waits for this lock.
+        // This cannot deadlock, because no thread waits for this lock while it holds the GIL.
         let mut exception = self.exception.lock().unwrap_or_else(PoisonError::into_inner);
         Python::attach(|py| self.write(py, bytes, offset)).map_err(|error| {
             let failed = io::Error::other(error.to_string());
@@ -112,7 +112,7 @@ impl TensorBytes for GivenTensors {
 /// A file that is being written.
 struct OpenWriter {
     target: WriteTarget,
-    /// Made at the first write, because the length of the list of tensors is known then.
+    /// The writer is made at the first write, because the length of the list of tensors is not known before.
     writer: Option<TensorWriter>,
     /// Offset in the target at which the file begins.
     start: u64,
@@ -181,24 +181,24 @@ impl OpenWriter {
 /// write(tensors): `tensors` is a list of tuples (name, kind, module, dtype, shape, address, length). `name` is bytes:
 /// UTF-8, or b"\x1e" and a path as a JSON array. `kind` is 0 for a parameter, 1 for a buffer, 2 for a value of a state
 /// dict. `module` is the number of the module. `dtype` is the text that the format uses, such as "<f4" or
-/// "<V2\0torch.bfloat16". `length` is in bytes. None makes a meta tensor. `address` is None for a tensor whose bytes
-/// are zeros. The caller has to keep the memory unchanged until `write` returns. Hashes are computed on several
-/// threads, without the GIL.
+/// "<V2\0torch.bfloat16". `length` is in bytes. If it is None, the tensor is a meta tensor. If `address` is None, the
+/// bytes of the tensor are zeros. The caller has to keep the memory unchanged until `write` returns. Hashes are
+/// computed on several threads, without the GIL.
 ///
 /// reserve(tensors) makes the list of tensors long enough for all of these tensors. Their addresses are not used. It
 /// has an effect only before the first `write`.
 ///
 /// sync() completes the file with the tensors that were written so far. finish() does the same, ends the writer, and
 /// returns the length of the file in bytes. A file at a path appears then. abort() ends the writer, and no file is left
-/// at a path. After an exception of write(), only abort() can be called with success.
+/// at a path. After an exception of write(), all methods except abort() fail.
 ///
 /// A child of a fork cannot use the writer: each method raises an exception there.
 #[pyclass(module = "tensorfs._tensorfs", frozen)]
 pub(crate) struct TensorizerWriter {
     /// `None` once the writer has ended or failed.
     open: Arc<Mutex<Option<OpenWriter>>>,
-    /// Token of the process that made the writer. In a child of a fork, the lock may stay locked for ever by a thread
-    /// of that process.
+    /// Token of the process that made the writer. In a child of a fork, a lock that a thread of that process held stays
+    /// locked for ever.
     process: u64,
 }
 

@@ -27,11 +27,11 @@ use crate::hash::Digest;
 /// Suffix of the name of a partial folder.
 const SUFFIX: &str = ".tensorfs-partial";
 
-/// Maximum length of the part of the target's name that the name of the partial folder begins with, in bytes. A
-/// name may have at most 255 bytes, and on some file systems at most 143.
+/// The name of the partial folder begins with at most this number of bytes of the target's name. A name may have at
+/// most 255 bytes, and on some file systems at most 143.
 const NAME_LEN_MAX: usize = 72;
 
-/// The file whose lock stands for the lock of the folder. Network file systems cannot lock folders.
+/// The file that is locked in place of the folder, because network file systems cannot lock folders.
 const LOCK: &str = "lock";
 
 /// A file that is created and removed at once, to find out which owner the file system gives to new files.
@@ -241,7 +241,7 @@ pub fn rename_new(
         Err(Errno::EINVAL | Errno::ENOSYS | Errno::EOPNOTSUPP) => {}
         other => return Ok(other?),
     }
-    // The file system does not support this rename. `linkat` also fails if the new name exists.
+    // The file system does not support a rename that fails if the new name exists. `linkat` fails in this case too.
     match linkat(from_in, from, to_in, to, AtFlags::empty()) {
         Ok(()) => return Ok(unlinkat(from_in, from, UnlinkatFlags::NoRemoveDir)?),
         Err(Errno::EEXIST) => return Err(Errno::EEXIST.into()),
@@ -300,8 +300,9 @@ fn check_owner(folder: &File, path: &Path) -> io::Result<()> {
     if meta.uid() == geteuid().as_raw() && !is_open {
         return Ok(());
     }
-    // Some file systems show other owners and modes than those that the process sets. A new file shows which
-    // owner and mode the file system gives: nobody can replace the file behind its descriptor.
+    // Some file systems show other owners and modes than those that the process sets. So the owner and the mode of a
+    // new file are compared with those of the folder. They are read through the descriptor, so nobody can replace the
+    // file meanwhile.
     let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
     let _ = unlinkat(folder, PROBE, UnlinkatFlags::NoRemoveDir);
     let made = openat(folder, PROBE, flags, Mode::from_bits_retain(0o600));
@@ -410,7 +411,7 @@ mod tests {
                     for _ in 0..50 {
                         let limit = Duration::from_secs(60);
                         let folder = PartialFolder::claim_within(&path, limit).unwrap();
-                        // Creating the file fails if another thread has the folder too.
+                        // If another thread had the folder too, creating the file would fail.
                         drop(folder.create(Path::new("part"), 0o600).unwrap());
                     }
                 });

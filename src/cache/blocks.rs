@@ -26,9 +26,9 @@ pub(super) struct CachedBlock {
     pub(super) end: u64,
     /// Number of its bytes that were requested.
     pub(super) asked: u64,
-    /// Whether the block is being read or was read ahead, and not for a waiting reader.
+    /// Whether the block is being read, or was read, as read-ahead and not for a waiting reader.
     pub(super) ahead: bool,
-    /// Whether its reader went to another place before the block was loaded.
+    /// Whether the reader of the block continued elsewhere before the block was loaded.
     pub(super) left: bool,
     pub(super) data: Data,
 }
@@ -65,15 +65,15 @@ pub(super) struct ReadPiece {
 
 /// A part of a range: a block that contains it, or a hole.
 pub(super) enum Cover {
-    /// The start of a block and the part. Also the bytes of the block if it is loaded, because it may be
-    /// dropped meanwhile.
+    /// The start of a block, and the part. Also the bytes of the block if it is loaded, because the cache may
+    /// drop the block meanwhile.
     CachedBlock(u64, Range<u64>, Option<Arc<Block>>),
     /// A part that no block covers, and the range of the block that has to be read for it.
     Hole(Range<u64>, Range<u64>),
 }
 
 impl Cover {
-    /// For a hole, the range of the block that has to be read.
+    /// The range of the block that has to be read, if this is a hole.
     pub(super) fn hole(&self) -> Option<&Range<u64>> {
         match self {
             Cover::Hole(_, block) => Some(block),
@@ -118,7 +118,7 @@ impl FileBlocks {
         self.blocks.range(first..range.end).filter_map(ready).collect()
     }
 
-    /// Drops the block at `start` if it is loaded and has these bytes. Returns whether it did.
+    /// Drops the block at `start` if it is loaded and has these bytes. Returns whether it was dropped.
     pub(super) fn remove_ready(&mut self, start: u64, bytes: &Arc<Block>) -> bool {
         let is =
             |block: &CachedBlock| matches!(&block.data, Data::Ready(b, _) if Arc::ptr_eq(b, bytes));

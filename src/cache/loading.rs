@@ -11,9 +11,9 @@ use crate::source::Source;
 pub(super) struct Loading(PerSourceLimiter<SourceKey>);
 
 impl Loading {
-    /// The first source of `plan` that would have more than its share of `limit` bytes in progress with this plan,
-    /// and has some in progress already. This leaves memory for other sources if one stalls. The share is a half,
-    /// and up to seven eighths where more bytes have to be in flight.
+    /// The first source of `plan` that already has bytes in progress, and would exceed its share of `limit` bytes with
+    /// this plan. The shares leave memory for other sources if one source stalls. The share of a source is a half, or
+    /// up to seven eighths if the source needs more bytes in flight.
     pub(super) fn refusing(&self, plan: &BlockPlan, limit: u64) -> Option<SourceKey> {
         let refusing = plan.sources().find(|(source, len)| {
             let under_way = self.0.held(&SourceKey::of(source));

@@ -53,16 +53,16 @@ impl WaitQueue {
         self.0.front().is_some_and(is_overdue).then(|| self.take(0)).flatten()
     }
 
-    /// Whether a read that arrived at `since` and needs memory for `plan` has to wait, because it could starve
-    /// an older one.
+    /// Whether a read that arrived at `since` and needs memory for `plan` has to wait, because it could keep an older
+    /// read waiting for ever.
     pub(super) fn holds_back(&self, since: Instant, plan: &BlockPlan) -> bool {
         let mut older = self.0.iter().take_while(|waiting| waiting.request.since < since);
         older.any(|QueuedRead { request, reason }| {
             let waits = request.since.elapsed();
             waits >= PATIENCE
                 && match reason {
-                    // The precedence alternates every second. So other reads progress even if a stalled source
-                    // holds memory for long.
+                    // The older read has precedence in every other second only. So newer reads progress even if a
+                    // stalled source holds memory for a long time.
                     WaitReason::Memory => waits.as_secs() % 2 == 1,
                     WaitReason::SourceQuota(of) => {
                         plan.sources().any(|(source, _)| SourceKey::of(source) == *of)

@@ -12,12 +12,12 @@ use crate::prefetch::{Advice, Request, StreamId};
 /// Time without reads of a file after which its read-ahead blocks may be evicted.
 const STALE_TIME: Duration = Duration::from_secs(2);
 
-/// The place and the reason of the end of a readahead.
+/// The offset at which a readahead was refused, and the reason.
 struct Refused {
     /// The first offset that was not read.
     from: u64,
-    /// Whether the reason is that enough bytes of the source are being read already. Otherwise there is too
-    /// little memory.
+    /// Whether the read was refused because enough bytes of the source are being read already. Otherwise it
+    /// was refused because of too little memory.
     is_put_off: bool,
 }
 
@@ -88,7 +88,7 @@ impl Readahead<'_> {
         let mut offset = range.start;
         while offset < range.end {
             if file.reader.gathers_far(offset..range.end) {
-                // Each block of such a tensor would take all bytes of the tensor.
+                // Each block of such a tensor would be gathered from all bytes of the tensor.
                 return Ok(());
             }
             let mut plan = file.reader.plan_first_block(offset..range.end, cache.ahead_max());
@@ -123,7 +123,7 @@ impl Readahead<'_> {
         Ok(())
     }
 
-    /// Reserves `need` bytes for readahead. If necessary, evicts blocks whose readers went to another place,
+    /// Reserves `need` bytes for readahead. If necessary, evicts blocks whose readers continued elsewhere,
     /// and blocks without recent requests.
     fn reserve(self, state: &mut State, stream: StreamId, need: u64) -> Option<Reservation> {
         let Readahead { cache, file } = self;

@@ -91,7 +91,7 @@ fn left(fixture: &Fixture, file: &Arc<CachedFile>, range: Range<u64>) -> Vec<u64
     state.of(file).blocks.keys().copied().take_while(|&start| start < 4 * MIB).collect()
 }
 
-// An earlier version had a bug: blocks with a requested page stayed when their reader went to another place.
+// An earlier version had a bug: blocks with a requested page stayed when their reader continued elsewhere.
 #[test]
 fn the_rest_of_a_block_that_is_left_goes_with_it_and_no_block_before_it() {
     let fixture = fixture();
@@ -111,8 +111,8 @@ fn plan_two_of_three(fixture: &Fixture, file: &Arc<CachedFile>) {
     assert_eq!(advice.ahead.unwrap().1.first(), Some(&(MIB..3 * MIB)));
 }
 
-// An earlier version had a bug: a block was dropped if its reader left its last part and had requested only a
-// part of its first.
+// An earlier version had a bug: a block was dropped if its reader skipped the last part of the block and had requested
+// only some bytes of the first part.
 #[test]
 fn a_block_stays_that_another_reader_still_needs_a_part_of() {
     let fixture = fixture();
@@ -160,7 +160,7 @@ fn a_read_that_waits_long_for_much_memory_is_no_longer_overtaken_by_small_ones()
     let (large, small) = (fixture.file("large", 16), fixture.file("small", 16));
     let held = fixture.budget.try_reserve(12 * MIB).unwrap();
     let first = fixture.read(&large, 0..8 * MIB);
-    // A small read may still overtake it.
+    // A newer small read may still overtake the large read.
     fixture.read(&small, 0..4096).recv_timeout(PATIENCE).unwrap();
     let second = read_until_one_waits(&fixture, &small);
     drop(held);

@@ -28,7 +28,8 @@ pub(super) struct UncachedRead {
 }
 
 impl UncachedRead {
-    /// Adds a read to `others`. Returns it if there are too many reads in total, or of its source.
+    /// Adds a read to `others`. If there are too many such reads in total, or of the source of this read, returns the
+    /// request instead.
     pub(super) fn take_in(
         others: &mut Vec<UncachedRead>,
         request: ReadRequest,
@@ -43,7 +44,8 @@ impl UncachedRead {
         Ok(read)
     }
 
-    /// Begins a read and starts its thread. Returns the read if there are too many.
+    /// Begins a read and starts its thread. If there are too many such reads, returns the read, so that it waits in the
+    /// queue.
     pub(super) fn begin(
         cache: &Arc<CacheInner>,
         mut state: MutexGuard<'_, State>,

@@ -6,9 +6,9 @@
 //! reference implementation wrote. A file does not say which layout it has, so the parser tries the
 //! older layout if the newer one does not fit.
 //!
-//! This module has a decoder of its own, because the errors of bincode name neither the offset nor
-//! the tensor, and because bincode allocates memory for announced items before it knows that they
-//! exist.
+//! This module has a decoder of its own for two reasons. The errors of bincode do not name the
+//! offset and the tensor. And bincode allocates memory for the announced number of items before it
+//! knows that the items exist.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map;
@@ -398,8 +398,8 @@ const POSITION_MEMORY: u64 = 32;
 
 /// The memory that the reference implementation counts against its limit while it decodes. At the
 /// beginning of a list it counts all items. When it decodes an item, it counts the parts of the
-/// item in place of the item. It reads no file that exceeds the limit, so tensorfs neither reads
-/// nor writes such files.
+/// item in place of the item. It refuses files that exceed the limit, so tensorfs refuses to read
+/// them, and does not write them.
 struct MemoryCount {
     now: u64,
 }

@@ -1,10 +1,11 @@
-//! The sharding note of torch DCP (`DCP_SHARDING_INFO`). For each entry of a shard it says of which
-//! tensor the entry is a piece, and where in that tensor the piece begins.
+//! The sharding note of torch DCP (`DCP_SHARDING_INFO`). For each entry of a shard, the note has
+//! the tensor of which the entry is a piece, and the place in that tensor at which the piece
+//! begins.
 //!
 //! A note has three keys for an entry. `saved_offsets` is the first index of the piece.
-//! `logical_fqn` is the name of the tensor. It is there if the entry has another name, because the
-//! shard holds several pieces of that tensor. `global_shape` is the shape of the whole tensor.
-//! Releases of torch up to 2.15 write only `saved_offsets`.
+//! `logical_fqn` is the name of the tensor. This key exists only if the entry has another name,
+//! because the shard holds several pieces of that tensor. `global_shape` is the shape of the whole
+//! tensor. Releases of torch up to 2.15 write only `saved_offsets`.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -276,8 +277,8 @@ mod tests {
         }
     }
 
-    /// The places that the fast parser finds. If it finds any, they equal those of the strict
-    /// parser.
+    /// The places that the fast parser finds. If the fast parser accepts the note, the strict
+    /// parser must find the same places.
     fn plain(note: &str) -> Option<Vec<PiecePlace>> {
         let entry = |name: &str, data_offsets| Entry {
             name: name.into(),

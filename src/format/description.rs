@@ -27,7 +27,7 @@ pub struct PiecePlace {
 pub struct FileRank {
     /// Number of the rank.
     pub rank: u64,
-    /// Number of the ranks among which a tensor is split. The total number of ranks is a multiple of it.
+    /// Number of the ranks among which a tensor is split. The total number of ranks is a multiple of this number.
     pub ranks: u64,
 }
 
@@ -52,12 +52,12 @@ pub struct ShardDescription {
     /// Tensors whose elements do not follow each other in the file: the number of each tensor, ascending, with its
     /// strides in elements.
     pub strided: Vec<(u32, Vec<u64>)>,
-    /// The rank that saved the file. `None` if it is not the file of one rank.
+    /// The rank that saved the file. `None` if the file is not that of one rank.
     pub rank: Option<FileRank>,
-    /// The CRC of each tensor, in the order of the tensors, if it is the file of a rank. It is 0 for a tensor for
-    /// which the file has no CRC of exactly its bytes.
+    /// The CRC of each tensor, in the order of the tensors, if this is the file of a rank. The CRC is 0 if the file has
+    /// no CRC that covers exactly the bytes of the tensor.
     pub crcs: Vec<u32>,
-    /// The facts about ranges of tensors, if it is a file of DeepSpeed.
+    /// The facts about ranges of tensors, if this is a file of DeepSpeed.
     pub zero: Option<Arc<ZeroPart>>,
     names: String,
     tensors: Vec<DescriptionRow>,

@@ -70,7 +70,8 @@ fn check(rows: &[HeaderRow<'_>], numbers: &[u64], data_start: u64, file_len: u64
         end = data.start.checked_add(bits / 8).filter(|&end| fits && end == data.end)?;
     }
     (end.checked_add(data_start)? == file_len).then_some(())?;
-    // If two names have the same hash, `None` leaves it to the strict parser to compare the names.
+    // If two names have the same hash, the result is `None`, and the strict parser then compares
+    // the names.
     let mut hashes: Vec<[u8; 16]> =
         rows.iter().map(|row| Digest::of(row.name.as_bytes()).0).collect();
     hashes.sort_unstable();

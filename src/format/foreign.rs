@@ -1,5 +1,5 @@
-//! Files that are not weights in a supported format. Their first bytes, last bytes and name tell what they are, and
-//! the message says what the user can do. The module is used after a file is refused, to word the error.
+//! Files that are not weights in a supported format. Their first bytes, last bytes and name show the kind of file, and
+//! the message says what the user can do. The module writes the error message after a file was refused.
 
 use std::borrow::Cow;
 
@@ -38,7 +38,7 @@ pub enum Foreign {
     /// Number of zeros at the beginning of the file: all of `Evidence::first`, or at least the 8
     /// bytes of a header length.
     Zeros(usize),
-    /// An unfinished download. The value is the end of its name.
+    /// An unfinished download. The value is the suffix of its name.
     Unfinished(&'static str),
     /// A text pointer of git-lfs in place of the real file.
     LfsPointer,
@@ -141,8 +141,8 @@ const UNREAD_SUFFIXES: [&str; 21] = [
     ".keras", ".msgpack", ".onnx", ".tflite", ".npz", ".npy", ".nemo", ".tar", ".zip", ".tgz",
 ];
 
-/// How likely a file of this name has the weights that a reader misses. A lower number is more likely. `None` if the
-/// name is not that of a weight file.
+/// A rank by which files are compared: a file with a lower rank is more likely to have the weights that a reader looks
+/// for. `None` if the name is not that of a weight file.
 pub fn weights_rank(name: &str) -> Option<u32> {
     if name == ".metadata" || name.ends_with(".distcp") {
         return Some(0);
@@ -188,7 +188,7 @@ impl Evidence<'_> {
             .iter()
             .find(|(magic, _)| first.starts_with(magic))
             .filter(|_| first.get(PREFIX_LEN as usize) != Some(&b'{'));
-        // If the header length fits into the file, the header may be valid.
+        // If the header ends inside the file, the header may be valid.
         let is_inside = |len| len > 0 && PREFIX_LEN + len <= self.len;
         if magic.is_none() && header.is_some_and(is_inside) {
             return None;

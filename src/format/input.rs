@@ -112,7 +112,7 @@ fn is_torch(name: &str, sniff: &[u8], reader: &mut dyn RangeReader) -> io::Resul
     Ok(pickle::is_torch(&first) || name.ends_with(".pt") || name.ends_with(".pth"))
 }
 
-/// The fault of the file called `name`. It says what kind of file it is, if the kind is known.
+/// The fault of the file called `name`. If the kind of file is known, the fault names the kind.
 fn explained(name: &str, reader: &mut dyn RangeReader, fault: Fault) -> io::Result<Fault> {
     let (start, len) = (reader.start(), reader.file_len());
     if start > 0 {

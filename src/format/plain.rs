@@ -14,7 +14,7 @@ impl<'a> JsonCursor<'a> {
         JsonCursor { text, offset: 0 }
     }
 
-    /// `Some` if nothing but space follows.
+    /// `Some` if only white space follows.
     pub(super) fn end(&mut self) -> Option<()> {
         self.space();
         (self.offset == self.text.len()).then_some(())
@@ -30,7 +30,7 @@ impl<'a> JsonCursor<'a> {
         }
     }
 
-    /// Moves past space and the byte `wanted`.
+    /// Moves past white space and the byte `wanted`.
     pub(super) fn token(&mut self, wanted: u8) -> Option<()> {
         self.space();
         (self.peek()? == wanted).then(|| self.offset += 1)

@@ -11,9 +11,9 @@ use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, thread};
 pub enum NextLook {
     /// The thread looks at this time. No deadline is earlier.
     At(Instant),
-    /// When the thread is woken. There is no deadline now.
+    /// The thread looks only after it is woken. There is no deadline now.
     WhenCalled,
-    /// Never. The owner no longer exists, and the thread ends.
+    /// The thread does not look again. The owner no longer exists, and the thread ends.
     Never,
 }
 
@@ -62,7 +62,7 @@ impl Deadlines {
     }
 
     /// Starts the thread, unless it is running. The thread calls `tick` with `owner`. If `tick` returns true,
-    /// the next call is after `interval`. Otherwise it is when the thread is woken.
+    /// the thread calls it again after `interval`. Otherwise it calls it again only after it is woken.
     ///
     /// # Errors
     /// If no thread can be started.

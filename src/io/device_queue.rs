@@ -75,7 +75,7 @@ impl Waker {
     }
 
     fn wake(&self) {
-        // A write fails only if 2^64 - 2 calls were not read yet. Then the thread is awake anyway.
+        // A write fails only if the thread has not read 2^64 - 2 calls yet. In this case the thread is awake anyway.
         let _ = self.0.write(1);
     }
 
@@ -102,7 +102,7 @@ pub(super) struct DeviceQueue {
     driver: RingDriver,
     /// Whether the file system has refused O_DIRECT.
     direct_refused: AtomicBool,
-    /// Maximum number of threads that answer reads of `State::over` at a time.
+    /// Maximum number of threads that may answer reads of `State::over` at the same time.
     answering_max: usize,
     pub(super) state: Mutex<State>,
     /// Wakes threads of the pool when there is work or the queue is closed.
@@ -112,7 +112,7 @@ pub(super) struct DeviceQueue {
 #[derive(Default)]
 pub(super) struct State {
     pub(super) queue: FetchQueue,
-    /// Set when the engine is dropped.
+    /// Whether the queue is closed, because the engine was dropped.
     pub(super) closed: bool,
     ring: RingState,
     /// Reads that the thread of the ring has handed to the pool.
@@ -210,7 +210,7 @@ impl DeviceQueue {
     pub(super) fn promote(self: &Arc<Self>, id: u64) {
         let mut state = self.state.lock();
         state.queue.promote(id, Instant::now());
-        // The limit of prefetches may have held it back.
+        // As a prefetch, the fetch may have waited because of the limit of prefetches.
         self.wake_from(state);
     }
 
@@ -280,8 +280,9 @@ impl DeviceQueue {
         started.is_ok()
     }
 
-    /// Hands a read from the thread of the ring to the pool. That thread serves all reads of the queue, so it must not
-    /// wait. A read through the page cache waits and copies, and a read that the kernel postpones waits too.
+    /// Hands a read from the thread of the ring to the pool. The thread of the ring serves all reads of the queue, so
+    /// it must not wait. A read through the page cache may wait and copies bytes, and a read that the kernel postpones
+    /// has to wait too.
     pub(super) fn hand_over(self: &Arc<Self>, id: u64, transfer: Transfer) {
         self.state.lock().handed.push_back((id, transfer));
         if !self.call_pool() {
@@ -417,7 +418,7 @@ impl DeviceQueue {
         self.counters.source_bytes.add(*result.as_ref().unwrap_or(&0) as u64);
     }
 
-    /// Handles the error of a thread that could not be started. If the queue has another thread, that one does
+    /// Handles the error of a thread that could not be started. If the queue has another thread, the other thread does
     /// the work.
     fn thread_failed(&self, e: &io::Error) {
         let mut state = self.state.lock();
@@ -569,7 +570,7 @@ impl DeviceQueue {
                 source.leave_copy();
             }
         }
-        // Overdue prefetches no longer count, so others may be sent.
+        // Overdue prefetches no longer count against the limit, so other prefetches may be sent.
         self.wake();
         // Readers are answered before the log is written, because logging may have to wait.
         for (source, offset) in stalled {

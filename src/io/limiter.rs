@@ -74,8 +74,8 @@ impl<K: Eq + Hash> PerSourceLimiter<K> {
         self.total
     }
 
-    /// Adds `amount` to the units that `key` holds. Limits are not checked: the caller has checked them, or
-    /// exceeds them on purpose.
+    /// Adds `amount` to the units that `key` holds. This function does not check the limits. The caller has
+    /// checked them, or exceeds them on purpose.
     pub fn take(&mut self, key: K, amount: u64) {
         self.total += amount;
         *self.held.entry(key).or_default() += amount;

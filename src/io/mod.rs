@@ -46,8 +46,8 @@ pub(crate) use queue::SENT_MAX_OF_ONE;
 /// Default time limit of a read.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum gap in bytes between two reads that are sent to a server as one request. The bytes of the gap arrive
-/// faster than a second answer.
+/// Maximum gap in bytes between two reads that are sent to a server as one request. The bytes of the gap arrive sooner
+/// than the answer to a second request would.
 const REQUEST_GAP: u64 = 256 << 10;
 
 /// Maximum length in bytes of such a joined request. The request takes the same amount of memory.
@@ -204,12 +204,12 @@ words! {
     /// Whether reads go past the kernel's page cache (O_DIRECT).
     #[derive(Default, Hash)]
     pub enum DirectIo {
-        /// Reads of a local file system whose bytes are mostly not in the page cache.
+        /// A read goes past the page cache if its file system is local and most of its bytes are not in the page cache.
         #[default]
         Auto = "auto",
-        /// All reads, unless the file system refuses O_DIRECT.
+        /// All reads go past the page cache, unless the file system refuses O_DIRECT.
         Always = "always",
-        /// No reads.
+        /// No reads go past the page cache.
         Never = "never",
     }
 }

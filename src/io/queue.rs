@@ -14,18 +14,18 @@ use crate::source::Source;
 /// Maximum number of reads of a device that are in flight in the kernel, including overdue ones.
 pub(super) const SENT_MAX: usize = 64;
 
-/// Number of overdue reads from which a device gets no further reads. So a device that does not answer holds a
+/// A device with this number of overdue reads gets no further reads. So a device that does not answer occupies only a
 /// limited number of threads and buffers.
 pub(super) const STUCK_MAX: usize = SENT_MAX_OF_ONE;
 
-/// Maximum number of reads of one source that are in flight in the kernel. So a stalled source leaves capacity
-/// to others.
+/// Maximum number of reads of one source that are in flight in the kernel. So a stalled source leaves capacity to other
+/// sources.
 pub(crate) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 
-/// Number of overdue reads from which a source gets no further reads.
+/// A source with this number of overdue reads gets no further reads.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
-/// Minimum for the limit of bytes that prefetches have in flight.
+/// The limit of bytes that prefetches have in flight is never lower than this number.
 const PREFETCH_MAX_MIN: u64 = 32 << 20;
 
 /// A read for a backend to execute.
@@ -100,9 +100,9 @@ pub(super) struct FetchQueue {
     sent: PerSourceLimiter<SourceKey>,
     /// Fetches in flight that are overdue.
     stuck: PerSourceLimiter<SourceKey>,
-    /// Bytes of the prefetches that are in flight and not overdue, and the number of bytes from which no further ones
-    /// are sent. All answers of a server share its bandwidth, so each prefetch beyond those that fill it delays the
-    /// bytes that are read next.
+    /// Number of bytes of the prefetches that are in flight and not overdue. The second field is the limit: while this
+    /// number has reached the limit, no further prefetches are sent. All answers of a server share its bandwidth. So as
+    /// soon as the prefetches in flight use all of the bandwidth, another one would delay the bytes that are read next.
     prefetching: u64,
     prefetching_max: u64,
 }
@@ -158,7 +158,8 @@ impl FetchQueue {
         }
     }
 
-    /// Limits the bytes that prefetches have in flight to those that the server needs, `wanted`. `None`: no limit.
+    /// Limits the bytes that prefetches have in flight to `wanted`, the number of bytes that the server needs in
+    /// flight. `None` means no limit.
     pub(super) fn limit_prefetches(&mut self, wanted: Option<u64>) {
         self.prefetching_max = wanted.map_or(u64::MAX, |wanted| wanted.max(PREFETCH_MAX_MIN));
     }
@@ -226,8 +227,8 @@ impl FetchQueue {
         Some(flight.done.map_or(FinishedFetch::Late(flight.source), FinishedFetch::Unanswered))
     }
 
-    /// Returns the fetches whose time limit `timeout` has passed. Those in flight remain as stuck ones, and
-    /// their memory no longer counts.
+    /// Returns the fetches whose time limit `timeout` has passed. Fetches in flight remain in the queue as stuck
+    /// fetches, and their memory no longer counts.
     pub(super) fn expire(&mut self, now: Instant, timeout: Duration) -> Vec<Failed> {
         let overdue = |flight: &Flight| now.duration_since(flight.since) >= timeout;
         let unanswered = self.flights.iter().filter(|(_, flight)| flight.done.is_some());
@@ -236,7 +237,7 @@ impl FetchQueue {
         ids.into_iter().filter_map(|id| self.give_up(id)).collect()
     }
 
-    /// Returns all fetches that were not answered yet. Those in flight remain as stuck ones.
+    /// Returns all fetches that were not answered yet. Fetches in flight remain in the queue as stuck fetches.
     pub(super) fn fail_all(&mut self) -> Vec<Failed> {
         let ids: Vec<u64> = self.flights.keys().copied().collect();
         ids.into_iter().filter_map(|id| self.give_up(id)).collect()
@@ -282,7 +283,7 @@ impl FetchQueue {
         self.flights.len() - self.sent.total() as usize
     }
 
-    /// Number of fetches in flight in the kernel, without the stuck ones.
+    /// Number of fetches in flight in the kernel, without stuck fetches.
     pub(super) fn in_flight(&self) -> usize {
         (self.sent.total() - self.stuck.total()) as usize
     }

@@ -400,7 +400,7 @@ fn when_the_engine_ends_every_fetch_is_answered_and_its_threads_go() {
 
 #[test]
 fn an_error_of_the_disk_keeps_its_number_and_file_and_o_direct_is_not_insisted_on() {
-    // A regular file of which some parts cannot be read: those that are not mapped.
+    // A regular file of which some parts cannot be read: the addresses that are not mapped.
     let path = PathBuf::from(format!("/proc/{}/mem", std::process::id()));
     let source = Source::open(&path).unwrap();
     let (engine, counters) = engine(Backend::Auto, DirectIo::Always);

@@ -33,11 +33,12 @@ pub(super) struct Transfer {
     /// A descriptor for O_DIRECT. `None` if the bytes are read through the page cache.
     direct: Option<Arc<File>>,
     buffer: Buffer,
-    /// Memory to which the bytes are copied from the buffer at the end. Set if the disk cannot write there directly.
+    /// Memory to which the bytes are copied from the buffer at the end. `None` if the disk writes to the destination
+    /// directly.
     place: Option<GivenMemory>,
     /// Offset in the file of the first byte of the buffer.
     start: u64,
-    /// Number of bytes from the start of the buffer that are filled, or need not be.
+    /// Number of bytes from the start of the buffer that are filled or are not needed.
     have: usize,
     /// Range of the requested bytes in the buffer.
     wanted: Range<usize>,
@@ -240,7 +241,7 @@ impl Transfer {
         self.have = self.have.max(self.needed.start);
     }
 
-    /// Writes the memory off, because the kernel may still use it.
+    /// Abandons the memory, because the kernel may still use it.
     pub(super) fn leak_buffer(&self) {
         self.buffer.leak_buffer();
     }

@@ -65,8 +65,8 @@ impl UringDriver {
         {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's is too old"));
         }
-        // By default, the kernel has only a few workers per processor, and each waiting read occupies one.
-        // Kernels before 5.15 do not know this call, and do not have this low limit.
+        // By default, the kernel has only a few workers per processor, and each waiting read occupies a worker. Kernels
+        // before 5.15 do not know this call, and do not have this low limit.
         let _ = uring.submitter().register_iowq_max_workers(&mut [SENT_MAX as u32, 0]);
         let waker = Arc::new(Waker::new()?);
         let slots = (0..SENT_MAX).map(|_| None).collect();
@@ -330,7 +330,7 @@ pub(super) mod tests {
         answer.recv_timeout(Duration::from_secs(30)).unwrap()
     }
 
-    /// A ring driver whose first read the kernel postpones. The same happens to pread(2).
+    /// A ring driver for a kernel that postpones the first read. It postpones pread(2) too.
     fn drive_putting_off(queue: &Arc<DeviceQueue>) -> io::Result<()> {
         fail(libc::SYS_pread64, libc::EAGAIN);
         let mut ring = UringDriver::new()?;
@@ -401,7 +401,7 @@ pub(super) mod tests {
     fn where_no_thread_can_be_started_the_fetch_fails_at_once_and_later_ones_need_not() {
         let folder = tempfile::tempdir().unwrap();
         let device = |path: &Path| std::fs::metadata(path).map(|meta| meta.dev()).ok();
-        // On a machine without a mount at `/dev/shm` that is a folder on the same disk. That disk's queue must
+        // If nothing is mounted at `/dev/shm`, it is a folder on the same disk as `folder`. The queue of this disk must
         // not be running.
         let is_other =
             device(Path::new("/dev/shm")).is_some_and(|shm| Some(shm) != device(folder.path()));

@@ -1,5 +1,6 @@
-//! Tensors as parts of layers: their names differ in the number of the layer alone. A program that takes the parts of one
-//! layer in an order of its own takes those of the next in the same.
+//! Tensors as parts of layers. The tensors of the same part in two layers have names that differ only in the number of
+//! the layer. If a program reads the parts of one layer in some order, it reads the parts of the next layer in the same
+//! order.
 
 use std::collections::HashMap;
 
@@ -9,9 +10,9 @@ const STEPS_MAX: usize = 1 << 12;
 /// Which part of which layer a tensor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LayerPart {
-    /// The number of its name without that of the layer.
+    /// A number for the name of the tensor without the number of the layer.
     pub part: u32,
-    /// The number of the layer, 0 without one.
+    /// The number of the layer. It is 0 if the name has no number.
     pub layer: u32,
 }
 
@@ -23,7 +24,7 @@ pub(crate) struct Layers {
 }
 
 impl Layers {
-    /// The parts that the tensors of these names are.
+    /// The layer and the part of each tensor with these names.
     pub(crate) fn of<'a>(names: impl Iterator<Item = &'a str>) -> Layers {
         let mut numbers: HashMap<(&str, Option<&str>), u32> = HashMap::new();
         let mut layers = Layers::default();
@@ -46,14 +47,14 @@ impl Layers {
     }
 }
 
-/// The number of the layer, which is the first word of a name that is a number, and the text before and after it.
-/// The latter is `None` without a number.
+/// Splits a name at the number of the layer, which is the first word that is a number. Returns the text before it, the
+/// number, and the text after it. If no word is a number, the text after it is `None`.
 fn split_at_layer(name: &str) -> (&str, u32, Option<&str>) {
     let mut start = 0;
     for word in name.split('.') {
         let end = start + word.len();
         let is_number = word.bytes().all(|b| b.is_ascii_digit());
-        // `00` would be the same layer as `0`.
+        // The word `00` would give the same layer as `0`, so it does not count as a number.
         let is_plain = is_number && (word == "0" || !word.starts_with('0'));
         if let (Ok(layer), true) = (word.parse(), is_plain) {
             return (&name[..start], layer, Some(&name[end..]));
@@ -63,11 +64,11 @@ fn split_at_layer(name: &str) -> (&str, u32, Option<&str>) {
     (name, 0, None)
 }
 
-/// Which part a reader takes after which.
+/// For each part, the step to the part that a reader begins next.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LayerSteps(HashMap<u32, LayerStep>);
 
-/// The next part, and how many layers later it is.
+/// The next part, and the distance from the current layer to the layer of the next part.
 #[derive(Clone, Copy, Debug)]
 struct LayerStep {
     part: u32,
@@ -75,7 +76,7 @@ struct LayerStep {
 }
 
 impl LayerSteps {
-    /// Notes that the reader took `after` next after `before`.
+    /// Notes that the reader began `after` directly after `before`.
     pub(super) fn learn(&mut self, before: LayerPart, after: LayerPart) {
         if self.0.len() < STEPS_MAX || self.0.contains_key(&before.part) {
             let layers = i64::from(after.layer) - i64::from(before.layer);
@@ -83,7 +84,7 @@ impl LayerSteps {
         }
     }
 
-    /// The part that the reader is likely to take after `part`.
+    /// The part that the reader is likely to begin after `part`.
     pub(super) fn after(&self, part: LayerPart) -> Option<LayerPart> {
         let step = self.0.get(&part.part)?;
         let layer = u32::try_from(i64::from(part.layer) + step.layers).ok()?;

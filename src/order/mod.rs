@@ -1,9 +1,8 @@
-//! The orders in which programs take tensors, and which of them a program follows.
+//! The orders in which programs read tensors, and the detection of the order that a program follows.
 //!
-//! There are two learners, because their inputs differ. `RequestLearner` gets each tensor as it is
-//! requested, by several threads. `ReadLearner` gets ranges of bytes, where one read holds several
-//! small tensors and tensors that were read before are passed over. Pure: no I/O, no clock, no
-//! threads.
+//! There are two learners, because their inputs differ. `RequestLearner` gets each requested tensor, from
+//! several threads. `ReadLearner` gets ranges of bytes. One such range may hold several small tensors, and a
+//! reader skips tensors that were read before. The module is pure: it has no I/O, no clock and no threads.
 
 mod layers;
 mod reads;
@@ -19,12 +18,12 @@ pub use requests::RequestLearner;
 use crate::catalog::Catalog;
 use crate::format::names::natural_cmp;
 
-/// Catalogs of this many tensors and more are not sorted by the numbers in their names: a million
-/// takes a second.
+/// If a catalog has this number of tensors or more, its tensors are not sorted by the numbers in their names.
+/// Sorting a million tensors takes a second.
 const NATURAL_MAX: usize = 200_000;
 
-/// Maximum number of tensors of a file for which other orders are worth their memory and the time
-/// to sort.
+/// Maximum number of tensors of a file whose tensors are also sorted in other orders than the order of the
+/// file. For larger files, these orders would take too much memory and time.
 const FILE_MAX: usize = 1 << 16;
 
 /// An order of tensors.
@@ -32,18 +31,18 @@ const FILE_MAX: usize = 1 << 16;
 pub enum Order {
     /// The order of the merged file.
     File,
-    /// The order of the names as strings, which is that of the catalog.
+    /// The order of the names as strings. The catalog has the same order.
     Name,
-    /// The order of the names, with the numbers in them as numbers: layer 2 before layer 10.
+    /// The order of the names, in which numbers are compared as numbers: layer 2 comes before layer 10.
     Natural,
-    /// The order of the shards, and of the offsets in each.
+    /// The order of the shards, and of the offsets in each shard.
     Shard,
-    /// The order in which the parts of earlier layers were taken. It is learned.
+    /// The order in which the reader read the parts of earlier layers. It is learned.
     Layers,
 }
 
 impl Order {
-    /// All orders; of two with equal scores the first is taken.
+    /// All orders. If two orders have the same score, the earlier one in this list is used.
     pub const ALL: [Order; 5] =
         [Order::File, Order::Name, Order::Natural, Order::Shard, Order::Layers];
 }
@@ -59,7 +58,7 @@ struct Sequence {
     ranks: Vec<u32>,
 }
 
-/// The distinct sequences of the tensors of a catalog or of a file, and for a file the parts of its layers.
+/// The distinct sequences of the tensors of a catalog or of a file. For a file, also the parts of its layers.
 #[derive(Clone, Debug, Default)]
 pub struct Orders {
     sequences: Vec<Sequence>,
@@ -67,7 +66,7 @@ pub struct Orders {
 }
 
 impl Orders {
-    /// The orders of all tensors of `catalog`, by their positions in it.
+    /// The orders of all tensors of `catalog`. A tensor is identified by its position in the catalog.
     pub fn of_catalog(catalog: &Catalog) -> Orders {
         let positions: Vec<u32> = (0..catalog.len() as u32).collect();
         let mut orders = Orders::default();
@@ -79,8 +78,9 @@ impl Orders {
         orders
     }
 
-    /// The orders of the tensors of a file, by their places in it, but for that of the file.
-    /// `positions`: where `catalog` has them. Empty if there are too many.
+    /// The orders of the tensors of a file, except the order of the file itself. A tensor is identified by
+    /// its place in the file. `positions` has the position in `catalog` of each tensor. The result is empty
+    /// if the file has more than `FILE_MAX` tensors.
     pub fn of_file(catalog: &Catalog, positions: &[u32]) -> Orders {
         let mut orders = Orders::default();
         if positions.len() <= FILE_MAX {
@@ -95,12 +95,12 @@ impl Orders {
         orders
     }
 
-    /// Which part of which layer `tensor` is.
+    /// The layer and the part of `tensor`.
     pub fn part(&self, tensor: u32) -> Option<LayerPart> {
         self.layers.part(tensor)
     }
 
-    /// The tensor that is this part.
+    /// The tensor with this layer and part.
     pub fn tensor(&self, part: LayerPart) -> Option<u32> {
         self.layers.tensor(part)
     }
@@ -124,7 +124,7 @@ impl Orders {
     }
 }
 
-/// The numbers of `positions`, sorted by the names with their numbers as numbers.
+/// The indexes of `positions`, sorted by the names of the tensors, in which numbers are compared as numbers.
 fn by_number(catalog: &Catalog, positions: &[u32]) -> Vec<u32> {
     let name = |number: u32| catalog.tensor_at(positions[number as usize] as usize).name;
     let mut numbers: Vec<u32> = (0..positions.len() as u32).collect();
@@ -132,7 +132,7 @@ fn by_number(catalog: &Catalog, positions: &[u32]) -> Vec<u32> {
     numbers
 }
 
-/// The numbers of `positions`, sorted by shard and offset.
+/// The indexes of `positions`, sorted by the shard and the offset of the tensors.
 fn by_shard(catalog: &Catalog, positions: &[u32]) -> Vec<u32> {
     let mut numbers: Vec<u32> = (0..positions.len() as u32).collect();
     numbers.sort_by_cached_key(|&number| {

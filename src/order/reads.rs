@@ -1,4 +1,4 @@
-//! The order in which a reader takes tensors, learned from the tensors that it has begun.
+//! Learns the order in which a reader reads tensors, from the tensors that it has begun.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -6,10 +6,10 @@ use std::ops::Range;
 use super::Order;
 use super::layers::{LayerPart, LayerSteps};
 
-/// A read shorter than this says little about the next one.
+/// A read of fewer bytes than this says little about the next read.
 pub const SMALL: u64 = 64 << 10;
 
-/// A tensor, or the header, of a file.
+/// A tensor of a file, or its header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpan {
     /// Its place in the file: 0 for the header, 1 for the first tensor.
@@ -20,46 +20,48 @@ pub struct TensorSpan {
 
 /// The tensors of a file.
 pub trait TensorMap {
-    /// The tensor, or the header, that `offset` lies in.
+    /// The tensor or the header that contains byte `offset`.
     fn at(&self, offset: u64) -> TensorSpan;
 
-    /// The next tensor that is not empty after the one at `place` in `order`.
+    /// The next tensor with data, in `order`, after the tensor at `place`.
     fn after(&self, place: u32, order: Order) -> Option<TensorSpan>;
 
-    /// Which part of which layer the tensor at `place` is. `None` if that is not known.
+    /// The layer and the part of the tensor at `place`. `None` if they are not known.
     fn part(&self, _place: u32) -> Option<LayerPart> {
         None
     }
 
-    /// The tensor that is this part.
+    /// The tensor with this layer and part.
     fn of_part(&self, _part: LayerPart) -> Option<TensorSpan> {
         None
     }
 }
 
-/// Best and worst score of an order.
+/// Highest and lowest score of an order.
 const SCORE_MAX: i8 = 8;
 const SCORE_MIN: i8 = -8;
 
-/// Maximum trust in the order that has proved itself best.
+/// Maximum trust in the order with the highest score.
 const TRUST_MAX: u8 = 8;
 
 /// Maximum number of misses that are counted for a reader.
 const MISSES_MAX: u8 = 8;
 
-/// Number of tensors begun last that the next one may follow, because several threads take turns.
+/// Number of tensors begun last that are remembered. Several threads take turns, so the next tensor
+/// may follow any of them.
 const RECENT: usize = 8;
 
-/// Maximum number of tensors in a row that are passed over because they were already read.
+/// Maximum number of tensors in a row that are skipped because they were already read.
 const STEPS_MAX: usize = 16;
 
-/// The order learned from one reader's tensors.
+/// The order that was learned from the tensors of one reader.
 #[derive(Clone, Debug, Default)]
 pub struct ReadLearner {
-    /// Scores, by order; only tensors on which the orders differ count.
+    /// The score of each order. It changes only at tensors for which the predictions of the orders
+    /// differ.
     scores: [i8; Order::ALL.len()],
     trust: u8,
-    /// Number of tensors that no order predicted; each predicted tensor halves it.
+    /// Number of tensors that no order predicted. Each predicted tensor halves this number.
     misses: u8,
     /// Tensors begun last, newest first.
     recent: VecDeque<TensorSpan>,
@@ -67,17 +69,17 @@ pub struct ReadLearner {
 }
 
 impl ReadLearner {
-    /// Another reader, which is expected to use the same order.
+    /// The learner for a new reader, which is expected to use the same order.
     pub(crate) fn follower(&self) -> ReadLearner {
         ReadLearner { recent: VecDeque::new(), trust: self.trust.min(2), misses: 0, ..self.clone() }
     }
 
-    /// Trust in the best order, which grows with each tensor that it predicts.
+    /// Trust in the best order. It grows with each tensor that this order predicts.
     pub(crate) fn trust(&self) -> u8 {
         self.trust
     }
 
-    /// Whether no order predicted the tensors begun last.
+    /// Whether no order predicted most of the tensors that were begun last.
     pub(crate) fn is_mistaken(&self) -> bool {
         self.misses > 1
     }
@@ -92,8 +94,8 @@ impl ReadLearner {
         Order::ALL[self.best()]
     }
 
-    /// Notes that the reader begins `tensor`. `passed` says which tensors it would pass over,
-    /// because they were read or are being read.
+    /// Notes that the reader begins `tensor`. `passed` returns true for tensors that the reader
+    /// would skip, because they were read or are being read.
     pub(crate) fn begins(
         &mut self,
         tensor: &TensorSpan,
@@ -149,14 +151,15 @@ impl ReadLearner {
         self.recent.push_front(tensor.clone());
     }
 
-    /// Whether `order` names a tensor after the one begun last. All but the learned one do.
+    /// Whether `order` predicts the tensor after the last begun tensor. Only the learned order may
+    /// predict none.
     fn has_view(&self, order: Order, tensors: &dyn TensorMap) -> bool {
         let step =
             || tensors.part(self.recent.front()?.place).and_then(|part| self.steps.after(part));
         order != Order::Layers || step().is_some()
     }
 
-    /// The tensor after the one at `place` in `order`.
+    /// The tensor that follows the tensor at `place` in `order`.
     fn after(&self, place: u32, order: Order, tensors: &dyn TensorMap) -> Option<TensorSpan> {
         match order {
             Order::Layers => tensors.of_part(self.steps.after(tensors.part(place)?)?),
@@ -164,7 +167,8 @@ impl ReadLearner {
         }
     }
 
-    /// Whether `order` leads from one of the tensors begun last to `tensor`.
+    /// Whether `tensor` follows, in `order`, one of the tensors begun last. Small and skipped
+    /// tensors may lie between them.
     fn leads_to(
         &self,
         tensor: &TensorSpan,
@@ -179,7 +183,7 @@ impl ReadLearner {
                 if next.place == tensor.place {
                     return true;
                 }
-                // Small tensors are read along with others.
+                // One read covers a small tensor and its neighbours.
                 if next.range.end - next.range.start >= SMALL && !passed(&next) {
                     return false;
                 }
@@ -189,7 +193,8 @@ impl ReadLearner {
         })
     }
 
-    /// Takes note of which orders foretold a tensor. `None`: it foretold nothing.
+    /// Updates the scores after a tensor was begun. `foretold` says for each order whether it
+    /// predicted this tensor, or is `None` if the order predicted nothing.
     fn learn(&mut self, foretold: [Option<bool>; Order::ALL.len()]) {
         let best = self.best();
         let hits = foretold.iter().filter(|&&view| view == Some(true)).count();
@@ -203,7 +208,7 @@ impl ReadLearner {
             self.trust = (self.trust + 1).min(TRUST_MAX);
             self.misses /= 2;
         } else if hits > 0 {
-            // Another order takes over if it keeps predicting.
+            // If another order continues to predict tensors, it becomes the best one.
             self.trust = (self.trust / 2).max(1);
             self.misses /= 2;
         } else {
@@ -212,8 +217,8 @@ impl ReadLearner {
         }
     }
 
-    /// The tensor that the reader is likely to begin after `tensor`, without those that are
-    /// `passed`.
+    /// The tensor that the reader is likely to begin after `tensor`. Tensors for which `passed`
+    /// returns true are skipped.
     pub(crate) fn next(
         &self,
         tensor: &TensorSpan,

@@ -1,18 +1,18 @@
 //! Learns the order in which the tensors of a checkpoint are requested, and predicts the next ones.
 //!
-//! Each order is tried on every request. The order with the best predictions of the last requests
-//! predicts the next requests.
+//! Each order is compared with every request. The order that predicted the last requests best is
+//! used to predict the next ones.
 
 use std::collections::VecDeque;
 
 use super::{Order, Orders, Sequence};
 
-/// Maximum number of places in an order that each reader, and all readers together, may continue
-/// from. With more places, a random request is near one more often.
+/// Maximum number of cursors in an order for each reader, and for all readers together. With more
+/// cursors, a random request would more often be near one of them by chance.
 const CURSORS_EACH: usize = 2;
 const CURSORS_MAX: usize = 8;
 
-/// Maximum number of tensors that a cursor has passed and still expects, because threads overtake
+/// Maximum number of tensors that a cursor has skipped and still expects, because threads overtake
 /// each other.
 const PASSED_MAX: usize = 32;
 
@@ -24,18 +24,18 @@ const READERS_IN: usize = 16;
 const TRUSTED_SCORE_MIN: u32 = 2;
 const SCORE_MAX: u32 = 16;
 
-/// A place that a reader may continue from.
+/// A place in an order from which a reader may continue.
 #[derive(Clone, Debug)]
 struct Cursor {
     /// The highest requested rank.
     rank: u32,
-    /// Ranks before it that were not requested.
+    /// Ranks before `rank` that were not requested.
     passed: VecDeque<u32>,
-    /// Number of its last request.
+    /// Number of the last request at this cursor.
     last: u64,
 }
 
-/// How well an order predicted the requests.
+/// The record of the predictions of one sequence.
 #[derive(Clone, Debug, Default)]
 struct Track {
     score: u32,
@@ -44,8 +44,9 @@ struct Track {
 }
 
 impl Track {
-    /// Takes note of request `number`, for the tensor of this rank. Returns whether one of
-    /// `readers` was expected to ask for it: threads that share an order overtake each other.
+    /// Notes request `number`, for the tensor of this rank. Returns whether the request was
+    /// expected. `readers` threads may share the order and overtake each other, so a request may
+    /// also be a few ranks after a cursor. The first tensor of the order is always expected.
     fn ask(&mut self, rank: u32, readers: usize, number: u64) -> bool {
         let reach = if readers > 1 { 2 * readers as u32 } else { 1 };
         if let Some(cursor) = self.cursors.iter_mut().find(|cursor| cursor.rank == rank) {
@@ -70,7 +71,7 @@ impl Track {
         expected || rank == 0
     }
 
-    /// Moves the cursor that expects this rank, if one does.
+    /// Moves the cursor that expects this rank. Returns whether there is one.
     fn expected(&mut self, rank: u32, reach: u32, number: u64) -> bool {
         for cursor in &mut self.cursors {
             if let Some(index) = cursor.passed.iter().position(|&passed| passed == rank) {
@@ -90,7 +91,7 @@ impl Track {
     }
 }
 
-/// The requests for one checkpoint so far, and the orders that predicted them.
+/// Learns from the requests for the tensors of one checkpoint.
 #[derive(Clone, Debug)]
 pub struct RequestLearner {
     pub(super) orders: Orders,
@@ -101,13 +102,13 @@ pub struct RequestLearner {
     requests: u64,
     /// The readers that sent the last requests.
     recent: VecDeque<u64>,
-    /// Sequence and rank of the last request. `None` if it was not expected.
+    /// Sequence and rank of the last request. `None` if that request was not expected.
     onward: Option<(usize, u32)>,
 }
 
 impl RequestLearner {
-    /// Creates a learner without requests. The order `usual`, which was right elsewhere, is trusted
-    /// sooner.
+    /// Creates a learner without requests. The order `usual`, which predicted the requests for
+    /// another checkpoint, is trusted sooner.
     pub fn new(orders: Orders, usual: Option<Order>) -> RequestLearner {
         let score =
             |order: &Sequence| u32::from(usual.is_some_and(|usual| order.orders.contains(&usual)));
@@ -118,8 +119,8 @@ impl RequestLearner {
         RequestLearner { orders, tracks, asked, requests: 0, recent, onward: None }
     }
 
-    /// Notes a request of `reader` for `tensor`. Returns whether a trusted order expected it; then
-    /// `next` returns the tensors that follow.
+    /// Notes a request of `reader` for `tensor`. Returns whether a trusted order expected the
+    /// request. If so, `next` returns the tensors that follow.
     ///
     /// # Panics
     /// If the checkpoint has no such tensor.
@@ -137,7 +138,7 @@ impl RequestLearner {
         {
             let rank = order.ranks[tensor];
             let expected = track.ask(rank, readers, self.requests);
-            // If two are as good now, the order that was wrong less often wins.
+            // If two orders have the same score, the order with fewer misses is used.
             let merit = (track.score, u32::MAX - track.misses);
             if expected
                 && track.score >= TRUSTED_SCORE_MIN
@@ -157,9 +158,9 @@ impl RequestLearner {
         (0..self.recent.len()).filter(|&index| first(index)).count()
     }
 
-    /// The tensors that follow the last requested one, the next one first. Tensors that were
-    /// requested as often as that one are left out, because another reader has read them. Empty if
-    /// the last request was not expected.
+    /// The tensors that follow the last requested tensor, in order. Tensors that were requested at
+    /// least as often as the last requested tensor are left out, because another reader has read
+    /// them. Empty if the last request was not expected.
     pub fn next(&self) -> impl Iterator<Item = usize> + '_ {
         let (tensors, times) = match self.onward {
             None => (&[][..], 0),

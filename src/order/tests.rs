@@ -1,10 +1,11 @@
-//! The walks of tests: requests as programs send them, in order, at random, and from several threads.
+//! Tests with requests as programs send them: in order, at random, and from several threads.
 
 use std::collections::BTreeSet;
 
 use super::*;
 
-/// A walk through tensors of these names, which lie in the files in the order given.
+/// A learner for tensors with these names, whose order in the files is the order of `files`. Also
+/// returns the sorted names.
 fn walk(files: &[&str]) -> (RequestLearner, Vec<String>) {
     let mut names: Vec<String> = files.iter().map(|&name| name.to_owned()).collect();
     names.sort();
@@ -18,15 +19,15 @@ fn walk(files: &[&str]) -> (RequestLearner, Vec<String>) {
     (RequestLearner::new(orders, None), names)
 }
 
-/// Layers 0 to 11 with three tensors each, in an order of their own in the files.
+/// Layers 0 to 11 with three tensors each. In the files they have another order than by name.
 fn model() -> (RequestLearner, Vec<String>) {
     let layers = (0..12).flat_map(|n| ["q", "k", "v"].map(|part| format!("layers.{n}.{part}")));
     let files: Vec<String> = std::iter::once("embed".to_owned()).chain(layers).collect();
     walk(&files.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
-/// How many of these requests, in turns from several readers, were among the next few before they
-/// came, and how many tensors were so in all.
+/// Sends these requests from several readers in turns. Returns how many of the requests were
+/// predicted, and how many tensors were predicted in all.
 fn foretold(walk: &mut RequestLearner, requests: &[usize], readers: u64) -> (usize, usize) {
     let (mut right, mut expected) = (0, BTreeSet::new());
     for (number, &tensor) in requests.iter().enumerate() {
@@ -48,7 +49,7 @@ fn each_order_is_known_after_two_tensors() {
         let (mut walk, _) = model();
         let requests = in_order(&walk, order);
         let (right, expected) = foretold(&mut walk, &requests, 1);
-        // Wrong at most once at each place where two orders part for the first time.
+        // A prediction can be wrong once at each place where two orders differ for the first time.
         assert!(right >= requests.len() - 6 && expected <= requests.len(), "{order:?}: {right}");
         assert_eq!(walk.order(), Some(order));
     }
@@ -97,7 +98,8 @@ fn threads_with_a_part_each_have_cursors_of_their_own_and_none_runs_into_the_nex
         let expected = walk.ask(tensor, number as u64 % 4);
         assert!(expected || number < 16, "request {number}");
         if tensor == order[8] {
-            // The last of the first part: of the others only their last ones are left.
+            // This is the last tensor of the first part. Only the last tensors of the other parts
+            // were not requested yet.
             let left = [17, 26, 35, 36].map(|rank| order[rank]);
             assert_eq!(walk.next().collect::<Vec<_>>(), left);
         }

@@ -28,8 +28,8 @@ pub struct PlanLimits {
     /// Maximum length of unwanted bytes between two ranges that are read together, because a second read would take
     /// longer.
     pub gap: u64,
-    /// Minimum length of a tensor that gets memory of its own. For smaller tensors, the ends of such memory, which
-    /// are on small pages, would cost more than it saves.
+    /// Minimum length of a tensor that gets memory of its own. The ends of such memory are on small pages. For a
+    /// smaller tensor, these pages would cost more time than the separate memory saves.
     pub dedicated_min_bytes: u64,
     /// Minimum length of a tensor that is read directly into the caller's buffer, if both have the same offset within
     /// a page. If the offsets differ, the minimum length of a run that has reads of its own.
@@ -222,7 +222,7 @@ pub struct Plan {
 struct ShardRange {
     shard: ShardId,
     range: Range<u64>,
-    /// The move of its bytes. Region and offset are relative to the request until the request has a place.
+    /// The move of its bytes. Until the request has a place in memory, the offset counts from the start of the request.
     step: Move,
     request: u32,
 }
@@ -473,7 +473,7 @@ impl Plan {
             let range = base + bytes.start..base + bytes.end;
             extents.push(ShardRange { shard, range, step, request });
         };
-        // Runs may be written to memory in any order, so they are read in the order of the shard.
+        // Runs are read in the order of the shard, because they may be written to memory in any order.
         let ordered = if copy.is_ascending() { copy } else { copy.in_source_order() };
         if ordered.is_ascending() {
             ordered.each_near(gap, moved, &mut add);
@@ -602,7 +602,7 @@ impl Move {
 /// element.
 fn split(extent: ShardRange, chunk: u64, decryptor: DecryptorOf<'_>) -> Vec<ShardRange> {
     let ShardRange { shard, range, step, request } = extent;
-    // A range of several runs is not longer than `chunk`, because `cut` has limited it.
+    // `cut` has limited the length of a range of several runs to `chunk`.
     if range.end - range.start <= chunk || step.runs > 1 {
         return vec![ShardRange { shard, range, step, request }];
     }

@@ -3,18 +3,19 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Bytes that were requested or are read ahead: ranges that do not touch, by start.
+/// Bytes that were requested or are read ahead, as ranges by their start. No two ranges are
+/// adjacent.
 #[derive(Debug, Default)]
 pub(super) struct Given(BTreeMap<u64, u64>);
 
 impl Given {
-    /// End of the range that `offset` lies in.
+    /// End of the range that contains byte `offset`.
     fn end_at(&self, offset: u64) -> Option<u64> {
         let before = self.0.range(..=offset).next_back();
         before.map(|(_, &end)| end).filter(|&end| end > offset)
     }
 
-    /// The first part of `range` that is not given.
+    /// The first part of `range` that is in none of these ranges.
     pub(super) fn gap(&self, range: &Range<u64>) -> Option<Range<u64>> {
         let start = self.end_at(range.start).unwrap_or(range.start);
         let end = self.0.range(start..).next().map_or(range.end, |(&next, _)| next);
@@ -49,7 +50,7 @@ impl Given {
         }
     }
 
-    /// Number of its ranges.
+    /// Number of ranges.
     pub(super) fn count(&self) -> usize {
         self.0.len()
     }

@@ -1,24 +1,24 @@
-//! Planned bytes that a reader passed over.
+//! Planned bytes that a reader skipped.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::{SMALL, WINDOW_MIN, strike};
 
-/// Reads after which these bytes are no longer expected.
+/// Number of reads after which requests for these bytes are no longer expected.
 const PASSED_READS: u64 = 64;
 
 /// Maximum number of ranges that are remembered.
 pub(super) const PASSED_MAX: usize = 256;
 
-/// Planned ranges that a reader passed over, each with the number of that read, oldest first. Another reader, or a
-/// read that was overtaken, may still request them.
+/// Planned ranges that a reader skipped, each with the number of the read that skipped it, the oldest first. Another
+/// reader, or a read that was overtaken, may still request them.
 #[derive(Debug, Default)]
 pub(super) struct PassedRanges(VecDeque<(Range<u64>, u64)>);
 
 impl PassedRanges {
-    /// Notes ranges that are passed over by read number `now`. A reader of half of each row leaves many, so
-    /// neighbours are joined.
+    /// Notes ranges that read number `now` has skipped. A program that reads half of each row skips many ranges, so
+    /// ranges that are near each other are joined.
     pub(super) fn add(&mut self, ranges: Vec<Range<u64>>, now: u64) {
         for range in ranges {
             let is_near = |(near, _): &&mut (Range<u64>, u64)| {
@@ -37,7 +37,7 @@ impl PassedRanges {
         self.0.iter().map(|(range, _)| range)
     }
 
-    /// Removes bytes that are read.
+    /// Removes bytes that a reader has read.
     pub(super) fn strike(&mut self, read: &Range<u64>) {
         let meets = |range: &Range<u64>| range.start < read.end && read.start < range.end;
         if !self.iter().any(meets) {
@@ -50,7 +50,7 @@ impl PassedRanges {
         }
     }
 
-    /// Removes and returns the oldest range, if its bytes are no longer expected at read number `now`.
+    /// Removes and returns the oldest range, if requests for its bytes are no longer expected at read number `now`.
     pub(super) fn pop_old(&mut self, now: u64) -> Option<Range<u64>> {
         let is_old = self.0.front().is_some_and(|(_, since)| since + PASSED_READS < now);
         is_old.then(|| self.0.pop_front()).flatten().map(|(range, _)| range)

@@ -7,22 +7,22 @@ use super::stream::ReadStream;
 use super::{PAGE, PATH_MAX, STEP_UNIT};
 use crate::order::TensorSpan;
 
-/// Ranges to read ahead for a stream, while they are chosen.
+/// The ranges to read ahead for a stream, while they are being chosen.
 #[derive(Debug)]
 pub(super) struct PlannedRanges {
     pub(super) ranges: Vec<Range<u64>>,
-    /// Number of the first of them, which belong to the tensor that the stream reads.
+    /// Number of ranges at the front that belong to the tensor that the stream reads.
     pub(super) in_tensor: usize,
-    /// Where the next range may begin.
+    /// The first offset at which the next range may begin.
     pub(super) from: u64,
-    /// Bytes that may be added.
+    /// Number of bytes that may still be added.
     pub(super) room: u64,
     /// Maximum number of ranges.
     most: usize,
 }
 
 impl PlannedRanges {
-    /// No ranges yet, of `room` bytes at most, after the last read of `stream`.
+    /// An empty list for ranges after the last read of `stream`, which may have `room` bytes in all.
     pub(super) fn after(stream: &ReadStream, room: u64) -> PlannedRanges {
         let most = PATH_MAX.saturating_sub(stream.path.len());
         PlannedRanges { ranges: Vec::new(), in_tensor: 0, from: stream.next, room, most }
@@ -32,15 +32,16 @@ impl PlannedRanges {
         self.room == 0 || self.ranges.len() >= self.most
     }
 
-    /// Number of their bytes.
+    /// Number of bytes in all ranges.
     pub(super) fn len(&self) -> u64 {
         self.ranges.iter().map(|range| range.end - range.start).sum()
     }
 
-    /// Adds the bytes before `end` that are not in `given`.
+    /// Adds the bytes from `from` to `end` that are not in `given`, as far as there is room.
     pub(super) fn fill(&mut self, given: &Given, end: u64, window: u64) {
         while !self.is_full() {
-            // A gap far ahead, behind bytes that another reader has read, is not for this stream.
+            // If another reader has read the bytes in front of a gap, and the gap is more than a window away, it is not
+            // for this stream.
             let gap = given.gap(&(self.from..end));
             let Some(gap) = gap.filter(|gap| gap.start - self.from <= window) else { break };
             let part = gap.start..gap.end.min(gap.start + self.room);
@@ -53,9 +54,9 @@ impl PlannedRanges {
         }
     }
 
-    /// Goes on with `tensor`.
+    /// Continues with `tensor`.
     pub(super) fn go_to(&mut self, tensor: &TensorSpan) {
-        // The tensor that follows in the file may have been read in part.
+        // If `from` lies in the tensor, the bytes of the tensor before it were read or planned.
         let Range { start, end } = tensor.range;
         if self.from < start || self.from >= end.next_multiple_of(PAGE) {
             self.from = start / PAGE * PAGE;
@@ -63,8 +64,8 @@ impl PlannedRanges {
     }
 }
 
-/// Bytes to add to the `ahead` ones of a window, in whole units where they are many: the last bytes would be a
-/// short read of their own.
+/// Number of bytes to add to a window in which `ahead` bytes are read ahead. A large number is rounded down to whole
+/// units, because its last bytes would otherwise be a short read of their own.
 pub(super) fn refill(window: u64, ahead: u64) -> u64 {
     let room = window - ahead;
     if ahead > 0 && room > STEP_UNIT { room / STEP_UNIT * STEP_UNIT } else { room }

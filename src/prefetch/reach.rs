@@ -2,13 +2,14 @@
 
 use super::WINDOW_MIN;
 
-/// How far is read ahead before a reader has shown its needs.
+/// Numbers of bytes that are read ahead before a reader has shown its needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Reach {
-    /// First window, in bytes. Also what is read ahead of a reader that is at the end of a tensor.
+    /// First window in bytes. Also the maximum number of bytes that are read ahead for a reader that has read
+    /// most of a tensor, before an order has predicted tensors.
     pub(super) first: u64,
-    /// Maximum number of bytes that are read ahead beyond the current tensor before an order has proved
-    /// itself.
+    /// Maximum number of bytes that are read ahead beyond the current tensor before an order has predicted
+    /// several tensors.
     pub(super) trial: u64,
 }
 
@@ -16,6 +17,7 @@ impl Reach {
     /// For files of this machine.
     pub const NEAR: Reach = Reach { first: WINDOW_MIN, trial: 8 << 20 };
 
-    /// For sources with a round trip before each first byte: what is not asked for in time costs one.
+    /// For sources on a server. The reader waits for a round trip if bytes are not requested before the
+    /// reader needs them.
     pub const FAR: Reach = Reach { first: 8 << 20, trial: 32 << 20 };
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 pub struct Request {
     /// The requested bytes; not empty.
     pub range: Range<u64>,
-    /// Open handle of the file that sends the request.
+    /// The open handle through which the request was sent.
     pub reader: u64,
     /// Whether the bytes are still being read ahead.
     pub late: bool,
@@ -18,7 +18,7 @@ pub struct Request {
 /// Actions after a read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Advice {
-    /// Bytes to read ahead, in this order, with the stream that they are for.
+    /// The stream for which bytes are read ahead, and the ranges to read ahead, in this order.
     pub ahead: Option<(StreamId, Vec<Range<u64>>)>,
     /// Bytes that were read ahead and are no longer expected to be requested.
     pub left: Vec<Range<u64>>,

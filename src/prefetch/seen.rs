@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use crate::order::{Order, TensorMap};
 
-/// Tensors whose middle was read: the kernel has them.
+/// Tensors whose middle was read. The page cache of the kernel should have them.
 #[derive(Debug, Default)]
 pub(super) struct SeenTensor(Vec<u64>);
 
-/// Maximum number of tensors of one read that are marked.
+/// Maximum number of tensors that one read marks.
 const MARKED_MAX: usize = 1024;
 
 impl SeenTensor {
@@ -17,9 +17,8 @@ impl SeenTensor {
         word.is_some_and(|word| word >> (place % 64) & 1 == 1)
     }
 
-    /// Marks the tensors whose middle a read of `range` holds. Returns whether one was already
-    /// marked, so that the kernel has dropped its pages: then only tensors of this read stay
-    /// marked.
+    /// Marks the tensors whose middle byte is in `range`. Returns whether one of them was marked
+    /// already. In this case the kernel has dropped its pages, so all earlier marks are removed.
     pub(super) fn add(&mut self, range: &Range<u64>, tensors: &dyn TensorMap) -> bool {
         let mut has_forgotten = false;
         let mut tensor = Some(tensors.at(range.start));

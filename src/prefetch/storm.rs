@@ -1,5 +1,5 @@
-//! Finds tensors that are requested page by page: a program that maps the file takes its pages one
-//! by one.
+//! Finds tensors that are requested page by page. A program that maps the file causes such
+//! requests.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -31,13 +31,13 @@ struct Storm {
 #[derive(Debug, Default)]
 pub(super) struct Storms {
     storm: Option<Storm>,
-    /// Tensors, or parts of long ones, that were pushed, and when.
+    /// Tensors, or parts of long tensors, that were pushed, each with the time of the push.
     pushed: VecDeque<(Range<u64>, u64)>,
 }
 
 impl Storms {
-    /// Returns the tensor that is requested page by page, when that is first noticed. If
-    /// it is longer than `PUSH_LEN_MAX`, returns the part of that length which has the request.
+    /// Returns the tensor that is requested page by page, once this is noticed. If the tensor is
+    /// longer than `PUSH_LEN_MAX`, returns the part of this length that contains the request.
     pub(super) fn push(
         &mut self,
         request: &Request,
@@ -68,7 +68,7 @@ impl Storms {
         None
     }
 
-    /// Returns `part` of a tensor, unless it was pushed recently and is on its way.
+    /// Returns `part` of a tensor, unless this part was pushed recently and may still be arriving.
     fn push_once(&mut self, part: Range<u64>, now: u64) -> Option<Range<u64>> {
         self.pushed.retain(|(_, at)| now.saturating_sub(*at) < PUSHED_TIME);
         if self.pushed.iter().any(|(pushed, _)| *pushed == part) {

@@ -1,4 +1,4 @@
-//! One stream: reads that move forward, and the ranges that are read ahead of them.
+//! One stream: reads that move forward, and the ranges that are read ahead for them.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -15,22 +15,22 @@ pub(super) struct ReadStream {
     /// Ranges that are read ahead and not requested yet, in the expected order.
     pub(super) path: VecDeque<Range<u64>>,
     pub(super) window: u64,
-    /// Reads that continued it.
+    /// Number of reads that continued the stream.
     pub(super) run: u32,
     /// Number of reads since the stream was last at its expected place.
     pub(super) elsewhere: u32,
     /// Start of its first read.
     pub(super) began: u64,
-    /// Bytes read since the window grew.
+    /// Number of bytes that were read since the window grew.
     pub(super) grown: u64,
-    /// The tensor that its last read lies in.
+    /// The tensor of its last read.
     pub(super) tensor: TensorSpan,
     /// Number of its last read.
     pub(super) last: u64,
 }
 
 impl ReadStream {
-    /// Bytes that are read ahead for it and not read yet.
+    /// Number of bytes that are read ahead for the stream and not requested yet.
     pub(super) fn ahead(&self) -> u64 {
         let left = |range: &Range<u64>| range.end - range.start;
         self.path.iter().map(left).sum()
@@ -41,18 +41,18 @@ impl ReadStream {
         self.path.front().is_some_and(|range| range.contains(&self.next))
     }
 
-    /// Whether some of `range` is read ahead for it.
+    /// Whether some bytes of `range` are read ahead for the stream.
     pub(super) fn has_planned(&self, range: &Range<u64>) -> bool {
         self.path.iter().any(|planned| planned.start < range.end && range.start < planned.end)
     }
 
-    /// Halves the window. It then has at least `least` bytes.
+    /// Halves the window, but not to less than `least` bytes.
     pub(super) fn halve(&mut self, least: u64) {
         self.window = (self.window / 2).max(least);
     }
 
-    /// Moves on to `end`, and removes and returns the path's bytes before it. They were passed
-    /// over, because bytes that were read are already removed.
+    /// Moves the stream forward to `end`. Removes the planned bytes before `end`, and returns them.
+    /// They were skipped, because bytes that were read are already removed.
     pub(super) fn move_on(&mut self, end: u64) -> Vec<Range<u64>> {
         self.grown += end.saturating_sub(self.next);
         let before = self.next;
@@ -91,7 +91,8 @@ impl ReadStream {
         Some(taken)
     }
 
-    /// Appends `range` to the path, joined to the last range if it follows that.
+    /// Appends `range` to the path. If it begins where the last range ends, the two become one
+    /// range.
     pub(super) fn plan(&mut self, range: Range<u64>) {
         match self.path.back_mut() {
             Some(last) if last.end == range.start => last.end = range.end,

@@ -1,4 +1,4 @@
-//! Planned reads of made-up readers.
+//! Tests of the planner with made-up reads.
 
 use super::passed::PASSED_MAX;
 use super::*;
@@ -101,9 +101,9 @@ fn a_distant_file_is_read_further_ahead_before_its_reader_is_known() {
     };
     let [near, far] = [Reach::NEAR, Reach::FAR];
     assert!(ahead_at(near, 0) == near.first && ahead_at(far, 0) == far.first);
-    // The last bytes of the first tensor, whose successor is not known to be wanted.
+    // At the end of the first tensor, it is not known whether the reader wants the next tensor.
     assert!(ahead_at(near, 63) <= near.first && ahead_at(far, 63) > near.first);
-    // The third one follows two.
+    // At the end of the third tensor, two predictions were right.
     assert!(ahead_at(far, 191) <= far.trial);
 }
 
@@ -254,7 +254,7 @@ fn a_read_that_others_overtake_begins_no_read_ahead_of_its_own() {
     assert_eq!(planner.streams.len(), 1);
 }
 
-// For a reader too slow for the time that blocks are kept, each read once fetched 64 MiB.
+// An earlier version had a bug: if a reader was so slow that blocks were dropped unread, each read fetched 64 MiB.
 #[test]
 fn what_is_dropped_again_and_again_is_read_ahead_less_and_less() {
     let mut planner = planner();
@@ -298,7 +298,7 @@ fn what_the_kernel_has_forgotten_is_read_ahead_again() {
     assert!(planned[1] >= 500 * MIB && planned[1] >= planned[0] / 10 * 9, "{planned:?}");
 }
 
-/// A file of tensors of a few bytes each; counts the calls for the next tensor.
+/// A file of tensors of a few bytes each. It counts the calls of `after`.
 struct Tiny {
     each: u64,
     steps: std::cell::Cell<u64>,
@@ -317,7 +317,8 @@ impl TensorMap for Tiny {
     }
 }
 
-// A window was once limited to 2 MiB, or to the tensors that can be visited one by one.
+// An earlier version had a bug: a window was limited to 2 MiB, or to the number of tensors that can be visited one by
+// one.
 #[test]
 fn tiny_tensors_are_read_ahead_of_by_whole_windows_in_a_few_steps() {
     for each in [64, 1024] {
@@ -348,8 +349,7 @@ impl TensorMap for Whole {
     }
 }
 
-/// Reads a MiB that no page cache holds. Returns how much is planned near it, and how much far from
-/// it.
+/// Reads a MiB that is not in the page cache. Returns the number of bytes that are planned near it, and far from it.
 fn read_whole(planner: &mut Planner, start: u64, reader: u64) -> [u64; 2] {
     let request = Request { reader, ..request(start, MIB, true) };
     let advice = planner.observe(&request, u64::MAX, &Whole);
@@ -362,8 +362,8 @@ fn read_whole(planner: &mut Planner, start: u64, reader: u64) -> [u64; 2] {
     planned
 }
 
-// Bytes that were read once were not read ahead again, but the bytes beyond them were, again and
-// again.
+// An earlier version had a bug: bytes that were read once were never read ahead again, but the bytes beyond them were
+// read ahead repeatedly.
 #[test]
 fn a_part_of_a_tensor_that_is_read_again_is_read_ahead_again_and_nothing_beyond_it() {
     let mut planner = Planner::new(WHOLE, Reach::NEAR);
@@ -391,7 +391,7 @@ fn a_reader_that_follows_another_one_without_a_page_cache_is_read_ahead_of_too()
     assert!(planned.iter().all(|bytes| *bytes >= 1700 * MIB), "{planned:?}");
 }
 
-// Rows were once dropped that another reader was about to request.
+// An earlier version had a bug: it dropped rows that another reader was about to request.
 #[test]
 fn what_a_reader_of_half_of_each_row_passes_over_stays_until_there_is_no_room() {
     for (half, found) in [(2 * PAGE, 90 * MIB), (32 * PAGE, 20 * MIB)] {
@@ -407,7 +407,7 @@ fn what_a_reader_of_half_of_each_row_passes_over_stays_until_there_is_no_room() 
     }
 }
 
-// A second reader of such bytes once got no read-ahead.
+// An earlier version had a bug: for a second reader of such bytes, nothing was read ahead.
 #[test]
 fn what_was_dropped_before_anybody_asked_for_it_is_planned_again() {
     let mut planner = planner();
@@ -418,7 +418,8 @@ fn what_was_dropped_before_anybody_asked_for_it_is_planned_again() {
     assert_eq!(read(&mut planner, MIB / 2, MIB / 2, false)[0].start, MIB);
 }
 
-// Such bytes once stayed planned if another stream had taken them over or had ended.
+// An earlier version had a bug: such bytes stayed planned if another stream had taken them over, or if the stream had
+// ended.
 #[test]
 fn bytes_without_room_are_withdrawn_from_whichever_stream_has_them_and_no_others() {
     let mut planner = planner();
@@ -432,7 +433,7 @@ fn bytes_without_room_are_withdrawn_from_whichever_stream_has_them_and_no_others
     assert_eq!(planner.given.gap(&(0..9 * MIB)), Some(refused));
 }
 
-// A stream that had planned the last tensor of its order once planned nothing more.
+// An earlier version had a bug: after the last tensor of its order was planned, nothing more was planned for a stream.
 #[test]
 fn the_rest_of_a_tensor_that_is_read_is_planned_whatever_else_is() {
     let mut planner = planner();
@@ -445,7 +446,8 @@ fn the_rest_of_a_tensor_that_is_read_is_planned_whatever_else_is() {
     assert_eq!(read(&mut planner, MIB, MIB, false).first().unwrap().start, 2 * MIB);
 }
 
-// A stream that was replaced by a new one once left its read-ahead bytes without an owner.
+// An earlier version had a bug: if a new stream replaced another stream, the read-ahead bytes of the old stream had no
+// owner.
 #[test]
 fn bytes_that_are_read_ahead_have_a_stream_until_they_are_read_or_left() {
     let mut planner = planner();
@@ -480,7 +482,7 @@ fn bytes_that_are_read_ahead_have_a_stream_until_they_are_read_or_left() {
 fn a_storm_of_page_faults_in_one_tensor_is_answered_with_the_tensor_once() {
     let mut planner = planner();
     let mut pushed = Vec::new();
-    // The second half comes later, while the tensor is being pushed.
+    // The second half of the requests comes later, while the tensor is being pushed.
     for n in 0..200u64 {
         let at = 64 * MIB * 5 + (n * 7919 * 4096) % (64 * MIB);
         let now = if n < 100 { n / 4 } else { 300 + n / 4 };
@@ -505,14 +507,15 @@ fn a_storm_of_page_faults_in_a_long_tensor_is_answered_with_the_gibibyte_that_ha
     assert_eq!(pushed, [2 << 30..3 << 30, 19 << 30..WHOLE]);
 }
 
-/// A read of a mapped page at the start of tensor `number`: the kernel reads as much before it as after it.
+/// The reads for a mapped page at the start of tensor `number`. The kernel reads as many bytes before the page as after
+/// it.
 fn touch(planner: &mut Planner, number: u64) -> Vec<Range<u64>> {
     let first = number * 64 * MIB - 2 * MIB;
     (0..4).flat_map(|part| read(planner, first + part * MIB, MIB, true)).collect()
 }
 
-// `from_pretrained` reads the start of each tensor before it loads one. Each start cost a round trip, and 8 MiB of each
-// tensor were read ahead that it did not request then.
+// `from_pretrained` reads the start of each tensor before it loads a tensor. An earlier version had a bug: each start
+// cost a round trip, and 8 MiB of each tensor were read ahead too early.
 #[test]
 fn only_the_starts_of_tensors_are_read_ahead_of_a_reader_that_requests_nothing_else() {
     let mut planner = Planner::new(40 * 64 * MIB, Reach::FAR);
@@ -529,7 +532,7 @@ fn only_the_starts_of_tensors_are_read_ahead_of_a_reader_that_requests_nothing_e
         range.start + 2 * MIB < start || range.end > start + 2 * MIB
     };
     assert_eq!(planned.iter().find(outside), None);
-    // Then it loads the first one, and is read ahead of without a gap.
+    // Then the reader loads the first tensor, and all of its bytes after the first few MiB are read ahead.
     let mut at = 66 * MIB;
     let mut ahead: Vec<Range<u64>> = Vec::new();
     while at < 126 * MIB {
@@ -557,8 +560,8 @@ impl TensorMap for EvenOf {
     }
 }
 
-/// The percentage of reads for which several threads that load tensors of `len` MiB are taken for a reader of starts. They
-/// take turns, at random if there is a seed.
+/// Several threads load tensors of `len` MiB. Returns the percentage of reads at which they are taken for a reader that
+/// reads only starts. The threads take turns, at random if there is a seed.
 fn taken_for_touches(threads: u64, len: u64, mut seed: Option<u64>) -> u64 {
     let (tensors, mut touches) = (EvenOf(len), Touches::default());
     let mut at: Vec<u64> = (0..threads).map(|thread| thread * len * MIB).collect();
@@ -582,7 +585,8 @@ fn taken_for_touches(threads: u64, len: u64, mut seed: Option<u64>) -> u64 {
     touching * 100 / reads
 }
 
-// The ends and starts of tensors that several threads load are read in turns, and passed for touches of starts.
+// An earlier version had a bug: if several threads load tensors, they read ends and starts of tensors in turns, and
+// these reads were taken for reads of starts only.
 #[test]
 fn threads_that_load_tensors_pass_for_a_reader_of_starts_in_few_of_their_reads() {
     for (threads, len) in [(2, 8), (4, 8), (8, 8), (4, 12), (4, 16), (8, 16), (2, 32), (4, 64)] {
@@ -632,7 +636,8 @@ fn starts_that_lie_close_together_are_planned_once() {
     assert!(planned.len() > 10 && planned.is_sorted_by(|a, b| a.end <= b.start), "{planned:?}");
 }
 
-// If a reader takes fewer bytes of each tensor than before, the rest of its starts filled the window.
+// An earlier version had a bug: if a reader read fewer bytes of each start than before, the unread rest of the planned
+// starts filled the window.
 #[test]
 fn starts_that_are_passed_over_do_not_end_the_read_ahead_of_others() {
     let mut planner = Planner::new(40 * 64 * MIB, Reach::FAR);

@@ -1,6 +1,6 @@
-//! Reads of mapped pages, which the kernel extends to both sides, and programs that read only the start of each tensor
-//! before they load the first one, as `from_pretrained` does: for these the starts of the next tensors are read ahead,
-//! and not the rest of the current one.
+//! Detects programs that read only the start of each tensor before they load the first tensor, as `from_pretrained`
+//! does. For such a program, the starts of the next tensors are read ahead, and not the rest of the current tensor. The
+//! kernel extends a read of a mapped page to both sides.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -8,26 +8,28 @@ use std::ops::Range;
 use super::{PAGE, Request, SLACK};
 use crate::order::{SMALL, TensorMap, TensorSpan};
 
-/// Number of tensors in a row of which only the start was read, after which the same is expected of the next ones.
+/// If a reader has read only the starts of this number of tensors in a row, it is expected to read only the starts of
+/// the next tensors too.
 const TOUCHED_MIN: u8 = 2;
 
-/// Number of tensors in a row of which only the start was read, from which these reads are a pass of their own.
+/// If a reader has read only the starts of this number of tensors in a row, these reads count as a separate pass.
 const PASS_MIN: u8 = 16;
 
 /// Maximum number of tensors whose starts may be read at the same time, by parts of requests or by several threads.
 const RECENT_MAX: usize = 16;
 
-/// The bytes around the start of a tensor that a reader requested.
+/// The requested bytes around the start of a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Around {
-    /// Number of bytes before the page of the start.
+    /// Number of bytes before the page that contains the start.
     before: u64,
-    /// Number of bytes from that page on.
+    /// Number of bytes from the beginning of that page on.
     after: u64,
 }
 
 impl Around {
-    /// The bytes around the start of a tensor on the page `page`, in a file of `len` bytes.
+    /// The byte range around the start of a tensor, if the page of the start begins at `page`, in a file of `len`
+    /// bytes.
     pub(super) fn of(self, page: u64, len: u64) -> Range<u64> {
         page.saturating_sub(self.before)..(page + self.after).min(len)
     }
@@ -36,7 +38,7 @@ impl Around {
         Around { before: self.before.max(other.before), after: self.after.max(other.after) }
     }
 
-    /// Includes the bytes of a read near a tensor that starts at `start`.
+    /// Adds the bytes of a read near the start of a tensor, which is at `start`.
     fn include(&mut self, start: u64, read: &Range<u64>) {
         let page = start / PAGE * PAGE;
         self.before = self.before.max(page.saturating_sub(read.start));
@@ -44,32 +46,33 @@ impl Around {
     }
 }
 
-/// The tensors of which one reader read only the start.
+/// The tensors of which one reader has read only the start.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Touches {
-    /// Tensors whose start was read, with the requested bytes around it so far. The one that was read last is the
-    /// first: the kernel requests the bytes around one page in parts, and these arrive between those of the next.
+    /// Tensors whose start was read, with the bytes around the start that were requested so far. The tensor that was
+    /// read last comes first. The kernel requests the bytes around one page in parts, and the parts of two tensors may
+    /// arrive mixed.
     recent: VecDeque<(TensorSpan, Around)>,
-    /// The most bytes that were requested around the start of a tensor.
+    /// The maximum of the bytes that were requested around the start of a tensor.
     widest: Around,
     /// Number of tensors in a row of which only the start was read.
     count: u8,
 }
 
 impl Touches {
-    /// The bytes that the reader is expected to request around the starts of the next tensors, if it requests no
-    /// others.
+    /// The bytes that the reader is expected to request around the starts of the next tensors. `None` if the reader may
+    /// also request other bytes.
     pub(super) fn expected(&self) -> Option<Around> {
         (self.count >= TOUCHED_MIN).then_some(self.widest)
     }
 
-    /// Whether the reader reads the starts in a pass of its own. Several threads that load tensors also read a few
-    /// starts in a row.
+    /// Whether the reader reads the starts of all tensors in a separate pass. Only a long series of starts is such a
+    /// pass, because several threads that load tensors also read a few starts in a row.
     pub(super) fn is_pass(&self) -> bool {
         self.count >= PASS_MIN
     }
 
-    /// The tensor whose start was read last, if only the start of the tensor before was read.
+    /// The tensor whose start was read last, if only the start of the tensor before it was read.
     pub(super) fn tensor(&self) -> Option<TensorSpan> {
         self.recent.front().filter(|_| self.count > 0).map(|(tensor, _)| tensor.clone())
     }
@@ -79,10 +82,11 @@ impl Touches {
         let known = self.recent.iter().position(|(tensor, _)| is_near(range, tensor));
         if let Some((tensor, mut around)) = known.and_then(|known| self.recent.remove(known)) {
             around.include(tensor.range.start, range);
-            // Tensors begin at different distances from the start of a page, or behind a short tensor.
+            // A little more than before is not enough, because tensors begin at different distances from the start of a
+            // page, or behind a short tensor.
             let is_more =
                 range.start >= tensor.range.start && around.after / 3 * 2 > self.widest.after;
-            // The bytes before the next tensor may be read with that.
+            // Bytes at the end of the tensor may be requested for the start of the next tensor.
             let is_inside = range.end + self.widest.before <= tensor.range.end;
             if self.expected().is_some() && is_more && is_inside {
                 *self = Touches::default();
@@ -110,24 +114,26 @@ impl Touches {
     }
 }
 
-/// Whether a read is of the bytes around the start of `tensor`.
+/// Whether the bytes of a read are near the start of `tensor`.
 fn is_near(range: &Range<u64>, tensor: &TensorSpan) -> bool {
     let start = tensor.range.start;
     range.start + SLACK >= start && range.end <= start + SLACK
 }
 
-/// The tensor that a read lies in, if it begins a little before the read.
+/// The tensor that contains the first byte of a read, if the tensor begins a little before the read.
 fn begun_near(range: &Range<u64>, tensors: &dyn TensorMap) -> Option<TensorSpan> {
     let tensor = tensors.at(range.start);
     (range.start < tensor.range.start + SLACK / 2).then_some(tensor)
 }
 
-/// Whether a tensor is not read as a whole with its start. Most reads of a shorter one are near a start of a tensor.
+/// Whether a tensor is so long that a read around its start does not cover most of it. Most reads of a shorter tensor
+/// are near the start of some tensor.
 fn is_long(tensor: &TensorSpan) -> bool {
     tensor.range.end - tensor.range.start >= 3 * SLACK
 }
 
-/// The tensor that a read begins at, or a little before: the kernel reads as much before a mapped page as after it.
+/// The tensor that begins at the start of a read or a little after it. The kernel reads as many bytes before a mapped
+/// page as after it.
 fn tensor_near(range: &Range<u64>, tensors: &dyn TensorMap) -> Option<TensorSpan> {
     let in_page = |offset: u64| {
         let tensor = tensors.at(offset + PAGE - 1);
@@ -140,8 +146,8 @@ fn tensor_near(range: &Range<u64>, tensors: &dyn TensorMap) -> Option<TensorSpan
     })
 }
 
-/// The tensor that an unexpected read touches: the one that begins at the start of the read, or in
-/// its middle, where the page lies that the kernel reads around.
+/// The tensor for which an unexpected read was sent: the tensor that begins at the start of the read or in its middle,
+/// because the kernel reads the bytes around the requested page. Otherwise the tensor at the end of the read.
 pub(super) fn touched(request: &Request, tensors: &dyn TensorMap) -> TensorSpan {
     let Range { start, end } = request.range;
     let begins = |offset: u64| {
@@ -152,8 +158,8 @@ pub(super) fn touched(request: &Request, tensors: &dyn TensorMap) -> TensorSpan 
     begins(start).or_else(|| begins(middle)).unwrap_or_else(|| tensors.at(end - 1))
 }
 
-/// Whether a read ends where a tensor begins, and begins inside another one: the kernel reads as
-/// much before a page that is touched as after it.
+/// Whether a read ends where a tensor begins, and begins inside another tensor. The kernel sends such a read because it
+/// reads as many bytes before a requested page as after it.
 pub(super) fn reads_around(request: &Request, tensors: &dyn TensorMap) -> bool {
     let Range { start, end } = request.range;
     let begins_in = |offset: u64| {

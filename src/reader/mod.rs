@@ -172,8 +172,8 @@ impl Reader {
         start.min(range.start)..end.max(range.end)
     }
 
-    /// At the first call, sorts the tensors in all orders except the order of the file. Until this has ended,
-    /// only the order of the file is available, so that no other thread waits.
+    /// At the first call, sorts the tensors in all orders except the order of the file. Until the sorting has ended,
+    /// only the order of the file is available to other threads, so that none of them waits.
     #[doc(hidden)]
     pub fn sort_orders(&self) {
         let (Some(layout), Some(file)) = (&self.layout, &self.file) else { return };
@@ -273,16 +273,17 @@ impl Reader {
         }
     }
 
-    /// Usual length of a block at the start of `range`. Half of the reads that one source may have in flight, each of
-    /// this length, have no more bytes than have to be in flight. `most` is the memory of all blocks together.
+    /// Usual length of a block at the start of `range`. It is chosen so that half of the reads that one source may have
+    /// in flight, each of this length, together have at most the number of bytes that the source needs in flight.
+    /// `most` is the memory of all blocks together.
     fn usual_block_len(&self, range: &Range<u64>, most: u64) -> u64 {
         let wanted = self.first_source(range).and_then(|source| source.wanted_in_flight());
         let len = (wanted.unwrap_or(0) / (SENT_MAX_OF_ONE / 2) as u64).min(most / BLOCKS_MIN);
         (len / BLOCK_LEN * BLOCK_LEN).clamp(BLOCK_LEN, STORE_BLOCK_LEN_MAX)
     }
 
-    /// The plan for the first part of the bytes `range`. The length of the part is good for a block.
-    /// `most` is the memory of all blocks together.
+    /// The plan for the first part of the bytes `range`, with a length that is suitable for a block. `most` is the
+    /// memory of all blocks together.
     #[doc(hidden)]
     pub fn plan_first_block(&self, range: Range<u64>, most: u64) -> BlockPlan {
         let first = |mut len: u64| {
@@ -296,7 +297,7 @@ impl Reader {
         let plan = self.plan_block(first(usual_len));
         let gathers = self.layout.as_ref().is_some_and(|layout| layout.has_gathers());
         if gathers && plan.len() < plan.spread_len() {
-            // For a shorter block, the same number of bytes would be gathered.
+            // A shorter block would be gathered from the same number of bytes.
             return plan;
         }
         let mut longer = first(plan.good_len(usual_len));

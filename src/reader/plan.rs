@@ -34,7 +34,8 @@ const STREAMED_LEN: u64 = 1 << 20;
 /// Usual length of a block in bytes.
 pub(super) const BLOCK_LEN: u64 = 1 << 20;
 
-/// Minimum number of blocks of a store for which there is memory: their usual length is shorter in a small cache.
+/// The cache must have memory for at least this number of blocks of a store. So in a small cache the usual length of a
+/// block is shorter.
 pub(super) const BLOCKS_MIN: u64 = 16;
 
 /// Maximum usual length of a block of a store.
@@ -91,7 +92,8 @@ impl Planned {
     }
 }
 
-/// A function that executes reads of sources. Returns `false` if it did not, because they would need the disk.
+/// A function that executes reads of sources. Returns `false` if it did not execute them, because they would have to
+/// read from the disk.
 type Carry<'a> = &'a dyn Fn(&mut [Read<'_>]) -> Result<bool>;
 
 impl BlockPlan {
@@ -145,7 +147,7 @@ impl BlockPlan {
         self.len
     }
 
-    /// A good length for a block with the same start. This block must have the usual length `usual`.
+    /// A suitable length for a block with the same start as this block, whose length is the usual length `usual`.
     pub(super) fn good_len(&self, usual: u64) -> u64 {
         let uses = self.fetches.iter().flat_map(|fetch| &fetch.uses);
         let scattered = uses.filter(|one| match &one.place {
@@ -364,7 +366,7 @@ impl<'a> WantedBytes<'a> {
         self.bytes.push((shard.0 as usize, BlockUse { range, place }));
     }
 
-    /// Whether the reads of the added bytes take as much memory as a thread should use at a time.
+    /// Whether the reads of the added bytes take the maximum memory that a thread should use at a time.
     fn is_long(&self) -> bool {
         self.spread_len >= STREAMED_LEN || self.bytes.len() as u64 >= PARTS_MAX
     }

@@ -28,10 +28,10 @@ const WINDOW_MAX: u64 = 64 << 20;
 /// Extra bytes for the pages at the ends of a window.
 const WINDOW_ENDS: u64 = 64 << 10;
 
-/// Mean length in bytes from which reads of the source are worth a read each.
+/// If the reads of the source have at least this length in bytes on average, separate reads are fast enough.
 const GOOD_READ: u64 = 64 << 10;
 
-/// Number of bytes that are read from a place without a window before its window is read.
+/// Number of bytes that are read at a place without a window before the window of this place is read.
 const TRIED_MAX: u64 = 256 << 10;
 
 /// Maximum number of places that are remembered, and maximum number of threads that fill one window.
@@ -109,7 +109,7 @@ type ShardParts = BTreeMap<ShardId, Vec<Range<u64>>>;
 enum Due {
     /// Enough bytes of it were read without a window.
     Tried,
-    /// The window before it was read, or all reads go forward.
+    /// The window in front of this window was read, or all reads go forward.
     GoesOn,
 }
 
@@ -146,8 +146,8 @@ impl GatherWindows {
         Ok(len)
     }
 
-    /// The range of the window that contains byte `offset`, or a range that needs no window. Also returns which
-    /// of the two it is.
+    /// The range of the window that contains byte `offset`, or a range that needs no window. The flag says whether the
+    /// range is that of a window.
     fn window_at(&self, reader: &Reader, offset: u64) -> (Range<u64>, bool) {
         let layout = reader.layout.as_ref().filter(|layout| layout.has_gathers());
         let Some(layout) = layout.filter(|_| !reader.is_encrypted()) else {
@@ -414,7 +414,7 @@ fn ranges_ahead(parts: Vec<Range<u64>>, goes_on: bool, longest: u64) -> Vec<Rang
     if len >= span_len / 2 || goes_on && span_len <= longest { vec![span] } else { parts }
 }
 
-/// Asks the kernel to read the bytes from which a window is gathered, so that it uses long reads. This is done
+/// Asks the kernel to read the bytes from which a window is gathered, so that the kernel uses long reads. This is done
 /// for local shards only, and not if the bytes would fill much of the memory.
 fn read_ahead(reader: &Reader, parts: ShardParts, goes_on: bool, longest: u64) {
     let free = system_memory::available().unwrap_or(0) / 2;

@@ -1,5 +1,5 @@
-//! The permission bits of a file copied from sources. A user who cannot read every one of the sources must not
-//! be able to read the copy.
+//! The permission bits of a file that is copied from sources. Only users who can read all sources may be able to read
+//! the copy.
 //!
 //! Only the permission bits and the ACLs of the files are considered. The folders above the files are not
 //! considered. The tools cp(1) and tar(1) follow the same rule.

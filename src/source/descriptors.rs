@@ -129,7 +129,7 @@ impl ReopenableFile {
         }
         let (file, version) = open_regular(&self.path)?;
         if version.file() != self.first.file() {
-            // The source is not marked as changed, because the old file may still exist under another name.
+            // This error does not mark the source as changed, because the old file may still exist under another name.
             if !self.descriptors.read().evicted {
                 return Err(Error::changed(&self.path, "was replaced before it was opened"));
             }
@@ -425,8 +425,8 @@ fn open_regular(path: &Path) -> Result<(File, Version)> {
             return Err(open_error(not_regular()));
         }
         let link = format!("/proc/self/fd/{}", handle.as_raw_fd());
-        // If the paths differ, a folder of the path may have become a link since the path was resolved and
-        // allowed. Or the file was replaced at this moment, and the next try finds the new file.
+        // If the paths differ, there are two possible causes. A folder of the path may have become a link since the
+        // path was resolved and allowed. Or the file was replaced at this moment, and the next try finds the new file.
         let Ok(leads_to) = std::fs::read_link(&link) else {
             let (file, meta) = open_without_proc(path, OFlag::empty()).map_err(open_error)?;
             return Ok((file, local_version(&meta)));

@@ -19,7 +19,7 @@ use crate::version::{Time, Version};
 /// Maximum number of tries to settle a file that keeps changing.
 const SETTLE_TRIES: usize = 10;
 
-/// Detects writes to a file in cases in which its times do not tell.
+/// Detects writes to a file if the times of the file do not show whether there was a write.
 pub trait WriteWitness: Send + Sync + std::fmt::Debug {
     /// Whether `file` was written to since its source got this witness. `None` if that is unknown.
     fn written(&self, file: &File) -> Option<bool>;
@@ -32,7 +32,7 @@ pub struct LocalFile {
     version: Mutex<Version>,
     /// The change time after a rename. A rename may change it once without making the source invalid.
     moved: OnceLock<Option<Time>>,
-    /// Tells writes from changes of attributes. Set while the file is watched.
+    /// Distinguishes writes from changes of attributes. Set while the file is watched.
     witness: Mutex<Option<Arc<dyn WriteWitness>>>,
     /// Whether a new change time was attributed to new attributes or a new name without the help of a witness.
     guessed: AtomicBool,
@@ -228,8 +228,8 @@ impl LocalFile {
         same && !self.guessed.load(Ordering::SeqCst)
     }
 
-    /// Like `check`, for a source whose bytes are not in use yet. If length and modification time are
-    /// unchanged, the file only has to have the same header bytes as at the open.
+    /// Like `check`, for a source whose bytes are not in use yet. If length and modification time are unchanged, it is
+    /// enough that the file has the same header bytes as at the open.
     ///
     /// # Errors
     /// The errors of `check` and of `file`.

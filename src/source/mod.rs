@@ -144,8 +144,8 @@ impl Source {
         Arc::new(renewed)
     }
 
-    /// The local file, if the source is one. Callers that want a descriptor, a path of this machine or the page
-    /// cache use this, and must also work without.
+    /// The local file, if the source is one. Callers use it to get a descriptor, a path of this machine or the page
+    /// cache. They must also work if the source is not a local file.
     pub fn local(&self) -> Option<&LocalFile> {
         match self {
             Source::Local(file) => Some(file),
@@ -153,8 +153,8 @@ impl Source {
         }
     }
 
-    /// The open local copy of a remote file. Reads that need a descriptor use it in place of the store. Its
-    /// bytes stay the same while it is open. Never waits for the disk.
+    /// The open local copy of a remote file. Reads that need a descriptor use the copy in place of the store. Its bytes
+    /// stay the same while it is open. Never waits for the disk.
     pub fn copy(&self) -> Option<Arc<LocalCopy>> {
         match self {
             Source::Local(_) => None,
@@ -446,8 +446,8 @@ impl Source {
         }
     }
 
-    /// Like `check`, for a source whose bytes nobody has yet. If only the change time of a local file is new,
-    /// the file only has to have the same header bytes as at the open.
+    /// Like `check`, for a source whose bytes nobody has yet. If only the change time of a local file is new, it is
+    /// enough that the file has the same header bytes as at the open.
     ///
     /// # Errors
     /// The errors of `check`. `Error::Io` if the source cannot be opened.

@@ -16,7 +16,7 @@ use crate::view::OptionFile;
 /// Maximum length of a text in bytes.
 const LEN_MAX: u64 = 256 << 20;
 
-/// The absolute path of the file at `path`, and the content of it that an option needs.
+/// The absolute path of the file at `path`, and the part of its content that an option needs.
 ///
 /// # Errors
 /// A message of one line with the path.

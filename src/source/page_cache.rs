@@ -74,7 +74,8 @@ impl CachedPages {
         self.cached >= self.all
     }
 
-    /// Whether so much of the range is in the page cache that a read past the page cache is not worth it.
+    /// Whether most of the range is in the page cache, so that a read through the page cache is faster than a read past
+    /// it.
     pub fn is_most(self) -> bool {
         self.all.saturating_sub(self.cached) * CACHED_PARTS <= self.all
     }
@@ -88,7 +89,7 @@ const SAMPLES: u64 = 16;
 pub fn cached_pages(file: &File, range: &Range<u64>) -> Option<CachedPages> {
     let page = page_len();
     if are_zeros(range.start) {
-        // This range stands for zeros, which need no read.
+        // This range stands for zeros that no file contains, which need no read.
         let all = (range.end - range.start).div_ceil(page);
         return Some(CachedPages { cached: all, all });
     }

@@ -1,5 +1,6 @@
-//! Destination memory of one read in several places. The middle place is the memory of the reader. The first
-//! and the last place receive the rest of the first and the last block.
+//! The destination of one read, which is memory in several places. The middle place is the memory of the
+//! reader. The first and the last place get the bytes of the first and the last block that the reader did not
+//! request.
 
 use std::ops::Range;
 

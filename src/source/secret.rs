@@ -154,7 +154,8 @@ impl Output {
     /// Reads once.
     ///
     /// # Errors
-    /// A part of a sentence, if the read failed or there are too many bytes.
+    /// The second part of a message, after the name of the file or the command: the read failed, or there are too many
+    /// bytes.
     fn read(&mut self, from: &mut impl Read) -> Result<Arrived, String> {
         match from.read(&mut self.bytes[self.len..]) {
             Ok(0) => return Ok(Arrived::End),
@@ -184,7 +185,7 @@ struct Shell {
 impl Drop for Shell {
     fn drop(&mut self) {
         if !self.ended {
-            // The exit of the shell was not collected, so no other process group can have its number.
+            // The exit status of the shell was not read yet, so no other process group can have its number.
             let _ = killpg(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGKILL);
             let _ = self.child.wait();
         }
@@ -208,7 +209,7 @@ fn run(command: &OsString, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String
         if let Some(status) = status.filter(|status| !status.success()) {
             return Err(format!("the command failed: {status}"));
         }
-        // This ends: `read` fails once there are more than `LEN_MAX` bytes.
+        // This loop ends, because `read` fails once there are more than `LEN_MAX` bytes.
         while let Arrived::Bytes = output.read(&mut pipe)? {}
         if shell.ended {
             return Ok(output.into_bytes());
@@ -291,7 +292,7 @@ mod tests {
         let (_folder, fifo) = fifo();
         let command = format!("cat '{}' & echo {HEX}", fifo.display());
         assert_eq!(SecretOrigin::KeyCommand(command.into()).read(), Ok(key()));
-        // The process ends after this writer.
+        // The process that was left behind ends when this writer has opened and closed the FIFO.
         drop(std::fs::OpenOptions::new().write(true).open(fifo).expect("it still reads"));
     }
 

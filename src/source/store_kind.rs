@@ -35,8 +35,8 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Number of bytes in flight that keep the connections to the store busy: with fewer they idle, with more
-    /// the bytes wait for each other. `None` if that was not measured.
+    /// Number of bytes in flight that keep the connections to the store busy. With fewer bytes in flight, the
+    /// connections idle. With more, the bytes wait for each other. `None` if the number was not measured.
     fn wanted_in_flight(&self) -> Option<u64> {
         None
     }
@@ -93,9 +93,9 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         false
     }
 
-    /// A file of this machine with all bytes of the file at `path` in `version`, and its path. The bytes stay
-    /// while the file, a duplicate of its descriptor or a mapping of it is open. `None` if there is none now.
-    /// Sends no request, and returns before `until`.
+    /// An open file of this machine that has all bytes of the file at `path` in `version`, and the path of that open
+    /// file. The bytes stay while the file, a duplicate of its descriptor or a mapping of it is open. `None` if there
+    /// is no such file now. Sends no request, and returns before `until`.
     fn local_copy(
         &self,
         path: &Path,

@@ -5,13 +5,14 @@ use std::time::{Duration, Instant};
 /// Shortest time over which a rate is measured.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
 
-/// Number of intervals after which the next bytes end a pause of the reader, which has no rate.
+/// If no bytes have arrived for more than this number of intervals, the reader has paused, and no rate is computed.
 const PAUSE_INTERVALS: u32 = 4;
 
-/// Number of intervals of which the highest rate counts. A reader that waits for something else lowers the others.
+/// Number of last intervals whose highest rate is used. If the reader waits for something else during an interval, the
+/// rate of this interval is too low.
 const INTERVALS: usize = 16;
 
-/// Time after which the shortest latency is measured anew, because the way to the server may have changed.
+/// Time after which the shortest latency is measured again, because the route to the server may have changed.
 const LATENCY_AGE_MAX: Duration = Duration::from_secs(60);
 
 /// Factor between the bandwidth-delay product and the bytes in flight. It lets the measured rate grow up to the rate of
@@ -27,7 +28,7 @@ pub(super) struct Bandwidth {
     rates: [f64; INTERVALS],
     /// Number of intervals so far.
     measured: usize,
-    /// Shortest time to a first byte: since `latency_since`, and in the time before.
+    /// Shortest time to a first byte: since `latency_since`, and in the period before that.
     latency: [Option<Duration>; 2],
     latency_since: Option<Instant>,
 }
@@ -107,7 +108,8 @@ mod tests {
         let now = run(&mut bandwidth, Instant::now(), 1.0, 500e6, 100);
         let wanted = bandwidth.wanted_in_flight().unwrap() as f64;
         assert!((wanted - 100e6).abs() < 3e6, "{wanted}");
-        // The bytes that wait for others on their way raise the latency. That is no reason for more of them.
+        // Too many bytes in flight wait for each other, which raises the latency. A higher latency must not cause more
+        // bytes in flight.
         run(&mut bandwidth, now, 1.0, 500e6, 300);
         let wanted = bandwidth.wanted_in_flight().unwrap() as f64;
         assert!((wanted - 100e6).abs() < 3e6, "{wanted}");

@@ -26,8 +26,9 @@ pub fn has_form(source: &Path) -> bool {
     source.to_str().and_then(HubId::parse).is_some()
 }
 
-/// The path that `source` stands for. If `source` is a model name and no such path exists, this is the snapshot
-/// of the model in the hub cache of this user. Every other path is returned unchanged, without a check.
+/// The path that `source` stands for. If `source` has the form of a model name and no path of this name exists, the
+/// result is the snapshot of the model in the hub cache of this user. Otherwise `source` is returned unchanged, without
+/// a check.
 ///
 /// # Errors
 /// If neither such a path nor such a model exists, or if the model does not have the revision.

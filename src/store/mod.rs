@@ -34,7 +34,7 @@ use remote_settings::StoreSettings;
 pub use remote_settings::{SERVER_URL, is_server_url};
 pub use remote_status::{EndpointStatus, RemoteStatus, remote_status};
 
-/// A place that has sources. Clones are handles of the same place.
+/// A store of sources. Clones are handles of the same store.
 #[derive(Clone, Debug, Default)]
 pub struct Store(Option<Arc<dyn StoreKind>>);
 
@@ -175,8 +175,8 @@ impl Store {
         }
     }
 
-    /// The version at `path` like `version`, but as the server has it now. The client of a network file system
-    /// may have cached an older version.
+    /// Like `version`, but returns the current version on the server. The client of a network file system may have
+    /// cached an older version.
     ///
     /// # Errors
     /// If nothing is at the path, or a folder of the path cannot be read.

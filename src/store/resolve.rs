@@ -1,4 +1,4 @@
-//! Targets that symbolic links may have. They may lead inside the source, into the blobs of the same hub folder, or
+//! The allowed targets of symbolic links. Links may lead inside the source, into the blobs of the same hub folder, or
 //! into folders that the user named. In a library, a link may lead to any file that the caller can read.
 
 use std::ffi::OsString;
@@ -151,8 +151,8 @@ impl LinkBounds {
         self.root.read().clone()
     }
 
-    /// The folder in which links may lie on the path of `path` without a check: the root of the source or a
-    /// folder that the user named.
+    /// The folder that contains `path` and whose own path may contain links without a check: the root of the source or
+    /// a folder that the user named.
     pub fn base_of(&self, path: &Path) -> PathBuf {
         let mut bases = [self.root()].into_iter().chain(self.follow.iter().cloned());
         bases.find(|base| path.starts_with(base)).unwrap_or_else(|| PathBuf::from("/"))
@@ -233,7 +233,7 @@ impl Store {
     }
 }
 
-/// The links that were followed from one link.
+/// The links that were followed after one link.
 struct Steps {
     /// The real paths of the further links.
     links: Vec<PathBuf>,

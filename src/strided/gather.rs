@@ -1,9 +1,9 @@
-//! Runs of a target that have another order in the source, or that share bytes there. Examples are the runs of
+//! Runs of a target that have another order in the source, or that share bytes of the source. Examples are the runs of
 //! a transposed tensor and those of an expanded tensor.
 //!
 //! Any range of the target consists of a few boxes of whole runs and at most two cut runs. The runs of each box
-//! are visited in the order of the source. Runs that are near each other are then one read, and no list of the
-//! runs is needed.
+//! are visited in the order of the source. So runs that are near each other become one read, and no list of all runs is
+//! needed.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::{RunRange, Stride, StridedCopy};
 /// The cost of a separate read, as the number of bytes of the source that could be read in the same time.
 const READ_COST: u64 = 8 << 10;
 
-/// Maximum gap in bytes over which runs are read together, used if the gaps contain far more bytes than the runs.
+/// Maximum gap in bytes between runs that are read together, if the gaps have far more bytes than the runs.
 const SMALL_GAP: u64 = 4 << 10;
 
 /// The runs that are needed for a byte range of the target.

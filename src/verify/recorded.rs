@@ -26,7 +26,7 @@ pub struct Recorded {
     store: Option<IndexStore>,
     folder: PathBuf,
     sums: Sums,
-    /// The reason why an existing file of checksums is not used.
+    /// The reason why the existing file of checksums is not used, if there is one.
     doubt: Option<String>,
 }
 
@@ -185,8 +185,8 @@ impl Recorded {
 }
 
 /// Whether the file with the version `before` was replaced or saved again: its modification time
-/// has changed, and also its inode or its length. A file with the same modification time, or with
-/// the same inode and length, must have the same bytes.
+/// has changed, and also its inode or its length. Otherwise the bytes are expected to be those of
+/// the record: the modification time is unchanged, or both the inode and the length are unchanged.
 pub(super) fn is_another_file(before: &Version, now: &Version) -> bool {
     before.modified() != now.modified() && (before.file() != now.file() || before.len != now.len)
 }

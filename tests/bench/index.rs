@@ -1,8 +1,9 @@
 //! `cargo bench --bench index` times the opening of large checkpoints from the index. It compares this with parsing
 //! their headers by the genuine `safetensors` crate, and with opening them without an index.
 //!
-//! The ways take turns, with a warm page cache. The bench prints medians with minimum and maximum. It checks no limits,
-//! because the figures are for people. `-- --runs N` sets the number of runs, and `-- --quick` uses small checkpoints.
+//! The three measurements take turns, with a warm page cache. The bench prints medians with minimum and maximum. It
+//! checks no limits, because the figures are for people. `-- --runs N` sets the number of runs, and `-- --quick` uses
+//! small checkpoints.
 
 #![allow(clippy::unwrap_used, reason = "a bench that panics has failed, as it should")]
 

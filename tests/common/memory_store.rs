@@ -1,5 +1,5 @@
-//! A store in memory, as a second kind of store. On command its answers are slow or stall, its objects are short or
-//! change, and its listings are late.
+//! A store in memory, as a second kind of store. A test can make its answers slow or stall them, shorten or change its
+//! objects, and delay changes in its listings.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;

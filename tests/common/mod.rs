@@ -1,4 +1,4 @@
-//! Makes checkpoints for tests, and reads them in a naive way, to compare results with.
+//! Makes checkpoints for tests, and reads them in a naive way, so that tests can compare results with these reads.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed, as it should")]

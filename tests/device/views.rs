@@ -1,4 +1,5 @@
-//! Slices of ranks, and joined tensors, on a device. They are rows of larger boxes, which the device copies and casts.
+//! Slices of ranks, and joined tensors, on a device. These are rows of larger boxes. The device copies and casts the
+//! rows.
 
 use std::ops::Range;
 use std::path::Path;

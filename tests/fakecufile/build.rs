@@ -1,5 +1,5 @@
-//! Gives the library the soname of cuFile. Once it is loaded from any path, a load of cuFile by that name returns it.
-//! The name of the file differs, because `cargo run` also looks for libraries beside it.
+//! Gives the library the soname of cuFile. Once the library is loaded from any path, a load of cuFile by this soname
+//! returns it. The name of the file differs, because `cargo run` also looks for libraries beside it.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -1,8 +1,8 @@
 //! Names of values: a name has one value within a block, and each parameter is one value.
 //!
-//! A plain `let x` must not follow another plain `let x` of the same block if its value mentions `x`: write one
-//! expression, or give the second value a name of its own. An inner block may bind the name again, for example for a
-//! closure that needs a copy. Other patterns are allowed, such as `let Some(x) = x else`.
+//! If a block has two plain `let x`, the value of the second one must not mention `x`: write one expression, or give
+//! the second value its own name. An inner block may bind the name again, for example for a closure that needs a copy.
+//! Other patterns are allowed, such as `let Some(x) = x else`.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! Plain English in comments, docs and messages: the forms that cost a reader time, found by their words.
+//! Finds sentences in comments, docs and messages that are hard to read, by the words in them.
 
 use super::SourceFile;
 

@@ -1,4 +1,4 @@
-//! Rust source as tokens and paths. This is enough to tell code from comments, strings and test items.
+//! Splits Rust source into tokens and paths. This is enough to distinguish code from comments, strings and test items.
 
 /// A word, a punctuation character, or `::`. A string or char literal is the one token `"`.
 #[derive(Clone, Copy, Debug)]

@@ -1,4 +1,4 @@
-//! The byte seam: modules above `source`, `store` and `io` must not name files of the local machine.
+//! Modules above `source`, `store` and `io` must not use types and calls for files of the local machine.
 
 use super::scan::code_paths;
 use super::{SourceFile, compiled_files};

@@ -1,5 +1,6 @@
 //! Reads the bytes that gates compare with checksums, for all files of a mount. Jobs take turns, with a few
-//! steps each. So a large tensor does not delay small ones, and a stalled shard does not delay others.
+//! steps each. So a large tensor does not delay small tensors, and a stalled shard does not delay other
+//! shards.
 
 use std::collections::VecDeque;
 use std::io;
@@ -138,7 +139,7 @@ impl CheckerInner {
             let Some((job, step, source, begun)) = next else { return };
             let memory = Buffer::len_for(&step.range);
             let Some(reservation) = self.budget.try_reserve(memory) else {
-                // Running steps will return their memory and call this function again.
+                // When a running step ends, it returns its memory and calls this function again.
                 job.put_back(step);
                 let mut state = self.state.lock();
                 state.ended(&source, begun);
@@ -196,7 +197,7 @@ impl CheckerInner {
         self.dispatch();
     }
 
-    /// Answers those who wait for a job. The counters change before that.
+    /// Answers the requests that wait for a job. The counters change before that.
     fn end(&self, job: &Arc<ChecksumJob>, outcome: JobOutcome) {
         self.counters.checksum_mismatches.add(outcome.bad.len() as u64);
         job.end(outcome);

@@ -118,8 +118,8 @@ impl ChecksumGate {
         Some(ChecksumGate { checkpoint, guarded, sums, states, inner })
     }
 
-    /// Calls `answer` when all units of the bytes `range` of the file are compared. If they are already, it is
-    /// called at once, and otherwise on the thread that compares the last of them. Never waits.
+    /// Calls `answer` when all units of the bytes `range` of the file are compared. If all of them are compared
+    /// already, `answer` is called at once, and otherwise on the thread that compares the last unit. Never waits.
     pub fn when_checked(
         self: &Arc<Self>,
         checker: &Checker,

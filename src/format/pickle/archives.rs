@@ -15,8 +15,8 @@ use crate::format::tensorizer::{HashedTensor, KeptHashes};
 const BLOCK_LEN: u64 = 32 << 10;
 const BLOCKS_MAX: usize = 4;
 
-/// The places of the archives at the end of the file, the first archive first. Also the offset behind the bytes in
-/// front of them that are no archive, which is 0 if the whole file is archives.
+/// The places of the archives at the end of the file, the first archive first. Also the offset at which the first of
+/// these archives begins. It is 0 if the whole file consists of archives.
 ///
 /// The end record of an archive says where the archive begins. An archive may contain other archives as its data, so
 /// the archives are found from the end of the file.
@@ -35,7 +35,7 @@ pub(super) fn archives_at_end(
 }
 
 /// The entries with a CRC of all archives of a file, in the order of their bytes. The archives have to fill the whole
-/// file, because bytes in front of them could not be compared with a CRC.
+/// file, because bytes in front of the first archive could not be compared with a CRC.
 pub(super) fn hashed_entries(reader: &mut dyn RangeReader) -> Result<Vec<HashedTensor>, ReadStop> {
     let mut reader = BlockReader::new(reader);
     let (ranges, begin) = archives_at_end(&mut reader)?;

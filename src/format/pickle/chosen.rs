@@ -15,8 +15,8 @@ const NAMED_MAX: usize = 5;
 /// optimizer.
 const APP: &str = "app";
 
-/// The containers of a value before torch flattened them to one dict. torch joins the names of the containers with
-/// dots. A name alone does not show which of its dots join two containers.
+/// The nested containers of a value, which torch flattened to one dict. torch joins the names of the containers with
+/// dots. The name alone does not show which of its dots come from a container and which are part of a key.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KeyPath<'v> {
     /// The part of the name that the parts of the path have not matched yet. `None` if name and
@@ -94,8 +94,8 @@ impl<'v> KeyedValue<'v> {
         self.path.and_then(|path| path.container(depth))
     }
 
-    /// Whether the value lies at `depth` beside the containers and not in one of them, and has no dotted name.
-    /// Weights have dotted names.
+    /// Whether the value itself is at `depth`, beside the containers, and has a name without dots. The names of weights
+    /// have dots.
     fn is_bare(&self, depth: usize) -> bool {
         let part = match self.path {
             Some(path) if path.len == depth + 1 => path.first[depth],

@@ -25,13 +25,13 @@ const VALUES_OF_BYTE: f64 = 0.5;
 const NAME_LEN_MAX: usize = 64 << 10;
 const DIMS_MAX: usize = 64;
 
-/// Maximum number of steps per byte of the pickle. A value may be part of many other values, so the
-/// steps are counted.
+/// Maximum number of steps per byte of the pickle. The steps are counted because a value may be part of many other
+/// values, and may therefore be visited many times.
 const STEPS_OF_BYTE: usize = 16;
 
 /// Minimum number of bytes of the pickle that a chunk, a value, and the path of a value are assumed
-/// to take. torch writes about 240 bytes for all three. Without such a minimum a hostile pickle
-/// could refer to one object many times, with two bytes each.
+/// to take. torch writes about 240 bytes for all three. Without such a minimum, a hostile pickle could refer to one
+/// object many times, with only two bytes for each reference.
 const CHUNK_LEN: usize = 64;
 const VALUE_LEN: usize = 32;
 const PATH_LEN: usize = 16;
@@ -39,7 +39,7 @@ const PATH_LEN: usize = 16;
 /// Major version of the `.metadata` that is read.
 const VERSION: &str = "1";
 
-/// The module of the classes of a `.metadata`, and other modules that have or had some of these
+/// The module of the classes of a `.metadata`, and other modules that have, or had in older versions, some of these
 /// classes.
 const MODULES: [&str; 4] = [
     "torch.distributed.checkpoint.metadata",
@@ -356,7 +356,7 @@ impl<'v> MetadataReader<'_, 'v> {
         Ok(chosen)
     }
 
-    /// Refuses shown tensors that Megatron saved in another shape than they have in the model.
+    /// Refuses shown tensors that Megatron saved in another shape than the shape in the model.
     fn check_megatron(&self, data: Option<NodeId>, chosen: &Chosen<'v>) -> Result<(), Fault> {
         let values = self.values;
         let pairs = data.and_then(|data| self.pairs(data)).unwrap_or_default();

@@ -6,7 +6,7 @@ use crate::dtype::Dtype;
 /// The Python function that returns an attribute of a class.
 pub(super) const GETATTR: (&str, &str) = ("builtins", "getattr");
 
-/// Modules with functions that run code, open files, or return functions that do.
+/// Modules with functions that run code, open files, or return functions that run code or open files.
 const DENIED_MODULES: [&str; 31] = [
     "os",
     "posix",
@@ -100,14 +100,14 @@ pub(super) fn denied(module: &str, name: &str) -> bool {
         || DENIED_PREFIXES.iter().any(|prefix| {
             module.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         })
-        // A dotted name may lead from the module to another module.
+        // A dotted name may refer to a name in another module.
         || name.contains('.')
             && name.split('.').any(|part| DENIED_MODULES.contains(&part) || part.starts_with("__"))
 }
 
-/// Whether `getattr` for `name` of `module.outer` may lead to code: to a module that runs code, or to internals of a
-/// class. Otherwise `name` is a member of an enum, an inner class or a method. Protocol 2 and some versions of Python
-/// use `getattr` for these.
+/// Whether `getattr` for `name` of `module.outer` may return something that runs code: a member of a module that runs
+/// code, or an internal attribute of a class. Otherwise `name` is a member of an enum, an inner class or a method.
+/// Pickles of protocol 2, and of some versions of Python, use `getattr` for such names.
 pub(super) fn attribute_denied(module: &str, outer: &str, name: &str) -> bool {
     let is_module = |word: &str| DENIED_MODULES.contains(&word) || word == "builtins";
     name.starts_with("__")
@@ -284,7 +284,7 @@ pub(super) enum Rebuild {
     /// The arguments are a storage, offset, size and stride. More arguments may follow, which do
     /// not change the bytes of the tensor.
     Tensor,
-    /// The arguments are those of `Tensor`, and a dtype as the seventh. The storage has bytes.
+    /// The arguments are those of `Tensor`, and a dtype as the seventh argument. The storage is untyped.
     TensorOfDtype,
     /// The first argument is a tensor, which is returned as a parameter.
     Parameter,

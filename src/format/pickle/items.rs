@@ -27,8 +27,8 @@ const TAIL_LEN: u64 = 1280;
 const OF_ONE_SAVE: &str = "the two are of different saves, the file was exchanged with another one, or it \
                            is damaged: take both from one save";
 
-/// Maximum number of bytes between two such ranges that are read together, and maximum length of a
-/// read, in bytes.
+/// Maximum number of bytes between two of these ranges if they are read together, and maximum length of a read, in
+/// bytes.
 const GAP_LEN: u64 = 16 << 10;
 const READ_LEN_MAX: u64 = 256 << 10;
 

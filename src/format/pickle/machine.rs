@@ -27,7 +27,7 @@ const GLOBAL_LEN_MAX: usize = 512;
 /// Maximum length in bytes of an integer whose length is stored in 32 bits.
 const LONG_LEN_MAX: usize = 1 << 20;
 
-/// Why `getattr` is refused, unless it returns a harmless attribute of a class.
+/// The reason why `getattr` is refused if it does not return a harmless attribute of a class.
 const ATTRIBUTE: &str = "it asks for an attribute of a value, as only code does";
 
 fn bad(what: impl std::fmt::Display) -> Fault {
@@ -106,8 +106,8 @@ struct Machine<'a> {
     sparse: HashMap<u32, NodeId>,
     /// Number of values in the memo.
     memo_len: u32,
-    /// Number of pairs that may still be copied from lists into dicts. The number is limited,
-    /// because a list may be copied many times.
+    /// Number of pairs that may still be copied from lists into dicts. There is a limit because a pickle may copy one
+    /// list many times.
     copies_left: usize,
     nodes_max: usize,
     /// Uses of names that are not visible in the values. `None` if the pickle is parsed and not
@@ -472,7 +472,7 @@ impl Machine<'_> {
             self.dense[place] = value;
             return Ok(());
         }
-        // The index may be in `sparse` already, from the time before `dense` reached it.
+        // The index may be in `sparse` already, if it was added before `dense` had all lower indexes.
         let before = if place == self.dense.len() {
             self.dense.push(value);
             self.sparse.remove(&index)
@@ -533,8 +533,8 @@ impl Machine<'_> {
         }
     }
 
-    /// Interprets `getattr` for a class: protocol 2 has no other way to name an inner class. An inner class that
-    /// tensorfs does not know becomes an opaque object.
+    /// Interprets `getattr` for a class. Pickles of protocol 2 use it for inner classes, which they cannot name in
+    /// another way. An inner class that tensorfs does not know becomes an opaque object.
     fn attribute(&mut self, getattr: NodeId, args: NodeId) -> Result<(), Fault> {
         let named = self.values.array::<2>(args).and_then(|[class, name]| {
             let (module, outer) = self.values.global(class)?;
@@ -598,7 +598,7 @@ impl Machine<'_> {
             )));
         }
         let parts = self.values.objects.len() as u32;
-        // An `OrderedDict` that is made of a list has the pairs that the list holds at this moment.
+        // An `OrderedDict` that is made of a list gets the pairs that are in the list at this moment.
         let mut cells = EMPTY;
         if self.values.global(callable) == Some(("collections", "OrderedDict"))
             && let Some([list]) = self.values.array::<1>(args)

@@ -4,9 +4,9 @@
 //! `zip` reads the archive, and `archives` finds several archives in one file. `machine` interprets the pickle as
 //! values and runs nothing. `globals` says what names in a pickle mean. `tensors` finds the bytes of a tensor, and
 //! `state_dict` names the tensors of a model. `scan` lists the names that a pickle uses. `zero` finds the ranges of
-//! elements that the ranks of DeepSpeed saved, and `parts` finds the parts of tensors of which each rank saved one.
-//! `legacy` reads the files of torch before 1.6, which are no archives. Distributed checkpoints consist of the same
-//! parts: `distcp` reads their `.metadata`, `chosen` names the tensors of a model in it, and `items` reads the
+//! elements that the ranks of DeepSpeed saved. `parts` finds the place of each part of a tensor, if each rank saved one
+//! part. `legacy` reads the files of torch before 1.6, which are no archives. Distributed checkpoints consist of the
+//! same parts: `distcp` reads their `.metadata`, `chosen` names the tensors of a model in it, and `items` reads the
 //! `.distcp` files.
 
 mod archives;
@@ -101,7 +101,7 @@ impl From<Fault> for ReadStop {
     }
 }
 
-/// Makes a result whose outer error is a failed read, and whose inner error is a fault.
+/// Converts the result to one whose outer error is a failed read and whose inner error is a fault.
 fn told<T>(result: Result<T, ReadStop>) -> io::Result<Result<T, Fault>> {
     match result {
         Ok(value) => Ok(Ok(value)),
@@ -322,8 +322,7 @@ fn describe(
     let crcs = match named.rank {
         Some(_) => {
             let crc = |tensor: &ModelTensor| match is_state(&tensor.name) {
-                // Each rank has its own state of random numbers, so these tensors have no CRC to
-                // compare.
+                // Each rank has its own state of random numbers, so the CRCs of these tensors must not be compared.
                 true => 0,
                 false => storages.crc_of(&tensor.place),
             };
@@ -361,8 +360,7 @@ fn describe(
     Ok(description)
 }
 
-/// The place of a tensor in a file that has parts of tensors. The tensor may be such a part, or
-/// whole.
+/// The place of a tensor in a file that has parts of tensors. The tensor may be a part or a whole tensor.
 fn place_of(tensor: ModelTensor) -> PiecePlace {
     let shape = tensor.place.shape;
     let [offset, whole] = tensor.part_of.unwrap_or_else(|| [vec![0; shape.len()], shape]);

@@ -21,8 +21,8 @@ pub(super) const RANKS_MAX: u64 = 1 << 20;
 const AXES_MAX: usize = 64;
 const RUNS_MAX: usize = 1 << 16;
 
-/// Maximum number of attributes that are read per byte of the pickle. An object may be used by many
-/// tensors, so they are counted.
+/// Maximum number of attributes that are read per byte of the pickle. The attributes are counted because many tensors
+/// may use the same object.
 const STEPS_OF_BYTE: usize = 16;
 
 /// A part of a tensor.
@@ -54,8 +54,7 @@ enum Placement {
     Replicate,
     /// Cut along this dimension.
     Shard(usize),
-    /// Cut along this dimension twice: first into this number of pieces, then each piece among the
-    /// ranks.
+    /// Cut along this dimension twice: first into this number of pieces, and then each piece is cut among the ranks.
     StridedShard(usize, u64),
 }
 
@@ -420,8 +419,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
             Some(own) => Some(self.values.natural(own).ok_or_else(|| unknown("mesh"))?),
             None => None,
         };
-        // A mesh of some axes of a larger mesh has the list of ranks of the larger mesh. Then its first rank is the
-        // one at index 0 of all its own axes.
+        // A mesh that has only some axes of a larger mesh has the list of ranks of the larger mesh. In this case its
+        // first rank is the rank at index 0 of all its own axes.
         let begin = own
             .filter(|_| count < ranks.len() as u64)
             .and_then(|own| ranks.iter().position(|&rank| rank == own))
@@ -466,8 +465,8 @@ impl<'a, 'v> RankParts<'a, 'v> {
         Ok((bytes.chunks_exact(width).map(super::le).collect(), shape))
     }
 
-    /// The axes of a mesh from its layout. Each axis has a list of sizes and strides, which has several entries if
-    /// the axis was joined from others.
+    /// The axes of a mesh from its layout. Each axis has a list of sizes and strides. The list has several entries if
+    /// the axis was joined from several axes.
     fn axes(&mut self, layout: NodeId) -> Result<Vec<Vec<(u64, u64)>>, Fault> {
         if !self.is_object(layout, "_MeshLayout") {
             return Err(unknown("mesh"));
@@ -566,7 +565,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
             found.push(TensorPart { place, offset, whole: whole.to_vec() });
         }
         if found.is_empty() {
-            // The rank has the tensor in its list, but no part of it.
+            // The rank lists the tensor, but has no part of it.
             let mut shape = whole.to_vec();
             let first = shape.first_mut().ok_or_else(|| unknown("shape"))?;
             *first = 0;

@@ -62,7 +62,7 @@ pub struct PickleScan {
     pub pickles: usize,
     /// The names that the pickles use, each with its risk.
     pub names: BTreeMap<String, NameRisk>,
-    /// Why the scan ended early. If it did, there may be more names.
+    /// The reason why the scan ended early. In this case the pickles may use more names.
     pub flaw: Option<String>,
 }
 
@@ -179,7 +179,7 @@ fn may_be_pickle(first: &[u8]) -> bool {
     }
 }
 
-/// Scans the pickles at the beginning of a file that follow each other.
+/// Scans the pickles that follow each other at the beginning of a file.
 fn scan_row(bytes: &[u8], scan: &mut PickleScan) {
     // In the form before torch 1.6, data follows after the fifth pickle.
     let most = if scan.form == PickleForm::Legacy { 5 } else { usize::MAX };
@@ -387,8 +387,8 @@ mod tests {
     #[test]
     fn names_that_are_hidden_count_as_hostile() {
         for (pickle, name) in [
-            // Hidden names: one with escapes, a computed one, one of the registry of extensions,
-            // and an attribute of a value.
+            // Hidden names: a name with escapes, a computed name, a name from the registry of extensions, and an
+            // attribute of a value.
             (&b"\x80\x04V\\u006fs\nVsystem\n\x93."[..], "\\u006fs.system, with escapes"),
             (b"\x80\x04NN\x93.", "a name that is no text"),
             (b"\x80\x02\x82\x05.", "the extension 5 of copyreg"),

@@ -22,8 +22,8 @@ const NAME_LEN_MAX: usize = 64 << 10;
 /// Maximum depth of a container that holds a tensor.
 const DEPTH_MAX: usize = 1000;
 
-/// Maximum number of steps, and of bytes of names, per byte of the pickle. A value may have many names, so they are
-/// counted.
+/// Maximum number of steps, and of bytes of names, per byte of the pickle. The steps are counted because a value may
+/// have many names.
 const STEPS_OF_BYTE: usize = 16;
 
 /// Keys of dicts that hold a model, in files that hold more than a model.
@@ -48,7 +48,8 @@ const STATES: [&str; 14] = [
     "loops",
 ];
 
-/// Words that are such keys only if one of `ENDINGS` follows. Without an ending, each may be part of a model.
+/// Words that are such keys only if one of `ENDINGS` follows. Without an ending, such a word may be the name of a part
+/// of a model.
 const STATES_WITH_ENDING: [&str; 5] = ["scaler", "train", "training", "trainer", "random"];
 const ENDINGS: [&str; 4] = ["_state_dicts", "_state_dict", "_states", "_state"];
 
@@ -123,7 +124,7 @@ impl ModelTensors {
             state == TrainingState::None && pair.key.text().is_some_and(is_hidden)
         });
         let module = rest.iter().find(|pair| pair.key.text() == Some("module"));
-        // Without this check, other dicts of tensors would be shown as the model.
+        // If `module` has no tensors, other dicts of tensors in the file would be shown as the model.
         if zero.is_some() && !module.map_or(Ok(false), |module| walk.holds_tensor(module.value))? {
             return Err(unknown("module").into());
         }
@@ -209,7 +210,7 @@ fn take_placeholders(
     };
     let is_elsewhere = |name: &String| elsewhere.contains(name.as_str());
     let is_stage_3 = tensors.iter().filter_map(empty_name).any(|name| is_elsewhere(&name));
-    // Versions before 0.9 do not record which weights are shared. Modules may save a state that has no elements.
+    // Versions before 0.9 do not record which weights are shared. Also, modules may save a state that has no elements.
     let is_placeholder = |name: &String| {
         let has_none = empty.contains(name.as_str()) || last_word(name) == EXTRA_STATE;
         is_elsewhere(name) || is_stage_3 && !has_none
@@ -428,7 +429,7 @@ fn too_many() -> Fault {
     Fault::new(ErrorKind::HeaderTooLarge, message)
 }
 
-/// A walk through the values of a pickle.
+/// A traversal of the values of a pickle.
 struct Walk<'a, 'v> {
     values: &'a Values<'v>,
     steps_left: usize,
@@ -572,7 +573,8 @@ impl<'v> Walk<'_, 'v> {
                 let message = format!("a name of {} bytes, at most {NAME_LEN_MAX}", name.len());
                 return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
             }
-            // A tensor takes many more bytes of a pickle than 8, unless it has many names.
+            // A tensor takes many more than 8 bytes of a pickle. If there are more tensors than that, some have many
+            // names.
             if self.found.len() > 64 + self.values.pickle_len() / 8 {
                 return Err(too_many());
             }

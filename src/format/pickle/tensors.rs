@@ -72,9 +72,9 @@ impl TensorPlace {
 
 /// Where the data of the storages is.
 pub(super) enum StorageData<'a, 'r> {
-    /// In entries of an archive. The header of an entry is read when its storage is first used.
+    /// The data is in entries of an archive. The header of an entry is read when its storage is first used.
     Entries { reader: &'r mut dyn RangeReader, archive: &'a Archive },
-    /// After the pickles of a file, as byte ranges by the keys of the storages.
+    /// The data follows the pickles of a file. The byte ranges are given by the keys of the storages.
     Listed(HashMap<String, Range<u64>>),
 }
 
@@ -93,8 +93,8 @@ impl<'a, 'r> Storages<'a, 'r> {
         Storages { data, used: HashMap::new(), crcs: HashMap::new(), read: Vec::new() }
     }
 
-    /// The bytes of the file on which only the elements of tensors depend. These are the data of the used storages,
-    /// except bytes that `read` has read, and all bytes of the other storages.
+    /// The bytes of the file that affect only the elements of tensors, and not their description. These are the data of
+    /// the used storages, except bytes that `read` has read, and all bytes of the other storages.
     pub(super) fn undescribed(mut self) -> Vec<Range<u64>> {
         let read = joined(std::mem::take(&mut self.read));
         let is_used = |key: &str| self.used.contains_key(key);
@@ -229,7 +229,7 @@ pub(super) struct TensorCall {
     is_of_zero: bool,
 }
 
-/// The call that makes the tensor `id`. `None` if `id` is no tensor.
+/// The call that makes the tensor `id`. `None` if the value `id` is not a tensor.
 pub(super) fn tensor_call(values: &Values<'_>, id: NodeId) -> Option<TensorCall> {
     let (function, args) = values.call(id)?;
     let (module, name) = values.global(function)?;

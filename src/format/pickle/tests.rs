@@ -133,7 +133,7 @@ fn tensors_are_ranges_of_the_entries_of_their_storages() {
     assert_eq!(bytes[starts[0]..starts[0] + 16], [1; 16]);
     assert_eq!(starts[1], starts[0] + 8);
     assert_eq!(bytes[starts[2]..starts[2] + 4], [2; 4]);
-    // All bytes that are not the data of a storage describe it.
+    // All bytes of the file except the data of the storages count as its description.
     let described: u64 = description.described.iter().map(|range| range.end - range.start).sum();
     assert_eq!(described, bytes.len() as u64 - 16 - 8);
     assert!(is_torch_zip(&bytes));
@@ -174,7 +174,7 @@ fn names_that_run_code_and_tensors_in_unknown_classes_are_refused_by_name() {
     let boxed = [b"cpkg\nBox\n(".to_vec(), weight(), b"tR".to_vec()].concat();
     let message = refusal(&dict(&[("a", weight()), ("b", boxed)]));
     assert!(message.contains("a tensor to the class `pkg.Box`"), "{message}");
-    // A class that is not known is harmless if it gets nothing of the model.
+    // An unknown class is harmless if it gets no value of the model.
     let alone = b"cpkg\nConfig\n)R}X\x01\0\0\0aK\x01sb".to_vec();
     assert_eq!(names(&file(&dict(&[("a", weight()), ("b", alone)]))), ["a"]);
     // The opcodes of `defaultdict(int)` in protocol 2.
@@ -306,8 +306,8 @@ fn an_archive_that_can_be_read_in_two_ways_is_refused() {
     assert!(refused(&two).contains("not in the folder of the first"));
     let script: [(&str, &[u8]); 2] = [("m/data.pkl", &pickle), ("m/constants.pkl", data)];
     assert!(refused(&script).contains("TorchScript"));
-    // TorchScript compresses its programs. The advice to write the archive again without
-    // compression would not help.
+    // TorchScript compresses its programs. So the advice to write the archive again without compression would not help
+    // the user.
     for (name, word) in [("m/constants.pkl", "TorchScript"), ("m/others", "compressed by method 8")]
     {
         let (mut bytes, _) = zip(&[("m/data.pkl", &pickle), ("m/code.py", data), (name, data)]);
@@ -555,7 +555,7 @@ fn model_states_tell_shapes_and_which_tensors_they_hold_no_elements_of() {
     assert_eq!(both(&module), ["w", "tied"]);
     module.pop();
     assert_eq!(both(&module), ["w"]);
-    // Without a module, the tensors of another dict would be shown as the model.
+    // If there is no module, the tensors of another dict would be shown as the model.
     let w = tensor("0", 4, 0, &[4], &[1]);
     let pairs = [("w", w), ("param_shapes", b"]".to_vec()), ("ds_version", b"N".to_vec())];
     let fault = parse_file(&file(&dict(&pairs))).unwrap_err();

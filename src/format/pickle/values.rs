@@ -22,7 +22,7 @@ pub(super) enum Node {
     Bool(bool),
     /// An integer that fits into 64 bits.
     Int(i64),
-    /// An integer that does not fit, or a number that is no integer.
+    /// An integer that does not fit into 64 bits, or a number that is no integer.
     Number,
     /// Text: the range of its bytes in the pickle.
     Text(u32, u32),

@@ -66,8 +66,8 @@ struct ZipEntry {
     size: u64,
     crc: u32,
     flags: u16,
-    /// The compression method, 0 if the entry is not compressed. In that case `size` is also its
-    /// size in the archive.
+    /// The compression method. It is 0 if the entry is not compressed, and then `size` is also the size of the entry in
+    /// the archive.
     method: u16,
 }
 
@@ -113,7 +113,7 @@ impl Archive {
             );
             return Err(Fault::new(ErrorKind::HeaderTooLarge, message).into());
         }
-        // The number of entries is checked before memory is allocated for them.
+        // The number of entries is checked before memory is allocated for the entries.
         if end.count > end.len / CENTRAL_LEN as u64 {
             return Err(bad(format_args!("{} entries in {} bytes", end.count, end.len)));
         }

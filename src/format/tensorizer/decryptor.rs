@@ -1,5 +1,5 @@
-//! The encrypted tensors of a file, with their keys. Says which bytes have to be read together, and
-//! decrypts them.
+//! The encrypted tensors of a file, with their keys. The module finds the bytes that have to be
+//! read together, and decrypts them.
 
 #[cfg(test)]
 mod tests;
@@ -41,8 +41,8 @@ impl Decryptor {
     ///
     /// # Errors
     /// The secret does not fit the tensors, their pieces are too long, or the tensors have
-    /// different key derivations. A derivation takes seconds, and the tensorizer package uses one
-    /// derivation for a file.
+    /// different key derivations. Different derivations are refused because a derivation takes
+    /// seconds, and the tensorizer package uses only one for a file.
     pub fn new(tensors: Vec<EncryptedTensor>, secret: &Secret) -> Result<Decryptor, Fault> {
         let mut derivations =
             tensors.iter().filter_map(|tensor| Some((tensor, tensor.encryption.derivation?)));
@@ -105,8 +105,8 @@ impl Decryptor {
         start..end
     }
 
-    /// The best end for a read that begins at the start of `range` and should end at its end. The
-    /// read cuts no piece at its end and is not empty.
+    /// A good end for a read that begins at the start of `range` and should end near the end of
+    /// `range`. Such a read is not empty, and its end lies inside no piece.
     pub fn good_end(&self, range: &Range<u64>) -> u64 {
         match self.piece_at(range.end).filter(|piece| piece.start < range.end) {
             None => range.end,

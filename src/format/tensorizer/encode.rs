@@ -98,9 +98,9 @@ impl NewTensor {
         })
     }
 
-    /// This tensor as a meta tensor, which has no data. All its elements must be zero. It stays as
-    /// it is if the reference implementation cannot read such a meta tensor: it needs at least one
-    /// dimension, and a dtype that numpy has.
+    /// This tensor as a meta tensor, which has no data. All its elements must be zero. If the reference implementation
+    /// cannot read such a meta tensor, this tensor is returned unchanged. The reference implementation needs at least
+    /// one dimension, and a dtype that numpy has.
     pub fn without_zeros(self) -> NewTensor {
         let is_read = !self.shape.is_empty() && !self.dtype.contains('\0');
         NewTensor { data_len: self.data_len.filter(|_| !is_read), ..self }
@@ -357,7 +357,7 @@ struct TakenNames {
 }
 
 impl TakenNames {
-    /// Adds a name. Fails if the name is taken.
+    /// Adds a name. Fails if another tensor has the name.
     fn insert(&mut self, name: &TensorName) -> Result<(), String> {
         let key = name.key().into_owned();
         if self.joined.contains(&name.joined) {
@@ -398,8 +398,8 @@ pub struct FileEncoder {
     /// Offset of the first byte of the file.
     start: u64,
     entries_len: u64,
-    /// `None` if the file is not encrypted. Inside, how the key is derived, or `None` for a plain
-    /// key.
+    /// `None` if the file is not encrypted. The inner value is the derivation of the key, or `None` if a key is used
+    /// directly.
     encryption: Option<Option<KeyDerivation>>,
     names: TakenNames,
     /// Whether each entry has a version field, because one of the entries has dimensions of 64
@@ -434,8 +434,8 @@ impl FileEncoder {
         }
     }
 
-    /// This file with encrypted data. The key is derived as `derivation` says, or is a plain key if
-    /// it is `None`.
+    /// This file with encrypted data. The key is derived as `derivation` says. If `derivation` is `None`, a key is used
+    /// directly.
     #[must_use]
     pub fn encrypted(self, derivation: Option<KeyDerivation>) -> FileEncoder {
         FileEncoder { encryption: Some(derivation), ..self }

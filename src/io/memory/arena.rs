@@ -24,8 +24,8 @@ impl Arena {
         let len = bytes.checked_next_multiple_of(HUGE)?;
         let mapping = Mapping::new(len).ok()?;
         mapping.advise(MmapAdvise::MADV_HUGEPAGE);
-        // Otherwise a child made by fork(2) would share the pages. The kernel would copy them at the next
-        // write, and a read in flight could end in the copy of the wrong process.
+        // Otherwise a child made by fork(2) would share the pages. At the next write, the kernel would copy them, and
+        // the bytes of a read in flight could arrive in the copy of the wrong process.
         mapping.advise(MmapAdvise::MADV_DONTFORK);
         // Core dumps do not contain the bytes of tensors, which may be decrypted.
         mapping.advise(MmapAdvise::MADV_DONTDUMP);

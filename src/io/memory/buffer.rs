@@ -108,14 +108,14 @@ impl fmt::Debug for Budget {
 #[derive(Debug)]
 pub struct Reservation(Arc<ReservedBytes>);
 
-/// The bytes of a reservation. They can be written off while someone else holds the reservation.
+/// The bytes of a reservation. The budget can stop counting them while other code holds the reservation.
 pub(in crate::io) struct ReservedBytes {
     budget: Arc<BudgetInner>,
     bytes: AtomicU64,
 }
 
 impl ReservedBytes {
-    /// Writes the bytes off. They no longer count against the budget, although their memory is still in use.
+    /// Makes the budget stop counting the bytes, although their memory is still in use.
     pub(in crate::io) fn leak(&self) {
         self.budget.give_back(self.bytes.swap(0, Ordering::Relaxed));
     }
@@ -242,8 +242,8 @@ impl ReadTarget {
         ReadTarget { reservation, memory }
     }
 
-    /// Takes the memory out, if it is the kind that may begin at any address. After that, the target is one for
-    /// new memory.
+    /// Takes the existing memory out of the target, if the memory may begin at any address. After that, the target
+    /// allocates new memory.
     pub(in crate::io) fn take_unaligned(&mut self) -> Option<GivenMemory> {
         match std::mem::replace(&mut self.memory, TargetMemory::New) {
             TargetMemory::Bytes(memory) => Some(memory),
@@ -387,7 +387,7 @@ impl Buffer {
         self.reservation.len()
     }
 
-    /// Writes the memory off: it is never reused, and no longer counts against the budget.
+    /// Abandons the memory: it is never reused, and no longer counts against the budget.
     pub(in crate::io) fn leak_buffer(&self) {
         self.reservation.0.leak();
     }

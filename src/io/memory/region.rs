@@ -58,7 +58,7 @@ impl Region {
     /// can write there any more. This may happen on any thread.
     ///
     /// # Safety
-    /// The memory lives as long as `keep`. Those bytes that a plan uses are initialized, or were allocated outside of
+    /// The memory lives as long as `keep`. The bytes that a plan uses are initialized, or were allocated outside of
     /// Rust. Nobody reads or writes them until `keep` is dropped or a load into the region has succeeded.
     pub unsafe fn foreign(
         start: NonNull<u8>,
@@ -146,7 +146,7 @@ impl Region {
     }
 
     /// The target of a fetch into the bytes `range`, which need not be whole pages. `staging` is for a buffer,
-    /// which is needed if the disk cannot write to the bytes directly. It is returned to its budget when the
+    /// which is needed if the disk cannot write to the bytes directly. `staging` is returned to its budget when the
     /// bytes of the fetch are dropped.
     ///
     /// # Safety

@@ -14,8 +14,8 @@ use crate::source::Source;
 
 const MIB: u64 = 1 << 20;
 
-/// A fetch of 1 MiB whose callback takes long. The first receiver gets a message when the callback begins. The
-/// callback continues when the sender is dropped. After that, its result arrives at the last receiver.
+/// A fetch of 1 MiB whose callback takes long. The first receiver gets a message when the callback begins. The callback
+/// waits until the sender is dropped. Then its result arrives at the last receiver.
 fn long(
     source: &Arc<Source>,
     n: u64,
@@ -84,7 +84,7 @@ fn what_waits_for_a_thread_to_answer_it_fails_at_its_deadline_and_the_device_goe
     let (_, other) = file(&folder, "b", &contents);
     let (engine, counters) = always_direct(Some(Duration::from_secs(3600)));
     let budget = budget(64 << 20);
-    // Enough reads to occupy all threads, but fewer than make the device stop.
+    // Enough reads to occupy all threads, but so few that the device still gets further reads.
     let (held, results): (Vec<_>, Vec<_>) = (0..STUCK_MAX as u64 / 2)
         .map(|n| {
             let (fetch, begun, go, result) = long(&source, n, &budget);

@@ -72,7 +72,7 @@ fn a_server_gets_no_more_prefetches_than_fill_it_but_all_that_readers_wait_for()
     };
     let in_flight = |n: u64| {
         wait_until("these reads in flight", || counters.source_reads_now.get() == n);
-        // No further one begins.
+        // No further prefetch begins.
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!(counters.source_reads_now.get(), n);
     };

@@ -1,4 +1,5 @@
-//! Read-ahead of programs whose reads were recorded, and of one that takes the tensors of a model as the model has them.
+//! Tests of read-ahead with recorded reads of programs, and with a reader that reads the parts of each layer in the
+//! order of the model.
 
 use std::ops::Range;
 
@@ -9,7 +10,7 @@ use crate::prefetch::{PAGE, Planner, Reach, Request, StreamId};
 /// A model of 311 tensors in 28 layers, as `save_pretrained` writes it.
 struct Model {
     ranges: Vec<Range<u64>>,
-    /// By `Order`: for each place the next one.
+    /// For each `Order` and each place, the next place.
     after: [Vec<Option<usize>>; 4],
     layers: Layers,
 }
@@ -78,7 +79,7 @@ impl TensorMap for Model {
 #[derive(Debug, Default)]
 struct Replayed {
     read: u64,
-    /// Pages that reads before the last few had read ahead.
+    /// Number of pages that were read ahead early enough: not only by the last few reads.
     early: u64,
     hits: u64,
     ahead: u64,
@@ -104,7 +105,7 @@ enum Page {
     Read,
 }
 
-/// Reads ahead as a cache with room for `most` pages does.
+/// Stands for a cache with room for `most` pages.
 struct Replay {
     pages: Vec<Page>,
     most: u64,
@@ -128,8 +129,8 @@ impl Replay {
         }
     }
 
-    /// Reads `ranges` ahead, as far as there is room; pages that the kernel already has are read as
-    /// well, because that is unknown.
+    /// Reads `ranges` ahead, as far as there is room. Pages that the kernel has already are read too, because a cache
+    /// does not know that.
     fn fetch(
         &mut self,
         planner: &mut Planner,
@@ -212,15 +213,15 @@ fn recorded_reads_find_most_of_their_bytes_read_ahead() {
     for (name, replayed, early, wasted) in [
         ("sorted", recorded!("tensors", "sorted", NEAR), 95, 0),
         ("natural4", recorded!("tensors", "natural4", NEAR), 95, 1),
-        // Its first pass touches the starts of tensors, and what it leaves out has no room.
+        // The first pass reads the starts of tensors. There is no room for planned bytes that it skips.
         ("transformers", recorded!("tensors", "transformers", NEAR), 94, 10),
         ("model", recorded!("tensors", "model", NEAR), 90, 1),
         ("random", recorded!("tensors", "random", NEAR), 35, 22),
-        // Mapped, in the order of sorted names; before bytes were planned once, 8 % were wasted.
+        // A mapped file, read in the order of sorted names. When bytes could be planned twice, 8 % were wasted.
         ("safetensors", recorded!("tensors28", "safetensors", NEAR), 89, 5),
-        // `from_pretrained` of transformers 5.24 on the mount of a URL. Requests around one page that come late ended
-        // its first pass, which touches the starts of tensors; 4 % were wasted, and the order learned in that pass
-        // was used in the second one.
+        // `from_pretrained` of transformers 5.24 on the mount of a URL. In an earlier version, late requests around one
+        // page ended the detection of its first pass, which reads the starts of tensors. 4 % were wasted, and the order
+        // that was learned in the first pass was used in the second pass.
         ("distant", recorded!("tensors12", "distant", FAR), 93, 1),
     ] {
         let (found, lost) = (replayed.early_percent(), replayed.wasted_percent());
@@ -228,7 +229,7 @@ fn recorded_reads_find_most_of_their_bytes_read_ahead() {
     }
 }
 
-/// The parts of a layer in the order of their names, and how a model takes them.
+/// The parts of a layer in the order of their names, and the order in which the reader reads them.
 const PARTS: [&str; 7] = ["mlp.down", "mlp.gate", "mlp.up", "attn.k", "attn.o", "attn.q", "attn.v"];
 const TAKEN: [usize; 7] = [5, 3, 6, 4, 1, 2, 0];
 
@@ -241,8 +242,8 @@ fn layered() -> Model {
     Model::read(&names.enumerate().map(line).collect::<String>())
 }
 
-/// The tensors that nothing is read ahead of when their reader begins them: their layers and parts. The reader touches
-/// all tensors in the order of the file first if it `probes`, and takes each tensor by as many threads.
+/// Layer and part of each tensor of which no bytes were read ahead when its reader began it. If `probes` is true, the
+/// reader first reads the starts of all tensors in the order of the file. It reads each tensor with `threads` threads.
 fn unforeseen(probes: bool, threads: u64) -> Vec<(usize, usize)> {
     let model = layered();
     let mut planner = Planner::new(model.len(), Reach::FAR);
@@ -269,19 +270,19 @@ fn unforeseen(probes: bool, threads: u64) -> Vec<(usize, usize)> {
     unforeseen
 }
 
-// Only orders of whole files were known, and most tensors of such a reader were begun unforeseen.
+// An earlier version knew only orders of whole files, and predicted few of the tensors of such a reader.
 #[test]
 fn the_order_of_the_parts_of_a_layer_is_learned_from_the_layer_before() {
     for (probes, threads) in [(false, 1), (false, 2), (true, 1), (true, 2)] {
         let unforeseen = unforeseen(probes, threads);
-        // The starts of the first tensors that it loads still pass for touched ones.
+        // The reads at the starts of the first loaded tensors are still taken for the first pass.
         let last = if probes { 2 } else { 1 };
         let is_learned = unforeseen.iter().all(|(layer, _)| *layer <= last);
         assert!(is_learned, "probes {probes}, threads {threads}: {unforeseen:?}");
     }
 }
 
-// The learned steps led in a circle, and the same bytes were planned several times.
+// An earlier version had a bug: the learned steps led in a circle, and the same bytes were planned several times.
 #[test]
 fn an_order_that_changes_from_layer_to_layer_plans_nothing_twice() {
     let model = layered();

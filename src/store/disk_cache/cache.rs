@@ -36,7 +36,8 @@ const DESCRIPTORS_PART: usize = 8;
 /// Time after a failure in which nothing is stored.
 const PAUSE: Duration = Duration::from_secs(30);
 
-/// Maximum duration of a store of blocks. A reader waits for the store, so a longer one counts as a failure.
+/// Maximum duration of a store of blocks. A reader waits for the store, so a store that takes longer counts as a
+/// failure.
 const STORE_SLOW: Duration = Duration::from_secs(2);
 
 /// Maximum number of bytes that are stored between two checks of the size of the folder.
@@ -76,7 +77,7 @@ pub struct DiskCacheStatus {
     pub stored_bytes: u64,
     /// Blocks whose bytes did not match their checksum.
     pub damaged_blocks: u64,
-    /// Number of pauses of reads that waited for blocks which another reader was fetching.
+    /// Number of times that a read paused to wait for blocks that another reader was fetching.
     pub waits: u64,
     /// Objects that were removed to make room for others.
     pub removed_objects: u64,
@@ -140,7 +141,7 @@ impl DiskCache {
             objects: Mutex::default(),
             paused: Mutex::default(),
             told: Mutex::default(),
-            // So the first store checks the size of the folder.
+            // This value makes the first store check the size of the folder.
             unchecked: AtomicU64::new(u64::MAX / 2),
             threads: Arc::default(),
             spares: SparePieces::default(),
@@ -159,7 +160,7 @@ impl DiskCache {
         })
     }
 
-    /// Logs a failure, the first one as a warning.
+    /// Logs a failure. The first failure is logged as a warning.
     fn tell(&self, why: &str) {
         let folder = shown_path(&self.place.folder);
         if std::mem::replace(&mut *self.told.lock(), true) {
@@ -176,8 +177,8 @@ impl DiskCache {
         self.tell(why);
     }
 
-    /// The reason why nothing is stored now, if there is one. File work that takes longer than `patience` is
-    /// such a reason.
+    /// The reason why nothing is stored now, if there is one. One such reason is that work on a file takes longer than
+    /// `patience`.
     fn why_paused(&self, patience: Duration) -> Option<String> {
         if self.threads.is_stuck(patience) {
             return Some("its disk does not answer".to_owned());
@@ -247,8 +248,8 @@ impl DiskCache {
         Some(object)
     }
 
-    /// Adds `object` to the open objects. Returns objects that were taken out of the map for it. The caller
-    /// drops them, and the close of their files may wait for the file system.
+    /// Adds `object` to the open objects. Returns objects that were taken out of the map to make room for `object`. The
+    /// caller drops them, which closes their files and may wait for the file system.
     fn keep_open(&self, object: Arc<CachedObject>) -> Vec<(Instant, Arc<CachedObject>)> {
         let mut objects = self.objects.lock();
         let before = objects.insert(object.key().digest, (Instant::now(), object));

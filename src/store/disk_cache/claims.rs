@@ -2,8 +2,8 @@
 //! once. A claim is a lock on a byte range of the block map. The kernel releases the lock when the process of
 //! its holder ends.
 //!
-//! Claims only save requests. The bytes stay right without them: two holders of the same block would write the
-//! same bytes.
+//! Claims only save requests. They are not needed for correct bytes, because two holders of the same block would write
+//! the same bytes.
 
 use std::fs::File;
 use std::io;

@@ -43,7 +43,7 @@ fn is_refusal(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP))
 }
 
-/// Opens `file` with `O_DIRECT`. `None` if that is not possible, or if it has no use for the file system.
+/// Opens `file` with `O_DIRECT`. `None` if this is not possible, or if `O_DIRECT` has no advantage on the file system.
 fn open_again(file: &File, path: &Path) -> Option<File> {
     let file_system = FileSystem::at(path);
     if !file_system.is_local() || file_system.is_in_memory() {

@@ -3,8 +3,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The low two bits of `state` say whether the bytes have reached the disk. The bits above count the removed
-/// blocks. So the end of a sync has no effect if a block was removed since the sync began.
+/// The low two bits of `state` say whether the bytes have reached the disk. The higher bits count the removed blocks.
+/// So the end of a sync has no effect if a block was removed after the sync began.
 const UNSYNCED: u64 = 0;
 const SYNCING: u64 = 1;
 const SYNCED: u64 = 2;
@@ -113,7 +113,8 @@ mod tests {
         assert!(!known.are_synced() && known.begin_sync().is_none());
         known.add(69);
         let sync = known.begin_sync().unwrap();
-        // Damage that is found during a sync makes the sync void, even if the next sync has begun since.
+        // Damage that is found during a sync makes the result of this sync invalid, even if the next sync has begun
+        // since.
         known.remove(3);
         known.add(3);
         let next = known.begin_sync().unwrap();

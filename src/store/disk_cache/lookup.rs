@@ -14,7 +14,7 @@ use crate::source::page_cache::{ALIGN, CachedPages, cached_pages, copy_cached};
 pub(super) struct Taken {
     /// The runs of blocks that are not in the cache.
     pub(super) missing: Vec<Range<u64>>,
-    /// The runs of blocks that are not in the page cache, where a read may not go further (see `BlockReach`).
+    /// The runs of blocks that are not in the page cache, if the read may use only the page cache (see `BlockReach`).
     pub(super) unread: Vec<Range<u64>>,
     /// Number of blocks whose bytes were copied.
     pub(super) found: u64,
@@ -83,8 +83,8 @@ impl CachedObject {
         taken
     }
 
-    /// Copies the wanted bytes of the blocks `run` from the page cache, and compares the blocks with the
-    /// checksums `sums`. Returns whether the page cache had all of them and all match.
+    /// Copies the wanted bytes of the blocks `run` from the page cache, and compares the blocks with the checksums
+    /// `sums`. Returns whether the page cache had all blocks and all of them match.
     fn take_cached_run(
         &self,
         run: &Range<u64>,

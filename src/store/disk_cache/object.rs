@@ -37,7 +37,7 @@ const HEADER_LEN: u64 = 4096;
 /// Length of a checksum in a map in bytes.
 const SUM_LEN: u64 = 16;
 
-/// Number of checksums that are read at a time when all of a map are read.
+/// Number of checksums that are read at a time when all checksums of a map are read.
 const SUMS_AT_ONCE: usize = 1 << 16;
 
 /// The first bytes of a map. They change with the file format. They are part of the digest, so the file names
@@ -293,8 +293,8 @@ impl CachedObject {
         Ok(())
     }
 
-    /// Removes a block that does not match its checksum from the map. Returns `false` if the reason is that
-    /// another process has removed the object, and `true` if the block is damaged.
+    /// Removes a block that does not match its checksum from the map. Returns `true` if the block is damaged, and
+    /// `false` if the checksum differs only because another process has removed the object.
     pub(super) fn forget(&self, block: u64) -> bool {
         self.known.remove(block);
         if !self.is_linked() {
@@ -360,7 +360,8 @@ pub(super) fn temporary_name(number: u64) -> String {
     format!(".{number:016x}.{TEMPORARY}")
 }
 
-/// The result of a removal, where a file that does not exist counts as removed. Another process may have been faster.
+/// The result of a removal. A file that does not exist counts as removed, because another process may have removed it
+/// first.
 pub(super) fn gone_is_fine(removed: io::Result<()>) -> io::Result<()> {
     match removed {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
@@ -372,7 +373,8 @@ fn damaged() -> io::Error {
     io::Error::new(ErrorKind::InvalidData, "damaged")
 }
 
-/// Opens a file that only this user could have written. Also returns whether the file can be written.
+/// Opens a file, and checks that no other user could have written it. Also returns whether this process can write the
+/// file.
 fn open_private(path: &Path) -> io::Result<(File, bool)> {
     let open = |write| {
         let mut options = OpenOptions::new();

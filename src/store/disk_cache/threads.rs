@@ -15,15 +15,15 @@ pub(super) const THREADS_MAX: usize = 16;
 /// Idle time after which a thread ends.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// If a job in the folder takes longer than this, its disk may have stopped answering, and reads go on without
-/// the cache. A read also waits at most half of the time up to its deadline.
+/// If a job in the folder takes longer than this, the disk of the folder may have stopped answering, and reads continue
+/// without the cache. A read also waits at most half of the time up to its deadline.
 pub(super) const STUCK: Duration = Duration::from_secs(10);
 
-/// How long a read without a deadline waits, for example the read of a header. The caller that needs the header
-/// may have a deadline itself.
+/// Maximum wait of a read without a deadline, for example the read of a header. It is bounded because the caller that
+/// needs the header may have a deadline.
 const WAIT_WITHOUT_DEADLINE: Duration = Duration::from_secs(5);
 
-/// How long a reader waits for work in the folder.
+/// The time that a reader waits for work in the folder.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DiskPatience {
     /// If an earlier job runs longer than this, the reader does not use the folder.
@@ -81,8 +81,8 @@ impl fmt::Debug for FolderThreads {
 }
 
 impl FolderThreads {
-    /// Runs `work` on a thread and returns its result. `None` if the result does not come in time. If an
-    /// earlier job is late already, `work` is not begun.
+    /// Runs `work` on a thread and returns its result. `None` if the result does not arrive in time. If an earlier job
+    /// is late already, `work` is not begun.
     pub(super) fn ask<T: Send + 'static>(
         self: &Arc<Self>,
         patience: DiskPatience,

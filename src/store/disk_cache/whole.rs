@@ -1,8 +1,8 @@
 //! Objects that are in the cache as a whole. Their data files are served as local files.
 //!
 //! A process that serves a data file has a shared lock on it. This lock keeps processes that make room from
-//! truncating the file. So the bytes stay for as long as a descriptor or a mapping of the file exists, even
-//! after its name was removed.
+//! truncating the file. So the bytes stay as long as a descriptor or a mapping of the file exists, even after the name
+//! of the file was removed.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -70,8 +70,8 @@ impl CachedObject {
         // The lock belongs to the open file description. It ends with the last descriptor or mapping of it.
         file.try_lock_shared().ok()?;
         let (found, own) = (file.metadata().ok()?, self.data.metadata().ok()?);
-        // A process that removes the object first unlinks the name, and then truncates the file under a lock of
-        // its own.
+        // A process that removes the object unlinks the name first, and then truncates the file while it holds its own
+        // lock.
         let is_own = (found.dev(), found.ino()) == (own.dev(), own.ino());
         if !is_own || found.nlink() == 0 || found.len() != self.key().len {
             return None;

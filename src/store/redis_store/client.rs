@@ -52,8 +52,8 @@ impl RedisClient {
         format!("{}:{}", self.host, self.port)
     }
 
-    /// The bytes `range` of the value of `key`. The result is shorter if the value is, and empty if there is no
-    /// such key.
+    /// The bytes `range` of the value of `key`. The result is shorter if the value ends before the end of `range`, and
+    /// empty if the key does not exist.
     ///
     /// # Errors
     /// If the server refuses the command, or does not answer in time.
@@ -256,7 +256,7 @@ mod tests {
         let before = Instant::now();
         let error = failure(&client, 1_000_000, Duration::from_millis(600));
         assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
-        // Without a limit, the bytes would take a quarter of an hour.
+        // Without a limit, receiving the bytes would take a quarter of an hour.
         assert!(before.elapsed() < Duration::from_secs(60));
     }
 

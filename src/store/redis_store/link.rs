@@ -1,5 +1,5 @@
 //! A connection to a Redis server. No call lasts longer than its deadline, and no reply takes more memory than
-//! its command allows, whatever the server sends. Client libraries do not guarantee this, so none is used.
+//! its command allows, whatever the server sends. Client libraries do not guarantee this, so this module uses none.
 
 use std::io::{self, BufRead as _, BufReader, ErrorKind, Read, Write as _};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs as _};

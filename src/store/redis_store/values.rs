@@ -44,8 +44,8 @@ pub(super) struct RedisFile {
     /// The tensors in file order. There are no gaps between them.
     tensors: Vec<RedisTensor>,
     pub(super) len: u64,
-    /// A hash of the description and of all headers, which contain the hashes of the data. It is odd if the
-    /// data is compared with those hashes.
+    /// A hash of the description and of all headers, which contain the hashes of the data. The number is odd if the
+    /// data is compared with the hashes in the headers.
     pub(super) number: u64,
 }
 

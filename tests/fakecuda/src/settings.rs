@@ -1,5 +1,5 @@
-//! Settings of the driver. A test sets them by variables `FAKE_*` in the environment before the load, or by
-//! `fakecuda_configure` later.
+//! Settings of the driver. A test sets them with environment variables `FAKE_*` before it loads the driver,
+//! or later with `fakecuda_configure`.
 
 /// A call that has to fail.
 #[derive(Clone, Debug)]

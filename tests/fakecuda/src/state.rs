@@ -1,5 +1,5 @@
-//! The state of the driver: memory of devices, pinned memory, streams, events, modules, and the calls so far. There is
-//! one lock for all of it, and every change wakes all waiting threads.
+//! The state of the driver: memory of devices, pinned memory, streams, events, modules, and the calls so far. One lock
+//! protects the whole state, and every change wakes all waiting threads.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;

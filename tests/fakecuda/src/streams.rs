@@ -1,4 +1,4 @@
-//! Streams. Each stream has a thread and a queue. Its work is done in order, with delays.
+//! Streams. Each stream has a thread and a queue. The thread does the work in order and with delays.
 
 use std::collections::VecDeque;
 use std::thread::JoinHandle;

@@ -1,7 +1,7 @@
 //! A cuFile without its kernel module, for tests: the part of `libcufile.so.0` that tensorfs calls.
 //!
-//! It reads into the memory of the devices of tests/fakecuda, which has to be loaded before. Calls whose effect is
-//! undefined in the real library are refused, or reported as violations by `fakecufile_report`.
+//! The library reads into the memory of the devices of tests/fakecuda, which has to be loaded first. Calls whose effect
+//! is undefined in the real library are refused, or reported as violations by `fakecufile_report`.
 
 mod memory;
 mod state;

@@ -1,4 +1,4 @@
-//! Faults: the rules that say which requests they hit, the requests that they hold back, and counts of requests.
+//! Faults: the rules that choose the affected requests, the requests that are held back, and counts of requests.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};

@@ -4,14 +4,14 @@
 //! Prints `ready` once it is mounted. After that, each line on stdin is a command, and the answer is one line on
 //! stdout:
 //!
-//! - `stall GLOB`: reads of files whose path below SRC matches are answered after `resume`;
-//!   `stall GLOB OFFSET`: those from this offset on;
-//! - `eio GLOB`: they fail; `delay GLOB MS`: they are answered later; `short GLOB`: they get less
-//!   than they asked for;
+//! - `stall GLOB`: reads of files whose path below SRC matches are answered after `resume`; `stall GLOB OFFSET`: only
+//!   reads from this offset on;
+//! - `eio GLOB`: reads fail; `delay GLOB MS`: reads are answered later; `short GLOB`: reads get fewer bytes than they
+//!   request;
 //! - `stall-open`, `eio-getattr`, `delay-lookup` and so on: the same for other requests;
 //! - `no-direct GLOB`: opens with `O_DIRECT` fail;
 //! - `resume` ends all stalls, `ok` all faults;
-//! - `counts GLOB`, `ranges GLOB`: JSON of what was asked for since the start or `reset`;
+//! - `counts GLOB`, `ranges GLOB`: JSON with the requests since the start or since `reset`;
 //! - `parked GLOB`: the number of requests that are held back.
 //!
 //! For `SECONDS`, the kernel may answer questions about the attributes of a file by itself, as a client of NFS does.

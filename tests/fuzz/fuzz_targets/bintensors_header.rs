@@ -1,6 +1,7 @@
-//! Any bytes as a bintensors file and as a header: accepted exactly where the reference
-//! implementation accepts, or where they are the older layout; and what is accepted is
-//! contiguous and survives being written again.
+//! Parses any bytes as a bintensors file and as a header. They must be accepted exactly if the
+//! reference implementation accepts them, or if they have the older layout. The tensors of an
+//! accepted header must be contiguous, and must stay the same when the header is written and read
+//! again.
 
 #![no_main]
 

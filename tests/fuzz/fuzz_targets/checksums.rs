@@ -1,5 +1,6 @@
-//! Any bytes as a file of checksums: with and without a frame that fits them. A parsed file is
-//! whole, answers every question, and survives being written again.
+//! Parses any bytes as a file of checksums, with and without a frame that fits them. A parsed file
+//! must be complete, every function must work on it, and it must stay the same when it is written
+//! and read again.
 
 #![no_main]
 

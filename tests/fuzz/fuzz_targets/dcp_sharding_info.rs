@@ -1,5 +1,6 @@
-//! Any text as the sharding note of a DCP shard. The first bytes choose dtype and sizes of the
-//! pieces, so that the header agrees with the note often enough to reach the offsets.
+//! Parses any text as the sharding note of a DCP shard. The first bytes choose the dtype and the
+//! sizes of the pieces, so that the header often agrees with the note and the checks of the offsets
+//! run.
 
 #![no_main]
 

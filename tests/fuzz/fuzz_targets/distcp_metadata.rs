@@ -1,5 +1,5 @@
-//! Any bytes as the `.metadata` of a distributed checkpoint, and as a file with its items: chunks lie in
-//! their tensors, files in the folder, and accepted items in their file.
+//! Parses any bytes as the `.metadata` of a distributed checkpoint, and as a file with its items. Checks that
+//! chunks lie in their tensors, files in the folder, and accepted items in their file.
 
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! Any names as those of a folder: reading them never fails, and their order is total, because
-//! a sort by anything else may panic.
+//! Uses any names as the names in a folder. Parsing them must never fail. Their order must be
+//! total, because a sort by an order that is not total may panic.
 
 #![no_main]
 

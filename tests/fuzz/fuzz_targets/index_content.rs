@@ -1,5 +1,6 @@
-//! Any bytes as an index: as a file nothing random is believed, and the content behind the frame
-//! is refused or can be used, laid out and written again, without a look outside the shards.
+//! Parses any bytes as an index. As a whole file, random bytes must be refused. As the content
+//! behind a valid frame, they must be refused, or it must be possible to use the content, lay it
+//! out and write it again, without a read outside of the shards.
 
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! Any text as mount options: what is accepted stays in range, a value survives being escaped,
-//! and asking for leniency never refuses more.
+//! Parses any text as mount options. Accepted values must be in range, an escaped value must be
+//! read back unchanged, and lenient parsing must not refuse text that strict parsing accepts.
 
 #![no_main]
 

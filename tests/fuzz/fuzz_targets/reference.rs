@@ -1,5 +1,5 @@
-//! Any bytes as what a checkpoint should hold: a manifest survives being written again, and a
-//! weight map knows names only.
+//! Parses any bytes as a reference for a checkpoint. A manifest must stay the same when it is
+//! written and read again, and a weight map must give only names.
 
 #![no_main]
 

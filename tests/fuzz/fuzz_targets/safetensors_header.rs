@@ -1,5 +1,6 @@
-//! Any bytes as a safetensors file and as a header text: accepted exactly where the reference
-//! implementation accepts, and what is accepted is contiguous and survives being written again.
+//! Parses any bytes as a safetensors file and as a header text. They must be accepted exactly if
+//! the reference implementation accepts them. The tensors of an accepted header must be contiguous,
+//! and must stay the same when the header is written and read again.
 
 #![no_main]
 

@@ -1,6 +1,6 @@
-//! Any bytes as a tensorizer file: a file that is accepted has distinct names, and its descriptions
-//! and tensors cover it without gap or overlap. Encrypted tensors lie in it, and any key opens what
-//! it opens without a panic.
+//! Parses any bytes as a tensorizer file. An accepted file must have distinct names, and its
+//! descriptions and tensors must cover it without gap or overlap. Encrypted tensors must lie in the
+//! file, and decryption with any key must not panic.
 
 #![no_main]
 

@@ -1,5 +1,6 @@
-//! Any bytes as a file of torch.save, and any pickle in one: a file that is accepted has distinct names,
-//! and its tensors lie in it. So do those of a file of one tensor of a universal checkpoint.
+//! Parses any bytes as a file of torch.save, and as a pickle in such a file. An accepted file must have
+//! distinct names, and its tensors must lie in the file. The same holds for the file of one tensor of a
+//! universal checkpoint.
 
 #![no_main]
 

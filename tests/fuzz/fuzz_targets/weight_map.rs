@@ -1,5 +1,5 @@
-//! Any bytes as a weight map: what is accepted names plain files only, and the rewritten map
-//! sends every tensor to the one file and keeps the rest.
+//! Parses any bytes as a weight map. An accepted map must name only plain files. The rewritten map
+//! must name the merged file for every tensor, and keep all other content.
 
 #![no_main]
 

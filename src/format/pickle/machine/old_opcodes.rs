@@ -1,5 +1,5 @@
-//! Opcodes that torch never writes, which are interpreted for scans only: those of protocols 0 and 1, of extensions
-//! and of buffers.
+//! Opcodes that torch never writes: the opcodes of protocols 0 and 1, of extensions and of buffers. They are
+//! interpreted only in scans.
 
 use super::{Machine, bad};
 use crate::error::{Fault, quoted};

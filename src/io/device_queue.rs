@@ -209,9 +209,10 @@ impl DeviceQueue {
 
     pub(super) fn promote(self: &Arc<Self>, id: u64) {
         let mut state = self.state.lock();
-        state.queue.promote(id, Instant::now());
-        // As a prefetch, the fetch may have waited because of the limit of prefetches.
-        self.wake_from(state);
+        if state.queue.promote(id, Instant::now()) {
+            // Perhaps only the limit of prefetches prevented that the fetch was sent.
+            self.wake_from(state);
+        }
     }
 
     /// Wakes or starts a thread if there is work that can be done now.

@@ -25,7 +25,8 @@ pub(crate) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 /// A source with this number of overdue reads gets no further reads.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
-/// The limit of bytes that prefetches have in flight is never lower than this number.
+/// Minimum number of bytes from which a server gets no further prefetches. It then also has `SENT_MAX_OF_ONE` of them: a
+/// server that limits the rate of each connection needs many, whatever its latency.
 const PREFETCH_MAX_MIN: u64 = 32 << 20;
 
 /// A read for a backend to execute.
@@ -68,8 +69,8 @@ struct Flight {
     stored: bool,
     cached: Option<CachedPages>,
     stage: FlightStage,
-    /// Bytes of this fetch in `FetchQueue::prefetching`.
-    prefetching: u64,
+    /// Whether this fetch counts in `FetchQueue::prefetches`.
+    counts: bool,
     /// `None` if the fetch was answered before its read completed.
     done: Option<FetchCallback>,
 }
@@ -100,11 +101,12 @@ pub(super) struct FetchQueue {
     sent: PerSourceLimiter<SourceKey>,
     /// Fetches in flight that are overdue.
     stuck: PerSourceLimiter<SourceKey>,
-    /// Number of bytes of the prefetches that are in flight and not overdue. The second field is the limit: while this
-    /// number has reached the limit, no further prefetches are sent. All answers of a server share its bandwidth. So as
-    /// soon as the prefetches in flight use all of the bandwidth, another one would delay the bytes that are read next.
-    prefetching: u64,
-    prefetching_max: u64,
+    /// Number and bytes of the prefetches that are in flight and not overdue.
+    prefetches: usize,
+    prefetch_bytes: u64,
+    /// Number of bytes of prefetches from which no further prefetches are sent. All answers of a server share its
+    /// bandwidth: when the prefetches in flight use all of it, another one delays the bytes that are read next.
+    prefetch_bytes_max: u64,
 }
 
 impl Default for FetchQueue {
@@ -116,8 +118,9 @@ impl Default for FetchQueue {
             ready: Default::default(),
             sent: PerSourceLimiter::new(SENT_MAX_OF_ONE as u64, SENT_MAX as u64),
             stuck: PerSourceLimiter::new(STUCK_MAX_OF_ONE as u64, STUCK_MAX as u64),
-            prefetching: 0,
-            prefetching_max: u64::MAX,
+            prefetches: 0,
+            prefetch_bytes: 0,
+            prefetch_bytes_max: u64::MAX,
         }
     }
 }
@@ -133,18 +136,18 @@ impl FetchQueue {
         self.sources.entry(key).or_default().queued[priority as usize].insert(id);
         let stage = FlightStage::Queued(priority, target);
         let done = Some(done);
-        let (since, prefetching) = (now, 0);
-        let flight =
-            Flight { source, range, since, effort, stored, cached, stage, prefetching, done };
+        let (since, counts) = (now, false);
+        let flight = Flight { source, range, since, effort, stored, cached, stage, counts, done };
         self.flights.insert(id, flight);
         self.refresh(key);
         id
     }
 
-    /// Changes a queued prefetch to `Priority::Demand`. Its time limit begins at `now`.
-    pub(super) fn promote(&mut self, id: u64, now: Instant) {
+    /// Changes a queued prefetch to `Priority::Demand`. Its time limit begins at `now`. Returns whether the fetch was a
+    /// queued prefetch.
+    pub(super) fn promote(&mut self, id: u64, now: Instant) -> bool {
         let Some(flight) = self.flights.get_mut(&id) else {
-            return;
+            return false;
         };
         flight.effort = flight.effort.awaited();
         if let FlightStage::Queued(priority @ Priority::Prefetch, _) = &mut flight.stage {
@@ -155,13 +158,15 @@ impl FetchQueue {
             of_source.queued[Priority::Prefetch as usize].remove(&id);
             of_source.queued[Priority::Demand as usize].insert(id);
             self.refresh(key);
+            return true;
         }
+        false
     }
 
     /// Limits the bytes that prefetches have in flight to `wanted`, the number of bytes that the server needs in
     /// flight. `None` means no limit.
     pub(super) fn limit_prefetches(&mut self, wanted: Option<u64>) {
-        self.prefetching_max = wanted.map_or(u64::MAX, |wanted| wanted.max(PREFETCH_MAX_MIN));
+        self.prefetch_bytes_max = wanted.map_or(u64::MAX, |wanted| wanted.max(PREFETCH_MAX_MIN));
     }
 
     /// The fetch to send next.
@@ -170,7 +175,8 @@ impl FetchQueue {
             return None;
         }
         let [demands, prefetches] = &self.ready;
-        let may_prefetch = self.prefetching < self.prefetching_max;
+        let may_prefetch =
+            self.prefetches < SENT_MAX_OF_ONE || self.prefetch_bytes < self.prefetch_bytes_max;
         demands.first().or_else(|| prefetches.first().filter(|_| may_prefetch)).copied()
     }
 
@@ -191,8 +197,9 @@ impl FetchQueue {
         };
         if priority == Priority::Prefetch {
             flight.since = now;
-            flight.prefetching = range.end - range.start;
-            self.prefetching += flight.prefetching;
+            flight.counts = true;
+            self.prefetches += 1;
+            self.prefetch_bytes += range.end - range.start;
         }
         let since = flight.since;
         let of_source = self.sources.entry(key).or_default();
@@ -216,10 +223,10 @@ impl FetchQueue {
 
     /// Removes a fetch whose read has completed. `None` if there is no fetch with this number.
     pub(super) fn finish(&mut self, id: u64) -> Option<FinishedFetch> {
+        self.end_prefetch(id);
         let flight = self.flights.remove(&id)?;
         let key = SourceKey::of(&flight.source);
         self.sent.give_back(&key, 1);
-        self.prefetching -= flight.prefetching;
         if flight.done.is_none() {
             self.stuck.give_back(&key, 1);
         }
@@ -251,7 +258,17 @@ impl FetchQueue {
         ids.into_iter().filter_map(|id| self.give_up(id)).collect()
     }
 
+    /// Subtracts a fetch that has completed or is overdue from the prefetches in flight, if it is one of them.
+    fn end_prefetch(&mut self, id: u64) {
+        let Some(flight) = self.flights.get_mut(&id) else { return };
+        if std::mem::take(&mut flight.counts) {
+            self.prefetches -= 1;
+            self.prefetch_bytes -= flight.range.end - flight.range.start;
+        }
+    }
+
     fn give_up(&mut self, id: u64) -> Option<Failed> {
+        self.end_prefetch(id);
         let flight = self.flights.get_mut(&id)?;
         let done = flight.done.take()?;
         let (source, offset) = (flight.source.clone(), flight.range.start);
@@ -259,7 +276,6 @@ impl FetchQueue {
         match &flight.stage {
             FlightStage::Sent(reserved) => {
                 reserved.leak();
-                self.prefetching -= std::mem::take(&mut flight.prefetching);
                 self.stuck.take(key, 1);
             }
             FlightStage::Queued(priority, _) => {

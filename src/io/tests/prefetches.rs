@@ -1,9 +1,14 @@
 //! Tests of the limit of bytes that prefetches have in flight.
 
 use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use super::*;
-use crate::source::{StoreKind, StoreListing};
+use super::{PATIENCE, budget, engine, fetch, wait_until};
+use crate::counters::Counters;
+use crate::io::{Backend, DirectIo, Engine, Priority, Settings};
+use crate::source::{Source, StoreKind, StoreListing};
 use crate::sync::{Condvar, Mutex};
 use crate::version::{QueueKey, Version};
 
@@ -64,10 +69,11 @@ fn a_server_gets_no_more_prefetches_than_fill_it_but_all_that_readers_wait_for()
     let store = Arc::new(ClosedStore::default());
     let (engine, counters) = engine(Backend::Auto, DirectIo::Auto);
     let budget = budget(1 << 30);
-    let source = store.file("s3://b/object");
+    let sources = ["s3://b/one", "s3://b/other"].map(|name| store.file(name));
     let submit = |number: u64, priority| {
         let range = 2 * number * MIB..2 * (number + 1) * MIB;
-        let (fetch, result) = fetch(&source, range, priority, &budget);
+        let source = &sources[number as usize % 2];
+        let (fetch, result) = fetch(source, range, priority, &budget);
         (engine.submit(fetch), result)
     };
     let in_flight = |n: u64| {
@@ -76,12 +82,12 @@ fn a_server_gets_no_more_prefetches_than_fill_it_but_all_that_readers_wait_for()
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!(counters.source_reads_now.get(), n);
     };
-    let mut results: Vec<_> = (0..24).map(|n| submit(n, Priority::Prefetch)).collect();
-    in_flight(16);
-    engine.promote(&results[20].0);
-    in_flight(17);
-    results.push(submit(24, Priority::Demand));
-    in_flight(18);
+    let mut results: Vec<_> = (0..48).map(|n| submit(n, Priority::Prefetch)).collect();
+    in_flight(32);
+    engine.promote(&results[40].0);
+    in_flight(33);
+    results.push(submit(48, Priority::Demand));
+    in_flight(34);
     store.open();
     for (n, (_, result)) in results.iter().enumerate() {
         let answer = result.recv_timeout(PATIENCE).expect("an answer").unwrap();
@@ -94,25 +100,29 @@ fn a_server_gets_no_more_prefetches_than_fill_it_but_all_that_readers_wait_for()
 fn overdue_prefetches_make_room_for_those_of_other_objects() {
     let store = Arc::new(ClosedStore::default());
     let counters = Arc::new(Counters::default());
-    let timeout = Some(Duration::from_millis(200));
+    let timeout = Some(Duration::from_secs(2));
     let engine = Engine::start(Settings { timeout, ..Settings::default() }, counters.clone());
     let budget = budget(1 << 30);
+    let [stalled, slow, other] =
+        ["s3://b/stalled", "s3://b/slow", "s3://b/other"].map(|name| store.file(name));
     let prefetch = |source: &Arc<Source>, number: u64| {
-        let range = 8 * number * MIB..8 * (number + 1) * MIB;
+        let range = number * MIB..(number + 1) * MIB;
         let (fetch, result) = fetch(source, range, Priority::Prefetch, &budget);
         engine.submit(fetch);
         result
     };
-    let stalled = store.file("s3://b/stalled");
-    let overdue: Vec<_> = (0..4).map(|n| prefetch(&stalled, n)).collect();
-    wait_until("all in flight", || counters.source_reads_now.get() == 4);
-    let other = store.file("s3://b/other");
+    let overdue: Vec<_> = (0..8).map(|n| prefetch(&stalled, n)).collect();
+    std::thread::sleep(Duration::from_secs(1));
+    let others: Vec<_> = (0..24).map(|n| prefetch(&slow, n)).collect();
+    wait_until("all in flight", || counters.source_reads_now.get() == 32);
     let held_back = prefetch(&other, 0);
     for result in overdue {
         assert!(result.recv_timeout(PATIENCE).expect("an answer").is_err());
     }
-    wait_until("the next one sent", || counters.source_reads_now.get() == 1);
+    wait_until("the next one sent", || counters.source_reads_now.get() == 25);
     store.open();
-    drop(held_back.recv_timeout(PATIENCE).expect("an answer"));
+    for result in others.into_iter().chain([held_back]) {
+        result.recv_timeout(PATIENCE).expect("an answer").unwrap();
+    }
     wait_until("all reads back", || counters.source_stuck_now.get() == 0);
 }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::error::real_name;
 use crate::format::TrainingState;
 use crate::format::tensorizer::keys::Secret;
-use crate::view::{NamedViews, OptionFile, ReadFile, View};
+use crate::view::{NamedViews, OptionFileContent, ReadFile, View};
 
 words! {
     /// Chooses between a whole file and a sharded set of the same name.
@@ -242,7 +242,7 @@ impl OpenOptions {
         let views = match json.get("views") {
             None => None,
             Some(file) => {
-                let (path, text) = read(file.as_str()?.as_ref(), OptionFile::Text).ok()?;
+                let (path, text) = read(file.as_str()?.as_ref(), OptionFileContent::Text).ok()?;
                 let views = NamedViews::parse(&path, &text, read).ok()?;
                 let (_, digest) = views.read_from()?;
                 (json.get("views-digest")?.as_str()? == digest.to_string()).then_some(())?;
@@ -316,7 +316,7 @@ mod tests {
     use crate::format::OutputFormat;
     use crate::view::{Files, MapPolicy, TensorParallel};
 
-    fn none(_: &std::path::Path, _: OptionFile) -> Result<(PathBuf, Vec<u8>), String> {
+    fn none(_: &std::path::Path, _: OptionFileContent) -> Result<(PathBuf, Vec<u8>), String> {
         Err("no file is read".to_owned())
     }
 

@@ -15,7 +15,7 @@ use self::passed::PassedRanges;
 use self::planned::{PlannedRanges, refill};
 pub use self::reach::Reach;
 pub use self::request::{Advice, Request, StreamId};
-use self::seen::SeenTensor;
+use self::seen::SeenTensors;
 use self::storm::Storms;
 use self::stream::ReadStream;
 use self::touches::{Around, Touches, reads_around, touched};
@@ -110,7 +110,7 @@ pub struct Planner {
     streams: Vec<ReadStream>,
     readers: Vec<FileReader>,
     /// Tensors that were read.
-    seen: SeenTensor,
+    seen: SeenTensors,
     /// Number of reads so far.
     reads: u64,
     /// Window of the stream whose window grew last. New streams begin with it.
@@ -137,7 +137,7 @@ impl Planner {
             reach,
             streams: Vec::new(),
             readers: Vec::new(),
-            seen: SeenTensor::default(),
+            seen: SeenTensors::default(),
             reads: 0,
             window: reach.first,
             longest: WINDOW_MAX,
@@ -254,7 +254,7 @@ impl Planner {
 
     /// Returns ranges to evict so that `stream` gets memory: the oldest range that a reader skipped, or the ranges of
     /// the stream that was abandoned longest ago. `None` if all other streams continue.
-    pub fn make_way(&mut self, stream: StreamId) -> Option<Vec<Range<u64>>> {
+    pub fn choose_evictions(&mut self, stream: StreamId) -> Option<Vec<Range<u64>>> {
         if let Some(passed) = self.passed.pop_old(self.reads) {
             self.given.remove(&passed);
             return Some(vec![passed]);

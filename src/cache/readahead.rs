@@ -129,7 +129,7 @@ impl Readahead<'_> {
         let Readahead { cache, file } = self;
         let others = cache.ahead_max().checked_sub(need)?;
         while cache.budget.used() > others {
-            let left = file.planner.lock().make_way(stream);
+            let left = file.planner.lock().choose_evictions(stream);
             match left {
                 Some(left) => left.iter().for_each(|range| cache.leave(state, file, range)),
                 None => cache.evict_stale(state, STALE_TIME).then_some(())?,

@@ -69,7 +69,7 @@ impl<'a> Populator<'a> {
         };
         let last = loader.choice().clone();
         let state = State {
-            choice: last.for_the_next(),
+            choice: last.first_of_next_load(),
             next: 0,
             there: vec![false; parts.len()],
             ready: 0,

@@ -52,7 +52,7 @@ pub(super) struct LastChoice {
 impl LastChoice {
     /// The first choice of the next load. A load that begins soon after the last load continues with the choice at the
     /// end of the last load.
-    pub(super) fn for_the_next(&self) -> Choice {
+    pub(super) fn first_of_next_load(&self) -> Choice {
         let is_soon = self.made_at.is_some_and(|made_at| made_at.elapsed() < SOON);
         if is_soon { self.choice.clone() } else { self.choice.clone().next() }
     }
@@ -213,7 +213,7 @@ mod tests {
         let mut last = LastChoice::default();
         let mut huge = 0;
         for _ in 0..64 {
-            let mut choice = last.for_the_next();
+            let mut choice = last.first_of_next_load();
             // Each of seven threads takes one part before the first part is populated.
             let sizes = [choice.now(); 7];
             for size in sizes {
@@ -231,7 +231,7 @@ mod tests {
         let mut choice = Choice::default();
         take(&mut choice, 1 << 30, &mut costs(2500, 320));
         let last = LastChoice { choice, made_at: Instant::now().checked_sub(2 * SOON) };
-        let mut choice = last.for_the_next();
+        let mut choice = last.first_of_next_load();
         let huge = take(&mut choice, 256 << 20, &mut costs(45, 320));
         assert!((256 << 20) - huge <= 24 << 20, "{huge}");
     }

@@ -140,7 +140,7 @@ fn runs_of(tensor: &Tensor<'_>, part: Option<&[Range<u64>]>) -> Option<(ShardId,
         return None;
     }
     let is_row_major = piece.is_contiguous();
-    if let Some(run) = only_run(part, piece.shape, bits).filter(|_| is_row_major) {
+    if let Some(run) = as_single_run(part, piece.shape, bits).filter(|_| is_row_major) {
         return Some(one_run(run));
     }
     let size: Vec<u64> = part.iter().map(|wanted| wanted.end - wanted.start).collect();
@@ -153,7 +153,7 @@ fn runs_of(tensor: &Tensor<'_>, part: Option<&[Range<u64>]>) -> Option<(ShardId,
 
 /// First byte and length of a part, if the part is a single run of whole bytes. The part must not be empty and
 /// must lie inside of `shape`. This test is faster than `StridedCopy::new`.
-fn only_run(part: &[Range<u64>], shape: &[u64], bits: u64) -> Option<(u64, u64)> {
+fn as_single_run(part: &[Range<u64>], shape: &[u64], bits: u64) -> Option<(u64, u64)> {
     let len = |range: &Range<u64>| range.end - range.start;
     // The part has one index in each dimension before the dimension `cut`. It must have all indices in each dimension
     // after `cut`.
@@ -237,12 +237,12 @@ mod tests {
                 let first = bits_in_order[0];
                 let is_whole = first.is_multiple_of(8) && bits_in_order.len().is_multiple_of(8);
                 let right = (first / 8, bits_in_order.len() as u64 / 8);
-                let found = only_run(&part, &shape, bits);
+                let found = as_single_run(&part, &shape, bits);
                 assert_eq!(found, (is_run && is_whole).then_some(right), "{part:?} {bits}");
                 runs += u32::from(found.is_some());
             }
         }
         assert!(runs > 50, "{runs}");
-        assert_eq!(only_run(&[], &[], 16), Some((0, 2)));
+        assert_eq!(as_single_run(&[], &[], 16), Some((0, 2)));
     }
 }

@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use crate::order::{Order, TensorMap};
 
-/// Tensors whose middle was read. The page cache of the kernel should have them.
+/// The set of tensors whose middle was read, by their place. The page cache of the kernel should have them.
 #[derive(Debug, Default)]
-pub(super) struct SeenTensor(Vec<u64>);
+pub(super) struct SeenTensors(Vec<u64>);
 
 /// Maximum number of tensors that one read marks.
 const MARKED_MAX: usize = 1024;
 
-impl SeenTensor {
+impl SeenTensors {
     pub(super) fn contains(&self, place: u32) -> bool {
         let word = self.0.get(place as usize / 64);
         word.is_some_and(|word| word >> (place % 64) & 1 == 1)

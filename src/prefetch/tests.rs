@@ -275,12 +275,12 @@ fn what_was_read_ahead_of_a_stream_that_was_left_makes_way_and_no_other() {
     let mut planner = planner();
     let first = planner.observe(&request(0, MIB, false), u64::MAX, &Even).ahead.unwrap();
     let second = planner.observe(&request(640 * MIB, MIB, false), u64::MAX, &Even).ahead.unwrap();
-    assert_eq!(planner.make_way(second.0), None, "it was read a moment ago");
+    assert_eq!(planner.choose_evictions(second.0), None, "it was read a moment ago");
     for at in 1..30 {
         read(&mut planner, (640 + at) * MIB, MIB, false);
     }
-    assert_eq!(planner.make_way(second.0), Some(first.1));
-    assert_eq!(planner.make_way(second.0), None, "once");
+    assert_eq!(planner.choose_evictions(second.0), Some(first.1));
+    assert_eq!(planner.choose_evictions(second.0), None, "once");
 }
 
 #[test]
@@ -402,7 +402,7 @@ fn what_a_reader_of_half_of_each_row_passes_over_stays_until_there_is_no_room() 
             assert!(planner.streams.iter().all(|s| s.path.len() <= 4), "at {at}");
         }
         assert!(planner.passed.iter().count() <= PASSED_MAX && planner.given.count() <= GIVEN_MAX);
-        let left = std::iter::from_fn(|| planner.make_way(StreamId(1))).flatten();
+        let left = std::iter::from_fn(|| planner.choose_evictions(StreamId(1))).flatten();
         assert!(left.map(|range| range.end - range.start).sum::<u64>() >= found);
     }
 }

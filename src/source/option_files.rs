@@ -11,7 +11,7 @@ use crate::error::{quoted, shown_path};
 use crate::format::manifest::Reference;
 use crate::format::weight_map::WeightMap;
 use crate::format::{InputFormat, RangeReader, TrainingState, names};
-use crate::view::OptionFile;
+use crate::view::OptionFileContent;
 
 /// Maximum length of a text in bytes.
 const LEN_MAX: u64 = 256 << 20;
@@ -20,10 +20,13 @@ const LEN_MAX: u64 = 256 << 20;
 ///
 /// # Errors
 /// A message of one line with the path.
-pub fn read_option_file(path: &Path, wanted: OptionFile) -> Result<(PathBuf, Vec<u8>), String> {
+pub fn read_option_file(
+    path: &Path,
+    wanted: OptionFileContent,
+) -> Result<(PathBuf, Vec<u8>), String> {
     match wanted {
-        OptionFile::Text => read_text(path),
-        OptionFile::Dtypes => {
+        OptionFileContent::Text => read_text(path),
+        OptionFileContent::Dtypes => {
             let dtypes = Dtypes::of_path(path)?;
             let absolute = std::path::absolute(path).map_err(|e| failed(path, &e))?;
             let names: BTreeMap<&str, &str> =

@@ -66,7 +66,7 @@ impl StridedCopy {
         gather
     }
 
-    /// Calls `visit` for boxes of runs that together are the runs `runs`. Each box is in the order of the source.
+    /// Divides the range `runs` into boxes, and calls `visit` with each box. Each box is in the order of the source.
     pub(super) fn each_box(&self, mut runs: Range<u64>, visit: &mut dyn FnMut(StridedCopy)) {
         let innermost = self.strides.len().saturating_sub(1);
         if self.strides.is_empty() && !runs.is_empty() {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::name_map::NameMap;
 use super::select::NameGlob;
-use super::{OptionFile, ReadFile};
+use super::{OptionFileContent, ReadFile};
 use crate::cast::Cast;
 use crate::catalog::{Catalog, Tensor, named_some};
 use crate::dtype::Dtype;
@@ -60,12 +60,12 @@ impl DtypeCast {
         }
         let path_after = |kind: &str| word.strip_prefix(kind).filter(|path| !path.is_empty());
         if let Some(path) = path_after("map=") {
-            let map = read(Path::new(path), OptionFile::Text)
+            let map = read(Path::new(path), OptionFileContent::Text)
                 .and_then(|(path, text)| DtypeCast::map(&path, &text));
             return map.map_err(|why| format!("a list of tensors and dtypes; {why}"));
         }
         if let Some(path) = path_after("like:") {
-            let map = read(Path::new(path), OptionFile::Dtypes)
+            let map = read(Path::new(path), OptionFileContent::Dtypes)
                 .and_then(|(path, text)| dtypes_in(&path, &text))
                 .map_err(|why| format!("a checkpoint with dtypes; {why}"))?;
             return Ok(DtypeCast::Like(Arc::new(map)));

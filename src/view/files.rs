@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::name_map::NameMap;
-use super::{OptionFile, ReadFile};
+use super::{OptionFileContent, ReadFile};
 use crate::catalog::{Catalog, named_some};
 use crate::error::{ErrorKind, Fault, real_name, shown_path};
 use crate::hash::Digest;
@@ -74,7 +74,7 @@ impl Files {
             }),
             Some(("map", "")) => Err("a file: map=FILE".to_owned()),
             Some(("map", path)) => {
-                let map = read(Path::new(path), OptionFile::Text)
+                let map = read(Path::new(path), OptionFileContent::Text)
                     .and_then(|(path, text)| Files::map(&path, &text));
                 map.map_err(|why| format!("a list of tensors and files; {why}"))
             }

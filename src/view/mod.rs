@@ -14,7 +14,7 @@ pub use self::cut_rules::CutRules;
 pub use self::files::{FileMap, Files, LAYOUTS};
 pub use self::name_map::NameMap;
 pub use self::named::NamedViews;
-pub use self::options::{OptionFile, ReadFile};
+pub use self::options::{OptionFileContent, ReadFile};
 pub use self::parallel::{ReadConfig, TensorParallel};
 pub use self::rename::RenameRules;
 pub use self::select::NameGlob;

@@ -16,7 +16,7 @@ use crate::words::UnknownWord;
 
 /// The content of a file that an option needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OptionFile {
+pub enum OptionFileContent {
     /// The whole text of the file.
     Text,
     /// The element types of the tensors of a checkpoint, as JSON: `{"NAME": "BF16", ...}`.
@@ -25,7 +25,8 @@ pub enum OptionFile {
 
 /// A function that reads a file named by an option. It returns the absolute path and the content. Its error is
 /// a message of one line.
-pub type ReadFile<'a> = &'a mut dyn FnMut(&Path, OptionFile) -> Result<(PathBuf, Vec<u8>), String>;
+pub type ReadFile<'a> =
+    &'a mut dyn FnMut(&Path, OptionFileContent) -> Result<(PathBuf, Vec<u8>), String>;
 
 /// All options of views.
 const OPTIONS: [&str; 11] = [
@@ -59,7 +60,7 @@ fn rules<T>(
     if path.is_empty() {
         return Err("a file with rules".to_owned());
     }
-    let text = read(Path::new(path), OptionFile::Text);
+    let text = read(Path::new(path), OptionFileContent::Text);
     let rules = text.and_then(|(path, text)| parse(&path, &text));
     rules.map(Arc::new).map_err(|why| format!("a file of rules; {why}"))
 }

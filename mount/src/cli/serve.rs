@@ -44,7 +44,7 @@ pub(super) fn run(args: &args::ServeArgs) -> Outcome {
     let signals = take_signals().map_err(failed)?;
     log::never_wait().map_err(failed)?;
     log::start(args.verbose.saturating_add(1));
-    background::log_in(config.service.log_format, false).map_err(Failure::Failed)?;
+    background::set_log_format(config.service.log_format, false).map_err(Failure::Failed)?;
     Supervisor::new(&file, config, args.verbose).run(&signals).map_err(Failure::Failed)
 }
 

@@ -155,14 +155,14 @@ pub(crate) fn serve(
 ) -> Result<(), String> {
     tensorfs::internal::source::raise_limit();
     options.make_absolute().map_err(|e| format!("the working directory is gone: {e}"))?;
-    let (log_file, given) = (options.log.clone(), words_of(&options));
+    let (log_file, given) = (options.log.clone(), non_default_options(&options));
     if let Some(file) = &log_file {
         let opened = file.clone();
         unless_stalled(options.io_timeout, move || log::to_file(&opened))
             .and_then(|opened| opened.map_err(|e| format!("cannot log there: {e}")))
             .map_err(|why| format!("log={}: {why}", shown_path(file)))?;
     }
-    log_in(options.log_format, log_file.is_some())?;
+    set_log_format(options.log_format, log_file.is_some())?;
     log::set_mount(target);
     let received = handed
         .map(|handed| Received::read(handed, source, target, &options))
@@ -205,7 +205,7 @@ pub(crate) fn serve(
 }
 
 /// The options that differ from their defaults, as text for the log.
-fn words_of(options: &Options) -> String {
+fn non_default_options(options: &Options) -> String {
     let (given, defaults) = (options.to_json(), Options::default().to_json());
     let defaults = Options::words(&defaults);
     let words: Vec<String> = Options::words(&given)
@@ -220,7 +220,7 @@ fn words_of(options: &Options) -> String {
 ///
 /// # Errors
 /// One line with the reason why the format cannot be used.
-pub(crate) fn log_in(format: LogFormat, is_file: bool) -> Result<(), String> {
+pub(crate) fn set_log_format(format: LogFormat, is_file: bool) -> Result<(), String> {
     match format {
         LogFormat::Json => log::write_json(true),
         LogFormat::Journal => log::to_journal().map_err(|e| format!("log-format=journal: {e}"))?,
@@ -230,16 +230,16 @@ pub(crate) fn log_in(format: LogFormat, is_file: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Changes the format of further log lines after `log_in`. Must not be called by a process that
+/// Changes the format of further log lines after `set_log_format`. Must not be called by a process that
 /// logs to a file.
 ///
 /// # Errors
 /// One line with the reason why the format cannot be used. The old format stays.
-pub(crate) fn change_log(format: LogFormat) -> Result<(), String> {
+pub(crate) fn change_log_format(format: LogFormat) -> Result<(), String> {
     if format != LogFormat::Journal {
         log::to_stderr().map_err(|e| format!("log-format={format}: {e}"))?;
     }
-    log_in(format, false)?;
+    set_log_format(format, false)?;
     log::write_json(format == LogFormat::Json);
     Ok(())
 }

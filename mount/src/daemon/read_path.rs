@@ -57,8 +57,8 @@ impl ReadPath {
         }
     }
 
-    /// The path that a mount of `source` reads: the path that it has read `before`, or else the path
-    /// that `source` means.
+    /// The path that a mount of `source` reads. This is the path of `before`, if there is one.
+    /// Otherwise it is `source` itself, or the snapshot of the model that `source` names.
     ///
     /// # Errors
     /// The outer error means that the file system did not answer within `limit`. The inner error

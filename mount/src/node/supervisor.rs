@@ -479,7 +479,7 @@ impl Supervisor {
     fn apply(&mut self, mut config: Config) {
         let format = config.service.log_format;
         if format != self.config.service.log_format
-            && let Err(why) = background::change_log(format)
+            && let Err(why) = background::change_log_format(format)
         {
             tracing::error!("{why}; the log keeps its form");
             config.service.log_format = self.config.service.log_format;

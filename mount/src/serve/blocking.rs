@@ -27,7 +27,7 @@ const PLACE_MAX: u64 = 4;
 /// Maximum number of threads in total.
 const THREADS_MAX: u64 = 64;
 
-/// Maximum number of paths in `State::told`, so that each stall is logged only once.
+/// Maximum number of paths in `State::told`. When it is full, stalls of further paths are not logged.
 const TOLD_MAX: usize = 1024;
 
 /// A reply that can fail.

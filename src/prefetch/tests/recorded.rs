@@ -145,7 +145,7 @@ impl Replay {
                 continue;
             }
             while self.held == self.most {
-                let Some(left) = planner.make_way(stream) else {
+                let Some(left) = planner.choose_evictions(stream) else {
                     self.done.cuts += 1;
                     let mut refused = ranges[number..].to_vec();
                     refused[0].start = index as u64 * PAGE;

@@ -273,12 +273,12 @@ impl Reader {
         }
     }
 
-    /// Usual length of a block at the start of `range`. It is chosen so that half of the reads that one source may have
-    /// in flight, each of this length, together have at most the number of bytes that the source needs in flight.
-    /// `most` is the memory of all blocks together.
+    /// Usual length of a block at the start of `range`. It is chosen so that three quarters of the reads that one source
+    /// may have in flight, each of this length, together have at most the number of bytes that the source needs in
+    /// flight. `most` is the memory of all blocks together.
     fn usual_block_len(&self, range: &Range<u64>, most: u64) -> u64 {
         let wanted = self.first_source(range).and_then(|source| source.wanted_in_flight());
-        let len = (wanted.unwrap_or(0) / (SENT_MAX_OF_ONE / 2) as u64).min(most / BLOCKS_MIN);
+        let len = (wanted.unwrap_or(0) / (SENT_MAX_OF_ONE / 4 * 3) as u64).min(most / BLOCKS_MIN);
         (len / BLOCK_LEN * BLOCK_LEN).clamp(BLOCK_LEN, STORE_BLOCK_LEN_MAX)
     }
 

@@ -122,7 +122,7 @@ fn blocks_of_a_store_are_longer_where_more_bytes_have_to_be_in_flight() {
     let block_len = |wanted: Option<u64>, most: u64| {
         Reader::whole(MeasuredStore::file(wanted)).plan_first_block(5..1 << 30, most).len()
     };
-    let wanted = [None, Some(0), Some(31 * MIB), Some(32 * MIB), Some(50 * MIB), Some(1 << 40)];
+    let wanted = [None, Some(0), Some(47 * MIB), Some(48 * MIB), Some(75 * MIB), Some(1 << 40)];
     let found = wanted.map(|wanted| block_len(wanted, 96 * MIB));
     assert_eq!(found, [1, 1, 1, 2, 3, 4].map(|n| n * MIB));
     // Many blocks fit into little memory.

@@ -54,8 +54,8 @@ STORM_BATCH = 20
 # Seconds for which threads without work may stay.
 SETTLE_SECONDS = 20
 WARM_UP_SECONDS = 2
-# Bytes of memory that a daemon may use beside its cache, and the default size of the cache. A build of the profile
-# `release` has up to 26 MiB of its own code in memory, one of `dist` 16 MiB.
+# Bytes of memory that a daemon may use beside its cache, and the default size of the cache. Up to 26 MiB of them are the
+# code of a build of the profile `release`, which is hardly optimized.
 SLACK = 72 << 20
 DEFAULT_CACHE = 256 << 20
 RUNNING, PAUSED, ENDING = range(3)

@@ -25,8 +25,8 @@ pub(crate) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 /// A source with this number of overdue reads gets no further reads.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
-/// Minimum number of bytes from which a server gets no further prefetches. It then also has `SENT_MAX_OF_ONE` of them: a
-/// server that limits the rate of each connection needs many, whatever its latency.
+/// A server gets further prefetches as long as those in flight have fewer bytes than this, or are fewer than
+/// `SENT_MAX_OF_ONE`: a server that limits the rate of each connection needs many requests, whatever its latency.
 const PREFETCH_MAX_MIN: u64 = 32 << 20;
 
 /// A read for a backend to execute.
@@ -70,7 +70,7 @@ struct Flight {
     cached: Option<CachedPages>,
     stage: FlightStage,
     /// Whether this fetch counts in `FetchQueue::prefetches`.
-    counts: bool,
+    is_prefetch_in_flight: bool,
     /// `None` if the fetch was answered before its read completed.
     done: Option<FetchCallback>,
 }
@@ -136,8 +136,18 @@ impl FetchQueue {
         self.sources.entry(key).or_default().queued[priority as usize].insert(id);
         let stage = FlightStage::Queued(priority, target);
         let done = Some(done);
-        let (since, counts) = (now, false);
-        let flight = Flight { source, range, since, effort, stored, cached, stage, counts, done };
+        let (since, is_prefetch_in_flight) = (now, false);
+        let flight = Flight {
+            source,
+            range,
+            since,
+            effort,
+            stored,
+            cached,
+            stage,
+            is_prefetch_in_flight,
+            done,
+        };
         self.flights.insert(id, flight);
         self.refresh(key);
         id
@@ -197,7 +207,7 @@ impl FetchQueue {
         };
         if priority == Priority::Prefetch {
             flight.since = now;
-            flight.counts = true;
+            flight.is_prefetch_in_flight = true;
             self.prefetches += 1;
             self.prefetch_bytes += range.end - range.start;
         }
@@ -261,7 +271,7 @@ impl FetchQueue {
     /// Subtracts a fetch that has completed or is overdue from the prefetches in flight, if it is one of them.
     fn end_prefetch(&mut self, id: u64) {
         let Some(flight) = self.flights.get_mut(&id) else { return };
-        if std::mem::take(&mut flight.counts) {
+        if std::mem::take(&mut flight.is_prefetch_in_flight) {
             self.prefetches -= 1;
             self.prefetch_bytes -= flight.range.end - flight.range.start;
         }

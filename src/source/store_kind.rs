@@ -142,19 +142,41 @@ pub struct StoreListing {
 pub(crate) mod tests {
     use super::*;
     use crate::source::Source;
+    use crate::sync::{Condvar, Mutex};
     use crate::version::QueueKey;
     use std::sync::Arc;
+    use std::time::Duration;
 
-    /// A store that has measured how many bytes in flight it needs, and that reads nothing.
+    /// A store that has measured how many bytes in flight it needs. Its reads wait until `open` is called, and then
+    /// give each byte the number of its MiB.
     #[derive(Debug)]
-    pub(crate) struct MeasuredStore(Option<u64>);
+    pub(crate) struct MeasuredStore {
+        wanted_in_flight: Option<u64>,
+        is_open: Mutex<bool>,
+        opened: Condvar,
+    }
 
     impl MeasuredStore {
+        pub(crate) fn new(wanted_in_flight: Option<u64>) -> Arc<MeasuredStore> {
+            let (is_open, opened) = (Mutex::default(), Condvar::default());
+            Arc::new(MeasuredStore { wanted_in_flight, is_open, opened })
+        }
+
         /// A file of 1 GiB in a store of its own.
         pub(crate) fn file(wanted_in_flight: Option<u64>) -> Arc<Source> {
-            let store: Arc<dyn StoreKind> = Arc::new(MeasuredStore(wanted_in_flight));
+            MeasuredStore::new(wanted_in_flight).object("s3://b/object")
+        }
+
+        /// An object of 1 GiB.
+        pub(crate) fn object(self: &Arc<Self>, url: &str) -> Arc<Source> {
+            let store: Arc<dyn StoreKind> = self.clone();
             let version = Version::of_tagged_object(QueueKey::Store(1), [1, 1], 1 << 30, None);
-            Source::stored(&store, Path::new("s3://b/object"), version)
+            Source::stored(&store, Path::new(url), version)
+        }
+
+        pub(crate) fn open(&self) {
+            *self.is_open.lock() = true;
+            self.opened.notify_all();
         }
     }
 
@@ -171,15 +193,20 @@ pub(crate) mod tests {
             &self,
             _: &Path,
             _: &Version,
-            _: u64,
-            _: &mut [u8],
+            offset: u64,
+            buf: &mut [u8],
             _: Option<Instant>,
         ) -> io::Result<()> {
-            Err(io::ErrorKind::NotFound.into())
+            let mut is_open = self.is_open.lock();
+            while !*is_open {
+                is_open = self.opened.wait_timeout(is_open, Duration::from_secs(30));
+            }
+            buf.fill((offset >> 20) as u8);
+            Ok(())
         }
 
         fn wanted_in_flight(&self) -> Option<u64> {
-            self.0
+            self.wanted_in_flight
         }
     }
 }

@@ -1,75 +1,21 @@
 //! Tests of the limit of bytes that prefetches have in flight.
 
-use std::io;
-use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::{PATIENCE, budget, engine, fetch, wait_until};
 use crate::counters::Counters;
 use crate::io::{Backend, DirectIo, Engine, Priority, Settings};
-use crate::source::{Source, StoreKind, StoreListing};
-use crate::sync::{Condvar, Mutex};
-use crate::version::{QueueKey, Version};
+use crate::source::{MeasuredStore, Source};
 
 const MIB: u64 = 1 << 20;
 
-/// A store that needs 32 MiB in flight, and that answers no read before it is opened.
-#[derive(Debug, Default)]
-struct ClosedStore {
-    is_open: Mutex<bool>,
-    opened: Condvar,
-}
-
-impl ClosedStore {
-    fn open(&self) {
-        *self.is_open.lock() = true;
-        self.opened.notify_all();
-    }
-
-    fn file(self: &Arc<Self>, name: &str) -> Arc<Source> {
-        let store: Arc<dyn StoreKind> = self.clone();
-        let version = Version::of_tagged_object(QueueKey::Store(7), [1, 1], 1 << 30, None);
-        Source::stored(&store, Path::new(name), version)
-    }
-}
-
-impl StoreKind for ClosedStore {
-    fn version(&self, _: &Path) -> io::Result<Version> {
-        Err(io::ErrorKind::NotFound.into())
-    }
-
-    fn list(&self, _: &Path) -> io::Result<StoreListing> {
-        Err(io::ErrorKind::NotFound.into())
-    }
-
-    fn read(
-        &self,
-        _: &Path,
-        _: &Version,
-        offset: u64,
-        buf: &mut [u8],
-        _: Option<Instant>,
-    ) -> io::Result<()> {
-        let mut is_open = self.is_open.lock();
-        while !*is_open {
-            is_open = self.opened.wait_timeout(is_open, PATIENCE);
-        }
-        buf.fill((offset / MIB) as u8);
-        Ok(())
-    }
-
-    fn wanted_in_flight(&self) -> Option<u64> {
-        Some(32 * MIB)
-    }
-}
-
 #[test]
 fn a_server_gets_no_more_prefetches_than_fill_it_but_all_that_readers_wait_for() {
-    let store = Arc::new(ClosedStore::default());
+    let store = MeasuredStore::new(Some(32 * MIB));
     let (engine, counters) = engine(Backend::Auto, DirectIo::Auto);
     let budget = budget(1 << 30);
-    let sources = ["s3://b/one", "s3://b/other"].map(|name| store.file(name));
+    let sources = ["s3://b/one", "s3://b/other"].map(|name| store.object(name));
     let submit = |number: u64, priority| {
         let range = 2 * number * MIB..2 * (number + 1) * MIB;
         let source = &sources[number as usize % 2];
@@ -98,13 +44,13 @@ fn a_server_gets_no_more_prefetches_than_fill_it_but_all_that_readers_wait_for()
 
 #[test]
 fn overdue_prefetches_make_room_for_those_of_other_objects() {
-    let store = Arc::new(ClosedStore::default());
+    let store = MeasuredStore::new(Some(32 * MIB));
     let counters = Arc::new(Counters::default());
     let timeout = Some(Duration::from_secs(2));
     let engine = Engine::start(Settings { timeout, ..Settings::default() }, counters.clone());
     let budget = budget(1 << 30);
     let [stalled, slow, other] =
-        ["s3://b/stalled", "s3://b/slow", "s3://b/other"].map(|name| store.file(name));
+        ["s3://b/stalled", "s3://b/slow", "s3://b/other"].map(|name| store.object(name));
     let prefetch = |source: &Arc<Source>, number: u64| {
         let range = number * MIB..(number + 1) * MIB;
         let (fetch, result) = fetch(source, range, Priority::Prefetch, &budget);

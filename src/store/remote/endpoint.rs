@@ -73,8 +73,8 @@ impl Endpoint {
         }
         let (request, is_signed) = self.request(wanted).await?;
         // The client removes a login when it follows a redirect to another host.
-        let is_open = matches!(self.access, Access::Web(_));
-        let client = if is_open { &self.clients.following } else { &self.clients.direct };
+        let is_web = matches!(self.access, Access::Web(_));
+        let client = if is_web { &self.clients.following } else { &self.clients.direct };
         let mut answer = match tokio::time::timeout(limit, client.execute(request)).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(e)) => return Err(self.lost(e)),

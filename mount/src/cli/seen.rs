@@ -177,14 +177,18 @@ pub(super) fn look(mounts: Vec<Mount>, limit: Duration, probe: bool) -> Vec<Seen
     sockets.retain(|(minor, _)| !is_known(*minor));
     let mut seen = ask(mounts, limit, probe);
     let deadline = Instant::now() + limit;
-    for (minor, path) in sockets {
+    let ask_one = |(minor, path): (u32, PathBuf)| {
         let reply = client::ask(owner, &[path], Question::Status, deadline);
-        if let Reply::Answer(pid, told @ Told::<Status> { .. }) = reply {
-            let target = PathBuf::from(&told.target);
-            let mount = Mount { minor, target, owner: Some(owner), ..Mount::default() };
-            seen.push(Seen::told(mount, MountState::Detached, pid, told));
-        }
-    }
+        let Reply::Answer(pid, told @ Told::<Status> { .. }) = reply else { return None };
+        let target = PathBuf::from(&told.target);
+        let mount = Mount { minor, target, owner: Some(owner), ..Mount::default() };
+        Some(Seen::told(mount, MountState::Detached, pid, told))
+    };
+    std::thread::scope(|scope| {
+        let asked: Vec<_> =
+            sockets.into_iter().map(|socket| scope.spawn(|| ask_one(socket))).collect();
+        seen.extend(asked.into_iter().filter_map(|thread| thread.join().ok().flatten()));
+    });
     seen
 }
 

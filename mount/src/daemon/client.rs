@@ -94,16 +94,21 @@ pub(super) fn is_private(folder: &Path, uid: u32) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::PermissionDenied, problem))
 }
 
-/// The sockets in `folder`, each with the minor number of its mount's device.
+/// The sockets in `folder`, the youngest first, each with the minor number of its mount's device.
+///
+/// The kernel gives the number of an unmounted device to the next mount. The daemon of the unmounted
+/// one may still run without answering. It must not take the time for the daemon of the mount.
 pub(super) fn sockets(folder: &Path) -> Vec<(u32, PathBuf)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
     let sockets = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()));
     let named = sockets.filter_map(|entry| {
         let name = entry.file_name();
         let (minor, _) = name.to_str()?.strip_suffix(".sock")?.split_once('-')?;
-        Some((minor.parse().ok()?, entry.path()))
+        Some((entry.metadata().ok()?.modified().ok()?, minor.parse().ok()?, entry.path()))
     });
-    named.collect()
+    let mut by_age: Vec<(SystemTime, u32, PathBuf)> = named.collect();
+    by_age.sort_unstable();
+    by_age.into_iter().rev().map(|(_, minor, path)| (minor, path)).collect()
 }
 
 /// Removes a socket of this user if its daemon has ended.
@@ -126,7 +131,8 @@ pub(super) fn euid() -> u32 {
     geteuid().as_raw()
 }
 
-/// All sockets of user `owner`, each with the minor number of its mount's device.
+/// All sockets of user `owner`, the youngest of a folder first, each with the minor number of its
+/// mount's device.
 pub(crate) fn sockets_of(owner: u32) -> Vec<(u32, PathBuf)> {
     let folders = folders(owner).into_iter();
     folders.filter(|folder| is_private(folder, owner).is_ok()).flat_map(|f| sockets(&f)).collect()

@@ -365,6 +365,22 @@ mod tests {
         assert!(told.started_unix > 0);
     }
 
+    // A regression: a daemon that was stopped after its mount had gone took all the time, if the
+    // kernel had given the number of its device to another mount.
+    #[test]
+    fn older_daemons_with_the_same_device_number_do_not_delay_the_answer() {
+        let folder = tempfile::tempdir().unwrap();
+        let silent = |pid: u32| UnixListener::bind(folder.path().join(format!("51-{pid}.sock")));
+        let _silent: Vec<_> = (1..=16).map(|pid| silent(pid).unwrap()).collect();
+        // Longer than the precision of a file system's times.
+        std::thread::sleep(Duration::from_millis(20));
+        let _control = serve_in(folder.path(), 51);
+        let started = Instant::now();
+        let Reply::Answer(_, told) = ask_in(folder.path()) else { panic!() };
+        assert_eq!(told.facts["counters"]["reads"], 7);
+        assert!(started.elapsed() < CLIENT_TIMEOUT / 2);
+    }
+
     #[test]
     fn clients_that_say_nothing_keep_nobody_out() {
         let folder = tempfile::tempdir().unwrap();

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -119,6 +120,9 @@ pub struct RemoteSettings {
     pub region: Option<String>,
     /// Certificates that are trusted in addition to those of the machine.
     pub ca_file: Option<PathBuf>,
+    /// Time limit of a listing, of opening a file, and of a read for which nothing else sets a deadline. If
+    /// `None`, it is 60 seconds.
+    pub timeout: Option<Duration>,
 }
 
 /// The layout of a hub cache. It is not a view, because it contains several checkpoints.

@@ -385,7 +385,14 @@ pub(crate) fn check_settings(options: &OpenOptions, paths: &[PathBuf]) -> tensor
 
 fn settings_of(words: PyRemote) -> tensorfs::Result<Arc<RemoteSettings>> {
     let (credentials_file, profile, endpoint, region, ca_file) = words;
-    let settings = RemoteSettings { credentials_file, profile, endpoint, region, ca_file };
+    let settings = RemoteSettings {
+        credentials_file,
+        profile,
+        endpoint,
+        region,
+        ca_file,
+        ..RemoteSettings::default()
+    };
     settings.check().map_err(tensorfs::Error::usage)?;
     Ok(Arc::new(settings))
 }

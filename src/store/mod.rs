@@ -69,7 +69,7 @@ impl Store {
         }
         #[cfg(feature = "remote")]
         if is_url(path) {
-            return Store(Some(remote::store_of(path, StoreSettings(remote.cloned()))));
+            return Store(Some(remote::store_of(path, StoreSettings::new(remote))));
         }
         let others = OTHERS.read();
         let mut found = others.iter().filter(|(root, _)| path.starts_with(root));

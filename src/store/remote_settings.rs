@@ -1,10 +1,12 @@
 //! Settings of remote sources that options set. They take precedence over environment variables.
 
 use std::fs::{File, OpenOptions};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use nix::libc;
 
@@ -16,6 +18,9 @@ use super::hub_cache::variable;
 
 /// The settings for all remote sources of the process. A child made by fork(2) keeps them.
 static IN_FORCE: RwLock<Option<RemoteSettings>> = RwLock::new(None);
+
+/// Time limit of a call for which nobody sets a deadline, if the settings have none.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Maximum length of a file with credentials, in bytes.
 const CREDENTIALS_LEN_MAX: u64 = 1 << 20;
@@ -45,13 +50,26 @@ const OTHER_KEYS: [&str; 11] = [
     "AZURE_STORAGE_BLOB_ENDPOINT",
 ];
 
-/// The settings of one store. If `None`, the settings of the process are used.
+/// The settings of one store.
 #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub(super) struct StoreSettings(pub(super) Option<Arc<RemoteSettings>>);
+pub(super) struct StoreSettings {
+    /// If `None`, the settings of the process are used.
+    own: Option<Arc<RemoteSettings>>,
+    /// A hash of the environment variables. A program may set others after a failed attempt, for example in a
+    /// notebook. Then it gets a new store, which has read them.
+    environment: u64,
+}
 
 #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
 impl StoreSettings {
+    /// The settings `own` with the present environment variables.
+    pub(super) fn new(own: Option<&Arc<RemoteSettings>>) -> StoreSettings {
+        let mut hasher = DefaultHasher::new();
+        std::env::vars_os().for_each(|variable| variable.hash(&mut hasher));
+        StoreSettings { own: own.cloned(), environment: hasher.finish() }
+    }
+
     /// The setting that replaces the variable `name`, or else the value of the variable.
     pub(super) fn variable(&self, name: &str) -> Option<String> {
         let of_process = || variable(name).and_then(|value| value.into_string().ok());
@@ -68,8 +86,13 @@ impl StoreSettings {
         self.ask(|settings| settings.profile.clone()).is_some()
     }
 
+    /// The time limit of a call for which nobody sets a deadline.
+    pub(super) fn limit(&self) -> Duration {
+        self.ask(|settings| settings.timeout).unwrap_or(LIMIT)
+    }
+
     fn ask<T>(&self, question: impl FnOnce(&RemoteSettings) -> Option<T>) -> Option<T> {
-        match &self.0 {
+        match &self.own {
             Some(own) => question(own),
             None => question(IN_FORCE.read().as_ref()?),
         }
@@ -189,7 +212,7 @@ pub fn is_server_url(url: &str) -> bool {
 }
 
 /// The text of a file with credentials.
-fn text_in(file: &Path) -> io::Result<String> {
+pub(super) fn text_in(file: &Path) -> io::Result<String> {
     let text = bytes_in(file, CREDENTIALS_LEN_MAX)?;
     // The error of the conversion is not passed on, because it contains the credentials.
     let not_text = |_| io::Error::new(io::ErrorKind::InvalidData, "is not UTF-8");
@@ -278,7 +301,8 @@ mod tests {
         assert_eq!(profile.variable("HF_TOKEN"), None);
         let absent = RemoteSettings { ca_file: Some(folder.path().join("none")), ..none };
         assert!(absent.take_effect().unwrap_err().contains("none: No such file"));
-        let (own, others) = (StoreSettings(Some(Arc::new(profile))), StoreSettings::default());
+        let (own, others) =
+            (StoreSettings::new(Some(&Arc::new(profile))), StoreSettings::default());
         assert_eq!(own.variable("AWS_PROFILE").as_deref(), Some("work"));
         assert!(own.names_profile() && !own.names_credentials_file() && !others.names_profile());
     }

@@ -52,6 +52,8 @@ class ObjectServer:
         self.number = 0
         # The form of ETags: "quoted", "bare", "weak" or "none".
         self.tags = "quoted"
+        # Whether listings have ETags.
+        self.lists_tags = True
         # Whether answers have the time of the last change.
         self.dates = True
         # The shortest time that an answer takes, in seconds.
@@ -212,7 +214,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/-/requests":
             return self.answer(200, json.dumps(self.store.requests).encode())
         bucket, key, query = self.where()
-        asked = {name: self.headers.get(name) for name in ["Range", "If-Match", "If-Unmodified-Since"]}
+        names = ["Range", "If-Match", "If-Unmodified-Since", "Authorization", "x-amz-request-payer"]
+        asked = {name: self.headers.get(name) for name in names}
         is_signed = "Authorization" in self.headers
         line = {"method": self.command, "path": self.path, "signed": is_signed, **asked}
         self.line = line
@@ -322,7 +325,7 @@ class Handler(BaseHTTPRequestHandler):
                 lines.append(f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>")
                 continue
             when = time.strftime("%Y-%m-%dT%H:%M:%S.123Z", time.gmtime(stored.date))
-            tag = f"<ETag>{escape(self.tag(stored) or '')}</ETag>"
+            tag = f"<ETag>{escape(self.tag(stored) or '')}</ETag>" if self.store.lists_tags else ""
             lines.append(
                 f"<Contents><Key>{escape(key)}</Key><LastModified>{when}</LastModified>{tag}"
                 f"<Size>{len(stored.data)}</Size>{self.more_listed(stored)}</Contents>"
@@ -386,6 +389,13 @@ class Handler(BaseHTTPRequestHandler):
                 self.reset()
             elif kind == "stall-in-body":
                 self.store.over.wait(fault.get("seconds"))
+            self.close_connection = True
+            return None
+        if kind == "trickle":
+            for index in range(0, len(data), 16):
+                self.wfile.write(data[index : index + 16])
+                if self.store.over.wait(0.1):
+                    break
             self.close_connection = True
             return None
         if kind == "flipped":

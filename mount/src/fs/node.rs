@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
 use tensorfs::internal::cache::OnStorm;
@@ -25,6 +25,9 @@ use crate::serve::heat::{HandleHeat, Heat, Opener};
 use crate::serve::service::Service;
 
 mod carried;
+
+/// Longest time between the lookup of a name and the open of its file by the same program.
+const LOOKUP_TO_OPEN: Duration = Duration::from_millis(50);
 
 /// Inode number of the root.
 pub(crate) const ROOT: u64 = 1;
@@ -51,6 +54,8 @@ pub(crate) struct Node {
     was_opened: AtomicBool,
     /// Whether its source was found changed or replaced.
     outdated: AtomicBool,
+    /// The end of the last check that found the sources unchanged.
+    last_current: Mutex<Option<Instant>>,
     /// Number of listings that contain the node. It is 1 for a folder of the tree. At 0 the node is
     /// kept only while it is open or the kernel refers to it.
     pub(crate) listings: AtomicUsize,
@@ -107,6 +112,7 @@ impl Node {
             lookups: AtomicU64::new(0),
             was_opened: AtomicBool::new(false),
             outdated: AtomicBool::new(false),
+            last_current: Mutex::default(),
             listings: AtomicUsize::new(0),
             access: RwLock::default(),
         }
@@ -253,8 +259,26 @@ impl Node {
         };
         if outdated {
             self.outdated.store(true, Ordering::SeqCst);
+        } else {
+            *self.last_current.lock() = Some(Instant::now());
         }
         outdated
+    }
+
+    /// Like `is_outdated`, for an open. The kernel looks a name up just before it opens it. If a
+    /// check of that lookup was made by a server, the server is not asked again.
+    pub(crate) fn is_outdated_at_open(&self) -> bool {
+        let is_fresh = self.last_current.lock().is_some_and(|at| at.elapsed() < LOOKUP_TO_OPEN);
+        let is_stored = match &self.kind {
+            NodeKind::File { content: Content::Virtual(file), .. } => {
+                let is_unchanged_store = |source: &Arc<Source>| {
+                    source.local().is_none() && source.check_after_read().is_ok()
+                };
+                file.sources().iter().all(is_unchanged_store)
+            }
+            _ => false,
+        };
+        !(is_fresh && is_stored) && self.is_outdated()
     }
 
     /// Whether an earlier check found the proved content changed. Does not access the source.

@@ -173,7 +173,13 @@ impl Access {
     ) -> io::Result<StoreEntries> {
         let requests = &**shared;
         match self {
-            Access::S3(_) | Access::Google(_) => s3::list(requests, key, most, deadline).await,
+            Access::S3(_) | Access::Google(_) => {
+                let listed = s3::list(requests, key, most, deadline).await?;
+                match most {
+                    Some(_) => Ok(listed),
+                    None => s3::with_tags(shared, key, listed, deadline).await,
+                }
+            }
             Access::Azure(_) => azure::list(requests, key, most, deadline).await,
             Access::Web(web) => web.list(shared, key, deadline).await,
             Access::Hub(hub) => tree::list(hub, requests, key, deadline).await,

@@ -64,7 +64,7 @@ impl AzureAccess {
         parts.headers.insert("x-ms-version", HeaderValue::from_static(VERSION));
         let credential = match &self.own {
             _ if !self.is_wanted => None,
-            None if self.may_ask => clients.chain(providers).get().await,
+            None if self.may_ask => clients.chain(providers).get().await?,
             own => own.clone(),
         };
         let Some(credential) = credential else { return Ok(false) };

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -15,6 +16,7 @@ use reqsign_core::{
 
 use super::patience::{Trouble, unusable};
 use super::request::Refusal;
+use super::shared::LazyClient;
 use super::url::is_confidential;
 use crate::store::remote_settings::StoreSettings;
 
@@ -30,6 +32,16 @@ const HTTPS_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long "no credentials" is cached.
 const NONE_FOR: Duration = Duration::from_secs(60);
+
+/// Time limit and shortest interval of attempts to renew credentials that are about to end.
+const RENEWAL_LIMIT: Duration = Duration::from_secs(2);
+const RENEWAL_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Credentials that end within this time sign no requests. It is longer than the limit of the signers.
+const USABLE_MIN: Duration = Duration::from_secs(12);
+
+/// Shortest interval of attempts to renew credentials that have ended.
+const ENDED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The variable with the URL of a service for temporary credentials (STS) that replaces the service of AWS.
 const STS: &str = "AWS_ENDPOINT_URL_STS";
@@ -49,20 +61,29 @@ pub(super) type Providers<C> = Vec<(&'static str, Box<dyn ProvideCredentialDyn<C
 /// Credentials with the name of their provider.
 type Found<C> = Option<(C, &'static str)>;
 
+/// The last result of the providers.
+struct Held<C> {
+    found: Found<C>,
+    /// The provider of earlier credentials. It may fail for a while when it is asked for new ones.
+    earlier: Option<&'static str>,
+    /// The time of the last question. `None` if the next request asks at once.
+    asked: Option<Instant>,
+}
+
 /// The credentials of this process for one kind of server.
 pub(super) struct CredentialChain<C> {
     providers: Providers<C>,
     settings: StoreSettings,
     context: Context,
-    /// The last result and its time. Never printed.
-    held: tokio::sync::Mutex<Option<(Found<C>, Instant)>>,
+    /// Never printed.
+    held: tokio::sync::Mutex<Held<C>>,
 }
 
 /// Access of providers to this machine: variables, files, programs and services. Requests over HTTPS use
 /// `client`, requests over plain HTTP use `of_host`, which goes through no proxy.
 pub(super) fn context_of(
     settings: StoreSettings,
-    client: reqwest::Client,
+    client: Arc<LazyClient>,
     of_host: reqwest::Client,
 ) -> Context {
     let sts = settings.variable(STS).filter(|url| !url.is_empty());
@@ -81,32 +102,45 @@ impl<C: SigningCredential> CredentialChain<C> {
         context: &Context,
     ) -> CredentialChain<C> {
         let (settings, context) = (settings.clone(), context.clone());
-        let held = tokio::sync::Mutex::default();
+        let held = tokio::sync::Mutex::new(Held { found: None, earlier: None, asked: None });
         CredentialChain { providers, settings, context, held }
     }
 
-    /// The credentials. `None` if no provider has any; then requests are not signed.
-    pub(super) async fn get(&self) -> Option<C> {
+    /// The credentials. `None` if no provider has any; then requests are not signed. Credentials that are about
+    /// to end are used until they end, if no provider gives new ones in time.
+    ///
+    /// # Errors
+    /// `Trouble::Passing` if there were credentials, but they have ended and no provider gives new ones.
+    pub(super) async fn get(&self) -> std::result::Result<Option<C>, Trouble> {
         let mut held = self.held.lock().await;
-        match &*held {
-            Some((Some((credential, _)), _)) if credential.is_valid() => {
-                return Some(credential.clone());
+        let asked_within = |time| held.asked.is_some_and(|asked| asked.elapsed() < time);
+        let until = Timestamp::now() + USABLE_MIN;
+        let usable = held.found.as_ref().filter(|(found, _)| found.is_valid_at(until));
+        match (usable, held.earlier) {
+            (Some((found, _)), _) if found.is_valid() || asked_within(RENEWAL_INTERVAL) => {
+                return Ok(Some(found.clone()));
             }
-            Some((None, since)) if since.elapsed() < NONE_FOR => return None,
+            (None, None) if asked_within(NONE_FOR) => return Ok(None),
+            (None, Some(earlier)) if asked_within(ENDED_INTERVAL) => return Err(ended(earlier)),
             _ => {}
         }
-        let found = tokio::time::timeout(CHAIN_LIMIT, self.ask()).await.unwrap_or_default();
-        let credential = found.as_ref().map(|(credential, _)| credential.clone());
-        *held = Some((found, Instant::now()));
-        credential
+        let limit = if usable.is_some() { RENEWAL_LIMIT } else { CHAIN_LIMIT };
+        let kept = usable.cloned();
+        let found = tokio::time::timeout(limit, self.ask()).await.unwrap_or_default().or(kept);
+        let earlier = found.as_ref().map(|(_, way)| *way).or(held.earlier);
+        let credential = found.as_ref().map(|(found, _)| found.clone());
+        *held = Held { found, earlier, asked: Some(Instant::now()) };
+        match (credential, earlier) {
+            (None, Some(earlier)) => Err(ended(earlier)),
+            (credential, _) => Ok(credential),
+        }
     }
 
     /// The name of the provider of the credentials. `None` if there are no credentials.
     pub(super) async fn way(&self) -> Option<&'static str> {
-        self.get().await?;
+        self.get().await.ok()??;
         let held = self.held.lock().await;
-        let (found, _) = held.as_ref()?;
-        found.as_ref().map(|(_, way)| *way)
+        held.found.as_ref().map(|(_, way)| *way)
     }
 
     /// The source of the credentials, in words. `advice` says how a user without credentials names them.
@@ -119,7 +153,7 @@ impl<C: SigningCredential> CredentialChain<C> {
     async fn ask(&self) -> Found<C> {
         for (name, provider) in &self.providers {
             match provider.provide_credential_dyn(&self.context).await {
-                Ok(Some(found)) if found.is_valid_at(Timestamp::now()) => {
+                Ok(Some(found)) if found.is_valid_at(Timestamp::now() + USABLE_MIN) => {
                     tracing::debug!("credentials come from {name}");
                     return Some((found, name));
                 }
@@ -143,9 +177,16 @@ impl<C: SigningCredential> CredentialChain<C> {
         if !have_ended {
             return None;
         }
-        *self.held.lock().await = None;
+        let mut held = self.held.lock().await;
+        (held.found, held.asked) = (None, None);
         Some(Trouble::Broken(format!("{}: the credentials have ended", refusal.said)))
     }
+}
+
+/// The error if the credentials of `earlier` have ended.
+fn ended(earlier: &str) -> Trouble {
+    let why = format!("the credentials from {earlier} have ended, and there are no new ones yet");
+    Trouble::Passing { why, after: None }
 }
 
 /// The text that requests are not signed because no credentials were found.
@@ -231,7 +272,7 @@ impl CommandExecute for LocalCommands {
 /// plain HTTP and without a proxy.
 #[derive(Debug)]
 struct Services {
-    client: reqwest::Client,
+    client: Arc<LazyClient>,
     of_host: reqwest::Client,
     /// The value of the variable `STS`.
     sts: Option<String>,
@@ -255,8 +296,12 @@ impl HttpSend for Services {
     async fn http_send(&self, wanted: http::Request<Bytes>) -> Result<http::Response<Bytes>> {
         let request = self.redirected(wanted)?;
         let is_host = request.uri().scheme_str() == Some("http");
-        let (client, limit) =
-            if is_host { (&self.of_host, HTTP_TIMEOUT) } else { (&self.client, HTTPS_TIMEOUT) };
+        let (client, limit) = if is_host {
+            (&self.of_host, HTTP_TIMEOUT)
+        } else {
+            let unusable = |e: std::io::Error| Error::unexpected(e.to_string());
+            (self.client.get().map_err(unusable)?, HTTPS_TIMEOUT)
+        };
         let failed = |e: reqwest::Error| Error::unexpected(e.without_url().to_string());
         let answered = async {
             let request = reqwest::Request::try_from(request).map_err(failed)?;
@@ -279,10 +324,11 @@ mod tests {
     #[test]
     fn only_what_is_for_the_sts_of_aws_goes_to_that_of_the_user() {
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let client = reqwest::Client::new();
+        let client = Arc::new(LazyClient::new(Vec::new(), false));
         let to = |own: &str, url: &str| {
             let sts = Some(own.to_owned());
-            let services = Services { client: client.clone(), of_host: client.clone(), sts };
+            let services =
+                Services { client: client.clone(), of_host: reqwest::Client::new(), sts };
             let request = http::Request::post(url).body(Bytes::new()).unwrap();
             services.redirected(request).map(|request| request.uri().to_string())
         };

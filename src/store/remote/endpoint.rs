@@ -6,13 +6,13 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use reqwest::header::{self, HeaderMap, HeaderName};
+use reqwest::header::{self, HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Method, Response, StatusCode};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::access::Access;
 use super::hedging;
-use super::patience::{Patience, Trouble, lost_connection, no_answer, unusable};
+use super::patience::{Pace, Patience, Trouble, lost_connection, no_answer, unusable};
 use super::request::{Refusal, Requests, Wanted};
 use super::shared::{RemoteClients, RemoteProcess};
 use super::state::{
@@ -52,7 +52,9 @@ impl Endpoint {
             .replace("{region}", "region")
             .parse()
             .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "is no usable URL"))?;
-        let host = match (url.host_str(), url.port()) {
+        let own: Option<reqwest::Url> = access.base().and_then(|own| own.parse().ok());
+        let named = own.as_ref().unwrap_or(&url);
+        let host = match (named.host_str(), named.port()) {
             (Some(host), Some(port)) => format!("{host}:{port}"),
             (host, _) => host.unwrap_or_default().to_owned(),
         };
@@ -67,14 +69,16 @@ impl Endpoint {
         self.counters.requests.add(1);
         let sent = Instant::now();
         if let Some(hub) = self.access.hub() {
-            let answer = hub.send(&self.clients.direct, wanted, limit).await?;
+            let client = self.clients.direct.get().map_err(Trouble::Final)?;
+            let answer = hub.send(client, wanted, limit).await?;
             self.counters.first_byte.add(sent.elapsed());
             return Ok(answer);
         }
         let (request, is_signed) = self.request(wanted).await?;
         // The client removes a login when it follows a redirect to another host.
         let is_web = matches!(self.access, Access::Web(_));
-        let client = if is_web { &self.clients.following } else { &self.clients.direct };
+        let lazy = if is_web { &self.clients.following } else { &*self.clients.direct };
+        let client = lazy.get().map_err(Trouble::Final)?;
         let mut answer = match tokio::time::timeout(limit, client.execute(request)).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(e)) => return Err(self.lost(e)),
@@ -116,7 +120,6 @@ impl Endpoint {
         let url: reqwest::Url =
             format!("{base}{}", wanted.target).parse().map_err(|_| unusable("is no usable URL"))?;
         let mut builder = http::Request::builder().method(wanted.method.clone()).uri(url.as_str());
-        builder = builder.header(header::ACCEPT_ENCODING, "identity");
         for (name, value) in &wanted.headers {
             builder = builder.header(name, value);
         }
@@ -127,6 +130,8 @@ impl Endpoint {
         let url = parts.uri.to_string().parse().map_err(|_| unusable("is no usable URL"))?;
         let mut request = reqwest::Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;
+        // Proxies may change this header, so it is not signed.
+        request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         Ok((request, is_signed))
     }
 
@@ -199,18 +204,21 @@ impl Endpoint {
         Ok(RequestSlot { _permit: slot, counters: &self.counters })
     }
 
-    /// Waits for the pause before the next try.
+    /// Waits for the pause before the next try. Other requests have the place `slot` during the pause. Returns
+    /// a place for the next try.
     ///
     /// # Errors
     /// The cause in `trouble`, if no time is left for another try, or another try would fail too.
-    async fn pause_before_retry(
-        &self,
+    async fn pause_before_retry<'a>(
+        &'a self,
+        slot: RequestSlot<'a>,
         patience: &mut Patience,
         trouble: Trouble,
-    ) -> io::Result<()> {
+    ) -> io::Result<RequestSlot<'a>> {
+        drop(slot);
         patience.pause_before_retry(trouble).await?;
         self.counters.retries.add(1);
-        Ok(())
+        self.slot(patience.deadline()).await
     }
 
     /// The headers of the answer to a request whose body is not needed.
@@ -222,12 +230,14 @@ impl Endpoint {
         wanted: &Wanted,
         deadline: Instant,
     ) -> io::Result<(StatusCode, HeaderMap)> {
-        let _slot = self.slot(deadline).await?;
+        let mut slot = self.slot(deadline).await?;
         let mut patience = Patience::until(deadline, false);
         loop {
             match self.send(wanted, patience.stall_limit()).await {
                 Ok(answer) => return Ok((answer.status(), answer.headers().clone())),
-                Err(trouble) => self.pause_before_retry(&mut patience, trouble).await?,
+                Err(trouble) => {
+                    slot = self.pause_before_retry(slot, &mut patience, trouble).await?;
+                }
             }
         }
     }
@@ -287,7 +297,7 @@ impl Endpoint {
         parts: &mut MemoryParts<'_>,
         deadline: Instant,
     ) -> io::Result<Option<ObjectState>> {
-        let _slot = self.slot(deadline).await?;
+        let mut slot = self.slot(deadline).await?;
         let mut patience = Patience::until(deadline, true);
         let condition = known.and_then(ObjectState::condition);
         let (mut have, mut state) = (0, None);
@@ -297,14 +307,17 @@ impl Endpoint {
             let bytes = format!("bytes={}-{}", range.start, range.end - 1);
             wanted.headers.push((header::RANGE, bytes));
             wanted.headers.extend(condition.clone());
-            let (before, limit) = (have, patience.stall_limit());
-            let tried = self.fill(&wanted, version, range, parts, &mut have, limit).await;
-            if have > before {
+            let before = have;
+            let tried = self.fill(&wanted, version, range, parts, &mut have, &patience).await;
+            // After a slow answer, the next one has more time. Perhaps all answers are slow.
+            if have > before && !matches!(tried, Err(Trouble::Slow(_))) {
                 patience.progressed();
             }
             match tried {
                 Ok(seen) => state = Some(seen),
-                Err(trouble) => self.pause_before_retry(&mut patience, trouble).await?,
+                Err(trouble) => {
+                    slot = self.pause_before_retry(slot, &mut patience, trouble).await?;
+                }
             }
         }
         Ok(state)
@@ -319,14 +332,15 @@ impl Endpoint {
         range: Range<u64>,
         parts: &mut MemoryParts<'_>,
         have: &mut usize,
-        limit: Duration,
+        patience: &Patience,
     ) -> Result<ObjectState, Trouble> {
-        let sent = Instant::now();
+        let (sent, limit) = (Instant::now(), patience.stall_limit());
         let mut answer = self.send_twice_if_slow(wanted, limit).await?;
         let latency = sent.elapsed();
         let state = check_answer(answer.status(), answer.headers(), &range, version)?;
         self.counters.bandwidth.lock().answered(latency, Instant::now());
         let before = *have;
+        let mut pace = Pace::new(limit, *have);
         while let Some(frame) = self.frame(&mut answer, limit).await? {
             if !parts.write(*have, &frame) {
                 *have = before;
@@ -335,6 +349,9 @@ impl Endpoint {
                 ));
             }
             *have += frame.len();
+            if pace.is_too_slow(*have, parts.len(), patience.deadline()) {
+                return Err(Trouble::Slow(format!("an answer from {} comes slowly", self.host)));
+            }
         }
         self.counters.bandwidth.lock().arrived((*have - before) as u64, Instant::now());
         if *have == parts.len() {
@@ -356,7 +373,7 @@ impl Requests for Endpoint {
         len_max: usize,
         deadline: Instant,
     ) -> io::Result<(HeaderMap, Vec<u8>)> {
-        let _slot = self.slot(deadline).await?;
+        let mut slot = self.slot(deadline).await?;
         let mut patience = Patience::until(deadline, false);
         loop {
             let limit = patience.stall_limit();
@@ -370,7 +387,7 @@ impl Requests for Endpoint {
                 }
                 Err(trouble) => trouble,
             };
-            self.pause_before_retry(&mut patience, trouble).await?;
+            slot = self.pause_before_retry(slot, &mut patience, trouble).await?;
         }
     }
 
@@ -382,11 +399,18 @@ impl Requests for Endpoint {
                     return Ok(ObjectState::of_headers(&headers, len));
                 }
             }
-            Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
+            // The answer to HEAD has no body, so a refusal has no code.
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::Unsupported
+                        | io::ErrorKind::PermissionDenied
+                        | io::ErrorKind::Other
+                ) => {}
             Err(e) => return Err(e),
         }
-        // If the server does not support HEAD, or sends no length with it, the answer to a range request has
-        // the length.
+        // If the server refuses HEAD, or sends no length with it, the answer to a range request has the length or
+        // the reason.
         let mut wanted = Wanted::new(Method::GET, target);
         wanted.headers.push((header::RANGE, "bytes=0-0".to_owned()));
         let (status, headers) = self.headers(&wanted, deadline).await?;

@@ -49,7 +49,7 @@ impl GoogleAccess {
         if !self.is_wanted {
             return Ok(false);
         }
-        let token = clients.chain(providers).get().await.and_then(|found| found.token);
+        let token = clients.chain(providers).get().await?.and_then(|found| found.token);
         let Some(token) = token else { return Ok(false) };
         let mut header = HeaderValue::try_from(format!("Bearer {}", token.access_token))
             .map_err(|_| cannot_sign())?;

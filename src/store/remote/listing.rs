@@ -1,8 +1,18 @@
 //! The entries of a folder. All kinds of servers use these types for their listings.
 
 use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
 
+use tokio::task::JoinSet;
+
+use super::request::Requests;
+use super::shared::REQUESTS_MAX;
 use super::state::ObjectState;
+
+/// Maximum number of objects of one folder that are requested by their names.
+pub(super) const NAMES_MAX: usize = 100_000;
 
 /// Whether an entry of a folder can have this name.
 pub(super) fn is_entry_name(name: &str) -> bool {
@@ -19,4 +29,45 @@ pub(super) enum StoreEntry {
     Object(ObjectState),
     /// A folder, which is a common prefix of the names of objects.
     Folder,
+}
+
+/// The objects among `targets`, which are names with their paths in URLs, that exist. A refusal of one of
+/// `optional` means that it does not exist.
+///
+/// # Errors
+/// If there are more than `NAMES_MAX` of them, or the server refuses a request.
+pub(super) async fn look_up_all(
+    requests: &Arc<impl Requests>,
+    targets: Vec<(String, String)>,
+    optional: &[&str],
+    deadline: Instant,
+) -> io::Result<StoreEntries> {
+    if targets.len() > NAMES_MAX {
+        let why = format!("has {} files to ask for, more than {NAMES_MAX}", targets.len());
+        return Err(io::Error::other(why));
+    }
+    let mut looks = JoinSet::new();
+    let mut rest = targets.into_iter();
+    let mut found = StoreEntries::new();
+    loop {
+        // More concurrent requests would wait for a free place anyway.
+        for (name, target) in rest.by_ref().take(REQUESTS_MAX - looks.len()) {
+            let requests = requests.clone();
+            looks.spawn(async move {
+                let state = requests.look(&target, deadline).await;
+                (name, state)
+            });
+        }
+        let Some(look) = looks.join_next().await else { break };
+        let (name, state) = look.map_err(io::Error::other)?;
+        match state {
+            Ok(state) => drop(found.insert(name, StoreEntry::Object(state))),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e)
+                if optional.contains(&name.as_str())
+                    && e.kind() == io::ErrorKind::PermissionDenied => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(found)
 }

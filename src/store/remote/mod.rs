@@ -32,6 +32,7 @@ use std::future::Future;
 use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::process::PerProcess;
@@ -49,12 +50,12 @@ use request::Requests;
 use shared::{RemoteProcess, shared_one};
 use state::{ObjectState, hash_of};
 
-/// Time limit of a call for which the caller sets no deadline.
-const LIMIT: Duration = Duration::from_secs(60);
-
 /// A request ends before the deadline of its reader, by 1 / `REASON_PART` of the time, so that the reader still
 /// gets the error message.
 const REASON_PART: u32 = 20;
+
+/// The longest time limit. It counts as no limit.
+const FOREVER: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// Time in which a folder that was found counts as existing.
 const FOLDER_KNOWN: Duration = Duration::from_secs(2);
@@ -87,6 +88,10 @@ struct RemoteStore {
     known: PerProcess<Mutex<HashMap<u64, ObjectState>>>,
     /// The resolved commit of a repository.
     pinned: PinnedCommit,
+    /// Whether the log has the warning about objects that nothing but their length identifies.
+    is_unversioned: AtomicBool,
+    /// The last look at each object.
+    looks: PerProcess<Mutex<HashMap<String, Arc<SharedLook>>>>,
     /// The time at which each folder was last found. Most folders have no state of their own.
     folders: PerProcess<Mutex<HashMap<String, Instant>>>,
 }
@@ -99,9 +104,10 @@ impl fmt::Debug for RemoteStore {
 
 impl RemoteStore {
     fn new(location: Location, settings: StoreSettings) -> RemoteStore {
-        let (own, known, folders) = (PerProcess::new(), PerProcess::new(), PerProcess::new());
-        let pinned = Arc::default();
-        RemoteStore { location, settings, own, known, pinned, folders }
+        let (own, known) = (PerProcess::new(), PerProcess::new());
+        let (looks, folders) = (PerProcess::new(), PerProcess::new());
+        let (pinned, is_unversioned) = (Arc::default(), AtomicBool::new(false));
+        RemoteStore { location, settings, own, known, pinned, is_unversioned, looks, folders }
     }
 
     fn endpoint(&self) -> io::Result<&Arc<Endpoint>> {
@@ -126,8 +132,17 @@ impl RemoteStore {
     ) -> io::Result<T> {
         RemoteProcess::get()?.runtime.block_on(async {
             let late = |_| io::Error::new(ErrorKind::TimedOut, "no answer in time");
-            tokio::time::timeout_at(deadline.into(), work).await.map_err(late)?
+            // Work that ends at the deadline says more about the reason.
+            let rest = deadline.saturating_duration_since(Instant::now());
+            tokio::time::timeout(rest + rest / (2 * REASON_PART), work).await.map_err(late)?
         })
+    }
+
+    /// The time at which the work for a reader with the deadline `until` ends.
+    fn deadline(&self, until: Option<Instant>) -> Instant {
+        let now = Instant::now();
+        let until = until.unwrap_or_else(|| now + self.settings.limit().min(FOREVER));
+        until - until.saturating_duration_since(now) / REASON_PART
     }
 
     fn key(&self, path: &Path) -> io::Result<String> {
@@ -153,6 +168,13 @@ impl RemoteStore {
     /// The version of the object `key`. Its state is kept in `known`.
     fn object_version(&self, key: &str, state: ObjectState) -> io::Result<Version> {
         let number = self.number(key)?;
+        if !state.has_mark() && !self.is_unversioned.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "{}/{key}: the server gives neither an ETag nor a time of the last change: if a file is replaced \
+                 by one of the same length while it is read, nothing shows it",
+                self.location.root
+            );
+        }
         let version = state.version(self.queue()?, number);
         self.known.get_or_init(Mutex::default).lock().insert(number, state);
         Ok(version)
@@ -208,10 +230,32 @@ impl RemoteStore {
     }
 }
 
-fn deadline_of(until: Option<Instant>) -> Instant {
-    let now = Instant::now();
-    let until = until.unwrap_or(now + LIMIT);
-    until - until.saturating_duration_since(now) / REASON_PART
+/// The last look at an object, which all readers that asked for it before it began share.
+#[derive(Default)]
+struct SharedLook(tokio::sync::Mutex<Option<(Instant, Looked)>>);
+
+/// The state of an object, or `None` for a folder. An error is the kind and the message.
+type Looked = Result<Option<ObjectState>, (ErrorKind, String)>;
+
+impl SharedLook {
+    /// The result of a look that begins now or later.
+    async fn get<F: Future<Output = io::Result<Option<ObjectState>>>>(
+        &self,
+        look: impl FnOnce() -> F,
+    ) -> io::Result<Option<ObjectState>> {
+        let asked = Instant::now();
+        let mut last = self.0.lock().await;
+        let seen = match &*last {
+            Some((began, seen)) if *began > asked => seen.clone(),
+            _ => {
+                let began = Instant::now();
+                let seen = look().await.map_err(|e| (e.kind(), e.to_string()));
+                *last = Some((began, seen.clone()));
+                seen
+            }
+        };
+        seen.map_err(|(kind, why)| io::Error::new(kind, why))
+    }
 }
 
 /// Names with their versions.
@@ -232,8 +276,10 @@ impl StoreKind for RemoteStore {
         if key.is_empty() {
             return self.folder_version(&key);
         }
-        let deadline = deadline_of(None);
-        match self.run(deadline, self.look(&key, deadline))? {
+        let deadline = self.deadline(None);
+        let looks = self.looks.get_or_init(Mutex::default);
+        let shared = looks.lock().entry(key.clone()).or_default().clone();
+        match self.run(deadline, shared.get(|| self.look(&key, deadline)))? {
             None => self.folder_version(&key),
             Some(state) => {
                 if let Access::Web(web) = &self.endpoint()?.access {
@@ -245,7 +291,7 @@ impl StoreKind for RemoteStore {
     }
 
     fn list(&self, path: &Path) -> io::Result<StoreListing> {
-        let (key, deadline) = (self.key(path)?, deadline_of(None));
+        let (key, deadline) = (self.key(path)?, self.deadline(None));
         let endpoint = self.endpoint()?;
         let below =
             |name: &str| if key.is_empty() { name.to_owned() } else { format!("{key}/{name}") };
@@ -290,7 +336,7 @@ impl StoreKind for RemoteStore {
     }
 
     fn probe(&self, path: &Path, version: &Version) -> io::Result<StoreProbe> {
-        let (key, deadline) = (self.key(path)?, deadline_of(None));
+        let (key, deadline) = (self.key(path)?, self.deadline(None));
         let known = self.known.get_or_init(Mutex::default).lock().get(&self.number(&key)?).cloned();
         let state = known.filter(|state| state.is_of(version)).ok_or(ErrorKind::NotFound)?;
         let endpoint = self.endpoint()?;
@@ -315,7 +361,7 @@ impl StoreKind for RemoteStore {
         if end > version.len {
             return Err(ErrorKind::UnexpectedEof.into());
         }
-        let (key, deadline) = (self.key(path)?, deadline_of(until));
+        let (key, deadline) = (self.key(path)?, self.deadline(until));
         let endpoint = self.endpoint()?;
         let (target, number) = (endpoint.access.target(&key), self.number(&key)?);
         let known = self.known.get_or_init(Mutex::default);

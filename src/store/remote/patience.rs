@@ -29,6 +29,8 @@ pub(super) enum Trouble {
         /// The pause that the server asks for.
         after: Option<Duration>,
     },
+    /// The bytes of an answer come so slowly that another request is likely faster.
+    Slow(String),
     /// There is no connection to the server.
     Unreachable(String),
     /// The server sends an answer that the protocol does not allow.
@@ -44,6 +46,9 @@ pub(super) fn unusable(why: &str) -> Trouble {
 
 /// The error of a connection to `host` that was lost, or could not be made.
 pub(super) fn lost_connection(host: &str, e: reqwest::Error) -> Trouble {
+    if e.is_redirect() {
+        return Trouble::Broken(format!("{host} redirects without end"));
+    }
     let is_connect = e.is_connect();
     let why = root_cause(&e.without_url());
     if is_connect {
@@ -88,11 +93,16 @@ impl Patience {
         Patience { began, deadline, waits_for_server, tries, failures, unreachable, broken }
     }
 
+    pub(super) fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
     /// The longest wait for the next byte in one try. It is a part of the time up to the deadline, so that time
     /// is left for another try. It grows with each failure, because the server may just be slow.
     pub(super) fn stall_limit(&self) -> Duration {
         let first = STALL_FIRST.min(self.deadline.saturating_duration_since(self.began) / 4);
-        first.saturating_mul(1 << self.failures.min(10)).max(STALL_MIN)
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        first.saturating_mul(1 << self.failures.min(10)).min(left).max(STALL_MIN)
     }
 
     /// Resets the counts of failures, because bytes have arrived.
@@ -110,6 +120,7 @@ impl Patience {
         let (why, after) = match trouble {
             Trouble::Final(e) => return Err(e),
             Trouble::Passing { why, after } => (why, after),
+            Trouble::Slow(why) => (why, None),
             Trouble::Unreachable(why) => {
                 self.unreachable += 1;
                 if !self.waits_for_server && self.unreachable >= UNREACHABLE_MAX {
@@ -125,8 +136,11 @@ impl Patience {
                 (why, None)
             }
         };
-        let pause = after.unwrap_or_else(|| shortened(grown(self.failures)));
-        if Instant::now() + pause >= self.deadline {
+        // The server may ask for no pause at all, or for the same pause from many readers.
+        let own = shortened(grown(self.failures));
+        let pause = after.map_or(own, |after| after.saturating_add(own));
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if pause >= left.saturating_sub(STALL_MIN) {
             let why = match after {
                 Some(after) => format!("{why}, and asks to wait {} s", after.as_secs()),
                 None => why,
@@ -142,6 +156,33 @@ impl Patience {
         let (tries, seconds) = (self.tries, self.began.elapsed().as_secs_f64());
         let tries = if tries == 1 { "1 try".to_owned() } else { format!("{tries} tries") };
         format!("{why}; given up after {tries} in {seconds:.1} s")
+    }
+}
+
+/// The speed at which the bytes of an answer come.
+pub(super) struct Pace {
+    /// The time over which the speed is measured.
+    window: Duration,
+    since: Instant,
+    have: usize,
+}
+
+impl Pace {
+    /// The pace of an answer that begins now, after `have` bytes of the read.
+    pub(super) fn new(window: Duration, have: usize) -> Pace {
+        Pace { window, since: Instant::now(), have }
+    }
+
+    /// Whether `have` of `wanted` bytes came so slowly that the rest would take more than half of the time up
+    /// to `deadline`. Then another request is likely faster.
+    pub(super) fn is_too_slow(&mut self, have: usize, wanted: usize, deadline: Instant) -> bool {
+        let (now, elapsed) = (Instant::now(), self.since.elapsed());
+        if elapsed < self.window {
+            return false;
+        }
+        let rest = elapsed.mul_f64((wanted - have) as f64 / (have - self.have).max(1) as f64);
+        (self.since, self.have) = (now, have);
+        rest > deadline.saturating_duration_since(now) / 2
     }
 }
 
@@ -170,6 +211,50 @@ mod tests {
         assert!(short.stall_limit() <= Duration::from_secs(1));
         let over = Patience::until(Instant::now(), true);
         assert_eq!(over.stall_limit(), STALL_MIN);
+    }
+
+    #[test]
+    fn an_answer_is_too_slow_if_its_rest_takes_half_of_the_time_that_is_left() {
+        let deadline = Instant::now() + Duration::from_secs(100);
+        let mut pace = Pace::new(Duration::from_secs(3), 0);
+        assert!(!pace.is_too_slow(1, 1 << 20, deadline));
+        let after_three_seconds = |have: usize| {
+            let since = Instant::now().checked_sub(Duration::from_secs(3))?;
+            let mut pace = Pace { since, ..Pace::new(Duration::from_secs(3), 0) };
+            Some(pace.is_too_slow(have, 1000, deadline))
+        };
+        // At 30 bytes in 3 s, the rest takes 97 s, and at 90 bytes, it takes 30 s.
+        assert_ne!(after_three_seconds(30), Some(false));
+        assert_ne!(after_three_seconds(90), Some(true));
+    }
+
+    fn pauses_of(limit: Duration, after: Option<Duration>) -> (u32, io::Error) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let mut patience = Patience::until(Instant::now() + limit, true);
+        runtime.block_on(async {
+            loop {
+                let trouble = Trouble::Passing { why: "busy".to_owned(), after };
+                if let Err(e) = patience.pause_before_retry(trouble).await {
+                    return (patience.tries, e);
+                }
+            }
+        })
+    }
+
+    // A regression: with `Retry-After: 0`, 300 requests a second were sent until the deadline.
+    #[test]
+    fn a_server_that_asks_for_no_pause_gets_no_storm_of_requests() {
+        let (tries, e) = pauses_of(Duration::from_secs(1), Some(Duration::ZERO));
+        assert!((3..=6).contains(&tries), "{tries}");
+        assert_eq!(e.kind(), io::ErrorKind::TimedOut);
+    }
+
+    // A regression: the sum of this pause and the time was a panic.
+    #[test]
+    fn a_pause_that_never_ends_is_an_error_at_once() {
+        let (tries, e) = pauses_of(Duration::from_secs(9), Some(Duration::from_secs(u64::MAX)));
+        assert_eq!(tries, 1);
+        assert!(e.to_string().contains("asks to wait 18446744073709551615 s"), "{e}");
     }
 
     #[test]

@@ -2,9 +2,12 @@
 //! the same way.
 
 use std::io;
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use http::request::Parts;
+use ini::Ini;
 use reqsign_aws_core::{
     AssumeRoleWithWebIdentityCredentialProvider, Credential, ECSCredentialProvider,
     EnvCredentialProvider, IMDSv2CredentialProvider, ProcessCredentialProvider,
@@ -17,13 +20,13 @@ use reqwest::header::{HeaderName, HeaderValue};
 use serde::Deserialize;
 
 use super::credentials::{PROFILE, Providers, Signed, Variable, is_on, sign_with};
-use super::listing::{StoreEntries, StoreEntry, is_entry_name};
+use super::listing::{NAMES_MAX, StoreEntries, StoreEntry, is_entry_name, look_up_all};
 use super::patience::Trouble;
 use super::request::{Refusal, Requests, Wanted};
 use super::shared::RemoteClients;
 use super::state::{ObjectState, text_of};
-use super::url::escaped_value;
-use crate::store::remote_settings::StoreSettings;
+use super::url::{escaped_key, escaped_value};
+use crate::store::remote_settings::{StoreSettings, text_in};
 use crate::sync::Mutex;
 
 /// Maximum length in bytes of one page of a listing. A page has 1000 keys of at most 1024 bytes.
@@ -48,6 +51,8 @@ pub(super) struct S3Access {
     region: Mutex<String>,
     /// Whether requests are signed. `AWS_SKIP_SIGNATURE` turns this off.
     is_wanted: bool,
+    /// Whether the reader pays for the requests instead of the owner of the bucket.
+    pays: bool,
     /// The URL of the bucket with the placeholder `{region}`, if the host name depends on the region.
     by_region: Option<String>,
 }
@@ -61,9 +66,12 @@ impl S3Access {
         if !self.is_wanted {
             return Ok(false);
         }
-        let Some(credential) = clients.chain(providers).get().await else { return Ok(false) };
+        let Some(credential) = clients.chain(providers).get().await? else { return Ok(false) };
         let hash = HeaderValue::from_static(NO_BYTES_SHA256);
         parts.headers.insert("x-amz-content-sha256", hash);
+        if self.pays {
+            parts.headers.insert("x-amz-request-payer", HeaderValue::from_static("requester"));
+        }
         let signer = RequestSigner::new("s3", &self.region.lock().clone());
         sign_with(signer, &credential, parts).await
     }
@@ -133,12 +141,12 @@ fn providers(settings: &StoreSettings) -> Providers<Credential> {
 /// # Errors
 /// If the URL of the server is not usable.
 pub(super) fn access_of(bucket: &str, variable: Variable<'_>) -> io::Result<(String, S3Access)> {
-    let given = |names: [&str; 2]| {
+    let given = |names: [&str; 2], of_profile: &str| {
         let mut found = names.into_iter().filter_map(variable);
-        found.find(|value| !value.is_empty())
+        found.find(|value| !value.is_empty()).or_else(|| value_in_profile(of_profile, variable))
     };
-    let region = given(["AWS_REGION", "AWS_DEFAULT_REGION"]).unwrap_or_else(|| REGION.to_owned());
-    let own = given(["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"]);
+    let region = given(["AWS_REGION", "AWS_DEFAULT_REGION"], "region");
+    let own = given(["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"], "endpoint_url");
     let (base, by_region) = match own {
         Some(server) => {
             (own_base(&server, bucket, is_on(variable, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"))?, None)
@@ -154,7 +162,22 @@ pub(super) fn access_of(bucket: &str, variable: Variable<'_>) -> io::Result<(Str
         }
     };
     let is_wanted = !is_on(variable, "AWS_SKIP_SIGNATURE");
-    Ok((base, S3Access { region: Mutex::new(region), is_wanted, by_region }))
+    let pays = variable("AWS_REQUEST_PAYER").is_some_and(|who| who == "requester");
+    let region = Mutex::new(region.unwrap_or_else(|| REGION.to_owned()));
+    Ok((base, S3Access { region, is_wanted, pays, by_region }))
+}
+
+/// The value of `key` in the profile that `AWS_PROFILE` names, or in the default profile.
+fn value_in_profile(key: &str, variable: Variable<'_>) -> Option<String> {
+    let given = |name: &str| variable(name).filter(|value| !value.is_empty());
+    let file = given("AWS_CONFIG_FILE").or_else(|| Some(given("HOME")? + "/.aws/config"))?;
+    let text = text_in(Path::new(&file)).ok()?;
+    let profiles = Ini::load_from_str_noescape(&text).ok()?;
+    let found = match given("AWS_PROFILE").filter(|name| name != "default") {
+        Some(name) => profiles.get_from(Some(format!("profile {name}")), key),
+        None => profiles.get_from(Some("default"), key),
+    };
+    found.map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
 }
 
 /// The URL of a bucket on a server other than AWS.
@@ -172,6 +195,31 @@ fn own_base(server: &str, bucket: &str, in_host: bool) -> io::Result<String> {
         return Err(unusable("has more than a host and a path"));
     }
     Ok(if in_host { format!("{scheme}://{bucket}.{host}") } else { format!("{server}/{bucket}") })
+}
+
+/// `listed`, the entries of the folder `key`, with the ETags that the objects' own answers have. The listings of
+/// some servers have none. If there are too many such objects, they stay as they are listed.
+///
+/// # Errors
+/// If the server refuses a request, or does not answer in time.
+pub(super) async fn with_tags(
+    requests: &Arc<impl Requests>,
+    key: &str,
+    mut listed: StoreEntries,
+    deadline: Instant,
+) -> io::Result<StoreEntries> {
+    let has_no_tag =
+        |entry: &StoreEntry| matches!(entry, StoreEntry::Object(o) if o.tag.is_empty());
+    let slash = if key.is_empty() { "" } else { "/" };
+    let target = |name: &str| format!("/{}", escaped_key(&format!("{key}{slash}{name}")));
+    let without = listed.iter().filter(|(_, entry)| has_no_tag(entry));
+    let targets: Vec<_> = without.map(|(name, _)| (name.clone(), target(name))).collect();
+    if !targets.is_empty() && targets.len() <= NAMES_MAX {
+        let seen = look_up_all(requests, targets, &[], deadline).await?;
+        listed.retain(|_, entry| !has_no_tag(entry));
+        listed.extend(seen);
+    }
+    Ok(listed)
 }
 
 /// The entries of the folder `key` by name. An empty `key` is the whole bucket. If `most` is given, at most
@@ -202,7 +250,8 @@ pub(super) async fn list(
         let page = S3Page::parse(&text)?;
         token = page.next_token();
         page.take(&prefix, &mut entries)?;
-        if token.is_none() || most.is_some() {
+        // A page may have only names that cannot be in a folder.
+        if token.is_none() || (most.is_some() && !entries.is_empty()) {
             return Ok(entries);
         }
     }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use reqsign_core::{Context, SigningCredential};
@@ -55,12 +55,44 @@ pub(super) struct RemoteProcess {
 pub(super) struct RemoteClients {
     pub(super) settings: StoreSettings,
     /// A client that follows redirects.
-    pub(super) following: reqwest::Client,
+    pub(super) following: LazyClient,
     /// A client that returns redirects to the caller, because a signature is valid for one server only.
-    pub(super) direct: reqwest::Client,
+    pub(super) direct: Arc<LazyClient>,
     context: Context,
     /// A `CredentialChain` for each type of credentials.
     chains: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
+}
+
+/// An HTTP client that is created at its first use, because it parses all certificates of the machine then.
+#[derive(Debug)]
+pub(super) struct LazyClient {
+    trusted: Vec<reqwest::Certificate>,
+    follows: bool,
+    made: OnceLock<Result<reqwest::Client, String>>,
+}
+
+impl LazyClient {
+    pub(super) fn new(trusted: Vec<reqwest::Certificate>, follows: bool) -> LazyClient {
+        LazyClient { trusted, follows, made: OnceLock::new() }
+    }
+
+    /// # Errors
+    /// If the client cannot be created.
+    pub(super) fn get(&self) -> io::Result<&reqwest::Client> {
+        let make = || {
+            let redirects = || match self.follows {
+                true => reqwest::redirect::Policy::custom(follow),
+                false => reqwest::redirect::Policy::none(),
+            };
+            let trusted = || self.trusted.clone();
+            builder().tls_certs_merge(trusted()).redirect(redirects()).build().or_else(|e| {
+                // Plain HTTP still works on a machine without certificates.
+                tracing::debug!("no certificates of the machine: {}", e.without_url());
+                made(builder().tls_certs_only(trusted()))
+            })
+        };
+        self.made.get_or_init(make).as_ref().map_err(|why| io::Error::other(why.clone()))
+    }
 }
 
 impl RemoteProcess {
@@ -123,11 +155,9 @@ pub(super) fn shared_one<K: Eq + Hash, V: ?Sized>(
 impl RemoteClients {
     fn new(settings: StoreSettings) -> Result<RemoteClients, String> {
         let trusted = certificates(&settings)?;
-        let client = |redirects, by_proxy| client(&trusted, redirects, by_proxy);
-        let following = client(reqwest::redirect::Policy::custom(follow), true)?;
-        let direct = client(reqwest::redirect::Policy::none(), true)?;
-        let of_host = client(reqwest::redirect::Policy::none(), false)?;
-        let context = context_of(settings.clone(), following.clone(), of_host);
+        let following = LazyClient::new(trusted.clone(), true);
+        let direct = Arc::new(LazyClient::new(trusted, false));
+        let context = context_of(settings.clone(), direct.clone(), client_of_host()?);
         let chains = Mutex::default();
         Ok(RemoteClients { settings, following, direct, context, chains })
     }
@@ -164,28 +194,23 @@ fn certificates(settings: &StoreSettings) -> Result<Vec<reqwest::Certificate>, S
     reqwest::Certificate::from_pem_bundle(&pem).map_err(|e| failed(e.without_url().to_string()))
 }
 
-fn client(
-    trusted: &[reqwest::Certificate],
-    redirects: reqwest::redirect::Policy,
-    by_proxy: bool,
-) -> Result<reqwest::Client, String> {
-    let failed = |e: reqwest::Error| format!("cannot make an HTTP client: {}", e.without_url());
-    let builder = || {
-        let builder = reqwest::Client::builder()
-            .user_agent(concat!("tensorfs/", env!("CARGO_PKG_VERSION")))
-            .connect_timeout(CONNECT_LIMIT)
-            .pool_max_idle_per_host(REQUESTS_MAX)
-            .retry(reqwest::retry::never())
-            .referer(false);
-        if by_proxy { builder } else { builder.no_proxy() }
-    };
-    let with_roots = builder().tls_certs_merge(trusted.to_vec()).redirect(redirects).build();
-    with_roots.or_else(|e| {
-        // Plain HTTP still works on a machine without certificates.
-        tracing::debug!("no certificates of the machine: {}", e.without_url());
-        let none = reqwest::redirect::Policy::none();
-        builder().tls_certs_only(trusted.to_vec()).redirect(none).build().map_err(failed)
-    })
+/// The client for services of this machine or its host: over plain HTTP, without a proxy.
+fn client_of_host() -> Result<reqwest::Client, String> {
+    made(builder().tls_certs_only([]).no_proxy())
+}
+
+fn builder() -> reqwest::ClientBuilder {
+    reqwest::Client::builder()
+        .user_agent(concat!("tensorfs/", env!("CARGO_PKG_VERSION")))
+        .connect_timeout(CONNECT_LIMIT)
+        .pool_max_idle_per_host(REQUESTS_MAX)
+        .retry(reqwest::retry::never())
+        .redirect(reqwest::redirect::Policy::none())
+        .referer(false)
+}
+
+fn made(builder: reqwest::ClientBuilder) -> Result<reqwest::Client, String> {
+    builder.build().map_err(|e| format!("cannot make an HTTP client: {}", e.without_url()))
 }
 
 #[cfg(test)]
@@ -212,7 +237,7 @@ mod tests {
         let fifo = folder.path().join("fifo");
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
         let settings = RemoteSettings { ca_file: Some(fifo), ..RemoteSettings::default() };
-        let own = StoreSettings(Some(Arc::new(settings)));
+        let own = StoreSettings::new(Some(&Arc::new(settings)));
         let refused = RemoteProcess::get().unwrap().clients_of(&own).err().unwrap();
         assert!(refused.to_string().contains("is not a regular file"), "{refused}");
     }

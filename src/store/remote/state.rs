@@ -43,6 +43,11 @@ impl ObjectState {
         ObjectState { len, tag, is_weak, modified }
     }
 
+    /// Whether anything but the length identifies the bytes.
+    pub(super) fn has_mark(&self) -> bool {
+        self.number() != 0
+    }
+
     /// A number that identifies the bytes, except for their length. It is a hash of the ETag, or else of the
     /// time. It is odd only for a strong ETag, because a weak ETag or a time may stay when the bytes change.
     fn number(&self) -> u64 {

@@ -9,13 +9,12 @@ use std::time::Instant;
 use http::request::Parts;
 use reqwest::header::{AUTHORIZATION, HeaderValue};
 use reqwest::{Method, StatusCode};
-use tokio::task::JoinSet;
 
 use super::dav::{self, DavState};
-use super::listing::{StoreEntries, StoreEntry};
+use super::listing::{StoreEntries, StoreEntry, look_up_all};
 use super::netrc;
 use super::request::{Refusal, Requests, Wanted};
-use super::shared::{REQUESTS_MAX, RemoteClients};
+use super::shared::RemoteClients;
 use super::url::{authority_of, is_confidential};
 use crate::format::names;
 use crate::format::weight_map::WeightMap;
@@ -27,9 +26,6 @@ const WEIGHT_MAP: &str = "model.safetensors.index.json";
 /// Name of the only weights file of a small model. A URL with such a file below it is a folder even without a
 /// weight map.
 const WHOLE: &str = "model.safetensors";
-
-/// Maximum number of files of one folder that are requested by their names.
-const NAMES_MAX: usize = 100_000;
 
 /// Files that may be next to the weights. Those that exist are listed.
 const BESIDE: [&str; 12] = [
@@ -147,7 +143,9 @@ impl WebAccess {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             Err(e) => return Err(e),
         }
-        let found = look_up_all(requests, key, wanted, deadline).await?;
+        let targets = wanted.into_iter().map(|name| (name.clone(), target(key, &name))).collect();
+        // Some servers answer "forbidden" for files that do not exist.
+        let found = look_up_all(requests, targets, &BESIDE, deadline).await?;
         if found.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(found) }
     }
 
@@ -191,7 +189,8 @@ pub(super) fn access_of(
     let unusable =
         |_| io::Error::new(io::ErrorKind::InvalidInput, "the login of .netrc is not usable");
     let signed = found.map(|login| {
-        let builder = clients.following.get(root).basic_auth(login.user, Some(login.password));
+        let client = clients.following.get()?;
+        let builder = client.get(root).basic_auth(login.user, Some(login.password));
         builder.build().map_err(unusable)
     });
     let login = signed.transpose()?.and_then(|signed| signed.headers().get(AUTHORIZATION).cloned());
@@ -233,46 +232,10 @@ async fn whole_listing(
     };
     if !says_same {
         let is_file = |(_, entry): &(&String, &StoreEntry)| **entry != StoreEntry::Folder;
-        let files = found.iter().filter(is_file).map(|(name, _)| name.clone()).collect();
+        let files = found.iter().filter(is_file).map(|(name, _)| (name.clone(), target(key, name)));
+        let seen = look_up_all(requests, files.collect(), &BESIDE, deadline).await?;
         found.retain(|_, entry| *entry == StoreEntry::Folder);
-        found.extend(look_up_all(requests, key, files, deadline).await?);
-    }
-    Ok(found)
-}
-
-/// The files among `names` that exist in the folder `key`.
-async fn look_up_all(
-    requests: &Arc<impl Requests>,
-    key: &str,
-    names: BTreeSet<String>,
-    deadline: Instant,
-) -> io::Result<StoreEntries> {
-    if names.len() > NAMES_MAX {
-        let why = format!("has {} files to ask for, more than {NAMES_MAX}", names.len());
-        return Err(io::Error::other(why));
-    }
-    let mut looks = JoinSet::new();
-    let mut rest = names.into_iter();
-    let mut found = StoreEntries::new();
-    loop {
-        // More concurrent requests would wait for a free place anyway.
-        for name in rest.by_ref().take(REQUESTS_MAX - looks.len()) {
-            let (requests, target) = (requests.clone(), target(key, &name));
-            let is_beside = BESIDE.contains(&name.as_str());
-            looks.spawn(async move {
-                let state = requests.look(&target, deadline).await;
-                (name, is_beside, state)
-            });
-        }
-        let Some(look) = looks.join_next().await else { break };
-        let (name, is_beside, state) = look.map_err(io::Error::other)?;
-        match state {
-            Ok(state) => drop(found.insert(name, StoreEntry::Object(state))),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            // Some servers answer "forbidden" for files that do not exist.
-            Err(e) if is_beside && e.kind() == io::ErrorKind::PermissionDenied => {}
-            Err(e) => return Err(e),
-        }
+        found.extend(seen);
     }
     Ok(found)
 }

@@ -53,7 +53,7 @@ impl FsState {
     /// the file to other programs.
     fn open_file(&self, node: &Node, in_use: bool) -> Result<Ready, Errno> {
         // ESTALE makes the kernel look the name up again, which finds the new file.
-        if node.is_outdated() {
+        if node.is_outdated_at_open() {
             return Err(Errno::ESTALE);
         }
         let on_fault_storm = || self.store_queue.on_fault_storm(node.ino, node.gate().cloned());

@@ -15,6 +15,7 @@ use super::super::credentials::{Variable, is_on};
 use super::super::patience::{Trouble, lost_connection, no_answer, unusable};
 use super::super::request::Wanted;
 use super::super::state::{len_of, replaced, retry_after, text_of};
+use super::super::url::is_confidential;
 use super::{GIT_DIGITS, HubFile, HubRepository, HubTree, PinnedCommit, SHA256_DIGITS, is_hash};
 
 /// The URL of the public hub.
@@ -87,7 +88,7 @@ impl HubAccess {
             return Err(bad("HF_ENDPOINT is no URL: expected http(s)://HOST[:PORT]"));
         }
         let (found, token_origin) = token_of(&given).unzip();
-        let token = match found {
+        let token = match found.filter(|_| is_confidential(&hub)) {
             None => None,
             Some(token) => {
                 let mut header = HeaderValue::try_from(format!("Bearer {token}"))
@@ -106,6 +107,9 @@ impl HubAccess {
     /// The source of the token, in words.
     pub(in crate::store::remote) fn credentials(&self) -> String {
         match &self.token_origin {
+            Some(origin) if self.token.is_none() => {
+                format!("none: the token of {origin} is only sent over HTTPS")
+            }
             Some(origin) => format!("the token of {origin}"),
             None => "none: HF_TOKEN is not set, and there is no token file".to_owned(),
         }

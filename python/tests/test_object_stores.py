@@ -11,9 +11,7 @@ from object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
 from package import FIXTURES, Mount, TestCase, environment, python
 
 URL = "s3://bucket/models/tiny"
-# A process chooses the server of a bucket once, by the environment. Other tests use other servers, so this bucket is
-# used here only.
-OWN_URL = "s3://settings/models/tiny"
+OTHER_URL = "s3://settings/models/tiny"
 
 # The parent already has connections and threads when it forks.
 IN_A_CHILD = """
@@ -59,8 +57,16 @@ class ObjectStores(TestCase):
         variables = self.server.environment()
         self.assertEqual(python(IN_A_CHILD, URL, self.source, **variables).strip(), "same")
 
+    def test_a_program_may_set_the_environment_after_a_failed_attempt(self):
+        with environment(AWS_ENDPOINT_URL="http://127.0.0.1:9"):
+            with self.assertRaises(OSError):
+                tensorfs.load_file(URL, framework="np")
+        with environment(AWS_SECRET_ACCESS_KEY="x"):
+            with self.assertRaises(PermissionError):
+                tensorfs.load_file(URL, framework="np")
+        self.assert_same(tensorfs.load_file(URL, framework="np"))
+
     def test_tensors_of_a_url_are_those_of_the_folder(self):
-        # The server of an S3 URL is chosen once in a process.
         code = """
 import sys
 import numpy as np
@@ -134,40 +140,40 @@ class SettingsOfOneSource(TestCase):
             np.testing.assert_array_equal(tensors[name], tensor)
 
     def test_each_way_to_open_takes_them_and_they_are_for_that_source_alone(self):
-        self.assert_same(tensorfs.load_file(OWN_URL, framework="np", **self.how))
-        with tensorfs.safe_open(OWN_URL, framework="np", **self.how) as file:
+        self.assert_same(tensorfs.load_file(OTHER_URL, framework="np", **self.how))
+        with tensorfs.safe_open(OTHER_URL, framework="np", **self.how) as file:
             self.assert_same(file.get_tensors())
-        self.assert_same({name: tensor[...] for name, tensor in tensorfs.lazy(OWN_URL, "np", **self.how).items()})
+        self.assert_same({name: tensor[...] for name, tensor in tensorfs.lazy(OTHER_URL, "np", **self.how).items()})
         into = {name: np.zeros_like(tensor) for name, tensor in self.expected.items()}
-        tensorfs.load_into(into, OWN_URL, **self.how)
+        tensorfs.load_into(into, OTHER_URL, **self.how)
         self.assert_same(into)
         out = self.tmp / "whole.safetensors"
-        tensorfs.consolidate(OWN_URL, out, **self.how)
+        tensorfs.consolidate(OTHER_URL, out, **self.how)
         self.assert_same(safetensors.numpy.load_file(out))
         # A view also reads the config beside the shards.
-        with tensorfs.safe_open(OWN_URL, framework="np", include="*", dtype="f16", **self.how) as file:
+        with tensorfs.safe_open(OTHER_URL, framework="np", include="*", dtype="f16", **self.how) as file:
             self.assertEqual(set(file.keys()), set(self.expected))
         with self.assertRaises(OSError) as raised:
-            tensorfs.load_file(OWN_URL, framework="np")
+            tensorfs.load_file(OTHER_URL, framework="np")
         self.assertIn("127.0.0.1:1", str(raised.exception))
 
     def test_a_reference_and_a_config_in_the_bucket_are_asked_for_with_them(self):
         # With the keys of the environment, the server would refuse the request for the reference.
-        index = f"{OWN_URL}/model.safetensors.index.json"
-        self.assert_same(tensorfs.load_file(OWN_URL, framework="np", reference=index, **self.how))
+        index = f"{OTHER_URL}/model.safetensors.index.json"
+        self.assert_same(tensorfs.load_file(OTHER_URL, framework="np", reference=index, **self.how))
         self.assert_same(tensorfs.load_file(self.source, framework="np", reference=index, **self.how))
         out = self.tmp / "out"
-        tensorfs.consolidate(self.source, out, config=OWN_URL, **self.how)
+        tensorfs.consolidate(self.source, out, config=OTHER_URL, **self.how)
         self.assertEqual((out / "config.json").read_bytes(), (self.source / "config.json").read_bytes())
 
     def test_a_mount_reads_its_source_itself_and_leaves_the_reference_to_them(self):
         options = [f"endpoint={self.server.url}", "region=us-east-1", f"credentials-file={self.profiles}", "profile=work"]
-        with Mount(OWN_URL, *options) as mount:
+        with Mount(OTHER_URL, *options) as mount:
             self.assert_same(tensorfs.load_file(mount.path, framework="np"))
             with self.assertRaises(tensorfs.SafetensorError) as raised:
                 tensorfs.load_file(mount.path, framework="np", profile="work")
             self.assertIn("profile= means nothing here", str(raised.exception))
-        index, out = f"{OWN_URL}/model.safetensors.index.json", self.tmp / "whole.safetensors"
+        index, out = f"{OTHER_URL}/model.safetensors.index.json", self.tmp / "whole.safetensors"
         with Mount(self.source) as mount:
             self.assert_same(tensorfs.load_file(mount.path, framework="np", reference=index, **self.how))
             tensorfs.consolidate(mount.path, out, reference=index, **self.how)
@@ -190,21 +196,21 @@ class SettingsOfOneSource(TestCase):
 
     def test_two_settings_of_one_bucket_stand_beside_each_other(self):
         other = {**self.how, "profile": "default"}
-        with tensorfs.safe_open(OWN_URL, framework="np", **self.how) as file:
+        with tensorfs.safe_open(OTHER_URL, framework="np", **self.how) as file:
             with self.assertRaises(PermissionError) as raised:
-                tensorfs.load_file(OWN_URL, framework="np", **other)
+                tensorfs.load_file(OTHER_URL, framework="np", **other)
             self.assertIn("the access key is unknown", str(raised.exception))
             self.assert_same(file.get_tensors())
-        again = tensorfs.safe_open(OWN_URL, framework="np", **self.how)
+        again = tensorfs.safe_open(OTHER_URL, framework="np", **self.how)
         self.assert_same(pickle.loads(pickle.dumps(again)).get_tensors())
         self.assertNotIn(SECRET_KEY.encode(), pickle.dumps(again))
 
     def test_urls_that_are_opened_in_a_patched_block_have_them(self):
         file = sorted(self.source.glob("*.safetensors"))[0]
         with tensorfs.patched(**self.how):
-            self.assert_same(safetensors.numpy.load_file(OWN_URL))
+            self.assert_same(safetensors.numpy.load_file(OTHER_URL))
             self.assertTrue(safetensors.numpy.load_file(file))
-        for call in (tensorfs.patched, lambda **how: tensorfs.load_file(OWN_URL, framework="np", **how)):
+        for call in (tensorfs.patched, lambda **how: tensorfs.load_file(OTHER_URL, framework="np", **how)):
             with self.assertRaisesRegex(TypeError, "unexpected argument 'profil'"), call(profil="work"):
                 pass
 
@@ -214,10 +220,10 @@ class SettingsOfOneSource(TestCase):
         os.chdir(self.profiles.parent)
         with tensorfs.patched(**{**self.how, "credentials_file": self.profiles.name}):
             os.chdir("/")
-            self.assert_same(safetensors.numpy.load_file(OWN_URL))
+            self.assert_same(safetensors.numpy.load_file(OTHER_URL))
 
     def test_a_list_of_files_and_a_mapping_take_them(self):
-        files = [f"{OWN_URL}/{path.name}" for path in sorted(self.source.glob("*.safetensors"))]
+        files = [f"{OTHER_URL}/{path.name}" for path in sorted(self.source.glob("*.safetensors"))]
         with tensorfs.safe_open(files, framework="np", **self.how) as file:
             self.assert_same(file.get_tensors())
 
@@ -254,10 +260,10 @@ class SettingsOfOneSource(TestCase):
             ({"ca_file": self.tmp / "none"}, "none: No such file"),
         ):
             with self.assertRaises(tensorfs.SafetensorError) as raised:
-                tensorfs.safe_open(OWN_URL, framework="np", **how)
+                tensorfs.safe_open(OTHER_URL, framework="np", **how)
             self.assertIn(why, str(raised.exception))
             self.assertNotIn("hunter2", str(raised.exception))
         with self.assertRaises(TypeError):
-            tensorfs.safe_open(OWN_URL, framework="np", profile=1)
+            tensorfs.safe_open(OTHER_URL, framework="np", profile=1)
         with self.assertRaises(ValueError):
-            tensorfs.safe_open(OWN_URL, framework="np", profile="")
+            tensorfs.safe_open(OTHER_URL, framework="np", profile="")

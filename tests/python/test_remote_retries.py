@@ -1,4 +1,4 @@
-"""What a client does with slow answers, refusals and settings of object stores that come late or are odd."""
+"""Slow answers, refusals and settings of object stores, and servers with habits of their own."""
 
 import http.server
 import json

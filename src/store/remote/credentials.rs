@@ -14,9 +14,9 @@ use reqsign_core::{
     ProvideCredentialDyn, Result, SignRequest, SigningCredential,
 };
 
+use super::client::LazyClient;
 use super::patience::{Trouble, unusable};
 use super::request::Refusal;
-use super::shared::LazyClient;
 use super::url::is_confidential;
 use crate::store::remote_settings::StoreSettings;
 

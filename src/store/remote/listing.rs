@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use tokio::task::JoinSet;
 
+use super::client::REQUESTS_MAX;
 use super::request::Requests;
-use super::shared::REQUESTS_MAX;
 use super::state::ObjectState;
 
 /// Maximum number of objects of one folder that are requested by their names.

@@ -6,6 +6,7 @@
 
 mod access;
 mod azure;
+mod client;
 mod credentials;
 mod dav;
 mod endpoint;

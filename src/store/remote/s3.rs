@@ -145,7 +145,7 @@ pub(super) fn access_of(bucket: &str, variable: Variable<'_>) -> io::Result<(Str
         let mut found = names.into_iter().filter_map(variable);
         found.find(|value| !value.is_empty()).or_else(|| value_in_profile(of_profile, variable))
     };
-    let region = given(["AWS_REGION", "AWS_DEFAULT_REGION"], "region");
+    let named = given(["AWS_REGION", "AWS_DEFAULT_REGION"], "region");
     let own = given(["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"], "endpoint_url");
     let (base, by_region) = match own {
         Some(server) => {
@@ -163,7 +163,7 @@ pub(super) fn access_of(bucket: &str, variable: Variable<'_>) -> io::Result<(Str
     };
     let is_wanted = !is_on(variable, "AWS_SKIP_SIGNATURE");
     let pays = variable("AWS_REQUEST_PAYER").is_some_and(|who| who == "requester");
-    let region = Mutex::new(region.unwrap_or_else(|| REGION.to_owned()));
+    let region = Mutex::new(named.unwrap_or_else(|| REGION.to_owned()));
     Ok((base, S3Access { region, is_wanted, pays, by_region }))
 }
 

@@ -6,13 +6,13 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::sync::Arc;
 
 use reqsign_core::{Context, SigningCredential};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
 
+use super::client::{LazyClient, REQUESTS_MAX, client_of_host};
 use super::credentials::{CredentialChain, Providers, context_of};
 use crate::process::PerProcess;
 use crate::store::remote_settings::{StoreSettings, bytes_in};
@@ -20,16 +20,6 @@ use crate::sync::Mutex;
 
 /// Number of threads that drive connections. The threads that wait for the bytes copy them.
 const THREADS: usize = 2;
-
-/// Maximum number of concurrent requests to one server by the whole process. With reads of 8 MiB, this number
-/// fills 100 Gbit/s at a latency of 40 ms.
-pub(super) const REQUESTS_MAX: usize = 64;
-
-/// Time limit for opening a connection.
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
-
-/// Maximum number of redirects of a request.
-const REDIRECTS_MAX: usize = 10;
 
 /// The variable of AWS that names a file of certificates. They are trusted besides those of the machine.
 const CA_BUNDLE: &str = "AWS_CA_BUNDLE";
@@ -61,38 +51,6 @@ pub(super) struct RemoteClients {
     context: Context,
     /// A `CredentialChain` for each type of credentials.
     chains: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
-}
-
-/// An HTTP client that is created at its first use, because it parses all certificates of the machine then.
-#[derive(Debug)]
-pub(super) struct LazyClient {
-    trusted: Vec<reqwest::Certificate>,
-    follows: bool,
-    made: OnceLock<Result<reqwest::Client, String>>,
-}
-
-impl LazyClient {
-    pub(super) fn new(trusted: Vec<reqwest::Certificate>, follows: bool) -> LazyClient {
-        LazyClient { trusted, follows, made: OnceLock::new() }
-    }
-
-    /// # Errors
-    /// If the client cannot be created.
-    pub(super) fn get(&self) -> io::Result<&reqwest::Client> {
-        let make = || {
-            let redirects = || match self.follows {
-                true => reqwest::redirect::Policy::custom(follow),
-                false => reqwest::redirect::Policy::none(),
-            };
-            let trusted = || self.trusted.clone();
-            builder().tls_certs_merge(trusted()).redirect(redirects()).build().or_else(|e| {
-                // Plain HTTP still works on a machine without certificates.
-                tracing::debug!("no certificates of the machine: {}", e.without_url());
-                made(builder().tls_certs_only(trusted()))
-            })
-        };
-        self.made.get_or_init(make).as_ref().map_err(|why| io::Error::other(why.clone()))
-    }
 }
 
 impl RemoteProcess {
@@ -173,18 +131,6 @@ impl RemoteClients {
     }
 }
 
-/// Follows redirects, except from a secure connection to an insecure one.
-fn follow(attempt: reqwest::redirect::Attempt<'_>) -> reqwest::redirect::Action {
-    let was_secure = attempt.previous().last().is_some_and(|url| url.scheme() == "https");
-    if attempt.previous().len() > REDIRECTS_MAX {
-        attempt.error("too many redirects")
-    } else if was_secure && attempt.url().scheme() != "https" {
-        attempt.stop()
-    } else {
-        attempt.follow()
-    }
-}
-
 /// The certificates that are trusted besides those of the machine.
 fn certificates(settings: &StoreSettings) -> Result<Vec<reqwest::Certificate>, String> {
     let named = settings.variable(CA_BUNDLE).filter(|file| !file.is_empty());
@@ -192,25 +138,6 @@ fn certificates(settings: &StoreSettings) -> Result<Vec<reqwest::Certificate>, S
     let failed = |why: String| format!("{CA_BUNDLE}: {why}");
     let pem = bytes_in(Path::new(&file), CA_BUNDLE_LEN_MAX).map_err(|e| failed(e.to_string()))?;
     reqwest::Certificate::from_pem_bundle(&pem).map_err(|e| failed(e.without_url().to_string()))
-}
-
-/// The client for services of this machine or its host: over plain HTTP, without a proxy.
-fn client_of_host() -> Result<reqwest::Client, String> {
-    made(builder().tls_certs_only([]).no_proxy())
-}
-
-fn builder() -> reqwest::ClientBuilder {
-    reqwest::Client::builder()
-        .user_agent(concat!("tensorfs/", env!("CARGO_PKG_VERSION")))
-        .connect_timeout(CONNECT_LIMIT)
-        .pool_max_idle_per_host(REQUESTS_MAX)
-        .retry(reqwest::retry::never())
-        .redirect(reqwest::redirect::Policy::none())
-        .referer(false)
-}
-
-fn made(builder: reqwest::ClientBuilder) -> Result<reqwest::Client, String> {
-    builder.build().map_err(|e| format!("cannot make an HTTP client: {}", e.without_url()))
 }
 
 #[cfg(test)]

@@ -6,6 +6,10 @@ use std::ops::Range;
 /// stores blocks of this length. If a block belongs to two reads, it is read twice.
 pub const CUT: u64 = 16 << 10;
 
+/// Maximum gap in bytes between two reads that are sent to a server as one request. The bytes of the gap arrive sooner
+/// than the answer to a second request would.
+pub const REQUEST_GAP: u64 = 256 << 10;
+
 /// Shorter reads end at multiples of this number of bytes if possible. So a read does not exceed its limit when it is
 /// extended to whole pages.
 const PAGE: u64 = 4096;

@@ -32,7 +32,7 @@ pub use memory::{Budget, Buffer, LoadedBytes, ReadBuffer, ReadTarget, Region, Re
 #[cfg(test)]
 pub(crate) use uring::tests::refuse;
 
-use crate::coalesce::coalesce;
+use crate::coalesce::{REQUEST_GAP, coalesce};
 use crate::counters::Counters;
 use crate::error::{Error, Result};
 pub use crate::source::page_cache::{CachedPages, cached_pages, probe_cachestat};
@@ -46,11 +46,7 @@ pub(crate) use queue::SENT_MAX_OF_ONE;
 /// Default time limit of a read.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum gap in bytes between two reads that are sent to a server as one request. The bytes of the gap arrive sooner
-/// than the answer to a second request would.
-const REQUEST_GAP: u64 = 256 << 10;
-
-/// Maximum length in bytes of such a joined request. The request takes the same amount of memory.
+/// Maximum length in bytes of a request that joins several reads. The request takes the same amount of memory.
 const REQUEST_MAX: u64 = 4 << 20;
 
 /// One read: `target.len()` bytes at `offset` of `source`.

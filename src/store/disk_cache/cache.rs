@@ -172,7 +172,7 @@ impl DiskCache {
         }
     }
 
-    fn pause(&self, why: &str) {
+    pub(super) fn pause(&self, why: &str) {
         *self.paused.lock() = Some((Instant::now() + PAUSE, why.to_owned()));
         self.tell(why);
     }
@@ -303,19 +303,23 @@ impl DiskCache {
         None
     }
 
-    /// Copies those blocks of `run` that are in the cache to `buf`, and returns the runs that are not.
+    /// Copies those blocks of `runs` that are in the cache to `buf`, and returns the runs that are not.
     pub(super) fn take(
         self: &Arc<Self>,
         object: &Arc<CachedObject>,
-        run: &Range<u64>,
+        runs: &[Range<u64>],
         offset: u64,
         buf: &mut [u8],
         patience: DiskPatience,
     ) -> Vec<Range<u64>> {
-        let taken = object.take(run, offset, buf, BlockReach::Memory);
-        self.count(&taken);
-        let mut missing = taken.missing;
-        missing.extend(self.take_runs(object, taken.unread, offset, buf, patience));
+        let (mut missing, mut unread) = (Vec::new(), Vec::new());
+        for run in runs {
+            let taken = object.take(run, offset, buf, BlockReach::Memory);
+            self.count(&taken);
+            missing.extend(taken.missing);
+            unread.extend(taken.unread);
+        }
+        missing.extend(self.take_runs(object, unread, offset, buf, patience));
         joined(missing)
     }
 
@@ -353,17 +357,18 @@ impl DiskCache {
         joined(missing)
     }
 
-    /// Stores the blocks of `run`, if there is room or other objects can be removed to make room.
+    /// Stores the blocks of `runs`, if there is room or other objects can be removed to make room. The first byte of
+    /// `parts` is byte `first` of the object.
     pub(super) fn store(
         self: &Arc<Self>,
         object: &Arc<CachedObject>,
-        run: &Range<u64>,
+        runs: &[Range<u64>],
+        first: u64,
         parts: &MemoryParts<'_>,
         patience: DiskPatience,
     ) {
-        let first = object.bytes_of(run).start;
         let started = Instant::now();
-        for piece in pieces_of(run) {
+        for piece in runs.iter().flat_map(pieces_of) {
             let bytes = object.bytes_of(&piece);
             let (mut memory, len) = (self.spares.take(), bytes.end - bytes.start);
             let mut place = memory.bytes(len);
@@ -441,7 +446,7 @@ impl DiskCache {
 }
 
 /// The blocks of `runs` in ascending order, with adjacent runs joined.
-fn joined(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
+pub(super) fn joined(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
     runs.sort_unstable_by_key(|run| run.start);
     runs.into_iter().fold(Vec::new(), |mut joined, run| {
         add_run(&mut joined, run);

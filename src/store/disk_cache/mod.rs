@@ -21,12 +21,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::coalesce::{REQUEST_GAP, coalesce};
 use crate::index::folder_of_user;
 use crate::open_options::DiskCachePlace;
 use crate::source::{MemoryParts, StoreKind, StoreListing};
 use crate::version::Version;
 
-use cache::{DiskCache, cache_in};
+use cache::{DiskCache, cache_in, joined};
 pub use cache::{DiskCacheStatus, statuses};
 use claims::{Claim, HeldClaim};
 pub use folder::{KeptObject, Pruned, VerifiedObject, kept_bytes, kept_objects, prune, verify};
@@ -61,6 +62,11 @@ const STORE_PART: u32 = 4;
 /// Maximum wait for blocks that another reader fetches. A read waits at most half of the time up to its deadline.
 const WAIT_MAX: Duration = Duration::from_secs(10);
 
+/// If the missing blocks of one read need more than `REQUESTS_MAX` requests, requests of at most `JOINED_MAX` bytes also
+/// read everything between these blocks, because each request takes a round trip.
+const REQUESTS_MAX: usize = 4;
+const JOINED_MAX: u64 = 16 << 20;
+
 /// Shortest and longest pause between two polls for blocks that another reader fetches.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
@@ -89,7 +95,7 @@ impl CachedStore {
         &self,
         read: &CachedRead<'_>,
         object: &Arc<CachedObject>,
-        runs: Vec<Range<u64>>,
+        runs: &[Range<u64>],
         buf: &mut [u8],
     ) -> io::Result<()> {
         let CachedRead { cache, offset, until, patience, .. } = *read;
@@ -97,75 +103,104 @@ impl CachedStore {
         let left = until.map(|until| until.saturating_duration_since(now) / 2);
         let give_up = now + left.unwrap_or(WAIT_MAX).min(WAIT_MAX);
         let mut pause = POLL_INTERVALS.0;
-        let mut todo = runs;
-        while let Some(run) = todo.pop() {
+        let mut todo = requests_of(runs);
+        while let Some(NearRuns { span, runs }) = todo.pop() {
             let claim = if cache.may_store(patience.whole()) && object.writable {
-                cache.claim(object, &run, patience)
+                cache.claim(object, &span, patience)
             } else {
                 None
             };
             match claim {
-                None => self.pass(read, &run, buf)?,
+                None => self.pass(read, &NearRuns { span, runs }, buf)?,
                 Some(Claim::Mine(held)) => {
                     let _claim = ClaimOnDisk { cache, held };
                     // An earlier holder of the claim may have stored the blocks.
-                    for part in cache.take(object, &run, offset, buf, patience) {
-                        self.fetch(read, object, &part, buf)?;
-                    }
+                    let missing = cache.take(object, &runs, offset, buf, patience);
+                    self.fetch(read, object, &missing, buf)?;
                 }
-                Some(Claim::Busy(busy)) if busy.start > run.start || busy.end < run.end => {
-                    let (before, after) = (run.start..busy.start, busy.end..run.end);
-                    todo.push(busy);
-                    todo.extend([before, after].into_iter().filter(|run| !run.is_empty()));
+                Some(Claim::Busy(busy)) if busy.start > span.start || busy.end < span.end => {
+                    let parts = [busy.clone(), span.start..busy.start, busy.end..span.end];
+                    todo.extend(parts.iter().flat_map(|part| requests_of(&inside(&runs, part))));
                 }
                 // Both readers may store the blocks, since both have the same bytes.
                 Some(Claim::Busy(_)) if Instant::now() >= give_up => {
-                    self.fetch(read, object, &run, buf)?;
+                    let rest = todo.drain(..).flat_map(|near| near.runs).chain(runs).collect();
+                    self.fetch(read, object, &joined(rest), buf)?;
                 }
                 Some(Claim::Busy(_)) => {
                     cache.counters.waits.add(1);
                     std::thread::sleep(pause);
                     pause = (pause * 2).min(POLL_INTERVALS.1);
-                    todo.extend(cache.take(object, &run, offset, buf, patience));
+                    todo.extend(requests_of(&cache.take(object, &runs, offset, buf, patience)));
                 }
             }
         }
         Ok(())
     }
 
-    /// Reads the wanted bytes of the blocks `run` from the wrapped store, and stores nothing in the cache.
-    fn pass(&self, read: &CachedRead<'_>, run: &Range<u64>, buf: &mut [u8]) -> io::Result<()> {
+    /// Reads the wanted bytes of the blocks `near` from the wrapped store, and stores nothing in the cache.
+    fn pass(&self, read: &CachedRead<'_>, near: &NearRuns, buf: &mut [u8]) -> io::Result<()> {
         let CachedRead { cache, offset, .. } = *read;
-        let bytes = read.bytes_of(run);
-        let wanted = bytes.start.max(offset)..bytes.end.min(offset + buf.len() as u64);
-        cache.counters.missed_bytes.add(wanted.end - wanted.start);
+        let missed = near.runs.iter().map(|run| len_of(read.wanted_of(run))).sum();
+        cache.counters.missed_bytes.add(missed);
+        let wanted = read.wanted_of(&near.span);
         let place = &mut buf[(wanted.start - offset) as usize..(wanted.end - offset) as usize];
         self.inner.read(read.path, read.version, wanted.start, place, read.until)
     }
 
-    /// Reads the blocks `run` from the wrapped store, and stores them in the cache.
+    /// Reads the blocks `runs` from the wrapped store, and stores them in the cache.
     fn fetch(
         &self,
         read: &CachedRead<'_>,
         object: &Arc<CachedObject>,
-        run: &Range<u64>,
+        runs: &[Range<u64>],
         buf: &mut [u8],
     ) -> io::Result<()> {
         let CachedRead { cache, offset, .. } = *read;
-        let bytes = read.bytes_of(run);
-        let end = offset + buf.len() as u64;
-        let wanted = bytes.start.max(offset)..bytes.end.min(end);
-        let mut before = vec![0; (wanted.start - bytes.start) as usize];
-        let mut after = vec![0; (bytes.end - wanted.end) as usize];
-        let place = &mut buf[(wanted.start - offset) as usize..(wanted.end - offset) as usize];
-        let mut parts = MemoryParts::new(&mut before, place, &mut after);
-        cache.counters.missed_bytes.add(parts.len() as u64);
-        self.inner.read_parts(read.path, read.version, bytes.start, &mut parts, read.until)?;
-        if read.has_time() {
-            cache.store(object, run, &parts, DiskPatience::of(read.until));
+        for NearRuns { span, runs } in requests_of(runs) {
+            let (bytes, wanted) = (read.bytes_of(&span), read.wanted_of(&span));
+            let mut before = vec![0; (wanted.start - bytes.start) as usize];
+            let mut after = vec![0; (bytes.end - wanted.end) as usize];
+            let place = &mut buf[(wanted.start - offset) as usize..(wanted.end - offset) as usize];
+            let mut parts = MemoryParts::new(&mut before, place, &mut after);
+            let missed = runs.iter().map(|run| len_of(read.bytes_of(run))).sum();
+            cache.counters.missed_bytes.add(missed);
+            self.inner.read_parts(read.path, read.version, bytes.start, &mut parts, read.until)?;
+            if read.has_time() {
+                cache.store(object, &runs, bytes.start, &parts, DiskPatience::of(read.until));
+            }
         }
         Ok(())
     }
+}
+
+/// Runs of blocks that one request reads, with the blocks between them.
+struct NearRuns {
+    /// From the first block of the first run to the last block of the last one.
+    span: Range<u64>,
+    runs: Vec<Range<u64>>,
+}
+
+/// The requests that read the blocks `runs`, which are in ascending order. They are sent one after another, so there
+/// are few of them.
+fn requests_of(runs: &[Range<u64>]) -> Vec<NearRuns> {
+    let joined = |gap: u64, max: u64| -> Vec<NearRuns> {
+        coalesce(runs, |run| run, |_, _| true, gap / BLOCK_LEN, max / BLOCK_LEN)
+            .map(|(span, runs)| NearRuns { span, runs: runs.to_vec() })
+            .collect()
+    };
+    let near = joined(REQUEST_GAP, u64::MAX);
+    if near.len() > REQUESTS_MAX { joined(u64::MAX, JOINED_MAX) } else { near }
+}
+
+fn len_of(bytes: Range<u64>) -> u64 {
+    bytes.end - bytes.start
+}
+
+/// The parts of `runs` that lie in `part`.
+fn inside(runs: &[Range<u64>], part: &Range<u64>) -> Vec<Range<u64>> {
+    let cut = runs.iter().map(|run| run.start.max(part.start)..run.end.min(part.end));
+    cut.filter(|run| !run.is_empty()).collect()
 }
 
 /// One read through the cache.
@@ -174,6 +209,7 @@ struct CachedRead<'a> {
     path: &'a Path,
     version: &'a Version,
     offset: u64,
+    end: u64,
     began: Instant,
     until: Option<Instant>,
     /// How long the read waits for the file system of the folder before it turns to the wrapped store.
@@ -184,6 +220,12 @@ impl CachedRead<'_> {
     /// The byte range of the blocks `run`.
     fn bytes_of(&self, run: &Range<u64>) -> Range<u64> {
         run.start * BLOCK_LEN..(run.end * BLOCK_LEN).min(self.version.len)
+    }
+
+    /// The bytes of the blocks `run` that the reader wants.
+    fn wanted_of(&self, run: &Range<u64>) -> Range<u64> {
+        let bytes = self.bytes_of(run);
+        bytes.start.max(self.offset)..bytes.end.min(self.end)
     }
 
     /// Whether enough time is left to store the bytes that were read. The reader waits for the store.
@@ -246,14 +288,14 @@ impl StoreKind for CachedStore {
         };
         let cache = &cache_in(&self.place);
         let (began, patience) = (Instant::now(), DiskPatience::of(until));
-        let read = CachedRead { cache, path, version, offset, began, until, patience };
+        let read = CachedRead { cache, path, version, offset, end, began, until, patience };
         let blocks = offset / BLOCK_LEN..end.div_ceil(BLOCK_LEN);
         let Some(left) = cache.take_cached(&key, &blocks, offset, buf) else { return Ok(()) };
         let Some(object) = cache.object(&key, patience) else {
-            return left.iter().try_for_each(|run| self.pass(&read, run, buf));
+            return requests_of(&left).iter().try_for_each(|near| self.pass(&read, near, buf));
         };
         let missing = cache.take_runs(&object, left, offset, buf, patience);
-        self.fill(&read, &object, missing, buf)
+        self.fill(&read, &object, &missing, buf)
     }
 
     fn read_if_cached(
@@ -269,7 +311,7 @@ impl StoreKind for CachedStore {
         let (cache, patience) = (cache_in(&self.place), DiskPatience::of(until));
         let object = cache.opened(&key).or_else(|| cache.object(&key, patience));
         let blocks = offset / BLOCK_LEN..end.div_ceil(BLOCK_LEN);
-        object.is_some_and(|it| cache.take(&it, &blocks, offset, buf, patience).is_empty())
+        object.is_some_and(|it| cache.take(&it, &[blocks], offset, buf, patience).is_empty())
     }
 
     fn local_copy(

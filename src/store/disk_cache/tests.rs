@@ -1,5 +1,7 @@
 //! Tests of the disk cache around a store in memory that counts the reads.
 
+mod missing;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::FileExt;

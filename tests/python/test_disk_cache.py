@@ -238,6 +238,42 @@ class Damage(DiskCacheCase):
         self.assertEqual((self.listed(), list(self.cache.iterdir())), ([], []))
         self.assertEqual(self.tensorfs("cache", "ls", "--keep", "0", *words).code, 2)
 
+    def test_objects_of_another_version_of_tensorfs_count_as_space_and_stay_until_room_is_made(self):
+        self.assert_whole()
+        (map_file,) = self.cache.glob("*.map")
+        with open(map_file, "r+b") as file:
+            file.write(b"TFSBLK02")
+        words = ("--cache-dir", self.cache)
+        listed = self.tensorfs("cache", "ls", "--json", *words).json()
+        self.assertEqual((listed["objects"], listed["objects_of_other_versions"]), ([], 1))
+        self.assertGreaterEqual(listed["disk_bytes_of_other_versions"], len(self.data))
+        self.assertEqual(listed["disk_bytes"], listed["disk_bytes_of_other_versions"])
+        self.assertIn("1 object of other versions of tensorfs", self.tensorfs("cache", "ls", *words).stdout)
+        self.assert_done(self.tensorfs("cache", "verify", *words))
+        self.assertEqual(self.tensorfs("cache", "prune", "--json", *words).json()["removed_objects"], 0)
+        self.assertTrue(map_file.exists())
+        self.assertEqual(self.tensorfs("cache", "prune", "--keep", "0", "--json", *words).json()["removed_objects"], 1)
+        self.assertEqual(list(self.cache.iterdir()), [])
+
+    def test_verify_fails_if_a_map_cannot_be_read_and_prune_warns_of_what_is_no_file(self):
+        self.assert_whole()
+        (map_file,) = self.cache.glob("*.map")
+        with open(map_file, "r+b") as file:
+            file.seek(100)
+            file.write(b"other")
+        pipe = self.cache / f"{'0' * 32}.map"
+        os.mkfifo(pipe)
+        words = ("--cache-dir", self.cache)
+        verified = self.tensorfs("cache", "verify", "--json", *words)
+        self.assertEqual((verified.code, json.loads(verified.stdout)["ok"]), (1, False))
+        self.assertEqual(set(json.loads(verified.stdout)["unusable_maps"]), {str(map_file), str(pipe)})
+        self.assertIn(f"{map_file}: cannot be used: damaged", verified.stderr)
+        pruned = self.tensorfs("cache", "prune", "--json", *words)
+        self.assertEqual((pruned.code, json.loads(pruned.stdout)["removed_objects"]), (0, 1))
+        (warning,) = pruned.stderr.splitlines()
+        self.assertIn(f"{pipe}: not a regular file; it stays there", warning)
+        self.assertEqual(list(self.cache.iterdir()), [pipe])
+
     def test_a_process_that_is_killed_while_it_fills_leaves_right_blocks_or_none(self):
         chance = random.Random(3)
         blocks = -(-len(self.data) // BLOCK)

@@ -7,11 +7,12 @@ use indicatif::HumanDuration;
 use serde_json::json;
 use tensorfs::internal::error::{counted, is_url, real_name, shown, shown_path};
 use tensorfs::internal::size::shown_size;
-use tensorfs::internal::store::disk_cache::{self, KeptObject, VerifiedObject};
+use tensorfs::internal::store::disk_cache::{self, KeptObjects, UnusableMap, VerifiedObject};
 
 use super::args::{CacheAction, CacheArgs, SourceArgs, WarmArgs};
 use super::output::{Failure, Outcome, print_json, print_text};
 use super::warm;
+use crate::log;
 use crate::options::{DiskCacheOptions, escape};
 
 pub(super) fn run(args: &CacheArgs) -> Outcome {
@@ -25,12 +26,15 @@ pub(super) fn run(args: &CacheArgs) -> Outcome {
     let failed = |e| Failure::Failed(format!("{}: {e}", shown_path(&folder)));
     match args.action {
         CacheAction::Ls => {
-            let objects = disk_cache::kept_objects(&folder).map_err(failed)?;
-            list(&folder, &objects, args.json)
+            let kept = disk_cache::kept_objects(&folder).map_err(failed)?;
+            list(&folder, &kept, args.json)
         }
         CacheAction::Prune => {
             let pruned =
                 disk_cache::prune(&folder, args.keep.unwrap_or(u64::MAX)).map_err(failed)?;
+            for path in &pruned.irregular {
+                log::note(&format!("{}: not a regular file; it stays there", shown_path(path)));
+            }
             if args.json {
                 return print_json(&json!({
                     "folder": real_name(&folder),
@@ -50,8 +54,9 @@ pub(super) fn run(args: &CacheArgs) -> Outcome {
         }
         CacheAction::Verify => {
             let mut objects = Vec::new();
-            disk_cache::verify(&folder, |object| objects.push(object)).map_err(failed)?;
-            tell_verified(&folder, &objects, args.json)
+            let unusable =
+                disk_cache::verify(&folder, |object| objects.push(object)).map_err(failed)?;
+            tell_verified(&folder, &objects, &unusable, args.json)
         }
         CacheAction::Warm => Ok(()),
     }
@@ -92,8 +97,10 @@ fn folder_of(args: &CacheArgs) -> Result<PathBuf, Failure> {
     })
 }
 
-fn list(folder: &Path, objects: &[KeptObject], as_json: bool) -> Outcome {
-    let space: u64 = objects.iter().map(|object| object.space).sum();
+fn list(folder: &Path, kept: &KeptObjects, as_json: bool) -> Outcome {
+    let KeptObjects { objects, of_other_versions, space_of_other_versions } = kept;
+    let own: u64 = objects.iter().map(|object| object.space).sum();
+    let space = own + space_of_other_versions;
     if as_json {
         let rows = objects.iter().map(|object| {
             json!({
@@ -108,11 +115,13 @@ fn list(folder: &Path, objects: &[KeptObject], as_json: bool) -> Outcome {
             "folder": real_name(folder),
             "ok": true,
             "disk_bytes": space,
+            "objects_of_other_versions": of_other_versions,
+            "disk_bytes_of_other_versions": space_of_other_versions,
             "objects": rows.collect::<Vec<_>>(),
         }));
     }
     let mut text = String::new();
-    let count = counted(objects.len(), "object");
+    let count = counted(objects.len() + *of_other_versions as usize, "object");
     let _ = writeln!(text, "{}: {count}, {}", shown_path(folder), shown_size(space));
     for object in objects {
         let (bytes, len) = (shown_size(object.bytes), shown_size(object.len));
@@ -124,10 +133,20 @@ fn list(folder: &Path, objects: &[KeptObject], as_json: bool) -> Outcome {
             shown(&object.url)
         );
     }
+    if *of_other_versions > 0 {
+        let count = counted(*of_other_versions as usize, "object");
+        let size = shown_size(*space_of_other_versions);
+        let _ = writeln!(text, "  {count} of other versions of tensorfs, {size}");
+    }
     print_text(&text)
 }
 
-fn tell_verified(folder: &Path, objects: &[VerifiedObject], as_json: bool) -> Outcome {
+fn tell_verified(
+    folder: &Path,
+    objects: &[VerifiedObject],
+    unusable: &[UnusableMap],
+    as_json: bool,
+) -> Outcome {
     let damaged: u64 = objects.iter().map(|object| object.damaged).sum();
     let right: u64 = objects.iter().map(|object| object.right).sum();
     if as_json {
@@ -140,9 +159,10 @@ fn tell_verified(folder: &Path, objects: &[VerifiedObject], as_json: bool) -> Ou
         });
         print_json(&json!({
             "folder": real_name(folder),
-            "ok": damaged == 0,
+            "ok": damaged == 0 && unusable.is_empty(),
             "right_bytes": right,
             "damaged_blocks": damaged,
+            "unusable_maps": unusable.iter().map(|map| real_name(&map.path)).collect::<Vec<_>>(),
             "objects": rows.collect::<Vec<_>>(),
         }))?;
     } else {
@@ -155,13 +175,15 @@ fn tell_verified(folder: &Path, objects: &[VerifiedObject], as_json: bool) -> Ou
         let summary = format!("{}: {count}, {} right\n", shown_path(folder), shown_size(right));
         print_text(&(summary + &text))?;
     }
-    if damaged == 0 {
-        return Ok(());
+    for map in unusable {
+        log::say(&format!("{}: cannot be used: {}", shown_path(&map.path), map.why));
     }
-    let blocks = counted(damaged as usize, "block");
-    crate::log::say(&format!(
-        "{}: {blocks} damaged; they count no more, and are read from their servers again",
-        shown_path(folder)
-    ));
-    Err(Failure::Told)
+    if damaged > 0 {
+        let blocks = counted(damaged as usize, "block");
+        log::say(&format!(
+            "{}: {blocks} damaged; they count no more, and are read from their servers again",
+            shown_path(folder)
+        ));
+    }
+    if damaged == 0 && unusable.is_empty() { Ok(()) } else { Err(Failure::Told) }
 }

@@ -35,6 +35,8 @@ const PROBE_LEN: u64 = 1 << 20;
 /// Age from which files that belong to no object are taken for leftovers of a killed process.
 const LEFT_AGE: Duration = Duration::from_secs(3600);
 
+const IRREGULAR: &str = "is not a regular file";
+
 /// Whether a folder can be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum FolderUse {
@@ -142,9 +144,18 @@ fn is_old(time: Option<SystemTime>) -> bool {
     time.and_then(|time| time.elapsed().ok()).is_some_and(|age| age > LEFT_AGE)
 }
 
-/// The files in the folder: those of each object by the digest of its key, and the temporary files.
-fn files_in(folder: &Path) -> io::Result<(BTreeMap<String, ObjectFiles>, Vec<PathBuf>)> {
-    let (mut objects, mut temporary) = (BTreeMap::<String, ObjectFiles>::new(), Vec::new());
+/// The files in the folder.
+#[derive(Debug, Default)]
+struct FolderFiles {
+    /// The files of each object, by the digest of its key.
+    objects: BTreeMap<String, ObjectFiles>,
+    temporary: Vec<PathBuf>,
+    /// Folders, links and special files with names of files of an object. They are neither read nor removed.
+    irregular: Vec<PathBuf>,
+}
+
+fn files_in(folder: &Path) -> io::Result<FolderFiles> {
+    let mut found = FolderFiles::default();
     for entry in std::fs::read_dir(folder)? {
         let entry = entry?;
         let Some(name) = entry.file_name().to_str().map(str::to_owned) else { continue };
@@ -153,14 +164,18 @@ fn files_in(folder: &Path) -> io::Result<(BTreeMap<String, ObjectFiles>, Vec<Pat
             [digest, MAP] if is_hex(digest, 32) => (*digest, true),
             [digest, nonce, DATA] if is_hex(digest, 32) && is_hex(nonce, 16) => (*digest, false),
             ["", number, TEMPORARY] if is_hex(number, 16) => {
-                temporary.push(entry.path());
+                found.temporary.push(entry.path());
                 continue;
             }
             _ => continue,
         };
         // Another process may have removed the file.
         let Ok(meta) = entry.metadata() else { continue };
-        let files = objects.entry(digest.to_owned()).or_default();
+        if !meta.is_file() {
+            found.irregular.push(entry.path());
+            continue;
+        }
+        let files = found.objects.entry(digest.to_owned()).or_default();
         files.space += meta.blocks() * 512;
         files.changed = files.changed.max(meta.modified().ok());
         if is_map {
@@ -169,7 +184,7 @@ fn files_in(folder: &Path) -> io::Result<(BTreeMap<String, ObjectFiles>, Vec<Pat
             files.data.push(entry.path());
         }
     }
-    Ok((objects, temporary))
+    Ok(found)
 }
 
 fn is_hex(word: &str, len: usize) -> bool {
@@ -195,8 +210,9 @@ pub(super) fn make_room(place: &DiskCachePlace, kept: Digest, wanted: u64) -> Ro
         made.is_enough = true;
         return made;
     };
-    let Ok((objects, temporary)) = files_in(&place.folder) else { return made };
-    remove_left(&objects, &temporary);
+    let Ok(found) = files_in(&place.folder) else { return made };
+    remove_left(&found);
+    let objects = &found.objects;
     let kept = kept.to_string();
     let mut used: u64 = objects.values().map(|files| files.space).sum();
     let mut by_age: Vec<_> = objects.iter().filter(|(digest, _)| **digest != kept).collect();
@@ -232,14 +248,14 @@ fn lock(folder: &Path) -> Option<Flock<File>> {
 }
 
 /// Removes files that killed processes have left. Returns the space in bytes of those that belong to an object.
-fn remove_left(objects: &BTreeMap<String, ObjectFiles>, temporary: &[PathBuf]) -> u64 {
-    for path in temporary {
+fn remove_left(found: &FolderFiles) -> u64 {
+    for path in &found.temporary {
         let modified = std::fs::symlink_metadata(path).and_then(|meta| meta.modified());
         if is_old(modified.ok()) {
             let _ = std::fs::remove_file(path);
         }
     }
-    let left = objects.values().filter(|files| files.is_left() && files.remove().is_ok());
+    let left = found.objects.values().filter(|files| files.is_left() && files.remove().is_ok());
     left.map(|files| files.space).sum()
 }
 
@@ -258,19 +274,30 @@ pub struct KeptObject {
     pub age: Duration,
 }
 
-/// The objects in the cache at `folder`, the most recently used first. Empty if the folder does not exist.
+/// The objects in a disk cache.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KeptObjects {
+    /// The objects that this version of tensorfs can read, the most recently used first.
+    pub objects: Vec<KeptObject>,
+    /// Number of objects in the file formats of other versions of tensorfs.
+    pub of_other_versions: u64,
+    /// Space in bytes that their files take on the disk.
+    pub space_of_other_versions: u64,
+}
+
+/// The objects in the cache at `folder`. Empty if the folder does not exist.
 ///
 /// # Errors
 /// If the folder cannot be read.
-pub fn kept_objects(folder: &Path) -> io::Result<Vec<KeptObject>> {
-    let mut kept = Vec::new();
-    each_object(folder, |files, object| {
+pub fn kept_objects(folder: &Path) -> io::Result<KeptObjects> {
+    let mut kept = KeptObjects::default();
+    let unusable = each_object(folder, |files, object| {
         let mut bytes = 0;
         object.each_sum(|block, _| {
             let of_block = object.bytes_of(&(block..block + 1));
             bytes += of_block.end - of_block.start;
         })?;
-        kept.push(KeptObject {
+        kept.objects.push(KeptObject {
             url: object.key().url.clone(),
             len: object.key().len,
             bytes,
@@ -279,7 +306,15 @@ pub fn kept_objects(folder: &Path) -> io::Result<Vec<KeptObject>> {
         });
         Ok(())
     })?;
-    kept.sort_by(|a, b| (a.age, &a.url).cmp(&(b.age, &b.url)));
+    for map in unusable {
+        if map.is_of_other_version() {
+            kept.of_other_versions += 1;
+            kept.space_of_other_versions += map.space;
+        } else {
+            tracing::debug!("{}: {}", real_name(&map.path), map.why);
+        }
+    }
+    kept.objects.sort_by(|a, b| (a.age, &a.url).cmp(&(b.age, &b.url)));
     Ok(kept)
 }
 
@@ -313,27 +348,51 @@ pub fn kept_bytes(
     Ok(bytes)
 }
 
-/// Calls `act` with each object that can be opened. An error of one object is logged, and the next object follows.
+/// A map in a disk cache that cannot be used.
+#[derive(Debug)]
+pub struct UnusableMap {
+    /// Path of the map.
+    pub path: PathBuf,
+    /// The reason.
+    pub why: io::Error,
+    /// Space in bytes that the files of the object take on the disk.
+    space: u64,
+}
+
+impl UnusableMap {
+    fn is_of_other_version(&self) -> bool {
+        self.why.kind() == io::ErrorKind::Unsupported
+    }
+}
+
+/// Calls `act` with each object that can be opened. Returns the maps of the others, and of those for which `act` failed.
 fn each_object(
     folder: &Path,
     mut act: impl FnMut(&ObjectFiles, &CachedObject) -> io::Result<()>,
-) -> io::Result<()> {
-    let objects = match check_folder(folder).and_then(|()| files_in(folder)) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        found => found?.0,
-    };
+) -> io::Result<Vec<UnusableMap>> {
+    let FolderFiles { objects, irregular, .. } =
+        match check_folder(folder).and_then(|()| files_in(folder)) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            found => found?,
+        };
+    let why = || io::Error::other(IRREGULAR);
+    let unread = irregular.into_iter().map(|path| UnusableMap { path, why: why(), space: 0 });
+    let mut unusable: Vec<UnusableMap> = unread.collect();
     for files in objects.values() {
         let Some(map) = &files.map else { continue };
         let acted = CachedObject::open_there(map, None).and_then(|object| act(files, &object));
-        if let Err(e) = acted {
-            tracing::debug!("{}: {e}", real_name(map));
+        // Another process may have removed the object.
+        if let Err(why) = acted
+            && modified(map).is_some()
+        {
+            unusable.push(UnusableMap { path: map.clone(), why, space: files.space });
         }
     }
-    Ok(())
+    Ok(unusable)
 }
 
 /// The outcome of `prune`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pruned {
     /// Number of objects that were removed.
     pub objects: u64,
@@ -341,32 +400,31 @@ pub struct Pruned {
     pub freed: u64,
     /// Space that the remaining objects take, in bytes.
     pub left: u64,
+    /// Folders, links and special files with names of files of an object. They were not removed.
+    pub irregular: Vec<PathBuf>,
 }
 
 /// Removes objects of the cache at `folder`, the least recently used first, until all objects together take at
-/// most `keep` bytes. Also removes damaged objects, and files that killed processes have left.
+/// most `keep` bytes. Also removes damaged objects, and files that killed processes have left. Objects of other versions
+/// of tensorfs are not damaged.
 ///
 /// # Errors
 /// If the folder cannot be read, or a file cannot be removed.
 pub fn prune(folder: &Path, keep: u64) -> io::Result<Pruned> {
-    let (objects, temporary) = match check_folder(folder).and_then(|()| files_in(folder)) {
+    let listed = match check_folder(folder).and_then(|()| files_in(folder)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Pruned::default()),
         found => found?,
     };
-    prune_listed(&objects, &temporary, keep)
+    Ok(Pruned { irregular: listed.irregular.clone(), ..prune_listed(&listed, keep)? })
 }
 
 /// Prunes the files of a listing. Other processes may remove any of these files meanwhile.
-fn prune_listed(
-    objects: &BTreeMap<String, ObjectFiles>,
-    temporary: &[PathBuf],
-    keep: u64,
-) -> io::Result<Pruned> {
+fn prune_listed(listed: &FolderFiles, keep: u64) -> io::Result<Pruned> {
     let mut pruned = Pruned::default();
-    let all: u64 = objects.values().map(|files| files.space).sum();
-    pruned.freed = remove_left(objects, temporary);
+    let all: u64 = listed.objects.values().map(|files| files.space).sum();
+    pruned.freed = remove_left(listed);
     let mut rest: Vec<&ObjectFiles> = Vec::new();
-    for files in objects.values() {
+    for files in listed.objects.values() {
         let Some(map) = &files.map else { continue };
         match CachedObject::open_there(map, None) {
             // Another process has removed the object.
@@ -376,6 +434,7 @@ fn prune_listed(
                 pruned.freed += files.space;
                 pruned.objects += 1;
             }
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => rest.push(files),
             Err(e) => return Err(e),
             Ok(object) => {
                 let other = files.data.iter().filter(|path| *path != object.data_path());
@@ -415,13 +474,13 @@ pub struct VerifiedObject {
 }
 
 /// Compares all blocks in the cache at `folder` with their checksums, and calls `each` with the outcome of each
-/// object.
+/// object. Returns the maps that cannot be read. Objects of other versions of tensorfs are left out.
 ///
 /// # Errors
 /// If the folder cannot be read.
-pub fn verify(folder: &Path, mut each: impl FnMut(VerifiedObject)) -> io::Result<()> {
+pub fn verify(folder: &Path, mut each: impl FnMut(VerifiedObject)) -> io::Result<Vec<UnusableMap>> {
     let mut memory = PieceMemory::new();
-    each_object(folder, |_, object| {
+    let mut unusable = each_object(folder, |_, object| {
         let mut verified = VerifiedObject { url: object.key().url.clone(), right: 0, damaged: 0 };
         for piece in pieces_of(&object.blocks()) {
             if object.sums(&piece, BlockReach::Disk)?.iter().all(|sum| *sum == [0; 16]) {
@@ -438,7 +497,9 @@ pub fn verify(folder: &Path, mut each: impl FnMut(VerifiedObject)) -> io::Result
         }
         each(verified);
         Ok(())
-    })
+    })?;
+    unusable.retain(|map| !map.is_of_other_version());
+    Ok(unusable)
 }
 
 #[cfg(test)]
@@ -447,29 +508,29 @@ mod tests {
     use crate::store::disk_cache::object::ObjectKey;
 
     /// A folder with two objects, and its listing.
-    fn listed() -> (tempfile::TempDir, BTreeMap<String, ObjectFiles>) {
+    fn listed() -> (tempfile::TempDir, FolderFiles) {
         let folder = tempfile::tempdir().unwrap();
         for number in 0..2 {
             let key = ObjectKey::new("s3://b/object", [1, number, 1 << 20, 0, 0]);
             CachedObject::open(folder.path(), &key).unwrap();
         }
-        let (objects, _) = files_in(folder.path()).unwrap();
-        (folder, objects)
+        let found = files_in(folder.path()).unwrap();
+        (folder, found)
     }
 
     #[test]
     fn files_that_another_process_removes_meanwhile_are_no_error() {
-        let (folder, objects) = listed();
-        assert_eq!(objects.len(), 2);
-        for files in objects.values() {
+        let (folder, found) = listed();
+        assert_eq!(found.objects.len(), 2);
+        for files in found.objects.values() {
             files.remove().unwrap();
             files.remove().unwrap();
         }
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
-        let (folder, objects) = listed();
-        let maps: Vec<_> = objects.values().filter_map(|files| files.map.as_ref()).collect();
+        let (folder, found) = listed();
+        let maps: Vec<_> = found.objects.values().filter_map(|files| files.map.as_ref()).collect();
         std::fs::remove_file(maps[0]).unwrap();
-        assert_eq!(prune_listed(&objects, &[], 0).unwrap().objects, 1);
+        assert_eq!(prune_listed(&found, 0).unwrap().objects, 1);
         assert!(!maps[1].exists());
         drop(folder);
     }

@@ -30,7 +30,10 @@ use crate::version::Version;
 use cache::{DiskCache, cache_in, joined};
 pub use cache::{DiskCacheStatus, statuses};
 use claims::{Claim, HeldClaim};
-pub use folder::{KeptObject, Pruned, VerifiedObject, kept_bytes, kept_objects, prune, verify};
+pub use folder::{
+    KeptObject, KeptObjects, Pruned, UnusableMap, VerifiedObject, kept_bytes, kept_objects, prune,
+    verify,
+};
 use object::{BLOCK_LEN, CachedObject, LEN_MAX, ObjectKey};
 use threads::DiskPatience;
 

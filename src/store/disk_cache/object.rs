@@ -40,9 +40,10 @@ const SUM_LEN: u64 = 16;
 /// Number of checksums that are read at a time when all checksums of a map are read.
 const SUMS_AT_ONCE: usize = 1 << 16;
 
-/// The first bytes of a map. They change with the file format. They are part of the digest, so the file names
+/// The first bytes of a map. Their number changes with the file format. They are part of the digest, so the file names
 /// change too.
 const MAGIC: &[u8; 8] = b"TFSBLK01";
+const MAGIC_WORD: &[u8] = b"TFSBLK";
 
 /// Maximum length of the URL in a header. A longer URL is cut off. The digest in the file name is always that
 /// of the whole URL.
@@ -147,9 +148,13 @@ impl CachedObject {
     /// Opens the object whose map is at `path`. If `key` is passed, the map must belong to `key`.
     ///
     /// # Errors
-    /// `InvalidData` if the files are damaged or do not belong together.
+    /// `InvalidData` if the files are damaged or do not belong together. `Unsupported` if no `key` is passed, and the
+    /// map has the file format of another version of tensorfs.
     pub(super) fn open_there(path: &Path, key: Option<&ObjectKey>) -> io::Result<CachedObject> {
         let (map, map_writable) = open_private(path)?;
+        if key.is_none() && is_of_other_version(&map) {
+            return Err(io::Error::new(ErrorKind::Unsupported, "of another version of tensorfs"));
+        }
         let mut header = vec![0; HEADER_LEN as usize];
         map.read_exact_at(&mut header, 0).map_err(|_| damaged())?;
         let (found, nonce) = parse_header(&header).ok_or_else(damaged)?;
@@ -371,6 +376,14 @@ pub(super) fn gone_is_fine(removed: io::Result<()>) -> io::Result<()> {
 
 fn damaged() -> io::Error {
     io::Error::new(ErrorKind::InvalidData, "damaged")
+}
+
+/// Whether a map has the file format of another version of tensorfs.
+fn is_of_other_version(map: &File) -> bool {
+    let mut start = *MAGIC;
+    let number =
+        map.read_exact_at(&mut start, 0).ok().and_then(|()| start.strip_prefix(MAGIC_WORD));
+    start != *MAGIC && number.is_some_and(|number| number.iter().all(u8::is_ascii_digit))
 }
 
 /// Opens a file, and checks that no other user could have written it. Also returns whether this process can write the

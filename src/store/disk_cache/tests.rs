@@ -130,9 +130,17 @@ impl Bench {
         fs::read_dir(self.place().folder).map_or(0, Iterator::count)
     }
 
+    fn kept(&self) -> Vec<KeptObject> {
+        kept_objects(&self.place().folder).unwrap().objects
+    }
+
     fn status(&self) -> DiskCacheStatus {
         cache_in(&self.place()).status()
     }
+}
+
+fn key_of(bench: &Bench) -> ObjectKey {
+    ObjectKey::new("s3://b/object", bench.store.version(1).content_words())
 }
 
 #[test]
@@ -156,7 +164,7 @@ fn each_block_is_fetched_once_whatever_ranges_are_read() {
     );
     let status = bench.status();
     assert_eq!((status.found_blocks, status.missed_bytes), (6, 0));
-    let kept = kept_objects(&bench.place().folder).unwrap();
+    let kept = bench.kept();
     assert_eq!((kept[0].url.as_str(), kept[0].bytes), ("s3://b/object", len));
 }
 
@@ -286,7 +294,7 @@ fn a_version_has_no_blocks_of_another_one() {
     assert!(found == bench.store.bytes);
     let found = bench.read_version("s3://c/object", 2, 0..LEN as u64);
     assert!(found == bench.store.bytes);
-    assert_eq!(kept_objects(&bench.place().folder).unwrap().len(), 3);
+    assert_eq!(bench.kept().len(), 3);
 }
 
 #[test]
@@ -315,7 +323,7 @@ fn the_objects_that_were_not_used_for_longest_make_room() {
             file.set_modified(time).unwrap();
         }
     }
-    let kept = kept_objects(&bench.place().folder).unwrap();
+    let kept = bench.kept();
     assert!(kept.iter().map(|object| object.space).sum::<u64>() <= 20 * BLOCK_LEN, "{kept:?}");
     let urls: Vec<&str> = kept.iter().map(|object| object.url.as_str()).collect();
     assert!(urls.len() >= 2 && urls[0] == "s3://b/7" && urls[1] == "s3://b/6", "{urls:?}");
@@ -333,7 +341,7 @@ fn an_object_that_others_removed_is_made_anew() {
     let found = bench.read_again("s3://b/object", 1, 0..LEN as u64);
     assert!(found == bench.store.bytes);
     assert_eq!(bench.status().damaged_blocks, 0);
-    assert_eq!(kept_objects(&bench.place().folder).unwrap()[0].bytes, LEN as u64);
+    assert_eq!(bench.kept()[0].bytes, LEN as u64);
 }
 
 #[test]
@@ -363,7 +371,7 @@ fn blocks_are_compared_by_verify_and_damaged_ones_count_no_more() {
         damaged
     };
     assert_eq!((damaged(), damaged()), (1, 0));
-    let kept = kept_objects(&bench.place().folder).unwrap();
+    let kept = bench.kept();
     assert_eq!(kept[0].bytes, LEN as u64 - BLOCK_LEN);
 }
 
@@ -378,7 +386,7 @@ fn bytes_that_come_at_the_deadline_go_to_the_reader_and_nowhere_else() {
     // The wrapped store answers even after the deadline.
     cached.read("s3://b/object".as_ref(), &version, 0, &mut buf, Some(Instant::now())).unwrap();
     assert!(buf == bench.store.bytes);
-    assert_eq!(kept_objects(&bench.place().folder).unwrap()[0].bytes, BLOCK_LEN);
+    assert_eq!(bench.kept()[0].bytes, BLOCK_LEN);
 }
 
 #[test]
@@ -440,7 +448,7 @@ fn a_header_with_an_impossible_length_is_damaged() {
     map.set_len(4096 + 16 * (LEN_MAX + 1).div_ceil(BLOCK_LEN)).unwrap();
     let data = bench.place().folder.join(object::data_name(&key, 3));
     fs::File::create(data).unwrap();
-    let kept = kept_objects(&bench.place().folder).unwrap();
+    let kept = bench.kept();
     assert_eq!(kept.iter().map(|it| it.url.as_str()).collect::<Vec<_>>(), ["s3://b/object"]);
     assert_eq!(prune(&bench.place().folder, u64::MAX).unwrap().objects, 1);
 }
@@ -459,13 +467,50 @@ fn objects_of_another_version_of_the_program_stay_and_are_not_read() {
     bench.store.reads.lock().clear();
     bench.assert_right(0..LEN as u64);
     assert!(bench.store.reads.lock().is_empty());
-    let kept = kept_objects(&bench.place().folder).unwrap();
-    assert_eq!(kept.iter().map(|it| it.url.as_str()).collect::<Vec<_>>(), ["s3://b/object"]);
-    assert!(map.exists() && bench.place().folder.join(&data).exists());
-    assert_eq!(prune(&bench.place().folder, u64::MAX).unwrap().objects, 1);
-    assert!(!map.exists() && !bench.place().folder.join(&data).exists());
+    let folder = &bench.place().folder;
+    let kept = kept_objects(folder).unwrap();
+    assert_eq!(
+        kept.objects.iter().map(|it| it.url.as_str()).collect::<Vec<_>>(),
+        ["s3://b/object"]
+    );
+    assert_eq!(kept.of_other_versions, 1);
+    assert!(kept.space_of_other_versions >= LEN as u64, "{kept:?}");
+    assert!(verify(folder, |_| ()).unwrap().is_empty());
+    assert_eq!(prune(folder, u64::MAX).unwrap().objects, 0);
+    assert!(map.exists() && folder.join(&data).exists());
+    // It makes room like other objects: the one that was not used for longest is the first.
+    let day_ago = std::time::SystemTime::now() - Duration::from_secs(86_400);
+    fs::File::open(&map).unwrap().set_modified(day_ago).unwrap();
+    assert_eq!(prune(folder, kept.objects[0].space).unwrap().objects, 1);
+    assert!(!map.exists() && !folder.join(&data).exists());
     bench.assert_right(0..LEN as u64);
     assert!(bench.store.reads.lock().is_empty());
+}
+
+#[test]
+fn verify_names_maps_that_cannot_be_read_and_prune_removes_those_that_are_files() {
+    let bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    let folder = &bench.place().folder;
+    let map = fs::OpenOptions::new().write(true).open(bench.file(object::MAP)).unwrap();
+    map.write_all_at(b"x", 100).unwrap();
+    let irregular = [0, 1, 2].map(|number| {
+        ObjectKey::new("s3://b/irregular", [number, 0, LEN as u64, 0, 0]).map_in(folder)
+    });
+    nix::unistd::mkfifo(&irregular[0], nix::sys::stat::Mode::S_IRWXU).unwrap();
+    fs::create_dir(&irregular[1]).unwrap();
+    std::os::unix::fs::symlink("elsewhere", &irregular[2]).unwrap();
+    let unusable = || {
+        let maps = verify(folder, |_| panic!("no map can be read")).unwrap();
+        maps.into_iter().map(|map| map.path).collect::<std::collections::BTreeSet<_>>()
+    };
+    let damaged = key_of(&bench).map_in(folder);
+    assert_eq!(unusable(), irregular.iter().cloned().chain([damaged.clone()]).collect());
+    assert_eq!(prune(folder, u64::MAX).unwrap().objects, 1);
+    assert!(!damaged.exists());
+    let pruned = prune(folder, 0).unwrap();
+    assert_eq!((pruned.objects, pruned.irregular.len()), (0, 3));
+    assert_eq!(unusable(), irregular.into_iter().collect());
 }
 
 /// The local copy of the object, once its bytes have reached the disk.
@@ -532,7 +577,7 @@ fn a_served_object_keeps_its_bytes_when_it_is_removed_and_makes_no_room() {
     };
     // There is room for one object only, and the object in the cache is in use.
     bench.read_again("s3://b/other", 1, 0..LEN as u64);
-    let kept = kept_objects(&bench.place().folder).unwrap();
+    let kept = bench.kept();
     assert!(kept.iter().any(|it| it.url == "s3://b/object" && it.bytes == LEN as u64), "{kept:?}");
     assert_whole();
     prune(&bench.place().folder, 0).unwrap();

@@ -5,12 +5,11 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::slice;
 
-use super::{Bench, CountedStore};
+use super::{Bench, CountedStore, key_of};
 use crate::coalesce::REQUEST_GAP;
 use crate::store::disk_cache::cache::{CACHES, cache_in};
 use crate::store::disk_cache::claims::{Claim, HeldClaim};
-use crate::store::disk_cache::kept_objects;
-use crate::store::disk_cache::object::{self, BLOCK_LEN, CachedObject, ObjectKey};
+use crate::store::disk_cache::object::{self, BLOCK_LEN, CachedObject};
 use crate::store::disk_cache::{JOINED_MAX, REQUESTS_MAX, requests_of};
 use crate::sync::Mutex;
 
@@ -36,7 +35,7 @@ fn missing_blocks_that_lie_near_each_other_come_with_one_request() {
     assert_eq!(bench.store.reads.lock().as_slice(), slice::from_ref(&(BLOCK_LEN..len)));
     let status = bench.status();
     assert_eq!((status.missed_bytes, status.stored_bytes), (len / 2, len / 2));
-    assert_eq!(kept_objects(&bench.place().folder).unwrap()[0].bytes, len);
+    assert_eq!(bench.kept()[0].bytes, len);
     bench.assert_right(0..len);
     assert_eq!(bench.store.reads.lock().len(), 1);
 }
@@ -79,7 +78,7 @@ fn claim_when_free(object: &CachedObject, run: Range<u64>) -> Option<HeldClaim> 
 #[test]
 fn a_claim_of_another_reader_amid_missing_blocks_leaves_the_others_with_few_requests() {
     let bench = bench_without(64, |block| block % 2 == 1);
-    let key = ObjectKey::new("s3://b/object", bench.store.version(1).content_words());
+    let key = key_of(&bench);
     let object = CachedObject::open_there(&key.map_in(&bench.place().folder), Some(&key)).unwrap();
     // The range of the claim begins and ends with blocks that are in the cache.
     let held = claim_when_free(&object, 30..33);

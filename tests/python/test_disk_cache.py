@@ -464,6 +464,21 @@ class Folders(DiskCacheCase):
         self.cache.write_bytes(b"")
         self.assertEqual(self.assert_whole().count("keeps nothing for now"), 1)
 
+    def test_a_folder_that_is_removed_under_a_mount_is_made_anew(self):
+        names = [str(number) for number in range(200)]
+        for name in names:
+            self.server.put("bucket", f"models/{name}/{FILE}", self.data)
+        with Mount(URL.rpartition("/")[0], f"cache-dir={self.cache}", SIZE, env=self.env) as mount:
+            self.assertTrue((mount.path / "one" / FILE).read_bytes() == self.data)
+            shutil.rmtree(self.cache)
+
+            def is_kept_again():
+                # The bytes of an object that is open stay in its removed file, so each read is of another object.
+                self.assertTrue((mount.path / names.pop() / FILE).read_bytes() == self.data)
+                return self.listed()
+
+            wait_until(is_kept_again, 20, "an object in the new folder")
+
     def test_a_folder_in_the_mount_itself_is_not_used(self):
         place = self.tmp / "mnt"
         place.mkdir()

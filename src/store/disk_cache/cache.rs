@@ -4,8 +4,8 @@
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
@@ -39,6 +39,10 @@ const PAUSE: Duration = Duration::from_secs(30);
 /// Maximum duration of a store of blocks. A reader waits for the store, so a store that takes longer counts as a
 /// failure.
 const STORE_SLOW: Duration = Duration::from_secs(2);
+
+/// Minimum time between two checks of the folder. It is checked again if it is gone, because a user may remove it at any
+/// time.
+pub(super) const FOLDER_CHECKS: Duration = Duration::from_secs(1);
 
 /// Maximum number of bytes that are stored between two checks of the size of the folder.
 const UNCHECKED_MAX: u64 = 64 << 20;
@@ -117,8 +121,8 @@ pub(super) fn open_max_of(limit: usize) -> usize {
 #[derive(Debug)]
 pub(super) struct DiskCache {
     place: DiskCachePlace,
-    /// Whether the folder can be used. The first access computes this.
-    folder: OnceLock<FolderUse>,
+    /// Whether the folder can be used, and the time of the check. The first access computes this.
+    pub(super) folder: Mutex<Option<(Instant, FolderUse)>>,
     /// Open objects, with the time of their last use.
     pub(super) objects: Mutex<HashMap<Digest, (Instant, Arc<CachedObject>)>>,
     /// The end of the pause in which nothing is stored, and its reason.
@@ -137,7 +141,7 @@ impl DiskCache {
     fn new(place: &DiskCachePlace) -> DiskCache {
         DiskCache {
             place: place.clone(),
-            folder: OnceLock::new(),
+            folder: Mutex::default(),
             objects: Mutex::default(),
             paused: Mutex::default(),
             told: Mutex::default(),
@@ -150,14 +154,29 @@ impl DiskCache {
     }
 
     /// Whether the folder can be used.
-    pub(super) fn folder(&self) -> &FolderUse {
-        self.folder.get_or_init(|| {
-            let found = folder_use(&self.place.folder);
-            if let FolderUse::ReadOnly(why) | FolderUse::Unusable(why) = &found {
-                self.tell(why);
-            }
-            found
-        })
+    pub(super) fn folder(&self) -> FolderUse {
+        self.checked_folder().unwrap_or_else(|| self.check_folder())
+    }
+
+    /// Whether the folder can be used, if it was checked. Never waits.
+    fn checked_folder(&self) -> Option<FolderUse> {
+        self.folder.lock().as_ref().map(|(_, found)| found.clone())
+    }
+
+    /// Creates the folder if it does not exist, and checks whether it can be used. May wait for the file system.
+    fn check_folder(&self) -> FolderUse {
+        let found = folder_use(&self.place.folder);
+        if let FolderUse::ReadOnly(why) | FolderUse::Unusable(why) = &found {
+            self.tell(why);
+        }
+        *self.folder.lock() = Some((Instant::now(), found.clone()));
+        found
+    }
+
+    /// Whether objects can be added after another check of the folder. `false` if the last check was just now.
+    fn is_usable_again(&self) -> bool {
+        let is_due = |(checked, _): &(Instant, FolderUse)| checked.elapsed() >= FOLDER_CHECKS;
+        self.folder.lock().as_ref().is_none_or(is_due) && self.check_folder() == FolderUse::Usable
     }
 
     /// Logs a failure. The first failure is logged as a warning.
@@ -183,8 +202,8 @@ impl DiskCache {
         if self.threads.is_stuck(patience) {
             return Some("its disk does not answer".to_owned());
         }
-        if let Some(FolderUse::ReadOnly(why) | FolderUse::Unusable(why)) = self.folder.get() {
-            return Some(why.clone());
+        if let Some(FolderUse::ReadOnly(why) | FolderUse::Unusable(why)) = self.checked_folder() {
+            return Some(why);
         }
         let mut paused = self.paused.lock();
         if paused.as_ref().is_some_and(|(until, _)| *until <= Instant::now()) {
@@ -228,14 +247,20 @@ impl DiskCache {
         let folder = &self.place.folder;
         let may_store = self.may_store(patience);
         let opened = if may_store {
-            CachedObject::open(folder, key)
+            // If the folder is gone, it is created anew.
+            CachedObject::open(folder, key).or_else(|e| match e.kind() {
+                io::ErrorKind::NotFound if self.is_usable_again() => {
+                    CachedObject::open(folder, key)
+                }
+                _ => Err(e),
+            })
         } else {
             CachedObject::open_there(&key.map_in(folder), Some(key))
         };
         let object = match opened {
             Ok(object) => Arc::new(object),
             Err(e) => {
-                if may_store {
+                if may_store && e.kind() != io::ErrorKind::NotFound {
                     self.pause(&e.to_string());
                 }
                 let before = self.objects.lock().remove(&key.digest);

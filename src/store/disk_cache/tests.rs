@@ -9,7 +9,7 @@ use std::slice;
 
 use tempfile::TempDir;
 
-use super::cache::{CACHES, open_max_of};
+use super::cache::{CACHES, FOLDER_CHECKS, open_max_of};
 use super::folder::FolderUse;
 use super::threads::THREADS_MAX;
 use super::*;
@@ -342,6 +342,46 @@ fn an_object_that_others_removed_is_made_anew() {
     assert!(found == bench.store.bytes);
     assert_eq!(bench.status().damaged_blocks, 0);
     assert_eq!(bench.kept()[0].bytes, LEN as u64);
+}
+
+#[test]
+fn a_folder_that_is_removed_is_made_anew_but_not_with_each_read() {
+    let bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    let cache = cache_in(&bench.place());
+    // An object that is open keeps its bytes, so each read is of another object.
+    let read = |url: &str, checked: Instant| {
+        let _ = fs::remove_dir_all(bench.folder.path().join("a"));
+        *cache.folder.lock() = Some((checked, FolderUse::Usable));
+        let found = bench.read_again(url, 1, 0..LEN as u64);
+        assert!(found == bench.store.bytes);
+        assert_eq!(bench.status().paused, None);
+    };
+    let now = Instant::now();
+    read("s3://b/1", now + Duration::from_secs(3600));
+    assert!(!bench.place().folder.exists());
+    for url in ["s3://b/2", "s3://b/3"] {
+        read(url, now.checked_sub(FOLDER_CHECKS).unwrap());
+        let kept = bench.kept();
+        assert_eq!((kept[0].url.as_str(), kept[0].bytes), (url, LEN as u64));
+    }
+    assert_eq!(bench.store.reads_by_block()[&0], 4);
+}
+
+#[test]
+fn a_folder_that_is_made_anew_is_checked_like_a_new_one() {
+    let bench = Bench::new();
+    bench.assert_right(0..LEN as u64);
+    let cache = cache_in(&bench.place());
+    let parent = bench.folder.path().join("a");
+    fs::remove_dir_all(&parent).unwrap();
+    // No folder can be made behind this link.
+    std::os::unix::fs::symlink("nowhere/else", &parent).unwrap();
+    let checked = Instant::now().checked_sub(FOLDER_CHECKS).unwrap();
+    *cache.folder.lock() = Some((checked, FolderUse::Usable));
+    let found = bench.read_again("s3://b/other", 1, 0..LEN as u64);
+    assert!(found == bench.store.bytes);
+    assert!(matches!(cache.folder(), FolderUse::Unusable(_)));
 }
 
 #[test]

@@ -62,9 +62,6 @@ pub fn folder_of_variable() -> Option<Option<PathBuf>> {
 /// A read stores nothing in the cache if less than 1 / `STORE_PART` of the time up to its deadline is left.
 const STORE_PART: u32 = 4;
 
-/// Maximum wait for blocks that another reader fetches. A read waits at most half of the time up to its deadline.
-const WAIT_MAX: Duration = Duration::from_secs(10);
-
 /// If the missing blocks of one read need more than `REQUESTS_MAX` requests, requests of at most `JOINED_MAX` bytes also
 /// read everything between these blocks, because each request takes a round trip.
 const REQUESTS_MAX: usize = 4;
@@ -101,10 +98,7 @@ impl CachedStore {
         runs: &[Range<u64>],
         buf: &mut [u8],
     ) -> io::Result<()> {
-        let CachedRead { cache, offset, until, patience, .. } = *read;
-        let now = Instant::now();
-        let left = until.map(|until| until.saturating_duration_since(now) / 2);
-        let give_up = now + left.unwrap_or(WAIT_MAX).min(WAIT_MAX);
+        let CachedRead { cache, offset, patience, .. } = *read;
         let mut pause = POLL_INTERVALS.0;
         let mut todo = requests_of(runs);
         while let Some(NearRuns { span, runs }) = todo.pop() {
@@ -121,24 +115,29 @@ impl CachedStore {
                     let missing = cache.take(object, &runs, offset, buf, patience);
                     self.fetch(read, object, &missing, buf)?;
                 }
+                Some(Claim::Busy(_)) if object.has_stuck_claims() => {
+                    todo.push(NearRuns { span, runs });
+                    break;
+                }
                 Some(Claim::Busy(busy)) if busy.start > span.start || busy.end < span.end => {
                     let parts = [busy.clone(), span.start..busy.start, busy.end..span.end];
                     todo.extend(parts.iter().flat_map(|part| requests_of(&inside(&runs, part))));
-                }
-                // Both readers may store the blocks, since both have the same bytes.
-                Some(Claim::Busy(_)) if Instant::now() >= give_up => {
-                    let rest = todo.drain(..).flat_map(|near| near.runs).chain(runs).collect();
-                    self.fetch(read, object, &joined(rest), buf)?;
                 }
                 Some(Claim::Busy(_)) => {
                     cache.counters.waits.add(1);
                     std::thread::sleep(pause);
                     pause = (pause * 2).min(POLL_INTERVALS.1);
                     todo.extend(requests_of(&cache.take(object, &runs, offset, buf, patience)));
+                    if patience.is_over() {
+                        object.note_stuck_claim();
+                        break;
+                    }
                 }
             }
         }
-        Ok(())
+        // Nobody waits for these blocks any longer. Both readers may store them, since both have the same bytes.
+        let rest = todo.into_iter().flat_map(|near| near.runs).collect();
+        self.fetch(read, object, &joined(rest), buf)
     }
 
     /// Reads the wanted bytes of the blocks `near` from the wrapped store, and stores nothing in the cache.

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::libc;
@@ -24,6 +24,7 @@ use crate::coalesce::CUT;
 use crate::hash::{Digest, Hasher};
 use crate::index::is_private;
 use crate::source::page_cache::copy_cached;
+use crate::sync::Mutex;
 
 /// Length of a block in bytes. Reads from the server are widened to whole blocks.
 pub(super) const BLOCK_LEN: u64 = CUT;
@@ -58,6 +59,9 @@ pub(super) const TEMPORARY: &str = "tmp";
 
 /// Minimum number of seconds between two updates of the time of last use of an object.
 const USE_NOTED: i64 = 5;
+
+/// Time after a wait for a claim in vain in which readers of the object do not wait for claims.
+const UNAWAITED: Duration = Duration::from_secs(60);
 
 /// The places where a read of blocks may look for the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,6 +119,8 @@ pub(super) struct CachedObject {
     pub(super) writable: bool,
     /// Time of the last update of the time of last use, in seconds since 1970.
     noted: AtomicI64,
+    /// Time until which readers do not wait for claims of others.
+    unawaited: Mutex<Option<Instant>>,
     /// Whether a damaged block of it was logged.
     damage_told: AtomicBool,
     pub(super) direct: DirectFile,
@@ -184,6 +190,7 @@ impl CachedObject {
             data_path,
             writable: map_writable && data_writable,
             noted: AtomicI64::new(0),
+            unawaited: Mutex::default(),
             damage_told: AtomicBool::new(false),
             direct: DirectFile::default(),
         })
@@ -266,6 +273,16 @@ impl CachedObject {
             }
             mine @ Claim::Mine(_) => mine,
         }
+    }
+
+    /// Notes that a reader has waited for a claim in vain. Its holder may be a stopped process.
+    pub(super) fn note_stuck_claim(&self) {
+        *self.unawaited.lock() = Some(Instant::now() + UNAWAITED);
+    }
+
+    /// Whether a reader has waited for a claim in vain lately.
+    pub(super) fn has_stuck_claims(&self) -> bool {
+        self.unawaited.lock().is_some_and(|until| Instant::now() < until)
     }
 
     /// The checksums of the blocks `run`. A checksum is zeros if the block is not in the cache.

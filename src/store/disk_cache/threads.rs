@@ -23,7 +23,7 @@ pub(super) const STUCK: Duration = Duration::from_secs(10);
 /// needs the header may have a deadline.
 const WAIT_WITHOUT_DEADLINE: Duration = Duration::from_secs(5);
 
-/// The time that a reader waits for work in the folder.
+/// The time that a reader waits for work in the folder, and for blocks that another reader fetches.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DiskPatience {
     /// If an earlier job runs longer than this, the reader does not use the folder.
@@ -40,6 +40,11 @@ impl DiskPatience {
             until.map_or(WAIT_WITHOUT_DEADLINE, |until| until.saturating_duration_since(now) / 2);
         let whole = half.min(STUCK);
         DiskPatience { whole, end: now + whole }
+    }
+
+    /// Whether the reader waits no longer.
+    pub(super) fn is_over(&self) -> bool {
+        Instant::now() >= self.end
     }
 
     /// The maximum duration of a job in the folder.

@@ -4,13 +4,15 @@ use std::fs;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::slice;
+use std::time::{Duration, Instant};
 
 use super::{Bench, CountedStore, key_of};
 use crate::coalesce::REQUEST_GAP;
+use crate::source::StoreKind;
 use crate::store::disk_cache::cache::{CACHES, cache_in};
 use crate::store::disk_cache::claims::{Claim, HeldClaim};
 use crate::store::disk_cache::object::{self, BLOCK_LEN, CachedObject};
-use crate::store::disk_cache::{JOINED_MAX, REQUESTS_MAX, requests_of};
+use crate::store::disk_cache::{CachedStore, JOINED_MAX, REQUESTS_MAX, requests_of};
 use crate::sync::Mutex;
 
 /// A bench whose cache has all blocks of an object of `blocks` blocks, except those in `missing`.
@@ -94,4 +96,27 @@ fn a_claim_of_another_reader_amid_missing_blocks_leaves_the_others_with_few_requ
     reads.sort_unstable_by_key(|read| read.start);
     let expected = [(1, 30), (31, 32), (33, 64)];
     assert_eq!(reads, expected.map(|(start, end)| start * BLOCK_LEN..end * BLOCK_LEN));
+}
+
+#[test]
+fn after_one_wait_for_a_claim_in_vain_readers_of_the_object_wait_for_no_claim() {
+    let bench = bench_without(64, |_| true);
+    let key = key_of(&bench);
+    let object = CachedObject::open_there(&key.map_in(&bench.place().folder), Some(&key)).unwrap();
+    let _stopped = [0..8, 16..24, 40..48].map(|run| claim_when_free(&object, run));
+    let cached = CachedStore::new(bench.store.clone(), &bench.place());
+    let version = bench.store.version(1);
+    let mut buf = vec![0; 8 * BLOCK_LEN as usize];
+    let cache = cache_in(&bench.place());
+    while !cache.opened(&key).is_some_and(|object| object.has_stuck_claims()) {
+        let until = Instant::now() + Duration::from_millis(100);
+        cached.read("s3://b/object".as_ref(), &version, 0, &mut buf, Some(until)).unwrap();
+        assert!(buf == bench.store.bytes[..buf.len()]);
+    }
+    let waits = bench.status().waits;
+    bench.store.reads.lock().clear();
+    let found = bench.read_again("s3://b/object", 1, 8 * BLOCK_LEN..64 * BLOCK_LEN);
+    assert!(found == bench.store.bytes[8 * BLOCK_LEN as usize..]);
+    assert_eq!((bench.status().waits, bench.store.reads.lock().len()), (waits, 1));
+    assert!(bench.kept()[0].bytes >= 56 * BLOCK_LEN);
 }

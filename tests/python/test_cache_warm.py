@@ -5,7 +5,7 @@ import struct
 import subprocess
 
 from mounts import BIN, Mount
-from test_disk_cache import FILE, SIZE, URL, DiskCacheCase
+from test_disk_cache import FILE, SIZE, URL, DiskCacheCase, weights
 from test_object_stores import SHARD, RemoteCase
 from test_object_stores import URL as SHARDED
 
@@ -35,6 +35,15 @@ class Warm(DiskCacheCase):
             self.assertTrue((mount.path / FILE).read_bytes() == self.data)
             self.assertEqual(warming.wait(60), 0)
         self.assert_each_block_once()
+
+    def test_a_view_takes_gaps_of_up_to_64_kib_between_its_tensors_too(self):
+        # The tensors 0 and 2 lie in gaps: behind the header, and between the tensors 1 and 3.
+        for each, taken in ((32 << 10, 4), (64 << 10, 4), (80 << 10, 2)):
+            self.put(weights(1, 5, each))
+            warmed = self.tensorfs(*self.words("-o", "include=layer.[13]", "--json"))
+            self.assert_done(warmed)
+            # The header is shorter than a tensor.
+            self.assertEqual(json.loads(warmed.stdout)["bytes"] // each, taken, each)
 
     def test_a_cache_that_cannot_keep_it_is_an_error(self):
         self.cache.write_bytes(b"")

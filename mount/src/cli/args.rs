@@ -343,7 +343,8 @@ pub(crate) struct WarmArgs {
     /// URL go to the disk cache.
     #[command(flatten)]
     pub source: SourceArgs,
-    /// Read only the tensors of this output of `tensorfs heat MNT --json`
+    /// Read only the tensors of this output of `tensorfs heat MNT --json`, and gaps of up to 64 KiB
+    /// between them
     #[arg(long, value_name = "FILE")]
     pub heat: Option<PathBuf>,
     /// Whether to draw a progress bar
@@ -386,7 +387,8 @@ pub(crate) enum CacheAction {
     Prune,
     /// Compare all blocks with their checksums.
     Verify,
-    /// Read all shards of a remote source into it.
+    /// Read all shards of a remote source into it, or with options of a view its tensors and gaps of
+    /// up to 64 KiB between them.
     Warm,
 }
 

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tensorfs::RemoteSettings;
-use tensorfs::internal::error::quoted;
+use tensorfs::internal::error::{quoted, shown_argument};
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::io::{Backend, DirectIo, Settings};
 use tensorfs::internal::open_options::{Links, OpenOptions};
@@ -333,7 +333,8 @@ impl Options {
             let value = value.unwrap_or_default();
             return row.apply(self, value).map_err(|values| {
                 let words = row.values().filter(|it| it.chosen.is_empty()).map(|it| it.text);
-                format!("option {}: expected {values}{}", quoted(option), hint(value, words))
+                let shown = quoted(&shown_argument(option));
+                format!("option {shown}: expected {values}{}", hint(value, words))
             });
         }
         let ignored = match value {
@@ -350,7 +351,8 @@ impl Options {
             return Ok(());
         }
         let names = table::rows().map(|row| row.name).chain(IGNORED.split(' '));
-        Err(format!("unknown option {}{}", quoted(option), hint(key, names)))
+        let shown = quoted(&shown_argument(option));
+        Err(format!("unknown option {shown}{}", hint(key, names)))
     }
 
     /// The first option in `strings` whose use is not one of `uses`, and the use of that option.
@@ -551,6 +553,14 @@ mod tests {
             assert!(!error.contains("did you mean"), "{error}");
         }
         assert_eq!(parse("allow_other=1").unwrap_err(), "option allow_other takes no value");
+    }
+
+    #[test]
+    fn an_error_about_an_option_hides_the_secrets_of_a_url() {
+        for option in ["endpoint=https://u:hunt/er2@h", "endpiont=https://u:hunt/er2@h"] {
+            let error = parse(option).unwrap_err();
+            assert!(error.contains("=https://***@h`") && !error.contains("er2"), "{error}");
+        }
     }
 
     #[test]

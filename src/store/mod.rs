@@ -19,7 +19,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::{Error, Result, is_url};
+use crate::error::{Error, Result, is_url, is_url_with_password};
 use crate::open_options::{DiskCachePlace, OpenOptions, RemoteSettings};
 use crate::source::{
     FileSystem, Source, StoreKind, StoreListing, StoreProbe, local_version, version_now,
@@ -115,8 +115,24 @@ impl Store {
                 "this build has no remote sources: cargo feature `remote`",
             )),
             None => fs::canonicalize(path),
+            Some(_) if is_url_with_password(path) => Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "user names and passwords do not belong into a URL, where others see them",
+            )),
             Some(kind) => kind.version(path).map(|_| plain(path)),
         }
+    }
+
+    /// Refuses a URL that no store accepts. Asks no server.
+    ///
+    /// # Errors
+    /// The refusal that opening the URL would return.
+    pub fn check_url(path: &Path) -> Result<()> {
+        let store = Store::of(path);
+        let asks = store.0.as_ref().is_some_and(|kind| kind.may_block());
+        let is_refused = is_url(path) && (!asks || is_url_with_password(path));
+        let checked = if is_refused { store.real_path(path).map(drop) } else { Ok(()) };
+        checked.map_err(|e| Error::io(path, "open", e))
     }
 
     /// `path` as an absolute path, which may contain symbolic links. It need not exist.

@@ -129,6 +129,34 @@ class Secrets(TestCase):
         url = f"{server.url}/bucket/good"
         self.assert_none_is_shown(url, {"NO_PROXY": "127.0.0.1"}, self.faults_of(server), [PASSWORD, encoded])
 
+    def test_a_secret_in_a_url_is_shown_by_no_command(self):
+        target, config = self.tmp / "target", self.tmp / "config.toml"
+        target.mkdir()
+        for url in (
+            "s3://AKID:SE/CRET@b/gpt2",
+            "s3://AKID:SE+CRET@b/gpt2",
+            "https://user:SE/CRET@h/x",
+            "redis://:SE/CRET@h",
+            "https://h/x#sig=SE/CRET",
+        ):
+            with self.subTest(url=url):
+                config.write_text(f"[[mount]]\nname = 'a'\nsource = '{url}'\ntarget = '{target}'\n")
+                commands = (
+                    ["ls", url],
+                    ["ls", "--json", url],
+                    ["ls", "-o", f"endpoint={url}", "s3://b/x"],
+                    ["doctor", url],
+                    ["doctor", "--json", url],
+                    ["mount", url, target],
+                    ["serve", "--check", "--config", config],
+                )
+                for words in commands:
+                    outcome = tensorfs(*words)
+                    self.assertNotEqual(outcome.code, 0, words)
+                    self.assertNotIn("CRET", outcome.stdout + outcome.stderr)
+                    self.assertIn("***", outcome.stdout + outcome.stderr)
+                self.assertIn(tensorfs("mount", url, target).stderr.removeprefix("tensorfs: "), outcome.stderr)
+
 
 # Files in which the user keeps secrets.
 KEPT = {".netrc", "keys"}

@@ -40,7 +40,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, ValueEnum};
-use tensorfs::internal::error::{real_name, shown, shown_path};
+use tensorfs::internal::error::{real_name, shown, shown_argument, shown_path};
 
 use crate::daemon::stalled::{READ_ONE, probe_path, unless_stalled};
 use crate::log;
@@ -63,9 +63,9 @@ fn arguments() -> Vec<OsString> {
 }
 
 /// Prints the help, the version, or the error in the arguments. The arguments are escaped, because
-/// they may contain file names.
+/// they may contain file names, and URLs among them are shown without secrets.
 fn usage(error: clap::Error) -> ExitCode {
-    let args = arguments().into_iter().map(|arg| shown(&arg.to_string_lossy()));
+    let args = arguments().into_iter().map(|arg| shown_argument(&arg.to_string_lossy()));
     print_usage(&Cli::try_parse_from(args).err().unwrap_or(error))
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use tensorfs::internal::checkpoint::{Checkpoint, FolderId, Set, Tail, Tree};
 use tensorfs::internal::consolidate::SourceFiles;
-use tensorfs::internal::error::{shown, shown_path};
+use tensorfs::internal::error::{shown_argument, shown_path};
 use tensorfs::internal::format::OutputFormat;
 use tensorfs::internal::mount_origin::{
     MountOrigin, changed_since_mount, resolve_bytes, resolve_mount,
@@ -154,7 +154,7 @@ pub(super) fn begin_source_command(
         Some(Use::Views | Use::Hub) => format!("{SEVERAL} take it"),
         Some(_) => format!("{name} reads tensors, whatever files show them"),
     };
-    let option = shown(&option);
+    let option = shown_argument(&option);
     Err(Failure::Usage(format!("option {option}: {why}; leave it out")))
 }
 

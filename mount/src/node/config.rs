@@ -9,9 +9,9 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use nix::libc;
-use tensorfs::UnknownWord;
 use tensorfs::internal::error::{is_url, quoted, shown_path};
-use tensorfs::internal::store::hub_cache;
+use tensorfs::internal::store::{Store, hub_cache};
+use tensorfs::{Error, UnknownWord};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
@@ -329,7 +329,8 @@ impl<'a> Section<'a> {
         let (text, span) = self.required("source")?;
         let path = Path::new(&text);
         if hub_cache::has_form(path) || is_url(path) {
-            return Ok(text.into());
+            let refused = |e: Error| self.wrong("source", span, &e.to_string());
+            return Store::check_url(path).map_err(refused).map(|()| text.into());
         }
         if path.is_relative() {
             let problem =
@@ -566,6 +567,14 @@ mod tests {
         for (line, part) in [
             ("source = 'data'", "data: expected an absolute path"),
             ("source = '/a/../b'", "without `..`"),
+            (
+                "source = 's3://u:hunter2@b/a'",
+                "mount.source: s3://***@b/a: cannot open: user names",
+            ),
+            ("source = 's3://u:hunt/er2@b/a'", "s3://***@b/a: cannot open: user names"),
+            ("source = 'https://u:hunt/er2@h/a'", "https://***@h/a: cannot open: user names"),
+            ("source = 'https://h/a#hunter2'", "https://h/a#***: cannot open: URLs with"),
+            ("source = 'redis://u:hunter2@h/a'", "redis://***@h/a: cannot open: user names"),
             ("name = 'a b'", "expected a letter or digit, then up to 63 letters"),
             ("name = ''", "expected a letter or digit"),
             ("name = '-v'", "expected a letter or digit"),

@@ -187,6 +187,10 @@ fn deadline_of(until: Option<Instant>) -> Instant {
 }
 
 impl StoreKind for RedisStore {
+    fn may_block(&self) -> bool {
+        self.client.is_ok()
+    }
+
     fn name(&self) -> Option<String> {
         Some(format!("redis at {}", self.client().ok()?.name()))
     }

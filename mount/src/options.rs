@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tensorfs::RemoteSettings;
-use tensorfs::internal::error::{quoted, shown_argument};
+use tensorfs::internal::error::{expect_local_path, quoted, shown_argument};
 use tensorfs::internal::index::IndexStore;
 use tensorfs::internal::io::{Backend, DirectIo, Settings};
 use tensorfs::internal::open_options::{Links, OpenOptions};
@@ -331,6 +331,8 @@ impl Options {
                 seen.push(row.name);
             }
             let value = value.unwrap_or_default();
+            let checked = row.path_in(value).map_or(Ok(()), expect_local_path);
+            checked.map_err(|why| format!("option {key}: {why}"))?;
             return row.apply(self, value).map_err(|values| {
                 let words = row.values().filter(|it| it.chosen.is_empty()).map(|it| it.text);
                 let shown = quoted(&shown_argument(option));
@@ -561,6 +563,19 @@ mod tests {
             let error = parse(option).unwrap_err();
             assert!(error.contains("=https://***@h`") && !error.contains("er2"), "{error}");
         }
+    }
+
+    #[test]
+    fn an_option_with_a_path_refuses_a_url() {
+        let prefixed = ["layout=map=", "dtype=map=", "dtype=like:"].map(str::to_owned);
+        let plain = "config views rename tp-rules follow reference key-file passphrase-file \
+                     index-dir cache-dir credentials-file ca-file assemble log";
+        for option in plain.split_whitespace().map(|name| format!("{name}=")).chain(prefixed) {
+            let error = parse(&format!("{option}s3://u:hunt/er2@b/a")).unwrap_err();
+            let why = "s3://***@b/a: is a URL, and only paths of this machine are possible here";
+            assert!(error.starts_with("option ") && error.ends_with(why), "{option}: {error}");
+        }
+        assert!(parse("endpoint=https://h,key-command=echo s3://b").is_ok());
     }
 
     #[test]

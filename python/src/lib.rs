@@ -14,6 +14,7 @@ mod waiting;
 
 use std::path::PathBuf;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tensorfs::internal::error::{self, SCHEMES};
 
@@ -38,6 +39,7 @@ fn _tensorfs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(process_token, module)?)?;
     module.add_function(wrap_pyfunction!(real_name, module)?)?;
+    module.add_function(wrap_pyfunction!(expect_local_path, module)?)?;
     module.add("SCHEMES", SCHEMES.map(|(name, _)| name).to_vec())?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }
@@ -52,6 +54,13 @@ fn parse_size(text: &str) -> Option<u64> {
 #[pyfunction]
 fn real_name(name: PathBuf) -> String {
     error::real_name(&name)
+}
+
+/// Refuses a URL where only a path of this machine is possible. `name` is the name of the argument.
+#[pyfunction]
+fn expect_local_path(name: &str, path: PathBuf) -> PyResult<()> {
+    let checked = error::expect_local_path(&path);
+    checked.map_err(|why| PyValueError::new_err(format!("{name}: {why}")))
 }
 
 /// A number for this process. The processes from which it was forked have other numbers, even if process ids repeat.

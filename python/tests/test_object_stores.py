@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
@@ -65,6 +66,25 @@ class ObjectStores(TestCase):
             with self.assertRaises(PermissionError):
                 tensorfs.load_file(URL, framework="np")
         self.assert_same(tensorfs.load_file(URL, framework="np"))
+
+    def test_a_url_as_a_path_is_refused_with_a_hint(self):
+        with self.assertRaisesRegex(FileNotFoundError, "begins with s3:// .in Python, give it as a str"):
+            tensorfs.load_file(Path(URL), framework="np")
+
+    def test_a_url_in_place_of_a_path_of_this_machine_is_refused_and_nothing_is_made(self):
+        before = os.getcwd()
+        os.chdir(self.tmp)
+        self.addCleanup(os.chdir, before)
+        why = "is a URL, and only paths of this machine are possible here"
+        for url in (URL, Path(URL)):
+            for name in ("cache_dir", "credentials_file", "ca_file", "rename", "key_file"):
+                with self.assertRaisesRegex((ValueError, tensorfs.SafetensorError), why):
+                    tensorfs.load_file(self.source, framework="np", **{name: url})
+            with self.assertRaisesRegex(tensorfs.SafetensorError, "only local files are written"):
+                tensorfs.consolidate(self.source, url)
+        with environment(TENSORFS_CACHE_DIR=URL), self.assertRaisesRegex(ValueError, f"TENSORFS_CACHE_DIR: {URL}"):
+            tensorfs.load_file(self.source, framework="np")
+        self.assertEqual(list(self.tmp.iterdir()), [])
 
     def test_tensors_of_a_url_are_those_of_the_folder(self):
         code = """

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::Tree;
-use crate::error::{Error, ErrorKind, Fault, Result, is_url};
+use crate::error::{Error, ErrorKind, Fault, Result, expect_local_path, is_url};
 use crate::format::names;
 use crate::mount_origin::{MountOrigin, resolve_bytes};
 use crate::store::Store;
@@ -117,7 +117,7 @@ impl SourceFiles {
 /// # Errors
 /// The refusal.
 pub fn refuse_url(target: &Path) -> Result<()> {
-    if !is_url(target) {
+    if expect_local_path(target).is_ok() {
         return Ok(());
     }
     let message = "is a URL; only local files are written";

@@ -17,6 +17,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::libc;
 
 use crate::atomic_file::TemporaryFile;
+use crate::error::expect_local_path;
 use crate::hash::Digest;
 
 use super::frame::FILE_LEN_MAX;
@@ -68,6 +69,10 @@ impl IndexStore {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         if let Some(folder) = variable(STORE_VARIABLE) {
             let folder = (folder != "none").then_some(folder)?;
+            if let Err(why) = expect_local_path(folder.as_ref()) {
+                tracing::warn!("{STORE_VARIABLE}: {why}; no index is kept");
+                return None;
+            }
             // A daemon changes its working directory, so the path must be absolute.
             return std::path::absolute(folder).ok().map(IndexStore::new);
         }

@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::dtype::Dtype;
-use crate::error::{quoted, shown_path};
+use crate::error::{expect_local_path, quoted, shown_path};
 use crate::format::manifest::Reference;
 use crate::format::weight_map::WeightMap;
 use crate::format::{InputFormat, RangeReader, TrainingState, names};
@@ -24,6 +24,7 @@ pub fn read_option_file(
     path: &Path,
     wanted: OptionFileContent,
 ) -> Result<(PathBuf, Vec<u8>), String> {
+    expect_local_path(path)?;
     match wanted {
         OptionFileContent::Text => read_text(path),
         OptionFileContent::Dtypes => {

@@ -20,7 +20,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use zeroize::Zeroizing;
 
-use crate::error::shown_path;
+use crate::error::{expect_local_path, shown_path};
 use crate::format::tensorizer::keys::Secret;
 
 /// Maximum length in bytes of a key file, of a passphrase file and of the output of a command.
@@ -103,6 +103,7 @@ fn in_file(path: &Path, why: &str) -> String {
 
 /// All bytes of a file, which may be a pipe. Waits up to `limit` for the writer of a FIFO.
 fn read_file(path: &Path, limit: Duration) -> Result<Zeroizing<Vec<u8>>, String> {
+    expect_local_path(path)?;
     let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
     let mut file = std::fs::OpenOptions::new()
         .read(true)

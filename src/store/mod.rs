@@ -19,7 +19,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::{Error, Result, is_url, is_url_with_password};
+use crate::error::{Error, Result, is_url, is_url_with_password, unusable_url};
 use crate::open_options::{DiskCachePlace, OpenOptions, RemoteSettings};
 use crate::source::{
     FileSystem, Source, StoreKind, StoreListing, StoreProbe, local_version, version_now,
@@ -114,7 +114,10 @@ impl Store {
                 io::ErrorKind::Unsupported,
                 "this build has no remote sources: cargo feature `remote`",
             )),
-            None => fs::canonicalize(path),
+            None => fs::canonicalize(path).map_err(|e| match unusable_url(path) {
+                Some(why) if e.kind() == io::ErrorKind::NotFound => io::Error::new(e.kind(), why),
+                _ => e,
+            }),
             Some(_) if is_url_with_password(path) => Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 "user names and passwords do not belong into a URL, where others see them",

@@ -74,6 +74,46 @@ class Commands(RemoteCase):
                 self.assertIn(why, outcome.stderr)
         self.assertEqual([key for key in self.server.objects["bucket"] if "models/tiny/" not in key], [])
 
+    def test_a_url_in_place_of_a_path_of_this_machine_is_refused_and_nothing_is_made(self):
+        here, target, config = self.tmp / "here", self.tmp / "target", self.tmp / "config.toml"
+        here.mkdir()
+        target.mkdir()
+        config.write_text(f"[defaults]\noptions = 'cache-dir={URL}'\n")
+        options = ("cache-dir", "index-dir", "config", "reference", "follow", "log", "key-file", "rename", "views", "tp-rules")
+        for words in (
+            *(["mount", self.source, target, "-o", f"{option}={URL}"] for option in options),
+            ["ls", self.source, "-o", f"dtype=like:{URL}"],
+            ["ls", "--json", self.source, "--index-dir", URL],
+            ["cache", "ls", "--cache-dir", URL],
+            ["cache", "prune", "--cache-dir", URL],
+            ["bench", URL],
+            ["serve", "--config", URL],
+            ["serve", "--check", "--config", config],
+            ["warm", self.source, "--heat", URL],
+            ["mount", self.source, URL],
+            ["load", self.source, "--trace", URL],
+            ["status", URL],
+        ):
+            with self.subTest(words=words):
+                outcome = tensorfs(*words, env=self.env, cwd=here)
+                self.assertEqual(outcome.code, 2, outcome.stderr)
+                self.assertEqual(len(outcome.stderr.splitlines()), 1, outcome.stderr)
+                self.assertIn(f"{URL}: is a URL, and only paths of this machine are possible here", outcome.stderr)
+        for variable in ("TENSORFS_INDEX_DIR", "TENSORFS_CACHE_DIR"):
+            outcome = self.tensorfs("ls", self.source, **{variable: URL})
+            self.assertEqual(outcome.code, 2)
+            self.assertIn(f"{variable}: {URL}: is a URL", outcome.stderr)
+        self.assertEqual(list(here.iterdir()), [])
+
+    def test_a_misspelled_url_is_refused_with_the_way_to_spell_it(self):
+        for url, hint in (
+            (URL.replace("s3", "S3"), "write s3:// in lower case"),
+            (URL.replace("//", "/"), "a URL begins with s3://"),
+            (URL.replace("s3", "ftp"), "ftp:// is none of the URLs that are read"),
+        ):
+            for words in (["ls", url], ["load", url], ["mount", url, self.tmp], ["consolidate", url, self.tmp / "out"]):
+                self.assert_refused(self.tensorfs(*words), f"{url}: cannot open: {hint}")
+
 
 class EncryptedFiles(RemoteCase):
     def test_an_encrypted_file_at_a_url_needs_its_key(self):

@@ -39,8 +39,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, ValueEnum};
-use tensorfs::internal::error::{real_name, shown, shown_argument, shown_path};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, ValueEnum};
+use tensorfs::internal::error::{expect_local_path, real_name, shown, shown_argument, shown_path};
 
 use crate::daemon::stalled::{READ_ONE, probe_path, unless_stalled};
 use crate::log;
@@ -76,13 +76,45 @@ fn print_usage(error: &clap::Error) -> ExitCode {
     u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
+/// The arguments that may be URLs, and the files that are written, whose own checks refuse URLs.
+const MAY_BE_URL: [&str; 6] = ["source", "other", "file", "reference", "out", "html"];
+
+/// Variables with the path of a folder.
+const FOLDER_VARIABLES: [&str; 2] = ["TENSORFS_INDEX_DIR", "TENSORFS_CACHE_DIR"];
+
+/// Refuses URLs in arguments and variables that are paths of this machine.
+fn refuse_urls(matches: &ArgMatches) -> Outcome {
+    for name in FOLDER_VARIABLES {
+        let folder = PathBuf::from(std::env::var_os(name).unwrap_or_default());
+        expect_local_path(&folder).map_err(|why| Failure::Usage(format!("{name}: {why}")))?;
+    }
+    let Some((name, given)) = matches.subcommand() else { return Ok(()) };
+    let is_path = |id: &&clap::Id| name == "bench" || !MAY_BE_URL.contains(&id.as_str());
+    let paths = given.ids().filter(is_path).filter_map(|id| {
+        // Arguments that are no paths have another type.
+        given.try_get_many::<PathBuf>(id.as_str()).ok().flatten()
+    });
+    paths.flatten().try_for_each(|path| expect_local_path(path).map_err(Failure::Usage))
+}
+
 pub(crate) fn main() -> ExitCode {
-    let mut cli = match Cli::try_parse_from(arguments()) {
+    let matches = match Cli::command().try_get_matches_from(arguments()) {
+        Ok(matches) => matches,
+        Err(error) => return usage(error),
+    };
+    let mut cli = match Cli::from_arg_matches(&matches) {
         Ok(cli) => cli,
         Err(error) => return usage(error),
     };
     if cli.quiet {
         log::be_quiet();
+    }
+    if let Err(failure) = refuse_urls(&matches) {
+        let refused = match source_of(&mut cli.command) {
+            Some(source) => in_json(source, Err(failure)),
+            None => Err(failure),
+        };
+        return finish(refused, log::say);
     }
     let status = match source_of(&mut cli.command).cloned() {
         Some(source) => in_time(cli.command, &source),

@@ -1,5 +1,7 @@
 //! One mount option: its name, parser, value for `status`, and help text.
 
+use std::path::Path;
+
 use serde_json::Value;
 use tensorfs::internal::open_options::HUB;
 use tensorfs::internal::size::option_size;
@@ -152,6 +154,12 @@ impl OptionRow {
     /// Whether a command with these uses accepts the option with this value.
     pub(super) fn is_for(&self, uses: &[Use], value: &str) -> bool {
         self.commands(value).is_some_and(|own| uses.contains(&own))
+    }
+
+    /// The path in `value`, for an option that takes the path of a file or folder of this machine.
+    pub(super) fn path_in<'a>(&self, value: &'a str) -> Option<&'a Path> {
+        let mut forms = self.values().filter(|form| ["FILE", "DIR"].contains(&form.chosen));
+        forms.find_map(|form| value.strip_prefix(form.text)).map(Path::new)
     }
 
     /// Applies the option. `value` is used if the option takes a value.

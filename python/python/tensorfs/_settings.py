@@ -8,7 +8,7 @@ import typing
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Mapping, Optional, TypedDict, Union
 
-from ._tensorfs import Loader, parse_size
+from ._tensorfs import Loader, expect_local_path, parse_size
 
 TYPES: dict[str, tuple[type, ...]] = {
     "chunk": (int, str),
@@ -56,7 +56,7 @@ def disk_cache(folder: str | None = None, size: int | str | None = None) -> tupl
     name, value = _chosen("cache_dir", folder)
     if value == "":
         raise ValueError(f"{name}: expected a folder, or none")
-    place = None if value is None or value == "none" else os.path.abspath(str(value))
+    place = None if value is None or value == "none" else _local(name, str(value))
     return place, _size("cache_dir_size", size, 16 << 20, (1 << 64) - 1)
 
 
@@ -101,7 +101,8 @@ def remote(given: Mapping[str, Any]) -> Remote:
             raise TypeError(f"{name}: expected a str, not {type(value).__name__}")
         if value == "":
             raise ValueError(f"{name}: expected a text that is not empty")
-    file, trusted = (None if path is None else os.path.abspath(path) for path in map(given.get, ("credentials_file", "ca_file")))
+    names = ("credentials_file", "ca_file")
+    file, trusted = (None if given.get(name) is None else _local(name, given[name]) for name in names)
     words = (file, given.get("profile"), given.get("endpoint"), given.get("region"), trusted)
     return None if words == (None,) * 5 else words
 
@@ -111,6 +112,12 @@ def with_absolute_paths(given: RemoteSource) -> RemoteSource:
     working directory."""
     chosen = remote(given)
     return {} if chosen is None else typing.cast(RemoteSource, dict(zip(REMOTE_WORDS, chosen)))
+
+
+def _local(name: str, path: str | os.PathLike[str]) -> str:
+    """The absolute path of a file or folder of this machine."""
+    expect_local_path(name, path)
+    return os.path.abspath(path)
 
 
 def _chosen(name: str, given: object) -> tuple[str, object]:

@@ -61,6 +61,19 @@ class Commands(RemoteCase):
         self.assert_done(warmed)
         self.assertGreater(json.loads(warmed.stdout)["bytes"], 0)
 
+    def test_top_shows_the_servers_and_the_disk_cache_of_a_mount(self):
+        with self.mount(f"cache-dir={self.tmp}/cache", "cache-dir-size=64M", "watch=off") as mount:
+            self.assertTrue((mount.path / FILE).read_bytes() == self.whole)
+            outcome = tensorfs("top", "--once", "--interval", "0.1", mount.path)
+            self.assert_done(outcome)
+            rows = [line.split() for line in outcome.stdout.splitlines() if line]
+        titles = [row[0] for row in rows]
+        server, disk = rows[titles.index("SERVER") + 1], rows[titles.index("DISK") + 1]
+        self.assertEqual((server[0], server[-1]), (self.server.url.removeprefix("http://"), str(mount.path)))
+        self.assertEqual((disk[0], disk[-1]), (f"{self.tmp}/cache", str(mount.path)))
+        with Mount(self.source) as local:
+            self.assertNotIn("SERVER", tensorfs("top", "--once", "--interval", "0.1", local.path).stdout)
+
     def test_what_cannot_be_at_a_url_is_one_line(self):
         for words, why in (
             (["consolidate", self.source, URL], "is a URL; only local files are written"),

@@ -10,9 +10,11 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
-use tensorfs::internal::error::shown_path;
+use tensorfs::internal::error::{shown, shown_path};
 use tensorfs::internal::mountinfo;
 use tensorfs::internal::size::short_size;
+use tensorfs::internal::store::disk_cache::DiskCacheStatus;
+use tensorfs::internal::store::{EndpointStatus, RemoteStatus};
 
 use super::args;
 use super::columns::{Column, ColumnKind, TableRow, TextTable, end_of, percent};
@@ -45,6 +47,22 @@ const COLUMNS: [(&str, usize, u8); 12] = [
     ("CACHE", 13, 11),
     ("RSS", 6, 7),
 ];
+
+/// The columns of servers and of disk caches after the name, like those of mounts. The mount is the last column.
+const SERVER_COLUMNS: [(&str, usize, u8); 7] = [
+    ("REQ/s", 6, 3),
+    ("MB/s", 7, 1),
+    ("FLIGHT", 3, 2),
+    ("RETRIES", 3, 4),
+    ("HEDGES", 3, 7),
+    ("P50", 7, 6),
+    ("P99", 7, 5),
+];
+const DISK_COLUMNS: [(&str, usize, u8); 4] =
+    [("MB/s", 7, 1), ("HIT", 4, 2), ("STORED MB/s", 7, 3), ("DAMAGED", 3, 4)];
+
+/// Minimum number of lines for servers and disk caches: an empty line, the titles, and one of them.
+const REMOTE_MIN: usize = 3;
 
 /// Keys that end the program: q, Ctrl-C and Ctrl-D.
 const ENDING_KEYS: [u8; 4] = [b'q', b'Q', 3, 4];
@@ -178,7 +196,7 @@ fn write_all(text: &str) -> io::Result<()> {
 }
 
 /// The activity between two looks: one line for each mount of the second look, the busiest first,
-/// then the busiest files. The page has at most `width` columns and `height` lines. It says how many
+/// then the servers and disk caches of remote sources, then the busiest files. The page has at most `width` columns and `height` lines. It says how many
 /// lines are missing.
 fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usize>) -> Vec<String> {
     if now.is_empty() {
@@ -208,25 +226,123 @@ fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usiz
             of_files.push(format!("{start}{}", end_of(path, room)));
         }
     }
-    let name = Column { title: "MOUNT", min: 0, rank: 0, kind: ColumnKind::Name };
-    let others =
-        COLUMNS.map(|(title, min, rank)| Column { title, min, rank, kind: ColumnKind::Number });
     let rows = mounts.iter().map(|(old, seen, _)| row(*old, seen)).collect();
-    let table = TextTable { columns: [vec![name], others.to_vec()].concat(), rows };
+    let table = TextTable { columns: columns("MOUNT", &COLUMNS), rows };
     let mut lines = table.lines(width);
-    // The files get the lines that the mounts do not need, but at least a third of all lines if
+    let pairs: Vec<TwoLooks> =
+        mounts.iter().map(|(old, new, _)| TwoLooks { old: *old, new }).collect();
+    let mut of_remote = remote_lines(&pairs, width);
+    // Servers and disk caches get at most a third of all lines, or none if that is too little.
+    match height.map_or(usize::MAX, |height| height / 3) {
+        0..REMOTE_MIN => of_remote.clear(),
+        most => fit(&mut of_remote, Some(most)),
+    }
+    let room = height.map(|height| height - of_remote.len());
+    // The files get the lines that the mounts do not need, but at least a third of these lines if
     // that is enough for one file.
     let most = of_files.len().min(FILES_MAX + 2);
-    let least = most.min(height.map_or(most, |height| height / 3));
+    let least = most.min(room.map_or(most, |room| room / 3));
     if least >= most.min(FILES_MIN) {
-        fit(&mut lines, height.map(|height| height - least));
-        let rest = height.map_or(usize::MAX, |height| height - lines.len());
+        fit(&mut lines, room.map(|room| room - least));
+        let rest = room.map_or(usize::MAX, |room| room - lines.len());
         fit(&mut of_files, Some(rest.min(FILES_MAX + 2)));
-        lines.extend(of_files);
     } else {
-        fit(&mut lines, height);
+        fit(&mut lines, room);
+        of_files.clear();
     }
-    lines
+    [lines, of_remote, of_files].concat()
+}
+
+/// The columns of a table: the name, and numbers by title, minimum width and rank.
+fn columns(name: &'static str, numbers: &[(&'static str, usize, u8)]) -> Vec<Column> {
+    let name = Column { title: name, min: 0, rank: 0, kind: ColumnKind::Name };
+    let number = |&(title, min, rank)| Column { title, min, rank, kind: ColumnKind::Number };
+    std::iter::once(name).chain(numbers.iter().map(number)).collect()
+}
+
+/// Two looks at a mount. There is no `old` one of a daemon that is new.
+#[derive(Clone, Copy)]
+struct TwoLooks<'a> {
+    old: Option<&'a Seen>,
+    new: &'a Seen,
+}
+
+/// The servers and the disk caches that the mounts read from: a table of each, below an empty line. Each process
+/// counts for itself, so there is a row for each mount.
+fn remote_lines(pairs: &[TwoLooks], width: Option<usize>) -> Vec<String> {
+    let table = |name, numbers, rows: Vec<TableRow>| {
+        let mount = Column { title: "MOUNT", min: 0, rank: 8, kind: ColumnKind::Name };
+        let columns = [columns(name, numbers), vec![mount]].concat();
+        let is_empty = rows.is_empty();
+        let lines = TextTable { columns, rows }.lines(width);
+        if is_empty { Vec::new() } else { [vec![String::new()], lines].concat() }
+    };
+    [
+        table("SERVER", &SERVER_COLUMNS[..], pairs.iter().flat_map(server_rows).collect()),
+        table("DISK CACHE", &DISK_COLUMNS[..], pairs.iter().flat_map(disk_rows).collect()),
+    ]
+    .concat()
+}
+
+fn remote(seen: &Seen) -> Option<&RemoteStatus> {
+    seen.status.as_ref()?.service.remote.as_ref()
+}
+
+fn server_rows(pair: &TwoLooks) -> Vec<TableRow> {
+    let row = |now: &EndpointStatus| {
+        let before = pair.old.and_then(remote).map_or(&[][..], |remote| &remote.endpoints);
+        let old = before.iter().find(|old| old.host == now.host).cloned().unwrap_or_default();
+        TableRow::Cells(vec![
+            shown(&now.host),
+            tenths(pair.rate(old.requests, now.requests)),
+            tenths(pair.rate(old.bytes, now.bytes).map(|rate| rate / 1e6)),
+            now.requests_now.to_string(),
+            now.retries.to_string(),
+            now.hedges.to_string(),
+            known_time(now.first_byte_us.p50),
+            known_time(now.first_byte_us.p99),
+            shown_path(&pair.new.target),
+        ])
+    };
+    remote(pair.new).iter().flat_map(|remote| remote.endpoints.iter().map(row)).collect()
+}
+
+fn disk_rows(pair: &TwoLooks) -> Vec<TableRow> {
+    let row = |now: &DiskCacheStatus| {
+        let before = pair.old.and_then(remote).map_or(&[][..], |remote| &remote.disk_caches);
+        let old = before.iter().find(|old| old.folder == now.folder).cloned().unwrap_or_default();
+        let megabytes = |old, now| tenths(pair.rate(old, now).map(|rate| rate / 1e6));
+        let grown = |old, now: u64| pair.old.map(|_| now.saturating_sub(old));
+        TableRow::Cells(vec![
+            shown(&now.folder),
+            megabytes(old.found_bytes, now.found_bytes),
+            percent(
+                grown(old.found_bytes, now.found_bytes),
+                grown(old.missed_bytes, now.missed_bytes),
+            ),
+            megabytes(old.stored_bytes, now.stored_bytes),
+            now.damaged_blocks.to_string(),
+            shown_path(&pair.new.target),
+        ])
+    };
+    remote(pair.new).iter().flat_map(|remote| remote.disk_caches.iter().map(row)).collect()
+}
+
+impl TwoLooks<'_> {
+    /// The growth of a number from `before` to `now`, per second between both looks.
+    fn rate(&self, before: u64, now: u64) -> Option<f64> {
+        let seconds = self.new.asked.saturating_duration_since(self.old?.asked).as_secs_f64();
+        Some(now.saturating_sub(before) as f64 / seconds.max(0.001))
+    }
+}
+
+/// A number of microseconds. 0 means that no time is known.
+fn known_time(us: u64) -> String {
+    if us > 0 { duration(us) } else { "-".to_owned() }
+}
+
+fn tenths(rate: Option<f64>) -> String {
+    rate.map_or_else(|| "-".to_owned(), |rate| format!("{rate:.1}"))
 }
 
 /// Cuts `lines` to `height`. If this leaves out lines, the last line gives the number of the lines
@@ -252,9 +368,7 @@ fn row(old: Option<&Seen>, new: &Seen) -> TableRow {
     let counters = new.counters();
     let number =
         |count: CounterOf| counters.map_or_else(|| "-".to_owned(), |c| count(c).to_string());
-    let time = |count: CounterOf| {
-        counters.map(count).filter(|us| *us > 0).map_or_else(|| "-".to_owned(), duration)
-    };
+    let time = |count: CounterOf| known_time(counters.map_or(0, count));
     let grown = |count| grown(old, new, count);
     let rate = |count| gigabytes(per_second(old, new, count));
     let cache = new.status.as_ref().map(|status| {
@@ -286,8 +400,7 @@ fn grown(old: Option<&Seen>, new: &Seen, count: CounterOf) -> Option<u64> {
 }
 
 fn per_second(old: Option<&Seen>, new: &Seen, count: CounterOf) -> Option<f64> {
-    let seconds = new.asked.saturating_duration_since(old?.asked).as_secs_f64();
-    Some(grown(old, new, count)? as f64 / seconds.max(0.001))
+    TwoLooks { old, new }.rate(0, grown(old, new, count)?)
 }
 
 /// A file that was read between two looks.
@@ -302,12 +415,11 @@ struct File {
 fn busy_files(old: Option<&Seen>, new: &Seen) -> Vec<File> {
     let files = |seen: &'_ Seen| seen.status.clone().unwrap_or_default().service.files;
     let Some(old) = old else { return Vec::new() };
-    let earlier = files(old);
-    let seconds = new.asked.saturating_duration_since(old.asked).as_secs_f64().max(0.001);
+    let (earlier, pair) = (files(old), TwoLooks { old: Some(old), new });
     let busy = files(new).into_iter().filter_map(|file| {
         let before = earlier.iter().find(|old| old.path == file.path);
         let served_before = before.map_or(0, |old| old.bytes_served);
-        let rate = file.bytes_served.saturating_sub(served_before) as f64 / seconds;
+        let rate = pair.rate(served_before, file.bytes_served)?;
         let path = shown_path(&new.target.join(file.path.trim_start_matches('/')));
         (rate > 0.0).then_some(File { rate, open: file.open, path })
     });
@@ -320,7 +432,7 @@ fn gigabytes(rate: Option<f64>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use tensorfs::internal::counters::CounterValues;
+    use tensorfs::internal::counters::{CounterValues, Waits};
     use tensorfs::internal::mountinfo::Mount;
 
     use super::*;
@@ -356,6 +468,58 @@ mod tests {
             ["/mnt/a", "1.000", "0.000", "100%", "-", "0", "0", "0", "0", "-", "-", "0/0", "64M"]
         );
         assert_eq!(lines[3..], ["    GB/s   OPEN  FILE", "   0.500      3  /mnt/a/m"]);
+    }
+
+    /// A look at a mount that reads from a server with a disk cache, `served` bytes so far.
+    fn remote_seen(asked: Instant, served: u64) -> Seen {
+        let mut seen = seen(asked, served, 0, &[]);
+        let endpoint = EndpointStatus {
+            host: "bucket.example:443".to_owned(),
+            requests: served / 1_000_000,
+            bytes: served,
+            requests_now: 3,
+            retries: 2,
+            hedges: 1,
+            first_byte_us: Waits { p50: 512, p99: 8192, ..Waits::default() },
+        };
+        let disk = DiskCacheStatus {
+            folder: "/cache".to_owned(),
+            found_bytes: served * 3,
+            missed_bytes: served,
+            ..DiskCacheStatus::default()
+        };
+        let remote = RemoteStatus { endpoints: vec![endpoint], disk_caches: vec![disk] };
+        seen.status.as_mut().unwrap().service.remote = Some(remote);
+        seen
+    }
+
+    #[test]
+    fn servers_and_disk_caches_of_remote_sources_have_a_table_each() {
+        let start = Instant::now();
+        let old = remote_seen(start, 1_000_000);
+        let new = remote_seen(start + Duration::from_secs(2), 5_000_000);
+        let lines = page(std::slice::from_ref(&old), std::slice::from_ref(&new), None, None);
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        let shown: Vec<String> = lines[2..].iter().map(|line| words(line)).collect();
+        assert_eq!(
+            shown,
+            [
+                "",
+                "SERVER REQ/s MB/s FLIGHT RETRIES HEDGES P50 P99 MOUNT",
+                "bucket.example:443 2.0 2.0 3 2 1 512 us 8.2 ms /mnt/a",
+                "",
+                "DISK CACHE MB/s HIT STORED MB/s DAMAGED MOUNT",
+                "/cache 6.0 75% 0.0 0 /mnt/a",
+            ]
+        );
+        let first = page(&[], std::slice::from_ref(&new), None, None);
+        assert_eq!(words(&first[4]), "bucket.example:443 - - 3 2 1 512 us 8.2 ms /mnt/a");
+        assert_eq!(words(&first[7]), "/cache - - - 0 /mnt/a");
+        for height in 1..20 {
+            let lines = page(&[], std::slice::from_ref(&new), Some(40), Some(height));
+            assert!(lines.len() <= height, "{lines:#?}");
+            assert_eq!(lines.iter().any(|line| line.starts_with("SERVER")), height >= 9);
+        }
     }
 
     #[test]

@@ -64,7 +64,7 @@ const STORE_PART: u32 = 4;
 
 /// If the missing blocks of one read need more than `REQUESTS_MAX` requests, requests of at most `JOINED_MAX` bytes also
 /// read everything between these blocks, because each request takes a round trip.
-const REQUESTS_MAX: usize = 4;
+const REQUESTS_MAX: usize = 2;
 const JOINED_MAX: u64 = 16 << 20;
 
 /// Shortest and longest pause between two polls for blocks that another reader fetches.

@@ -160,7 +160,7 @@ class RemotePages(TestCase):
         self.env |= {"TENSORFS_CACHE_DIR": str(self.tmp / "cache"), "PATH": f"{BIN.parent}:{os.environ['PATH']}"}
 
     def test_every_command_about_remote_sources_works(self):
-        for page in (ROOT / "docs/guides/object-stores.md", ROOT / "docs/guides/hub.md"):
+        for page in (ROOT / f"docs/guides/{name}.md" for name in ("object-stores", "disk-cache", "hub")):
             for block in re.findall(r"(?m)^```text\n(.*?)^```", page.read_text(), re.DOTALL):
                 for line in block.splitlines():
                     # The helper of mount(8) has tests of its own, and the others need a GPU or are no commands.

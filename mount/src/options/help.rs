@@ -182,7 +182,7 @@ mod tests {
         ("state", "Formats", "formats/checkpoints.md#files-of-torchsave"),
         ("key-command", "Tensorizer", "formats/tensorizer.md#encryption"),
         ("index-dir", "Index", "formats/index.md"),
-        ("cache-dir", "Object stores", "guides/object-stores.md#the-disk-cache"),
+        ("cache-dir", "The disk cache", "guides/disk-cache.md"),
         ("credentials-file", "Object stores", "guides/object-stores.md#credentials-of-one-source"),
         ("watch", "A store that changes", "reference/semantics.md#a-store-that-changes"),
         ("access", "Tenants", "operate/security.md#tenants"),

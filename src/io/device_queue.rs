@@ -181,6 +181,7 @@ impl DeviceQueue {
         if !of_source.may_block && settings.backend != Backend::Pread {
             state.ring = RingState::Wanted;
         }
+        state.queue.has_spare = of_source.may_block;
         DeviceQueue {
             key: of_source.key,
             store,

@@ -22,6 +22,11 @@ pub(super) const STUCK_MAX: usize = SENT_MAX_OF_ONE;
 /// sources.
 pub(crate) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 
+/// Number of reads beyond `SENT_MAX` that a queue with `has_spare` sends, and the number of reads in flight up to which
+/// a source gets them.
+const SPARE: u64 = 32;
+const SPARE_OF_ONE: u64 = 4;
+
 /// A source with this number of overdue reads gets no further reads.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
@@ -101,6 +106,9 @@ pub(super) struct FetchQueue {
     sent: PerSourceLimiter<SourceKey>,
     /// Fetches in flight that are overdue.
     stuck: PerSourceLimiter<SourceKey>,
+    /// Whether sources with few reads in flight may exceed `SENT_MAX`. A server may be busy for some of its objects
+    /// only, and their reads wait for it.
+    pub(super) has_spare: bool,
     /// Number and bytes of the prefetches that are in flight and not overdue.
     prefetches: usize,
     prefetch_bytes: u64,
@@ -118,6 +126,7 @@ impl Default for FetchQueue {
             ready: Default::default(),
             sent: PerSourceLimiter::new(SENT_MAX_OF_ONE as u64, SENT_MAX as u64),
             stuck: PerSourceLimiter::new(STUCK_MAX_OF_ONE as u64, STUCK_MAX as u64),
+            has_spare: false,
             prefetches: 0,
             prefetch_bytes: 0,
             prefetch_bytes_max: u64::MAX,
@@ -181,10 +190,18 @@ impl FetchQueue {
 
     /// The fetch to send next.
     fn next(&self) -> Option<u64> {
-        if !self.sent.has_room() || !self.stuck.has_room() {
+        let [demands, prefetches] = &self.ready;
+        if !self.stuck.has_room() {
             return None;
         }
-        let [demands, prefetches] = &self.ready;
+        if !self.sent.has_room() {
+            let is_spared = |id: &&u64| {
+                let flight = self.flights.get(id);
+                flight.is_some_and(|f| self.sent.held(&SourceKey::of(&f.source)) < SPARE_OF_ONE)
+            };
+            let has_room = self.has_spare && self.sent.total() < SENT_MAX as u64 + SPARE;
+            return demands.iter().filter(|_| has_room).find(is_spared).copied();
+        }
         let may_prefetch =
             self.prefetches < SENT_MAX_OF_ONE || self.prefetch_bytes < self.prefetch_bytes_max;
         demands.first().or_else(|| prefetches.first().filter(|_| may_prefetch)).copied()

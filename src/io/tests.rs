@@ -511,6 +511,25 @@ fn one_source_never_takes_all_of_a_device() {
 }
 
 #[test]
+fn sources_that_wait_for_a_busy_server_leave_reads_to_others() {
+    let (mut queue, _sources, budget, folder, _) = queue_of(2, 100);
+    let jobs: Vec<_> = std::iter::from_fn(|| queue.pick(Instant::now())).collect();
+    assert_eq!(jobs.len(), SENT_MAX);
+    let (_, other) = file(&folder, "other", b"x");
+    for offset in 0..10 {
+        let (fetch, _) = fetch(&other, offset..offset + 1, Priority::Demand, &budget);
+        queue.push(fetch, Instant::now());
+    }
+    assert!(!queue.has_work());
+    queue.has_spare = true;
+    let spared: Vec<_> = std::iter::from_fn(|| queue.pick(Instant::now())).collect();
+    assert_eq!(spared.len(), 4);
+    assert!(spared.iter().all(|job| Arc::ptr_eq(&job.source, &other)));
+    assert!(matches!(queue.finish(spared[0].id), Some(FinishedFetch::Unanswered(_))));
+    assert!(queue.pick(Instant::now()).is_some() && !queue.has_work());
+}
+
+#[test]
 fn an_overdue_fetch_is_answered_once_and_its_source_gets_no_more_until_it_comes_back() {
     let (mut queue, _sources, budget, _folder, answers) = queue_of(1, 100);
     let jobs: Vec<_> = std::iter::from_fn(|| queue.pick(Instant::now())).take(6).collect();

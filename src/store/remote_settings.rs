@@ -1,5 +1,6 @@
 //! Settings of remote sources that options set. They take precedence over environment variables.
 
+use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, Read};
@@ -50,14 +51,38 @@ const OTHER_KEYS: [&str; 11] = [
     "AZURE_STORAGE_BLOB_ENDPOINT",
 ];
 
+/// Parts of the names of all variables that stores read, in upper case.
+const VARIABLES: [&str; 14] = [
+    "AWS_",
+    "AZURE_",
+    "GCE_",
+    "GOOGLE_",
+    "HF_",
+    "HOME",
+    "HUGGING",
+    "IDENTITY_",
+    "NETRC",
+    "OFFLINE",
+    "SSL_CERT",
+    "STORAGE_EMULATOR_HOST",
+    "XDG_CACHE",
+    "_PROXY",
+];
+
+#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
+fn is_read(name: &OsStr) -> bool {
+    let upper = name.to_string_lossy().to_uppercase();
+    VARIABLES.iter().any(|part| upper.contains(part))
+}
+
 /// The settings of one store.
 #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only remote sources ask"))]
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct StoreSettings {
     /// If `None`, the settings of the process are used.
     own: Option<Arc<RemoteSettings>>,
-    /// A hash of the environment variables. A program may set others after a failed attempt, for example in a
-    /// notebook. Then it gets a new store, which has read them.
+    /// A hash of the environment variables that stores read. A program may set others after a failed attempt, for
+    /// example in a notebook. Then it gets a new store, which has read them.
     environment: u64,
 }
 
@@ -66,7 +91,8 @@ impl StoreSettings {
     /// The settings `own` with the present environment variables.
     pub(super) fn new(own: Option<&Arc<RemoteSettings>>) -> StoreSettings {
         let mut hasher = DefaultHasher::new();
-        std::env::vars_os().for_each(|variable| variable.hash(&mut hasher));
+        let read = std::env::vars_os().filter(|(name, _)| is_read(name));
+        read.for_each(|variable| variable.hash(&mut hasher));
         StoreSettings { own: own.cloned(), environment: hasher.finish() }
     }
 

@@ -79,6 +79,9 @@ class Refusals(RemoteCase):
 
     def test_listings_without_etags_are_completed_without_an_error_in_the_log(self):
         self.server.lists_tags = False
+        # An object that the server refuses does not hide the others.
+        self.server.put("bucket", "models/tiny/notes.txt", b"notes")
+        self.server.faults = [{"kind": "error", "status": 403, "match": "notes.txt", "count": 10**9}]
         outcome = self.tensorfs("verify", URL)
         self.assert_done(outcome)
         self.assertEqual(outcome.stderr, "")

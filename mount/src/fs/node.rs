@@ -54,7 +54,7 @@ pub(crate) struct Node {
     was_opened: AtomicBool,
     /// Whether its source was found changed or replaced.
     outdated: AtomicBool,
-    /// The end of the last check that found the sources unchanged.
+    /// The end of the last check that found the sources unchanged, until an open relies on it.
     last_current: Mutex<Option<Instant>>,
     /// Number of listings that contain the node. It is 1 for a folder of the tree. At 0 the node is
     /// kept only while it is open or the kernel refers to it.
@@ -268,7 +268,8 @@ impl Node {
     /// Like `is_outdated`, for an open. The kernel looks a name up just before it opens it. If a
     /// check of that lookup was made by a server, the server is not asked again.
     pub(crate) fn is_outdated_at_open(&self) -> bool {
-        let is_fresh = self.last_current.lock().is_some_and(|at| at.elapsed() < LOOKUP_TO_OPEN);
+        let last = self.last_current.lock().take();
+        let is_fresh = last.is_some_and(|end| end.elapsed() < LOOKUP_TO_OPEN);
         let is_stored = match &self.kind {
             NodeKind::File { content: Content::Virtual(file), .. } => {
                 let is_unchanged_store = |source: &Arc<Source>| {

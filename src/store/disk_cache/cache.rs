@@ -12,7 +12,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use serde::{Deserialize, Serialize};
 
 use super::claims::Claim;
-use super::folder::{FolderUse, folder_use, make_room};
+use super::folder::{FolderUse, device_of, folder_use, make_room};
 use super::lookup::{Taken, add_run};
 use super::object::{BLOCK_LEN, BlockReach, CachedObject, ObjectKey};
 use super::pieces::{SparePieces, pieces_of};
@@ -123,6 +123,8 @@ pub(super) struct DiskCache {
     place: DiskCachePlace,
     /// Whether the folder can be used, and the time of the check. The first access computes this.
     pub(super) folder: Mutex<Option<(Instant, FolderUse)>>,
+    /// The device of the folder at its first check.
+    device: Mutex<Option<u64>>,
     /// Open objects, with the time of their last use.
     pub(super) objects: Mutex<HashMap<Digest, (Instant, Arc<CachedObject>)>>,
     /// The end of the pause in which nothing is stored, and its reason.
@@ -142,6 +144,7 @@ impl DiskCache {
         DiskCache {
             place: place.clone(),
             folder: Mutex::default(),
+            device: Mutex::default(),
             objects: Mutex::default(),
             paused: Mutex::default(),
             told: Mutex::default(),
@@ -169,14 +172,30 @@ impl DiskCache {
         if let FolderUse::ReadOnly(why) | FolderUse::Unusable(why) = &found {
             self.tell(why);
         }
+        *self.device.lock() = device_of(&self.place.folder);
         *self.folder.lock() = Some((Instant::now(), found.clone()));
         found
     }
 
-    /// Whether objects can be added after another check of the folder. `false` if the last check was just now.
+    /// Creates the folder anew after it was removed. Returns whether objects can be added. `false` if the last check
+    /// was just now. If the check fails, nothing is stored for a while.
     fn is_usable_again(&self) -> bool {
         let is_due = |(checked, _): &(Instant, FolderUse)| checked.elapsed() >= FOLDER_CHECKS;
-        self.folder.lock().as_ref().is_none_or(is_due) && self.check_folder() == FolderUse::Usable
+        if !self.folder.lock().as_ref().is_none_or(is_due) {
+            return false;
+        }
+        let found = match device_of(&self.place.folder) == *self.device.lock() {
+            true => folder_use(&self.place.folder),
+            false => FolderUse::Unusable("its file system is not mounted".to_owned()),
+        };
+        match &found {
+            FolderUse::Usable => *self.folder.lock() = Some((Instant::now(), found)),
+            FolderUse::ReadOnly(why) | FolderUse::Unusable(why) => {
+                self.pause(why);
+                return false;
+            }
+        }
+        true
     }
 
     /// Logs a failure. The first failure is logged as a warning.

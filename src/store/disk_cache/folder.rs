@@ -61,6 +61,11 @@ pub(super) fn folder_use(folder: &Path) -> FolderUse {
     }
 }
 
+/// The device of the folder, or of the nearest folder above it that exists.
+pub(super) fn device_of(folder: &Path) -> Option<u64> {
+    folder.ancestors().find_map(|folder| std::fs::metadata(folder).ok()).map(|meta| meta.dev())
+}
+
 /// Whether the file system of the folder supports files with holes.
 fn has_holes(folder: &Path) -> io::Result<bool> {
     let number = getrandom::u64().map_err(|e| io::Error::other(e.to_string()))?;

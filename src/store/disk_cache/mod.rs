@@ -67,6 +67,9 @@ const STORE_PART: u32 = 4;
 const REQUESTS_MAX: usize = 2;
 const JOINED_MAX: u64 = 16 << 20;
 
+/// A claim counts as that of a stopped process if a wait of at least this time was in vain.
+const STUCK_AFTER: Duration = Duration::from_millis(500);
+
 /// Shortest and longest pause between two polls for blocks that another reader fetches.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
@@ -129,7 +132,9 @@ impl CachedStore {
                     pause = (pause * 2).min(POLL_INTERVALS.1);
                     todo.extend(requests_of(&cache.take(object, &runs, offset, buf, patience)));
                     if patience.is_over() {
-                        object.note_stuck_claim();
+                        if !todo.is_empty() && patience.whole() >= STUCK_AFTER {
+                            object.note_stuck_claim();
+                        }
                         break;
                     }
                 }

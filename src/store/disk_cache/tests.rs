@@ -369,7 +369,7 @@ fn a_folder_that_is_removed_is_made_anew_but_not_with_each_read() {
 }
 
 #[test]
-fn a_folder_that_is_made_anew_is_checked_like_a_new_one() {
+fn a_folder_that_cannot_be_made_anew_is_a_pause_and_not_the_end() {
     let bench = Bench::new();
     bench.assert_right(0..LEN as u64);
     let cache = cache_in(&bench.place());
@@ -381,7 +381,8 @@ fn a_folder_that_is_made_anew_is_checked_like_a_new_one() {
     *cache.folder.lock() = Some((checked, FolderUse::Usable));
     let found = bench.read_again("s3://b/other", 1, 0..LEN as u64);
     assert!(found == bench.store.bytes);
-    assert!(matches!(cache.folder(), FolderUse::Unusable(_)));
+    assert!(bench.status().paused.is_some());
+    assert_eq!(cache.folder(), FolderUse::Usable);
 }
 
 #[test]

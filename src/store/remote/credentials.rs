@@ -66,7 +66,7 @@ struct Held<C> {
     found: Found<C>,
     /// The provider of earlier credentials. It may fail for a while when it is asked for new ones.
     earlier: Option<&'static str>,
-    /// The time of the last question. `None` if the next request asks at once.
+    /// The time of the last question.
     asked: Option<Instant>,
 }
 
@@ -177,15 +177,14 @@ impl<C: SigningCredential> CredentialChain<C> {
         if !have_ended {
             return None;
         }
-        let mut held = self.held.lock().await;
-        (held.found, held.asked) = (None, None);
+        self.held.lock().await.found = None;
         Some(Trouble::Broken(format!("{}: the credentials have ended", refusal.said)))
     }
 }
 
 /// The error if the credentials of `earlier` have ended.
 fn ended(earlier: &str) -> Trouble {
-    let why = format!("the credentials from {earlier} have ended, and there are no new ones yet");
+    let why = format!("the credentials have ended, and {earlier} has no new ones yet");
     Trouble::Passing { why, after: None }
 }
 

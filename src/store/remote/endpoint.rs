@@ -218,7 +218,7 @@ impl Endpoint {
         drop(slot);
         patience.pause_before_retry(trouble).await?;
         self.counters.retries.add(1);
-        self.slot(patience.deadline()).await
+        self.slot(patience.deadline()).await.map_err(|_| patience.no_place())
     }
 
     /// The headers of the answer to a request whose body is not needed.
@@ -349,7 +349,7 @@ impl Endpoint {
                 ));
             }
             *have += frame.len();
-            if pace.is_too_slow(*have, parts.len(), patience.deadline()) {
+            if pace.is_too_slow(*have, parts.len(), patience) {
                 return Err(Trouble::Slow(format!("an answer from {} comes slowly", self.host)));
             }
         }
@@ -393,11 +393,12 @@ impl Requests for Endpoint {
 
     async fn look(&self, target: &str, deadline: Instant) -> io::Result<ObjectState> {
         let asked = self.headers(&Wanted::new(Method::HEAD, target), deadline).await;
-        match asked {
+        let refused = match asked {
             Ok((_, headers)) => {
                 if let Some(len) = len_of(&headers) {
                     return Ok(ObjectState::of_headers(&headers, len));
                 }
+                None
             }
             // The answer to HEAD has no body, so a refusal has no code.
             Err(e)
@@ -406,9 +407,12 @@ impl Requests for Endpoint {
                     io::ErrorKind::Unsupported
                         | io::ErrorKind::PermissionDenied
                         | io::ErrorKind::Other
-                ) => {}
+                ) =>
+            {
+                Some(e)
+            }
             Err(e) => return Err(e),
-        }
+        };
         // If the server refuses HEAD, or sends no length with it, the answer to a range request has the length or
         // the reason.
         let mut wanted = Wanted::new(Method::GET, target);
@@ -419,10 +423,10 @@ impl Requests for Endpoint {
             (StatusCode::PARTIAL_CONTENT, Some((_, Some(len)))) => {
                 Ok(ObjectState::of_headers(&headers, len))
             }
-            _ => {
+            _ => Err(refused.unwrap_or_else(|| {
                 let why = format!("{} tells no length: it has to serve ranges", self.host);
-                Err(io::Error::new(io::ErrorKind::InvalidData, why))
-            }
+                io::Error::new(io::ErrorKind::InvalidData, why)
+            })),
         }
     }
 }

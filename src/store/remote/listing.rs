@@ -12,7 +12,7 @@ use super::request::Requests;
 use super::state::ObjectState;
 
 /// Maximum number of objects of one folder that are requested by their names.
-pub(super) const NAMES_MAX: usize = 100_000;
+const NAMES_MAX: usize = 100_000;
 
 /// Whether an entry of a folder can have this name.
 pub(super) fn is_entry_name(name: &str) -> bool {
@@ -31,15 +31,15 @@ pub(super) enum StoreEntry {
     Folder,
 }
 
-/// The objects among `targets`, which are names with their paths in URLs, that exist. A refusal of one of
-/// `optional` means that it does not exist.
+/// The objects among `targets`, which are names with their paths in URLs, that exist. Those for which `is_left_out`
+/// accepts the error are left out.
 ///
 /// # Errors
 /// If there are more than `NAMES_MAX` of them, or the server refuses a request.
 pub(super) async fn look_up_all(
     requests: &Arc<impl Requests>,
     targets: Vec<(String, String)>,
-    optional: &[&str],
+    is_left_out: impl Fn(&str, &io::Error) -> bool,
     deadline: Instant,
 ) -> io::Result<StoreEntries> {
     if targets.len() > NAMES_MAX {
@@ -63,9 +63,7 @@ pub(super) async fn look_up_all(
         match state {
             Ok(state) => drop(found.insert(name, StoreEntry::Object(state))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e)
-                if optional.contains(&name.as_str())
-                    && e.kind() == io::ErrorKind::PermissionDenied => {}
+            Err(e) if is_left_out(&name, &e) => {}
             Err(e) => return Err(e),
         }
     }

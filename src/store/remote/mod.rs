@@ -91,7 +91,7 @@ struct RemoteStore {
     pinned: PinnedCommit,
     /// Whether the log has the warning about objects that nothing but their length identifies.
     is_unversioned: AtomicBool,
-    /// The last look at each object.
+    /// The objects that are looked at now.
     looks: PerProcess<Mutex<HashMap<String, Arc<SharedLook>>>>,
     /// The time at which each folder was last found. Most folders have no state of their own.
     folders: PerProcess<Mutex<HashMap<String, Instant>>>,
@@ -280,7 +280,14 @@ impl StoreKind for RemoteStore {
         let deadline = self.deadline(None);
         let looks = self.looks.get_or_init(Mutex::default);
         let shared = looks.lock().entry(key.clone()).or_default().clone();
-        match self.run(deadline, shared.get(|| self.look(&key, deadline)))? {
+        let seen = self.run(deadline, shared.get(|| self.look(&key, deadline)));
+        let mut all = looks.lock();
+        // Nobody else waits for it.
+        if Arc::strong_count(&shared) == 2 {
+            all.remove(&key);
+        }
+        drop(all);
+        match seen? {
             None => self.folder_version(&key),
             Some(state) => {
                 if let Access::Web(web) = &self.endpoint()?.access {

@@ -13,6 +13,10 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 const STALL_FIRST: Duration = Duration::from_secs(3);
 const STALL_MIN: Duration = Duration::from_millis(200);
 
+/// Longest wait for the next byte in any try. Otherwise a reader without a deadline could wait for a dead
+/// connection for an hour.
+const STALL_MAX: Duration = Duration::from_secs(60);
+
 /// Maximum number of consecutive tries without any connection, for a request that no read of a user waits for.
 const UNREACHABLE_MAX: u32 = 4;
 
@@ -102,7 +106,7 @@ impl Patience {
     pub(super) fn stall_limit(&self) -> Duration {
         let first = STALL_FIRST.min(self.deadline.saturating_duration_since(self.began) / 4);
         let left = self.deadline.saturating_duration_since(Instant::now());
-        first.saturating_mul(1 << self.failures.min(10)).min(left).max(STALL_MIN)
+        first.saturating_mul(1 << self.failures.min(10)).min(STALL_MAX).min(left).max(STALL_MIN)
     }
 
     /// Resets the counts of failures, because bytes have arrived.
@@ -152,6 +156,12 @@ impl Patience {
         Ok(())
     }
 
+    /// The error if other requests take all places for requests to the server up to the deadline.
+    pub(super) fn no_place(&self) -> io::Error {
+        let why = "other requests to the server wait too";
+        io::Error::new(io::ErrorKind::TimedOut, self.given_up(why))
+    }
+
     fn given_up(&self, why: &str) -> String {
         let (tries, seconds) = (self.tries, self.began.elapsed().as_secs_f64());
         let tries = if tries == 1 { "1 try".to_owned() } else { format!("{tries} tries") };
@@ -173,16 +183,17 @@ impl Pace {
         Pace { window, since: Instant::now(), have }
     }
 
-    /// Whether `have` of `wanted` bytes came so slowly that the rest would take more than half of the time up
-    /// to `deadline`. Then another request is likely faster.
-    pub(super) fn is_too_slow(&mut self, have: usize, wanted: usize, deadline: Instant) -> bool {
+    /// Whether `have` of `wanted` bytes came so slowly that another request is likely faster: in the first try,
+    /// if the rest would take more than half of the time that is left, and in later tries, if it would end too late.
+    pub(super) fn is_too_slow(&mut self, have: usize, wanted: usize, patience: &Patience) -> bool {
         let (now, elapsed) = (Instant::now(), self.since.elapsed());
         if elapsed < self.window {
             return false;
         }
         let rest = elapsed.mul_f64((wanted - have) as f64 / (have - self.have).max(1) as f64);
         (self.since, self.have) = (now, have);
-        rest > deadline.saturating_duration_since(now) / 2
+        let left = patience.deadline.saturating_duration_since(now);
+        rest > if patience.failures == 0 { left / 2 } else { left } && left > STALL_MIN * 4
     }
 }
 
@@ -215,17 +226,20 @@ mod tests {
 
     #[test]
     fn an_answer_is_too_slow_if_its_rest_takes_half_of_the_time_that_is_left() {
-        let deadline = Instant::now() + Duration::from_secs(100);
+        let mut patience = Patience::until(Instant::now() + Duration::from_secs(120), true);
         let mut pace = Pace::new(Duration::from_secs(3), 0);
-        assert!(!pace.is_too_slow(1, 1 << 20, deadline));
-        let after_three_seconds = |have: usize| {
+        assert!(!pace.is_too_slow(1, 1 << 20, &patience));
+        let after_three_seconds = |patience: &Patience, have: usize| {
             let since = Instant::now().checked_sub(Duration::from_secs(3))?;
             let mut pace = Pace { since, ..Pace::new(Duration::from_secs(3), 0) };
-            Some(pace.is_too_slow(have, 1000, deadline))
+            Some(pace.is_too_slow(have, 1000, patience))
         };
         // At 30 bytes in 3 s, the rest takes 97 s, and at 90 bytes, it takes 30 s.
-        assert_ne!(after_three_seconds(30), Some(false));
-        assert_ne!(after_three_seconds(90), Some(true));
+        assert_ne!(after_three_seconds(&patience, 30), Some(false));
+        assert_ne!(after_three_seconds(&patience, 90), Some(true));
+        patience.failures = 1;
+        assert_ne!(after_three_seconds(&patience, 30), Some(true));
+        assert_ne!(after_three_seconds(&patience, 10), Some(false));
     }
 
     fn pauses_of(limit: Duration, after: Option<Duration>) -> (u32, io::Error) {

@@ -20,7 +20,7 @@ use reqwest::header::{HeaderName, HeaderValue};
 use serde::Deserialize;
 
 use super::credentials::{PROFILE, Providers, Signed, Variable, is_on, sign_with};
-use super::listing::{NAMES_MAX, StoreEntries, StoreEntry, is_entry_name, look_up_all};
+use super::listing::{StoreEntries, StoreEntry, is_entry_name, look_up_all};
 use super::patience::Trouble;
 use super::request::{Refusal, Requests, Wanted};
 use super::shared::RemoteClients;
@@ -34,6 +34,9 @@ const PAGE_LEN_MAX: usize = 16 << 20;
 
 /// Maximum number of pages of a listing. A folder with more than a million keys is not a checkpoint.
 const PAGES_MAX: usize = 1000;
+
+/// Maximum number of objects of one folder that are looked at for their ETags.
+const LOOKS_MAX: usize = 4096;
 
 /// The region of a bucket if none is configured. The server's answer corrects it.
 const REGION: &str = "us-east-1";
@@ -198,10 +201,11 @@ fn own_base(server: &str, bucket: &str, in_host: bool) -> io::Result<String> {
 }
 
 /// `listed`, the entries of the folder `key`, with the ETags that the objects' own answers have. The listings of
-/// some servers have none. If there are too many such objects, they stay as they are listed.
+/// some servers have none. Objects that the server refuses stay as they are listed, and so do all of them if there are
+/// too many.
 ///
 /// # Errors
-/// If the server refuses a request, or does not answer in time.
+/// If looking at all objects takes too long.
 pub(super) async fn with_tags(
     requests: &Arc<impl Requests>,
     key: &str,
@@ -214,10 +218,8 @@ pub(super) async fn with_tags(
     let target = |name: &str| format!("/{}", escaped_key(&format!("{key}{slash}{name}")));
     let without = listed.iter().filter(|(_, entry)| has_no_tag(entry));
     let targets: Vec<_> = without.map(|(name, _)| (name.clone(), target(name))).collect();
-    if !targets.is_empty() && targets.len() <= NAMES_MAX {
-        let seen = look_up_all(requests, targets, &[], deadline).await?;
-        listed.retain(|_, entry| !has_no_tag(entry));
-        listed.extend(seen);
+    if !targets.is_empty() && targets.len() <= LOOKS_MAX {
+        listed.extend(look_up_all(requests, targets, |_, _| true, deadline).await?);
     }
     Ok(listed)
 }

@@ -144,8 +144,7 @@ impl WebAccess {
             Err(e) => return Err(e),
         }
         let targets = wanted.into_iter().map(|name| (name.clone(), target(key, &name))).collect();
-        // Some servers answer "forbidden" for files that do not exist.
-        let found = look_up_all(requests, targets, &BESIDE, deadline).await?;
+        let found = look_up_all(requests, targets, may_be_absent, deadline).await?;
         if found.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(found) }
     }
 
@@ -204,6 +203,11 @@ pub(super) fn is_file_name(name: &str) -> bool {
         || OF_FILES.iter().any(|end| name.ends_with(end))
 }
 
+/// Whether the error of the file `name` may mean that it does not exist. Some servers answer "forbidden" then.
+fn may_be_absent(name: &str, e: &io::Error) -> bool {
+    BESIDE.contains(&name) && e.kind() == io::ErrorKind::PermissionDenied
+}
+
 /// The path in a URL of the entry `name` of the folder `key`.
 pub(super) fn target(key: &str, name: &str) -> String {
     let slash = if key.is_empty() || name.is_empty() { "" } else { "/" };
@@ -233,7 +237,7 @@ async fn whole_listing(
     if !says_same {
         let is_file = |(_, entry): &(&String, &StoreEntry)| **entry != StoreEntry::Folder;
         let files = found.iter().filter(is_file).map(|(name, _)| (name.clone(), target(key, name)));
-        let seen = look_up_all(requests, files.collect(), &BESIDE, deadline).await?;
+        let seen = look_up_all(requests, files.collect(), may_be_absent, deadline).await?;
         found.retain(|_, entry| *entry == StoreEntry::Folder);
         found.extend(seen);
     }

@@ -109,7 +109,7 @@ fn after_one_wait_for_a_claim_in_vain_readers_of_the_object_wait_for_no_claim() 
     let mut buf = vec![0; 8 * BLOCK_LEN as usize];
     let cache = cache_in(&bench.place());
     while !cache.opened(&key).is_some_and(|object| object.has_stuck_claims()) {
-        let until = Instant::now() + Duration::from_millis(100);
+        let until = Instant::now() + Duration::from_secs(2);
         cached.read("s3://b/object".as_ref(), &version, 0, &mut buf, Some(until)).unwrap();
         assert!(buf == bench.store.bytes[..buf.len()]);
     }

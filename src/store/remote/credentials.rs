@@ -41,7 +41,7 @@ const RENEWAL_INTERVAL: Duration = Duration::from_secs(10);
 const USABLE_MIN: Duration = Duration::from_secs(12);
 
 /// Shortest interval of attempts to renew credentials that have ended.
-const ENDED_INTERVAL: Duration = Duration::from_secs(1);
+const ENDED_INTERVAL: Duration = Duration::from_millis(300);
 
 /// The variable with the URL of a service for temporary credentials (STS) that replaces the service of AWS.
 const STS: &str = "AWS_ENDPOINT_URL_STS";

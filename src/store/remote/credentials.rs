@@ -41,7 +41,7 @@ const RENEWAL_INTERVAL: Duration = Duration::from_secs(10);
 const USABLE_MIN: Duration = Duration::from_secs(12);
 
 /// Shortest interval of attempts to renew credentials that have ended.
-const ENDED_INTERVAL: Duration = Duration::from_millis(300);
+const ENDED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The variable with the URL of a service for temporary credentials (STS) that replaces the service of AWS.
 const STS: &str = "AWS_ENDPOINT_URL_STS";
@@ -66,7 +66,7 @@ struct Held<C> {
     found: Found<C>,
     /// The provider of earlier credentials. It may fail for a while when it is asked for new ones.
     earlier: Option<&'static str>,
-    /// The time of the last question.
+    /// The time of the last question. `None` if the next request asks at once.
     asked: Option<Instant>,
 }
 
@@ -177,7 +177,8 @@ impl<C: SigningCredential> CredentialChain<C> {
         if !have_ended {
             return None;
         }
-        self.held.lock().await.found = None;
+        let mut held = self.held.lock().await;
+        (held.found, held.asked) = (None, None);
         Some(Trouble::Broken(format!("{}: the credentials have ended", refusal.said)))
     }
 }

@@ -181,7 +181,7 @@ impl DeviceQueue {
         if !of_source.may_block && settings.backend != Backend::Pread {
             state.ring = RingState::Wanted;
         }
-        state.queue.has_spare = of_source.may_block;
+        state.queue.has_spare = store.is_some();
         DeviceQueue {
             key: of_source.key,
             store,

@@ -11,7 +11,8 @@ use super::memory::{ReadTarget, ReservedBytes};
 use super::{CachedPages, Effort, Fetch, FetchCallback, Priority};
 use crate::source::Source;
 
-/// Maximum number of reads of a device that are in flight in the kernel, including overdue ones.
+/// Maximum number of reads of a device that are in flight in the kernel, including overdue ones. A queue with
+/// `has_spare` may have `SPARE` more.
 pub(super) const SENT_MAX: usize = 64;
 
 /// A device with this number of overdue reads gets no further reads. So a device that does not answer occupies only a
@@ -200,7 +201,7 @@ impl FetchQueue {
                 flight.is_some_and(|f| self.sent.held(&SourceKey::of(&f.source)) < SPARE_OF_ONE)
             };
             let has_room = self.has_spare && self.sent.total() < SENT_MAX as u64 + SPARE;
-            return demands.iter().filter(|_| has_room).find(is_spared).copied();
+            return if has_room { demands.iter().find(is_spared).copied() } else { None };
         }
         let may_prefetch =
             self.prefetches < SENT_MAX_OF_ONE || self.prefetch_bytes < self.prefetch_bytes_max;

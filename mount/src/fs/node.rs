@@ -279,7 +279,13 @@ impl Node {
             }
             _ => false,
         };
-        !(is_fresh && is_stored) && self.is_outdated()
+        if is_fresh && is_stored {
+            return false;
+        }
+        let is_outdated = self.is_outdated();
+        // The check of an open is not that of a lookup.
+        *self.last_current.lock() = None;
+        is_outdated
     }
 
     /// Whether an earlier check found the proved content changed. Does not access the source.

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use serde::{Deserialize, Serialize};
 
 use super::claims::Claim;
-use super::folder::{FolderUse, device_of, folder_use, make_room};
+use super::folder::{FolderUse, folder_use, is_mounted, make_room, mount_point_of};
 use super::lookup::{Taken, add_run};
 use super::object::{BLOCK_LEN, BlockReach, CachedObject, ObjectKey};
 use super::pieces::{SparePieces, pieces_of};
@@ -123,8 +124,8 @@ pub(super) struct DiskCache {
     place: DiskCachePlace,
     /// Whether the folder can be used, and the time of the check. The first access computes this.
     pub(super) folder: Mutex<Option<(Instant, FolderUse)>>,
-    /// The device of the folder at its first check.
-    device: Mutex<Option<u64>>,
+    /// The mount point of the folder's file system at the first check.
+    mount_point: Mutex<Option<PathBuf>>,
     /// Open objects, with the time of their last use.
     pub(super) objects: Mutex<HashMap<Digest, (Instant, Arc<CachedObject>)>>,
     /// The end of the pause in which nothing is stored, and its reason.
@@ -144,7 +145,7 @@ impl DiskCache {
         DiskCache {
             place: place.clone(),
             folder: Mutex::default(),
-            device: Mutex::default(),
+            mount_point: Mutex::default(),
             objects: Mutex::default(),
             paused: Mutex::default(),
             told: Mutex::default(),
@@ -172,7 +173,7 @@ impl DiskCache {
         if let FolderUse::ReadOnly(why) | FolderUse::Unusable(why) = &found {
             self.tell(why);
         }
-        *self.device.lock() = device_of(&self.place.folder);
+        *self.mount_point.lock() = mount_point_of(&self.place.folder);
         *self.folder.lock() = Some((Instant::now(), found.clone()));
         found
     }
@@ -184,7 +185,8 @@ impl DiskCache {
         if !self.folder.lock().as_ref().is_none_or(is_due) {
             return false;
         }
-        let found = match device_of(&self.place.folder) == *self.device.lock() {
+        let was_on = self.mount_point.lock().clone();
+        let found = match was_on.is_none_or(|point| is_mounted(&point)) {
             true => folder_use(&self.place.folder),
             false => FolderUse::Unusable("its file system is not mounted".to_owned()),
         };

@@ -61,9 +61,20 @@ pub(super) fn folder_use(folder: &Path) -> FolderUse {
     }
 }
 
-/// The device of the folder, or of the nearest folder above it that exists.
-pub(super) fn device_of(folder: &Path) -> Option<u64> {
-    folder.ancestors().find_map(|folder| std::fs::metadata(folder).ok()).map(|meta| meta.dev())
+fn device_of(path: &Path) -> Option<u64> {
+    std::fs::metadata(path).ok().map(|meta| meta.dev())
+}
+
+/// The mount point of the file system of the folder: the uppermost folder above it with the same device.
+pub(super) fn mount_point_of(folder: &Path) -> Option<PathBuf> {
+    let device = device_of(folder)?;
+    let same = folder.ancestors().take_while(|above| device_of(above) == Some(device));
+    same.last().map(Path::to_owned)
+}
+
+/// Whether a file system is mounted on `point`.
+pub(super) fn is_mounted(point: &Path) -> bool {
+    point.parent().is_none_or(|above| device_of(point).is_some_and(|d| Some(d) != device_of(above)))
 }
 
 /// Whether the file system of the folder supports files with holes.

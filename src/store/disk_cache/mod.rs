@@ -103,6 +103,7 @@ impl CachedStore {
     ) -> io::Result<()> {
         let CachedRead { cache, offset, patience, .. } = *read;
         let mut pause = POLL_INTERVALS.0;
+        let mut busy_since: Option<Instant> = None;
         let mut todo = requests_of(runs);
         while let Some(NearRuns { span, runs }) = todo.pop() {
             let claim = if cache.may_store(patience.whole()) && object.writable {
@@ -128,11 +129,13 @@ impl CachedStore {
                 }
                 Some(Claim::Busy(_)) => {
                     cache.counters.waits.add(1);
+                    busy_since.get_or_insert_with(Instant::now);
                     std::thread::sleep(pause);
                     pause = (pause * 2).min(POLL_INTERVALS.1);
                     todo.extend(requests_of(&cache.take(object, &runs, offset, buf, patience)));
                     if patience.is_over() {
-                        if !todo.is_empty() && patience.whole() >= STUCK_AFTER {
+                        let waited = busy_since.is_some_and(|since| since.elapsed() >= STUCK_AFTER);
+                        if !todo.is_empty() && waited {
                             object.note_stuck_claim();
                         }
                         break;

@@ -423,10 +423,13 @@ impl Requests for Endpoint {
             (StatusCode::PARTIAL_CONTENT, Some((_, Some(len)))) => {
                 Ok(ObjectState::of_headers(&headers, len))
             }
-            _ => Err(refused.unwrap_or_else(|| {
+            _ => {
                 let why = format!("{} tells no length: it has to serve ranges", self.host);
-                io::Error::new(io::ErrorKind::InvalidData, why)
-            })),
+                Err(match refused {
+                    Some(e) => io::Error::new(e.kind(), format!("{e}; {why}")),
+                    None => io::Error::new(io::ErrorKind::InvalidData, why),
+                })
+            }
         }
     }
 }

@@ -286,7 +286,7 @@ impl StoreKind for RemoteStore {
         if Arc::strong_count(&shared) == 2 {
             all.remove(&key);
         }
-        drop(all);
+        drop((shared, all));
         match seen? {
             None => self.folder_version(&key),
             Some(state) => {

@@ -15,7 +15,7 @@ const STALL_MIN: Duration = Duration::from_millis(200);
 
 /// Longest wait for the next byte in any try. Otherwise a reader without a deadline could wait for a dead
 /// connection for an hour.
-const STALL_MAX: Duration = Duration::from_secs(60);
+const STALL_MAX: Duration = Duration::from_secs(5 * 60);
 
 /// Maximum number of consecutive tries without any connection, for a request that no read of a user waits for.
 const UNREACHABLE_MAX: u32 = 4;

@@ -35,9 +35,6 @@ const PAGE_LEN_MAX: usize = 16 << 20;
 /// Maximum number of pages of a listing. A folder with more than a million keys is not a checkpoint.
 const PAGES_MAX: usize = 1000;
 
-/// Maximum number of objects of one folder that are looked at for their ETags.
-const LOOKS_MAX: usize = 4096;
-
 /// The region of a bucket if none is configured. The server's answer corrects it.
 const REGION: &str = "us-east-1";
 
@@ -201,11 +198,10 @@ fn own_base(server: &str, bucket: &str, in_host: bool) -> io::Result<String> {
 }
 
 /// `listed`, the entries of the folder `key`, with the ETags that the objects' own answers have. The listings of
-/// some servers have none. Objects that the server refuses stay as they are listed, and so do all of them if there are
-/// too many.
+/// some servers have none. Objects that the server refuses stay as they are listed.
 ///
 /// # Errors
-/// If looking at all objects takes too long.
+/// If the server does not answer in time, or there are too many objects.
 pub(super) async fn with_tags(
     requests: &Arc<impl Requests>,
     key: &str,
@@ -218,9 +214,11 @@ pub(super) async fn with_tags(
     let target = |name: &str| format!("/{}", escaped_key(&format!("{key}{slash}{name}")));
     let without = listed.iter().filter(|(_, entry)| has_no_tag(entry));
     let targets: Vec<_> = without.map(|(name, _)| (name.clone(), target(name))).collect();
-    if !targets.is_empty() && targets.len() <= LOOKS_MAX {
-        listed.extend(look_up_all(requests, targets, |_, _| true, deadline).await?);
-    }
+    let is_refusal = |_: &str, e: &io::Error| {
+        use io::ErrorKind::{Other, PermissionDenied, Unsupported};
+        matches!(e.kind(), Other | PermissionDenied | Unsupported)
+    };
+    listed.extend(look_up_all(requests, targets, is_refusal, deadline).await?);
     Ok(listed)
 }
 

@@ -119,25 +119,24 @@ class Settings(RemoteCase):
         self.assert_whole(**none)
         self.assertTrue(all("/eu-central-7/s3/" in line["Authorization"] for line in self.server.requests))
 
-    def test_keys_that_end_soon_are_used_while_their_service_does_not_answer(self):
+    def renewals(self, seconds):
+        """A service of keys that end after `seconds`, and the variables for it."""
         services = ObjectServer(handler=Renewals)
-        (services.slow, services.seconds) = (False, 100)
+        (services.slow, services.seconds) = (False, seconds)
         self.enterContext(services)
         self.server.session_token = "a session"
         keys = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
-        keys["AWS_CONTAINER_CREDENTIALS_FULL_URI"] = services.url + "/keys"
+        return services, {**keys, "AWS_CONTAINER_CREDENTIALS_FULL_URI": services.url + "/keys"}
+
+    def test_keys_that_end_soon_are_used_while_their_service_does_not_answer(self):
+        services, keys = self.renewals(100)
         with self.mount("cache-dir=none", **keys) as mount:
             services.slow = True
             self.assertTrue((mount.path / FILE).read_bytes() == self.whole)
             self.assertNotIn("ERROR", mount.log())
 
     def test_keys_that_have_ended_are_waited_for(self):
-        services = ObjectServer(handler=Renewals)
-        (services.slow, services.seconds) = (False, 15)
-        self.enterContext(services)
-        self.server.session_token = "a session"
-        keys = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
-        keys["AWS_CONTAINER_CREDENTIALS_FULL_URI"] = services.url + "/keys"
+        services, keys = self.renewals(15)
         with self.mount("cache-dir=none", **keys) as mount:
             with open(mount.path / FILE, "rb", buffering=0) as file:
                 services.slow = True

@@ -196,8 +196,8 @@ fn write_all(text: &str) -> io::Result<()> {
 }
 
 /// The activity between two looks: one line for each mount of the second look, the busiest first,
-/// then the servers and disk caches of remote sources, then the busiest files. The page has at most `width` columns and `height` lines. It says how many
-/// lines are missing.
+/// then the servers and disk caches of remote sources, then the busiest files. The page has at most
+/// `width` columns and `height` lines. It says how many lines are missing.
 fn page(before: &[Seen], now: &[Seen], width: Option<usize>, height: Option<usize>) -> Vec<String> {
     if now.is_empty() {
         return vec!["no tensorfs mounts".to_owned()];

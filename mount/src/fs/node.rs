@@ -270,7 +270,7 @@ impl Node {
     pub(crate) fn is_outdated_at_open(&self) -> bool {
         let last = self.last_current.lock().take();
         let is_fresh = last.is_some_and(|end| end.elapsed() < LOOKUP_TO_OPEN);
-        let is_stored = match &self.kind {
+        let is_stored = || match &self.kind {
             NodeKind::File { content: Content::Virtual(file), .. } => {
                 let is_unchanged_store = |source: &Arc<Source>| {
                     source.local().is_none() && source.check_after_read().is_ok()
@@ -279,7 +279,7 @@ impl Node {
             }
             _ => false,
         };
-        if is_fresh && is_stored {
+        if is_fresh && is_stored() {
             return false;
         }
         let is_outdated = self.is_outdated();

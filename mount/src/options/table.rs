@@ -482,6 +482,7 @@ const READING: &[OptionRow] = &[
         |options, value| {
             let seconds = value.parse::<u32>().map_err(|_| "seconds, or 0 for none")?;
             options.io_timeout = (seconds > 0).then(|| Duration::from_secs(seconds.into()));
+            // Requests that no read waits for have the same limit.
             options.remote.timeout = Some(options.io_timeout.unwrap_or(Duration::MAX));
             Ok(())
         },

@@ -67,7 +67,7 @@ const STORE_PART: u32 = 4;
 const REQUESTS_MAX: usize = 2;
 const JOINED_MAX: u64 = 16 << 20;
 
-/// A claim counts as that of a stopped process if a wait of at least this time was in vain.
+/// Minimum wait for the blocks of a claim after which the claim counts as stuck. Its process may be stopped.
 const STUCK_AFTER: Duration = Duration::from_millis(500);
 
 /// Shortest and longest pause between two polls for blocks that another reader fetches.

@@ -60,7 +60,7 @@ pub(super) const TEMPORARY: &str = "tmp";
 /// Minimum number of seconds between two updates of the time of last use of an object.
 const USE_NOTED: i64 = 5;
 
-/// Time after a wait for a claim in vain in which readers of the object do not wait for claims.
+/// Time for which readers of an object do not wait for claims after one was stuck.
 const UNAWAITED: Duration = Duration::from_secs(60);
 
 /// The places where a read of blocks may look for the bytes.
@@ -275,12 +275,12 @@ impl CachedObject {
         }
     }
 
-    /// Notes that a reader has waited for a claim in vain. Its holder may be a stopped process.
+    /// Notes that a claim is stuck: its blocks did not come in the time of a reader.
     pub(super) fn note_stuck_claim(&self) {
         *self.unawaited.lock() = Some(Instant::now() + UNAWAITED);
     }
 
-    /// Whether a reader has waited for a claim in vain lately.
+    /// Whether a claim was stuck in the last `UNAWAITED`.
     pub(super) fn has_stuck_claims(&self) -> bool {
         self.unawaited.lock().is_some_and(|until| Instant::now() < until)
     }

@@ -205,6 +205,22 @@ impl RemoteStore {
         endpoint.look(&target, deadline).await.map(Some)
     }
 
+    /// The result of `look`, shared with other threads that ask for the same object.
+    fn look_together(&self, key: &str) -> io::Result<Option<ObjectState>> {
+        let deadline = self.deadline(None);
+        let looks = self.looks.get_or_init(Mutex::default);
+        let shared = looks.lock().entry(key.to_owned()).or_default().clone();
+        let seen = self.run(deadline, shared.get(|| self.look(key, deadline)));
+        let mut all = looks.lock();
+        // Only the map and this thread have it.
+        if Arc::strong_count(&shared) == 2 {
+            all.remove(key);
+        }
+        // The count of the next thread must not include this one.
+        drop((shared, all));
+        seen
+    }
+
     async fn is_folder(&self, key: &str, deadline: Instant) -> io::Result<bool> {
         if self.was_folder(key) {
             return Ok(true);
@@ -231,7 +247,7 @@ impl RemoteStore {
     }
 }
 
-/// The last look at an object, which all readers that asked for it before it began share.
+/// The last look at an object. Readers that ask while one is in flight share the next one.
 #[derive(Default)]
 struct SharedLook(tokio::sync::Mutex<Option<(Instant, Looked)>>);
 
@@ -277,17 +293,7 @@ impl StoreKind for RemoteStore {
         if key.is_empty() {
             return self.folder_version(&key);
         }
-        let deadline = self.deadline(None);
-        let looks = self.looks.get_or_init(Mutex::default);
-        let shared = looks.lock().entry(key.clone()).or_default().clone();
-        let seen = self.run(deadline, shared.get(|| self.look(&key, deadline)));
-        let mut all = looks.lock();
-        // Nobody else waits for it.
-        if Arc::strong_count(&shared) == 2 {
-            all.remove(&key);
-        }
-        drop((shared, all));
-        match seen? {
+        match self.look_together(&key)? {
             None => self.folder_version(&key),
             Some(state) => {
                 if let Access::Web(web) = &self.endpoint()?.access {

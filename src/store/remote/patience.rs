@@ -158,7 +158,7 @@ impl Patience {
 
     /// The error if other requests take all places for requests to the server up to the deadline.
     pub(super) fn no_place(&self) -> io::Error {
-        let why = "other requests to the server wait too";
+        let why = "the limit of concurrent requests to the server was reached";
         io::Error::new(io::ErrorKind::TimedOut, self.given_up(why))
     }
 
@@ -193,7 +193,9 @@ impl Pace {
         let rest = elapsed.mul_f64((wanted - have) as f64 / (have - self.have).max(1) as f64);
         (self.since, self.have) = (now, have);
         let left = patience.deadline.saturating_duration_since(now);
-        rest > if patience.failures == 0 { left / 2 } else { left } && left > STALL_MIN * 4
+        let rest_max = if patience.failures == 0 { left / 2 } else { left };
+        // Near the deadline, no time is left for another request.
+        rest > rest_max && left > STALL_MIN * 4
     }
 }
 

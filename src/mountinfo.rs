@@ -152,9 +152,8 @@ fn is_ours_in(table: &[u8], minor: u64, user: Option<u32>) -> bool {
     mounts.peek().is_some() && mounts.all(|mount| mount.fstype == FSTYPE && mount.is_trusted(user))
 }
 
-/// The effective user of this process, if the user namespace of the process is the initial one. The mount table
-/// contains numbers of the user namespace of the mount. In a nested namespace the same number may stand for
-/// another user.
+/// The effective user of this process, if the user namespace of the process is the initial one. The user ids in the
+/// mount table are those of the user namespace of the mount. In a nested namespace the same id may be another user.
 fn trusted_user() -> Option<u32> {
     let map = std::fs::read_to_string("/proc/self/uid_map").ok()?;
     let first = map.split_whitespace().eq(["0", "0", "4294967295"]);
@@ -171,8 +170,8 @@ pub(super) fn overlay_layers(dev: u64) -> Vec<PathBuf> {
     table.split(|&byte| byte == b'\n').find(of_device).map(layers_of_line).unwrap_or_default()
 }
 
-/// The layers in the options of one line, which have the form `lowerdir=/a:/b,upperdir=/c`, or `lowerdir+=/a`
-/// for each layer.
+/// The paths of the layers of an overlay file system, from the options of its line in the mount table:
+/// `lowerdir=/a:/b,upperdir=/c`, or `lowerdir+=/a` for each layer.
 fn layers_of_line(line: &[u8]) -> Vec<PathBuf> {
     let options = line.rsplit(|&byte| byte == b' ').next().unwrap_or_default();
     let mut layers = Vec::new();

@@ -309,9 +309,8 @@ impl Planner {
     }
 
     /// Moves the stream to which `request` belongs forward, and returns its index. If there is none, begins a stream.
-    /// `None` if no stream continues after this read. This is the case for a read that the kernel adds in front of a
-    /// requested page and that ends where the tensor of the page begins, and for a read that other reads have
-    /// overtaken.
+    /// `None` for two kinds of reads, which begin no stream: the part that the kernel reads in front of a requested
+    /// page, up to the start of the tensor of that page, and a read that later reads have overtaken.
     fn stream_of(
         &mut self,
         request: &Request,
@@ -511,7 +510,7 @@ impl Planner {
     ) -> Option<(StreamId, Vec<Range<u64>>)> {
         let touched = self.readers[reader].touches.expected();
         let window = self.window_of(index, touched.is_some(), most);
-        self.leave_path_of_reader_elsewhere(index, window);
+        self.drop_path_if_reader_is_elsewhere(index, window);
         let needed = if self.is_wasteful() { 4 * SMALL_RUN } else { SMALL_RUN };
         let stream = &self.streams[index];
         // Ranges are planned only if many bytes of the window are free, to avoid many small reads.
@@ -552,7 +551,7 @@ impl Planner {
     }
 
     /// Gives up the planned ranges of stream `index` after `ELSEWHERE_READS` consecutive reads elsewhere.
-    fn leave_path_of_reader_elsewhere(&mut self, index: usize, window: u64) {
+    fn drop_path_if_reader_is_elsewhere(&mut self, index: usize, window: u64) {
         let stream = &mut self.streams[index];
         let is_full = stream.ahead() > window / 2 || stream.path.len() >= PATH_MAX;
         let is_elsewhere = !stream.goes_on() && is_full;

@@ -79,7 +79,7 @@ impl Checkpoint {
         Ok(Checkpoint { first, process: token(), again: PerProcess::new(), _pin: None })
     }
 
-    /// The checkpoint as this process has it open.
+    /// The checkpoint of this process. A child of a fork opens it again when it first uses it.
     pub(crate) fn own(&self) -> Arc<core::Checkpoint> {
         if token() == self.process {
             return self.first.clone();

@@ -63,8 +63,8 @@ pub(super) fn prove<'a>(
     let replicas = split_replicas(&mut pieces, &shard_name)?;
     if let Some(flaw) = flaw(&pieces, &shape, &mut 0) {
         return Err(match flaw {
-            Flaw::Overlap(place) => overlap(&shape, &pieces, &place, &shard_name),
-            Flaw::Hole(place) => hole(&shape, &reached, &pieces, place, shards, &shard_name),
+            Flaw::Overlap(place) => overlap_fault(&shape, &pieces, &place, &shard_name),
+            Flaw::Hole(place) => hole_fault(&shape, &reached, &pieces, place, shards, &shard_name),
             Flaw::TooMany => {
                 let (count, dims) = (pieces.len(), shape.len());
                 let message = format!("{count} pieces of {dims} dimensions are too many to prove");
@@ -199,8 +199,8 @@ fn shown(bounds: &BoxBounds) -> String {
     format!("[{}]", dims.join(", "))
 }
 
-/// The error for the element `place`, which lies in two of `pieces`.
-fn overlap<'a>(
+/// The fault of the element `place`, which lies in two of `pieces`.
+fn overlap_fault<'a>(
     shape: &[u64],
     pieces: &[BoxSlice],
     place: &[u64],
@@ -225,7 +225,7 @@ fn overlap<'a>(
 
 /// The error for the element `place`, which lies in no piece. `reached` is the smallest shape that
 /// contains all pieces. `shards` are the shards that have pieces, in order.
-fn hole<'a>(
+fn hole_fault<'a>(
     shape: &[u64],
     reached: &[u64],
     pieces: &[BoxSlice],

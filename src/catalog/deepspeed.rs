@@ -189,8 +189,8 @@ pub(super) fn catalog_of(
     Ok(catalog)
 }
 
-/// All names of the checkpoint, each with the name of its tensor in `sources`. For an additional
-/// name, the two names differ.
+/// All names of the checkpoint, each with the name of its tensor in `sources`. Several names of tied weights lead to
+/// one tensor.
 fn names_of<'s>(
     model: &'s ZeroModel,
     sources: &'s ModelSources<'_>,

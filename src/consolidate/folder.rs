@@ -144,7 +144,7 @@ impl Copier {
         check_space(folder_of(parts.partial.path()), out, len)?;
         for (number, file) in outline.files.iter().enumerate() {
             let shown = out.join(&file.path);
-            if exists && !options.verify && parts.is_done(number, &shown) {
+            if exists && !options.verify && parts.was_part_renamed(number, &shown) {
                 self.all_reused(file.content.len_bytes()?, watch)?;
                 continue;
             }
@@ -187,7 +187,7 @@ impl Copier {
         let job = Outline { files: vec![file.clone()], ..Outline::default() }.job()?;
         let mut parts =
             Parts::open(&partial_path(target), job).map_err(|e| Error::io(target, "write", e))?;
-        if parts.is_done(0, target) && !options.verify {
+        if parts.was_part_renamed(0, target) && !options.verify {
             return self.all_reused(file.content.len_bytes()?, watch);
         }
         let done = self.write_alone(file, &mut parts, target, options, watch);
@@ -383,7 +383,7 @@ impl Parts {
     }
 
     /// Whether a killed run of this job has moved the part to its name, `path`.
-    fn is_done(&self, number: usize, path: &Path) -> bool {
+    fn was_part_renamed(&self, number: usize, path: &Path) -> bool {
         self.journal.is_named(number, path) && self.meta(number).is_err()
     }
 
@@ -475,7 +475,7 @@ impl Parts {
         files.sort_by_key(|(_, file)| file.is_weights());
         for (number, file) in files {
             let to = out.join(&file.path);
-            if self.is_done(number, &to) {
+            if self.was_part_renamed(number, &to) {
                 continue;
             }
             let is_new = std::fs::symlink_metadata(&to).is_err();

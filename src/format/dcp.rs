@@ -24,13 +24,13 @@ pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 /// Metadata key of the version of the sharding note.
 pub const VERSION: &str = "DCP_VERSION";
 
-/// Key of the note: the first index of the piece in its tensor.
+/// Key in the sharding note. Its value is the first index of the piece in its tensor.
 const SAVED_OFFSETS: &str = "saved_offsets";
 
-/// Key of the note: the name of the tensor.
+/// Key in the sharding note. Its value is the name of the tensor.
 const LOGICAL_FQN: &str = "logical_fqn";
 
-/// Key of the note: the shape of the whole tensor.
+/// Key in the sharding note. Its value is the shape of the whole tensor.
 const GLOBAL_SHAPE: &str = "global_shape";
 
 /// Whether a file's metadata makes it a DCP shard.

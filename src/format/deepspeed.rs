@@ -118,8 +118,8 @@ impl<'a> UniversalFile<'a> {
     }
 }
 
-/// The fault of a file that was saved by one of `count` ranks that share the tensors or the layers of a model. `key`
-/// is the key under which the file records `count`, for example `mp_world_size`.
+/// The fault of a file from one of `count` tensor-parallel or pipeline-parallel ranks, each with a part of the model.
+/// `key` is the key under which the file records `count`, for example `mp_world_size`.
 pub fn slice_fault(count: u64, key: &str) -> Fault {
     let message = format!(
         "is the file of one of {count} ranks, each with a part of the model ({key}), which tensorfs does \

@@ -120,8 +120,8 @@ fn read_tensor<'a>(
     Some(HeaderRow { name, dtype: dtype?, shape: same_before(numbers, shape?), data: data? })
 }
 
-/// The range of the shape at the end of `numbers`. If the shape before it is equal, the last shape
-/// is removed, and the range of the shape before is returned.
+/// Removes the shape at the end of `numbers` if the numbers before it are the same, to save memory. Returns the range
+/// that has the shape then.
 fn same_before(numbers: &mut Vec<u64>, shape: (u32, u32)) -> (u32, u32) {
     let (begin, end) = shape;
     let len = end - begin;

@@ -359,8 +359,7 @@ pub fn is_weights_or_map(name: &str) -> bool {
     is_weights(name) || weight_map_output(name).is_some()
 }
 
-/// Whether the name of the file at `path` is that of a weight file, or of a file that says where
-/// weights lie.
+/// Whether the name of the file at `path` is that of a weight file or of a weight map.
 pub fn is_of_weights(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     is_weights_or_map(name)

@@ -23,16 +23,16 @@ pub(super) const STUCK_MAX: usize = SENT_MAX_OF_ONE;
 /// sources.
 pub(crate) const SENT_MAX_OF_ONE: usize = SENT_MAX / 2;
 
-/// Number of reads beyond `SENT_MAX` that a queue with `has_spare` sends, and the number of reads in flight up to which
-/// a source gets them.
+/// Number of reads beyond `SENT_MAX` that a queue with `has_spare` may send. A source with `SPARE_OF_ONE` or more reads
+/// in flight gets none of them.
 const SPARE: u64 = 32;
 const SPARE_OF_ONE: u64 = 4;
 
 /// A source with this number of overdue reads gets no further reads.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
-/// A server gets further prefetches as long as those in flight have fewer bytes than this, or are fewer than
-/// `SENT_MAX_OF_ONE`: a server that limits the rate of each connection needs many requests, whatever its latency.
+/// Least number of bytes of prefetches in flight up to which a server gets further ones. Fewer than `SENT_MAX_OF_ONE`
+/// prefetches may have more bytes: a server that limits the rate of each connection needs many requests.
 const PREFETCH_MAX_MIN: u64 = 32 << 20;
 
 /// A read for a backend to execute.

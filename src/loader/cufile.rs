@@ -28,8 +28,8 @@ use crate::zeros::are_zeros;
 /// Maximum number of reader threads. cuFile itself also splits large reads and executes the parts concurrently.
 const READERS_MAX: usize = 8;
 
-/// Maximum number of reads with cuFile that replace the read of one chunk. More small reads take longer than one read
-/// of the chunk and the move of its bytes.
+/// Maximum number of cuFile reads for one chunk. If a chunk has more parts, it is faster to read the chunk into staging
+/// memory and to copy each part from there.
 const PARTS_MAX: usize = 64;
 
 /// Minimum length in bytes of memory that is registered. Registration takes time too.

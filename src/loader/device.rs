@@ -543,13 +543,13 @@ impl<'a> Copies<'a> {
         let mut sending = line.stream.send(filled);
         match &self.plan.chunks[chunk].target {
             ChunkTarget::Place { region, offset } | ChunkTarget::Unaligned { region, offset } => {
-                self.copy(&mut sending, 0, len, regions.get(*region)?, *offset)?;
+                self.copy_run(&mut sending, 0, len, regions.get(*region)?, *offset)?;
             }
             ChunkTarget::Spread(moves) => {
                 for one in &self.plan.moves[moves.start as usize..moves.end as usize] {
                     let region = regions.get(one.region)?;
                     if one.is_plain() {
-                        self.copy(&mut sending, one.from, one.run_len, region, one.offset)?;
+                        self.copy_run(&mut sending, one.from, one.run_len, region, one.offset)?;
                     } else {
                         self.spread(&mut sending, line, one, region)?;
                     }
@@ -559,7 +559,8 @@ impl<'a> Copies<'a> {
         sending.commit()
     }
 
-    fn copy(
+    /// Submits the copy of one run of bytes from the host, and counts it.
+    fn copy_run(
         &self,
         sending: &mut Sending,
         from: u64,

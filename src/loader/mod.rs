@@ -440,7 +440,8 @@ impl Loader {
             .collect::<Result<Vec<_>>>()?;
         let mut report = run::run(self, checkpoint, &plan, &regions, progress)?;
         report.stats.plan = planned;
-        let finished: Option<Vec<LoadedBytes>> = regions.into_iter().map(Region::finish).collect();
+        let finished: Option<Vec<LoadedBytes>> =
+            regions.into_iter().map(Region::into_loaded).collect();
         let memories =
             finished.ok_or_else(|| Error::internal("a read still writes to loaded memory"))?;
         Ok(LoadedTensors { memories, placements: plan.placements, report })

@@ -94,7 +94,7 @@ class Expiry(RemoteCase):
                 (mount.path / FILE).read_bytes()
             seconds = time.monotonic() - started
             self.assertLess(seconds, 30)
-            mount.wait_for_log("the credentials have ended")
+            mount.wait_for_log("the credentials have expired")
             self.assertLess(len(self.server.requests), 60 + 40 * seconds)
             self.expire("first")
             wait_until(lambda: self.reads(mount.path / FILE, self.whole), 30, "the bytes")

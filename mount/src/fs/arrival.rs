@@ -32,8 +32,8 @@ const UNSURE: Duration = Duration::from_secs(1);
 /// unchanged for the grace time divided by `REFUSED_PART`.
 const REFUSED_PART: u32 = 6;
 
-/// Minimum and maximum time for which a set with an unproven tail must be unchanged. The tail is
-/// the last pieces: the files of that set do not say how many files there are.
+/// Minimum and maximum time for which a set with an unproven tail must be unchanged. The tail (the
+/// last pieces) is unproved if the files do not say how many files the set has.
 const TAIL_MIN: Duration = Duration::from_millis(1500);
 const TAIL_MAX: Duration = Duration::from_secs(10);
 
@@ -172,7 +172,8 @@ pub(super) fn judge(
 }
 
 /// Why a set that came to an unwatched mount may not be whole yet. `None` if it may be shown.
-/// `is_known` says that the mount has shown the set before, with at least as many shards.
+/// `is_known` says that the mount has shown the set before, with at least as many shards as it has
+/// now.
 pub(super) fn why_arriving(
     folder: &Folder,
     set: &Set,

@@ -231,8 +231,8 @@ impl Nodes {
         });
         let node = known.node.clone();
         drop(folders);
-        // A folder is forgotten after it leaves the tree. If this folder has left the tree since the check above, that
-        // may have been before its insertion, so it is forgotten here.
+        // The folder may have left the tree between the check above and its insertion. Then
+        // `forget_folder` ran before the insertion, so it is forgotten here.
         if !self.tree.contains(id) {
             self.forget_folder(id);
         }

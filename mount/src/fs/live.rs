@@ -334,8 +334,8 @@ impl Live {
                 let family = tree.family(*top).into_iter();
                 family.flat_map(|id| tree.devices(&tree.folder(id).path)).collect()
             }
-            // The file systems of the links in the user's path are not known, so they hold up no
-            // other look.
+            // The file systems behind the links in the user's path are not known, so this look
+            // counts for no device.
             StoreLook::Given => BTreeSet::new(),
         }
     }

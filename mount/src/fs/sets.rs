@@ -53,7 +53,7 @@ pub(crate) struct SetsStatus {
     pub refused: Vec<NamedSet>,
     /// Checkpoints that are gone from the source.
     pub absent: Vec<NamedSet>,
-    /// The error of the last look at the source, if it could not be read.
+    /// The error of the last attempt to read the source, if it failed.
     pub source: Option<String>,
     /// Number of times that folders were listed again, for a source that is not watched.
     pub looks: u64,
@@ -72,7 +72,7 @@ pub(crate) struct NamedSet {
 #[derive(Default)]
 pub(crate) struct SetStates {
     by_path: Mutex<BTreeMap<PathBuf, SetState>>,
-    /// The error of the last look at the source, if it could not be read.
+    /// The error of the last attempt to read the source, if it failed.
     source_error: Mutex<Option<String>>,
 }
 

@@ -325,9 +325,9 @@ pub(super) struct Suspension {
 }
 
 impl Suspension {
-    /// Makes all `workers` hand over their mounts together. They first prepare while all of them still
-    /// serve, so a worker that waits for its source delays the others only in this step. The mounts in
-    /// `stored` have no worker.
+    /// Makes all `workers` hand over their mounts together. All of them still serve while they
+    /// prepare. So a worker that waits for its source delays the handover, but not the readers of
+    /// other mounts. The mounts in `stored` have no worker.
     pub(super) fn begin(
         purpose: Purpose,
         workers: Vec<(String, WorkerProcess)>,

@@ -1,5 +1,5 @@
-//! inotify events of open source files. They tell whether a file was touched and whether it was
-//! written.
+//! inotify events of open source files. They tell whether a file had any event since the last
+//! question, and whether it was written.
 //!
 //! The watch is on the inode of a file, so it finds a write under any name of the file.
 
@@ -97,9 +97,10 @@ impl FileEvents {
         let mask =
             AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_CLOSE_WRITE;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        // While the lock is held, another thread that ends its watch of this inode cannot end this
-        // watch too. A remote file system may be slow, so the lock is not held for a remote file.
-        // The watch of a remote file is no witness, so it may end.
+        // The kernel has one watch for each inode. Without the lock, another thread could drop its
+        // own `FileWatch` of this inode, and with it the kernel's watch, before this `FileWatch` is
+        // in the table. A remote file system may be slow, so the lock is not held for a remote
+        // file: its watch is no witness, so it may end.
         let locked = local.then(|| self.state.lock());
         let descriptor = self.inotify.add_watch(path.as_str(), mask)?;
         let watch = Arc::new(FileWatch {

@@ -471,7 +471,7 @@ class safe_open:
         if threads < 1:
             raise error(f"threads has to be 1 or more, got {threads}")
         infos = self._infos(None if plan is None else list(plan))
-        wanted: list[tuple[Info, Part]] = [(info, _rows(info, plan[info.name]) if plan else None) for info in infos]
+        wanted: list[tuple[Info, Part]] = [(info, _part_of_rows(info, plan and plan[info.name])) for info in infos]
         if not wanted:
             raise error("prefetch plan selects no tensors")
         _refuse_unfit(reader, wanted)
@@ -626,7 +626,7 @@ def _batches(wanted: list[tuple[Info, Part]], most: int | None = None) -> list[l
     return batches
 
 
-def _rows(info: Info, rows: slice | None) -> Part:
+def _part_of_rows(info: Info, rows: slice | None) -> Part:
     """The part of a tensor that a plan requests."""
     if rows is None:
         return None

@@ -180,7 +180,7 @@ impl Region {
     ///
     /// # Panics
     /// If the region was made by `foreign`, because some of its bytes may be uninitialized.
-    pub fn finish(self: Arc<Self>) -> Option<LoadedBytes> {
+    pub fn into_loaded(self: Arc<Self>) -> Option<LoadedBytes> {
         assert!(matches!(self.home, RegionOwner::Own(_)), "all of it can be read");
         Arc::into_inner(self).map(|region| LoadedBytes(Arc::new(region)))
     }
@@ -230,7 +230,7 @@ mod tests {
             unsafe { region.bytes(5000, 2) }.copy_from_slice(&[1, 2]);
             // The call fails before Linux 5.14.
             region.populate(4999..len as usize);
-            let memory = region.finish().unwrap();
+            let memory = region.into_loaded().unwrap();
             assert_eq!(memory[4999..5003], [0, 1, 2, 0]);
             assert_eq!(memory.iter().map(|&byte| u64::from(byte)).sum::<u64>(), 3);
         }
@@ -280,7 +280,7 @@ mod tests {
             assert!(!region.populate(0..5 << 20));
             // SAFETY: nobody else uses these bytes.
             unsafe { region.bytes(4 << 20, 3) }.fill(7);
-            region.finish().unwrap()[(4 << 20) - 1..][..5].to_vec()
+            region.into_loaded().unwrap()[(4 << 20) - 1..][..5].to_vec()
         });
         assert_eq!(bytes.join().unwrap(), [0, 7, 7, 7, 0]);
     }

@@ -41,8 +41,8 @@ const SUM_LEN: u64 = 16;
 /// Number of checksums that are read at a time when all checksums of a map are read.
 const SUMS_AT_ONCE: usize = 1 << 16;
 
-/// The first bytes of a map. Their number changes with the file format. They are part of the digest, so the file names
-/// change too.
+/// The first bytes of a map, with the version of the file format. They are part of the digest in the file names, so
+/// another version of the format uses other files.
 const MAGIC: &[u8; 8] = b"TFSBLK01";
 const MAGIC_WORD: &[u8] = b"TFSBLK";
 
@@ -275,7 +275,7 @@ impl CachedObject {
         }
     }
 
-    /// Notes that a claim is stuck: its blocks did not come in the time of a reader.
+    /// Notes that a claim is stuck: a reader's wait for its blocks has timed out.
     pub(super) fn note_stuck_claim(&self) {
         *self.unawaited.lock() = Some(Instant::now() + UNAWAITED);
     }

@@ -192,7 +192,7 @@ impl AzureSettings {
             .or_else(|| part("BlobEndpoint"))
             .or_else(of_suffix)
             .or_else(emulator)
-            .map(|server| own_server(&server))
+            .map(|server| account_url(&server))
             .transpose()?;
         let credential = match (&account, key, signature) {
             (Some(account), Some(key), _) => Some(Credential::with_shared_key(account, &key)),
@@ -206,7 +206,7 @@ impl AzureSettings {
 }
 
 /// Checks the URL of an account from `AZURE_STORAGE_ENDPOINT`.
-fn own_server(server: &str) -> io::Result<String> {
+fn account_url(server: &str) -> io::Result<String> {
     let server = server.trim_end_matches('/');
     let host = server.strip_prefix("http://").or_else(|| server.strip_prefix("https://"));
     if host.is_none_or(|host| host.is_empty() || host.contains(['@', '?', '#'])) {

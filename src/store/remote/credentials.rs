@@ -33,15 +33,15 @@ const HTTPS_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long "no credentials" is cached.
 const NONE_FOR: Duration = Duration::from_secs(60);
 
-/// Time limit and shortest interval of attempts to renew credentials that are about to end.
+/// Time limit and shortest interval of attempts to renew credentials that are about to expire.
 const RENEWAL_LIMIT: Duration = Duration::from_secs(2);
 const RENEWAL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Credentials that end within this time sign no requests. It is longer than the limit of the signers.
+/// Credentials that expire within this time sign no requests. It is longer than the limit of the signers.
 const USABLE_MIN: Duration = Duration::from_secs(12);
 
-/// Shortest interval of attempts to renew credentials that have ended.
-const ENDED_INTERVAL: Duration = Duration::from_secs(1);
+/// Shortest interval of attempts to renew credentials that have expired.
+const EXPIRED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The variable with the URL of a service for temporary credentials (STS) that replaces the service of AWS.
 const STS: &str = "AWS_ENDPOINT_URL_STS";
@@ -107,10 +107,10 @@ impl<C: SigningCredential> CredentialChain<C> {
     }
 
     /// The credentials. `None` if no provider has any; then requests are not signed. Credentials that are about
-    /// to end are used until they end, if no provider gives new ones in time.
+    /// to expire are used until then, if no provider gives new ones in time.
     ///
     /// # Errors
-    /// `Trouble::Passing` if there were credentials, but they have ended and no provider gives new ones.
+    /// `Trouble::Passing` if there were credentials, but they have expired and no provider gives new ones.
     pub(super) async fn get(&self) -> std::result::Result<Option<C>, Trouble> {
         let mut held = self.held.lock().await;
         let asked_within = |time| held.asked.is_some_and(|asked| asked.elapsed() < time);
@@ -121,7 +121,9 @@ impl<C: SigningCredential> CredentialChain<C> {
                 return Ok(Some(found.clone()));
             }
             (None, None) if asked_within(NONE_FOR) => return Ok(None),
-            (None, Some(earlier)) if asked_within(ENDED_INTERVAL) => return Err(ended(earlier)),
+            (None, Some(earlier)) if asked_within(EXPIRED_INTERVAL) => {
+                return Err(expired(earlier));
+            }
             _ => {}
         }
         let limit = if usable.is_some() { RENEWAL_LIMIT } else { CHAIN_LIMIT };
@@ -131,7 +133,7 @@ impl<C: SigningCredential> CredentialChain<C> {
         let credential = found.as_ref().map(|(found, _)| found.clone());
         *held = Held { found, earlier, asked: Some(Instant::now()) };
         match (credential, earlier) {
-            (None, Some(earlier)) => Err(ended(earlier)),
+            (None, Some(earlier)) => Err(expired(earlier)),
             (credential, _) => Ok(credential),
         }
     }
@@ -172,20 +174,20 @@ impl<C: SigningCredential> CredentialChain<C> {
         None
     }
 
-    /// Drops the cached credentials if a refusal means that they `have_ended`. The next request obtains new ones.
-    pub(super) async fn drop_if(&self, have_ended: bool, refusal: &Refusal) -> Option<Trouble> {
-        if !have_ended {
+    /// Drops the cached credentials if a refusal means that they `have_expired`. The next request obtains new ones.
+    pub(super) async fn drop_if(&self, have_expired: bool, refusal: &Refusal) -> Option<Trouble> {
+        if !have_expired {
             return None;
         }
         let mut held = self.held.lock().await;
         (held.found, held.asked) = (None, None);
-        Some(Trouble::Broken(format!("{}: the credentials have ended", refusal.said)))
+        Some(Trouble::Broken(format!("{}: the credentials have expired", refusal.said)))
     }
 }
 
-/// The error if the credentials of `earlier` have ended.
-fn ended(earlier: &str) -> Trouble {
-    let why = format!("the credentials have ended, and {earlier} has no new ones yet");
+/// The error if the credentials of `earlier` have expired.
+fn expired(earlier: &str) -> Trouble {
+    let why = format!("the credentials have expired, and {earlier} has no new ones yet");
     Trouble::Passing { why, after: None }
 }
 

@@ -115,15 +115,15 @@ pub(super) fn access_of(
     let own = given("STORAGE_EMULATOR_HOST");
     let is_named = own.is_none() || NAMED.into_iter().any(|name| given(name).is_some());
     let server = match own {
-        Some(server) => own_server(&server)?,
+        Some(server) => emulator_url(&server)?,
         None => SERVER.to_owned(),
     };
     let is_wanted = is_named && is_confidential(&server);
     Ok((format!("{server}/{bucket}"), GoogleAccess { is_wanted }))
 }
 
-/// The URL of the user's server. `server` may be a host without a scheme.
-fn own_server(server: &str) -> io::Result<String> {
+/// The URL in `STORAGE_EMULATOR_HOST`. `server` may be a host without a scheme.
+fn emulator_url(server: &str) -> io::Result<String> {
     let named = server.trim_end_matches('/');
     let url = if named.contains("://") { named.to_owned() } else { format!("http://{named}") };
     let host = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
@@ -267,10 +267,10 @@ mod tests {
 
     #[test]
     fn the_server_is_googles_or_that_of_the_user() {
-        assert_eq!(own_server("127.0.0.1:4443/").unwrap(), "http://127.0.0.1:4443");
-        assert_eq!(own_server("https://host/gcs").unwrap(), "https://host/gcs");
+        assert_eq!(emulator_url("127.0.0.1:4443/").unwrap(), "http://127.0.0.1:4443");
+        assert_eq!(emulator_url("https://host/gcs").unwrap(), "https://host/gcs");
         for bad in ["", "ftp://host", "http://u:hunter2@host", "host?x"] {
-            let error = own_server(bad).unwrap_err().to_string();
+            let error = emulator_url(bad).unwrap_err().to_string();
             assert!(error.contains("STORAGE_EMULATOR_HOST") && !error.contains("hunter2"));
         }
     }

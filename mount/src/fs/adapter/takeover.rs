@@ -656,7 +656,8 @@ impl Taking {
         let backing = id.map(|id| Arc::new(Backing::adopted(&shared.connection, id)));
         let opened = match (opened, &backing) {
             (Some(opened), _) => opened,
-            // The kernel serves the file from the registered file.
+            // The kernel serves the reads by passthrough, so the daemon needs no content for this
+            // handle.
             (None, Some(_)) => {
                 let empty = OpenContent::Text(Arc::from([]));
                 let Ok(opened) = node.open_with(empty, &shared.watcher, &shared.service) else {
@@ -678,7 +679,8 @@ impl Taking {
             drop(serving);
             shared.service.opened(node.ino, &node.path, opened.current().file.cached());
             let (node, opened, backing) = (node.clone(), opened.clone(), backing.clone());
-            // The program that opened the handle is not known any more.
+            // The program that opened the handle is not known any more, so `heat` does not count
+            // its reads.
             let handle = Handle { node, opened, backing, heat: None };
             shared.handles.write().insert(*fh, Arc::new(handle));
         }

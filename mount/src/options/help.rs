@@ -27,7 +27,7 @@ pub(crate) fn help() -> String {
     for group in GROUPS {
         text.push_str(&format!("Mount options: {}\n", group.title));
         for row in group.rows {
-            for (syntax, explanation) in row.help {
+            for (syntax, explanation) in row.help() {
                 let value = if row.takes_value() { "=" } else { "" };
                 let term = format!("  {}{value}{syntax}", row.name);
                 write_entry(&mut text, &term, explanation);
@@ -136,9 +136,9 @@ mod tests {
     #[test]
     fn the_defaults_of_the_help_are_those_in_force() {
         for row in table::rows() {
-            for (syntax, explanation) in row.help {
+            for (syntax, explanation) in row.help() {
                 let default = match explanation.split_once("(default: ") {
-                    _ if explanation.ends_with("(default)") => *syntax,
+                    _ if explanation.ends_with("(default)") => syntax,
                     Some((_, rest)) => rest.split([')', ';', ',']).next().unwrap(),
                     None => continue,
                 };
@@ -204,13 +204,15 @@ mod tests {
         for group in GROUPS {
             let _ = write!(text, "## {}\n\n| option | meaning |\n|---|---|\n", group.title);
             for row in group.rows {
-                for (number, (syntax, explanation)) in row.help.iter().enumerate() {
+                for (number, (syntax, explanation)) in row.help().enumerate() {
                     let sign = if row.takes_value() { "=" } else { "" };
                     let name = format!("{}{sign}{syntax}", row.name).replace('|', "`, `");
                     let (first, rest) = explanation.split_at(1);
                     let _ = write!(text, "| `{name}` | {}{rest}.", first.to_uppercase());
                     let page = PAGES.iter().find(|(name, ..)| *name == row.name);
-                    if let Some((_, title, place)) = page.filter(|_| number + 1 == row.help.len()) {
+                    if let Some((_, title, place)) =
+                        page.filter(|_| number + 1 == row.help().count())
+                    {
                         let _ = write!(text, " See [{title}](../{place}).");
                     }
                     text.push_str(" |\n");

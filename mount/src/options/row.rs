@@ -68,8 +68,9 @@ pub(super) struct OptionRow {
     /// The function that returns the value for `tensorfs status`. `None` if `status` does not show
     /// the option.
     pub(super) shown: Option<fn(&Options) -> Value>,
-    /// Syntax and explanation of the values.
-    pub(super) help: &'static [(&'static str, &'static str)],
+    /// Lines `SYNTAX: explanation` about the values. For a flag, the explanation alone. Empty if the
+    /// help does not have the option.
+    pub(super) help: &'static str,
 }
 
 /// Rows that all have the purpose `commands`.
@@ -86,27 +87,20 @@ pub(super) const fn for_all<const N: usize>(
 }
 
 impl OptionRow {
-    pub(super) const fn value(
-        name: &'static str,
-        set: SetValue,
-        help: &'static [(&'static str, &'static str)],
-    ) -> OptionRow {
+    pub(super) const fn value(name: &'static str, set: SetValue, help: &'static str) -> OptionRow {
         let effect = Effect::Value(set);
         OptionRow { name, repeats: false, commands: None, effect, shown: None, help }
     }
 
     /// An option of the view. The view parses it and shows its value.
-    pub(super) const fn view(
-        name: &'static str,
-        help: &'static [(&'static str, &'static str)],
-    ) -> OptionRow {
+    pub(super) const fn view(name: &'static str, help: &'static str) -> OptionRow {
         OptionRow { effect: Effect::View, ..OptionRow::value(name, |_, _| Ok(()), help) }
     }
 
     pub(super) const fn flag(
         name: &'static str,
         set: fn(&mut Options),
-        help: &'static [(&'static str, &'static str)],
+        help: &'static str,
     ) -> OptionRow {
         OptionRow { effect: Effect::Flag(set), ..OptionRow::value(name, |_, _| Ok(()), help) }
     }
@@ -129,7 +123,7 @@ impl OptionRow {
     /// The option in the form of `-o`, with the value that `shown` returned. `None` if the value
     /// means that the option was not given.
     pub(super) fn word(&self, value: &Value) -> Option<String> {
-        let text = match (value, value.as_u64().filter(|_| self.help[0].0 == "SIZE")) {
+        let text = match (value, value.as_u64().filter(|_| self.help.starts_with("SIZE: "))) {
             (Value::Null | Value::Bool(false), _) => return None,
             (Value::Bool(true), _) => return Some(self.name.to_owned()),
             (_, Some(bytes)) => option_size(bytes),
@@ -141,6 +135,13 @@ impl OptionRow {
 
     pub(super) fn takes_value(&self) -> bool {
         !matches!(self.effect, Effect::Flag(_))
+    }
+
+    /// The lines of the help: syntax and explanation of the values.
+    pub(super) fn help(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
+        let syntax = self.takes_value();
+        let parts = move |line: &'static str| line.split_once(": ").filter(|_| syntax);
+        self.help.lines().map(move |line| parts(line).unwrap_or(("", line)))
     }
 
     /// The purpose of the option with this value, for commands other than `mount`.
@@ -177,7 +178,7 @@ impl OptionRow {
     /// The forms of the option's value: a word, or a prefix and a placeholder, such as `map=` and
     /// `FILE`.
     pub(super) fn values(&self) -> impl Iterator<Item = ValueSyntax> {
-        self.help.iter().flat_map(|&(syntax, explanation)| {
+        self.help().flat_map(|(syntax, explanation)| {
             let explanation = if syntax.contains('|') { "" } else { explanation };
             syntax.split('|').map(move |syntax| {
                 let chosen = syntax.find(|c: char| c.is_ascii_uppercase()).unwrap_or(syntax.len());

@@ -118,44 +118,32 @@ const FILES: &[OptionRow] = &[
                 |why: String| if why == LAYOUTS { format!("{why}, or hub") } else { why };
             set_view(options, "layout", value).map_err(expected)
         },
-        &[
-            ("single", "one virtual file per checkpoint (default)"),
-            ("original", "shards and weight map as they are, still proved"),
-            ("shards=N", "N virtual files of about one size, with a weight map"),
-            ("shards=SIZE", "virtual files of at most SIZE, like 5GB, as the hub splits models"),
-            ("map=FILE", "the files that FILE lists: {\"TENSOR\": NUMBER, ...} in JSON"),
-            (HUB, "a folder of models as a cache of the Hugging Face hub, for HF_HUB_CACHE"),
-        ],
+        "single: one virtual file per checkpoint (default)\n\
+         original: shards and weight map as they are, still proved\n\
+         shards=N: N virtual files of about one size, with a weight map\n\
+         shards=SIZE: virtual files of at most SIZE, like 5GB, as the hub splits models\n\
+         map=FILE: the files that FILE lists: {\"TENSOR\": NUMBER, ...} in JSON\n\
+         hub: a folder of models as a cache of the Hugging Face hub, for HF_HUB_CACHE",
     )
     .for_commands(Use::Layout),
     OptionRow::view(
         "format",
-        &[
-            ("safetensors", "the virtual file is a safetensors file (default)"),
-            ("bintensors", "it is NAME.bt, as the bintensors package would write it"),
-        ],
+        "safetensors: the virtual file is a safetensors file (default)\n\
+         bintensors: it is NAME.bt, as the bintensors package would write it",
     )
     .for_commands(Use::Format),
     OptionRow::view(
         "weight-map",
-        &[
-            (
-                "rewrite",
-                "a weight map, for rank shards too, sends every tensor to the virtual file \
-                 (default)",
-            ),
-            ("hide", "no weight map"),
-        ],
+        "rewrite: a weight map, for rank shards too, sends every tensor to the virtual file \
+         (default)\n\
+         hide: no weight map",
     )
     .for_commands(Use::Files),
     OptionRow::value(
         "config",
         |options, value| set(&mut options.open.config, path(value)),
-        &[(
-            "DIR|FILE",
-            "also show the small files of DIR, or FILE: config.json, those of the tokenizer and others \
-             without weights; they win over those of the source",
-        )],
+        "DIR|FILE: also show the small files of DIR, or FILE: config.json, those of the tokenizer \
+         and others without weights; they win over those of the source",
     )
     .for_commands(Use::Files),
     OptionRow::value(
@@ -166,58 +154,41 @@ const FILES: &[OptionRow] = &[
             (options.open.views, options.has_view) = (Some(Arc::new(views)), true);
             Ok(())
         },
-        &[(
-            "FILE",
-            "several views, each as a folder: a [view.NAME] table in TOML for each, with the \
-             options about files and tensors as keys",
-        )],
+        "FILE: several views, each as a folder: a [view.NAME] table in TOML for each, with the \
+         options about files and tensors as keys",
     )
     .for_commands(Use::Views),
 ];
 
 /// Options for the tensors in these files.
 const TENSORS: [OptionRow; 8] = [
-    OptionRow::view(
-        "include",
-        &[("GLOB", "only tensors whose names match; may be given more than once")],
-    )
-    .repeats(),
-    OptionRow::view(
-        "exclude",
-        &[("GLOB", "no tensors whose names match; may be given more than once")],
-    )
-    .repeats(),
+    OptionRow::view("include", "GLOB: only tensors whose names match; may be given more than once")
+        .repeats(),
+    OptionRow::view("exclude", "GLOB: no tensors whose names match; may be given more than once")
+        .repeats(),
     OptionRow::view(
         "rename",
-        &[("FILE", "other names for tensors, and tensors split or joined, by the rules in FILE")],
+        "FILE: other names for tensors, and tensors split or joined, by the rules in FILE",
     ),
     OptionRow::view(
         "tp",
-        &[(
-            "N",
-            "the slices of N tensor-parallel ranks, each as a folder tp-N/rank-R; with rank=, those of \
-             one",
-        )],
+        "N: the slices of N tensor-parallel ranks, each as a folder tp-N/rank-R; with rank=, those \
+         of one",
     ),
-    OptionRow::view("rank", &[("R", "with tp=N, the rank, from 0 to N-1")]),
+    OptionRow::view("rank", "R: with tp=N, the rank, from 0 to N-1"),
     OptionRow::view(
         "tp-rules",
-        &[("FILE", "with tp=N, how tensors are cut; the default is by the model's config.json")],
+        "FILE: with tp=N, how tensors are cut; the default is by the model's config.json",
     ),
     OptionRow::view(
         "dtype",
-        &[
-            (
-                "bf16|f16|f32",
-                "cast floating point tensors, but for quantized ones and their scales",
-            ),
-            ("map=FILE", "cast as FILE says: {\"TENSOR\": \"BF16\", ...} in JSON"),
-            ("like:FILE", "cast to the dtypes that the tensors have in the checkpoint FILE"),
-        ],
+        "bf16|f16|f32: cast floating point tensors, but for quantized ones and their scales\n\
+         map=FILE: cast as FILE says: {\"TENSOR\": \"BF16\", ...} in JSON\n\
+         like:FILE: cast to the dtypes that the tensors have in the checkpoint FILE",
     ),
     OptionRow::view(
         "keep",
-        &[("GLOB", "with dtype=, tensors that stay as they are; may be given more than once")],
+        "GLOB: with dtype=, tensors that stay as they are; may be given more than once",
     )
     .repeats(),
 ];
@@ -227,34 +198,22 @@ const SOURCE: [OptionRow; 17] = [
     OptionRow::value(
         "prefer",
         |options, value| word(&mut options.open.prefer, value),
-        &[
-            (
-                "file",
-                "of a whole file and a sharded set of one name show the file, as transformers \
-                 does (default)",
-            ),
-            ("shards", "show the sharded set, as diffusers does"),
-        ],
+        "file: of a whole file and a sharded set of one name show the file, as transformers does \
+         (default)\n\
+         shards: show the sharded set, as diffusers does",
     ),
     OptionRow::value(
         "zero",
         |options, value| word(&mut options.open.zero, value),
-        &[
-            ("module", "of DeepSpeed ZeRO-1 and ZeRO-2 show the weights of the model (default)"),
-            ("fp32", "show those of the optimizer in F32, as zero_to_fp32.py writes them"),
-        ],
+        "module: of DeepSpeed ZeRO-1 and ZeRO-2 show the weights of the model (default)\n\
+         fp32: show those of the optimizer in F32, as zero_to_fp32.py writes them",
     ),
     OptionRow::value(
         "state",
         |options, value| word(&mut options.open.state, value),
-        &[
-            ("none", "of files of torch.save and distributed checkpoints show the model (default)"),
-            (
-                "all",
-                "show all tensors under their full names, with the state of optimizers, schedulers \
-                 and random numbers",
-            ),
-        ],
+        "none: of files of torch.save and distributed checkpoints show the model (default)\n\
+         all: show all tensors under their full names, with the state of optimizers, schedulers \
+         and random numbers",
     ),
     OptionRow::value(
         "follow",
@@ -262,10 +221,7 @@ const SOURCE: [OptionRow; 17] = [
             options.open.follow.push(folder(value)?);
             Ok(())
         },
-        &[(
-            "DIR",
-            "also show the targets of links that lead into DIR; may be given more than once",
-        )],
+        "DIR: also show the targets of links that lead into DIR; may be given more than once",
     )
     .repeats(),
     OptionRow::value(
@@ -275,38 +231,30 @@ const SOURCE: [OptionRow; 17] = [
             options.open.expect_shards = Some(shards.ok_or("a number from 1")?);
             Ok(())
         },
-        &[("N", "refuse a checkpoint that is not made of N shard files")],
+        "N: refuse a checkpoint that is not made of N shard files",
     ),
     OptionRow::value(
         "reference",
         |options, value| set(&mut options.open.reference, path(value)),
-        &[(
-            "FILE",
-            "refuse a checkpoint that differs in names, dtypes or shapes from FILE: a safetensors \
-             file, a manifest of `verify`, or a weight map (names only)",
-        )],
+        "FILE: refuse a checkpoint that differs in names, dtypes or shapes from FILE: a \
+         safetensors file, a manifest of `verify`, or a weight map (names only)",
     ),
     OptionRow::value(
         "key-file",
         |options, value| options.set_secret(SecretOrigin::KeyFile(text(value)?.into())),
-        &[(
-            "FILE",
-            "the key of encrypted tensorizer files: 32 bytes, or 64 hexadecimal digits; default: \
-             $TENSORFS_KEY_FILE",
-        )],
+        "FILE: the key of encrypted tensorizer files: 32 bytes, or 64 hexadecimal digits; default: \
+         $TENSORFS_KEY_FILE",
     ),
     OptionRow::value(
         "passphrase-file",
         |options, value| options.set_secret(SecretOrigin::PassphraseFile(text(value)?.into())),
-        &[("FILE", "the passphrase of encrypted files; default: $TENSORFS_PASSPHRASE_FILE")],
+        "FILE: the passphrase of encrypted files; default: $TENSORFS_PASSPHRASE_FILE",
     ),
     OptionRow::value(
         "key-command",
         |options, value| options.set_secret(SecretOrigin::KeyCommand(text(value)?.into())),
-        &[(
-            "COMMAND",
-            "a command for sh that writes the key, as in a key file; default: $TENSORFS_KEY_COMMAND",
-        )],
+        "COMMAND: a command for sh that writes the key, as in a key file; default: \
+         $TENSORFS_KEY_COMMAND",
     ),
     OptionRow::value(
         "index-dir",
@@ -314,12 +262,9 @@ const SOURCE: [OptionRow; 17] = [
             let dir = text(value).map(|dir| IndexDir::parse(OsStr::new(&dir)));
             set(&mut options.index_dir, dir)
         },
-        &[(
-            "DIR",
-            "where indexes are kept, so that the next start need not read all headers, and \
-             checksums (default: $XDG_CACHE_HOME/tensorfs or ~/.cache/tensorfs, for root \
-             /var/cache/tensorfs); none: nowhere; $TENSORFS_INDEX_DIR is the same for all commands",
-        )],
+        "DIR: where indexes are kept, so that the next start need not read all headers, and \
+         checksums (default: $XDG_CACHE_HOME/tensorfs or ~/.cache/tensorfs, for root \
+         /var/cache/tensorfs); none: nowhere; $TENSORFS_INDEX_DIR is the same for all commands",
     ),
     OptionRow::value(
         "cache-dir",
@@ -327,12 +272,9 @@ const SOURCE: [OptionRow; 17] = [
             options.disk_cache.set(folder(value)?);
             Ok(())
         },
-        &[(
-            "DIR",
-            "where blocks of remote sources are kept, for later starts and other processes; none: \
-             nowhere; for mounts the default is remote/ in the folder of indexes of this user, for \
-             other commands none; $TENSORFS_CACHE_DIR is the same for all",
-        )],
+        "DIR: where blocks of remote sources are kept, for later starts and other processes; none: \
+         nowhere; for mounts the default is remote/ in the folder of indexes of this user, for \
+         other commands none; $TENSORFS_CACHE_DIR is the same for all",
     )
     .shown(|options| options.disk_cache.shown()),
     OptionRow::value(
@@ -341,50 +283,41 @@ const SOURCE: [OptionRow; 17] = [
             let expected = "a size from 16M, like 100G";
             set(&mut options.disk_cache.size, size_in(DISK_CACHE_MIN..=u64::MAX, expected, value))
         },
-        &[(
-            "SIZE",
-            "how much that folder may take (default: leaves 10 % of its file system free, at least 1 \
-             GiB)",
-        )],
+        "SIZE: how much that folder may take (default: leaves 10 % of its file system free, at \
+         least 1 GiB)",
     )
     .shown(|options| json!(options.disk_cache.size)),
     OptionRow::value(
         "credentials-file",
         |options, value| set(&mut options.remote.credentials_file, path(value)),
-        &[(
-            "FILE",
-            "the file with the credentials of a remote source, before those of the environment: for \
-             S3 as ~/.aws/credentials, for Google Cloud Storage as GOOGLE_APPLICATION_CREDENTIALS, for \
-             Azure a connection string, for the hub a token, for HTTP as .netrc",
-        )],
+        "FILE: the file with the credentials of a remote source, before those of the environment: \
+         for S3 as ~/.aws/credentials, for Google Cloud Storage as GOOGLE_APPLICATION_CREDENTIALS, \
+         for Azure a connection string, for the hub a token, for HTTP as .netrc",
     )
     .shown(|options| shown_file(options.remote.credentials_file.as_deref())),
     OptionRow::value(
         "profile",
         |options, value| set(&mut options.remote.profile, text(value).map(Some)),
-        &[("NAME", "the profile of S3, before the keys of the environment; default: $AWS_PROFILE")],
+        "NAME: the profile of S3, before the keys of the environment; default: $AWS_PROFILE",
     )
     .shown(|options| json!(options.remote.profile)),
     OptionRow::value(
         "endpoint",
         |options, value| set(&mut options.remote.endpoint, server(value)),
-        &[("URL", "the server of a remote source, as http(s)://HOST[:PORT]; http:// URLs have it")],
+        "URL: the server of a remote source, as http(s)://HOST[:PORT]; http:// URLs have it",
     )
     .shown(|options| json!(options.remote.endpoint)),
     OptionRow::value(
         "region",
         |options, value| set(&mut options.remote.region, text(value).map(Some)),
-        &[("NAME", "the region of S3; default: $AWS_REGION")],
+        "NAME: the region of S3; default: $AWS_REGION",
     )
     .shown(|options| json!(options.remote.region)),
     OptionRow::value(
         "ca-file",
         |options, value| set(&mut options.remote.ca_file, path(value)),
-        &[(
-            "FILE",
-            "certificates that remote sources are trusted by, besides those of the machine; default: \
-             $AWS_CA_BUNDLE",
-        )],
+        "FILE: certificates that remote sources are trusted by, besides those of the machine; \
+         default: $AWS_CA_BUNDLE",
     )
     .shown(|options| shown_file(options.remote.ca_file.as_deref())),
 ];
@@ -397,27 +330,21 @@ const CHANGES: &[OptionRow] = &[
             let watch = value.parse().map_err(|known: UnknownWord| known.to_string());
             set(&mut options.watch, watch.map(Some))
         },
-        &[(
-            "auto|inotify|poll|off",
-            "how new, changed and removed checkpoints are found while the source is mounted (auto: \
-             by inotify, and by polling on network file systems; default: off, for mounts of \
-             `serve` auto)",
-        )],
+        "auto|inotify|poll|off: how new, changed and removed checkpoints are found while the \
+         source is mounted (auto: by inotify, and by polling on network file systems; default: \
+         off, for mounts of `serve` auto)",
     )
     .shown(|options| json!(options.watch().as_str())),
     OptionRow::value(
         "watch-interval",
         |options, value| set(&mut options.watch_interval, seconds(value)),
-        &[("SECONDS", "time between two polls of folders without events (default: 1)")],
+        "SECONDS: time between two polls of folders without events (default: 1)",
     ),
     OptionRow::value(
         "watch-grace",
         |options, value| set(&mut options.watch_grace, seconds(value)),
-        &[(
-            "SECONDS",
-            "a checkpoint that is not whole counts as on its way until it was left alone for so \
-             long (default: 30); then a TENSORFS-ERROR.txt is shown",
-        )],
+        "SECONDS: a checkpoint that is not whole counts as on its way until it was left alone for \
+         so long (default: 30); then a TENSORFS-ERROR.txt is shown",
     ),
 ];
 
@@ -426,7 +353,7 @@ const USERS: &[OptionRow] = &[
     OptionRow::flag(
         "allow_other",
         |options| options.allow_other = true,
-        &[("", "let every user in; without it only the user who mounted gets in")],
+        "let every user in; without it only the user who mounted gets in",
     ),
     OptionRow::value(
         "access",
@@ -434,22 +361,20 @@ const USERS: &[OptionRow] = &[
             options.access.push(AccessRule::parse(value)?);
             Ok(())
         },
-        &[(
-            "GLOB:OWNER:GROUP:MODE",
-            "owner, group and octal mode of what GLOB matches in the mount, files without x; may be \
-             given more than once, the first that matches counts; needs allow_other",
-        )],
+        "GLOB:OWNER:GROUP:MODE: owner, group and octal mode of what GLOB matches in the mount, \
+         files without x; may be given more than once, the first that matches counts; needs \
+         allow_other",
     )
     .repeats(),
     OptionRow::value(
         "uid",
         |options, value| set(&mut options.uid, id(value)),
-        &[("N", "owner of all files (default: the user who mounts)")],
+        "N: owner of all files (default: the user who mounts)",
     ),
     OptionRow::value(
         "gid",
         |options, value| set(&mut options.gid, id(value)),
-        &[("N", "group of all files (default: that of the user who mounts)")],
+        "N: group of all files (default: that of the user who mounts)",
     ),
     OptionRow::value(
         "umask",
@@ -458,7 +383,7 @@ const USERS: &[OptionRow] = &[
             options.umask = mask.ok_or("an octal number up to 777")?;
             Ok(())
         },
-        &[("OCTAL", "remove bits from the modes, which are 0444 for files and 0755 for folders")],
+        "OCTAL: remove bits from the modes, which are 0444 for files and 0755 for folders",
     ),
 ];
 
@@ -470,11 +395,8 @@ const READING: &[OptionRow] = &[
             let expected = "a size from 16M to 1T, like 256M";
             set(&mut options.cache, size_in(BUDGET_MIN..=CACHE_MAX, expected, value))
         },
-        &[(
-            "SIZE",
-            "memory for bytes that are read from the source, from 16M: a hard bound (default: \
-             128M)",
-        )],
+        "SIZE: memory for bytes that are read from the source, from 16M: a hard bound (default: \
+         128M)",
     )
     .shown(|options| json!(options.cache.unwrap_or(CACHE_DEFAULT))),
     OptionRow::value(
@@ -486,42 +408,31 @@ const READING: &[OptionRow] = &[
             options.remote.timeout = Some(options.io_timeout.unwrap_or(Duration::MAX));
             Ok(())
         },
-        &[(
-            "SECONDS",
-            "fail what the source takes longer to answer, mounting included (default: 60); 0 waits \
-             for ever",
-        )],
+        "SECONDS: fail what the source takes longer to answer, mounting included (default: 60); 0 \
+         waits for ever",
     )
     .for_commands(Use::Source)
     .shown(|options| json!(options.io_timeout.map(|timeout| timeout.as_secs_f64()))),
     OptionRow::value(
         "verify",
         |options, value| word(&mut options.verify, value),
-        &[(
-            "none|read",
-            "whether each tensor is compared with the checksums that `tensorfs verify` has \
-             recorded before its first bytes are handed out (default: none)",
-        )],
+        "none|read: whether each tensor is compared with the checksums that `tensorfs verify` has \
+         recorded before its first bytes are handed out (default: none)",
     )
     .shown(|options| json!(options.verify.as_str())),
     OptionRow::value(
         "io",
         |options, value| word(&mut options.io, value),
-        &[(
-            "auto|uring|pread",
-            "what reads the source: io_uring if it is available, or threads (auto: io_uring for \
-             local file systems)",
-        )],
+        "auto|uring|pread: what reads the source: io_uring if it is available, or threads (auto: \
+         io_uring for local file systems)",
     )
     .for_commands(Use::Reads)
     .shown(|options| json!(options.io.as_str())),
     OptionRow::value(
         "direct",
         |options, value| word(&mut options.direct, value),
-        &[(
-            "auto|always|never",
-            "whether the source is read past the page cache (auto: bytes that are not in it)",
-        )],
+        "auto|always|never: whether the source is read past the page cache (auto: bytes that are \
+         not in it)",
     )
     .for_commands(Use::Reads)
     .shown(|options| json!(options.direct.as_str())),
@@ -531,39 +442,28 @@ const READING: &[OptionRow] = &[
             let expected = "a size up to 1G, like 4M, or 0";
             set(&mut options.readahead, size_in(0..=READAHEAD_MAX, expected, value))
         },
-        &[(
-            "SIZE",
-            "how far the kernel reads ahead, up to 1G (default: 2M); 0 turns it off; needs \
-             root, other mounts stay at 128 KiB",
-        )],
+        "SIZE: how far the kernel reads ahead, up to 1G (default: 2M); 0 turns it off; needs root, \
+         other mounts stay at 128 KiB",
     ),
     OptionRow::value(
         "passthrough",
         |options, value| word(&mut options.passthrough, value),
-        &[(
-            "auto|never",
-            "whether the kernel may serve whole files by itself (auto: those on local file systems; with `io-timeout=0` all)",
-        )],
+        "auto|never: whether the kernel may serve whole files by itself (auto: those on local file \
+         systems; with `io-timeout=0` all)",
     ),
     OptionRow::value(
         "assemble",
         |options, value| set(&mut options.assemble, folder(value).map(Some)),
-        &[(
-            "DIR",
-            "write virtual files that are read often into DIR, and let the kernel serve \
-             those; needs root",
-        )],
+        "DIR: write virtual files that are read often into DIR, and let the kernel serve those; \
+         needs root",
     ),
     OptionRow::value(
         "assemble-size",
         |options, value| {
             set(&mut options.assemble_size, size_in(1..=u64::MAX, "a size, like 100G", value))
         },
-        &[(
-            "SIZE",
-            "how much the copies in DIR may take (default: leaves 10 % of its file system \
-             free, at least 1 GiB)",
-        )],
+        "SIZE: how much the copies in DIR may take (default: leaves 10 % of its file system free, \
+         at least 1 GiB)",
     ),
 ];
 
@@ -572,27 +472,24 @@ const PLACE: &[OptionRow] = &[
     OptionRow::value(
         "fsname",
         |options, value| set(&mut options.fsname, text(value).map(Some)),
-        &[("NAME", "device name in the mount table (default: the source)")],
+        "NAME: device name in the mount table (default: the source)",
     ),
     OptionRow::value(
         "log",
         |options, value| set(&mut options.log, path(value)),
-        &[("FILE", "where the daemon logs (default: the system log); SIGHUP opens it anew")],
+        "FILE: where the daemon logs (default: the system log); SIGHUP opens it anew",
     ),
     OptionRow::value(
         "log-format",
         |options, value| word(&mut options.log_format, value),
-        &[(
-            "auto|human|json|journal",
-            "form of log lines: fields for the journal where it is reached and text elsewhere \
-             (auto), text, a JSON object a line, or the journal and nothing else",
-        )],
+        "auto|human|json|journal: form of log lines: fields for the journal where it is reached \
+         and text elsewhere (auto), text, a JSON object a line, or the journal and nothing else",
     ),
-    OptionRow::flag("rw", |options| options.rw = true, &[]),
-    OptionRow::flag("noexec", |options| options.noexec = true, &[]),
-    OptionRow::flag("exec", |options| options.noexec = false, &[]),
-    OptionRow::flag("noatime", |options| options.noatime = true, &[]),
-    OptionRow::flag("atime", |options| options.noatime = false, &[]),
-    OptionRow::flag("nosymfollow", |options| options.nosymfollow = true, &[]),
-    OptionRow::flag("symfollow", |options| options.nosymfollow = false, &[]),
+    OptionRow::flag("rw", |options| options.rw = true, ""),
+    OptionRow::flag("noexec", |options| options.noexec = true, ""),
+    OptionRow::flag("exec", |options| options.noexec = false, ""),
+    OptionRow::flag("noatime", |options| options.noatime = true, ""),
+    OptionRow::flag("atime", |options| options.noatime = false, ""),
+    OptionRow::flag("nosymfollow", |options| options.nosymfollow = true, ""),
+    OptionRow::flag("symfollow", |options| options.nosymfollow = false, ""),
 ];

@@ -12,6 +12,19 @@ from ._open import Source, safe_open
 
 T = TypeVar("T")
 
+SHARED_NAMES = [
+    "TensorSpec",
+    "deserialize",
+    "load",
+    "load_file",
+    "safe_open",
+    "save",
+    "save_file",
+    "serialize",
+    "serialize_file",
+]
+"""The public names that all these modules have. They import some with `as`, for type checkers."""
+
 
 class DropIn(Generic[T]):
     """The functions for one framework. `framework` is the name of its module in tensorfs and in safetensors."""

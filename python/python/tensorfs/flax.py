@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ._bytes import deserialize
-from ._drop_in import DropIn
-from ._open import safe_open
-from ._serialize import TensorSpec, serialize, serialize_file
+from ._bytes import deserialize as deserialize
+from ._drop_in import SHARED_NAMES, DropIn
+from ._open import safe_open as safe_open
+from ._serialize import TensorSpec as TensorSpec, serialize as serialize, serialize_file as serialize_file
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = [
-    "TensorSpec",
-    "deserialize",
-    "load",
-    "load_file",
-    "safe_open",
-    "save",
-    "save_file",
-    "serialize",
-    "serialize_file",
-]
+__all__ = SHARED_NAMES
 
 _functions: DropIn[jax.Array] = DropIn("flax")
 load = _functions.load

@@ -5,25 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Union
 
-from ._bytes import deserialize
-from ._drop_in import DropIn
-from ._open import safe_open
-from ._serialize import TensorSpec, serialize, serialize_file
+from ._bytes import deserialize as deserialize
+from ._drop_in import SHARED_NAMES, DropIn
+from ._open import safe_open as safe_open
+from ._serialize import TensorSpec as TensorSpec, serialize as serialize, serialize_file as serialize_file
 
 if TYPE_CHECKING:
     import numpy
 
-__all__ = [
-    "TensorSpec",
-    "deserialize",
-    "load",
-    "load_file",
-    "safe_open",
-    "save",
-    "save_file",
-    "serialize",
-    "serialize_file",
-]
+__all__ = SHARED_NAMES
 
 _functions: DropIn[numpy.ndarray] = DropIn("numpy")
 load = _functions.load

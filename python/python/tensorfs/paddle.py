@@ -7,26 +7,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import _bytes, _device, _frameworks
-from ._bytes import deserialize
-from ._drop_in import DropIn
+from ._bytes import deserialize as deserialize
+from ._drop_in import SHARED_NAMES, DropIn
 from ._names import Names
-from ._open import Source, safe_open
-from ._serialize import TensorSpec, serialize, serialize_file
+from ._open import Source, safe_open as safe_open
+from ._serialize import TensorSpec as TensorSpec, serialize as serialize, serialize_file as serialize_file
 
 if TYPE_CHECKING:
     import paddle
 
-__all__ = [
-    "TensorSpec",
-    "deserialize",
-    "load",
-    "load_file",
-    "safe_open",
-    "save",
-    "save_file",
-    "serialize",
-    "serialize_file",
-]
+__all__ = SHARED_NAMES
 
 _functions: DropIn[paddle.Tensor] = DropIn("paddle")
 save = _functions.save

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._bytes import deserialize
-from ._drop_in import DropIn
+from ._bytes import deserialize as deserialize
+from ._drop_in import SHARED_NAMES, DropIn
 from ._model import load_into_model
 from ._names import Names
-from ._open import Source, safe_open
-from ._serialize import TensorSpec, serialize, serialize_file
+from ._open import Source, safe_open as safe_open
+from ._serialize import TensorSpec as TensorSpec, serialize as serialize, serialize_file as serialize_file
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "TensorSpec",
-    "deserialize",
-    "load",
-    "load_file",
-    "load_model",
-    "safe_open",
-    "save",
-    "save_file",
-    "save_model",
-    "serialize",
-    "serialize_file",
-    "storage_ptr",
-    "storage_size",
-]
+__all__ = [*SHARED_NAMES, "load_model", "save_model", "storage_ptr", "storage_size"]
 
 _functions: DropIn[torch.Tensor] = DropIn("torch")
 load = _functions.load

@@ -480,39 +480,54 @@ impl RangeReader for OpenWeights {
     }
 }
 
-/// Reads all ranges with several threads. The first error ends all threads.
-fn read_all(files: &[WarmFile], bar: &ProgressBar) -> Outcome {
-    let parts: Vec<(&Path, Range<u64>)> = files
-        .iter()
-        .flat_map(|file| file.ranges.iter().map(move |range| (file.path.as_path(), range)))
-        .flat_map(|(path, range)| {
-            let end = range.end;
-            let starts = range.clone().step_by(PART_LEN as usize);
-            starts.map(move |start| (path, start..end.min(start + PART_LEN)))
-        })
-        .collect();
+/// The parts of `range` of at most `PART_LEN` bytes.
+fn parts_of(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+    let end = range.end;
+    let starts = range.clone().step_by(PART_LEN as usize);
+    starts.map(move |start| start..end.min(start.saturating_add(PART_LEN)))
+}
+
+/// Passes all parts to at most `threads` threads. `worker` makes the function with which a thread
+/// reads parts. The first error ends all threads.
+fn in_threads<T: Sync, W: FnMut(&T) -> Outcome>(
+    parts: &[T],
+    threads: usize,
+    worker: impl Fn() -> W + Sync,
+) -> Outcome {
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
     let failure: Mutex<Option<Failure>> = Mutex::default();
-    let work = || {
-        let mut buffer = vec![0; READ_LEN];
-        let mut open: Option<(&Path, File)> = None;
+    let run = || {
+        let mut read = worker();
         while !failed.load(Ordering::Relaxed) {
-            let Some((path, range)) = parts.get(next.fetch_add(1, Ordering::Relaxed)) else {
-                return;
-            };
-            if let Err(e) = read_part(&mut open, path, range, &mut buffer, bar) {
+            let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) else { return };
+            if let Err(e) = read(part) {
                 failed.store(true, Ordering::Relaxed);
-                failure.lock().get_or_insert_with(|| cannot(path, &e));
+                failure.lock().get_or_insert(e);
             }
         }
     };
     std::thread::scope(|scope| {
-        for _ in 0..THREADS.min(parts.len()) {
-            scope.spawn(work);
+        for _ in 0..threads.min(parts.len()) {
+            scope.spawn(run);
         }
     });
     let first_failure = failure.lock().take();
     first_failure.map_or(Ok(()), Err)
+}
+
+/// Reads all ranges into the page cache.
+fn read_all(files: &[WarmFile], bar: &ProgressBar) -> Outcome {
+    let ranges =
+        files.iter().flat_map(|file| file.ranges.iter().map(|range| (file.path.as_path(), range)));
+    let parts: Vec<(&Path, Range<u64>)> =
+        ranges.flat_map(|(path, range)| parts_of(range).map(move |part| (path, part))).collect();
+    in_threads(&parts, THREADS, || {
+        let mut buffer = vec![0; READ_LEN];
+        let mut open: Option<(&Path, File)> = None;
+        move |(path, part)| {
+            read_part(&mut open, path, part, &mut buffer, bar).map_err(|e| cannot(path, &e))
+        }
+    })
 }
 
 fn read_part<'a>(

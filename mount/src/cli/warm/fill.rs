@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use indicatif::ProgressBar;
@@ -12,18 +11,14 @@ use tensorfs::internal::error::{counted, real_name, shown_path};
 use tensorfs::internal::size::shown_size;
 use tensorfs::internal::source::Source;
 use tensorfs::internal::store::disk_cache::kept_bytes;
-use tensorfs::internal::sync::Mutex;
 
 use super::super::args;
 use super::super::output::{Failure, Outcome, print_json, print_text, speed, tell_refusals};
 use super::super::sources::{FoundSet, open_source, prove_all};
 use super::super::verify::bar;
-use super::{HeatFile, WarmFile, cannot, len_of, ranges_of_set};
+use super::{HeatFile, WarmFile, cannot, in_threads, len_of, parts_of, ranges_of_set};
 use crate::log;
 use crate::options::Options;
-
-/// Size of one read in bytes.
-const READ_LEN: u64 = 8 << 20;
 
 /// Number of threads that read.
 const THREADS: usize = 16;
@@ -102,42 +97,23 @@ fn wanted_of(
     Ok((wanted, missing))
 }
 
-/// Reads all ranges with several threads. The first error ends all threads.
+/// Reads all ranges into the disk cache.
 fn read_all(wanted: &WantedBytes, progress: &ProgressBar) -> Outcome {
-    let mut parts: Vec<(&Arc<Source>, Range<u64>)> = Vec::new();
-    for (source, ranges) in wanted {
-        for range in ranges {
-            let starts = range.clone().step_by(READ_LEN as usize);
-            parts.extend(
-                starts.map(|start| (source, start..range.end.min(start.saturating_add(READ_LEN)))),
-            );
-        }
-    }
-    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
-    let failure: Mutex<Option<Failure>> = Mutex::default();
-    let work = || {
+    let ranges =
+        wanted.iter().flat_map(|(source, ranges)| ranges.iter().map(move |range| (source, range)));
+    let parts: Vec<(&Arc<Source>, Range<u64>)> = ranges
+        .flat_map(|(source, range)| parts_of(range).map(move |part| (source, part)))
+        .collect();
+    in_threads(&parts, THREADS, || {
         let mut buffer = Vec::new();
-        while !failed.load(Ordering::Relaxed) {
-            let Some((source, range)) = parts.get(next.fetch_add(1, Ordering::Relaxed)) else {
-                return;
-            };
-            buffer.resize(len_of(range) as usize, 0);
-            let read = source.read_exact_at(&mut buffer, range.start).and_then(|()| source.check());
-            if let Err(e) = read {
-                failed.store(true, Ordering::Relaxed);
-                failure.lock().get_or_insert_with(|| Failure::from(e));
-                return;
-            }
-            progress.inc(len_of(range));
+        move |(source, part)| {
+            buffer.resize(len_of(part) as usize, 0);
+            source.read_exact_at(&mut buffer, part.start)?;
+            source.check()?;
+            progress.inc(len_of(part));
+            Ok(())
         }
-    };
-    std::thread::scope(|scope| {
-        for _ in 0..THREADS.min(parts.len()) {
-            scope.spawn(work);
-        }
-    });
-    let first_failure = failure.lock().take();
-    first_failure.map_or(Ok(()), Err)
+    })
 }
 
 /// Fails if the disk cache does not have the bytes that were read, in the versions that were read.

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyDict, PyList};
 use tensorfs::internal::catalog::Tensor;
 use tensorfs::internal::checkpoint as core;
 use tensorfs::internal::error::real_name;
@@ -39,6 +39,40 @@ pub(crate) struct Checkpoint {
     again: PerProcess<Arc<core::Checkpoint>>,
     /// Keeps a file open that has no path.
     _pin: Option<Pin>,
+}
+
+/// The files of a checkpoint.
+enum PySource {
+    /// A single weight file, a weight map with its shards, or a folder with one checkpoint.
+    Path(PathBuf),
+    /// Files that are one checkpoint.
+    Files(Vec<PathBuf>),
+    /// For each tensor, the file that has it.
+    Map(BTreeMap<String, PathBuf>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for PySource {
+    type Error = PyErr;
+
+    fn extract(source: Borrowed<'_, 'py, PyAny>) -> PyResult<PySource> {
+        if source.is_instance_of::<PyDict>() {
+            source.extract().map(PySource::Map)
+        } else if source.is_instance_of::<PyList>() {
+            source.extract().map(PySource::Files)
+        } else {
+            Ok(PySource::Path(source.extract()?))
+        }
+    }
+}
+
+impl PySource {
+    fn paths(&self) -> Vec<PathBuf> {
+        match self {
+            PySource::Path(path) => vec![path.clone()],
+            PySource::Files(files) => files.clone(),
+            PySource::Map(map) => map.values().cloned().collect(),
+        }
+    }
 }
 
 /// Facts about a tensor: name, position, dtype, shape and length in bytes.
@@ -95,41 +129,29 @@ impl Checkpoint {
 
 #[pymethods]
 impl Checkpoint {
-    /// Opens `path`: a single weight file, a weight map with its shards, or a folder with one checkpoint. If the path
-    /// is on a mount, its source is opened instead.
+    /// Opens `source`. If it is a path on a mount, the source of the mount is opened instead.
     #[staticmethod]
-    #[pyo3(signature = (path, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None, None)))]
+    #[pyo3(signature = (source, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None, None)))]
     fn open(
         py: Python<'_>,
-        path: PathBuf,
+        source: PySource,
         timeout: Option<f64>,
         view: ViewWords,
         secret: Option<SecretWord>,
         demands: Demands,
     ) -> PyResult<Checkpoint> {
-        let source = path.clone();
-        Checkpoint::opened(py, timeout, Some(&path), secret, move |secret| {
+        let path = if let PySource::Path(path) = &source { Some(path.clone()) } else { None };
+        Checkpoint::opened(py, timeout, path.as_deref(), secret, move |secret| {
             let options = with_tensor_choices(options_with_demands(demands, secret)?, &view)?;
-            check_settings(&options, std::slice::from_ref(&source))?;
-            viewed(&view, || open(&source, &options, &view))
-        })
-    }
-
-    /// Opens these files as one checkpoint.
-    #[staticmethod]
-    #[pyo3(signature = (files, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None, None)))]
-    fn open_files(
-        py: Python<'_>,
-        files: Vec<PathBuf>,
-        timeout: Option<f64>,
-        view: ViewWords,
-        secret: Option<SecretWord>,
-        demands: Demands,
-    ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, None, secret, move |secret| {
-            let options = with_tensor_choices(options_with_demands(demands, secret)?, &view)?;
-            check_settings(&options, &files)?;
-            viewed(&view, || core::Checkpoint::of_files_with(&files, None, &options))
+            check_settings(&options, &source.paths())?;
+            // The words are parsed before anything is opened.
+            let shown = view_of(&view)?;
+            let checkpoint = match source {
+                PySource::Path(path) => open(&path, &options, &view),
+                PySource::Files(files) => core::Checkpoint::of_files_with(&files, None, &options),
+                PySource::Map(map) => core::Checkpoint::of_files_with(&[], Some(&map), &options),
+            };
+            checkpoint?.viewed(&shown)
         })
     }
 
@@ -155,24 +177,6 @@ impl Checkpoint {
         let pin = checkpoint.first.sources().first().map(|source| source.pin()).transpose();
         checkpoint._pin = pin.map_err(|e| raised(py, &e, None))?;
         Ok(checkpoint)
-    }
-
-    /// Opens the tensors in `map`, each from the file that the map gives.
-    #[staticmethod]
-    #[pyo3(signature = (map, timeout, view = Vec::new(), secret = None, demands = (None, None, None, None, None)))]
-    fn open_map(
-        py: Python<'_>,
-        map: BTreeMap<String, PathBuf>,
-        timeout: Option<f64>,
-        view: ViewWords,
-        secret: Option<SecretWord>,
-        demands: Demands,
-    ) -> PyResult<Checkpoint> {
-        Checkpoint::opened(py, timeout, None, secret, move |secret| {
-            let options = with_tensor_choices(options_with_demands(demands, secret)?, &view)?;
-            check_settings(&options, &map.values().cloned().collect::<Vec<_>>())?;
-            viewed(&view, || core::Checkpoint::of_files_with(&[], Some(&map), &options))
-        })
     }
 
     /// The facts about all tensors, sorted by name.
@@ -432,15 +436,6 @@ pub(crate) fn view_of(words: &ViewWords) -> tensorfs::Result<View> {
     let own = of_view(words);
     let pairs = own.iter().map(|(key, value)| (key.as_str(), value.as_str()));
     View::from_words(pairs, &mut read_option_file).map_err(tensorfs::Error::usage)
-}
-
-/// Opens a checkpoint, and applies the view that `words` describe. `words` are parsed before anything is opened.
-fn viewed(
-    words: &ViewWords,
-    open: impl FnOnce() -> tensorfs::Result<Arc<core::Checkpoint>>,
-) -> tensorfs::Result<Arc<core::Checkpoint>> {
-    let view = view_of(words)?;
-    open()?.viewed(&view)
 }
 
 /// Opens `path`. Only the demands, the secret and the choice of tensors in `given` are used. On a mount, the choices

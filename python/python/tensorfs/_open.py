@@ -166,20 +166,22 @@ def open_checkpoint(
 def _open_checkpoint(
     source: Source, loader: Loader, words: list[tuple[str, str]], secret: Secret, proof: Proof
 ) -> Checkpoint:
+    files: str | list[str] | dict[str, str]
+    if isinstance(source, (str, os.PathLike)):
+        files = _path(source)
+    elif isinstance(source, Mapping):
+        files = {name: _path(path) for name, path in source.items()}
+    elif isinstance(source, (list, tuple)):
+        files = [_path(path) for path in source]
+    else:
+        raise TypeError(f"expected a path, a list of files or a mapping to files, not {type(source).__name__}")
     # The native part opens files on another thread, because a file system may never answer.
     try:
-        if isinstance(source, (str, os.PathLike)):
-            return Checkpoint.open(_path(source), loader.timeout, words, secret, proof.demands)
-        if isinstance(source, Mapping):
-            files = {name: _path(path) for name, path in source.items()}
-            return Checkpoint.open_map(files, loader.timeout, words, secret, proof.demands)
-        if isinstance(source, (list, tuple)):
-            return Checkpoint.open_files([_path(path) for path in source], loader.timeout, words, secret, proof.demands)
+        return Checkpoint.open(files, loader.timeout, words, secret, proof.demands)
     except FileNotFoundError as e:
         if os.strerror(errno.ENOENT) in str(e):
             raise not_found(e.filename) from None
         raise
-    raise TypeError(f"expected a path, a list of files or a mapping to files, not {type(source).__name__}")
 
 
 def _path(path: StrPath) -> str:

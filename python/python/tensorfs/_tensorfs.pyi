@@ -38,23 +38,7 @@ _TensorRequest = tuple[int, list[tuple[int, int]] | None, str | None, int | None
 class Checkpoint:
     @staticmethod
     def open(
-        path: str | PathLike[str],
-        timeout: float | None,
-        view: Sequence[tuple[str, str]] = (),
-        secret: tuple[str, bytes] | None = None,
-        demands: _Demands = (None, None, None, None, None),
-    ) -> Checkpoint: ...
-    @staticmethod
-    def open_files(
-        files: Sequence[str | PathLike[str]],
-        timeout: float | None,
-        view: Sequence[tuple[str, str]] = (),
-        secret: tuple[str, bytes] | None = None,
-        demands: _Demands = (None, None, None, None, None),
-    ) -> Checkpoint: ...
-    @staticmethod
-    def open_map(
-        map: dict[str, str],
+        source: str | PathLike[str] | list[str] | dict[str, str],
         timeout: float | None,
         view: Sequence[tuple[str, str]] = (),
         secret: tuple[str, bytes] | None = None,

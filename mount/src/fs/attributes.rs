@@ -11,7 +11,7 @@ use tensorfs::internal::mount_origin::{XATTR_LIMITED, XATTR_SOURCE};
 
 use super::access::{Caller, may_read_file, may_read_folder};
 use super::inodes::Nodes;
-use super::node::{Node, NodeKind};
+use super::node::Node;
 use super::sharing::{Limit, PASS, READ, Sharing, is_super, names_of_folder};
 
 /// Maximum number of `config.json` files below a folder whose hashes the source attribute of that
@@ -37,9 +37,9 @@ pub(crate) const XATTR_TAIL: &str = "user.tensorfs.tail";
 /// The value of `XATTR_TAIL` for a weight file. `None` for other files.
 pub(crate) fn tail_of(nodes: &Nodes, node: &Node) -> Option<(&'static str, String)> {
     let name = node.path.file_name()?.to_str()?;
-    let weights = match &node.kind {
-        NodeKind::File { content: Content::Virtual(_), .. } => true,
-        NodeKind::File { content: Content::Whole { proved, .. }, .. } => proved.is_some(),
+    let weights = match node.content() {
+        Some(Content::Virtual(_)) => true,
+        Some(Content::Whole { proved, .. }) => proved.is_some(),
         _ => false,
     };
     let tail = weights.then(|| nodes.tails().of(node.folder(), name))??;
@@ -108,14 +108,12 @@ pub(crate) fn of(nodes: &Nodes, node: &Node, caller: &Caller) -> Vec<(&'static s
         found.push((XATTR_LIMITED, "1".to_owned()));
     }
     let folder = tree.folder(node.folder()).path.clone();
-    let may_read_files = || match &node.kind {
-        NodeKind::File { content: Content::Virtual(file), .. } => {
+    let may_read_files = || match node.content() {
+        Some(Content::Virtual(file)) => {
             let mut sources = file.sources().iter();
             sources.all(|source| may_read_file(source.path(), uid, gid))
         }
-        NodeKind::File { content: Content::Whole { file, .. }, .. } => {
-            may_read_file(&file.path, uid, gid)
-        }
+        Some(Content::Whole { file, .. }) => may_read_file(&file.path, uid, gid),
         _ => true,
     };
     if may_read_folder(&folder, uid, gid) && may_read_files() {
@@ -125,9 +123,10 @@ pub(crate) fn of(nodes: &Nodes, node: &Node, caller: &Caller) -> Vec<(&'static s
             real.is_ok_and(|config| may_read_file(&config, uid, gid))
         };
         let config = nodes.tails().config_of(node.folder()).map(|digest| digest.to_string());
-        let below = match &node.kind {
-            NodeKind::Folder => nodes.tails().configs_below(tree, &node.path),
-            _ => BTreeMap::new(),
+        let below = if node.is_folder() {
+            nodes.tails().configs_below(tree, &node.path)
+        } else {
+            BTreeMap::new()
         };
         let is_hidden = config.is_some() && !may_read_config(&folder)
             || below.iter().any(|(path, (id, _))| {
@@ -197,13 +196,9 @@ fn leads_out(tree: &Tree, id: FolderId) -> bool {
 
 /// Whether `node` may have encrypted weights. The mount has a key.
 fn may_be_encrypted(tree: &Tree, node: &Node) -> bool {
-    match &node.kind {
-        NodeKind::File { content: Content::Virtual(file), .. } => {
-            file.sources().iter().any(|source| source.is_encrypted())
-        }
-        NodeKind::File { content: Content::Whole { file, .. }, .. } => {
-            file.name.to_str().is_none_or(names::is_tensorizer)
-        }
+    match node.content() {
+        Some(Content::Virtual(file)) => file.sources().iter().any(|source| source.is_encrypted()),
+        Some(Content::Whole { file, .. }) => file.name.to_str().is_none_or(names::is_tensorizer),
         _ => may_hold_tensorizer(tree, node.folder()),
     }
 }
@@ -220,9 +215,9 @@ struct PlaceInSource {
 /// The origin of the bytes of `node`. `path` is the path of its folder in the source.
 fn place_in_source(tree: &Tree, node: &Node, path: &Path) -> PlaceInSource {
     let mut place = PlaceInSource { folder: path.to_owned(), member: None, part: None };
-    match &node.kind {
-        NodeKind::Folder if tree.only.is_some() => place.folder = tree.source_now(),
-        NodeKind::File { content: Content::Virtual(file), .. } => {
+    match node.content() {
+        None if tree.only.is_some() => place.folder = tree.source_now(),
+        Some(Content::Virtual(file)) => {
             let checkpoint = file.checkpoint();
             place.folder.clone_from(&checkpoint.directory);
             // A single file of a DeepSpeed checkpoint is another checkpoint or none, so only the
@@ -232,10 +227,10 @@ fn place_in_source(tree: &Tree, node: &Node, path: &Path) -> PlaceInSource {
             place.member = shards.next().map(|shard| shard.name.clone());
             place.part = file.spec().tensors.is_some().then(|| file.spec().name.clone());
         }
-        NodeKind::File { content: Content::Whole { file, .. }, .. } => {
+        Some(Content::Whole { file, .. }) => {
             place.member = file.name.to_str().map(str::to_owned);
         }
-        NodeKind::Folder | NodeKind::File { content: Content::Text(_), .. } => {}
+        None | Some(Content::Text(_)) => {}
     }
     place
 }
@@ -265,9 +260,9 @@ fn source_of(
 ) -> Option<String> {
     let found = tree.folder(node.folder());
     let is_made = found.is_made_below_root();
-    let is_text = matches!(&node.kind, NodeKind::File { content: Content::Text(_), .. });
-    let is_given = matches!(&node.kind,
-        NodeKind::File { content: Content::Whole { file, proved: None }, .. }
+    let is_text = node.is_text();
+    let is_given = matches!(node.content(),
+        Some(Content::Whole { file, proved: None })
             if tree.is_config_file(file) || is_of_model_folder(&found, file));
     // Other processes do not have the key of an encrypted source.
     let needs_key = tree.options.secret.is_some() && may_be_encrypted(tree, node);

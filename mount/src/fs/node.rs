@@ -42,8 +42,8 @@ pub(crate) struct Node {
     folder: AtomicUsize,
     /// Path in the mount.
     pub(crate) path: PathBuf,
-    /// Folder or file.
-    pub(crate) kind: NodeKind,
+    /// The file. `None` if the node is a folder.
+    file: Option<NodeFile>,
     /// Length in bytes, and time of the last change. Both are updated for a file that follows its
     /// source.
     attributes: Mutex<(u64, SystemTime)>,
@@ -64,33 +64,26 @@ pub(crate) struct Node {
     access: RwLock<Option<Arc<NodeAccess>>>,
 }
 
-/// The kind of a node.
+/// The parts of a node that only a file has.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "nearly all nodes are files")]
-pub(crate) enum NodeKind {
-    /// A folder.
-    Folder,
-    /// A file.
-    File {
-        /// The origin of its bytes.
-        content: Content,
-        /// Content version in hexadecimal. For a plain file, it is the version at its listing.
-        version: String,
-        /// The state of the open file, while any program has it open.
-        open: Mutex<Weak<OpenFile>>,
-        /// Version of its source at the last open.
-        last: Mutex<Option<Version>>,
-        /// The gate that compares its bytes with checksums before they are served, with
-        /// `verify=read`.
-        gate: Option<Arc<ChecksumGate>>,
-    },
+struct NodeFile {
+    /// The origin of its bytes.
+    content: Content,
+    /// Content version in hexadecimal. For a plain file, it is the version at its listing.
+    version: String,
+    /// The state of the open file, while any program has it open.
+    open: Mutex<Weak<OpenFile>>,
+    /// Version of its source at the last open.
+    last: Mutex<Option<Version>>,
+    /// The gate that compares its bytes with checksums before they are served, with `verify=read`.
+    gate: Option<Arc<ChecksumGate>>,
 }
 
-impl NodeKind {
+impl NodeFile {
     /// A file that nobody has opened yet.
-    fn unopened(content: Content, version: String, gate: Option<Arc<ChecksumGate>>) -> NodeKind {
+    fn unopened(content: Content, version: String, gate: Option<Arc<ChecksumGate>>) -> NodeFile {
         let (open, last) = (Mutex::default(), Mutex::default());
-        NodeKind::File { content, version, open, last, gate }
+        NodeFile { content, version, open, last, gate }
     }
 }
 
@@ -101,13 +94,13 @@ impl Node {
         path: PathBuf,
         len: u64,
         mtime: Time,
-        kind: NodeKind,
+        file: Option<NodeFile>,
     ) -> Node {
         Node {
             ino,
             folder: AtomicUsize::new(folder),
             path,
-            kind,
+            file,
             attributes: Mutex::new((len, system_time(mtime))),
             lookups: AtomicU64::new(0),
             was_opened: AtomicBool::new(false),
@@ -140,12 +133,17 @@ impl Node {
 
     /// Whether it is a folder.
     pub(crate) fn is_folder(&self) -> bool {
-        matches!(self.kind, NodeKind::Folder)
+        self.file.is_none()
+    }
+
+    /// The origin of the bytes of a file. `None` for a folder.
+    pub(crate) fn content(&self) -> Option<&Content> {
+        Some(&self.file.as_ref()?.content)
     }
 
     /// Content version in hexadecimal. `None` for a folder.
     pub(crate) fn version(&self) -> Option<String> {
-        let NodeKind::File { version, .. } = &self.kind else { return None };
+        let version = &self.file.as_ref()?.version;
         if !self.follows() {
             return Some(version.clone());
         }
@@ -160,10 +158,7 @@ impl Node {
 
     /// The version that the file had when it was listed. Empty for a folder.
     pub(crate) fn listed_version(&self) -> &str {
-        match &self.kind {
-            NodeKind::File { version, .. } => version,
-            NodeKind::Folder => "",
-        }
+        self.file.as_ref().map_or("", |file| &file.version)
     }
 
     /// Length in bytes.
@@ -173,10 +168,7 @@ impl Node {
 
     /// The gate that compares its bytes with checksums before they are served, with `verify=read`.
     pub(crate) fn gate(&self) -> Option<&Arc<ChecksumGate>> {
-        match &self.kind {
-            NodeKind::File { gate, .. } => gate.as_ref(),
-            NodeKind::Folder => None,
-        }
+        self.file.as_ref()?.gate.as_ref()
     }
 
     /// Time of the last change.
@@ -196,21 +188,18 @@ impl Node {
     /// Whether the node is an unproved file of the source. Reads of it always return the current
     /// content.
     pub(crate) fn follows(&self) -> bool {
-        matches!(&self.kind, NodeKind::File { content, .. } if follows(content))
+        matches!(self.content(), Some(Content::Whole { proved: None, .. }))
     }
 
     /// Whether the node is a file of the source that belongs to no checkpoint.
     pub(crate) fn is_plain(&self) -> bool {
-        matches!(&self.kind, NodeKind::File { content, .. } if is_plain(content))
+        self.content().is_some_and(is_plain)
     }
 
     /// The current version of the file at the source path. `None` if the node does not follow its
     /// source, or if another file is at that path.
     pub(crate) fn look(&self) -> Option<Version> {
-        let NodeKind::File { content: Content::Whole { file, proved: None }, .. } = &self.kind
-        else {
-            return None;
-        };
+        let Some(Content::Whole { file, proved: None }) = self.content() else { return None };
         let now = file.version_now().ok()?;
         (now.file() == file.version.file()).then_some(now)
     }
@@ -228,7 +217,7 @@ impl Node {
     /// Whether the source has changed: another file is at its path, or bytes that were proved are
     /// different. Accesses the source.
     pub(crate) fn is_outdated(&self) -> bool {
-        let NodeKind::File { content, .. } = &self.kind else { return false };
+        let Some(content) = self.content() else { return false };
         // Once one source has changed, the other sources are not checked, because a server may take
         // the whole deadline for each of them.
         let has_changed = AtomicBool::new(false);
@@ -270,13 +259,10 @@ impl Node {
     pub(crate) fn is_outdated_at_open(&self) -> bool {
         let last = self.last_current.lock().take();
         let is_fresh = last.is_some_and(|end| end.elapsed() < LOOKUP_TO_OPEN);
-        let is_stored = || match &self.kind {
-            NodeKind::File { content: Content::Virtual(file), .. } => {
-                let is_unchanged_store = |source: &Arc<Source>| {
-                    source.local().is_none() && source.check_after_read().is_ok()
-                };
-                file.sources().iter().all(is_unchanged_store)
-            }
+        let is_unchanged_store =
+            |source: &Arc<Source>| source.local().is_none() && source.check_after_read().is_ok();
+        let is_stored = || match self.content() {
+            Some(Content::Virtual(file)) => file.sources().iter().all(is_unchanged_store),
             _ => false,
         };
         if is_fresh && is_stored() {
@@ -295,7 +281,7 @@ impl Node {
 
     /// Whether it is generated text.
     pub(crate) fn is_text(&self) -> bool {
-        matches!(&self.kind, NodeKind::File { content: Content::Text(_), .. })
+        matches!(self.content(), Some(Content::Text(_)))
     }
 
     /// Opens the file for reading. All open handles share the result, and `watcher` watches its
@@ -310,19 +296,17 @@ impl Node {
         service: &Service,
         on_fault_storm: impl FnOnce() -> OnStorm,
     ) -> Result<(Arc<OpenFile>, bool)> {
-        let NodeKind::File { content, open, last, .. } = &self.kind else {
-            return Err(Error::internal("a folder cannot be read"));
-        };
+        let own = self.file.as_ref().ok_or_else(|| Error::internal("a folder cannot be read"))?;
         // The lock is held during the open, so that simultaneous requests open and watch the file
         // only once.
-        let mut shared = open.lock();
+        let mut shared = own.open.lock();
         let opened = match shared.upgrade() {
             Some(opened) => {
                 self.renew(&opened, watcher, service)?;
                 opened
             }
             None => {
-                let file = open_file(content, &service.cache, on_fault_storm)?;
+                let file = open_file(&own.content, &service.cache, on_fault_storm)?;
                 let current = self.hold(file, watcher, service)?;
                 Arc::new(OpenFile::new(current))
             }
@@ -335,8 +319,7 @@ impl Node {
         }
         if let OpenContent::Whole(file) = &current.file {
             let now = file.reader().sources()[0].version();
-            let mut last = last.lock();
-            unchanged &= last.replace(now).is_none_or(|before| before == now);
+            unchanged &= own.last.lock().replace(now).is_none_or(|before| before == now);
         }
         *shared = Arc::downgrade(&opened);
         drop(shared);
@@ -355,8 +338,8 @@ impl Node {
         watcher: &Arc<Watcher>,
         service: &Service,
     ) -> Result<bool> {
-        let NodeKind::File { open, .. } = &self.kind else { return Ok(false) };
-        let _one_at_a_time = open.lock();
+        let Some(file) = &self.file else { return Ok(false) };
+        let _one_at_a_time = file.open.lock();
         self.renew(opened, watcher, service)
     }
 
@@ -396,29 +379,24 @@ impl Node {
     /// Records an open by the process and user of `caller`, and returns the recorder for its reads.
     /// `None` for generated text and for files that belong to no checkpoint.
     pub(crate) fn heat(&self, heat: &Heat, opener: Opener) -> Option<HandleHeat> {
-        let NodeKind::File { content, version, .. } = &self.kind else { return None };
-        let file = match content {
+        let own = self.file.as_ref()?;
+        let file = match &own.content {
             Content::Virtual(file) => Some(file),
             Content::Whole { proved: Some(_), .. } => None,
             Content::Whole { proved: None, .. } | Content::Text(_) => return None,
         };
-        heat.opened(self.ino, &self.path, version, file, opener)
+        heat.opened(self.ino, &self.path, &own.version, file, opener)
     }
 
     /// The state of the open file. `None` if no program has it open.
     pub(crate) fn opened(&self) -> Option<Arc<OpenFile>> {
-        let NodeKind::File { open, .. } = &self.kind else { return None };
-        open.lock().upgrade()
+        self.file.as_ref()?.open.lock().upgrade()
     }
 
     /// Whether it is a virtual file.
     pub(crate) fn is_virtual(&self) -> bool {
-        matches!(&self.kind, NodeKind::File { content: Content::Virtual(_), .. })
+        matches!(self.content(), Some(Content::Virtual(_)))
     }
-}
-
-fn follows(content: &Content) -> bool {
-    matches!(content, Content::Whole { proved: None, .. })
 }
 
 fn is_plain(content: &Content) -> bool {
@@ -433,7 +411,7 @@ pub(crate) fn folder_node(tree: &Tree, id: FolderId) -> Node {
     hash.update(b"folder");
     hash.update(folder.relative.as_os_str().as_encoded_bytes());
     let ino = if id == 0 { ROOT } else { ino_of(&hash.finalize()) };
-    Node::new(ino, id, folder.relative.clone(), 4096, folder.newest(), NodeKind::Folder)
+    Node::new(ino, id, folder.relative.clone(), 4096, folder.newest(), None)
 }
 
 pub(crate) fn file_node(
@@ -477,25 +455,20 @@ pub(crate) fn file_node(
     };
     let digest = hash.finalize();
     let version = version_of(&digest);
-    let kind = NodeKind::unopened(shown.content, version, gate);
-    Arc::new(Node::new(ino_of(&digest), folder, path, len, newest.unwrap_or_default(), kind))
+    let file = Some(NodeFile::unopened(shown.content, version, gate));
+    Arc::new(Node::new(ino_of(&digest), folder, path, len, newest.unwrap_or_default(), file))
 }
 
 /// Whether both nodes are the same file in the same version. The version covers path and content.
 pub(crate) fn same_file(a: &Node, b: &Node) -> bool {
-    match (&a.kind, &b.kind) {
-        (NodeKind::File { version: a, .. }, NodeKind::File { version: b, .. }) => a == b,
-        _ => false,
-    }
+    let both = a.file.as_ref().zip(b.file.as_ref());
+    both.is_some_and(|(a, b)| a.version == b.version)
 }
 
 /// Whether the bytes of both nodes come from files at the same paths.
 pub(crate) fn same_place(a: &Node, b: &Node) -> bool {
-    let (NodeKind::File { content: a, .. }, NodeKind::File { content: b, .. }) = (&a.kind, &b.kind)
-    else {
-        return false;
-    };
-    match (a, b) {
+    let Some(contents) = a.content().zip(b.content()) else { return false };
+    match contents {
         (Content::Whole { file: a, .. }, Content::Whole { file: b, .. }) => a.path == b.path,
         (Content::Virtual(a), Content::Virtual(b)) => {
             let paths = |sources: &[Arc<Source>]| -> Vec<PathBuf> {
@@ -509,10 +482,7 @@ pub(crate) fn same_place(a: &Node, b: &Node) -> bool {
 
 /// Copies the node with the next inode number, because another file has the number of `node`.
 pub(crate) fn renumbered(node: &Node) -> Node {
-    let version = match &node.kind {
-        NodeKind::Folder => String::new(),
-        NodeKind::File { version, .. } => version.clone(),
-    };
+    let version = node.listed_version().to_owned();
     numbered(node, node.ino.wrapping_add(1).max(ROOT + 1), version)
 }
 
@@ -521,9 +491,9 @@ pub(crate) fn renumbered(node: &Node) -> Node {
 pub(crate) fn reversioned(node: &Node) -> Node {
     let mut hash = Sha256::new();
     hash.update(node.ino.to_le_bytes());
-    if let NodeKind::File { content, version, .. } = &node.kind {
-        hash.update(version);
-        for source in content.sources() {
+    if let Some(file) = &node.file {
+        hash.update(&file.version);
+        for source in file.content.sources() {
             for word in source.version().lasting().to_words() {
                 hash.update(word.to_le_bytes());
             }
@@ -534,15 +504,11 @@ pub(crate) fn reversioned(node: &Node) -> Node {
 }
 
 fn numbered(node: &Node, ino: u64, version: String) -> Node {
-    let kind = match &node.kind {
-        NodeKind::Folder => NodeKind::Folder,
-        NodeKind::File { content, gate, .. } => {
-            NodeKind::unopened(content.clone(), version, gate.clone())
-        }
-    };
+    let copy =
+        |file: &NodeFile| NodeFile::unopened(file.content.clone(), version, file.gate.clone());
     Node {
         attributes: Mutex::new(*node.attributes.lock()),
-        ..Node::new(ino, node.folder(), node.path.clone(), 0, (0, 0), kind)
+        ..Node::new(ino, node.folder(), node.path.clone(), 0, (0, 0), node.file.as_ref().map(copy))
     }
 }
 

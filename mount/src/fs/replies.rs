@@ -10,7 +10,7 @@ use fuser::{
 use tensorfs::{Error, ErrorKind};
 
 use super::attributes::Common;
-use super::node::{Node, NodeKind};
+use super::node::Node;
 use crate::serve::blocking::Fail;
 use crate::serve::requests::{Operation, RequestTimer};
 
@@ -123,10 +123,7 @@ impl<R: Send + 'static> Fail for ReplyFromListing<R> {
 
 /// The attributes of `node`.
 pub(super) fn attr_of(common: &Common, node: &Node) -> FileAttr {
-    let kind = match node.kind {
-        NodeKind::Folder => FileType::Directory,
-        NodeKind::File { .. } => FileType::RegularFile,
-    };
+    let kind = if node.is_folder() { FileType::Directory } else { FileType::RegularFile };
     let rights = common.sharing.rights_of(node.access().as_deref(), node.is_folder());
     let mtime = node.mtime();
     FileAttr {

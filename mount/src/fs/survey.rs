@@ -15,7 +15,7 @@ use tensorfs::internal::source::PathPermissions;
 use tensorfs::internal::store::folder::OpenFolder;
 use tensorfs::internal::version::FileId;
 
-use super::node::{Node, NodeKind};
+use super::node::Node;
 use super::sharing::{Limit, NodeAccess, PASS, READ, Rights, Sharing, names, names_of_folder};
 
 /// The kind of a file or folder that a link leads to.
@@ -71,7 +71,7 @@ pub(crate) fn access_of(sharing: &Sharing, tree: &Tree, node: &Node) -> NodeAcce
     };
     let own = names(tree, &folder, &node.path);
     survey.folder(id, is_folder);
-    if let NodeKind::File { content, .. } = &node.kind {
+    if let Some(content) = node.content() {
         survey.content(id, content, &own);
     }
     let Survey { limits, lists, changed, asked, .. } = survey;

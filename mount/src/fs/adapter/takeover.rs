@@ -26,7 +26,7 @@ use tensorfs::internal::version::{QueueKey, Version};
 
 use super::super::backing::Backing;
 use super::super::inodes::carried::FileMark;
-use super::super::node::{Node, NodeKind};
+use super::super::node::Node;
 use super::super::open_file::{OpenContent, OpenFile};
 use super::adoption_queue::{AdoptionQueue, Devices, Turn};
 use super::{FsState, Handle, TensorFs};
@@ -209,8 +209,7 @@ impl Packer {
 
     /// Describes the content of an open file, so that the next process can read it without the paths.
     fn describe(&mut self, node: &Node) -> Option<CarriedContent> {
-        let NodeKind::File { content, .. } = &node.kind else { return None };
-        Some(match content {
+        Some(match node.content()? {
             Content::Virtual(file) => {
                 let checkpoint = file.checkpoint();
                 let address = Arc::as_ptr(checkpoint) as usize;
@@ -289,10 +288,9 @@ impl TensorFs {
     }
 
     fn pack(&self, packer: &mut Packer, node: &Node, open: Option<&OpenContent>) -> CarriedNode {
-        let sources: Vec<Arc<Source>> = match (&node.kind, open) {
-            (_, Some(open)) => open.sources().to_vec(),
-            (NodeKind::File { content, .. }, None) => content.sources().to_vec(),
-            (NodeKind::Folder, None) => Vec::new(),
+        let sources: Vec<Arc<Source>> = match open {
+            Some(open) => open.sources().to_vec(),
+            None => node.content().map_or_else(Vec::new, |content| content.sources().to_vec()),
         };
         if open.is_some() {
             sources.iter().for_each(|source| packer.file(source));

@@ -9,7 +9,7 @@ use tensorfs::internal::checkpoint::FolderId;
 use tensorfs::internal::sync::Mutex;
 use tensorfs::internal::version::Version;
 
-use super::super::node::{Node, NodeKind};
+use super::super::node::Node;
 use super::Nodes;
 
 /// Facts about a file of the previous process, until this process lists the file.
@@ -55,7 +55,7 @@ impl FileMarks {
     /// Sets a new node to the state that the previous process had recorded for this version. A
     /// change of the source since then is found at the next check.
     pub(super) fn apply(&self, node: &Node) {
-        let NodeKind::File { content, .. } = &node.kind else { return };
+        let Some(content) = node.content() else { return };
         let mut marks = self.0.lock();
         if marks.get(&node.ino).is_none_or(|mark| mark.version != node.listed_version()) {
             return;

@@ -10,7 +10,7 @@ use tensorfs::internal::checkpoint::{Content, FolderId};
 use tensorfs::internal::version::{Time, Version};
 
 use super::super::open_file::{OpenContent, OpenFile};
-use super::{Node, NodeKind};
+use super::{Node, NodeFile};
 use crate::serve::change_watcher::Watcher;
 use crate::serve::service::Service;
 
@@ -26,8 +26,8 @@ impl Node {
         version: String,
         content: Content,
     ) -> Node {
-        let kind = NodeKind::unopened(content, version, None);
-        let node = Node::new(ino, folder, path, len, mtime, kind);
+        let file = Some(NodeFile::unopened(content, version, None));
+        let node = Node::new(ino, folder, path, len, mtime, file);
         node.set_outdated();
         node
     }
@@ -47,14 +47,13 @@ impl Node {
 
     /// Version of the source at the last open.
     pub(crate) fn last(&self) -> Option<Version> {
-        let NodeKind::File { last, .. } = &self.kind else { return None };
-        *last.lock()
+        *self.file.as_ref()?.last.lock()
     }
 
     /// Sets the version of the source at the last open.
     pub(crate) fn set_last(&self, last_version: Version) {
-        if let NodeKind::File { last, .. } = &self.kind {
-            *last.lock() = Some(last_version);
+        if let Some(file) = &self.file {
+            *file.last.lock() = Some(last_version);
         }
     }
 
@@ -70,8 +69,8 @@ impl Node {
     ) -> Result<Arc<OpenFile>> {
         self.set_opened();
         let opened = Arc::new(OpenFile::new(self.hold(content, watcher, service)?));
-        if let NodeKind::File { open, .. } = &self.kind {
-            *open.lock() = Arc::downgrade(&opened);
+        if let Some(file) = &self.file {
+            *file.open.lock() = Arc::downgrade(&opened);
         }
         Ok(opened)
     }

@@ -237,7 +237,7 @@ fn look(tree: &Tree, source: &Path, args: &BenchArgs, method: Method) -> Result<
     match (largest, refusal) {
         (Some(largest), _) => Ok(largest),
         (None, Some(error)) => Err(Failure::Error(error)),
-        (None, None) => Err(Failure::Failed(format!("{}: nothing to measure", shown_path(source)))),
+        (None, None) => Err(Failure::at(source, "nothing to measure")),
     }
 }
 
@@ -304,7 +304,7 @@ fn measure(subject: &Subject, args: &BenchArgs) -> Outcome {
 
 /// Facts about the machine and the build with which the figures were measured.
 fn facts(subject: &Subject) -> Result<Value, Failure> {
-    let failed = |e: std::io::Error| Failure::Failed(format!("{}: {e}", shown_path(&subject.file)));
+    let failed = |e: std::io::Error| Failure::at(&subject.file, e);
     let mounted = Mounted::start(&subject.source, &subject.options, subject.limit)?;
     let shards = subject.shards.first().unwrap_or(&subject.file);
     let checked = page_cache::cached_part(&subject.shards).is_some();

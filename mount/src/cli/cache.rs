@@ -23,7 +23,7 @@ pub(super) fn run(args: &CacheArgs) -> Outcome {
         return Err(Failure::Usage("a URL and -o go with warm".to_owned()));
     }
     let folder = folder_of(args)?;
-    let failed = |e| Failure::Failed(format!("{}: {e}", shown_path(&folder)));
+    let failed = |e| Failure::at(&folder, e);
     match args.action {
         CacheAction::Ls => {
             let kept = disk_cache::kept_objects(&folder).map_err(failed)?;

@@ -273,8 +273,7 @@ impl Conversion<'_> {
         };
         let ConvertArgs { key_file, passphrase_file, .. } = self.args;
         if of(&mut key_file.iter().chain(passphrase_file).map(PathBuf::as_path)) {
-            let message = "has the key of the new file; write somewhere else";
-            return Err(Failure::Failed(format!("{}: {message}", shown_path(target))));
+            return Err(Failure::at(target, "has the key of the new file; write somewhere else"));
         }
         let is_shard = of(&mut checkpoint.sources().iter().map(|source| source.path()));
         let is_itself = is_shard && checkpoint.sources().len() == 1;
@@ -282,8 +281,7 @@ impl Conversion<'_> {
             || ((is_shard || self.source_files.contains(target)) && !is_itself)
             || SourceFiles::behind(&self.args.source.source)?.contains(target)
         {
-            let message = "is a file of the source; write somewhere else";
-            return Err(Failure::Failed(format!("{}: {message}", shown_path(target))));
+            return Err(Failure::at(target, "is a file of the source; write somewhere else"));
         }
         Ok(())
     }

@@ -59,8 +59,7 @@ pub(super) fn run(args: &args::DemoArgs) -> Outcome {
     take_signals();
     clean_up_on_signals();
     let template = std::env::temp_dir().join("tensorfs-demo-XXXXXX");
-    let made = nix::unistd::mkdtemp(&template)
-        .map_err(|e| Failure::Failed(format!("{}: {e}", shown_path(&template))))?;
+    let made = nix::unistd::mkdtemp(&template).map_err(|e| Failure::at(&template, e))?;
     // Paths in the mount table contain no links, so this path must not contain any.
     let root = fs::canonicalize(&made).unwrap_or(made);
     let outcome = demo(&root);
@@ -93,7 +92,7 @@ fn check_stopped() -> Outcome {
 }
 
 fn demo(root: &Path) -> Outcome {
-    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(root)));
+    let failed = |e: io::Error| Failure::at(root, e);
     let (models, mount) = (root.join("models"), root.join("mnt"));
     fs::create_dir(&mount).map_err(failed)?;
     tell!("Four small checkpoints in {}:", shown_path(&models))?;
@@ -134,7 +133,7 @@ fn tensors() -> Vec<Tensor> {
 /// Prints the files that `folder` of the mount shows, and compares the weights with their expected
 /// bytes.
 fn show(folder: &Path) -> Outcome {
-    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(folder)));
+    let failed = |e: io::Error| Failure::at(folder, e);
     tell!("\n$ ls -l {}", shown_path(folder))?;
     for entry in fs::read_dir(folder).map_err(failed)? {
         let entry = entry.map_err(failed)?;
@@ -152,8 +151,8 @@ fn show(folder: &Path) -> Outcome {
 
 /// Reads `file` from start to end and compares it. Returns its numbers of tensors and bytes.
 fn compare(file: &Path) -> Result<(usize, u64), Failure> {
-    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(file)));
-    let wrong = |what: String| Failure::Failed(format!("{}: {what}", shown_path(file)));
+    let failed = |e: io::Error| Failure::at(file, e);
+    let wrong = |what: String| Failure::at(file, what);
     let mut content = Vec::new();
     File::open(file).and_then(|mut f| f.read_to_end(&mut content)).map_err(failed)?;
     let prefix = content.first_chunk().ok_or_else(|| wrong("shorter than 8 bytes".into()))?;

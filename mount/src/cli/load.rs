@@ -62,8 +62,8 @@ pub(super) fn run(args: &args::LoadArgs) -> Outcome {
     let load =
         FinishedLoad { checkpoint: &checkpoint, report: &report?, opened, gpu: gpu.as_ref() };
     if let Some(path) = &args.trace {
-        write_trace(path, &checkpoint, load.report)
-            .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", shown_path(path))))?;
+        let written = write_trace(path, &checkpoint, load.report);
+        written.map_err(|e| Failure::at(path, format_args!("cannot write: {e}")))?;
     }
     if args.source.json {
         let mut json = to_json(&load);
@@ -275,6 +275,5 @@ fn check_trace(path: &Path) -> Outcome {
     if read.is_ok() && start == TRACE_START {
         return Ok(());
     }
-    let message = "is there already and is no trace; name another file";
-    Err(Failure::Failed(format!("{}: {message}", shown_path(path))))
+    Err(Failure::at(path, "is there already and is no trace; name another file"))
 }

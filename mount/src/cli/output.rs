@@ -1,6 +1,7 @@
 //! The outcome of a command, and functions that print to standard output.
 
 use std::collections::HashSet;
+use std::fmt::Display;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
@@ -31,6 +32,11 @@ pub(super) enum Failure {
 }
 
 impl Failure {
+    /// The command could not do its work because of the file or folder `path`.
+    pub(super) fn at(path: &Path, why: impl Display) -> Failure {
+        Failure::Failed(format!("{}: {why}", shown_path(path)))
+    }
+
     pub(super) fn message(&self) -> String {
         match self {
             Failure::Usage(message) | Failure::Failed(message) => message.clone(),
@@ -109,8 +115,7 @@ pub(super) fn print_bytes(bytes: &[u8]) -> Outcome {
 /// Fails if standard output is closed.
 fn check_output() -> Outcome {
     if is_output_closed() {
-        let message = "cannot write to standard output: it is closed";
-        return Err(Failure::Failed(message.to_owned()));
+        return Err(Failure::Failed("cannot write to standard output: it is closed".to_owned()));
     }
     Ok(())
 }

@@ -69,8 +69,8 @@ pub(super) fn run(args: &args::ReportArgs) -> Outcome {
         "notes": notes,
     });
     let page = page(&report);
-    write(&args.html, page.as_bytes(), mode)
-        .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", shown_path(&args.html))))?;
+    let written = write(&args.html, page.as_bytes(), mode);
+    written.map_err(|e| Failure::at(&args.html, format_args!("cannot write: {e}")))?;
     let printed = if args.source.json {
         print_json(&json!({
             "source": real_name(&args.source.source),
@@ -136,8 +136,7 @@ fn keep_named(named: &[PathBuf], target: &Path) -> Result<(), Failure> {
     if !SourceFiles::default().with(named.iter().map(PathBuf::as_path)).contains(target) {
         return Ok(());
     }
-    let message = "is a file that an option names; write somewhere else";
-    Err(Failure::Failed(format!("{}: {message}", shown_path(target))))
+    Err(Failure::at(target, "is a file that an option names; write somewhere else"))
 }
 
 /// Adds the files of a set to the files whose readers may read the page: the page contains their

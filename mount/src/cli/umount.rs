@@ -75,7 +75,7 @@ fn unmount(target: &Path, how: Detach) -> Result<(), String> {
 /// Ends the connection of the mount on `target`, so that its readers get errors, and unmounts it. With
 /// `minor`, this is the mount with that device number, at any path. Does nothing if there is no mount.
 pub(super) fn abort(target: &Path, minor: Option<u32>) -> Outcome {
-    let failed = |e: io::Error| Failure::Failed(format!("{}: {e}", shown_path(target)));
+    let failed = |e: io::Error| Failure::at(target, e);
     let mut mounts = mountinfo::ours().map_err(failed)?;
     match minor {
         Some(minor) => {

@@ -412,8 +412,8 @@ fn write_manifest_if_asked(
     let (name, text) = manifest(checkpoint);
     let path = checkpoint.directory.join(name);
     let mode = CopyMode::of(checkpoint.sources())?;
-    write_whole(&path, &text, &mode)
-        .map_err(|e| Failure::Failed(format!("{}: cannot write: {e}", shown_path(&path))))?;
+    let written = write_whole(&path, &text, &mode);
+    written.map_err(|e| Failure::at(&path, format_args!("cannot write: {e}")))?;
     Ok(Some(real_name(&path)))
 }
 

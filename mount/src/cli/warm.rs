@@ -63,9 +63,9 @@ pub(super) fn run(args: &args::WarmArgs) -> Outcome {
     if is_url(path) {
         return fill::run(args, options, heat.as_ref());
     }
-    let absolute = std::fs::canonicalize(path).map_err(|e| cannot(path, &e))?;
+    let absolute = std::fs::canonicalize(path).map_err(|e| Failure::at(path, e))?;
     let on_mount = mountinfo::ours()
-        .map_err(|e| cannot(Path::new("/proc/self/mountinfo"), &e))?
+        .map_err(|e| Failure::at(Path::new("/proc/self/mountinfo"), e))?
         .into_iter()
         .map(|mount| mount.target)
         .filter(|target| absolute.starts_with(target))
@@ -152,10 +152,6 @@ fn tell_lines(lines: &[String]) -> Outcome {
     if lines.is_empty() { Ok(()) } else { Err(Failure::Told) }
 }
 
-fn cannot(path: &Path, error: &io::Error) -> Failure {
-    Failure::Failed(format!("{}: {error}", shown_path(path)))
-}
-
 fn len_of(range: &Range<u64>) -> u64 {
     range.end - range.start
 }
@@ -165,19 +161,19 @@ fn len_of(range: &Range<u64>) -> u64 {
 ///
 /// `not_shown` gets the lines about checkpoints that the mount refuses.
 fn files_below(path: &Path, not_shown: &mut Vec<String>) -> Result<Vec<WarmFile>, Failure> {
-    let meta = std::fs::symlink_metadata(path).map_err(|e| cannot(path, &e))?;
+    let meta = std::fs::symlink_metadata(path).map_err(|e| Failure::at(path, e))?;
     if meta.is_file() {
         let ranges = Vec::from_iter((meta.len() > 0).then_some(0..meta.len()));
         return Ok(vec![WarmFile { path: path.to_owned(), ranges }]);
     }
     let mut files = Vec::new();
     if meta.is_dir() {
-        for entry in std::fs::read_dir(path).map_err(|e| cannot(path, &e))? {
-            let entry = entry.map_err(|e| cannot(path, &e))?;
+        for entry in std::fs::read_dir(path).map_err(|e| Failure::at(path, e))? {
+            let entry = entry.map_err(|e| Failure::at(path, e))?;
             let below = entry.path();
             // A source may contain a file with this name that was copied from a mount.
             if entry.file_name() == ERROR_FILE && is_made(&below) {
-                let text = std::fs::read(&below).map_err(|e| cannot(&below, &e))?;
+                let text = std::fs::read(&below).map_err(|e| Failure::at(&below, e))?;
                 let lines = String::from_utf8_lossy(&text);
                 let folder = shown_path(path);
                 not_shown.extend(lines.lines().map(|line| format!("{folder}: {}", shown(line))));
@@ -361,23 +357,21 @@ fn ranges_in(hot: &TensorRow, len: u64) -> Vec<Range<u64>> {
 
 impl HeatFile {
     fn read(path: &Path) -> Result<HeatFile, Failure> {
-        let file = File::open(path).map_err(|e| cannot(path, &e))?;
-        let len = file.metadata().map_err(|e| cannot(path, &e))?.len();
+        let file = File::open(path).map_err(|e| Failure::at(path, e))?;
+        let len = file.metadata().map_err(|e| Failure::at(path, e))?.len();
         if len > HEAT_MAX {
-            let message = format!("has {len} bytes; expected at most {HEAT_MAX}");
-            return Err(Failure::Failed(format!("{}: {message}", shown_path(path))));
+            let why = format_args!("has {len} bytes; expected at most {HEAT_MAX}");
+            return Err(Failure::at(path, why));
         }
         let read: Result<HeatReport, _> = serde_json::from_reader(io::BufReader::new(file));
-        let report = read.map_err(|_| {
-            let message = "expected the output of `tensorfs heat MNT --json`";
-            Failure::Failed(format!("{}: {message}", shown_path(path)))
-        })?;
+        let expected = "expected the output of `tensorfs heat MNT --json`";
+        let report = read.map_err(|_| Failure::at(path, expected))?;
         let read = report.files.into_iter().filter(|file| file.bytes > 0);
         let tensors_known = read.filter(|file| file.tensors.as_ref().is_none_or(|t| !t.is_empty()));
         let files = tensors_known.map(|f| (f.path.into(), f.tensors.unwrap_or_default()));
         let heat = HeatFile(files.collect());
         if heat.0.is_empty() {
-            return Err(Failure::Failed(format!("{}: lists no file", shown_path(path))));
+            return Err(Failure::at(path, "lists no file"));
         }
         Ok(heat)
     }
@@ -410,16 +404,14 @@ impl HeatFile {
                     *missing += tensors.len();
                     continue;
                 }
-                Err(e) => return Err(cannot(&file_path, &e)),
+                Err(e) => return Err(Failure::at(&file_path, e)),
             };
-            let len = file.metadata().map_err(|e| cannot(&file_path, &e))?.len();
+            let len = file.metadata().map_err(|e| Failure::at(&file_path, e))?.len();
             let ranges = match tensors.as_slice() {
                 [] => std::iter::once(0..len).collect(),
                 tensors => {
                     let found = ranges_of(&file_path, file, len, tensors, missing);
-                    found.map_err(|why| {
-                        Failure::Failed(format!("{}: {why}", shown_path(&file_path)))
-                    })?
+                    found.map_err(|why| Failure::at(&file_path, why))?
                 }
             };
             files.extend(WarmFile::joined(file_path, ranges));
@@ -525,7 +517,7 @@ fn read_all(files: &[WarmFile], bar: &ProgressBar) -> Outcome {
         let mut buffer = vec![0; READ_LEN];
         let mut open: Option<(&Path, File)> = None;
         move |(path, part)| {
-            read_part(&mut open, path, part, &mut buffer, bar).map_err(|e| cannot(path, &e))
+            read_part(&mut open, path, part, &mut buffer, bar).map_err(|e| Failure::at(path, e))
         }
     })
 }

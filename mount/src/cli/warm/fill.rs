@@ -16,7 +16,7 @@ use super::super::args;
 use super::super::output::{Failure, Outcome, print_json, print_text, speed, tell_refusals};
 use super::super::sources::{FoundSet, open_source, prove_all};
 use super::super::verify::bar;
-use super::{HeatFile, WarmFile, cannot, in_threads, len_of, parts_of, ranges_of_set};
+use super::{HeatFile, WarmFile, in_threads, len_of, parts_of, ranges_of_set};
 use crate::log;
 use crate::options::Options;
 
@@ -121,7 +121,7 @@ fn check_kept(place: &DiskCachePlace, wanted: &WantedBytes) -> Outcome {
     for (source, ranges) in wanted {
         let len: u64 = ranges.iter().map(len_of).sum();
         let kept = kept_bytes(&place.folder, source.path(), &source.version(), ranges);
-        let bytes = kept.map_err(|e| cannot(&place.folder, &e))?;
+        let bytes = kept.map_err(|e| Failure::at(&place.folder, e))?;
         if bytes < len {
             let (file, folder) = (shown_path(source.path()), shown_path(&place.folder));
             let why =

@@ -32,7 +32,7 @@ use tensorfs::internal::size::shown_size;
 use tensorfs::internal::store::Store;
 use tensorfs::internal::view::Files;
 
-use super::output::{Failure, Outcome, print_json, print_text};
+use super::output::{self, Failure, Outcome, print_json, print_text};
 use super::sources::prove_all;
 use super::stopping::{clean_up_on_signals, take_signals};
 use crate::log;
@@ -86,22 +86,9 @@ pub(super) fn run(args: &BenchArgs) -> Outcome {
     in_json(args, bench(args))
 }
 
-/// If JSON was requested and nothing is printed yet, prints the error as JSON too.
+/// Prints the error of `outcome` as JSON too, if JSON was requested.
 pub(super) fn in_json(args: &BenchArgs, outcome: Outcome) -> Outcome {
-    match &outcome {
-        Err(failure) if args.json && !matches!(failure, Failure::Told) => {
-            // The error also goes to standard error, so a failure to print it here is ignored.
-            let _ = print_json(&json!({
-                "ok": false,
-                "class": failure.kind().as_str(),
-                "error": failure.message(),
-                "cases": [],
-                "notes": [],
-            }));
-        }
-        _ => {}
-    }
-    outcome
+    output::in_json(args.json, json!({ "cases": [], "notes": [] }), outcome)
 }
 
 fn bench(args: &BenchArgs) -> Outcome {

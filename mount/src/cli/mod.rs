@@ -46,7 +46,7 @@ use crate::daemon::stalled::{READ_ONE, probe_path, unless_stalled};
 use crate::log;
 use crate::options::Options;
 use args::{Cli, Command};
-use output::{Failure, Outcome, print_bytes, print_clap, print_json};
+use output::{Failure, Outcome, print_bytes, print_clap};
 
 /// The arguments of the process. `--progress` without `=` takes no value, because a path may follow. If the next word
 /// is a value of `--progress`, the two words are joined by `=`.
@@ -267,22 +267,8 @@ fn in_json(args: &args::SourceArgs, outcome: Outcome) -> Outcome {
 
 /// Does the work of `in_json` for any command. `source` is the path that the command was given.
 fn told_in_json(json: bool, source: &Path, outcome: Outcome) -> Outcome {
-    match &outcome {
-        Err(failure) if json && !matches!(failure, Failure::Told) => {
-            let json = serde_json::json!({
-                "source": real_name(source),
-                "ok": false,
-                "class": failure.kind().as_str(),
-                "error": failure.message(),
-                "sets": [],
-                "notes": [],
-            });
-            // The error also goes to standard error, so a failure to print it here is ignored.
-            let _ = print_json(&json);
-        }
-        _ => {}
-    }
-    outcome
+    let report = serde_json::json!({ "source": real_name(source), "sets": [], "notes": [] });
+    output::in_json(json, report, outcome)
 }
 
 /// The outcome of a command whose exit status 1 means that a difference was found. An error gets the exit status 2.

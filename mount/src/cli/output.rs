@@ -75,6 +75,22 @@ pub(super) fn tell_refusals<'a>(refused: impl Iterator<Item = &'a tensorfs::Erro
     if told.is_empty() { Ok(()) } else { Err(Failure::Told) }
 }
 
+/// If JSON was requested and nothing is printed yet, prints the error as JSON too. `report` has the
+/// other fields.
+pub(super) fn in_json(as_json: bool, mut report: Value, outcome: Outcome) -> Outcome {
+    if let Err(failure) = &outcome
+        && as_json
+        && !matches!(failure, Failure::Told)
+    {
+        report["ok"] = false.into();
+        report["class"] = failure.kind().as_str().into();
+        report["error"] = failure.message().into();
+        // The error also goes to standard error, so a failure to print it here is ignored.
+        let _ = print_json(&report);
+    }
+    outcome
+}
+
 /// Prints `value` on one line, or indented if standard output is a terminal.
 pub(super) fn print_json(value: &Value) -> Outcome {
     let is_terminal = io::stdout().is_terminal();

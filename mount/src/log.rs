@@ -28,6 +28,7 @@ use events::{Events, severity};
 use line::Line;
 use output::{Destination, Output};
 use queue::Queue;
+pub(crate) use queue::start_thread;
 
 /// Environment variable with filter directives of the crate `tracing`.
 const FILTER: &str = "TENSORFS_LOG";
@@ -211,7 +212,7 @@ fn write_to(destination: Destination) -> io::Result<()> {
 fn open_in_time(destination: &Destination, limit: Duration) -> io::Result<Output> {
     let (send, receive) = std::sync::mpsc::channel();
     let destination = destination.clone();
-    queue::start_thread(move || drop(send.send(destination.open())))?;
+    start_thread("log", move || drop(send.send(destination.open())))?;
     let late = |_| {
         let reason = format!("no answer within {} seconds", limit.as_secs_f64());
         Err(io::Error::new(io::ErrorKind::TimedOut, reason))

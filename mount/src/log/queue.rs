@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, SigmaskHow};
@@ -125,7 +126,7 @@ impl Queue {
         let file = output.identity();
         let mut state = self.state.lock();
         let number = state.writer + 1;
-        start_thread(move || queue.write(number, output))?;
+        start_thread("log", move || queue.write(number, output))?;
         state.adopt(number);
         state.destination = destination;
         state.file = file;
@@ -171,7 +172,7 @@ impl Queue {
                 queue.write(number, output);
             }
         };
-        if let Err(e) = start_thread(reopen) {
+        if let Err(e) = start_thread("log", reopen) {
             self.state.lock().reopening = false;
             tracing::error!("the log cannot be opened anew: {e}");
         }
@@ -294,11 +295,14 @@ impl State {
 
 /// Starts a thread that blocks all signals. Signals that end the process then reach the thread that
 /// waits for them.
-pub(super) fn start_thread(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+pub(crate) fn start_thread(
+    name: &str,
+    work: impl FnOnce() + Send + 'static,
+) -> io::Result<JoinHandle<()>> {
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
-    let started = std::thread::Builder::new().name("log".to_owned()).spawn(work);
+    let started = std::thread::Builder::new().name(name.to_owned()).spawn(work);
     let _ = before.thread_set_mask();
-    started.map(|_| ())
+    started
 }
 
 #[cfg(test)]

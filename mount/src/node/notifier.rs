@@ -3,8 +3,9 @@
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::time::Duration;
 
-use nix::sys::signal::{SigSet, SigmaskHow};
 use sd_notify::NotifyState;
+
+use crate::log;
 
 /// Maximum number of messages that wait for a service manager that reads none.
 const WAITING_MAX: usize = 64;
@@ -106,8 +107,7 @@ impl Drop for Notifier {
 fn start_thread() -> std::io::Result<(SyncSender<Note>, Receiver<()>)> {
     let (end, ended) = channel();
     let (send, receive) = sync_channel::<Note>(WAITING_MAX);
-    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
-    let tell = move || {
+    log::start_thread("notify", move || {
         for note in receive {
             let _ = match &note {
                 Note::Ready => sd_notify::notify(&[NotifyState::Ready]),
@@ -119,8 +119,6 @@ fn start_thread() -> std::io::Result<(SyncSender<Note>, Receiver<()>)> {
             };
         }
         drop(end);
-    };
-    let started = std::thread::Builder::new().name("notify".to_owned()).spawn(tell);
-    let _ = before.thread_set_mask();
-    started.map(|_| (send, ended))
+    })?;
+    Ok((send, ended))
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, SigmaskHow, Signal};
+use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
@@ -30,6 +30,7 @@ use super::suspension::{self, Purpose, Stored, Suspension};
 use super::worker_process::{WorkerProcess, start_abort, start_cleaning};
 use crate::daemon::background;
 use crate::daemon::ending::{ending_signals, ends_with_terminal, has_terminal};
+use crate::log;
 
 /// A tick, which is the time between two checks of the workers.
 const TICK: Duration = Duration::from_secs(1);
@@ -439,13 +440,11 @@ impl Supervisor {
         let (done, ends) = io::pipe()?;
         let (send, config) = channel();
         let file = self.file.clone();
-        let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
-        let started = std::thread::Builder::new().name("config".to_owned()).spawn(move || {
+        log::start_thread("config", move || {
             let _ = send.send(Config::read(&file));
             drop(ends);
-        });
-        let _ = before.thread_set_mask();
-        started.map(|_| Reading { done, config, again: false })
+        })?;
+        Ok(Reading { done, config, again: false })
     }
 
     /// Applies the config, if the thread has read it.

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill};
+use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, setsid};
 
 use super::channel::{Channel, Order, Report};
@@ -79,8 +79,7 @@ fn serve(
 fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> {
     // This thread blocks all signals. Before the mount exists, a signal ends the process. After
     // that, another thread waits for signals.
-    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
-    let started = std::thread::Builder::new().name("orders".to_owned()).spawn(move || {
+    let orders = log::start_thread("orders", move || {
         while let Ok(Some((order, _))) = channel.receive(true) {
             match order {
                 Order::Ping => drop(channel.send(&Report::Pong, &[])),
@@ -107,8 +106,7 @@ fn listen(channel: Arc<Channel>, giver: Arc<OnceLock<Giver>>) -> io::Result<()> 
         tracing::debug!("the supervisor is gone");
         end(giver.get());
     });
-    let _ = before.thread_set_mask();
-    started.map(|_| ())
+    orders.map(drop)
 }
 
 /// Waits until a handover can run without waiting for the source, and reports that. If it takes too

@@ -15,12 +15,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, SigmaskHow};
 use nix::sys::socket::sockopt::{ReceiveTimeout, SendTimeout};
 use nix::sys::socket::{Shutdown, setsockopt, shutdown};
 use nix::sys::time::{TimeVal, TimeValLike};
 use tensorfs::internal::sync::Mutex;
 
+use crate::log;
 use crate::node::config::MetricsAddress;
 
 /// Maximum number of simultaneous clients.
@@ -122,12 +122,8 @@ impl HttpServer {
         listener.set_nonblocking()?;
         let ends = Arc::new(AtomicBool::new(false));
         let (answer, ending): (Answer, _) = (Arc::new(answer), ends.clone());
-        let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
-        let thread = std::thread::Builder::new()
-            .name("metrics".to_owned())
-            .spawn(move || accept(&listener, &answer, &ending));
-        let _ = before.thread_set_mask();
-        Ok(HttpServer { ends, thread: Some(thread?), file })
+        let thread = log::start_thread("metrics", move || accept(&listener, &answer, &ending))?;
+        Ok(HttpServer { ends, thread: Some(thread), file })
     }
 }
 

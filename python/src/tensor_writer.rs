@@ -122,12 +122,13 @@ struct OpenWriter {
 }
 
 impl OpenWriter {
-    fn writer(&mut self) -> &mut TensorWriter {
-        let OpenWriter { writer, start, entries_len, key, .. } = self;
-        writer.get_or_insert_with(|| {
+    fn parts(&mut self) -> (&mut WriteTarget, &mut TensorWriter) {
+        let OpenWriter { target, writer, start, entries_len, key } = self;
+        let writer = writer.get_or_insert_with(|| {
             let writer = TensorWriter::new(*start, *entries_len);
             if let Some(key) = key { writer.encrypted(key) } else { writer }
-        })
+        });
+        (target, writer)
     }
 
     /// Makes the list of tensors long enough for `tensors`, if nothing is written yet.
@@ -147,9 +148,7 @@ impl OpenWriter {
         is_stopped: &AtomicBool,
     ) -> tensorfs::Result<()> {
         self.reserve(tensors)?;
-        self.writer();
-        let OpenWriter { target, writer, .. } = self;
-        let Some(writer) = writer else { return Err(Error::internal("no writer was made")) };
+        let (target, writer) = self.parts();
         let headers = writer.describe(tensors, target.shown())?;
         if let WriteTarget::Path(file) = target {
             file.reserve(writer.end())?;
@@ -162,9 +161,7 @@ impl OpenWriter {
     }
 
     fn sync(&mut self) -> tensorfs::Result<()> {
-        self.writer();
-        let OpenWriter { target, writer, .. } = self;
-        let Some(writer) = writer else { return Err(Error::internal("no writer was made")) };
+        let (target, writer) = self.parts();
         writer.finish(target.writer(), target.shown())
     }
 }
@@ -296,7 +293,7 @@ impl TensorizerWriter {
         let open = self.open.clone();
         let len = self.run(py, move |open, _| {
             open.sync()?;
-            Ok(open.writer().end() - open.start)
+            Ok(open.parts().1.end() - open.start)
         })?;
         let ended = py.detach(|| open.lock().unwrap_or_else(PoisonError::into_inner).take());
         let Some(OpenWriter { target, start, .. }) = ended else { return Err(closed()) };

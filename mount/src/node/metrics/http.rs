@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::TcpListener;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -94,11 +94,6 @@ impl Drop for HttpServer {
     }
 }
 
-enum HttpListener {
-    Tcp(TcpListener),
-    Unix(UnixListener),
-}
-
 /// A TCP or Unix connection. Reads and writes have a time limit.
 struct HttpStream(File);
 
@@ -113,16 +108,23 @@ impl HttpServer {
         address: &MetricsAddress,
         answer: impl Fn(&str) -> HttpReply + Send + Sync + 'static,
     ) -> io::Result<HttpServer> {
-        let (listener, file) = match address {
-            MetricsAddress::Tcp(address) => (HttpListener::Tcp(TcpListener::bind(address)?), None),
-            MetricsAddress::Unix(path) => {
-                (HttpListener::Unix(bind_file(path)?), Some(path.clone()))
-            }
-        };
-        listener.set_nonblocking()?;
         let ends = Arc::new(AtomicBool::new(false));
         let (answer, ending): (Answer, _) = (Arc::new(answer), ends.clone());
-        let thread = log::start_thread("metrics", move || accept(&listener, &answer, &ending))?;
+        let (work, file): (Box<dyn FnOnce() + Send>, _) = match address {
+            MetricsAddress::Tcp(address) => {
+                let listener = TcpListener::bind(address)?;
+                listener.set_nonblocking(true)?;
+                let next = |listener: &TcpListener| Ok(listener.accept()?.0.into());
+                (Box::new(move || accept(&listener, next, &answer, &ending)), None)
+            }
+            MetricsAddress::Unix(path) => {
+                let listener = bind_file(path)?;
+                listener.set_nonblocking(true)?;
+                let next = |listener: &UnixListener| Ok(listener.accept()?.0.into());
+                (Box::new(move || accept(&listener, next, &answer, &ending)), Some(path.clone()))
+            }
+        };
+        let thread = log::start_thread("metrics", work)?;
         Ok(HttpServer { ends, thread: Some(thread), file })
     }
 }
@@ -141,7 +143,13 @@ fn bind_file(path: &Path) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-fn accept(listener: &HttpListener, answer: &Answer, ends: &AtomicBool) {
+/// Serves the connections that `next` accepts, until `ends` is set.
+fn accept<L: AsFd>(
+    listener: &L,
+    next: fn(&L) -> io::Result<OwnedFd>,
+    answer: &Answer,
+    ends: &AtomicBool,
+) {
     let clients: Arc<Mutex<VecDeque<(u64, HttpStream)>>> = Arc::default();
     let mut number = 0;
     while !ends.load(Ordering::Relaxed) {
@@ -150,7 +158,7 @@ fn accept(listener: &HttpListener, answer: &Answer, ends: &AtomicBool) {
         if poll(&mut polled, timeout).is_ok_and(|ready| ready == 0) {
             continue;
         }
-        let Ok((stream, kept)) = listener.accept().and_then(|s| s.twice()) else {
+        let Ok((stream, kept)) = next(listener).and_then(|s| HttpStream(s.into()).twice()) else {
             // Another error, such as too many open files, may persist, so the loop pauses.
             std::thread::sleep(Duration::from_millis(10));
             continue;
@@ -206,30 +214,6 @@ fn serve(mut stream: HttpStream, answer: &Answer) -> io::Result<()> {
         _ => (HttpReply::text(400, "expected a request of HTTP/1.1\n"), true),
     };
     stream.send(&reply.to_bytes(with_body), deadline)
-}
-
-impl HttpListener {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            HttpListener::Tcp(listener) => listener.as_fd(),
-            HttpListener::Unix(listener) => listener.as_fd(),
-        }
-    }
-
-    fn set_nonblocking(&self) -> io::Result<()> {
-        match self {
-            HttpListener::Tcp(listener) => listener.set_nonblocking(true),
-            HttpListener::Unix(listener) => listener.set_nonblocking(true),
-        }
-    }
-
-    fn accept(&self) -> io::Result<HttpStream> {
-        let socket: OwnedFd = match self {
-            HttpListener::Tcp(listener) => listener.accept()?.0.into(),
-            HttpListener::Unix(listener) => listener.accept()?.0.into(),
-        };
-        Ok(HttpStream(socket.into()))
-    }
 }
 
 impl HttpStream {

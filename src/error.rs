@@ -147,10 +147,17 @@ pub struct Fault {
     pub message: String,
 }
 
+impl ErrorKind {
+    /// A fault of this kind, for which only the message is known.
+    pub fn fault(self, message: impl Into<String>) -> Fault {
+        Fault { kind: self, file: None, tensor: None, message: message.into() }
+    }
+}
+
 impl Fault {
     /// A fault for which only the kind and the message are known.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Fault { kind, file: None, tensor: None, message: message.into() }
+        kind.fault(message)
     }
 
     /// The same fault, for tensor `name`.
@@ -499,7 +506,7 @@ mod tests {
     fn no_part_of_an_error_reaches_a_terminal_raw() {
         let bad = "a\n\u{1b}[2J\u{9b}31m\u{202e}b\u{2066}\u{2028}\u{200b}\u{7f}\r\t";
         let path = PathBuf::from(bad);
-        let fault = Fault::new(ErrorKind::HeaderJson, bad).tensor(bad).in_file(bad);
+        let fault = ErrorKind::HeaderJson.fault(bad).tensor(bad).in_file(bad);
         let errors = [
             Error::refused(&path, fault),
             Error::io(&path, "open", io::Error::other(bad)),

@@ -235,14 +235,12 @@ impl Layout {
             let (index, pieces_end) = (tensor.position() as u32, pieces.len() as u32);
             tensors.push(PlacedTensor { tensor: index, pieces_end, start: end });
             let message = "the file would have 2^64 bytes or more";
-            end = end
-                .checked_add(tensor.len)
-                .ok_or_else(|| Fault::new(ErrorKind::Overflow, message))?;
+            end = end.checked_add(tensor.len).ok_or_else(|| ErrorKind::Overflow.fault(message))?;
         }
         // The kernel and programs store file sizes in signed 64-bit integers.
         if i64::try_from(end).is_err() {
             let message = format!("the file would have {end} bytes, more than a file can have");
-            return Err(Fault::new(ErrorKind::Overflow, message));
+            return Err(ErrorKind::Overflow.fault(message));
         }
         let is_gather = |piece: &PlacedPiece| piece.runs.iter().any(|runs| !runs.is_ascending());
         let has_gathers = pieces.iter().any(is_gather);
@@ -481,18 +479,15 @@ fn safetensors_header(
     if taken.is_some_and(|taken| order.contains(&taken)) {
         let message = "safetensors keeps this name for metadata; rename the tensor, or show the \
                        checkpoint with -o format=bintensors";
-        let fault = Fault::new(ErrorKind::HeaderJson, message).tensor(safetensors::METADATA);
+        let fault = ErrorKind::HeaderJson.fault(message).tensor(safetensors::METADATA);
         return Err(located(catalog, fault));
     }
     safetensors::encode(metadata, entries(catalog, order), align).map_err(|len| {
-        Fault::new(
-            ErrorKind::HeaderTooLarge,
-            format!(
-                "the header of one file would have {len} bytes or more, the format allows {}; \
+        ErrorKind::HeaderTooLarge.fault(format!(
+            "the header of one file would have {len} bytes or more, the format allows {}; \
                  mount with -o layout=original",
-                safetensors::HEADER_LEN_MAX
-            ),
-        )
+            safetensors::HEADER_LEN_MAX
+        ))
     })
 }
 

@@ -100,14 +100,11 @@ impl StridedCopy {
         let steps = strides.iter().flat_map(|stride| [stride.from, stride.to]);
         if !steps.chain([from_start, to_start, run.0]).all(|bits| bits.is_multiple_of(8)) {
             let run = run.0;
-            return Err(Fault::new(
-                ErrorKind::Misaligned,
-                format!(
-                    "a part of shape {size:?} at {:?} of shape {:?} has rows of {run} bits that do \
+            return Err(ErrorKind::Misaligned.fault(format!(
+                "a part of shape {size:?} at {:?} of shape {:?} has rows of {run} bits that do \
                      not begin and end on bytes",
-                    to.offset, to.shape
-                ),
-            ));
+                to.offset, to.shape
+            )));
         }
         for stride in &mut strides {
             (stride.from, stride.to) = (stride.from / 8, stride.to / 8);

@@ -157,8 +157,7 @@ fn check_blob(source: &Source, expected: &str, found: &str) -> std::result::Resu
         Some(_) => format!("the blob is named {expected}; download it again"),
         None => format!("its store has listed {expected}"),
     };
-    let message = format!("its bytes have the sha256 {found}, {named}");
-    Err(Fault::new(ErrorKind::HashMismatch, message))
+    Err(ErrorKind::HashMismatch.fault(format!("its bytes have the sha256 {found}, {named}")))
 }
 
 /// Compares all replicas with the pieces that are used. Returns the number of replicas.
@@ -296,7 +295,7 @@ fn compare_replica(
                 name(replica),
                 offset + byte as u64
             );
-            let fault = Fault::new(ErrorKind::DcpOverlap, message).tensor(tensor.name);
+            let fault = ErrorKind::DcpOverlap.fault(message).tensor(tensor.name);
             return Err(checkpoint.refused(fault));
         }
         offset += chunk;
@@ -321,7 +320,7 @@ fn strided_replica(
         name(used),
         name(replica)
     );
-    Fault::new(ErrorKind::DcpOverlap, message).tensor(tensor.name)
+    ErrorKind::DcpOverlap.fault(message).tensor(tensor.name)
 }
 
 /// The sha256 of a file that its store reports, or that is the name of a hub blob.

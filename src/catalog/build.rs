@@ -35,7 +35,7 @@ pub(super) fn of_whole_tensors(
     if let Some([first, second]) = refs.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
         let [first_file, second_file] = [first, second].map(|one| &shards[one.shard as usize].name);
         let message = format!("lies in {first_file} and in {second_file}");
-        let fault = Fault::new(ErrorKind::DuplicateTensor, message);
+        let fault = ErrorKind::DuplicateTensor.fault(message);
         return Err(fault.tensor(name(first)).in_file(second_file));
     }
     wrong.map_or(Ok(()), Err)?;
@@ -106,7 +106,7 @@ pub(super) fn of_rank_files(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
             let (there, missing) =
                 if own.contains(name) { (*shard, shards[0]) } else { (shards[0], *shard) };
             let message = format!("is in {}, but not in {}", there.name, missing.name);
-            let fault = Fault::new(ErrorKind::TensorMissing, message);
+            let fault = ErrorKind::TensorMissing.fault(message);
             return Err(fault.tensor(name).in_file(&missing.name));
         }
     }
@@ -131,7 +131,7 @@ fn check_replicas(shards: &[&ShardHeader]) -> Result<(), Fault> {
                     "its bytes differ from those in {of}, by the CRCs {crc:08x} and {first:08x}: it is \
                      not the same on all ranks, as it has to be; save it again, or restore the files"
                 );
-                let fault = Fault::new(ErrorKind::DcpOverlap, message);
+                let fault = ErrorKind::DcpOverlap.fault(message);
                 return Err(fault.tensor(stored.name).in_file(&shard.name));
             }
         }
@@ -145,15 +145,14 @@ fn check_whole(shard: &ShardHeader) -> Result<(), Fault> {
     if shard.header.is_zero_part() {
         let message = "is one of the files of DeepSpeed ZeRO, of which each has ranges of the weights of \
                        the model; name the folder of all files";
-        return Err(Fault::new(ErrorKind::TensorMissing, message));
+        return Err(ErrorKind::TensorMissing.fault(message));
     }
     let Some(of) = shard.header.rank.filter(|_| !shard.header.is_whole()) else { return Ok(()) };
-    let message = format!(
+    Err(ErrorKind::ShardMissing.fault(format!(
         "holds parts of tensors, as rank {} of {}; name the files of all ranks \
          NAME_world_size_N_rank_R.pt in one folder, and name that",
         of.rank, of.ranks
-    );
-    Err(Fault::new(ErrorKind::ShardMissing, message))
+    )))
 }
 
 /// The names of the tensors of a shard.
@@ -168,37 +167,33 @@ fn check_rank(shard: &ShardHeader, first: &ShardHeader, count: usize) -> Result<
     shard.header.check_slices()?;
     let named = names::rank_file(&shard.name);
     let Some(found) = shard.header.rank else {
-        let message = "has no tensor of several ranks, so that nothing tells which part of its tensors \
+        return Err(ErrorKind::HeaderDecode.fault("has no tensor of several ranks, so that nothing tells which part of its tensors \
                        it holds; make one file of the ranks' files with the tools of the framework that \
-                       saved them";
-        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+                       saved them"));
     };
     let total = named.as_ref().map_or(0, |named| named.total);
     let fits = named.is_some_and(|named| named.number == found.rank);
     let others = first.header.rank.filter(|first| total == 0 && first.ranks != found.ranks);
     if let Some(other) = others {
-        let message = format!(
+        return Err(ErrorKind::ShardMissing.fault(format!(
             "is of one of {} ranks by its tensors, {} of one of {}; remove the files of the other run",
             found.ranks, first.name, other.ranks
-        );
-        return Err(Fault::new(ErrorKind::ShardMissing, message));
+        )));
     }
     if fits && total == 0 && !(count as u64).is_multiple_of(found.ranks) {
-        let message = format!(
+        return Err(ErrorKind::ShardMissing.fault(format!(
             "is of rank {} of {} by its tensors, and files of {count} ranks are here; bring the files of \
              all ranks to one folder",
             found.rank, found.ranks
-        );
-        return Err(Fault::new(ErrorKind::ShardMissing, message));
+        )));
     }
     if fits && total.is_multiple_of(found.ranks) {
         return Ok(());
     }
-    let message = format!(
+    Err(ErrorKind::ShardMissing.fault(format!(
         "is of rank {} of {} by its tensors, not by its name; restore the files of this checkpoint",
         found.rank, found.ranks
-    );
-    Err(Fault::new(ErrorKind::ShardMissing, message))
+    )))
 }
 
 /// All tensors or pieces of the shards, sorted by name. Entries of equal names are sorted by shard,
@@ -272,7 +267,7 @@ fn check_names(shards: &[&ShardHeader], pieces: &[HeadTensors<'_>]) -> Result<()
             let message = format!(
                 "has no logical_fqn, but its name is one of those of the pieces of {whole}"
             );
-            return Err(Fault::new(ErrorKind::DcpInfo, message).tensor(name).in_file(&shard.name));
+            return Err(ErrorKind::DcpInfo.fault(message).tensor(name).in_file(&shard.name));
         }
     }
     Ok(())
@@ -343,7 +338,7 @@ impl<'a> Listed<'a> {
             let Some(shard) = self.shard_of_file[self.map.file_number(line)] else {
                 let message =
                     format!("the weight map maps it to {file}, which is no shard of this set");
-                let fault = Fault::new(ErrorKind::ShardMissing, message);
+                let fault = ErrorKind::ShardMissing.fault(message);
                 return Some(fault.tensor(tensor).in_file(file));
             };
             let before = rest.iter().take_while(|one| name(one) < tensor).count();
@@ -363,9 +358,7 @@ impl<'a> Listed<'a> {
             };
             let message =
                 format!("the weight map maps it to {file}, which does not hold it; {hint}");
-            return Some(
-                Fault::new(ErrorKind::TensorMissing, message).tensor(tensor).in_file(file),
-            );
+            return Some(ErrorKind::TensorMissing.fault(message).tensor(tensor).in_file(file));
         }
         None
     }
@@ -385,8 +378,7 @@ pub(super) fn empty_catalog(shards: &[&ShardHeader]) -> Result<Catalog, Fault> {
         .sum::<usize>();
     if numbers > ROWS_MAX {
         let count: usize = tensors().map(|tensors| tensors.len()).sum();
-        let message = format!("{count} tensors and pieces are too many");
-        return Err(Fault::new(ErrorKind::Overflow, message));
+        return Err(ErrorKind::Overflow.fault(format!("{count} tensors and pieces are too many")));
     }
     let mut notes = Vec::new();
     for shard in shards {

@@ -46,7 +46,7 @@ pub(super) fn prove<'a>(
     let shape = recorded.unwrap_or_else(|| reached.clone());
     let Some(bits) = facts.dtype.bits_of(&shape) else {
         let message = format!("{facts} {shape:?} has 2^64 bits or more");
-        return Err(Fault::new(ErrorKind::Overflow, message).in_file(first_shard));
+        return Err(ErrorKind::Overflow.fault(message).in_file(first_shard));
     };
     pieces.sort_by_key(|piece| (piece.shard, piece.range.start));
     if bits == 0 {
@@ -68,13 +68,13 @@ pub(super) fn prove<'a>(
             Flaw::TooMany => {
                 let (count, dims) = (pieces.len(), shape.len());
                 let message = format!("{count} pieces of {dims} dimensions are too many to prove");
-                Fault::new(ErrorKind::Overflow, message).in_file(first_shard)
+                ErrorKind::Overflow.fault(message).in_file(first_shard)
             }
         });
     }
     if bits % 8 != 0 {
         let message = format!("{facts} {shape:?} has {bits} bits, not whole bytes");
-        return Err(Fault::new(ErrorKind::Misaligned, message));
+        return Err(ErrorKind::Misaligned.fault(message));
     }
     Ok(Covered { facts, shape, shape_recorded, pieces, replicas })
 }
@@ -86,7 +86,7 @@ pub(super) fn check_known<'a>(
     shape: &[u64],
     shard_name: impl Fn(ShardId) -> &'a String,
 ) -> Result<(), Fault> {
-    let fault = |kind, message| Err(Fault::new(kind, message).tensor(tensor.name));
+    let fault = |kind: ErrorKind, message| Err(kind.fault(message).tensor(tensor.name));
     if tensor.dtype != dtype {
         let message = format!("{} in the shards, {dtype} in the reference", tensor.dtype);
         return fault(ErrorKind::DcpDtype, message);
@@ -110,12 +110,12 @@ fn agree<'a>(found: &[FoundPiece], shard_name: &impl Fn(ShardId) -> &'a str) -> 
         let (rank, first_rank) = (other.box_id.shape.len(), first.box_id.shape.len());
         if rank != first_rank {
             let message = format!("{first_rank} dimensions in {first_shard}, {rank} in {shard}");
-            return Err(Fault::new(ErrorKind::DcpRank, message).in_file(shard));
+            return Err(ErrorKind::DcpRank.fault(message).in_file(shard));
         }
         if other.facts != first.facts {
             let (own, first) = (other.facts, first.facts);
             let message = format!("{first} in {first_shard}, {own} in {shard}");
-            return Err(Fault::new(ErrorKind::DcpDtype, message).in_file(shard));
+            return Err(ErrorKind::DcpDtype.fault(message).in_file(shard));
         }
     }
     Ok(())
@@ -132,14 +132,14 @@ fn recorded_shape<'a>(
     if let Some((other, shard)) = recorded.find(|(other, _)| *other != shape) {
         let (first, shard) = (shard_name(first), shard_name(shard));
         let message = format!("global_shape is {shape:?} in {first}, {other:?} in {shard}");
-        return Err(Fault::new(ErrorKind::DcpInfo, message).in_file(shard));
+        return Err(ErrorKind::DcpInfo.fault(message).in_file(shard));
     }
     let outside = |box_id: &BoxSlice| ends(box_id).zip(shape).any(|(end, size)| end > *size);
     if let Some(piece) = found.iter().map(|found| &found.box_id).find(|box_id| outside(box_id)) {
         let (first, shard) = (shard_name(first), shard_name(piece.shard));
         let place = shown(&bounds(piece));
         let message = format!("box {place} in {shard} passes global_shape {shape:?} of {first}");
-        return Err(Fault::new(ErrorKind::DcpOffsets, message).in_file(shard));
+        return Err(ErrorKind::DcpOffsets.fault(message).in_file(shard));
     }
     Ok(Some(shape.clone()))
 }
@@ -183,7 +183,7 @@ fn split_replicas<'a>(
     let Some(piece) = doubled else { return Ok(replicas) };
     let shard = shard_name(piece.shard);
     let message = format!("box {} lies twice in {shard}", shown(&bounds(&piece)));
-    Err(Fault::new(ErrorKind::DcpOverlap, message).in_file(shard))
+    Err(ErrorKind::DcpOverlap.fault(message).in_file(shard))
 }
 
 /// The bounds of a box: first index and end index in each dimension.
@@ -208,19 +208,18 @@ fn overlap_fault<'a>(
 ) -> Fault {
     let mut holders = pieces.iter().filter(|piece| contains(piece, place));
     let (Some(a), Some(b)) = (holders.next(), holders.next()) else {
-        return Fault::new(ErrorKind::DcpOverlap, format!("pieces of shape {shape:?} overlap"));
+        return ErrorKind::DcpOverlap.fault(format!("pieces of shape {shape:?} overlap"));
     };
     let both: BoxBounds =
         bounds(a).into_iter().zip(bounds(b)).map(|(a, b)| (a.0.max(b.0), a.1.min(b.1))).collect();
-    let message = format!(
+    ErrorKind::DcpOverlap.fault(format!(
         "elements {} of shape {shape:?} lie in {} (box {}) and in {} (box {})",
         shown(&both),
         shard_name(a.shard),
         shown(&bounds(a)),
         shard_name(b.shard),
         shown(&bounds(b)),
-    );
-    Fault::new(ErrorKind::DcpOverlap, message)
+    ))
 }
 
 /// The error for the element `place`, which lies in no piece. `reached` is the smallest shape that
@@ -254,8 +253,6 @@ fn hole_fault<'a>(
     };
     shards.dedup();
     let files = named_some(shards.into_iter().map(shard_name));
-    Fault::new(
-        ErrorKind::DcpHole,
-        format!("{gap} ({count}{tail}); pieces found in {files}; a shard may be missing"),
-    )
+    ErrorKind::DcpHole
+        .fault(format!("{gap} ({count}{tail}); pieces found in {files}; a shard may be missing"))
 }

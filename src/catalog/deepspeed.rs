@@ -62,7 +62,7 @@ impl ModelSource<'_> {
 }
 
 pub(super) fn wrong(kind: ErrorKind, message: String) -> Fault {
-    Fault::new(kind, message)
+    kind.fault(message)
 }
 
 /// The number of elements of a tensor.

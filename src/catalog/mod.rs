@@ -235,32 +235,32 @@ impl Catalog {
         for (name, known) in &reference.tensors {
             let Some(tensor) = self.tensor(name) else {
                 let message = "the reference lists it, no shard holds it; a shard may be missing";
-                return Err(Fault::new(ErrorKind::TensorMissing, message).tensor(name));
+                return Err(ErrorKind::TensorMissing.fault(message).tensor(name));
             };
             let Some((dtype, shape)) = known else { continue };
             coverage::check_known(&tensor, *dtype, shape, |id| &self.shard(id).name)?;
         }
         if let Some(total) = reference.total_size.filter(|&total| total != self.data_len()) {
-            let message = format!(
+            return Err(ErrorKind::DcpHole.fault(format!(
                 "{} bytes of tensors in the shards, {total} by the total_size of the reference; the \
                  last shards may be missing",
                 self.data_len()
-            );
-            return Err(Fault::new(ErrorKind::DcpHole, message));
+            )));
         }
         match self.tensors().find(|t| !reference.tensors.contains_key(t.name)) {
             None => Ok(()),
             Some(tensor) => {
                 let message = "the shards hold it, the reference does not list it; is this the \
                                reference of another checkpoint?";
-                Err(Fault::new(ErrorKind::TensorUnlisted, message).tensor(tensor.name))
+                Err(ErrorKind::TensorUnlisted.fault(message).tensor(tensor.name))
             }
         }
     }
 
     /// Refuses a catalog whose files are not exactly `expected`, by name and length.
     fn check_shard_files(&self, expected: &BTreeMap<String, u64>) -> Result<(), Fault> {
-        let fault = |kind, name: &str, message: String| Fault::new(kind, message).in_file(name);
+        let fault =
+            |kind: ErrorKind, name: &str, message: String| kind.fault(message).in_file(name);
         let found: BTreeMap<&str, u64> =
             self.shards.iter().map(|shard| (shard.name.as_str(), shard.file_len)).collect();
         for (name, len) in expected {
@@ -291,10 +291,10 @@ impl Catalog {
             return Ok(());
         }
         let names = named_some(self.shards.iter().map(|shard| shard.name.as_str()));
-        Err(Fault::new(
-            ErrorKind::ShardMissing,
-            format!("{} shard files found, {expected} expected: {names}", self.shards.len()),
-        ))
+        Err(ErrorKind::ShardMissing.fault(format!(
+            "{} shard files found, {expected} expected: {names}",
+            self.shards.len()
+        )))
     }
 }
 
@@ -314,7 +314,7 @@ fn with_few_repeats(catalog: Catalog) -> Result<Catalog, Fault> {
                 "with it the tensors that repeat what their storages hold have {repeated} bytes, tensorfs \
                  reads up to {REPEATED_LEN_MAX} of a checkpoint; save what they repeat"
             );
-            return Err(Fault::new(ErrorKind::HeaderTooLarge, message).tensor(tensor.name));
+            return Err(ErrorKind::HeaderTooLarge.fault(message).tensor(tensor.name));
         }
     }
     Ok(catalog)

@@ -74,7 +74,7 @@ impl Catalog {
             let joined = self.joined(parts).map_err(|fault| fault.tensor(name))?;
             if dtype.bits_of(&joined.shape).is_none() {
                 let message = format!("shape {:?} as {dtype} passes 2^64 bits", joined.shape);
-                return Err(Fault::new(ErrorKind::Overflow, message).tensor(name));
+                return Err(ErrorKind::Overflow.fault(message).tensor(name));
             }
             let facts = tensor.facts();
             if joined.pieces.is_empty() {
@@ -86,7 +86,7 @@ impl Catalog {
             }
             if columns.rows() > ROWS_MAX {
                 let message = "the view has more tensors and pieces than a catalog can have";
-                return Err(Fault::new(ErrorKind::Overflow, message).tensor(name));
+                return Err(ErrorKind::Overflow.fault(message).tensor(name));
             }
         }
         Ok(Catalog {
@@ -167,11 +167,10 @@ impl PartPlace<'_> {
         let steps = piece.strides.map_or_else(|| row_major(piece.shape), <[u64]>::to_vec);
         let skipped = (first - own) * steps[dim] * self.bits;
         if !skipped.is_multiple_of(8) {
-            let message = format!(
+            return Err(ErrorKind::Misaligned.fault(format!(
                 "index {first} of dimension {dim} begins inside a byte: elements have {} bits",
                 self.bits
-            );
-            return Err(Fault::new(ErrorKind::Misaligned, message));
+            )));
         }
         let strides = (!is_row_major(&shape, &steps)).then_some(steps);
         // Columns store only the first byte of a piece. The last byte follows from its shape.

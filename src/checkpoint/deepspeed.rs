@@ -78,7 +78,7 @@ impl<'a> StateFiles<'a> {
     /// The reason why these files are no checkpoint that can be read, according to their names.
     pub(super) fn fault(&self, zero: ZeroWeights) -> Option<Fault> {
         let fault =
-            |name: &str, kind, message: String| Some(Fault::new(kind, message).in_file(name));
+            |name: &str, kind: ErrorKind, message: String| Some(kind.fault(message).in_file(name));
         let merge = "make one file of the checkpoint with the tools of DeepSpeed";
         let is_universal = !self.tensors.is_empty();
         let is_unread =
@@ -160,11 +160,10 @@ impl<'a> StateFiles<'a> {
         let found = self.optimizers.len() as u64;
         match zero {
             Some(ZeroPart::Model(ZeroModel { ranks: Some(ranks), .. })) if *ranks < found => {
-                let message = format!(
+                Err(ErrorKind::DuplicateTensor.fault(format!(
                     "is of {ranks} ranks, and optimizer states of {found} are here, some of them of another \
                      run; restore the files, or remove those of the others"
-                );
-                Err(Fault::new(ErrorKind::DuplicateTensor, message))
+                )))
             }
             Some(ZeroPart::Model(ZeroModel { ranks: Some(ranks), .. })) if *ranks != found => {
                 Ok(format!(

@@ -178,7 +178,7 @@ pub(super) fn open_weights(
     }
     let misfits = weight_misfits(folder).map(|(name, why)| {
         let message = format!("is {}; {}", why.text(), why.advice());
-        let fault = Fault::new(ErrorKind::ShardMissing, message).in_file(name);
+        let fault = ErrorKind::ShardMissing.fault(message).in_file(name);
         (name.to_owned(), Err(Error::refused(&folder.path, fault)))
     });
     weights.extend(misfits);
@@ -404,7 +404,7 @@ fn read_maps(folder: &Folder, only: Option<&str>) -> Vec<MapFile> {
         let name = misfit.name.to_str()?;
         let output = output_of(name)?;
         let message = format!("is {}; {}", misfit.why.text(), misfit.why.advice());
-        let fault = Fault::new(ErrorKind::WeightMap, message).in_file(name);
+        let fault = ErrorKind::WeightMap.fault(message).in_file(name);
         let parsed = Err(Error::refused(&folder.path, fault));
         Some(MapFile { name: name.to_owned(), output, names: BTreeSet::new(), parsed })
     });
@@ -430,7 +430,7 @@ fn dcp_set(folder: &Folder, members: BTreeSet<String>, maps: &mut Vec<MapFile>) 
     }
     if let [_, second, ..] = map_names.as_slice() {
         let message = format!("names shards of one DCP checkpoint, and so does {}", map_names[0]);
-        let fault = Fault::new(ErrorKind::WeightMap, message).in_file(second);
+        let fault = ErrorKind::WeightMap.fault(message).in_file(second);
         set.refused = Some(Error::refused(&folder.path, fault));
     }
     set
@@ -479,7 +479,7 @@ fn missing_shard(folder: &Folder, map_name: &str, shard: &str, map: &WeightMap) 
     };
     let tensors = map.shard_of.iter().filter(|(_, file)| *file == shard).count();
     let message = format!("{map_name} sends {tensors} tensors to this shard, which {state}");
-    Error::refused(&folder.path, Fault::new(ErrorKind::ShardMissing, message).in_file(shard))
+    Error::refused(&folder.path, ErrorKind::ShardMissing.fault(message).in_file(shard))
 }
 
 /// Numbered names form one set if these facts are equal: the file under which the set is shown, the format, the kind
@@ -512,7 +512,7 @@ fn numbered_sets<'a>(folder: &Folder, free: impl Iterator<Item = &'a String>) ->
         let fault = if totals[&(output.as_str(), *format, *kind)] > 1 {
             let message = "shards of two numbered sets of this name, with different totals; \
                            remove the old ones";
-            Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(shards[0].1))
+            Some(ErrorKind::DuplicateTensor.fault(message).in_file(shards[0].1))
         } else {
             // The name of a rank file may lack the number of ranks. The tensors in the file record this number, and it
             // is checked later.
@@ -535,14 +535,14 @@ fn numbering_fault(first: u64, total: u64, shards: &[(u64, &str)]) -> Option<Fau
     shards.sort_unstable();
     if let Some(pair) = shards.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         let message = format!("has the number {} of {total}, and so has {}", pair[0].0, pair[1].1);
-        return Some(Fault::new(ErrorKind::DuplicateTensor, message).in_file(pair[0].1));
+        return Some(ErrorKind::DuplicateTensor.fault(message).in_file(pair[0].1));
     }
     let numbers = shards.iter().map(|(number, _)| *number);
     let last = total.saturating_add(first) - 1;
     if let Some((number, name)) = shards.iter().find(|(number, _)| !(first..=last).contains(number))
     {
         let message = format!("number {number} is not one of {first} to {last}");
-        return Some(Fault::new(ErrorKind::ShardMissing, message).in_file(name));
+        return Some(ErrorKind::ShardMissing.fault(message).in_file(name));
     }
     let missing = (first..=last)
         .zip(numbers.map(Some).chain(std::iter::repeat(None)))
@@ -552,7 +552,7 @@ fn numbering_fault(first: u64, total: u64, shards: &[(u64, &str)]) -> Option<Fau
         "{} of {total} shards found, number {want} is missing; the download may be incomplete",
         shards.len()
     );
-    Some(Fault::new(ErrorKind::ShardMissing, message).in_file(shards[0].1))
+    Some(ErrorKind::ShardMissing.fault(message).in_file(shards[0].1))
 }
 
 /// Gives each name to one set. Among sets of several formats, the format that comes first in `InputFormat` wins.

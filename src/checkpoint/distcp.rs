@@ -74,7 +74,7 @@ fn no_metadata(folder: &Folder) -> Error {
     };
     let files = counted(count, "`.distcp` file");
     let message = format!("is missing beside {files} of torch.distributed.checkpoint: {why}");
-    let fault = Fault::new(ErrorKind::ShardMissing, message).in_file(DISTCP_METADATA);
+    let fault = ErrorKind::ShardMissing.fault(message).in_file(DISTCP_METADATA);
     Error::refused(&folder.path, fault)
 }
 
@@ -102,7 +102,7 @@ fn read_metadata(
             _ => String::new(),
         };
         let message = format!("has {len} bytes, and at most {max} are read with this memory{more}");
-        return Err(refused(Fault::new(ErrorKind::HeaderTooLarge, message)));
+        return Err(refused(ErrorKind::HeaderTooLarge.fault(message)));
     }
     let reserved = Reserved::wait(&folder.path, len * MEMORY_OF_BYTE)?;
     let mut bytes = vec![0; len as usize];
@@ -147,8 +147,8 @@ fn open_files(folder: &Folder, metadata: &DistcpMetadata) -> OpenedFiles {
 fn check_filled(folder: &Folder, file: &File, items: &[(u64, u64)]) -> Result<()> {
     let found = file.version.len;
     let name = file.name.to_string_lossy();
-    let refused = |kind, message: String| {
-        Err(Error::refused(&folder.path, Fault::new(kind, message).in_file(&name)))
+    let refused = |kind: ErrorKind, message: String| {
+        Err(Error::refused(&folder.path, kind.fault(message).in_file(&name)))
     };
     let mut filled = 0;
     let mut free = None;
@@ -227,5 +227,5 @@ fn missing(folder: &Folder, name: &str, chunks: usize) -> Error {
     };
     let chunks = counted(chunks, "chunk");
     let message = format!("`{DISTCP_METADATA}` places {chunks} in this file, which {state}");
-    Error::refused(&folder.path, Fault::new(ErrorKind::ShardMissing, message).in_file(name))
+    Error::refused(&folder.path, ErrorKind::ShardMissing.fault(message).in_file(name))
 }

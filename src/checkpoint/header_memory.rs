@@ -123,11 +123,10 @@ pub(super) fn admitted(lens: &[u64], max: u64) -> (usize, u64) {
 
 /// The fault of a weight file whose header exceeds the limit of its folder.
 pub(super) fn too_many(total: u64, max: u64) -> Fault {
-    let message = format!(
+    ErrorKind::HeaderTooLarge.fault(format!(
         "the headers of the weight files in this folder have {total} bytes, {max} are read of one \
          folder; move checkpoints to folders of their own"
-    );
-    Fault::new(ErrorKind::HeaderTooLarge, message)
+    ))
 }
 
 #[cfg(test)]

@@ -310,7 +310,7 @@ fn key_required() -> Fault {
     let message = "is encrypted; give its key with `key-file=`, in Python `key_file=` or `key=`, or \
                    its passphrase with `passphrase-file=`, in Python `passphrase_file=` or \
                    `passphrase=`";
-    Fault::new(ErrorKind::KeyRequired, message)
+    ErrorKind::KeyRequired.fault(message)
 }
 
 /// Makes the decryptor of a file with these encrypted tensors. Decrypts one piece, so that a wrong key is refused at
@@ -489,7 +489,7 @@ fn json_text(source: &Source, max: u64) -> Result<Vec<u8>> {
     if source.len() > max {
         let len = source.len();
         let message = format!("has {len} bytes, more than the {max} that such a file may have");
-        return Err(Error::refused(path, Fault::new(ErrorKind::WeightMap, message)));
+        return Err(Error::refused(path, ErrorKind::WeightMap.fault(message)));
     }
     let sniff_len =
         if source.local().is_some() { TEXT_SNIFF_LEN } else { TEXT_SNIFF_LEN_OF_REMOTE };
@@ -504,7 +504,7 @@ fn json_text(source: &Source, max: u64) -> Result<Vec<u8>> {
         let evidence = Evidence { name, first, last: &[], len: source.len() };
         let found = evidence.foreign().map(|found| format!("; it {}", found.message(&evidence)));
         let message = format!("expected a JSON object{}", found.unwrap_or_default());
-        let fault = Fault::new(ErrorKind::WeightMap, message);
+        let fault = ErrorKind::WeightMap.fault(message);
         return Err(Error::refused(path, fault));
     }
     let sniffed = text.len();

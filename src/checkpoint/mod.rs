@@ -247,14 +247,11 @@ impl Checkpoint {
             Tail::Unproven => {
                 let count = self.proved.shards.len();
                 let shards = if count == 1 { "shard" } else { "shards" };
-                Err(self.refused(Fault::new(
-                    ErrorKind::UnprovenTail,
-                    format!(
+                Err(self.refused(ErrorKind::UnprovenTail.fault(format!(
                         "tail: unproven: {count} {shards} found, and nothing tells whether there were \
                          more: a lost last one would only make tensors smaller; give expect_shards= \
                          or reference=, or a manifest (tensorfs verify --write-manifest)"
-                    ),
-                )))
+                    ))))
             }
         }
     }

@@ -276,7 +276,7 @@ fn prove_set(
             Some(Err(error)) => return Err(error.copied()),
             None => {
                 let message = "is named by the weight map but is not a weight file";
-                return Err(refused(Fault::new(ErrorKind::ShardMissing, message).in_file(name)));
+                return Err(refused(ErrorKind::ShardMissing.fault(message).in_file(name)));
             }
         }
     }
@@ -368,7 +368,7 @@ pub(super) fn refuse_plain<'a>(
          encrypt all files of the checkpoint",
         encrypted.shard.name
     );
-    Err(Fault::new(ErrorKind::NotEncrypted, message).in_file(&plain.shard.name))
+    Err(ErrorKind::NotEncrypted.fault(message).in_file(&plain.shard.name))
 }
 
 /// The notes about a proved set.
@@ -408,6 +408,6 @@ fn refuse_doubles(candidate: &Candidate, catalog: &Catalog) -> std::result::Resu
         let first = &catalog.shard(tensor.first_piece().shard).name;
         let second = &catalog.shard(replica.shard).name;
         let message = format!("lies whole in {first} and in {second}; are these two checkpoints?");
-        Err(Fault::new(ErrorKind::DuplicateTensor, message).tensor(tensor.name).in_file(second))
+        Err(ErrorKind::DuplicateTensor.fault(message).tensor(tensor.name).in_file(second))
     })
 }

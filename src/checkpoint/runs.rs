@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 
-use crate::error::{Error, ErrorKind, Fault, Result, quoted};
+use crate::error::{Error, ErrorKind, Result, quoted};
 use crate::format::deepspeed::{LATEST_LEN_MAX, latest_folder};
 use crate::format::names;
 
@@ -23,8 +23,8 @@ impl Tree {
         let file_name = folder.latest_name();
         let children = || folder.children.iter().map(|(name, id)| (name, *id, self.folder(*id)));
         children().find(|(.., child)| child.state_files().is_some())?;
-        let refused = |kind, message: String| {
-            Error::refused(&folder.path, Fault::new(kind, message).in_file(file_name))
+        let refused = |kind: ErrorKind, message: String| {
+            Error::refused(&folder.path, kind.fault(message).in_file(file_name))
         };
         let text = match read_latest(file) {
             Ok(text) => text,

@@ -11,7 +11,7 @@ use super::tensorizer::TensorizerFile;
 use crate::checkpoint::{
     Checkpoint, Content, ERROR_FILE, File, Folder, FolderId, Proved, Tree, VirtualFile,
 };
-use crate::error::{Error, ErrorKind, Fault, Result, quoted, shown, shown_path};
+use crate::error::{Error, ErrorKind, Result, quoted, shown, shown_path};
 use crate::format::{InputFormat, OutputFormat, manifest, names};
 use crate::hash::{Digest, Hasher};
 use crate::reader::Reader;
@@ -305,7 +305,7 @@ impl Outline {
                     some.collect::<Vec<_>>().join(", "),
                     if several.len() > 4 { ", ..." } else { "" }
                 );
-                Err(Error::refused(source, Fault::new(ErrorKind::Usage, message)))
+                Err(Error::refused(source, ErrorKind::Usage.fault(message)))
             }
         }
     }
@@ -467,7 +467,7 @@ fn check_config(path: &Path, configs: &[Digest]) -> Result<()> {
 
 fn incomplete_source_error(path: &Path, why: String) -> Error {
     let message = format!("parts of the source would be missing: {}", shown(&why));
-    Error::refused(path, Fault::new(ErrorKind::Usage, message))
+    Error::refused(path, ErrorKind::Usage.fault(message))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::Tree;
-use crate::error::{Error, ErrorKind, Fault, Result, expect_local_path, is_url};
+use crate::error::{Error, ErrorKind, Result, expect_local_path, is_url};
 use crate::format::names;
 use crate::mount_origin::{MountOrigin, resolve_bytes};
 use crate::store::Store;
@@ -74,7 +74,7 @@ impl SourceFiles {
                 Some(Ok(origin)) => origin,
                 Some(Err(why)) => {
                     let message = format!("{why}, so no file that is there already is replaced");
-                    return Err(Error::refused(&all.path, Fault::new(ErrorKind::Usage, message)));
+                    return Err(Error::refused(&all.path, ErrorKind::Usage.fault(message)));
                 }
             };
             let behind = SourceFiles::and_beside(&Tree::scan(&path, &options)?);
@@ -108,7 +108,7 @@ impl SourceFiles {
             return Ok(());
         }
         let message = "is a file of the source; write somewhere else";
-        Err(Error::refused(target, Fault::new(ErrorKind::Usage, message)))
+        Err(Error::refused(target, ErrorKind::Usage.fault(message)))
     }
 }
 
@@ -121,7 +121,7 @@ pub fn refuse_url(target: &Path) -> Result<()> {
         return Ok(());
     }
     let message = "is a URL; only local files are written";
-    Err(Error::refused(target, Fault::new(ErrorKind::Usage, message)))
+    Err(Error::refused(target, ErrorKind::Usage.fault(message)))
 }
 
 fn id_of(path: &Path) -> Option<FileId> {

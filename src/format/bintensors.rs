@@ -76,7 +76,7 @@ pub fn parse_file(bytes: &[u8]) -> Result<Header, Fault> {
 pub fn parse(header: &[u8], file_len: u64) -> Result<Header, Fault> {
     let parsed = parse_stream(|| header, header.len() as u64, file_len);
     // A read from memory does not fail.
-    parsed.unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
+    parsed.unwrap_or_else(|e| Err(ErrorKind::Io.fault(e.to_string())))
 }
 
 /// Parses the header of a file of `file_len` bytes while it is read. The reader that `open` returns
@@ -218,7 +218,7 @@ impl<R: Read> Decoder<R> {
                         "the metadata key {key} stands twice in the header, so the file can be \
                          read in two ways"
                     );
-                    return Err(Fault::new(ErrorKind::DuplicateKey, message).into());
+                    return Err(ErrorKind::DuplicateKey.fault(message).into());
                 }
             }
         }
@@ -235,7 +235,7 @@ impl<R: Read> Decoder<R> {
         }
         let Some(&dtype) = usize::try_from(number).ok().and_then(|index| DTYPES.get(index)) else {
             let message = format!("unknown dtype {number}, the format has 0 to 14");
-            return Err(Fault::new(ErrorKind::UnknownDtype, message).into());
+            return Err(ErrorKind::UnknownDtype.fault(message).into());
         };
         let mut shape = Vec::new();
         for _ in 0..self.list("dimensions", 1, NUMBER_MEMORY)? {
@@ -281,7 +281,7 @@ impl<R: Read> Decoder<R> {
         String::from_utf8(bytes).map_err(|e| {
             let at = self.at() - len + e.utf8_error().valid_up_to() as u64;
             let message = format!("{what} is not UTF-8 at byte {at} of the header");
-            Fault::new(ErrorKind::HeaderUtf8, message).into()
+            ErrorKind::HeaderUtf8.fault(message).into()
         })
     }
 
@@ -322,7 +322,7 @@ impl<R: Read> Decoder<R> {
 
     fn bad(&self, what: &str) -> Stop {
         let message = format!("not a bintensors header: before its byte {}: {what}", self.at());
-        Fault::new(ErrorKind::HeaderDecode, message).into()
+        ErrorKind::HeaderDecode.fault(message).into()
     }
 }
 
@@ -360,7 +360,7 @@ pub fn encode<'a, 'm>(
                 "bintensors has no dtype {dtype}; keep the checkpoint as safetensors, or leave the \
                  tensor out with exclude="
             );
-            return Err(Fault::new(ErrorKind::UnknownDtype, message).tensor(name));
+            return Err(ErrorKind::UnknownDtype.fault(message).tensor(name));
         };
         push_string(&mut out, name);
         out.push(number);
@@ -368,7 +368,7 @@ pub fn encode<'a, 'm>(
         shape.iter().for_each(|dim| push_uint(&mut out, *dim));
         push_uint(&mut out, start);
         let message = "the file would have 2^64 bytes or more";
-        start = start.checked_add(len).ok_or_else(|| Fault::new(ErrorKind::Overflow, message))?;
+        start = start.checked_add(len).ok_or_else(|| ErrorKind::Overflow.fault(message))?;
         push_uint(&mut out, start);
         memory.begin(ENTRY_MEMORY);
         memory.list(name.len() as u64, 1)?;
@@ -380,7 +380,7 @@ pub fn encode<'a, 'm>(
     if len > HEADER_LEN_MAX {
         let message =
             format!("a bintensors header of {len} bytes, the format allows {HEADER_LEN_MAX}");
-        return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+        return Err(ErrorKind::HeaderTooLarge.fault(message));
     }
     out[..PREFIX_LEN as usize].copy_from_slice(&len.to_le_bytes());
     Ok(out)
@@ -421,12 +421,11 @@ impl MemoryCount {
         if self.now <= MEMORY_MAX {
             return Ok(());
         }
-        let message = format!(
+        Err(ErrorKind::HeaderTooLarge.fault(format!(
             "a bintensors header that takes {} bytes or more once it is decoded, the bintensors \
              package allows {MEMORY_MAX}; keep these tensors as safetensors",
             self.now
-        );
-        Err(Fault::new(ErrorKind::HeaderTooLarge, message))
+        )))
     }
 }
 

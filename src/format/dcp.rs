@@ -56,7 +56,7 @@ pub(crate) fn are_whole<'a>(
 /// The fault of a file whose name is that of a DCP shard, but whose metadata has no sharding note.
 pub(crate) fn no_note() -> Fault {
     let message = format!("named like a DCP shard but its metadata has no {SHARDING_INFO}");
-    Fault::new(ErrorKind::DcpInfo, message)
+    ErrorKind::DcpInfo.fault(message)
 }
 
 /// The places of the tensors of a shard according to its sharding note, in the order of the
@@ -73,10 +73,8 @@ pub fn placements(shard: &ShardDescription) -> Result<Vec<PiecePlace>, Fault> {
     if let Some(version) = metadata.and_then(|map| map.get(VERSION))
         && version.split('.').next() != Some("1")
     {
-        return Err(Fault::new(
-            ErrorKind::DcpInfo,
-            format!("{VERSION} is {version:?}, this program knows version 1"),
-        ));
+        return Err(ErrorKind::DcpInfo
+            .fault(format!("{VERSION} is {version:?}, this program knows version 1")));
     }
     let UniqueMap(mut notes) =
         object::<UniqueMap<UniqueMap<Value>>>(text.as_bytes(), ErrorKind::DcpInfo).map_err(
@@ -93,11 +91,9 @@ pub fn placements(shard: &ShardDescription) -> Result<Vec<PiecePlace>, Fault> {
     let places = shard.tensors().map(place).collect::<Result<_, _>>()?;
     match notes.first_key_value() {
         None => Ok(places),
-        Some((name, _)) => Err(Fault::new(
-            ErrorKind::DcpInfo,
-            format!("{SHARDING_INFO} describes it but the file does not hold it"),
-        )
-        .tensor(name)),
+        Some((name, _)) => Err(ErrorKind::DcpInfo
+            .fault(format!("{SHARDING_INFO} describes it but the file does not hold it"))
+            .tensor(name)),
     }
 }
 
@@ -175,16 +171,15 @@ fn placement(
 ) -> Result<PiecePlace, Fault> {
     let Some(saved) = note.remove(SAVED_OFFSETS) else {
         let message = format!("{SHARDING_INFO} has no {SAVED_OFFSETS} for it");
-        return Err(Fault::new(ErrorKind::DcpInfo, message));
+        return Err(ErrorKind::DcpInfo.fault(message));
     };
     let (logical, whole) = (note.remove(LOGICAL_FQN), note.remove(GLOBAL_SHAPE));
     if let Some(key) = note.into_keys().next() {
-        let message = format!(
+        return Err(ErrorKind::DcpInfo.fault(format!(
             "{SHARDING_INFO} has the key {} for it; this version of tensorfs knows \
              {SAVED_OFFSETS}, {LOGICAL_FQN} and {GLOBAL_SHAPE}, a newer one may know more",
             quoted(&key)
-        );
-        return Err(Fault::new(ErrorKind::DcpInfo, message));
+        )));
     }
     let offset = numbers(entry, SAVED_OFFSETS, &saved)?;
     let outside = |offset: &u64, size: &u64| offset.checked_add(*size).is_none();
@@ -211,7 +206,7 @@ fn logical_name(value: Option<Value>) -> Result<Option<String>, Fault> {
         Some(other) => {
             let other = quoted(&other.to_string());
             let message = format!("{LOGICAL_FQN} is {other}, the name of a tensor expected");
-            return Err(Fault::new(ErrorKind::DcpInfo, message));
+            return Err(ErrorKind::DcpInfo.fault(message));
         }
     };
     Ok(Some(name))
@@ -235,7 +230,7 @@ fn numbers(entry: &TensorDescription<'_>, key: &str, value: &Value) -> Result<Ve
 
 fn unfit(entry: &TensorDescription<'_>, key: &str, value: &Value, what: &str) -> Fault {
     let message = format!("{key} {value} of a piece of shape {:?}: {what}", entry.shape);
-    Fault::new(ErrorKind::DcpOffsets, message)
+    ErrorKind::DcpOffsets.fault(message)
 }
 
 #[cfg(test)]

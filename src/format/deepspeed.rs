@@ -121,11 +121,10 @@ impl<'a> UniversalFile<'a> {
 /// The fault of a file from one of `count` tensor-parallel or pipeline-parallel ranks, each with a part of the model.
 /// `key` is the key under which the file records `count`, for example `mp_world_size`.
 pub fn slice_fault(count: u64, key: &str) -> Fault {
-    let message = format!(
+    ErrorKind::TensorMissing.fault(format!(
         "is the file of one of {count} ranks, each with a part of the model ({key}), which tensorfs does \
          not join; make one file of them with the tools of the framework that saved them"
-    );
-    Fault::new(ErrorKind::TensorMissing, message)
+    ))
 }
 
 /// Parses text such as `3_mp_rank_00` into the numbers of both ranks.

@@ -139,18 +139,17 @@ fn detect(named: Option<InputFormat>, sniff: &[u8], file: &Range<u64>) -> Result
     let format = match named {
         Some(InputFormat::Safetensors | InputFormat::Bintensors) if is_tensorizer => {
             let message = "is a tensorizer file by its first bytes; call it `*.tensors`";
-            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+            return Err(ErrorKind::HeaderDecode.fault(message));
         }
         Some(format) => format,
         None if is_tensorizer => InputFormat::Tensorizer,
         None => InputFormat::Safetensors,
     };
     if format != InputFormat::Tensorizer && file.start > 0 {
-        let message = format!(
+        return Err(ErrorKind::HeaderDecode.fault(format!(
             "does not begin with `|TZR|` at byte {}; only tensorizer files are read behind byte 0",
             file.start
-        );
-        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        )));
     }
     let description_len = match format {
         InputFormat::Safetensors | InputFormat::Bintensors => {

@@ -63,11 +63,10 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for UniqueVisitor<V> {
 /// Parses one JSON object. Malformed JSON and other JSON values are errors of the kind `kind`.
 pub(crate) fn object<'a, T: Deserialize<'a>>(bytes: &'a [u8], kind: ErrorKind) -> Result<T, Fault> {
     let text = std::str::from_utf8(bytes)
-        .map_err(|e| Fault::new(kind, format!("not UTF-8 at byte {}", e.valid_up_to())))?;
+        .map_err(|e| kind.fault(format!("not UTF-8 at byte {}", e.valid_up_to())))?;
     // serde would also accept an array of the fields of a struct in their order.
     if !text.trim_ascii_start().starts_with('{') {
-        return Err(Fault::new(kind, "expected a JSON object"));
+        return Err(kind.fault("expected a JSON object"));
     }
-    serde_json::from_str(text)
-        .map_err(|e| Fault::new(kind_of(&e, kind), format!("invalid JSON: {e}")))
+    serde_json::from_str(text).map_err(|e| kind_of(&e, kind).fault(format!("invalid JSON: {e}")))
 }

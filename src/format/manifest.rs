@@ -80,20 +80,17 @@ impl Reference {
     fn parse_manifest(text: &[u8]) -> Result<Reference, Fault> {
         let json: ManifestJson = object(text, ErrorKind::WeightMap)?;
         if json.format != FORMAT || json.version != 1 {
-            return Err(Fault::new(
-                ErrorKind::WeightMap,
-                format!(
-                    "format {} version {}, expected `{FORMAT}` version 1",
-                    quoted(&json.format),
-                    json.version
-                ),
-            ));
+            return Err(ErrorKind::WeightMap.fault(format!(
+                "format {} version {}, expected `{FORMAT}` version 1",
+                quoted(&json.format),
+                json.version
+            )));
         }
         let shards = Some(json.shards.0);
         let tensors = json.tensors.0.into_iter().map(|(name, tensor)| {
             let Some(dtype) = Dtype::from_name(&tensor.dtype) else {
                 let message = format!("unknown dtype {}", quoted(&tensor.dtype));
-                return Err(Fault::new(ErrorKind::UnknownDtype, message).tensor(&name));
+                return Err(ErrorKind::UnknownDtype.fault(message).tensor(&name));
             };
             Ok((name, Some((dtype, tensor.shape))))
         });

@@ -81,10 +81,8 @@ impl Header {
     pub fn parse(text: &[u8], file_len: u64) -> Result<Header, Fault> {
         let header_len = text.len() as u64;
         let text = std::str::from_utf8(text).map_err(|e| {
-            Fault::new(
-                ErrorKind::HeaderUtf8,
-                format!("the header is not UTF-8 at its byte {}", e.valid_up_to()),
-            )
+            ErrorKind::HeaderUtf8
+                .fault(format!("the header is not UTF-8 at its byte {}", e.valid_up_to()))
         })?;
         let mut json = serde_json::Deserializer::from_str(text);
         let raw = parse_json(&mut json)?;
@@ -125,7 +123,7 @@ impl Header {
             return Err(error);
         }
         if bad_utf8.get() {
-            return Ok(Err(Fault::new(ErrorKind::HeaderUtf8, "the header is not UTF-8")));
+            return Ok(Err(ErrorKind::HeaderUtf8.fault("the header is not UTF-8")));
         }
         Ok(parsed.and_then(|raw| validate(raw, header_len, file_len)))
     }
@@ -135,27 +133,22 @@ impl Header {
 /// whole file if the file is shorter.
 pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
     let Some(prefix) = sniff.first_chunk::<8>() else {
-        return Err(Fault::new(
-            ErrorKind::TooShort,
-            format!("the file has {file_len} bytes, the length of its header alone takes 8"),
-        ));
+        return Err(ErrorKind::TooShort.fault(format!(
+            "the file has {file_len} bytes, the length of its header alone takes 8"
+        )));
     };
     let len = u64::from_le_bytes(*prefix);
     if len > HEADER_LEN_MAX {
-        return Err(Fault::new(
-            ErrorKind::HeaderTooLarge,
-            format!("announces a header of {len} bytes, the format allows {HEADER_LEN_MAX}"),
-        ));
+        return Err(ErrorKind::HeaderTooLarge.fault(format!(
+            "announces a header of {len} bytes, the format allows {HEADER_LEN_MAX}"
+        )));
     }
     if PREFIX_LEN + len > file_len {
-        return Err(Fault::new(
-            ErrorKind::HeaderLength,
-            format!(
-                "the header ends at byte {} but the file has {file_len} bytes; the download may \
+        return Err(ErrorKind::HeaderLength.fault(format!(
+            "the header ends at byte {} but the file has {file_len} bytes; the download may \
                  be incomplete",
-                PREFIX_LEN + len
-            ),
-        ));
+            PREFIX_LEN + len
+        )));
     }
     Ok(len)
 }
@@ -264,24 +257,18 @@ pub(super) fn check_tensors(
     match end.checked_add(data_start) {
         Some(expected) if expected == file_len => {}
         Some(expected) if expected < file_len => {
-            return Err(Fault::new(
-                ErrorKind::DataTrailing,
-                format!(
-                    "tensor data ends at byte {expected} but the file has {file_len} bytes ({} \
+            return Err(ErrorKind::DataTrailing.fault(format!(
+                "tensor data ends at byte {expected} but the file has {file_len} bytes ({} \
                      too many)",
-                    file_len - expected
-                ),
-            ));
+                file_len - expected
+            )));
         }
         expected => {
             let expected = expected.map_or("2^64 or more".to_owned(), |e| e.to_string());
-            return Err(Fault::new(
-                ErrorKind::DataTruncated,
-                format!(
-                    "tensor data ends at byte {expected} but the file has {file_len} bytes; the \
+            return Err(ErrorKind::DataTruncated.fault(format!(
+                "tensor data ends at byte {expected} but the file has {file_len} bytes; the \
                      download or the save may be incomplete"
-                ),
-            ));
+            )));
         }
     }
     Ok(())
@@ -291,11 +278,9 @@ fn refuse_duplicate_names(tensors: &[Entry]) -> Result<(), Fault> {
     let mut names: Vec<&str> = tensors.iter().map(|entry| entry.name.as_str()).collect();
     names.sort_unstable();
     match names.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(Fault::new(
-            ErrorKind::DuplicateKey,
-            "stands twice in the header, so the file can be read in two ways",
-        )
-        .tensor(pair[0])),
+        Some(pair) => Err(ErrorKind::DuplicateKey
+            .fault("stands twice in the header, so the file can be read in two ways")
+            .tensor(pair[0])),
         None => Ok(()),
     }
 }
@@ -304,43 +289,29 @@ fn refuse_duplicate_names(tensors: &[Entry]) -> Result<(), Fault> {
 pub(super) fn check_entry(entry: &Entry, previous_end: u64) -> Result<(), Fault> {
     let Range { start, end } = entry.data_offsets;
     if start < previous_end && end > start {
-        return Err(Fault::new(
-            ErrorKind::OffsetOverlap,
-            format!(
+        return Err(ErrorKind::OffsetOverlap.fault(format!(
                 "data_offsets [{start}, {end}] begin before {previous_end}, where the tensor before ends"
-            ),
-        ));
+            )));
     }
     if start != previous_end || end < start {
-        return Err(Fault::new(
-            ErrorKind::OffsetGap,
-            format!(
+        return Err(ErrorKind::OffsetGap.fault(format!(
                 "data_offsets [{start}, {end}] do not begin at {previous_end}, where the tensor before ends"
-            ),
-        ));
+            )));
     }
     let Entry { facts, shape, .. } = entry;
     let Some(bits) = facts.dtype.bits_of(shape) else {
-        return Err(Fault::new(
-            ErrorKind::Overflow,
-            format!("{facts} {shape:?} has 2^64 bits or more"),
-        ));
+        return Err(ErrorKind::Overflow.fault(format!("{facts} {shape:?} has 2^64 bits or more")));
     };
     if bits % 8 != 0 {
-        return Err(Fault::new(
-            ErrorKind::Misaligned,
-            format!("{facts} {shape:?} has {bits} bits, not whole bytes"),
-        ));
+        return Err(ErrorKind::Misaligned
+            .fault(format!("{facts} {shape:?} has {bits} bits, not whole bytes")));
     }
     if bits / 8 != end - start {
-        return Err(Fault::new(
-            ErrorKind::SizeMismatch,
-            format!(
-                "{facts} {shape:?} needs {} bytes, its data_offsets [{start}, {end}] hold {}",
-                bits / 8,
-                end - start
-            ),
-        ));
+        return Err(ErrorKind::SizeMismatch.fault(format!(
+            "{facts} {shape:?} needs {} bytes, its data_offsets [{start}, {end}] hold {}",
+            bits / 8,
+            end - start
+        )));
     }
     Ok(())
 }

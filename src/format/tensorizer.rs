@@ -242,7 +242,7 @@ pub fn places(description: &[u8]) -> Result<Vec<StoredPlace>, Fault> {
         let data_end = data_start.checked_add(data_len);
         let Some(data_end) = data_end else {
             let message = "its data passes 2^64; save the checkpoint again";
-            let fault = Fault::new(ErrorKind::Overflow, message);
+            let fault = ErrorKind::Overflow.fault(message);
             return Err(fault.tensor(&entry.name.joined));
         };
         let (header, data) = (header_start..data_start, data_start..data_end);
@@ -258,7 +258,7 @@ pub fn places(description: &[u8]) -> Result<Vec<StoredPlace>, Fault> {
 pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
     // If the parser reads past the end of the bytes, that is an error of the parser and not of the
     // file.
-    parse(&mut &*bytes).unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
+    parse(&mut &*bytes).unwrap_or_else(|e| Err(ErrorKind::Io.fault(e.to_string())))
 }
 
 /// Parses a file: its head, its entries and the header of each tensor.
@@ -359,7 +359,7 @@ impl FileHead {
             }
             let message = "does not begin with `|TZR|`, as tensorizer files do; if it has another \
                            format, give it the suffix of that format";
-            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+            return Err(ErrorKind::HeaderDecode.fault(message));
         }
         let Some(head) = sniff.first_chunk::<{ HEAD_LEN as usize }>() else {
             return Err(too_short(file));
@@ -367,44 +367,40 @@ impl FileHead {
         let number = |start: usize| u64::from_le_bytes(std::array::from_fn(|i| head[start + i]));
         let version = u32::from_le_bytes(std::array::from_fn(|i| head[MAGIC.len() + i]));
         if !(1..=VERSIONED_SINCE).contains(&version) {
-            let message = format!(
+            return Err(ErrorKind::HeaderDecode.fault(format!(
                 "has the data version {version}, tensorfs reads 1 to 5; save it with tensorizer 2"
-            );
-            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+            )));
         }
         let flags = &head[9..41];
         let unknown = flags[0] > ENCRYPTED | VERSIONED || flags[1..].iter().any(|&byte| byte != 0);
         let versioned = flags[0] & VERSIONED != 0;
         if unknown || (versioned && version < VERSIONED_SINCE) {
-            let message = format!(
+            return Err(ErrorKind::HeaderDecode.fault(format!(
                 "has feature flags beginning {:#x} that its data version {version} does not have; \
                  save the checkpoint again",
                 number(9)
-            );
-            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+            )));
         }
         let flagged = version >= FLAGS_SINCE && flags[0] & ENCRYPTED != 0;
         let encrypted = version == ENCRYPTED_VERSION || flagged;
         let (count, entries_len) = (number(57), number(65));
         if count == 0 {
             let message = "lists no tensors; the program that saved it may have been stopped";
-            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+            return Err(ErrorKind::HeaderDecode.fault(message));
         }
         let entries_start = file.start + HEAD_LEN;
         if entries_len > file.end.saturating_sub(entries_start) {
-            let message = format!(
+            return Err(ErrorKind::HeaderLength.fault(format!(
                 "the list of tensors takes {entries_len} bytes from byte {entries_start} on, but the \
                  file has {} bytes; the download may be incomplete",
                 file.end
-            );
-            return Err(Fault::new(ErrorKind::HeaderLength, message));
+            )));
         }
         if entries_len > ENTRIES_LEN_MAX {
-            let message = format!(
+            return Err(ErrorKind::HeaderTooLarge.fault(format!(
                 "the list of tensors takes {entries_len} bytes, tensorfs reads up to \
                  {ENTRIES_LEN_MAX}; save the tensors in several files"
-            );
-            return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+            )));
         }
         Ok(FileHead { version, versioned, encrypted, count, entries_len })
     }
@@ -412,12 +408,11 @@ impl FileHead {
 
 fn too_short(file: &Range<u64>) -> Fault {
     let behind = if file.start > 0 { format!(" from byte {}", file.start) } else { String::new() };
-    let message = format!(
+    ErrorKind::TooShort.fault(format!(
         "the file has {} bytes, the head of a tensorizer file takes 73{behind}; the download may be \
          incomplete",
         file.end
-    );
-    Fault::new(ErrorKind::TooShort, message)
+    ))
 }
 
 /// Reads the list of tensors, which may have any order, and the header of each tensor. Refuses
@@ -470,12 +465,11 @@ fn check_sections(sections_len: u64) -> Result<(), Fault> {
     if sections_len <= SECTIONS_LEN_MAX {
         return Ok(());
     }
-    let message = format!(
+    Err(ErrorKind::HeaderTooLarge.fault(format!(
         "the encryption of the tensors up to this one takes {sections_len} bytes of headers, \
          tensorfs reads up to {SECTIONS_LEN_MAX}; save the tensors in several files, or in longer \
          pieces"
-    );
-    Err(Fault::new(ErrorKind::HeaderTooLarge, message))
+    )))
 }
 
 /// Refuses a tensor that extends past the end of the file.
@@ -485,12 +479,11 @@ fn check_inside(entry: &ListedTensor<'_>, file_len: u64) -> Result<(), Fault> {
     if header_start <= file_len && data_end.is_some_and(|end| end <= file_len) {
         return Ok(());
     }
-    let message = format!(
+    Err(ErrorKind::DataTruncated.fault(format!(
         "its header begins at byte {header_start} and its data takes {data_len} bytes from byte \
          {data_start} on, but the file has {file_len} bytes; the download or the save may be \
          incomplete"
-    );
-    Err(Fault::new(ErrorKind::DataTruncated, message))
+    )))
 }
 
 /// Length of the header of a tensor. The header has to begin at `previous_end`, the end of the
@@ -508,11 +501,10 @@ fn header_len(
         } else {
             (ErrorKind::OffsetGap, "after")
         };
-        let message = format!(
+        return Err(kind.fault(format!(
             "its header begins at byte {header_start}, {place} byte {previous_end}, where \
              {before} ends; save the checkpoint again"
-        );
-        return Err(Fault::new(kind, message));
+        )));
     }
     check_header_len(entry, head)
 }
@@ -524,12 +516,11 @@ fn check_header_len(entry: &ListedTensor<'_>, head: &FileHead) -> Result<u64, Fa
     let encryption = if head.encrypted { Encryption::section_len_max(data_len) } else { 0 };
     let most = TENSOR_HEADER_LEN_MAX.saturating_add(encryption);
     if !(header::TENSOR_HEADER_LEN_MIN..=most).contains(&len) {
-        let message = format!(
+        return Err(ErrorKind::HeaderDecode.fault(format!(
             "its header begins at byte {header_start} and its data at byte {data_start}, {} to \
              {most} bytes expected between them; save the checkpoint again",
             header::TENSOR_HEADER_LEN_MIN
-        );
-        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        )));
     }
     Ok(len)
 }
@@ -542,23 +533,21 @@ fn stored(entry: ListedTensor<'_>, header: &[u8], head: &FileHead) -> Result<Sto
     let Some(bits) = dtype.bits_of(&shape) else {
         let message =
             format!("the bits of shape {shape:?} of {dtype} pass 2^64; save the checkpoint again");
-        return Err(Fault::new(ErrorKind::Overflow, message));
+        return Err(ErrorKind::Overflow.fault(message));
     };
     if bits % 8 != 0 {
-        let message = format!(
+        return Err(ErrorKind::Misaligned.fault(format!(
             "shape {shape:?} of {dtype} takes {bits} bits, no whole bytes; save it in another type"
-        );
-        return Err(Fault::new(ErrorKind::Misaligned, message));
+        )));
     }
     let ListedTensor { header_start, data_start, data_len, .. } = entry;
     let is_meta = data_len == 0 && head.version >= FLAGS_SINCE;
     if data_len != bits / 8 && !is_meta {
-        let message = format!(
+        return Err(ErrorKind::SizeMismatch.fault(format!(
             "takes {data_len} bytes, but shape {shape:?} of {dtype} takes {}; \
              save the checkpoint again",
             bits / 8
-        );
-        return Err(Fault::new(ErrorKind::SizeMismatch, message));
+        )));
     }
     Ok(StoredTensor {
         name: entry.name.joined,
@@ -592,12 +581,11 @@ impl StoredTensor {
         self.zeros = Some(start);
         start.checked_add(self.len()).filter(|end| end - ZEROS_START <= ZEROS_LEN_MAX).ok_or_else(
             || {
-                let message = format!(
+                ErrorKind::Overflow.fault(format!(
                     "is a meta tensor of shape {:?}, with which the tensors without data pass \
                      {ZEROS_LEN_MAX} bytes; save them in several files",
                     self.shape
-                );
-                Fault::new(ErrorKind::Overflow, message)
+                ))
             },
         )
     }
@@ -626,5 +614,5 @@ fn read_end_mark(
         "the last tensor that the file lists ends at byte {end}, and no end mark follows; the \
          program that saved it may have been stopped"
     );
-    Err(Fault::new(ErrorKind::DataTrailing, message).into())
+    Err(ErrorKind::DataTrailing.fault(message).into())
 }

@@ -179,12 +179,12 @@ impl WeightMap {
             None | Some(Value::Null) => Map::new(),
             Some(Value::Object(map)) => map,
             Some(_) => {
-                return Err(Fault::new(ErrorKind::WeightMap, "`metadata` is not an object"));
+                return Err(ErrorKind::WeightMap.fault("`metadata` is not an object"));
             }
         };
         let shard_of = json.weight_map;
         if shard_of.is_empty() {
-            return Err(Fault::new(ErrorKind::WeightMap, "`weight_map` names no tensor"));
+            return Err(ErrorKind::WeightMap.fault("`weight_map` names no tensor"));
         }
         if shard_of.files.iter().any(|file| check_shard_name(file, suffixes).is_err()) {
             for (tensor, file) in shard_of.iter() {
@@ -255,14 +255,11 @@ fn check_shard_name(name: &str, suffixes: &[&str]) -> Result<(), Fault> {
     if plain {
         return Ok(());
     }
-    Err(Fault::new(
-        ErrorKind::UnsafePath,
-        format!(
-            "the weight map maps it to {}, not a plain *{} file name",
-            quoted(name),
-            suffixes.first().unwrap_or(&"")
-        ),
-    ))
+    Err(ErrorKind::UnsafePath.fault(format!(
+        "the weight map maps it to {}, not a plain *{} file name",
+        quoted(name),
+        suffixes.first().unwrap_or(&"")
+    )))
 }
 
 /// Collects the values of the `weight_map` object. Also works for an invalid weight map.

@@ -654,7 +654,7 @@ fn outcome_of(
     let shape: Vec<u64> = part.iter().map(|range| range.end - range.start).collect();
     // The length of the tensor is proved, but the cast to a wider type may exceed the limit.
     let bits = dtype.bits_of(&shape).ok_or_else(|| {
-        Fault::new(ErrorKind::Overflow, format!("shape {shape:?} as {dtype} passes 2^64 bits"))
+        ErrorKind::Overflow.fault(format!("shape {shape:?} as {dtype} passes 2^64 bits"))
     })?;
     Ok((part, cast, TensorPlacement { region: 0, offset: 0, len: bits / 8, dtype, shape }))
 }
@@ -670,22 +670,20 @@ fn part_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Indices, Faul
         return Ok(part.clone());
     }
     let message = format!("the part {part:?} does not lie in its shape {:?}", tensor.shape);
-    Err(Fault::new(ErrorKind::Usage, message))
+    Err(ErrorKind::Usage.fault(message))
 }
 
 /// The cast of the elements of a request, if they are cast.
 fn cast_of(tensor: &Tensor<'_>, request: &TensorRequest) -> Result<Option<Cast>, Fault> {
     let Some(to) = request.cast.filter(|&to| to != tensor.dtype) else { return Ok(tensor.cast()) };
     if tensor.cast().is_some() {
-        let message = format!(
+        return Err(ErrorKind::Usage.fault(format!(
             "the view casts it from {} to {}, and elements are cast once; ask the view for {to}",
             tensor.stored, tensor.dtype
-        );
-        return Err(Fault::new(ErrorKind::Usage, message));
+        )));
     }
     let cast = Cast::new(tensor.dtype, to);
     cast.map(Some).ok_or_else(|| {
-        let message = format!("{} cannot be cast to {to}; load it as it is", tensor.dtype);
-        Fault::new(ErrorKind::Usage, message)
+        ErrorKind::Usage.fault(format!("{} cannot be cast to {to}; load it as it is", tensor.dtype))
     })
 }

@@ -121,7 +121,7 @@ impl<'a> HeaderHashCheck<'a> {
                     number(&found),
                     number(expected)
                 );
-                let fault = Fault::new(ErrorKind::HashMismatch, message);
+                let fault = ErrorKind::HashMismatch.fault(message);
                 self.mismatch.get_or_insert((range.start, fault));
             }
             Some((kind, found, expected)) => {
@@ -132,7 +132,7 @@ impl<'a> HeaderHashCheck<'a> {
                     hex(&found),
                     hex(expected)
                 );
-                let fault = Fault::new(ErrorKind::HashMismatch, message).tensor(name);
+                let fault = ErrorKind::HashMismatch.fault(message).tensor(name);
                 self.mismatch.get_or_insert((range.start, fault));
             }
         }

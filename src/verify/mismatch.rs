@@ -124,7 +124,7 @@ impl Mismatch {
              `tensorfs verify --record`",
             self.what()
         );
-        let fault = Fault::new(ErrorKind::HashMismatch, message).in_file(&self.shard);
+        let fault = ErrorKind::HashMismatch.fault(message).in_file(&self.shard);
         match self.tensor() {
             Some(name) => fault.tensor(name),
             None => fault,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::checkpoint::Checkpoint;
-use crate::error::{ErrorKind, Fault, Result, shown_path};
+use crate::error::{ErrorKind, Result, shown_path};
 use crate::hash::Digest;
 use crate::index::{IndexStore, SUMS_EXTENSION, ShardSums, Sums, file_name};
 use crate::io::{Read, read_all_stored};
@@ -65,8 +65,8 @@ impl Recorded {
     /// # Errors
     /// The refusal, with advice, or the reason why a header cannot be read.
     pub fn admit(&self, checkpoint: &Checkpoint) -> Result<()> {
-        let refused = |kind, name: &str, message| {
-            Err(checkpoint.refused(Fault::new(kind, message).in_file(name)))
+        let refused = |kind: ErrorKind, name: &str, message| {
+            Err(checkpoint.refused(kind.fault(message).in_file(name)))
         };
         // This buffer holds one chunk at a time.
         let mut bytes = Vec::new();

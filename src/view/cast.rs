@@ -100,12 +100,11 @@ impl DtypeCast {
         let tensors = || positions.iter().map(|&position| catalog.tensor_at(position as usize));
         let unused = keep.iter().find(|glob| !tensors().any(|tensor| glob.matches(tensor.name)));
         if let Some(glob) = unused {
-            let message = format!(
+            return Err(ErrorKind::View.fault(format!(
                 "keep={} matches none of the {} tensors",
                 quoted(&glob.to_string()),
                 positions.len()
-            );
-            return Err(Fault::new(ErrorKind::View, message));
+            )));
         }
         match self {
             DtypeCast::To(_) => {}
@@ -166,7 +165,7 @@ impl DtypeMap {
             counted(unknown.len(), "tensor"),
             named_some(unknown.iter().copied())
         );
-        Err(Fault::new(ErrorKind::View, message).tensor(first))
+        Err(ErrorKind::View.fault(message).tensor(first))
     }
 
     /// Refuses a list that does not name all of `tensors`.
@@ -180,7 +179,7 @@ impl DtypeMap {
             counted(unknown.len(), "tensor"),
             named_some(unknown.iter().copied())
         );
-        Err(Fault::new(ErrorKind::View, message).tensor(first))
+        Err(ErrorKind::View.fault(message).tensor(first))
     }
 }
 
@@ -239,19 +238,18 @@ fn check(tensor: &Tensor<'_>, to: Dtype) -> Result<(), Fault> {
         return Ok(());
     }
     if tensor.stored != tensor.dtype {
-        let message = format!(
+        return Err(ErrorKind::View.fault(format!(
             "is cast from {} to {} already, and elements are cast once; ask that view for {to}",
             tensor.stored, tensor.dtype
-        );
-        return Err(Fault::new(ErrorKind::View, message));
+        )));
     }
     if Cast::new(tensor.stored, to).is_none() {
         let message = format!("{} cannot be cast to {to}; keep it, or leave it out", tensor.stored);
-        return Err(Fault::new(ErrorKind::View, message));
+        return Err(ErrorKind::View.fault(message));
     }
     if to.bits_of(tensor.shape).is_none() {
         let message = format!("shape {:?} as {to} passes 2^64 bits", tensor.shape);
-        return Err(Fault::new(ErrorKind::Overflow, message));
+        return Err(ErrorKind::Overflow.fault(message));
     }
     Ok(())
 }

@@ -130,11 +130,10 @@ impl Files {
                 let (order, lens) = in_disk_order(catalog);
                 let fits = usize::try_from(*count).ok().filter(|count| *count <= order.len());
                 let Some(count) = fits else {
-                    let message = format!(
+                    return Err(ErrorKind::View.fault(format!(
                         "layout=shards={count} needs a tensor for each file, the checkpoint has {}",
                         order.len()
-                    );
-                    return Err(Fault::new(ErrorKind::View, message));
+                    )));
                 };
                 (count, cut(&order, &ends_by_count(&lens, count)))
             }
@@ -181,7 +180,7 @@ impl FileMap {
                 catalog.len(),
                 named_some(missing.iter().copied())
             );
-            return Err(Fault::new(ErrorKind::View, message).tensor(first));
+            return Err(ErrorKind::View.fault(message).tensor(first));
         }
         // All tensors of the catalog are in the list, so any other name in the list belongs to no tensor.
         let unknown: Vec<&str> = self
@@ -196,7 +195,7 @@ impl FileMap {
                 unknown.len(),
                 named_some(unknown.iter().copied())
             );
-            return Err(Fault::new(ErrorKind::View, message).tensor(first));
+            return Err(ErrorKind::View.fault(message).tensor(first));
         }
         let mut files: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
         for (position, number) in self.values.values().enumerate() {

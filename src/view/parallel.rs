@@ -86,7 +86,7 @@ impl TensorParallel {
         selected: &[u32],
         read_config: ReadConfig<'_>,
     ) -> Result<RankTensors, Fault> {
-        let one = self.one_rank().map_err(|why| Fault::new(ErrorKind::Usage, why))?;
+        let one = self.one_rank().map_err(|why| ErrorKind::Usage.fault(why))?;
         let mut config =
             Config { read: read_config, parsed: None, has_rules: self.rules.is_some() };
         let rules = match &self.rules {
@@ -136,7 +136,7 @@ impl TensorParallel {
     }
 
     fn fault(&self, why: &str) -> Fault {
-        Fault::new(ErrorKind::View, format!("tp={}: {why}", self.ranks))
+        ErrorKind::View.fault(format!("tp={}: {why}", self.ranks))
     }
 
     /// Refuses rules that match no tensor of the whole catalog, even if the view selects only a part of the catalog.

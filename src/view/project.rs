@@ -30,12 +30,11 @@ impl View {
         let catalog = self.project_unchecked(catalog, read_config)?;
         // With this limit, sums of tensor lengths in a file or in a load cannot overflow.
         if i64::try_from(catalog.data_len()).is_err() {
-            let message = format!(
+            return Err(ErrorKind::Overflow.fault(format!(
                 "the tensors have {} bytes or more in all, tensorfs takes checkpoints and views of \
                  less than 2^63; check the shapes in the headers",
                 catalog.data_len()
-            );
-            return Err(Fault::new(ErrorKind::Overflow, message));
+            )));
         }
         Ok(catalog)
     }

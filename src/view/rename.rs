@@ -138,7 +138,7 @@ impl RenameRules {
 
     /// The error of a rule.
     fn fault(&self, label: &str, why: &str) -> Fault {
-        Fault::new(ErrorKind::View, format!("{}: {why}", self.told(label)))
+        ErrorKind::View.fault(format!("{}: {why}", self.told(label)))
     }
 
     /// The tensors at `positions`, with the parts of a tensor in place of the tensor if a rule splits it.
@@ -308,7 +308,7 @@ impl RenameRules {
                 was(second),
                 rule(second)
             );
-            return Err(Fault::new(ErrorKind::View, message).tensor(&first.name));
+            return Err(ErrorKind::View.fault(message).tensor(&first.name));
         }
         Ok(named)
     }

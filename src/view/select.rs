@@ -97,17 +97,16 @@ pub(super) fn select(
     if let Some(unused) = used.iter().position(|used| !used)
         && let Some((word, glob)) = words.nth(unused)
     {
-        let message = format!(
+        return Err(ErrorKind::View.fault(format!(
             "{word}={} matches none of the {} tensors: {}",
             quoted(&glob.text),
             catalog.len(),
             named_some(catalog.tensors().map(|tensor| tensor.name))
-        );
-        return Err(Fault::new(ErrorKind::View, message));
+        )));
     }
     if selected.is_empty() && !catalog.is_empty() {
         let message = format!("include= and exclude= leave none of the {} tensors", catalog.len());
-        return Err(Fault::new(ErrorKind::View, message));
+        return Err(ErrorKind::View.fault(message));
     }
     Ok(selected)
 }

@@ -200,11 +200,10 @@ impl Encryption {
         match encryption {
             Some(encryption) => Ok(Some(Encryption { derivation, ..encryption })),
             None if data_len == 0 => Ok(None),
-            None => {
-                let message = "is without encryption in a file that is encrypted; save the \
-                               checkpoint again";
-                Err(Fault::new(ErrorKind::HeaderDecode, message))
-            }
+            None => Err(ErrorKind::HeaderDecode.fault(
+                "is without encryption in a file that is encrypted; save the \
+                               checkpoint again",
+            )),
         }
     }
 }

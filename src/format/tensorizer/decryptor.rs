@@ -52,7 +52,7 @@ impl Decryptor {
         {
             let message = "has another salt or other limits of its key derivation than a tensor \
                            before it; save the checkpoint again";
-            return Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(&other.name));
+            return Err(ErrorKind::HeaderDecode.fault(message).tensor(&other.name));
         }
         let unlocked = tensors.into_iter().map(|tensor| {
             let EncryptedTensor { name, encryption, .. } = &tensor;
@@ -63,7 +63,7 @@ impl Decryptor {
                      {PIECE_LEN_MAX}; save it again with pieces of 2097152",
                     longest.end
                 );
-                return Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(name));
+                return Err(ErrorKind::HeaderDecode.fault(message).tensor(name));
             }
             let key = secret
                 .key_of(encryption.derivation.as_ref())
@@ -156,5 +156,5 @@ fn failed(name: &str, place: &Range<u64>) -> Fault {
          with, or restore the file from a good copy",
         place.start, place.end
     );
-    Fault::new(ErrorKind::DecryptFailed, message).tensor(name)
+    ErrorKind::DecryptFailed.fault(message).tensor(name)
 }

@@ -61,7 +61,7 @@ impl NewTensor {
     /// `unknown_dtype` and `misaligned` for elements that the format does not have. `header_decode`
     /// for a name that a reader of the format would take for another name.
     pub fn of_state_dict(name: &str, dtype: Dtype, shape: &[u64]) -> Result<NewTensor, Fault> {
-        let refused = |kind, message: &str| Fault::new(kind, message).tensor(name);
+        let refused = |kind: ErrorKind, message: &str| kind.fault(message).tensor(name);
         if name.as_bytes().first() == Some(&PATH_MARK) {
             let message = "a name that begins with byte 0x1e is a path in tensorizer files; rename \
                            the tensor (rename=)";
@@ -128,29 +128,28 @@ impl NewTensor {
         for (what, found, least, most) in bounds {
             if !(least..=most).contains(&found) {
                 let message = format!("{what} {found}, the format takes {least} to {most}");
-                return Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(&self.shown()));
+                return Err(ErrorKind::HeaderDecode.fault(message).tensor(&self.shown()));
             }
         }
         let name = TensorName::decode(&self.name).map_err(|fault| fault.tensor(&self.shown()))?;
         let Some(width) = self.element_len() else {
             let code = quoted(&self.dtype);
             let message = format!("dtype {code} is none of tensorizer, such as <f4 was expected");
-            return Err(Fault::new(ErrorKind::UnknownDtype, message).tensor(&self.shown()));
+            return Err(ErrorKind::UnknownDtype.fault(message).tensor(&self.shown()));
         };
         let dims = self.shape.iter().try_fold(width, |len, &dim| len.checked_mul(dim));
         let len = dims.ok_or_else(|| {
             let message = format!("the bytes of shape {:?} pass 2^64", self.shape);
-            Fault::new(ErrorKind::Overflow, message).tensor(&self.shown())
+            ErrorKind::Overflow.fault(message).tensor(&self.shown())
         })?;
         match self.data_len.filter(|&found| found != len) {
             None => Ok(name),
-            Some(found) => {
-                let message = format!(
+            Some(found) => Err(ErrorKind::SizeMismatch
+                .fault(format!(
                     "has {found} bytes, shape {:?} of elements of {width} bytes takes {len}",
                     self.shape
-                );
-                Err(Fault::new(ErrorKind::SizeMismatch, message).tensor(&self.shown()))
-            }
+                ))
+                .tensor(&self.shown())),
         }
     }
 
@@ -210,12 +209,11 @@ pub fn entries_len(tensors: &[NewTensor]) -> Result<u64, Fault> {
     let versions = if tensors.iter().any(NewTensor::is_long) { 4 } else { 0 };
     let needed = tensors.iter().map(|tensor| tensor.entry_len() + versions).sum::<u64>();
     if needed > ENTRIES_LEN_MAX {
-        let message = format!(
+        return Err(ErrorKind::HeaderTooLarge.fault(format!(
             "the list of {} tensors would take {needed} bytes, at most {ENTRIES_LEN_MAX} are read; \
              write several files (layout=shards=N)",
             tensors.len()
-        );
-        return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+        )));
     }
     Ok(needed.max(1).next_multiple_of(ENTRIES_LEN))
 }
@@ -506,7 +504,7 @@ impl FileEncoder {
             (Some(_), Some(0)) => {
                 let message = "has no elements, and the format cannot encrypt a tensor without \
                                bytes; leave it out, or write the file without encryption";
-                return Err(named(Fault::new(ErrorKind::SizeMismatch, message)));
+                return Err(named(ErrorKind::SizeMismatch.fault(message)));
             }
             (Some(derivation), Some(len)) => {
                 let macs = vec![[0; MAC_LEN]; len.div_ceil(PIECE_LEN) as usize];
@@ -514,7 +512,7 @@ impl FileEncoder {
             }
         };
         let header = TensorHeader::new(tensor, self.end, &crypt);
-        let overflow = || named(Fault::new(ErrorKind::Overflow, "the file would pass 2^63 bytes"));
+        let overflow = || named(ErrorKind::Overflow.fault("the file would pass 2^63 bytes"));
         let len = (header.bytes.len() as u64).checked_add(header.data_len);
         let end = len
             .and_then(|len| self.end.checked_add(len))
@@ -530,10 +528,10 @@ impl FileEncoder {
                 self.ends.len() + 1,
                 self.entries_len
             );
-            return Err(named(Fault::new(ErrorKind::HeaderTooLarge, message)));
+            return Err(named(ErrorKind::HeaderTooLarge.fault(message)));
         }
         let taken = self.names.insert(&name);
-        taken.map_err(|message| named(Fault::new(ErrorKind::DuplicateKey, message)))?;
+        taken.map_err(|message| named(ErrorKind::DuplicateKey.fault(message)))?;
         self.is_versioned = is_versioned;
         let needs = [
             (tensor.is_long(), VERSIONED_SINCE),

@@ -61,12 +61,11 @@ pub(super) struct ListedTensor<'a> {
 /// Decodes the entries of a file, in the order in which they are stored.
 pub(super) fn decode<'a>(area: &'a [u8], head: &FileHead) -> Result<Vec<ListedTensor<'a>>, Fault> {
     if head.count > head.entries_len / ENTRY_LEN_MIN {
-        let message = format!(
+        return Err(ErrorKind::HeaderDecode.fault(format!(
             "lists {} tensors in {} bytes, an entry takes at least {ENTRY_LEN_MIN}; \
              save the checkpoint again",
             head.count, head.entries_len
-        );
-        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        )));
     }
     let mut fields = Fields::new(area, HEAD_LEN);
     let mut entries = Vec::new();
@@ -117,7 +116,7 @@ pub(super) fn element_type(entry: &ListedTensor<'_>) -> Result<(Dtype, Vec<u64>)
     let unknown = |why: &str| {
         let text = quoted(&String::from_utf8_lossy(code));
         let message = format!("dtype {text} {why}; save the tensor in another type");
-        Fault::new(ErrorKind::UnknownDtype, message)
+        ErrorKind::UnknownDtype.fault(message)
     };
     let text = std::str::from_utf8(code).map_err(|_| unknown("is no text"))?;
     let Some((storage, name)) = text.split_once('\0') else {
@@ -140,13 +139,12 @@ pub(super) fn element_type(entry: &ListedTensor<'_>) -> Result<(Dtype, Vec<u64>)
     if packed > 1 {
         let Some(last) = shape.last_mut() else {
             let message = "is one element of 4 bits, no whole bytes; save it in another type";
-            return Err(Fault::new(ErrorKind::Misaligned, message));
+            return Err(ErrorKind::Misaligned.fault(message));
         };
         *last = last.checked_mul(packed).ok_or_else(|| {
-            Fault::new(
-                ErrorKind::Overflow,
-                format!("the dimension {last} times 2 passes 2^64; save the checkpoint again"),
-            )
+            ErrorKind::Overflow.fault(format!(
+                "the dimension {last} times 2 passes 2^64; save the checkpoint again"
+            ))
         })?;
     }
     Ok((dtype, shape))

@@ -29,10 +29,9 @@ impl<'a> Fields<'a> {
     /// A fault with the offset of the current field.
     pub(super) fn bad(&self, what: &str) -> Fault {
         let offset = self.offset();
-        let message = format!(
+        ErrorKind::HeaderDecode.fault(format!(
             "not a tensorizer file: before byte {offset}: {what}; save the checkpoint again"
-        );
-        Fault::new(ErrorKind::HeaderDecode, message)
+        ))
     }
 
     /// The next `len` bytes.

@@ -34,20 +34,18 @@ pub(super) fn compare(
     let mut fields = Fields::new(header, entry.header_start);
     let len = fields.u64("the length of a header")?;
     if len != header.len() as u64 {
-        let message = format!(
+        return Err(ErrorKind::HeaderDecode.fault(format!(
             "its header says that it has {len} bytes, {} are between its start and its data; \
              save the checkpoint again",
             header.len()
-        );
-        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        )));
     }
     fields.u16("the number of a module")?;
     let differs = |what: &str, found: &str, expected: &str| {
-        let message = format!(
+        Err(ErrorKind::HeaderDecode.fault(format!(
             "its header has the {what} {found}, the list of tensors has {expected}, so the file \
              can be read in two ways; save the checkpoint again"
-        );
-        Err(Fault::new(ErrorKind::HeaderDecode, message))
+        )))
     };
     let text = |bytes: &[u8]| crate::error::quoted(&String::from_utf8_lossy(bytes));
     let kind = fields.u8("the type of a tensor")?;

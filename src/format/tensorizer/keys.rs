@@ -70,24 +70,21 @@ impl KeyDerivation {
     pub fn derive(&self, passphrase: &[u8]) -> Result<DataKey, Fault> {
         // The parameters come from a file, so they have to be checked.
         self.check().map_err(|what| {
-            let message = format!(
+            ErrorKind::HeaderDecode.fault(format!(
                 "its key derivation {what}; save it again with other limits, or give its key \
                  instead of the passphrase"
-            );
-            Fault::new(ErrorKind::HeaderDecode, message)
+            ))
         })?;
         let no_memory = |_| {
-            let message = format!(
+            ErrorKind::OutOfMemory.fault(format!(
                 "its key derivation takes {} bytes of memory, which the system does not give; \
                  free memory, or give its key instead of the passphrase",
                 self.mem_limit
-            );
-            Fault::new(ErrorKind::OutOfMemory, message)
+            ))
         };
         let refused = |e: argon2::Error| {
-            let message =
-                format!("no key can be derived from the passphrase: {e}; give another one");
-            Fault::new(ErrorKind::Usage, message)
+            ErrorKind::Usage
+                .fault(format!("no key can be derived from the passphrase: {e}; give another one"))
         };
         // After `check`, both numbers fit into 32 bits.
         let (kib, passes) = ((self.mem_limit >> 10) as u32, self.ops_limit as u32);
@@ -206,7 +203,7 @@ impl Secret {
     pub(crate) fn misfit(&self, is_encrypted: bool) -> Option<Fault> {
         let message = "is not encrypted, but a key or a passphrase was given; leave it out";
         let refused = !is_encrypted && !self.optional;
-        refused.then(|| Fault::new(ErrorKind::NotEncrypted, message))
+        refused.then(|| ErrorKind::NotEncrypted.fault(message))
     }
 
     /// The key for data that was encrypted with a key of `derivation`, or with a plain key if
@@ -222,7 +219,7 @@ impl Secret {
         let Some(derivation) = derivation else {
             let message = "is encrypted with a key that was not derived from a passphrase; give \
                            the key itself";
-            return Err(Fault::new(ErrorKind::KeyRequired, message));
+            return Err(ErrorKind::KeyRequired.fault(message));
         };
         // The lock is held during the derivation, so that two threads do not derive the same key.
         let mut derived = self.derived.lock();

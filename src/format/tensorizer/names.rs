@@ -43,20 +43,17 @@ impl TensorName {
     /// Decodes the bytes of a name.
     pub(super) fn decode(bytes: &[u8]) -> Result<TensorName, Fault> {
         let Some((&first, rest)) = bytes.split_first() else {
-            return Err(Fault::new(
-                ErrorKind::HeaderDecode,
-                "a tensor has an empty name; save it with another name",
-            ));
+            return Err(ErrorKind::HeaderDecode
+                .fault("a tensor has an empty name; save it with another name"));
         };
         if first == PATH_MARK {
             return path(rest);
         }
         let name = std::str::from_utf8(bytes).map_err(|e| {
-            let message = format!(
+            ErrorKind::HeaderUtf8.fault(format!(
                 "the name of a tensor is not UTF-8 at its byte {}; save it with another name",
                 e.valid_up_to()
-            );
-            Fault::new(ErrorKind::HeaderUtf8, message)
+            ))
         })?;
         Ok(TensorName { joined: name.to_owned(), path: None })
     }
@@ -65,11 +62,10 @@ impl TensorName {
 fn path(json: &[u8]) -> Result<TensorName, Fault> {
     let bad = || {
         let text = quoted(&String::from_utf8_lossy(json));
-        let message = format!(
+        ErrorKind::HeaderDecode.fault(format!(
             "the name {text} is no JSON array of texts and numbers from 0 on, in one line; \
              save the checkpoint again"
-        );
-        Fault::new(ErrorKind::HeaderDecode, message)
+        ))
     };
     if json.first() != Some(&b'[') || json.iter().any(|byte| matches!(byte, b'\n' | b'\r')) {
         return Err(bad());
@@ -85,7 +81,7 @@ fn path(json: &[u8]) -> Result<TensorName, Fault> {
     let joined = texts.collect::<Vec<_>>().join(".");
     if joined.is_empty() {
         let message = "a tensor has a path that is an empty name; save it with another name";
-        return Err(Fault::new(ErrorKind::HeaderDecode, message));
+        return Err(ErrorKind::HeaderDecode.fault(message));
     }
     Ok(TensorName { joined, path: Some(key_of(&steps)) })
 }
@@ -117,7 +113,7 @@ pub(super) fn check_distinct<'a>(names: impl Iterator<Item = &'a TensorName>) ->
             "is the name of two tensors once the steps of their paths are joined by dots; save \
              them with other names"
         };
-        return Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(&first.joined));
+        return Err(ErrorKind::DuplicateKey.fault(message).tensor(&first.joined));
     }
     if !names.iter().any(|name| name.is_path()) {
         return Ok(());
@@ -133,7 +129,7 @@ pub(super) fn check_distinct<'a>(names: impl Iterator<Item = &'a TensorName>) ->
             let message = format!(
                 "is a tensor and also a step of the path {path}; save them with other names"
             );
-            Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(&pair[0].1.joined))
+            Err(ErrorKind::DuplicateKey.fault(message).tensor(&pair[0].1.joined))
         }
     }
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tensorfs::internal::checkpoint::scan_pickles;
 use tensorfs::internal::error::{counted, shown, shown_path};
 use tensorfs::internal::format::pickle::{NameRisk, PickleForm, PickleScan};
-use tensorfs::{Checkpoint, Error, ErrorKind, Fault};
+use tensorfs::{Checkpoint, Error, ErrorKind};
 
 use super::super::output::{Failure, Outcome, print_json, print_text};
 
@@ -44,7 +44,7 @@ fn verdict(file: &Path, scan: &PickleScan) -> Outcome {
     } else {
         return Ok(());
     };
-    let fault = Fault::new(ErrorKind::HeaderDecode, message);
+    let fault = ErrorKind::HeaderDecode.fault(message);
     Err(Failure::Error(Error::refused(file, fault)))
 }
 

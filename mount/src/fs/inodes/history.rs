@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use serde::{Deserialize, Serialize};
 use tensorfs::internal::checkpoint::{FolderId, Proved, Set, Tail, Tree};
 use tensorfs::internal::error::real_name;
-use tensorfs::{Error, ErrorKind, Fault};
+use tensorfs::{Error, ErrorKind};
 
 use super::super::arrival;
 use super::super::sets::SetsStatus;
@@ -110,7 +110,7 @@ impl Nodes {
             "has {now} shard files, it had {before} before: whether the rest is the whole \
              checkpoint cannot be seen; put the others back, or mount again"
         );
-        let fault = Fault::new(ErrorKind::ShardMissing, message);
+        let fault = ErrorKind::ShardMissing.fault(message);
         set.outcome = Err(Error::refused(&tree.folder(folder).path, fault));
     }
 

@@ -155,11 +155,6 @@ impl ErrorKind {
 }
 
 impl Fault {
-    /// A fault for which only the kind and the message are known.
-    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        kind.fault(message)
-    }
-
     /// The same fault, for tensor `name`.
     pub fn tensor(mut self, name: &str) -> Self {
         self.tensor = Some(name.to_owned());

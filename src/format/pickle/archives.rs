@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::ReadStop;
 use super::zip::{Archive, archive_start};
-use crate::error::{ErrorKind, Fault};
+use crate::error::ErrorKind;
 use crate::format::range_reader::RangeReader;
 use crate::format::tensorizer::{HashedTensor, KeptHashes};
 
@@ -40,11 +40,10 @@ pub(super) fn hashed_entries(reader: &mut dyn RangeReader) -> Result<Vec<HashedT
     let mut reader = BlockReader::new(reader);
     let (ranges, begin) = archives_at_end(&mut reader)?;
     if begin > 0 {
-        let message = format!(
+        return Err(ErrorKind::HeaderDecode.stop(format!(
             "its bytes 0 to {begin} do not end as a zip archive, so that no CRC can be compared in them; \
              save or fetch it again"
-        );
-        return Err(Fault::new(ErrorKind::HeaderDecode, message).into());
+        )));
     }
     let mut hashed = Vec::new();
     for range in ranges {

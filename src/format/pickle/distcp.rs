@@ -4,11 +4,12 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use super::TrainingState;
 use super::chosen::{Chosen, KeyPath, ShownTensor};
 use super::globals::dtype;
 use super::machine::run_of;
-use super::values::{Node, NodeId, Part, Values};
+use super::tensors::plain_tuple;
+use super::values::{Node, NodeId, Part, Steps, Values};
+use super::{TrainingState, wrong};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::names::is_distcp;
@@ -97,13 +98,9 @@ impl DistcpMetadata {
     pub fn parse(bytes: &[u8], state: TrainingState) -> Result<DistcpMetadata, Fault> {
         let values_max = (bytes.len() as f64 * VALUES_OF_BYTE) as usize + 1024;
         let values = run_of(bytes, values_max)?;
-        let steps_left = bytes.len().saturating_mul(STEPS_OF_BYTE) + 4096;
-        MetadataReader { values: &values, steps_left, state }.read()
+        let steps = Steps::of(&values, STEPS_OF_BYTE, "its pickle uses the same values too often");
+        MetadataReader { values: &values, steps, state }.read()
     }
-}
-
-fn wrong(message: impl Into<String>) -> Fault {
-    Fault::new(ErrorKind::HeaderDecode, message)
 }
 
 /// Whether the root value of a pickle is a `.metadata`.
@@ -143,7 +140,7 @@ struct ItemPlace<'v> {
 
 struct MetadataReader<'a, 'v> {
     values: &'a Values<'v>,
-    steps_left: usize,
+    steps: Steps,
     state: TrainingState,
 }
 
@@ -173,7 +170,7 @@ impl<'v> MetadataReader<'_, 'v> {
                         "its chunk at {offset:?} of shape {shape:?} has no place in a file: \
                          `storage_data` lacks it; save the checkpoint again"
                     );
-                    return Err(Fault::new(ErrorKind::DcpHole, message).tensor(&tensor.name));
+                    return Err(ErrorKind::DcpHole.fault(message).tensor(&tensor.name));
                 };
                 let chunk =
                     StoredChunk { tensor: tensor.clone(), offset, shape, item: (start, len) };
@@ -185,13 +182,6 @@ impl<'v> MetadataReader<'_, 'v> {
         }
         files.values_mut().for_each(|chunks| chunks.sort_by_key(|chunk| chunk.item));
         Ok(DistcpMetadata { files, named, left_out: chosen.left_out })
-    }
-
-    fn spend(&mut self, steps: usize) -> Result<(), Fault> {
-        let left = self.steps_left.checked_sub(steps);
-        let message = "its pickle uses the same values too often";
-        self.steps_left = left.ok_or_else(|| Fault::new(ErrorKind::HeaderTooLarge, message))?;
-        Ok(())
     }
 
     /// Whether `id` is an object of one of these classes.
@@ -227,7 +217,7 @@ impl<'v> MetadataReader<'_, 'v> {
         let state = self.state(id).ok_or_else(|| unknown(class))?;
         let mut found = [None; N];
         for (key, value) in self.pairs(state).ok_or_else(|| unknown(class))? {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             let key = self.values.text(key);
             if let Some(at) = names.iter().position(|&name| key == Some(name))
                 && found[at].replace(value).is_some()
@@ -257,33 +247,27 @@ impl<'v> MetadataReader<'_, 'v> {
         if text.split('.').next() == Some(VERSION) {
             return Ok(());
         }
-        let message = format!(
+        Err(wrong(format!(
             "has the version {}, tensorfs reads version {VERSION}; update it",
             quoted(text)
-        );
-        Err(wrong(message))
+        )))
     }
 
     /// The numbers of a `torch.Size`, a tuple or a list. They must not be negative.
     fn natural(&mut self, id: NodeId, what: &str) -> Result<Vec<u64>, Fault> {
         let values = self.values;
-        let list = match values.call(id) {
-            Some((class, args)) if values.global(class) == Some(("torch", "Size")) => {
-                values.array::<1>(args).map_or(id, |[list]| list)
-            }
-            _ => id,
-        };
+        let list = plain_tuple(values, id);
         if !matches!(values.node(list), Node::Tuple(_) | Node::List(_)) {
             return Err(unknown(what));
         }
         let mut numbers = Vec::new();
         for part in values.parts(list) {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             let Part::Item(item) = part else { return Err(unknown(what)) };
             let Some(number) = values.natural(item) else {
                 let shown = values.int(item).map_or("no integer".to_owned(), |n| n.to_string());
                 let message = format!("its {what} has {shown}, a number from 0 on expected");
-                return Err(Fault::new(ErrorKind::DcpOffsets, message));
+                return Err(ErrorKind::DcpOffsets.fault(message));
             };
             if numbers.len() == DIMS_MAX {
                 return Err(wrong(format!("its {what} has more than {DIMS_MAX} dimensions")));
@@ -299,13 +283,13 @@ impl<'v> MetadataReader<'_, 'v> {
         let pairs = planner.and_then(|planner| self.pairs(planner)).unwrap_or_default();
         let mut paths = HashMap::new();
         for (key, value) in pairs {
-            self.spend(STEPS_OF_BYTE * PATH_LEN)?;
+            self.steps.spend(STEPS_OF_BYTE * PATH_LEN)?;
             let (Some(fqn), Some(items)) = (values.text(key), values.tuple(value)) else {
                 continue;
             };
             let mut path = KeyPath::new(fqn);
             for item in items {
-                self.spend(1)?;
+                self.steps.spend(1)?;
                 path.push(values.text(item), values.int(item));
             }
             if path.is_whole() {
@@ -325,9 +309,9 @@ impl<'v> MetadataReader<'_, 'v> {
         let mut chosen = Chosen::default();
         for (key, value) in pairs {
             let fqn = self.values.text(key).ok_or_else(|| {
-                Fault::new(ErrorKind::HeaderUtf8, "has a name that is no text in UTF-8")
+                ErrorKind::HeaderUtf8.fault("has a name that is no text in UTF-8")
             })?;
-            self.spend(fqn.len() + STEPS_OF_BYTE * VALUE_LEN)?;
+            self.steps.spend(fqn.len() + STEPS_OF_BYTE * VALUE_LEN)?;
             let is_tensor = self.is_of(value, &["TensorStorageMetadata"]);
             if !is_tensor && !self.is_of(value, &["BytesStorageMetadata"]) {
                 let class = self.values.call(value).map_or(value, |(class, _)| class);
@@ -337,21 +321,21 @@ impl<'v> MetadataReader<'_, 'v> {
             }
             if !chosen.add(fqn, paths.get(fqn).copied(), is_tensor.then_some(value)) {
                 let message = "stands twice in `state_dict_metadata`";
-                return Err(Fault::new(ErrorKind::DuplicateTensor, message).tensor(fqn));
+                return Err(ErrorKind::DuplicateTensor.fault(message).tensor(fqn));
             }
         }
         chosen.settle(self.state);
         if chosen.shown.iter().any(|shown| shown.name == METADATA) {
             let message = "has the name that safetensors has for metadata; give it another one";
-            return Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(METADATA));
+            return Err(ErrorKind::DuplicateKey.fault(message).tensor(METADATA));
         }
         if let Some(shown) = chosen.shown.iter().find(|shown| shown.fqn.len() > NAME_LEN_MAX) {
             let message = format!("a name of {} bytes, at most {NAME_LEN_MAX}", shown.fqn.len());
-            return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+            return Err(ErrorKind::HeaderTooLarge.fault(message));
         }
         if chosen.shown.is_empty() {
             let message = "names no tensors, only other values; save the model in the checkpoint";
-            return Err(Fault::new(ErrorKind::TensorMissing, message));
+            return Err(ErrorKind::TensorMissing.fault(message));
         }
         Ok(chosen)
     }
@@ -388,7 +372,7 @@ impl<'v> MetadataReader<'_, 'v> {
             // torch counts a pair of F4 elements as one element.
             if let (Dtype::F4, Some(last)) = (element, numbers.last_mut()) {
                 let doubled = last.checked_mul(2);
-                *last = doubled.ok_or_else(|| Fault::new(ErrorKind::Overflow, "passes 2^64"))?;
+                *last = doubled.ok_or_else(|| ErrorKind::Overflow.fault("passes 2^64"))?;
             }
             Ok(())
         };
@@ -398,7 +382,7 @@ impl<'v> MetadataReader<'_, 'v> {
         let mut planned = Vec::new();
         for part in self.values.parts(chunks) {
             let Part::Item(chunk) = part else { return Err(unknown("`chunks`")) };
-            self.spend(STEPS_OF_BYTE * CHUNK_LEN)?;
+            self.steps.spend(STEPS_OF_BYTE * CHUNK_LEN)?;
             let found = self.attributes(chunk, &["ChunkStorageMetadata"], ["offsets", "sizes"])?;
             let [Some(offsets), Some(sizes)] = found else {
                 return Err(unknown("`ChunkStorageMetadata`"));
@@ -407,7 +391,7 @@ impl<'v> MetadataReader<'_, 'v> {
             let mut sizes = self.natural(sizes, "list of sizes")?;
             pack(&mut offset)?;
             pack(&mut sizes)?;
-            self.spend(name.len() + shape.len())?;
+            self.steps.spend(name.len() + shape.len())?;
             check_chunk(&shape, &offset, &sizes)?;
             planned.push(MappedChunk { offset, shape: sizes, stored: None });
         }
@@ -420,11 +404,10 @@ impl<'v> MetadataReader<'_, 'v> {
         if let Some([first, _]) = twice {
             let message =
                 format!("has two chunks at {:?}; save the checkpoint again", first.offset);
-            return Err(Fault::new(ErrorKind::DcpOverlap, message));
+            return Err(ErrorKind::DcpOverlap.fault(message));
         }
         if planned.is_empty() {
-            let message = "has no chunks; save the checkpoint again";
-            return Err(Fault::new(ErrorKind::DcpHole, message));
+            return Err(ErrorKind::DcpHole.fault("has no chunks; save the checkpoint again"));
         }
         let (fqn_text, name) = (fqn.to_owned(), name.to_owned());
         let tensor = ChunkedTensor { fqn: fqn_text, name, dtype: element, shape };
@@ -456,7 +439,7 @@ impl<'v> MetadataReader<'_, 'v> {
         named.ok_or_else(|| {
             let name = values.global_name(*element);
             let message = format!("has the dtype {name}, which safetensors does not have");
-            Fault::new(ErrorKind::UnknownDtype, message)
+            ErrorKind::UnknownDtype.fault(message)
         })
     }
 
@@ -485,7 +468,7 @@ impl<'v> MetadataReader<'_, 'v> {
                 }
                 let message = "has data in a file, but `state_dict_metadata` does not describe it; \
                                save the checkpoint again";
-                return Err(Fault::new(ErrorKind::TensorUnlisted, message).tensor(fqn));
+                return Err(ErrorKind::TensorUnlisted.fault(message).tensor(fqn));
             };
             let name = tensor.tensor.name.clone();
             let stored = self.stored(found).map_err(|fault| fault.tensor(&name))?;
@@ -505,7 +488,7 @@ impl<'v> MetadataReader<'_, 'v> {
                     "`storage_data` has one chunk more at {offset:?} than `state_dict_metadata`; save \
                      the checkpoint again"
                 );
-                return Err(Fault::new(ErrorKind::DcpInfo, message).tensor(&name));
+                return Err(ErrorKind::DcpInfo.fault(message).tensor(&name));
             };
             *place = Some(stored);
         }
@@ -535,11 +518,10 @@ impl<'v> MetadataReader<'_, 'v> {
         // torch joins this path to the folder of the checkpoint, so it must not lead out of the
         // folder.
         if !is_distcp(file) || file.contains('/') || file.contains('\0') {
-            let message = format!(
+            return Err(ErrorKind::UnsafePath.fault(format!(
                 "lies in {} by its place, which is no name of a `.distcp` file in this folder",
                 quoted(file)
-            );
-            return Err(Fault::new(ErrorKind::UnsafePath, message));
+            )));
         }
         let mut transforms = transforms.into_iter().flat_map(|list| values.parts(list));
         if let Some(first) = transforms.next() {
@@ -560,9 +542,8 @@ impl<'v> MetadataReader<'_, 'v> {
                     || "no integer of 64 bits".to_owned(),
                     |number| number.to_string(),
                 );
-                let message =
-                    format!("its {what} in {file} is {shown}, a number from 0 on expected");
-                Fault::new(ErrorKind::DcpOffsets, message)
+                ErrorKind::DcpOffsets
+                    .fault(format!("its {what} in {file} is {shown}, a number from 0 on expected"))
             })
         };
         Ok(ItemPlace { file, offset: number(offset, "offset")?, len: number(len, "length")? })
@@ -572,13 +553,12 @@ impl<'v> MetadataReader<'_, 'v> {
 /// Refuses a chunk that extends past its tensor.
 fn check_chunk(whole: &[u64], offset: &[u64], shape: &[u64]) -> Result<(), Fault> {
     if offset.len() != whole.len() || shape.len() != whole.len() {
-        let message = format!(
+        return Err(ErrorKind::DcpRank.fault(format!(
             "has {} dimensions, its chunk at {offset:?} of shape {shape:?} has {} and {}",
             whole.len(),
             offset.len(),
             shape.len()
-        );
-        return Err(Fault::new(ErrorKind::DcpRank, message));
+        )));
     }
     let mut ends = offset.iter().zip(shape).zip(whole);
     let inside = ends
@@ -586,11 +566,10 @@ fn check_chunk(whole: &[u64], offset: &[u64], shape: &[u64]) -> Result<(), Fault
     if inside {
         return Ok(());
     }
-    let message = format!(
+    Err(ErrorKind::DcpOffsets.fault(format!(
         "its chunk at {offset:?} of shape {shape:?} passes its shape {whole:?}; save the checkpoint \
          again"
-    );
-    Err(Fault::new(ErrorKind::DcpOffsets, message))
+    )))
 }
 
 #[cfg(test)]

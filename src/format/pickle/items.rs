@@ -53,10 +53,9 @@ fn parse(
     if let Some(header) = safetensors_header(reader, chunks)? {
         let held = header.tensors.len();
         if held > items {
-            let message = format!(
+            return Err(ErrorKind::DcpInfo.stop(format!(
                 "holds {held} tensors, and `.metadata` places {items} in it; {OF_ONE_SAVE}"
-            );
-            return Err(Fault::new(ErrorKind::DcpInfo, message).into());
+            )));
         }
         return described_by_header(header, chunks).map_err(ReadStop::from);
     }
@@ -123,7 +122,7 @@ fn described_by_header(header: Header, chunks: &[StoredChunk]) -> Result<ShardDe
     let mut found = Vec::with_capacity(chunks.len());
     for chunk in chunks {
         let tensor = &chunk.tensor;
-        let fault = |kind, message| Err(Fault::new(kind, message).tensor(&tensor.name));
+        let fault = |kind: ErrorKind, message| Err(kind.fault(message).tensor(&tensor.name));
         let Some((held, place)) = by_name.remove(tensor.fqn.as_str()) else {
             let message = "`.metadata` places a chunk of it in this file, which does not hold it: torch \
                            keeps one chunk of a tensor in such a file; save without \
@@ -183,7 +182,7 @@ fn item_ranges(file_len: u64, chunks: &[StoredChunk]) -> Result<Vec<Range<u64>>,
     let mut ranges: Vec<Range<u64>> = Vec::with_capacity(chunks.len());
     for chunk in chunks {
         let (start, len) = chunk.item;
-        let fault = |kind, message| Err(Fault::new(kind, message).tensor(&chunk.tensor.name));
+        let fault = |kind: ErrorKind, message| Err(kind.fault(message).tensor(&chunk.tensor.name));
         let Some(end) = start.checked_add(len).filter(|&end| end <= file_len) else {
             let message = format!(
                 "its item of {len} bytes at byte {start} passes the end of the file, which has \
@@ -225,23 +224,23 @@ fn parse_item(
     let values = machine::run(&pickle)?;
     let Some(call) = tensor_call(&values, values.root) else {
         let message = "its item holds no tensor; save the checkpoint again";
-        return Err(Fault::new(ErrorKind::TensorMissing, message).into());
+        return Err(ErrorKind::TensorMissing.stop(message));
     };
-    let mut storages = Storages::new(StorageData::Entries { reader: window, archive: &archive });
-    let mut tensor = call.place(&values, &mut storages)?;
+    let mut storages =
+        Storages::new(&values, StorageData::Entries { reader: window, archive: &archive });
+    let mut tensor = call.place(&mut storages)?;
     if tensor.dtype != chunk.tensor.dtype {
-        let message = format!(
+        return Err(ErrorKind::DcpDtype.stop(format!(
             "has the dtype {} by `.metadata`, and {} in this file, in its item at byte {}; {OF_ONE_SAVE}",
             chunk.tensor.dtype, tensor.dtype, range.start
-        );
-        return Err(Fault::new(ErrorKind::DcpDtype, message).into());
+        )));
     }
     tensor.take_empty_shape(&chunk.shape);
     if tensor.shape != chunk.shape {
         let is_whole = chunk.shape == chunk.tensor.shape;
         let or_mesh = "; or torch has cut it wrongly by a mesh of more than one axis: save it as a whole \
                        tensor (`full_tensor()`), or on another mesh";
-        let message = format!(
+        return Err(ErrorKind::DcpOffsets.stop(format!(
             "its chunk at {:?} has the shape {:?} by `.metadata`, and {:?} in this file, in its item at \
              byte {}; {OF_ONE_SAVE}{}",
             chunk.offset,
@@ -249,8 +248,7 @@ fn parse_item(
             tensor.shape,
             range.start,
             if is_whole { "" } else { or_mesh }
-        );
-        return Err(Fault::new(ErrorKind::DcpOffsets, message).into());
+        )));
     }
     Ok(ParsedItem { tensor, data: storages.undescribed() })
 }
@@ -266,12 +264,11 @@ fn check_place(window: &mut WindowReader<'_>, range: &Range<u64>) -> Result<(), 
     if begin == Some(range.start) {
         return Ok(());
     }
-    let message = format!(
+    Err(ErrorKind::DataTruncated.stop(format!(
         "its item is not where `.metadata` places it: the bytes {} to {} of this file are not one archive \
          of torch.save; {OF_ONE_SAVE}",
         range.start, range.end
-    );
-    Err(Fault::new(ErrorKind::DataTruncated, message).into())
+    )))
 }
 
 /// Reads the ends of all items with few reads. The end of an item and the beginning of the next

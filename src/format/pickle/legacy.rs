@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::machine::{PICKLE_LEN_MAX, run_first};
 use super::tensors::{LISTED_ID_LEN, StorageData, StorageId, storage_id};
 use super::values::{Node, Part, Values};
-use super::{ReadStop, TrainingState, describe, le};
+use super::{ReadStop, TrainingState, describe, le, wrong};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::description::ShardDescription;
 use crate::format::range_reader::RangeReader;
@@ -55,7 +55,7 @@ impl<'a> Pickles<'a> {
     /// Interprets the pickles at the beginning of `bytes`, which is the beginning of a file.
     fn of(bytes: &'a [u8]) -> Result<Pickles<'a>, Fault> {
         let first = first_pickle_len(bytes);
-        let mut end = first.ok_or_else(|| wrong("does not begin as such a file".to_owned()))?;
+        let mut end = first.ok_or_else(|| wrong("does not begin as such a file"))?;
         let mut next = || {
             let values = run_first(&bytes[end..])?;
             end += values.pickle_len();
@@ -77,13 +77,9 @@ impl<'a> Pickles<'a> {
             Node::List(_) => list.parts(list.root).map(key).collect::<Option<Vec<&'a str>>>(),
             _ => None,
         }
-        .ok_or_else(|| wrong("its fifth pickle is no list of keys".to_owned()))?;
+        .ok_or_else(|| wrong("its fifth pickle is no list of keys"))?;
         Ok(Pickles { object, keys, end })
     }
-}
-
-fn wrong(message: String) -> Fault {
-    Fault::new(ErrorKind::HeaderDecode, message)
 }
 
 /// Checks the third pickle, which describes the machine that saved the file: it must be
@@ -163,38 +159,38 @@ fn find_data(
     for &key in &pickles.keys {
         let Some(storage) = storages.get(key) else {
             let message = format!("has data of the storage {}, which no tensor uses", quoted(key));
-            return Err(wrong(message).into());
+            return Err(ErrorKind::HeaderDecode.stop(message));
         };
         let start = at + 8;
         let end = storage.data_len().and_then(|len| start.checked_add(len));
         let Some(end) = end.filter(|&end| end <= file_len) else {
-            let message = format!(
+            return Err(ErrorKind::DataTruncated.stop(format!(
                 "ends within the storage {} of {} elements: it has {file_len} bytes; fetch or copy it \
                  again",
                 quoted(key),
                 storage.numel
-            );
-            return Err(Fault::new(ErrorKind::DataTruncated, message).into());
+            )));
         };
         let mut numel = [0; 8];
         reader.read_exact_at(at, &mut numel)?;
         if le(&numel) != storage.numel {
-            let message = format!(
+            return Err(ErrorKind::SizeMismatch.stop(format!(
                 "the storage {} has {} elements by its pickle and {} by its data",
                 quoted(key),
                 storage.numel,
                 le(&numel)
-            );
-            return Err(Fault::new(ErrorKind::SizeMismatch, message).into());
+            )));
         }
         if ranges.insert(key.to_owned(), start..end).is_some() {
-            return Err(wrong(format!("has the storage {} twice", quoted(key))).into());
+            return Err(
+                ErrorKind::HeaderDecode.stop(format!("has the storage {} twice", quoted(key)))
+            );
         }
         at = end;
     }
     if at != file_len {
         let message = format!("has {} bytes behind its last storage", file_len - at);
-        return Err(Fault::new(ErrorKind::DataTrailing, message).into());
+        return Err(ErrorKind::DataTrailing.stop(message));
     }
     Ok(ranges)
 }

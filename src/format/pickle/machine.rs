@@ -33,7 +33,7 @@ const ATTRIBUTE: &str = "it asks for an attribute of a value, as only code does"
 fn bad(what: impl std::fmt::Display) -> Fault {
     let message =
         format!("its pickle is not one that torch.save writes: {what}; save or fetch it again");
-    Fault::new(ErrorKind::HeaderDecode, message)
+    ErrorKind::HeaderDecode.fault(message)
 }
 
 /// Interprets the pickle that fills all of `bytes`.
@@ -343,7 +343,7 @@ impl Machine<'_> {
     fn push(&mut self, node: Node) -> Result<NodeId, Fault> {
         if self.values.nodes.len() >= self.nodes_max {
             let message = format!("its pickle has more than {} values", self.nodes_max);
-            return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+            return Err(ErrorKind::HeaderTooLarge.fault(message));
         }
         let id = self.values.nodes.len() as u32;
         self.values.nodes.push(node);
@@ -522,12 +522,11 @@ impl Machine<'_> {
             _ if self.is_scan() => Ok(()),
             None => Err(bad("the name of a class is not text")),
             Some((module, name)) if denied(module, name) => {
-                let message = format!(
+                Err(ErrorKind::HeaderDecode.fault(format!(
                     "its pickle asks for {}, which runs code when the file is loaded; no weights \
                      need that: do not load this file, and fetch it from where you trust it",
                     self.values.global_name(id)
-                );
-                Err(Fault::new(ErrorKind::HeaderDecode, message))
+                )))
             }
             Some(_) => Ok(()),
         }

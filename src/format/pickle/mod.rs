@@ -95,6 +95,17 @@ enum ReadStop {
     Fault(Fault),
 }
 
+impl ErrorKind {
+    /// A fault of this kind, in a function that also reads.
+    fn stop(self, message: impl Into<String>) -> ReadStop {
+        ReadStop::Fault(self.fault(message))
+    }
+}
+
+fn wrong(message: impl Into<String>) -> Fault {
+    ErrorKind::HeaderDecode.fault(message)
+}
+
 impl From<Fault> for ReadStop {
     fn from(fault: Fault) -> ReadStop {
         ReadStop::Fault(fault)
@@ -174,7 +185,7 @@ pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
     // If the parser reads past the end of the bytes, that is an error of the parser and not of the
     // file.
     parse(&mut &*bytes, TrainingState::default())
-        .unwrap_or_else(|e| Err(Fault::new(ErrorKind::Io, e.to_string())))
+        .unwrap_or_else(|e| Err(ErrorKind::Io.fault(e.to_string())))
 }
 
 /// Parses a file: its directory, its pickle, and the header in front of the data of each storage.
@@ -222,20 +233,19 @@ pub fn entry_hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<Hashe
 /// The archive in the bytes `range` of a file, and the length of its pickle in bytes.
 fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64), ReadStop> {
     let archive = Archive::read(reader, range)?;
-    let wrong = |message: String| ReadStop::from(Fault::new(ErrorKind::HeaderDecode, message));
     if archive.has(TORCHSCRIPT) {
-        return Err(wrong(
+        return Err(ErrorKind::HeaderDecode.stop(
             "is an archive of TorchScript, which holds a program; save the state_dict of the model \
-             with torch.save"
-                .to_owned(),
+             with torch.save",
         ));
     }
     let Some(len) = archive.len_of(PICKLE) else {
-        return Err(wrong(format!("is a zip archive without {PICKLE}, as torch.save writes it")));
+        let message = format!("is a zip archive without {PICKLE}, as torch.save writes it");
+        return Err(ErrorKind::HeaderDecode.stop(message));
     };
     if len > PICKLE_LEN_MAX {
         let message = format!("its pickle has {len} bytes, tensorfs reads up to {PICKLE_LEN_MAX}");
-        return Err(Fault::new(ErrorKind::HeaderTooLarge, message).into());
+        return Err(ErrorKind::HeaderTooLarge.stop(message));
     }
     Ok((archive, len))
 }
@@ -264,12 +274,12 @@ fn describe_universal(
     data: StorageData<'_, '_>,
     range: &Range<u64>,
 ) -> Result<ShardDescription, ReadStop> {
-    let mut storages = Storages::new(data);
+    let mut storages = Storages::new(values, data);
     let (place, is_flat) = match tensor_call(values, values.root) {
-        Some(call) => (call.place(values, &mut storages)?, true),
+        Some(call) => (call.place(&mut storages)?, true),
         None => {
             let all = TrainingState::All;
-            let named = ModelTensors::of(values, &mut storages, None, all)?.tensors;
+            let named = ModelTensors::of(&mut storages, None, all)?.tensors;
             let [tensor] = <[ModelTensor; 1]>::try_from(named).map_err(|_| not_one_param())?;
             if tensor.name != PARAM || tensor.part_of.is_some() {
                 return Err(not_one_param().into());
@@ -297,7 +307,7 @@ fn describe_universal(
 fn not_one_param() -> Fault {
     let message =
         format!("is no file of a universal checkpoint: it does not hold one tensor, `{PARAM}`");
-    Fault::new(ErrorKind::HeaderDecode, message)
+    ErrorKind::HeaderDecode.fault(message)
 }
 
 /// The description of the tensors of the model in the pickle. `range` has the bytes of the
@@ -308,16 +318,16 @@ fn describe(
     range: &Range<u64>,
     state: TrainingState,
 ) -> Result<ShardDescription, ReadStop> {
-    let mut storages = Storages::new(data);
-    if let Some(partition) = zero::partition_of(values, &mut storages)? {
+    let mut storages = Storages::new(values, data);
+    if let Some(partition) = zero::partition_of(&mut storages)? {
         let mut description = ShardDescription::with_room(0, 0, 0);
         description.described = described(range, storages.undescribed());
         check_described(&description.described, 0)?;
         description.zero = Some(Arc::new(ZeroPart::Partition(partition)));
         return Ok(description);
     }
-    let zero = zero::model_of(values, &mut storages)?;
-    let mut named = ModelTensors::of(values, &mut storages, zero.as_ref(), state)?;
+    let zero = zero::model_of(&mut storages)?;
+    let mut named = ModelTensors::of(&mut storages, zero.as_ref(), state)?;
     let placeholders = std::mem::take(&mut named.placeholders);
     let crcs = match named.rank {
         Some(_) => {
@@ -392,11 +402,10 @@ fn check_described(described: &[Range<u64>], items: u64) -> Result<(), Fault> {
     if len <= most {
         return Ok(());
     }
-    let message = format!(
+    Err(ErrorKind::HeaderTooLarge.fault(format!(
         "has {len} bytes that are not the data of tensors, tensorfs reads up to {most}; save it again \
          with the tools of torch"
-    );
-    Err(Fault::new(ErrorKind::HeaderTooLarge, message))
+    )))
 }
 
 fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<(), ReadStop> {
@@ -407,12 +416,11 @@ fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<(
     if order == b"little" {
         return Ok(());
     }
-    let message = if order == b"big" {
+    Err(ErrorKind::HeaderDecode.stop(if order == b"big" {
         "was saved by a big-endian machine; load it with torch and save it again on another one"
     } else {
         "does not say whether its bytes are little-endian; save it again"
-    };
-    Err(Fault::new(ErrorKind::HeaderDecode, message).into())
+    }))
 }
 
 #[cfg(test)]

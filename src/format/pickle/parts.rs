@@ -7,10 +7,10 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::ReadStop;
 use super::globals::dtype;
-use super::tensors::{Storages, TensorPlace, tensor_call, typed_call};
-use super::values::{Node, NodeId, Part, Values};
+use super::tensors::{Storages, TensorPlace, plain_tuple, tensor_call, typed_call};
+use super::values::{Node, NodeId, Part, Steps, Values};
+use super::{ReadStop, wrong};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::format::description::FileRank;
@@ -59,16 +59,15 @@ enum Placement {
 }
 
 /// Finds the parts of tensors in one file.
-pub(super) struct RankParts<'a, 'v> {
-    values: &'a Values<'v>,
-    rank: Option<FileRank>,
-    has_sharded_tensors: bool,
+pub(super) struct RankParts<'s, 'a, 'r> {
+    values: &'a Values<'a>,
+    pub(super) storages: &'s mut Storages<'a, 'r>,
+    /// The rank that saved the file, if one of its tensors records it.
+    pub(super) rank: Option<FileRank>,
+    /// Whether one of the tensors is a ShardedTensor, which FSDP1 saves.
+    pub(super) has_sharded_tensors: bool,
     meshes: HashMap<NodeId, Rc<Mesh>>,
-    steps_left: usize,
-}
-
-fn wrong(message: String) -> Fault {
-    Fault::new(ErrorKind::HeaderDecode, message)
+    steps: Steps,
 }
 
 fn unknown(what: &str) -> Fault {
@@ -78,34 +77,16 @@ fn unknown(what: &str) -> Fault {
     ))
 }
 
-impl<'a, 'v> RankParts<'a, 'v> {
-    pub(super) fn new(values: &'a Values<'v>) -> RankParts<'a, 'v> {
-        let steps_left = values.pickle_len().saturating_mul(STEPS_OF_BYTE) + 4096;
-        RankParts {
-            values,
-            rank: None,
-            has_sharded_tensors: false,
-            meshes: HashMap::new(),
-            steps_left,
-        }
-    }
-
-    /// The rank that saved the file, if one of its tensors records it.
-    pub(super) fn rank(&self) -> Option<FileRank> {
-        self.rank
-    }
-
-    /// Whether one of the tensors is a ShardedTensor, which FSDP1 saves.
-    pub(super) fn has_sharded_tensors(&self) -> bool {
-        self.has_sharded_tensors
+impl<'s, 'a, 'r> RankParts<'s, 'a, 'r> {
+    pub(super) fn new(storages: &'s mut Storages<'a, 'r>) -> RankParts<'s, 'a, 'r> {
+        let (values, meshes) = (storages.values, HashMap::new());
+        let too_many = "its pickle has too many tensors for the same values";
+        let steps = Steps::of(values, STEPS_OF_BYTE, too_many);
+        RankParts { values, storages, rank: None, has_sharded_tensors: false, meshes, steps }
     }
 
     /// The parts of the tensor `id` in this file. `None` if the tensor is not split among ranks.
-    pub(super) fn of(
-        &mut self,
-        storages: &mut Storages<'_, '_>,
-        id: NodeId,
-    ) -> Result<Option<Vec<TensorPart>>, ReadStop> {
+    pub(super) fn of(&mut self, id: NodeId) -> Result<Option<Vec<TensorPart>>, ReadStop> {
         let values = self.values;
         let Some([function, class, args, state]) = typed_call(values, id) else { return Ok(None) };
         let is_sharded = match values.global(class) {
@@ -131,40 +112,28 @@ impl<'a, 'v> RankParts<'a, 'v> {
         let Some(element) = named.filter(|&element| element != Dtype::F4) else {
             let name = values.global_name(*element);
             let message = format!("has the dtype {name}, of which tensorfs joins no parts");
-            return Err(Fault::new(ErrorKind::UnknownDtype, message).into());
+            return Err(ErrorKind::UnknownDtype.stop(message));
         };
         self.has_sharded_tensors |= is_sharded;
         let parts = if is_sharded {
-            self.sharded(storages, state, element, &whole)?
+            self.sharded(state, element, &whole)?
         } else {
-            vec![self.dtensor(storages, state, element, &whole)?]
+            vec![self.dtensor(state, element, &whole)?]
         };
         Ok(Some(parts))
-    }
-
-    fn spend(&mut self, steps: usize) -> Result<(), Fault> {
-        let left = self.steps_left.checked_sub(steps);
-        let message = "its pickle has too many tensors for the same values";
-        self.steps_left = left.ok_or_else(|| Fault::new(ErrorKind::HeaderTooLarge, message))?;
-        Ok(())
     }
 
     /// The numbers of a tuple, a list or a `torch.Size`, which must not be negative. `None` if the
     /// value is none of these.
     fn integers(&mut self, id: NodeId) -> Result<Option<Vec<u64>>, Fault> {
         let values = self.values;
-        let list = match values.call(id) {
-            Some((class, args)) if values.global(class) == Some(("torch", "Size")) => {
-                values.array::<1>(args).map_or(id, |[list]| list)
-            }
-            _ => id,
-        };
+        let list = plain_tuple(values, id);
         if !matches!(values.node(list), Node::Tuple(_) | Node::List(_)) {
             return Ok(None);
         }
         let mut numbers = Vec::new();
         for part in values.parts(list) {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             let Part::Item(item) = part else { return Ok(None) };
             let Some(number) = values.natural(item) else { return Ok(None) };
             numbers.push(number);
@@ -176,7 +145,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
     fn attribute(&mut self, object: NodeId, name: &str) -> Result<Option<NodeId>, Fault> {
         let mut found = None;
         for part in self.values.parts(object) {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             if let Part::State(state) = part {
                 found = self.attribute_in(state, name)?.or(found);
             }
@@ -191,7 +160,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         let pairs = values.array::<2>(state).map_or(state, |[_, slots]| slots);
         let mut found = None;
         for pair in values.parts(pairs) {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             if let Part::Pair(key, value) = pair
                 && values.text(key) == Some(name)
             {
@@ -215,24 +184,18 @@ impl<'a, 'v> RankParts<'a, 'v> {
     }
 
     /// The local tensor `id`, which must have the dtype of the whole tensor.
-    fn local(
-        &mut self,
-        storages: &mut Storages<'_, '_>,
-        id: NodeId,
-        element: Dtype,
-    ) -> Result<TensorPlace, ReadStop> {
+    fn local(&mut self, id: NodeId, element: Dtype) -> Result<TensorPlace, ReadStop> {
         let call = tensor_call(self.values, id).ok_or_else(|| unknown("local tensor"))?;
-        let place = call.place(self.values, storages)?;
+        let place = call.place(self.storages)?;
         if place.dtype != element {
             let message = format!("has the dtype {element}, its part in this file {}", place.dtype);
-            return Err(Fault::new(ErrorKind::DcpDtype, message).into());
+            return Err(ErrorKind::DcpDtype.stop(message));
         }
         Ok(place)
     }
 
     fn dtensor(
         &mut self,
-        storages: &mut Storages<'_, '_>,
         state: NodeId,
         element: Dtype,
         whole: &[u64],
@@ -243,22 +206,21 @@ impl<'a, 'v> RankParts<'a, 'v> {
             return Err(unknown("`_spec`").into());
         }
         let mesh_id = self.needed(spec, "mesh")?;
-        let mesh = self.mesh(storages, mesh_id)?;
+        let mesh = self.mesh(mesh_id)?;
         let placements = self.placements(spec, whole.len())?;
         if placements.len() != mesh.sizes.len() {
-            let message = format!(
+            return Err(ErrorKind::HeaderDecode.stop(format!(
                 "has {} placements on a mesh of {} axes",
                 placements.len(),
                 mesh.sizes.len()
-            );
-            return Err(wrong(message).into());
+            )));
         }
         self.check_order(spec)?;
         self.note_rank(FileRank { rank: mesh.rank, ranks: mesh.ranks })?;
-        let mut place = self.local(storages, local, element)?;
+        let mut place = self.local(local, element)?;
         let (offset, shape) = box_of(&mesh, &placements, whole)?;
         place.take_empty_shape(&shape);
-        if mesh.is_part && !shape.contains(&0) && storages.crc_of(&place) == 0 {
+        if mesh.is_part && !shape.contains(&0) && self.storages.crc_of(&place) == 0 {
             return Err(wrong(
                 "is cut over some axes of a mesh, and nothing tells whether the ranks of the others have \
                  the same, since its storage has no CRC or is larger than its part; save \
@@ -268,11 +230,10 @@ impl<'a, 'v> RankParts<'a, 'v> {
             .into());
         }
         if place.shape != shape {
-            let message = format!(
+            return Err(ErrorKind::DcpOffsets.stop(format!(
                 "its part has the shape {:?}, and {shape:?} by the mesh and the placements of rank {}",
                 place.shape, mesh.rank
-            );
-            return Err(Fault::new(ErrorKind::DcpOffsets, message).into());
+            )));
         }
         Ok(TensorPart { place, offset, whole: whole.to_vec() })
     }
@@ -299,7 +260,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         let list = self.needed(spec, "placements")?;
         let mut placements = Vec::new();
         for item in self.values.tuple(list).ok_or_else(|| unknown("`placements`"))? {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             if placements.len() == AXES_MAX {
                 return Err(unknown("`placements`"));
             }
@@ -345,7 +306,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
             return Ok(());
         }
         for entry in self.values.tuple(order).ok_or_else(|| unknown("`shard_order`"))? {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             let call = self.values.call(entry).filter(|_| self.is_object(entry, "ShardOrderEntry"));
             let args = call.and_then(|(_, args)| self.values.array::<2>(args));
             let [_, axes] = args.ok_or_else(|| unknown("`shard_order`"))?;
@@ -361,7 +322,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         Ok(())
     }
 
-    fn mesh(&mut self, storages: &mut Storages<'_, '_>, id: NodeId) -> Result<Rc<Mesh>, ReadStop> {
+    fn mesh(&mut self, id: NodeId) -> Result<Rc<Mesh>, ReadStop> {
         if let Some(known) = self.meshes.get(&id) {
             return Ok(known.clone());
         }
@@ -374,11 +335,11 @@ impl<'a, 'v> RankParts<'a, 'v> {
         let (ranks, axes) = match list {
             Some(list) => {
                 let layout = self.needed(id, "_layout")?;
-                (self.ranks(storages, list)?.0, self.axes(layout)?)
+                (self.ranks(list)?.0, self.axes(layout)?)
             }
             None => {
                 let grid = self.needed(id, "mesh")?;
-                let (ranks, sizes) = self.ranks(storages, grid)?;
+                let (ranks, sizes) = self.ranks(grid)?;
                 let mut stride = ranks.len() as u64;
                 let mut axes = Vec::with_capacity(sizes.len());
                 for size in sizes {
@@ -390,7 +351,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         };
         let at = self.needed(id, "_coordinate_on_dim")?;
         let Some(at) = self.integers(at)? else {
-            return Err(wrong("was saved by a rank that is not in its mesh".to_owned()).into());
+            return Err(ErrorKind::HeaderDecode.stop("was saved by a rank that is not in its mesh"));
         };
         let sizes: Option<Vec<u64>> = axes
             .iter()
@@ -404,7 +365,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         };
         if at.len() != sizes.len() || at.iter().zip(&sizes).any(|(at, size)| at >= size) {
             let message = format!("its mesh of {sizes:?} ranks has no place {at:?}");
-            return Err(wrong(message).into());
+            return Err(ErrorKind::HeaderDecode.stop(message));
         }
         let counted = axes.iter().zip(&at).try_fold(0_u64, |index, (axis, &at)| {
             let mut left = at;
@@ -436,7 +397,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
             .ok_or_else(|| unknown("mesh"))?;
         if let Some(own) = own.filter(|&own| own != rank) {
             let message = format!("is of rank {own}, and of rank {rank} by its place in the mesh");
-            return Err(wrong(message).into());
+            return Err(ErrorKind::HeaderDecode.stop(message));
         }
         let is_part = begin.is_some();
         let ranks = if is_part { ranks.len() as u64 } else { count };
@@ -446,13 +407,9 @@ impl<'a, 'v> RankParts<'a, 'v> {
     }
 
     /// The numbers of a tensor that holds ranks, and its shape.
-    fn ranks(
-        &mut self,
-        storages: &mut Storages<'_, '_>,
-        id: NodeId,
-    ) -> Result<(Vec<u64>, Vec<u64>), ReadStop> {
+    fn ranks(&mut self, id: NodeId) -> Result<(Vec<u64>, Vec<u64>), ReadStop> {
         let call = tensor_call(self.values, id).ok_or_else(|| unknown("mesh"))?;
-        let TensorPlace { dtype, shape, start, .. } = call.run(self.values, storages)?;
+        let TensorPlace { dtype, shape, start, .. } = call.run(self.storages)?;
         let width = match dtype {
             Dtype::I32 => 4,
             Dtype::I64 => 8,
@@ -461,7 +418,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         let count = shape.iter().try_fold(1_u64, |count, &size| count.checked_mul(size));
         let Some(count @ 1..=RANKS_MAX) = count else { return Err(unknown("mesh").into()) };
         let mut bytes = vec![0; count as usize * width];
-        storages.read(start, &mut bytes)?;
+        self.storages.read(start, &mut bytes)?;
         Ok((bytes.chunks_exact(width).map(super::le).collect(), shape))
     }
 
@@ -515,7 +472,6 @@ impl<'a, 'v> RankParts<'a, 'v> {
 
     fn sharded(
         &mut self,
-        storages: &mut Storages<'_, '_>,
         state: NodeId,
         element: Dtype,
         whole: &[u64],
@@ -540,7 +496,7 @@ impl<'a, 'v> RankParts<'a, 'v> {
         self.note_rank(FileRank { rank: rank[0], ranks: rank[1] })?;
         let mut found = Vec::new();
         for shard in values.parts(*shards) {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             let Part::Item(shard) = shard else { return Err(unknown("state").into()) };
             if !self.is_object(shard, "Shard") {
                 return Err(unknown("shard").into());
@@ -551,16 +507,15 @@ impl<'a, 'v> RankParts<'a, 'v> {
             let offset = self.integers(offset_id)?.ok_or_else(|| unknown("`shard_offsets`"))?;
             let sizes_id = self.needed(metadata, "shard_sizes")?;
             let sizes = self.integers(sizes_id)?.ok_or_else(|| unknown("`shard_sizes`"))?;
-            let place = self.local(storages, tensor, element)?;
+            let place = self.local(tensor, element)?;
             let ends = offset.iter().zip(&sizes).map(|(first, size)| first.checked_add(*size));
             let inside = ends.zip(whole).all(|(end, size)| end.is_some_and(|end| end <= *size));
             if place.shape != sizes || offset.len() != whole.len() || !inside {
-                let message = format!(
+                return Err(ErrorKind::DcpOffsets.stop(format!(
                     "its part at {offset:?} has the shape {:?}, {sizes:?} in its list of parts, of \
                      {whole:?}",
                     place.shape
-                );
-                return Err(Fault::new(ErrorKind::DcpOffsets, message).into());
+                )));
             }
             found.push(TensorPart { place, offset, whole: whole.to_vec() });
         }
@@ -596,7 +551,7 @@ fn box_of(
             }
         }
         if runs.iter().any(|runs| runs.len() > RUNS_MAX) {
-            return Err(wrong("is cut in too many pieces".to_owned()));
+            return Err(wrong("is cut in too many pieces"));
         }
     }
     let mut offset = Vec::with_capacity(whole.len());
@@ -606,11 +561,10 @@ fn box_of(
             [] => 0..0,
             [run] => run.clone(),
             _ => {
-                let message = format!(
+                return Err(wrong(format!(
                     "its part is not one block: the indices {runs:?} of a dimension; tensorfs does not \
                      read such parts"
-                );
-                return Err(wrong(message));
+                )));
             }
         };
         offset.push(run.start);

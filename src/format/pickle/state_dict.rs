@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use super::globals::is_dict;
 use super::parts::{RANKS_MAX, RankParts, TensorPart};
 use super::tensors::{Storages, TensorPlace, tensor_call};
-use super::values::{Node, NodeId, Part, Values};
+use super::values::{MANY_NAMES, Node, NodeId, Part, Steps, Values};
 use super::zero::unknown;
 use super::{ReadStop, TrainingState};
 use crate::error::{ErrorKind, Fault, quoted};
@@ -102,15 +102,15 @@ impl ModelTensors {
     /// The tensors of the model in the pickle, or all tensors if `state` says so. The tensors that `zero` lists may
     /// be placeholders.
     pub(super) fn of(
-        values: &Values<'_>,
         storages: &mut Storages<'_, '_>,
         zero: Option<&ZeroModel>,
         state: TrainingState,
     ) -> Result<ModelTensors, ReadStop> {
+        let values = storages.values;
         let root = values.root;
         let mut walk = Walk {
             values,
-            steps_left: values.pickle_len().saturating_mul(STEPS_OF_BYTE) + 4096,
+            steps: Steps::of(values, STEPS_OF_BYTE, MANY_NAMES),
             on_path: vec![false; values.node_count()],
             shown: vec![false; values.node_count()],
             opaque: Vec::new(),
@@ -167,7 +167,7 @@ impl ModelTensors {
         walk.check_opaque()?;
         let found = std::mem::take(&mut walk.found);
         check_names(&found)?;
-        let (mut tensors, rank) = places(values, storages, found)?;
+        let (mut tensors, rank) = places(storages, found)?;
         let all: Vec<&DictPair<'_>> = hidden.iter().chain(&rest).collect();
         // A file of one of several ranks is accepted here. The catalog refuses such a file if the files of the other
         // ranks are missing.
@@ -187,7 +187,7 @@ impl ModelTensors {
         if tensors.is_empty() && placeholders.is_empty() {
             let message = "is a file of torch.save without tensors of a model; name the file of the \
                            weights";
-            return Err(Fault::new(ErrorKind::TensorMissing, message).into());
+            return Err(ErrorKind::TensorMissing.stop(message));
         }
         let note = note_of(left_out, hides_tensors);
         Ok(ModelTensors { tensors, left_out: note, rank, placeholders })
@@ -234,24 +234,24 @@ fn note_of(mut left_out: Vec<String>, hides_tensors: bool) -> Option<String> {
 
 /// The places of named tensors. Also the rank that saved the file, if one of the tensors is a part.
 fn places(
-    values: &Values<'_>,
     storages: &mut Storages<'_, '_>,
     found: Vec<(String, NodeId)>,
 ) -> Result<(Vec<ModelTensor>, Option<FileRank>), ReadStop> {
+    let values = storages.values;
     let mut tensors = Vec::with_capacity(found.len());
-    let mut parts = RankParts::new(values);
+    let mut parts = RankParts::new(storages);
     let mut dims_left = values.pickle_len();
     let named = |name: &str, stop: ReadStop| match stop {
         ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
         other => other,
     };
     for (name, id) in found {
-        let of_ranks = parts.of(storages, id).map_err(|stop| named(&name, stop))?;
+        let of_ranks = parts.of(id).map_err(|stop| named(&name, stop))?;
         if let Some(of_ranks) = of_ranks {
             if matches!(last_word(&name), "_flat_param" | "flat_param") {
                 let message = "is a flat parameter of FSDP1, whose local state dicts tensorfs does not \
                                read; save with SHARDED_STATE_DICT or FULL_STATE_DICT";
-                return Err(Fault::new(ErrorKind::DcpOffsets, message).tensor(&name).into());
+                return Err(ErrorKind::DcpOffsets.fault(message).tensor(&name).into());
             }
             for TensorPart { place, offset, whole } in of_ranks {
                 dims_left = dims_left.checked_sub(3 * whole.len()).ok_or_else(too_many)?;
@@ -261,18 +261,19 @@ fn places(
             continue;
         }
         let call = tensor_call(values, id)
-            .ok_or_else(|| Fault::new(ErrorKind::Internal, "no call of a tensor"))?;
-        let place = call.place(values, storages).map_err(|stop| named(&name, stop))?;
+            .ok_or_else(|| ErrorKind::Internal.fault("no call of a tensor"))?;
+        let place = call.place(parts.storages).map_err(|stop| named(&name, stop))?;
         dims_left = dims_left.checked_sub(place.shape.len()).ok_or_else(too_many)?;
         tensors.push(ModelTensor { name, place, part_of: None });
     }
-    if let Some(rank) = parts.rank().filter(|_| parts.has_sharded_tensors()) {
+    if let Some(rank) = parts.rank.filter(|_| parts.has_sharded_tensors) {
         // A tensor with a CRC needs no check here, because different CRCs show that the tensor differs between ranks.
-        let unproved =
-            |tensor: &&ModelTensor| tensor.part_of.is_some() || storages.crc_of(&tensor.place) == 0;
+        let unproved = |tensor: &&ModelTensor| {
+            tensor.part_of.is_some() || parts.storages.crc_of(&tensor.place) == 0
+        };
         check_tied(&tensors.iter().filter(unproved).collect::<Vec<_>>(), rank.ranks)?;
     }
-    Ok((tensors, parts.rank()))
+    Ok((tensors, parts.rank))
 }
 
 /// The last word of a dotted name.
@@ -306,22 +307,21 @@ fn check_tied(tensors: &[&ModelTensor], ranks: u64) -> Result<(), Fault> {
                  weight that two of its units share; wrap them in one unit, or save with \
                  FULL_STATE_DICT"
             );
-            return Err(Fault::new(ErrorKind::DcpOffsets, message).tensor(&tensor.name));
+            return Err(ErrorKind::DcpOffsets.fault(message).tensor(&tensor.name));
         }
     }
     Ok(())
 }
 
 fn not_a_dict(values: &Values<'_>, root: NodeId) -> Fault {
-    let message = match (tensor_call(values, root), values.call(root)) {
+    ErrorKind::HeaderDecode.fault(match (tensor_call(values, root), values.call(root)) {
         (Some(_), _) => "holds one tensor without a name; save a dict of tensors".to_owned(),
         (None, Some((class, _))) => format!(
             "holds an object of the class {}, not a dict of tensors; save the state_dict of the model",
             values.global_name(class)
         ),
         _ => "holds no dict of tensors; save the state_dict of the model".to_owned(),
-    };
-    Fault::new(ErrorKind::HeaderDecode, message)
+    })
 }
 
 /// Refuses the file of one rank of a model that is split by tensors or layers. DeepSpeed and Megatron record the
@@ -350,7 +350,7 @@ fn check_whole(values: &Values<'_>, root: &[&DictPair<'_>]) -> Result<(), Fault>
 fn not_here() -> Fault {
     let message = "has no elements: the weights of DeepSpeed ZeRO-3 lie in the files of all ranks; name \
                    the folder of the checkpoint of DeepSpeed, as global_step100";
-    Fault::new(ErrorKind::TensorMissing, message)
+    ErrorKind::TensorMissing.fault(message)
 }
 
 fn check_names(found: &[(String, NodeId)]) -> Result<(), Fault> {
@@ -358,11 +358,11 @@ fn check_names(found: &[(String, NodeId)]) -> Result<(), Fault> {
     for (name, _) in found {
         if name == METADATA {
             let message = "has the name that safetensors has for metadata; give it another one";
-            return Err(Fault::new(ErrorKind::DuplicateKey, message).tensor(name));
+            return Err(ErrorKind::DuplicateKey.fault(message).tensor(name));
         }
         if !names.insert(name) {
             let message = "stands twice in the file: the keys on two paths make the same name";
-            return Err(Fault::new(ErrorKind::DuplicateTensor, message).tensor(name));
+            return Err(ErrorKind::DuplicateTensor.fault(message).tensor(name));
         }
     }
     Ok(())
@@ -416,23 +416,24 @@ struct DictPair<'v> {
 /// The key for the value `id`.
 fn key_of<'v>(values: &Values<'v>, id: NodeId) -> Result<Key<'v>, Fault> {
     Ok(match values.node(id) {
-        Node::Text(..) => Key::Text(values.text(id).ok_or_else(|| {
-            Fault::new(ErrorKind::HeaderUtf8, "a key of its pickle is not UTF-8")
-        })?),
+        Node::Text(..) => Key::Text(
+            values
+                .text(id)
+                .ok_or_else(|| ErrorKind::HeaderUtf8.fault("a key of its pickle is not UTF-8"))?,
+        ),
         Node::Int(number) => Key::Int(number),
         _ => Key::Other(id),
     })
 }
 
 fn too_many() -> Fault {
-    let message = "its pickle has too many names for the same values";
-    Fault::new(ErrorKind::HeaderTooLarge, message)
+    ErrorKind::HeaderTooLarge.fault(MANY_NAMES)
 }
 
 /// A traversal of the values of a pickle.
 struct Walk<'a, 'v> {
     values: &'a Values<'v>,
-    steps_left: usize,
+    steps: Steps,
     /// For each value, whether it is a container on the path to the current value.
     on_path: Vec<bool>,
     /// For each value, whether it is a container or a tensor that is shown.
@@ -458,12 +459,6 @@ struct Level {
 }
 
 impl<'v> Walk<'_, 'v> {
-    fn spend(&mut self, steps: usize) -> Result<(), Fault> {
-        let left = self.steps_left.checked_sub(steps);
-        self.steps_left = left.ok_or_else(too_many)?;
-        Ok(())
-    }
-
     /// Whether the value is a dict.
     fn is_dict_value(&self, id: NodeId) -> bool {
         match self.values.node(id) {
@@ -483,8 +478,7 @@ impl<'v> Walk<'_, 'v> {
         for part in self.values.parts(id) {
             let Part::Pair(node, value) = part else { continue };
             let key = key_of(self.values, node)?;
-            let left = self.steps_left.checked_sub(1);
-            self.steps_left = left.ok_or_else(too_many)?;
+            self.steps.spend(1)?;
             match places.get(&key) {
                 Some(&place) => pairs[place as usize].value = value,
                 None => {
@@ -515,7 +509,7 @@ impl<'v> Walk<'_, 'v> {
         match values.node(id) {
             Node::List(_) | Node::Tuple(_) | Node::Set(_) => {
                 for (position, part) in values.parts(id).enumerate() {
-                    self.spend(1)?;
+                    self.steps.spend(1)?;
                     if let Part::Item(item) = part
                         && is_inner(item)
                     {
@@ -566,12 +560,12 @@ impl<'v> Walk<'_, 'v> {
     }
 
     fn visit(&mut self, name: &str, id: NodeId, levels: &mut Vec<Level>) -> Result<(), Fault> {
-        self.spend(1)?;
+        self.steps.spend(1)?;
         if is_tensor(self.values, id) {
-            self.spend(name.len())?;
+            self.steps.spend(name.len())?;
             if name.len() > NAME_LEN_MAX {
                 let message = format!("a name of {} bytes, at most {NAME_LEN_MAX}", name.len());
-                return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+                return Err(ErrorKind::HeaderTooLarge.fault(message));
             }
             // A tensor takes many more than 8 bytes of a pickle. If there are more tensors than that, some have many
             // names.
@@ -583,10 +577,9 @@ impl<'v> Walk<'_, 'v> {
             return Ok(());
         }
         match self.values.node(id) {
-            Node::Persistent(_) => {
-                let message = "is a storage without a tensor; save tensors";
-                Err(Fault::new(ErrorKind::HeaderDecode, message).tensor(name))
-            }
+            Node::Persistent(_) => Err(ErrorKind::HeaderDecode
+                .fault("is a storage without a tensor; save tensors")
+                .tensor(name)),
             Node::List(_) | Node::Tuple(_) | Node::Set(_) | Node::Dict(_) | Node::Object(..) => {
                 let Some(level) = self.level(id, name.len())? else {
                     self.opaque.push(id);
@@ -595,11 +588,11 @@ impl<'v> Walk<'_, 'v> {
                 if levels.len() >= DEPTH_MAX {
                     let message =
                         format!("its pickle has more than {DEPTH_MAX} values in each other");
-                    return Err(Fault::new(ErrorKind::HeaderTooLarge, message));
+                    return Err(ErrorKind::HeaderTooLarge.fault(message));
                 }
                 if std::mem::replace(&mut self.on_path[id as usize], true) {
                     let message = "its pickle has a dict or a list that holds itself";
-                    return Err(Fault::new(ErrorKind::HeaderDecode, message));
+                    return Err(ErrorKind::HeaderDecode.fault(message));
                 }
                 self.shown[id as usize] = true;
                 levels.push(level);
@@ -614,7 +607,7 @@ impl<'v> Walk<'_, 'v> {
         let mut seen = HashSet::from([id]);
         let mut left = vec![id];
         while let Some(id) = left.pop() {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             if is_tensor(self.values, id) {
                 return Ok(true);
             }
@@ -627,7 +620,7 @@ impl<'v> Walk<'_, 'v> {
     fn refuse_tensors(&mut self, id: NodeId) -> Result<(), Fault> {
         if self.holds_tensor(id)? {
             let message = "a tensor of its pickle has a key that is neither text nor an integer";
-            return Err(Fault::new(ErrorKind::HeaderDecode, message));
+            return Err(ErrorKind::HeaderDecode.fault(message));
         }
         Ok(())
     }
@@ -646,17 +639,16 @@ impl<'v> Walk<'_, 'v> {
         for (object, is_beside) in all {
             let mut left = vec![object];
             while let Some(id) = left.pop() {
-                self.spend(1)?;
+                self.steps.spend(1)?;
                 let is_tensor = tensor_call(values, id).is_some();
                 if self.shown[id as usize] || (is_beside && is_tensor) {
                     let class = values.call(object).map_or(object, |(class, _)| class);
                     let what = if is_tensor { "a tensor" } else { "a part of the model" };
-                    let message = format!(
+                    return Err(ErrorKind::HeaderDecode.fault(format!(
                         "its pickle gives {what} to the class {}, which tensorfs does not know; save \
                          the state_dict of the model",
                         values.global_name(class)
-                    );
-                    return Err(Fault::new(ErrorKind::HeaderDecode, message));
+                    )));
                 }
                 for part in reached(values, id) {
                     if !std::mem::replace(&mut seen[part as usize], true) {

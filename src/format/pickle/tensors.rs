@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::ReadStop;
 use super::globals::{Rebuild, StorageType, dtype};
 use super::values::{Node, NodeId, Values};
 use super::zip::Archive;
+use super::{ReadStop, wrong};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::range_reader::RangeReader;
@@ -80,6 +80,7 @@ pub(super) enum StorageData<'a, 'r> {
 
 /// The storages that tensors use.
 pub(super) struct Storages<'a, 'r> {
+    pub(super) values: &'a Values<'a>,
     data: StorageData<'a, 'r>,
     used: HashMap<String, (StorageType, Range<u64>)>,
     /// Length and CRC of each used storage that has a CRC, by the offset of its first byte.
@@ -89,8 +90,8 @@ pub(super) struct Storages<'a, 'r> {
 }
 
 impl<'a, 'r> Storages<'a, 'r> {
-    pub(super) fn new(data: StorageData<'a, 'r>) -> Storages<'a, 'r> {
-        Storages { data, used: HashMap::new(), crcs: HashMap::new(), read: Vec::new() }
+    pub(super) fn new(values: &'a Values<'a>, data: StorageData<'a, 'r>) -> Storages<'a, 'r> {
+        Storages { values, data, used: HashMap::new(), crcs: HashMap::new(), read: Vec::new() }
     }
 
     /// The bytes of the file that affect only the elements of tensors, and not their description. These are the data of
@@ -129,7 +130,7 @@ impl<'a, 'r> Storages<'a, 'r> {
             }
             StorageData::Listed(_) => {
                 let message = "is a part of a tensor in a file of torch before 1.6, which had none";
-                Err(wrong(message.to_owned()).into())
+                Err(ErrorKind::HeaderDecode.stop(message))
             }
         }
     }
@@ -146,7 +147,8 @@ impl<'a, 'r> Storages<'a, 'r> {
         let StorageId { key, kind, numel } = id;
         if let Some((known, range)) = self.used.get(key) {
             if *known != kind || id.data_len() != Some(range.end - range.start) {
-                return Err(wrong(format!("the storage {} has two types", quoted(key))).into());
+                return Err(ErrorKind::HeaderDecode
+                    .stop(format!("the storage {} has two types", quoted(key))));
             }
             return Ok(range.clone());
         }
@@ -156,7 +158,7 @@ impl<'a, 'r> Storages<'a, 'r> {
                 if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
                     let message =
                         format!("its storage is called {}, which is no number", quoted(key));
-                    return Err(wrong(message).into());
+                    return Err(ErrorKind::HeaderDecode.stop(message));
                 }
                 let entry = format!("{STORAGES}{key}");
                 let range = archive.data(*reader, &entry)?;
@@ -167,17 +169,15 @@ impl<'a, 'r> Storages<'a, 'r> {
             }
         };
         let Some(range) = range else {
-            let message =
-                format!("its data, the storage {}, is missing from the file", quoted(key));
-            return Err(Fault::new(ErrorKind::TensorMissing, message).into());
+            return Err(ErrorKind::TensorMissing
+                .stop(format!("its data, the storage {}, is missing from the file", quoted(key))));
         };
         let len = range.end - range.start;
         if id.data_len() != Some(len) {
-            let message = format!(
+            return Err(ErrorKind::SizeMismatch.stop(format!(
                 "its storage has {numel} elements of {} bytes, its data has {len} bytes",
                 kind.item_len()
-            );
-            return Err(Fault::new(ErrorKind::SizeMismatch, message).into());
+            )));
         }
         self.used.insert(key.to_owned(), (kind, range.clone()));
         Ok(range)
@@ -214,10 +214,6 @@ fn without(range: Range<u64>, others: &[Range<u64>]) -> Vec<Range<u64>> {
     rest
 }
 
-fn wrong(message: String) -> Fault {
-    Fault::new(ErrorKind::HeaderDecode, message)
-}
-
 /// The call that makes a tensor. Function and arguments are numbers of values.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorCall {
@@ -247,39 +243,31 @@ pub(super) fn typed_call(values: &Values<'_>, id: NodeId) -> Option<[NodeId; 4]>
 
 impl TensorCall {
     /// The place of a tensor, which is refused if its elements do not follow each other.
-    pub(super) fn run(
-        self,
-        values: &Values<'_>,
-        storages: &mut Storages<'_, '_>,
-    ) -> Result<TensorPlace, ReadStop> {
-        let place = self.place(values, storages)?;
+    pub(super) fn run(self, storages: &mut Storages<'_, '_>) -> Result<TensorPlace, ReadStop> {
+        let place = self.place(storages)?;
         match &place.strides {
             None => Ok(place),
-            Some(strides) => {
-                let message = format!(
-                    "has the strides {strides:?} for the shape {:?}, which it may not have; save \
-                     `tensor.contiguous()`",
-                    place.shape
-                );
-                Err(wrong(message).into())
-            }
+            Some(strides) => Err(ErrorKind::HeaderDecode.stop(format!(
+                "has the strides {strides:?} for the shape {:?}, which it may not have; save \
+                 `tensor.contiguous()`",
+                place.shape
+            ))),
         }
     }
 
     /// The place of the tensor.
     pub(super) fn place(
         mut self,
-        values: &Values<'_>,
         storages: &mut Storages<'_, '_>,
     ) -> Result<TensorPlace, ReadStop> {
+        let values = storages.values;
         for _ in 0..WRAPS_MAX {
             if self.is_changed {
-                let message = "its pickle changes it after it is made".to_owned();
-                return Err(wrong(message).into());
+                return Err(ErrorKind::HeaderDecode.stop("its pickle changes it after it is made"));
             }
             match self.rebuild {
                 Rebuild::Tensor | Rebuild::TensorOfDtype => {
-                    let tensor = self.stored(values, storages)?;
+                    let tensor = self.stored(storages)?;
                     let is_placeholder = self.is_of_zero && tensor.shape.contains(&0);
                     return Ok(TensorPlace { is_placeholder, ..tensor });
                 }
@@ -292,16 +280,15 @@ impl TensorCall {
                 Rebuild::FromType => self = self.of_type(values)?,
             }
         }
-        Err(wrong("is made by too many calls".to_owned()).into())
+        Err(ErrorKind::HeaderDecode.stop("is made by too many calls"))
     }
 
     fn unread(&self, values: &Values<'_>) -> Fault {
-        let message = format!(
+        wrong(format!(
             "is made by {}, which tensorfs does not read; make it an ordinary tensor and save it \
              again",
             values.global_name(self.function)
-        );
-        wrong(message)
+        ))
     }
 
     fn of_type(&self, values: &Values<'_>) -> Result<TensorCall, Fault> {
@@ -315,12 +302,11 @@ impl TensorCall {
             ("torch.nn", "Parameter"),
         ];
         if !values.global(kind).is_some_and(|kind| known.contains(&kind)) {
-            let message = format!(
+            return Err(wrong(format!(
                 "is of the class {}, which tensorfs does not read; make it an ordinary tensor and \
                  save it again",
                 values.global_name(kind)
-            );
-            return Err(wrong(message));
+            )));
         }
         let named = values.global(function);
         let rebuild = named
@@ -334,22 +320,18 @@ impl TensorCall {
     }
 
     /// The place of a tensor in its storage.
-    fn stored(
-        &self,
-        values: &Values<'_>,
-        storages: &mut Storages<'_, '_>,
-    ) -> Result<TensorPlace, ReadStop> {
+    fn stored(&self, storages: &mut Storages<'_, '_>) -> Result<TensorPlace, ReadStop> {
+        let values = storages.values;
         let args: Vec<NodeId> = values.tuple(self.args).into_iter().flatten().take(10).collect();
         let of_dtype = self.rebuild == Rebuild::TensorOfDtype;
         let (dtype_at, metadata_at) = if of_dtype { (Some(6), 7) } else { (None, 6) };
         let shape = |at: usize| args.get(at).and_then(|&id| numbers(values, id));
         let offset = args.get(1).and_then(|&id| values.int(id));
         if args.iter().skip(2).take(2).any(|&id| has_many_dims(values, id)) {
-            let message = format!(
+            return Err(ErrorKind::HeaderDecode.stop(format!(
                 "has more than {DIMS_MAX} dimensions, which tensorfs does not read; save it with fewer, \
                  as `tensor.flatten()` has"
-            );
-            return Err(wrong(message).into());
+            )));
         }
         let (Some(&storage), Some(offset), Some(sizes), Some(strides)) =
             (args.first(), offset, shape(2), shape(3))
@@ -364,7 +346,7 @@ impl TensorCall {
         if args.len() > metadata_at + 1 || !is_plain {
             let message = "has marks, such as that it is to be conjugated or negated when it is \
                            read; save `tensor.resolve_conj().resolve_neg()`";
-            return Err(wrong(message.to_owned()).into());
+            return Err(ErrorKind::HeaderDecode.stop(message));
         }
         let id = storage_id(values, storage, storages.id_len())?;
         let data = storages.get(id)?;
@@ -374,11 +356,10 @@ impl TensorCall {
                 let named = values.global(id);
                 let found = named.and_then(|(module, name)| dtype(module, name));
                 if found.is_none() {
-                    let message = format!(
+                    return Err(ErrorKind::UnknownDtype.stop(format!(
                         "has the dtype {}, which safetensors does not have",
                         values.global_name(id)
-                    );
-                    return Err(Fault::new(ErrorKind::UnknownDtype, message).into());
+                    )));
                 }
                 found
             }
@@ -397,7 +378,7 @@ fn has_zero_id(values: &Values<'_>, state: NodeId) -> bool {
 }
 
 /// The tuple inside a `torch.Size`. Otherwise `id` itself.
-fn plain_tuple(values: &Values<'_>, id: NodeId) -> NodeId {
+pub(super) fn plain_tuple(values: &Values<'_>, id: NodeId) -> NodeId {
     let size =
         values.call(id).filter(|(class, _)| values.global(*class) == Some(("torch", "Size")));
     size.and_then(|(_, args)| values.array::<1>(args)).map_or(id, |[inner]| inner)
@@ -428,9 +409,9 @@ pub(super) fn storage_id<'v>(
     len: usize,
 ) -> Result<StorageId<'v>, Fault> {
     let Node::Persistent(key) = values.node(id) else {
-        return Err(wrong("has no storage".to_owned()));
+        return Err(wrong("has no storage"));
     };
-    let unknown = || wrong("has a storage of an unknown form".to_owned());
+    let unknown = || wrong("has a storage of an unknown form");
     let parts: Vec<NodeId> = values.tuple(key).into_iter().flatten().take(len + 1).collect();
     let [tag, class, key, location, numel, rest @ ..] = parts.as_slice() else {
         return Err(unknown());
@@ -448,11 +429,10 @@ pub(super) fn storage_id<'v>(
     }
     let kind = values.global(*class).and_then(|(module, name)| StorageType::of(module, name));
     let Some(kind) = kind else {
-        let message = format!(
+        return Err(ErrorKind::UnknownDtype.fault(format!(
             "has a storage {}, whose elements safetensors does not have",
             values.global_name(*class)
-        );
-        return Err(Fault::new(ErrorKind::UnknownDtype, message));
+        )));
     };
     match (values.text(*key), values.natural(*numel), values.text(*location)) {
         (Some(key), Some(numel), Some(_)) => Ok(StorageId { key, kind, numel }),
@@ -469,8 +449,7 @@ fn place_of(
     [sizes, strides]: &[Vec<i64>; 2],
 ) -> Result<TensorPlace, Fault> {
     if sizes.len() != strides.len() {
-        let message = format!("has {} sizes and {} strides", sizes.len(), strides.len());
-        return Err(wrong(message));
+        return Err(wrong(format!("has {} sizes and {} strides", sizes.len(), strides.len())));
     }
     let natural = |numbers: &[i64]| -> Option<Vec<u64>> {
         numbers.iter().map(|&number| u64::try_from(number).ok()).collect()
@@ -478,7 +457,7 @@ fn place_of(
     let (Some(mut shape), Some(strides), Ok(offset)) =
         (natural(sizes), natural(strides), u64::try_from(offset))
     else {
-        return Err(wrong("has a negative size, stride or offset".to_owned()));
+        return Err(wrong("has a negative size, stride or offset"));
     };
     // Two F4 elements are one item of the storage.
     let item_len = if dtype == Dtype::F4 { 1 } else { dtype.bits() / 8 };
@@ -491,26 +470,24 @@ fn place_of(
     let end = u128::from(offset) + u128::from(reach);
     if count > 0 && end > u128::from(items) {
         let message = format!("ends at item {end} of its storage, which has {items}");
-        return Err(Fault::new(ErrorKind::DataTruncated, message));
+        return Err(ErrorKind::DataTruncated.fault(message));
     }
     let is_run = is_row_major(&shape, &strides);
     if !is_run {
         check_strides(dtype, &shape, &strides)?;
     }
     if dtype == Dtype::F4 {
-        let last =
-            shape.last_mut().ok_or_else(|| wrong("is packed and has no dimension".to_owned()))?;
+        let last = shape.last_mut().ok_or_else(|| wrong("is packed and has no dimension"))?;
         *last = last.checked_mul(2).ok_or_else(overflow)?;
     }
     let bits = dtype.bits_of(&shape).ok_or_else(overflow)?;
     if !is_run && bits / 8 > EXPANDED_LEN_MAX.max(data.end - data.start) {
-        let message = format!(
+        return Err(wrong(format!(
             "has {} bytes by repeating what its storage of {} bytes holds, tensorfs reads up to \
              {EXPANDED_LEN_MAX}; save what it repeats",
             bits / 8,
             data.end - data.start
-        );
-        return Err(wrong(message));
+        )));
     }
     // A tensor without elements may have any offset, so the offset is ignored.
     let start = data.start + if count > 0 { offset * item_len } else { 0 };
@@ -536,7 +513,7 @@ fn check_strides(dtype: Dtype, shape: &[u64], strides: &[u64]) -> Result<(), Fau
 }
 
 fn overflow() -> Fault {
-    Fault::new(ErrorKind::Overflow, "has 2^64 elements or more")
+    ErrorKind::Overflow.fault("has 2^64 elements or more")
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The values of a pickle: nodes in one vector, which refer to each other by their numbers.
 
 use super::globals::GETATTR;
-use crate::error::quoted;
+use crate::error::{ErrorKind, Fault, quoted};
 
 /// The number of a value.
 pub(super) type NodeId = u32;
@@ -213,5 +213,28 @@ impl<'a> Values<'a> {
                 key => Part::Pair(key, cell.value),
             })
         })
+    }
+}
+
+/// The message for a pickle whose values lead to each other in more ways than a checkpoint needs.
+pub(super) const MANY_NAMES: &str = "its pickle has too many names for the same values";
+
+/// The number of values that may still be visited. A value may be part of many others, so that a small pickle can
+/// ask for many visits.
+pub(super) struct Steps {
+    left: usize,
+    message: &'static str,
+}
+
+impl Steps {
+    /// Steps in proportion to the length of the pickle. `message` says what is wrong with a pickle that needs more.
+    pub(super) fn of(values: &Values<'_>, of_byte: usize, message: &'static str) -> Steps {
+        Steps { left: values.pickle_len().saturating_mul(of_byte) + 4096, message }
+    }
+
+    pub(super) fn spend(&mut self, steps: usize) -> Result<(), Fault> {
+        let left = self.left.checked_sub(steps);
+        self.left = left.ok_or_else(|| ErrorKind::HeaderTooLarge.fault(self.message))?;
+        Ok(())
     }
 }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use super::ReadStop;
 use super::tensors::{Storages, numbers, tensor_call};
-use super::values::{Node, NodeId, Part, Values};
+use super::values::{MANY_NAMES, Node, NodeId, Part, Steps, Values};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::{FlatRun, ZeroModel, ZeroParam, ZeroPartition, ZeroSlice};
 
@@ -14,38 +14,30 @@ use crate::format::deepspeed::{FlatRun, ZeroModel, ZeroParam, ZeroPartition, Zer
 const STEPS_OF_BYTE: usize = 4;
 
 /// Reads the values of one file.
-struct Reading<'a, 'v> {
-    values: &'a Values<'v>,
-    steps_left: usize,
+struct Reading<'a> {
+    values: &'a Values<'a>,
+    steps: Steps,
 }
 
 pub(super) fn unknown(what: &str) -> Fault {
-    let message = format!(
+    ErrorKind::HeaderDecode.fault(format!(
         "its `{what}` has a form that tensorfs does not know; make one file of the checkpoint with \
          zero_to_fp32.py"
-    );
-    Fault::new(ErrorKind::HeaderDecode, message)
+    ))
 }
 
 /// The facts in a file of model states. `None` if the pickle is not such a file of DeepSpeed, or
 /// has no shapes.
-pub(super) fn model_of(
-    values: &Values<'_>,
-    storages: &mut Storages<'_, '_>,
-) -> Result<Option<ZeroModel>, ReadStop> {
+pub(super) fn model_of(storages: &mut Storages<'_, '_>) -> Result<Option<ZeroModel>, ReadStop> {
+    let values = storages.values;
     let mut reading = Reading::new(values);
     let root = values.root;
     if reading.value(root, "ds_version")?.is_none() {
         return Ok(None);
     }
-    let Some(shapes) = reading.value(root, "param_shapes")?.filter(|&id| !reading.is_none(id))
-    else {
-        return Ok(None);
-    };
+    let Some(shapes) = reading.some_value(root, "param_shapes")? else { return Ok(None) };
     let mut model = ZeroModel { groups: reading.groups(shapes)?, ..ZeroModel::default() };
-    if let Some(shapes) =
-        reading.value(root, "frozen_param_shapes")?.filter(|&id| !reading.is_none(id))
-    {
+    if let Some(shapes) = reading.some_value(root, "frozen_param_shapes")? {
         let named_fragments = match reading.value(root, "frozen_param_fragments")? {
             Some(id) => reading.pairs(id)?,
             None => Vec::new(),
@@ -59,13 +51,13 @@ pub(super) fn model_of(
             model.frozen.push((param, run));
         }
     }
-    if let Some(shared) = reading.value(root, "shared_params")?.filter(|&id| !reading.is_none(id)) {
+    if let Some(shared) = reading.some_value(root, "shared_params")? {
         for (name, of) in reading.pairs(shared)? {
             let of = values.text(of).ok_or_else(|| unknown("shared_params"))?;
             model.shared.push((name.to_owned(), of.to_owned()));
         }
     }
-    if let Some(names) = reading.value(root, "buffer_names")?.filter(|&id| !reading.is_none(id)) {
+    if let Some(names) = reading.some_value(root, "buffer_names")? {
         for name in reading.items(names, "buffer_names")? {
             let name = values.text(name).ok_or_else(|| unknown("buffer_names"))?;
             model.buffers.push(name.to_owned());
@@ -80,9 +72,9 @@ pub(super) fn model_of(
 
 /// The facts in a file of optimizer states. `None` if the pickle is not such a file of ZeRO.
 pub(super) fn partition_of(
-    values: &Values<'_>,
     storages: &mut Storages<'_, '_>,
 ) -> Result<Option<ZeroPartition>, ReadStop> {
+    let values = storages.values;
     let mut reading = Reading::new(values);
     let Some(state) = reading.value(values.root, "optimizer_state_dict")? else { return Ok(None) };
     let Some(stage) = reading.value(state, "zero_stage")? else { return Ok(None) };
@@ -100,7 +92,7 @@ pub(super) fn partition_of(
         partition.groups.push(reading.run(storages, group, key)?);
     }
     let key = "param_slice_mappings";
-    if let Some(mappings) = reading.value(state, key)?.filter(|&id| !reading.is_none(id)) {
+    if let Some(mappings) = reading.some_value(state, key)? {
         let mut all = Vec::new();
         for mapping in reading.items(mappings, key)? {
             let mut slices = Vec::new();
@@ -117,7 +109,7 @@ pub(super) fn partition_of(
         partition.slices = Some(all);
     }
     let key = "param_alignment_paddings";
-    if let Some(paddings) = reading.value(state, key)?.filter(|&id| !reading.is_none(id)) {
+    if let Some(paddings) = reading.some_value(state, key)? {
         for group in reading.items(paddings, key)? {
             let group = reading.items(group, key)?;
             let numbers =
@@ -135,21 +127,14 @@ pub(super) fn is_vocabulary(values: &Values<'_>) -> Result<bool, Fault> {
     Ok(mark.is_some_and(|id| values.node(id) == Node::Bool(true)))
 }
 
-impl<'a, 'v> Reading<'a, 'v> {
-    fn new(values: &'a Values<'v>) -> Reading<'a, 'v> {
-        let steps_left = values.pickle_len().saturating_mul(STEPS_OF_BYTE) + 4096;
-        Reading { values, steps_left }
+impl<'a> Reading<'a> {
+    fn new(values: &'a Values<'a>) -> Reading<'a> {
+        Reading { values, steps: Steps::of(values, STEPS_OF_BYTE, MANY_NAMES) }
     }
 
-    fn spend(&mut self, steps: usize) -> Result<(), Fault> {
-        let left = self.steps_left.checked_sub(steps);
-        let message = "its pickle has too many names for the same values";
-        self.steps_left = left.ok_or_else(|| Fault::new(ErrorKind::HeaderTooLarge, message))?;
-        Ok(())
-    }
-
-    fn is_none(&self, id: NodeId) -> bool {
-        self.values.node(id) == Node::Null
+    /// Like `value`, without values that are `None`.
+    fn some_value(&mut self, dict: NodeId, key: &str) -> Result<Option<NodeId>, Fault> {
+        Ok(self.value(dict, key)?.filter(|&id| self.values.node(id) != Node::Null))
     }
 
     /// The value of a dict with this key. If the key occurs several times, its last value.
@@ -157,7 +142,7 @@ impl<'a, 'v> Reading<'a, 'v> {
         let values = self.values;
         let mut found = None;
         for part in values.parts(dict) {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             if let Part::Pair(own, value) = part
                 && values.text(own) == Some(key)
             {
@@ -168,13 +153,13 @@ impl<'a, 'v> Reading<'a, 'v> {
     }
 
     /// The pairs of a dict whose keys are all text.
-    fn pairs(&mut self, dict: NodeId) -> Result<Vec<(&'v str, NodeId)>, Fault> {
+    fn pairs(&mut self, dict: NodeId) -> Result<Vec<(&'a str, NodeId)>, Fault> {
         let values = self.values;
         let mut pairs = Vec::new();
         for part in values.parts(dict) {
             let Part::Pair(key, value) = part else { continue };
             let key = values.text(key).ok_or_else(|| unknown("dict"))?;
-            self.spend(1 + key.len())?;
+            self.steps.spend(1 + key.len())?;
             pairs.push((key, value));
         }
         Ok(pairs)
@@ -188,7 +173,7 @@ impl<'a, 'v> Reading<'a, 'v> {
         }
         let mut items = Vec::new();
         for part in values.parts(list) {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             if let Part::Item(item) = part {
                 items.push(item);
             }
@@ -213,7 +198,7 @@ impl<'a, 'v> Reading<'a, 'v> {
         let mut params = Vec::new();
         for (name, size) in self.pairs(dict)? {
             let sizes = numbers(self.values, size).ok_or_else(|| unknown("param_shapes"))?;
-            self.spend(sizes.len())?;
+            self.steps.spend(sizes.len())?;
             let shape = sizes
                 .into_iter()
                 .map(|size| u64::try_from(size).ok())
@@ -231,9 +216,9 @@ impl<'a, 'v> Reading<'a, 'v> {
         id: NodeId,
         what: &str,
     ) -> Result<FlatRun, ReadStop> {
-        self.spend(8)?;
+        self.steps.spend(8)?;
         let call = tensor_call(self.values, id).ok_or_else(|| unknown(what))?;
-        let place = call.run(self.values, storages).map_err(|stop| match stop {
+        let place = call.run(storages).map_err(|stop| match stop {
             ReadStop::Fault(fault) => {
                 let message = format!("a tensor of its {} {}", quoted(what), fault.message);
                 ReadStop::Fault(Fault { message, ..fault })
@@ -278,7 +263,7 @@ impl<'a, 'v> Reading<'a, 'v> {
     fn attribute(&mut self, object: NodeId, name: &str) -> Result<Option<u64>, Fault> {
         let values = self.values;
         for part in values.parts(object) {
-            self.spend(1)?;
+            self.steps.spend(1)?;
             if let Part::State(state) = part
                 && let Some(id) = self.value(state, name)?
             {

@@ -10,7 +10,7 @@ use std::io;
 use std::ops::Range;
 
 use super::{ReadStop, TORCHSCRIPT, le};
-use crate::error::{ErrorKind, Fault, quoted};
+use crate::error::{ErrorKind, quoted};
 use crate::format::range_reader::RangeReader;
 
 /// Signature of the header in front of an entry. An archive begins with it.
@@ -73,16 +73,15 @@ struct ZipEntry {
 
 fn bad(what: impl std::fmt::Display) -> ReadStop {
     let message = format!("is a zip archive that is not valid: {what}; save or fetch it again");
-    Fault::new(ErrorKind::HeaderDecode, message).into()
+    ErrorKind::HeaderDecode.stop(message)
 }
 
 fn compressed(name: &str, method: u16) -> ReadStop {
-    let message = format!(
+    ErrorKind::HeaderDecode.stop(format!(
         "has the entry {} compressed by method {method}; torch.save does not compress: write the archive \
          again without compression (`zip -0`)",
         quoted(name)
-    );
-    Fault::new(ErrorKind::HeaderDecode, message).into()
+    ))
 }
 
 /// Numbers of the end record: the number of entries, and the length and offset of the central
@@ -107,11 +106,10 @@ impl Archive {
             .filter(|at| at.checked_add(end.len) == Some(directory_end))
             .ok_or_else(|| bad("the central directory does not end at its end record"))?;
         if end.len > DIRECTORY_LEN_MAX {
-            let message = format!(
+            return Err(ErrorKind::HeaderTooLarge.stop(format!(
                 "has a central directory of {} bytes, tensorfs reads up to {DIRECTORY_LEN_MAX}",
                 end.len
-            );
-            return Err(Fault::new(ErrorKind::HeaderTooLarge, message).into());
+            )));
         }
         // The number of entries is checked before memory is allocated for the entries.
         if end.count > end.len / CENTRAL_LEN as u64 {
@@ -415,7 +413,7 @@ fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> Result<(End, u6
     let missing = || {
         let message = "is a zip archive whose end is missing or has a comment: the download or copy \
                        may be incomplete; save or fetch it again";
-        ReadStop::from(Fault::new(ErrorKind::DataTruncated, message))
+        ReadStop::from(ErrorKind::DataTruncated.fault(message))
     };
     let mut at = range.end.checked_sub(END_LEN).ok_or_else(missing)?;
     if at < range.start {

@@ -23,6 +23,12 @@ impl Digest {
     pub fn of(bytes: &[u8]) -> Digest {
         Digest(XxHash3_128::oneshot(bytes).to_be_bytes())
     }
+
+    /// The first 64 bits.
+    #[cfg(feature = "remote")]
+    pub(crate) fn number(self) -> u64 {
+        (u128::from_be_bytes(self.0) >> 64) as u64
+    }
 }
 
 /// `bytes` in hexadecimal digits.

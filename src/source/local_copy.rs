@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use super::descriptors::{Pinnable, open_max};
 use super::local::LocalFile;
-use super::store_kind::StoreKind;
+use super::store_kind::{ObjectRead, StoreKind};
 use crate::error::Result;
 use crate::sync::RwLock;
 use crate::version::Version;
@@ -86,9 +86,8 @@ impl CopySlot {
         if self.is_refused.load(Ordering::Relaxed) || self.copy.read().is_some() || !has_room() {
             return;
         }
-        let Some((path, file)) = self.store.local_copy(&self.path, &self.version, until) else {
-            return;
-        };
+        let read = ObjectRead { path: &self.path, version: &self.version, until };
+        let Some((path, file)) = self.store.local_copy(&read) else { return };
         let Ok(copy) = LocalCopy::new(&path, file) else { return };
         let mut open = self.copy.write();
         if !self.is_refused.load(Ordering::Relaxed) {

@@ -37,7 +37,7 @@ pub(crate) use stat::{lacks_statx, version_in_folder, version_now};
 pub use store_file::StoreFile;
 #[cfg(test)]
 pub(crate) use store_kind::tests::MeasuredStore;
-pub use store_kind::{StoreKind, StoreListing};
+pub use store_kind::{ObjectRead, StoreKind, StoreListing};
 pub use store_probe::{StateMark, StoreProbe, StoreSample};
 
 use crate::error::{Error, Result, SourceUri};

@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::descriptors::Pin;
 use super::local_copy::{CopySlot, LocalCopy};
 use super::notes::Notes;
-use super::store_kind::StoreKind;
+use super::store_kind::{ObjectRead, StoreKind};
 use crate::error::{Error, Result};
 use crate::version::Version;
 
@@ -93,20 +93,22 @@ impl StoreFile {
     ) -> Result<()> {
         self.notes.check_known(&self.path)?;
         let end = offset + buf.len() as u64;
-        self.store.read(&self.path, &self.version, offset, buf, until).map_err(|e| {
-            match e.kind() {
-                io::ErrorKind::UnexpectedEof => self.ends_before(end),
-                io::ErrorKind::StaleNetworkFileHandle => self.set_replaced(),
-                _ => Error::io(&self.path, "read", e),
-            }
+        self.store.read(&self.reading(until), offset, buf).map_err(|e| match e.kind() {
+            io::ErrorKind::UnexpectedEof => self.ends_before(end),
+            io::ErrorKind::StaleNetworkFileHandle => self.set_replaced(),
+            _ => Error::io(&self.path, "read", e),
         })?;
         // After this read, the store may have the whole file.
         self.copy.open(until);
         Ok(())
     }
 
+    fn reading(&self, until: Option<Instant>) -> ObjectRead<'_> {
+        ObjectRead { path: &self.path, version: &self.version, until }
+    }
+
     pub(super) fn read_if_cached(&self, buf: &mut [u8], offset: u64) -> bool {
-        self.store.read_if_cached(&self.path, &self.version, offset, buf, None)
+        self.store.read_if_cached(&self.reading(None), offset, buf)
     }
 
     pub(super) fn ends_before(&self, end: u64) -> Error {

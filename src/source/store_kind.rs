@@ -11,6 +11,24 @@ use super::parts::MemoryParts;
 use super::store_probe::StoreProbe;
 use crate::version::Version;
 
+/// A read of a file of a store.
+#[derive(Clone, Copy, Debug)]
+pub struct ObjectRead<'a> {
+    /// The path of the file.
+    pub path: &'a Path,
+    /// The version that the file must have.
+    pub version: &'a Version,
+    /// The caller does not wait longer. `None` if it sets no limit.
+    pub until: Option<Instant>,
+}
+
+impl ObjectRead<'_> {
+    /// The end of the `len` bytes at `offset`. `None` if the file ends before.
+    pub(crate) fn end_of(&self, offset: u64, len: usize) -> Option<u64> {
+        offset.checked_add(len as u64).filter(|end| *end <= self.version.len)
+    }
+}
+
 /// A kind of store other than the local file system. Its paths are absolute and contain no `.`, no `..` and no links.
 pub trait StoreKind: fmt::Debug + Send + Sync {
     /// Whether a call may wait for another machine, perhaps for ever.
@@ -48,19 +66,12 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Fills `buf` with the bytes at `offset` of the file at `path`. The caller does not wait longer than `until`.
+    /// Fills `buf` with the bytes at `offset` of the file of `read`.
     ///
     /// # Errors
-    /// `StaleNetworkFileHandle` if the file does not have this `version` any more. `UnexpectedEof` if it ends
+    /// `StaleNetworkFileHandle` if the file does not have this version any more. `UnexpectedEof` if it ends
     /// before the last of these bytes.
-    fn read(
-        &self,
-        path: &Path,
-        version: &Version,
-        offset: u64,
-        buf: &mut [u8],
-        until: Option<Instant>,
-    ) -> io::Result<()>;
+    fn read(&self, read: &ObjectRead<'_>, offset: u64, buf: &mut [u8]) -> io::Result<()>;
 
     /// Reads like `read`, to memory in several places.
     ///
@@ -68,41 +79,27 @@ pub trait StoreKind: fmt::Debug + Send + Sync {
     /// The errors of `read`.
     fn read_parts(
         &self,
-        path: &Path,
-        version: &Version,
+        read: &ObjectRead<'_>,
         offset: u64,
         parts: &mut MemoryParts<'_>,
-        until: Option<Instant>,
     ) -> io::Result<()> {
         let mut bytes = vec![0; parts.len()];
-        self.read(path, version, offset, &mut bytes, until)?;
+        self.read(read, offset, &mut bytes)?;
         if parts.write(0, &bytes) { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 
     /// Fills `buf` like `read`, if the bytes are cached on this machine. Returns whether they are. If not, the
     /// content of `buf` is unspecified. Sends no request.
-    fn read_if_cached(
-        &self,
-        path: &Path,
-        version: &Version,
-        offset: u64,
-        buf: &mut [u8],
-        until: Option<Instant>,
-    ) -> bool {
-        let _ = (path, version, offset, buf, until);
+    fn read_if_cached(&self, read: &ObjectRead<'_>, offset: u64, buf: &mut [u8]) -> bool {
+        let _ = (read, offset, buf);
         false
     }
 
-    /// An open file of this machine that has all bytes of the file at `path` in `version`, and the path of that open
+    /// An open file of this machine that has all bytes of the file of `read`, and the path of that open
     /// file. The bytes stay while the file, a duplicate of its descriptor or a mapping of it is open. `None` if there
-    /// is no such file now. Sends no request, and returns before `until`.
-    fn local_copy(
-        &self,
-        path: &Path,
-        version: &Version,
-        until: Option<Instant>,
-    ) -> Option<(PathBuf, File)> {
-        let _ = (path, version, until);
+    /// is no such file now. Sends no request, and returns in the time of `read`.
+    fn local_copy(&self, read: &ObjectRead<'_>) -> Option<(PathBuf, File)> {
+        let _ = read;
         None
     }
 
@@ -189,14 +186,7 @@ pub(crate) mod tests {
             Err(io::ErrorKind::NotFound.into())
         }
 
-        fn read(
-            &self,
-            _: &Path,
-            _: &Version,
-            offset: u64,
-            buf: &mut [u8],
-            _: Option<Instant>,
-        ) -> io::Result<()> {
+        fn read(&self, _: &ObjectRead<'_>, offset: u64, buf: &mut [u8]) -> io::Result<()> {
             let mut is_open = self.is_open.lock();
             while !*is_open {
                 is_open = self.opened.wait_timeout(is_open, Duration::from_secs(30));

@@ -7,9 +7,9 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use tensorfs::internal::source::{StoreKind, StoreListing};
+use tensorfs::internal::source::{ObjectRead, StoreKind, StoreListing};
 use tensorfs::internal::store::Store;
 use tensorfs::internal::version::{QueueKey, Version};
 
@@ -195,14 +195,8 @@ impl StoreKind for MemoryStore {
         Ok(StoreListing { version: self.folder_version(path), entries, partial: false })
     }
 
-    fn read(
-        &self,
-        path: &Path,
-        version: &Version,
-        offset: u64,
-        buf: &mut [u8],
-        _: Option<Instant>,
-    ) -> io::Result<()> {
+    fn read(&self, read: &ObjectRead<'_>, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let ObjectRead { path, version, .. } = *read;
         let state = self.answer(2);
         let object = state.objects.get(path).ok_or_else(not_found)?.clone();
         drop(state);

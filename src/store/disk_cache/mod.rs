@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use crate::coalesce::{REQUEST_GAP, coalesce};
 use crate::index::folder_of_user;
 use crate::open_options::DiskCachePlace;
-use crate::source::{MemoryParts, StoreKind, StoreListing};
+use crate::source::{MemoryParts, ObjectRead, StoreKind, StoreListing};
 use crate::version::Version;
 
 use cache::{DiskCache, cache_in, joined};
@@ -85,8 +85,9 @@ impl CachedStore {
         CachedStore { inner, place: place.clone() }
     }
 
-    /// The cache key of the file at `path`. `None` if the file cannot be cached.
-    fn key(&self, path: &Path, version: &Version) -> Option<ObjectKey> {
+    /// The cache key of the file of `read`. `None` if the file cannot be cached.
+    fn key(&self, read: &ObjectRead<'_>) -> Option<ObjectKey> {
+        let ObjectRead { path, version, .. } = *read;
         if !self.inner.identifies_bytes(version) || !(1..=LEN_MAX).contains(&version.len) {
             return None;
         }
@@ -155,7 +156,7 @@ impl CachedStore {
         cache.counters.missed_bytes.add(missed);
         let wanted = read.wanted_of(&near.span);
         let place = &mut buf[(wanted.start - offset) as usize..(wanted.end - offset) as usize];
-        self.inner.read(read.path, read.version, wanted.start, place, read.until)
+        self.inner.read(&read.object, wanted.start, place)
     }
 
     /// Reads the blocks `runs` from the wrapped store, and stores them in the cache.
@@ -175,9 +176,15 @@ impl CachedStore {
             let mut parts = MemoryParts::new(&mut before, place, &mut after);
             let missed = runs.iter().map(|run| len_of(read.bytes_of(run))).sum();
             cache.counters.missed_bytes.add(missed);
-            self.inner.read_parts(read.path, read.version, bytes.start, &mut parts, read.until)?;
+            self.inner.read_parts(&read.object, bytes.start, &mut parts)?;
             if read.has_time() {
-                cache.store(object, &runs, bytes.start, &parts, DiskPatience::of(read.until));
+                cache.store(
+                    object,
+                    &runs,
+                    bytes.start,
+                    &parts,
+                    DiskPatience::of(read.object.until),
+                );
             }
         }
         Ok(())
@@ -216,12 +223,10 @@ fn inside(runs: &[Range<u64>], part: &Range<u64>) -> Vec<Range<u64>> {
 /// One read through the cache.
 struct CachedRead<'a> {
     cache: &'a Arc<DiskCache>,
-    path: &'a Path,
-    version: &'a Version,
+    object: ObjectRead<'a>,
     offset: u64,
     end: u64,
     began: Instant,
-    until: Option<Instant>,
     /// How long the read waits for the file system of the folder before it turns to the wrapped store.
     patience: DiskPatience,
 }
@@ -229,7 +234,7 @@ struct CachedRead<'a> {
 impl CachedRead<'_> {
     /// The byte range of the blocks `run`.
     fn bytes_of(&self, run: &Range<u64>) -> Range<u64> {
-        run.start * BLOCK_LEN..(run.end * BLOCK_LEN).min(self.version.len)
+        run.start * BLOCK_LEN..(run.end * BLOCK_LEN).min(self.object.version.len)
     }
 
     /// The bytes of the blocks `run` that the reader wants.
@@ -240,7 +245,7 @@ impl CachedRead<'_> {
 
     /// Whether enough time is left to store the bytes that were read. The reader waits for the store.
     fn has_time(&self) -> bool {
-        let Some(until) = self.until else { return true };
+        let Some(until) = self.object.until else { return true };
         let left = until.saturating_duration_since(Instant::now());
         !left.is_zero() && left >= until.saturating_duration_since(self.began) / STORE_PART
     }
@@ -281,24 +286,14 @@ impl StoreKind for CachedStore {
         self.inner.wanted_in_flight()
     }
 
-    fn read(
-        &self,
-        path: &Path,
-        version: &Version,
-        offset: u64,
-        buf: &mut [u8],
-        until: Option<Instant>,
-    ) -> io::Result<()> {
-        let end = offset.checked_add(buf.len() as u64).filter(|end| *end <= version.len);
-        let (Some(end), false) = (end, buf.is_empty()) else {
-            return self.inner.read(path, version, offset, buf, until);
-        };
-        let Some(key) = self.key(path, version) else {
-            return self.inner.read(path, version, offset, buf, until);
+    fn read(&self, object: &ObjectRead<'_>, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let end = object.end_of(offset, buf.len());
+        let (Some(end), false, Some(key)) = (end, buf.is_empty(), self.key(object)) else {
+            return self.inner.read(object, offset, buf);
         };
         let cache = &cache_in(&self.place);
-        let (began, patience) = (Instant::now(), DiskPatience::of(until));
-        let read = CachedRead { cache, path, version, offset, end, began, until, patience };
+        let (began, patience) = (Instant::now(), DiskPatience::of(object.until));
+        let read = CachedRead { cache, object: *object, offset, end, began, patience };
         let blocks = offset / BLOCK_LEN..end.div_ceil(BLOCK_LEN);
         let Some(left) = cache.take_cached(&key, &blocks, offset, buf) else { return Ok(()) };
         let Some(object) = cache.object(&key, patience) else {
@@ -308,35 +303,23 @@ impl StoreKind for CachedStore {
         self.fill(&read, &object, &missing, buf)
     }
 
-    fn read_if_cached(
-        &self,
-        path: &Path,
-        version: &Version,
-        offset: u64,
-        buf: &mut [u8],
-        until: Option<Instant>,
-    ) -> bool {
-        let end = offset.checked_add(buf.len() as u64).filter(|end| *end <= version.len);
-        let (Some(end), Some(key)) = (end, self.key(path, version)) else { return false };
-        let (cache, patience) = (cache_in(&self.place), DiskPatience::of(until));
+    fn read_if_cached(&self, read: &ObjectRead<'_>, offset: u64, buf: &mut [u8]) -> bool {
+        let end = read.end_of(offset, buf.len());
+        let (Some(end), Some(key)) = (end, self.key(read)) else { return false };
+        let (cache, patience) = (cache_in(&self.place), DiskPatience::of(read.until));
         let object = cache.opened(&key).or_else(|| cache.object(&key, patience));
         let blocks = offset / BLOCK_LEN..end.div_ceil(BLOCK_LEN);
         object.is_some_and(|it| cache.take(&it, &[blocks], offset, buf, patience).is_empty())
     }
 
-    fn local_copy(
-        &self,
-        path: &Path,
-        version: &Version,
-        until: Option<Instant>,
-    ) -> Option<(PathBuf, File)> {
-        let key = self.key(path, version)?;
+    fn local_copy(&self, read: &ObjectRead<'_>) -> Option<(PathBuf, File)> {
+        let key = self.key(read)?;
         let cache = cache_in(&self.place);
         let object = cache.opened(&key)?;
         if !object.is_whole() {
             return None;
         }
-        cache.threads.ask(DiskPatience::of(until), move || {
+        cache.threads.ask(DiskPatience::of(read.until), move || {
             let file = object.whole_file()?;
             object.note_use();
             Some((object.data_path().to_owned(), file))

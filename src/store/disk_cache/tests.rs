@@ -58,14 +58,7 @@ impl StoreKind for CountedStore {
         Err(io::ErrorKind::NotFound.into())
     }
 
-    fn read(
-        &self,
-        _: &Path,
-        _: &Version,
-        offset: u64,
-        buf: &mut [u8],
-        _: Option<Instant>,
-    ) -> io::Result<()> {
+    fn read(&self, _: &ObjectRead<'_>, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         self.reads.lock().push(offset..offset + buf.len() as u64);
         buf.copy_from_slice(&self.bytes[offset as usize..offset as usize + buf.len()]);
         Ok(())
@@ -111,7 +104,8 @@ impl Bench {
         let mut buf = vec![0; (range.end - range.start) as usize];
         let version = self.store.version(number);
         let until = Some(Instant::now() + Duration::from_secs(3600));
-        cached.read(url.as_ref(), &version, range.start, &mut buf, until).unwrap();
+        let read = ObjectRead { path: url.as_ref(), version: &version, until };
+        cached.read(&read, range.start, &mut buf).unwrap();
         buf
     }
 
@@ -425,7 +419,8 @@ fn bytes_that_come_at_the_deadline_go_to_the_reader_and_nowhere_else() {
     let version = bench.store.version(1);
     bench.read_again("s3://b/object", 1, 0..1);
     // The wrapped store answers even after the deadline.
-    cached.read("s3://b/object".as_ref(), &version, 0, &mut buf, Some(Instant::now())).unwrap();
+    let (path, until) = ("s3://b/object".as_ref(), Some(Instant::now()));
+    cached.read(&ObjectRead { path, version: &version, until }, 0, &mut buf).unwrap();
     assert!(buf == bench.store.bytes);
     assert_eq!(bench.kept()[0].bytes, BLOCK_LEN);
 }
@@ -448,7 +443,8 @@ fn reads_go_on_without_a_disk_that_does_not_answer() {
         let cached = CachedStore::new(bench.store.clone(), &bench.place());
         let (mut buf, version) = (vec![0; LEN], bench.store.version(1));
         let until = Instant::now() + Duration::from_millis(100);
-        cached.read(url.as_ref(), &version, 0, &mut buf, Some(until)).unwrap();
+        let read = ObjectRead { path: url.as_ref(), version: &version, until: Some(until) };
+        cached.read(&read, 0, &mut buf).unwrap();
         assert!(buf == bench.store.bytes);
     };
     std::thread::scope(|scope| (0..40).for_each(|_| drop(scope.spawn(read))));
@@ -558,7 +554,8 @@ fn verify_names_maps_that_cannot_be_read_and_prune_removes_those_that_are_files(
 fn copy_of(bench: &Bench) -> Option<fs::File> {
     let cached = CachedStore::new(bench.store.clone(), &bench.place());
     let version = bench.store.version(1);
-    let find = || cached.local_copy("s3://b/object".as_ref(), &version, None).map(|(_, file)| file);
+    let read = ObjectRead { path: "s3://b/object".as_ref(), version: &version, until: None };
+    let find = || cached.local_copy(&read).map(|(_, file)| file);
     // The first call begins to bring the bytes to the disk.
     find().or_else(|| {
         let cache = cache_in(&bench.place());
@@ -647,7 +644,8 @@ fn blocks_that_the_page_cache_does_not_hold_are_compared_as_well() {
         let (version, at) = (bench.store.version(1), start + offset as usize);
         let buf = &mut memory[at..start + LEN];
         buf.fill(0);
-        cached.read("s3://b/object".as_ref(), &version, offset, buf, None).unwrap();
+        let read = ObjectRead { path: "s3://b/object".as_ref(), version: &version, until: None };
+        cached.read(&read, offset, buf).unwrap();
         assert!(buf == &bench.store.bytes[offset as usize..]);
     };
     for offset in [0, 1000, 4096, BLOCK_LEN, BLOCK_LEN + 4096] {

@@ -52,18 +52,27 @@ impl RedisClient {
         format!("{}:{}", self.host, self.port)
     }
 
+    /// Commands to the server, which end at `deadline`.
+    pub(super) fn until(&self, deadline: Instant) -> RedisCalls<'_> {
+        RedisCalls { client: self, deadline }
+    }
+}
+
+/// Commands to a server that end at a deadline.
+#[derive(Clone, Copy)]
+pub(super) struct RedisCalls<'a> {
+    client: &'a RedisClient,
+    pub(super) deadline: Instant,
+}
+
+impl RedisCalls<'_> {
     /// The bytes `range` of the value of `key`. The result is shorter if the value ends before the end of `range`, and
     /// empty if the key does not exist.
     ///
     /// # Errors
     /// If the server refuses the command, or does not answer in time.
-    pub(super) fn part(
-        &self,
-        key: &[u8],
-        range: &Range<u64>,
-        deadline: Instant,
-    ) -> io::Result<Vec<u8>> {
-        let answer = self.all(&[part_of(key, range)], deadline)?.pop();
+    pub(super) fn part(&self, key: &[u8], range: &Range<u64>) -> io::Result<Vec<u8>> {
+        let answer = self.all(&[part_of(key, range)])?.pop();
         answer.map_or_else(|| Ok(Vec::new()), bytes_of)
     }
 
@@ -76,22 +85,21 @@ impl RedisClient {
         &self,
         keys: &[(Vec<u8>, u64)],
         others: &[Vec<u8>],
-        deadline: Instant,
     ) -> io::Result<(Vec<Vec<u8>>, Vec<u64>)> {
         let starts = keys.iter().map(|(key, len)| part_of(key, &(0..*len)));
         let lens = others.iter().map(|key| RedisQuestion::new(&[b"STRLEN", key], 0));
         let questions: Vec<RedisQuestion> = starts.chain(lens).collect();
-        let mut answers = self.all(&questions, deadline)?;
+        let mut answers = self.all(&questions)?;
         let lens = answers.split_off(keys.len().min(answers.len()));
         let values = answers.into_iter().map(bytes_of).collect::<io::Result<_>>()?;
         Ok((values, lens.into_iter().map(number_of_answer).collect::<io::Result<_>>()?))
     }
 
     /// The answers to `questions`, in order.
-    fn all(&self, questions: &[RedisQuestion], deadline: Instant) -> io::Result<Vec<RedisAnswer>> {
-        let counters = counters_of(&self.name());
+    fn all(&self, questions: &[RedisQuestion]) -> io::Result<Vec<RedisAnswer>> {
+        let counters = counters_of(&self.client.name());
         counters.now.add(1);
-        let answers = self.try_until(questions, &counters, deadline);
+        let answers = self.try_until(questions, &counters);
         counters.now.sub(1);
         answers
     }
@@ -100,13 +108,12 @@ impl RedisClient {
         &self,
         questions: &[RedisQuestion],
         counters: &Arc<EndpointCounters>,
-        deadline: Instant,
     ) -> io::Result<Vec<RedisAnswer>> {
         let mut unreachable = 0;
         loop {
             let before = Instant::now();
             counters.requests.add(1);
-            let failed = match self.try_once(questions, deadline) {
+            let failed = match self.try_once(questions) {
                 Ok(answers) => {
                     counters.first_byte.add(before.elapsed());
                     let len = |answer: &RedisAnswer| match answer {
@@ -120,7 +127,7 @@ impl RedisClient {
             };
             unreachable += u32::from(matches!(failed, RedisFailure::Unconnected(_)));
             let why = self.meaning(&failed);
-            let is_over = Instant::now() + PAUSE >= deadline;
+            let is_over = Instant::now() + PAUSE >= self.deadline;
             if !may_pass(&failed) || unreachable >= UNREACHABLE_MAX || is_over {
                 return Err(why);
             }
@@ -131,20 +138,17 @@ impl RedisClient {
     }
 
     /// Tries once. A try may take half of the time that is left, so that another try is possible.
-    fn try_once(
-        &self,
-        questions: &[RedisQuestion],
-        deadline: Instant,
-    ) -> Result<Vec<RedisAnswer>, RedisFailure> {
+    fn try_once(&self, questions: &[RedisQuestion]) -> Result<Vec<RedisAnswer>, RedisFailure> {
+        let RedisCalls { client, deadline } = *self;
         let left = time_left(deadline).map_err(RedisFailure::Broken)?;
         let limit = deadline.min(Instant::now() + (left / 2).max(TRY_MIN));
-        let idle = self.idle.get_or_init(Mutex::default);
+        let idle = client.idle.get_or_init(Mutex::default);
         let kept = idle.lock().pop();
         let mut link = match kept {
             Some(link) => link,
             None => {
                 let connected = limit.min(Instant::now() + CONNECT_LIMIT);
-                let link = RedisLink::open(&self.host, self.port, connected);
+                let link = RedisLink::open(&client.host, client.port, connected);
                 link.map_err(RedisFailure::Unconnected)?
             }
         };
@@ -159,7 +163,7 @@ impl RedisClient {
 
     /// Converts a failure into the error of a read.
     fn meaning(&self, failed: &RedisFailure) -> io::Error {
-        let name = self.name();
+        let name = self.client.name();
         let error = match failed {
             RedisFailure::Refused(code) => {
                 let is_login = ["NOAUTH", "WRONGPASS", "NOPERM"].contains(&code.as_str());
@@ -242,7 +246,7 @@ mod tests {
     }
 
     fn failure(client: &RedisClient, len: u64, limit: Duration) -> io::Error {
-        client.part(b"key", &(0..len), Instant::now() + limit).unwrap_err()
+        client.until(Instant::now() + limit).part(b"key", &(0..len)).unwrap_err()
     }
 
     #[test]
@@ -269,7 +273,7 @@ mod tests {
         }
         let client = client_of(|stream| stream.write_all(b":-3\r\n").unwrap());
         let deadline = Instant::now() + Duration::from_secs(60);
-        let error = client.starts_and_lens(&[], &[b"key".to_vec()], deadline).unwrap_err();
+        let error = client.until(deadline).starts_and_lens(&[], &[b"key".to_vec()]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidData, "{error}");
     }
 
@@ -278,6 +282,6 @@ mod tests {
         let client = client_of(|stream| stream.write_all(b"$1\r\nx\r\n").unwrap());
         assert_eq!(failure(&client, 1, Duration::ZERO).kind(), ErrorKind::TimedOut);
         let deadline = Instant::now() + Duration::from_secs(60);
-        assert_eq!(client.part(b"key", &(0..1), deadline).unwrap(), b"x");
+        assert_eq!(client.until(deadline).part(b"key", &(0..1)).unwrap(), b"x");
     }
 }

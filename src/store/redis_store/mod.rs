@@ -19,11 +19,11 @@ use std::time::{Duration, Instant};
 use crate::error::shown_path;
 use crate::hash::Digest;
 use crate::process::PerProcess;
-use crate::source::{StoreKind, StoreListing};
+use crate::source::{ObjectRead, StoreKind, StoreListing};
 use crate::sync::Mutex;
 use crate::version::{QueueKey, Version};
 
-use client::RedisClient;
+use client::{RedisCalls, RedisClient};
 use values::RedisFile;
 
 /// The scheme of all URLs.
@@ -127,23 +127,31 @@ impl RedisStore {
         })
     }
 
+    /// Commands for a caller that waits until `until`.
+    fn calls(&self, until: Option<Instant>) -> io::Result<RedisCalls<'_>> {
+        let now = Instant::now();
+        let until = until.unwrap_or(now + LIMIT);
+        Ok(self.client()?.until(until - until.saturating_duration_since(now) / REASON_PART))
+    }
+
     fn queue(&self) -> QueueKey {
-        QueueKey::Store(number_of(self.root.as_os_str().as_encoded_bytes()))
+        QueueKey::Store(Digest::of(self.root.as_os_str().as_encoded_bytes()).number())
     }
 
     fn folder_version(&self, prefix: &str) -> Version {
-        let number = [number_of(prefix.as_bytes()), 0];
+        let number = [Digest::of(prefix.as_bytes()).number(), 0];
         Version::of_object(self.queue(), number, true, 0, None)
     }
 
     fn file_version(&self, prefix: &str, file: &RedisFile) -> Version {
-        let number = [number_of(format!("{prefix}/{FILE}").as_bytes()), file.number];
+        let path = Digest::of(format!("{prefix}/{FILE}").as_bytes()).number();
+        let number = [path, file.number];
         Version::of_tagged_object(self.queue(), number, file.len, None)
     }
 
     /// Reads the current state of the checkpoint below `prefix`.
-    fn look(&self, prefix: &str, deadline: Instant) -> io::Result<Arc<RedisFile>> {
-        let found = Arc::new(RedisFile::load(self.client()?, prefix, deadline)?);
+    fn look(&self, prefix: &str, calls: RedisCalls<'_>) -> io::Result<Arc<RedisFile>> {
+        let found = Arc::new(RedisFile::load(calls, prefix)?);
         let mut known = self.known.get_or_init(Mutex::default).lock();
         match known.get(prefix) {
             // Tensors of the known state may have been checked already.
@@ -160,7 +168,7 @@ impl RedisStore {
         &self,
         prefix: &str,
         version: &Version,
-        deadline: Instant,
+        calls: RedisCalls<'_>,
     ) -> io::Result<Arc<RedisFile>> {
         let is_it = |file: &Arc<RedisFile>| {
             self.file_version(prefix, file).file_words() == version.file_words()
@@ -169,21 +177,9 @@ impl RedisStore {
         if let Some(file) = known.filter(is_it) {
             return Ok(file);
         }
-        let found = self.look(prefix, deadline)?;
+        let found = self.look(prefix, calls)?;
         if is_it(&found) { Ok(found) } else { Err(ErrorKind::StaleNetworkFileHandle.into()) }
     }
-}
-
-/// A hash of `bytes` with 64 bits.
-fn number_of(bytes: &[u8]) -> u64 {
-    let Digest(digest) = Digest::of(bytes);
-    digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte))
-}
-
-fn deadline_of(until: Option<Instant>) -> Instant {
-    let now = Instant::now();
-    let until = until.unwrap_or(now + LIMIT);
-    until - until.saturating_duration_since(now) / REASON_PART
 }
 
 impl StoreKind for RedisStore {
@@ -196,14 +192,14 @@ impl StoreKind for RedisStore {
     }
 
     fn version(&self, path: &Path) -> io::Result<Version> {
-        let deadline = deadline_of(None);
-        match self.place(path)? {
+        let (place, calls) = (self.place(path)?, self.calls(None)?);
+        match place {
             RedisPlace::Folder(prefix) => {
-                self.look(prefix, deadline)?;
+                self.look(prefix, calls)?;
                 Ok(self.folder_version(prefix))
             }
             RedisPlace::File(prefix) => {
-                let file = self.look(prefix, deadline)?;
+                let file = self.look(prefix, calls)?;
                 Ok(self.file_version(prefix, &file))
             }
         }
@@ -213,29 +209,19 @@ impl StoreKind for RedisStore {
         let RedisPlace::Folder(prefix) = self.place(path)? else {
             return Err(ErrorKind::NotADirectory.into());
         };
-        let file = self.look(prefix, deadline_of(None))?;
+        let file = self.look(prefix, self.calls(None)?)?;
         let entries = vec![(FILE.into(), self.file_version(prefix, &file))];
         Ok(StoreListing { version: self.folder_version(prefix), entries, partial: false })
     }
 
-    fn read(
-        &self,
-        path: &Path,
-        version: &Version,
-        offset: u64,
-        buf: &mut [u8],
-        until: Option<Instant>,
-    ) -> io::Result<()> {
-        let end = offset.checked_add(buf.len() as u64).ok_or(ErrorKind::UnexpectedEof)?;
-        if end > version.len {
-            return Err(ErrorKind::UnexpectedEof.into());
-        }
+    fn read(&self, read: &ObjectRead<'_>, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let ObjectRead { path, version, until } = *read;
+        read.end_of(offset, buf.len()).ok_or(ErrorKind::UnexpectedEof)?;
         let RedisPlace::File(prefix) = self.place(path)? else {
             return Err(ErrorKind::IsADirectory.into());
         };
-        let deadline = deadline_of(until);
-        let file = self.in_version(prefix, version, deadline)?;
-        file.read(self.client()?, offset, buf, deadline)
+        let calls = self.calls(until)?;
+        self.in_version(prefix, version, calls)?.read(calls, offset, buf)
     }
 
     fn identifies_bytes(&self, version: &Version) -> bool {

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use sha2::{Digest as _, Sha256};
 
-use super::client::RedisClient;
+use super::client::RedisCalls;
 use super::link::time_left;
 use crate::error::quoted;
 use crate::format::RangeReader;
@@ -147,14 +147,10 @@ impl RedisFile {
     /// # Errors
     /// `NotFound` if there is no such prefix. `InvalidData` if the values do not have the layout of tensorizer.
     /// Also the errors of the server.
-    pub(super) fn load(
-        client: &RedisClient,
-        prefix: &str,
-        deadline: Instant,
-    ) -> io::Result<RedisFile> {
+    pub(super) fn load(calls: RedisCalls<'_>, prefix: &str) -> io::Result<RedisFile> {
         let key = format!("{prefix}:header:0");
         let most = HEAD_LEN + ENTRIES_LEN_MAX;
-        let description = client.part(key.as_bytes(), &(0..most), deadline)?;
+        let description = calls.part(key.as_bytes(), &(0..most))?;
         if description.is_empty() {
             let why = "there is no such prefix of keys";
             return Err(io::Error::new(ErrorKind::NotFound, why));
@@ -168,7 +164,7 @@ impl RedisFile {
         }
         let mut tensors = Vec::new();
         for group in places.chunk_by(in_one_trip()) {
-            tensors.extend(headers(client, prefix, group, deadline)?);
+            tensors.extend(headers(calls, prefix, group)?);
         }
         RedisFile { description, tensors, len: 0, number: 0 }.with_hashes()
     }
@@ -196,8 +192,7 @@ impl RedisFile {
         }
         let mut all = file.description.clone();
         file.tensors.iter().for_each(|tensor| all.extend_from_slice(&tensor.header));
-        let Digest(digest) = Digest::of(&all);
-        let number = digest.iter().take(8).fold(0, |all, byte| all << 8 | u64::from(*byte));
+        let number = Digest::of(&all).number();
         // An even number, because encrypted bytes are not compared with hashes.
         file.number = if is_encrypted { number & !1 } else { number | 1 };
         Ok(file)
@@ -209,10 +204,9 @@ impl RedisFile {
     /// `StaleNetworkFileHandle` if the values do not match the headers any more. Also the errors of the server.
     pub(super) fn read(
         &self,
-        client: &RedisClient,
+        calls: RedisCalls<'_>,
         offset: u64,
         buf: &mut [u8],
-        deadline: Instant,
     ) -> io::Result<()> {
         let wanted = offset..offset + buf.len() as u64;
         self.copy_described(&wanted, buf);
@@ -226,7 +220,7 @@ impl RedisFile {
             if range.start < range.end {
                 let to = (range.start - offset) as usize..(range.end - offset) as usize;
                 let within = range.start - data.start..range.end - data.start;
-                tensor.read(client, within, &mut buf[to], deadline)?;
+                tensor.read(calls, within, &mut buf[to])?;
             }
         }
         Ok(())
@@ -260,10 +254,9 @@ fn in_one_trip() -> impl FnMut(&StoredPlace, &StoredPlace) -> bool {
 
 /// Reads the headers of the tensors at `places`, and checks that the data of each has the expected length.
 fn headers(
-    client: &RedisClient,
+    calls: RedisCalls<'_>,
     prefix: &str,
     places: &[StoredPlace],
-    deadline: Instant,
 ) -> io::Result<Vec<RedisTensor>> {
     let key = |place: &StoredPlace, offset: u64| {
         let offset = offset.to_string();
@@ -273,7 +266,7 @@ fn headers(
     let start_of = |place: &StoredPlace| (key(place, place.header.start), place.header_len() + 1);
     let of_headers: Vec<_> = places.iter().map(start_of).collect();
     let of_data: Vec<_> = places.iter().map(|place| key(place, place.data.start)).collect();
-    let (values, lens) = client.starts_and_lens(&of_headers, &of_data, deadline)?;
+    let (values, lens) = calls.starts_and_lens(&of_headers, &of_data)?;
     let mut tensors = Vec::with_capacity(places.len());
     let found = places.iter().zip(values).zip(lens.into_iter().zip(of_data));
     for ((place, value), (found_len, key)) in found {
@@ -318,49 +311,40 @@ impl RedisTensor {
     }
 
     /// Fills `buf` with the bytes `within` of the data.
-    fn read(
-        &self,
-        client: &RedisClient,
-        within: Range<u64>,
-        buf: &mut [u8],
-        deadline: Instant,
-    ) -> io::Result<()> {
+    fn read(&self, calls: RedisCalls<'_>, within: Range<u64>, buf: &mut [u8]) -> io::Result<()> {
         let Some(hashed) = &self.hashed else {
-            return self.read_blocks(client, &within, buf, deadline, |number, sum| {
+            return self.read_blocks(calls, &within, buf, |number, sum| {
                 *self.seen.lock().entry(number).or_insert(sum) == sum
             });
         };
-        let sums = match self.check.turn(deadline)? {
+        let sums = match self.check.turn(calls.deadline)? {
             CheckTurn::Done(sums) => sums,
             CheckTurn::Mine(work) => {
                 let first = work.start.len;
-                let sums = self.check(client, hashed, work, &within, buf, deadline)?;
+                let sums = self.check(calls, hashed, work, &within, buf)?;
                 if first <= within.start {
                     return Ok(());
                 }
                 sums
             }
         };
-        self.read_blocks(client, &within, buf, deadline, |number, sum| {
-            sums.get(number as usize) == Some(&sum)
-        })
+        self.read_blocks(calls, &within, buf, |number, sum| sums.get(number as usize) == Some(&sum))
     }
 
     /// Fills `buf` with the bytes `within` of the data. `is_known` compares the checksum of a block with the
     /// known one, by the number of the block.
     fn read_blocks(
         &self,
-        client: &RedisClient,
+        calls: RedisCalls<'_>,
         within: &Range<u64>,
         buf: &mut [u8],
-        deadline: Instant,
         is_known: impl Fn(u64, Digest) -> bool,
     ) -> io::Result<()> {
         let mut start = within.start / BLOCK_LEN * BLOCK_LEN;
         while start < within.end {
             let end = within.end.min(start + PART_LEN).next_multiple_of(BLOCK_LEN);
             let blocks = start..end.min(self.len());
-            let bytes = self.part(client, &blocks, deadline)?;
+            let bytes = self.part(calls, &blocks)?;
             let mut numbered = (start / BLOCK_LEN..).zip(bytes.chunks(BLOCK_LEN as usize));
             if !numbered.all(|(number, block)| is_known(number, Digest::of(block))) {
                 return Err(ErrorKind::StaleNetworkFileHandle.into());
@@ -375,17 +359,16 @@ impl RedisTensor {
     /// that it reads to `buf`. Returns the checksums of all blocks.
     fn check(
         &self,
-        client: &RedisClient,
+        calls: RedisCalls<'_>,
         hashed: &HashedTensor,
         mut work: CheckWork<'_>,
         within: &Range<u64>,
         buf: &mut [u8],
-        deadline: Instant,
     ) -> io::Result<Arc<[Digest]>> {
         while work.start.len < self.len() {
-            time_left(deadline)?;
+            time_left(calls.deadline)?;
             let from = work.start.len;
-            let bytes = self.part(client, &(from..self.len().min(from + PART_LEN)), deadline)?;
+            let bytes = self.part(calls, &(from..self.len().min(from + PART_LEN)))?;
             if from == 0 {
                 work.start.add(&self.hashed_header(hashed));
             }
@@ -420,13 +403,8 @@ impl RedisTensor {
     }
 
     /// Reads the bytes `range` of the data.
-    fn part(
-        &self,
-        client: &RedisClient,
-        range: &Range<u64>,
-        deadline: Instant,
-    ) -> io::Result<Vec<u8>> {
-        let bytes = client.part(&self.key, range, deadline)?;
+    fn part(&self, calls: RedisCalls<'_>, range: &Range<u64>) -> io::Result<Vec<u8>> {
+        let bytes = calls.part(&self.key, range)?;
         let is_whole = bytes.len() as u64 == range.end - range.start;
         if is_whole { Ok(bytes) } else { Err(ErrorKind::StaleNetworkFileHandle.into()) }
     }

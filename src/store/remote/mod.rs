@@ -36,8 +36,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::hash::Digest;
 use crate::process::PerProcess;
-use crate::source::{MemoryParts, StoreKind, StoreListing, StoreProbe};
+use crate::source::{MemoryParts, ObjectRead, StoreKind, StoreListing, StoreProbe};
 use crate::store::remote_settings::StoreSettings;
 use crate::sync::Mutex;
 use crate::version::{QueueKey, Version};
@@ -49,7 +50,7 @@ use listing::StoreEntry;
 use location::Location;
 use request::Requests;
 use shared::{RemoteProcess, shared_one};
-use state::{ObjectState, hash_of};
+use state::ObjectState;
 
 /// A request ends before the deadline of its reader, by 1 / `REASON_PART` of the time, so that the reader still
 /// gets the error message.
@@ -151,7 +152,7 @@ impl RemoteStore {
     }
 
     fn queue(&self) -> io::Result<QueueKey> {
-        Ok(QueueKey::Store(hash_of(self.endpoint()?.host.as_bytes())))
+        Ok(QueueKey::Store(Digest::of(self.endpoint()?.host.as_bytes()).number()))
     }
 
     /// The number of the object `key`. It is a hash of the server's address and the URL, so objects of the same
@@ -159,7 +160,7 @@ impl RemoteStore {
     fn number(&self, key: &str) -> io::Result<u64> {
         let path = self.location.path(key);
         let url = path.as_os_str().as_encoded_bytes();
-        Ok(hash_of(&[self.endpoint()?.address.as_bytes(), url].join(&b' ')))
+        Ok(Digest::of(&[self.endpoint()?.address.as_bytes(), url].join(&b' ')).number())
     }
 
     fn folder_version(&self, key: &str) -> io::Result<Version> {
@@ -333,15 +334,8 @@ impl StoreKind for RemoteStore {
         state.is_of(version).then_some(sha256)
     }
 
-    fn read(
-        &self,
-        path: &Path,
-        version: &Version,
-        offset: u64,
-        buf: &mut [u8],
-        until: Option<Instant>,
-    ) -> io::Result<()> {
-        self.read_parts(path, version, offset, &mut MemoryParts::one(buf), until)
+    fn read(&self, read: &ObjectRead<'_>, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.read_parts(read, offset, &mut MemoryParts::one(buf))
     }
 
     fn credentials(&self) -> Option<String> {
@@ -365,16 +359,12 @@ impl StoreKind for RemoteStore {
 
     fn read_parts(
         &self,
-        path: &Path,
-        version: &Version,
+        read: &ObjectRead<'_>,
         offset: u64,
         parts: &mut MemoryParts<'_>,
-        until: Option<Instant>,
     ) -> io::Result<()> {
-        let end = offset.checked_add(parts.len() as u64).ok_or(ErrorKind::UnexpectedEof)?;
-        if end > version.len {
-            return Err(ErrorKind::UnexpectedEof.into());
-        }
+        let ObjectRead { path, version, until } = *read;
+        read.end_of(offset, parts.len()).ok_or(ErrorKind::UnexpectedEof)?;
         let (key, deadline) = (self.key(path)?, self.deadline(until));
         let endpoint = self.endpoint()?;
         let (target, number) = (endpoint.access.target(&key), self.number(&key)?);
@@ -419,14 +409,7 @@ impl StoreKind for RefusedUrl {
         self.refuse()
     }
 
-    fn read(
-        &self,
-        _: &Path,
-        _: &Version,
-        _: u64,
-        _: &mut [u8],
-        _: Option<Instant>,
-    ) -> io::Result<()> {
+    fn read(&self, _: &ObjectRead<'_>, _: u64, _: &mut [u8]) -> io::Result<()> {
         self.refuse()
     }
 }

@@ -53,9 +53,11 @@ impl ObjectState {
     fn number(&self) -> u64 {
         match (self.tag.as_str(), self.modified) {
             ("", None) => 0,
-            ("", Some(modified)) => hash_of(format!("modified {modified}").as_bytes()) & !1,
-            (tag, _) if self.is_weak => hash_of(format!("tag {tag}").as_bytes()) & !1,
-            (tag, _) => hash_of(format!("tag {tag}").as_bytes()) | 1,
+            ("", Some(modified)) => {
+                Digest::of(format!("modified {modified}").as_bytes()).number() & !1
+            }
+            (tag, _) if self.is_weak => Digest::of(format!("tag {tag}").as_bytes()).number() & !1,
+            (tag, _) => Digest::of(format!("tag {tag}").as_bytes()).number() | 1,
         }
     }
 
@@ -166,12 +168,6 @@ pub(super) fn text_of(headers: &HeaderMap, name: HeaderName) -> Option<&str> {
 
 fn seconds_of_http_date(text: &str) -> Option<i64> {
     Timestamp::parse_rfc2822(text).ok().map(Timestamp::as_second)
-}
-
-/// A hash of `bytes` with 64 bits.
-pub(super) fn hash_of(bytes: &[u8]) -> u64 {
-    let Digest(digest) = Digest::of(bytes);
-    digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::{Bench, CountedStore, key_of};
 use crate::coalesce::REQUEST_GAP;
-use crate::source::StoreKind;
+use crate::source::{ObjectRead, StoreKind};
 use crate::store::disk_cache::cache::{CACHES, cache_in};
 use crate::store::disk_cache::claims::{Claim, HeldClaim};
 use crate::store::disk_cache::object::{self, BLOCK_LEN, CachedObject};
@@ -110,7 +110,8 @@ fn after_one_wait_for_a_claim_in_vain_readers_of_the_object_wait_for_no_claim() 
     let cache = cache_in(&bench.place());
     while !cache.opened(&key).is_some_and(|object| object.has_stuck_claims()) {
         let until = Instant::now() + Duration::from_secs(2);
-        cached.read("s3://b/object".as_ref(), &version, 0, &mut buf, Some(until)).unwrap();
+        let (path, until) = ("s3://b/object".as_ref(), Some(until));
+        cached.read(&ObjectRead { path, version: &version, until }, 0, &mut buf).unwrap();
         assert!(buf == bench.store.bytes[..buf.len()]);
     }
     let waits = bench.status().waits;

@@ -342,8 +342,7 @@ impl<'a> Scan<'a> {
                 // Most of the weight is files of the folder itself.
                 if index == 0 {
                     let root = shown_path(&self.bounds.root());
-                    let message = format!("{root}: {}; {}", why.text(), why.advice());
-                    return Err(Error::usage(message));
+                    return Err(Error::usage(format!("{root}: {}; {}", why.text(), why.advice())));
                 }
                 children = vec![index];
             }

@@ -215,8 +215,7 @@ impl Store {
         let failed = |e| Error::io(path, "open", e);
         let version = kind.version(path).map_err(failed)?;
         if !version.is_file() {
-            let why = io::Error::new(io::ErrorKind::InvalidInput, "is no regular file");
-            return Err(failed(why));
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "is no regular file")));
         }
         Ok(Source::stored(kind, path, version))
     }

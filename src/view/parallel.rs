@@ -267,7 +267,7 @@ impl Config<'_> {
     fn get(&mut self, key: &str) -> Result<Option<&Value>, String> {
         if self.parsed.is_none() {
             let Some(text) = (self.read)()? else {
-                let why = match self.has_rules {
+                return Err(match self.has_rules {
                     true => format!(
                         "there is no config.json beside the shards with the number {}; put it \
                          there, or write the number into the rule",
@@ -276,8 +276,7 @@ impl Config<'_> {
                     false => "there is no config.json beside the shards that says which model \
                               this is; give tp-rules=FILE"
                         .to_owned(),
-                };
-                return Err(why);
+                });
             };
             self.parsed = Some(parse(&text)?);
         }

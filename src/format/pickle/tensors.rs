@@ -128,10 +128,8 @@ impl<'a, 'r> Storages<'a, 'r> {
                 self.read.push(start..start + buf.len() as u64);
                 Ok(())
             }
-            StorageData::Listed(_) => {
-                let message = "is a part of a tensor in a file of torch before 1.6, which had none";
-                Err(ErrorKind::HeaderDecode.stop(message))
-            }
+            StorageData::Listed(_) => Err(ErrorKind::HeaderDecode
+                .stop("is a part of a tensor in a file of torch before 1.6, which had none")),
         }
     }
 

@@ -198,21 +198,19 @@ impl Archive {
             .ok_or_else(|| bad(format_args!("the long sizes of {} are missing", quoted(name))))?;
         let [size, packed, offset] = numbers;
         if size != packed && method == 0 {
-            let message = format_args!(
+            return Err(bad(format_args!(
                 "the entry {} is stored, but has {packed} bytes of {size}",
                 quoted(name)
-            );
-            return Err(bad(message));
+            )));
         }
         // torch would not read the bytes of such an entry, so the tensor would have the previous
         // content of its memory.
         let is_folder = le(&fixed[38..42]) & FOLDER_ATTRIBUTE != 0 || name.ends_with('/');
         if is_folder && size != 0 {
-            let message = format_args!(
+            return Err(bad(format_args!(
                 "the entry {} is marked as a folder, but has {size} bytes",
                 quoted(name)
-            );
-            return Err(bad(message));
+            )));
         }
         if le(&fixed[34..36]) != 0 {
             return Err(bad("an entry lies on another disk"));

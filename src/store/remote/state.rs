@@ -115,19 +115,17 @@ pub(super) fn check_answer(
             };
             if found != *range {
                 let (start, last) = (range.start, range.end - 1);
-                let why = format!("the server answers {text:?} to bytes {start}-{last}");
-                return broken(why);
+                return broken(format!("the server answers {text:?} to bytes {start}-{last}"));
             }
             total
         }
         // If the range is the whole object, the server may answer with status 200.
         StatusCode::OK if *range == (0..version.len) => content_len,
         _ => {
-            let why = format!(
+            return broken(format!(
                 "the server answers {} to a range: it has to serve ranges",
                 status.as_u16()
-            );
-            return broken(why);
+            ));
         }
     };
     if content_len.is_some_and(|len| len != range.end - range.start) {

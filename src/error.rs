@@ -177,6 +177,16 @@ impl fmt::Display for Fault {
     }
 }
 
+/// An error for data of another form than expected.
+pub(crate) fn invalid_data(why: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why.into())
+}
+
+/// An error for a name or a setting that cannot be used.
+pub(crate) fn invalid_input(why: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, why.into())
+}
+
 /// The location of a source of bytes, or of a folder of sources.
 ///
 /// ```

@@ -19,7 +19,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::{Error, Result, is_url, is_url_with_password, unusable_url};
+use crate::error::{Error, Result, invalid_input, is_url, is_url_with_password, unusable_url};
 use crate::open_options::{DiskCachePlace, OpenOptions, RemoteSettings};
 use crate::source::{
     FileSystem, Source, StoreKind, StoreListing, StoreProbe, local_version, version_now,
@@ -118,8 +118,7 @@ impl Store {
                 Some(why) if e.kind() == io::ErrorKind::NotFound => io::Error::new(e.kind(), why),
                 _ => e,
             }),
-            Some(_) if is_url_with_password(path) => Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
+            Some(_) if is_url_with_password(path) => Err(invalid_input(
                 "user names and passwords do not belong into a URL, where others see them",
             )),
             Some(kind) => kind.version(path).map(|_| plain(path)),
@@ -215,7 +214,7 @@ impl Store {
         let failed = |e| Error::io(path, "open", e);
         let version = kind.version(path).map_err(failed)?;
         if !version.is_file() {
-            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "is no regular file")));
+            return Err(failed(invalid_input("is no regular file")));
         }
         Ok(Source::stored(kind, path, version))
     }

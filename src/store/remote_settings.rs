@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use nix::libc;
 
-use crate::error::{SCHEMES, SchemeFact, shown_path};
+use crate::error::{SCHEMES, SchemeFact, invalid_data, invalid_input, shown_path};
 use crate::open_options::RemoteSettings;
 use crate::sync::RwLock;
 
@@ -241,7 +241,7 @@ pub fn is_server_url(url: &str) -> bool {
 pub(super) fn text_in(file: &Path) -> io::Result<String> {
     let text = bytes_in(file, CREDENTIALS_LEN_MAX)?;
     // The error of the conversion is not passed on, because it contains the credentials.
-    let not_text = |_| io::Error::new(io::ErrorKind::InvalidData, "is not UTF-8");
+    let not_text = |_| invalid_data("is not UTF-8");
     String::from_utf8(text).map_err(not_text)
 }
 
@@ -250,8 +250,7 @@ pub(super) fn bytes_in(file: &Path, len_max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_regular(file)?.take(len_max + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > len_max {
-        let why = format!("has more than {len_max} bytes, which no such file has");
-        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        return Err(invalid_data(format!("has more than {len_max} bytes, which no such file has")));
     }
     Ok(bytes)
 }
@@ -261,7 +260,7 @@ fn open_regular(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     match file.metadata()?.is_file() {
         true => Ok(file),
-        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "is not a regular file")),
+        false => Err(invalid_input("is not a regular file")),
     }
 }
 

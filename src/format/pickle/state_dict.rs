@@ -106,8 +106,7 @@ impl ModelTensors {
         zero: Option<&ZeroModel>,
         state: TrainingState,
     ) -> Result<ModelTensors, ReadStop> {
-        let values = storages.values;
-        let root = values.root;
+        let (values, root) = (storages.values, storages.values.root);
         let mut walk = Walk {
             values,
             steps: Steps::of(values, STEPS_OF_BYTE, MANY_NAMES),

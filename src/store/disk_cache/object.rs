@@ -21,6 +21,7 @@ use super::direct::DirectFile;
 use super::known::KnownBlocks;
 use crate::atomic_file::TemporaryFile;
 use crate::coalesce::CUT;
+use crate::error::invalid_data;
 use crate::hash::{Digest, Hasher};
 use crate::index::is_private;
 use crate::source::page_cache::copy_cached;
@@ -392,7 +393,7 @@ pub(super) fn gone_is_fine(removed: io::Result<()>) -> io::Result<()> {
 }
 
 fn damaged() -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, "damaged")
+    invalid_data("damaged")
 }
 
 /// Whether a map has the file format of another version of tensorfs.

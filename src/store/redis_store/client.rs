@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use crate::error::invalid_data;
 use crate::process::PerProcess;
 use crate::store::remote_status::{EndpointCounters, counters_of};
 use crate::sync::Mutex;
@@ -220,7 +221,7 @@ fn number_of_answer(answer: RedisAnswer) -> io::Result<u64> {
 }
 
 fn unexpected() -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, "the server gives an answer of another type")
+    invalid_data("the server gives an answer of another type")
 }
 
 #[cfg(test)]

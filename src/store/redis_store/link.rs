@@ -6,6 +6,7 @@ use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::time::{Duration, Instant};
 
 use crate::asked::Asked;
+use crate::error::invalid_data;
 
 /// Maximum length of a line of a reply in bytes.
 const LINE_MAX: u64 = 4096;
@@ -121,7 +122,7 @@ impl RedisLink {
         }
         match self.reader.buffer() {
             [] => Ok(answers),
-            _ => Err(not_redis("there are bytes behind the last answer")),
+            _ => Err(invalid_data("there are bytes behind the last answer")),
         }
     }
 
@@ -151,10 +152,6 @@ fn addresses_of(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<Sock
     asked.within(time_left(deadline)?).unwrap_or_else(|_| Err(too_late()))
 }
 
-fn not_redis(why: &str) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, why)
-}
-
 /// Reads one reply with a value of at most `most` bytes. None of the commands used here gets a reply with
 /// several values.
 fn read_answer(reader: &mut impl io::BufRead, most: u64) -> io::Result<RedisAnswer> {
@@ -162,10 +159,10 @@ fn read_answer(reader: &mut impl io::BufRead, most: u64) -> io::Result<RedisAnsw
     reader.by_ref().take(LINE_MAX).read_until(b'\n', &mut line)?;
     let Some(line) = line.strip_suffix(b"\r\n") else {
         let is_cut = (line.len() as u64) < LINE_MAX && !line.ends_with(b"\n");
-        return Err(if is_cut { ErrorKind::UnexpectedEof.into() } else { not_redis("no line") });
+        return Err(if is_cut { ErrorKind::UnexpectedEof.into() } else { invalid_data("no line") });
     };
-    let text = std::str::from_utf8(line).map_err(|_| not_redis("a line is not text"))?;
-    let number = |digits: &str| digits.parse().map_err(|_| not_redis("a number is none"));
+    let text = std::str::from_utf8(line).map_err(|_| invalid_data("a line is not text"))?;
+    let number = |digits: &str| digits.parse().map_err(|_| invalid_data("a number is none"));
     if let Some(refusal) = text.strip_prefix('-') {
         let code = refusal.split(' ').next().unwrap_or_default();
         return Ok(RedisAnswer::Refused(code.chars().take(CODE_MAX).collect()));
@@ -173,10 +170,10 @@ fn read_answer(reader: &mut impl io::BufRead, most: u64) -> io::Result<RedisAnsw
     if let Some(digits) = text.strip_prefix(':') {
         return Ok(RedisAnswer::Number(number(digits)?));
     }
-    let digits = text.strip_prefix('$').ok_or_else(|| not_redis("an answer of another type"))?;
+    let digits = text.strip_prefix('$').ok_or_else(|| invalid_data("an answer of another type"))?;
     let len: u64 = number(digits)?;
     if len > most {
-        return Err(not_redis("a value is longer than what was asked for"));
+        return Err(invalid_data("a value is longer than what was asked for"));
     }
     let mut value = Vec::with_capacity(len.min(FIRST_ROOM) as usize);
     reader.by_ref().take(len).read_to_end(&mut value)?;
@@ -185,7 +182,7 @@ fn read_answer(reader: &mut impl io::BufRead, most: u64) -> io::Result<RedisAnsw
     if value.len() as u64 == len && end == *b"\r\n" {
         Ok(RedisAnswer::Bytes(value))
     } else {
-        Err(not_redis("a value has another length than it says"))
+        Err(invalid_data("a value has another length than it says"))
     }
 }
 

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::error::shown_path;
+use crate::error::{invalid_input, shown_path};
 use crate::hash::Digest;
 use crate::process::PerProcess;
 use crate::source::{ObjectRead, StoreKind, StoreListing};
@@ -107,7 +107,7 @@ impl RedisStore {
     }
 
     fn client(&self) -> io::Result<&RedisClient> {
-        self.client.as_ref().map_err(|why| io::Error::new(ErrorKind::InvalidInput, *why))
+        self.client.as_ref().map_err(|why| invalid_input(*why))
     }
 
     fn place<'a>(&self, path: &'a Path) -> io::Result<RedisPlace<'a>> {
@@ -115,11 +115,11 @@ impl RedisStore {
         let below = rest.ok_or(ErrorKind::NotFound)?.trim_matches('/');
         if below.is_empty() {
             let why = "names no prefix of keys: expected redis://HOST[:PORT]/PREFIX";
-            return Err(io::Error::new(ErrorKind::InvalidInput, why));
+            return Err(invalid_input(why));
         }
         if below.contains('?') {
             let why = "has settings behind a `?`: expected redis://HOST[:PORT]/PREFIX";
-            return Err(io::Error::new(ErrorKind::InvalidInput, why));
+            return Err(invalid_input(why));
         }
         Ok(match below.rsplit_once('/') {
             Some((prefix, FILE)) => RedisPlace::File(prefix),

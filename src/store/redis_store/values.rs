@@ -11,7 +11,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::client::RedisCalls;
 use super::link::time_left;
-use crate::error::quoted;
+use crate::error::{invalid_data, quoted};
 use crate::format::RangeReader;
 use crate::format::tensorizer::{self, ENTRIES_LEN_MAX, HEAD_LEN, HashedTensor, StoredPlace};
 use crate::hash::Digest;
@@ -32,10 +32,6 @@ const HEADERS_MAX: usize = 4096;
 
 /// Maximum total length of all headers in bytes. They stay in memory.
 const HEADERS_LEN_MAX: u64 = 256 << 20;
-
-fn invalid(why: String) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, why)
-}
 
 /// A checkpoint as one file.
 pub(super) struct RedisFile {
@@ -156,11 +152,11 @@ impl RedisFile {
             return Err(io::Error::new(ErrorKind::NotFound, why));
         }
         let places =
-            tensorizer::places(&description).map_err(|fault| invalid(fault.to_string()))?;
+            tensorizer::places(&description).map_err(|fault| invalid_data(fault.to_string()))?;
         let len = places.iter().fold(0, |len: u64, place| len.saturating_add(place.header_len()));
         if len > HEADERS_LEN_MAX {
             let why = format!("{len} bytes of headers, tensorfs reads up to {HEADERS_LEN_MAX}");
-            return Err(invalid(format!("the tensors have {why}")));
+            return Err(invalid_data(format!("the tensors have {why}")));
         }
         let mut tensors = Vec::new();
         for group in places.chunk_by(in_one_trip()) {
@@ -172,11 +168,11 @@ impl RedisFile {
     /// Adds the hashes in the headers to the tensors, after a check that the headers agree with the list.
     fn with_hashes(self) -> io::Result<RedisFile> {
         let data_end = self.tensors.last().map_or(0, |tensor| tensor.place.data.end);
-        let too_long = || invalid("its tensors pass 2^64 bytes".to_owned());
+        let too_long = || invalid_data("its tensors pass 2^64 bytes");
         let len = data_end.checked_add(END_MARK_LEN).ok_or_else(too_long)?;
         let mut file = RedisFile { len, ..self };
         let hashed = tensorizer::hashes(&mut DescribedBytes(&file))?
-            .map_err(|fault| invalid(fault.to_string()))?;
+            .map_err(|fault| invalid_data(fault.to_string()))?;
         let is_encrypted = tensorizer::is_encrypted(&file.description, &(0..file.len));
         for found in hashed.into_iter().filter(|_| !is_encrypted) {
             let start = |tensor: &RedisTensor| tensor.place.header.start;
@@ -188,7 +184,7 @@ impl RedisFile {
         let mut with_data = file.tensors.iter().filter(has_data);
         if let Some(tensor) = with_data.find(|tensor| tensor.hashed.is_none() && !is_encrypted) {
             let why = "has no hash, and Redis keeps no versions: save the checkpoint again";
-            return Err(invalid(format!("{} {why}", tensor.place.shown_name())));
+            return Err(invalid_data(format!("{} {why}", tensor.place.shown_name())));
         }
         let mut all = file.description.clone();
         file.tensors.iter().for_each(|tensor| all.extend_from_slice(&tensor.header));
@@ -272,13 +268,13 @@ fn headers(
     for ((place, value), (found_len, key)) in found {
         let name = place.shown_name();
         let header_len = place.header_len();
-        let missing = || invalid(format!("{name} has no header of {header_len} bytes"));
+        let missing = || invalid_data(format!("{name} has no header of {header_len} bytes"));
         let fits = |header: &Vec<u8>| header.len() as u64 == header_len;
         let header = Some(value).filter(fits).ok_or_else(missing)?;
         let len = place.data.end - place.data.start;
         if found_len != len {
             let why = format!("the value of {name} has {found_len} bytes, its header says {len}");
-            return Err(invalid(why));
+            return Err(invalid_data(why));
         }
         let place = place.clone();
         let (check, seen) = (TensorCheck::default(), Mutex::default());
@@ -385,7 +381,7 @@ impl RedisTensor {
         if differs {
             let name = self.place.shown_name();
             let why = "is not what the hash in its header says: it is damaged, or being replaced";
-            return Err(invalid(format!("the value of {name} {why}")));
+            return Err(invalid_data(format!("the value of {name} {why}")));
         }
         let sums: Arc<[Digest]> = sums.into();
         work.done = Some(sums.clone());

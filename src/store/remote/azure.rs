@@ -22,6 +22,7 @@ use super::request::{Refusal, Requests, Wanted};
 use super::shared::RemoteClients;
 use super::state::ObjectState;
 use super::url::{escaped_value, is_confidential};
+use crate::error::{invalid_data, invalid_input};
 use crate::store::remote_settings::StoreSettings;
 
 /// The version of Azure's protocol that requests name.
@@ -212,7 +213,7 @@ fn account_url(server: &str) -> io::Result<String> {
     if host.is_none_or(|host| host.is_empty() || host.contains(['@', '?', '#'])) {
         let why =
             "AZURE_STORAGE_ENDPOINT is no URL of an account: expected http(s)://HOST[/ACCOUNT]";
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        return Err(invalid_input(why));
     }
     Ok(server.to_owned())
 }
@@ -225,9 +226,8 @@ pub(super) fn access_of(
     authority: &str,
     variable: Variable<'_>,
 ) -> io::Result<(String, AzureAccess)> {
-    let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why.to_owned());
     let settings = AzureSettings::of(variable)?;
-    let (container, host) = parse_container(authority).map_err(|why| invalid(&why))?;
+    let (container, host) = parse_container(authority).map_err(invalid_input)?;
     let account = host.and_then(|host| host.split('.').next());
     let is_own = account.is_none() || account == settings.account.as_deref();
     let server = match (host, settings.server, &settings.account) {
@@ -235,7 +235,7 @@ pub(super) fn access_of(
         (Some(host), ..) => format!("https://{}", host.replacen(".dfs.", ".blob.", 1)),
         (None, _, Some(account)) => format!("https://{account}.blob.core.windows.net"),
         _ => {
-            return Err(invalid(
+            return Err(invalid_input(
                 "names no account: set AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING",
             ));
         }
@@ -278,8 +278,7 @@ pub(super) async fn list(
             return Ok(entries);
         }
     }
-    let why = format!("more than {PAGES_MAX} pages of names in one folder");
-    Err(io::Error::new(io::ErrorKind::InvalidData, why))
+    Err(invalid_data(format!("more than {PAGES_MAX} pages of names in one folder")))
 }
 
 /// One page of a listing.
@@ -327,10 +326,7 @@ struct AzurePrefix {
 
 impl AzurePage {
     fn parse(text: &[u8]) -> io::Result<AzurePage> {
-        let bad = |why: String| {
-            let why = format!("the listing is not that of Azure: {why}");
-            io::Error::new(io::ErrorKind::InvalidData, why)
-        };
+        let bad = |why: String| invalid_data(format!("the listing is not that of Azure: {why}"));
         let text = std::str::from_utf8(text)
             .map_err(|e| bad(e.to_string()))?
             .trim_start_matches('\u{feff}');

@@ -12,6 +12,7 @@ use super::multistatus::{DavResponse, responses_in};
 use super::request::{Requests, Wanted};
 use super::state::ObjectState;
 use super::url::normalize_escapes;
+use crate::error::invalid_data;
 use crate::sync::Mutex;
 
 /// Maximum length of a listing in bytes.
@@ -111,10 +112,7 @@ fn is_listing(text: &[u8]) -> bool {
 
 /// The places in a listing. Each has its path from the root, split into names, and its kind.
 fn parse(text: &[u8]) -> io::Result<Vec<(Vec<String>, StoreEntry)>> {
-    let bad = |why: String| {
-        let why = format!("the listing is not that of WebDAV: {why}");
-        io::Error::new(io::ErrorKind::InvalidData, why)
-    };
+    let bad = |why: String| invalid_data(format!("the listing is not that of WebDAV: {why}"));
     let text = std::str::from_utf8(text).map_err(|e| bad(e.to_string()))?;
     Ok(responses_in(text).map_err(bad)?.into_iter().filter_map(entry_of).collect())
 }

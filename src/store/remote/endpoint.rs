@@ -18,6 +18,7 @@ use super::shared::{RemoteClients, RemoteProcess};
 use super::state::{
     ObjectState, check_answer, content_range, len_of, replaced, retry_after, text_of,
 };
+use crate::error::{invalid_data, invalid_input};
 use crate::source::MemoryParts;
 use crate::store::remote_status::{EndpointCounters, counters_of};
 use crate::version::Version;
@@ -51,7 +52,7 @@ impl Endpoint {
         let url: reqwest::Url = base
             .replace("{region}", "region")
             .parse()
-            .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "is no usable URL"))?;
+            .map_err(|_| invalid_input("is no usable URL"))?;
         let own: Option<reqwest::Url> = access.base().and_then(|own| own.parse().ok());
         let named = own.as_ref().unwrap_or(&url);
         let host = match (named.host_str(), named.port()) {
@@ -427,7 +428,7 @@ impl Requests for Endpoint {
                 let why = format!("{} tells no length: it has to serve ranges", self.host);
                 Err(match refused {
                     Some(e) => io::Error::new(e.kind(), format!("{e}; {why}")),
-                    None => io::Error::new(io::ErrorKind::InvalidData, why),
+                    None => invalid_data(why),
                 })
             }
         }

@@ -19,6 +19,7 @@ use super::patience::Trouble;
 use super::request::Refusal;
 use super::shared::RemoteClients;
 use super::url::is_confidential;
+use crate::error::invalid_input;
 use crate::store::remote_settings::StoreSettings;
 
 /// The server of all buckets.
@@ -129,7 +130,7 @@ fn emulator_url(server: &str) -> io::Result<String> {
     let host = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
     if host.is_none_or(|host| host.is_empty() || host.contains(['@', '?', '#'])) {
         let why = "STORAGE_EMULATOR_HOST is no server: expected [http(s)://]HOST[:PORT]";
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        return Err(invalid_input(why));
     }
     Ok(url)
 }

@@ -36,6 +36,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::error::invalid_input;
 use crate::hash::Digest;
 use crate::process::PerProcess;
 use crate::source::{MemoryParts, ObjectRead, StoreKind, StoreListing, StoreProbe};
@@ -392,7 +393,7 @@ struct RefusedUrl(String);
 
 impl RefusedUrl {
     fn refuse<T>(&self) -> io::Result<T> {
-        Err(io::Error::new(ErrorKind::InvalidInput, self.0.clone()))
+        Err(invalid_input(self.0.clone()))
     }
 }
 

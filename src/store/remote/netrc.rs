@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use nix::libc;
 
 use super::credentials::Variable;
-use crate::error::shown_path;
+use crate::error::{invalid_input, shown_path};
 
 /// Maximum length of the file in bytes.
 const LEN_MAX: u64 = 1 << 20;
@@ -47,10 +47,9 @@ pub(super) fn login_for(
         return Err(io::Error::new(ErrorKind::PermissionDenied, why));
     }
     match entry.fault {
-        Some(fault) => {
-            let why = format!("{path}: {fault}: write each value behind its keyword, or in quotes");
-            Err(io::Error::new(ErrorKind::InvalidInput, why))
-        }
+        Some(fault) => Err(invalid_input(format!(
+            "{path}: {fault}: write each value behind its keyword, or in quotes"
+        ))),
         None => Ok(Some(Login { user: entry.user, password: entry.password })),
     }
 }

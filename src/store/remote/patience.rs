@@ -3,6 +3,8 @@
 use std::io;
 use std::time::{Duration, Instant};
 
+use crate::error::{invalid_data, invalid_input};
+
 /// The first pause, before a random part is subtracted.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -45,7 +47,7 @@ pub(super) enum Trouble {
 
 /// The error of a request that cannot be built.
 pub(super) fn unusable(why: &str) -> Trouble {
-    Trouble::Final(io::Error::new(io::ErrorKind::InvalidInput, why.to_owned()))
+    Trouble::Final(invalid_input(why))
 }
 
 /// The error of a connection to `host` that was lost, or could not be made.
@@ -135,7 +137,7 @@ impl Patience {
             Trouble::Broken(why) => {
                 self.broken += 1;
                 if self.broken >= BROKEN_MAX {
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, self.given_up(&why)));
+                    return Err(invalid_data(self.given_up(&why)));
                 }
                 (why, None)
             }

@@ -26,6 +26,7 @@ use super::request::{Refusal, Requests, Wanted};
 use super::shared::RemoteClients;
 use super::state::{ObjectState, text_of};
 use super::url::{escaped_key, escaped_value};
+use crate::error::{invalid_data, invalid_input};
 use crate::store::remote_settings::{StoreSettings, text_in};
 use crate::sync::Mutex;
 
@@ -183,8 +184,7 @@ fn value_in_profile(key: &str, variable: Variable<'_>) -> Option<String> {
 /// The URL of a bucket on a server other than AWS.
 fn own_base(server: &str, bucket: &str, in_host: bool) -> io::Result<String> {
     let unusable = |why: &str| {
-        let why = format!("AWS_ENDPOINT_URL {why}: expected http(s)://HOST[:PORT]");
-        io::Error::new(io::ErrorKind::InvalidInput, why)
+        invalid_input(format!("AWS_ENDPOINT_URL {why}: expected http(s)://HOST[:PORT]"))
     };
     let server = server.trim_end_matches('/');
     let (scheme, host) = server.split_once("://").ok_or_else(|| unusable("is no URL"))?;
@@ -255,8 +255,7 @@ pub(super) async fn list(
             return Ok(entries);
         }
     }
-    let why = format!("more than {PAGES_MAX} pages of names in one folder");
-    Err(io::Error::new(io::ErrorKind::InvalidData, why))
+    Err(invalid_data(format!("more than {PAGES_MAX} pages of names in one folder")))
 }
 
 /// One page of a listing.
@@ -291,12 +290,7 @@ struct S3Prefix {
 
 impl S3Page {
     fn parse(text: &[u8]) -> io::Result<S3Page> {
-        let bad = |why: String| {
-            io::Error::new(
-                io::ErrorKind::InvalidData,
-                format!("the listing is not that of S3: {why}"),
-            )
-        };
+        let bad = |why: String| invalid_data(format!("the listing is not that of S3: {why}"));
         let text = std::str::from_utf8(text).map_err(|e| bad(e.to_string()))?;
         if !text.contains("<ListBucketResult") {
             return Err(bad("no ListBucketResult".to_owned()));
@@ -315,8 +309,7 @@ impl S3Page {
         if self.is_truncated.as_deref().is_some_and(|text| text.trim() == "true")
             && self.next_token().is_none()
         {
-            let why = "the listing is cut off, and has no token for the rest";
-            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+            return Err(invalid_data("the listing is cut off, and has no token for the rest"));
         }
         for object in self.contents {
             let Some(name) = object.key.strip_prefix(prefix).filter(|name| is_entry_name(name))

@@ -16,6 +16,7 @@ use super::netrc;
 use super::request::{Refusal, Requests, Wanted};
 use super::shared::RemoteClients;
 use super::url::{authority_of, is_confidential};
+use crate::error::invalid_input;
 use crate::format::names;
 use crate::format::weight_map::WeightMap;
 use crate::sync::Mutex;
@@ -185,8 +186,7 @@ pub(super) fn access_of(
     let variable = |name: &str| clients.settings.variable(name);
     let is_secure = is_confidential(root);
     let found = netrc::login_for(host.trim_matches(['[', ']']), is_secure, &variable)?;
-    let unusable =
-        |_| io::Error::new(io::ErrorKind::InvalidInput, "the login of .netrc is not usable");
+    let unusable = |_| invalid_input("the login of .netrc is not usable");
     let signed = found.map(|login| {
         let client = clients.following.get()?;
         let builder = client.get(root).basic_auth(login.user, Some(login.password));

@@ -17,6 +17,7 @@ use super::super::request::Wanted;
 use super::super::state::{len_of, replaced, retry_after, text_of};
 use super::super::url::is_confidential;
 use super::{GIT_DIGITS, HubFile, HubRepository, HubTree, PinnedCommit, SHA256_DIGITS, is_hash};
+use crate::error::invalid_input;
 
 /// The URL of the public hub.
 const HUB: &str = "https://huggingface.co";
@@ -78,21 +79,20 @@ impl HubAccess {
         cache: Option<PathBuf>,
         pinned: PinnedCommit,
     ) -> io::Result<(String, HubAccess)> {
-        let bad = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why.to_owned());
         let given = |name: &str| variable(name).filter(|value| !value.is_empty());
         let endpoint = given("HF_ENDPOINT").unwrap_or_else(|| HUB.to_owned());
         let hub = endpoint.trim_end_matches('/').to_owned();
-        let base: Url = hub.parse().map_err(|_| bad("HF_ENDPOINT is no URL"))?;
+        let base: Url = hub.parse().map_err(|_| invalid_input("HF_ENDPOINT is no URL"))?;
         let is_plain = base.username().is_empty() && !hub.contains(['?', '#', '@']);
         if !["http", "https"].contains(&base.scheme()) || base.host_str().is_none() || !is_plain {
-            return Err(bad("HF_ENDPOINT is no URL: expected http(s)://HOST[:PORT]"));
+            return Err(invalid_input("HF_ENDPOINT is no URL: expected http(s)://HOST[:PORT]"));
         }
         let (found, token_origin) = token_of(&given).unzip();
         let token = match found.filter(|_| is_confidential(&hub)) {
             None => None,
             Some(token) => {
                 let mut header = HeaderValue::try_from(format!("Bearer {token}"))
-                    .map_err(|_| bad("the token of the hub is no token"))?;
+                    .map_err(|_| invalid_input("the token of the hub is no token"))?;
                 header.set_sensitive(true);
                 Some(header)
             }

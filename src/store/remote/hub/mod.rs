@@ -17,6 +17,7 @@ use reqwest::Url;
 
 use super::credentials::Variable;
 use super::state::ObjectState;
+use crate::error::invalid_input;
 use crate::format::names::{self, is_hub_name};
 use crate::store::hub_cache;
 use crate::sync::Mutex;
@@ -136,8 +137,7 @@ pub(super) fn access_of(
     variable: Variable<'_>,
     pinned: &PinnedCommit,
 ) -> io::Result<(String, HubAccess)> {
-    let invalid = |why| io::Error::new(io::ErrorKind::InvalidInput, why);
-    let (repository, _) = HubRepository::parse(authority).map_err(invalid)?;
+    let (repository, _) = HubRepository::parse(authority).map_err(invalid_input)?;
     let cache = hub_cache::cache_of(&|name| hub_cache::variable(name).map(PathBuf::from));
     HubAccess::new(repository, variable, cache, pinned.clone())
 }

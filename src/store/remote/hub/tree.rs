@@ -14,6 +14,7 @@ use super::super::request::{Requests, Wanted};
 use super::super::state::{ObjectState, text_of};
 use super::super::url::{escaped_key, escaped_value};
 use super::{GIT_DIGITS, HubAccess, HubFile, HubTree, SHA256_DIGITS, cached, is_hash};
+use crate::error::invalid_data;
 use crate::source::MemoryParts;
 use crate::version::Version;
 
@@ -22,10 +23,6 @@ const PAGE_LEN_MAX: usize = 16 << 20;
 
 /// Maximum number of pages of a repository, which is 200,000 files.
 const PAGES_MAX: usize = 200;
-
-fn invalid(why: String) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, why)
-}
 
 /// The files of the repository. They are requested once.
 ///
@@ -172,9 +169,9 @@ async fn load(hub: &HubAccess, requests: &impl Requests, deadline: Instant) -> i
     let wanted = Wanted::new(Method::GET, about);
     let (_, text) = requests.answer(&wanted, PAGE_LEN_MAX, deadline).await?;
     let found: HubRevision = serde_json::from_slice(&text)
-        .map_err(|e| invalid(format!("the hub tells no commit: {e}")))?;
+        .map_err(|e| invalid_data(format!("the hub tells no commit: {e}")))?;
     if !is_hash(&found.sha, GIT_DIGITS) {
-        return Err(invalid("the hub tells no commit: its name is no hash".to_owned()));
+        return Err(invalid_data("the hub tells no commit: its name is no hash"));
     }
     let time = found.last_modified.as_deref();
     let modified = time.and_then(|time| time.parse().ok()).map(Timestamp::as_second);
@@ -185,13 +182,15 @@ async fn load(hub: &HubAccess, requests: &impl Requests, deadline: Instant) -> i
         let wanted = Wanted::new(Method::GET, page);
         let (headers, text) = requests.answer(&wanted, PAGE_LEN_MAX, deadline).await?;
         let entries: Vec<HubEntry> = serde_json::from_slice(&text)
-            .map_err(|e| invalid(format!("the hub lists no files: {e}")))?;
+            .map_err(|e| invalid_data(format!("the hub lists no files: {e}")))?;
         let listed = entries.into_iter().filter_map(|entry| file_of(entry, modified));
         files.extend(listed.map(|file| (target(&file.key), file)));
         next = next_page(&headers)?;
     }
     if next.is_some() {
-        return Err(invalid(format!("the repository has more than {PAGES_MAX} pages of files")));
+        return Err(invalid_data(format!(
+            "the repository has more than {PAGES_MAX} pages of files"
+        )));
     }
     Ok(HubTree { commit: found.sha, files })
 }
@@ -226,7 +225,7 @@ fn next_page(headers: &HeaderMap) -> io::Result<Option<String>> {
         Some(format!("{}?{query}", &path[start + 1..]))
     });
     let why = "the listing is cut off, and has no link to the rest";
-    target.map(Some).ok_or_else(|| invalid(why.to_owned()))
+    target.map(Some).ok_or_else(|| invalid_data(why))
 }
 
 #[cfg(test)]

@@ -56,7 +56,7 @@ const LOOKED_AT_MAX: usize = 128;
 pub const BUDGET_MIN: u64 = 16 << 20;
 
 /// The callback of a read. It is called once, with the bytes or the error.
-pub type Answer = Box<dyn FnOnce(std::result::Result<&[u8], &Error>) + Send>;
+pub type Answer = Box<dyn FnOnce(Result<&[u8], &Error>) + Send>;
 
 /// The blocks of all open files of a mount.
 #[derive(Clone)]
@@ -242,7 +242,7 @@ impl CacheInner {
     }
 
     /// Answers a read and counts it.
-    fn answer(&self, request: ReadRequest, outcome: std::result::Result<&[u8], &Error>) {
+    fn answer(&self, request: ReadRequest, outcome: Result<&[u8], &Error>) {
         match outcome {
             Ok(bytes) => {
                 self.counters.bytes_served.add(bytes.len() as u64);
@@ -504,7 +504,7 @@ impl CacheInner {
     }
 
     /// Passes a piece to a read.
-    fn bring(&self, waiter: &Waiter, outcome: std::result::Result<&Arc<Block>, &Error>) {
+    fn bring(&self, waiter: &Waiter, outcome: Result<&Arc<Block>, &Error>) {
         let mut this = waiter.pending.lock();
         let since = this.request.as_ref().map(|request| request.since);
         match outcome {
@@ -539,7 +539,7 @@ impl CacheInner {
         state: &mut State,
         request: &ReadRequest,
         plan: &BlockPlan,
-    ) -> std::result::Result<Reservation, WaitReason> {
+    ) -> Result<Reservation, WaitReason> {
         if state.queue.holds_back(request.since, plan) {
             return Err(WaitReason::Fairness);
         }

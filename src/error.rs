@@ -22,7 +22,7 @@ use urls::{parts_of_url, without_secrets};
 ///     Ok(tensorfs::Checkpoint::open(folder)?.catalog().len())
 /// }
 /// ```
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 words! {
     /// The kind of an error, in the form in which `--json` prints it.

@@ -54,7 +54,7 @@ pub struct Layout {
     /// The pieces of all tensors, grouped by tensor. The pieces of a tensor are sorted by first byte.
     pieces: Vec<PlacedPiece>,
     /// Whether the elements of some piece have another order in its shard.
-    has_gathers: bool,
+    pub(crate) has_gathers: bool,
     len: u64,
 }
 
@@ -247,11 +247,6 @@ impl Layout {
         Ok(Layout { header, tensors, casts, pieces, has_gathers, len: end })
     }
 
-    /// Whether the elements of some piece have another order in its shard.
-    pub(crate) fn has_gathers(&self) -> bool {
-        self.has_gathers
-    }
-
     /// Length of the file in bytes.
     pub fn len(&self) -> u64 {
         self.len
@@ -375,8 +370,8 @@ impl Layout {
                     continue;
                 }
                 let gather = runs.gather(&wanted, SPAN_MAX);
-                found.extents += gather.reads();
-                found.gathered = found.gathered.saturating_add(gather.read_len());
+                found.extents += gather.reads;
+                found.gathered = found.gathered.saturating_add(gather.read_len);
             }
         }
         found

@@ -259,7 +259,7 @@ impl Planner {
             self.given.remove(&passed);
             return Some(vec![passed]);
         }
-        let patience = match self.readers.iter().any(|reader| reader.learner.trust() > 1) {
+        let patience = match self.readers.iter().any(|reader| reader.learner.trust > 1) {
             true => LEFT_READS_FORETOLD,
             false => self.patience(),
         };
@@ -643,7 +643,7 @@ impl Planner {
 
     /// Maximum number of bytes to read ahead if some of them lie beyond the current tensor.
     fn beyond(&self, stream: &ReadStream, reader: &ReadLearner) -> u64 {
-        match reader.trust() {
+        match reader.trust {
             // A reader that has read most of a tensor may continue with the next tensor.
             0 | 1 if !reader.is_mistaken() => {
                 let Range { start, end } = stream.tensor.range;

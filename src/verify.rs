@@ -149,7 +149,7 @@ pub fn verify(
 
 /// Compares the sha256 of the bytes with the one in the name of a hub blob, or with the one in its
 /// store.
-fn check_blob(source: &Source, expected: &str, found: &str) -> std::result::Result<(), Fault> {
+fn check_blob(source: &Source, expected: &str, found: &str) -> Result<(), Fault> {
     if found == expected {
         return Ok(());
     }

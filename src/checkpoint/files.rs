@@ -179,10 +179,7 @@ fn of_shards(
     Ok(Arc::new(Checkpoint::new(set, presented)))
 }
 
-fn catalog_of(
-    loaded: &[OpenShard],
-    map: Option<&WeightMap>,
-) -> std::result::Result<(SetKind, Catalog), Fault> {
+fn catalog_of(loaded: &[OpenShard], map: Option<&WeightMap>) -> Result<(SetKind, Catalog), Fault> {
     let headers: Vec<&ShardHeader> = loaded.iter().map(|file| &file.shard).collect();
     if let [one] = headers.as_slice() {
         let mut catalog = Catalog::of_whole_tensors(&headers, map)?;

@@ -70,10 +70,10 @@ pub(super) struct OpenShard {
 }
 
 /// A description and the hash of its bytes, or the fault of the description.
-type HashedDescription = std::result::Result<(ShardDescription, Digest), Fault>;
+type HashedDescription = Result<(ShardDescription, Digest), Fault>;
 
 /// A parsed header, or the fault of the header.
-type Parsed = std::result::Result<ParsedHeader, Fault>;
+type Parsed = Result<ParsedHeader, Fault>;
 
 /// A parsed header.
 #[derive(Clone)]
@@ -92,7 +92,7 @@ pub(super) struct Unread {
     /// Offset of its first byte in the source.
     start: u64,
     /// Its format and the length of its header, or the reason why it has no header.
-    detected: std::result::Result<Detected, Fault>,
+    detected: Result<Detected, Fault>,
     /// The first bytes of its description, if they were read together with the bytes that show the
     /// format.
     ahead: Vec<u8>,
@@ -322,7 +322,7 @@ fn unlock(
     source: &Arc<Source>,
     encrypted: Vec<EncryptedTensor>,
     secret: Option<&Secret>,
-) -> Result<std::result::Result<Decryptor, Fault>> {
+) -> Result<Result<Decryptor, Fault>> {
     let Some(secret) = secret else { return Ok(Err(key_required())) };
     let started = Instant::now();
     let decryptor = match Decryptor::new(encrypted, secret) {

@@ -80,7 +80,7 @@ impl Tree {
         // Folders without weight files need no index. The index is not used if there is a secret
         // for one file, because the index does not say whether that file is encrypted.
         let secret = self.options.secret.as_deref();
-        let one_secret = secret.filter(|secret| self.only.is_some() && !secret.is_optional());
+        let one_secret = secret.filter(|secret| self.only.is_some() && !secret.optional);
         let only = self.only.as_deref();
         let index = FolderIndex::of(self, folder).filter(FolderIndex::has_files);
         let usable = index.as_ref().filter(|_| one_secret.is_none());
@@ -331,10 +331,7 @@ fn prove_set(
 }
 
 /// The catalog of a checkpoint of DeepSpeed, with a note about the weights that are not shown.
-fn deepspeed_catalog(
-    folder: &Folder,
-    headers: &[&ShardHeader],
-) -> std::result::Result<Catalog, Fault> {
+fn deepspeed_catalog(folder: &Folder, headers: &[&ShardHeader]) -> Result<Catalog, Fault> {
     let mut catalog = Catalog::of_deepspeed(headers)?;
     if let ([model], Some(states)) = (headers, folder.state_files()) {
         let note = states.note_of_model(model.header.zero.as_deref());
@@ -359,7 +356,7 @@ fn unread_states(folder: &Folder) -> Option<String> {
 /// replaced an encrypted file by it.
 pub(super) fn refuse_plain<'a>(
     loaded: impl IntoIterator<Item = &'a OpenShard>,
-) -> std::result::Result<(), Fault> {
+) -> Result<(), Fault> {
     let (encrypted, plain): (Vec<&OpenShard>, Vec<&OpenShard>) =
         loaded.into_iter().partition(|file| file.source.is_encrypted());
     let (Some(encrypted), Some(plain)) = (encrypted.first(), plain.first()) else { return Ok(()) };
@@ -397,7 +394,7 @@ fn unprotected_zeros(checkpoint: &Checkpoint) -> Option<String> {
 
 /// Refuses files that have a sharding note and the same whole tensors, but not the name of a DCP
 /// shard. They are two checkpoints, and not one checkpoint with replicas.
-fn refuse_doubles(candidate: &Candidate, catalog: &Catalog) -> std::result::Result<(), Fault> {
+fn refuse_doubles(candidate: &Candidate, catalog: &Catalog) -> Result<(), Fault> {
     let named = candidate.members.iter().any(|name| names::is_dcp_shard(name));
     let whole = |tensor: Tensor<'_>| tensor.pieces().all(|piece| piece.shape == tensor.shape);
     if candidate.kind != SetKind::Dcp || named || !catalog.tensors().all(whole) {

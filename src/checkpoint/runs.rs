@@ -14,7 +14,7 @@ use super::set::{Proved, Set};
 use super::tree::Tree;
 
 /// The folder that the `latest` file of a run names, or the error if there is no such checkpoint.
-pub(super) type Latest = std::result::Result<FolderId, Error>;
+pub(super) type Latest = Result<FolderId, Error>;
 
 impl Tree {
     /// The last checkpoint of the run in `folder`. `None` if `folder` is not the folder of a run.

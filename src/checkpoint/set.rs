@@ -160,7 +160,7 @@ fn check_reference(
     known: &Reference,
     path: &Path,
     hint: &str,
-) -> std::result::Result<(), Fault> {
+) -> Result<(), Fault> {
     catalog.check_reference(known).map_err(|fault| Fault {
         message: format!("{} (reference: {}{hint})", fault.message, shown_path(path)),
         ..fault

@@ -329,7 +329,7 @@ impl Tree {
         parent: &Folder,
         child: &Subfolder,
         above: Vec<FileId>,
-    ) -> std::result::Result<Vec<Folder>, Option<String>> {
+    ) -> Result<Vec<Folder>, Option<String>> {
         let relative = parent.relative.join(&child.name);
         let shown = shown_path(&relative);
         if above.contains(&child.version.file()) || above.len() >= LIMITS.depth {

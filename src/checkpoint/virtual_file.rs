@@ -92,7 +92,7 @@ pub(super) fn present(
     name: &str,
     view: &View,
     read_config: ReadConfig<'_>,
-) -> std::result::Result<Presented, Fault> {
+) -> Result<Presented, Fault> {
     let config = Cell::new(ConfigRecord::Unread);
     let read = || {
         let text = read_config()?;

@@ -31,7 +31,7 @@ macro_rules! driver {
 
         impl Driver {
             /// Loads the driver, or returns why it cannot be used.
-            fn load() -> std::result::Result<Driver, String> {
+            fn load() -> Result<Driver, String> {
                 // SAFETY: this runs the initializers of the driver, like in every program that uses it.
                 if !unsafe { sys::is_culib_present() } {
                     return Err("there is no NVIDIA driver: libcuda.so.1 cannot be loaded".into());
@@ -98,7 +98,7 @@ driver! {
 impl Driver {
     /// The loaded and initialized driver. An error names GPU `ordinal`.
     fn get(ordinal: Option<u32>) -> Result<&'static Driver> {
-        static DRIVER: OnceLock<std::result::Result<Driver, String>> = OnceLock::new();
+        static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
         let driver = DRIVER
             .get_or_init(Driver::load)
             .as_ref()

@@ -146,7 +146,7 @@ impl PinnedPool {
         match pinned {
             Ok(pinned) => {
                 state.pinned += step;
-                state.how = if before == 0 { pinned.how() } else { state.how.max(pinned.how()) };
+                state.how = if before == 0 { pinned.how } else { state.how.max(pinned.how) };
                 let free = FreeList::new(pinned.len());
                 state.steps.push((pinned, free));
                 Ok(())

@@ -302,7 +302,7 @@ impl DeviceQueue {
         let call = {
             let mut state = self.state.lock();
             let is_long = state.queue.is_long(id) && over.transfer.len() >= ANSWERED_HERE_MAX;
-            if !is_long && !over.transfer.decrypts() {
+            if !is_long && !over.transfer.decrypts {
                 drop(state);
                 return self.answer_over(over);
             }
@@ -414,7 +414,7 @@ impl DeviceQueue {
     pub(super) fn count_read(&self, transfer: &Transfer, result: &io::Result<usize>) {
         self.counters.source_reads.add(1);
         self.counters.source_reads_direct.add(u64::from(transfer.is_direct()));
-        if transfer.is_refused() {
+        if transfer.refused {
             self.direct_refused.store(true, Ordering::Relaxed);
         }
         self.counters.source_bytes.add(*result.as_ref().unwrap_or(&0) as u64);

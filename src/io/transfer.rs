@@ -45,9 +45,9 @@ pub(super) struct Transfer {
     /// Range in the buffer of the bytes that have to be read. For encrypted sources it is extended to whole pieces.
     needed: Range<usize>,
     /// Whether the bytes have to be decrypted.
-    decrypts: bool,
+    pub(super) decrypts: bool,
     /// Whether a read past the page cache was intended but not possible.
-    refused: bool,
+    pub(super) refused: bool,
     /// Number of EAGAIN results so far.
     again: u32,
     /// Start of the time limit.
@@ -154,19 +154,9 @@ impl Transfer {
         self.wanted.len()
     }
 
-    /// Whether the bytes have to be decrypted, which takes longer than reading them.
-    pub(super) fn decrypts(&self) -> bool {
-        self.decrypts
-    }
-
     /// Whether the reads go past the page cache.
     pub(super) fn is_direct(&self) -> bool {
         self.direct.is_some()
-    }
-
-    /// Whether a read past the page cache was intended but not possible.
-    pub(super) fn is_refused(&self) -> bool {
-        self.refused
     }
 
     /// File, offset and memory of the next read. `None` if a store is read.

@@ -36,7 +36,7 @@ const PARTS_MAX: usize = 64;
 const REGISTER_MIN: u64 = 1 << 20;
 
 /// The library, or why it cannot be used. A loader looks for it once, because that may take seconds.
-pub(super) type CuFileCell = Arc<OnceLock<std::result::Result<&'static CuFile, String>>>;
+pub(super) type CuFileCell = Arc<OnceLock<Result<&'static CuFile, String>>>;
 
 /// The result of the reads with cuFile, and the part of the plan that is left to the other reads.
 #[derive(Default)]
@@ -386,7 +386,7 @@ impl CuFileWork {
         gpu: Gpu,
         queue: Arc<CuFileQueue>,
         regions: Vec<(DeviceRegion, bool)>,
-    ) -> std::result::Result<CuFileWork, String> {
+    ) -> Result<CuFileWork, String> {
         let entered = gpu.enter().map_err(|e| e.to_string())?;
         let library = found.get_or_init(CuFile::open).clone()?;
         let mut known: HashMap<u64, Option<Arc<Registered>>> = HashMap::new();
@@ -414,11 +414,7 @@ impl CuFileWork {
         drop(tell);
     }
 
-    fn read_all(
-        &self,
-        reader: usize,
-        tell: &Sender<CuFileReport>,
-    ) -> std::result::Result<(), CuFileReport> {
+    fn read_all(&self, reader: usize, tell: &Sender<CuFileReport>) -> Result<(), CuFileReport> {
         let _entered = self.gpu.enter().map_err(|e| CuFileReport::Refused(e.to_string()))?;
         let mut current: Option<(ShardId, Arc<Opened>)> = None;
         while let Some((number, began)) = self.queue.next(reader) {
@@ -465,7 +461,7 @@ impl CuFileWork {
         &self,
         job: &CuFileJob,
         current: &'a mut Option<(ShardId, Arc<Opened>)>,
-    ) -> std::result::Result<Option<&'a Opened>, String> {
+    ) -> Result<Option<&'a Opened>, String> {
         let mut shards = self.shards.lock();
         if shards.refused.contains(&job.shard) {
             return Ok(None);
@@ -482,7 +478,7 @@ impl CuFileWork {
         Ok(current.as_ref().map(|(_, opened)| &**opened))
     }
 
-    fn register(&self, source: &Arc<Source>) -> std::result::Result<Opened, String> {
+    fn register(&self, source: &Arc<Source>) -> Result<Opened, String> {
         let local = source.local().ok_or("it is no local file")?;
         let file = local.file().map_err(|e| e.to_string())?;
         // Each load needs a descriptor of its own, because the same one cannot be registered twice.
@@ -495,7 +491,7 @@ impl CuFileWork {
         Ok(Opened { handle, file })
     }
 
-    fn read_parts(&self, job: &CuFileJob, handle: &FileHandle) -> std::result::Result<(), String> {
+    fn read_parts(&self, job: &CuFileJob, handle: &FileHandle) -> Result<(), String> {
         for part in &job.parts {
             let to = &self.regions[part.region as usize];
             let mut have = 0;

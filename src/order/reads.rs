@@ -60,7 +60,8 @@ pub struct ReadLearner {
     /// The score of each order. It changes only at tensors for which the predictions of the orders
     /// differ.
     scores: [i8; Order::ALL.len()],
-    trust: u8,
+    /// Trust in the best order. It grows with each tensor that this order predicts.
+    pub(crate) trust: u8,
     /// Number of tensors that no order predicted. Each predicted tensor halves this number.
     misses: u8,
     /// Tensors begun last, newest first.
@@ -72,11 +73,6 @@ impl ReadLearner {
     /// The learner for a new reader, which is expected to use the same order.
     pub(crate) fn follower(&self) -> ReadLearner {
         ReadLearner { recent: VecDeque::new(), trust: self.trust.min(2), misses: 0, ..self.clone() }
-    }
-
-    /// Trust in the best order. It grows with each tensor that this order predicts.
-    pub(crate) fn trust(&self) -> u8 {
-        self.trust
     }
 
     /// Whether no order predicted most of the tensors that were begun last.

@@ -255,12 +255,12 @@ impl Reader {
     /// source. Readahead of such a block is not worthwhile.
     pub(crate) fn gathers_far(&self, range: Range<u64>) -> bool {
         let block = range.start..range.end.min(range.start + BLOCK_LEN);
-        self.layout.as_ref().is_some_and(|layout| layout.has_gathers()) && self.is_scattered(&block)
+        self.layout.as_ref().is_some_and(|layout| layout.has_gathers) && self.is_scattered(&block)
     }
 
     /// Whether more bytes have to be gathered for `range` than memory should contain at a time.
     fn is_streamed(&self, range: &Range<u64>) -> bool {
-        let layout = self.layout.as_ref().filter(|layout| layout.has_gathers());
+        let layout = self.layout.as_ref().filter(|layout| layout.has_gathers);
         layout.is_some_and(|layout| is_streamed(&layout.extent_count(range), range))
     }
 
@@ -295,7 +295,7 @@ impl Reader {
         };
         let usual_len = self.usual_block_len(&range, most);
         let plan = self.plan_block(first(usual_len));
-        let gathers = self.layout.as_ref().is_some_and(|layout| layout.has_gathers());
+        let gathers = self.layout.as_ref().is_some_and(|layout| layout.has_gathers);
         if gathers && plan.len() < plan.spread_len() {
             // A shorter block would be gathered from the same number of bytes.
             return plan;

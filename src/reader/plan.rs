@@ -380,7 +380,7 @@ impl<'a> WantedBytes<'a> {
         let mut plan = BlockPlan { len, stored: false, header, fetches: Vec::new() };
         wanted.sort_by_key(|(shard, wanted)| (*shard, wanted.range.start));
         // For gathers, the layout has merged close ranges already.
-        let gap = if self.layout.has_gathers() { GATHER_GAP_MAX } else { GAP_MAX };
+        let gap = if self.layout.has_gathers { GATHER_GAP_MAX } else { GAP_MAX };
         let same_shard = |first: &(usize, BlockUse), next: &(usize, BlockUse)| first.0 == next.0;
         let reads: Vec<_> = coalesce(&wanted, |one| &one.1.range, same_shard, gap, MERGED_LEN_MAX)
             .map(|(range, group)| (group[0].0, range, group.len()))

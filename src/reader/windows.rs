@@ -149,7 +149,7 @@ impl GatherWindows {
     /// The range of the window that contains byte `offset`, or a range that needs no window. The flag says whether the
     /// range is that of a window.
     fn window_at(&self, reader: &Reader, offset: u64) -> (Range<u64>, bool) {
-        let layout = reader.layout.as_ref().filter(|layout| layout.has_gathers());
+        let layout = reader.layout.as_ref().filter(|layout| layout.has_gathers);
         let Some(layout) = layout.filter(|_| !reader.is_encrypted()) else {
             return (offset..reader.len(), false);
         };

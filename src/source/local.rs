@@ -288,12 +288,7 @@ impl LocalFile {
     }
 
     /// Decides whether the bytes are the same in both versions. If not, the error says why.
-    fn judge(
-        &self,
-        known: &Version,
-        now: &Version,
-        file: Option<&File>,
-    ) -> std::result::Result<(), String> {
+    fn judge(&self, known: &Version, now: &Version, file: Option<&File>) -> Result<(), String> {
         if known.len != now.len {
             return Err(format!("has {} bytes, it had {} when it was opened", now.len, known.len));
         }

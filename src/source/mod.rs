@@ -172,9 +172,9 @@ impl Source {
     /// Stops the use of the local copy after a failed read of it. Does nothing if there is no copy.
     pub(crate) fn leave_copy(&self) {
         if let Source::Stored(file) = self
-            && file.copy_slot().opened().is_some()
+            && file.copy.opened().is_some()
         {
-            file.copy_slot().refuse();
+            file.copy.refuse();
         }
     }
 
@@ -321,14 +321,14 @@ impl Source {
     pub fn release(&self) {
         match self {
             Source::Local(file) => file.release(),
-            Source::Stored(file) => file.copy_slot().release(),
+            Source::Stored(file) => file.copy.release(),
         }
     }
 
     fn is_open_unpinned(&self) -> bool {
         match self {
             Source::Local(file) => file.is_open_unpinned(),
-            Source::Stored(file) => file.copy_slot().is_open_unpinned(),
+            Source::Stored(file) => file.copy.is_open_unpinned(),
         }
     }
 

@@ -18,7 +18,8 @@ pub struct StoreFile {
     store: Arc<dyn StoreKind>,
     path: PathBuf,
     version: Version,
-    copy: Arc<CopySlot>,
+    /// The slot for the local copy.
+    pub(super) copy: Arc<CopySlot>,
     pub(super) notes: Notes,
 }
 
@@ -60,11 +61,6 @@ impl StoreFile {
         if !self.notes.is_changed() {
             self.copy.open(None);
         }
-    }
-
-    /// The slot for the local copy.
-    pub(super) fn copy_slot(&self) -> &CopySlot {
-        &self.copy
     }
 
     pub(super) fn pin(&self) -> Pin {

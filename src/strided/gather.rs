@@ -26,8 +26,9 @@ pub struct Gather {
     /// Maximum number of bytes between runs that are read together.
     gap: u64,
     /// Number of reads. `read_len` is the approximate number of bytes that they read.
-    reads: u64,
-    read_len: u64,
+    pub reads: u64,
+    /// Approximate number of bytes that these reads return.
+    pub read_len: u64,
 }
 
 /// Groups of runs of a copy, in the order of the source. A group consists of `steps` steps of one dimension,
@@ -165,16 +166,6 @@ impl Gather {
         }
     }
 
-    /// Number of reads.
-    pub fn reads(&self) -> u64 {
-        self.reads
-    }
-
-    /// Approximate number of bytes that these reads return.
-    pub fn read_len(&self) -> u64 {
-        self.read_len
-    }
-
     /// Calls `visit` for the runs of each read. If the part is not contiguous, the copy to which its runs
     /// belong is passed too.
     pub fn each_read(&self, max: u64, visit: &mut dyn FnMut(Option<&Arc<StridedCopy>>, RunRange)) {
@@ -269,7 +260,7 @@ pub(super) mod tests {
                     put(part.bytes.start + run.start, place, run.end - run.start);
                 });
             });
-            prop_assert_eq!(reads, gather.reads());
+            prop_assert_eq!(reads, gather.reads);
             prop_assert_eq!(found.into_iter().collect::<Option<Vec<u64>>>(), Some(right));
         }
     }
@@ -284,13 +275,13 @@ pub(super) mod tests {
         };
         // A small part is read as one range of the source.
         let small = gathered(512, 512, 0..1 << 19);
-        assert!(small.reads() == 1 && small.read_len() <= 1 << 20, "{small:?}");
+        assert!(small.reads == 1 && small.read_len <= 1 << 20, "{small:?}");
         // In a larger part, each column is a read.
         let large = gathered(1 << 14, 1 << 10, 0..1 << 20);
-        assert_eq!((large.reads(), large.read_len()), (1 << 10, 1 << 20));
+        assert_eq!((large.reads, large.read_len), (1 << 10, 1 << 20));
         // Here, one read for each element would cost more than reading all bytes.
         let tall = gathered(1 << 10, 1 << 20, 3 << 20..5 << 20);
-        assert!(tall.reads() < 1 << 10 && tall.read_len() > 1 << 30, "{tall:?}");
+        assert!(tall.reads < 1 << 10 && tall.read_len > 1 << 30, "{tall:?}");
         assert!(tall.boxes.len() <= 3);
     }
 }

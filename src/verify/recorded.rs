@@ -132,7 +132,7 @@ impl Recorded {
         file_name(&[self.folder.as_os_str().as_bytes()], SUMS_EXTENSION)
     }
 
-    fn decode(&self, bytes: &[u8]) -> std::result::Result<Sums, &'static str> {
+    fn decode(&self, bytes: &[u8]) -> Result<Sums, &'static str> {
         let sums = Sums::decode(bytes)?;
         let own = sums.folder == self.folder.as_os_str().as_bytes();
         own.then_some(sums).ok_or("is about another folder")
@@ -143,7 +143,7 @@ impl Recorded {
     ///
     /// # Errors
     /// The reason why the checksums were not recorded.
-    pub fn keep(&self, fresh: Vec<ShardSums>) -> std::result::Result<(), String> {
+    pub fn keep(&self, fresh: Vec<ShardSums>) -> Result<(), String> {
         if fresh.is_empty() {
             return Ok(());
         }

@@ -27,7 +27,7 @@ pub use checker::{Checker, CheckerStatus, MEMORY};
 use job::ChecksumJob;
 
 /// A callback that is called once. `Ok` means that the bytes may be served.
-pub type CheckAnswer = Box<dyn FnOnce(std::result::Result<(), &Error>) + Send>;
+pub type CheckAnswer = Box<dyn FnOnce(Result<(), &Error>) + Send>;
 
 /// The state of a unit: not compared, equal to its checksum, or different.
 const UNKNOWN: u8 = 0;

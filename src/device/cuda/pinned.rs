@@ -41,7 +41,7 @@ pub(in crate::device) struct Pinned {
     gpu: Gpu,
     start: NonNull<u8>,
     len: usize,
-    how: Pinning,
+    pub(in crate::device) how: Pinning,
     /// Owner of the memory. `None` if the driver allocated it.
     _region: Option<Arc<Region>>,
 }
@@ -92,10 +92,6 @@ impl Pinned {
             }
             _ => Err(why),
         }
-    }
-
-    pub(in crate::device) fn how(&self) -> Pinning {
-        self.how
     }
 
     /// Length in bytes.

@@ -9,7 +9,8 @@ use super::distcp::StoredChunk;
 use super::tensors::{StorageData, Storages, TensorPlace, tensor_call};
 use super::zip::{LOCAL_MAGIC, archive_start};
 use super::{
-    PICKLE, ReadStop, check_byte_order, check_described, described, is_zip, machine, open, told,
+    PICKLE, ReadStop, Result, check_byte_order, check_described, described, is_zip, machine, open,
+    told,
 };
 use crate::coalesce::coalesce;
 use crate::error::{ErrorKind, Fault};
@@ -49,7 +50,7 @@ fn parse(
     reader: &mut dyn RangeReader,
     chunks: &[StoredChunk],
     items: usize,
-) -> Result<ShardDescription, ReadStop> {
+) -> Result<ShardDescription> {
     if let Some(header) = safetensors_header(reader, chunks)? {
         let held = header.tensors.len();
         if held > items {
@@ -96,7 +97,7 @@ fn parse(
 fn safetensors_header(
     reader: &mut dyn RangeReader,
     chunks: &[StoredChunk],
-) -> Result<Option<Header>, ReadStop> {
+) -> Result<Option<Header>> {
     let mut sniff = [0; SNIFF_LEN + 1];
     if chunks.iter().any(|chunk| chunk.item.0 > 0) || reader.file_len() < sniff.len() as u64 {
         return Ok(None);
@@ -213,7 +214,7 @@ fn parse_item(
     window: &mut WindowReader<'_>,
     chunk: &StoredChunk,
     range: &Range<u64>,
-) -> Result<ParsedItem, ReadStop> {
+) -> Result<ParsedItem> {
     window.begin(range)?;
     check_place(window, range)?;
     let (archive, len) = open(window, range.clone())?;
@@ -254,7 +255,7 @@ fn parse_item(
 }
 
 /// Refuses an item whose bytes are not one archive.
-fn check_place(window: &mut WindowReader<'_>, range: &Range<u64>) -> Result<(), ReadStop> {
+fn check_place(window: &mut WindowReader<'_>, range: &Range<u64>) -> Result<()> {
     let mut first = [0; LOCAL_MAGIC.len()];
     let is_long = range.end - range.start >= first.len() as u64;
     if is_long {

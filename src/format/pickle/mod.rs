@@ -95,6 +95,9 @@ enum ReadStop {
     Fault(Fault),
 }
 
+/// The result of a function that reads a file.
+type Result<T, E = ReadStop> = std::result::Result<T, E>;
+
 impl ErrorKind {
     /// A fault of this kind, in a function that also reads.
     fn stop(self, message: impl Into<String>) -> ReadStop {
@@ -113,7 +116,7 @@ impl From<Fault> for ReadStop {
 }
 
 /// Converts the result to one whose outer error is a failed read and whose inner error is a fault.
-fn told<T>(result: Result<T, ReadStop>) -> io::Result<Result<T, Fault>> {
+fn told<T>(result: Result<T>) -> io::Result<Result<T, Fault>> {
     match result {
         Ok(value) => Ok(Ok(value)),
         Err(ReadStop::Fault(fault)) => Ok(Err(fault)),
@@ -172,9 +175,10 @@ pub fn description_len(reader: &mut dyn RangeReader) -> io::Result<Result<u64, F
         return Ok(pickles.map(|bytes| bytes.len() as u64 * MEMORY_OF_BYTE));
     }
     let whole = reader.start()..reader.file_len();
-    told(open(reader, whole).map(|(archive, len)| {
-        len * MEMORY_OF_BYTE + (reader.file_len() - archive.directory_start())
-    }))
+    told(
+        open(reader, whole)
+            .map(|(archive, len)| len * MEMORY_OF_BYTE + (reader.file_len() - archive.directory)),
+    )
 }
 
 /// Parses a whole file that is already in memory.
@@ -231,7 +235,7 @@ pub fn entry_hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<Hashe
 }
 
 /// The archive in the bytes `range` of a file, and the length of its pickle in bytes.
-fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64), ReadStop> {
+fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64)> {
     let archive = Archive::read(reader, range)?;
     if archive.has(TORCHSCRIPT) {
         return Err(ErrorKind::HeaderDecode.stop(
@@ -253,12 +257,8 @@ fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64
 fn parse_range(
     reader: &mut dyn RangeReader,
     range: Range<u64>,
-    describe: impl FnOnce(
-        &Values<'_>,
-        StorageData<'_, '_>,
-        &Range<u64>,
-    ) -> Result<ShardDescription, ReadStop>,
-) -> Result<ShardDescription, ReadStop> {
+    describe: impl FnOnce(&Values<'_>, StorageData<'_, '_>, &Range<u64>) -> Result<ShardDescription>,
+) -> Result<ShardDescription> {
     let (archive, len) = open(reader, range.clone())?;
     check_byte_order(reader, &archive)?;
     let place = archive.data(reader, PICKLE)?.unwrap_or(0..0);
@@ -273,7 +273,7 @@ fn describe_universal(
     values: &Values<'_>,
     data: StorageData<'_, '_>,
     range: &Range<u64>,
-) -> Result<ShardDescription, ReadStop> {
+) -> Result<ShardDescription> {
     let mut storages = Storages::new(values, data);
     let (place, is_flat) = match tensor_call(values, values.root) {
         Some(call) => (call.place(&mut storages)?, true),
@@ -317,7 +317,7 @@ fn describe(
     data: StorageData<'_, '_>,
     range: &Range<u64>,
     state: TrainingState,
-) -> Result<ShardDescription, ReadStop> {
+) -> Result<ShardDescription> {
     let mut storages = Storages::new(values, data);
     if let Some(partition) = zero::partition_of(&mut storages)? {
         let mut description = ShardDescription::with_room(0, 0, 0);
@@ -408,7 +408,7 @@ fn check_described(described: &[Range<u64>], items: u64) -> Result<(), Fault> {
     )))
 }
 
-fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<(), ReadStop> {
+fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<()> {
     // The entry is absent before torch 2.1.
     let Some(place) = archive.data(reader, BYTE_ORDER)? else { return Ok(()) };
     let mut order = vec![0; (place.end - place.start).min(16) as usize];

@@ -7,7 +7,7 @@ use super::parts::{RANKS_MAX, RankParts, TensorPart};
 use super::tensors::{Storages, TensorPlace, tensor_call};
 use super::values::{MANY_NAMES, Node, NodeId, Part, Steps, Values};
 use super::zero::unknown;
-use super::{ReadStop, TrainingState};
+use super::{ReadStop, Result, TrainingState};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::{ZeroModel, slice_fault};
 use crate::format::description::FileRank;
@@ -105,7 +105,7 @@ impl ModelTensors {
         storages: &mut Storages<'_, '_>,
         zero: Option<&ZeroModel>,
         state: TrainingState,
-    ) -> Result<ModelTensors, ReadStop> {
+    ) -> Result<ModelTensors> {
         let (values, root) = (storages.values, storages.values.root);
         let mut walk = Walk {
             values,
@@ -235,7 +235,7 @@ fn note_of(mut left_out: Vec<String>, hides_tensors: bool) -> Option<String> {
 fn places(
     storages: &mut Storages<'_, '_>,
     found: Vec<(String, NodeId)>,
-) -> Result<(Vec<ModelTensor>, Option<FileRank>), ReadStop> {
+) -> Result<(Vec<ModelTensor>, Option<FileRank>)> {
     let values = storages.values;
     let mut tensors = Vec::with_capacity(found.len());
     let mut parts = RankParts::new(storages);

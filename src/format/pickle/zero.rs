@@ -3,9 +3,9 @@
 
 use std::collections::HashMap;
 
-use super::ReadStop;
 use super::tensors::{Storages, numbers, tensor_call};
 use super::values::{MANY_NAMES, Node, NodeId, Part, Steps, Values};
+use super::{ReadStop, Result};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::{FlatRun, ZeroModel, ZeroParam, ZeroPartition, ZeroSlice};
 
@@ -28,7 +28,7 @@ pub(super) fn unknown(what: &str) -> Fault {
 
 /// The facts in a file of model states. `None` if the pickle is not such a file of DeepSpeed, or
 /// has no shapes.
-pub(super) fn model_of(storages: &mut Storages<'_, '_>) -> Result<Option<ZeroModel>, ReadStop> {
+pub(super) fn model_of(storages: &mut Storages<'_, '_>) -> Result<Option<ZeroModel>> {
     let values = storages.values;
     let mut reading = Reading::new(values);
     let root = values.root;
@@ -71,9 +71,7 @@ pub(super) fn model_of(storages: &mut Storages<'_, '_>) -> Result<Option<ZeroMod
 }
 
 /// The facts in a file of optimizer states. `None` if the pickle is not such a file of ZeRO.
-pub(super) fn partition_of(
-    storages: &mut Storages<'_, '_>,
-) -> Result<Option<ZeroPartition>, ReadStop> {
+pub(super) fn partition_of(storages: &mut Storages<'_, '_>) -> Result<Option<ZeroPartition>> {
     let values = storages.values;
     let mut reading = Reading::new(values);
     let Some(state) = reading.value(values.root, "optimizer_state_dict")? else { return Ok(None) };
@@ -210,12 +208,7 @@ impl<'a> Reading<'a> {
     }
 
     /// The range of elements of a flat tensor.
-    fn run(
-        &mut self,
-        storages: &mut Storages<'_, '_>,
-        id: NodeId,
-        what: &str,
-    ) -> Result<FlatRun, ReadStop> {
+    fn run(&mut self, storages: &mut Storages<'_, '_>, id: NodeId, what: &str) -> Result<FlatRun> {
         self.steps.spend(8)?;
         let call = tensor_call(self.values, id).ok_or_else(|| unknown(what))?;
         let place = call.run(storages).map_err(|stop| match stop {

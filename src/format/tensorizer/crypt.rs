@@ -46,7 +46,7 @@ pub struct Encryption {
     /// Length of the data in bytes.
     data_len: u64,
     /// Length in bytes of each piece except the last one, which may be shorter.
-    piece_len: u64,
+    pub piece_len: u64,
     /// Nonce of the first piece.
     nonce: PieceNonce,
     macs: Box<[Mac]>,
@@ -79,11 +79,6 @@ impl Encryption {
     /// Number of pieces.
     pub fn pieces(&self) -> u64 {
         self.macs.len() as u64
-    }
-
-    /// Length in bytes of each piece except the last one.
-    pub fn piece_len(&self) -> u64 {
-        self.piece_len
     }
 
     /// The range of the data that is piece `index`.

@@ -131,7 +131,7 @@ impl Decryptor {
             let wanted = start.max(range.start) - range.start..end.min(range.end) - range.start;
             let mut offset = wanted.start;
             while offset < wanted.end {
-                let index = offset / encryption.piece_len();
+                let index = offset / encryption.piece_len;
                 let piece = encryption.piece(index);
                 let place = range.start + piece.start..range.start + piece.end;
                 // A part of a piece cannot be decrypted, because only the whole piece has a MAC.

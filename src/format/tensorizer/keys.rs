@@ -121,7 +121,7 @@ impl KeyDerivation {
 pub struct Secret {
     kind: SecretKind,
     /// Whether it may also be used with files that are not encrypted.
-    optional: bool,
+    pub(crate) optional: bool,
     /// Keys derived from the passphrase, by their parameters. They are kept because a derivation
     /// takes seconds.
     derived: Mutex<Vec<(KeyDerivation, Arc<DataKey>)>>,
@@ -186,11 +186,6 @@ impl Secret {
     #[must_use]
     pub fn optional(self) -> Secret {
         Secret { optional: true, ..self }
-    }
-
-    /// Whether it may also be used with files that are not encrypted.
-    pub(crate) fn is_optional(&self) -> bool {
-        self.optional
     }
 
     /// Whether a key is being derived from it at the moment, which may take a minute of CPU time.

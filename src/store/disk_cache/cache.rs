@@ -253,7 +253,7 @@ impl DiskCache {
         patience: DiskPatience,
     ) -> Option<Arc<CachedObject>> {
         let (cache, key) = (self.clone(), key.clone());
-        self.threads.ask(patience, move || cache.open_object(&key, patience.whole()))?
+        self.threads.ask(patience, move || cache.open_object(&key, patience.whole))?
     }
 
     /// Opens or creates the object with the key `key`. May wait for the file system.

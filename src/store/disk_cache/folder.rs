@@ -453,7 +453,7 @@ fn prune_listed(listed: &FolderFiles, keep: u64) -> io::Result<Pruned> {
             Err(e) if e.kind() == io::ErrorKind::Unsupported => rest.push(files),
             Err(e) => return Err(e),
             Ok(object) => {
-                let other = files.data.iter().filter(|path| *path != object.data_path());
+                let other = files.data.iter().filter(|path| **path != object.data_path);
                 for path in other.filter(|path| is_old(modified(path))) {
                     DataFile::open(path).remove()?;
                 }

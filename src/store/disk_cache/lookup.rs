@@ -161,7 +161,7 @@ impl CachedObject {
         let aligned = place.len() / ALIGN as usize * ALIGN as usize;
         let (most, rest) = place.split_at_mut(aligned);
         if !cached.is_some_and(CachedPages::is_most)
-            && self.direct.read(&self.data, self.data_path(), at, most)
+            && self.direct.read(&self.data, &self.data_path, at, most)
         {
             return self.data.read_exact_at(rest, at + aligned as u64);
         }

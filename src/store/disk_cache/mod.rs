@@ -107,7 +107,7 @@ impl CachedStore {
         let mut busy_since: Option<Instant> = None;
         let mut todo = requests_of(runs);
         while let Some(NearRuns { span, runs }) = todo.pop() {
-            let claim = if cache.may_store(patience.whole()) && object.writable {
+            let claim = if cache.may_store(patience.whole) && object.writable {
                 cache.claim(object, &span, patience)
             } else {
                 None
@@ -322,7 +322,7 @@ impl StoreKind for CachedStore {
         cache.threads.ask(DiskPatience::of(read.until), move || {
             let file = object.whole_file()?;
             object.note_use();
-            Some((object.data_path().to_owned(), file))
+            Some((object.data_path.to_owned(), file))
         })?
     }
 

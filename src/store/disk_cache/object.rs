@@ -115,7 +115,8 @@ pub(super) struct CachedObject {
     path: PathBuf,
     map: File,
     pub(super) data: File,
-    data_path: PathBuf,
+    /// The path of the data file.
+    pub(super) data_path: PathBuf,
     /// Whether blocks can be stored in it.
     pub(super) writable: bool,
     /// Time of the last update of the time of last use, in seconds since 1970.
@@ -252,11 +253,6 @@ impl CachedObject {
     /// The path of the map.
     pub(super) fn path(&self) -> &Path {
         &self.path
-    }
-
-    /// The path of the data file.
-    pub(super) fn data_path(&self) -> &Path {
-        &self.data_path
     }
 
     /// The byte range of the blocks `run`.

@@ -27,7 +27,7 @@ const WAIT_WITHOUT_DEADLINE: Duration = Duration::from_secs(5);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DiskPatience {
     /// If an earlier job runs longer than this, the reader does not use the folder.
-    whole: Duration,
+    pub(super) whole: Duration,
     /// Time at which the reader stops waiting, whatever the number of its jobs.
     end: Instant,
 }
@@ -45,11 +45,6 @@ impl DiskPatience {
     /// Whether the reader waits no longer.
     pub(super) fn is_over(&self) -> bool {
         Instant::now() >= self.end
-    }
-
-    /// The maximum duration of a job in the folder.
-    pub(super) fn whole(&self) -> Duration {
-        self.whole
     }
 }
 

@@ -60,7 +60,7 @@ impl CachedObject {
         if !self.is_linked() {
             return None;
         }
-        let path = self.data_path();
+        let path = &self.data_path;
         // A network file system could make page faults wait for another machine without a deadline.
         if !FileSystem::at(path).is_local() {
             return None;

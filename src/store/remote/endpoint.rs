@@ -219,7 +219,7 @@ impl Endpoint {
         drop(slot);
         patience.pause_before_retry(trouble).await?;
         self.counters.retries.add(1);
-        self.slot(patience.deadline()).await.map_err(|_| patience.no_place())
+        self.slot(patience.deadline).await.map_err(|_| patience.no_place())
     }
 
     /// The headers of the answer to a request whose body is not needed.

@@ -82,7 +82,7 @@ fn root_cause(error: &dyn std::error::Error) -> String {
 /// The tries of one request.
 pub(super) struct Patience {
     began: Instant,
-    deadline: Instant,
+    pub(super) deadline: Instant,
     /// Whether tries go on up to the deadline even if there is no connection to the server.
     waits_for_server: bool,
     tries: u32,
@@ -97,10 +97,6 @@ impl Patience {
         let (tries, failures, unreachable, broken) = (0, 0, 0, 0);
         let began = Instant::now();
         Patience { began, deadline, waits_for_server, tries, failures, unreachable, broken }
-    }
-
-    pub(super) fn deadline(&self) -> Instant {
-        self.deadline
     }
 
     /// The longest wait for the next byte in one try. It is a part of the time up to the deadline, so that time

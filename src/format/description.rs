@@ -107,9 +107,16 @@ impl ShardDescription {
         self.tensors.push(DescriptionRow { name_end, shape, facts, start });
     }
 
+    /// Adds a tensor that shares its extents with no other tensor.
+    pub(super) fn add(&mut self, name: &str, facts: TensorFacts, shape: &[u64], start: u64) {
+        let begin = self.numbers.len() as u32;
+        self.numbers.extend_from_slice(shape);
+        self.push(name, facts, (begin, self.numbers.len() as u32), start);
+    }
+
     /// Sets the strides of the tensor that was added last.
-    pub(super) fn set_strides(&mut self, strides: Vec<u64>) {
-        if let Some(last) = self.tensors.len().checked_sub(1) {
+    pub(super) fn set_strides(&mut self, strides: Option<Vec<u64>>) {
+        if let (Some(last), Some(strides)) = (self.tensors.len().checked_sub(1), strides) {
             self.strided.push((last as u32, strides));
         }
     }

@@ -275,14 +275,10 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
     let first = tensors.first().map_or(start + HEAD_LEN, |tensor| tensor.header.start);
     let names_len = tensors.iter().map(|tensor| tensor.name.len()).sum();
     let mut description = ShardDescription::with_room(first, tensors.len(), names_len);
-    let mut numbers: Vec<u64> = Vec::new();
     let mut described: Vec<Range<u64>> = Vec::with_capacity(tensors.len() + 1);
     described.push(start..first);
     for StoredTensor { name, dtype, shape, header, data, zeros, .. } in &tensors {
-        let begin = numbers.len() as u32;
-        numbers.extend_from_slice(shape);
-        let start = zeros.unwrap_or(data.start);
-        description.push(name, (*dtype).into(), (begin, numbers.len() as u32), start);
+        description.add(name, (*dtype).into(), shape, zeros.unwrap_or(data.start));
         append(&mut described, header);
     }
     if !end_mark.is_empty() {
@@ -298,7 +294,6 @@ pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription
         let with_data = with_encryption.filter(|tensor| !tensor.range.is_empty());
         description.encrypted = Some(with_data.collect());
     }
-    description.set_numbers(numbers);
     description.described = described;
     description.next_file = next_file;
     Ok(Ok(description))

@@ -9,8 +9,8 @@ use super::distcp::StoredChunk;
 use super::tensors::{StorageData, Storages, TensorPlace, tensor_call};
 use super::zip::{LOCAL_MAGIC, archive_start};
 use super::{
-    PICKLE, ReadStop, Result, check_byte_order, check_described, described, is_zip, machine, open,
-    told,
+    PICKLE, ReadStop, Result, check_byte_order, check_described, described, description_of, is_zip,
+    machine, open, told,
 };
 use crate::coalesce::coalesce;
 use crate::error::{ErrorKind, Fault};
@@ -63,9 +63,8 @@ fn parse(
     let ranges = item_ranges(reader.file_len(), chunks)?;
     let mut window = WindowReader::new(reader, &ranges);
     let names_len = chunks.iter().map(|chunk| chunk.tensor.name.len()).sum();
-    let mut description = ShardDescription::with_room(0, chunks.len(), names_len);
+    let mut description = description_of(0, chunks.len(), names_len);
     description.described.clear();
-    let mut numbers: Vec<u64> = Vec::new();
     let mut places = Vec::with_capacity(chunks.len());
     for (chunk, range) in chunks.iter().zip(ranges) {
         let name = &chunk.tensor.name;
@@ -74,13 +73,9 @@ fn parse(
             read => read,
         })?;
         let TensorPlace { dtype, shape, start, strides, .. } = item.tensor;
-        let begin = numbers.len() as u32;
-        numbers.extend_from_slice(&shape);
-        description.push(name, dtype.into(), (begin, numbers.len() as u32), start);
-        if let Some(strides) = strides {
-            description.set_strides(strides);
-        }
-        places.push(place_of(chunk, chunk.offset.clone()));
+        description.add(name, dtype.into(), &shape, start);
+        description.set_strides(strides);
+        places.push(place_of(chunk));
         for part in described(&range, item.data) {
             match description.described.last_mut() {
                 Some(last) if last.end == part.start => last.end = part.end,
@@ -89,7 +84,8 @@ fn parse(
         }
     }
     check_described(&description.described, chunks.len() as u64)?;
-    Ok(finished(description, numbers, places))
+    description.places = Some(places);
+    Ok(description)
 }
 
 /// The header of a file whose items torch saved as safetensors. Such a file is a safetensors file, and `.metadata`
@@ -146,35 +142,17 @@ fn described_by_header(header: Header, chunks: &[StoredChunk]) -> Result<ShardDe
         found.push((held.start, chunk));
     }
     found.sort_by_key(|(start, _)| *start);
-    let mut description = ShardDescription::with_room(data_start, chunks.len(), 0);
-    let (mut numbers, mut places) = (Vec::new(), Vec::with_capacity(chunks.len()));
-    for (start, chunk) in found {
-        let begin = numbers.len() as u32;
-        numbers.extend_from_slice(&chunk.shape);
-        let shape = (begin, numbers.len() as u32);
-        description.push(&chunk.tensor.name, chunk.tensor.dtype.into(), shape, start);
-        places.push(place_of(chunk, chunk.offset.clone()));
+    let mut description = description_of(data_start, chunks.len(), 0);
+    for (start, chunk) in &found {
+        let tensor = &chunk.tensor;
+        description.add(&tensor.name, tensor.dtype.into(), &chunk.shape, *start);
     }
-    Ok(finished(description, numbers, places))
+    description.places = Some(found.into_iter().map(|(_, chunk)| place_of(chunk)).collect());
+    Ok(description)
 }
 
-/// Adds shapes, places and metadata to the description.
-fn finished(
-    mut description: ShardDescription,
-    numbers: Vec<u64>,
-    places: Vec<PiecePlace>,
-) -> ShardDescription {
-    description.set_numbers(numbers);
-    // Programs look for the name of the framework in the metadata of a safetensors file.
-    let format = ("format".to_owned(), "pt".to_owned());
-    description.metadata = Some([format].into());
-    description.places = Some(places);
-    description
-}
-
-/// The place of a part of `chunk` that begins at `offset`.
-fn place_of(chunk: &StoredChunk, offset: Vec<u64>) -> PiecePlace {
-    let whole_shape = Some(chunk.tensor.shape.clone());
+fn place_of(chunk: &StoredChunk) -> PiecePlace {
+    let (offset, whole_shape) = (chunk.offset.clone(), Some(chunk.tensor.shape.clone()));
     PiecePlace { logical_name: None, offset, whole_shape }
 }
 

@@ -289,14 +289,9 @@ fn describe_universal(
     };
     let is_vocabulary = !is_flat && zero::is_vocabulary(values)?;
     let TensorPlace { dtype, shape, start, strides, .. } = place;
-    let mut description = ShardDescription::with_room(0, 1, PARAM.len());
-    description.push(PARAM, dtype.into(), (0, shape.len() as u32), start);
-    if let Some(strides) = strides {
-        description.set_strides(strides);
-    }
-    description.set_numbers(shape);
-    let format = ("format".to_owned(), "pt".to_owned());
-    description.metadata = Some([format].into());
+    let mut description = description_of(0, 1, PARAM.len());
+    description.add(PARAM, dtype.into(), &shape, start);
+    description.set_strides(strides);
     description.described = described(range, storages.undescribed());
     check_described(&description.described, 0)?;
     description.zero =
@@ -342,21 +337,11 @@ fn describe(
     };
     let undescribed = storages.undescribed();
     let names_len = named.tensors.iter().map(|tensor| tensor.name.len()).sum();
-    let mut description = ShardDescription::with_room(0, named.tensors.len(), names_len);
-    let mut numbers: Vec<u64> = Vec::new();
-    for tensor in &mut named.tensors {
-        let begin = numbers.len() as u32;
-        numbers.extend_from_slice(&tensor.place.shape);
-        let shape = (begin, numbers.len() as u32);
-        description.push(&tensor.name, tensor.place.dtype.into(), shape, tensor.place.start);
-        if let Some(strides) = tensor.place.strides.take() {
-            description.set_strides(strides);
-        }
+    let mut description = description_of(0, named.tensors.len(), names_len);
+    for ModelTensor { name, place, .. } in &mut named.tensors {
+        description.add(name, place.dtype.into(), &place.shape, place.start);
+        description.set_strides(place.strides.take());
     }
-    description.set_numbers(numbers);
-    // Programs look for the name of the framework in the metadata of a safetensors file.
-    let format = ("format".to_owned(), "pt".to_owned());
-    description.metadata = Some([format].into());
     description.described = described(range, undescribed);
     check_described(&description.described, 0)?;
     description.left_out = named.left_out;
@@ -368,6 +353,15 @@ fn describe(
         description.places = Some(named.tensors.into_iter().map(place_of).collect());
     }
     Ok(description)
+}
+
+/// The description of a file of torch, without tensors.
+fn description_of(data_start: u64, tensors: usize, names_len: usize) -> ShardDescription {
+    let mut description = ShardDescription::with_room(data_start, tensors, names_len);
+    // Programs look for the name of the framework in the metadata of a safetensors file.
+    let format = ("format".to_owned(), "pt".to_owned());
+    description.metadata = Some([format].into());
+    description
 }
 
 /// The place of a tensor in a file that has parts of tensors. The tensor may be a part or a whole tensor.

@@ -16,6 +16,7 @@ use std::io::{self, BufReader, Read};
 
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
+use crate::format::range_reader::{ReadResult, ReadStop, told};
 use crate::format::safetensors::{
     Entry, HEADER_LEN_MAX, Header, PREFIX_LEN, SNIFF_LEN, check_entry, check_tensors, header_len,
 };
@@ -89,7 +90,7 @@ pub fn parse_stream<R: Read>(
     header_len: u64,
     file_len: u64,
 ) -> io::Result<Result<Header, Fault>> {
-    let mut read = |decode: fn(&mut Decoder<BufReader<R>>) -> Result<Decoded, Stop>| {
+    let mut read = |decode: fn(&mut Decoder<BufReader<R>>) -> ReadResult<Decoded>| {
         let reader = BufReader::new(open());
         let memory = MemoryCount { now: 1 };
         let mut decoder = Decoder { reader, header_len, left: header_len, memory };
@@ -97,43 +98,9 @@ pub fn parse_stream<R: Read>(
         check_tensors(&tensors, header_len, file_len)?;
         Ok(Header { metadata, tensors, header_len })
     };
-    let fault = match read(Decoder::current) {
-        Ok(header) => return Ok(Ok(header)),
-        Err(Stop::Read(error)) => return Err(error),
-        Err(Stop::Fault(fault)) => fault,
-    };
-    match read(Decoder::older) {
+    match told(read(Decoder::current))? {
         Ok(header) => Ok(Ok(header)),
-        Err(Stop::Read(error)) => Err(error),
-        Err(Stop::Fault(_)) => Ok(Err(fault)),
-    }
-}
-
-/// Why decoding ends early.
-enum Stop {
-    Read(io::Error),
-    Fault(Fault),
-}
-
-impl From<io::Error> for Stop {
-    fn from(error: io::Error) -> Stop {
-        Stop::Read(error)
-    }
-}
-
-impl From<Fault> for Stop {
-    fn from(fault: Fault) -> Stop {
-        Stop::Fault(fault)
-    }
-}
-
-impl Stop {
-    /// Adds the tensor `name` to the message of the fault.
-    fn tensor(self, name: &str) -> Stop {
-        match self {
-            Stop::Fault(fault) => Stop::Fault(fault.tensor(name)),
-            other => other,
-        }
+        Err(fault) => Ok(told(read(Decoder::older))?.map_err(|_| fault)),
     }
 }
 
@@ -151,7 +118,7 @@ struct Decoder<R> {
 
 impl<R: Read> Decoder<R> {
     /// The current layout: each tensor with its name.
-    fn current(&mut self) -> Result<Decoded, Stop> {
+    fn current(&mut self) -> ReadResult<Decoded> {
         let metadata = self.metadata()?;
         let mut tensors = Vec::new();
         let mut end = 0;
@@ -168,7 +135,7 @@ impl<R: Read> Decoder<R> {
 
     /// The layout of the 0.0 releases: all tensors, then all names, each with the position of its
     /// tensor.
-    fn older(&mut self) -> Result<Decoded, Stop> {
+    fn older(&mut self) -> ReadResult<Decoded> {
         let metadata = self.metadata()?;
         let mut tensors = Vec::new();
         let mut end = 0;
@@ -197,7 +164,7 @@ impl<R: Read> Decoder<R> {
         Ok((metadata, tensors))
     }
 
-    fn metadata(&mut self) -> Result<Metadata, Stop> {
+    fn metadata(&mut self) -> ReadResult<Metadata> {
         match self.bytes::<1>("the mark of metadata")?[0] {
             0 => return Ok(None),
             1 => {}
@@ -228,7 +195,7 @@ impl<R: Read> Decoder<R> {
     /// Reads a tensor without its name. The data of the tensor has to begin at `previous_end`. Each
     /// tensor is checked at once, so that a header of invalid tensors is refused at the first
     /// tensor.
-    fn description(&mut self, previous_end: u64) -> Result<Entry, Stop> {
+    fn description(&mut self, previous_end: u64) -> ReadResult<Entry> {
         let (marker, number) = self.marked_uint("a dtype")?;
         if marker == MARKER_U64 {
             return Err(self.bad("a dtype is written as an integer of 64 bits, 32 expected"));
@@ -252,7 +219,7 @@ impl<R: Read> Decoder<R> {
 
     /// Reads a number of items. Refuses the number if this many items of at least `item_len` bytes
     /// each do not fit into the rest of the header.
-    fn count(&mut self, what: &str, item_len: u64) -> Result<u64, Stop> {
+    fn count(&mut self, what: &str, item_len: u64) -> ReadResult<u64> {
         let count = self.uint("a count")?;
         if count > self.left / item_len {
             let left = self.left;
@@ -264,13 +231,13 @@ impl<R: Read> Decoder<R> {
     }
 
     /// Reads the number of items of a list, and counts the memory that the items take.
-    fn list(&mut self, what: &str, item_len: u64, item_memory: u64) -> Result<u64, Stop> {
+    fn list(&mut self, what: &str, item_len: u64, item_memory: u64) -> ReadResult<u64> {
         let count = self.count(what, item_len)?;
         self.memory.list(count, item_memory)?;
         Ok(count)
     }
 
-    fn string(&mut self, what: &str) -> Result<String, Stop> {
+    fn string(&mut self, what: &str) -> ReadResult<String> {
         let len = self.list("bytes of text", 1, 1)?;
         let mut bytes = Vec::new();
         (&mut self.reader).take(len).read_to_end(&mut bytes)?;
@@ -285,12 +252,12 @@ impl<R: Read> Decoder<R> {
         })
     }
 
-    fn uint(&mut self, what: &str) -> Result<u64, Stop> {
+    fn uint(&mut self, what: &str) -> ReadResult<u64> {
         self.marked_uint(what).map(|(_, value)| value)
     }
 
     /// An integer and its first byte. Encodings that are longer than necessary are accepted.
-    fn marked_uint(&mut self, what: &str) -> Result<(u8, u64), Stop> {
+    fn marked_uint(&mut self, what: &str) -> ReadResult<(u8, u64)> {
         let [marker] = self.bytes(what)?;
         let value = match marker {
             MARKER_U16 => u16::from_le_bytes(self.bytes(what)?).into(),
@@ -305,7 +272,7 @@ impl<R: Read> Decoder<R> {
         Ok((marker, value))
     }
 
-    fn bytes<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Stop> {
+    fn bytes<const N: usize>(&mut self, what: &str) -> ReadResult<[u8; N]> {
         if self.left < N as u64 {
             return Err(self.bad(&format!("it ends within {what}")));
         }
@@ -320,7 +287,7 @@ impl<R: Read> Decoder<R> {
         self.header_len - self.left
     }
 
-    fn bad(&self, what: &str) -> Stop {
+    fn bad(&self, what: &str) -> ReadStop {
         let message = format!("not a bintensors header: before its byte {}: {what}", self.at());
         ErrorKind::HeaderDecode.fault(message).into()
     }

@@ -31,7 +31,7 @@ use self::decryptor::EncryptedTensor;
 use self::entries::ListedTensor;
 use self::header::HeaderExtras;
 use super::description::ShardDescription;
-use super::range_reader::RangeReader;
+use super::range_reader::{RangeReader, ReadResult, told};
 
 /// First bytes of a file.
 const MAGIC: &[u8; 5] = b"|TZR|";
@@ -267,11 +267,11 @@ pub fn parse_file(bytes: &[u8]) -> Result<ShardDescription, Fault> {
 /// The outer error is a failed read, the inner one is the fault of the file.
 pub fn parse(reader: &mut dyn RangeReader) -> io::Result<Result<ShardDescription, Fault>> {
     let start = reader.start();
-    let StoredFile { encrypted, tensors, end_mark, next_file } = match read_tensors(reader, false) {
+    let read = match told(read_tensors(reader, false))? {
         Ok(file) => file,
-        Err(ParseStop::Read(error)) => return Err(error),
-        Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
+        Err(fault) => return Ok(Err(fault)),
     };
+    let StoredFile { encrypted, tensors, end_mark, next_file } = read;
     let first = tensors.first().map_or(start + HEAD_LEN, |tensor| tensor.header.start);
     let names_len = tensors.iter().map(|tensor| tensor.name.len()).sum();
     let mut description = ShardDescription::with_room(first, tensors.len(), names_len);
@@ -312,10 +312,9 @@ fn append(ranges: &mut Vec<Range<u64>>, range: &Range<u64>) {
 /// # Errors
 /// The errors of `parse`.
 pub fn hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<HashedTensor>, Fault>> {
-    let tensors = match read_tensors(reader, true) {
+    let tensors = match told(read_tensors(reader, true))? {
         Ok(file) => file.tensors,
-        Err(ParseStop::Read(error)) => return Err(error),
-        Err(ParseStop::Fault(fault)) => return Ok(Err(fault)),
+        Err(fault) => return Ok(Err(fault)),
     };
     let hashed =
         tensors.into_iter().filter(|tensor| !tensor.hashes.is_empty()).map(|tensor| HashedTensor {
@@ -326,24 +325,6 @@ pub fn hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<HashedTenso
             is_entry: false,
         });
     Ok(Ok(hashed.collect()))
-}
-
-/// Why parsing ends early.
-enum ParseStop {
-    Read(io::Error),
-    Fault(Fault),
-}
-
-impl From<io::Error> for ParseStop {
-    fn from(error: io::Error) -> ParseStop {
-        ParseStop::Read(error)
-    }
-}
-
-impl From<Fault> for ParseStop {
-    fn from(fault: Fault) -> ParseStop {
-        ParseStop::Fault(fault)
-    }
 }
 
 impl FileHead {
@@ -413,7 +394,7 @@ fn too_short(file: &Range<u64>) -> Fault {
 /// Reads the list of tensors, which may have any order, and the header of each tensor. Refuses
 /// files with bytes between the tensors. The form of the hashes is checked in all headers. The
 /// hashes are kept if `keep_hashes` is set.
-fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> Result<StoredFile, ParseStop> {
+fn read_tensors(reader: &mut dyn RangeReader, keep_hashes: bool) -> ReadResult<StoredFile> {
     let (start, file_len) = (reader.start(), reader.file_len());
     let mut sniff = vec![0; HEAD_LEN.min(file_len.saturating_sub(start)) as usize];
     reader.read_exact_at(start, &mut sniff)?;
@@ -595,7 +576,7 @@ fn read_end_mark(
     reader: &mut dyn RangeReader,
     end: u64,
     file_len: u64,
-) -> Result<(Range<u64>, Option<u64>), ParseStop> {
+) -> ReadResult<(Range<u64>, Option<u64>)> {
     let mut room = [0; END_MARK_LEN as usize];
     let mark = &mut room[..END_MARK_LEN.min(file_len - end) as usize];
     reader.read_exact_at(end, mark)?;
@@ -609,5 +590,5 @@ fn read_end_mark(
         "the last tensor that the file lists ends at byte {end}, and no end mark follows; the \
          program that saved it may have been stopped"
     );
-    Err(ErrorKind::DataTrailing.fault(message).into())
+    Err(ErrorKind::DataTrailing.stop(message))
 }

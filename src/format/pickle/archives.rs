@@ -4,7 +4,7 @@
 use std::io;
 use std::ops::Range;
 
-use super::Result;
+use super::ReadResult;
 use super::zip::{Archive, archive_start};
 use crate::error::ErrorKind;
 use crate::format::range_reader::RangeReader;
@@ -20,7 +20,7 @@ const BLOCKS_MAX: usize = 4;
 ///
 /// The end record of an archive says where the archive begins. An archive may contain other archives as its data, so
 /// the archives are found from the end of the file.
-pub(super) fn archives_at_end(reader: &mut dyn RangeReader) -> Result<(Vec<Range<u64>>, u64)> {
+pub(super) fn archives_at_end(reader: &mut dyn RangeReader) -> ReadResult<(Vec<Range<u64>>, u64)> {
     let mut end = reader.file_len();
     let mut found = Vec::new();
     while end > 0 {
@@ -34,7 +34,7 @@ pub(super) fn archives_at_end(reader: &mut dyn RangeReader) -> Result<(Vec<Range
 
 /// The entries with a CRC of all archives of a file, in the order of their bytes. The archives have to fill the whole
 /// file, because bytes in front of the first archive could not be compared with a CRC.
-pub(super) fn hashed_entries(reader: &mut dyn RangeReader) -> Result<Vec<HashedTensor>> {
+pub(super) fn hashed_entries(reader: &mut dyn RangeReader) -> ReadResult<Vec<HashedTensor>> {
     let mut reader = BlockReader::new(reader);
     let (ranges, begin) = archives_at_end(&mut reader)?;
     if begin > 0 {
@@ -55,7 +55,7 @@ fn add_entries(
     reader: &mut dyn RangeReader,
     range: Range<u64>,
     hashed: &mut Vec<HashedTensor>,
-) -> Result<()> {
+) -> ReadResult<()> {
     let archive = Archive::read(reader, range)?;
     for name in archive.names_in_order() {
         let Some(crc) = archive.crc_of(name) else { continue };

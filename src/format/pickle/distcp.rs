@@ -8,7 +8,7 @@ use super::chosen::{Chosen, KeyPath, ShownTensor};
 use super::globals::dtype;
 use super::machine::run_of;
 use super::tensors::plain_tuple;
-use super::values::{Node, NodeId, Part, Steps, Values};
+use super::values::{Node, NodeId, Part, PickleSteps, Values};
 use super::{TrainingState, wrong};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
@@ -98,7 +98,8 @@ impl DistcpMetadata {
     pub fn parse(bytes: &[u8], state: TrainingState) -> Result<DistcpMetadata, Fault> {
         let values_max = (bytes.len() as f64 * VALUES_OF_BYTE) as usize + 1024;
         let values = run_of(bytes, values_max)?;
-        let steps = Steps::of(&values, STEPS_OF_BYTE, "its pickle uses the same values too often");
+        let steps =
+            PickleSteps::of(&values, STEPS_OF_BYTE, "its pickle uses the same values too often");
         MetadataReader { values: &values, steps, state }.read()
     }
 }
@@ -140,7 +141,7 @@ struct ItemPlace<'v> {
 
 struct MetadataReader<'a, 'v> {
     values: &'a Values<'v>,
-    steps: Steps,
+    steps: PickleSteps,
     state: TrainingState,
 }
 

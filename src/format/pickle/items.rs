@@ -9,8 +9,8 @@ use super::distcp::StoredChunk;
 use super::tensors::{StorageData, Storages, TensorPlace, tensor_call};
 use super::zip::{LOCAL_MAGIC, archive_start};
 use super::{
-    PICKLE, ReadStop, Result, check_byte_order, check_described, described, description_of, is_zip,
-    machine, open, told,
+    PICKLE, ReadResult, ReadStop, check_byte_order, check_described, described, description_of,
+    is_zip, machine, open, told,
 };
 use crate::coalesce::coalesce;
 use crate::error::{ErrorKind, Fault};
@@ -50,7 +50,7 @@ fn parse(
     reader: &mut dyn RangeReader,
     chunks: &[StoredChunk],
     items: usize,
-) -> Result<ShardDescription> {
+) -> ReadResult<ShardDescription> {
     if let Some(header) = safetensors_header(reader, chunks)? {
         let held = header.tensors.len();
         if held > items {
@@ -68,10 +68,7 @@ fn parse(
     let mut places = Vec::with_capacity(chunks.len());
     for (chunk, range) in chunks.iter().zip(ranges) {
         let name = &chunk.tensor.name;
-        let item = parse_item(&mut window, chunk, &range).map_err(|stop| match stop {
-            ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
-            read => read,
-        })?;
+        let item = parse_item(&mut window, chunk, &range).map_err(|stop| stop.tensor(name))?;
         let TensorPlace { dtype, shape, start, strides, .. } = item.tensor;
         description.add(name, dtype.into(), &shape, start);
         description.set_strides(strides);
@@ -93,7 +90,7 @@ fn parse(
 fn safetensors_header(
     reader: &mut dyn RangeReader,
     chunks: &[StoredChunk],
-) -> Result<Option<Header>> {
+) -> ReadResult<Option<Header>> {
     let mut sniff = [0; SNIFF_LEN + 1];
     if chunks.iter().any(|chunk| chunk.item.0 > 0) || reader.file_len() < sniff.len() as u64 {
         return Ok(None);
@@ -192,7 +189,7 @@ fn parse_item(
     window: &mut WindowReader<'_>,
     chunk: &StoredChunk,
     range: &Range<u64>,
-) -> Result<ParsedItem> {
+) -> ReadResult<ParsedItem> {
     window.begin(range)?;
     check_place(window, range)?;
     let (archive, len) = open(window, range.clone())?;
@@ -233,7 +230,7 @@ fn parse_item(
 }
 
 /// Refuses an item whose bytes are not one archive.
-fn check_place(window: &mut WindowReader<'_>, range: &Range<u64>) -> Result<()> {
+fn check_place(window: &mut WindowReader<'_>, range: &Range<u64>) -> ReadResult<()> {
     let mut first = [0; LOCAL_MAGIC.len()];
     let is_long = range.end - range.start >= first.len() as u64;
     if is_long {

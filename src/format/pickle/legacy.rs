@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::machine::{PICKLE_LEN_MAX, run_first};
 use super::tensors::{LISTED_ID_LEN, StorageData, StorageId, storage_id};
 use super::values::{Node, Part, Values};
-use super::{Result, TrainingState, describe, le, wrong};
+use super::{ReadResult, TrainingState, describe, le, wrong};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::description::ShardDescription;
 use crate::format::range_reader::RangeReader;
@@ -104,7 +104,7 @@ fn check_machine(machine: &Values<'_>) -> Result<(), Fault> {
 }
 
 /// The bytes of the pickles of a file.
-pub(super) fn read_pickles(reader: &mut dyn RangeReader) -> Result<Vec<u8>> {
+pub(super) fn read_pickles(reader: &mut dyn RangeReader) -> ReadResult<Vec<u8>> {
     let longest = reader.file_len().min(PICKLE_LEN_MAX);
     let mut len = WINDOW_LEN.min(longest);
     loop {
@@ -127,7 +127,7 @@ pub(super) fn read_pickles(reader: &mut dyn RangeReader) -> Result<Vec<u8>> {
 pub(super) fn parse(
     reader: &mut dyn RangeReader,
     state: TrainingState,
-) -> Result<ShardDescription> {
+) -> ReadResult<ShardDescription> {
     let bytes = read_pickles(reader)?;
     let pickles = Pickles::of(&bytes)?;
     let ranges = find_data(reader, &pickles)?;
@@ -151,7 +151,7 @@ fn storages<'a>(object: &Values<'a>) -> Result<HashMap<&'a str, StorageId<'a>>, 
 fn find_data(
     reader: &mut dyn RangeReader,
     pickles: &Pickles<'_>,
-) -> Result<HashMap<String, Range<u64>>> {
+) -> ReadResult<HashMap<String, Range<u64>>> {
     let storages = storages(&pickles.object)?;
     let file_len = reader.file_len();
     let mut ranges = HashMap::with_capacity(pickles.keys.len());

@@ -40,7 +40,7 @@ use self::values::Values;
 use self::zip::{Archive, LOCAL_MAGIC};
 use super::deepspeed::{UniversalTensor, ZeroModel, ZeroPart};
 use super::description::{PiecePlace, ShardDescription};
-use super::range_reader::RangeReader;
+use super::range_reader::{RangeReader, ReadResult, ReadStop, told};
 use super::tensorizer::HashedTensor;
 
 pub use self::distcp::{ChunkedTensor, DistcpMetadata, METADATA_LEN_MAX, StoredChunk};
@@ -89,39 +89,8 @@ const MEMORY_OF_BYTE: u64 = 4;
 const DESCRIBED_LEN_MAX: u64 = 1 << 30;
 const DESCRIBED_OF_ITEM: u64 = 64 << 10;
 
-/// Why reading ends early.
-enum ReadStop {
-    Read(io::Error),
-    Fault(Fault),
-}
-
-/// The result of a function that reads a file.
-type Result<T, E = ReadStop> = std::result::Result<T, E>;
-
-impl ErrorKind {
-    /// A fault of this kind, in a function that also reads.
-    fn stop(self, message: impl Into<String>) -> ReadStop {
-        ReadStop::Fault(self.fault(message))
-    }
-}
-
 fn wrong(message: impl Into<String>) -> Fault {
     ErrorKind::HeaderDecode.fault(message)
-}
-
-impl From<Fault> for ReadStop {
-    fn from(fault: Fault) -> ReadStop {
-        ReadStop::Fault(fault)
-    }
-}
-
-/// Converts the result to one whose outer error is a failed read and whose inner error is a fault.
-fn told<T>(result: Result<T>) -> io::Result<Result<T, Fault>> {
-    match result {
-        Ok(value) => Ok(Ok(value)),
-        Err(ReadStop::Fault(fault)) => Ok(Err(fault)),
-        Err(ReadStop::Read(error)) => Err(error),
-    }
 }
 
 /// A little-endian number of up to 8 bytes.
@@ -235,7 +204,7 @@ pub fn entry_hashes(reader: &mut dyn RangeReader) -> io::Result<Result<Vec<Hashe
 }
 
 /// The archive in the bytes `range` of a file, and the length of its pickle in bytes.
-fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64)> {
+fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> ReadResult<(Archive, u64)> {
     let archive = Archive::read(reader, range)?;
     if archive.has(TORCHSCRIPT) {
         return Err(ErrorKind::HeaderDecode.stop(
@@ -257,8 +226,8 @@ fn open(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<(Archive, u64
 fn parse_range(
     reader: &mut dyn RangeReader,
     range: Range<u64>,
-    describe: impl FnOnce(&Values<'_>, StorageData<'_, '_>, &Range<u64>) -> Result<ShardDescription>,
-) -> Result<ShardDescription> {
+    describe: impl FnOnce(&Values<'_>, StorageData<'_, '_>, &Range<u64>) -> ReadResult<ShardDescription>,
+) -> ReadResult<ShardDescription> {
     let (archive, len) = open(reader, range.clone())?;
     check_byte_order(reader, &archive)?;
     let place = archive.data(reader, PICKLE)?.unwrap_or(0..0);
@@ -273,7 +242,7 @@ fn describe_universal(
     values: &Values<'_>,
     data: StorageData<'_, '_>,
     range: &Range<u64>,
-) -> Result<ShardDescription> {
+) -> ReadResult<ShardDescription> {
     let mut storages = Storages::new(values, data);
     let (place, is_flat) = match tensor_call(values, values.root) {
         Some(call) => (call.place(&mut storages)?, true),
@@ -312,7 +281,7 @@ fn describe(
     data: StorageData<'_, '_>,
     range: &Range<u64>,
     state: TrainingState,
-) -> Result<ShardDescription> {
+) -> ReadResult<ShardDescription> {
     let mut storages = Storages::new(values, data);
     if let Some(partition) = zero::partition_of(&mut storages)? {
         let mut description = ShardDescription::with_room(0, 0, 0);
@@ -402,7 +371,7 @@ fn check_described(described: &[Range<u64>], items: u64) -> Result<(), Fault> {
     )))
 }
 
-fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> Result<()> {
+fn check_byte_order(reader: &mut dyn RangeReader, archive: &Archive) -> ReadResult<()> {
     // The entry is absent before torch 2.1.
     let Some(place) = archive.data(reader, BYTE_ORDER)? else { return Ok(()) };
     let mut order = vec![0; (place.end - place.start).min(16) as usize];

@@ -9,8 +9,8 @@ use std::rc::Rc;
 
 use super::globals::dtype;
 use super::tensors::{Storages, TensorPlace, plain_tuple, tensor_call, typed_call};
-use super::values::{Node, NodeId, Part, Steps, Values};
-use super::{Result, wrong};
+use super::values::{Node, NodeId, Part, PickleSteps, Values};
+use super::{ReadResult, wrong};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault};
 use crate::format::description::FileRank;
@@ -67,7 +67,7 @@ pub(super) struct RankParts<'s, 'a, 'r> {
     /// Whether one of the tensors is a ShardedTensor, which FSDP1 saves.
     pub(super) has_sharded_tensors: bool,
     meshes: HashMap<NodeId, Rc<Mesh>>,
-    steps: Steps,
+    steps: PickleSteps,
 }
 
 fn unknown(what: &str) -> Fault {
@@ -81,12 +81,12 @@ impl<'s, 'a, 'r> RankParts<'s, 'a, 'r> {
     pub(super) fn new(storages: &'s mut Storages<'a, 'r>) -> RankParts<'s, 'a, 'r> {
         let (values, meshes) = (storages.values, HashMap::new());
         let too_many = "its pickle has too many tensors for the same values";
-        let steps = Steps::of(values, STEPS_OF_BYTE, too_many);
+        let steps = PickleSteps::of(values, STEPS_OF_BYTE, too_many);
         RankParts { values, storages, rank: None, has_sharded_tensors: false, meshes, steps }
     }
 
     /// The parts of the tensor `id` in this file. `None` if the tensor is not split among ranks.
-    pub(super) fn of(&mut self, id: NodeId) -> Result<Option<Vec<TensorPart>>> {
+    pub(super) fn of(&mut self, id: NodeId) -> ReadResult<Option<Vec<TensorPart>>> {
         let values = self.values;
         let Some([function, class, args, state]) = typed_call(values, id) else { return Ok(None) };
         let is_sharded = match values.global(class) {
@@ -184,7 +184,7 @@ impl<'s, 'a, 'r> RankParts<'s, 'a, 'r> {
     }
 
     /// The local tensor `id`, which must have the dtype of the whole tensor.
-    fn local(&mut self, id: NodeId, element: Dtype) -> Result<TensorPlace> {
+    fn local(&mut self, id: NodeId, element: Dtype) -> ReadResult<TensorPlace> {
         let call = tensor_call(self.values, id).ok_or_else(|| unknown("local tensor"))?;
         let place = call.place(self.storages)?;
         if place.dtype != element {
@@ -194,7 +194,7 @@ impl<'s, 'a, 'r> RankParts<'s, 'a, 'r> {
         Ok(place)
     }
 
-    fn dtensor(&mut self, state: NodeId, element: Dtype, whole: &[u64]) -> Result<TensorPart> {
+    fn dtensor(&mut self, state: NodeId, element: Dtype, whole: &[u64]) -> ReadResult<TensorPart> {
         let local = self.attribute_in(state, "_local_tensor")?.ok_or_else(|| unknown("state"))?;
         let spec = self.attribute_in(state, "_spec")?.ok_or_else(|| unknown("state"))?;
         if !self.is_object(spec, "DTensorSpec") {
@@ -317,7 +317,7 @@ impl<'s, 'a, 'r> RankParts<'s, 'a, 'r> {
         Ok(())
     }
 
-    fn mesh(&mut self, id: NodeId) -> Result<Rc<Mesh>> {
+    fn mesh(&mut self, id: NodeId) -> ReadResult<Rc<Mesh>> {
         if let Some(known) = self.meshes.get(&id) {
             return Ok(known.clone());
         }
@@ -402,7 +402,7 @@ impl<'s, 'a, 'r> RankParts<'s, 'a, 'r> {
     }
 
     /// The numbers of a tensor that holds ranks, and its shape.
-    fn ranks(&mut self, id: NodeId) -> Result<(Vec<u64>, Vec<u64>)> {
+    fn ranks(&mut self, id: NodeId) -> ReadResult<(Vec<u64>, Vec<u64>)> {
         let call = tensor_call(self.values, id).ok_or_else(|| unknown("mesh"))?;
         let TensorPlace { dtype, shape, start, .. } = call.run(self.storages)?;
         let width = match dtype {
@@ -465,7 +465,12 @@ impl<'s, 'a, 'r> RankParts<'s, 'a, 'r> {
         Ok(sizes.into_iter().zip(strides).collect())
     }
 
-    fn sharded(&mut self, state: NodeId, element: Dtype, whole: &[u64]) -> Result<Vec<TensorPart>> {
+    fn sharded(
+        &mut self,
+        state: NodeId,
+        element: Dtype,
+        whole: &[u64],
+    ) -> ReadResult<Vec<TensorPart>> {
         let values = self.values;
         let parts: Vec<NodeId> = values.tuple(state).into_iter().flatten().take(4).collect();
         let [shards, metadata, group, _] = parts.as_slice() else {

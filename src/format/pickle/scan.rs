@@ -13,7 +13,7 @@ use super::state_dict::reached;
 use super::tensors::tensor_call;
 use super::values::{Node, NodeId, Part, Values};
 use super::zip::Archive;
-use super::{PICKLE, ReadStop, Result, TORCHSCRIPT, is_torch_zip, is_zip, legacy, told};
+use super::{PICKLE, ReadResult, ReadStop, TORCHSCRIPT, is_torch_zip, is_zip, legacy, told};
 use crate::error::{counted, quoted};
 use crate::format::range_reader::RangeReader;
 
@@ -208,7 +208,7 @@ fn scan_archives(
     reader: &mut dyn RangeReader,
     items: Option<&[(u64, u64)]>,
     scan: &mut PickleScan,
-) -> Result<()> {
+) -> ReadResult<()> {
     let mut reader = BlockReader::new(reader);
     let file_len = reader.file_len();
     let (ranges, before) = match items {
@@ -258,7 +258,7 @@ fn scan_archive(
     reader: &mut dyn RangeReader,
     range: Range<u64>,
     scan: &mut PickleScan,
-) -> Result<()> {
+) -> ReadResult<()> {
     let archive = Archive::read(reader, range)?;
     if archive.has(TORCHSCRIPT) {
         scan.form = PickleForm::TorchScript;

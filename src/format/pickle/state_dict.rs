@@ -5,9 +5,9 @@ use std::collections::{HashMap, HashSet};
 use super::globals::is_dict;
 use super::parts::{RANKS_MAX, RankParts, TensorPart};
 use super::tensors::{Storages, TensorPlace, tensor_call};
-use super::values::{MANY_NAMES, Node, NodeId, Part, Steps, Values};
+use super::values::{MANY_NAMES, Node, NodeId, Part, PickleSteps, Values};
 use super::zero::unknown;
-use super::{ReadStop, Result, TrainingState};
+use super::{ReadResult, TrainingState};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::{ZeroModel, slice_fault};
 use crate::format::description::FileRank;
@@ -105,11 +105,11 @@ impl ModelTensors {
         storages: &mut Storages<'_, '_>,
         zero: Option<&ZeroModel>,
         state: TrainingState,
-    ) -> Result<ModelTensors> {
+    ) -> ReadResult<ModelTensors> {
         let (values, root) = (storages.values, storages.values.root);
         let mut walk = Walk {
             values,
-            steps: Steps::of(values, STEPS_OF_BYTE, MANY_NAMES),
+            steps: PickleSteps::of(values, STEPS_OF_BYTE, MANY_NAMES),
             on_path: vec![false; values.node_count()],
             shown: vec![false; values.node_count()],
             opaque: Vec::new(),
@@ -235,17 +235,13 @@ fn note_of(mut left_out: Vec<String>, hides_tensors: bool) -> Option<String> {
 fn places(
     storages: &mut Storages<'_, '_>,
     found: Vec<(String, NodeId)>,
-) -> Result<(Vec<ModelTensor>, Option<FileRank>)> {
+) -> ReadResult<(Vec<ModelTensor>, Option<FileRank>)> {
     let values = storages.values;
     let mut tensors = Vec::with_capacity(found.len());
     let mut parts = RankParts::new(storages);
     let mut dims_left = values.pickle_len();
-    let named = |name: &str, stop: ReadStop| match stop {
-        ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),
-        other => other,
-    };
     for (name, id) in found {
-        let of_ranks = parts.of(id).map_err(|stop| named(&name, stop))?;
+        let of_ranks = parts.of(id).map_err(|stop| stop.tensor(&name))?;
         if let Some(of_ranks) = of_ranks {
             if matches!(last_word(&name), "_flat_param" | "flat_param") {
                 let message = "is a flat parameter of FSDP1, whose local state dicts tensorfs does not \
@@ -261,7 +257,7 @@ fn places(
         }
         let call = tensor_call(values, id)
             .ok_or_else(|| ErrorKind::Internal.fault("no call of a tensor"))?;
-        let place = call.place(parts.storages).map_err(|stop| named(&name, stop))?;
+        let place = call.place(parts.storages).map_err(|stop| stop.tensor(&name))?;
         dims_left = dims_left.checked_sub(place.shape.len()).ok_or_else(too_many)?;
         tensors.push(ModelTensor { name, place, part_of: None });
     }
@@ -432,7 +428,7 @@ fn too_many() -> Fault {
 /// A traversal of the values of a pickle.
 struct Walk<'a, 'v> {
     values: &'a Values<'v>,
-    steps: Steps,
+    steps: PickleSteps,
     /// For each value, whether it is a container on the path to the current value.
     on_path: Vec<bool>,
     /// For each value, whether it is a container or a tensor that is shown.

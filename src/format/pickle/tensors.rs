@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::globals::{Rebuild, StorageType, dtype};
 use super::values::{Node, NodeId, Values};
 use super::zip::Archive;
-use super::{Result, wrong};
+use super::{ReadResult, wrong};
 use crate::dtype::Dtype;
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::range_reader::RangeReader;
@@ -121,7 +121,7 @@ impl<'a, 'r> Storages<'a, 'r> {
     }
 
     /// Fills `buf` with the bytes of the file from `start` on, and records the range as read.
-    pub(super) fn read(&mut self, start: u64, buf: &mut [u8]) -> Result<()> {
+    pub(super) fn read(&mut self, start: u64, buf: &mut [u8]) -> ReadResult<()> {
         match &mut self.data {
             StorageData::Entries { reader, .. } => {
                 reader.read_exact_at(start, buf)?;
@@ -141,7 +141,7 @@ impl<'a, 'r> Storages<'a, 'r> {
         }
     }
 
-    fn get(&mut self, id: StorageId<'_>) -> Result<Range<u64>> {
+    fn get(&mut self, id: StorageId<'_>) -> ReadResult<Range<u64>> {
         let StorageId { key, kind, numel } = id;
         if let Some((known, range)) = self.used.get(key) {
             if *known != kind || id.data_len() != Some(range.end - range.start) {
@@ -241,7 +241,7 @@ pub(super) fn typed_call(values: &Values<'_>, id: NodeId) -> Option<[NodeId; 4]>
 
 impl TensorCall {
     /// The place of a tensor, which is refused if its elements do not follow each other.
-    pub(super) fn run(self, storages: &mut Storages<'_, '_>) -> Result<TensorPlace> {
+    pub(super) fn run(self, storages: &mut Storages<'_, '_>) -> ReadResult<TensorPlace> {
         let place = self.place(storages)?;
         match &place.strides {
             None => Ok(place),
@@ -254,7 +254,7 @@ impl TensorCall {
     }
 
     /// The place of the tensor.
-    pub(super) fn place(mut self, storages: &mut Storages<'_, '_>) -> Result<TensorPlace> {
+    pub(super) fn place(mut self, storages: &mut Storages<'_, '_>) -> ReadResult<TensorPlace> {
         let values = storages.values;
         for _ in 0..WRAPS_MAX {
             if self.is_changed {
@@ -315,7 +315,7 @@ impl TensorCall {
     }
 
     /// The place of a tensor in its storage.
-    fn stored(&self, storages: &mut Storages<'_, '_>) -> Result<TensorPlace> {
+    fn stored(&self, storages: &mut Storages<'_, '_>) -> ReadResult<TensorPlace> {
         let values = storages.values;
         let args: Vec<NodeId> = values.tuple(self.args).into_iter().flatten().take(10).collect();
         let of_dtype = self.rebuild == Rebuild::TensorOfDtype;

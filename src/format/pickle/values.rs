@@ -221,15 +221,15 @@ pub(super) const MANY_NAMES: &str = "its pickle has too many names for the same 
 
 /// The number of values that may still be visited. A value may be part of many others, so that a small pickle can
 /// ask for many visits.
-pub(super) struct Steps {
+pub(super) struct PickleSteps {
     left: usize,
     message: &'static str,
 }
 
-impl Steps {
-    /// Steps in proportion to the length of the pickle. `message` says what is wrong with a pickle that needs more.
-    pub(super) fn of(values: &Values<'_>, of_byte: usize, message: &'static str) -> Steps {
-        Steps { left: values.pickle_len().saturating_mul(of_byte) + 4096, message }
+impl PickleSteps {
+    /// PickleSteps in proportion to the length of the pickle. `message` says what is wrong with a pickle that needs more.
+    pub(super) fn of(values: &Values<'_>, of_byte: usize, message: &'static str) -> PickleSteps {
+        PickleSteps { left: values.pickle_len().saturating_mul(of_byte) + 4096, message }
     }
 
     pub(super) fn spend(&mut self, steps: usize) -> Result<(), Fault> {

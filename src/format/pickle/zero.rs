@@ -4,8 +4,8 @@
 use std::collections::HashMap;
 
 use super::tensors::{Storages, numbers, tensor_call};
-use super::values::{MANY_NAMES, Node, NodeId, Part, Steps, Values};
-use super::{ReadStop, Result};
+use super::values::{MANY_NAMES, Node, NodeId, Part, PickleSteps, Values};
+use super::{ReadResult, ReadStop};
 use crate::error::{ErrorKind, Fault, quoted};
 use crate::format::deepspeed::{FlatRun, ZeroModel, ZeroParam, ZeroPartition, ZeroSlice};
 
@@ -16,7 +16,7 @@ const STEPS_OF_BYTE: usize = 4;
 /// Reads the values of one file.
 struct Reading<'a> {
     values: &'a Values<'a>,
-    steps: Steps,
+    steps: PickleSteps,
 }
 
 pub(super) fn unknown(what: &str) -> Fault {
@@ -28,7 +28,7 @@ pub(super) fn unknown(what: &str) -> Fault {
 
 /// The facts in a file of model states. `None` if the pickle is not such a file of DeepSpeed, or
 /// has no shapes.
-pub(super) fn model_of(storages: &mut Storages<'_, '_>) -> Result<Option<ZeroModel>> {
+pub(super) fn model_of(storages: &mut Storages<'_, '_>) -> ReadResult<Option<ZeroModel>> {
     let values = storages.values;
     let mut reading = Reading::new(values);
     let root = values.root;
@@ -71,7 +71,7 @@ pub(super) fn model_of(storages: &mut Storages<'_, '_>) -> Result<Option<ZeroMod
 }
 
 /// The facts in a file of optimizer states. `None` if the pickle is not such a file of ZeRO.
-pub(super) fn partition_of(storages: &mut Storages<'_, '_>) -> Result<Option<ZeroPartition>> {
+pub(super) fn partition_of(storages: &mut Storages<'_, '_>) -> ReadResult<Option<ZeroPartition>> {
     let values = storages.values;
     let mut reading = Reading::new(values);
     let Some(state) = reading.value(values.root, "optimizer_state_dict")? else { return Ok(None) };
@@ -127,7 +127,7 @@ pub(super) fn is_vocabulary(values: &Values<'_>) -> Result<bool, Fault> {
 
 impl<'a> Reading<'a> {
     fn new(values: &'a Values<'a>) -> Reading<'a> {
-        Reading { values, steps: Steps::of(values, STEPS_OF_BYTE, MANY_NAMES) }
+        Reading { values, steps: PickleSteps::of(values, STEPS_OF_BYTE, MANY_NAMES) }
     }
 
     /// Like `value`, without values that are `None`.
@@ -208,7 +208,12 @@ impl<'a> Reading<'a> {
     }
 
     /// The range of elements of a flat tensor.
-    fn run(&mut self, storages: &mut Storages<'_, '_>, id: NodeId, what: &str) -> Result<FlatRun> {
+    fn run(
+        &mut self,
+        storages: &mut Storages<'_, '_>,
+        id: NodeId,
+        what: &str,
+    ) -> ReadResult<FlatRun> {
         self.steps.spend(8)?;
         let call = tensor_call(self.values, id).ok_or_else(|| unknown(what))?;
         let place = call.run(storages).map_err(|stop| match stop {

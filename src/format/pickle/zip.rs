@@ -6,10 +6,9 @@
 //! behind the end record.
 
 use std::collections::HashMap;
-use std::io;
 use std::ops::Range;
 
-use super::{ReadStop, Result, TORCHSCRIPT, le};
+use super::{ReadResult, ReadStop, TORCHSCRIPT, le};
 use crate::error::{ErrorKind, quoted};
 use crate::format::range_reader::RangeReader;
 
@@ -95,7 +94,7 @@ struct End {
 
 impl Archive {
     /// Reads the directory of the archive that fills the bytes `range` of the file.
-    pub(super) fn read(reader: &mut dyn RangeReader, range: Range<u64>) -> Result<Archive> {
+    pub(super) fn read(reader: &mut dyn RangeReader, range: Range<u64>) -> ReadResult<Archive> {
         let (end, directory_end) = read_end(reader, &range)?;
         let directory = range
             .start
@@ -129,7 +128,7 @@ impl Archive {
 
     /// Refuses compressed entries. In archives of TorchScript the programs are compressed, so such archives are
     /// refused because of their programs.
-    fn check_stored(&self) -> Result<()> {
+    fn check_stored(&self) -> ReadResult<()> {
         let all = self.by_name.iter().map(|(name, &index)| (name, &self.entries[index as usize]));
         let of_file =
             all.filter(|(_, entry)| entry.method != 0).min_by_key(|(_, entry)| entry.header);
@@ -141,7 +140,7 @@ impl Archive {
         }
     }
 
-    fn add_entries(&mut self, bytes: &[u8], count: u64) -> Result<()> {
+    fn add_entries(&mut self, bytes: &[u8], count: u64) -> ReadResult<()> {
         let mut rest = bytes;
         for number in 0..count {
             let short = || bad("the central directory ends within an entry");
@@ -184,7 +183,7 @@ impl Archive {
         Ok(())
     }
 
-    fn entry(&self, name: &str, fixed: &[u8], extra: &[u8]) -> Result<ZipEntry> {
+    fn entry(&self, name: &str, fixed: &[u8], extra: &[u8]) -> ReadResult<ZipEntry> {
         let flags = le(&fixed[8..10]) as u16;
         if flags & ENCRYPTED != 0 {
             return Err(bad(format_args!("the entry {} is encrypted", quoted(name))));
@@ -229,7 +228,7 @@ impl Archive {
     }
 
     /// Sets the limit of every entry to the header of the next entry. Refuses entries that overlap.
-    fn limit_entries(&mut self) -> Result<()> {
+    fn limit_entries(&mut self) -> ReadResult<()> {
         let mut order: Vec<u32> = (0..self.entries.len() as u32).collect();
         order.sort_unstable_by_key(|&index| self.entries[index as usize].header);
         if order.first().is_none_or(|&first| self.entries[first as usize].header != self.start) {
@@ -296,7 +295,7 @@ impl Archive {
         &self,
         reader: &mut dyn RangeReader,
         name: &str,
-    ) -> Result<Option<Range<u64>>> {
+    ) -> ReadResult<Option<Range<u64>>> {
         let Some(&index) = self.by_name.get(name) else { return Ok(None) };
         let entry = &self.entries[index as usize];
         let differs = |what: &str| {
@@ -375,7 +374,7 @@ fn long_numbers(numbers: &mut [u64], extra: &[u8]) -> Option<()> {
 
 /// Offset of the first byte of the archive that ends at `end`, according to its end record. `None` if no archive ends
 /// there.
-pub(super) fn archive_start(reader: &mut dyn RangeReader, end: u64) -> Result<Option<u64>> {
+pub(super) fn archive_start(reader: &mut dyn RangeReader, end: u64) -> ReadResult<Option<u64>> {
     let Some(at) = end.checked_sub(END_LEN) else { return Ok(None) };
     let mut bytes = [0; END_LEN as usize];
     reader.read_exact_at(at, &mut bytes)?;
@@ -396,7 +395,7 @@ pub(super) fn archive_start(reader: &mut dyn RangeReader, end: u64) -> Result<Op
 
 /// The end record of the archive in the bytes `range`, and the offset at which its central
 /// directory has to end.
-fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> Result<(End, u64)> {
+fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> ReadResult<(End, u64)> {
     let missing = || {
         let message = "is a zip archive whose end is missing or has a comment: the download or copy \
                        may be incomplete; save or fetch it again";
@@ -456,10 +455,4 @@ fn read_end(reader: &mut dyn RangeReader, range: &Range<u64>) -> Result<(End, u6
         return Err(bad("its two end records differ"));
     }
     Ok((End { count, len, offset }, place))
-}
-
-impl From<io::Error> for ReadStop {
-    fn from(error: io::Error) -> ReadStop {
-        ReadStop::Read(error)
-    }
 }

@@ -32,7 +32,7 @@ pub(super) enum ReadStop {
 pub(super) type ReadResult<T> = Result<T, ReadStop>;
 
 impl ReadStop {
-    /// The same, for tensor `name`.
+    /// Adds the tensor `name` to the fault.
     pub(super) fn tensor(self, name: &str) -> ReadStop {
         match self {
             ReadStop::Fault(fault) => ReadStop::Fault(fault.tensor(name)),

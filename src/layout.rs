@@ -480,7 +480,7 @@ fn safetensors_header(
     safetensors::encode(metadata, entries(catalog, order), align).map_err(|len| {
         ErrorKind::HeaderTooLarge.fault(format!(
             "the header of one file would have {len} bytes or more, the format allows {}; \
-                 mount with -o layout=original",
+             mount with -o layout=original",
             safetensors::HEADER_LEN_MAX
         ))
     })

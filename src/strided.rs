@@ -102,7 +102,7 @@ impl StridedCopy {
             let run = run.0;
             return Err(ErrorKind::Misaligned.fault(format!(
                 "a part of shape {size:?} at {:?} of shape {:?} has rows of {run} bits that do \
-                     not begin and end on bytes",
+                 not begin and end on bytes",
                 to.offset, to.shape
             )));
         }

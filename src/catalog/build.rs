@@ -167,9 +167,10 @@ fn check_rank(shard: &ShardHeader, first: &ShardHeader, count: usize) -> Result<
     shard.header.check_slices()?;
     let named = names::rank_file(&shard.name);
     let Some(found) = shard.header.rank else {
-        return Err(ErrorKind::HeaderDecode.fault("has no tensor of several ranks, so that nothing tells which part of its tensors \
-                       it holds; make one file of the ranks' files with the tools of the framework that \
-                       saved them"));
+        let message = "has no tensor of several ranks, so that nothing tells which part of its tensors it \
+                       holds; make one file of the ranks' files with the tools of the framework that \
+                       saved them";
+        return Err(ErrorKind::HeaderDecode.fault(message));
     };
     let total = named.as_ref().map_or(0, |named| named.total);
     let fits = named.is_some_and(|named| named.number == found.rank);

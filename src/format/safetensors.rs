@@ -146,7 +146,7 @@ pub fn header_len(sniff: &[u8], file_len: u64) -> Result<u64, Fault> {
     if PREFIX_LEN + len > file_len {
         return Err(ErrorKind::HeaderLength.fault(format!(
             "the header ends at byte {} but the file has {file_len} bytes; the download may \
-                 be incomplete",
+             be incomplete",
             PREFIX_LEN + len
         )));
     }
@@ -259,7 +259,7 @@ pub(super) fn check_tensors(
         Some(expected) if expected < file_len => {
             return Err(ErrorKind::DataTrailing.fault(format!(
                 "tensor data ends at byte {expected} but the file has {file_len} bytes ({} \
-                     too many)",
+                 too many)",
                 file_len - expected
             )));
         }
@@ -267,7 +267,7 @@ pub(super) fn check_tensors(
             let expected = expected.map_or("2^64 or more".to_owned(), |e| e.to_string());
             return Err(ErrorKind::DataTruncated.fault(format!(
                 "tensor data ends at byte {expected} but the file has {file_len} bytes; the \
-                     download or the save may be incomplete"
+                 download or the save may be incomplete"
             )));
         }
     }

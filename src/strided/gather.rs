@@ -25,7 +25,7 @@ pub struct Gather {
     boxes: Vec<Arc<StridedCopy>>,
     /// Maximum number of bytes between runs that are read together.
     gap: u64,
-    /// Number of reads. `read_len` is the approximate number of bytes that they read.
+    /// Number of reads.
     pub reads: u64,
     /// Approximate number of bytes that these reads return.
     pub read_len: u64,

@@ -33,7 +33,7 @@ const UNSURE: Duration = Duration::from_secs(1);
 const REFUSED_PART: u32 = 6;
 
 /// Minimum and maximum time for which a set with an unproven tail must be unchanged. The tail (the
-/// last pieces) is unproved if the files do not say how many files the set has.
+/// last pieces) is unproven if the files do not say how many files the set has.
 const TAIL_MIN: Duration = Duration::from_millis(1500);
 const TAIL_MAX: Duration = Duration::from_secs(10);
 

@@ -12,7 +12,7 @@ from ._serialize import TensorSpec as TensorSpec, serialize as serialize, serial
 if TYPE_CHECKING:
     import jax
 
-__all__ = SHARED_NAMES
+__all__ = [*SHARED_NAMES]
 
 _functions: DropIn[jax.Array] = DropIn("flax")
 load = _functions.load

@@ -12,7 +12,7 @@ from ._serialize import TensorSpec as TensorSpec, serialize as serialize, serial
 if TYPE_CHECKING:
     import mlx.core
 
-__all__ = SHARED_NAMES
+__all__ = [*SHARED_NAMES]
 
 _functions: DropIn[mlx.core.array] = DropIn("mlx")
 load = _functions.load

@@ -13,7 +13,7 @@ from ._serialize import TensorSpec as TensorSpec, serialize as serialize, serial
 if TYPE_CHECKING:
     import numpy
 
-__all__ = SHARED_NAMES
+__all__ = [*SHARED_NAMES]
 
 _functions: DropIn[numpy.ndarray] = DropIn("numpy")
 load = _functions.load

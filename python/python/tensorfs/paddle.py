@@ -16,7 +16,7 @@ from ._serialize import TensorSpec as TensorSpec, serialize as serialize, serial
 if TYPE_CHECKING:
     import paddle
 
-__all__ = SHARED_NAMES
+__all__ = [*SHARED_NAMES]
 
 _functions: DropIn[paddle.Tensor] = DropIn("paddle")
 save = _functions.save

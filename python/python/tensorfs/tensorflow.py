@@ -12,7 +12,7 @@ from ._serialize import TensorSpec as TensorSpec, serialize as serialize, serial
 if TYPE_CHECKING:
     import tensorflow
 
-__all__ = SHARED_NAMES
+__all__ = [*SHARED_NAMES]
 
 _functions: DropIn[tensorflow.Tensor] = DropIn("tensorflow")
 load = _functions.load

@@ -197,7 +197,7 @@ impl Encryption {
             None if data_len == 0 => Ok(None),
             None => Err(ErrorKind::HeaderDecode.fault(
                 "is without encryption in a file that is encrypted; save the \
-                               checkpoint again",
+                 checkpoint again",
             )),
         }
     }

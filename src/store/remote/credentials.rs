@@ -107,7 +107,7 @@ impl<C: SigningCredential> CredentialChain<C> {
     }
 
     /// The credentials. `None` if no provider has any; then requests are not signed. Credentials that are about
-    /// to expire are used until then, if no provider gives new ones in time.
+    /// to expire are used until `USABLE_MIN` before, if no provider gives new ones in time.
     ///
     /// # Errors
     /// `Trouble::Passing` if there were credentials, but they have expired and no provider gives new ones.

@@ -76,8 +76,8 @@ pub(super) fn name_state(headers: &mut HeaderMap) {
 
 /// Drops expired credentials.
 pub(super) async fn mend(clients: &RemoteClients, refusal: &Refusal) -> Option<Trouble> {
-    let have_ended = refusal.is_signed && refusal.status == StatusCode::UNAUTHORIZED;
-    clients.chain(providers).drop_if(have_ended, refusal).await
+    let have_expired = refusal.is_signed && refusal.status == StatusCode::UNAUTHORIZED;
+    clients.chain(providers).drop_if(have_expired, refusal).await
 }
 
 /// Why the server does not allow a request.

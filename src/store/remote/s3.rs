@@ -100,8 +100,8 @@ impl S3Access {
             *self.region.lock() = region.to_owned();
             return Some(Trouble::Broken(format!("the bucket is in the region {region} ({code})")));
         }
-        let have_ended = ["ExpiredToken", "TokenRefreshRequired"].contains(&code);
-        clients.chain(providers).drop_if(have_ended, refusal).await
+        let have_expired = ["ExpiredToken", "TokenRefreshRequired"].contains(&code);
+        clients.chain(providers).drop_if(have_expired, refusal).await
     }
 
     pub(super) fn why_denied(&self, refusal: &Refusal) -> &'static str {

@@ -253,8 +253,8 @@ impl CacheInner {
         (request.answer)(outcome);
     }
 
-    /// Answers a read, or makes it wait for blocks that are being read. Returns the read if it has to wait in
-    /// the queue. `plan` is its plan, if there is one.
+    /// Answers a read, or makes it wait for blocks that are being read. Returns the read if it has to wait in the
+    /// queue. `plan` is the plan of the read, if one was made already.
     fn admit(
         self: &Arc<Self>,
         request: ReadRequest,
@@ -314,9 +314,9 @@ impl CacheInner {
         }
     }
 
-    /// Returns the blocks and holes that cover `range`, and the plan of each hole by its start. `known` is a
-    /// plan for the whole range. Other plans are computed without the lock. If the holes have changed after
-    /// that, the plans are computed again.
+    /// Returns the blocks and holes that cover `range`, and the plan of each hole by its start. `known` is the plan for
+    /// the whole range if all of it is one hole. Holes are planned without the lock. If the holes have changed
+    /// meanwhile, they are planned again.
     fn plan(
         &self,
         file: &CachedFile,
@@ -339,8 +339,8 @@ impl CacheInner {
         }
     }
 
-    /// Registers the blocks that a read takes its bytes from. Also returns whether one of them is still being
-    /// read ahead.
+    /// Registers a read with the blocks from which it takes its bytes. Also returns whether one of these blocks is
+    /// still being read ahead.
     fn wait_for(
         &self,
         state: &mut State,
@@ -395,8 +395,8 @@ impl CacheInner {
             };
             if ready.is_some() {
                 if block.asked >= block.end - start {
-                    // All bytes of the block are requested now, and the kernel caches them. So the block is not kept
-                    // too.
+                    // As many bytes of the block were requested as it has, and the kernel caches requested bytes. So
+                    // this cache drops the block.
                     file.blocks.remove(&start);
                     idle.pop(&(id, start));
                 } else {

@@ -10,12 +10,12 @@ pub const CUT: u64 = 16 << 10;
 /// than the answer to a second request would.
 pub const REQUEST_GAP: u64 = 256 << 10;
 
-/// Shorter reads end at multiples of this number of bytes if possible. So a read does not exceed its limit when it is
-/// extended to whole pages.
+/// If the maximum length of a read is less than `2 * CUT`, reads end at multiples of this number of bytes if possible.
+/// So a read does not exceed its maximum length when it is extended to whole pages.
 const PAGE: u64 = 4096;
 
-/// If the bytes that remain after the longest read are fewer than the longest read divided by this number, they
-/// are not read separately. The range is then split into two reads of about the same length.
+/// If a read of the maximum length would leave fewer bytes of a range than the maximum length divided by this number,
+/// the range is split into two reads of about the same length instead.
 const REST_PART: u64 = 8;
 
 /// The end of the first read of `range`. The pages that this read covers have at most `most` bytes. `most` is

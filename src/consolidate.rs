@@ -214,7 +214,7 @@ impl MemoryFile {
     }
 }
 
-/// The error if a file exists and shall not be replaced.
+/// The error if a file at `target` exists and shall not be replaced.
 fn taken(target: &Path) -> Error {
     let target = shown_path(target);
     Error::usage(format!(
@@ -223,7 +223,7 @@ fn taken(target: &Path) -> Error {
     ))
 }
 
-/// The error if something exists that can never be replaced.
+/// The error if something at `target` exists that can never be replaced.
 fn in_the_way(target: &Path, what: &str) -> Error {
     let target = shown_path(target);
     Error::usage(format!("{target}: {what}; remove it, or write somewhere else"))

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 /// class also counts all longer ones.
 const LATENCY_CLASSES: usize = 32;
 
-/// A number that either only grows or also decreases.
+/// A number. Some counters only grow, others also decrease.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 

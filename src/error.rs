@@ -84,7 +84,7 @@ words! {
         ShardMissing = "shard_missing",
         /// A tensor is absent from the shard that should hold it.
         TensorMissing = "tensor_missing",
-        /// A shard holds a tensor that is not listed for it.
+        /// A shard holds a tensor that the weight map, or another list of tensors, does not list for this shard.
         TensorUnlisted = "tensor_unlisted",
         /// Two shards hold a tensor of the same name.
         DuplicateTensor = "duplicate_tensor",
@@ -363,7 +363,7 @@ impl Error {
         Error::Internal { message: message.into() }
     }
 
-    /// A copy of the error, for each of the sets that a file belongs to.
+    /// A copy of the error. If several sets share a file, each of them reports the error of this file.
     pub(crate) fn copied(&self) -> Error {
         match self {
             Error::Refused { uri, fault } => {

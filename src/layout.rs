@@ -29,7 +29,7 @@ pub(crate) const GAP_MAX: u64 = 64 << 10;
 /// Maximum number of bytes of a shard from the first to the last run of an extent whose runs are not adjacent.
 const SPAN_MAX: u64 = 8 << 20;
 
-/// Alignment of the data in a file that the reference implementation has saved, in bytes.
+/// Alignment in bytes of the data in a file as the reference implementation of safetensors saves it.
 const SAVED_ALIGN: u64 = 8;
 
 /// The bytes of one virtual file.
@@ -53,7 +53,7 @@ pub struct Layout {
     casts: Vec<Option<Cast>>,
     /// The pieces of all tensors, grouped by tensor. The pieces of a tensor are sorted by first byte.
     pieces: Vec<PlacedPiece>,
-    /// Whether the elements of some piece have another order in its shard.
+    /// Whether some piece has its elements in another order in its shard than in the tensor.
     pub(crate) has_gathers: bool,
     len: u64,
 }
@@ -129,7 +129,8 @@ pub enum Extent<'a> {
 pub(crate) struct ExtentCount {
     /// Number of extents.
     pub(crate) extents: u64,
-    /// Approximate number of bytes that are read for the extents whose elements are in another order in the shard.
+    /// Approximate number of bytes that are read for the extents whose elements are in another order in the shard than
+    /// in the tensor.
     pub(crate) gathered: u64,
 }
 
@@ -276,8 +277,8 @@ impl Layout {
             .map(|placed| placed.tensor as usize)
     }
 
-    /// The place in the file of the tensor that contains byte `offset`, and the bytes of this tensor. If `offset` lies
-    /// in the header, the place is `None`, and the bytes are those of the header.
+    /// The index, in the order of the file, of the tensor that contains byte `offset`, and the byte range of this
+    /// tensor. If `offset` lies in the header, there is no index, and the range is that of the header.
     pub fn tensor_at(&self, offset: u64) -> (Option<u32>, Range<u64>) {
         let header_len = self.header.len() as u64;
         if offset < header_len {
@@ -289,7 +290,7 @@ impl Layout {
         }
     }
 
-    /// The bytes of the tensor at `place` in the file, `None` if there is no such place.
+    /// The byte range of the tensor with index `place` in the order of the file. `None` if the file has fewer tensors.
     pub fn bytes_at(&self, place: u32) -> Option<Range<u64>> {
         ((place as usize) < self.tensors.len()).then(|| self.bytes_of(place as usize))
     }
@@ -469,7 +470,7 @@ fn safetensors_header(
     order: &[u32],
     align: u64,
 ) -> Result<Vec<u8>, Fault> {
-    // Other formats allow a tensor whose name is that of the metadata.
+    // Other formats allow a tensor called `__metadata__`, a name that safetensors reserves for the metadata.
     let taken = catalog.tensor(safetensors::METADATA).map(|tensor| tensor.position() as u32);
     if taken.is_some_and(|taken| order.contains(&taken)) {
         let message = "safetensors keeps this name for metadata; rename the tensor, or show the \

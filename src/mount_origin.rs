@@ -52,8 +52,8 @@ impl MountOrigin {
     /// a file and a set of the same name.
     ///
     /// `None` if opening the source alone cannot give this result. The caller then opens the path on the mount with
-    /// `given`. A view of `given` is applied to the source only if the mount has no view of its own, and if neither
-    /// the view nor the proof of the sets depends on files, because a mount shows other files than its source.
+    /// `given`. A view of `given` is applied to the source only if the mount has no view of its own. Also, neither the
+    /// view nor the proof of the sets may depend on files, because a mount shows other files than its source.
     pub fn open_with(self, given: &OpenOptions, has_view: bool) -> Option<(PathBuf, OpenOptions)> {
         let MountOrigin { path, options: mounted, part } = self;
         if part.is_some() {
@@ -88,8 +88,9 @@ impl MountOrigin {
     }
 }
 
-/// Whether the view shows the original files. Commands about tensors set `Files::Original` for any view, so the view
-/// must also keep all tensors: as an option, `Files::Original` cannot be combined with other options of a view.
+/// Whether an option of the view asks for the original files. `Files::Original` alone does not show this, because
+/// commands about tensors set it for any view. The view must also keep all tensors, because this option cannot be
+/// combined with other options of a view.
 fn shows_files(view: &View) -> bool {
     view.files == Files::Original && view.keeps_tensors()
 }
@@ -117,8 +118,8 @@ pub fn changed_since_mount(path: &Path) -> Option<String> {
     resolve(path)?.err().flatten()
 }
 
-/// The reason why the mount shows no checkpoint at `path`, if the mount showed a checkpoint there earlier, or refuses
-/// one for a reason that only the mount knows. `None` for all other paths.
+/// The reason why the mount shows no checkpoint at `path`, if the mount showed a checkpoint there earlier, or if it
+/// refuses the checkpoint for a reason that only the mount knows. `None` for all other paths.
 pub fn missing_on_mount(path: &Path) -> Option<String> {
     let json = attribute(path)??;
     json.get("missing").and_then(Value::as_str).map(str::to_owned)
@@ -138,9 +139,9 @@ pub fn resolve_bytes(path: &Path) -> Option<Result<MountOrigin, &'static str>> {
     Some(origin.ok_or("its mount does not name a source that you may read"))
 }
 
-/// The source of `path`. `None` if `path` lies on no such mount, if it is always read through the mount, or if
-/// the mount shows no checkpoint there. The error tells which file has changed since the mount. It is `None` if
-/// the caller may not read the source.
+/// The source of `path`. `None` if `path` lies on no such mount, if it is always read through the mount, or if the
+/// mount shows no checkpoint there. The error says which file has changed since the source was mounted. The error is
+/// `None` if the caller may not read the source.
 fn resolve(path: &Path) -> Option<Result<MountOrigin, Option<String>>> {
     let json = attribute(path)??;
     if json.get("made").is_some() {

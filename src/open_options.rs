@@ -33,8 +33,8 @@ words! {
 }
 
 words! {
-    /// Chooses the weights of a DeepSpeed checkpoint of ZeRO-1 or ZeRO-2 that are shown. A ZeRO-3 checkpoint
-    /// has only the weights of the optimizer, which are always shown.
+    /// Chooses which weights of a DeepSpeed checkpoint of ZeRO-1 or ZeRO-2 are shown. A ZeRO-3 checkpoint has only the
+    /// weights of the optimizer, which are always shown.
     ///
     /// ```
     /// use tensorfs::{Checkpoint, Dtype, OpenOptions, ZeroWeights};
@@ -88,7 +88,8 @@ pub enum Links {
 pub struct DiskCachePlace {
     /// The folder, an absolute path.
     pub folder: PathBuf,
-    /// Maximum number of bytes in the folder. If `None`, a tenth of its file system stays free, and at least 1 GiB.
+    /// Maximum number of bytes in the folder. If `None`, the cache leaves a tenth of the file system free, and at least
+    /// 1 GiB.
     pub size: Option<u64>,
 }
 
@@ -142,9 +143,9 @@ pub const HUB: &str = "hub";
 pub struct OpenOptions {
     /// Chooses between a whole file and a sharded set of the same name.
     pub prefer: Prefer,
-    /// The weights of DeepSpeed checkpoints that are shown.
+    /// Chooses which weights of DeepSpeed checkpoints are shown.
     pub zero: ZeroWeights,
-    /// The tensors of torch pickles that are shown.
+    /// Chooses which tensors of torch pickles are shown.
     pub state: TrainingState,
     /// Allowed targets of symbolic links.
     pub links: Links,
@@ -226,7 +227,7 @@ impl OpenOptions {
         json.into()
     }
 
-    /// If the view has the option for a tensor-parallel group but no rank, replaces it by the views of all ranks.
+    /// If the view has the option for a tensor-parallel group but no rank, replaces the view by the views of all ranks.
     ///
     /// # Errors
     /// A message of one line if there are too many ranks, or if the view is not valid.
@@ -240,7 +241,8 @@ impl OpenOptions {
     }
 
     /// The options that `to_json` wrote, in this release or in the one before. `None` if another version wrote words
-    /// that are not known here, or if a file that the view names has changed. `read` returns the bytes of such files.
+    /// that are not known here. Also `None` if a file that the view names has changed. `read` returns the bytes of the
+    /// files that the view names.
     #[doc(hidden)]
     pub fn from_json(json: &Value, read: ReadFile<'_>) -> Option<OpenOptions> {
         let views = match json.get("views") {
@@ -307,7 +309,7 @@ impl OpenOptions {
                 .map(|folder| folder.as_str().map(PathBuf::from))
                 .collect::<Option<_>>()?,
             expect_shards: json.get("expect-shards").and_then(Value::as_u64),
-            // Files that the mount does not show do not belong to its source.
+            // A mount follows only the links that `Links::Inside` allows, so no other files belong to its source.
             links: Links::Inside,
             ..OpenOptions::default()
         })

@@ -49,7 +49,7 @@ impl Gate {
     }
 }
 
-/// Stops the other threads when it is dropped: only if its thread panics, or always if the flag is set.
+/// Stops the other threads when it is dropped. If the flag is not set, it stops them only if its thread panics.
 struct StopAtEnd<'a>(&'a Gate, bool);
 
 impl Drop for StopAtEnd<'_> {

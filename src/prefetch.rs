@@ -1,11 +1,11 @@
 //! The read-ahead planner of one file. It gets the offset and the length of each read, and returns the ranges to read
 //! ahead.
 //!
-//! Reads are sorted into streams. A stream is a series of reads that move forward through the file. For each stream,
-//! the planner reads a number of bytes ahead, the window, which grows while the reader has to wait. A window depends on
-//! the tensors too: a reader that begins a tensor mostly reads it to its end. It then continues with the next tensor of
-//! an order that was learned from the tensors that it has begun so far. The module is pure: it has no I/O, no clock
-//! (the time is an argument) and no threads.
+//! Reads are sorted into streams. A stream is a series of reads that move forward through the file. The planner reads a
+//! number of bytes ahead for each stream. This number is the window of the stream, which grows while the reader has to
+//! wait. The ranges to read ahead also depend on the tensors: a reader that begins a tensor mostly reads it to its end,
+//! and then begins another tensor. The planner learns the order of the tensors from those that the reader has begun so
+//! far. The module is pure: it has no I/O, no clock (the time is an argument) and no threads.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -60,8 +60,8 @@ const FAR_WINDOW_MAX: u64 = 256 << 20;
 /// of the kernel's readahead arrive in any order.
 const SLACK: u64 = 4 << 20;
 
-/// Maximum distance in bytes from a read to the end of its stream at which later reads of the stream may have overtaken
-/// it. The thread that answers a read may have to wait for a processor.
+/// A read at most this number of bytes before the end of a stream may be an overtaken read of the stream. Reads are
+/// overtaken if the thread that answers them has to wait for a processor.
 const OVERTAKEN_MAX: u64 = 32 << 20;
 
 /// Number of consecutive small reads after which they count as a stream.
@@ -70,13 +70,13 @@ const SMALL_RUN: u32 = 4;
 /// Minimum number of read-ahead bytes from which the share of used bytes is judged.
 const JUDGED_FROM: u64 = 32 << 20;
 
-/// A stream counts as abandoned if this number of reads has arrived since its last read. The number is `LEFT_READS` for
-/// each stream, or `LEFT_READS_FORETOLD` in all if a reader follows a predicted order.
+/// A stream counts as abandoned if this number of reads has arrived since its last read. The number is `LEFT_READS`,
+/// multiplied by one more than the number of streams. If a reader follows a predicted order, it is
+/// `LEFT_READS_FORETOLD`.
 const LEFT_READS: u64 = 4;
 const LEFT_READS_FORETOLD: u64 = 256;
 
-/// Number of consecutive reads of a stream outside its planned ranges after which reads of these ranges are no longer
-/// expected.
+/// Number of consecutive reads of a stream outside its planned ranges after which the stream gives up these ranges.
 const ELSEWHERE_READS: u32 = 32;
 
 /// Maximum number of requested or planned ranges that are remembered.
@@ -115,7 +115,7 @@ pub struct Planner {
     reads: u64,
     /// Window of the stream whose window grew last. New streams begin with it.
     window: u64,
-    /// Largest window, in bytes.
+    /// Maximum window in bytes. It depends on the number of bytes that the server needs in flight.
     longest: u64,
     /// Number of read-ahead bytes that were requested, and number of read-ahead bytes that were dropped before a
     /// request.
@@ -164,7 +164,7 @@ impl Planner {
     pub fn observe(&mut self, request: &Request, most: u64, tensors: &dyn TensorMap) -> Advice {
         self.reads += 1;
         let push = self.storms.push(request, tensors);
-        // A second request means that the kernel has not kept the bytes.
+        // A second request for the same bytes means that the kernel has dropped them from its page cache.
         if self.given.gap(&request.range).is_none() && !self.is_planned(&request.range) {
             self.forget();
         }
@@ -232,8 +232,8 @@ impl Planner {
         self.passed.strike(read);
     }
 
-    /// Returns the tensor that is requested page by page, or 1 GiB of it, once this is noticed. `observe` does this
-    /// too. This function is for reads that need no bytes of the source.
+    /// If a tensor is requested page by page, returns its range, or 1 GiB of it. `observe` does this too. This function
+    /// is for reads that are answered without bytes of the source.
     pub fn storm(&mut self, request: &Request, tensors: &dyn TensorMap) -> Option<Range<u64>> {
         self.storms.push(request, tensors)
     }
@@ -309,8 +309,9 @@ impl Planner {
     }
 
     /// Moves the stream to which `request` belongs forward, and returns its index. If there is none, begins a stream.
-    /// `None` for two kinds of reads, which begin no stream: the part that the kernel reads in front of a requested
-    /// page, up to the start of the tensor of that page, and a read that later reads have overtaken.
+    /// Two kinds of reads begin no stream, and the result is `None`. The first kind has the bytes that the kernel reads
+    /// in front of a requested page, up to the start of the tensor of that page. The second kind was overtaken by later
+    /// reads.
     fn stream_of(
         &mut self,
         request: &Request,
@@ -383,7 +384,7 @@ impl Planner {
         Some(oldest)
     }
 
-    /// Whether other reads of a stream have overtaken the read of `range`, so that the stream has skipped its bytes.
+    /// Whether later reads of a stream have overtaken the read of `range`, so that the stream has skipped these bytes.
     fn is_overtaken(&self, range: &Range<u64>) -> bool {
         let has_passed = |s: &ReadStream| {
             s.began <= range.start && range.end <= s.next && s.next - range.start <= OVERTAKEN_MAX
@@ -403,7 +404,7 @@ impl Planner {
     }
 
     /// If bytes of `request` are planned for a stream, removes these bytes and the planned ranges after them from that
-    /// stream, and returns them for a new stream. Also returns the window of that stream.
+    /// stream, and returns them for a new stream. Also returns the window of the stream for which they were planned.
     fn planned_for(
         &mut self,
         request: &Request,
@@ -526,7 +527,7 @@ impl Planner {
         let stream = &mut self.streams[index];
         in_tensor.iter().rev().for_each(|range| stream.path.push_front(range.clone()));
         beyond.iter().for_each(|range| stream.plan(range.clone()));
-        // The range that is expected next stays the first one.
+        // The range that contains the next expected byte becomes the first one again.
         let next = stream.next;
         if let Some(taken) = stream.take(next) {
             stream.path.push_front(taken);
@@ -576,8 +577,8 @@ impl Planner {
         let beyond = self.beyond(stream, &self.readers[reader].learner);
         let mut planned = PlannedRanges::after(stream, refill(window, ahead));
         let mut tensor = stream.tensor.clone();
-        // A learned order may lead back to a tensor that was visited. The other orders do not lead back. They may visit
-        // many tiny tensors, so those are not recorded.
+        // Only a learned order may lead back to a tensor that was visited. In the other orders, visited tensors are not
+        // recorded, because there may be many tiny ones.
         let may_lead_back = self.readers[reader].learner.order() == Order::Layers;
         let mut visited = Vec::new();
         for _ in 0..STEPS_MAX {
@@ -623,7 +624,7 @@ impl Planner {
             let Some(next) = next.filter(|_| !planned.is_full()) else { break };
             let page = next.range.start / PAGE * PAGE;
             let Range { start, end } = around.of(page, self.len);
-            // The ranges around earlier starts may contain the first of these bytes.
+            // Ranges around earlier starts may already contain the bytes from `start` on.
             let reached = planned.ranges.iter().filter(|range| range.start < end).map(|r| r.end);
             planned.from = reached.max().unwrap_or(0).max(start);
             planned.fill(&self.given, end, window);

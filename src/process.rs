@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use nix::libc;
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// A number that identifies this process among itself and its ancestors by fork. The number does not change
+/// A number that differs from the numbers of all processes from which this process descends by fork. It does not change
 /// while the process lives.
 pub fn token() -> u64 {
     static OF_PROCESS: Token = Token::new();
@@ -49,8 +49,8 @@ impl Token {
         if page.is_null() {
             let made = make().map_or_else(without_page, NonNull::as_ptr);
             let before = self.0.compare_exchange(page, made, Ordering::AcqRel, Ordering::Acquire);
-            // If several threads get here at the same time, only the page of one thread is used, and the other pages
-            // stay unused.
+            // If several threads allocate a page at the same time, only the page of one thread is used, and the other
+            // pages stay unused.
             page = before.map_or_else(|first| first, |_| made);
         }
         if ptr::eq(page, &NO_PAGE) {

@@ -1,6 +1,6 @@
-//! Describes a box as runs of bytes of equal length in two larger boxes that contain it, the source and the target.
-//! These are either a shard and a tensor that contain a piece, or a piece and memory that contain a part. All positions
-//! are computed by arithmetic.
+//! Describes a box as runs of bytes of equal length in two larger boxes that contain it, the source and the target. If
+//! the box is a piece, the source is its shard and the target is its tensor. If the box is a part of a piece, the
+//! source is the piece and the target is memory. All positions are computed by arithmetic.
 //!
 //! The target is row-major. The source is mostly row-major too, and the runs then have the same order in both.
 //! `gather` is for a source with other strides, such as those of a transposed tensor. The module is pure: it
@@ -38,7 +38,8 @@ pub struct StridedCopy {
     run_len: u64,
     /// The dimensions over which the runs are spread, outermost first; empty if there is one run.
     strides: Vec<Stride>,
-    /// Whether the runs have this order in the source too, and no byte of the source belongs to two runs.
+    /// Whether the runs have the same order in the source as in the target, and no byte of the source belongs to two
+    /// runs.
     ascending: bool,
 }
 
@@ -79,8 +80,8 @@ impl StridedCopy {
         let mut run = bits;
         let (mut from_row, mut to_row) = bits;
         let mut strides: Vec<Stride> = Vec::new();
-        // The loop goes from the innermost dimension outwards. The run grows over a dimension as long as the
-        // elements at the next index are adjacent to it on both sides.
+        // The loop goes from the innermost dimension outwards. The run grows over a dimension as long as the elements
+        // at the next index are adjacent to it both in the source and in the target.
         for dim in (0..size.len()).rev() {
             let from_step = from.strides.map_or(from_row, |strides| strides[dim] * bits.0);
             from_start += from.offset[dim] * from_step;
@@ -331,8 +332,8 @@ impl RunRange {
 }
 
 impl Stride {
-    /// Whether the next dimension continues the runs of this dimension with the same steps. `from` and `to` are
-    /// its steps in bits.
+    /// Whether the next dimension continues the runs of this dimension with the same steps. `from` and `to` are the
+    /// steps of the next dimension, in bits.
     fn is_continued_by(&self, from: u64, to: u64) -> bool {
         from == self.count * self.from && to == self.count * self.to
     }

@@ -104,7 +104,7 @@ pub fn verify(
     let mut sums = Vec::with_capacity(catalog.shards.len());
     let stored = stored::by_shard(catalog);
     let cores = available_parallelism().map_or(1, |cores| cores.get().min(THREADS_MAX));
-    // A slow server must be able to answer all reads in progress before the deadline.
+    // If there are many reads in progress, a slow server may not answer all of them before the deadline.
     let is_slow = checkpoint.sources().iter().any(|source| source.may_block());
     let threads = if is_slow { cores.min(THREADS_REMOTE) } else { cores };
     let sweep = Sweep::cached(task.settings, threads);

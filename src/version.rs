@@ -122,8 +122,8 @@ impl Version {
     }
 
     /// A version of a file or a folder in a store that is not the local file system. `number` identifies the file or
-    /// folder among all objects of the queue. `number` includes the number of the object. If a store replaces objects
-    /// and never changes them, `number` also includes the number of the version of the object.
+    /// folder among all objects of the queue. It contains an identifier of the object. If a store replaces objects and
+    /// never changes them, it also contains an identifier of the version of the object.
     pub fn of_object(
         queue: QueueKey,
         number: [u64; 2],
@@ -136,7 +136,7 @@ impl Version {
         Version { len, file, kind, modified, changed, attributes: [0; 2] }
     }
 
-    /// Like `of_object`, for a file whose `number` identifies all of its bytes, like an ETag. `changed` is for
+    /// Like `of_object`, for a file whose `number` differs if any of its bytes differs, like an ETag. `changed` is for
     /// people: two versions with different times may have the same bytes.
     pub fn of_tagged_object(
         queue: QueueKey,

@@ -61,8 +61,8 @@ fn held_by_all() -> &'static AtomicU64 {
     HELD.get_or_init(AtomicU64::default)
 }
 
-/// The last order in this process that predicted requests, as its index in `Order::ALL`. A higher number means that
-/// there is none yet.
+/// The last order in this process that predicted requests, as its index in `Order::ALL`. An index past the end of
+/// `Order::ALL` means that no order has predicted requests yet.
 static USUAL: AtomicUsize = AtomicUsize::new(usize::MAX);
 
 /// Tensors that are loaded together.
@@ -100,7 +100,7 @@ struct Entry {
     is_with_others: bool,
     /// Number of the request at which the load of this tensor was begun.
     born: u64,
-    /// The Python object of which Python code makes the tensor.
+    /// The Python object from which Python code makes the tensor.
     payload: Py<PyAny>,
 }
 
@@ -398,7 +398,8 @@ impl Ahead {
             let Some(progress) = state.entries.get(&position).map(|entry| entry.progress) else {
                 return Ok(None);
             };
-            // A tensor that waits in the queue as a job of its own is loaded by the caller, which is faster.
+            // If the job of the tensor is still queued and loads no other tensor, the caller loads the tensor, which is
+            // faster than to wait for the job.
             let in_turn =
                 |entry: &Entry| entry.progress == Progress::Waiting && entry.is_with_others;
             let waits = state.entries.get(&position).is_some_and(in_turn);

@@ -315,10 +315,10 @@ impl Loader {
         self.planned(py, &self.own(), &checkpoint.own(), requests)
     }
 
-    /// Carries out a plan. `memory` has, for each region, an area, or address, length and owner of memory, with the
-    /// lengths in `Plan::rooms`. If the requests gave the address of a region, its memory begins at that address. GPU
-    /// memory is written after the work that is in `stream` now. Ctrl-C and `cancel` end the load. After such an end,
-    /// the memory must not be read. Returns the statistics.
+    /// Carries out a plan. `memory` has an item for each region: an area, or the address, length and owner of other
+    /// memory. `Plan::rooms` says how long each item must be. If the requests gave the address of a region, its item
+    /// begins at that address. GPU memory is written after the work that is in `stream` at the time of the call. Ctrl-C
+    /// and `cancel` end the load. After such an end, the memory must not be read. Returns the statistics.
     #[pyo3(signature = (checkpoint, plan, memory, cancel=None, stream=None))]
     fn fill<'py>(
         &self,
@@ -413,7 +413,7 @@ pub(crate) fn run_of(
     one.filter(is_run).map(|piece| (piece.shard, piece.range.clone()))
 }
 
-/// The regions of a plan, by device.
+/// The regions of a plan: in host memory, or in the memory of a GPU.
 enum To {
     Host(Vec<Arc<Region>>),
     Gpu(Vec<DeviceRegion>, Gpu),

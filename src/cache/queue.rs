@@ -61,7 +61,7 @@ impl WaitQueue {
             let waits = request.since.elapsed();
             waits >= PATIENCE
                 && match reason {
-                    // The older read has precedence in every other second only. So newer reads progress even if a
+                    // The older read has precedence only in every other second. So newer reads progress even if a
                     // stalled source holds memory for a long time.
                     WaitReason::Memory => waits.as_secs() % 2 == 1,
                     WaitReason::SourceQuota(of) => {

@@ -93,7 +93,8 @@ impl Readahead<'_> {
             }
             let mut plan = file.reader.plan_first_block(offset..range.end, cache.ahead_max());
             let end = offset + plan.len();
-            // A regular read copies these bytes directly from the page cache, with one copy less.
+            // Bytes in the page cache are not read ahead, because a regular read copies them from there with one copy
+            // less.
             if plan.is_cached(&cache.engine) {
                 offset = end;
                 continue;
@@ -104,7 +105,7 @@ impl Readahead<'_> {
                 offset = over;
                 continue;
             }
-            // If enough bytes of the source are being read already, memory is not the limit.
+            // If this is true, the limit for the bytes of the source stops the readahead, and not the lack of memory.
             let is_put_off = state.loading.refusing(&plan, cache.ahead_max()).is_some();
             let may = state.queue.is_empty() && !is_put_off;
             let reservation = may

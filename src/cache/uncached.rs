@@ -10,12 +10,12 @@ use super::{CacheInner, ReadRequest, State, too_late};
 use crate::io::SourceKey;
 use crate::sync::{Mutex, MutexGuard};
 
-/// Maximum number of such reads. A read that was answered with an error counts until its thread no longer waits
-/// for the source.
+/// Maximum number of reads without blocks that run at a time. A read that was answered with an error counts until its
+/// thread no longer waits for the source.
 const UNCACHED_MAX: usize = 4;
 
-/// Maximum number of such reads whose first byte is in the same source. So a source that stalls leaves some of the
-/// reads to other sources.
+/// Maximum number of reads without blocks whose first byte is in the same source. A source that stalls thus leaves some
+/// of these reads to other sources.
 const UNCACHED_OF_SOURCE_MAX: usize = 3;
 
 /// A read without blocks whose thread has not ended.

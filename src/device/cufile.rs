@@ -1,8 +1,8 @@
 //! Safe wrappers of NVIDIA cuFile, which reads from a file directly into memory of a GPU.
 //!
-//! cuFile is used only if its kernel module is loaded. Without the module, the library would read into memory
-//! of its own and copy from there, which tensorfs does itself in that case. The library is loaded at the first
-//! use. Error codes that are not known here are reported as numbers.
+//! cuFile is used only if its kernel module is loaded. Without the module, the library would read into memory of its
+//! own and copy from there, and tensorfs can do the same without the library. The library is loaded at the first use.
+//! Error codes that are not known here are reported as numbers.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
@@ -218,8 +218,8 @@ impl Drop for FileHandle {
     }
 }
 
-/// Memory of a GPU that is registered with cuFile, so that the disk can write to it directly. Without that,
-/// cuFile copies through memory of its own on the GPU.
+/// Memory of a GPU that is registered with cuFile, so that the disk can write to it directly. If memory is not
+/// registered, cuFile copies through memory of its own on the GPU.
 #[derive(Debug)]
 pub(crate) struct Registered {
     library: &'static CuFile,

@@ -1,5 +1,5 @@
-//! Pinned memory for loads to a GPU. Reads put their bytes into it. Pinning takes time, so the memory grows in steps while reads
-//! are in flight. It is kept for the next load.
+//! Pinned memory for loads to a GPU. Reads put their bytes into it. Pinning takes time, so the memory grows in steps
+//! while reads are in flight. It is kept for the next load.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -99,7 +99,7 @@ impl PinnedPool {
     }
 
     /// A target for a read into `len` bytes of pinned memory. The memory returns to the pool when the bytes of the read
-    /// are dropped. `None` if the free memory does not suffice because of other reads.
+    /// are dropped. `None` if other reads leave too few consecutive bytes free.
     pub(crate) fn target(&self, len: u64, reservation: Reservation) -> Option<ReadTarget> {
         let slice = self.0.state.lock().take(usize::try_from(len).ok()?)?;
         let pool: Weak<PoolInner> = Arc::downgrade(&self.0);
@@ -119,7 +119,8 @@ impl PinnedPool {
         let mut state = self.0.state.lock();
         let fits = state.pinned < limit;
         if !state.growing && alone && state.used == 0 && (state.full || !fits) {
-            // No free step is long enough.
+            // The pool cannot grow, and no free step is long enough for the read. So the free steps make way for a
+            // longer step.
             let free = state.take_unused();
             drop(state);
             drop(free);

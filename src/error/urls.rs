@@ -133,7 +133,7 @@ fn login_len(scheme: &str, rest: &str, facts: Option<&[SchemeFact]>) -> usize {
         // A password may contain slashes.
         None => len_to(rest.rfind('@')),
         Some(facts) if has_password(rest, facts) => len_to(rest.rfind('@')),
-        // These URLs have the container before the host.
+        // In these URLs, the text before the `@` is the container and not a user.
         Some(_) if scheme.to_ascii_lowercase().starts_with("abfs") => 0,
         // An `@` after the host belongs to the key.
         Some(_) => len_to(authority_of(rest).rfind('@')),

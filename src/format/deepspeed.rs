@@ -218,7 +218,7 @@ pub struct ZeroModel {
     pub frozen: Vec<(ZeroParam, Option<FlatRun>)>,
     /// Pairs of names for the same tensor: the additional name, and the name that has the elements.
     pub shared: Vec<(String, String)>,
-    /// Names of tensors that no optimizer changes. The model states have them whole.
+    /// Names of tensors that no optimizer changes. The file of model states holds these tensors whole.
     pub buffers: Vec<String>,
     /// Names of tensors of the model of which this file has no elements.
     pub placeholders: Vec<String>,

@@ -50,7 +50,7 @@ pub enum Foreign {
     TorchZip,
     /// A file of `torch.save` before torch 1.6, or with its old serialization.
     TorchLegacy,
-    /// Entries that are no tensors, in front of a safetensors file in a file of `torch.distributed.checkpoint`.
+    /// A file of `torch.distributed.checkpoint` in which entries that are no tensors precede a safetensors file.
     TorchPrefix,
     /// A data file of `torch.distributed.checkpoint`.
     Distcp,
@@ -174,8 +174,8 @@ pub fn unfinished(name: &str) -> Option<&'static str> {
 }
 
 impl Evidence<'_> {
-    /// The kind of the file. `None` if nothing shows the kind. Also `None` for every whole
-    /// safetensors, bintensors or tensorizer file.
+    /// The kind of the file. `None` if nothing shows the kind, and for every whole safetensors, bintensors or
+    /// tensorizer file.
     pub fn foreign(&self) -> Option<Foreign> {
         let first = self.first;
         if tensorizer::is_tensorizer(first) {

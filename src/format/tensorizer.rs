@@ -1,5 +1,5 @@
-//! The tensorizer file: a fixed head, then an area with an entry for each tensor. Then each tensor
-//! follows, as a header of its own with the data right behind it.
+//! The tensorizer file: a fixed head, an area with an entry for each tensor, and then the tensors. Each tensor is a
+//! header with the data right behind it.
 //!
 //! A meta tensor has a shape and no data. Its elements are zeros, at offsets behind the end of the
 //! file.
@@ -68,7 +68,7 @@ const FLAGS_SINCE: u32 = 4;
 /// First version of a file in which entries may have a version of their own.
 const VERSIONED_SINCE: u32 = 5;
 
-/// The file version that means encryption, without a feature flag.
+/// A file of this version is encrypted, although it has no feature flags.
 const ENCRYPTED_VERSION: u32 = 3;
 
 /// A tensor of a file with the places of its header and its data.
@@ -79,10 +79,10 @@ struct StoredTensor {
     shape: Vec<u64>,
     header: Range<u64>,
     data: Range<u64>,
-    /// Offset of the first of its zeros behind the file, if it is a meta tensor, which has a shape
-    /// and no data.
+    /// Offset of the first zero of a meta tensor, behind the end of the file. A meta tensor has a shape and no data.
+    /// `None` for other tensors.
     zeros: Option<u64>,
-    /// Empty if the hashes are not kept.
+    /// The hashes in the header. Empty if the hashes are not kept.
     hashes: KeptHashes,
     /// `None` if its data is not encrypted.
     encryption: Option<Encryption>,
@@ -97,8 +97,8 @@ struct StoredFile {
     /// Whether the file says that its tensors are encrypted.
     encrypted: bool,
     tensors: Vec<StoredTensor>,
-    /// Shorter than a mark, or empty, if the file ends early. If another file follows, these bytes
-    /// are the magic of that file.
+    /// The bytes of the end mark. The range is shorter than a mark, or empty, if the file ends early. If another file
+    /// follows, the range has the magic of that file.
     end_mark: Range<u64>,
     /// Offset of the first byte of the next tensorizer file, if one follows in place of the end
     /// mark.
@@ -111,14 +111,13 @@ struct StoredFile {
 pub struct HashedTensor {
     /// Its name.
     pub name: String,
-    /// The bytes of the file that the hashes cover, before encryption.
+    /// The bytes of the file that the hashes cover. The hashes are those of the bytes before encryption.
     pub range: Range<u64>,
-    /// Bytes in `range` that the hashes do not cover: those that describe the encryption of the
-    /// tensor.
+    /// Bytes in `range` that the hashes do not cover, because they describe the encryption of the tensor.
     pub left_out: Range<u64>,
     /// The hashes.
     pub hashes: KeptHashes,
-    /// Whether it is an entry of a zip archive, whose CRC is stored outside `range`.
+    /// Whether the tensor is an entry of a zip archive, whose CRC is stored outside `range`.
     pub is_entry: bool,
 }
 
@@ -200,8 +199,8 @@ pub fn is_tensorizer(sniff: &[u8]) -> bool {
     sniff.starts_with(MAGIC)
 }
 
-/// Length in bytes of the head and the area of entries, for a tensorizer file in the bytes `file` of a file. `sniff`
-/// has the first `HEAD_LEN` of these bytes, or all if there are fewer.
+/// Length in bytes of the head and the area of entries of a tensorizer file, which is the byte range `file` of the file
+/// that is read. `sniff` has the first `HEAD_LEN` bytes of this range, or the whole range if it is shorter.
 ///
 /// # Errors
 /// Why these bytes are no tensorizer file that can be read.

@@ -19,8 +19,8 @@ pub enum NextLook {
 
 /// A thread that ends overdue work of its owner. Clones are handles of the same thread.
 ///
-/// The function that the thread calls must not keep the owner alive. It returns `NextLook::Never` when the
-/// owner no longer exists. So the owner wakes the thread when it is dropped.
+/// The function that the thread calls must not keep the owner alive. When the owner no longer exists, the function
+/// returns `NextLook::Never`. The owner wakes the thread when it is dropped, so that the thread ends.
 #[derive(Clone, Debug, Default)]
 pub struct Deadlines(Arc<Clock>);
 
@@ -28,7 +28,7 @@ pub struct Deadlines(Arc<Clock>);
 struct Clock {
     state: Mutex<State>,
     changed: Condvar,
-    /// Whether the thread will look again before a deadline that begins now can pass.
+    /// Whether the thread will check for overdue work before a deadline that begins now can pass.
     awake: AtomicBool,
 }
 
@@ -61,8 +61,8 @@ impl Deadlines {
         Ok(())
     }
 
-    /// Starts the thread, unless it is running. The thread calls `tick` with `owner`. If `tick` returns true,
-    /// the thread calls it again after `interval`. Otherwise it calls it again only after it is woken.
+    /// Starts the thread, unless it is running. The thread calls `tick` with `owner`. If `tick` returns true, the
+    /// thread calls it again after `interval`. Otherwise the thread calls `tick` again only after it is woken.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -80,7 +80,8 @@ impl Deadlines {
         })
     }
 
-    /// Notes that a deadline begins. Wakes the thread, unless it looks in time anyway.
+    /// Notes that a deadline begins. Wakes the thread, unless the thread will check for overdue work before this
+    /// deadline anyway.
     pub fn added(&self) {
         if !self.0.awake.swap(true, Ordering::SeqCst) {
             self.wake();

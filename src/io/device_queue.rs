@@ -25,8 +25,8 @@ use crate::version::QueueKey;
 /// Idle time after which a thread ends.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// Reads shorter than this number of bytes are answered by the thread of the ring, because waking another
-/// thread takes longer than the answer.
+/// The thread of the ring itself answers reads shorter than this number of bytes, because waking another thread takes
+/// longer than the answer.
 const ANSWERED_HERE_MAX: usize = 64 << 10;
 
 /// Minimum and maximum number of threads that answer reads of a ring. Between these limits, the number of threads is
@@ -117,7 +117,7 @@ pub(super) struct State {
     ring: RingState,
     /// Reads that the thread of the ring has handed to the pool.
     handed: VecDeque<(u64, Transfer)>,
-    /// Completed reads that the pool has to answer. Their deadlines run until then.
+    /// Completed reads that the pool has to answer. The deadline of a read runs until it is answered.
     pub(super) over: VecDeque<CompletedRead>,
     /// Number of threads that are answering reads of `over`.
     answering: usize,
@@ -211,7 +211,7 @@ impl DeviceQueue {
     pub(super) fn promote(self: &Arc<Self>, id: u64) {
         let mut state = self.state.lock();
         if state.queue.promote(id, Instant::now()) {
-            // Perhaps only the limit of prefetches prevented that the fetch was sent.
+            // The limit for prefetches may have held the fetch back, and it no longer applies to the fetch.
             self.wake_from(state);
         }
     }

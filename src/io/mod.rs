@@ -176,7 +176,7 @@ pub enum Effort {
 }
 
 impl Effort {
-    /// The cost once a reader waits.
+    /// The effort of the callback once a reader waits for the bytes.
     fn awaited(self) -> Effort {
         if self == Effort::AsAwaited { Effort::Long } else { self }
     }
@@ -419,8 +419,9 @@ impl Engine {
         self.cached_pages(source, range).is_some_and(CachedPages::is_all)
     }
 
-    /// The part of `range` that is in the kernel's page cache. `None` if the kernel does not report it, if the
-    /// bytes are encrypted, or if reads do not depend on it. Never waits.
+    /// The part of `range` that is in the kernel's page cache. `None` if the kernel does not report the part. Also
+    /// `None` for reads that do not depend on it: reads with `DirectIo::Always`, reads of encrypted bytes, and reads
+    /// that may block. Never waits.
     pub(crate) fn cached_pages(
         &self,
         source: &Arc<Source>,
@@ -480,7 +481,8 @@ impl Engine {
     }
 }
 
-/// The open file with the bytes of `source`. `None` if it is not open, or there is no such file. Never waits.
+/// The open file with the bytes of `source`. `None` if the file is not open, or if the source is no local file. Never
+/// waits.
 fn open_file(source: &Source) -> Option<Arc<std::fs::File>> {
     match source.local() {
         Some(local) => local.open_file(),

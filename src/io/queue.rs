@@ -31,8 +31,8 @@ const SPARE_OF_ONE: u64 = 4;
 /// A source with this number of overdue reads gets no further reads.
 pub(super) const STUCK_MAX_OF_ONE: usize = 4;
 
-/// Least number of bytes of prefetches in flight up to which a server gets further ones. Fewer than `SENT_MAX_OF_ONE`
-/// prefetches may have more bytes: a server that limits the rate of each connection needs many requests.
+/// Minimum of `FetchQueue::prefetch_bytes_max`. This limit applies only if `SENT_MAX_OF_ONE` or more prefetches are in
+/// flight, because a server that limits the rate of each connection needs many requests.
 const PREFETCH_MAX_MIN: u64 = 32 << 20;
 
 /// A read for a backend to execute.
@@ -107,14 +107,15 @@ pub(super) struct FetchQueue {
     sent: PerSourceLimiter<SourceKey>,
     /// Fetches in flight that are overdue.
     stuck: PerSourceLimiter<SourceKey>,
-    /// Whether sources with few reads in flight may exceed `SENT_MAX`. A server may be busy for some of its objects
-    /// only, and their reads wait for it.
+    /// Whether sources with few reads in flight may exceed `SENT_MAX`. A server may be slow for only some of its
+    /// objects, and the reads of these objects may take all of `SENT_MAX`.
     pub(super) has_spare: bool,
     /// Number and bytes of the prefetches that are in flight and not overdue.
     prefetches: usize,
     prefetch_bytes: u64,
-    /// Number of bytes of prefetches from which no further prefetches are sent. All answers of a server share its
-    /// bandwidth: when the prefetches in flight use all of it, another one delays the bytes that are read next.
+    /// Number of bytes of prefetches in flight from which no further prefetch is sent. All answers of a server share
+    /// its bandwidth: when the prefetches in flight use all of it, another prefetch would delay the bytes that are read
+    /// next.
     prefetch_bytes_max: u64,
 }
 

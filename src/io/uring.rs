@@ -245,7 +245,7 @@ fn came_back(
         Ok(n) => Ok(n),
         Err(_) => Err(io::Error::from_raw_os_error(-result)),
     };
-    // The kernel would have to wait for this read. It can do so only on a worker thread.
+    // Without a worker thread, the kernel cannot wait for the bytes of this read.
     slot.on_worker |= result.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock);
     queue.count_read(&slot.transfer, &result);
     let next = slot.transfer.advance(result);

@@ -16,7 +16,7 @@ use crate::io::Region;
 use crate::plan::Plan;
 use crate::sync::Mutex;
 
-/// Maximum number of threads that populate memory. This number is faster than any disk.
+/// Maximum number of threads that populate memory. With this number, population is faster than any disk.
 const THREADS_MAX: usize = 8;
 
 /// Number of bytes that a thread populates with one call: the size of a huge page. Other threads cannot map memory
@@ -28,8 +28,7 @@ pub(super) struct Populator<'a> {
     loader: &'a Loader,
     regions: &'a [Arc<Region>],
     parts: Vec<PopulatePart>,
-    /// The time at which an earlier load made the choice of page size with which this load began. `None` for the first
-    /// load.
+    /// The end of the earlier load with whose choice of page size this load began. `None` for the first load.
     began: Option<Instant>,
     state: Mutex<State>,
 }
@@ -187,7 +186,8 @@ impl<'a> Populator<'a> {
 impl Drop for Populator<'_> {
     fn drop(&mut self) {
         let state = self.state.get_mut();
-        // Small pages that remain may be merged to huge pages later, like the small pages of other memory.
+        // Population is over, so the kernel may now merge the remaining small pages to huge pages, like those of other
+        // memory.
         for &region in &state.small {
             self.regions[region].advise(0..self.regions[region].len(), true);
         }

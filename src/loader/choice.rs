@@ -1,7 +1,8 @@
-//! The choice between huge and small pages by their cost. On most machines huge pages are several times cheaper. In a
-//! virtual machine small pages can be cheaper: a host that takes back free memory takes whole huge pages, and leaves
-//! single small pages. Memory that the host has to provide again is the most expensive. So both sizes are tried, and
-//! the cheaper one is used until it becomes more expensive. The supply of either size can run out.
+//! The choice between huge and small pages by their cost. On most machines huge pages are several times cheaper than
+//! small pages. In a virtual machine small pages can be cheaper: a host that takes back free memory takes whole huge
+//! pages, and leaves single small pages. Memory that the host has to provide again is the most expensive. So both sizes
+//! are tried, and the cheaper one is used. It may become more expensive later, because the supply of either size can
+//! run out, and then the other size is used.
 
 use std::time::{Duration, Instant};
 

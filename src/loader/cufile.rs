@@ -35,7 +35,7 @@ const PARTS_MAX: usize = 64;
 /// Minimum length in bytes of memory that is registered. Registration takes time too.
 const REGISTER_MIN: u64 = 1 << 20;
 
-/// The library, or why it cannot be used. A loader looks for it once, because that may take seconds.
+/// The library, or why it cannot be used. A loader tries to load the library only once, because that may take seconds.
 pub(super) type CuFileCell = Arc<OnceLock<Result<&'static CuFile, String>>>;
 
 /// The result of the reads with cuFile, and the part of the plan that is left to the other reads.
@@ -304,8 +304,8 @@ impl Loader {
             }
             if failed.is_some() {
                 queue.end();
-                // If the load has allocated the memory, the caller does not use it, so this need not wait for
-                // the readers.
+                // If the load itself has allocated the memory, the caller cannot use it after a failure, so this need
+                // not wait for the readers.
                 if given.is_none() {
                     break;
                 }

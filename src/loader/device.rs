@@ -321,7 +321,7 @@ impl Loader {
             let events = done?;
             let lost = |_| Error::internal("a thread of the load ended");
             let mut regions = joined.map_err(lost)?;
-            // Regions without a read may not be allocated yet.
+            // Regions without a read may still be unallocated, so this waits for the last region.
             if let Some(last) = copies.plan.regions.len().checked_sub(1) {
                 regions.get(last as u32)?;
             }
@@ -355,9 +355,9 @@ struct PinnedDestination<'scope, 'env> {
     pool: &'env PinnedPool,
     /// Maximum number of bytes of pinned memory.
     limit: u64,
-    /// Number of bytes that all reads of the load would take at once.
+    /// Number of bytes that the reads of the load would take if all of them were in flight at once.
     wanted: u64,
-    /// A budget without bytes. The memory exists already, so nothing is reserved.
+    /// A budget without bytes. Nothing is reserved for reads, because the pinned memory exists already.
     none: Budget,
     scope: &'scope Scope<'scope, 'env>,
     back: Sender<LoadMessage>,

@@ -31,10 +31,11 @@ use choice::LastChoice;
 pub use device::LoadedDevice;
 pub use page_cache_copy::CachedPart;
 
-/// Maximum memory in bytes for reads whose bytes are moved to their place afterwards.
+/// Maximum size in bytes of the staging memory. Reads put bytes there that are moved to their place afterwards.
 const STAGING_LEN: u64 = 128 << 20;
 
-/// The same maximum for a load to a GPU. A GPU takes bytes faster than most disks deliver them.
+/// Maximum size in bytes of the staging memory of a load to a GPU. A GPU takes bytes faster than most disks deliver
+/// them.
 const STAGING_LEN_DEVICE: u64 = 256 << 20;
 
 /// Number of concurrent reads. This number keeps a disk busy.
@@ -67,7 +68,7 @@ pub struct LoaderConfig {
     pub settings: Settings,
     /// Maximum number of concurrent reads, at least one.
     pub depth: usize,
-    /// Maximum memory in bytes for bytes that are moved to their place after the read.
+    /// Maximum size in bytes of the staging memory, for bytes that are moved to their place after the read.
     pub staging: u64,
     /// Maximum number of bytes of a load that the calling thread copies from the page cache itself.
     pub inline_max_bytes: u64,
@@ -184,7 +185,7 @@ pub struct Progress {
 pub struct Stats {
     /// Number of requested bytes.
     pub wanted: u64,
-    /// Number of bytes that were read for them.
+    /// Number of bytes that were read to get the requested bytes.
     pub read: u64,
     /// Number of reads of shards.
     pub reads: u64,
@@ -198,11 +199,11 @@ pub struct Stats {
     pub load: Duration,
     /// Time in which threads moved bytes, summed over the threads.
     pub moving: Duration,
-    /// Maximum of the memory in bytes for reads whose bytes are moved.
+    /// Maximum number of bytes of staging memory that were in use at the same time.
     pub staging_peak: u64,
     /// Population of memory ahead of the reads.
     pub memory: MemoryStats,
-    /// Measurements of the GPU, for a load to one.
+    /// Measurements of the GPU, if the load was to a GPU.
     pub device: Option<DeviceStats>,
 }
 
@@ -220,11 +221,11 @@ pub struct Stats {
 pub struct MemoryStats {
     /// Number of bytes populated in huge pages.
     pub huge: u64,
-    /// Time for the bytes in huge pages.
+    /// Time to populate the bytes in huge pages.
     pub huge_time: Duration,
     /// Number of bytes populated in small pages.
     pub small: u64,
-    /// Time for the bytes in small pages.
+    /// Time to populate the bytes in small pages.
     pub small_time: Duration,
 }
 
@@ -254,7 +255,7 @@ pub struct DeviceStats {
     pub copies: u64,
     /// Number of bytes that cuFile has read, without the use of host memory.
     pub cufile: u64,
-    /// The reason why cuFile has read no bytes, if it was enabled.
+    /// If cuFile was enabled but has read no bytes, the reason.
     pub cufile_unused: Option<String>,
 }
 
@@ -331,7 +332,8 @@ impl LoadedTensors {
         &memory[range]
     }
 
-    /// The memory that contains request `number`, and the range in it. Clones of the memory keep it alive.
+    /// The memory that contains the bytes of request `number`, and the range of these bytes in it. Clones of the memory
+    /// keep it alive.
     pub fn place(&self, number: usize) -> (&LoadedBytes, Range<usize>) {
         let placement = &self.placements[number];
         let offset = placement.offset as usize;

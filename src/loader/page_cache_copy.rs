@@ -74,10 +74,10 @@ impl Loader {
         }
     }
 
-    /// Whether a mapping of `range` of a shard costs less than a read past the page cache. This is so if most of the
-    /// range is in the page cache. It is also so if the tensors are so small on average that the allocation of memory
-    /// for a tensor would take longer than its read. False if access to the shard may wait, or if the stored bytes of
-    /// the shard differ from the bytes that a load returns. Never waits.
+    /// Whether a mapping of `range` of a shard costs less than a read past the page cache. It costs less in two cases:
+    /// most of the range is in the page cache, or the tensors are so small on average that allocating memory for a
+    /// tensor would take longer than reading it. False if access to the shard may wait, or if the stored bytes of the
+    /// shard differ from the bytes that a load returns. Never waits.
     pub fn is_better_mapped(
         &self,
         checkpoint: &Checkpoint,

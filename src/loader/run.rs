@@ -171,10 +171,10 @@ pub(super) fn memory_of(checkpoint: &Checkpoint, chunk: &Chunk) -> u64 {
     memory_for(&checkpoint.sources()[chunk.shard.0 as usize], &chunk.range)
 }
 
-/// The region and the byte at which `chunk` is read. `None` if the bytes of the chunk are moved there after the read.
-/// This is so if the memory belongs to the caller and the file system is remote: a late answer could arrive after the
-/// load has failed, when the caller uses the memory for something else. This is also so if the chunk has only a part of
-/// an encrypted piece, which is decrypted in other memory.
+/// The region and the byte at which `chunk` is read. `None` if the bytes of the chunk are read into other memory and
+/// moved there afterwards, which has one of two reasons. If the memory belongs to the caller and the file system is
+/// remote, a late answer could arrive after the load has failed, when the caller uses the memory for something else. If
+/// the chunk has only a part of an encrypted piece, the whole piece is decrypted in other memory.
 fn place_of(plan: &Plan, checkpoint: &Checkpoint, chunk: &Chunk) -> Option<(u32, u64)> {
     let (ChunkTarget::Place { region, offset } | ChunkTarget::Unaligned { region, offset }) =
         chunk.target

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::Order;
 use super::layers::{LayerPart, LayerSteps};
 
-/// A read of fewer bytes than this says little about the next read.
+/// A tensor or a read of fewer bytes than this says little about the next read.
 pub const SMALL: u64 = 64 << 10;
 
 /// A tensor of a file, or its header.
@@ -75,7 +75,7 @@ impl ReadLearner {
         ReadLearner { recent: VecDeque::new(), trust: self.trust.min(2), misses: 0, ..self.clone() }
     }
 
-    /// Whether no order predicted most of the tensors that were begun last.
+    /// Whether several of the tensors that were begun last were predicted by no order.
     pub(crate) fn is_mistaken(&self) -> bool {
         self.misses > 1
     }
@@ -147,8 +147,8 @@ impl ReadLearner {
         self.recent.push_front(tensor.clone());
     }
 
-    /// Whether `order` predicts the tensor after the last begun tensor. Only the learned order may
-    /// predict none.
+    /// Whether `order` predicts any tensor after the tensor that was begun last. Only the learned order,
+    /// `Order::Layers`, may predict none.
     fn has_view(&self, order: Order, tensors: &dyn TensorMap) -> bool {
         let step =
             || tensors.part(self.recent.front()?.place).and_then(|part| self.steps.after(part));

@@ -1,10 +1,10 @@
 //! A plan of a load: the reads for a number of tensor requests, and the place of each byte in memory.
 //!
 //! Requested bytes that are close to each other are read together, if possible directly into their final place. A
-//! tensor that is one contiguous range of a shard gets memory with the same offset within a page as in the file, so
-//! that the disk can write there. Other bytes are read into staging memory in the order of the source, and are moved
-//! from there. These are tensors cut into boxes, parts of tensors, casts, and tensors for a device. The module is
-//! pure: equal requests give equal plans.
+//! tensor that is one contiguous range of a shard gets memory with the same offset within a page as in the file,
+//! because a disk can write directly only to such memory. All other bytes are read into staging memory in the order of
+//! the source, and are moved from there to their place. These other bytes belong to tensors cut into boxes, to parts of
+//! tensors, to casts, or to tensors for a device. The module is pure: equal requests give equal plans.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,25 +22,28 @@ use crate::strided::{OuterBox, RunRange, SourceBox, StridedCopy};
 pub struct PlanLimits {
     /// Maximum length of a read. It is rounded down to whole pages.
     pub chunk: u64,
-    /// Maximum length of a read whose bytes are moved afterwards. It is rounded down to whole pages. It is small, so
-    /// that memory that several shards fill in turns is still in the cache of a core when the next shard fills it.
+    /// Maximum length of a read whose bytes are moved afterwards. It is rounded down to whole pages. It is small
+    /// because several shards may fill the same memory in turns. With short reads, this memory is still in the cache of
+    /// a core when the next shard fills it.
     pub moved: u64,
-    /// Maximum length of unwanted bytes between two ranges that are read together, because a second read would take
-    /// longer.
+    /// Maximum number of unwanted bytes between two ranges that are read together. To read these bytes takes less time
+    /// than a second read.
     pub gap: u64,
     /// Minimum length of a tensor that gets memory of its own. The ends of such memory are on small pages. For a
     /// smaller tensor, these pages would cost more time than the separate memory saves.
     pub dedicated_min_bytes: u64,
-    /// Minimum length of a tensor that is read directly into the caller's buffer, if both have the same offset within
-    /// a page. If the offsets differ, the minimum length of a run that has reads of its own.
+    /// Minimum length of a tensor that is read directly into the caller's buffer. The tensor and the buffer must have
+    /// the same offset within a page. If their offsets differ, this is the minimum length of a run that has reads of
+    /// its own.
     pub place: u64,
-    /// Maximum length of a read of such a run. It is rounded down to whole pages.
+    /// Maximum length of a read of a run whose place has another offset within a page than the file. It is rounded down
+    /// to whole pages.
     pub unaligned: u64,
     /// Maximum length of a region that several smaller tensors share.
     pub slab: u64,
     /// Whether the disk may write into the final memory. If not, all bytes are read into staging memory and moved.
     pub in_place: bool,
-    /// Alignment in bytes of tensors that share memory and are moved into it.
+    /// Alignment in bytes of tensors that share a region and are moved into it from staging memory.
     pub align: u64,
 }
 
@@ -114,9 +117,9 @@ impl TensorRequest {
 /// The place in memory of the bytes of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorPlacement {
-    /// Index of its region.
+    /// Index of the region in `Plan::regions`.
     pub region: u32,
-    /// Offset of its first byte in the region.
+    /// Offset of the first byte of the tensor in the region.
     pub offset: u64,
     /// Length in bytes.
     pub len: u64,
@@ -170,15 +173,15 @@ pub struct Move {
     pub region: u32,
     /// Offset in the region at which run number `first` begins.
     pub offset: u64,
-    /// Number of its first run in the copy.
+    /// Number of the first run of the move, counted in `Plan::copies[copy]`.
     pub first: u64,
-    /// Number of its runs.
+    /// Number of runs of the move.
     pub runs: u64,
     /// Length of a run in bytes of the read.
     pub run_len: u64,
-    /// The places of its runs: an index in `Plan::copies`. `None` if it has one run.
+    /// The places of the runs of the move: an index in `Plan::copies`. `None` if the move has one run.
     pub copy: Option<u32>,
-    /// The cast of its elements, if they are cast.
+    /// The cast of the elements, if they are cast.
     pub cast: Option<Cast>,
 }
 
@@ -188,8 +191,8 @@ impl Move {
         self.cast.map_or(self.run_len, |cast| cast.len_after(self.run_len))
     }
 
-    /// Whether it is one run whose bytes are copied unchanged. Plain moves of a read that follow each other are
-    /// merged.
+    /// Whether the move is one run whose bytes are copied unchanged. If such moves of a read follow each other, they
+    /// are merged.
     pub(crate) fn is_plain(&self) -> bool {
         self.copy.is_none() && self.cast.is_none()
     }
@@ -213,7 +216,7 @@ pub struct Plan {
     pub placements: Vec<TensorPlacement>,
     /// Number of requested bytes.
     pub wanted: u64,
-    /// Number of bytes that are read for them.
+    /// Number of bytes that are read to get the requested bytes.
     pub read: u64,
     limits: PlanLimits,
 }
@@ -453,7 +456,8 @@ impl Plan {
         Ok((placement, cast))
     }
 
-    /// Cuts the runs of a copy into ranges that are read at once.
+    /// Divides a copy into groups of runs that are each read at once, and adds the byte range of each group to
+    /// `extents`.
     fn cut(
         &mut self,
         copy: StridedCopy,
@@ -581,7 +585,7 @@ impl Plan {
 }
 
 impl ShardRange {
-    /// Whether it is one run whose bytes are copied unchanged.
+    /// Whether the range is one run whose bytes are copied unchanged.
     fn is_plain(&self) -> bool {
         self.step.is_plain()
     }
@@ -643,7 +647,8 @@ pub fn min_new_memory(catalog: &Catalog, requests: &[TensorRequest]) -> u64 {
 /// The requested indices of each dimension.
 type Indices = Vec<Range<u64>>;
 
-/// The requested indices of a tensor, the cast of its elements, and a placement whose place is not assigned yet.
+/// The requested indices of a tensor, the cast of its elements, and its placement. The region and the offset of the
+/// placement are assigned later.
 fn outcome_of(
     tensor: &Tensor<'_>,
     request: &TensorRequest,

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::{SMALL, WINDOW_MIN, strike};
 
-/// Number of reads after which requests for these bytes are no longer expected.
+/// Number of reads after which requests for skipped bytes are no longer expected.
 const PASSED_READS: u64 = 64;
 
 /// Maximum number of ranges that are remembered.

@@ -40,8 +40,8 @@ impl PlannedRanges {
     /// Adds the bytes from `from` to `end` that are not in `given`, as far as there is room.
     pub(super) fn fill(&mut self, given: &Given, end: u64, window: u64) {
         while !self.is_full() {
-            // If another reader has read the bytes in front of a gap, and the gap is more than a window away, it is not
-            // for this stream.
+            // A gap that is more than a window away is left to another stream, whose reader has read the bytes in front
+            // of the gap.
             let gap = given.gap(&(self.from..end));
             let Some(gap) = gap.filter(|gap| gap.start - self.from <= window) else { break };
             let part = gap.start..gap.end.min(gap.start + self.room);

@@ -14,10 +14,10 @@ pub struct Reach {
 }
 
 impl Reach {
-    /// For files of this machine.
+    /// The lengths for files of this machine.
     pub const NEAR: Reach = Reach { first: WINDOW_MIN, trial: 8 << 20 };
 
-    /// For sources on a server. The reader waits for a round trip if bytes are not requested before the
+    /// The lengths for sources on a server. The reader waits for a round trip if bytes are not requested before the
     /// reader needs them.
     pub const FAR: Reach = Reach { first: 8 << 20, trial: 32 << 20 };
 }

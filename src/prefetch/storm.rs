@@ -11,7 +11,7 @@ use crate::order::TensorMap;
 const STORM_READS: u32 = 32;
 /// Time limit of a storm, in milliseconds.
 const STORM_TIME: u64 = 250;
-/// Time for which a pushed tensor is not pushed again, in milliseconds.
+/// Time in milliseconds for which a tensor is not pushed into the page cache again.
 const PUSHED_TIME: u64 = 10_000;
 /// Maximum number of pushed tensors that are remembered.
 const PUSHED_MAX: usize = 16;

@@ -17,7 +17,7 @@ pub(super) struct ReadStream {
     pub(super) window: u64,
     /// Number of reads that continued the stream.
     pub(super) run: u32,
-    /// Number of reads since the stream was last at its expected place.
+    /// Number of consecutive reads outside the planned ranges of the stream.
     pub(super) elsewhere: u32,
     /// Start of its first read.
     pub(super) began: u64,

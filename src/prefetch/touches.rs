@@ -1,6 +1,7 @@
 //! Detects programs that read only the start of each tensor before they load the first tensor, as `from_pretrained`
-//! does. For such a program, the starts of the next tensors are read ahead, and not the rest of the current tensor. The
-//! kernel extends a read of a mapped page to both sides.
+//! does. For such a program, the starts of the next tensors are read ahead, and not the rest of the current tensor. A
+//! read of a start may also have bytes in front of it, because the kernel extends a read of a mapped page to both
+//! sides.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -82,8 +83,8 @@ impl Touches {
         let known = self.recent.iter().position(|(tensor, _)| is_near(range, tensor));
         if let Some((tensor, mut around)) = known.and_then(|known| self.recent.remove(known)) {
             around.include(tensor.range.start, range);
-            // A little more than before is not enough, because tensors begin at different distances from the start of a
-            // page, or behind a short tensor.
+            // Slightly more bytes than around other starts do not show that the reader reads the tensor itself. Tensors
+            // begin at different distances from the start of a page, or behind a short tensor.
             let is_more =
                 range.start >= tensor.range.start && around.after / 3 * 2 > self.widest.after;
             // Bytes at the end of the tensor may be requested for the start of the next tensor.

@@ -31,7 +31,8 @@ const WINDOW_LEN_MAX: usize = 8 << 20;
 /// elements of all rows of the window, so a shorter window would have the same number of parts.
 const WINDOW_PARTS_MAX: u64 = 32 << 10;
 
-/// Maximum number of parts of a block with such elements. Longer reads of them go through `GatherWindows`.
+/// Maximum number of parts of a block whose elements are in another order than in the source. Reads with more of these
+/// parts go through `GatherWindows`.
 const GATHER_PARTS_MAX: u64 = 256;
 
 /// An open virtual file, or an unchanged file of the source.
@@ -55,7 +56,7 @@ pub struct Reader {
     /// The virtual file. The names of its tensors decide in which orders they may be read. `None` for an
     /// unchanged file.
     file: Option<VirtualFile>,
-    /// Set when the tensors have been sorted.
+    /// The orders of the tensors. Empty until the tensors have been sorted.
     orders: Arc<OnceLock<Orders>>,
     /// Whether a thread is sorting the orders or has sorted them.
     sorting: Arc<AtomicBool>,
@@ -152,8 +153,8 @@ impl Reader {
         self.layout.is_some() && self.sources.iter().any(|source| source.is_encrypted())
     }
 
-    /// The range that has to be decrypted for `range`, as far as its bytes are consecutive in the file. It is
-    /// `range`, extended to whole encrypted pieces.
+    /// The range `range`, extended at both ends to whole encrypted pieces, as far as their bytes are consecutive in the
+    /// file.
     pub(crate) fn cover(&self, range: &Range<u64>) -> Range<u64> {
         let Some(layout) = self.layout.as_ref().filter(|_| self.is_encrypted()) else {
             return range.clone();
@@ -236,8 +237,8 @@ impl Reader {
         }
     }
 
-    /// Whether the bytes `range` are in more parts of shards than are planned at a time, or need many more bytes to be
-    /// gathered than they have. The plan of such a read would take much memory, so it is read in steps with `read_at`.
+    /// Whether the bytes `range` are in more parts of shards than are planned at a time, or are gathered from many more
+    /// bytes than `range` has. The plan of such a read would take much memory, so it is read in steps with `read_at`.
     #[doc(hidden)]
     pub fn is_scattered(&self, range: &Range<u64>) -> bool {
         self.is_scattered_in(range, GATHER_PARTS_MAX)
@@ -273,9 +274,9 @@ impl Reader {
         }
     }
 
-    /// Usual length of a block at the start of `range`. It is chosen so that three quarters of the reads that one source
-    /// may have in flight, each of this length, together have at most the number of bytes that the source needs in
-    /// flight. `most` is the memory of all blocks together.
+    /// Usual length of a block at the start of `range`. It is the number of bytes that the source needs in flight,
+    /// divided by three quarters of the maximum number of its reads in flight. `most` is the memory of all blocks
+    /// together.
     fn usual_block_len(&self, range: &Range<u64>, most: u64) -> u64 {
         let wanted = self.first_source(range).and_then(|source| source.wanted_in_flight());
         let len = (wanted.unwrap_or(0) / (SENT_MAX_OF_ONE / 4 * 3) as u64).min(most / BLOCKS_MIN);

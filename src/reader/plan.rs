@@ -34,8 +34,7 @@ const STREAMED_LEN: u64 = 1 << 20;
 /// Usual length of a block in bytes.
 pub(super) const BLOCK_LEN: u64 = 1 << 20;
 
-/// The cache must have memory for at least this number of blocks of a store. So in a small cache the usual length of a
-/// block is shorter.
+/// Blocks of a store are usually longer than `BLOCK_LEN` only if at least this number of them has room in the cache.
 pub(super) const BLOCKS_MIN: u64 = 16;
 
 /// Maximum usual length of a block of a store.
@@ -163,8 +162,8 @@ impl BlockPlan {
         let runs = self.fetches.iter().filter(|fetch| fetch.uses.iter().all(whole));
         let bytes = runs.map(Planned::memory).sum::<u64>().max(rows);
         if bytes > 2 * self.len && bytes >= BLOCK_LEN / 2 {
-            // The rows belong to larger boxes and are read together with the bytes between them. So the block
-            // is made shorter, and its reads fit into the memory for readahead.
+            // The rows belong to larger boxes and are read together with the bytes between them. So the block is made
+            // shorter, to limit the memory for its reads.
             let len = u128::from(self.len) * u128::from(SPARSE_READ_LEN) / u128::from(bytes);
             return (len as u64 / SPARSE_LEN_MIN * SPARSE_LEN_MIN).clamp(SPARSE_LEN_MIN, BLOCK_LEN);
         }

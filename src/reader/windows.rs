@@ -28,10 +28,11 @@ const WINDOW_MAX: u64 = 64 << 20;
 /// Extra bytes for the pages at the ends of a window.
 const WINDOW_ENDS: u64 = 64 << 10;
 
-/// If the reads of the source have at least this length in bytes on average, separate reads are fast enough.
+/// If the reads of the source have at least this mean length in bytes, no window is used, because separate reads are
+/// fast enough.
 const GOOD_READ: u64 = 64 << 10;
 
-/// Number of bytes that are read at a place without a window before the window of this place is read.
+/// Number of bytes of a window that are read separately before the window is read as a whole.
 const TRIED_MAX: u64 = 256 << 10;
 
 /// Maximum number of places that are remembered, and maximum number of threads that fill one window.
@@ -53,7 +54,7 @@ pub struct GatherWindows {
     budget: Budget,
     /// Maximum total number of bytes of all windows.
     most: u64,
-    /// Whether all reads go forward. Then a window is read at the first read inside it.
+    /// Whether all reads go forward. If so, a window is read as a whole at the first read inside it.
     is_sweep: bool,
     state: Mutex<WindowList>,
 }

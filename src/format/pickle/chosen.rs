@@ -19,8 +19,7 @@ const APP: &str = "app";
 /// dots. The name alone does not show which of its dots come from a container and which are part of a key.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KeyPath<'v> {
-    /// The part of the name that the parts of the path have not matched yet. `None` if name and
-    /// path differ.
+    /// The end of the name that the parts of the path have not matched yet. `None` if the name differs from the path.
     rest: Option<&'v str>,
     /// Number of parts, and the first two parts. Parts that are numbers are empty texts.
     len: usize,

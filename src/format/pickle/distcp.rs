@@ -26,8 +26,8 @@ const VALUES_OF_BYTE: f64 = 0.5;
 const NAME_LEN_MAX: usize = 64 << 10;
 const DIMS_MAX: usize = 64;
 
-/// Maximum number of steps per byte of the pickle. The steps are counted because a value may be part of many other
-/// values, and may therefore be visited many times.
+/// Maximum number of visits of values per byte of the pickle. Visits are counted because a value may be part of many
+/// other values, and may therefore be visited many times.
 const STEPS_OF_BYTE: usize = 16;
 
 /// Minimum number of bytes of the pickle that a chunk, a value, and the path of a value are assumed

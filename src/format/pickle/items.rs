@@ -19,7 +19,7 @@ use crate::format::description::{PiecePlace, ShardDescription, TensorDescription
 use crate::format::range_reader::RangeReader;
 use crate::format::safetensors::{Header, PREFIX_LEN, SNIFF_LEN, header_len};
 
-/// Number of bytes at the beginning and at the end of an item that are read ahead. torch writes 640 bytes in front of
+/// Number of bytes that are read ahead at the beginning and at the end of an item. torch writes 640 bytes in front of
 /// the data and 940 bytes behind it.
 const HEAD_LEN: u64 = 1024;
 const TAIL_LEN: u64 = 1280;
@@ -28,8 +28,8 @@ const TAIL_LEN: u64 = 1280;
 const OF_ONE_SAVE: &str = "the two are of different saves, the file was exchanged with another one, or it \
                            is damaged: take both from one save";
 
-/// Maximum number of bytes between two of these ranges if they are read together, and maximum length of a read, in
-/// bytes.
+/// Maximum number of bytes between two ranges at the ends of items that are read together, and maximum length of the
+/// read that joins them, in bytes.
 const GAP_LEN: u64 = 16 << 10;
 const READ_LEN_MAX: u64 = 256 << 10;
 

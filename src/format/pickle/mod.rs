@@ -1,5 +1,5 @@
-//! Files of `torch.save`: a zip archive with a pickle, which names the tensors, and with their data in its own
-//! entries.
+//! Files of `torch.save`: a zip archive whose pickle names the tensors, and whose other entries hold the data of the
+//! tensors.
 //!
 //! `zip` reads the archive, and `archives` finds several archives in one file. `machine` interprets the pickle as
 //! values and runs nothing. `globals` says what names in a pickle mean. `tensors` finds the bytes of a tensor, and
@@ -83,9 +83,9 @@ const PARAM: &str = "param";
 /// the bound on headers in memory.
 const MEMORY_OF_BYTE: u64 = 4;
 
-/// Maximum number of bytes of a file that are not the data of its storages, and additional bytes for each item of a
-/// `.distcp` file. All these bytes are read when the file is opened. The pickle and the directory have lower limits
-/// of their own.
+/// Maximum number of bytes of a file that describe its tensors, which are all bytes except the data of its storages.
+/// The maximum grows by `DESCRIBED_OF_ITEM` for each item of a `.distcp` file. All these bytes are read when the file
+/// is opened. The pickle and the directory have lower limits of their own.
 const DESCRIBED_LEN_MAX: u64 = 1 << 30;
 const DESCRIBED_OF_ITEM: u64 = 64 << 10;
 

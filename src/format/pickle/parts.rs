@@ -375,8 +375,8 @@ impl<'s, 'a, 'r> RankParts<'s, 'a, 'r> {
             Some(own) => Some(self.values.natural(own).ok_or_else(|| unknown("mesh"))?),
             None => None,
         };
-        // A mesh that has only some axes of a larger mesh has the list of ranks of the larger mesh. In this case its
-        // first rank is the rank at index 0 of all its own axes.
+        // If the mesh has only some axes of a larger mesh, its list of ranks is that of the larger mesh. `begin` is the
+        // position in this list of the rank with index 0 on all axes of the mesh.
         let begin = own
             .filter(|_| count < ranks.len() as u64)
             .and_then(|own| ranks.iter().position(|&rank| rank == own))

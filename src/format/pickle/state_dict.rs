@@ -22,8 +22,8 @@ const NAME_LEN_MAX: usize = 64 << 10;
 /// Maximum depth of a container that holds a tensor.
 const DEPTH_MAX: usize = 1000;
 
-/// Maximum number of steps, and of bytes of names, per byte of the pickle. The steps are counted because a value may
-/// have many names.
+/// Maximum number of visits of values, and of bytes of names, per byte of the pickle. Visits are counted because a
+/// value may have many names.
 const STEPS_OF_BYTE: usize = 16;
 
 /// Keys of dicts that hold a model, in files that hold more than a model.
@@ -48,8 +48,8 @@ const STATES: [&str; 14] = [
     "loops",
 ];
 
-/// Words that are such keys only if one of `ENDINGS` follows. Without an ending, such a word may be the name of a part
-/// of a model.
+/// Words that count as keys of the state of a training only if one of `ENDINGS` follows. Without an ending, such a word
+/// may be the name of a part of a model.
 const STATES_WITH_ENDING: [&str; 5] = ["scaler", "train", "training", "trainer", "random"];
 const ENDINGS: [&str; 4] = ["_state_dicts", "_state_dict", "_states", "_state"];
 
@@ -133,7 +133,8 @@ impl ModelTensors {
             hides_tensors = hides_tensors || walk.holds_tensor(pair.value)?;
         }
         let mut models = Vec::new();
-        // A training saves its best loss and similar tensors beside the model.
+        // A weight has a dotted name. Other tensors in the root dict do not show that it is the model, because a
+        // training saves its best loss and similar tensors beside the model.
         let is_flat = rest
             .iter()
             .any(|pair| pair.key.text().is_some_and(|key| is_weight(values, key, pair.value)));

@@ -74,7 +74,7 @@ impl TensorPlace {
 pub(super) enum StorageData<'a, 'r> {
     /// The data is in entries of an archive. The header of an entry is read when its storage is first used.
     Entries { reader: &'r mut dyn RangeReader, archive: &'a Archive },
-    /// The data follows the pickles of a file. The byte ranges are given by the keys of the storages.
+    /// The data follows the pickles of a file. The map has the byte range of each storage by its key.
     Listed(HashMap<String, Range<u64>>),
 }
 
@@ -94,8 +94,8 @@ impl<'a, 'r> Storages<'a, 'r> {
         Storages { values, data, used: HashMap::new(), crcs: HashMap::new(), read: Vec::new() }
     }
 
-    /// The bytes of the file that affect only the elements of tensors, and not their description. These are the data of
-    /// the used storages, except bytes that `read` has read, and all bytes of the other storages.
+    /// The bytes of the file that affect only the elements of tensors, and not their description. These are all bytes
+    /// of the unused storages, and the data of the used storages, except the bytes that `read` has read.
     pub(super) fn undescribed(mut self) -> Vec<Range<u64>> {
         let read = joined(std::mem::take(&mut self.read));
         let is_used = |key: &str| self.used.contains_key(key);

@@ -227,7 +227,8 @@ pub(super) struct PickleSteps {
 }
 
 impl PickleSteps {
-    /// Steps in proportion to the length of the pickle. `message` says what is wrong with a pickle that needs more.
+    /// As many visits as the length of the pickle in bytes allows. `message` says what is wrong with a pickle that
+    /// needs more.
     pub(super) fn of(values: &Values<'_>, of_byte: usize, message: &'static str) -> PickleSteps {
         PickleSteps { left: values.pickle_len().saturating_mul(of_byte) + 4096, message }
     }

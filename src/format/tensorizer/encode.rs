@@ -27,7 +27,7 @@ pub const ENTRIES_LEN: u64 = 256 << 10;
 /// The mark after the last tensor.
 pub const END_MARK: [u8; 8] = [0; 8];
 
-/// File version if numpy has all dtypes, and file version if only torch has one of the dtypes.
+/// The file versions: `PLAIN_VERSION` if numpy has all dtypes, `OPAQUE_VERSION` if only torch has one of the dtypes.
 const PLAIN_VERSION: u32 = 1;
 const OPAQUE_VERSION: u32 = 2;
 
@@ -98,9 +98,9 @@ impl NewTensor {
         })
     }
 
-    /// This tensor as a meta tensor, which has no data. All its elements must be zero. If the reference implementation
-    /// cannot read such a meta tensor, this tensor is returned unchanged. The reference implementation needs at least
-    /// one dimension, and a dtype that numpy has.
+    /// This tensor as a meta tensor, which has no data. All its elements must be zero. The reference implementation can
+    /// read a meta tensor only if it has at least one dimension and a dtype that numpy has. Any other tensor is
+    /// returned unchanged.
     pub fn without_zeros(self) -> NewTensor {
         let is_read = !self.shape.is_empty() && !self.dtype.contains('\0');
         NewTensor { data_len: self.data_len.filter(|_| !is_read), ..self }

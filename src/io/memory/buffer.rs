@@ -55,7 +55,7 @@ impl BudgetInner {
         }
         let arena = state.arena.as_mut()?;
         let start = arena.take(len)?;
-        // The gaps between buffers may have physical memory too.
+        // Free gaps between buffers may still have physical memory, so the touched memory may exceed the limit.
         if arena.touched() as u64 > self.limit {
             arena.trim();
         }
@@ -263,7 +263,7 @@ impl ReadTarget {
 struct AlignedPages {
     start: NonNull<u8>,
     len: usize,
-    /// Whether the bytes are overwritten with zeros before others get the memory.
+    /// Whether the bytes are overwritten with zeros before another buffer gets the memory.
     wiped: bool,
     /// The owner, to which the memory returns on drop.
     home: PageOwner,
@@ -328,8 +328,8 @@ impl Drop for AlignedPages {
 
 /// Memory that counts against a budget. It is page-aligned, unless it comes from an unaligned target.
 pub struct Buffer {
-    /// Declared before the reservation, so it is dropped first. Otherwise the budget could give bytes away that
-    /// are still in use.
+    /// The pages are declared before the reservation, so they are dropped first. Otherwise the budget could give away
+    /// bytes that are still in use.
     pages: AlignedPages,
     reservation: Reservation,
     len: usize,
@@ -376,8 +376,8 @@ impl Buffer {
         (pages.end - pages.start).max(ALIGN)
     }
 
-    /// Notes that the buffer will have decrypted bytes. They are overwritten with zeros before others get the
-    /// memory. Memory of the caller of a read is not overwritten.
+    /// Notes that the buffer will have decrypted bytes. These bytes are overwritten with zeros before another buffer
+    /// gets the memory. Memory of the caller of a read is not overwritten.
     pub fn wipe_on_drop(&mut self) {
         self.pages.wiped = !matches!(self.pages.home, PageOwner::Given(_));
     }

@@ -1,5 +1,5 @@
-//! Memory for bytes that stay. It is on huge pages if the system has them. Its pages are faulted in by the
-//! first write, or earlier on request.
+//! Memory for the bytes of a load, which stay after the load. It is on huge pages if the system has them. Its pages are
+//! faulted in by the first write, or earlier on request.
 
 use std::fmt;
 use std::io;
@@ -27,8 +27,8 @@ enum RegionOwner {
     Foreign(#[expect(dead_code, reason = "keeps it alive")] Box<dyn Send + Sync>),
 }
 
-// SAFETY: the region is the only owner of the mapping. The callers of `target`, `unaligned` and `bytes` promise
-// who writes.
+// SAFETY: the region is the only owner of the mapping. The callers of `target`, `unaligned` and `bytes` promise that no
+// other code writes to the same bytes.
 unsafe impl Send for Region {}
 // SAFETY: shared access is only through `LoadedBytes`, to which nobody writes, and through `bytes`, whose
 // caller is the only user.
@@ -93,7 +93,7 @@ impl Region {
         }
     }
 
-    /// Faults in the pages of `range` now, so that later reads do not wait for that. Returns whether this
+    /// Faults in the pages of `range` now, so that later reads do not wait for page faults. Returns whether this
     /// succeeded. It needs Linux 5.14.
     ///
     /// # Panics
